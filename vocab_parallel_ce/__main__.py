@@ -1,0 +1,3 @@
+from vocab_parallel_ce.cli import main
+
+raise SystemExit(main())

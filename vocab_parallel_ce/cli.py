@@ -1,0 +1,71 @@
+"""The command line: ``python -m vocab_parallel_ce doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+
+import torch
+
+import vocab_parallel_ce
+from vocab_parallel_ce.selection import IMPLEMENTATIONS, select, triton_state
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command that ``arguments`` name; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m vocab_parallel_ce")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="print what this machine can run, and why not the rest")
+    parser.parse_args(arguments)
+    print("\n".join(doctor_lines()))
+    return 0
+
+
+def doctor_lines() -> list[str]:
+    """What is installed, which GPUs there are, and for each implementation whether it runs."""
+    lines = [
+        f"vocab_parallel_ce {vocab_parallel_ce.__version__}",
+        f"python {platform.python_version()} ({sys.executable})",
+        f"torch {torch.__version__}",
+        f"triton {_triton_version()} ({triton_state()})",
+    ]
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices.insert(0, "cuda")
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            memory = properties.total_memory / 2**30
+            lines.append(
+                f"gpu {index}: {properties.name}, {memory:.0f} GiB, "
+                f"{properties.multi_processor_count} multiprocessors"
+            )
+    else:
+        lines.append("gpu: none that torch can use")
+    lines.append(f"torch.distributed: {_backends()}")
+    for device in devices:
+        for requested in ("auto", *IMPLEMENTATIONS):
+            lines.append(f"{device}, impl={requested!r}: {_outcome(device, requested)}")
+    return lines
+
+
+def _outcome(device: str, requested: str) -> str:
+    try:
+        selection = select(device, requested)
+    except ValueError as error:
+        return f"no: {error}"
+    return f"{selection.name} ({selection.reason})"
+
+
+def _backends() -> str:
+    from vocab_parallel_ce.exchange import available_backends
+
+    return ", ".join(available_backends()) or "not in this build of torch"
+
+
+def _triton_version() -> str:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

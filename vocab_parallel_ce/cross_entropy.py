@@ -1,0 +1,330 @@
+"""Vocabulary-parallel cross-entropy over logits: the public function and its autograd.
+
+    logits --online_softmax--> RowStats [N, K] --all_gather--> [R, N, K] --> loss, grad_logits
+
+Collectives: forward one (none for one rank), backward none. See ``spec`` for the mathematics and the
+legend of shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.exchange import all_gather_stats, group_position
+from vocab_parallel_ce.kernels.layout import row_layout, rows_are_disjoint
+from vocab_parallel_ce.selection import select
+from vocab_parallel_ce.shard import VocabShard
+
+SECOND_BACKWARD = (
+    "cross-entropy: backward ran a second time, but the first had its gradient in the logits' "
+    "storage and has handed it on; ask for gradient='out_of_place' (TransformerEngine's "
+    "overwrite_input=False) to run backward again"
+)
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    group: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    gradient: str = "auto",
+    impl: str = "auto",
+    check_labels: bool = False,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Cross-entropy of logits that are sharded over the vocabulary, without gathering them.
+
+    Rank ``r`` of the ``R`` ranks of ``group`` holds the columns ``[r * C, (r + 1) * C)`` of a
+    vocabulary of ``V = R * C``. Formula: ``torch.nn.functional.cross_entropy`` over the whole
+    vocabulary, in fp32 (``spec`` spells it out).
+
+    Overwrites: unless ``gradient="out_of_place"``, the storage of ``logits`` holds their gradient
+    after forward (``"in_forward"``) or after backward (``"in_backward"``): do not use ``logits``
+    afterwards. Where no gradient is needed, nothing is overwritten. Logits whose last dimension is
+    not dense, or that overlap themselves (expanded), are copied and stay as they are.
+
+    Collectives: forward one all_gather of 12 bytes a row (16 with label smoothing) from each rank,
+    on the current stream; backward none. No host synchronisation unless ``check_labels``; every
+    path can be captured in a CUDA graph.
+
+    Args:
+        logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides.
+        labels: ``[...]`` int64 or int32 ids in the *global* vocabulary, the same on every rank.
+        group: the ``torch.distributed.ProcessGroup`` of the ranks that share a vocabulary; None for
+            logits that hold all of it.
+        ignore_index: rows with this label have loss 0 and gradient 0, and do not count in the mean.
+        label_smoothing: in [0, 1]; the mean over the vocabulary is over all ``V`` columns.
+        reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or
+            ``"none"``.
+        gradient: ``"in_forward"``: computed by forward and scaled by backward (the cheapest for
+            reduced losses; with ``"none"`` a bf16 gradient is rounded twice). ``"in_backward"``:
+            computed by backward with the upstream gradient folded in. ``"out_of_place"``: the same
+            into a new tensor, so that logits survive and backward may run again. ``"auto"``:
+            in_forward for mean and sum, in_backward for none.
+        impl: ``"triton"``, ``"reference"`` or ``"auto"`` (triton on a GPU, reference elsewhere).
+        check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``, at the price
+            of a host synchronisation. Otherwise its row's loss and gradient are NaN.
+        vocab_size: ``V`` if given, to check ``R * C`` against.
+
+    Returns:
+        fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``.
+
+    Raises:
+        TypeError: a dtype or type is not one of those above.
+        ValueError: shapes, devices or values do not fit, or ``impl`` cannot run here.
+        RuntimeError: from backward, when it runs again over a gradient in place.
+    """
+    call = prepare_call(
+        logits,
+        labels,
+        group=group,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        gradient=gradient,
+        impl=impl,
+        check_labels=check_labels,
+        vocab_size=vocab_size,
+    )
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _CrossEntropy.apply(logits, labels, call)
+    with torch.no_grad():
+        loss, _, _ = call.loss(walkable(logits), flat(labels))
+        return call.shaped(loss, labels)
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """One validated call: what runs, on which shard, and the options of the loss."""
+
+    launchers: ModuleType
+    group: Any
+    rank: int
+    n_ranks: int
+    shard: VocabShard
+    ignore_index: int
+    label_smoothing: float
+    reduction: str
+    gradient: str
+
+    def statistics(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``[R, N, K]`` statistics of all ranks, and ``[1]`` rows that count where a mean asks for it."""
+        n_rows = labels.shape[0]
+        n_stats = 4 if self.label_smoothing > 0 else 3
+        stats = logits.new_empty((self.n_ranks, n_rows, n_stats), dtype=torch.float32)
+        valid_rows = None
+        if self.reduction == "mean":
+            valid_rows = logits.new_empty(1, dtype=torch.int32)
+        self.launchers.online_softmax(
+            logits,
+            labels,
+            stats[self.rank],
+            valid_rows,
+            start=self.shard.start,
+            ignore_index=self.ignore_index,
+        )
+        all_gather_stats(stats, self.rank, self.group)
+        return stats, valid_rows
+
+    def loss(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``[N]`` loss, and the statistics and count it came from. Reads the logits once."""
+        stats, valid_rows = self.statistics(logits, labels)
+        loss = stats.new_empty(labels.shape[0])
+        self.launchers.cross_entropy_loss(
+            stats,
+            labels,
+            valid_rows,
+            loss,
+            vocab_size=self.shard.vocab_size,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+        )
+        return loss, stats, valid_rows
+
+    def write_gradient(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        stats: Tensor,
+        valid_rows: Tensor | None,
+        *,
+        into: Tensor,
+        upstream: Tensor | None = None,
+        loss: Tensor | None = None,
+    ) -> None:
+        """Fill ``into``, laid out as ``logits`` or the same tensor, and ``loss [N]`` where given."""
+        self.launchers.cross_entropy(
+            logits,
+            stats,
+            labels,
+            valid_rows,
+            upstream,
+            loss,
+            into,
+            start=self.shard.start,
+            vocab_size=self.shard.vocab_size,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+        )
+        # Autograd then refuses to use a saved value that this has overwritten.
+        torch.autograd.graph.increment_version(into)
+
+    def loss_and_gradient(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """``[N]`` loss; its gradient replaces ``logits``, which must be :func:`overwritable`."""
+        stats, valid_rows = self.statistics(logits, labels)
+        loss = stats.new_empty(labels.shape[0])
+        self.write_gradient(logits, labels, stats, valid_rows, into=logits, loss=loss)
+        return loss
+
+    def shaped(self, loss: Tensor, labels: Tensor) -> Tensor:
+        """``loss [N]`` reduced, or in the shape of ``labels``. The mean's weight is in it already."""
+        return loss.view(labels.shape) if self.reduction == "none" else loss.sum()
+
+
+def prepare_call(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    group: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+    gradient: str,
+    impl: str,
+    check_labels: bool = False,
+    vocab_size: int | None = None,
+) -> LossCall:
+    """Check the arguments of a public function and settle what runs; nothing is changed by it."""
+    checks.check_logits(logits)
+    checks.check_labels(labels, logits)
+    checks.check_integer("ignore_index", ignore_index)
+    checks.check_label_smoothing(label_smoothing)
+    checks.check_choice("reduction", reduction, checks.REDUCTIONS)
+    checks.check_choice("gradient", gradient, checks.GRADIENTS)
+    rank, n_ranks = group_position(group)
+    shard = VocabShard.even(logits.shape[-1], rank, n_ranks)
+    if vocab_size is not None:
+        checks.check_vocab_size(vocab_size, shard, n_ranks)
+    implementation = select(logits.device.type, impl).name
+    if check_labels:
+        checks.check_label_range(labels, shard.vocab_size, ignore_index)
+    if gradient == "auto":
+        gradient = "in_backward" if reduction == "none" else "in_forward"
+    return LossCall(
+        launchers=_launchers(implementation),
+        group=group,
+        rank=rank,
+        n_ranks=n_ranks,
+        shard=shard,
+        ignore_index=ignore_index,
+        label_smoothing=float(label_smoothing),
+        reduction=reduction,
+        gradient=gradient,
+    )
+
+
+def scale_in_place(grad_logits: Tensor, grad_output: Tensor) -> Tensor:
+    """Multiply the gradient of a two-step forward by the upstream gradient; returns ``grad_logits``."""
+    checks.check_logits(grad_logits)
+    checks.check_grad_output(grad_output, grad_logits)
+    if overwritable(grad_logits) is not grad_logits:
+        raise ValueError(
+            "_input: expected the tensor that cross_entropy_forward returned, dense in its last "
+            f"dimension, got strides {grad_logits.stride()}"
+        )
+    launchers = _launchers(select(grad_logits.device.type).name)
+    launchers.element_mul(grad_logits, per_row(grad_output, grad_logits))
+    torch.autograd.graph.increment_version(grad_logits)
+    return grad_logits
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Collectives: forward one, backward none.
+
+    Saved: in_forward the gradient, in the logits' storage; otherwise the logits (no copy), labels
+    and 12 to 16 bytes a row and rank of statistics.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, call: LossCall) -> Tensor:
+        ctx.call = call
+        ctx.handed_on = False
+        flat_labels = flat(labels)
+        if call.gradient == "in_forward":
+            grad = overwritable(logits)
+            loss = call.loss_and_gradient(grad, flat_labels)
+            ctx.save_for_backward(grad)
+        else:
+            kept = logits if call.gradient == "out_of_place" else overwritable(logits)
+            loss, stats, valid_rows = call.loss(walkable(kept), flat_labels)
+            ctx.save_for_backward(kept, flat_labels, stats, valid_rows)
+        return call.shaped(loss, labels)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
+        call: LossCall = ctx.call
+        if ctx.handed_on:
+            raise RuntimeError(SECOND_BACKWARD)
+        ctx.handed_on = call.gradient != "out_of_place"
+        saved = ctx.saved_tensors
+        logits = saved[0].detach()
+        upstream = per_row(grad_loss, logits)
+        if call.gradient == "in_forward":
+            call.launchers.element_mul(logits, upstream)
+            torch.autograd.graph.increment_version(logits)
+            return logits, None, None
+        source, grad = (logits, logits)
+        if call.gradient == "out_of_place":
+            source, grad = _source_and_new(logits)
+        call.write_gradient(source, *saved[1:], into=grad, upstream=upstream)
+        return grad, None, None
+
+
+def walkable(logits: Tensor) -> Tensor:
+    """``logits``, or a contiguous copy where kernels cannot walk their rows."""
+    return logits if row_layout(logits) is not None else logits.contiguous()
+
+
+def overwritable(logits: Tensor) -> Tensor:
+    """``logits``, or a contiguous copy where rows cannot be walked or share memory with each other."""
+    logits = walkable(logits)
+    return logits if rows_are_disjoint(logits) else logits.contiguous()
+
+
+def per_row(upstream: Tensor, logits: Tensor) -> Tensor:
+    """``[N]`` view of an upstream gradient with one element for all rows (stride 0) or one for each."""
+    n_rows = logits.shape[:-1].numel()
+    return upstream.reshape(1).expand(n_rows) if upstream.numel() == 1 else upstream.reshape(-1)
+
+
+def _source_and_new(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits to read and a new tensor for their gradient, laid out alike: a view with gaps is copied."""
+    grad = torch.empty_like(logits)
+    alike = grad.stride() == logits.stride() and logits.data_ptr() % 16 == grad.data_ptr() % 16
+    return (logits, grad) if alike else (grad.copy_(logits), grad)
+
+
+def flat(labels: Tensor) -> Tensor:
+    """``[N]`` contiguous labels: a view where they are contiguous already."""
+    return labels.reshape(-1).contiguous()
+
+
+def _launchers(implementation: str) -> ModuleType:
+    if implementation == "reference":
+        from vocab_parallel_ce import reference
+
+        return reference
+    from vocab_parallel_ce.kernels import launchers
+
+    return launchers

@@ -1,0 +1,48 @@
+"""The one collective of the loss: every rank's row statistics to every rank of the group.
+
+The only module that knows ``torch.distributed``. Without a group nothing in here touches it, so that
+one GPU or a CPU needs no initialised process group.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def group_position(group: object) -> tuple[int, int]:
+    """``(rank in the group, ranks)``; ``(0, 1)`` for None.
+
+    Raises:
+        TypeError: ``group`` is not a process group.
+        ValueError: this rank is not a member of it.
+    """
+    if group is None:
+        return 0, 1
+    if dist.is_available():
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("group: this rank must be a member of it, got a group of other ranks")
+        if isinstance(group, dist.ProcessGroup):
+            return group.rank(), group.size()
+    raise TypeError(f"group: expected a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
+
+
+def all_gather_stats(gathered: Tensor, rank: int, group: object) -> None:
+    """Fill ``gathered [R, N, K]``, of which this rank has written ``gathered[rank]``.
+
+    Collectives: one all_gather of ``4 * K * N`` bytes a rank, in place, on the current stream; none
+    where there is one rank or no row.
+    """
+    if gathered.shape[0] == 1 or gathered.numel() == 0:
+        return
+    # PyTorch 2.13 renamed all_gather_into_tensor and deprecated the old name.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    all_gather(gathered.flatten(0, 1), gathered[rank], group=group)
+
+
+def available_backends() -> list[str]:
+    """Names of the communication backends in this build of torch."""
+    if not dist.is_available():
+        return []
+    present = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available()}
+    return [name for name, available in present.items() if available]

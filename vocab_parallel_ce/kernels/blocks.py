@@ -1,0 +1,37 @@
+"""How wide a program is: data, chosen by a pure function that needs no GPU.
+
+A program walks one row in tiles of ``lanes x vector`` elements; each thread holds ``chunks`` vectors of
+16 bytes, so that it has as many independent loads in flight.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vocab_parallel_ce.kernels.layout import VECTOR_BYTES
+
+THREADS_PER_WARP = 32
+
+# (row bytes up to, warps, chunks). Ratios to a device copy of each candidate: CONTRIBUTING.md says how they
+# are measured.
+TABLE = (
+    (2_048, 1, 1),
+    (8_192, 4, 1),
+    (1 << 62, 8, 2),
+)
+
+
+class Block(NamedTuple):
+    """Launch shape of a row-walking kernel."""
+
+    num_warps: int
+    lanes: int  # rows of the tile
+    vector: int  # elements of 16 bytes
+
+
+def choose_block(n_columns: int, element_size: int) -> Block:
+    """Launch shape for rows of ``n_columns`` elements of ``element_size`` bytes."""
+    num_warps, chunks = next(
+        (num_warps, chunks) for row_bytes, num_warps, chunks in TABLE if n_columns * element_size <= row_bytes
+    )
+    return Block(num_warps, THREADS_PER_WARP * num_warps * chunks, VECTOR_BYTES // element_size)

@@ -1,0 +1,69 @@
+"""Scale a stored gradient by the upstream gradient, in place.
+
+    grad_i *= upstream(row)
+
+One program a row. The factor is looked at on the device: where it is 1, the program ends, so that the
+usual ``loss.backward()`` of a reduced loss costs a launch and nothing else. Otherwise the shard is read
+once and written once, and the gradient is rounded a second time.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vocab_parallel_ce.kernels.blocks import choose_block
+from vocab_parallel_ce.kernels.launch import device_of, row_arguments
+from vocab_parallel_ce.kernels.primitives import edge_offsets, row_begin, row_body
+
+
+@triton.jit
+def element_mul_kernel(
+    grad_logits,  # [N, C] bf16|fp16|fp32, in and out
+    layout,  # RowLayout of grad_logits
+    upstream,  # [N] fp32
+    upstream_stride,  # 0: one factor for all rows
+    n_columns,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """One row: ``[1, 2, 3]`` with the upstream gradient 0.5 becomes ``[0.5, 1, 1.5]``."""
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(upstream + row * upstream_stride).to(tl.float32)
+    if factor == 1.0:
+        return
+    begin = row_begin(row, layout)
+    first, width = row_body(begin, n_columns, VECTOR)
+    lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    for tile in range(0, width, LANES * VECTOR):
+        columns = tile + lane_columns
+        inside = columns < width
+        pointers = grad_logits + first + columns
+        grad = tl.load(pointers, inside).to(tl.float32) * factor
+        tl.store(pointers, grad.to(grad_logits.dtype.element_ty), inside)
+    if HAS_EDGES:
+        offset, inside = edge_offsets(begin, n_columns, first, width, VECTOR)
+        grad = tl.load(grad_logits + offset, inside).to(tl.float32) * factor
+        tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
+
+
+def element_mul(grad_logits: Tensor, upstream: Tensor) -> None:
+    """Multiply row r of ``grad_logits [..., C]`` by ``upstream [N]``, of any stride, in place."""
+    n_rows = upstream.shape[0]
+    if n_rows == 0:
+        return
+    n_columns = grad_logits.shape[-1]
+    block = choose_block(n_columns, grad_logits.element_size())
+    base, layout, has_edges = row_arguments(grad_logits, block.vector)
+    with device_of(grad_logits):
+        element_mul_kernel[(n_rows,)](
+            base,
+            layout,
+            upstream,
+            upstream.stride(0),
+            n_columns,
+            HAS_EDGES=has_edges,
+            LANES=block.lanes,
+            VECTOR=block.vector,
+            num_warps=block.num_warps,
+        )

@@ -1,0 +1,31 @@
+"""What every launcher does alike: the device guard and the arguments that describe a strided tensor."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce.kernels.layout import aligned_base, row_layout
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Make the tensor's GPU current: a launch goes to the current one, whichever holds the tensor."""
+    if tensor.is_cuda:
+        return torch.cuda.device_of(tensor)
+    return nullcontext()
+
+
+def row_arguments(logits: Tensor, vector: int) -> tuple[Tensor, tuple[int, ...], bool]:
+    """``(base, layout, has_edges)`` for a kernel that walks the rows of ``logits [..., C]``.
+
+    ``has_edges`` is False where every row is whole vectors, aligned: such rows have no head or tail.
+    """
+    layout = row_layout(logits)
+    assert layout is not None, "rows that kernels cannot walk are copied before any launch"
+    base, misaligned = aligned_base(logits)
+    layout = layout._replace(offset=misaligned)
+    offset, _, _, *strides = layout
+    has_edges = any(extent % vector for extent in (logits.shape[-1], offset, *strides))
+    return base, tuple(layout), has_edges

@@ -1,0 +1,83 @@
+"""Where the rows of a strided tensor lie: how kernels walk a view whose last dimension is dense.
+
+A kernel gets the 1-D base tensor and six integers. Row ``r`` of the flattened ``[N, C]`` view begins
+``offset + i0 * stride0 + i1 * stride1 + i2 * stride2`` elements after the base, where
+``r = (i0 * size1 + i1) * size2 + i2``. Strides are read once here, after dimensions of size 1 are
+dropped and mergeable dimensions are merged; no kernel looks at a shape again.
+
+Example: the view ``x[:, :-1]`` of a contiguous ``x [2, 5, 8]`` has its rows at 0, 8, 16, 24, 40, 48,
+56, 64: ``RowLayout(offset=0, size1=4, size2=1, stride0=40, stride1=8, stride2=0)``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+VECTOR_BYTES = 16
+
+
+class RowLayout(NamedTuple):
+    """Element offsets of the rows of a view; see the module docstring."""
+
+    offset: int
+    size1: int
+    size2: int
+    stride0: int
+    stride1: int
+    stride2: int
+
+
+def row_layout(logits: Tensor) -> RowLayout | None:
+    """Layout of ``logits [..., C]``, or None where rows are not dense or take more than three levels."""
+    columns = logits.shape[-1]
+    if logits.is_contiguous():
+        return RowLayout(0, 1, 1, columns, 0, 0)
+    if columns > 1 and logits.stride(-1) != 1:
+        return None
+    levels = _merged_levels(logits)
+    if len(levels) > 3:
+        return None
+    (_, stride0), (size1, stride1), (size2, stride2) = levels + [(1, 0)] * (3 - len(levels))
+    return RowLayout(0, size1, size2, stride0, stride1, stride2)
+
+
+def rows_are_disjoint(logits: Tensor) -> bool:
+    """Whether writing one row of ``logits [..., C]``, dense in its last dimension, changes no other."""
+    if logits.is_contiguous():
+        return True
+    reach = logits.shape[-1]
+    for size, stride in sorted(_merged_levels(logits), key=lambda level: level[1]):
+        if stride < reach:
+            return False
+        reach = stride * (size - 1) + reach
+    return True
+
+
+def aligned_base(logits: Tensor) -> tuple[Tensor, int]:
+    """A 1-D tensor at a 16-byte boundary at or before ``logits``, and the elements between the two.
+
+    Kernels see only the boundary, so the compiler can prove that a multiple of 16 bytes from it is
+    aligned. Storage that begins off a boundary itself is returned as it is: correct, and slower.
+    """
+    misaligned = logits.data_ptr() % VECTOR_BYTES // logits.element_size()
+    if misaligned == 0:
+        return logits, 0
+    start = logits.storage_offset() - misaligned
+    if start < 0:
+        return logits, 0
+    return torch.as_strided(logits.detach(), (1,), (1,), start), misaligned
+
+
+def _merged_levels(logits: Tensor) -> list[tuple[int, int]]:
+    """(size, stride) of the leading dimensions, outermost first: no size 1, merged where possible."""
+    levels: list[tuple[int, int]] = []
+    for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if levels and levels[-1][1] == size * stride:
+            size, stride = size * levels.pop()[0], stride
+        levels.append((size, stride))
+    return levels
