@@ -8,9 +8,11 @@ legend of shapes.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +31,26 @@ SECOND_BACKWARD = (
 )
 
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Run ``function`` eagerly where a caller under ``torch.compile`` reaches it: its graph breaks there.
+
+    The kernels overwrite their input and take tuples, neither of which inductor follows.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@outside_graphs
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -55,7 +77,7 @@ def vocab_parallel_cross_entropy(
 
     Collectives: forward one all_gather of 12 bytes a row (16 with label smoothing) from each rank,
     on the current stream; backward none. No host synchronisation unless ``check_labels``; every
-    path can be captured in a CUDA graph.
+    path can be captured in a CUDA graph. Under ``torch.compile`` the graph breaks here.
 
     Args:
         logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides.

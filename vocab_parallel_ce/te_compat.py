@@ -71,6 +71,7 @@ def parallel_cross_entropy(
     )
 
 
+@cross_entropy.outside_graphs
 @torch.no_grad()
 def cross_entropy_forward(
     _input: Tensor,
@@ -113,6 +114,7 @@ def cross_entropy_forward(
     return call.shaped(loss, target), grad
 
 
+@cross_entropy.outside_graphs
 @torch.no_grad()
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable: bool = False) -> Tensor:
     """Second step of the pair: scale the gradient that :func:`cross_entropy_forward` left in ``_input``.

@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.kernels.blocks import choose_block
+from vocab_parallel_ce.kernels.blocks import READ_AND_WRITE, choose_block
 from vocab_parallel_ce.kernels.launch import device_of, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
-    NAN,
     NEG_INF,
     edge_offsets,
     exp_shifted,
@@ -86,7 +85,7 @@ def cross_entropy_kernel(
         tl.store(loss + row, value * weight)
     if upstream is not None:
         weight *= tl.load(upstream + row * upstream_stride)
-    weight = tl.where((label < 0) | (label >= vocab_size), NAN, weight)
+    weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
     # An ignored row reads nothing (so that NaN in it stays unseen) and has every factor 0.
     shift = tl.where(live, row_max, 0.0)
     p_scale = tl.where(live, weight / sum_exp, 0.0)
@@ -135,7 +134,7 @@ def cross_entropy(
     if n_rows == 0:
         return
     n_columns = logits.shape[-1]
-    block = choose_block(n_columns, logits.element_size())
+    block = choose_block(READ_AND_WRITE, n_columns, logits.element_size())
     base, layout, has_edges = row_arguments(logits, block.vector)
     grad_base, grad_layout, _ = row_arguments(grad_logits, block.vector)
     assert layout == grad_layout, "the gradient is laid out as the logits are"

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.kernels.blocks import choose_block
+from vocab_parallel_ce.kernels.blocks import READ_AND_WRITE, choose_block
 from vocab_parallel_ce.kernels.launch import device_of, row_arguments
 from vocab_parallel_ce.kernels.primitives import edge_offsets, row_begin, row_body
 
@@ -53,7 +53,7 @@ def element_mul(grad_logits: Tensor, upstream: Tensor) -> None:
     if n_rows == 0:
         return
     n_columns = grad_logits.shape[-1]
-    block = choose_block(n_columns, grad_logits.element_size())
+    block = choose_block(READ_AND_WRITE, n_columns, grad_logits.element_size())
     base, layout, has_edges = row_arguments(grad_logits, block.vector)
     with device_of(grad_logits):
         element_mul_kernel[(n_rows,)](

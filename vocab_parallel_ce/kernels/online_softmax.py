@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.kernels.blocks import choose_block
+from vocab_parallel_ce.kernels.blocks import READ, choose_block
 from vocab_parallel_ce.kernels.launch import device_of, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
     NEG_INF,
@@ -111,7 +111,7 @@ def online_softmax(
     if n_rows == 0:
         return
     n_columns = logits.shape[-1]
-    block = choose_block(n_columns, logits.element_size())
+    block = choose_block(READ, n_columns, logits.element_size())
     base, layout, has_edges = row_arguments(logits, block.vector)
     with device_of(logits):
         online_softmax_kernel[(n_rows,)](

@@ -5,7 +5,6 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
-NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -96,7 +95,7 @@ def row_loss(
     if HAS_SUM:
         uniform = log_sum_exp + (row_max - logit_sum / vocab_size)
         value = (1 - label_smoothing) * value + label_smoothing * uniform
-    value = tl.where((label < 0) | (label >= vocab_size), NAN, value)
+    value = tl.where((label < 0) | (label >= vocab_size), float("nan"), value)
     return tl.where(label == ignore_index, 0.0, value)
 
 
