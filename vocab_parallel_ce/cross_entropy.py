@@ -16,7 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.exchange import all_gather_stats, group_position
@@ -30,6 +29,10 @@ SECOND_BACKWARD = (
     "overwrite_input=False) to run backward again"
 )
 
+
+DOUBLE_BACKWARD = (
+    "cross-entropy: expected backward without create_graph: its gradient cannot be differentiated again"
+)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -104,7 +107,8 @@ def vocab_parallel_cross_entropy(
     Raises:
         TypeError: a dtype or type is not one of those above.
         ValueError: shapes, devices or values do not fit, or ``impl`` cannot run here.
-        RuntimeError: from backward, when it runs again over a gradient in place.
+        RuntimeError: from backward, when it runs again over a gradient in place, or with
+            ``create_graph``.
     """
     call = prepare_call(
         logits,
@@ -293,8 +297,11 @@ class _CrossEntropy(torch.autograd.Function):
         return call.shaped(loss, labels)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
+        # once_differentiable looks at the upstream gradient alone: with one that requires no gradient
+        # it would hand out a gradient that is silently a constant.
+        if torch.is_grad_enabled():
+            raise RuntimeError(DOUBLE_BACKWARD)
         call: LossCall = ctx.call
         if ctx.handed_on:
             raise RuntimeError(SECOND_BACKWARD)
@@ -331,8 +338,10 @@ def per_row(upstream: Tensor, logits: Tensor) -> Tensor:
 
 
 def _source_and_new(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits to read and a new tensor for their gradient, laid out alike: a view with gaps is copied."""
+    """The logits to read and a new tensor for their gradient, laid out alike: gaps cost a copy."""
     grad = torch.empty_like(logits)
+    if row_layout(grad) is None:
+        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     alike = grad.stride() == logits.stride() and logits.data_ptr() % 16 == grad.data_ptr() % 16
     return (logits, grad) if alike else (grad.copy_(logits), grad)
 

@@ -107,11 +107,10 @@ def gradient(
     """``[N, C]`` derivative of each row's loss by its logits, in the compute dtype."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     grad = (x - stats.row_max.unsqueeze(-1)).exp() / stats.sum_exp.unsqueeze(-1)
-    if label_smoothing > 0:
-        grad = grad - label_smoothing / vocab_size
     column = torch.arange(start, start + x.shape[-1], device=x.device)
     is_target = column == labels.long().unsqueeze(-1)
-    grad = torch.where(is_target, grad - (1 - label_smoothing), grad)
+    # p - 1 first: for a confident label it cancels without rounding, which p - (1 - e) does not.
+    grad = torch.where(is_target, grad - 1 + label_smoothing, grad) - label_smoothing / vocab_size
     some_column_is_finite = (stats.row_max != NEG_INF).unsqueeze(-1)
     grad = torch.where((x == NEG_INF) & some_column_is_finite, 0.0, grad)
     grad = torch.where(_outside(labels, vocab_size).unsqueeze(-1), NAN, grad)

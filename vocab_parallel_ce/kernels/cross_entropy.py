@@ -5,7 +5,7 @@
 
 ``cross_entropy_kernel`` is one program a row: it merges the R statistics, writes the loss if asked and the
 gradient, over the logits or elsewhere: reads the shard once, writes it once. The upstream gradient and the
-mean's 1 / n are factors of two scalars a row, so the gradient is rounded once.
+mean's 1 / n are one fp32 factor a row, so the gradient is rounded once.
 """
 
 import triton
@@ -27,12 +27,19 @@ from vocab_parallel_ce.kernels.primitives import (
 
 
 @triton.jit
-def logits_gradient(x, columns, target, shift, p_scale, target_term, uniform_term, HAS_SUM: tl.constexpr):
-    """``p_scale * exp(x - shift)``, less the two constant terms; exactly 0 in an excluded column."""
-    grad = exp_shifted(x, shift) * p_scale
+def logits_gradient(
+    x, is_target, shift, inverse_sum, label_smoothing, uniform_p, weight, HAS_SUM: tl.constexpr
+):
+    """``weight * (p - (1 - e) * [is_target] - e / V)``, exactly 0 in an excluded column.
+
+    p - 1 comes first: for a confident label it cancels without rounding, which p - (1 - e) does not.
+    """
+    grad = exp_shifted(x, shift) * inverse_sum
+    target_grad = grad - 1
     if HAS_SUM:
-        grad = tl.where(x == NEG_INF, grad, grad - uniform_term)
-    return tl.where(columns == target, grad - target_term, grad)
+        grad = tl.where(x == NEG_INF, grad, grad - uniform_p)
+        target_grad += label_smoothing - uniform_p
+    return tl.where(is_target, target_grad, grad) * weight
 
 
 @triton.jit(do_not_specialize=["shard_start", "n_rows"])
@@ -88,10 +95,11 @@ def cross_entropy_kernel(
     weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
     # An ignored row reads nothing (so that NaN in it stays unseen) and has every factor 0.
     shift = tl.where(live, row_max, 0.0)
-    p_scale = tl.where(live, weight / sum_exp, 0.0)
+    inverse_sum = tl.where(live, 1.0 / sum_exp, 0.0)
     weight = tl.where(live, weight, 0.0)
-    target_term = tl.where(target_logit == NEG_INF, 0.0, (1 - label_smoothing) * weight)
-    uniform_term = label_smoothing / vocab_size * weight
+    uniform_p = label_smoothing / vocab_size
+    # A label in an excluded column is no column's target.
+    label = tl.where(target_logit == NEG_INF, -1, label)
 
     begin = row_begin(row, layout)
     first, width = row_body(begin, n_columns, VECTOR)
@@ -102,13 +110,17 @@ def cross_entropy_kernel(
         columns = tile + lane_columns
         inside = columns < width
         x = tl.load(logits + first + columns, inside & live, other=NEG_INF).to(tl.float32)
-        grad = logits_gradient(x, columns, target, shift, p_scale, target_term, uniform_term, HAS_SUM)
+        grad = logits_gradient(
+            x, columns == target, shift, inverse_sum, label_smoothing, uniform_p, weight, HAS_SUM
+        )
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
     if HAS_EDGES:
         offset, inside = edge_offsets(begin, n_columns, first, width, VECTOR)
         x = tl.load(logits + offset, inside & live, other=NEG_INF).to(tl.float32)
         target_offset = begin + label - shard_start
-        grad = logits_gradient(x, offset, target_offset, shift, p_scale, target_term, uniform_term, HAS_SUM)
+        grad = logits_gradient(
+            x, offset == target_offset, shift, inverse_sum, label_smoothing, uniform_p, weight, HAS_SUM
+        )
         tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
 
 

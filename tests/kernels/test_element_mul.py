@@ -1,0 +1,59 @@
+"""Scaling a stored gradient in place."""
+
+import pytest
+import torch
+
+from tests.support.inputs import DTYPES
+from tests.support.layouts import logits_layouts
+
+
+def scale(grad, upstream):
+    from vocab_parallel_ce.kernels.element_mul import element_mul
+
+    element_mul(grad, upstream)
+
+
+def test_worked_example(kernel_device):
+    grad = torch.tensor([[1.0, 2.0, 3.0]], device=kernel_device)
+    scale(grad, torch.tensor([0.5], device=kernel_device))
+    assert grad.tolist() == [[0.5, 1, 1.5]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", (3, 64, 2051))
+def test_each_row_by_its_own_factor(kernel_device, dtype, columns):
+    """One factor read for all rows gave a gradient of 0 wherever the first token was masked."""
+    grad = torch.randn(5, columns).to(dtype).to(kernel_device)
+    # Powers of two: the product is exact in every dtype, whatever the rounding.
+    upstream = torch.tensor([0.0, 2.0, -0.5, 1.0, 4.0], device=kernel_device)
+    want = grad * upstream[:, None].to(dtype)
+    scale(grad, upstream)
+    assert torch.equal(grad, want)
+
+
+def test_one_factor_for_all_rows(kernel_device):
+    grad = torch.randn(5, 40, device=kernel_device)
+    want = grad * -3
+    scale(grad, torch.tensor([-3.0], device=kernel_device).expand(5))
+    assert torch.equal(grad, want)
+
+
+def test_a_factor_of_1_writes_nothing(kernel_device):
+    """Rows expanded over one another show a write: each would be scaled several times, or raced."""
+    grad = torch.full((4, 40), float("nan"), device=kernel_device)
+    grad[1] = 2.0
+    scale(grad, torch.tensor([1.0, 8.0, 1.0, 1.0], device=kernel_device))
+    assert torch.equal(grad[1], torch.full((40,), 16.0, device=kernel_device))
+    assert grad[[0, 2, 3]].isnan().all()
+
+
+def test_every_layout_and_nothing_beside_it(kernel_device):
+    for layout in logits_layouts(67, device=kernel_device):
+        if layout.name in ("every other column", "column-major") or layout.shares_elements:
+            continue
+        rows = layout.view.shape[:-1].numel()
+        upstream = torch.arange(rows, device=kernel_device, dtype=torch.float32) + 2
+        want = layout.view.clone() * upstream.view(*layout.view.shape[:-1], 1)
+        scale(layout.view, upstream)
+        assert torch.equal(layout.view, want), layout.name
+        assert layout.outside_is_untouched(), layout.name

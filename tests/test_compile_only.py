@@ -1,0 +1,42 @@
+"""Every kernel compiles for GPUs that this host need not have, with 16-byte accesses and no spills."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.compile_only
+
+WALKS = ("online_softmax", "cross_entropy", "element_mul")
+
+
+def compiled(target: str) -> list[dict]:
+    """Reports of ``support.compile_kernels`` from a process that compiles instead of interpreting."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.compile_kernels", target]
+    root = Path(__file__).parents[1]
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("target", ("cuda:80", "cuda:100", "hip:gfx942"))
+def test_every_kernel_compiles(target):
+    reports = compiled(target)
+    assert {report["kernel"].split("-")[0] for report in reports} == {*WALKS, "loss"}
+    assert all(report["bytes"] > 0 for report in reports)
+
+
+def test_sm_90_code_is_wide_and_does_not_spill():
+    reports = compiled("cuda:90")
+    for report in reports:
+        assert report["stack_bytes"] == report["local_bytes"] == 0, report
+        if report["kernel"].startswith(WALKS):
+            assert "ld.global.v4.b32" in report["loads"], report
+        if report["kernel"].startswith(WALKS[1:]):
+            assert "st.global.v4.b32" in report["stores"], report
+        # 16 warps of 16 threads' registers must fit several rows on a multiprocessor of 64 K.
+        assert report["registers"] <= 64, report

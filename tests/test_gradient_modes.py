@@ -1,0 +1,276 @@
+"""Where the gradient is written and when; what survives; what a repeated backward does."""
+
+import pytest
+import torch
+
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import batch
+from tests.support.layouts import logits_layouts
+from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
+from vocab_parallel_ce import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+    parallel_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
+
+REDUCTIONS = ("mean", "sum", "none")
+IN_PLACE = ("in_forward", "in_backward")
+GRADIENTS = (*IN_PLACE, "out_of_place")
+
+
+class Case:
+    """Logits as a model produces them, not a leaf, with labels of which some are ignored."""
+
+    def __init__(self, impl_device, *, dtype=torch.float32, rows=6, columns=75):
+        self.impl, device = impl_device
+        source, labels = batch("some_ignored", rows=rows, vocab_size=columns, dtype=dtype)
+        self.values = source.to(device)
+        self.source = self.values.clone().requires_grad_()
+        self.labels = labels.to(device)
+        self.logits = self.source * 1
+
+    def loss(self, **options):
+        return vocab_parallel_cross_entropy(self.logits, self.labels, impl=self.impl, **options)
+
+    def upstream(self, loss):
+        generator = torch.Generator().manual_seed(3)
+        return torch.rand(loss.shape, generator=generator).to(loss.device)
+
+    def assert_gradient(self, grad, upstream, **options):
+        rows = (self.values.cpu(), self.labels.cpu())
+        oracle = cross_entropy_fp64(*rows, upstream=upstream.cpu(), **options)
+        peer = cross_entropy_same_dtype(*rows, upstream=upstream.cpu(), **options)
+        assert_within_budget(grad, oracle.grad, peer.grad)
+
+    def logits_are_untouched(self):
+        return torch.equal(self.logits, self.values)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("label_smoothing", (0.0, 0.1))
+def test_gradient_of_every_way(impl_device, gradient, reduction, label_smoothing):
+    """Upstream gradients differ in every token: a scale or a token taken for all of them shows."""
+    case = Case(impl_device)
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+    loss = case.loss(gradient=gradient, **options)
+    upstream = case.upstream(loss)
+    (grad,) = torch.autograd.grad(loss, case.logits, upstream)
+    case.assert_gradient(grad, upstream, **options)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_auto_is_in_forward_where_reduced_and_in_backward_where_not(impl_device, reduction):
+    case = Case(impl_device)
+    loss = case.loss(reduction=reduction)
+    assert case.logits_are_untouched() == (reduction == "none")
+    (grad,) = torch.autograd.grad(loss, case.logits, torch.ones_like(loss))
+    assert grad.data_ptr() == case.logits.data_ptr()
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_forward_mutates_logits_only_in_forward_mode(impl_device, gradient):
+    """Metrics read after the loss saw a gradient instead of logits."""
+    case = Case(impl_device)
+    case.loss(gradient=gradient, reduction="sum")
+    assert case.logits_are_untouched() == (gradient != "in_forward")
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("context", ("no_grad", "inference_mode", "requires_grad=False"))
+def test_without_a_gradient_logits_are_never_touched(impl_device, gradient, context):
+    case = Case(impl_device)
+    if context == "requires_grad=False":
+        case.logits = case.logits.detach()
+        loss = case.loss(gradient=gradient)
+    else:
+        with getattr(torch, context)():
+            loss = case.loss(gradient=gradient)
+    version = case.logits._version
+    assert case.logits_are_untouched() and version == 0
+    assert not loss.requires_grad
+    want = cross_entropy_fp64(case.values.cpu(), case.labels.cpu()).loss
+    torch.testing.assert_close(loss.cpu().double(), want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("gradient", IN_PLACE)
+def test_a_saved_value_that_was_overwritten_is_refused_by_autograd(impl_device, gradient):
+    """``exp`` saves its output for backward; the loss overwrites that output."""
+    case = Case(impl_device)
+    logits = case.source.exp()
+    loss = vocab_parallel_cross_entropy(logits, case.labels, impl=case.impl, gradient=gradient)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_two_losses_over_the_same_logits(impl_device):
+    """Two gradients in place of one another are refused; out of place they add up."""
+    case = Case(impl_device)
+    total = case.loss(gradient="in_forward") + case.loss(gradient="in_forward")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+    case = Case(impl_device)
+    total = case.loss(gradient="out_of_place") + 2 * case.loss(gradient="out_of_place")
+    (grad,) = torch.autograd.grad(total, case.logits)
+    case.assert_gradient(grad, torch.tensor(3.0))
+
+
+@pytest.mark.parametrize("gradient", IN_PLACE)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_second_backward_in_place_names_the_remedy(impl_device, gradient, reduction):
+    """Others scale their saved buffer twice, silently."""
+    case = Case(impl_device)
+    loss = case.loss(gradient=gradient, reduction=reduction)
+    upstream = case.upstream(loss)
+    torch.autograd.grad(loss, case.logits, upstream, retain_graph=True)
+    after_first = case.logits.detach().clone()
+    with pytest.raises(RuntimeError, match="out_of_place"):
+        torch.autograd.grad(loss, case.logits, upstream)
+    assert torch.equal(case.logits, after_first)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_second_backward_out_of_place_gives_the_same_gradient(impl_device, reduction):
+    case = Case(impl_device)
+    loss = case.loss(gradient="out_of_place", reduction=reduction)
+    upstream = case.upstream(loss)
+    first = torch.autograd.grad(loss, case.logits, upstream, retain_graph=True)[0]
+    second = torch.autograd.grad(loss, case.logits, upstream)[0]
+    assert torch.equal(first, second) and first.data_ptr() != second.data_ptr()
+    assert case.logits_are_untouched()
+    loss = case.loss(gradient="out_of_place", reduction=reduction)
+    loss.backward(upstream, retain_graph=True)
+    loss.backward(upstream)
+    torch.testing.assert_close(case.source.grad, 2 * first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_double_backward_raises(impl_device, gradient):
+    """A gradient that pretends to be a constant would be silently wrong."""
+    case = Case(impl_device)
+    loss = case.loss(gradient=gradient)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(loss, case.logits, create_graph=True)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_other_tensors_of_the_caller_are_never_written(impl_device, gradient, reduction):
+    case = Case(impl_device)
+    labels = case.labels.clone()
+    loss = case.loss(gradient=gradient, reduction=reduction)
+    upstream = case.upstream(loss)
+    kept = upstream.clone()
+    torch.autograd.grad(loss, case.logits, upstream)
+    assert torch.equal(case.labels, labels) and case.labels._version == 0
+    assert torch.equal(upstream, kept) and upstream._version == 0
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("columns", (24, 21))
+def test_every_layout(impl_device, gradient, columns):
+    """Transposed, shifted, expanded and size-1 views against the contiguous copy of the same values."""
+    impl, device = impl_device
+    for layout in logits_layouts(columns, device=device):
+        values = layout.view.detach().clone(memory_format=torch.contiguous_format)
+        rows = values.shape[:-1]
+        labels = (torch.arange(rows.numel()) * 31 % columns).view(rows).to(device)
+        logits = layout.view.detach().requires_grad_()
+        options = {"reduction": "none", "label_smoothing": 0.1}
+        loss = vocab_parallel_cross_entropy(logits, labels, impl=impl, gradient=gradient, **options)
+        upstream = torch.rand(rows).to(device)
+        (grad,) = torch.autograd.grad(loss, logits, upstream)
+        oracle = cross_entropy_fp64(values.cpu(), labels.cpu(), upstream=upstream.cpu(), **options)
+        peer = cross_entropy_same_dtype(values.cpu(), labels.cpu(), upstream=upstream.cpu(), **options)
+        assert_within_budget(loss, oracle.loss, peer.loss)
+        assert_within_budget(grad, oracle.grad, peer.grad)
+        assert layout.outside_is_untouched(), layout.name
+        copied = layout.name in ("every other column", "column-major") or layout.shares_elements
+        overwritten = grad.data_ptr() == logits.data_ptr()
+        assert overwritten == (gradient != "out_of_place" and not copied), layout.name
+        assert torch.equal(layout.view, values) != overwritten, layout.name
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_gradient_dtype_is_that_of_the_logits(impl_device, dtype):
+    """A hard-coded bf16 gradient is refused by fp16 models."""
+    case = Case(impl_device, dtype=dtype)
+    loss = case.loss(reduction="none")
+    upstream = case.upstream(loss)
+    (grad,) = torch.autograd.grad(loss, case.logits, upstream)
+    assert loss.dtype == torch.float32
+    case.assert_gradient(grad, upstream, reduction="none")
+
+
+def test_all_ignored_is_0_finite_and_attached(impl_device):
+    case = Case(impl_device)
+    case.labels.fill_(-100)
+    for reduction in REDUCTIONS:
+        case.logits = case.source * 1
+        loss = case.loss(reduction=reduction)
+        assert loss.requires_grad and torch.equal(loss, torch.zeros_like(loss))
+        (grad,) = torch.autograd.grad(loss, case.logits, torch.ones_like(loss))
+        assert torch.equal(grad, torch.zeros_like(grad))
+
+
+def test_checkpointed_recomputation(impl_device):
+    """The recomputed logits are new ones: in-place writing leaves nothing stale behind."""
+    case = Case(impl_device)
+
+    def head(source):
+        return vocab_parallel_cross_entropy(source * 1, case.labels, impl=case.impl)
+
+    loss = torch.utils.checkpoint.checkpoint(head, case.source, use_reentrant=False)
+    (grad,) = torch.autograd.grad(loss, case.source)
+    case.assert_gradient(grad, torch.tensor(1.0))
+
+
+def test_compiled_caller(impl_device):
+    """Options are Python floats, which compiled kernels take for fp64; the graph breaks before them."""
+    case = Case(impl_device)
+    options = {"label_smoothing": 0.1, "impl": case.impl}
+
+    def step(source, labels):
+        return vocab_parallel_cross_entropy(source * 2, labels, **options) * 3
+
+    backend = "inductor" if case.source.is_cuda else "aot_eager"
+    loss = torch.compile(step, backend=backend)(case.source, case.labels)
+    (grad,) = torch.autograd.grad(loss, case.source)
+    eager = step(case.source, case.labels)
+    assert torch.equal(loss, eager)
+    assert torch.equal(grad, torch.autograd.grad(eager, case.source)[0])
+
+
+@pytest.mark.parametrize("overwrite_input", (None, True, False))
+@pytest.mark.parametrize("reduce_loss", (True, False))
+def test_transformer_engine_overwrite_input(impl_device, overwrite_input, reduce_loss):
+    case = Case(impl_device)
+    if case.impl == "reference" and case.logits.is_cuda:
+        pytest.skip("TransformerEngine's signature names no implementation; a GPU takes triton")
+    loss = parallel_cross_entropy(
+        case.logits, case.labels, reduce_loss=reduce_loss, overwrite_input=overwrite_input
+    )
+    in_forward = overwrite_input is None and reduce_loss
+    assert case.logits_are_untouched() != in_forward
+    upstream = case.upstream(loss)
+    (grad,) = torch.autograd.grad(loss, case.logits, upstream)
+    assert (grad.data_ptr() == case.logits.data_ptr()) == (overwrite_input is not False)
+    case.assert_gradient(grad, upstream, reduction="mean" if reduce_loss else "none")
+
+
+@pytest.mark.parametrize("reduce_loss", (True, False))
+@pytest.mark.parametrize("requires_grad", (True, False))
+def test_two_step_pair(impl_device, reduce_loss, requires_grad):
+    case = Case(impl_device)
+    if case.impl == "reference" and case.logits.is_cuda:
+        pytest.skip("TransformerEngine's signature names no implementation; a GPU takes triton")
+    logits = case.values.clone().requires_grad_(requires_grad)
+    loss, grad = cross_entropy_forward(logits, case.labels, 0.1, reduce_loss, None, -100)
+    assert grad is logits and loss.shape == (() if reduce_loss else case.labels.shape)
+    upstream = case.upstream(loss)
+    scaled = cross_entropy_backward(grad, upstream, is_cg_capturable=True)
+    assert scaled is logits
+    reduction = "mean" if reduce_loss else "none"
+    case.assert_gradient(scaled.detach(), upstream, reduction=reduction, label_smoothing=0.1)
