@@ -1,5 +1,7 @@
 """What only a GPU shows: graphs, synchronisation, peak memory, offsets past 2^31, the current device."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -60,21 +62,24 @@ def test_graph_replays_with_new_data(gradient, reduction):
 def test_the_host_never_waits():
     logits, labels = inputs()
     upstream = torch.rand(64, device="cuda")
-    for _ in range(2):  # the first round compiles
-        try:
-            for reduction in REDUCTIONS:
-                for gradient in GRADIENTS:
-                    source = logits.clone().requires_grad_()
-                    loss = vocab_parallel_cross_entropy(
-                        source, labels, reduction=reduction, gradient=gradient
-                    )
-                    torch.autograd.grad(loss, source, upstream if reduction == "none" else upstream[0])
-            loss, grad = cross_entropy_forward(logits.clone(), labels, 0.0, True, None, -100)
-            cross_entropy_backward(grad, upstream[0])
-            torch.cuda.set_sync_debug_mode("error")
-        finally:
-            if _ == 1:
-                torch.cuda.set_sync_debug_mode("default")
+
+    def every_path():
+        for reduction, gradient in product(REDUCTIONS, GRADIENTS):
+            source = logits.clone().requires_grad_()
+            options = {"reduction": reduction, "gradient": gradient}
+            loss = vocab_parallel_cross_entropy(source, labels, **options)
+            torch.autograd.grad(loss, source, upstream if reduction == "none" else upstream[0])
+        loss, grad = cross_entropy_forward(logits.clone(), labels, 0.0, True, None, -100)
+        cross_entropy_backward(grad, upstream[0])
+
+    every_path()  # compiles, which may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            labels.sum().item()
+        every_path()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.no_poison

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -129,8 +128,7 @@ def vocab_parallel_cross_entropy(
         return call.shaped(loss, labels)
 
 
-@dataclass(frozen=True)
-class LossCall:
+class LossCall(NamedTuple):
     """One validated call: what runs, on which shard, and the options of the loss."""
 
     launchers: ModuleType

@@ -15,7 +15,6 @@ from torch import Tensor
 from vocab_parallel_ce.kernels.blocks import READ_AND_WRITE, choose_block
 from vocab_parallel_ce.kernels.launch import device_of, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
-    NEG_INF,
     edge_offsets,
     exp_shifted,
     mean_weight,
@@ -37,7 +36,7 @@ def logits_gradient(
     grad = exp_shifted(x, shift) * inverse_sum
     target_grad = grad - 1
     if HAS_SUM:
-        grad = tl.where(x == NEG_INF, grad, grad - uniform_p)
+        grad = tl.where(x == float("-inf"), grad, grad - uniform_p)
         target_grad += label_smoothing - uniform_p
     return tl.where(is_target, target_grad, grad) * weight
 
@@ -99,7 +98,7 @@ def cross_entropy_kernel(
     weight = tl.where(live, weight, 0.0)
     uniform_p = label_smoothing / vocab_size
     # A label in an excluded column is no column's target.
-    label = tl.where(target_logit == NEG_INF, -1, label)
+    label = tl.where(target_logit == float("-inf"), -1, label)
 
     begin = row_begin(row, layout)
     first, width = row_body(begin, n_columns, VECTOR)
@@ -109,14 +108,14 @@ def cross_entropy_kernel(
     for tile in range(0, width, LANES * VECTOR):
         columns = tile + lane_columns
         inside = columns < width
-        x = tl.load(logits + first + columns, inside & live, other=NEG_INF).to(tl.float32)
+        x = tl.load(logits + first + columns, inside & live, other=float("-inf")).to(tl.float32)
         grad = logits_gradient(
             x, columns == target, shift, inverse_sum, label_smoothing, uniform_p, weight, HAS_SUM
         )
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
     if HAS_EDGES:
         offset, inside = edge_offsets(begin, n_columns, first, width, VECTOR)
-        x = tl.load(logits + offset, inside & live, other=NEG_INF).to(tl.float32)
+        x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
         target_offset = begin + label - shard_start
         grad = logits_gradient(
             x, offset == target_offset, shift, inverse_sum, label_smoothing, uniform_p, weight, HAS_SUM
@@ -148,8 +147,10 @@ def cross_entropy(
     n_columns = logits.shape[-1]
     block = choose_block(READ_AND_WRITE, n_columns, logits.element_size())
     base, layout, has_edges = row_arguments(logits, block.vector)
-    grad_base, grad_layout, _ = row_arguments(grad_logits, block.vector)
-    assert layout == grad_layout, "the gradient is laid out as the logits are"
+    grad_base = base
+    if grad_logits is not logits:
+        grad_base, grad_layout, _ = row_arguments(grad_logits, block.vector)
+        assert layout == grad_layout, "the gradient is laid out as the logits are"
     with device_of(logits):
         cross_entropy_kernel[(n_rows,)](
             base,

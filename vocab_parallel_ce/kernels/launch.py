@@ -7,14 +7,16 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce.kernels.layout import aligned_base, row_layout
+from vocab_parallel_ce.kernels.layout import VECTOR_BYTES, aligned_base, row_layout
+
+NOTHING = nullcontext()
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's GPU current: a launch goes to the current one, whichever holds the tensor."""
-    if tensor.is_cuda:
-        return torch.cuda.device_of(tensor)
-    return nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return NOTHING
+    return torch.cuda.device_of(tensor)
 
 
 def row_arguments(logits: Tensor, vector: int) -> tuple[Tensor, tuple[int, ...], bool]:
@@ -22,10 +24,13 @@ def row_arguments(logits: Tensor, vector: int) -> tuple[Tensor, tuple[int, ...],
 
     ``has_edges`` is False where every row is whole vectors, aligned: such rows have no head or tail.
     """
+    n_columns = logits.shape[-1]
+    if logits.is_contiguous() and logits.data_ptr() % VECTOR_BYTES == 0:
+        return logits, (0, 1, 1, n_columns, 0, 0), n_columns % vector != 0
     layout = row_layout(logits)
     assert layout is not None, "rows that kernels cannot walk are copied before any launch"
     base, misaligned = aligned_base(logits)
     layout = layout._replace(offset=misaligned)
     offset, _, _, *strides = layout
-    has_edges = any(extent % vector for extent in (logits.shape[-1], offset, *strides))
+    has_edges = any(extent % vector for extent in (n_columns, offset, *strides))
     return base, tuple(layout), has_edges

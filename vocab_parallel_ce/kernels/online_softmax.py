@@ -15,7 +15,6 @@ from torch import Tensor
 from vocab_parallel_ce.kernels.blocks import READ, choose_block
 from vocab_parallel_ce.kernels.launch import device_of, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
-    NEG_INF,
     edge_offsets,
     exp_shifted,
     finite_or_zero,
@@ -58,13 +57,13 @@ def online_softmax_kernel(
     begin = row_begin(row, layout)
     first, width = row_body(begin, n_columns, VECTOR)
     lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    lane_max = tl.full([LANES], NEG_INF, tl.float32)
+    lane_max = tl.full([LANES], float("-inf"), tl.float32)
     lane_sum = tl.zeros([LANES], tl.float32)
     lane_logit_sum = tl.zeros([LANES], tl.float32)
     for tile in range(0, width, LANES * VECTOR):
         columns = tile + lane_columns
         inside = columns < width
-        x = tl.load(logits + first + columns, inside, other=NEG_INF).to(tl.float32)
+        x = tl.load(logits + first + columns, inside, other=float("-inf")).to(tl.float32)
         new_max = tl.maximum(lane_max, tl.max(x, axis=1))
         shift = finite_or_zero(new_max)
         lane_sum *= exp_shifted(lane_max, shift)
@@ -75,7 +74,7 @@ def online_softmax_kernel(
     row_max = tl.max(lane_max)
     if HAS_EDGES:
         offset, inside = edge_offsets(begin, n_columns, first, width, VECTOR)
-        edge = tl.load(logits + offset, inside, other=NEG_INF).to(tl.float32)
+        edge = tl.load(logits + offset, inside, other=float("-inf")).to(tl.float32)
         row_max = tl.maximum(row_max, tl.max(edge))
     shift = finite_or_zero(row_max)
     sum_exp = tl.sum(lane_sum * exp_shifted(lane_max, shift))
@@ -85,7 +84,7 @@ def online_softmax_kernel(
         logit_sum += tl.sum(tl.where(inside, edge, 0.0))
     column = label - shard_start
     owned = (column >= 0) & (column < n_columns)
-    target_logit = tl.load(logits + begin + column, owned, other=NEG_INF).to(tl.float32)
+    target_logit = tl.load(logits + begin + column, owned, other=float("-inf")).to(tl.float32)
     out = stats + row * (3 + HAS_SUM)
     tl.store(out, row_max)
     tl.store(out + 1, sum_exp)

@@ -1,10 +1,11 @@
-"""Jit functions that several kernels share: where a row lies, and the algebra of a row's statistics."""
+"""Jit functions that several kernels share: where a row lies, and the algebra of a row's statistics.
+
+Constants stand as literals: every launch compares each global that a kernel uses with its value at
+compile time, which costs microseconds each.
+"""
 
 import triton
 import triton.language as tl
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-NEG_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
@@ -50,13 +51,13 @@ def edge_offsets(begin, n_columns, first, width, VECTOR: tl.constexpr):
 @triton.jit
 def finite_or_zero(row_max):
     """-inf replaced by 0, since exp(-inf - 0) is the 0 that exp(-inf - -inf) is not."""
-    return tl.where(row_max == NEG_INF, 0.0, row_max)
+    return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit
 def exp_shifted(x, shift):
-    """exp(x - shift). The subtraction comes first: far from 0, a fused x * log2(e) loses digits."""
-    return tl.exp2((x - shift) * LOG2_E)
+    """exp(x - shift), by log2(e). The subtraction comes first: far from 0, fusing the two loses digits."""
+    return tl.exp2((x - shift) * 1.4426950408889634)
 
 
 @triton.jit
@@ -65,9 +66,9 @@ def merge_ranks(pointers, mask, HAS_SUM: tl.constexpr):
 
     Every rank merges the same numbers in the same order, so the results are equal bit for bit.
     """
-    row_max = tl.load(pointers, mask, other=NEG_INF)
+    row_max = tl.load(pointers, mask, other=float("-inf"))
     sum_exp = tl.load(pointers + 1, mask, other=0.0)
-    target_logit = tl.load(pointers + 2, mask, other=NEG_INF)
+    target_logit = tl.load(pointers + 2, mask, other=float("-inf"))
     merged_max = tl.max(row_max, axis=0)
     shift = finite_or_zero(merged_max)
     merged_sum = tl.sum(sum_exp * exp_shifted(row_max, shift), axis=0)
