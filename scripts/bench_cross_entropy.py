@@ -36,7 +36,7 @@ REDUCTIONS = ("mean", "none")
 CHECKED_ROWS = 64
 BUFFERS = 4  # calls a timing, each on logits that no earlier call of the round has overwritten
 SLEEP_CYCLES = 20_000_000  # about 10 ms: longer than the host takes to queue BUFFERS calls
-IDENTITY_FP32 = 2.0**-23
+FP32_EPS = 2.0**-23
 
 
 class Case(NamedTuple):
@@ -79,7 +79,7 @@ def check(case: Case, logits: Tensor, labels: Tensor, reduction: str) -> None:
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
     eps = torch.finfo(case.dtype).eps
     expected_grad = expected_grad[:, first : first + case.columns]
-    torch.testing.assert_close(grad.double(), expected_grad, rtol=eps, atol=8 * IDENTITY_FP32)
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=eps, atol=8 * FP32_EPS)
 
 
 def milliseconds(run: Callable[[], None], *, queued: bool) -> float:

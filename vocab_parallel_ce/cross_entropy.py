@@ -303,15 +303,15 @@ class _CrossEntropy(torch.autograd.Function):
         call: LossCall = ctx.call
         if ctx.handed_on:
             raise RuntimeError(SECOND_BACKWARD)
-        ctx.handed_on = call.gradient != "out_of_place"
         saved = ctx.saved_tensors
+        ctx.handed_on = call.gradient != "out_of_place"
         logits = saved[0].detach()
         upstream = per_row(grad_loss, logits)
         if call.gradient == "in_forward":
             call.launchers.element_mul(logits, upstream)
             torch.autograd.graph.increment_version(logits)
             return logits, None, None
-        source, grad = (logits, logits)
+        source, grad = logits, logits
         if call.gradient == "out_of_place":
             source, grad = _source_and_new(logits)
         call.write_gradient(source, *saved[1:], into=grad, upstream=upstream)
