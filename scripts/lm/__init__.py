@@ -1,0 +1,1 @@
+"""The parts of `scripts/train_lm.py`: text as token ids, a model sharded over its vocabulary."""

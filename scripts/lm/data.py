@@ -1,0 +1,137 @@
+"""Real text for the language model: the running Python's own standard library, as BPE token ids.
+
+Every file begins with the token `<|file|>`. The text before it cannot predict that a file ends there,
+so the label that crosses from one file into the next is ignored in the loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import random
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+FILE_START = "<|file|>"
+FILE_START_ID = 0
+IGNORE_INDEX = -100
+HELD_OUT_SHARE = 0.05
+SKIPPED_DIRECTORIES = {
+    "__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test",
+}  # fmt: skip
+
+
+class TokenIds(NamedTuple):
+    train: Tensor  # [tokens] int64
+    held_out: Tensor  # [tokens] int64, whole files that training never sees
+
+
+def read_corpus(max_characters: int | None) -> list[str]:
+    """Texts of standard-library files, in a fixed shuffled order, cut off after `max_characters`."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(
+        path
+        for path in root.rglob("*.py")
+        if SKIPPED_DIRECTORIES.isdisjoint(path.relative_to(root).parts[:-1])
+    )
+    # Sorted order would put whole topics into the held-out end, and into a corpus cut short.
+    random.Random(0).shuffle(paths)
+    texts: list[str] = []
+    characters = 0
+    for path in paths:
+        if max_characters is not None and characters >= max_characters:
+            break
+        text = path.read_bytes().decode("utf-8", errors="ignore")
+        if text:
+            texts.append(text)
+            characters += len(text)
+    if not texts:
+        raise ValueError(f"corpus: expected *.py files under {root}, got none")
+    return texts
+
+
+def load_token_ids(
+    cache_directory: Path, vocab_size: int, max_characters: int | None, show_progress: bool
+) -> TokenIds:
+    """Token ids of the corpus, from the cache, or encoded and added to it.
+
+    The name of a cache entry is a hash of all that decides its content. The ids are put in place
+    last and at once, so an interrupted or concurrent build never leaves an entry that reads wrong.
+    """
+    texts = read_corpus(max_characters)
+    digest = hashlib.sha256(f"{platform.python_version()} {vocab_size} {FILE_START}".encode())
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode()).digest())
+    entry = cache_directory / digest.hexdigest()[:16]
+    ids_path = entry.with_suffix(".ids.npy")
+    if not ids_path.exists():
+        cache_directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_directory) as scratch:
+            _build(texts, vocab_size, Path(scratch), show_progress)
+            os.replace(Path(scratch, "tokenizer.json"), entry.with_suffix(".tokenizer.json"))
+            os.replace(Path(scratch, "ids.npy"), ids_path)
+    return _split(torch.from_numpy(np.load(ids_path).astype(np.int64)))
+
+
+def _build(texts: list[str], vocab_size: int, directory: Path, show_progress: bool) -> None:
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"tokenizer: none is cached, and training one needs the Python package 'tokenizers': {error}"
+        ) from None
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[FILE_START],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    files = tqdm(texts, "train tokenizer", unit="file", disable=not show_progress)
+    tokenizer.train_from_iterator(files, trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"tokenizer: expected {vocab_size} entries, got {tokenizer.get_vocab_size()}; "
+            "the corpus is too small"
+        )
+    assert tokenizer.token_to_id(FILE_START) == FILE_START_ID
+    pieces: list[list[int]] = []
+    for first in tqdm(range(0, len(texts), 32), "encode", unit="batch", disable=not show_progress):
+        for encoding in tokenizer.encode_batch_fast(texts[first : first + 32]):
+            pieces += [[FILE_START_ID], encoding.ids]
+    tokenizer.save(str(directory / "tokenizer.json"))
+    np.save(directory / "ids.npy", np.concatenate([np.array(piece, np.uint16) for piece in pieces]))
+
+
+def _split(ids: Tensor) -> TokenIds:
+    starts = (ids == FILE_START_ID).nonzero().flatten()
+    after = starts[starts >= int(len(ids) * (1 - HELD_OUT_SHARE))]
+    # A last file longer than the share is the whole of what is held out.
+    boundary = int(after[0] if len(after) else starts[-1])
+    return TokenIds(ids[:boundary], ids[boundary:])
+
+
+def windows(ids: Tensor, offsets: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Inputs and labels, both `[len(offsets), length]`, of the windows that begin at `offsets`."""
+    span = torch.arange(length + 1, device=ids.device)
+    window = ids[offsets[:, None] + span]
+    labels = window[:, 1:]
+    return window[:, :-1], labels.masked_fill(labels == FILE_START_ID, IGNORE_INDEX)
+
+
+def random_offsets(ids: Tensor, length: int, count: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(len(ids) - length, (count,), generator=generator).to(ids.device)
+
+
+def even_offsets(ids: Tensor, length: int, count: int) -> Tensor:
+    return torch.linspace(0, len(ids) - length - 1, count, dtype=torch.float64).long().to(ids.device)
