@@ -230,6 +230,8 @@ def report(
         failures.append(
             f"largest loss difference: expected at most {arguments.max_difference:g}, got {largest:.3g}"
         )
+    if not equal:
+        failures.append("sharded loss: expected the same bits on all ranks, got different ones")
     for name, run in runs.items():
         if not run.final_loss < run.losses[0]:
             failures.append(
