@@ -41,7 +41,7 @@ def test_one_factor_for_all_rows(kernel_device):
 def test_a_factor_of_1_writes_nothing(kernel_device):
     """Any arithmetic quiets a signalling NaN, a product with 1 as well: its bits show a write."""
     signalling = torch.full((4, 40), 0x7F801234, dtype=torch.int32)
-    grad = signalling.view(torch.float32).to(kernel_device)
+    grad = signalling.clone().view(torch.float32).to(kernel_device)
     grad[1] = 2.0
     scale(grad, torch.tensor([1.0, 8.0, 1.0, 1.0], device=kernel_device))
     assert torch.equal(grad[1], torch.full((40,), 16.0, device=kernel_device))
