@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce.shard import VocabShard
-
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LABEL_DTYPES = (torch.int64, torch.int32)
 REDUCTIONS = ("mean", "sum", "none")
@@ -62,14 +60,13 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def check_vocab_size(vocab_size: int, shard: VocabShard, n_ranks: int) -> None:
+def check_vocab_size(vocab_size: int, n_columns: int, n_ranks: int) -> None:
     """The shards together are the vocabulary: catches whole logits passed with a group."""
     check_integer("vocab_size", vocab_size)
-    if vocab_size != shard.vocab_size:
-        columns = shard.stop - shard.start
+    if vocab_size != n_columns * n_ranks:
         raise ValueError(
             f"logits: last dimension times the ranks of the group must be vocab_size {vocab_size}, "
-            f"got {columns} * {n_ranks} = {shard.vocab_size}"
+            f"got {n_columns} * {n_ranks} = {n_columns * n_ranks}"
         )
 
 

@@ -238,7 +238,7 @@ def prepare_call(
     rank, n_ranks = group_position(group)
     shard = VocabShard.even(logits.shape[-1], rank, n_ranks)
     if vocab_size is not None:
-        checks.check_vocab_size(vocab_size, shard, n_ranks)
+        checks.check_vocab_size(vocab_size, logits.shape[-1], n_ranks)
     implementation = select(logits.device.type, impl).name
     if check_labels:
         checks.check_label_range(labels, shard.vocab_size, ignore_index)
