@@ -5,7 +5,7 @@ import torch
 
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import batch
-from tests.support.layouts import logits_layouts
+from tests.support.layouts import label_layouts, logits_layouts
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from vocab_parallel_ce import (
     cross_entropy_backward,
@@ -192,6 +192,21 @@ def test_every_layout(impl_device, gradient, columns):
         overwritten = grad.data_ptr() == logits.data_ptr()
         assert overwritten == (gradient != "out_of_place" and not copied), layout.name
         assert torch.equal(layout.view, values) != overwritten, layout.name
+
+
+def test_labels_of_every_layout(impl_device):
+    """``labels[:, 1:]`` read as contiguous gives every later batch its neighbour's labels."""
+    impl, device = impl_device
+    values, labels = batch("some_ignored", rows=15, vocab_size=40)
+    values, labels = values.view(3, 5, 40), labels.view(3, 5)
+    oracle = cross_entropy_fp64(values, labels, reduction="none")
+    peer = cross_entropy_same_dtype(values, labels, reduction="none")
+    for _, view in label_layouts(labels.to(device)):
+        logits = values.clone().to(device).requires_grad_()
+        loss = vocab_parallel_cross_entropy(logits, view, impl=impl, reduction="none")
+        (grad,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))
+        assert_within_budget(loss, oracle.loss, peer.loss)
+        assert_within_budget(grad, oracle.grad, peer.grad)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
