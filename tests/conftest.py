@@ -1,0 +1,138 @@
+"""Lanes, poisoned memory, and the fixtures that run one test body on every implementation and device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Triton reads the variable when a kernel is decorated, so it is set before anything imports triton.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+
+from tests.support.lanes import LANES, LaneLedger, this_host, unavailable_lanes, write_lanes_json
+from tests.support.poison import poisoned_allocations
+from tests.support.ranks import RankPools, pool_of_test
+
+HOST = this_host()
+UNAVAILABLE = unavailable_lanes(HOST)
+LEDGER = LaneLedger()
+TESTS = Path(__file__).parent
+
+
+def _implementations_and_devices() -> list[object]:
+    cases = [pytest.param(("reference", "cpu"), id="reference", marks=pytest.mark.reference)]
+    if HOST.gpu_count and not HOST.interprets:
+        for impl in ("reference", "triton"):
+            cases.append(pytest.param((impl, "cuda"), id=f"{impl}-cuda", marks=pytest.mark.cuda))
+    else:
+        cases.append(pytest.param(("triton", "cpu"), id="triton-interpreter", marks=pytest.mark.interpreter))
+    return cases
+
+
+@pytest.fixture(params=_implementations_and_devices())
+def impl_device(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """(impl, device): every implementation on every device that can run it in this process."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(request: pytest.FixtureRequest):
+    if request.node.get_closest_marker("no_poison"):
+        yield
+    else:
+        with poisoned_allocations():
+            yield
+
+
+@pytest.fixture(scope="session")
+def rank_pools():
+    """The pools of rank processes of this worker."""
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def rank_pool(request: pytest.FixtureRequest, rank_pools: RankPools):
+    """The pool that an indirect parameter ``(backend, world size)`` names."""
+    return rank_pools.get(*request.param)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--lanes-json",
+        type=Path,
+        metavar="PATH",
+        help="write how many tests each lane ran, with versions and machine, to PATH",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for lane, meaning in LANES.items():
+        config.addinivalue_line("markers", f"{lane}: {meaning}")
+    config.addinivalue_line("markers", "no_poison: allocations of the package keep their contents")
+    # The interpreter computes masked lanes too, on whatever they hold, and numpy remarks on it.
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of one pool of ranks on one worker, so that each pool starts once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class PoolScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return pool_of_test(nodeid) or nodeid
+
+    return PoolScheduling(config, log) if config.getvalue("dist") == "load" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        lanes = [lane for lane in LANES if item.get_closest_marker(lane)]
+        item.user_properties.extend(("lane", lane) for lane in lanes)
+        for lane in lanes:
+            if lane in UNAVAILABLE:
+                item.add_marker(pytest.mark.skip(reason=f"{lane} lane: {UNAVAILABLE[lane]}"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    LEDGER.record(report)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if hasattr(session.config, "workerinput") or session.config.option.collectonly:
+        return
+    if _is_full_run(session.config) and LEDGER.idle_lanes(UNAVAILABLE) and exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    path = session.config.getoption("lanes_json")
+    if path is not None:
+        write_lanes_json(path, LEDGER, HOST, int(session.exitstatus))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    terminalreporter.section("lanes")
+    for line in LEDGER.lines(UNAVAILABLE):
+        terminalreporter.write_line(line)
+    if _is_full_run(config):
+        for lane in LEDGER.idle_lanes(UNAVAILABLE):
+            terminalreporter.write_line(f"{lane}: can run here and executed nothing; the run fails", red=True)
+
+
+def _is_full_run(config: pytest.Config) -> bool:
+    """Whether the command line selects every test."""
+    selections = ("keyword", "markexpr", "lf", "deselect", "ignore", "ignore_glob", "stepwise")
+    if any(config.getoption(name, None) for name in selections):
+        return False
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        return config.invocation_params.dir in (TESTS, TESTS.parent)
+    arguments = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
+    return any(argument in (TESTS, TESTS.parent) for argument in arguments)

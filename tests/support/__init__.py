@@ -1,0 +1,1 @@
+"""What the tests share: inputs, layouts, the fp64 oracle, the error budget, pools of ranks, lanes."""

@@ -1,0 +1,180 @@
+"""Lanes: the kinds of environment a test runs in, which of them this host has, and what ran in each.
+
+A test says which lanes it needs with markers of the same names and is skipped where one of them
+cannot run. A run reports every lane; a full run in which a lane could run and executed nothing fails.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+LANES = {
+    "reference": "the plain PyTorch implementation on the CPU",
+    "interpreter": "Triton kernels on the CPU under TRITON_INTERPRET=1",
+    "gloo": "ranks in real processes on the CPU",
+    "compile_only": "Triton kernels compiled for GPUs this host need not have",
+    "cuda": "kernels and plain PyTorch on this host's GPU",
+    "nccl": "ranks in real processes, one a GPU",
+}
+UNMARKED = "no lane"
+COMMIT_VARIABLE = "VPCE_COMMIT"
+
+
+class Host(NamedTuple):
+    """What decides which lanes run."""
+
+    gpu_count: int
+    has_triton: bool
+    interprets: bool
+    has_gloo: bool
+    has_nccl: bool
+
+
+def this_host() -> Host:
+    """This process's host, found without importing triton."""
+    distributed = torch.distributed.is_available()
+    return Host(
+        gpu_count=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        has_triton=importlib.util.find_spec("triton") is not None,
+        interprets=os.environ.get("TRITON_INTERPRET") == "1",
+        has_gloo=distributed and torch.distributed.is_gloo_available(),
+        has_nccl=distributed and torch.distributed.is_nccl_available(),
+    )
+
+
+def unavailable_lanes(host: Host) -> dict[str, str]:
+    """Lane -> why it cannot run on ``host``; the lanes that can are not in it."""
+    reasons: dict[str, str] = {}
+    if not host.has_triton:
+        for lane in ("interpreter", "compile_only"):
+            reasons[lane] = "triton is not installed"
+    elif not host.interprets:
+        reasons["interpreter"] = (
+            "a GPU is present: the same tests run in the cuda lane"
+            if host.gpu_count
+            else "TRITON_INTERPRET is set, and not to 1"
+        )
+    if not host.has_gloo:
+        reasons["gloo"] = "this torch is built without gloo"
+    for lane, needed in (("cuda", 1), ("nccl", 2)):
+        if host.gpu_count < needed:
+            reasons[lane] = f"needs {needed} GPU{'s' * (needed > 1)}, found {host.gpu_count}"
+        elif host.interprets:
+            reasons[lane] = "TRITON_INTERPRET=1: kernels are interpreted in this process"
+        elif not host.has_triton:
+            reasons[lane] = "triton is not installed"
+    if "nccl" not in reasons and not host.has_nccl:
+        reasons["nccl"] = "this torch is built without NCCL"
+    return reasons
+
+
+class LaneCounts(NamedTuple):
+    """Tests of one lane by outcome."""
+
+    passed: int
+    failed: int
+    skipped: int
+
+
+class LaneLedger:
+    """Outcome of every test, by lane, from the reports of all workers."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[str, str] = {}
+        self._lanes: dict[str, tuple[str, ...]] = {}
+
+    def record(self, report: Any) -> None:
+        """Take in one ``pytest.TestReport``: setup, call or teardown, in any order."""
+        name = report.nodeid
+        lanes = tuple(value for key, value in report.user_properties if key == "lane")
+        self._lanes[name] = lanes or self._lanes.get(name, ())
+        if report.failed:
+            self._outcomes[name] = "failed"
+        elif self._outcomes.get(name) != "failed" and (report.when == "call" or report.skipped):
+            self._outcomes[name] = report.outcome
+
+    def counts(self) -> dict[str, LaneCounts]:
+        """Lane -> counts, for every lane and for the tests of no lane."""
+        tally = {lane: dict.fromkeys(LaneCounts._fields, 0) for lane in (*LANES, UNMARKED)}
+        for name, outcome in self._outcomes.items():
+            for lane in self._lanes[name] or (UNMARKED,):
+                tally[lane][outcome] += 1
+        return {lane: LaneCounts(**numbers) for lane, numbers in tally.items()}
+
+    def idle_lanes(self, unavailable: Iterable[str]) -> list[str]:
+        """Lanes that could have run and executed nothing."""
+        counts = self.counts()
+        return [
+            lane
+            for lane in LANES
+            if lane not in unavailable and counts[lane].passed + counts[lane].failed == 0
+        ]
+
+    def lines(self, unavailable: dict[str, str]) -> list[str]:
+        """One line a lane."""
+        lines = []
+        for lane, counts in self.counts().items():
+            if lane == UNMARKED and not any(counts):
+                continue
+            text = ", ".join(f"{number:5d} {name}" for name, number in counts._asdict().items())
+            if lane in unavailable:
+                text += f"   cannot run here: {unavailable[lane]}"
+            lines.append(f"{lane:<13}{text}")
+        return lines
+
+
+def write_lanes_json(path: Path, ledger: LaneLedger, host: Host, exit_status: int) -> None:
+    """Counts, versions and machine of a run, for a record of it."""
+    reasons = unavailable_lanes(host)
+    lanes = {
+        lane: {**counts._asdict(), "unavailable": reasons.get(lane)}
+        for lane, counts in ledger.counts().items()
+        if lane != UNMARKED
+    }
+    record = {
+        "lanes": lanes,
+        "no_lane": ledger.counts()[UNMARKED]._asdict(),
+        "exit_status": exit_status,
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "gpu_model": torch.cuda.get_device_name(0) if host.gpu_count else None,
+        "gpu_count": host.gpu_count,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **_commit(Path(__file__).parent),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="ascii")
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)
+
+
+def _commit(directory: Path) -> dict[str, str | bool | None]:
+    """The commit and whether the tree differs from it; null where there is no history to ask."""
+    given = os.environ.get(COMMIT_VARIABLE)
+    if given:
+        return {"commit": given.removesuffix("-dirty"), "dirty": given.endswith("-dirty")}
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(directory), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": git("status", "--porcelain") != ""}
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "dirty": None}
