@@ -125,7 +125,7 @@ def vocab_parallel_cross_entropy(
         return _CrossEntropy.apply(logits, labels, call)
     with torch.no_grad():
         loss, _, _ = call.loss(walkable(logits), flat(labels))
-        return call.shaped(loss, labels)
+        return loss
 
 
 class LossCall(NamedTuple):
@@ -136,6 +136,7 @@ class LossCall(NamedTuple):
     rank: int
     n_ranks: int
     shard: VocabShard
+    loss_shape: torch.Size
     ignore_index: int
     label_smoothing: float
     reduction: str
@@ -161,19 +162,19 @@ class LossCall(NamedTuple):
         return stats, valid_rows
 
     def loss(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``[N]`` loss, and the statistics and count it came from. Reads the logits once."""
+        """The loss, and the statistics and count it came from. Reads the logits once."""
         stats, valid_rows = self.statistics(logits, labels)
-        loss = stats.new_empty(labels.shape[0])
+        losses = stats.new_empty(self.loss_shape)
         self.launchers.cross_entropy_loss(
             stats,
             labels,
             valid_rows,
-            loss,
+            losses.view(-1),
             vocab_size=self.shard.vocab_size,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
         )
-        return loss, stats, valid_rows
+        return self.reduced(losses), stats, valid_rows
 
     def write_gradient(
         self,
@@ -204,15 +205,19 @@ class LossCall(NamedTuple):
         torch.autograd.graph.increment_version(into)
 
     def loss_and_gradient(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """``[N]`` loss; its gradient replaces ``logits``, which must be :func:`overwritable`."""
+        """The loss; its gradient replaces ``logits``, which must be :func:`overwritable`."""
         stats, valid_rows = self.statistics(logits, labels)
-        loss = stats.new_empty(labels.shape[0])
-        self.write_gradient(logits, labels, stats, valid_rows, into=logits, loss=loss)
-        return loss
+        losses = stats.new_empty(self.loss_shape)
+        self.write_gradient(logits, labels, stats, valid_rows, into=logits, loss=losses.view(-1))
+        return self.reduced(losses)
 
-    def shaped(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """``loss [N]`` reduced, or in the shape of ``labels``. The mean's weight is in it already."""
-        return loss.view(labels.shape) if self.reduction == "none" else loss.sum()
+    def reduced(self, losses: Tensor) -> Tensor:
+        """The mean's weight is in each of ``losses`` already.
+
+        Unreduced, they are the tensor that was allocated and no view of it: autograd forbids to
+        change a view that a Function returns, as ``loss += auxiliary_loss`` does.
+        """
+        return losses if self.reduction == "none" else losses.sum()
 
 
 def prepare_call(
@@ -250,6 +255,7 @@ def prepare_call(
         rank=rank,
         n_ranks=n_ranks,
         shard=shard,
+        loss_shape=labels.shape,
         ignore_index=ignore_index,
         label_smoothing=float(label_smoothing),
         reduction=reduction,
@@ -292,7 +298,7 @@ class _CrossEntropy(torch.autograd.Function):
             kept = logits if call.gradient == "out_of_place" else overwritable(logits)
             loss, stats, valid_rows = call.loss(walkable(kept), flat_labels)
             ctx.save_for_backward(kept, flat_labels, stats, valid_rows)
-        return call.shaped(loss, labels)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:

@@ -156,23 +156,27 @@ def shard_of(logits: Tensor, rank: int, world_size: int) -> Tensor:
     return logits[..., rank * width : (rank + 1) * width].clone(memory_format=torch.contiguous_format)
 
 
-def upstream_gradients(shape: Sequence[int], seed: int = 0) -> list[tuple[str, Tensor]]:
+def upstream_gradients(
+    shape: Sequence[int], device: str | torch.device = "cpu", seed: int = 0
+) -> list[tuple[str, Tensor]]:
     """(name, fp32 gradient of an unreduced loss of ``shape``): different in every token, in every layout."""
+    shape = tuple(shape)
     generator = torch.Generator().manual_seed(seed)
-    random = torch.randn(tuple(shape), generator=generator)
-    zero_first = random.clone()
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device)
+
+    zero_first = random(*shape)
     zero_first.view(-1)[:1] = 0
-    twice = torch.randn((*shape, 2), generator=generator)
     gradients = [
-        ("random", random),
+        ("random", random(*shape)),
         ("zero in the first token", zero_first),
-        ("tiny", random * 1e-6),
-        ("expanded from one value", torch.tensor(0.375).expand(tuple(shape))),
-        ("every other element", twice[..., 1]),
+        ("tiny", random(*shape) * 1e-6),
+        ("expanded from one value", torch.tensor(0.375, device=device).expand(shape)),
+        ("every other element", random(*shape, 2)[..., 1]),
     ]
     if len(shape) > 1:
-        backwards = torch.randn(tuple(reversed(tuple(shape))), generator=generator)
+        backwards = random(*reversed(shape))
         gradients.append(("transposed", backwards.permute(*reversed(range(len(shape))))))
-        row = torch.randn((1, *shape[1:]), generator=generator)
-        gradients.append(("expanded rows", row.expand(tuple(shape))))
+        gradients.append(("expanded rows", random(1, *shape[1:]).expand(shape)))
     return gradients
