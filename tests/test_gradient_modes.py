@@ -147,12 +147,67 @@ def test_second_backward_out_of_place_gives_the_same_gradient(impl_device, reduc
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
-def test_double_backward_raises(impl_device, gradient):
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_double_backward_raises(impl_device, gradient, reduction):
     """A gradient that pretends to be a constant would be silently wrong."""
     case = Case(impl_device)
-    loss = case.loss(gradient=gradient)
+    loss = case.loss(gradient=gradient, reduction=reduction)
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
-        torch.autograd.grad(loss, case.logits, create_graph=True)
+        torch.autograd.grad(loss, case.logits, torch.ones_like(loss), create_graph=True)
+
+
+VIEWS = {
+    "slice": lambda y: y[:-1],
+    "view": lambda y: y.view(2, 4, -1),
+    "transpose": lambda y: y.view(2, 4, -1).transpose(0, 1),
+    "chunk": lambda y: y.chunk(2)[1],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("gradient", ("auto", "in_backward", "out_of_place"))
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_logits_that_are_a_view_in_the_graph(impl_device, gradient, view, reduction):
+    """A raised version makes autograd rebuild a view's node: hooks on the old one are lost, or crash."""
+    impl, device = impl_device
+    values, _ = batch("peaked", rows=8, vocab_size=30)
+    source = values.to(device).requires_grad_()
+    logits = VIEWS[view](source * 1)
+    labels = torch.arange(logits.shape[:-1].numel(), device=device).view(logits.shape[:-1])
+    logits.retain_grad()
+    before_loss, after_loss = [], []
+    logits.register_hook(before_loss.append)
+    options = {"reduction": reduction, "gradient": gradient}
+    loss = vocab_parallel_cross_entropy(logits, labels, impl=impl, **options)
+    logits.register_hook(after_loss.append)
+    loss.backward(torch.ones_like(loss))
+    seen = VIEWS[view](values)
+    oracle = cross_entropy_fp64(seen, labels.cpu(), reduction=reduction)
+    peer = cross_entropy_same_dtype(seen, labels.cpu(), reduction=reduction)
+    assert len(before_loss) == len(after_loss) == 1
+    assert_within_budget(logits.grad, oracle.grad, peer.grad)
+    assert_within_budget(VIEWS[view](source.grad), oracle.grad, peer.grad)
+
+
+def test_in_forward_is_refused_for_a_view_in_the_graph(impl_device):
+    case = Case(impl_device)
+    logits = case.logits[:-1]
+    with pytest.raises(ValueError, match="^gradient: 'in_forward' .* use 'in_backward'"):
+        vocab_parallel_cross_entropy(logits, case.labels[:-1], impl=case.impl, gradient="in_forward")
+    assert case.logits_are_untouched() and logits._version == 0
+    loss, grad = cross_entropy_forward(case.logits[:-1], case.labels[:-1], 0.0, True, None, -100)
+    assert grad.data_ptr() == case.logits.data_ptr() and not case.logits_are_untouched()
+
+
+def test_auto_leaves_fp16_to_backward(impl_device):
+    """p / n underflows in fp16 before a loss scale multiplies it: most of the gradient was 0."""
+    case = Case(impl_device, dtype=torch.float16, rows=64, columns=4000)
+    scale = 65536.0
+    loss = case.loss() * scale
+    (grad,) = torch.autograd.grad(loss, case.logits)
+    case.assert_gradient(grad, torch.tensor(scale))
+    zeros = (grad == 0)[case.labels != -100].float().mean()
+    assert float(zeros) < 0.02
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)

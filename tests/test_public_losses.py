@@ -141,7 +141,7 @@ def test_ignored_rows_hide_what_they_hold(impl_device, bad):
             _check(impl_device, logits, labels, reduction=reduction, gradient=gradient)
 
 
-@pytest.mark.parametrize("gradient", ["in_backward", "out_of_place"])
+@pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_ignored_rows_have_zero_gradient_whatever_comes_from_upstream(impl_device, gradient, bad):
     """A caller that divides by a row's weight has 0 / 0 where a row is ignored."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ def check_logits(logits: object) -> None:
             "logits: expected this rank's shard as a plain torch.Tensor, got a "
             f"{type(logits).__name__} of global shape {_shape(logits)}; pass its to_local()"
         )
+    if logits.layout != torch.strided:
+        raise TypeError(f"logits: expected a dense tensor, got layout {logits.layout}")
     if logits.dtype not in LOGITS_DTYPES:
         raise TypeError(f"logits: dtype must be {_names(LOGITS_DTYPES)}, got {logits.dtype}")
     if logits.dim() < 2:
@@ -44,15 +48,17 @@ def check_labels(labels: object, logits: Tensor) -> None:
 
 
 def check_label_smoothing(label_smoothing: object) -> None:
-    if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, (int, float)):
+    if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, Real):
         raise TypeError(f"label_smoothing: expected a number, got {type(label_smoothing).__name__}")
-    if not 0 <= label_smoothing <= 1:
+    if not 0 <= float(label_smoothing) <= 1:
         raise ValueError(f"label_smoothing: must be in [0, 1], got {label_smoothing}")
 
 
 def check_integer(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if not -(2**63) <= int(value) < 2**63:
+        raise ValueError(f"{name}: must fit in int64, got {value}")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -88,10 +94,10 @@ def check_grad_output(grad_output: object, grad_logits: Tensor) -> None:
         raise TypeError(f"grad_output: expected a torch.Tensor, got {type(grad_output).__name__}")
     if not grad_output.is_floating_point():
         raise TypeError(f"grad_output: dtype must be floating point, got {grad_output.dtype}")
-    n_rows = grad_logits.shape[:-1].numel()
-    if grad_output.numel() not in (1, n_rows):
+    rows = grad_logits.shape[:-1]
+    if grad_output.numel() != 1 and grad_output.shape not in (rows, (rows.numel(),)):
         raise ValueError(
-            f"grad_output: expected 1 element or one for each of {n_rows} rows, got shape "
+            f"grad_output: expected 1 element or one for each row, {tuple(rows)}, got shape "
             f"{_shape(grad_output)}"
         )
     if grad_output.device != grad_logits.device:

@@ -75,7 +75,8 @@ def vocab_parallel_cross_entropy(
     Overwrites: unless ``gradient="out_of_place"``, the storage of ``logits`` holds their gradient
     after forward (``"in_forward"``) or after backward (``"in_backward"``): do not use ``logits``
     afterwards. Where no gradient is needed, nothing is overwritten. Logits whose last dimension is
-    not dense, or that overlap themselves (expanded), are copied and stay as they are.
+    not dense, whose leading dimensions have more than three strides that do not merge, or that overlap
+    themselves (expanded), are copied and stay as they are.
 
     Collectives: forward one all_gather of 12 bytes a row (16 with label smoothing) from each rank,
     on the current stream; backward none. No host synchronisation unless ``check_labels``; every
@@ -85,16 +86,19 @@ def vocab_parallel_cross_entropy(
         logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides.
         labels: ``[...]`` int64 or int32 ids in the *global* vocabulary, the same on every rank.
         group: the ``torch.distributed.ProcessGroup`` of the ranks that share a vocabulary; None for
-            logits that hold all of it.
+            logits that hold all of it. All of its ranks call, with the same shapes, dtype and options,
+            which is not checked.
         ignore_index: rows with this label have loss 0 and gradient 0, and do not count in the mean.
-        label_smoothing: in [0, 1]; the mean over the vocabulary is over all ``V`` columns.
+        label_smoothing: in [0, 1]; the mean over the vocabulary is over all ``V`` columns. The
+            smoothed part of the loss is exact to 2**-24 of the mean logit's magnitude.
         reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or
             ``"none"``.
-        gradient: ``"in_forward"``: computed by forward and scaled by backward (the cheapest for
-            reduced losses; with ``"none"`` a bf16 gradient is rounded twice). ``"in_backward"``:
-            computed by backward with the upstream gradient folded in. ``"out_of_place"``: the same
-            into a new tensor, so that logits survive and backward may run again. ``"auto"``:
-            in_forward for mean and sum, in_backward for none.
+        gradient: ``"in_forward"``: computed by forward and scaled by backward, which rounds it a
+            second time where the upstream gradient is not 1; not for logits that are a view in the
+            graph. ``"in_backward"``: computed by backward with the upstream gradient folded in.
+            ``"out_of_place"``: the same into a new tensor, so that logits survive and backward may run
+            again; a view with gaps costs a copy. ``"auto"``: in_forward for mean and sum of bf16 and
+            fp32 logits that are no view, otherwise in_backward.
         impl: ``"triton"``, ``"reference"`` or ``"auto"`` (triton on a GPU, reference elsewhere).
         check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``, at the price
             of a host synchronisation. Otherwise its row's loss and gradient are NaN.
@@ -201,8 +205,7 @@ class LossCall(NamedTuple):
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
         )
-        # Autograd then refuses to use a saved value that this has overwritten.
-        torch.autograd.graph.increment_version(into)
+        _raise_version(into)
 
     def loss_and_gradient(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss; its gradient replaces ``logits``, which must be :func:`overwritable`."""
@@ -247,8 +250,6 @@ def prepare_call(
     implementation = select(logits.device.type, impl).name
     if check_labels:
         checks.check_label_range(labels, shard.vocab_size, ignore_index)
-    if gradient == "auto":
-        gradient = "in_backward" if reduction == "none" else "in_forward"
     return LossCall(
         launchers=_launchers(implementation),
         group=group,
@@ -256,25 +257,40 @@ def prepare_call(
         n_ranks=n_ranks,
         shard=shard,
         loss_shape=labels.shape,
-        ignore_index=ignore_index,
+        ignore_index=int(ignore_index),
         label_smoothing=float(label_smoothing),
         reduction=reduction,
-        gradient=gradient,
+        gradient=_gradient_mode(gradient, reduction, logits),
     )
+
+
+def _gradient_mode(gradient: str, reduction: str, logits: Tensor) -> str:
+    is_view = torch.is_grad_enabled() and _is_view_in_graph(logits)
+    if gradient == "in_forward" and is_view:
+        raise ValueError(
+            "gradient: 'in_forward' overwrites logits during forward, which autograd allows for no view "
+            f"of another tensor, got logits from {type(logits.grad_fn).__name__}; use 'in_backward'"
+        )
+    if gradient != "auto":
+        return gradient
+    # fp16 has no room for a gradient that the loss scale has not multiplied yet.
+    if reduction == "none" or logits.dtype == torch.float16 or is_view:
+        return "in_backward"
+    return "in_forward"
 
 
 def scale_in_place(grad_logits: Tensor, grad_output: Tensor) -> Tensor:
     """Multiply the gradient of a two-step forward by the upstream gradient; returns ``grad_logits``."""
     checks.check_logits(grad_logits)
     checks.check_grad_output(grad_output, grad_logits)
-    if overwritable(grad_logits) is not grad_logits:
+    if row_layout(grad_logits) is None or not rows_are_disjoint(grad_logits):
         raise ValueError(
-            "_input: expected the tensor that cross_entropy_forward returned, dense in its last "
-            f"dimension, got strides {grad_logits.stride()}"
+            "_input: expected the tensor that cross_entropy_forward returned, whose rows are dense and "
+            f"share no memory, got shape {tuple(grad_logits.shape)}, strides {grad_logits.stride()}"
         )
     launchers = _launchers(select(grad_logits.device.type).name)
     launchers.element_mul(grad_logits, per_row(grad_output, grad_logits))
-    torch.autograd.graph.increment_version(grad_logits)
+    _raise_version(grad_logits)
     return grad_logits
 
 
@@ -315,7 +331,7 @@ class _CrossEntropy(torch.autograd.Function):
         upstream = per_row(grad_loss, logits)
         if call.gradient == "in_forward":
             call.launchers.element_mul(logits, upstream)
-            torch.autograd.graph.increment_version(logits)
+            _raise_version(logits)
             return logits, None, None
         source, grad = logits, logits
         if call.gradient == "out_of_place":
@@ -339,6 +355,20 @@ def per_row(upstream: Tensor, logits: Tensor) -> Tensor:
     """``[N]`` view of an upstream gradient with one element for all rows (stride 0) or one for each."""
     n_rows = logits.shape[:-1].numel()
     return upstream.reshape(1).expand(n_rows) if upstream.numel() == 1 else upstream.reshape(-1)
+
+
+def _is_view_in_graph(tensor: Tensor) -> bool:
+    return tensor._is_view() and tensor.grad_fn is not None
+
+
+def _raise_version(overwritten: Tensor) -> None:
+    """Autograd then refuses to use a saved value that has been overwritten.
+
+    A view in a graph is left out: autograd would rebuild the view's node, which then is no longer the
+    one that the graph holds, and gradients for the view and hooks on it would be lost.
+    """
+    if not _is_view_in_graph(overwritten):
+        torch.autograd.graph.increment_version(overwritten)
 
 
 def _source_and_new(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import vocab_parallel_cross_entropy
+from vocab_parallel_ce.exchange import group_position
+from vocab_parallel_ce.selection import IMPLEMENTATIONS
 
 
 class VocabParallelCrossEntropy(nn.Module):
@@ -38,6 +40,10 @@ class VocabParallelCrossEntropy(nn.Module):
         checks.check_label_smoothing(label_smoothing)
         checks.check_choice("reduction", reduction, checks.REDUCTIONS)
         checks.check_choice("gradient", gradient, checks.GRADIENTS)
+        checks.check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
+        if vocab_size is not None:
+            checks.check_integer("vocab_size", vocab_size)
+        self.n_ranks = group_position(group)[1]
         self.options: dict[str, Any] = {
             "group": group,
             "ignore_index": ignore_index,
@@ -55,6 +61,6 @@ class VocabParallelCrossEntropy(nn.Module):
 
     def extra_repr(self) -> str:
         shown = dict(self.options)
-        group = shown.pop("group")
-        ranks = "1 rank" if group is None else f"{group.size()} ranks"
+        del shown["group"]
+        ranks = "1 rank" if self.n_ranks == 1 else f"{self.n_ranks} ranks"
         return ", ".join([ranks, *(f"{name}={value!r}" for name, value in shown.items())])

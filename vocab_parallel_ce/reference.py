@@ -91,8 +91,9 @@ def cross_entropy(
 
 
 def element_mul(grad_logits: Tensor, upstream: Tensor) -> None:
-    """Multiply row r of ``grad_logits [..., C]`` by ``upstream [N]`` in place, rounded once."""
-    scaled = _rows(grad_logits).float() * upstream.float().unsqueeze(-1)
+    """Multiply row r of ``grad_logits [..., C]`` by ``upstream [N]`` in place; 0 stays 0."""
+    grad = _rows(grad_logits).float()
+    scaled = torch.where(grad == 0, 0.0, grad * upstream.float().unsqueeze(-1))
     grad_logits.copy_(scaled.view(grad_logits.shape))
 
 

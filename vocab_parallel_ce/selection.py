@@ -21,7 +21,8 @@ def triton_state() -> str:
     """``"absent"``, ``"interpreter"`` (kernels run on the CPU, slowly, for tests) or ``"compiler"``."""
     if not _triton_is_installed():
         return "absent"
-    return "interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else "compiler"
+    interprets = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    return "interpreter" if interprets else "compiler"
 
 
 def select(device_type: str, requested: str = "auto", *, triton: str | None = None) -> Selection:

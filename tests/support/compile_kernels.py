@@ -44,7 +44,7 @@ ARGUMENT_TYPES = {
 
 
 def variants(dtypes: Iterable[str]) -> Iterator[tuple[str, object, dict[str, object], int]]:
-    """(name, kernel, constants, num_warps) of everything that a launch can choose for ``dtypes``."""
+    """(name, kernel, constants, num_warps) of every combination of features, for ``dtypes``."""
     for dtype, edges in product(dtypes, (False, True)):
         size = ELEMENT_SIZE[dtype]
         read = choose_block(READ, N_COLUMNS, size)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vocab_parallel_ce.selection import triton_state
+
 LANES = {
     "reference": "the plain PyTorch implementation on the CPU",
     "interpreter": "Triton kernels on the CPU under TRITON_INTERPRET=1",
@@ -45,7 +47,7 @@ def this_host() -> Host:
     return Host(
         gpu_count=torch.cuda.device_count() if torch.cuda.is_available() else 0,
         has_triton=importlib.util.find_spec("triton") is not None,
-        interprets=os.environ.get("TRITON_INTERPRET") == "1",
+        interprets=triton_state() == "interpreter",
         has_gloo=distributed and torch.distributed.is_gloo_available(),
         has_nccl=distributed and torch.distributed.is_nccl_available(),
     )

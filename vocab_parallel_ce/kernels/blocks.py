@@ -1,7 +1,7 @@
 """How wide a program is: data, chosen by a pure function that needs no GPU.
 
-A program walks one row in tiles of ``lanes x vector`` elements; each thread holds ``chunks`` vectors of
-16 bytes, so that it has as many independent loads in flight.
+A program walks one row in tiles of ``lanes x vector`` elements. With 32 threads a warp, each thread holds
+``chunks`` vectors of 16 bytes, and so has as many independent loads in flight.
 """
 
 from __future__ import annotations

@@ -17,6 +17,12 @@ from vocab_parallel_ce.kernels.primitives import edge_offsets, row_begin, row_bo
 
 
 @triton.jit
+def scaled(grad, factor):
+    """``grad * factor``, and 0 where ``grad`` is: an ignored row stays 0 under an infinite factor."""
+    return tl.where(grad == 0, 0.0, grad * factor)
+
+
+@triton.jit
 def element_mul_kernel(
     grad_logits,  # [N, C] bf16|fp16|fp32, in and out
     layout,  # RowLayout of grad_logits
@@ -39,11 +45,11 @@ def element_mul_kernel(
         columns = tile + lane_columns
         inside = columns < width
         pointers = grad_logits + first + columns
-        grad = tl.load(pointers, inside).to(tl.float32) * factor
+        grad = scaled(tl.load(pointers, inside).to(tl.float32), factor)
         tl.store(pointers, grad.to(grad_logits.dtype.element_ty), inside)
     if HAS_EDGES:
         offset, inside = edge_offsets(begin, n_columns, first, width, VECTOR)
-        grad = tl.load(grad_logits + offset, inside).to(tl.float32) * factor
+        grad = scaled(tl.load(grad_logits + offset, inside).to(tl.float32), factor)
         tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
 
 

@@ -38,15 +38,16 @@ def online_softmax_kernel(
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
+    COUNTED: tl.constexpr = 512,
 ):
     """One row: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 1.5032, 3, 6)``."""
     row = tl.program_id(0).to(tl.int64)
     if valid_rows is not None:
         # One program counts the labels while the others stream logits: no launch, no atomics.
         if row == 0:
-            count = tl.zeros([LANES], tl.int32)
-            for first_row in range(0, n_rows, LANES):
-                rows = first_row + tl.arange(0, LANES)
+            count = tl.zeros([COUNTED], tl.int32)
+            for first_row in range(0, n_rows, COUNTED):
+                rows = first_row + tl.arange(0, COUNTED)
                 inside = rows < n_rows
                 row_label = tl.load(labels + rows, inside, other=0).to(tl.int64)
                 count += (inside & (row_label != ignore_index)).to(tl.int32)
