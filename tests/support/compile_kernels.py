@@ -26,7 +26,7 @@ from vocab_parallel_ce.kernels.blocks import READ, READ_AND_WRITE, choose_block
 from vocab_parallel_ce.kernels.cross_entropy import cross_entropy_kernel
 from vocab_parallel_ce.kernels.element_mul import element_mul_kernel
 from vocab_parallel_ce.kernels.loss import LOSS_ROWS, loss_kernel
-from vocab_parallel_ce.kernels.online_softmax import online_softmax_kernel
+from vocab_parallel_ce.kernels.online_softmax import LABELS_AT_ONCE, online_softmax_kernel
 
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 N_COLUMNS = 32064
@@ -58,7 +58,8 @@ def variants(dtypes: Iterable[str]) -> Iterator[tuple[str, object, dict[str, obj
             reads["HAS_SUM"] = writes["HAS_SUM"] = has_sum
             for absent in ((), ("valid_rows",)):
                 name = "-".join(("online_softmax", suffix, *(f"no_{each}" for each in absent)))
-                yield name, online_softmax_kernel, reads | dict.fromkeys(absent), read.num_warps
+                constants = reads | dict.fromkeys(absent) | {"COUNTED": LABELS_AT_ONCE}
+                yield name, online_softmax_kernel, constants, read.num_warps
             for ranks, absent in product((1, 4), (("upstream",), ("loss",), ("loss", "valid_rows"))):
                 name = "-".join(("cross_entropy", suffix, *(f"no_{each}" for each in absent), f"R{ranks}"))
                 constants = writes | dict.fromkeys(absent) | {"RANKS": ranks}

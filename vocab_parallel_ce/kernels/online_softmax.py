@@ -22,6 +22,8 @@ from vocab_parallel_ce.kernels.primitives import (
     row_body,
 )
 
+LABELS_AT_ONCE = 512  # more than a narrow row's lanes, few enough for one warp's registers
+
 
 @triton.jit(do_not_specialize=["shard_start", "n_rows"])
 def online_softmax_kernel(
@@ -38,7 +40,7 @@ def online_softmax_kernel(
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
-    COUNTED: tl.constexpr = 512,
+    COUNTED: tl.constexpr,
 ):
     """One row: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 1.5032, 3, 6)``."""
     row = tl.program_id(0).to(tl.int64)
@@ -128,5 +130,6 @@ def online_softmax(
             HAS_EDGES=has_edges,
             LANES=block.lanes,
             VECTOR=block.vector,
+            COUNTED=LABELS_AT_ONCE,
             num_warps=block.num_warps,
         )
