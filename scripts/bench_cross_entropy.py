@@ -196,6 +196,8 @@ def main() -> None:
     parser.add_argument("--shape", action="append", metavar="ROWSxCOLUMNS", help="columns are a rank's")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON document here as well")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_cross_entropy: needs a GPU, torch finds none")
     ranks, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(local_rank)
     group = None

@@ -41,6 +41,8 @@ vpce_imports() {
     (cd / && "$1" -c "$all" "${@:2}") >/dev/null 2>&1
 }
 
+# Editable installs are in setuptools' mode "compat", a path: its default, a finder, comes after the
+# search of the path, so that from the directory above a clone its folder would be imported instead.
 vpce_pip() {
     PIP_RETRIES=${PIP_RETRIES:-2} \
         "$vpce_venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"
@@ -144,12 +146,13 @@ vpce_install() {
     # One command for torch and the extras, so that pip cannot replace the torch asked for.
     vpce_pip install -qq "$@" "pip>=22.3" "setuptools>=77" &&
         vpce_pip install -qq "$@" --no-build-isolation "${torch[@]}" \
-            --editable "${vpce_root}[$vpce_extras]"
+            --config-settings editable_mode=compat --editable "${vpce_root}[$vpce_extras]"
 }
 
 # Makes the package importable where the extras could not be installed.
 vpce_link_checkout() {
-    vpce_pip install --quiet --no-index --no-deps --no-build-isolation --editable "$vpce_root" \
+    vpce_pip install --quiet --no-index --no-deps --no-build-isolation \
+        --config-settings editable_mode=compat --editable "$vpce_root" \
         >/dev/null 2>&1 || echo "$vpce_root" >"$(vpce_site_packages)/vocab_parallel_ce_checkout.pth"
 }
 

@@ -111,4 +111,5 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(names)} or {last}"

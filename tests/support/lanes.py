@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import platform
+import socket
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -39,6 +40,7 @@ class Host(NamedTuple):
     interprets: bool
     has_gloo: bool
     has_nccl: bool
+    has_loopback: bool = True
 
 
 def this_host() -> Host:
@@ -50,7 +52,17 @@ def this_host() -> Host:
         interprets=triton_state() == "interpreter",
         has_gloo=distributed and torch.distributed.is_gloo_available(),
         has_nccl=distributed and torch.distributed.is_nccl_available(),
+        has_loopback=_loopback_connects(),
     )
+
+
+def _loopback_connects() -> bool:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        try:
+            socket.create_connection(server.getsockname()).close()
+        except OSError:
+            return False
+    return True
 
 
 def unavailable_lanes(host: Host) -> dict[str, str]:
@@ -67,6 +79,8 @@ def unavailable_lanes(host: Host) -> dict[str, str]:
         )
     if not host.has_gloo:
         reasons["gloo"] = "this torch is built without gloo"
+    elif not host.has_loopback:
+        reasons["gloo"] = "the loopback interface is down"
     for lane, needed in (("cuda", 1), ("nccl", 2)):
         if host.gpu_count < needed:
             reasons[lane] = f"needs {needed} GPU{'s' * (needed > 1)}, found {host.gpu_count}"
