@@ -165,7 +165,7 @@ def write_lanes_json(path: Path, ledger: LaneLedger, host: Host, exit_status: in
         "gpu_model": torch.cuda.get_device_name(0) if host.gpu_count else None,
         "gpu_count": host.gpu_count,
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         **_commit(Path(__file__).parent),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
