@@ -1,5 +1,6 @@
 """What only a GPU shows: graphs, synchronisation, peak memory, offsets past 2^31, the current device."""
 
+import importlib
 from itertools import product
 
 import pytest
@@ -159,16 +160,38 @@ def test_more_than_2_to_the_31_elements():
     torch.testing.assert_close(losses[:-64].double().cpu(), uniform.expand(rows - 64), rtol=1e-6, atol=0)
 
 
+class RecordedLaunches:
+    """A kernel that notes which GPU is current at each of its launches."""
+
+    def __init__(self, kernel, gpus):
+        self.kernel, self.gpus = kernel, gpus
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            self.gpus.append(torch.cuda.current_device())
+            return self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+
 @pytest.mark.nccl
-def test_tensors_on_a_gpu_that_is_not_current():
-    """Without a device guard the launch goes to the current GPU, with the other one's pointers."""
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_tensors_on_a_gpu_that_is_not_current(monkeypatch, reduction):
+    """Without a guard the launch goes to the current GPU's stream, and reads the other's memory too early."""
+    gpus: list[int] = []
+    for name in ("online_softmax", "cross_entropy", "loss", "element_mul"):
+        module = importlib.import_module(f"vocab_parallel_ce.kernels.{name}")
+        kernel = getattr(module, f"{name}_kernel")
+        monkeypatch.setattr(module, f"{name}_kernel", RecordedLaunches(kernel, gpus))
     logits, labels = inputs()
     torch.cuda.set_device(0)
     there = logits.to("cuda:1").requires_grad_()
-    loss = vocab_parallel_cross_entropy(there, labels.to("cuda:1"))
-    (grad,) = torch.autograd.grad(loss, there)
-    here = logits.clone().requires_grad_()
-    expected = vocab_parallel_cross_entropy(here, labels)
-    assert torch.equal(loss.cpu(), expected.cpu())
-    assert torch.equal(grad.cpu(), torch.autograd.grad(expected, here)[0].cpu())
+    loss = vocab_parallel_cross_entropy(there, labels.to("cuda:1"), reduction=reduction)
+    (grad,) = torch.autograd.grad(loss, there, torch.ones_like(loss))
+    assert gpus == [1, 1, 1]
     assert torch.cuda.current_device() == 0
+    here = logits.clone().requires_grad_()
+    expected = vocab_parallel_cross_entropy(here, labels, reduction=reduction)
+    (expected_grad,) = torch.autograd.grad(expected, here, torch.ones_like(expected))
+    assert torch.equal(loss.cpu(), expected.cpu())
+    assert torch.equal(grad.cpu(), expected_grad.cpu())
