@@ -16,7 +16,6 @@ the largest difference of the losses exceeds `--max-difference`, or when a loss 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -38,7 +37,7 @@ try:
     from torch import Tensor
 
     from vocab_parallel_ce import vocab_parallel_cross_entropy
-    from vocab_parallel_ce.selection import select
+    from vocab_parallel_ce.selection import select, triton_version
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"train_lm: Python package {error.name!r} is missing: run `bash scripts/demo.sh`, "
@@ -185,15 +184,6 @@ def draw(sharded: Run, unsharded: Run, limit: float, title: str, unit: str, path
     lower.legend(loc="center right")
     lower.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
-
-
-def triton_version() -> str | None:
-    for distribution in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def device_name(device: torch.device) -> str:

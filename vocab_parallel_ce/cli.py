@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import platform
 import sys
 
 import torch
 
 import vocab_parallel_ce
-from vocab_parallel_ce.selection import IMPLEMENTATIONS, select, triton_state
+from vocab_parallel_ce.selection import IMPLEMENTATIONS, select, triton_state, triton_version
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +28,7 @@ def doctor_lines() -> list[str]:
         f"vocab_parallel_ce {vocab_parallel_ce.__version__}",
         f"python {platform.python_version()} ({sys.executable})",
         f"torch {torch.__version__}",
-        f"triton {_triton_version()} ({triton_state()})",
+        f"triton {triton_version() or 'not installed'} ({triton_state()})",
     ]
     devices = ["cpu"]
     if torch.cuda.is_available():
@@ -62,12 +61,3 @@ def _backends() -> str:
     from vocab_parallel_ce.exchange import available_backends
 
     return ", ".join(available_backends()) or "not in this build of torch"
-
-
-def _triton_version() -> str:
-    for distribution in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "not installed"

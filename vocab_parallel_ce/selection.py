@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 from functools import cache
@@ -23,6 +24,16 @@ def triton_state() -> str:
         return "absent"
     interprets = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
     return "interpreter" if interprets else "compiler"
+
+
+def triton_version() -> str | None:
+    """The installed version under any of the names that torch's platforms give the package, or None."""
+    for distribution in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def select(device_type: str, requested: str = "auto", *, triton: str | None = None) -> Selection:
