@@ -301,10 +301,12 @@ def test_checkpointed_recomputation(impl_device):
 def test_compiled_caller(impl_device):
     """Options are Python floats, which compiled kernels take for fp64; the graph breaks before them."""
     case = Case(impl_device)
-    options = {"label_smoothing": 0.1, "impl": case.impl}
+    scalars = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 20.0, "logit_scale": 0.4}
+    options = {**scalars, "return_metrics": True, "impl": case.impl}
 
     def step(source, labels):
-        return vocab_parallel_cross_entropy(source * 2, labels, **options) * 3
+        loss, metrics = vocab_parallel_cross_entropy(source * 2, labels, **options)
+        return loss * 3 + metrics.token_accuracy
 
     backend = "inductor" if case.source.is_cuda else "aot_eager"
     loss = torch.compile(step, backend=backend)(case.source, case.labels)

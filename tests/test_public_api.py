@@ -22,6 +22,7 @@ from vocab_parallel_ce import (
     cross_entropy_forward,
     parallel_cross_entropy,
     selection,
+    token_log_probs,
     vocab_parallel_cross_entropy,
 )
 
@@ -69,13 +70,46 @@ def test_vocab_parallel_cross_entropy_takes_options_by_name():
         "group": None,
         "ignore_index": -100,
         "label_smoothing": 0.0,
+        "smoothing_formula": "torch",
+        "z_loss": 0.0,
+        "softcap": None,
+        "logit_scale": 1.0,
         "reduction": "mean",
+        "num_items": None,
+        "return_metrics": False,
         "gradient": "auto",
         "impl": "auto",
         "check_labels": False,
         "vocab_size": None,
+        "shard": None,
     }
     assert list(parameters)[:2] == ["logits", "labels"]
+
+
+def test_token_log_probs_takes_options_by_name():
+    parameters = inspect.signature(token_log_probs).parameters
+    assert {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY} == {
+        "group": None,
+        "temperature": 1.0,
+        "entropy": False,
+        "ignore_index": -100,
+        "softcap": None,
+        "logit_scale": 1.0,
+        "gradient": "auto",
+        "impl": "auto",
+        "check_labels": False,
+        "vocab_size": None,
+        "shard": None,
+    }
+    assert list(parameters)[:2] == ["logits", "labels"]
+
+
+def test_the_module_takes_the_options_of_the_function():
+    """All but the number of items, which changes from step to step and comes with the logits."""
+    function = _parameters(vocab_parallel_cross_entropy)
+    for name in ("logits", "labels", "num_items"):
+        del function[name]
+    assert _parameters(VocabParallelCrossEntropy) == function
 
 
 def test_public_names_are_documented():
@@ -158,7 +192,7 @@ ERRORS = {
     "gradient": ((LOGITS, LABELS), {"gradient": "inplace"}, ValueError, "'in_forward'.*inplace"),
     "impl": ((LOGITS, LABELS), {"impl": "cuda"}, ValueError, "'reference'.*'cuda'"),
     "group": ((LOGITS, LABELS), {"group": "tp"}, TypeError, "ProcessGroup or None.*str"),
-    "vocab_size": ((LOGITS, LABELS), {"vocab_size": 42}, ValueError, r"42.*21 \* 1"),
+    "vocab_size": ((LOGITS, LABELS), {"vocab_size": 42}, ValueError, "42.*got 21"),
     "vocab_size is a float": ((LOGITS, LABELS), {"vocab_size": 21.0}, TypeError, "int.*float"),
     "a label": ((LOGITS, LABELS + COLUMNS), {"check_labels": True}, ValueError, "labels: .*6 outside"),
 }
@@ -258,19 +292,35 @@ def test_what_cannot_run_raises_with_the_unmet_condition(device, requested, trit
 def test_the_module_is_the_function_with_its_options_fixed(impl_device):
     impl, device = impl_device
     logits, labels = (x.to(device) for x in batch("some_ignored", rows=6, vocab_size=COLUMNS))
-    options = {"label_smoothing": 0.1, "reduction": "none", "gradient": "out_of_place", "impl": impl}
-    module = VocabParallelCrossEntropy(**options)
-    expected = vocab_parallel_cross_entropy(logits, labels, **options)
-    assert torch.equal(module(logits, labels), expected)
-    assert torch.equal(copy.deepcopy(module)(logits, labels), expected)
-    assert not list(module.parameters()) and not module.state_dict()
+    options = {
+        "label_smoothing": 0.1,
+        "smoothing_formula": "megatron",
+        "z_loss": 0.02,
+        "softcap": 20.0,
+        "logit_scale": 0.4,
+        "vocab_size": COLUMNS - 2,
+        "gradient": "out_of_place",
+        "impl": impl,
+    }
+    labels = labels.clamp(max=COLUMNS - 3)
+    for reduction, num_items in (("none", None), ("sum", 4)):
+        options["reduction"] = reduction
+        module = VocabParallelCrossEntropy(**options)
+        expected = vocab_parallel_cross_entropy(logits, labels, num_items=num_items, **options)
+        assert torch.equal(module(logits, labels, num_items), expected)
+        assert torch.equal(copy.deepcopy(module)(logits, labels, num_items=num_items), expected)
+        assert not list(module.parameters()) and not module.state_dict()
+    with_metrics = VocabParallelCrossEntropy(return_metrics=True, **options)
+    loss, metrics = with_metrics(logits, labels, 4)
+    assert torch.equal(loss, expected) and isinstance(metrics, package.LossMetrics)
 
 
 @pytest.mark.reference
 def test_the_module_shows_its_options():
-    shown = repr(VocabParallelCrossEntropy(label_smoothing=0.1, ignore_index=3, vocab_size=50))
+    module = VocabParallelCrossEntropy(label_smoothing=0.1, ignore_index=3, vocab_size=50, softcap=30)
+    shown = repr(module)
     assert shown.startswith("VocabParallelCrossEntropy(")
-    for part in ("1 rank", "label_smoothing=0.1", "ignore_index=3", "reduction='mean'", "50"):
+    for part in ("1 rank", "label_smoothing=0.1", "ignore_index=3", "reduction='mean'", "50", "softcap=30"):
         assert part in shown, shown
 
 

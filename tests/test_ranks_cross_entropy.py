@@ -13,7 +13,7 @@ from tests.support.collectives import Collective, record_collectives
 from tests.support.inputs import IGNORE_INDEX, batch, shard_of, upstream_gradients
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from tests.support.ranks import device_of, implementation_params, subgroups
-from vocab_parallel_ce import vocab_parallel_cross_entropy
+from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
 
 COLUMNS, ROWS = 40, 6
 in_ranks = pytest.mark.parametrize(("rank_pool", "impl"), implementation_params(), indirect=["rank_pool"])
@@ -86,7 +86,7 @@ def _check(case, results):
 
 def _check_collectives(results, case, ranks):
     rows, smoothed = case.labels.numel(), case.options.get("label_smoothing", 0.0) > 0
-    sent = 4 * (4 if smoothed else 3) * rows
+    sent = 4 * (5 if smoothed else 3) * rows
     expected = [] if len(ranks) == 1 else [("_allgather_base_", tuple(ranks), sent)]
     for result in results:
         assert [tuple(call) for call in result.in_forward] == expected
@@ -279,7 +279,8 @@ def _refusals(rank, group, impl):
     attempts = [
         {"group": others},
         {"group": group, "vocab_size": 5},
-        {"group": group, "vocab_size": 11},
+        {"group": group, "vocab_size": 13},
+        {"group": group, "shard": VocabShard(6 * rank, 6 * rank + 6, 12)},
         {"group": None, "vocab_size": 10},
         {"group": "tensor parallel"},
         {"group": None, "check_labels": True},
@@ -302,13 +303,18 @@ def _refusals(rank, group, impl):
 
 @in_two_ranks
 def test_groups_and_sizes_that_do_not_fit_are_refused(rank_pool, impl):
-    """A whole vocabulary's logits passed with a group would make the loss larger by log(R)."""
+    """A whole vocabulary's logits passed with a group would make the loss larger by log(R).
+
+    Five columns do fit a vocabulary of 11 on one of the two ranks, and the other would be left alone: the
+    sizes here fit on neither.
+    """
     for messages, calls, accepted_in_range in rank_pool.run(_refusals, impl):
-        outside, whole, larger, missing_group, not_a_group, label = messages
+        outside, whole, larger, other_width, missing_group, not_a_group, label = messages
         assert outside.startswith("ValueError: group: this rank must be a member")
-        for message, expected, got in ((whole, "5", "5 * 2"), (larger, "11", "5 * 2")):
+        for message, vocab_size in ((whole, 5), (larger, 13)):
             assert message.startswith("ValueError: logits: "), message
-            assert f"vocab_size {expected}" in message and got in message, message
+            assert f"vocab_size {vocab_size}" in message and message.endswith("got 5"), message
+        assert other_width.startswith("ValueError: logits: ") and "width 6, got 5" in other_width
         assert missing_group.startswith("ValueError: logits: ") and "10" in missing_group
         assert not_a_group.startswith("TypeError: group: expected"), not_a_group
         assert label.startswith("ValueError: labels: ") and "(1,): 9" in label, label

@@ -10,11 +10,13 @@ from tests.support.inputs import (
     IGNORE_INDEX,
     KINDS,
     batch,
+    padded_shard,
     shard_of,
     upstream_gradients,
+    with_a_broad_row,
 )
 from tests.support.layouts import label_layouts, logits_layouts
-from tests.support.oracle import cross_entropy_fp64
+from tests.support.oracle import cross_entropy_fp64, token_outputs_fp64
 
 ROWS, VOCAB, SHARDS = 12, 48, 3
 
@@ -57,6 +59,15 @@ def test_confident_rows_have_the_probability_of_their_gap():
     torch.testing.assert_close(_label_probability(made), expected, atol=1e-6, rtol=0)
 
 
+def test_a_broad_row_has_a_loss_an_entropy_and_a_gradient_near_1():
+    made = batch("confident", rows=3, vocab_size=VOCAB, dtype=torch.float16)
+    logits, labels = with_a_broad_row(made)
+    assert logits.dtype == torch.float16 and torch.equal(logits[:3], made.logits)
+    loss, grad = cross_entropy_fp64(logits, labels, reduction="none")
+    assert torch.equal(labels[:3], made.labels) and 1 < loss[3] < 20 and float(grad[3].min()) < -0.9
+    assert token_outputs_fp64(logits, labels).entropy[3] > 1
+
+
 def test_excluded_shards_are_excluded_throughout_and_hold_no_label():
     made = batch("excluded_shard", rows=ROWS, vocab_size=VOCAB, shards=SHARDS)
     lost = [shard_of(made.logits, shard, SHARDS).eq(float("-inf")).all(1) for shard in range(SHARDS)]
@@ -80,6 +91,15 @@ def test_shard_edges_are_all_there():
 def test_some_ignored_ignores_the_first_and_last_row_and_not_all():
     labels = batch("some_ignored", rows=ROWS, vocab_size=VOCAB).labels
     assert labels[0] == labels[-1] == IGNORE_INDEX and labels[1] != IGNORE_INDEX
+
+
+def test_padding_begins_where_the_vocabulary_ends():
+    logits = torch.arange(20.0).view(2, 10)
+    shards = [padded_shard(logits, start, start + 4, fill=-1.0) for start in (0, 4, 8, 12)]
+    assert torch.equal(torch.cat(shards, dim=1)[:, :10], logits)
+    assert bool((torch.cat(shards, dim=1)[:, 10:] == -1).all()) and bool((shards[3] == -1).all())
+    assert padded_shard(logits, 0, 10).data_ptr() != logits.data_ptr()
+    assert padded_shard(logits, 5, 11)[:, 5:].isnan().all()
 
 
 def test_upstream_gradients_are_named_for_their_layout():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Integral, Real
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LABEL_DTYPES = (torch.int64, torch.int32)
 REDUCTIONS = ("mean", "sum", "none")
+SMOOTHING_FORMULAS = ("torch", "megatron")
 GRADIENTS = ("auto", "in_forward", "in_backward", "out_of_place")
 
 
@@ -47,11 +49,21 @@ def check_labels(labels: object, logits: Tensor) -> None:
         raise ValueError(f"labels: device must be that of logits, {logits.device}, got {labels.device}")
 
 
-def check_label_smoothing(label_smoothing: object) -> None:
-    if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, Real):
-        raise TypeError(f"label_smoothing: expected a number, got {type(label_smoothing).__name__}")
-    if not 0 <= float(label_smoothing) <= 1:
-        raise ValueError(f"label_smoothing: must be in [0, 1], got {label_smoothing}")
+def check_number(name: str, value: object, *, positive: bool = False, at_most: float = math.inf) -> None:
+    """A finite number of at least 0, or above 0, and at most ``at_most``."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    number = float(value)
+    if positive and not 0 < number < math.inf:
+        raise ValueError(f"{name}: must be positive and finite, got {value}")
+    if not (0 <= number <= at_most and number < math.inf):
+        expected = "in [0, 1]" if at_most == 1 else "at least 0 and finite"
+        raise ValueError(f"{name}: must be {expected}, got {value}")
+
+
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
 
 
 def check_integer(name: str, value: object) -> None:
@@ -66,13 +78,43 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def check_vocab_size(vocab_size: int, n_columns: int, n_ranks: int) -> None:
-    """The shards together are the vocabulary: catches whole logits passed with a group."""
+def check_vocab_size(vocab_size: object) -> None:
     check_integer("vocab_size", vocab_size)
-    if vocab_size != n_columns * n_ranks:
+    if int(vocab_size) < 1:  # type: ignore[call-overload]
+        raise ValueError(f"vocab_size: must be positive, got {vocab_size}")
+
+
+def check_exact_in_fp32(vocab_size: int) -> None:
+    """Ids of columns travel as fp32."""
+    if vocab_size > 2**24:
         raise ValueError(
-            f"logits: last dimension times the ranks of the group must be vocab_size {vocab_size}, "
-            f"got {n_columns} * {n_ranks} = {n_columns * n_ranks}"
+            f"return_metrics: vocab_size must be at most 2**24 for predictions, got {vocab_size}"
+        )
+
+
+def check_several_columns(vocab_size: int) -> None:
+    if vocab_size < 2:
+        raise ValueError(f"smoothing_formula: 'megatron' needs a vocab_size of at least 2, got {vocab_size}")
+
+
+def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
+    """A number of items to divide a sum by: an int, or a tensor of one element that is not looked at."""
+    if num_items is None:
+        return
+    if reduction != "sum":
+        raise ValueError(f"num_items: divides reduction 'sum', got reduction {reduction!r}")
+    if not isinstance(num_items, Tensor):
+        check_integer("num_items", num_items)
+        if int(num_items) < 0:  # type: ignore[call-overload]
+            raise ValueError(f"num_items: must be at least 0, got {num_items}")
+        return
+    if num_items.numel() != 1:
+        raise ValueError(f"num_items: expected 1 element, got shape {_shape(num_items)}")
+    if num_items.dtype == torch.bool or num_items.is_complex():
+        raise TypeError(f"num_items: dtype must be integer or floating point, got {num_items.dtype}")
+    if num_items.device.type != "cpu" and num_items.device != logits.device:
+        raise ValueError(
+            f"num_items: device must be that of logits, {logits.device}, or cpu, got {num_items.device}"
         )
 
 

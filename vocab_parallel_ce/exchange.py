@@ -6,6 +6,10 @@ one GPU or a CPU needs no initialised process group.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -38,6 +42,22 @@ def all_gather_stats(gathered: Tensor, rank: int, group: object) -> None:
     # PyTorch 2.13 renamed all_gather_into_tensor and deprecated the old name.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     all_gather(gathered.flatten(0, 1), gathered[rank], group=group)
+
+
+def all_gather_objects(own: Any, group: object, device: torch.device | None) -> list[Any]:
+    """``own`` of every rank of ``group``, in the order of its ranks. For debugging: it waits for the device.
+
+    ``device`` is made current where it is a GPU: NCCL sends objects from the current one.
+
+    Collectives: two all_gathers, of sizes and of pickled bytes; none where there is one rank.
+    """
+    n_ranks = group_position(group)[1]
+    if n_ranks == 1:
+        return [own]
+    gathered = [None] * n_ranks
+    with torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext():
+        dist.all_gather_object(gathered, own, group=group)
+    return gathered
 
 
 def available_backends() -> list[str]:

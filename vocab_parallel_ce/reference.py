@@ -5,10 +5,14 @@ Each function does what the launcher of the same name in ``kernels`` does, on th
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from vocab_parallel_ce import spec
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import LossOptions, RowOutputs, RowStats
 
 
 def online_softmax(
@@ -17,76 +21,66 @@ def online_softmax(
     stats: Tensor,
     valid_rows: Tensor | None,
     *,
-    start: int,
-    ignore_index: int,
+    shard: VocabShard,
+    options: LossOptions,
 ) -> None:
     """Fill ``stats [N, K]`` for ``logits [..., C]`` and ``labels [N]``, and ``valid_rows [1]``."""
-    row_stats = spec.local_stats(_rows(logits), labels, start)
-    stats.copy_(torch.stack(row_stats[: stats.shape[-1]], dim=-1))
+    row_stats = spec.local_stats(_rows(logits), labels, shard.start, shard.vocab_size, options)
+    stats.copy_(torch.stack([getattr(row_stats, name) for name in options.statistics], dim=-1))
     if valid_rows is not None:
-        valid_rows.copy_((labels != ignore_index).sum())
+        valid_rows.copy_((labels != options.ignore_index).sum())
 
 
-def cross_entropy_loss(
+def row_outputs(
     stats: Tensor,
     labels: Tensor,
-    valid_rows: Tensor | None,
-    loss: Tensor,
+    divisor: Tensor | None,
+    outputs: RowOutputs,
     *,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
+    shard: VocabShard,
+    options: LossOptions,
 ) -> None:
-    """Fill ``loss [N]`` from ``stats [R, N, K]``; the mean's weight is folded in with ``valid_rows``."""
-    value = spec.loss(
-        _merged(stats),
-        labels,
-        vocab_size,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
+    """Fill ``outputs``, of any shape, from ``stats [R, N, K]``; ``divisor [1]`` divides the loss if given."""
+    merged = _merged(stats, options)
+    vocab_size = shard.vocab_size
+    values = (
+        spec.loss(merged, labels, vocab_size, options) * _weight(divisor),
+        spec.entropy(merged, labels, vocab_size, options),
+        spec.lse(merged, labels, options),
+        spec.predictions(merged, labels, options),
     )
-    loss.copy_(value if valid_rows is None else value / valid_rows.clamp(min=1))
+    for out, value in zip(outputs, values, strict=True):
+        if out is not None:
+            out.copy_(value.view_as(out))
 
 
 def cross_entropy(
     logits: Tensor,
     stats: Tensor,
     labels: Tensor,
-    valid_rows: Tensor | None,
+    divisor: Tensor | None,
     upstream: Tensor | None,
+    entropy_upstream: Tensor | None,
     loss: Tensor | None,
     grad_logits: Tensor,
     *,
-    start: int,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
+    shard: VocabShard,
+    options: LossOptions,
 ) -> None:
     """Fill ``grad_logits [..., C]``, which may be ``logits``, and ``loss [N]`` where given."""
+    merged = _merged(stats, options)
+    weight = _weight(divisor)
     if loss is not None:
-        cross_entropy_loss(
-            stats,
-            labels,
-            valid_rows,
-            loss,
-            vocab_size=vocab_size,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-        )
-    grad = spec.gradient(
-        _rows(logits),
-        _merged(stats),
-        labels,
-        start,
-        vocab_size,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-    )
-    if valid_rows is not None:
-        grad /= valid_rows.clamp(min=1)
+        loss.copy_(spec.loss(merged, labels, shard.vocab_size, options) * weight)
     if upstream is not None:
-        ignored = (labels == ignore_index).unsqueeze(-1)
-        grad = torch.where(ignored, 0.0, grad * upstream.unsqueeze(-1))
+        weight = upstream.unsqueeze(-1) * weight
+    row = (_rows(logits), merged, labels, shard.start, shard.vocab_size, options)
+    grad = spec.gradient(*row) * weight
+    if entropy_upstream is not None:
+        grad += spec.entropy_gradient(*row) * entropy_upstream.unsqueeze(-1)
+    # 0 under an infinite upstream gradient too.
+    grad.masked_fill_((labels == options.ignore_index).unsqueeze(-1), 0.0)
+    grad[:, shard.n_valid :] = 0.0
     grad_logits.copy_(grad.view(grad_logits.shape))
 
 
@@ -101,15 +95,20 @@ def _rows(logits: Tensor) -> Tensor:
     return logits.reshape(-1, logits.shape[-1])
 
 
-def _merged(stats: Tensor) -> spec.RowStats:
+def _weight(divisor: Tensor | None) -> Tensor | float:
+    """Weight of a row: 1 / divisor, and 0 where the divisor is."""
+    if divisor is None:
+        return 1.0
+    n = divisor.float()
+    return torch.where(n == 0, 0.0, 1 / n)
+
+
+def _merged(stats: Tensor, options: LossOptions) -> RowStats:
     """Merge ``stats [R, N, K]`` over the ranks, in the order of the ranks on every rank."""
-    per_rank = [_row_stats(of_rank) for of_rank in stats]
-    merged = per_rank[0]
-    for of_rank in per_rank[1:]:
-        merged = spec.merge(merged, of_rank)
-    return merged
+    nothing = torch.zeros_like(stats[0, :, 0])
 
+    def of_rank(packed: Tensor) -> RowStats:
+        carried = dict(zip(options.statistics, packed.unbind(-1), strict=True))
+        return RowStats(*(carried.get(name, nothing) for name in RowStats._fields))
 
-def _row_stats(stats: Tensor) -> spec.RowStats:
-    row_max, sum_exp, target_logit, *logit_sum = stats.unbind(-1)
-    return spec.RowStats(row_max, sum_exp, target_logit, *logit_sum or (torch.zeros_like(row_max),))
+    return functools.reduce(spec.merge, map(of_rank, stats))

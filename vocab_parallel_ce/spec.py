@@ -2,31 +2,33 @@
 
 Legend, used in every file: ``N`` token rows, ``V`` global vocabulary, ``C`` columns this rank owns,
 ``R`` ranks, ``K`` packed statistics per row. A rank owns the columns ``[start, start + C)`` of the
-vocabulary.
+vocabulary; those at ``V`` and beyond are padding and take no part.
 
 One rank's knowledge of a row is a :class:`RowStats`; :func:`merge` combines what two ranks know.
 ``row_max`` and ``sum_exp`` are ``m`` and ``d`` of the online softmax (Milakov and Gimelshein,
 arXiv:1805.02867). With
 
+    u    = logit_scale * x
+    z    = softcap * tanh(u / softcap), or u without softcap
     lse  = row_max + log(sum_exp)                                       over the whole vocabulary
-    p_i  = exp(x_i - row_max) / sum_exp
-    e    = label_smoothing
+    p_i  = exp(z_i - row_max) / sum_exp
+    e    = smoothing
 
-the loss of a row with label ``y`` and its gradient are those of ``torch.nn.functional.cross_entropy``:
+the loss of a row with label ``y``, its derivative by ``z``, and the same of the entropy are
 
-    loss = (1 - e) * (lse - x_y) + e * (lse - mean_i x_i)
-    dx_i = p_i - (1 - e) * [i == y] - e / V
+    loss  = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
+    dz_i  = p_i * (1 + 2 * z_loss * lse) - (1 - e) * [i == y] - e / V
+    H     = -sum_i p_i log p_i = log(sum_exp) - mean_gap,  mean_gap = sum_i p_i (z_i - row_max)
+    dH/dz_i = p_i * (mean_gap - (z_i - row_max))
+
+and ``dx_i = dz_i * (1 - (z_i / softcap)^2) * logit_scale``.
+
+Edges. A row whose label is ``ignore_index``: loss, entropy and gradient 0, whatever the row holds. A
+label outside ``[0, V)``: NaN loss, entropy and gradient. A column of ``-inf`` is excluded, also with
+softcap: gradient 0. NaN or ``+inf`` in a row: NaN loss. A padded column: gradient 0 in every row.
 
 All functions compute in ``promote_types(logits.dtype, float32)``: fp32 for training dtypes, fp64
-for an oracle.
-
-Edges. A row whose label is ``ignore_index``: loss 0, gradient 0, whatever the row holds. A label
-outside ``[0, V)``: NaN loss and NaN gradient. A column of ``-inf`` is excluded: gradient 0. NaN or
-``+inf`` in a row: NaN loss.
-
-Precision. Label smoothing needs the mean logit, from a sum in the compute dtype: the smoothed part of an
-fp32 loss is exact to about 2**-24 of the mean logit's magnitude. Everything else is relative to row_max,
-and loses nothing in rows far from 0.
+for an oracle. Everything is relative to row_max, and loses nothing in rows far from 0.
 """
 
 from __future__ import annotations
@@ -37,65 +39,140 @@ import torch
 from torch import Tensor
 
 NEG_INF = float("-inf")
+INF = float("inf")
 NAN = float("nan")
 
 
 class RowStats(NamedTuple):
-    """What a set of columns contributes to each row; ``(-inf, 0, -inf, 0)`` is the empty set's."""
+    """What a set of columns contributes to each row."""
 
-    row_max: Tensor  # [N] largest logit
-    sum_exp: Tensor  # [N] sum of exp(logit - row_max)
-    target_logit: Tensor  # [N] the label's logit, -inf where the label's column is not in the set
-    logit_sum: Tensor  # [N] sum of the logits
+    row_max: Tensor  # [N] largest z
+    sum_exp: Tensor  # [N] sum of exp(z - row_max)
+    target_logit: Tensor  # [N] the label's z, -inf where the label's column is not in the set
+    gap_sum: Tensor  # [N] sum of z - row_max
+    n_columns: Tensor  # [N] number of columns
+    exp_gap_sum: Tensor  # [N] sum of exp(z - row_max) * (z - row_max)
+    argmax: Tensor  # [N] global id of the first column with row_max, inf where row_max is not finite
 
 
-def local_stats(logits: Tensor, labels: Tensor, start: int) -> RowStats:
+# The empty set's. Where row_max is not finite, 0 takes its place in differences.
+IDENTITY = (NEG_INF, 0.0, NEG_INF, 0.0, 0.0, 0.0, INF)
+
+
+class LossOptions(NamedTuple):
+    """What is computed of a row; ``entropy`` and ``predictions`` ask for their statistics."""
+
+    ignore_index: int = -100
+    smoothing: float = 0.0  # e of the formulas
+    z_loss: float = 0.0
+    logit_scale: float = 1.0  # positive
+    softcap: float | None = None  # positive
+    entropy: bool = False
+    predictions: bool = False
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the ``K`` statistics that travel, in the order in which they are packed."""
+        smoothed = ("gap_sum", "n_columns") if self.smoothing else ()
+        entropy = ("exp_gap_sum",) if self.entropy else ()
+        predictions = ("argmax",) if self.predictions else ()
+        return ("row_max", "sum_exp", "target_logit", *smoothed, *entropy, *predictions)
+
+
+PLAIN = LossOptions()
+
+
+class RowOutputs(NamedTuple):
+    """What a row comes to: a value, or a buffer for it, of what is asked for."""
+
+    loss: Tensor  # [...] fp32
+    entropy: Tensor | None  # [...] fp32
+    lse: Tensor | None  # [...] fp32
+    predictions: Tensor | None  # [...] int64
+
+
+def local_stats(
+    logits: Tensor, labels: Tensor, start: int, vocab_size: int, options: LossOptions = PLAIN
+) -> RowStats:
     """Statistics of this rank's columns.
 
     Args:
         logits: ``[N, C]`` floating point.
         labels: ``[N]`` global vocabulary ids.
         start: global id of column 0.
+        vocab_size: columns with this id and above are padding.
     """
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    row_max = x.amax(dim=-1)
-    sum_exp = (x - _finite_or_zero(row_max).unsqueeze(-1)).exp().sum(dim=-1)
+    z, _ = transformed(logits[:, : max(vocab_size - start, 0)], options)
+    n_columns = z.shape[-1]
+    if n_columns == 0:
+        return RowStats(*(z.new_full(labels.shape, value) for value in IDENTITY))
+    row_max = z.amax(dim=-1)
+    gap = z - _finite_or_zero(row_max).unsqueeze(-1)
+    exp_gap = gap.exp() * _bounded(gap)
     column = labels.long() - start
-    owned = (column >= 0) & (column < x.shape[-1])
-    picked = x.gather(-1, torch.where(owned, column, 0).unsqueeze(-1)).squeeze(-1)
-    target_logit = torch.where(owned, picked, NEG_INF)
-    return RowStats(row_max, sum_exp, target_logit, x.sum(dim=-1))
+    owned = (column >= 0) & (column < n_columns)
+    picked = z.gather(-1, torch.where(owned, column, 0).unsqueeze(-1)).squeeze(-1)
+    ids = torch.arange(start, start + n_columns, device=z.device, dtype=z.dtype)
+    is_largest = (z == row_max.unsqueeze(-1)) & z.isfinite()
+    return RowStats(
+        row_max,
+        gap.exp().sum(dim=-1),
+        torch.where(owned, picked, NEG_INF),
+        gap.sum(dim=-1),
+        torch.full_like(row_max, n_columns),
+        exp_gap.sum(dim=-1),
+        torch.where(is_largest, ids, INF).amin(dim=-1),
+    )
 
 
 def merge(a: RowStats, b: RowStats) -> RowStats:
     """Statistics of the union of two disjoint sets of columns: associative and commutative."""
     row_max = torch.maximum(a.row_max, b.row_max)
     shift = _finite_or_zero(row_max)
+    a_shift, b_shift = _finite_or_zero(a.row_max) - shift, _finite_or_zero(b.row_max) - shift
+    a_scale, b_scale = (a.row_max - shift).exp(), (b.row_max - shift).exp()
     return RowStats(
         row_max,
-        a.sum_exp * (a.row_max - shift).exp() + b.sum_exp * (b.row_max - shift).exp(),
+        a.sum_exp * a_scale + b.sum_exp * b_scale,
         torch.maximum(a.target_logit, b.target_logit),
-        a.logit_sum + b.logit_sum,
+        (a.gap_sum + a.n_columns * a_shift) + (b.gap_sum + b.n_columns * b_shift),
+        a.n_columns + b.n_columns,
+        (a.exp_gap_sum + a.sum_exp * _bounded(a_shift)) * a_scale
+        + (b.exp_gap_sum + b.sum_exp * _bounded(b_shift)) * b_scale,
+        torch.minimum(
+            torch.where(a.row_max == row_max, a.argmax, INF), torch.where(b.row_max == row_max, b.argmax, INF)
+        ),
     )
 
 
-def loss(
-    stats: RowStats,
-    labels: Tensor,
-    vocab_size: int,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Tensor:
+def loss(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions = PLAIN) -> Tensor:
     """``[N]`` unreduced loss from the statistics of the whole vocabulary."""
+    e = options.smoothing
     log_sum_exp = stats.sum_exp.log()
-    # lse - x with the two large numbers subtracted first, so that rows far from 0 lose no digits.
+    # lse - z with the two large numbers subtracted first, so that rows far from 0 lose no digits.
     value = log_sum_exp + (stats.row_max - stats.target_logit)
-    if label_smoothing > 0:
-        uniform = log_sum_exp + (stats.row_max - stats.logit_sum / vocab_size)
-        value = (1 - label_smoothing) * value + label_smoothing * uniform
-    value = torch.where(_outside(labels, vocab_size), NAN, value)
-    return torch.where(labels == ignore_index, 0.0, value)
+    if e:
+        value = (1 - e) * value + e * (log_sum_exp - stats.gap_sum / vocab_size)
+    if options.z_loss:
+        value = value + options.z_loss * (stats.row_max + log_sum_exp) ** 2
+    return _at_the_edges(value, labels, vocab_size, options)
+
+
+def entropy(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions = PLAIN) -> Tensor:
+    """``[N]`` entropy of the softmax, in nats."""
+    value = stats.sum_exp.log() - stats.exp_gap_sum / stats.sum_exp
+    return _at_the_edges(value, labels, vocab_size, options)
+
+
+def lse(stats: RowStats, labels: Tensor, options: LossOptions = PLAIN) -> Tensor:
+    """``[N]`` log-sum-exp of z, 0 in ignored rows."""
+    return torch.where(labels == options.ignore_index, 0.0, stats.row_max + stats.sum_exp.log())
+
+
+def predictions(stats: RowStats, labels: Tensor, options: LossOptions = PLAIN) -> Tensor:
+    """``[N]`` int64 id of the largest z, the first of equals; -1 in ignored rows and where none is finite."""
+    known = (labels != options.ignore_index) & stats.sum_exp.isfinite() & stats.argmax.isfinite()
+    return torch.where(known, stats.argmax, -1.0).long()
 
 
 def gradient(
@@ -104,26 +181,76 @@ def gradient(
     labels: Tensor,
     start: int,
     vocab_size: int,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+    options: LossOptions = PLAIN,
 ) -> Tensor:
     """``[N, C]`` derivative of each row's loss by its logits, in the compute dtype."""
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    grad = (x - stats.row_max.unsqueeze(-1)).exp() / stats.sum_exp.unsqueeze(-1)
-    column = torch.arange(start, start + x.shape[-1], device=x.device)
-    is_target = column == labels.long().unsqueeze(-1)
+    e = options.smoothing
+    z, slope = transformed(logits, options)
+    column = torch.arange(start, start + z.shape[-1], device=z.device)
+    p = (z - stats.row_max.unsqueeze(-1)).exp() / stats.sum_exp.unsqueeze(-1)
     # p - 1 first: for a confident label it cancels without rounding, which p - (1 - e) does not.
-    grad = torch.where(is_target, grad - 1 + label_smoothing, grad) - label_smoothing / vocab_size
+    grad = torch.where(column == labels.long().unsqueeze(-1), p - 1 + e, p) - e / vocab_size
+    if options.z_loss:
+        grad = grad + p * (2 * options.z_loss * (stats.row_max + stats.sum_exp.log())).unsqueeze(-1)
+    return _gradient_at_the_edges(grad * slope, z, stats, labels, column, vocab_size, options)
+
+
+def entropy_gradient(
+    logits: Tensor,
+    stats: RowStats,
+    labels: Tensor,
+    start: int,
+    vocab_size: int,
+    options: LossOptions = PLAIN,
+) -> Tensor:
+    """``[N, C]`` derivative of each row's entropy by its logits, in the compute dtype."""
+    z, slope = transformed(logits, options)
+    column = torch.arange(start, start + z.shape[-1], device=z.device)
+    gap = z - stats.row_max.unsqueeze(-1)
+    mean_gap = (stats.exp_gap_sum / stats.sum_exp).unsqueeze(-1)
+    grad = gap.exp() / stats.sum_exp.unsqueeze(-1) * (mean_gap - _bounded(gap))
+    return _gradient_at_the_edges(grad * slope, z, stats, labels, column, vocab_size, options)
+
+
+def transformed(logits: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
+    """``(z, dz/dx)`` in the compute dtype. An infinite logit stays infinite under softcap."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    u = x * options.logit_scale
+    if options.softcap is None:
+        return u, torch.full_like(u[:1, :1], options.logit_scale)
+    capped = (u / options.softcap).tanh()
+    return torch.where(u.isinf(), u, options.softcap * capped), options.logit_scale * (1 - capped**2)
+
+
+def _at_the_edges(value: Tensor, labels: Tensor, vocab_size: int, options: LossOptions) -> Tensor:
+    value = torch.where(_outside(labels, vocab_size), NAN, value)
+    return torch.where(labels == options.ignore_index, 0.0, value)
+
+
+def _gradient_at_the_edges(
+    grad: Tensor,
+    z: Tensor,
+    stats: RowStats,
+    labels: Tensor,
+    column: Tensor,
+    vocab_size: int,
+    options: LossOptions,
+) -> Tensor:
     some_column_is_finite = (stats.row_max != NEG_INF).unsqueeze(-1)
-    grad = torch.where((x == NEG_INF) & some_column_is_finite, 0.0, grad)
+    grad = torch.where((z == NEG_INF) & some_column_is_finite, 0.0, grad)
     grad = torch.where(_outside(labels, vocab_size).unsqueeze(-1), NAN, grad)
-    return torch.where((labels == ignore_index).unsqueeze(-1), 0.0, grad)
+    without = (labels == options.ignore_index).unsqueeze(-1) | (column >= vocab_size)
+    return torch.where(without, 0.0, grad)
 
 
 def _finite_or_zero(row_max: Tensor) -> Tensor:
     """``row_max``, 0 where it is -inf: ``exp(-inf - 0)`` is the 0 that ``exp(-inf - -inf)`` is not."""
     return torch.where(row_max == NEG_INF, 0.0, row_max)
+
+
+def _bounded(gap: Tensor) -> Tensor:
+    """``gap``, at least -1e30: where an exponential that is 0 multiplies it, the product is 0, not NaN."""
+    return gap.clamp(min=-1e30)
 
 
 def _outside(labels: Tensor, vocab_size: int) -> Tensor:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import cross_entropy
+from vocab_parallel_ce import pipeline
+from vocab_parallel_ce.cross_entropy import outside_graphs, vocab_parallel_cross_entropy
 
 GRADIENT_OF_OVERWRITE = {None: "auto", True: "in_backward", False: "out_of_place"}
 
@@ -60,7 +61,7 @@ def parallel_cross_entropy(
         inp = _input
     if overwrite_input not in (None, True, False):
         raise TypeError(f"overwrite_input: expected a bool or None, got {overwrite_input!r}")
-    return cross_entropy.vocab_parallel_cross_entropy(
+    return vocab_parallel_cross_entropy(
         inp,  # type: ignore[arg-type]  # None is refused there, as every other type is
         target,  # type: ignore[arg-type]
         group=dist_process_group,
@@ -71,7 +72,7 @@ def parallel_cross_entropy(
     )
 
 
-@cross_entropy.outside_graphs
+@outside_graphs
 @torch.no_grad()
 def cross_entropy_forward(
     _input: Tensor,
@@ -99,7 +100,7 @@ def cross_entropy_forward(
     Raises:
         TypeError, ValueError: as ``vocab_parallel_cross_entropy``.
     """
-    call = cross_entropy.prepare_call(
+    call = pipeline.prepare_call(
         _input,
         target,
         group=dist_process_group,
@@ -109,12 +110,12 @@ def cross_entropy_forward(
         gradient="in_forward",
         impl="auto",
     )
-    grad = cross_entropy.overwritable(_input)
-    loss = call.loss_and_gradient(grad, cross_entropy.flat(target))
+    grad = pipeline.overwritable(_input)
+    loss = call.outputs_and_gradient(grad, pipeline.flat(target)).loss
     return loss, grad
 
 
-@cross_entropy.outside_graphs
+@outside_graphs
 @torch.no_grad()
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable: bool = False) -> Tensor:
     """Second step of the pair: scale the gradient that :func:`cross_entropy_forward` left in ``_input``.
@@ -133,7 +134,7 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
     Raises:
         TypeError, ValueError: ``_input`` or ``grad_output`` is not as described.
     """
-    return cross_entropy.scale_in_place(_input, grad_output)
+    return pipeline.scale_in_place(_input, grad_output)
 
 
 def _reduction(reduce_loss: object) -> str:

@@ -3,43 +3,45 @@
 import pytest
 import torch
 
+from tests.kernels.rows import (
+    ALL,
+    INF,
+    NAN,
+    OPTIONS,
+    gradient_by_kernel,
+    gradient_by_spec,
+    outputs_by_spec,
+    stats_by_kernel,
+)
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import DTYPES, KINDS, batch
 from tests.support.layouts import logits_layouts
-from vocab_parallel_ce import spec
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import PLAIN, LossOptions
 
 
-def expected(logits, labels, *, start=0, label_smoothing=0.0, upstream=None, dtype=torch.float64):
-    """(loss, gradient) of whole-vocabulary rows by ``spec``, computed in ``dtype``."""
-    x, labels = logits.cpu().to(dtype), labels.cpu()
-    stats = spec.local_stats(x, labels, 0)
-    loss = spec.loss(stats, labels, x.shape[-1], label_smoothing=label_smoothing)
-    grad = spec.gradient(x, stats, labels, 0, x.shape[-1], label_smoothing=label_smoothing)
-    if upstream is not None:
-        grad = torch.where((labels == -100)[:, None], 0.0, grad * upstream.cpu().to(dtype)[:, None])
-    return loss, grad
+def run(logits, labels, options=PLAIN, **arguments):
+    """(loss, gradient) by the two kernels of one rank."""
+    stats, _ = stats_by_kernel(logits, labels, options)
+    return gradient_by_kernel(logits, stats.unsqueeze(0), labels, options, **arguments)
 
 
-def run(logits, labels, *, label_smoothing=0.0, upstream=None, into=None, valid_rows=None):
-    """(loss, gradient) by the kernels; the gradient over the logits, or in ``into``."""
-    from vocab_parallel_ce.kernels import launchers
-
-    device, n_rows = logits.device, labels.numel()
-    stats = torch.full((1, n_rows, 4 if label_smoothing else 3), float("nan"), device=device)
-    loss = torch.full((n_rows,), float("nan"), device=device)
-    launchers.online_softmax(logits, labels, stats[0], valid_rows, start=0, ignore_index=-100)
-    grad = logits if into is None else into
-    options = {"vocab_size": logits.shape[-1], "ignore_index": -100, "label_smoothing": label_smoothing}
-    launchers.cross_entropy(logits, stats, labels, valid_rows, upstream, loss, grad, start=0, **options)
-    return loss, grad
-
-
-def assert_row_results(actual, logits, labels, **options):
-    oracle = expected(logits, labels, **options)
-    peer = expected(logits, labels, dtype=torch.float32, **options)
+def assert_row_results(actual, logits, labels, options=PLAIN, **upstreams):
+    logits, labels = logits.cpu(), labels.cpu()
+    upstreams = {name: None if value is None else value.cpu() for name, value in upstreams.items()}
     loss, grad = (t.cpu() for t in actual)
-    assert_within_budget(loss, oracle[0], peer[0])
-    assert_within_budget(grad.reshape(oracle[1].shape), oracle[1], peer[1].to(grad.dtype))
+    losses = [outputs_by_spec(logits, labels, options, d).loss for d in (torch.float64, torch.float32)]
+    truth, peer = (
+        gradient_by_spec(logits, labels, options, d, **upstreams) for d in (torch.float64, torch.float32)
+    )
+    assert_within_budget(loss, *losses)
+    assert_within_budget(grad.reshape(truth.shape), truth, peer.to(grad.dtype))
+
+
+def upstreams_of(n_rows, options, device):
+    """Different in every row; the entropy's where there is an entropy."""
+    both = torch.randn(2, n_rows, generator=torch.Generator().manual_seed(1)).to(device)
+    return {"upstream": both[0], "entropy_upstream": both[1] if options.entropy else None}
 
 
 def test_worked_example(kernel_device):
@@ -52,25 +54,54 @@ def test_worked_example(kernel_device):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("label_smoothing", (0.0, 0.1))
-def test_loss_and_gradient_of_hard_rows(kernel_device, kind, dtype, label_smoothing):
+def test_loss_and_gradient_of_hard_rows(kernel_device, kind, dtype):
     if kind == "times_1000" and dtype == torch.float16:
         pytest.skip("a thousand times the logits is past fp16's range")
-    logits, labels = (t.to(kernel_device) for t in batch(kind, rows=12, vocab_size=587, dtype=dtype))
-    upstream = torch.rand(12, generator=torch.Generator().manual_seed(1)).to(kernel_device)
-    actual = run(
-        logits, labels, label_smoothing=label_smoothing, upstream=upstream, into=torch.empty_like(logits)
+    logits, labels = (t.to(kernel_device) for t in batch(kind, rows=8, vocab_size=587, dtype=dtype))
+    upstreams = upstreams_of(8, PLAIN, kernel_device)
+    actual = run(logits, labels, into=torch.empty_like(logits), **upstreams)
+    assert_row_results(actual, logits, labels, **upstreams)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", (LossOptions(smoothing=1.0), ALL), ids=("smoothing", "all"))
+def test_hard_rows_with_options(kernel_device, kind, options):
+    """From the statistics of two ranks, with a cap of the size of the logits: there is no gradient beyond."""
+    if kind == "times_1000" and options.softcap is not None:
+        options = options._replace(z_loss=1e-6, softcap=2e4)
+    logits, labels = (t.to(kernel_device) for t in batch(kind, rows=8, vocab_size=300, shards=2))
+    shards = [VocabShard.even(150, rank, 2) for rank in range(2)]
+    known = [stats_by_kernel(logits[:, s.start : s.stop], labels, options, s)[0] for s in shards]
+    stats = torch.stack(known)
+    upstreams = upstreams_of(8, options, kernel_device)
+    into = torch.empty_like(logits)
+    actual = gradient_by_kernel(logits, stats, labels, options, into=into, **upstreams)
+    assert_row_results(actual, logits, labels, options, **upstreams)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_each_option_alone(kernel_device, dtype, options):
+    logits, labels = (
+        t.to(kernel_device) for t in batch("mixture", rows=8, vocab_size=300, shards=2, dtype=dtype)
     )
-    assert_row_results(actual, logits, labels, label_smoothing=label_smoothing, upstream=upstream)
+    upstreams = upstreams_of(8, options, kernel_device)
+    actual = run(logits, labels, options, into=torch.empty_like(logits), **upstreams)
+    assert_row_results(actual, logits, labels, options, **upstreams)
 
 
 @pytest.mark.parametrize("columns", (1, 2, 7, 8, 9, 15, 16, 17, 255, 257, 8201))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_every_width_in_place(kernel_device, columns, dtype):
-    logits, labels = batch("peaked", rows=5, vocab_size=columns, dtype=dtype)
+@pytest.mark.parametrize(
+    "dtype, options",
+    ((torch.float32, PLAIN), (torch.bfloat16, PLAIN), (torch.bfloat16, ALL)),
+    ids=("fp32", "bf16", "bf16-all"),
+)
+def test_every_width_in_place(kernel_device, columns, dtype, options):
+    logits, labels = batch("peaked", rows=3, vocab_size=columns, dtype=dtype)
     labels[:2] = torch.tensor([0, columns - 1])
-    actual = run(logits.clone().to(kernel_device), labels.to(kernel_device))
-    assert_row_results(actual, logits, labels)
+    upstreams = upstreams_of(3, options, kernel_device)
+    actual = run(logits.clone().to(kernel_device), labels.to(kernel_device), options, **upstreams)
+    assert_row_results(actual, logits, labels, options, **upstreams)
 
 
 @pytest.mark.parametrize("dtype, columns", ((torch.float32, 64), (torch.bfloat16, 67)), ids=str)
@@ -86,12 +117,15 @@ def test_every_layout_in_place_and_nothing_beside_it(kernel_device, columns, dty
         assert layout.outside_is_untouched(), layout.name
 
 
-def test_upstream_of_every_stride(kernel_device):
+@pytest.mark.parametrize("name", ("upstream", "entropy_upstream"))
+def test_upstream_of_every_stride(kernel_device, name):
     logits, labels = (t.to(kernel_device) for t in batch("peaked", rows=6, vocab_size=100))
     wide = torch.randn(6, 3, device=kernel_device)
+    options = LossOptions(entropy=True)
     for upstream in (wide[:, 1], wide[0, :1].expand(6), torch.zeros(6, device=kernel_device)):
-        actual = run(logits, labels, upstream=upstream, into=torch.empty_like(logits))
-        assert_row_results(actual, logits, labels, upstream=upstream)
+        upstreams = {name: upstream}
+        actual = run(logits, labels, options, into=torch.empty_like(logits), **upstreams)
+        assert_row_results(actual, logits, labels, options, **upstreams)
 
 
 def test_small_upstream_gradient_is_rounded_once(kernel_device):
@@ -101,7 +135,7 @@ def test_small_upstream_gradient_is_rounded_once(kernel_device):
     )
     upstream = torch.full((12,), 1.2345e-6, device=kernel_device)
     _, grad = run(logits, labels, upstream=upstream, into=torch.empty_like(logits))
-    _, truth = expected(logits, labels, upstream=upstream)
+    truth = gradient_by_spec(logits.cpu(), labels.cpu(), PLAIN, torch.float64, upstream.cpu())
     # 2**-7 is one unit in the last place of bf16: truncation (the interpreter's) stays below it, and
     # two roundings to nearest of a product reach 1.5 of half of it.
     live = truth.abs() > 1e-30
@@ -114,31 +148,62 @@ def test_gradient_of_a_confident_label(kernel_device, gap):
     """p_y - 1 formed after rounding p_y is wrong by 20% at 0.99 in bf16; random logits never show it."""
     logits, labels = batch("confident", rows=4, vocab_size=200, gaps=(gap,))
     _, grad = run(logits.clone().to(kernel_device), labels.to(kernel_device))
-    _, truth = expected(logits, labels)
+    truth = gradient_by_spec(logits, labels, PLAIN, torch.float64)
     at_label = labels[:, None]
     relative = (grad.cpu().double().gather(1, at_label) / truth.gather(1, at_label) - 1).abs()
     # fp32 holds p_y within 2**-23, and 1 - p_y is exp(-gap).
     assert float(relative.max()) <= 4 * 2**-23 / torch.tensor(-gap).exp().item()
 
 
-def test_edge_rows(kernel_device):
+@pytest.mark.parametrize("options", (PLAIN, ALL), ids=("plain", "all"))
+def test_edge_rows(kernel_device, options):
     """Ignored rows of NaN, labels outside, NaN and +inf in a row, and a label in an excluded column."""
-    logits = torch.randn(7, 50)
-    logits[0] = float("nan")
-    logits[3, 4], logits[4, 9], logits[5, 2] = float("nan"), float("inf"), float("-inf")
-    labels = torch.tensor([-100, -1, 50, 1, 1, 2, 3])
-    loss, grad = (t.cpu() for t in run(logits.clone().to(kernel_device), labels.to(kernel_device)))
+    logits = torch.randn(8, 50)
+    logits[0] = NAN
+    logits[3, 4], logits[4, 9], logits[5, 2], logits[7] = NAN, INF, -INF, -INF
+    labels = torch.tensor([-100, -1, 50, 1, 1, 2, 3, 1])
+    upstreams = upstreams_of(8, options, kernel_device)
+    loss, grad = run(logits.clone().to(kernel_device), labels.to(kernel_device), options, **upstreams)
+    loss, grad = loss.cpu(), grad.cpu()
     assert loss[0] == 0 and torch.equal(grad[0], torch.zeros(50))
-    assert loss[1:5].isnan().all() and grad[1:5].isnan().all(dim=1)[:2].all()
-    assert loss[5] == float("inf") and grad[5, 2] == 0 and grad[5].isfinite().all()
+    assert loss[1:5].isnan().all() and grad[1:3].isnan().all() and loss[7].isnan()
+    assert loss[5] == INF and grad[5, 2] == 0 and grad[5].isfinite().all()
     assert loss[6].isfinite() and grad[6].isfinite().all()
 
 
-def test_mean_weight_is_folded_in(kernel_device):
-    logits, labels = (t.to(kernel_device) for t in batch("some_ignored", rows=10, vocab_size=90))
-    valid_rows = torch.full((1,), -1, dtype=torch.int32, device=kernel_device)
-    loss, grad = run(logits, labels, into=torch.empty_like(logits), valid_rows=valid_rows)
-    count = int((labels != -100).sum())
-    plain_loss, plain_grad = run(logits, labels, into=torch.empty_like(logits))
-    torch.testing.assert_close(loss, plain_loss / count, rtol=1e-6, atol=0)
-    torch.testing.assert_close(grad, plain_grad / count, rtol=1e-6, atol=1e-12)
+@pytest.mark.parametrize("options", (PLAIN, ALL), ids=("plain", "all"))
+def test_excluded_columns_have_gradient_0_and_ignored_rows_whatever_comes_from_above(kernel_device, options):
+    logits, labels = batch("excluded_columns", rows=6, vocab_size=150)
+    excluded = logits == -INF
+    labels[0] = -100
+    upstreams = {
+        name: None if value is None else value.clone()
+        for name, value in upstreams_of(6, options, kernel_device).items()
+    }
+    for value in filter(None.__ne__, upstreams.values()):
+        value[0] = INF
+    _, grad = run(logits.to(kernel_device), labels.to(kernel_device), options, **upstreams)
+    grad = grad.cpu()
+    assert torch.equal(grad[0], torch.zeros(150))
+    assert torch.equal(grad[excluded], torch.zeros(int(excluded.sum())))
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64, torch.float32), ids=str)
+@pytest.mark.parametrize("options", (PLAIN, ALL), ids=("plain", "all"))
+def test_the_divisor_divides_loss_and_gradient_and_no_entropy(kernel_device, options, dtype):
+    logits, labels = (t.to(kernel_device) for t in batch("some_ignored", rows=6, vocab_size=90))
+    upstreams = upstreams_of(6, options, kernel_device)
+    divisor = torch.tensor([7], dtype=dtype, device=kernel_device)
+    actual = run(logits, labels, options, into=torch.empty_like(logits), divisor=divisor, **upstreams)
+    scaled = upstreams | {"upstream": upstreams["upstream"] / 7}
+    plain = run(logits, labels, options, into=torch.empty_like(logits), **scaled)
+    torch.testing.assert_close(actual[0], plain[0] / 7, rtol=1e-6, atol=0)
+    torch.testing.assert_close(actual[1], plain[1], rtol=1e-5, atol=1e-8)
+
+
+def test_zero_items_give_a_gradient_of_0(kernel_device):
+    logits, labels = (t.to(kernel_device) for t in batch("peaked", rows=4, vocab_size=90))
+    divisor = torch.zeros(1, device=kernel_device)
+    loss, grad = run(logits, labels, divisor=divisor)
+    assert loss.tolist() == [0] * 4 and torch.equal(grad.cpu(), torch.zeros(4, 90))

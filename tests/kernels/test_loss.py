@@ -1,68 +1,153 @@
-"""The loss kernel against ``spec`` in fp64, over statistics of several ranks."""
+"""The kernel that finishes rows against ``spec`` in fp64, over statistics of several ranks."""
 
 import pytest
 import torch
 
+from tests.kernels.rows import (
+    ALL,
+    INF,
+    NAN,
+    OPTIONS,
+    assert_is_largest,
+    outputs_by_kernel,
+    outputs_by_spec,
+    packed_stats_by_spec,
+)
 from tests.support.budget import assert_within_budget
-from tests.support.inputs import KINDS, batch, shard_of
-from vocab_parallel_ce import spec
+from tests.support.inputs import KINDS, batch
+from vocab_parallel_ce.spec import PLAIN, LossOptions
+
+VOCAB = 60
 
 
-def loss_of(stats, labels, vocab_size, *, label_smoothing=0.0, valid_rows=None):
-    from vocab_parallel_ce.kernels.loss import cross_entropy_loss
+def assert_outputs(outputs, logits, labels, options):
+    """Each output that was asked for, against the whole vocabulary."""
+    truth = outputs_by_spec(logits, labels, options, torch.float64)
+    peer = outputs_by_spec(logits, labels, options, torch.float32)
+    assert_within_budget(outputs.loss.cpu(), truth.loss, peer.loss)
+    assert_within_budget(outputs.lse.cpu(), truth.lse, peer.lse)
+    if options.entropy:
+        # Its terms are rounded next to 1, beside which the entropy may be nothing.
+        assert_within_budget(outputs.entropy.cpu() + 1, truth.entropy + 1, peer.entropy + 1)
+    if options.predictions:
+        predicted = outputs.predictions.cpu()
+        live = labels != options.ignore_index
+        assert torch.equal(predicted[~live], torch.full_like(predicted[~live], -1))
+        if options.softcap is None:
+            assert torch.equal(predicted, truth.predictions)
+        else:
+            assert_is_largest(predicted[live], logits[live], options)
 
-    loss = torch.full((labels.numel(),), float("nan"), device=stats.device)
-    options = {"vocab_size": vocab_size, "ignore_index": -100, "label_smoothing": label_smoothing}
-    cross_entropy_loss(stats, labels, valid_rows, loss, **options)
-    return loss
 
-
-def stats_of(logits, labels, ranks, dtype):
-    width = logits.shape[1] // ranks
-    shards = [
-        spec.local_stats(shard_of(logits, rank, ranks).to(dtype), labels, rank * width)
-        for rank in range(ranks)
-    ]
-    return [torch.stack(shard, dim=-1) for shard in shards]
+def finish(logits, labels, options, ranks, device):
+    stats = packed_stats_by_spec(logits, labels, options, ranks).to(device)
+    return outputs_by_kernel(stats, labels.to(device), logits.shape[1], options)
 
 
 def test_worked_example(kernel_device):
-    stats = torch.tensor([[[3, 1.5032147, 3]], [[2, 1, float("-inf")]]], device=kernel_device)
-    loss = loss_of(stats, torch.tensor([0], device=kernel_device), 4)
-    torch.testing.assert_close(loss.cpu(), torch.tensor([0.6265234]), rtol=0, atol=1e-6)
+    stats = torch.tensor([[[3, 1.5032147, 3]], [[2, 1, -INF]]], device=kernel_device)
+    outputs = outputs_by_kernel(stats, torch.tensor([0], device=kernel_device), 4, PLAIN)
+    torch.testing.assert_close(outputs.loss.cpu(), torch.tensor([0.6265234]), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("label_smoothing", (0.0, 0.1))
-@pytest.mark.parametrize("ranks", (1, 2, 3, 5))
-def test_merged_loss(kernel_device, kind, label_smoothing, ranks):
-    logits, labels = batch(kind, rows=11, vocab_size=90, shards=ranks)
-    stats = torch.stack(stats_of(logits, labels, ranks, torch.float32))
-    n_stats = 4 if label_smoothing else 3
-    loss = loss_of(
-        stats[..., :n_stats].contiguous().to(kernel_device),
-        labels.to(kernel_device),
-        90,
-        label_smoothing=label_smoothing,
-    )
-    x, options = logits.double(), {"label_smoothing": label_smoothing}
-    truth = spec.loss(spec.local_stats(x, labels, 0), labels, 90, **options)
-    peer = spec.loss(spec.local_stats(logits, labels, 0), labels, 90, **options)
-    assert_within_budget(loss, truth, peer)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_outputs_of_hard_rows(kernel_device, kind, options):
+    logits, labels = batch(kind, rows=11, vocab_size=VOCAB, shards=3)
+    assert_outputs(finish(logits, labels, options, 3, kernel_device), logits, labels, options)
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4, 5))
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_outputs_of_merged_ranks(kernel_device, ranks, options):
+    for kind in ("mixture", "excluded_shard", "far_negative"):
+        logits, labels = batch(kind, rows=11, vocab_size=VOCAB, shards=ranks)
+        assert_outputs(finish(logits, labels, options, ranks, kernel_device), logits, labels, options)
 
 
 def test_more_rows_than_a_program_finishes(kernel_device):
     logits, labels = batch("peaked", rows=300, vocab_size=20)
-    stats = torch.stack(stats_of(logits, labels, 2, torch.float32)).to(kernel_device)
-    loss = loss_of(stats, labels.to(kernel_device), 20, label_smoothing=0.1)
-    options = {"label_smoothing": 0.1}
-    truth = spec.loss(spec.local_stats(logits.double(), labels, 0), labels, 20, **options)
-    peer = spec.loss(spec.local_stats(logits, labels, 0), labels, 20, **options)
-    assert_within_budget(loss, truth, peer)
+    assert_outputs(finish(logits, labels, ALL, 2, kernel_device), logits, labels, ALL)
 
 
-def test_no_row_that_counts_gives_0(kernel_device):
-    stats = torch.tensor([[[float("-inf"), 0, float("-inf")]] * 3], device=kernel_device)
-    labels = torch.full((3,), -100, device=kernel_device)
-    valid_rows = torch.zeros(1, dtype=torch.int32, device=kernel_device)
-    assert loss_of(stats, labels, 10, valid_rows=valid_rows).tolist() == [0, 0, 0]
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64, torch.float32), ids=str)
+def test_the_divisor_divides_the_loss_alone(kernel_device, dtype):
+    logits, labels = batch("some_ignored", rows=11, vocab_size=VOCAB)
+    stats = packed_stats_by_spec(logits, labels, ALL, 2).to(kernel_device)
+    labels = labels.to(kernel_device)
+    plain = outputs_by_kernel(stats, labels, VOCAB, ALL)
+    divisor = torch.tensor([12], dtype=dtype, device=kernel_device)
+    divided = outputs_by_kernel(stats, labels, VOCAB, ALL, divisor)
+    torch.testing.assert_close(divided.loss, plain.loss / 12, rtol=1e-6, atol=0)
+    for actual, expected in zip(divided[1:], plain[1:], strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("options", (PLAIN, ALL), ids=("plain", "all"))
+def test_no_row_that_counts_gives_0(kernel_device, options):
+    logits = torch.zeros(3, 10)
+    labels = torch.full((3,), -100)
+    stats = packed_stats_by_spec(logits, labels, options, 1).to(kernel_device)
+    divisor = torch.zeros(1, dtype=torch.int32, device=kernel_device)
+    outputs = outputs_by_kernel(stats, labels.to(kernel_device), 10, options, divisor)
+    assert outputs.loss.tolist() == outputs.lse.tolist() == [0, 0, 0]
+    if options.predictions:
+        assert outputs.entropy.tolist() == [0, 0, 0] and outputs.predictions.tolist() == [-1, -1, -1]
+
+
+def test_zero_items_give_0_whatever_the_rows_come_to(kernel_device):
+    logits, labels = batch("peaked", rows=4, vocab_size=20)
+    stats = packed_stats_by_spec(logits, labels, PLAIN, 1).to(kernel_device)
+    divisor = torch.zeros(1, device=kernel_device)
+    outputs = outputs_by_kernel(stats, labels.to(kernel_device), 20, PLAIN, divisor)
+    assert outputs.loss.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 5))
+@pytest.mark.parametrize("options", (LossOptions(entropy=True, predictions=True), ALL), ids=("", "all"))
+def test_rows_that_are_not_finite(kernel_device, ranks, options):
+    """NaN, +inf, all -inf, the same three ignored, labels outside, and a row that is well."""
+    logits, _ = batch("peaked", rows=9, vocab_size=VOCAB)
+    for rows, bad in (((0, 3), NAN), ((1, 4), INF)):
+        logits[list(rows), VOCAB // 2] = bad
+    logits[[2, 5]] = -INF
+    labels = torch.tensor([1, 1, 1, -100, -100, -100, -1, VOCAB, 1])
+    outputs = finish(logits, labels, options, ranks, kernel_device)
+    for value in (outputs.loss, outputs.entropy):
+        assert value.isnan().tolist() == [True] * 3 + [False] * 3 + [True] * 2 + [False]
+        assert value[3:6].tolist() == [0, 0, 0] and value[8] > 0
+    expected = outputs_by_spec(logits, labels, options, torch.float64)
+    assert torch.equal(outputs.predictions.cpu(), expected.predictions)
+    assert outputs.predictions.tolist()[:6] == [-1] * 6
+    assert_within_budget(outputs.lse.cpu(), expected.lse, expected.lse.float())
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 5))
+def test_the_first_of_equal_columns_is_predicted(kernel_device, ranks):
+    logits = torch.zeros(6, VOCAB)
+    places = [(0,), (59,), (4, 5), (40, 12, 59), (29, 30), range(VOCAB)]
+    for row, place in enumerate(places):
+        logits[row, list(place)] = 3.0
+    labels = torch.zeros(6, dtype=torch.int64)
+    outputs = finish(logits, labels, LossOptions(predictions=True), ranks, kernel_device)
+    assert outputs.predictions.tolist() == [min(place) for place in places]
+
+
+def test_predictions_are_exact_up_to_the_largest_vocabulary(kernel_device):
+    """Ids travel as fp32, which has every integer up to 2**24."""
+    last = 2**24 - 1
+    stats = torch.tensor([[[2.0, 1.0, -INF, last - 1]], [[3.0, 1.0, 3.0, last]]], device=kernel_device)
+    labels = torch.tensor([last], device=kernel_device)
+    outputs = outputs_by_kernel(stats, labels, 2**24, LossOptions(predictions=True))
+    assert outputs.predictions.tolist() == [last]
+
+
+def test_a_rank_of_the_lowest_numbers_leaves_no_trace_in_the_entropy(kernel_device):
+    """The sum of its gaps is -inf, and -inf * 0 is NaN."""
+    logits, labels = batch("peaked", rows=4, vocab_size=VOCAB)
+    labels %= 30
+    lowest, excluded = logits.clone(), logits.clone()
+    lowest[:, 30:], excluded[:, 30:] = torch.finfo(torch.float32).min, -INF
+    options = LossOptions(entropy=True)
+    actual = finish(lowest, labels, options, 2, kernel_device)
+    assert torch.equal(actual.entropy, finish(excluded, labels, options, 2, kernel_device).entropy)

@@ -3,41 +3,22 @@
 import pytest
 import torch
 
-from tests.support.budget import assert_within_budget
+from tests.kernels.rows import ALL, EVERY_STATISTIC, INF, NAN, OPTIONS, assert_stats, stats_by_kernel
 from tests.support.inputs import DTYPES, KINDS, batch
 from tests.support.layouts import logits_layouts
-from vocab_parallel_ce import spec
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import IDENTITY, PLAIN, LossOptions
 
 ROWS, COLUMNS = 10, 587
-
-
-def kernel_stats(logits, labels, device, *, start=0, n_stats=4, ignore_index=-100):
-    from vocab_parallel_ce.kernels.online_softmax import online_softmax
-
-    n_rows = labels.numel()
-    stats = torch.full((n_rows, n_stats), float("nan"), device=device)
-    valid_rows = torch.full((1,), -1, dtype=torch.int32, device=device)
-    online_softmax(logits, labels, stats, valid_rows, start=start, ignore_index=ignore_index)
-    return stats, int(valid_rows)
-
-
-def assert_stats(stats, logits, labels, start=0):
-    """Each statistic within the budget; rows that are ignored hold the identity."""
-    rows = logits.cpu().reshape(-1, logits.shape[-1])
-    labels = labels.cpu().reshape(-1)
-    live = labels != -100
-    truth = spec.local_stats(rows.double(), labels, start)
-    peer = spec.local_stats(rows.float(), labels, start)
-    for column, (expected, same_dtype) in enumerate(zip(truth, peer, strict=True)):
-        assert_within_budget(stats[:, column].cpu()[live], expected[live], same_dtype[live])
-    identity = torch.tensor([float("-inf"), 0.0, float("-inf"), 0.0])
-    assert torch.equal(stats.cpu()[~live], identity.expand(int((~live).sum()), 4))
+WIDTHS = (1, 2, 7, 8, 9, 15, 16, 17, 255, 256, 257, 4099)
 
 
 def test_worked_example(kernel_device):
     logits = torch.tensor([[1.0, 3.0, 2.0]], device=kernel_device)
-    stats, valid_rows = kernel_stats(logits, torch.tensor([1], device=kernel_device), kernel_device)
-    torch.testing.assert_close(stats.cpu(), torch.tensor([[3, 1.5032147, 3, 6]]), rtol=0, atol=1e-6)
+    labels = torch.tensor([1], device=kernel_device)
+    stats, valid_rows = stats_by_kernel(logits, labels, EVERY_STATISTIC)
+    expected = torch.tensor([[3, 1.5032147, 3, -3, 3, -0.6385501, 1]])
+    torch.testing.assert_close(stats.cpu(), expected, rtol=0, atol=1e-6)
     assert valid_rows == 1
 
 
@@ -47,67 +28,128 @@ def test_statistics_of_hard_rows(kernel_device, kind, dtype):
     if kind == "times_1000" and dtype == torch.float16:
         pytest.skip("a thousand times the logits is past fp16's range")
     logits, labels = (t.to(kernel_device) for t in batch(kind, rows=ROWS, vocab_size=COLUMNS, dtype=dtype))
-    stats, valid_rows = kernel_stats(logits, labels, kernel_device)
-    assert_stats(stats, logits, labels)
+    stats, valid_rows = stats_by_kernel(logits, labels, EVERY_STATISTIC)
+    assert_stats(stats, logits, labels, EVERY_STATISTIC)
     assert valid_rows == int((labels != -100).sum())
 
 
-@pytest.mark.parametrize("columns", (1, 2, 7, 8, 9, 15, 16, 17, 255, 256, 257, 4099))
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_of_hard_rows_with_all_options(kernel_device, kind):
+    logits, labels = (
+        t.to(kernel_device) for t in batch(kind, rows=ROWS, vocab_size=COLUMNS, dtype=torch.bfloat16)
+    )
+    stats, _ = stats_by_kernel(logits, labels, ALL)
+    assert_stats(stats, logits, labels, ALL)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_each_option_alone(kernel_device, options):
+    """One launch packs the statistics of its options and no other."""
+    for kind in ("mixture", "times_1000"):
+        logits, labels = (t.to(kernel_device) for t in batch(kind, rows=8, vocab_size=COLUMNS))
+        stats, _ = stats_by_kernel(logits, labels, options)
+        assert_stats(stats, logits, labels, options)
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_every_width(kernel_device, columns, dtype):
+@pytest.mark.parametrize("options", (PLAIN, ALL), ids=("plain", "all"))
+def test_every_width(kernel_device, columns, dtype, options):
     """Rows with no whole vector, with none but edges, with a head and a tail, and of several tiles."""
-    logits, labels = batch("peaked", rows=5, vocab_size=columns, dtype=dtype)
+    logits, labels = batch("peaked", rows=3, vocab_size=columns, dtype=dtype)
     logits, labels = logits.to(kernel_device), labels.to(kernel_device)
-    stats, _ = kernel_stats(logits, labels, kernel_device)
-    assert_stats(stats, logits, labels)
+    stats, _ = stats_by_kernel(logits, labels, options)
+    assert_stats(stats, logits, labels, options)
+
+
+@pytest.mark.parametrize("n_valid", (0, 1, 7, 8, 9, 64, 299, 300))
+@pytest.mark.parametrize("dtype, columns", ((torch.float32, 300), (torch.bfloat16, 304)), ids=str)
+def test_padding_is_not_looked_at(kernel_device, n_valid, dtype, columns):
+    """Whole vectors and parts of one, and shards that are nothing else."""
+    shard = VocabShard(900, 900 + columns, 900 + n_valid)
+    logits, labels = batch("peaked", rows=4, vocab_size=columns, dtype=dtype)
+    logits[:, n_valid:] = torch.tensor([[NAN], [INF], [30000.0], [-INF]]).to(dtype)
+    labels = (labels % max(n_valid, 1) + 900).to(kernel_device)
+    labels[3] = 3
+    stats, _ = stats_by_kernel(logits.to(kernel_device), labels, EVERY_STATISTIC, shard)
+    assert_stats(stats, logits, labels, EVERY_STATISTIC, shard)
+    if n_valid == 0:
+        assert torch.equal(stats.cpu(), torch.tensor(IDENTITY).expand(4, 7))
 
 
 def test_a_label_belongs_to_one_shard(kernel_device):
     logits, _ = batch("peaked", rows=6, vocab_size=64)
     labels = torch.tensor([63, 64, 127, 128, 0, 100], device=kernel_device)
     logits = logits.to(kernel_device)
-    stats, _ = kernel_stats(logits, labels, kernel_device, start=64)
+    stats, _ = stats_by_kernel(logits, labels, shard=VocabShard(64, 128, 256))
     owned = stats[:, 2].cpu().isfinite()
     assert owned.tolist() == [False, True, True, False, False, True]
     assert stats[1, 2] == logits[1, 0] and stats[2, 2] == logits[2, 63]
 
 
-@pytest.mark.parametrize("columns", (64, 67))
-def test_every_layout_gives_the_statistics_of_the_copy(kernel_device, columns):
+@pytest.mark.parametrize("columns, options", ((64, PLAIN), (67, EVERY_STATISTIC)), ids=("64", "67"))
+def test_every_layout(kernel_device, columns, options):
     for layout in logits_layouts(columns, device=kernel_device):
         if layout.name in ("every other column", "column-major"):
             continue
         rows = layout.view.shape[:-1].numel()
         labels = (torch.arange(rows) * 31 % columns).to(kernel_device)
-        stats, _ = kernel_stats(layout.view, labels, kernel_device)
-        copied, _ = kernel_stats(layout.view.contiguous(), labels, kernel_device)
-        assert torch.equal(stats[:, (0, 2)], copied[:, (0, 2)]), layout.name
-        assert_stats(stats, layout.view, labels)
+        stats, _ = stats_by_kernel(layout.view, labels, options)
+        assert_stats(stats, layout.view, labels, options)
 
 
 def test_statistics_that_nobody_asked_for_are_not_written(kernel_device):
     logits, labels = (t.to(kernel_device) for t in batch("peaked", rows=4, vocab_size=50))
-    three, _ = kernel_stats(logits, labels, kernel_device, n_stats=3)
-    four, _ = kernel_stats(logits, labels, kernel_device, n_stats=4)
-    assert torch.equal(three, four[:, :3])
+    plain, _ = stats_by_kernel(logits, labels)
+    every, _ = stats_by_kernel(logits, labels, EVERY_STATISTIC)
+    assert torch.equal(plain, every[:, :3])
 
 
-def test_count_of_rows_beyond_one_pass_of_the_counting_program(kernel_device):
+def test_count_of_rows_beyond_one_pass_of_the_counting_program(kernel_device, monkeypatch):
     """The program of row 0 counts all labels, in passes as wide as it is."""
-    from vocab_parallel_ce.kernels.online_softmax import LABELS_AT_ONCE
-
-    rows = LABELS_AT_ONCE + 1
-    labels = torch.arange(rows) % 3
-    logits = torch.zeros(rows, 3)
-    _, valid_rows = kernel_stats(
-        logits.to(kernel_device), labels.to(kernel_device), kernel_device, ignore_index=2
-    )
+    monkeypatch.setattr("vocab_parallel_ce.kernels.online_softmax.LABELS_AT_ONCE", 16)
+    labels = (torch.arange(37) % 3).to(kernel_device)
+    _, valid_rows = stats_by_kernel(torch.zeros(37, 3, device=kernel_device), labels, LossOptions(2))
     assert valid_rows == int((labels != 2).sum())
 
 
-def test_nan_and_infinity_reach_the_sum(kernel_device):
-    logits = torch.randn(4, 40)
-    logits[0, 17], logits[1, 3], logits[2] = float("nan"), float("inf"), float("nan")
-    labels = torch.tensor([1, 1, 1, 1], device=kernel_device)
-    stats, _ = kernel_stats(logits.to(kernel_device), labels, kernel_device)
-    assert stats[:, 1].isnan().tolist() == [True, True, True, False]
+@pytest.mark.parametrize("options", (EVERY_STATISTIC, ALL), ids=("statistics", "all"))
+def test_nan_and_infinity_reach_the_sums(kernel_device, options):
+    """Also through a cap, which would bound infinity."""
+    logits = torch.randn(5, 40)
+    logits[0, 17], logits[1, 3], logits[2], logits[3] = NAN, INF, NAN, -INF
+    labels = torch.ones(5, dtype=torch.int64, device=kernel_device)
+    stats = stats_by_kernel(logits.to(kernel_device), labels, options)[0].cpu()
+    assert stats[:, 1].isnan().tolist() == [True, True, True, False, False]
+    assert stats[:, 5].isnan().tolist() == [True, True, True, False, False]
+    assert stats[3].tolist() == [-INF, 0, -INF, -INF, 40, 0, INF]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_columns_masked_with_the_lowest_number_leave_no_trace(kernel_device, dtype):
+    """A lane's first vectors of finfo.min sum to -inf, and -inf * 0 is NaN."""
+    logits, labels = batch("peaked", rows=4, vocab_size=2400, dtype=dtype)
+    excluded, lowest = logits.clone(), logits.clone()
+    labels[:] = 2200
+    excluded[:, :2100], lowest[:, :2100] = -INF, torch.finfo(dtype).min
+    options = LossOptions(entropy=True, predictions=True)
+    expected, _ = stats_by_kernel(excluded.to(kernel_device), labels.to(kernel_device), options)
+    actual, _ = stats_by_kernel(lowest.to(kernel_device), labels.to(kernel_device), options)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_the_argmax_is_the_first_of_equals(kernel_device, columns, dtype):
+    """In a lane, between lanes, between tiles, and between a row's edges and what is between them."""
+    places = [(0,), (columns - 1,), (0, columns - 1), (columns // 2, columns - 1), tuple(range(columns))]
+    logits = batch("peaked", rows=len(places), vocab_size=columns, dtype=dtype).logits
+    for row, place in enumerate(places):
+        logits[row, list(place)] = 40.0
+    # One element off a boundary, the row has a head too.
+    shifted = torch.zeros(1 + logits.numel(), dtype=dtype)[1:].view_as(logits).copy_(logits)
+    labels = torch.zeros(len(places), dtype=torch.int64, device=kernel_device)
+    shard = VocabShard(1000, 1000 + columns, 5000 + columns)
+    for x in (logits, shifted):
+        stats, _ = stats_by_kernel(x.to(kernel_device), labels, LossOptions(predictions=True), shard)
+        assert stats[:, 3].tolist() == [1000 + place[0] for place in places]

@@ -16,14 +16,15 @@ PACKAGE = "vocab_parallel_ce"
 LAYERS = (
     {"spec", "shard", "checks"},
     {"selection", "kernels", "exchange", "reference"},
+    {"pipeline"},
     {"cross_entropy", "linear_cross_entropy"},
-    {"te_compat", "modules"},
+    {"te_compat", "modules", "log_probs", "verify"},
     {"__init__"},
     {"integrations", "cli"},
     {"__main__"},
 )
 SIBLINGS_ALLOWED = {("linear_cross_entropy", "cross_entropy")}
-ONLY = {"te_compat": {"cross_entropy"}}
+ONLY = {"te_compat": {"pipeline", "cross_entropy"}}
 SHARED_KERNEL_MODULES = {"primitives", "blocks", "layout", "launch"}
 COLLECTOR_OF_KERNELS = "launchers"
 TRITON_OWNER = "kernels"

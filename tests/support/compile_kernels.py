@@ -1,9 +1,10 @@
 """Compile every kernel for a GPU that need not be there, and report its machine code as JSON.
 
-    python -m tests.support.compile_kernels cuda:90 bf16 fp16 fp32
+    python -m tests.support.compile_kernels cuda:90 bf16 fp16 [each-option]
 
 Runs in a process of its own, without the interpreter: ``TRITON_INTERPRET`` replaces the compiler.
-Prints one JSON list with an entry for each kernel variant.
+Prints one JSON list with an entry for each kernel variant: with all options off and with all on, and on
+request with each alone.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -25,75 +27,137 @@ from triton.compiler import ASTSource
 from vocab_parallel_ce.kernels.blocks import READ, READ_AND_WRITE, choose_block
 from vocab_parallel_ce.kernels.cross_entropy import cross_entropy_kernel
 from vocab_parallel_ce.kernels.element_mul import element_mul_kernel
+from vocab_parallel_ce.kernels.launch import option_arguments
 from vocab_parallel_ce.kernels.loss import LOSS_ROWS, loss_kernel
 from vocab_parallel_ce.kernels.online_softmax import LABELS_AT_ONCE, online_softmax_kernel
+from vocab_parallel_ce.spec import LossOptions
 
 ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 N_COLUMNS = 32064
 
-# Types as a launch passes them; a tuple is the row layout of [N, C] rows, its 1s and 0s constants.
+OPTIONS = {
+    "plain": LossOptions(),
+    "smoothing": LossOptions(smoothing=0.1),
+    "z_loss": LossOptions(z_loss=1e-4),
+    "logit_scale": LossOptions(logit_scale=0.5),
+    "softcap": LossOptions(softcap=30.0),
+    "entropy": LossOptions(entropy=True),
+    "predictions": LossOptions(predictions=True),
+    "all": LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True),
+}
+NONE_OR_ALL = ("plain", "all")
+
+# Types as a launch passes them. A layout is that of [N, C] rows, its 1s and 0s constants.
 ARGUMENT_TYPES = {
     "labels": "*i64",
     "stats": "*fp32",
     "valid_rows": "*i32",
-    "upstream": "*fp32",
+    "divisor": "*i32",
+    "upstream": ("*fp32", "i32"),
+    "entropy_upstream": ("*fp32", "i32"),
     "loss": "*fp32",
+    "entropy": "*fp32",
+    "lse": "*fp32",
+    "predictions": "*i64",
     "layout": ("i32", "constexpr", "constexpr", "i32", "i32", "i32"),
-    "label_smoothing": "fp32",
+}
+
+# Arguments that a gradient launch leaves out; the gradient of an entropy comes with one of the loss.
+LEFT_OUT = {
+    "in_forward": ("upstream", "entropy_upstream", "n_valid"),
+    "in_backward": ("loss", "entropy_upstream", "n_valid", "divisor"),
+    "padded": ("loss", "entropy_upstream"),
 }
 
 
-def variants(dtypes: Iterable[str]) -> Iterator[tuple[str, object, dict[str, object], int]]:
-    """(name, kernel, constants, num_warps) of every combination of features, for ``dtypes``."""
+class Variant(NamedTuple):
+    """A kernel as one kind of call launches it."""
+
+    name: str
+    kernel: object
+    pointer: str  # type of the logits
+    options: LossOptions
+    constants: dict[str, object]  # constexprs, and None for what is left out
+    num_warps: int
+
+
+def variants(dtypes: list[str], option_names: Sequence[str]) -> Iterator[Variant]:
+    """What calls on ``dtypes`` launch."""
     for dtype, edges in product(dtypes, (False, True)):
-        size = ELEMENT_SIZE[dtype]
-        read = choose_block(READ, N_COLUMNS, size)
-        write = choose_block(READ_AND_WRITE, N_COLUMNS, size)
-        reads = {"dtype": dtype, "HAS_EDGES": edges, "LANES": read.lanes, "VECTOR": read.vector}
-        writes = {**reads, "LANES": write.lanes}
-        shape = f"{dtype}-edges" if edges else dtype
-        yield f"element_mul-{shape}", element_mul_kernel, writes, write.num_warps
-        for has_sum in (False, True):
-            suffix = f"{shape}-smoothing" if has_sum else shape
-            reads["HAS_SUM"] = writes["HAS_SUM"] = has_sum
-            for absent in ((), ("valid_rows",)):
-                name = "-".join(("online_softmax", suffix, *(f"no_{each}" for each in absent)))
-                constants = reads | dict.fromkeys(absent) | {"COUNTED": LABELS_AT_ONCE}
-                yield name, online_softmax_kernel, constants, read.num_warps
-            for ranks, absent in product((1, 4), (("upstream",), ("loss",), ("loss", "valid_rows"))):
-                name = "-".join(("cross_entropy", suffix, *(f"no_{each}" for each in absent), f"R{ranks}"))
-                constants = writes | dict.fromkeys(absent) | {"RANKS": ranks}
-                yield name, cross_entropy_kernel, constants, write.num_warps
-    for has_sum, ranks in product((False, True), (1, 4)):
-        constants = {"dtype": "fp32", "HAS_SUM": has_sum, "RANKS": ranks, "ROWS": LOSS_ROWS}
-        yield f"loss{'-smoothing' if has_sum else ''}-R{ranks}", loss_kernel, constants, 4
+        yield from row_walks(dtype, edges, option_names)
+    for option, ranks in (("plain", 1), *((option, 4) for option in option_names)):
+        options = OPTIONS[option]
+        without = [] if options.entropy else ["entropy"]
+        without += [] if options.predictions else ["lse", "predictions"]
+        constants = dict.fromkeys(without) | {"RANKS": ranks, "ROWS": LOSS_ROWS}
+        yield Variant(f"loss-{option}-R{ranks}", loss_kernel, "*fp32", options, constants, 4)
 
 
-def source_of(kernel: object, constants: dict[str, object]) -> ASTSource:
+def row_walks(dtype: str, edges: bool, option_names: Sequence[str]) -> Iterator[Variant]:
+    """Launches of the kernels that walk rows of ``dtype``."""
+    read, write = (choose_block(table, N_COLUMNS, ELEMENT_SIZE[dtype]) for table in (READ, READ_AND_WRITE))
+    reads, writes = ({"HAS_EDGES": edges, "LANES": b.lanes, "VECTOR": b.vector} for b in (read, write))
+    shape = f"{dtype}-edges" if edges else dtype
+
+    def stats(option: str, suffix: str, without: Sequence[str] = ()) -> Variant:
+        constants = reads | {"COUNTED": LABELS_AT_ONCE} | dict.fromkeys(without)
+        name = f"online_softmax-{shape}-{option}{suffix}"
+        return Variant(name, online_softmax_kernel, f"*{dtype}", OPTIONS[option], constants, read.num_warps)
+
+    def gradient(option: str, call: str, ranks: int) -> Variant:
+        without = set(LEFT_OUT[call])
+        if OPTIONS[option].entropy and "upstream" not in without:
+            without.remove("entropy_upstream")
+        constants = writes | {"RANKS": ranks} | dict.fromkeys(without)
+        name = f"cross_entropy-{shape}-{option}-{call}-R{ranks}"
+        return Variant(name, cross_entropy_kernel, f"*{dtype}", OPTIONS[option], constants, write.num_warps)
+
+    plain = OPTIONS["plain"]
+    yield Variant(f"element_mul-{shape}", element_mul_kernel, f"*{dtype}", plain, writes, write.num_warps)
+    yield stats("plain", "-mean")
+    for option in option_names:
+        yield stats(option, "", ("valid_rows",))
+        yield gradient(option, "in_backward", 4)
+    yield gradient("plain", "in_forward", 1)
+    yield gradient("all", "in_forward", 4)
+    yield gradient("all", "padded", 4)
+
+
+def source_of(variant: Variant) -> ASTSource:
     """The kernel as one launch would specialise it: every pointer at a 16-byte boundary."""
-    values = {name: value for name, value in constants.items() if name != "dtype"}
-    pointer = f"*{constants['dtype']}"
     signature: dict[str, object] = {}
     constexprs: dict[tuple[int, ...], object] = {}
     attrs = {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in values:
+    types = ARGUMENT_TYPES | {"row_options": option_types(variant.options)}
+    if variant.kernel is element_mul_kernel:
+        types["upstream"] = "*fp32"
+    for index, name in enumerate(variant.kernel.arg_names):  # type: ignore[attr-defined]
+        if name in variant.constants:
             signature[name] = "constexpr"
-            constexprs[(index,)] = values[name]
+            constexprs[(index,)] = variant.constants[name]
             continue
-        kind = ARGUMENT_TYPES.get(name, pointer if "logits" in name else "i32")
+        kind = types.get(name, variant.pointer if "logits" in name else "i32")
         signature[name] = kind
-        if name == "layout":
-            constexprs |= {(index, 1): 1, (index, 2): 1}
-        elif kind.startswith("*"):
-            attrs[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constexprs, attrs)
+        parts = {(index,): kind} if isinstance(kind, str) else {(index, i): k for i, k in enumerate(kind)}
+        for path, part in parts.items():
+            if part == "constexpr":
+                constexprs[path] = option_arguments(variant.options)[path[1]] if name == "row_options" else 1
+            elif part.startswith("*"):
+                attrs[path] = [["tt.divisibility", 16]]
+    return ASTSource(variant.kernel, signature, constexprs, attrs)
 
 
-def report(target: GPUTarget, name: str, kernel: object, constants: dict, num_warps: int) -> dict:
+def option_types(options: LossOptions) -> tuple[str, ...]:
+    """Types of ``option_arguments``: None and the integer 1 are constants of a launch."""
+    kinds = {type(None): "constexpr", float: "fp32", int: "i32"}
+    values = option_arguments(options)
+    return tuple("constexpr" if (type(value), value) == (int, 1) else kinds[type(value)] for value in values)
+
+
+def report(target: GPUTarget, variant: Variant) -> dict:
     """Compile one variant; for CUDA with registers, spills and the widths of its global accesses."""
-    compiled = triton.compile(source_of(kernel, constants), target=target, options={"num_warps": num_warps})
-    entry = {"target": f"{target.backend}:{target.arch}", "kernel": name, "bytes": None}
+    compiled = triton.compile(source_of(variant), target=target, options={"num_warps": variant.num_warps})
+    entry = {"target": f"{target.backend}:{target.arch}", "kernel": variant.name, "bytes": None}
     if target.backend != "cuda":
         return entry | {"bytes": len(compiled.asm["hsaco"])}
     ptx = compiled.asm["ptx"]
@@ -128,8 +192,10 @@ def parse_target(text: str) -> GPUTarget:
 
 def main() -> None:
     assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter does not compile"
-    target = parse_target(sys.argv[1])
-    reports = [report(target, *variant) for variant in variants(sys.argv[2:])]
+    target, *words = sys.argv[1:]
+    option_names = tuple(OPTIONS) if "each-option" in words else NONE_OR_ALL
+    dtypes = [word for word in words if word != "each-option"]
+    reports = [report(parse_target(target), variant) for variant in variants(dtypes, option_names)]
     print(json.dumps(reports))
 
 

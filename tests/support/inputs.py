@@ -150,10 +150,29 @@ KINDS: dict[str, Callable[[_Draft], tuple[Tensor, Tensor]]] = {
 }
 
 
+def with_a_broad_row(made: Batch) -> Batch:
+    """``made`` and a last row whose loss, entropy and gradient are of the order of 1.
+
+    Confident rows alone have gradients and entropies that are differences of nearly equal numbers. Whether
+    PyTorch's rounding or another's is nearer to the truth there is luck; beside this row it does not matter.
+    """
+    logits, labels = made
+    row = torch.randn(1, logits.shape[1], generator=torch.Generator().manual_seed(0)) * 2
+    return Batch(torch.cat([logits, row.to(logits)]), torch.cat([labels, row.argmin(dim=1)]))
+
+
 def shard_of(logits: Tensor, rank: int, world_size: int) -> Tensor:
     """A copy of the columns that ``rank`` owns, ``[..., V / world_size]`` contiguous."""
     width = logits.shape[-1] // world_size
     return logits[..., rank * width : (rank + 1) * width].clone(memory_format=torch.contiguous_format)
+
+
+def padded_shard(logits: Tensor, start: int, stop: int, fill: float = NAN) -> Tensor:
+    """A copy of the columns ``[start, stop)`` of ``logits [..., V]``, contiguous; ``fill`` from V on."""
+    shard = logits.new_full((*logits.shape[:-1], stop - start), fill)
+    columns = logits[..., start:stop]
+    shard[..., : columns.shape[-1]] = columns
+    return shard
 
 
 def upstream_gradients(

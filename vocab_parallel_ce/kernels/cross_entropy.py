@@ -1,11 +1,12 @@
 """Gradient, and loss, from the gathered statistics of all ranks.
 
-    loss = (1 - e) * (lse - x_y) + e * (lse - mean_i x_i)
-    dx_i = (exp(x_i - row_max) / sum_exp - (1 - e) * [i == y] - e / V) * upstream / n
+    loss = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
+    dz_i = p_i * (1 + 2 * z_loss * lse) - (1 - e) * [i == y] - e / V,   p_i = exp(z_i - row_max) / sum_exp
+    dx_i = (dz_i * upstream / n + p_i * (mean_gap - (z_i - row_max)) * entropy_upstream) * dz_i/dx_i
 
 ``cross_entropy_kernel`` is one program a row: it merges the R statistics, writes the loss if asked and the
 gradient, over the logits or elsewhere: reads the shard once, writes it once. The upstream gradient and the
-mean's 1 / n are one fp32 factor a row, so the gradient is rounded once.
+divisor are one fp32 factor a row, so the gradient is rounded once. Padding is not read, and written as 0.
 """
 
 import triton
@@ -13,32 +14,47 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels.blocks import READ_AND_WRITE, choose_block
-from vocab_parallel_ce.kernels.launch import device_of, row_arguments
+from vocab_parallel_ce.kernels.launch import device_of, option_arguments, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
+    bounded,
+    divisor_weight,
     edge_offsets,
     exp_shifted,
-    mean_weight,
     merge_ranks,
     row_begin,
     row_body,
     row_loss,
+    stats_of_row,
+    transform,
 )
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import LossOptions
 
 
 @triton.jit
-def logits_gradient(
-    x, is_target, shift, inverse_sum, label_smoothing, uniform_p, weight, HAS_SUM: tl.constexpr
-):
-    """``weight * (p - (1 - e) * [is_target] - e / V)``, exactly 0 in an excluded column.
+def logits_gradient(x, is_target, factors, entropy_upstream, row_options):
+    """One row's gradient at ``x``; exactly 0 in an excluded column. ``factors`` are the row's.
 
     p - 1 comes first: for a confident label it cancels without rounding, which p - (1 - e) does not.
     """
-    grad = exp_shifted(x, shift) * inverse_sum
-    target_grad = grad - 1
-    if HAS_SUM:
-        grad = tl.where(x == float("-inf"), grad, grad - uniform_p)
-        target_grad += label_smoothing - uniform_p
-    return tl.where(is_target, target_grad, grad) * weight
+    _, smoothing, z_loss, logit_scale, softcap, _, _ = row_options
+    shift, inverse_sum, weight, uniform_p, z_factor, mean_gap, entropy_weight = factors
+    z, slope = transform(x, row_options)
+    p = exp_shifted(z, shift) * inverse_sum
+    grad = p
+    target_grad = p - 1
+    if z_loss is not None:
+        grad += p * z_factor
+        target_grad += p * z_factor
+    if smoothing is not None:
+        grad = tl.where(z == float("-inf"), grad, grad - uniform_p)
+        target_grad += smoothing - uniform_p
+    grad = tl.where(is_target, target_grad, grad) * weight
+    if entropy_upstream is not None:
+        grad += p * (mean_gap - bounded(z - shift)) * entropy_weight
+    if softcap is not None or logit_scale is not None:
+        grad *= slope
+    return grad
 
 
 @triton.jit(do_not_specialize=["shard_start", "n_rows"])
@@ -47,56 +63,58 @@ def cross_entropy_kernel(
     layout,  # RowLayout of logits and of grad_logits
     labels,  # [N] int64|int32
     stats,  # [R, N, K] fp32
-    valid_rows,  # [1] int32, or None: no mean
-    upstream,  # [N] fp32, or None: 1
-    upstream_stride,
+    divisor,  # [1] integer or floating point, or None: 1
+    upstream,  # ([N] fp32, stride), or None: 1
+    entropy_upstream,  # ([N] fp32, stride), or None: 0
     loss,  # [N] fp32, out, or None
     grad_logits,  # [N, C] logits' dtype, out; may be logits
     n_rows,
     n_columns,
+    n_valid,  # columns that are no padding, or None: all
     n_ranks,
     shard_start,
     vocab_size,
-    ignore_index,
-    label_smoothing,
-    HAS_SUM: tl.constexpr,
+    row_options,  # option_arguments
     HAS_EDGES: tl.constexpr,
     RANKS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """One row: ``x = [1, 3, 2]``, label 1: loss 0.4076, gradient ``[0.0900, -0.3348, 0.2447]``."""
+    _, smoothing, z_loss, _, _, _, _ = row_options
     # Last rows first: they are what the statistics kernel has just left in the L2 cache.
     row = (n_rows - 1 - tl.program_id(0)).to(tl.int64)
     label = tl.load(labels + row).to(tl.int64)
-    live = label != ignore_index
+    live = label != row_options[0]
     ranks = tl.arange(0, RANKS)
-    pointers = stats + (ranks.to(tl.int64) * n_rows + row) * (3 + HAS_SUM)
-    row_max, sum_exp, target_logit, logit_sum = merge_ranks(pointers, ranks < n_ranks, HAS_SUM)
+    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, row_options)
+    merged = merge_ranks(pointers, ranks < n_ranks, row_options)
+    row_max, sum_exp, target_logit, _, exp_gap_sum, _ = merged
     weight = 1.0
-    if valid_rows is not None:
-        weight = mean_weight(valid_rows)
+    if divisor is not None:
+        weight = divisor_weight(divisor)
     if loss is not None:
-        value = row_loss(
-            row_max,
-            sum_exp,
-            target_logit,
-            logit_sum,
-            label,
-            vocab_size,
-            ignore_index,
-            label_smoothing,
-            HAS_SUM,
-        )
-        tl.store(loss + row, value * weight)
+        tl.store(loss + row, row_loss(merged, label, vocab_size, row_options) * weight)
     if upstream is not None:
-        weight *= tl.load(upstream + row * upstream_stride)
-    weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
+        weight *= tl.load(upstream[0] + row * upstream[1])
+    outside = (label < 0) | (label >= vocab_size)
+    weight = tl.where(outside, float("nan"), weight)
     # An ignored row reads nothing (so that NaN in it stays unseen) and has every factor 0.
     shift = tl.where(live, row_max, 0.0)
     inverse_sum = tl.where(live, 1.0 / sum_exp, 0.0)
     weight = tl.where(live, weight, 0.0)
-    uniform_p = label_smoothing / vocab_size
+    uniform_p = 0.0
+    if smoothing is not None:
+        uniform_p = smoothing / vocab_size
+    z_factor = 0.0
+    if z_loss is not None:
+        z_factor = tl.where(live, 2 * z_loss * (row_max + tl.log(sum_exp)), 0.0)
+    mean_gap = 0.0
+    entropy_weight = 0.0
+    if entropy_upstream is not None:
+        mean_gap = tl.where(live, exp_gap_sum / sum_exp, 0.0)
+        entropy_weight = tl.where(live, tl.load(entropy_upstream[0] + row * entropy_upstream[1]), 0.0)
+    factors = (shift, inverse_sum, weight, uniform_p, z_factor, mean_gap, entropy_weight)
     # A label in an excluded column is no column's target.
     label = tl.where(target_logit == float("-inf"), -1, label)
 
@@ -104,22 +122,34 @@ def cross_entropy_kernel(
     first, width = row_body(begin, n_columns, VECTOR)
     target = begin - first + label - shard_start
     target = tl.where((target >= 0) & (target < width), target, -1).to(tl.int32)
+    if n_valid is not None:
+        # Whole vectors are read, so that loads stay 16 bytes wide; what is padding in them is put out after.
+        valid_width = begin + n_valid - first
+        readable = (valid_width + VECTOR - 1) // VECTOR * VECTOR
     lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for tile in range(0, width, LANES * VECTOR):
         columns = tile + lane_columns
         inside = columns < width
-        x = tl.load(logits + first + columns, inside & live, other=float("-inf")).to(tl.float32)
-        grad = logits_gradient(
-            x, columns == target, shift, inverse_sum, label_smoothing, uniform_p, weight, HAS_SUM
-        )
+        is_read = inside & live
+        if n_valid is not None:
+            is_read &= columns < readable
+        x = tl.load(logits + first + columns, is_read, other=float("-inf")).to(tl.float32)
+        if n_valid is not None:
+            x = tl.where(columns < valid_width, x, float("-inf"))
+        grad = logits_gradient(x, columns == target, factors, entropy_upstream, row_options)
+        if n_valid is not None:
+            grad = tl.where(columns < valid_width, grad, 0.0)
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
     if HAS_EDGES:
         offset, inside = edge_offsets(begin, n_columns, first, width, VECTOR)
-        x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
-        target_offset = begin + label - shard_start
-        grad = logits_gradient(
-            x, offset == target_offset, shift, inverse_sum, label_smoothing, uniform_p, weight, HAS_SUM
-        )
+        is_read = inside & live
+        if n_valid is not None:
+            is_read &= offset < begin + n_valid
+        x = tl.load(logits + offset, is_read, other=float("-inf")).to(tl.float32)
+        is_target = offset == begin + label - shard_start
+        grad = logits_gradient(x, is_target, factors, entropy_upstream, row_options)
+        if n_valid is not None:
+            grad = tl.where(offset < begin + n_valid, grad, 0.0)
         tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
 
 
@@ -127,25 +157,24 @@ def cross_entropy(
     logits: Tensor,
     stats: Tensor,
     labels: Tensor,
-    valid_rows: Tensor | None,
+    divisor: Tensor | None,
     upstream: Tensor | None,
+    entropy_upstream: Tensor | None,
     loss: Tensor | None,
     grad_logits: Tensor,
     *,
-    start: int,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
+    shard: VocabShard,
+    options: LossOptions,
 ) -> None:
     """Fill ``grad_logits``, laid out as ``logits [..., C]`` or the same tensor, and ``loss [N]`` where given.
 
-    ``upstream [N]`` fp32 of any stride multiplies each row's gradient; it has no part in ``loss``.
+    ``upstream [N]`` fp32 of any stride multiplies each row's gradient of the loss, ``entropy_upstream
+    [N]`` that of its entropy; neither has a part in ``loss``.
     """
-    n_ranks, n_rows, n_stats = stats.shape
+    n_ranks, n_rows, _ = stats.shape
     if n_rows == 0:
         return
-    n_columns = logits.shape[-1]
-    block = choose_block(READ_AND_WRITE, n_columns, logits.element_size())
+    block = choose_block(READ_AND_WRITE, shard.n_columns, logits.element_size())
     base, layout, has_edges = row_arguments(logits, block.vector)
     grad_base = base
     if grad_logits is not logits:
@@ -157,22 +186,25 @@ def cross_entropy(
             layout,
             labels,
             stats,
-            valid_rows,
-            upstream,
-            0 if upstream is None else upstream.stride(0),
+            divisor,
+            _with_stride(upstream),
+            _with_stride(entropy_upstream),
             loss,
             grad_base,
             n_rows,
-            n_columns,
+            shard.n_columns,
+            None if shard.n_valid == shard.n_columns else shard.n_valid,
             n_ranks,
-            start,
-            vocab_size,
-            ignore_index,
-            label_smoothing,
-            HAS_SUM=n_stats == 4,
+            shard.start,
+            shard.vocab_size,
+            option_arguments(options),
             HAS_EDGES=has_edges,
             RANKS=triton.next_power_of_2(n_ranks),
             LANES=block.lanes,
             VECTOR=block.vector,
             num_warps=block.num_warps,
         )
+
+
+def _with_stride(upstream: Tensor | None) -> tuple[Tensor, int] | None:
+    return None if upstream is None else (upstream, upstream.stride(0))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from vocab_parallel_ce.kernels.layout import VECTOR_BYTES, aligned_base, row_layout
+from vocab_parallel_ce.spec import LossOptions
 
 NOTHING = nullcontext()
 
@@ -34,3 +36,20 @@ def row_arguments(logits: Tensor, vector: int) -> tuple[Tensor, tuple[int, ...],
     offset, _, _, *strides = layout
     has_edges = any(extent % vector for extent in (n_columns, offset, *strides))
     return base, tuple(layout), has_edges
+
+
+@functools.cache
+def option_arguments(options: LossOptions) -> tuple[float | None, ...]:
+    """``options`` as kernels take them: None where something is off, so that its code does not exist.
+
+    In the order of :class:`LossOptions`; entropy and predictions are 1 where they are asked for.
+    """
+    return (
+        options.ignore_index,
+        options.smoothing or None,
+        options.z_loss or None,
+        None if options.logit_scale == 1 else options.logit_scale,
+        options.softcap,
+        1 if options.entropy else None,
+        1 if options.predictions else None,
+    )

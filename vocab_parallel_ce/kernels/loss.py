@@ -1,16 +1,25 @@
-"""Loss alone from the gathered statistics of all ranks, for callers that want no gradient yet.
+"""What a row comes to, from the gathered statistics of all ranks: its loss, and what else is asked.
 
-    loss = (1 - e) * (lse - x_y) + e * (lse - mean_i x_i)
+    loss    = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
+    entropy = log(sum_exp) - sum_i p_i (z_i - row_max)
 
-One program finishes LOSS_ROWS rows. Reads 4 K R bytes a row and writes 4: the logits are not read.
+One program finishes LOSS_ROWS rows. Reads 4 K R bytes a row, writes 4 an output: the logits are not read.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.kernels.launch import device_of
-from vocab_parallel_ce.kernels.primitives import mean_weight, merge_ranks, row_loss
+from vocab_parallel_ce.kernels.launch import device_of, option_arguments
+from vocab_parallel_ce.kernels.primitives import (
+    at_the_edges,
+    divisor_weight,
+    merge_ranks,
+    row_loss,
+    stats_of_row,
+)
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import LossOptions, RowOutputs
 
 LOSS_ROWS = 128
 
@@ -19,14 +28,15 @@ LOSS_ROWS = 128
 def loss_kernel(
     labels,  # [N] int64|int32
     stats,  # [R, N, K] fp32
-    valid_rows,  # [1] int32, or None: no mean
+    divisor,  # [1] integer or floating point, or None: 1
     loss,  # [N] fp32, out
+    entropy,  # [N] fp32, out, or None
+    lse,  # [N] fp32, out, or None
+    predictions,  # [N] int64, out, or None
     n_rows,
     n_ranks,
     vocab_size,
-    ignore_index,
-    label_smoothing,
-    HAS_SUM: tl.constexpr,
+    row_options,  # option_arguments
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -35,52 +45,50 @@ def loss_kernel(
     inside = rows < n_rows
     label = tl.load(labels + rows, inside, other=0).to(tl.int64)
     ranks = tl.arange(0, RANKS)[:, None]
-    pointers = stats + (ranks.to(tl.int64) * n_rows + rows[None, :]) * (3 + HAS_SUM)
-    row_max, sum_exp, target_logit, logit_sum = merge_ranks(
-        pointers, (ranks < n_ranks) & inside[None, :], HAS_SUM
-    )
-    value = row_loss(
-        row_max,
-        sum_exp,
-        target_logit,
-        logit_sum,
-        label,
-        vocab_size,
-        ignore_index,
-        label_smoothing,
-        HAS_SUM,
-    )
-    if valid_rows is not None:
-        value *= mean_weight(valid_rows)
+    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], row_options)
+    merged = merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], row_options)
+    value = row_loss(merged, label, vocab_size, row_options)
+    if divisor is not None:
+        value *= divisor_weight(divisor)
     tl.store(loss + rows, value, inside)
+    row_max, sum_exp, _, _, exp_gap_sum, argmax = merged
+    if entropy is not None:
+        value = tl.log(sum_exp) - exp_gap_sum / sum_exp
+        tl.store(entropy + rows, at_the_edges(value, label, vocab_size, row_options), inside)
+    live = label != row_options[0]
+    if lse is not None:
+        tl.store(lse + rows, tl.where(live, row_max + tl.log(sum_exp), 0.0), inside)
+    if predictions is not None:
+        known = live & (sum_exp < float("inf")) & (argmax < float("inf"))
+        tl.store(predictions + rows, tl.where(known, argmax, -1.0).to(tl.int64), inside)
 
 
-def cross_entropy_loss(
+def row_outputs(
     stats: Tensor,
     labels: Tensor,
-    valid_rows: Tensor | None,
-    loss: Tensor,
+    divisor: Tensor | None,
+    outputs: RowOutputs,
     *,
-    vocab_size: int,
-    ignore_index: int,
-    label_smoothing: float,
+    shard: VocabShard,
+    options: LossOptions,
 ) -> None:
-    """Fill ``loss [N]`` from ``stats [R, N, K]``, over the number of rows that count with ``valid_rows``."""
-    n_ranks, n_rows, n_stats = stats.shape
+    """Fill ``outputs``, contiguous, from ``stats [R, N, K]``; ``divisor [1]`` divides the loss if given."""
+    n_ranks, n_rows, _ = stats.shape
     if n_rows == 0:
         return
     with device_of(stats):
         loss_kernel[(triton.cdiv(n_rows, LOSS_ROWS),)](
             labels,
             stats,
-            valid_rows,
-            loss,
+            divisor,
+            outputs.loss,
+            outputs.entropy,
+            outputs.lse,
+            outputs.predictions,
             n_rows,
             n_ranks,
-            vocab_size,
-            ignore_index,
-            label_smoothing,
-            HAS_SUM=n_stats == 4,
+            shard.vocab_size,
+            option_arguments(options),
             RANKS=triton.next_power_of_2(n_ranks),
             ROWS=LOSS_ROWS,
             num_warps=4,

@@ -1,11 +1,16 @@
 """Statistics of every row of a vocabulary shard, in one read of it.
 
-    row_max = max_i x_i,  sum_exp = sum_i exp(x_i - row_max),  target_logit = x_y,  logit_sum = sum_i x_i
+    row_max = max_i z_i,  sum_exp = sum_i exp(z_i - row_max),  target_logit = z_y
+    gap_sum = sum_i (z_i - row_max),  n_columns                with label smoothing
+    exp_gap_sum = sum_i exp(z_i - row_max) (z_i - row_max)     with entropy
+    argmax = the first i of row_max                            with predictions
 
-One program a row. Each thread walks the row in 16-byte vectors with a maximum and a sum of its own,
-rescaled when its maximum grows; the threads' pairs are merged once, at the end of the row. Regime:
-1 K to 256 K columns, any number of rows, bound by memory: reads the shard once, writes 4 K bytes a row.
-Rows that are ignored are not read.
+where z are the scaled and capped logits.
+
+One program a row. Each thread walks the row in 16-byte vectors with a maximum and sums of its own, rescaled
+when its maximum grows; the threads' statistics are merged once, at the end of the row. Regime: 1 K to 256 K
+columns, any number of rows, bound by memory: reads the shard once, writes 4 K bytes a row. Rows that are
+ignored, and padding, are not read.
 """
 
 import triton
@@ -13,16 +18,27 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels.blocks import READ, choose_block
-from vocab_parallel_ce.kernels.launch import device_of, row_arguments
+from vocab_parallel_ce.kernels.launch import device_of, option_arguments, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
+    bounded,
     edge_offsets,
     exp_shifted,
     finite_or_zero,
     row_begin,
     row_body,
+    stats_of_row,
+    transform,
 )
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import LossOptions
 
 LABELS_AT_ONCE = 512  # more than a narrow row's lanes, few enough for one warp's registers
+
+
+@triton.jit
+def exp_gap(z, shift):
+    """``exp(z - shift) * (z - shift)``, 0 in an excluded column."""
+    return exp_shifted(z, shift) * bounded(z - shift)
 
 
 @triton.jit(do_not_specialize=["shard_start", "n_rows"])
@@ -33,16 +49,18 @@ def online_softmax_kernel(
     stats,  # [N, K] fp32, out
     valid_rows,  # [1] int32, out, or None
     n_rows,
-    n_columns,
+    n_columns,  # that are no padding
     shard_start,
-    ignore_index,
-    HAS_SUM: tl.constexpr,
+    row_options,  # option_arguments
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """One row: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 1.5032, 3, 6)``."""
+    """One row: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 1.5032, 3)``.
+
+    With smoothing also ``(-3, 3)``, with entropy ``-0.6386``, with predictions ``1``.
+    """
     row = tl.program_id(0).to(tl.int64)
     if valid_rows is not None:
         # One program counts the labels while the others stream logits: no launch, no atomics.
@@ -52,48 +70,89 @@ def online_softmax_kernel(
                 rows = first_row + tl.arange(0, COUNTED)
                 inside = rows < n_rows
                 row_label = tl.load(labels + rows, inside, other=0).to(tl.int64)
-                count += (inside & (row_label != ignore_index)).to(tl.int32)
+                count += (inside & (row_label != row_options[0])).to(tl.int32)
             tl.store(valid_rows, tl.sum(count))
+    _, smoothing, _, _, _, entropy, predictions = row_options
     label = tl.load(labels + row).to(tl.int64)
     # An ignored row is a row of no columns: nothing is read and the identity comes out.
-    n_columns = tl.where(label == ignore_index, 0, n_columns)
+    n_columns = tl.where(label == row_options[0], 0, n_columns)
     begin = row_begin(row, layout)
     first, width = row_body(begin, n_columns, VECTOR)
     lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     lane_max = tl.full([LANES], float("-inf"), tl.float32)
     lane_sum = tl.zeros([LANES], tl.float32)
-    lane_logit_sum = tl.zeros([LANES], tl.float32)
+    lane_gap_sum = tl.zeros([LANES], tl.float32)
+    lane_count = tl.zeros([LANES], tl.float32)
+    lane_exp_gap_sum = tl.zeros([LANES], tl.float32)
+    lane_tile = tl.zeros([LANES], tl.int32)
     for tile in range(0, width, LANES * VECTOR):
         columns = tile + lane_columns
         inside = columns < width
         x = tl.load(logits + first + columns, inside, other=float("-inf")).to(tl.float32)
-        new_max = tl.maximum(lane_max, tl.max(x, axis=1))
+        z = transform(x, row_options)[0]
+        tile_max = tl.max(z, axis=1)
+        new_max = tl.maximum(lane_max, tile_max)
         shift = finite_or_zero(new_max)
-        lane_sum *= exp_shifted(lane_max, shift)
-        lane_sum += tl.sum(exp_shifted(x, shift[:, None]), axis=1)
+        decay = exp_shifted(lane_max, shift)
+        # What was summed relative to the old maximum is now relative to the new one.
+        if smoothing is not None:
+            lane_gap_sum += lane_count * (finite_or_zero(lane_max) - shift)
+            lane_gap_sum += tl.sum(tl.where(inside, z - shift[:, None], 0.0), axis=1)
+            lane_count += tl.sum(inside.to(tl.float32), axis=1)
+        if entropy is not None:
+            lane_exp_gap_sum += lane_sum * bounded(finite_or_zero(lane_max) - shift)
+            lane_exp_gap_sum = lane_exp_gap_sum * decay + tl.sum(exp_gap(z, shift[:, None]), axis=1)
+        if predictions is not None:
+            lane_tile = tl.where(tile_max > lane_max, tile, lane_tile)
+        lane_sum *= decay
+        lane_sum += tl.sum(exp_shifted(z, shift[:, None]), axis=1)
         lane_max = new_max
-        if HAS_SUM:
-            lane_logit_sum += tl.sum(tl.where(inside, x, 0.0), axis=1)
     row_max = tl.max(lane_max)
     if HAS_EDGES:
         offset, inside = edge_offsets(begin, n_columns, first, width, VECTOR)
-        edge = tl.load(logits + offset, inside, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + offset, inside, other=float("-inf")).to(tl.float32)
+        edge = transform(x, row_options)[0]
         row_max = tl.maximum(row_max, tl.max(edge))
     shift = finite_or_zero(row_max)
-    sum_exp = tl.sum(lane_sum * exp_shifted(lane_max, shift))
-    logit_sum = tl.sum(lane_logit_sum)
+    decay = exp_shifted(lane_max, shift)
+    sum_exp = tl.sum(lane_sum * decay)
     if HAS_EDGES:
         sum_exp += tl.sum(exp_shifted(edge, shift))
-        logit_sum += tl.sum(tl.where(inside, edge, 0.0))
     column = label - shard_start
     owned = (column >= 0) & (column < n_columns)
-    target_logit = tl.load(logits + begin + column, owned, other=float("-inf")).to(tl.float32)
-    out = stats + row * (3 + HAS_SUM)
+    target = tl.load(logits + begin + column, owned, other=float("-inf")).to(tl.float32)
+    target_logit = transform(target, row_options)[0]
+    out = stats_of_row(stats, row, row_options)
     tl.store(out, row_max)
     tl.store(out + 1, sum_exp)
     tl.store(out + 2, target_logit)
-    if HAS_SUM:
-        tl.store(out + 3, logit_sum)
+    out += 3
+    if smoothing is not None:
+        gap_sum = tl.sum(lane_gap_sum + lane_count * (finite_or_zero(lane_max) - shift))
+        if HAS_EDGES:
+            gap_sum += tl.sum(tl.where(inside, edge - shift, 0.0))
+        tl.store(out, gap_sum)
+        tl.store(out + 1, n_columns.to(tl.float32))
+        out += 2
+    if entropy is not None:
+        lane_gap = bounded(finite_or_zero(lane_max) - shift)
+        exp_gap_sum = tl.sum((lane_exp_gap_sum + lane_sum * lane_gap) * decay)
+        if HAS_EDGES:
+            exp_gap_sum += tl.sum(exp_gap(edge, shift))
+        tl.store(out, exp_gap_sum)
+        out += 1
+    if predictions is not None:
+        # Each lane knows the tile that raised its maximum last: its vector there is read once more.
+        columns = lane_tile[:, None] + lane_columns
+        is_read = (lane_max == row_max)[:, None] & (columns < width)
+        x = tl.load(logits + first + columns, is_read, other=float("-inf")).to(tl.float32)
+        z = transform(x, row_options)[0]
+        columns = tl.where(z == tl.max(z), columns, 2147483647)
+        argmax = tl.min(tl.where(is_read, columns, 2147483647)) + (first - begin)
+        if HAS_EDGES:
+            argmax = tl.minimum(argmax, tl.min(tl.where(edge == row_max, offset - begin, 2147483647)))
+        is_finite = tl.abs(row_max) < float("inf")
+        tl.store(out, tl.where(is_finite, (argmax + shard_start).to(tl.float32), float("inf")))
 
 
 def online_softmax(
@@ -102,18 +161,17 @@ def online_softmax(
     stats: Tensor,
     valid_rows: Tensor | None,
     *,
-    start: int,
-    ignore_index: int,
+    shard: VocabShard,
+    options: LossOptions,
 ) -> None:
-    """Fill ``stats [N, K]`` for ``logits [..., C]`` and contiguous ``labels [N]``; K = 4 asks for logit_sum.
+    """Fill ``stats [N, K]`` for ``logits [..., C]`` and contiguous ``labels [N]``.
 
     ``valid_rows [1]`` int32, where given, receives the number of labels that are not ignored.
     """
-    n_rows, n_stats = stats.shape
+    n_rows = labels.shape[0]
     if n_rows == 0:
         return
-    n_columns = logits.shape[-1]
-    block = choose_block(READ, n_columns, logits.element_size())
+    block = choose_block(READ, shard.n_columns, logits.element_size())
     base, layout, has_edges = row_arguments(logits, block.vector)
     with device_of(logits):
         online_softmax_kernel[(n_rows,)](
@@ -123,11 +181,10 @@ def online_softmax(
             stats,
             valid_rows,
             n_rows,
-            n_columns,
-            start,
-            ignore_index,
-            HAS_SUM=n_stats == 4,
-            HAS_EDGES=has_edges,
+            shard.n_valid,
+            shard.start,
+            option_arguments(options),
+            HAS_EDGES=has_edges or shard.n_valid % block.vector != 0,
             LANES=block.lanes,
             VECTOR=block.vector,
             COUNTED=LABELS_AT_ONCE,

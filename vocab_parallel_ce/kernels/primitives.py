@@ -55,53 +55,125 @@ def finite_or_zero(row_max):
 
 
 @triton.jit
+def bounded(gap):
+    """``gap``, at least -1e30: where an exponential that is 0 multiplies it, the product is 0, not NaN."""
+    return tl.maximum(gap, -1e30)
+
+
+@triton.jit
 def exp_shifted(x, shift):
     """exp(x - shift), by log2(e). The subtraction comes first: far from 0, fusing the two loses digits."""
     return tl.exp2((x - shift) * 1.4426950408889634)
 
 
 @triton.jit
-def merge_ranks(pointers, mask, HAS_SUM: tl.constexpr):
+def tanh(a):
+    """tanh, to 2 units in the last place where exp2 and the division are exact; ``tanh(0.5) = 0.4621172``.
+
+    Below 1, where 1 - 2 / (exp(2a) + 1) cancels, a polynomial in a^2 fitted to (tanh(a) / a - 1) / a^2 at
+    Chebyshev nodes.
+    """
+    s = a * a
+    p = -0.00035522019607014954
+    p = p * s + 0.0022899629548192024
+    p = p * s - 0.007930298335850239
+    p = p * s + 0.021475795656442642
+    p = p * s - 0.053875986486673355
+    p = p * s + 0.1333228200674057
+    p = p * s - 0.33333292603492737
+    near = a + a * (s * p)
+    far = 1.0 - 2.0 / (tl.exp2(tl.abs(a) * 2.8853900817779268) + 1.0)
+    return tl.where(s < 1.0, near, tl.where(a < 0, -far, far))
+
+
+@triton.jit
+def transform(x, row_options):
+    """``(z, dz/dx)`` of fp32 logits: ``spec.transformed``; ``row_options`` are ``launch.option_arguments``.
+
+    An infinite logit stays infinite: an excluded column would come back as -softcap. The selects also
+    keep the compiler from fusing a product with the subtraction of the maximum, which would leave the
+    maximum itself a distance from the maximum.
+    """
+    _, _, _, logit_scale, softcap, _, _ = row_options
+    slope = 1.0
+    if softcap is not None:
+        scale = 1.0
+        if logit_scale is not None:
+            scale = logit_scale
+        capped = tanh(x * (scale / softcap))
+        slope = scale * (1.0 - capped * capped)
+        x = tl.where(tl.abs(x) == float("inf"), x, softcap * capped)
+    elif logit_scale is not None:
+        slope = logit_scale
+        x = tl.where(tl.abs(x) == float("inf"), x, x * logit_scale)
+    return x, slope
+
+
+@triton.jit
+def stats_of_row(stats, row, row_options):
+    """Pointers to the packed statistics of ``row``, K apart: their order is ``LossOptions.statistics``."""
+    _, smoothing, _, _, _, entropy, predictions = row_options
+    return stats + row * (3 + 2 * (smoothing is not None) + (entropy is not None) + (predictions is not None))
+
+
+@triton.jit
+def merge_ranks(pointers, mask, row_options):
     """Merge the statistics at ``pointers`` over axis 0, the ranks; masked ranks are the identity.
 
-    Every rank merges the same numbers in the same order, so the results are equal bit for bit.
+    Every rank merges the same numbers in the same order, so the results are equal bit for bit. Returns
+    ``(row_max, sum_exp, target_logit, gap_sum, exp_gap_sum, argmax)``, 0 for what is not carried.
     """
+    _, smoothing, _, _, _, entropy, predictions = row_options
     row_max = tl.load(pointers, mask, other=float("-inf"))
     sum_exp = tl.load(pointers + 1, mask, other=0.0)
     target_logit = tl.load(pointers + 2, mask, other=float("-inf"))
     merged_max = tl.max(row_max, axis=0)
     shift = finite_or_zero(merged_max)
-    merged_sum = tl.sum(sum_exp * exp_shifted(row_max, shift), axis=0)
-    logit_sum = tl.zeros_like(merged_sum)
-    if HAS_SUM:
-        logit_sum = tl.sum(tl.load(pointers + 3, mask, other=0.0), axis=0)
-    return merged_max, merged_sum, tl.max(target_logit, axis=0), logit_sum
+    scale = exp_shifted(row_max, shift)
+    merged_sum = tl.sum(sum_exp * scale, axis=0)
+    gap_sum = tl.zeros_like(merged_sum)
+    exp_gap_sum = tl.zeros_like(merged_sum)
+    argmax = tl.zeros_like(merged_sum)
+    pointers += 3
+    if smoothing is not None:
+        gaps = tl.load(pointers, mask, other=0.0)
+        n_columns = tl.load(pointers + 1, mask, other=0.0)
+        gap_sum = tl.sum(gaps + n_columns * (finite_or_zero(row_max) - shift), axis=0)
+        pointers += 2
+    if entropy is not None:
+        exp_gaps = tl.load(pointers, mask, other=0.0)
+        exp_gap_sum = tl.sum((exp_gaps + sum_exp * bounded(finite_or_zero(row_max) - shift)) * scale, axis=0)
+        pointers += 1
+    if predictions is not None:
+        first = tl.load(pointers, mask, other=float("inf"))
+        argmax = tl.min(tl.where(row_max == merged_max, first, float("inf")), axis=0)
+    return merged_max, merged_sum, tl.max(target_logit, axis=0), gap_sum, exp_gap_sum, argmax
 
 
 @triton.jit
-def row_loss(
-    row_max,
-    sum_exp,
-    target_logit,
-    logit_sum,
-    label,
-    vocab_size,
-    ignore_index,
-    label_smoothing,
-    HAS_SUM: tl.constexpr,
-):
+def at_the_edges(value, label, vocab_size, row_options):
+    """``value`` of rows that count; NaN where the label is outside the vocabulary, 0 in ignored rows."""
+    value = tl.where((label < 0) | (label >= vocab_size), float("nan"), value)
+    return tl.where(label == row_options[0], 0.0, value)
+
+
+@triton.jit
+def row_loss(merged, label, vocab_size, row_options):
     """Unreduced loss: ``spec.loss``, for one row or a vector of rows."""
+    _, smoothing, z_loss, _, _, _, _ = row_options
+    row_max, sum_exp, target_logit, gap_sum, _, _ = merged
     log_sum_exp = tl.log(sum_exp)
     value = log_sum_exp + (row_max - target_logit)
-    if HAS_SUM:
-        uniform = log_sum_exp + (row_max - logit_sum / vocab_size)
-        value = (1 - label_smoothing) * value + label_smoothing * uniform
-    value = tl.where((label < 0) | (label >= vocab_size), float("nan"), value)
-    return tl.where(label == ignore_index, 0.0, value)
+    if smoothing is not None:
+        value = (1 - smoothing) * value + smoothing * (log_sum_exp - gap_sum / vocab_size)
+    if z_loss is not None:
+        lse = row_max + log_sum_exp
+        value += z_loss * lse * lse
+    return at_the_edges(value, label, vocab_size, row_options)
 
 
 @triton.jit
-def mean_weight(valid_rows):
-    """1 / (number of rows that are not ignored): a row's weight in the mean; 0 rows have no weight."""
-    count = tl.load(valid_rows).to(tl.float32)
-    return tl.where(count > 0, 1.0 / tl.maximum(count, 1.0), 0.0)
+def divisor_weight(divisor):
+    """1 / divisor: a row's weight in a mean, or in a sum over a number of items; 0 for none."""
+    n = tl.load(divisor).to(tl.float32)
+    return tl.where(n == 0, 0.0, 1.0 / n)

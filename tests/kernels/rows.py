@@ -1,0 +1,183 @@
+"""What the launchers and ``spec`` make of the same rows, in buffers that hold NaN before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.support.budget import assert_within_budget
+from vocab_parallel_ce import spec
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import PLAIN, LossOptions, RowOutputs, RowStats
+
+NAN, INF = float("nan"), float("inf")
+EVERY_STATISTIC = LossOptions(smoothing=0.1, entropy=True, predictions=True)
+ALL = LossOptions(-100, 0.1, 0.01, 0.5, 20.0, entropy=True, predictions=True)
+OPTIONS = {
+    "plain": PLAIN,
+    "smoothing": LossOptions(smoothing=0.1),
+    "all smoothing": LossOptions(smoothing=1.0),
+    "z_loss": LossOptions(z_loss=0.01),
+    "logit_scale": LossOptions(logit_scale=0.25),
+    "softcap": LossOptions(softcap=20.0),
+    "entropy": LossOptions(entropy=True),
+    "predictions": LossOptions(predictions=True),
+    "all": ALL,
+}
+
+
+def whole(logits: Tensor) -> VocabShard:
+    """The shard of one rank."""
+    return VocabShard(0, logits.shape[-1], logits.shape[-1])
+
+
+def stats_by_kernel(
+    logits: Tensor, labels: Tensor, options: LossOptions = PLAIN, shard: VocabShard | None = None
+) -> tuple[Tensor, int]:
+    """``[N, K]`` statistics, and the number of rows that count."""
+    from vocab_parallel_ce.kernels import launchers
+
+    stats = torch.full((labels.numel(), len(options.statistics)), NAN, device=logits.device)
+    valid_rows = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
+    launchers.online_softmax(logits, labels, stats, valid_rows, shard=shard or whole(logits), options=options)
+    return stats, int(valid_rows)
+
+
+def outputs_by_kernel(
+    stats: Tensor, labels: Tensor, vocab_size: int, options: LossOptions, divisor: Tensor | None = None
+) -> RowOutputs:
+    """Every output that ``options`` has the statistics for."""
+    from vocab_parallel_ce.kernels import launchers
+
+    def buffer(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full(
+            (labels.numel(),), NAN if dtype.is_floating_point else -7, device=stats.device, dtype=dtype
+        )
+
+    outputs = RowOutputs(
+        buffer(),
+        buffer() if options.entropy else None,
+        buffer(),
+        buffer(torch.int64) if options.predictions else None,
+    )
+    shard = VocabShard(0, vocab_size, vocab_size)
+    launchers.row_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
+    return outputs
+
+
+def gradient_by_kernel(
+    logits: Tensor,
+    stats: Tensor,
+    labels: Tensor,
+    options: LossOptions = PLAIN,
+    shard: VocabShard | None = None,
+    *,
+    divisor: Tensor | None = None,
+    upstream: Tensor | None = None,
+    entropy_upstream: Tensor | None = None,
+    into: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(loss, gradient) from ``stats [R, N, K]``; the gradient over the logits, or in ``into``."""
+    from vocab_parallel_ce.kernels import launchers
+
+    loss = torch.full((labels.numel(),), NAN, device=logits.device)
+    grad = logits if into is None else into
+    launchers.cross_entropy(
+        logits,
+        stats,
+        labels,
+        divisor,
+        upstream,
+        entropy_upstream,
+        loss,
+        grad,
+        shard=shard or whole(logits),
+        options=options,
+    )
+    return loss, grad
+
+
+def stats_by_spec(
+    logits: Tensor, labels: Tensor, options: LossOptions, dtype: torch.dtype, shard: VocabShard | None = None
+) -> RowStats:
+    """Of rows on the CPU, computed in ``dtype``."""
+    start, _, vocab_size = shard or whole(logits)
+    return spec.local_stats(logits.to(dtype), labels, start, vocab_size, options)
+
+
+def packed_stats_by_spec(logits: Tensor, labels: Tensor, options: LossOptions, ranks: int) -> Tensor:
+    """``[R, N, K]`` fp32 statistics of equal shards."""
+    width = logits.shape[1] // ranks
+    packed = []
+    for rank in range(ranks):
+        piece = logits[:, rank * width : (rank + 1) * width]
+        known = stats_by_spec(piece, labels, options, torch.float32, VocabShard.even(width, rank, ranks))
+        packed.append(torch.stack([getattr(known, name) for name in options.statistics], dim=-1))
+    return torch.stack(packed)
+
+
+def outputs_by_spec(logits: Tensor, labels: Tensor, options: LossOptions, dtype: torch.dtype) -> RowOutputs:
+    """Of the whole vocabulary, computed in ``dtype``."""
+    stats, vocab_size = stats_by_spec(logits, labels, options, dtype), logits.shape[1]
+    return RowOutputs(
+        spec.loss(stats, labels, vocab_size, options),
+        spec.entropy(stats, labels, vocab_size, options) if options.entropy else None,
+        spec.lse(stats, labels, options),
+        spec.predictions(stats, labels, options) if options.predictions else None,
+    )
+
+
+def gradient_by_spec(
+    logits: Tensor,
+    labels: Tensor,
+    options: LossOptions,
+    dtype: torch.dtype,
+    upstream: Tensor | None = None,
+    entropy_upstream: Tensor | None = None,
+) -> Tensor:
+    """Of the whole vocabulary, computed in ``dtype``."""
+    x, vocab_size = logits.to(dtype), logits.shape[1]
+    row = (x, stats_by_spec(logits, labels, options, dtype), labels, 0, vocab_size, options)
+    grad = spec.gradient(*row)
+    if upstream is not None:
+        grad = grad * upstream.to(dtype).unsqueeze(1)
+    if entropy_upstream is not None:
+        grad = grad + spec.entropy_gradient(*row) * entropy_upstream.to(dtype).unsqueeze(1)
+    return grad
+
+
+def assert_stats(
+    stats: Tensor, logits: Tensor, labels: Tensor, options: LossOptions, shard: VocabShard | None = None
+) -> None:
+    """Each statistic within the budget; rows that are ignored hold the identity."""
+    rows, labels, stats = logits.cpu().reshape(-1, logits.shape[-1]), labels.cpu().reshape(-1), stats.cpu()
+    live = labels != options.ignore_index
+    truth = stats_by_spec(rows, labels, options, torch.float64, shard)
+    peer = stats_by_spec(rows, labels, options, torch.float32, shard)
+    identity = RowStats(*spec.IDENTITY)
+    for name, column in zip(options.statistics, stats.unbind(-1), strict=True):
+        expected, same_dtype = getattr(truth, name), getattr(peer, name)
+        if name == "argmax" and options.softcap is not None:
+            assert_is_largest(column[live], rows[live], options, shard)
+        elif name in ("n_columns", "argmax"):
+            assert torch.equal(column[live], same_dtype[live]), name
+        elif name == "exp_gap_sum":
+            # Its terms are rounded as those of sum_exp are, next to which it may be nothing.
+            sums = (stats[:, 1] - column, truth.sum_exp - expected, peer.sum_exp - same_dtype)
+            assert_within_budget(*(value[live] for value in sums))
+        else:
+            assert_within_budget(column[live], expected[live], same_dtype[live])
+        assert torch.equal(column[~live], torch.full_like(column[~live], getattr(identity, name))), name
+
+
+def assert_is_largest(
+    argmax: Tensor, rows: Tensor, options: LossOptions, shard: VocabShard | None = None
+) -> None:
+    """Whether z there is the largest, up to rounding: a cap makes near ties of logits far above it."""
+    start, _, vocab_size = shard or whole(rows)
+    z, _ = spec.transformed(rows[:, : max(vocab_size - start, 0)].double(), options)
+    for row, column in zip(z, argmax.tolist(), strict=True):
+        if row.numel() == 0 or not row.isfinite().any() or bool((row.isnan() | (row == INF)).any()):
+            assert column in (INF, -1)
+        else:
+            assert float(row.max() - row[int(column) - start]) <= 8 * torch.finfo(torch.float32).eps * 20.0

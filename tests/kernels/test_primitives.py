@@ -1,0 +1,64 @@
+"""The jit functions of a logit's own value, element by element."""
+
+import pytest
+import torch
+
+from tests.kernels.rows import INF, NAN
+from tests.support.budget import assert_within_budget
+from vocab_parallel_ce import spec
+from vocab_parallel_ce.spec import LossOptions
+
+FP32 = torch.finfo(torch.float32)
+TRANSFORMS = {
+    "plain": LossOptions(),
+    "logit_scale": LossOptions(logit_scale=0.0625),
+    "softcap": LossOptions(softcap=30.0),
+    "softcap and logit_scale": LossOptions(logit_scale=3.0, softcap=50.0),
+}
+
+
+def grid():
+    """Every magnitude of fp32, densely where tanh bends and on both sides of where its formula changes."""
+    magnitudes = torch.logspace(-45, 38.5, 4000, base=10, dtype=torch.float64)
+    seam = 0.625 + torch.arange(-200, 200, dtype=torch.float64) * 2**-24
+    positive = torch.cat([magnitudes, torch.linspace(0, 12, 20000, dtype=torch.float64), seam]).float()
+    ends = torch.tensor([0.0, FP32.tiny, FP32.tiny * FP32.eps, FP32.max, INF])
+    return torch.cat([positive, -positive, ends, -ends])
+
+
+def test_tanh_on_a_dense_grid(kernel_device):
+    from tests.kernels.elementwise import tanh_of
+
+    x = grid()
+    actual = tanh_of(x.to(kernel_device)).cpu().double()
+    truth = x.double().tanh()
+    last_place = torch.ldexp(torch.ones_like(truth), truth.frexp().exponent - 24)
+    # A subnormal may be flushed to 0.
+    units = (actual - truth).abs() / last_place.clamp(min=FP32.tiny)
+    worst = int(units.argmax())
+    assert float(units[worst]) <= 4, (float(x[worst]), float(actual[worst]), float(truth[worst]))
+    assert bool((actual.abs() <= 1).all())
+
+
+def test_tanh_of_what_is_no_number(kernel_device):
+    from tests.kernels.elementwise import tanh_of
+
+    x = torch.tensor([INF, -INF, NAN, 0.5], device=kernel_device)
+    inf, minus_inf, nan, half = tanh_of(x).tolist()
+    assert (inf, minus_inf) == (1, -1) and nan != nan
+    assert half == pytest.approx(0.4621172, abs=5e-8)
+
+
+@pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transform(kernel_device, options):
+    """Values and slopes of logits as they occur; infinities stay what they are."""
+    from tests.kernels.elementwise import transform_of
+
+    x = torch.cat([torch.linspace(-400, 400, 20001), torch.tensor([1e-30, -1e30, NAN, INF, -INF])])
+    z, slope = (value.cpu() for value in transform_of(x.to(kernel_device), options))
+    truth, true_slope = (value.expand(1, len(x))[0] for value in spec.transformed(x.double()[None], options))
+    peer, peer_slope = (value.expand(1, len(x))[0] for value in spec.transformed(x[None], options))
+    assert_within_budget(z[:-2], truth[:-2], peer[:-2])
+    assert z[-2:].tolist() == [INF, -INF]
+    assert_within_budget(slope[:-3], true_slope[:-3], peer_slope[:-3])
+    assert bool((slope[:-3] >= 0).all())

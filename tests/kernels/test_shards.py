@@ -1,0 +1,109 @@
+"""All launchers over the shards of several ranks, uneven and padded, against the whole vocabulary."""
+
+import pytest
+import torch
+
+from tests.kernels.rows import (
+    ALL,
+    INF,
+    NAN,
+    gradient_by_kernel,
+    gradient_by_spec,
+    outputs_by_kernel,
+    stats_by_kernel,
+)
+from tests.kernels.test_loss import assert_outputs
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import batch
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import PLAIN, LossOptions
+
+# (columns of the vocabulary, ranks, columns of a rank or None for torch.chunk's)
+CUTS = (
+    (128, 2, 64),
+    (103, 3, None),
+    (103, 4, 26),
+    (103, 3, 48),
+    (96, 3, 64),
+    (96, 4, 32),
+    (90, 5, 32),
+    (5, 4, 4),
+)
+BY_CUT = pytest.mark.parametrize("vocab_size, n_ranks, width", CUTS)
+
+
+def padded_pieces(logits, shards):
+    """Each shard's columns of ``logits [N, V]``, with padding that would show in any result."""
+    pieces = []
+    hostile = torch.tensor([NAN, INF, 30000.0, -INF])
+    for shard in shards:
+        padding = hostile.repeat(shard.n_columns)[: shard.n_columns - shard.n_valid].to(logits.dtype)
+        own = logits[:, shard.start : shard.start + shard.n_valid]
+        pieces.append(torch.cat([own, padding.expand(len(own), -1)], dim=1))
+    return pieces
+
+
+def assert_ranks_agree_with_the_whole(logits, labels, shards, options, device):
+    upstreams = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(1))
+    upstream, entropy_upstream = upstreams[0], upstreams[1] if options.entropy else None
+    pieces = [piece.to(device) for piece in padded_pieces(logits, shards)]
+    on_device = labels.to(device)
+    known = [stats_by_kernel(x, on_device, options, s)[0] for x, s in zip(pieces, shards, strict=True)]
+    stats = torch.stack(known)
+    outputs = outputs_by_kernel(stats, on_device, logits.shape[1], options)
+    assert_outputs(outputs, logits, labels, options)
+    gradient = torch.full_like(logits, NAN)
+    for x, shard in zip(pieces, shards, strict=True):
+        loss, grad = gradient_by_kernel(
+            x,
+            stats,
+            on_device,
+            options,
+            shard,
+            upstream=upstream.to(device),
+            entropy_upstream=None if entropy_upstream is None else entropy_upstream.to(device),
+        )
+        torch.testing.assert_close(loss, outputs.loss, rtol=1e-6, atol=1e-6, equal_nan=True)
+        padding = grad[:, shard.n_valid :].cpu()
+        assert torch.equal(padding, torch.zeros_like(padding))
+        gradient[:, shard.start : shard.start + shard.n_valid] = grad[:, : shard.n_valid].cpu()
+    truth, peer = (
+        gradient_by_spec(logits, labels, options, dtype, upstream, entropy_upstream)
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert_within_budget(gradient, truth, peer.to(logits.dtype))
+
+
+@BY_CUT
+@pytest.mark.parametrize(
+    "dtype, options", ((torch.float32, PLAIN), (torch.bfloat16, ALL)), ids=("fp32-plain", "bf16-all")
+)
+def test_any_cut_gives_the_whole(kernel_device, vocab_size, n_ranks, width, dtype, options):
+    shards = [VocabShard.of_rank(vocab_size, rank, n_ranks, width) for rank in range(n_ranks)]
+    logits, labels = batch("some_ignored", rows=3, vocab_size=vocab_size, dtype=dtype)
+    labels[1:] = torch.tensor([0, vocab_size - 1])
+    assert_ranks_agree_with_the_whole(logits, labels, shards, options, kernel_device)
+
+
+@pytest.mark.parametrize(
+    "options", (LossOptions(smoothing=0.1), LossOptions(softcap=20.0)), ids=("sum", "cap")
+)
+def test_shards_of_any_order_and_width(kernel_device, options):
+    """The last columns first, one of a single column, one of padding alone."""
+    shards = [VocabShard(41, 60, 60), VocabShard(0, 40, 60), VocabShard(40, 41, 60), VocabShard(640, 656, 60)]
+    logits, labels = batch("peaked", rows=4, vocab_size=60)
+    labels[:3] = torch.tensor([40, 41, 59])
+    assert_ranks_agree_with_the_whole(logits, labels, shards, options, kernel_device)
+
+
+def test_rows_of_nan_are_0_in_the_padding(kernel_device):
+    shard = VocabShard(0, 50, 37)
+    logits = torch.full((3, 50), NAN, device=kernel_device)
+    labels = torch.tensor([1, 37, -100], device=kernel_device)
+    stats, _ = stats_by_kernel(logits, labels, ALL, shard)
+    upstream = torch.full((3,), INF, device=kernel_device)
+    _, grad = gradient_by_kernel(
+        logits, stats[None], labels, ALL, shard, upstream=upstream, entropy_upstream=upstream
+    )
+    assert torch.equal(grad[:, 37:].cpu(), torch.zeros(3, 13))
+    assert grad[:2, :37].isnan().all() and not grad[2].any()

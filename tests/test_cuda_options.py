@@ -1,0 +1,116 @@
+"""What only a GPU shows of the options: graphs, synchronisation, peak memory, and how products are fused."""
+
+import pytest
+import torch
+
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import batch
+from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
+from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
+
+pytestmark = pytest.mark.cuda
+
+ALL = {
+    "label_smoothing": 0.1,
+    "smoothing_formula": "megatron",
+    "z_loss": 1e-2,
+    "softcap": 20.0,
+    "logit_scale": 0.7,
+}
+ROWS, COLUMNS, VOCAB_SIZE = 64, 1000, 990
+
+
+def inputs(seed=0):
+    logits, labels = batch("some_ignored", rows=ROWS, vocab_size=VOCAB_SIZE, dtype=torch.bfloat16, seed=seed)
+    padding = torch.full((ROWS, COLUMNS - VOCAB_SIZE), float("nan"), dtype=logits.dtype)
+    return torch.cat([logits, padding], dim=1).cuda(), labels.cuda()
+
+
+def loss_step(logits, labels, num_items):
+    source = logits.clone().requires_grad_()
+    options = {"reduction": "sum", "num_items": num_items, "return_metrics": True, "vocab_size": VOCAB_SIZE}
+    loss, metrics = vocab_parallel_cross_entropy(source, labels, **options, **ALL)
+    return [loss, *metrics, *torch.autograd.grad(loss, source, torch.ones_like(loss))]
+
+
+def log_probs_step(logits, labels, weight):
+    source = logits.clone().requires_grad_()
+    outputs = token_log_probs(
+        source, labels, entropy=True, temperature=0.7, softcap=20.0, vocab_size=VOCAB_SIZE
+    )
+    upstream = [weight.expand(ROWS), torch.ones(ROWS, device="cuda")]
+    return [*outputs, *torch.autograd.grad(outputs, source, upstream)]
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("step", (loss_step, log_probs_step))
+def test_graph_replays_with_new_data(step):
+    """The number of items is read by the device, at each replay."""
+    static = [*inputs(), torch.tensor(40, device="cuda")]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(*static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(*static)
+    for seed in (1, 2):
+        new = [*inputs(seed), torch.tensor(40 + seed, device="cuda")]
+        for of_graph, value in zip(static, new, strict=True):
+            of_graph.copy_(value)
+        graph.replay()
+        for replayed, value in zip(captured, step(*new), strict=True):
+            assert torch.equal(replayed, value)
+
+
+@pytest.mark.no_poison
+def test_the_host_never_waits():
+    logits, labels = inputs()
+    on_device = torch.tensor(40, device="cuda")
+
+    def every_path():
+        for num_items in (on_device, torch.tensor(40), 40):
+            loss_step(logits, labels, num_items)
+        log_probs_step(logits, labels, on_device)
+
+    every_path()  # compiles, which may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            on_device.item()
+        every_path()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("columns", (64128, 50257))
+def test_log_probs_and_entropy_take_no_second_shard(columns):
+    """Less than 64 bytes a row, forward and backward."""
+    rows = 2048
+    logits = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, columns, (rows,), device="cuda")
+    upstream = torch.ones(rows, device="cuda")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    outputs = token_log_probs(logits, labels, entropy=True, temperature=0.7)
+    torch.autograd.grad(outputs, logits, [upstream, upstream])
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra < 64 * rows, extra / rows
+
+
+@pytest.mark.parametrize("gradient", ("in_forward", "in_backward"))
+def test_a_scaled_logit_is_rounded_before_the_maximum_is_subtracted(gradient):
+    """A fused ``scale * x - max`` leaves the label's own rounding in a loss of 0.001."""
+    made, labels = batch("confident", rows=40, vocab_size=200)
+    logits = (made + 500) / 0.3
+    options = {"logit_scale": 0.3, "reduction": "none"}
+    source = logits.cuda().requires_grad_()
+    loss = vocab_parallel_cross_entropy(source, labels.cuda(), gradient=gradient, **options)
+    loss.backward(torch.ones_like(loss))
+    oracle = cross_entropy_fp64(logits, labels, **options)
+    peer = cross_entropy_same_dtype(logits, labels, **options)
+    assert_within_budget(loss, oracle.loss, peer.loss)
+    assert_within_budget(source.grad, oracle.grad, peer.grad)

@@ -1,0 +1,153 @@
+"""Which columns a rank owns: torch.chunk's cut, equal shards with padding, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vocab_parallel_ce.shard import VocabShard
+
+hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+st = hypothesis.strategies
+
+pytestmark = pytest.mark.reference
+
+every_cut = hypothesis.settings(max_examples=300, deadline=None, derandomize=True, database=None)
+VOCAB_SIZES = (1, 2, 5, 7, 8, 100, 1003, 50257, 128256)
+GROUP_SIZES = (1, 2, 3, 4, 7, 8, 16)
+
+
+def _accepted(vocab_size, n_ranks, widths):
+    """The shards of all ranks, or None where a rank refuses."""
+    try:
+        return [VocabShard.of_rank(vocab_size, rank, n_ranks, widths[rank]) for rank in range(n_ranks)]
+    except ValueError:
+        return None
+
+
+def _valid_columns(shards):
+    return [column for shard in shards for column in range(shard.start, shard.start + shard.n_valid)]
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+@pytest.mark.parametrize("n_ranks", GROUP_SIZES)
+def test_the_cut_is_that_of_torch_chunk(vocab_size, n_ranks):
+    chunks = torch.arange(vocab_size).chunk(n_ranks)
+    if len(chunks) < n_ranks:
+        for rank in range(n_ranks):
+            with pytest.raises(ValueError, match=f"^vocab_size: must leave each of {n_ranks} ranks a column"):
+                VocabShard.of_rank(vocab_size, rank, n_ranks)
+        return
+    for rank, chunk in enumerate(chunks):
+        expected = (int(chunk[0]), int(chunk[-1]) + 1, vocab_size)
+        assert VocabShard.of_rank(vocab_size, rank, n_ranks) == expected
+        shard = VocabShard.of_rank(vocab_size, rank, n_ranks, len(chunk))
+        assert shard == expected
+        assert shard.n_columns == shard.n_valid == len(chunk)
+        shard.check(len(chunk), n_ranks)
+
+
+def test_worked_example():
+    assert [VocabShard.of_rank(1003, rank, 3) for rank in range(3)] == [
+        (0, 335, 1003),
+        (335, 670, 1003),
+        (670, 1003, 1003),
+    ]
+    last = VocabShard.of_rank(1003, 2, 3, 384)
+    assert last == (768, 1152, 1003) and last.n_valid == 235
+
+
+@pytest.mark.parametrize(
+    "vocab_size, n_ranks, width, valid",
+    [
+        (1003, 3, 342, [342, 342, 319]),
+        (50257, 4, 12672, [12672, 12672, 12672, 12241]),
+        (10, 4, 3, [3, 3, 3, 1]),
+        (9, 4, 3, [3, 3, 3, 0]),
+        (5, 4, 4, [4, 1, 0, 0]),
+        (7, 1, 8, [7]),
+    ],
+)
+def test_equal_shards_are_padded_behind_the_vocabulary(vocab_size, n_ranks, width, valid):
+    """A last shard may be partly or wholly padding."""
+    for rank, n_valid in enumerate(valid):
+        shard = VocabShard.of_rank(vocab_size, rank, n_ranks, width)
+        assert shard == (rank * width, (rank + 1) * width, vocab_size)
+        assert (shard.n_columns, shard.n_valid) == (width, n_valid)
+        shard.check(width, n_ranks)
+
+
+@every_cut
+@hypothesis.given(st.integers(1, 300), st.integers(1, 9), st.integers(1, 400))
+def test_accepted_shards_have_every_column_once(vocab_size, n_ranks, width):
+    padded = _accepted(vocab_size, n_ranks, [width] * n_ranks)
+    cut = _accepted(vocab_size, n_ranks, [None] * n_ranks)
+    for shards in filter(None, (padded, cut)):
+        assert _valid_columns(shards) == list(range(vocab_size))
+        assert all(shard.vocab_size == vocab_size for shard in shards)
+    holds_all = n_ranks > 1 and width >= vocab_size
+    assert (padded is not None) == (width * n_ranks >= vocab_size and not holds_all)
+
+
+@every_cut
+@hypothesis.given(st.integers(1, 300), st.integers(1, 9))
+def test_widths_of_the_cut_are_taken_for_the_cut(vocab_size, n_ranks):
+    """A rank cannot know the others' widths: its own must mean the same with and without them."""
+    cut = _accepted(vocab_size, n_ranks, [None] * n_ranks)
+    if cut is not None:
+        again = _accepted(vocab_size, n_ranks, [shard.n_columns for shard in cut])
+        assert again is not None and _valid_columns(again) == list(range(vocab_size))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("vocab_size, width", [(1000, 1000), (1000, 1024), (1000, 249), (1003, 240), (1, 1)])
+def test_a_width_that_fits_no_cut_is_refused_on_every_rank(vocab_size, width, rank):
+    """The whole vocabulary on each of several ranks gave a loss that was log(R) too large."""
+    with pytest.raises(ValueError, match="^logits: last dimension must be .* got " + str(width)):
+        VocabShard.of_rank(vocab_size, rank, 4, width)
+
+
+def test_one_rank_has_the_whole_vocabulary():
+    assert VocabShard.of_rank(1000, 0, 1, 1000) == (0, 1000, 1000)
+    assert VocabShard.of_rank(1000, 0, 1, 1024) == (0, 1024, 1000)
+    with pytest.raises(ValueError, match="^logits: last dimension must be 1000 on rank 0 of 1 .* or more"):
+        VocabShard.of_rank(1000, 0, 1, 999)
+
+
+@pytest.mark.parametrize("n_ranks", GROUP_SIZES)
+def test_without_a_vocabulary_size_shards_are_equal(n_ranks):
+    shards = [VocabShard.even(12, rank, n_ranks) for rank in range(n_ranks)]
+    assert _valid_columns(shards) == list(range(12 * n_ranks))
+    for shard in shards:
+        assert (shard.n_columns, shard.n_valid, shard.vocab_size) == (12, 12, 12 * n_ranks)
+        shard.check(12, n_ranks)
+
+
+@pytest.mark.parametrize(
+    "shard, n_valid", [((0, 8, 8), 8), ((8, 16, 12), 4), ((8, 16, 8), 0), ((8, 16, 3), 0)]
+)
+def test_columns_at_the_vocabulary_and_beyond_are_not_valid(shard, n_valid):
+    assert VocabShard(*shard).n_valid == n_valid
+    VocabShard(*shard).check(8, 2)
+
+
+@pytest.mark.parametrize(
+    "shard, n_columns, n_ranks, message",
+    [
+        ((-1, 7, 16), 8, 2, "shard: must be columns of a vocabulary, 0 <= start < stop, got "),
+        ((8, 8, 16), 0, 2, "shard: must be columns of a vocabulary"),
+        ((8, 4, 16), 4, 2, "shard: must be columns of a vocabulary"),
+        ((0, 8, 0), 8, 2, "shard: must be columns of a vocabulary"),
+        ((0, 8, 16), 9, 2, "logits: last dimension must be the shard width 8, got 9"),
+        ((0, 8, 16), 8, 1, "shard: must be the whole vocabulary where there is one rank, got "),
+        ((8, 16, 16), 8, 1, "shard: must be the whole vocabulary where there is one rank"),
+        ((8, 24, 16), 16, 1, "shard: must be the whole vocabulary where there is one rank"),
+    ],
+)
+def test_shards_that_cannot_be_are_refused(shard, n_columns, n_ranks, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        VocabShard(*shard).check(n_columns, n_ranks)
+
+
+def test_one_rank_may_have_padding():
+    VocabShard(0, 1024, 1000).check(1024, 1)
