@@ -21,7 +21,7 @@ from tests.support.oracle import token_outputs_fp64, token_outputs_same_dtype
 from vocab_parallel_ce import VocabShard, token_log_probs, vocab_parallel_cross_entropy
 
 # Few rows: the interpreter takes tens of milliseconds for each.
-COLUMNS, ROWS = 21, 5
+COLUMNS, ROWS = 21, 4
 GRADIENTS = ("in_backward", "out_of_place")
 OPTIONS = ("temperature", "softcap", "logit_scale", "ignore_index")
 NAN, INF = float("nan"), float("inf")
@@ -98,14 +98,14 @@ def test_one_of_the_outputs_used(impl_device, used, gradient):
 
 def test_upstream_gradients_of_every_layout(impl_device):
     """Each output's has strides of its own: one value for all tokens, or a transposed view."""
-    logits, labels = _rows("peaked", 6)
-    logits, labels = logits.view(2, 3, COLUMNS), labels.view(2, 3)
-    layouts = [upstream for _, upstream in upstream_gradients((2, 3))]
+    logits, labels = _rows("peaked", 4)
+    logits, labels = logits.view(2, 2, COLUMNS), labels.view(2, 2)
+    layouts = [upstream for _, upstream in upstream_gradients((2, 2))]
     for turn, upstream in enumerate(layouts):
         other, gradient = layouts[turn - 1], GRADIENTS[turn % 2]
         before = upstream.clone()
         log_probs, entropy, _ = _check(impl_device, logits, labels, upstream, other, gradient=gradient)
-        assert log_probs.shape == entropy.shape == (2, 3) and torch.equal(upstream, before)
+        assert log_probs.shape == entropy.shape == (2, 2) and torch.equal(upstream, before)
 
 
 def test_outputs_summed_and_weighted_by_the_caller(impl_device):
@@ -192,12 +192,10 @@ def test_entropy_of_distributions_that_are_known(impl_device):
     labels = torch.tensor([0, 1, 5, 2, 63, 2])
     mixed = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
     known = torch.tensor([math.log(64), math.log(64), 0.0, math.log(7), 0.0, mixed]).double()
-    log_probs, entropy, grad = _check(impl_device, logits, labels, None, torch.ones(6))
-    torch.testing.assert_close(entropy.double(), known, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(log_probs[5].item(), math.log(1 / 4), rtol=1e-6, atol=0)
-    # No direction changes a uniform or a one-hot distribution's entropy at first order.
-    assert float(grad[:5].abs().max()) < 1e-6 and float(grad[5].abs().max()) > 0.1
-    assert not grad[logits == -INF].any()
+    _, entropy, grad = _check(impl_device, logits, labels, None, torch.ones(6))
+    assert_within_budget(entropy, known, known.float())
+    # No direction changes the entropy of the others at first order.
+    assert float(grad[5].abs().max()) > 0.1 and not grad[logits == -INF].any()
 
 
 def test_entropy_of_rows_far_from_zero_keeps_its_digits(impl_device):
@@ -257,26 +255,30 @@ def test_without_a_gradient_logits_are_never_touched(impl_device, context):
 def test_second_backward(impl_device):
     """In place it raises with the remedy, also where each backward is through one of the outputs."""
     impl, device = impl_device
-    values, labels = (x.to(device) for x in batch("peaked", rows=3, vocab_size=COLUMNS))
+    values, labels = (x.to(device) for x in _rows("peaked", 3))
 
     def outputs_of(gradient):
         logits = values.clone().requires_grad_() * 1
         return logits, token_log_probs(logits, labels, entropy=True, impl=impl, gradient=gradient)
 
-    for second in (0, 1):
+    for first, second in ((0, 0), (0, 1), (1, 0)):
         logits, outputs = outputs_of("in_backward")
-        torch.autograd.grad(outputs[0].sum(), logits, retain_graph=True)
+        torch.autograd.grad(outputs[first].sum(), logits, retain_graph=True)
         after_first = logits.detach().clone()
         with pytest.raises(RuntimeError, match="out_of_place"):
             torch.autograd.grad(outputs[second].sum(), logits)
         assert torch.equal(logits, after_first)
     logits, outputs = outputs_of("out_of_place")
-    first, other, again = (
+    log_probs, entropy, again = (
         torch.autograd.grad(outputs[i].sum(), logits, retain_graph=True)[0] for i in (0, 1, 0)
     )
-    (both,) = torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), logits)
-    assert torch.equal(first, again) and torch.equal(logits, values)
-    torch.testing.assert_close(first + other, both, rtol=1e-5, atol=1e-6)
+    assert torch.equal(log_probs, again) and torch.equal(logits, values)
+    for grad, used in ((log_probs, "upstream"), (entropy, "entropy_upstream")):
+        oracle, peer = (
+            compute(values.cpu(), labels.cpu(), **{used: torch.ones(3)}).grad
+            for compute in (token_outputs_fp64, token_outputs_same_dtype)
+        )
+        assert_within_budget(grad, oracle, peer)
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)

@@ -116,6 +116,16 @@ def test_each_option_against_autograd(kind, shards, options):
     _assert_equal(_by_spec(logits, labels, options, shards), expected, logits, options)
 
 
+def test_only_what_options_need_travels():
+    """4 bytes a row and rank each."""
+    names = ("row_max", "sum_exp", "target_logit")
+    assert PLAIN.statistics == LossOptions(7, 0.0, 0.1, 2.0, 30.0).statistics == names
+    assert LossOptions(smoothing=0.1).statistics == (*names, "gap_sum", "n_columns")
+    assert LossOptions(entropy=True).statistics == (*names, "exp_gap_sum")
+    assert LossOptions(predictions=True).statistics == (*names, "argmax")
+    assert ALL.statistics == spec.RowStats._fields
+
+
 @BY_OPTION
 def test_gradients_are_derivatives(options):
     logits, labels = batch("some_ignored", rows=5, vocab_size=8, dtype=FP64)

@@ -20,7 +20,7 @@ TRANSFORMS = {
 def grid():
     """Every magnitude of fp32, densely where tanh bends and on both sides of where its formula changes."""
     magnitudes = torch.logspace(-45, 38.5, 4000, base=10, dtype=torch.float64)
-    seam = 0.625 + torch.arange(-200, 200, dtype=torch.float64) * 2**-24
+    seam = 1 + torch.arange(-200, 200, dtype=torch.float64) * 2**-24
     positive = torch.cat([magnitudes, torch.linspace(0, 12, 20000, dtype=torch.float64), seam]).float()
     ends = torch.tensor([0.0, FP32.tiny, FP32.tiny * FP32.eps, FP32.max, INF])
     return torch.cat([positive, -positive, ends, -ends])
@@ -36,7 +36,9 @@ def test_tanh_on_a_dense_grid(kernel_device):
     # A subnormal may be flushed to 0.
     units = (actual - truth).abs() / last_place.clamp(min=FP32.tiny)
     worst = int(units.argmax())
-    assert float(units[worst]) <= 4, (float(x[worst]), float(actual[worst]), float(truth[worst]))
+    # A GPU's exp2 and division are not exact.
+    allowed = 2 if kernel_device == "cpu" else 4
+    assert float(units[worst]) <= allowed, (float(x[worst]), float(actual[worst]), float(truth[worst]))
     assert bool((actual.abs() <= 1).all())
 
 
