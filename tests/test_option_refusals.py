@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -20,10 +22,14 @@ ITEMS = {"reduction": "sum"}
 
 
 def _positive(name):
-    """Wrong values of a number that must be positive: 0 or less turns a padding of -inf into +inf or NaN."""
-    message = f"{name}: must be positive and finite, got"
+    """Wrong values of a number that must be positive: 0 or less turns a padding of -inf into +inf or NaN.
+
+    Kernels compute in fp32, where 1e39 is infinite and 1e-46 is 0.
+    """
+    message = f"{name}: must be positive and finite.*, got"
+    wrong = (0, -1.5, NAN, INF, 1e39, 1e-46)
     return [
-        *(({name: value}, ValueError, f"{message} {value}") for value in (0, -1.5, NAN, INF)),
+        *(({name: value}, ValueError, f"{message} {re.escape(str(value))}$") for value in wrong),
         ({name: "1"}, TypeError, f"{name}: expected a number, got str"),
         ({name: True}, TypeError, f"{name}: expected a number, got bool"),
         ({name: torch.tensor(1.0)}, TypeError, f"{name}: expected a number, got Tensor"),
@@ -39,29 +45,46 @@ OF_BOTH = [
     ({"vocab_size": 22}, ValueError, "logits: last dimension must be .*22.*, got 21"),
     ({"shard": (0, 21, 21)}, TypeError, "shard: expected a VocabShard, got tuple"),
     ({"shard": VocabShard(0, 21, 21), "vocab_size": 21}, ValueError, "shard: has a vocab_size itself"),
-    ({"shard": VocabShard(0, 20, 20)}, ValueError, "logits: .* the shard width 20, got 21"),
+    ({"shard": VocabShard(0, 20, 20)}, ValueError, "logits: last dimension must be .*width 20.*, got 21$"),
     ({"shard": VocabShard(21, 42, 42)}, ValueError, "shard: .* one rank, got VocabShard.*start=21"),
     ({"shard": VocabShard(0, 21, 42)}, ValueError, "shard: .* one rank, got VocabShard.*vocab_size=42"),
     ({"shard": VocabShard(-21, 0, 21)}, ValueError, "shard: .*0 <= start < stop, got"),
     ({"shard": VocabShard(21, 0, 21)}, ValueError, "shard: .*0 <= start < stop, got"),
     ({"shard": VocabShard(0, 21, 0)}, ValueError, "shard: must be columns of a vocabulary"),
+    ({"shard": VocabShard(0, 21, 21.0)}, TypeError, "shard: vocab_size: expected an int, got float"),
+    ({"shard": VocabShard(0.0, 21, 21)}, TypeError, "shard: start: expected an int, got float"),
 ]
 OF_THE_LOSS = [
     ({"label_smoothing": 1.01}, ValueError, r"label_smoothing: must be in \[0, 1\], got 1.01"),
     ({"label_smoothing": INF}, ValueError, r"label_smoothing: must be in \[0, 1\], got inf"),
     ({"smoothing_formula": "tf"}, ValueError, "smoothing_formula: expected one of 'torch', 'megatron'"),
     ({"smoothing_formula": None}, ValueError, "smoothing_formula: expected one of .*, got None"),
-    *(({"z_loss": value}, ValueError, f"z_loss: must be at least 0.*{value}") for value in (-0.1, NAN, INF)),
+    *(
+        ({"z_loss": value}, ValueError, f"z_loss: must be at least 0.* got {re.escape(str(value))}$")
+        for value in (-0.1, NAN, INF, 1e39)
+    ),
     ({"z_loss": None}, TypeError, "z_loss: expected a number, got NoneType"),
     ({"z_loss": torch.tensor(0.1)}, TypeError, "z_loss: expected a number, got Tensor"),
     ({"return_metrics": 1}, TypeError, "return_metrics: expected a bool, got int"),
-    ({"num_items": 3}, ValueError, "num_items: divides reduction 'sum', got reduction 'mean'"),
-    ({"num_items": 3, "reduction": "none"}, ValueError, "num_items: .* got reduction 'none'"),
-    ({"num_items": torch.tensor(3)}, ValueError, "num_items: .* got reduction 'mean'"),
+    ({"num_items": 3}, ValueError, "num_items: expected reduction='sum' with it, got reduction='mean'"),
+    ({"num_items": 3, "reduction": "none"}, ValueError, "num_items: .* got reduction='none'"),
+    ({"num_items": torch.tensor(3)}, ValueError, "num_items: .* got reduction='mean'"),
     ({"num_items": -1, **ITEMS}, ValueError, "num_items: must be at least 0, got -1"),
-    ({"num_items": 2.5, **ITEMS}, TypeError, "num_items: expected an int, got float"),
-    ({"num_items": True, **ITEMS}, TypeError, "num_items: expected an int, got bool"),
-    ({"num_items": "3", **ITEMS}, TypeError, "num_items: expected an int, got str"),
+    (
+        {"num_items": 2.5, **ITEMS},
+        TypeError,
+        "num_items: expected an int or a tensor of .* got float",
+    ),
+    (
+        {"num_items": True, **ITEMS},
+        TypeError,
+        "num_items: expected an int or a tensor of .* got bool",
+    ),
+    (
+        {"num_items": "3", **ITEMS},
+        TypeError,
+        "num_items: expected an int or a tensor of .* got str",
+    ),
     ({"num_items": torch.ones(2), **ITEMS}, ValueError, r"num_items: expected 1 element, got .*\(2,\)"),
     ({"num_items": torch.tensor(True), **ITEMS}, TypeError, "num_items: dtype .*torch.bool"),
     ({"num_items": torch.tensor(1j), **ITEMS}, TypeError, "num_items: dtype .*complex64"),
@@ -92,6 +115,24 @@ def test_refused_before_anything_is_changed(function, options, error, message):
     with pytest.raises(error, match=f"^{message}"):
         function(logits, labels, **options)
     assert torch.equal(logits, before) and logits._version == labels._version == 0
+
+
+@pytest.mark.parametrize(
+    ("accepted", "refused"),
+    [
+        ({"z_loss": 1}, {"z_loss": True}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"return_metrics": True}, {"return_metrics": 1}),
+        ({"ignore_index": 1}, {"ignore_index": 1.0}),
+    ],
+    ids=str,
+)
+def test_an_equal_value_of_another_type_is_refused_after_one_that_is_accepted(accepted, refused):
+    """What was checked once may be remembered, by its type too."""
+    logits, labels = torch.randn(3, COLUMNS), torch.zeros(3, dtype=torch.int64)
+    vocab_parallel_cross_entropy(logits, labels, **accepted)
+    with pytest.raises(TypeError, match=f"^{next(iter(refused))}: expected"):
+        vocab_parallel_cross_entropy(logits, labels, **refused)
 
 
 @pytest.mark.parametrize("function", [vocab_parallel_cross_entropy, token_log_probs])

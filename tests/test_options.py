@@ -338,12 +338,13 @@ def test_num_items_of_every_type(impl_device):
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_no_items_give_no_loss_and_no_gradient(impl_device, gradient):
-    """An empty step divides by 0; NaN would spread to every parameter."""
+    """An empty step divides by 0, or weighs by 0 what its rows hold: NaN would spread to every parameter."""
     options = {"reduction": "sum", "z_loss": 0.02, "return_metrics": True, "gradient": gradient}
     for num_items in (0, torch.tensor(0), torch.tensor(0.0), torch.tensor([0], dtype=torch.int32)):
         kind = "all_ignored" if isinstance(num_items, int) else "peaked"
-        made = batch(kind, rows=2, vocab_size=COLUMNS)
-        loss, grad, metrics = _call(impl_device, *made, num_items=num_items, **options)
+        logits, labels = batch(kind, rows=3, vocab_size=COLUMNS)
+        logits[0, 4], labels[1] = NAN, COLUMNS
+        loss, grad, metrics = _call(impl_device, logits, labels, num_items=num_items, **options)
         assert loss.item() == 0 and not grad.any() and metrics.z_loss.item() == 0
 
 

@@ -131,6 +131,18 @@ def test_any_ignore_index(impl_device, reduction, ignore_index):
     _check(impl_device, logits, labels, reduction=reduction, ignore_index=ignore_index)
 
 
+def test_an_ignore_index_that_the_labels_cannot_hold_ignores_nothing(impl_device):
+    """Compared in int32, 2**32 + 3 is 3."""
+    logits, labels = batch("peaked", rows=3, vocab_size=COLUMNS)
+    labels[1] = 3
+    for reduction in ("mean", "none"):
+        expected = _loss_and_grad(impl_device, logits.clone(), labels, reduction=reduction)
+        actual = _loss_and_grad(
+            impl_device, logits.clone(), labels.int(), reduction=reduction, ignore_index=2**32 + 3
+        )
+        assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
+
+
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_ignored_rows_hide_what_they_hold(impl_device, bad):
     """Padding may be uninitialised: its gradient is 0, not 0 * NaN."""

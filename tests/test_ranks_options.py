@@ -19,7 +19,7 @@ from tests.support.oracle import (
     token_outputs_same_dtype,
 )
 from tests.support.ranks import device_of, implementation_params, subgroups
-from vocab_parallel_ce import VocabShard, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce import VocabShard, token_log_probs, verify_group, vocab_parallel_cross_entropy
 
 COLUMNS, ROWS = 20, 5
 NAN = float("nan")
@@ -357,3 +357,33 @@ def test_token_log_probs_of_padded_shards(rank_pool, impl):
     options = {"entropy": True, "softcap": 10.0}
     case = Case(logits, labels, impl, options, THIRDS, "shard", (_random(), _random(seed=1)))
     _check_token_outputs(case, rank_pool.run(_run, token_log_probs, case), range(3))
+
+
+def _verified(rank, group, options_of_ranks):
+    logits = torch.randn(4, 10, device=device_of(rank, group))
+    labels = torch.arange(4, device=logits.device)
+    try:
+        verify_group(logits, labels, group, **options_of_ranks[rank])
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "agreed"
+
+
+@pytest.mark.parametrize(
+    ("options_of_ranks", "message"),
+    [
+        (({"softcap": 30.0, "reduction": "none"},) * 2, "agreed"),
+        (({}, {"softcap": 30.0}), "ValueError: options: rank 1 of 2 has {'softcap': 30.0}, rank 0 has {}"),
+        (
+            ({"z_loss": 0.1}, {"z_loss": 0.2}),
+            "ValueError: options: rank 1 of 2 has {'z_loss': 0.2}, rank 0 has",
+        ),
+        (({}, {"soft_cap": 30.0}), "TypeError: rank 1 of 2: soft_cap: expected an option of the loss"),
+    ],
+    ids=["same", "missing", "other value", "unknown"],
+)
+@_ranks((2,), (), (2,))
+def test_options_that_differ_between_ranks_are_found(rank_pool, impl, options_of_ranks, message):
+    """A softcap on one rank alone gave the same wrong loss on all, without an error."""
+    for got in rank_pool.run(_verified, options_of_ranks):
+        assert got.startswith(message), got

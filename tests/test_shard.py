@@ -35,7 +35,9 @@ def test_the_cut_is_that_of_torch_chunk(vocab_size, n_ranks):
     chunks = torch.arange(vocab_size).chunk(n_ranks)
     if len(chunks) < n_ranks:
         for rank in range(n_ranks):
-            with pytest.raises(ValueError, match=f"^vocab_size: must leave each of {n_ranks} ranks a column"):
+            with pytest.raises(
+                ValueError, match=f"^vocab_size: must leave a column to the last of {n_ranks} "
+            ):
                 VocabShard.of_rank(vocab_size, rank, n_ranks)
         return
     for rank, chunk in enumerate(chunks):
@@ -44,7 +46,7 @@ def test_the_cut_is_that_of_torch_chunk(vocab_size, n_ranks):
         shard = VocabShard.of_rank(vocab_size, rank, n_ranks, len(chunk))
         assert shard == expected
         assert shard.n_columns == shard.n_valid == len(chunk)
-        shard.check(len(chunk), n_ranks)
+        assert shard.checked(len(chunk), n_ranks) == shard
 
 
 def test_worked_example():
@@ -74,7 +76,7 @@ def test_equal_shards_are_padded_behind_the_vocabulary(vocab_size, n_ranks, widt
         shard = VocabShard.of_rank(vocab_size, rank, n_ranks, width)
         assert shard == (rank * width, (rank + 1) * width, vocab_size)
         assert (shard.n_columns, shard.n_valid) == (width, n_valid)
-        shard.check(width, n_ranks)
+        assert shard.checked(width, n_ranks) == shard
 
 
 @every_cut
@@ -110,7 +112,10 @@ def test_a_width_that_fits_no_cut_is_refused_on_every_rank(vocab_size, width, ra
 def test_one_rank_has_the_whole_vocabulary():
     assert VocabShard.of_rank(1000, 0, 1, 1000) == (0, 1000, 1000)
     assert VocabShard.of_rank(1000, 0, 1, 1024) == (0, 1024, 1000)
-    with pytest.raises(ValueError, match="^logits: last dimension must be 1000 on rank 0 of 1 .* or more"):
+    with pytest.raises(
+        ValueError,
+        match="^logits: last dimension must be at least vocab_size 1000 .* got 999",
+    ):
         VocabShard.of_rank(1000, 0, 1, 999)
 
 
@@ -120,7 +125,7 @@ def test_without_a_vocabulary_size_shards_are_equal(n_ranks):
     assert _valid_columns(shards) == list(range(12 * n_ranks))
     for shard in shards:
         assert (shard.n_columns, shard.n_valid, shard.vocab_size) == (12, 12, 12 * n_ranks)
-        shard.check(12, n_ranks)
+        assert shard.checked(12, n_ranks) == shard
 
 
 @pytest.mark.parametrize(
@@ -128,7 +133,7 @@ def test_without_a_vocabulary_size_shards_are_equal(n_ranks):
 )
 def test_columns_at_the_vocabulary_and_beyond_are_not_valid(shard, n_valid):
     assert VocabShard(*shard).n_valid == n_valid
-    VocabShard(*shard).check(8, 2)
+    assert VocabShard(*shard).checked(8, 2) == shard
 
 
 @pytest.mark.parametrize(
@@ -138,7 +143,7 @@ def test_columns_at_the_vocabulary_and_beyond_are_not_valid(shard, n_valid):
         ((8, 8, 16), 0, 2, "shard: must be columns of a vocabulary"),
         ((8, 4, 16), 4, 2, "shard: must be columns of a vocabulary"),
         ((0, 8, 0), 8, 2, "shard: must be columns of a vocabulary"),
-        ((0, 8, 16), 9, 2, "logits: last dimension must be the shard width 8, got 9"),
+        ((0, 8, 16), 9, 2, "logits: last dimension must be the width 8 of .*, got 9"),
         ((0, 8, 16), 8, 1, "shard: must be the whole vocabulary where there is one rank, got "),
         ((8, 16, 16), 8, 1, "shard: must be the whole vocabulary where there is one rank"),
         ((8, 24, 16), 16, 1, "shard: must be the whole vocabulary where there is one rank"),
@@ -146,8 +151,36 @@ def test_columns_at_the_vocabulary_and_beyond_are_not_valid(shard, n_valid):
 )
 def test_shards_that_cannot_be_are_refused(shard, n_columns, n_ranks, message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        VocabShard(*shard).check(n_columns, n_ranks)
+        VocabShard(*shard).checked(n_columns, n_ranks)
 
 
 def test_one_rank_may_have_padding():
-    VocabShard(0, 1024, 1000).check(1024, 1)
+    assert VocabShard(0, 1024, 1000).checked(1024, 1) == (0, 1024, 1000)
+
+
+@pytest.mark.parametrize("field", ("start", "stop", "vocab_size"))
+def test_fields_are_integers_of_any_type_and_become_plain_ones(field):
+    """Kernels are launched with them, and NumPy's numbers are other arguments than Python's."""
+    shard = VocabShard(8, 16, 32)
+    checked = shard._replace(**{field: torch.tensor(getattr(shard, field)).numpy()[()]}).checked(8, 4)
+    assert checked == shard and all(type(value) is int for value in checked)
+    for bad in (8.0, True, "8", None):
+        with pytest.raises(TypeError, match=f"^shard: {field}: expected an int, got {type(bad).__name__}"):
+            shard._replace(**{field: bad}).checked(8, 4)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ((8.0, 0, 2), TypeError, "vocab_size: expected an int, got float"),
+        ((8, None, 2), TypeError, "rank: expected an int, got NoneType"),
+        ((8, 0, "2"), TypeError, "n_ranks: expected an int, got str"),
+        ((0, 0, 2), ValueError, "vocab_size: must be positive, got 0"),
+        ((8, 2, 2), ValueError, "rank: must be in "),
+        ((8, -1, 2), ValueError, "rank: must be in "),
+        ((8, 0, 0), ValueError, "rank: must be in "),
+    ],
+)
+def test_arguments_that_are_no_rank_of_a_group_are_refused(arguments, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        VocabShard.of_rank(*arguments)

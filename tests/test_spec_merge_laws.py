@@ -167,3 +167,14 @@ def test_a_shard_of_the_lowest_numbers_leaves_no_trace_in_the_entropy(dtype):
     for merged in (spec.merge(near, beyond), spec.merge(beyond, near)):
         assert torch.equal(merged.exp_gap_sum, near.exp_gap_sum)
         assert torch.equal(merged.sum_exp, near.sum_exp)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_excluded_shard_beside_one_of_the_lowest_numbers(dtype):
+    """Moved to a maximum that far below 0, its -inf would meet +inf."""
+    label = torch.tensor([LABEL])
+    lowest = spec.local_stats(torch.full((1, 2), torch.finfo(dtype).min, dtype=dtype), label, 0, VOCAB)
+    excluded = spec.local_stats(torch.full((1, 8), -INF, dtype=dtype), label, 2, VOCAB)
+    for merged in (spec.merge(lowest, excluded), spec.merge(excluded, lowest)):
+        assert (merged.sum_exp.item(), merged.exp_gap_sum.item()) == (2, 0)
+        assert merged.gap_sum.item() == -INF

@@ -234,6 +234,25 @@ def test_a_row_that_is_not_finite_is_nan_in_every_output(bad, options):
     assert rows.predictions[2] == -1 and bool((rows.predictions[~row_2] >= 0).all())
 
 
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_row_of_nan_is_nan_in_its_excluded_columns_too(bad):
+    logits, labels = batch("excluded_columns", rows=2, vocab_size=VOCAB, dtype=FP64)
+    logits[0, int(labels[0])] = bad
+    rows = _by_spec(logits, labels, LossOptions(entropy=True), shards=2)
+    for gradient in (rows.gradient, rows.entropy_gradient):
+        assert gradient[0].isnan().all()
+        assert torch.equal(gradient[1] == 0, logits[1] == -INF)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_statistics_that_are_not_wanted_change_none_that_are(options):
+    logits, labels = batch("mixture", rows=ROWS, vocab_size=VOCAB, dtype=FP64)
+    every = spec.local_stats(logits, labels, 0, VOCAB, options)
+    wanted = spec.local_stats(logits, labels, 0, VOCAB, options, options.statistics)
+    for name in options.statistics:
+        assert torch.equal(getattr(wanted, name), getattr(every, name)), name
+
+
 @pytest.mark.parametrize("label", [-1, VOCAB, VOCAB + 3])
 def test_a_label_outside_the_vocabulary_is_nan_also_where_there_is_padding(label):
     logits, labels = batch("peaked", rows=ROWS, vocab_size=VOCAB + 4, dtype=FP64)

@@ -74,6 +74,13 @@ def test_all_ignored_is_zero_and_ignored_rows_hide_what_they_hold():
         assert loss.item() == 0.0 and torch.equal(grad, torch.zeros(2, 2, dtype=torch.float64))
 
 
+def test_no_items_are_zero_whatever_rows_hold():
+    logits, labels = torch.tensor([[NAN, 1.0], [0.0, INF], [0.0, 1.0]]), torch.tensor([0, 1, 2])
+    options = {"reduction": "sum", "num_items": torch.tensor(0), "z_loss": 0.1}
+    loss, grad = cross_entropy_fp64(logits, labels, **options)
+    assert loss.item() == 0 and not grad.any() and metrics_fp64(logits, labels, **options).z_loss == 0
+
+
 def test_excluded_columns_have_zero_gradient_even_under_smoothing():
     logits = torch.tensor([[0.0, float("-inf"), 1.0], [float("-inf")] * 3])
     _, grad = cross_entropy_fp64(logits, torch.tensor([0, 0]), label_smoothing=0.3, reduction="sum")

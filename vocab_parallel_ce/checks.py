@@ -12,6 +12,7 @@ LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LABEL_DTYPES = (torch.int64, torch.int32)
 REDUCTIONS = ("mean", "sum", "none")
 SMOOTHING_FORMULAS = ("torch", "megatron")
+FP32 = torch.finfo(torch.float32)
 GRADIENTS = ("auto", "in_forward", "in_backward", "out_of_place")
 
 
@@ -50,14 +51,14 @@ def check_labels(labels: object, logits: Tensor) -> None:
 
 
 def check_number(name: str, value: object, *, positive: bool = False, at_most: float = math.inf) -> None:
-    """A finite number of at least 0, or above 0, and at most ``at_most``."""
+    """A number of at least 0, or above 0, and at most ``at_most``, that fp32 can hold."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    number = float(value)
-    if positive and not 0 < number < math.inf:
-        raise ValueError(f"{name}: must be positive and finite, got {value}")
-    if not (0 <= number <= at_most and number < math.inf):
-        expected = "in [0, 1]" if at_most == 1 else "at least 0 and finite"
+    number = float(value) if abs(value) <= FP32.max else math.inf  # type: ignore[operator]
+    if positive and not FP32.tiny <= number <= FP32.max:
+        raise ValueError(f"{name}: must be positive and finite in fp32, got {value}")
+    if not 0 <= number <= min(at_most, FP32.max):
+        expected = "in [0, 1]" if at_most == 1 else "at least 0 and finite in fp32"
         raise ValueError(f"{name}: must be {expected}, got {value}")
 
 
@@ -102,24 +103,30 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
     if num_items is None:
         return
     if reduction != "sum":
-        raise ValueError(f"num_items: divides reduction 'sum', got reduction {reduction!r}")
+        raise ValueError(f"num_items: expected reduction='sum' with it, got reduction={reduction!r}")
     if not isinstance(num_items, Tensor):
-        check_integer("num_items", num_items)
-        if int(num_items) < 0:  # type: ignore[call-overload]
+        if isinstance(num_items, bool) or not isinstance(num_items, Integral):
+            raise TypeError(
+                f"num_items: expected an int or a tensor of one element, got {type(num_items).__name__}"
+            )
+        if int(num_items) < 0:
             raise ValueError(f"num_items: must be at least 0, got {num_items}")
         return
     if num_items.numel() != 1:
         raise ValueError(f"num_items: expected 1 element, got shape {_shape(num_items)}")
     if num_items.dtype == torch.bool or num_items.is_complex():
         raise TypeError(f"num_items: dtype must be integer or floating point, got {num_items.dtype}")
+    if num_items.device.type == "cpu" and not float(num_items) >= 0:
+        raise ValueError(f"num_items: must be at least 0, got {float(num_items)}")
     if num_items.device.type != "cpu" and num_items.device != logits.device:
         raise ValueError(
-            f"num_items: device must be that of logits, {logits.device}, or cpu, got {num_items.device}"
+            f"num_items: device must be cpu or that of logits, {logits.device}, got {num_items.device}"
         )
 
 
 def check_label_range(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Raise ValueError for the first label outside ``[0, vocab_size)``. Waits for the device."""
+    labels = labels.long()  # a comparison wraps what does not fit in the labels' dtype
     outside = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
     count = int(outside.sum())
     if count:

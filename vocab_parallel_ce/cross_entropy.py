@@ -24,7 +24,7 @@ from vocab_parallel_ce.pipeline import (
     walkable,
 )
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import RowOutputs
+from vocab_parallel_ce.spec import RowOutputs, is_ignored
 
 SECOND_BACKWARD = (
     "cross-entropy: backward ran a second time, but the first had its gradient in the logits' "
@@ -40,12 +40,18 @@ Result = TypeVar("Result")
 
 
 class LossMetrics(NamedTuple):
-    """What a trainer logs beside the loss, from the same read of the logits; none requires a gradient."""
+    """What a trainer logs beside the loss, from the same read of the logits; none requires a gradient.
 
-    predictions: Tensor  # [...] int64 global ids of the largest logit, -1 in ignored and NaN rows
-    token_accuracy: Tensor  # [] fp32, of the rows that are not ignored, 0 if there is none
-    lse: Tensor  # [...] fp32 log-sum-exp of the (scaled, capped) logits, 0 in ignored rows
-    z_loss: Tensor  # fp32, the part of the loss that is z_loss * lse^2, reduced as the loss is
+    ``predictions`` ``[...]`` int64: global id of the largest capped logit, of equals the lowest; -1 in
+    rows that are ignored or have no finite largest one. ``token_accuracy`` ``[]`` fp32: the share of
+    labels predicted, of the rows that are not ignored. ``lse`` ``[...]`` fp32: 0 in ignored rows.
+    ``z_loss`` fp32: the part of the loss that is ``z_loss * lse^2``, reduced as the loss is.
+    """
+
+    predictions: Tensor
+    token_accuracy: Tensor
+    lse: Tensor
+    z_loss: Tensor
 
 
 def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -110,20 +116,21 @@ def vocab_parallel_cross_entropy(
         logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides.
         labels: ``[...]`` int64 or int32 ids in the *global* vocabulary, the same on every rank.
         group: the ``torch.distributed.ProcessGroup`` of the ranks that share a vocabulary; None for
-            logits that hold all of it. All of its ranks call, with the same shapes, dtype and options,
-            which :func:`verify_group` can check.
+            logits that hold all of it. All of its ranks call, with the same leading dimensions, dtype,
+            labels and options, which :func:`verify_group` can check.
         ignore_index: rows with this label have loss 0 and gradient 0, and do not count in the mean.
         label_smoothing: in [0, 1]; the mean over the vocabulary is over all ``V`` columns.
         smoothing_formula: ``"torch"``: ``e = label_smoothing``; ``"megatron"``: ``e = label_smoothing *
-            V / (V - 1)``, Megatron-LM's, which gives no weight of the uniform part to the label.
+            V / (V - 1)``, Megatron-LM's on one rank (on several it takes V and the mean of a shard).
         z_loss: coefficient of ``lse^2`` (PaLM, arXiv:2204.02311, section 5).
         softcap: bound of the logits (Gemma 2, arXiv:2408.00118, section 2), or None.
         logit_scale: positive factor of the logits.
         reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or
             ``"none"``.
-        num_items: with ``"sum"``, what the sum is divided by, in loss and gradient: an int, or a tensor of
-            one element on the device of ``logits``, which the host does not look at. 0 items give 0.
-        return_metrics: also return :class:`LossMetrics`.
+        num_items: with ``"sum"``, what the sum is divided by, in loss and gradient; 0 items give 0. An int,
+            or a tensor of one element: on the device of ``logits`` the host never looks at it (nor at its
+            sign), one on the CPU is read at the call.
+        return_metrics: also return :class:`LossMetrics`; ``V`` at most 2**24.
         gradient: ``"in_forward"``: computed by forward and scaled by backward, which rounds it a
             second time where the upstream gradient is not 1; not for logits that are a view in the
             graph. ``"in_backward"``: computed by backward with the upstream gradient folded in.
@@ -181,7 +188,7 @@ def run(call: Call, logits: Tensor, labels: Tensor) -> RowOutputs:
 @torch.no_grad()
 def _metrics(call: Call, outputs: RowOutputs, labels: Tensor) -> LossMetrics:
     assert outputs.lse is not None and outputs.predictions is not None
-    n_valid = (labels != call.options.ignore_index).sum()
+    n_valid = (~is_ignored(labels, call.options)).sum()
     is_right = (outputs.predictions == labels) & (outputs.predictions >= 0)
     accuracy = is_right.sum() / n_valid.clamp(min=1)
     if not call.options.z_loss:
@@ -191,7 +198,8 @@ def _metrics(call: Call, outputs: RowOutputs, labels: Tensor) -> LossMetrics:
         divisor = n_valid if call.reduction == "mean" else call.num_items
         z_loss = z_loss.sum()
         if divisor is not None:
-            z_loss = torch.where(divisor == 0, 0.0, z_loss / divisor).reshape(())
+            n = divisor.float().reshape(())
+            z_loss = torch.where(n == 0, 0.0, z_loss / n)
     return LossMetrics(outputs.predictions, accuracy, outputs.lse, z_loss)
 
 

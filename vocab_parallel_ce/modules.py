@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import vocab_parallel_cross_entropy
 from vocab_parallel_ce.exchange import group_position
-from vocab_parallel_ce.pipeline import loss_options
+from vocab_parallel_ce.pipeline import checked_options, given_shard
 from vocab_parallel_ce.selection import IMPLEMENTATIONS
 from vocab_parallel_ce.shard import VocabShard
 
@@ -53,13 +53,18 @@ class VocabParallelCrossEntropy(nn.Module):
             "softcap": softcap,
             "logit_scale": logit_scale,
         }
-        loss_options(**self.options, metrics=return_metrics)
+        self.n_ranks = group_position(group)[1]
+        if vocab_size is not None:
+            checks.check_vocab_size(vocab_size)
+        known_size = vocab_size
+        if shard is not None:
+            shard = given_shard(shard, vocab_size, None, self.n_ranks)
+            known_size = shard.vocab_size
+        checked_options(**self.options, metrics=return_metrics, vocab_size=known_size)
+        checks.check_bool("check_labels", check_labels)
         checks.check_choice("reduction", reduction, checks.REDUCTIONS)
         checks.check_choice("gradient", gradient, checks.GRADIENTS)
         checks.check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
-        if vocab_size is not None:
-            checks.check_vocab_size(vocab_size)
-        self.n_ranks = group_position(group)[1]
         self.options |= {
             "group": group,
             "reduction": reduction,

@@ -111,8 +111,17 @@ class Call(NamedTuple):
         return losses if self.reduction == "none" else losses.sum()
 
 
+def checked_options(**options: Any) -> LossOptions:
+    """:func:`_loss_options`, remembered: the same options come with every step."""
+    try:
+        return _loss_options(**options)
+    except TypeError:
+        pass  # of the cache, whose keys must be hashable, or of a check: the check says it better
+    return _loss_options.__wrapped__(**options)
+
+
 @functools.lru_cache(typed=True)
-def loss_options(
+def _loss_options(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -146,12 +155,17 @@ def loss_options(
         if smoothing_formula == "megatron":
             checks.check_several_columns(vocab_size)
             smoothing *= vocab_size / (vocab_size - 1)
+    logit_scale /= temperature
+    checks.check_number("logit_scale / temperature", logit_scale, positive=True)
+    if softcap is not None:
+        softcap /= temperature
+        checks.check_number("softcap / temperature", softcap, positive=True)
     return LossOptions(
         ignore_index=int(ignore_index),
         smoothing=smoothing,
         z_loss=float(z_loss),
-        logit_scale=float(logit_scale) / float(temperature),
-        softcap=None if softcap is None else float(softcap) / float(temperature),
+        logit_scale=float(logit_scale),
+        softcap=None if softcap is None else float(softcap),
         entropy=entropy,
         predictions=metrics,
     )
@@ -176,10 +190,11 @@ def prepare_call(
     checks.check_labels(labels, logits)
     checks.check_choice("reduction", reduction, checks.REDUCTIONS)
     checks.check_choice("gradient", gradient, checks.GRADIENTS)
+    checks.check_bool("check_labels", check_labels)
     checks.check_num_items(num_items, reduction, logits)
     rank, n_ranks = group_position(group)
     shard = shard_of_logits(logits.shape[-1], rank, n_ranks, vocab_size, shard)
-    row_options = _checked_once(options, shard.vocab_size)
+    row_options = checked_options(**options, vocab_size=shard.vocab_size)
     implementation = select(logits.device.type, impl).name
     if check_labels:
         checks.check_label_range(labels, shard.vocab_size, row_options.ignore_index)
@@ -197,28 +212,25 @@ def prepare_call(
     )
 
 
-def _checked_once(options: dict[str, Any], vocab_size: int) -> LossOptions:
-    try:
-        return loss_options(**options, vocab_size=vocab_size)
-    except TypeError:  # of the cache, whose keys must be hashable, or of a check
-        return loss_options.__wrapped__(**options, vocab_size=vocab_size)
-
-
 def shard_of_logits(
     n_columns: int, rank: int, n_ranks: int, vocab_size: int | None, shard: VocabShard | None
 ) -> VocabShard:
     """The shard that was given, or that follows from the size of the vocabulary, or from equal shards."""
     if shard is not None:
-        if not isinstance(shard, VocabShard):
-            raise TypeError(f"shard: expected a VocabShard, got {type(shard).__name__}")
-        if vocab_size is not None:
-            raise ValueError("shard: has a vocab_size itself, got vocab_size too")
-        shard.check(n_columns, n_ranks)
-        return shard
+        return given_shard(shard, vocab_size, n_columns, n_ranks)
     if vocab_size is None:
         return VocabShard.even(n_columns, rank, n_ranks)
     checks.check_vocab_size(vocab_size)
     return VocabShard.of_rank(int(vocab_size), rank, n_ranks, n_columns)
+
+
+def given_shard(shard: object, vocab_size: int | None, n_columns: int | None, n_ranks: int) -> VocabShard:
+    """``shard`` checked, against ``n_columns`` where they are known."""
+    if not isinstance(shard, VocabShard):
+        raise TypeError(f"shard: expected a VocabShard, got {type(shard).__name__}")
+    if vocab_size is not None:
+        raise ValueError("shard: has a vocab_size itself, got vocab_size too")
+    return shard.checked(n_columns, n_ranks)
 
 
 def _as_divisor(num_items: int | Tensor | None, logits: Tensor) -> Tensor | None:

@@ -25,10 +25,11 @@ def online_softmax(
     options: LossOptions,
 ) -> None:
     """Fill ``stats [N, K]`` for ``logits [..., C]`` and ``labels [N]``, and ``valid_rows [1]``."""
-    row_stats = spec.local_stats(_rows(logits), labels, shard.start, shard.vocab_size, options)
-    stats.copy_(torch.stack([getattr(row_stats, name) for name in options.statistics], dim=-1))
+    wanted = options.statistics
+    row_stats = spec.local_stats(_rows(logits), labels, shard.start, shard.vocab_size, options, wanted)
+    stats.copy_(torch.stack([getattr(row_stats, name) for name in wanted], dim=-1))
     if valid_rows is not None:
-        valid_rows.copy_((labels != options.ignore_index).sum())
+        valid_rows.copy_((~spec.is_ignored(labels, options)).sum())
 
 
 def row_outputs(
@@ -43,15 +44,14 @@ def row_outputs(
     """Fill ``outputs``, of any shape, from ``stats [R, N, K]``; ``divisor [1]`` divides the loss if given."""
     merged = _merged(stats, options)
     vocab_size = shard.vocab_size
-    values = (
-        spec.loss(merged, labels, vocab_size, options) * _weight(divisor),
-        spec.entropy(merged, labels, vocab_size, options),
-        spec.lse(merged, labels, options),
-        spec.predictions(merged, labels, options),
-    )
-    for out, value in zip(outputs, values, strict=True):
-        if out is not None:
-            out.copy_(value.view_as(out))
+    losses = _divided(spec.loss(merged, labels, vocab_size, options), divisor)
+    outputs.loss.copy_(losses.view_as(outputs.loss))
+    if outputs.entropy is not None:
+        outputs.entropy.copy_(spec.entropy(merged, labels, vocab_size, options).view_as(outputs.entropy))
+    if outputs.lse is not None:
+        outputs.lse.copy_(spec.lse(merged, labels, options).view_as(outputs.lse))
+    if outputs.predictions is not None:
+        outputs.predictions.copy_(spec.predictions(merged, labels, options).view_as(outputs.predictions))
 
 
 def cross_entropy(
@@ -69,17 +69,16 @@ def cross_entropy(
 ) -> None:
     """Fill ``grad_logits [..., C]``, which may be ``logits``, and ``loss [N]`` where given."""
     merged = _merged(stats, options)
-    weight = _weight(divisor)
     if loss is not None:
-        loss.copy_(spec.loss(merged, labels, shard.vocab_size, options) * weight)
-    if upstream is not None:
-        weight = upstream.unsqueeze(-1) * weight
+        loss.copy_(_divided(spec.loss(merged, labels, shard.vocab_size, options), divisor))
     row = (_rows(logits), merged, labels, shard.start, shard.vocab_size, options)
-    grad = spec.gradient(*row) * weight
+    grad = _divided(spec.gradient(*row), divisor)
+    if upstream is not None:
+        grad = grad * upstream.unsqueeze(-1)
     if entropy_upstream is not None:
         grad += spec.entropy_gradient(*row) * entropy_upstream.unsqueeze(-1)
     # 0 under an infinite upstream gradient too.
-    grad.masked_fill_((labels == options.ignore_index).unsqueeze(-1), 0.0)
+    grad.masked_fill_(spec.is_ignored(labels, options).unsqueeze(-1), 0.0)
     grad[:, shard.n_valid :] = 0.0
     grad_logits.copy_(grad.view(grad_logits.shape))
 
@@ -95,12 +94,12 @@ def _rows(logits: Tensor) -> Tensor:
     return logits.reshape(-1, logits.shape[-1])
 
 
-def _weight(divisor: Tensor | None) -> Tensor | float:
-    """Weight of a row: 1 / divisor, and 0 where the divisor is."""
+def _divided(value: Tensor, divisor: Tensor | None) -> Tensor:
+    """``value`` by ``divisor [1]``, and 0 where there is nothing to divide among, whatever the value."""
     if divisor is None:
-        return 1.0
+        return value
     n = divisor.float()
-    return torch.where(n == 0, 0.0, 1 / n)
+    return torch.where(n == 0, 0.0, value / n)
 
 
 def _merged(stats: Tensor, options: LossOptions) -> RowStats:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from vocab_parallel_ce import checks
+
 
 class VocabShard(NamedTuple):
     """A rank's logits have the columns ``[start, stop)`` of a vocabulary of ``vocab_size``.
@@ -29,16 +31,26 @@ class VocabShard(NamedTuple):
         """Columns that are no padding: the first ones."""
         return max(0, min(self.stop, self.vocab_size) - self.start)
 
-    def check(self, n_columns: int, n_ranks: int) -> None:
-        """Raise ValueError unless this can be the shard of logits with ``n_columns``, one of ``n_ranks``."""
-        if not (0 <= self.start < self.stop and self.vocab_size >= 1):
-            raise ValueError(f"shard: must be columns of a vocabulary, 0 <= start < stop, got {self}")
-        if self.n_columns != n_columns:
+    def checked(self, n_columns: int | None, n_ranks: int) -> VocabShard:
+        """This shard in plain ints, unless it cannot be that of logits with ``n_columns`` (None: unknown).
+
+        Raises:
+            TypeError: a field is no integer.
+            ValueError: the columns are none of the vocabulary's, as many as ``n_columns``; or there is
+                one rank, and they are not all of them.
+        """
+        for name, value in self._asdict().items():
+            checks.check_integer(f"shard: {name}", value)
+        shard = VocabShard(*map(int, self))
+        if not (0 <= shard.start < shard.stop and shard.vocab_size >= 1):
+            raise ValueError(f"shard: must be columns of a vocabulary, 0 <= start < stop, got {shard}")
+        if n_columns not in (None, shard.n_columns):
             raise ValueError(
-                f"logits: last dimension must be the shard width {self.n_columns}, got {n_columns} for {self}"
+                f"logits: last dimension must be the width {shard.n_columns} of {shard}, got {n_columns}"
             )
-        if n_ranks == 1 and (self.start, self.n_valid) != (0, self.vocab_size):
-            raise ValueError(f"shard: must be the whole vocabulary where there is one rank, got {self}")
+        if n_ranks == 1 and (shard.start, shard.n_valid) != (0, shard.vocab_size):
+            raise ValueError(f"shard: must be the whole vocabulary where there is one rank, got {shard}")
+        return shard
 
     @classmethod
     def even(cls, n_columns: int, rank: int, n_ranks: int) -> VocabShard:
@@ -55,23 +67,39 @@ class VocabShard(NamedTuple):
         vocabulary is padding (Megatron's way).
 
         Raises:
+            TypeError: an argument is no integer.
             ValueError: ``n_columns`` is neither; it holds the whole vocabulary on one of several ranks;
                 or a rank would have no column.
         """
+        given = {"vocab_size": vocab_size, "rank": rank, "n_ranks": n_ranks}
+        for name, value in given.items():
+            checks.check_integer(name, value)
+        vocab_size, rank, n_ranks = map(int, given.values())
+        if vocab_size < 1:
+            raise ValueError(f"vocab_size: must be positive, got {vocab_size}")
+        if not 0 <= rank < n_ranks:
+            raise ValueError(f"rank: must be in [0, {n_ranks}), the ranks of the group, got {rank}")
         widest = -(-vocab_size // n_ranks)
         if n_columns is not None and n_columns >= widest and (n_columns < vocab_size or n_ranks == 1):
             return cls(rank * n_columns, (rank + 1) * n_columns, vocab_size)
-        if n_columns is None and widest * (n_ranks - 1) >= vocab_size:
-            raise ValueError(
-                f"vocab_size: must leave each of {n_ranks} ranks a column, which {widest} a rank do not, "
-                f"got {vocab_size}"
-            )
         start = min(rank * widest, vocab_size)
         shard = cls(start, min(start + widest, vocab_size), vocab_size)
-        if n_columns is not None and n_columns != shard.n_columns:
-            padded = f"less than {vocab_size}" if n_ranks > 1 else "more"
+        all_have_columns = widest * (n_ranks - 1) < vocab_size
+        if all_have_columns and n_columns in (None, shard.n_columns):
+            return shard
+        if n_columns is None:
             raise ValueError(
-                f"logits: last dimension must be {shard.n_columns} on rank {rank} of {n_ranks} for "
-                f"vocab_size {vocab_size}, or {padded} and at least {widest} with padding, got {n_columns}"
+                f"vocab_size: must leave a column to the last of {n_ranks} ranks with {widest} each, "
+                f"got {vocab_size}"
             )
-        return shard
+        if n_ranks == 1:
+            expected = f"at least vocab_size {vocab_size} without a group of several ranks"
+            remedy = "pass group= if they are a shard"
+        else:
+            cut = f"{shard.n_columns}, or " if all_have_columns else ""
+            expected = (
+                f"{cut}with padding at least {widest} and less than {vocab_size}, on rank {rank} of "
+                f"{n_ranks} for vocab_size {vocab_size}"
+            )
+            remedy = "whole logits take group=None, other shards shard=VocabShard(...)"
+        raise ValueError(f"logits: last dimension must be {expected}, got {n_columns}; {remedy}")

@@ -24,8 +24,8 @@ the loss of a row with label ``y``, its derivative by ``z``, and the same of the
 and ``dx_i = dz_i * (1 - (z_i / softcap)^2) * logit_scale``.
 
 Edges. A row whose label is ``ignore_index``: loss, entropy and gradient 0, whatever the row holds. A
-label outside ``[0, V)``: NaN loss, entropy and gradient. A column of ``-inf`` is excluded, also with
-softcap: gradient 0. NaN or ``+inf`` in a row: NaN loss. A padded column: gradient 0 in every row.
+label outside ``[0, V)``, NaN or ``+inf`` in a row: NaN loss, entropy and gradient. A column of ``-inf`` in
+any other row is excluded, also with softcap: gradient 0. A padded column: gradient 0 in every row.
 
 All functions compute in ``promote_types(logits.dtype, float32)``: fp32 for training dtypes, fp64
 for an oracle. Everything is relative to row_max, and loses nothing in rows far from 0.
@@ -92,7 +92,12 @@ class RowOutputs(NamedTuple):
 
 
 def local_stats(
-    logits: Tensor, labels: Tensor, start: int, vocab_size: int, options: LossOptions = PLAIN
+    logits: Tensor,
+    labels: Tensor,
+    start: int,
+    vocab_size: int,
+    options: LossOptions = PLAIN,
+    wanted: tuple[str, ...] = RowStats._fields,
 ) -> RowStats:
     """Statistics of this rank's columns.
 
@@ -101,6 +106,7 @@ def local_stats(
         labels: ``[N]`` global vocabulary ids.
         start: global id of column 0.
         vocab_size: columns with this id and above are padding.
+        wanted: names of the statistics that matter; others may be the empty set's.
     """
     z, _ = transformed(logits[:, : max(vocab_size - start, 0)], options)
     n_columns = z.shape[-1]
@@ -108,20 +114,28 @@ def local_stats(
         return RowStats(*(z.new_full(labels.shape, value) for value in IDENTITY))
     row_max = z.amax(dim=-1)
     gap = z - _finite_or_zero(row_max).unsqueeze(-1)
-    exp_gap = gap.exp() * _bounded(gap)
+    exp_gap = gap.exp()
+    gap_sum = exp_gap_sum = torch.zeros_like(row_max)
+    argmax = torch.full_like(row_max, INF)
+    if "gap_sum" in wanted:
+        gap_sum = gap.sum(dim=-1)
+    if "exp_gap_sum" in wanted:
+        exp_gap_sum = (exp_gap * _bounded(gap)).sum(dim=-1)
+    if "argmax" in wanted:
+        ids = torch.arange(start, start + n_columns, device=z.device, dtype=z.dtype)
+        is_largest = (z == row_max.unsqueeze(-1)) & z.isfinite()
+        argmax = torch.where(is_largest, ids, INF).amin(dim=-1)
     column = labels.long() - start
     owned = (column >= 0) & (column < n_columns)
     picked = z.gather(-1, torch.where(owned, column, 0).unsqueeze(-1)).squeeze(-1)
-    ids = torch.arange(start, start + n_columns, device=z.device, dtype=z.dtype)
-    is_largest = (z == row_max.unsqueeze(-1)) & z.isfinite()
     return RowStats(
         row_max,
-        gap.exp().sum(dim=-1),
-        torch.where(owned, picked, NEG_INF),
-        gap.sum(dim=-1),
-        torch.full_like(row_max, n_columns),
         exp_gap.sum(dim=-1),
-        torch.where(is_largest, ids, INF).amin(dim=-1),
+        torch.where(owned, picked, NEG_INF),
+        gap_sum,
+        torch.full_like(row_max, n_columns),
+        exp_gap_sum,
+        argmax,
     )
 
 
@@ -129,7 +143,7 @@ def merge(a: RowStats, b: RowStats) -> RowStats:
     """Statistics of the union of two disjoint sets of columns: associative and commutative."""
     row_max = torch.maximum(a.row_max, b.row_max)
     shift = _finite_or_zero(row_max)
-    a_shift, b_shift = _finite_or_zero(a.row_max) - shift, _finite_or_zero(b.row_max) - shift
+    a_shift, b_shift = _raised_by(a.row_max, shift), _raised_by(b.row_max, shift)
     a_scale, b_scale = (a.row_max - shift).exp(), (b.row_max - shift).exp()
     return RowStats(
         row_max,
@@ -166,12 +180,12 @@ def entropy(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptio
 
 def lse(stats: RowStats, labels: Tensor, options: LossOptions = PLAIN) -> Tensor:
     """``[N]`` log-sum-exp of z, 0 in ignored rows."""
-    return torch.where(labels == options.ignore_index, 0.0, stats.row_max + stats.sum_exp.log())
+    return torch.where(is_ignored(labels, options), 0.0, stats.row_max + stats.sum_exp.log())
 
 
 def predictions(stats: RowStats, labels: Tensor, options: LossOptions = PLAIN) -> Tensor:
     """``[N]`` int64 id of the largest z, the first of equals; -1 in ignored rows and where none is finite."""
-    known = (labels != options.ignore_index) & stats.sum_exp.isfinite() & stats.argmax.isfinite()
+    known = ~is_ignored(labels, options) & stats.sum_exp.isfinite() & stats.argmax.isfinite()
     return torch.where(known, stats.argmax, -1.0).long()
 
 
@@ -192,7 +206,7 @@ def gradient(
     grad = torch.where(column == labels.long().unsqueeze(-1), p - 1 + e, p) - e / vocab_size
     if options.z_loss:
         grad = grad + p * (2 * options.z_loss * (stats.row_max + stats.sum_exp.log())).unsqueeze(-1)
-    return _gradient_at_the_edges(grad * slope, z, stats, labels, column, vocab_size, options)
+    return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)
 
 
 def entropy_gradient(
@@ -209,22 +223,31 @@ def entropy_gradient(
     gap = z - stats.row_max.unsqueeze(-1)
     mean_gap = (stats.exp_gap_sum / stats.sum_exp).unsqueeze(-1)
     grad = gap.exp() / stats.sum_exp.unsqueeze(-1) * (mean_gap - _bounded(gap))
-    return _gradient_at_the_edges(grad * slope, z, stats, labels, column, vocab_size, options)
+    return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)
 
 
-def transformed(logits: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
+def transformed(logits: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | float]:
     """``(z, dz/dx)`` in the compute dtype. An infinite logit stays infinite under softcap."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    u = x * options.logit_scale
+    u = x if options.logit_scale == 1 else x * options.logit_scale
     if options.softcap is None:
-        return u, torch.full_like(u[:1, :1], options.logit_scale)
+        return u, options.logit_scale
     capped = (u / options.softcap).tanh()
     return torch.where(u.isinf(), u, options.softcap * capped), options.logit_scale * (1 - capped**2)
 
 
+def is_ignored(labels: Tensor, options: LossOptions) -> Tensor:
+    """``[N]`` bool. Compared in int64: torch wraps a number that does not fit in the labels' dtype."""
+    return labels.long() == options.ignore_index
+
+
+def _times(grad: Tensor, slope: Tensor | float) -> Tensor:
+    return grad if isinstance(slope, float) and slope == 1 else grad * slope
+
+
 def _at_the_edges(value: Tensor, labels: Tensor, vocab_size: int, options: LossOptions) -> Tensor:
     value = torch.where(_outside(labels, vocab_size), NAN, value)
-    return torch.where(labels == options.ignore_index, 0.0, value)
+    return torch.where(is_ignored(labels, options), 0.0, value)
 
 
 def _gradient_at_the_edges(
@@ -236,16 +259,21 @@ def _gradient_at_the_edges(
     vocab_size: int,
     options: LossOptions,
 ) -> Tensor:
-    some_column_is_finite = (stats.row_max != NEG_INF).unsqueeze(-1)
-    grad = torch.where((z == NEG_INF) & some_column_is_finite, 0.0, grad)
+    row_is_finite = (stats.sum_exp.isfinite() & (stats.row_max != NEG_INF)).unsqueeze(-1)
+    grad = torch.where((z == NEG_INF) & row_is_finite, 0.0, grad)
     grad = torch.where(_outside(labels, vocab_size).unsqueeze(-1), NAN, grad)
-    without = (labels == options.ignore_index).unsqueeze(-1) | (column >= vocab_size)
+    without = is_ignored(labels, options).unsqueeze(-1) | (column >= vocab_size)
     return torch.where(without, 0.0, grad)
 
 
 def _finite_or_zero(row_max: Tensor) -> Tensor:
     """``row_max``, 0 where it is -inf: ``exp(-inf - 0)`` is the 0 that ``exp(-inf - -inf)`` is not."""
     return torch.where(row_max == NEG_INF, 0.0, row_max)
+
+
+def _raised_by(old_max: Tensor, new_shift: Tensor) -> Tensor:
+    """``old_max - new_shift``, to move what was summed relative to ``old_max``; 0 where that is -inf."""
+    return torch.where(old_max == NEG_INF, 0.0, old_max - new_shift)
 
 
 def _bounded(gap: Tensor) -> Tensor:

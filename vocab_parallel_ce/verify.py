@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -10,11 +11,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.cross_entropy import outside_graphs
+from vocab_parallel_ce.cross_entropy import outside_graphs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.exchange import all_gather_objects, group_position
+from vocab_parallel_ce.log_probs import token_log_probs
 from vocab_parallel_ce.pipeline import shard_of_logits
 from vocab_parallel_ce.shard import VocabShard
 
+OPTIONS = {
+    name
+    for function in (vocab_parallel_cross_entropy, token_log_probs)
+    for name in inspect.signature(function).parameters
+}
 USER_ERRORS = {"TypeError": TypeError, "ValueError": ValueError}
 
 
@@ -72,15 +79,17 @@ def verify_group(
     vocab_size: int | None = None,
     shard: VocabShard | None = None,
     ignore_index: int = -100,
+    **options: Any,
 ) -> None:
     """Raise the same error on every rank of ``group`` unless their arguments fit together.
 
     For debugging, once before training: every rank calls it with what it would pass to
     :func:`vocab_parallel_cross_entropy`, where ranks that do not fit hang or train on a wrong loss. It
-    compares leading dimensions, dtypes, device types, labels and their values, ``ignore_index`` and
-    ``vocab_size``, and that the shards have every column of the vocabulary once, in any order of
-    ranks. What is invalid on one rank alone is raised on all. Messages name the rank of the group that
-    differs from most; in a tie the side of the lowest rank is taken to be right.
+    compares leading dimensions, dtypes, device types, labels and their values, ``ignore_index``,
+    ``vocab_size`` and other options, and that the shards have every column of the vocabulary once, in
+    any order of ranks. Without ``vocab_size`` or ``shard`` it cannot tell whole logits from shards. What
+    is invalid on one rank alone is raised on all. Messages name the rank of the group that differs from
+    most; in a tie the side of the lowest rank is taken to be right.
 
     Overwrites: nothing. Waits for the device. With NCCL, what is sent goes by the GPU of ``logits``.
 
@@ -90,6 +99,7 @@ def verify_group(
 
     Args:
         logits, labels, vocab_size, shard, ignore_index: as in :func:`vocab_parallel_cross_entropy`.
+        options: any others of the loss and of :func:`token_log_probs`; only compared.
         group: the ``torch.distributed.ProcessGroup``, or None. A rank that passes no process group, or
             one that it is not in, raises alone.
 
@@ -103,7 +113,7 @@ def verify_group(
     device = logits.device if isinstance(logits, Tensor) else None
     own: _Report | _Refusal
     try:
-        own = _report(logits, labels, rank, n_ranks, vocab_size, shard, ignore_index)
+        own = _report(logits, labels, rank, n_ranks, vocab_size, shard, ignore_index, options)
     except Exception as error:
         # Raised now, on this rank alone, it would leave the others waiting.
         own = _Refusal(type(error).__name__, str(error))
@@ -131,15 +141,18 @@ def _report(
     vocab_size: int | None,
     shard: VocabShard | None,
     ignore_index: int,
+    options: dict[str, Any],
 ) -> _Report:
     """Checks this rank's arguments first; labels then have the leading dimensions of logits."""
     checks.check_logits(logits)
     checks.check_labels(labels, logits)
     checks.check_integer("ignore_index", ignore_index)
+    for name in options.keys() - OPTIONS:
+        raise TypeError(f"{name}: expected an option of the loss, got no such name")
     own = shard_of_logits(logits.shape[-1], rank, n_ranks, vocab_size, shard)
     size = str(own.vocab_size)
     if vocab_size is None and shard is None:
-        size += f" ({n_ranks} * {own.n_columns} columns)"
+        size += f" ({n_ranks} * {own.n_columns} columns; pass vocab_size= or shard= for other shards)"
     leading = tuple(labels.shape)
     facts = (
         _Fact("logits", leading, f"leading dimensions {leading}"),
@@ -148,6 +161,7 @@ def _report(
         _Fact("labels", str(labels.dtype), f"dtype {labels.dtype}"),
         _Fact("ignore_index", int(ignore_index), str(ignore_index)),
         _Fact("vocab_size", own.vocab_size, size),
+        _Fact("options", repr(sorted(options.items())), str(dict(sorted(options.items())))),
     )
     # Bytes of a tensor would need NumPy here, and would depend on strides.
     digest = hashlib.sha256(str(labels.tolist()).encode()).hexdigest()

@@ -205,8 +205,17 @@ def test_the_divisor_divides_loss_and_gradient_and_no_entropy(kernel_device, opt
     torch.testing.assert_close(actual[1], plain[1], rtol=1e-5, atol=1e-8)
 
 
-def test_zero_items_give_a_gradient_of_0(kernel_device):
-    logits, labels = (t.to(kernel_device) for t in batch("peaked", rows=4, vocab_size=90))
+def test_zero_items_give_a_gradient_of_0_whatever_the_rows_hold(kernel_device):
+    logits, labels = batch("peaked", rows=4, vocab_size=90)
+    logits[0], logits[1], labels[2] = NAN, -INF, 90
     divisor = torch.zeros(1, device=kernel_device)
-    loss, grad = run(logits, labels, divisor=divisor)
+    upstream = torch.tensor([1.0, INF, 1.0, INF], device=kernel_device)
+    loss, grad = run(logits.to(kernel_device), labels.to(kernel_device), divisor=divisor, upstream=upstream)
     assert loss.tolist() == [0] * 4 and torch.equal(grad.cpu(), torch.zeros(4, 90))
+
+
+def test_a_row_of_nan_is_nan_in_its_excluded_columns_too(kernel_device):
+    logits = torch.randn(2, 50)
+    logits[:, 7], logits[0, 20], logits[1, 20] = -INF, NAN, INF
+    _, grad = run(logits.to(kernel_device), torch.tensor([1, 1], device=kernel_device))
+    assert grad.isnan().all()

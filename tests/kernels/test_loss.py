@@ -97,6 +97,7 @@ def test_no_row_that_counts_gives_0(kernel_device, options):
 
 def test_zero_items_give_0_whatever_the_rows_come_to(kernel_device):
     logits, labels = batch("peaked", rows=4, vocab_size=20)
+    logits[0], logits[1], labels[2] = NAN, -INF, 20
     stats = packed_stats_by_spec(logits, labels, PLAIN, 1).to(kernel_device)
     divisor = torch.zeros(1, device=kernel_device)
     outputs = outputs_by_kernel(stats, labels.to(kernel_device), 20, PLAIN, divisor)

@@ -58,8 +58,10 @@ def test_transform(kernel_device, options):
 
     x = torch.cat([torch.linspace(-400, 400, 20001), torch.tensor([1e-30, -1e30, NAN, INF, -INF])])
     z, slope = (value.cpu() for value in transform_of(x.to(kernel_device), options))
-    truth, true_slope = (value.expand(1, len(x))[0] for value in spec.transformed(x.double()[None], options))
-    peer, peer_slope = (value.expand(1, len(x))[0] for value in spec.transformed(x[None], options))
+    truth, true_slope = (
+        torch.as_tensor(v).double().expand_as(x) for v in spec.transformed(x.double(), options)
+    )
+    peer, peer_slope = (torch.as_tensor(v).float().expand_as(x) for v in spec.transformed(x, options))
     assert_within_budget(z[:-2], truth[:-2], peer[:-2])
     assert z[-2:].tolist() == [INF, -INF]
     assert_within_budget(slope[:-3], true_slope[:-3], peer_slope[:-3])

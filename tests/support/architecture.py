@@ -23,7 +23,7 @@ LAYERS = (
     {"integrations", "cli"},
     {"__main__"},
 )
-SIBLINGS_ALLOWED = {("linear_cross_entropy", "cross_entropy")}
+SIBLINGS_ALLOWED = {("linear_cross_entropy", "cross_entropy"), ("shard", "checks"), ("verify", "log_probs")}
 ONLY = {"te_compat": {"pipeline", "cross_entropy"}}
 SHARED_KERNEL_MODULES = {"primitives", "blocks", "layout", "launch"}
 COLLECTOR_OF_KERNELS = "launchers"

@@ -116,10 +116,12 @@ def _cross_entropy(
     """Loss and gradient in the dtype of ``x [..., V]``.
 
     Args:
-        num_items: divides a sum; 0 gives 0.
+        num_items: divides a sum; with 0 no row counts, whatever it holds.
         upstream: gradient of the loss, of the loss's shape; None is ones.
     """
     rows = _Rows(x, labels, ignore_index, softcap, logit_scale)
+    if num_items is not None and float(num_items) == 0:
+        rows.ignored.fill_(True)
     vocab_size = x.shape[-1]
     e = label_smoothing * (vocab_size / (vocab_size - 1) if smoothing_formula == "megatron" else 1.0)
     log_p = rows.z.log_softmax(dim=-1)
@@ -193,4 +195,4 @@ def _reduced(
     if reduction == "none":
         return losses
     divisor = float(counted.sum() if reduction == "mean" else 1 if num_items is None else num_items)
-    return losses.sum() / divisor if divisor else losses.sum() * 0.0
+    return losses.sum() / divisor if divisor else (losses * 0).nan_to_num().sum()

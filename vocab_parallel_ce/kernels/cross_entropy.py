@@ -6,7 +6,7 @@
 
 ``cross_entropy_kernel`` is one program a row: it merges the R statistics, writes the loss if asked and the
 gradient, over the logits or elsewhere: reads the shard once, writes it once. The upstream gradient and the
-divisor are one fp32 factor a row, so the gradient is rounded once. Padding is not read, and written as 0.
+divisor are one fp32 factor a row, so the gradient is rounded once. Padding becomes 0, whatever it holds.
 """
 
 import triton
@@ -93,13 +93,17 @@ def cross_entropy_kernel(
     weight = 1.0
     if divisor is not None:
         weight = divisor_weight(divisor)
+        live &= weight != 0
     if loss is not None:
-        tl.store(loss + row, row_loss(merged, label, vocab_size, row_options) * weight)
+        value = row_loss(merged, label, vocab_size, row_options)
+        if divisor is not None:
+            value = tl.where(weight == 0, 0.0, value * weight)
+        tl.store(loss + row, value)
     if upstream is not None:
         weight *= tl.load(upstream[0] + row * upstream[1])
     outside = (label < 0) | (label >= vocab_size)
     weight = tl.where(outside, float("nan"), weight)
-    # An ignored row reads nothing (so that NaN in it stays unseen) and has every factor 0.
+    # An ignored row, or one of no items, reads nothing (NaN in it stays unseen) and has every factor 0.
     shift = tl.where(live, row_max, 0.0)
     inverse_sum = tl.where(live, 1.0 / sum_exp, 0.0)
     weight = tl.where(live, weight, 0.0)
@@ -123,7 +127,7 @@ def cross_entropy_kernel(
     target = begin - first + label - shard_start
     target = tl.where((target >= 0) & (target < width), target, -1).to(tl.int32)
     if n_valid is not None:
-        # Whole vectors are read, so that loads stay 16 bytes wide; what is padding in them is put out after.
+        # Whole vectors are read, so that loads stay 16 bytes wide, padding among them.
         valid_width = begin + n_valid - first
         readable = (valid_width + VECTOR - 1) // VECTOR * VECTOR
     lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -134,18 +138,13 @@ def cross_entropy_kernel(
         if n_valid is not None:
             is_read &= columns < readable
         x = tl.load(logits + first + columns, is_read, other=float("-inf")).to(tl.float32)
-        if n_valid is not None:
-            x = tl.where(columns < valid_width, x, float("-inf"))
         grad = logits_gradient(x, columns == target, factors, entropy_upstream, row_options)
         if n_valid is not None:
             grad = tl.where(columns < valid_width, grad, 0.0)
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
     if HAS_EDGES:
         offset, inside = edge_offsets(begin, n_columns, first, width, VECTOR)
-        is_read = inside & live
-        if n_valid is not None:
-            is_read &= offset < begin + n_valid
-        x = tl.load(logits + offset, is_read, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
         is_target = offset == begin + label - shard_start
         grad = logits_gradient(x, is_target, factors, entropy_upstream, row_options)
         if n_valid is not None:

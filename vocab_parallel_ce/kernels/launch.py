@@ -38,7 +38,7 @@ def row_arguments(logits: Tensor, vector: int) -> tuple[Tensor, tuple[int, ...],
     return base, tuple(layout), has_edges
 
 
-@functools.cache
+@functools.lru_cache
 def option_arguments(options: LossOptions) -> tuple[float | None, ...]:
     """``options`` as kernels take them: None where something is off, so that its code does not exist.
 

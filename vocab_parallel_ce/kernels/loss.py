@@ -49,7 +49,8 @@ def loss_kernel(
     merged = merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], row_options)
     value = row_loss(merged, label, vocab_size, row_options)
     if divisor is not None:
-        value *= divisor_weight(divisor)
+        weight = divisor_weight(divisor)
+        value = tl.where(weight == 0, 0.0, value * weight)
     tl.store(loss + rows, value, inside)
     row_max, sum_exp, _, _, exp_gap_sum, argmax = merged
     if entropy is not None:

@@ -24,6 +24,7 @@ from vocab_parallel_ce.kernels.primitives import (
     edge_offsets,
     exp_shifted,
     finite_or_zero,
+    raised_by,
     row_begin,
     row_body,
     stats_of_row,
@@ -96,11 +97,11 @@ def online_softmax_kernel(
         decay = exp_shifted(lane_max, shift)
         # What was summed relative to the old maximum is now relative to the new one.
         if smoothing is not None:
-            lane_gap_sum += lane_count * (finite_or_zero(lane_max) - shift)
+            lane_gap_sum += lane_count * raised_by(lane_max, shift)
             lane_gap_sum += tl.sum(tl.where(inside, z - shift[:, None], 0.0), axis=1)
             lane_count += tl.sum(inside.to(tl.float32), axis=1)
         if entropy is not None:
-            lane_exp_gap_sum += lane_sum * bounded(finite_or_zero(lane_max) - shift)
+            lane_exp_gap_sum += lane_sum * bounded(raised_by(lane_max, shift))
             lane_exp_gap_sum = lane_exp_gap_sum * decay + tl.sum(exp_gap(z, shift[:, None]), axis=1)
         if predictions is not None:
             lane_tile = tl.where(tile_max > lane_max, tile, lane_tile)
@@ -128,14 +129,14 @@ def online_softmax_kernel(
     tl.store(out + 2, target_logit)
     out += 3
     if smoothing is not None:
-        gap_sum = tl.sum(lane_gap_sum + lane_count * (finite_or_zero(lane_max) - shift))
+        gap_sum = tl.sum(lane_gap_sum + lane_count * raised_by(lane_max, shift))
         if HAS_EDGES:
             gap_sum += tl.sum(tl.where(inside, edge - shift, 0.0))
         tl.store(out, gap_sum)
         tl.store(out + 1, n_columns.to(tl.float32))
         out += 2
     if entropy is not None:
-        lane_gap = bounded(finite_or_zero(lane_max) - shift)
+        lane_gap = bounded(raised_by(lane_max, shift))
         exp_gap_sum = tl.sum((lane_exp_gap_sum + lane_sum * lane_gap) * decay)
         if HAS_EDGES:
             exp_gap_sum += tl.sum(exp_gap(edge, shift))

@@ -55,6 +55,12 @@ def finite_or_zero(row_max):
 
 
 @triton.jit
+def raised_by(old_max, new_shift):
+    """``old_max - new_shift``, to move what was summed relative to ``old_max``; 0 where that is -inf."""
+    return tl.where(old_max == float("-inf"), 0.0, old_max - new_shift)
+
+
+@triton.jit
 def bounded(gap):
     """``gap``, at least -1e30: where an exponential that is 0 multiplies it, the product is 0, not NaN."""
     return tl.maximum(gap, -1e30)
@@ -138,11 +144,11 @@ def merge_ranks(pointers, mask, row_options):
     if smoothing is not None:
         gaps = tl.load(pointers, mask, other=0.0)
         n_columns = tl.load(pointers + 1, mask, other=0.0)
-        gap_sum = tl.sum(gaps + n_columns * (finite_or_zero(row_max) - shift), axis=0)
+        gap_sum = tl.sum(gaps + n_columns * raised_by(row_max, shift), axis=0)
         pointers += 2
     if entropy is not None:
         exp_gaps = tl.load(pointers, mask, other=0.0)
-        exp_gap_sum = tl.sum((exp_gaps + sum_exp * bounded(finite_or_zero(row_max) - shift)) * scale, axis=0)
+        exp_gap_sum = tl.sum((exp_gaps + sum_exp * bounded(raised_by(row_max, shift))) * scale, axis=0)
         pointers += 1
     if predictions is not None:
         first = tl.load(pointers, mask, other=float("inf"))

@@ -1,0 +1,179 @@
+"""Edges of the options: each gave a wrong number, a crash or a message without a subject once."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+from vocab_parallel_ce import (
+    VocabParallelCrossEntropy,
+    VocabShard,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
+
+INF, NAN = float("inf"), float("nan")
+LOWEST = torch.finfo(torch.float32).min
+
+
+def _loss_and_grad(impl_device, logits, labels, **options):
+    impl, device = impl_device
+    leaf = logits.to(device).requires_grad_()
+    loss = vocab_parallel_cross_entropy(leaf, labels.to(device), impl=impl, **options)
+    loss.backward(torch.ones_like(loss))
+    return loss.detach().cpu(), leaf.grad.cpu()
+
+
+@pytest.mark.parametrize("ignore_index", [2**40, -(2**63)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_an_ignore_index_that_labels_cannot_hold_ignores_nothing(impl_device, ignore_index, dtype):
+    """2**40 wrapped to int32 is 0: torch compares a scalar in the tensor's dtype."""
+    impl, device = impl_device
+    logits, labels = torch.randn(4, 12), torch.arange(4)
+    expected = torch.nn.functional.cross_entropy(logits.double(), labels)
+    loss, metrics = vocab_parallel_cross_entropy(
+        logits.to(device),
+        labels.to(device, dtype),
+        ignore_index=ignore_index,
+        impl=impl,
+        check_labels=True,
+        return_metrics=True,
+    )
+    torch.testing.assert_close(loss.double().cpu(), expected, rtol=1e-6, atol=0)
+    right = (logits.argmax(dim=1) == labels).float().mean()
+    assert metrics.token_accuracy.item() == right.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])
+def test_the_z_loss_metric_is_fp32_whatever_num_items_is(impl_device, dtype):
+    impl, device = impl_device
+    logits, labels = torch.randn(4, 12, device=device), torch.arange(4, device=device)
+    num_items = torch.tensor([3.0], device=device).to(dtype)
+    options = {"reduction": "sum", "z_loss": 0.5, "return_metrics": True, "impl": impl}
+    _, metrics = vocab_parallel_cross_entropy(logits, labels, num_items=num_items, **options)
+    expected = 0.5 * (logits.double().logsumexp(dim=1) ** 2).sum() / 3
+    assert metrics.z_loss.dtype == torch.float32 and metrics.z_loss.shape == ()
+    torch.testing.assert_close(metrics.z_loss.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("num_items", [0, torch.tensor(0), torch.tensor([0.0])], ids=["int", "int64", "fp32"])
+@pytest.mark.parametrize("gradient", ["in_forward", "in_backward", "out_of_place"])
+def test_no_items_give_0_whatever_the_rows_hold(impl_device, gradient, num_items):
+    """0 times the infinite loss of a masked label is NaN."""
+    logits = torch.randn(4, 12)
+    logits[0, 0], logits[1, 5], logits[2, 5] = -INF, NAN, INF
+    labels = torch.tensor([0, 1, 2, 99])
+    if isinstance(num_items, torch.Tensor):
+        num_items = num_items.to(impl_device[1])
+    options = {"reduction": "sum", "num_items": num_items, "gradient": gradient}
+    loss, grad = _loss_and_grad(impl_device, logits, labels, **options)
+    assert loss.item() == 0.0 and torch.equal(grad, torch.zeros_like(grad))
+
+
+def test_smoothing_over_excluded_and_lowest_columns_is_inf(impl_device):
+    """-inf first and the lowest number after it: moving a sum of -inf by an infinite distance is NaN."""
+    logits = torch.full((1, 5000), -INF)
+    logits[:, 2500:4900] = LOWEST
+    loss, _ = _loss_and_grad(impl_device, logits, torch.tensor([4000]), label_smoothing=0.1)
+    assert loss.item() == INF
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_row_that_is_not_finite_has_no_finite_gradient(impl_device, bad):
+    """Its excluded columns too, in every implementation; its padding stays 0."""
+    logits = torch.randn(2, 40)
+    logits[0, 3], logits[0, 17] = bad, -INF
+    labels = torch.tensor([1, 2])
+    _, grad = _loss_and_grad(impl_device, logits, labels, vocab_size=37, reduction="sum")
+    assert grad[0, :37].isnan().all() and grad[1].isfinite().all()
+    assert torch.equal(grad[:, 37:], torch.zeros(2, 3))
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    ("fields", "subject"),
+    [
+        ((0.0, 12, 12), "shard: start: expected an int, got float"),
+        ((0, 12.0, 12), "shard: stop: expected an int, got float"),
+        ((0, 12, None), "shard: vocab_size: expected an int, got NoneType"),
+        (("0", 12, 12), "shard: start: expected an int, got str"),
+        ((torch.tensor(0), 12, 12), "shard: start: expected an int, got Tensor"),
+    ],
+)
+def test_fields_of_a_shard_are_integers(fields, subject):
+    shard = VocabShard(*fields)
+    with pytest.raises(TypeError, match=f"^{subject}"):
+        vocab_parallel_cross_entropy(torch.randn(2, 12), torch.tensor([0, 1]), shard=shard)
+    with pytest.raises(TypeError, match=f"^{subject}"):
+        VocabParallelCrossEntropy(shard=shard)
+
+
+def test_fields_of_a_shard_may_be_numpy_integers(impl_device):
+    logits, labels = torch.randn(2, 12), torch.tensor([0, 1])
+    shard = VocabShard(*map(numpy.int64, (0, 12, 11)))
+    loss, _ = _loss_and_grad(impl_device, logits.clone(), labels, shard=shard)
+    expected = torch.nn.functional.cross_entropy(logits[:, :11].double(), labels)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((10.0, 1, 2), TypeError, "vocab_size: expected an int"),
+        ((10, 5, 2), ValueError, r"rank: must be in \[0, 2\)"),
+        ((10, 0, 0), ValueError, "rank: must be in "),
+        ((0, 0, 1), ValueError, "vocab_size: must be positive"),
+    ],
+)
+def test_of_rank_refuses_what_is_no_rank_of_a_vocabulary(arguments, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        VocabShard.of_rank(*arguments)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"label_smoothing": [0.1]}, TypeError, "label_smoothing: expected a number, got list"),
+        ({"z_loss": 10**400}, ValueError, "z_loss: must be at least 0 and finite"),
+        ({"logit_scale": 1e300}, ValueError, "logit_scale: must be positive and finite"),
+        ({"smoothing_formula": "megatron", "vocab_size": 1}, ValueError, "smoothing_formula: 'megatron'"),
+        ({"return_metrics": True, "vocab_size": 2**25}, ValueError, "return_metrics: vocab_size"),
+        ({"shard": 3}, TypeError, "shard: expected a VocabShard"),
+        ({"shard": VocabShard(0, 9, 9), "vocab_size": 9}, ValueError, "shard: has a vocab_size"),
+        ({"check_labels": "no"}, TypeError, "check_labels: expected a bool"),
+    ],
+    ids=str,
+)
+def test_the_module_refuses_at_construction(options, error, message):
+    with pytest.raises(error, match=f"^{message}") as raised:
+        VocabParallelCrossEntropy(**options)
+    assert raised.value.__context__ is None
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("temperature", [1e-300, 1e300, 1e-38])
+def test_a_temperature_beyond_fp32_is_refused(temperature):
+    """Infinite scales would give NaN, without an error."""
+    with pytest.raises(ValueError, match="temperature: must be positive and finite in fp32"):
+        token_log_probs(torch.randn(2, 12), torch.tensor([0, 1]), temperature=temperature, logit_scale=4.0)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("num_items", [torch.tensor(-2), torch.tensor(NAN)])
+def test_a_number_of_items_on_the_cpu_is_looked_at(num_items):
+    with pytest.raises(ValueError, match="^num_items: must be at least 0"):
+        vocab_parallel_cross_entropy(
+            torch.randn(2, 12), torch.tensor([0, 1]), reduction="sum", num_items=num_items
+        )
+
+
+def test_caches_of_options_are_bounded():
+    """A weight or a temperature that is annealed has a new value every step."""
+    pytest.importorskip("triton")
+    from vocab_parallel_ce.kernels.launch import option_arguments
+    from vocab_parallel_ce.pipeline import _loss_options
+
+    assert option_arguments.cache_info().maxsize and _loss_options.cache_info().maxsize
