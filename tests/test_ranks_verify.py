@@ -172,8 +172,8 @@ DIFFERENCES = [
     ("logits: " + DTYPE, "bfloat16", "float32", _logits(Tensor.bfloat16)),
     ("labels: " + DTYPE, "int32", "int64", _labels(Tensor.int)),
     ("ignore_index: {odd} has {}, {others} {}", "-1", "-100", _options(ignore_index=-1)),
-    (VOCAB_SIZE, "15", "{V} ({R} * 10 columns)", _options(vocab_size=15)),
-    (VOCAB_SIZE, "{V9} ({R} * 9 columns)", "{V} ({R} * 10 columns)", _logits(lambda x: x[..., 1:])),
+    (VOCAB_SIZE, "15", "{V} ({R} * 10 columns{W})", _options(vocab_size=15)),
+    (VOCAB_SIZE, "{V9} ({R} * 9 columns{W})", "{V} ({R} * 10 columns{W})", _logits(lambda x: x[..., 1:])),
     (LABELS, "7", "4", _label(7)),
     (LABELS, "-100", "4", _label(IGNORE_INDEX)),
     (LABELS, "1000000", "4", _label(10**6)),
@@ -196,7 +196,8 @@ def test_a_rank_that_differs_is_named_on_every_rank(rank_pool, impl):
         named, others = odd, "the others have"
         if world == 2:
             named, others, has = 1, "rank 0 has", (has if odd == 1 else has[::-1])
-        has = [text.format(V=COLUMNS * world, V9=9 * world, R=world) for text in has]
+        sizes = {"V": COLUMNS * world, "V9": 9 * world, "R": world, "W": ", without vocab_size= or shard="}
+        has = [text.format(**sizes) for text in has]
         expected = message.format(*has, odd=f"rank {named} of {world}", others=others)
         _check(outcomes, f"ValueError: {expected}", n_collectives=4 if message == LABELS else 2)
 
@@ -206,9 +207,7 @@ FP64 = "TypeError: logits: dtype must be bfloat16, float16 or float32, got torch
 LABEL_SHAPE = (
     "ValueError: labels: shape must be that of logits without the last dimension, (2, 3), got (3, 2)"
 )
-SHARD_WIDTH = (
-    f"ValueError: logits: last dimension must be the shard width 9, got 10 for {VocabShard(0, 9, 20)}"
-)
+SHARD_WIDTH = f"ValueError: logits: last dimension must be the width 9 of {VocabShard(0, 9, 20)}, got 10"
 INVALID = [
     ("TypeError: logits: expected a torch.Tensor, got list", _logits(Tensor.tolist)),
     (FP64, _logits(Tensor.double)),

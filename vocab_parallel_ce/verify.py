@@ -152,7 +152,7 @@ def _report(
     own = shard_of_logits(logits.shape[-1], rank, n_ranks, vocab_size, shard)
     size = str(own.vocab_size)
     if vocab_size is None and shard is None:
-        size += f" ({n_ranks} * {own.n_columns} columns; pass vocab_size= or shard= for other shards)"
+        size += f" ({n_ranks} * {own.n_columns} columns, without vocab_size= or shard=)"
     leading = tuple(labels.shape)
     facts = (
         _Fact("logits", leading, f"leading dimensions {leading}"),

@@ -128,7 +128,7 @@ def cross_entropy_kernel(
     target = tl.where((target >= 0) & (target < width), target, -1).to(tl.int32)
     if n_valid is not None:
         # Whole vectors are read, so that loads stay 16 bytes wide, padding among them.
-        valid_width = begin + n_valid - first
+        valid_width = (begin + n_valid - first).to(tl.int32)
         readable = (valid_width + VECTOR - 1) // VECTOR * VECTOR
     lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for tile in range(0, width, LANES * VECTOR):
