@@ -19,7 +19,8 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,12 +105,12 @@ def milliseconds(run: Callable[[], None], *, queued: bool) -> float:
     return elapsed
 
 
-def extra_peak_bytes(case: Case, logits: Tensor, labels: Tensor, reduction: str) -> int:
-    """Memory that forward and backward take beyond what is there before, at the worst moment."""
+def extra_peak_bytes(run: Callable[[], object]) -> int:
+    """Memory that ``run`` takes beyond what is there before, at the worst moment."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    case.call(logits, labels, reduction)
+    run()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
@@ -151,7 +152,7 @@ def measure(case: Case, rounds: int, progress: tqdm) -> list[dict[str, Any]]:
             queued: [t / c for t, c in zip(times[reduction, queued], times["copy", queued], strict=True)]
             for queued in (False, True)
         }
-        extra = extra_peak_bytes(case, buffers[0], labels, reduction)
+        extra = extra_peak_bytes(partial(case.call, buffers[0], labels, reduction))
         results.append(
             {
                 "rows": case.rows,
@@ -189,42 +190,60 @@ def host_description() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments that all benchmarks take."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each shape")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--shape", action="append", metavar="ROWSxCOLUMNS", help="columns are a rank's")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON document here as well")
-    options = parser.parse_args()
+    return parser
+
+
+def run_benchmark(
+    options: argparse.Namespace,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    measured: Callable[[Case, int, tqdm], list[dict[str, Any]]],
+    line: Callable[[dict[str, Any]], str],
+) -> None:
+    """Measure every shape on the GPUs of this run; rank 0 prints a ``line`` a result, and the JSON."""
     if not torch.cuda.is_available():
-        raise SystemExit("bench_cross_entropy: needs a GPU, torch finds none")
+        raise SystemExit("benchmark: needs a GPU, torch finds none")
     ranks, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(local_rank)
     group = None
     if ranks > 1:
         dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
         group = dist.group.WORLD
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shape or ()] or SHAPES
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shape or ()] or shapes
     results = []
-    total = len(shapes) * (options.rounds + 2)
-    with tqdm(total=total, unit="round", disable=local_rank != 0) as progress:
+    with tqdm(total=len(shapes) * (options.rounds + 2), unit="round", disable=local_rank != 0) as progress:
         for rows, columns in shapes:
             progress.set_description(f"{rows} x {columns}")
-            case = Case(rows, columns, getattr(torch, options.dtype), group, ranks)
-            results += measure(case, options.rounds, progress)
+            results += measured(Case(rows, columns, dtype, group, ranks), options.rounds, progress)
     if local_rank == 0:
         for result in results:
-            print(
-                f"{result['rows']:6d} x {result['columns']:6d}  {result['reduction']:4s}  "
-                f"{result['ratio']:6.3f} x copy ({result['ratio_queued']:.3f} queued)  "
-                f"{result['microseconds']:8.1f} us  {result['extra_peak_bytes_per_row']:.1f} B/row"
-            )
+            print(f"{result['rows']:6d} x {result['columns']:6d}  {line(result)}")
         document = json.dumps({"host": host_description(), "results": results})
         if options.json:
             options.json.write_text(json.dumps(json.loads(document), indent=1) + "\n")
         print(document, flush=True)
     if ranks > 1:
         dist.destroy_process_group()
+
+
+def line_of(result: dict[str, Any]) -> str:
+    return (
+        f"{result['reduction']:4s}  {result['ratio']:6.3f} x copy ({result['ratio_queued']:.3f} queued)  "
+        f"{result['microseconds']:8.1f} us  {result['extra_peak_bytes_per_row']:.1f} B/row"
+    )
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    options = parser.parse_args()
+    run_benchmark(options, SHAPES, getattr(torch, options.dtype), measure, line_of)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,7 @@ Prints a table, and as the last line of standard output one JSON document, which
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
-import os
 import shutil
 import statistics
 import sys
@@ -29,8 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from bench_cross_entropy import BUFFERS, CHECKED_ROWS, Case, host_description, milliseconds
+from bench_cross_entropy import (
+    BUFFERS,
+    CHECKED_ROWS,
+    Case,
+    argument_parser,
+    extra_peak_bytes,
+    milliseconds,
+    run_benchmark,
+)
 from torch import Tensor
 from tqdm import tqdm
 
@@ -109,18 +113,8 @@ def check(case: Case, logits: Tensor, labels: Tensor) -> None:
                 torch.testing.assert_close(actual, expected, rtol=2 * rtol, atol=2e-5)
 
 
-def extra_peak_bytes(run: Step, logits: Tensor, labels: Tensor) -> int:
-    """Memory that forward and backward take beyond what is there before, at the worst moment."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run(logits, labels)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def measure(
-    case: Case, baseline: Callable[..., Any] | None, rounds: int, progress: tqdm
+    baseline: Callable[..., Any] | None, case: Case, rounds: int, progress: tqdm
 ) -> list[dict[str, Any]]:
     """One row of results for each call."""
     source, labels = case.inputs()
@@ -153,6 +147,7 @@ def measure(
         pairs = zip(times[name], times[other], strict=True)
         return round(statistics.median(a / b for a, b in pairs), 3)
 
+    extra = {name: extra_peak_bytes(partial(run, buffers[0], labels)) for name, run in steps.items()}
     return [
         {
             "rows": case.rows,
@@ -163,49 +158,27 @@ def measure(
             "ratio_to_copy": ratio(name, "copy"),
             "ratio_to_plain": ratio(name, "mean" if name.startswith(("mean", "sum")) else "none"),
             "microseconds": round(1e3 * statistics.median(times[name]), 1),
-            "extra_peak_bytes_per_row": round(extra_peak_bytes(run, buffers[0], labels) / case.rows, 2),
+            "extra_peak_bytes_per_row": round(extra[name] / case.rows, 2),
             "logits_bytes_per_row": case.columns * source.element_size(),
         }
-        for name, run in steps.items()
+        for name in steps
     ]
 
 
+def line_of(result: dict[str, Any]) -> str:
+    return (
+        f"{result['call']:26s}  {result['ratio_to_copy']:6.3f} x copy  "
+        f"{result['ratio_to_plain']:6.3f} x plain  {result['microseconds']:8.1f} us  "
+        f"{result['extra_peak_bytes_per_row']:6.1f} B/row"
+    )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each shape")
-    parser.add_argument("--shape", action="append", metavar="ROWSxCOLUMNS", help="columns are a rank's")
+    parser = argument_parser(__doc__)
     parser.add_argument("--baseline", type=Path, metavar="DIR", help="another checkout of this project")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON document here as well")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("bench_options: needs a GPU, torch finds none")
-    ranks, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    torch.cuda.set_device(local_rank)
-    group = None
-    if ranks > 1:
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
-        group = dist.group.WORLD
     baseline = baseline_loss(options.baseline) if options.baseline else None
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shape or ()] or SHAPES
-    results = []
-    with tqdm(total=len(shapes) * (options.rounds + 2), unit="round", disable=local_rank != 0) as progress:
-        for rows, columns in shapes:
-            progress.set_description(f"{rows} x {columns}")
-            case = Case(rows, columns, torch.bfloat16, group, ranks)
-            results += measure(case, baseline, options.rounds, progress)
-    if local_rank == 0:
-        for result in results:
-            print(
-                f"{result['rows']:6d} x {result['columns']:6d}  {result['call']:26s}  "
-                f"{result['ratio_to_copy']:6.3f} x copy  {result['ratio_to_plain']:6.3f} x plain  "
-                f"{result['microseconds']:8.1f} us  {result['extra_peak_bytes_per_row']:6.1f} B/row"
-            )
-        document = json.dumps({"host": host_description(), "results": results})
-        if options.json:
-            options.json.write_text(json.dumps(json.loads(document), indent=1) + "\n")
-        print(document, flush=True)
-    if ranks > 1:
-        dist.destroy_process_group()
+    run_benchmark(options, SHAPES, torch.bfloat16, partial(measure, baseline), line_of)
 
 
 if __name__ == "__main__":

@@ -220,8 +220,7 @@ def shard_of_logits(
         return given_shard(shard, vocab_size, n_columns, n_ranks)
     if vocab_size is None:
         return VocabShard.even(n_columns, rank, n_ranks)
-    checks.check_vocab_size(vocab_size)
-    return VocabShard.of_rank(int(vocab_size), rank, n_ranks, n_columns)
+    return VocabShard.of_rank(vocab_size, rank, n_ranks, n_columns)
 
 
 def given_shard(shard: object, vocab_size: int | None, n_columns: int | None, n_ranks: int) -> VocabShard:

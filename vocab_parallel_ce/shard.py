@@ -71,12 +71,10 @@ class VocabShard(NamedTuple):
             ValueError: ``n_columns`` is neither; it holds the whole vocabulary on one of several ranks;
                 or a rank would have no column.
         """
-        given = {"vocab_size": vocab_size, "rank": rank, "n_ranks": n_ranks}
-        for name, value in given.items():
-            checks.check_integer(name, value)
-        vocab_size, rank, n_ranks = map(int, given.values())
-        if vocab_size < 1:
-            raise ValueError(f"vocab_size: must be positive, got {vocab_size}")
+        checks.check_vocab_size(vocab_size)
+        checks.check_integer("rank", rank)
+        checks.check_integer("n_ranks", n_ranks)
+        vocab_size, rank, n_ranks = int(vocab_size), int(rank), int(n_ranks)
         if not 0 <= rank < n_ranks:
             raise ValueError(f"rank: must be in [0, {n_ranks}), the ranks of the group, got {rank}")
         widest = -(-vocab_size // n_ranks)
