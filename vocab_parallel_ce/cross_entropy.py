@@ -180,7 +180,8 @@ def vocab_parallel_cross_entropy(
 def run(call: Call, logits: Tensor, labels: Tensor) -> RowOutputs:
     """What ``call`` asks for; under autograd where ``logits`` need a gradient."""
     if torch.is_grad_enabled() and logits.requires_grad:
-        return RowOutputs(*_CrossEntropy.apply(logits, labels, call))
+        outputs = _CrossEntropy.apply(logits, labels, call)
+        return RowOutputs(*outputs) if isinstance(outputs, tuple) else RowOutputs(outputs, None, None, None)
     with torch.no_grad():
         return call.outputs(walkable(logits), flat(labels))[0]
 
@@ -211,7 +212,7 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, call: Call) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, call: Call) -> Any:
         ctx.call = call
         ctx.handed_on = False
         ctx.set_materialize_grads(False)
@@ -226,11 +227,13 @@ class _CrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(kept, flat_labels, stats, divisor)
         if call.options.predictions:
             ctx.mark_non_differentiable(outputs.lse, outputs.predictions)
+        elif not call.options.entropy:
+            return outputs.loss  # a tuple, and what is None in it, costs autograd microseconds
         return tuple(outputs)
 
     @staticmethod
     def backward(
-        ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None, *_: None
+        ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None
     ) -> tuple[Tensor | None, None, None]:
         # once_differentiable looks at the upstream gradient alone: with one that requires no gradient
         # it would hand out a gradient that is silently a constant.

@@ -8,6 +8,7 @@ Public functions prepare a :class:`Call` and run it, most of them under autograd
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.exchange import all_gather_stats, group_position
-from vocab_parallel_ce.kernels.layout import row_layout, rows_are_disjoint
-from vocab_parallel_ce.selection import select
+from vocab_parallel_ce.kernels.blocks import choose_ring
+from vocab_parallel_ce.kernels.layout import VECTOR_BYTES, row_layout, rows_are_disjoint
+from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowOutputs
 
@@ -26,43 +28,71 @@ class Call(NamedTuple):
     """One validated call: what runs, on which shard, and the options of the loss."""
 
     launchers: ModuleType
-    group: Any
+    one_pass: Callable[..., None] | None
     rank: int
     n_ranks: int
     shard: VocabShard
-    loss_shape: torch.Size
     options: LossOptions
     reduction: str
-    num_items: Tensor | None  # [1], of a sum
     gradient: str
+    loss_shape: torch.Size
+    group: Any
+    num_items: Tensor | None  # [1], of a sum
 
-    def statistics(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``[R, N, K]`` statistics of all ranks, and the ``[1]`` divisor of a mean or a sum over items."""
+    def statistics(
+        self, logits: Tensor, labels: Tensor, outputs: RowOutputs | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[R, N, K]`` statistics of all ranks, and the ``[1]`` divisor of a mean or a sum over items.
+
+        ``outputs``, where given, are filled by the same launch: there must be one rank, and no mean.
+        """
         shape = (self.n_ranks, labels.shape[0], len(self.options.statistics))
         stats = logits.new_empty(shape, dtype=torch.float32)
-        valid_rows = logits.new_empty(1, dtype=torch.int32) if self.reduction == "mean" else None
+        counts = self.reduction == "mean"
+        valid_rows = logits.new_empty(1, dtype=torch.int32) if counts else None
         self.launchers.online_softmax(
-            logits, labels, stats[self.rank], valid_rows, shard=self.shard, options=self.options
+            logits,
+            labels,
+            stats,
+            self.rank,
+            valid_rows,
+            outputs,
+            self.num_items,
+            shard=self.shard,
+            options=self.options,
         )
-        all_gather_stats(stats, self.rank, self.group)
-        return stats, self.num_items if valid_rows is None else valid_rows
+        if self.n_ranks > 1:
+            all_gather_stats(stats, self.rank, self.group)
+        return stats, valid_rows if counts else self.num_items
 
     def outputs(self, logits: Tensor, labels: Tensor) -> tuple[RowOutputs, Tensor, Tensor | None]:
         """What was asked for, and the statistics and divisor it came from. Reads the logits once."""
-        stats, divisor = self.statistics(logits, labels)
-        return self.finished(stats, labels, divisor), stats, divisor
+        outputs = self.unfilled(logits)
+        if self.n_ranks == 1 and self.reduction != "mean":
+            stats, divisor = self.statistics(logits, labels, outputs)
+        else:
+            stats, divisor = self.statistics(logits, labels)
+            self.launchers.row_outputs(
+                stats, labels, divisor, outputs, shard=self.shard, options=self.options
+            )
+        return self.reduced(outputs), stats, divisor
 
-    def finished(self, stats: Tensor, labels: Tensor, divisor: Tensor | None) -> RowOutputs:
-        """What was asked for, from the statistics."""
-        wanted = self.options
-        rows = RowOutputs(
-            stats.new_empty(self.loss_shape),
-            stats.new_empty(self.loss_shape) if wanted.entropy else None,
-            stats.new_empty(self.loss_shape) if wanted.predictions else None,
-            stats.new_empty(self.loss_shape, dtype=torch.int64) if wanted.predictions else None,
+    def unfilled(self, logits: Tensor) -> RowOutputs:
+        """Tensors for what was asked for.
+
+        Unreduced losses are no view of something larger: autograd forbids to change a view that a
+        Function returns, as ``loss += auxiliary_loss`` does.
+        """
+        shape, wanted = self.loss_shape, self.options
+        loss = logits.new_empty(shape, dtype=torch.float32)
+        if not (wanted.entropy or wanted.predictions):
+            return RowOutputs(loss, None, None, None)
+        return RowOutputs(
+            loss,
+            torch.empty_like(loss) if wanted.entropy else None,
+            torch.empty_like(loss) if wanted.predictions else None,
+            torch.empty_like(loss, dtype=torch.int64) if wanted.predictions else None,
         )
-        self.launchers.row_outputs(stats, labels, divisor, rows, shard=self.shard, options=wanted)
-        return rows._replace(loss=self.reduced(rows.loss))
 
     def write_gradient(
         self,
@@ -93,35 +123,29 @@ class Call(NamedTuple):
 
     def outputs_and_gradient(self, logits: Tensor, labels: Tensor) -> RowOutputs:
         """What was asked for; the gradient replaces ``logits``, which must be :func:`overwritable`."""
+        outputs = self.unfilled(logits)
+        losses = outputs.loss.view(-1)
+        if self.one_pass is not None:
+            counted = self.reduction == "mean"
+            self.one_pass(logits, labels, self.num_items, losses, counted=counted, options=self.options)
+            raise_version(logits)
+            return self.reduced(outputs)
         stats, divisor = self.statistics(logits, labels)
         if self.options.predictions:
-            outputs = self.finished(stats, labels, divisor)
+            self.launchers.row_outputs(
+                stats, labels, divisor, outputs, shard=self.shard, options=self.options
+            )
             self.write_gradient(logits, labels, stats, divisor, into=logits)
-            return outputs
-        losses = stats.new_empty(self.loss_shape)
-        self.write_gradient(logits, labels, stats, divisor, into=logits, loss=losses.view(-1))
-        return RowOutputs(self.reduced(losses), None, None, None)
+        else:
+            self.write_gradient(logits, labels, stats, divisor, into=logits, loss=losses)
+        return self.reduced(outputs)
 
-    def reduced(self, losses: Tensor) -> Tensor:
-        """The divisor is in each of ``losses`` already.
-
-        Unreduced, they are the tensor that was allocated and no view of it: autograd forbids to
-        change a view that a Function returns, as ``loss += auxiliary_loss`` does.
-        """
-        return losses if self.reduction == "none" else losses.sum()
+    def reduced(self, outputs: RowOutputs) -> RowOutputs:
+        """The divisor is in each of the losses already."""
+        return outputs if self.reduction == "none" else outputs._replace(loss=outputs.loss.sum())
 
 
-def checked_options(**options: Any) -> LossOptions:
-    """:func:`_loss_options`, remembered: the same options come with every step."""
-    try:
-        return _loss_options(**options)
-    except TypeError:
-        pass  # of the cache, whose keys must be hashable, or of a check: the check says it better
-    return _loss_options.__wrapped__(**options)
-
-
-@functools.lru_cache(typed=True)
-def _loss_options(
+def checked_options(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -186,30 +210,86 @@ def prepare_call(
     **options: Any,
 ) -> Call:
     """Check the arguments of a public function and settle what runs; nothing is changed by it."""
-    checks.check_logits(logits)
-    checks.check_labels(labels, logits)
+    checks.check_tensor("logits", logits)
+    checks.check_tensor("labels", labels)
+    rank, n_ranks = group_position(group)
+    if shard is not None:
+        shard = given_shard(shard, vocab_size, None, n_ranks)
+    is_view = torch.is_grad_enabled() and _is_view_in_graph(logits)
+    description = (logits.dtype, logits.shape, logits.layout, logits.device)
+    of_labels = (labels.dtype, labels.shape, labels.device)
+    position = (rank, n_ranks, vocab_size, shard)
+    modes = (reduction, gradient, impl, check_labels, is_view, _has_whole_vectors(logits))
+    try:
+        settled = _settled_call(*description, *of_labels, *position, *modes, **options)
+    except TypeError:
+        # Of the cache, whose keys must be hashable, or of a check: the check says it better.
+        settled = _settled_call.__wrapped__(*description, *of_labels, *position, *modes, **options)
+    if num_items is not None:
+        checks.check_num_items(num_items, reduction, logits)
+        num_items = _as_divisor(num_items, logits)
+    call = Call(*settled, group, num_items)  # type: ignore[call-arg]  # as many as there are
+    if check_labels:
+        checks.check_label_range(labels, call.shard.vocab_size, call.options.ignore_index)
+    return call
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _settled_call(
+    dtype: torch.dtype,
+    shape: torch.Size,
+    layout: torch.layout,
+    device: torch.device,
+    labels_dtype: torch.dtype,
+    labels_shape: torch.Size,
+    labels_device: torch.device,
+    rank: int,
+    n_ranks: int,
+    vocab_size: int | None,
+    shard: VocabShard | None,
+    reduction: str,
+    gradient: str,
+    impl: str,
+    check_labels: bool,
+    is_view: bool,
+    whole_vectors: bool,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """All of a :class:`Call` that follows from these values: training repeats them every step."""
+    checks.check_kind_of_logits(dtype, shape, layout)
+    checks.check_kind_of_labels(labels_dtype, labels_shape, labels_device, shape, device)
     checks.check_choice("reduction", reduction, checks.REDUCTIONS)
     checks.check_choice("gradient", gradient, checks.GRADIENTS)
     checks.check_bool("check_labels", check_labels)
-    checks.check_num_items(num_items, reduction, logits)
-    rank, n_ranks = group_position(group)
-    shard = shard_of_logits(logits.shape[-1], rank, n_ranks, vocab_size, shard)
+    shard = shard_of_logits(shape[-1], rank, n_ranks, vocab_size, shard)
     row_options = checked_options(**options, vocab_size=shard.vocab_size)
-    implementation = select(logits.device.type, impl).name
-    if check_labels:
-        checks.check_label_range(labels, shard.vocab_size, row_options.ignore_index)
-    return Call(
-        launchers=_launchers(implementation),
-        group=group,
-        rank=rank,
+    gradient = _gradient_mode(gradient, reduction, dtype, is_view)
+    row_bytes = shape[-1] * dtype.itemsize
+    workload = Workload(
         n_ranks=n_ranks,
-        shard=shard,
-        loss_shape=labels.shape,
-        options=row_options,
-        reduction=reduction,
-        num_items=_as_divisor(num_items, logits),
-        gradient=_gradient_mode(gradient, reduction, logits),
+        gradient=gradient,
+        options_on=row_options.beyond_z_loss,
+        whole_vectors=whole_vectors and shard.n_valid == shard.n_columns,
+        fits=choose_ring(row_bytes) is not None,
     )
+    gpu = gpu_of(device.index) if device.type == "cuda" else None
+    implementation = select(device.type, impl, workload=workload, gpu=gpu).name
+    launchers, one_pass = _launchers(implementation)
+    return launchers, one_pass, rank, n_ranks, shard, row_options, reduction, gradient, labels_shape
+
+
+def _has_whole_vectors(logits: Tensor) -> bool:
+    """Whether a GPU's rows are whole, aligned vectors of 16 bytes."""
+    if not logits.is_cuda or logits.shape[-1] * logits.element_size() % VECTOR_BYTES != 0:
+        return False
+    if logits.is_contiguous():
+        return logits.data_ptr() % VECTOR_BYTES == 0
+    layout = row_layout(logits)
+    if layout is None:
+        return False
+    strides = (layout.stride0, layout.stride1, layout.stride2)
+    starts = (logits.data_ptr(), *(stride * logits.element_size() for stride in strides))
+    return all(start % VECTOR_BYTES == 0 for start in starts)
 
 
 def shard_of_logits(
@@ -240,17 +320,16 @@ def _as_divisor(num_items: int | Tensor | None, logits: Tensor) -> Tensor | None
     return logits.new_full((1,), float(num_items), dtype=torch.float32)
 
 
-def _gradient_mode(gradient: str, reduction: str, logits: Tensor) -> str:
-    is_view = torch.is_grad_enabled() and _is_view_in_graph(logits)
+def _gradient_mode(gradient: str, reduction: str, dtype: torch.dtype, is_view: bool) -> str:
     if gradient == "in_forward" and is_view:
         raise ValueError(
             "gradient: 'in_forward' overwrites logits during forward, which autograd allows for no view "
-            f"of another tensor, got logits from {type(logits.grad_fn).__name__}; use 'in_backward'"
+            "of another tensor in a graph, got logits that are one; use 'in_backward'"
         )
     if gradient != "auto":
         return gradient
     # fp16 has no room for a gradient that the loss scale has not multiplied yet.
-    if reduction == "none" or logits.dtype == torch.float16 or is_view:
+    if reduction == "none" or dtype == torch.float16 or is_view:
         return "in_backward"
     return "in_forward"
 
@@ -264,7 +343,7 @@ def scale_in_place(grad_logits: Tensor, grad_output: Tensor) -> Tensor:
             "_input: expected the tensor that cross_entropy_forward returned, whose rows are dense and "
             f"share no memory, got shape {tuple(grad_logits.shape)}, strides {grad_logits.stride()}"
         )
-    launchers = _launchers(select(grad_logits.device.type).name)
+    launchers, _ = _launchers(select(grad_logits.device.type).name)
     launchers.element_mul(grad_logits, per_row(grad_output, grad_logits))
     raise_version(grad_logits)
     return grad_logits
@@ -292,12 +371,15 @@ def source_and_new(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def per_row(upstream: Tensor, logits: Tensor) -> Tensor:
     """``[N]`` view of an upstream gradient with one element for all rows (stride 0) or one for each."""
-    n_rows = logits.shape[:-1].numel()
-    return upstream.reshape(1).expand(n_rows) if upstream.numel() == 1 else upstream.reshape(-1)
+    if upstream.numel() == 1:
+        return upstream.reshape(1).expand(logits.shape[:-1].numel())
+    return upstream if upstream.dim() == 1 else upstream.reshape(-1)
 
 
 def flat(labels: Tensor) -> Tensor:
     """``[N]`` contiguous labels: a view where they are contiguous already."""
+    if labels.dim() == 1 and labels.is_contiguous():
+        return labels
     return labels.reshape(-1).contiguous()
 
 
@@ -315,11 +397,15 @@ def _is_view_in_graph(tensor: Tensor) -> bool:
     return tensor._is_view() and tensor.grad_fn is not None
 
 
-def _launchers(implementation: str) -> ModuleType:
+def _launchers(implementation: str) -> tuple[ModuleType, Callable[..., None] | None]:
     if implementation == "reference":
         from vocab_parallel_ce import reference
 
-        return reference
+        return reference, None
     from vocab_parallel_ce.kernels import launchers
 
-    return launchers
+    if implementation == "triton":
+        return launchers, None
+    from vocab_parallel_ce.kernels.one_pass import one_pass
+
+    return launchers, one_pass

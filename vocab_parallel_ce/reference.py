@@ -19,17 +19,22 @@ def online_softmax(
     logits: Tensor,
     labels: Tensor,
     stats: Tensor,
+    rank: int,
     valid_rows: Tensor | None,
+    outputs: RowOutputs | None = None,
+    divisor: Tensor | None = None,
     *,
     shard: VocabShard,
     options: LossOptions,
 ) -> None:
-    """Fill ``stats [N, K]`` for ``logits [..., C]`` and ``labels [N]``, and ``valid_rows [1]``."""
+    """Fill ``stats[rank]`` of ``stats [R, N, K]``, ``valid_rows [1]`` and ``outputs``, where given."""
     wanted = options.statistics
     row_stats = spec.local_stats(_rows(logits), labels, shard.start, shard.vocab_size, options, wanted)
-    stats.copy_(torch.stack([getattr(row_stats, name) for name in wanted], dim=-1))
+    stats[rank] = torch.stack([getattr(row_stats, name) for name in wanted], dim=-1)
     if valid_rows is not None:
         valid_rows.copy_((~spec.is_ignored(labels, options)).sum())
+    if outputs is not None:
+        row_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
 
 
 def row_outputs(

@@ -8,7 +8,9 @@ import os
 from functools import cache
 from typing import NamedTuple
 
-IMPLEMENTATIONS = ("reference", "triton")
+import torch
+
+IMPLEMENTATIONS = ("reference", "triton", "one_pass")
 
 
 class Selection(NamedTuple):
@@ -16,6 +18,27 @@ class Selection(NamedTuple):
 
     name: str
     reason: str
+
+
+class Workload(NamedTuple):
+    """What of a call decides whether one launch can do it."""
+
+    n_ranks: int
+    gradient: str
+    options_on: tuple[str, ...]  # beside those that every implementation has
+    whole_vectors: bool  # every row begins at 16 bytes and is a multiple of 16 bytes; no padded columns
+    fits: bool  # a row on a multiprocessor, by the table of measurements
+
+
+class Gpu(NamedTuple):
+    """What of a GPU and of the installed Triton decides it."""
+
+    is_nvidia: bool
+    shared_memory: int  # bytes that a program may have
+    has_gluon: bool  # a Triton whose Gluon has asynchronous copies
+
+
+ONE_PASS_SHARED_MEMORY = 227 * 1024
 
 
 def triton_state() -> str:
@@ -36,14 +59,23 @@ def triton_version() -> str | None:
     return None
 
 
-def select(device_type: str, requested: str = "auto", *, triton: str | None = None) -> Selection:
+def select(
+    device_type: str,
+    requested: str = "auto",
+    *,
+    triton: str | None = None,
+    workload: Workload | None = None,
+    gpu: Gpu | None = None,
+) -> Selection:
     """Choose the implementation for tensors on ``device_type``, e.g. ``"cuda"`` (ROCm's name too).
 
-    ``auto`` is ``triton`` on a GPU and ``reference`` elsewhere. Nothing falls back: a GPU without
-    triton is an error that names the remedy.
+    ``auto`` is ``one_pass`` where a GPU can do the ``workload`` in one launch, else ``triton`` on a GPU, and
+    ``reference`` elsewhere. Nothing falls back: a GPU without triton is an error that names the remedy.
 
     Args:
         triton: what :func:`triton_state` returns; asked for when None.
+        workload: of the call; None: of no call in particular.
+        gpu: what :func:`gpu_of` returns; None: none that ``one_pass`` knows.
 
     Raises:
         ValueError: the name is unknown, or its condition is not met.
@@ -61,14 +93,66 @@ def select(device_type: str, requested: str = "auto", *, triton: str | None = No
             f"impl: {requested!r} on {device_type} needs the package triton, which is not installed; "
             "install it, or ask for impl='reference' (plain PyTorch, several times slower)"
         )
+    obstacle = _obstacle_to_one_pass(device_type, triton, workload, gpu)
+    if requested == "one_pass" and obstacle:
+        raise ValueError(f"impl: 'one_pass' needs {obstacle}; 'auto' chooses what can run")
+    if obstacle is None and requested != "triton":
+        return Selection("one_pass", "asked for" if requested == "one_pass" else "one read and one write")
     if device_type == "cuda":
-        return Selection("triton", "a GPU, and triton is installed")
+        if requested == "triton":
+            return Selection("triton", "asked for")
+        return Selection("triton", f"a GPU, and triton is installed; one_pass needs {obstacle}")
     if device_type == "cpu" and triton == "interpreter":
         return Selection("triton", "asked for, under triton's interpreter")
     raise ValueError(
         f"impl: 'triton' needs tensors on a CUDA or ROCm GPU, or on the CPU with TRITON_INTERPRET=1 "
         f"set before triton is imported, got tensors on {device_type}"
     )
+
+
+def _obstacle_to_one_pass(
+    device_type: str, triton: str, workload: Workload | None, gpu: Gpu | None
+) -> str | None:
+    """The first condition of ``one_pass`` that is not met, and what is there instead."""
+    if device_type != "cuda" or triton != "compiler":
+        return f"a GPU and triton's compiler, got {device_type} and triton's {triton}"
+    if gpu is None or workload is None:
+        return "a call on a GPU, got none"
+    if not gpu.is_nvidia:
+        return "an NVIDIA GPU, got another maker's"
+    if not gpu.has_gluon:
+        return f"a triton with Gluon's asynchronous copies (3.5 or later), got {triton_version()}"
+    if gpu.shared_memory < ONE_PASS_SHARED_MEMORY:
+        return f"{ONE_PASS_SHARED_MEMORY} bytes of shared memory a program, got {gpu.shared_memory}"
+    if workload.n_ranks != 1:
+        return f"one rank, got {workload.n_ranks}"
+    if workload.gradient != "in_forward":
+        return f"gradient 'in_forward', got {workload.gradient!r}"
+    if workload.options_on:
+        return f"no option but ignore_index and z_loss, got {', '.join(workload.options_on)}"
+    if not workload.whole_vectors:
+        return "rows of whole, aligned 16-byte vectors without padding, got others"
+    if not workload.fits:
+        return "rows of a width in its table of measurements (kernels/blocks.py), got another"
+    return None
+
+
+@cache
+def gpu_of(index: int) -> Gpu:
+    """The GPU ``index`` of this process."""
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(
+        is_nvidia=torch.version.hip is None,
+        shared_memory=getattr(properties, "shared_memory_per_block_optin", 0),
+        has_gluon=_has_gluon(),
+    )
+
+
+def _has_gluon() -> bool:
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon.language.nvidia.ampere") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 @cache

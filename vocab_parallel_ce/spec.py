@@ -71,6 +71,15 @@ class LossOptions(NamedTuple):
     predictions: bool = False
 
     @property
+    def beyond_z_loss(self) -> tuple[str, ...]:
+        """Names of the options that are on, but for ``ignore_index`` and ``z_loss``."""
+        return tuple(
+            name
+            for name, value in self._asdict().items()
+            if name not in ("ignore_index", "z_loss") and value != getattr(PLAIN, name)
+        )
+
+    @property
     def statistics(self) -> tuple[str, ...]:
         """Names of the ``K`` statistics that travel, in the order in which they are packed."""
         smoothed = ("gap_sum", "n_columns") if self.smoothing else ()

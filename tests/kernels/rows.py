@@ -37,10 +37,11 @@ def stats_by_kernel(
     """``[N, K]`` statistics, and the number of rows that count."""
     from vocab_parallel_ce.kernels import launchers
 
-    stats = torch.full((labels.numel(), len(options.statistics)), NAN, device=logits.device)
+    stats = torch.full((1, labels.numel(), len(options.statistics)), NAN, device=logits.device)
     valid_rows = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
-    launchers.online_softmax(logits, labels, stats, valid_rows, shard=shard or whole(logits), options=options)
-    return stats, int(valid_rows)
+    shard = shard or whole(logits)
+    launchers.online_softmax(logits, labels, stats, 0, valid_rows, shard=shard, options=options)
+    return stats[0], int(valid_rows)
 
 
 def outputs_by_kernel(

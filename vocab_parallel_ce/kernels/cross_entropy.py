@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels.blocks import READ_AND_WRITE, choose_block
-from vocab_parallel_ce.kernels.launch import device_of, option_arguments, row_arguments
+from vocab_parallel_ce.kernels.launch import launch, option_arguments, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
     bounded,
     divisor_weight,
@@ -68,13 +68,13 @@ def cross_entropy_kernel(
     entropy_upstream,  # ([N] fp32, stride), or None: 0
     loss,  # [N] fp32, out, or None
     grad_logits,  # [N, C] logits' dtype, out; may be logits
-    n_rows,
     n_columns,
     n_valid,  # columns that are no padding, or None: all
     n_ranks,
-    shard_start,
     vocab_size,
     row_options,  # option_arguments
+    n_rows,
+    shard_start,
     HAS_EDGES: tl.constexpr,
     RANKS: tl.constexpr,
     LANES: tl.constexpr,
@@ -179,8 +179,10 @@ def cross_entropy(
     if grad_logits is not logits:
         grad_base, grad_layout, _ = row_arguments(grad_logits, block.vector)
         assert layout == grad_layout, "the gradient is laid out as the logits are"
-    with device_of(logits):
-        cross_entropy_kernel[(n_rows,)](
+    launch(
+        cross_entropy_kernel,
+        n_rows,
+        (
             base,
             layout,
             labels,
@@ -190,19 +192,21 @@ def cross_entropy(
             _with_stride(entropy_upstream),
             loss,
             grad_base,
-            n_rows,
             shard.n_columns,
             None if shard.n_valid == shard.n_columns else shard.n_valid,
             n_ranks,
-            shard.start,
             shard.vocab_size,
             option_arguments(options),
-            HAS_EDGES=has_edges,
-            RANKS=triton.next_power_of_2(n_ranks),
-            LANES=block.lanes,
-            VECTOR=block.vector,
-            num_warps=block.num_warps,
-        )
+        ),
+        (n_rows, shard.start),
+        {
+            "HAS_EDGES": has_edges,
+            "RANKS": triton.next_power_of_2(n_ranks),
+            "LANES": block.lanes,
+            "VECTOR": block.vector,
+        },
+        num_warps=block.num_warps,
+    )
 
 
 def _with_stride(upstream: Tensor | None) -> tuple[Tensor, int] | None:

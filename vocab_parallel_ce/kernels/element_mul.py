@@ -2,9 +2,9 @@
 
     grad_i *= upstream(row)
 
-One program a row. The factor is looked at on the device: where it is 1, the program ends, so that the
-usual ``loss.backward()`` of a reduced loss costs a launch and nothing else. Otherwise the shard is read
-once and written once, and the gradient is rounded a second time.
+A fixed number of programs walks the rows. A row's factor is looked at on the device: where it is 1, the row
+is left alone, so that the usual ``loss.backward()`` of a reduced loss costs a short launch and nothing
+else. Otherwise the shard is read once and written once, and the gradient is rounded a second time.
 """
 
 import triton
@@ -12,8 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels.blocks import READ_AND_WRITE, choose_block
-from vocab_parallel_ce.kernels.launch import device_of, row_arguments
+from vocab_parallel_ce.kernels.launch import launch, row_arguments
 from vocab_parallel_ce.kernels.primitives import edge_offsets, row_begin, row_body
+
+PROGRAMS = 512  # rows at once: enough to fill a GPU, few enough to start and end in 2 us
 
 
 @triton.jit
@@ -22,35 +24,36 @@ def scaled(grad, factor):
     return tl.where(grad == 0, 0.0, grad * factor)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def element_mul_kernel(
     grad_logits,  # [N, C] bf16|fp16|fp32, in and out
     layout,  # RowLayout of grad_logits
-    upstream,  # [N] fp32
-    upstream_stride,  # 0: one factor for all rows
+    upstream,  # ([N] fp32, stride), stride 0: one factor for all rows
     n_columns,
+    n_rows,
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """One row: ``[1, 2, 3]`` with the upstream gradient 0.5 becomes ``[0.5, 1, 1.5]``."""
-    row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(upstream + row * upstream_stride).to(tl.float32)
-    if factor == 1.0:
-        return
-    begin = row_begin(row, layout)
-    first, width = row_body(begin, n_columns, VECTOR)
     lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    for tile in range(0, width, LANES * VECTOR):
-        columns = tile + lane_columns
-        inside = columns < width
-        pointers = grad_logits + first + columns
-        grad = scaled(tl.load(pointers, inside).to(tl.float32), factor)
-        tl.store(pointers, grad.to(grad_logits.dtype.element_ty), inside)
-    if HAS_EDGES:
-        offset, inside = edge_offsets(begin, n_columns, first, width, VECTOR)
-        grad = scaled(tl.load(grad_logits + offset, inside).to(tl.float32), factor)
-        tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
+    row = tl.program_id(0).to(tl.int64)
+    while row < n_rows:
+        factor = tl.load(upstream[0] + row * upstream[1]).to(tl.float32)
+        if factor != 1.0:
+            begin = row_begin(row, layout)
+            first, width = row_body(begin, n_columns, VECTOR)
+            for tile in range(0, width, LANES * VECTOR):
+                columns = tile + lane_columns
+                inside = columns < width
+                pointers = grad_logits + first + columns
+                grad = scaled(tl.load(pointers, inside).to(tl.float32), factor)
+                tl.store(pointers, grad.to(grad_logits.dtype.element_ty), inside)
+            if HAS_EDGES:
+                offset, inside = edge_offsets(begin, n_columns, first, width, VECTOR)
+                grad = scaled(tl.load(grad_logits + offset, inside).to(tl.float32), factor)
+                tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
+        row += tl.num_programs(0)
 
 
 def element_mul(grad_logits: Tensor, upstream: Tensor) -> None:
@@ -61,15 +64,11 @@ def element_mul(grad_logits: Tensor, upstream: Tensor) -> None:
     n_columns = grad_logits.shape[-1]
     block = choose_block(READ_AND_WRITE, n_columns, grad_logits.element_size())
     base, layout, has_edges = row_arguments(grad_logits, block.vector)
-    with device_of(grad_logits):
-        element_mul_kernel[(n_rows,)](
-            base,
-            layout,
-            upstream,
-            upstream.stride(0),
-            n_columns,
-            HAS_EDGES=has_edges,
-            LANES=block.lanes,
-            VECTOR=block.vector,
-            num_warps=block.num_warps,
-        )
+    launch(
+        element_mul_kernel,
+        min(n_rows, PROGRAMS),
+        (base, layout, (upstream, upstream.stride(0)), n_columns),
+        (n_rows,),
+        {"HAS_EDGES": has_edges, "LANES": block.lanes, "VECTOR": block.vector},
+        num_warps=block.num_warps,
+    )

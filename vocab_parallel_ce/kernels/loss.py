@@ -10,14 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.kernels.launch import device_of, option_arguments
-from vocab_parallel_ce.kernels.primitives import (
-    at_the_edges,
-    divisor_weight,
-    merge_ranks,
-    row_loss,
-    stats_of_row,
-)
+from vocab_parallel_ce.kernels.launch import launch, option_arguments
+from vocab_parallel_ce.kernels.primitives import merge_ranks, stats_of_row, store_outputs
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowOutputs
 
@@ -29,14 +23,11 @@ def loss_kernel(
     labels,  # [N] int64|int32
     stats,  # [R, N, K] fp32
     divisor,  # [1] integer or floating point, or None: 1
-    loss,  # [N] fp32, out
-    entropy,  # [N] fp32, out, or None
-    lse,  # [N] fp32, out, or None
-    predictions,  # [N] int64, out, or None
-    n_rows,
+    outputs,  # RowOutputs: [N] fp32, predictions int64, out, or None
     n_ranks,
     vocab_size,
     row_options,  # option_arguments
+    n_rows,
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -47,21 +38,7 @@ def loss_kernel(
     ranks = tl.arange(0, RANKS)[:, None]
     pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], row_options)
     merged = merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], row_options)
-    value = row_loss(merged, label, vocab_size, row_options)
-    if divisor is not None:
-        weight = divisor_weight(divisor)
-        value = tl.where(weight == 0, 0.0, value * weight)
-    tl.store(loss + rows, value, inside)
-    row_max, sum_exp, _, _, exp_gap_sum, argmax = merged
-    if entropy is not None:
-        value = tl.log(sum_exp) - exp_gap_sum / sum_exp
-        tl.store(entropy + rows, at_the_edges(value, label, vocab_size, row_options), inside)
-    live = label != row_options[0]
-    if lse is not None:
-        tl.store(lse + rows, tl.where(live, row_max + tl.log(sum_exp), 0.0), inside)
-    if predictions is not None:
-        known = live & (sum_exp < float("inf")) & (argmax < float("inf"))
-        tl.store(predictions + rows, tl.where(known, argmax, -1.0).to(tl.int64), inside)
+    store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, row_options)
 
 
 def row_outputs(
@@ -77,20 +54,11 @@ def row_outputs(
     n_ranks, n_rows, _ = stats.shape
     if n_rows == 0:
         return
-    with device_of(stats):
-        loss_kernel[(triton.cdiv(n_rows, LOSS_ROWS),)](
-            labels,
-            stats,
-            divisor,
-            outputs.loss,
-            outputs.entropy,
-            outputs.lse,
-            outputs.predictions,
-            n_rows,
-            n_ranks,
-            shard.vocab_size,
-            option_arguments(options),
-            RANKS=triton.next_power_of_2(n_ranks),
-            ROWS=LOSS_ROWS,
-            num_warps=4,
-        )
+    launch(
+        loss_kernel,
+        triton.cdiv(n_rows, LOSS_ROWS),
+        (labels, stats, divisor, outputs, n_ranks, shard.vocab_size, option_arguments(options)),
+        (n_rows,),
+        {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": LOSS_ROWS},
+        num_warps=4,
+    )

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels.blocks import READ, choose_block
-from vocab_parallel_ce.kernels.launch import device_of, option_arguments, row_arguments
+from vocab_parallel_ce.kernels.launch import launch, option_arguments, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
     bounded,
     edge_offsets,
@@ -28,11 +28,13 @@ from vocab_parallel_ce.kernels.primitives import (
     row_begin,
     row_body,
     stats_of_row,
+    store_outputs,
     transform,
 )
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import LossOptions
+from vocab_parallel_ce.spec import LossOptions, RowOutputs
 
+NO_OUTPUTS = (None, None, None, None)
 LABELS_AT_ONCE = 512  # more than a narrow row's lanes, few enough for one warp's registers
 
 
@@ -42,17 +44,21 @@ def exp_gap(z, shift):
     return exp_shifted(z, shift) * bounded(z - shift)
 
 
-@triton.jit(do_not_specialize=["shard_start", "n_rows"])
+@triton.jit(do_not_specialize=["shard_start", "n_rows", "stats_start"])
 def online_softmax_kernel(
     logits,  # [N, C] bf16|fp16|fp32
     layout,  # RowLayout of logits
     labels,  # [N] int64|int32
-    stats,  # [N, K] fp32, out
+    stats,  # [R, N, K] fp32, out: this rank's rows
     valid_rows,  # [1] int32, out, or None
-    n_rows,
+    outputs,  # RowOutputs: [N] fp32, predictions int64, out, or None; all None: not the only rank
+    divisor,  # [1] of the loss in outputs, integer or floating point, or None: 1
     n_columns,  # that are no padding
-    shard_start,
+    vocab_size,
     row_options,  # option_arguments
+    n_rows,
+    shard_start,
+    stats_start,  # this rank's first row in stats
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -123,7 +129,10 @@ def online_softmax_kernel(
     owned = (column >= 0) & (column < n_columns)
     target = tl.load(logits + begin + column, owned, other=float("-inf")).to(tl.float32)
     target_logit = transform(target, row_options)[0]
-    out = stats_of_row(stats, row, row_options)
+    gap_sum = 0.0
+    exp_gap_sum = 0.0
+    first_max = 0.0
+    out = stats_of_row(stats, stats_start + row, row_options)
     tl.store(out, row_max)
     tl.store(out + 1, sum_exp)
     tl.store(out + 2, target_logit)
@@ -153,41 +162,56 @@ def online_softmax_kernel(
         if HAS_EDGES:
             argmax = tl.minimum(argmax, tl.min(tl.where(edge == row_max, offset - begin, 2147483647)))
         is_finite = tl.abs(row_max) < float("inf")
-        tl.store(out, tl.where(is_finite, (argmax + shard_start).to(tl.float32), float("inf")))
+        first_max = tl.where(is_finite, (argmax + shard_start).to(tl.float32), float("inf"))
+        tl.store(out, first_max)
+    if outputs[0] is not None:
+        merged = (row_max, sum_exp, target_logit, gap_sum, exp_gap_sum, first_max)
+        store_outputs(outputs, row, row < n_rows, merged, label, divisor, vocab_size, row_options)
 
 
 def online_softmax(
     logits: Tensor,
     labels: Tensor,
     stats: Tensor,
+    rank: int,
     valid_rows: Tensor | None,
+    outputs: RowOutputs | None = None,
+    divisor: Tensor | None = None,
     *,
     shard: VocabShard,
     options: LossOptions,
 ) -> None:
-    """Fill ``stats [N, K]`` for ``logits [..., C]`` and contiguous ``labels [N]``.
+    """Fill ``stats[rank]`` of ``stats [R, N, K]`` for ``logits [..., C]`` and contiguous ``labels [N]``.
 
     ``valid_rows [1]`` int32, where given, receives the number of labels that are not ignored.
+    ``outputs``, where given, are filled as by ``row_outputs``: the rank must be the only one.
     """
     n_rows = labels.shape[0]
     if n_rows == 0:
         return
     block = choose_block(READ, shard.n_columns, logits.element_size())
     base, layout, has_edges = row_arguments(logits, block.vector)
-    with device_of(logits):
-        online_softmax_kernel[(n_rows,)](
+    launch(
+        online_softmax_kernel,
+        n_rows,
+        (
             base,
             layout,
             labels,
             stats,
             valid_rows,
-            n_rows,
+            outputs or NO_OUTPUTS,
+            divisor,
             shard.n_valid,
-            shard.start,
+            shard.vocab_size,
             option_arguments(options),
-            HAS_EDGES=has_edges or shard.n_valid % block.vector != 0,
-            LANES=block.lanes,
-            VECTOR=block.vector,
-            COUNTED=LABELS_AT_ONCE,
-            num_warps=block.num_warps,
-        )
+        ),
+        (n_rows, shard.start, rank * n_rows),
+        {
+            "HAS_EDGES": has_edges or shard.n_valid % block.vector != 0,
+            "LANES": block.lanes,
+            "VECTOR": block.vector,
+            "COUNTED": LABELS_AT_ONCE,
+        },
+        num_warps=block.num_warps,
+    )

@@ -26,25 +26,27 @@ def row_begin(row, layout):
 
 @triton.jit
 def row_body(begin, n_columns, VECTOR: tl.constexpr):
-    """``(first, width)`` of the part of a row that whole, aligned vectors cover.
+    """``(first, width)`` of the part of a row that begins at a line of 128 bytes and is whole vectors.
 
-    Both are multiples of VECTOR by construction, which the compiler sees: loads are 16 bytes wide
-    even where neither the row's beginning nor its end is aligned. The fewer than VECTOR columns
-    before and after it are the row's edges. A row of 21 columns at 3 with VECTOR 8 has the body
-    [8, 24) and no tail, its head is [3, 8).
+    Both are multiples of VECTOR (16 bytes) by construction, which the compiler sees: accesses are 16 bytes
+    wide even where neither the row's beginning nor its end is aligned. What lies before and after the body
+    are the row's edges. A row of 85 columns at 60 with VECTOR 8 has the body [64, 144), its head is
+    [60, 64) and its tail [144, 145).
     """
-    first = (begin + VECTOR - 1) // VECTOR * VECTOR
+    line = 8 * VECTOR
+    first = (begin + line - 1) // line * line
     last = (begin + n_columns) // VECTOR * VECTOR
     return first, tl.maximum(last - first, 0).to(tl.int32)
 
 
 @triton.jit
 def edge_offsets(begin, n_columns, first, width, VECTOR: tl.constexpr):
-    """Element offsets of a row's head and tail, ``[2 * VECTOR]``, and which of them exist."""
-    lane = tl.arange(0, 2 * VECTOR)
+    """Element offsets of a row's head and tail, ``[16 * VECTOR]``, and which of them exist."""
+    line = 8 * VECTOR
+    lane = tl.arange(0, 16 * VECTOR)
     end = begin + n_columns
-    is_head = lane < VECTOR
-    offset = tl.where(is_head, begin + lane, first + width + lane - VECTOR)
+    is_head = lane < line
+    offset = tl.where(is_head, begin + lane, first + width + lane - line)
     return offset, offset < tl.where(is_head, tl.minimum(first, end), end)
 
 
@@ -176,6 +178,30 @@ def row_loss(merged, label, vocab_size, row_options):
         lse = row_max + log_sum_exp
         value += z_loss * lse * lse
     return at_the_edges(value, label, vocab_size, row_options)
+
+
+@triton.jit
+def store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, row_options):
+    """Store a row, or a vector of rows, in ``outputs``: ``spec.RowOutputs``, None where not asked for.
+
+    ``divisor`` as in :func:`divisor_weight`, or None: 1; ``inside`` masks a vector of rows.
+    """
+    loss, entropy, lse, predictions = outputs
+    row_max, sum_exp, _, _, exp_gap_sum, argmax = merged
+    value = row_loss(merged, label, vocab_size, row_options)
+    if divisor is not None:
+        weight = divisor_weight(divisor)
+        value = tl.where(weight == 0, 0.0, value * weight)
+    tl.store(loss + rows, value, inside)
+    if entropy is not None:
+        value = tl.log(sum_exp) - exp_gap_sum / sum_exp
+        tl.store(entropy + rows, at_the_edges(value, label, vocab_size, row_options), inside)
+    live = label != row_options[0]
+    if lse is not None:
+        tl.store(lse + rows, tl.where(live, row_max + tl.log(sum_exp), 0.0), inside)
+    if predictions is not None:
+        known = live & (sum_exp < float("inf")) & (argmax < float("inf"))
+        tl.store(predictions + rows, tl.where(known, argmax, -1.0).to(tl.int64), inside)
 
 
 @triton.jit

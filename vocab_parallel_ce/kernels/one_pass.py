@@ -1,0 +1,300 @@
+"""Loss and gradient of whole rows in one launch: every logit is read once and written once.
+
+    loss = log(sum_exp) + row_max - z_y + z_loss * lse^2
+    dz_i = p_i * (1 + 2 * z_loss * lse) - [i == y],   p_i = exp(z_i - row_max) / sum_exp
+
+One persistent program or two a multiprocessor; each walks its rows in chunks of one 16-byte vector a thread.
+A ring of SLOTS chunks in shared memory is kept full by asynchronous copies, so that the next rows arrive
+while this one is worked on. The first KEEP chunks of a row stay in registers for the second look at it, which
+frees their slots at once; the others stay in the ring. Regime: rows of 16 to 270 KB of aligned vectors, one
+rank, bound by memory. Rows that are ignored are not read.
+
+Written in Gluon, Triton's language for explicit layouts, which cannot be interpreted.
+"""
+
+# mypy: disable-error-code="assignment, misc"
+# Tuples grow in loops that the compiler unrolls.
+
+import functools
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from vocab_parallel_ce.kernels.blocks import choose_ring
+from vocab_parallel_ce.kernels.launch import launch, option_arguments, row_arguments
+from vocab_parallel_ce.kernels.primitives import (
+    divisor_weight,
+    exp_shifted,
+    finite_or_zero,
+    row_begin,
+    row_loss,
+)
+from vocab_parallel_ce.spec import LossOptions
+
+# Triton 3.7 renamed both.
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.constexpr_function
+def copies_in_flight(chunk, GROUP, CHUNKS, KEEP, SLOTS):
+    """Groups of copies that may be outstanding when chunks ``chunk`` to ``chunk + GROUP`` must have arrived.
+
+    SLOTS were committed before the row's first chunk was freed, and one more for each that was freed since.
+    """
+    last = min(chunk + GROUP, CHUNKS) - 1
+    freed = min(max(chunk - GROUP, 0), KEEP)
+    return SLOTS + freed - last - 1
+
+
+@gluon.jit
+def merge_lanes(max_a, sum_a, max_b, sum_b):
+    """``spec.merge`` of two lanes."""
+    row_max = tl.maximum(max_a, max_b)
+    shift = finite_or_zero(row_max)
+    return row_max, sum_a * exp_shifted(max_a, shift) + sum_b * exp_shifted(max_b, shift)
+
+
+@gluon.jit
+def label_of(labels, row, n_rows, row_options):
+    """Label of ``row`` as int64; rows beyond the last are ignored ones."""
+    label = gl.load(labels + row, mask=row < n_rows, other=0).to(gl.int64)
+    return gl.where(row < n_rows, label, row_options[0])
+
+
+@gluon.jit
+def count_labels(labels, n_rows, row_options, LANES: gl.constexpr, LANE: gl.constexpr):
+    """Labels that are not ignored. Every program counts them all: 8 bytes a row, from the L2 cache."""
+    lanes = gl.arange(0, LANES, layout=LANE)
+    count = gl.full([LANES], 0, gl.int32, LANE)
+    for first_row in range(0, n_rows, LANES):
+        count += (label_of(labels, first_row + lanes, n_rows, row_options) != row_options[0]).to(gl.int32)
+    return gl.sum(count, axis=0)
+
+
+@gluon.jit
+def vector_begin(row, layout, VECTOR: gl.constexpr):
+    """``row_begin`` where it is whole vectors, and the compiler sees that it is."""
+    return row_begin(row.to(gl.int64), layout) // VECTOR * VECTOR
+
+
+@gluon.jit
+def fetch(ring, source, place, chunk: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
+    """Begin to copy the chunk that is ``chunk`` chunks after the place's row begins into its slot.
+
+    ``source`` is ``(logits, layout, n_columns, lane_columns, ignore_index)``; ``place`` is ``(slot, row,
+    step, upcoming)``: where the row's first chunk lies, and the labels of this row and of those after it.
+    """
+    logits, layout, n_columns, lane_columns, ignore_index = source
+    slot, row, step, upcoming = place
+    ahead: gl.constexpr = chunk // CHUNKS
+    columns = (chunk % CHUNKS) * lane_columns.numel + lane_columns
+    n_read = gl.where(upcoming[ahead] == ignore_index, 0, n_columns)
+    begin = vector_begin(row + ahead * step, layout, lane_columns.shape[1])
+    copy_to_shared(ring.index((slot + chunk) % SLOTS), logits + begin + columns, mask=columns < n_read)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def read_row(
+    ring, source, place, CHUNKS: gl.constexpr, KEEP: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr
+):
+    """``(row_max, sum_exp, kept)``: statistics of a row, and its first KEEP chunks."""
+    _, _, n_columns, lane_columns, _ = source
+    tile: gl.constexpr = lane_columns.type.layout
+    lane: gl.constexpr = gl.SliceLayout(1, tile)
+    lane_max = gl.full([lane_columns.shape[0]], float("-inf"), gl.float32, lane)
+    lane_sum = gl.full([lane_columns.shape[0]], 0.0, gl.float32, lane)
+    kept = ()
+    for i in gl.static_range(CHUNKS):
+        if i % GROUP == 0:
+            async_copy.wait_group(copies_in_flight(i, GROUP, CHUNKS, KEEP, SLOTS))
+            # The slots of what every thread had read before it waited.
+            for freed in gl.static_range(i - GROUP, i):
+                if freed >= 0 and freed < KEEP:
+                    fetch(ring, source, place, freed + SLOTS, CHUNKS, SLOTS)
+        chunk = ring.index((place[0] + i) % SLOTS).load(tile)
+        if i < KEEP:
+            kept = kept + (chunk,)
+        z = chunk.to(gl.float32)
+        if i == CHUNKS - 1:
+            z = gl.where(i * lane_columns.numel + lane_columns < n_columns, z, float("-inf"))
+        new_max = gl.maximum(lane_max, gl.max(z, axis=1))
+        shift = finite_or_zero(new_max)
+        lane_sum *= exp_shifted(lane_max, shift)
+        lane_sum += gl.sum(exp_shifted(z, shift[:, None]), axis=1)
+        lane_max = new_max
+    # A barrier too: every thread has read all chunks.
+    row_max, sum_exp = gl.reduce((lane_max, lane_sum), 0, merge_lanes)
+    for freed in gl.static_range((CHUNKS - 1) // GROUP * GROUP, CHUNKS):
+        if freed < KEEP:
+            fetch(ring, source, place, freed + SLOTS, CHUNKS, SLOTS)
+    return row_max, sum_exp, kept
+
+
+@gluon.jit
+def write_row(
+    ring,
+    source,
+    place,
+    begin,
+    kept,
+    row_max,
+    scale,
+    CHUNKS: gl.constexpr,
+    KEEP: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """``exp(z - row_max) * scale`` over every column of a row."""
+    logits, _, n_columns, lane_columns, _ = source
+    for i in gl.static_range(CHUNKS):
+        if i < KEEP:
+            chunk = kept[i]
+        else:
+            chunk = ring.index((place[0] + i) % SLOTS).load(lane_columns.type.layout)
+        grad = (exp_shifted(chunk.to(gl.float32), row_max) * scale).to(logits.dtype.element_ty)
+        columns = i * lane_columns.numel + lane_columns
+        if i < CHUNKS - 1:
+            gl.store(logits + begin + columns, grad)
+        else:
+            gl.store(logits + begin + columns, grad, mask=columns < n_columns)
+        if i >= KEEP and ((i + 1 - KEEP) % GROUP == 0 or i == CHUNKS - 1):
+            for freed in gl.static_range(KEEP + (i - KEEP) // GROUP * GROUP, i + 1):
+                fetch(ring, source, place, freed + SLOTS, CHUNKS, SLOTS)
+
+
+@gluon.jit
+def clear_row(ring, source, place, begin, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
+    """Gradient 0, of a row that was not read."""
+    logits, _, n_columns, lane_columns, _ = source
+    zeros = gl.zeros_like(lane_columns).to(logits.dtype.element_ty)
+    for i in gl.static_range(CHUNKS):
+        columns = i * lane_columns.numel + lane_columns
+        gl.store(logits + begin + columns, zeros, mask=columns < n_columns)
+        fetch(ring, source, place, i + SLOTS, CHUNKS, SLOTS)
+
+
+@gluon.jit(do_not_specialize=["n_rows"])
+def one_pass_kernel(
+    logits,  # [N, C] bf16|fp16|fp32, in; their gradient, out
+    layout,  # RowLayout of logits
+    labels,  # [N] int64|int32
+    divisor,  # [1] integer or floating point, or None: 1
+    loss,  # [N] fp32, out
+    n_columns,
+    row_options,  # option_arguments: ignore_index and z_loss
+    n_rows,
+    COUNTED: gl.constexpr,  # the divisor is the number of rows that are not ignored
+    CHUNKS: gl.constexpr,
+    KEEP: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GROUP: gl.constexpr,
+    LANES: gl.constexpr,
+    VECTOR: gl.constexpr,
+):
+    """One row: ``x = [1, 3, 2]``, label 1: loss 0.4076, gradient ``[0.0900, -0.3348, 0.2447]``."""
+    tile: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32, 1], [gl.num_warps(), 1], [1, 0])
+    lane: gl.constexpr = gl.SliceLayout(1, tile)
+    unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    AHEAD: gl.constexpr = (CHUNKS - 1 + SLOTS) // CHUNKS
+    vector_columns = gl.arange(0, VECTOR, layout=gl.SliceLayout(0, tile))
+    lane_columns = gl.arange(0, LANES, layout=lane)[:, None] * VECTOR + vector_columns[None, :]
+    element = logits.dtype.element_ty
+    n_columns = n_columns // VECTOR * VECTOR  # it is; now the compiler sees it
+    ring = gl.allocate_shared_memory(element, [SLOTS, LANES, VECTOR], unswizzled)
+    source = (logits, layout, n_columns, lane_columns, row_options[0])
+    slot = 0
+    row = gl.program_id(0)
+    step = gl.num_programs(0)
+    upcoming = ()
+    for i in gl.static_range(AHEAD + 1):
+        upcoming = upcoming + (label_of(labels, row + i * step, n_rows, row_options),)
+    for i in gl.static_range(SLOTS):
+        fetch(ring, source, (slot, row, step, upcoming), i, CHUNKS, SLOTS)
+    weight = 1.0
+    if COUNTED:
+        count = count_labels(labels, n_rows, row_options, LANES, lane).to(gl.float32)
+        weight = gl.where(count == 0, 0.0, 1.0 / count)
+    elif divisor is not None:
+        weight = divisor_weight(divisor)
+    while row < n_rows:
+        place = (slot, row, step, upcoming)
+        begin = vector_begin(row, layout, VECTOR)
+        label = upcoming[0]
+        next_label = label_of(labels, row + (AHEAD + 1) * step, n_rows, row_options)
+        if (label == row_options[0]) | (weight == 0):
+            gl.store(loss + row, 0.0)
+            clear_row(ring, source, place, begin, CHUNKS, SLOTS)
+        else:
+            owned = (label >= 0) & (label < n_columns)
+            target = gl.load(logits + begin + label, mask=owned, other=float("-inf")).to(gl.float32)
+            row_max, sum_exp, kept = read_row(ring, source, place, CHUNKS, KEEP, SLOTS, GROUP)
+            merged = (row_max, sum_exp, target, 0.0, 0.0, 0.0)
+            gl.store(loss + row, row_loss(merged, label, n_columns, row_options) * weight)
+            row_weight = gl.where(owned, weight, float("nan"))
+            z_factor = 0.0
+            if row_options[2] is not None:
+                z_factor = 2 * row_options[2] * (row_max + gl.log(sum_exp))
+            scale = row_weight * (1 + z_factor) / sum_exp
+            write_row(ring, source, place, begin, kept, row_max, scale, CHUNKS, KEEP, SLOTS, GROUP)
+            # The label's column was written as every other. One that is excluded is no column's label.
+            barrier()
+            p = exp_shifted(target, row_max) / sum_exp
+            grad = ((p - 1) + p * z_factor) * row_weight
+            gl.store(logits + begin + label, grad.to(element), mask=owned & (target > float("-inf")))
+        slot = (slot + CHUNKS) % SLOTS
+        row += step
+        following = ()
+        for i in gl.static_range(AHEAD):
+            following = following + (upcoming[i + 1],)
+        upcoming = following + (next_label,)
+
+
+def one_pass(
+    logits: Tensor,
+    labels: Tensor,
+    divisor: Tensor | None,
+    loss: Tensor,
+    *,
+    counted: bool,
+    options: LossOptions,
+) -> None:
+    """Fill ``loss [N]`` and write the gradient over ``logits [..., C]``, the whole vocabulary.
+
+    Both are divided by ``divisor [1]`` where given, or, ``counted``, by the number of rows not ignored.
+    """
+    n_rows, n_columns = labels.shape[0], logits.shape[-1]
+    if n_rows == 0:
+        return
+    ring = choose_ring(n_columns * logits.element_size())
+    assert ring is not None, "selection leaves rows that do not fit to other kernels"
+    vector = 16 // logits.element_size()
+    base, layout, _ = row_arguments(logits, vector)
+    lanes = 32 * ring.num_warps
+    chunks = -(-n_columns // (lanes * vector))
+    launch(
+        one_pass_kernel,
+        ring.programs * _multiprocessors(logits.get_device()),
+        (base, layout, labels, divisor, loss, n_columns, option_arguments(options)),
+        (n_rows,),
+        {
+            "COUNTED": counted,
+            "CHUNKS": chunks,
+            "KEEP": min(ring.keep, chunks),
+            "SLOTS": ring.slots,
+            "GROUP": ring.group,
+            "LANES": lanes,
+            "VECTOR": vector,
+        },
+        num_warps=ring.num_warps,
+    )
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
