@@ -26,15 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cross_entropy import (
-    BUFFERS,
-    CHECKED_ROWS,
-    Case,
-    argument_parser,
-    extra_peak_bytes,
-    milliseconds,
-    run_benchmark,
-)
+from bench.cases import FEWEST_BUFFERS as BUFFERS
+from bench.cases import Case
+from bench.oracle import CHECKED_ROWS
+from bench.runner import argument_parser, run_benchmark
+from bench.timing import extra_peak_bytes, milliseconds
 from torch import Tensor
 from tqdm import tqdm
 

@@ -12,6 +12,7 @@ from vocab_parallel_ce import (
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
+from vocab_parallel_ce.pipeline import _settled_call
 
 INF, NAN = float("inf"), float("nan")
 LOWEST = torch.finfo(torch.float32).min
@@ -170,10 +171,118 @@ def test_a_number_of_items_on_the_cpu_is_looked_at(num_items):
         )
 
 
+@pytest.mark.reference
 def test_caches_of_options_are_bounded():
-    """A weight or a temperature that is annealed has a new value every step."""
+    """A weight or a temperature that is annealed has a new value every step, and shapes change too."""
     pytest.importorskip("triton")
     from vocab_parallel_ce.kernels.launch import option_arguments
-    from vocab_parallel_ce.pipeline import _loss_options
 
-    assert option_arguments.cache_info().maxsize and _loss_options.cache_info().maxsize
+    assert option_arguments.cache_info().maxsize and _settled_call.cache_info().maxsize
+
+
+@pytest.fixture
+def settled():
+    """The cache of calls, empty before and after."""
+    _settled_call.cache_clear()
+    yield _settled_call.cache_info
+    _settled_call.cache_clear()
+
+
+CALL = (torch.randn(2, 12), torch.tensor([0, 1]))
+
+
+@pytest.mark.reference
+def test_a_call_like_one_before_is_settled_once(settled):
+    for step in range(3):
+        vocab_parallel_cross_entropy(CALL[0] + step, CALL[1], z_loss=0.1)
+    assert (settled().hits, settled().misses) == (2, 1)
+    vocab_parallel_cross_entropy(*CALL, z_loss=0.2)
+    vocab_parallel_cross_entropy(CALL[0].bfloat16(), CALL[1], z_loss=0.1)
+    vocab_parallel_cross_entropy(CALL[0][:1], CALL[1][:1], z_loss=0.1)
+    assert settled().misses == 4
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", ["label_smoothing", "z_loss", "logit_scale", "softcap", "ignore_index"])
+@pytest.mark.parametrize("right_first", [True, False])
+def test_true_is_not_taken_for_the_1_that_equals_it(settled, name, right_first):
+    """``True == 1`` and both have one hash: what was settled for one must not let the other pass."""
+    one = 1 if name == "ignore_index" else 1.0
+    if right_first:
+        vocab_parallel_cross_entropy(*CALL, **{name: one})
+    for _ in range(2):
+        with pytest.raises(TypeError, match=f"^{name}: expected .* got bool"):
+            vocab_parallel_cross_entropy(*CALL, **{name: True})
+    vocab_parallel_cross_entropy(*CALL, **{name: one})
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    ("wrong", "right", "message"),
+    [
+        ({"ignore_index": 1.0}, {"ignore_index": 1}, "ignore_index: expected an int, got float"),
+        ({"check_labels": 1}, {"check_labels": True}, "check_labels: expected a bool, got int"),
+        ({"check_labels": 0}, {"check_labels": False}, "check_labels: expected a bool, got int"),
+        ({"return_metrics": 1}, {"return_metrics": True}, "return_metrics: expected a bool, got int"),
+        ({"vocab_size": 12.0}, {"vocab_size": 12}, "vocab_size: expected an int, got float"),
+        ({"vocab_size": True}, {"vocab_size": 12}, "vocab_size: expected an int, got bool"),
+    ],
+    ids=str,
+)
+def test_equal_values_of_other_types_are_still_refused(settled, wrong, right, message):
+    vocab_parallel_cross_entropy(*CALL, **right)
+    with pytest.raises(TypeError, match=f"^{message}"):
+        vocab_parallel_cross_entropy(*CALL, **wrong)
+    vocab_parallel_cross_entropy(*CALL, **right)
+
+
+@pytest.mark.reference
+def test_fields_of_a_shard_keep_their_types_in_the_cache(settled):
+    """Types inside a tuple are no part of the cache's key: the fields are checked before."""
+    vocab_parallel_cross_entropy(*CALL, shard=VocabShard(0, 12, 12))
+    for wrong in ((0.0, 12, 12), (False, 12, 12), (0, 12, 12.0)):
+        with pytest.raises(TypeError, match="^shard: .*: expected an int"):
+            vocab_parallel_cross_entropy(*CALL, shard=VocabShard(*wrong))
+
+
+@pytest.mark.reference
+def test_a_number_and_an_integer_that_are_equal_give_the_same_loss(settled):
+    losses = [vocab_parallel_cross_entropy(*CALL, z_loss=z, logit_scale=s) for z, s in ((1, 1), (1.0, 1.0))]
+    assert torch.equal(*losses)
+
+
+@pytest.mark.reference
+def test_an_error_is_not_remembered(settled):
+    """Neither as an answer nor as an entry, and it does not chain to another."""
+    for _ in range(3):
+        with pytest.raises(ValueError, match="^label_smoothing: must be in") as raised:
+            vocab_parallel_cross_entropy(*CALL, label_smoothing=2.0)
+        assert raised.value.__context__ is None
+    assert settled().currsize == settled().hits == 0
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_smoothing": [0.1]}, "label_smoothing: expected a number, got list"),
+        ({"z_loss": {}}, "z_loss: expected a number, got dict"),
+        ({"ignore_index": {1}}, "ignore_index: expected an int, got set"),
+        ({"vocab_size": [12]}, "vocab_size: expected an int, got list"),
+        ({"check_labels": []}, "check_labels: expected a bool, got list"),
+        ({"shard": [0, 12, 12]}, "shard: expected a VocabShard, got list"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_a_key_is_refused_by_the_check(settled, options, message):
+    """And not by the cache, which knows the type of an argument and not its name."""
+    with pytest.raises(TypeError, match=f"^{message}"):
+        vocab_parallel_cross_entropy(*CALL, **options)
+    assert settled().currsize == 0
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", ["reduction", "gradient", "impl"])
+def test_a_choice_that_cannot_be_a_key_is_refused_by_the_check(settled, name):
+    with pytest.raises(ValueError, match=f"^{name}: expected one of .* got \\['mean'\\]"):
+        vocab_parallel_cross_entropy(*CALL, **{name: ["mean"]})

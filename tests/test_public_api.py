@@ -21,7 +21,6 @@ from vocab_parallel_ce import (
     cross_entropy_backward,
     cross_entropy_forward,
     parallel_cross_entropy,
-    selection,
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
@@ -253,40 +252,6 @@ def test_the_second_step_refuses_what_it_cannot_scale_by(grad_output, error, mes
     with pytest.raises(error, match=f"^{message}"):
         cross_entropy_backward(gradient, grad_output)
     assert torch.equal(gradient, before) and gradient._version == version
-
-
-@pytest.mark.parametrize(
-    ("device", "requested", "triton", "expected"),
-    [
-        ("cuda", "auto", "compiler", "triton"),
-        ("cuda", "triton", "compiler", "triton"),
-        ("cuda", "reference", "absent", "reference"),
-        ("cpu", "auto", "compiler", "reference"),
-        ("cpu", "auto", "interpreter", "reference"),
-        ("cpu", "auto", "absent", "reference"),
-        ("cpu", "triton", "interpreter", "triton"),
-        ("meta", "auto", "compiler", "reference"),
-    ],
-)
-def test_selection_names_what_runs_and_why(device, requested, triton, expected):
-    chosen = selection.select(device, requested, triton=triton)
-    assert chosen.name == expected and chosen.reason
-
-
-@pytest.mark.parametrize(
-    ("device", "requested", "triton", "reason"),
-    [
-        ("cuda", "auto", "absent", "not installed"),
-        ("cuda", "triton", "absent", "not installed"),
-        ("cpu", "triton", "absent", "not installed"),
-        ("cpu", "triton", "compiler", "TRITON_INTERPRET=1"),
-        ("xpu", "triton", "compiler", "got tensors on xpu"),
-        ("cpu", "one_pass", "compiler", "expected one of"),
-    ],
-)
-def test_what_cannot_run_raises_with_the_unmet_condition(device, requested, triton, reason):
-    with pytest.raises(ValueError, match=f"^impl: .*{reason}"):
-        selection.select(device, requested, triton=triton)
 
 
 def test_the_module_is_the_function_with_its_options_fixed(impl_device):

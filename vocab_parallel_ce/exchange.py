@@ -50,7 +50,7 @@ def all_gather_stats(gathered: Tensor, rank: int, group: Any) -> None:
 
 @functools.cache
 def _on_the_current_stream() -> Any:
-    options = dist.AllgatherOptions()  # type: ignore[attr-defined]  # of the C++ part
+    options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = False
     return options
 

@@ -3,11 +3,21 @@
 import pytest
 import torch
 
-from tests.kernels.rows import ALL, EVERY_STATISTIC, INF, NAN, OPTIONS, assert_stats, stats_by_kernel
+from tests.kernels.rows import (
+    ALL,
+    EVERY_STATISTIC,
+    INF,
+    NAN,
+    OPTIONS,
+    assert_stats,
+    outputs_by_kernel,
+    stats_by_kernel,
+    whole,
+)
 from tests.support.inputs import DTYPES, KINDS, batch
 from tests.support.layouts import logits_layouts
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import IDENTITY, PLAIN, LossOptions
+from vocab_parallel_ce.spec import IDENTITY, PLAIN, LossOptions, RowOutputs
 
 ROWS, COLUMNS = 10, 587
 WIDTHS = (1, 2, 7, 8, 9, 15, 16, 17, 255, 256, 257, 4099)
@@ -153,3 +163,99 @@ def test_the_argmax_is_the_first_of_equals(kernel_device, columns, dtype):
     for x in (logits, shifted):
         stats, _ = stats_by_kernel(x.to(kernel_device), labels, LossOptions(predictions=True), shard)
         assert stats[:, 3].tolist() == [1000 + place[0] for place in places]
+
+
+def stats_and_outputs(logits, labels, options, divisor=None, shard=None):
+    """``[R, N, K]`` statistics and every output of ``options``, by one launch."""
+    from vocab_parallel_ce.kernels import launchers
+
+    def buffer(dtype=torch.float32):
+        fill = NAN if dtype.is_floating_point else -7
+        return torch.full((labels.numel(),), fill, device=logits.device, dtype=dtype)
+
+    outputs = RowOutputs(
+        buffer(),
+        buffer() if options.entropy else None,
+        buffer(),
+        buffer(torch.int64) if options.predictions else None,
+    )
+    stats = torch.full((1, labels.numel(), len(options.statistics)), NAN, device=logits.device)
+    shard = shard or whole(logits)
+    launchers.online_softmax(logits, labels, stats, 0, None, outputs, divisor, shard=shard, options=options)
+    return stats, outputs
+
+
+def assert_outputs_of(outputs, expected):
+    """Bit for bit; but a compiler may fuse what two kernels have in common in two ways."""
+    for actual, want in zip(outputs, expected, strict=True):
+        assert (actual is None) == (want is None)
+        if actual is None:
+            continue
+        if actual.is_cuda and actual.is_floating_point():
+            torch.testing.assert_close(actual, want, rtol=1e-6, atol=1e-6, equal_nan=True)
+        else:
+            bits = torch.int32 if actual.is_floating_point() else torch.int64
+            is_nan = actual.isnan()
+            assert torch.equal(is_nan, want.isnan())
+            assert torch.equal(actual.view(bits)[~is_nan], want.view(bits)[~is_nan])
+
+
+def rows_of_every_kind(columns, dtype):
+    """Hard rows, ignored ones, labels outside, and rows that are not finite, ignored and not."""
+    logits, labels = batch("mixture", rows=17, vocab_size=columns, dtype=dtype)
+    logits[[8, 11], columns // 2], logits[[9, 12], 0], logits[[10, 13]] = NAN, INF, -INF
+    labels[[2, 11, 12, 13, 16]] = -100
+    labels[14], labels[15] = -1, columns
+    return logits, labels
+
+
+@pytest.mark.parametrize("divisor", (None, 3, 0, 2.5), ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_only_ranks_outputs_are_those_of_its_statistics(kernel_device, options, divisor):
+    """Also in rows with edges, and whatever divides the loss."""
+    if divisor is not None:
+        divisor = torch.tensor([divisor], device=kernel_device)
+    for columns, dtype in ((COLUMNS, torch.float32), (512, torch.bfloat16)):
+        logits, labels = (t.to(kernel_device) for t in rows_of_every_kind(columns, dtype))
+        stats, outputs = stats_and_outputs(logits, labels, options, divisor)
+        plain_stats, _ = stats_by_kernel(logits, labels, options)
+        assert torch.equal(stats[0].nan_to_num(), plain_stats.nan_to_num())
+        assert_outputs_of(outputs, outputs_by_kernel(stats, labels, columns, options, divisor))
+        assert not outputs.loss[labels == -100].any()
+
+
+def test_outputs_of_a_padded_vocabulary(kernel_device):
+    """The mean over the columns is that of those that count, and a label in the padding is outside."""
+    logits, labels = rows_of_every_kind(304, torch.bfloat16)
+    logits[:, 299:] = NAN
+    labels[labels >= 299] %= 299
+    labels[5] = 299
+    logits, labels = logits.to(kernel_device), labels.to(kernel_device)
+    stats, outputs = stats_and_outputs(logits, labels, ALL, shard=VocabShard(0, 304, 299))
+    assert_outputs_of(outputs, outputs_by_kernel(stats, labels, 299, ALL))
+    assert outputs.loss[5].isnan() and outputs.loss[0].isfinite()
+
+
+def test_outputs_that_nobody_asked_for_may_be_missing(kernel_device):
+    from vocab_parallel_ce.kernels import launchers
+
+    logits, labels = (t.to(kernel_device) for t in batch("some_ignored", rows=6, vocab_size=50))
+    _, expected = stats_and_outputs(logits, labels, ALL)
+    outputs = RowOutputs(torch.full_like(expected.loss, NAN), None, None, None)
+    stats = torch.full((1, 6, len(ALL.statistics)), NAN, device=kernel_device)
+    launchers.online_softmax(logits, labels, stats, 0, None, outputs, shard=whole(logits), options=ALL)
+    assert torch.equal(outputs.loss, expected.loss)
+
+
+@pytest.mark.parametrize("rank", (0, 1, 2))
+def test_statistics_of_a_rank_go_to_its_place(kernel_device, rank):
+    from vocab_parallel_ce.kernels import launchers
+
+    logits, labels = (t.to(kernel_device) for t in batch("some_ignored", rows=6, vocab_size=50))
+    stats = torch.full((3, 6, len(ALL.statistics)), -7.0, device=kernel_device)
+    shard = VocabShard.even(50, rank, 3)
+    launchers.online_softmax(logits, labels, stats, rank, None, shard=shard, options=ALL)
+    expected, _ = stats_by_kernel(logits, labels, ALL, shard)
+    assert torch.equal(stats[rank], expected)
+    stats[rank] = -7.0
+    assert torch.equal(stats, torch.full_like(stats, -7.0))

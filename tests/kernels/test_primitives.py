@@ -1,4 +1,4 @@
-"""The jit functions of a logit's own value, element by element."""
+"""Jit functions that kernels share: of a logit's own value, element by element, and of a row's parts."""
 
 import pytest
 import torch
@@ -66,3 +66,31 @@ def test_transform(kernel_device, options):
     assert z[-2:].tolist() == [INF, -INF]
     assert_within_budget(slope[:-3], true_slope[:-3], peer_slope[:-3])
     assert bool((slope[:-3] >= 0).all())
+
+
+@pytest.mark.parametrize("vector", (4, 8))
+def test_head_body_and_tail_are_every_column_once(kernel_device, vector):
+    """Rows of every width at every beginning; bodies begin at lines of 128 bytes."""
+    from tests.kernels.row_parts import row_parts
+
+    widths, begins = 200, 256
+    first, body, offset, inside = (t.cpu() for t in row_parts(widths, begins, vector, kernel_device))
+    assert bool((first % (8 * vector) == 0).all()) and bool((body % vector == 0).all())
+    begin, width = torch.arange(begins), torch.arange(1, widths + 1).unsqueeze(1)
+    assert bool((first >= begin).all()) and bool((first - begin < 8 * vector).all())
+    assert set(inside.unique().tolist()) <= {0, 1}
+    place = torch.arange(begins + widths + 64 * vector)
+    seen = ((place >= first.unsqueeze(2)) & (place < (first + body).unsqueeze(2))).to(torch.int8)
+    assert bool((offset >= 0).all())
+    seen.scatter_add_(2, offset, inside.to(torch.int8))
+    is_column = (place >= begin.unsqueeze(1)) & (place < (begin + width).unsqueeze(2))
+    assert torch.equal(seen, is_column.to(torch.int8))
+
+
+def test_worked_example_of_a_row(kernel_device):
+    """85 columns at 60, vectors of 8."""
+    from tests.kernels.row_parts import row_parts
+
+    first, body, offset, inside = (t[84, 60] for t in row_parts(85, 64, 8, kernel_device))
+    assert (int(first), int(body)) == (64, 80)
+    assert offset[inside.bool()].tolist() == [60, 61, 62, 63, 144]

@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vocab_parallel_ce.kernels.blocks import READ, READ_AND_WRITE, choose_block
+from vocab_parallel_ce.kernels.blocks import ONE_PASS, READ, READ_AND_WRITE, THREADS_PER_WARP, choose_block
 from vocab_parallel_ce.kernels.cross_entropy import cross_entropy_kernel
 from vocab_parallel_ce.kernels.element_mul import element_mul_kernel
 from vocab_parallel_ce.kernels.launch import option_arguments
@@ -46,8 +46,9 @@ OPTIONS = {
     "all": LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True),
 }
 NONE_OR_ALL = ("plain", "all")
+ASYNCHRONOUS_COPY = r"(cp\.async\.c[ag]\S*) \[[^\]]*\], \[[^\]]*\], (\w+)"
 
-# Types as a launch passes them. A layout is that of [N, C] rows, its 1s and 0s constants.
+# Types as a launch passes them. A layout is that of [N, C] rows, its 1s constants.
 ARGUMENT_TYPES = {
     "labels": "*i64",
     "stats": "*fp32",
@@ -56,9 +57,6 @@ ARGUMENT_TYPES = {
     "upstream": ("*fp32", "i32"),
     "entropy_upstream": ("*fp32", "i32"),
     "loss": "*fp32",
-    "entropy": "*fp32",
-    "lse": "*fp32",
-    "predictions": "*i64",
     "layout": ("i32", "constexpr", "constexpr", "i32", "i32", "i32"),
 }
 
@@ -79,18 +77,50 @@ class Variant(NamedTuple):
     options: LossOptions
     constants: dict[str, object]  # constexprs, and None for what is left out
     num_warps: int
+    programs: int | None = None  # that must be on a multiprocessor at once
 
 
-def variants(dtypes: list[str], option_names: Sequence[str]) -> Iterator[Variant]:
+def variants(target: GPUTarget, dtypes: list[str], option_names: Sequence[str]) -> Iterator[Variant]:
     """What calls on ``dtypes`` launch."""
     for dtype, edges in product(dtypes, (False, True)):
         yield from row_walks(dtype, edges, option_names)
     for option, ranks in (("plain", 1), *((option, 4) for option in option_names)):
-        options = OPTIONS[option]
-        without = [] if options.entropy else ["entropy"]
-        without += [] if options.predictions else ["lse", "predictions"]
-        constants = dict.fromkeys(without) | {"RANKS": ranks, "ROWS": LOSS_ROWS}
-        yield Variant(f"loss-{option}-R{ranks}", loss_kernel, "*fp32", options, constants, 4)
+        constants = {"RANKS": ranks, "ROWS": LOSS_ROWS}
+        yield Variant(f"loss-{option}-R{ranks}", loss_kernel, "*fp32", OPTIONS[option], constants, 4)
+    # Others have no asynchronous copies, or too little shared memory.
+    if target.backend == "cuda" and target.arch >= 90:
+        for dtype in dtypes:
+            yield from one_passes(dtype)
+
+
+def one_passes(dtype: str) -> Iterator[Variant]:
+    """Launches of the one-pass kernel on the widest rows of every ring."""
+    from vocab_parallel_ce.kernels.one_pass import one_pass_kernel
+
+    for _, most, ring in ONE_PASS:
+        lanes = THREADS_PER_WARP * ring.num_warps
+        chunks = -(-most // (16 * lanes))
+        constants = {
+            "CHUNKS": chunks,
+            "KEEP": min(ring.keep, chunks),
+            "SLOTS": ring.slots,
+            "GROUP": ring.group,
+            "LANES": lanes,
+            "VECTOR": 16 // ELEMENT_SIZE[dtype],
+        }
+        for call, option in product(("mean", "sum", "num_items"), ("plain", "z_loss")):
+            if call != "mean" and (option != "plain" or dtype != "bf16"):
+                continue
+            of_call = {"COUNTED": call == "mean"} | ({} if call == "num_items" else {"divisor": None})
+            yield Variant(
+                f"one_pass-{dtype}-{option}-{call}-{most}",
+                one_pass_kernel,
+                f"*{dtype}",
+                OPTIONS[option],
+                constants | of_call,
+                ring.num_warps,
+                ring.programs,
+            )
 
 
 def row_walks(dtype: str, edges: bool, option_names: Sequence[str]) -> Iterator[Variant]:
@@ -114,10 +144,12 @@ def row_walks(dtype: str, edges: bool, option_names: Sequence[str]) -> Iterator[
 
     plain = OPTIONS["plain"]
     yield Variant(f"element_mul-{shape}", element_mul_kernel, f"*{dtype}", plain, writes, write.num_warps)
-    yield stats("plain", "-mean")
+    yield stats("plain", "-mean", ("outputs", "divisor"))
     for option in option_names:
-        yield stats(option, "", ("valid_rows",))
+        yield stats(option, "", ("valid_rows", "outputs", "divisor"))
+        yield stats(option, "-outputs", ("valid_rows", "divisor"))
         yield gradient(option, "in_backward", 4)
+    yield stats("all", "-outputs-num_items", ("valid_rows",))
     yield gradient("plain", "in_forward", 1)
     yield gradient("all", "in_forward", 4)
     yield gradient("all", "padded", 4)
@@ -128,11 +160,16 @@ def source_of(variant: Variant) -> ASTSource:
     signature: dict[str, object] = {}
     constexprs: dict[tuple[int, ...], object] = {}
     attrs = {}
-    types = ARGUMENT_TYPES | {"row_options": option_types(variant.options)}
-    if variant.kernel is element_mul_kernel:
-        types["upstream"] = "*fp32"
+    types = ARGUMENT_TYPES | {
+        "row_options": option_types(variant.options),
+        "outputs": output_types(variant.options),
+    }
+    if variant.constants.get("outputs", types) is None:
+        types["outputs"] = ("constexpr",) * 4
+    # Constants in tuples; elsewhere in them a constant is the integer 1.
+    parts_of = {"row_options": option_arguments(variant.options), "outputs": (None,) * 4}
     for index, name in enumerate(variant.kernel.arg_names):  # type: ignore[attr-defined]
-        if name in variant.constants:
+        if name in variant.constants and name != "outputs":
             signature[name] = "constexpr"
             constexprs[(index,)] = variant.constants[name]
             continue
@@ -141,10 +178,21 @@ def source_of(variant: Variant) -> ASTSource:
         parts = {(index,): kind} if isinstance(kind, str) else {(index, i): k for i, k in enumerate(kind)}
         for path, part in parts.items():
             if part == "constexpr":
-                constexprs[path] = option_arguments(variant.options)[path[1]] if name == "row_options" else 1
+                constexprs[path] = parts_of[name][path[1]] if name in parts_of else 1
             elif part.startswith("*"):
                 attrs[path] = [["tt.divisibility", 16]]
+    if variant.name.startswith("one_pass"):
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(variant.kernel, signature, constexprs, attrs)
     return ASTSource(variant.kernel, signature, constexprs, attrs)
+
+
+def output_types(options: LossOptions) -> tuple[str, ...]:
+    """Types of the ``RowOutputs`` that a call with ``options`` asks for."""
+    wanted = (True, options.entropy, options.predictions, options.predictions)
+    types = ("*fp32", "*fp32", "*fp32", "*i64")
+    return tuple(kind if is_wanted else "constexpr" for kind, is_wanted in zip(types, wanted, strict=True))
 
 
 def option_types(options: LossOptions) -> tuple[str, ...]:
@@ -165,6 +213,11 @@ def report(target: GPUTarget, variant: Variant) -> dict:
         "bytes": len(compiled.asm["cubin"]),
         "loads": sorted(set(re.findall(r"ld\.global[.\w]*", ptx))),
         "stores": sorted(set(re.findall(r"st\.global[.\w]*", ptx))),
+        # Bytes of each kind of copy into shared memory.
+        "copies": sorted({f"{kind} {int(n, 0)}" for kind, n in re.findall(ASYNCHRONOUS_COPY, ptx)}),
+        "shared_bytes": compiled.metadata.shared,
+        "threads": THREADS_PER_WARP * variant.num_warps,
+        "programs": variant.programs,
     }
     return entry | resource_usage(compiled.asm["cubin"])
 
@@ -195,8 +248,8 @@ def main() -> None:
     target, *words = sys.argv[1:]
     option_names = tuple(OPTIONS) if "each-option" in words else NONE_OR_ALL
     dtypes = [word for word in words if word != "each-option"]
-    reports = [report(parse_target(target), variant) for variant in variants(dtypes, option_names)]
-    print(json.dumps(reports))
+    gpu = parse_target(target)
+    print(json.dumps([report(gpu, variant) for variant in variants(gpu, dtypes, option_names)]))
 
 
 if __name__ == "__main__":

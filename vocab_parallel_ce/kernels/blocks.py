@@ -6,6 +6,7 @@ A program walks one row in tiles of ``lanes x vector`` elements. With 32 threads
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from vocab_parallel_ce.kernels.layout import VECTOR_BYTES
@@ -37,6 +38,7 @@ class Block(NamedTuple):
     vector: int  # elements of 16 bytes
 
 
+@functools.lru_cache
 def choose_block(table: Table, n_columns: int, element_size: int) -> Block:
     """Launch shape of ``table`` for rows of ``n_columns`` elements of ``element_size`` bytes."""
     num_warps, chunks = next(
@@ -65,6 +67,7 @@ ONE_PASS = (
 )
 
 
+@functools.lru_cache
 def choose_ring(row_bytes: int) -> Ring | None:
     """Ring for rows of ``row_bytes``, or None where the one-pass kernel is not the best or does not fit."""
     return next((ring for least, most, ring in ONE_PASS if least <= row_bytes <= most), None)

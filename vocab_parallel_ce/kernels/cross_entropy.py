@@ -60,14 +60,16 @@ def logits_gradient(x, is_target, factors, entropy_upstream, row_options):
 @triton.jit(do_not_specialize=["shard_start", "n_rows"])
 def cross_entropy_kernel(
     logits,  # [N, C] bf16|fp16|fp32
-    layout,  # RowLayout of logits and of grad_logits
     labels,  # [N] int64|int32
     stats,  # [R, N, K] fp32
     divisor,  # [1] integer or floating point, or None: 1
-    upstream,  # ([N] fp32, stride), or None: 1
-    entropy_upstream,  # ([N] fp32, stride), or None: 0
+    upstream,  # [N] fp32, or None: 1
+    entropy_upstream,  # [N] fp32, or None: 0
     loss,  # [N] fp32, out, or None
     grad_logits,  # [N, C] logits' dtype, out; may be logits
+    layout,  # RowLayout of logits and of grad_logits
+    upstream_stride,  # or None
+    entropy_stride,  # of entropy_upstream, or None
     n_columns,
     n_valid,  # columns that are no padding, or None: all
     n_ranks,
@@ -100,7 +102,7 @@ def cross_entropy_kernel(
             value = tl.where(weight == 0, 0.0, value * weight)
         tl.store(loss + row, value)
     if upstream is not None:
-        weight *= tl.load(upstream[0] + row * upstream[1])
+        weight *= tl.load(upstream + row * upstream_stride)
     outside = (label < 0) | (label >= vocab_size)
     weight = tl.where(outside, float("nan"), weight)
     # An ignored row, or one of no items, reads nothing (NaN in it stays unseen) and has every factor 0.
@@ -117,7 +119,7 @@ def cross_entropy_kernel(
     entropy_weight = 0.0
     if entropy_upstream is not None:
         mean_gap = tl.where(live, exp_gap_sum / sum_exp, 0.0)
-        entropy_weight = tl.where(live, tl.load(entropy_upstream[0] + row * entropy_upstream[1]), 0.0)
+        entropy_weight = tl.where(live, tl.load(entropy_upstream + row * entropy_stride), 0.0)
     factors = (shift, inverse_sum, weight, uniform_p, z_factor, mean_gap, entropy_weight)
     # A label in an excluded column is no column's target.
     label = tl.where(target_logit == float("-inf"), -1, label)
@@ -182,16 +184,11 @@ def cross_entropy(
     launch(
         cross_entropy_kernel,
         n_rows,
+        (base, labels, stats, divisor, upstream, entropy_upstream, loss, grad_base),
         (
-            base,
             layout,
-            labels,
-            stats,
-            divisor,
-            _with_stride(upstream),
-            _with_stride(entropy_upstream),
-            loss,
-            grad_base,
+            None if upstream is None else upstream.stride(0),
+            None if entropy_upstream is None else entropy_upstream.stride(0),
             shard.n_columns,
             None if shard.n_valid == shard.n_columns else shard.n_valid,
             n_ranks,
@@ -201,13 +198,9 @@ def cross_entropy(
         (n_rows, shard.start),
         {
             "HAS_EDGES": has_edges,
-            "RANKS": triton.next_power_of_2(n_ranks),
+            "RANKS": 1 << (n_ranks - 1).bit_length(),
             "LANES": block.lanes,
             "VECTOR": block.vector,
         },
         num_warps=block.num_warps,
     )
-
-
-def _with_stride(upstream: Tensor | None) -> tuple[Tensor, int] | None:
-    return None if upstream is None else (upstream, upstream.stride(0))

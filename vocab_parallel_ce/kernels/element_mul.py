@@ -27,8 +27,9 @@ def scaled(grad, factor):
 @triton.jit(do_not_specialize=["n_rows"])
 def element_mul_kernel(
     grad_logits,  # [N, C] bf16|fp16|fp32, in and out
+    upstream,  # [N] fp32
     layout,  # RowLayout of grad_logits
-    upstream,  # ([N] fp32, stride), stride 0: one factor for all rows
+    upstream_stride,  # 0: one factor for all rows
     n_columns,
     n_rows,
     HAS_EDGES: tl.constexpr,
@@ -38,8 +39,11 @@ def element_mul_kernel(
     """One row: ``[1, 2, 3]`` with the upstream gradient 0.5 becomes ``[0.5, 1, 1.5]``."""
     lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     row = tl.program_id(0).to(tl.int64)
+    if upstream_stride == 0:
+        if tl.load(upstream).to(tl.float32) == 1.0:
+            n_rows = 0
     while row < n_rows:
-        factor = tl.load(upstream[0] + row * upstream[1]).to(tl.float32)
+        factor = tl.load(upstream + row * upstream_stride).to(tl.float32)
         if factor != 1.0:
             begin = row_begin(row, layout)
             first, width = row_body(begin, n_columns, VECTOR)
@@ -67,7 +71,8 @@ def element_mul(grad_logits: Tensor, upstream: Tensor) -> None:
     launch(
         element_mul_kernel,
         min(n_rows, PROGRAMS),
-        (base, layout, (upstream, upstream.stride(0)), n_columns),
+        (base, upstream),
+        (layout, upstream.stride(0), n_columns),
         (n_rows,),
         {"HAS_EDGES": has_edges, "LANES": block.lanes, "VECTOR": block.vector},
         num_warps=block.num_warps,

@@ -4,89 +4,73 @@ from __future__ import annotations
 
 import functools
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
+from triton.runtime import driver
 
 from vocab_parallel_ce.kernels.layout import VECTOR_BYTES, aligned_base, row_layout
 from vocab_parallel_ce.spec import LossOptions
 
-NOTHING = nullcontext()
 MOST_VARIANTS = 4096  # then all are looked up anew: shapes that never come again must not pile up
-_compiled: dict[tuple[Any, ...], Any] = {}
+_variants: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 
 
 def launch(
     kernel: Any,
     n_programs: int,
-    arguments: tuple[Any, ...],
+    tensors: tuple[Tensor | None, ...],
+    values: tuple[Any, ...],
     sizes: tuple[int, ...],
     constants: dict[str, Any],
     *,
     num_warps: int,
 ) -> None:
-    """``kernel[(n_programs,)](*arguments, *sizes, **constants)`` on the device of the first argument.
+    """``kernel[(n_programs,)](*tensors, *values, *sizes, **constants)`` on the first tensor's device.
 
-    Triton works out on every call which compiled variant the arguments ask for. Here the variant of the
-    last such call is found by the arguments' values, and dtypes for tensors; ``sizes``, on which the kernel
-    does not specialise, are left out. Tensors off 16-byte boundaries take Triton's way, and so do launches
-    that a profiler's hook observes.
+    Triton works out on every call which compiled variant the arguments ask for, which takes longer than
+    the launch. Here the variant of an earlier call is found by its dtypes, values and constants; ``sizes``,
+    on which the kernel does not specialise, are left out. Tensors off 16-byte boundaries take Triton's way,
+    and so do launches that a profiler's hook observes.
     """
-    device = arguments[0].get_device()
-    variant, values, addresses = _described(arguments)
-    key = (id(kernel), device, num_warps, *variant, *constants.values())
-    compiled = _compiled.get(key) if addresses % VECTOR_BYTES == 0 and max(sizes) < 2**31 else None
-    with device_of(arguments[0]):
-        if compiled is None or _is_observed():
-            compiled = kernel[(n_programs,)](*arguments, *sizes, **constants, num_warps=num_warps)
-            # The interpreter compiles nothing.
-            if compiled is not None and addresses % VECTOR_BYTES == 0 and max(sizes) < 2**31:
-                if len(_compiled) >= MOST_VARIANTS:
-                    _compiled.clear()
-                _compiled[key] = compiled
-            return
-        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        stream = triton.runtime.driver.active.get_current_stream(device)
-        nothing = (None, None, None)  # for the hooks
-        run(n_programs, 1, 1, stream, function, metadata, *nothing, *values, *sizes, *constants.values())
-
-
-def _described(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any], int]:
-    """What a variant depends on, the values to pass (addresses for tensors), and all addresses or-ed."""
-    variant: list[Any] = []
-    values: list[Any] = []
-    addresses = 0
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            address = argument.data_ptr()
-            addresses |= address
-            variant.append(argument.dtype)
-            values.append(address)
-        elif isinstance(argument, tuple) and any(isinstance(part, Tensor) for part in argument):
-            inner = _described(argument)
-            variant.append(tuple(inner[0]))
-            values.append(tuple(inner[1]))
-            addresses |= inner[2]
+    device = tensors[0].get_device()  # type: ignore[union-attr]
+    if device >= 0 and device != torch.cuda.current_device():
+        # A launch goes to the current GPU, whichever holds the tensors.
+        with torch.cuda.device(device):
+            return launch(kernel, n_programs, tensors, values, sizes, constants, num_warps=num_warps)
+    dtypes: list[torch.dtype | None] = []
+    addresses: list[int | None] = []
+    together = 0
+    for tensor in tensors:
+        if tensor is None:
+            dtypes.append(None)
+            addresses.append(None)
         else:
-            variant.append(argument)
-            values.append(argument)
-    return variant, values, addresses
+            address = tensor.data_ptr()
+            together |= address
+            dtypes.append(tensor.dtype)
+            addresses.append(address)
+    known = together % VECTOR_BYTES == 0 and max(sizes) < 2**31 and not _is_observed()
+    key = (id(kernel), device, num_warps, values, *dtypes, *constants.values())
+    variant = _variants.get(key) if known else None
+    if variant is None:
+        compiled = kernel[(n_programs,)](*tensors, *values, *sizes, **constants, num_warps=num_warps)
+        if known and compiled is not None:  # the interpreter compiles nothing
+            if len(_variants) >= MOST_VARIANTS:
+                _variants.clear()
+            _variants[key] = (compiled.run, compiled.function, compiled.packed_metadata)
+        return
+    run, function, metadata = variant
+    stream = driver.active.get_current_stream(device)
+    arguments = (*addresses, *values, *sizes, *constants.values())
+    run(n_programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
 
 def _is_observed() -> bool:
     hooks = knobs.runtime.launch_enter_hook
     return bool(getattr(hooks, "calls", hooks))
-
-
-def device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's GPU current: a launch goes to the current one, whichever holds the tensor."""
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-        return NOTHING
-    return torch.cuda.device_of(tensor)
 
 
 def row_arguments(logits: Tensor, vector: int) -> tuple[Tensor, tuple[int, ...], bool]:

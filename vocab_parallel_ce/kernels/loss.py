@@ -23,7 +23,10 @@ def loss_kernel(
     labels,  # [N] int64|int32
     stats,  # [R, N, K] fp32
     divisor,  # [1] integer or floating point, or None: 1
-    outputs,  # RowOutputs: [N] fp32, predictions int64, out, or None
+    loss,  # [N] fp32, out
+    entropy,  # [N] fp32, out, or None
+    lse,  # [N] fp32, out, or None
+    predictions,  # [N] int64, out, or None
     n_ranks,
     vocab_size,
     row_options,  # option_arguments
@@ -38,7 +41,9 @@ def loss_kernel(
     ranks = tl.arange(0, RANKS)[:, None]
     pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], row_options)
     merged = merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], row_options)
-    store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, row_options)
+    store_outputs(
+        loss, entropy, lse, predictions, rows, inside, merged, label, divisor, vocab_size, row_options
+    )
 
 
 def row_outputs(
@@ -57,7 +62,8 @@ def row_outputs(
     launch(
         loss_kernel,
         triton.cdiv(n_rows, LOSS_ROWS),
-        (labels, stats, divisor, outputs, n_ranks, shard.vocab_size, option_arguments(options)),
+        (labels, stats, divisor, *outputs),
+        (n_ranks, shard.vocab_size, option_arguments(options)),
         (n_rows,),
         {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": LOSS_ROWS},
         num_warps=4,

@@ -67,13 +67,13 @@ def label_of(labels, row, n_rows, row_options):
 
 
 @gluon.jit
-def count_labels(labels, n_rows, row_options, LANES: gl.constexpr, LANE: gl.constexpr):
+def count_labels(labels, n_rows, lane_columns, row_options):
     """Labels that are not ignored. Every program counts them all: 8 bytes a row, from the L2 cache."""
-    lanes = gl.arange(0, LANES, layout=LANE)
-    count = gl.full([LANES], 0, gl.int32, LANE)
-    for first_row in range(0, n_rows, LANES):
-        count += (label_of(labels, first_row + lanes, n_rows, row_options) != row_options[0]).to(gl.int32)
-    return gl.sum(count, axis=0)
+    count = gl.zeros_like(lane_columns)
+    for first_row in range(0, n_rows, lane_columns.numel):
+        label = label_of(labels, first_row + lane_columns, n_rows, row_options)
+        count += (label != row_options[0]).to(gl.int32)
+    return gl.sum(gl.sum(count, axis=1), axis=0)
 
 
 @gluon.jit
@@ -85,6 +85,8 @@ def vector_begin(row, layout, VECTOR: gl.constexpr):
 @gluon.jit
 def fetch(ring, source, place, chunk: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
     """Begin to copy the chunk that is ``chunk`` chunks after the place's row begins into its slot.
+
+    Columns that are not read, those of ignored rows among them, become 0 there.
 
     ``source`` is ``(logits, layout, n_columns, lane_columns, ignore_index)``; ``place`` is ``(slot, row,
     step, upcoming)``: where the row's first chunk lies, and the labels of this row and of those after it.
@@ -169,23 +171,26 @@ def write_row(
 
 
 @gluon.jit
-def clear_row(ring, source, place, begin, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
-    """Gradient 0, of a row that was not read."""
-    logits, _, n_columns, lane_columns, _ = source
+def clear_rows(source, loss, row, step, n_rows, CHUNKS: gl.constexpr):
+    """Loss and gradient 0 of all rows: a sum over no items."""
+    logits, layout, n_columns, lane_columns, _ = source
     zeros = gl.zeros_like(lane_columns).to(logits.dtype.element_ty)
-    for i in gl.static_range(CHUNKS):
-        columns = i * lane_columns.numel + lane_columns
-        gl.store(logits + begin + columns, zeros, mask=columns < n_columns)
-        fetch(ring, source, place, i + SLOTS, CHUNKS, SLOTS)
+    while row < n_rows:
+        begin = vector_begin(row, layout, lane_columns.shape[1])
+        for i in range(CHUNKS):
+            columns = i * lane_columns.numel + lane_columns
+            gl.store(logits + begin + columns, zeros, mask=columns < n_columns)
+        gl.store(loss + row, 0.0)
+        row += step
 
 
 @gluon.jit(do_not_specialize=["n_rows"])
 def one_pass_kernel(
     logits,  # [N, C] bf16|fp16|fp32, in; their gradient, out
-    layout,  # RowLayout of logits
     labels,  # [N] int64|int32
     divisor,  # [1] integer or floating point, or None: 1
     loss,  # [N] fp32, out
+    layout,  # RowLayout of logits
     n_columns,
     row_options,  # option_arguments: ignore_index and z_loss
     n_rows,
@@ -218,35 +223,38 @@ def one_pass_kernel(
         fetch(ring, source, (slot, row, step, upcoming), i, CHUNKS, SLOTS)
     weight = 1.0
     if COUNTED:
-        count = count_labels(labels, n_rows, row_options, LANES, lane).to(gl.float32)
+        count = count_labels(labels, n_rows, lane_columns, row_options).to(gl.float32)
         weight = gl.where(count == 0, 0.0, 1.0 / count)
     elif divisor is not None:
         weight = divisor_weight(divisor)
+    if weight == 0:
+        # What is being fetched may be NaN, and stays unseen.
+        async_copy.wait_group(0)
+        clear_rows(source, loss, row, step, n_rows, CHUNKS)
+        n_rows = 0
     while row < n_rows:
         place = (slot, row, step, upcoming)
         begin = vector_begin(row, layout, VECTOR)
         label = upcoming[0]
+        live = label != row_options[0]
+        owned = (label >= 0) & (label < n_columns) & live
         next_label = label_of(labels, row + (AHEAD + 1) * step, n_rows, row_options)
-        if (label == row_options[0]) | (weight == 0):
-            gl.store(loss + row, 0.0)
-            clear_row(ring, source, place, begin, CHUNKS, SLOTS)
-        else:
-            owned = (label >= 0) & (label < n_columns)
-            target = gl.load(logits + begin + label, mask=owned, other=float("-inf")).to(gl.float32)
-            row_max, sum_exp, kept = read_row(ring, source, place, CHUNKS, KEEP, SLOTS, GROUP)
-            merged = (row_max, sum_exp, target, 0.0, 0.0, 0.0)
-            gl.store(loss + row, row_loss(merged, label, n_columns, row_options) * weight)
-            row_weight = gl.where(owned, weight, float("nan"))
-            z_factor = 0.0
-            if row_options[2] is not None:
-                z_factor = 2 * row_options[2] * (row_max + gl.log(sum_exp))
-            scale = row_weight * (1 + z_factor) / sum_exp
-            write_row(ring, source, place, begin, kept, row_max, scale, CHUNKS, KEEP, SLOTS, GROUP)
-            # The label's column was written as every other. One that is excluded is no column's label.
-            barrier()
-            p = exp_shifted(target, row_max) / sum_exp
-            grad = ((p - 1) + p * z_factor) * row_weight
-            gl.store(logits + begin + label, grad.to(element), mask=owned & (target > float("-inf")))
+        target = gl.load(logits + begin + label, mask=owned, other=float("-inf")).to(gl.float32)
+        row_max, sum_exp, kept = read_row(ring, source, place, CHUNKS, KEEP, SLOTS, GROUP)
+        merged = (row_max, sum_exp, target, 0.0, 0.0, 0.0)
+        gl.store(loss + row, row_loss(merged, label, n_columns, row_options) * weight)
+        row_weight = gl.where(owned, weight, float("nan"))
+        z_factor = 0.0
+        if row_options[2] is not None:
+            z_factor = 2 * row_options[2] * (row_max + gl.log(sum_exp))
+        # An ignored row was not read: the ring holds zeros for it.
+        scale = gl.where(live, row_weight * (1 + z_factor) / sum_exp, 0.0)
+        write_row(ring, source, place, begin, kept, row_max, scale, CHUNKS, KEEP, SLOTS, GROUP)
+        # The label's column was written as every other. One that is excluded is no column's label.
+        barrier()
+        p = exp_shifted(target, row_max) / sum_exp
+        grad = ((p - 1) + p * z_factor) * row_weight
+        gl.store(logits + begin + label, grad.to(element), mask=owned & (target > float("-inf")))
         slot = (slot + CHUNKS) % SLOTS
         row += step
         following = ()
@@ -280,7 +288,8 @@ def one_pass(
     launch(
         one_pass_kernel,
         ring.programs * _multiprocessors(logits.get_device()),
-        (base, layout, labels, divisor, loss, n_columns, option_arguments(options)),
+        (base, labels, divisor, loss),
+        (layout, n_columns, option_arguments(options)),
         (n_rows,),
         {
             "COUNTED": counted,

@@ -47,12 +47,15 @@ def exp_gap(z, shift):
 @triton.jit(do_not_specialize=["shard_start", "n_rows", "stats_start"])
 def online_softmax_kernel(
     logits,  # [N, C] bf16|fp16|fp32
-    layout,  # RowLayout of logits
     labels,  # [N] int64|int32
     stats,  # [R, N, K] fp32, out: this rank's rows
     valid_rows,  # [1] int32, out, or None
-    outputs,  # RowOutputs: [N] fp32, predictions int64, out, or None; all None: not the only rank
-    divisor,  # [1] of the loss in outputs, integer or floating point, or None: 1
+    loss,  # [N] fp32, out, or None: there are other ranks
+    entropy,  # [N] fp32, out, or None
+    lse,  # [N] fp32, out, or None
+    predictions,  # [N] int64, out, or None
+    divisor,  # [1] of loss, integer or floating point, or None: 1
+    layout,  # RowLayout of logits
     n_columns,  # that are no padding
     vocab_size,
     row_options,  # option_arguments
@@ -79,7 +82,7 @@ def online_softmax_kernel(
                 row_label = tl.load(labels + rows, inside, other=0).to(tl.int64)
                 count += (inside & (row_label != row_options[0])).to(tl.int32)
             tl.store(valid_rows, tl.sum(count))
-    _, smoothing, _, _, _, entropy, predictions = row_options
+    _, smoothing, _, _, _, wants_entropy, wants_predictions = row_options
     label = tl.load(labels + row).to(tl.int64)
     # An ignored row is a row of no columns: nothing is read and the identity comes out.
     n_columns = tl.where(label == row_options[0], 0, n_columns)
@@ -106,10 +109,10 @@ def online_softmax_kernel(
             lane_gap_sum += lane_count * raised_by(lane_max, shift)
             lane_gap_sum += tl.sum(tl.where(inside, z - shift[:, None], 0.0), axis=1)
             lane_count += tl.sum(inside.to(tl.float32), axis=1)
-        if entropy is not None:
+        if wants_entropy is not None:
             lane_exp_gap_sum += lane_sum * bounded(raised_by(lane_max, shift))
             lane_exp_gap_sum = lane_exp_gap_sum * decay + tl.sum(exp_gap(z, shift[:, None]), axis=1)
-        if predictions is not None:
+        if wants_predictions is not None:
             lane_tile = tl.where(tile_max > lane_max, tile, lane_tile)
         lane_sum *= decay
         lane_sum += tl.sum(exp_shifted(z, shift[:, None]), axis=1)
@@ -144,14 +147,14 @@ def online_softmax_kernel(
         tl.store(out, gap_sum)
         tl.store(out + 1, n_columns.to(tl.float32))
         out += 2
-    if entropy is not None:
+    if wants_entropy is not None:
         lane_gap = bounded(raised_by(lane_max, shift))
         exp_gap_sum = tl.sum((lane_exp_gap_sum + lane_sum * lane_gap) * decay)
         if HAS_EDGES:
             exp_gap_sum += tl.sum(exp_gap(edge, shift))
         tl.store(out, exp_gap_sum)
         out += 1
-    if predictions is not None:
+    if wants_predictions is not None:
         # Each lane knows the tile that raised its maximum last: its vector there is read once more.
         columns = lane_tile[:, None] + lane_columns
         is_read = (lane_max == row_max)[:, None] & (columns < width)
@@ -164,9 +167,12 @@ def online_softmax_kernel(
         is_finite = tl.abs(row_max) < float("inf")
         first_max = tl.where(is_finite, (argmax + shard_start).to(tl.float32), float("inf"))
         tl.store(out, first_max)
-    if outputs[0] is not None:
+    if loss is not None:
         merged = (row_max, sum_exp, target_logit, gap_sum, exp_gap_sum, first_max)
-        store_outputs(outputs, row, row < n_rows, merged, label, divisor, vocab_size, row_options)
+        is_row = row < n_rows
+        store_outputs(
+            loss, entropy, lse, predictions, row, is_row, merged, label, divisor, vocab_size, row_options
+        )
 
 
 def online_softmax(
@@ -194,18 +200,8 @@ def online_softmax(
     launch(
         online_softmax_kernel,
         n_rows,
-        (
-            base,
-            layout,
-            labels,
-            stats,
-            valid_rows,
-            outputs or NO_OUTPUTS,
-            divisor,
-            shard.n_valid,
-            shard.vocab_size,
-            option_arguments(options),
-        ),
+        (base, labels, stats, valid_rows, *(outputs or NO_OUTPUTS), divisor),
+        (layout, shard.n_valid, shard.vocab_size, option_arguments(options)),
         (n_rows, shard.start, rank * n_rows),
         {
             "HAS_EDGES": has_edges or shard.n_valid % block.vector != 0,

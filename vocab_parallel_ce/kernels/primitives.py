@@ -181,12 +181,13 @@ def row_loss(merged, label, vocab_size, row_options):
 
 
 @triton.jit
-def store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, row_options):
-    """Store a row, or a vector of rows, in ``outputs``: ``spec.RowOutputs``, None where not asked for.
+def store_outputs(
+    loss, entropy, lse, predictions, rows, inside, merged, label, divisor, vocab_size, row_options
+):
+    """Store what a row, or a vector of rows, comes to: ``spec.RowOutputs``, None where not asked for.
 
     ``divisor`` as in :func:`divisor_weight`, or None: 1; ``inside`` masks a vector of rows.
     """
-    loss, entropy, lse, predictions = outputs
     row_max, sum_exp, _, _, exp_gap_sum, argmax = merged
     value = row_loss(merged, label, vocab_size, row_options)
     if divisor is not None:
