@@ -9,12 +9,14 @@ gradient, over the logits or elsewhere: reads the shard once, writes it once. Th
 divisor are one fp32 factor a row, so the gradient is rounded once. Padding becomes 0, whatever it holds.
 """
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels.blocks import READ_AND_WRITE, choose_block
-from vocab_parallel_ce.kernels.launch import launch, option_arguments, row_arguments
+from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Launch, option_arguments, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
     bounded,
     divisor_weight,
@@ -175,30 +177,55 @@ def cross_entropy(
     n_ranks, n_rows, _ = stats.shape
     if n_rows == 0:
         return
-    block = choose_block(READ_AND_WRITE, shard.n_columns, logits.element_size())
-    base, layout, has_edges = row_arguments(logits, block.vector)
+    base, layout, has_edges = row_arguments(logits)
     grad_base = base
     if grad_logits is not logits:
-        grad_base, grad_layout, _ = row_arguments(grad_logits, block.vector)
+        grad_base, grad_layout, _ = row_arguments(grad_logits)
         assert layout == grad_layout, "the gradient is laid out as the logits are"
+    launch = _launch(
+        logits.element_size(),
+        layout,
+        has_edges,
+        None if upstream is None else upstream.stride(0),
+        None if entropy_upstream is None else entropy_upstream.stride(0),
+        n_ranks,
+        shard,
+        options,
+    )
     launch(
-        cross_entropy_kernel,
         n_rows,
         (base, labels, stats, divisor, upstream, entropy_upstream, loss, grad_base),
+        (n_rows, shard.start),
+    )
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _launch(
+    element_size: int,
+    layout: tuple[int, ...],
+    has_edges: bool,
+    upstream_stride: int | None,
+    entropy_stride: int | None,
+    n_ranks: int,
+    shard: VocabShard,
+    options: LossOptions,
+) -> Launch:
+    block = choose_block(READ_AND_WRITE, shard.n_columns, element_size)
+    return Launch(
+        cross_entropy_kernel,
         (
             layout,
-            None if upstream is None else upstream.stride(0),
-            None if entropy_upstream is None else entropy_upstream.stride(0),
+            upstream_stride,
+            entropy_stride,
             shard.n_columns,
             None if shard.n_valid == shard.n_columns else shard.n_valid,
             n_ranks,
             shard.vocab_size,
             option_arguments(options),
         ),
-        (n_rows, shard.start),
         {
             "HAS_EDGES": has_edges,
-            "RANKS": 1 << (n_ranks - 1).bit_length(),
+            "RANKS": triton.next_power_of_2(n_ranks),
             "LANES": block.lanes,
             "VECTOR": block.vector,
         },

@@ -7,12 +7,14 @@ is left alone, so that the usual ``loss.backward()`` of a reduced loss costs a s
 else. Otherwise the shard is read once and written once, and the gradient is rounded a second time.
 """
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels.blocks import READ_AND_WRITE, choose_block
-from vocab_parallel_ce.kernels.launch import launch, row_arguments
+from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Launch, row_arguments
 from vocab_parallel_ce.kernels.primitives import edge_offsets, row_begin, row_body
 
 PROGRAMS = 512  # rows at once: enough to fill a GPU, few enough to start and end in 2 us
@@ -65,15 +67,19 @@ def element_mul(grad_logits: Tensor, upstream: Tensor) -> None:
     n_rows = upstream.shape[0]
     if n_rows == 0:
         return
-    n_columns = grad_logits.shape[-1]
-    block = choose_block(READ_AND_WRITE, n_columns, grad_logits.element_size())
-    base, layout, has_edges = row_arguments(grad_logits, block.vector)
-    launch(
+    base, layout, has_edges = row_arguments(grad_logits)
+    launch = _launch(grad_logits.shape[-1], grad_logits.element_size(), layout, has_edges, upstream.stride(0))
+    launch(min(n_rows, PROGRAMS), (base, upstream), (n_rows,))
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _launch(
+    n_columns: int, element_size: int, layout: tuple[int, ...], has_edges: bool, upstream_stride: int
+) -> Launch:
+    block = choose_block(READ_AND_WRITE, n_columns, element_size)
+    return Launch(
         element_mul_kernel,
-        min(n_rows, PROGRAMS),
-        (base, upstream),
-        (layout, upstream.stride(0), n_columns),
-        (n_rows,),
+        (layout, upstream_stride, n_columns),
         {"HAS_EDGES": has_edges, "LANES": block.lanes, "VECTOR": block.vector},
         num_warps=block.num_warps,
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 VECTOR_BYTES = 16
+LINE_BYTES = 128
 
 
 class RowLayout(NamedTuple):

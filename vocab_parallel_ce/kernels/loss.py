@@ -6,11 +6,13 @@
 One program finishes LOSS_ROWS rows. Reads 4 K R bytes a row, writes 4 an output: the logits are not read.
 """
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.kernels.launch import launch, option_arguments
+from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Launch, option_arguments
 from vocab_parallel_ce.kernels.primitives import merge_ranks, stats_of_row, store_outputs
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowOutputs
@@ -59,12 +61,15 @@ def row_outputs(
     n_ranks, n_rows, _ = stats.shape
     if n_rows == 0:
         return
-    launch(
+    launch = _launch(n_ranks, shard.vocab_size, options)
+    launch(triton.cdiv(n_rows, LOSS_ROWS), (labels, stats, divisor, *outputs), (n_rows,))
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _launch(n_ranks: int, vocab_size: int, options: LossOptions) -> Launch:
+    return Launch(
         loss_kernel,
-        triton.cdiv(n_rows, LOSS_ROWS),
-        (labels, stats, divisor, *outputs),
-        (n_ranks, shard.vocab_size, option_arguments(options)),
-        (n_rows,),
+        (n_ranks, vocab_size, option_arguments(options)),
         {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": LOSS_ROWS},
         num_warps=4,
     )

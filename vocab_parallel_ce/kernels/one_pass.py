@@ -25,7 +25,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from vocab_parallel_ce.kernels.blocks import choose_ring
-from vocab_parallel_ce.kernels.launch import launch, option_arguments, row_arguments
+from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Launch, option_arguments, row_arguments
+from vocab_parallel_ce.kernels.layout import VECTOR_BYTES
 from vocab_parallel_ce.kernels.primitives import (
     divisor_weight,
     exp_shifted,
@@ -61,7 +62,7 @@ def merge_lanes(max_a, sum_a, max_b, sum_b):
 
 @gluon.jit
 def label_of(labels, row, n_rows, row_options):
-    """Label of ``row`` as int64; rows beyond the last are ignored ones."""
+    """Labels of ``row`` as int64; rows beyond the last are ignored ones."""
     label = gl.load(labels + row, mask=row < n_rows, other=0).to(gl.int64)
     return gl.where(row < n_rows, label, row_options[0])
 
@@ -88,14 +89,14 @@ def fetch(ring, source, place, chunk: gl.constexpr, CHUNKS: gl.constexpr, SLOTS:
 
     Columns that are not read, those of ignored rows among them, become 0 there.
 
-    ``source`` is ``(logits, layout, n_columns, lane_columns, ignore_index)``; ``place`` is ``(slot, row,
-    step, upcoming)``: where the row's first chunk lies, and the labels of this row and of those after it.
+    ``source`` is ``(logits, layout, n_columns, lane_columns)``; ``place`` is ``(slot, row, step, live)``:
+    where the row's first chunk lies, and whether this row and those after it are not ignored.
     """
-    logits, layout, n_columns, lane_columns, ignore_index = source
-    slot, row, step, upcoming = place
+    logits, layout, n_columns, lane_columns = source
+    slot, row, step, live = place
     ahead: gl.constexpr = chunk // CHUNKS
     columns = (chunk % CHUNKS) * lane_columns.numel + lane_columns
-    n_read = gl.where(upcoming[ahead] == ignore_index, 0, n_columns)
+    n_read = gl.where(live[ahead], n_columns, 0)
     begin = vector_begin(row + ahead * step, layout, lane_columns.shape[1])
     copy_to_shared(ring.index((slot + chunk) % SLOTS), logits + begin + columns, mask=columns < n_read)
     async_copy.commit_group()
@@ -106,7 +107,7 @@ def read_row(
     ring, source, place, CHUNKS: gl.constexpr, KEEP: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr
 ):
     """``(row_max, sum_exp, kept)``: statistics of a row, and its first KEEP chunks."""
-    _, _, n_columns, lane_columns, _ = source
+    _, _, n_columns, lane_columns = source
     tile: gl.constexpr = lane_columns.type.layout
     lane: gl.constexpr = gl.SliceLayout(1, tile)
     lane_max = gl.full([lane_columns.shape[0]], float("-inf"), gl.float32, lane)
@@ -153,7 +154,7 @@ def write_row(
     GROUP: gl.constexpr,
 ):
     """``exp(z - row_max) * scale`` over every column of a row."""
-    logits, _, n_columns, lane_columns, _ = source
+    logits, _, n_columns, lane_columns = source
     for i in gl.static_range(CHUNKS):
         if i < KEEP:
             chunk = kept[i]
@@ -173,7 +174,7 @@ def write_row(
 @gluon.jit
 def clear_rows(source, loss, row, step, n_rows, CHUNKS: gl.constexpr):
     """Loss and gradient 0 of all rows: a sum over no items."""
-    logits, layout, n_columns, lane_columns, _ = source
+    logits, layout, n_columns, lane_columns = source
     zeros = gl.zeros_like(lane_columns).to(logits.dtype.element_ty)
     while row < n_rows:
         begin = vector_begin(row, layout, lane_columns.shape[1])
@@ -212,33 +213,34 @@ def one_pass_kernel(
     element = logits.dtype.element_ty
     n_columns = n_columns // VECTOR * VECTOR  # it is; now the compiler sees it
     ring = gl.allocate_shared_memory(element, [SLOTS, LANES, VECTOR], unswizzled)
-    source = (logits, layout, n_columns, lane_columns, row_options[0])
+    source = (logits, layout, n_columns, lane_columns)
     slot = 0
     row = gl.program_id(0)
     step = gl.num_programs(0)
-    upcoming = ()
+    live = ()
     for i in gl.static_range(AHEAD + 1):
-        upcoming = upcoming + (label_of(labels, row + i * step, n_rows, row_options),)
+        label = label_of(labels, row + i * step, n_rows, row_options)
+        live = live + (label != row_options[0],)
     for i in gl.static_range(SLOTS):
-        fetch(ring, source, (slot, row, step, upcoming), i, CHUNKS, SLOTS)
+        fetch(ring, source, (slot, row, step, live), i, CHUNKS, SLOTS)
     weight = 1.0
     if COUNTED:
         count = count_labels(labels, n_rows, lane_columns, row_options).to(gl.float32)
         weight = gl.where(count == 0, 0.0, 1.0 / count)
     elif divisor is not None:
         weight = divisor_weight(divisor)
-    if weight == 0:
-        # What is being fetched may be NaN, and stays unseen.
-        async_copy.wait_group(0)
-        clear_rows(source, loss, row, step, n_rows, CHUNKS)
-        n_rows = 0
+    if COUNTED or divisor is not None:
+        if weight == 0:
+            # What is being fetched may be NaN, and stays unseen.
+            async_copy.wait_group(0)
+            clear_rows(source, loss, row, step, n_rows, CHUNKS)
+            n_rows = 0
     while row < n_rows:
-        place = (slot, row, step, upcoming)
+        place = (slot, row, step, live)
         begin = vector_begin(row, layout, VECTOR)
-        label = upcoming[0]
-        live = label != row_options[0]
-        owned = (label >= 0) & (label < n_columns) & live
-        next_label = label_of(labels, row + (AHEAD + 1) * step, n_rows, row_options)
+        label = label_of(labels, row, n_rows, row_options)
+        last_label = label_of(labels, row + (AHEAD + 1) * step, n_rows, row_options)
+        owned = (label >= 0) & (label < n_columns) & live[0]
         target = gl.load(logits + begin + label, mask=owned, other=float("-inf")).to(gl.float32)
         row_max, sum_exp, kept = read_row(ring, source, place, CHUNKS, KEEP, SLOTS, GROUP)
         merged = (row_max, sum_exp, target, 0.0, 0.0, 0.0)
@@ -248,7 +250,7 @@ def one_pass_kernel(
         if row_options[2] is not None:
             z_factor = 2 * row_options[2] * (row_max + gl.log(sum_exp))
         # An ignored row was not read: the ring holds zeros for it.
-        scale = gl.where(live, row_weight * (1 + z_factor) / sum_exp, 0.0)
+        scale = gl.where(live[0], row_weight * (1 + z_factor) / sum_exp, 0.0)
         write_row(ring, source, place, begin, kept, row_max, scale, CHUNKS, KEEP, SLOTS, GROUP)
         # The label's column was written as every other. One that is excluded is no column's label.
         barrier()
@@ -257,10 +259,10 @@ def one_pass_kernel(
         gl.store(logits + begin + label, grad.to(element), mask=owned & (target > float("-inf")))
         slot = (slot + CHUNKS) % SLOTS
         row += step
-        following = ()
+        shifted = ()
         for i in gl.static_range(AHEAD):
-            following = following + (upcoming[i + 1],)
-        upcoming = following + (next_label,)
+            shifted = shifted + (live[i + 1],)
+        live = shifted + (last_label != row_options[0],)
 
 
 def one_pass(
@@ -279,29 +281,33 @@ def one_pass(
     n_rows, n_columns = labels.shape[0], logits.shape[-1]
     if n_rows == 0:
         return
-    ring = choose_ring(n_columns * logits.element_size())
+    base, layout, _ = row_arguments(logits)
+    launch, programs = _launch(n_columns, logits.element_size(), layout, counted, options)
+    n_programs = programs * _multiprocessors(logits.get_device())
+    launch(n_programs, (base, labels, divisor, loss), (n_rows,))
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _launch(
+    n_columns: int, element_size: int, layout: tuple[int, ...], counted: bool, options: LossOptions
+) -> tuple[Launch, int]:
+    """The launch, and its programs a multiprocessor."""
+    ring = choose_ring(n_columns * element_size)
     assert ring is not None, "selection leaves rows that do not fit to other kernels"
-    vector = 16 // logits.element_size()
-    base, layout, _ = row_arguments(logits, vector)
+    vector = VECTOR_BYTES // element_size
     lanes = 32 * ring.num_warps
     chunks = -(-n_columns // (lanes * vector))
-    launch(
-        one_pass_kernel,
-        ring.programs * _multiprocessors(logits.get_device()),
-        (base, labels, divisor, loss),
-        (layout, n_columns, option_arguments(options)),
-        (n_rows,),
-        {
-            "COUNTED": counted,
-            "CHUNKS": chunks,
-            "KEEP": min(ring.keep, chunks),
-            "SLOTS": ring.slots,
-            "GROUP": ring.group,
-            "LANES": lanes,
-            "VECTOR": vector,
-        },
-        num_warps=ring.num_warps,
-    )
+    constants = {
+        "COUNTED": counted,
+        "CHUNKS": chunks,
+        "KEEP": min(ring.keep, chunks),
+        "SLOTS": ring.slots,
+        "GROUP": ring.group,
+        "LANES": lanes,
+        "VECTOR": vector,
+    }
+    values = (layout, n_columns, option_arguments(options))
+    return Launch(one_pass_kernel, values, constants, num_warps=ring.num_warps), ring.programs
 
 
 @functools.cache

@@ -13,12 +13,14 @@ columns, any number of rows, bound by memory: reads the shard once, writes 4 K b
 ignored, and padding, are not read.
 """
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels.blocks import READ, choose_block
-from vocab_parallel_ce.kernels.launch import launch, option_arguments, row_arguments
+from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Launch, option_arguments, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
     bounded,
     edge_offsets,
@@ -195,14 +197,23 @@ def online_softmax(
     n_rows = labels.shape[0]
     if n_rows == 0:
         return
-    block = choose_block(READ, shard.n_columns, logits.element_size())
-    base, layout, has_edges = row_arguments(logits, block.vector)
+    base, layout, has_edges = row_arguments(logits)
+    launch = _launch(logits.element_size(), layout, has_edges, shard, options)
     launch(
-        online_softmax_kernel,
         n_rows,
         (base, labels, stats, valid_rows, *(outputs or NO_OUTPUTS), divisor),
-        (layout, shard.n_valid, shard.vocab_size, option_arguments(options)),
         (n_rows, shard.start, rank * n_rows),
+    )
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _launch(
+    element_size: int, layout: tuple[int, ...], has_edges: bool, shard: VocabShard, options: LossOptions
+) -> Launch:
+    block = choose_block(READ, shard.n_columns, element_size)
+    return Launch(
+        online_softmax_kernel,
+        (layout, shard.n_valid, shard.vocab_size, option_arguments(options)),
         {
             "HAS_EDGES": has_edges or shard.n_valid % block.vector != 0,
             "LANES": block.lanes,
