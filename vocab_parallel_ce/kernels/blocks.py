@@ -17,7 +17,7 @@ Table = tuple[tuple[int, int, int], ...]
 
 # (row bytes up to, warps, chunks): the best of 4, 8, 16 warps and 1, 2, 4 chunks, bf16 rows of 8 K to 128 K
 # columns, one H200, Triton 3.6; rows of up to 2 KB were not tuned. A kernel that only reads is best with
-# fewer warps than one that writes too.
+# fewer warps than one that writes too. scripts/results/NOTES.md has the times.
 READ = (
     (2_048, 1, 1),
     (16_384, 4, 2),
@@ -57,13 +57,16 @@ class Ring(NamedTuple):
     programs: int  # a multiprocessor
 
 
-# (row bytes from, up to, ring): the best of about 60 on bf16 rows of 16 K to 150 K columns, one H200,
-# Triton 3.6. A chunk is 512 bytes a warp, and a row is at most keep + slots chunks.
+# (row bytes from, up to, ring): the best of about 80 on bf16 rows of 8 K to 128 K columns, one H200, Triton
+# 3.6; scripts/results/NOTES.md has the times. A chunk is 512 bytes a warp, a row at most keep + slots chunks.
 ONE_PASS = (
-    (16_384, 81_920, Ring(8, 4, 24, 8, 2)),
-    (81_921, 106_496, Ring(16, 13, 26, 2, 1)),
-    (106_497, 155_648, Ring(16, 12, 26, 4, 1)),
-    (155_649, 278_528, Ring(16, 8, 26, 8, 1)),
+    (16_384, 20_480, Ring(4, 8, 24, 4, 4)),
+    (20_481, 49_152, Ring(8, 8, 24, 4, 2)),
+    (49_153, 65_536, Ring(8, 8, 24, 8, 2)),
+    (65_537, 81_920, Ring(8, 4, 24, 8, 2)),
+    (81_921, 139_264, Ring(16, 11, 26, 4, 1)),
+    (139_265, 212_992, Ring(16, 8, 26, 4, 1)),
+    (212_993, 270_336, Ring(16, 7, 26, 8, 1)),
 )
 
 

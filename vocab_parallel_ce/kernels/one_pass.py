@@ -61,20 +61,35 @@ def merge_lanes(max_a, sum_a, max_b, sum_b):
 
 
 @gluon.jit
-def label_of(labels, row, n_rows, row_options):
-    """Labels of ``row`` as int64; rows beyond the last are ignored ones."""
-    label = gl.load(labels + row, mask=row < n_rows, other=0).to(gl.int64)
-    return gl.where(row < n_rows, label, row_options[0])
+def label_of(labels, row, n_rows):
+    """Labels of ``row``; of rows beyond the last, that of the first."""
+    return gl.load(labels + gl.where(row < n_rows, row, 0))
 
 
 @gluon.jit
-def count_labels(labels, n_rows, lane_columns, row_options):
+def column_of(label, row, n_rows, n_columns, ignore_index):
+    """int32: the column of ``label``, -1 for one outside the vocabulary, -2 for a row to leave out."""
+    label = label.to(gl.int64)
+    column = gl.where((label >= 0) & (label < n_columns), label, -1).to(gl.int32)
+    return gl.where((label != ignore_index) & (row < n_rows), column, -2)
+
+
+@gluon.jit
+def count_labels(labels, n_rows, lane_columns, ignore_index):
     """Labels that are not ignored. Every program counts them all: 8 bytes a row, from the L2 cache."""
     count = gl.zeros_like(lane_columns)
     for first_row in range(0, n_rows, lane_columns.numel):
-        label = label_of(labels, first_row + lane_columns, n_rows, row_options)
-        count += (label != row_options[0]).to(gl.int32)
+        rows = first_row + lane_columns
+        counts = (label_of(labels, rows, n_rows).to(gl.int64) != ignore_index) & (rows < n_rows)
+        count += counts.to(gl.int32)
     return gl.sum(gl.sum(count, axis=1), axis=0)
+
+
+@gluon.jit
+def load_target(logits, layout, row, column, VECTOR: gl.constexpr):
+    """The label's logit; -inf where it has none."""
+    begin = vector_begin(row, layout, VECTOR)
+    return gl.load(logits + begin + column, mask=column >= 0, other=float("-inf"))
 
 
 @gluon.jit
@@ -89,14 +104,14 @@ def fetch(ring, source, place, chunk: gl.constexpr, CHUNKS: gl.constexpr, SLOTS:
 
     Columns that are not read, those of ignored rows among them, become 0 there.
 
-    ``source`` is ``(logits, layout, n_columns, lane_columns)``; ``place`` is ``(slot, row, step, live)``:
-    where the row's first chunk lies, and whether this row and those after it are not ignored.
+    ``source`` is ``(logits, layout, n_columns, lane_columns)``; ``place`` is ``(slot, row, step,
+    targets)``: where the row's first chunk lies, and :func:`column_of` this row and those after it.
     """
     logits, layout, n_columns, lane_columns = source
-    slot, row, step, live = place
+    slot, row, step, targets = place
     ahead: gl.constexpr = chunk // CHUNKS
     columns = (chunk % CHUNKS) * lane_columns.numel + lane_columns
-    n_read = gl.where(live[ahead], n_columns, 0)
+    n_read = gl.where(targets[ahead] == -2, 0, n_columns)
     begin = vector_begin(row + ahead * step, layout, lane_columns.shape[1])
     copy_to_shared(ring.index((slot + chunk) % SLOTS), logits + begin + columns, mask=columns < n_read)
     async_copy.commit_group()
@@ -217,15 +232,19 @@ def one_pass_kernel(
     slot = 0
     row = gl.program_id(0)
     step = gl.num_programs(0)
-    live = ()
+    ignore_index = row_options[0]
+    targets = ()
     for i in gl.static_range(AHEAD + 1):
-        label = label_of(labels, row + i * step, n_rows, row_options)
-        live = live + (label != row_options[0],)
+        label = label_of(labels, row + i * step, n_rows)
+        targets = targets + (column_of(label, row + i * step, n_rows, n_columns, ignore_index),)
+    # Labels and their logits are loaded a row before they are used.
+    next_label = label_of(labels, row + (AHEAD + 1) * step, n_rows)
+    next_target = load_target(logits, layout, row, targets[0], VECTOR)
     for i in gl.static_range(SLOTS):
-        fetch(ring, source, (slot, row, step, live), i, CHUNKS, SLOTS)
+        fetch(ring, source, (slot, row, step, targets), i, CHUNKS, SLOTS)
     weight = 1.0
     if COUNTED:
-        count = count_labels(labels, n_rows, lane_columns, row_options).to(gl.float32)
+        count = count_labels(labels, n_rows, lane_columns, ignore_index).to(gl.float32)
         weight = gl.where(count == 0, 0.0, 1.0 / count)
     elif divisor is not None:
         weight = divisor_weight(divisor)
@@ -236,33 +255,36 @@ def one_pass_kernel(
             clear_rows(source, loss, row, step, n_rows, CHUNKS)
             n_rows = 0
     while row < n_rows:
-        place = (slot, row, step, live)
+        place = (slot, row, step, targets)
         begin = vector_begin(row, layout, VECTOR)
-        label = label_of(labels, row, n_rows, row_options)
-        last_label = label_of(labels, row + (AHEAD + 1) * step, n_rows, row_options)
-        owned = (label >= 0) & (label < n_columns) & live[0]
-        target = gl.load(logits + begin + label, mask=owned, other=float("-inf")).to(gl.float32)
+        column = targets[0]
+        target = next_target.to(gl.float32)
+        new_row = row + (AHEAD + 1) * step
+        new_column = column_of(next_label, new_row, n_rows, n_columns, ignore_index)
+        next_label = label_of(labels, new_row + step, n_rows)
+        next_target = load_target(logits, layout, row + step, targets[1], VECTOR)
         row_max, sum_exp, kept = read_row(ring, source, place, CHUNKS, KEEP, SLOTS, GROUP)
         merged = (row_max, sum_exp, target, 0.0, 0.0, 0.0)
-        gl.store(loss + row, row_loss(merged, label, n_columns, row_options) * weight)
-        row_weight = gl.where(owned, weight, float("nan"))
+        row_weight = gl.where(column >= 0, weight, float("nan"))
+        value = row_loss(merged, column, n_columns, row_options) * row_weight
+        gl.store(loss + row, gl.where(column == -2, 0.0, value))
         z_factor = 0.0
         if row_options[2] is not None:
             z_factor = 2 * row_options[2] * (row_max + gl.log(sum_exp))
         # An ignored row was not read: the ring holds zeros for it.
-        scale = gl.where(live[0], row_weight * (1 + z_factor) / sum_exp, 0.0)
+        scale = gl.where(column == -2, 0.0, row_weight * (1 + z_factor) / sum_exp)
         write_row(ring, source, place, begin, kept, row_max, scale, CHUNKS, KEEP, SLOTS, GROUP)
         # The label's column was written as every other. One that is excluded is no column's label.
         barrier()
         p = exp_shifted(target, row_max) / sum_exp
         grad = ((p - 1) + p * z_factor) * row_weight
-        gl.store(logits + begin + label, grad.to(element), mask=owned & (target > float("-inf")))
+        gl.store(logits + begin + column, grad.to(element), mask=(column >= 0) & (target > float("-inf")))
         slot = (slot + CHUNKS) % SLOTS
         row += step
         shifted = ()
         for i in gl.static_range(AHEAD):
-            shifted = shifted + (live[i + 1],)
-        live = shifted + (last_label != row_options[0],)
+            shifted = shifted + (targets[i + 1],)
+        targets = shifted + (new_column,)
 
 
 def one_pass(
