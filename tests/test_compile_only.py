@@ -40,15 +40,17 @@ def test_sm_90_code_is_wide_and_does_not_spill(words):
         if report["kernel"].startswith("one_pass"):
             assert_fills_a_multiprocessor(report)
             continue
-        assert report["stack_bytes"] == report["local_bytes"] == 0, report
+        assert report["local_bytes"] == 0, report
         if report["kernel"].startswith(WALKS):
             assert "ld.global.v4.b32" in report["loads"], report
         if report["kernel"].startswith(WALKS[1:]):
             assert "st.global.v4.b32" in report["stores"], report
-        # 16 warps of 64 registers: two rows at a time on a multiprocessor of 64 K registers. All options
-        # at once, or rows with a head and a tail, must fit one row.
-        fits_one = "-all-" in report["kernel"] or "-edges-" in report["kernel"]
-        assert report["registers"] <= (128 if fits_one else 64), report
+        # 16 warps of 64 registers: two rows at a time on a multiprocessor of 64 K registers. A gradient with
+        # options, or of rows with a head and a tail, must fit one row, and may leave two values in memory.
+        is_plain = "-plain-" in report["kernel"] and "-edges-" not in report["kernel"]
+        fits_two = is_plain or not report["kernel"].startswith("cross_entropy")
+        assert report["registers"] <= (64 if fits_two else 128), report
+        assert report["stack_bytes"] <= (0 if fits_two else 16), report
 
 
 def assert_fills_a_multiprocessor(report: dict) -> None:

@@ -183,12 +183,13 @@ def test_tensors_on_a_gpu_that_is_not_current(monkeypatch, reduction):
         module = importlib.import_module(f"vocab_parallel_ce.kernels.{name}")
         kernel = getattr(module, f"{name}_kernel")
         monkeypatch.setattr(module, f"{name}_kernel", RecordedLaunches(kernel, gpus))
+        monkeypatch.setattr(module, "_launch", module._launch.__wrapped__)  # those in its cache have a kernel
     logits, labels = inputs()
     torch.cuda.set_device(0)
     there = logits.to("cuda:1").requires_grad_()
     loss = vocab_parallel_cross_entropy(there, labels.to("cuda:1"), reduction=reduction)
     (grad,) = torch.autograd.grad(loss, there, torch.ones_like(loss))
-    assert gpus == [1, 1, 1]
+    assert gpus == [1] * (3 if reduction == "mean" else 2)
     assert torch.cuda.current_device() == 0
     here = logits.clone().requires_grad_()
     expected = vocab_parallel_cross_entropy(here, labels, reduction=reduction)

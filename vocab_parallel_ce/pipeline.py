@@ -47,7 +47,7 @@ class Call(NamedTuple):
         ``outputs``, where given, are filled by the same launch: there must be one rank, and no mean.
         """
         shape = (self.n_ranks, labels.shape[0], len(self.options.statistics))
-        stats = logits.new_empty(shape, dtype=torch.float32)
+        stats = torch.empty(shape, dtype=torch.float32, device=logits.device)
         counts = self.reduction == "mean"
         valid_rows = logits.new_empty(1, dtype=torch.int32) if counts else None
         self.launchers.online_softmax(
@@ -84,7 +84,7 @@ class Call(NamedTuple):
         Function returns, as ``loss += auxiliary_loss`` does.
         """
         shape, wanted = self.loss_shape, self.options
-        loss = logits.new_empty(shape, dtype=torch.float32)
+        loss = torch.empty(shape, dtype=torch.float32, device=logits.device)
         if not (wanted.entropy or wanted.predictions):
             return RowOutputs(loss, None, None, None)
         return RowOutputs(
@@ -224,6 +224,8 @@ def prepare_call(
         settled = _settled_call(*description, *of_labels, *position, *modes, **options)
     except TypeError:
         # Of the cache, whose keys must be hashable, or of a check: the check says it better.
+        settled = None
+    if settled is None:
         settled = _settled_call.__wrapped__(*description, *of_labels, *position, *modes, **options)
     if num_items is not None:
         checks.check_num_items(num_items, reduction, logits)

@@ -117,7 +117,7 @@ def _obstacle_to_one_pass(
     if device_type != "cuda" or triton != "compiler":
         return f"a GPU and triton's compiler, got {device_type} and triton's {triton}"
     if gpu is None or workload is None:
-        return "a call on a GPU, got none"
+        return "a call to decide about, by its shape and options"
     if not gpu.is_nvidia:
         return "an NVIDIA GPU, got another maker's"
     if not gpu.has_gluon:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vocab_parallel_ce.kernels import launch as launching
-from vocab_parallel_ce.kernels.launch import option_arguments
+from vocab_parallel_ce.kernels.launch import Launch, option_arguments
 from vocab_parallel_ce.spec import LossOptions
 
 pytestmark = pytest.mark.reference
@@ -34,8 +34,8 @@ class Kernel:
     An entry is ``("looked up", grid, arguments, options)`` or ``("short", variant, arguments)``.
     """
 
-    def __init__(self, calls):
-        self.calls, self.variants = calls, 0
+    def __init__(self):
+        self.calls, self.variants = [], 0
 
     def __getitem__(self, grid):
         def run(*arguments, **options):
@@ -49,82 +49,65 @@ class Kernel:
 
         return run
 
+    @property
+    def kinds(self):
+        return [call[0] for call in self.calls]
+
 
 @pytest.fixture
-def calls(monkeypatch):
-    """What is launched; no variant is known before, and none after."""
-    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: STREAM))
-    monkeypatch.setattr(launching.triton.runtime, "driver", driver)
-    monkeypatch.setattr(launching, "_compiled", {})
-    return []
+def kernel(monkeypatch):
+    active = SimpleNamespace(get_current_stream=lambda device: STREAM)
+    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=active))
+    return Kernel()
 
 
-BUFFER = torch.zeros(64)
-OTHER = torch.zeros(64)
+VALUES = ((0, 1, 1, 64, 0, 0), None, 64, (-100, None, 0.5))
+BUFFER, OTHER = torch.zeros(64), torch.zeros(64)
+SIZES = (5, 6)
 
 
-def arguments(tensor=BUFFER, layout=(0, 1, 1, 64, 0, 0), divisor=None, inner=(OTHER, None, 1), columns=64):
-    return (tensor, layout, divisor, inner, columns, (-100, None, 0.5))
+def launch_of(kernel):
+    return Launch(kernel, VALUES, {"LANES": 32, "EDGES": False}, num_warps=4)
 
 
-def launch(kernel, given, programs=3, sizes=(5, 6), constants=None, num_warps=4):
-    constants = {"LANES": 32, "EDGES": False} if constants is None else constants
-    launching.launch(kernel, programs, given, sizes, constants, num_warps=num_warps)
-
-
-def kinds(calls):
-    return [call[0] for call in calls]
-
-
-def test_a_launch_like_one_before_takes_the_short_way(calls):
+def test_a_launch_like_one_before_takes_the_short_way(kernel):
     """Other tensors, row counts and programs are the same variant, and arrive as they are now."""
-    kernel = Kernel(calls)
-    launch(kernel, arguments())
+    launch = launch_of(kernel)
+    launch(3, (BUFFER, None, OTHER), SIZES)
     moved, other = torch.zeros(64), torch.zeros(64)
-    launch(kernel, arguments(tensor=moved, inner=(other, None, 1)), programs=9, sizes=(7, 8))
-    first, second = calls
+    launch(9, (moved, None, other), (7, 8))
+    first, second = kernel.calls
     options = {"LANES": 32, "EDGES": False, "num_warps": 4}
-    assert first == ("looked up", (3,), (*arguments(), 5, 6), options)
-    addresses = (moved.data_ptr(), (0, 1, 1, 64, 0, 0), None, (other.data_ptr(), None, 1), 64)
-    assert second == (
-        "short",
-        0,
-        (9, 1, 1, STREAM, "function 0", "metadata 0", None, None, None)
-        + (*addresses, (-100, None, 0.5), 7, 8, 32, False),
-    )
+    assert first == ("looked up", (3,), (BUFFER, None, OTHER, *VALUES, *SIZES), options)
+    addresses = (moved.data_ptr(), None, other.data_ptr())
+    hooks = (None, None, None)
+    start = (9, 1, 1, STREAM, "function 0", "metadata 0", *hooks)
+    assert second == ("short", 0, (*start, *addresses, *VALUES, 7, 8, 32, False))
 
 
 DIFFERENT = {
-    "dtype": {"given": arguments(tensor=BUFFER.bfloat16())},
-    "dtype in a tuple": {"given": arguments(inner=(OTHER.double(), None, 1))},
-    "a tensor for None": {"given": arguments(divisor=OTHER)},
-    "a tensor for None in a tuple": {"given": arguments(inner=(OTHER, BUFFER, 1))},
-    "None for a tensor in a tuple": {"given": arguments(inner=(None, OTHER, 1))},
-    "an integer": {"given": arguments(columns=65)},
-    "an integer in a tuple": {"given": arguments(layout=(0, 1, 1, 65, 0, 0))},
-    "warps": {"num_warps": 8},
-    "a constant": {"constants": {"LANES": 64, "EDGES": False}},
-    "another constant": {"constants": {"LANES": 32, "EDGES": True}},
+    "dtype": (BUFFER.bfloat16(), None, OTHER),
+    "dtype of another": (BUFFER, None, OTHER.to(torch.int64)),
+    "a tensor for None": (BUFFER, OTHER, OTHER),
+    "None for a tensor": (BUFFER, None, None),
+    "None in another place": (BUFFER, OTHER, None),
 }
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_what_a_variant_depends_on(calls, name):
-    kernel = Kernel(calls)
-    different = {"given": arguments()} | DIFFERENT[name]
-    launch(kernel, arguments())
-    launch(kernel, **different)
-    assert kinds(calls) == ["looked up", "looked up"]
-    launch(kernel, arguments())
-    launch(kernel, **different)
-    assert [call[:2] for call in calls[2:]] == [("short", 0), ("short", 1)]
+def test_what_a_variant_depends_on(kernel, name):
+    launch, usual, different = launch_of(kernel), (BUFFER, None, OTHER), DIFFERENT[name]
+    for tensors in (usual, different, usual, different):
+        launch(3, tensors, SIZES)
+    assert kernel.kinds == ["looked up", "looked up", "short", "short"]
+    assert [call[1] for call in kernel.calls[2:]] == [0, 1]
 
 
-def test_kernels_do_not_share_variants(calls):
-    first, second = Kernel(calls), Kernel(calls)
-    for kernel in (first, second):
-        launch(kernel, arguments())
-    assert kinds(calls) == ["looked up", "looked up"]
+def test_launches_do_not_share_variants(kernel):
+    """Each has values and constants of its own."""
+    for launch in (launch_of(kernel), launch_of(kernel)):
+        launch(3, (BUFFER, None, OTHER), SIZES)
+    assert kernel.kinds == ["looked up", "looked up"]
 
 
 class OnDevice(torch.Tensor):
@@ -136,85 +119,89 @@ class OnDevice(torch.Tensor):
         return self.index
 
 
-def test_each_device_has_its_own_variants(calls):
-    kernel = Kernel(calls)
+def test_each_device_has_its_own_variants_and_is_made_current(kernel, monkeypatch):
+    """The launch goes to the current GPU, whichever holds the tensors."""
+    current, made_current = [0], []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            made_current.append(self.index)
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *_):
+            current[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Device)
     on_gpus = []
     for index in (0, 1):
         tensor = BUFFER.as_subclass(OnDevice)
         tensor.index = index
-        on_gpus.append(arguments(tensor=tensor))
-    for given in (*on_gpus, *on_gpus):
-        launch(kernel, given)
-    assert kinds(calls) == ["looked up", "looked up", "short", "short"]
-    assert [call[1] for call in calls[2:]] == [0, 1]
+        on_gpus.append((tensor, None, OTHER))
+    launch = launch_of(kernel)
+    for tensors in (*on_gpus, *on_gpus):
+        launch(3, tensors, SIZES)
+    assert kernel.kinds == ["looked up", "looked up", "short", "short"]
+    assert [call[1] for call in kernel.calls[2:]] == [0, 1]
+    assert made_current == [1, 1] and current == [0]
 
 
-@pytest.mark.parametrize(
-    "shifted",
-    (
-        {"given": arguments(tensor=BUFFER[1:])},
-        {"given": arguments(divisor=OTHER[3:])},
-        {"given": arguments(inner=(OTHER[2:], None, 1))},
-        {"given": arguments(), "sizes": (5, 2**31)},
-    ),
-    ids=("tensor", "second tensor", "tensor in a tuple", "size"),
-)
-def test_what_triton_specialises_on_is_left_to_triton(calls, shifted):
+NOT_KNOWN = {
+    "first tensor": ((BUFFER[1:], None, OTHER), SIZES),
+    "another tensor": ((BUFFER, OTHER[3:], OTHER), SIZES),
+    "last tensor": ((BUFFER, None, OTHER[2:]), SIZES),
+    "size": ((BUFFER, None, OTHER), (5, 2**31)),
+    "first size": ((BUFFER, None, OTHER), (2**31, 5)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_KNOWN)
+def test_what_triton_specialises_on_is_left_to_triton(kernel, name):
     """Alignment and the width of integers are no part of a key: such launches are not remembered either."""
-    kernel = Kernel(calls)
+    tensors, sizes = NOT_KNOWN[name]
+    aligned = tuple(None if t is None else BUFFER for t in tensors)
+    launch = launch_of(kernel)
     for _ in range(2):
-        launch(kernel, **shifted)
-    aligned = {"given": arguments(divisor=OTHER)} if "divisor" in shifted else {"given": arguments()}
-    launch(kernel, **aligned)
-    launch(kernel, **shifted)
-    launch(kernel, **aligned)
-    assert kinds(calls) == ["looked up"] * 4 + ["short"]
-
-
-def test_a_size_that_still_fits_takes_the_short_way(calls):
-    kernel = Kernel(calls)
+        launch(3, tensors, sizes)
     for _ in range(2):
-        launch(kernel, arguments(), sizes=(0, 2**31 - 1))
-    assert kinds(calls) == ["looked up", "short"]
+        launch(3, aligned, SIZES)
+    launch(3, tensors, sizes)
+    assert kernel.kinds == ["looked up", "looked up", "looked up", "short", "looked up"]
 
 
-def test_launches_under_a_profilers_hook_go_through_triton(calls, monkeypatch):
+def test_a_size_that_still_fits_takes_the_short_way(kernel):
+    launch = launch_of(kernel)
+    for _ in range(2):
+        launch(3, (BUFFER, None, OTHER), (0, 2**31 - 1))
+    assert kernel.kinds == ["looked up", "short"]
+
+
+def test_launches_under_a_profilers_hook_go_through_triton(kernel, monkeypatch):
     """Triton calls the hooks; the short way passes none."""
-    kernel, hooks = Kernel(calls), SimpleNamespace(calls=[])
+    hooks = SimpleNamespace(calls=[])
     knobs = SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=hooks))
     monkeypatch.setattr(launching, "knobs", knobs)
+    launch = launch_of(kernel)
     for hooks.calls in ([], [print], []):
-        launch(kernel, arguments())
-    assert kinds(calls) == ["looked up", "looked up", "short"]
+        launch(3, (BUFFER, None, OTHER), SIZES)
+    assert kernel.kinds == ["looked up", "looked up", "short"]
 
 
 def test_hooks_of_an_older_triton_are_one_function_or_none(monkeypatch):
     for hook, observed in ((None, False), (print, True)):
-        monkeypatch.setattr(
-            launching, "knobs", SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=hook))
-        )
+        knobs = SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=hook))
+        monkeypatch.setattr(launching, "knobs", knobs)
         assert launching._is_observed() == observed
 
 
-def test_variants_do_not_pile_up(calls, monkeypatch):
-    """A weight that is annealed is a new variant every step."""
-    monkeypatch.setattr(launching, "MOST_VARIANTS", 8)
-    kernel = Kernel(calls)
-    for columns in range(30):
-        launch(kernel, arguments(columns=columns))
-        assert 1 <= len(launching._compiled) <= 8
-    launch(kernel, arguments(columns=29))
-    assert kinds(calls) == ["looked up"] * 30 + ["short"]
-
-
-def test_nothing_is_remembered_of_the_interpreter(calls):
+def test_nothing_is_remembered_of_the_interpreter(kernel, monkeypatch):
     """It compiles nothing and returns None."""
-
-    class Interpreted(Kernel):
-        def __getitem__(self, grid):
-            return lambda *arguments, **options: self.calls.append(("looked up",))
-
-    kernel = Interpreted(calls)
+    calls = []
+    monkeypatch.setattr(Kernel, "__getitem__", lambda self, grid: lambda *_, **__: calls.append(grid))
+    launch = launch_of(kernel)
     for _ in range(2):
-        launch(kernel, arguments())
-    assert kinds(calls) == ["looked up", "looked up"] and not launching._compiled
+        launch(3, (BUFFER, None, OTHER), SIZES)
+    assert calls == [(3,), (3,)] and not launch.variants

@@ -54,18 +54,23 @@ ARGUMENT_TYPES = {
     "stats": "*fp32",
     "valid_rows": "*i32",
     "divisor": "*i32",
-    "upstream": ("*fp32", "i32"),
-    "entropy_upstream": ("*fp32", "i32"),
+    "upstream": "*fp32",
+    "entropy_upstream": "*fp32",
     "loss": "*fp32",
+    "entropy": "*fp32",
+    "lse": "*fp32",
+    "predictions": "*i64",
     "layout": ("i32", "constexpr", "constexpr", "i32", "i32", "i32"),
 }
 
 # Arguments that a gradient launch leaves out; the gradient of an entropy comes with one of the loss.
+OF_ENTROPY = ("entropy_upstream", "entropy_stride")
 LEFT_OUT = {
-    "in_forward": ("upstream", "entropy_upstream", "n_valid"),
-    "in_backward": ("loss", "entropy_upstream", "n_valid", "divisor"),
-    "padded": ("loss", "entropy_upstream"),
+    "in_forward": ("upstream", "upstream_stride", *OF_ENTROPY, "n_valid"),
+    "in_backward": ("loss", *OF_ENTROPY, "n_valid", "divisor"),
+    "padded": ("loss", *OF_ENTROPY),
 }
+OUTPUTS = ("loss", "entropy", "lse", "predictions")
 
 
 class Variant(NamedTuple):
@@ -85,7 +90,7 @@ def variants(target: GPUTarget, dtypes: list[str], option_names: Sequence[str]) 
     for dtype, edges in product(dtypes, (False, True)):
         yield from row_walks(dtype, edges, option_names)
     for option, ranks in (("plain", 1), *((option, 4) for option in option_names)):
-        constants = {"RANKS": ranks, "ROWS": LOSS_ROWS}
+        constants = {"RANKS": ranks, "ROWS": LOSS_ROWS} | dict.fromkeys(not_asked_for(OPTIONS[option]))
         yield Variant(f"loss-{option}-R{ranks}", loss_kernel, "*fp32", OPTIONS[option], constants, 4)
     # Others have no asynchronous copies, or too little shared memory.
     if target.backend == "cuda" and target.arch >= 90:
@@ -137,17 +142,17 @@ def row_walks(dtype: str, edges: bool, option_names: Sequence[str]) -> Iterator[
     def gradient(option: str, call: str, ranks: int) -> Variant:
         without = set(LEFT_OUT[call])
         if OPTIONS[option].entropy and "upstream" not in without:
-            without.remove("entropy_upstream")
+            without.difference_update(OF_ENTROPY)
         constants = writes | {"RANKS": ranks} | dict.fromkeys(without)
         name = f"cross_entropy-{shape}-{option}-{call}-R{ranks}"
         return Variant(name, cross_entropy_kernel, f"*{dtype}", OPTIONS[option], constants, write.num_warps)
 
     plain = OPTIONS["plain"]
     yield Variant(f"element_mul-{shape}", element_mul_kernel, f"*{dtype}", plain, writes, write.num_warps)
-    yield stats("plain", "-mean", ("outputs", "divisor"))
+    yield stats("plain", "-mean", (*OUTPUTS, "divisor"))
     for option in option_names:
-        yield stats(option, "", ("valid_rows", "outputs", "divisor"))
-        yield stats(option, "-outputs", ("valid_rows", "divisor"))
+        yield stats(option, "", ("valid_rows", *OUTPUTS, "divisor"))
+        yield stats(option, "-outputs", ("valid_rows", "divisor", *not_asked_for(OPTIONS[option])))
         yield gradient(option, "in_backward", 4)
     yield stats("all", "-outputs-num_items", ("valid_rows",))
     yield gradient("plain", "in_forward", 1)
@@ -160,16 +165,9 @@ def source_of(variant: Variant) -> ASTSource:
     signature: dict[str, object] = {}
     constexprs: dict[tuple[int, ...], object] = {}
     attrs = {}
-    types = ARGUMENT_TYPES | {
-        "row_options": option_types(variant.options),
-        "outputs": output_types(variant.options),
-    }
-    if variant.constants.get("outputs", types) is None:
-        types["outputs"] = ("constexpr",) * 4
-    # Constants in tuples; elsewhere in them a constant is the integer 1.
-    parts_of = {"row_options": option_arguments(variant.options), "outputs": (None,) * 4}
+    types = ARGUMENT_TYPES | {"row_options": option_types(variant.options)}
     for index, name in enumerate(variant.kernel.arg_names):  # type: ignore[attr-defined]
-        if name in variant.constants and name != "outputs":
+        if name in variant.constants:
             signature[name] = "constexpr"
             constexprs[(index,)] = variant.constants[name]
             continue
@@ -178,7 +176,7 @@ def source_of(variant: Variant) -> ASTSource:
         parts = {(index,): kind} if isinstance(kind, str) else {(index, i): k for i, k in enumerate(kind)}
         for path, part in parts.items():
             if part == "constexpr":
-                constexprs[path] = parts_of[name][path[1]] if name in parts_of else 1
+                constexprs[path] = option_arguments(variant.options)[path[1]] if name == "row_options" else 1
             elif part.startswith("*"):
                 attrs[path] = [["tt.divisibility", 16]]
     if variant.name.startswith("one_pass"):
@@ -188,11 +186,9 @@ def source_of(variant: Variant) -> ASTSource:
     return ASTSource(variant.kernel, signature, constexprs, attrs)
 
 
-def output_types(options: LossOptions) -> tuple[str, ...]:
-    """Types of the ``RowOutputs`` that a call with ``options`` asks for."""
-    wanted = (True, options.entropy, options.predictions, options.predictions)
-    types = ("*fp32", "*fp32", "*fp32", "*i64")
-    return tuple(kind if is_wanted else "constexpr" for kind, is_wanted in zip(types, wanted, strict=True))
+def not_asked_for(options: LossOptions) -> list[str]:
+    """Names of the outputs that a call with ``options`` leaves out."""
+    return ["entropy"] * (not options.entropy) + ["lse", "predictions"] * (not options.predictions)
 
 
 def option_types(options: LossOptions) -> tuple[str, ...]:

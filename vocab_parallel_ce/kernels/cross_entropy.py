@@ -15,8 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.kernels.blocks import READ_AND_WRITE, choose_block
-from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Launch, option_arguments, row_arguments
+from vocab_parallel_ce.kernels.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
+from vocab_parallel_ce.kernels.launch import (
+    MOST_LAUNCHES,
+    Dtypes,
+    Launch,
+    dtypes_of,
+    option_arguments,
+    row_arguments,
+)
 from vocab_parallel_ce.kernels.primitives import (
     bounded,
     divisor_weight,
@@ -182,8 +189,9 @@ def cross_entropy(
     if grad_logits is not logits:
         grad_base, grad_layout, _ = row_arguments(grad_logits)
         assert layout == grad_layout, "the gradient is laid out as the logits are"
+    tensors = (base, labels, stats, divisor, upstream, entropy_upstream, loss, grad_base)
     launch = _launch(
-        logits.element_size(),
+        dtypes_of(tensors),
         layout,
         has_edges,
         None if upstream is None else upstream.stride(0),
@@ -192,16 +200,12 @@ def cross_entropy(
         shard,
         options,
     )
-    launch(
-        n_rows,
-        (base, labels, stats, divisor, upstream, entropy_upstream, loss, grad_base),
-        (n_rows, shard.start),
-    )
+    launch(n_rows, tensors, (n_rows, shard.start))
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _launch(
-    element_size: int,
+    dtypes: Dtypes,
     layout: tuple[int, ...],
     has_edges: bool,
     upstream_stride: int | None,
@@ -210,7 +214,9 @@ def _launch(
     shard: VocabShard,
     options: LossOptions,
 ) -> Launch:
-    block = choose_block(READ_AND_WRITE, shard.n_columns, element_size)
+    block = choose_block(
+        READ_AND_WRITE_EDGES if has_edges else READ_AND_WRITE, shard.n_columns, dtypes[0].itemsize
+    )
     return Launch(
         cross_entropy_kernel,
         (

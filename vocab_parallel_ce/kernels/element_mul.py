@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.kernels.blocks import READ_AND_WRITE, choose_block
-from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Launch, row_arguments
+from vocab_parallel_ce.kernels.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
+from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Dtypes, Launch, dtypes_of, row_arguments
 from vocab_parallel_ce.kernels.primitives import edge_offsets, row_begin, row_body
 
 PROGRAMS = 512  # rows at once: enough to fill a GPU, few enough to start and end in 2 us
@@ -68,15 +68,16 @@ def element_mul(grad_logits: Tensor, upstream: Tensor) -> None:
     if n_rows == 0:
         return
     base, layout, has_edges = row_arguments(grad_logits)
-    launch = _launch(grad_logits.shape[-1], grad_logits.element_size(), layout, has_edges, upstream.stride(0))
-    launch(min(n_rows, PROGRAMS), (base, upstream), (n_rows,))
+    tensors = (base, upstream)
+    launch = _launch(dtypes_of(tensors), grad_logits.shape[-1], layout, has_edges, upstream.stride(0))
+    launch(min(n_rows, PROGRAMS), tensors, (n_rows,))
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _launch(
-    n_columns: int, element_size: int, layout: tuple[int, ...], has_edges: bool, upstream_stride: int
+    dtypes: Dtypes, n_columns: int, layout: tuple[int, ...], has_edges: bool, upstream_stride: int
 ) -> Launch:
-    block = choose_block(READ_AND_WRITE, n_columns, element_size)
+    block = choose_block(READ_AND_WRITE_EDGES if has_edges else READ_AND_WRITE, n_columns, dtypes[0].itemsize)
     return Launch(
         element_mul_kernel,
         (layout, upstream_stride, n_columns),

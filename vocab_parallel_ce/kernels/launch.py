@@ -13,6 +13,8 @@ from triton.runtime import driver
 from vocab_parallel_ce.kernels.layout import LINE_BYTES, VECTOR_BYTES, aligned_base, row_layout
 from vocab_parallel_ce.spec import LossOptions
 
+Dtypes = tuple[Any, ...]
+
 MOST_LAUNCHES = 1024  # that each kernel keeps; widths and options come again every step
 
 
@@ -20,8 +22,8 @@ class Launch:
     """A kernel with all of its arguments but the tensors and the sizes.
 
     Triton works out on every call which compiled variant the arguments ask for, which takes longer than
-    the launch. Here all that a variant depends on is in the object or in the tensors' dtypes; ``sizes``
-    must be arguments that the kernel does not specialise on.
+    the launch. A Launch is for tensors of certain dtypes, with None in certain places (:func:`dtypes_of`),
+    and remembers each device's variant. ``sizes`` must be arguments that the kernel does not specialise on.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class Launch:
         self.constants = constants
         self.num_warps = num_warps
         self.tail = tuple(constants.values())
-        self.variants: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+        self.variants: dict[int, tuple[Any, Any, Any]] = {}
 
     def __call__(self, n_programs: int, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> None:
         """``kernel[(n_programs,)](*tensors, *values, *sizes, **constants)`` on the first tensor's device.
@@ -44,40 +46,29 @@ class Launch:
             # A launch goes to the current GPU, whichever holds the tensors.
             with torch.cuda.device(device):
                 return self(n_programs, tensors, sizes)
-        variant: list[Any] = [device]
-        addresses: list[int | None] = []
+        arguments: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         together = 0
-        for tensor in tensors:
-            if tensor is None:
-                variant.append(None)
-                addresses.append(None)
-            else:
-                address = tensor.data_ptr()
+        for address in arguments:
+            if address is not None:
                 together |= address
-                variant.append(tensor.dtype)
-                addresses.append(address)
-        known = together % VECTOR_BYTES == 0 and max(sizes) < 2**31 and not _is_observed()
-        key = tuple(variant)
-        if not known or key not in self.variants:
-            self._launch_and_remember(n_programs, tensors, sizes, key if known else None)
+        special = together % VECTOR_BYTES or max(sizes) >= 2**31 or _is_observed()
+        variant = self.variants.get(device)
+        if special or variant is None:
+            compiled = self.kernel[(n_programs,)](
+                *tensors, *self.values, *sizes, **self.constants, num_warps=self.num_warps
+            )
+            if not special and compiled is not None:  # the interpreter compiles nothing
+                self.variants[device] = (compiled.run, compiled.function, compiled.packed_metadata)
             return
-        run, function, metadata = self.variants[key]
+        run, function, metadata = variant
         stream = driver.active.get_current_stream(device)
-        arguments = (*addresses, *self.values, *sizes, *self.tail)
+        arguments += self.values + sizes + self.tail
         run(n_programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
-    def _launch_and_remember(
-        self,
-        n_programs: int,
-        tensors: tuple[Tensor | None, ...],
-        sizes: tuple[int, ...],
-        key: tuple[Any, ...] | None,
-    ) -> None:
-        compiled = self.kernel[(n_programs,)](
-            *tensors, *self.values, *sizes, **self.constants, num_warps=self.num_warps
-        )
-        if key is not None and compiled is not None:  # the interpreter compiles nothing
-            self.variants[key] = (compiled.run, compiled.function, compiled.packed_metadata)
+
+def dtypes_of(tensors: tuple[Tensor | None, ...]) -> tuple[torch.dtype | None, ...]:
+    """What of the tensors a :class:`Launch` is for."""
+    return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
 
 
 def _is_observed() -> bool:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Launch, option_arguments
+from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Dtypes, Launch, dtypes_of, option_arguments
 from vocab_parallel_ce.kernels.primitives import merge_ranks, stats_of_row, store_outputs
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowOutputs
@@ -61,12 +61,13 @@ def row_outputs(
     n_ranks, n_rows, _ = stats.shape
     if n_rows == 0:
         return
-    launch = _launch(n_ranks, shard.vocab_size, options)
-    launch(triton.cdiv(n_rows, LOSS_ROWS), (labels, stats, divisor, *outputs), (n_rows,))
+    tensors = (labels, stats, divisor, *outputs)
+    launch = _launch(dtypes_of(tensors), n_ranks, shard.vocab_size, options)
+    launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
-def _launch(n_ranks: int, vocab_size: int, options: LossOptions) -> Launch:
+def _launch(dtypes: Dtypes, n_ranks: int, vocab_size: int, options: LossOptions) -> Launch:
     return Launch(
         loss_kernel,
         (n_ranks, vocab_size, option_arguments(options)),

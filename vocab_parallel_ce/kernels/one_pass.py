@@ -25,7 +25,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from vocab_parallel_ce.kernels.blocks import choose_ring
-from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Launch, option_arguments, row_arguments
+from vocab_parallel_ce.kernels.launch import (
+    MOST_LAUNCHES,
+    Dtypes,
+    Launch,
+    dtypes_of,
+    option_arguments,
+    row_arguments,
+)
 from vocab_parallel_ce.kernels.layout import VECTOR_BYTES
 from vocab_parallel_ce.kernels.primitives import (
     divisor_weight,
@@ -304,16 +311,17 @@ def one_pass(
     if n_rows == 0:
         return
     base, layout, _ = row_arguments(logits)
-    launch, programs = _launch(n_columns, logits.element_size(), layout, counted, options)
-    n_programs = programs * _multiprocessors(logits.get_device())
-    launch(n_programs, (base, labels, divisor, loss), (n_rows,))
+    tensors = (base, labels, divisor, loss)
+    launch, programs = _launch(dtypes_of(tensors), n_columns, layout, counted, options)
+    launch(programs * _multiprocessors(logits.get_device()), tensors, (n_rows,))
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _launch(
-    n_columns: int, element_size: int, layout: tuple[int, ...], counted: bool, options: LossOptions
+    dtypes: Dtypes, n_columns: int, layout: tuple[int, ...], counted: bool, options: LossOptions
 ) -> tuple[Launch, int]:
     """The launch, and its programs a multiprocessor."""
+    element_size = dtypes[0].itemsize
     ring = choose_ring(n_columns * element_size)
     assert ring is not None, "selection leaves rows that do not fit to other kernels"
     vector = VECTOR_BYTES // element_size

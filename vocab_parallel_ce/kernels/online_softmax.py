@@ -20,7 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels.blocks import READ, choose_block
-from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Launch, option_arguments, row_arguments
+from vocab_parallel_ce.kernels.launch import (
+    MOST_LAUNCHES,
+    Dtypes,
+    Launch,
+    dtypes_of,
+    option_arguments,
+    row_arguments,
+)
 from vocab_parallel_ce.kernels.primitives import (
     bounded,
     edge_offsets,
@@ -198,19 +205,16 @@ def online_softmax(
     if n_rows == 0:
         return
     base, layout, has_edges = row_arguments(logits)
-    launch = _launch(logits.element_size(), layout, has_edges, shard, options)
-    launch(
-        n_rows,
-        (base, labels, stats, valid_rows, *(outputs or NO_OUTPUTS), divisor),
-        (n_rows, shard.start, rank * n_rows),
-    )
+    tensors = (base, labels, stats, valid_rows, *(outputs or NO_OUTPUTS), divisor)
+    launch = _launch(dtypes_of(tensors), layout, has_edges, shard, options)
+    launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _launch(
-    element_size: int, layout: tuple[int, ...], has_edges: bool, shard: VocabShard, options: LossOptions
+    dtypes: Dtypes, layout: tuple[int, ...], has_edges: bool, shard: VocabShard, options: LossOptions
 ) -> Launch:
-    block = choose_block(READ, shard.n_columns, element_size)
+    block = choose_block(READ, shard.n_columns, dtypes[0].itemsize)
     return Launch(
         online_softmax_kernel,
         (layout, shard.n_valid, shard.vocab_size, option_arguments(options)),

@@ -1,0 +1,70 @@
+"""Calls of the one-pass kernel on this host's GPU, and what each element of them is compared with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import batch
+from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
+from vocab_parallel_ce import vocab_parallel_cross_entropy
+from vocab_parallel_ce.selection import Workload, gpu_of, select
+
+EPS_32 = torch.finfo(torch.float32).eps
+
+
+def skip_where_it_cannot_run():
+    """``test_selection`` has a test of which GPUs can."""
+    workload = Workload(1, "in_forward", (), whole_vectors=True, fits=True)
+    try:
+        select("cuda", "one_pass", workload=workload, gpu=gpu_of(torch.cuda.current_device()))
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def made(kind, rows, columns, dtype=torch.bfloat16, seed=0):
+    return tuple(t.cuda() for t in batch(kind, rows=rows, vocab_size=columns, dtype=dtype, seed=seed))
+
+
+def run(logits, labels, upstream=None, **options):
+    """(loss, gradient), which replaces ``logits``."""
+    options = {"impl": "one_pass", "gradient": "in_forward"} | options
+    leaf = logits.detach().requires_grad_()
+    loss = vocab_parallel_cross_entropy(leaf, labels, **options)
+    (grad,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss) if upstream is None else upstream)
+    assert grad.data_ptr() == logits.data_ptr()
+    return loss.detach(), grad
+
+
+def check(logits, labels, upstream=None, impl="one_pass", **options):
+    """:func:`run` against the oracle; ``logits`` are overwritten."""
+    values = logits.clone(memory_format=torch.contiguous_format)
+    loss, grad = run(logits, labels, upstream, impl=impl, **options)
+    oracle = cross_entropy_fp64(values, labels, upstream=upstream, **options)
+    peer = cross_entropy_same_dtype(values, labels, upstream=upstream, **options)
+    assert_within_budget(loss, oracle.loss, peer.loss)
+    assert_within_budget(grad, oracle.grad, peer.grad)
+    assert_every_element(grad, oracle.grad, labels)
+    ignored = labels.long() == options.get("ignore_index", -100)
+    assert not grad[ignored].any()
+    if options.get("reduction") == "none":
+        assert not loss[ignored].any()
+    return loss, grad
+
+
+def assert_every_element(grad, truth, labels):
+    """Each column's gradient but the label's, which is a difference, is right to two roundings.
+
+    Next to its own size, not to the label's: beside that, all others could be missing unseen.
+    """
+    columns, info = grad.shape[-1], torch.finfo(grad.dtype)
+    rows, truth, labels = grad.reshape(-1, columns), truth.reshape(-1, columns), labels.reshape(-1).long()
+    least = 2 * info.tiny * info.eps if grad.dtype == torch.float16 else info.tiny
+    excess = (rows.double() - truth).abs() - truth.abs() * (info.eps + 256 * EPS_32) - least
+    excess[~truth.isfinite()] = -1
+    (owned,) = ((labels >= 0) & (labels < columns)).nonzero(as_tuple=True)
+    excess[owned, labels[owned]] = -1
+    worst = int(excess.argmax())
+    at = divmod(worst, columns)
+    assert float(excess.flatten()[worst]) <= 0, (at, float(rows[at]), float(truth[at]))

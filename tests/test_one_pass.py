@@ -1,0 +1,359 @@
+"""Loss and gradient in one launch: widths, row counts, labels and layouts that can go wrong in a ring."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import KINDS
+from tests.support.one_pass import check, made, run, skip_where_it_cannot_run
+from tests.support.oracle import cross_entropy_fp64
+from vocab_parallel_ce import cross_entropy_backward, cross_entropy_forward, vocab_parallel_cross_entropy
+from vocab_parallel_ce.kernels.blocks import ONE_PASS
+
+pytestmark = pytest.mark.cuda
+
+INF, NAN = float("inf"), float("nan")
+# bf16 columns of the narrowest rows, of the widest of a ring in the middle of the table, and of the widest.
+NARROW = -(-ONE_PASS[0][0] // 16) * 8
+MIDDLE = ONE_PASS[len(ONE_PASS) // 2][1] // 16 * 8
+WIDE = ONE_PASS[-1][1] // 16 * 8
+
+
+@pytest.fixture(autouse=True)
+def _runs_here():
+    skip_where_it_cannot_run()
+
+
+@pytest.fixture
+def one_multiprocessor(monkeypatch):
+    """Few programs walk all rows, each of which follows others through the ring."""
+
+    def limit(count=1):
+        monkeypatch.setattr("vocab_parallel_ce.kernels.one_pass._multiprocessors", lambda device: count)
+
+    return limit
+
+
+def widths(dtype):
+    """Columns of the first and last rows of each ring, and about a whole number of chunks."""
+    for least, most, ring in ONE_PASS:
+        chunk = 512 * ring.num_warps
+        first, last = -(-least // 16) * 16, most // 16 * 16
+        whole = (first + last) // 2 // chunk * chunk
+        row_bytes = {
+            torch.bfloat16: (first, whole - 16, whole, whole + 16, last),
+            torch.float32: (first, whole + 16),
+            torch.float16: (last,),
+        }
+        yield from dict.fromkeys(n // dtype.itemsize for n in row_bytes[dtype] if first <= n <= last)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns"),
+    [
+        (dtype, columns)
+        for dtype in (torch.bfloat16, torch.float32, torch.float16)
+        for columns in widths(dtype)
+    ],
+    ids=str,
+)
+def test_every_width(one_multiprocessor, dtype, columns):
+    """Rows that follow one another through a ring come out as each does alone."""
+    logits, labels = made("mixture", 11, columns, dtype)
+    alone = logits.clone()
+    loss, grad = check(alone, labels)
+    one_multiprocessor()
+    again_loss, again = run(logits, labels)
+    assert torch.equal(again_loss, loss) and torch.equal(again, grad)
+
+
+@pytest.mark.parametrize("rows", (1, 131, 132, 133, 264, 265, 1000, 4100))
+def test_more_and_fewer_rows_than_programs(rows):
+    """4100 labels are counted in three passes of a program."""
+    check(*made("some_ignored", rows, NARROW))
+
+
+@pytest.mark.parametrize("columns", (MIDDLE, WIDE))
+def test_more_rows_than_programs_of_wide_rows(columns):
+    check(*made("some_ignored", 150, columns))
+
+
+@pytest.mark.parametrize("rows", (1, 2, 7, 25))
+@pytest.mark.parametrize("multiprocessors", (1, 3))
+def test_every_place_in_the_ring(one_multiprocessor, rows, multiprocessors):
+    one_multiprocessor(multiprocessors)
+    for columns in (NARROW, NARROW + 8, MIDDLE, WIDE):
+        check(*made("peaked", rows, columns, seed=rows))
+
+
+def test_no_rows():
+    for reduction in ("mean", "sum", "none"):
+        logits = torch.empty(0, NARROW, device="cuda", dtype=torch.bfloat16)
+        labels = torch.empty(0, device="cuda", dtype=torch.int64)
+        loss, grad = run(logits, labels, reduction=reduction)
+        assert loss.sum() == 0 and grad.shape == logits.shape
+
+
+REDUCTIONS = {
+    "mean": {"reduction": "mean"},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "7 items": {"reduction": "sum", "num_items": 7},
+    "int64 items": {"reduction": "sum", "num_items": torch.tensor(11)},
+    "fp32 items": {"reduction": "sum", "num_items": torch.tensor([2.5])},
+    "0 items": {"reduction": "sum", "num_items": 0},
+    "fp32 0 items": {"reduction": "sum", "num_items": torch.tensor(0.0)},
+}
+
+
+@pytest.mark.parametrize("z_loss", (0.0, 1e-3))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float16), ids=str)
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reductions_and_an_upstream_gradient(name, dtype, z_loss):
+    """An upstream gradient of 1 writes nothing; others differ in every row that has its own."""
+    options = {"z_loss": z_loss} | REDUCTIONS[name]
+    if isinstance(options.get("num_items"), torch.Tensor):
+        options["num_items"] = options["num_items"].cuda()
+    logits, labels = made("some_ignored", 40, NARROW, dtype)
+    loss, grad = check(logits.clone(), labels, **options)
+    if options.get("num_items") is not None and float(options["num_items"]) == 0:
+        assert not loss.any() and not grad.any()
+    upstream = torch.rand(loss.shape, generator=torch.Generator().manual_seed(3)).cuda() + 0.25
+    check(logits, labels, upstream, **options)
+
+
+def test_numbers_that_change_from_step_to_step():
+    """A launch is known by its arguments: none that changes may come from an earlier one."""
+    logits, labels = made("some_ignored", 20, NARROW)
+    on_device = torch.tensor(5, device="cuda")
+    for _ in range(2):
+        for options in (
+            {"z_loss": 0.01},
+            {"z_loss": 0.02},
+            {},
+            {"ignore_index": 3},
+            {"reduction": "sum", "num_items": on_device},
+            {"reduction": "sum", "num_items": on_device.float() + 1},
+            {"reduction": "sum", "num_items": 9},
+        ):
+            for rows in (20, 13):
+                for kind in (torch.int64, torch.int32):
+                    check(logits[:rows].clone(), labels[:rows].to(kind), **options)
+        on_device += 1
+
+
+IGNORED = {
+    "none": lambda n: torch.zeros(n, dtype=torch.bool),
+    "30%": lambda n: torch.rand(n, generator=torch.Generator().manual_seed(1)) < 0.3,
+    "first": lambda n: torch.arange(n) == 0,
+    "last": lambda n: torch.arange(n) == n - 1,
+    "all but the first": lambda n: torch.arange(n) != 0,
+    "all but the last": lambda n: torch.arange(n) != n - 1,
+    "every other": lambda n: torch.arange(n) % 2 == 0,
+    "runs of three": lambda n: torch.arange(n) // 3 % 2 == 0,
+    "all": lambda n: torch.ones(n, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("columns", (NARROW, MIDDLE, WIDE))
+@pytest.mark.parametrize("name", IGNORED)
+def test_ignored_rows(one_multiprocessor, name, columns):
+    """Not read: what they hold, NaN too, is in no sum. Their slots still go round."""
+    logits, labels = made("peaked", 23, columns)
+    ignored = IGNORED[name](23).cuda()
+    labels[ignored] = -100
+    values = logits.clone()
+    logits[ignored, ::3], logits[ignored, 1::3] = NAN, INF
+    for reduction in ("mean", "none"):
+        for multiprocessors in (1, 132):
+            one_multiprocessor(multiprocessors)
+            loss, grad = run(logits.clone(), labels, reduction=reduction)
+            expected, expected_grad = check(values.clone(), labels, reduction=reduction)
+            assert torch.equal(loss, expected) and torch.equal(grad, expected_grad)
+
+
+def test_nothing_but_ignored_rows_is_0_and_attached():
+    logits, labels = made("all_ignored", 30, NARROW)
+    logits[:] = NAN
+    leaf = logits.requires_grad_()
+    loss = vocab_parallel_cross_entropy(leaf, labels, impl="one_pass")
+    assert loss.requires_grad and loss.item() == 0.0
+    loss.backward()
+    assert not leaf.grad.any()
+
+
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_a_label_outside_is_nan_in_its_row_alone(reduction):
+    logits, labels = made("peaked", 9, NARROW)
+    labels[1], labels[3], labels[5], labels[7] = -1, NARROW, 2**40, -(2**40)
+    _, grad = check(logits, labels, reduction=reduction)
+    assert grad.isnan().all(dim=1).tolist() == [False, True] * 4 + [False]
+    assert grad[::2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int32), ids=str)
+@pytest.mark.parametrize(
+    "ignore_index", (-100, -1, -2, 0, 1, 16, NARROW, NARROW - 1, 2**40, -(2**63)), ids=str
+)
+def test_labels_and_ignore_index(dtype, ignore_index):
+    """The first and the last column, beside chunks' edges; an index that int32 would wrap ignores nothing."""
+    places = [0, 1, 7, 8, 15, 16, 2047, 2048, 4095, 4096, NARROW - 2, NARROW - 1]
+    logits, labels = made("peaked", 3 * len(places), NARROW)
+    labels[:] = torch.tensor(places * 3, device="cuda")
+    # Ignored or outside.
+    labels[::5], labels[1::5], labels[2::5] = -1, -2, NARROW
+    check(logits, labels.to(dtype), ignore_index=ignore_index, reduction="none")
+
+
+@pytest.mark.parametrize("columns", (NARROW, WIDE))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float16), ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "all_ignored"])
+def test_hard_rows(kind, dtype, columns):
+    """Peaks, confident rows, rows at -1000 and +500, masked columns and shards, huge spreads."""
+    columns //= dtype.itemsize // 2
+    if kind == "times_1000" and dtype == torch.float16:
+        pytest.skip("a thousand times the logits is past fp16's range")
+    logits, labels = made(kind, 10, columns, dtype)
+    check(logits.clone(), labels, reduction="none")
+    check(logits.clone(), labels, z_loss=1e-3)
+    check(logits + 500, labels, reduction="sum")
+
+
+@pytest.mark.parametrize("z_loss", (0.0, 1e-3))
+def test_rows_of_excluded_columns(z_loss):
+    """One column left, none left, and a label in an excluded column: an infinite loss, the others' p."""
+    logits, labels = made("peaked", 6, NARROW)
+    alone = logits[[0, 1], labels[[0, 1]]].clone()
+    logits[[0, 1, 2]] = -INF
+    logits[[0, 1], labels[[0, 1]]] = alone
+    logits[3, labels[3]] = -INF
+    logits[4, 100:] = -INF
+    labels[4] = 7
+    loss, grad = check(logits, labels, reduction="none", z_loss=z_loss)
+    assert loss.isnan().tolist() == [False, False, True, False, False, False]
+    assert loss[3] == INF and grad[3, labels[3]] == 0 and grad[3].isfinite().all()
+    if not z_loss:
+        assert not loss[:2].any() and not grad[:2].any()
+
+
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+@pytest.mark.parametrize("column", (0, 5000, NARROW - 1))
+def test_rows_that_are_not_finite(reduction, column):
+    """NaN and +inf anywhere, in the label's column too, reach their own row alone."""
+    logits, labels = made("peaked", 6, NARROW)
+    logits[1, column], logits[3, column] = NAN, INF
+    logits[4, labels[4]] = INF
+    _, grad = check(logits, labels, reduction=reduction)
+    assert grad.isnan().all(dim=1).tolist() == [False, True, False, True, True, False]
+
+
+def views(columns):
+    """(name, base, view of it) with rows of ``columns`` that begin at 16 bytes and have gaps between them."""
+
+    def base(*shape):
+        generator = torch.Generator().manual_seed(0)
+        return (torch.randn(shape, generator=generator) * 3).bfloat16().cuda()
+
+    sliced, tail, wide, middle = (
+        base(3, 5, columns),
+        base(3, 5, columns),
+        base(9, columns + 8),
+        base(9, 2 * columns),
+    )
+    transposed, every_other, later = base(5, 3, columns), base(17, columns), base(1, 8 + 7 * columns)
+    yield "all but the last token", sliced, sliced[:, :-1]
+    yield "all but the first token", tail, tail[:, 1:]
+    yield "rows of a wider tensor", wide, wide[:, :columns]
+    yield "columns from the middle", middle, middle[:, 64 : 64 + columns]
+    yield "transposed", transposed, transposed.transpose(0, 1)
+    yield "transposed and cut", transposed, transposed.transpose(0, 1)[:, 1:4]
+    yield "every other row", every_other, every_other[::2]
+    yield "storage 16 bytes on", later, later[0, 8:].view(7, columns)
+
+
+@pytest.mark.parametrize("columns", (NARROW, NARROW + 8, MIDDLE - 8, WIDE - 8))
+def test_rows_of_views_and_nothing_beside_them(one_multiprocessor, columns):
+    one_multiprocessor(2)
+    for name, base, view in views(columns):
+        before = base.clone()
+        place = (view.shape, view.stride(), view.storage_offset())
+        labels = torch.randint(0, columns, view.shape[:-1], generator=torch.Generator().manual_seed(1)).cuda()
+        labels.view(-1)[::4] = -100
+        check(view, labels)
+        assert not torch.equal(view, before.as_strided(*place)), name
+        base.as_strided(*place).copy_(before.as_strided(*place))
+        assert torch.equal(base, before), name
+
+
+@pytest.mark.parametrize("columns", (NARROW, WIDE))
+def test_equal_bits_every_time(columns):
+    logits, labels = made("mixture", 300, columns)
+    expected = run(logits.clone(), labels)
+    for _ in range(20):
+        for actual, want in zip(run(logits.clone(), labels), expected, strict=True):
+            assert torch.equal(actual, want)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_as_near_to_the_truth_as_two_launches(dtype):
+    logits, labels = made("mixture", 40, NARROW, dtype)
+    for options in ({}, {"reduction": "none"}, {"z_loss": 1e-3}):
+        oracle = cross_entropy_fp64(logits, labels, **options)
+        two = run(logits.clone(), labels, impl="triton", **options)
+        one = run(logits.clone(), labels, **options)
+        for actual, truth, other in zip(one, oracle, two, strict=True):
+            assert_within_budget(actual, truth, other)
+
+
+def test_the_two_step_pair_and_no_gradient():
+    logits, labels = made("some_ignored", 20, NARROW)
+    loss, grad = run(logits.clone(), labels, torch.tensor(0.5, device="cuda"))
+    with torch.no_grad():
+        alone = vocab_parallel_cross_entropy(kept := logits.clone(), labels, impl="one_pass")
+    assert torch.equal(kept, logits)
+    torch.testing.assert_close(alone, loss, rtol=1e-5, atol=0)
+    pair_loss, pair = cross_entropy_forward(logits, labels, 0.0, True, None, -100)
+    cross_entropy_backward(pair, torch.tensor(0.5, device="cuda"))
+    assert torch.equal(pair_loss, loss) and torch.equal(pair, grad)
+
+
+REFUSED = {
+    "odd": (NARROW + 1, {}, "rows of whole, aligned 16-byte vectors"),
+    "half a vector": (NARROW + 4, {}, "rows of whole, aligned 16-byte vectors"),
+    "padding": (NARROW, {"vocab_size": NARROW - 8}, "rows of whole, aligned 16-byte vectors"),
+    "narrow": (NARROW - 8, {}, "rows of a width in its table"),
+    "wide": (WIDE + 8, {}, "rows of a width in its table"),
+    "smoothing": (NARROW, {"label_smoothing": 0.1}, "no option but .* got smoothing"),
+    "softcap": (NARROW, {"softcap": 30.0}, "no option but .* got softcap"),
+    "metrics": (NARROW, {"return_metrics": True}, "no option but .* got predictions"),
+    "unreduced": (NARROW, {"reduction": "none"}, "gradient 'in_forward', got 'in_backward'"),
+    "out of place": (NARROW, {"gradient": "out_of_place"}, "gradient 'in_forward', got 'out_of_place'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_one_launch_cannot_do_is_refused_and_left_alone(name):
+    columns, options, message = REFUSED[name]
+    logits, labels = made("peaked", 4, columns)
+    before, version = logits.clone(), logits._version
+    with pytest.raises(ValueError, match=f"^impl: 'one_pass' needs {message}.*; 'auto' chooses what can run"):
+        vocab_parallel_cross_entropy(logits, labels, impl="one_pass", **options)
+    assert torch.equal(logits, before) and logits._version == version
+
+
+OFF_A_BOUNDARY = {
+    "stride": lambda wide: wide[:, :NARROW],
+    "beginning": lambda wide: wide.flatten()[1 : 1 + 5 * NARROW].view(5, NARROW),
+    "beginning of rows": lambda wide: wide[:, 4 : 4 + NARROW],
+}
+
+
+@pytest.mark.parametrize("name", OFF_A_BOUNDARY)
+def test_rows_off_a_boundary_are_refused_and_auto_takes_them(name):
+    view = OFF_A_BOUNDARY[name](torch.randn(6, NARROW + 12, device="cuda").bfloat16())
+    labels = torch.arange(len(view), device="cuda")
+    with pytest.raises(ValueError, match="^impl: 'one_pass' needs rows of whole, aligned 16-byte vectors"):
+        vocab_parallel_cross_entropy(view, labels, impl="one_pass")
+    check(view, labels, impl="auto")
