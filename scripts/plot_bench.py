@@ -24,8 +24,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from report_bench import (
-    NOTHING,
+from bench.documents import (
     OURS,
     PROVIDERS,
     RESULTS,
@@ -36,18 +35,17 @@ from report_bench import (
     Document,
     Result,
     is_timed,
-    predictions_part,
+    package_versions,
     providers_of,
     read_documents,
     read_targets,
     results_by_case,
-    table_part,
-    targets_part,
 )
+from report_bench import NOTHING, WAITS, predictions_part, table_part, targets_part
 
 BEGIN = "<!-- begin: python scripts/plot_bench.py --write -->"
 END = "<!-- end: python scripts/plot_bench.py --write -->"
-LIMITS = {"mean": 1.0, "none": 1.5}
+LIMIT_OF_ONE_PASS, LIMIT = 1.0, 1.5  # a read and a write; two reads and a write
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PANEL_ROWS = {"ratio": "time / copy", "terabytes_per_second": "TB/s of the bytes stated below"}
 LABEL_GAP = 0.056  # of a panel's height
@@ -56,12 +54,11 @@ COLOURS = 64
 LARGEST_PNG = 200_000  # bytes
 DIGEST_KEY = "Source"
 INTRODUCTION = """\
-Forward and backward through autograd, from a fresh graph, and in place where a provider can. `time /
-copy` and `us` are the device's time, with the calls queued before it begins; the copy is
-`out.copy_(logits)` in the same round. `eager us` is a call's time in a loop, host included, and `CUDA
-graph us` a replay's. Medians over interleaved rounds, the slowest rank's. The lowest ratio is bold;
-equals at two decimals all are. `extra B/row` is the peak of memory beyond what there was before the
-call."""
+`us`, and `time / copy` over `out.copy_(logits)` of the same round, are the device's time with the calls
+queued before it begins; `predicted us` is the cost model's time for it, and in brackets its error; `eager us`
+is a call's time in a loop, host included; `CUDA graph us` a replay's. Medians over interleaved rounds, of the
+slowest rank. The lowest ratio is bold, and its equals at two decimals. `extra B/row`: peak memory beyond what
+there was before the call."""
 
 # Colour, line, marker and whether that is filled: in grey the last three tell the providers apart.
 STYLES = dict(
@@ -72,6 +69,8 @@ STYLES = dict(
             ("black", "--", "o", "none"),
             ("black", ":", "o", "left"),
             ("#0072B2", "-", "s", "full"),
+            ("#0072B2", "--", "s", "none"),
+            ("#0072B2", ":", "s", "left"),
             ("#D55E00", "--", "^", "full"),
             ("#007A58", "-", "D", "full"),
             ("#007A58", "--", "D", "none"),
@@ -161,14 +160,18 @@ def copy_series(cases: dict[Case, dict[str, Result]], axis: str) -> tuple[list[i
     return sorted(points), [points[place] for place in sorted(points)]
 
 
+def limit_of(case: Case) -> float:
+    """Time over copy of a call that moves no byte too many: one rank's mean needs one read and one write."""
+    return LIMIT_OF_ONE_PASS if case.reduction == "mean" and case.ranks == 1 else LIMIT
+
+
 def draw_panel(
     axes: Any, cases: dict[Case, dict[str, Result]], axis: str, metric: str, providers: list[str]
 ) -> list[str]:
     """Draw one panel; returns the providers that have no point in it."""
-    reduction = next(iter(cases)).reduction
+    limit = limit_of(next(iter(cases)))
     if metric == "ratio":
-        places, values = copy_series(cases, axis)[0], [LIMITS[reduction]] * len(cases)
-        name = f"limit {LIMITS[reduction]}"
+        places, values, name = copy_series(cases, axis)[0], [limit] * len(cases), f"limit {limit}"
     else:
         (places, values), name = copy_series(cases, axis), "copy"
     axes.plot(places, values, color="black", linewidth=0.8)
@@ -219,14 +222,14 @@ def small_print(document: Document, left_out: dict[str, list[str]]) -> list[str]
     lines = [f"Bytes of {', '.join(users)}: {formula}" for formula, users in formulas.items()]
     if len(formulas) == 1:
         lines = [f"Bytes: {formula}" for formula in formulas]
-    versions = document["host"]["providers"]
-    named = [f"{name} {versions[name]}" for name in providers_of(document) if name in versions]
-    lines += [f"Versions: {', '.join(named)}"] if named else []
+    lines += [f"Versions: {', '.join(package_versions(document))}"]
     lines += [
-        f"No line for {panel} (refused or absent): {', '.join(names)}"
-        for panel, names in left_out.items()
-        if names
+        f"No line for {panel} (refused): {', '.join(names)}" for panel, names in left_out.items() if names
     ]
+    absent = document["absent"]
+    lines += [f"Absent: {', '.join(absent)}"] if absent else []
+    waiting = {r["provider"] for r in document["results"] if is_timed(r) and not r["queued"]}
+    lines += [f"{', '.join(sorted(waiting))}: {WAITS}"] if waiting else []
     return lines
 
 
@@ -310,7 +313,7 @@ def parts_of(documents: dict[str, Document], targets: Document, pictures: str) -
         parts[f"Against {axis} (`{name}`)"] = f"![{alternative}]({pictures}/{picture_of(name)})"
     predictions = predictions_part(documents)
     if predictions:
-        parts["Predicted and measured time"] = predictions
+        parts["Predicted time for more ranks"] = predictions
     return parts
 
 

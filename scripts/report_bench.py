@@ -1,42 +1,35 @@
 """The README's tables of measured times, as text, from the documents that ``bench_cross_entropy.py`` writes.
 
-``scripts/plot_bench.py`` is the command. All but ``read_documents`` and ``read_targets`` are pure functions.
+``scripts/plot_bench.py`` is the command. Pure functions.
 
 Providers are compared at the decimals that a table shows, and equals there are both winners; a target is
-compared with the number itself. What a provider was not timed for is "-" with its reason; a case that a
-provider neither was timed for nor refused is an error.
+compared with the number itself. What a provider was not timed for is "-" with its reason; a case that one of
+a document's providers neither was timed for nor refused is an error.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "scripts" / "results"
-TABLES = {1: "bench_table_1gpu.json", 2: "bench_table_2gpu.json", 4: "bench_table_4gpu.json"}
-SWEEPS = {"vocabulary": "bench_sweep_vocabulary_*.json", "tokens": "bench_sweep_tokens_*.json"}
-TARGETS = "targets.json"
+from bench.documents import (
+    OURS,
+    SHORT_DTYPES,
+    TABLES,
+    Case,
+    Document,
+    Result,
+    is_ours,
+    is_timed,
+    package_versions,
+    point_case,
+    providers_of,
+    results_by_case,
+)
+
 NOTHING = "No measurements committed."
 
-OURS = "vocab_parallel_ce"
-IMPLEMENTATIONS = (f"{OURS}[triton]", f"{OURS}[one_pass]")
-PROVIDERS = (
-    OURS,
-    *IMPLEMENTATIONS,
-    "quack-kernels",
-    "flash-attn",
-    "transformer-engine",
-    "transformer-engine (overwrite)",
-    "liger-kernel",
-    "torch.compile",
-    "torch eager",
-    "megatron-core",
-    "loss_parallel",
-)
 BOUNDS = {
     "ratio": "{} x copy",
     "microseconds": "{} us",
@@ -50,60 +43,40 @@ COMPARED = {
     "microseconds_eager": "Eager, in us",
     "microseconds_graph": "CUDA graph, in us",
 }
-SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+NOT_ASKED_FOR = "not asked for"
+WAITS = "waits for the device: its time has the host's in it"
+KERNEL_ALONE = {
+    "quack-kernels (kernel alone)": "loss and gradient of one launch, without autograd and the mean's weight"
+}
+TERMINAL_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 REASON_LENGTH = 200
-Document = dict[str, Any]
-Result = dict[str, Any]
-
-
-class Case(NamedTuple):
-    """What is computed; ``columns`` are those of one rank."""
-
-    reduction: str
-    rows: int
-    columns: int
-    ranks: int
-    dtype: str
-
-    @property
-    def vocabulary(self) -> int:
-        return self.columns * self.ranks
-
-    @property
-    def short_dtype(self) -> str:
-        return SHORT_DTYPES[self.dtype]
-
-    @property
-    def shape(self) -> str:
-        whole = f" ({self.vocabulary})" if self.ranks > 1 else ""
-        return f"{self.rows} x {self.columns}{whole}"
-
-    def __str__(self) -> str:
-        return f"{self.reduction} {self.shape} {self.short_dtype}"
 
 
 class Notes:
-    """The reasons for the dashes of a table, numbered in the order of their first use."""
+    """What must be said of cells of the tables, numbered in the order of its first use."""
 
     def __init__(self) -> None:
-        self._providers: dict[tuple[str, str], list[str]] = {}
+        self._providers: dict[str, list[str]] = {}
+
+    def mark(self, provider: str, text: str) -> str:
+        providers = self._providers.setdefault(text, [])
+        providers += [] if provider in providers else [provider]
+        return f"({list(self._providers).index(text) + 1})"
 
     def dash(self, provider: str, kind: str, reason: str) -> str:
-        key = (kind, one_line(reason))
-        providers = self._providers.setdefault(key, [])
-        providers += [] if provider in providers else [provider]
-        return f"- ({list(self._providers).index(key) + 1})"
+        return f"- {self.mark(provider, f'{kind}: {one_line(reason)}')}"
 
-    def text(self) -> str:
-        return "\n".join(
-            f"- ({number}) {', '.join(providers)}, {kind}: {reason}"
-            for number, ((kind, reason), providers) in enumerate(self._providers.items(), start=1)
-        )
+    def lines(self) -> list[str]:
+        return [
+            f"({number}) {', '.join(providers)}, {text}"
+            for number, (text, providers) in enumerate(self._providers.items(), start=1)
+        ]
 
 
 def one_line(reason: str) -> str:
     """An error's text as code of one line of Markdown, which can then hold no markup of its own."""
-    words = " ".join(reason.encode("ascii", "replace").decode().replace("`", "'").split())
+    reason = TERMINAL_COLOURS.sub("", reason).encode("ascii", "replace").decode().replace("`", "'")
+    words = " ".join(reason.split())
     return f"`{words if len(words) <= REASON_LENGTH else words[:REASON_LENGTH] + '...'}`"
 
 
@@ -120,66 +93,17 @@ def shown(metric: str, value: float) -> str:
     return decimals(value) if metric.startswith("ratio") else microseconds(value)
 
 
-def is_ours(provider: str) -> bool:
-    return provider == OURS or provider in IMPLEMENTATIONS
-
-
-def is_timed(result: Result | None) -> bool:
-    return result is not None and "refused" not in result
-
-
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     header = list(header)
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def results_by_case(document: Document) -> dict[Case, dict[str, Result]]:
-    """Every case's results by provider, in the order in which they were measured."""
-    cases: dict[Case, dict[str, Result]] = {}
-    for result in document["results"]:
-        case = Case(*(result[field] for field in Case._fields))
-        provider = result["provider"]
-        if provider not in PROVIDERS:
-            raise ValueError(f"provider: expected one of {PROVIDERS}, got {provider!r}")
-        if provider in cases.setdefault(case, {}):
-            raise ValueError(f"{case}: expected one result of {provider}, got several")
-        cases[case][provider] = result
-    return cases
-
-
-def providers_of(document: Document) -> list[str]:
-    """The providers that were timed, refused something or are absent, in the order of ``PROVIDERS``."""
-    named = {result["provider"] for result in document["results"]} | set(document["absent"])
-    return [provider for provider in PROVIDERS if provider in named]
-
-
-def read_documents(results: Path) -> dict[str, Document]:
-    """The tables and sweeps among ``results`` by file name."""
-    paths = [results / name for name in TABLES.values() if (results / name).exists()]
-    for pattern in SWEEPS.values():
-        paths += sorted(results.glob(pattern))
-    documents = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in paths}
-    for name, document in documents.items():
-        if not document["host"]["commit"]:
-            raise ValueError(f"{name}: host.commit must name the commit measured, got nothing")
-    for ranks, name in TABLES.items():
-        found = {result["ranks"] for result in documents[name]["results"]} if name in documents else {ranks}
-        if found != {ranks}:
-            raise ValueError(f"{name}: ranks of every result must be {ranks}, got {sorted(found)}")
-    return documents
-
-
-def read_targets(results: Path) -> Document:
-    return json.loads((results / TARGETS).read_text(encoding="utf-8"))
-
-
 def host_line(document: Document) -> str:
     host = document["host"]
     gpus = f"{host['gpus_used']} x {host['gpu']}"
     versions = f"torch {host['torch']}, Triton {host['triton']}, CUDA {host['cuda']}, Python {host['python']}"
-    others = ", ".join(f"{name} {version}" for name, version in sorted(host["providers"].items()))
-    return f"{gpus}; {versions}; {others or 'no other provider'}; commit {host['commit'][:12]}."
+    return f"{gpus}; {versions}; {', '.join(package_versions(document))}; commit {host['commit'][:12]}."
 
 
 def best_other(results: dict[str, Result], metric: str) -> tuple[list[str], float | None]:
@@ -223,7 +147,28 @@ def bold(text: str, wins: bool) -> str:
     return f"**{text}**" if wins else text
 
 
-def main_row(case: Case, results: dict[str, Result], targets: Document, notes: Notes) -> list[str]:
+def ratio_cell(provider: str, result: Result, lowest: str, notes: Notes) -> str:
+    ratio = decimals(result["ratio"])
+    return bold(ratio, ratio == lowest) + ("" if result["queued"] else f" {notes.mark(provider, WAITS)}")
+
+
+def graph_cell(result: Result, notes: Notes) -> str:
+    if result["microseconds_graph"] is not None:
+        return microseconds(result["microseconds_graph"])
+    reason = result.get("graph_error", NOT_ASKED_FOR)
+    return "-" if reason == NOT_ASKED_FOR else notes.dash(result["provider"], "CUDA graph", reason)
+
+
+def predicted_cell(document: Document, case: Case) -> str:
+    for point in document["predictions"]:
+        if point_case(point) == case and point["provider"] == OURS and point["error_percent"] is not None:
+            return f"{microseconds(point['predicted_microseconds'])} ({point['error_percent']:+.0f} %)"
+    return "-"
+
+
+def main_row(
+    document: Document, case: Case, results: dict[str, Result], targets: Document, notes: Notes
+) -> list[str]:
     """This project's numbers of one case, its target, and the best of the others."""
     ours = results[OURS]
     others, other_ratio = best_other(results, "ratio")
@@ -232,39 +177,37 @@ def main_row(case: Case, results: dict[str, Result], targets: Document, notes: N
     best = "-"
     if other_ratio is not None:
         best = f"{', '.join(others)} {bold(decimals(other_ratio), decimals(other_ratio) == lowest)}"
-    numbers = [notes.dash(OURS, "refused", ours["refused"])] * 5 if not is_timed(ours) else []
+    numbers = [notes.dash(OURS, "refused", ours["refused"])] * 6 if not is_timed(ours) else []
     if is_timed(ours):
         memory, below = ours["extra_peak_bytes_per_row"], targets["extra_peak_bytes_per_row_below"]
-        graph = ours["microseconds_graph"]
         numbers = [
-            bold(decimals(ours["ratio"]), decimals(ours["ratio"]) == lowest),
+            ratio_cell(OURS, ours, lowest, notes),
             microseconds(ours["microseconds"]),
+            predicted_cell(document, case),
             microseconds(ours["microseconds_eager"]),
-            notes.dash(OURS, "CUDA graph", ours["graph_error"]) if graph is None else microseconds(graph),
+            graph_cell(ours, notes),
             f"{memory:.1f}" + ("" if memory < below else f" (must be < {below})"),
         ]
     reached = [
         f"{bound_text(metric, bound)}: {verdict(ours[metric] if is_timed(ours) else None, bound)}"
         for metric, bound in bounds_by_case(targets).get(case, {}).items()
     ]
-    return [case.reduction, case.shape, case.short_dtype, *numbers, "; ".join(reached), best]
+    return [str(case), *numbers, "; ".join(reached), best]
 
 
-def provider_cell(
-    case: Case, provider: str, results: dict[str, Result], absent: dict[str, str], notes: Notes
-) -> str:
-    result = results.get(provider)
-    if result is None:
-        if provider in absent:
-            return notes.dash(provider, "absent", absent[provider])
-        if provider in IMPLEMENTATIONS:
-            return ""
-        raise ValueError(f"{case}: expected a result or a refusal of {provider}, got neither")
-    if not is_timed(result):
-        return notes.dash(provider, "refused", result["refused"])
-    lowest = min(float(decimals(other["ratio"])) for other in results.values() if is_timed(other))
-    ratio = decimals(result["ratio"])
-    return bold(ratio, float(ratio) == lowest)
+def provider_row(case: Case, results: dict[str, Result], providers: list[str], notes: Notes) -> list[str]:
+    """Every provider's ratio in one case."""
+    lowest = decimals(min((r["ratio"] for r in results.values() if is_timed(r)), default=math.inf))
+    cells = [str(case)]
+    for provider in providers:
+        if provider not in results:
+            raise ValueError(f"{case}: expected a result or a refusal of {provider}, got neither")
+        result = results[provider]
+        if is_timed(result):
+            cells.append(ratio_cell(provider, result, lowest, notes))
+        else:
+            cells.append(notes.dash(provider, "refused", result["refused"]))
+    return cells
 
 
 def cases_where_others_win(cases: dict[Case, dict[str, Result]], metric: str) -> list[str]:
@@ -294,7 +237,30 @@ def who_wins(cases: dict[Case, dict[str, Result]]) -> str:
             sentences.append(f"{name}: another provider is faster in {count} cases: {'; '.join(lost)}.")
         else:
             sentences.append(f"{name}: no other provider is faster in any of {len(compared)} cases.")
-    return "\n".join(f"- {sentence}" for sentence in sentences)
+    return " ".join(sentences)
+
+
+def spread_text(cases: dict[Case, dict[str, Result]]) -> str:
+    """How far this project's ratios are apart over the rounds."""
+    spreads = []
+    for results in cases.values():
+        if is_timed(results[OURS]):
+            least, most = results[OURS]["ratio_spread"]
+            spreads.append((most - least) / results[OURS]["ratio"])
+    return f"{OURS}'s ratios are at most {100 * max(spreads, default=0):.1f} % apart over the rounds."
+
+
+def notes_text(document: Document, notes: Notes) -> str:
+    """What the numbers in brackets stand for, and what was not timed at all."""
+    reasons: dict[str, list[str]] = {}
+    for provider, reason in document["absent"].items():
+        reasons.setdefault(one_line(reason), []).append(provider)
+    lines = notes.lines()
+    lines += [f"{name}: {text}" for name, text in KERNEL_ALONE.items() if name in providers_of(document)]
+    lines += [f"{', '.join(providers)}, not timed: {reason}" for reason, providers in reasons.items()]
+    left_out = document["missing"]
+    lines += [f"not measured within the run's time: {', '.join(left_out)}"] if left_out else []
+    return f"{'; '.join(lines)}." if lines else ""
 
 
 def table_part(document: Document, targets: Document) -> str:
@@ -304,20 +270,18 @@ def table_part(document: Document, targets: Document) -> str:
         if OURS not in results:
             raise ValueError(f"{case}: expected a result of {OURS}, got those of {sorted(results)}")
     notes = Notes()
-    shape = (
-        "rows x columns" if document["host"]["gpus_used"] == 1 else "rows x columns of a rank (vocabulary)"
-    )
-    header = ["reduction", shape, "dtype", "time / copy", "us", "eager us", "CUDA graph us"]
-    header += ["extra B/row", "must reach", "best other"]
-    main = table(header, [main_row(case, results, targets, notes) for case, results in cases.items()])
+    shape = "rows x columns"
+    if document["host"]["gpus_used"] > 1:
+        shape = "rows x columns of a rank (vocabulary)"
+    header = [shape, "time / copy", "us", "predicted us", "eager us", "CUDA graph us", "extra B/row"]
+    header += ["must reach", "best other"]
+    rows = [main_row(document, case, results, targets, notes) for case, results in cases.items()]
+    main = table(header, rows)
     providers = providers_of(document)
-    rows = [
-        [f"{case.reduction}, {case.shape}, {case.short_dtype}"]
-        + [provider_cell(case, name, results, document["absent"], notes) for name in providers]
-        for case, results in cases.items()
-    ]
+    rows = [provider_row(case, results, providers, notes) for case, results in cases.items()]
     every = table(["time / copy", *providers], rows)
-    return "\n\n".join(filter(None, [host_line(document), main, who_wins(cases), every, notes.text()]))
+    host = f"{host_line(document)} {spread_text(cases)}"
+    return "\n\n".join(filter(None, [host, main, who_wins(cases), every, notes_text(document, notes)]))
 
 
 def targets_part(documents: dict[str, Document], targets: Document) -> str:
@@ -339,36 +303,60 @@ def targets_part(documents: dict[str, Document], targets: Document) -> str:
                 unmeasured.append(f"{name} ({bound_text(metric, bound)})")
             elif value > bound:
                 missed.append(f"{name} ({bound_text(metric, bound)}: {verdict(value, bound)})")
-    lines = [f"- {count - len(missed) - len(unmeasured)} of {count} targets are met."]
-    lines += [f"- Missed: {'; '.join(missed)}."] if missed else []
-    lines += [f"- Not measured: {'; '.join(unmeasured)}."] if unmeasured else []
-    return "\n".join(lines)
+    lines = [f"{count - len(missed) - len(unmeasured)} of {count} targets are met."]
+    lines += [f"Missed: {'; '.join(missed)}."] if missed else []
+    lines += [f"Not measured: {'; '.join(unmeasured)}."] if unmeasured else []
+    return " ".join(lines)
 
 
 def predictions_part(documents: dict[str, Document]) -> str:
-    """The cost model's times beside the measured ones, of every table's document that has some."""
-    parts = []
-    for name in TABLES.values():
-        document = documents.get(name, {})
-        if not document.get("predictions"):
-            continue
-        rows = []
-        for point in document["predictions"]:
-            predicted, measured = point["predicted_microseconds"], point["measured_microseconds"]
-            error = "-" if measured is None else f"{100 * (predicted / measured - 1):+.1f} %"
-            found = "-" if measured is None else microseconds(measured)
-            shape = [str(point["ranks"]), str(point["rows"]), str(point["columns"])]
-            rows.append([*shape, microseconds(predicted), found, error])
-        header = ["ranks", "rows", "columns of a rank", "predicted us", "measured us", "error"]
-        parts.append(f"{latency_line(name, document)}\n\n{table(header, rows)}")
-    return "\n\n".join(parts)
+    """The cost model's time against the number of ranks, from the table that was measured on the most.
+
+    What any table measured stands beside it in brackets.
+    """
+    names = [name for name in TABLES.values() if name in documents]
+    points = documents[names[-1]]["predictions"] if names else []
+    measured = {
+        point_case(point): point["measured_microseconds"]
+        for name in names
+        for point in documents[name]["predictions"]
+        if point["provider"] == OURS and point["measured_microseconds"] is not None
+    }
+    shapes = {shape_over_ranks(point) for point in points if point["measured_microseconds"] is None}
+    found: dict[tuple[str, int, int, str], dict[int, str]] = {}
+    for point in points:
+        shape, case = shape_over_ranks(point), point_case(point)
+        if shape in shapes and point["provider"] == OURS:
+            known = f" ({microseconds(measured[case])})" if case in measured else ""
+            found.setdefault(shape, {})[case.ranks] = microseconds(point["predicted_microseconds"]) + known
+    if not found:
+        return ""
+    ranks = sorted({n_ranks for cells in found.values() for n_ranks in cells})
+    header = ["predicted us (measured)", *(f"{n} ranks" if n > 1 else "1 rank" for n in ranks)]
+    rows = [
+        [f"{reduction} {rows} x {vocabulary} {SHORT_DTYPES[dtype]}", *(cells.get(n, "-") for n in ranks)]
+        for (reduction, rows, vocabulary, dtype), cells in sorted(found.items())
+    ]
+    return f"{latency_line(names[-1], documents[names[-1]])}\n\n{table(header, rows)}"
+
+
+def shape_over_ranks(point: Result) -> tuple[str, int, int, str]:
+    case = point_case(point)
+    return case.reduction, case.rows, case.vocabulary, case.dtype
 
 
 def latency_line(name: str, document: Document) -> str:
-    latency = document["latency"]
-    gathers = latency["all_gather_microseconds"].items()
-    exchange = ", ".join(f"{size} B {microseconds(time)} us" for size, time in gathers)
+    """What the predictions are made from: the measured and the assumed."""
+    latency, assumed = document["latency"], document["assumptions"]
+    gathers = [
+        f"{size} B {microseconds(time)} us" for size, time in latency["all_gather_microseconds"].items()
+    ]
+    exchange = ", ".join(gathers) or f"{assumed['all_gather_microseconds']:g} us (assumed)"
     return (
-        f"From what `{name}` measured: copy {latency['copy_terabytes_per_second']:.2f} TB/s, "
-        f"launch {microseconds(latency['launch_microseconds'])} us, all_gather {exchange or 'none'}."
+        f"Measured in `{name}`: copy {latency['copy_terabytes_per_second']:.2f} TB/s, launch "
+        f"{microseconds(latency['launch_microseconds'])} us, all_gather {exchange}. Assumed: "
+        f"{assumed['gpus_a_host']} GPUs a host; a rank more takes {assumed['hop_microseconds']:g} us more, on "
+        f"another host {assumed['host_hop_microseconds']:g} us; links have "
+        f"{assumed['link_gigabytes_per_second']:g} GB/s, {assumed['host_link_gigabytes_per_second']:g} between "
+        "hosts."
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vocab_parallel_ce.kernels import launch as launching
-from vocab_parallel_ce.kernels.launch import Launch, option_arguments
+from vocab_parallel_ce.kernels.launch import Launch, dtypes_of, option_arguments
 from vocab_parallel_ce.spec import LossOptions
 
 pytestmark = pytest.mark.reference
@@ -95,12 +95,11 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_what_a_variant_depends_on(kernel, name):
-    launch, usual, different = launch_of(kernel), (BUFFER, None, OTHER), DIFFERENT[name]
-    for tensors in (usual, different, usual, different):
-        launch(3, tensors, SIZES)
-    assert kernel.kinds == ["looked up", "looked up", "short", "short"]
-    assert [call[1] for call in kernel.calls[2:]] == [0, 1]
+def test_launches_of_other_dtypes_are_others(name):
+    """What a launch does not look at itself is in the key under which each kernel keeps its launches."""
+    usual = (BUFFER, None, OTHER)
+    assert dtypes_of(usual) == dtypes_of((torch.ones(3), None, torch.ones(2, 2)))
+    assert dtypes_of(DIFFERENT[name]) != dtypes_of(usual)
 
 
 def test_launches_do_not_share_variants(kernel):
