@@ -34,8 +34,10 @@ from bench.documents import (
     Case,
     Document,
     Result,
+    formulas_of,
     is_timed,
     package_versions,
+    position,
     providers_of,
     read_documents,
     read_targets,
@@ -87,10 +89,6 @@ STYLES = dict(
 
 def digest(document: Document) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def position(case: Case, axis: str) -> int:
-    return case.vocabulary if axis == "vocabulary" else case.rows
 
 
 def panels_of(document: Document) -> dict[tuple[str, str], dict[Case, dict[str, Result]]]:
@@ -212,16 +210,11 @@ def title_of(document: Document, axis: str) -> list[str]:
     ]
 
 
-def small_print(document: Document, left_out: dict[str, list[str]]) -> list[str]:
-    """Below the panels: the bytes' formulas, the providers' versions, and who has no line."""
-    formulas: dict[str, list[str]] = {}
-    for result in document["results"]:
-        if is_timed(result):
-            users = formulas.setdefault(result["bytes_formula"], [])
-            users += [] if result["provider"] in users else [result["provider"]]
-    lines = [f"Bytes of {', '.join(users)}: {formula}" for formula, users in formulas.items()]
-    if len(formulas) == 1:
-        lines = [f"Bytes: {formula}" for formula in formulas]
+def small_print(document: Document, axis: str, left_out: dict[str, list[str]]) -> list[str]:
+    """Below the panels: the bytes' formulas, the packages' versions, and who has no line."""
+    lines = [
+        f"Bytes: {formula}: {', '.join(users)}" for formula, users in formulas_of(document, axis).items()
+    ]
     lines += [f"Versions: {', '.join(package_versions(document))}"]
     lines += [
         f"No line for {panel} (refused): {', '.join(names)}" for panel, names in left_out.items() if names
@@ -254,7 +247,7 @@ def draw(document: Document, axis: str, path: Path) -> None:
         grid[0][column].set_title(name, loc="left", weight="bold")
         grid[1][column].set_xlabel("tokens" if axis == "tokens" else "vocabulary, over all ranks")
     title = wrapped(title_of(document, axis), 68 * count)
-    below = wrapped(small_print(document, left_out), 105 * count)
+    below = wrapped(small_print(document, axis, left_out), 105 * count)
     figure.suptitle("\n".join(title), x=0.02, y=0.985, ha="left", fontsize=12)
     figure.text(0.02, 0.012, "\n".join(below), fontsize=7.5, va="bottom")
     top, bottom = 0.948 - 0.024 * len(title), 0.098 + 0.0145 * len(below)

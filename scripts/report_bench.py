@@ -352,11 +352,11 @@ def latency_line(name: str, document: Document) -> str:
         f"{size} B {microseconds(time)} us" for size, time in latency["all_gather_microseconds"].items()
     ]
     exchange = ", ".join(gathers) or f"{assumed['all_gather_microseconds']:g} us (assumed)"
+    hop, host_hop = assumed["hop_microseconds"], assumed["host_hop_microseconds"]
+    link, host_link = assumed["link_gigabytes_per_second"], assumed["host_link_gigabytes_per_second"]
     return (
         f"Measured in `{name}`: copy {latency['copy_terabytes_per_second']:.2f} TB/s, launch "
         f"{microseconds(latency['launch_microseconds'])} us, all_gather {exchange}. Assumed: "
-        f"{assumed['gpus_a_host']} GPUs a host; a rank more takes {assumed['hop_microseconds']:g} us more, on "
-        f"another host {assumed['host_hop_microseconds']:g} us; links have "
-        f"{assumed['link_gigabytes_per_second']:g} GB/s, {assumed['host_link_gigabytes_per_second']:g} between "
-        "hosts."
+        f"{assumed['gpus_a_host']} GPUs a host; {hop:g} us for each rank more, {host_hop:g} between hosts; "
+        f"links of {link:g} GB/s, {host_link:g} GB/s between hosts."
     )

@@ -9,7 +9,17 @@ import sys
 import torch
 
 import vocab_parallel_ce
-from vocab_parallel_ce.selection import IMPLEMENTATIONS, select, triton_state, triton_version
+from vocab_parallel_ce.selection import (
+    IMPLEMENTATIONS,
+    Workload,
+    gpu_of,
+    select,
+    triton_state,
+    triton_version,
+)
+
+# Of a mean on one rank, over rows that suit it.
+FOR_ONE_LAUNCH = Workload(1, "in_forward", (), whole_vectors=True, fits=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,8 +60,10 @@ def doctor_lines() -> list[str]:
 
 
 def _outcome(device: str, requested: str) -> str:
+    """What runs the mean of one rank, the call that most implementations can do."""
+    gpu = gpu_of(torch.cuda.current_device()) if device == "cuda" else None
     try:
-        selection = select(device, requested)
+        selection = select(device, requested, workload=FOR_ONE_LAUNCH, gpu=gpu)
     except ValueError as error:
         return f"no: {error}"
     return f"{selection.name} ({selection.reason})"

@@ -137,7 +137,10 @@ def vocab_parallel_cross_entropy(
             ``"out_of_place"``: the same into a new tensor, so that logits survive and backward may run
             again; a view with gaps costs a copy. ``"auto"``: in_forward for mean and sum of bf16 and
             fp32 logits that are no view, otherwise in_backward.
-        impl: ``"triton"``, ``"reference"`` or ``"auto"`` (triton on a GPU, reference elsewhere).
+        impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``: on a GPU one_pass where one
+            launch can do it (one rank, gradient in_forward, no option but ``ignore_index`` and ``z_loss``,
+            aligned rows of a width that was measured) and triton otherwise, reference elsewhere. Where no
+            gradient is needed, one_pass is triton.
         check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``, at the price
             of a host synchronisation. Otherwise its row's loss and gradient are NaN.
         vocab_size: ``V``. Ranks have ``ceil(V / R)`` columns each and the last one what is left, or all

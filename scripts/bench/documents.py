@@ -29,6 +29,7 @@ PROVIDERS = (
     "megatron-core",
     "loss_parallel",
 )
+OF_TORCH = ("torch.compile", "torch eager", "loss_parallel")
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 Document = dict[str, Any]
 Result = dict[str, Any]
@@ -71,11 +72,12 @@ def is_timed(result: Result | None) -> bool:
 def results_by_case(document: Document) -> dict[Case, dict[str, Result]]:
     """Every case's results by provider, in the order in which they were measured."""
     cases: dict[Case, dict[str, Result]] = {}
+    known = providers_of(document)
     for result in document["results"]:
         case = Case(*(result[field] for field in Case._fields))
         provider = result["provider"]
-        if provider not in PROVIDERS:
-            raise ValueError(f"provider: expected one of {PROVIDERS}, got {provider!r}")
+        if provider not in known:
+            raise ValueError(f"provider: expected one of those that host.providers names, got {provider!r}")
         if provider in cases.setdefault(case, {}):
             raise ValueError(f"{case}: expected one result of {provider}, got several")
         cases[case][provider] = result
@@ -120,6 +122,27 @@ def package_versions(document: Document) -> list[str]:
     packages = {
         name.partition(" (")[0]: versions[name]
         for name in providers_of(document)
-        if not is_ours(name) and not name.startswith("torch")
+        if not is_ours(name) and name not in OF_TORCH
     }
     return [f"{package} {version}" for package, version in packages.items()] or ["no other package"]
+
+
+def position(case: Case, axis: str) -> int:
+    return case.vocabulary if axis == "vocabulary" else case.rows
+
+
+def formulas_of(document: Document, axis: str) -> dict[str, list[str]]:
+    """The providers of each formula, and where, if a provider's other points have another one."""
+    places: dict[str, dict[tuple[str, str], list[int]]] = {}
+    for case, results in sorted(results_by_case(document).items()):
+        for name, result in results.items():
+            if is_timed(result):
+                users = places.setdefault(name, {})
+                users.setdefault((result["bytes_formula"], case.reduction), []).append(position(case, axis))
+    formulas: dict[str, list[str]] = {}
+    for name, users in places.items():
+        several = len({formula for formula, _ in users}) > 1
+        for (formula, reduction), found in users.items():
+            where = f" ({reduction}, {axis} {found[0]} to {found[-1]})" if several else ""
+            formulas.setdefault(formula, []).append(f"{name}{where}")
+    return {formula: list(dict.fromkeys(users)) for formula, users in formulas.items()}
