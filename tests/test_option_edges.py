@@ -200,8 +200,8 @@ def test_a_call_like_one_before_is_settled_once(settled):
     assert (settled().hits, settled().misses) == (2, 1)
     vocab_parallel_cross_entropy(*CALL, z_loss=0.2)
     vocab_parallel_cross_entropy(CALL[0].bfloat16(), CALL[1], z_loss=0.1)
-    vocab_parallel_cross_entropy(CALL[0][:1], CALL[1][:1], z_loss=0.1)
-    assert settled().misses == 4
+    vocab_parallel_cross_entropy(CALL[0][:1], CALL[1][:1], z_loss=0.1)  # the rows may change every step
+    assert settled().misses == 3
 
 
 @pytest.mark.reference

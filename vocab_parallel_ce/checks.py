@@ -17,55 +17,53 @@ GRADIENTS = ("auto", "in_forward", "in_backward", "out_of_place")
 
 
 def check_tensor(name: str, tensor: object) -> None:
-    """A plain tensor and no DTensor."""
+    """A plain tensor: no DTensor, and nothing that a collective has yet to fill."""
     if type(tensor) is Tensor:
         return
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
     if hasattr(tensor, "placements"):
         raise TypeError(
-            f"{name}: expected this rank's as a plain torch.Tensor, got a "
+            f"{name}: expected this rank's part as a plain torch.Tensor, got a "
             f"{type(tensor).__name__} of global shape {tuple(tensor.shape)}; pass its to_local()"
+        )
+    if hasattr(tensor, "trigger_wait"):
+        raise TypeError(
+            f"{name}: expected a torch.Tensor that has arrived, got {type(tensor).__name__}; pass its wait()"
         )
 
 
 def check_logits(logits: Tensor) -> None:
-    """A plain tensor ``[..., C]`` of a supported dtype, with a row dimension and a column."""
+    """A plain, dense tensor ``[..., C]`` of a supported dtype, with a row dimension and a column."""
     check_tensor("logits", logits)
-    check_kind_of_logits(logits.dtype, logits.shape, logits.layout)
+    check_kind_of_logits(logits.dtype, logits.layout)
+    if logits.dim() < 2:
+        raise ValueError(f"logits: expected shape [..., C] with rows, got {_shape(logits)}")
+    if logits.shape[-1] == 0:
+        raise ValueError(f"logits: last dimension must have columns, got {_shape(logits)}")
+
+
+def check_kind_of_logits(dtype: torch.dtype, layout: torch.layout) -> None:
+    if layout != torch.strided:
+        raise TypeError(f"logits: expected a dense tensor, got layout {layout}")
+    if dtype not in LOGITS_DTYPES:
+        raise TypeError(f"logits: dtype must be {_names(LOGITS_DTYPES)}, got {dtype}")
 
 
 def check_labels(labels: Tensor, logits: Tensor) -> None:
     """Integer ids, one for each row of ``logits``, on its device."""
     check_tensor("labels", labels)
-    check_kind_of_labels(labels.dtype, labels.shape, labels.device, logits.shape, logits.device)
-
-
-def check_kind_of_logits(dtype: torch.dtype, shape: torch.Size, layout: torch.layout) -> None:
-    if layout != torch.strided:
-        raise TypeError(f"logits: expected a dense tensor, got layout {layout}")
-    if dtype not in LOGITS_DTYPES:
-        raise TypeError(f"logits: dtype must be {_names(LOGITS_DTYPES)}, got {dtype}")
-    if len(shape) < 2:
-        raise ValueError(f"logits: expected shape [..., C] with rows, got {tuple(shape)}")
-    if shape[-1] == 0:
-        raise ValueError(f"logits: last dimension must have columns, got {tuple(shape)}")
-
-
-def check_kind_of_labels(
-    dtype: torch.dtype,
-    shape: torch.Size,
-    device: torch.device,
-    logits_shape: torch.Size,
-    logits_device: torch.device,
-) -> None:
-    if dtype not in LABEL_DTYPES:
-        raise TypeError(f"labels: dtype must be {_names(LABEL_DTYPES)}, got {dtype}")
-    if shape != logits_shape[:-1]:
+    check_kind_of_labels(labels.dtype, labels.device, logits.device)
+    if labels.shape != logits.shape[:-1]:
         raise ValueError(
             "labels: shape must be that of logits without the last dimension, "
-            f"{tuple(logits_shape[:-1])}, got {tuple(shape)}"
+            f"{_shape(logits)[:-1]}, got {_shape(labels)}"
         )
+
+
+def check_kind_of_labels(dtype: torch.dtype, device: torch.device, logits_device: torch.device) -> None:
+    if dtype not in LABEL_DTYPES:
+        raise TypeError(f"labels: dtype must be {_names(LABEL_DTYPES)}, got {dtype}")
     if device != logits_device:
         raise ValueError(f"labels: device must be that of logits, {logits_device}, got {device}")
 

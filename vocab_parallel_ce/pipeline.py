@@ -212,12 +212,15 @@ def prepare_call(
     """Check the arguments of a public function and settle what runs; nothing is changed by it."""
     checks.check_tensor("logits", logits)
     checks.check_tensor("labels", labels)
+    if logits.dim() < 2 or logits.shape[-1] == 0 or labels.shape != logits.shape[:-1]:
+        checks.check_logits(logits)
+        checks.check_labels(labels, logits)
     rank, n_ranks = group_position(group)
     if shard is not None:
         shard = given_shard(shard, vocab_size, None, n_ranks)
     is_view = torch.is_grad_enabled() and _is_view_in_graph(logits)
-    description = (logits.dtype, logits.shape, logits.layout, logits.device)
-    of_labels = (labels.dtype, labels.shape, labels.device)
+    description = (logits.dtype, logits.shape[-1], logits.layout, logits.device)
+    of_labels = (labels.dtype, labels.device)
     position = (rank, n_ranks, vocab_size, shard)
     modes = (reduction, gradient, impl, check_labels, is_view, _has_whole_vectors(logits))
     try:
@@ -230,7 +233,7 @@ def prepare_call(
     if num_items is not None:
         checks.check_num_items(num_items, reduction, logits)
         num_items = _as_divisor(num_items, logits)
-    call = Call(*settled, group, num_items)  # type: ignore[call-arg]  # as many as there are
+    call = Call(*settled, labels.shape, group, num_items)  # type: ignore[call-arg]  # as many as there are
     if check_labels:
         checks.check_label_range(labels, call.shard.vocab_size, call.options.ignore_index)
     return call
@@ -239,11 +242,10 @@ def prepare_call(
 @functools.lru_cache(maxsize=1024, typed=True)
 def _settled_call(
     dtype: torch.dtype,
-    shape: torch.Size,
+    n_columns: int,
     layout: torch.layout,
     device: torch.device,
     labels_dtype: torch.dtype,
-    labels_shape: torch.Size,
     labels_device: torch.device,
     rank: int,
     n_ranks: int,
@@ -257,32 +259,33 @@ def _settled_call(
     whole_vectors: bool,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """All of a :class:`Call` that follows from these values: training repeats them every step."""
-    checks.check_kind_of_logits(dtype, shape, layout)
-    checks.check_kind_of_labels(labels_dtype, labels_shape, labels_device, shape, device)
+    """All of a :class:`Call` that follows from these values, which training repeats every step."""
+    checks.check_kind_of_logits(dtype, layout)
+    checks.check_kind_of_labels(labels_dtype, labels_device, device)
     checks.check_choice("reduction", reduction, checks.REDUCTIONS)
     checks.check_choice("gradient", gradient, checks.GRADIENTS)
     checks.check_bool("check_labels", check_labels)
-    shard = shard_of_logits(shape[-1], rank, n_ranks, vocab_size, shard)
+    shard = shard_of_logits(n_columns, rank, n_ranks, vocab_size, shard)
     row_options = checked_options(**options, vocab_size=shard.vocab_size)
     gradient = _gradient_mode(gradient, reduction, dtype, is_view)
-    row_bytes = shape[-1] * dtype.itemsize
     workload = Workload(
         n_ranks=n_ranks,
         gradient=gradient,
         options_on=row_options.beyond_z_loss,
         whole_vectors=whole_vectors and shard.n_valid == shard.n_columns,
-        fits=choose_ring(row_bytes) is not None,
+        fits=choose_ring(n_columns * dtype.itemsize) is not None,
     )
     gpu = gpu_of(device.index) if device.type == "cuda" else None
     implementation = select(device.type, impl, workload=workload, gpu=gpu).name
     launchers, one_pass = _launchers(implementation)
-    return launchers, one_pass, rank, n_ranks, shard, row_options, reduction, gradient, labels_shape
+    return launchers, one_pass, rank, n_ranks, shard, row_options, reduction, gradient
 
 
 def _has_whole_vectors(logits: Tensor) -> bool:
     """Whether a GPU's rows are whole, aligned vectors of 16 bytes."""
-    if not logits.is_cuda or logits.shape[-1] * logits.element_size() % VECTOR_BYTES != 0:
+    if not logits.is_cuda or logits.layout != torch.strided:
+        return False
+    if logits.shape[-1] * logits.element_size() % VECTOR_BYTES != 0:
         return False
     if logits.is_contiguous():
         return logits.data_ptr() % VECTOR_BYTES == 0

@@ -22,7 +22,8 @@ from typing import Any
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 SHAPES = ((16384, 128256), (4096, 128256))  # rows, vocabulary of all ranks
 # Kernels a call of this project's two-kernel implementation launches beside the gather. mean: statistics,
-# gradient and losses, their sum, ones upstream, the scale. none: statistics, losses, ones, gradient.
+# gradient and losses, their sum, ones upstream, the scale. none: statistics, losses, ones, gradient; one
+# rank's statistics kernel writes the losses itself.
 LAUNCHES = {"mean": 5, "none": 4}
 STATISTICS_BYTES = 12  # three fp32 a row
 ASSUMED = "assumed, not measured"
@@ -110,7 +111,8 @@ def predicted_microseconds(
 ) -> float:
     """Forward and backward of one rank; ``passes`` reads and writes of the shard, two for ``one_pass``."""
     moving = passes * rows * columns * element_size / machine.copy_terabytes_per_second / 1e6
-    launching = (LAUNCHES[reduction] - (3 - passes)) * machine.launch_microseconds
+    launches = LAUNCHES[reduction] - (3 - passes) - (reduction == "none" and ranks == 1)
+    launching = launches * machine.launch_microseconds
     return moving + launching + all_gather_microseconds(machine, ranks, STATISTICS_BYTES * rows)
 
 

@@ -178,11 +178,13 @@ def test_a_size_that_still_fits_takes_the_short_way(kernel):
     assert kernel.kinds == ["looked up", "short"]
 
 
-def test_launches_under_a_profilers_hook_go_through_triton(kernel, monkeypatch):
+@pytest.mark.parametrize("which", ("launch_enter_hook", "launch_exit_hook"))
+def test_launches_under_a_profilers_hook_go_through_triton(kernel, monkeypatch, which):
     """Triton calls the hooks; the short way passes none."""
     hooks = SimpleNamespace(calls=[])
-    knobs = SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=hooks))
-    monkeypatch.setattr(launching, "knobs", knobs)
+    runtime = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=None)
+    setattr(runtime, which, hooks)
+    monkeypatch.setattr(launching, "knobs", SimpleNamespace(runtime=runtime))
     launch = launch_of(kernel)
     for hooks.calls in ([], [print], []):
         launch(3, (BUFFER, None, OTHER), SIZES)
@@ -191,8 +193,8 @@ def test_launches_under_a_profilers_hook_go_through_triton(kernel, monkeypatch):
 
 def test_hooks_of_an_older_triton_are_one_function_or_none(monkeypatch):
     for hook, observed in ((None, False), (print, True)):
-        knobs = SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=hook))
-        monkeypatch.setattr(launching, "knobs", knobs)
+        runtime = SimpleNamespace(launch_enter_hook=hook, launch_exit_hook=None)
+        monkeypatch.setattr(launching, "knobs", SimpleNamespace(runtime=runtime))
         assert launching._is_observed() == observed
 
 
@@ -204,3 +206,12 @@ def test_nothing_is_remembered_of_the_interpreter(kernel, monkeypatch):
     for _ in range(2):
         launch(3, (BUFFER, None, OTHER), SIZES)
     assert calls == [(3,), (3,)] and not launch.variants
+
+
+def test_nothing_is_remembered_on_rocm(kernel, monkeypatch):
+    """Its compiler also specialises on whether a tensor has 2 GiB, which changes with the rows."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    launch = launch_of(kernel)
+    for _ in range(2):
+        launch(3, (BUFFER, None, OTHER), SIZES)
+    assert kernel.kinds == ["looked up", "looked up"]

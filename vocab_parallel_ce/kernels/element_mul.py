@@ -43,7 +43,7 @@ def element_mul_kernel(
     row = tl.program_id(0).to(tl.int64)
     if upstream_stride == 0:
         if tl.load(upstream).to(tl.float32) == 1.0:
-            n_rows = 0
+            n_rows *= 0
     while row < n_rows:
         factor = tl.load(upstream + row * upstream_stride).to(tl.float32)
         if factor != 1.0:

@@ -57,7 +57,8 @@ class Launch:
             compiled = self.kernel[(n_programs,)](
                 *tensors, *self.values, *sizes, **self.constants, num_warps=self.num_warps
             )
-            if not special and compiled is not None:  # the interpreter compiles nothing
+            # The interpreter compiles nothing. ROCm's variants also depend on whether a tensor has 2 GiB.
+            if not special and compiled is not None and torch.version.hip is None:
                 self.variants[device] = (compiled.run, compiled.function, compiled.packed_metadata)
             return
         run, function, metadata = variant
@@ -72,8 +73,8 @@ def dtypes_of(tensors: tuple[Tensor | None, ...]) -> tuple[torch.dtype | None, .
 
 
 def _is_observed() -> bool:
-    hooks = knobs.runtime.launch_enter_hook
-    return bool(getattr(hooks, "calls", hooks))
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any([getattr(hook, "calls", hook) for hook in hooks])
 
 
 def row_arguments(logits: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:

@@ -226,7 +226,7 @@ def one_pass_kernel(
     VECTOR: gl.constexpr,
 ):
     """One row: ``x = [1, 3, 2]``, label 1: loss 0.4076, gradient ``[0.0900, -0.3348, 0.2447]``."""
-    tile: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32, 1], [gl.num_warps(), 1], [1, 0])
+    tile: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32, 1], [LANES // 32, 1], [1, 0])
     lane: gl.constexpr = gl.SliceLayout(1, tile)
     unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     AHEAD: gl.constexpr = (CHUNKS - 1 + SLOTS) // CHUNKS
@@ -260,7 +260,7 @@ def one_pass_kernel(
             # What is being fetched may be NaN, and stays unseen.
             async_copy.wait_group(0)
             clear_rows(source, loss, row, step, n_rows, CHUNKS)
-            n_rows = 0
+            n_rows *= 0
     while row < n_rows:
         place = (slot, row, step, targets)
         begin = vector_begin(row, layout, VECTOR)
