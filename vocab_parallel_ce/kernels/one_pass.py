@@ -9,7 +9,9 @@ while this one is worked on. The first KEEP chunks of a row stay in registers fo
 frees their slots at once; the others stay in the ring. Regime: rows of 16 to 270 KB of aligned vectors, one
 rank, bound by memory. Rows that are ignored are not read.
 
-Written in Gluon, Triton's language for explicit layouts, which cannot be interpreted.
+A thread reads from the ring only the vectors that it copied there itself: waiting for its own copies is all
+the order that the ring needs. Written in Gluon, Triton's language for explicit layouts, which cannot be
+interpreted.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -138,7 +140,7 @@ def read_row(
     for i in gl.static_range(CHUNKS):
         if i % GROUP == 0:
             async_copy.wait_group(copies_in_flight(i, GROUP, CHUNKS, KEEP, SLOTS))
-            # The slots of what every thread had read before it waited.
+            # The slots of what was read before the wait.
             for freed in gl.static_range(i - GROUP, i):
                 if freed >= 0 and freed < KEEP:
                     fetch(ring, source, place, freed + SLOTS, CHUNKS, SLOTS)
@@ -153,7 +155,6 @@ def read_row(
         lane_sum *= exp_shifted(lane_max, shift)
         lane_sum += gl.sum(exp_shifted(z, shift[:, None]), axis=1)
         lane_max = new_max
-    # A barrier too: every thread has read all chunks.
     row_max, sum_exp = gl.reduce((lane_max, lane_sum), 0, merge_lanes)
     for freed in gl.static_range((CHUNKS - 1) // GROUP * GROUP, CHUNKS):
         if freed < KEEP:

@@ -10,7 +10,8 @@ where z are the scaled and capped logits.
 One program a row. Each thread walks the row in 16-byte vectors with a maximum and sums of its own, rescaled
 when its maximum grows; the threads' statistics are merged once, at the end of the row. Regime: 1 K to 256 K
 columns, any number of rows, bound by memory: reads the shard once, writes 4 K bytes a row. Rows that are
-ignored, and padding, are not read.
+ignored, and padding, are not read. Where there is one rank, the kernel also writes what ``loss`` would make
+of the statistics.
 """
 
 import functools
