@@ -41,6 +41,13 @@ def _kill_rank_1(rank, group):
     dist.barrier(group)
 
 
+def _raise_before_rank_1_has_died(rank, group):
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    raise RuntimeError("connection closed")
+
+
 def _exit(rank, group):
     os._exit(3)
 
@@ -109,6 +116,12 @@ def test_a_rank_that_a_signal_ends_is_named_with_the_signal(rank_pool):
     with pytest.raises(RankFailure, match="rank 1 was killed by SIGSEGV"):
         rank_pool.run(_kill_rank_1)
     assert not rank_pool.alive
+
+
+@in_two_ranks
+def test_a_death_is_named_before_what_it_made_another_rank_raise(rank_pool):
+    with pytest.raises(RankFailure, match="rank 1 was killed by SIGSEGV .*; rank 0 raised"):
+        rank_pool.run(_raise_before_rank_1_has_died)
 
 
 @in_one_rank

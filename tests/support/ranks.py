@@ -33,6 +33,7 @@ from tests.support.lanes import this_host
 from tests.support.poison import poisoned_allocations
 
 START_TIMEOUT = 180.0
+DEATH_TIMEOUT = 2.0
 RUN_TIMEOUT = 120.0
 POOLS_ALIVE = 2
 
@@ -112,8 +113,14 @@ class RankPool:
         except (EOFError, ConnectionResetError):
             self._fail(f"{what}: {self._death(rank)}")
         if not succeeded:
-            self._fail(f"{what}: rank {rank} raised\n{value}")
+            self._fail(f"{what}: {self._death_of_another(rank)}rank {rank} raised\n{value}")
         return value
+
+    def _death_of_another(self, rank: int) -> str:
+        """A rank that dies breaks the connections of the others, which may raise before it has ended."""
+        others = {process.sentinel: r for r, process in enumerate(self._processes) if r != rank}
+        ended = wait(list(others), DEATH_TIMEOUT) if others else []
+        return "".join(f"{self._death(others[sentinel])}; " for sentinel in ended)  # type: ignore[index]
 
     def _death(self, rank: int) -> str:
         self._processes[rank].join(timeout=5)
