@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from bench.cases import DTYPES, REDUCTIONS, SWEEPS, Case, Effort, Workload, chosen_workloads
 from bench.cost_model import Assumptions, Machine, described_assumptions, predictions
+from bench.host import measured_host
 from bench.latency import measured_latency
 from bench.measure import Result, measure, measure_graphs
 from bench.others import PROVIDERS, chosen_providers
@@ -173,6 +174,7 @@ def main() -> int:
             "host": host_description({provider.name: provider.version for provider in providers}),
             "absent": {name: reason for name, reason in absent.items() if reason is not None},
             "latency": measured_latency(ranks.size, ranks.group, ranks.rank),
+            "host_microseconds": measured_host(ranks.size, ranks.group),
             "results": [],
             "missing": [],
         }

@@ -263,6 +263,20 @@ def notes_text(document: Document, notes: Notes) -> str:
     return f"{'; '.join(lines)}." if lines else ""
 
 
+def host_time_text(document: Document) -> str:
+    """What of an eager call of a small shard is autograd's and the communication library's."""
+    times = {name: microseconds(time) for name, time in document.get("host_microseconds", {}).items()}
+    if not times:
+        return ""
+    gather = f", the all_gather alone {times['all_gather']} us" if "all_gather" in times else ""
+    return (
+        f"The host's part, none 1024 x 32000 in a loop of 100 eager calls of this project alone: "
+        f"{times['loss']} us; an autograd Function that does nothing {times['nothing']} us{gather}. With "
+        f"`torch.autograd.set_multithreading_enabled(False)`, whose backward runs in the caller's thread: "
+        f"{times['loss_one_thread']} and {times['nothing_one_thread']} us."
+    )
+
+
 def table_part(document: Document, targets: Document) -> str:
     """Both tables of one number of GPUs, and the sentences and notes that belong to them."""
     cases = results_by_case(document)
@@ -281,7 +295,8 @@ def table_part(document: Document, targets: Document) -> str:
     rows = [provider_row(case, results, providers, notes) for case, results in cases.items()]
     every = table(["time / copy", *providers], rows)
     host = f"{host_line(document)} {spread_text(cases)}"
-    return "\n\n".join(filter(None, [host, main, who_wins(cases), every, notes_text(document, notes)]))
+    parts = [host, main, who_wins(cases), host_time_text(document), every, notes_text(document, notes)]
+    return "\n\n".join(filter(None, parts))
 
 
 def targets_part(documents: dict[str, Document], targets: Document) -> str:

@@ -274,3 +274,15 @@ def test_a_readme_without_its_markers_raises(folder):
     (folder / "README.md").write_text("# Title\n")
     with pytest.raises(ValueError, match="README: expected one '<!-- begin"):
         run(folder, "--check")
+
+
+def test_the_host_s_part_is_told_where_it_was_measured():
+    measured = document(result("vocab_parallel_ce", 1.2))
+    assert report_bench.host_time_text(measured) == ""
+    times = {"nothing": 50.0, "loss": 120.0, "nothing_one_thread": 22.0, "loss_one_thread": 80.0}
+    measured["host_microseconds"] = times
+    text = report_bench.host_time_text(measured)
+    assert "120 us" in text and "nothing 50.0 us." in text and "80.0 and 22.0 us" in text
+    assert text in report_bench.table_part(measured, TARGETS)
+    times["all_gather"] = 17.0
+    assert "the all_gather alone 17.0 us." in report_bench.host_time_text(measured)

@@ -8,6 +8,7 @@ Public functions prepare a :class:`Call` and run it, most of them under autograd
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ class Call(NamedTuple):
         ``outputs``, where given, are filled by the same launch: there must be one rank, and no mean.
         """
         shape = (self.n_ranks, labels.shape[0], len(self.options.statistics))
-        stats = torch.empty(shape, dtype=torch.float32, device=logits.device)
+        stats = logits.new_empty(shape, dtype=torch.float32)
         counts = self.reduction == "mean"
         valid_rows = logits.new_empty(1, dtype=torch.int32) if counts else None
         self.launchers.online_softmax(
@@ -84,7 +85,7 @@ class Call(NamedTuple):
         Function returns, as ``loss += auxiliary_loss`` does.
         """
         shape, wanted = self.loss_shape, self.options
-        loss = torch.empty(shape, dtype=torch.float32, device=logits.device)
+        loss = logits.new_empty(shape, dtype=torch.float32)
         if not (wanted.entropy or wanted.predictions):
             return RowOutputs(loss, None, None, None)
         return RowOutputs(
@@ -233,7 +234,7 @@ def prepare_call(
     if num_items is not None:
         checks.check_num_items(num_items, reduction, logits)
         num_items = _as_divisor(num_items, logits)
-    call = Call(*settled, labels.shape, group, num_items)  # type: ignore[call-arg]  # as many as there are
+    call = settled(labels.shape, group, num_items)
     if check_labels:
         checks.check_label_range(labels, call.shard.vocab_size, call.options.ignore_index)
     return call
@@ -258,8 +259,8 @@ def _settled_call(
     is_view: bool,
     whole_vectors: bool,
     **options: Any,
-) -> tuple[Any, ...]:
-    """All of a :class:`Call` that follows from these values, which training repeats every step."""
+) -> Callable[[torch.Size, Any, Tensor | None], Call]:
+    """A :class:`Call` but for its last three fields: what training repeats every step follows from these."""
     checks.check_kind_of_logits(dtype, layout)
     checks.check_kind_of_labels(labels_dtype, labels_device, device)
     checks.check_choice("reduction", reduction, checks.REDUCTIONS)
@@ -278,7 +279,9 @@ def _settled_call(
     gpu = gpu_of(device.index) if device.type == "cuda" else None
     implementation = select(device.type, impl, workload=workload, gpu=gpu).name
     launchers, one_pass = _launchers(implementation)
-    return launchers, one_pass, rank, n_ranks, shard, row_options, reduction, gradient
+    return functools.partial(
+        Call, launchers, one_pass, rank, n_ranks, shard, row_options, reduction, gradient
+    )
 
 
 def _has_whole_vectors(logits: Tensor) -> bool:
@@ -287,14 +290,10 @@ def _has_whole_vectors(logits: Tensor) -> bool:
         return False
     if logits.shape[-1] * logits.element_size() % VECTOR_BYTES != 0:
         return False
-    if logits.is_contiguous():
-        return logits.data_ptr() % VECTOR_BYTES == 0
     layout = row_layout(logits)
     if layout is None:
         return False
-    strides = (layout.stride0, layout.stride1, layout.stride2)
-    starts = (logits.data_ptr(), *(stride * logits.element_size() for stride in strides))
-    return all(start % VECTOR_BYTES == 0 for start in starts)
+    return math.gcd(logits.data_ptr(), layout.pitch * logits.element_size()) % VECTOR_BYTES == 0
 
 
 def shard_of_logits(
@@ -356,11 +355,13 @@ def scale_in_place(grad_logits: Tensor, grad_output: Tensor) -> Tensor:
 
 def walkable(logits: Tensor) -> Tensor:
     """``logits``, or a contiguous copy where kernels cannot walk their rows."""
-    return logits if row_layout(logits) is not None else logits.contiguous()
+    return logits if logits.is_contiguous() or row_layout(logits) is not None else logits.contiguous()
 
 
 def overwritable(logits: Tensor) -> Tensor:
     """``logits``, or a contiguous copy where rows cannot be walked or share memory with each other."""
+    if logits.is_contiguous():
+        return logits
     logits = walkable(logits)
     return logits if rows_are_disjoint(logits) else logits.contiguous()
 

@@ -93,7 +93,9 @@ class Effort(NamedTuple):
             return cls(2, min(rounds, max(3, rounds // 3)), 4, min(rounds, 3))
         wanted = math.ceil(BYTES_IN_ROTATION / max(1, shard_bytes))
         buffers = min(MOST_BUFFERS, max(FEWEST_BUFFERS, wanted))
-        return cls(buffers, rounds, max(20, buffers), min(rounds, 5))
+        # Small shards wait for the host: enough calls that the last one's time on the device is none of it.
+        eager_calls = max(20, buffers, min(100, HUGE_BYTES // max(1, shard_bytes)))
+        return cls(buffers, rounds, eager_calls, min(rounds, 5))
 
 
 def columns_of(vocabulary: int, ranks: int) -> int:

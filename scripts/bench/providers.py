@@ -2,7 +2,7 @@
 
 A provider is loaded when it is first used, and says why where it cannot be. Every one is called alike:
 ``call(logits [N, C], labels [N], reduction, group)`` returns ``(loss, grad [N, C])``, through
-``torch.autograd.grad`` from a fresh graph with ones upstream.
+``torch.autograd.grad`` from a fresh graph with ones upstream, which are made before.
 """
 
 from __future__ import annotations
@@ -40,12 +40,18 @@ class Traffic(NamedTuple):
         return (self.passes * case.dtype.itemsize + self.other_bytes) * case.rows * case.columns
 
 
+@functools.cache
+def ones(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The gradient upstream, which whatever follows the loss has made."""
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
 def through_autograd(loss_of: Callable[[Tensor, Tensor, str, Any], Tensor]) -> Step:
     """Loss and gradient as a training step gets them."""
 
     def step(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> tuple[Tensor, Tensor]:
         loss = loss_of(logits, labels, reduction, group)
-        return loss, torch.autograd.grad(loss, logits, torch.ones_like(loss))[0]
+        return loss, torch.autograd.grad(loss, logits, ones(loss.shape, loss.dtype, loss.device))[0]
 
     return step
 
@@ -216,7 +222,7 @@ def _load_loss_parallel() -> Step:
         shards = DTensor.from_local(logits.float(), mesh, [Shard(1)], run_check=False)
         with loss_parallel():
             loss: Any = torch.nn.functional.cross_entropy(shards, labels, reduction=reduction)
-            (grad,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))
+            (grad,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))  # a DTensor as it is
         return loss.to_local(), grad
 
     return step

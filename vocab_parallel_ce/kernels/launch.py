@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -91,9 +90,8 @@ def row_arguments(logits: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
     assert layout is not None, "rows that kernels cannot walk are copied before any launch"
     base, misaligned = aligned_base(logits)
     layout = layout._replace(offset=misaligned)
-    offset, _, _, *strides = layout
     is_whole = n_columns * logits.element_size() % VECTOR_BYTES == 0
-    return base, tuple(layout), not is_whole or math.gcd(offset, *strides) % line != 0
+    return base, tuple(layout), not is_whole or layout.pitch % line != 0
 
 
 def option_arguments(options: LossOptions) -> tuple[float | None, ...]:

@@ -11,6 +11,7 @@ Example: the view ``x[:, :-1]`` of a contiguous ``x [2, 5, 8]`` has its rows at 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,11 @@ class RowLayout(NamedTuple):
     stride0: int
     stride1: int
     stride2: int
+
+    @property
+    def pitch(self) -> int:
+        """The largest number of elements that every row begins a multiple of after the base."""
+        return math.gcd(self.offset, self.stride0, self.stride1, self.stride2)
 
 
 def row_layout(logits: Tensor) -> RowLayout | None:
