@@ -6,6 +6,12 @@ from itertools import product
 import pytest
 import torch
 
+from tests.support.gpu import (
+    assert_graph_replays,
+    assert_host_never_waits,
+    assert_right_past_2_to_the_31_elements,
+    extra_peak_bytes,
+)
 from tests.support.inputs import batch
 from vocab_parallel_ce import (
     cross_entropy_backward,
@@ -30,33 +36,17 @@ def inputs(rows=64, columns=1000, dtype=torch.bfloat16, seed=0):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_graph_replays_with_new_data(gradient, reduction):
     """Looking at the upstream gradient on the host broke capture elsewhere."""
-    static_logits, static_labels = inputs()
     options = {"reduction": reduction, "gradient": gradient, "label_smoothing": 0.1}
-    static_upstream = torch.rand((64,) if reduction == "none" else (), device="cuda")
+
+    def arguments(seed):
+        return [*inputs(seed=seed), torch.rand((64,) if reduction == "none" else (), device="cuda")]
 
     def step(logits, labels, upstream):
-        loss = vocab_parallel_cross_entropy(logits, labels, **options)
-        return loss, torch.autograd.grad(loss, logits, upstream)[0]
+        source = logits.clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(source, labels, **options)
+        return loss, torch.autograd.grad(loss, source, upstream)[0]
 
-    def static_step():
-        return step(static_logits.clone().requires_grad_(), static_labels, static_upstream)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        static_step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static_loss, static_grad = static_step()
-    for seed in (1, 2):
-        logits, labels = inputs(seed=seed)
-        upstream = torch.rand_like(static_upstream)
-        for static, new in ((static_logits, logits), (static_labels, labels), (static_upstream, upstream)):
-            static.copy_(new)
-        graph.replay()
-        loss, grad = step(logits.clone().requires_grad_(), labels, upstream)
-        assert torch.equal(static_loss, loss) and torch.equal(static_grad, grad)
+    assert_graph_replays(step, arguments(0), (arguments(seed) for seed in (1, 2)))
 
 
 @pytest.mark.no_poison
@@ -73,14 +63,7 @@ def test_the_host_never_waits():
         loss, grad = cross_entropy_forward(logits.clone(), labels, 0.0, True, None, -100)
         cross_entropy_backward(grad, upstream[0])
 
-    every_path()  # compiles, which may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            labels.sum().item()
-        every_path()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_host_never_waits(every_path)
 
 
 @pytest.mark.no_poison
@@ -92,12 +75,12 @@ def test_extra_peak_memory_in_place(reduction, columns):
     logits = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(0, columns, (rows,), device="cuda")
     upstream = torch.ones((rows,) if reduction == "none" else (), device="cuda")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    loss = vocab_parallel_cross_entropy(logits, labels, reduction=reduction)
-    torch.autograd.grad(loss, logits, upstream)
-    extra = torch.cuda.max_memory_allocated() - before
+
+    def step():
+        loss = vocab_parallel_cross_entropy(logits, labels, reduction=reduction)
+        torch.autograd.grad(loss, logits, upstream)
+
+    extra = extra_peak_bytes(step)
     assert extra < 64 * rows, extra / rows
 
 
@@ -108,56 +91,43 @@ def test_no_copy_of_dense_layouts(shape):
     logits = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     view = logits.transpose(0, 1)[:, : shape[0] - 1].requires_grad_()
     labels = torch.randint(0, shape[-1], view.shape[:-1], device="cuda")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    loss = vocab_parallel_cross_entropy(view, labels)
-    loss.backward(inputs=[view])
-    assert torch.cuda.max_memory_allocated() - before < 64 * labels.numel()
+
+    def step():
+        loss = vocab_parallel_cross_entropy(view, labels)
+        loss.backward(inputs=[view])
+
+    assert extra_peak_bytes(step) < 64 * labels.numel()
 
 
 @pytest.mark.no_poison
 def test_nothing_but_the_loss_under_no_grad():
     logits = torch.randn(2048, 8000, device="cuda", dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(0, 8000, (2048,), device="cuda")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def step():
         vocab_parallel_cross_entropy(logits, labels)
-    assert torch.cuda.max_memory_allocated() - before < 32 * 2048
+
+    assert extra_peak_bytes(step) < 32 * 2048
 
 
 @pytest.mark.no_poison
 def test_more_than_2_to_the_31_elements():
-    """32-bit row offsets read, and write, far outside the tensor."""
-    columns, rows = 65_537, 32_832  # the last 64 rows lie within 128-byte lines as the first 64 do
-    needed = 2 * rows * columns * 2 + (1 << 30)
-    free = torch.cuda.mem_get_info()[0]
-    if free < needed:
-        pytest.skip(f"needs {needed} bytes of GPU memory, {free} are free")
-    logits = torch.zeros(rows, columns, device="cuda", dtype=torch.bfloat16)
-    assert logits.numel() > 2**31
-    tail, _ = batch("peaked", rows=64, vocab_size=columns, dtype=torch.bfloat16)
-    tail = tail.cuda()
-    logits[-64:] = tail
-    labels = torch.randint(0, columns, (rows,), device="cuda")
-    want = vocab_parallel_cross_entropy(tail.clone(), labels[-64:], reduction="none")
-    source = tail.clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(source, labels[-64:], reduction="none")
-    (want_grad,) = torch.autograd.grad(loss, source, torch.ones_like(loss))
-    logits.requires_grad_()
-    losses = parallel_cross_entropy(logits, labels)
-    (grad,) = torch.autograd.grad(losses, logits, torch.ones_like(losses))
-    assert torch.equal(losses[-64:], want)
-    assert torch.equal(grad[-64:], want_grad)
-    # Element 2^31 lies among the last rows. The first rows, and the last before them, are of equal logits.
-    for row in (0, 1, rows - 65):
-        want_row = torch.full((columns,), 1 / columns, device="cuda").bfloat16()
-        want_row[labels[row]] = 1 / columns - 1
-        torch.testing.assert_close(grad[row], want_row, rtol=2**-7, atol=0)
-    uniform = torch.tensor(columns, dtype=torch.float64).log()
-    torch.testing.assert_close(losses[:-64].double().cpu(), uniform.expand(rows - 64), rtol=1e-6, atol=0)
+    rows, columns = 32_832, 65_537  # the last 64 rows lie within 128-byte lines as the first 64 do
+
+    def step(logits, labels):
+        losses = parallel_cross_entropy(logits.requires_grad_(), labels)
+        (grad,) = torch.autograd.grad(losses, logits, torch.ones_like(losses))
+        return losses, grad
+
+    def step_of_tail(tail, labels):
+        want = vocab_parallel_cross_entropy(tail.clone(), labels, reduction="none")
+        source = tail.clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(source, labels, reduction="none")
+        (want_grad,) = torch.autograd.grad(loss, source, torch.ones_like(loss))
+        return want, want_grad
+
+    assert_right_past_2_to_the_31_elements(rows, columns, step, step_of_tail)
 
 
 class RecordedLaunches:

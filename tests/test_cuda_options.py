@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.budget import assert_within_budget
+from tests.support.gpu import assert_graph_replays, assert_host_never_waits, extra_peak_bytes
 from tests.support.inputs import batch
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
@@ -46,22 +47,11 @@ def log_probs_step(logits, labels, weight):
 @pytest.mark.parametrize("step", (loss_step, log_probs_step))
 def test_graph_replays_with_new_data(step):
     """The number of items is read by the device, at each replay."""
-    static = [*inputs(), torch.tensor(40, device="cuda")]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step(*static)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(*static)
-    for seed in (1, 2):
-        new = [*inputs(seed), torch.tensor(40 + seed, device="cuda")]
-        for of_graph, value in zip(static, new, strict=True):
-            of_graph.copy_(value)
-        graph.replay()
-        for replayed, value in zip(captured, step(*new), strict=True):
-            assert torch.equal(replayed, value)
+
+    def arguments(seed):
+        return [*inputs(seed), torch.tensor(40 + seed, device="cuda")]
+
+    assert_graph_replays(step, arguments(0), (arguments(seed) for seed in (1, 2)))
 
 
 @pytest.mark.no_poison
@@ -74,14 +64,7 @@ def test_the_host_never_waits():
             loss_step(logits, labels, num_items)
         log_probs_step(logits, labels, on_device)
 
-    every_path()  # compiles, which may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            on_device.item()
-        every_path()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_host_never_waits(every_path)
 
 
 @pytest.mark.no_poison
@@ -92,12 +75,12 @@ def test_log_probs_and_entropy_take_no_second_shard(columns):
     logits = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(0, columns, (rows,), device="cuda")
     upstream = torch.ones(rows, device="cuda")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    outputs = token_log_probs(logits, labels, entropy=True, temperature=0.7)
-    torch.autograd.grad(outputs, logits, [upstream, upstream])
-    extra = torch.cuda.max_memory_allocated() - before
+
+    def step():
+        outputs = token_log_probs(logits, labels, entropy=True, temperature=0.7)
+        torch.autograd.grad(outputs, logits, [upstream, upstream])
+
+    extra = extra_peak_bytes(step)
     assert extra < 64 * rows, extra / rows
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.inputs import batch
+from tests.support.gpu import (
+    assert_graph_replays,
+    assert_host_never_waits,
+    assert_right_past_2_to_the_31_elements,
+    extra_peak_bytes,
+)
 from tests.support.one_pass import made, run, skip_where_it_cannot_run
 from vocab_parallel_ce import cross_entropy_backward, cross_entropy_forward, vocab_parallel_cross_entropy
 from vocab_parallel_ce.kernels.blocks import ONE_PASS
@@ -24,31 +29,17 @@ def _runs_here():
 @pytest.mark.parametrize("name", ("mean", "none", "items"))
 def test_graph_replays_with_new_data(name):
     """Also other labels are ignored, and another number of items divides."""
-    items = torch.tensor(40, device="cuda")
-    options = {"reduction": "sum", "num_items": items} if name == "items" else {"reduction": name}
-    static_logits, static_labels = made("some_ignored", 300, COLUMNS)
-    static_upstream = torch.rand((300,) if name == "none" else (), device="cuda")
 
-    def static_step():
-        return run(static_logits.clone(), static_labels, static_upstream, z_loss=1e-3, **options)
+    def arguments(seed):
+        upstream = torch.rand((300,) if name == "none" else (), device="cuda")
+        items = torch.tensor(40 + seed, device="cuda")
+        return [*made("some_ignored", 300, COLUMNS, seed=seed), upstream, items]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        static_step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static_loss, static_grad = static_step()
-    for seed in (1, 2):
-        logits, labels = made("some_ignored", 300, COLUMNS, seed=seed)
-        upstream = torch.rand_like(static_upstream)
-        for static, new in ((static_logits, logits), (static_labels, labels), (static_upstream, upstream)):
-            static.copy_(new)
-        items += 1
-        graph.replay()
-        loss, grad = run(logits.clone(), labels, upstream, z_loss=1e-3, **options)
-        assert torch.equal(static_loss, loss) and torch.equal(static_grad, grad)
+    def step(logits, labels, upstream, items):
+        options = {"reduction": "sum", "num_items": items} if name == "items" else {"reduction": name}
+        return run(logits.clone(), labels, upstream, z_loss=1e-3, **options)
+
+    assert_graph_replays(step, arguments(0), (arguments(seed) for seed in (1, 2)))
 
 
 @pytest.mark.no_poison
@@ -63,14 +54,7 @@ def test_the_host_never_waits():
         _, grad = cross_entropy_forward(logits.clone(), labels, 0.0, True, None, -100)
         cross_entropy_backward(grad, upstream[0])
 
-    every_path()  # compiles, which may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            labels.sum().item()
-        every_path()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_host_never_waits(every_path)
 
 
 @pytest.mark.no_poison
@@ -81,38 +65,16 @@ def test_extra_peak_memory(columns):
     logits = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     labels = torch.randint(0, columns, (rows,), device="cuda")
     upstream = torch.ones((), device="cuda")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run(logits, labels, upstream)
-    extra = torch.cuda.max_memory_allocated() - before
+    extra = extra_peak_bytes(lambda: run(logits, labels, upstream))
     assert extra < 64 * rows, extra / rows
 
 
 @pytest.mark.no_poison
 def test_more_than_2_to_the_31_elements():
-    """32-bit row offsets read, and write, far outside the tensor."""
-    columns, rows = 65_544, 32_800
-    needed = 2 * rows * columns * 2 + (1 << 30)
-    free = torch.cuda.mem_get_info()[0]
-    if free < needed:
-        pytest.skip(f"needs {needed} bytes of GPU memory, {free} are free")
-    logits = torch.zeros(rows, columns, device="cuda", dtype=torch.bfloat16)
-    assert logits.numel() > 2**31
-    tail = batch("peaked", rows=64, vocab_size=columns, dtype=torch.bfloat16).logits.cuda()
-    logits[-64:] = tail
-    labels = torch.randint(0, columns, (rows,), device="cuda")
-    want, want_grad = run(tail.clone(), labels[-64:], reduction="none")
-    losses, grad = run(logits, labels, reduction="none")
-    assert torch.equal(losses[-64:], want)
-    assert torch.equal(grad[-64:], want_grad)
-    # Element 2^31 lies among the last rows. The first rows, and the last before them, are of equal logits.
-    for row in (0, 1, rows - 65):
-        want_row = torch.full((columns,), 1 / columns, device="cuda").bfloat16()
-        want_row[labels[row]] = 1 / columns - 1
-        torch.testing.assert_close(grad[row], want_row, rtol=2**-7, atol=0)
-    uniform = torch.tensor(columns, dtype=torch.float64).log()
-    torch.testing.assert_close(losses[:-64].double().cpu(), uniform.expand(rows - 64), rtol=1e-6, atol=0)
+    def step(logits, labels):
+        return run(logits, labels, reduction="none")
+
+    assert_right_past_2_to_the_31_elements(32_800, 65_544, step, step)
 
 
 @pytest.mark.no_poison

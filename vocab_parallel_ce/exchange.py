@@ -1,4 +1,4 @@
-"""The one collective of the loss: every rank's row statistics to every rank of the group.
+"""The collectives: row statistics to every rank, and what a sharded head sends of its hidden states.
 
 The only module that knows ``torch.distributed``. Without a group nothing in here touches it, so that
 one GPU or a CPU needs no initialised process group.
@@ -53,6 +53,55 @@ def _on_the_current_stream() -> Any:
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = False
     return options
+
+
+def begin_all_gather(gathered: Tensor, own: Tensor, group: Any) -> Any:
+    """Fill ``gathered``, of R times the rows of ``own``, with those of all ranks; its wait() must be called.
+
+    The current stream goes on meanwhile. Collectives: one all_gather of ``own``.
+    """
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return all_gather(gathered, own, group=group, async_op=True)
+
+
+def begin_all_reduce(summed: Tensor, group: Any) -> Any:
+    """Replace ``summed`` by its sum over the ranks; its wait() must be called.
+
+    Collectives: one all_reduce of ``summed``.
+    """
+    return dist.all_reduce(summed, group=group, async_op=True)
+
+
+def begin_reduce_scatter(own: Tensor, summed: Tensor, group: Any) -> Any:
+    """Fill ``own`` with this rank's rows of the sum of ``summed`` over the ranks; its wait() must be called.
+
+    Collectives: one reduce_scatter of ``summed``.
+    """
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return reduce_scatter(own, summed, group=group, async_op=True)
+
+
+def local_rows(weight: Tensor, group: object) -> tuple[Tensor, object]:
+    """This rank's rows of ``weight``, and the group that shares the others.
+
+    A plain tensor is this rank's already. Of a DTensor that is cut along dimension 0 over a mesh of one
+    dimension the local tensor, through which gradients arrive as a DTensor again, and the mesh's group.
+
+    Raises:
+        ValueError: a DTensor is laid out otherwise, or ``group`` is another than its mesh's.
+    """
+    placements = getattr(weight, "placements", None)
+    if placements is None:
+        return weight, group
+    if len(placements) != 1 or not placements[0].is_shard(0):
+        raise ValueError(
+            "weight: expected a DTensor with the placement Shard(0) on a mesh of one dimension, got "
+            f"{tuple(placements)}; pass this rank's rows as a plain tensor"
+        )
+    mesh_group = weight.device_mesh.get_group()  # type: ignore[attr-defined]
+    if group is not None and group is not mesh_group:
+        raise ValueError("group: expected that of weight's mesh, or None, got another")
+    return weight.to_local(), mesh_group  # type: ignore[attr-defined]
 
 
 def all_gather_objects(own: Any, group: object, device: torch.device | None) -> list[Any]:

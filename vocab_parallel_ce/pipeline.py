@@ -47,6 +47,15 @@ class Call(NamedTuple):
 
         ``outputs``, where given, are filled by the same launch: there must be one rank, and no mean.
         """
+        stats, divisor = self.local_statistics(logits, labels, outputs)
+        if self.n_ranks > 1:
+            all_gather_stats(stats, self.rank, self.group)
+        return stats, divisor
+
+    def local_statistics(
+        self, logits: Tensor, labels: Tensor, outputs: RowOutputs | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`statistics`, with those of this rank alone."""
         shape = (self.n_ranks, labels.shape[0], len(self.options.statistics))
         stats = logits.new_empty(shape, dtype=torch.float32)
         counts = self.reduction == "mean"
@@ -62,8 +71,6 @@ class Call(NamedTuple):
             shard=self.shard,
             options=self.options,
         )
-        if self.n_ranks > 1:
-            all_gather_stats(stats, self.rank, self.group)
         return stats, valid_rows if counts else self.num_items
 
     def outputs(self, logits: Tensor, labels: Tensor) -> tuple[RowOutputs, Tensor, Tensor | None]:
@@ -125,21 +132,30 @@ class Call(NamedTuple):
     def outputs_and_gradient(self, logits: Tensor, labels: Tensor) -> RowOutputs:
         """What was asked for; the gradient replaces ``logits``, which must be :func:`overwritable`."""
         outputs = self.unfilled(logits)
-        losses = outputs.loss.view(-1)
+        self.fill(logits, labels, outputs)
+        return self.reduced(outputs)
+
+    def fill(self, logits: Tensor, labels: Tensor, outputs: RowOutputs) -> None:
+        """Fill ``outputs``; the gradient replaces ``logits``."""
         if self.one_pass is not None:
-            counted = self.reduction == "mean"
+            counted, losses = self.reduction == "mean", outputs.loss.view(-1)
             self.one_pass(logits, labels, self.num_items, losses, counted=counted, options=self.options)
             raise_version(logits)
-            return self.reduced(outputs)
-        stats, divisor = self.statistics(logits, labels)
+        else:
+            self.fill_from(*self.statistics(logits, labels), logits, labels, outputs)
+
+    def fill_from(
+        self, stats: Tensor, divisor: Tensor | None, logits: Tensor, labels: Tensor, outputs: RowOutputs
+    ) -> None:
+        """:meth:`fill` from the statistics of all ranks."""
         if self.options.predictions:
             self.launchers.row_outputs(
                 stats, labels, divisor, outputs, shard=self.shard, options=self.options
             )
             self.write_gradient(logits, labels, stats, divisor, into=logits)
         else:
+            losses = outputs.loss.view(-1)
             self.write_gradient(logits, labels, stats, divisor, into=logits, loss=losses)
-        return self.reduced(outputs)
 
     def reduced(self, outputs: RowOutputs) -> RowOutputs:
         """The divisor is in each of the losses already."""
@@ -224,20 +240,24 @@ def prepare_call(
     of_labels = (labels.dtype, labels.device)
     position = (rank, n_ranks, vocab_size, shard)
     modes = (reduction, gradient, impl, check_labels, is_view, _has_whole_vectors(logits))
-    try:
-        settled = _settled_call(*description, *of_labels, *position, *modes, **options)
-    except TypeError:
-        # Of the cache, whose keys must be hashable, or of a check: the check says it better.
-        settled = None
-    if settled is None:
-        settled = _settled_call.__wrapped__(*description, *of_labels, *position, *modes, **options)
+    settled = settle(*description, *of_labels, *position, *modes, **options)
     if num_items is not None:
         checks.check_num_items(num_items, reduction, logits)
-        num_items = _as_divisor(num_items, logits)
+        num_items = as_divisor(num_items, logits)
     call = settled(labels.shape, group, num_items)
     if check_labels:
         checks.check_label_range(labels, call.shard.vocab_size, call.options.ignore_index)
     return call
+
+
+def settle(*values: Any, **options: Any) -> Callable[[torch.Size, Any, Tensor | None], Call]:
+    """:func:`_settled_call`, remembered where its arguments can be."""
+    try:
+        return _settled_call(*values, **options)
+    except TypeError:
+        # Of the cache, whose keys must be hashable, or of a check: the check says it better.
+        pass
+    return _settled_call.__wrapped__(*values, **options)
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
@@ -316,9 +336,8 @@ def given_shard(shard: object, vocab_size: int | None, n_columns: int | None, n_
     return shard.checked(n_columns, n_ranks)
 
 
-def _as_divisor(num_items: int | Tensor | None, logits: Tensor) -> Tensor | None:
-    if num_items is None:
-        return None
+def as_divisor(num_items: int | Tensor, logits: Tensor) -> Tensor:
+    """``num_items``, checked, as a kernel divides by it: ``[1]`` on the device of ``logits``."""
     if isinstance(num_items, Tensor) and num_items.device == logits.device:
         return num_items.detach().reshape(1)
     return logits.new_full((1,), float(num_items), dtype=torch.float32)
