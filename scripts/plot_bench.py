@@ -232,8 +232,6 @@ def draw(document: Document, axis: str, path: Path) -> None:
 
     matplotlib.use("agg")
     from matplotlib import pyplot
-    from PIL import Image
-    from PIL.PngImagePlugin import PngInfo
 
     panels = panels_of(document)
     count = len(panels)
@@ -252,6 +250,15 @@ def draw(document: Document, axis: str, path: Path) -> None:
     figure.text(0.02, 0.012, "\n".join(below), fontsize=7.5, va="bottom")
     top, bottom = 0.948 - 0.024 * len(title), 0.098 + 0.0145 * len(below)
     figure.subplots_adjust(0.11 / count, bottom, 1 - 0.41 / count, top, wspace=0.96, hspace=0.2)
+    save(figure, document, path)
+
+
+def save(figure: Any, document: Document, path: Path) -> None:
+    """A small PNG with the digest of the ``document`` that it shows; closes the figure."""
+    from matplotlib import pyplot
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     pyplot.close(figure)
@@ -322,11 +329,11 @@ def split_section(section: str) -> dict[str, str]:
     }
 
 
-def split_readme(readme: str) -> tuple[str, str, str]:
+def split_readme(readme: str, begin: str = BEGIN, end: str = END) -> tuple[str, str, str]:
     """The text up to the first marker, between the two, and from the second on."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise ValueError(f"README: expected one {BEGIN!r} and then one {END!r}")
-    start, stop = readme.index(BEGIN) + len(BEGIN), readme.index(END)
+    if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(begin) > readme.index(end):
+        raise ValueError(f"README: expected one {begin!r} and then one {end!r}")
+    start, stop = readme.index(begin) + len(begin), readme.index(end)
     return readme[:start], readme[start:stop].strip(), readme[stop:]
 
 

@@ -1,8 +1,9 @@
 """Cross-entropy of logits sharded over the vocabulary, without gathering them."""
 
 from vocab_parallel_ce.cross_entropy import LossMetrics, vocab_parallel_cross_entropy
+from vocab_parallel_ce.linear_cross_entropy import linear_cross_entropy, linear_token_log_probs
 from vocab_parallel_ce.log_probs import token_log_probs
-from vocab_parallel_ce.modules import VocabParallelCrossEntropy
+from vocab_parallel_ce.modules import LinearCrossEntropy, VocabParallelCrossEntropy
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.te_compat import (
     cross_entropy_backward,
@@ -14,11 +15,14 @@ from vocab_parallel_ce.verify import verify_group
 __version__ = "0.1.0"
 
 __all__ = [
+    "LinearCrossEntropy",
     "LossMetrics",
     "VocabParallelCrossEntropy",
     "VocabShard",
     "cross_entropy_backward",
     "cross_entropy_forward",
+    "linear_cross_entropy",
+    "linear_token_log_probs",
     "parallel_cross_entropy",
     "token_log_probs",
     "verify_group",

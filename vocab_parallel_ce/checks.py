@@ -68,6 +68,72 @@ def check_kind_of_labels(dtype: torch.dtype, device: torch.device, logits_device
         raise ValueError(f"labels: device must be that of logits, {logits_device}, got {device}")
 
 
+def check_hidden(hidden: object) -> None:
+    """A plain tensor ``[..., D]`` of a supported dtype, with a row dimension."""
+    check_tensor("hidden", hidden)
+    assert isinstance(hidden, Tensor)
+    if hidden.layout != torch.strided:
+        raise TypeError(f"hidden: expected a dense tensor, got layout {hidden.layout}")
+    if hidden.dtype not in LOGITS_DTYPES:
+        raise TypeError(f"hidden: dtype must be {_names(LOGITS_DTYPES)}, got {hidden.dtype}")
+    if hidden.dim() < 2 or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden: expected shape [..., D] with rows, got {_shape(hidden)}")
+
+
+def check_head(weight: object, bias: object, hidden: Tensor, dtype: torch.dtype | None) -> None:
+    """``weight [C, D]`` and ``bias [C]`` for a product with ``hidden [..., D]``.
+
+    ``dtype`` is what theirs must be; None under autocast, which turns any supported one into its own.
+    """
+    check_parameter("weight", weight)
+    assert isinstance(weight, Tensor)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(f"weight: expected shape [C, {hidden.shape[-1]}] with rows, got {_shape(weight)}")
+    if bias is not None:
+        check_parameter("bias", bias)
+        if bias.shape != weight.shape[:1]:  # type: ignore[attr-defined]
+            expected = _shape(weight)[:1]
+            raise ValueError(f"bias: expected shape {expected}, got {_shape(bias)}")  # type: ignore[arg-type]
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if not isinstance(tensor, Tensor):
+            continue
+        if dtype is not None and tensor.dtype != dtype:
+            raise TypeError(f"{name}: dtype must be that of hidden, {dtype}, got {tensor.dtype}")
+        if tensor.device != hidden.device:
+            raise ValueError(f"{name}: device must be that of hidden, {hidden.device}, got {tensor.device}")
+
+
+def check_parameter(name: str, tensor: object) -> None:
+    """A dense floating-point tensor or parameter that means what it holds."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise TypeError(
+            f"{name}: expected a plain tensor or parameter, got a {type(tensor).__name__}, whose values a "
+            "product may not see as they are; dequantise or merge it, or compute its logits and pass them to "
+            "vocab_parallel_cross_entropy"
+        )
+    if tensor.dtype not in LOGITS_DTYPES or tensor.layout != torch.strided:
+        raise TypeError(
+            f"{name}: dtype must be {_names(LOGITS_DTYPES)}, dense, got {tensor.dtype}, {tensor.layout}; "
+            "a quantised head must be dequantised first"
+        )
+
+
+def check_main_grad(main_grad: object, weight: Tensor) -> None:
+    if not isinstance(main_grad, Tensor):
+        raise TypeError(f"main_grad: expected a torch.Tensor, got {type(main_grad).__name__}")
+    if main_grad.dtype != torch.float32:
+        raise TypeError(f"main_grad: dtype must be float32, got {main_grad.dtype}")
+    if main_grad.shape != weight.shape or main_grad.device != weight.device:
+        raise ValueError(
+            f"main_grad: expected shape {_shape(weight)} on {weight.device}, got {_shape(main_grad)} on "
+            f"{main_grad.device}"
+        )
+    if not main_grad.is_contiguous():
+        raise ValueError(f"main_grad: must be contiguous, got strides {main_grad.stride()}")
+
+
 def check_number(name: str, value: object, *, positive: bool = False, at_most: float = math.inf) -> None:
     """A number of at least 0, or above 0, and at most ``at_most``, that fp32 can hold."""
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -92,15 +158,22 @@ def check_integer(name: str, value: object) -> None:
         raise ValueError(f"{name}: must fit in int64, got {value}")
 
 
+def checked_count(name: str, value: object) -> int:
+    """``value`` as a positive int."""
+    check_integer(name, value)
+    count = int(value)  # type: ignore[call-overload]
+    if count < 1:
+        raise ValueError(f"{name}: must be positive, got {value}")
+    return count
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def check_vocab_size(vocab_size: object) -> None:
-    check_integer("vocab_size", vocab_size)
-    if int(vocab_size) < 1:  # type: ignore[call-overload]
-        raise ValueError(f"vocab_size: must be positive, got {vocab_size}")
+    checked_count("vocab_size", vocab_size)
 
 
 def check_exact_in_fp32(vocab_size: int) -> None:

@@ -177,7 +177,7 @@ def vocab_parallel_cross_entropy(
         shard=shard,
     )
     outputs = run(call, logits, labels)
-    return (outputs.loss, _metrics(call, outputs, labels)) if return_metrics else outputs.loss
+    return (outputs.loss, loss_metrics(call, outputs, labels)) if return_metrics else outputs.loss
 
 
 def run(call: Call, logits: Tensor, labels: Tensor) -> RowOutputs:
@@ -190,7 +190,8 @@ def run(call: Call, logits: Tensor, labels: Tensor) -> RowOutputs:
 
 
 @torch.no_grad()
-def _metrics(call: Call, outputs: RowOutputs, labels: Tensor) -> LossMetrics:
+def loss_metrics(call: Call, outputs: RowOutputs, labels: Tensor) -> LossMetrics:
+    """What was asked for beside the loss, from the outputs of every row."""
     assert outputs.lse is not None and outputs.predictions is not None
     n_valid = (~is_ignored(labels, call.options)).sum()
     is_right = (outputs.predictions == labels) & (outputs.predictions >= 0)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.exchange import all_gather_stats, group_position
+from vocab_parallel_ce.exchange import all_gather_stats, begin_all_gather, group_position
 from vocab_parallel_ce.kernels.blocks import choose_ring
 from vocab_parallel_ce.kernels.layout import VECTOR_BYTES, row_layout, rows_are_disjoint
 from vocab_parallel_ce.selection import Workload, gpu_of, select
@@ -72,6 +72,10 @@ class Call(NamedTuple):
             options=self.options,
         )
         return stats, valid_rows if counts else self.num_items
+
+    def begin_gather(self, stats: Tensor) -> Any:
+        """Begin to fill ``stats [R, N, K]`` with those of all ranks; its wait() must be called."""
+        return begin_all_gather(stats, stats.narrow(0, self.rank, 1), self.group)
 
     def outputs(self, logits: Tensor, labels: Tensor) -> tuple[RowOutputs, Tensor, Tensor | None]:
         """What was asked for, and the statistics and divisor it came from. Reads the logits once."""

@@ -176,10 +176,13 @@ def _warmed_up(bench: Workbench, provider: Provider, timer: Timer, extra: dict[s
 
 def _agreed(reason: str | None, bench: Workbench) -> str | None:
     """The first rank's that has one: a provider is timed on all ranks or on none."""
-    if bench.case.ranks == 1:
-        return reason
-    device = torch.device(bench.device, torch.cuda.current_device()) if bench.device == "cuda" else None
-    return next(filter(None, all_gather_objects(reason, bench.case.group, device)), None)
+    return next(filter(None, of_all_ranks(reason, bench.case.group, bench.device)), None)
+
+
+def of_all_ranks(own: Any, group: Any, device: str) -> list[Any]:
+    """What every rank has, in their order."""
+    place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else None
+    return all_gather_objects(own, group, place)
 
 
 def reason_of(error: Exception) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,15 @@ from bench.cases import Case
 from bench.providers import (
     OUR_PROVIDERS,
     TORCH_PROVIDERS,
+    Loadable,
     Provider,
     Step,
     Traffic,
     fixed,
     through_autograd,
 )
+
+AnyLoadable = TypeVar("AnyLoadable", bound=Loadable[Any])
 
 
 def reduced(losses: Tensor, reduction: str) -> Tensor:
@@ -179,19 +183,23 @@ PROVIDERS = (*OUR_PROVIDERS, *TORCH_PROVIDERS, *OTHER_PROVIDERS)
 
 
 def chosen_providers(names: str | None) -> list[Provider]:
-    """Those of a comma-separated list, in the order of ``PROVIDERS``; ``all`` stands for the default ones.
+    return chosen(names, PROVIDERS)
+
+
+def chosen(names: str | None, known: Sequence[AnyLoadable]) -> list[AnyLoadable]:
+    """Those of a comma-separated list, in the order of ``known``; ``all`` stands for the default ones.
 
     Raises:
         ValueError: a name is unknown.
     """
-    by_name = {provider.name: provider for provider in PROVIDERS}
+    by_name = {provider.name: provider for provider in known}
     wanted: set[str] = set()
     for name in (names or "all").split(","):
         name = name.strip()
         if name == "all":
-            wanted |= {provider.name for provider in PROVIDERS if provider.is_default}
+            wanted |= {provider.name for provider in known if provider.is_default}
         elif name in by_name:
             wanted.add(name)
         else:
             raise ValueError(f"providers: expected all or some of {', '.join(by_name)}, got {name!r}")
-    return [provider for provider in PROVIDERS if provider.name in wanted]
+    return [provider for provider in known if provider.name in wanted]

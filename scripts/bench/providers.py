@@ -12,7 +12,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from vocab_parallel_ce import pipeline, selection, vocab_parallel_cross_entropy
 
 OURS = "vocab_parallel_ce"
 Step = Callable[[Tensor, Tensor, str, Any], tuple[Tensor, Tensor]]
+AnyStep = TypeVar("AnyStep")
 
 
 class Traffic(NamedTuple):
@@ -60,8 +61,48 @@ def no_limits(case: Case, reduction: str) -> str | None:
     return None
 
 
+class Loadable(Generic[AnyStep]):
+    """Is imported by ``load`` when it is first used, and says why where it cannot be; a dataclass's base."""
+
+    name: str
+    load: Callable[[], AnyStep]
+    package: str
+    distribution: str
+    of_one_rank: bool
+    of_several: bool
+    is_default: bool
+    _loaded: dict[str, Any]
+
+    def available(self, ranks: int) -> str | None:
+        """Why it cannot be timed on this host with this number of ranks, or None."""
+        if ranks > 1 and not self.of_several:
+            return "needs the whole vocabulary on one rank"
+        if ranks == 1 and not self.of_one_rank:
+            return "needs several ranks"
+        try:
+            self.step()
+        except ImportError as error:
+            return f"not installed: {first_line(error)}"
+        except Exception as error:  # of another project's import: any, and it is reported
+            return f"cannot be imported: {type(error).__name__}: {first_line(error)}"
+        return None
+
+    def step(self) -> AnyStep:
+        if "step" not in self._loaded:
+            self._loaded["step"] = self.load()
+        step: AnyStep = self._loaded["step"]
+        return step
+
+    @property
+    def version(self) -> str:
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return str(getattr(importlib.import_module(self.package), "__version__", "unknown"))
+
+
 @dataclass(frozen=True)
-class Provider:
+class Provider(Loadable[Step]):
     """One way to compute the loss.
 
     ``load`` imports what it needs and returns the step. ``traffic`` is of (case, reduction).
@@ -83,38 +124,11 @@ class Provider:
     is_default: bool = True
     _loaded: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def available(self, ranks: int) -> str | None:
-        """Why it cannot be timed on this host with this number of ranks, or None."""
-        if ranks > 1 and not self.of_several:
-            return "needs the whole vocabulary on one rank"
-        if ranks == 1 and not self.of_one_rank:
-            return "needs several ranks"
-        try:
-            self.step()
-        except ImportError as error:
-            return f"not installed: {first_line(error)}"
-        except Exception as error:  # of another project's import: any, and it is reported
-            return f"cannot be imported: {type(error).__name__}: {first_line(error)}"
-        return None
-
-    def step(self) -> Step:
-        if "step" not in self._loaded:
-            self._loaded["step"] = self.load()
-        step: Step = self._loaded["step"]
-        return step
-
     def call(self, logits: Tensor, labels: Tensor, reduction: str, group: Any) -> tuple[Tensor, Tensor]:
         return self.step()(logits, labels, reduction, group)
 
     def refuses(self, case: Case, reduction: str) -> str | None:
         return self.limits(case, reduction)
-
-    @property
-    def version(self) -> str:
-        try:
-            return importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return str(getattr(importlib.import_module(self.package), "__version__", "unknown"))
 
 
 def first_line(error: BaseException) -> str:

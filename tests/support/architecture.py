@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 PACKAGE = "vocab_parallel_ce"
 LAYERS = (
-    {"spec", "shard", "checks"},
-    {"selection", "kernels", "exchange", "reference"},
-    {"pipeline"},
+    {"spec", "shard", "checks", "head"},
+    {"selection", "kernels", "exchange", "reference", "chunks"},
+    {"pipeline", "tokens"},
+    {"linear_pipeline"},
     {"cross_entropy", "linear_cross_entropy"},
     {"te_compat", "modules", "log_probs", "verify"},
     {"__init__"},

@@ -1,0 +1,267 @@
+"""A head and its loss chunk by chunk: the loops over chunks, without and with gradients.
+
+    hidden [n, D] -> logits [n, C] in a buffer that all chunks share -> statistics -> exchange
+                  -> loss, gradient over the buffer -> d hidden [n, D], d weight [C, D] += ...
+
+A chunk's statistics travel in two parts, each while the other is worked on; its ``d hidden`` is summed over
+the ranks while ``d weight`` and the next chunk's logits are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce.chunks import parts_of
+from vocab_parallel_ce.exchange import all_gather_stats
+from vocab_parallel_ce.head import WeightGradient, write_logits
+from vocab_parallel_ce.pipeline import Call
+from vocab_parallel_ce.spec import RowOutputs
+from vocab_parallel_ce.tokens import Order, Tokens
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+OF_NO_TOKEN = (0.0, 0.0, 0.0, -1)  # the outputs of an ignored row
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call; labels of every place, the others as the caller has them."""
+
+    hidden: Tensor  # [N, D], with sequence parallelism [N / R, D]
+    weight: Tensor  # [C, D]
+    bias: Tensor | None  # [C]
+    labels: Tensor  # [M]
+
+
+class LinearCall(NamedTuple):
+    """One validated call: the loss of a chunk's logits, and how hidden states and weight take part."""
+
+    call: Call  # of a sum or of none; a mean is a sum that is divided by the tokens that count
+    dtype: torch.dtype  # of the products and the logits
+    chunks: tuple[tuple[int, int], ...]  # places
+    order: Order | None  # of the tokens at the places, where it is not their own
+    sequence_parallel: bool
+    reduces: bool
+    main_grad: Tensor | None
+    parameter: Tensor  # the weight as the caller has it
+
+    def outputs(self, inputs: Inputs) -> RowOutputs:
+        """Unfilled, a value for each place."""
+        options = self.call.options
+        loss = inputs.hidden.new_empty(inputs.labels.shape[0], dtype=torch.float32)
+        return RowOutputs(
+            loss,
+            torch.empty_like(loss) if options.entropy else None,
+            torch.empty_like(loss) if options.predictions else None,
+            torch.empty_like(loss, dtype=torch.int64) if options.predictions else None,
+        )
+
+    def finished(self, outputs: RowOutputs) -> RowOutputs:
+        """In the order of the tokens; a reduced loss summed."""
+        if self.call.reduction != "none":
+            outputs = outputs._replace(loss=outputs.loss.sum())
+        order = self.order
+        if order is None:
+            return outputs
+        loss, *others = (
+            values if values is None or values.dim() == 0 else order.put_back(values, nothing)
+            for values, nothing in zip(outputs, OF_NO_TOKEN, strict=True)
+        )
+        assert loss is not None
+        return RowOutputs(loss, *others)
+
+
+class Chunks:
+    """The chunks of a call one after the other, and what is wanted of their gradients.
+
+    ``wanted`` says it of hidden, weight and bias. ``main_grad``, where given, is added to by the weight's.
+    """
+
+    def __init__(
+        self,
+        linear: LinearCall,
+        inputs: Inputs,
+        wanted: tuple[bool, bool, bool] = (False, False, False),
+        main_grad: Tensor | None = None,
+    ) -> None:
+        self.linear = linear
+        self.inputs = inputs
+        call, (hidden, weight, bias, _) = linear.call, inputs
+        self.weight = weight.to(linear.dtype)
+        self.bias = None if bias is None else bias.to(linear.dtype)
+        self.tokens = Tokens(
+            hidden,
+            linear.dtype,
+            order=linear.order,
+            group=call.group,
+            n_ranks=call.n_ranks,
+            sequence_parallel=linear.sequence_parallel,
+            reduces=linear.reduces,
+        )
+        longest = max((stop - start for start, stop in linear.chunks), default=0)
+        self.buffer: Tensor | None = self.weight.new_empty(longest, weight.shape[0])
+        self.wants_hidden = wanted[0]
+        self.of_weight: WeightGradient | None = None
+        if wanted[1]:
+            # What main_grad is to receive later stays fp32 until then.
+            dtype = weight.dtype if linear.main_grad is None else torch.float32
+            self.of_weight = WeightGradient(
+                self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad
+            )
+        self.of_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+        """Places and hidden states of every chunk, with the next chunk's on their way."""
+        chunks = self.linear.chunks
+        self.tokens.prefetch(*chunks[:1])
+        for index, (start, stop) in enumerate(chunks):
+            rows = self.tokens.rows(start, stop)
+            self.tokens.prefetch(*chunks[index + 1 : index + 2])
+            yield slice(start, stop), rows
+
+    def logits(self, rows: Tensor, first: int = 0) -> Tensor:
+        """Logits of hidden states, in the buffer from its row ``first``."""
+        assert self.buffer is not None
+        logits = self.buffer[first : first + rows.shape[0]]
+        write_logits(rows, self.weight, self.bias, logits)
+        return logits
+
+    def add_gradients(self, grad_logits: Tensor, rows: Tensor, places: slice) -> None:
+        """Those of one chunk. That of hidden comes first: it travels while the others are computed."""
+        if self.wants_hidden:
+            self.tokens.add_gradient(grad_logits, self.weight, places.start, places.stop)
+        if self.of_weight is not None:
+            self.of_weight.add(grad_logits, rows)
+        if self.of_bias is not None:
+            self.of_bias += grad_logits.sum(0, dtype=torch.float32)
+
+    def gradients(self) -> Gradients:
+        """Of all chunks, each in its own tensor's dtype. There are no logits after it."""
+        self.buffer = None
+        bias = self.inputs.bias
+        return (
+            self.tokens.gradient() if self.wants_hidden else None,
+            None if self.of_weight is None else self.of_weight.rounded(),
+            None if self.of_bias is None or bias is None else self.of_bias.to(bias.dtype),
+        )
+
+
+def forward(linear: LinearCall, inputs: Inputs) -> tuple[RowOutputs, Tensor]:
+    """Outputs of every place, and the ``[R, M, K]`` statistics of all ranks.
+
+    Collectives: one all_gather of statistics; with sequence parallelism one of hidden states a chunk.
+    """
+    call, labels = linear.call, inputs.labels
+    outputs, chunks = linear.outputs(inputs), Chunks(linear, inputs)
+    shape = (call.n_ranks, labels.shape[0], len(call.options.statistics))
+    stats = inputs.hidden.new_empty(shape, dtype=torch.float32)
+    own = stats[call.rank : call.rank + 1]
+    for places, rows in chunks:
+        call.launchers.online_softmax(
+            chunks.logits(rows),
+            labels[places],
+            own[:, places],
+            0,
+            None,
+            shard=call.shard,
+            options=call.options,
+        )
+    all_gather_stats(stats, call.rank, call.group)
+    call.launchers.row_outputs(stats, labels, call.num_items, outputs, shard=call.shard, options=call.options)
+    return outputs, stats
+
+
+def forward_with_gradients(
+    linear: LinearCall, inputs: Inputs, wanted: tuple[bool, bool, bool]
+) -> tuple[RowOutputs, Gradients]:
+    """Outputs of every place, and the gradients of the sum of the losses.
+
+    Collectives: one or two all_gathers of statistics a chunk, and those of ``tokens``.
+    """
+    outputs, chunks = linear.outputs(inputs), Chunks(linear, inputs, wanted)
+    for places, rows in chunks:
+        _fill_chunk(linear, chunks, inputs.labels[places], rows, _at(outputs, places), places)
+    return outputs, chunks.gradients()
+
+
+def _fill_chunk(
+    linear: LinearCall, chunks: Chunks, labels: Tensor, rows: Tensor, outputs: RowOutputs, places: slice
+) -> None:
+    """One chunk's outputs, and its share of the gradients."""
+    call, parts = linear.call, []
+    for first, last in parts_of(rows.shape[0], call.n_ranks):
+        logits = chunks.logits(rows[first:last], first)
+        of_part = logits, labels[first:last], _at(outputs, slice(first, last))
+        if call.n_ranks == 1:
+            call.fill(*of_part)
+        else:
+            stats, divisor = call.local_statistics(*of_part[:2])
+            parts.append((call.begin_gather(stats), stats, divisor, of_part))
+    for arrival, stats, divisor, of_part in parts:
+        arrival.wait()
+        call.fill_from(stats, divisor, *of_part)
+    assert chunks.buffer is not None
+    chunks.add_gradients(chunks.buffer[: rows.shape[0]], rows, places)
+
+
+def backward(
+    linear: LinearCall,
+    inputs: Inputs,
+    stats: Tensor,
+    wanted: tuple[bool, bool, bool],
+    grad_loss: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Gradients:
+    """The gradients, from logits that are computed again and the statistics of :func:`forward`."""
+    call, labels = linear.call, inputs.labels
+    upstream = _at_places(linear, grad_loss, labels)
+    if upstream is None:
+        upstream = stats.new_zeros(1).expand(labels.shape[0])
+    of_entropy = _at_places(linear, grad_entropy, labels)
+    chunks = Chunks(linear, inputs, wanted, linear.main_grad)
+    for places, rows in chunks:
+        logits = chunks.logits(rows)
+        call.write_gradient(
+            logits,
+            labels[places],
+            stats[:, places].contiguous(),
+            call.num_items,
+            into=logits,
+            upstream=upstream[places],
+            entropy_upstream=None if of_entropy is None else of_entropy[places],
+        )
+        chunks.add_gradients(logits, rows, places)
+        del logits
+    return chunks.gradients()
+
+
+def scaled(linear: LinearCall, gradients: Gradients, upstream: Tensor) -> Gradients:
+    """The gradients of a reduced loss times its upstream gradient; those of hidden and weight in place."""
+    of_hidden, of_weight, of_bias = (None if grad is None else grad.detach() for grad in gradients)
+    factor = upstream.reshape(1)
+    multiply = linear.call.launchers.element_mul
+    if of_hidden is not None:
+        multiply(of_hidden, factor.expand(of_hidden.shape[0]))
+    if of_weight is not None and linear.main_grad is not None:
+        linear.main_grad.addcmul_(of_weight, factor)
+    elif of_weight is not None:
+        multiply(of_weight, factor.expand(of_weight.shape[0]))
+    return of_hidden, of_weight, None if of_bias is None else (of_bias * factor).to(of_bias.dtype)
+
+
+def _at(outputs: RowOutputs, places: slice) -> RowOutputs:
+    loss, *others = (None if values is None else values[places] for values in outputs)
+    assert loss is not None
+    return RowOutputs(loss, *others)
+
+
+def _at_places(linear: LinearCall, upstream: Tensor | None, labels: Tensor) -> Tensor | None:
+    """``[M]``: an upstream gradient of one element for all, or of one for each token."""
+    if upstream is None:
+        return None
+    if upstream.dim() == 0:
+        return upstream.reshape(1).expand(labels.shape[0])
+    upstream = upstream.reshape(-1)
+    return upstream if linear.order is None else linear.order.take(upstream, 0.0)
