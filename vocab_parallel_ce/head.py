@@ -21,6 +21,14 @@ def write_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tenso
         torch.addmm(bias, hidden, weight.t(), out=out)
 
 
+def write_hidden_gradient(grad_logits: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Fill ``out [n, D]``, of any dtype, from ``grad_logits [n, C]`` and ``weight [C, D]``, of one dtype."""
+    if out.dtype == weight.dtype:
+        torch.mm(grad_logits, weight, out=out)
+    else:
+        out.copy_(torch.mm(grad_logits, weight))
+
+
 class WeightGradient:
     """Gradients of ``weight [C, D]`` and ``bias [C]``, of dtype ``dtype``, over ``n_chunks`` chunks.
 
@@ -31,12 +39,11 @@ class WeightGradient:
     def __init__(
         self, weight: Tensor, *, dtype: torch.dtype, n_chunks: int, main_grad: Tensor | None = None
     ) -> None:
-        self.dtype = torch.float32 if main_grad is not None else dtype
-        sums = n_chunks != 1 or self.dtype == torch.float32 or main_grad is not None
-        self.total = weight.new_empty(weight.shape, dtype=torch.float32 if sums else dtype)
+        self.dtype = dtype if main_grad is None else torch.float32
         self.is_empty = main_grad is None
-        if main_grad is not None:
-            self.total = main_grad
+        if main_grad is None:
+            main_grad = weight.new_empty(weight.shape, dtype=dtype if n_chunks == 1 else torch.float32)
+        self.total = main_grad
 
     def add(self, grad: Tensor, hidden: Tensor) -> None:
         """``grad [n, C]`` and ``hidden [n, D]`` of one chunk, of one dtype."""

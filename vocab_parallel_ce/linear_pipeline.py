@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.chunks import parts_of
 from vocab_parallel_ce.exchange import all_gather_stats
-from vocab_parallel_ce.head import WeightGradient, write_logits
+from vocab_parallel_ce.head import WeightGradient, write_hidden_gradient, write_logits
 from vocab_parallel_ce.pipeline import Call
 from vocab_parallel_ce.spec import RowOutputs
 from vocab_parallel_ce.tokens import Order, Tokens
@@ -128,10 +128,21 @@ class Chunks:
         write_logits(rows, self.weight, self.bias, logits)
         return logits
 
-    def add_gradients(self, grad_logits: Tensor, rows: Tensor, places: slice) -> None:
-        """Those of one chunk. That of hidden comes first: it travels while the others are computed."""
-        if self.wants_hidden:
-            self.tokens.add_gradient(grad_logits, self.weight, places.start, places.stop)
+    def add_gradients(self, parts: Iterator[tuple[int, Tensor]], rows: Tensor, places: slice) -> None:
+        """Those of one chunk, whose parts have the gradients of their logits when they are asked for.
+
+        Each is ``(first row in the chunk, gradient of logits)``. The gradient of hidden comes first: it
+        travels while that of the weight is computed.
+        """
+        assert self.buffer is not None
+        of_rows = self.tokens.rows_of_gradient(places.start, places.stop) if self.wants_hidden else None
+        for first, grad_logits in parts:
+            if of_rows is not None:
+                out = of_rows[first : first + grad_logits.shape[0]]
+                write_hidden_gradient(grad_logits, self.weight, out)
+        if of_rows is not None:
+            self.tokens.reduce(places.start, places.stop, of_rows)
+        grad_logits = self.buffer[: rows.shape[0]]
         if self.of_weight is not None:
             self.of_weight.add(grad_logits, rows)
         if self.of_bias is not None:
@@ -182,28 +193,29 @@ def forward_with_gradients(
     """
     outputs, chunks = linear.outputs(inputs), Chunks(linear, inputs, wanted)
     for places, rows in chunks:
-        _fill_chunk(linear, chunks, inputs.labels[places], rows, _at(outputs, places), places)
+        parts = _filled_parts(linear, chunks, inputs.labels[places], rows, _at(outputs, places))
+        chunks.add_gradients(parts, rows, places)
     return outputs, chunks.gradients()
 
 
-def _fill_chunk(
-    linear: LinearCall, chunks: Chunks, labels: Tensor, rows: Tensor, outputs: RowOutputs, places: slice
-) -> None:
-    """One chunk's outputs, and its share of the gradients."""
-    call, parts = linear.call, []
+def _filled_parts(
+    linear: LinearCall, chunks: Chunks, labels: Tensor, rows: Tensor, outputs: RowOutputs
+) -> Iterator[tuple[int, Tensor]]:
+    """The parts of a chunk when their outputs and the gradients of their logits are there."""
+    call, sent = linear.call, []
     for first, last in parts_of(rows.shape[0], call.n_ranks):
         logits = chunks.logits(rows[first:last], first)
-        of_part = logits, labels[first:last], _at(outputs, slice(first, last))
+        part = logits, labels[first:last], _at(outputs, slice(first, last))
         if call.n_ranks == 1:
-            call.fill(*of_part)
+            call.fill(*part)
+            yield first, logits
         else:
-            stats, divisor = call.local_statistics(*of_part[:2])
-            parts.append((call.begin_gather(stats), stats, divisor, of_part))
-    for arrival, stats, divisor, of_part in parts:
+            stats, divisor = call.local_statistics(*part[:2])
+            sent.append((first, call.begin_gather(stats), stats, divisor, part))
+    for first, arrival, stats, divisor, part in sent:
         arrival.wait()
-        call.fill_from(stats, divisor, *of_part)
-    assert chunks.buffer is not None
-    chunks.add_gradients(chunks.buffer[: rows.shape[0]], rows, places)
+        call.fill_from(stats, divisor, *part)
+        yield first, part[0]
 
 
 def backward(
@@ -232,7 +244,7 @@ def backward(
             upstream=upstream[places],
             entropy_upstream=None if of_entropy is None else of_entropy[places],
         )
-        chunks.add_gradients(logits, rows, places)
+        chunks.add_gradients(iter([(0, logits)]), rows, places)
         del logits
     return chunks.gradients()
 

@@ -100,28 +100,28 @@ class Tokens:
         taken = self.order.taken[start:stop].clamp(max=self.hidden.shape[0] - 1)
         return self.hidden.index_select(0, taken).to(self.dtype)
 
-    def add_gradient(self, grad_logits: Tensor, weight: Tensor, start: int, stop: int) -> None:
-        """``grad_logits [n, C]`` of the places ``[start, stop)``, through ``weight [C, D]``."""
-        if self.grad is None:
-            n_rows = self.hidden.shape[0]
-            if self.order is not None and not self.sequence_parallel:
-                n_rows = self.order.taken.shape[0]
-            self.grad = self.hidden.new_empty(n_rows, self.hidden.shape[1])
+    def rows_of_gradient(self, start: int, stop: int) -> Tensor:
+        """Memory for the gradient of the places ``[start, stop)``, in the dtype of ``hidden``."""
+        n_features = self.hidden.shape[1]
         if self.sequence_parallel:
+            return self.hidden.new_empty(stop - start, n_features)
+        if self.grad is None:
+            n_rows = self.hidden.shape[0] if self.order is None else self.order.taken.shape[0]
+            self.grad = self.hidden.new_empty(n_rows, n_features)
+        return self.grad[start:stop]
+
+    def reduce(self, start: int, stop: int, rows: Tensor) -> None:
+        """Begin to sum over the ranks what :meth:`rows_of_gradient` gave and was filled."""
+        if self.sequence_parallel:
+            if self.grad is None:
+                self.grad = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
             own = self.grad[start // self.n_ranks : stop // self.n_ranks]
-            summed = torch.mm(grad_logits, weight).to(self.grad.dtype)
-            self.pending.append((begin_reduce_scatter(own, summed, self.group), summed))
-            return
-        rows = self.grad[start:stop]
-        if self.grad.dtype == self.dtype:
-            torch.mm(grad_logits, weight, out=rows)
-        else:
-            rows.copy_(torch.mm(grad_logits, weight))
-        if self.reduces:
+            self.pending.append((begin_reduce_scatter(own, rows, self.group), rows))
+        elif self.reduces:
             self.pending.append((begin_all_reduce(rows, self.group), rows))
 
     def gradient(self) -> Tensor:
-        """What was added, when it has arrived; 0 for tokens that were left out."""
+        """That of all chunks, when it has arrived; 0 for tokens that were left out."""
         for work, _ in self.pending:
             work.wait()
         self.pending.clear()
