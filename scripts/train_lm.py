@@ -5,8 +5,9 @@
 
 Regime: fp32, tensor parallelism over the vocabulary alone, the same batch on all ranks. The text is
 the running Python's own standard library. The first run takes its loss from `[tokens, V/R]` logits
-with `vocab_parallel_cross_entropy`. The second, on rank 0, starts from the same weights, sees the same
-batches and takes its loss from all V columns with `torch.nn.functional.cross_entropy`.
+with `vocab_parallel_cross_entropy`, or with `--loss linear` from the hidden states and the sharded head
+with `linear_cross_entropy`, which has no logits. The second, on rank 0, starts from the same weights, sees
+the same batches and takes its loss from all V columns with `torch.nn.functional.cross_entropy`.
 
 Writes `train_lm.png` (both loss curves and their difference) and `train_lm.json` (the summary and the
 curves) under `--out`. The last line of stdout is the summary as one JSON object. Exits non-zero when
@@ -26,17 +27,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 try:
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
     from lm.data import IGNORE_INDEX, TokenIds, load_token_ids
+    from lm.model import LanguageModel
     from lm.training import Run, Settings, equal_on_all_ranks, train
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from vocab_parallel_ce import vocab_parallel_cross_entropy
+    from vocab_parallel_ce import linear_cross_entropy, vocab_parallel_cross_entropy
     from vocab_parallel_ce.selection import select, triton_version
 except ModuleNotFoundError as error:
     raise SystemExit(
@@ -46,6 +49,8 @@ except ModuleNotFoundError as error:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 8192
+
+LOSSES = {"logits": "vocab_parallel_cross_entropy", "linear": "linear_cross_entropy"}
 
 SMOKE_CORPUS_CHARACTERS = 1_500_000
 SMOKE = Settings(VOCAB_SIZE, 96, 2, 3, 128, 8, 30, 3e-3)
@@ -89,6 +94,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--smoke", action="store_true", help="under a minute on 2 CPU cores")
+    parser.add_argument("--loss", choices=tuple(LOSSES), default="logits", help="of the sharded run")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--steps", type=positive_int)
     parser.add_argument("--batch-size", type=positive_int, help="sequences a step")
@@ -160,12 +166,12 @@ def load_on_all_ranks(
     return TokenIds(*(part.to(place.device) for part in ids))
 
 
-def draw(sharded: Run, unsharded: Run, limit: float, title: str, unit: str, path: Path) -> None:
+def draw(sharded: Run, unsharded: Run, loss: str, limit: float, title: str, unit: str, path: Path) -> None:
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     steps = range(1, len(sharded.losses) + 1)
     for run, label, style in (
-        (sharded, "sharded, vocab_parallel_cross_entropy", {"color": "tab:blue", "linewidth": 3.0}),
+        (sharded, f"sharded, {loss}", {"color": "tab:blue", "linewidth": 3.0}),
         (unsharded, "unsharded, torch cross_entropy", {"color": "black", "linestyle": "--"}),
     ):
         text = f"{label}: {run.tokens_per_second:,.0f} tokens/s, held-out {run.held_out_loss:.3f}"
@@ -209,6 +215,7 @@ def report(
     draw(
         sharded,
         unsharded,
+        LOSSES[arguments.loss],
         arguments.max_difference,
         f"Decoder-only language model, {unsharded.parameters / 1e6:.1f} M parameters, fp32\n"
         f"vocabulary {VOCAB_SIZE} over {place}",
@@ -229,6 +236,7 @@ def report(
             )
     summary = {
         "job": "train_lm",
+        "loss": LOSSES[arguments.loss],
         "passed": not failures,
         "largest_loss_difference": largest,
         "largest_loss_difference_step": differences.index(largest) + 1,
@@ -294,18 +302,22 @@ def main() -> int:
     with process_group(place) as group:
         ids = load_on_all_ranks(arguments, settings, place, group)
 
-        def sharded_loss(logits: Tensor, labels: Tensor) -> Tensor:
-            return vocab_parallel_cross_entropy(
-                logits, labels, group=group, ignore_index=IGNORE_INDEX, vocab_size=VOCAB_SIZE
-            )
+        def sharded_loss(model: LanguageModel, ids: Tensor, labels: Tensor) -> Tensor:
+            options: dict[str, Any] = {"group": group, "ignore_index": IGNORE_INDEX, "vocab_size": VOCAB_SIZE}
+            if arguments.loss == "linear":
+                head = model.vocabulary.weight
+                loss: Tensor = linear_cross_entropy(model.hidden(ids), head, labels, **options)
+            else:
+                loss = vocab_parallel_cross_entropy(model(ids), labels, **options)
+            return loss
 
         sharded = train("sharded", settings, arguments.seed, ids, sharded_loss, group, show)
         equal = equal_on_all_ranks(sharded, place.device, group)
     if place.rank != 0:
         return 0
 
-    def unsharded_loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+    def unsharded_loss(model: LanguageModel, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
     unsharded = train("unsharded", settings, arguments.seed, ids, unsharded_loss, None, show)
     seconds = time.perf_counter() - begun

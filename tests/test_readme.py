@@ -23,7 +23,7 @@ OPTION_LINES = [
 
 def test_examples_in_their_order():
     names: dict[str, object] = {}
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
     for example in EXAMPLES:
         exec(example, names)
 

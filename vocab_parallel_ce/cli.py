@@ -9,6 +9,7 @@ import sys
 import torch
 
 import vocab_parallel_ce
+from vocab_parallel_ce.chunks import choose_chunk_tokens
 from vocab_parallel_ce.selection import (
     IMPLEMENTATIONS,
     Workload,
@@ -20,6 +21,9 @@ from vocab_parallel_ce.selection import (
 
 # Of a mean on one rank, over rows that suit it.
 FOR_ONE_LAUNCH = Workload(1, "in_forward", (), whole_vectors=True, fits=True)
+
+# Tokens, hidden size and a rank's columns: a model of 8 B parameters on one rank and on four.
+HEADS = ((4096, 4096, 128256), (32768, 4096, 128256), (16384, 4096, 32064))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,6 +60,13 @@ def doctor_lines() -> list[str]:
     for device in devices:
         for requested in ("auto", *IMPLEMENTATIONS):
             lines.append(f"{device}, impl={requested!r}: {_outcome(device, requested)}")
+    for n_tokens, hidden_size, n_columns in HEADS:
+        chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, torch.bfloat16.itemsize)
+        gigabytes = chunk * n_columns * torch.bfloat16.itemsize / 2**30
+        lines.append(
+            f"linear_cross_entropy, {n_tokens} tokens x {hidden_size} by {n_columns} columns of bf16: "
+            f"chunks of {chunk} tokens, {gigabytes:.2f} GiB of logits"
+        )
     return lines
 
 

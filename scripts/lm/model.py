@@ -146,10 +146,15 @@ class LanguageModel(nn.Module):
         self.register_buffer("rotation", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
+        return self.vocabulary.logits(self.hidden(ids))
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """The head's input, `[B, T, D]`, the same on all ranks. Its gradient must come summed over them."""
         hidden = self.vocabulary.embed(ids)
         for block in self.blocks:
             hidden = block(hidden, self.rotation)
-        return self.vocabulary.logits(self.norm(hidden))
+        normed: Tensor = self.norm(hidden)
+        return normed
 
     @torch.no_grad()
     def clip_gradient(self, max_norm: float) -> None:

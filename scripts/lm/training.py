@@ -22,7 +22,7 @@ WARM_UP_SHARE = 0.3
 MAX_GRADIENT_NORM = 1.0
 # The first steps compile kernels and fill allocators; tokens/s leaves them out.
 UNTIMED_STEPS = 3
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[LanguageModel, Tensor, Tensor], Tensor]  # of token ids and labels
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def train(
         offsets = random_offsets(ids.train, length, batch_size, generator)
         inputs, labels = windows(ids.train, offsets, length)
         ignored += (labels == IGNORE_INDEX).sum()
-        loss = loss_function(model(inputs), labels)
+        loss = loss_function(model, inputs, labels)
         optimizer.zero_grad()
         loss.backward()
         model.clip_gradient(MAX_GRADIENT_NORM)
@@ -124,7 +124,7 @@ def train(
     with torch.no_grad():
         offsets = even_offsets(ids.held_out, length, HELD_OUT_BATCHES * batch_size)
         batches = [windows(ids.held_out, part, length) for part in offsets.split(batch_size)]
-        held_out = torch.stack([loss_function(model(inputs), labels) for inputs, labels in batches])
+        held_out = torch.stack([loss_function(model, inputs, labels) for inputs, labels in batches])
     curve = torch.stack(losses).tolist()
     for step, value in enumerate(curve, 1):
         if not math.isfinite(value):
