@@ -7,7 +7,7 @@ are in ``linear_pipeline``, the size of a chunk in ``chunks``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.chunks import chunk_of, chunks_of
 from vocab_parallel_ce.cross_entropy import DOUBLE_BACKWARD, loss_metrics, outside_graphs
 from vocab_parallel_ce.exchange import group_position, local_rows
+from vocab_parallel_ce.kernels.layout import VECTOR_BYTES
 from vocab_parallel_ce.linear_pipeline import (
     Inputs,
     LinearCall,
@@ -24,13 +25,26 @@ from vocab_parallel_ce.linear_pipeline import (
     forward_with_gradients,
     scaled,
 )
-from vocab_parallel_ce.pipeline import Call, as_divisor, flat, given_shard, settle
+from vocab_parallel_ce.pipeline import Call, as_divisor, flat, settle, shard_of_logits
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import RowOutputs, is_ignored
-from vocab_parallel_ce.tokens import order_of_ranks, order_of_valid
+from vocab_parallel_ce.tokens import Order, order_of_ranks, order_of_valid
 
 GRADIENTS = ("auto", "in_forward", "in_backward")
 MOST_KEPT = 0.9  # share of tokens that are not ignored, above which leaving out the others does not pay
+
+
+class HeadOptions(NamedTuple):
+    """What a call says of the head, beside the options of the loss."""
+
+    sequence_parallel: bool = False
+    reduce_hidden_grad: bool = True
+    main_grad: Tensor | None = None
+    valid_tokens: int | None = None
+    chunk_tokens: int | str = "auto"
+    memory_budget: int | None = None
+
+
 SECOND_BACKWARD = (
     "linear cross-entropy: backward ran a second time, but the first has handed its gradients on; ask for "
     "gradient='in_backward' to run backward again"
@@ -89,7 +103,8 @@ def linear_cross_entropy(
             backward computes the logits again, and may run again. ``"auto"``: in_forward for mean and sum
             of bf16 and fp32, otherwise in_backward.
         sequence_parallel: ``hidden`` is this rank's part along its first dimension, ``labels`` are of all
-            tokens. The gradient of ``hidden`` arrives summed, this rank's part.
+            tokens; a group is needed, if of one rank. The gradient of ``hidden`` arrives summed, this
+            rank's part.
         reduce_hidden_grad: False leaves the gradient of ``hidden`` this rank's share of the sum.
         main_grad: ``[C, D]`` fp32, contiguous: the gradient of ``weight`` is added to it by backward, and
             ``weight`` gets none (Megatron-LM's ``gradient_accumulation_fusion``; the parameter's
@@ -119,6 +134,9 @@ def linear_cross_entropy(
         labels,
         bias,
         num_items,
+        HeadOptions(
+            sequence_parallel, reduce_hidden_grad, main_grad, valid_tokens, chunk_tokens, memory_budget
+        ),
         group=group,
         reduction=reduction,
         gradient=gradient,
@@ -126,12 +144,6 @@ def linear_cross_entropy(
         check_labels=check_labels,
         vocab_size=vocab_size,
         shard=shard,
-        sequence_parallel=sequence_parallel,
-        reduce_hidden_grad=reduce_hidden_grad,
-        main_grad=main_grad,
-        valid_tokens=valid_tokens,
-        chunk_tokens=chunk_tokens,
-        memory_budget=memory_budget,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         smoothing_formula=smoothing_formula,
@@ -188,6 +200,7 @@ def linear_token_log_probs(
         labels,
         bias,
         None,
+        HeadOptions(sequence_parallel, reduce_hidden_grad, main_grad, None, chunk_tokens, memory_budget),
         group=group,
         reduction="none",
         gradient="in_backward",
@@ -195,12 +208,6 @@ def linear_token_log_probs(
         check_labels=check_labels,
         vocab_size=vocab_size,
         shard=shard,
-        sequence_parallel=sequence_parallel,
-        reduce_hidden_grad=reduce_hidden_grad,
-        main_grad=main_grad,
-        valid_tokens=None,
-        chunk_tokens=chunk_tokens,
-        memory_budget=memory_budget,
         ignore_index=ignore_index,
         softcap=softcap,
         logit_scale=logit_scale,
@@ -217,90 +224,11 @@ def _run(
     labels: Tensor,
     bias: Tensor | None,
     num_items: int | Tensor | None,
-    *,
-    group: Any,
-    reduction: str,
-    gradient: str,
-    impl: str,
-    check_labels: bool,
-    vocab_size: int | None,
-    shard: VocabShard | None,
-    sequence_parallel: bool,
-    reduce_hidden_grad: bool,
-    main_grad: Tensor | None,
-    valid_tokens: int | None,
-    chunk_tokens: int | str,
-    memory_budget: int | None,
+    head: HeadOptions,
     **options: Any,
 ) -> tuple[RowOutputs, Call]:
     """Check everything, then run, under autograd where something needs a gradient."""
-    checks.check_hidden(hidden)
-    checks.check_tensor("labels", labels)
-    checks.check_choice("reduction", reduction, checks.REDUCTIONS)
-    checks.check_choice("gradient", gradient, GRADIENTS)
-    checks.check_bool("sequence_parallel", sequence_parallel)
-    checks.check_bool("reduce_hidden_grad", reduce_hidden_grad)
-    if gradient == "in_forward" and reduction == "none":
-        raise ValueError(
-            "gradient: 'in_forward' cannot know the upstream gradients of reduction 'none', got both; "
-            "use 'in_backward'"
-        )
-    parameter, is_cut = weight, hasattr(weight, "placements")
-    if is_cut:
-        if vocab_size is None and shard is None:
-            vocab_size = weight.shape[0]
-        weight, group = local_rows(weight, group)
-    rank, n_ranks = group_position(group)
-    dtype = _compute_dtype(hidden)
-    checks.check_head(weight, bias, hidden, None if dtype != hidden.dtype or _autocasts(hidden) else dtype)
-    if main_grad is not None:
-        checks.check_main_grad(main_grad, weight)
-    _check_tokens(hidden, labels, n_ranks, sequence_parallel, reduce_hidden_grad, valid_tokens)
-    if shard is not None:
-        shard = given_shard(shard, vocab_size, None, n_ranks)
-    n_columns, n_tokens = weight.shape[0], labels.numel()
-    whole_vectors = n_columns * dtype.itemsize % 16 == 0
-    settled = settle(
-        *(dtype, n_columns, torch.strided, hidden.device, labels.dtype, labels.device),
-        *(rank, n_ranks, vocab_size, shard),
-        *("none" if reduction == "none" else "sum", gradient, impl, check_labels, False, whole_vectors),
-        **options,
-    )
-    if num_items is not None:
-        checks.check_num_items(num_items, reduction, hidden)
-        num_items = as_divisor(num_items, hidden)
-    sizes = (n_tokens, hidden.shape[-1], n_columns, dtype.itemsize)
-    chunk = chunk_of(chunk_tokens, memory_budget, *sizes)
-    call = settled(labels.shape, group, None)
-    if check_labels:
-        checks.check_label_range(labels, call.shard.vocab_size, call.options.ignore_index)
-
-    flat_labels = flat(labels)
-    is_valid = ~is_ignored(flat_labels, call.options)
-    most, order = None, None
-    if sequence_parallel:
-        chunks = tuple(chunks_of(n_tokens, max(n_ranks, chunk // n_ranks * n_ranks)))
-        if len(chunks) > 1:
-            order = order_of_ranks(chunks, n_tokens, n_ranks, hidden.device)
-    else:
-        most = int(is_valid.sum()) if valid_tokens is None and hidden.device.type == "cpu" else valid_tokens
-        if most is not None and most <= MOST_KEPT * n_tokens:
-            order = order_of_valid(is_valid, most)
-        n_places = n_tokens if order is None else order.taken.shape[0]
-        chunks = tuple(chunks_of(n_places, chunk))
-    linear = LinearCall(
-        call._replace(num_items=_divisor(is_valid, reduction, num_items, valid_tokens)),
-        dtype,
-        chunks,
-        order,
-        sequence_parallel,
-        reduce_hidden_grad,
-        main_grad,
-        parameter,
-    )
-    if order is not None:
-        flat_labels = order.take(flat_labels, call.options.ignore_index)
-    inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat_labels)
+    linear, inputs = _prepared(hidden, weight, labels, bias, num_items, head, **options)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         filled = _LinearCrossEntropy.apply(*inputs, linear)
         outputs = RowOutputs(*filled) if isinstance(filled, tuple) else RowOutputs(filled, None, None, None)
@@ -314,43 +242,140 @@ def _run(
     return RowOutputs(loss, *others), linear.call
 
 
-def _autocasts(hidden: Tensor) -> bool:
-    return torch.is_autocast_enabled(hidden.device.type)
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype(hidden.device.type) if _autocasts(hidden) else hidden.dtype
-
-
-def _check_tokens(
+def _prepared(
     hidden: Tensor,
+    weight: Tensor,
     labels: Tensor,
-    n_ranks: int,
-    sequence_parallel: bool,
-    reduce_hidden_grad: bool,
-    valid_tokens: int | None,
-) -> None:
-    """That there is a label for each token, and that what is asked of the tokens goes together."""
-    expected = tuple(hidden.shape[:-1])
-    if sequence_parallel:
-        if n_ranks == 1:
-            raise ValueError("sequence_parallel: expected a group of several ranks, got one rank")
-        if not reduce_hidden_grad:
+    bias: Tensor | None,
+    num_items: int | Tensor | None,
+    head: HeadOptions,
+    *,
+    group: Any,
+    reduction: str,
+    gradient: str,
+    impl: str,
+    check_labels: bool,
+    vocab_size: int | None,
+    shard: VocabShard | None,
+    **options: Any,
+) -> tuple[LinearCall, Inputs]:
+    """Check the arguments and settle what runs; nothing is changed by it."""
+    checks.check_hidden(hidden)
+    checks.check_tensor("labels", labels)
+    check_modes(reduction, gradient, head)
+    parameter = weight
+    if vocab_size is None and shard is None and hasattr(weight, "placements"):
+        vocab_size = weight.shape[0]
+    weight, group = local_rows(weight, group)
+    rank, n_ranks = group_position(group)
+    autocasts = torch.is_autocast_enabled(hidden.device.type)
+    checks.check_head(weight, bias, hidden, None if autocasts else hidden.dtype)
+    if head.main_grad is not None:
+        checks.check_main_grad(head.main_grad, weight)
+    if head.sequence_parallel and group is None:
+        raise ValueError("sequence_parallel: expected the group whose ranks hold the parts, got group=None")
+    _check_tokens(hidden, labels, n_ranks, head)
+    n_columns, n_tokens = weight.shape[0], labels.numel()
+    shard = _shard_of_rows(n_columns, rank, n_ranks, vocab_size, shard)
+    dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
+    whole_vectors = n_columns * dtype.itemsize % VECTOR_BYTES == 0
+    call = settle(
+        *(dtype, n_columns, torch.strided, hidden.device, labels.dtype, labels.device),
+        *(rank, n_ranks, None, shard),
+        *("none" if reduction == "none" else "sum", gradient, impl, check_labels, False, whole_vectors),
+        **options,
+    )(labels.shape, group, None)
+    if num_items is not None:
+        checks.check_num_items(num_items, reduction, hidden)
+        num_items = as_divisor(num_items, hidden)
+    chunk = chunk_of(
+        head.chunk_tokens, head.memory_budget, n_tokens, hidden.shape[-1], n_columns, dtype.itemsize
+    )
+    if check_labels:
+        checks.check_label_range(labels, call.shard.vocab_size, call.options.ignore_index)
+    labels = flat(labels)
+    is_valid = ~is_ignored(labels, call.options)
+    chunks, order = _places(is_valid, chunk, n_ranks, head)
+    call = call._replace(num_items=_divisor(is_valid, reduction, num_items, head.valid_tokens))
+    if order is not None:
+        labels = order.take(labels, call.options.ignore_index)
+    linear = LinearCall(
+        call,
+        dtype,
+        chunks,
+        order,
+        head.sequence_parallel and n_ranks > 1,
+        head.reduce_hidden_grad,
+        head.main_grad,
+        parameter,
+    )
+    return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels)
+
+
+def check_modes(reduction: object, gradient: object, head: HeadOptions) -> None:
+    """What of the arguments can be judged without tensors."""
+    checks.check_choice("reduction", reduction, checks.REDUCTIONS)
+    checks.check_choice("gradient", gradient, GRADIENTS)
+    checks.check_bool("sequence_parallel", head.sequence_parallel)
+    checks.check_bool("reduce_hidden_grad", head.reduce_hidden_grad)
+    chunk_of(head.chunk_tokens, head.memory_budget, 1, 1, 1, 1)
+    if gradient == "in_forward" and reduction == "none":
+        raise ValueError(
+            "gradient: 'in_forward' cannot know the upstream gradients of reduction 'none', got both; "
+            "use 'in_backward'"
+        )
+    if head.sequence_parallel and not head.reduce_hidden_grad:
+        raise ValueError(
+            "reduce_hidden_grad: expected True with sequence_parallel, whose ranks hold parts, got False"
+        )
+    if head.valid_tokens is not None:
+        checks.check_integer("valid_tokens", head.valid_tokens)
+        if head.valid_tokens < 0:
+            raise ValueError(f"valid_tokens: must be at least 0, got {head.valid_tokens}")
+        if head.sequence_parallel:
             raise ValueError(
-                "reduce_hidden_grad: expected True with sequence_parallel, whose ranks hold parts, got False"
+                "valid_tokens: expected None with sequence_parallel, whose ranks hold parts that are cut "
+                f"already, got {head.valid_tokens}"
             )
+
+
+def _check_tokens(hidden: Tensor, labels: Tensor, n_ranks: int, head: HeadOptions) -> None:
+    """That there is a label for each token."""
+    expected = tuple(hidden.shape[:-1])
+    if head.sequence_parallel:
         expected = (expected[0] * n_ranks, *expected[1:])
     if tuple(labels.shape) != expected:
         raise ValueError(f"labels: expected shape {expected}, got {tuple(labels.shape)}")
-    if valid_tokens is not None:
-        checks.check_integer("valid_tokens", valid_tokens)
-        if valid_tokens < 0:
-            raise ValueError(f"valid_tokens: must be at least 0, got {valid_tokens}")
-        if sequence_parallel:
-            raise ValueError(
-                "valid_tokens: expected None with sequence_parallel, whose ranks hold parts that are cut "
-                f"already, got {valid_tokens}"
-            )
+
+
+def _shard_of_rows(
+    n_columns: int, rank: int, n_ranks: int, vocab_size: int | None, shard: VocabShard | None
+) -> VocabShard:
+    try:
+        return shard_of_logits(n_columns, rank, n_ranks, vocab_size, shard)
+    except ValueError as error:
+        # Of columns there are as many as the weight has rows.
+        message = str(error).replace("logits: last dimension must be", "weight: rows must be")
+    raise ValueError(message)
+
+
+def _places(
+    is_valid: Tensor, chunk: int, n_ranks: int, head: HeadOptions
+) -> tuple[tuple[tuple[int, int], ...], Order | None]:
+    """The chunks, and the order in which tokens have places in them, where it is not their own."""
+    n_tokens = is_valid.shape[0]
+    if head.sequence_parallel:
+        chunks = tuple(chunks_of(n_tokens, max(n_ranks, chunk // n_ranks * n_ranks)))
+        if len(chunks) == 1:
+            return chunks, None
+        return chunks, order_of_ranks(chunks, n_tokens, n_ranks, is_valid.device)
+    most = head.valid_tokens
+    if most is None and is_valid.device.type == "cpu":
+        most = int(is_valid.sum())
+    if most is None or n_tokens == 0 or most > MOST_KEPT * n_tokens:
+        return tuple(chunks_of(n_tokens, chunk)), None
+    most = max(1, most)  # a place for the NaN of more than none
+    return tuple(chunks_of(most, chunk)), order_of_valid(is_valid, most)
 
 
 def _divisor(

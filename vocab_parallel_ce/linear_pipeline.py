@@ -19,7 +19,7 @@ from vocab_parallel_ce.chunks import parts_of
 from vocab_parallel_ce.exchange import all_gather_stats
 from vocab_parallel_ce.head import WeightGradient, write_hidden_gradient, write_logits
 from vocab_parallel_ce.pipeline import Call
-from vocab_parallel_ce.spec import RowOutputs
+from vocab_parallel_ce.spec import RowOutputs, is_ignored
 from vocab_parallel_ce.tokens import Order, Tokens
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -110,6 +110,7 @@ class Chunks:
             self.of_weight = WeightGradient(
                 self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad
             )
+            self.is_ignored = is_ignored(inputs.labels, call.options)
         self.of_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
@@ -144,6 +145,8 @@ class Chunks:
             self.tokens.reduce(places.start, places.stop, of_rows)
         grad_logits = self.buffer[: rows.shape[0]]
         if self.of_weight is not None:
+            # An ignored token's gradient is 0, and 0 times a NaN in its hidden state would not be.
+            rows = rows.masked_fill(self.is_ignored[places].unsqueeze(1), 0.0)
             self.of_weight.add(grad_logits, rows)
         if self.of_bias is not None:
             self.of_bias += grad_logits.sum(0, dtype=torch.float32)

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import vocab_parallel_cross_entropy
 from vocab_parallel_ce.exchange import group_position
-from vocab_parallel_ce.linear_cross_entropy import linear_cross_entropy
+from vocab_parallel_ce.linear_cross_entropy import HeadOptions, check_modes, linear_cross_entropy
 from vocab_parallel_ce.pipeline import checked_options, given_shard
 from vocab_parallel_ce.selection import IMPLEMENTATIONS
 from vocab_parallel_ce.shard import VocabShard
@@ -100,51 +100,58 @@ class LinearCrossEntropy(nn.Module):
 
     Args:
         head: what the weight belongs to: an ``nn.Linear`` (its bias too) or an ``nn.Embedding`` of this
-            rank's ``C`` rows, or a parameter ``[C, D]``; it is shared, and stays in the ``state_dict`` of its
-            owner alone. Or ``(D, C)`` for an ``nn.Linear`` of this module's own, ``self.head``.
-        bias: whether this module's own head has one.
-        options: those of :func:`linear_cross_entropy` but ``num_items`` and ``bias``.
+            rank's ``C`` rows, or a parameter ``[C, D]``. It is shared: it stays in the ``state_dict`` of its
+            owner alone. None for a head of this module's own, ``self.own``.
+        in_features, columns, bias: ``D``, ``C`` and whether there is a bias, of a head of its own.
+        options: those of :func:`linear_cross_entropy` but ``num_items``.
 
     Raises:
         TypeError: the head does more than its weight says (LoRA, quantisation, a subclass), or an option is
             unknown.
-        ValueError: the head is parametrised or has hooks, which would not run.
+        ValueError: the head is parametrised or has hooks, which would not run, or an option cannot be.
     """
 
-    def __init__(self, head: Any, *, bias: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        head: nn.Linear | nn.Embedding | Tensor | None = None,
+        *,
+        in_features: int | None = None,
+        columns: int | None = None,
+        bias: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__()
-        allowed = inspect.signature(linear_cross_entropy).parameters.keys() - NOT_FIXED
-        unknown = sorted(options.keys() - allowed)
-        if unknown:
-            raise TypeError(f"options: expected some of {', '.join(sorted(allowed))}, got {unknown[0]!r}")
-        if isinstance(head, tuple):
-            n_features, n_columns = head
-            self.head = nn.Linear(n_features, n_columns, bias=bias)
-            head = self.head
-        elif bias:
-            raise ValueError("bias: expected False with a head that is given, got True")
-        # In a tuple, so that what is shared is no submodule or parameter of this module.
-        self.shared = (head,)
+        self.n_ranks = _checked_linear_options(options)
         self.options = options
-        self.weight_and_bias()
+        if head is None:
+            n_features, n_columns = (
+                checks.checked_count(*size) for size in (("in_features", in_features), ("columns", columns))
+            )
+            self.own = nn.Linear(n_features, n_columns, bias=bias)
+        elif in_features is not None or columns is not None or bias:
+            raise ValueError("head: expected None with in_features, columns and bias, got both")
+        # In a tuple: what is shared is no submodule or parameter of this module.
+        self.shared = () if head is None else (head,)
+        weight, _ = self.weight_and_bias()
+        if weight.dim() != 2:
+            raise ValueError(f"weight: expected shape [C, D], got {tuple(weight.shape)}")
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """The head's, looked up at each call: what is moved, cast or replaced is seen."""
-        (head,) = self.shared
+        """The head's, looked up at each call: what was moved, cast or replaced is seen."""
+        head = self.shared[0] if self.shared else self.own
         if isinstance(head, Tensor):
             return head, None
+        if parametrize.is_parametrized(head) if isinstance(head, nn.Module) else False:
+            raise ValueError("head: expected no parametrizations, got some; remove them, or pass a parameter")
         if type(head) not in (nn.Linear, nn.Embedding):
             raise TypeError(
                 "head: expected exactly an nn.Linear, an nn.Embedding or a parameter, got "
                 f"{type(head).__name__}, which may do more than multiply by its weight (LoRA, quantisation); "
                 "merge it, or compute its logits and use VocabParallelCrossEntropy"
             )
-        if parametrize.is_parametrized(head):
-            raise ValueError(
-                "head: expected one without parametrizations, which would run for each chunk, got some"
-            )
         if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
-            raise ValueError("head: expected one without hooks, which would not run, got some")
+            raise ValueError("head: expected no hooks, which would not run, got some; remove them")
+        checks.check_parameter("weight", head.weight)
         return head.weight, getattr(head, "bias", None)
 
     def forward(self, hidden: Tensor, labels: Tensor, num_items: int | Tensor | None = None) -> Any:
@@ -154,7 +161,32 @@ class LinearCrossEntropy(nn.Module):
 
     def extra_repr(self) -> str:
         shown = {name: value for name, value in self.options.items() if name not in ("group", "main_grad")}
-        n_ranks = group_position(self.options.get("group"))[1]
-        ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
+        ranks = "1 rank" if self.n_ranks == 1 else f"{self.n_ranks} ranks"
         size = tuple(self.weight_and_bias()[0].shape)
         return ", ".join([ranks, f"weight={size}", *(f"{name}={value!r}" for name, value in shown.items())])
+
+
+def _checked_linear_options(options: dict[str, Any]) -> int:
+    """The ranks of the group, after a check of all that needs no tensor."""
+    known = inspect.signature(linear_cross_entropy).parameters
+    for name in options:
+        if name not in known or name in NOT_FIXED:
+            expected = ", ".join(sorted(known.keys() - NOT_FIXED))
+            raise TypeError(f"{name}: expected an option of linear_cross_entropy, {expected}, got another")
+    given = {name: options.get(name, known[name].default) for name in known.keys() - NOT_FIXED}
+    n_ranks = group_position(given["group"])[1]
+    check_modes(
+        given["reduction"], given["gradient"], HeadOptions(*(given[name] for name in HeadOptions._fields))
+    )
+    checks.check_choice("impl", given["impl"], ("auto", *IMPLEMENTATIONS))
+    checks.check_bool("check_labels", given["check_labels"])
+    size = given["vocab_size"]
+    if size is not None:
+        checks.check_vocab_size(size)
+    if given["shard"] is not None:
+        size = given_shard(given["shard"], size, None, n_ranks).vocab_size
+    of_loss = ("ignore_index", "label_smoothing", "smoothing_formula", "z_loss", "softcap", "logit_scale")
+    checked_options(
+        **{name: given[name] for name in of_loss}, metrics=given["return_metrics"], vocab_size=size
+    )
+    return n_ranks

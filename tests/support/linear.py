@@ -1,0 +1,362 @@
+"""Hidden states and heads that are hard on a fused loss, what it must return, and one call of it.
+
+The oracle is ``oracle.py`` on the logits of ``F.linear`` in fp64, and the chain rule. Beside it stands the
+same computation by PyTorch in the tensors' dtype: logits and their gradient rounded to it, then matmuls.
+Hidden states of ignored tokens count as 0 in both: whatever they hold, nobody may see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import IGNORE_INDEX, KINDS, batch, upstream_gradients, with_a_broad_row
+from tests.support.oracle import (
+    cross_entropy_fp64,
+    cross_entropy_same_dtype,
+    metrics_fp64,
+    metrics_same_dtype,
+    token_outputs_fp64,
+    token_outputs_same_dtype,
+)
+from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
+
+# No product with a hidden state is -inf: columns are excluded by a bias of -inf.
+LINEAR_KINDS = tuple(kind for kind in KINDS if not kind.startswith("excluded") and kind != "mixture")
+# Far from 0 the rounding of a matmul is as large as a loss: these are for logits that need none.
+EXACT_KINDS = ("far_negative", "times_1000")
+PADDING = 300.0
+CUBE_WIDTH, CUBE_COLUMNS, CUBE_ROWS = 5, 32, 16
+_MATMULS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "matmul", "linear", "_scaled_mm"}
+_OF_ORACLE = {
+    linear_cross_entropy: (cross_entropy_fp64, cross_entropy_same_dtype),
+    linear_token_log_probs: (token_outputs_fp64, token_outputs_same_dtype),
+}
+_UPSTREAMS = ("upstream", "entropy_upstream")
+_NOT_OF_ORACLE = {
+    "impl",
+    "gradient",
+    "group",
+    "return_metrics",
+    "entropy",
+    "chunk_tokens",
+    "memory_budget",
+    "valid_tokens",
+    "vocab_size",
+    "shard",
+    "sequence_parallel",
+    "reduce_hidden_grad",
+    "check_labels",
+    "main_grad",
+}
+
+
+class Projection(NamedTuple):
+    """What a call takes, over the whole vocabulary."""
+
+    hidden: Tensor  # [..., D]
+    weight: Tensor  # [V, D]
+    labels: Tensor  # [...] int64
+    bias: Tensor | None = None  # [V]
+
+    def to(self, dtype: torch.dtype) -> Projection:
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return Projection(self.hidden.to(dtype), self.weight.to(dtype), self.labels, bias)
+
+    def shaped(self, *leading: int) -> Projection:
+        """The same tokens with other leading dimensions."""
+        width = self.hidden.shape[-1]
+        return self._replace(hidden=self.hidden.view(*leading, width), labels=self.labels.view(leading))
+
+    def rows(self, ignore_index: int = IGNORE_INDEX) -> Tensor:
+        """``[N, D]`` hidden states, 0 where ignored."""
+        ignored = (self.labels.reshape(-1).long() == ignore_index).unsqueeze(1)
+        return self.hidden.reshape(-1, self.hidden.shape[-1]).masked_fill(ignored, 0.0)
+
+    def logits(self, ignore_index: int = IGNORE_INDEX) -> Tensor:
+        """``[..., V]`` in the dtype of this projection."""
+        logits = F.linear(self.rows(ignore_index), self.weight, self.bias)
+        return logits.view(*self.labels.shape, -1)
+
+
+class Results(NamedTuple):
+    """Loss, and metrics; or log-probabilities, and entropy; and gradients."""
+
+    outputs: tuple[Tensor, ...]
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def projection(
+    kind: str,
+    *,
+    rows: int,
+    vocab_size: int,
+    width: int,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+    bias: bool = False,
+    exact: bool = False,
+    broad: bool = True,
+    seed: int = 0,
+    **of_batch: Any,
+) -> Projection:
+    """``rows`` of at most ``width`` tokens whose logits are those of one kind of ``inputs.KINDS``.
+
+    Args:
+        exact: tokens are unit vectors, so that logits without a bias are rows of the weight to the bit;
+            otherwise they are orthonormal, and every product rounds.
+        broad: the last token is the one of :func:`with_a_broad_row`.
+    """
+    assert rows <= width and kind in LINEAR_KINDS, (rows, width, kind)
+    made = batch(
+        kind, rows=rows - broad, vocab_size=vocab_size, shards=shards, dtype=dtype, seed=seed, **of_batch
+    )
+    logits, labels = with_a_broad_row(made) if broad else made
+    generator = torch.Generator().manual_seed(seed)
+    added = torch.randn(vocab_size, generator=generator).to(dtype) if bias else None
+    hidden = torch.eye(rows, width)
+    if not (exact or kind in EXACT_KINDS):
+        hidden = torch.linalg.qr(torch.randn(width, rows, generator=generator))[0].T.contiguous()
+    wanted = logits.float() if added is None else logits.float() - added.float()
+    return Projection(hidden.to(dtype), (wanted.T @ hidden).to(dtype), labels, added)
+
+
+def many_tokens(rows: int, vocab_size: int, width: int, dtype: torch.dtype = torch.float32) -> Projection:
+    """More tokens than ``width``; every other label is the likeliest column."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, width, generator=generator).to(dtype)
+    weight = torch.randn(vocab_size, width, generator=generator).to(dtype)
+    labels = torch.randint(0, vocab_size, (rows,), generator=generator)
+    labels[::2] = (hidden.float() @ weight.float().T).argmax(dim=1)[::2]
+    return Projection(hidden, weight, labels)
+
+
+def cube(dtype: torch.dtype, ones: Sequence[int], bias: bool = False) -> Projection:
+    """Tokens of 0 and 1 whose probabilities, and all sums of them, are numbers that bf16 can hold.
+
+    Columns are the corners of a cube, 64 times -1 or 1 in each of 5 dimensions; token n has ``ones[n]``
+    ones, in turn. Its largest logit is that of the 2^(5 - ones) corners with 1 wherever it has one, and
+    each other is at least 128 smaller, whose exponential is 0 in fp32: p is 2^(ones - 5), or 0. With
+    three ones or more a gradient of a sum is a multiple of 1/4 and at most 16 times the upstream gradient.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight = 64.0 * torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * CUBE_WIDTH)
+    hidden = torch.zeros(CUBE_ROWS, CUBE_WIDTH)
+    for row in range(CUBE_ROWS):
+        hidden[row, torch.randperm(CUBE_WIDTH, generator=generator)[: ones[row % len(ones)]]] = 1.0
+    labels = torch.randint(0, CUBE_COLUMNS, (CUBE_ROWS,), generator=generator)
+    labels[::4] = (hidden @ weight.T).argmax(dim=1)[::4]
+    added = torch.zeros(CUBE_COLUMNS) if bias else None
+    return Projection(hidden, weight, labels, added).to(dtype)
+
+
+def random_upstream(rows: int, seed: int = 0) -> Tensor:
+    """Different in every token, 0 in the first, and not near 0 in the last, which is the broad one."""
+    upstream = dict(upstream_gradients((rows,), seed=seed))["zero in the first token"]
+    upstream[-1] = 1.5
+    return upstream
+
+
+def linear_fp64(
+    inputs: Projection,
+    *upstreams: Tensor | None,
+    function: Callable[..., Any] = linear_cross_entropy,
+    **options: Any,
+) -> Results:
+    """fp64 outputs and gradients of ``function``."""
+    return _chained(inputs.to(torch.float64), upstreams, _OF_ORACLE[function][0], options)
+
+
+def linear_same_dtype(
+    inputs: Projection,
+    *upstreams: Tensor | None,
+    function: Callable[..., Any] = linear_cross_entropy,
+    bounds: Sequence[tuple[int, int]] | None = None,
+    weight_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Results:
+    """What PyTorch gets in the dtype of ``inputs``.
+
+    Args:
+        bounds: of the ranks' columns: their parts of the hidden states' gradient are added in that dtype.
+        weight_dtype: of the gradients of weight and bias, where they are not rounded to that of ``inputs``.
+    """
+    return _chained(inputs, upstreams, _OF_ORACLE[function][1], options, bounds, weight_dtype)
+
+
+def _chained(
+    inputs: Projection,
+    upstreams: Sequence[Tensor | None],
+    of_logits: Callable[..., tuple[Tensor, ...]],
+    options: dict[str, Any],
+    bounds: Sequence[tuple[int, int]] | None = None,
+    weight_dtype: torch.dtype | None = None,
+) -> Results:
+    options = {name: value for name, value in options.items() if name not in _NOT_OF_ORACLE}
+    ignore_index = options.get("ignore_index", IGNORE_INDEX)
+    rows, logits = inputs.rows(ignore_index), inputs.logits(ignore_index)
+    given = dict(zip(_UPSTREAMS, upstreams, strict=False))
+    *outputs, grad = of_logits(logits, inputs.labels, **given, **options)
+    grad = grad.reshape(len(rows), len(inputs.weight))
+    parts = [grad[:, a:b] @ inputs.weight[a:b] for a, b in bounds or [(0, len(inputs.weight))]]
+    of_weight = grad.to(weight_dtype or grad.dtype)
+    return Results(
+        tuple(outputs),
+        sum(parts[1:], start=parts[0]).view(inputs.hidden.shape),
+        of_weight.T @ rows.to(of_weight.dtype),
+        None if inputs.bias is None else of_weight.sum(dim=0),
+    )
+
+
+def flat_outputs(result: Any) -> tuple[Tensor, ...]:
+    """The tensors of what a function returned: loss and metrics, or log-probabilities and entropy."""
+    if isinstance(result, Tensor):
+        return (result,)
+    return tuple(tensor for part in result for tensor in flat_outputs(part))
+
+
+def padded_weight(inputs: Projection, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+    """Rows ``[start, stop)`` of weight and bias, copied; what follows V is large and must not count."""
+
+    def cut(whole: Tensor) -> Tensor:
+        part = whole.new_full((stop - start, *whole.shape[1:]), PADDING)
+        part[: max(len(whole) - start, 0)] = whole[start:stop]
+        return part
+
+    return cut(inputs.weight), None if inputs.bias is None else cut(inputs.bias)
+
+
+def run(
+    impl_device: tuple[str, str],
+    inputs: Projection,
+    *upstreams: Tensor | None,
+    function: Callable[..., Any] = linear_cross_entropy,
+    frozen: Sequence[str] = (),
+    padding: int = 0,
+    **options: Any,
+) -> Results:
+    """Results of ``function`` over copies of ``inputs``, which it must not change; backward is run once.
+
+    Args:
+        upstreams: of the outputs; without one it is 1, and an output with None is not used.
+        frozen: of ``"hidden"``, ``"weight"`` and ``"bias"``, which need no gradient.
+        padding: so many rows follow the vocabulary's in weight and bias.
+    """
+    impl, device = impl_device
+    if padding:
+        weight, bias = padded_weight(inputs, 0, len(inputs.weight) + padding)
+        options["vocab_size"] = len(inputs.weight)
+        inputs = inputs._replace(weight=weight, bias=bias)
+    copies = inputs._asdict() | {"labels": inputs.labels.clone().to(device)}
+    for name in ("hidden", "weight", "bias"):
+        if copies[name] is not None:
+            copies[name] = copies[name].clone().to(device).requires_grad_(name not in frozen)
+    hidden, weight, labels, bias = copies.values()
+    outputs = flat_outputs(function(hidden, weight, labels, bias=bias, impl=impl, **options))
+    used, weights = [], []
+    for output, upstream in zip(outputs, upstreams or (torch.ones(()),), strict=False):
+        if upstream is not None and output.requires_grad:
+            used.append(output)
+            weights.append(upstream.to(device).expand(output.shape))
+    if used:
+        torch.autograd.backward(used, weights)
+    for name, copy in copies.items():
+        if copy is not None:
+            assert copy._version == 0, f"{name} was written"
+            torch.testing.assert_close(
+                copy.detach().cpu(), getattr(inputs, name), rtol=0, atol=0, equal_nan=True
+            )
+    gradients = (
+        None if leaf is None or leaf.grad is None else leaf.grad.cpu() for leaf in (hidden, weight, bias)
+    )
+    return Results(tuple(output.detach().cpu() for output in outputs), *gradients)
+
+
+def assert_results(actual: Results, truth: Results, peer: Results) -> None:
+    """Within the budget, all but metrics; gradients that were not computed are None; padding's are 0."""
+    differentiable = min(len(actual.outputs), len(truth.outputs))
+    of_outputs = (results.outputs[:differentiable] for results in (actual, truth, peer))
+    for output, expected, same_dtype in zip(*of_outputs, strict=True):
+        assert_within_budget(output, expected, same_dtype)
+    if actual.hidden is not None:
+        assert_within_budget(actual.hidden, truth.hidden, peer.hidden)
+    valid = len(truth.weight)
+    if actual.weight is not None:
+        assert not actual.weight[valid:].any(), "gradient of padded rows of the weight"
+        assert_within_budget(actual.weight[:valid], truth.weight, peer.weight)
+    if actual.bias is not None:
+        assert not actual.bias[valid:].any(), "gradient of padded elements of the bias"
+        assert_within_budget(actual.bias[:valid], truth.bias, peer.bias)
+
+
+def check(
+    impl_device: tuple[str, str],
+    inputs: Projection,
+    *upstreams: Tensor | None,
+    function: Callable[..., Any] = linear_cross_entropy,
+    frozen: Sequence[str] = (),
+    padding: int = 0,
+    **options: Any,
+) -> Results:
+    """:func:`run`, whose results must be those of the whole computation."""
+    actual = run(
+        impl_device, inputs, *upstreams, function=function, frozen=frozen, padding=padding, **options
+    )
+    truth, peer = (
+        compute(inputs, *upstreams, function=function, **options)
+        for compute in (linear_fp64, linear_same_dtype)
+    )
+    assert_results(actual, truth, peer)
+    for name in ("hidden", "weight", "bias"):
+        needed = name not in frozen and getattr(inputs, name) is not None
+        if name == "weight" and options.get("main_grad") is not None:
+            needed = False
+        assert (getattr(actual, name) is not None) == needed, name
+    if options.get("return_metrics"):
+        assert_metrics(actual.outputs[1:], inputs, **options)
+    return actual
+
+
+def assert_metrics(metrics: Sequence[Tensor], inputs: Projection, **options: Any) -> None:
+    """Metrics of a loss: the predictions, then what is within the budget."""
+    options = {name: value for name, value in options.items() if name not in _NOT_OF_ORACLE}
+    ignore_index = options.get("ignore_index", IGNORE_INDEX)
+    oracle = metrics_fp64(inputs.to(torch.float64).logits(ignore_index), inputs.labels, **options)
+    peer = metrics_same_dtype(inputs.logits(ignore_index), inputs.labels, **options)
+    assert not any(value.requires_grad for value in metrics)
+    assert metrics[0].dtype == torch.int64 and torch.equal(metrics[0], oracle.predictions)
+    for value, expected, same_dtype in zip(metrics[1:], oracle[1:], peer[1:], strict=True):
+        assert_within_budget(value, expected, same_dtype)
+
+
+class _Matmuls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True would import torch._dynamo at the first call: seconds.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _MATMULS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def record_matmuls() -> Iterator[list[str]]:
+    """The list it yields grows by one name for every matmul that PyTorch does within it."""
+    with _Matmuls() as recorder:
+        yield recorder.names

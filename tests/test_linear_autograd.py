@@ -1,0 +1,347 @@
+"""What of a projection and its loss is computed, when, and where the gradients go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.inputs import DTYPES
+from tests.support.linear import (
+    Results,
+    assert_results,
+    check,
+    linear_fp64,
+    linear_same_dtype,
+    projection,
+    random_upstream,
+    record_matmuls,
+)
+from tests.test_linear_cross_entropy import WAYS
+from vocab_parallel_ce import linear_cross_entropy
+
+ROWS, COLUMNS, WIDTH = 6, 21, 8
+REDUCED = [name for name in WAYS if name != "none"]
+
+
+class Case:
+    """Leaves on the device, their values, and the labels."""
+
+    def __init__(self, impl_device, kind="some_ignored", *, dtype=torch.float32, frozen=()):
+        self.impl, self.device = impl_device
+        self.inputs = projection(kind, rows=ROWS, vocab_size=COLUMNS, width=WIDTH, dtype=dtype, bias=True)
+        self.labels = self.inputs.labels.to(self.device)
+        self.hidden, self.weight, self.bias = (
+            getattr(self.inputs, name).clone().to(self.device).requires_grad_(name not in frozen)
+            for name in ("hidden", "weight", "bias")
+        )
+        self.leaves = [leaf for leaf in (self.hidden, self.weight, self.bias) if leaf.requires_grad]
+
+    def loss(self, hidden=None, **options):
+        hidden = self.hidden if hidden is None else hidden
+        return linear_cross_entropy(
+            hidden, self.weight, self.labels, bias=self.bias, impl=self.impl, **options
+        )
+
+    def upstream(self, loss):
+        return random_upstream(ROWS).to(self.device) if loss.dim() else torch.tensor(0.75, device=self.device)
+
+    def assert_gradients(self, loss, gradients, upstream, *, times=1, **options):
+        """``gradients`` of hidden states, weight and bias are ``times`` those of the loss."""
+        expected = [
+            compute(self.inputs, times * upstream.cpu(), **options)
+            for compute in (linear_fp64, linear_same_dtype)
+        ]
+        assert_results(Results((loss,), *gradients), *expected)
+
+
+FROZEN = [
+    ((), {"mean": 3, "sum": 3, "mean, in_backward": 4, "sum, in_backward": 4, "none": 4}),
+    (("weight",), {"mean": 2, "mean, in_backward": 3, "none": 3}),
+    (("weight", "bias"), {"sum": 2, "none": 3}),
+    (("hidden",), {"mean": 2, "none": 3}),
+    (("hidden", "weight"), {"mean": 1, "none": 2}),
+    (("hidden", "weight", "bias"), {"mean": 1, "sum": 1, "none": 1}),
+]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize(
+    ("frozen", "way", "expected"),
+    [(frozen, way, n) for frozen, counts in FROZEN for way, n in counts.items()],
+)
+def test_only_the_matmuls_that_are_needed(impl_device, frozen, way, expected, chunks):
+    """Gradients that somebody wants: in forward, or after the logits were computed again in backward."""
+    case = Case(impl_device, "peaked", frozen=frozen)
+    with record_matmuls() as in_forward:
+        loss = case.loss(chunk_tokens=ROWS // chunks, **WAYS[way])
+    assert loss.requires_grad == bool(case.leaves)
+    with record_matmuls() as in_backward:
+        if case.leaves:
+            loss.backward(case.upstream(loss))
+    gradients_in_forward = WAYS[way].get("gradient") == "in_forward" or not case.leaves
+    assert len(in_forward) == chunks * (expected if gradients_in_forward else 1), in_forward
+    assert len(in_forward) + len(in_backward) == chunks * expected, in_backward
+    check(impl_device, case.inputs, case.upstream(loss).cpu(), frozen=frozen, **WAYS[way])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_auto_computes_gradients_in_forward_where_reduced(impl_device, reduction, dtype):
+    """But in backward of fp16, which has no room for a gradient that no loss scale has multiplied yet."""
+    case = Case(impl_device, dtype=dtype)
+    with record_matmuls() as in_forward:
+        loss = case.loss(reduction=reduction)
+    with record_matmuls() as in_backward:
+        loss.backward(case.upstream(loss))
+    recomputed = reduction == "none" or dtype == torch.float16
+    assert (len(in_forward), len(in_backward)) == ((1, 3) if recomputed else (3, 0))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("context", ["no_grad", "inference_mode", "requires_grad=False"])
+def test_without_a_gradient_there_are_the_logits_and_nothing_else(impl_device, context, way):
+    case = Case(impl_device, frozen=("hidden", "weight", "bias") if context == "requires_grad=False" else ())
+    with torch.enable_grad() if context == "requires_grad=False" else getattr(torch, context)():
+        with record_matmuls() as matmuls:
+            loss = case.loss(**WAYS[way])
+    assert len(matmuls) == 1 and not loss.requires_grad
+    case.assert_gradients(loss, (None, None, None), case.upstream(loss), **WAYS[way])
+
+
+@pytest.mark.parametrize("rows_of_logits", [1, 2, 5])
+def test_a_budget_of_memory_bounds_the_logits_that_exist_at_a_time(impl_device, rows_of_logits):
+    case = Case(impl_device, "peaked", dtype=torch.bfloat16)
+    options = {"memory_budget": rows_of_logits * COLUMNS * 2 + 1, "reduction": "sum"}
+    with record_matmuls() as matmuls:
+        case.loss(**options)
+    assert len(matmuls) % 3 == 0 and len(matmuls) >= 3 * -(-ROWS // rows_of_logits)
+    check(impl_device, case.inputs, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_weights_gradient_is_added_to_main_grad(impl_device, way, dtype):
+    """In fp32 and by backward alone; autograd then gets none, so that nobody adds it a second time."""
+    case, way = Case(impl_device, dtype=dtype), WAYS[way]
+    main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
+    for step in (1, 2):
+        before = main_grad.clone()
+        loss = case.loss(main_grad=main_grad, chunk_tokens=4, **way)
+        assert torch.equal(main_grad, before), "written by forward"
+        upstream = case.upstream(loss)
+        loss.backward(upstream)
+        truth, peer = (
+            compute(case.inputs, step * upstream.cpu(), **way) for compute in (linear_fp64, linear_same_dtype)
+        )
+        assert_results(Results((), None, main_grad.to(dtype), None), truth, peer)
+    assert case.weight.grad is None and case.bias.grad is not None and case.hidden.grad is not None
+    assert not torch.equal(main_grad, main_grad.bfloat16().float()), "rounded on the way"
+
+
+@pytest.mark.parametrize("way", ["mean", "none"])
+def test_main_grad_of_a_parameter_that_says_whether_it_was_added(impl_device, way):
+    """Megatron's optimizer adds the gradient itself unless the attribute is True."""
+    case, way = Case(impl_device), WAYS[way]
+    case.weight.grad_added_to_main_grad = False
+    main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
+    loss = case.loss(main_grad=main_grad, **way)
+    assert case.weight.grad_added_to_main_grad is False
+    loss.backward(case.upstream(loss))
+    assert case.weight.grad_added_to_main_grad is True
+    case.assert_gradients(loss, (case.hidden.grad, main_grad, case.bias.grad), case.upstream(loss), **way)
+
+
+def test_main_grad_of_a_frozen_weight_is_left_alone(impl_device):
+    case = Case(impl_device, frozen=("weight",))
+    main_grad = torch.ones(COLUMNS, WIDTH, device=case.device)
+    with record_matmuls() as matmuls:
+        case.loss(main_grad=main_grad).backward()
+    assert len(matmuls) == 2 and torch.equal(main_grad, torch.ones_like(main_grad))
+
+
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS)
+def test_autocast_multiplies_in_its_dtype_and_leaves_fp32_gradients_unrounded(impl_device, way, hidden_dtype):
+    case, way = Case(impl_device), WAYS[way]
+    case.hidden = case.hidden.detach().to(hidden_dtype).requires_grad_()
+    case.inputs = case.inputs._replace(hidden=case.hidden.detach().float().cpu())
+    with torch.autocast(case.device, torch.bfloat16):
+        loss = case.loss(chunk_tokens=4, **way)
+    upstream = case.upstream(loss)
+    loss.backward(upstream)
+    truth = linear_fp64(case.inputs, upstream.cpu(), **way)
+    peer = linear_same_dtype(
+        case.inputs.to(torch.bfloat16), upstream.cpu(), weight_dtype=torch.float32, **way
+    )
+    peer = peer._replace(hidden=peer.hidden.to(hidden_dtype))
+    assert_results(Results((loss,), case.hidden.grad, case.weight.grad, case.bias.grad), truth, peer)
+    assert not torch.equal(case.weight.grad, case.weight.grad.bfloat16().float())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpointed_recomputation(impl_device, way, use_reentrant):
+    """Forward runs twice, once without a graph where it is reentrant; main_grad is added to once."""
+    expected, got = [], []
+    for results in (expected, got):
+        case = Case(impl_device, dtype=torch.bfloat16)
+        main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
+        for options in ({}, {"main_grad": main_grad}):
+
+            def head(hidden, case=case, options=options):
+                return case.loss(hidden * 2, **options, **WAYS[way])
+
+            plain = results is expected
+            loss = head(case.hidden) if plain else checkpoint(head, case.hidden, use_reentrant=use_reentrant)
+            loss.backward(case.upstream(loss))
+            results.append(loss)
+        results += [case.hidden.grad, case.weight.grad, case.bias.grad, main_grad]
+    for value, same in zip(got, expected, strict=True):
+        assert torch.equal(value, same)
+
+
+@pytest.mark.parametrize("way", ["mean", "none"])
+def test_compiled_caller(impl_device, way):
+    """Options are Python floats, which compiled kernels take for fp64; the graph breaks before them."""
+    case = Case(impl_device)
+    scalars = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 20.0, "logit_scale": 0.4}
+
+    def step(hidden):
+        loss, metrics = case.loss(hidden * 2, return_metrics=True, chunk_tokens=4, **scalars, **WAYS[way])
+        return loss.sum() * 3 + metrics.token_accuracy
+
+    compiled = torch.compile(step, backend="inductor" if case.hidden.is_cuda else "aot_eager")
+    losses = compiled(case.hidden), step(case.hidden)
+    results = [(loss, *torch.autograd.grad(loss, case.leaves)) for loss in losses]
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_backward_gives_the_same_again_or_names_the_remedy(impl_device, way):
+    """Others scale their saved buffer twice, silently."""
+    case, way = Case(impl_device, dtype=torch.bfloat16), WAYS[way]
+    loss = case.loss(**way)
+    upstream = case.upstream(loss)
+    first = torch.autograd.grad(loss, case.leaves, upstream, retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    try:
+        second = torch.autograd.grad(loss, case.leaves, upstream, retain_graph=True)
+    except RuntimeError as error:
+        assert way.get("gradient") == "in_forward" and "in_backward" in str(error)
+        second = first
+    for before, gradient, again in zip(kept, first, second, strict=True):
+        assert torch.equal(gradient, before) and torch.equal(again, before)
+    case.assert_gradients(loss, first, upstream, **way)
+    if way.get("gradient") != "in_forward":
+        third = torch.autograd.grad(loss, case.leaves, 2 * upstream)
+        case.assert_gradients(loss, third, upstream, times=2, **way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_double_backward_raises(impl_device, way):
+    """A gradient that pretends to be a constant would be silently wrong."""
+    case = Case(impl_device)
+    loss = case.loss(**WAYS[way])
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(loss, case.leaves, torch.ones_like(loss), create_graph=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_auxiliary_loss_is_added_in_place(impl_device, way):
+    """A loss that autograd takes for a view of something refuses ``+=``."""
+    case = Case(impl_device)
+    loss = case.loss(**WAYS[way])
+    before = loss.detach().clone()
+    loss += 1.5
+    assert torch.equal(loss, before + 1.5)
+    upstream = case.upstream(loss)
+    loss.backward(upstream)
+    gradients = case.hidden.grad, case.weight.grad, case.bias.grad
+    case.assert_gradients(before, gradients, upstream, **WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_tensors_of_the_caller_are_never_written(impl_device, way):
+    """Nor are they kept to be changed by a later optimizer step unnoticed: autograd reports that."""
+    case = Case(impl_device)
+    hidden = case.hidden * 1
+    loss = case.loss(hidden, **WAYS[way])
+    upstream = case.upstream(loss)
+    kept, version = upstream.clone(), upstream._version
+    loss.backward(upstream)
+    assert torch.equal(upstream, kept) and upstream._version == version
+    assert hidden._version == case.weight._version == case.bias._version == case.labels._version == 0
+    assert torch.equal(hidden, case.hidden) and torch.equal(case.hidden.cpu(), case.inputs.hidden)
+    if WAYS[way].get("gradient") != "in_forward":
+        loss = case.loss(**WAYS[way])
+        with torch.no_grad():
+            case.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward(upstream)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_tensor_has_a_second_use(impl_device, way):
+    """Hidden states in an auxiliary loss, the weight in an embedding, two losses of one projection."""
+    case, way = Case(impl_device), WAYS[way]
+    tokens = case.labels.clamp(min=0)
+    first, second = case.loss(**way), case.loss(**way)
+    embedded = F.embedding(tokens, case.weight)
+    (first.sum() + 2 * second.sum() + (case.hidden**2).sum() + (embedded**2).sum()).backward()
+    inputs, upstream = case.inputs, torch.full(first.shape, 3.0)
+    expected = []
+    for compute, dtype in ((linear_fp64, torch.float64), (linear_same_dtype, torch.float32)):
+        results, rows = compute(inputs, upstream, **way), inputs.to(dtype)
+        counted = torch.bincount(tokens.cpu(), minlength=COLUMNS).unsqueeze(1).to(dtype)
+        extra = {"hidden": 2 * rows.hidden, "weight": 2 * counted * rows.weight}
+        expected.append(results._replace(**{name: getattr(results, name) + extra[name] for name in extra}))
+    gradients = case.hidden.grad, case.weight.grad, case.bias.grad
+    assert_results(Results((first,), *gradients), *expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.no_poison
+def test_the_host_never_waits():
+    cases = [Case(("auto", "cuda"), dtype=dtype) for dtype in DTYPES]
+
+    def every_path():
+        for case in cases:
+            for way in WAYS.values():
+                for options in ({}, {"chunk_tokens": 4}, {"valid_tokens": ROWS, "return_metrics": True}):
+                    result = case.loss(**options, **way)
+                    loss = result[0] if isinstance(result, tuple) else result
+                    torch.autograd.grad(loss, case.leaves, torch.ones_like(loss))
+
+    every_path()  # compiles, which may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            cases[0].labels.sum().item()
+        every_path()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.no_poison
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_memory_grows_with_the_hidden_states_gradient_alone(reduction):
+    """Four times as many tokens, and no more logits at a time: 1 KB a token, where the logits would be 16."""
+    columns, width = 8000, 256
+    weight = torch.randn(columns, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    def extra(rows):
+        hidden = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        labels = torch.randint(0, columns, (rows,), device="cuda")
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk_tokens=1024)
+        torch.autograd.grad(loss, (hidden, weight), torch.ones_like(loss))
+        return torch.cuda.max_memory_allocated() - before
+
+    extra(1024)
+    few, many = extra(4096), extra(16384)
+    assert many - few < 12288 * (2 * width + 512), (few, many)

@@ -1,0 +1,251 @@
+"""The module of a fused projection and loss, the heads that it shares or owns, and the public signatures."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import vocab_parallel_ce as package
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import IGNORE_INDEX
+from tests.support.linear import Results, assert_results, linear_fp64, linear_same_dtype, projection
+from vocab_parallel_ce import LinearCrossEntropy, LossMetrics, linear_cross_entropy, linear_token_log_probs
+
+ROWS, COLUMNS, WIDTH = 5, 21, 8
+OPTIONS_OF_LOSS = {
+    "bias": None,
+    "group": None,
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "smoothing_formula": "torch",
+    "z_loss": 0.0,
+    "softcap": None,
+    "logit_scale": 1.0,
+    "reduction": "mean",
+    "num_items": None,
+    "return_metrics": False,
+    "gradient": "auto",
+    "impl": "auto",
+    "check_labels": False,
+    "vocab_size": None,
+    "shard": None,
+    "sequence_parallel": False,
+    "reduce_hidden_grad": True,
+    "main_grad": None,
+    "valid_tokens": None,
+    "chunk_tokens": "auto",
+    "memory_budget": None,
+}
+OPTIONS_OF_LOG_PROBS = {
+    name: default
+    for name, default in (OPTIONS_OF_LOSS | {"temperature": 1.0, "entropy": False}).items()
+    if name
+    not in {
+        "label_smoothing",
+        "smoothing_formula",
+        "z_loss",
+        "reduction",
+        "num_items",
+        "return_metrics",
+        "gradient",
+        "valid_tokens",
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(linear_cross_entropy, OPTIONS_OF_LOSS), (linear_token_log_probs, OPTIONS_OF_LOG_PROBS)],
+)
+def test_the_functions_take_options_by_name(function, expected):
+    parameters = inspect.signature(function).parameters
+    assert {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY} == expected
+    assert list(parameters)[:3] == ["hidden", "weight", "labels"]
+
+
+def test_the_names_are_public_and_documented():
+    for name in ("linear_cross_entropy", "linear_token_log_probs", "LinearCrossEntropy"):
+        assert name in package.__all__ and inspect.getdoc(getattr(package, name))
+
+
+def _own(bias=False, **options):
+    """A module with a head of its own."""
+    return LinearCrossEntropy(None, in_features=WIDTH, columns=COLUMNS, bias=bias, **options)
+
+
+def _inputs(device, **settings):
+    inputs = projection("some_ignored", rows=ROWS, vocab_size=COLUMNS, width=WIDTH, **settings)
+    return inputs, inputs.hidden.to(device).requires_grad_(), inputs.labels.to(device)
+
+
+def _linear(inputs, device):
+    head = nn.Linear(WIDTH, COLUMNS, bias=inputs.bias is not None)
+    head.load_state_dict({name: getattr(inputs, name) for name in head.state_dict()})
+    return head.to(device)
+
+
+SHARED = {
+    "linear": lambda inputs, device: _linear(inputs, device),
+    "linear without a bias": lambda inputs, device: _linear(inputs._replace(bias=None), device),
+    "embedding": lambda inputs, device: nn.Embedding.from_pretrained(inputs.weight.clone(), freeze=False).to(
+        device
+    ),
+    "parameter": lambda inputs, device: nn.Parameter(inputs.weight.clone().to(device)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_head_that_is_shared_gets_its_gradient_and_stays_its_owners(impl_device, name):
+    """A checkpoint that had it twice could not be loaded into a model that ties it."""
+    impl, device = impl_device
+    inputs, hidden, labels = _inputs(device, bias=True)
+    head = SHARED[name](inputs, device)
+    module = LinearCrossEntropy(head, impl=impl, label_smoothing=0.1, reduction="sum")
+    assert not module.state_dict() and not list(module.parameters())
+    loss = module(hidden, labels, num_items=3)
+    loss.backward()
+    bias = getattr(head, "bias", None)
+    weight = head if isinstance(head, nn.Parameter) else head.weight
+    inputs = inputs if bias is not None else inputs._replace(bias=None)
+    results = Results((loss,), hidden.grad, weight.grad, None if bias is None else bias.grad)
+    options = {"label_smoothing": 0.1, "reduction": "sum", "num_items": 3}
+    assert_results(results, *(compute(inputs, **options) for compute in (linear_fp64, linear_same_dtype)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_of_its_own_is_in_its_state(impl_device, bias):
+    impl, device = impl_device
+    inputs, hidden, labels = _inputs(device, bias=bias)
+    module = _own(bias, impl=impl).to(device)
+    state = module.state_dict()
+    shapes = [(COLUMNS, WIDTH), (COLUMNS,)][: 1 + bias]
+    assert [tuple(value.shape) for value in state.values()] == shapes
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    values = [inputs.weight, inputs.bias][: 1 + bias]
+    module.load_state_dict(dict(zip(state, values, strict=True)))
+    loss = module(hidden, labels)
+    loss.backward()
+    gradients = [parameter.grad for parameter in module.parameters()] + [None]
+    expected = (compute(inputs) for compute in (linear_fp64, linear_same_dtype))
+    assert_results(Results((loss,), hidden.grad, *gradients[:2]), *expected)
+
+
+def test_a_head_of_its_own_starts_as_a_linear_layer_does_and_is_cast_with_the_module():
+    torch.manual_seed(0)
+    expected = nn.Linear(WIDTH, COLUMNS)
+    torch.manual_seed(0)
+    module = _own(bias=True)
+    for parameter, same in zip(module.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, same)
+    module = module.to(torch.bfloat16)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+    hidden = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
+    module(hidden, torch.zeros(ROWS).long()).backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+class TiedModel(nn.Module):
+    """An embedding whose weight is the head of the loss as well."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.embedding = nn.Embedding(COLUMNS, WIDTH)
+        self.loss = LinearCrossEntropy(self.embedding, **options)
+
+    def forward(self, tokens, labels):
+        return self.loss(self.embedding(tokens).tanh(), labels)
+
+
+def _tied_loss(weight, tokens, labels):
+    return F.cross_entropy(F.linear(F.embedding(tokens, weight).tanh(), weight), labels)
+
+
+def test_a_tied_embedding_gets_the_gradient_of_both_of_its_uses(impl_device):
+    impl, device = impl_device
+    torch.manual_seed(0)
+    model = TiedModel(impl=impl, chunk_tokens=2).to(device)
+    tokens = torch.tensor([[3, 1, 4], [1, 5, 9]], device=device)
+    labels = torch.tensor([[1, 4, IGNORE_INDEX], [5, 9, 2]], device=device)
+    weight = model.embedding.weight
+    gradients = []
+    for dtype in (torch.float64, torch.float32):
+        leaf = weight.detach().cpu().to(dtype).requires_grad_()
+        _tied_loss(leaf, tokens.cpu().view(-1), labels.cpu().view(-1)).backward()
+        gradients.append(leaf.grad)
+    model(tokens, labels).backward()
+    assert_within_budget(weight.grad, *gradients)
+    assert list(model.state_dict()) == ["embedding.weight"]
+    assert [name for name, _ in model.named_parameters()] == ["embedding.weight"]
+
+
+def test_a_copy_of_a_model_shares_its_own_embedding():
+    tokens = torch.tensor([3, 1, 4])
+    model = TiedModel()
+    twin = copy.deepcopy(model)
+    twin(tokens, tokens).backward()
+    assert model.embedding.weight.grad is None and twin.embedding.weight.grad.any()
+    with torch.no_grad():
+        twin.embedding.weight.zero_()
+    assert twin(tokens, tokens).item() == pytest.approx(torch.tensor(float(COLUMNS)).log().item())
+    # What is cast, moved, or replaced is looked up anew.
+    twin = twin.to(torch.bfloat16)
+    twin(tokens, tokens).backward()
+    twin.embedding.weight = nn.Parameter(torch.zeros(COLUMNS, WIDTH))
+    twin(tokens, tokens).backward()
+    assert twin.embedding.weight.grad is not None
+
+
+def test_the_module_is_the_function_with_its_options_fixed(impl_device):
+    impl, device = impl_device
+    inputs, hidden, labels = _inputs(device, bias=True)
+    labels = labels.clamp(max=COLUMNS - 3)
+    options = {
+        "label_smoothing": 0.1,
+        "smoothing_formula": "megatron",
+        "z_loss": 0.02,
+        "softcap": 20.0,
+        "logit_scale": 0.4,
+        "vocab_size": COLUMNS - 2,
+        "gradient": "in_backward",
+        "impl": impl,
+        "chunk_tokens": 2,
+    }
+    head = _linear(inputs, device)
+    for reduction, num_items in (("none", None), ("sum", 4)):
+        options["reduction"] = reduction
+        module = LinearCrossEntropy(head, **options)
+        expected = linear_cross_entropy(
+            hidden, head.weight, labels, bias=head.bias, num_items=num_items, **options
+        )
+        assert torch.equal(module(hidden, labels, num_items), expected)
+        assert torch.equal(module.eval()(hidden, labels, num_items=num_items), expected)
+    loss, metrics = LinearCrossEntropy(head, return_metrics=True, **options)(hidden, labels, 4)
+    assert torch.equal(loss, expected) and isinstance(metrics, LossMetrics)
+
+
+@pytest.mark.reference
+def test_a_frozen_head_gets_no_gradient():
+    inputs, hidden, labels = _inputs("cpu", bias=True)
+    head = _linear(inputs, "cpu").requires_grad_(False)
+    LinearCrossEntropy(head)(hidden, labels).backward()
+    assert head.weight.grad is None and head.bias.grad is None and hidden.grad.any()
+
+
+@pytest.mark.reference
+def test_the_module_shows_its_head_and_options():
+    options = {"label_smoothing": 0.1, "ignore_index": 3, "softcap": 30, "chunk_tokens": 512}
+    for module in (_own(**options), LinearCrossEntropy(nn.Embedding(COLUMNS, WIDTH), **options)):
+        shown = repr(module)
+        assert shown.startswith("LinearCrossEntropy(")
+        for part in (
+            "1 rank",
+            str(COLUMNS),
+            str(WIDTH),
+            *(f"{name}={value}" for name, value in options.items()),
+        ):
+            assert part in shown, shown

@@ -1,0 +1,333 @@
+"""A projection and its loss on R ranks: results of the whole vocabulary, and the collectives they took."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.support.collectives import record_collectives
+from tests.support.inputs import IGNORE_INDEX, upstream_gradients
+from tests.support.linear import CUBE_COLUMNS, cube, many_tokens, projection, random_upstream
+from tests.support.linear_ranks import Case, Result, check, check_collectives, run
+from tests.support.ranks import device_of, implementation_params, subgroups
+from tests.test_ranks_options import EVERY, _even, _ranks
+from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
+
+COLUMNS, ROWS, WIDTH = 20, 6, 8
+WAYS = {
+    "mean": {"reduction": "mean", "gradient": "in_forward"},
+    "sum": {"reduction": "sum", "num_items": 7, "gradient": "in_forward"},
+    "sum, in_backward": {"reduction": "sum", "gradient": "in_backward"},
+    "none": {"reduction": "none"},
+}
+
+in_ranks = pytest.mark.parametrize(("rank_pool", "impl"), implementation_params(), indirect=["rank_pool"])
+in_several_ranks = _ranks((2, 3, 4), (2,), (2, 4))
+in_two_ranks = _ranks((2,), (2,), (2,))
+in_four_ranks = _ranks((4,), (), (4,))
+
+
+def _made(kind="some_ignored", vocab_size=COLUMNS, shards=1, rows=ROWS, **settings):
+    return projection(kind, rows=rows, vocab_size=vocab_size, width=WIDTH, shards=shards, **settings)
+
+
+def _upstream(way, rows=ROWS):
+    return random_upstream(rows) if way["reduction"] == "none" else torch.tensor(0.75)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("way", WAYS)
+@in_ranks
+def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way, label_smoothing):
+    """One all_gather and one all_reduce a chunk; without a gradient in forward one all_gather in all."""
+    world, way = rank_pool.world_size, WAYS[way]
+    for kind, dtype, chunk in (
+        ("shard_edges", torch.bfloat16, {}),
+        ("some_ignored", torch.float16, {}),
+        ("peaked", torch.float32, {"chunk_tokens": 4}),
+        ("shard_edges", torch.bfloat16, {"chunk_tokens": 1}),
+    ):
+        inputs = _made(kind, COLUMNS * world, world, dtype=dtype, bias=kind == "peaked")
+        options = {**way, **chunk, "label_smoothing": label_smoothing}
+        case = Case(inputs, impl, options, _even(COLUMNS, world), (_upstream(way),))
+        results = rank_pool.run(run, case)
+        check(case, results)
+        if kind != "some_ignored":  # whose tokens may be left out
+            check_collectives(case, results, extra=2 * (label_smoothing > 0))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_ranks
+def test_what_every_dtype_can_hold_is_computed_without_any_error(rank_pool, impl, way):
+    """Also what ranks add up: parts of a gradient that are multiples of 16."""
+    world, way = rank_pool.world_size, WAYS[way]
+    way = {name: value for name, value in way.items() if name != "num_items"}
+    width = -(-CUBE_COLUMNS // world)
+    bounds = [(rank * width, min((rank + 1) * width, CUBE_COLUMNS)) for rank in range(world)]
+    upstream = (
+        torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(4) if way["reduction"] == "none" else torch.tensor(0.5)
+    )
+    for dtype, chunk in ((torch.bfloat16, 5), (torch.float16, 16)):
+        case = Case(
+            cube(dtype, (5, 4, 3), bias=True),
+            impl,
+            {**way, "chunk_tokens": chunk},
+            bounds,
+            (upstream,),
+            "vocab_size",
+        )
+        whole, truth = check(case, rank_pool.run(run, case))
+        for gradient, expected in zip(whole[1:], truth[1:], strict=True):
+            assert torch.equal(gradient, expected.to(dtype))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_several_ranks
+def test_every_option_on(rank_pool, impl, way):
+    world, way = rank_pool.world_size, WAYS[way]
+    inputs = _made("some_ignored", COLUMNS * world, world, bias=True, exact=True)
+    inputs.hidden[inputs.labels == IGNORE_INDEX] = float("nan")
+    count = int((inputs.labels != IGNORE_INDEX).sum())
+    for valid_tokens in (None, count, count + 2):
+        options = {**EVERY, **way, "chunk_tokens": 4, "valid_tokens": valid_tokens}
+        case = Case(inputs, impl, options, _even(COLUMNS, world), (_upstream(way),), main_grad=True)
+        check(case, rank_pool.run(run, case))
+
+
+def _cut(vocab_size, n_ranks):
+    """As ``torch.chunk`` cuts."""
+    width = -(-vocab_size // n_ranks)
+    return [(rank * width, min((rank + 1) * width, vocab_size)) for rank in range(n_ranks)]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "size", "bounds_of"),
+    [
+        (50, "vocab_size", lambda world: _cut(50, world)),
+        (50, "vocab_size", lambda world: _even(26, world)),
+        (50, "shard", lambda world: _even(26, world)[::-1]),
+        (13, "shard", lambda world: _even(13, world)),
+    ],
+    ids=["uneven", "padded", "in another order", "all padding"],
+)
+@in_several_ranks
+def test_uneven_and_padded_shards(rank_pool, impl, vocab_size, size, bounds_of):
+    """Padded rows of the weight hold large numbers, which would show in every gradient."""
+    world = rank_pool.world_size
+    bounds = bounds_of(world)
+    for way in WAYS.values():
+        inputs = _made("shard_edges", vocab_size, bias=True)
+        inputs.labels[0], inputs.labels[1] = vocab_size - 1, IGNORE_INDEX
+        case = Case(inputs, impl, {**way, "label_smoothing": 0.1}, bounds, (_upstream(way),), size)
+        check(case, rank_pool.run(run, case))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_several_ranks
+def test_a_gradient_that_is_not_reduced_is_this_ranks_share(rank_pool, impl, way):
+    """For frameworks that reduce it themselves: nothing but statistics travels."""
+    world, way = rank_pool.world_size, WAYS[way]
+    inputs = _made("shard_edges", COLUMNS * world, world, dtype=torch.bfloat16)
+    options = {**way, "reduce_hidden_grad": False, "chunk_tokens": 4}
+    case = Case(inputs, impl, options, _even(COLUMNS, world), (_upstream(way),))
+    results = rank_pool.run(run, case)
+    check(case, results)
+    check_collectives(case, results)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_ranks
+def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl, way):
+    """``hidden [S / R, B, D]`` in and its gradient out; labels are of all tokens, some of them ignored."""
+    world, way = rank_pool.world_size, WAYS[way]
+    shape = (2 * world, 2)
+    rows = shape[0] * shape[1]
+    upstream = (
+        dict(upstream_gradients(shape))["transposed"] if way["reduction"] == "none" else torch.tensor(0.75)
+    )
+    for dtype, chunk in (
+        (torch.float32, {}),
+        (torch.bfloat16, {"chunk_tokens": world}),
+        (torch.bfloat16, {"chunk_tokens": 3 * world}),
+    ):
+        inputs = many_tokens(rows, COLUMNS * world, WIDTH, dtype).shaped(*shape)
+        inputs.labels[0, 1] = inputs.labels[-1, 0] = IGNORE_INDEX
+        options = {**way, **chunk, "sequence_parallel": True, "label_smoothing": 0.1}
+        case = Case(inputs, impl, options, _even(COLUMNS, world), (upstream,))
+        results = rank_pool.run(run, case)
+        check(case, results)
+        if world > 1:
+            _check_bytes_of_sequence_parallel(case, results, world)
+
+
+def _check_bytes_of_sequence_parallel(case, results, world):
+    """Hidden states are gathered in each pass over them, statistics once, gradients scattered once."""
+    rows, width = case.inputs.labels.numel(), case.inputs.hidden.shape[-1]
+    whole = rows * width * case.inputs.hidden.element_size()
+    passes = 1 if case.options.get("gradient") == "in_forward" else 2
+    for result in results:
+        sent = Counter()
+        for call in result.in_forward + result.in_backward:
+            sent[call.name] += call.nbytes
+        assert sent == {
+            "_allgather_base_": passes * whole // world + 4 * 5 * rows,
+            "_reduce_scatter_base_": whole,
+        }
+
+
+@pytest.mark.parametrize("frozen", [("weight",), ("hidden",), ("hidden", "weight", "bias")], ids="-".join)
+@pytest.mark.parametrize("way", ["mean", "none"])
+@in_several_ranks
+def test_what_needs_no_gradient_sends_none(rank_pool, impl, frozen, way):
+    world, way = rank_pool.world_size, WAYS[way]
+    inputs = _made("peaked", COLUMNS * world, world, bias=True)
+    case = Case(inputs, impl, way, _even(COLUMNS, world), (_upstream(way),), frozen=frozen)
+    results = rank_pool.run(run, case)
+    check(case, results)
+    check_collectives(case, results)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_ranks
+def test_nothing_to_learn_from_is_0_on_every_rank(rank_pool, impl, way):
+    """All ignored, and no tokens at all, which need no collective."""
+    world = rank_pool.world_size
+    ignored = _made("all_ignored", COLUMNS * world, broad=False)
+    none = ignored._replace(hidden=ignored.hidden[:0], labels=ignored.labels[:0])
+    for inputs in (ignored, none):
+        case = Case(inputs, impl, WAYS[way], _even(COLUMNS, world))
+        for result in rank_pool.run(run, case):
+            for tensor in (result.outputs[0], result.hidden, result.weight):
+                assert torch.equal(tensor, torch.zeros_like(tensor))
+            assert inputs is ignored or not result.in_forward + result.in_backward
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_ranks
+def test_a_label_outside_the_vocabulary_is_nan_on_every_rank(rank_pool, impl, way):
+    world, way = rank_pool.world_size, WAYS[way]
+    inputs = _made("peaked", COLUMNS * world)
+    inputs.labels[0], inputs.labels[2], inputs.labels[3] = -1, COLUMNS * world, IGNORE_INDEX
+    case = Case(inputs, impl, {**way, "chunk_tokens": 2}, _even(COLUMNS, world), (_upstream(way),))
+    results = rank_pool.run(run, case)
+    check(case, results)
+    assert results[0].outputs[0].isnan().sum() == (2 if way["reduction"] == "none" else 1)
+
+
+@in_four_ranks
+def test_a_subgroup_is_a_vocabulary_of_its_own(rank_pool, impl):
+    members = (1, 3)
+    for sequence_parallel in (False, True):
+        inputs = _made("shard_edges", 37, rows=4)
+        options = {**WAYS["mean"], "sequence_parallel": sequence_parallel}
+        case = Case(inputs, impl, options, _cut(37, 2), size="vocab_size")
+        results = rank_pool.run(run, case, members)
+        assert results[0] is None and results[2] is None
+        check(case, [results[rank] for rank in members])
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@in_ranks
+def test_token_log_probs(rank_pool, impl, entropy):
+    world = rank_pool.world_size
+    upstreams = (random_upstream(ROWS), random_upstream(ROWS, seed=1))[: 1 + entropy]
+    for kind, options in (
+        ("some_ignored", {}),
+        ("shard_edges", {"temperature": 0.6, "softcap": 10.0, "logit_scale": 0.4, "chunk_tokens": 4}),
+    ):
+        inputs = _made(kind, COLUMNS * world, world, bias=True)
+        options = {**options, "entropy": entropy}
+        case = Case(inputs, impl, options, _even(COLUMNS, world), upstreams, function=linear_token_log_probs)
+        results = rank_pool.run(run, case)
+        check(case, results)
+        if kind == "shard_edges":
+            check_collectives(case, results, extra=int(entropy))
+
+
+def _mesh(group):
+    device = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
+    return DeviceMesh.from_group(group, device)
+
+
+def _sharded(case, device, group):
+    return distribute_tensor(case.inputs.weight.to(device), _mesh(group), [Shard(0)])
+
+
+@pytest.mark.parametrize("vocab_size", [24, 49])
+@pytest.mark.parametrize("way", WAYS)
+@in_several_ranks
+def test_a_dtensor_knows_its_rows_and_gets_a_dtensor(rank_pool, impl, way, vocab_size):
+    """49 rows are uneven on any number of ranks, which the width of a shard does not tell."""
+    world, way = rank_pool.world_size, WAYS[way]
+    inputs = _made("shard_edges", vocab_size, dtype=torch.bfloat16)
+    case = Case(inputs, impl, {**way, "chunk_tokens": 4}, _cut(vocab_size, world), (_upstream(way),))
+    check(case, rank_pool.run(run, case, None, _sharded))
+
+
+def _refusals(rank, group, impl):
+    """Messages of calls that must be refused before anything is sent."""
+    device = device_of(rank, group)
+    others = subgroups((0,), (1,))[1 - rank]
+    whole = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
+    hidden, weight = torch.randn(4, WIDTH, device=device), whole.chunk(2)[rank]
+    labels = torch.zeros(4, dtype=torch.int64, device=device)
+    replicated, in_columns = (
+        distribute_tensor(whole, _mesh(group), [placement]) for placement in (Replicate(), Shard(1))
+    )
+    attempts = {
+        "replicated": {"weight": replicated},
+        "in columns": {"weight": in_columns},
+        "not a member": {"group": others},
+        "labels of a part": {"sequence_parallel": True},
+        "valid tokens of a part": {"sequence_parallel": True, "labels": labels.repeat(2), "valid_tokens": 3},
+        "whole weight": {"weight": whole, "vocab_size": 24},
+        "hidden is a part": {"labels": labels.repeat(2)},
+    }
+    messages = {}
+    with record_collectives() as calls:
+        for name, attempt in attempts.items():
+            arguments = {"hidden": hidden, "weight": weight, "labels": labels, "group": group} | attempt
+            try:
+                linear_cross_entropy(**arguments, impl=impl)
+                messages[name] = "accepted"
+            except (TypeError, ValueError) as error:
+                messages[name] = f"{type(error).__name__}: {error}"
+    return messages, calls
+
+
+@in_two_ranks
+def test_what_does_not_fit_the_group_is_refused(rank_pool, impl):
+    """A replicated weight taken for a shard would make the loss larger by log(R)."""
+    for messages, calls in rank_pool.run(_refusals, impl):
+        for name, expected in {
+            "replicated": "Error: weight: .*Shard.0.*Replicate",
+            "in columns": "Error: weight: .*Shard.0.*1",
+            "not a member": "ValueError: group: this rank must be a member",
+            "labels of a part": r"ValueError: labels: .*\(8,\).*\(4,\)",
+            "valid tokens of a part": "ValueError: valid_tokens: .*sequence_parallel",
+            "whole weight": "ValueError: (weight|vocab_size): .*24",
+            "hidden is a part": r"ValueError: labels: .*\(4,\).*\(8,\)",
+        }.items():
+            assert re.search(expected, messages[name]), (name, messages[name])
+        assert calls == []
+
+
+def _dtensor_without_its_group(rank, group, case):
+    """A DTensor's mesh is its group: that of one rank, which None usually means, would be wrong."""
+    weight = _sharded(case, device_of(rank, group), group)
+    hidden, labels = (x.to(weight.device) for x in (case.inputs.hidden, case.inputs.labels))
+    return linear_cross_entropy(hidden, weight, labels, impl=case.impl)
+
+
+@in_two_ranks
+def test_the_group_of_a_dtensor_is_that_of_its_mesh(rank_pool, impl):
+    case = Case(_made("peaked", 50), impl, {}, _cut(50, 2))
+    results = [
+        Result((loss,), None, None, None, [], []) for loss in rank_pool.run(_dtensor_without_its_group, case)
+    ]
+    check(case, results)
