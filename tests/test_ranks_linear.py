@@ -62,6 +62,22 @@ def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way, label_s
 
 
 @pytest.mark.parametrize("way", WAYS)
+@in_several_ranks
+def test_a_chunk_of_many_tokens_sends_its_statistics_in_two_parts(rank_pool, impl, way):
+    """Each travels beside the other's products. 300 tokens in chunks of 200: 128 and 72, then 100."""
+    rows, world, way = 300, rank_pool.world_size, WAYS[way]
+    inputs = many_tokens(rows, COLUMNS * world, WIDTH)
+    options = {**way, "chunk_tokens": 200}
+    case = Case(inputs, impl, options, _even(COLUMNS, world), (_upstream(way, rows),))
+    results = rank_pool.run(run, case)
+    check(case, results)
+    parts = [128, 72, 100] if way.get("gradient") == "in_forward" else [300]
+    for result in results:
+        sent = [call.nbytes for call in result.in_forward if "gather" in call.name]
+        assert sent == [12 * tokens for tokens in parts]
+
+
+@pytest.mark.parametrize("way", WAYS)
 @in_ranks
 def test_what_every_dtype_can_hold_is_computed_without_any_error(rank_pool, impl, way):
     """Also what ranks add up: parts of a gradient that are multiples of 16."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.chunks import parts_of
 from vocab_parallel_ce.exchange import all_gather_stats
-from vocab_parallel_ce.head import WeightGradient, write_hidden_gradient, write_logits
+from vocab_parallel_ce.head import WeightGradient, cleared, write_hidden_gradient, write_logits
 from vocab_parallel_ce.pipeline import Call
 from vocab_parallel_ce.spec import RowOutputs, is_ignored
 from vocab_parallel_ce.tokens import Order, Tokens
@@ -146,8 +146,7 @@ class Chunks:
         grad_logits = self.buffer[: rows.shape[0]]
         if self.of_weight is not None:
             # An ignored token's gradient is 0, and 0 times a NaN in its hidden state would not be.
-            rows = rows.masked_fill(self.is_ignored[places].unsqueeze(1), 0.0)
-            self.of_weight.add(grad_logits, rows)
+            self.of_weight.add(grad_logits, cleared(rows, self.is_ignored[places]))
         if self.of_bias is not None:
             self.of_bias += grad_logits.sum(0, dtype=torch.float32)
 
