@@ -81,8 +81,13 @@ def begin_reduce_scatter(own: Tensor, summed: Tensor, group: Any) -> Any:
     return reduce_scatter(own, summed, group=group, async_op=True)
 
 
-def local_rows(weight: Tensor, group: object) -> tuple[Tensor, object]:
-    """This rank's rows of ``weight``, and the group that shares the others.
+def is_cut(tensor: Tensor) -> bool:
+    """Whether it is a DTensor."""
+    return hasattr(tensor, "placements")
+
+
+def local_rows(name: str, parameter: Tensor, group: object) -> tuple[Tensor, object]:
+    """This rank's rows of the ``parameter`` of this name, and the group that shares the others.
 
     A plain tensor is this rank's already. Of a DTensor that is cut along dimension 0 over a mesh of one
     dimension the local tensor, through which gradients arrive as a DTensor again, and the mesh's group.
@@ -90,18 +95,18 @@ def local_rows(weight: Tensor, group: object) -> tuple[Tensor, object]:
     Raises:
         ValueError: a DTensor is laid out otherwise, or ``group`` is another than its mesh's.
     """
-    placements = getattr(weight, "placements", None)
-    if placements is None:
-        return weight, group
+    if not is_cut(parameter):
+        return parameter, group
+    placements = parameter.placements  # type: ignore[attr-defined]
     if len(placements) != 1 or not placements[0].is_shard(0):
         raise ValueError(
-            "weight: expected a DTensor with the placement Shard(0) on a mesh of one dimension, got "
+            f"{name}: expected a DTensor with the placement Shard(0) on a mesh of one dimension, got "
             f"{tuple(placements)}; pass this rank's rows as a plain tensor"
         )
-    mesh_group = weight.device_mesh.get_group()  # type: ignore[attr-defined]
+    mesh_group = parameter.device_mesh.get_group()  # type: ignore[attr-defined]
     if group is not None and group is not mesh_group:
-        raise ValueError("group: expected that of weight's mesh, or None, got another")
-    return weight.to_local(), mesh_group  # type: ignore[attr-defined]
+        raise ValueError(f"group: expected that of the mesh of {name}, or None, got another")
+    return parameter.to_local(), mesh_group  # type: ignore[attr-defined]
 
 
 def all_gather_objects(own: Any, group: object, device: torch.device | None) -> list[Any]:

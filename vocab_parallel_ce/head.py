@@ -9,6 +9,8 @@ The sums are accumulated in fp32 and rounded once.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,16 +34,17 @@ def write_hidden_gradient(grad_logits: Tensor, weight: Tensor, out: Tensor) -> N
 def cleared(rows: Tensor, is_ignored: Tensor) -> Tensor:
     """A copy of ``rows [n, D]`` with zeros where ``is_ignored [n]``, whatever those rows hold."""
     # Eight bytes at a time: PyTorch fills by single elements, of 2 bytes at a fraction of the bandwidth.
-    whole = rows.is_contiguous() and rows.data_ptr() % 8 == 0 and rows.shape[1] * rows.itemsize % 8 == 0
+    bytes_before = rows.data_ptr(), rows.storage_offset() * rows.itemsize, rows.shape[1] * rows.itemsize
+    whole = rows.is_contiguous() and math.gcd(*bytes_before, 8) == 8
     wide = rows.view(torch.int64) if whole else rows
     return wide.masked_fill(is_ignored.unsqueeze(1), 0).view(rows.dtype)
 
 
 class WeightGradient:
-    """Gradients of ``weight [C, D]`` and ``bias [C]``, of dtype ``dtype``, over ``n_chunks`` chunks.
+    """The gradient, of dtype ``dtype``, of a weight as ``weight [C, D]`` is, over ``n_chunks`` chunks.
 
-    ``main_grad`` fp32, where given, is what the chunks are added to. A single chunk whose gradient is
-    rounded anyway needs no fp32 sum: the product is rounded once as it is.
+    ``main_grad`` fp32, where given, is what the chunks are added to. A single chunk whose products have
+    that dtype needs no fp32 sum: the product is rounded once as it is.
     """
 
     def __init__(
@@ -50,7 +53,8 @@ class WeightGradient:
         self.dtype = dtype if main_grad is None else torch.float32
         self.is_empty = main_grad is None
         if main_grad is None:
-            main_grad = weight.new_empty(weight.shape, dtype=dtype if n_chunks == 1 else torch.float32)
+            is_product = n_chunks == 1 and dtype == weight.dtype
+            main_grad = weight.new_empty(weight.shape, dtype=dtype if is_product else torch.float32)
         self.total = main_grad
 
     def add(self, grad: Tensor, hidden: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.chunks import chunk_of, chunks_of
 from vocab_parallel_ce.cross_entropy import DOUBLE_BACKWARD, loss_metrics, outside_graphs
-from vocab_parallel_ce.exchange import group_position, local_rows
+from vocab_parallel_ce.exchange import group_position, is_cut, local_rows
 from vocab_parallel_ce.kernels.layout import VECTOR_BYTES
 from vocab_parallel_ce.linear_pipeline import (
     Inputs,
@@ -86,18 +86,19 @@ def linear_cross_entropy(
     and gradients of each tensor's own. Memory beyond the gradients: a chunk's logits, and the fp32 sum of the
     weight's gradient where there are several chunks.
 
-    Collectives: an all_gather of ``4 * K`` bytes a token from each rank, in one (``"none"``) or in two a
-    chunk; and in the pass that computes gradients one all_reduce of ``d hidden`` a chunk (a reduce_scatter
-    with ``sequence_parallel``, and an all_gather of ``hidden`` in every pass). They run beside the products
-    of the same and the next chunk. No host synchronisation unless ``check_labels``. Under ``torch.compile``
-    the graph breaks here.
+    Collectives: all_gathers of ``4 * K`` bytes a token from each rank, with gradients in forward two for each
+    chunk (one for 128 tokens or fewer), otherwise one in all; and in the pass that computes gradients one
+    all_reduce of ``d hidden`` a chunk (a reduce_scatter with ``sequence_parallel``, and an all_gather of
+    ``hidden`` in every pass). They run beside the products of the same and the next chunk. No host
+    synchronisation unless ``check_labels``. Under ``torch.compile`` the graph breaks here.
 
     Args:
         hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank.
         weight: ``[C, D]``, this rank's rows of the head, of the dtype of ``hidden``; or a DTensor with the
-            placement Shard(0), whose mesh is the group. Its gradient is summed in fp32 and rounded once.
+            placement Shard(0), whose mesh is the group (not one that data parallelism has cut). Its
+            gradient is summed in fp32 and rounded once.
         labels: ``[...]`` int64 or int32 ids in the global vocabulary, the same on every rank.
-        bias: ``[C]``, this rank's, or None.
+        bias: ``[C]``, this rank's, or a DTensor as ``weight`` is, or None.
         gradient: ``"in_forward"``: forward computes the gradients, and backward scales them, which rounds
             them a second time where the upstream gradient is not 1; not for ``"none"``. ``"in_backward"``:
             backward computes the logits again, and may run again. ``"auto"``: in_forward for mean and sum
@@ -110,10 +111,10 @@ def linear_cross_entropy(
             ``weight`` gets none (Megatron-LM's ``gradient_accumulation_fusion``; the parameter's
             ``grad_added_to_main_grad``, if it has one, becomes True).
         valid_tokens: at most so many labels are not ``ignore_index``, as a data loader knows: the others are
-            left out before the matmul. More than that on the device make the loss NaN. On a CPU they are
-            counted.
+            left out before the matmul. More than that on the device make the loss NaN. None on a CPU: they
+            are counted.
         chunk_tokens: tokens that have logits at a time; ``"auto"``: :func:`chunks.choose_chunk_tokens`.
-        memory_budget: bytes that the logits may take instead.
+        memory_budget: bytes that the logits of ``ceil(V / R)`` columns may take instead.
         group, ignore_index, label_smoothing, smoothing_formula, z_loss, softcap, logit_scale, reduction,
             num_items, return_metrics, impl, check_labels, vocab_size, shard: as in
             :func:`vocab_parallel_cross_entropy`, of these logits.
@@ -263,11 +264,14 @@ def _prepared(
     checks.check_hidden(hidden)
     checks.check_tensor("labels", labels)
     check_modes(reduction, gradient, head)
-    parameter = weight
-    if vocab_size is None and shard is None and hasattr(weight, "placements"):
-        vocab_size = weight.shape[0]
-    weight, group = local_rows(weight, group)
+    parameter = weight if hasattr(weight, "grad_added_to_main_grad") else None
+    known_size = weight.shape[0] if vocab_size is None and shard is None and is_cut(weight) else None
+    bias, _ = (None, None) if bias is None else local_rows("bias", bias, group)
+    weight, group = local_rows("weight", weight, group)
     rank, n_ranks = group_position(group)
+    if known_size is not None:
+        vocab_size = known_size
+        VocabShard.of_rank(known_size, rank, n_ranks)  # raises on all ranks where one has no row
     autocasts = torch.is_autocast_enabled(hidden.device.type)
     checks.check_head(weight, bias, hidden, None if autocasts else hidden.dtype)
     if head.main_grad is not None:
@@ -279,28 +283,29 @@ def _prepared(
     shard = _shard_of_rows(n_columns, rank, n_ranks, vocab_size, shard)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
     whole_vectors = n_columns * dtype.itemsize % VECTOR_BYTES == 0
-    call = settle(
+    settled = settle(
         *(dtype, n_columns, torch.strided, hidden.device, labels.dtype, labels.device),
         *(rank, n_ranks, None, shard),
         *("none" if reduction == "none" else "sum", gradient, impl, check_labels, False, whole_vectors),
         **options,
-    )(labels.shape, group, None)
+    )
     if num_items is not None:
         checks.check_num_items(num_items, reduction, hidden)
         num_items = as_divisor(num_items, hidden)
-    chunk = chunk_of(
-        head.chunk_tokens, head.memory_budget, n_tokens, hidden.shape[-1], n_columns, dtype.itemsize
-    )
+    # Every rank's chunks must be the same, whatever its own width.
+    width = -(-shard.vocab_size // n_ranks)
+    chunk = chunk_of(head.chunk_tokens, head.memory_budget, n_tokens, hidden.shape[-1], width, dtype.itemsize)
+    row_options = settled(labels.shape, group, None).options
     if check_labels:
-        checks.check_label_range(labels, call.shard.vocab_size, call.options.ignore_index)
+        checks.check_label_range(labels, shard.vocab_size, row_options.ignore_index)
     labels = flat(labels)
-    is_valid = ~is_ignored(labels, call.options)
+    is_valid = ~is_ignored(labels, row_options)
     chunks, order = _places(is_valid, chunk, n_ranks, head)
-    call = call._replace(num_items=_divisor(is_valid, reduction, num_items, head.valid_tokens))
+    divisor = _divisor(is_valid, reduction, num_items, head.valid_tokens)
     if order is not None:
-        labels = order.take(labels, call.options.ignore_index)
+        labels = order.take(labels.long(), row_options.ignore_index)
     linear = LinearCall(
-        call,
+        settled(labels.shape, group, divisor),
         dtype,
         chunks,
         order,
@@ -344,6 +349,8 @@ def _check_tokens(hidden: Tensor, labels: Tensor, n_ranks: int, head: HeadOption
     expected = tuple(hidden.shape[:-1])
     if head.sequence_parallel:
         expected = (expected[0] * n_ranks, *expected[1:])
+    if labels.device != hidden.device:
+        raise ValueError(f"labels: device must be that of hidden, {hidden.device}, got {labels.device}")
     if tuple(labels.shape) != expected:
         raise ValueError(f"labels: expected shape {expected}, got {tuple(labels.shape)}")
 
@@ -364,9 +371,9 @@ def _places(
 ) -> tuple[tuple[tuple[int, int], ...], Order | None]:
     """The chunks, and the order in which tokens have places in them, where it is not their own."""
     n_tokens = is_valid.shape[0]
-    if head.sequence_parallel:
+    if head.sequence_parallel and n_ranks > 1:
         chunks = tuple(chunks_of(n_tokens, max(n_ranks, chunk // n_ranks * n_ranks)))
-        if len(chunks) == 1:
+        if len(chunks) <= 1:
             return chunks, None
         return chunks, order_of_ranks(chunks, n_tokens, n_ranks, is_valid.device)
     most = head.valid_tokens
@@ -400,7 +407,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, linear: LinearCall
     ) -> Any:
-        ctx.linear, ctx.handed_on = linear, False
+        ctx.linear, ctx.handed_on, ctx.device_type = linear, False, hidden.device.type
         ctx.set_materialize_grads(False)
         inputs, options = Inputs(hidden, weight, bias, labels), linear.call.options
         with torch.autocast(hidden.device.type, enabled=False):
@@ -409,7 +416,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 ctx.save_for_backward(*gradients)
             else:
                 outputs, stats = forward(linear, inputs)
-                ctx.save_for_backward(*inputs, stats)
+                ctx.save_for_backward(*inputs, stats, linear.call.num_items)
             outputs = linear.finished(outputs)
         if options.predictions:
             ctx.mark_non_differentiable(outputs.lse, outputs.predictions)
@@ -424,7 +431,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_loss is None and grad_entropy is None:
             return (None,) * 5
         linear: LinearCall = ctx.linear
-        with torch.autocast(linear.parameter.device.type, enabled=False):
+        with torch.autocast(ctx.device_type, enabled=False):
             if linear.call.gradient == "in_forward":
                 assert grad_loss is not None
                 if ctx.handed_on:
@@ -432,18 +439,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 ctx.handed_on = True
                 gradients = scaled(linear, ctx.saved_tensors, grad_loss)
             else:
-                *inputs, stats = ctx.saved_tensors
+                *inputs, stats, divisor = ctx.saved_tensors
                 wanted = ctx.needs_input_grad[:3]
-                gradients = backward(linear, Inputs(*inputs), stats, wanted, grad_loss, grad_entropy)
+                gradients = backward(linear, Inputs(*inputs), stats, divisor, wanted, grad_loss, grad_entropy)
         of_hidden, of_weight, of_bias = gradients
         if linear.main_grad is not None and of_weight is not None:
-            of_weight = _stand_in(linear.parameter)
+            of_weight = _stand_in(linear.parameter, of_weight)
         return of_hidden, of_weight, of_bias, None, None
 
 
-def _stand_in(parameter: Tensor) -> Tensor | None:
+def _stand_in(parameter: Tensor | None, of_weight: Tensor) -> Tensor | None:
     """What a weight gets whose gradient ``main_grad`` has: None, or what Megatron-LM's hooks wait for."""
-    if not hasattr(parameter, "grad_added_to_main_grad"):
+    if parameter is None:
         return None
-    parameter.grad_added_to_main_grad = True
-    return torch.zeros_like(parameter)
+    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.zeros_like(of_weight, dtype=parameter.dtype)

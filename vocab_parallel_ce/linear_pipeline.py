@@ -23,7 +23,7 @@ from vocab_parallel_ce.spec import RowOutputs, is_ignored
 from vocab_parallel_ce.tokens import Order, Tokens
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-OF_NO_TOKEN = (0.0, 0.0, 0.0, -1)  # the outputs of an ignored row
+OTHERS_OF_NO_TOKEN = (0.0, 0.0, -1)  # entropy, lse and prediction of an ignored row
 
 
 class Inputs(NamedTuple):
@@ -45,31 +45,23 @@ class LinearCall(NamedTuple):
     sequence_parallel: bool
     reduces: bool
     main_grad: Tensor | None
-    parameter: Tensor  # the weight as the caller has it
-
-    def outputs(self, inputs: Inputs) -> RowOutputs:
-        """Unfilled, a value for each place."""
-        options = self.call.options
-        loss = inputs.hidden.new_empty(inputs.labels.shape[0], dtype=torch.float32)
-        return RowOutputs(
-            loss,
-            torch.empty_like(loss) if options.entropy else None,
-            torch.empty_like(loss) if options.predictions else None,
-            torch.empty_like(loss, dtype=torch.int64) if options.predictions else None,
-        )
+    parameter: Tensor | None  # the weight as the caller has it, where it says what main_grad has
 
     def finished(self, outputs: RowOutputs) -> RowOutputs:
         """In the order of the tokens; a reduced loss summed."""
+        order, (loss, *others) = self.order, outputs
         if self.call.reduction != "none":
-            outputs = outputs._replace(loss=outputs.loss.sum())
-        order = self.order
-        if order is None:
-            return outputs
-        loss, *others = (
-            values if values is None or values.dim() == 0 else order.put_back(values, nothing)
-            for values, nothing in zip(outputs, OF_NO_TOKEN, strict=True)
-        )
-        assert loss is not None
+            loss = loss.sum()
+        elif order is not None:
+            loss = order.put_back(loss, 0.0)
+            if self.call.num_items is not None:
+                # 1, or NaN where tokens that count were left out, whose 0 would be wrong.
+                loss = loss * self.call.num_items
+        if order is not None:
+            others = [
+                None if values is None else order.put_back(values, nothing)
+                for values, nothing in zip(others, OTHERS_OF_NO_TOKEN, strict=True)
+            ]
         return RowOutputs(loss, *others)
 
 
@@ -167,7 +159,7 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[RowOutputs, Tensor]:
     Collectives: one all_gather of statistics; with sequence parallelism one of hidden states a chunk.
     """
     call, labels = linear.call, inputs.labels
-    outputs, chunks = linear.outputs(inputs), Chunks(linear, inputs)
+    outputs, chunks = call.unfilled(inputs.hidden), Chunks(linear, inputs)
     shape = (call.n_ranks, labels.shape[0], len(call.options.statistics))
     stats = inputs.hidden.new_empty(shape, dtype=torch.float32)
     own = stats[call.rank : call.rank + 1]
@@ -193,7 +185,8 @@ def forward_with_gradients(
 
     Collectives: one or two all_gathers of statistics a chunk, and those of ``tokens``.
     """
-    outputs, chunks = linear.outputs(inputs), Chunks(linear, inputs, wanted)
+    outputs = linear.call.unfilled(inputs.hidden)
+    chunks = Chunks(linear, inputs, wanted)
     for places, rows in chunks:
         parts = _filled_parts(linear, chunks, inputs.labels[places], rows, _at(outputs, places))
         chunks.add_gradients(parts, rows, places)
@@ -224,11 +217,12 @@ def backward(
     linear: LinearCall,
     inputs: Inputs,
     stats: Tensor,
+    divisor: Tensor | None,
     wanted: tuple[bool, bool, bool],
     grad_loss: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Gradients:
-    """The gradients, from logits that are computed again and the statistics of :func:`forward`."""
+    """The gradients, from logits that are computed again, and the statistics and divisor of forward."""
     call, labels = linear.call, inputs.labels
     upstream = _at_places(linear, grad_loss, labels)
     if upstream is None:
@@ -241,7 +235,7 @@ def backward(
             logits,
             labels[places],
             stats[:, places].contiguous(),
-            call.num_items,
+            divisor,
             into=logits,
             upstream=upstream[places],
             entropy_upstream=None if of_entropy is None else of_entropy[places],
@@ -252,17 +246,14 @@ def backward(
 
 
 def scaled(linear: LinearCall, gradients: Gradients, upstream: Tensor) -> Gradients:
-    """The gradients of a reduced loss times its upstream gradient; those of hidden and weight in place."""
+    """The gradients of a reduced loss times its upstream gradient, in place; the weight's to main_grad."""
     of_hidden, of_weight, of_bias = (None if grad is None else grad.detach() for grad in gradients)
-    factor = upstream.reshape(1)
-    multiply = linear.call.launchers.element_mul
-    if of_hidden is not None:
-        multiply(of_hidden, factor.expand(of_hidden.shape[0]))
+    for grad in (of_hidden, of_weight, None if of_bias is None else of_bias.unsqueeze(0)):
+        if grad is not None:
+            linear.call.launchers.element_mul(grad, upstream.reshape(1).expand(grad.shape[0]))
     if of_weight is not None and linear.main_grad is not None:
-        linear.main_grad.addcmul_(of_weight, factor)
-    elif of_weight is not None:
-        multiply(of_weight, factor.expand(of_weight.shape[0]))
-    return of_hidden, of_weight, None if of_bias is None else (of_bias * factor).to(of_bias.dtype)
+        linear.main_grad.add_(of_weight)
+    return of_hidden, of_weight, of_bias
 
 
 def _at(outputs: RowOutputs, places: slice) -> RowOutputs:

@@ -149,8 +149,12 @@ class LinearCrossEntropy(nn.Module):
                 f"{type(head).__name__}, which may do more than multiply by its weight (LoRA, quantisation); "
                 "merge it, or compute its logits and use VocabParallelCrossEntropy"
             )
-        if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
-            raise ValueError("head: expected no hooks, which would not run, got some; remove them")
+        hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+        if any(hooks) or "forward" in vars(head):
+            raise ValueError(
+                "head: expected no hooks and no forward of its own, which would not run, got some; remove "
+                "them, or pass its weight"
+            )
         checks.check_parameter("weight", head.weight)
         return head.weight, getattr(head, "bias", None)
 

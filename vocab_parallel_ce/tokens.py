@@ -26,8 +26,8 @@ class Order(NamedTuple):
         return torch.cat([values, values.new_full((1,), nothing)])[self.taken]
 
     def put_back(self, values: Tensor, nothing: float) -> Tensor:
-        """``values [M, ...]`` in the order of the tokens, ``[N, ...]``."""
-        return torch.cat([values, values.new_full((1, *values.shape[1:]), nothing)])[self.place]
+        """``values [M]`` in the order of the tokens, ``[N]``."""
+        return torch.cat([values, values.new_full((1,), nothing)])[self.place]
 
 
 def order_of_valid(is_valid: Tensor, most: int) -> Order:
@@ -106,12 +106,19 @@ class Tokens:
         if self.sequence_parallel:
             return self.hidden.new_empty(stop - start, n_features)
         if self.grad is None:
-            n_rows = self.hidden.shape[0] if self.order is None else self.order.taken.shape[0]
+            # Behind the places a row for tokens that have none.
+            n_rows = self.hidden.shape[0] if self.order is None else self.order.taken.shape[0] + 1
             self.grad = self.hidden.new_empty(n_rows, n_features)
         return self.grad[start:stop]
 
     def reduce(self, start: int, stop: int, rows: Tensor) -> None:
-        """Begin to sum over the ranks what :meth:`rows_of_gradient` gave and was filled."""
+        """Begin to sum over the ranks what :meth:`rows_of_gradient` gave and was filled.
+
+        What the chunk before last sent has arrived by then, or is waited for: its memory is free again.
+        """
+        for work, _ in self.pending[:-1]:
+            work.wait()
+        del self.pending[:-1]
         if self.sequence_parallel:
             if self.grad is None:
                 self.grad = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
@@ -129,4 +136,5 @@ class Tokens:
             return torch.zeros_like(self.hidden, memory_format=torch.contiguous_format)
         if self.order is None or self.sequence_parallel:
             return self.grad
-        return self.order.put_back(self.grad, 0.0)
+        self.grad[-1] = 0.0
+        return self.grad.index_select(0, self.order.place)
