@@ -114,12 +114,14 @@ def memory_text(points: Sequence[Result], targets: Document) -> str:
 
 
 def growth_text(points: Sequence[Result], targets: Document) -> str:
+    """What a token more costs, and the bound."""
     bound = targets["memory"]["growth_bytes_a_token_beyond_gradient"]
-    growth = growth_bytes_a_token(points, OURS)
+    least = targets["memory"]["from_tokens"]
+    growth = growth_bytes_a_token([point for point in points if point["tokens"] >= least], OURS)
     shown = "-" if growth is None else f"{growth:.0f}"
     return (
-        f"{OURS}: {shown} bytes a token more beyond the gradient of hidden "
-        f"(<= {bound}: {verdict(growth, bound)})."
+        f"{OURS}, from {least} tokens on, which take the memory of an fp32 sum of the weight's gradient: "
+        f"{shown} bytes a token more beyond the gradient of hidden (<= {bound}: {verdict(growth, bound)})."
     )
 
 

@@ -66,7 +66,7 @@ def test_memory_against_tokens_and_what_does_not_fit_is_not_tried_again():
     assert growth == -4 * 32  # the scripted peak stays as it is, while the gradient of hidden grows
     assert linear_memory.growth_bytes_a_token(points, "large") is None
     json.dumps(points, allow_nan=False)
-    targets = {"memory": {"growth_bytes_a_token_beyond_gradient": 64}}
+    targets = {"memory": {"growth_bytes_a_token_beyond_gradient": 64, "from_tokens": 0}}
     text = report_linear.memory_text(points, targets)
     assert "refused: out of memory at 32 tokens" in text and "(<= 64: met)" in text
     points[0]["extra_peak_bytes"] -= 48 * 1000
@@ -318,3 +318,7 @@ def test_documents_must_be_finished_and_of_the_ranks_of_their_name(folder, one_g
         linear_documents.read_documents(results)
     with pytest.raises(ValueError, match="expected one result of vocab_parallel_ce, got several"):
         linear_documents.results_by_case([result(OURS, 1.0), result(OURS, 1.0)])
+
+
+def test_the_committed_part_and_pictures_are_those_of_the_committed_documents(capsys):
+    assert plot_linear.main(["--check"]) == 0, capsys.readouterr().out
