@@ -128,7 +128,7 @@ def test_the_weights_gradient_is_added_to_main_grad(impl_device, way, dtype):
     main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
     for step in (1, 2):
         before = main_grad.clone()
-        loss = case.loss(main_grad=main_grad, chunk_tokens=4, **way)
+        loss = case.loss(main_grad=main_grad, chunk_tokens=2, **way)
         assert torch.equal(main_grad, before), "written by forward"
         upstream = case.upstream(loss)
         loss.backward(upstream)
@@ -168,7 +168,7 @@ def test_autocast_multiplies_in_its_dtype_and_leaves_fp32_gradients_unrounded(im
     case.hidden = case.hidden.detach().to(hidden_dtype).requires_grad_()
     case.inputs = case.inputs._replace(hidden=case.hidden.detach().float().cpu())
     with torch.autocast(case.device, torch.bfloat16):
-        loss = case.loss(chunk_tokens=4, **way)
+        loss = case.loss(chunk_tokens=2, **way)
     upstream = case.upstream(loss)
     loss.backward(upstream)
     truth = linear_fp64(case.inputs, upstream.cpu(), **way)
@@ -209,7 +209,7 @@ def test_compiled_caller(impl_device, way):
     scalars = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 20.0, "logit_scale": 0.4}
 
     def step(hidden):
-        loss, metrics = case.loss(hidden * 2, return_metrics=True, chunk_tokens=4, **scalars, **WAYS[way])
+        loss, metrics = case.loss(hidden * 2, return_metrics=True, chunk_tokens=2, **scalars, **WAYS[way])
         return loss.sum() * 3 + metrics.token_accuracy
 
     compiled = torch.compile(step, backend="inductor" if case.hidden.is_cuda else "aot_eager")
@@ -309,7 +309,7 @@ def test_the_host_never_waits():
     def every_path():
         for case in cases:
             for way in WAYS.values():
-                for options in ({}, {"chunk_tokens": 4}, {"valid_tokens": ROWS, "return_metrics": True}):
+                for options in ({}, {"chunk_tokens": 2}, {"valid_tokens": ROWS, "return_metrics": True}):
                     result = case.loss(**options, **way)
                     loss = result[0] if isinstance(result, tuple) else result
                     torch.autograd.grad(loss, case.leaves, torch.ones_like(loss))

@@ -124,7 +124,7 @@ CHUNKED = _covering(chunk=(1, 2, 3, 5, 7, 100), way=tuple(WAYS), dtype=DTYPES, b
 def test_chunks_of_any_size(impl_device, case):
     """Of one token, of numbers that do not divide the tokens, of more than there are."""
     way = WAYS[case["way"]]
-    inputs = _made("some_ignored", 7, dtype=case["dtype"], bias=case["bias"])
+    inputs = _made("peaked", 7, dtype=case["dtype"], bias=case["bias"])
     chunked = check(impl_device, inputs, _upstream(way, 7), chunk_tokens=case["chunk"], **way)
     whole = run(impl_device, inputs, _upstream(way, 7), chunk_tokens=7, **way)
     truth = linear_fp64(inputs, _upstream(way, 7), **way)

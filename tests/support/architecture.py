@@ -18,6 +18,7 @@ LAYERS = (
     {"selection", "kernels", "exchange", "reference", "chunks"},
     {"pipeline", "tokens"},
     {"linear_pipeline"},
+    {"linear_arguments"},
     {"cross_entropy", "linear_cross_entropy"},
     {"te_compat", "modules", "log_probs", "verify"},
     {"__init__"},

@@ -1,0 +1,144 @@
+"""Where a projection and its loss on several ranks has gone wrong before, by error or by waiting for ever."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.support.collectives import record_collectives
+from tests.support.linear import many_tokens
+from tests.support.linear_ranks import Case, Result, check, check_collectives, run
+from tests.support.ranks import device_of
+from tests.test_ranks_linear import (
+    COLUMNS,
+    WAYS,
+    WIDTH,
+    _cut,
+    _made,
+    _mesh,
+    _upstream,
+    in_four_ranks,
+    in_ranks,
+    in_several_ranks,
+    in_two_ranks,
+)
+from tests.test_ranks_options import _even
+from vocab_parallel_ce import linear_cross_entropy
+
+
+def _check_chunks(rank_pool, impl, way, bounds, chunk, **options):
+    """64 tokens in the chunks that a memory budget gives, on every rank."""
+    inputs = many_tokens(64, bounds[-1][1], WIDTH)
+    case = Case(inputs, impl, {**WAYS[way], **options}, bounds, (_upstream(WAYS[way], 64),), "shard")
+    results = rank_pool.run(run, case)
+    check(case, results)
+    check_collectives(case._replace(options={**case.options, "chunk_tokens": chunk}), results)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_two_ranks
+def test_ranks_of_unequal_shards_cut_the_tokens_alike(rank_pool, impl, way):
+    """16 and 8 columns: 26 tokens' logits of 12 columns fit, on the narrow rank 40 of its own would."""
+    _check_chunks(rank_pool, impl, way, [(0, 16), (16, 24)], 26, memory_budget=1280)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_four_ranks
+def test_a_last_rank_of_fewer_columns_cuts_the_tokens_as_the_others(rank_pool, impl, way):
+    """2, 2, 2 and 1 columns."""
+    _check_chunks(rank_pool, impl, way, _cut(7, 4), 20, memory_budget=160)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_ranks
+def test_no_tokens_of_a_sequence_that_ranks_share(rank_pool, impl, way):
+    world = rank_pool.world_size
+    none = _made(vocab_size=COLUMNS * world, bias=True)
+    none = none._replace(hidden=none.hidden[:0].view(0, 2, WIDTH), labels=none.labels[:0].view(0, 2))
+    case = Case(none, impl, {**WAYS[way], "sequence_parallel": True}, _even(COLUMNS, world))
+    for result in rank_pool.run(run, case):
+        assert result.outputs[0].shape == ((0, 2) if way == "none" else ())
+        assert result.hidden.shape == (0, 2, WIDTH) and result.weight.shape == (COLUMNS, WIDTH)
+        for tensor in (result.outputs[0], result.weight, result.bias):
+            assert torch.equal(tensor, torch.zeros_like(tensor))
+        assert not result.in_forward + result.in_backward
+
+
+def _on_dtensors(rank, group, case):
+    """A call whose weight and bias are DTensors, with this rank's rows of their gradients."""
+    device = device_of(rank, group)
+    weight, bias = (
+        None if whole is None else distribute_tensor(whole.to(device), _mesh(group), [Shard(0)])
+        for whole in (case.inputs.weight, case.inputs.bias)
+    )
+    options = {**case.options, "impl": case.impl}
+    if case.main_grad:
+        weight.grad_added_to_main_grad = False
+        options["main_grad"] = torch.zeros(weight.to_local().shape, device=device)
+    leaves = [leaf for leaf in (case.inputs.hidden.to(device), weight, bias) if leaf is not None]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    loss = linear_cross_entropy(leaves[0], weight, case.inputs.labels.to(device), bias=bias, **options)
+    loss.backward(case.upstreams[0].to(device))
+    for leaf in leaves[1:]:
+        assert leaf.grad.placements == leaf.placements and leaf.grad.shape == leaf.shape
+    of_weight = weight.grad.to_local()
+    if case.main_grad:
+        assert weight.grad_added_to_main_grad is True and not of_weight.any()
+        of_weight = options["main_grad"]
+    return Result((loss,), leaves[0].grad, of_weight, None if bias is None else bias.grad.to_local(), [], [])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_several_ranks
+def test_main_grad_of_a_dtensor_that_says_whether_it_was_added(rank_pool, impl, way):
+    """Its gradient is then a DTensor of zeros, as Megatron's hooks wait for one."""
+    inputs, way = _made("shard_edges", 49), WAYS[way]
+    bounds = _cut(49, rank_pool.world_size)
+    case = Case(inputs, impl, {**way, "chunk_tokens": 4}, bounds, (_upstream(way),), main_grad=True)
+    check(case, rank_pool.run(_on_dtensors, case))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_several_ranks
+def test_a_dtensor_bias_gets_a_dtensor(rank_pool, impl, way):
+    """``nn.Linear`` whose parameters were both distributed."""
+    inputs, way = _made("shard_edges", 49, bias=True), WAYS[way]
+    case = Case(inputs, impl, way, _cut(49, rank_pool.world_size), (_upstream(way),))
+    check(case, rank_pool.run(_on_dtensors, case))
+
+
+def _too_small_a_vocabulary(rank, group, impl):
+    device = device_of(rank, group)
+    weight = distribute_tensor(torch.ones(5, WIDTH, device=device), _mesh(group), [Shard(0)])
+    tokens = torch.ones(4, WIDTH, device=device), weight, torch.zeros(4, device=device).long()
+    with record_collectives() as calls:
+        try:
+            linear_cross_entropy(*tokens, impl=impl)
+        except ValueError as error:
+            return str(error), calls
+    return "accepted", calls
+
+
+@in_four_ranks
+def test_a_dtensor_that_leaves_a_rank_without_rows_is_refused_on_every_rank(rank_pool, impl):
+    """2, 2, 1 and 0 rows: refused by the last rank alone it would leave the others waiting."""
+    for message, calls in rank_pool.run(_too_small_a_vocabulary, impl):
+        assert message.startswith("vocab_size: must leave a column to the last of 4 ranks"), message
+        assert calls == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_several_ranks
+def test_chunks_of_a_sequence_with_an_ignore_index_that_int32_labels_cannot_hold(rank_pool, impl, way):
+    """No label is it, and labels that are put in the order of the chunks are none of it either."""
+    world = rank_pool.world_size
+    inputs = many_tokens(4 * world, COLUMNS * world, WIDTH)
+    options = {**WAYS[way], "sequence_parallel": True, "chunk_tokens": 2 * world, "ignore_index": 2**40}
+    case = Case(inputs, impl, options, _even(COLUMNS, world), (_upstream(WAYS[way], 4 * world),))
+    wide = rank_pool.run(run, case)
+    check(case, wide)
+    narrow = rank_pool.run(run, case._replace(inputs=inputs._replace(labels=inputs.labels.int())))
+    for result, expected in zip(narrow, wide, strict=True):
+        assert all(map(torch.equal, (*result.outputs, *result[1:3]), (*expected.outputs, *expected[1:3])))
