@@ -77,7 +77,7 @@ def check_hidden(hidden: object) -> None:
     if hidden.dtype not in LOGITS_DTYPES:
         raise TypeError(f"hidden: dtype must be {_names(LOGITS_DTYPES)}, got {hidden.dtype}")
     if hidden.dim() < 2 or hidden.shape[-1] == 0:
-        raise ValueError(f"hidden: expected shape [..., D] with rows, got {_shape(hidden)}")
+        raise ValueError(f"hidden: expected at least two dimensions, [..., D], got shape {_shape(hidden)}")
 
 
 def check_head(weight: object, bias: object, hidden: Tensor, dtype: torch.dtype | None) -> None:
@@ -98,7 +98,10 @@ def check_head(weight: object, bias: object, hidden: Tensor, dtype: torch.dtype 
         if not isinstance(tensor, Tensor):
             continue
         if dtype is not None and tensor.dtype != dtype:
-            raise TypeError(f"{name}: dtype must be that of hidden, {dtype}, got {tensor.dtype}")
+            raise TypeError(
+                f"{name}: dtype must be that of hidden, {dtype}, got {tensor.dtype}; cast one, or call under "
+                "torch.autocast"
+            )
         if tensor.device != hidden.device:
             raise ValueError(f"{name}: device must be that of hidden, {hidden.device}, got {tensor.device}")
 
@@ -106,7 +109,7 @@ def check_head(weight: object, bias: object, hidden: Tensor, dtype: torch.dtype 
 def check_parameter(name: str, tensor: object) -> None:
     """A dense floating-point tensor or parameter that means what it holds."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; pass its weight")
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         raise TypeError(
             f"{name}: expected a plain tensor or parameter, got a {type(tensor).__name__}, whose values a "

@@ -81,7 +81,7 @@ def begin_reduce_scatter(own: Tensor, summed: Tensor, group: Any) -> Any:
     return reduce_scatter(own, summed, group=group, async_op=True)
 
 
-def is_cut(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a DTensor."""
     return hasattr(tensor, "placements")
 
@@ -95,7 +95,7 @@ def local_rows(name: str, parameter: Tensor, group: object) -> tuple[Tensor, obj
     Raises:
         ValueError: a DTensor is laid out otherwise, or ``group`` is another than its mesh's.
     """
-    if not is_cut(parameter):
+    if not is_dtensor(parameter):
         return parameter, group
     placements = parameter.placements  # type: ignore[attr-defined]
     if len(placements) != 1 or not placements[0].is_shard(0):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.chunks import chunk_of, chunks_of
-from vocab_parallel_ce.exchange import group_position, is_cut, local_rows
+from vocab_parallel_ce.exchange import group_position, is_dtensor, local_rows
 from vocab_parallel_ce.kernels.layout import VECTOR_BYTES
 from vocab_parallel_ce.linear_pipeline import Inputs, LinearCall
 from vocab_parallel_ce.pipeline import as_divisor, flat, settle, shard_of_logits
@@ -54,7 +54,7 @@ def prepare_linear_call(
     checks.check_tensor("labels", labels)
     check_modes(reduction, gradient, head)
     parameter = weight if hasattr(weight, "grad_added_to_main_grad") else None
-    known_size = weight.shape[0] if vocab_size is None and shard is None and is_cut(weight) else None
+    known_size = weight.shape[0] if vocab_size is None and shard is None and is_dtensor(weight) else None
     bias, _ = (None, None) if bias is None else local_rows("bias", bias, group)
     weight, group = local_rows("weight", weight, group)
     rank, n_ranks = group_position(group)
@@ -141,7 +141,8 @@ def _check_tokens(hidden: Tensor, labels: Tensor, n_ranks: int, head: HeadOption
     if labels.device != hidden.device:
         raise ValueError(f"labels: device must be that of hidden, {hidden.device}, got {labels.device}")
     if tuple(labels.shape) != expected:
-        raise ValueError(f"labels: expected shape {expected}, got {tuple(labels.shape)}")
+        of_all = ", that of all ranks' tokens" if head.sequence_parallel else ""
+        raise ValueError(f"labels: expected shape {expected}{of_all}, got {tuple(labels.shape)}")
 
 
 def _shard_of_rows(

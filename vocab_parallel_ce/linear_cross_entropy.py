@@ -1,8 +1,8 @@
 """Cross-entropy of a head whose logits are never all there: the public functions and their autograd.
 
-A reduced loss has its gradients in forward, three products in all. An unreduced one keeps 4 K bytes a token
-and rank and computes the logits again in backward, with its upstream gradient in the one rounding. The loops
-are in ``linear_pipeline``, the size of a chunk in ``chunks``.
+A reduced loss of bf16 or fp32 has its gradients in forward, three products in all. Others keep 4 K bytes a
+token and rank and compute the logits again in backward, with the upstream gradient in the one rounding. The
+loops are in ``linear_pipeline``, the size of a chunk in ``chunks``.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ def linear_cross_entropy(
     Collectives: all_gathers of ``4 * K`` bytes a token from each rank, with gradients in forward two for each
     chunk (one for 128 tokens or fewer), otherwise one in all; and in the pass that computes gradients one
     all_reduce of ``d hidden`` a chunk (a reduce_scatter with ``sequence_parallel``, and an all_gather of
-    ``hidden`` in every pass). They run beside the products of the same and the next chunk. No host
-    synchronisation unless ``check_labels``. Under ``torch.compile`` the graph breaks here.
+    ``hidden`` in every pass). All ranks must agree on what needs a gradient. They run beside the products of
+    the same and the next chunk. No host synchronisation unless ``check_labels``. Under ``torch.compile`` the
+    graph breaks here.
 
     Args:
-        hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank.
+        hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank, or its part.
         weight: ``[C, D]``, this rank's rows of the head, of the dtype of ``hidden``; or a DTensor with the
             placement Shard(0), whose mesh is the group (not one that data parallelism has cut). Its
             gradient is summed in fp32 and rounded once.

@@ -124,6 +124,11 @@ class LinearCrossEntropy(nn.Module):
         super().__init__()
         self.n_ranks = _checked_linear_options(options)
         self.options = options
+        checks.check_bool("bias", bias)
+        if head is None and in_features is None and columns is None:
+            raise TypeError(
+                "head: expected a head, or in_features and columns of one of its own, got neither"
+            )
         if head is None:
             n_features, n_columns = (
                 checks.checked_count(*size) for size in (("in_features", in_features), ("columns", columns))
@@ -138,12 +143,15 @@ class LinearCrossEntropy(nn.Module):
             raise ValueError(f"weight: expected shape [C, D], got {tuple(weight.shape)}")
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """The head's, looked up at each call: what was moved, cast or replaced is seen."""
+        """The head's, looked up at each call: a weight that its module moved, cast or replaced is seen.
+
+        Another module in the head's place, or another parameter in that of one given here, is not.
+        """
         head = self.shared[0] if self.shared else self.own
         if isinstance(head, Tensor):
             return head, None
-        if parametrize.is_parametrized(head) if isinstance(head, nn.Module) else False:
-            raise ValueError("head: expected no parametrizations, got some; remove them, or pass a parameter")
+        if isinstance(head, nn.Module) and parametrize.is_parametrized(head):
+            raise ValueError("head: expected no parametrizations, got some; remove them")
         if type(head) not in (nn.Linear, nn.Embedding):
             raise TypeError(
                 "head: expected exactly an nn.Linear, an nn.Embedding or a parameter, got "
@@ -154,7 +162,7 @@ class LinearCrossEntropy(nn.Module):
         if any(hooks) or "forward" in vars(head):
             raise ValueError(
                 "head: expected no hooks and no forward of its own, which would not run, got some; remove "
-                "them, or pass its weight"
+                "them"
             )
         checks.check_parameter("weight", head.weight)
         return head.weight, getattr(head, "bias", None)

@@ -74,7 +74,7 @@ class Call(NamedTuple):
         return stats, valid_rows if counts else self.num_items
 
     def begin_gather(self, stats: Tensor) -> Any:
-        """Begin to fill ``stats [R, N, K]`` with those of all ranks; its wait() must be called."""
+        """Begin to fill ``stats [R, N, K]``, N > 0, with those of all ranks; its wait() must be called."""
         return begin_all_gather(stats, stats.narrow(0, self.rank, 1), self.group)
 
     def outputs(self, logits: Tensor, labels: Tensor) -> tuple[RowOutputs, Tensor, Tensor | None]:
