@@ -141,6 +141,9 @@ def process_group(place: Place) -> Iterator[dist.ProcessGroup | None]:
     dist.init_process_group(place.backend, timeout=timeout, device_id=device_id)
     try:
         yield dist.group.WORLD
+        # A thread of gloo's may still hold the last collective's tensors, and ends the process if it lets
+        # go of them while Python shuts down: here it can take the interpreter's lock and do so.
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
