@@ -9,7 +9,9 @@ Metric: time over that of ``out.copy_(logits)``, one read and one write of the s
 round by round; the median over the rounds, of the slowest rank. ``ratio`` and ``microseconds`` are the
 device's time, with the calls queued before it begins. ``microseconds_eager`` is a call's time in a loop of
 calls, the host included; ``microseconds_graph`` a replayed CUDA graph's. Every provider's first rows are
-checked against fp64 before it is timed. Logits are overwritten where a provider can.
+checked against fp64 before it is timed. Logits are no leaf, as in training, and each call has its own; they
+are overwritten where a provider can. This project's reduced losses are timed in both ways:
+``vocab_parallel_ce`` is the default, ``gradient="auto"``, and ``vocab_parallel_ce[in_forward]`` that mode.
 
 Prints a table, the cost model beside it, and as the last line of standard output one JSON document, which
 ``--json`` writes too, after every case. Exits with 3 when ``--budget-seconds`` left cases out.

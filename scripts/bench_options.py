@@ -6,9 +6,9 @@
 
 Every call is interleaved with ``out.copy_(logits)`` and with the loss without options, round by round;
 ratios are medians over the rounds of the slowest rank, of the device's time with the calls queued. Each is
-checked against ``impl="reference"`` before it is timed. ``--baseline`` needs a checkout whose
-``vocab_parallel_cross_entropy`` takes ``logits, labels, group, reduction``: it shows what a change costs
-those who use none of it.
+checked against ``impl="reference"`` before it is timed. Logits are no leaf, as in training, and each call
+has its own. ``--baseline`` needs a checkout whose ``vocab_parallel_cross_entropy`` takes ``logits, labels,
+group, reduction``: it shows what a change costs those who use none of it.
 
 Prints a table, and as the last line of standard output one JSON document, which ``--json`` writes too.
 """
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from bench.cases import FEWEST_BUFFERS as BUFFERS
 from bench.cases import Case
+from bench.logits import as_produced
 from bench.oracle import CHECKED_ROWS
 from bench.runner import argument_parser, run_benchmark
 from bench.timing import extra_peak_bytes, milliseconds
@@ -40,6 +41,7 @@ SHAPES = ((4096, 128256), (8192, 32064), (8192, 64128))
 PACKAGE = "vocab_parallel_ce"
 OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {},
+    "mean, in_forward": {"gradient": "in_forward"},
     "mean, label_smoothing": {"label_smoothing": 0.1},
     "mean, z_loss": {"z_loss": 1e-4},
     "mean, softcap": {"softcap": 30.0},
@@ -101,7 +103,7 @@ def check(case: Case, logits: Tensor, labels: Tensor) -> None:
         for options in table.values():
             results = []
             for impl in ("auto", "reference"):
-                shard = logits[:CHECKED_ROWS].clone().requires_grad_()
+                shard = as_produced(logits[:CHECKED_ROWS].clone())
                 function = partial(functions, group=case.group, impl=impl, **options)
                 results.append(step(function, shard, labels[:CHECKED_ROWS]))
             for actual, expected in zip(*results, strict=True):
@@ -116,24 +118,23 @@ def measure(
     source, labels = case.inputs()
     check(case, source, labels)
     out = torch.empty_like(source)
-    buffers = [source.clone().requires_grad_() for _ in range(BUFFERS)]
+    buffers = [source.clone() for _ in range(BUFFERS)]
     steps = steps_of(case, baseline)
 
     def copies() -> None:
         for _ in range(BUFFERS):
             out.copy_(source)
 
-    def calls(name: str) -> None:
-        for logits in buffers:
+    def calls(name: str, all_logits: list[Tensor]) -> None:
+        for logits in all_logits:
             steps[name](logits, labels)
 
     times: dict[str, list[float]] = {name: [] for name in ("copy", *steps)}
     for round_index in range(rounds + 2):  # two rounds warm up
         for name, series in times.items():
-            with torch.no_grad():
-                for logits in buffers:
-                    logits.copy_(source)
-            run = copies if name == "copy" else partial(calls, name)
+            for buffer in buffers:
+                buffer.copy_(source)
+            run = copies if name == "copy" else partial(calls, name, list(map(as_produced, buffers)))
             elapsed = milliseconds(run, queued=True) / BUFFERS
             if round_index >= 2:
                 series.append(elapsed)
@@ -143,7 +144,9 @@ def measure(
         pairs = zip(times[name], times[other], strict=True)
         return round(statistics.median(a / b for a, b in pairs), 3)
 
-    extra = {name: extra_peak_bytes(partial(run, buffers[0], labels)) for name, run in steps.items()}
+    extra = {
+        name: extra_peak_bytes(partial(run, as_produced(buffers[0]), labels)) for name, run in steps.items()
+    }
     return [
         {
             "rows": case.rows,

@@ -3,6 +3,7 @@
     python scripts/plot_bench.py            draw scripts/results/bench_sweep_*.png, print the README's section
     python scripts/plot_bench.py --write    draw, and rewrite the section between the README's two markers
     python scripts/plot_bench.py --check    change nothing; name what is stale and exit with 1 if anything is
+    python scripts/plot_bench.py --compare OLD.json NEW.json    change nothing; print both runs' ratios
 
 A picture carries the digest of the document it was drawn from, so that a check needs no drawing.
 """
@@ -24,13 +25,14 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from bench.comparison import compared_runs, earlier_default
 from bench.documents import (
-    OURS,
     PROVIDERS,
     RESULTS,
     ROOT,
     SWEEPS,
     TABLES,
+    WAYS,
     Case,
     Document,
     Result,
@@ -68,6 +70,7 @@ STYLES = dict(
         PROVIDERS,
         (
             ("black", "-", "o", "full"),
+            ("black", "-", "o", "none"),
             ("black", "--", "o", "none"),
             ("black", ":", "o", "left"),
             ("#0072B2", "-", "s", "full"),
@@ -128,7 +131,7 @@ def spread(heights: list[float], gap: float) -> list[float]:
 
 def look_of(provider: str) -> dict[str, Any]:
     colour, pattern, marker, fill = STYLES[provider]
-    width, size, order = (3.2, 7.5, 5) if provider == OURS else (1.3, 6, 4)
+    width, size, order = (3.2, 7.5, 5) if provider in WAYS else (1.3, 6, 4)
     look = {"color": colour, "linestyle": pattern, "marker": marker, "fillstyle": fill}
     return look | {"linewidth": width, "markersize": size, "zorder": order}
 
@@ -144,7 +147,7 @@ def label_lines(axes: Any, ends: dict[str, tuple[int, float]], limit: str) -> No
         look = {"color": "black", "linewidth": 0.8} if name == limit else look_of(name)
         sample = [1.055, 1.09, 1.125], [height] * 3
         axes.plot(*sample, transform=axes.transAxes, clip_on=False, markevery=[1], **look)
-        weight = "bold" if name == OURS else "normal"
+        weight = "bold" if name in WAYS else "normal"
         axes.text(1.14, height, name, transform=axes.transAxes, va="center", fontsize=8.5, weight=weight)
 
 
@@ -310,7 +313,9 @@ def parts_of(documents: dict[str, Document], targets: Document, pictures: str) -
         parts["Targets"] = targets_part(documents, targets)
     for name, axis in sweeps_of(documents).items():
         alternative = f"Time over copy and TB/s of every provider against {axis}"
-        parts[f"Against {axis} (`{name}`)"] = f"![{alternative}]({pictures}/{picture_of(name)})"
+        picture = f"![{alternative}]({pictures}/{picture_of(name)})"
+        said = earlier_default(documents[name], list(documents.values()))
+        parts[f"Against {axis} (`{name}`)"] = f"{said}\n\n{picture}".strip()
     predictions = predictions_part(documents)
     if predictions:
         parts["Predicted time for more ranks"] = predictions
@@ -357,6 +362,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write", action="store_true", help="also rewrite the README's section")
     action.add_argument("--check", action="store_true", help="exit with 1 and say what is stale")
+    action.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="print two runs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the JSON and PNG files")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     return parser.parse_args(arguments)
@@ -364,6 +370,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    if options.compare:
+        print(compared_runs(*(json.loads(path.read_text(encoding="utf-8")) for path in options.compare)))
+        return 0
     documents = read_documents(options.results)
     pictures = Path(os.path.relpath(options.results, options.readme.parent)).as_posix()
     parts = parts_of(documents, read_targets(options.results), pictures)

@@ -11,22 +11,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from typing import NamedTuple
 
+from bench.comparison import best_other, comparison_text, number, ways_of
 from bench.documents import (
+    IN_FORWARD,
     OURS,
     SHORT_DTYPES,
     TABLES,
+    WAYS,
     Case,
     Document,
     Result,
-    is_ours,
+    has_both_ways,
     is_timed,
+    our_result,
     package_versions,
     point_case,
     providers_of,
     results_by_case,
 )
+from bench.texts import bold, decimals, microseconds, table
 
 NOTHING = "No measurements committed."
 
@@ -38,11 +43,10 @@ BOUNDS = {
     "ratio_graph": "{} x copy in a CUDA graph",
     "microseconds_graph": "{} us in a CUDA graph",
 }
-COMPARED = {
-    "ratio": "Device time, over the copy",
-    "microseconds_eager": "Eager, in us",
-    "microseconds_graph": "CUDA graph, in us",
-}
+BOTH_WAYS = (
+    f'`{OURS}` is the default, `gradient="auto"`, which is in backward; the rows "in_forward" and the column '
+    f'`{IN_FORWARD}` are `gradient="in_forward"`, asked for by name.'
+)
 NOT_ASKED_FOR = "not asked for"
 WAITS = "waits for the device: its time has the host's in it"
 KERNEL_ALONE = {
@@ -80,25 +84,6 @@ def one_line(reason: str) -> str:
     return f"`{words if len(words) <= REASON_LENGTH else words[:REASON_LENGTH] + '...'}`"
 
 
-def decimals(value: float) -> str:
-    """A ratio as the tables show it."""
-    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
-
-
-def microseconds(value: float) -> str:
-    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
-
-
-def shown(metric: str, value: float) -> str:
-    return decimals(value) if metric.startswith("ratio") else microseconds(value)
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    header = list(header)
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
 def host_line(document: Document) -> str:
     host = document["host"]
     gpus = f"{host['gpus_used']} x {host['gpu']}"
@@ -106,21 +91,15 @@ def host_line(document: Document) -> str:
     return f"{gpus}; {versions}; {', '.join(package_versions(document))}; commit {host['commit'][:12]}."
 
 
-def best_other(results: dict[str, Result], metric: str) -> tuple[list[str], float | None]:
-    """The providers besides this project whose shown ``metric`` is the lowest, and its value."""
-    values = {
-        provider: result[metric]
-        for provider, result in results.items()
-        if not is_ours(provider) and is_timed(result) and result[metric] is not None
-    }
-    if not values:
-        return [], None
-    best = min(values.values())
-    return [name for name, value in values.items() if shown(metric, value) == shown(metric, best)], best
+class Bounds(NamedTuple):
+    """What a case must reach, and which of this project's ways must reach it."""
+
+    provider: str
+    at_most: dict[str, float]  # by the result's field
 
 
-def bounds_by_case(targets: Document) -> dict[Case, dict[str, float]]:
-    """The bounds of each case that has some, by the result's field that they are of."""
+def bounds_by_case(targets: Document) -> dict[Case, Bounds]:
+    """The bounds of each case that has some."""
     return {
         Case(
             target["reduction"],
@@ -128,7 +107,7 @@ def bounds_by_case(targets: Document) -> dict[Case, dict[str, float]]:
             target["vocabulary"] // target["ranks"],
             target["ranks"],
             target["dtype"],
-        ): target["at_most"]
+        ): Bounds(target.get("provider", OURS), target["at_most"])
         for target in targets["cases"]
     }
 
@@ -143,10 +122,6 @@ def bound_text(metric: str, bound: float) -> str:
     return "<= " + BOUNDS[metric].format(f"{bound:.2f}" if metric.startswith("ratio") else f"{bound:g}")
 
 
-def bold(text: str, wins: bool) -> str:
-    return f"**{text}**" if wins else text
-
-
 def ratio_cell(provider: str, result: Result, lowest: str, notes: Notes) -> str:
     ratio = decimals(result["ratio"])
     return bold(ratio, ratio == lowest) + ("" if result["queued"] else f" {notes.mark(provider, WAITS)}")
@@ -159,40 +134,55 @@ def graph_cell(result: Result, notes: Notes) -> str:
     return "-" if reason == NOT_ASKED_FOR else notes.dash(result["provider"], "CUDA graph", reason)
 
 
-def predicted_cell(document: Document, case: Case) -> str:
+def predicted_cell(document: Document, case: Case, provider: str) -> str:
     for point in document["predictions"]:
-        if point_case(point) == case and point["provider"] == OURS and point["error_percent"] is not None:
+        if point_case(point) == case and point["provider"] == provider and point["error_percent"] is not None:
             return f"{microseconds(point['predicted_microseconds'])} ({point['error_percent']:+.0f} %)"
     return "-"
 
 
-def main_row(
+def main_rows(
     document: Document, case: Case, results: dict[str, Result], targets: Document, notes: Notes
-) -> list[str]:
-    """This project's numbers of one case, its target, and the best of the others."""
-    ours = results[OURS]
+) -> list[list[str]]:
+    """This project's numbers of one case, a row for each of its ways, its target, the best of the others."""
+    ways = ways_of(case, results)
     others, other_ratio = best_other(results, "ratio")
-    ratios = [ours["ratio"] if is_timed(ours) else math.inf, math.inf if other_ratio is None else other_ratio]
-    lowest = decimals(min(ratios))
+    ratios = [number(results[way], "ratio") for way in ways] + [other_ratio]
+    lowest = decimals(min((ratio for ratio in ratios if ratio is not None), default=math.inf))
     best = "-"
     if other_ratio is not None:
         best = f"{', '.join(others)} {bold(decimals(other_ratio), decimals(other_ratio) == lowest)}"
-    numbers = [notes.dash(OURS, "refused", ours["refused"])] * 6 if not is_timed(ours) else []
-    if is_timed(ours):
-        memory, below = ours["extra_peak_bytes_per_row"], targets["extra_peak_bytes_per_row_below"]
-        numbers = [
-            ratio_cell(OURS, ours, lowest, notes),
-            microseconds(ours["microseconds"]),
-            predicted_cell(document, case),
-            microseconds(ours["microseconds_eager"]),
-            graph_cell(ours, notes),
-            f"{memory:.1f}" + ("" if memory < below else f" (must be < {below})"),
-        ]
-    reached = [
-        f"{bound_text(metric, bound)}: {verdict(ours[metric] if is_timed(ours) else None, bound)}"
-        for metric, bound in bounds_by_case(targets).get(case, {}).items()
+    bounds = bounds_by_case(targets).get(case, Bounds(OURS, {}))
+    rows = []
+    for way in ways:
+        reached = []
+        if way == bounds.provider or bounds.provider not in ways:
+            result = our_result(results, bounds.provider)
+            reached = [
+                f"{bound_text(metric, bound)}: {verdict(number(result, metric), bound)}"
+                for metric, bound in bounds.at_most.items()
+            ]
+        numbers = number_cells(document, case, results[way], lowest, targets, notes)
+        rows.append([str(case) + ", in_forward" * (way == IN_FORWARD), *numbers, "; ".join(reached), best])
+    return rows
+
+
+def number_cells(
+    document: Document, case: Case, ours: Result, lowest: str, targets: Document, notes: Notes
+) -> list[str]:
+    """The numbers of one of this project's results."""
+    provider = ours["provider"]
+    if not is_timed(ours):
+        return [notes.dash(provider, "refused", ours["refused"])] * 6
+    memory, below = ours["extra_peak_bytes_per_row"], targets["extra_peak_bytes_per_row_below"]
+    return [
+        ratio_cell(provider, ours, lowest, notes),
+        microseconds(ours["microseconds"]),
+        predicted_cell(document, case, provider),
+        microseconds(ours["microseconds_eager"]),
+        graph_cell(ours, notes),
+        f"{memory:.1f}" + ("" if memory < below else f" (must be < {below})"),
     ]
-    return [str(case), *numbers, "; ".join(reached), best]
 
 
 def provider_row(case: Case, results: dict[str, Result], providers: list[str], notes: Notes) -> list[str]:
@@ -210,56 +200,34 @@ def provider_row(case: Case, results: dict[str, Result], providers: list[str], n
     return cells
 
 
-def cases_where_others_win(cases: dict[Case, dict[str, Result]], metric: str) -> list[str]:
-    """The cases in which another provider's shown ``metric`` is lower than this project's, with both."""
-    lost = []
-    for case, results in cases.items():
-        others, other = best_other(results, metric)
-        ours = results[OURS][metric] if is_timed(results[OURS]) else None
-        if other is None:
-            continue
-        if ours is None or float(shown(metric, other)) < float(shown(metric, ours)):
-            here = "not timed here" if ours is None else f"here {shown(metric, ours)}"
-            lost.append(f"{case} ({', '.join(others)} {shown(metric, other)}, {here})")
-    return lost
-
-
-def who_wins(cases: dict[Case, dict[str, Result]]) -> str:
-    """One sentence a way of timing, for the cases in which this project is not the fastest."""
-    sentences = []
-    for metric, name in COMPARED.items():
-        compared = {case: results for case, results in cases.items() if best_other(results, metric)[0]}
-        lost = cases_where_others_win(compared, metric)
-        if not compared:
-            sentences.append(f"{name}: no other provider was timed.")
-        elif lost:
-            count = f"{len(lost)} of {len(compared)}"
-            sentences.append(f"{name}: another provider is faster in {count} cases: {'; '.join(lost)}.")
-        else:
-            sentences.append(f"{name}: no other provider is faster in any of {len(compared)} cases.")
-    return " ".join(sentences)
-
-
 def spread_text(cases: dict[Case, dict[str, Result]]) -> str:
     """How far this project's ratios are apart over the rounds."""
     spreads = []
     for results in cases.values():
-        if is_timed(results[OURS]):
-            least, most = results[OURS]["ratio_spread"]
-            spreads.append((most - least) / results[OURS]["ratio"])
+        for result in (results[way] for way in WAYS if way in results and is_timed(results[way])):
+            least, most = result["ratio_spread"]
+            spreads.append((most - least) / result["ratio"])
     return f"{OURS}'s ratios are at most {100 * max(spreads, default=0):.1f} % apart over the rounds."
+
+
+def columns_of(document: Document) -> list[str]:
+    """The providers of the second table: without this project's second way where nothing has two."""
+    providers = providers_of(document)
+    return [name for name in providers if name != IN_FORWARD or has_both_ways(document)]
 
 
 def notes_text(document: Document, notes: Notes) -> str:
     """What the numbers in brackets stand for, and what was not timed at all."""
     reasons: dict[str, list[str]] = {}
-    for provider, reason in document["absent"].items():
+    left_out = [name for name in providers_of(document) if name not in columns_of(document)]
+    refused = {r["provider"]: r["refused"] for r in document["results"] if r["provider"] in left_out}
+    for provider, reason in [*refused.items(), *document["absent"].items()]:
         reasons.setdefault(one_line(reason), []).append(provider)
     lines = notes.lines()
     lines += [f"{name}: {text}" for name, text in KERNEL_ALONE.items() if name in providers_of(document)]
     lines += [f"{', '.join(providers)}, not timed: {reason}" for reason, providers in reasons.items()]
-    left_out = document["missing"]
-    lines += [f"not measured within the run's time: {', '.join(left_out)}"] if left_out else []
+    missing = document["missing"]
+    lines += [f"not measured within the run's time: {', '.join(missing)}"] if missing else []
     return f"{'; '.join(lines)}." if lines else ""
 
 
@@ -289,36 +257,40 @@ def table_part(document: Document, targets: Document) -> str:
         shape = "rows x columns of a rank (vocabulary)"
     header = [shape, "time / copy", "us", "predicted us", "eager us", "CUDA graph us", "extra B/row"]
     header += ["must reach", "best other"]
-    rows = [main_row(document, case, results, targets, notes) for case, results in cases.items()]
+    rows = [
+        row for case, results in cases.items() for row in main_rows(document, case, results, targets, notes)
+    ]
     main = table(header, rows)
-    providers = providers_of(document)
+    providers = columns_of(document)
     rows = [provider_row(case, results, providers, notes) for case, results in cases.items()]
     every = table(["time / copy", *providers], rows)
     host = f"{host_line(document)} {spread_text(cases)}"
-    parts = [host, main, who_wins(cases), host_time_text(document), every, notes_text(document, notes)]
+    ways = BOTH_WAYS if has_both_ways(document) else ""
+    faster, of_host = comparison_text(document, cases), host_time_text(document)
+    parts = [host, ways, main, faster, of_host, every, notes_text(document, notes)]
     return "\n\n".join(filter(None, parts))
 
 
 def targets_part(documents: dict[str, Document], targets: Document) -> str:
     """How many targets are met over all tables, and which are missed or have no measurement."""
-    measured = {
-        case: results[OURS]
-        for name in TABLES.values()
-        if name in documents
-        for case, results in results_by_case(documents[name]).items()
-    }
+    measured: dict[Case, dict[str, Result]] = {}
+    for name in TABLES.values():
+        measured |= results_by_case(documents[name]) if name in documents else {}
     missed, unmeasured, count = [], [], 0
-    for case, bounds in bounds_by_case(targets).items():
-        result = measured.get(case)
-        name = f"{case}, {case.ranks} GPU{'s' * (case.ranks > 1)}"
+    for case, (provider, bounds) in bounds_by_case(targets).items():
+        result = our_result(measured[case], provider) if case in measured else None
+        of_way = ", in_forward" * (result is not None and result["provider"] == IN_FORWARD)
+        name = f"{case}{of_way}, {case.ranks} GPU{'s' * (case.ranks > 1)}"
         for metric, bound in bounds.items():
             count += 1
-            value = result[metric] if result is not None and is_timed(result) else None
+            value = number(result, metric)
             if value is None:
                 unmeasured.append(f"{name} ({bound_text(metric, bound)})")
             elif value > bound:
                 missed.append(f"{name} ({bound_text(metric, bound)}: {verdict(value, bound)})")
     lines = [f"{count - len(missed) - len(unmeasured)} of {count} targets are met."]
+    if any(map(has_both_ways, documents.values())):
+        lines.append(f"Those of a mean are of `{IN_FORWARD}`.")
     lines += [f"Missed: {'; '.join(missed)}."] if missed else []
     lines += [f"Not measured: {'; '.join(unmeasured)}."] if unmeasured else []
     return " ".join(lines)

@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
-# Makes or reuses .venv at the repository root, ready for the tests, the demo and the linters.
+# Makes or reuses an environment, .venv at the repository root, for the tests, the demo and the linters.
 #
 #   bash scripts/setup.sh    set up, then print the interpreter to use
 #   . scripts/setup.sh       set up from another bash script, and export it as VPCE_PYTHON
+#
+# VPCE_VENV names another place than .venv: an absolute path, or one relative to the repository root.
+# The script never changes an environment that it did not make (it has no file setup-made), nor a
+# finished one whose python cannot be started: it stops and says so. Two setups of one environment
+# take turns.
 #
 # What goes into .venv, besides this checkout and its extras test, demo and dev:
 #   no NVIDIA GPU    the pinned torch and triton
@@ -19,7 +24,10 @@
 set -euo pipefail
 
 vpce_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-vpce_venv=$vpce_root/.venv
+vpce_venv=${VPCE_VENV:-.venv}
+vpce_venv=${vpce_venv%/}
+[[ $vpce_venv == /* ]] || vpce_venv=$vpce_root/$vpce_venv
+vpce_made=$vpce_venv/setup-made
 vpce_stamp=$vpce_venv/setup-stamp
 vpce_unfinished=$vpce_venv/setup-unfinished
 vpce_constraints=$vpce_venv/platform-constraints.txt
@@ -86,6 +94,49 @@ PYTHON
     return 1
 }
 
+# vpce_lock PYTHON: locks the directory that is open as descriptor 9, and waits while another setup
+# has it locked. The lock ends with the last process that has the descriptor, however it ends.
+vpce_lock() {
+    "$1" -I - <<'PYTHON'
+import signal
+import sys
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+try:
+    import fcntl
+
+    try:
+        fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("setup: another setup is running here; waiting for it", file=sys.stderr, flush=True)
+        fcntl.flock(9, fcntl.LOCK_EX)
+except (ImportError, OSError) as error:
+    print(f"setup: warning: cannot lock ({error}): run one setup at a time", file=sys.stderr)
+PYTHON
+}
+
+# An empty directory, or nothing at all.
+vpce_is_vacant() {
+    local entries
+    [[ -e $vpce_venv || -L $vpce_venv ]] || return 0
+    [[ -d $vpce_venv ]] && entries=$(ls -A "$vpce_venv/" 2>/dev/null) && [[ -z $entries ]]
+}
+
+# Versions before setup-made left one of the other three files.
+vpce_is_own() {
+    [[ -e $vpce_made || -e $vpce_stamp || -e $vpce_unfinished || -e $vpce_constraints ]]
+}
+
+vpce_refuse_to_change() {
+    local remedy="set VPCE_VENV to another place, for example: export VPCE_VENV=.venv-vpce"
+    if vpce_is_vacant; then return; fi
+    vpce_is_own || vpce_die "$vpce_venv was not made by this script, which leaves it as it is: $remedy"
+    # An interrupted setup may have stopped before there was a python to start.
+    [[ -e $vpce_unfinished ]] || "$vpce_venv/bin/python" -c '' >/dev/null 2>&1 ||
+        vpce_die "$vpce_venv/bin/python cannot be started, and this script deletes no finished" \
+            "environment: remove $vpce_venv yourself, or $remedy"
+}
+
 vpce_is_reusable() {
     local python=$vpce_venv/bin/python
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || return 1
@@ -99,10 +150,16 @@ vpce_is_reusable() {
     fi
 }
 
+# The directory itself stays, as it may be a link to another disk, and so does the file that says
+# whose it is.
+vpce_clear_venv() {
+    find "$vpce_venv/" -mindepth 1 -maxdepth 1 ! -name setup-unfinished -exec rm -rf {} +
+}
+
 vpce_make_venv() {
-    vpce_say "making .venv with $1"
-    rm -rf "$vpce_venv"
-    mkdir "$vpce_venv" && : >"$vpce_unfinished" || return 1
+    vpce_say "making $vpce_venv with $1"
+    mkdir -p "$vpce_venv" && : >"$vpce_unfinished" && vpce_clear_venv || return 1
+    echo '*' >"$vpce_venv/.gitignore"
     # Without pip where ensurepip is packaged apart: pip may still come from the platform.
     "$1" -m venv "$vpce_venv" >/dev/null 2>&1 ||
         "$1" -m venv --without-pip "$vpce_venv" >/dev/null 2>&1
@@ -183,33 +240,32 @@ vpce_die_without_packages() {
 
 vpce_use_platform_python() {
     vpce_imports "$1" torch pytest ||
-        vpce_die "$1 cannot make a virtual environment in $vpce_root: check that the directory is" \
+        vpce_die "$1 cannot make the virtual environment $vpce_venv: check that its directory is" \
             "writable and install Python's venv (Debian, Ubuntu: apt-get install python3-venv)"
-    vpce_say "no .venv can be made: using $1 as it is"
+    vpce_say "$vpce_venv cannot be made: using $1 as it is"
     export VPCE_PYTHON=$1 PYTHONPATH=$vpce_root${PYTHONPATH:+:$PYTHONPATH}
     vpce_name_missing "$1"
 }
 
-vpce_setup() {
-    local platform installed=no
-    export VPCE_PYTHON=$vpce_venv/bin/python
+# vpce_setup_locked PYTHON
+vpce_setup_locked() {
+    local platform=$1 installed=no
+    # The setup that held the lock before may have done everything.
     if vpce_is_current; then return; fi
-
-    platform=$(vpce_platform_python) ||
-        vpce_die "Python 3.10 or newer is needed, and none of python3, python3.14 ... python3.10 on" \
-            "the PATH is that: install one"
+    vpce_refuse_to_change
     if ! vpce_is_reusable && ! vpce_make_venv "$platform"; then
-        rm -rf "$vpce_venv"
+        { vpce_clear_venv && rm -f "$vpce_unfinished" && rmdir "$vpce_venv"; } 2>/dev/null || true
         vpce_use_platform_python "$platform"
         return
     fi
     : >"$vpce_unfinished"
+    echo "scripts/setup.sh made this directory and may make it anew." >"$vpce_made"
     if [[ $vpce_gpu == yes ]] && ! vpce_imports "$VPCE_PYTHON" torch; then
         vpce_add_platform_packages "$platform" torch || vpce_say "no torch on the platform"
     fi
 
     if vpce_index_answers; then
-        vpce_say "installing into .venv (the first time this takes minutes)"
+        vpce_say "installing into $vpce_venv (the first time this takes minutes)"
         if vpce_install; then installed=yes; fi
     elif vpce_install --no-index >/dev/null 2>&1; then
         installed=yes
@@ -228,6 +284,22 @@ vpce_setup() {
     vpce_link_checkout
     vpce_name_missing "$VPCE_PYTHON"
     rm -f "$vpce_unfinished"
+}
+
+vpce_setup() {
+    local platform parent
+    export VPCE_PYTHON=$vpce_venv/bin/python
+    if vpce_is_current; then return; fi
+
+    platform=$(vpce_platform_python) ||
+        vpce_die "Python 3.10 or newer is needed, and none of python3, python3.14 ... python3.10 on" \
+            "the PATH is that: install one"
+    parent=$(dirname "$vpce_venv")
+    mkdir -p "$parent" || vpce_die "VPCE_VENV: $parent cannot be made: choose another place"
+    {
+        vpce_lock "$platform"
+        vpce_setup_locked "$platform"
+    } 9<"$parent"
 }
 
 vpce_setup

@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.benchmark import SMALL, ScriptedTimer, case_of, measured, provider_of, wrong_step
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 from bench import oracle, others, providers, report  # noqa: E402
-from bench.cases import Case, Effort, Workload  # noqa: E402
-from bench.measure import Workbench, measure, measure_graphs  # noqa: E402
+from bench.cases import Case, Effort  # noqa: E402
+from bench.measure import Workbench, measure_graphs  # noqa: E402
 from bench.timing import LONGEST_SLEEP_SECONDS, DeviceTimer  # noqa: E402
 
 pytestmark = pytest.mark.reference
 
-SMALL = Workload(96, 40, "float32", "none")
 RIGHT = ("vocab_parallel_ce", "torch eager")
 RESULT_KEYS = {
     "rows",
@@ -46,39 +47,6 @@ RESULT_KEYS = {
 }
 
 
-class ScriptedTimer:
-    """Runs what it is handed, and says that a copy takes 2 ms and another call as told, round by round."""
-
-    def __init__(self, times: dict[str, list[float]] | None = None) -> None:
-        self.times = times or {}
-        self.order: list[str] = []
-
-    def queued(self, name: str, run: Callable[[], object]) -> float:
-        self.order.append(name)
-        run()
-        name = name.removeprefix("graph of ")
-        if name == "copy":
-            return 2.0
-        series = self.times.get(name, [3.0])
-        return series[self.order.count(name) % len(series)]
-
-    def was_queued(self, name: str) -> bool:
-        return name != "torch eager"
-
-    def eager(self, run: Callable[[], object]) -> float:
-        run()
-        return 10.0
-
-    def captured(self, call, buffers):
-        return lambda: [call(logits) for logits in buffers]
-
-    def extra_peak_bytes(self, run: Callable[[], object]) -> int:
-        run()
-        return 192
-
-    def release(self) -> None: ...
-
-
 class ScriptedDevice(DeviceTimer):
     """A timer whose host needs some time to queue, given the sleep of the device."""
 
@@ -93,27 +61,10 @@ class ScriptedDevice(DeviceTimer):
         return float(len(self.sleeps)), self.host_of(sleep_seconds)
 
 
-def case_of(workload: Workload) -> Case:
-    return Case(workload.rows, workload.columns, getattr(torch, workload.dtype), None, 1)
-
-
-def measured(names, timer=None, workload=SMALL, extra=(), graphs_of=lambda provider: provider.is_ours):
-    chosen = [*others.chosen_providers(",".join(names)), *extra]
-    effort = Effort(4, 3, 8, 2)
-    timer = timer or ScriptedTimer()
-    results = measure(case_of(workload), workload, chosen, timer, effort, graphs_of=graphs_of, device="cpu")
-    return {result["provider"]: result for result in results}
-
-
-def provider_of(step, **fields):
-    fixed = {"in_place": False, "package": "torch", "distribution": "torch"} | fields
-    return providers.Provider("other", lambda: step, providers.fixed(3), **fixed)
-
-
 def test_a_result_has_all_numbers_and_is_json():
     results = measured(RIGHT)
-    for name in RIGHT:
-        assert set(results[name]) - {"graph_error"} == RESULT_KEYS
+    assert set(results["vocab_parallel_ce"]) == RESULT_KEYS | {"gradient"}
+    assert set(results["torch eager"]) == RESULT_KEYS | {"graph_error"}
     json.dumps(results, allow_nan=False)
     ours = results["vocab_parallel_ce"]
     assert ours["ratio"] == 1.5 and ours["ratio_graph"] == 1.5 and "graph_error" not in ours
@@ -147,9 +98,10 @@ def test_the_providers_take_turns_and_the_ratio_is_the_median_over_rounds():
 
 
 def test_the_device_sleeps_until_all_calls_are_queued():
-    timer = ScriptedDevice(lambda sleep: 0.03)
-    assert timer.queued("a", lambda: None) == 2.0  # the first time has the host's in it
-    assert timer.sleeps == [0.01, 0.06]
+    timer, events = ScriptedDevice(lambda sleep: 0.03), []
+    elapsed = timer.queued("a", lambda: events.append("run"), lambda: events.append("prepare"))
+    assert elapsed == 2.0  # the first time has the host's in it
+    assert timer.sleeps == [0.01, 0.06] and events == ["prepare", "run"] * 2
     assert timer.queued("a", lambda: None) == 3.0 and timer.sleeps[-1] == 0.06
     assert timer.queued("b", lambda: None) == 5.0 and timer.sleeps[-2:] == [0.01, 0.06]
     assert timer.was_queued("a")
@@ -182,11 +134,6 @@ def test_the_copy_reads_a_buffer_and_writes_another_far_from_it():
 def test_right_providers_pass_the_check(name, reduction):
     workload = SMALL._replace(reduction=reduction)
     assert measured((name,), workload=workload)[name]["max_error"] < 1e-6
-
-
-def wrong_step(logits, labels, reduction, group):
-    loss = torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
-    return loss, torch.autograd.grad(loss.sum(), logits)[0] * 1.05
 
 
 def test_another_provider_that_is_wrong_is_refused_and_not_timed():

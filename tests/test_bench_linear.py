@@ -16,7 +16,14 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(SCRIPTS)
     import report_linear
-    from bench import linear_cases, linear_documents, linear_measure, linear_memory, linear_oracle
+    from bench import (
+        linear_cases,
+        linear_documents,
+        linear_measure,
+        linear_memory,
+        linear_oracle,
+        linear_providers,
+    )
     from bench.linear_cases import LinearCase, LinearEffort
     from bench.linear_measure import ALL_REDUCE
     from bench.linear_oracle import LinearResult
@@ -173,6 +180,22 @@ def test_a_result_has_all_numbers_and_is_json():
 def test_right_providers_pass_the_check(name, reduction):
     result = measured((name,), case=SMALL._replace(reduction=reduction))[name]
     assert max(result["errors"].values()) < 1e-5
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_loss_over_logits_that_nobody_else_reads_writes_over_them(reduction, monkeypatch):
+    """A mean at the call itself, as ``linear_cross_entropy`` does with its chunks."""
+    loss_over, written = linear_providers.vocab_parallel_cross_entropy, []
+
+    def watched(logits, labels, **options):
+        before = logits.detach().clone()
+        loss = loss_over(logits, labels, **options)
+        written.append(not torch.equal(before, logits))
+        return loss
+
+    monkeypatch.setattr(linear_providers, "vocab_parallel_cross_entropy", watched)
+    result = measured((UNFUSED,), case=SMALL._replace(reduction=reduction))[UNFUSED]
+    assert set(written) == {reduction == "mean"} and max(result["errors"].values()) < 1e-5
 
 
 def test_ratios_are_of_the_same_round_which_every_second_time_goes_the_other_way():

@@ -22,8 +22,8 @@ from typing import Any
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 SHAPES = ((16384, 128256), (4096, 128256))  # rows, vocabulary of all ranks
 # Kernels a call of this project's two-kernel implementation launches beside the gather. mean: statistics,
-# gradient and losses, their sum, the scale. none: statistics, losses, gradient; one rank's statistics kernel
-# writes the losses itself.
+# losses, their sum, gradient; in_forward: statistics, gradient and losses, their sum, the scale. none:
+# statistics, losses, gradient; one rank's statistics kernel writes the losses itself.
 LAUNCHES = {"mean": 4, "none": 3}
 STATISTICS_BYTES = 12  # three fp32 a row
 ASSUMED = "assumed, not measured"

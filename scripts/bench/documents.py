@@ -13,9 +13,12 @@ SWEEPS = {"vocabulary": "bench_sweep_vocabulary_*.json", "tokens": "bench_sweep_
 TARGETS = "targets.json"
 
 OURS = "vocab_parallel_ce"
+IN_FORWARD = f"{OURS}[in_forward]"
+WAYS = (OURS, IN_FORWARD)  # of this project, timed by default: gradient="auto", and asked for by name
 IMPLEMENTATIONS = (f"{OURS}[triton]", f"{OURS}[one_pass]")
 PROVIDERS = (
     OURS,
+    IN_FORWARD,
     *IMPLEMENTATIONS,
     "quack-kernels",
     "quack-kernels (out of place)",
@@ -62,11 +65,29 @@ class Case(NamedTuple):
 
 
 def is_ours(provider: str) -> bool:
-    return provider == OURS or provider in IMPLEMENTATIONS
+    return provider in WAYS or provider in IMPLEMENTATIONS
 
 
 def is_timed(result: Result | None) -> bool:
     return result is not None and "refused" not in result
+
+
+def gradient_of(result: Result) -> str:
+    """When this project wrote the gradient; results without the field are of an earlier default."""
+    was_in_forward = result["reduction"] != "none" and result["dtype"] != "float16"
+    return str(result.get("gradient", "in_forward" if was_in_forward else "in_backward"))
+
+
+def our_result(results: dict[str, Result], provider: str) -> Result | None:
+    """One case's result of ``provider``, one of ``WAYS``: the default's where that was ``IN_FORWARD``'s."""
+    if provider == IN_FORWARD and provider not in results and gradient_of(results[OURS]) == "in_forward":
+        return results[OURS]
+    return results.get(provider)
+
+
+def has_both_ways(document: Document) -> bool:
+    """Whether something was timed that can be had in both ways."""
+    return any(result["provider"] == IN_FORWARD and is_timed(result) for result in document["results"])
 
 
 def results_by_case(document: Document) -> dict[Case, dict[str, Result]]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.cases import Case
-from bench.timing import DeviceTimer
+from bench.logits import as_produced
+from bench.timing import DeviceTimer, Timer
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 from vocab_parallel_ce.exchange import all_gather_stats
 
@@ -32,40 +34,52 @@ class _Nothing(torch.autograd.Function):
         return logits.detach()
 
 
-def measured_host(ranks: int, group: Any) -> dict[str, float]:
+def measured_host(
+    ranks: int, group: Any, timer: Timer | None = None, device: str = "cuda"
+) -> dict[str, float]:
     """The document's ``host_microseconds``: of eager calls back to back, forward and backward.
 
     ``nothing`` is an autograd Function without a launch, ``all_gather`` the exchange alone. Those of
     ``one_thread`` are with ``torch.autograd.set_multithreading_enabled(False)``: backward runs in the
     caller's thread.
     """
-    timer = DeviceTimer(ranks)
+    timer = timer or DeviceTimer(ranks)
     case = Case(1024, COLUMNS // ranks, torch.bfloat16, group, ranks)
-    logits, labels = case.inputs()
-    logits.requires_grad_()
-    upstream = torch.ones(case.rows, device="cuda")
+    buffer, labels = case.inputs(device)
+    upstream = torch.ones(case.rows, device=device)
 
-    def nothing() -> None:
+    def nothing(logits: Tensor) -> None:
         torch.autograd.grad(_Nothing.apply(logits), logits, upstream)
 
-    def loss() -> None:
+    def loss(logits: Tensor) -> None:
         value = vocab_parallel_cross_entropy(logits, labels, group=group, reduction="none")
         torch.autograd.grad(value, logits, upstream)
 
-    times = {"nothing": _microseconds(timer, nothing), "loss": _microseconds(timer, loss)}
+    logits_of = partial(as_produced, buffer)
+    times = {
+        "nothing": _microseconds(timer, nothing, logits_of),
+        "loss": _microseconds(timer, loss, logits_of),
+    }
     with torch.autograd.set_multithreading_enabled(False):
-        times["nothing_one_thread"] = _microseconds(timer, nothing)
-        times["loss_one_thread"] = _microseconds(timer, loss)
+        times["nothing_one_thread"] = _microseconds(timer, nothing, logits_of)
+        times["loss_one_thread"] = _microseconds(timer, loss, logits_of)
     if ranks > 1:
-        stats = torch.zeros(ranks, case.rows, 3, device="cuda")
-        times["all_gather"] = _microseconds(timer, lambda: all_gather_stats(stats, case.rank, group))
+        stats = torch.zeros(ranks, case.rows, 3, device=device)
+        times["all_gather"] = _microseconds(
+            timer, lambda stats: all_gather_stats(stats, case.rank, group), lambda: stats
+        )
     return times
 
 
-def _microseconds(timer: DeviceTimer, call: Callable[[], object]) -> float:
-    def run() -> None:
-        for _ in range(CALLS):
-            call()
+def _microseconds(timer: Timer, call: Callable[[Tensor], object], operand_of: Callable[[], Tensor]) -> float:
+    """Of one call, each on an operand of its own, which is made before."""
+    times = []
+    for _ in range(ROUNDS + 1):
+        operands = [operand_of() for _ in range(CALLS)]
 
-    times = [timer.eager(run) for _ in range(ROUNDS + 1)][1:]
-    return round(1e3 * statistics.median(times) / CALLS, 2)
+        def run(operands: list[Tensor] = operands) -> None:
+            for operand in operands:
+                call(operand)
+
+        times.append(timer.eager(run))
+    return round(1e3 * statistics.median(times[1:]) / CALLS, 2)

@@ -77,8 +77,12 @@ def _load_ours(chunk_tokens: int | str) -> LinearStep:
 
 
 def _unfused_loss(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+    """Nobody else reads the logits: a reduced loss writes their gradient in forward."""
     logits = functional.linear(hidden, weight)
-    loss: Tensor = vocab_parallel_cross_entropy(logits, labels, group=group, reduction=reduction)
+    gradient = "auto" if reduction == "none" else "in_forward"
+    loss: Tensor = vocab_parallel_cross_entropy(
+        logits, labels, group=group, reduction=reduction, gradient=gradient
+    )
     return loss
 
 

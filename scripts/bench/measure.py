@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bench import oracle
 from bench.cases import Case, Effort, Workload
+from bench.logits import as_produced
 from bench.providers import Provider, first_line
 from bench.timing import Run, Timer
 from vocab_parallel_ce.exchange import all_gather_objects
@@ -28,39 +29,54 @@ class Workbench:
     def __init__(self, case: Case, workload: Workload, effort: Effort, device: str) -> None:
         self.case, self.workload, self.effort, self.device = case, workload, effort, device
         self.source, self.labels = case.inputs(device)
-        self.buffers = [self.source.clone().requires_grad_() for _ in range(effort.buffers)]
+        self.buffers = [self.source.clone() for _ in range(effort.buffers)]
 
     def call(self, provider: Provider, logits: Tensor) -> tuple[Tensor, Tensor]:
         return provider.call(logits, self.labels, self.workload.reduction, self.case.group)
 
-    @torch.no_grad()
+    def call_on(self, provider: Provider, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """The call on new logits in ``buffer``."""
+        return self.call(provider, as_produced(buffer))
+
     def restore(self) -> None:
-        for logits in self.buffers:
-            logits.copy_(self.source)
+        for buffer in self.buffers:
+            buffer.copy_(self.source)
 
     def step(self, provider: Provider | None) -> Callable[[Tensor], object]:
-        """The call on one buffer: of ``provider``, or the copy to a buffer that left the cache long ago."""
+        """The call on given logits: of ``provider``, or the copy to a buffer that left the cache long ago."""
         if provider is not None:
             return partial(self.call, provider)
         half = len(self.buffers) // 2
-        plain = [logits.detach() for logits in self.buffers]
         targets = {
-            id(logits): (plain[index], plain[(index + half) % len(plain)])
-            for index, logits in enumerate(self.buffers)
+            id(buffer): self.buffers[(index + half) % len(self.buffers)]
+            for index, buffer in enumerate(self.buffers)
         }
+        return lambda buffer: targets[id(buffer)].copy_(buffer)
 
-        def copy(logits: Tensor) -> None:
-            source, target = targets[id(logits)]
-            target.copy_(source)
+    def graph_step(self, provider: Provider | None) -> Callable[[Tensor], object]:
+        """As :meth:`step`, on a buffer; logits are made on the stream that captures, where backward goes."""
+        return self.step(None) if provider is None else partial(self.call_on, provider)
 
-        return copy
 
-    def over_buffers(self, step: Callable[[Tensor], object], calls: int) -> Run:
-        def run() -> None:
-            for index in range(calls):
-                step(self.buffers[index % len(self.buffers)])
+class Calls:
+    """Calls one after the other, over all buffers in turn: what is timed once it is prepared."""
 
-        return run
+    def __init__(self, bench: Workbench, provider: Provider | None, count: int) -> None:
+        self._bench, self._count = bench, count
+        self._step, self._is_copy = bench.step(provider), provider is None
+        self._operands: list[Tensor] = []
+
+    def prepare(self) -> None:
+        """Restore the buffers, and give every call logits of its own; none is reused by a later call."""
+        self._bench.restore()
+        buffers = self._bench.buffers
+        chosen = [buffers[index % len(buffers)] for index in range(self._count)]
+        self._operands = chosen if self._is_copy else [as_produced(buffer) for buffer in chosen]
+
+    def __call__(self) -> None:
+        step = self._step
+        for operand in self._operands:
+            step(operand)
 
 
 def measure(
@@ -102,6 +118,7 @@ def measure(
             | numbers
             | {
                 "in_place": provider.in_place,
+                **provider.mode(case, workload.reduction),
                 "queued": timer.was_queued(provider.name),
                 "bytes_formula": traffic.formula,
                 "extra_peak_bytes_per_row": round(extra[provider.name] / case.rows, 2),
@@ -124,7 +141,7 @@ def measure_graphs(
     bench = Workbench(case, workload, effort, device)
     numbers = {}
     for provider in providers:  # one at a time: graphs hold on to the memory of what they captured
-        bench.call(provider, bench.buffers[0])
+        bench.call_on(provider, bench.buffers[0])
         graphs, errors = graph_times(bench, [provider], timer)
         numbers[provider.name] = graph_numbers(graphs, errors, provider.name, effort.buffers)
     return numbers
@@ -162,9 +179,9 @@ def _warmed_up(bench: Workbench, provider: Provider, timer: Timer, extra: dict[s
     """Why the whole shard cannot be had, or None, and the peak memory of a call that compiles nothing."""
     reason = None
     try:
-        bench.call(provider, bench.buffers[0])
+        bench.call_on(provider, bench.buffers[0])
         bench.restore()
-        extra[provider.name] = timer.extra_peak_bytes(partial(bench.call, provider, bench.buffers[0]))
+        extra[provider.name] = timer.extra_peak_bytes(partial(bench.call_on, provider, bench.buffers[0]))
     except Exception as error:
         if provider.is_ours:
             raise
@@ -195,20 +212,21 @@ def reason_of(error: Exception) -> str:
 
 def _times(bench: Workbench, providers: Sequence[Provider], timer: Timer) -> tuple[Times, Times]:
     """Milliseconds of every round: of all buffers with the calls queued, and of a loop of eager calls."""
-    steps = {COPY: bench.step(None)} | {p.name: bench.step(p) for p in providers}
     effort = bench.effort
-    queued: Times = {name: [] for name in steps}
-    eager: Times = {name: [] for name in steps}
+    compared: dict[str, Provider | None] = {COPY: None, **{p.name: p for p in providers}}
+    queued: Times = {name: [] for name in compared}
+    eager: Times = {name: [] for name in compared}
+    calls = {name: Calls(bench, provider, effort.buffers) for name, provider in compared.items()}
     for round_index in range(effort.rounds + WARM_UP_ROUNDS):
-        for name, step in steps.items():
-            bench.restore()
-            elapsed = timer.queued(name, bench.over_buffers(step, effort.buffers))
+        for name, run in calls.items():
+            elapsed = timer.queued(name, run, run.prepare)
             if round_index >= WARM_UP_ROUNDS:
                 queued[name].append(elapsed)
+    calls = {name: Calls(bench, provider, effort.eager_calls) for name, provider in compared.items()}
     for round_index in range(effort.eager_rounds + 1):
-        for name, step in steps.items():
-            bench.restore()
-            elapsed = timer.eager(bench.over_buffers(step, effort.eager_calls))
+        for name, run in calls.items():
+            run.prepare()
+            elapsed = timer.eager(run)
             if round_index >= 1:
                 eager[name].append(elapsed)
     return queued, eager
@@ -223,7 +241,7 @@ def graph_times(
     for name, provider in {COPY: None, **{p.name: p for p in providers}}.items() if providers else ():
         bench.restore()
         try:
-            replays[name] = timer.captured(bench.step(provider), bench.buffers)
+            replays[name] = timer.captured(bench.graph_step(provider), bench.buffers)
         except Exception as error:
             if provider is None:
                 raise

@@ -2,7 +2,8 @@
 
 A provider is loaded when it is first used, and says why where it cannot be. Every one is called alike:
 ``call(logits [N, C], labels [N], reduction, group)`` returns ``(loss, grad [N, C])``, through
-``torch.autograd.grad`` from a fresh graph with ones upstream, which are made before.
+``torch.autograd.grad`` from a fresh graph with ones upstream, which are made before. The logits are no leaf
+(``bench.logits``), and may be overwritten.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 
 from bench.cases import Case
+from bench.logits import as_produced
 from vocab_parallel_ce import pipeline, selection, vocab_parallel_cross_entropy
 
 OURS = "vocab_parallel_ce"
+UNREDUCED = "in_forward is for reduced losses: the upstream gradient of each token comes after forward"
 Step = Callable[[Tensor, Tensor, str, Any], tuple[Tensor, Tensor]]
 AnyStep = TypeVar("AnyStep")
 
@@ -108,6 +111,7 @@ class Provider(Loadable[Step]):
     ``load`` imports what it needs and returns the step. ``traffic`` is of (case, reduction).
     ``limits`` says why a case cannot be had, or None; errors of the call itself are reasons too.
     ``checked_as`` is the reduction whose gradient it returns, where that is not the one asked for.
+    ``gradient_of`` says when and where this project writes the gradient; None for others.
     """
 
     name: str
@@ -120,6 +124,7 @@ class Provider(Loadable[Step]):
     of_several: bool = True
     limits: Callable[[Case, str], str | None] = no_limits
     checked_as: str | None = None
+    gradient_of: Callable[[Case, str], str] | None = None
     is_ours: bool = False
     is_default: bool = True
     _loaded: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -129,6 +134,10 @@ class Provider(Loadable[Step]):
 
     def refuses(self, case: Case, reduction: str) -> str | None:
         return self.limits(case, reduction)
+
+    def mode(self, case: Case, reduction: str) -> dict[str, str]:
+        """The result's field ``gradient``, which this project's have."""
+        return {} if self.gradient_of is None else {"gradient": self.gradient_of(case, reduction)}
 
 
 def first_line(error: BaseException) -> str:
@@ -150,65 +159,73 @@ def through_log_softmax(case: Case, reduction: str) -> Traffic:
     return Traffic(6) if case.dtype == torch.float32 else Traffic(2, 32)
 
 
-def runs_in_one_pass(case: Case, reduction: str, implementation: str) -> bool:
-    """Whether the call of ``case`` reads and writes its shard once: the package itself is asked.
+def our_call(case: Case, reduction: str, implementation: str, gradient: str) -> pipeline.Call:
+    """What the package would run for ``case``: the package itself is asked.
 
     Raises:
         ValueError: ``implementation`` cannot do it.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    logits = torch.empty(1, case.columns, dtype=case.dtype, device=device)
+    logits = as_produced(torch.empty(1, case.columns, dtype=case.dtype, device=device))
     labels = torch.zeros(1, dtype=torch.int64, device=device)
-    call = pipeline.prepare_call(
-        logits, labels, group=case.group, reduction=reduction, gradient="auto", impl=implementation
+    return pipeline.prepare_call(
+        logits, labels, group=case.group, reduction=reduction, gradient=gradient, impl=implementation
     )
-    return call.one_pass is not None
 
 
-def _our_traffic(implementation: str) -> Callable[[Case, str], Traffic]:
-    return lambda case, reduction: Traffic(2 if runs_in_one_pass(case, reduction, implementation) else 3)
+def _our_traffic(implementation: str, gradient: str) -> Callable[[Case, str], Traffic]:
+    """A shard is read and written once, or read, read and written."""
+
+    def traffic(case: Case, reduction: str) -> Traffic:
+        return Traffic(3 if our_call(case, reduction, implementation, gradient).one_pass is None else 2)
+
+    return traffic
 
 
-def _our_limits(implementation: str) -> Callable[[Case, str], str | None]:
+def _our_limits(implementation: str, gradient: str) -> Callable[[Case, str], str | None]:
     """An implementation that is asked for by name says what it cannot do."""
 
     def limits(case: Case, reduction: str) -> str | None:
+        if gradient == "in_forward" and reduction == "none":
+            return UNREDUCED
+        if implementation == "auto":
+            return None
         try:
-            runs_in_one_pass(case, reduction, implementation)
+            our_call(case, reduction, implementation, gradient)
         except ValueError as error:
             return first_line(error)
         return None
 
-    return no_limits if implementation == "auto" else limits
+    return limits
 
 
-def _load_ours(implementation: str) -> Step:
+def _load_ours(implementation: str, gradient: str) -> Step:
     if implementation not in ("auto", *selection.IMPLEMENTATIONS):
         known = ", ".join(selection.IMPLEMENTATIONS)
         raise ImportError(f"this version has no such implementation, only {known}")
 
     def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
         loss: Tensor = vocab_parallel_cross_entropy(
-            logits, labels, group=group, reduction=reduction, impl=implementation
+            logits, labels, group=group, reduction=reduction, gradient=gradient, impl=implementation
         )
         return loss
 
     return through_autograd(loss_of)
 
 
-def _ours(implementation: str) -> Provider:
-    is_auto = implementation == "auto"
+def _ours(name: str, *, implementation: str = "auto", gradient: str = "auto") -> Provider:
     return Provider(
-        OURS if is_auto else f"{OURS}[{implementation}]",
-        functools.partial(_load_ours, implementation),
-        _our_traffic(implementation),
+        name,
+        functools.partial(_load_ours, implementation, gradient),
+        _our_traffic(implementation, gradient),
         in_place=True,
         package="vocab_parallel_ce",
         distribution="vocab-parallel-ce",
         of_several=implementation != "one_pass",
-        limits=_our_limits(implementation),
+        limits=_our_limits(implementation, gradient),
+        gradient_of=lambda case, reduction: our_call(case, reduction, implementation, gradient).gradient,
         is_ours=True,
-        is_default=is_auto,
+        is_default=implementation == "auto",
     )
 
 
@@ -243,7 +260,12 @@ def _load_loss_parallel() -> Step:
 
 
 _torch = functools.partial(Provider, package="torch", distribution="torch", in_place=False)
-OUR_PROVIDERS = tuple(map(_ours, ("auto", "triton", "one_pass")))
+OUR_PROVIDERS = (
+    _ours(OURS),
+    _ours(f"{OURS}[in_forward]", gradient="in_forward"),
+    _ours(f"{OURS}[triton]", implementation="triton"),
+    _ours(f"{OURS}[one_pass]", implementation="one_pass", gradient="in_forward"),
+)
 TORCH_PROVIDERS = (
     _torch("torch eager", lambda: through_autograd(_eager_loss), through_log_softmax, of_several=False),
     _torch("torch.compile", _load_compiled, fixed(3), of_several=False),

@@ -22,10 +22,13 @@ CAPTURE_WARM_UPS = 3
 Run = Callable[[], object]
 
 
+def nothing() -> None: ...
+
+
 class Timer(Protocol):
     """Milliseconds and bytes of what it is handed."""
 
-    def queued(self, name: str, run: Run) -> float: ...
+    def queued(self, name: str, run: Run, prepare: Run = nothing) -> float: ...
 
     def was_queued(self, name: str) -> bool: ...
 
@@ -47,13 +50,15 @@ class DeviceTimer:
         self._sleeps: dict[str, float] = {}
         self._not_queued: set[str] = set()
 
-    def queued(self, name: str, run: Run) -> float:
+    def queued(self, name: str, run: Run, prepare: Run = nothing) -> float:
         """The device's time of ``run``, which the host queues while the device sleeps.
 
         The sleep is made as long as the host needs for the ``run`` of this name. One that waits for
         the device cannot be queued: its time has the host's in it, and :meth:`was_queued` says so.
+        ``prepare`` runs before every attempt, outside what is timed.
         """
         while True:
+            prepare()
             sleep = self._sleeps.get(name, SLEEP_SECONDS)
             elapsed, host = self._slowest(*self._time(run, sleep))
             if host < 0.8 * sleep or name in self._not_queued:
