@@ -60,13 +60,64 @@ def test_gradient_of_every_way(impl_device, gradient, reduction, label_smoothing
     case.assert_gradient(grad, upstream, **options)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_auto_is_in_forward_where_reduced_and_in_backward_where_not(impl_device, reduction):
-    case = Case(impl_device)
+def test_auto_is_in_place_in_backward(impl_device, reduction, dtype):
+    """Metrics and regularisers after the loss read logits, not a gradient."""
+    case = Case(impl_device, dtype=dtype)
     loss = case.loss(reduction=reduction)
-    assert case.logits_are_untouched() == (reduction == "none")
+    assert case.logits_are_untouched() and case.logits._version == 0
     (grad,) = torch.autograd.grad(loss, case.logits, torch.ones_like(loss))
     assert grad.data_ptr() == case.logits.data_ptr()
+
+
+LEAVES = {
+    "leaf": lambda p: p,
+    "view": lambda p: p.view(2, 4, -1),
+    "slice": lambda p: p[2:6],
+    "view of a view": lambda p: p.view(2, 4, -1)[1],
+}
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_a_leaf_and_a_view_of_one_keep_their_values(impl_device, leaf, reduction):
+    """Overwritten, ``p.grad`` was ``p`` itself, and SGD made of it (1 - lr) times the gradient."""
+    impl, device = impl_device
+    values, _ = batch("peaked", rows=8, vocab_size=30)
+    p = values.to(device).clone().requires_grad_()
+    logits = LEAVES[leaf](p)
+    labels = torch.arange(logits.shape[:-1].numel(), device=device).view(logits.shape[:-1])
+    loss = vocab_parallel_cross_entropy(logits, labels, impl=impl, reduction=reduction)
+    loss.backward(torch.ones_like(loss))
+    oracle, peer = (
+        compute(LEAVES[leaf](values), labels.cpu(), reduction=reduction)
+        for compute in (cross_entropy_fp64, cross_entropy_same_dtype)
+    )
+    assert_within_budget(LEAVES[leaf](p.grad), oracle.grad, peer.grad)
+    assert torch.equal(p.detach().cpu(), values) and p.grad.data_ptr() != p.data_ptr()
+    torch.optim.SGD([p], lr=0.5).step()
+    torch.testing.assert_close(p.detach().cpu(), values - 0.5 * p.grad.cpu())
+
+
+@pytest.mark.reference
+def test_memory_that_no_graph_knows_is_not_overwritten():
+    """A Function that returns a view of its own memory, as ``DTensor.to_local`` does: a DTensor's values."""
+
+    class Local(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, anchor, local):
+            return local.view_as(local)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad.sum(), None
+
+    local = torch.randn(3, 8)
+    kept = local.clone()
+    logits = Local.apply(torch.ones((), requires_grad=True), local)
+    vocab_parallel_cross_entropy(logits, torch.tensor([1, 2, 3])).backward()
+    assert torch.equal(local, kept)
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
@@ -105,10 +156,15 @@ def test_a_saved_value_that_was_overwritten_is_refused_by_autograd(impl_device, 
 
 
 def test_two_losses_over_the_same_logits(impl_device):
-    """Two gradients in place of one another are refused; out of place they add up."""
+    """Two gradients in place of one another are refused, with the remedy; out of place they add up."""
     case = Case(impl_device)
-    total = case.loss(gradient="in_forward") + case.loss(gradient="in_forward")
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    case.loss(gradient="in_forward")
+    with pytest.raises(ValueError, match="^logits: .* gradient='out_of_place'"):
+        case.loss(gradient="in_forward")
+
+    case = Case(impl_device)
+    total = case.loss() + case.loss()
+    with pytest.raises(RuntimeError, match="gradient='out_of_place'.*modified by an inplace operation"):
         total.backward()
 
     case = Case(impl_device)

@@ -95,7 +95,6 @@ SHARED = {
     "embedding": lambda inputs, device: nn.Embedding.from_pretrained(inputs.weight.clone(), freeze=False).to(
         device
     ),
-    "parameter": lambda inputs, device: nn.Parameter(inputs.weight.clone().to(device)),
 }
 
 
@@ -110,9 +109,8 @@ def test_a_head_that_is_shared_gets_its_gradient_and_stays_its_owners(impl_devic
     loss = module(hidden, labels, num_items=3)
     loss.backward()
     bias = getattr(head, "bias", None)
-    weight = head if isinstance(head, nn.Parameter) else head.weight
     inputs = inputs if bias is not None else inputs._replace(bias=None)
-    results = Results((loss,), hidden.grad, weight.grad, None if bias is None else bias.grad)
+    results = Results((loss,), hidden.grad, head.weight.grad, None if bias is None else bias.grad)
     options = {"label_smoothing": 0.1, "reduction": "sum", "num_items": 3}
     assert_results(results, *(compute(inputs, **options) for compute in (linear_fp64, linear_same_dtype)))
 
@@ -198,6 +196,51 @@ def test_a_copy_of_a_model_shares_its_own_embedding():
     twin.embedding.weight = nn.Parameter(torch.zeros(COLUMNS, WIDTH))
     twin(tokens, tokens).backward()
     assert twin.embedding.weight.grad is not None
+
+
+def _swapped_by_load_state_dict(head, new):
+    head.load_state_dict({"weight": new}, assign=True)
+    return head.weight
+
+
+def _swapped_by_assignment(head, new):
+    head.weight = nn.Parameter(new)
+    return head.weight
+
+
+@pytest.mark.parametrize("swap", [_swapped_by_load_state_dict, _swapped_by_assignment])
+@pytest.mark.parametrize("kind", ["linear without a bias", "embedding"])
+@pytest.mark.reference
+def test_a_weight_in_the_place_of_the_first_is_the_one_that_is_trained(kind, swap):
+    inputs, hidden, labels = _inputs("cpu")
+    head = SHARED[kind](inputs._replace(weight=torch.full_like(inputs.weight, 7.0)), "cpu")
+    module, first = LinearCrossEntropy(head), head.weight
+    weight = swap(head, inputs.weight.clone())
+    assert weight is not first
+    loss = module(hidden, labels)
+    loss.backward()
+    assert first.grad is None
+    results = Results((loss,), hidden.grad, weight.grad, None)
+    assert_results(results, *(compute(inputs) for compute in (linear_fp64, linear_same_dtype)))
+
+
+@pytest.mark.reference
+def test_functional_call_trains_the_weight_that_it_is_given():
+    torch.manual_seed(0)
+    model = TiedModel()
+    tokens, labels = torch.tensor([3, 1, 4, 1]), torch.tensor([1, 4, IGNORE_INDEX, 2])
+    new = torch.randn(COLUMNS, WIDTH, requires_grad=True)
+    loss = torch.func.functional_call(model, {"embedding.weight": new}, (tokens, labels))
+    loss.backward()
+    assert model.embedding.weight.grad is None
+    expected = []
+    for dtype in (torch.float64, torch.float32):
+        leaf = new.detach().to(dtype).requires_grad_()
+        of_leaf = _tied_loss(leaf, tokens, labels)
+        of_leaf.backward()
+        expected.append((of_leaf, leaf.grad))
+    for actual, pair in zip((loss, new.grad), zip(*expected, strict=True), strict=True):
+        assert_within_budget(actual, *pair)
 
 
 def test_the_module_is_the_function_with_its_options_fixed(impl_device):

@@ -281,6 +281,12 @@ def _hooked(name, hook):
     return head
 
 
+def _patched():
+    head = _linear()
+    head.forward = lambda hidden: hidden
+    return head
+
+
 def _quantised_parameter():
     head = _linear()
     head.weight = nn.Parameter(QUANTISED, requires_grad=False)
@@ -303,7 +309,12 @@ HEADS = {
     "weight norm": (lambda: parametrizations.weight_norm(_linear()), "[Pp]arametri[sz]"),
     "forward hook": (lambda: _hooked("register_forward_hook", lambda *_: None), "hook"),
     "forward pre-hook": (lambda: _hooked("register_forward_pre_hook", lambda *_: None), "hook"),
+    "backward hook": (lambda: _hooked("register_full_backward_hook", lambda *_: None), "hook"),
+    "patched forward": (_patched, "patched forward"),
     "a sequence": (lambda: nn.Sequential(_linear()), "Sequential"),
+    "a parameter": (lambda: _linear().weight, "Parameter.*linear_cross_entropy"),
+    "a tensor": (lambda: WEIGHT, "Tensor.*linear_cross_entropy"),
+    "a 1-D parameter": (lambda: nn.Parameter(torch.ones(WIDTH)), "Parameter.*linear_cross_entropy"),
     "a name": (lambda: "lm_head", "str"),
 }
 REMEDY = r"(vocab_parallel_cross_entropy|linear_cross_entropy|merge|remove|expected)"
@@ -346,7 +357,6 @@ MODULE_SETTINGS = {
     "a float": (None, OWN | {"in_features": 8.0}, TypeError, "in_features: .*float"),
     "two heads": (_linear(), OWN, EITHER, "(head|in_features|columns): "),
     "a bias beside a head": (_linear(), {"bias": True}, EITHER, "(head|bias): "),
-    "a 1-D parameter": (nn.Parameter(torch.ones(WIDTH)), {}, ValueError, r"(head|weight): .*\(8,\)"),
     "reduction": (_linear(), {"reduction": "max"}, ValueError, "reduction: "),
     "gradient": (_linear(), {"gradient": "out_of_place"}, ValueError, "gradient: "),
     "smoothing": (_linear(), {"label_smoothing": 3}, ValueError, "label_smoothing: "),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.collectives import record_collectives
-from tests.support.linear import many_tokens
+from tests.support.linear import many_tokens, padded_weight
 from tests.support.linear_ranks import Case, Result, check, check_collectives, run
 from tests.support.ranks import device_of
 from tests.test_ranks_linear import (
@@ -24,7 +26,7 @@ from tests.test_ranks_linear import (
     in_two_ranks,
 )
 from tests.test_ranks_options import _even
-from vocab_parallel_ce import linear_cross_entropy
+from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
 
 def _check_chunks(rank_pool, impl, way, bounds, chunk, **options):
@@ -72,7 +74,7 @@ def _on_dtensors(rank, group, case):
         None if whole is None else distribute_tensor(whole.to(device), _mesh(group), [Shard(0)])
         for whole in (case.inputs.weight, case.inputs.bias)
     )
-    options = {**case.options, "impl": case.impl}
+    options = {**case.options, "impl": case.impl, "group": group}
     if case.main_grad:
         weight.grad_added_to_main_grad = False
         options["main_grad"] = torch.zeros(weight.to_local().shape, device=device)
@@ -109,24 +111,67 @@ def test_a_dtensor_bias_gets_a_dtensor(rank_pool, impl, way):
     check(case, rank_pool.run(_on_dtensors, case))
 
 
-def _too_small_a_vocabulary(rank, group, impl):
+def _attempts_on_dtensors(rank, group, impl, rows, attempts):
+    """Messages of calls with a DTensor weight of so many rows, and the collectives that they sent."""
     device = device_of(rank, group)
-    weight = distribute_tensor(torch.ones(5, WIDTH, device=device), _mesh(group), [Shard(0)])
+    weight = distribute_tensor(torch.ones(rows, WIDTH, device=device), _mesh(group), [Shard(0)])
+    bias = distribute_tensor(torch.ones(rows + 1, device=device), _mesh(group), [Shard(0)])
     tokens = torch.ones(4, WIDTH, device=device), weight, torch.zeros(4, device=device).long()
+    messages = {}
     with record_collectives() as calls:
-        try:
-            linear_cross_entropy(*tokens, impl=impl)
-        except ValueError as error:
-            return str(error), calls
-    return "accepted", calls
+        for name, options in attempts.items():
+            given = {"bias": bias} if options.pop("a bias of another size", False) else {}
+            try:
+                linear_cross_entropy(*tokens, **given, impl=impl, group=group, **options)
+                messages[name] = "accepted"
+            except ValueError as error:
+                messages[name] = str(error)
+    return messages, calls
 
 
 @in_four_ranks
 def test_a_dtensor_that_leaves_a_rank_without_rows_is_refused_on_every_rank(rank_pool, impl):
     """2, 2, 1 and 0 rows: refused by the last rank alone it would leave the others waiting."""
-    for message, calls in rank_pool.run(_too_small_a_vocabulary, impl):
-        assert message.startswith("vocab_size: must leave a column to the last of 4 ranks"), message
+    attempts = {"alone": {}, "with its size": {"vocab_size": 5}, "with less": {"vocab_size": 4}}
+    for messages, calls in rank_pool.run(_attempts_on_dtensors, impl, 5, attempts):
+        for message in messages.values():
+            assert message.startswith("vocab_size: must leave a column to the last of 4 ranks"), messages
         assert calls == []
+
+
+@in_two_ranks
+def test_what_does_not_fit_a_dtensor_is_refused_on_every_rank(rank_pool, impl):
+    """Rows are 4 and 3; a bias of 8 fits the first rank's own."""
+    attempts = {
+        "bias": {"a bias of another size": True},
+        "vocab_size": {"vocab_size": 8},
+        "shard": {"shard": VocabShard(0, 4, 7)},
+    }
+    expected = {
+        "bias": r"bias: expected shape \(7,\), got \(8,\)",
+        "vocab_size": "vocab_size: must be at most 7, the rows of weight, got 8",
+        "shard": "shard: expected None with a DTensor weight, .*got VocabShard",
+    }
+    for messages, calls in rank_pool.run(_attempts_on_dtensors, impl, 7, attempts):
+        for name, message in messages.items():
+            assert re.match(expected[name], message), (name, message)
+        assert calls == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_several_ranks
+def test_padded_rows_of_a_dtensor_are_those_beyond_the_vocabulary(rank_pool, impl, way):
+    """A cut of 7 rows is 4 and 3; of a vocabulary of 6 it would be 3 and 3, on the second rank alone."""
+    world = rank_pool.world_size
+    rows, vocab_size = 4 * world - 1, 4 * world - 2
+    inputs = _made("shard_edges", vocab_size)
+    case = Case(inputs, impl, WAYS[way], _cut(rows, world), (_upstream(WAYS[way]),), "vocab_size")
+    check(case, rank_pool.run(run, case, None, _padded_dtensor))
+
+
+def _padded_dtensor(case, device, group):
+    weight, _ = padded_weight(case.inputs, 0, case.bounds[-1][1])
+    return distribute_tensor(weight.to(device), _mesh(group), [Shard(0)])
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,5 +1,6 @@
 """Cross-entropy of logits sharded over the vocabulary, without gathering them."""
 
+from vocab_parallel_ce.agreement import verify_calls
 from vocab_parallel_ce.cross_entropy import LossMetrics, vocab_parallel_cross_entropy
 from vocab_parallel_ce.linear_cross_entropy import linear_cross_entropy, linear_token_log_probs
 from vocab_parallel_ce.log_probs import token_log_probs
@@ -25,6 +26,7 @@ __all__ = [
     "linear_token_log_probs",
     "parallel_cross_entropy",
     "token_log_probs",
+    "verify_calls",
     "verify_group",
     "vocab_parallel_cross_entropy",
 ]

@@ -7,6 +7,7 @@ from numbers import Integral, Real
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LABEL_DTYPES = (torch.int64, torch.int32)
@@ -14,6 +15,10 @@ REDUCTIONS = ("mean", "sum", "none")
 SMOOTHING_FORMULAS = ("torch", "megatron")
 FP32 = torch.finfo(torch.float32)
 GRADIENTS = ("auto", "in_forward", "in_backward", "out_of_place")
+IN_TRANSFORM = (
+    "cross-entropy: expected a call outside of torch.func transforms, got one inside (grad, jvp, vmap, or "
+    "is_grads_batched); use loss.backward() or torch.autograd.grad, or torch.nn.functional.cross_entropy"
+)
 
 
 def check_tensor(name: str, tensor: object) -> None:
@@ -30,6 +35,20 @@ def check_tensor(name: str, tensor: object) -> None:
     if hasattr(tensor, "trigger_wait"):
         raise TypeError(
             f"{name}: expected a torch.Tensor that has arrived, got {type(tensor).__name__}; pass its wait()"
+        )
+
+
+def check_no_transforms(*tensors: Tensor | None) -> None:
+    """That neither a ``torch.func`` transform nor forward-mode AD expects to see through the call."""
+    if torch._C._are_functorch_transforms_active():
+        raise TypeError(IN_TRANSFORM)
+    # The public unpack_dual takes a microsecond to say that there is no level.
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise TypeError(
+            "cross-entropy: expected tensors without a tangent, got a dual tensor of forward-mode AD; use "
+            "backward, or torch.nn.functional.cross_entropy"
         )
 
 
@@ -187,9 +206,17 @@ def check_exact_in_fp32(vocab_size: int) -> None:
         )
 
 
-def check_several_columns(vocab_size: int) -> None:
+def checked_megatron_smoothing(label_smoothing: float, vocab_size: int) -> float:
+    """``e = label_smoothing * V / (V - 1)``, in [0, 1]."""
     if vocab_size < 2:
         raise ValueError(f"smoothing_formula: 'megatron' needs a vocab_size of at least 2, got {vocab_size}")
+    largest = (vocab_size - 1) / vocab_size
+    if label_smoothing > largest:
+        raise ValueError(
+            f"label_smoothing: must be at most (V - 1) / V = {largest:g} with smoothing_formula='megatron' "
+            f"and vocab_size {vocab_size}, got {label_smoothing}"
+        )
+    return min(1.0, label_smoothing * vocab_size / (vocab_size - 1))
 
 
 def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from vocab_parallel_ce import agreement, checks
+from vocab_parallel_ce.overwritten import mark_overwritten
 from vocab_parallel_ce.pipeline import (
     Call,
     flat,
@@ -34,6 +36,10 @@ SECOND_BACKWARD = (
 DOUBLE_BACKWARD = (
     "cross-entropy: expected backward without create_graph: its gradient cannot be differentiated again"
 )
+OVERWRITTEN = (
+    "cross-entropy: the logits were overwritten before backward read them; where another loss over them did "
+    "it, ask for gradient='out_of_place' in both"
+)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -54,22 +60,25 @@ class LossMetrics(NamedTuple):
     z_loss: Tensor
 
 
-def outside_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Run ``function`` eagerly where a caller under ``torch.compile`` reaches it: its graph breaks there.
+def public(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """``function`` as a public one: eager under ``torch.compile``, and compared if verification is on.
 
-    The kernels overwrite their input and take tuples, neither of which inductor follows.
+    The graph of a compiled caller breaks there: the kernels overwrite their input and take tuples, neither of
+    which inductor follows.
     """
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if torch.compiler.is_dynamo_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
+            return torch.compiler.disable(call)(*args, **kwargs)
+        if agreement.is_on():
+            return agreement.verified(function, args, kwargs)
         return function(*args, **kwargs)
 
     return call
 
 
-@outside_graphs
+@public
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -101,11 +110,11 @@ def vocab_parallel_cross_entropy(
     with ``lse`` and the mean over the whole vocabulary. Without the options this is
     ``torch.nn.functional.cross_entropy``.
 
-    Overwrites: unless ``gradient="out_of_place"``, the storage of ``logits`` holds their gradient
-    after forward (``"in_forward"``) or after backward (``"in_backward"``): do not use ``logits``
-    afterwards. Where no gradient is needed, nothing is overwritten. Logits whose last dimension is
-    not dense, whose leading dimensions have more than three strides that do not merge, or that overlap
-    themselves (expanded), are copied and stay as they are.
+    Overwrites: by default backward writes the gradient over ``logits``: read what else you need of them
+    before it. With ``"in_forward"`` this call does. Nothing is overwritten if no gradient is needed, if
+    autograd could not tell who else needs the logits (``"auto"`` below), or with ``"out_of_place"``. Logits
+    whose last dimension is not dense, whose leading dimensions have more than three strides that do not
+    merge, or that overlap themselves (expanded), are copied and stay as they are.
 
     Collectives: forward one all_gather of ``4 * K`` bytes a row from each rank, ``K`` = 3, with label
     smoothing 2 more, with metrics 1 more, on the current stream; backward none. No host synchronisation
@@ -131,12 +140,14 @@ def vocab_parallel_cross_entropy(
             or a tensor of one element: on the device of ``logits`` the host never looks at it (nor at its
             sign), one on the CPU is read at the call.
         return_metrics: also return :class:`LossMetrics`; ``V`` at most 2**24.
-        gradient: ``"in_forward"``: computed by forward and scaled by backward, which rounds it a
-            second time where the upstream gradient is not 1; not for logits that are a view in the
-            graph. ``"in_backward"``: computed by backward with the upstream gradient folded in.
-            ``"out_of_place"``: the same into a new tensor, so that logits survive and backward may run
-            again; a view with gaps costs a copy. ``"auto"``: in_forward for mean and sum of bf16 and
-            fp32 logits that are no view, otherwise in_backward.
+        gradient: ``"auto"``: ``"in_backward"``, and ``"out_of_place"`` while saved-tensor hooks are active
+            (non-reentrant checkpoint, offloading) and for a leaf or a view of one. ``"in_backward"``:
+            computed by backward over the logits, with the upstream gradient folded in. ``"in_forward"``:
+            computed by forward over the logits and scaled by backward, which rounds it a second time if the
+            upstream gradient is not 1; for logits that nobody else reads and that are no view in the graph.
+            ``"out_of_place"``: computed by backward into a new tensor, so that logits survive and backward
+            may run again; a view with gaps costs a copy. The two in place are not checked under saved-tensor
+            hooks: there autograd does not notice that another operation needs the logits.
         impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``: on a GPU one_pass where one
             launch can do it (one rank, gradient in_forward, no option but ``ignore_index`` and ``z_loss``,
             aligned rows of a width that was measured) and triton otherwise, reference elsewhere. Where no
@@ -152,10 +163,12 @@ def vocab_parallel_cross_entropy(
         ``return_metrics``, ``(loss, LossMetrics)``.
 
     Raises:
-        TypeError: a dtype or type is not one of those above.
-        ValueError: shapes, devices or values do not fit, or ``impl`` cannot run here.
-        RuntimeError: from backward, when it runs again over a gradient in place, or with
-            ``create_graph``.
+        TypeError: a dtype or type is not one of those above, or the call is inside a ``torch.func`` transform
+            or has a tangent of forward-mode AD.
+        ValueError: shapes, devices or values do not fit, ``impl`` cannot run here, or an earlier call has
+            left its gradient in ``logits``.
+        RuntimeError: from backward, if it runs again over a gradient in place, with ``create_graph`` or
+            ``is_grads_batched``, or if something else has written to the logits.
     """
     call = prepare_call(
         logits,
@@ -208,6 +221,29 @@ def loss_metrics(call: Call, outputs: RowOutputs, labels: Tensor) -> LossMetrics
     return LossMetrics(outputs.predictions, accuracy, outputs.lse, z_loss)
 
 
+def check_backward() -> None:
+    """That backward is run once, plainly.
+
+    once_differentiable looks at the upstream gradient alone: with one that requires no gradient it would hand
+    out a gradient that is silently a constant.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(DOUBLE_BACKWARD)
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(checks.IN_TRANSFORM)
+
+
+def saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    """``ctx.saved_tensors``; what autograd says of overwritten ones, with the remedy."""
+    try:
+        saved: tuple[Any, ...] = ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
+    return saved
+
+
 class _CrossEntropy(torch.autograd.Function):
     """Collectives: forward one, backward none.
 
@@ -219,11 +255,14 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, call: Call) -> Any:
         ctx.call = call
         ctx.handed_on = False
+        ctx.is_verified, ctx.device = agreement.is_on(), logits.device
         ctx.set_materialize_grads(False)
         flat_labels = flat(labels)
         if call.gradient == "in_forward":
-            grad = overwritable(logits)
+            grad, version = overwritable(logits), logits._version
             outputs = call.outputs_and_gradient(grad, flat_labels)
+            if grad is logits:
+                mark_overwritten(logits, version)
             ctx.save_for_backward(grad)
         else:
             kept = logits if call.gradient == "out_of_place" else overwritable(logits)
@@ -239,33 +278,42 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None
     ) -> tuple[Tensor | None, None, None]:
-        # once_differentiable looks at the upstream gradient alone: with one that requires no gradient
-        # it would hand out a gradient that is silently a constant.
-        if torch.is_grad_enabled():
-            raise RuntimeError(DOUBLE_BACKWARD)
-        if grad_loss is None and grad_entropy is None:
-            return None, None, None
-        call: Call = ctx.call
-        if ctx.handed_on:
-            raise RuntimeError(SECOND_BACKWARD)
-        saved = ctx.saved_tensors
-        ctx.handed_on = call.gradient != "out_of_place"
-        logits = saved[0].detach()
-        if grad_loss is None:
-            grad_loss = logits.new_zeros(1, dtype=torch.float32)
-        upstream = per_row(grad_loss, logits)
-        if call.gradient == "in_forward":
-            call.launchers.element_mul(logits, upstream)
-            raise_version(logits)
-            return logits, None, None
-        source, grad = logits, logits
-        if call.gradient == "out_of_place":
-            source, grad = source_and_new(logits)
-        call.write_gradient(
-            source,
-            *saved[1:],
-            into=grad,
-            upstream=upstream,
-            entropy_upstream=None if grad_entropy is None else per_row(grad_entropy, logits),
-        )
-        return grad, None, None
+        if ctx.is_verified:
+            with agreement.open_call(ctx.call.group, ctx.device):
+                return _logits_gradient(ctx, grad_loss, grad_entropy), None, None
+        return _logits_gradient(ctx, grad_loss, grad_entropy), None, None
+
+
+def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
+    check_backward()
+    call: Call = ctx.call
+    if ctx.handed_on:
+        raise RuntimeError(SECOND_BACKWARD)
+    kept, *others = saved_tensors(ctx)
+    if agreement.is_pending():
+        agreement.compare(call.group, agreement.upstream_report(loss=grad_loss, entropy=grad_entropy))
+    if grad_loss is None and grad_entropy is None:
+        return None
+    ctx.handed_on = call.gradient != "out_of_place"
+    logits, version = kept.detach(), kept._version
+    if grad_loss is None:
+        grad_loss = logits.new_zeros(1, dtype=torch.float32)
+    upstream = per_row(grad_loss, logits)
+    if call.gradient == "in_forward":
+        call.launchers.element_mul(logits, upstream)
+        raise_version(logits)
+        mark_overwritten(kept, version)
+        return logits
+    source, grad = logits, logits
+    if call.gradient == "out_of_place":
+        source, grad = source_and_new(logits)
+    call.write_gradient(
+        source,
+        *others,
+        into=grad,
+        upstream=upstream,
+        entropy_upstream=None if grad_entropy is None else per_row(grad_entropy, logits),
+    )
+    if grad is logits:
+        mark_overwritten(kept, version)
+    return grad

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks
+from vocab_parallel_ce import agreement, checks
 from vocab_parallel_ce.chunks import chunk_of, chunks_of
 from vocab_parallel_ce.exchange import group_position, is_dtensor, local_rows
 from vocab_parallel_ce.kernels.layout import VECTOR_BYTES
 from vocab_parallel_ce.linear_pipeline import Inputs, LinearCall
-from vocab_parallel_ce.pipeline import as_divisor, flat, settle, shard_of_logits
+from vocab_parallel_ce.pipeline import as_divisor, call_facts, flat, settle, shard_of_logits
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import is_ignored
 from vocab_parallel_ce.tokens import Order, order_of_ranks, order_of_valid
@@ -53,14 +53,14 @@ def prepare_linear_call(
     checks.check_hidden(hidden)
     checks.check_tensor("labels", labels)
     check_modes(reduction, gradient, head)
+    checks.check_no_transforms(hidden, *(t for t in (weight, bias) if isinstance(t, Tensor)))
     parameter = weight if hasattr(weight, "grad_added_to_main_grad") else None
-    known_size = weight.shape[0] if vocab_size is None and shard is None and is_dtensor(weight) else None
-    bias, _ = (None, None) if bias is None else local_rows("bias", bias, group)
-    weight, group = local_rows("weight", weight, group)
     rank, n_ranks = group_position(group)
-    if known_size is not None:
-        vocab_size = known_size
-        VocabShard.of_rank(known_size, rank, n_ranks)  # raises on all ranks where one has no row
+    local_bias = None if bias is None else local_rows("bias", bias, group)
+    local_weight = local_rows("weight", weight, group)
+    if is_dtensor(weight):
+        shard, vocab_size = _shard_of_dtensor(weight, bias, rank, n_ranks, vocab_size, shard), None
+    weight, bias = local_weight, local_bias
     autocasts = torch.is_autocast_enabled(hidden.device.type)
     checks.check_head(weight, bias, hidden, None if autocasts else hidden.dtype)
     if head.main_grad is not None:
@@ -69,13 +69,17 @@ def prepare_linear_call(
         raise ValueError("sequence_parallel: expected the group whose ranks hold the parts, got group=None")
     _check_tokens(hidden, labels, n_ranks, head)
     n_columns, n_tokens = weight.shape[0], labels.numel()
+    is_even = vocab_size is None and shard is None
     shard = _shard_of_rows(n_columns, rank, n_ranks, vocab_size, shard)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
+    if gradient == "auto":
+        # fp16 has no room for a gradient that the loss scale has not multiplied yet.
+        gradient = "in_backward" if reduction == "none" or dtype == torch.float16 else "in_forward"
     whole_vectors = n_columns * dtype.itemsize % VECTOR_BYTES == 0
     settled = settle(
         *(dtype, n_columns, torch.strided, hidden.device, labels.dtype, labels.device),
         *(rank, n_ranks, None, shard),
-        *("none" if reduction == "none" else "sum", gradient, impl, check_labels, False, whole_vectors),
+        *("none" if reduction == "none" else "sum", gradient, impl, check_labels, whole_vectors),
         **options,
     )
     if num_items is not None:
@@ -87,7 +91,7 @@ def prepare_linear_call(
     row_options = settled(labels.shape, group, None).options
     if check_labels:
         checks.check_label_range(labels, shard.vocab_size, row_options.ignore_index)
-    labels = flat(labels)
+    all_labels, labels = labels, flat(labels)
     is_valid = ~is_ignored(labels, row_options)
     chunks, order = _places(is_valid, chunk, n_ranks, head)
     divisor = _divisor(is_valid, reduction, num_items, head.valid_tokens)
@@ -103,7 +107,19 @@ def prepare_linear_call(
         head.main_grad,
         parameter,
     )
-    return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels)
+    inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels)
+    if agreement.is_pending():
+        facts = call_facts("hidden", hidden.shape[:-1], hidden, all_labels, linear.call, is_even=is_even)
+        facts += agreement.option_facts(
+            {**head._asdict(), "main_grad": head.main_grad is not None, "gradient": gradient, "impl": impl}
+            | {"reduction": reduction, "num_items": None if num_items is None else float(num_items)}
+            | {"check_labels": check_labels, "dtype of the products": dtype}
+        )
+        facts += agreement.gradient_facts(hidden=hidden, weight=weight, bias=bias)
+        own = None if linear.sequence_parallel else agreement.fingerprint(inputs.hidden, is_valid)
+        digest = agreement.labels_digest(all_labels)
+        agreement.compare(group, agreement.Report("a linear loss", facts, shard, digest, own), all_labels)
+    return linear, inputs
 
 
 def check_modes(reduction: object, gradient: object, head: HeadOptions) -> None:
@@ -143,6 +159,24 @@ def _check_tokens(hidden: Tensor, labels: Tensor, n_ranks: int, head: HeadOption
     if tuple(labels.shape) != expected:
         of_all = ", that of all ranks' tokens" if head.sequence_parallel else ""
         raise ValueError(f"labels: expected shape {expected}{of_all}, got {tuple(labels.shape)}")
+
+
+def _shard_of_dtensor(
+    weight: Tensor, bias: Tensor | None, rank: int, n_ranks: int, vocab_size: int | None, shard: object
+) -> VocabShard:
+    """This rank's columns, from sizes that all ranks know, so that all of them raise or none."""
+    n_rows = weight.shape[0]
+    cut = VocabShard.of_rank(n_rows, rank, n_ranks)
+    if shard is not None:
+        raise ValueError(f"shard: expected None with a DTensor weight, which has its own, {cut}, got {shard}")
+    if bias is not None and is_dtensor(bias) and bias.shape[0] != n_rows:
+        raise ValueError(f"bias: expected shape ({n_rows},), got {tuple(bias.shape)}")
+    if vocab_size is None:
+        return cut
+    checks.check_vocab_size(vocab_size)
+    if vocab_size > n_rows:
+        raise ValueError(f"vocab_size: must be at most {n_rows}, the rows of weight, got {vocab_size}")
+    return cut._replace(vocab_size=int(vocab_size))
 
 
 def _shard_of_rows(

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce.cross_entropy import DOUBLE_BACKWARD, loss_metrics, outside_graphs
+from vocab_parallel_ce import agreement
+from vocab_parallel_ce.cross_entropy import check_backward, loss_metrics, public
 from vocab_parallel_ce.linear_arguments import HeadOptions, prepare_linear_call
 from vocab_parallel_ce.linear_pipeline import (
+    Gradients,
     Inputs,
     LinearCall,
     backward,
@@ -32,7 +34,7 @@ SECOND_BACKWARD = (
 )
 
 
-@outside_graphs
+@public
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -76,11 +78,15 @@ def linear_cross_entropy(
 
     Args:
         hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank, or its part.
-        weight: ``[C, D]``, this rank's rows of the head, of the dtype of ``hidden``; or a DTensor with the
-            placement Shard(0), whose mesh is the group (not one that data parallelism has cut). Its
-            gradient is summed in fp32 and rounded once.
+        weight: ``[C, D]``, this rank's rows of the head, of the dtype of ``hidden``. Its gradient is summed
+            in fp32 and rounded once. Or a DTensor: one dimension of its mesh, over the ranks of ``group``,
+            has Shard(0), the others Replicate(). Its gradient has Partial() in their place, because their ranks
+            have their own tokens. A weight that FSDP cut is whole inside the module that FSDP wraps: call the
+            loss there.
         labels: ``[...]`` int64 or int32 ids in the global vocabulary, the same on every rank.
         bias: ``[C]``, this rank's, or a DTensor as ``weight`` is, or None.
+        group: the ranks that share the vocabulary, or None; a DTensor needs it, for example
+            ``weight.device_mesh.get_group("tp")``.
         gradient: ``"in_forward"``: forward computes the gradients, and backward scales them, which rounds
             them a second time where the upstream gradient is not 1; not for ``"none"``. ``"in_backward"``:
             backward computes the logits again, and may run again. ``"auto"``: in_forward for mean and sum
@@ -97,9 +103,9 @@ def linear_cross_entropy(
             are counted.
         chunk_tokens: tokens that have logits at a time; ``"auto"``: :func:`chunks.choose_chunk_tokens`.
         memory_budget: bytes that the logits of ``ceil(V / R)`` columns may take instead.
-        group, ignore_index, label_smoothing, smoothing_formula, z_loss, softcap, logit_scale, reduction,
-            num_items, return_metrics, impl, check_labels, vocab_size, shard: as in
-            :func:`vocab_parallel_cross_entropy`, of these logits.
+        ignore_index, label_smoothing, smoothing_formula, z_loss, softcap, logit_scale, reduction, num_items,
+            return_metrics, impl, check_labels, vocab_size, shard: as in
+            :func:`vocab_parallel_cross_entropy`, of these logits. A DTensor brings its ``shard``.
 
     Returns:
         fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` of ``labels`` for ``"none"``. With
@@ -138,7 +144,7 @@ def linear_cross_entropy(
     return (outputs.loss, loss_metrics(call, outputs, labels)) if return_metrics else outputs.loss
 
 
-@outside_graphs
+@public
 def linear_token_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -232,7 +238,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, linear: LinearCall
     ) -> Any:
-        ctx.linear, ctx.handed_on, ctx.device_type = linear, False, hidden.device.type
+        ctx.linear, ctx.handed_on, ctx.device = linear, False, hidden.device
+        ctx.is_verified = agreement.is_on()
         ctx.set_materialize_grads(False)
         inputs, options = Inputs(hidden, weight, bias, labels), linear.call.options
         with torch.autocast(hidden.device.type, enabled=False):
@@ -251,26 +258,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(DOUBLE_BACKWARD)
-        if grad_loss is None and grad_entropy is None:
-            return (None,) * 5
-        linear: LinearCall = ctx.linear
-        with torch.autocast(ctx.device_type, enabled=False):
-            if linear.call.gradient == "in_forward":
-                assert grad_loss is not None
-                if ctx.handed_on:
-                    raise RuntimeError(SECOND_BACKWARD)
-                ctx.handed_on = True
-                gradients = scaled(linear, ctx.saved_tensors, grad_loss)
-            else:
-                *inputs, stats, divisor = ctx.saved_tensors
-                wanted = ctx.needs_input_grad[:3]
-                gradients = backward(linear, Inputs(*inputs), stats, divisor, wanted, grad_loss, grad_entropy)
-        of_hidden, of_weight, of_bias = gradients
-        if linear.main_grad is not None and of_weight is not None:
-            of_weight = _stand_in(linear.parameter, of_weight)
-        return of_hidden, of_weight, of_bias, None, None
+        with torch.autocast(ctx.device.type, enabled=False):
+            if not ctx.is_verified:
+                return *_gradients(ctx, grad_loss, grad_entropy), None, None
+            with agreement.open_call(ctx.linear.call.group, ctx.device):
+                return *_gradients(ctx, grad_loss, grad_entropy), None, None
+
+
+def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Gradients:
+    """Of hidden, weight and bias."""
+    check_backward()
+    linear: LinearCall = ctx.linear
+    in_forward = linear.call.gradient == "in_forward"
+    if ctx.handed_on:
+        raise RuntimeError(SECOND_BACKWARD)
+    saved = ctx.saved_tensors
+    if agreement.is_pending():
+        report = agreement.upstream_report(loss=grad_loss, entropy=grad_entropy)
+        agreement.compare(linear.call.group, report)
+    if grad_loss is None and grad_entropy is None:
+        return None, None, None
+    if in_forward:
+        assert grad_loss is not None
+        ctx.handed_on = True
+        gradients = scaled(linear, saved, grad_loss)
+    else:
+        *inputs, stats, divisor = saved
+        wanted = ctx.needs_input_grad[:3]
+        gradients = backward(linear, Inputs(*inputs), stats, divisor, wanted, grad_loss, grad_entropy)
+    of_hidden, of_weight, of_bias = gradients
+    if linear.main_grad is not None and of_weight is not None:
+        of_weight = _stand_in(linear.parameter, of_weight)
+    return of_hidden, of_weight, of_bias
 
 
 def _stand_in(parameter: Tensor | None, of_weight: Tensor) -> Tensor | None:

@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.cross_entropy import outside_graphs, run
+from vocab_parallel_ce.cross_entropy import public, run
 from vocab_parallel_ce.pipeline import prepare_call
 from vocab_parallel_ce.shard import VocabShard
 
 GRADIENTS = ("auto", "in_backward", "out_of_place")
 
 
-@outside_graphs
+@public
 def token_log_probs(
     logits: Tensor,
     labels: Tensor,
@@ -38,8 +38,8 @@ def token_log_probs(
     in fp32, with ``z`` the scaled and capped logits of :func:`vocab_parallel_cross_entropy`. Both are
     differentiable; their gradients are computed together, in one pass.
 
-    Overwrites: backward leaves the gradient in the storage of ``logits``, unless
-    ``gradient="out_of_place"``. Where no gradient is needed, nothing is overwritten.
+    Overwrites: backward writes the gradient over ``logits``, unless ``gradient`` says otherwise. Nothing is
+    overwritten if no gradient is needed.
 
     Collectives: forward one all_gather of 12 bytes a row from each rank, 16 with ``entropy``; backward
     none. No host synchronisation unless ``check_labels``.
@@ -50,7 +50,8 @@ def token_log_probs(
         temperature: positive; divides ``z``, after the cap.
         entropy: also return the entropy, in nats.
         ignore_index: tokens with this label have log-probability, entropy and gradient 0.
-        gradient: ``"auto"`` is ``"in_backward"``; or ``"out_of_place"``.
+        gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``, as in
+            :func:`vocab_parallel_cross_entropy`.
         group, softcap, logit_scale, impl, check_labels, vocab_size, shard: as in
             :func:`vocab_parallel_cross_entropy`.
 

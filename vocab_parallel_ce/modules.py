@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.cross_entropy import vocab_parallel_cross_entropy
-from vocab_parallel_ce.exchange import group_position
+from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
+from vocab_parallel_ce.exchange import group_position, is_dtensor, parallel_hooks
 from vocab_parallel_ce.linear_arguments import HeadOptions, check_modes
 from vocab_parallel_ce.linear_cross_entropy import linear_cross_entropy
 from vocab_parallel_ce.pipeline import checked_options, given_shard
@@ -18,6 +18,8 @@ from vocab_parallel_ce.selection import IMPLEMENTATIONS
 from vocab_parallel_ce.shard import VocabShard
 
 NOT_FIXED = {"hidden", "weight", "labels", "bias", "num_items"}  # of a module: they come with each call
+# By name, because torch.distributed is not imported here.
+WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 
 
 class VocabParallelCrossEntropy(nn.Module):
@@ -99,22 +101,27 @@ class VocabParallelCrossEntropy(nn.Module):
 class LinearCrossEntropy(nn.Module):
     """:func:`linear_cross_entropy` with its head and options fixed.
 
+    Call it inside the forward of the module that FSDP wraps, where the head's weight is whole. A head that
+    ``parallelize_module`` cut, by ``ColwiseParallel()`` or an embedding by ``RowwiseParallel()``, needs no
+    ``group``: that of its mesh is taken, and ``hidden`` is a plain tensor, the same on every rank.
+
     Args:
-        head: what the weight belongs to: an ``nn.Linear`` (its bias too) or an ``nn.Embedding`` of this
-            rank's ``C`` rows, or a parameter ``[C, D]``. It is shared: it stays in the ``state_dict`` of its
-            owner alone. None for a head of this module's own, ``self.own``.
+        head: the ``nn.Linear`` (its bias too) or ``nn.Embedding`` of this rank's ``C`` rows. It is shared: it
+            stays in the ``state_dict`` of its owner alone, and its weight is looked up at each call. None for
+            a head of this module's own, ``self.own``.
         in_features, columns, bias: ``D``, ``C`` and whether there is a bias, of a head of its own.
-        options: those of :func:`linear_cross_entropy` but ``num_items``.
+        options: those of :func:`linear_cross_entropy` except ``num_items``.
 
     Raises:
-        TypeError: the head does more than its weight says (LoRA, quantisation, a subclass), or an option is
-            unknown.
-        ValueError: the head is parametrised or has hooks, which would not run, or an option cannot be.
+        TypeError: the head is not a module, or does more than its weight says (LoRA, quantisation, a
+            subclass), or an option is unknown.
+        ValueError: the head is parametrised, has hooks, or FSDP wraps the head itself, or an option has a
+            wrong value.
     """
 
     def __init__(
         self,
-        head: nn.Linear | nn.Embedding | Tensor | None = None,
+        head: nn.Linear | nn.Embedding | None = None,
         *,
         in_features: int | None = None,
         columns: int | None = None,
@@ -122,7 +129,7 @@ class LinearCrossEntropy(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.n_ranks = _checked_linear_options(options)
+        _checked_linear_options(options)
         self.options = options
         checks.check_bool("bias", bias)
         if head is None and in_features is None and columns is None:
@@ -136,51 +143,91 @@ class LinearCrossEntropy(nn.Module):
             self.own = nn.Linear(n_features, n_columns, bias=bias)
         elif in_features is not None or columns is not None or bias:
             raise ValueError("head: expected None with in_features, columns and bias, got both")
-        # In a tuple: what is shared is no submodule or parameter of this module.
+        # In a tuple: what is shared is no submodule of this module.
         self.shared = () if head is None else (head,)
-        weight, _ = self.weight_and_bias()
-        if weight.dim() != 2:
-            raise ValueError(f"weight: expected shape [C, D], got {tuple(weight.shape)}")
+        _check_head(self.head)
+        if self.head.weight.dim() != 2:
+            raise ValueError(f"weight: expected shape [C, D], got {tuple(self.head.weight.shape)}")
 
-    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """The head's, looked up at each call: a weight that its module moved, cast or replaced is seen.
+    @property
+    def head(self) -> Any:
+        """The module that the weight and bias belong to: the one given, or this module's own."""
+        return self.shared[0] if self.shared else self.own
 
-        Another module in the head's place, or another parameter in that of one given here, is not.
-        """
-        head = self.shared[0] if self.shared else self.own
-        if isinstance(head, Tensor):
-            return head, None
-        if isinstance(head, nn.Module) and parametrize.is_parametrized(head):
-            raise ValueError("head: expected no parametrizations, got some; remove them")
-        if type(head) not in (nn.Linear, nn.Embedding):
-            raise TypeError(
-                "head: expected exactly an nn.Linear, an nn.Embedding or a parameter, got "
-                f"{type(head).__name__}, which may do more than multiply by its weight (LoRA, quantisation); "
-                "merge it, or compute its logits and use VocabParallelCrossEntropy"
-            )
-        hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
-        if any(hooks) or "forward" in vars(head):
-            raise ValueError(
-                "head: expected no hooks and no forward of its own, which would not run, got some; remove "
-                "them"
-            )
-        checks.check_parameter("weight", head.weight)
-        return head.weight, getattr(head, "bias", None)
+    @property
+    def group(self) -> Any:
+        """The ranks that share the vocabulary: those given, or those that tensor parallelism cut it over."""
+        group = self.options.get("group")
+        parallel = parallel_hooks(self.head) if group is None else None
+        return group if parallel is None else parallel.group
 
+    @public
     def forward(self, hidden: Tensor, labels: Tensor, num_items: int | Tensor | None = None) -> Any:
         """Loss of ``hidden [..., D]`` and ``labels [...]``, and metrics as asked for."""
-        weight, bias = self.weight_and_bias()
-        return linear_cross_entropy(hidden, weight, labels, bias=bias, num_items=num_items, **self.options)
+        head = self.head
+        _check_head(head)
+        options = {**self.options, "bias": getattr(head, "bias", None), "group": self.group}
+        return linear_cross_entropy(hidden, head.weight, labels, num_items=num_items, **options)
 
     def extra_repr(self) -> str:
         shown = {name: value for name, value in self.options.items() if name not in ("group", "main_grad")}
-        ranks = "1 rank" if self.n_ranks == 1 else f"{self.n_ranks} ranks"
-        size = tuple(self.weight_and_bias()[0].shape)
+        n_ranks = group_position(self.group)[1]
+        ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
+        size = tuple(self.head.weight.shape)
         return ", ".join([ranks, f"weight={size}", *(f"{name}={value!r}" for name, value in shown.items())])
 
 
-def _checked_linear_options(options: dict[str, Any]) -> int:
-    """The ranks of the group, after a check of all that needs no tensor."""
+def _check_head(head: Any) -> None:
+    """That ``head`` multiplies by its weight, adds its bias and does nothing else."""
+    if isinstance(head, Tensor):
+        raise TypeError(
+            f"head: expected an nn.Linear or nn.Embedding, got a {type(head).__name__}, which would stay if "
+            "its module got another weight; pass the module, or call linear_cross_entropy with the weight"
+        )
+    if any(base.__name__ in WRAPPED_BY_FSDP for base in type(head).__mro__):
+        raise ValueError(
+            "head: FSDP wraps it, so its weight is whole only in its own forward, which this loss would "
+            "skip; wrap the module that holds the head and the loss instead, and call it inside the module "
+            "that FSDP wraps"
+        )
+    if isinstance(head, nn.Module) and parametrize.is_parametrized(head):
+        raise ValueError("head: expected no parametrizations, got some; remove them")
+    if type(head) not in (nn.Linear, nn.Embedding):
+        raise TypeError(
+            f"head: expected exactly an nn.Linear or nn.Embedding, got {type(head).__name__}, which may do "
+            "more than multiply by its weight (LoRA, quantisation); merge it, or compute its logits and use "
+            "VocabParallelCrossEntropy"
+        )
+    _check_hooks(head)
+    if not is_dtensor(head.weight):
+        checks.check_parameter("weight", head.weight)
+
+
+def _check_hooks(head: nn.Linear | nn.Embedding) -> None:
+    """That it has none, or those of tensor parallelism, which the loss does itself."""
+    forward_hooks = head._forward_hooks or head._forward_pre_hooks
+    parallel = parallel_hooks(head) if forward_hooks else None
+    of_backward = head._backward_hooks or head._backward_pre_hooks
+    if of_backward or "forward" in vars(head) or (forward_hooks and parallel is None):
+        raise ValueError("head: has hooks or a patched forward, which this loss would skip; remove them")
+    if parallel is None:
+        return
+    # An embedding's hooks are about token ids.
+    if type(head) is nn.Linear and not all(layout.is_replicate() for layout in parallel.input_layouts):
+        raise ValueError(
+            "head: tensor parallelism must have input_layouts=Replicate(), because this loss skips its "
+            f"hooks, got {parallel.input_layouts}; use ColwiseParallel() and pass whole hidden states, or "
+            "parts along dimension 0 with sequence_parallel=True"
+        )
+    if not is_dtensor(head.weight):
+        raise ValueError(
+            "head: tensor parallelism cut it, so its weight must be a DTensor, got a "
+            f"{type(head.weight).__name__}; pass the new weight through distribute_tensor"
+        )
+
+
+def _checked_linear_options(options: dict[str, Any]) -> None:
+    """Check all options, which needs no tensor."""
     known = inspect.signature(linear_cross_entropy).parameters
     for name in options:
         if name not in known or name in NOT_FIXED:
@@ -202,4 +249,3 @@ def _checked_linear_options(options: dict[str, Any]) -> int:
     checked_options(
         **{name: given[name] for name in of_loss}, metrics=given["return_metrics"], vocab_size=size
     )
-    return n_ranks

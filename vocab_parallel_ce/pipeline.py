@@ -16,13 +16,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks
+from vocab_parallel_ce import agreement, checks
 from vocab_parallel_ce.exchange import all_gather_stats, begin_all_gather, group_position
 from vocab_parallel_ce.kernels.blocks import choose_ring
 from vocab_parallel_ce.kernels.layout import VECTOR_BYTES, row_layout, rows_are_disjoint
+from vocab_parallel_ce.overwritten import check_not_overwritten
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowOutputs
+
+# Where a field of LossOptions is not named as the argument that it comes from.
+ARGUMENTS = {
+    "smoothing": "label_smoothing",
+    "logit_scale": "logit_scale / temperature",
+    "softcap": "softcap / temperature",
+    "predictions": "return_metrics",
+}
 
 
 class Call(NamedTuple):
@@ -198,8 +207,7 @@ def checked_options(
         if metrics:
             checks.check_exact_in_fp32(vocab_size)
         if smoothing_formula == "megatron":
-            checks.check_several_columns(vocab_size)
-            smoothing *= vocab_size / (vocab_size - 1)
+            smoothing = checks.checked_megatron_smoothing(smoothing, vocab_size)
     logit_scale /= temperature
     checks.check_number("logit_scale / temperature", logit_scale, positive=True)
     if softcap is not None:
@@ -228,9 +236,13 @@ def prepare_call(
     check_labels: bool = False,
     vocab_size: int | None = None,
     shard: VocabShard | None = None,
+    may_hold_gradient: bool = False,
     **options: Any,
 ) -> Call:
-    """Check the arguments of a public function and settle what runs; nothing is changed by it."""
+    """Check the arguments of a public function and settle what runs; nothing is changed by it.
+
+    ``may_hold_gradient``: do not look whether an earlier call has overwritten the logits.
+    """
     checks.check_tensor("logits", logits)
     checks.check_tensor("labels", labels)
     if logits.dim() < 2 or logits.shape[-1] == 0 or labels.shape != logits.shape[:-1]:
@@ -239,19 +251,53 @@ def prepare_call(
     rank, n_ranks = group_position(group)
     if shard is not None:
         shard = given_shard(shard, vocab_size, None, n_ranks)
-    is_view = torch.is_grad_enabled() and _is_view_in_graph(logits)
+    checks.check_no_transforms(logits)
+    mode = gradient_mode(gradient, logits)
     description = (logits.dtype, logits.shape[-1], logits.layout, logits.device)
     of_labels = (labels.dtype, labels.device)
     position = (rank, n_ranks, vocab_size, shard)
-    modes = (reduction, gradient, impl, check_labels, is_view, _has_whole_vectors(logits))
+    modes = (reduction, mode, impl, check_labels, _has_whole_vectors(logits))
     settled = settle(*description, *of_labels, *position, *modes, **options)
+    if not may_hold_gradient:
+        check_not_overwritten(logits)
     if num_items is not None:
         checks.check_num_items(num_items, reduction, logits)
         num_items = as_divisor(num_items, logits)
     call = settled(labels.shape, group, num_items)
     if check_labels:
         checks.check_label_range(labels, call.shard.vocab_size, call.options.ignore_index)
+    if agreement.is_pending():
+        others = {"reduction": reduction, "gradient": gradient, "impl": impl, "check_labels": check_labels}
+        others["num_items"] = None if num_items is None else float(num_items)
+        is_even = vocab_size is None and shard is None
+        facts = call_facts("logits", labels.shape, logits, labels, call, is_even=is_even)
+        facts += agreement.option_facts(others) + agreement.gradient_facts(logits=logits)
+        report = agreement.Report("a loss over logits", facts, call.shard, agreement.labels_digest(labels))
+        agreement.compare(group, report, labels)
     return call
+
+
+def call_facts(
+    subject: str, leading: torch.Size, tensor: Tensor, labels: Tensor, call: Call, *, is_even: bool
+) -> tuple[agreement.Fact, ...]:
+    """What the ranks of every loss must have alike: the ``tensor`` of this name, labels and options.
+
+    ``is_even``: the vocabulary's size follows from equal shards.
+    """
+    fact, options = agreement.Fact, call.options._asdict()
+    ignore_index, size = options.pop("ignore_index"), call.shard.vocab_size
+    shown = str(size)
+    if is_even:
+        shown += f" ({call.n_ranks} * {call.shard.n_columns} columns, without vocab_size= or shard=)"
+    return (
+        fact(subject, tuple(leading), f"leading dimensions {tuple(leading)}"),
+        fact(subject, str(tensor.dtype), f"dtype {tensor.dtype}"),
+        fact(subject, tensor.device.type, f"device type {tensor.device.type}"),
+        fact("labels", str(labels.dtype), f"dtype {labels.dtype}"),
+        fact("ignore_index", ignore_index, str(ignore_index)),
+        fact("vocab_size", size, shown),
+        *agreement.option_facts({ARGUMENTS.get(name, name): value for name, value in options.items()}),
+    )
 
 
 def settle(*values: Any, **options: Any) -> Callable[[torch.Size, Any, Tensor | None], Call]:
@@ -280,7 +326,6 @@ def _settled_call(
     gradient: str,
     impl: str,
     check_labels: bool,
-    is_view: bool,
     whole_vectors: bool,
     **options: Any,
 ) -> Callable[[torch.Size, Any, Tensor | None], Call]:
@@ -292,7 +337,6 @@ def _settled_call(
     checks.check_bool("check_labels", check_labels)
     shard = shard_of_logits(n_columns, rank, n_ranks, vocab_size, shard)
     row_options = checked_options(**options, vocab_size=shard.vocab_size)
-    gradient = _gradient_mode(gradient, reduction, dtype, is_view)
     workload = Workload(
         n_ranks=n_ranks,
         gradient=gradient,
@@ -347,18 +391,45 @@ def as_divisor(num_items: int | Tensor, logits: Tensor) -> Tensor:
     return logits.new_full((1,), float(num_items), dtype=torch.float32)
 
 
-def _gradient_mode(gradient: str, reduction: str, dtype: torch.dtype, is_view: bool) -> str:
-    if gradient == "in_forward" and is_view:
+def gradient_mode(gradient: str, logits: Tensor) -> str:
+    """The mode that runs: ``"auto"`` is in place in backward if nobody can be harmed without an error.
+
+    Raises:
+        ValueError: ``"in_forward"`` of a view in a graph. A version raised in backward would come too late
+            for a backward that runs before and uses a saved value; raised in forward, it makes autograd
+            replace the view's node, and hooks on it or on a view between it and its base would be lost.
+    """
+    if gradient == "auto":
+        return "in_backward" if may_overwrite(logits) else "out_of_place"
+    if gradient == "in_forward" and torch.is_grad_enabled() and _is_view_in_graph(logits):
         raise ValueError(
             "gradient: 'in_forward' overwrites logits during forward, which autograd allows for no view "
-            "of another tensor in a graph, got logits that are one; use 'in_backward'"
+            "of another tensor in a graph, got logits that are one; pass the tensor itself, with any leading "
+            "dimensions (no .view, no slice), or use 'in_backward'"
         )
-    if gradient != "auto":
-        return gradient
-    # fp16 has no room for a gradient that the loss scale has not multiplied yet.
-    if reduction == "none" or dtype == torch.float16 or is_view:
-        return "in_backward"
-    return "in_forward"
+    return gradient
+
+
+def may_overwrite(logits: Tensor) -> bool:
+    """Whether autograd notices everyone who needs what is overwritten in ``logits``.
+
+    It does not for a leaf, or a view of one: the memory is a parameter's, or that of a tensor which no graph
+    knows (a DTensor's local one). Nor under saved-tensor hooks: versions of what went through them are not
+    compared.
+    """
+    base = logits._base
+    return not (logits if base is None else base).is_leaf and not saved_tensor_hooks_are_active()
+
+
+def may_overwrite_in_forward(logits: Tensor) -> bool:
+    """As :func:`may_overwrite`, before the loss returns."""
+    return logits._base is None and may_overwrite(logits)
+
+
+def saved_tensor_hooks_are_active() -> bool:
+    """Whether what autograd saves now goes through hooks; True for a PyTorch that cannot say."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
 
 
 def scale_in_place(grad_logits: Tensor, grad_output: Tensor) -> Tensor:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import pipeline
-from vocab_parallel_ce.cross_entropy import outside_graphs, vocab_parallel_cross_entropy
-
-GRADIENT_OF_OVERWRITE = {None: "auto", True: "in_backward", False: "out_of_place"}
+from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 
 
+@public
 def parallel_cross_entropy(
     inp: Tensor | None = None,
     target: Tensor | None = None,
@@ -44,8 +43,9 @@ def parallel_cross_entropy(
         ignore_idx: rows with this label have loss 0 and gradient 0.
         is_cg_capturable: accepted; every path can be captured in a CUDA graph.
         overwrite_input: True: backward writes the gradient over ``inp`` (TransformerEngine 2.20's
-            meaning). False: into a new tensor. None: True's way for unreduced losses, and for the
-            mean forward writes it over ``inp``.
+            meaning). False: into a new tensor. None: forward writes the gradient of a mean over ``inp``, and
+            backward scales it; for an unreduced loss, fp16, and a view of another tensor it is True's way.
+            Under saved-tensor hooks, and for a leaf or a view of one, it is False's way.
         _input: deprecated name of ``inp``.
 
     Returns:
@@ -68,11 +68,11 @@ def parallel_cross_entropy(
         ignore_index=ignore_idx,
         label_smoothing=label_smoothing,
         reduction=_reduction(reduce_loss),
-        gradient=GRADIENT_OF_OVERWRITE[overwrite_input],
+        gradient=_gradient(inp, reduce_loss, overwrite_input),
     )
 
 
-@outside_graphs
+@public
 @torch.no_grad()
 def cross_entropy_forward(
     _input: Tensor,
@@ -109,13 +109,14 @@ def cross_entropy_forward(
         reduction=_reduction(reduce_loss),
         gradient="in_forward",
         impl="auto",
+        may_hold_gradient=True,
     )
     grad = pipeline.overwritable(_input)
     loss = call.outputs_and_gradient(grad, pipeline.flat(target)).loss
     return loss, grad
 
 
-@outside_graphs
+@public
 @torch.no_grad()
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable: bool = False) -> Tensor:
     """Second step of the pair: scale the gradient that :func:`cross_entropy_forward` left in ``_input``.
@@ -135,6 +136,15 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
         TypeError, ValueError: ``_input`` or ``grad_output`` is not as described.
     """
     return pipeline.scale_in_place(_input, grad_output)
+
+
+def _gradient(logits: object, reduce_loss: bool, overwrite_input: bool | None) -> str:
+    """``gradient=`` of :func:`vocab_parallel_cross_entropy`, which checks ``logits``."""
+    if overwrite_input is not None:
+        return "in_backward" if overwrite_input else "out_of_place"
+    if not reduce_loss or not isinstance(logits, Tensor) or logits.dtype == torch.float16:
+        return "auto"
+    return "in_forward" if pipeline.may_overwrite_in_forward(logits) else "auto"
 
 
 def _reduction(reduce_loss: object) -> str:

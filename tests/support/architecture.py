@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 PACKAGE = "vocab_parallel_ce"
 LAYERS = (
-    {"spec", "shard", "checks", "head"},
+    {"spec", "shard", "checks", "head", "overwritten"},
     {"selection", "kernels", "exchange", "reference", "chunks"},
+    {"agreement"},
     {"pipeline", "tokens"},
     {"linear_pipeline"},
     {"linear_arguments"},
