@@ -162,3 +162,20 @@ def test_megatrons_formula_needs_a_second_column(smoothing):
 def test_the_module_refuses_them_when_it_is_made(options, error, message):
     with pytest.raises(error, match=f"^{message}"):
         VocabParallelCrossEntropy(**options)
+
+
+@pytest.mark.parametrize("columns", (2, 3, 33))
+def test_megatrons_formula_stays_a_mixture(columns):
+    """``e = label_smoothing * V / (V - 1)`` above 1 would give the label a negative weight."""
+    logits, labels = torch.randn(2, columns), torch.tensor([0, 1])
+    largest = (columns - 1) / columns
+    options = {"smoothing_formula": "megatron", "vocab_size": columns}
+    for loss in (
+        lambda e: vocab_parallel_cross_entropy(logits, labels, label_smoothing=e, **options),
+        lambda e: VocabParallelCrossEntropy(label_smoothing=e, **options),
+    ):
+        with pytest.raises(ValueError, match=r"^label_smoothing: must be at most \(V - 1\) / V = "):
+            loss(largest + 1e-6)
+    uniform = vocab_parallel_cross_entropy(logits, labels, label_smoothing=largest, **options)
+    expected = vocab_parallel_cross_entropy(logits, labels, label_smoothing=1.0)
+    assert torch.equal(uniform, expected)

@@ -316,7 +316,12 @@ def test_doctor_says_what_runs_here_and_why_not_the_rest():
     )
     assert result.returncode == 0, result.stderr
     assert f"torch {torch.__version__}" in result.stdout
-    for line in ("cpu, impl='auto': reference", "cpu, impl='triton': no: impl: 'triton'"):
+    expected = (
+        "cpu, impl='auto': reference",
+        "cpu, impl='triton': no: impl: 'triton'",
+        "gradient='auto': in place",
+    )
+    for line in expected:
         assert line in result.stdout, result.stdout
 
 

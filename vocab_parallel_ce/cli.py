@@ -10,6 +10,7 @@ import torch
 
 import vocab_parallel_ce
 from vocab_parallel_ce.chunks import choose_chunk_tokens
+from vocab_parallel_ce.pipeline import can_see_saved_tensor_hooks
 from vocab_parallel_ce.selection import (
     IMPLEMENTATIONS,
     Workload,
@@ -19,8 +20,9 @@ from vocab_parallel_ce.selection import (
     triton_version,
 )
 
-# Of a mean on one rank, over rows that suit it.
-FOR_ONE_LAUNCH = Workload(1, "in_forward", (), whole_vectors=True, fits=True)
+# Of a mean on one rank, over rows that suit one launch, with its gradient in backward and in forward.
+BY_DEFAULT = Workload(1, "in_backward", (), whole_vectors=True, fits=True)
+FOR_ONE_LAUNCH = BY_DEFAULT._replace(gradient="in_forward")
 
 # Tokens, hidden size and a rank's columns: a model of 8 B parameters on one rank and on four.
 HEADS = ((4096, 4096, 128256), (32768, 4096, 128256), (16384, 4096, 32064))
@@ -59,7 +61,10 @@ def doctor_lines() -> list[str]:
     lines.append(f"torch.distributed: {_backends()}")
     for device in devices:
         for requested in ("auto", *IMPLEMENTATIONS):
-            lines.append(f"{device}, impl={requested!r}: {_outcome(device, requested)}")
+            workload = FOR_ONE_LAUNCH if requested == "one_pass" else BY_DEFAULT
+            lines.append(f"{device}, impl={requested!r}: {_outcome(device, requested, workload)}")
+        lines.append(f"{device}, gradient='in_forward': {_outcome(device, 'auto', FOR_ONE_LAUNCH)}")
+    lines.append(f"gradient='auto': {_default_gradient()}")
     for n_tokens, hidden_size, n_columns in HEADS:
         chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, torch.bfloat16.itemsize)
         gigabytes = chunk * n_columns * torch.bfloat16.itemsize / 2**30
@@ -70,11 +75,17 @@ def doctor_lines() -> list[str]:
     return lines
 
 
-def _outcome(device: str, requested: str) -> str:
+def _default_gradient() -> str:
+    if can_see_saved_tensor_hooks():
+        return "in place in backward; out of place under saved-tensor hooks and for leaves"
+    return "always out of place: this torch cannot say whether saved-tensor hooks are active"
+
+
+def _outcome(device: str, requested: str, workload: Workload) -> str:
     """What runs the mean of one rank, the call that most implementations can do."""
     gpu = gpu_of(torch.cuda.current_device()) if device == "cuda" else None
     try:
-        selection = select(device, requested, workload=FOR_ONE_LAUNCH, gpu=gpu)
+        selection = select(device, requested, workload=workload, gpu=gpu)
     except ValueError as error:
         return f"no: {error}"
     return f"{selection.name} ({selection.reason})"

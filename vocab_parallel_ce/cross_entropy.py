@@ -221,15 +221,16 @@ def loss_metrics(call: Call, outputs: RowOutputs, labels: Tensor) -> LossMetrics
     return LossMetrics(outputs.predictions, accuracy, outputs.lse, z_loss)
 
 
-def check_backward() -> None:
-    """That backward is run once, plainly.
+def check_backward(*upstream: Tensor | None) -> None:
+    """That backward is neither recorded nor inside a transform.
 
     once_differentiable looks at the upstream gradient alone: with one that requires no gradient it would hand
     out a gradient that is silently a constant.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(DOUBLE_BACKWARD)
-    if torch._C._are_functorch_transforms_active():
+    is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched
+    if torch._C._are_functorch_transforms_active() or any(g is not None and is_batched(g) for g in upstream):
         raise RuntimeError(checks.IN_TRANSFORM)
 
 
@@ -285,7 +286,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
-    check_backward()
+    check_backward(grad_loss, grad_entropy)
     call: Call = ctx.call
     if ctx.handed_on:
         raise RuntimeError(SECOND_BACKWARD)

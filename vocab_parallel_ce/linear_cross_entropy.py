@@ -267,7 +267,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Gradients:
     """Of hidden, weight and bias."""
-    check_backward()
+    check_backward(grad_loss, grad_entropy)
     linear: LinearCall = ctx.linear
     in_forward = linear.call.gradient == "in_forward"
     if ctx.handed_on:

@@ -428,8 +428,15 @@ def may_overwrite_in_forward(logits: Tensor) -> bool:
 
 def saved_tensor_hooks_are_active() -> bool:
     """Whether what autograd saves now goes through hooks; True for a PyTorch that cannot say."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None
+    return (
+        not can_see_saved_tensor_hooks()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    )
+
+
+def can_see_saved_tensor_hooks() -> bool:
+    """Whether this PyTorch can say if saved-tensor hooks are active: by a private function."""
+    return hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 
 
 def scale_in_place(grad_logits: Tensor, grad_output: Tensor) -> Tensor:
