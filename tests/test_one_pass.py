@@ -7,8 +7,9 @@ import torch
 
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import KINDS
-from tests.support.one_pass import check, made, run, skip_where_it_cannot_run
+from tests.support.one_pass import EPS_32, check, made, run, skip_where_it_cannot_run
 from tests.support.oracle import cross_entropy_fp64
+from tests.test_confident_labels import Rows, assert_as_exact_as_fp32, confident_rows, truth_of
 from vocab_parallel_ce import cross_entropy_backward, cross_entropy_forward, vocab_parallel_cross_entropy
 from vocab_parallel_ce.kernels.blocks import ONE_PASS
 
@@ -180,7 +181,7 @@ def test_nothing_but_ignored_rows_is_0_and_attached():
     logits, labels = made("all_ignored", 30, NARROW)
     logits[:] = NAN
     leaf = logits.requires_grad_()
-    loss = vocab_parallel_cross_entropy(leaf, labels, impl="one_pass")
+    loss = vocab_parallel_cross_entropy(leaf, labels, impl="one_pass", gradient="in_forward")
     assert loss.requires_grad and loss.item() == 0.0
     loss.backward()
     assert not leaf.grad.any()
@@ -309,11 +310,31 @@ def test_as_near_to_the_truth_as_two_launches(dtype):
             assert_within_budget(actual, truth, other)
 
 
+@pytest.mark.parametrize("columns", (NARROW // 2, MIDDLE // 2, WIDE // 2))
+def test_confident_labels_keep_their_digits(one_multiprocessor, columns):
+    """Labels in the first and the last vectors of rows and chunks too, in rows that follow one another."""
+    logits, labels = (t.cuda() for t in confident_rows(columns, 256))
+    places = torch.tensor([0, 3, 4, 2047, 2048, columns - 4, columns - 2, columns - 1], device="cuda")
+    rows = torch.arange(8, device="cuda")
+    at_label, others = logits[rows, labels[:8]], logits[rows, places]
+    logits[rows, labels[:8]], logits[rows, places], labels[:8] = others, at_label, places
+    assert_as_exact_as_fp32(Rows(*run(logits.clone(), labels, reduction="none")), logits, labels)
+    one_multiprocessor()
+    rows = slice(0, 24)
+    actual = Rows(*run(logits[rows].clone(), labels[rows], reduction="none"))
+    assert_as_exact_as_fp32(actual, logits[rows], labels[rows])
+    logits, labels = (t.cuda() for t in confident_rows(2 * columns, 24, torch.bfloat16))
+    truth = truth_of(logits, labels).loss
+    loss, _ = run(logits, labels, reduction="none")
+    assert float((loss.double().cpu() / truth - 1).abs().max()) <= 32 * EPS_32
+
+
 def test_the_two_step_pair_and_no_gradient():
     logits, labels = made("some_ignored", 20, NARROW)
     loss, grad = run(logits.clone(), labels, torch.tensor(0.5, device="cuda"))
     with torch.no_grad():
-        alone = vocab_parallel_cross_entropy(kept := logits.clone(), labels, impl="one_pass")
+        options = {"impl": "one_pass", "gradient": "in_forward"}
+        alone = vocab_parallel_cross_entropy(kept := logits.clone(), labels, **options)
     assert torch.equal(kept, logits)
     torch.testing.assert_close(alone, loss, rtol=1e-5, atol=0)
     pair_loss, pair = cross_entropy_forward(logits, labels, 0.0, True, None, -100)
@@ -330,7 +351,7 @@ REFUSED = {
     "smoothing": (NARROW, {"label_smoothing": 0.1}, "no option but .* got smoothing"),
     "softcap": (NARROW, {"softcap": 30.0}, "no option but .* got softcap"),
     "metrics": (NARROW, {"return_metrics": True}, "no option but .* got predictions"),
-    "unreduced": (NARROW, {"reduction": "none"}, "gradient 'in_forward', got 'in_backward'"),
+    "in backward": (NARROW, {"gradient": "in_backward"}, "gradient 'in_forward', got 'in_backward'"),
     "out of place": (NARROW, {"gradient": "out_of_place"}, "gradient 'in_forward', got 'out_of_place'"),
 }
 
@@ -340,8 +361,9 @@ def test_what_one_launch_cannot_do_is_refused_and_left_alone(name):
     columns, options, message = REFUSED[name]
     logits, labels = made("peaked", 4, columns)
     before, version = logits.clone(), logits._version
+    options = {"impl": "one_pass", "gradient": "in_forward"} | options
     with pytest.raises(ValueError, match=f"^impl: 'one_pass' needs {message}.*; 'auto' chooses what can run"):
-        vocab_parallel_cross_entropy(logits, labels, impl="one_pass", **options)
+        vocab_parallel_cross_entropy(logits, labels, **options)
     assert torch.equal(logits, before) and logits._version == version
 
 
@@ -357,5 +379,5 @@ def test_rows_off_a_boundary_are_refused_and_auto_takes_them(name):
     view = OFF_A_BOUNDARY[name](torch.randn(6, NARROW + 12, device="cuda").bfloat16())
     labels = torch.arange(len(view), device="cuda")
     with pytest.raises(ValueError, match="^impl: 'one_pass' needs rows of whole, aligned 16-byte vectors"):
-        vocab_parallel_cross_entropy(view, labels, impl="one_pass")
+        vocab_parallel_cross_entropy(view, labels, impl="one_pass", gradient="in_forward")
     check(view, labels, impl="auto")

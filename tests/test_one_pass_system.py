@@ -122,11 +122,10 @@ def test_a_view_in_a_graph_goes_to_two_launches():
     assert torch.equal(source.grad[:-1], expected)
 
 
-@pytest.mark.parametrize("gradient", ("auto", "in_forward"))
-def test_a_second_backward_names_the_remedy(gradient):
+def test_a_second_backward_names_the_remedy():
     logits, labels = made("peaked", 20, COLUMNS)
     leaf = logits.requires_grad_()
-    loss = vocab_parallel_cross_entropy(leaf, labels, impl="one_pass", gradient=gradient)
+    loss = vocab_parallel_cross_entropy(leaf, labels, impl="one_pass", gradient="in_forward")
     torch.autograd.grad(loss, leaf, retain_graph=True)
     with pytest.raises(RuntimeError, match="out_of_place"):
         torch.autograd.grad(loss, leaf)

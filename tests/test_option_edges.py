@@ -6,6 +6,14 @@ import numpy
 import pytest
 import torch
 
+from tests.support.budget import assert_within_budget
+from tests.support.oracle import (
+    cross_entropy_fp64,
+    cross_entropy_same_dtype,
+    metrics_fp64,
+    token_outputs_fp64,
+    token_outputs_same_dtype,
+)
 from vocab_parallel_ce import (
     VocabParallelCrossEntropy,
     VocabShard,
@@ -78,6 +86,103 @@ def test_smoothing_over_excluded_and_lowest_columns_is_inf(impl_device):
     logits[:, 2500:4900] = LOWEST
     loss, _ = _loss_and_grad(impl_device, logits, torch.tensor([4000]), label_smoothing=0.1)
     assert loss.item() == INF
+
+
+HUGE = 3e38
+# Products and quotients that leave fp32's range at some logit, and the same caps where none does.
+CAPS = {
+    "above 1": {"softcap": 30.0, "logit_scale": 2.0},
+    "below 1": {"softcap": 30.0, "logit_scale": 0.5},
+    "alone": {"softcap": 30.0},
+    "tiny cap": {"softcap": 1e-30, "logit_scale": 4.0},
+    "tiny cap, huge scale": {"softcap": 1e-30, "logit_scale": 1e30},
+    "huge cap": {"softcap": 3e38, "logit_scale": 2.0},
+    "huge cap, huge scale": {"softcap": 3e38, "logit_scale": 1e30},
+    "huge cap, tiny scale": {"softcap": 1e9, "logit_scale": 1e-36},
+}
+BY_CAP = pytest.mark.parametrize("options", CAPS.values(), ids=CAPS)
+
+
+def _huge_rows():
+    """Seven columns: equals of both signs, one beyond all others, masked columns, zeros, and usual logits."""
+    logits = torch.randn(8, 7, generator=torch.Generator().manual_seed(0)) * 3
+    logits[0], logits[1] = HUGE, -HUGE
+    logits[2, 5], logits[3, :3], logits[4, 1:3] = HUGE, -HUGE, -INF
+    logits[4, 4], logits[5], logits[6, ::2] = HUGE, 0.0, 0.0
+    return logits, torch.tensor([1, 6, 5, 4, 4, 0, 3, 2])
+
+
+@BY_CAP
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_a_cap_bounds_huge_logits_whatever_scales_them(impl_device, options, label_smoothing):
+    """A product beyond fp32 was taken for an infinite logit; an infinite ratio made NaN of a logit of 0."""
+    logits, labels = _huge_rows()
+    if label_smoothing:
+        logits[4, 1:3] = 1.0  # smoothing over a masked column is infinite
+    if options["softcap"] > 1e30:
+        # What differs by z near fp32's largest has a loss beyond it: keep the rows of equals and of small z.
+        logits, labels = logits[[0, 1, 5, 7]] * min(1, 1e4 / options["logit_scale"]), labels[[0, 1, 5, 7]]
+    options = options | {"reduction": "none", "label_smoothing": label_smoothing}
+    loss, grad = _loss_and_grad(impl_device, logits.clone(), labels, **options)
+    oracle, peer = (f(logits, labels, **options) for f in (cross_entropy_fp64, cross_entropy_same_dtype))
+    assert_within_budget(loss, oracle.loss, peer.loss)
+    assert_within_budget(grad, oracle.grad, peer.grad)
+
+
+def test_seven_equal_huge_logits_are_uniform(impl_device):
+    logits = torch.full((2, 7), HUGE)
+    logits[1] *= -1
+    options = {"softcap": 30.0, "logit_scale": 2.0, "reduction": "none"}
+    loss, grad = _loss_and_grad(impl_device, logits, torch.tensor([3, 3]), **options)
+    torch.testing.assert_close(loss, torch.full((2,), 7.0).log(), rtol=1e-6, atol=0)
+    assert torch.equal(grad, torch.zeros(2, 7))  # beyond the cap
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+@pytest.mark.parametrize("logit_scale", [0.5, 2.0])
+def test_a_cap_bounds_no_infinite_logit(impl_device, logit_scale, bad):
+    """Beside a huge one; -inf stays excluded."""
+    logits = torch.randn(3, 7)
+    logits[:, 1], logits[:, 2], logits[1, 4] = HUGE, -INF, bad
+    options = {"softcap": 30.0, "logit_scale": logit_scale, "reduction": "none"}
+    loss, grad = _loss_and_grad(impl_device, logits, torch.tensor([0, 0, 2]), **options)
+    assert loss.isfinite().tolist() == [True, False, False] and loss[1].isnan() and loss[2] == INF
+    assert grad[1].isnan().all() and grad[[0, 2]].isfinite().all() and not grad[[0, 2], 2].any()
+
+
+@BY_CAP
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_log_probs_and_entropies_of_huge_logits(impl_device, options, temperature):
+    """A temperature divides the scale and the cap alike."""
+    impl, device = impl_device
+    logits, labels = _huge_rows()
+    if options["softcap"] > 1e30:
+        logits, labels, temperature = logits[[0, 1, 5]], labels[[0, 1, 5]], max(temperature, 1.0)
+    options = options | {"temperature": temperature}
+    leaf = logits.to(device, copy=True).requires_grad_()
+    outputs = token_log_probs(leaf * 1.0, labels.to(device), entropy=True, impl=impl, **options)
+    upstream, entropy_upstream = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(1))
+    grads = (upstream.to(device), entropy_upstream.to(device))
+    (grad,) = torch.autograd.grad(outputs, leaf, grads)
+    given = options | {"upstream": upstream, "entropy_upstream": entropy_upstream}
+    oracle, peer = (f(logits, labels, **given) for f in (token_outputs_fp64, token_outputs_same_dtype))
+    assert_within_budget(outputs[0], oracle.log_probs, peer.log_probs)
+    assert_within_budget(outputs[1], oracle.entropy, peer.entropy)
+    assert_within_budget(grad, oracle.grad, peer.grad)
+
+
+@pytest.mark.parametrize("options", [CAPS["above 1"], CAPS["below 1"], CAPS["alone"]], ids=str)
+def test_metrics_of_huge_logits(impl_device, options):
+    impl, device = impl_device
+    logits, labels = _huge_rows()
+    _, metrics = vocab_parallel_cross_entropy(
+        logits.to(device), labels.to(device), impl=impl, return_metrics=True, **options
+    )
+    expected = metrics_fp64(logits, labels, **options)
+    # Logits far beyond the cap come to the same z; which of the others is the largest, rounding decides.
+    sure = torch.tensor([0, 1, 2, 4, 5])
+    assert torch.equal(metrics.predictions.cpu()[sure], expected.predictions[sure])
+    torch.testing.assert_close(metrics.lse.double().cpu(), expected.lse, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])

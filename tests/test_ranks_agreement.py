@@ -260,7 +260,7 @@ def test_the_variable_switches_it_on_for_a_program(value, expected):
     environment = {name: v for name, v in os.environ.items() if name != "VOCAB_PARALLEL_CE_VERIFY"}
     if value is not None:
         environment["VOCAB_PARALLEL_CE_VERIFY"] = value
-    program = "from vocab_parallel_ce import agreement; print(agreement.is_on())"
+    program = "from vocab_parallel_ce import agreement; print(agreement.is_on)"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == expected, done.stderr
 

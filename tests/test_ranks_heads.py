@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -17,7 +15,7 @@ from tests.support.budget import assert_within_budget
 from tests.support.collectives import record_collectives
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import Results, assert_results, linear_fp64, linear_same_dtype
-from tests.support.linear_ranks import Case, Result, check
+from tests.support.linear_ranks import Case, Result, assert_refused, check, messages_of
 from tests.support.ranks import device_of, subgroups
 from tests.test_ranks_linear import WAYS, WIDTH, _cut, _made, _upstream
 from tests.test_ranks_options import _ranks
@@ -28,28 +26,6 @@ in_four_ranks = _ranks((4,), (), (4,))
 COLUMNS = 21  # uneven over 2 ranks and over 4
 GROUP = r"pass group=weight\.device_mesh\.get_group"
 INSIDE = "call it inside the module that FSDP wraps"
-
-
-def _messages(attempts):
-    """What each attempt raises, and the collectives that all of them sent."""
-    messages = {}
-    with record_collectives() as calls:
-        for name, attempt in attempts.items():
-            try:
-                attempt()
-                messages[name] = "accepted"
-            except (TypeError, ValueError) as error:
-                messages[name] = f"{type(error).__name__}: {error}"
-    return messages, calls
-
-
-def _assert_refused(results, expected):
-    """On every rank, with these words, and before anything is sent."""
-    for messages, calls in results:
-        assert messages.keys() == expected.keys()
-        for name, pattern in expected.items():
-            assert re.search(pattern, messages[name]), (name, messages[name])
-        assert calls == []
 
 
 class Model(nn.Module):
@@ -129,14 +105,16 @@ def _refusals_of_fsdp(rank, group, impl):
     for head, mesh in zip(heads, meshes, strict=True):
         fully_shard(head, mesh=mesh)
     model = fully_shard(Model(impl=impl).to(device), mesh=meshes[0])
+    first = FullyShardedDataParallel(nn.Linear(WIDTH, COLUMNS).to(device), device_id=device)
     attempts = {
         "function": lambda: linear_cross_entropy(hidden, heads[0].weight, labels, impl=impl),
         "function, named": lambda: linear_cross_entropy(hidden, heads[1].weight, labels, impl=impl),
         "head": lambda: LinearCrossEntropy(heads[0]),
+        "head, the first FSDP": lambda: LinearCrossEntropy(first),
         "head, made before": lambda: made(hidden, labels),
         "outside of its parent": lambda: model.loss(hidden, labels),
     }
-    return _messages(attempts)
+    return messages_of(attempts)
 
 
 @in_two_ranks
@@ -146,10 +124,11 @@ def test_a_head_that_fsdp_has_cut_is_no_shard_of_the_vocabulary(rank_pool, impl)
         "function": rf"ValueError: weight: .*{GROUP}\(0\).*{INSIDE}",
         "function, named": rf'ValueError: weight: .*{GROUP}\("dp"\).*{INSIDE}',
         "head": f"ValueError: head: FSDP wraps it.*{INSIDE}",
+        "head, the first FSDP": f"ValueError: head: FSDP wraps it.*{INSIDE}",
         "head, made before": f"ValueError: head: FSDP wraps it.*{INSIDE}",
         "outside of its parent": f"ValueError: (weight|bias): .*{INSIDE}",
     }
-    _assert_refused(rank_pool.run(_refusals_of_fsdp, impl), expected)
+    assert_refused(rank_pool.run(_refusals_of_fsdp, impl), expected)
 
 
 STYLES = {
@@ -189,11 +168,12 @@ def test_a_head_that_tensor_parallelism_has_cut_needs_no_group(rank_pool, impl, 
     check(case, rank_pool.run(_on_parallel_head, case, style))
 
 
-def _tied(rank, group, impl, weight, tokens, labels, style):
+def _tied(rank, group, impl, weight, tokens, labels):
     device = device_of(rank, group)
     embedding = nn.Embedding.from_pretrained(weight.clone(), freeze=False).to(device)
     module = LinearCrossEntropy(embedding, impl=impl)
-    parallelize_module(embedding, init_device_mesh(device.type, (2,)), RowwiseParallel(**style))
+    style = RowwiseParallel(input_layouts=Replicate())
+    parallelize_module(embedding, init_device_mesh(device.type, (2,)), style)
     loss = module(embedding(tokens.to(device)).tanh(), labels.to(device))
     loss.backward()
     return loss, embedding.weight.grad.full_tensor()
@@ -209,8 +189,7 @@ def test_a_tied_embedding_that_tensor_parallelism_has_cut(rank_pool, impl):
         loss = F.cross_entropy(F.linear(F.embedding(tokens, leaf).tanh(), leaf), labels)
         loss.backward()
         expected.append((loss.detach(), leaf.grad))
-    style = {"input_layouts": Replicate()}
-    for result in rank_pool.run(_tied, impl, weight, tokens, labels, style):
+    for result in rank_pool.run(_tied, impl, weight, tokens, labels):
         for actual, pair in zip(result, zip(*expected, strict=True), strict=True):
             assert_within_budget(actual, *pair)
 
@@ -266,7 +245,7 @@ def _refusals_of_parallel_heads(rank, group, impl):
         "plain weight": lambda: call(ColwiseParallel(), change=assigned),
         "another group": lambda: call(ColwiseParallel(), group=own),
     }
-    return _messages(attempts)[0], sent
+    return messages_of(attempts)[0], sent
 
 
 @in_two_ranks
@@ -288,7 +267,7 @@ def test_a_parallel_head_that_does_more_than_the_loss_is_refused(rank_pool, impl
         "plain weight": "ValueError: head: .*DTensor, got a Parameter; .*distribute_tensor",
         "another group": r"ValueError: group: expected the ranks \(0, 1\) .*get_group",
     }
-    _assert_refused(rank_pool.run(_refusals_of_parallel_heads, impl), expected)
+    assert_refused(rank_pool.run(_refusals_of_parallel_heads, impl), expected)
 
 
 def _on_replicas(rank, group, impl, of_replicas, tp_dim):
@@ -352,7 +331,7 @@ def _in_fsdp_and_tensor_parallelism(rank, group, impl):
     fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
     part = mesh.get_local_rank("dp")
     hidden, label = inputs[part].to(device), labels[part].to(device)
-    messages, calls = _messages({"outside": lambda: model.loss(hidden, label)})
+    messages, calls = messages_of({"outside": lambda: model.loss(hidden, label)})
     return _train(model, part, inputs, labels, device, "inside"), (messages, calls)
 
 
@@ -360,7 +339,7 @@ def _in_fsdp_and_tensor_parallelism(rank, group, impl):
 def test_a_head_that_both_tensor_parallelism_and_fsdp_have_cut(rank_pool, impl):
     trained, refused = zip(*rank_pool.run(_in_fsdp_and_tensor_parallelism, impl), strict=True)
     _assert_trained(trained)
-    _assert_refused(refused, {"outside": f"ValueError: (weight|bias): .*both cut it: {INSIDE}"})
+    assert_refused(refused, {"outside": f"ValueError: (weight|bias): .*both cut it: {INSIDE}"})
 
 
 def _refusals_of_meshes(rank, group, impl):
@@ -369,25 +348,20 @@ def _refusals_of_meshes(rank, group, impl):
     descending = DeviceMesh(device.type, [3, 2, 1, 0])
     whole = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
     hidden, labels = torch.randn(4, WIDTH, device=device), torch.zeros(4, dtype=torch.int64, device=device)
-    placed = {
-        "both": [Shard(0), Shard(0)],
-        "columns too": [Shard(1), Shard(0)],
-        "no rows": [Replicate(), Replicate()],
-        "no group": [Replicate(), Shard(0)],
-        "group of the replicas": [Replicate(), Shard(0)],
-        "group of all": [Replicate(), Shard(0)],
-    }
+    groups = {"no group": None, "group of the replicas": mesh.get_group("dp"), "group of all": group}
+    placed = dict.fromkeys(groups, [Replicate(), Shard(0)])
+    placed |= {"both": [Shard(0), Shard(0)], "columns too": [Shard(1), Shard(0)]}
+    placed["no rows"] = [Replicate(), Replicate()]
     weights = {name: distribute_tensor(whole, mesh, placements) for name, placements in placed.items()}
     weights["partial"] = DTensor.from_local(whole[:12], mesh, [Partial(), Shard(0)])
     weights["another order"] = distribute_tensor(whole, descending, [Shard(0)])
-    groups = {"group of the replicas": mesh.get_group("dp"), "no group": None}
-    groups |= {"group of all": group, "another order": descending.get_group()}
+    groups["another order"] = descending.get_group()
 
     def call(name):
         group = groups.get(name, mesh.get_group("tp"))
         linear_cross_entropy(hidden, weights[name], labels, group=group, impl=impl)
 
-    return _messages({name: lambda name=name: call(name) for name in weights})
+    return messages_of({name: lambda name=name: call(name) for name in weights})
 
 
 @in_four_ranks
@@ -405,4 +379,4 @@ def test_a_dtensor_is_cut_along_its_rows_over_its_group_alone(rank_pool, impl):
         "group of all": rf'ValueError: group: .* got \(0, 1, 2, 3\); {GROUP}\("tp"\)',
         "another order": r"ValueError: group: .*\(3, 2, 1, 0\) .* got \(0, 1, 2, 3\); .*ascending ranks",
     }
-    _assert_refused(rank_pool.run(_refusals_of_meshes, impl), expected)
+    assert_refused(rank_pool.run(_refusals_of_meshes, impl), expected)

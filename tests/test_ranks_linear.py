@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support.collectives import record_collectives
 from tests.support.inputs import IGNORE_INDEX, upstream_gradients
 from tests.support.linear import CUBE_COLUMNS, cube, many_tokens, projection, random_upstream
-from tests.support.linear_ranks import Case, check, check_collectives, run
+from tests.support.linear_ranks import Case, assert_refused, check, check_collectives, messages_of, run
 from tests.support.ranks import device_of, implementation_params, subgroups
 from tests.test_ranks_options import EVERY, _even, _ranks
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
@@ -304,30 +303,22 @@ def _refusals(rank, group, impl):
         "whole weight": {"weight": whole, "vocab_size": 24},
         "hidden is a part": {"labels": labels.repeat(2)},
     }
-    messages = {}
-    with record_collectives() as calls:
-        for name, attempt in attempts.items():
-            arguments = {"hidden": hidden, "weight": weight, "labels": labels, "group": group} | attempt
-            try:
-                linear_cross_entropy(**arguments, impl=impl)
-                messages[name] = "accepted"
-            except (TypeError, ValueError) as error:
-                messages[name] = f"{type(error).__name__}: {error}"
-    return messages, calls
+    valid = {"hidden": hidden, "weight": weight, "labels": labels, "group": group, "impl": impl}
+    return messages_of(
+        {name: partial(linear_cross_entropy, **valid | changed) for name, changed in attempts.items()}
+    )
 
 
 @in_two_ranks
 def test_what_does_not_fit_the_group_is_refused(rank_pool, impl):
     """A replicated weight taken for a shard would make the loss larger by log(R)."""
-    for messages, calls in rank_pool.run(_refusals, impl):
-        for name, expected in {
-            "replicated": r"ValueError: weight: .*Shard.0.* got \(Replicate.*plain tensor",
-            "in columns": r"ValueError: weight: .*Shard.0.* got \(Shard.dim=1.*plain tensor",
-            "not a member": "ValueError: group: this rank must be a member",
-            "labels of a part": r"ValueError: labels: .*\(8,\).*\(4,\)",
-            "valid tokens of a part": "ValueError: valid_tokens: .*sequence_parallel",
-            "whole weight": "ValueError: (weight|vocab_size): .*24",
-            "hidden is a part": r"ValueError: labels: .*\(4,\).*\(8,\)",
-        }.items():
-            assert re.search(expected, messages[name]), (name, messages[name])
-        assert calls == []
+    expected = {
+        "replicated": r"ValueError: weight: .*Shard.0.* got \(Replicate.*plain tensor",
+        "in columns": r"ValueError: weight: .*Shard.0.* got \(Shard.dim=1.*plain tensor",
+        "not a member": "ValueError: group: this rank must be a member",
+        "labels of a part": r"ValueError: labels: .*\(8,\).*\(4,\)",
+        "valid tokens of a part": "ValueError: valid_tokens: .*sequence_parallel",
+        "whole weight": "ValueError: (weight|vocab_size): .*24",
+        "hidden is a part": r"ValueError: labels: .*\(4,\).*\(8,\)",
+    }
+    assert_refused(rank_pool.run(_refusals, impl), expected)

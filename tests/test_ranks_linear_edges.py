@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import re
+from functools import partial
 
 import pytest
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.support.collectives import record_collectives
 from tests.support.linear import many_tokens, padded_weight
-from tests.support.linear_ranks import Case, Result, check, check_collectives, run
+from tests.support.linear_ranks import (
+    Case,
+    Result,
+    assert_refused,
+    check,
+    check_collectives,
+    messages_of,
+    run,
+)
 from tests.support.ranks import device_of
 from tests.test_ranks_linear import (
     COLUMNS,
@@ -112,50 +119,42 @@ def test_a_dtensor_bias_gets_a_dtensor(rank_pool, impl, way):
 
 
 def _attempts_on_dtensors(rank, group, impl, rows, attempts):
-    """Messages of calls with a DTensor weight of so many rows, and the collectives that they sent."""
+    """Calls with a DTensor weight of so many rows; "bias" is one of another size."""
     device = device_of(rank, group)
     weight = distribute_tensor(torch.ones(rows, WIDTH, device=device), _mesh(group), [Shard(0)])
     bias = distribute_tensor(torch.ones(rows + 1, device=device), _mesh(group), [Shard(0)])
     tokens = torch.ones(4, WIDTH, device=device), weight, torch.zeros(4, device=device).long()
-    messages = {}
-    with record_collectives() as calls:
-        for name, options in attempts.items():
-            given = {"bias": bias} if options.pop("a bias of another size", False) else {}
-            try:
-                linear_cross_entropy(*tokens, **given, impl=impl, group=group, **options)
-                messages[name] = "accepted"
-            except ValueError as error:
-                messages[name] = str(error)
-    return messages, calls
+    options = {name: {"bias": bias} if changed == "bias" else changed for name, changed in attempts.items()}
+    return messages_of(
+        {
+            name: partial(linear_cross_entropy, *tokens, impl=impl, group=group, **changed)
+            for name, changed in options.items()
+        }
+    )
 
 
 @in_four_ranks
 def test_a_dtensor_that_leaves_a_rank_without_rows_is_refused_on_every_rank(rank_pool, impl):
     """2, 2, 1 and 0 rows: refused by the last rank alone it would leave the others waiting."""
     attempts = {"alone": {}, "with its size": {"vocab_size": 5}, "with less": {"vocab_size": 4}}
-    for messages, calls in rank_pool.run(_attempts_on_dtensors, impl, 5, attempts):
-        for message in messages.values():
-            assert message.startswith("vocab_size: must leave a column to the last of 4 ranks"), messages
-        assert calls == []
+    expected = dict.fromkeys(attempts, "ValueError: vocab_size: must leave a column to the last of 4 ranks")
+    assert_refused(rank_pool.run(_attempts_on_dtensors, impl, 5, attempts), expected)
 
 
 @in_two_ranks
 def test_what_does_not_fit_a_dtensor_is_refused_on_every_rank(rank_pool, impl):
     """Rows are 4 and 3; a bias of 8 fits the first rank's own."""
     attempts = {
-        "bias": {"a bias of another size": True},
+        "bias": "bias",
         "vocab_size": {"vocab_size": 8},
         "shard": {"shard": VocabShard(0, 4, 7)},
     }
     expected = {
-        "bias": r"bias: expected shape \(7,\), got \(8,\)",
-        "vocab_size": "vocab_size: must be at most 7, the rows of weight, got 8",
-        "shard": "shard: expected None with a DTensor weight, .*got VocabShard",
+        "bias": r"ValueError: bias: expected shape \(7,\), got \(8,\)",
+        "vocab_size": "ValueError: vocab_size: must be at most 7, the rows of weight, got 8",
+        "shard": "ValueError: shard: expected None with a DTensor weight, .*got VocabShard",
     }
-    for messages, calls in rank_pool.run(_attempts_on_dtensors, impl, 7, attempts):
-        for name, message in messages.items():
-            assert re.match(expected[name], message), (name, message)
-        assert calls == []
+    assert_refused(rank_pool.run(_attempts_on_dtensors, impl, 7, attempts), expected)
 
 
 @pytest.mark.parametrize("way", WAYS)

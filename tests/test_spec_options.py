@@ -118,7 +118,7 @@ def test_each_option_against_autograd(kind, shards, options):
 
 def test_only_what_options_need_travels():
     """4 bytes a row and rank each."""
-    names = ("row_max", "sum_exp", "target_logit")
+    names = ("row_max", "others_sum", "target_logit")
     assert PLAIN.statistics == LossOptions(7, 0.0, 0.1, 2.0, 30.0).statistics == names
     assert LossOptions(smoothing=0.1).statistics == (*names, "gap_sum", "n_columns")
     assert LossOptions(entropy=True).statistics == (*names, "exp_gap_sum")

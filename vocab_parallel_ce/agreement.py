@@ -77,12 +77,10 @@ class _State(threading.local):
 
 
 _state = _State()
-_is_on = os.environ.get(VARIABLE, "") not in ("", "0")
-
-
-def is_on() -> bool:
-    """Whether every call is compared between the ranks."""
-    return _is_on
+# Read by every call, so no functions: whether all calls are compared, and how many are open in any thread.
+is_on = os.environ.get(VARIABLE, "") not in ("", "0")
+n_open = 0
+_counting = threading.Lock()
 
 
 @contextmanager
@@ -104,12 +102,12 @@ def verify_calls(enabled: bool = True) -> Iterator[None]:
     Args:
         enabled: False switches it off within a program in which it is on.
     """
-    global _is_on
-    before, _is_on = _is_on, enabled
+    global is_on
+    before, is_on = is_on, enabled
     try:
         yield
     finally:
-        _is_on = before
+        is_on = before
 
 
 @contextmanager
@@ -120,6 +118,7 @@ def open_call(group: Any, device: torch.device | None) -> Iterator[None]:
         return
     call = _Call(group, device)
     _state.calls.append(call)
+    _count(1)
     try:
         yield
     except Exception as error:
@@ -129,6 +128,13 @@ def open_call(group: Any, device: torch.device | None) -> Iterator[None]:
         raise
     finally:
         _state.calls.remove(call)
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    global n_open
+    with _counting:
+        n_open += change
 
 
 def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,8 +152,7 @@ def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 def is_pending() -> bool:
     """Whether the call that is being prepared has others to compare with."""
-    calls = _state.calls
-    return bool(calls) and not calls[-1].has_told
+    return n_open > 0 and bool(_state.calls) and not _state.calls[-1].has_told
 
 
 def compare(group: Any, report: Report, labels: Tensor | None = None) -> None:
@@ -180,7 +185,7 @@ def fingerprint(hidden: Tensor, is_valid: Tensor) -> tuple[float, ...]:
     right = (torch.arange(n_features * PROJECTIONS, device=rows.device) * 2.399963).cos().view(n_features, -1)
     left = (torch.arange(n_tokens, device=rows.device) * 1.7320508 + 0.5).cos()
     # A cosine's mean square is 1 / 2: twice the product is as long as the difference of the rows.
-    return float(rows.norm()), *(2 * (left @ (rows @ right))).tolist()
+    return (float(rows.norm()), *(2 * (left @ (rows @ right))).tolist())
 
 
 def option_facts(options: dict[str, Any]) -> tuple[Fact, ...]:

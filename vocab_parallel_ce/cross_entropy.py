@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from vocab_parallel_ce import agreement, checks
 from vocab_parallel_ce.overwritten import mark_overwritten
@@ -21,7 +22,6 @@ from vocab_parallel_ce.pipeline import (
     overwritable,
     per_row,
     prepare_call,
-    raise_version,
     source_and_new,
     walkable,
 )
@@ -40,6 +40,8 @@ OVERWRITTEN = (
     "cross-entropy: the logits were overwritten before backward read them; where another loss over them did "
     "it, ask for gradient='out_of_place' in both"
 )
+
+_current_age = torch._C._autograd._get_sequence_nr  # of this thread: the number of the next autograd node
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -71,7 +73,7 @@ def public(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if torch.compiler.is_dynamo_compiling():
             return torch.compiler.disable(call)(*args, **kwargs)
-        if agreement.is_on():
+        if agreement.is_on:
             return agreement.verified(function, args, kwargs)
         return function(*args, **kwargs)
 
@@ -221,30 +223,6 @@ def loss_metrics(call: Call, outputs: RowOutputs, labels: Tensor) -> LossMetrics
     return LossMetrics(outputs.predictions, accuracy, outputs.lse, z_loss)
 
 
-def check_backward(*upstream: Tensor | None) -> None:
-    """That backward is neither recorded nor inside a transform.
-
-    once_differentiable looks at the upstream gradient alone: with one that requires no gradient it would hand
-    out a gradient that is silently a constant.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(DOUBLE_BACKWARD)
-    is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched
-    if torch._C._are_functorch_transforms_active() or any(g is not None and is_batched(g) for g in upstream):
-        raise RuntimeError(checks.IN_TRANSFORM)
-
-
-def saved_tensors(ctx: Any) -> tuple[Any, ...]:
-    """``ctx.saved_tensors``; what autograd says of overwritten ones, with the remedy."""
-    try:
-        saved: tuple[Any, ...] = ctx.saved_tensors
-    except RuntimeError as error:
-        if "inplace operation" not in str(error):
-            raise
-        raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
-    return saved
-
-
 class _CrossEntropy(torch.autograd.Function):
     """Collectives: forward one, backward none.
 
@@ -256,14 +234,16 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, call: Call) -> Any:
         ctx.call = call
         ctx.handed_on = False
-        ctx.is_verified, ctx.device = agreement.is_on(), logits.device
+        ctx.age = _current_age()
+        if agreement.is_on:
+            ctx.device = logits.device
         ctx.set_materialize_grads(False)
         flat_labels = flat(labels)
         if call.gradient == "in_forward":
-            grad, version = overwritable(logits), logits._version
+            grad = overwritable(logits)
             outputs = call.outputs_and_gradient(grad, flat_labels)
             if grad is logits:
-                mark_overwritten(logits, version)
+                mark_overwritten(logits, None, 0, ctx.age)
             ctx.save_for_backward(grad)
         else:
             kept = logits if call.gradient == "out_of_place" else overwritable(logits)
@@ -279,35 +259,35 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None
     ) -> tuple[Tensor | None, None, None]:
-        if ctx.is_verified:
-            with agreement.open_call(ctx.call.group, ctx.device):
-                return _logits_gradient(ctx, grad_loss, grad_entropy), None, None
-        return _logits_gradient(ctx, grad_loss, grad_entropy), None, None
+        if agreement.is_on:
+            _compare_backward(ctx, grad_loss, grad_entropy)
+        if torch.is_grad_enabled():
+            raise RuntimeError(DOUBLE_BACKWARD)
+        if grad_loss is None and grad_entropy is None:
+            return None, None, None
+        if ctx.handed_on:
+            raise RuntimeError(SECOND_BACKWARD)
+        try:
+            return _logits_gradient(ctx, grad_loss, grad_entropy), None, None
+        except RuntimeError as error:
+            _explain(error, grad_loss, grad_entropy)
+            raise
 
 
-def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
-    check_backward(grad_loss, grad_entropy)
+def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
+    """In the logits' memory, or in a new tensor."""
     call: Call = ctx.call
-    if ctx.handed_on:
-        raise RuntimeError(SECOND_BACKWARD)
-    kept, *others = saved_tensors(ctx)
-    if agreement.is_pending():
-        agreement.compare(call.group, agreement.upstream_report(loss=grad_loss, entropy=grad_entropy))
-    if grad_loss is None and grad_entropy is None:
-        return None
+    kept, *others = ctx.saved_tensors
+    logits, base = kept.detach(), kept._base
+    version = 0 if base is None else kept._version
+    upstream = per_row(logits.new_zeros(1, dtype=torch.float32) if grad_loss is None else grad_loss, logits)
     ctx.handed_on = call.gradient != "out_of_place"
-    logits, version = kept.detach(), kept._version
-    if grad_loss is None:
-        grad_loss = logits.new_zeros(1, dtype=torch.float32)
-    upstream = per_row(grad_loss, logits)
     if call.gradient == "in_forward":
         call.launchers.element_mul(logits, upstream)
-        raise_version(logits)
-        mark_overwritten(kept, version)
+        increment_version(logits)
+        mark_overwritten(kept, base, version, ctx.age)
         return logits
-    source, grad = logits, logits
-    if call.gradient == "out_of_place":
-        source, grad = source_and_new(logits)
+    source, grad = source_and_new(logits) if call.gradient == "out_of_place" else (logits, logits)
     call.write_gradient(
         source,
         *others,
@@ -316,5 +296,42 @@ def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | 
         entropy_upstream=None if grad_entropy is None else per_row(grad_entropy, logits),
     )
     if grad is logits:
-        mark_overwritten(kept, version)
+        increment_version(logits)
+        mark_overwritten(kept, base, version, ctx.age)
     return grad
+
+
+def _explain(error: RuntimeError, *upstream: Tensor | None) -> None:
+    """Raise what ``error`` means in a backward, with the remedy, if it is known."""
+    if "inplace operation" in str(error):
+        raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
+    check_backward(*upstream)
+
+
+def check_backward(*upstream: Tensor | None) -> None:
+    """That backward is neither recorded nor inside a transform.
+
+    once_differentiable looks at the upstream gradient alone: with one that requires no gradient it would hand
+    out a gradient that is silently a constant.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(DOUBLE_BACKWARD)
+    is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
+    in_transform = torch._C._are_functorch_transforms_active()
+    if in_transform or any(grad is not None and is_batch(grad) for grad in upstream):
+        raise RuntimeError(checks.IN_TRANSFORM)
+
+
+def _compare_backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> None:
+    """Compare the upstream gradients of all ranks; what this rank alone would raise is raised on all."""
+    with agreement.open_call(ctx.call.group, ctx.device):
+        check_backward(grad_loss, grad_entropy)
+        if ctx.handed_on:
+            raise RuntimeError(SECOND_BACKWARD)
+        try:
+            ctx.saved_tensors  # noqa: B018  # raises if they were overwritten
+        except RuntimeError as error:
+            _explain(error)
+            raise
+        if agreement.is_pending():
+            agreement.compare(ctx.call.group, agreement.upstream_report(loss=grad_loss, entropy=grad_entropy))

@@ -80,7 +80,7 @@ def linear_cross_entropy(
         hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank, or its part.
         weight: ``[C, D]``, this rank's rows of the head, of the dtype of ``hidden``. Its gradient is summed
             in fp32 and rounded once. Or a DTensor: one dimension of its mesh, over the ranks of ``group``,
-            has Shard(0), the others Replicate(). Its gradient has Partial() in their place, because their ranks
+            has Shard(0), the others Replicate(). Its gradient has Partial() there, because their ranks
             have their own tokens. A weight that FSDP cut is whole inside the module that FSDP wraps: call the
             loss there.
         labels: ``[...]`` int64 or int32 ids in the global vocabulary, the same on every rank.
@@ -239,7 +239,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, linear: LinearCall
     ) -> Any:
         ctx.linear, ctx.handed_on, ctx.device = linear, False, hidden.device
-        ctx.is_verified = agreement.is_on()
         ctx.set_materialize_grads(False)
         inputs, options = Inputs(hidden, weight, bias, labels), linear.call.options
         with torch.autocast(hidden.device.type, enabled=False):
@@ -259,7 +258,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None) -> Any:
         with torch.autocast(ctx.device.type, enabled=False):
-            if not ctx.is_verified:
+            if not agreement.is_on:
                 return *_gradients(ctx, grad_loss, grad_entropy), None, None
             with agreement.open_call(ctx.linear.call.group, ctx.device):
                 return *_gradients(ctx, grad_loss, grad_entropy), None, None

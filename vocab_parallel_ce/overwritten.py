@@ -1,18 +1,17 @@
 """Memory that holds a gradient where logits were, so that another loss over it is refused.
 
-The record lies on the storage, which views and detached tensors share, and is freed with it. It is void once
-somebody has written to the tensor: PyTorch raises the version at each write that it sees. What it does not
-see is a replayed CUDA graph that fills static logits anew: these have a new node in the autograd graph.
+A record is valid as long as the overwritten tensor lives, and void once somebody has written to it: PyTorch
+raises the version at each write that it sees. It does not see a replayed CUDA graph that fills static logits
+anew. Their node in the autograd graph is then younger than the loss.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-_RECORD = "_vocab_parallel_ce_overwritten"
 
 
 class _Rows(NamedTuple):
@@ -37,8 +36,6 @@ class _Rows(NamedTuple):
 
     def overlap(self, other: _Rows) -> bool:
         """Whether a row of one shares memory with a row of the other."""
-        if self == other:
-            return 0 not in self.shape
         (mine, my_reach), (others, other_reach) = self.intervals(), other.intervals()
         if mine.numel() == 0 or others.numel() == 0:
             return False
@@ -50,43 +47,59 @@ class _Rows(NamedTuple):
         return bool((reached | reaches).any())
 
 
-class _Record(NamedTuple):
-    """Rows of one storage that hold gradients, as of a version of its tensors."""
+# By the id of the tensor whose memory was overwritten, itself or in a view: a weak reference to it, its
+# version then, the age of the loss, and the rows of views (None: all of it). Plain tuples: every backward
+# makes one.
+_Record = tuple["weakref.ref[Tensor]", int, int, tuple[_Rows, ...] | None]
+_records: dict[int, _Record] = {}
+_most_records = 64  # before those of freed tensors are dropped
 
-    version: int
-    producer: int | None  # sequence number of the node that made the logits
-    rows: tuple[_Rows, ...]
 
-
-def mark_overwritten(logits: Tensor, version_before: int) -> None:
+def mark_overwritten(logits: Tensor, base: Tensor | None, version_before: int, age: int) -> None:
     """Record that ``logits [..., C]``, as the caller has them, now hold their gradient.
 
-    ``version_before`` is their version before the write: earlier records of that version stay valid.
+    ``base`` is their base if they are a view, ``version_before`` their version before the write: an earlier
+    record of that version stays valid. ``age`` is above the number of every node that was there in forward.
     """
-    storage = logits.untyped_storage()
-    earlier: _Record | None = getattr(storage, _RECORD, None)
-    rows = _Rows.of(logits)
-    others: tuple[_Rows, ...] = ()
-    if earlier is not None and earlier.version == version_before:
-        others = tuple(written for written in earlier.rows if written != rows)
-    setattr(storage, _RECORD, _Record(logits._version, _producer(logits), (rows, *others)))
+    owner = logits
+    rows: tuple[_Rows, ...] | None = None
+    if base is not None:
+        owner, rows = base, (_Rows.of(logits),)
+        earlier = _records.get(id(base))
+        if earlier is not None and earlier[0]() is base and earlier[1] == version_before:
+            rows = None if earlier[3] is None else rows + earlier[3]
+    if len(_records) >= _most_records:
+        _drop_freed()
+    _records[id(owner)] = (weakref.ref(owner), logits._version, age, rows)
 
 
-def check_not_overwritten(logits: Tensor) -> None:
+def _drop_freed() -> None:
+    global _most_records
+    for key in [key for key, record in _records.items() if record[0]() is None]:
+        del _records[key]
+    _most_records = max(64, 2 * len(_records))
+
+
+def check_not_overwritten(logits: Tensor, base: Tensor | None) -> None:
     """Raise ValueError if an earlier call has written its gradient over a part of ``logits [..., C]``.
 
-    Does not look while a CUDA graph is captured, or warmed up, which is done on another stream.
+    ``base`` is their base if they are a view. Does not look while a CUDA graph is captured, or warmed up,
+    which is done on another stream.
     """
-    record: _Record | None = getattr(logits.untyped_storage(), _RECORD, None)
-    if record is None or logits._version > record.version:
-        return
-    producer = _producer(logits)
-    if None not in (producer, record.producer) and producer != record.producer:
+    owner = logits if base is None else base
+    record = _records.get(id(owner))
+    if record is None or record[0]() is not owner:
+        # In a graph of its own, memory has one owner. A detached tensor shares somebody else's.
+        record = _record_of_alias(logits) if owner.is_leaf and _records else None
+        if record is None:
+            return
+    _, version, age, rows = record
+    node = owner.grad_fn
+    if logits._version > version or (node is not None and node._sequence_nr() >= age):
         return
     if logits.is_cuda and _may_be_captured(logits.device):
         return
-    rows = _Rows.of(logits)
-    if any(rows.overlap(written) for written in record.rows):
+    if rows is None or any(written.overlap(_Rows.of(logits)) for written in rows):
         raise ValueError(
             "logits: expected logits, got memory in which an earlier call has left its gradient; ask for "
             "gradient='out_of_place' (overwrite_input=False) in the earlier call, or compute them again. If "
@@ -95,10 +108,16 @@ def check_not_overwritten(logits: Tensor) -> None:
         )
 
 
-def _producer(logits: Tensor) -> int | None:
-    base = logits._base
-    node = (logits if base is None else base).grad_fn
-    return None if node is None else node._sequence_nr()
+def _record_of_alias(logits: Tensor) -> _Record | None:
+    """The record of a tensor that shares its storage with ``logits``, which are in no graph."""
+    if logits.is_inference():
+        return None
+    storage = logits.untyped_storage()._cdata
+    for record in _records.values():
+        owner = record[0]()
+        if owner is not None and owner.untyped_storage()._cdata == storage:
+            return record
+    return None
 
 
 def _may_be_captured(device: torch.device) -> bool:

@@ -25,6 +25,13 @@ from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowOutputs
 
+_in_transform = torch._C._are_functorch_transforms_active
+
+# A private function: None in a PyTorch without it.
+_top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+
 # Where a field of LossOptions is not named as the argument that it comes from.
 ARGUMENTS = {
     "smoothing": "label_smoothing",
@@ -140,12 +147,12 @@ class Call(NamedTuple):
             shard=self.shard,
             options=self.options,
         )
-        raise_version(into)
 
     def outputs_and_gradient(self, logits: Tensor, labels: Tensor) -> RowOutputs:
         """What was asked for; the gradient replaces ``logits``, which must be :func:`overwritable`."""
         outputs = self.unfilled(logits)
         self.fill(logits, labels, outputs)
+        raise_version(logits)
         return self.reduced(outputs)
 
     def fill(self, logits: Tensor, labels: Tensor, outputs: RowOutputs) -> None:
@@ -153,7 +160,6 @@ class Call(NamedTuple):
         if self.one_pass is not None:
             counted, losses = self.reduction == "mean", outputs.loss.view(-1)
             self.one_pass(logits, labels, self.num_items, losses, counted=counted, options=self.options)
-            raise_version(logits)
         else:
             self.fill_from(*self.statistics(logits, labels), logits, labels, outputs)
 
@@ -251,22 +257,29 @@ def prepare_call(
     rank, n_ranks = group_position(group)
     if shard is not None:
         shard = given_shard(shard, vocab_size, None, n_ranks)
-    checks.check_no_transforms(logits)
-    mode = gradient_mode(gradient, logits)
+    if _in_transform() or checks.has_dual_level():
+        checks.check_no_transforms(logits)
+    base = logits._base
+    mode = gradient_mode(gradient, logits, base)
     description = (logits.dtype, logits.shape[-1], logits.layout, logits.device)
     of_labels = (labels.dtype, labels.device)
     position = (rank, n_ranks, vocab_size, shard)
-    modes = (reduction, mode, impl, check_labels, _has_whole_vectors(logits))
-    settled = settle(*description, *of_labels, *position, *modes, **options)
+    whole_vectors = mode == "in_forward" and _has_whole_vectors(logits)  # for one_pass alone
+    modes = (reduction, mode, impl, check_labels, whole_vectors)
+    values = (*description, *of_labels, *position, *modes)
+    try:
+        settled = _settled_call(*values, **options)
+    except TypeError:
+        settled = settle(*values, **options)
     if not may_hold_gradient:
-        check_not_overwritten(logits)
+        check_not_overwritten(logits, base)
     if num_items is not None:
         checks.check_num_items(num_items, reduction, logits)
         num_items = as_divisor(num_items, logits)
     call = settled(labels.shape, group, num_items)
     if check_labels:
         checks.check_label_range(labels, call.shard.vocab_size, call.options.ignore_index)
-    if agreement.is_pending():
+    if agreement.n_open and agreement.is_pending():
         others = {"reduction": reduction, "gradient": gradient, "impl": impl, "check_labels": check_labels}
         others["num_items"] = None if num_items is None else float(num_items)
         is_even = vocab_size is None and shard is None
@@ -301,7 +314,7 @@ def call_facts(
 
 
 def settle(*values: Any, **options: Any) -> Callable[[torch.Size, Any, Tensor | None], Call]:
-    """:func:`_settled_call`, remembered where its arguments can be."""
+    """:func:`_settled_call`, remembered if its arguments can be."""
     try:
         return _settled_call(*values, **options)
     except TypeError:
@@ -391,8 +404,10 @@ def as_divisor(num_items: int | Tensor, logits: Tensor) -> Tensor:
     return logits.new_full((1,), float(num_items), dtype=torch.float32)
 
 
-def gradient_mode(gradient: str, logits: Tensor) -> str:
+def gradient_mode(gradient: str, logits: Tensor, base: Tensor | None) -> str:
     """The mode that runs: ``"auto"`` is in place in backward if nobody can be harmed without an error.
+
+    ``base`` is that of ``logits`` if they are a view.
 
     Raises:
         ValueError: ``"in_forward"`` of a view in a graph. A version raised in backward would come too late
@@ -400,8 +415,13 @@ def gradient_mode(gradient: str, logits: Tensor) -> str:
             replace the view's node, and hooks on it or on a view between it and its base would be lost.
     """
     if gradient == "auto":
-        return "in_backward" if may_overwrite(logits) else "out_of_place"
-    if gradient == "in_forward" and torch.is_grad_enabled() and _is_view_in_graph(logits):
+        return "in_backward" if may_overwrite(logits if base is None else base) else "out_of_place"
+    if (
+        gradient == "in_forward"
+        and base is not None
+        and torch.is_grad_enabled()
+        and _is_view_in_graph(logits)
+    ):
         raise ValueError(
             "gradient: 'in_forward' overwrites logits during forward, which autograd allows for no view "
             "of another tensor in a graph, got logits that are one; pass the tensor itself, with any leading "
@@ -410,33 +430,21 @@ def gradient_mode(gradient: str, logits: Tensor) -> str:
     return gradient
 
 
-def may_overwrite(logits: Tensor) -> bool:
-    """Whether autograd notices everyone who needs what is overwritten in ``logits``.
+def may_overwrite(owner: Tensor) -> bool:
+    """Whether autograd notices everyone who needs what is overwritten in ``owner``, the logits or their base.
 
     It does not for a leaf, or a view of one: the memory is a parameter's, or that of a tensor which no graph
     knows (a DTensor's local one). Nor under saved-tensor hooks: versions of what went through them are not
     compared.
     """
-    base = logits._base
-    return not (logits if base is None else base).is_leaf and not saved_tensor_hooks_are_active()
-
-
-def may_overwrite_in_forward(logits: Tensor) -> bool:
-    """As :func:`may_overwrite`, before the loss returns."""
-    return logits._base is None and may_overwrite(logits)
-
-
-def saved_tensor_hooks_are_active() -> bool:
-    """Whether what autograd saves now goes through hooks; True for a PyTorch that cannot say."""
-    return (
-        not can_see_saved_tensor_hooks()
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    )
+    if owner.is_leaf or _top_saved_tensor_hooks is None:
+        return False
+    return _top_saved_tensor_hooks(True) is None
 
 
 def can_see_saved_tensor_hooks() -> bool:
-    """Whether this PyTorch can say if saved-tensor hooks are active: by a private function."""
-    return hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    """Whether this PyTorch can say if saved-tensor hooks are active. If not, nothing is overwritten."""
+    return _top_saved_tensor_hooks is not None
 
 
 def scale_in_place(grad_logits: Tensor, grad_output: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ arXiv:1805.02867). With
 
     u    = logit_scale * x
     z    = softcap * tanh(u / softcap), or u without softcap
-    lse  = row_max + log(sum_exp)                                       over the whole vocabulary
+    sum_exp = others_sum + exp(z_y - row_max)                           over the whole vocabulary
+    lse  = row_max + log(sum_exp)
     p_i  = exp(z_i - row_max) / sum_exp
     e    = smoothing
 
@@ -23,9 +24,15 @@ the loss of a row with label ``y``, its derivative by ``z``, and the same of the
 
 and ``dx_i = dz_i * (1 - (z_i / softcap)^2) * logit_scale``.
 
+The label's column is not in ``others_sum``, which travels instead of ``sum_exp``. A confident label's own
+term is 1. A sum that holds it loses the others' digits, and ``1 - p_y = others_sum / sum_exp`` is all of the
+gradient. At ``p_y = 0.99999`` one rounding next to 1 changes it by 0.6 %.
+
 Edges. A row whose label is ``ignore_index``: loss, entropy and gradient 0, whatever the row holds. A
 label outside ``[0, V)``, NaN or ``+inf`` in a row: NaN loss, entropy and gradient. A column of ``-inf`` in
-any other row is excluded, also with softcap: gradient 0. A padded column: gradient 0 in every row.
+any other row is excluded, also with softcap: gradient 0. A padded column: gradient 0 in every row. A finite
+logit stays finite under softcap, however large. Without softcap, one that ``logit_scale`` takes beyond the
+dtype counts as infinite.
 
 All functions compute in ``promote_types(logits.dtype, float32)``: fp32 for training dtypes, fp64
 for an oracle. Everything is relative to row_max, and loses nothing in rows far from 0.
@@ -44,10 +51,10 @@ NAN = float("nan")
 
 
 class RowStats(NamedTuple):
-    """What a set of columns contributes to each row."""
+    """What a set of columns contributes to each row. All but ``others_sum`` count the label's column too."""
 
     row_max: Tensor  # [N] largest z
-    sum_exp: Tensor  # [N] sum of exp(z - row_max)
+    others_sum: Tensor  # [N] sum of exp(z - row_max) over the columns that are not the label's
     target_logit: Tensor  # [N] the label's z, -inf where the label's column is not in the set
     gap_sum: Tensor  # [N] sum of z - row_max
     n_columns: Tensor  # [N] number of columns
@@ -85,7 +92,7 @@ class LossOptions(NamedTuple):
         smoothed = ("gap_sum", "n_columns") if self.smoothing else ()
         entropy = ("exp_gap_sum",) if self.entropy else ()
         predictions = ("argmax",) if self.predictions else ()
-        return ("row_max", "sum_exp", "target_logit", *smoothed, *entropy, *predictions)
+        return ("row_max", "others_sum", "target_logit", *smoothed, *entropy, *predictions)
 
 
 PLAIN = LossOptions()
@@ -122,25 +129,29 @@ def local_stats(
     if n_columns == 0:
         return RowStats(*(z.new_full(labels.shape, value) for value in IDENTITY))
     row_max = z.amax(dim=-1)
-    gap = z - _finite_or_zero(row_max).unsqueeze(-1)
-    exp_gap = gap.exp()
+    column = labels.long() - start
+    owned = ((column >= 0) & (column < n_columns)).unsqueeze(-1)
+    at_label = torch.where(owned, column.unsqueeze(-1), 0)
+    label_z = z.gather(-1, at_label)
+    shift = _finite_or_zero(row_max).unsqueeze(-1)
+    gap, label_gap = z - shift, label_z - shift
     gap_sum = exp_gap_sum = torch.zeros_like(row_max)
     argmax = torch.full_like(row_max, INF)
     if "gap_sum" in wanted:
         gap_sum = gap.sum(dim=-1)
+    gap.scatter_(-1, at_label, torch.where(owned, NEG_INF, label_gap))
+    exp_gap = gap.exp()  # of the other columns: 0 at the label's
     if "exp_gap_sum" in wanted:
-        exp_gap_sum = (exp_gap * _bounded(gap)).sum(dim=-1)
+        of_label = torch.where(owned, label_gap.exp() * _bounded(label_gap), 0.0)
+        exp_gap_sum = (exp_gap * _bounded(gap)).sum(dim=-1) + of_label.squeeze(-1)
     if "argmax" in wanted:
         ids = torch.arange(start, start + n_columns, device=z.device, dtype=z.dtype)
         is_largest = (z == row_max.unsqueeze(-1)) & z.isfinite()
         argmax = torch.where(is_largest, ids, INF).amin(dim=-1)
-    column = labels.long() - start
-    owned = (column >= 0) & (column < n_columns)
-    picked = z.gather(-1, torch.where(owned, column, 0).unsqueeze(-1)).squeeze(-1)
     return RowStats(
         row_max,
         exp_gap.sum(dim=-1),
-        torch.where(owned, picked, NEG_INF),
+        torch.where(owned, label_z, NEG_INF).squeeze(-1),
         gap_sum,
         torch.full_like(row_max, n_columns),
         exp_gap_sum,
@@ -156,45 +167,55 @@ def merge(a: RowStats, b: RowStats) -> RowStats:
     a_scale, b_scale = (a.row_max - shift).exp(), (b.row_max - shift).exp()
     return RowStats(
         row_max,
-        a.sum_exp * a_scale + b.sum_exp * b_scale,
+        a.others_sum * a_scale + b.others_sum * b_scale,
         torch.maximum(a.target_logit, b.target_logit),
         (a.gap_sum + a.n_columns * a_shift) + (b.gap_sum + b.n_columns * b_shift),
         a.n_columns + b.n_columns,
-        (a.exp_gap_sum + a.sum_exp * _bounded(a_shift)) * a_scale
-        + (b.exp_gap_sum + b.sum_exp * _bounded(b_shift)) * b_scale,
+        (a.exp_gap_sum + sum_exp(a) * _bounded(a_shift)) * a_scale
+        + (b.exp_gap_sum + sum_exp(b) * _bounded(b_shift)) * b_scale,
         torch.minimum(
             torch.where(a.row_max == row_max, a.argmax, INF), torch.where(b.row_max == row_max, b.argmax, INF)
         ),
     )
 
 
+def sum_exp(stats: RowStats) -> Tensor:
+    """``[N]`` sum of ``exp(z - row_max)`` over all columns; NaN in rows with NaN or +inf."""
+    return stats.others_sum + _label_exp(stats)
+
+
+def log_sum_exp(stats: RowStats) -> Tensor:
+    """``[N]`` log of :func:`sum_exp`: the digits of ``others_sum`` survive if the label has ``row_max``."""
+    return (stats.others_sum + (_label_exp(stats) - 1)).log1p()
+
+
 def loss(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions = PLAIN) -> Tensor:
     """``[N]`` unreduced loss from the statistics of the whole vocabulary."""
     e = options.smoothing
-    log_sum_exp = stats.sum_exp.log()
+    log_sum = log_sum_exp(stats)
     # lse - z with the two large numbers subtracted first, so that rows far from 0 lose no digits.
-    value = log_sum_exp + (stats.row_max - stats.target_logit)
+    value = log_sum + (stats.row_max - stats.target_logit)
     if e:
-        value = (1 - e) * value + e * (log_sum_exp - stats.gap_sum / vocab_size)
+        value = (1 - e) * value + e * (log_sum - stats.gap_sum / vocab_size)
     if options.z_loss:
-        value = value + options.z_loss * (stats.row_max + log_sum_exp) ** 2
+        value = value + options.z_loss * (stats.row_max + log_sum) ** 2
     return _at_the_edges(value, labels, vocab_size, options)
 
 
 def entropy(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions = PLAIN) -> Tensor:
     """``[N]`` entropy of the softmax, in nats."""
-    value = stats.sum_exp.log() - stats.exp_gap_sum / stats.sum_exp
+    value = log_sum_exp(stats) - stats.exp_gap_sum / sum_exp(stats)
     return _at_the_edges(value, labels, vocab_size, options)
 
 
 def lse(stats: RowStats, labels: Tensor, options: LossOptions = PLAIN) -> Tensor:
     """``[N]`` log-sum-exp of z, 0 in ignored rows."""
-    return torch.where(is_ignored(labels, options), 0.0, stats.row_max + stats.sum_exp.log())
+    return torch.where(is_ignored(labels, options), 0.0, stats.row_max + log_sum_exp(stats))
 
 
 def predictions(stats: RowStats, labels: Tensor, options: LossOptions = PLAIN) -> Tensor:
     """``[N]`` int64 id of the largest z, the first of equals; -1 in ignored rows and where none is finite."""
-    known = ~is_ignored(labels, options) & stats.sum_exp.isfinite() & stats.argmax.isfinite()
+    known = ~is_ignored(labels, options) & sum_exp(stats).isfinite() & stats.argmax.isfinite()
     return torch.where(known, stats.argmax, -1.0).long()
 
 
@@ -210,11 +231,13 @@ def gradient(
     e = options.smoothing
     z, slope = transformed(logits, options)
     column = torch.arange(start, start + z.shape[-1], device=z.device)
-    p = (z - stats.row_max.unsqueeze(-1)).exp() / stats.sum_exp.unsqueeze(-1)
-    # p - 1 first: for a confident label it cancels without rounding, which p - (1 - e) does not.
-    grad = torch.where(column == labels.long().unsqueeze(-1), p - 1 + e, p) - e / vocab_size
+    all_sum = sum_exp(stats)
+    p = (z - stats.row_max.unsqueeze(-1)).exp() / all_sum.unsqueeze(-1)
+    # p_y - 1, which loses the digits of a confident label's 1 - p_y if p_y is rounded first.
+    at_label = -(stats.others_sum / all_sum).unsqueeze(-1)
+    grad = torch.where(column == labels.long().unsqueeze(-1), at_label + e, p) - e / vocab_size
     if options.z_loss:
-        grad = grad + p * (2 * options.z_loss * (stats.row_max + stats.sum_exp.log())).unsqueeze(-1)
+        grad = grad + p * (2 * options.z_loss * (stats.row_max + log_sum_exp(stats))).unsqueeze(-1)
     return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)
 
 
@@ -230,19 +253,22 @@ def entropy_gradient(
     z, slope = transformed(logits, options)
     column = torch.arange(start, start + z.shape[-1], device=z.device)
     gap = z - stats.row_max.unsqueeze(-1)
-    mean_gap = (stats.exp_gap_sum / stats.sum_exp).unsqueeze(-1)
-    grad = gap.exp() / stats.sum_exp.unsqueeze(-1) * (mean_gap - _bounded(gap))
+    all_sum = sum_exp(stats).unsqueeze(-1)
+    mean_gap = stats.exp_gap_sum.unsqueeze(-1) / all_sum
+    grad = gap.exp() / all_sum * (mean_gap - _bounded(gap))
     return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)
 
 
 def transformed(logits: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | float]:
-    """``(z, dz/dx)`` in the compute dtype. An infinite logit stays infinite under softcap."""
+    """``(z, dz/dx)`` in the compute dtype. Softcap leaves infinite logits infinite, and bounds all others."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    u = x if options.logit_scale == 1 else x * options.logit_scale
-    if options.softcap is None:
-        return u, options.logit_scale
-    capped = (u / options.softcap).tanh()
-    return torch.where(u.isinf(), u, options.softcap * capped), options.logit_scale * (1 - capped**2)
+    scale, cap = options.logit_scale, options.softcap
+    if cap is None:
+        return (x if scale == 1 else x * scale), scale
+    # A product with a scale above 1 might overflow before the cap bounds it. The divisor may not become 0.
+    u = x * scale if scale < 1 else x
+    capped = (u / max(cap / max(scale, 1.0), torch.finfo(x.dtype).tiny)).tanh()
+    return torch.where(x.isinf(), x, cap * capped), scale * (1 - capped**2)
 
 
 def is_ignored(labels: Tensor, options: LossOptions) -> Tensor:
@@ -268,11 +294,16 @@ def _gradient_at_the_edges(
     vocab_size: int,
     options: LossOptions,
 ) -> Tensor:
-    row_is_finite = (stats.sum_exp.isfinite() & (stats.row_max != NEG_INF)).unsqueeze(-1)
+    row_is_finite = (sum_exp(stats).isfinite() & (stats.row_max != NEG_INF)).unsqueeze(-1)
     grad = torch.where((z == NEG_INF) & row_is_finite, 0.0, grad)
     grad = torch.where(_outside(labels, vocab_size).unsqueeze(-1), NAN, grad)
     without = is_ignored(labels, options).unsqueeze(-1) | (column >= vocab_size)
     return torch.where(without, 0.0, grad)
+
+
+def _label_exp(stats: RowStats) -> Tensor:
+    """``exp(z_y - row_max)``: exactly 1 where the label has the largest z, 0 where it is not in the set."""
+    return (stats.target_logit - _finite_or_zero(stats.row_max)).exp()
 
 
 def _finite_or_zero(row_max: Tensor) -> Tensor:

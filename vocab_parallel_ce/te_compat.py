@@ -144,7 +144,7 @@ def _gradient(logits: object, reduce_loss: bool, overwrite_input: bool | None) -
         return "in_backward" if overwrite_input else "out_of_place"
     if not reduce_loss or not isinstance(logits, Tensor) or logits.dtype == torch.float16:
         return "auto"
-    return "in_forward" if pipeline.may_overwrite_in_forward(logits) else "auto"
+    return "in_forward" if logits._base is None and pipeline.may_overwrite(logits) else "auto"
 
 
 def _reduction(reduce_loss: object) -> str:

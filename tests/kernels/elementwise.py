@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels.launch import option_arguments
-from vocab_parallel_ce.kernels.primitives import tanh, transform
+from vocab_parallel_ce.kernels.primitives import log1p, tanh, transform
 from vocab_parallel_ce.spec import LossOptions
 
 BLOCK = 1024
@@ -15,6 +15,12 @@ BLOCK = 1024
 def _tanh_kernel(x, out, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, tanh(tl.load(x + at, at < n)), at < n)
+
+
+@triton.jit
+def _log1p_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, log1p(tl.load(x + at, at < n)), at < n)
 
 
 @triton.jit
@@ -29,6 +35,13 @@ def tanh_of(x: Tensor) -> Tensor:
     """By the kernels' tanh, of fp32 ``x [n]``."""
     out = x.new_full(x.shape, float("nan"))
     _tanh_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), BLOCK=BLOCK)
+    return out
+
+
+def log1p_of(x: Tensor) -> Tensor:
+    """By the kernels' log1p, of fp32 ``x [n]``."""
+    out = x.new_full(x.shape, float("nan"))
+    _log1p_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), BLOCK=BLOCK)
     return out
 
 

@@ -163,8 +163,8 @@ def assert_stats(
         elif name in ("n_columns", "argmax"):
             assert torch.equal(column[live], same_dtype[live]), name
         elif name == "exp_gap_sum":
-            # Its terms are rounded as those of sum_exp are, next to which it may be nothing.
-            sums = (stats[:, 1] - column, truth.sum_exp - expected, peer.sum_exp - same_dtype)
+            # Its terms are rounded as those of others_sum are, next to which it may be nothing.
+            sums = (stats[:, 1] - column, truth.others_sum - expected, peer.others_sum - same_dtype)
             assert_within_budget(*(value[live] for value in sums))
         else:
             assert_within_budget(column[live], expected[live], same_dtype[live])

@@ -45,7 +45,7 @@ def finish(logits, labels, options, ranks, device):
 
 
 def test_worked_example(kernel_device):
-    stats = torch.tensor([[[3, 1.5032147, 3]], [[2, 1, -INF]]], device=kernel_device)
+    stats = torch.tensor([[[3, 0.5032147, 3]], [[2, 1, -INF]]], device=kernel_device)
     outputs = outputs_by_kernel(stats, torch.tensor([0], device=kernel_device), 4, PLAIN)
     torch.testing.assert_close(outputs.loss.cpu(), torch.tensor([0.6265234]), rtol=0, atol=1e-6)
 

@@ -29,7 +29,7 @@ def test_worked_example(kernel_device):
     logits = torch.tensor([[1.0, 3.0, 2.0]], device=kernel_device)
     labels = torch.tensor([1], device=kernel_device)
     stats, valid_rows = stats_by_kernel(logits, labels, EVERY_STATISTIC)
-    expected = torch.tensor([[3, 1.5032147, 3, -3, 3, -0.6385501, 1]])
+    expected = torch.tensor([[3, 0.5032147, 3, -3, 3, -0.6385501, 1]])
     torch.testing.assert_close(stats.cpu(), expected, rtol=0, atol=1e-6)
     assert valid_rows == 1
 

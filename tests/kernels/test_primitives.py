@@ -51,6 +51,22 @@ def test_tanh_of_what_is_no_number(kernel_device):
     assert half == pytest.approx(0.4621172, abs=5e-8)
 
 
+def test_log1p_on_a_dense_grid(kernel_device):
+    """Small values keep their digits; 0 and -1 are exact."""
+    from tests.kernels.elementwise import log1p_of
+
+    seam = 0.5 + torch.arange(-200, 200, dtype=torch.float64) * 2**-25
+    magnitudes = torch.logspace(-37, 38, 4000, base=10, dtype=torch.float64)
+    x = torch.cat([magnitudes, torch.linspace(0, 3, 20000, dtype=torch.float64), seam]).float()
+    actual, truth = log1p_of(x.to(kernel_device)).cpu().double(), x.double().log1p()
+    relative = (actual - truth).abs() / truth.clamp(min=FP32.tiny)
+    worst = int(relative.argmax())
+    assert float(relative[worst]) <= 4 * FP32.eps, (float(x[worst]), float(actual[worst]))
+    ends = log1p_of(torch.tensor([0.0, -1.0, INF, NAN, 1e-5], device=kernel_device)).tolist()
+    assert ends[:3] == [0, -INF, INF] and ends[3] != ends[3]
+    assert ends[4] == pytest.approx(9.99995e-6, rel=1e-7)
+
+
 @pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transform(kernel_device, options):
     """Values and slopes of logits as they occur; infinities stay what they are."""

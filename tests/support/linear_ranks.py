@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -184,3 +185,27 @@ def check_collectives(case: Case, results: Sequence[Result], extra: int = 0) -> 
         )
         assert forward == (gathers + reduces if in_forward else gathers)
         assert backward == (Counter() if in_forward else reduces)
+
+
+def messages_of(attempts: dict[str, Callable[[], Any]]) -> tuple[dict[str, str], list[Collective]]:
+    """In a rank: what each attempt raises, and the collectives that all of them sent."""
+    messages = {}
+    with record_collectives() as calls:
+        for name, attempt in attempts.items():
+            try:
+                attempt()
+                messages[name] = "accepted"
+            except (TypeError, ValueError) as error:
+                messages[name] = f"{type(error).__name__}: {error}"
+    return messages, calls
+
+
+def assert_refused(
+    results: Sequence[tuple[dict[str, str], list[Collective]]], expected: dict[str, str]
+) -> None:
+    """Every rank refuses every attempt, in words that match these, before anything is sent."""
+    for messages, calls in results:
+        assert messages.keys() == expected.keys()
+        for name, pattern in expected.items():
+            assert re.match(pattern, messages[name]), (name, messages[name])
+        assert calls == []

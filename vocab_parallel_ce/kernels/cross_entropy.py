@@ -2,6 +2,7 @@
 
     loss = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
     dz_i = p_i * (1 + 2 * z_loss * lse) - (1 - e) * [i == y] - e / V,   p_i = exp(z_i - row_max) / sum_exp
+    p_y - 1 = -others_sum / sum_exp,   sum_exp = others_sum + exp(z_y - row_max)
     dx_i = (dz_i * upstream / n + p_i * (mean_gap - (z_i - row_max)) * entropy_upstream) * dz_i/dx_i
 
 ``cross_entropy_kernel`` is one program a row: it merges the R statistics, writes the loss if asked and the
@@ -29,6 +30,8 @@ from vocab_parallel_ce.kernels.primitives import (
     divisor_weight,
     edge_offsets,
     exp_shifted,
+    label_exp,
+    log_sum_exp,
     merge_ranks,
     row_begin,
     row_body,
@@ -44,20 +47,17 @@ from vocab_parallel_ce.spec import LossOptions
 def logits_gradient(x, is_target, factors, entropy_upstream, row_options):
     """One row's gradient at ``x``; exactly 0 in an excluded column. ``factors`` are the row's.
 
-    p - 1 comes first: for a confident label it cancels without rounding, which p - (1 - e) does not.
+    ``target_grad`` is the label's: ``p - 1`` would lose the digits of a confident label's 1 - p.
     """
     _, smoothing, z_loss, logit_scale, softcap, _, _ = row_options
-    shift, inverse_sum, weight, uniform_p, z_factor, mean_gap, entropy_weight = factors
+    shift, inverse_sum, target_grad, weight, uniform_p, z_factor, mean_gap, entropy_weight = factors
     z, slope = transform(x, row_options)
     p = exp_shifted(z, shift) * inverse_sum
     grad = p
-    target_grad = p - 1
     if z_loss is not None:
         grad += p * z_factor
-        target_grad += p * z_factor
     if smoothing is not None:
         grad = tl.where(z == float("-inf"), grad, grad - uniform_p)
-        target_grad += smoothing - uniform_p
     grad = tl.where(is_target, target_grad, grad) * weight
     if entropy_upstream is not None:
         grad += p * (mean_gap - bounded(z - shift)) * entropy_weight
@@ -100,7 +100,9 @@ def cross_entropy_kernel(
     ranks = tl.arange(0, RANKS)
     pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, row_options)
     merged = merge_ranks(pointers, ranks < n_ranks, row_options)
-    row_max, sum_exp, target_logit, _, exp_gap_sum, _ = merged
+    row_max, others_sum, target_logit, _, exp_gap_sum, _ = merged
+    label_sum = label_exp(row_max, target_logit)
+    sum_exp = others_sum + label_sum
     weight = 1.0
     if divisor is not None:
         weight = divisor_weight(divisor)
@@ -117,19 +119,22 @@ def cross_entropy_kernel(
     # An ignored row, or one of no items, reads nothing (NaN in it stays unseen) and has every factor 0.
     shift = tl.where(live, row_max, 0.0)
     inverse_sum = tl.where(live, 1.0 / sum_exp, 0.0)
+    target_grad = tl.where(live, -others_sum / sum_exp, 0.0)
     weight = tl.where(live, weight, 0.0)
     uniform_p = 0.0
-    if smoothing is not None:
-        uniform_p = smoothing / vocab_size
     z_factor = 0.0
     if z_loss is not None:
-        z_factor = tl.where(live, 2 * z_loss * (row_max + tl.log(sum_exp)), 0.0)
+        z_factor = tl.where(live, 2 * z_loss * (row_max + log_sum_exp(merged)), 0.0)
+        target_grad += label_sum * inverse_sum * z_factor
+    if smoothing is not None:
+        uniform_p = smoothing / vocab_size
+        target_grad += smoothing - uniform_p
     mean_gap = 0.0
     entropy_weight = 0.0
     if entropy_upstream is not None:
         mean_gap = tl.where(live, exp_gap_sum / sum_exp, 0.0)
         entropy_weight = tl.where(live, tl.load(entropy_upstream + row * entropy_stride), 0.0)
-    factors = (shift, inverse_sum, weight, uniform_p, z_factor, mean_gap, entropy_weight)
+    factors = (shift, inverse_sum, target_grad, weight, uniform_p, z_factor, mean_gap, entropy_weight)
     # A label in an excluded column is no column's target.
     label = tl.where(target_logit == float("-inf"), -1, label)
 

@@ -94,6 +94,14 @@ def row_arguments(logits: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
     return base, tuple(layout), not is_whole or layout.pitch % line != 0
 
 
+def _bends(options: LossOptions) -> bool:
+    """Whether the softcap changes any fp32 logit. If none, its inverse may be 0 in fp32, and is not used."""
+    if options.softcap is None:
+        return False
+    largest = torch.finfo(torch.float32).max * options.logit_scale / options.softcap
+    return largest > 2e-4  # tanh(a) = a * (1 - a^2 / 3) to fp32's last digit
+
+
 def option_arguments(options: LossOptions) -> tuple[float | None, ...]:
     """``options`` as kernels take them: None where something is off, so that its code does not exist.
 
@@ -104,7 +112,7 @@ def option_arguments(options: LossOptions) -> tuple[float | None, ...]:
         options.smoothing or None,
         options.z_loss or None,
         None if options.logit_scale == 1 else options.logit_scale,
-        options.softcap,
+        options.softcap if _bends(options) else None,
         1 if options.entropy else None,
         1 if options.predictions else None,
     )

@@ -36,7 +36,7 @@ def loss_kernel(
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Two ranks with ``(3, 1.5032, 3)`` and ``(2, 1, -inf)``, label on the first: loss 0.6265."""
+    """Two ranks with ``(3, 0.5032, 3)`` and ``(2, 1, -inf)``, label on the first: loss 0.6265."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     label = tl.load(labels + rows, inside, other=0).to(tl.int64)

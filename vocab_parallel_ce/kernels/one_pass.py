@@ -2,12 +2,16 @@
 
     loss = log(sum_exp) + row_max - z_y + z_loss * lse^2
     dz_i = p_i * (1 + 2 * z_loss * lse) - [i == y],   p_i = exp(z_i - row_max) / sum_exp
+    p_y - 1 = -others_sum / sum_exp,   sum_exp = others_sum + exp(z_y - row_max)
 
 One persistent program or two a multiprocessor; each walks its rows in chunks of one 16-byte vector a thread.
 A ring of SLOTS chunks in shared memory is kept full by asynchronous copies, so that the next rows arrive
 while this one is worked on. The first KEEP chunks of a row stay in registers for the second look at it, which
 frees their slots at once; the others stay in the ring. Regime: rows of 16 to 270 KB of aligned vectors, one
 rank, bound by memory. Rows that are ignored are not read.
+
+``others_sum`` never holds the label's own term, next to which it would lose digits. The walk leaves out the
+label's vector, whose other logits are loaded beside it and begin the sums.
 
 A thread reads from the ring only the vectors that it copied there itself: waiting for its own copies is all
 the order that the ring needs. Written in Gluon, Triton's language for explicit layouts, which cannot be
@@ -40,6 +44,8 @@ from vocab_parallel_ce.kernels.primitives import (
     divisor_weight,
     exp_shifted,
     finite_or_zero,
+    label_exp,
+    log_sum_exp,
     row_begin,
     row_loss,
 )
@@ -102,6 +108,18 @@ def load_target(logits, layout, row, column, VECTOR: gl.constexpr):
 
 
 @gluon.jit
+def load_beside_target(logits, layout, row, column, lane_columns):
+    """The other logits of the label's vector, one for each of the first lanes; -inf for the other lanes."""
+    VECTOR: gl.constexpr = lane_columns.shape[1]
+    lane: gl.constexpr = gl.SliceLayout(1, lane_columns.type.layout)
+    lanes = gl.arange(0, lane_columns.shape[0], layout=lane)
+    columns = column // VECTOR * VECTOR + lanes
+    inside = (lanes < VECTOR) & (columns != column) & (column >= 0)
+    begin = vector_begin(row, layout, VECTOR)
+    return gl.load(logits + begin + columns, mask=inside, other=float("-inf"))
+
+
+@gluon.jit
 def vector_begin(row, layout, VECTOR: gl.constexpr):
     """``row_begin`` where it is whole vectors, and the compiler sees that it is."""
     return row_begin(row.to(gl.int64), layout) // VECTOR * VECTOR
@@ -128,14 +146,28 @@ def fetch(ring, source, place, chunk: gl.constexpr, CHUNKS: gl.constexpr, SLOTS:
 
 @gluon.jit
 def read_row(
-    ring, source, place, CHUNKS: gl.constexpr, KEEP: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr
+    ring,
+    source,
+    place,
+    beside,
+    CHUNKS: gl.constexpr,
+    KEEP: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GROUP: gl.constexpr,
 ):
-    """``(row_max, sum_exp, kept)``: statistics of a row, and its first KEEP chunks."""
+    """``(row_max, sum, kept)``: statistics of the columns but the label's, and the row's first KEEP chunks.
+
+    ``beside`` is what the label's vector adds to them: :func:`load_beside_target`.
+    """
     _, _, n_columns, lane_columns = source
+    VECTOR: gl.constexpr = lane_columns.shape[1]
     tile: gl.constexpr = lane_columns.type.layout
     lane: gl.constexpr = gl.SliceLayout(1, tile)
-    lane_max = gl.full([lane_columns.shape[0]], float("-inf"), gl.float32, lane)
-    lane_sum = gl.full([lane_columns.shape[0]], 0.0, gl.float32, lane)
+    lanes = gl.arange(0, lane_columns.shape[0], layout=lane)
+    column = place[3][0]
+    vectors_on = gl.where(column >= 0, column // VECTOR, -1) - lanes
+    lane_max = beside.to(gl.float32)
+    lane_sum = exp_shifted(lane_max, finite_or_zero(lane_max))
     kept = ()
     for i in gl.static_range(CHUNKS):
         if i % GROUP == 0:
@@ -150,16 +182,17 @@ def read_row(
         z = chunk.to(gl.float32)
         if i == CHUNKS - 1:
             z = gl.where(i * lane_columns.numel + lane_columns < n_columns, z, float("-inf"))
-        new_max = gl.maximum(lane_max, gl.max(z, axis=1))
+        is_other = vectors_on != i * lane_columns.shape[0]
+        new_max = gl.maximum(lane_max, gl.where(is_other, gl.max(z, axis=1), float("-inf")))
         shift = finite_or_zero(new_max)
         lane_sum *= exp_shifted(lane_max, shift)
-        lane_sum += gl.sum(exp_shifted(z, shift[:, None]), axis=1)
+        lane_sum += gl.where(is_other, gl.sum(exp_shifted(z, shift[:, None]), axis=1), 0.0)
         lane_max = new_max
-    row_max, sum_exp = gl.reduce((lane_max, lane_sum), 0, merge_lanes)
+    row_max, others_sum = gl.reduce((lane_max, lane_sum), 0, merge_lanes)
     for freed in gl.static_range((CHUNKS - 1) // GROUP * GROUP, CHUNKS):
         if freed < KEEP:
             fetch(ring, source, place, freed + SLOTS, CHUNKS, SLOTS)
-    return row_max, sum_exp, kept
+    return row_max, others_sum, kept
 
 
 @gluon.jit
@@ -245,9 +278,10 @@ def one_pass_kernel(
     for i in gl.static_range(AHEAD + 1):
         label = label_of(labels, row + i * step, n_rows)
         targets = targets + (column_of(label, row + i * step, n_rows, n_columns, ignore_index),)
-    # Labels and their logits are loaded a row before they are used.
+    # Labels and their vectors' logits are loaded before the row that needs them begins.
     next_label = label_of(labels, row + (AHEAD + 1) * step, n_rows)
     next_target = load_target(logits, layout, row, targets[0], VECTOR)
+    next_beside = load_beside_target(logits, layout, row, targets[0], lane_columns)
     for i in gl.static_range(SLOTS):
         fetch(ring, source, (slot, row, step, targets), i, CHUNKS, SLOTS)
     weight = 1.0
@@ -266,27 +300,33 @@ def one_pass_kernel(
         place = (slot, row, step, targets)
         begin = vector_begin(row, layout, VECTOR)
         column = targets[0]
-        target = next_target.to(gl.float32)
+        target, beside = next_target.to(gl.float32), next_beside
         new_row = row + (AHEAD + 1) * step
         new_column = column_of(next_label, new_row, n_rows, n_columns, ignore_index)
-        next_label = label_of(labels, new_row + step, n_rows)
-        next_target = load_target(logits, layout, row + step, targets[1], VECTOR)
-        row_max, sum_exp, kept = read_row(ring, source, place, CHUNKS, KEEP, SLOTS, GROUP)
-        merged = (row_max, sum_exp, target, 0.0, 0.0, 0.0)
+        others_max, others_sum, kept = read_row(ring, source, place, beside, CHUNKS, KEEP, SLOTS, GROUP)
+        row_max = gl.maximum(others_max, target)
+        others_sum *= exp_shifted(others_max, finite_or_zero(row_max))
+        sum_exp = others_sum + label_exp(row_max, target)
+        merged = (row_max, others_sum, target, 0.0, 0.0, 0.0)
         row_weight = gl.where(column >= 0, weight, float("nan"))
         value = row_loss(merged, column, n_columns, row_options) * row_weight
         gl.store(loss + row, gl.where(column == -2, 0.0, value))
         z_factor = 0.0
         if row_options[2] is not None:
-            z_factor = 2 * row_options[2] * (row_max + gl.log(sum_exp))
+            z_factor = 2 * row_options[2] * (row_max + log_sum_exp(merged))
         # An ignored row was not read: the ring holds zeros for it.
         scale = gl.where(column == -2, 0.0, row_weight * (1 + z_factor) / sum_exp)
+        grad = (label_exp(row_max, target) * z_factor - others_sum) / sum_exp * row_weight
+        # A label that is excluded is no column's.
+        written = gl.where(target > float("-inf"), column, -1)
+        # Not earlier: they would take registers while the row fills them.
+        next_label = label_of(labels, new_row + step, n_rows)
+        next_target = load_target(logits, layout, row + step, targets[1], VECTOR)
+        next_beside = load_beside_target(logits, layout, row + step, targets[1], lane_columns)
         write_row(ring, source, place, begin, kept, row_max, scale, CHUNKS, KEEP, SLOTS, GROUP)
-        # The label's column was written as every other. One that is excluded is no column's label.
+        # The label's column was written as every other.
         barrier()
-        p = exp_shifted(target, row_max) / sum_exp
-        grad = ((p - 1) + p * z_factor) * row_weight
-        gl.store(logits + begin + column, grad.to(element), mask=(column >= 0) & (target > float("-inf")))
+        gl.store(logits + begin + written, grad.to(element), mask=written >= 0)
         slot = (slot + CHUNKS) % SLOTS
         row += step
         shifted = ()

@@ -1,6 +1,6 @@
 """Statistics of every row of a vocabulary shard, in one read of it.
 
-    row_max = max_i z_i,  sum_exp = sum_i exp(z_i - row_max),  target_logit = z_y
+    row_max = max_i z_i,  others_sum = sum_{i != y} exp(z_i - row_max),  target_logit = z_y
     gap_sum = sum_i (z_i - row_max),  n_columns                with label smoothing
     exp_gap_sum = sum_i exp(z_i - row_max) (z_i - row_max)     with entropy
     argmax = the first i of row_max                            with predictions
@@ -8,10 +8,11 @@
 where z are the scaled and capped logits.
 
 One program a row. Each thread walks the row in 16-byte vectors with a maximum and sums of its own, rescaled
-when its maximum grows; the threads' statistics are merged once, at the end of the row. Regime: 1 K to 256 K
-columns, any number of rows, bound by memory: reads the shard once, writes 4 K bytes a row. Rows that are
-ignored, and padding, are not read. Where there is one rank, the kernel also writes what ``loss`` would make
-of the statistics.
+when its maximum grows; the threads' statistics are merged once, at the end of the row. The walk leaves out
+the label's vector, which is read after it. So no sum of others holds the label's own term, next to which it
+would lose digits. Regime: 1 K to 256 K columns, any number of rows, bound by memory: reads the shard once,
+writes 4 K bytes a row. Rows that are ignored, and padding, are not read. If there is one rank, the kernel
+also writes what ``loss`` would make of the statistics.
 """
 
 import functools
@@ -31,9 +32,9 @@ from vocab_parallel_ce.kernels.launch import (
 )
 from vocab_parallel_ce.kernels.primitives import (
     bounded,
-    edge_offsets,
     exp_shifted,
     finite_or_zero,
+    loose_offsets,
     raised_by,
     row_begin,
     row_body,
@@ -77,7 +78,7 @@ def online_softmax_kernel(
     VECTOR: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """One row: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 1.5032, 3)``.
+    """One row: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 0.5032, 3)``.
 
     With smoothing also ``(-3, 3)``, with entropy ``-0.6386``, with predictions ``1``.
     """
@@ -98,7 +99,14 @@ def online_softmax_kernel(
     n_columns = tl.where(label == row_options[0], 0, n_columns)
     begin = row_begin(row, layout)
     first, width = row_body(begin, n_columns, VECTOR)
-    lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    column = label - shard_start
+    owned = (column >= 0) & (column < n_columns)
+    target = begin + column
+    target_vector = (target - first) // VECTOR * VECTOR
+    in_body = owned & (target >= first) & (target_vector < width)
+    target_vector = tl.where(in_body, target_vector, -VECTOR).to(tl.int32)
+    lane_vectors = tl.arange(0, LANES) * VECTOR
+    lane_columns = lane_vectors[:, None] + tl.arange(0, VECTOR)[None, :]
     lane_max = tl.full([LANES], float("-inf"), tl.float32)
     lane_sum = tl.zeros([LANES], tl.float32)
     lane_gap_sum = tl.zeros([LANES], tl.float32)
@@ -107,7 +115,7 @@ def online_softmax_kernel(
     lane_tile = tl.zeros([LANES], tl.int32)
     for tile in range(0, width, LANES * VECTOR):
         columns = tile + lane_columns
-        inside = columns < width
+        inside = (columns < width) & (tile + lane_vectors != target_vector)[:, None]
         x = tl.load(logits + first + columns, inside, other=float("-inf")).to(tl.float32)
         z = transform(x, row_options)[0]
         tile_max = tl.max(z, axis=1)
@@ -127,41 +135,37 @@ def online_softmax_kernel(
         lane_sum *= decay
         lane_sum += tl.sum(exp_shifted(z, shift[:, None]), axis=1)
         lane_max = new_max
-    row_max = tl.max(lane_max)
-    if HAS_EDGES:
-        offset, inside = edge_offsets(begin, n_columns, first, width, VECTOR)
-        x = tl.load(logits + offset, inside, other=float("-inf")).to(tl.float32)
-        edge = transform(x, row_options)[0]
-        row_max = tl.maximum(row_max, tl.max(edge))
+    offset, inside = loose_offsets(begin, n_columns, first, width, target_vector, VECTOR, HAS_EDGES)
+    inside &= offset != target
+    x = tl.load(logits + offset, inside, other=float("-inf")).to(tl.float32)
+    loose = transform(x, row_options)[0]
+    x = tl.load(logits + target, owned, other=float("-inf")).to(tl.float32)
+    target_logit = transform(x, row_options)[0]
+    row_max = tl.maximum(tl.maximum(tl.max(lane_max), tl.max(loose)), target_logit)
     shift = finite_or_zero(row_max)
     decay = exp_shifted(lane_max, shift)
-    sum_exp = tl.sum(lane_sum * decay)
-    if HAS_EDGES:
-        sum_exp += tl.sum(exp_shifted(edge, shift))
-    column = label - shard_start
-    owned = (column >= 0) & (column < n_columns)
-    target = tl.load(logits + begin + column, owned, other=float("-inf")).to(tl.float32)
-    target_logit = transform(target, row_options)[0]
+    others_sum = tl.sum(lane_sum * decay) + tl.sum(exp_shifted(loose, shift))
+    # A maximum may pass over a NaN.
+    others_sum = tl.where(target_logit == target_logit, others_sum, float("nan"))
     gap_sum = 0.0
     exp_gap_sum = 0.0
     first_max = 0.0
     out = stats_of_row(stats, stats_start + row, row_options)
     tl.store(out, row_max)
-    tl.store(out + 1, sum_exp)
+    tl.store(out + 1, others_sum)
     tl.store(out + 2, target_logit)
     out += 3
     if smoothing is not None:
         gap_sum = tl.sum(lane_gap_sum + lane_count * raised_by(lane_max, shift))
-        if HAS_EDGES:
-            gap_sum += tl.sum(tl.where(inside, edge - shift, 0.0))
+        gap_sum += tl.sum(tl.where(inside, loose - shift, 0.0))
+        gap_sum += tl.where(owned, target_logit - shift, 0.0)
         tl.store(out, gap_sum)
         tl.store(out + 1, n_columns.to(tl.float32))
         out += 2
     if wants_entropy is not None:
         lane_gap = bounded(raised_by(lane_max, shift))
         exp_gap_sum = tl.sum((lane_exp_gap_sum + lane_sum * lane_gap) * decay)
-        if HAS_EDGES:
-            exp_gap_sum += tl.sum(exp_gap(edge, shift))
+        exp_gap_sum += tl.sum(exp_gap(loose, shift)) + exp_gap(target_logit, shift)
         tl.store(out, exp_gap_sum)
         out += 1
     if wants_predictions is not None:
@@ -172,13 +176,13 @@ def online_softmax_kernel(
         z = transform(x, row_options)[0]
         columns = tl.where(z == tl.max(z), columns, 2147483647)
         argmax = tl.min(tl.where(is_read, columns, 2147483647)) + (first - begin)
-        if HAS_EDGES:
-            argmax = tl.minimum(argmax, tl.min(tl.where(edge == row_max, offset - begin, 2147483647)))
+        argmax = tl.minimum(argmax, tl.min(tl.where(loose == row_max, offset - begin, 2147483647)))
+        argmax = tl.minimum(argmax, tl.where(owned & (target_logit == row_max), column, 2147483647))
         is_finite = tl.abs(row_max) < float("inf")
         first_max = tl.where(is_finite, (argmax + shard_start).to(tl.float32), float("inf"))
         tl.store(out, first_max)
     if loss is not None:
-        merged = (row_max, sum_exp, target_logit, gap_sum, exp_gap_sum, first_max)
+        merged = (row_max, others_sum, target_logit, gap_sum, exp_gap_sum, first_max)
         is_row = row < n_rows
         store_outputs(
             loss, entropy, lse, predictions, row, is_row, merged, label, divisor, vocab_size, row_options

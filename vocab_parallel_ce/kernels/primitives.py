@@ -42,12 +42,39 @@ def row_body(begin, n_columns, VECTOR: tl.constexpr):
 @triton.jit
 def edge_offsets(begin, n_columns, first, width, VECTOR: tl.constexpr):
     """Element offsets of a row's head and tail, ``[16 * VECTOR]``, and which of them exist."""
+    return edge_offsets_of(tl.arange(0, 16 * VECTOR), begin, n_columns, first, width, VECTOR)
+
+
+@triton.jit
+def edge_offsets_of(lane, begin, n_columns, first, width, VECTOR: tl.constexpr):
+    """:func:`edge_offsets` of the elements ``lane`` of the 16 * VECTOR."""
     line = 8 * VECTOR
-    lane = tl.arange(0, 16 * VECTOR)
     end = begin + n_columns
     is_head = lane < line
     offset = tl.where(is_head, begin + lane, first + width + lane - line)
     return offset, offset < tl.where(is_head, tl.minimum(first, end), end)
+
+
+@triton.jit
+def loose_offsets(
+    begin, n_columns, first, width, target_vector, VECTOR: tl.constexpr, HAS_EDGES: tl.constexpr
+):
+    """Element offsets of what a walk of whole vectors leaves out, and which of them exist.
+
+    These are the vector at ``first + target_vector``, none if that is negative, and the row's edges.
+    """
+    if HAS_EDGES:
+        lane = tl.arange(0, 32 * VECTOR)
+        offset, inside = edge_offsets_of(lane, begin, n_columns, first, width, VECTOR)
+        place = lane - 16 * VECTOR
+        is_edge = place < 0
+        offset = tl.where(is_edge, offset, first + target_vector + place)
+        inside = tl.where(is_edge, inside, (place < VECTOR) & (target_vector >= 0))
+    else:
+        lane = tl.arange(0, VECTOR)
+        offset = first + target_vector + lane
+        inside = (lane < VECTOR) & (target_vector >= 0)
+    return offset, inside
 
 
 @triton.jit
@@ -72,6 +99,24 @@ def bounded(gap):
 def exp_shifted(x, shift):
     """exp(x - shift), by log2(e). The subtraction comes first: far from 0, fusing the two loses digits."""
     return tl.exp2((x - shift) * 1.4426950408889634)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) of ``x >= -1``, to the last digits of a small x; ``log1p(1e-5) = 9.99995e-6``.
+
+    Below 1/2 it is 2 atanh(x / (2 + x)) by its series, whose next term is 1e-8 of it.
+    """
+    s = x / (2.0 + x)
+    w = s * s
+    small = 2.0 * s * (1.0 + w * (0.3333333333 + w * (0.2 + w * (0.1428571429 + w * 0.1111111111))))
+    return tl.where(tl.abs(x) < 0.5, small, tl.log(1.0 + x))
+
+
+@triton.jit
+def label_exp(row_max, target_logit):
+    """``exp(z_y - row_max)``: 1 where the label has the largest z, 0 where it is not among the columns."""
+    return exp_shifted(target_logit, finite_or_zero(row_max))
 
 
 @triton.jit
@@ -108,7 +153,8 @@ def transform(x, row_options):
         scale = 1.0
         if logit_scale is not None:
             scale = logit_scale
-        capped = tanh(x * (scale / softcap))
+        # No infinity, which times a logit of 0 would be NaN.
+        capped = tanh(x * tl.minimum(scale / softcap, 3.4028234663852886e38))
         slope = scale * (1.0 - capped * capped)
         x = tl.where(tl.abs(x) == float("inf"), x, softcap * capped)
     elif logit_scale is not None:
@@ -129,16 +175,16 @@ def merge_ranks(pointers, mask, row_options):
     """Merge the statistics at ``pointers`` over axis 0, the ranks; masked ranks are the identity.
 
     Every rank merges the same numbers in the same order, so the results are equal bit for bit. Returns
-    ``(row_max, sum_exp, target_logit, gap_sum, exp_gap_sum, argmax)``, 0 for what is not carried.
+    ``(row_max, others_sum, target_logit, gap_sum, exp_gap_sum, argmax)``, 0 for what is not carried.
     """
     _, smoothing, _, _, _, entropy, predictions = row_options
     row_max = tl.load(pointers, mask, other=float("-inf"))
-    sum_exp = tl.load(pointers + 1, mask, other=0.0)
+    others_sum = tl.load(pointers + 1, mask, other=0.0)
     target_logit = tl.load(pointers + 2, mask, other=float("-inf"))
     merged_max = tl.max(row_max, axis=0)
     shift = finite_or_zero(merged_max)
     scale = exp_shifted(row_max, shift)
-    merged_sum = tl.sum(sum_exp * scale, axis=0)
+    merged_sum = tl.sum(others_sum * scale, axis=0)
     gap_sum = tl.zeros_like(merged_sum)
     exp_gap_sum = tl.zeros_like(merged_sum)
     argmax = tl.zeros_like(merged_sum)
@@ -150,12 +196,20 @@ def merge_ranks(pointers, mask, row_options):
         pointers += 2
     if entropy is not None:
         exp_gaps = tl.load(pointers, mask, other=0.0)
+        sum_exp = others_sum + label_exp(row_max, target_logit)
         exp_gap_sum = tl.sum((exp_gaps + sum_exp * bounded(raised_by(row_max, shift))) * scale, axis=0)
         pointers += 1
     if predictions is not None:
         first = tl.load(pointers, mask, other=float("inf"))
         argmax = tl.min(tl.where(row_max == merged_max, first, float("inf")), axis=0)
     return merged_max, merged_sum, tl.max(target_logit, axis=0), gap_sum, exp_gap_sum, argmax
+
+
+@triton.jit
+def log_sum_exp(merged):
+    """``spec.log_sum_exp`` of what :func:`merge_ranks` returns."""
+    row_max, others_sum, target_logit, _, _, _ = merged
+    return log1p(others_sum + (label_exp(row_max, target_logit) - 1.0))
 
 
 @triton.jit
@@ -169,13 +223,13 @@ def at_the_edges(value, label, vocab_size, row_options):
 def row_loss(merged, label, vocab_size, row_options):
     """Unreduced loss: ``spec.loss``, for one row or a vector of rows."""
     _, smoothing, z_loss, _, _, _, _ = row_options
-    row_max, sum_exp, target_logit, gap_sum, _, _ = merged
-    log_sum_exp = tl.log(sum_exp)
-    value = log_sum_exp + (row_max - target_logit)
+    row_max, _, target_logit, gap_sum, _, _ = merged
+    log_sum = log_sum_exp(merged)
+    value = log_sum + (row_max - target_logit)
     if smoothing is not None:
-        value = (1 - smoothing) * value + smoothing * (log_sum_exp - gap_sum / vocab_size)
+        value = (1 - smoothing) * value + smoothing * (log_sum - gap_sum / vocab_size)
     if z_loss is not None:
-        lse = row_max + log_sum_exp
+        lse = row_max + log_sum
         value += z_loss * lse * lse
     return at_the_edges(value, label, vocab_size, row_options)
 
@@ -188,18 +242,19 @@ def store_outputs(
 
     ``divisor`` as in :func:`divisor_weight`, or None: 1; ``inside`` masks a vector of rows.
     """
-    row_max, sum_exp, _, _, exp_gap_sum, argmax = merged
+    row_max, others_sum, target_logit, _, exp_gap_sum, argmax = merged
+    sum_exp = others_sum + label_exp(row_max, target_logit)
     value = row_loss(merged, label, vocab_size, row_options)
     if divisor is not None:
         weight = divisor_weight(divisor)
         value = tl.where(weight == 0, 0.0, value * weight)
     tl.store(loss + rows, value, inside)
     if entropy is not None:
-        value = tl.log(sum_exp) - exp_gap_sum / sum_exp
+        value = log_sum_exp(merged) - exp_gap_sum / sum_exp
         tl.store(entropy + rows, at_the_edges(value, label, vocab_size, row_options), inside)
     live = label != row_options[0]
     if lse is not None:
-        tl.store(lse + rows, tl.where(live, row_max + tl.log(sum_exp), 0.0), inside)
+        tl.store(lse + rows, tl.where(live, row_max + log_sum_exp(merged), 0.0), inside)
     if predictions is not None:
         known = live & (sum_exp < float("inf")) & (argmax < float("inf"))
         tl.store(predictions + rows, tl.where(known, argmax, -1.0).to(tl.int64), inside)

@@ -1,0 +1,370 @@
+"""A random program played by this package on one rank, or by PyTorch with the vocabulary of all ranks."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.random_wrappers import (
+    OF_ONE_LEAF,
+    REGULARISERS,
+    SOURCES,
+    VIEWS,
+    WIDTH,
+    Case,
+    Use,
+    wrapped,
+)
+from vocab_parallel_ce import (
+    LinearCrossEntropy,
+    VocabParallelCrossEntropy,
+    linear_cross_entropy,
+    linear_token_log_probs,
+    parallel_cross_entropy,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
+
+Numbers = dict[str, Tensor]
+
+
+class Package(NamedTuple):
+    """This package on one rank."""
+
+    impl: str
+    device: Any
+    dtype: torch.dtype
+    ranks: tuple[int, ...] = (0,)
+    group: Any = None
+
+    def call(self, use: Use, shared: Sequence[Tensor], heads: Sequence[Any], labels: Tensor) -> Any:
+        """What the loss returns, over a rank's logits, or over hidden states and a rank's head."""
+        options = {**use.options, "group": self.group, "impl": self.impl, "gradient": use.gradient}
+        (inputs,) = shared
+        if use.function == "te":
+            mean, smoothing = options["reduction"] == "mean", options.get("label_smoothing", 0.0)
+            ignored = options.get("ignore_index", -100)
+            return parallel_cross_entropy(
+                inputs, labels, smoothing, mean, self.group, ignored, overwrite_input=use.gradient
+            )
+        if use.function == "log_probs":
+            del options["reduction"]
+            if heads:
+                del options["gradient"]
+                return linear_token_log_probs(inputs, heads[0][0], labels, bias=heads[0][1], **options)
+            return token_log_probs(inputs, labels, **options)
+        if heads and isinstance(heads[0], nn.Module):
+            num_items = options.pop("num_items", None)
+            return LinearCrossEntropy(heads[0], **options)(inputs, labels, num_items)
+        if heads:
+            return linear_cross_entropy(inputs, heads[0][0], labels, bias=heads[0][1], **options)
+        if use.function == "module":
+            num_items = options.pop("num_items", None)
+            return VocabParallelCrossEntropy(**options)(inputs, labels, num_items)
+        return vocab_parallel_cross_entropy(inputs, labels, **options)
+
+
+class Torch(NamedTuple):
+    """PyTorch, with the vocabulary of all ranks."""
+
+    device: Any
+    dtype: torch.dtype
+    ranks: tuple[int, ...]
+
+    def call(self, use: Use, shared: Sequence[Tensor], heads: Sequence[Any], labels: Tensor) -> Any:
+        if heads:
+            (hidden,) = shared
+            pairs = [(h.weight, h.bias) if isinstance(h, nn.Module) else h for h in heads]
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            # Not F.linear, which rounds bf16 logits twice if hidden has gaps.
+            logits = [torch.addmm(bias, rows, weight.t()) for weight, bias in pairs]
+            shared = [x.view(*hidden.shape[:-1], -1) for x in logits]
+        return by_torch(
+            torch.cat(list(shared), -1), labels, log_probs=use.function == "log_probs", **use.options
+        )
+
+
+def by_torch(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    reduction: str,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    smoothing_formula: str = "torch",
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    num_items: int | Tensor | None = None,
+    return_metrics: bool = False,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    log_probs: bool = False,
+    **_: Any,
+) -> Any:
+    """``torch.nn.functional.cross_entropy`` and the options that it lacks, in fp32 or fp64."""
+    size = logits.shape[-1]
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    rows, targets = (z / temperature).reshape(-1, size), labels.reshape(-1)
+    ignored = targets == ignore_index
+    e = label_smoothing * (size / (size - 1) if smoothing_formula == "megatron" else 1)
+    losses = F.cross_entropy(rows, targets, reduction="none", ignore_index=ignore_index, label_smoothing=e)
+    lse = rows.logsumexp(-1).masked_fill(ignored, 0.0)
+    z_losses = z_loss * lse**2
+
+    def reduced(values: Tensor) -> Tensor:
+        if reduction == "none":
+            return values.view(labels.shape)
+        divisor = float((~ignored).sum() if reduction == "mean" else 1 if num_items is None else num_items)
+        return values.sum() / divisor if divisor else values.sum() * 0
+
+    loss = reduced(losses + z_losses)
+    if log_probs:
+        log_p = rows.log_softmax(-1)
+        entropies = -(log_p.exp() * log_p).sum(-1).masked_fill(ignored, 0.0)
+        return (-loss, entropies.view(labels.shape)) if entropy else -loss
+    metrics = torch.empty(0), torch.empty(0), lse.detach().view(labels.shape), reduced(z_losses).detach()
+    return (loss, metrics) if return_metrics else loss
+
+
+class Player:
+    """One run of a case by one engine."""
+
+    def __init__(self, case: Case, engine: Package | Torch) -> None:
+        self.case, self.engine = case, engine
+        self.is_linear, self.wraps = case.family == "linear", isinstance(engine, Package)
+        self.numbers: Numbers = {}
+        self.watched: list[tuple[str, Tensor]] = []
+        self.leaves = self._leaves()
+
+    def _leaves(self) -> dict[str, nn.Parameter]:
+        case = self.case
+        generator = torch.Generator().manual_seed(random.Random(case.name).randrange(2**31))
+        is_product = case.source not in OF_ONE_LEAF
+        wide, values = (*case.leading, WIDTH), {}
+        if self.is_linear:
+            values["h"] = torch.randn(wide, generator=generator)
+            if is_product:
+                values["u"] = torch.randn(WIDTH, WIDTH, generator=generator) * 0.3
+        product = torch.randn(wide, generator=generator) * 0.7
+        for rank in range(case.ranks):
+            n_rows = case.columns + (case.head == "rows")
+            w = torch.randn(n_rows, WIDTH, generator=generator) * 0.8
+            p = torch.randn(*case.leading, case.columns, generator=generator) * 2
+            b = torch.randn(n_rows, generator=generator)
+            if rank not in self.engine.ranks:
+                continue
+            if self.is_linear:
+                values |= {f"w@{rank}": w, f"b@{rank}": b}
+            elif is_product:
+                values |= {f"h@{rank}": product, f"w@{rank}": w}
+            else:
+                values |= {f"p@{rank}": p}
+        leaves = {}
+        for name, value in values.items():
+            value = value.to(case.dtype).to(self.engine.dtype).to(self.engine.device, copy=True)
+            leaves[name] = nn.Parameter(value, not (case.head == "frozen" and name[0] == "w"))
+        return leaves
+
+    def play(self) -> Numbers:
+        for step in range(self.case.steps):
+            self._step(step)
+        case, numbers = self.case, self.numbers
+        trained = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
+        for name, leaf in trained.items():
+            if leaf.grad is not None:
+                numbers[f"gradient of {name}"] = leaf.grad.clone()
+        for at, x in self.watched:
+            if case.watch == "retain_grad" and x.grad is not None:
+                self._add_watched(at, x.grad)
+        if case.sgd:
+            torch.optim.SGD(trained.values(), lr=0.5).step()
+            numbers |= {f"updated {name}": leaf.detach() for name, leaf in trained.items()}
+        return numbers
+
+    def _step(self, step: int) -> None:
+        self.first: dict[str, Tensor] | None = None
+
+        def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
+            values = self._forward(step, dict(zip(self.leaves, tensors, strict=True)))
+            self.names = tuple(values)
+            return tuple(values.values())
+
+        outputs = self._wrapped("all", forward, *self.leaves.values())
+        values = dict(zip(self.names, outputs, strict=True))
+        self.numbers |= {f"{step} {name}": value.detach().clone() for name, value in values.items()}
+        self._backward({name: value for name, value in values.items() if name.startswith("target")})
+        assert self.first is not None
+        later: Numbers = {}
+        if self.case.evaluates == "after":
+            later |= self._evaluate(step, self.first, self.leaves)
+        if self.case.reads == "backward":
+            later |= self._read(self.first)
+        self.numbers |= {f"{step} {name}": value for name, value in later.items()}
+
+    def _wrapped(self, around: str, function: Any, *args: Tensor) -> Any:
+        return wrapped(
+            self.case.wrappers if self.wraps and self.case.around == around else (), function, *args
+        )
+
+    def _forward(self, step: int, leaves: dict[str, Tensor]) -> Numbers:
+        case, values = self.case, {}
+        shared = self._shared(leaves)
+        if self.first is None:
+            self.first = shared
+        views: dict[str, dict[str, Tensor]] = {"": shared}
+        if case.before:
+            for at, x in shared.items():
+                values[f"target before{at}"] = self._wrapped("before", REGULARISERS[case.before], x)
+        if case.evaluates == "before":
+            values |= self._evaluate(step, shared, leaves)
+        for index, use in enumerate(case.losses):
+            if use.view not in views:
+                views[use.view] = {at: VIEWS[use.view](x) for at, x in shared.items()}
+            if index == 0:
+                self._watch(("hook", "retain_grad"), views[use.view])
+            values |= self._loss(step, index, list(views[use.view].values()), leaves)
+            if index == 0:
+                self._watch(("late hook",), views[use.view])
+        if case.after:
+            trains_head = self.is_linear and case.head != "frozen"
+            of_head = {name: leaf for name, leaf in leaves.items() if trains_head and name[0] == "w"}
+            for at, x in (shared | of_head).items():
+                values[f"target after{at}"] = REGULARISERS[case.after](x)
+        if case.reads == "loss":
+            values |= self._read(shared)
+        return values
+
+    def _shared(self, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Hidden states, or each rank's logits."""
+        source = SOURCES[self.case.source]
+        is_product = self.case.source not in OF_ONE_LEAF
+        if self.is_linear:
+            return {"": source(leaves["h"] @ leaves["u"] if is_product else leaves["h"])}
+        if is_product:
+            return {f"@{r}": source(leaves[f"h@{r}"] @ leaves[f"w@{r}"].t()) for r in self.engine.ranks}
+        return {f"@{r}": source(leaves[f"p@{r}"]) for r in self.engine.ranks}
+
+    def _heads(self, leaves: dict[str, Tensor], use: Use) -> list[Any]:
+        heads: list[Any] = []
+        for rank in self.engine.ranks if self.is_linear else ():
+            weight, bias = leaves[f"w@{rank}"], leaves[f"b@{rank}"]
+            if self.case.head == "module" and use.function == "module":
+                head = nn.Linear(WIDTH, self.case.columns, device="meta")
+                head.weight, head.bias = self.leaves[f"w@{rank}"], self.leaves[f"b@{rank}"]
+                heads.append(head)
+            elif self.case.head == "rows":
+                heads.append((weight[1:], bias[1:]))
+            else:
+                heads.append((weight * 1.1 if self.case.head == "scaled" else weight, bias))
+        return heads
+
+    def _labels(self, use: Use, step: int, shape: torch.Size, n_columns: int) -> Tensor:
+        generator = torch.Generator().manual_seed(use.labels + step)
+        labels = torch.randint(0, self.case.ranks * n_columns, shape, generator=generator)
+        ignored = torch.rand(shape, generator=generator) < use.ignored
+        return labels.masked_fill(ignored, use.options.get("ignore_index", -100)).to(self.engine.device)
+
+    def _loss(self, step: int, index: int, tensors: list[Tensor], leaves: dict[str, Tensor]) -> Numbers:
+        use = self.case.losses[index]
+
+        n_columns = self.case.columns if self.is_linear else tensors[0].shape[-1]
+        labels = self._labels(use, step, tensors[0].shape[:-1], n_columns)
+
+        def call(*inputs: Tensor) -> tuple[Tensor, ...]:
+            shared = inputs[: len(tensors)]
+            of_head = dict(zip(leaves, inputs[len(tensors) :], strict=False))
+            return self._called(use, shared, of_head, labels)
+
+        around = self.case.around
+        is_wrapped = around == "losses" or (around == "first" and index == 0)
+        inputs = [*tensors, *(leaves.values() if self.is_linear else ())]
+        outputs = self._wrapped(around if is_wrapped else "", call, *inputs)
+        names = ("target loss", "lse", "z_loss")
+        if use.function == "log_probs":
+            names = ("target log_probs", "target entropy")
+        return {f"{name} {index}": value for name, value in zip(names, outputs, strict=False)}
+
+    def _called(
+        self, use: Use, shared: Sequence[Tensor], leaves: dict[str, Tensor], labels: Tensor
+    ) -> tuple[Tensor, ...]:
+        returned = self.engine.call(use, shared, self._heads(leaves, use), labels)
+        if use.options.get("return_metrics"):
+            return returned[0], *returned[1][2:]  # predictions may be tied
+        return returned if isinstance(returned, tuple) else (returned,)
+
+    def _evaluate(self, step: int, shared: dict[str, Tensor], leaves: dict[str, Tensor]) -> Numbers:
+        use = self.case.losses[0]
+        tensors = [VIEWS[use.view](x) for x in shared.values()]
+        with torch.no_grad():
+            return {
+                f"evaluated {name}": value for name, value in self._loss(step, 0, tensors, leaves).items()
+            }
+
+    def _watch(self, ways: Sequence[str], tensors: dict[str, Tensor]) -> None:
+        """Keep the gradients that autograd shows of these; a leaf's are its ``grad``."""
+        if self.case.watch not in ways:
+            return
+        for at, x in tensors.items():
+            if not x.requires_grad or x.is_leaf:
+                continue
+            if self.case.watch == "retain_grad":
+                x.retain_grad()
+                self.watched.append((at, x))
+            else:
+                x.register_hook(functools.partial(self._add_watched, at))
+
+    def _add_watched(self, at: str, grad: Tensor) -> None:
+        name = f"gradient watched{at}"
+        self.numbers[name] = self.numbers[name] + grad if name in self.numbers else grad.clone()
+
+    def _read(self, shared: dict[str, Tensor]) -> Numbers:
+        with torch.no_grad():
+            return {
+                f"read{at}": x.to(torch.promote_types(x.dtype, torch.float32)).logsumexp(-1)
+                for at, x in shared.items()
+            }
+
+    def _backward(self, targets: Numbers) -> None:
+        plan, rng = self.case.plan, random.Random(self.case.name)
+        upstreams = {name: self._upstream(name, target) for name, target in targets.items()}
+        total = sum((target * upstreams[name]).sum() for name, target in targets.items())
+        if plan == "sum":
+            total.backward()
+        elif plan == "twice":
+            total.backward(retain_graph=True)
+            total.backward()
+        elif plan == "together":
+            torch.autograd.backward(list(targets.values()), list(upstreams.values()))
+        elif plan == "separate":
+            names = rng.sample(sorted(targets), len(targets))
+            for name in names:
+                targets[name].backward(upstreams[name], retain_graph=name != names[-1])
+        else:
+            leaves = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
+            for leaf, grad in zip(leaves, torch.autograd.grad(total, leaves), strict=True):
+                leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+
+    def _upstream(self, name: str, target: Tensor) -> Tensor:
+        """Alike for all engines; a regulariser's is a factor."""
+        rng = random.Random(f"{self.case.name} {name}")
+        is_loss = name[-1].isdigit() and "@" not in name
+        kind = self.case.losses[int(name[-1])].upstream if is_loss else "factor"
+        factor, shape = rng.choice([-1.0, 1.0]) * rng.uniform(0.3, 1.7), target.shape
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        values = {
+            "one": torch.ones(shape),
+            "factor": torch.full(shape, factor),
+            "random": torch.randn(shape, generator=generator),
+            "expanded": torch.tensor(factor).expand(shape),
+            "zero": torch.zeros(shape),
+            "strided": torch.randn(*shape, 2, generator=generator)[..., 0],
+        }
+        return values[kind].to(target)
