@@ -373,14 +373,12 @@ def _verified(rank, group, options_of_ranks):
     ("options_of_ranks", "message"),
     [
         (({"softcap": 30.0, "reduction": "none"},) * 2, "agreed"),
-        (({}, {"softcap": 30.0}), "ValueError: options: rank 1 of 2 has {'softcap': 30.0}, rank 0 has {}"),
-        (
-            ({"z_loss": 0.1}, {"z_loss": 0.2}),
-            "ValueError: options: rank 1 of 2 has {'z_loss': 0.2}, rank 0 has",
-        ),
+        (({}, {"softcap": 30.0}), "ValueError: softcap: rank 1 of 2 has 30.0, rank 0 has None"),
+        (({"z_loss": 0.1}, {"z_loss": 0.2}), "ValueError: z_loss: rank 1 of 2 has 0.2, rank 0 has 0.1"),
+        (({"softcap": 30}, {"softcap": 30.0}), "agreed"),
         (({}, {"soft_cap": 30.0}), "TypeError: rank 1 of 2: soft_cap: expected an option of the loss"),
     ],
-    ids=["same", "missing", "other value", "unknown"],
+    ids=["same", "missing", "other value", "as a float", "unknown"],
 )
 @_ranks((2,), (), (2,))
 def test_options_that_differ_between_ranks_are_found(rank_pool, impl, options_of_ranks, message):

@@ -189,8 +189,11 @@ def fingerprint(hidden: Tensor, is_valid: Tensor) -> tuple[float, ...]:
 
 
 def option_facts(options: dict[str, Any]) -> tuple[Fact, ...]:
-    """A fact per option, in an order that all ranks have."""
-    return tuple(Fact(name, repr(value), repr(value)) for name, value in sorted(options.items()))
+    """A fact per option, in an order that all ranks have; 30 and 30.0 are the same."""
+    numbers = {name: float(value) for name, value in options.items() if type(value) is int}
+    return tuple(
+        Fact(name, repr(numbers.get(name, value)), repr(value)) for name, value in sorted(options.items())
+    )
 
 
 def gradient_facts(**tensors: Tensor | None) -> tuple[Fact, ...]:

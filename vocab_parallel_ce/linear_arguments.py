@@ -109,7 +109,9 @@ def prepare_linear_call(
     )
     inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels)
     if agreement.is_pending():
-        facts = call_facts("hidden", hidden.shape[:-1], hidden, all_labels, linear.call, is_even=is_even)
+        facts = call_facts(
+            "hidden", hidden.shape[:-1], hidden, all_labels, linear.call, options, is_even=is_even
+        )
         facts += agreement.option_facts(
             {**head._asdict(), "main_grad": head.main_grad is not None, "gradient": gradient, "impl": impl}
             | {"reduction": reduction, "num_items": None if num_items is None else float(num_items)}

@@ -8,6 +8,7 @@ Public functions prepare a :class:`Call` and run it, most of them under autograd
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -31,14 +32,6 @@ _in_transform = torch._C._are_functorch_transforms_active
 _top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
-
-# Where a field of LossOptions is not named as the argument that it comes from.
-ARGUMENTS = {
-    "smoothing": "label_smoothing",
-    "logit_scale": "logit_scale / temperature",
-    "softcap": "softcap / temperature",
-    "predictions": "return_metrics",
-}
 
 
 class Call(NamedTuple):
@@ -283,7 +276,7 @@ def prepare_call(
         others = {"reduction": reduction, "gradient": gradient, "impl": impl, "check_labels": check_labels}
         others["num_items"] = None if num_items is None else float(num_items)
         is_even = vocab_size is None and shard is None
-        facts = call_facts("logits", labels.shape, logits, labels, call, is_even=is_even)
+        facts = call_facts("logits", labels.shape, logits, labels, call, options, is_even=is_even)
         facts += agreement.option_facts(others) + agreement.gradient_facts(logits=logits)
         report = agreement.Report("a loss over logits", facts, call.shard, agreement.labels_digest(labels))
         agreement.compare(group, report, labels)
@@ -291,25 +284,35 @@ def prepare_call(
 
 
 def call_facts(
-    subject: str, leading: torch.Size, tensor: Tensor, labels: Tensor, call: Call, *, is_even: bool
+    subject: str,
+    leading: torch.Size,
+    tensor: Tensor,
+    labels: Tensor,
+    call: Call,
+    options: dict[str, Any],
+    *,
+    is_even: bool,
 ) -> tuple[agreement.Fact, ...]:
     """What the ranks of every loss must have alike: the ``tensor`` of this name, labels and options.
 
     ``is_even``: the vocabulary's size follows from equal shards.
     """
-    fact, options = agreement.Fact, call.options._asdict()
-    ignore_index, size = options.pop("ignore_index"), call.shard.vocab_size
+    fact, size = agreement.Fact, call.shard.vocab_size
     shown = str(size)
     if is_even:
         shown += f" ({call.n_ranks} * {call.shard.n_columns} columns, without vocab_size= or shard=)"
+    given = {name: p.default for name, p in inspect.signature(checked_options).parameters.items()} | options
+    del given["vocab_size"]
+    given["return_metrics"] = given.pop("metrics")
+    ignore_index = given.pop("ignore_index")
     return (
         fact(subject, tuple(leading), f"leading dimensions {tuple(leading)}"),
         fact(subject, str(tensor.dtype), f"dtype {tensor.dtype}"),
         fact(subject, tensor.device.type, f"device type {tensor.device.type}"),
         fact("labels", str(labels.dtype), f"dtype {labels.dtype}"),
-        fact("ignore_index", ignore_index, str(ignore_index)),
+        fact("ignore_index", int(ignore_index), str(ignore_index)),
         fact("vocab_size", size, shown),
-        *agreement.option_facts({ARGUMENTS.get(name, name): value for name, value in options.items()}),
+        *agreement.option_facts(given),
     )
 
 
