@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import batch
@@ -165,6 +166,21 @@ def test_records_of_freed_tensors_are_dropped():
     assert len(overwritten._records) <= 64
     with pytest.raises(ValueError, match=REFUSAL):
         case.loss()
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("copies", (False, True))
+def test_hooks_that_hand_over_another_tensor(copies):
+    """In place by name: hooks of the same memory overwrite the logits, hooks that copy overwrite the copy."""
+    case = Case(("auto", "cpu"))
+    with saved_tensors_hooks(lambda t: t.clone() if copies else t.detach(), lambda t: t):
+        loss = case.loss(gradient="in_backward")
+    loss.backward()
+    if copies:
+        case.assert_loss(case.loss(gradient="out_of_place"), case.values, case.labels)
+    else:
+        with pytest.raises(ValueError, match=REFUSAL):
+            case.loss()
 
 
 @pytest.mark.cuda

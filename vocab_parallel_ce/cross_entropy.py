@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from vocab_parallel_ce import agreement, checks
-from vocab_parallel_ce.overwritten import mark_overwritten
+from vocab_parallel_ce.overwritten import mark_overwritten, reference_to
 from vocab_parallel_ce.pipeline import (
     Call,
     flat,
@@ -234,7 +234,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, call: Call) -> Any:
         ctx.call = call
         ctx.handed_on = False
-        ctx.age = _current_age()
+        ctx.owner, ctx.age = reference_to(logits), _current_age()
         if agreement.is_on:
             ctx.device = logits.device
         ctx.set_materialize_grads(False)
@@ -243,7 +243,7 @@ class _CrossEntropy(torch.autograd.Function):
             grad = overwritable(logits)
             outputs = call.outputs_and_gradient(grad, flat_labels)
             if grad is logits:
-                mark_overwritten(logits, None, 0, ctx.age)
+                mark_overwritten(logits, 0, ctx.owner, ctx.age)
             ctx.save_for_backward(grad)
         else:
             kept = logits if call.gradient == "out_of_place" else overwritable(logits)
@@ -278,14 +278,13 @@ def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | 
     """In the logits' memory, or in a new tensor."""
     call: Call = ctx.call
     kept, *others = ctx.saved_tensors
-    logits, base = kept.detach(), kept._base
-    version = 0 if base is None else kept._version
+    logits, version = kept.detach(), kept._version
     upstream = per_row(logits.new_zeros(1, dtype=torch.float32) if grad_loss is None else grad_loss, logits)
     ctx.handed_on = call.gradient != "out_of_place"
     if call.gradient == "in_forward":
         call.launchers.element_mul(logits, upstream)
         increment_version(logits)
-        mark_overwritten(kept, base, version, ctx.age)
+        mark_overwritten(kept, version, ctx.owner, ctx.age)
         return logits
     source, grad = source_and_new(logits) if call.gradient == "out_of_place" else (logits, logits)
     call.write_gradient(
@@ -297,7 +296,7 @@ def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | 
     )
     if grad is logits:
         increment_version(logits)
-        mark_overwritten(kept, base, version, ctx.age)
+        mark_overwritten(kept, version, ctx.owner, ctx.age)
     return grad
 
 

@@ -55,22 +55,37 @@ _records: dict[int, _Record] = {}
 _most_records = 64  # before those of freed tensors are dropped
 
 
-def mark_overwritten(logits: Tensor, base: Tensor | None, version_before: int, age: int) -> None:
-    """Record that ``logits [..., C]``, as the caller has them, now hold their gradient.
+def reference_to(logits: Tensor) -> weakref.ref[Tensor]:
+    """To the tensor that a record is of: ``logits``, or the base of the view that they are."""
+    base = logits._base
+    return weakref.ref(logits if base is None else base)
 
-    ``base`` is their base if they are a view, ``version_before`` their version before the write: an earlier
-    record of that version stays valid. ``age`` is above the number of every node that was there in forward.
+
+def mark_overwritten(logits: Tensor, version_before: int, reference: weakref.ref[Tensor], age: int) -> None:
+    """Record that ``logits [..., C]``, as autograd has saved them, now hold their gradient.
+
+    ``version_before`` is their version before the write: an earlier record of that version stays valid.
+    ``reference`` is :func:`reference_to` what the caller passed, which saved-tensor hooks may have replaced by
+    a copy or by another tensor of the same memory. ``age`` is above the number of every node that was there
+    before the loss.
     """
-    owner = logits
+    owner = reference()
+    if owner is None:
+        return
+    base = logits._base
+    if owner is not (logits if base is None else base):
+        if owner.untyped_storage()._cdata != logits.untyped_storage()._cdata:
+            return
+        base = owner
     rows: tuple[_Rows, ...] | None = None
     if base is not None:
-        owner, rows = base, (_Rows.of(logits),)
-        earlier = _records.get(id(base))
-        if earlier is not None and earlier[0]() is base and earlier[1] == version_before:
+        rows = (_Rows.of(logits),)
+        earlier = _records.get(id(owner))
+        if earlier is not None and earlier[0]() is owner and earlier[1] == version_before:
             rows = None if earlier[3] is None else rows + earlier[3]
     if len(_records) >= _most_records:
         _drop_freed()
-    _records[id(owner)] = (weakref.ref(owner), logits._version, age, rows)
+    _records[id(owner)] = (reference, logits._version, age, rows)
 
 
 def _drop_freed() -> None:
