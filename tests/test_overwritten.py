@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import batch
@@ -181,6 +182,16 @@ def test_hooks_that_hand_over_another_tensor(copies):
     else:
         with pytest.raises(ValueError, match=REFUSAL):
             case.loss()
+
+
+@pytest.mark.parametrize("gradient", IN_PLACE)
+def test_memory_that_a_freed_leaf_has_overwritten(impl_device, gradient):
+    """A reentrant checkpoint calls over a detached leaf of the caller's logits, which dies with its graph."""
+    case = Case(impl_device)
+    checkpoint(lambda x: case.loss(x, gradient=gradient), case.logits, use_reentrant=True).backward()
+    for logits in (case.logits, case.logits.detach()):
+        with torch.no_grad(), pytest.raises(ValueError, match=REFUSAL):
+            case.loss(logits)
 
 
 @pytest.mark.cuda

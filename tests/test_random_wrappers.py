@@ -11,8 +11,7 @@ README documents these as not safe, and no case has them:
   hooks, if somebody else uses the logits;
 - a read of the logits after a call in ``in_forward`` (TransformerEngine's default of a mean) or after a
   backward in place, an optimizer's step on such logits included;
-- hooks that keep a tensor as it is, or a checkpoint that is not reentrant, around another operation that
-  reads the logits and not around the loss.
+- hooks that keep a tensor as it is, around another operation that saves the logits and not around the loss.
 
 ``VPCE_RANDOM_CASES`` is the number of cases, ``VPCE_RANDOM_FIRST`` the first of them.
 """
@@ -32,7 +31,8 @@ from tests.support.random_programs import Numbers, Package, Player, Torch
 from tests.support.random_wrappers import Case, draw, must_run, relies_on_versions
 from tests.support.ranks import device_of, implementation_params
 
-N_CASES = {"logits": 120, "linear": 60}
+N_CASES = {"logits": 130, "linear": 60}
+N_COMPILED = {"logits": 30, "linear": 15}  # on a GPU, which compiles kernels for most of them
 N_INTERPRETED = {"logits": 12, "linear": 3}
 LEAST_SHARE = 0.6  # of cases that give numbers
 ENOUGH = 40  # cases to speak of a share
@@ -46,9 +46,16 @@ pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 
 def cases(family: str, ranks: int, impl: str) -> list[Case]:
-    """The first cases. Kernels are slow to interpret, and raise no version: theirs are those that rely on it."""
+    """The first cases; interpreted, where each is slow, the first that need versions raised.
+
+    The reference writes with PyTorch, which raises them. Kernels do not.
+    """
     is_interpreted = impl == "triton" and not torch.cuda.is_available()
-    default = (N_INTERPRETED if is_interpreted else N_CASES)[family]
+    default = N_CASES[family]
+    if is_interpreted:
+        default = N_INTERPRETED[family] // ranks
+    elif impl == "triton":
+        default = N_COMPILED[family]
     drawn = (draw(family, ranks, index) for index in itertools.count(FIRST))
     if is_interpreted and family == "logits":
         drawn = filter(relies_on_versions, drawn)
@@ -81,7 +88,8 @@ def problem(case: Case, results: list[Numbers | str], device: Any = "cpu") -> st
             return f"{len(refused)} of {len(results)} ranks refused: {refused[0]}"
         return f"refused: {refused[0]}" if must_run(case) else ""
     ranks = tuple(range(case.ranks))
-    truth, peer = (Player(case, Torch(device, dtype, ranks)).play() for dtype in (torch.float64, case.dtype))
+    truth = Player(case, Torch(device, torch.float64, ranks)).play()
+    peer = Player(case, Torch(device, case.dtype, ranks)).play()
     for rank, result in enumerate(results):
         assert isinstance(result, dict)
         expected = {name for name in truth if name.partition("@")[2] in ("", str(rank))}
@@ -92,7 +100,7 @@ def problem(case: Case, results: list[Numbers | str], device: Any = "cpu") -> st
                 assert_within_budget(value, truth[name], peer[name])
             except AssertionError as error:
                 return f"rank {rank}, {name}: {error}"
-            if "loss" in name and not torch.equal(value, results[0][name]):  # type: ignore[index]
+            if "@" not in name and not torch.equal(value, results[0][name]):  # type: ignore[index]
                 return f"{name}: ranks 0 and {rank} differ"
     return ""
 

@@ -52,6 +52,10 @@ class _Rows(NamedTuple):
 # makes one.
 _Record = tuple["weakref.ref[Tensor]", int, int, tuple[_Rows, ...] | None]
 _records: dict[int, _Record] = {}
+# A leaf may be another's memory, detached, and die before it: its record lies on the storage.
+_ON_STORAGE = "_vocab_parallel_ce_overwritten"
+_marks_storages = False
+NEVER = 2**63
 _most_records = 64  # before those of freed tensors are dropped
 
 
@@ -65,9 +69,8 @@ def mark_overwritten(logits: Tensor, version_before: int, reference: weakref.ref
     """Record that ``logits [..., C]``, as autograd has saved them, now hold their gradient.
 
     ``version_before`` is their version before the write: an earlier record of that version stays valid.
-    ``reference`` is :func:`reference_to` what the caller passed, which saved-tensor hooks may have replaced by
-    a copy or by another tensor of the same memory. ``age`` is above the number of every node that was there
-    before the loss.
+    ``reference`` is :func:`reference_to` what the caller passed. Saved-tensor hooks may have replaced it by a
+    copy, or by another tensor of the same memory. ``age`` is above the number of every node before the loss.
     """
     owner = reference()
     if owner is None:
@@ -83,6 +86,10 @@ def mark_overwritten(logits: Tensor, version_before: int, reference: weakref.ref
         earlier = _records.get(id(owner))
         if earlier is not None and earlier[0]() is owner and earlier[1] == version_before:
             rows = None if earlier[3] is None else rows + earlier[3]
+    if owner.is_leaf:
+        global _marks_storages
+        _marks_storages = True
+        setattr(owner.untyped_storage(), _ON_STORAGE, (reference, logits._version, NEVER, None))
     if len(_records) >= _most_records:
         _drop_freed()
     _records[id(owner)] = (reference, logits._version, age, rows)
@@ -106,11 +113,17 @@ def check_not_overwritten(logits: Tensor, base: Tensor | None) -> None:
     if record is None or record[0]() is not owner:
         # In a graph of its own, memory has one owner. A detached tensor shares somebody else's.
         record = _record_of_alias(logits) if owner.is_leaf and _records else None
+        if record is None and _marks_storages:
+            record = getattr(logits.untyped_storage(), _ON_STORAGE, None)
         if record is None:
             return
     _, version, age, rows = record
     node = owner.grad_fn
-    if logits._version > version or (node is not None and node._sequence_nr() >= age):
+    if (
+        logits.is_inference()
+        or logits._version > version
+        or (node is not None and node._sequence_nr() >= age)
+    ):
         return
     if logits.is_cuda and _may_be_captured(logits.device):
         return
@@ -125,8 +138,6 @@ def check_not_overwritten(logits: Tensor, base: Tensor | None) -> None:
 
 def _record_of_alias(logits: Tensor) -> _Record | None:
     """The record of a tensor that shares its storage with ``logits``, which are in no graph."""
-    if logits.is_inference():
-        return None
     storage = logits.untyped_storage()._cdata
     for record in _records.values():
         owner = record[0]()

@@ -83,7 +83,7 @@ class Torch(NamedTuple):
             pairs = [(h.weight, h.bias) if isinstance(h, nn.Module) else h for h in heads]
             rows = hidden.reshape(-1, hidden.shape[-1])
             # Not F.linear, which rounds bf16 logits twice if hidden has gaps.
-            logits = [torch.addmm(bias, rows, weight.t()) for weight, bias in pairs]
+            logits = [torch.addmm(b, rows, w.t()) for w, b in pairs]
             shared = [x.view(*hidden.shape[:-1], -1) for x in logits]
         return by_torch(
             torch.cat(list(shared), -1), labels, log_probs=use.function == "log_probs", **use.options
@@ -178,9 +178,13 @@ class Player:
             self._step(step)
         case, numbers = self.case, self.numbers
         trained = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
-        for name, leaf in trained.items():
-            if leaf.grad is not None:
-                numbers[f"gradient of {name}"] = leaf.grad.clone()
+        gradients = {name: leaf.grad for name, leaf in trained.items() if leaf.grad is not None}
+        for at in (f"@{rank}" for rank in self.engine.ranks):
+            if {f"w{at}", f"b{at}"} <= gradients.keys():
+                # A bias is a column of the weight whose hidden value is 1, and errors are of all columns.
+                columns = gradients.pop(f"w{at}"), gradients.pop(f"b{at}").unsqueeze(1)
+                gradients[f"head{at}"] = torch.cat(columns, 1)
+        numbers |= {f"gradient of {name}": grad.clone() for name, grad in gradients.items()}
         for at, x in self.watched:
             if case.watch == "retain_grad" and x.grad is not None:
                 self._add_watched(at, x.grad)

@@ -185,8 +185,6 @@ def left_out(case: Case) -> bool:
         return True
     if case.around in ("first", "before") and {"identity", "save_on_cpu"} & set(case.wrappers):
         return True
-    if case.around == "before" and "checkpoint" in case.wrappers:
-        return True
     return case.sgd and case.source == "leaf" and by_name
 
 
@@ -224,7 +222,7 @@ def _wrappers(rng: random.Random, case: Case) -> Case:
 
 def _wrapped_in_part(rng: random.Random, case: Case) -> Case:
     around = rng.choice(["first", "before"])
-    name = rng.choice(["copies", "reentrant"] + ["checkpoint"] * (around == "first"))
+    name = rng.choice(["copies", "reentrant", "checkpoint"])
     case = _before(rng, case) if around == "before" else _second_loss(rng, case)
     return case._replace(wrappers=(name,), around=around)
 
@@ -232,6 +230,11 @@ def _wrapped_in_part(rng: random.Random, case: Case) -> Case:
 def _kept_graph(rng: random.Random, case: Case) -> Case:
     """Hooks and the loss alone: there a mode asked for by name must refuse the second backward itself."""
     return _wrappers(rng, case)._replace(plan="twice")
+
+
+def _called_again(rng: random.Random, case: Case) -> Case:
+    """The loss in a wrapper, and again outside over what it may have overwritten there."""
+    return _wrappers(rng, case)._replace(around="losses", evaluates="after")
 
 
 def _second_loss(rng: random.Random, case: Case) -> Case:
@@ -291,6 +294,7 @@ _FEATURES: dict[str, Callable[[random.Random, Case], Case]] = {
     "other wrappers": _wrappers,
     "wrapped in part": _wrapped_in_part,
     "kept graph": _kept_graph,
+    "called again": _called_again,
     "second loss": _second_loss,
     "before": _before,
     "after": _after,
