@@ -214,6 +214,27 @@ def test_off_it_sends_nothing(rank_pool, impl):
         assert counts["on"][2] < 4096
 
 
+def _forward_outside(rank, group):
+    """Backward compares if it runs within verification, wherever forward ran."""
+    errors = []
+    for function in ("loss", "linear", "linear in backward"):
+        a = Arguments(rank, group)
+        loss = FUNCTIONS[function](a)
+        with verify_calls():
+            try:
+                (loss * (1.0 + rank)).backward()
+            except ValueError as error:
+                errors.append(str(error))
+    return errors
+
+
+@in_ranks
+def test_a_backward_alone_is_compared(rank_pool, impl):
+    first, *others = rank_pool.run(_forward_outside)
+    assert len(first) == 3 and all("gradient of loss: rank" in error for error in first), first
+    assert all(errors == first for errors in others)
+
+
 def _unmatched(rank, group):
     """Other cases in which ranks call different things."""
     errors = []

@@ -235,8 +235,6 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.call = call
         ctx.handed_on = False
         ctx.owner, ctx.age = reference_to(logits), _current_age()
-        if agreement.is_on:
-            ctx.device = logits.device
         ctx.set_materialize_grads(False)
         flat_labels = flat(labels)
         if call.gradient == "in_forward":
@@ -323,7 +321,8 @@ def check_backward(*upstream: Tensor | None) -> None:
 
 def _compare_backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> None:
     """Compare the upstream gradients of all ranks; what this rank alone would raise is raised on all."""
-    with agreement.open_call(ctx.call.group, ctx.device):
+    given = [grad for grad in (grad_loss, grad_entropy) if grad is not None]
+    with agreement.open_call(ctx.call.group, given[0].device if given else None):
         check_backward(grad_loss, grad_entropy)
         if ctx.handed_on:
             raise RuntimeError(SECOND_BACKWARD)
