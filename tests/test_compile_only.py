@@ -26,6 +26,7 @@ def compiled(target: str, *words: str) -> list[dict]:
     return json.loads(run.stdout)
 
 
+@pytest.mark.timeout(900)  # a hundred compilations, on a busy machine too
 @pytest.mark.parametrize("target", ("cuda:80", "cuda:100", "hip:gfx942"))
 def test_every_kernel_compiles(target):
     reports = compiled(target, "bf16")
@@ -34,6 +35,7 @@ def test_every_kernel_compiles(target):
     assert all(report["bytes"] > 0 for report in reports)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("words", (("bf16", "each-option"), ("fp32", "fp16")), ids="-".join)
 def test_sm_90_code_is_wide_and_does_not_spill(words):
     for report in compiled("cuda:90", *words):

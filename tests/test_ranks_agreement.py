@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import record_collectives
@@ -226,6 +227,32 @@ def _forward_outside(rank, group):
             except ValueError as error:
                 errors.append(str(error))
     return errors
+
+
+def _in_a_checkpoint(rank, group):
+    losses = []
+    with verify_calls():
+        for function in ("loss", "transformer engine", "linear", "linear in backward"):
+            a = Arguments(rank, group)
+            given = (a.logits, a.hidden, a.weight)
+
+            def call(logits, hidden, weight, a=a, function=function):
+                a.logits, a.hidden, a.weight = logits * 1, hidden, weight
+                return FUNCTIONS[function](a)
+
+            loss = checkpoint(call, *given, use_reentrant=False)
+            loss.backward()
+            losses.append(loss.detach())
+    return losses
+
+
+@in_ranks
+def test_it_works_in_a_checkpoint(rank_pool, impl):
+    """Which hands out saved tensors once."""
+    made = batch("some_ignored", rows=ROWS, vocab_size=COLUMNS * rank_pool.world_size)
+    for over_logits, te, *_ in rank_pool.run(_in_a_checkpoint):
+        for loss in (over_logits, te):
+            assert_within_budget(loss, cross_entropy_fp64(*made).loss, cross_entropy_same_dtype(*made).loss)
 
 
 @in_ranks

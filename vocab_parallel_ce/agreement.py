@@ -25,7 +25,7 @@ from vocab_parallel_ce.exchange import all_gather_objects, group_position
 from vocab_parallel_ce.shard import VocabShard
 
 VARIABLE = "VOCAB_PARALLEL_CE_VERIFY"
-USER_ERRORS = {"TypeError": TypeError, "ValueError": ValueError}
+USER_ERRORS = {"TypeError": TypeError, "ValueError": ValueError, "RuntimeError": RuntimeError}
 PROJECTIONS = 4
 PROJECTION_TOLERANCE = (
     0.03  # of the norm: above the rounding of bf16, far below what another dropout mask does

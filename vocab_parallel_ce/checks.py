@@ -17,7 +17,7 @@ FP32 = torch.finfo(torch.float32)
 GRADIENTS = ("auto", "in_forward", "in_backward", "out_of_place")
 IN_TRANSFORM = (
     "cross-entropy: expected a call outside of torch.func transforms, got one inside (grad, jvp, vmap, or "
-    "is_grads_batched); use loss.backward() or torch.autograd.grad, or torch.nn.functional.cross_entropy"
+    "is_grads_batched); use a plain backward, or torch.nn.functional.cross_entropy"
 )
 
 

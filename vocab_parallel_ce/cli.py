@@ -77,7 +77,7 @@ def doctor_lines() -> list[str]:
 
 def _default_gradient() -> str:
     if can_see_saved_tensor_hooks():
-        return "in place in backward; out of place under saved-tensor hooks and for leaves"
+        return "in place in backward; out of place under saved-tensor hooks, for leaves and views of them"
     return "always out of place: this torch cannot say whether saved-tensor hooks are active"
 
 

@@ -37,8 +37,8 @@ DOUBLE_BACKWARD = (
     "cross-entropy: expected backward without create_graph: its gradient cannot be differentiated again"
 )
 OVERWRITTEN = (
-    "cross-entropy: the logits were overwritten before backward read them; where another loss over them did "
-    "it, ask for gradient='out_of_place' in both"
+    "cross-entropy: the logits, or the tensor that they are a view of, were overwritten before backward read "
+    "them; if another loss did it, ask for gradient='out_of_place' in both"
 )
 
 _current_age = torch._C._autograd._get_sequence_nr  # of this thread: the number of the next autograd node
@@ -257,8 +257,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None
     ) -> tuple[Tensor | None, None, None]:
-        if agreement.is_on:
-            _compare_backward(ctx, grad_loss, grad_entropy)
+        saved = _compared_backward(ctx, grad_loss, grad_entropy) if agreement.is_on else None
         if torch.is_grad_enabled():
             raise RuntimeError(DOUBLE_BACKWARD)
         if grad_loss is None and grad_entropy is None:
@@ -266,16 +265,19 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.handed_on:
             raise RuntimeError(SECOND_BACKWARD)
         try:
-            return _logits_gradient(ctx, grad_loss, grad_entropy), None, None
+            saved = ctx.saved_tensors if saved is None else saved
+            return _logits_gradient(ctx, saved, grad_loss, grad_entropy), None, None
         except RuntimeError as error:
             _explain(error, grad_loss, grad_entropy)
             raise
 
 
-def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
+def _logits_gradient(
+    ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, grad_entropy: Tensor | None
+) -> Tensor:
     """In the logits' memory, or in a new tensor."""
     call: Call = ctx.call
-    kept, *others = ctx.saved_tensors
+    kept, *others = saved
     logits, version = kept.detach(), kept._version
     upstream = per_row(logits.new_zeros(1, dtype=torch.float32) if grad_loss is None else grad_loss, logits)
     ctx.handed_on = call.gradient != "out_of_place"
@@ -319,17 +321,21 @@ def check_backward(*upstream: Tensor | None) -> None:
         raise RuntimeError(checks.IN_TRANSFORM)
 
 
-def _compare_backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> None:
-    """Compare the upstream gradients of all ranks; what this rank alone would raise is raised on all."""
+def _compared_backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+    """Compare the upstream gradients of all ranks; what this rank alone would raise is raised on all.
+
+    Returns the saved tensors: a checkpoint hands them out once.
+    """
     given = [grad for grad in (grad_loss, grad_entropy) if grad is not None]
     with agreement.open_call(ctx.call.group, given[0].device if given else None):
         check_backward(grad_loss, grad_entropy)
         if ctx.handed_on:
             raise RuntimeError(SECOND_BACKWARD)
         try:
-            ctx.saved_tensors  # noqa: B018  # raises if they were overwritten
+            saved: tuple[Any, ...] = ctx.saved_tensors
         except RuntimeError as error:
             _explain(error)
             raise
         if agreement.is_pending():
             agreement.compare(ctx.call.group, agreement.upstream_report(loss=grad_loss, entropy=grad_entropy))
+    return saved

@@ -1,8 +1,8 @@
 """Memory that holds a gradient where logits were, so that another loss over it is refused.
 
-A record is valid as long as the overwritten tensor lives, and void once somebody has written to it: PyTorch
-raises the version at each write that it sees. It does not see a replayed CUDA graph that fills static logits
-anew. Their node in the autograd graph is then younger than the loss.
+A record is valid as long as the overwritten tensor lives, and void once somebody has written to it. PyTorch
+raises the version at each write that it sees, for a tensor and all views of it. It does not see a replayed
+CUDA graph that fills static logits anew. Their node in the autograd graph is then younger than the loss.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class _Rows(NamedTuple):
 
     def intervals(self) -> tuple[Tensor, int]:
         """Sorted first bytes of the rows, and the bytes that each reaches over."""
-        starts = torch.tensor([self.offset])
+        starts = torch.tensor([self.offset], device="cpu")
         for size, stride in zip(self.shape[:-1], self.stride[:-1], strict=True):
-            starts = (starts.unsqueeze(1) + torch.arange(size) * stride).view(-1)
+            starts = (starts.unsqueeze(1) + torch.arange(size, device="cpu") * stride).view(-1)
         reach = (self.shape[-1] - 1) * self.stride[-1] + 1
         return starts.sort().values * self.itemsize, reach * self.itemsize
 
@@ -97,8 +97,9 @@ def mark_overwritten(logits: Tensor, version_before: int, reference: weakref.ref
 
 def _drop_freed() -> None:
     global _most_records
-    for key in [key for key, record in _records.items() if record[0]() is None]:
-        del _records[key]
+    for key, record in list(_records.items()):
+        if record[0]() is None:
+            _records.pop(key, None)
     _most_records = max(64, 2 * len(_records))
 
 
@@ -139,7 +140,7 @@ def check_not_overwritten(logits: Tensor, base: Tensor | None) -> None:
 def _record_of_alias(logits: Tensor) -> _Record | None:
     """The record of a tensor that shares its storage with ``logits``, which are in no graph."""
     storage = logits.untyped_storage()._cdata
-    for record in _records.values():
+    for record in list(_records.values()):
         owner = record[0]()
         if owner is not None and owner.untyped_storage()._cdata == storage:
             return record

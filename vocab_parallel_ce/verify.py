@@ -42,7 +42,7 @@ def verify_group(
 
     Overwrites: nothing. Waits for the device. With NCCL, what is sent goes by the GPU of ``logits``.
 
-    Collectives: two all_gathers on the current stream, of sizes and of under two kilobytes a rank
+    Collectives: two all_gathers on the current stream, of sizes and of under four kilobytes a rank
     (``torch.distributed.all_gather_object``, which needs NumPy); if labels differ two more, with the
     labels of two ranks. None for a group of one rank, or None: then this rank's arguments are checked.
 
