@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -236,26 +235,3 @@ def test_hooks_are_seen_only_while_they_are_active():
         with hooks:
             assert pipeline.gradient_mode("auto", logits, None) == expected
     assert pipeline.gradient_mode("auto", logits, None) == "in_backward"
-
-
-def table() -> list[tuple[Any, ...]]:
-    """Largest relative error of the gradients in each case and mode, or the error: for a report."""
-    rows = []
-    for wrapper in WRAPPERS:
-        for name in FUNCTIONS:
-            truth = results("plain", name, of_torch, torch.float64)
-            row: list[str] = [wrapper, name]
-            for loss in (
-                over_logits("auto", "auto"),
-                over_logits("auto", "in_backward"),
-                over_logits("auto", "out_of_place"),
-                transformer_engine,
-            ):
-                try:
-                    got = results(wrapper, name, loss, torch.float32)
-                    error = max(float((a - b).norm() / b.norm()) for a, b in zip(got, truth, strict=True))
-                    row.append(f"{error:.1e}")
-                except (RuntimeError, ValueError) as problem:
-                    row.append(type(problem).__name__)
-            rows.append(tuple(row))
-    return rows

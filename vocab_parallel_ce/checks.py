@@ -42,17 +42,14 @@ def check_no_transforms(*tensors: Tensor | None) -> None:
     """That neither a ``torch.func`` transform nor forward-mode AD expects to see through the call."""
     if torch._C._are_functorch_transforms_active():
         raise TypeError(IN_TRANSFORM)
-    given = [tensor for tensor in tensors if tensor is not None]
-    if has_dual_level() and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given):
+    # The public unpack_dual takes a microsecond to say that there is no level.
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise TypeError(
             "cross-entropy: expected tensors without a tangent, got a dual tensor of forward-mode AD; use "
             "backward, or torch.nn.functional.cross_entropy"
         )
-
-
-def has_dual_level() -> bool:
-    """Whether forward-mode AD may be active: the public unpack_dual takes a microsecond to say no."""
-    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def check_logits(logits: Tensor) -> None:

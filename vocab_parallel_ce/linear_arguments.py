@@ -76,12 +76,12 @@ def prepare_linear_call(
         # fp16 has no room for a gradient that the loss scale has not multiplied yet.
         gradient = "in_backward" if reduction == "none" or dtype == torch.float16 else "in_forward"
     whole_vectors = n_columns * dtype.itemsize % VECTOR_BYTES == 0
-    settled = settle(
+    values = (
         *(dtype, n_columns, torch.strided, hidden.device, labels.dtype, labels.device),
         *(rank, n_ranks, None, shard),
         *("none" if reduction == "none" else "sum", gradient, impl, check_labels, whole_vectors),
-        **options,
     )
+    settled = settle(values, options)
     if num_items is not None:
         checks.check_num_items(num_items, reduction, hidden)
         num_items = as_divisor(num_items, hidden)

@@ -26,8 +26,6 @@ from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowOutputs
 
-_in_transform = torch._C._are_functorch_transforms_active
-
 # A private function: None in a PyTorch without it.
 _top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
@@ -250,8 +248,7 @@ def prepare_call(
     rank, n_ranks = group_position(group)
     if shard is not None:
         shard = given_shard(shard, vocab_size, None, n_ranks)
-    if _in_transform() or checks.has_dual_level():
-        checks.check_no_transforms(logits)
+    checks.check_no_transforms(logits)
     base = logits._base
     mode = gradient_mode(gradient, logits, base)
     description = (logits.dtype, logits.shape[-1], logits.layout, logits.device)
@@ -259,11 +256,7 @@ def prepare_call(
     position = (rank, n_ranks, vocab_size, shard)
     whole_vectors = mode == "in_forward" and _has_whole_vectors(logits)  # for one_pass alone
     modes = (reduction, mode, impl, check_labels, whole_vectors)
-    values = (*description, *of_labels, *position, *modes)
-    try:
-        settled = _settled_call(*values, **options)
-    except TypeError:
-        settled = settle(*values, **options)
+    settled = settle((*description, *of_labels, *position, *modes), options)
     if not may_hold_gradient:
         check_not_overwritten(logits, base)
     if num_items is not None:
@@ -316,7 +309,9 @@ def call_facts(
     )
 
 
-def settle(*values: Any, **options: Any) -> Callable[[torch.Size, Any, Tensor | None], Call]:
+def settle(
+    values: tuple[Any, ...], options: dict[str, Any]
+) -> Callable[[torch.Size, Any, Tensor | None], Call]:
     """:func:`_settled_call`, remembered if its arguments can be."""
     try:
         return _settled_call(*values, **options)
@@ -419,12 +414,7 @@ def gradient_mode(gradient: str, logits: Tensor, base: Tensor | None) -> str:
     """
     if gradient == "auto":
         return "in_backward" if may_overwrite(logits if base is None else base) else "out_of_place"
-    if (
-        gradient == "in_forward"
-        and base is not None
-        and torch.is_grad_enabled()
-        and _is_view_in_graph(logits)
-    ):
+    if gradient == "in_forward" and torch.is_grad_enabled() and _is_view_in_graph(logits):
         raise ValueError(
             "gradient: 'in_forward' overwrites logits during forward, which autograd allows for no view "
             "of another tensor in a graph, got logits that are one; pass the tensor itself, with any leading "
