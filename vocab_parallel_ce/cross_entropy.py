@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from vocab_parallel_ce import agreement, checks
-from vocab_parallel_ce.overwritten import mark_overwritten, reference_to
+from vocab_parallel_ce.overwritten import mark_overwritten
 from vocab_parallel_ce.pipeline import (
     Call,
     flat,
@@ -234,14 +234,14 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, call: Call) -> Any:
         ctx.call = call
         ctx.handed_on = False
-        ctx.owner, ctx.age = reference_to(logits), _current_age()
+        ctx.age = _current_age()
         ctx.set_materialize_grads(False)
         flat_labels = flat(labels)
         if call.gradient == "in_forward":
             grad = overwritable(logits)
             outputs = call.outputs_and_gradient(grad, flat_labels)
             if grad is logits:
-                mark_overwritten(logits, 0, ctx.owner, ctx.age)
+                mark_overwritten(logits, 0, ctx.age)
             ctx.save_for_backward(grad)
         else:
             kept = logits if call.gradient == "out_of_place" else overwritable(logits)
@@ -284,7 +284,7 @@ def _logits_gradient(
     if call.gradient == "in_forward":
         call.launchers.element_mul(logits, upstream)
         increment_version(logits)
-        mark_overwritten(kept, version, ctx.owner, ctx.age)
+        mark_overwritten(kept, version, ctx.age)
         return logits
     source, grad = source_and_new(logits) if call.gradient == "out_of_place" else (logits, logits)
     call.write_gradient(
@@ -296,7 +296,7 @@ def _logits_gradient(
     )
     if grad is logits:
         increment_version(logits)
-        mark_overwritten(kept, version, ctx.owner, ctx.age)
+        mark_overwritten(kept, version, ctx.age)
     return grad
 
 

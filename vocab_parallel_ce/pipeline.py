@@ -258,7 +258,7 @@ def prepare_call(
     modes = (reduction, mode, impl, check_labels, whole_vectors)
     settled = settle((*description, *of_labels, *position, *modes), options)
     if not may_hold_gradient:
-        check_not_overwritten(logits, base)
+        check_not_overwritten(logits)
     if num_items is not None:
         checks.check_num_items(num_items, reduction, logits)
         num_items = as_divisor(num_items, logits)
