@@ -1,9 +1,9 @@
 """Memory that holds a gradient where logits were, so that another loss over it is refused.
 
 The record is an attribute of the storage: it dies with the memory, and every tensor of that memory has it.
-It is void once somebody has written to the logits. PyTorch raises the version at each write that it sees, for a
-tensor and all views of it. It does not see a replayed CUDA graph that fills static logits anew. Their node in
-the autograd graph is then younger than the loss.
+It is void once somebody has written to the logits. PyTorch raises the version at each write that it sees, for
+a tensor and all views of it. It does not see a replayed CUDA graph that fills static logits anew. Their node
+in the autograd graph is then younger than the loss.
 """
 
 from __future__ import annotations
