@@ -10,7 +10,7 @@ import torch
 
 import vocab_parallel_ce
 from vocab_parallel_ce.linear.chunks import choose_chunk_tokens
-from vocab_parallel_ce.pipeline import can_see_saved_tensor_hooks
+from vocab_parallel_ce.plan import can_see_saved_tensor_hooks
 from vocab_parallel_ce.selection import (
     IMPLEMENTATIONS,
     Workload,

@@ -1,32 +1,27 @@
 """Vocabulary-parallel cross-entropy over logits: the public function and its autograd.
 
-Collectives: forward one (none for one rank), backward none. See ``spec`` for the mathematics and the
-legend of shapes.
+See ``spec`` for the mathematics and the legend of shapes.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from vocab_parallel_ce import agreement, checks
+from vocab_parallel_ce import agreement, checks, pipeline
+from vocab_parallel_ce.layout import flat, overwritable, per_row, source_and_new, walkable
+from vocab_parallel_ce.options import LossKeywords, Settings, check_names, keyword_defaults, with_keywords
 from vocab_parallel_ce.overwritten import mark_overwritten
-from vocab_parallel_ce.pipeline import (
-    Call,
-    flat,
-    overwritable,
-    per_row,
-    prepare_call,
-    source_and_new,
-    walkable,
-)
-from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.plan import Call, plan_call
 from vocab_parallel_ce.spec import TokenOutputs, is_ignored
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 SECOND_BACKWARD = (
     "cross-entropy: backward ran a second time, but the first had its gradient in the logits' "
@@ -40,6 +35,7 @@ OVERWRITTEN = (
     "cross-entropy: the logits, or the tensor that they are a view of, were overwritten before backward read "
     "them; if another loss did it, ask for gradient='out_of_place' in both"
 )
+KEYWORDS = keyword_defaults(LossKeywords)
 
 _current_age = torch._C._autograd._get_sequence_nr  # of this thread: the number of the next autograd node
 
@@ -48,25 +44,19 @@ Result = TypeVar("Result")
 
 
 class LossMetrics(NamedTuple):
-    """What a trainer logs beside the loss, from the same read of the logits; none requires a gradient.
+    """What a trainer logs beside the loss, from the same read of the logits; none requires a gradient."""
 
-    ``predictions`` ``[...]`` int64: global id of the largest capped logit, of equals the lowest; -1 in
-    rows that are ignored or have no finite largest one. ``token_accuracy`` ``[]`` fp32: the share of
-    labels predicted, of the rows that are not ignored. ``lse`` ``[...]`` fp32: 0 in ignored rows.
-    ``z_loss`` fp32: the part of the loss that is ``z_loss * lse^2``, reduced as the loss is.
-    """
-
-    predictions: Tensor
-    token_accuracy: Tensor
-    lse: Tensor
-    z_loss: Tensor
+    predictions: Tensor  # [...] int64 global id of the largest z, the lowest of equals; -1: ignored or none
+    token_accuracy: Tensor  # [] fp32 share of the labels that are predicted; ignored labels do not count
+    lse: Tensor  # [...] fp32 log-sum-exp, 0 in ignored rows
+    z_loss: Tensor  # fp32 part of the loss that is z_loss * lse^2, reduced as the loss is
 
 
 def public(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """``function`` as a public one: eager under ``torch.compile``, and compared if verification is on.
+    """Decorate a public function: eager under ``torch.compile``, and verified if verification is on.
 
-    The graph of a compiled caller breaks there: the kernels overwrite their input and take tuples, neither of
-    which inductor follows.
+    The graph of a compiled caller breaks there: the kernels overwrite their input and take tuples, and
+    inductor follows neither.
     """
 
     @functools.wraps(function)
@@ -80,27 +70,37 @@ def public(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     return call
 
 
-@public
+@overload
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
     *,
     group: Any = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    smoothing_formula: str = "torch",
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: str = "mean",
+    num_items: int | Tensor | None = None,
+    return_metrics: Literal[False] = False,
+    **keywords: Unpack[LossKeywords],
+) -> Tensor: ...
+@overload
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    group: Any = None,
+    num_items: int | Tensor | None = None,
+    return_metrics: Literal[True],
+    **keywords: Unpack[LossKeywords],
+) -> tuple[Tensor, LossMetrics]: ...
+@public
+@with_keywords(KEYWORDS)
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    group: Any = None,
     num_items: int | Tensor | None = None,
     return_metrics: bool = False,
-    gradient: str = "auto",
-    impl: str = "auto",
-    check_labels: bool = False,
-    vocab_size: int | None = None,
-    shard: VocabShard | None = None,
-) -> Any:
+    **keywords: Unpack[LossKeywords],
+) -> Tensor | tuple[Tensor, LossMetrics]:
     """Cross-entropy of logits that are sharded over the vocabulary, without gathering them.
 
     Rank ``r`` of the ``R`` ranks of ``group`` holds the columns ``[r * C, (r + 1) * C)`` of a
@@ -109,26 +109,25 @@ def vocab_parallel_cross_entropy(
         z    = softcap * tanh(logit_scale * x / softcap), or logit_scale * x without softcap
         loss = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
 
-    with ``lse`` and the mean over the whole vocabulary. Without the options this is
+    with ``lse`` and the mean over the whole vocabulary. Without options this is
     ``torch.nn.functional.cross_entropy``.
 
-    Overwrites: by default backward writes the gradient over ``logits``: read what else you need of them
-    before it. With ``"in_forward"`` this call does. Nothing is overwritten if no gradient is needed, if
-    autograd could not tell who else needs the logits (``"auto"`` below), or with ``"out_of_place"``. Logits
-    whose last dimension is not dense, whose leading dimensions have more than three strides that do not
-    merge, or that overlap themselves (expanded), are copied and stay as they are.
+    Overwrites: by default, backward writes the gradient over ``logits``. With ``"in_forward"`` this call
+    does. Nothing is overwritten if no gradient is needed, or with ``"out_of_place"``. Logits are copied, and
+    stay as they are, if their last dimension is not dense, if they overlap themselves (expanded), or if
+    their leading dimensions have more than three strides that do not merge.
 
-    Collectives: forward one all_gather of ``4 * K`` bytes a row from each rank, ``K`` = 3, with label
-    smoothing 2 more, with metrics 1 more, on the current stream; backward none. No host synchronisation
-    unless ``check_labels``; every path can be captured in a CUDA graph. Under ``torch.compile`` the graph
-    breaks here.
+    Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, on the current stream;
+    backward none. ``K`` is 3, with label smoothing 2 more, with metrics 1 more. The host waits for the device
+    only with ``check_labels``; every path can be captured in a CUDA graph. ``torch.compile`` breaks its
+    graph here.
 
     Args:
         logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides.
         labels: ``[...]`` int64 or int32 ids in the *global* vocabulary, the same on every rank.
         group: the ``torch.distributed.ProcessGroup`` of the ranks that share a vocabulary; None for
             logits that hold all of it. All of its ranks call, with the same leading dimensions, dtype,
-            labels and options, which :func:`verify_group` can check.
+            labels and options; :func:`verify_calls` checks that.
         ignore_index: rows with this label have loss 0 and gradient 0, and do not count in the mean.
         label_smoothing: in [0, 1]; the mean over the vocabulary is over all ``V`` columns.
         smoothing_formula: ``"torch"``: ``e = label_smoothing``; ``"megatron"``: ``e = label_smoothing *
@@ -138,27 +137,29 @@ def vocab_parallel_cross_entropy(
         logit_scale: positive factor of the logits.
         reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or
             ``"none"``.
-        num_items: with ``"sum"``, what the sum is divided by, in loss and gradient; 0 items give 0. An int,
-            or a tensor of one element: on the device of ``logits`` the host never looks at it (nor at its
-            sign), one on the CPU is read at the call.
+        num_items: with ``"sum"``, the divisor of loss and gradient; 0 items give 0. An int, or a tensor of
+            one element. If it is on the device of ``logits``, the host never looks at it (nor at its sign);
+            one on the CPU is read at the call.
         return_metrics: also return :class:`LossMetrics`; ``V`` at most 2**24.
-        gradient: ``"auto"``: ``"in_backward"``, and ``"out_of_place"`` while saved-tensor hooks are active
-            (non-reentrant checkpoint, offloading) and for a leaf or a view of one. ``"in_backward"``:
-            computed by backward over the logits, with the grad_output folded in. ``"in_forward"``:
-            computed by forward over the logits and scaled by backward, which rounds it a second time if the
-            grad_output is not 1; for logits that nobody else reads and that are no view in the graph.
-            ``"out_of_place"``: computed by backward into a new tensor, so that logits survive and backward
-            may run again; a view with gaps costs a copy. The two in place are not checked under saved-tensor
-            hooks: there autograd does not notice that another operation needs the logits.
-        impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``: on a GPU one_pass where one
-            launch can do it (one rank, gradient in_forward, no option but ``ignore_index`` and ``z_loss``,
-            aligned rows of a width that was measured) and triton otherwise, reference elsewhere. Where no
+        gradient: where the gradient is written. ``"auto"``: ``"in_backward"``, except ``"out_of_place"``
+        for a
+            leaf or a view of one, and while saved-tensor hooks are active (non-reentrant checkpoint,
+            offloading). ``"in_backward"``: backward computes it over the logits, with ``grad_output`` folded
+            in. ``"in_forward"``: this call computes it over the logits, and backward scales it, which
+            rounds a second time if ``grad_output`` is not 1; for logits that nobody else reads and that are
+            no view in the graph. ``"out_of_place"``: backward computes it into a new tensor, logits survive
+            and backward may run again; a view with gaps costs a copy. The two in place are not checked
+            under saved-tensor hooks: there autograd does not notice that another operation needs the
+            logits.
+        impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``. On a GPU, auto is one_pass if one
+            launch can do it (one rank, gradient in_forward, no option except ``ignore_index`` and ``z_loss``,
+            aligned rows of a width that was measured), otherwise triton; elsewhere reference. If no
             gradient is needed, one_pass is triton.
-        check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``, at the price
-            of a host synchronisation. Otherwise its row's loss and gradient are NaN.
-        vocab_size: ``V``. Ranks have ``ceil(V / R)`` columns each and the last one what is left, or all
-            have ``C`` columns of which those beyond ``V`` are padding: no part of the softmax, gradient 0.
-        shard: the columns of this rank, where they are neither.
+        check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``; the host then waits
+            for the device. Otherwise the loss and gradient of that row are NaN.
+        vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns and the last has the rest, or all
+            have ``C`` columns, of which those beyond ``V`` are padding: no part of the softmax, gradient 0.
+        shard: the columns of this rank, if neither holds.
 
     Returns:
         fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``. With
@@ -172,52 +173,40 @@ def vocab_parallel_cross_entropy(
         RuntimeError: from backward, if it runs again over a gradient in place, with ``create_graph`` or
             ``is_grads_batched``, or if something else has written to the logits.
     """
-    call = prepare_call(
-        logits,
-        labels,
-        group=group,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        smoothing_formula=smoothing_formula,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        reduction=reduction,
-        num_items=num_items,
-        metrics=return_metrics,
-        gradient=gradient,
-        impl=impl,
-        check_labels=check_labels,
-        vocab_size=vocab_size,
-        shard=shard,
-    )
+    check_names(keywords, KEYWORDS)
+    settings = Settings(return_metrics=return_metrics, **keywords)
+    call = plan_call(logits, labels, settings, group=group, num_items=num_items)
     outputs = run(call, logits, labels)
     return (outputs.loss, loss_metrics(call, outputs, labels)) if return_metrics else outputs.loss
 
 
 def run(call: Call, logits: Tensor, labels: Tensor) -> TokenOutputs:
-    """What ``call`` asks for; under autograd where ``logits`` need a gradient."""
+    """Compute the outputs of ``call``; under autograd if ``logits`` need a gradient."""
     if torch.is_grad_enabled() and logits.requires_grad:
         outputs = _CrossEntropy.apply(logits, labels, call)
-        return (
-            TokenOutputs(*outputs) if isinstance(outputs, tuple) else TokenOutputs(outputs, None, None, None)
-        )
+        return as_token_outputs(outputs)
     with torch.no_grad():
-        return call.outputs(walkable(logits), flat(labels))[0]
+        return pipeline.forward(call, walkable(logits), flat(labels), labels.shape)[0]
+
+
+def as_token_outputs(outputs: Any) -> TokenOutputs:
+    """Return what an autograd Function gave: a loss alone, or all outputs in a tuple."""
+    return TokenOutputs(*outputs) if isinstance(outputs, tuple) else TokenOutputs(outputs, None, None, None)
 
 
 @torch.no_grad()
 def loss_metrics(call: Call, outputs: TokenOutputs, labels: Tensor) -> LossMetrics:
-    """What was asked for beside the loss, from the outputs of every row."""
+    """Compute the metrics from the outputs of every row."""
+    plan = call.plan
     assert outputs.lse is not None and outputs.predictions is not None
-    n_valid = (~is_ignored(labels, call.options)).sum()
+    n_valid = (~is_ignored(labels, plan.options)).sum()
     is_right = (outputs.predictions == labels) & (outputs.predictions >= 0)
     accuracy = is_right.sum() / n_valid.clamp(min=1)
-    if not call.options.z_loss:
+    if not plan.options.z_loss:
         return LossMetrics(outputs.predictions, accuracy, outputs.lse, torch.zeros_like(outputs.loss))
-    z_loss = call.options.z_loss * outputs.lse**2
-    if call.reduction != "none":
-        divisor = n_valid if call.reduction == "mean" else call.num_items
+    z_loss = plan.options.z_loss * outputs.lse**2
+    if plan.reduction != "none":
+        divisor = n_valid if plan.reduction == "mean" else call.num_items
         z_loss = z_loss.sum()
         if divisor is not None:
             n = divisor.float().reshape(())
@@ -226,11 +215,7 @@ def loss_metrics(call: Call, outputs: TokenOutputs, labels: Tensor) -> LossMetri
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Collectives: forward one, backward none.
-
-    Saved: in_forward the gradient, in the logits' storage; otherwise the logits (no copy), labels
-    and 4 K bytes a row and rank of statistics.
-    """
+    """Saved: in_forward the gradient, in the logits' memory; otherwise logits, labels and statistics."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, call: Call) -> Any:
@@ -238,20 +223,23 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.handed_on = False
         ctx.age = _current_age()
         ctx.set_materialize_grads(False)
-        flat_labels = flat(labels)
-        if call.gradient == "in_forward":
+        options, flat_labels = call.plan.options, flat(labels)
+        if call.plan.gradient == "in_forward":
             grad = overwritable(logits)
-            outputs = call.outputs_and_gradient(grad, flat_labels)
+            outputs = pipeline.new_outputs(call, labels.shape, grad)
+            pipeline.forward_with_gradient(call, grad, flat_labels, outputs)
+            pipeline.raise_version(grad)
+            outputs = pipeline.reduced(call, outputs)
             if grad is logits:
                 mark_overwritten(logits, 0, ctx.age)
             ctx.save_for_backward(grad)
         else:
-            kept = logits if call.gradient == "out_of_place" else overwritable(logits)
-            outputs, stats, divisor = call.outputs(walkable(kept), flat_labels)
+            kept = logits if call.plan.gradient == "out_of_place" else overwritable(logits)
+            outputs, stats, divisor = pipeline.forward(call, walkable(kept), flat_labels, labels.shape)
             ctx.save_for_backward(kept, flat_labels, stats, divisor)
-        if call.options.predictions:
+        if options.predictions:
             ctx.mark_non_differentiable(outputs.lse, outputs.predictions)
-        elif not call.options.entropy:
+        elif not options.entropy:
             return outputs.loss  # a tuple, and what is None in it, costs autograd microseconds
         return tuple(outputs)
 
@@ -277,58 +265,56 @@ class _CrossEntropy(torch.autograd.Function):
 def _logits_gradient(
     ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, grad_entropy: Tensor | None
 ) -> Tensor:
-    """In the logits' memory, or in a new tensor."""
+    """Write the gradient over the logits, or into a new tensor."""
     call: Call = ctx.call
+    mode = call.plan.gradient
     kept, *others = saved
     logits, version = kept.detach(), kept._version
-    grad_output = per_row(
-        logits.new_zeros(1, dtype=torch.float32) if grad_loss is None else grad_loss, logits
-    )
-    ctx.handed_on = call.gradient != "out_of_place"
-    if call.gradient == "in_forward":
-        call.launchers.element_mul(logits, grad_output)
-        increment_version(logits)
-        mark_overwritten(kept, version, ctx.age)
-        return logits
-    source, grad = source_and_new(logits) if call.gradient == "out_of_place" else (logits, logits)
-    call.write_gradient(
-        source,
-        *others,
-        into=grad,
-        grad_output=grad_output,
-        grad_entropy=None if grad_entropy is None else per_row(grad_entropy, logits),
-    )
+    if grad_loss is None:
+        grad_loss = logits.new_zeros(1, dtype=torch.float32)
+    grad_output = per_row(grad_loss, logits)
+    ctx.handed_on = mode != "out_of_place"
+    if mode == "in_forward":
+        grad = logits
+        call.plan.launchers.element_mul(logits, grad_output)
+    else:
+        source, grad = source_and_new(logits) if mode == "out_of_place" else (logits, logits)
+        if grad_entropy is not None:
+            grad_entropy = per_row(grad_entropy, logits)
+        pipeline.write_gradient(
+            call, source, *others, into=grad, grad_output=grad_output, grad_entropy=grad_entropy
+        )
     if grad is logits:
         increment_version(logits)
         mark_overwritten(kept, version, ctx.age)
     return grad
 
 
-def _explain(error: RuntimeError, *grad_output: Tensor | None) -> None:
+def _explain(error: RuntimeError, *grad_outputs: Tensor | None) -> None:
     """Raise what ``error`` means in a backward, with the remedy, if it is known."""
     if "inplace operation" in str(error):
         raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
-    check_backward(*grad_output)
+    check_backward(*grad_outputs)
 
 
-def check_backward(*grad_output: Tensor | None) -> None:
-    """That backward is neither recorded nor inside a transform.
+def check_backward(*grad_outputs: Tensor | None) -> None:
+    """Raise if backward is recorded or runs inside a transform.
 
-    once_differentiable looks at the grad_output alone: with one that requires no gradient it would hand
-    out a gradient that is silently a constant.
+    ``once_differentiable`` looks at ``grad_output`` alone: for one that requires no gradient it would return
+    a gradient that is silently a constant.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(DOUBLE_BACKWARD)
     is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
     in_transform = torch._C._are_functorch_transforms_active()
-    if in_transform or any(grad is not None and is_batch(grad) for grad in grad_output):
+    if in_transform or any(grad is not None and is_batch(grad) for grad in grad_outputs):
         raise RuntimeError(checks.IN_TRANSFORM)
 
 
 def _compared_backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-    """Compare the grad_outputs of all ranks; what this rank alone would raise is raised on all.
+    """Compare the grad_outputs of all ranks, and return the saved tensors: a checkpoint gives them once.
 
-    Returns the saved tensors: a checkpoint hands them out once.
+    An error of this rank alone is raised on all ranks.
     """
     given = [grad for grad in (grad_loss, grad_entropy) if grad is not None]
     with agreement.open_call(ctx.call.group, given[0].device if given else None):
@@ -341,7 +327,6 @@ def _compared_backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor 
             _explain(error)
             raise
         if agreement.is_pending():
-            agreement.compare(
-                ctx.call.group, agreement.grad_output_report(loss=grad_loss, entropy=grad_entropy)
-            )
+            report = agreement.grad_output_report(loss=grad_loss, entropy=grad_entropy)
+            agreement.compare(ctx.call.group, report)
     return saved

@@ -1,9 +1,9 @@
-"""Where the rows of a strided tensor lie: how kernels walk a view whose last dimension is dense.
+"""How tensors lie in memory: rows that kernels can walk, copies if they cannot, views of labels and factors.
 
-A kernel gets the 1-D base tensor and six integers. Row ``r`` of the flattened ``[N, C]`` view begins
-``offset + i0 * stride0 + i1 * stride1 + i2 * stride2`` elements after the base, where
-``r = (i0 * size1 + i1) * size2 + i2``. Strides are read once here, after dimensions of size 1 are
-dropped and mergeable dimensions are merged; no kernel looks at a shape again.
+A kernel walks a view whose last dimension is dense. It gets the 1-D base tensor and six integers. Row ``r``
+of the flattened ``[N, C]`` view begins ``offset + i0 * stride0 + i1 * stride1 + i2 * stride2`` elements
+after the base, with ``r = (i0 * size1 + i1) * size2 + i2``. Strides are read once here, after dimensions of
+size 1 are dropped and mergeable dimensions are merged; no kernel looks at a shape again.
 
 Example: the view ``x[:, :-1]`` of a contiguous ``x [2, 5, 8]`` has its rows at 0, 8, 16, 24, 40, 48,
 56, 64: ``RowLayout(offset=0, size1=4, size2=1, stride0=40, stride1=8, stride2=0)``.
@@ -51,6 +51,18 @@ def row_layout(logits: Tensor) -> RowLayout | None:
     return RowLayout(0, size1, size2, stride0, stride1, stride2)
 
 
+def has_whole_vectors(logits: Tensor) -> bool:
+    """Whether each row is whole, aligned vectors of 16 bytes on a GPU."""
+    if not logits.is_cuda or logits.layout != torch.strided:
+        return False
+    if logits.shape[-1] * logits.element_size() % VECTOR_BYTES != 0:
+        return False
+    layout = row_layout(logits)
+    if layout is None:
+        return False
+    return math.gcd(logits.data_ptr(), layout.pitch * logits.element_size()) % VECTOR_BYTES == 0
+
+
 def rows_are_disjoint(logits: Tensor) -> bool:
     """Whether writing one row of ``logits [..., C]``, dense in its last dimension, changes no other."""
     if logits.is_contiguous():
@@ -76,6 +88,42 @@ def aligned_base(logits: Tensor) -> tuple[Tensor, int]:
     if start < 0:
         return logits, 0
     return torch.as_strided(logits.detach(), (1,), (1,), start), misaligned
+
+
+def walkable(logits: Tensor) -> Tensor:
+    """Return ``logits``, or a contiguous copy if kernels cannot walk their rows."""
+    return logits if logits.is_contiguous() or row_layout(logits) is not None else logits.contiguous()
+
+
+def overwritable(logits: Tensor) -> Tensor:
+    """Return ``logits``, or a contiguous copy if rows cannot be walked or share memory with each other."""
+    if logits.is_contiguous():
+        return logits
+    logits = walkable(logits)
+    return logits if rows_are_disjoint(logits) else logits.contiguous()
+
+
+def source_and_new(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits to read and a new tensor for their gradient, laid out alike: gaps cost a copy."""
+    grad = torch.empty_like(logits)
+    if row_layout(grad) is None:
+        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    alike = grad.stride() == logits.stride() and logits.data_ptr() % 16 == grad.data_ptr() % 16
+    return (logits, grad) if alike else (grad.copy_(logits), grad)
+
+
+def per_row(grad_output: Tensor, logits: Tensor) -> Tensor:
+    """Return ``[N]``, a view of a ``grad_output`` of one element for all rows (stride 0) or one per row."""
+    if grad_output.numel() == 1:
+        return grad_output.reshape(1).expand(logits.shape[:-1].numel())
+    return grad_output if grad_output.dim() == 1 else grad_output.reshape(-1)
+
+
+def flat(labels: Tensor) -> Tensor:
+    """Return ``[N]`` contiguous labels: a view if they are contiguous already."""
+    if labels.dim() == 1 and labels.is_contiguous():
+        return labels
+    return labels.reshape(-1).contiguous()
 
 
 def _merged_levels(logits: Tensor) -> list[tuple[int, int]]:

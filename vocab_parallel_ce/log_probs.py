@@ -2,47 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import public, run
-from vocab_parallel_ce.pipeline import prepare_call
-from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.options import LogProbKeywords, Settings, check_names, keyword_defaults, with_keywords
+from vocab_parallel_ce.plan import plan_call
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 GRADIENTS = ("auto", "in_backward", "out_of_place")
+KEYWORDS = keyword_defaults(LogProbKeywords)
 
 
-@public
+@overload
 def token_log_probs(
     logits: Tensor,
     labels: Tensor,
     *,
     group: Any = None,
-    temperature: float = 1.0,
+    entropy: Literal[False] = False,
+    **keywords: Unpack[LogProbKeywords],
+) -> Tensor: ...
+@overload
+def token_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    group: Any = None,
+    entropy: Literal[True],
+    **keywords: Unpack[LogProbKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@public
+@with_keywords(KEYWORDS)
+def token_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    group: Any = None,
     entropy: bool = False,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    gradient: str = "auto",
-    impl: str = "auto",
-    check_labels: bool = False,
-    vocab_size: int | None = None,
-    shard: VocabShard | None = None,
-) -> Any:
+    **keywords: Unpack[LogProbKeywords],
+) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of each label, and the entropy of the whole distribution, from one read of the logits.
 
         p = softmax(z / temperature),  log_prob = log p_y,  entropy = -sum_i p_i log p_i
 
     in fp32, with ``z`` the scaled and capped logits of :func:`vocab_parallel_cross_entropy`. Both are
-    differentiable; their gradients are computed together, in one pass.
+    differentiable; one pass computes their gradients together.
 
     Overwrites: backward writes the gradient over ``logits``, unless ``gradient`` says otherwise. Nothing is
     overwritten if no gradient is needed.
 
-    Collectives: forward one all_gather of 12 bytes a row from each rank, 16 with ``entropy``; backward
-    none. No host synchronisation unless ``check_labels``.
+    Collectives: forward one all_gather of 12 bytes per row from each rank, 16 with ``entropy``; backward
+    none. The host waits for the device only with ``check_labels``.
 
     Args:
         logits: ``[..., C]`` bf16, fp16 or fp32, this rank's shard.
@@ -62,23 +77,9 @@ def token_log_probs(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`vocab_parallel_cross_entropy`.
     """
-    checks.check_choice("gradient", gradient, GRADIENTS)
-    call = prepare_call(
-        logits,
-        labels,
-        group=group,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        entropy=entropy,
-        reduction="none",
-        gradient=gradient,
-        impl=impl,
-        check_labels=check_labels,
-        vocab_size=vocab_size,
-        shard=shard,
-    )
-    outputs = run(call, logits, labels)
+    check_names(keywords, KEYWORDS)
+    settings = Settings(entropy=entropy, reduction="none", **keywords)
+    checks.check_choice("gradient", settings.gradient, GRADIENTS)
+    outputs = run(plan_call(logits, labels, settings, group=group), logits, labels)
     log_probs = 0.0 - outputs.loss  # a negated 0 would be -0
-    return (log_probs, outputs.entropy) if entropy else log_probs
+    return log_probs if outputs.entropy is None else (log_probs, outputs.entropy)

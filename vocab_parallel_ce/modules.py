@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from vocab_parallel_ce import checks
+from vocab_parallel_ce import checks, cross_entropy
 from vocab_parallel_ce.collectives import group_position, is_dtensor, parallel_hooks
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
-from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy
-from vocab_parallel_ce.linear.plan import HeadOptions, check_modes
-from vocab_parallel_ce.pipeline import checked_options, given_shard
-from vocab_parallel_ce.selection import IMPLEMENTATIONS
-from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, linear_cross_entropy, split_keywords
+from vocab_parallel_ce.linear.plan import check_head_settings
+from vocab_parallel_ce.options import (
+    LinearLossKeywords,
+    LossKeywords,
+    Settings,
+    check_names,
+    check_settings,
+    with_keywords,
+)
 
-NOT_FIXED = {"hidden", "weight", "labels", "bias", "num_items"}  # of a module: they come with each call
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 # By name, because torch.distributed is not imported here.
 WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 
@@ -26,82 +32,37 @@ class VocabParallelCrossEntropy(nn.Module):
     """:func:`vocab_parallel_cross_entropy` with its options fixed; it has no parameters.
 
     Args:
-        group, ignore_index, label_smoothing, smoothing_formula, z_loss, softcap, logit_scale, reduction,
-            return_metrics, gradient, impl, check_labels, vocab_size, shard: as in
-            :func:`vocab_parallel_cross_entropy`.
+        group, return_metrics, keywords: as in :func:`vocab_parallel_cross_entropy`.
 
     Raises:
         TypeError, ValueError: an option is not one that the function takes.
     """
 
+    @with_keywords(cross_entropy.KEYWORDS)
     def __init__(
-        self,
-        *,
-        group: Any = None,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        smoothing_formula: str = "torch",
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        reduction: str = "mean",
-        return_metrics: bool = False,
-        gradient: str = "auto",
-        impl: str = "auto",
-        check_labels: bool = False,
-        vocab_size: int | None = None,
-        shard: VocabShard | None = None,
+        self, *, group: Any = None, return_metrics: bool = False, **keywords: Unpack[LossKeywords]
     ) -> None:
         super().__init__()
-        self.options: dict[str, Any] = {
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "smoothing_formula": smoothing_formula,
-            "z_loss": z_loss,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
-        }
+        check_names(keywords, cross_entropy.KEYWORDS)
         self.n_ranks = group_position(group)[1]
-        if vocab_size is not None:
-            checks.check_vocab_size(vocab_size)
-        known_size = vocab_size
-        if shard is not None:
-            shard = given_shard(shard, vocab_size, None, self.n_ranks)
-            known_size = shard.vocab_size
-        checked_options(**self.options, metrics=return_metrics, vocab_size=known_size)
-        checks.check_bool("check_labels", check_labels)
-        checks.check_choice("reduction", reduction, checks.REDUCTIONS)
-        checks.check_choice("gradient", gradient, checks.GRADIENTS)
-        checks.check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
-        self.options |= {
-            "group": group,
-            "reduction": reduction,
-            "return_metrics": return_metrics,
-            "gradient": gradient,
-            "impl": impl,
-            "check_labels": check_labels,
-            "vocab_size": vocab_size,
-            "shard": shard,
-        }
+        check_settings(Settings(return_metrics=return_metrics, **keywords), self.n_ranks)
+        self.options: dict[str, Any] = {"group": group, "return_metrics": return_metrics, **keywords}
 
     def forward(self, logits: Tensor, labels: Tensor, num_items: int | Tensor | None = None) -> Any:
-        """Loss of ``logits [..., C]`` and ``labels [...]``: fp32, ``[]`` or ``[...]``; metrics as asked for.
+        """Loss of ``logits [..., C]`` and ``labels [...]``: fp32, ``[]`` or ``[...]``; metrics if asked for.
 
-        ``num_items`` changes from step to step and therefore comes here: what a sum is divided by.
+        ``num_items``, the divisor of a sum, changes from step to step and therefore comes here.
         """
         return vocab_parallel_cross_entropy(logits, labels, num_items=num_items, **self.options)
 
     def extra_repr(self) -> str:
-        shown = dict(self.options)
-        del shown["group"]
-        ranks = "1 rank" if self.n_ranks == 1 else f"{self.n_ranks} ranks"
-        return ", ".join([ranks, *(f"{name}={value!r}" for name, value in shown.items())])
+        return _shown(self.n_ranks, cross_entropy.KEYWORDS | self.options)
 
 
 class LinearCrossEntropy(nn.Module):
     """:func:`linear_cross_entropy` with its head and options fixed.
 
-    Call it inside the forward of the module that FSDP wraps, where the head's weight is whole. A head that
+    Call it inside the forward of the module that FSDP wraps: there the head's weight is whole. A head that
     ``parallelize_module`` cut, by ``ColwiseParallel()`` or an embedding by ``RowwiseParallel()``, needs no
     ``group``: that of its mesh is taken, and ``hidden`` is a plain tensor, the same on every rank.
 
@@ -110,7 +71,7 @@ class LinearCrossEntropy(nn.Module):
             stays in the ``state_dict`` of its owner alone, and its weight is looked up at each call. None for
             a head of this module's own, ``self.own``.
         in_features, columns, bias: ``D``, ``C`` and whether there is a bias, of a head of its own.
-        options: those of :func:`linear_cross_entropy` except ``num_items``.
+        group, return_metrics, main_grad, keywords: as in :func:`linear_cross_entropy`.
 
     Raises:
         TypeError: the head is not a module, or does more than its weight says (LoRA, quantisation, a
@@ -119,6 +80,7 @@ class LinearCrossEntropy(nn.Module):
             wrong value.
     """
 
+    @with_keywords(LOSS_KEYWORDS)
     def __init__(
         self,
         head: nn.Linear | nn.Embedding | None = None,
@@ -126,21 +88,30 @@ class LinearCrossEntropy(nn.Module):
         in_features: int | None = None,
         columns: int | None = None,
         bias: bool = False,
-        **options: Any,
+        group: Any = None,
+        return_metrics: bool = False,
+        main_grad: Tensor | None = None,
+        **keywords: Unpack[LinearLossKeywords],
     ) -> None:
         super().__init__()
-        _checked_linear_options(options)
-        self.options = options
+        check_names(keywords, LOSS_KEYWORDS)
+        settings, head_settings = split_keywords(keywords, return_metrics=return_metrics)
+        check_head_settings(settings, head_settings)
+        check_settings(settings, group_position(group)[1])
+        self.options = {
+            "group": group,
+            "return_metrics": return_metrics,
+            "main_grad": main_grad,
+            **keywords,
+        }
         checks.check_bool("bias", bias)
         if head is None and in_features is None and columns is None:
             raise TypeError(
                 "head: expected a head, or in_features and columns of one of its own, got neither"
             )
         if head is None:
-            n_features, n_columns = (
-                checks.checked_count(*size) for size in (("in_features", in_features), ("columns", columns))
-            )
-            self.own = nn.Linear(n_features, n_columns, bias=bias)
+            n_features = checks.checked_count("in_features", in_features)
+            self.own = nn.Linear(n_features, checks.checked_count("columns", columns), bias=bias)
         elif in_features is not None or columns is not None or bias:
             raise ValueError("head: expected None with in_features, columns and bias, got both")
         # In a tuple: what is shared is no submodule of this module.
@@ -157,28 +128,31 @@ class LinearCrossEntropy(nn.Module):
     @property
     def group(self) -> Any:
         """The ranks that share the vocabulary: those given, or those that tensor parallelism cut it over."""
-        group = self.options.get("group")
+        group = self.options["group"]
         parallel = parallel_hooks(self.head) if group is None else None
         return group if parallel is None else parallel.group
 
     @public
     def forward(self, hidden: Tensor, labels: Tensor, num_items: int | Tensor | None = None) -> Any:
-        """Loss of ``hidden [..., D]`` and ``labels [...]``, and metrics as asked for."""
+        """Loss of ``hidden [..., D]`` and ``labels [...]``, and metrics if asked for."""
         head = self.head
         _check_head(head)
         options = {**self.options, "bias": getattr(head, "bias", None), "group": self.group}
         return linear_cross_entropy(hidden, head.weight, labels, num_items=num_items, **options)
 
     def extra_repr(self) -> str:
-        shown = {name: value for name, value in self.options.items() if name not in ("group", "main_grad")}
-        n_ranks = group_position(self.group)[1]
-        ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
-        size = tuple(self.head.weight.shape)
-        return ", ".join([ranks, f"weight={size}", *(f"{name}={value!r}" for name, value in shown.items())])
+        size = {"weight": tuple(self.head.weight.shape)}
+        return _shown(group_position(self.group)[1], size | LOSS_KEYWORDS | self.options)
+
+
+def _shown(n_ranks: int, options: dict[str, Any]) -> str:
+    ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
+    hidden = ("group", "main_grad")
+    return ", ".join([ranks, *(f"{name}={value!r}" for name, value in options.items() if name not in hidden)])
 
 
 def _check_head(head: Any) -> None:
-    """That ``head`` multiplies by its weight, adds its bias and does nothing else."""
+    """Check that ``head`` multiplies by its weight, adds its bias and does nothing else."""
     if isinstance(head, Tensor):
         raise TypeError(
             f"head: expected an nn.Linear or nn.Embedding, got a {type(head).__name__}, which would stay if "
@@ -204,7 +178,7 @@ def _check_head(head: Any) -> None:
 
 
 def _check_hooks(head: nn.Linear | nn.Embedding) -> None:
-    """That it has none, or those of tensor parallelism, which the loss does itself."""
+    """Check that it has no hooks, except those of tensor parallelism, which the loss does itself."""
     forward_hooks = head._forward_hooks or head._forward_pre_hooks
     parallel = parallel_hooks(head) if forward_hooks else None
     of_backward = head._backward_hooks or head._backward_pre_hooks
@@ -224,28 +198,3 @@ def _check_hooks(head: nn.Linear | nn.Embedding) -> None:
             "head: tensor parallelism cut it, so its weight must be a DTensor, got a "
             f"{type(head.weight).__name__}; pass the new weight through distribute_tensor"
         )
-
-
-def _checked_linear_options(options: dict[str, Any]) -> None:
-    """Check all options, which needs no tensor."""
-    known = inspect.signature(linear_cross_entropy).parameters
-    for name in options:
-        if name not in known or name in NOT_FIXED:
-            expected = ", ".join(sorted(known.keys() - NOT_FIXED))
-            raise TypeError(f"{name}: expected an option of linear_cross_entropy, {expected}, got another")
-    given = {name: options.get(name, known[name].default) for name in known.keys() - NOT_FIXED}
-    n_ranks = group_position(given["group"])[1]
-    check_modes(
-        given["reduction"], given["gradient"], HeadOptions(*(given[name] for name in HeadOptions._fields))
-    )
-    checks.check_choice("impl", given["impl"], ("auto", *IMPLEMENTATIONS))
-    checks.check_bool("check_labels", given["check_labels"])
-    size = given["vocab_size"]
-    if size is not None:
-        checks.check_vocab_size(size)
-    if given["shard"] is not None:
-        size = given_shard(given["shard"], size, None, n_ranks).vocab_size
-    of_loss = ("ignore_index", "label_smoothing", "smoothing_formula", "z_loss", "softcap", "logit_scale")
-    checked_options(
-        **{name: given[name] for name in of_loss}, metrics=given["return_metrics"], vocab_size=size
-    )

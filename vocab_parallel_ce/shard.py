@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from vocab_parallel_ce import checks
 
+LOGITS = "logits: last dimension"  # what has a rank's columns, for messages
+
 
 class VocabShard(NamedTuple):
     """A rank's logits have the columns ``[start, stop)`` of a vocabulary of ``vocab_size``.
@@ -31,7 +33,7 @@ class VocabShard(NamedTuple):
         """Columns that are no padding: the first ones."""
         return max(0, min(self.stop, self.vocab_size) - self.start)
 
-    def checked(self, n_columns: int | None, n_ranks: int) -> VocabShard:
+    def checked(self, n_columns: int | None, n_ranks: int, *, subject: str = LOGITS) -> VocabShard:
         """This shard in plain ints, unless it cannot be that of logits with ``n_columns`` (None: unknown).
 
         Raises:
@@ -45,9 +47,7 @@ class VocabShard(NamedTuple):
         if not (0 <= shard.start < shard.stop and shard.vocab_size >= 1):
             raise ValueError(f"shard: must be columns of a vocabulary, 0 <= start < stop, got {shard}")
         if n_columns not in (None, shard.n_columns):
-            raise ValueError(
-                f"logits: last dimension must be the width {shard.n_columns} of {shard}, got {n_columns}"
-            )
+            raise ValueError(f"{subject} must be the width {shard.n_columns} of {shard}, got {n_columns}")
         if n_ranks == 1 and (shard.start, shard.n_valid) != (0, shard.vocab_size):
             raise ValueError(f"shard: must be the whole vocabulary where there is one rank, got {shard}")
         return shard
@@ -59,7 +59,9 @@ class VocabShard(NamedTuple):
         return cls(start, start + n_columns, n_ranks * n_columns)
 
     @classmethod
-    def of_rank(cls, vocab_size: int, rank: int, n_ranks: int, n_columns: int | None = None) -> VocabShard:
+    def of_rank(
+        cls, vocab_size: int, rank: int, n_ranks: int, n_columns: int | None = None, *, subject: str = LOGITS
+    ) -> VocabShard:
         """Shard ``rank`` of ``n_ranks``: cut as ``torch.chunk`` and DTensor cut, or equal and padded.
 
         A rank has ``ceil(vocab_size / n_ranks)`` columns and the last one what is left. Where a rank's
@@ -100,4 +102,4 @@ class VocabShard(NamedTuple):
                 f"{n_ranks} for vocab_size {vocab_size}"
             )
             remedy = "whole logits take group=None, other shards shard=VocabShard(...)"
-        raise ValueError(f"logits: last dimension must be {expected}, got {n_columns}; {remedy}")
+        raise ValueError(f"{subject} must be {expected}, got {n_columns}; {remedy}")

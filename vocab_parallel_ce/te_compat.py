@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import pipeline
+from vocab_parallel_ce import checks, pipeline
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
+from vocab_parallel_ce.layout import flat, overwritable, per_row, row_layout, rows_are_disjoint
+from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.plan import launchers_of, may_overwrite, plan_call
+from vocab_parallel_ce.selection import select
 
 
 @public
@@ -100,20 +104,18 @@ def cross_entropy_forward(
     Raises:
         TypeError, ValueError: as ``vocab_parallel_cross_entropy``.
     """
-    call = pipeline.prepare_call(
-        _input,
-        target,
-        group=dist_process_group,
+    settings = Settings(
         ignore_index=ignore_idx,
         label_smoothing=label_smoothing,
         reduction=_reduction(reduce_loss),
         gradient="in_forward",
-        impl="auto",
-        may_hold_gradient=True,
     )
-    grad = pipeline.overwritable(_input)
-    loss = call.outputs_and_gradient(grad, pipeline.flat(target)).loss
-    return loss, grad
+    call = plan_call(_input, target, settings, group=dist_process_group, may_hold_gradient=True)
+    grad = overwritable(_input)
+    outputs = pipeline.new_outputs(call, target.shape, grad)
+    pipeline.forward_with_gradient(call, grad, flat(target), outputs)
+    pipeline.raise_version(grad)
+    return pipeline.reduced(call, outputs).loss, grad
 
 
 @public
@@ -135,7 +137,17 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
     Raises:
         TypeError, ValueError: ``_input`` or ``grad_output`` is not as described.
     """
-    return pipeline.scale_in_place(_input, grad_output)
+    checks.check_logits(_input)
+    checks.check_grad_output(grad_output, _input)
+    if row_layout(_input) is None or not rows_are_disjoint(_input):
+        raise ValueError(
+            "_input: expected the tensor that cross_entropy_forward returned, whose rows are dense and "
+            f"share no memory, got shape {tuple(_input.shape)}, strides {_input.stride()}"
+        )
+    launchers, _ = launchers_of(select(_input.device.type).name)
+    launchers.element_mul(_input, per_row(grad_output, _input))
+    pipeline.raise_version(_input)
+    return _input
 
 
 def _gradient(logits: object, reduce_loss: bool, overwrite_input: bool | None) -> str:
@@ -144,7 +156,7 @@ def _gradient(logits: object, reduce_loss: bool, overwrite_input: bool | None) -
         return "in_backward" if overwrite_input else "out_of_place"
     if not reduce_loss or not isinstance(logits, Tensor) or logits.dtype == torch.float16:
         return "auto"
-    return "in_forward" if logits._base is None and pipeline.may_overwrite(logits) else "auto"
+    return "in_forward" if logits._base is None and may_overwrite(logits) else "auto"
 
 
 def _reduction(reduce_loss: object) -> str:

@@ -10,10 +10,15 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.agreement import open_call
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
-from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, linear_token_log_probs
-from vocab_parallel_ce.linear.plan import HeadOptions, prepare_linear_call
+from vocab_parallel_ce.linear.cross_entropy import (
+    linear_cross_entropy,
+    linear_token_log_probs,
+    split_keywords,
+)
+from vocab_parallel_ce.linear.plan import plan_linear_call
 from vocab_parallel_ce.log_probs import token_log_probs
-from vocab_parallel_ce.pipeline import Call, prepare_call
+from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.plan import Call, plan_call
 
 FUNCTIONS = (vocab_parallel_cross_entropy, token_log_probs)
 LINEAR_FUNCTIONS = (linear_cross_entropy, linear_token_log_probs)
@@ -65,27 +70,22 @@ def verify_group(
             call = _prepared(logits, labels, group, options)
         else:
             call = _prepared_linear(logits, weight, labels, bias, group, options)
-    checks.check_label_range(labels, call.shard.vocab_size, call.options.ignore_index)
+    checks.check_label_range(labels, call.plan.shard.vocab_size, call.plan.options.ignore_index)
 
 
 def _prepared(logits: Tensor, labels: Tensor, group: Any, options: dict[str, Any]) -> Call:
     _check_names(options, FUNCTIONS)
-    given = {"reduction": "mean", "gradient": "auto", "impl": "auto", **options}
-    metrics = given.pop("return_metrics", False)
-    return prepare_call(logits, labels, group=group, metrics=metrics, **given)
+    num_items = options.pop("num_items", None)
+    return plan_call(logits, labels, Settings(**options), group=group, num_items=num_items)
 
 
 def _prepared_linear(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, group: Any, options: dict[str, Any]
 ) -> Call:
     _check_names(options, LINEAR_FUNCTIONS)
-    known = inspect.signature(linear_cross_entropy).parameters
-    given = {name: known[name].default for name in known.keys() - ARGUMENTS} | options
-    head = HeadOptions(*(given.pop(name) for name in HeadOptions._fields))
-    metrics, num_items = given.pop("return_metrics"), given.pop("num_items")
-    linear, _ = prepare_linear_call(
-        hidden, weight, labels, bias, num_items, head, group=group, metrics=metrics, **given
-    )
+    tensors = {name: options.pop(name, None) for name in ("num_items", "main_grad")}
+    settings, head = split_keywords(options)
+    linear, _ = plan_linear_call(hidden, weight, labels, settings, head, bias=bias, group=group, **tensors)
     return linear.call
 
 

@@ -1,40 +1,51 @@
-"""Cross-entropy of a head whose logits are never all there: the public functions and their autograd.
+"""Cross-entropy of a head whose logits never exist as a whole: the public functions and their autograd.
 
-A reduced loss of bf16 or fp32 has its gradients in forward, three products in all. Others keep 4 K bytes a
-token and rank and compute the logits again in backward, with the grad_output in the one rounding. The
-loops are in ``linear_pipeline``, the size of a chunk in ``chunks``.
+A reduced loss of bf16 or fp32 computes its gradients in forward, with three products in all. Others keep 4 K
+bytes per token and rank, and compute the logits again in backward, with grad_output in the one rounding.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from vocab_parallel_ce import agreement
-from vocab_parallel_ce.cross_entropy import check_backward, loss_metrics, public
-from vocab_parallel_ce.linear.pipeline import (
-    Gradients,
-    Inputs,
-    LinearCall,
-    backward,
-    forward,
-    forward_with_gradients,
-    scaled,
+from vocab_parallel_ce.cross_entropy import (
+    LossMetrics,
+    as_token_outputs,
+    check_backward,
+    loss_metrics,
+    public,
 )
-from vocab_parallel_ce.linear.plan import HeadOptions, prepare_linear_call
-from vocab_parallel_ce.pipeline import Call
-from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.linear import pipeline
+from vocab_parallel_ce.linear.pipeline import Gradients
+from vocab_parallel_ce.linear.plan import Inputs, LinearCall, plan_linear_call
+from vocab_parallel_ce.options import (
+    HeadSettings,
+    LinearLogProbKeywords,
+    LinearLossKeywords,
+    Settings,
+    check_names,
+    keyword_defaults,
+    with_keywords,
+)
 from vocab_parallel_ce.spec import TokenOutputs
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+LOSS_KEYWORDS = keyword_defaults(LinearLossKeywords)
+LOG_PROB_KEYWORDS = keyword_defaults(LinearLogProbKeywords)
 SECOND_BACKWARD = (
     "linear cross-entropy: backward ran a second time, but the first has handed its gradients on; ask for "
     "gradient='in_backward' to run backward again"
 )
 
 
-@public
+@overload
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -42,27 +53,38 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     group: Any = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    smoothing_formula: str = "torch",
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: str = "mean",
+    num_items: int | Tensor | None = None,
+    return_metrics: Literal[False] = False,
+    main_grad: Tensor | None = None,
+    **keywords: Unpack[LinearLossKeywords],
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    group: Any = None,
+    num_items: int | Tensor | None = None,
+    return_metrics: Literal[True],
+    main_grad: Tensor | None = None,
+    **keywords: Unpack[LinearLossKeywords],
+) -> tuple[Tensor, LossMetrics]: ...
+@public
+@with_keywords(LOSS_KEYWORDS)
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    group: Any = None,
     num_items: int | Tensor | None = None,
     return_metrics: bool = False,
-    gradient: str = "auto",
-    impl: str = "auto",
-    check_labels: bool = False,
-    vocab_size: int | None = None,
-    shard: VocabShard | None = None,
-    sequence_parallel: bool = False,
-    reduce_hidden_grad: bool = True,
     main_grad: Tensor | None = None,
-    valid_tokens: int | None = None,
-    chunk_tokens: int | str = "auto",
-    memory_budget: int | None = None,
-) -> Any:
+    **keywords: Unpack[LinearLossKeywords],
+) -> Tensor | tuple[Tensor, LossMetrics]:
     """:func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, which never exists as a whole.
 
     Reads ``hidden`` and ``weight``, writes neither. Under ``torch.autocast`` the products are of its dtype,
@@ -117,34 +139,29 @@ def linear_cross_entropy(
         RuntimeError: from backward, when it runs again over gradients of ``"in_forward"``, or with
             ``create_graph``.
     """
-    outputs, call = _run(
+    check_names(keywords, LOSS_KEYWORDS)
+    settings, head = split_keywords(keywords, return_metrics=return_metrics)
+    linear, inputs = plan_linear_call(
         hidden,
         weight,
         labels,
-        bias,
-        num_items,
-        HeadOptions(
-            sequence_parallel, reduce_hidden_grad, main_grad, valid_tokens, chunk_tokens, memory_budget
-        ),
+        settings,
+        head,
+        bias=bias,
         group=group,
-        reduction=reduction,
-        gradient=gradient,
-        impl=impl,
-        check_labels=check_labels,
-        vocab_size=vocab_size,
-        shard=shard,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        smoothing_formula=smoothing_formula,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        metrics=return_metrics,
+        num_items=num_items,
+        main_grad=main_grad,
     )
-    return (outputs.loss, loss_metrics(call, outputs, labels)) if return_metrics else outputs.loss
+    outputs = _run(linear, inputs, labels.shape)
+    if not return_metrics:
+        return outputs.loss
+    metrics = loss_metrics(linear.call, outputs, labels)
+    if linear.overflow is not None:
+        metrics = metrics._replace(z_loss=metrics.z_loss * linear.overflow)
+    return outputs.loss, metrics
 
 
-@public
+@overload
 def linear_token_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -152,21 +169,35 @@ def linear_token_log_probs(
     *,
     bias: Tensor | None = None,
     group: Any = None,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    impl: str = "auto",
-    check_labels: bool = False,
-    vocab_size: int | None = None,
-    shard: VocabShard | None = None,
-    sequence_parallel: bool = False,
-    reduce_hidden_grad: bool = True,
+    entropy: Literal[False] = False,
     main_grad: Tensor | None = None,
-    chunk_tokens: int | str = "auto",
-    memory_budget: int | None = None,
-) -> Any:
+    **keywords: Unpack[LinearLogProbKeywords],
+) -> Tensor: ...
+@overload
+def linear_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    group: Any = None,
+    entropy: Literal[True],
+    main_grad: Tensor | None = None,
+    **keywords: Unpack[LinearLogProbKeywords],
+) -> tuple[Tensor, Tensor]: ...
+@public
+@with_keywords(LOG_PROB_KEYWORDS)
+def linear_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    group: Any = None,
+    entropy: bool = False,
+    main_grad: Tensor | None = None,
+    **keywords: Unpack[LinearLogProbKeywords],
+) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`token_log_probs` of ``hidden @ weight.T + bias``, which never exists as a whole.
 
     Both outputs are differentiable; backward computes the logits again and the gradients of both together.
@@ -183,54 +214,41 @@ def linear_token_log_probs(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`linear_cross_entropy`.
     """
-    outputs, _ = _run(
+    check_names(keywords, LOG_PROB_KEYWORDS)
+    settings, head = split_keywords(keywords, entropy=entropy, reduction="none", gradient="in_backward")
+    linear, inputs = plan_linear_call(
         hidden,
         weight,
         labels,
-        bias,
-        None,
-        HeadOptions(sequence_parallel, reduce_hidden_grad, main_grad, None, chunk_tokens, memory_budget),
+        settings,
+        head,
+        bias=bias,
         group=group,
-        reduction="none",
-        gradient="in_backward",
-        impl=impl,
-        check_labels=check_labels,
-        vocab_size=vocab_size,
-        shard=shard,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        entropy=entropy,
+        num_items=None,
+        main_grad=main_grad,
     )
+    outputs = _run(linear, inputs, labels.shape)
     log_probs = 0.0 - outputs.loss  # a negated 0 would be -0
-    return (log_probs, outputs.entropy) if entropy else log_probs
+    return log_probs if outputs.entropy is None else (log_probs, outputs.entropy)
 
 
-def _run(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    num_items: int | Tensor | None,
-    head: HeadOptions,
-    **options: Any,
-) -> tuple[TokenOutputs, Call]:
-    """Check everything, then run, under autograd where something needs a gradient."""
-    linear, inputs = prepare_linear_call(hidden, weight, labels, bias, num_items, head, **options)
+def split_keywords(keywords: Mapping[str, Any], **fixed: Any) -> tuple[Settings, HeadSettings]:
+    """Return the settings of the loss, with ``fixed``, and those of the head."""
+    of_head = {name: value for name, value in keywords.items() if name in HeadSettings._fields}
+    of_loss = {name: value for name, value in keywords.items() if name not in of_head}
+    return Settings(**of_loss, **fixed), HeadSettings(**of_head)
+
+
+def _run(linear: LinearCall, inputs: Inputs, shape: torch.Size) -> TokenOutputs:
+    """Compute the outputs, those per token of ``shape``; under autograd if something needs a gradient."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        filled = _LinearCrossEntropy.apply(*inputs, linear)
-        outputs = (
-            TokenOutputs(*filled) if isinstance(filled, tuple) else TokenOutputs(filled, None, None, None)
-        )
+        outputs = as_token_outputs(_LinearCrossEntropy.apply(*inputs, linear))
     else:
-        with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            outputs = linear.finished(forward(linear, inputs)[0])
-    loss, *others = (
-        values if values is None or values.dim() == 0 else values.view(labels.shape) for values in outputs
-    )
+        with torch.no_grad(), torch.autocast(inputs.hidden.device.type, enabled=False):
+            outputs = pipeline.in_token_order(linear, pipeline.forward(linear, inputs)[0])
+    loss, *others = (v if v is None or v.dim() == 0 else v.view(shape) for v in outputs)
     assert loss is not None
-    return TokenOutputs(loss, *others), linear.call
+    return TokenOutputs(loss, *others)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -242,18 +260,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Any:
         ctx.linear, ctx.handed_on, ctx.device = linear, False, hidden.device
         ctx.set_materialize_grads(False)
-        inputs, options = Inputs(hidden, weight, bias, labels), linear.call.options
+        inputs, plan = Inputs(hidden, weight, bias, labels), linear.call.plan
         with torch.autocast(hidden.device.type, enabled=False):
-            if linear.call.gradient == "in_forward":
-                outputs, gradients = forward_with_gradients(linear, inputs, ctx.needs_input_grad[:3])
+            if plan.gradient == "in_forward":
+                outputs, gradients = pipeline.forward_with_gradients(linear, inputs, ctx.needs_input_grad[:3])
                 ctx.save_for_backward(*gradients)
             else:
-                outputs, stats = forward(linear, inputs)
+                outputs, stats = pipeline.forward(linear, inputs)
                 ctx.save_for_backward(*inputs, stats, linear.call.num_items)
-            outputs = linear.finished(outputs)
-        if options.predictions:
+            outputs = pipeline.in_token_order(linear, outputs)
+        if plan.options.predictions:
             ctx.mark_non_differentiable(outputs.lse, outputs.predictions)
-        elif not options.entropy:
+        elif not plan.options.entropy:
             return outputs.loss
         return tuple(outputs)
 
@@ -267,10 +285,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Gradients:
-    """Of hidden, weight and bias."""
+    """Return the gradients of hidden, weight and bias."""
     check_backward(grad_loss, grad_entropy)
     linear: LinearCall = ctx.linear
-    in_forward = linear.call.gradient == "in_forward"
     if ctx.handed_on:
         raise RuntimeError(SECOND_BACKWARD)
     saved = ctx.saved_tensors
@@ -279,14 +296,16 @@ def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) 
         agreement.compare(linear.call.group, report)
     if grad_loss is None and grad_entropy is None:
         return None, None, None
-    if in_forward:
+    if linear.call.plan.gradient == "in_forward":
         assert grad_loss is not None
         ctx.handed_on = True
-        gradients = scaled(linear, saved, grad_loss)
+        gradients = pipeline.scaled(linear, saved, grad_loss)
     else:
         *inputs, stats, divisor = saved
         wanted = ctx.needs_input_grad[:3]
-        gradients = backward(linear, Inputs(*inputs), stats, divisor, wanted, grad_loss, grad_entropy)
+        gradients = pipeline.backward(
+            linear, Inputs(*inputs), stats, divisor, wanted, grad_loss, grad_entropy
+        )
     d_hidden, d_weight, d_bias = gradients
     if linear.main_grad is not None and d_weight is not None:
         d_weight = _stand_in(linear.parameter, d_weight)
@@ -294,7 +313,7 @@ def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) 
 
 
 def _stand_in(parameter: Tensor | None, d_weight: Tensor) -> Tensor | None:
-    """What a weight gets whose gradient ``main_grad`` has: None, or what Megatron-LM's hooks wait for."""
+    """Return the weight's gradient if ``main_grad`` has it: None, or what Megatron-LM's hooks wait for."""
     if parameter is None:
         return None
     parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]

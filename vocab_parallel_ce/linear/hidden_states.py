@@ -1,12 +1,12 @@
 """The hidden states of a call, chunk by chunk, and where the gradient of each chunk goes.
 
-Rows are taken in an order of their own where tokens are left out, or where sequence parallelism gives every
-rank a part of each chunk: :class:`Order` puts what there is of each token into it, and back.
+The rows of the chunks are the tokens in their own order, except if ignored tokens are left out, or if
+sequence parallelism gives every rank a part of each chunk. A :class:`TokenOrder` then maps between the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,49 +15,52 @@ from torch import Tensor
 from vocab_parallel_ce.collectives import begin_all_gather, begin_all_reduce, begin_reduce_scatter
 
 
-class Order(NamedTuple):
-    """``taken`` is the token at each place, ``place`` the place of each token; one past the end: none."""
+class TokenOrder(NamedTuple):
+    """Permutes tokens into row order and back, dropping ignored ones; one past the end means none."""
 
-    taken: Tensor  # [M] int64
-    place: Tensor  # [N] int64
+    token_of_row: Tensor  # [M] int64
+    row_of_token: Tensor  # [N] int64
 
-    def take(self, values: Tensor, nothing: float) -> Tensor:
-        """``values [N]`` in this order, ``[M]``."""
-        return torch.cat([values, values.new_full((1,), nothing)])[self.taken]
+    def to_rows(self, values: Tensor, fill: float) -> Tensor:
+        """Return ``[M]``: ``values [N]`` in row order."""
+        return torch.cat([values, values.new_full((1,), fill)])[self.token_of_row]
 
-    def put_back(self, values: Tensor, nothing: float) -> Tensor:
-        """``values [M]`` in the order of the tokens, ``[N]``."""
-        return torch.cat([values, values.new_full((1,), nothing)])[self.place]
+    def to_tokens(self, values: Tensor, fill: float) -> Tensor:
+        """Return ``[N]``: ``values [M]`` in token order."""
+        return torch.cat([values, values.new_full((1,), fill)])[self.row_of_token]
 
 
-def order_of_valid(is_valid: Tensor, most: int) -> Order:
-    """The first ``most`` valid ones of ``is_valid [N]``, as they come; places without a token at the end.
+def order_of_valid(is_valid: Tensor, n_rows: int) -> TokenOrder:
+    """Return the order of the first ``n_rows`` valid tokens of ``is_valid [N]``; the last rows may be empty.
 
-    Does not wait for the device: how many there are is for the caller to know.
+    Does not wait for the device: the caller knows how many tokens are valid.
     """
     n_tokens = is_valid.shape[0]
     counted = is_valid.cumsum(0)
-    place = torch.where(is_valid & (counted <= most), counted - 1, most)
-    taken = place.new_full((most + 1,), n_tokens)
-    taken.scatter_(0, place, torch.arange(n_tokens, device=place.device))
-    return Order(taken[:most], place)
+    row = torch.where(is_valid & (counted <= n_rows), counted - 1, n_rows)
+    token = row.new_full((n_rows + 1,), n_tokens)
+    token.scatter_(0, row, torch.arange(n_tokens, device=row.device))
+    return TokenOrder(token[:n_rows], row)
 
 
 def order_of_ranks(
     chunks: Sequence[tuple[int, int]], n_tokens: int, n_ranks: int, device: torch.device
-) -> Order:
-    """Each chunk holds the same rows of every rank's part: 2 ranks, 8 tokens by 4 are 0 1 4 5, 2 3 6 7."""
-    of_ranks = torch.arange(n_tokens, device=device).view(n_ranks, -1)
-    taken = torch.cat([of_ranks[:, start // n_ranks : stop // n_ranks].reshape(-1) for start, stop in chunks])
-    return Order(taken, torch.empty_like(taken).scatter_(0, taken, torch.arange(n_tokens, device=device)))
+) -> TokenOrder:
+    """Return the order in which a chunk has the same part of each rank's tokens.
+
+    2 ranks with 8 tokens in chunks of 4 have 0 1 4 5, then 2 3 6 7.
+    """
+    tokens = torch.arange(n_tokens, device=device)
+    of_rank = tokens.view(n_ranks, -1)
+    token = torch.cat([of_rank[:, start // n_ranks : stop // n_ranks].reshape(-1) for start, stop in chunks])
+    return TokenOrder(token, torch.empty_like(token).scatter_(0, token, tokens))
 
 
-class Tokens:
-    """Rows of ``hidden [N, D]`` in the compute dtype, and their gradient ``[N, D]`` in that of ``hidden``.
+class HiddenStates:
+    """``hidden [N, D]`` in chunks of the products' dtype, and its gradient ``[N, D]`` in its own dtype.
 
-    ``order`` says which row is at which place where it is not all of them in turn. With
-    ``sequence_parallel`` ``hidden`` is this rank's rows, and each chunk is gathered while the one before is
-    worked on. Gradients of several ranks are summed over the group while the next product runs.
+    With ``sequence_parallel``, ``hidden`` is this rank's part: a chunk is gathered while the chunk before
+    it is computed. The gradients of several ranks are summed over the group while the next product runs.
     """
 
     def __init__(
@@ -65,7 +68,8 @@ class Tokens:
         hidden: Tensor,
         dtype: torch.dtype,
         *,
-        order: Order | None,
+        chunks: tuple[tuple[int, int], ...],
+        order: TokenOrder | None,
         group: Any,
         n_ranks: int,
         sequence_parallel: bool,
@@ -73,6 +77,7 @@ class Tokens:
     ) -> None:
         self.hidden = hidden.detach()
         self.dtype = dtype
+        self.all_chunks = chunks
         self.order = order
         self.group = group
         self.n_ranks = n_ranks
@@ -80,61 +85,67 @@ class Tokens:
         self.reduces = reduces and n_ranks > 1
         self.gathered: dict[int, tuple[Tensor, Any]] = {}
         self.pending: list[Any] = []
-        self.grad: Tensor | None = None
+        self.d_hidden: Tensor | None = None
 
-    def prefetch(self, *chunks: tuple[int, int]) -> None:
-        """Begin to gather chunks, none or one, from the ranks that have their rows."""
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the rows and the hidden states of each chunk, after starting to gather the next."""
+        self._begin_gather(self.all_chunks[:1])
+        for index, (start, stop) in enumerate(self.all_chunks):
+            states = self._states(start, stop)
+            self._begin_gather(self.all_chunks[index + 1 : index + 2])
+            yield slice(start, stop), states
+
+    def _begin_gather(self, chunks: Sequence[tuple[int, int]]) -> None:
         for start, stop in chunks if self.sequence_parallel else ():
             own = self.hidden[start // self.n_ranks : stop // self.n_ranks].to(self.dtype).contiguous()
-            rows = own.new_empty(stop - start, own.shape[1])
-            self.gathered[start] = rows, begin_all_gather(rows, own, self.group)
+            states = own.new_empty(stop - start, own.shape[1])
+            self.gathered[start] = states, begin_all_gather(states, own, self.group)
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Hidden states at the places ``[start, stop)``, of the compute dtype."""
+    def _states(self, start: int, stop: int) -> Tensor:
         if self.sequence_parallel:
-            rows, work = self.gathered.pop(start)
-            work.wait()
-            return rows
+            states, exchange = self.gathered.pop(start)
+            exchange.wait()
+            return states
         if self.order is None:
             return self.hidden[start:stop].to(self.dtype)
-        taken = self.order.taken[start:stop].clamp(max=self.hidden.shape[0] - 1)
-        return self.hidden.index_select(0, taken).to(self.dtype)
+        tokens = self.order.token_of_row[start:stop].clamp(max=self.hidden.shape[0] - 1)
+        return self.hidden.index_select(0, tokens).to(self.dtype)
 
-    def rows_of_gradient(self, start: int, stop: int) -> Tensor:
-        """Memory for the gradient of the places ``[start, stop)``, in the dtype of ``hidden``."""
+    def new_gradient(self, rows: slice) -> Tensor:
+        """Return memory ``[n, D]`` for the gradient of a chunk's rows, in the dtype of ``hidden``."""
         n_features = self.hidden.shape[1]
         if self.sequence_parallel:
-            return self.hidden.new_empty(stop - start, n_features)
-        if self.grad is None:
-            # Behind the places a row for tokens that have none.
-            n_rows = self.hidden.shape[0] if self.order is None else self.order.taken.shape[0] + 1
-            self.grad = self.hidden.new_empty(n_rows, n_features)
-        return self.grad[start:stop]
+            return self.hidden.new_empty(rows.stop - rows.start, n_features)
+        if self.d_hidden is None:
+            # One more row, for the tokens that have none.
+            n_rows = self.hidden.shape[0] if self.order is None else self.order.token_of_row.shape[0] + 1
+            self.d_hidden = self.hidden.new_empty(n_rows, n_features)
+        return self.d_hidden[rows]
 
-    def reduce(self, start: int, stop: int, rows: Tensor) -> None:
-        """Begin to sum over the ranks what :meth:`rows_of_gradient` gave and was filled.
+    def begin_reduce(self, rows: slice, filled: Tensor) -> None:
+        """Begin to sum over the ranks what :meth:`new_gradient` gave and the caller filled.
 
-        What the chunk before last sent has arrived by then, or is waited for: its memory is free again.
+        Waits for the chunk before last, whose memory is then free again.
         """
-        for work, _ in self.pending[:-1]:
-            work.wait()
+        for exchange, _ in self.pending[:-1]:
+            exchange.wait()
         del self.pending[:-1]
         if self.sequence_parallel:
-            if self.grad is None:
-                self.grad = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
-            own = self.grad[start // self.n_ranks : stop // self.n_ranks]
-            self.pending.append((begin_reduce_scatter(own, rows, self.group), rows))
+            if self.d_hidden is None:
+                self.d_hidden = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
+            own = self.d_hidden[rows.start // self.n_ranks : rows.stop // self.n_ranks]
+            self.pending.append((begin_reduce_scatter(own, filled, self.group), filled))
         elif self.reduces:
-            self.pending.append((begin_all_reduce(rows, self.group), rows))
+            self.pending.append((begin_all_reduce(filled, self.group), filled))
 
     def gradient(self) -> Tensor:
-        """That of all chunks, when it has arrived; 0 for tokens that were left out."""
-        for work, _ in self.pending:
-            work.wait()
+        """Wait, and return the gradient of all tokens; it is 0 for those that were left out."""
+        for exchange, _ in self.pending:
+            exchange.wait()
         self.pending.clear()
-        if self.grad is None:
+        if self.d_hidden is None:
             return torch.zeros_like(self.hidden, memory_format=torch.contiguous_format)
         if self.order is None or self.sequence_parallel:
-            return self.grad
-        self.grad[-1] = 0.0
-        return self.grad.index_select(0, self.order.place)
+            return self.d_hidden
+        self.d_hidden[-1] = 0.0
+        return self.d_hidden.index_select(0, self.order.row_of_token)

@@ -1,4 +1,4 @@
-"""The arguments of a head and its loss: checked, and settled as a :class:`LinearCall` and its inputs."""
+"""The arguments of a head and its loss: checked, and planned as a :class:`LinearCall` and its inputs."""
 
 from __future__ import annotations
 
@@ -9,168 +9,156 @@ from torch import Tensor
 
 from vocab_parallel_ce import agreement, checks
 from vocab_parallel_ce.collectives import group_position, is_dtensor, local_rows
-from vocab_parallel_ce.layout import VECTOR_BYTES
+from vocab_parallel_ce.layout import VECTOR_BYTES, flat
 from vocab_parallel_ce.linear.chunks import chunk_of, chunks_of
-from vocab_parallel_ce.linear.hidden_states import Order, order_of_ranks, order_of_valid
-from vocab_parallel_ce.linear.pipeline import Inputs, LinearCall
-from vocab_parallel_ce.pipeline import as_divisor, call_facts, flat, settle, shard_of_logits
+from vocab_parallel_ce.linear.hidden_states import TokenOrder, order_of_ranks, order_of_valid
+from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
+from vocab_parallel_ce.plan import Call, Kind, as_divisor, cached_plan, common_facts
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import is_ignored
 
 GRADIENTS = ("auto", "in_forward", "in_backward")
-MOST_KEPT = 0.9  # share of tokens that are not ignored, above which leaving out the others does not pay
+MOST_KEPT = 0.9  # share of valid tokens above which it does not pay to leave out the ignored ones
 
 
-class HeadOptions(NamedTuple):
-    """What a call says of the head, beside the options of the loss."""
+class Inputs(NamedTuple):
+    """The tensors of a call; labels in row order, the others as the caller has them."""
 
-    sequence_parallel: bool = False
-    reduce_hidden_grad: bool = True
-    main_grad: Tensor | None = None
-    valid_tokens: int | None = None
-    chunk_tokens: int | str = "auto"
-    memory_budget: int | None = None
+    hidden: Tensor  # [N, D], with sequence parallelism [N / R, D]
+    weight: Tensor  # [C, D]
+    bias: Tensor | None  # [C]
+    labels: Tensor  # [M]
 
 
-def prepare_linear_call(
+class LinearCall(NamedTuple):
+    """One checked call: the loss of a chunk's logits, and how hidden states and weight take part."""
+
+    call: Call  # its reduction is sum or none; a mean is a sum divided by the number of valid tokens
+    dtype: torch.dtype  # of the products and the logits
+    chunks: tuple[tuple[int, int], ...]  # first row, and the one after the last
+    order: TokenOrder | None  # None: rows are tokens
+    overflow: Tensor | None  # [] fp32: 1, or NaN if more than valid_tokens are valid
+    sequence_parallel: bool
+    reduces: bool
+    main_grad: Tensor | None
+    parameter: Tensor | None  # the caller's weight, if it wants to know that main_grad has its gradient
+
+
+def plan_linear_call(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    bias: Tensor | None,
-    num_items: int | Tensor | None,
-    head: HeadOptions,
+    settings: Settings,
+    head: HeadSettings,
     *,
+    bias: Tensor | None,
     group: Any,
-    reduction: str,
-    gradient: str,
-    impl: str,
-    check_labels: bool,
-    vocab_size: int | None,
-    shard: VocabShard | None,
-    **options: Any,
+    num_items: int | Tensor | None,
+    main_grad: Tensor | None,
 ) -> tuple[LinearCall, Inputs]:
-    """Check the arguments and settle what runs; nothing is changed by it."""
+    """Check the arguments and plan the call; changes nothing."""
     checks.check_hidden(hidden)
     checks.check_tensor("labels", labels)
-    check_modes(reduction, gradient, head)
+    check_head_settings(settings, head)
     checks.check_no_transforms(hidden, *(t for t in (weight, bias) if isinstance(t, Tensor)))
     parameter = weight if hasattr(weight, "grad_added_to_main_grad") else None
     rank, n_ranks = group_position(group)
-    local_bias = None if bias is None else local_rows("bias", bias, group)
-    local_weight = local_rows("weight", weight, group)
-    if is_dtensor(weight):
-        shard, vocab_size = _shard_of_dtensor(weight, bias, rank, n_ranks, vocab_size, shard), None
-    weight, bias = local_weight, local_bias
+    weight, bias, sharded = _local_head(weight, bias, settings, rank, n_ranks, group)
     autocasts = torch.is_autocast_enabled(hidden.device.type)
     checks.check_head(weight, bias, hidden, None if autocasts else hidden.dtype)
-    if head.main_grad is not None:
-        checks.check_main_grad(head.main_grad, weight)
-    if head.sequence_parallel and group is None:
-        raise ValueError("sequence_parallel: expected the group whose ranks hold the parts, got group=None")
-    _check_tokens(hidden, labels, n_ranks, head)
-    n_columns, n_tokens = weight.shape[0], labels.numel()
-    is_even = vocab_size is None and shard is None
-    shard = _shard_of_rows(n_columns, rank, n_ranks, vocab_size, shard)
+    if main_grad is not None:
+        checks.check_main_grad(main_grad, weight)
+    _check_tokens(hidden, labels, group, n_ranks, head)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
-    if gradient == "auto":
-        # fp16 has no room for a gradient that the loss scale has not multiplied yet.
-        gradient = "in_backward" if reduction == "none" or dtype == torch.float16 else "in_forward"
-    whole_vectors = n_columns * dtype.itemsize % VECTOR_BYTES == 0
-    values = (
-        *(dtype, n_columns, torch.strided, hidden.device, labels.dtype, labels.device),
-        *(rank, n_ranks, None, shard),
-        *("none" if reduction == "none" else "sum", gradient, impl, check_labels, whole_vectors),
-    )
-    settled = settle(values, options)
+    call = _call_of_logits(dtype, weight, hidden, labels, sharded, rank, n_ranks, group)
     if num_items is not None:
-        checks.check_num_items(num_items, reduction, hidden)
+        checks.check_num_items(num_items, settings.reduction, hidden)
         num_items = as_divisor(num_items, hidden)
-    # Every rank's chunks must be the same, whatever its own width.
+    # Each rank's chunks must be the same, whatever its own width.
+    shard, options = call.plan.shard, call.plan.options
     width = -(-shard.vocab_size // n_ranks)
-    chunk = chunk_of(head.chunk_tokens, head.memory_budget, n_tokens, hidden.shape[-1], width, dtype.itemsize)
-    row_options = settled(labels.shape, group, None).options
-    if check_labels:
-        checks.check_label_range(labels, shard.vocab_size, row_options.ignore_index)
-    all_labels, labels = labels, flat(labels)
-    is_valid = ~is_ignored(labels, row_options)
-    chunks, order = _places(is_valid, chunk, n_ranks, head)
-    divisor = _divisor(is_valid, reduction, num_items, head.valid_tokens)
+    chunk = chunk_of(
+        head.chunk_tokens, head.memory_budget, labels.numel(), hidden.shape[-1], width, dtype.itemsize
+    )
+    if settings.check_labels:
+        checks.check_label_range(labels, shard.vocab_size, options.ignore_index)
+    rows = flat(labels)
+    is_valid = ~is_ignored(rows, options)
+    chunks, order = _chunks_and_order(is_valid, chunk, n_ranks, head)
+    if settings.reduction == "mean":
+        num_items = is_valid.sum().reshape(1)
+    overflow = None
+    if head.valid_tokens is not None:
+        overflow = torch.where(is_valid.sum() > head.valid_tokens, float("nan"), 1.0)
     if order is not None:
-        labels = order.take(labels.long(), row_options.ignore_index)
+        rows = order.to_rows(rows.long(), options.ignore_index)
     linear = LinearCall(
-        settled(labels.shape, group, divisor),
+        call._replace(num_items=num_items),
         dtype,
         chunks,
         order,
+        overflow,
         head.sequence_parallel and n_ranks > 1,
         head.reduce_hidden_grad,
-        head.main_grad,
+        main_grad,
         parameter,
     )
-    inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels)
-    if agreement.is_pending():
-        facts = call_facts(
-            "hidden", hidden.shape[:-1], hidden, all_labels, linear.call, options, is_even=is_even
-        )
-        facts += agreement.option_facts(
-            {**head._asdict(), "main_grad": head.main_grad is not None, "gradient": gradient, "impl": impl}
-            | {"reduction": reduction, "num_items": None if num_items is None else float(num_items)}
-            | {"check_labels": check_labels, "dtype of the products": dtype}
-        )
-        facts += agreement.gradient_facts(hidden=hidden, weight=weight, bias=bias)
-        own = None if linear.sequence_parallel else agreement.fingerprint(inputs.hidden, is_valid)
-        digest = agreement.labels_digest(all_labels)
-        agreement.compare(group, agreement.Report("a linear loss", facts, shard, digest, own), all_labels)
+    inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows)
+    if agreement.n_open and agreement.is_pending():
+        _compare_ranks(linear, inputs, hidden, labels, is_valid, settings, head)
     return linear, inputs
 
 
-def check_modes(reduction: object, gradient: object, head: HeadOptions) -> None:
-    """What of the arguments can be judged without tensors."""
-    checks.check_choice("reduction", reduction, checks.REDUCTIONS)
-    checks.check_choice("gradient", gradient, GRADIENTS)
+def check_head_settings(settings: Settings, head: HeadSettings) -> None:
+    """Check what can be checked without tensors."""
+    checks.check_choice("reduction", settings.reduction, REDUCTIONS)
+    checks.check_choice("gradient", settings.gradient, GRADIENTS)
     checks.check_bool("sequence_parallel", head.sequence_parallel)
     checks.check_bool("reduce_hidden_grad", head.reduce_hidden_grad)
     chunk_of(head.chunk_tokens, head.memory_budget, 1, 1, 1, 1)
-    if gradient == "in_forward" and reduction == "none":
+    if settings.gradient == "in_forward" and settings.reduction == "none":
         raise ValueError(
-            "gradient: 'in_forward' cannot know the grad_outputs of reduction 'none', got both; "
+            "gradient: 'in_forward' cannot know the grad_output of reduction 'none', got both; "
             "use 'in_backward'"
         )
     if head.sequence_parallel and not head.reduce_hidden_grad:
         raise ValueError(
             "reduce_hidden_grad: expected True with sequence_parallel, whose ranks hold parts, got False"
         )
-    if head.valid_tokens is not None:
-        checks.check_integer("valid_tokens", head.valid_tokens)
-        if head.valid_tokens < 0:
-            raise ValueError(f"valid_tokens: must be at least 0, got {head.valid_tokens}")
-        if head.sequence_parallel:
-            raise ValueError(
-                "valid_tokens: expected None with sequence_parallel, whose ranks hold parts that are cut "
-                f"already, got {head.valid_tokens}"
-            )
-
-
-def _check_tokens(hidden: Tensor, labels: Tensor, n_ranks: int, head: HeadOptions) -> None:
-    """That there is a label for each token."""
-    expected = tuple(hidden.shape[:-1])
+    if head.valid_tokens is None:
+        return
+    checks.check_integer("valid_tokens", head.valid_tokens)
+    if head.valid_tokens < 0:
+        raise ValueError(f"valid_tokens: must be at least 0, got {head.valid_tokens}")
     if head.sequence_parallel:
-        expected = (expected[0] * n_ranks, *expected[1:])
-    if labels.device != hidden.device:
-        raise ValueError(f"labels: device must be that of hidden, {hidden.device}, got {labels.device}")
-    if tuple(labels.shape) != expected:
-        of_all = ", that of all ranks' tokens" if head.sequence_parallel else ""
-        raise ValueError(f"labels: expected shape {expected}{of_all}, got {tuple(labels.shape)}")
+        raise ValueError(
+            "valid_tokens: expected None with sequence_parallel, whose ranks hold parts that are cut "
+            f"already, got {head.valid_tokens}"
+        )
+
+
+def _local_head(
+    weight: Tensor, bias: Tensor | None, settings: Settings, rank: int, n_ranks: int, group: Any
+) -> tuple[Tensor, Tensor | None, Settings]:
+    """Return this rank's weight and bias, and the settings with its shard if the weight is a DTensor."""
+    local_bias = None if bias is None else local_rows("bias", bias, group)
+    local_weight = local_rows("weight", weight, group)
+    if is_dtensor(weight):
+        shard = _shard_of_dtensor(weight, bias, rank, n_ranks, settings)
+        settings = settings._replace(shard=shard, vocab_size=None)
+    return local_weight, local_bias, settings
 
 
 def _shard_of_dtensor(
-    weight: Tensor, bias: Tensor | None, rank: int, n_ranks: int, vocab_size: int | None, shard: object
+    weight: Tensor, bias: Tensor | None, rank: int, n_ranks: int, settings: Settings
 ) -> VocabShard:
-    """This rank's columns, from sizes that all ranks know, so that all of them raise or none."""
-    n_rows = weight.shape[0]
+    """Return this rank's columns from sizes that all ranks know, so that all of them raise or none."""
+    n_rows, vocab_size = weight.shape[0], settings.vocab_size
     cut = VocabShard.of_rank(n_rows, rank, n_ranks)
-    if shard is not None:
-        raise ValueError(f"shard: expected None with a DTensor weight, which has its own, {cut}, got {shard}")
+    if settings.shard is not None:
+        raise ValueError(
+            f"shard: expected None with a DTensor weight, which has its own, {cut}, got {settings.shard}"
+        )
     if bias is not None and is_dtensor(bias) and bias.shape[0] != n_rows:
         raise ValueError(f"bias: expected shape ({n_rows},), got {tuple(bias.shape)}")
     if vocab_size is None:
@@ -181,46 +169,90 @@ def _shard_of_dtensor(
     return cut._replace(vocab_size=int(vocab_size))
 
 
-def _shard_of_rows(
-    n_columns: int, rank: int, n_ranks: int, vocab_size: int | None, shard: VocabShard | None
-) -> VocabShard:
-    try:
-        return shard_of_logits(n_columns, rank, n_ranks, vocab_size, shard)
-    except ValueError as error:
-        # Of columns there are as many as the weight has rows.
-        message = str(error).replace("logits: last dimension must be", "weight: rows must be")
-    raise ValueError(message)
+def _check_tokens(hidden: Tensor, labels: Tensor, group: Any, n_ranks: int, head: HeadSettings) -> None:
+    """Check that there is a label per token."""
+    expected, of_all = tuple(hidden.shape[:-1]), ""
+    if head.sequence_parallel:
+        if group is None:
+            raise ValueError(
+                "sequence_parallel: expected the group whose ranks hold the parts, got group=None"
+            )
+        expected, of_all = (expected[0] * n_ranks, *expected[1:]), ", that of all ranks' tokens"
+    if labels.device != hidden.device:
+        raise ValueError(f"labels: device must be that of hidden, {hidden.device}, got {labels.device}")
+    if tuple(labels.shape) != expected:
+        raise ValueError(f"labels: expected shape {expected}{of_all}, got {tuple(labels.shape)}")
 
 
-def _places(
-    is_valid: Tensor, chunk: int, n_ranks: int, head: HeadOptions
-) -> tuple[tuple[tuple[int, int], ...], Order | None]:
-    """The chunks, and the order in which tokens have places in them, where it is not their own."""
+def _call_of_logits(
+    dtype: torch.dtype,
+    weight: Tensor,
+    hidden: Tensor,
+    labels: Tensor,
+    settings: Settings,
+    rank: int,
+    n_ranks: int,
+    group: Any,
+) -> Call:
+    """Plan the loss of a chunk's logits."""
+    n_columns, reduction, gradient = weight.shape[0], settings.reduction, settings.gradient
+    shard = shard_of_rank(settings, n_columns, rank, n_ranks, subject="weight: rows")
+    if gradient == "auto":
+        # fp16 has no room for a gradient that the loss scale has not multiplied yet.
+        gradient = "in_backward" if reduction == "none" or dtype == torch.float16 else "in_forward"
+    own = settings._replace(
+        vocab_size=None, shard=shard, reduction="none" if reduction == "none" else "sum", gradient=gradient
+    )
+    kind = Kind(
+        dtype,
+        n_columns,
+        torch.strided,
+        hidden.device,
+        labels.dtype,
+        labels.device,
+        rank,
+        n_ranks,
+        gradient,
+        n_columns * dtype.itemsize % VECTOR_BYTES == 0,
+    )
+    return Call(cached_plan(own, kind), group, None)
+
+
+def _chunks_and_order(
+    is_valid: Tensor, chunk: int, n_ranks: int, head: HeadSettings
+) -> tuple[tuple[tuple[int, int], ...], TokenOrder | None]:
+    """Return the chunks of rows, and the order of the tokens in them unless it is their own."""
     n_tokens = is_valid.shape[0]
     if head.sequence_parallel and n_ranks > 1:
         chunks = tuple(chunks_of(n_tokens, max(n_ranks, chunk // n_ranks * n_ranks)))
         if len(chunks) <= 1:
             return chunks, None
         return chunks, order_of_ranks(chunks, n_tokens, n_ranks, is_valid.device)
-    most = head.valid_tokens
-    if most is None and is_valid.device.type == "cpu":
-        most = int(is_valid.sum())
-    if most is None or n_tokens == 0 or most > MOST_KEPT * n_tokens:
+    n_rows = head.valid_tokens
+    if n_rows is None and is_valid.device.type == "cpu":
+        n_rows = int(is_valid.sum())
+    if n_rows is None or n_tokens == 0 or n_rows > MOST_KEPT * n_tokens:
         return tuple(chunks_of(n_tokens, chunk)), None
-    most = max(1, most)  # a place for the NaN of more than none
-    return tuple(chunks_of(most, chunk)), order_of_valid(is_valid, most)
+    n_rows = max(1, n_rows)
+    return tuple(chunks_of(n_rows, chunk)), order_of_valid(is_valid, n_rows)
 
 
-def _divisor(
-    is_valid: Tensor, reduction: str, num_items: Tensor | None, valid_tokens: int | None
-) -> Tensor | None:
-    """``[1]``: what every loss is divided by, or None; NaN where more than ``valid_tokens`` are valid."""
-    divisor = num_items
-    n_valid = is_valid.sum().reshape(1) if reduction == "mean" or valid_tokens is not None else None
-    if reduction == "mean":
-        divisor = n_valid
-    if valid_tokens is None:
-        return divisor
-    assert n_valid is not None
-    one = torch.ones_like(n_valid, dtype=torch.float32) if divisor is None else divisor.float()
-    return torch.where(n_valid > valid_tokens, float("nan"), one)
+def _compare_ranks(
+    linear: LinearCall,
+    inputs: Inputs,
+    hidden: Tensor,
+    labels: Tensor,
+    is_valid: Tensor,
+    settings: Settings,
+    head: HeadSettings,
+) -> None:
+    plan, group = linear.call.plan, linear.call.group
+    num_items = linear.call.num_items if settings.reduction == "sum" else None
+    facts = common_facts("hidden", hidden, labels, settings, plan, num_items)
+    own = {"main_grad": linear.main_grad is not None, "dtype of the products": linear.dtype}
+    facts += agreement.option_facts(head._asdict() | own)
+    facts += agreement.gradient_facts(hidden=hidden, weight=inputs.weight, bias=inputs.bias)
+    states = None if linear.sequence_parallel else agreement.fingerprint(inputs.hidden, is_valid)
+    digest = agreement.labels_digest(labels)
+    report = agreement.Report("a linear loss", facts, plan.shard, digest, states)
+    agreement.compare(group, report, labels)

@@ -1,0 +1,209 @@
+"""The settings of a call: every keyword that is no tensor and no group, with its default and its check.
+
+Functions and modules share them. A :class:`Settings` is what a caller asks for; :func:`loss_options` makes
+of it the :class:`~vocab_parallel_ce.spec.LossOptions` that the mathematics and the kernels take.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypedDict, TypeVar
+
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.shard import LOGITS, VocabShard
+from vocab_parallel_ce.spec import LossOptions
+
+REDUCTIONS = ("mean", "sum", "none")
+SMOOTHING_FORMULAS = ("torch", "megatron")
+GRADIENTS = ("auto", "in_forward", "in_backward", "out_of_place")
+IMPLEMENTATIONS = ("reference", "triton", "one_pass")
+
+
+class Settings(NamedTuple):
+    """What a caller asks for. The public functions document each field."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    smoothing_formula: str = "torch"
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    entropy: bool = False
+    reduction: str = "mean"
+    return_metrics: bool = False
+    gradient: str = "auto"
+    impl: str = "auto"
+    check_labels: bool = False
+    vocab_size: int | None = None
+    shard: VocabShard | None = None
+
+
+class CommonKeywords(TypedDict, total=False):
+    """Keywords of every function."""
+
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    impl: str
+    check_labels: bool
+    vocab_size: int | None
+    shard: VocabShard | None
+
+
+class LossKeywords(CommonKeywords, total=False):
+    """Keywords of the losses."""
+
+    label_smoothing: float
+    smoothing_formula: str
+    z_loss: float
+    reduction: str
+    gradient: str
+
+
+class LogProbKeywords(CommonKeywords, total=False):
+    """Keywords of the log-probabilities."""
+
+    temperature: float
+    gradient: str
+
+
+class HeadKeywords(TypedDict, total=False):
+    """Keywords of every function of a head and its loss."""
+
+    sequence_parallel: bool
+    reduce_hidden_grad: bool
+    chunk_tokens: int | str
+    memory_budget: int | None
+
+
+class LinearLossKeywords(LossKeywords, HeadKeywords, total=False):
+    """Keywords of the linear loss."""
+
+    valid_tokens: int | None
+
+
+class LinearLogProbKeywords(CommonKeywords, HeadKeywords, total=False):
+    """Keywords of the linear log-probabilities."""
+
+    temperature: float
+
+
+class HeadSettings(NamedTuple):
+    """What a caller asks for of a head, beside the loss's :class:`Settings`."""
+
+    sequence_parallel: bool = False
+    reduce_hidden_grad: bool = True
+    valid_tokens: int | None = None
+    chunk_tokens: int | str = "auto"
+    memory_budget: int | None = None
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+DEFAULTS: dict[str, Any] = {**Settings._field_defaults, **HeadSettings._field_defaults}
+
+
+def keyword_defaults(keywords: type) -> dict[str, Any]:
+    """Return the names of a ``TypedDict`` above with their defaults."""
+    return {name: DEFAULTS[name] for name in DEFAULTS if name in keywords.__annotations__}
+
+
+def with_keywords(keywords: dict[str, Any]) -> Callable[[Function], Function]:
+    """Decorate a function so that its signature names ``keywords``, with defaults, not ``**keywords``."""
+
+    def decorate(function: Function) -> Function:
+        own = inspect.signature(function)
+        fixed = [p for p in own.parameters.values() if p.kind != p.VAR_KEYWORD]
+        named = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in keywords.items()]
+        function.__signature__ = own.replace(parameters=[*fixed, *named])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def check_names(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise TypeError for a keyword that is not in ``known``."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{name}: expected one of the options {', '.join(known)}, got no such name")
+
+
+def loss_options(settings: Settings, vocab_size: int | None) -> LossOptions:
+    """Check the mathematical settings; ``vocab_size`` is None if it is not known yet.
+
+    A temperature divides z: ``softcap * tanh(u / softcap) / T`` is that of ``u / T`` and ``softcap / T``.
+    """
+    checks.check_integer("ignore_index", settings.ignore_index)
+    checks.check_number("label_smoothing", settings.label_smoothing, at_most=1)
+    checks.check_choice("smoothing_formula", settings.smoothing_formula, SMOOTHING_FORMULAS)
+    checks.check_number("z_loss", settings.z_loss)
+    checks.check_number("logit_scale", settings.logit_scale, positive=True)
+    checks.check_number("temperature", settings.temperature, positive=True)
+    if settings.softcap is not None:
+        checks.check_number("softcap", settings.softcap, positive=True)
+    checks.check_bool("return_metrics", settings.return_metrics)
+    checks.check_bool("entropy", settings.entropy)
+    smoothing, softcap = float(settings.label_smoothing), settings.softcap
+    if vocab_size is not None and settings.return_metrics:
+        checks.check_exact_in_fp32(vocab_size)
+    if vocab_size is not None and settings.smoothing_formula == "megatron":
+        smoothing = checks.checked_megatron_smoothing(smoothing, vocab_size)
+    logit_scale = settings.logit_scale / settings.temperature
+    checks.check_number("logit_scale / temperature", logit_scale, positive=True)
+    if softcap is not None:
+        softcap = float(softcap / settings.temperature)
+        checks.check_number("softcap / temperature", softcap, positive=True)
+    return LossOptions(
+        ignore_index=int(settings.ignore_index),
+        smoothing=smoothing,
+        z_loss=float(settings.z_loss),
+        logit_scale=float(logit_scale),
+        softcap=softcap,
+        entropy=settings.entropy,
+        predictions=settings.return_metrics,
+    )
+
+
+def check_settings(settings: Settings, n_ranks: int) -> None:
+    """Check all that needs no tensor, for a module's constructor."""
+    size = settings.vocab_size
+    if size is not None:
+        checks.checked_count("vocab_size", size)
+    if settings.shard is not None:
+        size = checked_shard(settings.shard, size, None, n_ranks).vocab_size
+    loss_options(settings, size)
+    check_modes(settings)
+    checks.check_choice("impl", settings.impl, ("auto", *IMPLEMENTATIONS))
+
+
+def check_modes(settings: Settings) -> None:
+    """Check how the loss is reduced and where its gradient goes."""
+    checks.check_choice("reduction", settings.reduction, REDUCTIONS)
+    checks.check_choice("gradient", settings.gradient, GRADIENTS)
+    checks.check_bool("check_labels", settings.check_labels)
+
+
+def checked_shard(
+    shard: object, vocab_size: int | None, n_columns: int | None, n_ranks: int, *, subject: str = LOGITS
+) -> VocabShard:
+    """Return ``shard``, checked against ``n_columns`` if they are known."""
+    if not isinstance(shard, VocabShard):
+        raise TypeError(f"shard: expected a VocabShard, got {type(shard).__name__}")
+    if vocab_size is not None:
+        raise ValueError("shard: has a vocab_size itself, got vocab_size too")
+    return shard.checked(n_columns, n_ranks, subject=subject)
+
+
+def shard_of_rank(
+    settings: Settings, n_columns: int, rank: int, n_ranks: int, *, subject: str = LOGITS
+) -> VocabShard:
+    """Return the shard that was given, or that follows from ``vocab_size``, or from equal shards.
+
+    ``subject`` is what has the ``n_columns``, for messages.
+    """
+    if settings.shard is not None:
+        return checked_shard(settings.shard, settings.vocab_size, n_columns, n_ranks, subject=subject)
+    if settings.vocab_size is None:
+        return VocabShard.even(n_columns, rank, n_ranks)
+    return VocabShard.of_rank(settings.vocab_size, rank, n_ranks, n_columns, subject=subject)

@@ -1,0 +1,251 @@
+"""Arguments in, a checked :class:`Call` out: what runs, on which shard, with which options.
+
+The part that training repeats at every step, the :class:`Plan`, is made once and cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce import agreement, checks
+from vocab_parallel_ce.blocks import choose_ring
+from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.layout import has_whole_vectors
+from vocab_parallel_ce.options import Settings, check_modes, checked_shard, loss_options, shard_of_rank
+from vocab_parallel_ce.overwritten import check_not_overwritten
+from vocab_parallel_ce.selection import Workload, gpu_of, select
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import LossOptions
+
+# A private function: None in a PyTorch without it.
+_top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+MOST_PLANS = 1024
+
+
+class Plan(NamedTuple):
+    """What runs, except the tensors and the group: cached."""
+
+    launchers: ModuleType
+    one_pass: Callable[..., None] | None  # the launcher, if one launch does it all
+    rank: int
+    n_ranks: int
+    shard: VocabShard
+    options: LossOptions
+    reduction: str
+    gradient: str  # never "auto"
+
+
+class Call(NamedTuple):
+    """One checked call."""
+
+    plan: Plan
+    group: Any
+    num_items: Tensor | None  # [1], what a sum is divided by
+
+
+class Kind(NamedTuple):
+    """What of its tensors and ranks a plan depends on."""
+
+    dtype: torch.dtype
+    n_columns: int
+    layout: torch.layout
+    device: torch.device
+    labels_dtype: torch.dtype
+    labels_device: torch.device
+    rank: int
+    n_ranks: int
+    gradient: str
+    whole_vectors: bool  # rows suit one_pass
+
+
+def plan_call(
+    logits: Tensor,
+    labels: Tensor,
+    settings: Settings,
+    *,
+    group: Any,
+    num_items: int | Tensor | None = None,
+    may_hold_gradient: bool = False,
+) -> Call:
+    """Check the arguments of a loss over logits and plan it; changes nothing.
+
+    ``may_hold_gradient``: do not look whether an earlier call has overwritten the logits.
+    """
+    checks.check_tensor("logits", logits)
+    checks.check_tensor("labels", labels)
+    if logits.dim() < 2 or logits.shape[-1] == 0 or labels.shape != logits.shape[:-1]:
+        checks.check_logits(logits)
+        checks.check_labels(labels, logits)
+    rank, n_ranks = group_position(group)
+    if settings.shard is not None:
+        shard = checked_shard(settings.shard, settings.vocab_size, None, n_ranks)
+        settings = settings._replace(shard=shard)
+    checks.check_no_transforms(logits)
+    mode = gradient_mode(settings.gradient, logits)
+    whole_vectors = mode == "in_forward" and has_whole_vectors(logits)
+    kind = Kind(
+        logits.dtype,
+        logits.shape[-1],
+        logits.layout,
+        logits.device,
+        labels.dtype,
+        labels.device,
+        rank,
+        n_ranks,
+        mode,
+        whole_vectors,
+    )
+    plan = cached_plan(settings, kind)
+    if not may_hold_gradient:
+        check_not_overwritten(logits)
+    if num_items is not None:
+        checks.check_num_items(num_items, settings.reduction, logits)
+        num_items = as_divisor(num_items, logits)
+    if settings.check_labels:
+        checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
+    if agreement.n_open and agreement.is_pending():
+        facts = common_facts("logits", logits, labels, settings, plan, num_items)
+        facts += agreement.gradient_facts(logits=logits)
+        report = agreement.Report("a loss over logits", facts, plan.shard, agreement.labels_digest(labels))
+        agreement.compare(group, report, labels)
+    return Call(plan, group, num_items)
+
+
+_plans: dict[Any, Plan] = {}
+
+
+def cached_plan(settings: Settings, kind: Kind) -> Plan:
+    """Return the plan of checked settings and kind, made once."""
+    key = (settings, tuple(map(type, settings)), kind)  # 1, 1.0 and True are equal, and not all allowed
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # a setting that cannot be hashed, which make_plan refuses by name
+        plan = None
+    if plan is None:
+        plan = make_plan(settings, kind)
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def make_plan(settings: Settings, kind: Kind) -> Plan:
+    """Check ``settings`` against ``kind``, and choose the implementation."""
+    checks.check_kind_of_logits(kind.dtype, kind.layout)
+    checks.check_kind_of_labels(kind.labels_dtype, kind.labels_device, kind.device)
+    check_modes(settings)
+    shard = shard_of_rank(settings, kind.n_columns, kind.rank, kind.n_ranks)
+    options = loss_options(settings, shard.vocab_size)
+    workload = Workload(
+        n_ranks=kind.n_ranks,
+        gradient=kind.gradient,
+        options_on=options.beyond_z_loss,
+        whole_vectors=kind.whole_vectors and shard.n_valid == shard.n_columns,
+        fits=choose_ring(kind.n_columns * kind.dtype.itemsize) is not None,
+    )
+    gpu = gpu_of(kind.device.index) if kind.device.type == "cuda" else None
+    name = select(kind.device.type, settings.impl, workload=workload, gpu=gpu).name
+    launchers, one_pass = launchers_of(name)
+    return Plan(
+        launchers, one_pass, kind.rank, kind.n_ranks, shard, options, settings.reduction, kind.gradient
+    )
+
+
+def launchers_of(implementation: str) -> tuple[ModuleType, Callable[..., None] | None]:
+    """Return the module with an implementation's launchers, and the one of ``one_pass``, imported now."""
+    if implementation == "reference":
+        from vocab_parallel_ce import reference
+
+        return reference, None
+    from vocab_parallel_ce.kernels import launchers
+
+    if implementation == "triton":
+        return launchers, None
+    from vocab_parallel_ce.kernels.one_pass import one_pass
+
+    return launchers, one_pass
+
+
+def as_divisor(num_items: int | Tensor, logits: Tensor) -> Tensor:
+    """Return checked ``num_items`` as kernels take it: ``[1]`` on the device of ``logits``."""
+    if isinstance(num_items, Tensor) and num_items.device == logits.device:
+        return num_items.detach().reshape(1)
+    return logits.new_full((1,), float(num_items), dtype=torch.float32)
+
+
+def gradient_mode(gradient: str, logits: Tensor) -> str:
+    """Return the mode that runs: ``"auto"`` writes in place in backward if autograd sees every reader.
+
+    Raises:
+        ValueError: ``"in_forward"`` of a view in a graph. A version raised in backward comes too late for
+            a backward that runs before and uses a saved value. Raised in forward, it makes autograd replace
+            the view's node, and hooks on the view, or on one between it and its base, would be lost.
+    """
+    if gradient == "auto":
+        base = logits._base
+        return "in_backward" if may_overwrite(logits if base is None else base) else "out_of_place"
+    if gradient == "in_forward" and torch.is_grad_enabled() and is_view_in_graph(logits):
+        raise ValueError(
+            "gradient: 'in_forward' overwrites logits during forward, which autograd allows for no view "
+            "of another tensor in a graph, got logits that are one; pass the tensor itself, with any leading "
+            "dimensions (no .view, no slice), or use 'in_backward'"
+        )
+    return gradient
+
+
+def may_overwrite(owner: Tensor) -> bool:
+    """Whether autograd sees every reader of ``owner``, the logits or their base.
+
+    It does not for a leaf, or a view of one: the memory belongs to a parameter, or to a tensor outside the
+    graph (a DTensor's local one). Nor under saved-tensor hooks: autograd compares no version of what went
+    through them.
+    """
+    if owner.is_leaf or _top_saved_tensor_hooks is None:
+        return False
+    return _top_saved_tensor_hooks(True) is None
+
+
+def can_see_saved_tensor_hooks() -> bool:
+    """Whether this PyTorch can say if saved-tensor hooks are active. If not, nothing is overwritten."""
+    return _top_saved_tensor_hooks is not None
+
+
+def is_view_in_graph(tensor: Tensor) -> bool:
+    """Whether autograd would rebuild the tensor's node if its version were raised."""
+    return tensor._is_view() and tensor.grad_fn is not None
+
+
+def common_facts(
+    subject: str,
+    tensor: Tensor,
+    labels: Tensor,
+    settings: Settings,
+    plan: Plan,
+    num_items: Tensor | None,
+) -> tuple[agreement.Fact, ...]:
+    """Return what the ranks of every loss must have alike; ``subject`` is the name of ``tensor``."""
+    fact, size = agreement.Fact, plan.shard.vocab_size
+    leading = tuple(tensor.shape[:-1])
+    shown = str(size)
+    if settings.vocab_size is None and settings.shard is None:
+        n_columns = plan.shard.n_columns
+        shown += f" ({plan.n_ranks} * {n_columns} columns, without vocab_size= or shard=)"
+    given = settings._asdict() | {"num_items": None if num_items is None else float(num_items)}
+    for name in ("ignore_index", "vocab_size", "shard"):
+        del given[name]
+    return (
+        fact(subject, leading, f"leading dimensions {leading}"),
+        fact(subject, str(tensor.dtype), f"dtype {tensor.dtype}"),
+        fact(subject, tensor.device.type, f"device type {tensor.device.type}"),
+        fact("labels", str(labels.dtype), f"dtype {labels.dtype}"),
+        fact("ignore_index", int(settings.ignore_index), str(settings.ignore_index)),
+        fact("vocab_size", size, shown),
+        *agreement.option_facts(given),
+    )
