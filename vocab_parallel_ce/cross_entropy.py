@@ -75,20 +75,12 @@ def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
     *,
-    group: Any = None,
-    num_items: int | Tensor | None = None,
     return_metrics: Literal[False] = False,
     **keywords: Unpack[LossKeywords],
 ) -> Tensor: ...
 @overload
 def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    group: Any = None,
-    num_items: int | Tensor | None = None,
-    return_metrics: Literal[True],
-    **keywords: Unpack[LossKeywords],
+    logits: Tensor, labels: Tensor, *, return_metrics: Literal[True], **keywords: Unpack[LossKeywords]
 ) -> tuple[Tensor, LossMetrics]: ...
 @public
 @with_keywords(KEYWORDS)
@@ -99,7 +91,7 @@ def vocab_parallel_cross_entropy(
     group: Any = None,
     num_items: int | Tensor | None = None,
     return_metrics: bool = False,
-    **keywords: Unpack[LossKeywords],
+    **keywords: Any,
 ) -> Tensor | tuple[Tensor, LossMetrics]:
     """Cross-entropy of logits that are sharded over the vocabulary, without gathering them.
 

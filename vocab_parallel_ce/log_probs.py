@@ -20,31 +20,16 @@ KEYWORDS = keyword_defaults(LogProbKeywords)
 
 @overload
 def token_log_probs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    group: Any = None,
-    entropy: Literal[False] = False,
-    **keywords: Unpack[LogProbKeywords],
+    logits: Tensor, labels: Tensor, *, entropy: Literal[False] = False, **keywords: Unpack[LogProbKeywords]
 ) -> Tensor: ...
 @overload
 def token_log_probs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    group: Any = None,
-    entropy: Literal[True],
-    **keywords: Unpack[LogProbKeywords],
+    logits: Tensor, labels: Tensor, *, entropy: Literal[True], **keywords: Unpack[LogProbKeywords]
 ) -> tuple[Tensor, Tensor]: ...
 @public
 @with_keywords(KEYWORDS)
 def token_log_probs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    group: Any = None,
-    entropy: bool = False,
-    **keywords: Unpack[LogProbKeywords],
+    logits: Tensor, labels: Tensor, *, group: Any = None, entropy: bool = False, **keywords: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of each label, and the entropy of the whole distribution, from one read of the logits.
 

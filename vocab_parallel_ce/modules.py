@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -13,16 +13,11 @@ from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, linear_cross_entropy, split_keywords
 from vocab_parallel_ce.linear.plan import check_head_settings
 from vocab_parallel_ce.options import (
-    LinearLossKeywords,
-    LossKeywords,
     Settings,
     check_names,
     check_settings,
     with_keywords,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # By name, because torch.distributed is not imported here.
 WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
@@ -39,9 +34,7 @@ class VocabParallelCrossEntropy(nn.Module):
     """
 
     @with_keywords(cross_entropy.KEYWORDS)
-    def __init__(
-        self, *, group: Any = None, return_metrics: bool = False, **keywords: Unpack[LossKeywords]
-    ) -> None:
+    def __init__(self, *, group: Any = None, return_metrics: bool = False, **keywords: Any) -> None:
         super().__init__()
         check_names(keywords, cross_entropy.KEYWORDS)
         self.n_ranks = group_position(group)[1]
@@ -91,7 +84,7 @@ class LinearCrossEntropy(nn.Module):
         group: Any = None,
         return_metrics: bool = False,
         main_grad: Tensor | None = None,
-        **keywords: Unpack[LinearLossKeywords],
+        **keywords: Any,
     ) -> None:
         super().__init__()
         check_names(keywords, LOSS_KEYWORDS)

@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
+from torch import Tensor
+
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.shard import LOGITS, VocabShard
 from vocab_parallel_ce.spec import LossOptions
@@ -41,8 +43,9 @@ class Settings(NamedTuple):
 
 
 class CommonKeywords(TypedDict, total=False):
-    """Keywords of every function."""
+    """Keywords of every function, as type checkers see them."""
 
+    group: Any
     ignore_index: int
     softcap: float | None
     logit_scale: float
@@ -59,6 +62,7 @@ class LossKeywords(CommonKeywords, total=False):
     smoothing_formula: str
     z_loss: float
     reduction: str
+    num_items: int | Tensor | None
     gradient: str
 
 
@@ -72,6 +76,8 @@ class LogProbKeywords(CommonKeywords, total=False):
 class HeadKeywords(TypedDict, total=False):
     """Keywords of every function of a head and its loss."""
 
+    bias: Tensor | None
+    main_grad: Tensor | None
     sequence_parallel: bool
     reduce_hidden_grad: bool
     chunk_tokens: int | str
@@ -105,7 +111,7 @@ DEFAULTS: dict[str, Any] = {**Settings._field_defaults, **HeadSettings._field_de
 
 
 def keyword_defaults(keywords: type) -> dict[str, Any]:
-    """Return the names of a ``TypedDict`` above with their defaults."""
+    """Return the settings that a ``TypedDict`` above names, with their defaults."""
     return {name: DEFAULTS[name] for name in DEFAULTS if name in keywords.__annotations__}
 
 

@@ -51,11 +51,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
-    bias: Tensor | None = None,
-    group: Any = None,
-    num_items: int | Tensor | None = None,
     return_metrics: Literal[False] = False,
-    main_grad: Tensor | None = None,
     **keywords: Unpack[LinearLossKeywords],
 ) -> Tensor: ...
 @overload
@@ -64,11 +60,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
-    bias: Tensor | None = None,
-    group: Any = None,
-    num_items: int | Tensor | None = None,
     return_metrics: Literal[True],
-    main_grad: Tensor | None = None,
     **keywords: Unpack[LinearLossKeywords],
 ) -> tuple[Tensor, LossMetrics]: ...
 @public
@@ -83,7 +75,7 @@ def linear_cross_entropy(
     num_items: int | Tensor | None = None,
     return_metrics: bool = False,
     main_grad: Tensor | None = None,
-    **keywords: Unpack[LinearLossKeywords],
+    **keywords: Any,
 ) -> Tensor | tuple[Tensor, LossMetrics]:
     """:func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, which never exists as a whole.
 
@@ -167,10 +159,7 @@ def linear_token_log_probs(
     weight: Tensor,
     labels: Tensor,
     *,
-    bias: Tensor | None = None,
-    group: Any = None,
     entropy: Literal[False] = False,
-    main_grad: Tensor | None = None,
     **keywords: Unpack[LinearLogProbKeywords],
 ) -> Tensor: ...
 @overload
@@ -179,10 +168,7 @@ def linear_token_log_probs(
     weight: Tensor,
     labels: Tensor,
     *,
-    bias: Tensor | None = None,
-    group: Any = None,
     entropy: Literal[True],
-    main_grad: Tensor | None = None,
     **keywords: Unpack[LinearLogProbKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 @public
@@ -196,7 +182,7 @@ def linear_token_log_probs(
     group: Any = None,
     entropy: bool = False,
     main_grad: Tensor | None = None,
-    **keywords: Unpack[LinearLogProbKeywords],
+    **keywords: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`token_log_probs` of ``hidden @ weight.T + bias``, which never exists as a whole.
 
