@@ -36,7 +36,7 @@ def breaches(package: Path, order: dict[str, tuple[int, int]]) -> list[str]:
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        imported = list(imports(tree, path, package))
+        imported = sorted(set(imports(tree, path, package)))
         unit = unit_of(path, package, order)
         if path.name == "__init__.py" and path.parent != package and not imported:
             continue
