@@ -121,8 +121,8 @@ def test_inputs_are_random_the_same_where_ranks_share_them_and_a_tenth_is_ignore
     assert float(one.weight.detach().float().std()) == pytest.approx(linear_cases.WEIGHT_STD, rel=0.1)
     assert float((one.labels == -100).double().mean()) == pytest.approx(0.1, abs=0.02)
     assert int(one.labels.max()) > 32  # of the whole vocabulary
-    upstream = one.upstreams[torch.float32]
-    assert torch.equal(upstream, one.upstreams[torch.bfloat16].float()) and float(upstream.std()) > 0.5
+    grad_output = one.upstreams[torch.float32]
+    assert torch.equal(grad_output, one.upstreams[torch.bfloat16].float()) and float(grad_output.std()) > 0.5
     assert one.upstreams.keys() == {torch.float32, torch.bfloat16}
     mean = linear_cases.make_inputs(case._replace(reduction="mean"), 0, "cpu")
     assert mean.upstreams[torch.float32].shape == () and float(mean.upstreams[torch.float32]) == 1.0

@@ -35,16 +35,16 @@ def inputs(rows=64, columns=1000, dtype=torch.bfloat16, seed=0):
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_graph_replays_with_new_data(gradient, reduction):
-    """Looking at the upstream gradient on the host broke capture elsewhere."""
+    """Looking at the grad_output on the host broke capture elsewhere."""
     options = {"reduction": reduction, "gradient": gradient, "label_smoothing": 0.1}
 
     def arguments(seed):
         return [*inputs(seed=seed), torch.rand((64,) if reduction == "none" else (), device="cuda")]
 
-    def step(logits, labels, upstream):
+    def step(logits, labels, grad_output):
         source = logits.clone().requires_grad_()
         loss = vocab_parallel_cross_entropy(source, labels, **options)
-        return loss, torch.autograd.grad(loss, source, upstream)[0]
+        return loss, torch.autograd.grad(loss, source, grad_output)[0]
 
     assert_graph_replays(step, arguments(0), (arguments(seed) for seed in (1, 2)))
 
@@ -52,16 +52,16 @@ def test_graph_replays_with_new_data(gradient, reduction):
 @pytest.mark.no_poison
 def test_the_host_never_waits():
     logits, labels = inputs()
-    upstream = torch.rand(64, device="cuda")
+    grad_output = torch.rand(64, device="cuda")
 
     def every_path():
         for reduction, gradient in product(REDUCTIONS, GRADIENTS):
             source = logits.clone().requires_grad_()
             options = {"reduction": reduction, "gradient": gradient}
             loss = vocab_parallel_cross_entropy(source, labels, **options)
-            torch.autograd.grad(loss, source, upstream if reduction == "none" else upstream[0])
+            torch.autograd.grad(loss, source, grad_output if reduction == "none" else grad_output[0])
         loss, grad = cross_entropy_forward(logits.clone(), labels, 0.0, True, None, -100)
-        cross_entropy_backward(grad, upstream[0])
+        cross_entropy_backward(grad, grad_output[0])
 
     assert_host_never_waits(every_path)
 
@@ -74,12 +74,12 @@ def test_extra_peak_memory_in_place(reduction, columns):
     rows = 2048
     logits = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).requires_grad_() * 1
     labels = torch.randint(0, columns, (rows,), device="cuda")
-    upstream = torch.ones((rows,) if reduction == "none" else (), device="cuda")
+    grad_output = torch.ones((rows,) if reduction == "none" else (), device="cuda")
 
     def step():
         torch.autograd.graph.increment_version(logits)  # written anew
         loss = vocab_parallel_cross_entropy(logits, labels, reduction=reduction)
-        torch.autograd.grad(loss, logits, upstream)
+        torch.autograd.grad(loss, logits, grad_output)
 
     extra = extra_peak_bytes(step)
     assert extra < 64 * rows, extra / rows

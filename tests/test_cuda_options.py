@@ -39,8 +39,8 @@ def log_probs_step(logits, labels, weight):
     outputs = token_log_probs(
         source, labels, entropy=True, temperature=0.7, softcap=20.0, vocab_size=VOCAB_SIZE
     )
-    upstream = [weight.expand(ROWS), torch.ones(ROWS, device="cuda")]
-    return [*outputs, *torch.autograd.grad(outputs, source, upstream)]
+    grad_output = [weight.expand(ROWS), torch.ones(ROWS, device="cuda")]
+    return [*outputs, *torch.autograd.grad(outputs, source, grad_output)]
 
 
 @pytest.mark.no_poison
@@ -74,12 +74,12 @@ def test_log_probs_and_entropy_take_no_second_shard(columns):
     rows = 2048
     logits = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).requires_grad_() * 1
     labels = torch.randint(0, columns, (rows,), device="cuda")
-    upstream = torch.ones(rows, device="cuda")
+    grad_output = torch.ones(rows, device="cuda")
 
     def step():
         torch.autograd.graph.increment_version(logits)  # written anew
         outputs = token_log_probs(logits, labels, entropy=True, temperature=0.7)
-        torch.autograd.grad(outputs, logits, [upstream, upstream])
+        torch.autograd.grad(outputs, logits, [grad_output, grad_output])
 
     extra = extra_peak_bytes(step)
     assert extra < 64 * rows, extra / rows

@@ -33,14 +33,14 @@ class Case:
     def loss(self, **options):
         return vocab_parallel_cross_entropy(self.logits, self.labels, impl=self.impl, **options)
 
-    def upstream(self, loss):
+    def grad_output(self, loss):
         generator = torch.Generator().manual_seed(3)
         return torch.rand(loss.shape, generator=generator).to(loss.device)
 
-    def assert_gradient(self, grad, upstream, **options):
+    def assert_gradient(self, grad, grad_output, **options):
         rows = (self.values.cpu(), self.labels.cpu())
-        oracle = cross_entropy_fp64(*rows, upstream=upstream.cpu(), **options)
-        peer = cross_entropy_same_dtype(*rows, upstream=upstream.cpu(), **options)
+        oracle = cross_entropy_fp64(*rows, grad_output=grad_output.cpu(), **options)
+        peer = cross_entropy_same_dtype(*rows, grad_output=grad_output.cpu(), **options)
         assert_within_budget(grad, oracle.grad, peer.grad)
 
     def logits_are_untouched(self):
@@ -55,9 +55,9 @@ def test_gradient_of_every_way(impl_device, gradient, reduction, label_smoothing
     case = Case(impl_device)
     options = {"reduction": reduction, "label_smoothing": label_smoothing}
     loss = case.loss(gradient=gradient, **options)
-    upstream = case.upstream(loss)
-    (grad,) = torch.autograd.grad(loss, case.logits, upstream)
-    case.assert_gradient(grad, upstream, **options)
+    grad_output = case.grad_output(loss)
+    (grad,) = torch.autograd.grad(loss, case.logits, grad_output)
+    case.assert_gradient(grad, grad_output, **options)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
@@ -179,11 +179,11 @@ def test_second_backward_in_place_names_the_remedy(impl_device, gradient, reduct
     """Others scale their saved buffer twice, silently."""
     case = Case(impl_device)
     loss = case.loss(gradient=gradient, reduction=reduction)
-    upstream = case.upstream(loss)
-    torch.autograd.grad(loss, case.logits, upstream, retain_graph=True)
+    grad_output = case.grad_output(loss)
+    torch.autograd.grad(loss, case.logits, grad_output, retain_graph=True)
     after_first = case.logits.detach().clone()
     with pytest.raises(RuntimeError, match="out_of_place"):
-        torch.autograd.grad(loss, case.logits, upstream)
+        torch.autograd.grad(loss, case.logits, grad_output)
     assert torch.equal(case.logits, after_first)
 
 
@@ -191,14 +191,14 @@ def test_second_backward_in_place_names_the_remedy(impl_device, gradient, reduct
 def test_second_backward_out_of_place_gives_the_same_gradient(impl_device, reduction):
     case = Case(impl_device)
     loss = case.loss(gradient="out_of_place", reduction=reduction)
-    upstream = case.upstream(loss)
-    first = torch.autograd.grad(loss, case.logits, upstream, retain_graph=True)[0]
-    second = torch.autograd.grad(loss, case.logits, upstream)[0]
+    grad_output = case.grad_output(loss)
+    first = torch.autograd.grad(loss, case.logits, grad_output, retain_graph=True)[0]
+    second = torch.autograd.grad(loss, case.logits, grad_output)[0]
     assert torch.equal(first, second) and first.data_ptr() != second.data_ptr()
     assert case.logits_are_untouched()
     loss = case.loss(gradient="out_of_place", reduction=reduction)
-    loss.backward(upstream, retain_graph=True)
-    loss.backward(upstream)
+    loss.backward(grad_output, retain_graph=True)
+    loss.backward(grad_output)
     torch.testing.assert_close(case.source.grad, 2 * first, rtol=0, atol=0)
 
 
@@ -272,11 +272,11 @@ def test_other_tensors_of_the_caller_are_never_written(impl_device, gradient, re
     case = Case(impl_device)
     labels = case.labels.clone()
     loss = case.loss(gradient=gradient, reduction=reduction)
-    upstream = case.upstream(loss)
-    kept = upstream.clone()
-    torch.autograd.grad(loss, case.logits, upstream)
+    grad_output = case.grad_output(loss)
+    kept = grad_output.clone()
+    torch.autograd.grad(loss, case.logits, grad_output)
     assert torch.equal(case.labels, labels) and case.labels._version == 0
-    assert torch.equal(upstream, kept) and upstream._version == 0
+    assert torch.equal(grad_output, kept) and grad_output._version == 0
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
@@ -292,10 +292,10 @@ def test_every_layout(impl_device, gradient, columns):
         logits = layout.view.detach().requires_grad_()
         options = {"reduction": "none", "label_smoothing": 0.1}
         loss = vocab_parallel_cross_entropy(logits, labels, impl=impl, gradient=gradient, **options)
-        upstream = (torch.rand(rows, generator=torch.Generator().manual_seed(4)) + 0.5).to(device)
-        (grad,) = torch.autograd.grad(loss, logits, upstream)
-        oracle = cross_entropy_fp64(values.cpu(), labels.cpu(), upstream=upstream.cpu(), **options)
-        peer = cross_entropy_same_dtype(values.cpu(), labels.cpu(), upstream=upstream.cpu(), **options)
+        grad_output = (torch.rand(rows, generator=torch.Generator().manual_seed(4)) + 0.5).to(device)
+        (grad,) = torch.autograd.grad(loss, logits, grad_output)
+        oracle = cross_entropy_fp64(values.cpu(), labels.cpu(), grad_output=grad_output.cpu(), **options)
+        peer = cross_entropy_same_dtype(values.cpu(), labels.cpu(), grad_output=grad_output.cpu(), **options)
         assert_within_budget(loss, oracle.loss, peer.loss)
         assert_within_budget(grad, oracle.grad, peer.grad)
         assert layout.outside_is_untouched(), layout.name
@@ -325,10 +325,10 @@ def test_gradient_dtype_is_that_of_the_logits(impl_device, dtype):
     """A hard-coded bf16 gradient is refused by fp16 models."""
     case = Case(impl_device, dtype=dtype)
     loss = case.loss(reduction="none")
-    upstream = case.upstream(loss)
-    (grad,) = torch.autograd.grad(loss, case.logits, upstream)
+    grad_output = case.grad_output(loss)
+    (grad,) = torch.autograd.grad(loss, case.logits, grad_output)
     assert loss.dtype == torch.float32
-    case.assert_gradient(grad, upstream, reduction="none")
+    case.assert_gradient(grad, grad_output, reduction="none")
 
 
 def test_all_ignored_is_0_finite_and_attached(impl_device):
@@ -383,10 +383,10 @@ def test_transformer_engine_overwrite_input(impl_device, overwrite_input, reduce
     )
     in_forward = overwrite_input is None and reduce_loss
     assert case.logits_are_untouched() != in_forward
-    upstream = case.upstream(loss)
-    (grad,) = torch.autograd.grad(loss, case.logits, upstream)
+    grad_output = case.grad_output(loss)
+    (grad,) = torch.autograd.grad(loss, case.logits, grad_output)
     assert (grad.data_ptr() == case.logits.data_ptr()) == (overwrite_input is not False)
-    case.assert_gradient(grad, upstream, reduction="mean" if reduce_loss else "none")
+    case.assert_gradient(grad, grad_output, reduction="mean" if reduce_loss else "none")
 
 
 def test_two_step_pair_on_inference_tensors(impl_device):
@@ -410,8 +410,8 @@ def test_two_step_pair(impl_device, reduce_loss, requires_grad):
     logits = case.values.clone().requires_grad_(requires_grad)
     loss, grad = cross_entropy_forward(logits, case.labels, 0.1, reduce_loss, None, -100)
     assert grad is logits and loss.shape == (() if reduce_loss else case.labels.shape)
-    upstream = case.upstream(loss)
-    scaled = cross_entropy_backward(grad, upstream, is_cg_capturable=True)
+    grad_output = case.grad_output(loss)
+    scaled = cross_entropy_backward(grad, grad_output, is_cg_capturable=True)
     assert scaled is logits
     reduction = "mean" if reduce_loss else "none"
-    case.assert_gradient(scaled.detach(), upstream, reduction=reduction, label_smoothing=0.1)
+    case.assert_gradient(scaled.detach(), grad_output, reduction=reduction, label_smoothing=0.1)

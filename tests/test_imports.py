@@ -58,7 +58,7 @@ ALLOWED = [
     ("kernels/one_pass.py", "from vocab_parallel_ce.shard import VocabShard"),
     ("integrations/transformers/install.py", "from .rewrite import f\nfrom ... import te_compat"),
     ("selection.py", "import importlib.util\nimportlib.util.find_spec('triton')"),
-    ("cli.py", "import vocab_parallel_ce\nfrom vocab_parallel_ce.exchange import available_backends"),
+    ("cli.py", "import vocab_parallel_ce\nfrom vocab_parallel_ce.collectives import available_backends"),
 ]
 
 

@@ -44,13 +44,13 @@ class Case:
             hidden, self.weight, self.labels, bias=self.bias, impl=self.impl, **options
         )
 
-    def upstream(self, loss):
+    def grad_output(self, loss):
         return random_upstream(ROWS).to(self.device) if loss.dim() else torch.tensor(0.75, device=self.device)
 
-    def assert_gradients(self, loss, gradients, upstream, *, times=1, **options):
+    def assert_gradients(self, loss, gradients, grad_output, *, times=1, **options):
         """``gradients`` of hidden states, weight and bias are ``times`` those of the loss."""
         expected = [
-            compute(self.inputs, times * upstream.cpu(), **options)
+            compute(self.inputs, times * grad_output.cpu(), **options)
             for compute in (linear_fp64, linear_same_dtype)
         ]
         assert_results(Results((loss,), *gradients), *expected)
@@ -79,11 +79,11 @@ def test_only_the_matmuls_that_are_needed(impl_device, frozen, way, expected, ch
     assert loss.requires_grad == bool(case.leaves)
     with record_matmuls() as in_backward:
         if case.leaves:
-            loss.backward(case.upstream(loss))
+            loss.backward(case.grad_output(loss))
     gradients_in_forward = WAYS[way].get("gradient") == "in_forward" or not case.leaves
     assert len(in_forward) == chunks * (expected if gradients_in_forward else 1), in_forward
     assert len(in_forward) + len(in_backward) == chunks * expected, in_backward
-    check(impl_device, case.inputs, case.upstream(loss).cpu(), frozen=frozen, **WAYS[way])
+    check(impl_device, case.inputs, case.grad_output(loss).cpu(), frozen=frozen, **WAYS[way])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,7 +94,7 @@ def test_auto_computes_gradients_in_forward_where_reduced(impl_device, reduction
     with record_matmuls() as in_forward:
         loss = case.loss(reduction=reduction)
     with record_matmuls() as in_backward:
-        loss.backward(case.upstream(loss))
+        loss.backward(case.grad_output(loss))
     recomputed = reduction == "none" or dtype == torch.float16
     assert (len(in_forward), len(in_backward)) == ((1, 3) if recomputed else (3, 0))
 
@@ -107,7 +107,7 @@ def test_without_a_gradient_there_are_the_logits_and_nothing_else(impl_device, c
         with record_matmuls() as matmuls:
             loss = case.loss(**WAYS[way])
     assert len(matmuls) == 1 and not loss.requires_grad
-    case.assert_gradients(loss, (None, None, None), case.upstream(loss), **WAYS[way])
+    case.assert_gradients(loss, (None, None, None), case.grad_output(loss), **WAYS[way])
 
 
 @pytest.mark.parametrize("rows_of_logits", [1, 2, 5])
@@ -130,10 +130,11 @@ def test_the_weights_gradient_is_added_to_main_grad(impl_device, way, dtype):
         before = main_grad.clone()
         loss = case.loss(main_grad=main_grad, chunk_tokens=2, **way)
         assert torch.equal(main_grad, before), "written by forward"
-        upstream = case.upstream(loss)
-        loss.backward(upstream)
+        grad_output = case.grad_output(loss)
+        loss.backward(grad_output)
         truth, peer = (
-            compute(case.inputs, step * upstream.cpu(), **way) for compute in (linear_fp64, linear_same_dtype)
+            compute(case.inputs, step * grad_output.cpu(), **way)
+            for compute in (linear_fp64, linear_same_dtype)
         )
         assert_results(Results((), None, main_grad.to(dtype), None), truth, peer)
     assert case.weight.grad is None and case.bias.grad is not None and case.hidden.grad is not None
@@ -148,9 +149,9 @@ def test_main_grad_of_a_parameter_that_says_whether_it_was_added(impl_device, wa
     main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
     loss = case.loss(main_grad=main_grad, **way)
     assert case.weight.grad_added_to_main_grad is False
-    loss.backward(case.upstream(loss))
+    loss.backward(case.grad_output(loss))
     assert case.weight.grad_added_to_main_grad is True
-    case.assert_gradients(loss, (case.hidden.grad, main_grad, case.bias.grad), case.upstream(loss), **way)
+    case.assert_gradients(loss, (case.hidden.grad, main_grad, case.bias.grad), case.grad_output(loss), **way)
 
 
 def test_main_grad_of_a_frozen_weight_is_left_alone(impl_device):
@@ -169,11 +170,11 @@ def test_autocast_multiplies_in_its_dtype_and_leaves_fp32_gradients_unrounded(im
     case.inputs = case.inputs._replace(hidden=case.hidden.detach().float().cpu())
     with torch.autocast(case.device, torch.bfloat16):
         loss = case.loss(chunk_tokens=2, **way)
-    upstream = case.upstream(loss)
-    loss.backward(upstream)
-    truth = linear_fp64(case.inputs, upstream.cpu(), **way)
+    grad_output = case.grad_output(loss)
+    loss.backward(grad_output)
+    truth = linear_fp64(case.inputs, grad_output.cpu(), **way)
     peer = linear_same_dtype(
-        case.inputs.to(torch.bfloat16), upstream.cpu(), weight_dtype=torch.float32, **way
+        case.inputs.to(torch.bfloat16), grad_output.cpu(), weight_dtype=torch.float32, **way
     )
     peer = peer._replace(hidden=peer.hidden.to(hidden_dtype))
     assert_results(Results((loss,), case.hidden.grad, case.weight.grad, case.bias.grad), truth, peer)
@@ -195,7 +196,7 @@ def test_checkpointed_recomputation(impl_device, way, use_reentrant):
 
             plain = results is expected
             loss = head(case.hidden) if plain else checkpoint(head, case.hidden, use_reentrant=use_reentrant)
-            loss.backward(case.upstream(loss))
+            loss.backward(case.grad_output(loss))
             results.append(loss)
         results += [case.hidden.grad, case.weight.grad, case.bias.grad, main_grad]
     for value, same in zip(got, expected, strict=True):
@@ -223,20 +224,20 @@ def test_a_second_backward_gives_the_same_again_or_names_the_remedy(impl_device,
     """Others scale their saved buffer twice, silently."""
     case, way = Case(impl_device, dtype=torch.bfloat16), WAYS[way]
     loss = case.loss(**way)
-    upstream = case.upstream(loss)
-    first = torch.autograd.grad(loss, case.leaves, upstream, retain_graph=True)
+    grad_output = case.grad_output(loss)
+    first = torch.autograd.grad(loss, case.leaves, grad_output, retain_graph=True)
     kept = [gradient.clone() for gradient in first]
     try:
-        second = torch.autograd.grad(loss, case.leaves, upstream, retain_graph=True)
+        second = torch.autograd.grad(loss, case.leaves, grad_output, retain_graph=True)
     except RuntimeError as error:
         assert way.get("gradient") == "in_forward" and "in_backward" in str(error)
         second = first
     for before, gradient, again in zip(kept, first, second, strict=True):
         assert torch.equal(gradient, before) and torch.equal(again, before)
-    case.assert_gradients(loss, first, upstream, **way)
+    case.assert_gradients(loss, first, grad_output, **way)
     if way.get("gradient") != "in_forward":
-        third = torch.autograd.grad(loss, case.leaves, 2 * upstream)
-        case.assert_gradients(loss, third, upstream, times=2, **way)
+        third = torch.autograd.grad(loss, case.leaves, 2 * grad_output)
+        case.assert_gradients(loss, third, grad_output, times=2, **way)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -256,10 +257,10 @@ def test_an_auxiliary_loss_is_added_in_place(impl_device, way):
     before = loss.detach().clone()
     loss += 1.5
     assert torch.equal(loss, before + 1.5)
-    upstream = case.upstream(loss)
-    loss.backward(upstream)
+    grad_output = case.grad_output(loss)
+    loss.backward(grad_output)
     gradients = case.hidden.grad, case.weight.grad, case.bias.grad
-    case.assert_gradients(before, gradients, upstream, **WAYS[way])
+    case.assert_gradients(before, gradients, grad_output, **WAYS[way])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -268,10 +269,10 @@ def test_other_tensors_of_the_caller_are_never_written(impl_device, way):
     case = Case(impl_device)
     hidden = case.hidden * 1
     loss = case.loss(hidden, **WAYS[way])
-    upstream = case.upstream(loss)
-    kept, version = upstream.clone(), upstream._version
-    loss.backward(upstream)
-    assert torch.equal(upstream, kept) and upstream._version == version
+    grad_output = case.grad_output(loss)
+    kept, version = grad_output.clone(), grad_output._version
+    loss.backward(grad_output)
+    assert torch.equal(grad_output, kept) and grad_output._version == version
     assert hidden._version == case.weight._version == case.bias._version == case.labels._version == 0
     assert torch.equal(hidden, case.hidden) and torch.equal(case.hidden.cpu(), case.inputs.hidden)
     if WAYS[way].get("gradient") != "in_forward":
@@ -279,7 +280,7 @@ def test_other_tensors_of_the_caller_are_never_written(impl_device, way):
         with torch.no_grad():
             case.weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward(upstream)
+            loss.backward(grad_output)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -290,10 +291,10 @@ def test_every_tensor_has_a_second_use(impl_device, way):
     first, second = case.loss(**way), case.loss(**way)
     embedded = F.embedding(tokens, case.weight)
     (first.sum() + 2 * second.sum() + (case.hidden**2).sum() + (embedded**2).sum()).backward()
-    inputs, upstream = case.inputs, torch.full(first.shape, 3.0)
+    inputs, grad_output = case.inputs, torch.full(first.shape, 3.0)
     expected = []
     for compute, dtype in ((linear_fp64, torch.float64), (linear_same_dtype, torch.float32)):
-        results, rows = compute(inputs, upstream, **way), inputs.to(dtype)
+        results, rows = compute(inputs, grad_output, **way), inputs.to(dtype)
         counted = torch.bincount(tokens.cpu(), minlength=COLUMNS).unsqueeze(1).to(dtype)
         extra = {"hidden": 2 * rows.hidden, "weight": 2 * counted * rows.weight}
         expected.append(results._replace(**{name: getattr(results, name) + extra[name] for name in extra}))

@@ -53,14 +53,14 @@ def _upstream(way, rows=ROWS):
 @pytest.mark.parametrize("dtype", (torch.float64, *DTYPES))
 def test_the_oracle_is_pytorchs_linear_and_cross_entropy(dtype, reduction):
     inputs = _made(dtype=dtype if dtype != torch.float64 else torch.float32, bias=True).to(dtype)
-    upstream = _upstream({"reduction": reduction})
+    grad_output = _upstream({"reduction": reduction})
     leaves = [x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight, inputs.bias)]
     logits = F.linear(*leaves)
     logits = logits if dtype == torch.float64 else logits.float()
     expected = F.cross_entropy(logits, inputs.labels, reduction=reduction)
-    expected.backward(upstream.to(expected))
+    expected.backward(grad_output.to(expected))
     compute = linear_fp64 if dtype == torch.float64 else linear_same_dtype
-    (loss,), *gradients = compute(inputs, upstream, reduction=reduction)
+    (loss,), *gradients = compute(inputs, grad_output, reduction=reduction)
     torch.testing.assert_close(loss, expected.detach())
     for gradient, leaf in zip(gradients, leaves, strict=True):
         torch.testing.assert_close(gradient, leaf.grad)
@@ -81,10 +81,10 @@ def test_hard_rows_of_every_dtype(impl_device, case):
 def test_upstream_gradients_of_every_layout(impl_device, chunk):
     """One value for all tokens, a stride of 0 or a transposed view must not be read as dense memory."""
     inputs = _made("peaked", 6).shaped(2, 3)
-    for _, upstream in upstream_gradients((2, 3)):
-        kept = upstream.clone()
-        result = check(impl_device, inputs, upstream, reduction="none", chunk_tokens=chunk)
-        assert result.outputs[0].shape == (2, 3) and torch.equal(upstream, kept)
+    for _, grad_output in upstream_gradients((2, 3)):
+        kept = grad_output.clone()
+        result = check(impl_device, inputs, grad_output, reduction="none", chunk_tokens=chunk)
+        assert result.outputs[0].shape == (2, 3) and torch.equal(grad_output, kept)
 
 
 @pytest.mark.parametrize("way", [name for name in WAYS if name != "none"])
@@ -137,10 +137,11 @@ def test_1024_chunks_lose_no_more_of_the_weights_gradient_than_one(impl_device, 
     if impl_device == ("triton", "cpu"):
         pytest.skip("thousands of interpreted launches")
     inputs, way = many_tokens(1024, 16, WIDTH, torch.bfloat16), WAYS[way]
-    upstream = _upstream(way, 1024)
-    truth = linear_fp64(inputs, upstream, **way).weight
+    grad_output = _upstream(way, 1024)
+    truth = linear_fp64(inputs, grad_output, **way).weight
     one, many = (
-        run(impl_device, inputs, upstream, chunk_tokens=chunk, **way).weight.double() for chunk in (1024, 1)
+        run(impl_device, inputs, grad_output, chunk_tokens=chunk, **way).weight.double()
+        for chunk in (1024, 1)
     )
     assert (many - truth).norm() <= K * (one - truth).norm()
     assert (many - truth).abs().max() <= K * (one - truth).abs().max()
@@ -155,10 +156,12 @@ EXACT = _covering(
 def test_what_every_dtype_can_hold_is_computed_without_any_error(impl_device, case):
     """Hidden states of 0 and 1, and probabilities that are 0 or powers of two: see :func:`cube`."""
     inputs, way = cube(case["dtype"], case["ones"], case["bias"]), WAYS[case["way"]]
-    upstream = torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(4) if case["way"] == "none" else torch.tensor(0.5)
+    grad_output = (
+        torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(4) if case["way"] == "none" else torch.tensor(0.5)
+    )
     options = {"chunk_tokens": case["chunk"], **way}
-    result = check(impl_device, inputs, upstream, **options)
-    truth = linear_fp64(inputs, upstream, **options)
+    result = check(impl_device, inputs, grad_output, **options)
+    truth = linear_fp64(inputs, grad_output, **options)
     for gradient, expected in zip(result[1:], truth[1:], strict=True):
         assert gradient is expected is None or torch.equal(gradient, expected.to(gradient.dtype))
     if case["ones"] == (5,):
@@ -243,16 +246,16 @@ def test_options_given_at_their_off_values_change_no_bit(impl_device):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_what_ignored_tokens_hold_is_seen_by_nobody(impl_device, bad, way):
-    """0 times NaN in the matmul of the weight's gradient would be NaN, as would the upstream gradient's."""
+    """0 times NaN in the matmul of the weight's gradient would be NaN, as would the grad_output's."""
     way = WAYS[way]
     for size in ({}, {"chunk_tokens": 2}, {"valid_tokens": 3}, {"valid_tokens": 5, "chunk_tokens": 2}):
         inputs = _made("peaked", bias=True)
         inputs.hidden[0], inputs.hidden[2, 3] = bad, bad
         inputs.labels[[0, 2]] = IGNORE_INDEX
-        upstream = _upstream(way)
-        if upstream.dim():
-            upstream[2] = bad
-        result = check(impl_device, inputs, upstream, **size, **way)
+        grad_output = _upstream(way)
+        if grad_output.dim():
+            grad_output[2] = bad
+        result = check(impl_device, inputs, grad_output, **size, **way)
         assert not result.hidden[[0, 2]].any() and result.weight.isfinite().all()
 
 
@@ -329,14 +332,14 @@ def test_hidden_states_of_every_layout(impl_device, way):
         values = layout.view.detach().cpu().contiguous()
         # The least likely column: a gradient near 1, next to which one rounding of p is small.
         inputs = Projection(values, weight, (values @ weight.T).argmin(dim=-1))
-        upstream = torch.tensor(0.5)
+        grad_output = torch.tensor(0.5)
         if way["reduction"] == "none":
-            upstream = torch.rand(inputs.labels.shape, generator=torch.Generator().manual_seed(2)) + 0.5
+            grad_output = torch.rand(inputs.labels.shape, generator=torch.Generator().manual_seed(2)) + 0.5
         leaves = layout.view.detach().requires_grad_(), weight.to(device).requires_grad_()
         options = {**way, "label_smoothing": 0.1}
         loss = linear_cross_entropy(*leaves, inputs.labels.to(device), impl=impl, **options)
-        gradients = torch.autograd.grad(loss, leaves, upstream.to(device))
-        expected = (compute(inputs, upstream, **options) for compute in (linear_fp64, linear_same_dtype))
+        gradients = torch.autograd.grad(loss, leaves, grad_output.to(device))
+        expected = (compute(inputs, grad_output, **options) for compute in (linear_fp64, linear_same_dtype))
         assert_results(Results((loss,), *gradients, None), *expected)
         assert layout.outside_is_untouched() and torch.equal(layout.view.cpu(), values), layout.name
 

@@ -21,7 +21,7 @@ from vocab_parallel_ce import (
     linear_cross_entropy,
     tokens,
 )
-from vocab_parallel_ce.head import WeightGradient, cleared
+from vocab_parallel_ce.linear.matmul import WeightGradient, cleared
 
 ROWS, COLUMNS, WIDTH = 6, 21, 8
 INF = float("inf")
@@ -29,7 +29,7 @@ INF = float("inf")
 
 def _chunks_of_ranks(monkeypatch, bounds, vocab_size, **options):
     """Each rank's chunks of 64 tokens, or its refusal, without any other rank."""
-    module, seen = importlib.import_module("vocab_parallel_ce.linear_cross_entropy"), []
+    module, seen = importlib.import_module("vocab_parallel_ce.linear.cross_entropy"), []
 
     def forward(linear, inputs):
         seen.append(linear.chunks)
@@ -205,8 +205,8 @@ def test_nothing_to_learn_from_is_0_whatever_comes_from_upstream(
             valid_tokens=valid_tokens,
             main_grad=main_grad,
         )
-        of_weight = results.weight if main_grad is None else main_grad.cpu()
-        for tensor in (*results.outputs, results.hidden, of_weight, results.bias):
+        d_weight = results.weight if main_grad is None else main_grad.cpu()
+        for tensor in (*results.outputs, results.hidden, d_weight, results.bias):
             assert torch.equal(tensor, torch.zeros_like(tensor))
 
 

@@ -85,9 +85,9 @@ def test_log_probs_are_those_of_the_loss(impl_device):
 def test_upstream_gradients_of_every_layout(impl_device):
     """Each output's has strides of its own: one value for all tokens, or a transposed view."""
     inputs = _made("peaked", 4).shaped(2, 2)
-    layouts = [upstream for _, upstream in upstream_gradients((2, 2))]
-    for turn, upstream in enumerate(layouts):
-        check(impl_device, inputs, upstream, layouts[turn - 1], entropy=True, chunk_tokens=3)
+    layouts = [grad_output for _, grad_output in upstream_gradients((2, 2))]
+    for turn, grad_output in enumerate(layouts):
+        check(impl_device, inputs, grad_output, layouts[turn - 1], entropy=True, chunk_tokens=3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,7 +107,7 @@ def test_what_every_dtype_can_hold_is_computed_without_any_error(impl_device, dt
 
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_ignored_tokens_are_positive_zero(impl_device, bad):
-    """Prompts and padding: whatever their hidden states hold, and whatever comes from upstream for them."""
+    """Prompts and padding: whatever their hidden states hold, and whatever their grad_output is."""
     inputs = _made("peaked")
     inputs.hidden[0, 3], inputs.hidden[2] = bad, bad
     inputs.labels[[0, 2]] = IGNORE_INDEX

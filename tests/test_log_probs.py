@@ -27,21 +27,21 @@ OPTIONS = ("temperature", "softcap", "logit_scale", "ignore_index")
 NAN, INF = float("nan"), float("inf")
 
 
-def _call(impl_device, logits, labels, upstream=None, entropy_upstream=None, **options):
-    """``(log_probs, entropy, gradient)`` of a copy of ``logits``; an upstream gradient of None: not used."""
+def _call(impl_device, logits, labels, grad_output=None, grad_entropy=None, **options):
+    """``(log_probs, entropy, gradient)`` of a copy of ``logits``; an grad_output of None: not used."""
     impl, device = impl_device
     leaf = logits.clone().to(device).requires_grad_()
     outputs = token_log_probs(leaf, labels.to(device), entropy=True, impl=impl, **options)
-    pairs = zip(outputs, (upstream, entropy_upstream), strict=True)
+    pairs = zip(outputs, (grad_output, grad_entropy), strict=True)
     used = [(output, weight.to(device)) for output, weight in pairs if weight is not None]
     torch.autograd.backward(*zip(*used, strict=True))
     return (*(out.detach().cpu() for out in outputs), leaf.grad.cpu())
 
 
-def _check(impl_device, logits, labels, upstream=None, entropy_upstream=None, **options):
-    results = _call(impl_device, logits, labels, upstream, entropy_upstream, **options)
+def _check(impl_device, logits, labels, grad_output=None, grad_entropy=None, **options):
+    results = _call(impl_device, logits, labels, grad_output, grad_entropy, **options)
     of_oracle = {name: value for name, value in options.items() if name in OPTIONS}
-    upstreams = {"upstream": upstream, "entropy_upstream": entropy_upstream}
+    upstreams = {"grad_output": grad_output, "grad_entropy": grad_entropy}
     oracle = token_outputs_fp64(logits, labels, **upstreams, **of_oracle)
     peer = token_outputs_same_dtype(logits, labels, **upstreams, **of_oracle)
     for result, expected, same_dtype in zip(results, oracle, peer, strict=True):
@@ -54,9 +54,9 @@ def _rows(kind, rows=ROWS, dtype=torch.float32):
 
 
 def _random(rows=ROWS, seed=0):
-    upstream = dict(upstream_gradients((rows,), seed=seed))["random"]
-    upstream[-1] = 1.5  # the broad row's is not near 0
-    return upstream
+    grad_output = dict(upstream_gradients((rows,), seed=seed))["random"]
+    grad_output[-1] = 1.5  # the broad row's is not near 0
+    return grad_output
 
 
 HARD = [(kind, dtype) for turn, kind in enumerate(KINDS) for dtype in (DTYPES[0], DTYPES[1 + turn % 2])]
@@ -100,12 +100,12 @@ def test_upstream_gradients_of_every_layout(impl_device):
     """Each output's has strides of its own: one value for all tokens, or a transposed view."""
     logits, labels = _rows("peaked", 4)
     logits, labels = logits.view(2, 2, COLUMNS), labels.view(2, 2)
-    layouts = [upstream for _, upstream in upstream_gradients((2, 2))]
-    for turn, upstream in enumerate(layouts):
+    layouts = [grad_output for _, grad_output in upstream_gradients((2, 2))]
+    for turn, grad_output in enumerate(layouts):
         other, gradient = layouts[turn - 1], GRADIENTS[turn % 2]
-        before = upstream.clone()
-        log_probs, entropy, _ = _check(impl_device, logits, labels, upstream, other, gradient=gradient)
-        assert log_probs.shape == entropy.shape == (2, 2) and torch.equal(upstream, before)
+        before = grad_output.clone()
+        log_probs, entropy, _ = _check(impl_device, logits, labels, grad_output, other, gradient=gradient)
+        assert log_probs.shape == entropy.shape == (2, 2) and torch.equal(grad_output, before)
 
 
 def test_outputs_summed_and_weighted_by_the_caller(impl_device):
@@ -117,7 +117,7 @@ def test_outputs_summed_and_weighted_by_the_caller(impl_device):
     log_probs, entropy = token_log_probs(leaf, labels.to(device), entropy=True, impl=impl)
     bonus = 0.01 * entropy.sum() / kept.sum().to(device)
     (-(advantages.to(device) * log_probs).mean() - bonus).backward()
-    upstreams = {"upstream": -advantages / 6, "entropy_upstream": (-0.01 / kept.sum()).expand(6)}
+    upstreams = {"grad_output": -advantages / 6, "grad_entropy": (-0.01 / kept.sum()).expand(6)}
     oracle = token_outputs_fp64(logits, labels, **upstreams)
     peer = token_outputs_same_dtype(logits, labels, **upstreams)
     assert_within_budget(leaf.grad, oracle.grad, peer.grad)
@@ -148,7 +148,7 @@ def test_log_probs_are_those_of_the_loss(impl_device):
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_ignored_tokens_are_positive_zero(impl_device, bad, gradient):
-    """Prompts and padding: whatever their rows hold, and whatever comes from upstream for them."""
+    """Prompts and padding: whatever their rows hold, and whatever comes from grad_output for them."""
     logits, labels = _rows("peaked", 4)
     logits[0, 3], labels[0] = bad, IGNORE_INDEX
     logits[2], labels[2] = bad, IGNORE_INDEX
@@ -214,7 +214,7 @@ def test_padded_columns_take_no_part(impl_device, vocab_size, columns):
     logits, labels = with_a_broad_row(batch("peaked", rows=2, vocab_size=vocab_size))
     upstreams = _random(3), _random(3, seed=1)
     oracle, peer = (
-        compute(logits, labels, softcap=5.0, upstream=upstreams[0], entropy_upstream=upstreams[1])
+        compute(logits, labels, softcap=5.0, grad_output=upstreams[0], grad_entropy=upstreams[1])
         for compute in (token_outputs_fp64, token_outputs_same_dtype)
     )
     for size in ({"vocab_size": vocab_size}, {"shard": VocabShard(0, columns, vocab_size)}):
@@ -274,7 +274,7 @@ def test_second_backward(impl_device):
         torch.autograd.grad(outputs[i].sum(), logits, retain_graph=True)[0] for i in (0, 1, 0)
     )
     assert torch.equal(log_probs, again) and torch.equal(logits, values)
-    for grad, used in ((log_probs, "upstream"), (entropy, "entropy_upstream")):
+    for grad, used in ((log_probs, "grad_output"), (entropy, "grad_entropy")):
         oracle, peer = (
             compute(values.cpu(), labels.cpu(), **{used: torch.ones(3)}).grad
             for compute in (token_outputs_fp64, token_outputs_same_dtype)

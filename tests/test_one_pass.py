@@ -11,7 +11,7 @@ from tests.support.one_pass import EPS_32, check, made, run, skip_where_it_canno
 from tests.support.oracle import cross_entropy_fp64
 from tests.test_confident_labels import Rows, assert_as_exact_as_fp32, confident_rows, truth_of
 from vocab_parallel_ce import cross_entropy_backward, cross_entropy_forward, vocab_parallel_cross_entropy
-from vocab_parallel_ce.kernels.blocks import ONE_PASS
+from vocab_parallel_ce.blocks import ONE_PASS
 
 pytestmark = pytest.mark.cuda
 
@@ -115,7 +115,7 @@ REDUCTIONS = {
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float16), ids=str)
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions_and_an_upstream_gradient(name, dtype, z_loss):
-    """An upstream gradient of 1 writes nothing; others differ in every row that has its own."""
+    """An grad_output of 1 writes nothing; others differ in every row that has its own."""
     options = {"z_loss": z_loss} | REDUCTIONS[name]
     if isinstance(options.get("num_items"), torch.Tensor):
         options["num_items"] = options["num_items"].cuda()
@@ -123,8 +123,8 @@ def test_reductions_and_an_upstream_gradient(name, dtype, z_loss):
     loss, grad = check(logits.clone(), labels, **options)
     if options.get("num_items") is not None and float(options["num_items"]) == 0:
         assert not loss.any() and not grad.any()
-    upstream = torch.rand(loss.shape, generator=torch.Generator().manual_seed(3)).cuda() + 0.25
-    check(logits, labels, upstream, **options)
+    grad_output = torch.rand(loss.shape, generator=torch.Generator().manual_seed(3)).cuda() + 0.25
+    check(logits, labels, grad_output, **options)
 
 
 def test_numbers_that_change_from_step_to_step():

@@ -13,7 +13,7 @@ from tests.support.gpu import (
 )
 from tests.support.one_pass import made, run, skip_where_it_cannot_run
 from vocab_parallel_ce import cross_entropy_backward, cross_entropy_forward, vocab_parallel_cross_entropy
-from vocab_parallel_ce.kernels.blocks import ONE_PASS
+from vocab_parallel_ce.blocks import ONE_PASS
 
 pytestmark = pytest.mark.cuda
 
@@ -31,13 +31,13 @@ def test_graph_replays_with_new_data(name):
     """Also other labels are ignored, and another number of items divides."""
 
     def arguments(seed):
-        upstream = torch.rand((300,) if name == "none" else (), device="cuda")
+        grad_output = torch.rand((300,) if name == "none" else (), device="cuda")
         items = torch.tensor(40 + seed, device="cuda")
-        return [*made("some_ignored", 300, COLUMNS, seed=seed), upstream, items]
+        return [*made("some_ignored", 300, COLUMNS, seed=seed), grad_output, items]
 
-    def step(logits, labels, upstream, items):
+    def step(logits, labels, grad_output, items):
         options = {"reduction": "sum", "num_items": items} if name == "items" else {"reduction": name}
-        return run(logits.clone(), labels, upstream, z_loss=1e-3, **options)
+        return run(logits.clone(), labels, grad_output, z_loss=1e-3, **options)
 
     assert_graph_replays(step, arguments(0), (arguments(seed) for seed in (1, 2)))
 
@@ -45,14 +45,14 @@ def test_graph_replays_with_new_data(name):
 @pytest.mark.no_poison
 def test_the_host_never_waits():
     logits, labels = made("some_ignored", 300, COLUMNS)
-    upstream, items = torch.rand(300, device="cuda"), torch.tensor(40, device="cuda")
+    grad_output, items = torch.rand(300, device="cuda"), torch.tensor(40, device="cuda")
 
     def every_path():
         for options in ({}, {"reduction": "sum"}, {"reduction": "sum", "num_items": items}, {"z_loss": 0.1}):
-            run(logits.clone(), labels, upstream[0], **options)
-        run(logits.clone(), labels, upstream, reduction="none")
+            run(logits.clone(), labels, grad_output[0], **options)
+        run(logits.clone(), labels, grad_output, reduction="none")
         _, grad = cross_entropy_forward(logits.clone(), labels, 0.0, True, None, -100)
-        cross_entropy_backward(grad, upstream[0])
+        cross_entropy_backward(grad, grad_output[0])
 
     assert_host_never_waits(every_path)
 
@@ -64,8 +64,8 @@ def test_extra_peak_memory(columns):
     rows = 2048
     logits = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     labels = torch.randint(0, columns, (rows,), device="cuda")
-    upstream = torch.ones((), device="cuda")
-    extra = extra_peak_bytes(lambda: run(logits, labels, upstream))
+    grad_output = torch.ones((), device="cuda")
+    extra = extra_peak_bytes(lambda: run(logits, labels, grad_output))
     assert extra < 64 * rows, extra / rows
 
 

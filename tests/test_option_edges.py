@@ -161,10 +161,10 @@ def test_log_probs_and_entropies_of_huge_logits(impl_device, options, temperatur
     options = options | {"temperature": temperature}
     leaf = logits.to(device, copy=True).requires_grad_()
     outputs = token_log_probs(leaf * 1.0, labels.to(device), entropy=True, impl=impl, **options)
-    upstream, entropy_upstream = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(1))
-    grads = (upstream.to(device), entropy_upstream.to(device))
+    grad_output, grad_entropy = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(1))
+    grads = (grad_output.to(device), grad_entropy.to(device))
     (grad,) = torch.autograd.grad(outputs, leaf, grads)
-    given = options | {"upstream": upstream, "entropy_upstream": entropy_upstream}
+    given = options | {"grad_output": grad_output, "grad_entropy": grad_entropy}
     oracle, peer = (f(logits, labels, **given) for f in (token_outputs_fp64, token_outputs_same_dtype))
     assert_within_budget(outputs[0], oracle.log_probs, peer.log_probs)
     assert_within_budget(outputs[1], oracle.entropy, peer.entropy)

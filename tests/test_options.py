@@ -65,20 +65,20 @@ def _covering(**factors):
     return cases
 
 
-def _call(impl_device, logits, labels, upstream=None, **options):
+def _call(impl_device, logits, labels, grad_output=None, **options):
     """``(loss, gradient, metrics)`` of a copy of ``logits``."""
     impl, device = impl_device
     leaf = logits.clone().to(device).requires_grad_()
     result = vocab_parallel_cross_entropy(leaf, labels.to(device), impl=impl, **options)
     loss, metrics = result if options.get("return_metrics") else (result, None)
-    loss.backward(torch.ones_like(loss) if upstream is None else upstream.to(device))
+    loss.backward(torch.ones_like(loss) if grad_output is None else grad_output.to(device))
     return loss.detach().cpu(), leaf.grad.cpu(), metrics
 
 
-def _check(impl_device, logits, labels, upstream=None, *, gradient="auto", **options):
-    loss, grad, _ = _call(impl_device, logits, labels, upstream, gradient=gradient, **options)
-    oracle = cross_entropy_fp64(logits, labels, upstream=upstream, **options)
-    peer = cross_entropy_same_dtype(logits, labels, upstream=upstream, **options)
+def _check(impl_device, logits, labels, grad_output=None, *, gradient="auto", **options):
+    loss, grad, _ = _call(impl_device, logits, labels, grad_output, gradient=gradient, **options)
+    oracle = cross_entropy_fp64(logits, labels, grad_output=grad_output, **options)
+    peer = cross_entropy_same_dtype(logits, labels, grad_output=grad_output, **options)
     assert_within_budget(loss, oracle.loss, peer.loss)
     assert_within_budget(grad, oracle.grad, peer.grad)
     return loss, grad
@@ -89,9 +89,9 @@ def _rows(kind, rows=ROWS, dtype=torch.float32):
 
 
 def _random(rows=ROWS):
-    upstream = dict(upstream_gradients((rows,)))["random"]
-    upstream[-1] = 1.5  # the broad row's is not near 0
-    return upstream
+    grad_output = dict(upstream_gradients((rows,)))["random"]
+    grad_output[-1] = 1.5  # the broad row's is not near 0
+    return grad_output
 
 
 HARD = _covering(
@@ -104,9 +104,9 @@ def test_each_option_on_hard_rows_of_every_dtype(impl_device, case):
     """Every pair of an option, a kind of row, a dtype, a reduction and a way of writing the gradient."""
     rows = 9 if case["kind"] == "mixture" else ROWS
     made = _rows(case["kind"], rows, case["dtype"])
-    upstream = _random(rows) if case["reduction"] == "none" else torch.tensor(0.75)
+    grad_output = _random(rows) if case["reduction"] == "none" else torch.tensor(0.75)
     ways = {"reduction": case["reduction"], "gradient": case["gradient"]}
-    _check(impl_device, *made, upstream, **ways, **OPTIONS[case["option"]])
+    _check(impl_device, *made, grad_output, **ways, **OPTIONS[case["option"]])
 
 
 SMOOTHING = {"none": {}, "torch": OPTIONS["torch"], "megatron": OPTIONS["megatron"]}
@@ -141,19 +141,19 @@ def test_every_pair_of_options_on_together(impl_device, case):
     logits[labels == IGNORE_INDEX] = NAN
     numbers = {name: case[name] for name in ("z_loss", "softcap", "logit_scale")}
     options = {**numbers, **SMOOTHING[case["smoothing"]], **DIVISORS[case["divisor"]]}
-    upstream = _random() if case["divisor"] == "none" else torch.tensor(0.75)
+    grad_output = _random() if case["divisor"] == "none" else torch.tensor(0.75)
     loss, grad, metrics = _call(
         impl_device,
         padded_shard(logits, 0, COLUMNS + case["padding"]),
         labels,
-        upstream,
+        grad_output,
         vocab_size=COLUMNS,
         gradient=case["gradient"],
         return_metrics=case["return_metrics"],
         **options,
     )
-    oracle = cross_entropy_fp64(logits, labels, upstream=upstream, **options)
-    peer = cross_entropy_same_dtype(logits, labels, upstream=upstream, **options)
+    oracle = cross_entropy_fp64(logits, labels, grad_output=grad_output, **options)
+    peer = cross_entropy_same_dtype(logits, labels, grad_output=grad_output, **options)
     assert_within_budget(loss, oracle.loss, peer.loss)
     assert_within_budget(grad[:, :COLUMNS], oracle.grad, peer.grad)
     assert not grad[:, COLUMNS:].any()
@@ -229,16 +229,16 @@ def test_an_infinite_logit_stays_infinite_under_softcap(impl_device):
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_ignored_rows_stay_zero_under_every_option(impl_device, reduction, gradient):
-    """NaN in them, and an infinite upstream gradient, meet factors of their own in each option."""
+    """NaN in them, and an infinite grad_output, meet factors of their own in each option."""
     logits, labels = batch("peaked", rows=4, vocab_size=COLUMNS)
     logits[2], labels[2] = NAN, IGNORE_INDEX
-    upstream = torch.tensor([1.0, 2.0, INF, -0.5]) if reduction == "none" else torch.tensor(INF)
+    grad_output = torch.tensor([1.0, 2.0, INF, -0.5]) if reduction == "none" else torch.tensor(INF)
     options = {"softcap": 10.0, "logit_scale": 0.4, "z_loss": 0.02, "label_smoothing": 0.1}
     loss, grad, metrics = _call(
         impl_device,
         padded_shard(logits, 0, COLUMNS + 4),
         labels,
-        upstream,
+        grad_output,
         reduction=reduction,
         gradient=gradient,
         vocab_size=COLUMNS,
@@ -316,7 +316,7 @@ def test_one_column_more_than_whole_vectors_under_softcap(impl_device):
 def test_num_items_of_every_type(impl_device):
     device = impl_device[1]
     made = _rows("some_ignored", 3)
-    upstream = torch.tensor(0.75)
+    grad_output = torch.tensor(0.75)
     forms = [
         torch.tensor(6),
         torch.tensor(6, device=device),
@@ -328,10 +328,10 @@ def test_num_items_of_every_type(impl_device):
     ]
     for gradient in GRADIENTS:
         options = {"reduction": "sum", "z_loss": 0.02, "gradient": gradient}
-        expected, expected_grad = _check(impl_device, *made, upstream, num_items=6, **options)
+        expected, expected_grad = _check(impl_device, *made, grad_output, num_items=6, **options)
         for num_items in forms[GRADIENTS.index(gradient) :: 3]:
             before, version = num_items.detach().clone(), num_items._version
-            loss, grad, _ = _call(impl_device, *made, upstream, num_items=num_items, **options)
+            loss, grad, _ = _call(impl_device, *made, grad_output, num_items=num_items, **options)
             assert loss.shape == () and torch.equal(loss, expected) and torch.equal(grad, expected_grad)
             assert torch.equal(num_items, before) and num_items._version == version
 

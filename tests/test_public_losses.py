@@ -1,4 +1,4 @@
-"""Loss and gradient through the public function: shapes, labels, upstream gradients, and hard rows."""
+"""Loss and gradient through the public function: shapes, labels, grad_outputs, and hard rows."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ GRADIENTS = ("in_forward", "in_backward", "out_of_place")
 NAN, INF = float("nan"), float("inf")
 
 
-def _loss_and_grad(impl_device, logits, labels, upstream=None, **options):
+def _loss_and_grad(impl_device, logits, labels, grad_output=None, **options):
     impl, device = impl_device
     leaf = logits.to(device).requires_grad_()
     loss = vocab_parallel_cross_entropy(leaf, labels.to(device), impl=impl, **options)
-    loss.backward(torch.ones_like(loss) if upstream is None else upstream.to(device))
+    loss.backward(torch.ones_like(loss) if grad_output is None else grad_output.to(device))
     return loss.detach(), leaf.grad
 
 
-def _check(impl_device, logits, labels, upstream=None, *, gradient="auto", **options):
+def _check(impl_device, logits, labels, grad_output=None, *, gradient="auto", **options):
     """Loss and gradient are the oracle's; ``logits`` are copied before."""
-    loss, grad = _loss_and_grad(impl_device, logits.clone(), labels, upstream, gradient=gradient, **options)
-    upstream = None if upstream is None else upstream.cpu()
-    oracle = cross_entropy_fp64(logits, labels, upstream=upstream, **options)
-    peer = cross_entropy_same_dtype(logits, labels, upstream=upstream, **options)
+    loss, grad = _loss_and_grad(
+        impl_device, logits.clone(), labels, grad_output, gradient=gradient, **options
+    )
+    grad_output = None if grad_output is None else grad_output.cpu()
+    oracle = cross_entropy_fp64(logits, labels, grad_output=grad_output, **options)
+    peer = cross_entropy_same_dtype(logits, labels, grad_output=grad_output, **options)
     assert_within_budget(loss, oracle.loss, peer.loss)
     assert_within_budget(grad, oracle.grad, peer.grad)
     return loss, grad
@@ -64,16 +66,16 @@ def test_no_rows(impl_device, reduction):
 @pytest.mark.parametrize("kind", KINDS)
 def test_hard_rows(impl_device, kind, label_smoothing):
     logits, labels = batch(kind, rows=10, vocab_size=COLUMNS)
-    upstream = dict(upstream_gradients((10,)))["random"]
-    _check(impl_device, logits, labels, upstream, reduction="none", label_smoothing=label_smoothing)
+    grad_output = dict(upstream_gradients((10,)))["random"]
+    _check(impl_device, logits, labels, grad_output, reduction="none", label_smoothing=label_smoothing)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_smoothing(impl_device, kind):
     """Also in rows far from 0, where the fp32 sum of a row's logits would hold no digit of the loss."""
     logits, labels = batch(kind, rows=9, vocab_size=COLUMNS)
-    upstream = dict(upstream_gradients((9,)))["random"]
-    _check(impl_device, logits, labels, upstream, reduction="none", label_smoothing=1)
+    grad_output = dict(upstream_gradients((9,)))["random"]
+    _check(impl_device, logits, labels, grad_output, reduction="none", label_smoothing=1)
 
 
 def test_a_long_sum_is_accumulated_in_fp32(impl_device):
@@ -109,13 +111,13 @@ def test_labels_of_every_layout_and_width(impl_device, reduction, shape):
     logits, labels = batch("some_ignored", rows=rows, vocab_size=COLUMNS)
     logits, labels = logits.view(*shape, COLUMNS), labels.view(shape)
     impl, device = impl_device
-    upstream = torch.randn(shape).to(device) if reduction == "none" else None
+    grad_output = torch.randn(shape).to(device) if reduction == "none" else None
     results = []
     for name, view in label_layouts(labels.to(device)):
         before, version = view.clone(), view._version
         leaf = logits.clone().to(device).requires_grad_()
         loss = vocab_parallel_cross_entropy(leaf, view, impl=impl, reduction=reduction)
-        loss.backward(upstream)
+        loss.backward(grad_output)
         assert torch.equal(view, before) and view._version == version, name
         results.append((name, loss, leaf.grad))
     for name, loss, grad in results:
@@ -160,8 +162,8 @@ def test_ignored_rows_have_zero_gradient_whatever_comes_from_upstream(impl_devic
     """A caller that divides by a row's weight has 0 / 0 where a row is ignored."""
     logits, labels = batch("peaked", rows=4, vocab_size=COLUMNS)
     labels[2] = IGNORE_INDEX
-    upstream = torch.tensor([1.0, 2.0, bad, -0.5])
-    _check(impl_device, logits, labels, upstream, reduction="none", gradient=gradient)
+    grad_output = torch.tensor([1.0, 2.0, bad, -0.5])
+    _check(impl_device, logits, labels, grad_output, reduction="none", gradient=gradient)
 
 
 @pytest.mark.parametrize("label", [-1, COLUMNS, 2**31 - 1, -(2**31)])
@@ -195,10 +197,10 @@ def test_upstream_gradients_of_every_layout(impl_device, shape, gradient):
     """One value for all rows, a stride of 0 or a transposed view must not be read as dense memory."""
     logits, labels = batch("mixture", rows=6, vocab_size=COLUMNS)
     logits, labels = logits.view(*shape, COLUMNS), labels.view(shape)
-    for name, upstream in upstream_gradients(shape, impl_device[1]):
-        before = upstream.clone()
-        _check(impl_device, logits, labels, upstream, reduction="none", gradient=gradient)
-        assert torch.equal(upstream, before), name
+    for name, grad_output in upstream_gradients(shape, impl_device[1]):
+        before = grad_output.clone()
+        _check(impl_device, logits, labels, grad_output, reduction="none", gradient=gradient)
+        assert torch.equal(grad_output, before), name
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
@@ -217,14 +219,14 @@ def test_losses_are_summed_transposed_and_masked_by_the_caller(impl_device, grad
         ),
         "masked": (lambda loss: (loss * mask.to(loss.device)).sum(), mask),
     }
-    for use, upstream in uses.values():
+    for use, grad_output in uses.values():
         leaf = logits.clone().to(device).requires_grad_()
         loss = vocab_parallel_cross_entropy(
             leaf, labels.to(device), impl=impl, reduction="none", gradient=gradient
         )
         use(loss).backward()
-        oracle = cross_entropy_fp64(logits, labels, reduction="none", upstream=upstream)
-        peer = cross_entropy_same_dtype(logits, labels, reduction="none", upstream=upstream)
+        oracle = cross_entropy_fp64(logits, labels, reduction="none", grad_output=grad_output)
+        peer = cross_entropy_same_dtype(logits, labels, reduction="none", grad_output=grad_output)
         assert_within_budget(leaf.grad, oracle.grad, peer.grad)
 
 

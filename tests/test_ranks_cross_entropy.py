@@ -36,7 +36,7 @@ class Case(NamedTuple):
     labels: torch.Tensor
     impl: str
     options: dict
-    upstream: torch.Tensor | None = None
+    grad_output: torch.Tensor | None = None
 
 
 class Result(NamedTuple):
@@ -63,9 +63,9 @@ def _run(rank, group, case, member_sets=None):
     with record_collectives() as in_forward, warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         loss = vocab_parallel_cross_entropy(shard, labels, group=group, impl=case.impl, **case.options)
-    upstream = torch.ones_like(loss) if case.upstream is None else case.upstream.to(device)
+    grad_output = torch.ones_like(loss) if case.grad_output is None else case.grad_output.to(device)
     with record_collectives() as in_backward:
-        loss.backward(upstream)
+        loss.backward(grad_output)
     assert torch.equal(labels.cpu(), case.labels), "labels were written"
     return Result(loss, shard.grad, in_forward, in_backward)
 
@@ -73,8 +73,8 @@ def _run(rank, group, case, member_sets=None):
 def _check(case, results):
     """Every rank has the same loss, and loss and gradient are the oracle's."""
     options = {k: v for k, v in case.options.items() if k != "gradient"}
-    oracle = cross_entropy_fp64(case.logits, case.labels, upstream=case.upstream, **options)
-    peer = cross_entropy_same_dtype(case.logits, case.labels, upstream=case.upstream, **options)
+    oracle = cross_entropy_fp64(case.logits, case.labels, grad_output=case.grad_output, **options)
+    peer = cross_entropy_same_dtype(case.logits, case.labels, grad_output=case.grad_output, **options)
     grad = torch.cat([result.grad for result in results], dim=-1)
     for result in results:
         assert result.loss.dtype == torch.float32
@@ -110,8 +110,8 @@ def test_loss_and_gradient_are_those_of_the_whole_vocabulary(rank_pool, impl, re
     ):
         made = batch(kind, rows=ROWS, vocab_size=COLUMNS * world, shards=world, dtype=dtype)
         options = {"reduction": reduction, "label_smoothing": label_smoothing}
-        upstream = torch.tensor(0.75) if reduction != "none" else _upstream(ROWS, "random")
-        case = Case(*made, impl, options, upstream)
+        grad_output = torch.tensor(0.75) if reduction != "none" else _upstream(ROWS, "random")
+        case = Case(*made, impl, options, grad_output)
         results = rank_pool.run(_run, case)
         _check(case, results)
         _check_collectives(results, case, range(world))
@@ -128,13 +128,13 @@ def _upstream(rows, name):
 def test_rows_far_from_zero_masked_or_at_the_edges_of_shards(rank_pool, impl, kind):
     """A shard that is -inf throughout, labels in the first and last column of each, gaps above 100.
 
-    The first token's upstream gradient is 0: a kernel that read it for every row would return 0.
+    The first token's grad_output is 0: a kernel that read it for every row would return 0.
     """
     world = rank_pool.world_size
     for dtype in (torch.float16, torch.float32):
         made = batch(kind, rows=2 * world, vocab_size=COLUMNS * world, shards=world, dtype=dtype)
-        upstream = _upstream(2 * world, "zero in the first token")
-        case = Case(*made, impl, {"reduction": "none"}, upstream)
+        grad_output = _upstream(2 * world, "zero in the first token")
+        case = Case(*made, impl, {"reduction": "none"}, grad_output)
         _check(case, rank_pool.run(_run, case))
 
 
@@ -226,8 +226,8 @@ def test_every_way_of_writing_the_gradient_gathers_once(rank_pool, impl, reducti
 def test_labels_and_logits_of_several_dimensions(rank_pool, impl):
     logits, labels = batch("mixture", rows=6, vocab_size=2 * COLUMNS, shards=2)
     shaped = logits.view(2, 3, -1), labels.view(2, 3)
-    upstream = dict(upstream_gradients((2, 3)))["transposed"]
-    case = Case(*shaped, impl, {"reduction": "none", "label_smoothing": 0.1}, upstream)
+    grad_output = dict(upstream_gradients((2, 3)))["transposed"]
+    case = Case(*shaped, impl, {"reduction": "none", "label_smoothing": 0.1}, grad_output)
     results = rank_pool.run(_run, case)
     assert results[0].loss.shape == (2, 3)
     _check(case, results)

@@ -84,7 +84,7 @@ def test_what_every_dtype_can_hold_is_computed_without_any_error(rank_pool, impl
     way = {name: value for name, value in way.items() if name != "num_items"}
     width = -(-CUBE_COLUMNS // world)
     bounds = [(rank * width, min((rank + 1) * width, CUBE_COLUMNS)) for rank in range(world)]
-    upstream = (
+    grad_output = (
         torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(4) if way["reduction"] == "none" else torch.tensor(0.5)
     )
     for dtype, chunk in ((torch.bfloat16, 5), (torch.float16, 16)):
@@ -93,7 +93,7 @@ def test_what_every_dtype_can_hold_is_computed_without_any_error(rank_pool, impl
             impl,
             {**way, "chunk_tokens": chunk},
             bounds,
-            (upstream,),
+            (grad_output,),
             "vocab_size",
         )
         whole, truth = check(case, rank_pool.run(run, case))
@@ -162,7 +162,7 @@ def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl
     world, way = rank_pool.world_size, WAYS[way]
     shape = (2 * world, 2)
     rows = shape[0] * shape[1]
-    upstream = (
+    grad_output = (
         dict(upstream_gradients(shape))["transposed"] if way["reduction"] == "none" else torch.tensor(0.75)
     )
     for dtype, chunk in (
@@ -173,7 +173,7 @@ def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl
         inputs = many_tokens(rows, COLUMNS * world, WIDTH, dtype).shaped(*shape)
         inputs.labels[0, 1] = inputs.labels[-1, 0] = IGNORE_INDEX
         options = {**way, **chunk, "sequence_parallel": True, "label_smoothing": 0.1}
-        case = Case(inputs, impl, options, _even(COLUMNS, world), (upstream,))
+        case = Case(inputs, impl, options, _even(COLUMNS, world), (grad_output,))
         results = rank_pool.run(run, case)
         check(case, results)
         if world > 1:

@@ -92,11 +92,11 @@ def _on_dtensors(rank, group, case):
     loss.backward(case.upstreams[0].to(device))
     for leaf in leaves[1:]:
         assert leaf.grad.placements == leaf.placements and leaf.grad.shape == leaf.shape
-    of_weight = weight.grad.to_local()
+    d_weight = weight.grad.to_local()
     if case.main_grad:
-        assert weight.grad_added_to_main_grad is True and not of_weight.any()
-        of_weight = options["main_grad"]
-    return Result((loss,), leaves[0].grad, of_weight, None if bias is None else bias.grad.to_local(), [], [])
+        assert weight.grad_added_to_main_grad is True and not d_weight.any()
+        d_weight = options["main_grad"]
+    return Result((loss,), leaves[0].grad, d_weight, None if bias is None else bias.grad.to_local(), [], [])
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -101,8 +101,8 @@ def _run(rank, group, function, case, members=None, with_alone=False):
     with record_collectives() as in_forward:
         outputs = _call(function, leaf, labels, case.impl, options)
     upstreams = [
-        torch.ones_like(output) if upstream is None else upstream.to(device)
-        for output, upstream in zip(outputs, case.upstreams, strict=False)
+        torch.ones_like(output) if grad_output is None else grad_output.to(device)
+        for output, grad_output in zip(outputs, case.upstreams, strict=False)
         if output.requires_grad
     ]
     with record_collectives() as in_backward:
@@ -145,7 +145,7 @@ def _check_loss(case, results, ranks):
     _check_equal_on_all_ranks(results)
     options = {k: v for k, v in case.options.items() if k not in ("gradient", "return_metrics")}
     oracle, peer = (
-        compute(case.logits, case.labels, upstream=case.upstreams[0], **options)
+        compute(case.logits, case.labels, grad_output=case.upstreams[0], **options)
         for compute in (cross_entropy_fp64, cross_entropy_same_dtype)
     )
     loss, *metrics = results[0].outputs
@@ -174,9 +174,9 @@ def _rows(kind, vocab_size, shards, dtype=torch.float32, rows=ROWS):
 
 
 def _random(rows=ROWS, seed=0):
-    upstream = dict(upstream_gradients((rows,), seed=seed))["random"]
-    upstream[-1] = 1.5  # the broad row's is not near 0
-    return upstream
+    grad_output = dict(upstream_gradients((rows,), seed=seed))["random"]
+    grad_output[-1] = 1.5  # the broad row's is not near 0
+    return grad_output
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -184,9 +184,9 @@ def _random(rows=ROWS, seed=0):
 def test_each_option_and_all_of_them(rank_pool, impl, name):
     world = rank_pool.world_size
     options = OPTIONS[name]
-    upstream = _random() if options.get("reduction") == "none" else torch.tensor(0.75)
+    grad_output = _random() if options.get("reduction") == "none" else torch.tensor(0.75)
     made = _rows("some_ignored", COLUMNS * world, world)
-    case = Case(*made, impl, options, _even(COLUMNS, world), "even", (upstream,))
+    case = Case(*made, impl, options, _even(COLUMNS, world), "even", (grad_output,))
     _check_loss(case, rank_pool.run(_run, vocab_parallel_cross_entropy, case), range(world))
 
 
@@ -260,8 +260,8 @@ def test_a_last_shard_that_is_partly_padding(rank_pool, impl, gradient, options)
     logits, labels = _rows("peaked", 1003, 3)
     labels[:3] = torch.tensor([1002, 684, IGNORE_INDEX])
     options = {**options, "gradient": gradient}
-    upstream = _random() if options["reduction"] == "none" else torch.tensor(0.75)
-    case = Case(logits, labels, impl, options, THIRDS, "shard", (upstream,))
+    grad_output = _random() if options["reduction"] == "none" else torch.tensor(0.75)
+    case = Case(logits, labels, impl, options, THIRDS, "shard", (grad_output,))
     results = rank_pool.run(_run, vocab_parallel_cross_entropy, case, None, True)
     _check_loss(case, results, range(3))
 
@@ -323,9 +323,9 @@ def _check_token_outputs(case, results, ranks):
     _check_equal_on_all_ranks(results)
     with_entropy = case.options.get("entropy", False)
     options = {k: v for k, v in case.options.items() if k not in ("gradient", "entropy")}
-    upstreams = {"upstream": case.upstreams[0]}
+    upstreams = {"grad_output": case.upstreams[0]}
     if with_entropy:
-        upstreams["entropy_upstream"] = case.upstreams[1]
+        upstreams["grad_entropy"] = case.upstreams[1]
     oracle, peer = (
         compute(case.logits, case.labels, **upstreams, **options)
         for compute in (token_outputs_fp64, token_outputs_same_dtype)

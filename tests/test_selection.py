@@ -9,7 +9,7 @@ import torch
 
 from tests.support.inputs import batch
 from vocab_parallel_ce import selection, spec, vocab_parallel_cross_entropy
-from vocab_parallel_ce.kernels.blocks import ONE_PASS
+from vocab_parallel_ce.blocks import ONE_PASS
 from vocab_parallel_ce.pipeline import prepare_call
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, Workload, select
 

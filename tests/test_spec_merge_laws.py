@@ -54,10 +54,10 @@ def _assert_close(a, b):
     """Equal up to the rounding of a handful of additions of terms of one sign."""
     for name in ("row_max", "target_logit", "n_columns", "argmax"):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
-    for name in ("others_sum", "gap_sum", "exp_gap_sum"):
+    for name in ("others_sum", "shifted_sum", "exp_shifted_sum"):
         x, y = getattr(a, name), getattr(b, name)
-        # Of 20 columns none adds more than 1 to others_sum, or 1 / e to exp_gap_sum.
-        magnitude = float(y.abs()) if name == "gap_sum" and y.isfinite() else 20.0
+        # Of 20 columns none adds more than 1 to others_sum, or 1 / e to exp_shifted_sum.
+        magnitude = float(y.abs()) if name == "shifted_sum" and y.isfinite() else 20.0
         assert_fp64_equal(x, y, magnitude)
 
 
@@ -118,10 +118,14 @@ def test_a_shift_moves_the_maximum_and_nothing_else(shards, shift):
 def test_shards_excluded_throughout_add_nothing(shard, width):
     """exp(-inf - -inf) is NaN: the maximum of an excluded shard must not be subtracted as it is."""
     stats, excluded = _stats_of(shard, [-INF] * width)
-    assert (excluded.others_sum.item(), excluded.exp_gap_sum.item(), excluded.argmax.item()) == (0, 0, INF)
+    assert (excluded.others_sum.item(), excluded.exp_shifted_sum.item(), excluded.argmax.item()) == (
+        0,
+        0,
+        INF,
+    )
     for merged in (spec.merge(stats, excluded), spec.merge(excluded, stats)):
-        _assert_equal(merged._replace(gap_sum=stats.gap_sum, n_columns=stats.n_columns), stats)
-        assert merged.gap_sum.item() == -INF
+        _assert_equal(merged._replace(shifted_sum=stats.shifted_sum, n_columns=stats.n_columns), stats)
+        assert merged.shifted_sum.item() == -INF
         assert merged.n_columns.item() == len(shard) + width
 
 
@@ -154,7 +158,7 @@ def test_shards_that_vanish_leave_no_trace_in_the_entropy(far, gap):
     near, beyond = _stats_of([3.0, 1.0, 2.5], [x - gap for x in far])
     merged = spec.merge(near, beyond)
     assert_fp64_equal(merged.others_sum, near.others_sum, 20.0)
-    assert_fp64_equal(merged.exp_gap_sum, near.exp_gap_sum, 20.0)
+    assert_fp64_equal(merged.exp_shifted_sum, near.exp_shifted_sum, 20.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -165,7 +169,7 @@ def test_a_shard_of_the_lowest_numbers_leaves_no_trace_in_the_entropy(dtype):
     lowest = torch.full((1, 8), torch.finfo(dtype).min, dtype=dtype)
     beyond = spec.local_stats(lowest, label, 2, VOCAB)
     for merged in (spec.merge(near, beyond), spec.merge(beyond, near)):
-        assert torch.equal(merged.exp_gap_sum, near.exp_gap_sum)
+        assert torch.equal(merged.exp_shifted_sum, near.exp_shifted_sum)
         assert torch.equal(merged.others_sum, near.others_sum)
 
 
@@ -176,5 +180,5 @@ def test_an_excluded_shard_beside_one_of_the_lowest_numbers(dtype):
     lowest = spec.local_stats(torch.full((1, 2), torch.finfo(dtype).min, dtype=dtype), label, 0, VOCAB)
     excluded = spec.local_stats(torch.full((1, 8), -INF, dtype=dtype), label, 2, VOCAB)
     for merged in (spec.merge(lowest, excluded), spec.merge(excluded, lowest)):
-        assert (merged.others_sum.item(), merged.exp_gap_sum.item()) == (1, 0)
-        assert merged.gap_sum.item() == -INF
+        assert (merged.others_sum.item(), merged.exp_shifted_sum.item()) == (1, 0)
+        assert merged.shifted_sum.item() == -INF

@@ -120,8 +120,8 @@ def test_only_what_options_need_travels():
     """4 bytes a row and rank each."""
     names = ("row_max", "others_sum", "target_logit")
     assert PLAIN.statistics == LossOptions(7, 0.0, 0.1, 2.0, 30.0).statistics == names
-    assert LossOptions(smoothing=0.1).statistics == (*names, "gap_sum", "n_columns")
-    assert LossOptions(entropy=True).statistics == (*names, "exp_gap_sum")
+    assert LossOptions(smoothing=0.1).statistics == (*names, "shifted_sum", "n_columns")
+    assert LossOptions(entropy=True).statistics == (*names, "exp_shifted_sum")
     assert LossOptions(predictions=True).statistics == (*names, "argmax")
     assert ALL.statistics == spec.RowStats._fields
 

@@ -30,9 +30,9 @@ def test_ordinary_rows_are_pytorchs(kind, label_smoothing, reduction):
     options = {"label_smoothing": label_smoothing, "reduction": reduction}
     leaf = logits.double().requires_grad_()
     expected = F.cross_entropy(leaf, labels, **options)
-    upstream = torch.randn(expected.shape, dtype=torch.float64)
-    expected.backward(upstream)
-    loss, grad = cross_entropy_fp64(logits, labels, upstream=upstream, **options)
+    grad_output = torch.randn(expected.shape, dtype=torch.float64)
+    expected.backward(grad_output)
+    loss, grad = cross_entropy_fp64(logits, labels, grad_output=grad_output, **options)
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(grad, leaf.grad)
 
@@ -123,11 +123,11 @@ def test_gradients_are_the_finite_differences_of_the_losses(name):
     logits, labels = batch("some_ignored", rows=4, vocab_size=5, dtype=torch.float64)
     logits = logits.clamp(max=5)
     options = {"reduction": "sum", **OPTIONS[name]}
-    upstream = torch.tensor(-0.75)
-    grad = cross_entropy_fp64(logits, labels, upstream=upstream, **options).grad
+    grad_output = torch.tensor(-0.75)
+    grad = cross_entropy_fp64(logits, labels, grad_output=grad_output, **options).grad
     differences = _central_difference(lambda x: -0.75 * cross_entropy_fp64(x, labels, **options).loss, logits)
     torch.testing.assert_close(grad, differences, rtol=0, atol=1e-9)
-    plain = cross_entropy_fp64(logits, labels, upstream=upstream, reduction="sum").grad
+    plain = cross_entropy_fp64(logits, labels, grad_output=grad_output, reduction="sum").grad
     assert not torch.allclose(grad, plain, rtol=1e-2)
 
 
@@ -137,10 +137,10 @@ def test_gradients_of_token_outputs_are_finite_differences(used, softcap, logit_
     logits, labels = batch("some_ignored", rows=4, vocab_size=5, dtype=torch.float64)
     logits = logits.clamp(max=5)
     options = {"temperature": 1.3, "softcap": softcap, "logit_scale": logit_scale}
-    upstreams = {"upstream": torch.randn(4), "entropy_upstream": torch.randn(4)}
+    upstreams = {"grad_output": torch.randn(4), "grad_entropy": torch.randn(4)}
     if used != "both":
-        del upstreams["entropy_upstream" if used == "log_probs" else "upstream"]
-    weights = [upstreams.get(name, torch.zeros(4)).double() for name in ("upstream", "entropy_upstream")]
+        del upstreams["grad_entropy" if used == "log_probs" else "grad_output"]
+    weights = [upstreams.get(name, torch.zeros(4)).double() for name in ("grad_output", "grad_entropy")]
 
     def weighted(x):
         log_probs, entropy, _ = token_outputs_fp64(x, labels, **options)
@@ -198,7 +198,7 @@ def test_an_infinite_logit_stays_infinite_under_softcap():
     assert_fp64_equal(loss[:1], without.loss, 1.0)
     assert grad[0, 1] == 0 and loss[1].isnan() and grad[1].isnan().all()
     assert loss[2] == INF
-    outputs = token_outputs_fp64(logits, labels, softcap=3.0, upstream=torch.ones(3))
+    outputs = token_outputs_fp64(logits, labels, softcap=3.0, grad_output=torch.ones(3))
     assert outputs.entropy[0].isfinite() and outputs.entropy[1].isnan() and outputs.grad[0, 1] == 0
 
 
@@ -207,7 +207,7 @@ def test_entropy_of_uniform_one_hot_and_excluded_columns():
     logits[1, 3] = 1000.0
     logits[2, 2:] = -INF
     labels = torch.tensor([0, 3, 1, -100])
-    outputs = token_outputs_fp64(logits, labels, upstream=torch.randn(4), entropy_upstream=torch.randn(4))
+    outputs = token_outputs_fp64(logits, labels, grad_output=torch.randn(4), grad_entropy=torch.randn(4))
     expected = torch.tensor([math.log(8), 0.0, math.log(2), 0.0], dtype=torch.float64)
     assert_fp64_equal(outputs.entropy, expected, 1.0)
     assert outputs.grad.isfinite().all() and not outputs.grad[2, 2:].any() and not outputs.grad[3].any()
@@ -241,7 +241,7 @@ def test_same_dtype_options_are_fp32_and_near_fp64(dtype):
     metrics, metrics_oracle = (make(logits, labels, **options) for make in (metrics_same_dtype, metrics_fp64))
     assert torch.equal(metrics.predictions, metrics_oracle.predictions)
     torch.testing.assert_close(metrics.lse.double(), metrics_oracle.lse, rtol=1e-5, atol=0)
-    upstreams = {"upstream": torch.randn(6), "entropy_upstream": torch.randn(6)}
+    upstreams = {"grad_output": torch.randn(6), "grad_entropy": torch.randn(6)}
     tokens, tokens_oracle = (
         make(logits, labels, temperature=0.7, softcap=5.0, **upstreams)
         for make in (token_outputs_same_dtype, token_outputs_fp64)

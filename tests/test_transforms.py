@@ -91,9 +91,9 @@ def test_batched_upstream_gradients_are_refused(impl_device, function):
     x, hidden, weight, labels = _tensors(device)
     given = (hidden if function.startswith("linear") else x).requires_grad_()
     loss = _functions(impl)[function](given, weight, labels)
-    upstream = torch.ones(3, device=device)
+    grad_output = torch.ones(3, device=device)
     with pytest.raises(RuntimeError, match="is_grads_batched"):
-        torch.autograd.grad(loss, given, upstream, is_grads_batched=True)
+        torch.autograd.grad(loss, given, grad_output, is_grads_batched=True)
 
 
 @pytest.mark.reference

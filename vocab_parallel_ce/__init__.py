@@ -2,7 +2,7 @@
 
 from vocab_parallel_ce.agreement import verify_calls
 from vocab_parallel_ce.cross_entropy import LossMetrics, vocab_parallel_cross_entropy
-from vocab_parallel_ce.linear_cross_entropy import linear_cross_entropy, linear_token_log_probs
+from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, linear_token_log_probs
 from vocab_parallel_ce.log_probs import token_log_probs
 from vocab_parallel_ce.modules import LinearCrossEntropy, VocabParallelCrossEntropy
 from vocab_parallel_ce.shard import VocabShard

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce.exchange import all_gather_objects, group_position
+from vocab_parallel_ce.collectives import all_gather_objects, group_position
 from vocab_parallel_ce.shard import VocabShard
 
 VARIABLE = "VOCAB_PARALLEL_CE_VERIFY"
@@ -89,7 +89,7 @@ def verify_calls(enabled: bool = True) -> Iterator[None]:
 
     For debugging; all ranks enter it together. ``VOCAB_PARALLEL_CE_VERIFY=1``, read at import, does the same
     for a whole program. Compared are shapes, dtypes, labels, options, shards, what needs a gradient, the
-    hidden states of a linear loss (by a fingerprint), and the upstream gradients in backward. A difference is
+    hidden states of a linear loss (by a fingerprint), and the grad_outputs in backward. A difference is
     the same error on every rank, and names the rank and the argument. So is an error that one rank alone
     raises in its own checks. It holds for both losses, the modules, the log-probs and TransformerEngine's
     functions, in all threads. A call without a group, or of one rank, compares nothing. Nothing can be
@@ -206,10 +206,10 @@ def gradient_facts(**tensors: Tensor | None) -> tuple[Fact, ...]:
     return tuple(facts)
 
 
-def upstream_report(**upstream: Tensor | None) -> Report:
+def grad_output_report(**grad_output: Tensor | None) -> Report:
     """Of a backward: the gradients of the outputs, which all ranks must have alike."""
     facts = []
-    for name, grad in upstream.items():
+    for name, grad in grad_output.items():
         digest, shown = "", "none"
         if grad is not None:
             digest, norm = labels_digest(grad.detach()), float(grad.detach().float().norm())

@@ -9,7 +9,7 @@ import sys
 import torch
 
 import vocab_parallel_ce
-from vocab_parallel_ce.chunks import choose_chunk_tokens
+from vocab_parallel_ce.linear.chunks import choose_chunk_tokens
 from vocab_parallel_ce.pipeline import can_see_saved_tensor_hooks
 from vocab_parallel_ce.selection import (
     IMPLEMENTATIONS,
@@ -92,6 +92,6 @@ def _outcome(device: str, requested: str, workload: Workload) -> str:
 
 
 def _backends() -> str:
-    from vocab_parallel_ce.exchange import available_backends
+    from vocab_parallel_ce.collectives import available_backends
 
     return ", ".join(available_backends()) or "not in this build of torch"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from vocab_parallel_ce import agreement, checks
-from vocab_parallel_ce.overwritten import mark_overwritten, reference_to
+from vocab_parallel_ce.overwritten import mark_overwritten
 from vocab_parallel_ce.pipeline import (
     Call,
     flat,
@@ -26,7 +26,7 @@ from vocab_parallel_ce.pipeline import (
     walkable,
 )
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import RowOutputs, is_ignored
+from vocab_parallel_ce.spec import TokenOutputs, is_ignored
 
 SECOND_BACKWARD = (
     "cross-entropy: backward ran a second time, but the first had its gradient in the logits' "
@@ -144,9 +144,9 @@ def vocab_parallel_cross_entropy(
         return_metrics: also return :class:`LossMetrics`; ``V`` at most 2**24.
         gradient: ``"auto"``: ``"in_backward"``, and ``"out_of_place"`` while saved-tensor hooks are active
             (non-reentrant checkpoint, offloading) and for a leaf or a view of one. ``"in_backward"``:
-            computed by backward over the logits, with the upstream gradient folded in. ``"in_forward"``:
+            computed by backward over the logits, with the grad_output folded in. ``"in_forward"``:
             computed by forward over the logits and scaled by backward, which rounds it a second time if the
-            upstream gradient is not 1; for logits that nobody else reads and that are no view in the graph.
+            grad_output is not 1; for logits that nobody else reads and that are no view in the graph.
             ``"out_of_place"``: computed by backward into a new tensor, so that logits survive and backward
             may run again; a view with gaps costs a copy. The two in place are not checked under saved-tensor
             hooks: there autograd does not notice that another operation needs the logits.
@@ -195,17 +195,19 @@ def vocab_parallel_cross_entropy(
     return (outputs.loss, loss_metrics(call, outputs, labels)) if return_metrics else outputs.loss
 
 
-def run(call: Call, logits: Tensor, labels: Tensor) -> RowOutputs:
+def run(call: Call, logits: Tensor, labels: Tensor) -> TokenOutputs:
     """What ``call`` asks for; under autograd where ``logits`` need a gradient."""
     if torch.is_grad_enabled() and logits.requires_grad:
         outputs = _CrossEntropy.apply(logits, labels, call)
-        return RowOutputs(*outputs) if isinstance(outputs, tuple) else RowOutputs(outputs, None, None, None)
+        return (
+            TokenOutputs(*outputs) if isinstance(outputs, tuple) else TokenOutputs(outputs, None, None, None)
+        )
     with torch.no_grad():
         return call.outputs(walkable(logits), flat(labels))[0]
 
 
 @torch.no_grad()
-def loss_metrics(call: Call, outputs: RowOutputs, labels: Tensor) -> LossMetrics:
+def loss_metrics(call: Call, outputs: TokenOutputs, labels: Tensor) -> LossMetrics:
     """What was asked for beside the loss, from the outputs of every row."""
     assert outputs.lse is not None and outputs.predictions is not None
     n_valid = (~is_ignored(labels, call.options)).sum()
@@ -234,14 +236,14 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, call: Call) -> Any:
         ctx.call = call
         ctx.handed_on = False
-        ctx.owner, ctx.age = reference_to(logits), _current_age()
+        ctx.age = _current_age()
         ctx.set_materialize_grads(False)
         flat_labels = flat(labels)
         if call.gradient == "in_forward":
             grad = overwritable(logits)
             outputs = call.outputs_and_gradient(grad, flat_labels)
             if grad is logits:
-                mark_overwritten(logits, 0, ctx.owner, ctx.age)
+                mark_overwritten(logits, 0, ctx.age)
             ctx.save_for_backward(grad)
         else:
             kept = logits if call.gradient == "out_of_place" else overwritable(logits)
@@ -279,50 +281,52 @@ def _logits_gradient(
     call: Call = ctx.call
     kept, *others = saved
     logits, version = kept.detach(), kept._version
-    upstream = per_row(logits.new_zeros(1, dtype=torch.float32) if grad_loss is None else grad_loss, logits)
+    grad_output = per_row(
+        logits.new_zeros(1, dtype=torch.float32) if grad_loss is None else grad_loss, logits
+    )
     ctx.handed_on = call.gradient != "out_of_place"
     if call.gradient == "in_forward":
-        call.launchers.element_mul(logits, upstream)
+        call.launchers.element_mul(logits, grad_output)
         increment_version(logits)
-        mark_overwritten(kept, version, ctx.owner, ctx.age)
+        mark_overwritten(kept, version, ctx.age)
         return logits
     source, grad = source_and_new(logits) if call.gradient == "out_of_place" else (logits, logits)
     call.write_gradient(
         source,
         *others,
         into=grad,
-        upstream=upstream,
-        entropy_upstream=None if grad_entropy is None else per_row(grad_entropy, logits),
+        grad_output=grad_output,
+        grad_entropy=None if grad_entropy is None else per_row(grad_entropy, logits),
     )
     if grad is logits:
         increment_version(logits)
-        mark_overwritten(kept, version, ctx.owner, ctx.age)
+        mark_overwritten(kept, version, ctx.age)
     return grad
 
 
-def _explain(error: RuntimeError, *upstream: Tensor | None) -> None:
+def _explain(error: RuntimeError, *grad_output: Tensor | None) -> None:
     """Raise what ``error`` means in a backward, with the remedy, if it is known."""
     if "inplace operation" in str(error):
         raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
-    check_backward(*upstream)
+    check_backward(*grad_output)
 
 
-def check_backward(*upstream: Tensor | None) -> None:
+def check_backward(*grad_output: Tensor | None) -> None:
     """That backward is neither recorded nor inside a transform.
 
-    once_differentiable looks at the upstream gradient alone: with one that requires no gradient it would hand
+    once_differentiable looks at the grad_output alone: with one that requires no gradient it would hand
     out a gradient that is silently a constant.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(DOUBLE_BACKWARD)
     is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
     in_transform = torch._C._are_functorch_transforms_active()
-    if in_transform or any(grad is not None and is_batch(grad) for grad in upstream):
+    if in_transform or any(grad is not None and is_batch(grad) for grad in grad_output):
         raise RuntimeError(checks.IN_TRANSFORM)
 
 
 def _compared_backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-    """Compare the upstream gradients of all ranks; what this rank alone would raise is raised on all.
+    """Compare the grad_outputs of all ranks; what this rank alone would raise is raised on all.
 
     Returns the saved tensors: a checkpoint hands them out once.
     """
@@ -337,5 +341,7 @@ def _compared_backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor 
             _explain(error)
             raise
         if agreement.is_pending():
-            agreement.compare(ctx.call.group, agreement.upstream_report(loss=grad_loss, entropy=grad_entropy))
+            agreement.compare(
+                ctx.call.group, agreement.grad_output_report(loss=grad_loss, entropy=grad_entropy)
+            )
     return saved

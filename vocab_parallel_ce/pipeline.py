@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import agreement, checks
-from vocab_parallel_ce.exchange import all_gather_stats, begin_all_gather, group_position
-from vocab_parallel_ce.kernels.blocks import choose_ring
-from vocab_parallel_ce.kernels.layout import VECTOR_BYTES, row_layout, rows_are_disjoint
+from vocab_parallel_ce.blocks import choose_ring
+from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather, group_position
+from vocab_parallel_ce.layout import VECTOR_BYTES, row_layout, rows_are_disjoint
 from vocab_parallel_ce.overwritten import check_not_overwritten
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import LossOptions, RowOutputs
+from vocab_parallel_ce.spec import LossOptions, TokenOutputs
 
 # A private function: None in a PyTorch without it.
 _top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
@@ -48,7 +48,7 @@ class Call(NamedTuple):
     num_items: Tensor | None  # [1], of a sum
 
     def statistics(
-        self, logits: Tensor, labels: Tensor, outputs: RowOutputs | None = None
+        self, logits: Tensor, labels: Tensor, outputs: TokenOutputs | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """``[R, N, K]`` statistics of all ranks, and the ``[1]`` divisor of a mean or a sum over items.
 
@@ -60,7 +60,7 @@ class Call(NamedTuple):
         return stats, divisor
 
     def local_statistics(
-        self, logits: Tensor, labels: Tensor, outputs: RowOutputs | None = None
+        self, logits: Tensor, labels: Tensor, outputs: TokenOutputs | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """As :meth:`statistics`, with those of this rank alone."""
         shape = (self.n_ranks, labels.shape[0], len(self.options.statistics))
@@ -84,19 +84,19 @@ class Call(NamedTuple):
         """Begin to fill ``stats [R, N, K]``, N > 0, with those of all ranks; its wait() must be called."""
         return begin_all_gather(stats, stats.narrow(0, self.rank, 1), self.group)
 
-    def outputs(self, logits: Tensor, labels: Tensor) -> tuple[RowOutputs, Tensor, Tensor | None]:
+    def outputs(self, logits: Tensor, labels: Tensor) -> tuple[TokenOutputs, Tensor, Tensor | None]:
         """What was asked for, and the statistics and divisor it came from. Reads the logits once."""
         outputs = self.unfilled(logits)
         if self.n_ranks == 1 and self.reduction != "mean":
             stats, divisor = self.statistics(logits, labels, outputs)
         else:
             stats, divisor = self.statistics(logits, labels)
-            self.launchers.row_outputs(
+            self.launchers.token_outputs(
                 stats, labels, divisor, outputs, shard=self.shard, options=self.options
             )
         return self.reduced(outputs), stats, divisor
 
-    def unfilled(self, logits: Tensor) -> RowOutputs:
+    def unfilled(self, logits: Tensor) -> TokenOutputs:
         """Tensors for what was asked for.
 
         Unreduced losses are no view of something larger: autograd forbids to change a view that a
@@ -105,8 +105,8 @@ class Call(NamedTuple):
         shape, wanted = self.loss_shape, self.options
         loss = logits.new_empty(shape, dtype=torch.float32)
         if not (wanted.entropy or wanted.predictions):
-            return RowOutputs(loss, None, None, None)
-        return RowOutputs(
+            return TokenOutputs(loss, None, None, None)
+        return TokenOutputs(
             loss,
             torch.empty_like(loss) if wanted.entropy else None,
             torch.empty_like(loss) if wanted.predictions else None,
@@ -121,8 +121,8 @@ class Call(NamedTuple):
         divisor: Tensor | None,
         *,
         into: Tensor,
-        upstream: Tensor | None = None,
-        entropy_upstream: Tensor | None = None,
+        grad_output: Tensor | None = None,
+        grad_entropy: Tensor | None = None,
         loss: Tensor | None = None,
     ) -> None:
         """Fill ``into``, laid out as ``logits`` or the same tensor, and ``loss [N]`` where given."""
@@ -131,22 +131,22 @@ class Call(NamedTuple):
             stats,
             labels,
             divisor,
-            upstream,
-            entropy_upstream,
+            grad_output,
+            grad_entropy,
             loss,
             into,
             shard=self.shard,
             options=self.options,
         )
 
-    def outputs_and_gradient(self, logits: Tensor, labels: Tensor) -> RowOutputs:
+    def outputs_and_gradient(self, logits: Tensor, labels: Tensor) -> TokenOutputs:
         """What was asked for; the gradient replaces ``logits``, which must be :func:`overwritable`."""
         outputs = self.unfilled(logits)
         self.fill(logits, labels, outputs)
         raise_version(logits)
         return self.reduced(outputs)
 
-    def fill(self, logits: Tensor, labels: Tensor, outputs: RowOutputs) -> None:
+    def fill(self, logits: Tensor, labels: Tensor, outputs: TokenOutputs) -> None:
         """Fill ``outputs``; the gradient replaces ``logits``."""
         if self.one_pass is not None:
             counted, losses = self.reduction == "mean", outputs.loss.view(-1)
@@ -155,11 +155,11 @@ class Call(NamedTuple):
             self.fill_from(*self.statistics(logits, labels), logits, labels, outputs)
 
     def fill_from(
-        self, stats: Tensor, divisor: Tensor | None, logits: Tensor, labels: Tensor, outputs: RowOutputs
+        self, stats: Tensor, divisor: Tensor | None, logits: Tensor, labels: Tensor, outputs: TokenOutputs
     ) -> None:
         """:meth:`fill` from the statistics of all ranks."""
         if self.options.predictions:
-            self.launchers.row_outputs(
+            self.launchers.token_outputs(
                 stats, labels, divisor, outputs, shard=self.shard, options=self.options
             )
             self.write_gradient(logits, labels, stats, divisor, into=logits)
@@ -167,7 +167,7 @@ class Call(NamedTuple):
             losses = outputs.loss.view(-1)
             self.write_gradient(logits, labels, stats, divisor, into=logits, loss=losses)
 
-    def reduced(self, outputs: RowOutputs) -> RowOutputs:
+    def reduced(self, outputs: TokenOutputs) -> TokenOutputs:
         """The divisor is in each of the losses already."""
         return outputs if self.reduction == "none" else outputs._replace(loss=outputs.loss.sum())
 
@@ -258,7 +258,7 @@ def prepare_call(
     modes = (reduction, mode, impl, check_labels, whole_vectors)
     settled = settle((*description, *of_labels, *position, *modes), options)
     if not may_hold_gradient:
-        check_not_overwritten(logits, base)
+        check_not_overwritten(logits)
     if num_items is not None:
         checks.check_num_items(num_items, reduction, logits)
         num_items = as_divisor(num_items, logits)
@@ -441,7 +441,7 @@ def can_see_saved_tensor_hooks() -> bool:
 
 
 def scale_in_place(grad_logits: Tensor, grad_output: Tensor) -> Tensor:
-    """Multiply the gradient of a two-step forward by the upstream gradient; returns ``grad_logits``."""
+    """Multiply the gradient of a two-step forward by the grad_output; returns ``grad_logits``."""
     checks.check_logits(grad_logits)
     checks.check_grad_output(grad_output, grad_logits)
     if row_layout(grad_logits) is None or not rows_are_disjoint(grad_logits):
@@ -477,11 +477,11 @@ def source_and_new(logits: Tensor) -> tuple[Tensor, Tensor]:
     return (logits, grad) if alike else (grad.copy_(logits), grad)
 
 
-def per_row(upstream: Tensor, logits: Tensor) -> Tensor:
-    """``[N]`` view of an upstream gradient with one element for all rows (stride 0) or one for each."""
-    if upstream.numel() == 1:
-        return upstream.reshape(1).expand(logits.shape[:-1].numel())
-    return upstream if upstream.dim() == 1 else upstream.reshape(-1)
+def per_row(grad_output: Tensor, logits: Tensor) -> Tensor:
+    """``[N]`` view of an grad_output with one element for all rows (stride 0) or one for each."""
+    if grad_output.numel() == 1:
+        return grad_output.reshape(1).expand(logits.shape[:-1].numel())
+    return grad_output if grad_output.dim() == 1 else grad_output.reshape(-1)
 
 
 def flat(labels: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import LossOptions, RowOutputs, RowStats
+from vocab_parallel_ce.spec import LossOptions, RowStats, TokenOutputs
 
 
 def online_softmax(
@@ -21,7 +21,7 @@ def online_softmax(
     stats: Tensor,
     rank: int,
     valid_rows: Tensor | None,
-    outputs: RowOutputs | None = None,
+    outputs: TokenOutputs | None = None,
     divisor: Tensor | None = None,
     *,
     shard: VocabShard,
@@ -34,14 +34,14 @@ def online_softmax(
     if valid_rows is not None:
         valid_rows.copy_((~spec.is_ignored(labels, options)).sum())
     if outputs is not None:
-        row_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
+        token_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
 
 
-def row_outputs(
+def token_outputs(
     stats: Tensor,
     labels: Tensor,
     divisor: Tensor | None,
-    outputs: RowOutputs,
+    outputs: TokenOutputs,
     *,
     shard: VocabShard,
     options: LossOptions,
@@ -64,8 +64,8 @@ def cross_entropy(
     stats: Tensor,
     labels: Tensor,
     divisor: Tensor | None,
-    upstream: Tensor | None,
-    entropy_upstream: Tensor | None,
+    grad_output: Tensor | None,
+    grad_entropy: Tensor | None,
     loss: Tensor | None,
     grad_logits: Tensor,
     *,
@@ -78,20 +78,20 @@ def cross_entropy(
         loss.copy_(_divided(spec.loss(merged, labels, shard.vocab_size, options), divisor))
     row = (_rows(logits), merged, labels, shard.start, shard.vocab_size, options)
     grad = _divided(spec.gradient(*row), divisor)
-    if upstream is not None:
-        grad = grad * upstream.unsqueeze(-1)
-    if entropy_upstream is not None:
-        grad += spec.entropy_gradient(*row) * entropy_upstream.unsqueeze(-1)
-    # 0 under an infinite upstream gradient too.
+    if grad_output is not None:
+        grad = grad * grad_output.unsqueeze(-1)
+    if grad_entropy is not None:
+        grad += spec.entropy_gradient(*row) * grad_entropy.unsqueeze(-1)
+    # 0 under an infinite grad_output too.
     grad.masked_fill_(spec.is_ignored(labels, options).unsqueeze(-1), 0.0)
     grad[:, shard.n_valid :] = 0.0
     grad_logits.copy_(grad.view(grad_logits.shape))
 
 
-def element_mul(grad_logits: Tensor, upstream: Tensor) -> None:
-    """Multiply row r of ``grad_logits [..., C]`` by ``upstream [N]`` in place; 0 stays 0."""
+def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:
+    """Multiply row r of ``grad_logits [..., C]`` by ``grad_output [N]`` in place; 0 stays 0."""
     grad = _rows(grad_logits).float()
-    scaled = torch.where(grad == 0, 0.0, grad * upstream.float().unsqueeze(-1))
+    scaled = torch.where(grad == 0, 0.0, grad * grad_output.float().unsqueeze(-1))
     grad_logits.copy_(scaled.view(grad_logits.shape))
 
 

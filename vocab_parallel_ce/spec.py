@@ -19,8 +19,8 @@ the loss of a row with label ``y``, its derivative by ``z``, and the same of the
 
     loss  = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
     dz_i  = p_i * (1 + 2 * z_loss * lse) - (1 - e) * [i == y] - e / V
-    H     = -sum_i p_i log p_i = log(sum_exp) - mean_gap,  mean_gap = sum_i p_i (z_i - row_max)
-    dH/dz_i = p_i * (mean_gap - (z_i - row_max))
+    H     = -sum_i p_i log p_i = log(sum_exp) - mean_shifted,  mean_shifted = sum_i p_i (z_i - row_max)
+    dH/dz_i = p_i * (mean_shifted - (z_i - row_max))
 
 and ``dx_i = dz_i * (1 - (z_i / softcap)^2) * logit_scale``.
 
@@ -56,9 +56,9 @@ class RowStats(NamedTuple):
     row_max: Tensor  # [N] largest z
     others_sum: Tensor  # [N] sum of exp(z - row_max) over the columns that are not the label's
     target_logit: Tensor  # [N] the label's z, -inf where the label's column is not in the set
-    gap_sum: Tensor  # [N] sum of z - row_max
+    shifted_sum: Tensor  # [N] sum of z - row_max
     n_columns: Tensor  # [N] number of columns
-    exp_gap_sum: Tensor  # [N] sum of exp(z - row_max) * (z - row_max)
+    exp_shifted_sum: Tensor  # [N] sum of exp(z - row_max) * (z - row_max)
     argmax: Tensor  # [N] global id of the first column with row_max, inf where row_max is not finite
 
 
@@ -89,8 +89,8 @@ class LossOptions(NamedTuple):
     @property
     def statistics(self) -> tuple[str, ...]:
         """Names of the ``K`` statistics that travel, in the order in which they are packed."""
-        smoothed = ("gap_sum", "n_columns") if self.smoothing else ()
-        entropy = ("exp_gap_sum",) if self.entropy else ()
+        smoothed = ("shifted_sum", "n_columns") if self.smoothing else ()
+        entropy = ("exp_shifted_sum",) if self.entropy else ()
         predictions = ("argmax",) if self.predictions else ()
         return ("row_max", "others_sum", "target_logit", *smoothed, *entropy, *predictions)
 
@@ -98,7 +98,7 @@ class LossOptions(NamedTuple):
 PLAIN = LossOptions()
 
 
-class RowOutputs(NamedTuple):
+class TokenOutputs(NamedTuple):
     """What a row comes to: a value, or a buffer for it, of what is asked for."""
 
     loss: Tensor  # [...] fp32
@@ -135,26 +135,26 @@ def local_stats(
     label_z = z.gather(-1, at_label)
     shift = _finite_or_zero(row_max).unsqueeze(-1)
     gap, label_gap = z - shift, label_z - shift
-    gap_sum = exp_gap_sum = torch.zeros_like(row_max)
+    shifted_sum = exp_shifted_sum = torch.zeros_like(row_max)
     argmax = torch.full_like(row_max, INF)
-    if "gap_sum" in wanted:
-        gap_sum = gap.sum(dim=-1)
+    if "shifted_sum" in wanted:
+        shifted_sum = gap.sum(dim=-1)
     gap.scatter_(-1, at_label, torch.where(owned, NEG_INF, label_gap))
-    exp_gap = gap.exp()  # of the other columns: 0 at the label's
-    if "exp_gap_sum" in wanted:
+    exp_times_shifted = gap.exp()  # of the other columns: 0 at the label's
+    if "exp_shifted_sum" in wanted:
         of_label = torch.where(owned, label_gap.exp() * _bounded(label_gap), 0.0)
-        exp_gap_sum = (exp_gap * _bounded(gap)).sum(dim=-1) + of_label.squeeze(-1)
+        exp_shifted_sum = (exp_times_shifted * _bounded(gap)).sum(dim=-1) + of_label.squeeze(-1)
     if "argmax" in wanted:
         ids = torch.arange(start, start + n_columns, device=z.device, dtype=z.dtype)
         is_largest = (z == row_max.unsqueeze(-1)) & z.isfinite()
         argmax = torch.where(is_largest, ids, INF).amin(dim=-1)
     return RowStats(
         row_max,
-        exp_gap.sum(dim=-1),
+        exp_times_shifted.sum(dim=-1),
         torch.where(owned, label_z, NEG_INF).squeeze(-1),
-        gap_sum,
+        shifted_sum,
         torch.full_like(row_max, n_columns),
-        exp_gap_sum,
+        exp_shifted_sum,
         argmax,
     )
 
@@ -169,10 +169,10 @@ def merge(a: RowStats, b: RowStats) -> RowStats:
         row_max,
         a.others_sum * a_scale + b.others_sum * b_scale,
         torch.maximum(a.target_logit, b.target_logit),
-        (a.gap_sum + a.n_columns * a_shift) + (b.gap_sum + b.n_columns * b_shift),
+        (a.shifted_sum + a.n_columns * a_shift) + (b.shifted_sum + b.n_columns * b_shift),
         a.n_columns + b.n_columns,
-        (a.exp_gap_sum + sum_exp(a) * _bounded(a_shift)) * a_scale
-        + (b.exp_gap_sum + sum_exp(b) * _bounded(b_shift)) * b_scale,
+        (a.exp_shifted_sum + sum_exp(a) * _bounded(a_shift)) * a_scale
+        + (b.exp_shifted_sum + sum_exp(b) * _bounded(b_shift)) * b_scale,
         torch.minimum(
             torch.where(a.row_max == row_max, a.argmax, INF), torch.where(b.row_max == row_max, b.argmax, INF)
         ),
@@ -196,7 +196,7 @@ def loss(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions 
     # lse - z with the two large numbers subtracted first, so that rows far from 0 lose no digits.
     value = log_sum + (stats.row_max - stats.target_logit)
     if e:
-        value = (1 - e) * value + e * (log_sum - stats.gap_sum / vocab_size)
+        value = (1 - e) * value + e * (log_sum - stats.shifted_sum / vocab_size)
     if options.z_loss:
         value = value + options.z_loss * (stats.row_max + log_sum) ** 2
     return _at_the_edges(value, labels, vocab_size, options)
@@ -204,7 +204,7 @@ def loss(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions 
 
 def entropy(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions = PLAIN) -> Tensor:
     """``[N]`` entropy of the softmax, in nats."""
-    value = log_sum_exp(stats) - stats.exp_gap_sum / sum_exp(stats)
+    value = log_sum_exp(stats) - stats.exp_shifted_sum / sum_exp(stats)
     return _at_the_edges(value, labels, vocab_size, options)
 
 
@@ -254,8 +254,8 @@ def entropy_gradient(
     column = torch.arange(start, start + z.shape[-1], device=z.device)
     gap = z - stats.row_max.unsqueeze(-1)
     all_sum = sum_exp(stats).unsqueeze(-1)
-    mean_gap = stats.exp_gap_sum.unsqueeze(-1) / all_sum
-    grad = gap.exp() / all_sum * (mean_gap - _bounded(gap))
+    mean_shifted = stats.exp_shifted_sum.unsqueeze(-1) / all_sum
+    grad = gap.exp() / all_sum * (mean_shifted - _bounded(gap))
     return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)
 
 

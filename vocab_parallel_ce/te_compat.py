@@ -126,7 +126,7 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
 
     Args:
         _input: ``[..., C]`` the second result of :func:`cross_entropy_forward`.
-        grad_output: upstream gradient: one element, or one for each row, of any strides.
+        grad_output: grad_output: one element, or one for each row, of any strides.
         is_cg_capturable: accepted; nothing here synchronises.
 
     Returns:

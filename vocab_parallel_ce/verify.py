@@ -10,8 +10,8 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.agreement import open_call
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
-from vocab_parallel_ce.linear_arguments import HeadOptions, prepare_linear_call
-from vocab_parallel_ce.linear_cross_entropy import linear_cross_entropy, linear_token_log_probs
+from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, linear_token_log_probs
+from vocab_parallel_ce.linear.plan import HeadOptions, prepare_linear_call
 from vocab_parallel_ce.log_probs import token_log_probs
 from vocab_parallel_ce.pipeline import Call, prepare_call
 

@@ -14,7 +14,7 @@ from bench.cases import Case
 from bench.logits import as_produced
 from bench.timing import DeviceTimer, Timer
 from vocab_parallel_ce import vocab_parallel_cross_entropy
-from vocab_parallel_ce.exchange import all_gather_stats
+from vocab_parallel_ce.collectives import all_gather_stats
 
 CALLS, ROUNDS = 100, 7
 COLUMNS = 32000  # of all ranks, with 1024 rows: the table's case that waits for the host

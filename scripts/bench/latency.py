@@ -10,7 +10,7 @@ import torch
 
 from bench.cost_model import STATISTICS_BYTES
 from bench.timing import DeviceTimer
-from vocab_parallel_ce.exchange import all_gather_stats
+from vocab_parallel_ce.collectives import all_gather_stats
 
 GATHERED_ROWS = (64, 1024, 4096, 16384, 65536)
 COPIED_ELEMENTS = 2**29  # 1 GiB of bf16, read and written

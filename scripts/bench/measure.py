@@ -15,7 +15,7 @@ from bench.cases import Case, Effort, Workload
 from bench.logits import as_produced
 from bench.providers import Provider, first_line
 from bench.timing import Run, Timer
-from vocab_parallel_ce.exchange import all_gather_objects
+from vocab_parallel_ce.collectives import all_gather_objects
 
 COPY = "copy"
 WARM_UP_ROUNDS = 2

@@ -8,7 +8,7 @@ from torch import Tensor
 from tests.support.budget import assert_within_budget
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import PLAIN, LossOptions, RowOutputs, RowStats
+from vocab_parallel_ce.spec import PLAIN, LossOptions, RowStats, TokenOutputs
 
 NAN, INF = float("nan"), float("inf")
 EVERY_STATISTIC = LossOptions(smoothing=0.1, entropy=True, predictions=True)
@@ -46,7 +46,7 @@ def stats_by_kernel(
 
 def outputs_by_kernel(
     stats: Tensor, labels: Tensor, vocab_size: int, options: LossOptions, divisor: Tensor | None = None
-) -> RowOutputs:
+) -> TokenOutputs:
     """Every output that ``options`` has the statistics for."""
     from vocab_parallel_ce.kernels import launchers
 
@@ -55,14 +55,14 @@ def outputs_by_kernel(
             (labels.numel(),), NAN if dtype.is_floating_point else -7, device=stats.device, dtype=dtype
         )
 
-    outputs = RowOutputs(
+    outputs = TokenOutputs(
         buffer(),
         buffer() if options.entropy else None,
         buffer(),
         buffer(torch.int64) if options.predictions else None,
     )
     shard = VocabShard(0, vocab_size, vocab_size)
-    launchers.row_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
+    launchers.token_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
     return outputs
 
 
@@ -74,8 +74,8 @@ def gradient_by_kernel(
     shard: VocabShard | None = None,
     *,
     divisor: Tensor | None = None,
-    upstream: Tensor | None = None,
-    entropy_upstream: Tensor | None = None,
+    grad_output: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, gradient) from ``stats [R, N, K]``; the gradient over the logits, or in ``into``."""
@@ -88,8 +88,8 @@ def gradient_by_kernel(
         stats,
         labels,
         divisor,
-        upstream,
-        entropy_upstream,
+        grad_output,
+        grad_entropy,
         loss,
         grad,
         shard=shard or whole(logits),
@@ -117,10 +117,10 @@ def packed_stats_by_spec(logits: Tensor, labels: Tensor, options: LossOptions, r
     return torch.stack(packed)
 
 
-def outputs_by_spec(logits: Tensor, labels: Tensor, options: LossOptions, dtype: torch.dtype) -> RowOutputs:
+def outputs_by_spec(logits: Tensor, labels: Tensor, options: LossOptions, dtype: torch.dtype) -> TokenOutputs:
     """Of the whole vocabulary, computed in ``dtype``."""
     stats, vocab_size = stats_by_spec(logits, labels, options, dtype), logits.shape[1]
-    return RowOutputs(
+    return TokenOutputs(
         spec.loss(stats, labels, vocab_size, options),
         spec.entropy(stats, labels, vocab_size, options) if options.entropy else None,
         spec.lse(stats, labels, options),
@@ -133,17 +133,17 @@ def gradient_by_spec(
     labels: Tensor,
     options: LossOptions,
     dtype: torch.dtype,
-    upstream: Tensor | None = None,
-    entropy_upstream: Tensor | None = None,
+    grad_output: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
 ) -> Tensor:
     """Of the whole vocabulary, computed in ``dtype``."""
     x, vocab_size = logits.to(dtype), logits.shape[1]
     row = (x, stats_by_spec(logits, labels, options, dtype), labels, 0, vocab_size, options)
     grad = spec.gradient(*row)
-    if upstream is not None:
-        grad = grad * upstream.to(dtype).unsqueeze(1)
-    if entropy_upstream is not None:
-        grad = grad + spec.entropy_gradient(*row) * entropy_upstream.to(dtype).unsqueeze(1)
+    if grad_output is not None:
+        grad = grad * grad_output.to(dtype).unsqueeze(1)
+    if grad_entropy is not None:
+        grad = grad + spec.entropy_gradient(*row) * grad_entropy.to(dtype).unsqueeze(1)
     return grad
 
 
@@ -162,7 +162,7 @@ def assert_stats(
             assert_is_largest(column[live], rows[live], options, shard)
         elif name in ("n_columns", "argmax"):
             assert torch.equal(column[live], same_dtype[live]), name
-        elif name == "exp_gap_sum":
+        elif name == "exp_shifted_sum":
             # Its terms are rounded as those of others_sum are, next to which it may be nothing.
             sums = (stats[:, 1] - column, truth.others_sum - expected, peer.others_sum - same_dtype)
             assert_within_budget(*(value[live] for value in sums))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vocab_parallel_ce.kernels.blocks import (
+from vocab_parallel_ce.blocks import (
     ONE_PASS,
     READ,
     READ_AND_WRITE,
@@ -10,7 +10,7 @@ from vocab_parallel_ce.kernels.blocks import (
     choose_block,
     choose_ring,
 )
-from vocab_parallel_ce.kernels.layout import VECTOR_BYTES
+from vocab_parallel_ce.layout import VECTOR_BYTES
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
 
 pytestmark = pytest.mark.reference

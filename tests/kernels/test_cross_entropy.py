@@ -41,7 +41,7 @@ def assert_row_results(actual, logits, labels, options=PLAIN, **upstreams):
 def upstreams_of(n_rows, options, device):
     """Different in every row; the entropy's where there is an entropy."""
     both = torch.randn(2, n_rows, generator=torch.Generator().manual_seed(1)).to(device)
-    return {"upstream": both[0], "entropy_upstream": both[1] if options.entropy else None}
+    return {"grad_output": both[0], "grad_entropy": both[1] if options.entropy else None}
 
 
 def test_worked_example(kernel_device):
@@ -120,13 +120,13 @@ def test_every_layout_in_place_and_nothing_beside_it(kernel_device, columns, dty
         assert layout.outside_is_untouched(), layout.name
 
 
-@pytest.mark.parametrize("name", ("upstream", "entropy_upstream"))
+@pytest.mark.parametrize("name", ("grad_output", "grad_entropy"))
 def test_upstream_of_every_stride(kernel_device, name):
     logits, labels = (t.to(kernel_device) for t in batch("peaked", rows=6, vocab_size=100))
     wide = torch.randn(6, 3, device=kernel_device)
     options = LossOptions(entropy=True)
-    for upstream in (wide[:, 1], wide[0, :1].expand(6), torch.zeros(6, device=kernel_device)):
-        upstreams = {name: upstream}
+    for grad_output in (wide[:, 1], wide[0, :1].expand(6), torch.zeros(6, device=kernel_device)):
+        upstreams = {name: grad_output}
         actual = run(logits, labels, options, into=torch.empty_like(logits), **upstreams)
         assert_row_results(actual, logits, labels, options, **upstreams)
 
@@ -136,9 +136,9 @@ def test_small_upstream_gradient_is_rounded_once(kernel_device):
     logits, labels = (
         t.to(kernel_device) for t in batch("peaked", rows=12, vocab_size=300, dtype=torch.bfloat16)
     )
-    upstream = torch.full((12,), 1.2345e-6, device=kernel_device)
-    _, grad = run(logits, labels, upstream=upstream, into=torch.empty_like(logits))
-    truth = gradient_by_spec(logits.cpu(), labels.cpu(), PLAIN, torch.float64, upstream.cpu())
+    grad_output = torch.full((12,), 1.2345e-6, device=kernel_device)
+    _, grad = run(logits, labels, grad_output=grad_output, into=torch.empty_like(logits))
+    truth = gradient_by_spec(logits.cpu(), labels.cpu(), PLAIN, torch.float64, grad_output.cpu())
     # 2**-7 is one unit in the last place of bf16: truncation (the interpreter's) stays below it, and
     # two roundings to nearest of a product reach 1.5 of half of it.
     live = truth.abs() > 1e-30
@@ -199,7 +199,7 @@ def test_the_divisor_divides_loss_and_gradient_and_no_entropy(kernel_device, opt
     upstreams = upstreams_of(6, options, kernel_device)
     divisor = torch.tensor([7], dtype=dtype, device=kernel_device)
     actual = run(logits, labels, options, into=torch.empty_like(logits), divisor=divisor, **upstreams)
-    scaled = upstreams | {"upstream": upstreams["upstream"] / 7}
+    scaled = upstreams | {"grad_output": upstreams["grad_output"] / 7}
     plain = run(logits, labels, options, into=torch.empty_like(logits), **scaled)
     torch.testing.assert_close(actual[0], plain[0] / 7, rtol=1e-6, atol=0)
     torch.testing.assert_close(actual[1], plain[1], rtol=1e-5, atol=1e-8)
@@ -209,8 +209,10 @@ def test_zero_items_give_a_gradient_of_0_whatever_the_rows_hold(kernel_device):
     logits, labels = batch("peaked", rows=4, vocab_size=90)
     logits[0], logits[1], labels[2] = NAN, -INF, 90
     divisor = torch.zeros(1, device=kernel_device)
-    upstream = torch.tensor([1.0, INF, 1.0, INF], device=kernel_device)
-    loss, grad = run(logits.to(kernel_device), labels.to(kernel_device), divisor=divisor, upstream=upstream)
+    grad_output = torch.tensor([1.0, INF, 1.0, INF], device=kernel_device)
+    loss, grad = run(
+        logits.to(kernel_device), labels.to(kernel_device), divisor=divisor, grad_output=grad_output
+    )
     assert loss.tolist() == [0] * 4 and torch.equal(grad.cpu(), torch.zeros(4, 90))
 
 

@@ -7,10 +7,10 @@ from tests.support.inputs import DTYPES
 from tests.support.layouts import logits_layouts
 
 
-def scale(grad, upstream):
+def scale(grad, grad_output):
     from vocab_parallel_ce.kernels.element_mul import element_mul
 
-    element_mul(grad, upstream)
+    element_mul(grad, grad_output)
 
 
 def test_worked_example(kernel_device):
@@ -25,9 +25,9 @@ def test_each_row_by_its_own_factor(kernel_device, dtype, columns):
     """One factor read for all rows gave a gradient of 0 wherever the first token was masked."""
     grad = torch.randn(5, columns).to(dtype).to(kernel_device)
     # Powers of two: the product is exact in every dtype, whatever the rounding.
-    upstream = torch.tensor([0.0, 2.0, -0.5, 1.0, 4.0], device=kernel_device)
-    want = grad * upstream[:, None].to(dtype)
-    scale(grad, upstream)
+    grad_output = torch.tensor([0.0, 2.0, -0.5, 1.0, 4.0], device=kernel_device)
+    want = grad * grad_output[:, None].to(dtype)
+    scale(grad, grad_output)
     assert torch.equal(grad, want)
 
 
@@ -54,8 +54,8 @@ def test_every_layout_and_nothing_beside_it(kernel_device):
         if layout.name in ("every other column", "column-major") or layout.shares_elements:
             continue
         rows = layout.view.shape[:-1].numel()
-        upstream = torch.arange(rows, device=kernel_device, dtype=torch.float32) + 2
-        want = layout.view.clone() * upstream.view(*layout.view.shape[:-1], 1)
-        scale(layout.view, upstream)
+        grad_output = torch.arange(rows, device=kernel_device, dtype=torch.float32) + 2
+        want = layout.view.clone() * grad_output.view(*layout.view.shape[:-1], 1)
+        scale(layout.view, grad_output)
         assert torch.equal(layout.view, want), layout.name
         assert layout.outside_is_untouched(), layout.name

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.layouts import logits_layouts
-from vocab_parallel_ce.kernels.layout import (
+from vocab_parallel_ce.layout import (
     VECTOR_BYTES,
     RowLayout,
     aligned_base,

@@ -19,7 +19,7 @@ from tests.kernels.rows import (
 from tests.support.inputs import DTYPES, KINDS, batch
 from tests.support.layouts import logits_layouts
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import IDENTITY, PLAIN, LossOptions, RowOutputs
+from vocab_parallel_ce.spec import IDENTITY, PLAIN, LossOptions, TokenOutputs
 
 ROWS, COLUMNS = 10, 587
 WIDTHS = (1, 2, 7, 8, 9, 15, 16, 17, 255, 256, 257, 4099)
@@ -177,7 +177,7 @@ def stats_and_outputs(logits, labels, options, divisor=None, shard=None):
         fill = NAN if dtype.is_floating_point else -7
         return torch.full((labels.numel(),), fill, device=logits.device, dtype=dtype)
 
-    outputs = RowOutputs(
+    outputs = TokenOutputs(
         buffer(),
         buffer() if options.entropy else None,
         buffer(),
@@ -245,7 +245,7 @@ def test_outputs_that_nobody_asked_for_may_be_missing(kernel_device):
 
     logits, labels = (t.to(kernel_device) for t in batch("some_ignored", rows=6, vocab_size=50))
     _, expected = stats_and_outputs(logits, labels, ALL)
-    outputs = RowOutputs(torch.full_like(expected.loss, NAN), None, None, None)
+    outputs = TokenOutputs(torch.full_like(expected.loss, NAN), None, None, None)
     stats = torch.full((1, 6, len(ALL.statistics)), NAN, device=kernel_device)
     launchers.online_softmax(logits, labels, stats, 0, None, outputs, shard=whole(logits), options=ALL)
     assert torch.equal(outputs.loss, expected.loss)

@@ -45,7 +45,7 @@ def padded_pieces(logits, shards):
 
 def assert_ranks_agree_with_the_whole(logits, labels, shards, options, device):
     upstreams = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(1))
-    upstream, entropy_upstream = upstreams[0], upstreams[1] if options.entropy else None
+    grad_output, grad_entropy = upstreams[0], upstreams[1] if options.entropy else None
     pieces = [piece.to(device) for piece in padded_pieces(logits, shards)]
     on_device = labels.to(device)
     known = [stats_by_kernel(x, on_device, options, s)[0] for x, s in zip(pieces, shards, strict=True)]
@@ -60,15 +60,15 @@ def assert_ranks_agree_with_the_whole(logits, labels, shards, options, device):
             on_device,
             options,
             shard,
-            upstream=upstream.to(device),
-            entropy_upstream=None if entropy_upstream is None else entropy_upstream.to(device),
+            grad_output=grad_output.to(device),
+            grad_entropy=None if grad_entropy is None else grad_entropy.to(device),
         )
         torch.testing.assert_close(loss, outputs.loss, rtol=1e-6, atol=1e-6, equal_nan=True)
         padding = grad[:, shard.n_valid :].cpu()
         assert torch.equal(padding, torch.zeros_like(padding))
         gradient[:, shard.start : shard.start + shard.n_valid] = grad[:, : shard.n_valid].cpu()
     truth, peer = (
-        gradient_by_spec(logits, labels, options, dtype, upstream, entropy_upstream)
+        gradient_by_spec(logits, labels, options, dtype, grad_output, grad_entropy)
         for dtype in (torch.float64, torch.float32)
     )
     assert_within_budget(gradient, truth, peer.to(logits.dtype))
@@ -101,9 +101,9 @@ def test_rows_of_nan_are_0_in_the_padding(kernel_device):
     logits = torch.full((3, 50), NAN, device=kernel_device)
     labels = torch.tensor([1, 37, -100], device=kernel_device)
     stats, _ = stats_by_kernel(logits, labels, ALL, shard)
-    upstream = torch.full((3,), INF, device=kernel_device)
+    grad_output = torch.full((3,), INF, device=kernel_device)
     _, grad = gradient_by_kernel(
-        logits, stats[None], labels, ALL, shard, upstream=upstream, entropy_upstream=upstream
+        logits, stats[None], labels, ALL, shard, grad_output=grad_output, grad_entropy=grad_output
     )
     assert torch.equal(grad[:, 37:].cpu(), torch.zeros(3, 13))
     assert grad[:2, :37].isnan().all() and not grad[2].any()

@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vocab_parallel_ce.kernels.blocks import ONE_PASS, READ, READ_AND_WRITE, THREADS_PER_WARP, choose_block
+from vocab_parallel_ce.blocks import ONE_PASS, READ, READ_AND_WRITE, THREADS_PER_WARP, choose_block
 from vocab_parallel_ce.kernels.cross_entropy import cross_entropy_kernel
 from vocab_parallel_ce.kernels.element_mul import element_mul_kernel
 from vocab_parallel_ce.kernels.launch import option_arguments
@@ -54,8 +54,8 @@ ARGUMENT_TYPES = {
     "stats": "*fp32",
     "valid_rows": "*i32",
     "divisor": "*i32",
-    "upstream": "*fp32",
-    "entropy_upstream": "*fp32",
+    "grad_output": "*fp32",
+    "grad_entropy": "*fp32",
     "loss": "*fp32",
     "entropy": "*fp32",
     "lse": "*fp32",
@@ -64,9 +64,9 @@ ARGUMENT_TYPES = {
 }
 
 # Arguments that a gradient launch leaves out; the gradient of an entropy comes with one of the loss.
-OF_ENTROPY = ("entropy_upstream", "entropy_stride")
+OF_ENTROPY = ("grad_entropy", "grad_entropy_stride")
 LEFT_OUT = {
-    "in_forward": ("upstream", "upstream_stride", *OF_ENTROPY, "n_valid"),
+    "in_forward": ("grad_output", "grad_output_stride", *OF_ENTROPY, "n_valid"),
     "in_backward": ("loss", *OF_ENTROPY, "n_valid", "divisor"),
     "padded": ("loss", *OF_ENTROPY),
 }
@@ -141,7 +141,7 @@ def row_walks(dtype: str, edges: bool, option_names: Sequence[str]) -> Iterator[
 
     def gradient(option: str, call: str, ranks: int) -> Variant:
         without = set(LEFT_OUT[call])
-        if OPTIONS[option].entropy and "upstream" not in without:
+        if OPTIONS[option].entropy and "grad_output" not in without:
             without.difference_update(OF_ENTROPY)
         constants = writes | {"RANKS": ranks} | dict.fromkeys(without)
         name = f"cross_entropy-{shape}-{option}-{call}-R{ranks}"

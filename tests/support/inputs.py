@@ -1,4 +1,4 @@
-"""Logits, labels, layouts and upstream gradients that are hard on a cross-entropy.
+"""Logits, labels, layouts and grad_outputs that are hard on a cross-entropy.
 
 Near-uniform logits give every probability about 1 / V, where a missing term, a wrong row or a wrong
 scale stays under any tolerance. These are peaked, far from zero, masked or confident instead.

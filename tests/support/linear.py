@@ -39,7 +39,7 @@ _OF_ORACLE = {
     linear_cross_entropy: (cross_entropy_fp64, cross_entropy_same_dtype),
     linear_token_log_probs: (token_outputs_fp64, token_outputs_same_dtype),
 }
-_UPSTREAMS = ("upstream", "entropy_upstream")
+_UPSTREAMS = ("grad_output", "grad_entropy")
 _NOT_OF_ORACLE = {
     "impl",
     "gradient",
@@ -146,7 +146,7 @@ def cube(dtype: torch.dtype, ones: Sequence[int], bias: bool = False) -> Project
     Columns are the corners of a cube, 64 times -1 or 1 in each of 5 dimensions; token n has ``ones[n]``
     ones, in turn. Its largest logit is that of the 2^(5 - ones) corners with 1 wherever it has one, and
     each other is at least 128 smaller, whose exponential is 0 in fp32: p is 2^(ones - 5), or 0. With
-    three ones or more a gradient of a sum is a multiple of 1/4 and at most 16 times the upstream gradient.
+    three ones or more a gradient of a sum is a multiple of 1/4 and at most 16 times the grad_output.
     """
     generator = torch.Generator().manual_seed(0)
     weight = 64.0 * torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * CUBE_WIDTH)
@@ -161,9 +161,9 @@ def cube(dtype: torch.dtype, ones: Sequence[int], bias: bool = False) -> Project
 
 def random_upstream(rows: int, seed: int = 0) -> Tensor:
     """Different in every token, 0 in the first, and not near 0 in the last, which is the broad one."""
-    upstream = dict(upstream_gradients((rows,), seed=seed))["zero in the first token"]
-    upstream[-1] = 1.5
-    return upstream
+    grad_output = dict(upstream_gradients((rows,), seed=seed))["zero in the first token"]
+    grad_output[-1] = 1.5
+    return grad_output
 
 
 def linear_fp64(
@@ -208,12 +208,12 @@ def _chained(
     *outputs, grad = of_logits(logits, inputs.labels, **given, **options)
     grad = grad.reshape(len(rows), len(inputs.weight))
     parts = [grad[:, a:b] @ inputs.weight[a:b] for a, b in bounds or [(0, len(inputs.weight))]]
-    of_weight = grad.to(weight_dtype or grad.dtype)
+    d_weight = grad.to(weight_dtype or grad.dtype)
     return Results(
         tuple(outputs),
         sum(parts[1:], start=parts[0]).view(inputs.hidden.shape),
-        of_weight.T @ rows.to(of_weight.dtype),
-        None if inputs.bias is None else of_weight.sum(dim=0),
+        d_weight.T @ rows.to(d_weight.dtype),
+        None if inputs.bias is None else d_weight.sum(dim=0),
     )
 
 
@@ -263,10 +263,10 @@ def run(
     hidden, weight, labels, bias = copies.values()
     outputs = flat_outputs(function(hidden, weight, labels, bias=bias, impl=impl, **options))
     used, weights = [], []
-    for output, upstream in zip(outputs, upstreams or (torch.ones(()),), strict=False):
-        if upstream is not None and output.requires_grad:
+    for output, grad_output in zip(outputs, upstreams or (torch.ones(()),), strict=False):
+        if grad_output is not None and output.requires_grad:
             used.append(output)
-            weights.append(upstream.to(device).expand(output.shape))
+            weights.append(grad_output.to(device).expand(output.shape))
     if used:
         torch.autograd.backward(used, weights)
     for name, copy in copies.items():

@@ -90,9 +90,9 @@ def run(
     with record_collectives() as in_forward:
         outputs = flat_outputs(case.function(leaves[0], leaves[1], labels, **options))
     pairs = [
-        (output, upstream.to(device).expand(output.shape))
-        for output, upstream in zip(outputs, case.upstreams, strict=False)
-        if upstream is not None and output.requires_grad
+        (output, grad_output.to(device).expand(output.shape))
+        for output, grad_output in zip(outputs, case.upstreams, strict=False)
+        if grad_output is not None and output.requires_grad
     ]
     with record_collectives() as in_backward:
         if pairs:

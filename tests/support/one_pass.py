@@ -27,22 +27,22 @@ def made(kind, rows, columns, dtype=torch.bfloat16, seed=0):
     return tuple(t.cuda() for t in batch(kind, rows=rows, vocab_size=columns, dtype=dtype, seed=seed))
 
 
-def run(logits, labels, upstream=None, **options):
+def run(logits, labels, grad_output=None, **options):
     """(loss, gradient), which replaces ``logits``."""
     options = {"impl": "one_pass", "gradient": "in_forward"} | options
     leaf = logits.detach().requires_grad_()
     loss = vocab_parallel_cross_entropy(leaf, labels, **options)
-    (grad,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss) if upstream is None else upstream)
+    (grad,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss) if grad_output is None else grad_output)
     assert grad.data_ptr() == logits.data_ptr()
     return loss.detach(), grad
 
 
-def check(logits, labels, upstream=None, impl="one_pass", **options):
+def check(logits, labels, grad_output=None, impl="one_pass", **options):
     """:func:`run` against the oracle; ``logits`` are overwritten."""
     values = logits.clone(memory_format=torch.contiguous_format)
-    loss, grad = run(logits, labels, upstream, impl=impl, **options)
-    oracle = cross_entropy_fp64(values, labels, upstream=upstream, **options)
-    peer = cross_entropy_same_dtype(values, labels, upstream=upstream, **options)
+    loss, grad = run(logits, labels, grad_output, impl=impl, **options)
+    oracle = cross_entropy_fp64(values, labels, grad_output=grad_output, **options)
+    peer = cross_entropy_same_dtype(values, labels, grad_output=grad_output, **options)
     assert_within_budget(loss, oracle.loss, peer.loss)
     assert_within_budget(grad, oracle.grad, peer.grad)
     assert_every_element(grad, oracle.grad, labels)

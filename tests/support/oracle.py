@@ -18,7 +18,7 @@ NEG_INF = float("-inf")
 
 
 class LossAndGradient(NamedTuple):
-    """A loss and the gradient of ``(loss * upstream).sum()`` by the logits."""
+    """A loss and the gradient of ``(loss * grad_output).sum()`` by the logits."""
 
     loss: Tensor
     grad: Tensor
@@ -34,7 +34,7 @@ class Metrics(NamedTuple):
 
 
 class TokenOutputs(NamedTuple):
-    """Log-probabilities and entropies, and the gradient of ``(each * its upstream).sum()`` by the logits."""
+    """Log-probabilities and entropies, and the gradient of ``(each * its grad_output).sum()``."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -111,13 +111,13 @@ def _cross_entropy(
     logit_scale: float = 1.0,
     reduction: str = "mean",
     num_items: int | float | Tensor | None = None,
-    upstream: Tensor | None = None,
+    grad_output: Tensor | None = None,
 ) -> LossAndGradient:
     """Loss and gradient in the dtype of ``x [..., V]``.
 
     Args:
         num_items: divides a sum; with 0 no row counts, whatever it holds.
-        upstream: gradient of the loss, of the loss's shape; None is ones.
+        grad_output: gradient of the loss, of the loss's shape; None is ones.
     """
     rows = _Rows(x, labels, ignore_index, softcap, logit_scale)
     if num_items is not None and float(num_items) == 0:
@@ -132,8 +132,8 @@ def _cross_entropy(
         losses = losses + z_loss * rows.z.logsumexp(dim=-1) ** 2
     losses = rows.at_the_edges(losses)
     loss = _reduced(losses.reshape(labels.shape), reduction, num_items, ~rows.ignored)
-    upstream = torch.ones_like(loss) if upstream is None else upstream.to(loss)
-    return LossAndGradient(loss.detach(), rows.gradient([loss], [upstream]))
+    grad_output = torch.ones_like(loss) if grad_output is None else grad_output.to(loss)
+    return LossAndGradient(loss.detach(), rows.gradient([loss], [grad_output]))
 
 
 @torch.no_grad()
@@ -172,10 +172,10 @@ def _token_outputs(
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    upstream: Tensor | None = None,
-    entropy_upstream: Tensor | None = None,
+    grad_output: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
 ) -> TokenOutputs:
-    """Outputs and gradient in the dtype of ``x [..., V]``; an upstream gradient of None: not used."""
+    """Outputs and gradient in the dtype of ``x [..., V]``; an grad_output of None: not used."""
     rows = _Rows(x, labels, ignore_index, softcap, logit_scale)
     log_p = (rows.z / temperature).log_softmax(dim=-1)
     log_probs = rows.at_the_edges(log_p.gather(1, rows.targets).squeeze(1)).reshape(labels.shape)
@@ -183,7 +183,7 @@ def _token_outputs(
     entropy = rows.at_the_edges(-(log_p.exp() * finite_log_p).sum(dim=-1)).reshape(labels.shape)
     upstreams = [
         torch.zeros_like(log_probs) if given is None else given.to(log_probs)
-        for given in (upstream, entropy_upstream)
+        for given in (grad_output, grad_entropy)
     ]
     grad = rows.gradient([log_probs, entropy], upstreams)
     return TokenOutputs(log_probs.detach(), entropy.detach(), grad)

@@ -360,7 +360,7 @@ class Player:
         """Alike for all engines; a regulariser's is a factor."""
         rng = random.Random(f"{self.case.name} {name}")
         is_loss = name[-1].isdigit() and "@" not in name
-        kind = self.case.losses[int(name[-1])].upstream if is_loss else "factor"
+        kind = self.case.losses[int(name[-1])].grad_output if is_loss else "factor"
         factor, shape = rng.choice([-1.0, 1.0]) * rng.uniform(0.3, 1.7), target.shape
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
         values = {

@@ -29,7 +29,7 @@ class Use(NamedTuple):
     view: str  # of VIEWS: what of the shared tensor it reads
     labels: int  # seed
     ignored: float  # share of rows
-    upstream: str  # of UPSTREAMS
+    grad_output: str  # of UPSTREAMS
 
 
 class Case(NamedTuple):

@@ -3,10 +3,10 @@
     loss = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
     dz_i = p_i * (1 + 2 * z_loss * lse) - (1 - e) * [i == y] - e / V,   p_i = exp(z_i - row_max) / sum_exp
     p_y - 1 = -others_sum / sum_exp,   sum_exp = others_sum + exp(z_y - row_max)
-    dx_i = (dz_i * upstream / n + p_i * (mean_gap - (z_i - row_max)) * entropy_upstream) * dz_i/dx_i
+    dx_i = (dz_i * grad_output / n + p_i * (mean_shifted - (z_i - row_max)) * grad_entropy) * dz_i/dx_i
 
 ``cross_entropy_kernel`` is one program a row: it merges the R statistics, writes the loss if asked and the
-gradient, over the logits or elsewhere: reads the shard once, writes it once. The upstream gradient and the
+gradient, over the logits or elsewhere: reads the shard once, writes it once. The grad_output and the
 divisor are one fp32 factor a row, so the gradient is rounded once. Padding becomes 0, whatever it holds.
 """
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.kernels.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
+from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
 from vocab_parallel_ce.kernels.launch import (
     MOST_LAUNCHES,
     Dtypes,
@@ -44,13 +44,13 @@ from vocab_parallel_ce.spec import LossOptions
 
 
 @triton.jit
-def logits_gradient(x, is_target, factors, entropy_upstream, row_options):
+def logits_gradient(x, is_target, factors, grad_entropy, row_options):
     """One row's gradient at ``x``; exactly 0 in an excluded column. ``factors`` are the row's.
 
     ``target_grad`` is the label's: ``p - 1`` would lose the digits of a confident label's 1 - p.
     """
     _, smoothing, z_loss, logit_scale, softcap, _, _ = row_options
-    shift, inverse_sum, target_grad, weight, uniform_p, z_factor, mean_gap, entropy_weight = factors
+    shift, inverse_sum, target_grad, weight, uniform_p, z_factor, mean_shifted, entropy_weight = factors
     z, slope = transform(x, row_options)
     p = exp_shifted(z, shift) * inverse_sum
     grad = p
@@ -59,8 +59,8 @@ def logits_gradient(x, is_target, factors, entropy_upstream, row_options):
     if smoothing is not None:
         grad = tl.where(z == float("-inf"), grad, grad - uniform_p)
     grad = tl.where(is_target, target_grad, grad) * weight
-    if entropy_upstream is not None:
-        grad += p * (mean_gap - bounded(z - shift)) * entropy_weight
+    if grad_entropy is not None:
+        grad += p * (mean_shifted - bounded(z - shift)) * entropy_weight
     if softcap is not None or logit_scale is not None:
         grad *= slope
     return grad
@@ -72,13 +72,13 @@ def cross_entropy_kernel(
     labels,  # [N] int64|int32
     stats,  # [R, N, K] fp32
     divisor,  # [1] integer or floating point, or None: 1
-    upstream,  # [N] fp32, or None: 1
-    entropy_upstream,  # [N] fp32, or None: 0
+    grad_output,  # [N] fp32, or None: 1
+    grad_entropy,  # [N] fp32, or None: 0
     loss,  # [N] fp32, out, or None
     grad_logits,  # [N, C] logits' dtype, out; may be logits
     layout,  # RowLayout of logits and of grad_logits
-    upstream_stride,  # or None
-    entropy_stride,  # of entropy_upstream, or None
+    grad_output_stride,  # or None
+    grad_entropy_stride,  # of grad_entropy, or None
     n_columns,
     n_valid,  # columns that are no padding, or None: all
     n_ranks,
@@ -100,7 +100,7 @@ def cross_entropy_kernel(
     ranks = tl.arange(0, RANKS)
     pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, row_options)
     merged = merge_ranks(pointers, ranks < n_ranks, row_options)
-    row_max, others_sum, target_logit, _, exp_gap_sum, _ = merged
+    row_max, others_sum, target_logit, _, exp_shifted_sum, _ = merged
     label_sum = label_exp(row_max, target_logit)
     sum_exp = others_sum + label_sum
     weight = 1.0
@@ -112,8 +112,8 @@ def cross_entropy_kernel(
         if divisor is not None:
             value = tl.where(weight == 0, 0.0, value * weight)
         tl.store(loss + row, value)
-    if upstream is not None:
-        weight *= tl.load(upstream + row * upstream_stride)
+    if grad_output is not None:
+        weight *= tl.load(grad_output + row * grad_output_stride)
     outside = (label < 0) | (label >= vocab_size)
     weight = tl.where(outside, float("nan"), weight)
     # An ignored row, or one of no items, reads nothing (NaN in it stays unseen) and has every factor 0.
@@ -129,12 +129,12 @@ def cross_entropy_kernel(
     if smoothing is not None:
         uniform_p = smoothing / vocab_size
         target_grad += smoothing - uniform_p
-    mean_gap = 0.0
+    mean_shifted = 0.0
     entropy_weight = 0.0
-    if entropy_upstream is not None:
-        mean_gap = tl.where(live, exp_gap_sum / sum_exp, 0.0)
-        entropy_weight = tl.where(live, tl.load(entropy_upstream + row * entropy_stride), 0.0)
-    factors = (shift, inverse_sum, target_grad, weight, uniform_p, z_factor, mean_gap, entropy_weight)
+    if grad_entropy is not None:
+        mean_shifted = tl.where(live, exp_shifted_sum / sum_exp, 0.0)
+        entropy_weight = tl.where(live, tl.load(grad_entropy + row * grad_entropy_stride), 0.0)
+    factors = (shift, inverse_sum, target_grad, weight, uniform_p, z_factor, mean_shifted, entropy_weight)
     # A label in an excluded column is no column's target.
     label = tl.where(target_logit == float("-inf"), -1, label)
 
@@ -154,7 +154,7 @@ def cross_entropy_kernel(
         if n_valid is not None:
             is_read &= columns < readable
         x = tl.load(logits + first + columns, is_read, other=float("-inf")).to(tl.float32)
-        grad = logits_gradient(x, columns == target, factors, entropy_upstream, row_options)
+        grad = logits_gradient(x, columns == target, factors, grad_entropy, row_options)
         if n_valid is not None:
             grad = tl.where(columns < valid_width, grad, 0.0)
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
@@ -162,7 +162,7 @@ def cross_entropy_kernel(
         offset, inside = edge_offsets(begin, n_columns, first, width, VECTOR)
         x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
         is_target = offset == begin + label - shard_start
-        grad = logits_gradient(x, is_target, factors, entropy_upstream, row_options)
+        grad = logits_gradient(x, is_target, factors, grad_entropy, row_options)
         if n_valid is not None:
             grad = tl.where(offset < begin + n_valid, grad, 0.0)
         tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
@@ -173,8 +173,8 @@ def cross_entropy(
     stats: Tensor,
     labels: Tensor,
     divisor: Tensor | None,
-    upstream: Tensor | None,
-    entropy_upstream: Tensor | None,
+    grad_output: Tensor | None,
+    grad_entropy: Tensor | None,
     loss: Tensor | None,
     grad_logits: Tensor,
     *,
@@ -183,7 +183,7 @@ def cross_entropy(
 ) -> None:
     """Fill ``grad_logits``, laid out as ``logits [..., C]`` or the same tensor, and ``loss [N]`` where given.
 
-    ``upstream [N]`` fp32 of any stride multiplies each row's gradient of the loss, ``entropy_upstream
+    ``grad_output [N]`` fp32 of any stride multiplies each row's gradient of the loss, ``grad_entropy
     [N]`` that of its entropy; neither has a part in ``loss``.
     """
     n_ranks, n_rows, _ = stats.shape
@@ -194,13 +194,13 @@ def cross_entropy(
     if grad_logits is not logits:
         grad_base, grad_layout, _ = row_arguments(grad_logits)
         assert layout == grad_layout, "the gradient is laid out as the logits are"
-    tensors = (base, labels, stats, divisor, upstream, entropy_upstream, loss, grad_base)
+    tensors = (base, labels, stats, divisor, grad_output, grad_entropy, loss, grad_base)
     launch = _launch(
         dtypes_of(tensors),
         layout,
         has_edges,
-        None if upstream is None else upstream.stride(0),
-        None if entropy_upstream is None else entropy_upstream.stride(0),
+        None if grad_output is None else grad_output.stride(0),
+        None if grad_entropy is None else grad_entropy.stride(0),
         n_ranks,
         shard,
         options,
@@ -213,8 +213,8 @@ def _launch(
     dtypes: Dtypes,
     layout: tuple[int, ...],
     has_edges: bool,
-    upstream_stride: int | None,
-    entropy_stride: int | None,
+    grad_output_stride: int | None,
+    grad_entropy_stride: int | None,
     n_ranks: int,
     shard: VocabShard,
     options: LossOptions,
@@ -226,8 +226,8 @@ def _launch(
         cross_entropy_kernel,
         (
             layout,
-            upstream_stride,
-            entropy_stride,
+            grad_output_stride,
+            grad_entropy_stride,
             shard.n_columns,
             None if shard.n_valid == shard.n_columns else shard.n_valid,
             n_ranks,

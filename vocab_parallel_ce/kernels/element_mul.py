@@ -1,6 +1,6 @@
-"""Scale a stored gradient by the upstream gradient, in place.
+"""Scale a stored gradient by the grad_output, in place.
 
-    grad_i *= upstream(row)
+    grad_i *= grad_output(row)
 
 A fixed number of programs walks the rows. A row's factor is looked at on the device: where it is 1, the row
 is left alone, so that the usual ``loss.backward()`` of a reduced loss costs a short launch and nothing
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.kernels.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
+from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
 from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Dtypes, Launch, dtypes_of, row_arguments
 from vocab_parallel_ce.kernels.primitives import edge_offsets, row_begin, row_body
 
@@ -29,23 +29,23 @@ def scaled(grad, factor):
 @triton.jit(do_not_specialize=["n_rows"])
 def element_mul_kernel(
     grad_logits,  # [N, C] bf16|fp16|fp32, in and out
-    upstream,  # [N] fp32
+    grad_output,  # [N] fp32
     layout,  # RowLayout of grad_logits
-    upstream_stride,  # 0: one factor for all rows
+    grad_output_stride,  # 0: one factor for all rows
     n_columns,
     n_rows,
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """One row: ``[1, 2, 3]`` with the upstream gradient 0.5 becomes ``[0.5, 1, 1.5]``."""
+    """One row: ``[1, 2, 3]`` with the grad_output 0.5 becomes ``[0.5, 1, 1.5]``."""
     lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     row = tl.program_id(0).to(tl.int64)
-    if upstream_stride == 0:
-        if tl.load(upstream).to(tl.float32) == 1.0:
+    if grad_output_stride == 0:
+        if tl.load(grad_output).to(tl.float32) == 1.0:
             n_rows *= 0
     while row < n_rows:
-        factor = tl.load(upstream + row * upstream_stride).to(tl.float32)
+        factor = tl.load(grad_output + row * grad_output_stride).to(tl.float32)
         if factor != 1.0:
             begin = row_begin(row, layout)
             first, width = row_body(begin, n_columns, VECTOR)
@@ -62,25 +62,25 @@ def element_mul_kernel(
         row += tl.num_programs(0)
 
 
-def element_mul(grad_logits: Tensor, upstream: Tensor) -> None:
-    """Multiply row r of ``grad_logits [..., C]`` by ``upstream [N]``, of any stride, in place."""
-    n_rows = upstream.shape[0]
+def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:
+    """Multiply row r of ``grad_logits [..., C]`` by ``grad_output [N]``, of any stride, in place."""
+    n_rows = grad_output.shape[0]
     if n_rows == 0:
         return
     base, layout, has_edges = row_arguments(grad_logits)
-    tensors = (base, upstream)
-    launch = _launch(dtypes_of(tensors), grad_logits.shape[-1], layout, has_edges, upstream.stride(0))
+    tensors = (base, grad_output)
+    launch = _launch(dtypes_of(tensors), grad_logits.shape[-1], layout, has_edges, grad_output.stride(0))
     launch(min(n_rows, PROGRAMS), tensors, (n_rows,))
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _launch(
-    dtypes: Dtypes, n_columns: int, layout: tuple[int, ...], has_edges: bool, upstream_stride: int
+    dtypes: Dtypes, n_columns: int, layout: tuple[int, ...], has_edges: bool, grad_output_stride: int
 ) -> Launch:
     block = choose_block(READ_AND_WRITE_EDGES if has_edges else READ_AND_WRITE, n_columns, dtypes[0].itemsize)
     return Launch(
         element_mul_kernel,
-        (layout, upstream_stride, n_columns),
+        (layout, grad_output_stride, n_columns),
         {"HAS_EDGES": has_edges, "LANES": block.lanes, "VECTOR": block.vector},
         num_warps=block.num_warps,
     )

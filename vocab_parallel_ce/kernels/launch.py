@@ -9,7 +9,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from vocab_parallel_ce.kernels.layout import LINE_BYTES, VECTOR_BYTES, aligned_base, row_layout
+from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, aligned_base, row_layout
 from vocab_parallel_ce.spec import LossOptions
 
 Dtypes = tuple[Any, ...]

@@ -2,7 +2,7 @@
 
 from vocab_parallel_ce.kernels.cross_entropy import cross_entropy
 from vocab_parallel_ce.kernels.element_mul import element_mul
-from vocab_parallel_ce.kernels.loss import row_outputs
+from vocab_parallel_ce.kernels.loss import token_outputs
 from vocab_parallel_ce.kernels.online_softmax import online_softmax
 
-__all__ = ["cross_entropy", "element_mul", "online_softmax", "row_outputs"]
+__all__ = ["cross_entropy", "element_mul", "online_softmax", "token_outputs"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Dtypes, Launch, dtypes_of, option_arguments
 from vocab_parallel_ce.kernels.primitives import merge_ranks, stats_of_row, store_outputs
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import LossOptions, RowOutputs
+from vocab_parallel_ce.spec import LossOptions, TokenOutputs
 
 LOSS_ROWS = 128
 
@@ -48,11 +48,11 @@ def loss_kernel(
     )
 
 
-def row_outputs(
+def token_outputs(
     stats: Tensor,
     labels: Tensor,
     divisor: Tensor | None,
-    outputs: RowOutputs,
+    outputs: TokenOutputs,
     *,
     shard: VocabShard,
     options: LossOptions,

@@ -30,7 +30,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from vocab_parallel_ce.kernels.blocks import choose_ring
+from vocab_parallel_ce.blocks import choose_ring
 from vocab_parallel_ce.kernels.launch import (
     MOST_LAUNCHES,
     Dtypes,
@@ -39,7 +39,6 @@ from vocab_parallel_ce.kernels.launch import (
     option_arguments,
     row_arguments,
 )
-from vocab_parallel_ce.kernels.layout import VECTOR_BYTES
 from vocab_parallel_ce.kernels.primitives import (
     divisor_weight,
     exp_shifted,
@@ -49,6 +48,7 @@ from vocab_parallel_ce.kernels.primitives import (
     row_begin,
     row_loss,
 )
+from vocab_parallel_ce.layout import VECTOR_BYTES
 from vocab_parallel_ce.spec import LossOptions
 
 # Triton 3.7 renamed both.

@@ -1,8 +1,8 @@
 """Statistics of every row of a vocabulary shard, in one read of it.
 
     row_max = max_i z_i,  others_sum = sum_{i != y} exp(z_i - row_max),  target_logit = z_y
-    gap_sum = sum_i (z_i - row_max),  n_columns                with label smoothing
-    exp_gap_sum = sum_i exp(z_i - row_max) (z_i - row_max)     with entropy
+    shifted_sum = sum_i (z_i - row_max),  n_columns                with label smoothing
+    exp_shifted_sum = sum_i exp(z_i - row_max) (z_i - row_max)     with entropy
     argmax = the first i of row_max                            with predictions
 
 where z are the scaled and capped logits.
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.kernels.blocks import READ, choose_block
+from vocab_parallel_ce.blocks import READ, choose_block
 from vocab_parallel_ce.kernels.launch import (
     MOST_LAUNCHES,
     Dtypes,
@@ -43,14 +43,14 @@ from vocab_parallel_ce.kernels.primitives import (
     transform,
 )
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import LossOptions, RowOutputs
+from vocab_parallel_ce.spec import LossOptions, TokenOutputs
 
 NO_OUTPUTS = (None, None, None, None)
 LABELS_AT_ONCE = 512  # more than a narrow row's lanes, few enough for one warp's registers
 
 
 @triton.jit
-def exp_gap(z, shift):
+def exp_times_shifted(z, shift):
     """``exp(z - shift) * (z - shift)``, 0 in an excluded column."""
     return exp_shifted(z, shift) * bounded(z - shift)
 
@@ -109,9 +109,9 @@ def online_softmax_kernel(
     lane_columns = lane_vectors[:, None] + tl.arange(0, VECTOR)[None, :]
     lane_max = tl.full([LANES], float("-inf"), tl.float32)
     lane_sum = tl.zeros([LANES], tl.float32)
-    lane_gap_sum = tl.zeros([LANES], tl.float32)
+    lane_shifted_sum = tl.zeros([LANES], tl.float32)
     lane_count = tl.zeros([LANES], tl.float32)
-    lane_exp_gap_sum = tl.zeros([LANES], tl.float32)
+    lane_exp_shifted_sum = tl.zeros([LANES], tl.float32)
     lane_tile = tl.zeros([LANES], tl.int32)
     for tile in range(0, width, LANES * VECTOR):
         columns = tile + lane_columns
@@ -124,12 +124,14 @@ def online_softmax_kernel(
         decay = exp_shifted(lane_max, shift)
         # What was summed relative to the old maximum is now relative to the new one.
         if smoothing is not None:
-            lane_gap_sum += lane_count * raised_by(lane_max, shift)
-            lane_gap_sum += tl.sum(tl.where(inside, z - shift[:, None], 0.0), axis=1)
+            lane_shifted_sum += lane_count * raised_by(lane_max, shift)
+            lane_shifted_sum += tl.sum(tl.where(inside, z - shift[:, None], 0.0), axis=1)
             lane_count += tl.sum(inside.to(tl.float32), axis=1)
         if wants_entropy is not None:
-            lane_exp_gap_sum += lane_sum * bounded(raised_by(lane_max, shift))
-            lane_exp_gap_sum = lane_exp_gap_sum * decay + tl.sum(exp_gap(z, shift[:, None]), axis=1)
+            lane_exp_shifted_sum += lane_sum * bounded(raised_by(lane_max, shift))
+            lane_exp_shifted_sum = lane_exp_shifted_sum * decay + tl.sum(
+                exp_times_shifted(z, shift[:, None]), axis=1
+            )
         if wants_predictions is not None:
             lane_tile = tl.where(tile_max > lane_max, tile, lane_tile)
         lane_sum *= decay
@@ -147,8 +149,8 @@ def online_softmax_kernel(
     others_sum = tl.sum(lane_sum * decay) + tl.sum(exp_shifted(loose, shift))
     # A maximum may pass over a NaN.
     others_sum = tl.where(target_logit == target_logit, others_sum, float("nan"))
-    gap_sum = 0.0
-    exp_gap_sum = 0.0
+    shifted_sum = 0.0
+    exp_shifted_sum = 0.0
     first_max = 0.0
     out = stats_of_row(stats, stats_start + row, row_options)
     tl.store(out, row_max)
@@ -156,17 +158,17 @@ def online_softmax_kernel(
     tl.store(out + 2, target_logit)
     out += 3
     if smoothing is not None:
-        gap_sum = tl.sum(lane_gap_sum + lane_count * raised_by(lane_max, shift))
-        gap_sum += tl.sum(tl.where(inside, loose - shift, 0.0))
-        gap_sum += tl.where(owned, target_logit - shift, 0.0)
-        tl.store(out, gap_sum)
+        shifted_sum = tl.sum(lane_shifted_sum + lane_count * raised_by(lane_max, shift))
+        shifted_sum += tl.sum(tl.where(inside, loose - shift, 0.0))
+        shifted_sum += tl.where(owned, target_logit - shift, 0.0)
+        tl.store(out, shifted_sum)
         tl.store(out + 1, n_columns.to(tl.float32))
         out += 2
     if wants_entropy is not None:
-        lane_gap = bounded(raised_by(lane_max, shift))
-        exp_gap_sum = tl.sum((lane_exp_gap_sum + lane_sum * lane_gap) * decay)
-        exp_gap_sum += tl.sum(exp_gap(loose, shift)) + exp_gap(target_logit, shift)
-        tl.store(out, exp_gap_sum)
+        lane_shift = bounded(raised_by(lane_max, shift))
+        exp_shifted_sum = tl.sum((lane_exp_shifted_sum + lane_sum * lane_shift) * decay)
+        exp_shifted_sum += tl.sum(exp_times_shifted(loose, shift)) + exp_times_shifted(target_logit, shift)
+        tl.store(out, exp_shifted_sum)
         out += 1
     if wants_predictions is not None:
         # Each lane knows the tile that raised its maximum last: its vector there is read once more.
@@ -182,7 +184,7 @@ def online_softmax_kernel(
         first_max = tl.where(is_finite, (argmax + shard_start).to(tl.float32), float("inf"))
         tl.store(out, first_max)
     if loss is not None:
-        merged = (row_max, others_sum, target_logit, gap_sum, exp_gap_sum, first_max)
+        merged = (row_max, others_sum, target_logit, shifted_sum, exp_shifted_sum, first_max)
         is_row = row < n_rows
         store_outputs(
             loss, entropy, lse, predictions, row, is_row, merged, label, divisor, vocab_size, row_options
@@ -195,7 +197,7 @@ def online_softmax(
     stats: Tensor,
     rank: int,
     valid_rows: Tensor | None,
-    outputs: RowOutputs | None = None,
+    outputs: TokenOutputs | None = None,
     divisor: Tensor | None = None,
     *,
     shard: VocabShard,
@@ -204,7 +206,7 @@ def online_softmax(
     """Fill ``stats[rank]`` of ``stats [R, N, K]`` for ``logits [..., C]`` and contiguous ``labels [N]``.
 
     ``valid_rows [1]`` int32, where given, receives the number of labels that are not ignored.
-    ``outputs``, where given, are filled as by ``row_outputs``: the rank must be the only one.
+    ``outputs``, where given, are filled as by ``token_outputs``: the rank must be the only one.
     """
     n_rows = labels.shape[0]
     if n_rows == 0:

@@ -175,7 +175,7 @@ def merge_ranks(pointers, mask, row_options):
     """Merge the statistics at ``pointers`` over axis 0, the ranks; masked ranks are the identity.
 
     Every rank merges the same numbers in the same order, so the results are equal bit for bit. Returns
-    ``(row_max, others_sum, target_logit, gap_sum, exp_gap_sum, argmax)``, 0 for what is not carried.
+    ``(row_max, others_sum, target_logit, shifted_sum, exp_shifted_sum, argmax)``, 0 for what is not carried.
     """
     _, smoothing, _, _, _, entropy, predictions = row_options
     row_max = tl.load(pointers, mask, other=float("-inf"))
@@ -185,24 +185,24 @@ def merge_ranks(pointers, mask, row_options):
     shift = finite_or_zero(merged_max)
     scale = exp_shifted(row_max, shift)
     merged_sum = tl.sum(others_sum * scale, axis=0)
-    gap_sum = tl.zeros_like(merged_sum)
-    exp_gap_sum = tl.zeros_like(merged_sum)
+    shifted_sum = tl.zeros_like(merged_sum)
+    exp_shifted_sum = tl.zeros_like(merged_sum)
     argmax = tl.zeros_like(merged_sum)
     pointers += 3
     if smoothing is not None:
         gaps = tl.load(pointers, mask, other=0.0)
         n_columns = tl.load(pointers + 1, mask, other=0.0)
-        gap_sum = tl.sum(gaps + n_columns * raised_by(row_max, shift), axis=0)
+        shifted_sum = tl.sum(gaps + n_columns * raised_by(row_max, shift), axis=0)
         pointers += 2
     if entropy is not None:
         exp_gaps = tl.load(pointers, mask, other=0.0)
         sum_exp = others_sum + label_exp(row_max, target_logit)
-        exp_gap_sum = tl.sum((exp_gaps + sum_exp * bounded(raised_by(row_max, shift))) * scale, axis=0)
+        exp_shifted_sum = tl.sum((exp_gaps + sum_exp * bounded(raised_by(row_max, shift))) * scale, axis=0)
         pointers += 1
     if predictions is not None:
         first = tl.load(pointers, mask, other=float("inf"))
         argmax = tl.min(tl.where(row_max == merged_max, first, float("inf")), axis=0)
-    return merged_max, merged_sum, tl.max(target_logit, axis=0), gap_sum, exp_gap_sum, argmax
+    return merged_max, merged_sum, tl.max(target_logit, axis=0), shifted_sum, exp_shifted_sum, argmax
 
 
 @triton.jit
@@ -223,11 +223,11 @@ def at_the_edges(value, label, vocab_size, row_options):
 def row_loss(merged, label, vocab_size, row_options):
     """Unreduced loss: ``spec.loss``, for one row or a vector of rows."""
     _, smoothing, z_loss, _, _, _, _ = row_options
-    row_max, _, target_logit, gap_sum, _, _ = merged
+    row_max, _, target_logit, shifted_sum, _, _ = merged
     log_sum = log_sum_exp(merged)
     value = log_sum + (row_max - target_logit)
     if smoothing is not None:
-        value = (1 - smoothing) * value + smoothing * (log_sum - gap_sum / vocab_size)
+        value = (1 - smoothing) * value + smoothing * (log_sum - shifted_sum / vocab_size)
     if z_loss is not None:
         lse = row_max + log_sum
         value += z_loss * lse * lse
@@ -238,11 +238,11 @@ def row_loss(merged, label, vocab_size, row_options):
 def store_outputs(
     loss, entropy, lse, predictions, rows, inside, merged, label, divisor, vocab_size, row_options
 ):
-    """Store what a row, or a vector of rows, comes to: ``spec.RowOutputs``, None where not asked for.
+    """Store what a row, or a vector of rows, comes to: ``spec.TokenOutputs``, None where not asked for.
 
     ``divisor`` as in :func:`divisor_weight`, or None: 1; ``inside`` masks a vector of rows.
     """
-    row_max, others_sum, target_logit, _, exp_gap_sum, argmax = merged
+    row_max, others_sum, target_logit, _, exp_shifted_sum, argmax = merged
     sum_exp = others_sum + label_exp(row_max, target_logit)
     value = row_loss(merged, label, vocab_size, row_options)
     if divisor is not None:
@@ -250,7 +250,7 @@ def store_outputs(
         value = tl.where(weight == 0, 0.0, value * weight)
     tl.store(loss + rows, value, inside)
     if entropy is not None:
-        value = log_sum_exp(merged) - exp_gap_sum / sum_exp
+        value = log_sum_exp(merged) - exp_shifted_sum / sum_exp
         tl.store(entropy + rows, at_the_edges(value, label, vocab_size, row_options), inside)
     live = label != row_options[0]
     if lse is not None:

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce.chunks import parts_of
-from vocab_parallel_ce.exchange import all_gather_stats
-from vocab_parallel_ce.head import WeightGradient, cleared, write_hidden_gradient, write_logits
+from vocab_parallel_ce.collectives import all_gather_stats
+from vocab_parallel_ce.linear.chunks import parts_of
+from vocab_parallel_ce.linear.hidden_states import Order, Tokens
+from vocab_parallel_ce.linear.matmul import WeightGradient, cleared, write_hidden_gradient, write_logits
 from vocab_parallel_ce.pipeline import Call
-from vocab_parallel_ce.spec import RowOutputs, is_ignored
-from vocab_parallel_ce.tokens import Order, Tokens
+from vocab_parallel_ce.spec import TokenOutputs, is_ignored
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 OTHERS_OF_NO_TOKEN = (0.0, 0.0, -1)  # entropy, lse and prediction of an ignored row
@@ -47,7 +47,7 @@ class LinearCall(NamedTuple):
     main_grad: Tensor | None
     parameter: Tensor | None  # the weight as the caller has it, where it says what main_grad has
 
-    def finished(self, outputs: RowOutputs) -> RowOutputs:
+    def finished(self, outputs: TokenOutputs) -> TokenOutputs:
         """In the order of the tokens; a reduced loss summed."""
         order, (loss, *others) = self.order, outputs
         if self.call.reduction != "none":
@@ -62,7 +62,7 @@ class LinearCall(NamedTuple):
                 None if values is None else order.put_back(values, nothing)
                 for values, nothing in zip(others, OTHERS_OF_NO_TOKEN, strict=True)
             ]
-        return RowOutputs(loss, *others)
+        return TokenOutputs(loss, *others)
 
 
 class Chunks:
@@ -95,15 +95,15 @@ class Chunks:
         longest = max((stop - start for start, stop in linear.chunks), default=0)
         self.buffer: Tensor | None = self.weight.new_empty(longest, weight.shape[0])
         self.wants_hidden = wanted[0]
-        self.of_weight: WeightGradient | None = None
+        self.d_weight: WeightGradient | None = None
         if wanted[1]:
             # What main_grad is to receive later stays fp32 until then.
             dtype = weight.dtype if linear.main_grad is None else torch.float32
-            self.of_weight = WeightGradient(
+            self.d_weight = WeightGradient(
                 self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad
             )
             self.is_ignored = is_ignored(inputs.labels, call.options)
-        self.of_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
+        self.d_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         """Places and hidden states of every chunk, with the next chunk's on their way."""
@@ -136,11 +136,11 @@ class Chunks:
         if of_rows is not None:
             self.tokens.reduce(places.start, places.stop, of_rows)
         grad_logits = self.buffer[: rows.shape[0]]
-        if self.of_weight is not None:
+        if self.d_weight is not None:
             # An ignored token's gradient is 0, and 0 times a NaN in its hidden state would not be.
-            self.of_weight.add(grad_logits, cleared(rows, self.is_ignored[places]))
-        if self.of_bias is not None:
-            self.of_bias += grad_logits.sum(0, dtype=torch.float32)
+            self.d_weight.add(grad_logits, cleared(rows, self.is_ignored[places]))
+        if self.d_bias is not None:
+            self.d_bias += grad_logits.sum(0, dtype=torch.float32)
 
     def gradients(self) -> Gradients:
         """Of all chunks, each in its own tensor's dtype. There are no logits after it."""
@@ -148,12 +148,12 @@ class Chunks:
         bias = self.inputs.bias
         return (
             self.tokens.gradient() if self.wants_hidden else None,
-            None if self.of_weight is None else self.of_weight.rounded(),
-            None if self.of_bias is None or bias is None else self.of_bias.to(bias.dtype),
+            None if self.d_weight is None else self.d_weight.rounded(),
+            None if self.d_bias is None or bias is None else self.d_bias.to(bias.dtype),
         )
 
 
-def forward(linear: LinearCall, inputs: Inputs) -> tuple[RowOutputs, Tensor]:
+def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
     """Outputs of every place, and the ``[R, M, K]`` statistics of all ranks.
 
     Collectives: one all_gather of statistics; with sequence parallelism one of hidden states a chunk.
@@ -174,13 +174,15 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[RowOutputs, Tensor]:
             options=call.options,
         )
     all_gather_stats(stats, call.rank, call.group)
-    call.launchers.row_outputs(stats, labels, call.num_items, outputs, shard=call.shard, options=call.options)
+    call.launchers.token_outputs(
+        stats, labels, call.num_items, outputs, shard=call.shard, options=call.options
+    )
     return outputs, stats
 
 
 def forward_with_gradients(
     linear: LinearCall, inputs: Inputs, wanted: tuple[bool, bool, bool]
-) -> tuple[RowOutputs, Gradients]:
+) -> tuple[TokenOutputs, Gradients]:
     """Outputs of every place, and the gradients of the sum of the losses.
 
     Collectives: one or two all_gathers of statistics a chunk, and those of ``tokens``.
@@ -194,7 +196,7 @@ def forward_with_gradients(
 
 
 def _filled_parts(
-    linear: LinearCall, chunks: Chunks, labels: Tensor, rows: Tensor, outputs: RowOutputs
+    linear: LinearCall, chunks: Chunks, labels: Tensor, rows: Tensor, outputs: TokenOutputs
 ) -> Iterator[tuple[int, Tensor]]:
     """The parts of a chunk when their outputs and the gradients of their logits are there."""
     call, sent = linear.call, []
@@ -224,9 +226,9 @@ def backward(
 ) -> Gradients:
     """The gradients, from logits that are computed again, and the statistics and divisor of forward."""
     call, labels = linear.call, inputs.labels
-    upstream = _at_places(linear, grad_loss, labels)
-    if upstream is None:
-        upstream = stats.new_zeros(1).expand(labels.shape[0])
+    grad_output = _at_places(linear, grad_loss, labels)
+    if grad_output is None:
+        grad_output = stats.new_zeros(1).expand(labels.shape[0])
     of_entropy = _at_places(linear, grad_entropy, labels)
     chunks = Chunks(linear, inputs, wanted, linear.main_grad)
     for places, rows in chunks:
@@ -237,36 +239,36 @@ def backward(
             stats[:, places].contiguous(),
             divisor,
             into=logits,
-            upstream=upstream[places],
-            entropy_upstream=None if of_entropy is None else of_entropy[places],
+            grad_output=grad_output[places],
+            grad_entropy=None if of_entropy is None else of_entropy[places],
         )
         chunks.add_gradients(iter([(0, logits)]), rows, places)
         del logits
     return chunks.gradients()
 
 
-def scaled(linear: LinearCall, gradients: Gradients, upstream: Tensor) -> Gradients:
-    """The gradients of a reduced loss times its upstream gradient, in place; the weight's to main_grad."""
-    of_hidden, of_weight, of_bias = (None if grad is None else grad.detach() for grad in gradients)
-    for grad in (of_hidden, of_weight, None if of_bias is None else of_bias.unsqueeze(0)):
+def scaled(linear: LinearCall, gradients: Gradients, grad_output: Tensor) -> Gradients:
+    """The gradients of a reduced loss times its grad_output, in place; the weight's to main_grad."""
+    d_hidden, d_weight, d_bias = (None if grad is None else grad.detach() for grad in gradients)
+    for grad in (d_hidden, d_weight, None if d_bias is None else d_bias.unsqueeze(0)):
         if grad is not None:
-            linear.call.launchers.element_mul(grad, upstream.reshape(1).expand(grad.shape[0]))
-    if of_weight is not None and linear.main_grad is not None:
-        linear.main_grad.add_(of_weight)
-    return of_hidden, of_weight, of_bias
+            linear.call.launchers.element_mul(grad, grad_output.reshape(1).expand(grad.shape[0]))
+    if d_weight is not None and linear.main_grad is not None:
+        linear.main_grad.add_(d_weight)
+    return d_hidden, d_weight, d_bias
 
 
-def _at(outputs: RowOutputs, places: slice) -> RowOutputs:
+def _at(outputs: TokenOutputs, places: slice) -> TokenOutputs:
     loss, *others = (None if values is None else values[places] for values in outputs)
     assert loss is not None
-    return RowOutputs(loss, *others)
+    return TokenOutputs(loss, *others)
 
 
-def _at_places(linear: LinearCall, upstream: Tensor | None, labels: Tensor) -> Tensor | None:
-    """``[M]``: an upstream gradient of one element for all, or of one for each token."""
-    if upstream is None:
+def _at_places(linear: LinearCall, grad_output: Tensor | None, labels: Tensor) -> Tensor | None:
+    """``[M]``: an grad_output of one element for all, or of one for each token."""
+    if grad_output is None:
         return None
-    if upstream.dim() == 0:
-        return upstream.reshape(1).expand(labels.shape[0])
-    upstream = upstream.reshape(-1)
-    return upstream if linear.order is None else linear.order.take(upstream, 0.0)
+    if grad_output.dim() == 0:
+        return grad_output.reshape(1).expand(labels.shape[0])
+    grad_output = grad_output.reshape(-1)
+    return grad_output if linear.order is None else linear.order.take(grad_output, 0.0)

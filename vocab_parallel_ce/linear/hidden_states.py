@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce.exchange import begin_all_gather, begin_all_reduce, begin_reduce_scatter
+from vocab_parallel_ce.collectives import begin_all_gather, begin_all_reduce, begin_reduce_scatter
 
 
 class Order(NamedTuple):

@@ -1,7 +1,7 @@
 """Cross-entropy of a head whose logits are never all there: the public functions and their autograd.
 
 A reduced loss of bf16 or fp32 has its gradients in forward, three products in all. Others keep 4 K bytes a
-token and rank and compute the logits again in backward, with the upstream gradient in the one rounding. The
+token and rank and compute the logits again in backward, with the grad_output in the one rounding. The
 loops are in ``linear_pipeline``, the size of a chunk in ``chunks``.
 """
 
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import agreement
 from vocab_parallel_ce.cross_entropy import check_backward, loss_metrics, public
-from vocab_parallel_ce.linear_arguments import HeadOptions, prepare_linear_call
-from vocab_parallel_ce.linear_pipeline import (
+from vocab_parallel_ce.linear.pipeline import (
     Gradients,
     Inputs,
     LinearCall,
@@ -24,9 +23,10 @@ from vocab_parallel_ce.linear_pipeline import (
     forward_with_gradients,
     scaled,
 )
+from vocab_parallel_ce.linear.plan import HeadOptions, prepare_linear_call
 from vocab_parallel_ce.pipeline import Call
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import RowOutputs
+from vocab_parallel_ce.spec import TokenOutputs
 
 SECOND_BACKWARD = (
     "linear cross-entropy: backward ran a second time, but the first has handed its gradients on; ask for "
@@ -88,7 +88,7 @@ def linear_cross_entropy(
         group: the ranks that share the vocabulary, or None; a DTensor needs it, for example
             ``weight.device_mesh.get_group("tp")``.
         gradient: ``"in_forward"``: forward computes the gradients, and backward scales them, which rounds
-            them a second time where the upstream gradient is not 1; not for ``"none"``. ``"in_backward"``:
+            them a second time where the grad_output is not 1; not for ``"none"``. ``"in_backward"``:
             backward computes the logits again, and may run again. ``"auto"``: in_forward for mean and sum
             of bf16 and fp32, otherwise in_backward.
         sequence_parallel: ``hidden`` is this rank's part along its first dimension, ``labels`` are of all
@@ -215,12 +215,14 @@ def _run(
     num_items: int | Tensor | None,
     head: HeadOptions,
     **options: Any,
-) -> tuple[RowOutputs, Call]:
+) -> tuple[TokenOutputs, Call]:
     """Check everything, then run, under autograd where something needs a gradient."""
     linear, inputs = prepare_linear_call(hidden, weight, labels, bias, num_items, head, **options)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         filled = _LinearCrossEntropy.apply(*inputs, linear)
-        outputs = RowOutputs(*filled) if isinstance(filled, tuple) else RowOutputs(filled, None, None, None)
+        outputs = (
+            TokenOutputs(*filled) if isinstance(filled, tuple) else TokenOutputs(filled, None, None, None)
+        )
     else:
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             outputs = linear.finished(forward(linear, inputs)[0])
@@ -228,7 +230,7 @@ def _run(
         values if values is None or values.dim() == 0 else values.view(labels.shape) for values in outputs
     )
     assert loss is not None
-    return RowOutputs(loss, *others), linear.call
+    return TokenOutputs(loss, *others), linear.call
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -273,7 +275,7 @@ def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) 
         raise RuntimeError(SECOND_BACKWARD)
     saved = ctx.saved_tensors
     if agreement.is_pending():
-        report = agreement.upstream_report(loss=grad_loss, entropy=grad_entropy)
+        report = agreement.grad_output_report(loss=grad_loss, entropy=grad_entropy)
         agreement.compare(linear.call.group, report)
     if grad_loss is None and grad_entropy is None:
         return None, None, None
@@ -285,15 +287,15 @@ def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) 
         *inputs, stats, divisor = saved
         wanted = ctx.needs_input_grad[:3]
         gradients = backward(linear, Inputs(*inputs), stats, divisor, wanted, grad_loss, grad_entropy)
-    of_hidden, of_weight, of_bias = gradients
-    if linear.main_grad is not None and of_weight is not None:
-        of_weight = _stand_in(linear.parameter, of_weight)
-    return of_hidden, of_weight, of_bias
+    d_hidden, d_weight, d_bias = gradients
+    if linear.main_grad is not None and d_weight is not None:
+        d_weight = _stand_in(linear.parameter, d_weight)
+    return d_hidden, d_weight, d_bias
 
 
-def _stand_in(parameter: Tensor | None, of_weight: Tensor) -> Tensor | None:
+def _stand_in(parameter: Tensor | None, d_weight: Tensor) -> Tensor | None:
     """What a weight gets whose gradient ``main_grad`` has: None, or what Megatron-LM's hooks wait for."""
     if parameter is None:
         return None
     parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.zeros_like(of_weight, dtype=parameter.dtype)
+    return torch.zeros_like(d_weight, dtype=parameter.dtype)

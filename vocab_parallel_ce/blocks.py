@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from vocab_parallel_ce.kernels.layout import VECTOR_BYTES
+from vocab_parallel_ce.layout import VECTOR_BYTES
 
 THREADS_PER_WARP = 32
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import agreement, checks
-from vocab_parallel_ce.chunks import chunk_of, chunks_of
-from vocab_parallel_ce.exchange import group_position, is_dtensor, local_rows
-from vocab_parallel_ce.kernels.layout import VECTOR_BYTES
-from vocab_parallel_ce.linear_pipeline import Inputs, LinearCall
+from vocab_parallel_ce.collectives import group_position, is_dtensor, local_rows
+from vocab_parallel_ce.layout import VECTOR_BYTES
+from vocab_parallel_ce.linear.chunks import chunk_of, chunks_of
+from vocab_parallel_ce.linear.hidden_states import Order, order_of_ranks, order_of_valid
+from vocab_parallel_ce.linear.pipeline import Inputs, LinearCall
 from vocab_parallel_ce.pipeline import as_divisor, call_facts, flat, settle, shard_of_logits
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import is_ignored
-from vocab_parallel_ce.tokens import Order, order_of_ranks, order_of_valid
 
 GRADIENTS = ("auto", "in_forward", "in_backward")
 MOST_KEPT = 0.9  # share of tokens that are not ignored, above which leaving out the others does not pay
@@ -133,7 +133,7 @@ def check_modes(reduction: object, gradient: object, head: HeadOptions) -> None:
     chunk_of(head.chunk_tokens, head.memory_budget, 1, 1, 1, 1)
     if gradient == "in_forward" and reduction == "none":
         raise ValueError(
-            "gradient: 'in_forward' cannot know the upstream gradients of reduction 'none', got both; "
+            "gradient: 'in_forward' cannot know the grad_outputs of reduction 'none', got both; "
             "use 'in_backward'"
         )
     if head.sequence_parallel and not head.reduce_hidden_grad:
