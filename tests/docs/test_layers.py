@@ -1,0 +1,142 @@
+"""The table of layers in docs/design.md is what the package's imports say.
+
+A module may import what stands in a lower row of the table or, in its own row, to its left.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import ROOT, table
+
+pytestmark = pytest.mark.reference
+
+PACKAGE = "vocab_parallel_ce"
+TO_COME = {"integrations/"}
+TABLE = table((ROOT / "docs" / "design.md").read_text(encoding="utf-8"), "| layer | modules |")
+
+
+def order_of(rows: list[list[str]]) -> dict[str, tuple[int, int]]:
+    """Each module's row, counted from the bottom, and its position in the row."""
+    return {
+        module: (-row, position)
+        for row, (_, modules) in enumerate(rows)
+        for position, module in enumerate(re.findall(r"`(.+?)`", modules))
+    }
+
+
+def breaches(package: Path, order: dict[str, tuple[int, int]]) -> list[str]:
+    """Every disagreement of the table with the modules and imports of ``package``."""
+    found, seen = [], set()
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imported = sorted(set(imports(tree, path, package)))
+        unit = unit_of(path, package, order)
+        if path.name == "__init__.py" and path.parent != package and not imported:
+            continue
+        if unit not in order:
+            found.append(f"{name}: is not in the table")
+            continue
+        seen.add(unit)
+        for line, other in imported:
+            target = unit_of(other, package, order)
+            if target not in order:
+                found.append(f"{name}:{line}: imports {target}, which is not in the table")
+            elif target != unit and not order[target] < order[unit]:
+                found.append(f"{name}:{line}: {unit} imports {target}, which is not below it")
+    found += [f"{unit}: is in the table and not in the package" for unit in order.keys() - seen - TO_COME]
+    return found
+
+
+def unit_of(path: Path, package: Path, order: dict[str, tuple[int, int]]) -> str:
+    """The name in the table of the module at ``path``: ``kernels/`` stands for all modules in it."""
+    name = path.relative_to(package).with_suffix("").as_posix()
+    folder = f"{name.partition('/')[0]}/"
+    return folder if "/" in name and folder in order else name
+
+
+def imports(tree: ast.AST, path: Path, package: Path) -> Iterator[tuple[int, Path]]:
+    """``(line, file)`` of every module of the package that is imported, at any depth of the code."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from ((node.lineno, file) for file in _files(alias.name.split("."), package))
+        elif isinstance(node, ast.ImportFrom):
+            base = (node.module or "").split(".") if node.module else []
+            if node.level:
+                here = (package.name, *path.relative_to(package).parts)
+                base = [*here[: -node.level], *base]
+            for alias in node.names:
+                files = list(_files([*base, alias.name], package)) or list(_files(base, package))
+                yield from ((node.lineno, file) for file in files)
+
+
+def _files(dotted: list[str], package: Path) -> Iterator[Path]:
+    """The file of a dotted name, if it is a module of the package."""
+    if dotted[:1] != [package.name]:
+        return
+    path = package.joinpath(*dotted[1:])
+    for file in (path / "__init__.py", path.with_suffix(".py")):
+        if file.is_file() and (len(dotted) > 1 or file.name == "__init__.py"):
+            yield file
+            return
+
+
+def test_the_table_is_what_the_imports_say():
+    found = breaches(ROOT / PACKAGE, order_of(TABLE))
+    assert not found, "\n".join(found)
+
+
+ROWS = [["users", "`cli` `__init__`"], ["loss", "`linear/plan` `loss`"], ["below", "`spec` `kernels/`"]]
+SOURCES = {
+    "__init__.py": "from vocab_parallel_ce.loss import f",
+    "cli.py": "import vocab_parallel_ce.loss\nimport torch",
+    "loss.py": "from vocab_parallel_ce.linear import plan\nfrom . import spec",
+    "linear/__init__.py": "",
+    "linear/plan.py": "def f():\n    from ..kernels.rows import g",
+    "spec.py": "",
+    "kernels/__init__.py": "",
+    "kernels/rows.py": "from .. import spec\nfrom . import more",
+    "kernels/more.py": "",
+}
+PLANTED = [
+    ("spec.py", "from vocab_parallel_ce import loss", "spec.py:1: spec imports loss"),
+    ("spec.py", "def f():\n    import vocab_parallel_ce.kernels.rows", "spec.py:2: spec imports kernels/"),
+    ("kernels/more.py", "from ..linear import plan", "kernels/more.py:1: kernels/ imports linear/plan"),
+    ("linear/plan.py", "from ..loss import f", "linear/plan.py:1: linear/plan imports loss"),
+    ("loss.py", "import vocab_parallel_ce", "loss.py:1: loss imports __init__"),
+    ("newcomer.py", "", "newcomer.py: is not in the table"),
+    ("linear/newcomer.py", "", "linear/newcomer.py: is not in the table"),
+    ("linear/__init__.py", "from vocab_parallel_ce import spec", "linear/__init__.py: is not in the table"),
+]
+
+
+def _write(folder: Path, sources: dict[str, str]) -> Path:
+    package = folder / PACKAGE
+    for name, source in sources.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(source)
+    return package
+
+
+def test_a_package_that_agrees(tmp_path):
+    rows = [["users", "`__init__` `cli`"], *ROWS[1:-1], ["below", "`spec` `kernels/`"]]
+    assert breaches(_write(tmp_path, SOURCES), order_of(rows)) == []
+
+
+@pytest.mark.parametrize(("name", "source", "breach"), PLANTED)
+def test_a_planted_breach_is_found(tmp_path, name, source, breach):
+    (found,) = breaches(_write(tmp_path, {**SOURCES, name: source}), order_of(ROWS))
+    assert found.startswith(breach)
+
+
+def test_a_module_that_does_not_exist_is_found(tmp_path):
+    sources = {name: source for name, source in SOURCES.items() if name != "cli.py"}
+    (found,) = breaches(_write(tmp_path, sources), order_of(ROWS))
+    assert found == "cli: is in the table and not in the package"

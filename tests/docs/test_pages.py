@@ -1,0 +1,138 @@
+"""README is a page, its words and those of the package are the project's, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import PAGES, README, ROOT, SPEED, anchors, links, name_of, without_code
+
+pytestmark = pytest.mark.reference
+
+MOST_WORDS = 1000
+PACKAGE = ROOT / "vocab_parallel_ce"
+
+# What to say instead -> what was said. Upper and lower case are the same.
+OLD_WORDS = {
+    "plan": r"\bsettl(?:e[sd]?|ing)\b|_settle|settled?_",
+    "shifted": r"\bgap\b|_gap|gap_",
+    "d_hidden, d_weight": r"\bof_(?:hidden|weight)\b",
+    "grad_output": r"upstream",
+    "token or row": r"\bplaces\b|(?<!in)(?<!of)_places?\b|\.place\b|\bplace of (?:a|each|every)\b",
+    "TokenOutputs": r"\brow_?outputs\b",
+    "register chunks, stages": r"\brings?\b|_ring\b|\bslots?\b(?!=)",
+    "except": r"\bbut\s+for\b",
+    "per": r"\b(?:bytes|B|KB|us|ms|one|collectives|launch|launches|programs|warps|vectors)\s+an?\s+"
+    r"(?:row|token|rank|call|chunk|warp|thread|multiprocessor|program|GPU|step|file|host)\b",
+}
+
+
+def old_words(text: str) -> list[str]:
+    """Each old word in ``text``, with its line and what to say instead."""
+    return [
+        f"line {text[: match.start()].count(chr(10)) + 1}: {match[0]!r}: say {instead}"
+        for instead, pattern in OLD_WORDS.items()
+        for match in re.finditer(pattern, text, flags=re.IGNORECASE)
+    ]
+
+
+def test_the_readme_is_a_page():
+    text = README.read_text(encoding="utf-8")
+    assert len(SPEED.findall(text)) == 1, "README.md: expected one block between the markers of speed"
+    n_words = len(SPEED.sub("", text).split())
+    assert n_words <= MOST_WORDS, f"README.md: at most {MOST_WORDS} words, got {n_words}; move some to docs/"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_page_has_an_old_word(page):
+    assert old_words(page.read_text(encoding="utf-8")) == []
+
+
+def test_the_package_has_no_old_word():
+    found = [
+        f"{name_of(path)}: {word}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for word in old_words(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
+
+
+OLD = [
+    "the call is settled once",
+    "_settled_call(x)",
+    "exp_gap_sum",
+    "gap = z - shift",
+    "of_weight = None",
+    "scaled by the upstream gradient",
+    "tokens at their places",
+    "_at_places(linear)",
+    "RowOutputs(loss)",
+    "a ring of chunks",
+    "choose_ring(n)",
+    "24 slots in shared memory",
+    "all but\nfor the last",
+    "4 bytes a row",
+    "two programs a multiprocessor",
+]
+NEW = [
+    "in place, and out_of_place",
+    "scale_in_place(grad)",
+    "a string, during the steering",
+    "dataclass(slots=True)",
+    "which columns a rank has",
+    "shifted_sum, exp_shifted_sum",
+    "bytes per row; bring it; a singular gape",
+]
+
+
+@pytest.mark.parametrize("text", OLD)
+def test_an_old_word_is_found(text):
+    assert old_words(text)
+
+
+@pytest.mark.parametrize("text", NEW)
+def test_a_word_of_the_field_is_not(text):
+    assert old_words(text) == []
+
+
+def broken_links(page: Path) -> list[str]:
+    """The links of ``page`` that lead to no file or no heading in the repository."""
+    text, broken = page.read_text(encoding="utf-8"), []
+    for link in links(text):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.is_relative_to(page.parents[len(page.relative_to(ROOT).parts) - 1]):
+            broken.append(f"{link}: outside of the repository")
+        elif not target.exists():
+            broken.append(f"{link}: no such file")
+        elif anchor and anchor not in anchors(target.read_text(encoding="utf-8")):
+            broken.append(f"{link}: no such heading")
+    return broken
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=name_of)
+def test_links_lead_somewhere(page):
+    assert broken_links(page) == []
+
+
+def test_every_page_of_docs_is_in_the_readme():
+    linked = {link.partition("#")[0] for link in links(README.read_text(encoding="utf-8"))}
+    assert {name_of(page) for page in PAGES if page.parent.name == "docs"} <= linked
+
+
+def test_headings_are_spelled_as_github_does():
+    text = "# A `b_c`: d, e-f\n## TransformerEngine's\n## x\n```\n# no\n```\n## x\n"
+    assert anchors(text) == {"a-b_c-d-e-f", "transformerengines", "x", "x-1"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_a_page_names_exist(page):
+    named = re.findall(r"`((?:scripts|tests|docs|\.ci)/[\w./-]+)`", without_code(page.read_text("utf-8")))
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_are_ascii(page):
+    assert page.read_bytes().isascii()
