@@ -1,6 +1,7 @@
 """The table of layers in docs/design.md is what the package's imports say.
 
-A module may import what stands in a lower row of the table or, in its own row, to its left.
+A module may import what stands in a lower row of the table or, in its own row, to its left. Only ``kernels/``
+imports triton, and only ``collectives`` and ``dtensor`` use torch.distributed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.reference
 
 PACKAGE = "vocab_parallel_ce"
 TO_COME = {"integrations/"}
+OWNERS = {"triton": {"kernels/"}, "torch.distributed": {"collectives", "dtensor", "integrations/"}}
 TABLE = table((ROOT / "docs" / "design.md").read_text(encoding="utf-8"), "| layer | modules |")
 
 
@@ -44,6 +46,9 @@ def breaches(package: Path, order: dict[str, tuple[int, int]]) -> list[str]:
             found.append(f"{name}: is not in the table")
             continue
         seen.add(unit)
+        for line, owned in uses(tree):
+            if unit not in OWNERS[owned]:
+                found.append(f"{name}:{line}: {unit} uses {owned}")
         for line, other in imported:
             target = unit_of(other, package, order)
             if target not in order:
@@ -75,6 +80,21 @@ def imports(tree: ast.AST, path: Path, package: Path) -> Iterator[tuple[int, Pat
             for alias in node.names:
                 files = list(_files([*base, alias.name], package)) or list(_files(base, package))
                 yield from ((node.lineno, file) for file in files)
+
+
+def uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """``(line, name)`` of every use of an import that only some modules may have."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names = [f"{node.value.id}.{node.attr}"]
+        for owned in OWNERS:
+            if any(name == owned or name.startswith(f"{owned}.") for name in names):
+                yield node.lineno, owned
 
 
 def _files(dotted: list[str], package: Path) -> Iterator[Path]:
@@ -112,6 +132,9 @@ PLANTED = [
     ("linear/plan.py", "from ..loss import f", "linear/plan.py:1: linear/plan imports loss"),
     ("loss.py", "import vocab_parallel_ce", "loss.py:1: loss imports __init__"),
     ("newcomer.py", "", "newcomer.py: is not in the table"),
+    ("loss.py", "def f():\n    import triton.language as tl", "loss.py:2: loss uses triton"),
+    ("cli.py", "from torch import distributed as dist", "cli.py:1: cli uses torch.distributed"),
+    ("spec.py", "import torch\ntorch.distributed.barrier()", "spec.py:2: spec uses torch.distributed"),
     ("linear/newcomer.py", "", "linear/newcomer.py: is not in the table"),
     ("linear/__init__.py", "from vocab_parallel_ce import spec", "linear/__init__.py: is not in the table"),
 ]
