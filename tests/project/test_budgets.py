@@ -1,0 +1,70 @@
+"""The project stays small enough to read: lines per file, function and kernel, and in all."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOST_LINES_OF_A_FILE = 400
+MOST_LINES_OF_A_FUNCTION = 60  # without its docstring
+MOST_LINES_OF_A_KERNEL = 90  # with it
+MOST_LINES = {"vocab_parallel_ce": 4500, "scripts": 3200, "tests": 12500}
+SUFFIXES = (".py", ".sh")
+
+pytestmark = pytest.mark.reference
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
+
+
+def n_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def too_long_functions(path: Path) -> list[str]:
+    """Name each function of more lines than it may have."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        lines = node.end_lineno - node.lineno + 1
+        most = MOST_LINES_OF_A_KERNEL
+        if not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+            most = MOST_LINES_OF_A_FUNCTION
+            docstring = node.body[0] if ast.get_docstring(node) else None
+            lines -= 0 if docstring is None else docstring.end_lineno - docstring.lineno + 1
+        if lines > most:
+            found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has {lines} of {most} lines")
+    return found
+
+
+@pytest.mark.parametrize("folder", MOST_LINES)
+def test_a_folder_is_small(folder):
+    total = sum(map(n_lines, sources(folder)))
+    assert 0 < total <= MOST_LINES[folder]
+
+
+@pytest.mark.parametrize("folder", MOST_LINES)
+def test_files_and_functions_are_short(folder):
+    long_files = [
+        f"{path.relative_to(ROOT)} has {n_lines(path)} of {MOST_LINES_OF_A_FILE} lines"
+        for path in sources(folder)
+        if n_lines(path) > MOST_LINES_OF_A_FILE
+    ]
+    long_functions = [
+        found for path in sources(folder) if path.suffix == ".py" for found in too_long_functions(path)
+    ]
+    assert not long_files + long_functions, "\n".join(long_files + long_functions)
+
+
+def test_what_is_too_long_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    body = "    x = 1\n" * 60
+    path = tmp_path / "module.py"
+    path.write_text(f"def short():\n{body[:-10]}\ndef long():\n{body}\n@triton.jit\ndef kernel():\n{body}")
+    (found,) = too_long_functions(path)
+    assert found == "module.py:62: long has 61 of 60 lines"
