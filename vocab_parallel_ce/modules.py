@@ -87,8 +87,7 @@ class LinearCrossEntropy(nn.Module):
         **keywords: Any,
     ) -> None:
         super().__init__()
-        check_names(keywords, LOSS_KEYWORDS)
-        settings, head_settings = split_keywords(keywords, return_metrics=return_metrics)
+        settings, head_settings = split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics)
         check_head_settings(settings, head_settings)
         check_settings(settings, group_position(group)[1])
         self.options = {

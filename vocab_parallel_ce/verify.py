@@ -15,9 +15,9 @@ from vocab_parallel_ce.linear.cross_entropy import (
     linear_token_log_probs,
     split_keywords,
 )
-from vocab_parallel_ce.linear.plan import plan_linear_call
+from vocab_parallel_ce.linear.plan import Arguments, plan_linear_call
 from vocab_parallel_ce.log_probs import token_log_probs
-from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.plan import Call, plan_call
 
 FUNCTIONS = (vocab_parallel_cross_entropy, token_log_probs)
@@ -83,10 +83,10 @@ def _prepared_linear(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, group: Any, options: dict[str, Any]
 ) -> Call:
     _check_names(options, LINEAR_FUNCTIONS)
-    tensors = {name: options.pop(name, None) for name in ("num_items", "main_grad")}
-    settings, head = split_keywords(options)
-    linear, _ = plan_linear_call(hidden, weight, labels, settings, head, bias=bias, group=group, **tensors)
-    return linear.call
+    num_items, main_grad = (options.pop(name, None) for name in ("num_items", "main_grad"))
+    given = Arguments(hidden, weight, labels, bias, group, num_items, main_grad)
+    settings, head = split_keywords(options, Settings._field_defaults | HeadSettings._field_defaults)
+    return plan_linear_call(given, settings, head)[0].call
 
 
 def _check_names(options: dict[str, Any], functions: tuple[Any, ...]) -> None:

@@ -6,7 +6,6 @@ bytes per token and rank, and compute the logits again in backward, with grad_ou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -22,7 +21,7 @@ from vocab_parallel_ce.cross_entropy import (
 )
 from vocab_parallel_ce.linear import pipeline
 from vocab_parallel_ce.linear.pipeline import Gradients
-from vocab_parallel_ce.linear.plan import Inputs, LinearCall, plan_linear_call
+from vocab_parallel_ce.linear.plan import Arguments, Inputs, LinearCall, plan_linear_call
 from vocab_parallel_ce.options import (
     HeadSettings,
     LinearLogProbKeywords,
@@ -131,19 +130,9 @@ def linear_cross_entropy(
         RuntimeError: from backward, when it runs again over gradients of ``"in_forward"``, or with
             ``create_graph``.
     """
-    check_names(keywords, LOSS_KEYWORDS)
-    settings, head = split_keywords(keywords, return_metrics=return_metrics)
-    linear, inputs = plan_linear_call(
-        hidden,
-        weight,
-        labels,
-        settings,
-        head,
-        bias=bias,
-        group=group,
-        num_items=num_items,
-        main_grad=main_grad,
-    )
+    settings, head = split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics)
+    given = Arguments(hidden, weight, labels, bias, group, num_items, main_grad)
+    linear, inputs = plan_linear_call(given, settings, head)
     outputs = _run(linear, inputs, labels.shape)
     if not return_metrics:
         return outputs.loss
@@ -200,26 +189,20 @@ def linear_token_log_probs(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`linear_cross_entropy`.
     """
-    check_names(keywords, LOG_PROB_KEYWORDS)
-    settings, head = split_keywords(keywords, entropy=entropy, reduction="none", gradient="in_backward")
-    linear, inputs = plan_linear_call(
-        hidden,
-        weight,
-        labels,
-        settings,
-        head,
-        bias=bias,
-        group=group,
-        num_items=None,
-        main_grad=main_grad,
-    )
+    fixed = {"entropy": entropy, "reduction": "none", "gradient": "in_backward"}
+    settings, head = split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed)
+    given = Arguments(hidden, weight, labels, bias, group, None, main_grad)
+    linear, inputs = plan_linear_call(given, settings, head)
     outputs = _run(linear, inputs, labels.shape)
     log_probs = 0.0 - outputs.loss  # a negated 0 would be -0
     return log_probs if outputs.entropy is None else (log_probs, outputs.entropy)
 
 
-def split_keywords(keywords: Mapping[str, Any], **fixed: Any) -> tuple[Settings, HeadSettings]:
+def split_keywords(
+    keywords: dict[str, Any], known: dict[str, Any], **fixed: Any
+) -> tuple[Settings, HeadSettings]:
     """Return the settings of the loss, with ``fixed``, and those of the head."""
+    check_names(keywords, known)
     of_head = {name: value for name, value in keywords.items() if name in HeadSettings._fields}
     of_loss = {name: value for name, value in keywords.items() if name not in of_head}
     return Settings(**of_loss, **fixed), HeadSettings(**of_head)

@@ -13,7 +13,7 @@ from vocab_parallel_ce.layout import VECTOR_BYTES, flat
 from vocab_parallel_ce.linear.chunks import chunk_of, chunks_of
 from vocab_parallel_ce.linear.hidden_states import TokenOrder, order_of_ranks, order_of_valid
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
-from vocab_parallel_ce.plan import Call, Kind, as_divisor, cached_plan, common_facts
+from vocab_parallel_ce.plan import Call, Kind, Plan, as_divisor, cached_plan, common_facts
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import is_ignored
 
@@ -21,8 +21,20 @@ GRADIENTS = ("auto", "in_forward", "in_backward")
 MOST_KEPT = 0.9  # share of valid tokens above which it does not pay to leave out the ignored ones
 
 
+class Arguments(NamedTuple):
+    """What a caller passes, except options."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    bias: Tensor | None
+    group: Any
+    num_items: int | Tensor | None
+    main_grad: Tensor | None
+
+
 class Inputs(NamedTuple):
-    """The tensors of a call; labels in row order, the others as the caller has them."""
+    """The local tensors of a call; labels in row order."""
 
     hidden: Tensor  # [N, D], with sequence parallelism [N / R, D]
     weight: Tensor  # [C, D]
@@ -33,7 +45,7 @@ class Inputs(NamedTuple):
 class LinearCall(NamedTuple):
     """One checked call: the loss of a chunk's logits, and how hidden states and weight take part."""
 
-    call: Call  # its reduction is sum or none; a mean is a sum divided by the number of valid tokens
+    call: Call  # its reduction is sum or none
     dtype: torch.dtype  # of the products and the logits
     chunks: tuple[tuple[int, int], ...]  # first row, and the one after the last
     order: TokenOrder | None  # None: rows are tokens
@@ -44,46 +56,35 @@ class LinearCall(NamedTuple):
     parameter: Tensor | None  # the caller's weight, if it wants to know that main_grad has its gradient
 
 
-def plan_linear_call(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    settings: Settings,
-    head: HeadSettings,
-    *,
-    bias: Tensor | None,
-    group: Any,
-    num_items: int | Tensor | None,
-    main_grad: Tensor | None,
-) -> tuple[LinearCall, Inputs]:
+def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[LinearCall, Inputs]:
     """Check the arguments and plan the call; changes nothing."""
+    hidden, labels = given.hidden, given.labels
     checks.check_hidden(hidden)
     checks.check_tensor("labels", labels)
     check_head_settings(settings, head)
-    checks.check_no_transforms(hidden, *(t for t in (weight, bias) if isinstance(t, Tensor)))
-    parameter = weight if hasattr(weight, "grad_added_to_main_grad") else None
-    rank, n_ranks = group_position(group)
-    weight, bias, sharded = _local_head(weight, bias, settings, rank, n_ranks, group)
+    checks.check_no_transforms(*(t for t in (hidden, given.weight, given.bias) if isinstance(t, Tensor)))
+    rank, n_ranks = group_position(given.group)
+    weight, bias, sharded = _local_head(given, settings, rank, n_ranks)
     autocasts = torch.is_autocast_enabled(hidden.device.type)
     checks.check_head(weight, bias, hidden, None if autocasts else hidden.dtype)
-    if main_grad is not None:
-        checks.check_main_grad(main_grad, weight)
-    _check_tokens(hidden, labels, group, n_ranks, head)
+    if given.main_grad is not None:
+        checks.check_main_grad(given.main_grad, weight)
+    _check_tokens(given, n_ranks, head)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
-    call = _call_of_logits(dtype, weight, hidden, labels, sharded, rank, n_ranks, group)
+    plan = _plan_of_logits(dtype, weight.shape[0], given, sharded, rank, n_ranks)
+    num_items = given.num_items
     if num_items is not None:
         checks.check_num_items(num_items, settings.reduction, hidden)
         num_items = as_divisor(num_items, hidden)
     # Each rank's chunks must be the same, whatever its own width.
-    shard, options = call.plan.shard, call.plan.options
-    width = -(-shard.vocab_size // n_ranks)
-    chunk = chunk_of(
-        head.chunk_tokens, head.memory_budget, labels.numel(), hidden.shape[-1], width, dtype.itemsize
-    )
+    width = -(-plan.shard.vocab_size // n_ranks)
+    sizes = (labels.numel(), hidden.shape[-1], width, dtype.itemsize)
+    chunk = chunk_of(head.chunk_tokens, head.memory_budget, *sizes)
+    ignore_index = plan.options.ignore_index
     if settings.check_labels:
-        checks.check_label_range(labels, shard.vocab_size, options.ignore_index)
+        checks.check_label_range(labels, plan.shard.vocab_size, ignore_index)
     rows = flat(labels)
-    is_valid = ~is_ignored(rows, options)
+    is_valid = ~is_ignored(rows, plan.options)
     chunks, order = _chunks_and_order(is_valid, chunk, n_ranks, head)
     if settings.reduction == "mean":
         num_items = is_valid.sum().reshape(1)
@@ -91,21 +92,21 @@ def plan_linear_call(
     if head.valid_tokens is not None:
         overflow = torch.where(is_valid.sum() > head.valid_tokens, float("nan"), 1.0)
     if order is not None:
-        rows = order.to_rows(rows.long(), options.ignore_index)
+        rows = order.to_rows(rows.long(), ignore_index)
     linear = LinearCall(
-        call._replace(num_items=num_items),
-        dtype,
-        chunks,
-        order,
-        overflow,
-        head.sequence_parallel and n_ranks > 1,
-        head.reduce_hidden_grad,
-        main_grad,
-        parameter,
+        call=Call(plan, given.group, num_items),
+        dtype=dtype,
+        chunks=chunks,
+        order=order,
+        overflow=overflow,
+        sequence_parallel=head.sequence_parallel and n_ranks > 1,
+        reduces=head.reduce_hidden_grad,
+        main_grad=given.main_grad,
+        parameter=given.weight if hasattr(given.weight, "grad_added_to_main_grad") else None,
     )
     inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows)
     if agreement.n_open and agreement.is_pending():
-        _compare_ranks(linear, inputs, hidden, labels, is_valid, settings, head)
+        _compare_ranks(linear, inputs, given, is_valid, settings, head)
     return linear, inputs
 
 
@@ -138,22 +139,20 @@ def check_head_settings(settings: Settings, head: HeadSettings) -> None:
 
 
 def _local_head(
-    weight: Tensor, bias: Tensor | None, settings: Settings, rank: int, n_ranks: int, group: Any
+    given: Arguments, settings: Settings, rank: int, n_ranks: int
 ) -> tuple[Tensor, Tensor | None, Settings]:
     """Return this rank's weight and bias, and the settings with its shard if the weight is a DTensor."""
-    local_bias = None if bias is None else local_rows("bias", bias, group)
-    local_weight = local_rows("weight", weight, group)
-    if is_dtensor(weight):
-        shard = _shard_of_dtensor(weight, bias, rank, n_ranks, settings)
+    bias = None if given.bias is None else local_rows("bias", given.bias, given.group)
+    weight = local_rows("weight", given.weight, given.group)
+    if is_dtensor(given.weight):
+        shard = _shard_of_dtensor(given, settings, rank, n_ranks)
         settings = settings._replace(shard=shard, vocab_size=None)
-    return local_weight, local_bias, settings
+    return weight, bias, settings
 
 
-def _shard_of_dtensor(
-    weight: Tensor, bias: Tensor | None, rank: int, n_ranks: int, settings: Settings
-) -> VocabShard:
+def _shard_of_dtensor(given: Arguments, settings: Settings, rank: int, n_ranks: int) -> VocabShard:
     """Return this rank's columns from sizes that all ranks know, so that all of them raise or none."""
-    n_rows, vocab_size = weight.shape[0], settings.vocab_size
+    n_rows, bias, vocab_size = given.weight.shape[0], given.bias, settings.vocab_size
     cut = VocabShard.of_rank(n_rows, rank, n_ranks)
     if settings.shard is not None:
         raise ValueError(
@@ -169,11 +168,12 @@ def _shard_of_dtensor(
     return cut._replace(vocab_size=int(vocab_size))
 
 
-def _check_tokens(hidden: Tensor, labels: Tensor, group: Any, n_ranks: int, head: HeadSettings) -> None:
+def _check_tokens(given: Arguments, n_ranks: int, head: HeadSettings) -> None:
     """Check that there is a label per token."""
+    hidden, labels = given.hidden, given.labels
     expected, of_all = tuple(hidden.shape[:-1]), ""
     if head.sequence_parallel:
-        if group is None:
+        if given.group is None:
             raise ValueError(
                 "sequence_parallel: expected the group whose ranks hold the parts, got group=None"
             )
@@ -184,38 +184,30 @@ def _check_tokens(hidden: Tensor, labels: Tensor, group: Any, n_ranks: int, head
         raise ValueError(f"labels: expected shape {expected}{of_all}, got {tuple(labels.shape)}")
 
 
-def _call_of_logits(
-    dtype: torch.dtype,
-    weight: Tensor,
-    hidden: Tensor,
-    labels: Tensor,
-    settings: Settings,
-    rank: int,
-    n_ranks: int,
-    group: Any,
-) -> Call:
-    """Plan the loss of a chunk's logits."""
-    n_columns, reduction, gradient = weight.shape[0], settings.reduction, settings.gradient
+def _plan_of_logits(
+    dtype: torch.dtype, n_columns: int, given: Arguments, settings: Settings, rank: int, n_ranks: int
+) -> Plan:
+    """Plan the loss of a chunk's logits; a mean is a sum that is divided by the number of valid tokens."""
     shard = shard_of_rank(settings, n_columns, rank, n_ranks, subject="weight: rows")
+    reduction, gradient = "none" if settings.reduction == "none" else "sum", settings.gradient
     if gradient == "auto":
         # fp16 has no room for a gradient that the loss scale has not multiplied yet.
         gradient = "in_backward" if reduction == "none" or dtype == torch.float16 else "in_forward"
-    own = settings._replace(
-        vocab_size=None, shard=shard, reduction="none" if reduction == "none" else "sum", gradient=gradient
-    )
     kind = Kind(
-        dtype,
-        n_columns,
-        torch.strided,
-        hidden.device,
-        labels.dtype,
-        labels.device,
-        rank,
-        n_ranks,
-        gradient,
-        n_columns * dtype.itemsize % VECTOR_BYTES == 0,
+        dtype=dtype,
+        n_columns=n_columns,
+        layout=torch.strided,
+        device=given.hidden.device,
+        labels_dtype=given.labels.dtype,
+        labels_device=given.labels.device,
+        rank=rank,
+        n_ranks=n_ranks,
+        gradient=gradient,
+        whole_vectors=n_columns * dtype.itemsize % VECTOR_BYTES == 0,
     )
-    return Call(cached_plan(own, kind), group, None)
+    return cached_plan(
+        settings._replace(vocab_size=None, shard=shard, reduction=reduction, gradient=gradient), kind
+    )
 
 
 def _chunks_and_order(
@@ -240,19 +232,19 @@ def _chunks_and_order(
 def _compare_ranks(
     linear: LinearCall,
     inputs: Inputs,
-    hidden: Tensor,
-    labels: Tensor,
+    given: Arguments,
     is_valid: Tensor,
     settings: Settings,
     head: HeadSettings,
 ) -> None:
-    plan, group = linear.call.plan, linear.call.group
+    plan, labels = linear.call.plan, given.labels
     num_items = linear.call.num_items if settings.reduction == "sum" else None
-    facts = common_facts("hidden", hidden, labels, settings, plan, num_items)
+    facts = common_facts("hidden", given.hidden, labels, settings, plan, num_items)
     own = {"main_grad": linear.main_grad is not None, "dtype of the products": linear.dtype}
     facts += agreement.option_facts(head._asdict() | own)
-    facts += agreement.gradient_facts(hidden=hidden, weight=inputs.weight, bias=inputs.bias)
+    facts += agreement.gradient_facts(hidden=given.hidden, weight=inputs.weight, bias=inputs.bias)
     states = None if linear.sequence_parallel else agreement.fingerprint(inputs.hidden, is_valid)
     digest = agreement.labels_digest(labels)
-    report = agreement.Report("a linear loss", facts, plan.shard, digest, states)
-    agreement.compare(group, report, labels)
+    agreement.compare(
+        given.group, agreement.Report("a linear loss", facts, plan.shard, digest, states), labels
+    )
