@@ -35,22 +35,20 @@ def parallel_cross_entropy(
 ) -> Tensor:
     """TransformerEngine's ``parallel_cross_entropy``; see ``vocab_parallel_cross_entropy``.
 
-    Collectives: forward one all_gather where ``dist_process_group`` has several ranks, backward none.
+    Collectives: forward one all_gather if ``dist_process_group`` has several ranks, backward none.
 
     Args:
-        inp: ``[..., C]`` this rank's logits, bf16, fp16 or fp32. Required.
+        inp: ``[..., C]`` this rank's logits, bf16, fp16 or fp32. Required. ``_input`` is its deprecated name.
         target: ``[...]`` int64 or int32 global ids. Required.
         label_smoothing: in [0, 1].
-        reduce_loss: True for the mean over the rows that are not ignored, shape ``[]``; False for
-            the loss of each row, in ``target``'s shape.
+        reduce_loss: True: the mean over the rows that are not ignored, ``[]``; False: ``target``'s shape.
         dist_process_group: the ranks that share a vocabulary, or None.
         ignore_idx: rows with this label have loss 0 and gradient 0.
         is_cg_capturable: accepted; every path can be captured in a CUDA graph.
         overwrite_input: True: backward writes the gradient over ``inp`` (TransformerEngine 2.20's
-            meaning). False: into a new tensor. None: forward writes the gradient of a mean over ``inp``, and
-            backward scales it; for an unreduced loss, fp16, and a view of another tensor it is True's way.
-            Under saved-tensor hooks, and for a leaf or a view of one, it is False's way.
-        _input: deprecated name of ``inp``.
+            meaning). False: into a new tensor. None: forward writes a mean's gradient over ``inp``, and
+            backward scales it. For an unreduced loss, fp16, and a view of another tensor, None is True. For a
+            leaf or a view of one, and under saved-tensor hooks, it is False.
 
     Returns:
         fp32 loss.
@@ -86,23 +84,11 @@ def cross_entropy_forward(
     dist_process_group: Any,
     ignore_idx: int,
 ) -> tuple[Tensor, Tensor]:
-    """First step of the pair without autograd: the loss, and its gradient in ``_input``'s storage.
+    """First step of the pair without autograd: return the fp32 loss, and ``_input`` with its gradient.
 
-    Overwrites ``_input`` whether or not it requires a gradient. Logits whose last dimension is not
-    dense, or that overlap themselves, are copied; the second result is then the copy.
-    Collectives: one all_gather where ``dist_process_group`` has several ranks.
-
-    Args:
-        _input: ``[..., C]`` this rank's logits, bf16, fp16 or fp32.
-        target: ``[...]`` int64 or int32 global ids.
-        label_smoothing, reduce_loss, dist_process_group, ignore_idx: as in
-            :func:`parallel_cross_entropy`.
-
-    Returns:
-        The fp32 loss, ``[]`` or in ``target``'s shape, and the tensor that holds the gradient.
-
-    Raises:
-        TypeError, ValueError: as ``vocab_parallel_cross_entropy``.
+    Overwrites ``_input`` whether or not it requires a gradient. If its last dimension is not dense, or it
+    overlaps itself, the second result is a copy instead. Collectives: one all_gather if
+    ``dist_process_group`` has several ranks. Arguments and errors: as :func:`parallel_cross_entropy`.
     """
     settings = Settings(
         ignore_index=ignore_idx,
@@ -121,14 +107,13 @@ def cross_entropy_forward(
 @public
 @torch.no_grad()
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable: bool = False) -> Tensor:
-    """Second step of the pair: scale the gradient that :func:`cross_entropy_forward` left in ``_input``.
+    """Second step of the pair: scale, in place, the gradient that :func:`cross_entropy_forward` returned.
 
-    Overwrites ``_input``; where ``grad_output`` is one element equal to 1, the device leaves it as it
-    is. Collectives: none.
+    Collectives: none. If ``grad_output`` is one element equal to 1, the device leaves ``_input`` as it is.
 
     Args:
         _input: ``[..., C]`` the second result of :func:`cross_entropy_forward`.
-        grad_output: grad_output: one element, or one for each row, of any strides.
+        grad_output: one element, or one per row, of any strides.
         is_cg_capturable: accepted; nothing here synchronises.
 
     Returns:
