@@ -1,0 +1,131 @@
+"""CONTRIBUTING's recipe for an option, followed on a copy of the package: at most 10 edits in 5 files."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "vocab_parallel_ce"
+
+# A factor of the loss. Each edit is (file, line to find, lines to put after it).
+EDITS = [
+    (f"{PACKAGE}/options.py", "    logit_scale: float = 1.0\n", "    loss_weight: float = 1.0\n"),
+    (f"{PACKAGE}/options.py", "    label_smoothing: float\n", "    loss_weight: float\n"),
+    (
+        f"{PACKAGE}/options.py",
+        '    checks.check_number("z_loss", settings.z_loss)\n',
+        '    checks.check_number("loss_weight", settings.loss_weight, positive=True)\n',
+    ),
+    (
+        f"{PACKAGE}/options.py",
+        "        z_loss=float(settings.z_loss),\n",
+        "        loss_weight=float(settings.loss_weight),\n",
+    ),
+    (f"{PACKAGE}/spec.py", "    predictions: bool = False\n", "    loss_weight: float = 1.0\n"),
+    (
+        f"{PACKAGE}/spec.py",
+        "        value = value + options.z_loss * (stats.row_max + log_sum) ** 2\n",
+        "    value = value * options.loss_weight\n",
+    ),
+    (
+        f"{PACKAGE}/spec.py",
+        "        grad = grad + p * (2 * options.z_loss",
+        "    grad = grad * options.loss_weight\n",
+    ),
+    (
+        f"{PACKAGE}/kernels/primitives.py",
+        "        value += options.z_loss * lse * lse\n",
+        "    if options.loss_weight is not None:\n        value *= options.loss_weight\n",
+    ),
+    (
+        f"{PACKAGE}/kernels/cross_entropy.py",
+        "        weight *= tl.load(grad_output)\n",
+        "    if options.loss_weight is not None:\n        weight *= options.loss_weight\n",
+    ),
+    ("docs/options.md", "| `z_loss=0.0` |", "| `loss_weight=1.0` | factor of the loss |\n"),
+]
+
+USE = """
+import torch
+import vocab_parallel_ce as package
+
+assert package.__file__.startswith(PLACE)
+torch.manual_seed(0)
+hidden, weight, labels = torch.randn(5, 8), torch.randn(7, 8), torch.randint(0, 7, (5,))
+
+def results(call):
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    loss = call(*leaves)
+    loss.backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+def logits_loss(**keywords):
+    return lambda h, w: package.vocab_parallel_cross_entropy(h @ w.t(), labels, **keywords)
+
+def module(**keywords):
+    return lambda h, w: package.VocabParallelCrossEntropy(**keywords)(h @ w.t(), labels)
+
+def linear(**keywords):
+    return lambda h, w: package.linear_cross_entropy(h, w, labels, **keywords)
+
+for way in (logits_loss, module, linear):
+    for impl in ("reference", "triton"):
+        for others in ({}, {"label_smoothing": 0.1, "softcap": 3.0}):
+            plain = results(way(impl=impl, **others))
+            weighted = results(way(impl=impl, loss_weight=2.5, **others))
+            for a, b in zip(plain, weighted):
+                torch.testing.assert_close(b, 2.5 * a, rtol=1e-5, atol=1e-6)
+try:
+    logits_loss(loss_weight=-1)(hidden, weight)
+except ValueError as error:
+    assert "loss_weight: must be positive" in str(error), error
+else:
+    raise AssertionError("a negative loss_weight was taken")
+print("done")
+"""
+
+
+def recipe() -> str:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    return text[text.index("## Adding an option") : text.index("## Adding a kernel")]
+
+
+@pytest.mark.reference
+def test_the_recipe_names_the_files_that_an_option_touches():
+    """Edits of the recipe are in the order of its list, and it names no other file of the package."""
+    files = list(dict.fromkeys(name for name, _, _ in EDITS))
+    assert len(EDITS) <= 10
+    assert len(files) <= 5
+    named = re.findall(
+        r"`((?:options|spec|kernels/\w+|plan|pipeline|checks|modules)\.py|docs/options\.md)`", recipe()
+    )
+    assert list(dict.fromkeys(named)) == [name.removeprefix(f"{PACKAGE}/") for name in files]
+
+
+@pytest.mark.interpreter
+def test_an_option_added_by_the_recipe_works_everywhere(tmp_path):
+    shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for name, line, added in EDITS:
+        path = tmp_path / name
+        text = path.read_text(encoding="utf-8")
+        assert text.count(line) == 1, f"{name}: expected one line {line!r}, found {text.count(line)}"
+        end = text.index("\n", text.index(line)) + 1
+        path.write_text(text[:end] + added + text[end:], encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-c", f"PLACE = {str(tmp_path)!r}\n{USE}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "done"
