@@ -1,0 +1,75 @@
+"""What each option of the loss costs: its calls as providers, and another checkout's loss."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from bench_lib.cases import OURS
+from bench_lib.providers import Provider, through_autograd
+from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
+
+OPTION_CALLS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "mean, in_forward": {"gradient": "in_forward"},
+    "mean, label_smoothing": {"label_smoothing": 0.1},
+    "mean, z_loss": {"z_loss": 1e-4},
+    "mean, softcap": {"softcap": 30.0},
+    "mean, logit_scale": {"logit_scale": 0.0625},
+    "mean, return_metrics": {"return_metrics": True},
+    "sum, num_items": {"reduction": "sum", "num_items": 1000},
+    "none": {"reduction": "none"},
+    "none, all options": {
+        "reduction": "none",
+        "label_smoothing": 0.1,
+        "smoothing_formula": "megatron",
+        "z_loss": 1e-4,
+        "softcap": 30.0,
+        "logit_scale": 0.0625,
+        "return_metrics": True,
+    },
+    "token_log_probs": {},
+    "token_log_probs, entropy": {"entropy": True, "temperature": 0.7},
+}
+
+
+def option_provider(name: str, options: dict[str, Any], loss: Callable[..., Any] | None = None) -> Provider:
+    """A call with ``options``, of ``loss`` or of this project's function."""
+    function = loss or (token_log_probs if name.startswith("token") else vocab_parallel_cross_entropy)
+
+    def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
+        returned = function(logits, labels, group=group, **options)
+        outputs = returned if isinstance(returned, tuple) else (returned,)
+        return tuple(out for out in outputs if isinstance(out, Tensor))  # metrics have no gradient
+
+    return Provider(name, lambda: through_autograd(loss_of), OURS, "vocab-parallel-ce", options=options)
+
+
+def baseline_loss(checkout: Path) -> Callable[..., Any]:
+    """The public function of another checkout, imported under a name of its own."""
+    name = f"baseline_{OURS}"
+    parent = Path(tempfile.mkdtemp())
+    shutil.copytree(checkout / OURS, parent / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for source in (parent / name).rglob("*.py"):
+        source.write_text(source.read_text().replace(OURS, name))
+    sys.path.insert(0, str(parent))
+    loss: Callable[..., Any] = importlib.import_module(name).vocab_parallel_cross_entropy
+    return loss
+
+
+def option_providers(baseline: Path | None = None) -> list[Provider]:
+    """Every option's call, and without options also the loss of the checkout ``baseline``."""
+    providers = [option_provider(name, options) for name, options in OPTION_CALLS.items()]
+    if baseline is not None:
+        loss = baseline_loss(baseline)
+        providers += [
+            option_provider(f"{kind}, baseline", {"reduction": kind}, loss) for kind in ("mean", "none")
+        ]
+    return providers
