@@ -100,55 +100,45 @@ class LinearCase(NamedTuple):
 
 Case: TypeAlias = LogitsCase | LinearCase
 Bounds: TypeAlias = dict[str, float]
-# Ranks -> (reduction, tokens, vocabulary, dtype): what the results must not exceed, by field. A mean's
-# bounds are those of the provider IN_FORWARD.
-LOGITS_TABLE: dict[int, dict[tuple[str, int, int, str], Bounds]] = {
-    1: {
-        ("mean", 8192, 32064, "bfloat16"): {"ratio": 1.25},
-        ("none", 8192, 32064, "bfloat16"): {"ratio": 1.58},
-        ("mean", 4096, 128256, "bfloat16"): {"ratio": 1.40},
-        ("none", 4096, 128256, "bfloat16"): {"ratio": 1.58},
-        ("mean", 8192, 50304, "bfloat16"): {"ratio": 1.30},
-        ("none", 8192, 50304, "bfloat16"): {},
-        ("mean", 8192, 64128, "bfloat16"): {"ratio": 1.20},
-        ("none", 8192, 64128, "bfloat16"): {"ratio": 1.58},
-        ("none", 4096, 50257, "bfloat16"): {"ratio": 1.75},
-        ("none", 1024, 32000, "bfloat16"): {"microseconds_eager": 90, "ratio_graph": 1.90},
-        ("none", 4096, 64128, "float32"): {"ratio": 1.58},
-    },
-    2: {
-        ("none", 16384, 128256, "bfloat16"): {"ratio": 1.60},
-        ("none", 4096, 128256, "bfloat16"): {"ratio": 1.70},
-        ("none", 1024, 32000, "bfloat16"): {"microseconds_eager": 110, "microseconds_graph": 60},
-    },
-    4: {
-        ("none", 16384, 128256, "bfloat16"): {"ratio": 1.65},
-        ("none", 4096, 128256, "bfloat16"): {"ratio": 1.90},
-        ("none", 1024, 32000, "bfloat16"): {},
-    },
+# The table's cases, and what the fields of their results must not exceed. A mean's bounds are those of the
+# provider IN_FORWARD. The columns are one rank's.
+LOGITS_TARGETS: dict[LogitsCase, Bounds] = {
+    LogitsCase("mean", 8192, 32064, 1): {"ratio": 1.25},
+    LogitsCase("none", 8192, 32064, 1): {"ratio": 1.58},
+    LogitsCase("mean", 4096, 128256, 1): {"ratio": 1.40},
+    LogitsCase("none", 4096, 128256, 1): {"ratio": 1.58},
+    LogitsCase("mean", 8192, 50304, 1): {"ratio": 1.30},
+    LogitsCase("none", 8192, 50304, 1): {},
+    LogitsCase("mean", 8192, 64128, 1): {"ratio": 1.20},
+    LogitsCase("none", 8192, 64128, 1): {"ratio": 1.58},
+    LogitsCase("none", 4096, 50257, 1): {"ratio": 1.75},
+    LogitsCase("none", 1024, 32000, 1): {"microseconds_eager": 90, "ratio_graph": 1.90},
+    LogitsCase("none", 4096, 64128, 1, "float32"): {"ratio": 1.58},
+    LogitsCase("none", 16384, 64128, 2): {"ratio": 1.60},
+    LogitsCase("none", 4096, 64128, 2): {"ratio": 1.70},
+    LogitsCase("none", 1024, 16000, 2): {"microseconds_eager": 110, "microseconds_graph": 60},
+    LogitsCase("none", 16384, 32064, 4): {"ratio": 1.65},
+    LogitsCase("none", 4096, 32064, 4): {"ratio": 1.90},
+    LogitsCase("none", 1024, 8000, 4): {},
 }
-# Ranks -> (reduction, tokens, vocabulary), for hidden states of HIDDEN_SIZE. The second field is peak memory
-# beyond an fp32 gradient of the weight.
-LINEAR_TABLE: dict[int, dict[tuple[str, int, int], Bounds]] = {
-    1: {
-        ("mean", 4096, 128256): {"ratio": 1.06, "gib_over_fp32_weight_gradient": 1.06},
-        ("mean", 16384, 32064): {"ratio": 1.07, "gib_over_fp32_weight_gradient": 0.50},
-        ("mean", 32768, 128256): {},
-        ("none", 4096, 128256): {"ratio": 1.42},
-    },
-    2: {("mean", 16384, 128256): {}, ("mean", 4096, 128256): {}},
-    4: {
-        ("mean", 16384, 128256): {"ratio": 1.07, "gib_over_fp32_weight_gradient": 0.50},
-        ("mean", 4096, 128256): {"ratio": 1.12},
-    },
+# Here the second field is peak memory beyond an fp32 gradient of the weight.
+LINEAR_TARGETS: dict[LinearCase, Bounds] = {
+    LinearCase("mean", 4096, 128256, 4096, 1): {"ratio": 1.06, "gib_over_fp32_weight_gradient": 1.06},
+    LinearCase("mean", 16384, 32064, 4096, 1): {"ratio": 1.07, "gib_over_fp32_weight_gradient": 0.50},
+    LinearCase("mean", 32768, 128256, 4096, 1): {},
+    LinearCase("none", 4096, 128256, 4096, 1): {"ratio": 1.42},
+    LinearCase("mean", 16384, 128256, 4096, 2): {},
+    LinearCase("mean", 4096, 128256, 4096, 2): {},
+    LinearCase("mean", 16384, 128256, 4096, 4): {"ratio": 1.07, "gib_over_fp32_weight_gradient": 0.50},
+    LinearCase("mean", 4096, 128256, 4096, 4): {"ratio": 1.12},
 }
 SWEEPS = {
     "tokens": [(tokens, 128256) for tokens in (64, 256, 1024, 4096, 16384, 32768)],
     "vocabulary": [(4096, 2**k) for k in range(13, 19)],
 }
-OPTIONS_SHAPES = {1: ((4096, 128256), (8192, 64128), (8192, 32064)), 2: ((4096, 128256),)}
-MEMORY_SHAPES = [(tokens, 128256, HIDDEN_SIZE) for tokens in (4096, 8192, 16384, 32768, 65536)]
-PROFILE_SHAPE = (16384, 128256, HIDDEN_SIZE)
+OPTIONS_SHAPES = ["4096x128256", "8192x64128", "8192x32064"]
+MEMORY_SHAPES = [f"{tokens}x128256" for tokens in (4096, 8192, 16384, 32768, 65536)]
+PROFILE_SHAPE = "16384x128256"
 
 
 def divided(vocabulary: int, ranks: int) -> int:
@@ -157,57 +147,38 @@ def divided(vocabulary: int, ranks: int) -> int:
     return vocabulary // ranks
 
 
-def bounds_of(case: Case) -> Bounds:
-    """The targets of ``case``; empty if it has none."""
-    if isinstance(case, LogitsCase):
-        key = (case.reduction, case.rows, case.vocabulary, case.dtype)
-        return LOGITS_TABLE.get(case.ranks, {}).get(key, {})
-    shape = (case.reduction, case.tokens, case.vocabulary)
-    return LINEAR_TABLE.get(case.ranks, {}).get(shape, {}) if case.hidden_size == HIDDEN_SIZE else {}
-
-
-def parsed_shape(text: str, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """``"4096x128256"`` as numbers, as many as one of ``lengths``."""
+def parsed_shape(text: str, form: str) -> list[int]:
+    """``"4096x128256"`` as numbers; ``form`` is what is expected, such as ``"ROWSxCOLUMNS"``."""
     sizes = text.split("x")
-    if len(sizes) not in lengths or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        expected = "TOKENSxVOCABULARYxHIDDEN" if 3 in lengths else "ROWSxCOLUMNS"
-        raise ValueError(f"shape: expected {expected} such as 4096x128256, got {text!r}")
-    return tuple(map(int, sizes))
+    if len(sizes) != form.count("x") + 1 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise ValueError(f"shape: expected {form} such as 4096x128256, got {text!r}")
+    return list(map(int, sizes))
 
 
 def logits_cases(
-    ranks: int,
-    shapes: list[str] | None = None,
-    sweep: str | None = None,
-    reduction: str | None = None,
-    dtype: str | None = None,
+    ranks: int, shapes: list[str] | None = None, sweep: str | None = None, reduction: str | None = None
 ) -> list[LogitsCase]:
-    """The table's cases, or a sweep's, or ``ROWSxCOLUMNS`` shapes whose columns are one rank's."""
+    """The table's cases, or a sweep's, or those of ``ROWSxCOLUMNS`` shapes whose columns are one rank's."""
     kinds = (reduction,) if reduction else REDUCTIONS
+    if not shapes and not sweep:
+        return [case for case in LOGITS_TARGETS if case.ranks == ranks and case.reduction in kinds]
     if shapes:
-        sizes = [parsed_shape(shape, (2,)) for shape in shapes]
-        return [LogitsCase(k, size[0], size[1], ranks, dtype or "bfloat16") for size in sizes for k in kinds]
-    if sweep:
-        table = [(kind, *shape, dtype or "bfloat16") for shape in SWEEPS[sweep] for kind in kinds]
+        sizes = [parsed_shape(shape, "ROWSxCOLUMNS") for shape in shapes]
     else:
-        table = list(LOGITS_TABLE[max(known for known in LOGITS_TABLE if known <= ranks)])
-        table = [key for key in table if key[0] in kinds and dtype in (None, key[3])]
-    if not table:
-        raise ValueError(f"table: expected a case of reduction {reduction} and dtype {dtype}, found none")
-    return [LogitsCase(kind, rows, divided(size, ranks), ranks, kept) for kind, rows, size, kept in table]
+        sizes = [[rows, divided(vocabulary, ranks)] for rows, vocabulary in SWEEPS[sweep or ""]]
+    return [LogitsCase(kind, rows, columns, ranks) for rows, columns in sizes for kind in kinds]
 
 
 def linear_cases(
-    ranks: int, shapes: list[str] | None = None, reduction: str | None = None, dtype: str = "bfloat16"
+    ranks: int, shapes: list[str] | None = None, reduction: str | None = None
 ) -> list[LinearCase]:
     """The table's cases, or ``TOKENSxVOCABULARY[xHIDDEN]`` shapes whose vocabulary is that of all ranks."""
     kinds = (reduction,) if reduction else REDUCTIONS
-    if shapes:
-        sizes = [(*parsed_shape(shape, (2, 3)), HIDDEN_SIZE) for shape in shapes]
-        found = [LinearCase(k, size[0], size[1], size[2], ranks, dtype) for size in sizes for k in kinds]
-    else:
-        table = LINEAR_TABLE[max(known for known in LINEAR_TABLE if known <= ranks)]
-        found = [LinearCase(*key, HIDDEN_SIZE, ranks, dtype) for key in table if key[0] in kinds]
+    if not shapes:
+        return [case for case in LINEAR_TARGETS if case.ranks == ranks and case.reduction in kinds]
+    full = [shape if shape.count("x") > 1 else f"{shape}x{HIDDEN_SIZE}" for shape in shapes]
+    sizes = [parsed_shape(shape, "TOKENSxVOCABULARYxHIDDEN") for shape in full]
+    found = [LinearCase(k, tokens, size, hidden, ranks) for tokens, size, hidden in sizes for k in kinds]
     for case in found:
         divided(case.vocabulary, ranks)
     return found

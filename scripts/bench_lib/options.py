@@ -42,14 +42,16 @@ OPTION_CALLS: dict[str, dict[str, Any]] = {
 
 def option_provider(name: str, options: dict[str, Any], loss: Callable[..., Any] | None = None) -> Provider:
     """A call with ``options``, of ``loss`` or of this project's function."""
-    function = loss or (token_log_probs if name.startswith("token") else vocab_parallel_cross_entropy)
+    is_loss = not name.startswith("token")
+    function = loss or (vocab_parallel_cross_entropy if is_loss else token_log_probs)
+    checked = {"reduction": "mean"} | options if is_loss else options
 
     def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
         returned = function(logits, labels, group=group, **options)
         outputs = returned if isinstance(returned, tuple) else (returned,)
         return tuple(out for out in outputs if isinstance(out, Tensor))  # metrics have no gradient
 
-    return Provider(name, lambda: through_autograd(loss_of), OURS, "vocab-parallel-ce", options=options)
+    return Provider(name, lambda: through_autograd(loss_of), OURS, "vocab-parallel-ce", options=checked)
 
 
 def baseline_loss(checkout: Path) -> Callable[..., Any]:

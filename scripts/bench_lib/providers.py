@@ -317,17 +317,8 @@ def _engine(**options: Any) -> Callable[[], Step]:
     return imported("transformer_engine.pytorch.cross_entropy", loss_from)
 
 
-def group_of_one(device: str) -> Any:
-    """A process group of this process alone, for a loss that needs one."""
-    if not dist.is_initialized():
-        backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return dist.group.WORLD
-
-
 def _megatron(megatron: Any) -> LossOf:
     def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
-        group = group or group_of_one(logits.device.type)
         losses = megatron.fused_vocab_parallel_cross_entropy(logits[:, None], labels[:, None], group)
         return reduced(losses.view(-1), reduction)
 
@@ -377,7 +368,12 @@ LOGITS_PROVIDERS: tuple[Provider, ...] = (
     _flashes("flash-attn", imported(FLASH, _flash)),
     # megatron-core must be imported before transformer-engine, which it looks for.
     Provider(
-        "megatron-core", imported(MEGATRON, _megatron), "megatron.core", "megatron-core", limits=_only_bf16
+        "megatron-core",
+        imported(MEGATRON, _megatron),
+        "megatron.core",
+        "megatron-core",
+        of_one_rank=False,
+        limits=_only_bf16,
     ),
     _engines("transformer-engine", _engine()),
     _engines("transformer-engine (overwrite)", _engine(overwrite_input=True)),

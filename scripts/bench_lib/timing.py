@@ -89,7 +89,12 @@ class DeviceTimer:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 call(operand)
             graphs.append(graph)
-        return lambda: [graph.replay() for graph in graphs]
+
+        def replay() -> None:
+            for graph in graphs:
+                graph.replay()
+
+        return replay
 
     def extra_peak_bytes(self, run: Run) -> int | None:
         """Peak memory of ``run`` beyond what was allocated before."""

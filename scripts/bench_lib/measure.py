@@ -1,0 +1,343 @@
+"""One case: each provider is checked, then all of them and the yardstick are timed in turn, round by round.
+
+The loop is the same for both losses. A subject has what differs: its inputs, its yardstick, its check and the
+fields of its results.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench_lib import oracle
+from bench_lib.cases import (
+    Case,
+    Effort,
+    Inputs,
+    LinearCase,
+    LogitsCase,
+    linear_inputs,
+    logits_inputs,
+)
+from bench_lib.host import Ranks
+from bench_lib.providers import Provider, first_line
+from bench_lib.timing import DeviceTimer
+
+YARDSTICK = "yardstick"
+WARM_UP_ROUNDS = 2
+NOT_ASKED_FOR = "not asked for"
+Result: TypeAlias = dict[str, Any]
+Times: TypeAlias = dict[str, list[float]]
+Call: TypeAlias = Callable[[Inputs], object]
+
+
+class _Head(torch.autograd.Function):
+    """Stands for the operation that makes logits; its backward is not part of the loss and never runs."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, buffer: Tensor) -> Tensor:
+        return buffer.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_logits: Tensor) -> tuple[None, None]:
+        raise AssertionError("benchmark: the gradient of logits went further than to the logits")
+
+
+@cache
+def _leaf(device: torch.device) -> Tensor:
+    return torch.zeros(1, device=device, requires_grad=True)
+
+
+def as_produced(buffer: Tensor) -> Tensor:
+    """Logits as training has them: no leaf and no view, in the memory of ``buffer``.
+
+    Takes no memory and launches nothing. All logits of one buffer share a version with it, so that autograd
+    and the losses notice a write.
+    """
+    logits: Tensor = _Head.apply(_leaf(buffer.device), buffer)
+    return logits
+
+
+class BaseSubject:
+    """One case on this rank."""
+
+    case: Case
+    inputs: Inputs
+
+    def __init__(self, ranks: Ranks, effort: Effort) -> None:
+        self.ranks, self.effort = ranks, effort
+
+    def call(self, provider: Provider, inputs: Inputs) -> tuple[Tensor, ...]:
+        return provider.step()(inputs, self.case.reduction, self.ranks.group)
+
+
+class LogitsSubject(BaseSubject):
+    """The loss over logits, beside ``out.copy_(logits)``. Each call of a round has a buffer of its own."""
+
+    def __init__(self, case: LogitsCase, ranks: Ranks, effort: Effort) -> None:
+        super().__init__(ranks, effort)
+        self.case: LogitsCase = case
+        self.inputs = logits_inputs(case, ranks.rank, ranks.device)
+        (self.source,) = self.inputs.tensors
+        self.buffers = [self.source.clone() for _ in range(effort.calls)]
+        self._right: dict[str, list[Tensor]] = {}
+
+    def operands(self, count: int, *, fresh: bool) -> list[Inputs]:
+        """The inputs of ``count`` calls, unchanged by earlier calls; if ``fresh``, logits for autograd."""
+        for buffer in self.buffers:
+            buffer.copy_(self.source)
+        chosen = [self.buffers[index % len(self.buffers)] for index in range(count)]
+        return [self.inputs._replace(tensors=(as_produced(b) if fresh else b,)) for b in chosen]
+
+    def yardstick(self) -> Call:
+        """The copy writes to the buffer that left the cache longest ago."""
+        half = len(self.buffers) // 2
+        target = {id(b): self.buffers[i - half] for i, b in enumerate(self.buffers)}
+        return lambda inputs: target[id(inputs.tensors[0])].copy_(inputs.tensors[0])
+
+    def check(self, provider: Provider) -> Result:
+        """Of the first rows."""
+        options = provider.options or {"reduction": provider.checked_as or self.case.reduction}
+        shard = self.source[: oracle.CHECKED_ROWS].clone()
+        labels = self.inputs.labels[: oracle.CHECKED_ROWS]
+        key = repr(options)
+        if key not in self._right:
+            self._right[key] = oracle.expected_logits(shard, labels, options, self.ranks.group)
+        actual = self.call(provider, Inputs((as_produced(shard),), labels))
+        errors = oracle.errors_of(actual, self._right[key], ("gradient",))
+        # This project rounds the gradient once. Others may round the loss to bf16 and the gradient often.
+        ours = (1e-5, torch.finfo(self.source.dtype).eps + oracle.SUMS)
+        oracle.require(errors, ours if provider.is_ours else (0.01, 0.02))
+        return {"max_error": float(f"{max(errors.values()):.3g}")}
+
+    def numbers(self, times: Times, name: str, memory: int | None) -> Result:
+        calls = self.effort.calls
+        return ratio_numbers(times, name, 3) | {
+            "microseconds": round(1e3 * statistics.median(times[name]) / calls, 2),
+            "copy_microseconds": round(1e3 * statistics.median(times[YARDSTICK]) / calls, 2),
+            "extra_peak_bytes_per_row": None if memory is None else round(memory / self.case.rows, 2),
+        }
+
+
+class LinearSubject(BaseSubject):
+    """The loss of hidden states and a weight, beside the three matmuls that every way needs.
+
+    ``hidden @ weight.T``, ``grad @ weight`` and ``grad.T @ hidden`` go into memory that is there; several
+    ranks then all-reduce the gradient of hidden. The gradient is the softmax: a GPU multiplies zeros faster.
+    """
+
+    @torch.no_grad()
+    def __init__(self, case: LinearCase, ranks: Ranks, effort: Effort) -> None:
+        super().__init__(ranks, effort)
+        self.case: LinearCase = case
+        self.inputs = linear_inputs(case, ranks.rank, ranks.device)
+        self._right: list[Tensor] | None = None
+
+    def operands(self, count: int, *, fresh: bool) -> list[Inputs]:
+        return [self.inputs] * count  # no provider overwrites them
+
+    @torch.no_grad()
+    def yardstick(self) -> Call:
+        self._right = None  # every check is done
+        hidden, weight = (tensor.detach() for tensor in self.inputs.tensors)
+        logits = hidden @ weight.T
+        d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
+        grad = torch.empty_like(logits)
+        for source, target in zip(logits.split(1024), grad.split(1024), strict=True):
+            target.copy_(source.float().softmax(-1).div_(self.case.tokens))
+
+        @torch.no_grad()
+        def matmuls(_: Inputs) -> None:
+            torch.mm(hidden, weight.T, out=logits)
+            torch.mm(grad, weight, out=d_hidden)
+            torch.mm(grad.T, hidden, out=d_weight)
+            if self.ranks.group is not None:
+                dist.all_reduce(d_hidden, group=self.ranks.group)
+
+        return matmuls
+
+    def check(self, provider: Provider) -> Result:
+        if self._right is None:
+            self._right = oracle.expected_linear(self.case, self.inputs, self.ranks.group)
+        actual = self.call(provider, self.inputs)
+        errors = oracle.errors_of(actual, self._right, ("d_hidden", "d_weight"))
+        eps = torch.finfo(actual[1].dtype).eps
+        ours = (eps / 16 + oracle.SUMS, eps + oracle.SUMS, eps + oracle.SUMS)
+        oracle.require(errors, ours if provider.is_ours else (0.05, 0.05, 0.1))
+        return {"errors": {name: float(f"{error:.3g}") for name, error in errors.items()}}
+
+    def numbers(self, times: Times, name: str, memory: int | None) -> Result:
+        def milliseconds(timed: str) -> float:
+            return round(statistics.median(times[timed]) / self.effort.calls, 4)
+
+        over = None if memory is None else memory - 4 * self.case.columns * self.case.hidden_size
+        return ratio_numbers(times, name, 4) | {
+            "milliseconds": milliseconds(name),
+            "yardstick_milliseconds": milliseconds(YARDSTICK),
+            "teraflops_per_second": round(self.case.flops / milliseconds(name) / 1e9, 1),
+            "extra_peak_bytes": memory,
+            "bytes_over_fp32_weight_gradient": over,
+        }
+
+
+Subject: TypeAlias = LogitsSubject | LinearSubject
+
+
+def ratio_numbers(times: Times, name: str, digits: int) -> Result:
+    """The median over the rounds of the ratio to the yardstick of the same round, and its range."""
+    ratios = [elapsed / other for elapsed, other in zip(times[name], times[YARDSTICK], strict=True)]
+    spread = [round(min(ratios), digits), round(max(ratios), digits)]
+    return {"ratio": round(statistics.median(ratios), digits), "ratio_spread": spread}
+
+
+class Calls:
+    """What is timed: calls one after the other, each on inputs that are made before the time is taken."""
+
+    def __init__(self, subject: Subject, call: Call, count: int, *, fresh: bool) -> None:
+        self._subject, self._call, self._count, self._fresh = subject, call, count, fresh
+        self._operands: list[Inputs] = []
+
+    def prepare(self) -> None:
+        self._operands = self._subject.operands(self._count, fresh=self._fresh)
+
+    def __call__(self) -> None:
+        for operand in self._operands:
+            self._call(operand)
+
+
+def interleaved(
+    names: Sequence[str], timed: Callable[[str], float], rounds: int, warm_up: int = WARM_UP_ROUNDS
+) -> Times:
+    """Milliseconds of every round; every second round goes the other way, since the GPU's clock drifts."""
+    times: Times = {name: [] for name in names}
+    for index in range(rounds + warm_up):
+        for name in list(names) if index % 2 == 0 else reversed(names):
+            elapsed = timed(name)
+            if index >= warm_up:
+                times[name].append(elapsed)
+    return times
+
+
+def measure(
+    subject: Subject, providers: Sequence[Provider], timer: DeviceTimer, graphs: str = "none"
+) -> list[Result]:
+    """One result per provider: numbers, or why it was refused. ``graphs``: ours, all or none."""
+    case = subject.case
+    torch.compiler.reset()  # a function that was compiled for eight shapes is not compiled for a ninth
+    found = {provider.name: attempt(subject, provider, timer) for provider in providers}
+    timed = {p.name: p for p in providers if "refused" not in found[p.name]}
+    calls: dict[str, Call] = {name: partial(subject.call, provider) for name, provider in timed.items()}
+    every = {YARDSTICK: subject.yardstick()} | calls
+    runs = {n: Calls(subject, c, subject.effort.calls, fresh=n in calls) for n, c in every.items()}
+
+    def queued(name: str) -> float:
+        return timer.queued(name, runs[name], runs[name].prepare)
+
+    times = interleaved(list(every), queued, subject.effort.rounds)
+    for name, provider in timed.items():
+        found[name] |= subject.numbers(times, name, found[name].pop("memory"))
+        found[name] |= {"queued": timer.was_queued(name)}
+        found[name] |= {} if provider.gradient is None else {"gradient": provider.gradient}
+    if subject.effort.eager_calls:
+        eager = eager_times(subject, every, set(calls), timer)
+        for name, provider in timed.items():
+            found[name] |= extra_numbers(eager, name, "eager", subject.effort.eager_calls)
+            wanted = graphs == "all" or (graphs == "ours" and provider.is_ours)
+            found[name] |= graph_numbers(subject, provider, every[YARDSTICK], timer, wanted)
+    return [case._asdict() | {"provider": name} | fields for name, fields in found.items()]
+
+
+def attempt(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
+    """The error and peak memory of a provider's first calls, or the first rank's reason to refuse it.
+
+    Raises:
+        RuntimeError: this project failed, on any rank: a failed measurement is an error.
+    """
+    reason = limit = provider.limits(subject.case)
+    found: Result = {}
+    cause: Exception | None = None
+    if reason is None:
+        try:
+            found = subject.check(provider)
+            for inputs in subject.operands(1, fresh=True):
+                subject.call(provider, inputs)  # compiles whatever it compiles
+            run = Calls(subject, partial(subject.call, provider), 1, fresh=True)
+            run.prepare()
+            found["memory"] = timer.extra_peak_bytes(run)
+        except Exception as error:
+            reason, cause = reason_of(error), error
+    timer.release()
+    tried = subject.ranks.gathered((reason, found))
+    reason = next((why for why, _ in tried if why is not None), None)
+    if reason is None:
+        memory = [fields["memory"] for _, fields in tried]
+        return found | {"memory": None if None in memory else max(memory)}
+    # A named implementation may say that it cannot do a case. Nothing else of this project may fail.
+    can_refuse = limit is not None or (not provider.is_default and reason.startswith("ValueError"))
+    if provider.is_ours and not can_refuse:
+        raise RuntimeError(f"{subject.case}: {provider.name}: {reason}") from cause
+    return {"refused": reason}
+
+
+def reason_of(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    if isinstance(error, AssertionError):
+        return f"wrong: {first_line(error)}"
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def eager_times(subject: Subject, every: dict[str, Call], fresh: set[str], timer: DeviceTimer) -> Times:
+    """Milliseconds of loops of eager calls, host included."""
+    count = subject.effort.eager_calls
+    runs = {name: Calls(subject, call, count, fresh=name in fresh) for name, call in every.items()}
+
+    def timed(name: str) -> float:
+        runs[name].prepare()
+        return timer.eager(runs[name])
+
+    return interleaved(list(every), timed, subject.effort.eager_rounds, warm_up=1)
+
+
+def graph_numbers(
+    subject: Subject, provider: Provider, copy: Call, timer: DeviceTimer, wanted: bool
+) -> Result:
+    """Of replays of the captured calls: one provider at a time, since its graphs hold on to memory."""
+    reason = NOT_ASKED_FOR
+
+    def fresh_call(inputs: Inputs) -> None:
+        """Logits are made on the stream that captures, where their backward then runs."""
+        subject.call(provider, inputs._replace(tensors=(as_produced(inputs.tensors[0]),)))
+
+    if wanted:
+        calls = subject.effort.calls
+        restored = partial(subject.operands, calls, fresh=False)
+        try:
+            steps = {YARDSTICK: copy, provider.name: fresh_call}
+            replays = {name: timer.captured(call, restored()) for name, call in steps.items()}
+        except Exception as error:
+            timer.release()
+            reason = f"{type(error).__name__}: {first_line(error)}"
+        else:
+
+            def queued(name: str) -> float:
+                return timer.queued(f"graph of {name}", replays[name], restored)
+
+            times = interleaved(list(replays), queued, subject.effort.rounds)
+            replays.clear()
+            timer.release()
+            return extra_numbers(times, provider.name, "graph", calls)
+    return {"microseconds_graph": None, "ratio_graph": None, "graph_error": reason}
+
+
+def extra_numbers(times: Times, name: str, kind: str, calls: int) -> Result:
+    return {
+        f"microseconds_{kind}": round(1e3 * statistics.median(times[name]) / calls, 2),
+        f"ratio_{kind}": ratio_numbers(times, name, 3)["ratio"],
+    }

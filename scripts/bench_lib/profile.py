@@ -1,0 +1,103 @@
+"""Where the device time of a step goes: kernels by category, and how much of NCCL's time is hidden."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch.profiler import ProfilerActivity, profile
+
+from bench_lib.timing import LONGEST_SLEEP_SECONDS, DeviceTimer, Run
+
+STEPS = 5
+# The first pattern found in a kernel's name. Matmuls are libraries'; names of Triton's are plain words.
+CATEGORIES = {
+    "all_gather": re.compile("nccl.*AllGather", re.IGNORECASE),
+    "all_reduce": re.compile("nccl.*AllReduce", re.IGNORECASE),
+    "nccl, other": re.compile("nccl", re.IGNORECASE),
+    "matmul": re.compile("gemm|nvjet|cutlass|xmma|splitK|cublas", re.IGNORECASE),
+    "loss": re.compile(r"^[A-Za-z_]\w*$"),
+    "other": re.compile(""),
+}
+NCCL = ("all_gather", "all_reduce", "nccl, other")
+Span: TypeAlias = tuple[float, float]
+
+
+def profiled(run: Run, timer: DeviceTimer) -> dict[str, Any]:
+    """The medians of several steps, each queued before the device begins with it, in microseconds."""
+    run()
+    summaries = [summary_of(traced(run, timer)) for _ in range(STEPS)]
+
+    def median(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {name: median([value[name] for value in values]) for name in values[0]}
+        return round(statistics.median(values), 1)
+
+    return {**median(summaries), "steps": STEPS}
+
+
+def traced(run: Run, timer: DeviceTimer) -> list[dict[str, Any]]:
+    """The device's events of one ``run``: those after the sleep and the ranks' common beginning."""
+    timer.meet()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        timer.sleep(LONGEST_SLEEP_SECONDS)
+        run()
+        timer.meet()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return step_of(json.loads(path.read_text())["traceEvents"], timer.ranks)
+
+
+def step_of(events: Iterable[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
+    """On several ranks the first and the last NCCL kernel are the timer's: how it begins and how it meets."""
+    on_device = [
+        e for e in events if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+    kept = sorted((e for e in on_device if "spin" not in e["name"]), key=lambda e: float(e["ts"]))
+    if ranks > 1:
+        nccl = [index for index, event in enumerate(kept) if category_of(event["name"]) in NCCL]
+        kept = kept[nccl[0] + 1 : nccl[-1]]
+    if not kept:
+        raise ValueError("trace: expected kernels in the step, got none")
+    return kept
+
+
+def category_of(kernel: str) -> str:
+    return next(name for name, pattern in CATEGORIES.items() if pattern.search(kernel))
+
+
+def length(spans: Iterable[Span]) -> float:
+    """The time in any of ``spans``."""
+    total, end = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total
+
+
+def summary_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The time of each category, and of NCCL's what runs beside other kernels and what does not."""
+    spans: dict[str, list[Span]] = {name: [] for name in CATEGORIES}
+    for event in events:
+        spans[category_of(event["name"])].append((event["ts"], event["ts"] + event["dur"]))
+    nccl = [span for name in NCCL for span in spans[name]]
+    compute = [span for name in spans if name not in NCCL for span in spans[name]]
+    every = [*nccl, *compute]
+    step, exposed = (
+        max(end for _, end in every) - min(start for start, _ in every),
+        length(every) - length(compute),
+    )
+    return {
+        "step": step,
+        "by_category": {name: sum(end - start for start, end in found) for name, found in spans.items()},
+        "nccl": length(nccl),
+        "nccl_overlapped": length(nccl) - exposed,
+        "nccl_exposed": exposed,
+        "idle": step - length(every),
+    }
