@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 scripts/bench.py table      the vocabulary over two GPUs
     python scripts/bench.py options --baseline DIR          what each option costs; the loss of a checkout DIR
     python scripts/bench.py linear                          the head and the loss together
-    python scripts/bench.py report --write                  docs/performance.md, the README's block, the picture
+    python scripts/bench.py report --write                docs/performance.md, the README's block, its picture
     python scripts/bench.py compare OLD.json NEW.json       the ratios of two runs
 
 ``docs/performance.md`` says how it is measured. A machine without a GPU can try a run on small shapes.
@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from bench_lib import cases, plot, report
-from bench_lib.documents import RESULTS, ROOT, read_documents, write_document
-from bench_lib.host import Ranks, host_description, joined_ranks, quiet
+from bench_lib.documents import RESULTS, ROOT, host_description, read_documents, write_document
 from bench_lib.measure import LinearSubject, LogitsSubject, Result, Subject, attempt, measure
 from bench_lib.options import option_providers
 from bench_lib.profile import profiled
 from bench_lib.providers import LINEAR_PROVIDERS, LOGITS_PROVIDERS, Provider, chosen
-from bench_lib.timing import DeviceTimer
+from bench_lib.timing import DeviceTimer, Ranks, joined_ranks
 from tqdm import tqdm
 
 MEMORY_PROVIDERS = f"{cases.OURS},torch eager,liger-kernel,cut-cross-entropy"
@@ -66,6 +67,12 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def quiet() -> None:
+    """Silence other projects' warnings, which say nothing about a time."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
 def present(known: Sequence[Provider], names: str | None, ranks: Ranks, document: Result) -> list[Provider]:
     """The providers that run here; the document has their versions, and why the others are absent."""
     wanted = chosen(names, known)
@@ -80,7 +87,8 @@ def present(known: Sequence[Provider], names: str | None, ranks: Ranks, document
 def measure_cases(options: argparse.Namespace, ranks: Ranks, document: Result) -> None:
     """Fill the document's ``results``, or ``points`` of the memory curve, case by case."""
     timer, size, rounds = ranks.timer(), ranks.size, options.rounds
-    key, found = "results", []
+    key = "results"
+    found: list[cases.Case] = []
     if options.command == "table":
         providers = present(LOGITS_PROVIDERS, options.providers, ranks, document)
         found += cases.logits_cases(size, options.shape, options.sweep, options.reduction)
@@ -153,7 +161,7 @@ def run(options: argparse.Namespace) -> None:
         document["finished"] = True
         if ranks.is_first:
             write_document(document, options.json)
-            for result in document.get("results", document.get("points", document.get("ranks"))):
+            for result in document.get("results") or document.get("points") or document["ranks"]:
                 print("  ".join(f"{name}={value}" for name, value in result.items()))
             for name, reason in document["absent"].items():
                 print(f"absent: {name}: {reason}")

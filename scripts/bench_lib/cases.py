@@ -79,11 +79,6 @@ class LinearCase(NamedTuple):
         return divided(self.vocabulary, self.ranks)
 
     @property
-    def flops(self) -> int:
-        """Of one rank's three matmuls: logits, gradient of hidden, gradient of weight."""
-        return 6 * self.tokens * self.columns * self.hidden_size
-
-    @property
     def gradient_bytes(self) -> int:
         itemsize: int = getattr(torch, self.dtype).itemsize
         return itemsize * self.hidden_size * (self.tokens + self.columns)
@@ -93,7 +88,7 @@ class LinearCase(NamedTuple):
 
     def effort(self, rounds: int) -> Effort:
         """Repeat short cases within a round; measure long ones in fewer rounds."""
-        milliseconds = self.flops / FLOPS_PER_MILLISECOND
+        milliseconds = 6 * self.tokens * self.columns * self.hidden_size / FLOPS_PER_MILLISECOND
         calls = max(1, min(8, round(20 / milliseconds)))
         return Effort(calls, rounds if milliseconds <= 50 else min(rounds, max(3, rounds // 3)))
 
@@ -160,13 +155,12 @@ def logits_cases(
 ) -> list[LogitsCase]:
     """The table's cases, or a sweep's, or those of ``ROWSxCOLUMNS`` shapes whose columns are one rank's."""
     kinds = (reduction,) if reduction else REDUCTIONS
-    if not shapes and not sweep:
-        return [case for case in LOGITS_TARGETS if case.ranks == ranks and case.reduction in kinds]
-    if shapes:
-        sizes = [parsed_shape(shape, "ROWSxCOLUMNS") for shape in shapes]
-    else:
-        sizes = [[rows, divided(vocabulary, ranks)] for rows, vocabulary in SWEEPS[sweep or ""]]
-    return [LogitsCase(kind, rows, columns, ranks) for rows, columns in sizes for kind in kinds]
+    sizes = [parsed_shape(shape, "ROWSxCOLUMNS") for shape in shapes or ()]
+    if sweep:
+        sizes += [[rows, divided(vocabulary, ranks)] for rows, vocabulary in SWEEPS[sweep]]
+    if sizes:
+        return [LogitsCase(kind, rows, columns, ranks) for rows, columns in sizes for kind in kinds]
+    return [case for case in LOGITS_TARGETS if case.ranks == ranks and case.reduction in kinds]
 
 
 def linear_cases(
@@ -174,14 +168,11 @@ def linear_cases(
 ) -> list[LinearCase]:
     """The table's cases, or ``TOKENSxVOCABULARY[xHIDDEN]`` shapes whose vocabulary is that of all ranks."""
     kinds = (reduction,) if reduction else REDUCTIONS
-    if not shapes:
-        return [case for case in LINEAR_TARGETS if case.ranks == ranks and case.reduction in kinds]
-    full = [shape if shape.count("x") > 1 else f"{shape}x{HIDDEN_SIZE}" for shape in shapes]
+    full = [shape if shape.count("x") > 1 else f"{shape}x{HIDDEN_SIZE}" for shape in shapes or ()]
     sizes = [parsed_shape(shape, "TOKENSxVOCABULARYxHIDDEN") for shape in full]
-    found = [LinearCase(k, tokens, size, hidden, ranks) for tokens, size, hidden in sizes for k in kinds]
-    for case in found:
-        divided(case.vocabulary, ranks)
-    return found
+    if sizes:
+        return [LinearCase(kind, rows, size, hidden, ranks) for rows, size, hidden in sizes for kind in kinds]
+    return [case for case in LINEAR_TARGETS if case.ranks == ranks and case.reduction in kinds]
 
 
 class Inputs(NamedTuple):

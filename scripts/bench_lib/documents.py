@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+
 from bench_lib.cases import OURS, Case, LinearCase, LogitsCase
+from bench_lib.timing import GRAPH_MIXING
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "results"
@@ -21,6 +27,28 @@ KINDS = (
 )
 Document: TypeAlias = dict[str, Any]
 Result: TypeAlias = dict[str, Any]
+
+
+def host_description() -> dict[str, Any]:
+    """The machine, the versions and the commit; ``VPCE_COMMIT`` names it if there is no git history."""
+    git = ["git", "rev-parse", "HEAD"]
+    commit = os.environ.get("VPCE_COMMIT")
+    if not commit:
+        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    try:
+        import triton
+    except ImportError:
+        triton = None
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpus_used": int(os.environ.get("WORLD_SIZE", "1")),
+        "torch": torch.__version__,
+        "triton": None if triton is None else triton.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "nccl_graph_mixing_support": os.environ.get(GRAPH_MIXING),
+        "commit": commit or None,
+    }
 
 
 def name_of(kind: str, ranks: int) -> str:

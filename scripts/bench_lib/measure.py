@@ -25,9 +25,8 @@ from bench_lib.cases import (
     linear_inputs,
     logits_inputs,
 )
-from bench_lib.host import Ranks
 from bench_lib.providers import Provider, first_line
-from bench_lib.timing import DeviceTimer
+from bench_lib.timing import DeviceTimer, Ranks
 
 YARDSTICK = "yardstick"
 WARM_UP_ROUNDS = 2
@@ -173,16 +172,10 @@ class LinearSubject(BaseSubject):
         return {"errors": {name: float(f"{error:.3g}") for name, error in errors.items()}}
 
     def numbers(self, times: Times, name: str, memory: int | None) -> Result:
-        def milliseconds(timed: str) -> float:
-            return round(statistics.median(times[timed]) / self.effort.calls, 4)
-
-        over = None if memory is None else memory - 4 * self.case.columns * self.case.hidden_size
         return ratio_numbers(times, name, 4) | {
-            "milliseconds": milliseconds(name),
-            "yardstick_milliseconds": milliseconds(YARDSTICK),
-            "teraflops_per_second": round(self.case.flops / milliseconds(name) / 1e9, 1),
+            "milliseconds": round(statistics.median(times[name]) / self.effort.calls, 4),
+            "yardstick_milliseconds": round(statistics.median(times[YARDSTICK]) / self.effort.calls, 4),
             "extra_peak_bytes": memory,
-            "bytes_over_fp32_weight_gradient": over,
         }
 
 
@@ -259,7 +252,7 @@ def attempt(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
     Raises:
         RuntimeError: this project failed, on any rank: a failed measurement is an error.
     """
-    reason = limit = provider.limits(subject.case)
+    reason = limit = provider.refuses(subject.case)
     found: Result = {}
     cause: Exception | None = None
     if reason is None:

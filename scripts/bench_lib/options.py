@@ -13,28 +13,23 @@ from typing import Any
 from torch import Tensor
 
 from bench_lib.cases import OURS
-from bench_lib.providers import Provider, through_autograd
+from bench_lib.providers import Provider
 from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
 
+ALL: dict[str, Any] = {
+    "label_smoothing": 0.1,
+    "z_loss": 1e-4,
+    "softcap": 30.0,
+    "logit_scale": 0.0625,
+    "return_metrics": True,
+}
 OPTION_CALLS: dict[str, dict[str, Any]] = {
     "mean": {},
     "mean, in_forward": {"gradient": "in_forward"},
-    "mean, label_smoothing": {"label_smoothing": 0.1},
-    "mean, z_loss": {"z_loss": 1e-4},
-    "mean, softcap": {"softcap": 30.0},
-    "mean, logit_scale": {"logit_scale": 0.0625},
-    "mean, return_metrics": {"return_metrics": True},
+    **{f"mean, {name}": {name: value} for name, value in ALL.items()},
     "sum, num_items": {"reduction": "sum", "num_items": 1000},
     "none": {"reduction": "none"},
-    "none, all options": {
-        "reduction": "none",
-        "label_smoothing": 0.1,
-        "smoothing_formula": "megatron",
-        "z_loss": 1e-4,
-        "softcap": 30.0,
-        "logit_scale": 0.0625,
-        "return_metrics": True,
-    },
+    "none, all options": {"reduction": "none", "smoothing_formula": "megatron"} | ALL,
     "token_log_probs": {},
     "token_log_probs, entropy": {"entropy": True, "temperature": 0.7},
 }
@@ -51,7 +46,7 @@ def option_provider(name: str, options: dict[str, Any], loss: Callable[..., Any]
         outputs = returned if isinstance(returned, tuple) else (returned,)
         return tuple(out for out in outputs if isinstance(out, Tensor))  # metrics have no gradient
 
-    return Provider(name, lambda: through_autograd(loss_of), OURS, "vocab-parallel-ce", options=checked)
+    return Provider(name, lambda m: loss_of, OURS, "vocab-parallel-ce", options=checked)
 
 
 def baseline_loss(checkout: Path) -> Callable[..., Any]:

@@ -17,14 +17,11 @@ from bench_lib.timing import LONGEST_SLEEP_SECONDS, DeviceTimer, Run
 STEPS = 5
 # The first pattern found in a kernel's name. Matmuls are libraries'; names of Triton's are plain words.
 CATEGORIES = {
-    "all_gather": re.compile("nccl.*AllGather", re.IGNORECASE),
-    "all_reduce": re.compile("nccl.*AllReduce", re.IGNORECASE),
-    "nccl, other": re.compile("nccl", re.IGNORECASE),
+    "nccl": re.compile("nccl", re.IGNORECASE),
     "matmul": re.compile("gemm|nvjet|cutlass|xmma|splitK|cublas", re.IGNORECASE),
     "loss": re.compile(r"^[A-Za-z_]\w*$"),
     "other": re.compile(""),
 }
-NCCL = ("all_gather", "all_reduce", "nccl, other")
 Span: TypeAlias = tuple[float, float]
 
 
@@ -61,7 +58,7 @@ def step_of(events: Iterable[dict[str, Any]], ranks: int) -> list[dict[str, Any]
     ]
     kept = sorted((e for e in on_device if "spin" not in e["name"]), key=lambda e: float(e["ts"]))
     if ranks > 1:
-        nccl = [index for index, event in enumerate(kept) if category_of(event["name"]) in NCCL]
+        nccl = [index for index, event in enumerate(kept) if category_of(event["name"]) == "nccl"]
         kept = kept[nccl[0] + 1 : nccl[-1]]
     if not kept:
         raise ValueError("trace: expected kernels in the step, got none")
@@ -86,9 +83,8 @@ def summary_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     spans: dict[str, list[Span]] = {name: [] for name in CATEGORIES}
     for event in events:
         spans[category_of(event["name"])].append((event["ts"], event["ts"] + event["dur"]))
-    nccl = [span for name in NCCL for span in spans[name]]
-    compute = [span for name in spans if name not in NCCL for span in spans[name]]
-    every = [*nccl, *compute]
+    compute = [span for name, found in spans.items() if name != "nccl" for span in found]
+    nccl, every = spans["nccl"], [*spans["nccl"], *compute]
     step, exposed = (
         max(end for _, end in every) - min(start for start, _ in every),
         length(every) - length(compute),

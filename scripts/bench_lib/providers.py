@@ -3,6 +3,8 @@
 A provider is imported when it is first used. If that fails, it is absent, with the reason. Each is called
 alike: ``step(inputs, reduction, group)`` returns the losses and then the gradients of ``inputs.tensors``, as
 ``torch.autograd.grad`` returns them to a training step. Logits may be overwritten.
+
+In the lambdas: m the module, x logits, h hidden, w weight, y labels, r the reduction, g the group.
 """
 
 from __future__ import annotations
@@ -20,11 +22,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench_lib.cases import IGNORE_INDEX, IN_FORWARD, OURS, REDUCTIONS, Case, Inputs
-from vocab_parallel_ce import linear_cross_entropy, vocab_parallel_cross_entropy
 
-UNREDUCED = "in_forward is for reduced losses: the upstream gradient of each token comes after forward"
 QUACK_CHUNK_TOKENS = 4096  # its own default
-LossOf: TypeAlias = Callable[..., Any]  # of (*inputs.tensors, labels, reduction, group)
+LossOf: TypeAlias = Callable[..., Any]  # of (*tensors, labels, reduction, group)
 Step: TypeAlias = Callable[[Inputs, str, Any], tuple[Tensor, ...]]
 
 
@@ -55,27 +55,27 @@ def through_autograd(loss_of: LossOf, *, reduces_hidden: bool = True) -> Step:
     return step
 
 
-def no_limits(case: Case) -> str | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Provider:
     """One way to compute a loss and its gradients.
 
-    ``limits`` says why a case cannot be had, or None. ``checked_as`` is the reduction whose gradient it
-    returns, if that is not the one asked for. ``gradient`` says when this project writes the gradient.
-    ``options`` are those of the loss that the check needs.
+    ``loss_from`` makes the loss from the imported ``module``; if ``is_step``, it makes the whole step.
+    A case is refused with the reason ``unless`` if ``only`` is false for it. ``checked_as`` is the reduction
+    whose gradient is returned, if not the one asked for. ``gradient`` says when this project writes the
+    gradient. ``options`` are those of the loss that the check needs.
     """
 
     name: str
-    load: Callable[[], Step]
-    package: str
+    loss_from: Callable[[Any], Any]
+    module: str
     distribution: str
     of_one_rank: bool = True
     of_several: bool = True
     is_default: bool = True
-    limits: Callable[[Case], str | None] = no_limits
+    is_step: bool = False
+    reduces_hidden: bool = True
+    only: Callable[[Case], bool] = lambda case: True
+    unless: str = ""
     checked_as: str | None = None
     gradient: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -83,7 +83,10 @@ class Provider:
 
     @property
     def is_ours(self) -> bool:
-        return self.package == OURS
+        return self.module == OURS
+
+    def refuses(self, case: Case) -> str | None:
+        return None if self.only(case) else self.unless
 
     def absent(self, ranks: int) -> str | None:
         """Why it cannot run here on this number of ranks, or None."""
@@ -101,7 +104,9 @@ class Provider:
 
     def step(self) -> Step:
         if not self._loaded:
-            self._loaded.append(self.load())
+            made = self.loss_from(importlib.import_module(self.module))
+            step: Step = made if self.is_step else through_autograd(made, reduces_hidden=self.reduces_hidden)
+            self._loaded.append(step)
         return self._loaded[0]
 
     @property
@@ -109,7 +114,7 @@ class Provider:
         try:
             return importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
-            return str(getattr(importlib.import_module(self.package), "__version__", "unknown"))
+            return str(getattr(importlib.import_module(self.module), "__version__", "unknown"))
 
 
 def first_line(error: BaseException) -> str:
@@ -132,48 +137,32 @@ def chosen(names: str | None, known: Sequence[Provider]) -> list[Provider]:
     return [provider for provider in known if provider.name in wanted]
 
 
-# This project.
+def reduced(losses: Tensor, reduction: str) -> Tensor:
+    """For a loss without a mean of its own: its user takes it."""
+    return losses.mean() if reduction == "mean" else losses
 
 
-def _in_forward(case: Case) -> str | None:
-    return UNREDUCED if case.reduction == "none" else None
-
-
-def _ours(name: str, *, impl: str = "auto", gradient: str = "auto") -> Provider:
-    def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
-        return vocab_parallel_cross_entropy(
-            logits, labels, group=group, reduction=reduction, gradient=gradient, impl=impl
-        )
-
-    in_forward = gradient == "in_forward"
+def _ours(name: str, **options: str) -> Provider:
+    in_forward = "gradient" in options
     return Provider(
         name,
-        lambda: through_autograd(loss_of),
+        lambda m: lambda x, y, r, g: m.vocab_parallel_cross_entropy(x, y, group=g, reduction=r, **options),
         OURS,
         "vocab-parallel-ce",
-        of_several=impl != "one_pass",
-        is_default=impl == "auto",
-        limits=_in_forward if in_forward else no_limits,
+        of_several=options.get("impl") != "one_pass",
+        is_default="impl" not in options,
+        only=lambda case: not in_forward or case.reduction != "none",
+        unless="in_forward is for reduced losses: the upstream gradient of each token comes after forward",
         gradient="in_forward" if in_forward else "in_backward",
     )
 
 
-def _ours_linear(name: str, loss_of: LossOf, **how: bool) -> Provider:
-    return Provider(name, lambda: through_autograd(loss_of, **how), OURS, "vocab-parallel-ce")
-
-
-def _fused(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
-    return linear_cross_entropy(hidden, weight, labels, group=group, reduction=reduction)
-
-
-def _unfused(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
+def _unfused(ours: Any) -> LossOf:
     """Nobody else reads the logits, so a reduced loss may write their gradient in forward."""
-    logits = functional.linear(hidden, weight)
-    gradient = "auto" if reduction == "none" else "in_forward"
-    return vocab_parallel_cross_entropy(logits, labels, group=group, reduction=reduction, gradient=gradient)
-
-
-# PyTorch.
+    how = {"mean": "in_forward", "none": "auto"}
+    return lambda h, w, y, r, g: ours.vocab_parallel_cross_entropy(
+        functional.linear(h, w), y, group=g, reduction=r, gradient=how[r]
+    )
 
 
 def _eager(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
@@ -184,15 +173,9 @@ def _eager_linear(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str
     return functional.cross_entropy(functional.linear(hidden, weight), labels, reduction=reduction)
 
 
-def _compiled(loss_of: LossOf) -> Callable[[], Step]:
-    # Without dynamic=False a second shape gets kernels for any number of rows.
-    return lambda: through_autograd(torch.compile(loss_of, dynamic=False))
-
-
-def _loss_parallel() -> Step:
+def _loss_parallel(parallel: Any) -> Step:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor.parallel import loss_parallel
 
     mesh_of = functools.cache(DeviceMesh.from_group)
 
@@ -200,7 +183,7 @@ def _loss_parallel() -> Step:
         (logits,) = inputs.tensors
         mesh = mesh_of(group, logits.device.type)
         shards = DTensor.from_local(logits.float(), mesh, [Shard(1)], run_check=False)
-        with loss_parallel():
+        with parallel.loss_parallel():
             loss: Any = functional.cross_entropy(shards, inputs.labels, reduction=reduction)
             (grad,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))  # the loss is a DTensor
         return loss.to_local(), grad
@@ -208,61 +191,37 @@ def _loss_parallel() -> Step:
     return step
 
 
-def _torch_fused() -> Step:
+def _torch_fused(nn: Any) -> LossOf:
     """With options given, since only then it works in chunks."""
-    fused: Any = getattr(functional, "linear_cross_entropy", None)
-    if fused is None:
+    if not hasattr(nn.functional, "linear_cross_entropy"):
         raise ImportError(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
-    options = importlib.import_module("torch.nn").LinearCrossEntropyOptions()
-    return through_autograd(
-        lambda h, w, y, reduction, group: fused(h, w, y, reduction=reduction, options=options)
-    )
-
-
-# Other projects, each called as its users call it. In the lambdas: x logits, y labels, h hidden, w weight.
-
-
-def imported(module: str, loss_from: Callable[[Any], LossOf], **how: bool) -> Callable[[], Step]:
-    """A provider's ``load``: the step of what ``loss_from`` makes of ``module``."""
-    return lambda: through_autograd(loss_from(importlib.import_module(module)), **how)
-
-
-def reduced(losses: Tensor, reduction: str) -> Tensor:
-    """For a loss without a mean of its own: its user takes it."""
-    return losses.mean() if reduction == "mean" else losses
+    options = nn.LinearCrossEntropyOptions()
+    return lambda h, w, y, r, g: nn.functional.linear_cross_entropy(h, w, y, reduction=r, options=options)
 
 
 def _liger(liger: Any) -> LossOf:
     sharded = liger.LigerVocabParallelCrossEntropy()
     whole = {kind: liger.LigerCrossEntropyLoss(reduction=kind) for kind in REDUCTIONS}
-
-    def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
-        if group is None:
-            return whole[reduction](logits, labels)
-        return reduced(sharded(logits[:, None], labels[:, None], group).view(-1), reduction)
-
-    return loss_of
+    return lambda x, y, r, g: (
+        whole[r](x, y) if g is None else reduced(sharded(x[:, None], y[:, None], g).view(-1), r)
+    )
 
 
 def _liger_linear(liger: Any) -> LossOf:
     modules = {kind: liger.LigerFusedLinearCrossEntropyLoss(reduction=kind) for kind in REDUCTIONS}
-    return lambda h, w, y, reduction, group: modules[reduction](w, h, y)
+    return lambda h, w, y, r, g: modules[r](w, h, y)
 
 
-def _quack(in_place: bool) -> Callable[[], Step]:
-    return imported(
+def _quack(name: str, in_place: bool) -> Provider:
+    return _quacks(
+        name,
+        lambda m: lambda x, y, r, g: m.cross_entropy(x, y, reduction=r, inplace_backward=in_place),
         "quack.cross_entropy",
-        lambda quack: (
-            lambda x, y, reduction, group: quack.cross_entropy(
-                x, y, reduction=reduction, inplace_backward=in_place
-            )
-        ),
     )
 
 
-def _quack_kernel() -> Step:
+def _quack_kernel(quack: Any) -> Step:
     """Loss and gradient of one launch: without autograd, and without the mean's weight."""
-    quack: Any = importlib.import_module("quack.cross_entropy")
 
     @torch.no_grad()
     def step(inputs: Inputs, reduction: str, group: Any) -> tuple[Tensor, ...]:
@@ -273,26 +232,19 @@ def _quack_kernel() -> Step:
     return step
 
 
-def _only_mean(case: Case) -> str | None:
-    return None if case.reduction == "mean" else "the kernel takes no upstream gradient: timed with the means"
-
-
 def _quack_linear(quack: Any) -> LossOf:
     """As its module chooses: in chunks, or with the whole logits if nothing is reduced."""
     whole, chunked = quack.linear_cross_entropy_func, quack.chunked_linear_cross_entropy
-    return lambda h, w, y, reduction, group: (
-        whole(h, w, None, y, reduction=reduction, inplace_backward=True)
-        if reduction == "none"
-        else chunked(h, w, y, QUACK_CHUNK_TOKENS, reduction=reduction, tuned=False)
+    return lambda h, w, y, r, g: (
+        whole(h, w, None, y, reduction=r, inplace_backward=True)
+        if r == "none"
+        else chunked(h, w, y, QUACK_CHUNK_TOKENS, reduction=r, tuned=False)
     )
 
 
 def _flash(flash: Any) -> LossOf:
-    def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
-        loss = flash.cross_entropy_loss(logits, labels, inplace_backward=True, process_group=group)
-        return reduced(loss[0], reduction)
-
-    return loss_of
+    loss = functools.partial(flash.cross_entropy_loss, inplace_backward=True)
+    return lambda x, y, r, g: reduced(loss(x, y, process_group=g)[0], r)
 
 
 def _flash_linear(flash: Any) -> LossOf:
@@ -305,7 +257,7 @@ def _flash_linear(flash: Any) -> LossOf:
     return loss_of
 
 
-def _engine(**options: Any) -> Callable[[], Step]:
+def _engine(name: str, **options: bool) -> Provider:
     def loss_from(engine: Any) -> LossOf:
         def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
             is_mean = reduction == "mean"
@@ -314,80 +266,78 @@ def _engine(**options: Any) -> Callable[[], Step]:
 
         return loss_of
 
-    return imported("transformer_engine.pytorch.cross_entropy", loss_from)
+    return Provider(name, loss_from, "transformer_engine.pytorch.cross_entropy", "transformer-engine")
 
 
 def _megatron(megatron: Any) -> LossOf:
-    def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
-        losses = megatron.fused_vocab_parallel_cross_entropy(logits[:, None], labels[:, None], group)
-        return reduced(losses.view(-1), reduction)
-
-    return loss_of
+    loss = megatron.fused_vocab_parallel_cross_entropy
+    return lambda x, y, r, g: reduced(loss(x[:, None], y[:, None], g).view(-1), r)
 
 
-def _only_bf16(case: Case) -> str | None:
-    return (
-        None if case.dtype == "bfloat16" else "its gradient is bfloat16, and forward overwrites fp32 logits"
-    )
+def _cut(name: str, **options: Any) -> Provider:
+    def loss_from(cut: Any) -> LossOf:
+        return lambda h, w, y, r, g: cut.linear_cross_entropy(h, w, y, reduction=r, **options)
 
-
-def _cut(**options: Any) -> Callable[[], Step]:
-    return imported(
-        "cut_cross_entropy",
-        lambda cut: (
-            lambda h, w, y, reduction, group: cut.linear_cross_entropy(
-                h, w, y, reduction=reduction, **options
-            )
-        ),
-    )
+    return Provider(name, loss_from, "cut_cross_entropy", "cut-cross-entropy", of_several=False)
 
 
 FLASH, LIGER = "flash_attn.ops.triton.cross_entropy", "liger_kernel.transformers"
-MEGATRON = "megatron.core.fusions.fused_cross_entropy"
-_torch = functools.partial(Provider, package="torch", distribution="torch", of_several=False)
-_quacks = functools.partial(Provider, package="quack", distribution="quack-kernels", of_several=False)
-_ligers = functools.partial(Provider, package="liger_kernel", distribution="liger-kernel")
-_flashes = functools.partial(Provider, package="flash_attn", distribution="flash-attn")
-_engines = functools.partial(Provider, package="transformer_engine", distribution="transformer-engine")
-_cuts = functools.partial(
-    Provider, package="cut_cross_entropy", distribution="cut-cross-entropy", of_several=False
-)
+_linear = functools.partial(Provider, module=OURS, distribution="vocab-parallel-ce")
+_torch = functools.partial(Provider, module="torch.nn", distribution="torch", of_several=False)
+_quacks = functools.partial(Provider, distribution="quack-kernels", of_several=False)
 
 LOGITS_PROVIDERS: tuple[Provider, ...] = (
     _ours(OURS),
     _ours(IN_FORWARD, gradient="in_forward"),
     _ours(f"{OURS}[triton]", impl="triton"),
     _ours(f"{OURS}[one_pass]", impl="one_pass", gradient="in_forward"),
-    _torch("torch eager", lambda: through_autograd(_eager)),
-    _torch("torch.compile", _compiled(_eager)),
-    Provider("loss_parallel", _loss_parallel, "torch", "torch", of_one_rank=False),
-    _ligers("liger-kernel", imported(LIGER, _liger)),
-    _quacks("quack-kernels", _quack(True)),
-    _quacks("quack-kernels (out of place)", _quack(False)),
-    _quacks("quack-kernels (kernel alone)", _quack_kernel, limits=_only_mean, checked_as="none"),
-    _flashes("flash-attn", imported(FLASH, _flash)),
-    # megatron-core must be imported before transformer-engine, which it looks for.
+    _torch("torch eager", lambda m: _eager),
+    # Without dynamic=False a second shape gets kernels for any number of rows.
+    _torch("torch.compile", lambda m: torch.compile(_eager, dynamic=False)),
+    Provider(
+        "loss_parallel",
+        _loss_parallel,
+        "torch.distributed.tensor.parallel",
+        "torch",
+        of_one_rank=False,
+        is_step=True,
+    ),
+    Provider("liger-kernel", _liger, LIGER, "liger-kernel"),
+    _quack("quack-kernels", True),
+    _quack("quack-kernels (out of place)", False),
+    _quacks(
+        "quack-kernels (kernel alone)",
+        _quack_kernel,
+        "quack.cross_entropy",
+        is_step=True,
+        only=lambda case: case.reduction == "mean",
+        unless="the kernel takes no upstream gradient: timed with the means",
+        checked_as="none",
+    ),
+    Provider("flash-attn", _flash, FLASH, "flash-attn"),
+    # Before transformer-engine: it looks for that when it is imported.
     Provider(
         "megatron-core",
-        imported(MEGATRON, _megatron),
-        "megatron.core",
+        _megatron,
+        "megatron.core.fusions.fused_cross_entropy",
         "megatron-core",
         of_one_rank=False,
-        limits=_only_bf16,
+        only=lambda case: case.dtype == "bfloat16",
+        unless="its gradient is bfloat16, and forward overwrites fp32 logits",
     ),
-    _engines("transformer-engine", _engine()),
-    _engines("transformer-engine (overwrite)", _engine(overwrite_input=True)),
+    _engine("transformer-engine"),
+    _engine("transformer-engine (overwrite)", overwrite_input=True),
 )
 LINEAR_PROVIDERS: tuple[Provider, ...] = (
-    _ours_linear(OURS, _fused),
-    _ours_linear(f"F.linear + {OURS}", _unfused, reduces_hidden=False),
-    _torch("torch eager", lambda: through_autograd(_eager_linear)),
-    _torch("torch.compile", _compiled(_eager_linear)),
+    _linear(OURS, lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r)),
+    _linear(f"F.linear + {OURS}", _unfused, reduces_hidden=False),
+    _torch("torch eager", lambda m: _eager_linear),
+    _torch("torch.compile", lambda m: torch.compile(_eager_linear, dynamic=False)),
     _torch("F.linear_cross_entropy", _torch_fused),
-    _flashes("F.linear + flash-attn", imported(FLASH, _flash_linear, reduces_hidden=False)),
-    _ligers("liger-kernel", imported(LIGER, _liger_linear), of_several=False),
+    Provider("F.linear + flash-attn", _flash_linear, FLASH, "flash-attn", reduces_hidden=False),
+    Provider("liger-kernel", _liger_linear, LIGER, "liger-kernel", of_several=False),
     # It leaves blocks of small probabilities out of the gradients, unless told not to.
-    _cuts("cut-cross-entropy", _cut()),
-    _cuts("cut-cross-entropy (exact)", _cut(filter_eps=None)),
-    _quacks("quack-kernels", imported("quack.linear_cross_entropy", _quack_linear)),
+    _cut("cut-cross-entropy"),
+    _cut("cut-cross-entropy (exact)", filter_eps=None),
+    _quacks("quack-kernels", _quack_linear, "quack.linear_cross_entropy"),
 )

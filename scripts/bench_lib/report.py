@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench_lib.cases import (
@@ -19,6 +18,7 @@ from bench_lib.cases import (
     LogitsCase,
 )
 from bench_lib.documents import (
+    ROOT,
     Document,
     Result,
     case_of,
@@ -29,7 +29,7 @@ from bench_lib.documents import (
     results_by_case,
 )
 
-TEMPLATE = Path(__file__).parent / "performance.md"
+TEMPLATE = ROOT / "docs" / "performance.template.md"
 BEGIN, END = "<!-- begin: speed -->", "<!-- end: speed -->"
 PICTURE = "bench_speed.png"
 GIB = 2**30
@@ -83,7 +83,8 @@ def number(result: Result | None, metric: str) -> float | None:
     if result is None or not is_timed(result):
         return None
     if metric == "gib_over_fp32_weight_gradient":
-        return float(result["bytes_over_fp32_weight_gradient"]) / GIB
+        weight = result["vocabulary"] // result["ranks"] * result["hidden_size"]
+        return float(result["extra_peak_bytes"] - 4 * weight) / GIB
     value: float | None = result.get(metric)
     return value
 
@@ -105,33 +106,29 @@ def host_line(document: Document) -> str:
 def providers_of(cases: dict[Any, dict[str, Result]]) -> list[str]:
     """This project's first, then the others from the fastest to the slowest."""
 
-    def speed(name: str) -> tuple[bool, float]:
+    def order(name: str) -> tuple[bool, bool, float]:
         ratios = [number(results.get(name), "ratio") for results in cases.values()]
-        return not is_ours(name), statistics.mean([r for r in ratios if r is not None] or [1e9])
+        return name != OURS, not is_ours(name), statistics.mean([r for r in ratios if r] or [1e9])
 
-    names = list(dict.fromkeys(name for results in cases.values() for name in results))
-    return sorted(names, key=lambda name: (name != OURS, name != IN_FORWARD, *speed(name)))
+    return sorted({name for results in cases.values() for name in results}, key=order)
 
 
-def notes(document: Document, cases: dict[Case, dict[str, Result]]) -> str:
+def notes(document: Document) -> str:
     """Who waits for the device, who was refused and why, and who is absent."""
-    waits = {r["provider"] for r in document["results"] if is_timed(r) and not r["queued"]}
-    lines = [f"Waits for the device, so that its time includes the host's: {name}." for name in sorted(waits)]
-    refused: dict[str, dict[str, list[str]]] = {}
-    for case, results in cases.items():
-        for name, result in results.items():
-            if not is_timed(result):
-                reason = one_line(result.get("refused") or result["wrong"])
-                refused.setdefault(reason, {}).setdefault(name, []).append(str(case))
-    for reason, providers in refused.items():
-        places = {tuple(found) for found in providers.values()}
-        where = f" ({', '.join(places.pop())})" if len(places) == 1 and len(cases) > 1 else ""
-        lines.append(f"Refused: {', '.join(providers)}{where}: {reason}.")
-    absent: dict[str, list[str]] = {}
+    found: dict[str, dict[str, None]] = {}
+    for result in document["results"]:
+        if not is_timed(result):
+            reason = result.get("refused") or result["wrong"]
+            found.setdefault(f"refused in some or all cases: {one_line(reason)}", {})[result["provider"]] = (
+                None
+            )
+        elif not result["queued"]:
+            found.setdefault("waits for the device, so its time includes the host's", {})[
+                result["provider"]
+            ] = None
     for name, reason in document["absent"].items():
-        absent.setdefault(one_line(reason), []).append(name)
-    lines += [f"Absent: {', '.join(names)}: {reason}." for reason, names in absent.items()]
-    return "\n".join(f"- {line}" for line in lines)
+        found.setdefault(f"absent: {one_line(reason)}", {})[name] = None
+    return "\n".join(f"- {', '.join(names)}: {text}." for text, names in found.items())
 
 
 def provider_table(cases: dict[Case, dict[str, Result]], cell: Any, title: str, first: str) -> str:
@@ -192,7 +189,7 @@ def logits_part(document: Document) -> str:
         table([*header, "best other"], rows),
         provider_table(cases, ratio_cell, "All providers, time / copy:", "tokens x vocabulary"),
         faster_elsewhere(cases),
-        notes(document, cases),
+        notes(document),
     ]
     return "\n\n".join(filter(None, parts))
 
@@ -204,7 +201,7 @@ def sweep_part(document: Document) -> str:
     every = provider_table(cases, ratio_cell, title, "tokens x vocabulary")
     is_earlier = not any("gradient" in result for result in document["results"])
     said = "In this run the default wrote a mean's gradient in forward, as `in_forward` does today."
-    return "\n\n".join(filter(None, [every, said if is_earlier else "", notes(document, cases)]))
+    return "\n\n".join(filter(None, [every, said if is_earlier else "", notes(document)]))
 
 
 def options_part(documents: Sequence[Document]) -> str:
@@ -245,13 +242,13 @@ def linear_part(document: Document) -> str:
             f"{other[0]} {other[1]:.3f}, {gib(results[other[0]]['extra_peak_bytes'])} GiB" if other else "-"
         )
         rows.append([str(case), *numbers, gib(ours["extra_peak_bytes"]), best])
-    header = ["case", "time / matmuls", "ms", "TFLOP/s", "extra GiB", "best other"]
+    header = ["case", "time / matmuls", "ms", "extra GiB", "best other"]
 
     def cell(result: Result) -> str:
         return f"{result['ratio']:.3f}, {gib(result['extra_peak_bytes'])}"
 
     every = provider_table(cases, cell, "All providers, time / matmuls and extra GiB:", "case")
-    parts = [host_line(document), table(header, rows), every, notes(document, cases)]
+    parts = [host_line(document), table(header, rows), every, notes(document)]
     return "\n\n".join(filter(None, parts))
 
 

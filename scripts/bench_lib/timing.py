@@ -1,4 +1,4 @@
-"""How a call is timed: device time, eager time, CUDA graph time, and peak memory; always the slowest rank's.
+"""The ranks of a run, and how they time a call: device, eager and CUDA graph time of the slowest, and memory.
 
 A measurement is handed a :class:`DeviceTimer`, so that a test can hand it another timer.
 """
@@ -6,9 +6,12 @@ A measurement is handed a :class:`DeviceTimer`, so that a test can hand it anoth
 from __future__ import annotations
 
 import gc
+import os
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,8 @@ SLEEP_SECONDS = 0.01
 LONGEST_SLEEP_SECONDS = 0.25
 CYCLES_PER_SECOND = 2.0e9  # of a GPU at its fastest: a slower one sleeps longer
 CAPTURE_WARM_UPS = 3
+TIMEOUT = timedelta(minutes=5)
+GRAPH_MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
 Run: TypeAlias = Callable[[], object]
 
 
@@ -170,3 +175,46 @@ class CpuTimer(DeviceTimer):
         began = time.perf_counter()
         run()
         return 1e3 * (time.perf_counter() - began), 0.0
+
+
+class Ranks(NamedTuple):
+    """This process among those of the run; ``group`` is None if it is alone."""
+
+    rank: int
+    size: int
+    group: Any
+    device: str
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def timer(self) -> DeviceTimer:
+        return DeviceTimer(self.size) if self.device == "cuda" else CpuTimer(self.size)
+
+    def gathered(self, own: Any) -> list[Any]:
+        """What every rank has, in their order."""
+        everyone: list[Any] = [own] * self.size
+        if self.size > 1:
+            dist.all_gather_object(everyone, own, group=self.group)
+        return everyone
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """The ranks that ``torchrun`` started, one per GPU, and their process group while this lasts."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # NCCL guards against several graphs that run at once, of which there are none here, with launches of its
+    # own: 13 to 30 us in every graph. It reads this when the group is made.
+    os.environ.setdefault(GRAPH_MIXING, "0")
+    size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    if size > 1:
+        where = torch.device("cuda", local_rank) if device == "cuda" else None
+        dist.init_process_group("nccl" if where else "gloo", timeout=TIMEOUT, device_id=where)
+    try:
+        yield Ranks(dist.get_rank() if size > 1 else 0, size, dist.group.WORLD if size > 1 else None, device)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
