@@ -23,11 +23,11 @@ from pathlib import Path
 
 from bench_lib import cases, plot, report
 from bench_lib.documents import RESULTS, ROOT, host_description, read_documents, write_document
-from bench_lib.measure import LinearSubject, LogitsSubject, Result, Subject, attempt, measure
+from bench_lib.measure import Result, attempt, measure, subject_of
 from bench_lib.options import option_providers
 from bench_lib.profile import profiled
 from bench_lib.providers import LINEAR_PROVIDERS, LOGITS_PROVIDERS, Provider, chosen
-from bench_lib.timing import DeviceTimer, Ranks, joined_ranks
+from bench_lib.timing import Ranks, joined_ranks
 from tqdm import tqdm
 
 MEMORY_PROVIDERS = f"{cases.OURS},torch eager,liger-kernel,cut-cross-entropy"
@@ -84,69 +84,52 @@ def present(known: Sequence[Provider], names: str | None, ranks: Ranks, document
     return found
 
 
-def measure_cases(options: argparse.Namespace, ranks: Ranks, document: Result) -> None:
-    """Fill the document's ``results``, or ``points`` of the memory curve, case by case."""
-    timer, size, rounds = ranks.timer(), ranks.size, options.rounds
-    key = "results"
-    found: list[cases.Case] = []
+def setting(
+    options: argparse.Namespace, size: int
+) -> tuple[Sequence[Provider], str | None, list[cases.Case]]:
+    """The command's providers, the names of the wanted ones, and its cases."""
+    shapes, names = options.shape, options.providers
     if options.command == "table":
-        providers = present(LOGITS_PROVIDERS, options.providers, ranks, document)
-        found += cases.logits_cases(size, options.shape, options.sweep, options.reduction)
-    elif options.command == "options":
-        providers = present(option_providers(options.baseline), options.providers, ranks, document)
-        shapes = options.shape or (cases.OPTIONS_SHAPES if size == 1 else [f"4096x{128256 // size}"])
-        found += cases.logits_cases(size, shapes, None, cases.OPTIONS)
-    elif options.memory_curve:
-        key, names = "points", options.providers or MEMORY_PROVIDERS
-        providers = present(LINEAR_PROVIDERS, names, ranks, document)
-        found += cases.linear_cases(size, options.shape or cases.MEMORY_SHAPES, options.reduction or "mean")
-    else:
-        providers = present(LINEAR_PROVIDERS, options.providers, ranks, document)
-        found += cases.linear_cases(size, options.shape, options.reduction)
+        found = cases.logits_cases(size, shapes, options.sweep, options.reduction)
+        return LOGITS_PROVIDERS, names, [*found]
+    if options.command == "options":
+        shapes = shapes or (cases.OPTIONS_SHAPES if size == 1 else [f"4096x{128256 // size}"])
+        return (
+            option_providers(options.baseline),
+            names,
+            [*cases.logits_cases(size, shapes, None, cases.OPTIONS)],
+        )
+    if options.memory_curve:
+        names, shapes = names or MEMORY_PROVIDERS, shapes or cases.MEMORY_SHAPES
+    if options.profile:
+        names, shapes = names or cases.OURS, shapes or [cases.PROFILE_SHAPE]
+    reduction = options.reduction or ("mean" if options.memory_curve or options.profile else None)
+    return LINEAR_PROVIDERS, names, [*cases.linear_cases(size, shapes, reduction)]
+
+
+def measure_cases(options: argparse.Namespace, ranks: Ranks, document: Result) -> None:
+    """Fill the document case by case, and write it after each."""
+    known, names, found = setting(options, ranks.size)
     if not found:
-        raise SystemExit(f"bench: no case of this reduction for {size} ranks: pass --shape")
-    document[key] = []
+        raise SystemExit(f"bench: no case of this reduction for {ranks.size} ranks: pass --shape")
+    providers, timer = present(known, names, ranks, document), ranks.timer()
     for case in tqdm(found, unit="case", disable=not ranks.is_first):
-        subject = subject_of(case, ranks, rounds)
-        if key == "points":
-            document[key] += memory_points(subject, providers, timer)
+        subject = subject_of(case, ranks, options.rounds)
+        if getattr(options, "profile", False):
+            document["case"] = case._asdict() | {"provider": providers[0].name}
+            document["ranks"] = ranks.gathered(
+                profiled(partial(subject.call, providers[0], subject.inputs), timer)
+            )
+        elif getattr(options, "memory_curve", False):
+            for provider in providers:
+                point = case._asdict() | {"provider": provider.name, "gradient_bytes": case.gradient_bytes}
+                document.setdefault("points", []).append(point | attempt(subject, provider, timer))
         else:
-            document[key] += measure(subject, providers, timer, getattr(options, "graphs", "none"))
+            results = measure(subject, providers, timer, getattr(options, "graphs", "none"))
+            document.setdefault("results", []).extend(results)
         del subject  # before the next case takes memory
         if ranks.is_first:
             write_document(document, options.json)
-
-
-def subject_of(case: cases.Case, ranks: Ranks, rounds: int) -> Subject:
-    effort = case.effort(rounds)
-    if isinstance(case, cases.LinearCase):
-        return LinearSubject(case, ranks, effort)
-    # What an option costs the host is not asked.
-    return LogitsSubject(
-        case, ranks, effort._replace(eager_calls=0) if case.reduction == cases.OPTIONS else effort
-    )
-
-
-def memory_points(subject: Subject, providers: Sequence[Provider], timer: DeviceTimer) -> list[Result]:
-    case, points = subject.case, []
-    assert isinstance(case, cases.LinearCase)
-    for provider in providers:
-        found = attempt(subject, provider, timer)
-        if "memory" in found:
-            found["extra_peak_bytes"] = found.pop("memory")
-        point = case._asdict() | {"provider": provider.name, "gradient_bytes": case.gradient_bytes}
-        points.append(point | found)
-    return points
-
-
-def measure_profile(options: argparse.Namespace, ranks: Ranks, document: Result) -> None:
-    (provider,) = present(LINEAR_PROVIDERS, options.providers or cases.OURS, ranks, document)
-    shapes = options.shape or [cases.PROFILE_SHAPE]
-    (case,) = cases.linear_cases(ranks.size, shapes, options.reduction or "mean")
-    subject = subject_of(case, ranks, options.rounds)
-    run = partial(subject.call, provider, subject.inputs)
-    document["case"] = case._asdict() | {"provider": provider.name}
-    document["ranks"] = ranks.gathered(profiled(run, ranks.timer()))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -154,10 +137,7 @@ def run(options: argparse.Namespace) -> None:
     quiet()
     with joined_ranks() as ranks:
         document: Result = {"host": host_description(), "finished": False}
-        if options.command == "linear" and options.profile:
-            measure_profile(options, ranks, document)
-        else:
-            measure_cases(options, ranks, document)
+        measure_cases(options, ranks, document)
         document["finished"] = True
         if ranks.is_first:
             write_document(document, options.json)

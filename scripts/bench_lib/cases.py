@@ -18,10 +18,9 @@ HIDDEN_SIZE = 4096
 WEIGHT_STD = 0.02
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
-FEWEST_BUFFERS, MOST_BUFFERS = 4, 16
+MOST_BUFFERS, MOST_EAGER_CALLS = 16, 100
 BYTES_IN_ROTATION = 256 * 2**20  # several times the L2 cache of any GPU here
-HUGE_BYTES = 2 * 2**30  # from this shard size on, two buffers and fewer rounds are enough
-FLOPS_PER_MILLISECOND = 7e11  # of a bf16 matmul on an H200: only decides how often a case runs
+HUGE_BYTES = 2 * 2**30  # from this shard size on, two buffers are enough
 
 
 class Effort(NamedTuple):
@@ -56,12 +55,12 @@ class LogitsCase(NamedTuple):
     def effort(self, rounds: int) -> Effort:
         """Use enough buffers that no call finds its logits in the L2 cache."""
         shard_bytes = self.rows * self.columns * getattr(torch, self.dtype).itemsize
-        if shard_bytes >= HUGE_BYTES:
-            return Effort(2, min(rounds, max(3, rounds // 3)), 4, min(rounds, 3))
-        buffers = min(MOST_BUFFERS, max(FEWEST_BUFFERS, math.ceil(BYTES_IN_ROTATION / shard_bytes)))
+        fewest = 2 if shard_bytes >= HUGE_BYTES else 4
+        buffers = min(MOST_BUFFERS, max(fewest, math.ceil(BYTES_IN_ROTATION / shard_bytes)))
         # Small shards wait for the host: with enough calls the last one's device time hardly counts.
-        eager_calls = max(20, buffers, min(100, HUGE_BYTES // shard_bytes))
-        return Effort(buffers, rounds, eager_calls, min(rounds, 5))
+        eager_calls = max(20, buffers, min(MOST_EAGER_CALLS, HUGE_BYTES // shard_bytes))
+        # What an option costs the host is not asked.
+        return Effort(buffers, rounds, 0 if self.reduction == OPTIONS else eager_calls, min(rounds, 5))
 
 
 class LinearCase(NamedTuple):
@@ -87,10 +86,7 @@ class LinearCase(NamedTuple):
         return f"{self.reduction} {self.tokens} x {self.vocabulary} x {self.hidden_size}"
 
     def effort(self, rounds: int) -> Effort:
-        """Repeat short cases within a round; measure long ones in fewer rounds."""
-        milliseconds = 6 * self.tokens * self.columns * self.hidden_size / FLOPS_PER_MILLISECOND
-        calls = max(1, min(8, round(20 / milliseconds)))
-        return Effort(calls, rounds if milliseconds <= 50 else min(rounds, max(3, rounds // 3)))
+        return Effort(1, rounds)
 
 
 Case: TypeAlias = LogitsCase | LinearCase

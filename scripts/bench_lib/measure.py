@@ -7,7 +7,7 @@ fields of its results.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -26,7 +26,7 @@ from bench_lib.cases import (
     logits_inputs,
 )
 from bench_lib.providers import Provider, first_line
-from bench_lib.timing import DeviceTimer, Ranks
+from bench_lib.timing import DeviceTimer, Ranks, Run
 
 YARDSTICK = "yardstick"
 WARM_UP_ROUNDS = 2
@@ -79,12 +79,12 @@ class BaseSubject:
 class LogitsSubject(BaseSubject):
     """The loss over logits, beside ``out.copy_(logits)``. Each call of a round has a buffer of its own."""
 
-    def __init__(self, case: LogitsCase, ranks: Ranks, effort: Effort) -> None:
-        super().__init__(ranks, effort)
+    def __init__(self, case: LogitsCase, ranks: Ranks, rounds: int) -> None:
+        super().__init__(ranks, case.effort(rounds))
         self.case: LogitsCase = case
         self.inputs = logits_inputs(case, ranks.rank, ranks.device)
         (self.source,) = self.inputs.tensors
-        self.buffers = [self.source.clone() for _ in range(effort.calls)]
+        self.buffers = [self.source.clone() for _ in range(self.effort.calls)]
         self._right: dict[str, list[Tensor]] = {}
 
     def operands(self, count: int, *, fresh: bool) -> list[Inputs]:
@@ -131,9 +131,8 @@ class LinearSubject(BaseSubject):
     ranks then all-reduce the gradient of hidden. The gradient is the softmax: a GPU multiplies zeros faster.
     """
 
-    @torch.no_grad()
-    def __init__(self, case: LinearCase, ranks: Ranks, effort: Effort) -> None:
-        super().__init__(ranks, effort)
+    def __init__(self, case: LinearCase, ranks: Ranks, rounds: int) -> None:
+        super().__init__(ranks, case.effort(rounds))
         self.case: LinearCase = case
         self.inputs = linear_inputs(case, ranks.rank, ranks.device)
         self._right: list[Tensor] | None = None
@@ -182,6 +181,11 @@ class LinearSubject(BaseSubject):
 Subject: TypeAlias = LogitsSubject | LinearSubject
 
 
+def subject_of(case: Case, ranks: Ranks, rounds: int) -> Subject:
+    kind = LinearSubject if isinstance(case, LinearCase) else LogitsSubject
+    return kind(case, ranks, rounds)  # type: ignore[arg-type]
+
+
 def ratio_numbers(times: Times, name: str, digits: int) -> Result:
     """The median over the rounds of the ratio to the yardstick of the same round, and its range."""
     ratios = [elapsed / other for elapsed, other in zip(times[name], times[YARDSTICK], strict=True)]
@@ -204,15 +208,25 @@ class Calls:
             self._call(operand)
 
 
-def interleaved(
-    names: Sequence[str], timed: Callable[[str], float], rounds: int, warm_up: int = WARM_UP_ROUNDS
-) -> Times:
+class Replay(Calls):
+    """The same calls as CUDA graphs."""
+
+    def __init__(self, subject: Subject, call: Call, count: int, timer: DeviceTimer) -> None:
+        super().__init__(subject, call, count, fresh=False)
+        self.prepare()
+        self._replay = timer.captured(call, self._operands)
+
+    def __call__(self) -> None:
+        self._replay()
+
+
+def interleaved(runs: Mapping[str, Calls], timed: Callable[[str, Run, Run], float], rounds: int) -> Times:
     """Milliseconds of every round; every second round goes the other way, since the GPU's clock drifts."""
-    times: Times = {name: [] for name in names}
-    for index in range(rounds + warm_up):
-        for name in list(names) if index % 2 == 0 else reversed(names):
-            elapsed = timed(name)
-            if index >= warm_up:
+    times: Times = {name: [] for name in runs}
+    for index in range(rounds + WARM_UP_ROUNDS):
+        for name in list(runs) if index % 2 == 0 else reversed(list(runs)):
+            elapsed = timed(name, runs[name], runs[name].prepare)
+            if index >= WARM_UP_ROUNDS:
                 times[name].append(elapsed)
     return times
 
@@ -221,29 +235,29 @@ def measure(
     subject: Subject, providers: Sequence[Provider], timer: DeviceTimer, graphs: str = "none"
 ) -> list[Result]:
     """One result per provider: numbers, or why it was refused. ``graphs``: ours, all or none."""
-    case = subject.case
     torch.compiler.reset()  # a function that was compiled for eight shapes is not compiled for a ninth
     found = {provider.name: attempt(subject, provider, timer) for provider in providers}
     timed = {p.name: p for p in providers if "refused" not in found[p.name]}
-    calls: dict[str, Call] = {name: partial(subject.call, provider) for name, provider in timed.items()}
-    every = {YARDSTICK: subject.yardstick()} | calls
-    runs = {n: Calls(subject, c, subject.effort.calls, fresh=n in calls) for n, c in every.items()}
+    effort, copy = subject.effort, subject.yardstick()
 
-    def queued(name: str) -> float:
-        return timer.queued(name, runs[name], runs[name].prepare)
+    def runs(count: int) -> dict[str, Calls]:
+        calls = {
+            name: Calls(subject, partial(subject.call, p), count, fresh=True) for name, p in timed.items()
+        }
+        return {YARDSTICK: Calls(subject, copy, count, fresh=False)} | calls
 
-    times = interleaved(list(every), queued, subject.effort.rounds)
+    queued = interleaved(runs(effort.calls), timer.queued, effort.rounds)
+    if effort.eager_calls:
+        eager = interleaved(runs(effort.eager_calls), timer.eager, effort.eager_rounds)
     for name, provider in timed.items():
-        found[name] |= subject.numbers(times, name, found[name].pop("memory"))
+        found[name] |= subject.numbers(queued, name, found[name].pop("extra_peak_bytes"))
         found[name] |= {"queued": timer.was_queued(name)}
         found[name] |= {} if provider.gradient is None else {"gradient": provider.gradient}
-    if subject.effort.eager_calls:
-        eager = eager_times(subject, every, set(calls), timer)
-        for name, provider in timed.items():
-            found[name] |= extra_numbers(eager, name, "eager", subject.effort.eager_calls)
+        if effort.eager_calls:
             wanted = graphs == "all" or (graphs == "ours" and provider.is_ours)
-            found[name] |= graph_numbers(subject, provider, every[YARDSTICK], timer, wanted)
-    return [case._asdict() | {"provider": name} | fields for name, fields in found.items()]
+            found[name] |= extra_numbers(eager, name, "eager", effort.eager_calls)
+            found[name] |= graph_numbers(subject, provider, copy, timer, wanted)
+    return [subject.case._asdict() | {"provider": name} | fields for name, fields in found.items()]
 
 
 def attempt(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
@@ -262,15 +276,15 @@ def attempt(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
                 subject.call(provider, inputs)  # compiles whatever it compiles
             run = Calls(subject, partial(subject.call, provider), 1, fresh=True)
             run.prepare()
-            found["memory"] = timer.extra_peak_bytes(run)
+            found["extra_peak_bytes"] = timer.extra_peak_bytes(run)
         except Exception as error:
             reason, cause = reason_of(error), error
     timer.release()
     tried = subject.ranks.gathered((reason, found))
     reason = next((why for why, _ in tried if why is not None), None)
     if reason is None:
-        memory = [fields["memory"] for _, fields in tried]
-        return found | {"memory": None if None in memory else max(memory)}
+        memory = [fields["extra_peak_bytes"] for _, fields in tried]
+        return found | {"extra_peak_bytes": None if None in memory else max(memory)}
     # A named implementation may say that it cannot do a case. Nothing else of this project may fail.
     can_refuse = limit is not None or (not provider.is_default and reason.startswith("ValueError"))
     if provider.is_ours and not can_refuse:
@@ -286,46 +300,28 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def eager_times(subject: Subject, every: dict[str, Call], fresh: set[str], timer: DeviceTimer) -> Times:
-    """Milliseconds of loops of eager calls, host included."""
-    count = subject.effort.eager_calls
-    runs = {name: Calls(subject, call, count, fresh=name in fresh) for name, call in every.items()}
-
-    def timed(name: str) -> float:
-        runs[name].prepare()
-        return timer.eager(runs[name])
-
-    return interleaved(list(every), timed, subject.effort.eager_rounds, warm_up=1)
-
-
 def graph_numbers(
     subject: Subject, provider: Provider, copy: Call, timer: DeviceTimer, wanted: bool
 ) -> Result:
     """Of replays of the captured calls: one provider at a time, since its graphs hold on to memory."""
-    reason = NOT_ASKED_FOR
+    timer.release()
+    count, reason = subject.effort.calls, NOT_ASKED_FOR
 
     def fresh_call(inputs: Inputs) -> None:
         """Logits are made on the stream that captures, where their backward then runs."""
         subject.call(provider, inputs._replace(tensors=(as_produced(inputs.tensors[0]),)))
 
-    if wanted:
-        calls = subject.effort.calls
-        restored = partial(subject.operands, calls, fresh=False)
-        try:
-            steps = {YARDSTICK: copy, provider.name: fresh_call}
-            replays = {name: timer.captured(call, restored()) for name, call in steps.items()}
-        except Exception as error:
-            timer.release()
-            reason = f"{type(error).__name__}: {first_line(error)}"
-        else:
+    def timed(name: str, run: Run, prepare: Run) -> float:
+        return timer.queued(f"graph of {name}", run, prepare)
 
-            def queued(name: str) -> float:
-                return timer.queued(f"graph of {name}", replays[name], restored)
-
-            times = interleaved(list(replays), queued, subject.effort.rounds)
-            replays.clear()
-            timer.release()
-            return extra_numbers(times, provider.name, "graph", calls)
+    try:
+        if wanted:
+            calls: dict[str, Call] = {YARDSTICK: copy, provider.name: fresh_call}
+            replays = {name: Replay(subject, call, count, timer) for name, call in calls.items()}
+            times = interleaved(replays, timed, subject.effort.rounds)
+            return extra_numbers(times, provider.name, "graph", count)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
     return {"microseconds_graph": None, "ratio_graph": None, "graph_error": reason}
 
 

@@ -46,8 +46,10 @@ def draw(documents: dict[str, Document], path: Path) -> None:
         axes.bar_label(drawn, [shown("ratio", ratio) for ratio in bars.values()], padding=3, fontsize=8)
         axes.axvline(LIMITS[case.reduction], color="black", linewidth=0.8, linestyle="--")
         axes.set_xlim(0, LONGEST_BAR * 1.15)
-        axes.set_title(f"{case}, {gpus(case.ranks)}", fontsize=10)
+        axes.set_title(f"{case}, {gpus(case.ranks)}", fontsize=9)
         axes.tick_params(labelsize=8)
-        axes.set_xlabel("time / copy (dashed: fewest reads and writes)", fontsize=8)
+    figure.supxlabel(
+        "time over that of a copy of the logits; dashed: the fewest reads and writes", fontsize=9
+    )
     figure.savefig(path, dpi=100, metadata={"Source": digest(documents)})
     pyplot.close(figure)

@@ -5,18 +5,12 @@ Providers are compared at the decimals that a table shows; a target is compared 
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bench_lib.cases import (
-    IN_FORWARD,
-    LINEAR_TARGETS,
-    LOGITS_TARGETS,
-    OURS,
-    Case,
-    LogitsCase,
-)
+from bench_lib.cases import IN_FORWARD, LINEAR_TARGETS, LOGITS_TARGETS, OURS, Case, LogitsCase
 from bench_lib.documents import (
     ROOT,
     Document,
@@ -74,7 +68,8 @@ def gpus(count: int) -> str:
 
 def one_line(reason: str) -> str:
     """An error's text as one line of code, which then holds no Markdown of its own."""
-    text = " ".join(reason.encode("ascii", "replace").decode().replace("`", "'").replace("|", "/").split())
+    text = re.sub(r"\x1b\[[0-9;]*m", "", reason).encode("ascii", "replace").decode()
+    text = " ".join(text.replace("`", "'").replace("|", "/").split())
     return f"`{text if len(text) <= 160 else text[:160] + '...'}`"
 
 
@@ -108,7 +103,7 @@ def providers_of(cases: dict[Any, dict[str, Result]]) -> list[str]:
 
     def order(name: str) -> tuple[bool, bool, float]:
         ratios = [number(results.get(name), "ratio") for results in cases.values()]
-        return name != OURS, not is_ours(name), statistics.mean([r for r in ratios if r] or [1e9])
+        return name != OURS, not is_ours(name), statistics.median([r for r in ratios if r] or [1e9])
 
     return sorted({name for results in cases.values() for name in results}, key=order)
 
@@ -117,6 +112,8 @@ def notes(document: Document) -> str:
     """Who waits for the device, who was refused and why, and who is absent."""
     found: dict[str, dict[str, None]] = {}
     for result in document["results"]:
+        if result["provider"] == IN_FORWARD and result["reduction"] == "none":
+            continue  # the page says so once
         if not is_timed(result):
             reason = result.get("refused") or result["wrong"]
             found.setdefault(f"refused in some or all cases: {one_line(reason)}", {})[result["provider"]] = (
@@ -215,8 +212,8 @@ def options_part(documents: Sequence[Document]) -> str:
     for name in names:
         plain = "none" if name.startswith(("none", "token")) else "mean"
         cells = [option_cell(results.get(name), results.get(plain)) for results in columns.values()]
-        memory = max(r[name]["extra_peak_bytes_per_row"] for r in columns.values() if name in r)
-        rows.append([name, *cells, f"{memory:.1f}"])
+        first = next(results[name] for results in columns.values() if name in results)
+        rows.append([name, *cells, f"{first['extra_peak_bytes_per_row']:.1f}"])
     hosts = "\n".join(f"- {host_line(document)}" for document in documents)
     return f"{hosts}\n\n{table(['call', *columns, 'extra B/row'], rows)}"
 
@@ -236,7 +233,6 @@ def linear_part(document: Document) -> str:
         numbers = [
             f"{ours['ratio']:.3f}",
             f"{ours['milliseconds']:.2f}",
-            f"{ours['teraflops_per_second']:.0f}",
         ]
         best = (
             f"{other[0]} {other[1]:.3f}, {gib(results[other[0]]['extra_peak_bytes'])} GiB" if other else "-"

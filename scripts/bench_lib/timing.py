@@ -61,8 +61,9 @@ class DeviceTimer:
     def was_queued(self, name: str) -> bool:
         return name not in self._not_queued
 
-    def eager(self, run: Run) -> float:
+    def eager(self, name: str, run: Run, prepare: Run = nothing) -> float:
         """Milliseconds from the first call's start on the host to the last call's end on the device."""
+        prepare()
         collects = gc.isenabled()
         gc.disable()
         try:
