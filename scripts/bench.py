@@ -38,17 +38,13 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     measured = argparse.ArgumentParser(add_help=False)
     measured.add_argument("--shape", action="append", metavar="RxC", help="instead of the table's")
-    measured.add_argument(
-        "--providers", metavar="NAMES", help="comma-separated; all stands for the default ones"
-    )
+    measured.add_argument("--providers", metavar="NAMES", help="comma-separated; all: the default ones")
     measured.add_argument("--rounds", type=int, default=15, help="timed rounds of each case")
     measured.add_argument("--json", type=Path, metavar="PATH", help="write the document here")
-    table = commands.add_parser(
-        "table", parents=[measured], help="the loss over logits; C: one rank's columns"
-    )
+    table = commands.add_parser("table", parents=[measured], help="the loss over logits; C: a rank's columns")
     table.add_argument("--sweep", choices=cases.SWEEPS)
     table.add_argument("--graphs", choices=("ours", "all"), default="ours", help="whose CUDA graphs to time")
-    options = commands.add_parser("options", parents=[measured], help="each option; C: one rank's columns")
+    options = commands.add_parser("options", parents=[measured], help="each option; C: a rank's columns")
     options.add_argument("--baseline", type=Path, metavar="DIR", help="another checkout of this project")
     linear = commands.add_parser("linear", parents=[measured], help="shapes TOKENSxVOCABULARY[xHIDDEN]")
     what = linear.add_mutually_exclusive_group()
@@ -84,42 +80,33 @@ def present(known: Sequence[Provider], names: str | None, ranks: Ranks, document
     return found
 
 
-def setting(
-    options: argparse.Namespace, size: int
-) -> tuple[Sequence[Provider], str | None, list[cases.Case]]:
-    """The command's providers, the names of the wanted ones, and its cases."""
-    shapes, names = options.shape, options.providers
+def setting(options: argparse.Namespace, size: int) -> tuple[Sequence[Provider], Sequence[cases.Case]]:
+    """The command's providers and cases."""
+    shapes = options.shape
     if options.command == "table":
-        found = cases.logits_cases(size, shapes, options.sweep, options.reduction)
-        return LOGITS_PROVIDERS, names, [*found]
+        return LOGITS_PROVIDERS, cases.logits_cases(size, shapes, options.sweep, options.reduction)
     if options.command == "options":
         shapes = shapes or (cases.OPTIONS_SHAPES if size == 1 else [f"4096x{128256 // size}"])
-        return (
-            option_providers(options.baseline),
-            names,
-            [*cases.logits_cases(size, shapes, None, cases.OPTIONS)],
-        )
-    if options.memory_curve:
-        names, shapes = names or MEMORY_PROVIDERS, shapes or cases.MEMORY_SHAPES
-    if options.profile:
-        names, shapes = names or cases.OURS, shapes or [cases.PROFILE_SHAPE]
-    reduction = options.reduction or ("mean" if options.memory_curve or options.profile else None)
-    return LINEAR_PROVIDERS, names, [*cases.linear_cases(size, shapes, reduction)]
+        return option_providers(options.baseline), cases.logits_cases(size, shapes, None, cases.OPTIONS)
+    if options.memory_curve or options.profile:
+        options.providers = options.providers or (cases.OURS if options.profile else MEMORY_PROVIDERS)
+        options.reduction = options.reduction or "mean"
+        shapes = shapes or (cases.MEMORY_SHAPES if options.memory_curve else [cases.PROFILE_SHAPE])
+    return LINEAR_PROVIDERS, cases.linear_cases(size, shapes, options.reduction)
 
 
 def measure_cases(options: argparse.Namespace, ranks: Ranks, document: Result) -> None:
     """Fill the document case by case, and write it after each."""
-    known, names, found = setting(options, ranks.size)
+    known, found = setting(options, ranks.size)
     if not found:
         raise SystemExit(f"bench: no case of this reduction for {ranks.size} ranks: pass --shape")
-    providers, timer = present(known, names, ranks, document), ranks.timer()
+    providers, timer = present(known, options.providers, ranks, document), ranks.timer()
     for case in tqdm(found, unit="case", disable=not ranks.is_first):
         subject = subject_of(case, ranks, options.rounds)
         if getattr(options, "profile", False):
             document["case"] = case._asdict() | {"provider": providers[0].name}
-            document["ranks"] = ranks.gathered(
-                profiled(partial(subject.call, providers[0], subject.inputs), timer)
-            )
+            step = partial(subject.call, providers[0], subject.inputs)
+            document["ranks"] = ranks.gathered(profiled(step, timer))
         elif getattr(options, "memory_curve", False):
             for provider in providers:
                 point = case._asdict() | {"provider": provider.name, "gradient_bytes": case.gradient_bytes}

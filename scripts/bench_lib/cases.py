@@ -45,10 +45,6 @@ class LogitsCase(NamedTuple):
     def vocabulary(self) -> int:
         return self.columns * self.ranks
 
-    @property
-    def tokens(self) -> int:
-        return self.rows
-
     def __str__(self) -> str:
         return f"{self.reduction} {self.rows} x {self.vocabulary} {SHORT_DTYPES[self.dtype]}"
 

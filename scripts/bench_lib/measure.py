@@ -7,7 +7,7 @@ fields of its results.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -16,15 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench_lib import oracle
-from bench_lib.cases import (
-    Case,
-    Effort,
-    Inputs,
-    LinearCase,
-    LogitsCase,
-    linear_inputs,
-    logits_inputs,
-)
+from bench_lib.cases import Case, Effort, Inputs, LinearCase, LogitsCase, linear_inputs, logits_inputs
 from bench_lib.providers import Provider, first_line
 from bench_lib.timing import DeviceTimer, Ranks, Run
 
@@ -34,6 +26,7 @@ NOT_ASKED_FOR = "not asked for"
 Result: TypeAlias = dict[str, Any]
 Times: TypeAlias = dict[str, list[float]]
 Call: TypeAlias = Callable[[Inputs], object]
+Runs: TypeAlias = dict[str, tuple[Run, Run]]  # what is timed, and what prepares it
 
 
 class _Head(torch.autograd.Function):
@@ -102,7 +95,8 @@ class LogitsSubject(BaseSubject):
 
     def check(self, provider: Provider) -> Result:
         """Of the first rows."""
-        options = provider.options or {"reduction": provider.checked_as or self.case.reduction}
+        plain = {"reduction": provider.checked_as or self.case.reduction}
+        options = plain if provider.options is None else provider.options
         shard = self.source[: oracle.CHECKED_ROWS].clone()
         labels = self.inputs.labels[: oracle.CHECKED_ROWS]
         key = repr(options)
@@ -208,24 +202,12 @@ class Calls:
             self._call(operand)
 
 
-class Replay(Calls):
-    """The same calls as CUDA graphs."""
-
-    def __init__(self, subject: Subject, call: Call, count: int, timer: DeviceTimer) -> None:
-        super().__init__(subject, call, count, fresh=False)
-        self.prepare()
-        self._replay = timer.captured(call, self._operands)
-
-    def __call__(self) -> None:
-        self._replay()
-
-
-def interleaved(runs: Mapping[str, Calls], timed: Callable[[str, Run, Run], float], rounds: int) -> Times:
+def interleaved(runs: Runs, timed: Callable[[str, Run, Run], float], rounds: int) -> Times:
     """Milliseconds of every round; every second round goes the other way, since the GPU's clock drifts."""
     times: Times = {name: [] for name in runs}
     for index in range(rounds + WARM_UP_ROUNDS):
         for name in list(runs) if index % 2 == 0 else reversed(list(runs)):
-            elapsed = timed(name, runs[name], runs[name].prepare)
+            elapsed = timed(name, *runs[name])
             if index >= WARM_UP_ROUNDS:
                 times[name].append(elapsed)
     return times
@@ -240,11 +222,10 @@ def measure(
     timed = {p.name: p for p in providers if "refused" not in found[p.name]}
     effort, copy = subject.effort, subject.yardstick()
 
-    def runs(count: int) -> dict[str, Calls]:
-        calls = {
-            name: Calls(subject, partial(subject.call, p), count, fresh=True) for name, p in timed.items()
-        }
-        return {YARDSTICK: Calls(subject, copy, count, fresh=False)} | calls
+    def runs(count: int) -> Runs:
+        calls = {YARDSTICK: Calls(subject, copy, count, fresh=False)}
+        calls |= {n: Calls(subject, partial(subject.call, p), count, fresh=True) for n, p in timed.items()}
+        return {name: (run, run.prepare) for name, run in calls.items()}
 
     queued = interleaved(runs(effort.calls), timer.queued, effort.rounds)
     if effort.eager_calls:
@@ -317,8 +298,9 @@ def graph_numbers(
     try:
         if wanted:
             calls: dict[str, Call] = {YARDSTICK: copy, provider.name: fresh_call}
-            replays = {name: Replay(subject, call, count, timer) for name, call in calls.items()}
-            times = interleaved(replays, timed, subject.effort.rounds)
+            restored = partial(subject.operands, count, fresh=False)
+            replays = {name: (timer.captured(call, restored()), restored) for name, call in calls.items()}
+            times = interleaved({**replays}, timed, subject.effort.rounds)
             return extra_numbers(times, provider.name, "graph", count)
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"

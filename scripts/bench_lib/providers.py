@@ -61,8 +61,8 @@ class Provider:
 
     ``loss_from`` makes the loss from the imported ``module``; if ``is_step``, it makes the whole step.
     A case is refused with the reason ``unless`` if ``only`` is false for it. ``checked_as`` is the reduction
-    whose gradient is returned, if not the one asked for. ``gradient`` says when this project writes the
-    gradient. ``options`` are those of the loss that the check needs.
+    whose gradient is returned, if not the one asked for. ``gradient`` says when this project writes it.
+    ``options`` are those that the check needs, if the loss has others than the reduction.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Provider:
     unless: str = ""
     checked_as: str | None = None
     gradient: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] | None = None
     _loaded: list[Step] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -282,6 +282,7 @@ def _cut(name: str, **options: Any) -> Provider:
 
 
 FLASH, LIGER = "flash_attn.ops.triton.cross_entropy", "liger_kernel.transformers"
+MEGATRON, LOSS_PARALLEL = "megatron.core.fusions.fused_cross_entropy", "torch.distributed.tensor.parallel"
 _linear = functools.partial(Provider, module=OURS, distribution="vocab-parallel-ce")
 _torch = functools.partial(Provider, module="torch.nn", distribution="torch", of_several=False)
 _quacks = functools.partial(Provider, distribution="quack-kernels", of_several=False)
@@ -294,14 +295,7 @@ LOGITS_PROVIDERS: tuple[Provider, ...] = (
     _torch("torch eager", lambda m: _eager),
     # Without dynamic=False a second shape gets kernels for any number of rows.
     _torch("torch.compile", lambda m: torch.compile(_eager, dynamic=False)),
-    Provider(
-        "loss_parallel",
-        _loss_parallel,
-        "torch.distributed.tensor.parallel",
-        "torch",
-        of_one_rank=False,
-        is_step=True,
-    ),
+    Provider("loss_parallel", _loss_parallel, LOSS_PARALLEL, "torch", of_one_rank=False, is_step=True),
     Provider("liger-kernel", _liger, LIGER, "liger-kernel"),
     _quack("quack-kernels", True),
     _quack("quack-kernels (out of place)", False),
@@ -316,15 +310,7 @@ LOGITS_PROVIDERS: tuple[Provider, ...] = (
     ),
     Provider("flash-attn", _flash, FLASH, "flash-attn"),
     # Before transformer-engine: it looks for that when it is imported.
-    Provider(
-        "megatron-core",
-        _megatron,
-        "megatron.core.fusions.fused_cross_entropy",
-        "megatron-core",
-        of_one_rank=False,
-        only=lambda case: case.dtype == "bfloat16",
-        unless="its gradient is bfloat16, and forward overwrites fp32 logits",
-    ),
+    Provider("megatron-core", _megatron, MEGATRON, "megatron-core", of_one_rank=False),
     _engine("transformer-engine"),
     _engine("transformer-engine (overwrite)", overwrite_input=True),
 )

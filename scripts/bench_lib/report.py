@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bench_lib.cases import IN_FORWARD, LINEAR_TARGETS, LOGITS_TARGETS, OURS, Case, LogitsCase
+from bench_lib.cases import IN_FORWARD, LINEAR_TARGETS, LOGITS_TARGETS, OPTIONS, OURS, Case, LogitsCase
 from bench_lib.documents import (
     ROOT,
     Document,
@@ -34,6 +34,7 @@ UNITS = {
     "microseconds_graph": "us in a CUDA graph",
     "gib_over_fp32_weight_gradient": "GiB over an fp32 gradient of the weight",
 }
+SHOWN = ("ratio", "microseconds", "microseconds_eager", "microseconds_graph")
 README_CASES = (
     (LogitsCase("mean", 4096, 128256, 1), OURS),
     (LogitsCase("mean", 4096, 128256, 1), IN_FORWARD),
@@ -110,39 +111,30 @@ def providers_of(cases: dict[Any, dict[str, Result]]) -> list[str]:
 
 def notes(document: Document) -> str:
     """Who waits for the device, who was refused and why, and who is absent."""
-    found: dict[str, dict[str, None]] = {}
+    said = [(f"absent: {one_line(reason)}", name) for name, reason in document["absent"].items()]
     for result in document["results"]:
-        if result["provider"] == IN_FORWARD and result["reduction"] == "none":
-            continue  # the page says so once
-        if not is_timed(result):
-            reason = result.get("refused") or result["wrong"]
-            found.setdefault(f"refused in some or all cases: {one_line(reason)}", {})[result["provider"]] = (
-                None
-            )
-        elif not result["queued"]:
-            found.setdefault("waits for the device, so its time includes the host's", {})[
-                result["provider"]
-            ] = None
-    for name, reason in document["absent"].items():
-        found.setdefault(f"absent: {one_line(reason)}", {})[name] = None
-    return "\n".join(f"- {', '.join(names)}: {text}." for text, names in found.items())
+        name = result["provider"]
+        if not is_timed(result) and (name, result["reduction"]) != (IN_FORWARD, "none"):  # the page says that
+            said.append((f"refused in some or all cases: {one_line(result['refused'])}", name))
+        elif not result.get("queued", True):
+            said.append(("waits for the device, so its time includes the host's", name))
+    names: dict[str, dict[str, None]] = {}
+    for text, name in said:
+        names.setdefault(text, {})[name] = None
+    return "\n".join(f"- {', '.join(found)}: {text}." for text, found in names.items())
 
 
-def provider_table(cases: dict[Case, dict[str, Result]], cell: Any, title: str, first: str) -> str:
-    """One row per case and one column per provider; the fastest is bold."""
+def provider_table(cases: dict[Case, dict[str, Result]], title: str, first: str, cell: Any = None) -> str:
+    """One row per case and one column per provider; the fastest is bold. The ratio is the default cell."""
     names = [n for n in providers_of(cases) if any(is_timed(r.get(n)) for r in cases.values())]
     rows = []
     for case, results in cases.items():
         ratios = {name: shown("ratio", number(results[name], "ratio")) for name in names}
         best = min((float(ratio) for ratio in ratios.values() if ratio != "-"), default=None)
-        cells = [cell(results[name]) if is_timed(results[name]) else "-" for name in names]
+        cells = [cell(results[n]) if cell and ratios[n] != "-" else ratios[n] for n in names]
         fastest = [ratios[name] != "-" and float(ratios[name]) == best for name in names]
         rows.append([str(case), *(f"**{c}**" if f else c for c, f in zip(cells, fastest, strict=True))])
     return f"{title}\n\n{table([first, *names], rows)}"
-
-
-def ratio_cell(result: Result) -> str:
-    return shown("ratio", result["ratio"])
 
 
 def faster_elsewhere(cases: dict[Case, dict[str, Result]]) -> str:
@@ -171,20 +163,16 @@ def logits_part(document: Document) -> str:
             if result is None or not is_timed(result):
                 continue
             other = best_other(results, "ratio")
-            numbers = [
-                shown(m, result[m])
-                for m in ("ratio", "microseconds", "microseconds_eager", "microseconds_graph")
-            ]
+            numbers = [shown(metric, result[metric]) for metric in SHOWN]
             spreads.append((result["ratio_spread"][1] - result["ratio_spread"][0]) / result["ratio"])
-            name = str(case) + ", in_forward" * (provider == IN_FORWARD)
+            numbers.append(f"{result['extra_peak_bytes_per_row']:.1f}")
             best = f"{other[0]} {shown('ratio', other[1])}" if other else "-"
-            memory = f"{result['extra_peak_bytes_per_row']:.1f}"
-            rows.append([name, *numbers, memory, best])
+            rows.append([str(case) + ", in_forward" * (provider == IN_FORWARD), *numbers, best])
     header = ["tokens x vocabulary", "time / copy", "us", "eager us", "CUDA graph us", "extra B/row"]
     parts = [
         f"{host_line(document)} This project's ratios vary by {100 * max(spreads):.1f} % or less.",
         table([*header, "best other"], rows),
-        provider_table(cases, ratio_cell, "All providers, time / copy:", "tokens x vocabulary"),
+        provider_table(cases, "All providers, time / copy:", "tokens x vocabulary"),
         faster_elsewhere(cases),
         notes(document),
     ]
@@ -192,13 +180,9 @@ def logits_part(document: Document) -> str:
 
 
 def sweep_part(document: Document) -> str:
-    """One table of all providers, and who is faster where."""
-    cases = results_by_case(document)
     title = f"{host_line(document)} Time / copy:"
-    every = provider_table(cases, ratio_cell, title, "tokens x vocabulary")
-    is_earlier = not any("gradient" in result for result in document["results"])
-    said = "In this run the default wrote a mean's gradient in forward, as `in_forward` does today."
-    return "\n\n".join(filter(None, [every, said if is_earlier else "", notes(document)]))
+    every = provider_table(results_by_case(document), title, "tokens x vocabulary")
+    return f"{every}\n\n{notes(document)}"
 
 
 def options_part(documents: Sequence[Document]) -> str:
@@ -206,63 +190,45 @@ def options_part(documents: Sequence[Document]) -> str:
     columns: dict[str, dict[str, Result]] = {}
     for document in documents:
         for case, results in results_by_case(document).items():
-            columns[f"{case.tokens} x {case.vocabulary}, {gpus(case.ranks)}"] = results
+            columns[f"{str(case).removeprefix(OPTIONS)}, {gpus(case.ranks)}".strip()] = results
     names = list(dict.fromkeys(name for results in columns.values() for name in results))
     rows = []
     for name in names:
         plain = "none" if name.startswith(("none", "token")) else "mean"
-        cells = [option_cell(results.get(name), results.get(plain)) for results in columns.values()]
-        first = next(results[name] for results in columns.values() if name in results)
-        rows.append([name, *cells, f"{first['extra_peak_bytes_per_row']:.1f}"])
+        found = [(results.get(name), results[plain]["ratio"]) for results in columns.values()]
+        cells = [f"{r['ratio']:.2f} ({r['ratio'] / without:.2f})" if r else "-" for r, without in found]
+        memory = next(r["extra_peak_bytes_per_row"] for r, _ in found if r)
+        rows.append([name, *cells, f"{memory:.1f}"])
     hosts = "\n".join(f"- {host_line(document)}" for document in documents)
     return f"{hosts}\n\n{table(['call', *columns, 'extra B/row'], rows)}"
 
 
-def option_cell(result: Result | None, plain: Result | None) -> str:
-    if result is None or plain is None:
-        return "-"
-    return f"{result['ratio']:.2f} ({result['ratio'] / plain['ratio']:.2f})"
-
-
 def linear_part(document: Document) -> str:
-    """This project's numbers against the targets, then every provider's."""
-    cases = results_by_case(document)
-    rows = []
-    for case, results in cases.items():
-        ours, other = results[OURS], best_other(results, "ratio")
-        numbers = [
-            f"{ours['ratio']:.3f}",
-            f"{ours['milliseconds']:.2f}",
-        ]
-        best = (
-            f"{other[0]} {other[1]:.3f}, {gib(results[other[0]]['extra_peak_bytes'])} GiB" if other else "-"
-        )
-        rows.append([str(case), *numbers, gib(ours["extra_peak_bytes"]), best])
-    header = ["case", "time / matmuls", "ms", "extra GiB", "best other"]
+    """This project's numbers, then every provider's."""
 
     def cell(result: Result) -> str:
         return f"{result['ratio']:.3f}, {gib(result['extra_peak_bytes'])}"
 
-    every = provider_table(cases, cell, "All providers, time / matmuls and extra GiB:", "case")
-    parts = [host_line(document), table(header, rows), every, notes(document)]
-    return "\n\n".join(filter(None, parts))
+    cases, rows = results_by_case(document), []
+    for case, results in cases.items():
+        ours, other = results[OURS], best_other(results, "ratio")
+        numbers = [f"{ours['ratio']:.3f}", f"{ours['milliseconds']:.2f}", gib(ours["extra_peak_bytes"])]
+        rows.append([str(case), *numbers, f"{other[0]} {cell(results[other[0]])} GiB" if other else "-"])
+    header = ["case", "time / matmuls", "ms", "extra GiB", "best other"]
+    every = provider_table(cases, "All providers, time / matmuls and extra GiB:", "case", cell)
+    return "\n\n".join([host_line(document), table(header, rows), every, notes(document)])
 
 
 def memory_part(document: Document) -> str:
     """Extra peak memory in GiB, one row per number of tokens."""
     points = document["points"]
-    cases: dict[Case, dict[str, Result]] = {}
-    for point in points:
-        cases.setdefault(case_of(point), {})[point["provider"]] = point
     names = list(dict.fromkeys(point["provider"] for point in points))
     rows = []
-    for case, results in cases.items():
+    for case, results in results_by_case({"results": points}).items():
         cells = [gib(results[n]["extra_peak_bytes"]) if is_timed(results[n]) else "-" for n in names]
         rows.append([str(case), gib(next(iter(results.values()))["gradient_bytes"]), *cells])
-    refused = {p["provider"]: p["refused"] for p in points if not is_timed(p)}
-    text = "\n".join(f"- Refused: {name}: {one_line(reason)}." for name, reason in refused.items())
     every = table(["extra GiB", "both gradients alone", *names], rows)
-    return "\n\n".join(filter(None, [host_line(document), every, text]))
+    return "\n\n".join(filter(None, [host_line(document), every, notes(document | {"results": points})]))
 
 
 def profile_part(document: Document) -> str:
@@ -288,7 +254,7 @@ def targets_part(documents: dict[str, Document]) -> str:
             in_forward = kind == "table" and case.reduction == "mean"
             for metric, bound in bounds.items():
                 value = number(results.get(IN_FORWARD if in_forward else OURS), metric)
-                met = "met" if value is not None and value <= bound else "**missed**"
+                met = "not measured" if value is None else "met" if value <= bound else "**missed**"
                 label = UNITS[metric].replace("copy", "matmuls" if kind == "linear_table" else "copy")
                 measured = "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
                 case_text = f"{case}, {gpus(case.ranks)}" + ", in_forward" * in_forward
