@@ -162,8 +162,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.command == "report":
         return report_command(options)
     if options.command == "compare":
-        old, new = (json.loads(path.read_text(encoding="utf-8")) for path in options.documents)
-        print(report.compared(old, new))
+        print(report.compared(*(json.loads(path.read_text(encoding="utf-8")) for path in options.documents)))
         return 0
     run(options)
     return 0

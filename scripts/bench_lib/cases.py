@@ -86,10 +86,9 @@ class LinearCase(NamedTuple):
 
 
 Case: TypeAlias = LogitsCase | LinearCase
-Bounds: TypeAlias = dict[str, float]
 # The table's cases, and what the fields of their results must not exceed. A mean's bounds are those of the
 # provider IN_FORWARD. The columns are one rank's.
-LOGITS_TARGETS: dict[LogitsCase, Bounds] = {
+LOGITS_TARGETS: dict[LogitsCase, dict[str, float]] = {
     LogitsCase("mean", 8192, 32064, 1): {"ratio": 1.25},
     LogitsCase("none", 8192, 32064, 1): {"ratio": 1.58},
     LogitsCase("mean", 4096, 128256, 1): {"ratio": 1.40},
@@ -109,7 +108,7 @@ LOGITS_TARGETS: dict[LogitsCase, Bounds] = {
     LogitsCase("none", 1024, 8000, 4): {},
 }
 # Here the second field is peak memory beyond an fp32 gradient of the weight.
-LINEAR_TARGETS: dict[LinearCase, Bounds] = {
+LINEAR_TARGETS: dict[LinearCase, dict[str, float]] = {
     LinearCase("mean", 4096, 128256, 4096, 1): {"ratio": 1.06, "gib_over_fp32_weight_gradient": 1.06},
     LinearCase("mean", 16384, 32064, 4096, 1): {"ratio": 1.07, "gib_over_fp32_weight_gradient": 0.50},
     LinearCase("mean", 32768, 128256, 4096, 1): {},

@@ -23,10 +23,8 @@ Result: TypeAlias = dict[str, Any]
 
 def host_description() -> dict[str, Any]:
     """The machine, the versions and the commit; ``VPCE_COMMIT`` names it if there is no git history."""
-    git = ["git", "rev-parse", "HEAD"]
-    commit = os.environ.get("VPCE_COMMIT")
-    if not commit:
-        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = os.environ.get("VPCE_COMMIT") or git.stdout.strip()
     try:
         import triton
     except ImportError:

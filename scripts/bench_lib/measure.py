@@ -22,7 +22,6 @@ from bench_lib.timing import DeviceTimer, Ranks, Run
 
 YARDSTICK = "yardstick"
 WARM_UP_ROUNDS = 2
-NOT_ASKED_FOR = "not asked for"
 Result: TypeAlias = dict[str, Any]
 Times: TypeAlias = dict[str, list[float]]
 Call: TypeAlias = Callable[[Inputs], object]
@@ -286,7 +285,7 @@ def graph_numbers(
 ) -> Result:
     """Of replays of the captured calls: one provider at a time, since its graphs hold on to memory."""
     timer.release()
-    count, reason = subject.effort.calls, NOT_ASKED_FOR
+    count, reason = subject.effort.calls, "not asked for"
 
     def fresh_call(inputs: Inputs) -> None:
         """Logits are made on the stream that captures, where their backward then runs."""

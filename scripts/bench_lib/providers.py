@@ -62,7 +62,7 @@ class Provider:
     ``loss_from`` makes the loss from the imported ``module``; if ``is_step``, it makes the whole step.
     A case is refused with the reason ``unless`` if ``only`` is false for it. ``checked_as`` is the reduction
     whose gradient is returned, if not the one asked for. ``gradient`` says when this project writes it.
-    ``options`` are those that the check needs, if the loss has others than the reduction.
+    ``options`` are those that the check needs beside the reduction.
     """
 
     name: str

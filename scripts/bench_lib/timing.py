@@ -166,9 +166,6 @@ class CpuTimer(DeviceTimer):
         run()
         return None
 
-    def release(self) -> None:
-        gc.collect()
-
     def _synchronize(self) -> None: ...
 
     def _time(self, run: Run, sleep_seconds: float) -> tuple[float, float]:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch.nn import functional
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -75,20 +74,9 @@ def eager(logits, labels, reduction, group):
     return functional.cross_entropy(logits, labels, reduction=reduction)
 
 
-class Scaled(torch.autograd.Function):
-    """The identity, whose gradient is 1.05 times too large."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 1.05 * grad
-
-
 def wrong(logits, labels, reduction, group):
-    return eager(Scaled.apply(logits), labels, reduction, group)
+    """The right loss, and 1.05 times its gradient."""
+    return eager(1.05 * logits - 0.05 * logits.detach(), labels, reduction, group)
 
 
 def result(provider, ratio, case=LOGITS, **changes):

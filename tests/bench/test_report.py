@@ -35,7 +35,6 @@ def both_ways():
 
 def test_the_part_of_one_number_of_gpus():
     text = report.logits_part(both_ways())
-    assert text.startswith("1 x Imaginary GPU; torch 2.11.0, Triton 3.6.0, CUDA 13.0, Python 3.12.3;")
     assert "quack-kernels 0.6.5; commit 0123456789ab. This project's ratios vary by 0.0 % or less." in text
     own = """
 | mean 8192 x 32064 bf16 | 1.57 | 62.8 | 78.5 | 64.4 | 16.2 | quack-kernels 1.31 |
@@ -59,12 +58,6 @@ def test_the_part_of_one_number_of_gpus():
     assert "- flash-attn: absent: `not installed: No module named 'flash_attn'`." in text
 
 
-def test_equals_at_the_shown_decimals_are_not_faster():
-    one = document(result(OURS, 1.304, MEAN), result("quack-kernels", 1.296, MEAN, microseconds_eager=99.0))
-    assert "No other provider is faster in any of these cases" in report.logits_part(one)
-    assert "**1.30** | **1.30** |" in report.logits_part(one)
-
-
 def test_targets_are_compared_with_the_number_itself_and_a_means_with_in_forward():
     linear = cases.LinearCase("mean", 16384, 32064, 4096, 1)
     found = {"bench_table_1gpu.json": both_ways()}
@@ -76,10 +69,10 @@ def test_targets_are_compared_with_the_number_itself_and_a_means_with_in_forward
     # 2 GiB of memory, of which 0.489 are the fp32 gradient.
     assert "| <= 0.5 GiB over an fp32 gradient of the weight | 1.511 | **missed** |" in text
     assert text.startswith("1 of 25 targets are met.")
-    assert "| none 16384 x 128256 bf16, 4 GPUs | <= 1.65 x copy | - | **missed** |" in text
+    assert "| none 16384 x 128256 bf16, 4 GPUs | <= 1.65 x copy | - | not measured |" in text
 
 
-def test_the_parts_of_options_the_linear_loss_memory_and_the_profile():
+def test_the_parts_of_options_the_linear_loss_and_memory():
     case = cases.LogitsCase(cases.OPTIONS, 4096, 1000, 1)
     calls = document(result("mean", 1.6, case), result("mean, softcap", 2.8, case))
     text = report.options_part([calls])
@@ -88,16 +81,11 @@ def test_the_parts_of_options_the_linear_loss_memory_and_the_profile():
     text = report.linear_part(linear)
     assert "| mean 48 x 64 x 32 | 1.034 | 20.68 | 2.00 | liger-kernel 2.833, 2.00 GiB |" in text
     assert "| mean 48 x 64 x 32 | **1.034, 2.00** | 2.833, 2.00 |" in text
-    points = [
-        LINEAR._asdict() | {"provider": OURS, "gradient_bytes": 2**29, "extra_peak_bytes": 2**30},
-        LINEAR._asdict() | {"provider": "torch eager", "gradient_bytes": 2**29, "refused": "out of memory"},
-    ]
+    point = LINEAR._asdict() | {"gradient_bytes": 2**29}
+    points = [point | {"provider": OURS, "extra_peak_bytes": 2**30}]
+    points.append(point | {"provider": "torch eager", "refused": "out of memory"})
     text = report.memory_part(document() | {"points": points})
-    assert "| mean 48 x 64 x 32 | 0.50 | 1.00 | - |" in text and "torch eager: `out of memory`" in text
-    summary = dict.fromkeys(("step", "nccl", "nccl_overlapped", "nccl_exposed", "idle"), 1500.0)
-    summary["by_category"] = {"matmul": 1000.0, "loss": 250.0}
-    text = report.profile_part(document() | {"case": LINEAR._asdict(), "ranks": [summary]})
-    assert "| 0 | 1.50 | 1.50 | 1.50 | 1.50 | 1.50 | 1.00 | 0.25 |" in text
+    assert "| mean 48 x 64 x 32 | 0.50 | 1.00 | - |" in text and "cases: `out of memory`." in text
 
 
 def test_a_document_without_a_commit_or_of_an_unfinished_run_is_refused(tmp_path):
@@ -119,14 +107,6 @@ def test_a_document_without_a_commit_or_of_an_unfinished_run_is_refused(tmp_path
         documents.results_by_case(twice)
 
 
-def test_a_document_has_one_case_per_line_and_reads_back(tmp_path):
-    content = both_ways()
-    documents.write_document(content, tmp_path / "bench_table_1gpu.json")
-    text = (tmp_path / "bench_table_1gpu.json").read_text()
-    assert len(text.splitlines()) == 7 + len(content["results"])
-    assert documents.read_documents(tmp_path) == {"bench_table_1gpu.json": content}
-
-
 def test_runs_are_compared_case_by_case(tmp_path, capsys):
     old = document(result(OURS, 1.18, MEAN), result(OURS, 1.62, NONE), result("torch eager", 12.0, MEAN))
     paths = [tmp_path / "old.json", tmp_path / "new.json"]
@@ -137,15 +117,13 @@ def test_runs_are_compared_case_by_case(tmp_path, capsys):
     assert lines[0] == [OURS, "-", "1.570", "-"]  # the default wrote a mean's gradient in forward once
     assert [OURS, "1.620", "1.600", "-1.2", "%"] in lines
     assert ["torch", "eager", "12.000", "13.200", "+10.0", "%"] in lines
-    assert not any("refused" in word for line in lines for word in line)
 
 
 def test_the_committed_documents_are_complete():
     """Every case of the tables, each with every provider, and this project timed in each."""
-    expected = {f"bench_table_{n}gpu.json" for n in (1, 2, 4)} | {"linear_table_1gpu.json"}
-    expected |= {"linear_table_4gpu.json", "linear_memory_1gpu.json", "linear_profile_4gpu.json"}
-    expected |= {f"bench_options_{n}gpu.json" for n in (1, 2)}
-    expected |= {f"bench_sweep_{axis}_1gpu.json" for axis in cases.SWEEPS}
+    ones = ["table", "options", "sweep_tokens", "sweep_vocabulary", "linear_table", "linear_memory"]
+    kinds = {1: ones, 2: ["table", "options"], 4: ["table", "linear_table", "linear_profile"]}
+    expected = {documents.name_of(kind, ranks) for ranks, found in kinds.items() for kind in found}
     assert expected <= COMMITTED.keys()
     for name, content in COMMITTED.items():
         if "results" not in content:
@@ -162,8 +140,7 @@ def test_the_page_the_readme_and_the_picture_are_those_of_the_documents():
     assert bench.main(["report", "--check"]) == 0
     page = (ROOT / "docs" / "performance.md").read_text()
     assert "{{" not in page and len(page.splitlines()) <= 420
-    block = report.readme_block(COMMITTED)
-    assert len(block.splitlines()) == 2 + 6 + 2 and block in (ROOT / "README.md").read_text()
+    assert len(report.readme_block(COMMITTED).splitlines()) == 2 + 6 + 2
     assert (documents.RESULTS / report.PICTURE).stat().st_size < 200_000
 
 
@@ -188,6 +165,3 @@ def test_the_check_names_what_is_stale_and_write_renews_it(tmp_path, capsys):
     assert bench.main(["report", "--write", *place]) == 0
     assert bench.main(["report", "--check", *place]) == 0
     assert (results / report.PICTURE).stat().st_size < 200_000
-    (tmp_path / "README.md").write_text("no markers")
-    with pytest.raises(ValueError, match="README: expected one '<!-- begin: speed -->'"):
-        bench.main(["report", "--check", *place])
