@@ -205,7 +205,6 @@ def test_the_device_sleeps_until_all_calls_are_queued():
 
 
 def test_one_rank_refuses_for_all_and_the_largest_memory_counts(monkeypatch):
-    """This rank and another, which has ``other``."""
     (torch_eager,) = providers.chosen("torch eager", providers.LOGITS_PROVIDERS)
 
     def found(other):
