@@ -17,7 +17,7 @@ Table = tuple[tuple[int, int, int], ...]
 
 # (row bytes up to, warps, chunks): the best of 4, 8, 16 warps and 1, 2, 4 chunks, bf16 rows of 8 K to 128 K
 # columns, one H200, Triton 3.6; rows of up to 2 KB were not tuned. A kernel that only reads is best with
-# fewer warps than one that writes too. scripts/results/NOTES.md has the times.
+# fewer warps than one that writes too. docs/performance.md has the times.
 READ = (
     (2_048, 1, 1),
     (16_384, 4, 2),
@@ -63,7 +63,7 @@ class Ring(NamedTuple):
 
 
 # (row bytes from, up to, ring): the best of about 80 on bf16 rows of 8 K to 128 K columns, one H200, Triton
-# 3.6; scripts/results/NOTES.md has the times. A chunk is 512 bytes a warp, a row at most keep + slots chunks.
+# 3.6; docs/performance.md has the times. A chunk is 512 bytes a warp, a row at most keep + slots chunks.
 ONE_PASS = (
     (16_384, 40_960, Ring(4, 8, 48, 4, 2)),
     (40_961, 94_208, Ring(8, 4, 24, 8, 2)),

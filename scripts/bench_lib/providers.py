@@ -1,0 +1,329 @@
+"""Everything that is measured: this project, PyTorch and other projects, for logits and for a linear head.
+
+A provider is imported when it is first used. If that fails, it is absent, with the reason. Each is called
+alike: ``step(inputs, reduction, group)`` returns the losses and then the gradients of ``inputs.tensors``, as
+``torch.autograd.grad`` returns them to a training step. Logits may be overwritten.
+
+In the lambdas: m the module, x logits, h hidden, w weight, y labels, r the reduction, g the group.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from bench_lib.cases import IGNORE_INDEX, IN_FORWARD, OURS, REDUCTIONS, Case, Inputs
+
+QUACK_CHUNK_TOKENS = 4096  # its own default
+LossOf: TypeAlias = Callable[..., Any]  # of (*tensors, labels, reduction, group)
+Step: TypeAlias = Callable[[Inputs, str, Any], tuple[Tensor, ...]]
+
+
+@functools.cache
+def ones(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The upstream gradient, which a training step has before it calls the loss's backward."""
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+def through_autograd(loss_of: LossOf, *, reduces_hidden: bool = True) -> Step:
+    """Losses and gradients of ``loss_of``, which may return several losses.
+
+    If not ``reduces_hidden``, the gradient of hidden is summed over the ranks afterwards.
+    """
+
+    def step(inputs: Inputs, reduction: str, group: Any) -> tuple[Tensor, ...]:
+        loss = loss_of(*inputs.tensors, inputs.labels, reduction, group)
+        losses = loss if isinstance(loss, tuple) else (loss,)
+        if inputs.upstreams is None:
+            upstream = [ones(each.shape, each.dtype, each.device) for each in losses]
+        else:
+            upstream = [inputs.upstreams[each.dtype] for each in losses]
+        grads = torch.autograd.grad(losses, inputs.tensors, upstream)
+        if group is not None and not reduces_hidden:
+            dist.all_reduce(grads[0], group=group)
+        return (*(each.detach() for each in losses), *grads)
+
+    return step
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to compute a loss and its gradients.
+
+    ``loss_from`` makes the loss from the imported ``module``; if ``is_step``, it makes the whole step.
+    A case is refused with the reason ``unless`` if ``only`` is false for it. ``checked_as`` is the reduction
+    whose gradient is returned, if not the one asked for. ``gradient`` says when this project writes it.
+    ``options`` are those that the check needs beside the reduction.
+    """
+
+    name: str
+    loss_from: Callable[[Any], Any]
+    module: str
+    distribution: str
+    of_one_rank: bool = True
+    of_several: bool = True
+    is_default: bool = True
+    is_step: bool = False
+    reduces_hidden: bool = True
+    only: Callable[[Case], bool] = lambda case: True
+    unless: str = ""
+    checked_as: str | None = None
+    gradient: str | None = None
+    options: dict[str, Any] | None = None
+    _loaded: list[Step] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.module == OURS
+
+    def refuses(self, case: Case) -> str | None:
+        return None if self.only(case) else self.unless
+
+    def absent(self, ranks: int) -> str | None:
+        """Why it cannot run here on this number of ranks, or None."""
+        if ranks > 1 and not self.of_several:
+            return "needs the whole vocabulary on one rank"
+        if ranks == 1 and not self.of_one_rank:
+            return "needs several ranks"
+        try:
+            self.step()
+        except ImportError as error:
+            return f"not installed: {first_line(error)}"
+        except Exception as error:  # another project's import may raise anything; it is reported
+            return f"cannot be imported: {type(error).__name__}: {first_line(error)}"
+        return None
+
+    def step(self) -> Step:
+        if not self._loaded:
+            made = self.loss_from(importlib.import_module(self.module))
+            step: Step = made if self.is_step else through_autograd(made, reduces_hidden=self.reduces_hidden)
+            self._loaded.append(step)
+        return self._loaded[0]
+
+    @property
+    def version(self) -> str:
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return str(getattr(importlib.import_module(self.module), "__version__", "unknown"))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the message that is not empty."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def chosen(names: str | None, known: Sequence[Provider]) -> list[Provider]:
+    """Those of a comma-separated list, in the order of ``known``; ``all`` stands for the default ones."""
+    by_name = {provider.name: provider for provider in known}
+    wanted: set[str] = set()
+    for name in (names or "all").split(","):
+        if name.strip() == "all":
+            wanted |= {provider.name for provider in known if provider.is_default}
+        elif name.strip() in by_name:
+            wanted.add(name.strip())
+        else:
+            raise ValueError(f"providers: expected all or some of {', '.join(by_name)}; got {name!r}")
+    return [provider for provider in known if provider.name in wanted]
+
+
+def reduced(losses: Tensor, reduction: str) -> Tensor:
+    """For a loss without a mean of its own: its user takes it."""
+    return losses.mean() if reduction == "mean" else losses
+
+
+def _ours(name: str, **options: str) -> Provider:
+    in_forward = "gradient" in options
+    return Provider(
+        name,
+        lambda m: lambda x, y, r, g: m.vocab_parallel_cross_entropy(x, y, group=g, reduction=r, **options),
+        OURS,
+        "vocab-parallel-ce",
+        of_several=options.get("impl") != "one_pass",
+        is_default="impl" not in options,
+        only=lambda case: not in_forward or case.reduction != "none",
+        unless="in_forward is for reduced losses: the upstream gradient of each token comes after forward",
+        gradient="in_forward" if in_forward else "in_backward",
+    )
+
+
+def _unfused(ours: Any) -> LossOf:
+    """Nobody else reads the logits, so a reduced loss may write their gradient in forward."""
+    how = {"mean": "in_forward", "none": "auto"}
+    return lambda h, w, y, r, g: ours.vocab_parallel_cross_entropy(
+        functional.linear(h, w), y, group=g, reduction=r, gradient=how[r]
+    )
+
+
+def _eager(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+    return functional.cross_entropy(logits.float(), labels, reduction=reduction)
+
+
+def _eager_linear(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+    return functional.cross_entropy(functional.linear(hidden, weight), labels, reduction=reduction)
+
+
+def _loss_parallel(parallel: Any) -> Step:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh_of = functools.cache(DeviceMesh.from_group)
+
+    def step(inputs: Inputs, reduction: str, group: Any) -> tuple[Tensor, ...]:
+        (logits,) = inputs.tensors
+        mesh = mesh_of(group, logits.device.type)
+        shards = DTensor.from_local(logits.float(), mesh, [Shard(1)], run_check=False)
+        with parallel.loss_parallel():
+            loss: Any = functional.cross_entropy(shards, inputs.labels, reduction=reduction)
+            (grad,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))  # the loss is a DTensor
+        return loss.to_local(), grad
+
+    return step
+
+
+def _torch_fused(nn: Any) -> LossOf:
+    """With options given, since only then it works in chunks."""
+    if not hasattr(nn.functional, "linear_cross_entropy"):
+        raise ImportError(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
+    options = nn.LinearCrossEntropyOptions()
+    return lambda h, w, y, r, g: nn.functional.linear_cross_entropy(h, w, y, reduction=r, options=options)
+
+
+def _liger(liger: Any) -> LossOf:
+    sharded = liger.LigerVocabParallelCrossEntropy()
+    whole = {kind: liger.LigerCrossEntropyLoss(reduction=kind) for kind in REDUCTIONS}
+    return lambda x, y, r, g: (
+        whole[r](x, y) if g is None else reduced(sharded(x[:, None], y[:, None], g).view(-1), r)
+    )
+
+
+def _liger_linear(liger: Any) -> LossOf:
+    modules = {kind: liger.LigerFusedLinearCrossEntropyLoss(reduction=kind) for kind in REDUCTIONS}
+    return lambda h, w, y, r, g: modules[r](w, h, y)
+
+
+def _quack(name: str, in_place: bool) -> Provider:
+    return _quacks(
+        name,
+        lambda m: lambda x, y, r, g: m.cross_entropy(x, y, reduction=r, inplace_backward=in_place),
+        "quack.cross_entropy",
+    )
+
+
+def _quack_kernel(quack: Any) -> Step:
+    """Loss and gradient of one launch: without autograd, and without the mean's weight."""
+
+    @torch.no_grad()
+    def step(inputs: Inputs, reduction: str, group: Any) -> tuple[Tensor, ...]:
+        logits = inputs.tensors[0].detach()
+        loss, grad = quack.cross_entropy_fwd(logits, inputs.labels, return_dx=True, inplace_backward=True)
+        return loss, grad
+
+    return step
+
+
+def _quack_linear(quack: Any) -> LossOf:
+    """As its module chooses: in chunks, or with the whole logits if nothing is reduced."""
+    whole, chunked = quack.linear_cross_entropy_func, quack.chunked_linear_cross_entropy
+    return lambda h, w, y, r, g: (
+        whole(h, w, None, y, reduction=r, inplace_backward=True)
+        if r == "none"
+        else chunked(h, w, y, QUACK_CHUNK_TOKENS, reduction=r, tuned=False)
+    )
+
+
+def _flash(flash: Any) -> LossOf:
+    loss = functools.partial(flash.cross_entropy_loss, inplace_backward=True)
+    return lambda x, y, r, g: reduced(loss(x, y, process_group=g)[0], r)
+
+
+def _flash_linear(flash: Any) -> LossOf:
+    losses_of = _flash(flash)
+
+    def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+        losses: Tensor = losses_of(functional.linear(hidden, weight), labels, "none", group)
+        return losses.sum() / (labels != IGNORE_INDEX).sum() if reduction == "mean" else losses
+
+    return loss_of
+
+
+def _engine(name: str, **options: bool) -> Provider:
+    def loss_from(engine: Any) -> LossOf:
+        def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
+            is_mean = reduction == "mean"
+            loss = engine.parallel_cross_entropy(logits[None], labels[None], 0.0, is_mean, group, **options)
+            return loss.reshape(() if is_mean else -1)
+
+        return loss_of
+
+    return Provider(name, loss_from, "transformer_engine.pytorch.cross_entropy", "transformer-engine")
+
+
+def _megatron(megatron: Any) -> LossOf:
+    loss = megatron.fused_vocab_parallel_cross_entropy
+    return lambda x, y, r, g: reduced(loss(x[:, None], y[:, None], g).view(-1), r)
+
+
+def _cut(name: str, **options: Any) -> Provider:
+    def loss_from(cut: Any) -> LossOf:
+        return lambda h, w, y, r, g: cut.linear_cross_entropy(h, w, y, reduction=r, **options)
+
+    return Provider(name, loss_from, "cut_cross_entropy", "cut-cross-entropy", of_several=False)
+
+
+FLASH, LIGER = "flash_attn.ops.triton.cross_entropy", "liger_kernel.transformers"
+MEGATRON, LOSS_PARALLEL = "megatron.core.fusions.fused_cross_entropy", "torch.distributed.tensor.parallel"
+_linear = functools.partial(Provider, module=OURS, distribution="vocab-parallel-ce")
+_torch = functools.partial(Provider, module="torch.nn", distribution="torch", of_several=False)
+_quacks = functools.partial(Provider, distribution="quack-kernels", of_several=False)
+
+LOGITS_PROVIDERS: tuple[Provider, ...] = (
+    _ours(OURS),
+    _ours(IN_FORWARD, gradient="in_forward"),
+    _ours(f"{OURS}[triton]", impl="triton"),
+    _ours(f"{OURS}[one_pass]", impl="one_pass", gradient="in_forward"),
+    _torch("torch eager", lambda m: _eager),
+    # Without dynamic=False a second shape gets kernels for any number of rows.
+    _torch("torch.compile", lambda m: torch.compile(_eager, dynamic=False)),
+    Provider("loss_parallel", _loss_parallel, LOSS_PARALLEL, "torch", of_one_rank=False, is_step=True),
+    Provider("liger-kernel", _liger, LIGER, "liger-kernel"),
+    _quack("quack-kernels", True),
+    _quack("quack-kernels (out of place)", False),
+    _quacks(
+        "quack-kernels (kernel alone)",
+        _quack_kernel,
+        "quack.cross_entropy",
+        is_step=True,
+        only=lambda case: case.reduction == "mean",
+        unless="the kernel takes no upstream gradient: timed with the means",
+        checked_as="none",
+    ),
+    Provider("flash-attn", _flash, FLASH, "flash-attn"),
+    # Before transformer-engine: it looks for that when it is imported.
+    Provider("megatron-core", _megatron, MEGATRON, "megatron-core", of_one_rank=False),
+    _engine("transformer-engine"),
+    _engine("transformer-engine (overwrite)", overwrite_input=True),
+)
+LINEAR_PROVIDERS: tuple[Provider, ...] = (
+    _linear(OURS, lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r)),
+    _linear(f"F.linear + {OURS}", _unfused, reduces_hidden=False),
+    _torch("torch eager", lambda m: _eager_linear),
+    _torch("torch.compile", lambda m: torch.compile(_eager_linear, dynamic=False)),
+    _torch("F.linear_cross_entropy", _torch_fused),
+    Provider("F.linear + flash-attn", _flash_linear, FLASH, "flash-attn", reduces_hidden=False),
+    Provider("liger-kernel", _liger_linear, LIGER, "liger-kernel", of_several=False),
+    # It leaves blocks of small probabilities out of the gradients, unless told not to.
+    _cut("cut-cross-entropy"),
+    _cut("cut-cross-entropy (exact)", filter_eps=None),
+    _quacks("quack-kernels", _quack_linear, "quack.linear_cross_entropy"),
+)

@@ -1,0 +1,102 @@
+"""The benchmark without a GPU: its modules, a timer that is told its times, and made-up documents."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.nn import functional
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from bench_lib import cases, measure, providers, timing  # noqa: E402
+
+# Few calls are enough for these tests.
+cases.MOST_BUFFERS, cases.MOST_EAGER_CALLS = 4, 20
+OURS, IN_FORWARD = cases.OURS, cases.IN_FORWARD
+LOGITS = cases.LogitsCase("none", 96, 40, 1, "float32")
+LINEAR = cases.LinearCase("mean", 48, 64, 32, 1, "float32")
+ALONE = timing.Ranks(0, 1, None, "cpu")
+
+
+class ScriptedTimer(timing.CpuTimer):
+    """Runs what it is handed; the yardstick takes 2 ms and others as told, round by round, or 3 ms."""
+
+    def __init__(self, times: dict[str, list[float]] | None = None) -> None:
+        super().__init__(ranks=1)
+        self.times = times or {}
+        self.order: list[str] = []
+        self.is_timing = False
+
+    def queued(self, name: str, run: Callable, prepare: Callable = timing.nothing) -> float:
+        """As if the first attempt's sleep had been too short for the host."""
+        for _ in range(2):
+            prepare()
+            self.is_timing = True
+            run()
+            self.is_timing = False
+        series = self.times.get(name, [2.0 if name.endswith(measure.YARDSTICK) else 3.0])
+        self.order.append(name)
+        return series[(self.order.count(name) - 1) % len(series)]
+
+    def eager(self, name: str, run: Callable, prepare: Callable = timing.nothing) -> float:
+        return self.queued(f"eager {name}", run, prepare)
+
+    def was_queued(self, name: str) -> bool:
+        return name != "torch eager"
+
+    def captured(self, call: Callable, operands: list) -> Callable:
+        return lambda: [call(operand) for operand in operands]
+
+    def extra_peak_bytes(self, run: Callable) -> int:
+        run()
+        return 192
+
+
+def measured(names, timer=None, case=LOGITS, extra=(), graphs="ours", rounds=3):
+    """The results by provider."""
+    is_linear = isinstance(case, cases.LinearCase)
+    known = providers.LINEAR_PROVIDERS if is_linear else providers.LOGITS_PROVIDERS
+    chosen = [*(providers.chosen(",".join(names), known) if names else ()), *extra]
+    subject = measure.subject_of(case, ALONE, rounds)
+    results = measure.measure(subject, chosen, timer or ScriptedTimer(), graphs)
+    return {result["provider"]: result for result in results}
+
+
+def provider_of(loss_of, name="other", **fields):
+    module = OURS if fields.pop("is_ours", False) else "torch"
+    return providers.Provider(name, lambda m: loss_of, module, "torch", **fields)
+
+
+def eager(logits, labels, reduction, group):
+    return functional.cross_entropy(logits, labels, reduction=reduction)
+
+
+def wrong(logits, labels, reduction, group):
+    """The right loss, and 1.05 times its gradient."""
+    return eager(1.05 * logits - 0.05 * logits.detach(), labels, reduction, group)
+
+
+def result(provider, ratio, case=LOGITS, **changes):
+    numbers = {"ratio": ratio, "ratio_spread": [ratio, ratio], "queued": True}
+    if isinstance(case, cases.LinearCase):
+        numbers |= {"milliseconds": 20 * ratio, "extra_peak_bytes": 2**31}
+    else:
+        numbers |= {"microseconds": 40.0 * ratio, "microseconds_eager": 50.0 * ratio}
+        numbers |= {"microseconds_graph": 41.0 * ratio, "ratio_graph": 1.1 * ratio}
+        numbers |= {"copy_microseconds": 40.0, "extra_peak_bytes_per_row": 16.25}
+    return case._asdict() | {"provider": provider} | numbers | changes
+
+
+def refusal(provider, why, case=LOGITS):
+    return case._asdict() | {"provider": provider, "refused": why}
+
+
+def document(*results, gpus=1):
+    host = {"gpu": "Imaginary GPU", "gpus_used": gpus, "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}
+    host |= {"python": "3.12.3", "commit": "0123456789abcdef"}
+    host["providers"] = {result["provider"]: "0.6.5" for result in results}
+    absent = {"flash-attn": "not installed: No module named 'flash_attn'"}
+    return {"host": host, "finished": True, "absent": absent, "results": list(results)}

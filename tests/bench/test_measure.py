@@ -1,0 +1,231 @@
+"""How the benchmark measures: what it checks, what it times, and the arithmetic of its numbers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.bench import support
+from tests.bench.support import IN_FORWARD, LINEAR, LOGITS, OURS, ScriptedTimer, eager, measured, provider_of
+
+from bench_lib import cases, measure, oracle, providers, timing  # isort: skip
+
+pytestmark = pytest.mark.reference
+
+RIGHT = (OURS, "torch eager")
+UNFUSED = f"F.linear + {OURS}"
+
+
+def test_numbers_of_the_loss_over_logits():
+    """3 ms beside 2, of 4 calls per round; the eager loop has 20 calls."""
+    results = measured(RIGHT, graphs="ours")
+    json.dumps(results, allow_nan=False)
+    ours = results[OURS]
+    assert ours["ratio"] == 1.5 and ours["ratio_spread"] == [1.5, 1.5]
+    assert ours["microseconds"] == 750.0 and ours["copy_microseconds"] == 500.0
+    assert ours["microseconds_eager"] == 150.0 and ours["ratio_eager"] == 1.5
+    assert ours["microseconds_graph"] == 750.0 and ours["ratio_graph"] == 1.5 and "graph_error" not in ours
+    assert ours["extra_peak_bytes_per_row"] == 2.0 and ours["max_error"] < 1e-6
+    assert ours["queued"] and not results["torch eager"]["queued"]
+    assert results["torch eager"]["graph_error"] == "not asked for"
+
+
+def test_rounds_are_interleaved_and_the_ratio_is_the_median_of_those_of_each_round():
+    yardstick = measure.YARDSTICK
+    timer = ScriptedTimer({yardstick: [9, 9, 2, 4, 2], "torch eager": [9, 9, 3, 8, 5]})
+    result = measured(("torch eager",), timer, case=LINEAR)["torch eager"]
+    assert timer.order == [yardstick, *["torch eager"] * 2, yardstick] * 2 + [yardstick, "torch eager"]
+    # Two rounds warm up. Then 3 / 2, 8 / 4 and 5 / 2; the median of the times is 5.
+    assert result["ratio"] == 2.0 and result["ratio_spread"] == [1.5, 2.5] and result["milliseconds"] == 5
+    assert result["extra_peak_bytes"] == 192 and result["errors"].keys() == {"loss", "d_hidden", "d_weight"}
+
+
+def test_each_call_has_fresh_logits_that_are_no_leaf():
+    seen = []
+
+    def overwriting(logits, labels, reduction, group):
+        assert not logits.is_leaf and not logits._is_view() and logits.requires_grad
+        seen.append(logits.grad_fn)  # kept: an address is used again
+        loss = eager(logits.clone(), labels, reduction, group)
+        logits.detach().zero_()
+        return loss
+
+    assert measured((), extra=[provider_of(overwriting)], graphs="all")["other"]["ratio_graph"] == 1.5
+    # The check, two calls for memory; 5 rounds of 4 calls twice, also as graphs; 5 rounds of 20 twice.
+    assert len(seen) == 3 + 2 * 5 * 4 * 2 + 5 * 20 * 2
+    assert len(set(map(id, seen))) == len(seen)
+
+
+def test_no_call_has_overwritten_the_logits_of_another_and_nothing_is_made_while_time_is_taken(monkeypatch):
+    subject = measure.subject_of(LOGITS, support.ALONE, 3)
+    found, timer = [], ScriptedTimer()
+
+    def step(inputs):
+        found.append(torch.equal(inputs.tensors[0], subject.source))
+        inputs.tensors[0].detach().zero_()
+
+    calls = measure.Calls(subject, step, 6, fresh=True)
+    for _ in range(2):
+        calls.prepare()
+        calls()
+    assert found == ([True] * 4 + [False] * 2) * 2
+    made, make = [], measure.as_produced
+    monkeypatch.setattr(measure, "as_produced", lambda b: made.append(timer.is_timing) or make(b))
+    measured(RIGHT, timer, graphs="none")
+    assert len(made) > 100 and not any(made)
+
+
+def test_the_copy_writes_far_from_what_it_reads_and_the_matmuls_into_memory_that_is_there(monkeypatch):
+    subject = measure.subject_of(LOGITS, support.ALONE, 3)
+    operands, copy = subject.operands(4, fresh=False), subject.yardstick()
+    subject.buffers[3].fill_(7.0)
+    copy(operands[3])
+    changed = [i for i, buffer in enumerate(subject.buffers) if not torch.equal(buffer, subject.source)]
+    assert changed == [1, 3] and torch.equal(subject.buffers[1], subject.buffers[3])
+    linear, shapes = measure.subject_of(LINEAR, support.ALONE, 3), []
+    matmuls, mm = linear.yardstick(), torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *given, out: shapes.append(out.shape) or mm(*given, out=out))
+    matmuls(linear.inputs)
+    assert shapes == [(48, 64), (48, 32), (64, 32)]
+
+
+def test_a_wrong_provider_is_refused_before_it_is_timed_and_this_project_must_be_right():
+    timer = ScriptedTimer()
+    result = measured(RIGHT, timer, extra=[provider_of(support.wrong)])["other"]
+    assert result["refused"] == "wrong: gradient: relative error 0.05, at most 0.02" and "ratio" not in result
+    assert OURS in timer.order and "other" not in timer.order
+    with pytest.raises(RuntimeError, match="none 96 x 40 fp32: other: wrong: gradient"):
+        measured((), extra=[provider_of(support.wrong, is_ours=True)])
+
+    def unweighted(logits, labels, reduction, group):
+        return eager(logits, labels, "none", group)
+
+    mean = LOGITS._replace(reduction="mean")
+    assert "refused" in measured((), case=mean, extra=[provider_of(unweighted)])["other"]
+    kernel = provider_of(unweighted, checked_as="none")
+    assert measured((), case=mean, extra=[kernel])["other"]["max_error"] < 1e-6
+
+    def over_all_labels(hidden, weight, labels, reduction, group):
+        return functional.cross_entropy(hidden @ weight.T, labels, reduction="sum") / labels.numel()
+
+    refused = measured((), case=LINEAR, extra=[provider_of(over_all_labels)])["other"]["refused"]
+    assert refused.startswith("wrong: loss: relative error 0.")
+
+    def almost(*given):
+        return eager(*given) * 1.001
+
+    assert "refused" not in measured((), extra=[provider_of(almost)])["other"]
+    with pytest.raises(RuntimeError, match="wrong: loss"):
+        measured((), extra=[provider_of(almost, is_ours=True)])
+
+
+def test_what_a_provider_raises_is_why_it_is_refused():
+    def refusal(error, **fields):
+        def raising(logits, *given):
+            if len(logits) == LOGITS.rows:  # not in the check
+                raise error
+            return eager(logits, *given)
+
+        return measured((), extra=[provider_of(raising, **fields)])["other"]["refused"]
+
+    assert refusal(torch.OutOfMemoryError("tried to allocate")) == "out of memory"
+    assert refusal(ValueError("\n  width: odd\nstack")) == "ValueError: width: odd"
+    assert refusal(ValueError(), only=lambda case: case.rows > 96, unless="few rows") == "few rows"
+    with pytest.raises(RuntimeError, match="ValueError: width"):
+        refusal(ValueError("width"), is_ours=True)
+    assert refusal(ValueError("width"), is_ours=True, is_default=False) == "ValueError: width"
+
+
+@pytest.mark.parametrize(("name", "reduction"), [(OURS, "mean"), (OURS, "none"), (IN_FORWARD, "mean")])
+def test_this_project_writes_in_place_at_the_time_that_the_result_names(name, reduction, monkeypatch):
+    case = LOGITS._replace(reduction=reduction)
+    subject = measure.subject_of(case, support.ALONE, 3)
+    (provider,) = providers.chosen(name, providers.LOGITS_PROVIDERS)
+    backward, before_backward = torch.autograd.grad, []
+
+    def watched(*given, **named):
+        before_backward.append(not torch.equal(subject.buffers[0], subject.source))
+        return backward(*given, **named)
+
+    monkeypatch.setattr(torch.autograd, "grad", watched)
+    _, grad = subject.call(provider, subject.operands(1, fresh=True)[0])
+    assert grad.data_ptr() == subject.buffers[0].data_ptr()
+    assert provider.gradient == ("in_forward" if before_backward == [True] else "in_backward")
+    assert provider.gradient == ("in_forward" if name == IN_FORWARD else "in_backward")
+
+
+def test_both_ways_are_timed_by_default_and_absent_providers_say_why():
+    default = [provider.name for provider in providers.chosen(None, providers.LOGITS_PROVIDERS)]
+    assert default[:2] == [OURS, IN_FORWARD] and f"{OURS}[triton]" not in default
+    assert measured((IN_FORWARD,))[IN_FORWARD]["refused"].startswith("in_forward is for reduced losses")
+    by_name = {provider.name: provider for provider in providers.LOGITS_PROVIDERS}
+    assert by_name["torch eager"].absent(2) == "needs the whole vocabulary on one rank"
+    assert by_name["loss_parallel"].absent(1) == "needs several ranks" and by_name[OURS].absent(1) is None
+    with pytest.raises(ValueError, match="providers: expected all or some of .*got 'torch'"):
+        providers.chosen("torch", providers.LOGITS_PROVIDERS)
+
+
+def test_the_linear_oracle_is_pytorchs_whatever_its_chunks(monkeypatch):
+    case = LINEAR._replace(reduction="none")
+    inputs = cases.linear_inputs(case, 0, "cpu")
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in inputs.tensors)
+    loss = functional.cross_entropy(hidden @ weight.T, inputs.labels, reduction="none")
+    grads = torch.autograd.grad(loss, (hidden, weight), inputs.upstreams[torch.float32].double())
+    monkeypatch.setattr(oracle, "CHUNK_ELEMENTS", 64 * 10)
+    right = oracle.expected_linear(case, inputs, None)
+    assert max(oracle.errors_of((loss, *grads), right, ("d_hidden", "d_weight")).values()) < 1e-13
+    with pytest.raises(AssertionError, match="loss: relative error nan, at most 0.1"):
+        oracle.require({"loss": float("nan")}, (0.1,))
+
+
+class ScriptedDevice(timing.CpuTimer):
+    """A device whose host needs some seconds to queue, given the sleep."""
+
+    def __init__(self, host_of):
+        super().__init__(ranks=1)
+        self.host_of, self.sleeps = host_of, []
+
+    def _time(self, run, sleep_seconds):
+        run()
+        self.sleeps.append(sleep_seconds)
+        return float(len(self.sleeps)), self.host_of(sleep_seconds)
+
+
+def test_the_device_sleeps_until_all_calls_are_queued():
+    timer, events = ScriptedDevice(lambda sleep: 0.03), []
+    elapsed = timer.queued("a", lambda: events.append("run"), lambda: events.append("prepare"))
+    assert elapsed == 2.0 and timer.was_queued("a")  # the first time includes the host's
+    assert timer.sleeps == [0.01, 0.06] and events == ["prepare", "run"] * 2
+    waiting = ScriptedDevice(lambda sleep: sleep + 0.002)
+    waiting.queued("waits", lambda: None)
+    assert not waiting.was_queued("waits") and max(waiting.sleeps) <= timing.LONGEST_SLEEP_SECONDS
+
+
+def test_one_rank_refuses_for_all_and_the_largest_memory_counts(monkeypatch):
+    (torch_eager,) = providers.chosen("torch eager", providers.LOGITS_PROVIDERS)
+
+    def found(other):
+        monkeypatch.setattr(timing.Ranks, "gathered", lambda ranks, own: [own, other])
+        return measure.attempt(measure.subject_of(LOGITS, support.ALONE, 3), torch_eager, ScriptedTimer())
+
+    assert found(("out of memory", {})) == {"refused": "out of memory"}
+    assert found((None, {"extra_peak_bytes": 960}))["extra_peak_bytes"] == 960
+
+
+def times_of(rank, group):
+    timer = timing.CpuTimer(ranks=2)
+    case = cases.LogitsCase("none", 96, 20, 2, "float32")
+    chosen = providers.chosen(f"{OURS},loss_parallel", providers.LOGITS_PROVIDERS)
+    subject = measure.subject_of(case, timing.Ranks(rank, 2, group, "cpu"), 1)
+    results = measure.measure(subject, chosen, timer)
+    return timer.slowest(3.0 + rank, 9.0 - rank), [result["microseconds"] for result in results]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("rank_pool", [("gloo", 2)], indirect=True, ids=["gloo-2"])
+def test_the_slowest_rank_counts(rank_pool):
+    (slowest, times), other = rank_pool.run(times_of)
+    assert slowest == (4.0, 9.0) and other == (slowest, times) and min(times) > 0

@@ -1,0 +1,166 @@
+"""The report: what it says of made-up and of committed documents, what it refuses, and when it is stale."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tests.bench.support import IN_FORWARD, LINEAR, OURS, SCRIPTS, document, refusal, result
+
+import bench  # isort: skip
+from bench_lib import cases, documents, report  # isort: skip
+
+pytestmark = pytest.mark.reference
+
+ROOT = SCRIPTS.parent
+MEAN, NONE = (cases.LogitsCase(kind, 8192, 32064, 1) for kind in ("mean", "none"))
+COMMITTED = documents.read_documents(documents.RESULTS)
+
+
+def both_ways():
+    """A mean whose default loses to another provider and whose second way wins; an unreduced loss."""
+    return document(
+        result(OURS, 1.57, MEAN, gradient="in_backward"),
+        result(IN_FORWARD, 1.204, MEAN, gradient="in_forward"),
+        result("quack-kernels", 1.31, MEAN, microseconds_eager=70.0),
+        result("torch eager", 13.2, MEAN, queued=False),
+        result(OURS, 1.6, NONE, gradient="in_backward"),
+        refusal(IN_FORWARD, "for reduced losses", NONE),
+        refusal("quack-kernels", "\x1b[91mwidth\x1b[0m | `odd`", NONE),
+        result("torch eager", 13.8, NONE),
+    )
+
+
+def test_the_part_of_one_number_of_gpus():
+    text = report.logits_part(both_ways())
+    assert "quack-kernels 0.6.5; commit 0123456789ab. This project's ratios vary by 0.0 % or less." in text
+    own = """
+| mean 8192 x 32064 bf16 | 1.57 | 62.8 | 78.5 | 64.4 | 16.2 | quack-kernels 1.31 |
+| mean 8192 x 32064 bf16, in_forward | 1.20 | 48.2 | 60.2 | 49.4 | 16.2 | quack-kernels 1.31 |
+| none 8192 x 32064 bf16 | 1.60 | 64.0 | 80.0 | 65.6 | 16.2 | torch eager 13.8 |
+"""
+    every = f"""
+| tokens x vocabulary | {OURS} | {IN_FORWARD} | quack-kernels | torch eager |
+| --- | --- | --- | --- | --- |
+| mean 8192 x 32064 bf16 | 1.57 | **1.20** | 1.31 | 13.2 |
+| none 8192 x 32064 bf16 | **1.60** | - | - | 13.8 |
+"""
+    faster = """
+| mean 8192 x 32064 bf16 | time / copy | quack-kernels 1.31 | 1.57 | 1.20 |
+| mean 8192 x 32064 bf16 | eager us | quack-kernels 70.0 | 78.5 | 60.2 |
+
+"""
+    assert own in text and every in text and faster in text
+    assert "- torch eager: waits for the device, so its time includes the host's." in text
+    assert "- quack-kernels: refused in some or all cases: `width / 'odd'`." in text
+    assert "- flash-attn: absent: `not installed: No module named 'flash_attn'`." in text
+
+
+def test_targets_are_compared_with_the_number_itself_and_a_means_with_in_forward():
+    linear = cases.LinearCase("mean", 16384, 32064, 4096, 1)
+    found = {"bench_table_1gpu.json": both_ways()}
+    found["linear_table_1gpu.json"] = document(result(OURS, 1.0701, linear))
+    text = report.targets_part(found)
+    assert "| mean 8192 x 32064 bf16, 1 GPU, in_forward | <= 1.25 x copy | 1.204 | met |" in text
+    assert "| none 8192 x 32064 bf16, 1 GPU | <= 1.58 x copy | 1.6 | **missed** |" in text
+    assert "| mean 16384 x 32064 x 4096, 1 GPU | <= 1.07 x matmuls | 1.07 | **missed** |" in text
+    assert "| <= 0.5 GiB over an fp32 gradient of the weight | 1.511 | **missed** |" in text
+    assert text.startswith("1 of 25 targets are met.")
+    assert "| none 16384 x 128256 bf16, 4 GPUs | <= 1.65 x copy | - | not measured |" in text
+
+
+def test_the_parts_of_options_the_linear_loss_and_memory():
+    case = cases.LogitsCase(cases.OPTIONS, 4096, 1000, 1)
+    calls = document(result("mean", 1.6, case), result("mean, softcap", 2.8, case))
+    text = report.options_part([calls])
+    assert "| mean, softcap | 2.80 (1.75) | 16.2 |" in text and "| call | 4096 x 1000 bf16, 1 GPU |" in text
+    linear = document(result(OURS, 1.034, LINEAR), result("liger-kernel", 2.8331, LINEAR))
+    text = report.linear_part(linear)
+    assert "| mean 48 x 64 x 32 | 1.034 | 20.68 | 2.00 | liger-kernel 2.833, 2.00 GiB |" in text
+    assert "| mean 48 x 64 x 32 | **1.034, 2.00** | 2.833, 2.00 |" in text
+    point = LINEAR._asdict() | {"gradient_bytes": 2**29}
+    points = [point | {"provider": OURS, "extra_peak_bytes": 2**30}]
+    points.append(point | {"provider": "torch eager", "refused": "out of memory"})
+    text = report.memory_part(document() | {"points": points})
+    assert "| mean 48 x 64 x 32 | 0.50 | 1.00 | - |" in text and "cases: `out of memory`." in text
+
+
+def test_a_document_without_a_commit_or_of_an_unfinished_run_is_refused(tmp_path):
+    path = tmp_path / "bench_table_1gpu.json"
+
+    def refused(match, **changes):
+        content = both_ways()
+        content["host"] |= changes.pop("host", {})
+        documents.write_document(content | changes, path)
+        with pytest.raises(ValueError, match=match):
+            documents.read_documents(tmp_path)
+
+    refused("bench_table_1gpu.json: host.commit must name the commit", host={"commit": None})
+    refused("expected the document of a finished run", finished=False)
+    refused("expected the document of a finished run", missing=["none 1 x 2"])
+    refused("host.gpus_used must be 1, got 2", host={"gpus_used": 2})
+    twice = document(result(OURS, 1.5), result(OURS, 1.6))
+    with pytest.raises(ValueError, match="expected one result of vocab_parallel_ce, got several"):
+        documents.results_by_case(twice)
+
+
+def test_runs_are_compared_case_by_case(tmp_path, capsys):
+    old = document(result(OURS, 1.18, MEAN), result(OURS, 1.62, NONE), result("torch eager", 12.0, MEAN))
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, content in zip(paths, (old, both_ways()), strict=True):
+        documents.write_document(content, path)
+    assert bench.main(["compare", *map(str, paths)]) == 0
+    lines = [line.split()[5:] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines[0] == [OURS, "-", "1.570", "-"]  # the default wrote a mean's gradient in forward once
+    assert [OURS, "1.620", "1.600", "-1.2", "%"] in lines
+    assert ["torch", "eager", "12.000", "13.200", "+10.0", "%"] in lines
+
+
+def test_the_committed_documents_are_complete():
+    """Every case of the tables, each with every provider, and this project timed in each."""
+    ones = ["table", "options", "sweep_tokens", "sweep_vocabulary", "linear_table", "linear_memory"]
+    kinds = {1: ones, 2: ["table", "options"], 4: ["table", "linear_table", "linear_profile"]}
+    expected = {documents.name_of(kind, ranks) for ranks, found in kinds.items() for kind in found}
+    assert expected <= COMMITTED.keys()
+    for name, content in COMMITTED.items():
+        if "results" not in content:
+            continue
+        found = documents.results_by_case(content)
+        assert len({frozenset(results) for results in found.values()}) == 1, name
+        if "table" in name:
+            make = cases.linear_cases if name.startswith("linear") else cases.logits_cases
+            assert set(make(content["host"]["gpus_used"])) == set(found), name
+            assert all(documents.is_timed(results[OURS]) for results in found.values()), name
+
+
+def test_the_page_the_readme_and_the_picture_are_those_of_the_documents():
+    assert bench.main(["report", "--check"]) == 0
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert "{{" not in page and len(page.splitlines()) <= 420
+    assert len(report.readme_block(COMMITTED).splitlines()) == 2 + 6 + 2
+    assert (documents.RESULTS / report.PICTURE).stat().st_size < 200_000
+
+
+def test_the_check_names_what_is_stale_and_write_renews_it(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    results = tmp_path / "results"
+    shutil.copytree(documents.RESULTS, results)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    place = ["--root", str(tmp_path), "--results", str(results)]
+    assert bench.main(["report", "--check", *place]) == 0
+    path = results / "bench_table_1gpu.json"
+    content = json.loads(path.read_text())
+    for each in content["results"]:
+        if "ratio" in each:
+            each["ratio"] += 1
+    documents.write_document(content, path)
+    assert bench.main(["report", "--check", *place]) == 1
+    said = capsys.readouterr().out
+    for stale in ("performance.md", "README.md", report.PICTURE):
+        assert f"stale: {stale}; python scripts/bench.py report --write renews it" in said
+    assert bench.main(["report", "--write", *place]) == 0
+    assert bench.main(["report", "--check", *place]) == 0
+    assert (results / report.PICTURE).stat().st_size < 200_000
