@@ -76,20 +76,21 @@ class LogitsSubject(BaseSubject):
         self.case: LogitsCase = case
         self.inputs = logits_inputs(case, ranks.rank, ranks.device)
         (self.source,) = self.inputs.tensors
-        self.buffers = [self.source.clone() for _ in range(self.effort.calls)]
+        count = max(self.effort.calls, self.effort.eager_calls)
+        self.buffers = [self.source.clone() for _ in range(count)]
         self._right: dict[str, list[Tensor]] = {}
 
     def operands(self, count: int, *, fresh: bool) -> list[Inputs]:
         """The inputs of ``count`` calls, unchanged by earlier calls; if ``fresh``, logits for autograd."""
         for buffer in self.buffers:
             buffer.copy_(self.source)
-        chosen = [self.buffers[index % len(self.buffers)] for index in range(count)]
+        chosen = self.buffers[:count]
         return [self.inputs._replace(tensors=(as_produced(b) if fresh else b,)) for b in chosen]
 
     def yardstick(self) -> Call:
         """The copy writes to the buffer that left the cache longest ago."""
         half = len(self.buffers) // 2
-        target = {id(b): self.buffers[i - half] for i, b in enumerate(self.buffers)}
+        target = {id(b): self.buffers[i - len(self.buffers) + half] for i, b in enumerate(self.buffers)}
         return lambda inputs: target[id(inputs.tensors[0])].copy_(inputs.tensors[0])
 
     def check(self, provider: Provider) -> Result:

@@ -71,7 +71,7 @@ def test_no_call_has_overwritten_the_logits_of_another_and_nothing_is_made_while
     for _ in range(2):
         calls.prepare()
         calls()
-    assert found == ([True] * 4 + [False] * 2) * 2
+    assert found == [True] * 12
     made, make = [], measure.as_produced
     monkeypatch.setattr(measure, "as_produced", lambda b: made.append(timer.is_timing) or make(b))
     measured(RIGHT, timer, graphs="none")
@@ -84,7 +84,8 @@ def test_the_copy_writes_far_from_what_it_reads_and_the_matmuls_into_memory_that
     subject.buffers[3].fill_(7.0)
     copy(operands[3])
     changed = [i for i, buffer in enumerate(subject.buffers) if not torch.equal(buffer, subject.source)]
-    assert changed == [1, 3] and torch.equal(subject.buffers[1], subject.buffers[3])
+    far = 3 + len(subject.buffers) // 2
+    assert changed == [3, far] and torch.equal(subject.buffers[far], subject.buffers[3])
     linear, shapes = measure.subject_of(LINEAR, support.ALONE, 3), []
     matmuls, mm = linear.yardstick(), torch.mm
     monkeypatch.setattr(torch, "mm", lambda *given, out: shapes.append(out.shape) or mm(*given, out=out))
