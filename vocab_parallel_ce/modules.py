@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.collectives import group_position, is_dtensor, parallel_hooks
+from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
+from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy
 from vocab_parallel_ce.linear.plan import HeadOptions, check_modes
 from vocab_parallel_ce.pipeline import checked_options, given_shard

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import agreement, checks
+from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.blocks import choose_ring
 from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather, group_position
 from vocab_parallel_ce.layout import VECTOR_BYTES, row_layout, rows_are_disjoint
@@ -265,48 +265,19 @@ def prepare_call(
     call = settled(labels.shape, group, num_items)
     if check_labels:
         checks.check_label_range(labels, call.shard.vocab_size, call.options.ignore_index)
-    if agreement.n_open and agreement.is_pending():
+    if verify.open_calls:
         others = {"reduction": reduction, "gradient": gradient, "impl": impl, "check_labels": check_labels}
         others["num_items"] = None if num_items is None else float(num_items)
-        is_even = vocab_size is None and shard is None
-        facts = call_facts("logits", labels.shape, logits, labels, call, options, is_even=is_even)
-        facts += agreement.option_facts(others) + agreement.gradient_facts(logits=logits)
-        report = agreement.Report("a loss over logits", facts, call.shard, agreement.labels_digest(labels))
-        agreement.compare(group, report, labels)
+        verify.compare_call({"logits": logits}, labels, call.shard, all_options(options) | others)
     return call
 
 
-def call_facts(
-    subject: str,
-    leading: torch.Size,
-    tensor: Tensor,
-    labels: Tensor,
-    call: Call,
-    options: dict[str, Any],
-    *,
-    is_even: bool,
-) -> tuple[agreement.Fact, ...]:
-    """What the ranks of every loss must have alike: the ``tensor`` of this name, labels and options.
-
-    ``is_even``: the vocabulary's size follows from equal shards.
-    """
-    fact, size = agreement.Fact, call.shard.vocab_size
-    shown = str(size)
-    if is_even:
-        shown += f" ({call.n_ranks} * {call.shard.n_columns} columns, without vocab_size= or shard=)"
-    given = {name: p.default for name, p in inspect.signature(checked_options).parameters.items()} | options
-    del given["vocab_size"]
-    given["return_metrics"] = given.pop("metrics")
-    ignore_index = given.pop("ignore_index")
-    return (
-        fact(subject, tuple(leading), f"leading dimensions {tuple(leading)}"),
-        fact(subject, str(tensor.dtype), f"dtype {tensor.dtype}"),
-        fact(subject, tensor.device.type, f"device type {tensor.device.type}"),
-        fact("labels", str(labels.dtype), f"dtype {labels.dtype}"),
-        fact("ignore_index", int(ignore_index), str(ignore_index)),
-        fact("vocab_size", size, shown),
-        *agreement.option_facts(given),
-    )
+def all_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of :func:`checked_options` by their public names: those ``given``, and defaults."""
+    options = {name: p.default for name, p in inspect.signature(checked_options).parameters.items()} | given
+    del options["vocab_size"]
+    options["return_metrics"] = options.pop("metrics")
+    return options
 
 
 def settle(

@@ -21,7 +21,7 @@ LAYERS = (
     {"pipeline"},
     {"cross_entropy"},
     {"linear"},
-    {"te_compat", "modules", "log_probs"},
+    {"te_compat", "modules", "log_probs", "verify_group"},
     {"__init__"},
     {"integrations", "cli"},
     {"__main__"},

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import agreement, checks
-from vocab_parallel_ce.collectives import group_position, is_dtensor, local_rows
+from vocab_parallel_ce import checks, verify
+from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.layout import VECTOR_BYTES
 from vocab_parallel_ce.linear.chunks import chunk_of, chunks_of
 from vocab_parallel_ce.linear.hidden_states import Order, order_of_ranks, order_of_valid
 from vocab_parallel_ce.linear.pipeline import Inputs, LinearCall
-from vocab_parallel_ce.pipeline import as_divisor, call_facts, flat, settle, shard_of_logits
+from vocab_parallel_ce.pipeline import all_options, as_divisor, flat, settle, shard_of_logits
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import is_ignored
 
@@ -69,7 +70,6 @@ def prepare_linear_call(
         raise ValueError("sequence_parallel: expected the group whose ranks hold the parts, got group=None")
     _check_tokens(hidden, labels, n_ranks, head)
     n_columns, n_tokens = weight.shape[0], labels.numel()
-    is_even = vocab_size is None and shard is None
     shard = _shard_of_rows(n_columns, rank, n_ranks, vocab_size, shard)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
     if gradient == "auto":
@@ -108,19 +108,15 @@ def prepare_linear_call(
         parameter,
     )
     inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels)
-    if agreement.is_pending():
-        facts = call_facts(
-            "hidden", hidden.shape[:-1], hidden, all_labels, linear.call, options, is_even=is_even
-        )
-        facts += agreement.option_facts(
-            {**head._asdict(), "main_grad": head.main_grad is not None, "gradient": gradient, "impl": impl}
-            | {"reduction": reduction, "num_items": None if num_items is None else float(num_items)}
-            | {"check_labels": check_labels, "dtype of the products": dtype}
-        )
-        facts += agreement.gradient_facts(hidden=hidden, weight=weight, bias=bias)
-        own = None if linear.sequence_parallel else agreement.fingerprint(inputs.hidden, is_valid)
-        digest = agreement.labels_digest(all_labels)
-        agreement.compare(group, agreement.Report("a linear loss", facts, shard, digest, own), all_labels)
+    if verify.open_calls:
+        others = {
+            **{**head._asdict(), "main_grad": head.main_grad is not None},
+            **{"reduction": reduction, "gradient": gradient, "impl": impl, "check_labels": check_labels},
+            "num_items": None if num_items is None else float(num_items),
+            "dtype of the products": dtype,
+        }
+        tensors = {"hidden": hidden, "weight": weight, "bias": bias}
+        verify.compare_call(tensors, all_labels, shard, all_options(options) | others)
     return linear, inputs
 
 
