@@ -22,7 +22,6 @@ from vocab_parallel_ce.collectives import all_gather_objects, group_position
 from vocab_parallel_ce.shard import VocabShard
 
 ERRORS = {error.__name__: error for error in (TypeError, ValueError, RuntimeError)}
-N_PROJECTIONS = 4
 TOLERANCE = 0.03  # of the norm: more than bf16 rounds off, far less than another dropout mask changes
 
 
@@ -49,7 +48,7 @@ class _Call:
         return reports
 
 
-# Every call reads these two. Backward runs in threads of its own, so they are the same in all threads.
+# Every call reads these two. All threads share them, because backward has threads of its own.
 is_on = os.environ.get("VOCAB_PARALLEL_CE_VERIFY", "") not in ("", "0")
 open_calls: list[_Call] = []
 
@@ -59,16 +58,15 @@ def verify_calls(enabled: bool = True) -> Iterator[None]:
     """Compare what the ranks pass at every call of a loss inside this context, in forward and backward.
 
     For debugging: it waits for the device, and no CUDA graph may be captured meanwhile. All ranks enter it
-    together. ``VOCAB_PARALLEL_CE_VERIFY=1``, read at import, does the same for a whole program. It covers all
-    public functions and modules, in all threads. The ranks compare shapes, dtypes, labels, options, shards,
-    which tensors need a gradient, hidden states (by a fingerprint), and in backward the grad_outputs. A
-    difference raises the same error on every rank, which names the rank and the argument. So does an error
-    in one rank's own checks. A group of one rank compares nothing. It costs nothing when it is off.
+    together. ``VOCAB_PARALLEL_CE_VERIFY=1``, read at import, does the same for a whole program, and inside it
+    ``verify_calls(False)`` switches it off. It covers all public functions and modules, in all threads, and
+    costs nothing when it is off. The ranks compare shapes, dtypes, labels, options, shards, which tensors
+    need a gradient, hidden states (by a fingerprint), and in backward the grad_outputs. A difference raises
+    the same error on every rank, which names the rank and the argument. So does an error in one rank's own
+    checks. A group of one rank compares nothing.
 
     Collectives: two all_gathers per call and two in backward, of less than 4 KiB per rank, by
     ``torch.distributed.all_gather_object``, which needs NumPy. Two more with the labels if they differ.
-
-    Inside a program that has it on, ``verify_calls(False)`` switches it off.
     """
     global is_on
     before, is_on = is_on, enabled
@@ -111,8 +109,8 @@ def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         given = kwargs
     module = given.get("self")
     group = given.get("group", given.get("dist_process_group")) if module is None else module.group
-    devices = [value.device for value in given.values() if isinstance(value, Tensor)]
-    with open_call(group, devices[0] if devices else None):
+    device = next((value.device for value in given.values() if isinstance(value, Tensor)), None)
+    with open_call(group, device):
         return function(*args, **kwargs)
 
 
@@ -120,22 +118,16 @@ def compare_call(tensors: dict[str, Any], labels: Tensor, shard: VocabShard, opt
     """Raise the same ValueError on every rank unless the arguments of a pending call fit together.
 
     Args:
-        tensors: the differentiable arguments by name; first ``logits [..., C]`` or ``hidden [..., D]``.
-        labels: those of the call, with their leading dimensions.
-        options: all options of the loss by name; their values must be equal on all ranks.
+        tensors: by name, all that may need a gradient; first ``logits [..., C]`` or ``hidden [..., D]``.
+        options: by name, everything else that must be equal on all ranks.
     """
     call = _pending_call()
     if call is None:
         return
     name, first = next(iter(tensors.items()))
-    facts = {
-        "call": f"a loss over {name}",
-        f"{name}.shape[:-1]": tuple(first.shape[:-1]),
-        f"{name}.dtype": first.dtype,
-        f"{name}.device.type": first.device.type,
-        "labels.dtype": labels.dtype,
-        **options,
-    }
+    facts: dict[str, Any] = {"call": f"a loss over {name}", f"{name}.shape[:-1]": tuple(first.shape[:-1])}
+    facts |= {f"{name}.dtype": first.dtype, f"{name}.device.type": first.device.type}
+    facts |= {"labels.dtype": labels.dtype, **options}
     for subject, tensor in tensors.items():
         is_needed = tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
         facts[f"{subject}.requires_grad"] = "True" if is_needed else "False, or under torch.no_grad"
@@ -159,11 +151,11 @@ def compare_backward(**grad_outputs: Tensor | None) -> None:
         return
     facts = {"call": "backward"}
     for name, grad in grad_outputs.items():
-        facts[f"gradient of {name}"] = (
-            "None"
-            if grad is None
-            else (f"shape {tuple(grad.shape)}, norm {grad.float().norm():g}, checksum {_checksum(grad)[:12]}")
-        )
+        shown = "None"
+        if grad is not None:
+            norm, checksum = float(grad.float().norm()), _checksum(grad)[:12]
+            shown = f"shape {tuple(grad.shape)}, norm {norm:g}, checksum {checksum}"
+        facts[f"gradient of {name}"] = shown
     call.exchange(facts)
 
 
@@ -173,28 +165,27 @@ def _checksum(values: Tensor) -> str:
 
 
 def _fingerprint(hidden: Tensor, is_valid: Tensor) -> tuple[float, ...]:
-    """Return the norm of the valid rows of ``hidden [..., D]`` and their products with fixed vectors."""
+    """Return the norm of the valid rows of ``hidden [..., D]`` and 4 projections of them."""
     rows = hidden.detach().float().masked_fill(~is_valid.unsqueeze(-1), 0.0).flatten(0, -2)
     n_tokens, n_features = rows.shape
-    right = (torch.arange(n_features * N_PROJECTIONS, device=rows.device) * 2.399963).cos()
+    right = (torch.arange(n_features * 4, device=rows.device) * 2.399963).cos()
     left = (torch.arange(n_tokens, device=rows.device) * 1.7320508 + 0.5).cos()
-    # The mean square of a cosine is 1 / 2: twice a product is as large as the difference of the rows.
+    # The mean square of a cosine is 1 / 2: twice a projection is as large as the difference of the rows.
     return (float(rows.norm()), *(2 * (left @ (rows @ right.view(n_features, -1)))).tolist())
 
 
 def _compare(subject: str, values: Sequence[Any], shown: Sequence[Any] = (), remedy: str = "") -> None:
-    """Raise ValueError unless all ranks have the same value. Of a tie, the side of the lowest rank is right.
+    """Raise ValueError, which names the first rank that differs from most, unless all values are equal.
 
-    The error names the first rank that differs from most. It shows ``shown`` in place of ``values``.
+    Of a tie, the side of the lowest rank is right. The error shows ``shown`` in place of ``values``.
     """
     most = max(values, key=Counter(values).__getitem__)
     odd = [rank for rank, value in enumerate(values) if value != most]
-    if not odd:
-        return
-    usual, shown = values.index(most), shown or values
-    others = "the others have" if len(odd) == 1 and len(values) > 2 else f"rank {usual} has"
-    has = f"rank {odd[0]} of {len(values)} has {shown[odd[0]]}, {others} {shown[usual]}"
-    raise ValueError(f"{subject}: {has}{remedy}")
+    if odd:
+        usual, shown = values.index(most), shown or values
+        others = "the others have" if len(odd) == 1 and len(values) > 2 else f"rank {usual} has"
+        has = f"rank {odd[0]} of {len(values)} has {shown[odd[0]]}, {others} {shown[usual]}"
+        raise ValueError(f"{subject}: {has}{remedy}")
 
 
 def _compare_shards(shards: Sequence[VocabShard]) -> None:
