@@ -14,7 +14,6 @@ from vocab_parallel_ce.linear.plan import HeadOptions, prepare_linear_call
 from vocab_parallel_ce.pipeline import prepare_call
 from vocab_parallel_ce.verify import open_call
 
-OTHER_OPTIONS = {"temperature": 1.0, "entropy": False}  # of log-probs
 ARGUMENTS = {"logits", "hidden", "weight", "labels", "bias", "group"}
 
 
@@ -35,7 +34,7 @@ def verify_group(
     ``shard`` it cannot tell whole logits from shards. The error names the rank that differs from most; of a
     tie, the side of the lowest rank is right. A rank that is not in ``group`` raises alone.
 
-    Overwrites: nothing. Collectives: as :func:`verify_calls` in forward; none for one rank.
+    Collectives: as :func:`verify_calls` in forward; none for one rank. Overwrites: nothing.
 
     Args:
         logits, labels, group: as in :func:`vocab_parallel_cross_entropy`, or with ``weight`` the hidden
@@ -48,16 +47,18 @@ def verify_group(
     """
     function: Any = vocab_parallel_cross_entropy if weight is None else linear_cross_entropy
     known = {name: option.default for name, option in signature(function).parameters.items()}
-    given = {name: known[name] for name in known.keys() - ARGUMENTS} | OTHER_OPTIONS | options
+    known |= {"temperature": 1.0, "entropy": False}  # of log-probs
+    given = {name: known[name] for name in known.keys() - ARGUMENTS} | options
     with open_call(group, logits.device if isinstance(logits, Tensor) else None):
-        for name in sorted(options.keys() - known.keys() - OTHER_OPTIONS.keys()):
+        for name in sorted(options.keys() - known.keys()):
             raise TypeError(f"{name}: must be an option of {function.__name__} or its log-probs")
-        metrics = given.pop("return_metrics")
+        given["metrics"] = given.pop("return_metrics")
         if weight is None:
-            call = prepare_call(logits, labels, group=group, metrics=metrics, **given)
+            call = prepare_call(logits, labels, group=group, **given)
         else:
             head, num_items = HeadOptions(*map(given.pop, HeadOptions._fields)), given.pop("num_items")
-            given |= {"group": group, "metrics": metrics}
-            linear, _ = prepare_linear_call(logits, weight, labels, bias, num_items, head, **given)
+            linear, _ = prepare_linear_call(
+                logits, weight, labels, bias, num_items, head, group=group, **given
+            )
             call = linear.call
     checks.check_label_range(labels, call.shard.vocab_size, call.options.ignore_index)
