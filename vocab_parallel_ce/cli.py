@@ -62,7 +62,10 @@ def doctor_lines() -> list[str]:
             workload = FOR_ONE_LAUNCH if requested == "one_pass" else BY_DEFAULT
             lines.append(f"{device}, impl={requested!r}: {_outcome(device, requested, workload)}")
         lines.append(f"{device}, gradient='in_forward': {_outcome(device, 'auto', FOR_ONE_LAUNCH)}")
-    lines.append(f"gradient='auto': {_default_gradient()}")
+    default = "in place in backward; out of place under saved-tensor hooks, for leaves and views of them"
+    if not can_see_saved_tensor_hooks():
+        default = "always out of place: this torch cannot say whether saved-tensor hooks are active"
+    lines.append(f"gradient='auto': {default}")
     for n_tokens, hidden_size, n_columns in HEADS:
         chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, torch.bfloat16.itemsize)
         size = f"{chunk * n_columns * torch.bfloat16.itemsize / 2**30:.2f} GiB"
@@ -77,12 +80,6 @@ def _launch_path() -> list[str]:
 
     path = getattr(launch, "launch_path", None)
     return [] if path is None else [path()]
-
-
-def _default_gradient() -> str:
-    if can_see_saved_tensor_hooks():
-        return "in place in backward; out of place under saved-tensor hooks, for leaves and views of them"
-    return "always out of place: this torch cannot say whether saved-tensor hooks are active"
 
 
 def _outcome(device: str, requested: str, workload: Workload) -> str:

@@ -45,12 +45,9 @@ def local_rows(name: str, parameter: Tensor, group: object) -> Tensor:
     coordinate = mesh.get_coordinate()
     expected = () if coordinate is None else _ranks_along(mesh, dim, tuple(coordinate))
     if ranks != expected:
-        if sorted(ranks) == sorted(expected):
-            remedy = "a mesh of ascending ranks"
-        raise ValueError(
-            f"group: expected the ranks {expected} of mesh dimension {dim} of {name}, in this order, got "
-            f"{ranks}; pass {remedy}"
-        )
+        remedy = "a mesh of ascending ranks" if sorted(ranks) == sorted(expected) else remedy
+        of_mesh = f"the ranks {expected} of mesh dimension {dim} of {name}, in this order"
+        raise ValueError(f"group: expected {of_mesh}, got {ranks}; pass {remedy}")
     if len(placements) == 1:
         return dtensor.to_local()
     from torch.distributed.tensor import Partial
@@ -70,10 +67,8 @@ def _sharded_mesh_dim(name: str, placements: tuple[Any, ...]) -> int:
     remedy = "pass this rank's rows as a plain tensor"
     if sum(getattr(placement, "dim", None) == 0 for placement in placements) > 1:
         remedy = "tensor parallelism and FSDP both cut it: call it inside the module that FSDP wraps"
-    raise ValueError(
-        f"{name}: expected a DTensor with Shard(0) on one dimension of its mesh and Replicate() on the "
-        f"others, got {placements}; {remedy}"
-    )
+    layout = "Shard(0) on one dimension of its mesh and Replicate() on the others"
+    raise ValueError(f"{name}: expected a DTensor with {layout}, got {placements}; {remedy}")
 
 
 @functools.lru_cache(maxsize=64)

@@ -85,8 +85,8 @@ class VocabShard(NamedTuple):
         if all_have_columns and n_columns in (None, shard.n_columns):
             return shard
         if n_columns is None:
-            cut = f"the last of {n_ranks} ranks with {widest} each"
-            raise ValueError(f"vocab_size: must leave a column to {cut}, got {vocab_size}")
+            left = f"a column to the last of {n_ranks} ranks with {widest} each"
+            raise ValueError(f"vocab_size: must leave {left}, got {vocab_size}")
         if n_ranks == 1:
             expected = f"at least vocab_size {vocab_size} without a group of several ranks"
             remedy = "pass group= if they are a shard"
