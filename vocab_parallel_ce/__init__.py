@@ -1,6 +1,5 @@
 """Cross-entropy of logits sharded over the vocabulary, without gathering them."""
 
-from vocab_parallel_ce.agreement import verify_calls
 from vocab_parallel_ce.cross_entropy import LossMetrics, vocab_parallel_cross_entropy
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, linear_token_log_probs
 from vocab_parallel_ce.log_probs import token_log_probs
@@ -11,7 +10,8 @@ from vocab_parallel_ce.te_compat import (
     cross_entropy_forward,
     parallel_cross_entropy,
 )
-from vocab_parallel_ce.verify import verify_group
+from vocab_parallel_ce.verify import verify_calls
+from vocab_parallel_ce.verify_group import verify_group
 
 __version__ = "0.1.0"
 

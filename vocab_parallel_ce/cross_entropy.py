@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from vocab_parallel_ce import agreement, checks, pipeline
+from vocab_parallel_ce import checks, pipeline, verify
 from vocab_parallel_ce.layout import flat, overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.options import LossKeywords, Settings, check_names, keyword_defaults, with_keywords
 from vocab_parallel_ce.overwritten import mark_overwritten
@@ -63,8 +63,8 @@ def public(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if torch.compiler.is_dynamo_compiling():
             return torch.compiler.disable(call)(*args, **kwargs)
-        if agreement.is_on:
-            return agreement.verified(function, args, kwargs)
+        if verify.is_on:
+            return verify.verified(function, args, kwargs)
         return function(*args, **kwargs)
 
     return call
@@ -239,7 +239,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None
     ) -> tuple[Tensor | None, None, None]:
-        saved = _compared_backward(ctx, grad_loss, grad_entropy) if agreement.is_on else None
+        saved = _compared_backward(ctx, grad_loss, grad_entropy) if verify.is_on else None
         if torch.is_grad_enabled():
             raise RuntimeError(DOUBLE_BACKWARD)
         if grad_loss is None and grad_entropy is None:
@@ -309,7 +309,7 @@ def _compared_backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor 
     An error of this rank alone is raised on all ranks.
     """
     given = [grad for grad in (grad_loss, grad_entropy) if grad is not None]
-    with agreement.open_call(ctx.call.group, given[0].device if given else None):
+    with verify.open_call(ctx.call.group, given[0].device if given else None, is_backward=True):
         check_backward(grad_loss, grad_entropy)
         if ctx.handed_on:
             raise RuntimeError(SECOND_BACKWARD)
@@ -318,7 +318,5 @@ def _compared_backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor 
         except RuntimeError as error:
             _explain(error)
             raise
-        if agreement.is_pending():
-            report = agreement.grad_output_report(loss=grad_loss, entropy=grad_entropy)
-            agreement.compare(ctx.call.group, report)
+        verify.compare_backward(loss=grad_loss, entropy=grad_entropy)
     return saved

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from vocab_parallel_ce import checks, cross_entropy
-from vocab_parallel_ce.collectives import group_position, is_dtensor, parallel_hooks
+from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
+from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks
 from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, linear_cross_entropy, split_keywords
 from vocab_parallel_ce.linear.plan import check_head_settings
 from vocab_parallel_ce.options import (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import agreement, checks
+from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.blocks import choose_ring
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.layout import has_whole_vectors
@@ -110,11 +110,8 @@ def plan_call(
         num_items = as_divisor(num_items, logits)
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
-    if agreement.n_open and agreement.is_pending():
-        facts = common_facts("logits", logits, labels, settings, plan, num_items)
-        facts += agreement.gradient_facts(logits=logits)
-        report = agreement.Report("a loss over logits", facts, plan.shard, agreement.labels_digest(labels))
-        agreement.compare(group, report, labels)
+    if verify.open_calls:
+        verify.compare_call({"logits": logits}, labels, plan.shard, comparable(settings, num_items))
     return Call(plan, group, num_items)
 
 
@@ -222,30 +219,8 @@ def is_view_in_graph(tensor: Tensor) -> bool:
     return tensor._is_view() and tensor.grad_fn is not None
 
 
-def common_facts(
-    subject: str,
-    tensor: Tensor,
-    labels: Tensor,
-    settings: Settings,
-    plan: Plan,
-    num_items: Tensor | None,
-) -> tuple[agreement.Fact, ...]:
-    """Return what the ranks of every loss must have alike; ``subject`` is the name of ``tensor``."""
-    fact, size = agreement.Fact, plan.shard.vocab_size
-    leading = tuple(tensor.shape[:-1])
-    shown = str(size)
-    if settings.vocab_size is None and settings.shard is None:
-        n_columns = plan.shard.n_columns
-        shown += f" ({plan.n_ranks} * {n_columns} columns, without vocab_size= or shard=)"
-    given = settings._asdict() | {"num_items": None if num_items is None else float(num_items)}
-    for name in ("ignore_index", "vocab_size", "shard"):
-        del given[name]
-    return (
-        fact(subject, leading, f"leading dimensions {leading}"),
-        fact(subject, str(tensor.dtype), f"dtype {tensor.dtype}"),
-        fact(subject, tensor.device.type, f"device type {tensor.device.type}"),
-        fact("labels", str(labels.dtype), f"dtype {labels.dtype}"),
-        fact("ignore_index", int(settings.ignore_index), str(settings.ignore_index)),
-        fact("vocab_size", size, shown),
-        *agreement.option_facts(given),
-    )
+def comparable(settings: Settings, num_items: int | Tensor | None) -> dict[str, Any]:
+    """Return what verification compares of the options; shards differ, and are compared otherwise."""
+    options = settings._asdict() | {"num_items": None if num_items is None else float(num_items)}
+    del options["vocab_size"], options["shard"]
+    return options

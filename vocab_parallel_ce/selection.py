@@ -1,61 +1,61 @@
-"""Which implementation runs, and why: a pure function of what the machine and the call are."""
+"""Choose the implementation of a call, and say why. A pure function of the machine and the call."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 import os
+from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
-IMPLEMENTATIONS = ("reference", "triton", "one_pass")
+from vocab_parallel_ce.options import IMPLEMENTATIONS
 
 
 class Selection(NamedTuple):
-    """An implementation's name and the reason it was chosen."""
+    """An implementation, and the reason for it."""
 
     name: str
     reason: str
 
 
 class Workload(NamedTuple):
-    """What of a call decides whether one launch can do it."""
+    """The properties of a call that decide whether ``one_pass`` can run."""
 
     n_ranks: int
     gradient: str
-    options_on: tuple[str, ...]  # beside those that every implementation has
-    whole_vectors: bool  # every row begins at 16 bytes and is a multiple of 16 bytes; no padded columns
-    fits: bool  # a row on a multiprocessor, by the table of measurements
+    options_on: tuple[str, ...]  # except those that every implementation has
+    whole_vectors: bool  # rows are aligned to 16 bytes and a multiple of them; no padding
+    fits: bool  # the row width is in the table of measurements
 
 
 class Gpu(NamedTuple):
-    """What of a GPU and of the installed Triton decides it."""
+    """The properties of a GPU and of Triton that decide it."""
 
     is_nvidia: bool
-    shared_memory: int  # bytes that a program may have
-    has_gluon: bool  # a Triton whose Gluon has asynchronous copies
+    shared_memory: int  # bytes per program
+    has_gluon: bool  # with asynchronous copies
 
 
 ONE_PASS_SHARED_MEMORY = 227 * 1024
 
 
 def triton_state() -> str:
-    """``"absent"``, ``"interpreter"`` (kernels run on the CPU, slowly, for tests) or ``"compiler"``."""
+    """Return ``"absent"``, ``"compiler"``, or ``"interpreter"`` (slow kernels on the CPU, for tests)."""
     if not _triton_is_installed():
         return "absent"
     interprets = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
     return "interpreter" if interprets else "compiler"
 
 
+@cache
 def triton_version() -> str | None:
-    """The installed version under any of the names that torch's platforms give the package, or None."""
-    for distribution in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    """Return the installed version, or None. The package has another name on some platforms."""
+    for name in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
     return None
 
 
@@ -67,22 +67,21 @@ def select(
     workload: Workload | None = None,
     gpu: Gpu | None = None,
 ) -> Selection:
-    """Choose the implementation for tensors on ``device_type``, e.g. ``"cuda"`` (ROCm's name too).
+    """Choose the implementation for tensors on ``device_type``: ``"cpu"``, or ``"cuda"``, also for ROCm.
 
-    ``auto`` is ``one_pass`` where a GPU can do the ``workload`` in one launch, else ``triton`` on a GPU, and
-    ``reference`` elsewhere. Nothing falls back: a GPU without triton is an error that names the remedy.
+    ``auto`` is ``one_pass`` if one launch on a GPU can do ``workload``, otherwise ``triton`` on a GPU and
+    ``reference`` elsewhere. Nothing falls back: a GPU without triton is an error, which names the remedy.
 
     Args:
-        triton: what :func:`triton_state` returns; asked for when None.
-        workload: of the call; None: of no call in particular.
-        gpu: what :func:`gpu_of` returns; None: none that ``one_pass`` knows.
+        triton: the result of :func:`triton_state`; None calls it.
+        workload, gpu: the call, and the result of :func:`gpu_of`; ``one_pass`` needs both.
 
     Raises:
-        ValueError: the name is unknown, or its condition is not met.
+        ValueError: the name is unknown, or it cannot run.
     """
-    if requested not in ("auto", *IMPLEMENTATIONS):
-        names = ", ".join(map(repr, ("auto", *IMPLEMENTATIONS)))
-        raise ValueError(f"impl: expected one of {names}, got {requested!r}")
+    names = ("auto", *IMPLEMENTATIONS)
+    if requested not in names:
+        raise ValueError(f"impl: expected one of {', '.join(map(repr, names))}, got {requested!r}")
     if requested == "reference":
         return Selection("reference", "asked for")
     if requested == "auto" and device_type != "cuda":
@@ -93,15 +92,16 @@ def select(
             f"impl: {requested!r} on {device_type} needs the package triton, which is not installed; "
             "install it, or ask for impl='reference' (plain PyTorch, several times slower)"
         )
-    obstacle = _obstacle_to_one_pass(device_type, triton, workload, gpu)
+    obstacle = _obstacle(device_type, triton, workload, gpu)
     if requested == "one_pass" and obstacle:
         raise ValueError(f"impl: 'one_pass' needs {obstacle}; 'auto' chooses what can run")
+    reason = "asked for" if requested != "auto" else "one read and one write"
     if obstacle is None and requested != "triton":
-        return Selection("one_pass", "asked for" if requested == "one_pass" else "one read and one write")
+        return Selection("one_pass", reason)
     if device_type == "cuda":
-        if requested == "triton":
-            return Selection("triton", "asked for")
-        return Selection("triton", f"a GPU, and triton is installed; one_pass needs {obstacle}")
+        if requested == "auto":
+            reason = f"a GPU, and triton is installed; one_pass needs {obstacle}"
+        return Selection("triton", reason)
     if device_type == "cpu" and triton == "interpreter":
         return Selection("triton", "asked for, under triton's interpreter")
     raise ValueError(
@@ -110,42 +110,32 @@ def select(
     )
 
 
-def _obstacle_to_one_pass(
-    device_type: str, triton: str, workload: Workload | None, gpu: Gpu | None
-) -> str | None:
-    """The first condition of ``one_pass`` that is not met, and what is there instead."""
+def _obstacle(device_type: str, triton: str, workload: Workload | None, gpu: Gpu | None) -> str | None:
+    """Return the first condition of ``one_pass`` that is not met, and what there is instead."""
     if device_type != "cuda" or triton != "compiler":
         return f"a GPU and triton's compiler, got {device_type} and triton's {triton}"
     if gpu is None or workload is None:
         return "a call to decide about, by its shape and options"
-    if not gpu.is_nvidia:
-        return "an NVIDIA GPU, got another maker's"
-    if not gpu.has_gluon:
-        return f"a triton with Gluon's asynchronous copies (3.5 or later), got {triton_version()}"
-    if gpu.shared_memory < ONE_PASS_SHARED_MEMORY:
-        return f"{ONE_PASS_SHARED_MEMORY} bytes of shared memory a program, got {gpu.shared_memory}"
-    if workload.n_ranks != 1:
-        return f"one rank, got {workload.n_ranks}"
-    if workload.gradient != "in_forward":
-        return f"gradient 'in_forward', got {workload.gradient!r}"
-    if workload.options_on:
-        return f"no option but ignore_index and z_loss, got {', '.join(workload.options_on)}"
-    if not workload.whole_vectors:
-        return "rows of whole, aligned 16-byte vectors without padding, got others"
-    if not workload.fits:
-        return "rows of a width in its table of measurements (kernels/blocks.py), got another"
-    return None
+    memory, options = ONE_PASS_SHARED_MEMORY, ", ".join(workload.options_on)
+    gluon = "a triton with Gluon's asynchronous copies (3.5 or later)"
+    conditions = (
+        (gpu.is_nvidia, "an NVIDIA GPU, got another maker's"),
+        (gpu.has_gluon, f"{gluon}, got {triton_version()}"),
+        (gpu.shared_memory >= memory, f"{memory} bytes of shared memory a program, got {gpu.shared_memory}"),
+        (workload.n_ranks == 1, f"one rank, got {workload.n_ranks}"),
+        (workload.gradient == "in_forward", f"gradient 'in_forward', got {workload.gradient!r}"),
+        (not options, f"no option but ignore_index and z_loss, got {options}"),
+        (workload.whole_vectors, "rows of whole, aligned 16-byte vectors without padding, got others"),
+        (workload.fits, "rows of a width in its table of measurements (blocks.py), got another"),
+    )
+    return next((needed for is_met, needed in conditions if not is_met), None)
 
 
 @cache
 def gpu_of(index: int) -> Gpu:
-    """The GPU ``index`` of this process."""
-    properties = torch.cuda.get_device_properties(index)
-    return Gpu(
-        is_nvidia=torch.version.hip is None,
-        shared_memory=getattr(properties, "shared_memory_per_block_optin", 0),
-        has_gluon=_has_gluon(),
-    )
+    """Return the properties of GPU ``index``."""
+    memory = getattr(torch.cuda.get_device_properties(index), "shared_memory_per_block_optin", 0)
+    return Gpu(is_nvidia=torch.version.hip is None, shared_memory=memory, has_gluon=_has_gluon())
 
 
 def _has_gluon() -> bool:

@@ -1,4 +1,4 @@
-"""Which columns of the vocabulary a rank owns."""
+"""Say which columns of the vocabulary a rank owns."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ LOGITS = "logits: last dimension"  # what has a rank's columns, for messages
 
 
 class VocabShard(NamedTuple):
-    """A rank's logits have the columns ``[start, stop)`` of a vocabulary of ``vocab_size``.
+    """The columns ``[start, stop)`` of a rank, of a vocabulary of ``vocab_size``.
 
-    Columns at ``vocab_size`` and beyond are padding: no part of the softmax, gradient exactly 0. A
-    shard may be all padding. The shards of a group together must have every column once.
+    Columns at ``vocab_size`` and above are padding: outside the softmax, with gradient exactly 0. A shard may
+    be all padding. The shards of a group must have every column once.
 
-    Example: 1003 columns over 3 ranks are ``(0, 335, 1003)``, ``(335, 670, 1003)`` and
-    ``(670, 1003, 1003)``; padded to 384 a rank the last is ``(768, 1152, 1003)``, of which 235 count.
+    Example: 1003 columns over 3 ranks are ``(0, 335, 1003)``, ``(335, 670, 1003)`` and ``(670, 1003, 1003)``.
+    Padded to 384 per rank, the last is ``(768, 1152, 1003)``, and 235 of its columns count.
     """
 
     start: int
@@ -25,21 +25,20 @@ class VocabShard(NamedTuple):
 
     @property
     def n_columns(self) -> int:
-        """Columns of the rank's logits, padding included."""
+        """Return the number of columns, with padding."""
         return self.stop - self.start
 
     @property
     def n_valid(self) -> int:
-        """Columns that are no padding: the first ones."""
+        """Return the number of columns without padding, which are the first ones."""
         return max(0, min(self.stop, self.vocab_size) - self.start)
 
     def checked(self, n_columns: int | None, n_ranks: int, *, subject: str = LOGITS) -> VocabShard:
-        """This shard in plain ints, unless it cannot be that of logits with ``n_columns`` (None: unknown).
+        """Return this shard in plain ints, checked for logits with ``n_columns`` (None: not known yet).
 
         Raises:
-            TypeError: a field is no integer.
-            ValueError: the columns are none of the vocabulary's, as many as ``n_columns``; or there is
-                one rank, and they are not all of them.
+            TypeError: a field is not an integer.
+            ValueError: there is no such shard, it has another width, or it is not whole for one rank.
         """
         for name, value in self._asdict().items():
             checks.check_integer(f"shard: {name}", value)
@@ -54,7 +53,7 @@ class VocabShard(NamedTuple):
 
     @classmethod
     def even(cls, n_columns: int, rank: int, n_ranks: int) -> VocabShard:
-        """Shard ``rank`` of ``n_ranks`` that own ``n_columns`` each: rank 1 of 2 with 3 is [3, 6) of 6."""
+        """Return shard ``rank`` of ``n_ranks`` equal ones: rank 1 of 2 with 3 columns has [3, 6) of 6."""
         start = rank * n_columns
         return cls(start, start + n_columns, n_ranks * n_columns)
 
@@ -62,16 +61,16 @@ class VocabShard(NamedTuple):
     def of_rank(
         cls, vocab_size: int, rank: int, n_ranks: int, n_columns: int | None = None, *, subject: str = LOGITS
     ) -> VocabShard:
-        """Shard ``rank`` of ``n_ranks``: cut as ``torch.chunk`` and DTensor cut, or equal and padded.
+        """Return shard ``rank`` of ``n_ranks``, cut as ``torch.chunk`` and DTensor cut, or padded.
 
-        A rank has ``ceil(vocab_size / n_ranks)`` columns and the last one what is left. Where a rank's
-        logits have ``n_columns`` of at least that, all ranks have as many, and what lies beyond the
-        vocabulary is padding (Megatron's way).
+        Each rank has ``ceil(vocab_size / n_ranks)`` columns; the last has the rest. If the logits have
+        ``n_columns``, at least that many, then all ranks have ``n_columns``, and the columns beyond the
+        vocabulary are padding, as in Megatron.
 
         Raises:
-            TypeError: an argument is no integer.
-            ValueError: ``n_columns`` is neither; it holds the whole vocabulary on one of several ranks;
-                or a rank would have no column.
+            TypeError: an argument is not an integer.
+            ValueError: ``n_columns`` fits neither cut, or is the whole vocabulary on one of several ranks; or
+                a rank would have no column.
         """
         checks.check_vocab_size(vocab_size)
         checks.check_integer("rank", rank)
@@ -88,18 +87,14 @@ class VocabShard(NamedTuple):
         if all_have_columns and n_columns in (None, shard.n_columns):
             return shard
         if n_columns is None:
-            raise ValueError(
-                f"vocab_size: must leave a column to the last of {n_ranks} ranks with {widest} each, "
-                f"got {vocab_size}"
-            )
+            left = f"a column to the last of {n_ranks} ranks with {widest} each"
+            raise ValueError(f"vocab_size: must leave {left}, got {vocab_size}")
         if n_ranks == 1:
             expected = f"at least vocab_size {vocab_size} without a group of several ranks"
             remedy = "pass group= if they are a shard"
         else:
             cut = f"{shard.n_columns}, or " if all_have_columns else ""
-            expected = (
-                f"{cut}with padding at least {widest} and less than {vocab_size}, on rank {rank} of "
-                f"{n_ranks} for vocab_size {vocab_size}"
-            )
+            padded = f"with padding at least {widest} and less than {vocab_size}"
+            expected = f"{cut}{padded}, on rank {rank} of {n_ranks} for vocab_size {vocab_size}"
             remedy = "whole logits take group=None, other shards shard=VocabShard(...)"
         raise ValueError(f"{subject} must be {expected}, got {n_columns}; {remedy}")

@@ -1,95 +1,210 @@
-"""A debugging check of what one rank alone cannot see: that the ranks of a group fit together."""
+"""Compare what the ranks of a group pass, so that a mismatch is an error and not a hang or a wrong loss.
+
+A public function opens a call. When its arguments are checked, the ranks exchange one report each, and raise
+the same error if the reports do not fit. A rank that fails earlier sends its error: no rank waits for it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks
-from vocab_parallel_ce.agreement import open_call
-from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
-from vocab_parallel_ce.linear.cross_entropy import (
-    linear_cross_entropy,
-    linear_token_log_probs,
-    split_keywords,
-)
-from vocab_parallel_ce.linear.plan import Arguments, plan_linear_call
-from vocab_parallel_ce.log_probs import token_log_probs
-from vocab_parallel_ce.options import HeadSettings, Settings
-from vocab_parallel_ce.plan import Call, plan_call
+from vocab_parallel_ce.collectives import all_gather_objects, group_position
+from vocab_parallel_ce.shard import VocabShard
 
-FUNCTIONS = (vocab_parallel_cross_entropy, token_log_probs)
-LINEAR_FUNCTIONS = (linear_cross_entropy, linear_token_log_probs)
-ARGUMENTS = {"hidden", "weight", "labels", "bias", "group"}
+ERRORS = {error.__name__: error for error in (TypeError, ValueError, RuntimeError)}
+TOLERANCE = 0.03  # of the norm: more than bf16 rounds off, far less than another dropout mask changes
 
 
-@public
-def verify_group(
-    logits: Tensor,
-    labels: Tensor,
-    group: Any,
-    *,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    **options: Any,
-) -> None:
-    """Raise the same error on every rank of ``group`` unless their arguments fit together.
+class _Call:
+    """A call of this thread. It is pending until the other ranks have this rank's report."""
 
-    For debugging, once before training: every rank calls it with what it would pass to a loss. Ranks that do
-    not fit wait for each other there, or train on a wrong loss. :func:`verify_calls` does the same at every
-    call. It compares leading dimensions, dtypes, device types, labels and their values, every option, what
-    needs a gradient, and that the shards have every column of the vocabulary once, in any order of ranks.
-    Without ``vocab_size`` or ``shard`` it cannot tell whole logits from shards. What is invalid on one rank
-    alone is raised on all. Messages name the rank of the group that differs from most; in a tie the side of
-    the lowest rank is taken to be right.
+    def __init__(self, group: Any, device: torch.device | None, is_backward: bool) -> None:
+        self.group, self.device, self.is_backward, self.thread = group, device, is_backward, get_ident()
+        self.is_pending = group_position(group)[1] > 1
 
-    Overwrites: nothing. Waits for the device. With NCCL, what is sent goes by the GPU of ``logits``.
+    def exchange(self, facts: dict[str, Any], **others: Any) -> list[dict[str, Any]]:
+        """Return the reports of all ranks. Raise the first error of a rank, or ValueError if facts differ."""
+        self.is_pending = False
+        reports = all_gather_objects({**facts, **others}, self.group, self.device)
+        errors = [report.get("error") for report in reports]
+        for rank, error in enumerate(errors):
+            if error is not None:
+                name, message = error
+                message = message if name in ERRORS else f"{name}: {message}"
+                who = "" if all(other == error for other in errors) else f"rank {rank} of {len(errors)}: "
+                raise ERRORS.get(name, RuntimeError)(who + message)
+        for subject in facts:  # the first is the kind of call, which decides the others
+            _compare(subject, [report.get(subject) for report in reports])
+        return reports
 
-    Collectives: two all_gathers on the current stream, of sizes and of under four kilobytes a rank
-    (``torch.distributed.all_gather_object``, which needs NumPy); if labels differ two more, with the
-    labels of two ranks. None for a group of one rank, or None: then this rank's arguments are checked.
+
+# Every call reads these two. All threads share them, because backward has threads of its own.
+is_on = os.environ.get("VOCAB_PARALLEL_CE_VERIFY", "") not in ("", "0")
+open_calls: list[_Call] = []
+
+
+@contextmanager
+def verify_calls(enabled: bool = True) -> Iterator[None]:
+    """Compare what the ranks pass at every call of a loss inside this context, in forward and backward.
+
+    For debugging: it waits for the device, and no CUDA graph may be captured meanwhile. All ranks enter it
+    together. ``VOCAB_PARALLEL_CE_VERIFY=1``, read at import, does the same for a whole program, and inside it
+    ``verify_calls(False)`` switches it off. It covers all public functions and modules, in all threads, and
+    costs nothing when it is off. The ranks compare shapes, dtypes, labels, options, shards, which tensors
+    need a gradient, hidden states (by a fingerprint), and in backward the grad_outputs. A difference raises
+    the same error on every rank, which names the rank and the argument. So does an error in one rank's own
+    checks. A group of one rank compares nothing.
+
+    Collectives: two all_gathers per call and two in backward, of less than 4 KiB per rank, by
+    ``torch.distributed.all_gather_object``, which needs NumPy. Two more with the labels if they differ.
+    """
+    global is_on
+    before, is_on = is_on, enabled
+    try:
+        yield
+    finally:
+        is_on = before
+
+
+@contextmanager
+def open_call(group: Any, device: torch.device | None, *, is_backward: bool = False) -> Iterator[None]:
+    """Let the ranks of ``group`` compare a call. An error that is raised before they do reaches all ranks."""
+    outer = _pending_call()
+    if outer is not None and not outer.is_backward:
+        yield  # a module calls a function: one call
+        return
+    call = _Call(group, device, is_backward)
+    open_calls.append(call)
+    try:
+        yield
+    except Exception as error:
+        if call.is_pending:
+            call.exchange({}, error=(type(error).__name__, str(error)))
+        raise
+    finally:
+        open_calls.remove(call)
+
+
+def _pending_call() -> _Call | None:
+    """Return the innermost call of this thread if the ranks have not compared it yet."""
+    calls = [call for call in tuple(open_calls) if call.thread == get_ident()]
+    return calls[-1] if calls and calls[-1].is_pending else None
+
+
+def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return ``function(*args, **kwargs)``, run in an open call. It is a public function or a forward."""
+    try:
+        given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+    except TypeError:  # the call below raises it
+        given = kwargs
+    module = given.get("self")
+    group = given.get("group", given.get("dist_process_group")) if module is None else module.group
+    device = next((value.device for value in given.values() if isinstance(value, Tensor)), None)
+    with open_call(group, device):
+        return function(*args, **kwargs)
+
+
+def compare_call(tensors: dict[str, Any], labels: Tensor, shard: VocabShard, options: dict[str, Any]) -> None:
+    """Raise the same ValueError on every rank unless the arguments of a pending call fit together.
 
     Args:
-        logits, labels: as in :func:`vocab_parallel_cross_entropy`; with ``weight`` the hidden states and
-            labels of :func:`linear_cross_entropy`.
-        group: the ``torch.distributed.ProcessGroup``, or None. A rank that passes no process group, or
-            one that it is not in, raises alone.
-        weight, bias: as in :func:`linear_cross_entropy`; None for a loss over logits.
-        options: any others of the loss and of its log-probs.
-
-    Raises:
-        TypeError: a dtype or type is not one that the loss takes, on some rank.
-        ValueError: shapes, devices or values do not fit on some rank, or differ between ranks; shards
-            overlap or leave columns out; or a label is neither in ``[0, V)`` nor ``ignore_index``.
-        RuntimeError: a rank could not look at its arguments for another reason.
+        tensors: by name, all that may need a gradient; first ``logits [..., C]`` or ``hidden [..., D]``.
+        options: by name, everything else that must be equal on all ranks.
     """
-    with open_call(group, logits.device if isinstance(logits, Tensor) else None):
-        if weight is None:
-            call = _prepared(logits, labels, group, options)
-        else:
-            call = _prepared_linear(logits, weight, labels, bias, group, options)
-    checks.check_label_range(labels, call.plan.shard.vocab_size, call.plan.options.ignore_index)
+    call = _pending_call()
+    if call is None:
+        return
+    name, first = next(iter(tensors.items()))
+    facts: dict[str, Any] = {"call": f"a loss over {name}", f"{name}.shape[:-1]": tuple(first.shape[:-1])}
+    facts |= {f"{name}.dtype": first.dtype, f"{name}.device.type": first.device.type}
+    facts |= {"labels.dtype": labels.dtype, **options}
+    for subject, tensor in tensors.items():
+        is_needed = tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
+        facts[f"{subject}.requires_grad"] = "True" if is_needed else "False, or under torch.no_grad"
+    fingerprint = None
+    if name == "hidden" and not options["sequence_parallel"]:
+        fingerprint = _fingerprint(first, labels.long() != options["ignore_index"])
+    reports = call.exchange(facts, shard=shard, labels=_checksum(labels), hidden=fingerprint)
+    _compare_shards([report["shard"] for report in reports])
+    if len({report["labels"] for report in reports}) > 1:
+        of_ranks = torch.stack(all_gather_objects(labels.cpu(), call.group, call.device))
+        position = (of_ranks != of_ranks[0]).any(0).nonzero()[0].tolist()
+        _compare(f"labels{position}", [own[tuple(position)].item() for own in of_ranks])
+    if fingerprint:
+        _compare_hidden([report["hidden"] for report in reports])
 
 
-def _prepared(logits: Tensor, labels: Tensor, group: Any, options: dict[str, Any]) -> Call:
-    _check_names(options, FUNCTIONS)
-    num_items = options.pop("num_items", None)
-    return plan_call(logits, labels, Settings(**options), group=group, num_items=num_items)
+def compare_backward(**grad_outputs: Tensor | None) -> None:
+    """Raise the same ValueError on every rank unless the grad_outputs of a pending backward are equal."""
+    call = _pending_call()
+    if call is None:
+        return
+    facts = {"call": "backward"}
+    for name, grad in grad_outputs.items():
+        shown = "None"
+        if grad is not None:
+            norm, checksum = float(grad.float().norm()), _checksum(grad)[:12]
+            shown = f"shape {tuple(grad.shape)}, norm {norm:g}, checksum {checksum}"
+        facts[f"gradient of {name}"] = shown
+    call.exchange(facts)
 
 
-def _prepared_linear(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, group: Any, options: dict[str, Any]
-) -> Call:
-    _check_names(options, LINEAR_FUNCTIONS)
-    num_items, main_grad = (options.pop(name, None) for name in ("num_items", "main_grad"))
-    given = Arguments(hidden, weight, labels, bias, group, num_items, main_grad)
-    settings, head = split_keywords(options, Settings._field_defaults | HeadSettings._field_defaults)
-    return plan_linear_call(given, settings, head)[0].call
+def _checksum(values: Tensor) -> str:
+    """Return the same text for equal values, whatever their strides. Needs no NumPy."""
+    return hashlib.sha256(str(values.tolist()).encode()).hexdigest()
 
 
-def _check_names(options: dict[str, Any], functions: tuple[Any, ...]) -> None:
-    known = {name for function in functions for name in inspect.signature(function).parameters}
-    for name in sorted(options.keys() - known):
-        raise TypeError(f"{name}: expected an option of the loss, got no such name")
+def _fingerprint(hidden: Tensor, is_valid: Tensor) -> tuple[float, ...]:
+    """Return the norm of the valid rows of ``hidden [..., D]`` and 4 projections of them."""
+    rows = hidden.detach().float().masked_fill(~is_valid.unsqueeze(-1), 0.0).flatten(0, -2)
+    n_tokens, n_features = rows.shape
+    right = (torch.arange(n_features * 4, device=rows.device) * 2.399963).cos()
+    left = (torch.arange(n_tokens, device=rows.device) * 1.7320508 + 0.5).cos()
+    # The mean square of a cosine is 1 / 2: twice a projection is as large as the difference of the rows.
+    return (float(rows.norm()), *(2 * (left @ (rows @ right.view(n_features, -1)))).tolist())
+
+
+def _compare(subject: str, values: Sequence[Any], shown: Sequence[Any] = (), remedy: str = "") -> None:
+    """Raise ValueError, which names the first rank that differs from most, unless all values are equal.
+
+    Of a tie, the side of the lowest rank is right. The error shows ``shown`` in place of ``values``.
+    """
+    most = max(values, key=Counter(values).__getitem__)
+    odd = [rank for rank, value in enumerate(values) if value != most]
+    if odd:
+        usual, shown = values.index(most), shown or values
+        others = "the others have" if len(odd) == 1 and len(values) > 2 else f"rank {usual} has"
+        has = f"rank {odd[0]} of {len(values)} has {shown[odd[0]]}, {others} {shown[usual]}"
+        raise ValueError(f"{subject}: {has}{remedy}")
+
+
+def _compare_shards(shards: Sequence[VocabShard]) -> None:
+    """Raise ValueError unless every column of one vocabulary is in exactly one shard."""
+    sizes, vocab_size = [own.vocab_size for own in shards], shards[0].vocab_size
+    shown = [f"{own.vocab_size} with a shard of {own.n_columns} columns" for own in shards]
+    _compare("vocab_size", sizes, shown, "; pass the same vocab_size= on every rank, or shard=")
+    columns = [(own.start, own.start + own.n_valid) for own in shards]
+    parts = sorted((start, stop) for start, stop in columns if start < stop)
+    if [start for start, _ in parts] + [vocab_size] != [0] + [stop for _, stop in parts]:
+        expected = f"must have every column of [0, {vocab_size}) on exactly one rank"
+        raise ValueError(f"shard: {expected}, got by rank {', '.join(f'[{a}, {b})' for a, b in columns)}")
+
+
+def _compare_hidden(fingerprints: Sequence[tuple[float, ...]]) -> None:
+    """Raise ValueError if fingerprints differ by more than rounding."""
+    prints = torch.tensor(fingerprints)
+    difference = (prints.unsqueeze(1) - prints).abs().amax(-1)
+    is_close = ~(difference > TOLERANCE * prints[:, 0].max())  # nothing differs from NaN or infinity
+    usual = max(range(len(prints)), key=is_close.sum(1).tolist().__getitem__)
+    values = [usual if close else rank for rank, close in enumerate(is_close[usual].tolist())]
+    _compare("hidden", values, [f"values of norm {norm:g}" for norm, *_ in fingerprints])

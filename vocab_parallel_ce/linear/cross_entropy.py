@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import agreement
+from vocab_parallel_ce import verify
 from vocab_parallel_ce.cross_entropy import (
     LossMetrics,
     as_token_outputs,
@@ -247,9 +247,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None) -> Any:
         with torch.autocast(ctx.device.type, enabled=False):
-            if not agreement.is_on:
+            if not verify.is_on:
                 return *_gradients(ctx, grad_loss, grad_entropy), None, None
-            with agreement.open_call(ctx.linear.call.group, ctx.device):
+            with verify.open_call(ctx.linear.call.group, ctx.device, is_backward=True):
                 return *_gradients(ctx, grad_loss, grad_entropy), None, None
 
 
@@ -260,9 +260,8 @@ def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) 
     if ctx.handed_on:
         raise RuntimeError(SECOND_BACKWARD)
     saved = ctx.saved_tensors
-    if agreement.is_pending():
-        report = agreement.grad_output_report(loss=grad_loss, entropy=grad_entropy)
-        agreement.compare(linear.call.group, report)
+    if verify.open_calls:
+        verify.compare_backward(loss=grad_loss, entropy=grad_entropy)
     if grad_loss is None and grad_entropy is None:
         return None, None, None
     if linear.call.plan.gradient == "in_forward":

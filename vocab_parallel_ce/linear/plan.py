@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import agreement, checks
-from vocab_parallel_ce.collectives import group_position, is_dtensor, local_rows
+from vocab_parallel_ce import checks, verify
+from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.layout import VECTOR_BYTES, flat
 from vocab_parallel_ce.linear.chunks import chunk_of, chunks_of
 from vocab_parallel_ce.linear.hidden_states import TokenOrder, order_of_ranks, order_of_valid
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
-from vocab_parallel_ce.plan import Call, Kind, Plan, as_divisor, cached_plan, common_facts
+from vocab_parallel_ce.plan import Call, Kind, Plan, as_divisor, cached_plan, comparable
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import is_ignored
 
@@ -105,8 +106,11 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
         parameter=given.weight if hasattr(given.weight, "grad_added_to_main_grad") else None,
     )
     inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows)
-    if agreement.n_open and agreement.is_pending():
-        _compare_ranks(linear, inputs, given, is_valid, settings, head)
+    if verify.open_calls:
+        own = {"main_grad": given.main_grad is not None, "dtype of the products": dtype}
+        options = comparable(settings, given.num_items) | head._asdict() | own
+        tensors = {"hidden": hidden, "weight": weight, "bias": bias}
+        verify.compare_call(tensors, labels, plan.shard, options)
     return linear, inputs
 
 
@@ -227,24 +231,3 @@ def _chunks_and_order(
         return tuple(chunks_of(n_tokens, chunk)), None
     n_rows = max(1, n_rows)
     return tuple(chunks_of(n_rows, chunk)), order_of_valid(is_valid, n_rows)
-
-
-def _compare_ranks(
-    linear: LinearCall,
-    inputs: Inputs,
-    given: Arguments,
-    is_valid: Tensor,
-    settings: Settings,
-    head: HeadSettings,
-) -> None:
-    plan, labels = linear.call.plan, given.labels
-    num_items = linear.call.num_items if settings.reduction == "sum" else None
-    facts = common_facts("hidden", given.hidden, labels, settings, plan, num_items)
-    own = {"main_grad": linear.main_grad is not None, "dtype of the products": linear.dtype}
-    facts += agreement.option_facts(head._asdict() | own)
-    facts += agreement.gradient_facts(hidden=given.hidden, weight=inputs.weight, bias=inputs.bias)
-    states = None if linear.sequence_parallel else agreement.fingerprint(inputs.hidden, is_valid)
-    digest = agreement.labels_digest(labels)
-    agreement.compare(
-        given.group, agreement.Report("a linear loss", facts, plan.shard, digest, states), labels
-    )

@@ -1,0 +1,404 @@
+"""Verification: ranks that do not fit raise the same error, in forward and backward, and none waits."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import threading
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import vocab_parallel_ce as vp
+from tests.support.budget import assert_within_budget
+from tests.support.collectives import record_collectives
+from tests.support.inputs import IGNORE_INDEX, batch, shard_of
+from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
+from tests.support.ranks import device_of, implementation_params, subgroups
+from vocab_parallel_ce import VocabShard, verify, verify_calls
+
+WIDTH, COLUMNS = 8, 10  # hidden size, and columns per rank
+
+
+def _in_ranks(*worlds):
+    params = implementation_params(worlds, (), tuple(world for world in worlds if world != 3))
+    return pytest.mark.parametrize(("rank_pool", "impl"), params, indirect=["rank_pool"])
+
+
+in_ranks, in_two_ranks, in_three_ranks = _in_ranks(2, 3), _in_ranks(2), _in_ranks(3)
+
+
+class Arguments:
+    """Valid arguments of one rank. A change spoils one of them."""
+
+    def __init__(self, rank: int, group: Any, n_ranks: int | None = None) -> None:
+        self.group, self.n_ranks = group, n_ranks or group.size()
+        self.options: dict[str, Any] = {}
+        self.grad_enabled, self.scale, self.has_hook = True, 1.0, False
+        logits, labels = _batch(self.n_ranks)
+        leaf = shard_of(logits, rank, self.n_ranks).to(device_of(rank, None)).requires_grad_()
+        self.logits: Any = leaf.view(2, 3, COLUMNS) * 1  # no leaf, as in training
+        self.labels: Any = labels.view(2, 3).to(leaf.device)
+        generator = torch.Generator().manual_seed(2)
+        self.hidden = torch.randn(2, 3, WIDTH, generator=generator).to(leaf.device).requires_grad_()
+        weight = torch.randn(COLUMNS * self.n_ranks, WIDTH, generator=generator)
+        self.weight = weight.chunk(self.n_ranks)[rank].to(leaf.device).requires_grad_()
+        self.given: dict[str, Any] = {"group": group}
+
+    def changed(self, **changes: Any) -> Arguments:
+        for name, change in changes.items():
+            setattr(self, name, change(getattr(self, name)) if callable(change) else change)
+        self.given = {"group": self.group, **self.options}
+        return self
+
+
+def _batch(n_ranks):
+    logits, labels = batch("peaked", rows=6, vocab_size=COLUMNS * n_ranks)
+    return logits, labels.index_put((torch.tensor([1, 4]),), torch.tensor([IGNORE_INDEX, 4]))
+
+
+def _check_loss(losses, n_ranks):
+    oracle, peer = cross_entropy_fp64(*_batch(n_ranks)), cross_entropy_same_dtype(*_batch(n_ranks))
+    for loss in losses:
+        assert_within_budget(loss, oracle.loss, peer.loss)
+
+
+def _linear_module(a):
+    head = torch.nn.Linear(WIDTH, COLUMNS, bias=False, device=a.weight.device)
+    head.weight = torch.nn.Parameter(a.weight.detach(), requires_grad=a.weight.requires_grad)
+    module = vp.LinearCrossEntropy(head, **a.given)
+    if a.has_hook:
+        head.register_forward_hook(lambda *_: None)
+    return module(a.hidden, a.labels)
+
+
+def _linear(a, **options):
+    return vp.linear_cross_entropy(a.hidden, a.weight, a.labels, **options, **a.given)
+
+
+FUNCTIONS = {
+    "loss": lambda a: vp.vocab_parallel_cross_entropy(a.logits, a.labels, **a.given),
+    "log-probs": lambda a: -vp.token_log_probs(a.logits, a.labels, **a.given).sum(),
+    "module": lambda a: vp.VocabParallelCrossEntropy(**a.given)(a.logits, a.labels),
+    "transformer engine": lambda a: vp.parallel_cross_entropy(
+        a.logits, a.labels, reduce_loss=True, dist_process_group=a.group, **a.options
+    ),
+    "verify_group": lambda a: vp.verify_group(a.logits, a.labels, **a.given),
+    "linear": _linear,
+    "linear in backward": lambda a: _linear(a, gradient="in_backward"),
+    "linear log-probs": lambda a: vp.linear_token_log_probs(a.hidden, a.weight, a.labels, **a.given).sum(),
+    "linear module": _linear_module,
+    "verify_group linear": lambda a: vp.verify_group(a.hidden, a.labels, weight=a.weight, **a.given),
+}
+ALL, OVER_LOGITS, LINEAR = list(FUNCTIONS), list(FUNCTIONS)[:5], list(FUNCTIONS)[5:]
+TRAINED, GRADIENT = OVER_LOGITS[:4] + LINEAR[:4], r"shape .*, norm [\d.]+, checksum \w{12}"
+
+
+class Case(NamedTuple):
+    """How one rank's call differs, and a pattern of its error, or of its subject and what the ranks have."""
+
+    functions: list[str]
+    changes: dict[str, Any]
+    error: str
+    has: tuple[str, str] | None = None  # the rank that differs, and the others
+
+    def expected(self, odd, n_ranks):
+        if self.has is None:
+            return self.error.replace(": ", f": rank {odd} of {n_ranks}: ", 1)
+        if n_ranks == 2:  # a tie
+            odd, (one, two), others = 1, self.has if odd else self.has[::-1], "rank 0 has"
+        else:
+            (one, two), others = self.has, "the others have"
+        return f"ValueError: {self.error}: rank {odd} of {n_ranks} has {one}, {others} {two}"
+
+
+def _label(value):
+    return {"labels": lambda y: y.index_put((torch.tensor(1),) * 2, torch.tensor(value))}
+
+
+def _all(function):
+    return {"logits": function, "hidden": function, "labels": function}
+
+
+def _options(functions, error, has=None, **options):
+    return Case(functions.split("/"), {"options": options}, error, has)
+
+
+CASES = [
+    Case(ALL, _label(7), r"labels\[1, 1\]", ("7", "4")),
+    Case(ALL, {"labels": Tensor.int}, "labels.dtype", ("torch.int32", "torch.int64")),
+    Case(OVER_LOGITS, {"grad_enabled": False}, "logits.requires_grad", ("False.*", "True")),
+    Case(LINEAR, {"grad_enabled": False}, "hidden.requires_grad", ("False.*", "True")),
+    Case(LINEAR, {"weight": Tensor.detach}, "weight.requires_grad", ("False.*", "True")),
+    Case(OVER_LOGITS, {"logits": Tensor.bfloat16}, "logits.dtype", ("torch.bfloat16", "torch.float32")),
+    Case(OVER_LOGITS, _all(lambda x: x[:, 1:]), "logits.shape.*", (r"\(2, 2\)", r"\(2, 3\)")),
+    Case(LINEAR, _all(lambda x: x[:, 1:]), "hidden.shape.*", (r"\(2, 2\)", r"\(2, 3\)")),
+    Case(LINEAR, {"hidden": lambda h: h.flip(1)}, "hidden", ("values of .*",) * 2),
+    Case(["loss"], {"logits": lambda x: x[..., 1:]}, "vocab_size", (".* of 9 columns", ".* of 10 columns.*")),
+    _options("loss/log-probs/verify_group", "vocab_size", ("15 .*", ".0 .*"), vocab_size=15),
+    _options("loss/linear/verify_group", "ignore_index", ("-1", "-100"), ignore_index=-1),
+    _options("loss/module/verify_group", "label_smoothing", ("0.1", "0.0"), label_smoothing=0.1),
+    _options("loss/module/linear/linear module", "reduction", ("sum", "mean"), reduction="sum"),
+    _options("log-probs/verify_group linear", "temperature", ("2.0", "1.0"), temperature=2.0),
+    _options("linear/linear log-probs/linear module", "softcap", ("5.0", "None"), softcap=5.0),
+    _options("/".join(LINEAR), "chunk_tokens", ("2", "auto"), chunk_tokens=2),
+    _options("loss", "TypeError: .* unexpected keyword argument 'unknown'", unknown=3),
+    _options("verify_group", "TypeError: unknown: must be an option", unknown=3),
+    _options("verify_group", "ValueError: logits: .* width 9 of .*, got 10", shard=VocabShard(0, 9, 20)),
+    _options("log-probs", "ValueError: gradient: expected one of .*", gradient="in_forward"),
+    _options("transformer engine", "TypeError: overwrite_input: expected a bool .*", overwrite_input="yes"),
+    _options("linear", "ValueError: labels: expected shape .*", sequence_parallel=True),
+    Case(OVER_LOGITS, {"logits": Tensor.tolist}, "TypeError: logits: expected a torch.Tensor, got list"),
+    Case(["verify_group"], _all(lambda x: x.to("meta")), "RuntimeError: NotImplementedError: .*"),
+    Case(["nccl"], _all(Tensor.cpu), "logits.device.type", ("cpu", "cuda")),
+    Case(ALL, {"labels": Tensor.float}, "TypeError: labels: dtype must be .*"),
+    Case(LINEAR, {"weight": lambda w: w[:, :-1]}, "ValueError: weight: expected shape .*"),
+    Case(["linear module"], {"has_hook": True}, "ValueError: head: .*"),
+    Case(TRAINED, {"scale": 2.0}, "gradient of loss", (GRADIENT,) * 2),
+]
+
+
+def _error(call, *args):
+    """What ``call`` raises, or None."""
+    try:
+        call(*args)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _call(function, a):
+    """A call, and its backward if it has one."""
+    with torch.set_grad_enabled(a.grad_enabled):
+        loss = FUNCTIONS[function](a)
+    if loss is not None:
+        (loss * a.scale).backward()
+
+
+def _errors(rank, group, function, calls):
+    """Errors of calls in which rank ``odd`` differs. The valid call after each fails if a rank is behind."""
+    errors = []
+    with verify_calls():
+        for index, odd in calls:
+            a = Arguments(rank, group).changed(**CASES[index].changes if rank == odd else {})
+            errors.append(_error(_call, function, a))
+            _call(function, Arguments(rank, group))
+    return errors, FUNCTIONS["loss"](Arguments(rank, group))
+
+
+@in_ranks
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_rank_that_differs_is_the_same_error_on_every_rank(rank_pool, impl, function):
+    """Without verification these return a number, abort gloo or wait for half an hour."""
+    n_ranks = rank_pool.world_size
+    names = {function, rank_pool.backend if function == "verify_group" else ""}
+    chosen = [index for index, case in enumerate(CASES) if names & set(case.functions)]
+    calls = [(index, odd) for index in chosen for odd in (0, n_ranks - 1)]
+    results = rank_pool.run(_errors, function, calls)
+    for (index, odd), *errors in zip(calls, *(errors for errors, _ in results), strict=True):
+        expected = CASES[index].expected(odd, n_ranks)
+        assert errors[0] and re.match(expected, errors[0]), (errors[0], expected)
+        assert errors == errors[:1] * n_ranks
+    _check_loss([loss for _, loss in results], n_ranks)
+
+
+def _pad(rank, odd):
+    return {"logits": lambda x: torch.nn.functional.pad(x, (0, 2)) if rank == odd else x}
+
+
+def _shard(rank, n, size):
+    """The last rank has the first columns."""
+    return {"options": {"shard": VocabShard(10 * (n - 1 - rank), 10 * (n - rank), size)}}
+
+
+# Of ranks that pass different things, changes of rank ``r`` of ``n``: those that fit, and those that do not.
+FITTING = [
+    lambda r, n: {},
+    lambda r, n: {"options": {"vocab_size": 10 * n - 3}},  # padded
+    lambda r, n: {"logits": lambda x: x[..., : 10 - r // (n - 1)], "options": {"vocab_size": 10 * n - 1}},
+    lambda r, n: _shard(r, n, 10 * n),
+    lambda r, n: _shard(r, n, 10 * n - 10),  # rank 0 has padding alone
+    lambda r, n: {"options": {"z_loss": 1.0} if r else {"z_loss": 1, "vocab_size": 10 * n}},
+    lambda r, n: {"labels": lambda y: y if r else y.t().contiguous().t()},
+    lambda r, n: _all(lambda x: x[:0]),
+    lambda r, n: {"logits": Tensor.half, "labels": Tensor.int},
+    lambda r, n: {"labels": lambda y: y.where(y >= 0, -7), "options": {"ignore_index": -7}},
+]
+COVER = "shard: must have every column of [0, {V}) on exactly one rank, got by rank [0, 1"
+OUTSIDE = "labels: must be in [0, {}) or ignore_index {}, got 1 outside, the first at position {}"
+FAILING = [
+    (COVER + "2), ", lambda r, n: _pad(r, 0) | {"options": {"vocab_size": 10 * n}}),
+    (COVER + "0), ", lambda r, n: _pad(r, n - 1) | {"options": {"vocab_size": 10 * n}}),
+    (OUTSIDE.format("{V}", -100, "(1, 1): {V}"), lambda r, n: _label(10 * n)),
+    (OUTSIDE.format("{V}", 0, "(0, 1): -100"), lambda r, n: {"options": {"ignore_index": 0}}),
+    (OUTSIDE.format(15, -100, "(1, 1): 15"), lambda r, n: _label(15) | {"options": {"vocab_size": 15}}),
+    ("rank 1 of {n}: labels: shape ", lambda r, n: {"labels": Tensor.t} if r else {"logits": Tensor.float}),
+    ("labels: shape must be that of logits", lambda r, n: {"labels": Tensor.t}),
+]
+
+
+def _group_outcomes(rank, group):
+    """Errors and collectives of verify_group, which leaves its arguments as they are."""
+    outcomes = []
+    for changes in FITTING + [changes for _, changes in FAILING]:
+        a = Arguments(rank, group).changed(labels=lambda y: y.clamp(max=4))
+        a.changed(**changes(rank, group.size()))
+        before = a.logits.clone(), a.labels.clone(), a.logits._version
+        # NCCL must not send from the GPU that happens to be current.
+        with record_collectives() as sent, torch.cuda.device(0) if a.logits.is_cuda else nullcontext():
+            error = _error(FUNCTIONS["verify_group"], a)
+        assert all(map(torch.equal, (a.logits, a.labels), before)) and a.logits._version == before[2]
+        outcomes.append((error, [call.name for call in sent], sum(call.nbytes for call in sent)))
+    return outcomes
+
+
+@in_ranks
+def test_verify_group_of_ranks_that_pass_different_things(rank_pool, impl):
+    """Two all_gathers of less than a kilobyte."""
+    n = rank_pool.world_size
+    expected = [None] * len(FITTING) + ["ValueError: " + error.format(V=10 * n, n=n) for error, _ in FAILING]
+    for outcomes in rank_pool.run(_group_outcomes):
+        for (error, sent, nbytes), start in zip(outcomes, expected, strict=True):
+            assert error is None if start is None else error.startswith(start), (error, start)
+            assert sent == ["allgather_"] * 2 and nbytes < 1024
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(("values", "odd", "usual"), [("5666", 0, 1), ("5665", 1, 0), ("5676", 0, 1)])
+def test_most_ranks_are_right_and_of_a_tie_the_side_of_the_lowest(values, odd, usual):
+    others = "the others have 6" if values == "5666" else f"rank {usual} has {values[usual]}"
+    error = _error(verify._compare, "x", values, (), "; do")
+    assert error == f"ValueError: x: rank {odd} of 4 has {values[odd]}, {others}; do"
+    prints = [(float(value), float(value) * 0.1) for value in values]
+    assert _error(verify._compare_hidden, prints).startswith(f"ValueError: hidden: rank {odd} ")
+
+
+@pytest.mark.reference
+def test_hidden_states_that_rounding_or_nan_sets_apart_are_not_compared():
+    for other in ((100.9, 52.0), (float("nan"), 0.0), (float("inf"), float("-inf"))):
+        verify._compare_hidden([(100.0, 50.0), other, (99.0, 50.0)])
+    assert _error(verify._compare_hidden, [(100.0, 50.0), (100.0, 54.0)])
+
+
+@pytest.mark.reference
+def test_shards_that_overlap_or_leave_columns_out():
+    """Padding holds no column, and the order of the ranks does not matter."""
+    verify._compare_shards([VocabShard(*own, 40) for own in ((20, 45), (0, 20), (45, 50))])
+    for starts in ((0, 10, 10, 30), (0, 10, 20, 9), (5, 10, 20, 30), (0, 10, 22, 30), (0, 10, 20, 40)):
+        error = _error(verify._compare_shards, [VocabShard(start, start + 10, 40) for start in starts])
+        assert error.startswith("ValueError: shard: must have every column of [0, 40) on exactly one rank")
+
+
+def _counted(rank, group):
+    counts = []
+    for context, inner in ((True, True), (False, False), (True, False)):
+        a = Arguments(rank, group)
+        with verify_calls(context), verify_calls(inner):
+            with record_collectives() as forward:
+                loss = FUNCTIONS["loss"](a)
+            with record_collectives() as backward:
+                loss.backward()
+        counts.append((len(forward), len(backward), max(call.nbytes for call in forward)))
+    return counts
+
+
+@in_two_ranks
+def test_off_it_sends_nothing(rank_pool, impl):
+    for on, *off in rank_pool.run(_counted):
+        assert [counts[:2] for counts in (on, *off)] == [(3, 2), (1, 0), (1, 0)] and on[2] < 4096
+
+
+def _different_calls(rank, group):
+    """Errors of two functions, TransformerEngine's first step, and backwards in other threads."""
+    a = Arguments(rank, group)
+    with verify_calls():
+        errors = [_error(FUNCTIONS["loss" if rank else "linear"], a)]
+        errors += [_error(vp.cross_entropy_forward, a.logits, a.labels, 0.1 * rank, True, group, -100)]
+    for function in ("loss", "linear", "linear in backward"):
+        loss = FUNCTIONS[function](Arguments(rank, group)) * (1.0 + rank)
+        with verify_calls():
+            thread = threading.Thread(target=lambda: errors.append(_error(loss.backward)))  # noqa: B023
+            thread.start()
+            thread.join()
+    return errors
+
+
+@in_two_ranks
+def test_calls_of_different_functions_and_a_backward_alone_in_any_thread(rank_pool, impl):
+    first, second = rank_pool.run(_different_calls)
+    call, label_smoothing, *backwards = first
+    assert first == second and len(backwards) == 3
+    assert call == "ValueError: call: rank 1 of 2 has a loss over logits, rank 0 has a loss over hidden"
+    assert label_smoothing == "ValueError: label_smoothing: rank 1 of 2 has 0.1, rank 0 has 0.0"
+    assert all(error.startswith("ValueError: gradient of loss: rank 1 of 2 has ") for error in backwards)
+
+
+def _in_a_checkpoint(rank, group):
+    losses, errors = [], []
+    with verify_calls():
+        for function in ("loss", "transformer engine", "linear", "linear in backward"):
+            for scale in (1.0, 1.0 + rank):
+                a = Arguments(rank, group)
+
+                def call(logits, hidden, weight, a=a, function=function):
+                    return FUNCTIONS[function](a.changed(logits=logits * 1, hidden=hidden, weight=weight))
+
+                loss = checkpoint(call, a.logits, a.hidden, a.weight, use_reentrant=False)
+                errors.append(_error((loss * scale).backward))
+            losses.append(loss.detach())
+    return losses, errors
+
+
+@in_two_ranks
+def test_it_works_in_a_checkpoint(rank_pool, impl):
+    """A checkpoint hands out saved tensors once, and calls the loss again within its backward."""
+    for losses, errors in rank_pool.run(_in_a_checkpoint):
+        _check_loss(losses[:2], 2)
+        assert errors[::2] == [None] * 4
+        assert all(error.startswith("ValueError: gradient of loss: rank 1 of 2 ") for error in errors[1::2])
+
+
+def _in_subgroups(rank, group):
+    """Errors of no group, of this rank's alone, of another rank's, of no process group, of ranks 0 and 2."""
+    *alone, two = subgroups((0,), (1,), (2,), (0, 2))
+    given = [Arguments(0, chosen, 1) for chosen in (None, alone[rank], alone[rank - 1], "tensor parallel")]
+    given += [Arguments(0, chosen, 1).changed(**_label(10)) for chosen in (None, alone[rank])]
+    with record_collectives() as sent:
+        errors = [_error(FUNCTIONS["verify_group"], a) for a in given]
+    a = Arguments(rank // 2, two, 2).changed(**_label(7) if rank == 2 else {})
+    return errors, sent, _error(FUNCTIONS["verify_group"], a)
+
+
+@in_three_ranks
+def test_one_rank_sends_nothing_and_ranks_are_counted_within_the_group(rank_pool, impl):
+    results = rank_pool.run(_in_subgroups)
+    not_in_it = "ValueError: group: this rank must be a member"
+    for (*passed, not_a_member, not_a_group, outside, also), sent, _ in results:
+        assert passed == [None, None] and sent == []
+        assert not_a_member.startswith(not_in_it)
+        assert not_a_group.startswith("TypeError: group: expected")
+        assert outside == also and outside.startswith("ValueError: labels: must be in [0, 10)")
+    first, outside, last = (error for *_, error in results)
+    assert first == last == "ValueError: labels[1, 1]: rank 1 of 2 has 7, rank 0 has 4"
+    assert outside.startswith(not_in_it)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(("value", "is_on"), [("1", True), ("0", False), ("", False)])
+def test_the_variable_switches_it_on_for_a_program(monkeypatch, value, is_on):
+    monkeypatch.setenv("VOCAB_PARALLEL_CE_VERIFY", value)
+    assert runpy.run_path(verify.__file__)["is_on"] is is_on
+
+
+@pytest.mark.reference
+def test_one_rank_compares_nothing():
+    logits = torch.randn(3, 8, requires_grad=True)
+    with verify_calls():
+        vp.vocab_parallel_cross_entropy(logits, torch.tensor([1, 2, 3])).backward()
+        with pytest.raises(ValueError, match="^labels: shape"):
+            vp.vocab_parallel_cross_entropy(logits, torch.tensor([1, 2]))
+    assert not verify.open_calls and not verify.is_on

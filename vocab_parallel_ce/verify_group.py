@@ -1,0 +1,59 @@
+"""Check once, without a loss, that the arguments of all ranks fit together."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from torch import Tensor
+
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
+from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, split_keywords
+from vocab_parallel_ce.linear.plan import Arguments, plan_linear_call
+from vocab_parallel_ce.options import DEFAULTS, Settings
+from vocab_parallel_ce.plan import plan_call
+from vocab_parallel_ce.verify import open_call
+
+
+@public
+def verify_group(
+    logits: Tensor,
+    labels: Tensor,
+    group: Any,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> None:
+    """Raise the same error on every rank of ``group`` unless their arguments fit together.
+
+    For debugging, once before training. Every rank calls it with the arguments of its loss. It compares what
+    :func:`verify_calls` compares in forward, and checks the values of the labels. Without ``vocab_size`` or
+    ``shard`` it cannot tell whole logits from shards. The error names the rank that differs from most; of a
+    tie, the side of the lowest rank is right. A rank that is not in ``group`` raises alone.
+
+    Collectives: as :func:`verify_calls` in forward; none for one rank. Overwrites: nothing.
+
+    Args:
+        logits, labels, group: as in :func:`vocab_parallel_cross_entropy`, or with ``weight`` the hidden
+            states, labels and group of :func:`linear_cross_entropy`.
+        weight, bias, options: as in that loss, or in its log-probs.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as that loss on some rank; arguments differ; the shards do not
+            have every column once; or a label is neither in ``[0, V)`` nor ``ignore_index``.
+    """
+    function: Any = vocab_parallel_cross_entropy if weight is None else linear_cross_entropy
+    known = signature(function).parameters.keys() | {"temperature", "entropy"}
+    with open_call(group, logits.device if isinstance(logits, Tensor) else None):
+        for name in sorted(options.keys() - known):
+            raise TypeError(f"{name}: must be an option of {function.__name__} or its log-probs")
+        num_items, main_grad = (options.pop(name, None) for name in ("num_items", "main_grad"))
+        if weight is None:
+            plan = plan_call(logits, labels, Settings(**options), group=group, num_items=num_items).plan
+        else:
+            settings, head = split_keywords(options, DEFAULTS)
+            given = Arguments(logits, weight, labels, bias, group, num_items, main_grad)
+            plan = plan_linear_call(given, settings, head)[0].call.plan
+    checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
