@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import agreement, checks
-from vocab_parallel_ce.blocks import choose_ring
+from vocab_parallel_ce.blocks import one_pass_config
 from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather, group_position
 from vocab_parallel_ce.layout import VECTOR_BYTES, row_layout, rows_are_disjoint
 from vocab_parallel_ce.overwritten import check_not_overwritten
@@ -353,7 +353,7 @@ def _settled_call(
         gradient=gradient,
         options_on=row_options.beyond_z_loss,
         whole_vectors=whole_vectors and shard.n_valid == shard.n_columns,
-        fits=choose_ring(n_columns * dtype.itemsize) is not None,
+        fits=one_pass_config(n_columns * dtype.itemsize) is not None,
     )
     gpu = gpu_of(device.index) if device.type == "cuda" else None
     implementation = select(device.type, impl, workload=workload, gpu=gpu).name
