@@ -16,8 +16,8 @@ THREADS_PER_WARP = 32
 Table = tuple[tuple[int, int, int], ...]
 
 # (row bytes up to, warps, chunks). The best of 4, 8, 16 warps and 1, 2, 4 chunks for bf16 rows of 8 K to
-# 128 K columns, on one H200 with Triton 3.6. Rows of up to 2 KB were not tuned. A kernel that only reads needs
-# fewer warps than one that also writes. The times are in scripts/results/NOTES.md.
+# 128 K columns, on one H200 with Triton 3.6. Rows of up to 2 KB were not tuned. A kernel that only reads
+# needs fewer warps than one that also writes. The times are in scripts/results/NOTES.md.
 READ = (
     (2_048, 1, 1),
     (16_384, 4, 2),
@@ -77,5 +77,5 @@ ONE_PASS = (
 
 @functools.lru_cache
 def one_pass_config(row_bytes: int) -> OnePassConfig | None:
-    """Return the configuration for rows of ``row_bytes``; None if they do not fit or two kernels are faster."""
+    """Return the configuration for rows of ``row_bytes``; None if they do not fit or two kernels win."""
     return next((config for least, most, config in ONE_PASS if least <= row_bytes <= most), None)

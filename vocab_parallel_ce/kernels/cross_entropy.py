@@ -37,10 +37,11 @@ from vocab_parallel_ce.kernels.primitives import (
     merge_ranks,
     row_begin,
     row_body,
+    row_loss,
     stats_of_row,
     sum_exp,
     transform,
-    weighted_loss,
+    weighted,
 )
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.shard import VocabShard
@@ -72,10 +73,8 @@ class ShardSizes(NamedTuple):
 def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_size, options):
     """Return the ``RowFactors`` of a row; all are 0 if it is not ``live``, so that its NaN stays unseen.
 
-    ``weight`` is 1 / divisor, None for 1. ``grad_output`` and ``grad_entropy`` are pointers or None.
+    ``weight`` is 1 / divisor. ``grad_output`` and ``grad_entropy`` are pointers or None.
     """
-    if weight is None:
-        weight = 1.0
     if grad_output is not None:
         weight *= tl.load(grad_output)
     weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
@@ -150,12 +149,15 @@ def cross_entropy_kernel(
     ranks = tl.arange(0, RANKS)
     pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, options)
     merged = merge_ranks(pointers, ranks < n_ranks, options)
-    weight = None
+    weight = 1.0
     if divisor is not None:
         weight = divisor_weight(divisor)
         live &= weight != 0
     if loss is not None:
-        tl.store(loss + row, weighted_loss(merged, label, weight, sizes.vocab_size, options))
+        value = row_loss(merged, label, sizes.vocab_size, options)
+        if divisor is not None:
+            value = weighted(value, weight)
+        tl.store(loss + row, value)
     if grad_output is not None:
         grad_output += row * grad_strides[0]
     if grad_entropy is not None:

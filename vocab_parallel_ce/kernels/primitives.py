@@ -221,12 +221,9 @@ def divisor_weight(divisor):
 
 
 @triton.jit
-def weighted_loss(stats, label, weight, vocab_size, options):
-    """Return ``row_loss * weight``, 0 for a weight of 0; a weight of None is 1."""
-    value = row_loss(stats, label, vocab_size, options)
-    if weight is not None:
-        value = tl.where(weight == 0, 0.0, value * weight)
-    return value
+def weighted(value, weight):
+    """Return ``value * weight``, 0 for a weight of 0."""
+    return tl.where(weight == 0, 0.0, value * weight)
 
 
 @triton.jit
@@ -235,16 +232,17 @@ def store_outputs(outputs, rows, inside, stats, label, divisor, vocab_size, opti
 
     ``divisor`` divides the loss; None is 1. ``inside`` masks a vector of rows; None is all.
     """
-    weight = None
+    all_sum = sum_exp(stats)
+    value = row_loss(stats, label, vocab_size, options)
     if divisor is not None:
-        weight = divisor_weight(divisor)
-    tl.store(outputs.loss + rows, weighted_loss(stats, label, weight, vocab_size, options), inside)
+        value = weighted(value, divisor_weight(divisor))
+    tl.store(outputs.loss + rows, value, inside)
     if outputs.entropy is not None:
-        value = log_sum_exp(stats) - stats.exp_shifted_sum / sum_exp(stats)
+        value = log_sum_exp(stats) - stats.exp_shifted_sum / all_sum
         tl.store(outputs.entropy + rows, at_the_edges(value, label, vocab_size, options), inside)
     live = label != options.ignore_index
     if outputs.lse is not None:
         tl.store(outputs.lse + rows, tl.where(live, stats.row_max + log_sum_exp(stats), 0.0), inside)
     if outputs.predictions is not None:
-        known = live & (sum_exp(stats) < float("inf")) & (stats.argmax < float("inf"))
+        known = live & (all_sum < float("inf")) & (stats.argmax < float("inf"))
         tl.store(outputs.predictions + rows, tl.where(known, stats.argmax, -1.0).to(tl.int64), inside)
