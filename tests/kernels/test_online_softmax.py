@@ -1,7 +1,5 @@
 """Row statistics of the kernel against ``spec`` in fp64."""
 
-import importlib
-
 import pytest
 import torch
 
@@ -115,16 +113,6 @@ def test_statistics_that_nobody_asked_for_are_not_written(kernel_device):
     plain, _ = stats_by_kernel(logits, labels)
     every, _ = stats_by_kernel(logits, labels, EVERY_STATISTIC)
     assert torch.equal(plain, every[:, :3])
-
-
-def test_count_of_rows_beyond_one_pass_of_the_counting_program(kernel_device, monkeypatch):
-    """The program of row 0 counts all labels, in passes as wide as it is."""
-    module = importlib.import_module("vocab_parallel_ce.kernels.online_softmax")
-    monkeypatch.setattr(module, "LABELS_AT_ONCE", 16)
-    monkeypatch.setattr(module, "_launch", module._launch.__wrapped__)
-    labels = (torch.arange(37) % 3).to(kernel_device)
-    _, valid_rows = stats_by_kernel(torch.zeros(37, 3, device=kernel_device), labels, LossOptions(2))
-    assert valid_rows == int((labels != 2).sum())
 
 
 @pytest.mark.parametrize("options", (EVERY_STATISTIC, ALL), ids=("statistics", "all"))
