@@ -63,5 +63,6 @@ def assert_fills_a_multiprocessor(report: dict) -> None:
     assert "st.global.v4.b32" in report["stores"], report
     assert report["registers"] <= REGISTERS // (report["threads"] * report["programs_per_sm"]), report
     # The system uses 1 KB of each program's shared memory.
-    assert (report["shared_bytes"] + 1024) * report["programs_per_sm"] <= ONE_PASS_SHARED_MEMORY + 1024, report
+    shared_bytes = (report["shared_bytes"] + 1024) * report["programs_per_sm"]
+    assert shared_bytes <= ONE_PASS_SHARED_MEMORY + 1024, report
     assert report["stack_bytes"] <= 64 and report["local_bytes"] == 0, report

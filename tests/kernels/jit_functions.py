@@ -86,7 +86,6 @@ def row_parts(widths: int, begins: int, vector: int, device: str) -> tuple[Tenso
 
     The rows have 1 to ``widths`` columns and begin at 0 to ``begins``; ``widths * begins`` is a multiple of
     1024. The edges' tensors have one more dimension of 16 * vector.
-    have one more dimension of 16 * vector.
     """
     first = torch.full((widths, begins), -1, dtype=torch.int64, device=device)
     offset = torch.full((widths, begins, 16 * vector), -1, dtype=torch.int64, device=device)

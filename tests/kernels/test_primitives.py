@@ -52,7 +52,7 @@ def test_tanh_of_what_is_no_number(kernel_device):
 
 
 def test_log1p_on_a_dense_grid(kernel_device):
-    """Small values keep their digits; 0 and -1 are exact."""
+    """Small values lose no digits; 0 and -1 are exact."""
     from tests.kernels.jit_functions import log1p_of
 
     seam = 0.5 + torch.arange(-200, 200, dtype=torch.float64) * 2**-25

@@ -16,6 +16,9 @@ Regime: 1 K to 256 K columns, any number of rows, bound by memory. The kernel re
 of ``loss``.
 """
 
+# mypy: disable-error-code="arg-type"
+# A jit function leaves out of a RowStats what no option needs.
+
 import functools
 from typing import NamedTuple
 
@@ -69,7 +72,7 @@ class LaneStats(NamedTuple):
     max: tl.tensor
     sum: tl.tensor
     shifted_sum: tl.tensor | None
-    count: tl.tensor | None
+    n_columns: tl.tensor | None
     exp_shifted_sum: tl.tensor | None
     max_tile: tl.tensor | None  # the tile that raised the maximum last
 
@@ -121,7 +124,7 @@ def walk_body(logits, row, options, LANES: tl.constexpr, VECTOR: tl.constexpr):
     lane_max = tl.full([LANES], float("-inf"), tl.float32)
     lane_sum = tl.zeros([LANES], tl.float32)
     shifted_sum = tl.zeros([LANES], tl.float32)
-    count = tl.zeros([LANES], tl.float32)
+    n_columns = tl.zeros([LANES], tl.float32)
     exp_shifted_sum = tl.zeros([LANES], tl.float32)
     max_tile = tl.zeros([LANES], tl.int32)
     for tile in range(0, row.width, LANES * VECTOR):
@@ -135,9 +138,9 @@ def walk_body(logits, row, options, LANES: tl.constexpr, VECTOR: tl.constexpr):
         decay = exp_shifted(lane_max, shift)
         # Move the sums from the old maximum to the new one, then add the tile.
         if options.smoothing is not None:
-            shifted_sum += count * raised_by(lane_max, shift)
+            shifted_sum += n_columns * raised_by(lane_max, shift)
             shifted_sum += tl.sum(tl.where(inside, z - shift[:, None], 0.0), axis=1)
-            count += tl.sum(inside.to(tl.float32), axis=1)
+            n_columns += tl.sum(inside.to(tl.float32), axis=1)
         if options.entropy is not None:
             exp_shifted_sum += lane_sum * bounded(raised_by(lane_max, shift))
             tile_sum = tl.sum(exp_times_shifted(z, shift[:, None]), axis=1)
@@ -147,7 +150,7 @@ def walk_body(logits, row, options, LANES: tl.constexpr, VECTOR: tl.constexpr):
         lane_sum *= decay
         lane_sum += tl.sum(exp_shifted(z, shift[:, None]), axis=1)
         lane_max = new_max
-    return LaneStats(lane_max, lane_sum, shifted_sum, count, exp_shifted_sum, max_tile)
+    return LaneStats(lane_max, lane_sum, shifted_sum, n_columns, exp_shifted_sum, max_tile)
 
 
 @triton.jit
@@ -207,7 +210,7 @@ def merge_columns(
     exp_shifted_sum = None
     argmax = None
     if options.smoothing is not None:
-        shifted_sum = tl.sum(lanes.shifted_sum + lanes.count * raised_by(lanes.max, shift))
+        shifted_sum = tl.sum(lanes.shifted_sum + lanes.n_columns * raised_by(lanes.max, shift))
         shifted_sum += tl.sum(tl.where(loose.inside, loose.z - shift, 0.0))
         shifted_sum += tl.where(row.owned, target_logit - shift, 0.0)
     if options.entropy is not None:
