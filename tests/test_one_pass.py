@@ -1,4 +1,4 @@
-"""Loss and gradient in one launch: widths, row counts, labels and layouts that can go wrong in a ring."""
+"""Loss and gradient in one launch: widths, row counts, labels and layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vocab_parallel_ce.blocks import ONE_PASS
 pytestmark = pytest.mark.cuda
 
 INF, NAN = float("inf"), float("nan")
-# bf16 columns of the narrowest rows, of the widest of a ring in the middle of the table, and of the widest.
+# bf16 columns of the narrowest rows, of the widest of the middle configuration, and of the widest.
 NARROW = -(-ONE_PASS[0][0] // 16) * 8
 MIDDLE = ONE_PASS[len(ONE_PASS) // 2][1] // 16 * 8
 WIDE = ONE_PASS[-1][1] // 16 * 8
@@ -29,7 +29,7 @@ def _runs_here():
 
 @pytest.fixture
 def one_multiprocessor(monkeypatch):
-    """Few programs walk all rows, each of which follows others through the ring."""
+    """Let few programs walk all rows, so that rows follow each other through the buffer."""
 
     def limit(count=1):
         monkeypatch.setattr("vocab_parallel_ce.kernels.one_pass._multiprocessors", lambda device: count)
@@ -38,9 +38,9 @@ def one_multiprocessor(monkeypatch):
 
 
 def widths(dtype):
-    """Columns of the first and last rows of each ring, and about a whole number of chunks."""
-    for least, most, ring in ONE_PASS:
-        chunk = 512 * ring.num_warps
+    """Columns of the first and last rows of each configuration, and about a whole number of chunks."""
+    for least, most, config in ONE_PASS:
+        chunk = 512 * config.num_warps
         first, last = -(-least // 16) * 16, most // 16 * 16
         whole = (first + last) // 2 // chunk * chunk
         row_bytes = {
@@ -49,6 +49,16 @@ def widths(dtype):
             torch.float16: (last,),
         }
         yield from dict.fromkeys(n // dtype.itemsize for n in row_bytes[dtype] if first <= n <= last)
+
+
+def test_worked_example():
+    """Two equal rows of 8192 columns, one logit 8 and the others 0."""
+    logits = torch.zeros(2, 8192, device="cuda", dtype=torch.bfloat16)
+    logits[:, 1] = 8
+    loss, grad = run(logits, torch.tensor([1, 1], device="cuda"))
+    assert loss.item() == pytest.approx(1.3212, abs=1e-4)
+    assert grad[:, 1].tolist() == pytest.approx([-0.3666] * 2, rel=5e-3)
+    assert grad[:, 2:].unique().tolist() == pytest.approx([4.475e-5], rel=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +71,7 @@ def widths(dtype):
     ids=str,
 )
 def test_every_width(one_multiprocessor, dtype, columns):
-    """Rows that follow one another through a ring come out as each does alone."""
+    """Rows that follow each other through a buffer give what each gives alone."""
     logits, labels = made("mixture", 11, columns, dtype)
     alone = logits.clone()
     loss, grad = check(alone, labels)
@@ -70,20 +80,18 @@ def test_every_width(one_multiprocessor, dtype, columns):
     assert torch.equal(again_loss, loss) and torch.equal(again, grad)
 
 
-@pytest.mark.parametrize("rows", (1, 131, 132, 133, 264, 265, 1000, 4100))
-def test_more_and_fewer_rows_than_programs(rows):
-    """4100 labels are counted in three passes of a program."""
-    check(*made("some_ignored", rows, NARROW))
-
-
-@pytest.mark.parametrize("columns", (MIDDLE, WIDE))
-def test_more_rows_than_programs_of_wide_rows(columns):
-    check(*made("some_ignored", 150, columns))
+@pytest.mark.parametrize(
+    "rows, columns",
+    [*((rows, NARROW) for rows in (1, 131, 132, 133, 264, 265, 1000, 4100)), (150, MIDDLE), (150, WIDE)],
+)
+def test_more_and_fewer_rows_than_programs(rows, columns):
+    """A program counts 4100 labels in three steps."""
+    check(*made("some_ignored", rows, columns))
 
 
 @pytest.mark.parametrize("rows", (1, 2, 7, 25))
 @pytest.mark.parametrize("multiprocessors", (1, 3))
-def test_every_place_in_the_ring(one_multiprocessor, rows, multiprocessors):
+def test_every_first_stage(one_multiprocessor, rows, multiprocessors):
     one_multiprocessor(multiprocessors)
     for columns in (NARROW, NARROW + 8, MIDDLE, WIDE):
         logits, labels = made("peaked", rows, columns, seed=rows)
@@ -114,8 +122,8 @@ REDUCTIONS = {
 @pytest.mark.parametrize("z_loss", (0.0, 1e-3))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float16), ids=str)
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_reductions_and_an_upstream_gradient(name, dtype, z_loss):
-    """An grad_output of 1 writes nothing; others differ in every row that has its own."""
+def test_reductions_and_grad_output(name, dtype, z_loss):
+    """A grad_output of 1 writes nothing; others differ per row."""
     options = {"z_loss": z_loss} | REDUCTIONS[name]
     if isinstance(options.get("num_items"), torch.Tensor):
         options["num_items"] = options["num_items"].cuda()
@@ -163,7 +171,7 @@ IGNORED = {
 @pytest.mark.parametrize("columns", (NARROW, MIDDLE, WIDE))
 @pytest.mark.parametrize("name", IGNORED)
 def test_ignored_rows(one_multiprocessor, name, columns):
-    """Not read: what they hold, NaN too, is in no sum. Their slots still go round."""
+    """They are not read: their NaN is in no sum. Their stages are still refilled."""
     logits, labels = made("peaked", 23, columns)
     ignored = IGNORED[name](23).cuda()
     labels[ignored] = -100
@@ -202,9 +210,9 @@ def test_a_label_outside_is_nan_in_its_row_alone(reduction):
 )
 def test_labels_and_ignore_index(dtype, ignore_index):
     """The first and the last column, beside chunks' edges; an index that int32 would wrap ignores nothing."""
-    places = [0, 1, 7, 8, 15, 16, 2047, 2048, 4095, 4096, NARROW - 2, NARROW - 1]
-    logits, labels = made("peaked", 3 * len(places), NARROW)
-    labels[:] = torch.tensor(places * 3, device="cuda")
+    columns = [0, 1, 7, 8, 15, 16, 2047, 2048, 4095, 4096, NARROW - 2, NARROW - 1]
+    logits, labels = made("peaked", 3 * len(columns), NARROW)
+    labels[:] = torch.tensor(columns * 3, device="cuda")
     # Ignored or outside.
     labels[::5], labels[1::5], labels[2::5] = -1, -2, NARROW
     check(logits, labels.to(dtype), ignore_index=ignore_index, reduction="none")
@@ -253,7 +261,7 @@ def test_rows_that_are_not_finite(reduction, column):
 
 
 def views(columns):
-    """(name, base, view of it) with rows of ``columns`` that begin at 16 bytes and have gaps between them."""
+    """(name, base, view of it) with rows of ``columns`` at 16-byte boundaries and other elements between them."""
 
     def base(*shape):
         generator = torch.Generator().manual_seed(0)
@@ -281,12 +289,12 @@ def test_rows_of_views_and_nothing_beside_them(one_multiprocessor, columns):
     one_multiprocessor(2)
     for name, base, view in views(columns):
         before = base.clone()
-        place = (view.shape, view.stride(), view.storage_offset())
+        geometry = (view.shape, view.stride(), view.storage_offset())
         labels = torch.randint(0, columns, view.shape[:-1], generator=torch.Generator().manual_seed(1)).cuda()
         labels.view(-1)[::4] = -100
         check(view, labels)
-        assert not torch.equal(view, before.as_strided(*place)), name
-        base.as_strided(*place).copy_(before.as_strided(*place))
+        assert not torch.equal(view, before.as_strided(*geometry)), name
+        base.as_strided(*geometry).copy_(before.as_strided(*geometry))
         assert torch.equal(base, before), name
 
 
@@ -311,13 +319,13 @@ def test_as_near_to_the_truth_as_two_launches(dtype):
 
 
 @pytest.mark.parametrize("columns", (NARROW // 2, MIDDLE // 2, WIDE // 2))
-def test_confident_labels_keep_their_digits(one_multiprocessor, columns):
+def test_confident_labels_lose_no_digits(one_multiprocessor, columns):
     """Labels in the first and the last vectors of rows and chunks too, in rows that follow one another."""
     logits, labels = (t.cuda() for t in confident_rows(columns, 256))
-    places = torch.tensor([0, 3, 4, 2047, 2048, columns - 4, columns - 2, columns - 1], device="cuda")
+    new_labels = torch.tensor([0, 3, 4, 2047, 2048, columns - 4, columns - 2, columns - 1], device="cuda")
     rows = torch.arange(8, device="cuda")
-    at_label, others = logits[rows, labels[:8]], logits[rows, places]
-    logits[rows, labels[:8]], logits[rows, places], labels[:8] = others, at_label, places
+    at_label, others = logits[rows, labels[:8]], logits[rows, new_labels]
+    logits[rows, labels[:8]], logits[rows, new_labels], labels[:8] = others, at_label, new_labels
     assert_as_exact_as_fp32(Rows(*run(logits.clone(), labels, reduction="none")), logits, labels)
     one_multiprocessor()
     rows = slice(0, 24)
@@ -334,8 +342,8 @@ def test_the_two_step_pair_and_no_gradient():
     loss, grad = run(logits.clone(), labels, torch.tensor(0.5, device="cuda"))
     with torch.no_grad():
         options = {"impl": "one_pass", "gradient": "in_forward"}
-        alone = vocab_parallel_cross_entropy(kept := logits.clone(), labels, **options)
-    assert torch.equal(kept, logits)
+        alone = vocab_parallel_cross_entropy(unchanged := logits.clone(), labels, **options)
+    assert torch.equal(unchanged, logits)
     torch.testing.assert_close(alone, loss, rtol=1e-5, atol=0)
     pair_loss, pair = cross_entropy_forward(logits, labels, 0.0, True, None, -100)
     cross_entropy_backward(pair, torch.tensor(0.5, device="cuda"))

@@ -1,7 +1,7 @@
-"""How wide a program is: data, chosen by a pure function that needs no GPU.
+"""Launch shapes of the kernels, as tables of measurements; choosing one needs no GPU.
 
-A program walks one row in tiles of ``lanes x vector`` elements. With 32 threads a warp, each thread holds
-``chunks`` vectors of 16 bytes, and so has as many independent loads in flight.
+Most kernels walk one row per program, in tiles of ``lanes x vector`` elements. A warp has 32 threads. Each
+thread holds ``chunks`` vectors of 16 bytes, so it has that many independent loads in flight.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ THREADS_PER_WARP = 32
 
 Table = tuple[tuple[int, int, int], ...]
 
-# (row bytes up to, warps, chunks): the best of 4, 8, 16 warps and 1, 2, 4 chunks, bf16 rows of 8 K to 128 K
-# columns, one H200, Triton 3.6; rows of up to 2 KB were not tuned. A kernel that only reads is best with
-# fewer warps than one that writes too. docs/performance.md has the times.
+# (row bytes up to, warps, chunks). The best of 4, 8, 16 warps and 1, 2, 4 chunks for bf16 rows of 8 K to
+# 128 K columns, on one H200 with Triton 3.6. Rows of up to 2 KB were not tuned. A kernel that only reads
+# needs fewer warps than one that also writes. The times are in scripts/results/NOTES.md.
 READ = (
     (2_048, 1, 1),
     (16_384, 4, 2),
@@ -28,7 +28,7 @@ READ_AND_WRITE = (
     (40_960, 8, 2),
     (1 << 62, 16, 4),
 )
-# Rows with edges: a program more on each multiprocessor hides the wait for them.
+# For rows with edges: one more program per multiprocessor hides the latency of the edges.
 READ_AND_WRITE_EDGES = (
     (2_048, 1, 1),
     (1 << 62, 8, 2),
@@ -36,7 +36,7 @@ READ_AND_WRITE_EDGES = (
 
 
 class Block(NamedTuple):
-    """Launch shape of a row-walking kernel."""
+    """Launch shape of a kernel that walks rows."""
 
     num_warps: int
     lanes: int  # rows of the tile
@@ -45,37 +45,37 @@ class Block(NamedTuple):
 
 @functools.lru_cache
 def choose_block(table: Table, n_columns: int, element_size: int) -> Block:
-    """Launch shape of ``table`` for rows of ``n_columns`` elements of ``element_size`` bytes."""
+    """Return the launch shape for rows of ``n_columns`` elements of ``element_size`` bytes."""
     num_warps, chunks = next(
         (num_warps, chunks) for row_bytes, num_warps, chunks in table if n_columns * element_size <= row_bytes
     )
     return Block(num_warps, THREADS_PER_WARP * num_warps * chunks, VECTOR_BYTES // element_size)
 
 
-class Ring(NamedTuple):
-    """Launch shape of the one-pass kernel."""
+class OnePassConfig(NamedTuple):
+    """Launch shape of the one-pass kernel. A chunk is one 16-byte vector per thread."""
 
     num_warps: int
-    keep: int  # chunks of a row that stay in registers
-    slots: int  # chunks in shared memory
-    group: int  # chunks that are waited for, and freed, together
-    programs: int  # a multiprocessor
+    register_chunks: int  # chunks of a row that stay in registers
+    stages: int  # chunks in the shared-memory buffer
+    chunks_per_wait: int  # chunks that are waited for, and refilled, together
+    programs_per_sm: int
 
 
-# (row bytes from, up to, ring): the best of about 80 on bf16 rows of 8 K to 128 K columns, one H200, Triton
-# 3.6; docs/performance.md has the times. A chunk is 512 bytes a warp, a row at most keep + slots chunks.
+# (row bytes from, up to, configuration). The best of about 80 for bf16 rows of 8 K to 128 K columns, on one
+# H200 with Triton 3.6. A row has at most register_chunks + stages chunks.
 ONE_PASS = (
-    (16_384, 40_960, Ring(4, 8, 48, 4, 2)),
-    (40_961, 94_208, Ring(8, 4, 24, 8, 2)),
-    (94_209, 106_496, Ring(16, 12, 26, 4, 1)),
-    (106_497, 122_880, Ring(16, 5, 26, 8, 1)),
-    (122_881, 139_264, Ring(16, 11, 26, 4, 1)),
-    (139_265, 212_992, Ring(16, 8, 26, 4, 1)),
-    (212_993, 270_336, Ring(16, 7, 26, 8, 1)),
+    (16_384, 40_960, OnePassConfig(4, 8, 48, 4, 2)),
+    (40_961, 94_208, OnePassConfig(8, 4, 24, 8, 2)),
+    (94_209, 106_496, OnePassConfig(16, 12, 26, 4, 1)),
+    (106_497, 122_880, OnePassConfig(16, 5, 26, 8, 1)),
+    (122_881, 139_264, OnePassConfig(16, 11, 26, 4, 1)),
+    (139_265, 212_992, OnePassConfig(16, 8, 26, 4, 1)),
+    (212_993, 270_336, OnePassConfig(16, 7, 26, 8, 1)),
 )
 
 
 @functools.lru_cache
-def choose_ring(row_bytes: int) -> Ring | None:
-    """Ring for rows of ``row_bytes``, or None where the one-pass kernel is not the best or does not fit."""
-    return next((ring for least, most, ring in ONE_PASS if least <= row_bytes <= most), None)
+def one_pass_config(row_bytes: int) -> OnePassConfig | None:
+    """Return the configuration for rows of ``row_bytes``; None if they do not fit or two kernels win."""
+    return next((config for least, most, config in ONE_PASS if least <= row_bytes <= most), None)

@@ -48,7 +48,9 @@ def doctor_lines() -> list[str]:
         f"triton {triton_version() or 'not installed'} ({triton_state()})",
     ]
     if triton_state() != "absent":
-        lines += _launch_path()
+        from vocab_parallel_ce.kernels.launch import launch_path
+
+        lines.append(launch_path())
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(n_gpus):
         gpu = torch.cuda.get_device_properties(index)
@@ -72,14 +74,6 @@ def doctor_lines() -> list[str]:
         head = f"{n_tokens} tokens x {hidden_size} by {n_columns} columns of bf16"
         lines.append(f"linear_cross_entropy, {head}: chunks of {chunk} tokens, {size} of logits")
     return lines
-
-
-def _launch_path() -> list[str]:
-    """Return how kernels are launched, if the package can say it."""
-    from vocab_parallel_ce.kernels import launch
-
-    path = getattr(launch, "launch_path", None)
-    return [] if path is None else [path()]
 
 
 def _outcome(device: str, requested: str, workload: Workload) -> str:

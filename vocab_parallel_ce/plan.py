@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
-from vocab_parallel_ce.blocks import choose_ring
+from vocab_parallel_ce.blocks import one_pass_config
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.layout import has_whole_vectors
 from vocab_parallel_ce.options import Settings, check_modes, checked_shard, loss_options, shard_of_rank
@@ -145,7 +145,7 @@ def make_plan(settings: Settings, kind: Kind) -> Plan:
         gradient=kind.gradient,
         options_on=options.beyond_z_loss,
         whole_vectors=kind.whole_vectors and shard.n_valid == shard.n_columns,
-        fits=choose_ring(kind.n_columns * kind.dtype.itemsize) is not None,
+        fits=one_pass_config(kind.n_columns * kind.dtype.itemsize) is not None,
     )
     gpu = gpu_of(kind.device.index) if kind.device.type == "cuda" else None
     name = select(kind.device.type, settings.impl, workload=workload, gpu=gpu).name

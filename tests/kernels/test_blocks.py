@@ -1,4 +1,4 @@
-"""The launch shapes are plain data; no GPU is needed to look at them."""
+"""Launch shapes are data; these tests need no GPU."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from vocab_parallel_ce.blocks import (
     READ_AND_WRITE,
     THREADS_PER_WARP,
     choose_block,
-    choose_ring,
+    one_pass_config,
 )
 from vocab_parallel_ce.layout import VECTOR_BYTES
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
@@ -35,86 +35,97 @@ def test_measured_choices():
     assert choose_block(READ_AND_WRITE, 64128, 4) == (16, 2048, 4)
 
 
-def test_every_width_of_the_one_pass_table_has_one_ring():
-    """The ranges follow each other without a gap; outside them there is none."""
+def test_every_width_of_the_one_pass_table_has_one_configuration():
+    """The ranges follow each other; there is none outside them."""
     edges = [(least, most) for least, most, _ in ONE_PASS]
     assert all(least <= most for least, most in edges)
     assert [least for least, _ in edges[1:]] == [most + 1 for _, most in edges[:-1]]
-    for least, most, ring in ONE_PASS:
-        assert choose_ring(least) == choose_ring(most) == choose_ring((least + most) // 2) == ring
+    for least, most, config in ONE_PASS:
+        assert one_pass_config(least) == one_pass_config(most) == config
     for row_bytes in (1, edges[0][0] - 1, edges[-1][1] + 1, 1 << 40):
-        assert choose_ring(row_bytes) is None
+        assert one_pass_config(row_bytes) is None
 
 
-@pytest.mark.parametrize("least, most, ring", ONE_PASS, ids=str)
-def test_a_ring_holds_its_widest_row_and_fits_a_multiprocessor(least, most, ring):
-    chunk_bytes = THREADS_PER_WARP * ring.num_warps * VECTOR_BYTES
-    for row_bytes in (least, most):
-        chunks = -(-row_bytes // chunk_bytes)
-        keep = min(ring.keep, chunks)
-        # What does not stay in registers stays in the ring, and at least one chunk is on its way.
-        assert 1 <= chunks - keep <= ring.slots or chunks == keep
-    # Beside the ring a program needs room for its reductions.
-    assert ring.programs * (ring.slots * chunk_bytes + 2048) <= ONE_PASS_SHARED_MEMORY
-    assert ring.num_warps & (ring.num_warps - 1) == 0 and ring.slots >= ring.group >= 1
-
-
-@pytest.mark.parametrize("least, most, ring", ONE_PASS, ids=str)
-def test_no_slot_is_filled_before_it_was_read_and_no_chunk_is_read_before_it_came(least, most, ring):
-    """The order in which a row waits for, reads and frees chunks, with every chunk in its slot."""
-    pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere")
-    from vocab_parallel_ce.kernels.one_pass import copies_in_flight
-
-    chunk_bytes = THREADS_PER_WARP * ring.num_warps * VECTOR_BYTES
+def chunks_of(least, most, config):
+    """Yield ``(chunks, register_chunks)`` of every row in the range."""
+    chunk_bytes = THREADS_PER_WARP * config.num_warps * VECTOR_BYTES
     for chunks in range(-(-least // chunk_bytes), -(-most // chunk_bytes) + 1):
-        keep = min(ring.keep, chunks)
-        RingOfChunks(ring, chunks, keep, copies_in_flight).walk(rows=7)
+        yield chunks, min(config.register_chunks, chunks)
 
 
-class RingOfChunks:
-    """The kernel's slots: chunk ``i`` of row ``r`` is number ``r * chunks + i``."""
+@pytest.mark.parametrize("least, most, config", ONE_PASS, ids=str)
+def test_a_buffer_holds_its_widest_row_and_fits_a_multiprocessor(least, most, config):
+    for chunks, register_chunks in chunks_of(least, most, config):
+        # At least one chunk of the next row is on its way.
+        assert 1 <= chunks - register_chunks <= config.stages or chunks == register_chunks
+    buffer_bytes = config.stages * THREADS_PER_WARP * config.num_warps * VECTOR_BYTES
+    # Besides the buffer, a program needs memory for its reductions.
+    assert config.programs_per_sm * (buffer_bytes + 2048) <= ONE_PASS_SHARED_MEMORY
+    assert config.num_warps & (config.num_warps - 1) == 0
+    assert config.stages >= config.chunks_per_wait >= 1
 
-    def __init__(self, ring, chunks, keep, copies_in_flight):
-        self.group, self.n_slots, self.chunks, self.keep = ring.group, ring.slots, chunks, keep
-        self.copies_in_flight = copies_in_flight
-        self.committed = list(range(ring.slots))
-        self.slots = dict(enumerate(self.committed))
-        self.arrived, self.freed = -1, set()
 
-    def fetch(self, number):
-        slot = number % self.n_slots
-        assert self.slots[slot] in self.freed, "the slot's last chunk is still needed"
-        assert number == self.committed[-1] + 1, "copies arrive in the order in which rows need them"
-        self.committed.append(number)
-        self.slots[slot] = number
+@pytest.mark.parametrize("least, most, config", ONE_PASS, ids=str)
+def test_no_stage_is_refilled_before_it_was_read_and_no_chunk_is_read_before_it_arrived(least, most, config):
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere")
+    for chunks, register_chunks in chunks_of(least, most, config):
+        Buffer(config, chunks, register_chunks).walk(rows=7)
 
-    def wait(self, outstanding):
-        assert outstanding >= 0
-        self.arrived = self.committed[-1] - outstanding
+
+class Buffer:
+    """The kernel's stages, in the order in which a row waits for, reads and refills them.
+
+    Chunk ``i`` of row ``r`` is number ``r * chunks + i``.
+    """
+
+    def __init__(self, config, chunks, register_chunks):
+        self.chunks_per_wait, self.n_stages = config.chunks_per_wait, config.stages
+        self.chunks, self.register_chunks = chunks, register_chunks
+        self.stages = list(range(config.stages))
+        self.committed, self.arrived, self.done = config.stages - 1, -1, set()
+
+    def refill(self, *done):
+        for number in done:
+            stage = number % self.n_stages
+            assert self.stages[stage] in self.done, "the stage's last chunk is still needed"
+            self.committed += 1
+            assert number + self.n_stages == self.committed, "copies arrive in the order of the rows"
+            self.stages[stage] = self.committed
+
+    def wait(self, chunk):
+        from vocab_parallel_ce.kernels.one_pass import copies_in_flight
+
+        sizes = (self.chunks, self.register_chunks, self.n_stages, self.chunks_per_wait)
+        in_flight = copies_in_flight(chunk, *sizes)
+        assert in_flight >= 0
+        self.arrived = self.committed - in_flight
 
     def read(self, number):
-        assert number <= self.arrived and self.slots[number % self.n_slots] == number
+        assert number <= self.arrived and self.stages[number % self.n_stages] == number
 
     def walk(self, rows):
         for first in range(0, rows * self.chunks, self.chunks):
             self.read_row(first)
-            for i in range(self.keep, self.chunks):
-                self.read(first + i)
-                self.freed.add(first + i)
-                last = (i + 1 - self.keep) % self.group == 0 or i == self.chunks - 1
-                if last:
-                    begin = self.keep + (i - self.keep) // self.group * self.group
-                    for freed in range(begin, i + 1):
-                        self.fetch(first + freed + self.n_slots)
+            self.write_row(first)
 
     def read_row(self, first):
         for i in range(self.chunks):
-            if i % self.group == 0:
-                self.wait(self.copies_in_flight(i, self.group, self.chunks, self.keep, self.n_slots))
-                for freed in range(max(i - self.group, 0), min(i, self.keep)):
-                    self.fetch(first + freed + self.n_slots)
+            if i % self.chunks_per_wait == 0:
+                self.wait(i)
+                before = range(max(i - self.chunks_per_wait, 0), min(i, self.register_chunks))
+                self.refill(*(first + chunk for chunk in before))
             self.read(first + i)
-            if i < self.keep:
-                self.freed.add(first + i)
-        for freed in range((self.chunks - 1) // self.group * self.group, min(self.chunks, self.keep)):
-            self.fetch(first + freed + self.n_slots)
+            if i < self.register_chunks:
+                self.done.add(first + i)
+        last = (self.chunks - 1) // self.chunks_per_wait * self.chunks_per_wait
+        self.refill(*range(first + last, first + min(self.chunks, self.register_chunks)))
+
+    def write_row(self, first):
+        waiting = []
+        for i in range(self.register_chunks, self.chunks):
+            self.read(first + i)
+            self.done.add(first + i)
+            waiting.append(first + i)
+            if len(waiting) == self.chunks_per_wait or i == self.chunks - 1:
+                self.refill(*waiting)
+                waiting = []

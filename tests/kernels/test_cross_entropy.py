@@ -26,19 +26,19 @@ def run(logits, labels, options=PLAIN, **arguments):
     return gradient_by_kernel(logits, stats.unsqueeze(0), labels, options, **arguments)
 
 
-def assert_row_results(actual, logits, labels, options=PLAIN, **upstreams):
+def assert_row_results(actual, logits, labels, options=PLAIN, **grads):
     logits, labels = logits.cpu(), labels.cpu()
-    upstreams = {name: None if value is None else value.cpu() for name, value in upstreams.items()}
+    grads = {name: None if value is None else value.cpu() for name, value in grads.items()}
     loss, grad = (t.cpu() for t in actual)
     losses = [outputs_by_spec(logits, labels, options, d).loss for d in (torch.float64, torch.float32)]
     truth, peer = (
-        gradient_by_spec(logits, labels, options, d, **upstreams) for d in (torch.float64, torch.float32)
+        gradient_by_spec(logits, labels, options, d, **grads) for d in (torch.float64, torch.float32)
     )
     assert_within_budget(loss, *losses)
     assert_within_budget(grad.reshape(truth.shape), truth, peer.to(grad.dtype))
 
 
-def upstreams_of(n_rows, options, device):
+def grads_of(n_rows, options, device):
     """Different in every row; the entropy's where there is an entropy."""
     both = torch.randn(2, n_rows, generator=torch.Generator().manual_seed(1)).to(device)
     return {"grad_output": both[0], "grad_entropy": both[1] if options.entropy else None}
@@ -58,9 +58,9 @@ def test_loss_and_gradient_of_hard_rows(kernel_device, kind, dtype):
     if kind == "times_1000" and dtype == torch.float16:
         pytest.skip("a thousand times the logits is past fp16's range")
     logits, labels = (t.to(kernel_device) for t in batch(kind, rows=8, vocab_size=587, dtype=dtype))
-    upstreams = upstreams_of(8, PLAIN, kernel_device)
-    actual = run(logits, labels, into=torch.empty_like(logits), **upstreams)
-    assert_row_results(actual, logits, labels, **upstreams)
+    grads = grads_of(8, PLAIN, kernel_device)
+    actual = run(logits, labels, into=torch.empty_like(logits), **grads)
+    assert_row_results(actual, logits, labels, **grads)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,10 +73,10 @@ def test_hard_rows_with_options(kernel_device, kind, options):
     shards = [VocabShard.even(150, rank, 2) for rank in range(2)]
     known = [stats_by_kernel(logits[:, s.start : s.stop], labels, options, s)[0] for s in shards]
     stats = torch.stack(known)
-    upstreams = upstreams_of(8, options, kernel_device)
+    grads = grads_of(8, options, kernel_device)
     into = torch.empty_like(logits)
-    actual = gradient_by_kernel(logits, stats, labels, options, into=into, **upstreams)
-    assert_row_results(actual, logits, labels, options, **upstreams)
+    actual = gradient_by_kernel(logits, stats, labels, options, into=into, **grads)
+    assert_row_results(actual, logits, labels, options, **grads)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -85,9 +85,9 @@ def test_each_option_alone(kernel_device, dtype, options):
     logits, labels = (
         t.to(kernel_device) for t in batch("mixture", rows=8, vocab_size=300, shards=2, dtype=dtype)
     )
-    upstreams = upstreams_of(8, options, kernel_device)
-    actual = run(logits, labels, options, into=torch.empty_like(logits), **upstreams)
-    assert_row_results(actual, logits, labels, options, **upstreams)
+    grads = grads_of(8, options, kernel_device)
+    actual = run(logits, labels, options, into=torch.empty_like(logits), **grads)
+    assert_row_results(actual, logits, labels, options, **grads)
 
 
 @pytest.mark.parametrize("columns", (1, 2, 7, 8, 9, 15, 16, 17, 255, 257, 8201))
@@ -102,9 +102,9 @@ def test_every_width_in_place(kernel_device, columns, dtype, options):
     labels[:2] = torch.tensor([0, columns - 1])
     off = 0 if options is PLAIN else 1
     storage = torch.zeros(off + logits.numel(), dtype=dtype, device=kernel_device)
-    upstreams = upstreams_of(3, options, kernel_device)
-    actual = run(storage[off:].view_as(logits).copy_(logits), labels.to(kernel_device), options, **upstreams)
-    assert_row_results(actual, logits, labels, options, **upstreams)
+    grads = grads_of(3, options, kernel_device)
+    actual = run(storage[off:].view_as(logits).copy_(logits), labels.to(kernel_device), options, **grads)
+    assert_row_results(actual, logits, labels, options, **grads)
 
 
 @pytest.mark.parametrize("dtype, columns", ((torch.float32, 64), (torch.bfloat16, 67)), ids=str)
@@ -121,17 +121,17 @@ def test_every_layout_in_place_and_nothing_beside_it(kernel_device, columns, dty
 
 
 @pytest.mark.parametrize("name", ("grad_output", "grad_entropy"))
-def test_upstream_of_every_stride(kernel_device, name):
+def test_grad_output_of_every_stride(kernel_device, name):
     logits, labels = (t.to(kernel_device) for t in batch("peaked", rows=6, vocab_size=100))
     wide = torch.randn(6, 3, device=kernel_device)
     options = LossOptions(entropy=True)
     for grad_output in (wide[:, 1], wide[0, :1].expand(6), torch.zeros(6, device=kernel_device)):
-        upstreams = {name: grad_output}
-        actual = run(logits, labels, options, into=torch.empty_like(logits), **upstreams)
-        assert_row_results(actual, logits, labels, options, **upstreams)
+        grads = {name: grad_output}
+        actual = run(logits, labels, options, into=torch.empty_like(logits), **grads)
+        assert_row_results(actual, logits, labels, options, **grads)
 
 
-def test_small_upstream_gradient_is_rounded_once(kernel_device):
+def test_small_grad_output_is_rounded_once(kernel_device):
     """A gradient stored in bf16 and scaled afterwards is rounded twice."""
     logits, labels = (
         t.to(kernel_device) for t in batch("peaked", rows=12, vocab_size=300, dtype=torch.bfloat16)
@@ -139,23 +139,23 @@ def test_small_upstream_gradient_is_rounded_once(kernel_device):
     grad_output = torch.full((12,), 1.2345e-6, device=kernel_device)
     _, grad = run(logits, labels, grad_output=grad_output, into=torch.empty_like(logits))
     truth = gradient_by_spec(logits.cpu(), labels.cpu(), PLAIN, torch.float64, grad_output.cpu())
-    # 2**-7 is one unit in the last place of bf16: truncation (the interpreter's) stays below it, and
+    # 2**-7 is one unit in the last digit of bf16: truncation (the interpreter's) stays below it, and
     # two roundings to nearest of a product reach 1.5 of half of it.
     live = truth.abs() > 1e-30
     relative = ((grad.cpu().double() - truth) / truth).abs()[live]
     assert float(relative.max()) <= (2**-7 if kernel_device == "cpu" else 2**-8 + 1e-5)
 
 
-@pytest.mark.parametrize("gap", (2.2, 4.6, 6.9, 9.2))
-def test_gradient_of_a_confident_label(kernel_device, gap):
+@pytest.mark.parametrize("margin", (2.2, 4.6, 6.9, 9.2))
+def test_gradient_of_a_confident_label(kernel_device, margin):
     """p_y - 1 formed after rounding p_y is wrong by 20% at 0.99 in bf16; random logits never show it."""
-    logits, labels = batch("confident", rows=4, vocab_size=200, gaps=(gap,))
+    logits, labels = batch("confident", rows=4, vocab_size=200, gaps=(margin,))
     _, grad = run(logits.clone().to(kernel_device), labels.to(kernel_device))
     truth = gradient_by_spec(logits, labels, PLAIN, torch.float64)
     at_label = labels[:, None]
     relative = (grad.cpu().double().gather(1, at_label) / truth.gather(1, at_label) - 1).abs()
-    # fp32 holds p_y within 2**-23, and 1 - p_y is exp(-gap).
-    assert float(relative.max()) <= 4 * 2**-23 / torch.tensor(-gap).exp().item()
+    # fp32 holds p_y within 2**-23, and 1 - p_y is exp(-margin).
+    assert float(relative.max()) <= 4 * 2**-23 / torch.tensor(-margin).exp().item()
 
 
 @pytest.mark.parametrize("options", (PLAIN, ALL), ids=("plain", "all"))
@@ -165,8 +165,8 @@ def test_edge_rows(kernel_device, options):
     logits[0] = NAN
     logits[3, 4], logits[4, 9], logits[5, 2], logits[7] = NAN, INF, -INF, -INF
     labels = torch.tensor([-100, -1, 50, 1, 1, 2, 3, 1])
-    upstreams = upstreams_of(8, options, kernel_device)
-    loss, grad = run(logits.clone().to(kernel_device), labels.to(kernel_device), options, **upstreams)
+    grads = grads_of(8, options, kernel_device)
+    loss, grad = run(logits.clone().to(kernel_device), labels.to(kernel_device), options, **grads)
     loss, grad = loss.cpu(), grad.cpu()
     assert loss[0] == 0 and torch.equal(grad[0], torch.zeros(50))
     assert loss[1:5].isnan().all() and grad[1:3].isnan().all() and loss[7].isnan()
@@ -179,13 +179,13 @@ def test_excluded_columns_have_gradient_0_and_ignored_rows_whatever_comes_from_a
     logits, labels = batch("excluded_columns", rows=6, vocab_size=150)
     excluded = logits == -INF
     labels[0] = -100
-    upstreams = {
+    grads = {
         name: None if value is None else value.clone()
-        for name, value in upstreams_of(6, options, kernel_device).items()
+        for name, value in grads_of(6, options, kernel_device).items()
     }
-    for value in filter(None.__ne__, upstreams.values()):
+    for value in filter(None.__ne__, grads.values()):
         value[0] = INF
-    _, grad = run(logits.to(kernel_device), labels.to(kernel_device), options, **upstreams)
+    _, grad = run(logits.to(kernel_device), labels.to(kernel_device), options, **grads)
     grad = grad.cpu()
     assert torch.equal(grad[0], torch.zeros(150))
     assert torch.equal(grad[excluded], torch.zeros(int(excluded.sum())))
@@ -196,10 +196,10 @@ def test_excluded_columns_have_gradient_0_and_ignored_rows_whatever_comes_from_a
 @pytest.mark.parametrize("options", (PLAIN, ALL), ids=("plain", "all"))
 def test_the_divisor_divides_loss_and_gradient_and_no_entropy(kernel_device, options, dtype):
     logits, labels = (t.to(kernel_device) for t in batch("some_ignored", rows=6, vocab_size=90))
-    upstreams = upstreams_of(6, options, kernel_device)
+    grads = grads_of(6, options, kernel_device)
     divisor = torch.tensor([7], dtype=dtype, device=kernel_device)
-    actual = run(logits, labels, options, into=torch.empty_like(logits), divisor=divisor, **upstreams)
-    scaled = upstreams | {"grad_output": upstreams["grad_output"] / 7}
+    actual = run(logits, labels, options, into=torch.empty_like(logits), divisor=divisor, **grads)
+    scaled = grads | {"grad_output": grads["grad_output"] / 7}
     plain = run(logits, labels, options, into=torch.empty_like(logits), **scaled)
     torch.testing.assert_close(actual[0], plain[0] / 7, rtol=1e-6, atol=0)
     torch.testing.assert_close(actual[1], plain[1], rtol=1e-5, atol=1e-8)

@@ -1,4 +1,4 @@
-"""Scaling a stored gradient in place."""
+"""Multiplying a stored gradient by ``grad_output``."""
 
 import pytest
 import torch
@@ -45,8 +45,8 @@ def test_a_factor_of_1_writes_nothing(kernel_device):
     grad[1] = 2.0
     scale(grad, torch.tensor([1.0, 8.0, 1.0, 1.0], device=kernel_device))
     assert torch.equal(grad[1], torch.full((40,), 16.0, device=kernel_device))
-    kept = grad.cpu().view(torch.int32)[[0, 2, 3]]
-    assert torch.equal(kept, signalling[[0, 2, 3]])
+    unchanged = grad.cpu().view(torch.int32)[[0, 2, 3]]
+    assert torch.equal(unchanged, signalling[[0, 2, 3]])
 
 
 def test_every_layout_and_nothing_beside_it(kernel_device):

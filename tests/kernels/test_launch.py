@@ -1,37 +1,44 @@
-"""What launchers make of options, and which launches take the short way; no GPU is needed to look at it."""
+"""Arguments of options, and which launches take the private path; these tests need no GPU."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
+from tests.kernels.rows import ALL, stats_by_kernel
 from vocab_parallel_ce.kernels import launch as launching
-from vocab_parallel_ce.kernels.launch import Launch, dtypes_of, option_arguments
+from vocab_parallel_ce.kernels.launch import TESTED_TRITON, Launch, dtypes_of, launch_path, option_arguments
 from vocab_parallel_ce.spec import LossOptions
 
-pytestmark = pytest.mark.reference
+reference = pytest.mark.reference
 
 STREAM = 77
 
 
+@reference
 def test_an_option_that_is_off_is_none():
-    """None is a constant of a compiled kernel, 0 and 1 as floats are not: the option's code would stay."""
-    assert option_arguments(LossOptions(7)) == (7, None, None, None, None, None, None)
-    assert option_arguments(LossOptions(7, 0.0, 0.0, 1.0, None)) == (7, *[None] * 6)
+    """None is a constant of a compiled kernel. 0 and 1 as floats are not: the option's code would stay."""
+    off = option_arguments(LossOptions(7, 0.0, 0.0, 1.0, None))
+    assert off == LossOptions(7, *[None] * 6) and off.ignore_index == 7
     every = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True)
-    assert option_arguments(every) == (-100, 0.1, 1e-4, 0.5, 30.0, 1, 1)
+    assert option_arguments(every) == every
+    # A cap that no fp32 logit reaches.
+    assert option_arguments(LossOptions(logit_scale=1e-3, softcap=3e38)).softcap == 3e38
+    assert option_arguments(LossOptions(logit_scale=1e-30, softcap=1e30)).softcap is None
 
 
-def test_numbers_keep_the_types_that_launches_are_compiled_for():
+@reference
+def test_numbers_have_the_types_that_launches_are_compiled_for():
     """A float would be a new argument type, and True another kernel than 1."""
     arguments = option_arguments(LossOptions(-100, 1.0, 1.0, 2.0, 1.0, True, True))
     assert [type(argument) for argument in arguments] == [int, float, float, float, float, int, int]
 
 
 class Kernel:
-    """A kernel whose launches, and those of the variants it is compiled to, are written down.
+    """A kernel that records its launches, and those of its compiled variants.
 
-    An entry is ``("looked up", grid, arguments, options)`` or ``("short", variant, arguments)``.
+    A record is ``("public", grid, arguments, options)`` or ``("private", variant, arguments)``.
     """
 
     def __init__(self):
@@ -39,10 +46,10 @@ class Kernel:
 
     def __getitem__(self, grid):
         def run(*arguments, **options):
-            self.calls.append(("looked up", grid, arguments, options))
+            self.calls.append(("public", grid, arguments, options))
             variant, self.variants = self.variants, self.variants + 1
             return SimpleNamespace(
-                run=lambda *arguments: self.calls.append(("short", variant, arguments)),
+                run=lambda *arguments: self.calls.append(("private", variant, arguments)),
                 function=f"function {variant}",
                 packed_metadata=f"metadata {variant}",
             )
@@ -63,54 +70,59 @@ def kernel(monkeypatch):
 
 VALUES = ((0, 1, 1, 64, 0, 0), None, 64, (-100, None, 0.5))
 BUFFER, OTHER = torch.zeros(64), torch.zeros(64)
-SIZES = (5, 6)
+TENSORS, SIZES = (BUFFER, None, OTHER), (5, 6)
 
 
 def launch_of(kernel):
     return Launch(kernel, VALUES, {"LANES": 32, "EDGES": False}, num_warps=4)
 
 
-def test_a_launch_like_one_before_takes_the_short_way(kernel):
+def kinds_of(kernel, n_launches=2, tensors=TENSORS, sizes=SIZES):
+    """Return the ways of equal launches of a new Launch."""
+    launch = launch_of(kernel)
+    for _ in range(n_launches):
+        launch(3, tensors, sizes)
+    return kernel.kinds
+
+
+@reference
+def test_a_launch_like_one_before_takes_the_private_way(kernel):
     """Other tensors, row counts and programs are the same variant, and arrive as they are now."""
     launch = launch_of(kernel)
-    launch(3, (BUFFER, None, OTHER), SIZES)
+    launch(3, TENSORS, SIZES)
     moved, other = torch.zeros(64), torch.zeros(64)
     launch(9, (moved, None, other), (7, 8))
     first, second = kernel.calls
     options = {"LANES": 32, "EDGES": False, "num_warps": 4}
-    assert first == ("looked up", (3,), (BUFFER, None, OTHER, *VALUES, *SIZES), options)
+    assert first == ("public", (3,), (*TENSORS, *VALUES, *SIZES), options)
     addresses = (moved.data_ptr(), None, other.data_ptr())
     hooks = (None, None, None)
     start = (9, 1, 1, STREAM, "function 0", "metadata 0", *hooks)
-    assert second == ("short", 0, (*start, *addresses, *VALUES, 7, 8, 32, False))
+    assert second == ("private", 0, (*start, *addresses, *VALUES, 7, 8, 32, False))
 
 
-DIFFERENT = {
-    "dtype": (BUFFER.bfloat16(), None, OTHER),
-    "dtype of another": (BUFFER, None, OTHER.to(torch.int64)),
-    "a tensor for None": (BUFFER, OTHER, OTHER),
-    "None for a tensor": (BUFFER, None, None),
-    "None in another place": (BUFFER, OTHER, None),
-}
+@reference
+def test_launches_of_other_dtypes_are_others():
+    """The key of a launch holds what the launch itself does not check."""
+    assert dtypes_of(TENSORS) == dtypes_of((torch.ones(3), None, torch.ones(2, 2)))
+    for different in (
+        (BUFFER.bfloat16(), None, OTHER),
+        (BUFFER, None, OTHER.to(torch.int64)),
+        (BUFFER, OTHER, OTHER),
+        (BUFFER, None, None),
+        (BUFFER, OTHER, None),
+    ):
+        assert dtypes_of(different) != dtypes_of(TENSORS)
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_launches_of_other_dtypes_are_others(name):
-    """What a launch does not look at itself is in the key under which each kernel keeps its launches."""
-    usual = (BUFFER, None, OTHER)
-    assert dtypes_of(usual) == dtypes_of((torch.ones(3), None, torch.ones(2, 2)))
-    assert dtypes_of(DIFFERENT[name]) != dtypes_of(usual)
-
-
+@reference
 def test_launches_do_not_share_variants(kernel):
-    """Each has values and constants of its own."""
-    for launch in (launch_of(kernel), launch_of(kernel)):
-        launch(3, (BUFFER, None, OTHER), SIZES)
-    assert kernel.kinds == ["looked up", "looked up"]
+    kinds_of(kernel, 1)
+    assert kinds_of(kernel, 1) == ["public", "public"]
 
 
 class OnDevice(torch.Tensor):
-    """Said to be on the GPU ``index``."""
+    """A tensor that claims to be on the GPU ``index``."""
 
     index = 0
 
@@ -118,8 +130,9 @@ class OnDevice(torch.Tensor):
         return self.index
 
 
+@reference
 def test_each_device_has_its_own_variants_and_is_made_current(kernel, monkeypatch):
-    """The launch goes to the current GPU, whichever holds the tensors."""
+    """A launch goes to the current GPU, also if another one holds the tensors."""
     current, made_current = [0], []
 
     class Device:
@@ -143,7 +156,7 @@ def test_each_device_has_its_own_variants_and_is_made_current(kernel, monkeypatc
     launch = launch_of(kernel)
     for tensors in (*on_gpus, *on_gpus):
         launch(3, tensors, SIZES)
-    assert kernel.kinds == ["looked up", "looked up", "short", "short"]
+    assert kernel.kinds == ["public", "public", "private", "private"]
     assert [call[1] for call in kernel.calls[2:]] == [0, 1]
     assert made_current == [1, 1] and current == [0]
 
@@ -152,66 +165,86 @@ NOT_KNOWN = {
     "first tensor": ((BUFFER[1:], None, OTHER), SIZES),
     "another tensor": ((BUFFER, OTHER[3:], OTHER), SIZES),
     "last tensor": ((BUFFER, None, OTHER[2:]), SIZES),
-    "size": ((BUFFER, None, OTHER), (5, 2**31)),
-    "first size": ((BUFFER, None, OTHER), (2**31, 5)),
+    "size": (TENSORS, (5, 2**31)),
+    "first size": (TENSORS, (2**31, 5)),
 }
 
 
+@reference
 @pytest.mark.parametrize("name", NOT_KNOWN)
 def test_what_triton_specialises_on_is_left_to_triton(kernel, name):
-    """Alignment and the width of integers are no part of a key: such launches are not remembered either."""
+    """Alignment and the width of integers are not in a key. Such launches are not remembered either."""
     tensors, sizes = NOT_KNOWN[name]
     aligned = tuple(None if t is None else BUFFER for t in tensors)
     launch = launch_of(kernel)
-    for _ in range(2):
-        launch(3, tensors, sizes)
-    for _ in range(2):
-        launch(3, aligned, SIZES)
+    for arguments in ((tensors, sizes), (aligned, SIZES)):
+        launch(3, *arguments)
+        launch(3, *arguments)
     launch(3, tensors, sizes)
-    assert kernel.kinds == ["looked up", "looked up", "looked up", "short", "looked up"]
+    assert kernel.kinds == ["public", "public", "public", "private", "public"]
 
 
-def test_a_size_that_still_fits_takes_the_short_way(kernel):
-    launch = launch_of(kernel)
-    for _ in range(2):
-        launch(3, (BUFFER, None, OTHER), (0, 2**31 - 1))
-    assert kernel.kinds == ["looked up", "short"]
+@reference
+def test_a_size_that_still_fits_takes_the_private_way(kernel):
+    assert kinds_of(kernel, sizes=(0, 2**31 - 1)) == ["public", "private"]
 
 
+@reference
 @pytest.mark.parametrize("which", ("launch_enter_hook", "launch_exit_hook"))
 def test_launches_under_a_profilers_hook_go_through_triton(kernel, monkeypatch, which):
-    """Triton calls the hooks; the short way passes none."""
+    """Triton calls the hooks; the private way passes none."""
     hooks = SimpleNamespace(calls=[])
     runtime = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=None)
     setattr(runtime, which, hooks)
     monkeypatch.setattr(launching, "knobs", SimpleNamespace(runtime=runtime))
     launch = launch_of(kernel)
     for hooks.calls in ([], [print], []):
-        launch(3, (BUFFER, None, OTHER), SIZES)
-    assert kernel.kinds == ["looked up", "looked up", "short"]
-
-
-def test_hooks_of_an_older_triton_are_one_function_or_none(monkeypatch):
+        launch(3, TENSORS, SIZES)
+    assert kernel.kinds == ["public", "public", "private"]
+    # In older versions, a hook is one function or None.
     for hook, observed in ((None, False), (print, True)):
-        runtime = SimpleNamespace(launch_enter_hook=hook, launch_exit_hook=None)
-        monkeypatch.setattr(launching, "knobs", SimpleNamespace(runtime=runtime))
+        setattr(runtime, which, hook)
         assert launching._is_observed() == observed
 
 
+@reference
 def test_nothing_is_remembered_of_the_interpreter(kernel, monkeypatch):
     """It compiles nothing and returns None."""
-    calls = []
-    monkeypatch.setattr(Kernel, "__getitem__", lambda self, grid: lambda *_, **__: calls.append(grid))
-    launch = launch_of(kernel)
-    for _ in range(2):
-        launch(3, (BUFFER, None, OTHER), SIZES)
-    assert calls == [(3,), (3,)] and not launch.variants
+    monkeypatch.setattr(Kernel, "__getitem__", lambda self, grid: lambda *_, **__: self.calls.append(grid))
+    assert kinds_of(kernel) == [3, 3]
 
 
-def test_nothing_is_remembered_on_rocm(kernel, monkeypatch):
+@reference
+def test_rocm_takes_the_public_way(kernel, monkeypatch):
     """Its compiler also specialises on whether a tensor has 2 GiB, which changes with the rows."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    launch = launch_of(kernel)
-    for _ in range(2):
-        launch(3, (BUFFER, None, OTHER), SIZES)
-    assert kernel.kinds == ["looked up", "looked up"]
+    assert kinds_of(kernel) == ["public", "public"]
+    assert launch_path().startswith("triton's own launch: ROCm")
+
+
+@reference
+@pytest.mark.parametrize("version", [f"{tested}.1" for tested in TESTED_TRITON])
+def test_tested_versions_of_triton_take_the_private_way(kernel, monkeypatch, version):
+    monkeypatch.setattr(triton, "__version__", version)
+    assert kinds_of(kernel) == ["public", "private"]
+    assert launch_path() == "private launch, tested with triton 3.6 and 3.7"
+
+
+@reference
+@pytest.mark.parametrize("version", ("3.5.1", "3.60.0", "3.8.0+git1", "4.0"))
+def test_other_versions_of_triton_take_the_public_way(kernel, monkeypatch, version):
+    monkeypatch.setattr(triton, "__version__", version)
+    assert kinds_of(kernel) == ["public", "public"]
+    assert launch_path() == f"triton's own launch: triton {version} was not tested, only 3.6 and 3.7"
+
+
+def test_both_ways_give_equal_results(kernel_device, monkeypatch):
+    from vocab_parallel_ce.kernels import online_softmax
+
+    logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(kernel_device)
+    labels = torch.tensor([0, 5, -100, 63], device=kernel_device)
+    expected = [stats_by_kernel(logits, labels, ALL)[0] for _ in range(2)]
+    monkeypatch.setattr(triton, "__version__", "9.9.0")
+    monkeypatch.setattr(online_softmax, "_launch", online_softmax._launch.__wrapped__)
+    for want in expected:
+        assert torch.equal(stats_by_kernel(logits, labels, ALL)[0], want)

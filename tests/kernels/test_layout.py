@@ -28,7 +28,7 @@ def begin_of(row: int, layout: RowLayout) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_rows_begin_where_the_view_says(layout):
     positions = torch.arange(layout.base.untyped_storage().nbytes() // 4)
-    places = positions.as_strided(
+    in_rows = positions.as_strided(
         layout.view.shape, layout.view.stride(), layout.view.storage_offset()
     ).reshape(-1, COLUMNS)
     rows = row_layout(layout.view)
@@ -36,9 +36,9 @@ def test_rows_begin_where_the_view_says(layout):
         assert rows is None
         return
     first = layout.view.storage_offset()
-    for row, place in enumerate(places.tolist()):
-        assert place == list(range(place[0], place[0] + COLUMNS))
-        assert first + begin_of(row, rows) == place[0]
+    for row, found in enumerate(in_rows.tolist()):
+        assert found == list(range(found[0], found[0] + COLUMNS))
+        assert first + begin_of(row, rows) == found[0]
 
 
 def test_worked_example():

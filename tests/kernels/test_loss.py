@@ -126,12 +126,12 @@ def test_rows_that_are_not_finite(kernel_device, ranks, options):
 @pytest.mark.parametrize("ranks", (1, 2, 5))
 def test_the_first_of_equal_columns_is_predicted(kernel_device, ranks):
     logits = torch.zeros(6, VOCAB)
-    places = [(0,), (59,), (4, 5), (40, 12, 59), (29, 30), range(VOCAB)]
-    for row, place in enumerate(places):
-        logits[row, list(place)] = 3.0
+    equal = [(0,), (59,), (4, 5), (40, 12, 59), (29, 30), range(VOCAB)]
+    for row, columns in enumerate(equal):
+        logits[row, list(columns)] = 3.0
     labels = torch.zeros(6, dtype=torch.int64)
     outputs = finish(logits, labels, LossOptions(predictions=True), ranks, kernel_device)
-    assert outputs.predictions.tolist() == [min(place) for place in places]
+    assert outputs.predictions.tolist() == [min(columns) for columns in equal]
 
 
 def test_predictions_are_exact_up_to_the_largest_vocabulary(kernel_device):
@@ -144,7 +144,7 @@ def test_predictions_are_exact_up_to_the_largest_vocabulary(kernel_device):
 
 
 def test_a_rank_of_the_lowest_numbers_leaves_no_trace_in_the_entropy(kernel_device):
-    """The sum of its gaps is -inf, and -inf * 0 is NaN."""
+    """Its shifted_sum is -inf, and -inf * 0 is NaN."""
     logits, labels = batch("peaked", rows=4, vocab_size=VOCAB)
     labels %= 30
     lowest, excluded = logits.clone(), logits.clone()

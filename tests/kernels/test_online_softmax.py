@@ -1,7 +1,5 @@
 """Row statistics of the kernel against ``spec`` in fp64."""
 
-import importlib
-
 import pytest
 import torch
 
@@ -117,16 +115,6 @@ def test_statistics_that_nobody_asked_for_are_not_written(kernel_device):
     assert torch.equal(plain, every[:, :3])
 
 
-def test_count_of_rows_beyond_one_pass_of_the_counting_program(kernel_device, monkeypatch):
-    """The program of row 0 counts all labels, in passes as wide as it is."""
-    module = importlib.import_module("vocab_parallel_ce.kernels.online_softmax")
-    monkeypatch.setattr(module, "LABELS_AT_ONCE", 16)
-    monkeypatch.setattr(module, "_launch", module._launch.__wrapped__)
-    labels = (torch.arange(37) % 3).to(kernel_device)
-    _, valid_rows = stats_by_kernel(torch.zeros(37, 3, device=kernel_device), labels, LossOptions(2))
-    assert valid_rows == int((labels != 2).sum())
-
-
 @pytest.mark.parametrize("options", (EVERY_STATISTIC, ALL), ids=("statistics", "all"))
 def test_nan_and_infinity_reach_the_sums(kernel_device, options):
     """Also through a cap, which would bound infinity."""
@@ -156,17 +144,17 @@ def test_columns_masked_with_the_lowest_number_leave_no_trace(kernel_device, dty
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_the_argmax_is_the_first_of_equals(kernel_device, columns, dtype):
     """In a lane, between lanes, between tiles, and between a row's edges and what is between them."""
-    places = [(0,), (columns - 1,), (0, columns - 1), (columns // 2, columns - 1), tuple(range(columns))]
-    logits = batch("peaked", rows=len(places), vocab_size=columns, dtype=dtype).logits
-    for row, place in enumerate(places):
-        logits[row, list(place)] = 40.0
+    equal = [(0,), (columns - 1,), (0, columns - 1), (columns // 2, columns - 1), tuple(range(columns))]
+    logits = batch("peaked", rows=len(equal), vocab_size=columns, dtype=dtype).logits
+    for row, maxima in enumerate(equal):
+        logits[row, list(maxima)] = 40.0
     # One element off a boundary, the row has a head too.
     shifted = torch.zeros(1 + logits.numel(), dtype=dtype)[1:].view_as(logits).copy_(logits)
-    labels = torch.zeros(len(places), dtype=torch.int64, device=kernel_device)
+    labels = torch.zeros(len(equal), dtype=torch.int64, device=kernel_device)
     shard = VocabShard(1000, 1000 + columns, 5000 + columns)
     for x in (logits, shifted):
         stats, _ = stats_by_kernel(x.to(kernel_device), labels, LossOptions(predictions=True), shard)
-        assert stats[:, 3].tolist() == [1000 + place[0] for place in places]
+        assert stats[:, 3].tolist() == [1000 + maxima[0] for maxima in equal]
 
 
 def stats_and_outputs(logits, labels, options, divisor=None, shard=None):
@@ -252,7 +240,7 @@ def test_outputs_that_nobody_asked_for_may_be_missing(kernel_device):
 
 
 @pytest.mark.parametrize("rank", (0, 1, 2))
-def test_statistics_of_a_rank_go_to_its_place(kernel_device, rank):
+def test_statistics_of_a_rank_go_to_its_rows(kernel_device, rank):
     from vocab_parallel_ce.kernels import launchers
 
     logits, labels = (t.to(kernel_device) for t in batch("some_ignored", rows=6, vocab_size=50))

@@ -1,4 +1,4 @@
-"""Jit functions that kernels share: of a logit's own value, element by element, and of a row's parts."""
+"""Jit functions on their own: tanh, log1p, transform, the count of labels, a row's body and edges."""
 
 import pytest
 import torch
@@ -27,14 +27,14 @@ def grid():
 
 
 def test_tanh_on_a_dense_grid(kernel_device):
-    from tests.kernels.elementwise import tanh_of
+    from tests.kernels.jit_functions import tanh_of
 
     x = grid()
     actual = tanh_of(x.to(kernel_device)).cpu().double()
     truth = x.double().tanh()
-    last_place = torch.ldexp(torch.ones_like(truth), truth.frexp().exponent - 24)
+    last_digit = torch.ldexp(torch.ones_like(truth), truth.frexp().exponent - 24)
     # A subnormal may be flushed to 0.
-    units = (actual - truth).abs() / last_place.clamp(min=FP32.tiny)
+    units = (actual - truth).abs() / last_digit.clamp(min=FP32.tiny)
     worst = int(units.argmax())
     # A GPU's exp2 and division are not exact.
     allowed = 2 if kernel_device == "cpu" else 4
@@ -43,7 +43,7 @@ def test_tanh_on_a_dense_grid(kernel_device):
 
 
 def test_tanh_of_what_is_no_number(kernel_device):
-    from tests.kernels.elementwise import tanh_of
+    from tests.kernels.jit_functions import tanh_of
 
     x = torch.tensor([INF, -INF, NAN, 0.5], device=kernel_device)
     inf, minus_inf, nan, half = tanh_of(x).tolist()
@@ -52,8 +52,8 @@ def test_tanh_of_what_is_no_number(kernel_device):
 
 
 def test_log1p_on_a_dense_grid(kernel_device):
-    """Small values keep their digits; 0 and -1 are exact."""
-    from tests.kernels.elementwise import log1p_of
+    """Small values lose no digits; 0 and -1 are exact."""
+    from tests.kernels.jit_functions import log1p_of
 
     seam = 0.5 + torch.arange(-200, 200, dtype=torch.float64) * 2**-25
     magnitudes = torch.logspace(-37, 38, 4000, base=10, dtype=torch.float64)
@@ -70,7 +70,7 @@ def test_log1p_on_a_dense_grid(kernel_device):
 @pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transform(kernel_device, options):
     """Values and slopes of logits as they occur; infinities stay what they are."""
-    from tests.kernels.elementwise import transform_of
+    from tests.kernels.jit_functions import transform_of
 
     x = torch.cat([torch.linspace(-400, 400, 20001), torch.tensor([1e-30, -1e30, NAN, INF, -INF])])
     z, slope = (value.cpu() for value in transform_of(x.to(kernel_device), options))
@@ -87,26 +87,35 @@ def test_transform(kernel_device, options):
 @pytest.mark.parametrize("vector", (4, 8))
 def test_head_body_and_tail_are_every_column_once(kernel_device, vector):
     """Rows of every width at every beginning; bodies begin at lines of 128 bytes."""
-    from tests.kernels.row_parts import row_parts
+    from tests.kernels.jit_functions import row_parts
 
-    widths, begins = 200, 256
+    widths, begins = 160, 64
     first, body, offset, inside = (t.cpu() for t in row_parts(widths, begins, vector, kernel_device))
     assert bool((first % (8 * vector) == 0).all()) and bool((body % vector == 0).all())
     begin, width = torch.arange(begins), torch.arange(1, widths + 1).unsqueeze(1)
     assert bool((first >= begin).all()) and bool((first - begin < 8 * vector).all())
     assert set(inside.unique().tolist()) <= {0, 1}
-    place = torch.arange(begins + widths + 64 * vector)
-    seen = ((place >= first.unsqueeze(2)) & (place < (first + body).unsqueeze(2))).to(torch.int8)
+    position = torch.arange(begins + widths + 64 * vector)
+    seen = ((position >= first.unsqueeze(2)) & (position < (first + body).unsqueeze(2))).to(torch.int8)
     assert bool((offset >= 0).all())
     seen.scatter_add_(2, offset, inside.to(torch.int8))
-    is_column = (place >= begin.unsqueeze(1)) & (place < (begin + width).unsqueeze(2))
+    is_column = (position >= begin.unsqueeze(1)) & (position < (begin + width).unsqueeze(2))
     assert torch.equal(seen, is_column.to(torch.int8))
 
 
 def test_worked_example_of_a_row(kernel_device):
     """85 columns at 60, vectors of 8."""
-    from tests.kernels.row_parts import row_parts
+    from tests.kernels.jit_functions import row_parts
 
-    first, body, offset, inside = (t[84, 60] for t in row_parts(85, 64, 8, kernel_device))
+    first, body, offset, inside = (t[84, 60] for t in row_parts(96, 64, 8, kernel_device))
     assert (int(first), int(body)) == (64, 80)
     assert offset[inside.bool()].tolist() == [60, 61, 62, 63, 144]
+
+
+@pytest.mark.parametrize("n_rows", (0, 1, 511, 512, 513, 1100))
+def test_count_of_labels(kernel_device, n_rows):
+    """1100 labels take three steps."""
+    from tests.kernels.jit_functions import count_of
+
+    labels = (torch.arange(n_rows) % 3).to(kernel_device)
+    assert count_of(labels, 2) == int((labels != 2).sum())

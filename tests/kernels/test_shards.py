@@ -44,8 +44,8 @@ def padded_pieces(logits, shards):
 
 
 def assert_ranks_agree_with_the_whole(logits, labels, shards, options, device):
-    upstreams = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(1))
-    grad_output, grad_entropy = upstreams[0], upstreams[1] if options.entropy else None
+    grads = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(1))
+    grad_output, grad_entropy = grads[0], grads[1] if options.entropy else None
     pieces = [piece.to(device) for piece in padded_pieces(logits, shards)]
     on_device = labels.to(device)
     known = [stats_by_kernel(x, on_device, options, s)[0] for x, s in zip(pieces, shards, strict=True)]

@@ -1,40 +1,38 @@
 """Compile every kernel for a GPU that need not be there, and report its machine code as JSON.
 
-    python -m tests.support.compile_kernels cuda:90 bf16 fp16 [each-option]
+    python -m tests.support.compile_kernels cuda:90 [all-variants]
 
-Runs in a process of its own, without the interpreter: ``TRITON_INTERPRET`` replaces the compiler.
-Prints one JSON list with an entry for each kernel variant: with all options off and with all on, and on
-request with each alone.
+Needs a process of its own without ``TRITON_INTERPRET``, which replaces the compiler. Prints one JSON list
+with one entry per variant: a representative set, or with ``all-variants`` every kind of call for every dtype.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Callable, Iterator
+from itertools import islice, product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vocab_parallel_ce.blocks import ONE_PASS, READ, READ_AND_WRITE, THREADS_PER_WARP, choose_block
-from vocab_parallel_ce.kernels.cross_entropy import cross_entropy_kernel
-from vocab_parallel_ce.kernels.element_mul import element_mul_kernel
-from vocab_parallel_ce.kernels.launch import option_arguments
-from vocab_parallel_ce.kernels.loss import LOSS_ROWS, loss_kernel
-from vocab_parallel_ce.kernels.online_softmax import LABELS_AT_ONCE, online_softmax_kernel
+from vocab_parallel_ce.blocks import ONE_PASS, THREADS_PER_WARP, one_pass_config
+from vocab_parallel_ce.kernels.launch import Launch
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
 
-ELEMENT_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-N_COLUMNS = 32064
-
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TRITON_NAMES = {torch.int64: "i64", torch.int32: "i32"} | {dtype: name for name, dtype in DTYPES.items()}
 OPTIONS = {
     "plain": LossOptions(),
     "smoothing": LossOptions(smoothing=0.1),
@@ -45,162 +43,180 @@ OPTIONS = {
     "predictions": LossOptions(predictions=True),
     "all": LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True),
 }
-NONE_OR_ALL = ("plain", "all")
+N_COLUMNS = 32064
 ASYNCHRONOUS_COPY = r"(cp\.async\.c[ag]\S*) \[[^\]]*\], \[[^\]]*\], (\w+)"
-
-# Types as a launch passes them. A layout is that of [N, C] rows, its 1s constants.
-ARGUMENT_TYPES = {
-    "labels": "*i64",
-    "stats": "*fp32",
-    "valid_rows": "*i32",
-    "divisor": "*i32",
-    "grad_output": "*fp32",
-    "grad_entropy": "*fp32",
-    "loss": "*fp32",
-    "entropy": "*fp32",
-    "lse": "*fp32",
-    "predictions": "*i64",
-    "layout": ("i32", "constexpr", "constexpr", "i32", "i32", "i32"),
-}
-
-# Arguments that a gradient launch leaves out; the gradient of an entropy comes with one of the loss.
-OF_ENTROPY = ("grad_entropy", "grad_entropy_stride")
-LEFT_OUT = {
-    "in_forward": ("grad_output", "grad_output_stride", *OF_ENTROPY, "n_valid"),
-    "in_backward": ("loss", *OF_ENTROPY, "n_valid", "divisor"),
-    "padded": ("loss", *OF_ENTROPY),
-}
-OUTPUTS = ("loss", "entropy", "lse", "predictions")
 
 
 class Variant(NamedTuple):
     """A kernel as one kind of call launches it."""
 
     name: str
-    kernel: object
-    pointer: str  # type of the logits
-    options: LossOptions
-    constants: dict[str, object]  # constexprs, and None for what is left out
-    num_warps: int
-    programs: int | None = None  # that must be on a multiprocessor at once
+    launch: Launch
+    dtypes: tuple[torch.dtype | None, ...]  # of its tensors
+    programs_per_sm: int | None = None
 
 
-def variants(target: GPUTarget, dtypes: list[str], option_names: Sequence[str]) -> Iterator[Variant]:
-    """What calls on ``dtypes`` launch."""
-    for dtype, edges in product(dtypes, (False, True)):
-        yield from row_walks(dtype, edges, option_names)
-    for option, ranks in (("plain", 1), *((option, 4) for option in option_names)):
-        constants = {"RANKS": ranks, "ROWS": LOSS_ROWS} | dict.fromkeys(not_asked_for(OPTIONS[option]))
-        yield Variant(f"loss-{option}-R{ranks}", loss_kernel, "*fp32", OPTIONS[option], constants, 4)
-    # Others have no asynchronous copies, or too little shared memory.
-    if target.backend == "cuda" and target.arch >= 90:
-        for dtype in dtypes:
-            yield from one_passes(dtype)
+def launch_of(kernel: str, dtypes: tuple[torch.dtype | None, ...], *key: Any) -> Any:
+    """Return what the launcher of ``kernel`` makes for ``key``."""
+    return importlib.import_module(f"vocab_parallel_ce.kernels.{kernel}")._launch(dtypes, *key)
 
 
-def one_passes(dtype: str) -> Iterator[Variant]:
-    """Launches of the one-pass kernel on the widest rows of every ring."""
-    from vocab_parallel_ce.kernels.one_pass import one_pass_kernel
-
-    for _, most, ring in ONE_PASS:
-        lanes = THREADS_PER_WARP * ring.num_warps
-        chunks = -(-most // (16 * lanes))
-        constants = {
-            "CHUNKS": chunks,
-            "KEEP": min(ring.keep, chunks),
-            "SLOTS": ring.slots,
-            "GROUP": ring.group,
-            "LANES": lanes,
-            "VECTOR": 16 // ELEMENT_SIZE[dtype],
-        }
-        for call, option in product(("mean", "sum", "num_items"), ("plain", "z_loss")):
-            if call != "mean" and (option != "plain" or dtype != "bf16"):
-                continue
-            of_call = {"COUNTED": call == "mean"} | ({} if call == "num_items" else {"divisor": None})
-            yield Variant(
-                f"one_pass-{dtype}-{option}-{call}-{most}",
-                one_pass_kernel,
-                f"*{dtype}",
-                OPTIONS[option],
-                constants | of_call,
-                ring.num_warps,
-                ring.programs,
-            )
+def variants(target: GPUTarget) -> Iterator[Variant]:
+    """Yield what calls launch: for sm_90 every option alone, for other targets all options together."""
+    if has_one_pass(target):
+        # The slowest to compile are first.
+        for _, most, _ in reversed(ONE_PASS if is_sm_90(target) else ONE_PASS[:1]):
+            yield one_pass("bf16", most, "z_loss" if most > 200_000 else "plain", "mean")
+    yield stats("bf16", True, "all", outputs=True)
+    yield gradient("bf16", True, "all", call="padded")
+    yield scaled("bf16", edges=True)
+    yield finish("all", 4)
+    if not is_sm_90(target):
+        return
+    for option in ("smoothing", "softcap", "entropy", "predictions", "all"):
+        yield stats("bf16", False, option, outputs=True)
+    for option in ("plain", "smoothing", "z_loss", "logit_scale", "softcap", "entropy", "all"):
+        yield gradient("bf16", False, option)
+    yield stats("bf16", False, "plain", counted=True)
+    yield stats("bf16", True, "plain", outputs=True)
+    yield gradient("bf16", False, "plain", call="in_forward", ranks=1)
+    yield gradient("bf16", True, "plain")
+    yield scaled("fp32", edges=False)
 
 
-def row_walks(dtype: str, edges: bool, option_names: Sequence[str]) -> Iterator[Variant]:
-    """Launches of the kernels that walk rows of ``dtype``."""
-    read, write = (choose_block(table, N_COLUMNS, ELEMENT_SIZE[dtype]) for table in (READ, READ_AND_WRITE))
-    reads, writes = ({"HAS_EDGES": edges, "LANES": b.lanes, "VECTOR": b.vector} for b in (read, write))
-    shape = f"{dtype}-edges" if edges else dtype
+def all_variants(target: GPUTarget) -> Iterator[Variant]:
+    """Yield the product of dtypes, edges, options and kinds of calls."""
+    for dtype, edges in product(DTYPES, (False, True)):
+        yield scaled(dtype, edges)
+        yield stats(dtype, edges, "plain", counted=True)
+        yield gradient(dtype, edges, "plain", call="in_forward", ranks=1)
+        yield gradient(dtype, edges, "all", call="in_forward")
+        yield gradient(dtype, edges, "all", call="padded")
+        for option in OPTIONS:
+            yield stats(dtype, edges, option)
+            yield stats(dtype, edges, option, outputs=True)
+            yield gradient(dtype, edges, option)
+    for option, ranks in product(OPTIONS, (1, 4)):
+        yield finish(option, ranks)
+    if has_one_pass(target):
+        calls = product(DTYPES, ONE_PASS, ("plain", "z_loss"), ("mean", "sum", "num_items"))
+        for dtype, (_, most, _), option, call in calls:
+            yield one_pass(dtype, most, option, call)
 
-    def stats(option: str, suffix: str, without: Sequence[str] = ()) -> Variant:
-        constants = reads | {"COUNTED": LABELS_AT_ONCE} | dict.fromkeys(without)
-        name = f"online_softmax-{shape}-{option}{suffix}"
-        return Variant(name, online_softmax_kernel, f"*{dtype}", OPTIONS[option], constants, read.num_warps)
 
-    def gradient(option: str, call: str, ranks: int) -> Variant:
-        without = set(LEFT_OUT[call])
-        if OPTIONS[option].entropy and "grad_output" not in without:
-            without.difference_update(OF_ENTROPY)
-        constants = writes | {"RANKS": ranks} | dict.fromkeys(without)
-        name = f"cross_entropy-{shape}-{option}-{call}-R{ranks}"
-        return Variant(name, cross_entropy_kernel, f"*{dtype}", OPTIONS[option], constants, write.num_warps)
+def is_sm_90(target: GPUTarget) -> bool:
+    return target.backend == "cuda" and target.arch == 90
 
-    plain = OPTIONS["plain"]
-    yield Variant(f"element_mul-{shape}", element_mul_kernel, f"*{dtype}", plain, writes, write.num_warps)
-    yield stats("plain", "-mean", (*OUTPUTS, "divisor"))
-    for option in option_names:
-        yield stats(option, "", ("valid_rows", *OUTPUTS, "divisor"))
-        yield stats(option, "-outputs", ("valid_rows", "divisor", *not_asked_for(OPTIONS[option])))
-        yield gradient(option, "in_backward", 4)
-    yield stats("all", "-outputs-num_items", ("valid_rows",))
-    yield gradient("plain", "in_forward", 1)
-    yield gradient("all", "in_forward", 4)
-    yield gradient("all", "padded", 4)
+
+def has_one_pass(target: GPUTarget) -> bool:
+    """Return whether the target has asynchronous copies and enough shared memory."""
+    return target.backend == "cuda" and target.arch >= 90
+
+
+def row_layout(edges: bool) -> tuple[int, ...]:
+    return (0, 1, 1, N_COLUMNS + 3 * edges, 0, 0)
+
+
+def output_dtypes(options: LossOptions) -> tuple[torch.dtype | None, ...]:
+    entropy, lse, predictions = options.entropy, options.predictions, options.predictions
+    return (
+        torch.float32,
+        torch.float32 if entropy else None,
+        torch.float32 if lse else None,
+        torch.int64 if predictions else None,
+    )
+
+
+def stats(dtype: str, edges: bool, option: str, outputs: bool = False, counted: bool = False) -> Variant:
+    options = OPTIONS[option]
+    of_outputs = output_dtypes(options) if outputs else (None,) * 4
+    dtypes = (DTYPES[dtype], torch.int64, torch.float32, torch.int32 if counted else None, *of_outputs, None)
+    shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
+    launch = launch_of("online_softmax", dtypes, row_layout(edges), edges, shard, options)
+    name = f"online_softmax-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}{'-outputs' * outputs}"
+    return Variant(name, launch, dtypes)
+
+
+def gradient(dtype: str, edges: bool, option: str, call: str = "in_backward", ranks: int = 4) -> Variant:
+    """``in_forward`` writes the loss too; ``padded`` divides, and its shard has padding."""
+    options = OPTIONS[option]
+    fp32, in_forward = torch.float32, call == "in_forward"
+    grad_output = None if in_forward else fp32
+    grad_entropy = fp32 if options.entropy and call == "in_backward" else None
+    divisor = None if call == "in_backward" else torch.int32
+    loss = fp32 if in_forward else None
+    of_rows = (fp32, divisor, grad_output, grad_entropy, loss)
+    dtypes = (DTYPES[dtype], torch.int64, *of_rows, DTYPES[dtype])
+    shard = VocabShard(0, N_COLUMNS, N_COLUMNS - 100 if call == "padded" else 4 * N_COLUMNS)
+    strides = tuple(None if pointer is None else 3 for pointer in (grad_output, grad_entropy))
+    launch = launch_of("cross_entropy", dtypes, row_layout(edges), edges, strides, ranks, shard, options)
+    return Variant(f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}", launch, dtypes)
+
+
+def scaled(dtype: str, edges: bool) -> Variant:
+    dtypes = (DTYPES[dtype], torch.float32)
+    launch = launch_of("element_mul", dtypes, N_COLUMNS, row_layout(edges), edges, 3)
+    return Variant(f"element_mul-{dtype}{'-edges' * edges}", launch, dtypes)
+
+
+def finish(option: str, ranks: int) -> Variant:
+    dtypes = (torch.int64, torch.float32, torch.int32, *output_dtypes(OPTIONS[option]))
+    return Variant(
+        f"loss-{option}-R{ranks}", launch_of("loss", dtypes, ranks, 131072, OPTIONS[option]), dtypes
+    )
+
+
+def one_pass(dtype: str, row_bytes: int, option: str, call: str) -> Variant:
+    """Rows of at most ``row_bytes``."""
+    dtypes = (DTYPES[dtype], torch.int64, torch.int32 if call == "num_items" else None, torch.float32)
+    n_columns = row_bytes // 16 * 16 // DTYPES[dtype].itemsize
+    layout = (0, 1, 1, n_columns, 0, 0)
+    launch, programs = launch_of("one_pass", dtypes, n_columns, layout, call == "mean", OPTIONS[option])
+    assert one_pass_config(row_bytes) is not None
+    return Variant(f"one_pass-{dtype}-{option}-{call}-{row_bytes}", launch, dtypes, programs)
 
 
 def source_of(variant: Variant) -> ASTSource:
-    """The kernel as one launch would specialise it: every pointer at a 16-byte boundary."""
-    signature: dict[str, object] = {}
+    """Return the kernel as the launch specialises it: each pointer at a 16-byte boundary, no integer known.
+
+    None and the integer 1 are constants, as in a launch.
+    """
+    launch, names = variant.launch, variant.launch.kernel.arg_names
+    n_sizes = len(names) - len(variant.dtypes) - len(launch.values) - len(launch.constants)
+    arguments = (*variant.dtypes, *launch.values, *(0,) * n_sizes)
     constexprs: dict[tuple[int, ...], object] = {}
-    attrs = {}
-    types = ARGUMENT_TYPES | {"row_options": option_types(variant.options)}
-    for index, name in enumerate(variant.kernel.arg_names):  # type: ignore[attr-defined]
-        if name in variant.constants:
-            signature[name] = "constexpr"
-            constexprs[(index,)] = variant.constants[name]
-            continue
-        kind = types.get(name, variant.pointer if "logits" in name else "i32")
-        signature[name] = kind
-        parts = {(index,): kind} if isinstance(kind, str) else {(index, i): k for i, k in enumerate(kind)}
-        for path, part in parts.items():
-            if part == "constexpr":
-                constexprs[path] = option_arguments(variant.options)[path[1]] if name == "row_options" else 1
-            elif part.startswith("*"):
-                attrs[path] = [["tt.divisibility", 16]]
+    attrs: dict[tuple[int, ...], object] = {}
+
+    def type_of(argument: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(argument, tuple):
+            kinds = [type_of(part, (*path, i)) for i, part in enumerate(argument)]
+            return type(argument)(*kinds) if hasattr(argument, "_fields") else tuple(kinds)
+        if isinstance(argument, torch.dtype):
+            attrs[path] = [["tt.divisibility", 16]]
+            return f"*{TRITON_NAMES[argument]}"
+        if argument is None or argument == 1 and isinstance(argument, int):
+            constexprs[path] = argument
+            return "constexpr"
+        return "fp32" if isinstance(argument, float) else "i32"
+
+    signature = {
+        name: type_of(argument, (i,))
+        for i, (name, argument) in enumerate(zip(names, arguments, strict=False))
+    }
+    for i, name in enumerate(names[len(arguments) :], start=len(arguments)):
+        signature[name] = "constexpr"
+        constexprs[(i,)] = launch.constants[name]
     if variant.name.startswith("one_pass"):
         from triton.experimental.gluon._runtime import GluonASTSource
 
-        return GluonASTSource(variant.kernel, signature, constexprs, attrs)
-    return ASTSource(variant.kernel, signature, constexprs, attrs)
-
-
-def not_asked_for(options: LossOptions) -> list[str]:
-    """Names of the outputs that a call with ``options`` leaves out."""
-    return ["entropy"] * (not options.entropy) + ["lse", "predictions"] * (not options.predictions)
-
-
-def option_types(options: LossOptions) -> tuple[str, ...]:
-    """Types of ``option_arguments``: None and the integer 1 are constants of a launch."""
-    kinds = {type(None): "constexpr", float: "fp32", int: "i32"}
-    values = option_arguments(options)
-    return tuple("constexpr" if (type(value), value) == (int, 1) else kinds[type(value)] for value in values)
+        return GluonASTSource(launch.kernel, signature, constexprs, attrs)
+    return ASTSource(launch.kernel, signature, constexprs, attrs)
 
 
 def report(target: GPUTarget, variant: Variant) -> dict:
-    """Compile one variant; for CUDA with registers, spills and the widths of its global accesses."""
-    compiled = triton.compile(source_of(variant), target=target, options={"num_warps": variant.num_warps})
+    """Compile one variant; for CUDA report registers, spills and the widths of its global accesses too."""
+    num_warps = variant.launch.num_warps
+    compiled = triton.compile(source_of(variant), target=target, options={"num_warps": num_warps})
     entry = {"target": f"{target.backend}:{target.arch}", "kernel": variant.name, "bytes": None}
     if target.backend != "cuda":
         return entry | {"bytes": len(compiled.asm["hsaco"])}
@@ -212,8 +228,8 @@ def report(target: GPUTarget, variant: Variant) -> dict:
         # Bytes of each kind of copy into shared memory.
         "copies": sorted({f"{kind} {int(n, 0)}" for kind, n in re.findall(ASYNCHRONOUS_COPY, ptx)}),
         "shared_bytes": compiled.metadata.shared,
-        "threads": THREADS_PER_WARP * variant.num_warps,
-        "programs": variant.programs,
+        "threads": THREADS_PER_WARP * num_warps,
+        "programs_per_sm": variant.programs_per_sm,
     }
     return entry | resource_usage(compiled.asm["cubin"])
 
@@ -239,13 +255,20 @@ def parse_target(text: str) -> GPUTarget:
     return GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
 
 
+def report_of(target: GPUTarget, chosen: Callable[[GPUTarget], Iterator[Variant]], index: int) -> dict:
+    """Report the variant at ``index``: launches do not travel between processes."""
+    return report(target, next(islice(chosen(target), index, None)))
+
+
 def main() -> None:
     assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter does not compile"
-    target, *words = sys.argv[1:]
-    option_names = tuple(OPTIONS) if "each-option" in words else NONE_OR_ALL
-    dtypes = [word for word in words if word != "each-option"]
-    gpu = parse_target(target)
-    print(json.dumps([report(gpu, variant) for variant in variants(gpu, dtypes, option_names)]))
+    target = parse_target(sys.argv[1])
+    chosen = all_variants if "all-variants" in sys.argv else variants
+    # A process per core: the compiler holds the interpreter's lock.
+    n_variants = len(list(chosen(target)))
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        jobs = [(target, chosen, index) for index in range(n_variants)]
+        print(json.dumps(pool.starmap(report_of, jobs, chunksize=1)))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@
     p_y - 1 = -others_sum / sum_exp,   sum_exp = others_sum + exp(z_y - row_max)
     dx_i = (dz_i * grad_output / n + p_i * (mean_shifted - (z_i - row_max)) * grad_entropy) * dz_i/dx_i
 
-``cross_entropy_kernel`` is one program a row: it merges the R statistics, writes the loss if asked and the
-gradient, over the logits or elsewhere: reads the shard once, writes it once. The grad_output and the
-divisor are one fp32 factor a row, so the gradient is rounded once. Padding becomes 0, whatever it holds.
+One program per row. It merges the R statistics, writes the loss if requested, and writes the gradient, over
+the logits or elsewhere. Regime: bound by memory; it reads the shard once and writes it once. ``grad_output``
+and the divisor are one fp32 factor per row, so the gradient is rounded once. Padded columns become 0,
+whatever they hold.
 """
 
 import functools
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -37,31 +39,82 @@ from vocab_parallel_ce.kernels.primitives import (
     row_body,
     row_loss,
     stats_of_row,
+    sum_exp,
     transform,
+    weighted,
 )
+from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
 
 
-@triton.jit
-def logits_gradient(x, is_target, factors, grad_entropy, row_options):
-    """One row's gradient at ``x``; exactly 0 in an excluded column. ``factors`` are the row's.
+class RowFactors(NamedTuple):
+    """What the gradient of a row's every column is made of; None if no option needs it."""
 
-    ``target_grad`` is the label's: ``p - 1`` would lose the digits of a confident label's 1 - p.
+    shift: tl.tensor  # row_max
+    inverse_sum: tl.tensor  # 1 / sum_exp
+    target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label's 1 - p
+    weight: tl.tensor  # grad_output / divisor
+    uniform_p: tl.tensor | None  # smoothing / V
+    z_factor: tl.tensor | None  # 2 * z_loss * lse
+    mean_shifted: tl.tensor | None
+    entropy_weight: tl.tensor | None  # grad_entropy
+
+
+class ShardSizes(NamedTuple):
+    """Numbers that are the same in every step."""
+
+    n_columns: int
+    n_valid: int | None  # columns that are not padding; None: all
+    vocab_size: int
+
+
+@triton.jit
+def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_size, options):
+    """Return the ``RowFactors`` of a row; all are 0 if it is not ``live``, so that its NaN stays unseen.
+
+    ``weight`` is 1 / divisor. ``grad_output`` and ``grad_entropy`` are pointers or None.
     """
-    _, smoothing, z_loss, logit_scale, softcap, _, _ = row_options
-    shift, inverse_sum, target_grad, weight, uniform_p, z_factor, mean_shifted, entropy_weight = factors
-    z, slope = transform(x, row_options)
-    p = exp_shifted(z, shift) * inverse_sum
-    grad = p
-    if z_loss is not None:
-        grad += p * z_factor
-    if smoothing is not None:
-        grad = tl.where(z == float("-inf"), grad, grad - uniform_p)
-    grad = tl.where(is_target, target_grad, grad) * weight
+    if grad_output is not None:
+        weight *= tl.load(grad_output)
+    weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
+    all_sum = sum_exp(stats)
+    inverse_sum = tl.where(live, 1.0 / all_sum, 0.0)
+    target_grad = tl.where(live, -stats.others_sum / all_sum, 0.0)
+    uniform_p = None
+    z_factor = None
+    if options.z_loss is not None:
+        z_factor = tl.where(live, 2 * options.z_loss * (stats.row_max + log_sum_exp(stats)), 0.0)
+        target_grad += label_exp(stats.row_max, stats.target_logit) * inverse_sum * z_factor
+    if options.smoothing is not None:
+        uniform_p = options.smoothing / vocab_size
+        target_grad += options.smoothing - uniform_p
+    mean_shifted = None
+    entropy_weight = None
     if grad_entropy is not None:
-        grad += p * (mean_shifted - bounded(z - shift)) * entropy_weight
-    if softcap is not None or logit_scale is not None:
+        mean_shifted = tl.where(live, stats.exp_shifted_sum / all_sum, 0.0)
+        entropy_weight = tl.where(live, tl.load(grad_entropy), 0.0)
+    shift = tl.where(live, stats.row_max, 0.0)
+    weight = tl.where(live, weight, 0.0)
+    return RowFactors(
+        shift, inverse_sum, target_grad, weight, uniform_p, z_factor, mean_shifted, entropy_weight
+    )
+
+
+@triton.jit
+def logits_gradient(x, is_target, factors, options):
+    """Return the gradient of one row at logits ``x``; exactly 0 in an excluded column."""
+    z, slope = transform(x, options)
+    p = exp_shifted(z, factors.shift) * factors.inverse_sum
+    grad = p
+    if options.z_loss is not None:
+        grad += p * factors.z_factor
+    if options.smoothing is not None:
+        grad = tl.where(z == float("-inf"), grad, grad - factors.uniform_p)
+    grad = tl.where(is_target, factors.target_grad, grad) * factors.weight
+    if factors.entropy_weight is not None:
+        grad += p * (factors.mean_shifted - bounded(z - factors.shift)) * factors.entropy_weight
+    if options.softcap is not None or options.logit_scale is not None:
         grad *= slope
     return grad
 
@@ -77,94 +130,69 @@ def cross_entropy_kernel(
     loss,  # [N] fp32, out, or None
     grad_logits,  # [N, C] logits' dtype, out; may be logits
     layout,  # RowLayout of logits and of grad_logits
-    grad_output_stride,  # or None
-    grad_entropy_stride,  # of grad_entropy, or None
-    n_columns,
-    n_valid,  # columns that are no padding, or None: all
+    grad_strides,  # of grad_output and of grad_entropy, or None
+    sizes,  # ShardSizes
     n_ranks,
-    vocab_size,
-    row_options,  # option_arguments
+    options,  # option_arguments
     n_rows,
     shard_start,
     HAS_EDGES: tl.constexpr,
-    RANKS: tl.constexpr,
+    RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """One row: ``x = [1, 3, 2]``, label 1: loss 0.4076, gradient ``[0.0900, -0.3348, 0.2447]``."""
-    _, smoothing, z_loss, _, _, _, _ = row_options
-    # Last rows first: they are what the statistics kernel has just left in the L2 cache.
+    """Example: ``x = [1, 3, 2]``, label 1: loss 0.4076, gradient ``[0.0900, -0.3348, 0.2447]``."""
+    # Last rows first: the statistics kernel has just left them in the L2 cache.
     row = (n_rows - 1 - tl.program_id(0)).to(tl.int64)
     label = tl.load(labels + row).to(tl.int64)
-    live = label != row_options[0]
+    live = label != options.ignore_index
     ranks = tl.arange(0, RANKS)
-    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, row_options)
-    merged = merge_ranks(pointers, ranks < n_ranks, row_options)
-    row_max, others_sum, target_logit, _, exp_shifted_sum, _ = merged
-    label_sum = label_exp(row_max, target_logit)
-    sum_exp = others_sum + label_sum
+    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, options)
+    merged = merge_ranks(pointers, ranks < n_ranks, options)
     weight = 1.0
     if divisor is not None:
         weight = divisor_weight(divisor)
         live &= weight != 0
     if loss is not None:
-        value = row_loss(merged, label, vocab_size, row_options)
+        value = row_loss(merged, label, sizes.vocab_size, options)
         if divisor is not None:
-            value = tl.where(weight == 0, 0.0, value * weight)
+            value = weighted(value, weight)
         tl.store(loss + row, value)
     if grad_output is not None:
-        weight *= tl.load(grad_output + row * grad_output_stride)
-    outside = (label < 0) | (label >= vocab_size)
-    weight = tl.where(outside, float("nan"), weight)
-    # An ignored row, or one of no items, reads nothing (NaN in it stays unseen) and has every factor 0.
-    shift = tl.where(live, row_max, 0.0)
-    inverse_sum = tl.where(live, 1.0 / sum_exp, 0.0)
-    target_grad = tl.where(live, -others_sum / sum_exp, 0.0)
-    weight = tl.where(live, weight, 0.0)
-    uniform_p = 0.0
-    z_factor = 0.0
-    if z_loss is not None:
-        z_factor = tl.where(live, 2 * z_loss * (row_max + log_sum_exp(merged)), 0.0)
-        target_grad += label_sum * inverse_sum * z_factor
-    if smoothing is not None:
-        uniform_p = smoothing / vocab_size
-        target_grad += smoothing - uniform_p
-    mean_shifted = 0.0
-    entropy_weight = 0.0
+        grad_output += row * grad_strides[0]
     if grad_entropy is not None:
-        mean_shifted = tl.where(live, exp_shifted_sum / sum_exp, 0.0)
-        entropy_weight = tl.where(live, tl.load(grad_entropy + row * grad_entropy_stride), 0.0)
-    factors = (shift, inverse_sum, target_grad, weight, uniform_p, z_factor, mean_shifted, entropy_weight)
+        grad_entropy += row * grad_strides[1]
+    factors = row_factors(merged, label, live, weight, grad_output, grad_entropy, sizes.vocab_size, options)
     # A label in an excluded column is no column's target.
-    label = tl.where(target_logit == float("-inf"), -1, label)
+    label = tl.where(merged.target_logit == float("-inf"), -1, label)
 
     begin = row_begin(row, layout)
-    first, width = row_body(begin, n_columns, VECTOR)
+    first, width = row_body(begin, sizes.n_columns, VECTOR)
     target = begin - first + label - shard_start
     target = tl.where((target >= 0) & (target < width), target, -1).to(tl.int32)
-    if n_valid is not None:
-        # Whole vectors are read, so that loads stay 16 bytes wide, padding among them.
-        valid_width = (begin + n_valid - first).to(tl.int32)
+    if sizes.n_valid is not None:
+        # Loads stay 16 bytes wide: the vector at the border is read whole.
+        valid_width = (begin + sizes.n_valid - first).to(tl.int32)
         readable = (valid_width + VECTOR - 1) // VECTOR * VECTOR
     lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for tile in range(0, width, LANES * VECTOR):
         columns = tile + lane_columns
         inside = columns < width
         is_read = inside & live
-        if n_valid is not None:
+        if sizes.n_valid is not None:
             is_read &= columns < readable
         x = tl.load(logits + first + columns, is_read, other=float("-inf")).to(tl.float32)
-        grad = logits_gradient(x, columns == target, factors, grad_entropy, row_options)
-        if n_valid is not None:
+        grad = logits_gradient(x, columns == target, factors, options)
+        if sizes.n_valid is not None:
             grad = tl.where(columns < valid_width, grad, 0.0)
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
     if HAS_EDGES:
-        offset, inside = edge_offsets(begin, n_columns, first, width, VECTOR)
+        lane = tl.arange(0, 16 * VECTOR)
+        offset, inside = edge_offsets(lane, begin, sizes.n_columns, first, width, VECTOR)
         x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
-        is_target = offset == begin + label - shard_start
-        grad = logits_gradient(x, is_target, factors, grad_entropy, row_options)
-        if n_valid is not None:
-            grad = tl.where(offset < begin + n_valid, grad, 0.0)
+        grad = logits_gradient(x, offset == begin + label - shard_start, factors, options)
+        if sizes.n_valid is not None:
+            grad = tl.where(offset < begin + sizes.n_valid, grad, 0.0)
         tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
 
 
@@ -181,10 +209,10 @@ def cross_entropy(
     shard: VocabShard,
     options: LossOptions,
 ) -> None:
-    """Fill ``grad_logits``, laid out as ``logits [..., C]`` or the same tensor, and ``loss [N]`` where given.
+    """Fill ``grad_logits``, which has the layout of ``logits [..., C]`` or is it, and ``loss [N]`` if given.
 
-    ``grad_output [N]`` fp32 of any stride multiplies each row's gradient of the loss, ``grad_entropy
-    [N]`` that of its entropy; neither has a part in ``loss``.
+    ``grad_output [N]`` multiplies the gradient of the loss per row, ``grad_entropy [N]`` that of the entropy.
+    Both are fp32 of any stride. Neither changes ``loss``.
     """
     n_ranks, n_rows, _ = stats.shape
     if n_rows == 0:
@@ -199,8 +227,10 @@ def cross_entropy(
         dtypes_of(tensors),
         layout,
         has_edges,
-        None if grad_output is None else grad_output.stride(0),
-        None if grad_entropy is None else grad_entropy.stride(0),
+        (
+            None if grad_output is None else grad_output.stride(0),
+            None if grad_entropy is None else grad_entropy.stride(0),
+        ),
         n_ranks,
         shard,
         options,
@@ -213,8 +243,7 @@ def _launch(
     dtypes: Dtypes,
     layout: tuple[int, ...],
     has_edges: bool,
-    grad_output_stride: int | None,
-    grad_entropy_stride: int | None,
+    grad_strides: tuple[int | None, int | None],
     n_ranks: int,
     shard: VocabShard,
     options: LossOptions,
@@ -222,16 +251,14 @@ def _launch(
     block = choose_block(
         READ_AND_WRITE_EDGES if has_edges else READ_AND_WRITE, shard.n_columns, dtypes[0].itemsize
     )
+    n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid
     return Launch(
         cross_entropy_kernel,
         (
-            layout,
-            grad_output_stride,
-            grad_entropy_stride,
-            shard.n_columns,
-            None if shard.n_valid == shard.n_columns else shard.n_valid,
+            RowLayout(*layout),
+            grad_strides,
+            ShardSizes(shard.n_columns, n_valid, shard.vocab_size),
             n_ranks,
-            shard.vocab_size,
             option_arguments(options),
         ),
         {

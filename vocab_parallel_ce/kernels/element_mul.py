@@ -1,10 +1,10 @@
-"""Scale a stored gradient by the grad_output, in place.
+"""Multiply a stored gradient by ``grad_output``, which overwrites it.
 
     grad_i *= grad_output(row)
 
-A fixed number of programs walks the rows. A row's factor is looked at on the device: where it is 1, the row
-is left alone, so that the usual ``loss.backward()`` of a reduced loss costs a short launch and nothing
-else. Otherwise the shard is read once and written once, and the gradient is rounded a second time.
+A fixed number of programs walks the rows. The factor is read on the device, and a row with factor 1 is left
+alone. So the usual ``loss.backward()`` of a reduced loss costs one short launch. Otherwise the shard is read
+once and written once, and the gradient is rounded a second time. Regime: bound by memory.
 """
 
 import functools
@@ -16,13 +16,14 @@ from torch import Tensor
 from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
 from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Dtypes, Launch, dtypes_of, row_arguments
 from vocab_parallel_ce.kernels.primitives import edge_offsets, row_begin, row_body
+from vocab_parallel_ce.layout import RowLayout
 
-PROGRAMS = 512  # rows at once: enough to fill a GPU, few enough to start and end in 2 us
+PROGRAMS = 512  # fills a GPU, and starts and ends in 2 us
 
 
 @triton.jit
 def scaled(grad, factor):
-    """``grad * factor``, and 0 where ``grad`` is: an ignored row stays 0 under an infinite factor."""
+    """Return ``grad * factor``, and 0 if ``grad`` is 0: an ignored row stays 0 under an infinite factor."""
     return tl.where(grad == 0, 0.0, grad * factor)
 
 
@@ -38,7 +39,7 @@ def element_mul_kernel(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """One row: ``[1, 2, 3]`` with the grad_output 0.5 becomes ``[0.5, 1, 1.5]``."""
+    """Example: ``[1, 2, 3]`` with grad_output 0.5 becomes ``[0.5, 1, 1.5]``."""
     lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     row = tl.program_id(0).to(tl.int64)
     if grad_output_stride == 0:
@@ -56,14 +57,15 @@ def element_mul_kernel(
                 grad = scaled(tl.load(pointers, inside).to(tl.float32), factor)
                 tl.store(pointers, grad.to(grad_logits.dtype.element_ty), inside)
             if HAS_EDGES:
-                offset, inside = edge_offsets(begin, n_columns, first, width, VECTOR)
+                lane = tl.arange(0, 16 * VECTOR)
+                offset, inside = edge_offsets(lane, begin, n_columns, first, width, VECTOR)
                 grad = scaled(tl.load(grad_logits + offset, inside).to(tl.float32), factor)
                 tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
         row += tl.num_programs(0)
 
 
 def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:
-    """Multiply row r of ``grad_logits [..., C]`` by ``grad_output [N]``, of any stride, in place."""
+    """Multiply, and overwrite, row r of ``grad_logits [..., C]`` by ``grad_output [N]``, of any stride."""
     n_rows = grad_output.shape[0]
     if n_rows == 0:
         return
@@ -80,7 +82,7 @@ def _launch(
     block = choose_block(READ_AND_WRITE_EDGES if has_edges else READ_AND_WRITE, n_columns, dtypes[0].itemsize)
     return Launch(
         element_mul_kernel,
-        (layout, grad_output_stride, n_columns),
+        (RowLayout(*layout), grad_output_stride, n_columns),
         {"HAS_EDGES": has_edges, "LANES": block.lanes, "VECTOR": block.vector},
         num_warps=block.num_warps,
     )

@@ -1,28 +1,33 @@
-"""What every launcher does alike: the launch itself, and the arguments that describe a strided tensor."""
+"""What all launchers share: the launch itself, and the arguments for options and for strided tensors."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
 from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, aligned_base, row_layout
-from vocab_parallel_ce.spec import LossOptions
+from vocab_parallel_ce.spec import PLAIN, LossOptions
 
 Dtypes = tuple[Any, ...]
 
-MOST_LAUNCHES = 1024  # that each kernel keeps; widths and options come again every step
+MOST_LAUNCHES = 1024  # per kernel; widths and options repeat every step
+TESTED_TRITON = ("3.6", "3.7")  # the private launch was tested with these
 
 
 class Launch:
-    """A kernel with all of its arguments but the tensors and the sizes.
+    """Launch a kernel for given values, constants and dtypes, and remember its compiled variant.
 
-    Triton works out on every call which compiled variant the arguments ask for, which takes longer than
-    the launch. A Launch is for tensors of certain dtypes, with None in certain places (:func:`dtypes_of`),
-    and remembers each device's variant. ``sizes`` must be arguments that the kernel does not specialise on.
+    On every call, Triton works out which compiled variant the arguments need. That takes longer than the
+    launch. A Launch stores the variant per device and calls it directly. This private path is used only with
+    the versions of Triton in ``TESTED_TRITON``; see :func:`launch_path`.
+
+    One Launch serves tensors of the same dtypes and with None at the same positions: :func:`dtypes_of` is the
+    key. The kernel must not specialise on ``sizes``, the integers that change from call to call.
     """
 
     def __init__(
@@ -33,31 +38,32 @@ class Launch:
         self.constants = constants
         self.num_warps = num_warps
         self.tail = tuple(constants.values())
+        self.is_private = _no_private_launch() is None
         self.variants: dict[int, tuple[Any, Any, Any]] = {}
 
     def __call__(self, n_programs: int, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> None:
-        """``kernel[(n_programs,)](*tensors, *values, *sizes, **constants)`` on the first tensor's device.
+        """Run ``kernel[(n_programs,)](*tensors, *values, *sizes, **constants)`` on the first tensor's device.
 
-        Tensors off 16-byte boundaries take Triton's way, and so do launches that a profiler's hook observes.
+        Triton's own path serves tensors off a 16-byte boundary, and launches that a profiler's hook observes.
         """
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if device >= 0 and device != torch.cuda.current_device():
-            # A launch goes to the current GPU, whichever holds the tensors.
+            # A launch goes to the current GPU, also if another one holds the tensors.
             with torch.cuda.device(device):
                 return self(n_programs, tensors, sizes)
         arguments: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        together = 0
+        all_bits = 0
         for address in arguments:
             if address is not None:
-                together |= address
-        special = together % VECTOR_BYTES or max(sizes) >= 2**31 or _is_observed()
+                all_bits |= address
+        special = all_bits % VECTOR_BYTES or max(sizes) >= 2**31 or _is_observed()
         variant = self.variants.get(device)
         if special or variant is None:
             compiled = self.kernel[(n_programs,)](
                 *tensors, *self.values, *sizes, **self.constants, num_warps=self.num_warps
             )
-            # The interpreter compiles nothing. ROCm's variants also depend on whether a tensor has 2 GiB.
-            if not special and compiled is not None and torch.version.hip is None:
+            # The interpreter compiles nothing and returns None.
+            if self.is_private and not special and compiled is not None:
                 self.variants[device] = (compiled.run, compiled.function, compiled.packed_metadata)
             return
         run, function, metadata = variant
@@ -66,8 +72,27 @@ class Launch:
         run(n_programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
 
+def launch_path() -> str:
+    """Say which path launches take, and why."""
+    reason = _no_private_launch()
+    tested = " and ".join(TESTED_TRITON)
+    return (
+        f"private launch, tested with triton {tested}" if reason is None else f"triton's own launch: {reason}"
+    )
+
+
+def _no_private_launch() -> str | None:
+    """Return why the private launch is not used, or None if it is."""
+    if torch.version.hip is not None:
+        return "ROCm's variants also depend on whether a tensor has 2 GiB"
+    if ".".join(triton.__version__.split(".")[:2]) not in TESTED_TRITON:
+        tested = " and ".join(TESTED_TRITON)
+        return f"triton {triton.__version__} was not tested, only {tested}"
+    return None
+
+
 def dtypes_of(tensors: tuple[Tensor | None, ...]) -> tuple[torch.dtype | None, ...]:
-    """What of the tensors a :class:`Launch` is for."""
+    """Return the dtypes of ``tensors``, part of the key of a :class:`Launch`."""
     return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
 
 
@@ -77,10 +102,10 @@ def _is_observed() -> bool:
 
 
 def row_arguments(logits: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
-    """``(base, layout, has_edges)`` for a kernel that walks the rows of ``logits [..., C]``.
+    """Return ``(base, layout, has_edges)`` for a kernel that walks the rows of ``logits [..., C]``.
 
-    ``has_edges`` is False where every row begins at a line of 128 bytes and is whole vectors of 16: such
-    rows have no head or tail.
+    ``layout`` has the values of a ``RowLayout``. ``has_edges`` is False if every row begins at a line of 128
+    bytes and is whole vectors of 16 bytes. Such rows have no head and no tail.
     """
     n_columns = logits.shape[-1]
     line = LINE_BYTES // logits.element_size()
@@ -94,25 +119,24 @@ def row_arguments(logits: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
     return base, tuple(layout), not is_whole or layout.pitch % line != 0
 
 
+def option_arguments(options: LossOptions) -> LossOptions:
+    """Return ``options`` for a kernel: an option that is off is None, so its code is not compiled.
+
+    ``ignore_index`` is always on. A flag that is on is 1: Triton compiles another kernel for True.
+    """
+    values: dict[str, Any] = {
+        name: None if value == getattr(PLAIN, name) else int(value) if value is True else value
+        for name, value in options._asdict().items()
+    }
+    values["ignore_index"] = options.ignore_index
+    if not _bends(options):
+        values["softcap"] = None
+    return LossOptions(**values)
+
+
 def _bends(options: LossOptions) -> bool:
-    """Whether the softcap changes any fp32 logit. If none, its inverse may be 0 in fp32, and is not used."""
+    """Return whether the softcap changes any fp32 logit. If it does not, its inverse may be 0 in fp32."""
     if options.softcap is None:
         return False
     largest = torch.finfo(torch.float32).max * options.logit_scale / options.softcap
-    return largest > 2e-4  # tanh(a) = a * (1 - a^2 / 3) to fp32's last digit
-
-
-def option_arguments(options: LossOptions) -> tuple[float | None, ...]:
-    """``options`` as kernels take them: None where something is off, so that its code does not exist.
-
-    In the order of :class:`LossOptions`; entropy and predictions are 1 where they are asked for.
-    """
-    return (
-        options.ignore_index,
-        options.smoothing or None,
-        options.z_loss or None,
-        None if options.logit_scale == 1 else options.logit_scale,
-        options.softcap if _bends(options) else None,
-        1 if options.entropy else None,
-        1 if options.predictions else None,
-    )
+    return largest > 2e-4  # below, tanh(a) = a * (1 - a^2 / 3) is a in fp32

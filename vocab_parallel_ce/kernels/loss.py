@@ -1,9 +1,10 @@
-"""What a row comes to, from the gathered statistics of all ranks: its loss, and what else is asked.
+"""Per-token outputs from the gathered statistics of all ranks: the loss, and what else is requested.
 
     loss    = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
     entropy = log(sum_exp) - sum_i p_i (z_i - row_max)
 
-One program finishes LOSS_ROWS rows. Reads 4 K R bytes a row, writes 4 an output: the logits are not read.
+One program does 128 rows. It reads 4 K R bytes per row and writes 4 bytes per output (predictions 8). It
+does not read the logits.
 """
 
 import functools
@@ -31,21 +32,20 @@ def loss_kernel(
     predictions,  # [N] int64, out, or None
     n_ranks,
     vocab_size,
-    row_options,  # option_arguments
+    options,  # option_arguments
     n_rows,
-    RANKS: tl.constexpr,
+    RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
     ROWS: tl.constexpr,
 ):
-    """Two ranks with ``(3, 0.5032, 3)`` and ``(2, 1, -inf)``, label on the first: loss 0.6265."""
+    """Example: two ranks with ``(3, 0.5032, 3)`` and ``(2, 1, -inf)``, label on the first: loss 0.6265."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     label = tl.load(labels + rows, inside, other=0).to(tl.int64)
     ranks = tl.arange(0, RANKS)[:, None]
-    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], row_options)
-    merged = merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], row_options)
-    store_outputs(
-        loss, entropy, lse, predictions, rows, inside, merged, label, divisor, vocab_size, row_options
-    )
+    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], options)
+    merged = merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], options)
+    outputs = TokenOutputs(loss, entropy, lse, predictions)
+    store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, options)
 
 
 def token_outputs(

@@ -4,24 +4,26 @@
     dz_i = p_i * (1 + 2 * z_loss * lse) - [i == y],   p_i = exp(z_i - row_max) / sum_exp
     p_y - 1 = -others_sum / sum_exp,   sum_exp = others_sum + exp(z_y - row_max)
 
-One persistent program or two a multiprocessor; each walks its rows in chunks of one 16-byte vector a thread.
-A ring of SLOTS chunks in shared memory is kept full by asynchronous copies, so that the next rows arrive
-while this one is worked on. The first KEEP chunks of a row stay in registers for the second look at it, which
-frees their slots at once; the others stay in the ring. Regime: rows of 16 to 270 KB of aligned vectors, one
-rank, bound by memory. Rows that are ignored are not read.
+One or two persistent programs per multiprocessor walk the rows, in chunks of one 16-byte vector per thread.
+Asynchronous copies fill a circular buffer of STAGES chunks in shared memory, so the next rows arrive while
+the program works on this one. The gradient needs each chunk a second time. The first REGISTER_CHUNKS of a
+row stay in registers, and their stages are refilled at once. The other chunks stay in the buffer.
 
-``others_sum`` never holds the label's own term, next to which it would lose digits. The walk leaves out the
-label's vector, whose other logits are loaded beside it and begin the sums.
+Regime: one rank, rows of 16 to 270 KB of aligned vectors, bound by memory. Ignored rows are not read.
 
-A thread reads from the ring only the vectors that it copied there itself: waiting for its own copies is all
-the order that the ring needs. Written in Gluon, Triton's language for explicit layouts, which cannot be
-interpreted.
+Next to the label's own term, ``others_sum`` would lose digits. So the walk leaves out the label's vector.
+The other logits of that vector are loaded separately, and the sums begin with them.
+
+A thread reads only vectors that it copied to the buffer itself. So it waits for its own copies only, and
+needs no barrier. The kernel is written in Gluon, Triton's language for explicit layouts. Triton's interpreter
+does not run Gluon.
 """
 
 # mypy: disable-error-code="assignment, misc"
 # Tuples grow in loops that the compiler unrolls.
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -30,7 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from vocab_parallel_ce.blocks import choose_ring
+from vocab_parallel_ce.blocks import THREADS_PER_WARP, one_pass_config
 from vocab_parallel_ce.kernels.launch import (
     MOST_LAUNCHES,
     Dtypes,
@@ -48,42 +50,60 @@ from vocab_parallel_ce.kernels.primitives import (
     row_begin,
     row_loss,
 )
-from vocab_parallel_ce.layout import VECTOR_BYTES
-from vocab_parallel_ce.spec import LossOptions
+from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout
+from vocab_parallel_ce.spec import LossOptions, RowStats
 
 # Triton 3.7 renamed both.
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
-@gluon.constexpr_function
-def copies_in_flight(chunk, GROUP, CHUNKS, KEEP, SLOTS):
-    """Groups of copies that may be outstanding when chunks ``chunk`` to ``chunk + GROUP`` must have arrived.
+class Source(NamedTuple):
+    """The logits, and the part of a chunk that each thread has."""
 
-    SLOTS were committed before the row's first chunk was freed, and one more for each that was freed since.
+    logits: tl.tensor
+    layout: tl.tuple
+    n_columns: tl.tensor
+    lane_columns: tl.tensor  # [LANES, VECTOR] columns of a row's first chunk
+
+
+class Cursor(NamedTuple):
+    """The row that a program works on, and what it knows of its next rows."""
+
+    stage: tl.tensor  # of the row's first chunk
+    row: tl.tensor
+    step: tl.tensor  # from one row of the program to its next
+    columns: tl.tuple  # label_column of this row and of the next ones
+
+
+@gluon.constexpr_function
+def copies_in_flight(chunk, CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT):
+    """Return how many copies may be in flight while CHUNKS_PER_WAIT chunks from ``chunk`` on must be there.
+
+    STAGES copies were started before the row's first refill, and one by each refill since.
     """
-    last = min(chunk + GROUP, CHUNKS) - 1
-    freed = min(max(chunk - GROUP, 0), KEEP)
-    return SLOTS + freed - last - 1
+    last = min(chunk + CHUNKS_PER_WAIT, CHUNKS) - 1
+    refilled = min(max(chunk - CHUNKS_PER_WAIT, 0), REGISTER_CHUNKS)
+    return STAGES + refilled - last - 1
 
 
 @gluon.jit
 def merge_lanes(max_a, sum_a, max_b, sum_b):
-    """``spec.merge`` of two lanes."""
+    """Merge the statistics of two lanes."""
     row_max = tl.maximum(max_a, max_b)
     shift = finite_or_zero(row_max)
     return row_max, sum_a * exp_shifted(max_a, shift) + sum_b * exp_shifted(max_b, shift)
 
 
 @gluon.jit
-def label_of(labels, row, n_rows):
-    """Labels of ``row``; of rows beyond the last, that of the first."""
+def load_label(labels, row, n_rows):
+    """Load the label of ``row``; beyond the last row, that of the first."""
     return gl.load(labels + gl.where(row < n_rows, row, 0))
 
 
 @gluon.jit
-def column_of(label, row, n_rows, n_columns, ignore_index):
-    """int32: the column of ``label``, -1 for one outside the vocabulary, -2 for a row to leave out."""
+def label_column(label, row, n_rows, n_columns, ignore_index):
+    """Return the label's column, int32; -1 outside the vocabulary, -2 if the row is ignored or missing."""
     label = label.to(gl.int64)
     column = gl.where((label >= 0) & (label < n_columns), label, -1).to(gl.int32)
     return gl.where((label != ignore_index) & (row < n_rows), column, -2)
@@ -91,152 +111,181 @@ def column_of(label, row, n_rows, n_columns, ignore_index):
 
 @gluon.jit
 def count_labels(labels, n_rows, lane_columns, ignore_index):
-    """Labels that are not ignored. Every program counts them all: 8 bytes a row, from the L2 cache."""
+    """Count the labels that are not ignored. Every program counts all: 8 bytes per row, from the L2 cache."""
     count = gl.zeros_like(lane_columns)
     for first_row in range(0, n_rows, lane_columns.numel):
         rows = first_row + lane_columns
-        counts = (label_of(labels, rows, n_rows).to(gl.int64) != ignore_index) & (rows < n_rows)
+        counts = (load_label(labels, rows, n_rows).to(gl.int64) != ignore_index) & (rows < n_rows)
         count += counts.to(gl.int32)
     return gl.sum(gl.sum(count, axis=1), axis=0)
 
 
 @gluon.jit
-def load_target(logits, layout, row, column, VECTOR: gl.constexpr):
-    """The label's logit; -inf where it has none."""
-    begin = vector_begin(row, layout, VECTOR)
-    return gl.load(logits + begin + column, mask=column >= 0, other=float("-inf"))
-
-
-@gluon.jit
-def load_beside_target(logits, layout, row, column, lane_columns):
-    """The other logits of the label's vector, one for each of the first lanes; -inf for the other lanes."""
-    VECTOR: gl.constexpr = lane_columns.shape[1]
-    lane: gl.constexpr = gl.SliceLayout(1, lane_columns.type.layout)
-    lanes = gl.arange(0, lane_columns.shape[0], layout=lane)
-    columns = column // VECTOR * VECTOR + lanes
-    inside = (lanes < VECTOR) & (columns != column) & (column >= 0)
-    begin = vector_begin(row, layout, VECTOR)
-    return gl.load(logits + begin + columns, mask=inside, other=float("-inf"))
+def loss_weight(labels, divisor, n_rows, lane_columns, ignore_index, COUNTED: gl.constexpr):
+    """Return 1 / the number of labels if COUNTED, else 1 / divisor, else 1; 0 for a division by 0."""
+    weight = 1.0
+    if COUNTED:
+        count = count_labels(labels, n_rows, lane_columns, ignore_index).to(gl.float32)
+        weight = gl.where(count == 0, 0.0, 1.0 / count)
+    elif divisor is not None:
+        weight = divisor_weight(divisor)
+    return weight
 
 
 @gluon.jit
 def vector_begin(row, layout, VECTOR: gl.constexpr):
-    """``row_begin`` where it is whole vectors, and the compiler sees that it is."""
+    """Return ``row_begin`` for rows of whole vectors, so that the compiler sees that they are."""
     return row_begin(row.to(gl.int64), layout) // VECTOR * VECTOR
 
 
 @gluon.jit
-def fetch(ring, source, place, chunk: gl.constexpr, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
-    """Begin to copy the chunk that is ``chunk`` chunks after the place's row begins into its slot.
+def load_target(source, row, column):
+    """Load the label's logit, -inf if ``column`` is negative."""
+    begin = vector_begin(row, source.layout, source.lane_columns.shape[1])
+    return gl.load(source.logits + begin + column, mask=column >= 0, other=float("-inf"))
 
-    Columns that are not read, those of ignored rows among them, become 0 there.
 
-    ``source`` is ``(logits, layout, n_columns, lane_columns)``; ``place`` is ``(slot, row, step,
-    targets)``: where the row's first chunk lies, and :func:`column_of` this row and those after it.
+@gluon.jit
+def load_beside_target(source, row, column):
+    """Load the other logits of the label's vector, one per lane; -inf in the lanes after them."""
+    VECTOR: gl.constexpr = source.lane_columns.shape[1]
+    lane: gl.constexpr = gl.SliceLayout(1, source.lane_columns.type.layout)
+    lanes = gl.arange(0, source.lane_columns.shape[0], layout=lane)
+    columns = column // VECTOR * VECTOR + lanes
+    inside = (lanes < VECTOR) & (columns != column) & (column >= 0)
+    begin = vector_begin(row, source.layout, VECTOR)
+    return gl.load(source.logits + begin + columns, mask=inside, other=float("-inf"))
+
+
+@gluon.jit
+def fetch(buffer, source, cursor, chunk: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
+    """Start to copy a chunk to its stage; ``chunk`` counts from the cursor's row on, over the next rows too.
+
+    Columns that are not read become 0 in the buffer, those of ignored rows too.
     """
-    logits, layout, n_columns, lane_columns = source
-    slot, row, step, targets = place
+    lane_columns = source.lane_columns
     ahead: gl.constexpr = chunk // CHUNKS
     columns = (chunk % CHUNKS) * lane_columns.numel + lane_columns
-    n_read = gl.where(targets[ahead] == -2, 0, n_columns)
-    begin = vector_begin(row + ahead * step, layout, lane_columns.shape[1])
-    copy_to_shared(ring.index((slot + chunk) % SLOTS), logits + begin + columns, mask=columns < n_read)
+    n_read = gl.where(cursor.columns[ahead] == -2, 0, source.n_columns)
+    begin = vector_begin(cursor.row + ahead * cursor.step, source.layout, lane_columns.shape[1])
+    stage = (cursor.stage + chunk) % STAGES
+    copy_to_shared(buffer.index(stage), source.logits + begin + columns, mask=columns < n_read)
     async_copy.commit_group()
 
 
 @gluon.jit
 def read_row(
-    ring,
+    buffer,
     source,
-    place,
+    cursor,
     beside,
     CHUNKS: gl.constexpr,
-    KEEP: gl.constexpr,
-    SLOTS: gl.constexpr,
-    GROUP: gl.constexpr,
+    REGISTER_CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CHUNKS_PER_WAIT: gl.constexpr,
 ):
-    """``(row_max, sum, kept)``: statistics of the columns but the label's, and the row's first KEEP chunks.
+    """Return ``(row_max, others_sum, chunks)``: statistics without the label, and the chunks in registers.
 
-    ``beside`` is what the label's vector adds to them: :func:`load_beside_target`.
+    ``beside`` are the other logits of the label's vector.
     """
-    _, _, n_columns, lane_columns = source
-    VECTOR: gl.constexpr = lane_columns.shape[1]
+    lane_columns = source.lane_columns
     tile: gl.constexpr = lane_columns.type.layout
-    lane: gl.constexpr = gl.SliceLayout(1, tile)
-    lanes = gl.arange(0, lane_columns.shape[0], layout=lane)
-    column = place[3][0]
-    vectors_on = gl.where(column >= 0, column // VECTOR, -1) - lanes
+    lanes = gl.arange(0, lane_columns.shape[0], layout=gl.SliceLayout(1, tile))
+    column = cursor.columns[0]
+    label_vector = gl.where(column >= 0, column // lane_columns.shape[1], -1) - lanes
     lane_max = beside.to(gl.float32)
     lane_sum = exp_shifted(lane_max, finite_or_zero(lane_max))
-    kept = ()
+    chunks = ()
     for i in gl.static_range(CHUNKS):
-        if i % GROUP == 0:
-            async_copy.wait_group(copies_in_flight(i, GROUP, CHUNKS, KEEP, SLOTS))
-            # The slots of what was read before the wait.
-            for freed in gl.static_range(i - GROUP, i):
-                if freed >= 0 and freed < KEEP:
-                    fetch(ring, source, place, freed + SLOTS, CHUNKS, SLOTS)
-        chunk = ring.index((place[0] + i) % SLOTS).load(tile)
-        if i < KEEP:
-            kept = kept + (chunk,)
+        if i % CHUNKS_PER_WAIT == 0:
+            async_copy.wait_group(copies_in_flight(i, CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT))
+            # Refill the stages that were read before the wait.
+            for done in gl.static_range(i - CHUNKS_PER_WAIT, i):
+                if done >= 0 and done < REGISTER_CHUNKS:
+                    fetch(buffer, source, cursor, done + STAGES, CHUNKS, STAGES)
+        chunk = buffer.index((cursor.stage + i) % STAGES).load(tile)
+        if i < REGISTER_CHUNKS:
+            chunks = chunks + (chunk,)
         z = chunk.to(gl.float32)
         if i == CHUNKS - 1:
-            z = gl.where(i * lane_columns.numel + lane_columns < n_columns, z, float("-inf"))
-        is_other = vectors_on != i * lane_columns.shape[0]
+            z = gl.where(i * lane_columns.numel + lane_columns < source.n_columns, z, float("-inf"))
+        is_other = label_vector != i * lane_columns.shape[0]
         new_max = gl.maximum(lane_max, gl.where(is_other, gl.max(z, axis=1), float("-inf")))
         shift = finite_or_zero(new_max)
         lane_sum *= exp_shifted(lane_max, shift)
         lane_sum += gl.where(is_other, gl.sum(exp_shifted(z, shift[:, None]), axis=1), 0.0)
         lane_max = new_max
     row_max, others_sum = gl.reduce((lane_max, lane_sum), 0, merge_lanes)
-    for freed in gl.static_range((CHUNKS - 1) // GROUP * GROUP, CHUNKS):
-        if freed < KEEP:
-            fetch(ring, source, place, freed + SLOTS, CHUNKS, SLOTS)
-    return row_max, others_sum, kept
+    for done in gl.static_range((CHUNKS - 1) // CHUNKS_PER_WAIT * CHUNKS_PER_WAIT, CHUNKS):
+        if done < REGISTER_CHUNKS:
+            fetch(buffer, source, cursor, done + STAGES, CHUNKS, STAGES)
+    return row_max, others_sum, chunks
+
+
+@gluon.jit
+def finish_row(others_max, others_sum, target, column, weight, n_columns, options):
+    """Return ``(loss, row_max, scale, target_grad)``; the gradient is ``exp(z - row_max) * scale``.
+
+    ``target_grad`` is the gradient at the label. ``weight`` is that of a row in the loss.
+    """
+    row_max = gl.maximum(others_max, target)
+    others_sum *= exp_shifted(others_max, finite_or_zero(row_max))
+    sum_exp = others_sum + label_exp(row_max, target)
+    stats = RowStats(row_max, others_sum, target, None, None, None, None)
+    weight = gl.where(column >= 0, weight, float("nan"))
+    value = row_loss(stats, column, n_columns, options) * weight
+    z_factor = 0.0
+    if options.z_loss is not None:
+        z_factor = 2 * options.z_loss * (row_max + log_sum_exp(stats))
+    # An ignored row was not read: the buffer holds zeros for it.
+    scale = gl.where(column == -2, 0.0, weight * (1 + z_factor) / sum_exp)
+    target_grad = (label_exp(row_max, target) * z_factor - others_sum) / sum_exp * weight
+    return gl.where(column == -2, 0.0, value), row_max, scale, target_grad
 
 
 @gluon.jit
 def write_row(
-    ring,
+    buffer,
     source,
-    place,
+    cursor,
     begin,
-    kept,
+    chunks,
     row_max,
     scale,
     CHUNKS: gl.constexpr,
-    KEEP: gl.constexpr,
-    SLOTS: gl.constexpr,
-    GROUP: gl.constexpr,
+    REGISTER_CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CHUNKS_PER_WAIT: gl.constexpr,
 ):
-    """``exp(z - row_max) * scale`` over every column of a row."""
-    logits, _, n_columns, lane_columns = source
+    """Write ``exp(z - row_max) * scale`` over every column of a row, and refill the stages."""
+    logits, lane_columns = source.logits, source.lane_columns
     for i in gl.static_range(CHUNKS):
-        if i < KEEP:
-            chunk = kept[i]
+        if i < REGISTER_CHUNKS:
+            chunk = chunks[i]
         else:
-            chunk = ring.index((place[0] + i) % SLOTS).load(lane_columns.type.layout)
+            chunk = buffer.index((cursor.stage + i) % STAGES).load(lane_columns.type.layout)
         grad = (exp_shifted(chunk.to(gl.float32), row_max) * scale).to(logits.dtype.element_ty)
         columns = i * lane_columns.numel + lane_columns
         if i < CHUNKS - 1:
             gl.store(logits + begin + columns, grad)
         else:
-            gl.store(logits + begin + columns, grad, mask=columns < n_columns)
-        if i >= KEEP and ((i + 1 - KEEP) % GROUP == 0 or i == CHUNKS - 1):
-            for freed in gl.static_range(KEEP + (i - KEEP) // GROUP * GROUP, i + 1):
-                fetch(ring, source, place, freed + SLOTS, CHUNKS, SLOTS)
+            gl.store(logits + begin + columns, grad, mask=columns < source.n_columns)
+        if i >= REGISTER_CHUNKS and ((i + 1 - REGISTER_CHUNKS) % CHUNKS_PER_WAIT == 0 or i == CHUNKS - 1):
+            # Refill the stages that were read since the last refill.
+            for done in gl.static_range(i - (i - REGISTER_CHUNKS) % CHUNKS_PER_WAIT, i + 1):
+                fetch(buffer, source, cursor, done + STAGES, CHUNKS, STAGES)
 
 
 @gluon.jit
 def clear_rows(source, loss, row, step, n_rows, CHUNKS: gl.constexpr):
-    """Loss and gradient 0 of all rows: a sum over no items."""
-    logits, layout, n_columns, lane_columns = source
-    zeros = gl.zeros_like(lane_columns).to(logits.dtype.element_ty)
+    """Write loss and gradient 0 in every row of a program: a sum over no items."""
+    lane_columns = source.lane_columns
+    zeros = gl.zeros_like(lane_columns).to(source.logits.dtype.element_ty)
     while row < n_rows:
-        begin = vector_begin(row, layout, lane_columns.shape[1])
+        begin = vector_begin(row, source.layout, lane_columns.shape[1])
         for i in range(CHUNKS):
             columns = i * lane_columns.numel + lane_columns
-            gl.store(logits + begin + columns, zeros, mask=columns < n_columns)
+            gl.store(source.logits + begin + columns, zeros, mask=columns < source.n_columns)
         gl.store(loss + row, 0.0)
         row += step
 
@@ -249,90 +298,95 @@ def one_pass_kernel(
     loss,  # [N] fp32, out
     layout,  # RowLayout of logits
     n_columns,
-    row_options,  # option_arguments: ignore_index and z_loss
+    options,  # option_arguments: ignore_index and z_loss
     n_rows,
     COUNTED: gl.constexpr,  # the divisor is the number of rows that are not ignored
-    CHUNKS: gl.constexpr,
-    KEEP: gl.constexpr,
-    SLOTS: gl.constexpr,
-    GROUP: gl.constexpr,
+    CHUNKS: gl.constexpr,  # of a row
+    REGISTER_CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CHUNKS_PER_WAIT: gl.constexpr,
     LANES: gl.constexpr,
     VECTOR: gl.constexpr,
 ):
-    """One row: ``x = [1, 3, 2]``, label 1: loss 0.4076, gradient ``[0.0900, -0.3348, 0.2447]``."""
+    """Example: 2 equal rows, ``x_1 = 8`` and ``x_i = 0`` in 8191 other columns, label 1, mean.
+
+    Loss ``log(1 + 8191 exp(-8)) = 1.3212``. Gradient ``exp(-8) / 3.7478 / 2 = 4.475e-5`` in the other
+    columns and ``(0.2668 - 1) / 2 = -0.3666`` at the label.
+    """
     tile: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32, 1], [LANES // 32, 1], [1, 0])
-    lane: gl.constexpr = gl.SliceLayout(1, tile)
     unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    AHEAD: gl.constexpr = (CHUNKS - 1 + SLOTS) // CHUNKS
+    # Rows after this one that a program fetches from while it works on this one.
+    AHEAD: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
     vector_columns = gl.arange(0, VECTOR, layout=gl.SliceLayout(0, tile))
-    lane_columns = gl.arange(0, LANES, layout=lane)[:, None] * VECTOR + vector_columns[None, :]
+    lane_vectors = gl.arange(0, LANES, layout=gl.SliceLayout(1, tile))
+    lane_columns = lane_vectors[:, None] * VECTOR + vector_columns[None, :]
     element = logits.dtype.element_ty
-    n_columns = n_columns // VECTOR * VECTOR  # it is; now the compiler sees it
-    ring = gl.allocate_shared_memory(element, [SLOTS, LANES, VECTOR], unswizzled)
-    source = (logits, layout, n_columns, lane_columns)
-    slot = 0
+    n_columns = n_columns // VECTOR * VECTOR  # unchanged; now the compiler sees that it is a multiple
+    buffer = gl.allocate_shared_memory(element, [STAGES, LANES, VECTOR], unswizzled)
+    source = Source(logits, layout, n_columns, lane_columns)
+    stage = 0
     row = gl.program_id(0)
     step = gl.num_programs(0)
-    ignore_index = row_options[0]
-    targets = ()
+    label_columns = ()
     for i in gl.static_range(AHEAD + 1):
-        label = label_of(labels, row + i * step, n_rows)
-        targets = targets + (column_of(label, row + i * step, n_rows, n_columns, ignore_index),)
-    # Labels and their vectors' logits are loaded before the row that needs them begins.
-    next_label = label_of(labels, row + (AHEAD + 1) * step, n_rows)
-    next_target = load_target(logits, layout, row, targets[0], VECTOR)
-    next_beside = load_beside_target(logits, layout, row, targets[0], lane_columns)
-    for i in gl.static_range(SLOTS):
-        fetch(ring, source, (slot, row, step, targets), i, CHUNKS, SLOTS)
-    weight = 1.0
-    if COUNTED:
-        count = count_labels(labels, n_rows, lane_columns, ignore_index).to(gl.float32)
-        weight = gl.where(count == 0, 0.0, 1.0 / count)
-    elif divisor is not None:
-        weight = divisor_weight(divisor)
+        label = load_label(labels, row + i * step, n_rows)
+        column = label_column(label, row + i * step, n_rows, n_columns, options.ignore_index)
+        label_columns = label_columns + (column,)
+    # Labels and the logits of their vectors are loaded one row early.
+    next_label = load_label(labels, row + (AHEAD + 1) * step, n_rows)
+    next_target = load_target(source, row, label_columns[0])
+    next_beside = load_beside_target(source, row, label_columns[0])
+    for i in gl.static_range(STAGES):
+        fetch(buffer, source, Cursor(stage, row, step, label_columns), i, CHUNKS, STAGES)
+    weight = loss_weight(labels, divisor, n_rows, lane_columns, options.ignore_index, COUNTED)
     if COUNTED or divisor is not None:
         if weight == 0:
-            # What is being fetched may be NaN, and stays unseen.
+            # The fetched logits may be NaN. They stay unseen.
             async_copy.wait_group(0)
             clear_rows(source, loss, row, step, n_rows, CHUNKS)
             n_rows *= 0
     while row < n_rows:
-        place = (slot, row, step, targets)
+        cursor = Cursor(stage, row, step, label_columns)
         begin = vector_begin(row, layout, VECTOR)
-        column = targets[0]
+        column = label_columns[0]
         target, beside = next_target.to(gl.float32), next_beside
         new_row = row + (AHEAD + 1) * step
-        new_column = column_of(next_label, new_row, n_rows, n_columns, ignore_index)
-        others_max, others_sum, kept = read_row(ring, source, place, beside, CHUNKS, KEEP, SLOTS, GROUP)
-        row_max = gl.maximum(others_max, target)
-        others_sum *= exp_shifted(others_max, finite_or_zero(row_max))
-        sum_exp = others_sum + label_exp(row_max, target)
-        merged = (row_max, others_sum, target, 0.0, 0.0, 0.0)
-        row_weight = gl.where(column >= 0, weight, float("nan"))
-        value = row_loss(merged, column, n_columns, row_options) * row_weight
-        gl.store(loss + row, gl.where(column == -2, 0.0, value))
-        z_factor = 0.0
-        if row_options[2] is not None:
-            z_factor = 2 * row_options[2] * (row_max + log_sum_exp(merged))
-        # An ignored row was not read: the ring holds zeros for it.
-        scale = gl.where(column == -2, 0.0, row_weight * (1 + z_factor) / sum_exp)
-        grad = (label_exp(row_max, target) * z_factor - others_sum) / sum_exp * row_weight
-        # A label that is excluded is no column's.
+        new_column = label_column(next_label, new_row, n_rows, n_columns, options.ignore_index)
+        others_max, others_sum, chunks = read_row(
+            buffer, source, cursor, beside, CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT
+        )
+        value, row_max, scale, target_grad = finish_row(
+            others_max, others_sum, target, column, weight, n_columns, options
+        )
+        gl.store(loss + row, value)
+        # A label in an excluded column is no column's target.
         written = gl.where(target > float("-inf"), column, -1)
-        # Not earlier: they would take registers while the row fills them.
-        next_label = label_of(labels, new_row + step, n_rows)
-        next_target = load_target(logits, layout, row + step, targets[1], VECTOR)
-        next_beside = load_beside_target(logits, layout, row + step, targets[1], lane_columns)
-        write_row(ring, source, place, begin, kept, row_max, scale, CHUNKS, KEEP, SLOTS, GROUP)
-        # The label's column was written as every other.
+        # Not earlier: these loads would take registers while the row fills them.
+        next_label = load_label(labels, new_row + step, n_rows)
+        next_target = load_target(source, row + step, label_columns[1])
+        next_beside = load_beside_target(source, row + step, label_columns[1])
+        write_row(
+            buffer,
+            source,
+            cursor,
+            begin,
+            chunks,
+            row_max,
+            scale,
+            CHUNKS,
+            REGISTER_CHUNKS,
+            STAGES,
+            CHUNKS_PER_WAIT,
+        )
+        # write_row wrote the label's column like every other.
         barrier()
-        gl.store(logits + begin + written, grad.to(element), mask=written >= 0)
-        slot = (slot + CHUNKS) % SLOTS
+        gl.store(logits + begin + written, target_grad.to(element), mask=written >= 0)
+        stage = (stage + CHUNKS) % STAGES
         row += step
         shifted = ()
         for i in gl.static_range(AHEAD):
-            shifted = shifted + (targets[i + 1],)
-        targets = shifted + (new_column,)
+            shifted = shifted + (label_columns[i + 1],)
+        label_columns = shifted + (new_column,)
 
 
 def one_pass(
@@ -346,7 +400,7 @@ def one_pass(
 ) -> None:
     """Fill ``loss [N]`` and write the gradient over ``logits [..., C]``, the whole vocabulary.
 
-    Both are divided by ``divisor [1]`` where given, or, ``counted``, by the number of rows not ignored.
+    If ``counted``, the number of rows that are not ignored divides both, else ``divisor [1]`` if given.
     """
     n_rows, n_columns = labels.shape[0], logits.shape[-1]
     if n_rows == 0:
@@ -361,24 +415,24 @@ def one_pass(
 def _launch(
     dtypes: Dtypes, n_columns: int, layout: tuple[int, ...], counted: bool, options: LossOptions
 ) -> tuple[Launch, int]:
-    """The launch, and its programs a multiprocessor."""
+    """Return the launch, and its programs per multiprocessor."""
     element_size = dtypes[0].itemsize
-    ring = choose_ring(n_columns * element_size)
-    assert ring is not None, "selection leaves rows that do not fit to other kernels"
+    config = one_pass_config(n_columns * element_size)
+    assert config is not None, "selection leaves rows that do not fit to other kernels"
     vector = VECTOR_BYTES // element_size
-    lanes = 32 * ring.num_warps
+    lanes = THREADS_PER_WARP * config.num_warps
     chunks = -(-n_columns // (lanes * vector))
     constants = {
         "COUNTED": counted,
         "CHUNKS": chunks,
-        "KEEP": min(ring.keep, chunks),
-        "SLOTS": ring.slots,
-        "GROUP": ring.group,
+        "REGISTER_CHUNKS": min(config.register_chunks, chunks),
+        "STAGES": config.stages,
+        "CHUNKS_PER_WAIT": config.chunks_per_wait,
         "LANES": lanes,
         "VECTOR": vector,
     }
-    values = (layout, n_columns, option_arguments(options))
-    return Launch(one_pass_kernel, values, constants, num_warps=ring.num_warps), ring.programs
+    values = (RowLayout(*layout), n_columns, option_arguments(options))
+    return Launch(one_pass_kernel, values, constants, num_warps=config.num_warps), config.programs_per_sm
 
 
 @functools.cache

@@ -1,37 +1,37 @@
-"""Jit functions that several kernels share: where a row lies, and the algebra of a row's statistics.
+"""Jit functions that several kernels share: the position of a row, and the algebra of its statistics.
 
-Constants stand as literals: every launch compares each global that a kernel uses with its value at
-compile time, which costs microseconds each.
+Constants are literals. Triton compares every global of a kernel with its value at compile time, on every
+launch that goes through Triton's own path.
 """
 
 import triton
 import triton.language as tl
 
+from vocab_parallel_ce.spec import RowStats
+
 
 @triton.jit
 def row_begin(row, layout):
-    """Element offset of ``row`` (int64) from the base; ``layout`` is a ``RowLayout``.
+    """Return the element offset of ``row`` (int64) from the base; ``layout`` is a ``RowLayout``.
 
     With ``layout = (0, 4, 1, 40, 8, 0)``, row 5 begins at ``1 * 40 + 1 * 8 = 48``.
     """
-    offset, size1, size2, stride0, stride1, stride2 = layout
-    outer = row // size2
+    outer = row // layout.size2
     return (
-        offset
-        + (outer // size1).to(tl.int64) * stride0
-        + (outer % size1).to(tl.int64) * stride1
-        + (row % size2).to(tl.int64) * stride2
+        layout.offset
+        + (outer // layout.size1).to(tl.int64) * layout.stride0
+        + (outer % layout.size1).to(tl.int64) * layout.stride1
+        + (row % layout.size2).to(tl.int64) * layout.stride2
     )
 
 
 @triton.jit
 def row_body(begin, n_columns, VECTOR: tl.constexpr):
-    """``(first, width)`` of the part of a row that begins at a line of 128 bytes and is whole vectors.
+    """Return ``(first, width)`` of a row's body: whole vectors that begin at a line of 128 bytes.
 
-    Both are multiples of VECTOR (16 bytes) by construction, which the compiler sees: accesses are 16 bytes
-    wide even where neither the row's beginning nor its end is aligned. What lies before and after the body
-    are the row's edges. A row of 85 columns at 60 with VECTOR 8 has the body [64, 144), its head is
-    [60, 64) and its tail [144, 145).
+    Both are multiples of VECTOR (16 bytes), and the compiler sees that. So accesses are 16 bytes wide even
+    if the row is not aligned. The edges are what lies before and after the body. Example: a row of 85 columns
+    at 60, VECTOR 8. Its body is [64, 144), its head [60, 64), its tail [144, 145).
     """
     line = 8 * VECTOR
     first = (begin + line - 1) // line * line
@@ -40,14 +40,11 @@ def row_body(begin, n_columns, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def edge_offsets(begin, n_columns, first, width, VECTOR: tl.constexpr):
-    """Element offsets of a row's head and tail, ``[16 * VECTOR]``, and which of them exist."""
-    return edge_offsets_of(tl.arange(0, 16 * VECTOR), begin, n_columns, first, width, VECTOR)
+def edge_offsets(lane, begin, n_columns, first, width, VECTOR: tl.constexpr):
+    """Return the element offsets of a row's head and tail, and which of them exist.
 
-
-@triton.jit
-def edge_offsets_of(lane, begin, n_columns, first, width, VECTOR: tl.constexpr):
-    """:func:`edge_offsets` of the elements ``lane`` of the 16 * VECTOR."""
+    ``lane`` counts from 0 to 16 * VECTOR: the first half are the head's, the second half the tail's.
+    """
     line = 8 * VECTOR
     end = begin + n_columns
     is_head = lane < line
@@ -56,56 +53,34 @@ def edge_offsets_of(lane, begin, n_columns, first, width, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def loose_offsets(
-    begin, n_columns, first, width, target_vector, VECTOR: tl.constexpr, HAS_EDGES: tl.constexpr
-):
-    """Element offsets of what a walk of whole vectors leaves out, and which of them exist.
-
-    These are the vector at ``first + target_vector``, none if that is negative, and the row's edges.
-    """
-    if HAS_EDGES:
-        lane = tl.arange(0, 32 * VECTOR)
-        offset, inside = edge_offsets_of(lane, begin, n_columns, first, width, VECTOR)
-        place = lane - 16 * VECTOR
-        is_edge = place < 0
-        offset = tl.where(is_edge, offset, first + target_vector + place)
-        inside = tl.where(is_edge, inside, (place < VECTOR) & (target_vector >= 0))
-    else:
-        lane = tl.arange(0, VECTOR)
-        offset = first + target_vector + lane
-        inside = (lane < VECTOR) & (target_vector >= 0)
-    return offset, inside
-
-
-@triton.jit
 def finite_or_zero(row_max):
-    """-inf replaced by 0, since exp(-inf - 0) is the 0 that exp(-inf - -inf) is not."""
+    """Replace -inf by 0: exp(-inf - 0) is 0, exp(-inf - -inf) is NaN."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit
 def raised_by(old_max, new_shift):
-    """``old_max - new_shift``, to move what was summed relative to ``old_max``; 0 where that is -inf."""
+    """Return ``old_max - new_shift``, by which a shifted sum moves; 0 if ``old_max`` is -inf."""
     return tl.where(old_max == float("-inf"), 0.0, old_max - new_shift)
 
 
 @triton.jit
-def bounded(gap):
-    """``gap``, at least -1e30: where an exponential that is 0 multiplies it, the product is 0, not NaN."""
-    return tl.maximum(gap, -1e30)
+def bounded(shifted):
+    """Limit ``shifted`` to -1e30 and above: times an exponential of 0 it is then 0, not NaN."""
+    return tl.maximum(shifted, -1e30)
 
 
 @triton.jit
 def exp_shifted(x, shift):
-    """exp(x - shift), by log2(e). The subtraction comes first: far from 0, fusing the two loses digits."""
+    """Return exp(x - shift), by exp2. The subtraction comes first: a fused one loses digits far from 0."""
     return tl.exp2((x - shift) * 1.4426950408889634)
 
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) of ``x >= -1``, to the last digits of a small x; ``log1p(1e-5) = 9.99995e-6``.
+    """Return log(1 + x) for ``x >= -1``, exact to the last digits of a small x; ``log1p(1e-5) = 9.99995e-6``.
 
-    Below 1/2 it is 2 atanh(x / (2 + x)) by its series, whose next term is 1e-8 of it.
+    Below 1/2 it is the series of 2 atanh(x / (2 + x)). The first omitted term is 1e-8 of the result.
     """
     s = x / (2.0 + x)
     w = s * s
@@ -114,16 +89,10 @@ def log1p(x):
 
 
 @triton.jit
-def label_exp(row_max, target_logit):
-    """``exp(z_y - row_max)``: 1 where the label has the largest z, 0 where it is not among the columns."""
-    return exp_shifted(target_logit, finite_or_zero(row_max))
-
-
-@triton.jit
 def tanh(a):
-    """tanh, to 2 units in the last place where exp2 and the division are exact; ``tanh(0.5) = 0.4621172``.
+    """Return tanh(a), to 2 units in the last digit if exp2 and division are exact; ``tanh(0.5) = 0.4621172``.
 
-    Below 1, where 1 - 2 / (exp(2a) + 1) cancels, a polynomial in a^2 fitted to (tanh(a) / a - 1) / a^2 at
+    Below 1, the other formula cancels. There it is a polynomial in a^2, fitted to (tanh(a) / a - 1) / a^2 at
     Chebyshev nodes.
     """
     s = a * a
@@ -140,44 +109,60 @@ def tanh(a):
 
 
 @triton.jit
-def transform(x, row_options):
-    """``(z, dz/dx)`` of fp32 logits: ``spec.transformed``; ``row_options`` are ``launch.option_arguments``.
+def transform(x, options):
+    """Return ``(z, dz/dx)`` of fp32 logits, as ``spec.transformed``; ``options`` are ``option_arguments``.
 
-    An infinite logit stays infinite: an excluded column would come back as -softcap. The selects also
-    keep the compiler from fusing a product with the subtraction of the maximum, which would leave the
-    maximum itself a distance from the maximum.
+    An infinite logit stays infinite; softcap would turn an excluded column into -softcap. The selects also
+    stop the compiler from fusing the product with a later subtraction of the maximum. With that, the maximum
+    would differ from itself.
     """
-    _, _, _, logit_scale, softcap, _, _ = row_options
     slope = 1.0
-    if softcap is not None:
+    if options.softcap is not None:
         scale = 1.0
-        if logit_scale is not None:
-            scale = logit_scale
-        # No infinity, which times a logit of 0 would be NaN.
-        capped = tanh(x * tl.minimum(scale / softcap, 3.4028234663852886e38))
+        if options.logit_scale is not None:
+            scale = options.logit_scale
+        # Finite: infinity times a logit of 0 is NaN.
+        capped = tanh(x * tl.minimum(scale / options.softcap, 3.4028234663852886e38))
         slope = scale * (1.0 - capped * capped)
-        x = tl.where(tl.abs(x) == float("inf"), x, softcap * capped)
-    elif logit_scale is not None:
-        slope = logit_scale
-        x = tl.where(tl.abs(x) == float("inf"), x, x * logit_scale)
+        x = tl.where(tl.abs(x) == float("inf"), x, options.softcap * capped)
+    elif options.logit_scale is not None:
+        slope = options.logit_scale
+        x = tl.where(tl.abs(x) == float("inf"), x, x * options.logit_scale)
     return x, slope
 
 
 @triton.jit
-def stats_of_row(stats, row, row_options):
-    """Pointers to the packed statistics of ``row``, K apart: their order is ``LossOptions.statistics``."""
-    _, smoothing, _, _, _, entropy, predictions = row_options
-    return stats + row * (3 + 2 * (smoothing is not None) + (entropy is not None) + (predictions is not None))
+def label_exp(row_max, target_logit):
+    """Return ``exp(z_y - row_max)``: 1 if the label has the largest z, 0 if it is not among the columns."""
+    return exp_shifted(target_logit, finite_or_zero(row_max))
 
 
 @triton.jit
-def merge_ranks(pointers, mask, row_options):
-    """Merge the statistics at ``pointers`` over axis 0, the ranks; masked ranks are the identity.
+def sum_exp(stats):
+    """Return the sum of ``exp(z - row_max)`` over all columns."""
+    return stats.others_sum + label_exp(stats.row_max, stats.target_logit)
 
-    Every rank merges the same numbers in the same order, so the results are equal bit for bit. Returns
-    ``(row_max, others_sum, target_logit, shifted_sum, exp_shifted_sum, argmax)``, 0 for what is not carried.
+
+@triton.jit
+def log_sum_exp(stats):
+    """Return ``spec.log_sum_exp``."""
+    return log1p(stats.others_sum + (label_exp(stats.row_max, stats.target_logit) - 1.0))
+
+
+@triton.jit
+def stats_of_row(stats, row, options):
+    """Return a pointer to the K packed statistics of ``row``, in the order of ``LossOptions.statistics``."""
+    n_smoothing = 2 * (options.smoothing is not None)
+    return stats + row * (3 + n_smoothing + (options.entropy is not None) + (options.predictions is not None))
+
+
+@triton.jit
+def merge_ranks(pointers, mask, options):
+    """Merge the statistics at ``pointers`` over axis 0, the ranks, to a ``RowStats``.
+
+    Ranks that ``mask`` excludes count as the identity. Statistics that no option needs are None. Every rank
+    merges the same numbers in the same order, so all ranks get the same bits.
     """
-    _, smoothing, _, _, _, entropy, predictions = row_options
     row_max = tl.load(pointers, mask, other=float("-inf"))
     others_sum = tl.load(pointers + 1, mask, other=0.0)
     target_logit = tl.load(pointers + 2, mask, other=float("-inf"))
@@ -185,83 +170,79 @@ def merge_ranks(pointers, mask, row_options):
     shift = finite_or_zero(merged_max)
     scale = exp_shifted(row_max, shift)
     merged_sum = tl.sum(others_sum * scale, axis=0)
-    shifted_sum = tl.zeros_like(merged_sum)
-    exp_shifted_sum = tl.zeros_like(merged_sum)
-    argmax = tl.zeros_like(merged_sum)
+    shifted_sum = None
+    exp_shifted_sum = None
+    argmax = None
     pointers += 3
-    if smoothing is not None:
-        gaps = tl.load(pointers, mask, other=0.0)
+    if options.smoothing is not None:
+        shifted = tl.load(pointers, mask, other=0.0)
         n_columns = tl.load(pointers + 1, mask, other=0.0)
-        shifted_sum = tl.sum(gaps + n_columns * raised_by(row_max, shift), axis=0)
+        shifted_sum = tl.sum(shifted + n_columns * raised_by(row_max, shift), axis=0)
         pointers += 2
-    if entropy is not None:
-        exp_gaps = tl.load(pointers, mask, other=0.0)
-        sum_exp = others_sum + label_exp(row_max, target_logit)
-        exp_shifted_sum = tl.sum((exp_gaps + sum_exp * bounded(raised_by(row_max, shift))) * scale, axis=0)
+    if options.entropy is not None:
+        exp_times_shifted = tl.load(pointers, mask, other=0.0)
+        all_sum = others_sum + label_exp(row_max, target_logit)
+        moved = exp_times_shifted + all_sum * bounded(raised_by(row_max, shift))
+        exp_shifted_sum = tl.sum(moved * scale, axis=0)
         pointers += 1
-    if predictions is not None:
+    if options.predictions is not None:
         first = tl.load(pointers, mask, other=float("inf"))
         argmax = tl.min(tl.where(row_max == merged_max, first, float("inf")), axis=0)
-    return merged_max, merged_sum, tl.max(target_logit, axis=0), shifted_sum, exp_shifted_sum, argmax
+    merged_target = tl.max(target_logit, axis=0)
+    return RowStats(merged_max, merged_sum, merged_target, shifted_sum, None, exp_shifted_sum, argmax)
 
 
 @triton.jit
-def log_sum_exp(merged):
-    """``spec.log_sum_exp`` of what :func:`merge_ranks` returns."""
-    row_max, others_sum, target_logit, _, _, _ = merged
-    return log1p(others_sum + (label_exp(row_max, target_logit) - 1.0))
-
-
-@triton.jit
-def at_the_edges(value, label, vocab_size, row_options):
-    """``value`` of rows that count; NaN where the label is outside the vocabulary, 0 in ignored rows."""
+def at_the_edges(value, label, vocab_size, options):
+    """Return ``value``; NaN if the label is outside the vocabulary, 0 if it is ``ignore_index``."""
     value = tl.where((label < 0) | (label >= vocab_size), float("nan"), value)
-    return tl.where(label == row_options[0], 0.0, value)
+    return tl.where(label == options.ignore_index, 0.0, value)
 
 
 @triton.jit
-def row_loss(merged, label, vocab_size, row_options):
-    """Unreduced loss: ``spec.loss``, for one row or a vector of rows."""
-    _, smoothing, z_loss, _, _, _, _ = row_options
-    row_max, _, target_logit, shifted_sum, _, _ = merged
-    log_sum = log_sum_exp(merged)
-    value = log_sum + (row_max - target_logit)
-    if smoothing is not None:
-        value = (1 - smoothing) * value + smoothing * (log_sum - shifted_sum / vocab_size)
-    if z_loss is not None:
-        lse = row_max + log_sum
-        value += z_loss * lse * lse
-    return at_the_edges(value, label, vocab_size, row_options)
-
-
-@triton.jit
-def store_outputs(
-    loss, entropy, lse, predictions, rows, inside, merged, label, divisor, vocab_size, row_options
-):
-    """Store what a row, or a vector of rows, comes to: ``spec.TokenOutputs``, None where not asked for.
-
-    ``divisor`` as in :func:`divisor_weight`, or None: 1; ``inside`` masks a vector of rows.
-    """
-    row_max, others_sum, target_logit, _, exp_shifted_sum, argmax = merged
-    sum_exp = others_sum + label_exp(row_max, target_logit)
-    value = row_loss(merged, label, vocab_size, row_options)
-    if divisor is not None:
-        weight = divisor_weight(divisor)
-        value = tl.where(weight == 0, 0.0, value * weight)
-    tl.store(loss + rows, value, inside)
-    if entropy is not None:
-        value = log_sum_exp(merged) - exp_shifted_sum / sum_exp
-        tl.store(entropy + rows, at_the_edges(value, label, vocab_size, row_options), inside)
-    live = label != row_options[0]
-    if lse is not None:
-        tl.store(lse + rows, tl.where(live, row_max + log_sum_exp(merged), 0.0), inside)
-    if predictions is not None:
-        known = live & (sum_exp < float("inf")) & (argmax < float("inf"))
-        tl.store(predictions + rows, tl.where(known, argmax, -1.0).to(tl.int64), inside)
+def row_loss(stats, label, vocab_size, options):
+    """Return the unreduced loss, as ``spec.loss``, for one row or a vector of rows."""
+    log_sum = log_sum_exp(stats)
+    value = log_sum + (stats.row_max - stats.target_logit)
+    if options.smoothing is not None:
+        smoothed = log_sum - stats.shifted_sum / vocab_size
+        value = (1 - options.smoothing) * value + options.smoothing * smoothed
+    if options.z_loss is not None:
+        lse = stats.row_max + log_sum
+        value += options.z_loss * lse * lse
+    return at_the_edges(value, label, vocab_size, options)
 
 
 @triton.jit
 def divisor_weight(divisor):
-    """1 / divisor: a row's weight in a mean, or in a sum over a number of items; 0 for none."""
+    """Return 1 / divisor, the weight of a row in a mean or in a sum over items; 0 for a divisor of 0."""
     n = tl.load(divisor).to(tl.float32)
     return tl.where(n == 0, 0.0, 1.0 / n)
+
+
+@triton.jit
+def weighted(value, weight):
+    """Return ``value * weight``, 0 for a weight of 0."""
+    return tl.where(weight == 0, 0.0, value * weight)
+
+
+@triton.jit
+def store_outputs(outputs, rows, inside, stats, label, divisor, vocab_size, options):
+    """Store ``outputs``, a ``spec.TokenOutputs`` of pointers or None, for one row or a vector of rows.
+
+    ``divisor`` divides the loss; None is 1. ``inside`` masks a vector of rows; None is all.
+    """
+    all_sum = sum_exp(stats)
+    value = row_loss(stats, label, vocab_size, options)
+    if divisor is not None:
+        value = weighted(value, divisor_weight(divisor))
+    tl.store(outputs.loss + rows, value, inside)
+    if outputs.entropy is not None:
+        value = log_sum_exp(stats) - stats.exp_shifted_sum / all_sum
+        tl.store(outputs.entropy + rows, at_the_edges(value, label, vocab_size, options), inside)
+    live = label != options.ignore_index
+    if outputs.lse is not None:
+        tl.store(outputs.lse + rows, tl.where(live, stats.row_max + log_sum_exp(stats), 0.0), inside)
+    if outputs.predictions is not None:
+        known = live & (all_sum < float("inf")) & (stats.argmax < float("inf"))
+        tl.store(outputs.predictions + rows, tl.where(known, stats.argmax, -1.0).to(tl.int64), inside)
