@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.support.budget import assert_within_budget
 from tests.support.linear import linear_fp64, linear_same_dtype, many_tokens, projection, run
-from tests.test_linear_autograd import Case
-from tests.test_linear_refusals import HIDDEN, LABELS, _linear
+from tests.linear.test_autograd import Case
+from tests.linear.test_refusals import HIDDEN, LABELS, _linear
 from vocab_parallel_ce import (
     LinearCrossEntropy,
     VocabShard,

@@ -19,7 +19,7 @@ from tests.support.linear import (
     random_upstream,
     record_matmuls,
 )
-from tests.test_options import _covering
+from tests.logits.test_options import _covering
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
 ROWS, COLUMNS, WIDTH = 5, 21, 8

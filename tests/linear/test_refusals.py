@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_map
 
-from tests.test_option_refusals import OF_BOTH, OF_LOG_PROBS, OF_THE_LOSS
+from tests.core.test_refusals import OF_BOTH, OF_LOG_PROBS, OF_THE_LOSS
 from vocab_parallel_ce import LinearCrossEntropy, VocabShard, linear_cross_entropy, linear_token_log_probs
 
 pytestmark = pytest.mark.reference

@@ -18,7 +18,7 @@ from tests.support.linear import (
     random_upstream,
     record_matmuls,
 )
-from tests.test_linear_cross_entropy import WAYS
+from tests.linear.test_cross_entropy import WAYS
 from vocab_parallel_ce import linear_cross_entropy
 
 ROWS, COLUMNS, WIDTH = 6, 21, 8

@@ -14,7 +14,7 @@ from tests.support.inputs import IGNORE_INDEX, upstream_gradients
 from tests.support.linear import CUBE_COLUMNS, cube, many_tokens, projection, random_upstream
 from tests.support.linear_ranks import Case, assert_refused, check, check_collectives, messages_of, run
 from tests.support.ranks import device_of, implementation_params, subgroups
-from tests.test_ranks_options import EVERY, _even, _ranks
+from tests.ranks.test_options import EVERY, _even, _ranks
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
 COLUMNS, ROWS, WIDTH = 20, 6, 8

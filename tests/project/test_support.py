@@ -15,7 +15,7 @@ import pytest
 from tests.support.lanes import LANES, UNMARKED, Host, LaneCounts, LaneLedger, unavailable_lanes
 
 CPU = Host(gpu_count=0, has_triton=True, interprets=True, has_gloo=True, has_nccl=False)
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 SUITE = """
 import pytest
 

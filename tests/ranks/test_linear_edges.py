@@ -19,7 +19,7 @@ from tests.support.linear_ranks import (
     run,
 )
 from tests.support.ranks import device_of
-from tests.test_ranks_linear import (
+from tests.ranks.test_linear import (
     COLUMNS,
     WAYS,
     WIDTH,
@@ -32,7 +32,7 @@ from tests.test_ranks_linear import (
     in_several_ranks,
     in_two_ranks,
 )
-from tests.test_ranks_options import _even
+from tests.ranks.test_options import _even
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 WAITING = "setup: another setup is running here; waiting for it"
 TIMEOUT_S = 20
 

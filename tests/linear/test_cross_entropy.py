@@ -25,7 +25,7 @@ from tests.support.linear import (
     random_upstream,
     run,
 )
-from tests.test_options import DIVISORS, SMOOTHING, _covering
+from tests.logits.test_options import DIVISORS, SMOOTHING, _covering
 from vocab_parallel_ce import linear_cross_entropy
 
 # Few rows: the interpreter takes tens of milliseconds for each.

@@ -17,8 +17,8 @@ from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import Results, assert_results, linear_fp64, linear_same_dtype
 from tests.support.linear_ranks import Case, Result, assert_refused, check, messages_of
 from tests.support.ranks import device_of, subgroups
-from tests.test_ranks_linear import WAYS, WIDTH, _cut, _made, _upstream
-from tests.test_ranks_options import _ranks
+from tests.ranks.test_linear import WAYS, WIDTH, _cut, _made, _upstream
+from tests.ranks.test_options import _ranks
 from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
 
 in_two_ranks = _ranks((2,), (), (2,))
