@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from tests.support.inputs import batch
 from vocab_parallel_ce import selection, spec, vocab_parallel_cross_entropy
-from vocab_parallel_ce.blocks import ONE_PASS
-from vocab_parallel_ce.pipeline import prepare_call
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, Workload, select
+
+pytestmark = pytest.mark.reference
 
 WORKLOAD = Workload(n_ranks=1, gradient="in_forward", options_on=(), whole_vectors=True, fits=True)
 GPU = Gpu(is_nvidia=True, shared_memory=ONE_PASS_SHARED_MEMORY, has_gluon=True)
@@ -61,7 +59,6 @@ def on_a_gpu(requested: str, workload: dict | None = None, gpu: dict | None = No
         ("meta", "auto", "compiler", "reference"),
     ],
 )
-@pytest.mark.reference
 def test_selection_without_a_call_names_what_runs_and_why(device, requested, triton, expected):
     """As the scaling of a stored gradient and the command line ask."""
     chosen = select(device, requested, triton=triton)
@@ -85,13 +82,11 @@ def test_selection_without_a_call_names_what_runs_and_why(device, requested, tri
         ("cuda", "", "compiler", "expected one of .* got ''"),
     ],
 )
-@pytest.mark.reference
 def test_what_cannot_run_raises_with_the_unmet_condition(device, requested, triton, reason):
     with pytest.raises(ValueError, match=f"^impl: .*{reason}"):
         select(device, requested, triton=triton)
 
 
-@pytest.mark.reference
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_an_obstacle_leaves_the_call_to_triton_and_is_told(name):
     workload, gpu, said = OBSTACLES[name]
@@ -105,19 +100,6 @@ def test_an_obstacle_leaves_the_call_to_triton_and_is_told(name):
     )
 
 
-@pytest.mark.reference
-@pytest.mark.parametrize("names", list(itertools.combinations(OBSTACLES, 2)), ids="+".join)
-def test_two_obstacles_are_no_fewer(names):
-    both: tuple[dict, dict] = ({}, {})
-    for name in names:
-        for part, changes in zip(both, OBSTACLES[name], strict=False):
-            part.update(changes)
-    assert on_a_gpu("auto", *both).name == "triton"
-    with pytest.raises(ValueError, match="^impl: 'one_pass' needs "):
-        on_a_gpu("one_pass", *both)
-
-
-@pytest.mark.reference
 def test_one_pass_runs_where_nothing_stands_in_its_way():
     assert on_a_gpu("auto") == ("one_pass", "one read and one write")
     assert on_a_gpu("one_pass") == ("one_pass", "asked for")
@@ -126,38 +108,12 @@ def test_one_pass_runs_where_nothing_stands_in_its_way():
     assert on_a_gpu("auto", gpu={"shared_memory": 10**6}).name == "one_pass"
 
 
-@pytest.mark.reference
-@pytest.mark.parametrize("triton", ("interpreter", "absent"))
-def test_a_workload_does_not_bring_one_pass_to_the_cpu(triton):
-    assert select("cpu", triton=triton, workload=WORKLOAD, gpu=GPU).name == "reference"
-    with pytest.raises(ValueError, match="^impl: 'one_pass' (needs a GPU|on cpu needs the package triton)"):
-        select("cpu", "one_pass", triton=triton, workload=WORKLOAD, gpu=GPU)
-
-
-@pytest.mark.reference
-def test_what_is_not_known_is_an_obstacle():
-    for known in ({"workload": WORKLOAD}, {"gpu": GPU}):
-        assert select("cuda", triton="compiler", **known).name == "triton"
-        with pytest.raises(ValueError, match="^impl: 'one_pass' needs a call to decide about"):
-            select("cuda", "one_pass", triton="compiler", **known)
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize("name", spec.LossOptions._fields)
-def test_options_that_one_pass_lacks_are_named(name):
-    on = {"ignore_index": 7, "softcap": 30.0, "entropy": True, "predictions": True}.get(name, 0.5)
-    options = spec.PLAIN._replace(**{name: on})
-    assert options.beyond_z_loss == (() if name in ("ignore_index", "z_loss") else (name,))
-
-
-@pytest.mark.reference
-def test_no_option_is_on_by_default():
-    assert spec.PLAIN.beyond_z_loss == ()
+def test_options_that_one_pass_lacks_are_named_and_off_by_default():
+    assert spec.PLAIN.beyond_z_loss == spec.LossOptions(7, z_loss=0.1).beyond_z_loss == ()
     on = spec.LossOptions(-100, 0.1, 0.1, 0.5, 30.0, True, True)
     assert on.beyond_z_loss == ("smoothing", "logit_scale", "softcap", "entropy", "predictions")
 
 
-@pytest.mark.reference
 def test_a_cpu_call_for_one_pass_is_refused_before_anything_is_written():
     logits, labels = batch("peaked", rows=3, vocab_size=32)
     before, version = logits.clone(), logits._version
@@ -166,7 +122,6 @@ def test_a_cpu_call_for_one_pass_is_refused_before_anything_is_written():
     assert torch.equal(logits, before) and logits._version == version
 
 
-@pytest.mark.reference
 def test_a_triton_without_gluon_is_no_error(monkeypatch):
     """Of an old Triton the parent packages are missing, of a newer one the module alone."""
 
@@ -176,44 +131,3 @@ def test_a_triton_without_gluon_is_no_error(monkeypatch):
     for find_spec in (no_parent, lambda name: None):
         monkeypatch.setattr(selection.importlib.util, "find_spec", find_spec)
         assert selection._has_gluon() is False
-
-
-@pytest.mark.cuda
-def test_a_hopper_gpu_runs_one_pass_by_itself():
-    """The tests of that kernel are skipped where this says that it cannot run."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip(f"needs compute capability 9.0, got {torch.cuda.get_device_capability()}")
-    gpu = selection.gpu_of(torch.cuda.current_device())
-    assert gpu.is_nvidia and gpu.shared_memory >= ONE_PASS_SHARED_MEMORY
-    triton_numbers = tuple(int(part) for part in (selection.triton_version() or "0.0").split(".")[:2])
-    assert gpu.has_gluon == (triton_numbers >= (3, 5))
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(
-    ("bytes_a_row", "dtype", "options", "expected"),
-    [
-        (ONE_PASS[0][0], torch.bfloat16, {}, True),
-        (ONE_PASS[-1][1], torch.bfloat16, {"reduction": "sum"}, True),
-        (ONE_PASS[0][0], torch.float32, {"z_loss": 0.1, "ignore_index": 3}, True),
-        (ONE_PASS[0][0], torch.float16, {}, True),
-        (ONE_PASS[0][0], torch.bfloat16, {"reduction": "none"}, True),
-        (ONE_PASS[0][0], torch.bfloat16, {"gradient": "auto"}, False),
-        (ONE_PASS[0][0], torch.bfloat16, {"gradient": "in_backward"}, False),
-        (ONE_PASS[0][0], torch.bfloat16, {"label_smoothing": 0.1}, False),
-        (ONE_PASS[0][0], torch.bfloat16, {"softcap": 30.0}, False),
-        (ONE_PASS[0][0], torch.bfloat16, {"metrics": True}, False),
-        (ONE_PASS[0][0], torch.bfloat16, {"vocab_size": ONE_PASS[0][0] // 2 - 8}, False),
-        (ONE_PASS[0][0] - 16, torch.bfloat16, {}, False),
-        (ONE_PASS[-1][1] + 16, torch.bfloat16, {}, False),
-        (ONE_PASS[0][0] + 2, torch.bfloat16, {}, False),
-    ],
-)
-def test_auto_takes_one_pass_where_it_can(bytes_a_row, dtype, options, expected):
-    gpu = selection.gpu_of(torch.cuda.current_device())
-    if not gpu.is_nvidia or not gpu.has_gluon or gpu.shared_memory < ONE_PASS_SHARED_MEMORY:
-        pytest.skip(f"one_pass cannot run here: {gpu}")
-    logits = torch.zeros(2, bytes_a_row // dtype.itemsize, device="cuda", dtype=dtype)
-    labels = torch.zeros(2, device="cuda", dtype=torch.int64)
-    call = {"group": None, "reduction": "mean", "gradient": "in_forward", "impl": "auto", **options}
-    assert (prepare_call(logits, labels, **call).one_pass is not None) == expected

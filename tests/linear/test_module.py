@@ -1,76 +1,26 @@
-"""The module of a fused projection and loss, the heads that it shares or owns, and the public signatures."""
+"""The module of a fused projection and loss, and the heads that it shares or owns."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import vocab_parallel_ce as package
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import IGNORE_INDEX
-from tests.support.linear import Results, assert_results, linear_fp64, linear_same_dtype, projection
-from vocab_parallel_ce import LinearCrossEntropy, LossMetrics, linear_cross_entropy, linear_token_log_probs
-
-ROWS, COLUMNS, WIDTH = 5, 21, 8
-OPTIONS_OF_LOSS = {
-    "bias": None,
-    "group": None,
-    "ignore_index": -100,
-    "label_smoothing": 0.0,
-    "smoothing_formula": "torch",
-    "z_loss": 0.0,
-    "softcap": None,
-    "logit_scale": 1.0,
-    "reduction": "mean",
-    "num_items": None,
-    "return_metrics": False,
-    "gradient": "auto",
-    "impl": "auto",
-    "check_labels": False,
-    "vocab_size": None,
-    "shard": None,
-    "sequence_parallel": False,
-    "reduce_hidden_grad": True,
-    "main_grad": None,
-    "valid_tokens": None,
-    "chunk_tokens": "auto",
-    "memory_budget": None,
-}
-OPTIONS_OF_LOG_PROBS = {
-    name: default
-    for name, default in (OPTIONS_OF_LOSS | {"temperature": 1.0, "entropy": False}).items()
-    if name
-    not in {
-        "label_smoothing",
-        "smoothing_formula",
-        "z_loss",
-        "reduction",
-        "num_items",
-        "return_metrics",
-        "gradient",
-        "valid_tokens",
-    }
-}
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [(linear_cross_entropy, OPTIONS_OF_LOSS), (linear_token_log_probs, OPTIONS_OF_LOG_PROBS)],
+from tests.support.linear import (
+    COLUMNS,
+    WIDTH,
+    Results,
+    assert_results,
+    linear_fp64,
+    linear_same_dtype,
+    made,
 )
-def test_the_functions_take_options_by_name(function, expected):
-    parameters = inspect.signature(function).parameters
-    assert {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY} == expected
-    assert list(parameters)[:3] == ["hidden", "weight", "labels"]
-
-
-def test_the_names_are_public_and_documented():
-    for name in ("linear_cross_entropy", "linear_token_log_probs", "LinearCrossEntropy"):
-        assert name in package.__all__ and inspect.getdoc(getattr(package, name))
+from vocab_parallel_ce import LinearCrossEntropy, LossMetrics, linear_cross_entropy
 
 
 def _own(bias=False, **options):
@@ -79,7 +29,7 @@ def _own(bias=False, **options):
 
 
 def _inputs(device, **settings):
-    inputs = projection("some_ignored", rows=ROWS, vocab_size=COLUMNS, width=WIDTH, **settings)
+    inputs = made(**settings)
     return inputs, inputs.hidden.to(device).requires_grad_(), inputs.labels.to(device)
 
 
@@ -98,6 +48,7 @@ SHARED = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", SHARED)
 def test_a_head_that_is_shared_gets_its_gradient_and_stays_its_owners(impl_device, name):
     """A checkpoint that had it twice could not be loaded into a model that ties it."""
@@ -131,20 +82,6 @@ def test_a_head_of_its_own_is_in_its_state(impl_device, bias):
     gradients = [parameter.grad for parameter in module.parameters()] + [None]
     expected = (compute(inputs) for compute in (linear_fp64, linear_same_dtype))
     assert_results(Results((loss,), hidden.grad, *gradients[:2]), *expected)
-
-
-def test_a_head_of_its_own_starts_as_a_linear_layer_does_and_is_cast_with_the_module():
-    torch.manual_seed(0)
-    expected = nn.Linear(WIDTH, COLUMNS)
-    torch.manual_seed(0)
-    module = _own(bias=True)
-    for parameter, same in zip(module.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(parameter, same)
-    module = module.to(torch.bfloat16)
-    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
-    hidden = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
-    module(hidden, torch.zeros(ROWS).long()).backward()
-    assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 class TiedModel(nn.Module):
@@ -269,26 +206,3 @@ def test_the_module_is_the_function_with_its_options_fixed(impl_device):
         assert torch.equal(module.eval()(hidden, labels, num_items=num_items), expected)
     loss, metrics = LinearCrossEntropy(head, return_metrics=True, **options)(hidden, labels, 4)
     assert torch.equal(loss, expected) and isinstance(metrics, LossMetrics)
-
-
-@pytest.mark.reference
-def test_a_frozen_head_gets_no_gradient():
-    inputs, hidden, labels = _inputs("cpu", bias=True)
-    head = _linear(inputs, "cpu").requires_grad_(False)
-    LinearCrossEntropy(head)(hidden, labels).backward()
-    assert head.weight.grad is None and head.bias.grad is None and hidden.grad.any()
-
-
-@pytest.mark.reference
-def test_the_module_shows_its_head_and_options():
-    options = {"label_smoothing": 0.1, "ignore_index": 3, "softcap": 30, "chunk_tokens": 512}
-    for module in (_own(**options), LinearCrossEntropy(nn.Embedding(COLUMNS, WIDTH), **options)):
-        shown = repr(module)
-        assert shown.startswith("LinearCrossEntropy(")
-        for part in (
-            "1 rank",
-            str(COLUMNS),
-            str(WIDTH),
-            *(f"{name}={value}" for name, value in options.items()),
-        ):
-            assert part in shown, shown

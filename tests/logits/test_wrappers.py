@@ -6,9 +6,11 @@ another gradient without an error: the defaults must not overwrite there.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +20,10 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.budget import assert_within_budget
+from tests.support.pairs import covering
 from vocab_parallel_ce import (
     linear_cross_entropy,
     parallel_cross_entropy,
-    pipeline,
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
@@ -95,16 +97,13 @@ def over_logits(impl: str, gradient: str) -> Loss:
     return lambda x, head, y: vocab_parallel_cross_entropy(x, y, gradient=gradient, impl=impl)
 
 
-def log_probs(impl: str) -> Loss:
-    return lambda x, head, y: -token_log_probs(x, y, impl=impl).mean()
-
-
-def transformer_engine(x: Tensor, head: Tensor, y: Tensor) -> Tensor:
-    return parallel_cross_entropy(x, y, reduce_loss=True)
-
-
-def transformer_engine_unreduced(x: Tensor, head: Tensor, y: Tensor) -> Tensor:
-    return parallel_cross_entropy(x, y).mean()
+def over_logits_by(name: str, impl: str) -> Loss:
+    """By a gradient mode of the loss, as log-probabilities, or by TransformerEngine's signature."""
+    if name == "log_probs":
+        return lambda x, head, y: -token_log_probs(x, y, impl=impl).mean()
+    if name.startswith("te"):
+        return lambda x, head, y: parallel_cross_entropy(x, y, reduce_loss=name == "te").mean()
+    return over_logits(impl, name)
 
 
 def fused(impl: str, gradient: str) -> Loss:
@@ -154,26 +153,27 @@ def fused_of_torch(x: Tensor, head: Tensor, y: Tensor) -> Tensor:
 HOOKED = [name for name in WRAPPERS if name not in ("plain", "reentrant")]
 
 
-@pytest.mark.parametrize("wrapper", HOOKED)
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("gradient", ("auto", "out_of_place", "log_probs"))
-def test_under_hooks_the_loss_over_logits_is_right(impl_device, wrapper, name, gradient):
+OVER_LOGITS = ("auto", "out_of_place", "log_probs", "te", "te, none")
+HOOKED_CASES = [
+    tuple(case.values()) for case in covering(wrapper=tuple(HOOKED), name=tuple(FUNCTIONS), loss=OVER_LOGITS)
+]
+LINEAR_CASES = [
+    tuple(case.values())
+    for case in covering(
+        wrapper=tuple(WRAPPERS), name=tuple(FUNCTIONS), gradient=("auto", "in_forward", "in_backward")
+    )
+]
+
+
+@pytest.mark.quick(3)
+@pytest.mark.interpreted(4)
+@pytest.mark.parametrize(("wrapper", "name", "loss"), HOOKED_CASES)
+def test_under_hooks_the_loss_over_logits_is_right(impl_device, wrapper, name, loss):
     impl, device = impl_device
-    loss = log_probs(impl) if gradient == "log_probs" else over_logits(impl, gradient)
-    assert_right(results(wrapper, name, loss, torch.float32, device), name, of_torch)
+    assert_right(results(wrapper, name, over_logits_by(loss, impl), torch.float32, device), name, of_torch)
 
 
-@pytest.mark.parametrize("wrapper", HOOKED)
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("loss", (transformer_engine, transformer_engine_unreduced))
-def test_under_hooks_the_defaults_of_transformer_engine_are_right(wrapper, name, loss):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert_right(results(wrapper, name, loss, torch.float32, device), name, of_torch)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("gradient", ("auto", "in_forward", "in_backward"))
+@pytest.mark.parametrize(("wrapper", "name", "gradient"), LINEAR_CASES)
 def test_the_linear_loss_is_right_in_every_wrapper(impl_device, wrapper, name, gradient):
     """Hidden states and weight are never overwritten."""
     impl, device = impl_device
@@ -181,6 +181,7 @@ def test_the_linear_loss_is_right_in_every_wrapper(impl_device, wrapper, name, g
     assert_right(actual, name, fused_of_torch)
 
 
+@pytest.mark.interpreted(4)
 @pytest.mark.parametrize("wrapper", ("plain", "reentrant"))
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("gradient", ("auto", "in_backward", "out_of_place"))
@@ -194,44 +195,28 @@ def test_without_hooks_it_is_right_or_refused(impl_device, wrapper, name, gradie
             run()
 
 
-@pytest.mark.parametrize("wrapper", HOOKED)
-@pytest.mark.parametrize("gradient", ("in_forward", "in_backward"))
-def test_a_mode_asked_for_by_name_stays_as_asked(impl_device, wrapper, gradient):
-    """Right if nobody else uses the logits, and in place: README names what it is not safe under."""
-    impl, device = impl_device
-    seen = []
-
-    def loss_alone(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        x = h @ w.t()
-        x.register_hook(lambda grad: seen.append(grad.data_ptr() == x.data_ptr()))
-        return vocab_parallel_cross_entropy(x, y, gradient=gradient, impl=impl)
-
-    gradients = []
-    for dtype, function in (
-        (torch.float32, functools.partial(WRAPPERS[wrapper], loss_alone)),
-        (torch.float64, lambda h, w, y: cross_entropy(h @ w.t(), y)),
-        (torch.float32, lambda h, w, y: cross_entropy(h @ w.t(), y)),
-    ):
-        h, w, _, y = inputs(dtype, device)
-        function(h, w, y).backward()
-        gradients.append((h.grad.cpu(), w.grad.cpu()))
-    for got, expected, other in zip(*gradients, strict=True):
-        assert_within_budget(got, expected, other)
-    assert len(seen) == 1 and (seen[0] or wrapper != "identity")
-
-
-@pytest.mark.reference
-def test_a_pytorch_that_cannot_say_whether_hooks_are_active_writes_out_of_place(monkeypatch):
+def overwrites() -> bool:
+    """Whether backward of the default writes the gradient over the logits."""
     logits = torch.randn(3, 8, requires_grad=True) * 1
-    assert pipeline.gradient_mode("auto", logits, None) == "in_backward"
-    monkeypatch.setattr(pipeline, "_top_saved_tensor_hooks", None)
-    assert pipeline.gradient_mode("auto", logits, None) == "out_of_place"
+    loss = vocab_parallel_cross_entropy(logits, torch.tensor([1, 2, 3]))
+    return torch.autograd.grad(loss, logits)[0].data_ptr() == logits.data_ptr()
 
 
 @pytest.mark.reference
 def test_hooks_are_seen_only_while_they_are_active():
-    logits = torch.randn(3, 8, requires_grad=True) * 1
-    for hooks, expected in ((contextlib.nullcontext(), "in_backward"), (save_on_cpu(), "out_of_place")):
-        with hooks:
-            assert pipeline.gradient_mode("auto", logits, None) == expected
-    assert pipeline.gradient_mode("auto", logits, None) == "in_backward"
+    assert overwrites()
+    with save_on_cpu():
+        assert not overwrites()
+    assert overwrites()
+
+
+@pytest.mark.reference
+def test_a_pytorch_that_cannot_say_whether_hooks_are_active_writes_out_of_place():
+    """In a fresh process: the package asks for PyTorch's function when it is imported."""
+    source = """
+import torch
+del torch._C._autograd._top_saved_tensors_default_hooks
+from tests.logits.test_wrappers import overwrites
+assert not overwrites()
+"""
+    subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parents[2], timeout=120)

@@ -11,22 +11,15 @@ import torch
 import torch.distributed as dist
 
 from tests.support.collectives import record_collectives
-from tests.support.ranks import RankFailure, RankPools, device_of, pool_of_test, subgroups
+from tests.support.ranks import RankFailure, pool_of_test
 
 pytestmark = pytest.mark.gloo
 
 in_two_ranks = pytest.mark.parametrize("rank_pool", [pytest.param(("gloo", 2), id="gloo-2")], indirect=True)
-in_one_rank = pytest.mark.parametrize("rank_pool", [pytest.param(("gloo", 1), id="gloo-1")], indirect=True)
 
 
 def _rank_and_process(rank, group, offset):
     return rank + offset, os.getpid(), dist.get_world_size(group), torch.get_num_threads()
-
-
-def _sum_of_ranks(rank, group):
-    value = torch.tensor([float(rank)], device=device_of(rank, group))
-    dist.all_reduce(value, group=group)
-    return {"sum": value, "pair": (value, [value])}
 
 
 def _raise_on_rank_1(rank, group):
@@ -35,29 +28,11 @@ def _raise_on_rank_1(rank, group):
     dist.barrier(group)
 
 
-def _kill_rank_1(rank, group):
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    dist.barrier(group)
-
-
 def _raise_before_rank_1_has_died(rank, group):
     if rank == 1:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGSEGV)
     raise RuntimeError("connection closed")
-
-
-def _exit(rank, group):
-    os._exit(3)
-
-
-def _sleep(rank, group):
-    time.sleep(60)
-
-
-def _unpicklable(rank, group):
-    return lambda: rank
 
 
 def _record(rank, group):
@@ -73,15 +48,6 @@ def _record(rank, group):
     return calls
 
 
-def _record_in_subgroup(rank, group):
-    alone = subgroups((0,), (1,))[rank]
-    assert alone is subgroups((0,), (1,))[rank]
-    assert subgroups((0,), (1,))[1 - rank] is dist.GroupMember.NON_GROUP_MEMBER
-    with record_collectives() as calls:
-        dist.all_reduce(torch.zeros(2, dtype=torch.float64), group=alone)
-    return calls
-
-
 @in_two_ranks
 def test_results_come_in_rank_order_from_processes_that_persist(rank_pool):
     first = rank_pool.run(_rank_and_process, 10)
@@ -90,13 +56,6 @@ def test_results_come_in_rank_order_from_processes_that_persist(rank_pool):
     assert [value for value, *_ in second] == [20, 21]
     assert [process for _, process, *_ in first] == [process for _, process, *_ in second]
     assert [rest for _, _, *rest in first] == [[2, 1], [2, 1]]
-
-
-@in_two_ranks
-def test_ranks_communicate_and_return_tensors_in_containers(rank_pool):
-    for result in rank_pool.run(_sum_of_ranks):
-        assert result["sum"].item() == 1.0
-        assert result["pair"][1][0].item() == 1.0
 
 
 @in_two_ranks
@@ -112,36 +71,9 @@ def test_an_exception_in_one_rank_is_raised_here_with_its_traceback_and_ends_all
 
 
 @in_two_ranks
-def test_a_rank_that_a_signal_ends_is_named_with_the_signal(rank_pool):
-    with pytest.raises(RankFailure, match="rank 1 was killed by SIGSEGV"):
-        rank_pool.run(_kill_rank_1)
-    assert not rank_pool.alive
-
-
-@in_two_ranks
 def test_a_death_is_named_before_what_it_made_another_rank_raise(rank_pool):
     with pytest.raises(RankFailure, match="rank 1 was killed by SIGSEGV .*; rank 0 raised"):
         rank_pool.run(_raise_before_rank_1_has_died)
-
-
-@in_one_rank
-def test_a_rank_that_exits_is_named_with_its_code(rank_pool):
-    with pytest.raises(RankFailure, match="rank 0 exited with code 3"):
-        rank_pool.run(_exit)
-    assert not rank_pool.alive
-
-
-@in_one_rank
-def test_a_rank_that_does_not_answer_is_named_and_killed(rank_pool):
-    with pytest.raises(RankFailure, match=r"no answer from ranks \[0\] within 0.5 s"):
-        rank_pool.run(_sleep, timeout=0.5)
-    assert not rank_pool.alive
-
-
-@in_one_rank
-def test_a_result_that_cannot_travel_is_a_failure_and_not_a_hang(rank_pool):
-    with pytest.raises(RankFailure, match="rank 0 raised"):
-        rank_pool.run(_unpicklable)
 
 
 @in_two_ranks
@@ -156,31 +88,6 @@ def test_collectives_are_counted_with_their_group_and_bytes(rank_pool):
         ], rank
         assert all(call.ranks == (0, 1) for call in calls)
         assert [calls[i].nbytes for i in (0, 2, 3, 4)] == [24, 24, 24, 24]
-
-
-@in_two_ranks
-def test_collectives_of_a_subgroup_are_counted_with_its_ranks(rank_pool):
-    for rank, calls in enumerate(rank_pool.run(_record_in_subgroup)):
-        assert [tuple(call) for call in calls] == [("allreduce_", (rank,), 16)]
-
-
-class _FakePool:
-    def __init__(self, backend, world_size):
-        self.alive = True
-
-    def close(self):
-        self.alive = False
-
-
-def test_no_more_pools_live_than_the_limit_and_dead_ones_are_replaced(monkeypatch):
-    monkeypatch.setattr("tests.support.ranks.RankPool", _FakePool)
-    pools = RankPools()
-    made = [pools.get("gloo", world) for world in (1, 2)]
-    assert pools.get("gloo", 1) is made[0]
-    pools.get("gloo", 3)
-    assert [pool.alive for pool in made] == [True, False]
-    made[0].alive = False
-    assert pools.get("gloo", 1) is not made[0]
 
 
 @pytest.mark.parametrize(

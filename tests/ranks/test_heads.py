@@ -14,15 +14,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import record_collectives
 from tests.support.inputs import IGNORE_INDEX
-from tests.support.linear import Results, assert_results, linear_fp64, linear_same_dtype
-from tests.support.linear_ranks import Case, Result, assert_refused, check, messages_of
-from tests.support.ranks import device_of, subgroups
-from tests.ranks.test_linear import WAYS, WIDTH, _cut, _made, _upstream
-from tests.ranks.test_options import _ranks
+from tests.support.linear import (
+    WIDTH,
+    Results,
+    assert_results,
+    grad_output_of,
+    linear_fp64,
+    linear_same_dtype,
+    made,
+)
+from tests.support.linear_ranks import ROWS, TWO_WAYS, Case, Result, assert_refused, check, messages_of
+from tests.support.logits_ranks import chunked
+from tests.support.ranks import device_of, in_ranks, subgroups
 from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
 
-in_two_ranks = _ranks((2,), (), (2,))
-in_four_ranks = _ranks((4,), (), (4,))
+in_two_ranks = in_ranks((2,), (), (2,))
+in_four_ranks = in_ranks((4,), (), (4,))
 COLUMNS = 21  # uneven over 2 ranks and over 4
 GROUP = r"pass group=weight\.device_mesh\.get_group"
 INSIDE = "call it inside the module that FSDP wraps"
@@ -151,47 +158,21 @@ def _on_parallel_head(rank, group, case, style):
         hidden = hidden.chunk(world)[rank]
     hidden = hidden.clone().to(device).requires_grad_()
     loss = module(hidden, case.inputs.labels.to(device))
-    loss.backward(case.upstreams[0].to(device))
+    loss.backward(case.grad_outputs[0].to(device))
     assert f"{world} ranks, weight=({COLUMNS}, {WIDTH})" in repr(module)
     for parameter in head.parameters():
         assert parameter.grad.placements == (Shard(0),) and parameter.grad.shape == parameter.shape
     return Result((loss,), hidden.grad, head.weight.grad.to_local(), head.bias.grad.to_local(), [], [])
 
 
-@pytest.mark.parametrize("way", ["mean", "none"])
+@TWO_WAYS
 @pytest.mark.parametrize("name", STYLES)
 @in_two_ranks
 def test_a_head_that_tensor_parallelism_has_cut_needs_no_group(rank_pool, impl, name, way):
     style, options = STYLES[name]
-    inputs, way = _made("shard_edges", COLUMNS, bias=True), WAYS[way]
-    case = Case(inputs, impl, {**way, **options}, _cut(COLUMNS, 2), (_upstream(way),))
+    inputs = made("shard_edges", ROWS, bias=True)
+    case = Case(inputs, impl, {**way, **options}, chunked(COLUMNS, 2), (grad_output_of(way, ROWS),))
     check(case, rank_pool.run(_on_parallel_head, case, style))
-
-
-def _tied(rank, group, impl, weight, tokens, labels):
-    device = device_of(rank, group)
-    embedding = nn.Embedding.from_pretrained(weight.clone(), freeze=False).to(device)
-    module = LinearCrossEntropy(embedding, impl=impl)
-    style = RowwiseParallel(input_layouts=Replicate())
-    parallelize_module(embedding, init_device_mesh(device.type, (2,)), style)
-    loss = module(embedding(tokens.to(device)).tanh(), labels.to(device))
-    loss.backward()
-    return loss, embedding.weight.grad.full_tensor()
-
-
-@in_two_ranks
-def test_a_tied_embedding_that_tensor_parallelism_has_cut(rank_pool, impl):
-    torch.manual_seed(0)
-    weight, tokens, labels = torch.randn(COLUMNS, WIDTH), torch.tensor([3, 1, 20]), torch.tensor([1, 20, 0])
-    expected = []
-    for dtype in (torch.float64, torch.float32):
-        leaf = weight.to(dtype).requires_grad_()
-        loss = F.cross_entropy(F.linear(F.embedding(tokens, leaf).tanh(), leaf), labels)
-        loss.backward()
-        expected.append((loss.detach(), leaf.grad))
-    for result in rank_pool.run(_tied, impl, weight, tokens, labels):
-        for actual, pair in zip(result, zip(*expected, strict=True), strict=True):
-            assert_within_budget(actual, *pair)
 
 
 class ScaledParallel(ColwiseParallel):
@@ -300,7 +281,7 @@ def _on_replicas(rank, group, impl, of_replicas, tp_dim):
 @in_four_ranks
 def test_replicas_of_a_cut_head_add_up_their_gradients(rank_pool, impl, tp_dim):
     """A gradient of Replicate() would let the replicas drift apart."""
-    first = _made("shard_edges", COLUMNS, bias=True)
+    first = made("shard_edges", ROWS, bias=True)
     second = first._replace(
         hidden=first.hidden.roll(1, 0), labels=torch.tensor([20, 3, 11, 10, IGNORE_INDEX, 0])
     )

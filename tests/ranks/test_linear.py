@@ -10,64 +10,72 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support.inputs import IGNORE_INDEX, upstream_gradients
-from tests.support.linear import CUBE_COLUMNS, cube, many_tokens, projection, random_upstream
-from tests.support.linear_ranks import Case, assert_refused, check, check_collectives, messages_of, run
-from tests.support.ranks import device_of, implementation_params, subgroups
-from tests.ranks.test_options import EVERY, _even, _ranks
+from tests.support.inputs import IGNORE_INDEX, grad_output_layouts
+from tests.support.linear import (
+    WIDTH,
+    grad_output_of,
+    many_tokens,
+    zero_first_grad_output,
+)
+from tests.support.linear import made as made_by_width
+from tests.support.linear_ranks import (
+    BY_WAY,
+    COLUMNS,
+    ROWS,
+    TWO_WAYS,
+    WAYS,
+    Case,
+    assert_refused,
+    check,
+    check_collectives,
+    messages_of,
+    run,
+)
+from tests.support.logits import EVERY
+from tests.support.logits_ranks import chunked, even
+from tests.support.ranks import device_of, in_ranks, subgroups
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
-COLUMNS, ROWS, WIDTH = 20, 6, 8
-WAYS = {
-    "mean": {"reduction": "mean", "gradient": "in_forward"},
-    "sum": {"reduction": "sum", "num_items": 7, "gradient": "in_forward"},
-    "sum, in_backward": {"reduction": "sum", "gradient": "in_backward"},
-    "none": {"reduction": "none"},
-}
-
-in_ranks = pytest.mark.parametrize(("rank_pool", "impl"), implementation_params(), indirect=["rank_pool"])
-in_several_ranks = _ranks((2, 3, 4), (2,), (2, 4))
-in_two_ranks = _ranks((2,), (2,), (2,))
-in_four_ranks = _ranks((4,), (), (4,))
+in_two_ranks = in_ranks()
+in_several_ranks = in_ranks((2, 4), (2,), (2, 4))
+in_any_ranks = in_ranks((1, 2, 3), (2,), (2, 4))
+in_four_ranks = in_ranks((4,), (), (4,))
 
 
-def _made(kind="some_ignored", vocab_size=COLUMNS, shards=1, rows=ROWS, **settings):
-    return projection(kind, rows=rows, vocab_size=vocab_size, width=WIDTH, shards=shards, **settings)
+def made(kind="some_ignored", vocab_size=COLUMNS, shards=1, rows=ROWS, **settings):
+    return made_by_width(kind, rows, vocab_size=vocab_size, shards=shards, **settings)
 
 
-def _upstream(way, rows=ROWS):
-    return random_upstream(rows) if way["reduction"] == "none" else torch.tensor(0.75)
-
-
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("way", WAYS)
-@in_ranks
+@pytest.mark.quick
+@pytest.mark.parametrize("label_smoothing", [0.1, 0.0])
+@BY_WAY
+@in_any_ranks
 def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way, label_smoothing):
     """One all_gather and one all_reduce a chunk; without a gradient in forward one all_gather in all."""
-    world, way = rank_pool.world_size, WAYS[way]
+    world = rank_pool.world_size
     for kind, dtype, chunk in (
         ("shard_edges", torch.bfloat16, {}),
         ("some_ignored", torch.float16, {}),
         ("peaked", torch.float32, {"chunk_tokens": 4}),
         ("shard_edges", torch.bfloat16, {"chunk_tokens": 1}),
     ):
-        inputs = _made(kind, COLUMNS * world, world, dtype=dtype, bias=kind == "peaked")
+        inputs = made(kind, COLUMNS * world, world, dtype=dtype, bias=kind == "peaked")
         options = {**way, **chunk, "label_smoothing": label_smoothing}
-        case = Case(inputs, impl, options, _even(COLUMNS, world), (_upstream(way),))
+        case = Case(inputs, impl, options, even(COLUMNS, world), (grad_output_of(way, ROWS),))
         results = rank_pool.run(run, case)
         check(case, results)
         if kind != "some_ignored":  # whose tokens may be left out
             check_collectives(case, results, extra=2 * (label_smoothing > 0))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@in_several_ranks
+@BY_WAY
+@in_two_ranks
 def test_a_chunk_of_many_tokens_sends_its_statistics_in_two_parts(rank_pool, impl, way):
     """Each travels beside the other's products. 300 tokens in chunks of 200: 128 and 72, then 100."""
-    rows, world, way = 300, rank_pool.world_size, WAYS[way]
+    rows, world, way = 300, rank_pool.world_size, way
     inputs = many_tokens(rows, COLUMNS * world, WIDTH)
     options = {**way, "chunk_tokens": 200}
-    case = Case(inputs, impl, options, _even(COLUMNS, world), (_upstream(way, rows),))
+    case = Case(inputs, impl, options, even(COLUMNS, world), (grad_output_of(way, rows),))
     results = rank_pool.run(run, case)
     check(case, results)
     parts = [128, 72, 100] if way.get("gradient") == "in_forward" else [300]
@@ -76,57 +84,26 @@ def test_a_chunk_of_many_tokens_sends_its_statistics_in_two_parts(rank_pool, imp
         assert sent == [12 * tokens for tokens in parts]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@in_ranks
-def test_what_every_dtype_can_hold_is_computed_without_any_error(rank_pool, impl, way):
-    """Also what ranks add up: parts of a gradient that are multiples of 16."""
-    world, way = rank_pool.world_size, WAYS[way]
-    way = {name: value for name, value in way.items() if name != "num_items"}
-    width = -(-CUBE_COLUMNS // world)
-    bounds = [(rank * width, min((rank + 1) * width, CUBE_COLUMNS)) for rank in range(world)]
-    grad_output = (
-        torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(4) if way["reduction"] == "none" else torch.tensor(0.5)
-    )
-    for dtype, chunk in ((torch.bfloat16, 5), (torch.float16, 16)):
-        case = Case(
-            cube(dtype, (5, 4, 3), bias=True),
-            impl,
-            {**way, "chunk_tokens": chunk},
-            bounds,
-            (grad_output,),
-            "vocab_size",
-        )
-        whole, truth = check(case, rank_pool.run(run, case))
-        for gradient, expected in zip(whole[1:], truth[1:], strict=True):
-            assert torch.equal(gradient, expected.to(dtype))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@in_several_ranks
+@BY_WAY
+@in_two_ranks
 def test_every_option_on(rank_pool, impl, way):
-    world, way = rank_pool.world_size, WAYS[way]
-    inputs = _made("some_ignored", COLUMNS * world, world, bias=True, exact=True)
+    world = rank_pool.world_size
+    inputs = made("some_ignored", COLUMNS * world, world, bias=True, exact=True)
     inputs.hidden[inputs.labels == IGNORE_INDEX] = float("nan")
     count = int((inputs.labels != IGNORE_INDEX).sum())
     for valid_tokens in (None, count, count + 2):
         options = {**EVERY, **way, "chunk_tokens": 4, "valid_tokens": valid_tokens}
-        case = Case(inputs, impl, options, _even(COLUMNS, world), (_upstream(way),), main_grad=True)
+        case = Case(inputs, impl, options, even(COLUMNS, world), (grad_output_of(way, ROWS),), main_grad=True)
         check(case, rank_pool.run(run, case))
-
-
-def _cut(vocab_size, n_ranks):
-    """As ``torch.chunk`` cuts."""
-    width = -(-vocab_size // n_ranks)
-    return [(rank * width, min((rank + 1) * width, vocab_size)) for rank in range(n_ranks)]
 
 
 @pytest.mark.parametrize(
     ("vocab_size", "size", "bounds_of"),
     [
-        (50, "vocab_size", lambda world: _cut(50, world)),
-        (50, "vocab_size", lambda world: _even(26, world)),
-        (50, "shard", lambda world: _even(26, world)[::-1]),
-        (13, "shard", lambda world: _even(13, world)),
+        (50, "vocab_size", lambda world: chunked(50, world)),
+        (50, "vocab_size", lambda world: even(26, world)),
+        (50, "shard", lambda world: even(26, world)[::-1]),
+        (13, "shard", lambda world: even(13, world)),
     ],
     ids=["uneven", "padded", "in another order", "all padding"],
 )
@@ -136,34 +113,34 @@ def test_uneven_and_padded_shards(rank_pool, impl, vocab_size, size, bounds_of):
     world = rank_pool.world_size
     bounds = bounds_of(world)
     for way in WAYS.values():
-        inputs = _made("shard_edges", vocab_size, bias=True)
+        inputs = made("shard_edges", vocab_size, bias=True)
         inputs.labels[0], inputs.labels[1] = vocab_size - 1, IGNORE_INDEX
-        case = Case(inputs, impl, {**way, "label_smoothing": 0.1}, bounds, (_upstream(way),), size)
+        case = Case(inputs, impl, {**way, "label_smoothing": 0.1}, bounds, (grad_output_of(way, ROWS),), size)
         check(case, rank_pool.run(run, case))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@in_several_ranks
+@BY_WAY
+@in_two_ranks
 def test_a_gradient_that_is_not_reduced_is_this_ranks_share(rank_pool, impl, way):
     """For frameworks that reduce it themselves: nothing but statistics travels."""
-    world, way = rank_pool.world_size, WAYS[way]
-    inputs = _made("shard_edges", COLUMNS * world, world, dtype=torch.bfloat16)
+    world = rank_pool.world_size
+    inputs = made("shard_edges", COLUMNS * world, world, dtype=torch.bfloat16)
     options = {**way, "reduce_hidden_grad": False, "chunk_tokens": 4}
-    case = Case(inputs, impl, options, _even(COLUMNS, world), (_upstream(way),))
+    case = Case(inputs, impl, options, even(COLUMNS, world), (grad_output_of(way, ROWS),))
     results = rank_pool.run(run, case)
     check(case, results)
     check_collectives(case, results)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@in_ranks
+@BY_WAY
+@in_several_ranks
 def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl, way):
     """``hidden [S / R, B, D]`` in and its gradient out; labels are of all tokens, some of them ignored."""
-    world, way = rank_pool.world_size, WAYS[way]
+    world = rank_pool.world_size
     shape = (2 * world, 2)
     rows = shape[0] * shape[1]
     grad_output = (
-        dict(upstream_gradients(shape))["transposed"] if way["reduction"] == "none" else torch.tensor(0.75)
+        dict(grad_output_layouts(shape))["transposed"] if way["reduction"] == "none" else torch.tensor(0.75)
     )
     for dtype, chunk in (
         (torch.float32, {}),
@@ -173,7 +150,7 @@ def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl
         inputs = many_tokens(rows, COLUMNS * world, WIDTH, dtype).shaped(*shape)
         inputs.labels[0, 1] = inputs.labels[-1, 0] = IGNORE_INDEX
         options = {**way, **chunk, "sequence_parallel": True, "label_smoothing": 0.1}
-        case = Case(inputs, impl, options, _even(COLUMNS, world), (grad_output,))
+        case = Case(inputs, impl, options, even(COLUMNS, world), (grad_output,))
         results = rank_pool.run(run, case)
         check(case, results)
         if world > 1:
@@ -196,68 +173,43 @@ def _check_bytes_of_sequence_parallel(case, results, world):
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("hidden",), ("hidden", "weight", "bias")], ids="-".join)
-@pytest.mark.parametrize("way", ["mean", "none"])
-@in_several_ranks
+@TWO_WAYS
+@in_two_ranks
 def test_what_needs_no_gradient_sends_none(rank_pool, impl, frozen, way):
-    world, way = rank_pool.world_size, WAYS[way]
-    inputs = _made("peaked", COLUMNS * world, world, bias=True)
-    case = Case(inputs, impl, way, _even(COLUMNS, world), (_upstream(way),), frozen=frozen)
+    world = rank_pool.world_size
+    inputs = made("peaked", COLUMNS * world, world, bias=True)
+    case = Case(inputs, impl, way, even(COLUMNS, world), (grad_output_of(way, ROWS),), frozen=frozen)
     results = rank_pool.run(run, case)
     check(case, results)
     check_collectives(case, results)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@in_ranks
-def test_nothing_to_learn_from_is_0_on_every_rank(rank_pool, impl, way):
-    """All ignored, and no tokens at all, which need no collective."""
-    world = rank_pool.world_size
-    ignored = _made("all_ignored", COLUMNS * world, broad=False)
-    none = ignored._replace(hidden=ignored.hidden[:0], labels=ignored.labels[:0])
-    for inputs in (ignored, none):
-        case = Case(inputs, impl, WAYS[way], _even(COLUMNS, world))
-        for result in rank_pool.run(run, case):
-            for tensor in (result.outputs[0], result.hidden, result.weight):
-                assert torch.equal(tensor, torch.zeros_like(tensor))
-            assert inputs is ignored or not result.in_forward + result.in_backward
-
-
-@pytest.mark.parametrize("way", WAYS)
-@in_ranks
-def test_a_label_outside_the_vocabulary_is_nan_on_every_rank(rank_pool, impl, way):
-    world, way = rank_pool.world_size, WAYS[way]
-    inputs = _made("peaked", COLUMNS * world)
-    inputs.labels[0], inputs.labels[2], inputs.labels[3] = -1, COLUMNS * world, IGNORE_INDEX
-    case = Case(inputs, impl, {**way, "chunk_tokens": 2}, _even(COLUMNS, world), (_upstream(way),))
-    results = rank_pool.run(run, case)
-    check(case, results)
-    assert results[0].outputs[0].isnan().sum() == (2 if way["reduction"] == "none" else 1)
 
 
 @in_four_ranks
 def test_a_subgroup_is_a_vocabulary_of_its_own(rank_pool, impl):
     members = (1, 3)
     for sequence_parallel in (False, True):
-        inputs = _made("shard_edges", 37, rows=4)
+        inputs = made("shard_edges", 37, rows=4)
         options = {**WAYS["mean"], "sequence_parallel": sequence_parallel}
-        case = Case(inputs, impl, options, _cut(37, 2), size="vocab_size")
+        case = Case(inputs, impl, options, chunked(37, 2), size="vocab_size")
         results = rank_pool.run(run, case, members)
         assert results[0] is None and results[2] is None
         check(case, [results[rank] for rank in members])
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-@in_ranks
+@in_several_ranks
 def test_token_log_probs(rank_pool, impl, entropy):
     world = rank_pool.world_size
-    upstreams = (random_upstream(ROWS), random_upstream(ROWS, seed=1))[: 1 + entropy]
+    grad_outputs = (zero_first_grad_output(ROWS), zero_first_grad_output(ROWS, seed=1))[: 1 + entropy]
     for kind, options in (
         ("some_ignored", {}),
         ("shard_edges", {"temperature": 0.6, "softcap": 10.0, "logit_scale": 0.4, "chunk_tokens": 4}),
     ):
-        inputs = _made(kind, COLUMNS * world, world, bias=True)
+        inputs = made(kind, COLUMNS * world, world, bias=True)
         options = {**options, "entropy": entropy}
-        case = Case(inputs, impl, options, _even(COLUMNS, world), upstreams, function=linear_token_log_probs)
+        case = Case(
+            inputs, impl, options, even(COLUMNS, world), grad_outputs, function=linear_token_log_probs
+        )
         results = rank_pool.run(run, case)
         check(case, results)
         if kind == "shard_edges":
@@ -274,13 +226,15 @@ def _sharded(case, device, group):
 
 
 @pytest.mark.parametrize("vocab_size", [24, 49])
-@pytest.mark.parametrize("way", WAYS)
+@BY_WAY
 @in_several_ranks
 def test_a_dtensor_knows_its_rows_and_gets_a_dtensor(rank_pool, impl, way, vocab_size):
     """49 rows are uneven on any number of ranks, which the width of a shard does not tell."""
-    world, way = rank_pool.world_size, WAYS[way]
-    inputs = _made("shard_edges", vocab_size, dtype=torch.bfloat16)
-    case = Case(inputs, impl, {**way, "chunk_tokens": 4}, _cut(vocab_size, world), (_upstream(way),))
+    world = rank_pool.world_size
+    inputs = made("shard_edges", vocab_size, dtype=torch.bfloat16)
+    case = Case(
+        inputs, impl, {**way, "chunk_tokens": 4}, chunked(vocab_size, world), (grad_output_of(way, ROWS),)
+    )
     check(case, rank_pool.run(run, case, None, _sharded))
 
 
