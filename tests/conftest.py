@@ -14,14 +14,28 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from tests.support.lanes import LANES, LaneLedger, this_host, unavailable_lanes, write_lanes_json
+from tests.support.lanes import (
+    LANES,
+    LaneLedger,
+    keep_quick_cases,
+    left_to_other_lanes,
+    this_host,
+    unavailable_lanes,
+    write_lanes_json,
+)
 from tests.support.poison import poisoned_allocations
 from tests.support.ranks import RankPools, pool_of_test
 
+INTERPRETED_CASES = 2
 HOST = this_host()
 UNAVAILABLE = unavailable_lanes(HOST)
 LEDGER = LaneLedger()
 TESTS = Path(__file__).parent
+MARKERS = {
+    "no_poison": "allocations of the package keep their contents",
+    "quick(n=1)": "a short run that touches everything once; n cases of this test in each lane",
+    "interpreted(n)": f"how many cases of this test are interpreted, if not {INTERPRETED_CASES}",
+}
 
 
 def _implementations_and_devices() -> list[object]:
@@ -75,7 +89,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for lane, meaning in LANES.items():
         config.addinivalue_line("markers", f"{lane}: {meaning}")
-    config.addinivalue_line("markers", "no_poison: allocations of the package keep their contents")
+    for marker, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{marker}: {meaning}")
     # The interpreter computes masked lanes too, on whatever they hold, and numpy remarks on it.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
     if hasattr(config, "workerinput"):
@@ -94,7 +109,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return PoolScheduling(config, log) if config.getvalue("dist") == "load" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = left_to_other_lanes(items, int(os.environ.get("VPCE_INTERPRETED_CASES", INTERPRETED_CASES)))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+    keep_quick_cases(items)
     for item in items:
         lanes = [lane for lane in LANES if item.get_closest_marker(lane)]
         item.user_properties.extend(("lane", lane) for lane in lanes)

@@ -73,7 +73,7 @@ def assert_right_past_2_to_the_31_elements(
     """32-bit row offsets read, and write, far outside logits ``[rows, columns]``, which are bf16.
 
     Args:
-        step: (losses, gradient) of logits and labels, unreduced and with an grad_output of 1;
+        step: (losses, gradient) of logits and labels, unreduced and with a grad_output of 1;
             its logits may be overwritten.
         step_of_tail: the same of the last 64 rows by themselves, which must come out equal bit for bit.
     """

@@ -175,7 +175,7 @@ def padded_shard(logits: Tensor, start: int, stop: int, fill: float = NAN) -> Te
     return shard
 
 
-def upstream_gradients(
+def grad_output_layouts(
     shape: Sequence[int], device: str | torch.device = "cpu", seed: int = 0
 ) -> list[tuple[str, Tensor]]:
     """(name, fp32 gradient of an unreduced loss of ``shape``): different in every token, in every layout."""

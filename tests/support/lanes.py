@@ -12,10 +12,12 @@ import os
 import platform
 import socket
 import subprocess
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from vocab_parallel_ce.selection import triton_state
@@ -91,6 +93,46 @@ def unavailable_lanes(host: Host) -> dict[str, str]:
     if "nccl" not in reasons and not host.has_nccl:
         reasons["nccl"] = "this torch is built without NCCL"
     return reasons
+
+
+def left_to_other_lanes(items: Sequence[pytest.Item], n_cases: int) -> set[pytest.Item]:
+    """The cases that the interpreter, which is slow, does not run: all except ``n_cases`` of each test.
+
+    They are spread from the first to the last. The reference runs every case, and a GPU every compiled one.
+    ``@pytest.mark.interpreted(n)`` is another number for one test; the kernels' own tests keep all.
+    """
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("interpreter") and "tests/kernels/" not in item.nodeid:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    left_out = set()
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("interpreted")
+        n = marker.args[0] if marker else n_cases
+        kept = {cases[round(i * (len(cases) - 1) / max(n - 1, 1))] for i in range(n)}
+        left_out |= set(cases) - kept if n else set()
+    return left_out
+
+
+def keep_quick_cases(items: Sequence[pytest.Item]) -> None:
+    """Take the marker ``quick`` from all except the first cases of a test in each lane.
+
+    Of the kernels' own tests, it marks the first of each file.
+    """
+    counts: Counter[tuple[str, ...]] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("quick")
+        lanes = tuple(lane for lane in LANES if item.get_closest_marker(lane))
+        if marker is None and "tests/kernels/" in item.nodeid:
+            marker = pytest.mark.quick
+            item.add_marker(marker)
+            key = (item.nodeid.partition("::")[0], *lanes)
+        else:
+            key = (item.nodeid.partition("[")[0], *lanes)
+        if marker is not None:
+            counts[key] += 1
+            if counts[key] > (marker.args[0] if marker.args else 1):
+                item.own_markers = [mark for mark in item.own_markers if mark.name != "quick"]
 
 
 class LaneCounts(NamedTuple):

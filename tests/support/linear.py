@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.budget import assert_within_budget
-from tests.support.inputs import IGNORE_INDEX, KINDS, batch, upstream_gradients, with_a_broad_row
+from tests.support.inputs import IGNORE_INDEX, KINDS, batch, with_a_broad_row
+from tests.support.logits import assert_metrics, flat_outputs, of_oracle, random_grad_output
 from tests.support.oracle import (
     cross_entropy_fp64,
     cross_entropy_same_dtype,
@@ -39,22 +40,15 @@ _OF_ORACLE = {
     linear_cross_entropy: (cross_entropy_fp64, cross_entropy_same_dtype),
     linear_token_log_probs: (token_outputs_fp64, token_outputs_same_dtype),
 }
-_UPSTREAMS = ("grad_output", "grad_entropy")
-_NOT_OF_ORACLE = {
-    "impl",
-    "gradient",
-    "group",
-    "return_metrics",
-    "entropy",
-    "chunk_tokens",
-    "memory_budget",
-    "valid_tokens",
-    "vocab_size",
-    "shard",
-    "sequence_parallel",
-    "reduce_hidden_grad",
-    "check_labels",
-    "main_grad",
+_GRAD_OUTPUTS = ("grad_output", "grad_entropy")
+# What calls of the tests are made of, and the ways of a reduction to compute its gradients.
+ROWS, COLUMNS, WIDTH = 5, 21, 8
+WAYS = {
+    "mean": {"reduction": "mean", "gradient": "in_forward"},
+    "mean, in_backward": {"reduction": "mean", "gradient": "in_backward"},
+    "sum": {"reduction": "sum", "gradient": "in_forward"},
+    "sum, in_backward": {"reduction": "sum", "gradient": "in_backward"},
+    "none": {"reduction": "none"},
 }
 
 
@@ -159,26 +153,34 @@ def cube(dtype: torch.dtype, ones: Sequence[int], bias: bool = False) -> Project
     return Projection(hidden, weight, labels, added).to(dtype)
 
 
-def random_upstream(rows: int, seed: int = 0) -> Tensor:
+def made(kind: str = "some_ignored", rows: int = ROWS, **settings: Any) -> Projection:
+    """A :func:`projection` of the usual size."""
+    return projection(kind, **{"rows": rows, "vocab_size": COLUMNS, "width": WIDTH, **settings})
+
+
+def zero_first_grad_output(rows: int, seed: int = 0) -> Tensor:
     """Different in every token, 0 in the first, and not near 0 in the last, which is the broad one."""
-    grad_output = dict(upstream_gradients((rows,), seed=seed))["zero in the first token"]
-    grad_output[-1] = 1.5
-    return grad_output
+    return random_grad_output(rows, seed, "zero in the first token")
+
+
+def grad_output_of(way: dict[str, Any], rows: int = ROWS) -> Tensor:
+    """For a call in one of :data:`WAYS`."""
+    return zero_first_grad_output(rows) if way["reduction"] == "none" else torch.tensor(0.75)
 
 
 def linear_fp64(
     inputs: Projection,
-    *upstreams: Tensor | None,
+    *grad_outputs: Tensor | None,
     function: Callable[..., Any] = linear_cross_entropy,
     **options: Any,
 ) -> Results:
     """fp64 outputs and gradients of ``function``."""
-    return _chained(inputs.to(torch.float64), upstreams, _OF_ORACLE[function][0], options)
+    return _chained(inputs.to(torch.float64), grad_outputs, _OF_ORACLE[function][0], options)
 
 
 def linear_same_dtype(
     inputs: Projection,
-    *upstreams: Tensor | None,
+    *grad_outputs: Tensor | None,
     function: Callable[..., Any] = linear_cross_entropy,
     bounds: Sequence[tuple[int, int]] | None = None,
     weight_dtype: torch.dtype | None = None,
@@ -190,21 +192,21 @@ def linear_same_dtype(
         bounds: of the ranks' columns: their parts of the hidden states' gradient are added in that dtype.
         weight_dtype: of the gradients of weight and bias, where they are not rounded to that of ``inputs``.
     """
-    return _chained(inputs, upstreams, _OF_ORACLE[function][1], options, bounds, weight_dtype)
+    return _chained(inputs, grad_outputs, _OF_ORACLE[function][1], options, bounds, weight_dtype)
 
 
 def _chained(
     inputs: Projection,
-    upstreams: Sequence[Tensor | None],
+    grad_outputs: Sequence[Tensor | None],
     of_logits: Callable[..., tuple[Tensor, ...]],
     options: dict[str, Any],
     bounds: Sequence[tuple[int, int]] | None = None,
     weight_dtype: torch.dtype | None = None,
 ) -> Results:
-    options = {name: value for name, value in options.items() if name not in _NOT_OF_ORACLE}
+    options = of_oracle(options)
     ignore_index = options.get("ignore_index", IGNORE_INDEX)
     rows, logits = inputs.rows(ignore_index), inputs.logits(ignore_index)
-    given = dict(zip(_UPSTREAMS, upstreams, strict=False))
+    given = dict(zip(_GRAD_OUTPUTS, grad_outputs, strict=False))
     *outputs, grad = of_logits(logits, inputs.labels, **given, **options)
     grad = grad.reshape(len(rows), len(inputs.weight))
     parts = [grad[:, a:b] @ inputs.weight[a:b] for a, b in bounds or [(0, len(inputs.weight))]]
@@ -215,13 +217,6 @@ def _chained(
         d_weight.T @ rows.to(d_weight.dtype),
         None if inputs.bias is None else d_weight.sum(dim=0),
     )
-
-
-def flat_outputs(result: Any) -> tuple[Tensor, ...]:
-    """The tensors of what a function returned: loss and metrics, or log-probabilities and entropy."""
-    if isinstance(result, Tensor):
-        return (result,)
-    return tuple(tensor for part in result for tensor in flat_outputs(part))
 
 
 def padded_weight(inputs: Projection, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
@@ -238,7 +233,7 @@ def padded_weight(inputs: Projection, start: int, stop: int) -> tuple[Tensor, Te
 def run(
     impl_device: tuple[str, str],
     inputs: Projection,
-    *upstreams: Tensor | None,
+    *grad_outputs: Tensor | None,
     function: Callable[..., Any] = linear_cross_entropy,
     frozen: Sequence[str] = (),
     padding: int = 0,
@@ -247,7 +242,7 @@ def run(
     """Results of ``function`` over copies of ``inputs``, which it must not change; backward is run once.
 
     Args:
-        upstreams: of the outputs; without one it is 1, and an output with None is not used.
+        grad_outputs: of the outputs; without one it is 1, and an output with None is not used.
         frozen: of ``"hidden"``, ``"weight"`` and ``"bias"``, which need no gradient.
         padding: so many rows follow the vocabulary's in weight and bias.
     """
@@ -263,7 +258,7 @@ def run(
     hidden, weight, labels, bias = copies.values()
     outputs = flat_outputs(function(hidden, weight, labels, bias=bias, impl=impl, **options))
     used, weights = [], []
-    for output, grad_output in zip(outputs, upstreams or (torch.ones(()),), strict=False):
+    for output, grad_output in zip(outputs, grad_outputs or (torch.ones(()),), strict=False):
         if grad_output is not None and output.requires_grad:
             used.append(output)
             weights.append(grad_output.to(device).expand(output.shape))
@@ -282,7 +277,7 @@ def run(
 
 
 def assert_results(actual: Results, truth: Results, peer: Results) -> None:
-    """Within the budget, all but metrics; gradients that were not computed are None; padding's are 0."""
+    """Within the budget, except metrics; gradients that were not computed are None; padding's are 0."""
     differentiable = min(len(actual.outputs), len(truth.outputs))
     of_outputs = (results.outputs[:differentiable] for results in (actual, truth, peer))
     for output, expected, same_dtype in zip(*of_outputs, strict=True):
@@ -301,7 +296,7 @@ def assert_results(actual: Results, truth: Results, peer: Results) -> None:
 def check(
     impl_device: tuple[str, str],
     inputs: Projection,
-    *upstreams: Tensor | None,
+    *grad_outputs: Tensor | None,
     function: Callable[..., Any] = linear_cross_entropy,
     frozen: Sequence[str] = (),
     padding: int = 0,
@@ -309,10 +304,10 @@ def check(
 ) -> Results:
     """:func:`run`, whose results must be those of the whole computation."""
     actual = run(
-        impl_device, inputs, *upstreams, function=function, frozen=frozen, padding=padding, **options
+        impl_device, inputs, *grad_outputs, function=function, frozen=frozen, padding=padding, **options
     )
     truth, peer = (
-        compute(inputs, *upstreams, function=function, **options)
+        compute(inputs, *grad_outputs, function=function, **options)
         for compute in (linear_fp64, linear_same_dtype)
     )
     assert_results(actual, truth, peer)
@@ -322,20 +317,16 @@ def check(
             needed = False
         assert (getattr(actual, name) is not None) == needed, name
     if options.get("return_metrics"):
-        assert_metrics(actual.outputs[1:], inputs, **options)
+        assert_linear_metrics(actual.outputs[1:], inputs, **options)
     return actual
 
 
-def assert_metrics(metrics: Sequence[Tensor], inputs: Projection, **options: Any) -> None:
-    """Metrics of a loss: the predictions, then what is within the budget."""
-    options = {name: value for name, value in options.items() if name not in _NOT_OF_ORACLE}
-    ignore_index = options.get("ignore_index", IGNORE_INDEX)
-    oracle = metrics_fp64(inputs.to(torch.float64).logits(ignore_index), inputs.labels, **options)
-    peer = metrics_same_dtype(inputs.logits(ignore_index), inputs.labels, **options)
-    assert not any(value.requires_grad for value in metrics)
-    assert metrics[0].dtype == torch.int64 and torch.equal(metrics[0], oracle.predictions)
-    for value, expected, same_dtype in zip(metrics[1:], oracle[1:], peer[1:], strict=True):
-        assert_within_budget(value, expected, same_dtype)
+def assert_linear_metrics(metrics: Sequence[Tensor], inputs: Projection, **options: Any) -> None:
+    """Metrics of a loss are those of the whole logits."""
+    options, ignored = of_oracle(options), options.get("ignore_index", IGNORE_INDEX)
+    oracle = metrics_fp64(inputs.to(torch.float64).logits(ignored), inputs.labels, **options)
+    peer = metrics_same_dtype(inputs.logits(ignored), inputs.labels, **options)
+    assert_metrics(metrics, oracle, peer)
 
 
 class _Matmuls(TorchDispatchMode):

@@ -7,23 +7,33 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from tests.support.collectives import Collective, record_collectives
 from tests.support.linear import (
     Projection,
     Results,
-    assert_metrics,
+    assert_linear_metrics,
     assert_results,
-    flat_outputs,
     linear_fp64,
     linear_same_dtype,
     padded_weight,
 )
+from tests.support.logits import flat_outputs
 from tests.support.ranks import device_of, subgroups
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
 ONE = torch.ones(())
+COLUMNS, ROWS = 20, 6
+WAYS = {
+    "mean": {"reduction": "mean", "gradient": "in_forward"},
+    "sum": {"reduction": "sum", "num_items": 7, "gradient": "in_forward"},
+    "sum, in_backward": {"reduction": "sum", "gradient": "in_backward"},
+    "none": {"reduction": "none"},
+}
+BY_WAY = pytest.mark.parametrize("way", [WAYS["none"], *list(WAYS.values())[:3]], ids=str)
+TWO_WAYS = pytest.mark.parametrize("way", [WAYS["none"], WAYS["mean"]], ids=["none", "mean"])
 
 
 class Case(NamedTuple):
@@ -33,7 +43,7 @@ class Case(NamedTuple):
     impl: str
     options: dict[str, Any]
     bounds: list[tuple[int, int]]  # of each rank's columns; those at V and beyond are padding
-    upstreams: tuple[torch.Tensor | None, ...] = (ONE,)
+    grad_outputs: tuple[torch.Tensor | None, ...] = (ONE,)
     size: str = "even"  # how ranks say which columns are theirs: "even", "vocab_size" or "shard"
     function: Callable[..., Any] = linear_cross_entropy
     frozen: tuple[str, ...] = ()
@@ -56,12 +66,12 @@ def run(
     group: Any,
     case: Case,
     members: Sequence[int] | None = None,
-    place: Callable[[Case, torch.device, Any], torch.Tensor] | None = None,
+    distribute: Callable[[Case, torch.device, Any], torch.Tensor] | None = None,
 ) -> Result | None:
     """In a rank: one call and its backward; None outside ``members``.
 
     Args:
-        place: makes the weight that is passed instead of this rank's plain rows.
+        distribute: makes the weight that is passed instead of this rank's plain rows.
     """
     if members is not None:
         (group,) = subgroups(members)
@@ -78,8 +88,8 @@ def run(
         None if leaf is None else leaf.clone().to(device).requires_grad_(name not in case.frozen)
         for name, leaf in (("hidden", hidden), ("weight", weight), ("bias", bias))
     ]
-    if place is not None:
-        leaves[1] = place(case, device, group).requires_grad_()
+    if distribute is not None:
+        leaves[1] = distribute(case, device, group).requires_grad_()
     options = {**case.options, "bias": leaves[2], "group": group, "impl": case.impl}
     size = {"shard": VocabShard(start, stop, vocab_size), "vocab_size": vocab_size}
     options |= {name: value for name, value in size.items() if name == case.size}
@@ -91,7 +101,7 @@ def run(
         outputs = flat_outputs(case.function(leaves[0], leaves[1], labels, **options))
     pairs = [
         (output, grad_output.to(device).expand(output.shape))
-        for output, grad_output in zip(outputs, case.upstreams, strict=False)
+        for output, grad_output in zip(outputs, case.grad_outputs, strict=False)
         if grad_output is not None and output.requires_grad
     ]
     with record_collectives() as in_backward:
@@ -152,11 +162,11 @@ def check(case: Case, results: Sequence[Result]) -> tuple[Results, Results]:
         None if case.inputs.bias is None else _assembled(case, results, "bias"),
     )
     settings = {"function": case.function, **case.options}
-    truth = linear_fp64(case.inputs, *case.upstreams, **settings)
-    peer = linear_same_dtype(case.inputs, *case.upstreams, bounds=case.bounds, **settings)
+    truth = linear_fp64(case.inputs, *case.grad_outputs, **settings)
+    peer = linear_same_dtype(case.inputs, *case.grad_outputs, bounds=case.bounds, **settings)
     assert_results(whole, truth, peer)
     if case.options.get("return_metrics"):
-        assert_metrics(results[0].outputs[1:], case.inputs, **case.options)
+        assert_linear_metrics(results[0].outputs[1:], case.inputs, **case.options)
     return whole, truth
 
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.logits import of_oracle
+from tests.support.oracle import values
 from tests.support.random_wrappers import (
     OF_ONE_LEAF,
     REGULARISERS,
@@ -85,53 +86,15 @@ class Torch(NamedTuple):
             # Not F.linear, which rounds bf16 logits twice if hidden has gaps.
             logits = [torch.addmm(b, rows, w.t()) for w, b in pairs]
             shared = [x.view(*hidden.shape[:-1], -1) for x in logits]
-        return by_torch(
-            torch.cat(list(shared), -1), labels, log_probs=use.function == "log_probs", **use.options
-        )
-
-
-def by_torch(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    reduction: str,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    smoothing_formula: str = "torch",
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    num_items: int | Tensor | None = None,
-    return_metrics: bool = False,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    log_probs: bool = False,
-    **_: Any,
-) -> Any:
-    """``torch.nn.functional.cross_entropy`` and the options that it lacks, in fp32 or fp64."""
-    size = logits.shape[-1]
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    rows, targets = (z / temperature).reshape(-1, size), labels.reshape(-1)
-    ignored = targets == ignore_index
-    e = label_smoothing * (size / (size - 1) if smoothing_formula == "megatron" else 1)
-    losses = F.cross_entropy(rows, targets, reduction="none", ignore_index=ignore_index, label_smoothing=e)
-    lse = rows.logsumexp(-1).masked_fill(ignored, 0.0)
-    z_losses = z_loss * lse**2
-
-    def reduced(values: Tensor) -> Tensor:
-        if reduction == "none":
-            return values.view(labels.shape)
-        divisor = float((~ignored).sum() if reduction == "mean" else 1 if num_items is None else num_items)
-        return values.sum() / divisor if divisor else values.sum() * 0
-
-    loss = reduced(losses + z_losses)
-    if log_probs:
-        log_p = rows.log_softmax(-1)
-        entropies = -(log_p.exp() * log_p).sum(-1).masked_fill(ignored, 0.0)
-        return (-loss, entropies.view(labels.shape)) if entropy else -loss
-    metrics = torch.empty(0), torch.empty(0), lse.detach().view(labels.shape), reduced(z_losses).detach()
-    return (loss, metrics) if return_metrics else loss
+        logits = torch.cat(list(shared), -1)
+        # PyTorch computes what is narrower in fp32.
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        computed = values(logits, labels, **of_oracle(use.options))
+        if use.function == "log_probs":
+            return (
+                (computed.log_probs, computed.entropy) if use.options.get("entropy") else computed.log_probs
+            )
+        return (computed.loss, computed[3:]) if use.options.get("return_metrics") else computed.loss
 
 
 class Player:
@@ -338,25 +301,25 @@ class Player:
 
     def _backward(self, targets: Numbers) -> None:
         plan, rng = self.case.plan, random.Random(self.case.name)
-        upstreams = {name: self._upstream(name, target) for name, target in targets.items()}
-        total = sum((target * upstreams[name]).sum() for name, target in targets.items())
+        grad_outputs = {name: self._grad_output(name, target) for name, target in targets.items()}
+        total = sum((target * grad_outputs[name]).sum() for name, target in targets.items())
         if plan == "sum":
             total.backward()
         elif plan == "twice":
             total.backward(retain_graph=True)
             total.backward()
         elif plan == "together":
-            torch.autograd.backward(list(targets.values()), list(upstreams.values()))
+            torch.autograd.backward(list(targets.values()), list(grad_outputs.values()))
         elif plan == "separate":
             names = rng.sample(sorted(targets), len(targets))
             for name in names:
-                targets[name].backward(upstreams[name], retain_graph=name != names[-1])
+                targets[name].backward(grad_outputs[name], retain_graph=name != names[-1])
         else:
             leaves = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
             for leaf, grad in zip(leaves, torch.autograd.grad(total, leaves), strict=True):
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 
-    def _upstream(self, name: str, target: Tensor) -> Tensor:
+    def _grad_output(self, name: str, target: Tensor) -> Tensor:
         """Alike for all engines; a regulariser's is a factor."""
         rng = random.Random(f"{self.case.name} {name}")
         is_loss = name[-1].isdigit() and "@" not in name

@@ -29,7 +29,7 @@ class Use(NamedTuple):
     view: str  # of VIEWS: what of the shared tensor it reads
     labels: int  # seed
     ignored: float  # share of rows
-    grad_output: str  # of UPSTREAMS
+    grad_output: str  # of GRAD_OUTPUTS
 
 
 class Case(NamedTuple):
@@ -121,7 +121,7 @@ REGULARISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda x: 0.01 * x.sum(),
 }
 
-UPSTREAMS = ("one", "factor", "random", "expanded", "zero", "strided")
+GRAD_OUTPUTS = ("one", "factor", "random", "expanded", "zero", "strided")
 PLANS = ("sum", "together", "separate", "grad", "twice")
 
 
@@ -227,16 +227,6 @@ def _wrapped_in_part(rng: random.Random, case: Case) -> Case:
     return case._replace(wrappers=(name,), around=around)
 
 
-def _kept_graph(rng: random.Random, case: Case) -> Case:
-    """Hooks and the loss alone: there a mode asked for by name must refuse the second backward itself."""
-    return _wrappers(rng, case)._replace(plan="twice")
-
-
-def _called_again(rng: random.Random, case: Case) -> Case:
-    """The loss in a wrapper, and again outside over what it may have overwritten there."""
-    return _wrappers(rng, case)._replace(around="losses", evaluates="after")
-
-
 def _second_loss(rng: random.Random, case: Case) -> Case:
     first = case.losses[0]
     second = rng.choice([first._replace(labels=first.labels + 1), _use(rng, case.family)])
@@ -248,65 +238,31 @@ def _before(rng: random.Random, case: Case) -> Case:
     return case._replace(before=rng.choice(list(REGULARISERS)))
 
 
-def _after(rng: random.Random, case: Case) -> Case:
-    return case._replace(after=rng.choice(list(REGULARISERS)))
-
-
-def _source(rng: random.Random, case: Case) -> Case:
-    return case._replace(source=rng.choice(list(SOURCES)))
-
-
-def _leaf(rng: random.Random, case: Case) -> Case:
-    return case._replace(source="leaf", sgd=rng.random() < 0.5)
-
-
 def _view(rng: random.Random, case: Case) -> Case:
     views = _views(case.family)
     return case._replace(losses=tuple(use._replace(view=rng.choice(views)) for use in case.losses))
-
-
-def _watch(rng: random.Random, case: Case) -> Case:
-    return case._replace(watch=rng.choice(["hook", "late hook", "retain_grad"]))
-
-
-def _plan(rng: random.Random, case: Case) -> Case:
-    return case._replace(plan=rng.choice(["separate", "twice"]))
-
-
-def _evaluates(rng: random.Random, case: Case) -> Case:
-    return case._replace(evaluates=rng.choice(["before", "after"]))
-
-
-def _reads(rng: random.Random, case: Case) -> Case:
-    return case._replace(reads=rng.choice(["loss", "backward"]))
-
-
-def _steps(rng: random.Random, case: Case) -> Case:
-    return case._replace(steps=2, sgd=rng.random() < 0.5)
-
-
-def _head(rng: random.Random, case: Case) -> Case:
-    return case._replace(head=rng.choice(["rows", "scaled", "frozen", "module"]))
 
 
 _FEATURES: dict[str, Callable[[random.Random, Case], Case]] = {
     "wrappers": _wrappers,
     "other wrappers": _wrappers,
     "wrapped in part": _wrapped_in_part,
-    "kept graph": _kept_graph,
-    "called again": _called_again,
+    # Hooks and the loss alone: there a mode asked for by name must refuse the second backward itself.
+    "kept graph": lambda rng, case: _wrappers(rng, case)._replace(plan="twice"),
+    # The loss in a wrapper, and again outside over what it may have overwritten there.
+    "called again": lambda rng, case: _wrappers(rng, case)._replace(around="losses", evaluates="after"),
     "second loss": _second_loss,
     "before": _before,
-    "after": _after,
-    "source": _source,
-    "leaf": _leaf,
+    "after": lambda rng, case: case._replace(after=rng.choice(list(REGULARISERS))),
+    "source": lambda rng, case: case._replace(source=rng.choice(list(SOURCES))),
+    "leaf": lambda rng, case: case._replace(source="leaf", sgd=rng.random() < 0.5),
     "view": _view,
-    "watch": _watch,
-    "plan": _plan,
-    "evaluates": _evaluates,
-    "reads": _reads,
-    "steps": _steps,
-    "head": _head,
+    "watch": lambda rng, case: case._replace(watch=rng.choice(["hook", "late hook", "retain_grad"])),
+    "plan": lambda rng, case: case._replace(plan=rng.choice(["separate", "twice"])),
+    "evaluates": lambda rng, case: case._replace(evaluates=rng.choice(["before", "after"])),
+    "reads": lambda rng, case: case._replace(reads=rng.choice(["loss", "backward"])),
+    "steps": lambda rng, case: case._replace(steps=2, sgd=rng.random() < 0.5),
+    "head": lambda rng, case: case._replace(head=rng.choice(["rows", "scaled", "frozen", "module"])),
 }
 
 
@@ -346,7 +302,7 @@ def _use(rng: random.Random, family: str) -> Use:
     if rng.random() < 0.2:
         options["ignore_index"] = 3
     ignored = rng.choice([0.0, 0.0, 0.3, 0.3, 1.0])
-    return Use(function, gradient, options, "", rng.randrange(10**6), ignored, rng.choice(UPSTREAMS))
+    return Use(function, gradient, options, "", rng.randrange(10**6), ignored, rng.choice(GRAD_OUTPUTS))
 
 
 def _some(rng: random.Random, **options: Any) -> dict[str, Any]:

@@ -191,6 +191,14 @@ def implementation_params(
     return params
 
 
+def in_ranks(
+    gloo: Sequence[int] = (2,), interpreter: Sequence[int] = (2,), nccl: Sequence[int] = (2,)
+) -> Any:
+    """Parametrize a test with ``rank_pool, impl``, by default on two ranks of every kind."""
+    params = implementation_params(gloo, interpreter, nccl)
+    return pytest.mark.parametrize(("rank_pool", "impl"), params, indirect=["rank_pool"])
+
+
 def pool_of_test(name: str) -> str | None:
     """Which tests share a worker, from a test's name ``test_x[gloo-2-...]``: those of one pool.
 

@@ -1,0 +1,155 @@
+"""``merge`` is a commutative monoid: ranks may be combined in any grouping and order."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from tests.support.budget import assert_fp64_equal
+from vocab_parallel_ce import spec
+from vocab_parallel_ce.spec import RowStats
+
+hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+st = hypothesis.strategies
+
+pytestmark = pytest.mark.reference
+
+NAN, INF = float("nan"), float("inf")
+VOCAB = 100
+LABEL = 0
+# Wide enough that one shard's exponentials vanish beside another's; few enough values for ties.
+LOGIT = st.one_of(
+    st.floats(-30, 30), st.floats(-1e4, 1e4), st.integers(-1, 1).map(float), st.just(-INF), st.just(-0.0)
+)
+SHARD = st.lists(LOGIT, min_size=1, max_size=5)
+laws = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+
+def _stats(columns, start=0):
+    """Of one row with the label 0, which the shard at 0 alone owns."""
+    logits = torch.tensor([columns], dtype=torch.float64)
+    return spec.local_stats(logits, torch.tensor([LABEL]), start, VOCAB)
+
+
+def _stats_of(*shards):
+    """Of shards that follow one another in the vocabulary."""
+    starts = itertools.accumulate(map(len, shards), initial=0)
+    return [_stats(shard, start) for shard, start in zip(shards, starts, strict=False)]
+
+
+def _identity():
+    return RowStats(*(torch.tensor([x], dtype=torch.float64) for x in spec.IDENTITY))
+
+
+def _assert_equal(a, b):
+    for name, x, y in zip(RowStats._fields, a, b, strict=True):
+        assert torch.equal(x.nan_to_num(7.5), y.nan_to_num(7.5)), f"{name}: {x} and {y}"
+        assert torch.equal(x.isnan(), y.isnan()), f"{name}: {x} and {y}"
+
+
+def _assert_close(a, b):
+    """Equal up to the rounding of a handful of additions of terms of one sign."""
+    for name in ("row_max", "target_logit", "n_columns", "argmax"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    for name in ("others_sum", "shifted_sum", "exp_shifted_sum"):
+        x, y = getattr(a, name), getattr(b, name)
+        # Of 20 columns none adds more than 1 to others_sum, or 1 / e to exp_shifted_sum.
+        magnitude = float(y.abs()) if name == "shifted_sum" and y.isfinite() else 20.0
+        assert_fp64_equal(x, y, magnitude)
+
+
+@laws
+@hypothesis.given(SHARD, SHARD)
+def test_merge_is_commutative_bit_for_bit(a, b):
+    x, y = _stats_of(a, b)
+    _assert_equal(spec.merge(x, y), spec.merge(y, x))
+
+
+@laws
+@hypothesis.given(SHARD, SHARD, SHARD)
+def test_merge_is_associative(a, b, c):
+    x, y, z = _stats_of(a, b, c)
+    _assert_close(spec.merge(spec.merge(x, y), z), spec.merge(x, spec.merge(y, z)))
+
+
+@laws
+@hypothesis.given(SHARD, SHARD)
+def test_merge_is_the_statistics_of_the_union(a, b):
+    _assert_close(spec.merge(*_stats_of(a, b)), _stats(a + b))
+
+
+@laws
+@hypothesis.given(
+    st.lists(st.lists(st.integers(-4000, 4000), min_size=1, max_size=5), min_size=2, max_size=3),
+    st.sampled_from([2.0**30, -(2.0**30)]),
+)
+def test_a_shift_moves_the_maximum_and_nothing_else(shards, shift):
+    """A maximum that began at 0 instead of -inf would lose rows far below 0."""
+    shards = [[x / 16 for x in shard] for shard in shards]
+    moved = functools.reduce(spec.merge, _stats_of(*([x + shift for x in shard] for shard in shards)))
+    plain = functools.reduce(spec.merge, _stats_of(*shards))
+    expected = plain._replace(row_max=plain.row_max + shift, target_logit=plain.target_logit + shift)
+    _assert_equal(moved, expected)
+
+
+@laws
+@hypothesis.given(SHARD, st.integers(1, 4))
+def test_shards_excluded_throughout_add_nothing(shard, width):
+    """exp(-inf - -inf) is NaN: the maximum of an excluded shard must not be subtracted as it is."""
+    stats, excluded = _stats_of(shard, [-INF] * width)
+    assert (excluded.others_sum.item(), excluded.exp_shifted_sum.item(), excluded.argmax.item()) == (
+        0,
+        0,
+        INF,
+    )
+    for merged in (spec.merge(stats, excluded), spec.merge(excluded, stats)):
+        _assert_equal(merged._replace(shifted_sum=stats.shifted_sum, n_columns=stats.n_columns), stats)
+        assert merged.shifted_sum.item() == -INF
+        assert merged.n_columns.item() == len(shard) + width
+
+
+@laws
+@hypothesis.given(SHARD, st.sampled_from([NAN, INF]), st.booleans())
+def test_nan_and_plus_infinity_survive_every_merge(shard, bad, first):
+    pair = _stats_of([bad, 1.0], shard)
+    merged = spec.merge(*(pair if first else reversed(pair)))
+    label = torch.tensor([LABEL])
+    assert spec.loss(merged, label, VOCAB).isnan().all()
+    assert spec.entropy(merged, label, VOCAB).isnan().all()
+    assert spec.predictions(merged, label).tolist() == [-1]
+
+
+@laws
+@hypothesis.given(st.lists(SHARD, min_size=2, max_size=4), st.randoms(use_true_random=False))
+def test_the_first_of_equal_columns_is_the_argmax_in_any_order(shards, random):
+    columns = [x for shard in shards for x in shard]
+    known = _stats_of(*shards)
+    random.shuffle(known)
+    argmax = functools.reduce(spec.merge, known).argmax.item()
+    assert argmax == (columns.index(max(columns)) if max(columns) > -INF else INF)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_shard_of_the_lowest_numbers_leaves_no_trace_in_the_entropy(dtype):
+    """The sum of its gaps is -inf, and -inf * 0 is NaN."""
+    label = torch.tensor([LABEL])
+    near = spec.local_stats(torch.tensor([[3.0, 1.0]], dtype=dtype), label, 0, VOCAB)
+    lowest = torch.full((1, 8), torch.finfo(dtype).min, dtype=dtype)
+    beyond = spec.local_stats(lowest, label, 2, VOCAB)
+    for merged in (spec.merge(near, beyond), spec.merge(beyond, near)):
+        assert torch.equal(merged.exp_shifted_sum, near.exp_shifted_sum)
+        assert torch.equal(merged.others_sum, near.others_sum)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_excluded_shard_beside_one_of_the_lowest_numbers(dtype):
+    """Moved to a maximum that far below 0, its -inf would meet +inf."""
+    label = torch.tensor([LABEL])
+    lowest = spec.local_stats(torch.full((1, 2), torch.finfo(dtype).min, dtype=dtype), label, 0, VOCAB)
+    excluded = spec.local_stats(torch.full((1, 8), -INF, dtype=dtype), label, 2, VOCAB)
+    for merged in (spec.merge(lowest, excluded), spec.merge(excluded, lowest)):
+        assert (merged.others_sum.item(), merged.exp_shifted_sum.item()) == (1, 0)
+        assert merged.shifted_sum.item() == -INF

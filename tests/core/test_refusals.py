@@ -1,0 +1,271 @@
+"""Wrong arguments: refused by the functions and modules, with their subject, before anything changes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import re
+
+import numpy
+import pytest
+import torch
+
+import vocab_parallel_ce as package
+from vocab_parallel_ce import (
+    VocabParallelCrossEntropy,
+    VocabShard,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
+
+pytestmark = pytest.mark.reference
+
+COLUMNS = 21
+NAN, INF = float("nan"), float("inf")
+ITEMS = {"reduction": "sum"}
+
+
+def _positive(name):
+    """Wrong values of a number that must be positive: 0 or less turns a padding of -inf into +inf or NaN.
+
+    Kernels compute in fp32, where 1e39 is infinite and 1e-46 is 0.
+    """
+    message = f"{name}: must be positive and finite.*, got"
+    wrong = (0, -1.5, NAN, INF, 1e39, 1e-46)
+    return [
+        *(({name: value}, ValueError, f"{message} {re.escape(str(value))}$") for value in wrong),
+        ({name: "1"}, TypeError, f"{name}: expected a number, got str"),
+        ({name: True}, TypeError, f"{name}: expected a number, got bool"),
+        ({name: torch.tensor(1.0)}, TypeError, f"{name}: expected a number, got Tensor"),
+    ]
+
+
+OF_BOTH = [
+    *_positive("softcap"),
+    *_positive("logit_scale"),
+    ({"logit_scale": None}, TypeError, "logit_scale: expected a number, got NoneType"),
+    ({"ignore_index": -100.0}, TypeError, "ignore_index: expected an int, got float"),
+    ({"ignore_index": {1}}, TypeError, "ignore_index: expected an int, got set"),
+    ({"check_labels": 1}, TypeError, "check_labels: expected a bool, got int"),
+    ({"gradient": "inplace"}, ValueError, "gradient: expected one of .*, got 'inplace'"),
+    ({"gradient": ["auto"]}, ValueError, r"gradient: expected one of .* got \['auto'\]"),
+    ({"vocab_size": 0}, ValueError, "vocab_size: must be positive, got 0"),
+    ({"vocab_size": 21.0}, TypeError, "vocab_size: expected an int, got float"),
+    ({"vocab_size": True}, TypeError, "vocab_size: expected an int, got bool"),
+    ({"vocab_size": 22}, ValueError, "logits: last dimension must be .*22.*, got 21"),
+    ({"shard": (0, 21, 21)}, TypeError, "shard: expected a VocabShard, got tuple"),
+    ({"shard": VocabShard(0, 21, 21), "vocab_size": 21}, ValueError, "shard: has a vocab_size itself"),
+    ({"shard": VocabShard(0, 20, 20)}, ValueError, "logits: last dimension must be .*width 20.*, got 21$"),
+    ({"shard": VocabShard(21, 42, 42)}, ValueError, "shard: .* one rank, got VocabShard.*start=21"),
+    ({"shard": VocabShard(0, 21, 42)}, ValueError, "shard: .* one rank, got VocabShard.*vocab_size=42"),
+    ({"shard": VocabShard(-21, 0, 21)}, ValueError, "shard: .*0 <= start < stop, got"),
+    ({"shard": VocabShard(0, 21, 0)}, ValueError, "shard: must be columns of a vocabulary"),
+    ({"shard": VocabShard(0, 21, 21.0)}, TypeError, "shard: vocab_size: expected an int, got float"),
+    ({"shard": VocabShard(0.0, 21, 21)}, TypeError, "shard: start: expected an int, got float"),
+    ({"shard": VocabShard(0, "21", 21)}, TypeError, "shard: stop: expected an int, got str"),
+]
+OF_THE_LOSS = [
+    *(
+        ({"label_smoothing": value}, ValueError, rf"label_smoothing: must be in \[0, 1\], got {value}")
+        for value in (1.01, -0.1, INF, NAN)
+    ),
+    ({"label_smoothing": torch.tensor(0.1)}, TypeError, "label_smoothing: expected a number, got Tensor"),
+    ({"label_smoothing": True}, TypeError, "label_smoothing: expected a number, got bool"),
+    ({"label_smoothing": [0.1]}, TypeError, "label_smoothing: expected a number, got list"),
+    ({"smoothing_formula": "tf"}, ValueError, "smoothing_formula: expected one of 'torch', 'megatron'"),
+    ({"smoothing_formula": None}, ValueError, "smoothing_formula: expected one of .*, got None"),
+    *(
+        ({"z_loss": value}, ValueError, f"z_loss: must be at least 0.* got {re.escape(str(value))}$")
+        for value in (-0.1, NAN, INF, 1e39, 10**400)
+    ),
+    ({"z_loss": None}, TypeError, "z_loss: expected a number, got NoneType"),
+    ({"z_loss": torch.tensor(0.1)}, TypeError, "z_loss: expected a number, got Tensor"),
+    ({"return_metrics": 1}, TypeError, "return_metrics: expected a bool, got int"),
+    ({"reduction": "batchmean"}, ValueError, "reduction: expected one of 'mean'.* got 'batchmean'"),
+    ({"reduction": ["mean"]}, ValueError, r"reduction: expected one of .* got \['mean'\]"),
+    ({"num_items": 3}, ValueError, "num_items: expected reduction='sum' with it, got reduction='mean'"),
+    ({"num_items": 3, "reduction": "none"}, ValueError, "num_items: .* got reduction='none'"),
+    ({"num_items": -1, **ITEMS}, ValueError, "num_items: must be at least 0, got -1"),
+    ({"num_items": torch.tensor(-2), **ITEMS}, ValueError, "num_items: must be at least 0"),
+    ({"num_items": torch.tensor(NAN), **ITEMS}, ValueError, "num_items: must be at least 0"),
+    *(
+        ({"num_items": value, **ITEMS}, TypeError, f"num_items: expected an int or a tensor of .* got {name}")
+        for value, name in ((2.5, "float"), (True, "bool"), ("3", "str"))
+    ),
+    ({"num_items": torch.ones(2), **ITEMS}, ValueError, r"num_items: expected 1 element, got .*\(2,\)"),
+    ({"num_items": torch.tensor(True), **ITEMS}, TypeError, "num_items: dtype .*torch.bool"),
+    ({"num_items": torch.tensor(1j), **ITEMS}, TypeError, "num_items: dtype .*complex64"),
+    ({"num_items": torch.ones((), device="meta"), **ITEMS}, ValueError, "num_items: device .*cpu.*meta"),
+]
+OF_LOG_PROBS = [
+    *_positive("temperature"),
+    ({"entropy": 1}, TypeError, "entropy: expected a bool, got int"),
+    ({"gradient": "in_forward"}, ValueError, "gradient: expected one of 'auto', 'in_backward', .*in_forward"),
+    ({"temperature": 1e-38, "logit_scale": 4.0}, ValueError, "temperature: must be positive and finite"),
+]
+LOGITS, LABELS = torch.randn(2, 3, COLUMNS), torch.zeros(2, 3, dtype=torch.int64)
+TENSORS = [
+    ({"logits": [1.0]}, TypeError, "logits: .*Tensor.*list"),
+    ({"logits": LOGITS.double()}, TypeError, "logits: dtype .*float64"),
+    ({"logits": LOGITS.long()}, TypeError, "logits: dtype .*int64"),
+    ({"logits": LOGITS[0, 0], "labels": LABELS[0, 0]}, ValueError, r"logits: .*\(21,\)"),
+    ({"logits": LOGITS[0, 0, 0], "labels": LABELS[0, 0]}, ValueError, r"logits: .*\(\)"),
+    ({"logits": LOGITS[..., :0]}, ValueError, r"logits: .*\(2, 3, 0\)"),
+    ({"labels": None}, TypeError, "labels: .*Tensor.*NoneType"),
+    ({"labels": LABELS.short()}, TypeError, "labels: dtype .*int64.*int16"),
+    ({"labels": LABELS.float()}, TypeError, "labels: dtype .*float32"),
+    ({"labels": LABELS.bool()}, TypeError, "labels: dtype .*bool"),
+    ({"labels": LABELS.view(6)}, ValueError, r"labels: .*\(2, 3\).*\(6,\)"),
+    ({"labels": LABELS.t()}, ValueError, r"labels: .*\(2, 3\).*\(3, 2\)"),
+    ({"labels": LABELS.unsqueeze(-1).expand(2, 3, COLUMNS)}, ValueError, r"labels: .*\(2, 3\).*\(2, 3, 21\)"),
+    ({"labels": LABELS.to("meta")}, ValueError, "labels: device .*cpu.*meta"),
+    ({"labels": LABELS + COLUMNS, "check_labels": True}, ValueError, "labels: .*6 outside"),
+    ({"impl": "cuda"}, ValueError, "impl: .*'reference'.*'cuda'"),
+    ({"impl": ["auto"]}, ValueError, r"impl: expected one of .* got \['auto'\]"),
+    ({"group": "tp"}, TypeError, "group: .*ProcessGroup or None.*str"),
+]
+CASES = [
+    *((vocab_parallel_cross_entropy, *case) for case in [*OF_BOTH, *TENSORS, *OF_THE_LOSS]),
+    *((token_log_probs, *case) for case in [*OF_BOTH, *TENSORS[::4], *OF_LOG_PROBS]),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("function", "changed", "error", "message"), CASES)
+def test_refused_before_anything_is_changed(function, changed, error, message):
+    logits, labels = LOGITS.clone().requires_grad_() * 1, LABELS.clone()
+    before = logits.detach().clone()
+    with pytest.raises(error, match=f"^{message}") as raised:
+        function(**{"logits": logits, "labels": labels, **changed})
+    assert raised.value.__suppress_context__ or raised.value.__context__ is None
+    assert torch.equal(logits, before) and logits._version == labels._version == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        case
+        for case in [*OF_BOTH, *OF_THE_LOSS]
+        if not {"num_items", "shard"} & set(case[0]) and case[0].get("vocab_size") != 22
+    ]
+    + [
+        ({"shard": 3}, TypeError, "shard: expected a VocabShard"),
+        ({"shard": VocabShard(0, 9, 9), "vocab_size": 9}, ValueError, "shard: has a vocab_size"),
+        ({"shard": VocabShard(0, 12, None)}, TypeError, "shard: vocab_size: expected an int, got NoneType"),
+        ({"smoothing_formula": "megatron", "vocab_size": 1}, ValueError, "smoothing_formula: 'megatron'"),
+        ({"return_metrics": True, "vocab_size": 2**25}, ValueError, "return_metrics: vocab_size"),
+    ],
+)
+def test_the_module_refuses_them_when_it_is_made(options, error, message):
+    with pytest.raises(error, match=f"^{message}") as raised:
+        VocabParallelCrossEntropy(**options)
+    assert raised.value.__context__ is None
+
+
+@pytest.mark.parametrize("function", [vocab_parallel_cross_entropy, token_log_probs])
+def test_a_checked_label_of_a_padded_column_is_outside(function):
+    labels = torch.tensor([[0, 19, 20]])
+    with pytest.raises(ValueError, match=r"^labels: must be in \[0, 20\) .* 1 outside.*\(0, 2\): 20$"):
+        function(torch.zeros(1, 3, COLUMNS), labels, vocab_size=20, check_labels=True)
+    function(torch.zeros(1, 3, COLUMNS), labels, vocab_size=21, check_labels=True)
+
+
+def test_megatrons_formula_needs_a_second_column():
+    """It divides by V - 1."""
+    for smoothing in (0.0, 0.1):
+        options = {"smoothing_formula": "megatron", "label_smoothing": smoothing}
+        with pytest.raises(ValueError, match="^smoothing_formula: 'megatron' needs .* at least 2, got 1$"):
+            vocab_parallel_cross_entropy(torch.zeros(3, 1), torch.zeros(3).long(), **options)
+
+
+@pytest.mark.parametrize("columns", (2, 3, 33))
+def test_megatrons_formula_stays_a_mixture(columns):
+    """``e = label_smoothing * V / (V - 1)`` above 1 would give the label a negative weight."""
+    logits, labels = torch.randn(2, columns), torch.tensor([0, 1])
+    largest = (columns - 1) / columns
+    options = {"smoothing_formula": "megatron", "vocab_size": columns}
+    for loss in (
+        lambda e: vocab_parallel_cross_entropy(logits, labels, label_smoothing=e, **options),
+        lambda e: VocabParallelCrossEntropy(label_smoothing=e, **options),
+    ):
+        with pytest.raises(ValueError, match=r"^label_smoothing: must be at most \(V - 1\) / V = "):
+            loss(largest + 1e-6)
+    uniform = vocab_parallel_cross_entropy(logits, labels, label_smoothing=largest, **options)
+    assert torch.equal(uniform, vocab_parallel_cross_entropy(logits, labels, label_smoothing=1.0))
+
+
+def test_more_columns_than_fp32_counts_are_refused_with_metrics():
+    """A prediction travels as fp32, which has no 2**24 + 1."""
+    logits, labels = torch.empty(1, 2**24 + 1, device="meta"), torch.empty(1, device="meta").long()
+    with pytest.raises(ValueError, match=r"^return_metrics: vocab_size .* 2\*\*24 .*got 16777217$"):
+        vocab_parallel_cross_entropy(logits, labels, return_metrics=True)
+
+
+CALL = (torch.randn(2, 12), torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        *(
+            ({name: one}, {name: True})
+            for name, one in (("label_smoothing", 1.0), ("z_loss", 1), ("softcap", 1.0), ("ignore_index", 1))
+        ),
+        ({"ignore_index": 1}, {"ignore_index": 1.0}),
+        ({"check_labels": True}, {"check_labels": 1}),
+        ({"check_labels": False}, {"check_labels": 0}),
+        ({"return_metrics": True}, {"return_metrics": 1}),
+        ({"vocab_size": 12}, {"vocab_size": 12.0}),
+        ({"shard": VocabShard(0, 12, 12)}, {"shard": VocabShard(False, 12, 12)}),
+        ({"shard": VocabShard(0, 12, 12)}, {"shard": VocabShard(0, 12, 12.0)}),
+    ],
+    ids=str,
+)
+def test_an_equal_value_of_another_type_is_refused_before_and_after_the_right_one(right, wrong):
+    """``True == 1``, and both have one hash: what was checked for one must not let the other pass."""
+    message = f"^{next(iter(wrong))}: .*expected (an int|a number|a bool), got "
+    for _ in range(2):
+        with pytest.raises(TypeError, match=message) as raised:
+            vocab_parallel_cross_entropy(*CALL, **wrong)
+        assert raised.value.__context__ is None
+        vocab_parallel_cross_entropy(*CALL, **right)
+
+
+def test_fields_of_a_shard_may_be_numpy_integers():
+    shard = VocabShard(*map(numpy.int64, (0, 12, 11)))
+    loss = vocab_parallel_cross_entropy(*CALL, shard=shard)
+    expected = torch.nn.functional.cross_entropy(CALL[0][:, :11].double(), CALL[1])
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+
+
+def _caches():
+    """Everything in the package that ``functools.lru_cache`` made."""
+    modules = [package]
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if "__main__" not in info.name:
+            modules.append(importlib.import_module(info.name))
+    found = {id(value): value for module in modules for value in vars(module).values()}
+    return [value for value in found.values() if isinstance(value, functools._lru_cache_wrapper)]
+
+
+def test_caches_are_bounded_and_a_call_like_one_before_is_found_in_them():
+    """A weight or a temperature that is annealed has a new value every step, and shapes change too."""
+    pytest.importorskip("triton")
+    caches = _caches()
+    # One without a bound has one key a process, a device or a group.
+    of_calls = [cache for cache in caches if cache.__wrapped__.__code__.co_argcount > 1]
+    assert of_calls and all(cache.cache_info().maxsize for cache in of_calls)
+
+    def entries():
+        return sum(cache.cache_info().currsize for cache in caches)
+
+    vocab_parallel_cross_entropy(*CALL, z_loss=0.1)
+    before = entries()
+    for step in range(3):
+        vocab_parallel_cross_entropy(CALL[0] + step, CALL[1], z_loss=0.1)
+        with pytest.raises(ValueError, match="^label_smoothing: "):  # errors are not remembered
+            vocab_parallel_cross_entropy(*CALL, label_smoothing=2.0)
+    assert entries() == before
+    vocab_parallel_cross_entropy(*CALL, z_loss=0.2734375)
+    assert entries() > before

@@ -1,0 +1,127 @@
+"""Which columns a rank owns: torch.chunk's cut, equal shards with padding, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vocab_parallel_ce.shard import VocabShard
+
+hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+st = hypothesis.strategies
+
+pytestmark = pytest.mark.reference
+
+every_cut = hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
+VOCAB_SIZES = (1, 5, 7, 8, 1003, 50257)
+GROUP_SIZES = (1, 2, 3, 4, 7, 16)
+
+
+def _accepted(vocab_size, n_ranks, widths):
+    """The shards of all ranks, or None where a rank refuses."""
+    try:
+        return [VocabShard.of_rank(vocab_size, rank, n_ranks, widths[rank]) for rank in range(n_ranks)]
+    except ValueError:
+        return None
+
+
+def _valid_columns(shards):
+    return [column for shard in shards for column in range(shard.start, shard.start + shard.n_valid)]
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+@pytest.mark.parametrize("n_ranks", GROUP_SIZES)
+def test_the_cut_is_that_of_torch_chunk(vocab_size, n_ranks):
+    chunks = torch.arange(vocab_size).chunk(n_ranks)
+    if len(chunks) < n_ranks:
+        for rank in range(n_ranks):
+            with pytest.raises(
+                ValueError, match=f"^vocab_size: must leave a column to the last of {n_ranks} "
+            ):
+                VocabShard.of_rank(vocab_size, rank, n_ranks)
+        return
+    for rank, chunk in enumerate(chunks):
+        expected = (int(chunk[0]), int(chunk[-1]) + 1, vocab_size)
+        assert VocabShard.of_rank(vocab_size, rank, n_ranks) == expected
+        shard = VocabShard.of_rank(vocab_size, rank, n_ranks, len(chunk))
+        assert shard == expected
+        assert shard.n_columns == shard.n_valid == len(chunk)
+        assert shard.checked(len(chunk), n_ranks) == shard
+
+
+@pytest.mark.parametrize(
+    "vocab_size, n_ranks, width, valid",
+    [
+        (1003, 3, 342, [342, 342, 319]),
+        (50257, 4, 12672, [12672, 12672, 12672, 12241]),
+        (10, 4, 3, [3, 3, 3, 1]),
+        (9, 4, 3, [3, 3, 3, 0]),
+        (5, 4, 4, [4, 1, 0, 0]),
+        (7, 1, 8, [7]),
+    ],
+)
+def test_equal_shards_are_padded_behind_the_vocabulary(vocab_size, n_ranks, width, valid):
+    """A last shard may be partly or wholly padding."""
+    for rank, n_valid in enumerate(valid):
+        shard = VocabShard.of_rank(vocab_size, rank, n_ranks, width)
+        assert shard == (rank * width, (rank + 1) * width, vocab_size)
+        assert (shard.n_columns, shard.n_valid) == (width, n_valid)
+        assert shard.checked(width, n_ranks) == shard
+
+
+@every_cut
+@hypothesis.given(st.integers(1, 300), st.integers(1, 9), st.integers(1, 400))
+def test_accepted_shards_have_every_column_once(vocab_size, n_ranks, width):
+    padded = _accepted(vocab_size, n_ranks, [width] * n_ranks)
+    cut = _accepted(vocab_size, n_ranks, [None] * n_ranks)
+    for shards in filter(None, (padded, cut)):
+        assert _valid_columns(shards) == list(range(vocab_size))
+        assert all(shard.vocab_size == vocab_size for shard in shards)
+    holds_all = n_ranks > 1 and width >= vocab_size
+    assert (padded is not None) == (width * n_ranks >= vocab_size and not holds_all)
+
+
+@every_cut
+@hypothesis.given(st.integers(1, 300), st.integers(1, 9))
+def test_widths_of_the_cut_are_taken_for_the_cut(vocab_size, n_ranks):
+    """A rank cannot know the others' widths: its own must mean the same with and without them."""
+    cut = _accepted(vocab_size, n_ranks, [None] * n_ranks)
+    if cut is not None:
+        again = _accepted(vocab_size, n_ranks, [shard.n_columns for shard in cut])
+        assert again is not None and _valid_columns(again) == list(range(vocab_size))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("vocab_size, width", [(1000, 1000), (1000, 1024), (1000, 249), (1003, 240), (1, 1)])
+def test_a_width_that_fits_no_cut_is_refused_on_every_rank(vocab_size, width, rank):
+    """The whole vocabulary on each of several ranks gave a loss that was log(R) too large."""
+    with pytest.raises(ValueError, match="^logits: last dimension must be .* got " + str(width)):
+        VocabShard.of_rank(vocab_size, rank, 4, width)
+
+
+@pytest.mark.quick
+def test_one_rank_has_the_whole_vocabulary():
+    assert VocabShard.of_rank(1000, 0, 1, 1000) == (0, 1000, 1000)
+    assert VocabShard.of_rank(1000, 0, 1, 1024) == (0, 1024, 1000)
+    with pytest.raises(
+        ValueError,
+        match="^logits: last dimension must be at least vocab_size 1000 .* got 999",
+    ):
+        VocabShard.of_rank(1000, 0, 1, 999)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ((8.0, 0, 2), TypeError, "vocab_size: expected an int, got float"),
+        ((8, None, 2), TypeError, "rank: expected an int, got NoneType"),
+        ((8, 0, "2"), TypeError, "n_ranks: expected an int, got str"),
+        ((0, 0, 2), ValueError, "vocab_size: must be positive, got 0"),
+        ((8, 2, 2), ValueError, "rank: must be in "),
+        ((8, -1, 2), ValueError, "rank: must be in "),
+        ((8, 0, 0), ValueError, "rank: must be in "),
+    ],
+)
+def test_arguments_that_are_no_rank_of_a_group_are_refused(arguments, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        VocabShard.of_rank(*arguments)

@@ -1,0 +1,55 @@
+"""Which kernel a call on a GPU runs, as PyTorch's profiler sees it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from vocab_parallel_ce import selection, vocab_parallel_cross_entropy
+from vocab_parallel_ce.blocks import ONE_PASS
+from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
+
+pytestmark = pytest.mark.cuda
+
+
+def test_a_hopper_gpu_runs_one_pass_by_itself():
+    """The tests of that kernel are skipped where this says that it cannot run."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(f"needs compute capability 9.0, got {torch.cuda.get_device_capability()}")
+    gpu = selection.gpu_of(torch.cuda.current_device())
+    assert gpu.is_nvidia and gpu.shared_memory >= ONE_PASS_SHARED_MEMORY
+    triton_numbers = tuple(int(part) for part in (selection.triton_version() or "0.0").split(".")[:2])
+    assert gpu.has_gluon == (triton_numbers >= (3, 5))
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize(
+    ("bytes_a_row", "dtype", "options", "expected"),
+    [
+        (ONE_PASS[0][0], torch.bfloat16, {}, True),
+        (ONE_PASS[-1][1], torch.bfloat16, {"reduction": "sum"}, True),
+        (ONE_PASS[0][0], torch.float32, {"z_loss": 0.1, "ignore_index": 3}, True),
+        (ONE_PASS[0][0], torch.float16, {}, True),
+        (ONE_PASS[0][0], torch.bfloat16, {"gradient": "auto"}, False),
+        (ONE_PASS[0][0], torch.bfloat16, {"gradient": "in_backward"}, False),
+        (ONE_PASS[0][0], torch.bfloat16, {"label_smoothing": 0.1}, False),
+        (ONE_PASS[0][0], torch.bfloat16, {"softcap": 30.0}, False),
+        (ONE_PASS[0][0], torch.bfloat16, {"return_metrics": True}, False),
+        (ONE_PASS[0][0], torch.bfloat16, {"vocab_size": ONE_PASS[0][0] // 2 - 8}, False),
+        (ONE_PASS[0][0] - 16, torch.bfloat16, {}, False),
+        (ONE_PASS[-1][1] + 16, torch.bfloat16, {}, False),
+        (ONE_PASS[0][0] + 2, torch.bfloat16, {}, False),
+    ],
+)
+def test_auto_takes_one_pass_where_it_can(bytes_a_row, dtype, options, expected):
+    gpu = selection.gpu_of(torch.cuda.current_device())
+    if not gpu.is_nvidia or not gpu.has_gluon or gpu.shared_memory < ONE_PASS_SHARED_MEMORY:
+        pytest.skip(f"one_pass cannot run here: {gpu}")
+    logits = torch.zeros(2, bytes_a_row // dtype.itemsize, device="cuda", dtype=dtype).requires_grad_() * 1
+    labels = torch.zeros(2, device="cuda", dtype=torch.int64)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        vocab_parallel_cross_entropy(logits, labels, **{"gradient": "in_forward", **options})
+        torch.cuda.synchronize()
+    kernels = {event.key for event in profiled.key_averages()}
+    assert any("one_pass" in name for name in kernels) == expected, kernels

@@ -1,0 +1,266 @@
+"""What of a projection and its loss is computed, when, and where the gradients go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.linear import (
+    COLUMNS,
+    WAYS,
+    WIDTH,
+    Results,
+    assert_results,
+    check,
+    linear_fp64,
+    linear_same_dtype,
+    projection,
+    record_matmuls,
+    zero_first_grad_output,
+)
+from vocab_parallel_ce import linear_cross_entropy
+
+ROWS = 6
+BY_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+TWO_WAYS = pytest.mark.parametrize("way", [WAYS["none"], WAYS["mean"]], ids=["none", "mean"])
+
+
+class Case:
+    """Leaves on the device, their values, and the labels."""
+
+    def __init__(self, impl_device, kind="some_ignored", *, dtype=torch.float32, frozen=()):
+        self.impl, self.device = impl_device
+        self.inputs = projection(kind, rows=ROWS, vocab_size=COLUMNS, width=WIDTH, dtype=dtype, bias=True)
+        self.labels = self.inputs.labels.to(self.device)
+        self.hidden, self.weight, self.bias = (
+            getattr(self.inputs, name).clone().to(self.device).requires_grad_(name not in frozen)
+            for name in ("hidden", "weight", "bias")
+        )
+        self.leaves = [leaf for leaf in (self.hidden, self.weight, self.bias) if leaf.requires_grad]
+
+    def loss(self, hidden=None, **options):
+        hidden = self.hidden if hidden is None else hidden
+        return linear_cross_entropy(
+            hidden, self.weight, self.labels, bias=self.bias, impl=self.impl, **options
+        )
+
+    def grad_output(self, loss):
+        return (
+            zero_first_grad_output(ROWS).to(self.device)
+            if loss.dim()
+            else torch.tensor(0.75, device=self.device)
+        )
+
+    def assert_gradients(self, loss, gradients, grad_output, *, times=1, **options):
+        """``gradients`` of hidden states, weight and bias are ``times`` those of the loss."""
+        expected = [
+            compute(self.inputs, times * grad_output.cpu(), **options)
+            for compute in (linear_fp64, linear_same_dtype)
+        ]
+        assert_results(Results((loss,), *gradients), *expected)
+
+
+FROZEN = [
+    ((), {"mean": 3, "sum": 3, "mean, in_backward": 4, "sum, in_backward": 4, "none": 4}),
+    (("weight",), {"mean": 2, "mean, in_backward": 3, "none": 3}),
+    (("weight", "bias"), {"sum": 2, "none": 3}),
+    (("hidden",), {"mean": 2, "none": 3}),
+    (("hidden", "weight"), {"mean": 1, "none": 2}),
+    (("hidden", "weight", "bias"), {"mean": 1, "sum": 1, "none": 1}),
+]
+
+
+@pytest.mark.interpreted(4)
+@pytest.mark.parametrize(
+    ("frozen", "way", "expected"),
+    [(frozen, way, n) for frozen, counts in FROZEN for way, n in counts.items()],
+)
+def test_only_the_matmuls_that_are_needed(impl_device, frozen, way, expected):
+    """Gradients that somebody wants: in forward, or after the logits were computed again in backward."""
+    case, chunks = Case(impl_device, "peaked", frozen=frozen), 2
+    with record_matmuls() as in_forward:
+        loss = case.loss(chunk_tokens=ROWS // chunks, **WAYS[way])
+    assert loss.requires_grad == bool(case.leaves)
+    with record_matmuls() as in_backward:
+        if case.leaves:
+            loss.backward(case.grad_output(loss))
+    gradients_in_forward = WAYS[way].get("gradient") == "in_forward" or not case.leaves
+    assert len(in_forward) == chunks * (expected if gradients_in_forward else 1), in_forward
+    assert len(in_forward) + len(in_backward) == chunks * expected, in_backward
+    check(impl_device, case.inputs, case.grad_output(loss).cpu(), frozen=frozen, **WAYS[way])
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_auto_computes_gradients_in_forward_where_reduced(impl_device, reduction, dtype):
+    """But in backward of fp16, which has no room for a gradient that no loss scale has multiplied yet."""
+    case = Case(impl_device, dtype=dtype)
+    with record_matmuls() as in_forward:
+        loss = case.loss(reduction=reduction)
+    with record_matmuls() as in_backward:
+        loss.backward(case.grad_output(loss))
+    recomputed = reduction == "none" or dtype == torch.float16
+    assert (len(in_forward), len(in_backward)) == ((1, 3) if recomputed else (3, 0))
+
+
+@BY_WAY
+@pytest.mark.parametrize("context", ["no_grad", "inference_mode", "requires_grad=False"])
+def test_without_a_gradient_there_are_the_logits_and_nothing_else(impl_device, context, way):
+    case = Case(impl_device, frozen=("hidden", "weight", "bias") if context == "requires_grad=False" else ())
+    with torch.enable_grad() if context == "requires_grad=False" else getattr(torch, context)():
+        with record_matmuls() as matmuls:
+            loss = case.loss(**way)
+    assert len(matmuls) == 1 and not loss.requires_grad
+    case.assert_gradients(loss, (None, None, None), case.grad_output(loss), **way)
+
+
+@pytest.mark.parametrize("rows_of_logits", [1, 2, 5])
+def test_a_budget_of_memory_bounds_the_logits_that_exist_at_a_time(impl_device, rows_of_logits):
+    case = Case(impl_device, "peaked", dtype=torch.bfloat16)
+    options = {"memory_budget": rows_of_logits * COLUMNS * 2 + 1, "reduction": "sum"}
+    with record_matmuls() as matmuls:
+        case.loss(**options)
+    assert len(matmuls) % 3 == 0 and len(matmuls) >= 3 * -(-ROWS // rows_of_logits)
+    check(impl_device, case.inputs, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@BY_WAY
+def test_the_weights_gradient_is_added_to_main_grad(impl_device, way, dtype):
+    """In fp32 and by backward alone; autograd then gets none, so that nobody adds it a second time."""
+    case = Case(impl_device, dtype=dtype)
+    main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
+    for step in (1, 2):
+        before = main_grad.clone()
+        loss = case.loss(main_grad=main_grad, chunk_tokens=2, **way)
+        assert torch.equal(main_grad, before), "written by forward"
+        grad_output = case.grad_output(loss)
+        loss.backward(grad_output)
+        truth, peer = (
+            compute(case.inputs, step * grad_output.cpu(), **way)
+            for compute in (linear_fp64, linear_same_dtype)
+        )
+        assert_results(Results((), None, main_grad.to(dtype), None), truth, peer)
+    assert case.weight.grad is None and case.bias.grad is not None and case.hidden.grad is not None
+    assert not torch.equal(main_grad, main_grad.bfloat16().float()), "rounded on the way"
+
+
+@TWO_WAYS
+def test_main_grad_of_a_parameter_that_says_whether_it_was_added(impl_device, way):
+    """Megatron's optimizer adds the gradient itself unless the attribute is True."""
+    case = Case(impl_device)
+    case.weight.grad_added_to_main_grad = False
+    main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
+    loss = case.loss(main_grad=main_grad, **way)
+    assert case.weight.grad_added_to_main_grad is False
+    loss.backward(case.grad_output(loss))
+    assert case.weight.grad_added_to_main_grad is True
+    case.assert_gradients(loss, (case.hidden.grad, main_grad, case.bias.grad), case.grad_output(loss), **way)
+
+
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+@BY_WAY
+def test_autocast_multiplies_in_its_dtype_and_leaves_fp32_gradients_unrounded(impl_device, way, hidden_dtype):
+    case = Case(impl_device)
+    case.hidden = case.hidden.detach().to(hidden_dtype).requires_grad_()
+    case.inputs = case.inputs._replace(hidden=case.hidden.detach().float().cpu())
+    with torch.autocast(case.device, torch.bfloat16):
+        loss = case.loss(chunk_tokens=2, **way)
+    grad_output = case.grad_output(loss)
+    loss.backward(grad_output)
+    truth = linear_fp64(case.inputs, grad_output.cpu(), **way)
+    peer = linear_same_dtype(
+        case.inputs.to(torch.bfloat16), grad_output.cpu(), weight_dtype=torch.float32, **way
+    )
+    peer = peer._replace(hidden=peer.hidden.to(hidden_dtype))
+    assert_results(Results((loss,), case.hidden.grad, case.weight.grad, case.bias.grad), truth, peer)
+    assert not torch.equal(case.weight.grad, case.weight.grad.bfloat16().float())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@BY_WAY
+def test_checkpointed_recomputation(impl_device, way, use_reentrant):
+    """Forward runs twice, once without a graph where it is reentrant; main_grad is added to once."""
+    expected, got = [], []
+    for results in (expected, got):
+        case = Case(impl_device, dtype=torch.bfloat16)
+        main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
+        for options in ({}, {"main_grad": main_grad}):
+
+            def head(hidden, case=case, options=options):
+                return case.loss(hidden * 2, **options, **way)
+
+            plain = results is expected
+            loss = head(case.hidden) if plain else checkpoint(head, case.hidden, use_reentrant=use_reentrant)
+            loss.backward(case.grad_output(loss))
+            results.append(loss)
+        results += [case.hidden.grad, case.weight.grad, case.bias.grad, main_grad]
+    for value, same in zip(got, expected, strict=True):
+        assert torch.equal(value, same)
+
+
+@TWO_WAYS
+def test_compiled_caller(impl_device, way):
+    """Options are Python floats, which compiled kernels take for fp64; the graph breaks before them."""
+    case = Case(impl_device)
+    scalars = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 20.0, "logit_scale": 0.4}
+
+    def step(hidden):
+        loss, metrics = case.loss(hidden * 2, return_metrics=True, chunk_tokens=2, **scalars, **way)
+        return loss.sum() * 3 + metrics.token_accuracy
+
+    compiled = torch.compile(step, backend="inductor" if case.hidden.is_cuda else "aot_eager")
+    losses = compiled(case.hidden), step(case.hidden)
+    results = [(loss, *torch.autograd.grad(loss, case.leaves)) for loss in losses]
+    assert all(map(torch.equal, *results))
+
+
+@BY_WAY
+def test_a_second_backward_gives_the_same_again_or_names_the_remedy(impl_device, way):
+    """Others scale their saved buffer twice, silently."""
+    case = Case(impl_device, dtype=torch.bfloat16)
+    loss = case.loss(**way)
+    grad_output = case.grad_output(loss)
+    first = torch.autograd.grad(loss, case.leaves, grad_output, retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    try:
+        second = torch.autograd.grad(loss, case.leaves, grad_output, retain_graph=True)
+    except RuntimeError as error:
+        assert way.get("gradient") == "in_forward" and "in_backward" in str(error)
+        second = first
+    for before, gradient, again in zip(kept, first, second, strict=True):
+        assert torch.equal(gradient, before) and torch.equal(again, before)
+    case.assert_gradients(loss, first, grad_output, **way)
+    if way.get("gradient") != "in_forward":
+        third = torch.autograd.grad(loss, case.leaves, 2 * grad_output)
+        case.assert_gradients(loss, third, grad_output, times=2, **way)
+
+
+@BY_WAY
+def test_double_backward_raises(impl_device, way):
+    """A gradient that pretends to be a constant would be silently wrong."""
+    case = Case(impl_device)
+    loss = case.loss(**way)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(loss, case.leaves, torch.ones_like(loss), create_graph=True)
+
+
+@BY_WAY
+def test_other_tensors_of_the_caller_are_never_written(impl_device, way):
+    """Nor are they kept to be changed by a later optimizer step unnoticed: autograd reports that."""
+    case = Case(impl_device)
+    hidden = case.hidden * 1
+    loss = case.loss(hidden, **way)
+    grad_output = case.grad_output(loss)
+    kept, version = grad_output.clone(), grad_output._version
+    loss.backward(grad_output)
+    assert torch.equal(grad_output, kept) and grad_output._version == version
+    assert hidden._version == case.weight._version == case.bias._version == case.labels._version == 0
+    assert torch.equal(hidden, case.hidden) and torch.equal(case.hidden.cpu(), case.inputs.hidden)
+    if way.get("gradient") != "in_forward":
+        loss = case.loss(**way)
+        with torch.no_grad():
+            case.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward(grad_output)

@@ -1,0 +1,208 @@
+"""The module of a fused projection and loss, and the heads that it shares or owns."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import IGNORE_INDEX
+from tests.support.linear import (
+    COLUMNS,
+    WIDTH,
+    Results,
+    assert_results,
+    linear_fp64,
+    linear_same_dtype,
+    made,
+)
+from vocab_parallel_ce import LinearCrossEntropy, LossMetrics, linear_cross_entropy
+
+
+def _own(bias=False, **options):
+    """A module with a head of its own."""
+    return LinearCrossEntropy(None, in_features=WIDTH, columns=COLUMNS, bias=bias, **options)
+
+
+def _inputs(device, **settings):
+    inputs = made(**settings)
+    return inputs, inputs.hidden.to(device).requires_grad_(), inputs.labels.to(device)
+
+
+def _linear(inputs, device):
+    head = nn.Linear(WIDTH, COLUMNS, bias=inputs.bias is not None)
+    head.load_state_dict({name: getattr(inputs, name) for name in head.state_dict()})
+    return head.to(device)
+
+
+SHARED = {
+    "linear": lambda inputs, device: _linear(inputs, device),
+    "linear without a bias": lambda inputs, device: _linear(inputs._replace(bias=None), device),
+    "embedding": lambda inputs, device: nn.Embedding.from_pretrained(inputs.weight.clone(), freeze=False).to(
+        device
+    ),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", SHARED)
+def test_a_head_that_is_shared_gets_its_gradient_and_stays_its_owners(impl_device, name):
+    """A checkpoint that had it twice could not be loaded into a model that ties it."""
+    impl, device = impl_device
+    inputs, hidden, labels = _inputs(device, bias=True)
+    head = SHARED[name](inputs, device)
+    module = LinearCrossEntropy(head, impl=impl, label_smoothing=0.1, reduction="sum")
+    assert not module.state_dict() and not list(module.parameters())
+    loss = module(hidden, labels, num_items=3)
+    loss.backward()
+    bias = getattr(head, "bias", None)
+    inputs = inputs if bias is not None else inputs._replace(bias=None)
+    results = Results((loss,), hidden.grad, head.weight.grad, None if bias is None else bias.grad)
+    options = {"label_smoothing": 0.1, "reduction": "sum", "num_items": 3}
+    assert_results(results, *(compute(inputs, **options) for compute in (linear_fp64, linear_same_dtype)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_of_its_own_is_in_its_state(impl_device, bias):
+    impl, device = impl_device
+    inputs, hidden, labels = _inputs(device, bias=bias)
+    module = _own(bias, impl=impl).to(device)
+    state = module.state_dict()
+    shapes = [(COLUMNS, WIDTH), (COLUMNS,)][: 1 + bias]
+    assert [tuple(value.shape) for value in state.values()] == shapes
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    values = [inputs.weight, inputs.bias][: 1 + bias]
+    module.load_state_dict(dict(zip(state, values, strict=True)))
+    loss = module(hidden, labels)
+    loss.backward()
+    gradients = [parameter.grad for parameter in module.parameters()] + [None]
+    expected = (compute(inputs) for compute in (linear_fp64, linear_same_dtype))
+    assert_results(Results((loss,), hidden.grad, *gradients[:2]), *expected)
+
+
+class TiedModel(nn.Module):
+    """An embedding whose weight is the head of the loss as well."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.embedding = nn.Embedding(COLUMNS, WIDTH)
+        self.loss = LinearCrossEntropy(self.embedding, **options)
+
+    def forward(self, tokens, labels):
+        return self.loss(self.embedding(tokens).tanh(), labels)
+
+
+def _tied_loss(weight, tokens, labels):
+    return F.cross_entropy(F.linear(F.embedding(tokens, weight).tanh(), weight), labels)
+
+
+def test_a_tied_embedding_gets_the_gradient_of_both_of_its_uses(impl_device):
+    impl, device = impl_device
+    torch.manual_seed(0)
+    model = TiedModel(impl=impl, chunk_tokens=2).to(device)
+    tokens = torch.tensor([[3, 1, 4], [1, 5, 9]], device=device)
+    labels = torch.tensor([[1, 4, IGNORE_INDEX], [5, 9, 2]], device=device)
+    weight = model.embedding.weight
+    gradients = []
+    for dtype in (torch.float64, torch.float32):
+        leaf = weight.detach().cpu().to(dtype).requires_grad_()
+        _tied_loss(leaf, tokens.cpu().view(-1), labels.cpu().view(-1)).backward()
+        gradients.append(leaf.grad)
+    model(tokens, labels).backward()
+    assert_within_budget(weight.grad, *gradients)
+    assert list(model.state_dict()) == ["embedding.weight"]
+    assert [name for name, _ in model.named_parameters()] == ["embedding.weight"]
+
+
+def test_a_copy_of_a_model_shares_its_own_embedding():
+    tokens = torch.tensor([3, 1, 4])
+    model = TiedModel()
+    twin = copy.deepcopy(model)
+    twin(tokens, tokens).backward()
+    assert model.embedding.weight.grad is None and twin.embedding.weight.grad.any()
+    with torch.no_grad():
+        twin.embedding.weight.zero_()
+    assert twin(tokens, tokens).item() == pytest.approx(torch.tensor(float(COLUMNS)).log().item())
+    # What is cast, moved, or replaced is looked up anew.
+    twin = twin.to(torch.bfloat16)
+    twin(tokens, tokens).backward()
+    twin.embedding.weight = nn.Parameter(torch.zeros(COLUMNS, WIDTH))
+    twin(tokens, tokens).backward()
+    assert twin.embedding.weight.grad is not None
+
+
+def _swapped_by_load_state_dict(head, new):
+    head.load_state_dict({"weight": new}, assign=True)
+    return head.weight
+
+
+def _swapped_by_assignment(head, new):
+    head.weight = nn.Parameter(new)
+    return head.weight
+
+
+@pytest.mark.parametrize("swap", [_swapped_by_load_state_dict, _swapped_by_assignment])
+@pytest.mark.parametrize("kind", ["linear without a bias", "embedding"])
+@pytest.mark.reference
+def test_a_weight_in_the_place_of_the_first_is_the_one_that_is_trained(kind, swap):
+    inputs, hidden, labels = _inputs("cpu")
+    head = SHARED[kind](inputs._replace(weight=torch.full_like(inputs.weight, 7.0)), "cpu")
+    module, first = LinearCrossEntropy(head), head.weight
+    weight = swap(head, inputs.weight.clone())
+    assert weight is not first
+    loss = module(hidden, labels)
+    loss.backward()
+    assert first.grad is None
+    results = Results((loss,), hidden.grad, weight.grad, None)
+    assert_results(results, *(compute(inputs) for compute in (linear_fp64, linear_same_dtype)))
+
+
+@pytest.mark.reference
+def test_functional_call_trains_the_weight_that_it_is_given():
+    torch.manual_seed(0)
+    model = TiedModel()
+    tokens, labels = torch.tensor([3, 1, 4, 1]), torch.tensor([1, 4, IGNORE_INDEX, 2])
+    new = torch.randn(COLUMNS, WIDTH, requires_grad=True)
+    loss = torch.func.functional_call(model, {"embedding.weight": new}, (tokens, labels))
+    loss.backward()
+    assert model.embedding.weight.grad is None
+    expected = []
+    for dtype in (torch.float64, torch.float32):
+        leaf = new.detach().to(dtype).requires_grad_()
+        of_leaf = _tied_loss(leaf, tokens, labels)
+        of_leaf.backward()
+        expected.append((of_leaf, leaf.grad))
+    for actual, pair in zip((loss, new.grad), zip(*expected, strict=True), strict=True):
+        assert_within_budget(actual, *pair)
+
+
+def test_the_module_is_the_function_with_its_options_fixed(impl_device):
+    impl, device = impl_device
+    inputs, hidden, labels = _inputs(device, bias=True)
+    labels = labels.clamp(max=COLUMNS - 3)
+    options = {
+        "label_smoothing": 0.1,
+        "smoothing_formula": "megatron",
+        "z_loss": 0.02,
+        "softcap": 20.0,
+        "logit_scale": 0.4,
+        "vocab_size": COLUMNS - 2,
+        "gradient": "in_backward",
+        "impl": impl,
+        "chunk_tokens": 2,
+    }
+    head = _linear(inputs, device)
+    for reduction, num_items in (("none", None), ("sum", 4)):
+        options["reduction"] = reduction
+        module = LinearCrossEntropy(head, **options)
+        expected = linear_cross_entropy(
+            hidden, head.weight, labels, bias=head.bias, num_items=num_items, **options
+        )
+        assert torch.equal(module(hidden, labels, num_items), expected)
+        assert torch.equal(module.eval()(hidden, labels, num_items=num_items), expected)
+    loss, metrics = LinearCrossEntropy(head, return_metrics=True, **options)(hidden, labels, 4)
+    assert torch.equal(loss, expected) and isinstance(metrics, LossMetrics)

@@ -1,0 +1,314 @@
+"""Calls and heads that a fused projection and loss refuses, before anything is changed, with the remedy."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils._pytree import tree_map
+
+from tests.core.test_refusals import OF_BOTH, OF_LOG_PROBS, OF_THE_LOSS
+from tests.support.linear import COLUMNS, WIDTH
+from vocab_parallel_ce import LinearCrossEntropy, VocabShard, linear_cross_entropy, linear_token_log_probs
+
+pytestmark = pytest.mark.reference
+
+FUNCTIONS = (linear_cross_entropy, linear_token_log_probs)
+EITHER = (TypeError, ValueError)
+
+
+class QuantisedWeight(torch.Tensor):
+    """Integers and a scale that pass for a weight of another dtype, as torchao's and others' do."""
+
+    @staticmethod
+    def __new__(cls, values, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype, device=values.device)
+
+    def __init__(self, values, scale):
+        self.values, self.scale = values, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values, args[0].scale)
+        args, kwargs = tree_map(
+            lambda x: x.values * x.scale if isinstance(x, cls) else x, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+def _valid():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "hidden": torch.randn(2, 3, WIDTH, generator=generator),
+        "weight": torch.randn(COLUMNS, WIDTH, generator=generator),
+        "labels": torch.zeros(2, 3, dtype=torch.int64),
+        "bias": torch.randn(COLUMNS, generator=generator),
+    }
+
+
+HIDDEN, WEIGHT, LABELS, BIAS = _valid().values()
+QUANTISED = QuantisedWeight(torch.ones(COLUMNS, WIDTH, dtype=torch.int8), torch.tensor(0.1))
+META = torch.device("meta")
+TENSORS = [
+    ({"hidden": [1.0]}, TypeError, "hidden: .*Tensor.*list"),
+    ({"hidden": HIDDEN.double()}, TypeError, "hidden: dtype .*float64"),
+    ({"hidden": HIDDEN.long()}, TypeError, "hidden: dtype .*int64"),
+    ({"hidden": HIDDEN[0, 0], "labels": LABELS[0, 0]}, ValueError, r"hidden: .*\(8,\)"),
+    ({"hidden": HIDDEN[..., :0], "weight": WEIGHT[:, :0]}, ValueError, r"hidden: .*\(2, 3, 0\)"),
+    ({"weight": None}, TypeError, "weight: .*Tensor.*NoneType"),
+    ({"weight": nn.Linear(WIDTH, COLUMNS)}, TypeError, "weight: .*Tensor.*Linear"),
+    ({"weight": WEIGHT[0]}, ValueError, r"weight: .*\(8,\)"),
+    ({"weight": WEIGHT.unsqueeze(0)}, ValueError, r"weight: .*\(1, 21, 8\)"),
+    ({"weight": WEIGHT.t()}, ValueError, r"weight: .*8.*\(8, 21\)"),
+    ({"weight": WEIGHT[:0], "bias": None}, ValueError, r"weight: .*\(0, 8\)"),
+    ({"weight": WEIGHT.to(torch.int8)}, TypeError, "weight: dtype .*int8"),
+    ({"weight": WEIGHT.to(torch.float8_e4m3fn)}, TypeError, "weight: dtype .*float8_e4m3fn"),
+    ({"weight": WEIGHT.bfloat16()}, TypeError, "weight: dtype .*float32.*bfloat16"),
+    ({"hidden": HIDDEN.bfloat16()}, TypeError, "weight: dtype .*bfloat16.*float32"),
+    ({"weight": QUANTISED}, TypeError, "weight: .*QuantisedWeight"),
+    ({"weight": nn.Parameter(QUANTISED, requires_grad=False)}, TypeError, "weight: .*QuantisedWeight"),
+    ({"weight": WEIGHT.to(META)}, ValueError, "weight: device .*cpu.*meta"),
+    ({"bias": 0.0}, TypeError, "bias: .*Tensor.*float"),
+    ({"bias": WEIGHT[0]}, ValueError, r"bias: .*21.*\(8,\)"),
+    ({"bias": BIAS.bfloat16()}, TypeError, "bias: dtype .*float32.*bfloat16"),
+    ({"bias": BIAS.to(META)}, ValueError, "bias: device .*cpu.*meta"),
+    ({"labels": None}, TypeError, "labels: .*Tensor.*NoneType"),
+    ({"labels": LABELS.short()}, TypeError, "labels: dtype .*int64.*int16"),
+    ({"labels": LABELS.view(6)}, ValueError, r"labels: .*\(2, 3\).*\(6,\)"),
+    ({"labels": LABELS.t()}, ValueError, r"labels: .*\(2, 3\).*\(3, 2\)"),
+    ({"labels": LABELS.to(META)}, ValueError, "labels: device .*cpu.*meta"),
+]
+SETTINGS = [
+    ({"main_grad": WEIGHT.bfloat16()}, TypeError, "main_grad: dtype .*float32.*bfloat16"),
+    ({"main_grad": WEIGHT.t()}, ValueError, r"main_grad: .*\(21, 8\).*\(8, 21\)"),
+    ({"main_grad": WEIGHT.to(META)}, ValueError, "main_grad: .*cpu.*meta"),
+    ({"main_grad": True}, TypeError, "main_grad: .*Tensor.*bool"),
+    *(
+        ({name: value}, ValueError, f"{name}: .* got {value}")
+        for name, values in {"chunk_tokens": (0, -1), "memory_budget": (0, -1, COLUMNS * 4 - 1)}.items()
+        for value in values
+    ),
+    *(
+        ({name: value}, EITHER, f"{name}: expected .*got .*{got}")
+        for name in ("chunk_tokens", "memory_budget")
+        for value, got in (("x", "x|str"), (True, "bool|True"), (2.5, "float|2.5"))
+    ),
+    ({"chunk_tokens": None}, EITHER, "chunk_tokens: expected .*None"),
+    (
+        {"chunk_tokens": 2, "memory_budget": 10**6},
+        ValueError,
+        "(chunk_tokens|memory_budget): .*(memory_budget|chunk_tokens)",
+    ),
+    ({"sequence_parallel": 1}, TypeError, "sequence_parallel: expected a bool, got int"),
+    ({"sequence_parallel": True}, ValueError, "sequence_parallel: .*group"),
+    ({"reduce_hidden_grad": 0}, TypeError, "reduce_hidden_grad: expected a bool, got int"),
+    (
+        {"gradient": "out_of_place"},
+        ValueError,
+        "gradient: expected one of 'auto', 'in_forward', 'in_backward'",
+    ),
+    ({"gradient": "in_forward", "reduction": "none"}, ValueError, "gradient: 'in_forward' .*none"),
+    ({"valid_tokens": -1}, ValueError, "valid_tokens: .*got -1"),
+    *(
+        ({"valid_tokens": value}, TypeError, f"valid_tokens: expected an int.*got {type(value).__name__}")
+        for value in (True, 2.5, "3", torch.tensor(3))
+    ),
+    ({"vocab_size": 22}, ValueError, r"(weight|vocab_size): .*22.*21"),
+    ({"vocab_size": True}, TypeError, "vocab_size: expected an int, got bool"),
+    ({"shard": VocabShard(0, 20, 20)}, ValueError, r"(weight|shard): .*20.*21"),
+    ({"shard": VocabShard(0, 21, 42)}, ValueError, "shard: .*one rank"),
+    ({"group": "tp"}, TypeError, "group: .*ProcessGroup or None.*str"),
+    ({"impl": "cuda"}, ValueError, "impl: .*'reference'.*'cuda'"),
+]
+
+
+def _cases(function):
+    """All that ``function`` has an argument for, except what is about sizes of logits."""
+    cases = [*TENSORS, *SETTINGS]
+    of_options = OF_THE_LOSS
+    if function is linear_token_log_probs:
+        cases = [case for case in cases[::3] if not {"valid_tokens", "gradient"} & set(case[0])]
+        of_options = OF_LOG_PROBS
+    cases += [
+        case for case in [*OF_BOTH, *of_options] if not {"vocab_size", "shard", "gradient"} & set(case[0])
+    ]
+    return [(function, *case) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("function", "changed", "error", "message"), [case for function in FUNCTIONS for case in _cases(function)]
+)
+def test_refused_before_anything_is_changed(function, changed, error, message):
+    arguments = _valid() | changed
+    tensors = [value for value in arguments.values() if type(value) is torch.Tensor and not value.is_meta]
+    before = [(tensor.clone(), tensor._version) for tensor in tensors]
+    with pytest.raises(error, match=f"^{message}") as raised:
+        function(**arguments)
+    assert raised.value.__suppress_context__ or raised.value.__context__ is None
+    for tensor, (values, version) in zip(tensors, before, strict=True):
+        assert tensor._version == version
+        torch.testing.assert_close(tensor, values, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_parameters_and_their_views_are_plain_tensors(function):
+    parameter = nn.Parameter(WEIGHT.clone())
+    for weight in (parameter, parameter * 2, parameter[:, :], parameter.t().contiguous().t()):
+        parameter.grad = None
+        function(**_valid() | {"weight": weight}).sum().backward()
+        assert parameter.grad.any()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_checked_label_of_a_padded_column_is_outside(function):
+    arguments = _valid() | {"labels": torch.tensor([[0, 19, 20], [-100, 1, 2]])}
+    with pytest.raises(ValueError, match=r"^labels: must be in \[0, 20\) .* 1 outside.*\(0, 2\): 20$"):
+        function(**arguments, vocab_size=20, check_labels=True)
+    function(**arguments, vocab_size=21, check_labels=True)
+
+
+class LoraLinear(nn.Module):
+    """An adapter around a frozen head, of which the head's weight is not all, named as peft names it."""
+
+    def __init__(self, base_layer, rank=2):
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base_layer.out_features, bias=False)})
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    def forward(self, hidden):
+        added = self.lora_B["default"](self.lora_A["default"](hidden))
+        return self.base_layer(hidden) + added
+
+
+class Int8Linear(nn.Linear):
+    """A head whose weight is stored as integers with a scale a row."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features, bias=False)
+        self.weight = nn.Parameter(
+            torch.ones(out_features, in_features, dtype=torch.int8), requires_grad=False
+        )
+        self.scale = nn.Parameter(torch.ones(out_features, 1))
+
+    def forward(self, hidden):
+        return hidden @ (self.weight * self.scale).T
+
+
+class ScaledLinear(nn.Linear):
+    """A head whose forward is not that of its weight, as in older adapters that subclass ``nn.Linear``."""
+
+    def forward(self, hidden):
+        return super().forward(hidden) / 8
+
+
+def _linear():
+    return nn.Linear(WIDTH, COLUMNS)
+
+
+def _hooked(name, hook):
+    head = _linear()
+    getattr(head, name)(hook)
+    return head
+
+
+def _patched():
+    head = _linear()
+    head.forward = lambda hidden: hidden
+    return head
+
+
+def _quantised_parameter():
+    head = _linear()
+    head.weight = nn.Parameter(QUANTISED, requires_grad=False)
+    return head
+
+
+def _parametrised():
+    head = _linear()
+    parametrize.register_parametrization(head, "weight", nn.Identity())
+    return head
+
+
+HEADS = {
+    "LoRA around the head": (lambda: LoraLinear(_linear()), "LoraLinear"),
+    "int8 weight": (lambda: Int8Linear(WIDTH, COLUMNS), "Int8Linear|int8"),
+    "quantised weight": (_quantised_parameter, "QuantisedWeight"),
+    "another forward": (lambda: ScaledLinear(WIDTH, COLUMNS), "ScaledLinear"),
+    "parametrised": (_parametrised, "[Pp]arametri[sz]"),
+    "weight norm": (lambda: parametrizations.weight_norm(_linear()), "[Pp]arametri[sz]"),
+    "forward hook": (lambda: _hooked("register_forward_hook", lambda *_: None), "hook"),
+    "forward pre-hook": (lambda: _hooked("register_forward_pre_hook", lambda *_: None), "hook"),
+    "backward hook": (lambda: _hooked("register_full_backward_hook", lambda *_: None), "hook"),
+    "patched forward": (_patched, "patched forward"),
+    "a sequence": (lambda: nn.Sequential(_linear()), "Sequential"),
+    "a parameter": (lambda: _linear().weight, "Parameter.*linear_cross_entropy"),
+    "a tensor": (lambda: WEIGHT, "Tensor.*linear_cross_entropy"),
+    "a 1-D parameter": (lambda: nn.Parameter(torch.ones(WIDTH)), "Parameter.*linear_cross_entropy"),
+    "a name": (lambda: "lm_head", "str"),
+}
+REMEDY = r"(vocab_parallel_cross_entropy|linear_cross_entropy|merge|remove|expected)"
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_that_is_more_than_its_weight_is_refused_when_the_module_is_made(name):
+    """Reading ``head.weight`` would train nothing of an adapter, and skip whatever a hook does."""
+    make, named = HEADS[name]
+    with pytest.raises((TypeError, ValueError), match=f"^(head|weight): .*({named})") as raised:
+        LinearCrossEntropy(make())
+    assert re.search(REMEDY, str(raised.value)), raised.value
+
+
+LATER = {
+    "forward hook": lambda head: head.register_forward_hook(lambda *_: None),
+    "full backward pre-hook": lambda head: head.register_full_backward_pre_hook(lambda *_: None),
+    "forward of its own": lambda head: setattr(head, "forward", lambda hidden: hidden @ head.weight.T / 8),
+    "parametrised": lambda head: parametrize.register_parametrization(head, "weight", nn.Identity()),
+    "quantised": lambda head: setattr(head, "weight", nn.Parameter(QUANTISED, requires_grad=False)),
+}
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_a_head_that_becomes_more_than_its_weight_is_refused_when_it_is_used(change):
+    """Adapters and hooks are added to a model that exists; wrappers replace ``forward`` in the instance."""
+    head = _linear()
+    module = LinearCrossEntropy(head)
+    module(HIDDEN, LABELS)
+    LATER[change](head)
+    for use in (lambda: LinearCrossEntropy(head), lambda: module(HIDDEN, LABELS)):
+        with pytest.raises(EITHER, match="^(head|weight): "):
+            use()
+
+
+OWN = {"in_features": WIDTH, "columns": COLUMNS}
+MODULE_SETTINGS = {
+    "no head": (None, {}, EITHER, "(head|in_features|columns): "),
+    "no columns": (None, {"in_features": WIDTH}, EITHER, "(head|in_features|columns): "),
+    "no width": (None, OWN | {"in_features": 0}, ValueError, "in_features: .*0"),
+    "negative columns": (None, OWN | {"columns": -1}, ValueError, "columns: .*-1"),
+    "a float": (None, OWN | {"in_features": 8.0}, TypeError, "in_features: .*float"),
+    "two heads": (_linear(), OWN, EITHER, "(head|in_features|columns): "),
+    "a bias beside a head": (_linear(), {"bias": True}, EITHER, "(head|bias): "),
+    "reduction": (_linear(), {"reduction": "max"}, ValueError, "reduction: "),
+    "gradient": (_linear(), {"gradient": "out_of_place"}, ValueError, "gradient: "),
+    "smoothing": (_linear(), {"label_smoothing": 3}, ValueError, "label_smoothing: "),
+    "chunks": (_linear(), {"chunk_tokens": 0}, ValueError, "chunk_tokens: "),
+    "sequence_parallel": (_linear(), {"sequence_parallel": "yes"}, TypeError, "sequence_parallel: "),
+    "no option": (_linear(), {"soft_cap": 3.0}, TypeError, ".*soft_cap"),
+}
+
+
+@pytest.mark.parametrize(
+    ("head", "settings", "error", "message"), MODULE_SETTINGS.values(), ids=MODULE_SETTINGS
+)
+def test_the_module_refuses_wrong_settings_when_it_is_made(head, settings, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        LinearCrossEntropy(head, **settings)

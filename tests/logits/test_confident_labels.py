@@ -1,0 +1,142 @@
+"""Labels with p_y near 1 in fp32: the gradient is 1 - p_y, the loss about that, both to their last digits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.support.confident import (
+    EPS,
+    ROWS,
+    Rows,
+    assert_as_exact_as_fp32,
+    confident_rows,
+    relative_errors,
+    truth_of,
+)
+from vocab_parallel_ce import (
+    linear_cross_entropy,
+    reference,
+    spec,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import PLAIN
+
+
+def rows_for(impl_device):
+    """Enough for a root mean square, if the interpreter can do them."""
+    return ROWS if impl_device == ("triton", "cpu") else 16 * ROWS
+
+
+def by_the_loss(impl_device, logits, labels, **options):
+    impl, device = impl_device
+    leaf = logits.to(device, copy=True).requires_grad_()
+    loss = vocab_parallel_cross_entropy(leaf * 1.0, labels.to(device), impl=impl, **options)
+    (grad,) = torch.autograd.grad(loss.sum(), leaf)
+    return Rows(loss.detach().cpu(), grad.cpu())
+
+
+def by_ranks(impl_device, logits, labels, n_ranks):
+    """From the statistics of each rank's columns, merged as every rank merges them."""
+    impl, device = impl_device
+    if impl == "reference":
+        launchers = reference
+    else:
+        from vocab_parallel_ce.kernels import launchers
+    vocab_size, labels = logits.shape[1], labels.to(device)
+    shards = [VocabShard.of_rank(vocab_size, rank, n_ranks) for rank in range(n_ranks)]
+    pieces = [logits[:, s.start : s.stop].contiguous().to(device) for s in shards]
+    stats = torch.full((n_ranks, len(labels), len(PLAIN.statistics)), math.nan, device=device)
+    for rank, (x, shard) in enumerate(zip(pieces, shards, strict=True)):
+        launchers.online_softmax(x, labels, stats, rank, None, shard=shard, options=PLAIN)
+    losses, grads = [], []
+    for x, shard in zip(pieces, shards, strict=True):
+        losses.append(torch.full((len(labels),), math.nan, device=device))
+        grads.append(torch.full_like(x, math.nan))
+        launchers.cross_entropy(
+            x, stats, labels, None, None, None, losses[-1], grads[-1], shard=shard, options=PLAIN
+        )
+    assert all(torch.equal(loss.nan_to_num(-1.0), losses[0].nan_to_num(-1.0)) for loss in losses)
+    return Rows(losses[0].cpu(), torch.cat(grads, dim=1).cpu())
+
+
+@pytest.mark.parametrize("vocab_size", [10, 33, 1024])
+def test_loss_and_gradient(impl_device, vocab_size):
+    """Labels in the edges of rows and between them."""
+    logits, labels = confident_rows(vocab_size, rows_for(impl_device))
+    actual = by_the_loss(impl_device, logits, labels, reduction="none")
+    assert_as_exact_as_fp32(actual, logits, labels)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+@pytest.mark.interpreted(1)
+def test_merged_ranks(impl_device, n_ranks):
+    logits, labels = confident_rows(99, rows_for(impl_device))
+    assert_as_exact_as_fp32(by_ranks(impl_device, logits, labels, n_ranks), logits, labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_loss_of_narrow_logits(impl_device, dtype):
+    """The gradient is rounded to their dtype, once; the loss is fp32."""
+    logits, labels = confident_rows(200, dtype=dtype)
+    actual = by_the_loss(impl_device, logits, labels, reduction="none")
+    truth = truth_of(logits, labels)
+    assert float((actual.loss.double() / truth.loss - 1).abs().max()) <= 32 * EPS
+    label = relative_errors(actual, truth, labels)["label"]
+    large = truth.grad.gather(1, labels.unsqueeze(1)).squeeze(1).abs() > torch.finfo(dtype).tiny
+    assert float(label[large].max()) <= 1.01 * torch.finfo(dtype).eps
+
+
+def test_the_linear_loss(impl_device):
+    """Of an identity: the logits are the head's elements, and so are its gradients."""
+    impl, device = impl_device
+    logits, labels = confident_rows(50, rows=32)
+    head = logits.t().contiguous().to(device).requires_grad_()
+    hidden = torch.eye(32, device=device)
+    loss = linear_cross_entropy(hidden, head, labels.to(device), reduction="sum", impl=impl)
+    loss.backward()
+    truth = truth_of(logits, labels)
+    assert_as_exact_as_fp32(Rows(truth.loss, head.grad.t().cpu()), logits, labels)
+    assert abs(loss.item() / float(truth.loss.sum()) - 1) <= 4 * EPS
+
+
+def test_log_probs_and_entropy(impl_device):
+    """The entropy of a confident row is as small as its loss."""
+    impl, device = impl_device
+    logits, labels = confident_rows(200)
+    log_probs, entropy = token_log_probs(logits.to(device), labels.to(device), entropy=True, impl=impl)
+    x = logits.double()
+    truth = truth_of(logits, labels)
+    log_p = x.log_softmax(dim=1).scatter(1, labels.unsqueeze(1), -truth.loss.unsqueeze(1))
+    true_entropy = -(log_p.exp() * log_p).sum(dim=1)
+    assert float((-log_probs.double().cpu() / truth.loss - 1).abs().max()) <= 32 * EPS
+    assert float((entropy.double().cpu() / true_entropy - 1).abs().max()) <= 32 * EPS
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("n_ranks", [1, 3])
+def test_a_bad_logit_of_the_label_itself_is_seen(impl_device, n_ranks, bad):
+    """It is in no sum of other columns, and a maximum may pass over NaN."""
+    logits, labels = confident_rows(33, rows=6)
+    labels[:3] = torch.tensor([0, 17, 32])
+    logits[torch.arange(3), labels[:3]] = bad
+    loss, grad = by_ranks(impl_device, logits, labels, n_ranks)
+    assert loss.isnan().tolist() == [True] * 3 + [False] * 3
+    assert grad[:3].isnan().all() and grad[3:].isfinite().all()
+
+
+@pytest.mark.reference
+def test_the_specification_in_fp64():
+    """To fp64's digits, which the same rounding would cost as much."""
+    logits, labels = confident_rows(60)
+    x, truth = logits.double(), truth_of(logits, labels)
+    stats = spec.merge(
+        spec.local_stats(x[:, :25], labels, 0, 60), spec.local_stats(x[:, 25:], labels, 25, 60)
+    )
+    actual = Rows(spec.loss(stats, labels, 60), spec.gradient(x, stats, labels, 0, 60))
+    for name, error in relative_errors(actual, truth, labels).items():
+        assert float(error.max()) <= 64 * torch.finfo(torch.float64).eps, name

@@ -1,0 +1,189 @@
+"""Log-probabilities of tokens and entropies of their distributions: values, gradients, edges."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from tests.support import logits as of_logits
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import DTYPES, IGNORE_INDEX, KINDS, batch, grad_output_layouts
+from tests.support.logits import COLUMNS, ROWS, broad_rows, random_grad_output
+from tests.support.oracle import token_outputs_fp64, token_outputs_same_dtype
+from tests.support.pairs import covering
+from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
+
+GRADIENTS = ("in_backward", "out_of_place")
+NAN, INF = float("nan"), float("inf")
+TRANSFORMS = {
+    "plain": {},
+    "temperature": {"temperature": 3},
+    "capped": {"softcap": 10.0, "temperature": 0.6},
+    "scaled": {"logit_scale": 0.4, "temperature": 0.6},
+    "both": {"softcap": 10, "logit_scale": 0.4, "temperature": 2},
+}
+check = partial(of_logits.check, function=token_log_probs, entropy=True)
+run = partial(of_logits.run, function=token_log_probs, entropy=True)
+
+
+def _grad_outputs(rows=ROWS, used="both"):
+    first, second = random_grad_output(rows), random_grad_output(rows, seed=1)
+    return {"both": (first, second), "log_probs": (first, None), "entropy": (None, second)}[used]
+
+
+CASES = covering(
+    kind=tuple(KINDS),
+    dtype=DTYPES,
+    transform=tuple(TRANSFORMS),
+    used=("both", "log_probs", "entropy"),
+    gradient=GRADIENTS,
+    padding=(0, 1, 11),
+)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.interpreted(8)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['kind']}-{case['transform']}-{case['used']}")
+def test_every_pair_of_what_a_call_can_be(impl_device, case):
+    """Gaps above 100, excluded columns, ignored rows. The cap comes before the temperature."""
+    rows = 9 if case["kind"] == "mixture" else ROWS
+    made = broad_rows(case["kind"], rows, dtype=case["dtype"])
+    options = {"gradient": case["gradient"], "padding": case["padding"], **TRANSFORMS[case["transform"]]}
+    check(impl_device, *made, *_grad_outputs(rows, case["used"]), **options)
+
+
+def test_grad_outputs_of_every_layout(impl_device):
+    """Each output's has strides of its own: one value for all tokens, or a transposed view."""
+    logits, labels = broad_rows("peaked", 4)
+    logits, labels = logits.view(2, 2, COLUMNS), labels.view(2, 2)
+    layouts = [grad_output for _, grad_output in grad_output_layouts((2, 2), impl_device[1])]
+    for turn, grad_output in enumerate(layouts):
+        before = grad_output.clone()
+        options = {"gradient": GRADIENTS[turn % 2]}
+        results = check(impl_device, logits, labels, grad_output, layouts[turn - 1], **options)
+        assert results.outputs[0].shape == results.outputs[1].shape == (2, 2)
+        assert torch.equal(grad_output, before)
+
+
+@pytest.mark.parametrize("leading", [(2, 3), (4,), (2, 1, 2), (1, 1), (0, 3)])
+def test_shapes_and_dtypes(impl_device, leading):
+    impl, device = impl_device
+    logits = torch.randn(*leading, COLUMNS, device=device, dtype=torch.bfloat16)
+    labels = torch.zeros(leading, dtype=torch.int32, device=device)
+    log_probs = token_log_probs(logits, labels, impl=impl)
+    outputs = token_log_probs(logits, labels, impl=impl, entropy=True)
+    assert isinstance(log_probs, torch.Tensor) and len(outputs) == 2
+    for output in (log_probs, *outputs):
+        assert output.shape == leading and output.dtype == torch.float32
+
+
+def test_log_probs_are_those_of_the_loss(impl_device):
+    impl, device = impl_device
+    logits, labels = (x.to(device) for x in batch("peaked", rows=4, vocab_size=COLUMNS))
+    options = {"softcap": 10.0, "logit_scale": 0.4, "impl": impl}
+    loss = vocab_parallel_cross_entropy(logits, labels, reduction="none", **options)
+    assert torch.equal(token_log_probs(logits, labels, **options), -loss)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_ignored_tokens_are_positive_zero(impl_device, bad, gradient):
+    """Prompts and padding: whatever their rows hold, and whatever comes from grad_output for them."""
+    logits, labels = broad_rows("peaked", 4)
+    logits[0, 3], labels[0] = bad, IGNORE_INDEX
+    logits[2], labels[2] = bad, IGNORE_INDEX
+    grad_outputs = torch.tensor([bad, 1.0, 1.0, -2.0]), torch.tensor([1.0, 0.5, bad, 3.0])
+    for options in ({}, TRANSFORMS["both"]):
+        outputs, grad = check(impl_device, logits, labels, *grad_outputs, gradient=gradient, **options)
+        for result in (*outputs, grad):
+            assert not result[[0, 2]].any() and not result[[0, 2]].signbit().any()
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_a_label_outside_the_vocabulary_is_nan(impl_device, gradient):
+    logits, labels = broad_rows("peaked", 4)
+    labels[1], labels[2] = -1, COLUMNS
+    for used in ("both", "log_probs", "entropy"):
+        outputs, grad = check(impl_device, logits, labels, *_grad_outputs(4, used), gradient=gradient)
+        for result in (*outputs, grad):
+            per_row = result.isnan().view(4, -1)
+            assert per_row.all(1).tolist() == per_row.any(1).tolist() == [False, True, True, False]
+
+
+def test_entropy_of_distributions_that_are_known(impl_device):
+    """Uniform, one-hot, uniform over a few columns, and two columns of 3/4 and 1/4."""
+    logits = torch.zeros(6, 64)
+    logits[1] = -700.0
+    logits[2, 5] = 1e4
+    logits[3, 7:] = -INF
+    logits[4] = -INF
+    logits[4, 63] = -5.0
+    logits[5], logits[5, 1], logits[5, 2] = -INF, math.log(3.0) - 9, -9.0
+    labels = torch.tensor([0, 1, 5, 2, 63, 2])
+    mixed = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
+    known = torch.tensor([math.log(64), math.log(64), 0.0, math.log(7), 0.0, mixed]).double()
+    (_, entropy), grad = check(impl_device, logits, labels, None, torch.ones(6))
+    assert_within_budget(entropy, known, known.float())
+    assert float(grad[5].abs().max()) > 0.1 and not grad[logits == -INF].any()
+
+
+def test_entropy_of_rows_far_from_zero_keeps_its_digits(impl_device):
+    """``lse - sum p x`` would subtract two numbers near 10000."""
+    logits, labels = broad_rows("peaked", 4)
+    steps = (logits * 64).round() / 64
+    near = run(impl_device, steps, labels, *_grad_outputs())
+    for shift in (-8192.0, 8192.0):
+        far = check(impl_device, steps + shift, labels, *_grad_outputs())
+        torch.testing.assert_close(far, near, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_where_the_gradient_is_written(impl_device, entropy):
+    """Forward leaves the logits alone; backward writes over them, unless out of place."""
+    impl, device = impl_device
+    values, labels = (x.to(device) for x in batch("peaked", rows=3, vocab_size=COLUMNS))
+    for gradient in ("auto", *GRADIENTS):
+        logits = values.clone().requires_grad_() * 1
+        outputs = token_log_probs(logits, labels, entropy=entropy, impl=impl, gradient=gradient)
+        log_probs = outputs[0] if entropy else outputs
+        assert torch.equal(logits, values) and logits._version == 0
+        (grad,) = torch.autograd.grad(log_probs.sum(), logits)
+        assert (grad.data_ptr() == logits.data_ptr()) == (gradient != "out_of_place")
+        assert torch.equal(logits, values) == (gradient == "out_of_place")
+
+
+def test_second_and_double_backward(impl_device):
+    """In place a second one raises with the remedy, also if each backward is through one of the outputs."""
+    impl, device = impl_device
+    values, labels = (x.to(device) for x in broad_rows("peaked", 3))
+
+    def outputs_of(gradient):
+        logits = values.clone().requires_grad_() * 1
+        return logits, token_log_probs(logits, labels, entropy=True, impl=impl, gradient=gradient)
+
+    for first, second in ((0, 0), (0, 1), (1, 0)):
+        logits, outputs = outputs_of("in_backward")
+        torch.autograd.grad(outputs[first].sum(), logits, retain_graph=True)
+        after_first = logits.detach().clone()
+        with pytest.raises(RuntimeError, match="out_of_place"):
+            torch.autograd.grad(outputs[second].sum(), logits)
+        assert torch.equal(logits, after_first)
+    logits, outputs = outputs_of("out_of_place")
+    log_probs, entropy, again = (
+        torch.autograd.grad(outputs[i].sum(), logits, retain_graph=True)[0] for i in (0, 1, 0)
+    )
+    assert torch.equal(log_probs, again) and torch.equal(logits, values)
+    for grad, used in ((log_probs, "grad_output"), (entropy, "grad_entropy")):
+        oracle, peer = (
+            compute(values.cpu(), labels.cpu(), **{used: torch.ones(3)}).grad
+            for compute in (token_outputs_fp64, token_outputs_same_dtype)
+        )
+        assert_within_budget(grad, oracle, peer)
+    for gradient in GRADIENTS:
+        for used in (0, 1):
+            logits, outputs = outputs_of(gradient)
+            with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+                torch.autograd.grad(outputs[used].sum(), logits, create_graph=True)

@@ -1,0 +1,176 @@
+"""Loss and gradient through the public function: shapes, labels, grad_outputs, and what callers do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.inputs import DTYPES, IGNORE_INDEX, batch, grad_output_layouts
+from tests.support.layouts import label_layouts
+from tests.support.logits import COLUMNS, EVERY, GRADIENTS, REDUCTIONS, check, run
+from vocab_parallel_ce import vocab_parallel_cross_entropy
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("leading", [(2, 3), (4,), (2, 1, 3), (1, 1), (1,), (0, 3)])
+def test_reduced_losses_are_scalars_and_others_have_the_labels_shape(impl_device, leading):
+    """Shape (1,) instead of () defeats the comparison with a scalar 1."""
+    rows = torch.Size(leading).numel()
+    for dtype, reduction in zip(DTYPES, REDUCTIONS, strict=True):
+        logits, labels = batch("peaked", rows=rows, vocab_size=COLUMNS, dtype=dtype)
+        logits, labels = logits.view(*leading, COLUMNS), labels.view(leading)
+        (loss,), grad = run(impl_device, logits, labels, reduction=reduction)
+        assert loss.shape == (torch.Size(leading) if reduction == "none" else torch.Size([]))
+        assert loss.dtype == torch.float32 and (rows or loss.sum().item() == 0.0)
+        assert grad.shape == logits.shape and grad.dtype == dtype
+
+
+def test_a_long_sum_is_accumulated_in_fp32(impl_device):
+    """A bf16 accumulator stops growing at 256 times its terms."""
+    rows = 48 if impl_device == ("triton", "cpu") else 8192
+    made = batch("far_negative", rows=rows, vocab_size=8, dtype=torch.bfloat16)
+    assert check(impl_device, *made, reduction="sum").loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("columns", [1000, 1025])
+def test_columns_beyond_the_last_add_nothing(impl_device, columns):
+    """Padding that counts as a logit of 0 shows where logits are small."""
+    logits, labels = batch("peaked", rows=2, vocab_size=columns)
+    check(impl_device, logits * 1e-3 - 5, labels, label_smoothing=0.1)
+
+
+def test_one_column(impl_device):
+    """A shard of one column has stride 0 or anything in its last dimension."""
+    impl, device = impl_device
+    base, labels = torch.randn(4, 3, device=device), torch.tensor([0, 0, IGNORE_INDEX, 0], device=device)
+    for logits in (base[:, :1], base[:, 1:2].clone(), base[:1, :1].expand(4, 1)):
+        leaf = logits.detach().requires_grad_()
+        loss = vocab_parallel_cross_entropy(leaf, labels, impl=impl, reduction="sum")
+        loss.backward()
+        assert loss.item() == 0.0 and torch.equal(leaf.grad.cpu(), torch.zeros(4, 1))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 4), (4, 1)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_labels_of_every_layout_and_width(impl_device, reduction, shape):
+    """Shifted labels are not evenly spaced, nor on a 16-byte boundary; a size of 1 has any stride."""
+    logits, labels = batch("some_ignored", rows=torch.Size(shape).numel(), vocab_size=COLUMNS)
+    logits, labels = logits.view(*shape, COLUMNS), labels.view(shape)
+    grad_output = torch.randn(shape) if reduction == "none" else torch.tensor(0.75)
+    expected = check(impl_device, logits, labels, grad_output, reduction=reduction)
+    for name, view in label_layouts(labels.to(impl_device[1])):
+        version = view._version
+        (loss,), grad = run(impl_device, logits, view, grad_output, reduction=reduction)
+        assert torch.equal(loss, expected.loss) and torch.equal(grad, expected.grad), name
+        assert torch.equal(view.cpu().long(), labels) and view._version == version, name
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("ignore_index", [7, -1, 0, COLUMNS + 5])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_any_ignore_index(impl_device, reduction, ignore_index):
+    """Also one inside the vocabulary, whose column is then a logit like any other."""
+    logits, labels = batch("peaked", rows=8, vocab_size=COLUMNS)
+    labels[::3] = ignore_index
+    check(impl_device, logits, labels, reduction=reduction, ignore_index=ignore_index)
+
+
+@pytest.mark.parametrize("ignore_index", [2**32 + 3, 2**40, -(2**63)])
+def test_an_ignore_index_that_labels_cannot_hold_ignores_nothing(impl_device, ignore_index):
+    """Compared in int32, 2**32 + 3 is 3, and 2**40 is 0."""
+    logits, labels = batch("peaked", rows=4, vocab_size=COLUMNS)
+    labels[1], labels[2] = 3, 0
+    options = {"return_metrics": True, "check_labels": True}
+    for narrow in (labels.int(), labels):
+        check(impl_device, logits, narrow, ignore_index=ignore_index, **options)
+
+
+@pytest.mark.interpreted(3)
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_ignored_rows_are_zero_whatever_they_hold_and_whatever_comes_for_them(impl_device, gradient, bad):
+    """Padding may be uninitialised, and a caller that divides by a row's weight has 0 / 0 there."""
+    logits, labels = batch("peaked", rows=6, vocab_size=COLUMNS)
+    logits[0, 3], labels[0] = bad, IGNORE_INDEX
+    logits[4], labels[4] = bad, IGNORE_INDEX
+    grad_output = torch.tensor([bad, 1.0, 2.0, -0.5, 1.0, 3.0])
+    for options in ({}, {**EVERY, "padding": 4, "return_metrics": True}):
+        for reduction in REDUCTIONS:
+            given = (grad_output,) if reduction == "none" else ()
+            results = check(
+                impl_device, logits, labels, *given, reduction=reduction, gradient=gradient, **options
+            )
+            assert not results.grad[[0, 4]].any()
+        loss, *metrics = results.outputs
+        assert loss[0] == 0 and (not metrics or (metrics[0][0] == -1 and metrics[2][0] == 0))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_all_ignored_is_0_finite_and_attached(impl_device, reduction):
+    impl, device = impl_device
+    logits, labels = (x.to(device) for x in batch("all_ignored", rows=6, vocab_size=COLUMNS))
+    leaf = logits.requires_grad_()
+    loss = vocab_parallel_cross_entropy(leaf * 1, labels, impl=impl, reduction=reduction)
+    assert loss.requires_grad and torch.equal(loss, torch.zeros_like(loss))
+    loss.sum().backward()
+    assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.interpreted(3)
+@pytest.mark.parametrize("label", [COLUMNS, -1, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("label_dtype", [torch.int64, torch.int32])
+def test_a_label_outside_the_vocabulary_is_nan(impl_device, label, label_dtype):
+    logits, labels = batch("peaked", rows=5, vocab_size=COLUMNS)
+    labels[1] = label
+    for gradient in GRADIENTS:
+        made = logits, labels.to(label_dtype)
+        (loss,), grad = check(impl_device, *made, reduction="none", gradient=gradient)
+        assert loss.isnan().tolist() == [False, True, False, False, False]
+        assert grad.isnan().any(dim=1).tolist() == loss.isnan().tolist()
+
+
+@pytest.mark.quick
+def test_checked_labels_are_counted_and_the_first_is_named(impl_device):
+    impl, device = impl_device
+    logits = torch.randn(2, 3, COLUMNS, device=device).requires_grad_()
+    labels = torch.tensor([[0, 5, IGNORE_INDEX], [COLUMNS - 1, COLUMNS, -1]], device=device)
+    before = logits.detach().clone()
+    message = rf"labels: must be in \[0, {COLUMNS}\) .*2 outside.*\(1, 1\): {COLUMNS}$"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        vocab_parallel_cross_entropy(logits, labels, impl=impl, check_labels=True)
+    assert torch.equal(logits, before) and logits._version == 0
+    labels[1, 1:] = IGNORE_INDEX
+    assert vocab_parallel_cross_entropy(logits, labels, impl=impl, check_labels=True).isfinite()
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("shape", [(2, 3), (6,)])
+def test_grad_outputs_of_every_layout(impl_device, shape, gradient):
+    """One value for all rows, a stride of 0 or a transposed view must not be read as dense memory.
+
+    In "zero in the first token", a kernel that read the first value for all rows would return 0.
+    """
+    logits, labels = batch("mixture", rows=6, vocab_size=COLUMNS)
+    logits, labels = logits.view(*shape, COLUMNS), labels.view(shape)
+    for name, grad_output in grad_output_layouts(shape, impl_device[1]):
+        before = grad_output.clone()
+        check(impl_device, logits, labels, grad_output, reduction="none", gradient=gradient)
+        assert torch.equal(grad_output, before), name
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_an_auxiliary_loss_is_added_in_place(impl_device, gradient, reduction):
+    """A loss that autograd takes for a view of something refuses ``+=``."""
+    impl, device = impl_device
+    logits, labels = (x.to(device) for x in batch("peaked", rows=6, vocab_size=COLUMNS))
+    leaf = logits.view(2, 3, COLUMNS).requires_grad_()
+    options = {"impl": impl, "reduction": reduction, "gradient": gradient}
+    loss = vocab_parallel_cross_entropy(leaf, labels.view(2, 3), **options)
+    before = loss.detach().clone()
+    loss += 1.5
+    assert torch.equal(loss, before + 1.5)
+    loss.sum().backward()
+    assert leaf.grad.isfinite().all()

@@ -1,0 +1,102 @@
+"""What a loss is returned with: predictions, token accuracy, lse and z-loss, from the same read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.inputs import IGNORE_INDEX, batch
+from tests.support.logits import COLUMNS, check
+from vocab_parallel_ce import LossMetrics, vocab_parallel_cross_entropy
+
+NAN, INF = float("nan"), float("inf")
+
+
+def _metrics(impl_device, logits, labels, **options):
+    impl, device = impl_device
+    loss, metrics = vocab_parallel_cross_entropy(
+        logits.to(device), labels.to(device), impl=impl, return_metrics=True, **options
+    )
+    assert isinstance(metrics, LossMetrics) and loss.dtype == torch.float32
+    return LossMetrics(*(value.cpu() for value in metrics))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_first_of_equal_logits_is_predicted(impl_device, dtype, offset):
+    """Over threads, over steps of one thread, and over the columns before and after whole vectors."""
+    columns, firsts = 531, (0, 2, 7, 8, 127, 128, 300, 513, 524, 530)
+    storage = torch.empty(offset + len(firsts) * columns, dtype=dtype)
+    logits = storage[offset:].view(len(firsts), columns)
+    logits.copy_(torch.randn(len(firsts), columns) - 9)
+    generator = torch.Generator().manual_seed(0)
+    for row, first in enumerate(firsts):
+        later = torch.randint(first, columns, (40,), generator=generator)
+        logits[row, first] = logits[row, later] = -1.5
+    impl, device = impl_device
+    storage = storage.to(device)
+    moved = storage[offset:].view(len(firsts), columns)
+    labels = torch.tensor(firsts)
+    metrics = _metrics((impl, device), moved, labels)
+    assert metrics.predictions.tolist() == list(firsts)
+    assert metrics.token_accuracy.item() == 1.0
+
+
+def test_rows_of_one_value_and_signed_zeros(impl_device):
+    """-0 and 0 are equal, and so are all columns of a constant row: the first is predicted."""
+    logits = torch.full((4, COLUMNS), -3.0)
+    logits[0] = 2.5
+    logits[1, 7], logits[1, 9] = -0.0, 0.0
+    logits[2] = -INF
+    logits[2, 20] = -1000.0
+    logits[3, 0], logits[3, 20] = 0.0, -0.0
+    metrics = _metrics(impl_device, logits, torch.zeros(4, dtype=torch.int64))
+    assert metrics.predictions.tolist() == [0, 7, 20, 0]
+
+
+def test_rows_without_a_prediction(impl_device):
+    """Ignored, NaN, +inf, and nothing but excluded columns: -1, and never correct."""
+    logits, _ = batch("peaked", rows=6, vocab_size=COLUMNS)
+    labels = logits.argmax(dim=1)
+    labels[1] = IGNORE_INDEX
+    logits[2, 5], labels[2] = NAN, 5
+    logits[3, 5], labels[3] = INF, 5
+    logits[4] = -INF
+    expected = logits.argmax(dim=1)
+    expected[1:5] = -1
+    metrics = _metrics(impl_device, logits, labels)
+    assert torch.equal(metrics.predictions, expected)
+    assert torch.equal(metrics.token_accuracy, torch.tensor(2 / 5))
+    assert metrics.lse[1] == 0 and metrics.lse[2].isnan() and metrics.lse[4] == -INF
+    # A label outside the vocabulary is wrong, even where it is -1 and there is no prediction.
+    labels[2] = -1
+    assert _metrics(impl_device, logits, labels).token_accuracy == metrics.token_accuracy
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_shapes_and_values(impl_device, reduction):
+    logits, labels = batch("some_ignored", rows=6, vocab_size=COLUMNS, dtype=torch.bfloat16)
+    logits, labels = logits.view(2, 3, COLUMNS), labels.view(2, 3)
+    options = {"z_loss": 0.02, "softcap": 20.0, "reduction": reduction, "return_metrics": True}
+    metrics = LossMetrics(*check(impl_device, logits, labels, **options).outputs[1:])
+    assert metrics.predictions.shape == metrics.lse.shape == (2, 3)
+    assert metrics.token_accuracy.shape == () and metrics.z_loss.dtype == torch.float32
+    assert metrics.z_loss.shape == ((2, 3) if reduction == "none" else ())
+
+
+@pytest.mark.parametrize("gradient", ["in_forward", "in_backward", "out_of_place"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_metrics_are_constants_that_no_backward_changes(impl_device, gradient, reduction):
+    """They are taken before forward or backward writes a gradient over the logits."""
+    impl, device = impl_device
+    logits, labels = (x.to(device) for x in batch("peaked", rows=3, vocab_size=COLUMNS))
+    options = {"impl": impl, "reduction": reduction, "z_loss": 0.02, "return_metrics": True}
+    expected_loss, expected = vocab_parallel_cross_entropy(logits, labels, **options)
+    leaf = logits.clone().requires_grad_()
+    loss, metrics = vocab_parallel_cross_entropy(leaf, labels, gradient=gradient, **options)
+    kept = [value.clone() for value in metrics]
+    loss.sum().backward()
+    assert torch.equal(loss, expected_loss) and not any(value.requires_grad for value in metrics)
+    for value, before, wanted in zip(metrics, kept, expected, strict=True):
+        assert torch.equal(value, before) and torch.equal(value, wanted)

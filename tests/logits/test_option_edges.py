@@ -1,0 +1,114 @@
+"""Logits and options at the end of fp32's range: each gave a wrong number once."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.support.logits import check, run
+from tests.support.oracle import metrics_fp64
+from vocab_parallel_ce import token_log_probs
+
+INF, NAN = float("inf"), float("nan")
+HUGE = 3e38
+LOWEST = torch.finfo(torch.float32).min
+# Products and quotients that leave fp32's range at some logit, and the same caps where none does.
+CAPS = {
+    "above 1": {"softcap": 30.0, "logit_scale": 2.0},
+    "below 1": {"softcap": 30.0, "logit_scale": 0.5},
+    "alone": {"softcap": 30.0},
+    "tiny cap": {"softcap": 1e-30, "logit_scale": 4.0},
+    "tiny cap, huge scale": {"softcap": 1e-30, "logit_scale": 1e30},
+    "huge cap": {"softcap": 3e38, "logit_scale": 2.0},
+    "huge cap, tiny scale": {"softcap": 1e9, "logit_scale": 1e-36},
+    "huge cap, huge scale": {"softcap": 3e38, "logit_scale": 1e30},
+}
+BY_CAP = pytest.mark.parametrize("options", CAPS.values(), ids=CAPS)
+
+
+def _huge_rows():
+    """Seven columns: equals of both signs, one beyond all others, masked columns, zeros, and usual logits."""
+    logits = torch.randn(8, 7, generator=torch.Generator().manual_seed(0)) * 3
+    logits[0], logits[1] = HUGE, -HUGE
+    logits[2, 5], logits[3, :3], logits[4, 1:3] = HUGE, -HUGE, -INF
+    logits[4, 4], logits[5], logits[6, ::2] = HUGE, 0.0, 0.0
+    return logits, torch.tensor([1, 6, 5, 4, 4, 0, 3, 2])
+
+
+@BY_CAP
+@pytest.mark.interpreted(4)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_a_cap_bounds_huge_logits_whatever_scales_them(impl_device, options, label_smoothing):
+    """A product beyond fp32 was taken for an infinite logit; an infinite ratio made NaN of a logit of 0."""
+    logits, labels = _huge_rows()
+    if label_smoothing:
+        logits[4, 1:3] = 1.0  # smoothing over a masked column is infinite
+    if options["softcap"] > 1e30:
+        # What differs by z near fp32's largest has a loss beyond it: keep the rows of equals and of small z.
+        logits = logits[[0, 1, 5, 7]] * min(1, 1e4 / options["logit_scale"])
+        labels = labels[[0, 1, 5, 7]]
+    check(impl_device, logits, labels, reduction="none", label_smoothing=label_smoothing, **options)
+
+
+@BY_CAP
+@pytest.mark.interpreted(4)
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_log_probs_and_entropies_of_huge_logits(impl_device, options, temperature):
+    """A temperature divides the scale and the cap alike."""
+    logits, labels = _huge_rows()
+    if options["softcap"] > 1e30:
+        logits, labels, temperature = logits[[0, 1, 5]], labels[[0, 1, 5]], max(temperature, 1.0)
+    grad_outputs = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(1))
+    given = {"entropy": True, "temperature": temperature, "function": token_log_probs}
+    check(impl_device, logits, labels, *grad_outputs, **given, **options)
+
+
+@pytest.mark.parametrize("options", [CAPS["above 1"], CAPS["below 1"], CAPS["alone"]], ids=str)
+def test_metrics_of_huge_logits(impl_device, options):
+    logits, labels = _huge_rows()
+    _, predictions, _, lse, _ = run(impl_device, logits, labels, return_metrics=True, **options).outputs
+    expected = metrics_fp64(logits, labels, **options)
+    # Logits far beyond the cap come to the same z; which of the others is the largest, rounding decides.
+    sure = torch.tensor([0, 1, 2, 4, 5])
+    assert torch.equal(predictions[sure], expected.predictions[sure])
+    torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-6, atol=0)
+
+
+def test_seven_equal_huge_logits_are_uniform(impl_device):
+    logits = torch.full((2, 7), HUGE)
+    logits[1] *= -1
+    given = {"softcap": 30.0, "logit_scale": 2.0, "reduction": "none"}
+    (loss,), grad = run(impl_device, logits, torch.tensor([3, 3]), **given)
+    torch.testing.assert_close(loss, torch.full((2,), 7.0).log(), rtol=1e-6, atol=0)
+    assert torch.equal(grad, torch.zeros(2, 7))  # beyond the cap
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+@pytest.mark.parametrize("logit_scale", [0.5, 2.0])
+def test_a_cap_bounds_no_infinite_logit(impl_device, logit_scale, bad):
+    """Beside a huge one; -inf stays excluded."""
+    logits = torch.randn(3, 7)
+    logits[:, 1], logits[:, 2], logits[1, 4] = HUGE, -INF, bad
+    given = {"softcap": 30.0, "logit_scale": logit_scale, "reduction": "none"}
+    (loss,), grad = run(impl_device, logits, torch.tensor([0, 0, 2]), **given)
+    assert loss.isfinite().tolist() == [True, False, False] and loss[1].isnan() and loss[2] == INF
+    assert grad[1].isnan().all() and grad[[0, 2]].isfinite().all() and not grad[[0, 2], 2].any()
+
+
+def test_smoothing_over_excluded_and_lowest_columns_is_inf(impl_device):
+    """-inf first and the lowest number after it: moving a sum of -inf by an infinite distance is NaN."""
+    logits = torch.full((1, 5000), -INF)
+    logits[:, 2500:4900] = LOWEST
+    assert run(impl_device, logits, torch.tensor([4000]), label_smoothing=0.1).loss.item() == INF
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_row_that_is_not_finite_has_no_finite_gradient(impl_device, bad):
+    """Its excluded columns too, in every implementation; its padding stays 0."""
+    logits, sums = torch.randn(2, 37), partial(run, impl_device, reduction="sum", padding=3)
+    logits[0, 3], logits[0, 17] = bad, -INF
+    grad = sums(logits, torch.tensor([1, 2])).grad
+    assert grad[0, :37].isnan().all() and grad[1].isfinite().all()
+    assert torch.equal(grad[:, 37:], torch.zeros(2, 3))

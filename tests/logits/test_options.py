@@ -1,0 +1,224 @@
+"""Every option of the loss, alone and with every other: loss, gradient and metrics are the oracle's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import DTYPES, IGNORE_INDEX, KINDS, batch
+from tests.support.logits import (
+    COLUMNS,
+    DIVISORS,
+    EVERY,
+    GRADIENTS,
+    REDUCTIONS,
+    ROWS,
+    SMOOTHING,
+    broad_rows,
+    check,
+    random_grad_output,
+    run,
+)
+from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
+from tests.support.pairs import covering
+from vocab_parallel_ce import VocabShard
+
+NAN, INF = float("nan"), float("inf")
+OPTIONS = {
+    "plain": {},
+    "torch": SMOOTHING["torch"],
+    "megatron": SMOOTHING["megatron"],
+    "z_loss": {"z_loss": 0.02},
+    "softcap": {"softcap": 10.0},
+    "logit_scale": {"logit_scale": 0.4},
+    "full smoothing": {"label_smoothing": 1},
+}
+
+
+@pytest.mark.quick(7)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_one_case_of_each_option(impl_device, name):
+    logits, labels = broad_rows("some_ignored", dtype=torch.bfloat16)
+    check(impl_device, logits, labels, return_metrics=True, **OPTIONS[name])
+
+
+HARD = covering(
+    option=tuple(OPTIONS), kind=tuple(KINDS), dtype=DTYPES, reduction=REDUCTIONS, gradient=GRADIENTS
+)
+
+
+@pytest.mark.interpreted(8)
+@pytest.mark.parametrize("case", HARD, ids=lambda case: f"{case['option']}-{case['kind']}")
+def test_each_option_on_hard_rows_of_every_dtype(impl_device, case):
+    """Every pair of an option, a kind of row, a dtype, a reduction and a way of writing the gradient."""
+    rows = 9 if case["kind"] == "mixture" else ROWS
+    made = broad_rows(case["kind"], rows, dtype=case["dtype"])
+    grad_output = random_grad_output(rows) if case["reduction"] == "none" else torch.tensor(0.75)
+    ways = {"reduction": case["reduction"], "gradient": case["gradient"]}
+    check(impl_device, *made, grad_output, **ways, **OPTIONS[case["option"]])
+
+
+PAIRS = covering(
+    smoothing=tuple(SMOOTHING),
+    divisor=tuple(DIVISORS),
+    z_loss=(0.0, 0.02),
+    softcap=(None, 10.0),
+    logit_scale=(1.0, 0.4),
+    padding=(0, 5),
+    return_metrics=(False, True),
+    kind=("peaked", "some_ignored", "shard_edges", "confident"),
+    gradient=GRADIENTS,
+    dtype=DTYPES,
+)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.interpreted(8)
+@pytest.mark.parametrize("case", PAIRS, ids=map(str, range(len(PAIRS))))
+def test_every_pair_of_options_on_together(impl_device, case):
+    logits, labels = broad_rows(case["kind"], dtype=case["dtype"])
+    # Ties, of which the first counts, and rows whose contents nobody may see.
+    logits[1::2, COLUMNS - 2] = logits[1::2].amax(dim=1)
+    logits[labels == IGNORE_INDEX] = NAN
+    options = {
+        name: value for name, value in case.items() if name not in ("smoothing", "divisor", "kind", "dtype")
+    }
+    options |= {**SMOOTHING[case["smoothing"]], **DIVISORS[case["divisor"]]}
+    grad_output = random_grad_output() if case["divisor"] == "none" else torch.tensor(0.75)
+    check(impl_device, logits, labels, grad_output, **options)
+
+
+def test_options_given_at_their_off_values_change_no_bit(impl_device):
+    off = {
+        "label_smoothing": 0,
+        "smoothing_formula": "megatron",
+        "z_loss": 0,
+        "softcap": None,
+        "logit_scale": 1,
+        "num_items": None,
+        "return_metrics": False,
+        "shard": VocabShard(0, COLUMNS, COLUMNS),
+    }
+    made = batch("some_ignored", rows=2, vocab_size=COLUMNS, dtype=torch.bfloat16)
+    for reduction in REDUCTIONS:
+        omitted = run(impl_device, *made, reduction=reduction)
+        for given in (off, {"vocab_size": COLUMNS}):
+            results = run(impl_device, *made, reduction=reduction, **given)
+            assert torch.equal(results.loss, omitted.loss) and torch.equal(results.grad, omitted.grad)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 1e4])
+def test_softcap_from_saturated_to_almost_linear(impl_device, softcap):
+    """At 0.5 most columns are at the cap, with a slope near 0; at 1e4 the cap is hardly felt."""
+    for kind in ("peaked", "far_negative", "excluded_columns"):
+        options = {"softcap": softcap, "logit_scale": 1.5, "reduction": "none"}
+        check(impl_device, *broad_rows(kind), random_grad_output(), **options)
+
+
+def test_an_infinite_logit_stays_infinite_under_softcap(impl_device):
+    """An excluded column would come back as -softcap, +inf as a large but ordinary logit."""
+    logits, labels = batch("excluded_columns", rows=3, vocab_size=COLUMNS)
+    logits[2] = 1.0
+    logits[2, 3] = INF
+    for extra in ({}, {"z_loss": 0.1, "logit_scale": 0.4}, {"label_smoothing": 0.1}):
+        (loss,), grad = check(impl_device, logits, labels, reduction="none", softcap=1.0, **extra)
+        assert loss.isnan().tolist() == [False, False, True]
+        assert bool((logits == -INF).any()) and not grad[logits == -INF].any()
+
+
+PADDED = [
+    (1, 9, {}),
+    (33, 48, EVERY),
+    (20, 21, {}),
+    (21, 22, EVERY),
+    (128, 136, {}),
+    (257, 384, {}),
+    (129, 300, EVERY),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.interpreted(3)
+@pytest.mark.parametrize(("vocab_size", "columns", "options"), PADDED)
+def test_the_gradient_of_padded_columns_is_zero_in_every_row(impl_device, vocab_size, columns, options):
+    """Rows that hold NaN, whose label is outside, or that are ignored have no finite factor to be 0 by."""
+    logits, labels = broad_rows("shard_edges", 5, vocab_size)
+    ordinary = [0, 4]
+    oracle, peer = (
+        compute(logits[ordinary], labels[ordinary], reduction="none", **options)
+        for compute in (cross_entropy_fp64, cross_entropy_same_dtype)
+    )
+    labels[1], labels[2] = vocab_size, IGNORE_INDEX
+    logits[2], logits[3, 0] = NAN, NAN
+    grad_output = torch.tensor([1.0, 1.0, INF, INF, 1.0])
+    for gradient, fill in zip(GRADIENTS, (NAN, INF, 1e30), strict=True):
+        given = {"padding": columns - vocab_size, "fill": fill, "reduction": "none", **options}
+        (loss,), grad = run(impl_device, logits, labels, grad_output, gradient=gradient, **given)
+        assert not grad[:, vocab_size:].any() and not grad[2].any()
+        assert loss.isnan().tolist() == [False, True, False, True, False]
+        assert_within_budget(loss[ordinary], oracle.loss, peer.loss)
+        assert_within_budget(grad[ordinary, :vocab_size], oracle.grad, peer.grad)
+
+
+def test_one_column_more_than_whole_vectors_under_softcap(impl_device):
+    """Lanes beyond the last column that come back as -softcap leak mass: e^-1 each at softcap 1."""
+    logits, labels = batch("peaked", rows=2, vocab_size=32001)
+    for padding in (0, 7):
+        check(impl_device, logits * 1e-3, labels, softcap=1.0, padding=padding)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_num_items_of_every_type(impl_device, gradient):
+    """The z-loss that is returned is fp32 and a scalar, whatever the divisor is."""
+    device = impl_device[1]
+    made, grad_output = broad_rows("some_ignored", 3), torch.tensor(0.75)
+    options = {"reduction": "sum", "z_loss": 0.02, "gradient": gradient, "return_metrics": True}
+    expected = check(impl_device, *made, grad_output, num_items=6, **options)
+    for num_items in (
+        torch.tensor(6),
+        torch.tensor(6, device=device),
+        torch.tensor([6], dtype=torch.int32, device=device),
+        torch.tensor(6.0, device=device, requires_grad=True),
+        torch.tensor(6.0, device=device, dtype=torch.float64),
+        torch.tensor([6.0], device=device, dtype=torch.bfloat16),
+    ):
+        before, version = num_items.detach().clone(), num_items._version
+        results = run(impl_device, *made, grad_output, num_items=num_items, **options)
+        assert (
+            results.loss.shape == results.outputs[4].shape == () and results.outputs[4].dtype == torch.float32
+        )
+        torch.testing.assert_close(results, expected, rtol=0, atol=0)
+        assert torch.equal(num_items, before) and num_items._version == version
+
+
+@pytest.mark.interpreted(3)
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_no_items_give_no_loss_and_no_gradient_whatever_the_rows_hold(impl_device, gradient):
+    """An empty step divides by 0; 0 times the infinite loss of a masked label is NaN."""
+    options = {"reduction": "sum", "z_loss": 0.02, "return_metrics": True, "gradient": gradient}
+    for num_items in (0, torch.tensor(0), torch.tensor(0.0), torch.tensor([0], dtype=torch.int32)):
+        logits, labels = batch(
+            "all_ignored" if isinstance(num_items, int) else "peaked", rows=4, vocab_size=COLUMNS
+        )
+        logits[0, 4], labels[1] = NAN, COLUMNS
+        logits[2, labels[2].clamp(min=0)] = -INF
+        results = run(impl_device, logits, labels, num_items=num_items, **options)
+        assert results.loss.item() == results.outputs[4].item() == 0 and not results.grad.any()
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_accumulated_micro_batches_are_the_mean_of_the_whole_batch(impl_device, as_tensor):
+    """Means of micro-batches, averaged, weigh a token by how many are ignored beside it."""
+    logits, labels = broad_rows("some_ignored", 12)
+    labels[:3] = IGNORE_INDEX
+    count = (labels != IGNORE_INDEX).sum()
+    num_items = count.to(impl_device[1]) if as_tensor else int(count)
+    options = {"label_smoothing": 0.1, "z_loss": 0.02}
+    parts = [
+        run(impl_device, logits[rows], labels[rows], reduction="sum", num_items=num_items, **options)
+        for rows in (slice(0, 2), slice(2, 5), slice(5, 12))
+    ]
+    oracle, peer = (f(logits, labels, **options) for f in (cross_entropy_fp64, cross_entropy_same_dtype))
+    assert_within_budget(torch.stack([part.loss for part in parts]).sum(), oracle.loss, peer.loss)
+    assert_within_budget(torch.cat([part.grad for part in parts]), oracle.grad, peer.grad)

@@ -1,0 +1,159 @@
+"""TransformerEngine's names: the same loss, its gradient where TransformerEngine writes it, refusals."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from tests.support.inputs import batch
+from tests.support.logits import COLUMNS, Results, assert_right, random_grad_output
+from vocab_parallel_ce import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+    parallel_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
+
+# The signature names no implementation: "auto" takes the reference on a CPU and triton on a GPU.
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.reference),
+    pytest.param("cuda", marks=pytest.mark.cuda),
+]
+on_each_device = pytest.mark.parametrize("device", DEVICES)
+REDUCTION = {True: "mean", False: "none"}
+
+
+class Case:
+    """Logits as a model produces them, not a leaf, with labels of which some are ignored."""
+
+    def __init__(self, device, rows=6):
+        self.made = batch("some_ignored", rows=rows, vocab_size=COLUMNS)
+        self.values, self.labels = (x.to(device) for x in self.made)
+        self.logits = self.values.clone().requires_grad_() * 1
+        self.grad_output = random_grad_output(rows).to(device)
+
+    def grad_output_of(self, loss):
+        return self.grad_output if loss.dim() else torch.tensor(0.75, device=loss.device)
+
+    def assert_right(self, loss, grad, grad_output, reduce_loss, **options):
+        results = Results((loss.detach().cpu(),), grad.detach().cpu())
+        options["reduction"] = REDUCTION[reduce_loss]
+        assert_right(results, *self.made, grad_output.cpu(), **options)
+
+    def logits_are_untouched(self):
+        return torch.equal(self.logits, self.values)
+
+
+@pytest.mark.quick
+@on_each_device
+@pytest.mark.parametrize("overwrite_input", (None, True, False))
+@pytest.mark.parametrize("reduce_loss", (True, False))
+def test_where_the_gradient_is_written(device, reduce_loss, overwrite_input):
+    """By default a mean's in forward, and an unreduced loss's in backward."""
+    case = Case(device)
+    options = {"reduce_loss": reduce_loss, "overwrite_input": overwrite_input}
+    loss = parallel_cross_entropy(case.logits, case.labels, 0.1, **options)
+    assert case.logits_are_untouched() != (overwrite_input is None and reduce_loss)
+    grad_output = case.grad_output_of(loss)
+    (grad,) = torch.autograd.grad(loss, case.logits, grad_output)
+    assert (grad.data_ptr() == case.logits.data_ptr()) == (overwrite_input is not False)
+    case.assert_right(loss, grad, grad_output, reduce_loss, label_smoothing=0.1)
+
+
+@pytest.mark.quick
+@on_each_device
+@pytest.mark.parametrize("reduce_loss", (True, False))
+@pytest.mark.parametrize("requires_grad", (True, False))
+def test_the_two_step_pair(device, reduce_loss, requires_grad):
+    case = Case(device)
+    logits = case.values.clone().requires_grad_(requires_grad)
+    loss, grad = cross_entropy_forward(logits, case.labels, 0.1, reduce_loss, None, -100)
+    assert grad is logits and loss.shape == (() if reduce_loss else case.labels.shape)
+    grad_output = case.grad_output_of(loss)
+    scaled = cross_entropy_backward(grad, grad_output, is_cg_capturable=True)
+    assert scaled is logits
+    case.assert_right(loss, scaled, grad_output, reduce_loss, label_smoothing=0.1)
+
+
+@on_each_device
+def test_the_two_step_pair_on_inference_tensors_and_on_a_view(device):
+    """Inference tensors have no version counter to raise."""
+    case = Case(device)
+    with torch.inference_mode():
+        logits = case.values.clone()
+        loss, grad = cross_entropy_forward(logits, case.labels, 0.0, True, None, -100)
+        cross_entropy_backward(grad, torch.ones_like(loss))
+    case.assert_right(loss.clone(), grad.clone(), torch.tensor(1.0), True)
+    loss, grad = cross_entropy_forward(case.logits[:-1], case.labels[:-1], 0.0, True, None, -100)
+    assert grad.data_ptr() == case.logits.data_ptr() and not case.logits_are_untouched()
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("reduce_loss", [True, False])
+def test_the_positional_call_is_the_same_loss(reduce_loss):
+    logits, labels = batch("some_ignored", rows=6, vocab_size=COLUMNS)
+    ignored = labels[1].item()
+    options = {"ignore_index": ignored, "label_smoothing": 0.1, "reduction": REDUCTION[reduce_loss]}
+    expected = vocab_parallel_cross_entropy(logits, labels, **options)
+    actual = parallel_cross_entropy(
+        logits, labels, 0.1, reduce_loss, None, ignored, True, overwrite_input=False
+    )
+    assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.reference
+def test_the_deprecated_alias_warns_and_works():
+    logits, labels = batch("peaked", rows=3, vocab_size=COLUMNS)
+    with pytest.warns(FutureWarning, match="_input is deprecated") as caught:
+        actual = parallel_cross_entropy(_input=logits, target=labels)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(actual, parallel_cross_entropy(inp=logits, target=labels))
+    with pytest.raises(TypeError, match="^_input: .* both"):
+        parallel_cross_entropy(logits, labels, _input=logits)
+
+
+def _valid():
+    return torch.randn(2, 3, COLUMNS), torch.zeros(2, 3, dtype=torch.int64)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"overwrite_input": "yes"}, TypeError, "overwrite_input: .*'yes'"),
+        ({"reduce_loss": "mean"}, TypeError, "reduce_loss: .*str"),
+        ({"label_smoothing": 2.0}, ValueError, r"label_smoothing: .*2\.0"),
+        ({"dist_process_group": 4}, TypeError, "group: .*int"),
+        ({"target": None}, TypeError, "labels: .*NoneType"),
+        ({"inp": None}, TypeError, "logits: .*NoneType"),
+    ],
+)
+def test_the_signature_refuses_too(options, error, message):
+    logits, labels = _valid()
+    arguments = {"inp": logits, "target": labels, **options}
+    with pytest.raises(error, match=f"^{message}"):
+        parallel_cross_entropy(**arguments)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    ("grad_output", "error", "message"),
+    [
+        (1.0, TypeError, "grad_output: .*Tensor.*float"),
+        (torch.ones(6, dtype=torch.int64), TypeError, "grad_output: dtype .*int64"),
+        (torch.ones(5), ValueError, r"grad_output: .*\(2, 3\).*\(5,\)"),
+        (torch.ones(2, 3, COLUMNS), ValueError, r"grad_output: .*\(2, 3, 21\)"),
+        (torch.ones(2, 3, device="meta"), ValueError, "grad_output: device .*cpu.*meta"),
+    ],
+)
+def test_the_second_step_refuses_what_it_cannot_scale_by(grad_output, error, message):
+    logits, labels = _valid()
+    _, gradient = cross_entropy_forward(logits, labels, 0.0, False, None, -100)
+    before, version = gradient.clone(), gradient._version
+    with pytest.raises(error, match=f"^{message}"):
+        cross_entropy_backward(gradient, grad_output)
+    assert torch.equal(gradient, before) and gradient._version == version

@@ -1,0 +1,167 @@
+"""The public names: signatures, documentation, the module of the loss, the command line."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import vocab_parallel_ce as package
+from tests.support.inputs import batch
+from tests.support.logits import COLUMNS
+from vocab_parallel_ce import (
+    VocabParallelCrossEntropy,
+    cross_entropy_backward,
+    cross_entropy_forward,
+    linear_cross_entropy,
+    linear_token_log_probs,
+    parallel_cross_entropy,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
+
+OF_BOTH = {
+    "group": None,
+    "ignore_index": -100,
+    "softcap": None,
+    "logit_scale": 1.0,
+    "impl": "auto",
+    "check_labels": False,
+    "vocab_size": None,
+    "shard": None,
+}
+OF_THE_LOSS = {
+    **OF_BOTH,
+    "label_smoothing": 0.0,
+    "smoothing_formula": "torch",
+    "z_loss": 0.0,
+    "reduction": "mean",
+    "num_items": None,
+    "return_metrics": False,
+    "gradient": "auto",
+}
+OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "entropy": False}
+OF_HEADS = {
+    "bias": None,
+    "sequence_parallel": False,
+    "reduce_hidden_grad": True,
+    "main_grad": None,
+    "chunk_tokens": "auto",
+    "memory_budget": None,
+}
+LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]
+SIGNATURES = [
+    (vocab_parallel_cross_entropy, LOGITS, OF_THE_LOSS),
+    (token_log_probs, LOGITS, {**OF_LOG_PROBS, "gradient": "auto"}),
+    (linear_cross_entropy, LINEAR, {**OF_THE_LOSS, **OF_HEADS, "valid_tokens": None}),
+    (linear_token_log_probs, LINEAR, {**OF_LOG_PROBS, **OF_HEADS}),
+]
+
+
+def _defaults(function):
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize(("function", "tensors", "expected"), SIGNATURES)
+def test_the_functions_take_tensors_by_position_and_options_by_name(function, tensors, expected):
+    parameters = inspect.signature(function).parameters
+    assert {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY} == expected
+    assert [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == tensors
+
+
+def test_the_module_takes_the_options_of_the_function():
+    """All except the number of items, which changes from step to step and comes with the logits."""
+    expected = {name: value for name, value in OF_THE_LOSS.items() if name != "num_items"}
+    assert _defaults(VocabParallelCrossEntropy) == expected
+
+
+@pytest.mark.quick
+def test_transformer_engines_signatures():
+    of_forward = ["target", "label_smoothing", "reduce_loss", "dist_process_group", "ignore_idx"]
+    parameters = _defaults(parallel_cross_entropy)
+    assert list(parameters) == ["inp", *of_forward, "is_cg_capturable", "overwrite_input", "_input"]
+    assert list(parameters.values())[2:] == [0.0, False, None, -100, False, None, None]
+    kinds = [p.kind.name for p in inspect.signature(parallel_cross_entropy).parameters.values()]
+    assert kinds == ["POSITIONAL_OR_KEYWORD"] * 7 + ["KEYWORD_ONLY"] * 2
+    assert list(_defaults(cross_entropy_forward)) == ["_input", *of_forward]
+    assert list(_defaults(cross_entropy_backward)) == ["_input", "grad_output", "is_cg_capturable"]
+    assert _defaults(cross_entropy_backward)["is_cg_capturable"] is False
+
+
+def test_public_names_are_documented():
+    assert {function.__name__ for function, *_ in SIGNATURES} < set(package.__all__)
+    for name in package.__all__:
+        assert inspect.getdoc(getattr(package, name)), name
+
+
+@pytest.mark.quick
+def test_the_module_is_the_function_with_its_options_fixed(impl_device):
+    impl, device = impl_device
+    logits, labels = (x.to(device) for x in batch("some_ignored", rows=6, vocab_size=COLUMNS))
+    options = {
+        "label_smoothing": 0.1,
+        "smoothing_formula": "megatron",
+        "z_loss": 0.02,
+        "softcap": 20.0,
+        "logit_scale": 0.4,
+        "vocab_size": COLUMNS - 2,
+        "gradient": "out_of_place",
+        "impl": impl,
+    }
+    labels = labels.clamp(max=COLUMNS - 3)
+    for reduction, num_items in (("none", None), ("sum", 4)):
+        options["reduction"] = reduction
+        module = VocabParallelCrossEntropy(**options)
+        expected = vocab_parallel_cross_entropy(logits, labels, num_items=num_items, **options)
+        assert torch.equal(module(logits, labels, num_items), expected)
+        assert torch.equal(copy.deepcopy(module)(logits, labels, num_items=num_items), expected)
+        assert not list(module.parameters()) and not module.state_dict()
+    with_metrics = VocabParallelCrossEntropy(return_metrics=True, **options)
+    loss, metrics = with_metrics(logits, labels, 4)
+    assert torch.equal(loss, expected) and isinstance(metrics, package.LossMetrics)
+
+
+@pytest.mark.reference
+def test_the_module_shows_its_options():
+    module = VocabParallelCrossEntropy(label_smoothing=0.1, ignore_index=3, vocab_size=50, softcap=30)
+    shown = repr(module)
+    assert shown.startswith("VocabParallelCrossEntropy(")
+    for part in ("1 rank", "label_smoothing=0.1", "ignore_index=3", "reduction='mean'", "50", "softcap=30"):
+        assert part in shown, shown
+
+
+def _command(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "vocab_parallel_ce", *words],
+        cwd=Path(package.__file__).parent.parent,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.quick
+def test_doctor_says_what_runs_here_and_why_not_the_rest():
+    result = _command("doctor")
+    assert result.returncode == 0, result.stderr
+    expected = (
+        f"torch {torch.__version__}",
+        "cpu, impl='auto': reference",
+        "cpu, impl='triton': no: impl: 'triton'",
+        "gradient='auto': in place",
+    )
+    for line in expected:
+        assert line in result.stdout, result.stdout
+
+
+def test_the_command_line_refuses_no_command_with_its_usage():
+    result = _command()
+    assert result.returncode == 2 and "usage: python -m vocab_parallel_ce" in result.stderr

@@ -1,0 +1,251 @@
+"""The suite's own tools: lanes, the error budget, the oracle, hard inputs, poisoned memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.budget import K, assert_within_budget
+from tests.support.inputs import DTYPES, IGNORE_INDEX, KINDS, batch, padded_shard, shard_of
+from tests.support.lanes import LANES, Host, unavailable_lanes
+from tests.support.layouts import label_layouts, logits_layouts
+from tests.support.oracle import cross_entropy_fp64, metrics_fp64, token_outputs_fp64
+from tests.support.pairs import covering
+
+NAN, INF = float("nan"), float("inf")
+TESTS = Path(__file__).parents[1]
+CPU = Host(gpu_count=0, has_triton=True, interprets=True, has_gloo=True, has_nccl=False)
+SUITE = """
+import pytest
+
+@pytest.mark.reference
+def test_reference(): pass
+
+@pytest.mark.reference
+def test_reference_skipped(): pytest.skip("planted")
+
+@pytest.mark.quick(2)
+@pytest.mark.interpreter
+@pytest.mark.parametrize("i", range(9))
+def test_interpreter(i): assert i in (0, 8)
+
+@pytest.mark.interpreted(3)
+@pytest.mark.interpreter
+@pytest.mark.parametrize("i", range(9))
+def test_interpreted(i): assert i in (0, 4, 8)
+
+@pytest.mark.quick
+@pytest.mark.gloo
+@pytest.mark.compile_only
+@pytest.mark.parametrize("i", range(3))
+def test_two_lanes(i): pass
+
+def test_no_lane(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "unavailable"),
+    [
+        ({}, {"cuda", "nccl"}),
+        ({"has_triton": False, "interprets": False}, {"interpreter", "compile_only", "cuda", "nccl"}),
+        ({"has_gloo": False}, {"gloo", "cuda", "nccl"}),
+        ({"gpu_count": 1, "interprets": False, "has_nccl": True}, {"interpreter", "nccl"}),
+        ({"gpu_count": 2, "interprets": False, "has_nccl": True}, {"interpreter"}),
+        ({"gpu_count": 4, "has_nccl": True}, {"cuda", "nccl"}),
+    ],
+)
+def test_a_host_says_which_lanes_it_lacks_and_why(change, unavailable):
+    reasons = unavailable_lanes(CPU._replace(**change))
+    assert set(reasons) == unavailable and all(reasons.values())
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """A small suite under this project's conftest, and a function that runs it in a fresh process."""
+    shutil.copytree(TESTS / "support", tmp_path / "tests" / "support")
+    for name in ("__init__.py", "conftest.py"):
+        shutil.copy(TESTS / name, tmp_path / "tests" / name)
+    (tmp_path / "tests" / "test_suite.py").write_text(SUITE)
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+        environment["VPCE_COMMIT"] = "0123abc-dirty"
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        )
+
+    run.directory = tmp_path
+    return run
+
+
+def test_a_full_run_adds_up_the_workers_reports_of_every_lane(suite):
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    path = suite.directory / "out" / "lanes.json"
+    result = suite("-n", "2", "--lanes-json", str(path))
+    assert result.returncode == 0, result.stdout
+    record = json.loads(path.read_text())
+    lanes = record["lanes"]
+    assert set(lanes) == set(LANES)
+    assert lanes["reference"] == {"passed": 1, "failed": 0, "skipped": 1, "unavailable": None}
+    assert record["no_lane"]["passed"] == 1 and lanes["interpreter"]["passed"] in (0, 5)
+    for lane in lanes.values():
+        assert (lane["passed"] + lane["failed"] == 0) == (lane["unavailable"] is not None)
+    assert (record["commit"], record["dirty"]) == ("0123abc", True)
+    assert {"torch", "triton", "gpu_model", "gpu_count", "python", "platform"} <= set(record)
+
+
+def test_an_idle_lane_fails_a_full_run_and_no_selection(suite):
+    path = suite.directory / "tests" / "test_suite.py"
+    path.write_text(SUITE.replace("@pytest.mark.gloo\n", ""))
+    result = suite()
+    assert result.returncode == 1
+    assert "gloo: can run here and executed nothing; the run fails" in result.stdout
+    quick = suite("-m", "quick")
+    assert quick.returncode == 0 and "3 passed" in quick.stdout.replace("1 passed, 2 skipped", "3 passed")
+
+
+ORACLE = torch.tensor([[1.0, -2.0], [0.25, 8.0]], dtype=torch.float64)
+
+
+def test_an_error_at_the_budget_passes_and_just_above_it_fails():
+    oracle = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    peer = torch.tensor([1.0, 2.0**-20], dtype=torch.float32)
+    limit = K * (2.0**-20 + torch.finfo(torch.float32).eps)
+    assert_within_budget(torch.tensor([1.0, limit]), oracle, peer)
+    with pytest.raises(AssertionError, match=r"exceeds .* worst at \(1,\): actual .*, oracle 0, same dtype"):
+        assert_within_budget(torch.tensor([1.0, limit * 1.001]), oracle, peer)
+
+
+def test_what_is_not_finite_must_be_matched_exactly_and_excuses_nothing():
+    for truth in (1.0, NAN, INF, -INF):
+        oracle = ORACLE.clone()
+        oracle[0, 1] = truth
+        assert_within_budget(oracle.float(), oracle, oracle.float())
+        for other in (NAN, INF, -INF):
+            actual = oracle.float()
+            actual[0, 1] = other
+            if torch.equal(actual.nan_to_num(7.5), oracle.float().nan_to_num(7.5)):
+                continue
+            with pytest.raises(AssertionError, match=r"non-finite elements differ; first at \(0, 1\)"):
+                assert_within_budget(actual, oracle, oracle.float())
+    overflown = ORACLE.float()
+    overflown[1, 1] = INF
+    with pytest.raises(AssertionError, match="exceeds"):
+        assert_within_budget(ORACLE.float() * 1.1, ORACLE, overflown)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", ["some_ignored", "peaked"])
+def test_the_oracle_of_ordinary_rows_is_pytorchs(kind, reduction):
+    logits, labels = batch(kind, rows=7, vocab_size=19)
+    for label_smoothing in (0.0, 0.1, 1.0):
+        options = {"label_smoothing": label_smoothing, "reduction": reduction}
+        leaf = logits.double().requires_grad_()
+        expected = F.cross_entropy(leaf, labels, **options)
+        grad_output = torch.randn(expected.shape, dtype=torch.float64)
+        expected.backward(grad_output)
+        loss, grad = cross_entropy_fp64(logits, labels, grad_output=grad_output, **options)
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(grad, leaf.grad)
+
+
+def test_the_oracles_options_of_a_row_worked_by_hand():
+    """``x = [0, ln 3, -inf]``, label 1: p = 1/4, 3/4, 0 and lse = ln 4."""
+    logits, labels = torch.tensor([[0.0, math.log(3), -INF]], dtype=torch.float64), torch.tensor([1])
+    nll, lse = math.log(4 / 3), math.log(4)
+
+    def loss(x=logits, **options):
+        return cross_entropy_fp64(x, labels, reduction="sum", **options).loss.item()
+
+    assert loss() == pytest.approx(nll)
+    assert loss(z_loss=0.5) == pytest.approx(nll + 0.5 * lse**2)
+    assert loss(num_items=4) == pytest.approx(nll / 4)
+    # 3 ** 2 = 9: p = 1/10, 9/10. Softcap 1 maps ln 3 to tanh(ln 3) = (9 - 1) / (9 + 1). The scale is first.
+    assert loss(logit_scale=2) == pytest.approx(math.log(10 / 9))
+    assert loss(softcap=1) == pytest.approx(math.log1p(math.exp(-0.8)))
+    assert loss(softcap=1, logit_scale=2) == pytest.approx(math.log1p(math.exp(-80 / 82)))
+    mean = (math.log(4) + nll) / 2  # of -log p, over two columns
+    assert loss(logits[:, :2], label_smoothing=0.1) == pytest.approx(0.9 * nll + 0.1 * mean)
+    # Megatron's formula in its own words: 0.9 to the label, 0.1 to the other V - 1 columns.
+    megatron = loss(logits[:, :2], label_smoothing=0.1, smoothing_formula="megatron")
+    assert megatron == pytest.approx(0.9 * nll + 0.1 * math.log(4))
+    log_probs, entropy, _ = token_outputs_fp64(logits, labels)
+    assert log_probs.item() == pytest.approx(math.log(3 / 4))
+    assert entropy.item() == pytest.approx(0.25 * math.log(4) + 0.75 * math.log(4 / 3))
+    # The temperature divides what the cap leaves: tanh(ln 3) / 0.5 = 1.6.
+    capped = token_outputs_fp64(logits, labels, softcap=1, temperature=0.5)
+    assert capped.log_probs.item() == pytest.approx(-math.log1p(math.exp(-1.6)))
+
+
+def test_the_oracle_at_the_edges():
+    rows = [[0.0, 2.0, 2.0], [3.0, -INF, 0.0], [NAN, 0.0, 1.0], [5.0, 0.0, 1.0], [1.0, 2.0, 0.0], [NAN] * 3]
+    logits, labels = torch.tensor(rows), torch.tensor([1, 2, 2, -100, 1, -1])
+    loss, grad = cross_entropy_fp64(logits, labels, reduction="none", softcap=30.0)
+    assert loss.isnan().tolist() == grad.isnan().any(1).tolist() == [False, False, True, False, False, True]
+    assert loss[3] == 0 and not grad[3].any() and grad[1, 1] == 0
+    metrics = metrics_fp64(logits, labels, z_loss=0.5, reduction="none")
+    assert metrics.predictions.tolist() == [1, 0, -1, -1, 1, -1]
+    assert metrics.token_accuracy.item() == pytest.approx(2 / 5)
+    torch.testing.assert_close(metrics.lse[[0, 1, 4]], logits[[0, 1, 4]].double().logsumexp(1))
+    torch.testing.assert_close(metrics.z_loss, 0.5 * metrics.lse**2, equal_nan=True)
+    _, grad = cross_entropy_fp64(logits[:2], labels[:2], label_smoothing=0.3, reduction="sum")
+    assert grad.isfinite().all() and grad[1, 1] == 0
+    none = cross_entropy_fp64(logits, labels, reduction="sum", num_items=torch.tensor(0))
+    assert none.loss.item() == 0 and not none.grad.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_are_reproducible_finite_and_not_nearly_uniform(kind):
+    for dtype in DTYPES:
+        made, again = (batch(kind, rows=12, vocab_size=48, shards=3, dtype=dtype) for _ in range(2))
+        assert torch.equal(made.logits, again.logits) and torch.equal(made.labels, again.labels)
+        assert float(made.logits.softmax(-1).max()) > 10 / 48
+        in_vocabulary = (made.labels >= 0) & (made.labels < 48)
+        assert bool((in_vocabulary | (made.labels == IGNORE_INDEX)).all())
+        assert cross_entropy_fp64(*made, reduction="none").loss.isfinite().all()
+    assert batch(kind, rows=1, vocab_size=7).logits.shape == (1, 7)
+    if kind == "excluded_shard":
+        lost = [shard_of(made.logits, shard, 3).eq(-INF).all(1) for shard in range(3)]
+        assert torch.stack(lost).sum(0).eq(1).all()
+
+
+def test_shards_layouts_and_covering_arrays():
+    logits = torch.arange(20.0).view(2, 10)
+    shards = torch.cat([padded_shard(logits, start, start + 4, fill=-1.0) for start in (0, 4, 8, 12)], dim=1)
+    assert torch.equal(shards[:, :10], logits) and bool((shards[:, 10:] == -1).all())
+    layouts = logits_layouts(37)
+    assert {layout.view.dim() for layout in layouts} == {2, 3, 4}
+    for layout in layouts:
+        assert layout.view.isfinite().all() and layout.outside_is_untouched(), layout.name
+    layout = next(x for x in layouts if x.name == "all but the last token")
+    layout.base[0, -1, 0] = 0.0
+    assert not layout.outside_is_untouched()
+    labels = torch.randint(0, 50, (2, 3))
+    assert all(torch.equal(view.long(), labels) for _, view in label_layouts(labels))
+    cases = covering(a=(0, 1, 2, 3), b=(None, "x"), c=(0.5, 1.5, 2.5))
+    assert len({(case["a"], case["c"]) for case in cases}) == 12 and len(cases) < 20
+
+
+def test_allocations_of_the_package_alone_are_poisoned():
+    source = "def allocate(torch, like): return torch.empty(3), like.new_empty(3), torch.empty_like(like)"
+    for name, is_poisoned in (("vocab_parallel_ce.kernels.x", True), ("vocab_parallel_ce_other", False)):
+        module = types.ModuleType(name)
+        exec(source, module.__dict__)
+        with pytest.MonkeyPatch.context() as patch:
+            filled = []
+            patch.setattr("tests.support.poison.poison", lambda x, filled=filled: filled.append(x) or x)
+            module.allocate(torch, torch.zeros(3))
+        assert len(filled) == 3 * is_poisoned

@@ -1,0 +1,363 @@
+"""Heads that PyTorch's tensor parallelism or FSDP has cut: the whole vocabulary's results, or an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.support.budget import assert_within_budget
+from tests.support.collectives import record_collectives
+from tests.support.inputs import IGNORE_INDEX
+from tests.support.linear import (
+    WIDTH,
+    Results,
+    assert_results,
+    grad_output_of,
+    linear_fp64,
+    linear_same_dtype,
+    made,
+)
+from tests.support.linear_ranks import ROWS, TWO_WAYS, Case, Result, assert_refused, check, messages_of
+from tests.support.logits_ranks import chunked
+from tests.support.ranks import device_of, in_ranks, subgroups
+from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
+
+in_two_ranks = in_ranks((2,), (), (2,))
+in_four_ranks = in_ranks((4,), (), (4,))
+COLUMNS = 21  # uneven over 2 ranks and over 4
+GROUP = r"pass group=weight\.device_mesh\.get_group"
+INSIDE = "call it inside the module that FSDP wraps"
+
+
+class Model(nn.Module):
+    """A projection and a head, whose loss is computed in forward if there are labels."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, COLUMNS)
+        self.loss = LinearCrossEntropy(self.head, **options)
+
+    def forward(self, inputs, labels=None):
+        hidden = self.body(inputs).tanh()
+        return hidden if labels is None else self.loss(hidden, labels)
+
+
+def _training():
+    """A model's values, and the tokens and labels of two ranks of data parallelism."""
+    torch.manual_seed(0)
+    labels = torch.tensor([[1, 5, 20, IGNORE_INDEX], [12, 0, 13, 7]])
+    return Model().state_dict(), 2 * torch.randn(2, 4, WIDTH), labels
+
+
+def _assert_trained(results):
+    """Gradients are those of the mean of both ranks' losses."""
+    state, inputs, labels = _training()
+    expected = []
+    for dtype in (torch.float64, torch.float32):
+        leaves = {name: value.to(dtype).requires_grad_() for name, value in state.items()}
+        hidden = F.linear(inputs.to(dtype), leaves["body.weight"]).tanh()
+        logits = F.linear(hidden, leaves["head.weight"], leaves["head.bias"])
+        losses = torch.stack([F.cross_entropy(*pair) for pair in zip(logits, labels, strict=True)])
+        losses.mean().backward()
+        expected.append((losses.detach(), {name: leaf.grad for name, leaf in leaves.items()}))
+    (losses, truth), (same_losses, peer) = expected
+    for part, loss, gradients in results:
+        assert_within_budget(loss, losses[part], same_losses[part])
+        assert gradients.keys() == truth.keys()
+        for name, gradient in gradients.items():
+            assert_within_budget(gradient, truth[name], peer[name])
+
+
+def _train(model, part, inputs, labels, device, where):
+    """One step's loss and whole gradients of data parallel rank ``part``."""
+    tokens = inputs[part].to(device), labels[part].to(device)
+    loss = model.loss(model(tokens[0]), tokens[1]) if where == "outside" else model(*tokens)
+    loss.backward()
+    return part, loss, {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+def _in_fsdp(rank, group, impl, where, reshard):
+    device = device_of(rank, group)
+    state, inputs, labels = _training()
+    model = Model(impl=impl)
+    model.load_state_dict(state)
+    fully_shard(model.to(device), mesh=init_device_mesh(device.type, (2,)), reshard_after_forward=reshard)
+    if where == "made afterwards":
+        model.loss = LinearCrossEntropy(model.head, impl=impl)
+    return _train(model, rank, inputs, labels, device, where)
+
+
+@pytest.mark.parametrize(
+    ("where", "reshard"), [("inside", True), ("inside", False), ("made afterwards", True), ("outside", False)]
+)
+@in_two_ranks
+def test_a_head_inside_the_module_that_fsdp_wraps_is_trained(rank_pool, impl, where, reshard):
+    """Outside too, as long as FSDP keeps the weight whole after forward."""
+    _assert_trained(rank_pool.run(_in_fsdp, impl, where, reshard))
+
+
+def _refusals_of_fsdp(rank, group, impl):
+    device = device_of(rank, group)
+    hidden, labels = torch.randn(4, WIDTH, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    meshes = [init_device_mesh(device.type, (2,), mesh_dim_names=names) for names in (None, ("dp",))]
+    heads = [nn.Linear(WIDTH, COLUMNS).to(device) for _ in meshes]
+    made = LinearCrossEntropy(heads[0], impl=impl)
+    for head, mesh in zip(heads, meshes, strict=True):
+        fully_shard(head, mesh=mesh)
+    model = fully_shard(Model(impl=impl).to(device), mesh=meshes[0])
+    first = FullyShardedDataParallel(nn.Linear(WIDTH, COLUMNS).to(device), device_id=device)
+    attempts = {
+        "function": lambda: linear_cross_entropy(hidden, heads[0].weight, labels, impl=impl),
+        "function, named": lambda: linear_cross_entropy(hidden, heads[1].weight, labels, impl=impl),
+        "head": lambda: LinearCrossEntropy(heads[0]),
+        "head, the first FSDP": lambda: LinearCrossEntropy(first),
+        "head, made before": lambda: made(hidden, labels),
+        "outside of its parent": lambda: model.loss(hidden, labels),
+    }
+    return messages_of(attempts)
+
+
+@in_two_ranks
+def test_a_head_that_fsdp_has_cut_is_no_shard_of_the_vocabulary(rank_pool, impl):
+    """Its ranks have their own tokens: the loss would be inf, or a plausible number."""
+    expected = {
+        "function": rf"ValueError: weight: .*{GROUP}\(0\).*{INSIDE}",
+        "function, named": rf'ValueError: weight: .*{GROUP}\("dp"\).*{INSIDE}',
+        "head": f"ValueError: head: FSDP wraps it.*{INSIDE}",
+        "head, the first FSDP": f"ValueError: head: FSDP wraps it.*{INSIDE}",
+        "head, made before": f"ValueError: head: FSDP wraps it.*{INSIDE}",
+        "outside of its parent": f"ValueError: (weight|bias): .*{INSIDE}",
+    }
+    assert_refused(rank_pool.run(_refusals_of_fsdp, impl), expected)
+
+
+STYLES = {
+    "default": ({}, {}),
+    "whole logits": ({"output_layouts": Replicate(), "use_local_output": False}, {}),
+    "sequence_parallel": ({}, {"sequence_parallel": True}),
+}
+
+
+def _on_parallel_head(rank, group, case, style):
+    """The module is made before its head is parallelized, and no group is said."""
+    device, world = device_of(rank, group), group.size()
+    head = nn.Linear(WIDTH, COLUMNS)
+    head.load_state_dict({"weight": case.inputs.weight, "bias": case.inputs.bias})
+    module = LinearCrossEntropy(head.to(device), impl=case.impl, **case.options)
+    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
+    parallelize_module(head, mesh, ColwiseParallel(**style))
+    hidden = case.inputs.hidden
+    if case.options.get("sequence_parallel"):
+        hidden = hidden.chunk(world)[rank]
+    hidden = hidden.clone().to(device).requires_grad_()
+    loss = module(hidden, case.inputs.labels.to(device))
+    loss.backward(case.grad_outputs[0].to(device))
+    assert f"{world} ranks, weight=({COLUMNS}, {WIDTH})" in repr(module)
+    for parameter in head.parameters():
+        assert parameter.grad.placements == (Shard(0),) and parameter.grad.shape == parameter.shape
+    return Result((loss,), hidden.grad, head.weight.grad.to_local(), head.bias.grad.to_local(), [], [])
+
+
+@TWO_WAYS
+@pytest.mark.parametrize("name", STYLES)
+@in_two_ranks
+def test_a_head_that_tensor_parallelism_has_cut_needs_no_group(rank_pool, impl, name, way):
+    style, options = STYLES[name]
+    inputs = made("shard_edges", ROWS, bias=True)
+    case = Case(inputs, impl, {**way, **options}, chunked(COLUMNS, 2), (grad_output_of(way, ROWS),))
+    check(case, rank_pool.run(_on_parallel_head, case, style))
+
+
+class ScaledParallel(ColwiseParallel):
+    """A style of the user's own, whose hook does more than PyTorch's."""
+
+    @staticmethod
+    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
+        args = input_layouts, desired_input_layouts, mod, inputs, device_mesh
+        return ColwiseParallel._prepare_input_fn(*args) * 2
+
+
+def _refusals_of_parallel_heads(rank, group, impl):
+    device = device_of(rank, group)
+    mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("tp",))
+    hidden, labels = torch.randn(4, WIDTH, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+
+    def call(style, kind=nn.Linear, change=lambda head: None, **options):
+        head = kind(*((WIDTH, COLUMNS) if kind is nn.Linear else (COLUMNS, WIDTH))).to(device)
+        if isinstance(style, ColwiseParallel | RowwiseParallel):
+            parallelize_module(head, mesh, style)
+        else:
+            distribute_module(head, mesh, *style)
+        change(head)
+        with record_collectives() as calls:
+            try:
+                LinearCrossEntropy(head, impl=impl, **options)(hidden, labels)
+            finally:
+                sent.extend(calls)
+
+    def partition(name, module, mesh):
+        for name, parameter in list(module.named_parameters()):
+            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+
+    def hooked(head):
+        head.register_forward_hook(lambda *_: None)
+
+    def assigned(head):
+        head.weight = nn.Parameter(torch.ones(COLUMNS, WIDTH, device=device))
+
+    sent, own = [], subgroups((0,), (1,))[rank]
+    attempts = {
+        "parts of dimension 0": lambda: call(ColwiseParallel(input_layouts=Shard(0))),
+        "parts of dimension 1": lambda: call(ColwiseParallel(input_layouts=Shard(1))),
+        "columns": lambda: call(RowwiseParallel()),
+        "columns, whole inputs": lambda: call(RowwiseParallel(input_layouts=Replicate())),
+        "columns of an embedding": lambda: call(ColwiseParallel(), nn.Embedding),
+        "another hook": lambda: call(ColwiseParallel(), change=hooked),
+        "style of one's own": lambda: call(ScaledParallel()),
+        "hooks of one's own": lambda: call((partition, lambda m, x, mesh: x, lambda m, x, mesh: x)),
+        "no hooks": lambda: call((partition,)),
+        "plain weight": lambda: call(ColwiseParallel(), change=assigned),
+        "another group": lambda: call(ColwiseParallel(), group=own),
+    }
+    return messages_of(attempts)[0], sent
+
+
+@in_two_ranks
+def test_a_parallel_head_that_does_more_than_the_loss_is_refused(rank_pool, impl):
+    """Hooks are skipped: right for whole hidden states alone."""
+    hooks = "ValueError: head: has hooks or a patched forward, which this loss would skip; remove them"
+    layout = r"ValueError: head: .*input_layouts=Replicate\(\).*Shard.*ColwiseParallel\(\)"
+    in_columns = r"ValueError: (weight|bias): expected a DTensor with Shard\(0\)"
+    expected = {
+        "parts of dimension 0": layout,
+        "parts of dimension 1": layout,
+        "columns": layout,
+        "columns, whole inputs": in_columns,
+        "columns of an embedding": in_columns,
+        "another hook": hooks,
+        "style of one's own": hooks,
+        "hooks of one's own": hooks,
+        "no hooks": r'ValueError: (weight|bias): .*get_group\("tp"\)',
+        "plain weight": "ValueError: head: .*DTensor, got a Parameter; .*distribute_tensor",
+        "another group": r"ValueError: group: expected the ranks \(0, 1\) .*get_group",
+    }
+    assert_refused(rank_pool.run(_refusals_of_parallel_heads, impl), expected)
+
+
+def _on_replicas(rank, group, impl, of_replicas, tp_dim):
+    """Each of two replicas of a cut head has its own tokens; one step of SGD."""
+    device = device_of(rank, group)
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp") if tp_dim else ("tp", "dp"))
+    part = mesh.get_local_rank("dp")
+    inputs = of_replicas[part]
+    cut = [Shard(0) if dim == tp_dim else Replicate() for dim in range(2)]
+    weight, bias = (distribute_tensor(x.to(device), mesh, cut).requires_grad_() for x in inputs[1:4:2])
+    hidden = inputs.hidden.clone().to(device).requires_grad_()
+    loss = linear_cross_entropy(
+        hidden, weight, inputs.labels.to(device), bias=bias, group=mesh.get_group("tp"), impl=impl
+    )
+    loss.backward()
+    for leaf in (weight, bias):
+        assert leaf.grad.placements == tuple(Shard(0) if dim == tp_dim else Partial() for dim in range(2))
+        assert leaf.grad.shape == leaf.shape and leaf.grad.device_mesh == mesh
+    gradients = weight.grad.full_tensor(), bias.grad.full_tensor()
+    # PyTorch's own matmul of tokens that the replicas share out has such a gradient.
+    copy = weight.detach().requires_grad_()
+    parts = [Replicate() if dim == tp_dim else Shard(0) for dim in range(2)]
+    F.linear(DTensor.from_local(hidden.detach(), mesh, parts), copy).pow(2).sum().backward()
+    assert copy.grad.placements == weight.grad.placements
+    torch.optim.SGD([weight], lr=0.5).step()
+    return part, loss, hidden.grad, *gradients, weight.full_tensor()
+
+
+@pytest.mark.parametrize("tp_dim", [1, 0])
+@in_four_ranks
+def test_replicas_of_a_cut_head_add_up_their_gradients(rank_pool, impl, tp_dim):
+    """A gradient of Replicate() would let the replicas drift apart."""
+    first = made("shard_edges", ROWS, bias=True)
+    second = first._replace(
+        hidden=first.hidden.roll(1, 0), labels=torch.tensor([20, 3, 11, 10, IGNORE_INDEX, 0])
+    )
+    of_replicas = (first, second)
+    truths, peers = (
+        [compute(inputs) for inputs in of_replicas] for compute in (linear_fp64, linear_same_dtype)
+    )
+    weights, biases = (
+        [getattr(a, name) + getattr(b, name) for a, b in (truths, peers)] for name in Results._fields[2:]
+    )
+    for part, loss, hidden, weight, bias, stepped in rank_pool.run(_on_replicas, impl, of_replicas, tp_dim):
+        own = truths[part], peers[part]
+        assert_results(Results((loss,), hidden, None, None), *own)
+        assert_within_budget(weight, *weights)
+        assert_within_budget(bias, *biases)
+        assert_within_budget(
+            stepped, first.weight.double() - 0.5 * weights[0], first.weight - 0.5 * weights[1]
+        )
+
+
+def _in_fsdp_and_tensor_parallelism(rank, group, impl):
+    device = device_of(rank, group)
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    state, inputs, labels = _training()
+    model = Model(impl=impl)
+    model.load_state_dict(state)
+    parallelize_module(model.to(device).head, mesh["tp"], ColwiseParallel())
+    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
+    part = mesh.get_local_rank("dp")
+    hidden, label = inputs[part].to(device), labels[part].to(device)
+    messages, calls = messages_of({"outside": lambda: model.loss(hidden, label)})
+    return _train(model, part, inputs, labels, device, "inside"), (messages, calls)
+
+
+@in_four_ranks
+def test_a_head_that_both_tensor_parallelism_and_fsdp_have_cut(rank_pool, impl):
+    trained, refused = zip(*rank_pool.run(_in_fsdp_and_tensor_parallelism, impl), strict=True)
+    _assert_trained(trained)
+    assert_refused(refused, {"outside": f"ValueError: (weight|bias): .*both cut it: {INSIDE}"})
+
+
+def _refusals_of_meshes(rank, group, impl):
+    device = device_of(rank, group)
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    descending = DeviceMesh(device.type, [3, 2, 1, 0])
+    whole = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
+    hidden, labels = torch.randn(4, WIDTH, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    groups = {"no group": None, "group of the replicas": mesh.get_group("dp"), "group of all": group}
+    placed = dict.fromkeys(groups, [Replicate(), Shard(0)])
+    placed |= {"both": [Shard(0), Shard(0)], "columns too": [Shard(1), Shard(0)]}
+    placed["no rows"] = [Replicate(), Replicate()]
+    weights = {name: distribute_tensor(whole, mesh, placements) for name, placements in placed.items()}
+    weights["partial"] = DTensor.from_local(whole[:12], mesh, [Partial(), Shard(0)])
+    weights["another order"] = distribute_tensor(whole, descending, [Shard(0)])
+    groups["another order"] = descending.get_group()
+
+    def call(name):
+        group = groups.get(name, mesh.get_group("tp"))
+        linear_cross_entropy(hidden, weights[name], labels, group=group, impl=impl)
+
+    return messages_of({name: lambda name=name: call(name) for name in weights})
+
+
+@in_four_ranks
+def test_a_dtensor_is_cut_along_its_rows_over_its_group_alone(rank_pool, impl):
+    layout = (
+        r"ValueError: weight: expected a DTensor with Shard\(0\) on one dimension .*Replicate\(\) on .* got "
+    )
+    expected = {
+        "both": rf"{layout}.*FSDP.*{INSIDE}",
+        "columns too": rf"{layout}\(Shard\(dim=1\).*plain tensor",
+        "no rows": rf"{layout}\(Replicate\(\), Replicate.*plain tensor",
+        "partial": rf"{layout}\(Partial.*plain tensor",
+        "no group": rf'ValueError: weight: .*{GROUP}\("tp"\).*{INSIDE}',
+        "group of the replicas": rf'ValueError: group: .* ranks \((0, 1|2, 3)\) .*{GROUP}\("tp"\)',
+        "group of all": rf'ValueError: group: .* got \(0, 1, 2, 3\); {GROUP}\("tp"\)',
+        "another order": r"ValueError: group: .*\(3, 2, 1, 0\) .* got \(0, 1, 2, 3\); .*ascending ranks",
+    }
+    assert_refused(rank_pool.run(_refusals_of_meshes, impl), expected)

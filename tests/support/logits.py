@@ -1,0 +1,187 @@
+"""One call over whole logits on one rank, of the loss or of log-probabilities, and what it must return."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import NAN, Batch, batch, grad_output_layouts, padded_shard, with_a_broad_row
+from tests.support.oracle import (
+    cross_entropy_fp64,
+    cross_entropy_same_dtype,
+    metrics_fp64,
+    metrics_same_dtype,
+    token_outputs_fp64,
+    token_outputs_same_dtype,
+    values,
+)
+from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
+
+# Few rows: the interpreter takes tens of milliseconds for each.
+COLUMNS, ROWS = 21, 4
+REDUCTIONS = ("mean", "sum", "none")
+GRADIENTS = ("in_forward", "in_backward", "out_of_place")
+SMOOTHING = {
+    "none": {},
+    "torch": {"label_smoothing": 0.1},
+    "megatron": {"label_smoothing": 0.1, "smoothing_formula": "megatron"},
+}
+DIVISORS = {
+    "mean": {"reduction": "mean"},
+    "none": {"reduction": "none"},
+    "sum": {"reduction": "sum"},
+    "sum / int": {"reduction": "sum", "num_items": 7},
+    "sum / int64": {"reduction": "sum", "num_items": torch.tensor(7)},
+    "sum / fp32": {"reduction": "sum", "num_items": torch.tensor(6.5)},
+}
+EVERY = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 10.0, "logit_scale": 0.4}
+_ORACLE_OPTIONS = {
+    name for name, p in inspect.signature(values).parameters.items() if p.default is not p.empty
+}
+
+
+class Results(NamedTuple):
+    """What a call returned, flat, and the gradient of the logits."""
+
+    outputs: tuple[Tensor, ...]  # loss and metrics; or log-probabilities and entropy
+    grad: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        return self.outputs[0]
+
+
+def of_oracle(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that change what is right; the others say how it is computed."""
+    return {name: value for name, value in options.items() if name in _ORACLE_OPTIONS}
+
+
+def flat_outputs(result: Any) -> tuple[Tensor, ...]:
+    """The tensors of what a function returned: loss and metrics, or log-probabilities and entropy."""
+    if isinstance(result, Tensor):
+        return (result,)
+    return tuple(tensor for part in result for tensor in flat_outputs(part))
+
+
+def broad_rows(kind: str, rows: int = ROWS, vocab_size: int = COLUMNS, **settings: Any) -> Batch:
+    """``rows`` of a kind, the last of which is that of :func:`with_a_broad_row`."""
+    return with_a_broad_row(batch(kind, rows=rows - 1, vocab_size=vocab_size, **settings))
+
+
+def random_grad_output(rows: int = ROWS, seed: int = 0, name: str = "random") -> Tensor:
+    """Different in every token; not near 0 in the last, which is the broad one."""
+    grad_output = dict(grad_output_layouts((rows,), seed=seed))[name]
+    grad_output[-1] = 1.5
+    return grad_output
+
+
+def run(
+    impl_device: tuple[str, str],
+    logits: Tensor,
+    labels: Tensor,
+    *grad_outputs: Tensor | None,
+    function: Callable[..., Any] = vocab_parallel_cross_entropy,
+    padding: int = 0,
+    fill: float = NAN,
+    **options: Any,
+) -> Results:
+    """Results over a copy of ``logits``, a leaf; backward is run once.
+
+    Args:
+        grad_outputs: of the outputs; without one it is 1, and an output with None is not used.
+        padding: so many columns, which hold ``fill``, follow the vocabulary.
+    """
+    impl, device = impl_device
+    if padding:
+        options["vocab_size"] = logits.shape[-1]
+        logits = padded_shard(logits, 0, logits.shape[-1] + padding, fill)
+    leaf = logits.clone().to(device).requires_grad_()
+    on_device = labels.to(device)
+    before, version = on_device.clone(), on_device._version
+    outputs = flat_outputs(function(leaf, on_device, impl=impl, **options))
+    pairs = [
+        (output, grad_output.to(device).expand(output.shape))
+        for output, grad_output in zip(outputs, grad_outputs or (torch.ones(()),), strict=False)
+        if grad_output is not None
+    ]
+    torch.autograd.backward(*zip(*pairs, strict=True))
+    assert torch.equal(on_device, before) and on_device._version == version, "labels were written"
+    return Results(tuple(output.detach().cpu() for output in outputs), leaf.grad.cpu())
+
+
+def check(
+    impl_device: tuple[str, str],
+    logits: Tensor,
+    labels: Tensor,
+    *grad_outputs: Tensor | None,
+    function: Callable[..., Any] = vocab_parallel_cross_entropy,
+    padding: int = 0,
+    fill: float = NAN,
+    **options: Any,
+) -> Results:
+    """:func:`run`, whose results must be the oracle's, metrics included."""
+    results = run(
+        impl_device,
+        logits,
+        labels,
+        *grad_outputs,
+        function=function,
+        padding=padding,
+        fill=fill,
+        **options,
+    )
+    vocab_size = logits.shape[-1]
+    assert not results.grad[..., vocab_size:].any(), "gradient of padded columns"
+    assert_right(
+        results._replace(grad=results.grad[..., :vocab_size]),
+        logits,
+        labels,
+        *(None if grad is None else grad.cpu() for grad in grad_outputs),
+        function=function,
+        **options,
+    )
+    return results
+
+
+def assert_right(
+    results: Results,
+    logits: Tensor,
+    labels: Tensor,
+    *grad_outputs: Tensor | None,
+    function: Callable[..., Any] = vocab_parallel_cross_entropy,
+    **options: Any,
+) -> None:
+    """``results`` over the whole vocabulary are the oracle's."""
+    given = of_oracle(options)
+    if function is token_log_probs:
+        given |= dict(zip(("grad_output", "grad_entropy"), grad_outputs, strict=False))
+        truth, peer = (f(logits, labels, **given) for f in (token_outputs_fp64, token_outputs_same_dtype))
+        assert len(results.outputs) == 1 + options.get("entropy", False)
+        triples = zip(results.outputs, truth[:2], peer[:2], strict=False)
+    else:
+        grad = grad_outputs[0] if grad_outputs else None
+        truth, peer = (
+            f(logits, labels, grad_output=grad, **given)
+            for f in (cross_entropy_fp64, cross_entropy_same_dtype)
+        )
+        triples = [(results.loss, truth.loss, peer.loss)]
+    for triple in triples:
+        assert_within_budget(*triple)
+    assert_within_budget(results.grad, truth.grad, peer.grad)
+    if options.get("return_metrics"):
+        assert_metrics(
+            results.outputs[1:], *(f(logits, labels, **given) for f in (metrics_fp64, metrics_same_dtype))
+        )
+
+
+def assert_metrics(metrics: Sequence[Tensor], oracle: Sequence[Tensor], peer: Sequence[Tensor]) -> None:
+    """Equal predictions; the rest is within the budget. Nothing is differentiable."""
+    assert not any(value.requires_grad for value in metrics)
+    assert metrics[0].dtype == torch.int64 and torch.equal(metrics[0].cpu(), oracle[0])
+    for value, expected, same_dtype in zip(metrics[1:], oracle[1:], peer[1:], strict=True):
+        assert_within_budget(value, expected, same_dtype)

@@ -1,0 +1,127 @@
+"""One call over vocabulary shards on R ranks: how each makes it, and what all of them together must get."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.support.collectives import Collective, record_collectives
+from tests.support.inputs import NAN, padded_shard
+from tests.support.logits import Results, assert_right, flat_outputs
+from tests.support.ranks import device_of, subgroups
+from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
+
+
+class Case(NamedTuple):
+    """One call on shards of ``logits [..., V]``, as every rank makes it."""
+
+    logits: torch.Tensor
+    labels: torch.Tensor
+    impl: str
+    options: dict[str, Any]
+    grad_outputs: tuple[torch.Tensor | None, ...] = ()
+    bounds: Sequence[tuple[int, int]] | None = None  # of each rank's columns, padding from V on; None: equal
+    size: str = "even"  # how ranks say which columns are theirs: "shard", "vocab_size" or "even"
+    function: Callable[..., Any] = vocab_parallel_cross_entropy
+
+
+class Result(NamedTuple):
+    """What one rank got."""
+
+    outputs: tuple[torch.Tensor, ...]  # loss and metrics; or log-probabilities and entropy
+    grad: torch.Tensor
+    in_forward: list[Collective]
+    in_backward: list[Collective]
+    alone: torch.Tensor | None  # the first output over the whole vocabulary on this rank alone
+
+
+def even(n_columns: int, n_ranks: int) -> list[tuple[int, int]]:
+    """Equal shards."""
+    return [(rank * n_columns, (rank + 1) * n_columns) for rank in range(n_ranks)]
+
+
+def chunked(vocab_size: int, n_ranks: int) -> list[tuple[int, int]]:
+    """Shards as ``torch.chunk`` cuts them."""
+    width = -(-vocab_size // n_ranks)
+    return [(rank * width, min((rank + 1) * width, vocab_size)) for rank in range(n_ranks)]
+
+
+def bounds_of(case: Case, n_ranks: int) -> Sequence[tuple[int, int]]:
+    return case.bounds or even(case.logits.shape[-1] // n_ranks, n_ranks)
+
+
+def run(
+    rank: int,
+    group: Any,
+    case: Case,
+    member_sets: Sequence[Sequence[int]] | None = None,
+    with_alone: bool = False,
+) -> Result | None:
+    """In a rank: one call and its backward, in that group of ``member_sets`` it is in, or None."""
+    if member_sets is not None:
+        groups = zip(subgroups(*member_sets), member_sets, strict=True)
+        group = next((made for made, members in groups if rank in members), None)
+        if group is None:
+            return None
+    device = device_of(rank, torch.distributed.group.WORLD)
+    start, stop = bounds_of(case, group.size())[group.rank()]
+    vocab_size = case.logits.shape[-1]
+    leaf = padded_shard(case.logits, start, stop).to(device).requires_grad_()
+    labels = case.labels.to(device)
+    size = {"shard": VocabShard(start, stop, vocab_size), "vocab_size": vocab_size}
+    options = {**case.options, **{name: size[name] for name in size if name == case.size}, "impl": case.impl}
+    with record_collectives() as in_forward, warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        outputs = flat_outputs(case.function(leaf, labels, group=group, **options))
+    pairs = [
+        (output, grad_output.to(device).expand(output.shape))
+        for output, grad_output in zip(outputs, case.grad_outputs or (torch.ones(()),), strict=False)
+        if grad_output is not None
+    ]
+    with record_collectives() as in_backward:
+        torch.autograd.backward(*zip(*pairs, strict=True))
+    assert torch.equal(labels.cpu(), case.labels), "labels were written"
+    alone = None
+    if with_alone and group.rank() == 0:
+        whole = case.function(case.logits.to(device), labels, **case.options, impl=case.impl)
+        alone = flat_outputs(whole)[0]
+    return Result(outputs, leaf.grad, in_forward, in_backward, alone)
+
+
+def whole_gradient(case: Case, results: Sequence[Result]) -> torch.Tensor:
+    """The gradient over the vocabulary from those of the shards, whose padding must be 0."""
+    vocab_size = case.logits.shape[-1]
+    grad = torch.full_like(case.logits, NAN)
+    for (start, stop), result in zip(bounds_of(case, len(results)), results, strict=True):
+        valid = max(min(stop, vocab_size) - start, 0)
+        grad[..., start : start + valid] = result.grad[..., :valid]
+        assert not result.grad[..., valid:].any(), f"gradient of the padding of [{start}, {stop})"
+    return grad
+
+
+def check(case: Case, results: Sequence[Result], ranks: Sequence[int] | None = None) -> Results:
+    """Outputs are bit-equal on all ranks and the whole vocabulary's in fp64; one collective in all.
+
+    Args:
+        ranks: global ranks of the group; None is all of the world.
+    """
+    for result in results:
+        for output, first in zip(result.outputs, results[0].outputs, strict=True):
+            torch.testing.assert_close(output, first, rtol=0, atol=0, equal_nan=True)
+    whole = Results(results[0].outputs, whole_gradient(case, results))
+    given = {"function": case.function, **case.options}
+    assert_right(whole, case.logits, case.labels, *case.grad_outputs, **given)
+    if results[0].alone is not None:
+        outputs = (results[0].alone, *whole.outputs[1:])
+        assert_right(whole._replace(outputs=outputs), case.logits, case.labels, *case.grad_outputs, **given)
+    extra = 2 * bool(case.options.get("label_smoothing"))
+    extra += bool(case.options.get("return_metrics") or case.options.get("entropy"))
+    ranks = tuple(ranks or range(len(results)))
+    expected = [("_allgather_base_", ranks, 4 * (3 + extra) * case.labels.numel())]
+    for result in results:
+        assert [tuple(call) for call in result.in_forward] == (expected if len(ranks) > 1 else [])
+        assert result.in_backward == []
+    return whole
