@@ -9,7 +9,7 @@ from tests.support.budget import assert_within_budget
 from tests.support.inputs import KINDS
 from tests.support.one_pass import EPS_32, check, made, run, skip_where_it_cannot_run
 from tests.support.oracle import cross_entropy_fp64
-from tests.test_confident_labels import Rows, assert_as_exact_as_fp32, confident_rows, truth_of
+from tests.support.confident import Rows, assert_as_exact_as_fp32, confident_rows, truth_of
 from vocab_parallel_ce import cross_entropy_backward, cross_entropy_forward, vocab_parallel_cross_entropy
 from vocab_parallel_ce.blocks import ONE_PASS
 
