@@ -26,7 +26,7 @@ from tests.support.lanes import (
 from tests.support.poison import poisoned_allocations
 from tests.support.ranks import RankPools, pool_of_test
 
-INTERPRETED_CASES = 2
+INTERPRETED_CASES = 1
 HOST = this_host()
 UNAVAILABLE = unavailable_lanes(HOST)
 LEDGER = LaneLedger()

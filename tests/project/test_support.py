@@ -37,7 +37,7 @@ def test_reference_skipped(): pytest.skip("planted")
 @pytest.mark.quick(2)
 @pytest.mark.interpreter
 @pytest.mark.parametrize("i", range(9))
-def test_interpreter(i): assert i in (0, 8)
+def test_interpreter(i): assert i == 0
 
 @pytest.mark.interpreted(3)
 @pytest.mark.interpreter
@@ -99,7 +99,7 @@ def test_a_full_run_adds_up_the_workers_reports_of_every_lane(suite):
     lanes = record["lanes"]
     assert set(lanes) == set(LANES)
     assert lanes["reference"] == {"passed": 1, "failed": 0, "skipped": 1, "unavailable": None}
-    assert record["no_lane"]["passed"] == 1 and lanes["interpreter"]["passed"] in (0, 5)
+    assert record["no_lane"]["passed"] == 1 and lanes["interpreter"]["passed"] in (0, 4)
     for lane in lanes.values():
         assert (lane["passed"] + lane["failed"] == 0) == (lane["unavailable"] is not None)
     assert (record["commit"], record["dirty"]) == ("0123abc", True)
@@ -113,7 +113,7 @@ def test_an_idle_lane_fails_a_full_run_and_no_selection(suite):
     assert result.returncode == 1
     assert "gloo: can run here and executed nothing; the run fails" in result.stdout
     quick = suite("-m", "quick")
-    assert quick.returncode == 0 and "3 passed" in quick.stdout.replace("1 passed, 2 skipped", "3 passed")
+    assert quick.returncode == 0 and "2 passed" in quick.stdout.replace("1 passed, 1 skipped", "2 passed")
 
 
 ORACLE = torch.tensor([[1.0, -2.0], [0.25, 8.0]], dtype=torch.float64)
