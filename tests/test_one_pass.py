@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.support.budget import assert_within_budget
+from tests.support.confident import Rows, assert_as_exact_as_fp32, confident_rows, truth_of
 from tests.support.inputs import KINDS
 from tests.support.one_pass import EPS_32, check, made, run, skip_where_it_cannot_run
 from tests.support.oracle import cross_entropy_fp64
-from tests.support.confident import Rows, assert_as_exact_as_fp32, confident_rows, truth_of
 from vocab_parallel_ce import cross_entropy_backward, cross_entropy_forward, vocab_parallel_cross_entropy
 from vocab_parallel_ce.blocks import ONE_PASS
 
@@ -261,7 +261,7 @@ def test_rows_that_are_not_finite(reduction, column):
 
 
 def views(columns):
-    """(name, base, view of it) with rows of ``columns`` at 16-byte boundaries and other elements between them."""
+    """(name, base, view of it) with aligned rows of ``columns`` and other elements between them."""
 
     def base(*shape):
         generator = torch.Generator().manual_seed(0)
