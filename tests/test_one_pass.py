@@ -261,7 +261,7 @@ def test_rows_that_are_not_finite(reduction, column):
 
 
 def views(columns):
-    """(name, base, view of it) with rows of ``columns`` at 16-byte boundaries and other elements between them."""
+    """(name, base, view of it) with rows of ``columns`` at 16-byte boundaries, and elements between."""
 
     def base(*shape):
         generator = torch.Generator().manual_seed(0)
