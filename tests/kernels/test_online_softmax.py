@@ -20,7 +20,7 @@ from tests.support.layouts import logits_layouts
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import IDENTITY, PLAIN, LossOptions, TokenOutputs
 
-ROWS, COLUMNS = 8, 587
+ROWS, COLUMNS = 5, 587
 WIDTHS = (1, 2, 7, 8, 9, 15, 16, 17, 255, 256, 257, 4099)
 
 

@@ -49,16 +49,16 @@ from vocab_parallel_ce.spec import LossOptions
 
 
 class RowFactors(NamedTuple):
-    """What the gradient of a row's every column is made of; None if no option needs it."""
+    """What the gradient of a row's every column is made of; 0 if no option needs it."""
 
     shift: tl.tensor  # row_max
     inverse_sum: tl.tensor  # 1 / sum_exp
     target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label's 1 - p
     weight: tl.tensor  # grad_output / divisor
-    uniform_p: tl.tensor | None  # smoothing / V
-    z_factor: tl.tensor | None  # 2 * z_loss * lse
-    mean_shifted: tl.tensor | None
-    entropy_weight: tl.tensor | None  # grad_entropy
+    uniform_p: tl.tensor  # smoothing / V
+    z_factor: tl.tensor  # 2 * z_loss * lse
+    mean_shifted: tl.tensor
+    entropy_weight: tl.tensor  # grad_entropy
 
 
 class ShardSizes(NamedTuple):
@@ -81,16 +81,16 @@ def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_siz
     all_sum = sum_exp(stats)
     inverse_sum = tl.where(live, 1.0 / all_sum, 0.0)
     target_grad = tl.where(live, -stats.others_sum / all_sum, 0.0)
-    uniform_p = None
-    z_factor = None
+    uniform_p = 0.0
+    z_factor = 0.0
     if options.z_loss is not None:
         z_factor = tl.where(live, 2 * options.z_loss * (stats.row_max + log_sum_exp(stats)), 0.0)
         target_grad += label_exp(stats.row_max, stats.target_logit) * inverse_sum * z_factor
     if options.smoothing is not None:
         uniform_p = options.smoothing / vocab_size
         target_grad += options.smoothing - uniform_p
-    mean_shifted = None
-    entropy_weight = None
+    mean_shifted = 0.0
+    entropy_weight = 0.0
     if grad_entropy is not None:
         mean_shifted = tl.where(live, stats.exp_shifted_sum / all_sum, 0.0)
         entropy_weight = tl.where(live, tl.load(grad_entropy), 0.0)
@@ -102,8 +102,11 @@ def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_siz
 
 
 @triton.jit
-def logits_gradient(x, is_target, factors, options):
-    """Return the gradient of one row at logits ``x``; exactly 0 in an excluded column."""
+def logits_gradient(x, is_target, factors, grad_entropy, options):
+    """Return the gradient of one row at logits ``x``; exactly 0 in an excluded column.
+
+    It includes the entropy's gradient if ``grad_entropy`` is not None.
+    """
     z, slope = transform(x, options)
     p = exp_shifted(z, factors.shift) * factors.inverse_sum
     grad = p
@@ -112,7 +115,7 @@ def logits_gradient(x, is_target, factors, options):
     if options.smoothing is not None:
         grad = tl.where(z == float("-inf"), grad, grad - factors.uniform_p)
     grad = tl.where(is_target, factors.target_grad, grad) * factors.weight
-    if factors.entropy_weight is not None:
+    if grad_entropy is not None:
         grad += p * (factors.mean_shifted - bounded(z - factors.shift)) * factors.entropy_weight
     if options.softcap is not None or options.logit_scale is not None:
         grad *= slope
@@ -182,7 +185,7 @@ def cross_entropy_kernel(
         if sizes.n_valid is not None:
             is_read &= columns < readable
         x = tl.load(logits + first + columns, is_read, other=float("-inf")).to(tl.float32)
-        grad = logits_gradient(x, columns == target, factors, options)
+        grad = logits_gradient(x, columns == target, factors, grad_entropy, options)
         if sizes.n_valid is not None:
             grad = tl.where(columns < valid_width, grad, 0.0)
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
@@ -190,7 +193,7 @@ def cross_entropy_kernel(
         lane = tl.arange(0, 16 * VECTOR)
         offset, inside = edge_offsets(lane, begin, sizes.n_columns, first, width, VECTOR)
         x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
-        grad = logits_gradient(x, offset == begin + label - shard_start, factors, options)
+        grad = logits_gradient(x, offset == begin + label - shard_start, factors, grad_entropy, options)
         if sizes.n_valid is not None:
             grad = tl.where(offset < begin + sizes.n_valid, grad, 0.0)
         tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)

@@ -17,7 +17,7 @@ of ``loss``.
 """
 
 # mypy: disable-error-code="arg-type"
-# A jit function leaves out of a RowStats what no option needs.
+# The numbers of a jit function are tensors.
 
 import functools
 from typing import NamedTuple
@@ -67,7 +67,7 @@ class Row(NamedTuple):
 
 
 class LaneStats(NamedTuple):
-    """What each lane knows of the columns that it has walked; None if no option needs it."""
+    """What each lane knows of the columns that it has walked; 0 if no option needs it."""
 
     max: tl.tensor
     sum: tl.tensor
@@ -206,9 +206,9 @@ def merge_columns(
     others_sum = tl.sum(lanes.sum * decay) + tl.sum(exp_shifted(loose.z, shift))
     # A maximum may pass over a NaN.
     others_sum = tl.where(target_logit == target_logit, others_sum, float("nan"))
-    shifted_sum = None
-    exp_shifted_sum = None
-    argmax = None
+    shifted_sum = 0.0
+    exp_shifted_sum = 0.0
+    argmax = 0.0
     if options.smoothing is not None:
         shifted_sum = tl.sum(lanes.shifted_sum + lanes.n_columns * raised_by(lanes.max, shift))
         shifted_sum += tl.sum(tl.where(loose.inside, loose.z - shift, 0.0))

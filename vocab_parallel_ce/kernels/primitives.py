@@ -160,8 +160,9 @@ def stats_of_row(stats, row, options):
 def merge_ranks(pointers, mask, options):
     """Merge the statistics at ``pointers`` over axis 0, the ranks, to a ``RowStats``.
 
-    Ranks that ``mask`` excludes count as the identity. Statistics that no option needs are None. Every rank
-    merges the same numbers in the same order, so all ranks get the same bits.
+    Ranks that ``mask`` excludes count as the identity. Statistics that no option needs are 0: Triton 3.6
+    cannot return None in a tuple. Every rank merges the same numbers in the same order, so all ranks get the
+    same bits.
     """
     row_max = tl.load(pointers, mask, other=float("-inf"))
     others_sum = tl.load(pointers + 1, mask, other=0.0)
@@ -170,9 +171,10 @@ def merge_ranks(pointers, mask, options):
     shift = finite_or_zero(merged_max)
     scale = exp_shifted(row_max, shift)
     merged_sum = tl.sum(others_sum * scale, axis=0)
-    shifted_sum = None
-    exp_shifted_sum = None
-    argmax = None
+    shifted_sum = 0.0
+    exp_shifted_sum = 0.0
+    argmax = 0.0
+    no_count = 0.0  # the merged number of columns is vocab_size
     pointers += 3
     if options.smoothing is not None:
         shifted = tl.load(pointers, mask, other=0.0)
@@ -189,7 +191,7 @@ def merge_ranks(pointers, mask, options):
         first = tl.load(pointers, mask, other=float("inf"))
         argmax = tl.min(tl.where(row_max == merged_max, first, float("inf")), axis=0)
     merged_target = tl.max(target_logit, axis=0)
-    return RowStats(merged_max, merged_sum, merged_target, shifted_sum, None, exp_shifted_sum, argmax)
+    return RowStats(merged_max, merged_sum, merged_target, shifted_sum, no_count, exp_shifted_sum, argmax)
 
 
 @triton.jit
