@@ -1,4 +1,4 @@
-"""What the launchers and ``spec`` make of the same rows, in buffers that hold NaN before."""
+"""Results of the launchers and of ``spec`` for the same rows, in buffers that held NaN."""
 
 from __future__ import annotations
 
@@ -44,23 +44,22 @@ def stats_by_kernel(
     return stats[0], int(valid_rows)
 
 
+def empty_outputs(labels: Tensor, options: LossOptions) -> TokenOutputs:
+    """Return a buffer for each output that ``options`` has the statistics for."""
+    values = torch.full((3, labels.numel()), NAN, device=labels.device)
+    predictions = torch.full_like(labels, -7, dtype=torch.int64) if options.predictions else None
+    return TokenOutputs(
+        values[0].clone(), values[1].clone() if options.entropy else None, values[2].clone(), predictions
+    )
+
+
 def outputs_by_kernel(
     stats: Tensor, labels: Tensor, vocab_size: int, options: LossOptions, divisor: Tensor | None = None
 ) -> TokenOutputs:
     """Every output that ``options`` has the statistics for."""
     from vocab_parallel_ce.kernels import launchers
 
-    def buffer(dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full(
-            (labels.numel(),), NAN if dtype.is_floating_point else -7, device=stats.device, dtype=dtype
-        )
-
-    outputs = TokenOutputs(
-        buffer(),
-        buffer() if options.entropy else None,
-        buffer(),
-        buffer(torch.int64) if options.predictions else None,
-    )
+    outputs = empty_outputs(labels, options)
     shard = VocabShard(0, vocab_size, vocab_size)
     launchers.token_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
     return outputs

@@ -14,7 +14,7 @@ from tests.kernels.rows import (
     stats_by_kernel,
 )
 from tests.support.budget import assert_within_budget
-from tests.support.inputs import DTYPES, KINDS, batch
+from tests.support.inputs import KINDS, batch
 from tests.support.layouts import logits_layouts
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions
@@ -52,49 +52,45 @@ def test_worked_example(kernel_device):
     torch.testing.assert_close(grad.cpu(), torch.tensor([[0.0900306, -0.3347590, 0.2447285]]), **close)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [*((kind, torch.float32) for kind in KINDS), ("mixture", torch.bfloat16), ("mixture", torch.float16)],
+    ids=str,
+)
 def test_loss_and_gradient_of_hard_rows(kernel_device, kind, dtype):
-    if kind == "times_1000" and dtype == torch.float16:
-        pytest.skip("a thousand times the logits is past fp16's range")
-    logits, labels = (t.to(kernel_device) for t in batch(kind, rows=8, vocab_size=587, dtype=dtype))
-    grads = grads_of(8, PLAIN, kernel_device)
+    logits, labels = (t.to(kernel_device) for t in batch(kind, rows=5, vocab_size=587, dtype=dtype))
+    grads = grads_of(len(labels), PLAIN, kernel_device)
     actual = run(logits, labels, into=torch.empty_like(logits), **grads)
     assert_row_results(actual, logits, labels, **grads)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", (LossOptions(smoothing=1.0), ALL), ids=("smoothing", "all"))
+@pytest.mark.parametrize("options", (ALL,), ids=("all",))
 def test_hard_rows_with_options(kernel_device, kind, options):
     """From the statistics of two ranks, with a cap of the size of the logits: there is no gradient beyond."""
     if kind == "times_1000" and options.softcap is not None:
         options = options._replace(z_loss=1e-6, softcap=2e4)
-    logits, labels = (t.to(kernel_device) for t in batch(kind, rows=8, vocab_size=300, shards=2))
+    logits, labels = (t.to(kernel_device) for t in batch(kind, rows=5, vocab_size=300, shards=2))
     shards = [VocabShard.even(150, rank, 2) for rank in range(2)]
     known = [stats_by_kernel(logits[:, s.start : s.stop], labels, options, s)[0] for s in shards]
     stats = torch.stack(known)
-    grads = grads_of(8, options, kernel_device)
+    grads = grads_of(len(labels), options, kernel_device)
     into = torch.empty_like(logits)
     actual = gradient_by_kernel(logits, stats, labels, options, into=into, **grads)
     assert_row_results(actual, logits, labels, options, **grads)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_each_option_alone(kernel_device, dtype, options):
-    logits, labels = (
-        t.to(kernel_device) for t in batch("mixture", rows=8, vocab_size=300, shards=2, dtype=dtype)
-    )
-    grads = grads_of(8, options, kernel_device)
+def test_each_option_alone(kernel_device, options):
+    logits, labels = (t.to(kernel_device) for t in batch("mixture", rows=6, vocab_size=300, shards=2))
+    grads = grads_of(len(labels), options, kernel_device)
     actual = run(logits, labels, options, into=torch.empty_like(logits), **grads)
     assert_row_results(actual, logits, labels, options, **grads)
 
 
 @pytest.mark.parametrize("columns", (1, 2, 7, 8, 9, 15, 16, 17, 255, 257, 8201))
 @pytest.mark.parametrize(
-    "dtype, options",
-    ((torch.float32, PLAIN), (torch.bfloat16, PLAIN), (torch.bfloat16, ALL)),
-    ids=("fp32", "bf16", "bf16-all"),
+    "dtype, options", ((torch.float32, PLAIN), (torch.bfloat16, ALL)), ids=("fp32", "bf16-all")
 )
 def test_every_width_in_place(kernel_device, columns, dtype, options):
     """With options, one element off a boundary: rows have a head too."""
@@ -165,7 +161,7 @@ def test_edge_rows(kernel_device, options):
     logits[0] = NAN
     logits[3, 4], logits[4, 9], logits[5, 2], logits[7] = NAN, INF, -INF, -INF
     labels = torch.tensor([-100, -1, 50, 1, 1, 2, 3, 1])
-    grads = grads_of(8, options, kernel_device)
+    grads = grads_of(len(labels), options, kernel_device)
     loss, grad = run(logits.clone().to(kernel_device), labels.to(kernel_device), options, **grads)
     loss, grad = loss.cpu(), grad.cpu()
     assert loss[0] == 0 and torch.equal(grad[0], torch.zeros(50))
@@ -183,7 +179,7 @@ def test_excluded_columns_have_gradient_0_and_ignored_rows_whatever_comes_from_a
         name: None if value is None else value.clone()
         for name, value in grads_of(6, options, kernel_device).items()
     }
-    for value in filter(None.__ne__, grads.values()):
+    for value in (value for value in grads.values() if value is not None):
         value[0] = INF
     _, grad = run(logits.to(kernel_device), labels.to(kernel_device), options, **grads)
     grad = grad.cpu()

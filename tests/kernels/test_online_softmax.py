@@ -10,16 +10,17 @@ from tests.kernels.rows import (
     NAN,
     OPTIONS,
     assert_stats,
+    empty_outputs,
     outputs_by_kernel,
     stats_by_kernel,
     whole,
 )
-from tests.support.inputs import DTYPES, KINDS, batch
+from tests.support.inputs import KINDS, batch
 from tests.support.layouts import logits_layouts
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import IDENTITY, PLAIN, LossOptions, TokenOutputs
 
-ROWS, COLUMNS = 10, 587
+ROWS, COLUMNS = 5, 587
 WIDTHS = (1, 2, 7, 8, 9, 15, 16, 17, 255, 256, 257, 4099)
 
 
@@ -32,38 +33,29 @@ def test_worked_example(kernel_device):
     assert valid_rows == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_statistics_of_hard_rows(kernel_device, kind, dtype):
-    if kind == "times_1000" and dtype == torch.float16:
-        pytest.skip("a thousand times the logits is past fp16's range")
+HARD = [(kind, *case) for kind in KINDS for case in ((torch.float32, EVERY_STATISTIC), (torch.bfloat16, ALL))]
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, options", [*HARD, ("mixture", torch.float16, EVERY_STATISTIC)], ids=str
+)
+def test_statistics_of_hard_rows(kernel_device, kind, dtype, options):
     logits, labels = (t.to(kernel_device) for t in batch(kind, rows=ROWS, vocab_size=COLUMNS, dtype=dtype))
-    stats, valid_rows = stats_by_kernel(logits, labels, EVERY_STATISTIC)
-    assert_stats(stats, logits, labels, EVERY_STATISTIC)
+    stats, valid_rows = stats_by_kernel(logits, labels, options)
+    assert_stats(stats, logits, labels, options)
     assert valid_rows == int((labels != -100).sum())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_statistics_of_hard_rows_with_all_options(kernel_device, kind):
-    logits, labels = (
-        t.to(kernel_device) for t in batch(kind, rows=ROWS, vocab_size=COLUMNS, dtype=torch.bfloat16)
-    )
-    stats, _ = stats_by_kernel(logits, labels, ALL)
-    assert_stats(stats, logits, labels, ALL)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_each_option_alone(kernel_device, options):
     """One launch packs the statistics of its options and no other."""
-    for kind in ("mixture", "times_1000"):
-        logits, labels = (t.to(kernel_device) for t in batch(kind, rows=8, vocab_size=COLUMNS))
-        stats, _ = stats_by_kernel(logits, labels, options)
-        assert_stats(stats, logits, labels, options)
+    logits, labels = (t.to(kernel_device) for t in batch("mixture", rows=6, vocab_size=COLUMNS))
+    stats, _ = stats_by_kernel(logits, labels, options)
+    assert_stats(stats, logits, labels, options)
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("options", (PLAIN, ALL), ids=("plain", "all"))
+@pytest.mark.parametrize("dtype, options", ((torch.float32, PLAIN), (torch.bfloat16, ALL)), ids=str)
 def test_every_width(kernel_device, columns, dtype, options):
     """Rows with no whole vector, with none but edges, with a head and a tail, and of several tiles."""
     logits, labels = batch("peaked", rows=3, vocab_size=columns, dtype=dtype)
@@ -72,7 +64,7 @@ def test_every_width(kernel_device, columns, dtype, options):
     assert_stats(stats, logits, labels, options)
 
 
-@pytest.mark.parametrize("n_valid", (0, 1, 7, 8, 9, 64, 299, 300))
+@pytest.mark.parametrize("n_valid", (0, 1, 7, 8, 9, 299, 300))
 @pytest.mark.parametrize("dtype, columns", ((torch.float32, 300), (torch.bfloat16, 304)), ids=str)
 def test_padding_is_not_looked_at(kernel_device, n_valid, dtype, columns):
     """Whole vectors and parts of one, and shards that are nothing else."""
@@ -140,7 +132,7 @@ def test_columns_masked_with_the_lowest_number_leave_no_trace(kernel_device, dty
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("columns", (1, 8, 17, 257, 4099))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_the_argmax_is_the_first_of_equals(kernel_device, columns, dtype):
     """In a lane, between lanes, between tiles, and between a row's edges and what is between them."""
@@ -161,16 +153,7 @@ def stats_and_outputs(logits, labels, options, divisor=None, shard=None):
     """``[R, N, K]`` statistics and every output of ``options``, by one launch."""
     from vocab_parallel_ce.kernels import launchers
 
-    def buffer(dtype=torch.float32):
-        fill = NAN if dtype.is_floating_point else -7
-        return torch.full((labels.numel(),), fill, device=logits.device, dtype=dtype)
-
-    outputs = TokenOutputs(
-        buffer(),
-        buffer() if options.entropy else None,
-        buffer(),
-        buffer(torch.int64) if options.predictions else None,
-    )
+    outputs = empty_outputs(labels, options)
     stats = torch.full((1, labels.numel(), len(options.statistics)), NAN, device=logits.device)
     shard = shard or whole(logits)
     launchers.online_softmax(logits, labels, stats, 0, None, outputs, divisor, shard=shard, options=options)
@@ -201,13 +184,15 @@ def rows_of_every_kind(columns, dtype):
     return logits, labels
 
 
-@pytest.mark.parametrize("divisor", (None, 3, 0, 2.5), ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "options, divisor", [*((options, None) for options in OPTIONS.values()), (ALL, 3), (ALL, 0), (ALL, 2.5)]
+)
 def test_the_only_ranks_outputs_are_those_of_its_statistics(kernel_device, options, divisor):
     """Also in rows with edges, and whatever divides the loss."""
     if divisor is not None:
         divisor = torch.tensor([divisor], device=kernel_device)
-    for columns, dtype in ((COLUMNS, torch.float32), (512, torch.bfloat16)):
+    shapes = ((COLUMNS, torch.float32), (512, torch.bfloat16))
+    for columns, dtype in shapes if options is PLAIN else shapes[:1]:
         logits, labels = (t.to(kernel_device) for t in rows_of_every_kind(columns, dtype))
         stats, outputs = stats_and_outputs(logits, labels, options, divisor)
         plain_stats, _ = stats_by_kernel(logits, labels, options)

@@ -20,11 +20,9 @@ from vocab_parallel_ce.spec import PLAIN, LossOptions
 
 # (columns of the vocabulary, ranks, columns of a rank or None for torch.chunk's)
 CUTS = (
-    (128, 2, 64),
     (103, 3, None),
     (103, 4, 26),
     (103, 3, 48),
-    (96, 3, 64),
     (96, 4, 32),
     (90, 5, 32),
     (5, 4, 4),

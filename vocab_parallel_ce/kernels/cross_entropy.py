@@ -49,16 +49,16 @@ from vocab_parallel_ce.spec import LossOptions
 
 
 class RowFactors(NamedTuple):
-    """What the gradient of a row's every column is made of; None if no option needs it."""
+    """What the gradient of a row's every column is made of; 0 if no option needs it."""
 
     shift: tl.tensor  # row_max
     inverse_sum: tl.tensor  # 1 / sum_exp
     target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label's 1 - p
     weight: tl.tensor  # grad_output / divisor
-    uniform_p: tl.tensor | None  # smoothing / V
-    z_factor: tl.tensor | None  # 2 * z_loss * lse
-    mean_shifted: tl.tensor | None
-    entropy_weight: tl.tensor | None  # grad_entropy
+    uniform_p: tl.tensor  # smoothing / V
+    z_factor: tl.tensor  # 2 * z_loss * lse
+    mean_shifted: tl.tensor
+    entropy_weight: tl.tensor  # grad_entropy
 
 
 class ShardSizes(NamedTuple):
@@ -70,7 +70,7 @@ class ShardSizes(NamedTuple):
 
 
 @triton.jit
-def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_size, options):
+def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_size, loss_options):
     """Return the ``RowFactors`` of a row; all are 0 if it is not ``live``, so that its NaN stays unseen.
 
     ``weight`` is 1 / divisor. ``grad_output`` and ``grad_entropy`` are pointers or None.
@@ -81,16 +81,16 @@ def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_siz
     all_sum = sum_exp(stats)
     inverse_sum = tl.where(live, 1.0 / all_sum, 0.0)
     target_grad = tl.where(live, -stats.others_sum / all_sum, 0.0)
-    uniform_p = None
-    z_factor = None
-    if options.z_loss is not None:
-        z_factor = tl.where(live, 2 * options.z_loss * (stats.row_max + log_sum_exp(stats)), 0.0)
+    uniform_p = 0.0
+    z_factor = 0.0
+    if loss_options.z_loss is not None:
+        z_factor = tl.where(live, 2 * loss_options.z_loss * (stats.row_max + log_sum_exp(stats)), 0.0)
         target_grad += label_exp(stats.row_max, stats.target_logit) * inverse_sum * z_factor
-    if options.smoothing is not None:
-        uniform_p = options.smoothing / vocab_size
-        target_grad += options.smoothing - uniform_p
-    mean_shifted = None
-    entropy_weight = None
+    if loss_options.smoothing is not None:
+        uniform_p = loss_options.smoothing / vocab_size
+        target_grad += loss_options.smoothing - uniform_p
+    mean_shifted = 0.0
+    entropy_weight = 0.0
     if grad_entropy is not None:
         mean_shifted = tl.where(live, stats.exp_shifted_sum / all_sum, 0.0)
         entropy_weight = tl.where(live, tl.load(grad_entropy), 0.0)
@@ -102,19 +102,22 @@ def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_siz
 
 
 @triton.jit
-def logits_gradient(x, is_target, factors, options):
-    """Return the gradient of one row at logits ``x``; exactly 0 in an excluded column."""
-    z, slope = transform(x, options)
+def logits_gradient(x, is_target, factors, grad_entropy, loss_options):
+    """Return the gradient of one row at logits ``x``; exactly 0 in an excluded column.
+
+    It includes the entropy's gradient if ``grad_entropy`` is not None.
+    """
+    z, slope = transform(x, loss_options)
     p = exp_shifted(z, factors.shift) * factors.inverse_sum
     grad = p
-    if options.z_loss is not None:
+    if loss_options.z_loss is not None:
         grad += p * factors.z_factor
-    if options.smoothing is not None:
+    if loss_options.smoothing is not None:
         grad = tl.where(z == float("-inf"), grad, grad - factors.uniform_p)
     grad = tl.where(is_target, factors.target_grad, grad) * factors.weight
-    if factors.entropy_weight is not None:
+    if grad_entropy is not None:
         grad += p * (factors.mean_shifted - bounded(z - factors.shift)) * factors.entropy_weight
-    if options.softcap is not None or options.logit_scale is not None:
+    if loss_options.softcap is not None or loss_options.logit_scale is not None:
         grad *= slope
     return grad
 
@@ -133,7 +136,7 @@ def cross_entropy_kernel(
     grad_strides,  # of grad_output and of grad_entropy, or None
     sizes,  # ShardSizes
     n_ranks,
-    options,  # option_arguments
+    loss_options,  # option_arguments
     n_rows,
     shard_start,
     HAS_EDGES: tl.constexpr,
@@ -145,16 +148,16 @@ def cross_entropy_kernel(
     # Last rows first: the statistics kernel has just left them in the L2 cache.
     row = (n_rows - 1 - tl.program_id(0)).to(tl.int64)
     label = tl.load(labels + row).to(tl.int64)
-    live = label != options.ignore_index
+    live = label != loss_options.ignore_index
     ranks = tl.arange(0, RANKS)
-    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, options)
-    merged = merge_ranks(pointers, ranks < n_ranks, options)
+    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
+    merged = merge_ranks(pointers, ranks < n_ranks, loss_options)
     weight = 1.0
     if divisor is not None:
         weight = divisor_weight(divisor)
         live &= weight != 0
     if loss is not None:
-        value = row_loss(merged, label, sizes.vocab_size, options)
+        value = row_loss(merged, label, sizes.vocab_size, loss_options)
         if divisor is not None:
             value = weighted(value, weight)
         tl.store(loss + row, value)
@@ -162,7 +165,9 @@ def cross_entropy_kernel(
         grad_output += row * grad_strides[0]
     if grad_entropy is not None:
         grad_entropy += row * grad_strides[1]
-    factors = row_factors(merged, label, live, weight, grad_output, grad_entropy, sizes.vocab_size, options)
+    factors = row_factors(
+        merged, label, live, weight, grad_output, grad_entropy, sizes.vocab_size, loss_options
+    )
     # A label in an excluded column is no column's target.
     label = tl.where(merged.target_logit == float("-inf"), -1, label)
 
@@ -182,7 +187,7 @@ def cross_entropy_kernel(
         if sizes.n_valid is not None:
             is_read &= columns < readable
         x = tl.load(logits + first + columns, is_read, other=float("-inf")).to(tl.float32)
-        grad = logits_gradient(x, columns == target, factors, options)
+        grad = logits_gradient(x, columns == target, factors, grad_entropy, loss_options)
         if sizes.n_valid is not None:
             grad = tl.where(columns < valid_width, grad, 0.0)
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
@@ -190,7 +195,7 @@ def cross_entropy_kernel(
         lane = tl.arange(0, 16 * VECTOR)
         offset, inside = edge_offsets(lane, begin, sizes.n_columns, first, width, VECTOR)
         x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
-        grad = logits_gradient(x, offset == begin + label - shard_start, factors, options)
+        grad = logits_gradient(x, offset == begin + label - shard_start, factors, grad_entropy, loss_options)
         if sizes.n_valid is not None:
             grad = tl.where(offset < begin + sizes.n_valid, grad, 0.0)
         tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)

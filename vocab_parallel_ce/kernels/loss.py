@@ -32,7 +32,7 @@ def loss_kernel(
     predictions,  # [N] int64, out, or None
     n_ranks,
     vocab_size,
-    options,  # option_arguments
+    loss_options,  # option_arguments
     n_rows,
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
     ROWS: tl.constexpr,
@@ -42,10 +42,10 @@ def loss_kernel(
     inside = rows < n_rows
     label = tl.load(labels + rows, inside, other=0).to(tl.int64)
     ranks = tl.arange(0, RANKS)[:, None]
-    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], options)
-    merged = merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], options)
+    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
+    merged = merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
     outputs = TokenOutputs(loss, entropy, lse, predictions)
-    store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, options)
+    store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, loss_options)
 
 
 def token_outputs(

@@ -223,7 +223,7 @@ def read_row(
 
 
 @gluon.jit
-def finish_row(others_max, others_sum, target, column, weight, n_columns, options):
+def finish_row(others_max, others_sum, target, column, weight, n_columns, loss_options):
     """Return ``(loss, row_max, scale, target_grad)``; the gradient is ``exp(z - row_max) * scale``.
 
     ``target_grad`` is the gradient at the label. ``weight`` is that of a row in the loss.
@@ -233,10 +233,10 @@ def finish_row(others_max, others_sum, target, column, weight, n_columns, option
     sum_exp = others_sum + label_exp(row_max, target)
     stats = RowStats(row_max, others_sum, target, None, None, None, None)
     weight = gl.where(column >= 0, weight, float("nan"))
-    value = row_loss(stats, column, n_columns, options) * weight
+    value = row_loss(stats, column, n_columns, loss_options) * weight
     z_factor = 0.0
-    if options.z_loss is not None:
-        z_factor = 2 * options.z_loss * (row_max + log_sum_exp(stats))
+    if loss_options.z_loss is not None:
+        z_factor = 2 * loss_options.z_loss * (row_max + log_sum_exp(stats))
     # An ignored row was not read: the buffer holds zeros for it.
     scale = gl.where(column == -2, 0.0, weight * (1 + z_factor) / sum_exp)
     target_grad = (label_exp(row_max, target) * z_factor - others_sum) / sum_exp * weight
@@ -298,7 +298,7 @@ def one_pass_kernel(
     loss,  # [N] fp32, out
     layout,  # RowLayout of logits
     n_columns,
-    options,  # option_arguments: ignore_index and z_loss
+    loss_options,  # option_arguments: ignore_index and z_loss
     n_rows,
     COUNTED: gl.constexpr,  # the divisor is the number of rows that are not ignored
     CHUNKS: gl.constexpr,  # of a row
@@ -330,7 +330,7 @@ def one_pass_kernel(
     label_columns = ()
     for i in gl.static_range(AHEAD + 1):
         label = load_label(labels, row + i * step, n_rows)
-        column = label_column(label, row + i * step, n_rows, n_columns, options.ignore_index)
+        column = label_column(label, row + i * step, n_rows, n_columns, loss_options.ignore_index)
         label_columns = label_columns + (column,)
     # Labels and the logits of their vectors are loaded one row early.
     next_label = load_label(labels, row + (AHEAD + 1) * step, n_rows)
@@ -338,7 +338,7 @@ def one_pass_kernel(
     next_beside = load_beside_target(source, row, label_columns[0])
     for i in gl.static_range(STAGES):
         fetch(buffer, source, Cursor(stage, row, step, label_columns), i, CHUNKS, STAGES)
-    weight = loss_weight(labels, divisor, n_rows, lane_columns, options.ignore_index, COUNTED)
+    weight = loss_weight(labels, divisor, n_rows, lane_columns, loss_options.ignore_index, COUNTED)
     if COUNTED or divisor is not None:
         if weight == 0:
             # The fetched logits may be NaN. They stay unseen.
@@ -351,12 +351,12 @@ def one_pass_kernel(
         column = label_columns[0]
         target, beside = next_target.to(gl.float32), next_beside
         new_row = row + (AHEAD + 1) * step
-        new_column = label_column(next_label, new_row, n_rows, n_columns, options.ignore_index)
+        new_column = label_column(next_label, new_row, n_rows, n_columns, loss_options.ignore_index)
         others_max, others_sum, chunks = read_row(
             buffer, source, cursor, beside, CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT
         )
         value, row_max, scale, target_grad = finish_row(
-            others_max, others_sum, target, column, weight, n_columns, options
+            others_max, others_sum, target, column, weight, n_columns, loss_options
         )
         gl.store(loss + row, value)
         # A label in an excluded column is no column's target.

@@ -17,7 +17,7 @@ of ``loss``.
 """
 
 # mypy: disable-error-code="arg-type"
-# A jit function leaves out of a RowStats what no option needs.
+# The numbers of a jit function are tensors.
 
 import functools
 from typing import NamedTuple
@@ -67,7 +67,7 @@ class Row(NamedTuple):
 
 
 class LaneStats(NamedTuple):
-    """What each lane knows of the columns that it has walked; None if no option needs it."""
+    """What each lane knows of the columns that it has walked; 0 if no option needs it."""
 
     max: tl.tensor
     sum: tl.tensor
@@ -117,7 +117,7 @@ def locate_row(row, layout, n_columns, column, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def walk_body(logits, row, options, LANES: tl.constexpr, VECTOR: tl.constexpr):
+def walk_body(logits, row, loss_options, LANES: tl.constexpr, VECTOR: tl.constexpr):
     """Return the ``LaneStats`` of a row's body, except the label's vector."""
     lane_vectors = tl.arange(0, LANES) * VECTOR
     lane_columns = lane_vectors[:, None] + tl.arange(0, VECTOR)[None, :]
@@ -131,21 +131,21 @@ def walk_body(logits, row, options, LANES: tl.constexpr, VECTOR: tl.constexpr):
         columns = tile + lane_columns
         inside = (columns < row.width) & (tile + lane_vectors != row.target_vector)[:, None]
         x = tl.load(logits + row.first + columns, inside, other=float("-inf")).to(tl.float32)
-        z = transform(x, options)[0]
+        z = transform(x, loss_options)[0]
         tile_max = tl.max(z, axis=1)
         new_max = tl.maximum(lane_max, tile_max)
         shift = finite_or_zero(new_max)
         decay = exp_shifted(lane_max, shift)
         # Move the sums from the old maximum to the new one, then add the tile.
-        if options.smoothing is not None:
+        if loss_options.smoothing is not None:
             shifted_sum += n_columns * raised_by(lane_max, shift)
             shifted_sum += tl.sum(tl.where(inside, z - shift[:, None], 0.0), axis=1)
             n_columns += tl.sum(inside.to(tl.float32), axis=1)
-        if options.entropy is not None:
+        if loss_options.entropy is not None:
             exp_shifted_sum += lane_sum * bounded(raised_by(lane_max, shift))
             tile_sum = tl.sum(exp_times_shifted(z, shift[:, None]), axis=1)
             exp_shifted_sum = exp_shifted_sum * decay + tile_sum
-        if options.predictions is not None:
+        if loss_options.predictions is not None:
             max_tile = tl.where(tile_max > lane_max, tile, max_tile)
         lane_sum *= decay
         lane_sum += tl.sum(exp_shifted(z, shift[:, None]), axis=1)
@@ -154,7 +154,7 @@ def walk_body(logits, row, options, LANES: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def load_loose_columns(logits, row, options, VECTOR: tl.constexpr, HAS_EDGES: tl.constexpr):
+def load_loose_columns(logits, row, loss_options, VECTOR: tl.constexpr, HAS_EDGES: tl.constexpr):
     """Return the ``LooseColumns`` of a row."""
     vector = row.first + row.target_vector
     if HAS_EDGES:
@@ -171,12 +171,12 @@ def load_loose_columns(logits, row, options, VECTOR: tl.constexpr, HAS_EDGES: tl
         inside = (lane < VECTOR) & (row.target_vector >= 0)
     inside &= offset != row.target
     x = tl.load(logits + offset, inside, other=float("-inf")).to(tl.float32)
-    return LooseColumns(transform(x, options)[0], offset, inside)
+    return LooseColumns(transform(x, loss_options)[0], offset, inside)
 
 
 @triton.jit
 def first_maximum(
-    logits, row, lanes, loose, target_logit, row_max, options, LANES: tl.constexpr, VECTOR: tl.constexpr
+    logits, row, lanes, loose, target_logit, row_max, loss_options, LANES: tl.constexpr, VECTOR: tl.constexpr
 ):
     """Return the row's first column with ``row_max``, int64.
 
@@ -186,7 +186,7 @@ def first_maximum(
     columns = lanes.max_tile[:, None] + lane_columns
     is_read = (lanes.max == row_max)[:, None] & (columns < row.width)
     x = tl.load(logits + row.first + columns, is_read, other=float("-inf")).to(tl.float32)
-    z = transform(x, options)[0]
+    z = transform(x, loss_options)[0]
     columns = tl.where(z == tl.max(z), columns, 2147483647)
     argmax = tl.min(tl.where(is_read, columns, 2147483647)) + (row.first - row.begin)
     loose_columns = tl.where(loose.z == row_max, loose.offset - row.begin, 2147483647)
@@ -197,7 +197,15 @@ def first_maximum(
 
 @triton.jit
 def merge_columns(
-    logits, row, lanes, loose, target_logit, shard_start, options, LANES: tl.constexpr, VECTOR: tl.constexpr
+    logits,
+    row,
+    lanes,
+    loose,
+    target_logit,
+    shard_start,
+    loss_options,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Merge the lanes, the loose columns and the label to a ``RowStats``."""
     row_max = tl.maximum(tl.maximum(tl.max(lanes.max), tl.max(loose.z)), target_logit)
@@ -206,19 +214,19 @@ def merge_columns(
     others_sum = tl.sum(lanes.sum * decay) + tl.sum(exp_shifted(loose.z, shift))
     # A maximum may pass over a NaN.
     others_sum = tl.where(target_logit == target_logit, others_sum, float("nan"))
-    shifted_sum = None
-    exp_shifted_sum = None
-    argmax = None
-    if options.smoothing is not None:
+    shifted_sum = 0.0
+    exp_shifted_sum = 0.0
+    argmax = 0.0
+    if loss_options.smoothing is not None:
         shifted_sum = tl.sum(lanes.shifted_sum + lanes.n_columns * raised_by(lanes.max, shift))
         shifted_sum += tl.sum(tl.where(loose.inside, loose.z - shift, 0.0))
         shifted_sum += tl.where(row.owned, target_logit - shift, 0.0)
-    if options.entropy is not None:
+    if loss_options.entropy is not None:
         lane_shift = bounded(raised_by(lanes.max, shift))
         exp_shifted_sum = tl.sum((lanes.exp_shifted_sum + lanes.sum * lane_shift) * decay)
         exp_shifted_sum += tl.sum(exp_times_shifted(loose.z, shift)) + exp_times_shifted(target_logit, shift)
-    if options.predictions is not None:
-        column = first_maximum(logits, row, lanes, loose, target_logit, row_max, options, LANES, VECTOR)
+    if loss_options.predictions is not None:
+        column = first_maximum(logits, row, lanes, loose, target_logit, row_max, loss_options, LANES, VECTOR)
         is_finite = tl.abs(row_max) < float("inf")
         argmax = tl.where(is_finite, (column + shard_start).to(tl.float32), float("inf"))
     n_columns = row.n_columns.to(tl.float32)
@@ -226,20 +234,20 @@ def merge_columns(
 
 
 @triton.jit
-def store_stats(pointer, stats, options):
+def store_stats(pointer, stats, loss_options):
     """Store a ``RowStats`` in the order of ``LossOptions.statistics``."""
     tl.store(pointer, stats.row_max)
     tl.store(pointer + 1, stats.others_sum)
     tl.store(pointer + 2, stats.target_logit)
     pointer += 3
-    if options.smoothing is not None:
+    if loss_options.smoothing is not None:
         tl.store(pointer, stats.shifted_sum)
         tl.store(pointer + 1, stats.n_columns)
         pointer += 2
-    if options.entropy is not None:
+    if loss_options.entropy is not None:
         tl.store(pointer, stats.exp_shifted_sum)
         pointer += 1
-    if options.predictions is not None:
+    if loss_options.predictions is not None:
         tl.store(pointer, stats.argmax)
 
 
@@ -257,7 +265,7 @@ def online_softmax_kernel(
     layout,  # RowLayout of logits
     n_columns,  # that are not padding
     vocab_size,
-    options,  # option_arguments
+    loss_options,  # option_arguments
     n_rows,
     shard_start,
     stats_start,  # this rank's first row in stats
@@ -273,20 +281,20 @@ def online_softmax_kernel(
     if valid_rows is not None:
         # One program counts the labels while the others read logits: no launch, no atomics.
         if index == 0:
-            tl.store(valid_rows, count_labels(labels, n_rows, options.ignore_index))
+            tl.store(valid_rows, count_labels(labels, n_rows, loss_options.ignore_index))
     label = tl.load(labels + index).to(tl.int64)
     # An ignored row counts as a row of no columns: nothing is read, and the result is the identity.
-    n_columns = tl.where(label == options.ignore_index, 0, n_columns)
+    n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     row = locate_row(index, layout, n_columns, label - shard_start, VECTOR)
-    lanes = walk_body(logits, row, options, LANES, VECTOR)
-    loose = load_loose_columns(logits, row, options, VECTOR, HAS_EDGES)
+    lanes = walk_body(logits, row, loss_options, LANES, VECTOR)
+    loose = load_loose_columns(logits, row, loss_options, VECTOR, HAS_EDGES)
     x = tl.load(logits + row.target, row.owned, other=float("-inf")).to(tl.float32)
-    target_logit = transform(x, options)[0]
-    merged = merge_columns(logits, row, lanes, loose, target_logit, shard_start, options, LANES, VECTOR)
-    store_stats(stats_of_row(stats, stats_start + index, options), merged, options)
+    target_logit = transform(x, loss_options)[0]
+    merged = merge_columns(logits, row, lanes, loose, target_logit, shard_start, loss_options, LANES, VECTOR)
+    store_stats(stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
     if loss is not None:
         outputs = TokenOutputs(loss, entropy, lse, predictions)
-        store_outputs(outputs, index, None, merged, label, divisor, vocab_size, options)
+        store_outputs(outputs, index, None, merged, label, divisor, vocab_size, loss_options)
 
 
 def online_softmax(

@@ -109,25 +109,25 @@ def tanh(a):
 
 
 @triton.jit
-def transform(x, options):
-    """Return ``(z, dz/dx)`` of fp32 logits, as ``spec.transformed``; ``options`` are ``option_arguments``.
+def transform(x, loss_options):
+    """Return ``(z, dz/dx)`` of fp32 logits, as ``spec.transformed`` does.
 
     An infinite logit stays infinite; softcap would turn an excluded column into -softcap. The selects also
     stop the compiler from fusing the product with a later subtraction of the maximum. With that, the maximum
     would differ from itself.
     """
     slope = 1.0
-    if options.softcap is not None:
+    if loss_options.softcap is not None:
         scale = 1.0
-        if options.logit_scale is not None:
-            scale = options.logit_scale
+        if loss_options.logit_scale is not None:
+            scale = loss_options.logit_scale
         # Finite: infinity times a logit of 0 is NaN.
-        capped = tanh(x * tl.minimum(scale / options.softcap, 3.4028234663852886e38))
+        capped = tanh(x * tl.minimum(scale / loss_options.softcap, 3.4028234663852886e38))
         slope = scale * (1.0 - capped * capped)
-        x = tl.where(tl.abs(x) == float("inf"), x, options.softcap * capped)
-    elif options.logit_scale is not None:
-        slope = options.logit_scale
-        x = tl.where(tl.abs(x) == float("inf"), x, x * options.logit_scale)
+        x = tl.where(tl.abs(x) == float("inf"), x, loss_options.softcap * capped)
+    elif loss_options.logit_scale is not None:
+        slope = loss_options.logit_scale
+        x = tl.where(tl.abs(x) == float("inf"), x, x * loss_options.logit_scale)
     return x, slope
 
 
@@ -150,18 +150,20 @@ def log_sum_exp(stats):
 
 
 @triton.jit
-def stats_of_row(stats, row, options):
+def stats_of_row(stats, row, loss_options):
     """Return a pointer to the K packed statistics of ``row``, in the order of ``LossOptions.statistics``."""
-    n_smoothing = 2 * (options.smoothing is not None)
-    return stats + row * (3 + n_smoothing + (options.entropy is not None) + (options.predictions is not None))
+    n_smoothing = 2 * (loss_options.smoothing is not None)
+    n_others = (loss_options.entropy is not None) + (loss_options.predictions is not None)
+    return stats + row * (3 + n_smoothing + n_others)
 
 
 @triton.jit
-def merge_ranks(pointers, mask, options):
+def merge_ranks(pointers, mask, loss_options):
     """Merge the statistics at ``pointers`` over axis 0, the ranks, to a ``RowStats``.
 
-    Ranks that ``mask`` excludes count as the identity. Statistics that no option needs are None. Every rank
-    merges the same numbers in the same order, so all ranks get the same bits.
+    Ranks that ``mask`` excludes count as the identity. Statistics that no option needs are 0: Triton 3.6
+    cannot return None in a tuple. Every rank merges the same numbers in the same order, so all ranks get the
+    same bits.
     """
     row_max = tl.load(pointers, mask, other=float("-inf"))
     others_sum = tl.load(pointers + 1, mask, other=0.0)
@@ -170,47 +172,48 @@ def merge_ranks(pointers, mask, options):
     shift = finite_or_zero(merged_max)
     scale = exp_shifted(row_max, shift)
     merged_sum = tl.sum(others_sum * scale, axis=0)
-    shifted_sum = None
-    exp_shifted_sum = None
-    argmax = None
+    shifted_sum = 0.0
+    exp_shifted_sum = 0.0
+    argmax = 0.0
+    no_count = 0.0  # the merged number of columns is vocab_size
     pointers += 3
-    if options.smoothing is not None:
+    if loss_options.smoothing is not None:
         shifted = tl.load(pointers, mask, other=0.0)
         n_columns = tl.load(pointers + 1, mask, other=0.0)
         shifted_sum = tl.sum(shifted + n_columns * raised_by(row_max, shift), axis=0)
         pointers += 2
-    if options.entropy is not None:
+    if loss_options.entropy is not None:
         exp_times_shifted = tl.load(pointers, mask, other=0.0)
         all_sum = others_sum + label_exp(row_max, target_logit)
         moved = exp_times_shifted + all_sum * bounded(raised_by(row_max, shift))
         exp_shifted_sum = tl.sum(moved * scale, axis=0)
         pointers += 1
-    if options.predictions is not None:
+    if loss_options.predictions is not None:
         first = tl.load(pointers, mask, other=float("inf"))
         argmax = tl.min(tl.where(row_max == merged_max, first, float("inf")), axis=0)
     merged_target = tl.max(target_logit, axis=0)
-    return RowStats(merged_max, merged_sum, merged_target, shifted_sum, None, exp_shifted_sum, argmax)
+    return RowStats(merged_max, merged_sum, merged_target, shifted_sum, no_count, exp_shifted_sum, argmax)
 
 
 @triton.jit
-def at_the_edges(value, label, vocab_size, options):
+def at_the_edges(value, label, vocab_size, loss_options):
     """Return ``value``; NaN if the label is outside the vocabulary, 0 if it is ``ignore_index``."""
     value = tl.where((label < 0) | (label >= vocab_size), float("nan"), value)
-    return tl.where(label == options.ignore_index, 0.0, value)
+    return tl.where(label == loss_options.ignore_index, 0.0, value)
 
 
 @triton.jit
-def row_loss(stats, label, vocab_size, options):
+def row_loss(stats, label, vocab_size, loss_options):
     """Return the unreduced loss, as ``spec.loss``, for one row or a vector of rows."""
     log_sum = log_sum_exp(stats)
     value = log_sum + (stats.row_max - stats.target_logit)
-    if options.smoothing is not None:
+    if loss_options.smoothing is not None:
         smoothed = log_sum - stats.shifted_sum / vocab_size
-        value = (1 - options.smoothing) * value + options.smoothing * smoothed
-    if options.z_loss is not None:
+        value = (1 - loss_options.smoothing) * value + loss_options.smoothing * smoothed
+    if loss_options.z_loss is not None:
         lse = stats.row_max + log_sum
-        value += options.z_loss * lse * lse
-    return at_the_edges(value, label, vocab_size, options)
+        value += loss_options.z_loss * lse * lse
+    return at_the_edges(value, label, vocab_size, loss_options)
 
 
 @triton.jit
@@ -227,20 +230,20 @@ def weighted(value, weight):
 
 
 @triton.jit
-def store_outputs(outputs, rows, inside, stats, label, divisor, vocab_size, options):
+def store_outputs(outputs, rows, inside, stats, label, divisor, vocab_size, loss_options):
     """Store ``outputs``, a ``spec.TokenOutputs`` of pointers or None, for one row or a vector of rows.
 
     ``divisor`` divides the loss; None is 1. ``inside`` masks a vector of rows; None is all.
     """
     all_sum = sum_exp(stats)
-    value = row_loss(stats, label, vocab_size, options)
+    value = row_loss(stats, label, vocab_size, loss_options)
     if divisor is not None:
         value = weighted(value, divisor_weight(divisor))
     tl.store(outputs.loss + rows, value, inside)
     if outputs.entropy is not None:
         value = log_sum_exp(stats) - stats.exp_shifted_sum / all_sum
-        tl.store(outputs.entropy + rows, at_the_edges(value, label, vocab_size, options), inside)
-    live = label != options.ignore_index
+        tl.store(outputs.entropy + rows, at_the_edges(value, label, vocab_size, loss_options), inside)
+    live = label != loss_options.ignore_index
     if outputs.lse is not None:
         tl.store(outputs.lse + rows, tl.where(live, stats.row_max + log_sum_exp(stats), 0.0), inside)
     if outputs.predictions is not None:
