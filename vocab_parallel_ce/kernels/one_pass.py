@@ -248,7 +248,6 @@ def write_row(
     buffer,
     source,
     cursor,
-    begin,
     chunks,
     row_max,
     scale,
@@ -259,6 +258,7 @@ def write_row(
 ):
     """Write ``exp(z - row_max) * scale`` over every column of a row, and refill the stages."""
     logits, lane_columns = source.logits, source.lane_columns
+    begin = vector_begin(cursor.row, source.layout, lane_columns.shape[1])
     for i in gl.static_range(CHUNKS):
         if i < REGISTER_CHUNKS:
             chunk = chunks[i]
@@ -366,17 +366,7 @@ def one_pass_kernel(
         next_target = load_target(source, row + step, label_columns[1])
         next_beside = load_beside_target(source, row + step, label_columns[1])
         write_row(
-            buffer,
-            source,
-            cursor,
-            begin,
-            chunks,
-            row_max,
-            scale,
-            CHUNKS,
-            REGISTER_CHUNKS,
-            STAGES,
-            CHUNKS_PER_WAIT,
+            buffer, source, cursor, chunks, row_max, scale, CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT
         )
         # write_row wrote the label's column like every other.
         barrier()

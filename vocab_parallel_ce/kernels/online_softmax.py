@@ -17,7 +17,7 @@ of ``loss``.
 """
 
 # mypy: disable-error-code="arg-type"
-# The numbers of a jit function are tensors.
+# In a jit function, the literal 0.0 is a tensor.
 
 import functools
 from typing import NamedTuple
