@@ -198,6 +198,30 @@ def device_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {cpu_cores()} cores"
 
 
+def failures_of(runs: dict[str, Run], largest: float, max_difference: float, equal: bool) -> list[str]:
+    """Say what of the runs is not as it must be."""
+    failures = []
+    if not largest <= max_difference:
+        failures.append(f"largest loss difference: expected at most {max_difference:g}, got {largest:.3g}")
+    if not equal:
+        failures.append("sharded loss: expected the same bits on all ranks, got different ones")
+    for name, run in runs.items():
+        if not run.final_loss < run.losses[0]:
+            failures.append(
+                f"{name} loss: expected a fall from {run.losses[0]:.4f}, got {run.final_loss:.4f}"
+            )
+    return failures
+
+
+def in_words(sharded: Run, differences: list[float], max_difference: float) -> str:
+    largest = max(differences)
+    return (
+        f"sharded loss: {sharded.losses[0]:.3f} at first, {sharded.final_loss:.3f} at the end\n"
+        f"largest loss difference: {largest:.2e} at step {differences.index(largest) + 1} "
+        f"(allowed: {max_difference:g})"
+    )
+
+
 def report(
     arguments: argparse.Namespace,
     settings: Settings,
@@ -222,18 +246,7 @@ def report(
         f"{settings.tokens_per_step:,} tokens each",
         picture,
     )
-    failures = []
-    if not largest <= arguments.max_difference:
-        failures.append(
-            f"largest loss difference: expected at most {arguments.max_difference:g}, got {largest:.3g}"
-        )
-    if not equal:
-        failures.append("sharded loss: expected the same bits on all ranks, got different ones")
-    for name, run in runs.items():
-        if not run.final_loss < run.losses[0]:
-            failures.append(
-                f"{name} loss: expected a fall from {run.losses[0]:.4f}, got {run.final_loss:.4f}"
-            )
+    failures = failures_of(runs, largest, arguments.max_difference, equal)
     summary = {
         "job": "train_lm",
         "loss": LOSSES[arguments.loss],
@@ -265,11 +278,7 @@ def report(
     }
     curves = {name: run.losses for name, run in runs.items()}
     picture.with_suffix(".json").write_text(json.dumps({**summary, "losses": curves}) + "\n")
-    print(f"sharded loss: {sharded.losses[0]:.3f} at first, {sharded.final_loss:.3f} at the end")
-    print(
-        f"largest loss difference: {largest:.2e} at step {differences.index(largest) + 1} "
-        f"(allowed: {arguments.max_difference:g})"
-    )
+    print(in_words(sharded, differences, arguments.max_difference))
     for failure in failures:
         print(f"FAILED: {failure}")
     print(json.dumps(summary, separators=(",", ":")), flush=True)

@@ -79,7 +79,7 @@ class LossOptions(NamedTuple):
 
     @property
     def beyond_z_loss(self) -> tuple[str, ...]:
-        """Names of the options that are on, but for ``ignore_index`` and ``z_loss``."""
+        """Names of the options that are on, except ``ignore_index`` and ``z_loss``."""
         return tuple(
             name
             for name, value in self._asdict().items()
@@ -134,23 +134,23 @@ def local_stats(
     at_label = torch.where(owned, column.unsqueeze(-1), 0)
     label_z = z.gather(-1, at_label)
     shift = _finite_or_zero(row_max).unsqueeze(-1)
-    gap, label_gap = z - shift, label_z - shift
+    shifted, label_shifted = z - shift, label_z - shift
     shifted_sum = exp_shifted_sum = torch.zeros_like(row_max)
     argmax = torch.full_like(row_max, INF)
     if "shifted_sum" in wanted:
-        shifted_sum = gap.sum(dim=-1)
-    gap.scatter_(-1, at_label, torch.where(owned, NEG_INF, label_gap))
-    exp_times_shifted = gap.exp()  # of the other columns: 0 at the label's
+        shifted_sum = shifted.sum(dim=-1)
+    shifted.scatter_(-1, at_label, torch.where(owned, NEG_INF, label_shifted))
+    exp_shifted = shifted.exp()  # of the other columns: 0 at the label's
     if "exp_shifted_sum" in wanted:
-        of_label = torch.where(owned, label_gap.exp() * _bounded(label_gap), 0.0)
-        exp_shifted_sum = (exp_times_shifted * _bounded(gap)).sum(dim=-1) + of_label.squeeze(-1)
+        of_label = torch.where(owned, label_shifted.exp() * _bounded(label_shifted), 0.0)
+        exp_shifted_sum = (exp_shifted * _bounded(shifted)).sum(dim=-1) + of_label.squeeze(-1)
     if "argmax" in wanted:
         ids = torch.arange(start, start + n_columns, device=z.device, dtype=z.dtype)
         is_largest = (z == row_max.unsqueeze(-1)) & z.isfinite()
         argmax = torch.where(is_largest, ids, INF).amin(dim=-1)
     return RowStats(
         row_max,
-        exp_times_shifted.sum(dim=-1),
+        exp_shifted.sum(dim=-1),
         torch.where(owned, label_z, NEG_INF).squeeze(-1),
         shifted_sum,
         torch.full_like(row_max, n_columns),
@@ -252,10 +252,10 @@ def entropy_gradient(
     """``[N, C]`` derivative of each row's entropy by its logits, in the compute dtype."""
     z, slope = transformed(logits, options)
     column = torch.arange(start, start + z.shape[-1], device=z.device)
-    gap = z - stats.row_max.unsqueeze(-1)
+    shifted = z - stats.row_max.unsqueeze(-1)
     all_sum = sum_exp(stats).unsqueeze(-1)
     mean_shifted = stats.exp_shifted_sum.unsqueeze(-1) / all_sum
-    grad = gap.exp() / all_sum * (mean_shifted - _bounded(gap))
+    grad = shifted.exp() / all_sum * (mean_shifted - _bounded(shifted))
     return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)
 
 
@@ -316,9 +316,9 @@ def _raised_by(old_max: Tensor, new_shift: Tensor) -> Tensor:
     return torch.where(old_max == NEG_INF, 0.0, old_max - new_shift)
 
 
-def _bounded(gap: Tensor) -> Tensor:
-    """``gap``, at least -1e30: where an exponential that is 0 multiplies it, the product is 0, not NaN."""
-    return gap.clamp(min=-1e30)
+def _bounded(shifted: Tensor) -> Tensor:
+    """``shifted``, at least -1e30: its product with an exponential that is 0 is then 0, not NaN."""
+    return shifted.clamp(min=-1e30)
 
 
 def _outside(labels: Tensor, vocab_size: int) -> Tensor:

@@ -152,7 +152,7 @@ def _ours(name: str, **options: str) -> Provider:
         of_several=options.get("impl") != "one_pass",
         is_default="impl" not in options,
         only=lambda case: not in_forward or case.reduction != "none",
-        unless="in_forward is for reduced losses: the upstream gradient of each token comes after forward",
+        unless="in_forward is for reduced losses: the grad_output of each token comes after forward",
         gradient="in_forward" if in_forward else "in_backward",
     )
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench_lib.cases import IN_FORWARD, LINEAR_TARGETS, LOGITS_TARGETS, OPTIONS, OURS, Case, LogitsCase
 from bench_lib.documents import (
-    ROOT,
     Document,
     Result,
     case_of,
@@ -23,7 +23,7 @@ from bench_lib.documents import (
     results_by_case,
 )
 
-TEMPLATE = ROOT / "docs" / "performance.template.md"
+TEMPLATE = Path(__file__).with_name("performance.template.md")
 BEGIN, END = "<!-- begin: speed -->", "<!-- end: speed -->"
 PICTURE = "bench_speed.png"
 GIB = 2**30

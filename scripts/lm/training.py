@@ -125,12 +125,8 @@ def train(
         offsets = even_offsets(ids.held_out, length, HELD_OUT_BATCHES * batch_size)
         batches = [windows(ids.held_out, part, length) for part in offsets.split(batch_size)]
         held_out = torch.stack([loss_function(model, inputs, labels) for inputs, labels in batches])
-    curve = torch.stack(losses).tolist()
-    for step, value in enumerate(curve, 1):
-        if not math.isfinite(value):
-            raise RuntimeError(f"{name}: expected a finite loss, got {value} at step {step}")
     return Run(
-        losses=curve,
+        losses=finite(name, torch.stack(losses).tolist()),
         held_out_loss=held_out.mean().item(),
         ignored_labels=int(ignored),
         tokens_per_second=(settings.steps - untimed) * settings.tokens_per_step / elapsed,
@@ -150,3 +146,11 @@ def equal_on_all_ranks(run: Run, device: torch.device, group: dist.ProcessGroup 
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     return all(torch.equal(mine, other) for other in gathered)
+
+
+def finite(name: str, losses: list[float]) -> list[float]:
+    """Return ``losses``, or raise if one is not finite."""
+    for step, value in enumerate(losses, 1):
+        if not math.isfinite(value):
+            raise RuntimeError(f"{name}: expected a finite loss, got {value} at step {step}")
+    return losses

@@ -15,6 +15,7 @@ import vocab_parallel_ce as package
 from vocab_parallel_ce import (
     VocabParallelCrossEntropy,
     VocabShard,
+    plan,
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
@@ -249,7 +250,7 @@ def _caches():
     return [value for value in found.values() if isinstance(value, functools._lru_cache_wrapper)]
 
 
-def test_caches_are_bounded_and_a_call_like_one_before_is_found_in_them():
+def test_caches_are_bounded_and_a_call_like_one_before_is_found_in_them(monkeypatch):
     """A weight or a temperature that is annealed has a new value every step, and shapes change too."""
     pytest.importorskip("triton")
     caches = _caches()
@@ -258,7 +259,7 @@ def test_caches_are_bounded_and_a_call_like_one_before_is_found_in_them():
     assert of_calls and all(cache.cache_info().maxsize for cache in of_calls)
 
     def entries():
-        return sum(cache.cache_info().currsize for cache in caches)
+        return sum(cache.cache_info().currsize for cache in caches) + len(plan._plans)
 
     vocab_parallel_cross_entropy(*CALL, z_loss=0.1)
     before = entries()
@@ -269,3 +270,7 @@ def test_caches_are_bounded_and_a_call_like_one_before_is_found_in_them():
     assert entries() == before
     vocab_parallel_cross_entropy(*CALL, z_loss=0.2734375)
     assert entries() > before
+    monkeypatch.setattr(plan, "MOST_PLANS", 2)
+    for step in range(6):
+        vocab_parallel_cross_entropy(*CALL, z_loss=1.0 + step)
+    assert len(plan._plans) <= 2

@@ -41,13 +41,13 @@ EDITS = [
     ),
     (
         f"{PACKAGE}/kernels/primitives.py",
-        "        value += options.z_loss * lse * lse\n",
-        "    if options.loss_weight is not None:\n        value *= options.loss_weight\n",
+        "        value += loss_options.z_loss * lse * lse\n",
+        "    if loss_options.loss_weight is not None:\n        value *= loss_options.loss_weight\n",
     ),
     (
         f"{PACKAGE}/kernels/cross_entropy.py",
         "        weight *= tl.load(grad_output)\n",
-        "    if options.loss_weight is not None:\n        weight *= options.loss_weight\n",
+        "    if loss_options.loss_weight is not None:\n        weight *= loss_options.loss_weight\n",
     ),
     ("docs/options.md", "| `z_loss=0.0` |", "| `loss_weight=1.0` | factor of the loss |\n"),
 ]

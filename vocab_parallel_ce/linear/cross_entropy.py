@@ -78,47 +78,43 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, LossMetrics]:
     """:func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, which never exists as a whole.
 
-    Reads ``hidden`` and ``weight``, writes neither. Under ``torch.autocast`` the products are of its dtype,
-    and gradients of each tensor's own. Memory beyond the gradients: a chunk's logits, and the fp32 sum of the
-    weight's gradient where there are several chunks.
+    Reads ``hidden`` and ``weight``, writes neither. Under ``torch.autocast`` the products have its dtype, and
+    each gradient has its tensor's. Memory beyond the gradients: a chunk's logits, and with several chunks the
+    fp32 sum of the weight's gradient.
 
-    Collectives: all_gathers of ``4 * K`` bytes a token from each rank, with gradients in forward two for each
-    chunk (one for 128 tokens or fewer), otherwise one in all; and in the pass that computes gradients one
-    all_reduce of ``d hidden`` a chunk (a reduce_scatter with ``sequence_parallel``, and an all_gather of
-    ``hidden`` in every pass). All ranks must agree on what needs a gradient. They run beside the products of
-    the same and the next chunk. No host synchronisation unless ``check_labels``. Under ``torch.compile`` the
-    graph breaks here.
+    Collectives: all_gathers of ``4 * K`` bytes per token from each rank: with gradients in forward two per
+    chunk (one for 128 tokens or fewer), otherwise one in all. The pass that computes gradients also runs one
+    all_reduce of ``d_hidden`` per chunk. With ``sequence_parallel`` that is a reduce_scatter, and each pass
+    all_gathers ``hidden``. All ranks must agree on what needs a gradient. The host waits for the device only
+    with ``check_labels``. ``torch.compile`` breaks its graph here.
 
     Args:
         hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank, or its part.
         weight: ``[C, D]``, this rank's rows of the head, of the dtype of ``hidden``. Its gradient is summed
-            in fp32 and rounded once. Or a DTensor: one dimension of its mesh, over the ranks of ``group``,
-            has Shard(0), the others Replicate(). Its gradient has Partial() there, because their ranks
+            in fp32 and rounded once. Or a DTensor with Shard(0) on one dimension of its mesh, over the ranks
+            of ``group``, and Replicate() on the others. Its gradient has Partial() there, because their ranks
             have their own tokens. A weight that FSDP cut is whole inside the module that FSDP wraps: call the
             loss there.
         labels: ``[...]`` int64 or int32 ids in the global vocabulary, the same on every rank.
         bias: ``[C]``, this rank's, or a DTensor as ``weight`` is, or None.
         group: the ranks that share the vocabulary, or None; a DTensor needs it, for example
             ``weight.device_mesh.get_group("tp")``.
-        gradient: ``"in_forward"``: forward computes the gradients, and backward scales them, which rounds
-            them a second time where the grad_output is not 1; not for ``"none"``. ``"in_backward"``:
-            backward computes the logits again, and may run again. ``"auto"``: in_forward for mean and sum
-            of bf16 and fp32, otherwise in_backward.
-        sequence_parallel: ``hidden`` is this rank's part along its first dimension, ``labels`` are of all
-            tokens; a group is needed, if of one rank. The gradient of ``hidden`` arrives summed, this
-            rank's part.
-        reduce_hidden_grad: False leaves the gradient of ``hidden`` this rank's share of the sum.
-        main_grad: ``[C, D]`` fp32, contiguous: the gradient of ``weight`` is added to it by backward, and
-            ``weight`` gets none (Megatron-LM's ``gradient_accumulation_fusion``; the parameter's
+        main_grad: ``[C, D]`` fp32, contiguous: backward adds the gradient of ``weight`` to it, and ``weight``
+            gets none (Megatron-LM's ``gradient_accumulation_fusion``; the parameter's
             ``grad_added_to_main_grad``, if it has one, becomes True).
-        valid_tokens: at most so many labels are not ``ignore_index``, as a data loader knows: the others are
-            left out before the matmul. More than that on the device make the loss NaN. None on a CPU: they
-            are counted.
-        chunk_tokens: tokens that have logits at a time; ``"auto"``: :func:`chunks.choose_chunk_tokens`.
-        memory_budget: bytes that the logits of ``ceil(V / R)`` columns may take instead.
-        ignore_index, label_smoothing, smoothing_formula, z_loss, softcap, logit_scale, reduction, num_items,
-            return_metrics, impl, check_labels, vocab_size, shard: as in
-            :func:`vocab_parallel_cross_entropy`, of these logits. A DTensor brings its ``shard``.
+        gradient: ``"in_forward"``: forward computes the gradients, and backward scales them, which rounds
+            a second time if ``grad_output`` is not 1; not for ``"none"``. ``"in_backward"``: backward makes
+            the logits again, and may run again. ``"auto"``: in_forward for mean and sum of bf16 and fp32,
+            otherwise in_backward.
+        sequence_parallel: ``hidden`` is this rank's part along its first dimension, ``labels`` are of all
+            tokens; needs a group. The gradient of ``hidden`` arrives summed, this rank's part.
+        reduce_hidden_grad: False leaves the gradient of ``hidden`` this rank's share of the sum.
+        valid_tokens: upper bound on labels that are not ``ignore_index``; the rest skip the matmul. Exceeding
+            it gives a NaN loss. None on a CPU: they are counted.
+        chunk_tokens: tokens per chunk; ``"auto"``: :func:`linear.chunks.choose_chunk_tokens`.
+        memory_budget: instead, bytes for the logits of ``ceil(V / R)`` columns.
+        num_items, return_metrics, others: as in :func:`vocab_parallel_cross_entropy`, of these logits. A
+            DTensor brings its ``shard``.
 
     Returns:
         fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` of ``labels`` for ``"none"``. With
@@ -127,7 +123,7 @@ def linear_cross_entropy(
     Raises:
         TypeError: a dtype or type is not one of those above, such as a quantised weight.
         ValueError: shapes, devices or values do not fit, or ``impl`` cannot run here.
-        RuntimeError: from backward, when it runs again over gradients of ``"in_forward"``, or with
+        RuntimeError: from backward, if it runs again over gradients of ``"in_forward"``, or with
             ``create_graph``.
     """
     settings, head = split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics)
