@@ -16,7 +16,15 @@ from bench_lib.timing import GRAPH_MIXING
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "results"
-KINDS = "table options sweep_tokens sweep_vocabulary linear_table linear_memory linear_profile".split()
+KINDS = [
+    "table",
+    "options",
+    "sweep_tokens",
+    "sweep_vocabulary",
+    "linear_table",
+    "linear_memory",
+    "linear_profile",
+]
 Document: TypeAlias = dict[str, Any]
 Result: TypeAlias = dict[str, Any]
 

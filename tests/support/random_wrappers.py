@@ -170,7 +170,7 @@ def _hands_on(case: Case, index: int) -> bool:
 
 def left_out(case: Case) -> bool:
     """Whether README says of this case that it may be wrong without an error."""
-    if "grad" == case.plan and "reentrant" in case.wrappers:
+    if case.plan == "grad" and "reentrant" in case.wrappers:
         return True  # PyTorch refuses it
     if case.family == "linear":
         return case.source == "float"  # a head has the dtype of the hidden states
