@@ -11,10 +11,7 @@ from torch.autograd import forward_ad
 
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LABEL_DTYPES = (torch.int64, torch.int32)
-REDUCTIONS = ("mean", "sum", "none")
-SMOOTHING_FORMULAS = ("torch", "megatron")
 FP32 = torch.finfo(torch.float32)
-GRADIENTS = ("auto", "in_forward", "in_backward", "out_of_place")
 IN_TRANSFORM = (
     "cross-entropy: expected a call outside of torch.func transforms, got one inside (grad, jvp, vmap, or "
     "is_grads_batched); use a plain backward, or torch.nn.functional.cross_entropy"
@@ -221,8 +218,6 @@ def checked_megatron_smoothing(label_smoothing: float, vocab_size: int) -> float
 
 def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
     """A number of items to divide a sum by: an int, or a tensor of one element that is not looked at."""
-    if num_items is None:
-        return
     if reduction != "sum":
         raise ValueError(f"num_items: expected reduction='sum' with it, got reduction={reduction!r}")
     if not isinstance(num_items, Tensor):
@@ -230,6 +225,7 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
             raise TypeError(
                 f"num_items: expected an int or a tensor of one element, got {type(num_items).__name__}"
             )
+        check_integer("num_items", num_items)
         if int(num_items) < 0:
             raise ValueError(f"num_items: must be at least 0, got {num_items}")
         return

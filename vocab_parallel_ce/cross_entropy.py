@@ -37,7 +37,8 @@ OVERWRITTEN = (
 )
 KEYWORDS = keyword_defaults(LossKeywords)
 
-_current_age = torch._C._autograd._get_sequence_nr  # of this thread: the number of the next autograd node
+# Of this thread: the number of the next autograd node. A private function: without it no node is new.
+_current_age: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 2**63)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -133,16 +134,14 @@ def vocab_parallel_cross_entropy(
             one element. If it is on the device of ``logits``, the host never looks at it (nor at its sign);
             one on the CPU is read at the call.
         return_metrics: also return :class:`LossMetrics`; ``V`` at most 2**24.
-        gradient: where the gradient is written. ``"auto"``: ``"in_backward"``, except ``"out_of_place"``
-        for a
-            leaf or a view of one, and while saved-tensor hooks are active (non-reentrant checkpoint,
+        gradient: where the gradient is written. ``"auto"``: ``"in_backward"``, except ``"out_of_place"`` for
+            a leaf or a view of one, and while saved-tensor hooks are active (non-reentrant checkpoint,
             offloading). ``"in_backward"``: backward computes it over the logits, with ``grad_output`` folded
-            in. ``"in_forward"``: this call computes it over the logits, and backward scales it, which
-            rounds a second time if ``grad_output`` is not 1; for logits that nobody else reads and that are
-            no view in the graph. ``"out_of_place"``: backward computes it into a new tensor, logits survive
-            and backward may run again; a view with gaps costs a copy. The two in place are not checked
-            under saved-tensor hooks: there autograd does not notice that another operation needs the
-            logits.
+            in. ``"in_forward"``: this call computes it over the logits, and backward scales it, which rounds
+            a second time if ``grad_output`` is not 1; for logits that nobody else reads and that are no view
+            in the graph. ``"out_of_place"``: backward computes it into a new tensor, logits survive and
+            backward may run again; a view with holes costs a copy. The two in place are not checked under
+            saved-tensor hooks: there autograd does not notice that another operation needs the logits.
         impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``. On a GPU, auto is one_pass if one
             launch can do it (one rank, gradient in_forward, no option except ``ignore_index`` and ``z_loss``,
             aligned rows of a width that was measured), otherwise triton; elsewhere reference. If no
@@ -217,13 +216,13 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         options, flat_labels = call.plan.options, flat(labels)
         if call.plan.gradient == "in_forward":
-            grad = overwritable(logits)
+            grad, version = overwritable(logits), logits._version
             outputs = pipeline.new_outputs(call, labels.shape, grad)
             pipeline.forward_with_gradient(call, grad, flat_labels, outputs)
             pipeline.raise_version(grad)
             outputs = pipeline.reduced(call, outputs)
             if grad is logits:
-                mark_overwritten(logits, 0, ctx.age)
+                mark_overwritten(logits, version, ctx.age)
             ctx.save_for_backward(grad)
         else:
             kept = logits if call.plan.gradient == "out_of_place" else overwritable(logits)

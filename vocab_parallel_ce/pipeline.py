@@ -139,6 +139,7 @@ def fill_with_gradient(
     call: Call, stats: Tensor, divisor: Tensor | None, logits: Tensor, labels: Tensor, outputs: TokenOutputs
 ) -> None:
     """Do :func:`forward_with_gradient` from the statistics of all ranks."""
+    assert not call.plan.options.entropy, "its gradient needs grad_entropy, so it is written in backward"
     loss = None
     if call.plan.options.predictions:
         fill_outputs(call, stats, labels, divisor, outputs)

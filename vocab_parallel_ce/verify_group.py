@@ -50,6 +50,8 @@ def verify_group(
         for name in sorted(options.keys() - known):
             raise TypeError(f"{name}: must be an option of {function.__name__} or its log-probs")
         num_items, main_grad = (options.pop(name, None) for name in ("num_items", "main_grad"))
+        if weight is None and bias is not None:
+            raise TypeError("bias: must be None without weight")
         if weight is None:
             plan = plan_call(logits, labels, Settings(**options), group=group, num_items=num_items).plan
         else:

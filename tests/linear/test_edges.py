@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.linear.test_autograd import ROWS, Case
 from tests.support.budget import assert_within_budget
@@ -20,6 +21,8 @@ from tests.support.linear import (
     run,
 )
 from vocab_parallel_ce import linear_cross_entropy
+from vocab_parallel_ce.linear.matmul import WeightGradient
+from vocab_parallel_ce.linear.pipeline import Products
 
 INF = float("inf")
 
@@ -44,6 +47,35 @@ def test_a_weight_that_was_cast_for_the_call_lives_no_longer(impl_device):
     assert alive() is None
     loss.backward()
     assert case.weight.grad.any()
+
+
+@pytest.mark.parametrize("gradient", ["in_forward", "in_backward"])
+def test_a_chunks_logits_are_freed_before_the_weights_gradient_is_rounded(impl_device, gradient, monkeypatch):
+    """A loop variable held a view of the buffer: a third more memory than documented."""
+    case, buffers, freed = Case(impl_device), [], []
+    make, rounded = Products.logits, WeightGradient.rounded
+
+    def watched(self, *args):
+        buffers.append(StorageWeakRef(self.buffer.untyped_storage()))
+        return make(self, *args)
+
+    def checked(self):
+        freed.append(all(buffer.expired() for buffer in buffers))
+        return rounded(self)
+
+    monkeypatch.setattr(Products, "logits", watched)
+    monkeypatch.setattr(WeightGradient, "rounded", checked)
+    case.loss(gradient=gradient, chunk_tokens=2).backward()
+    assert buffers
+    assert freed == [True]
+
+
+def test_more_valid_tokens_than_promised_make_every_value_nan(impl_device):
+    """Tokens were left out: an accuracy of the others alone looked right."""
+    case = Case(impl_device)
+    loss, metrics = case.loss(valid_tokens=1, return_metrics=True)
+    assert loss.isnan()
+    assert all(value.isnan().all() for value in (metrics.token_accuracy, metrics.lse, metrics.z_loss))
 
 
 @pytest.mark.parametrize("gradient", ["in_forward", "in_backward"])

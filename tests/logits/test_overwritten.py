@@ -159,6 +159,19 @@ def test_memory_whose_first_tensor_is_gone(impl_device, gradient):
         case.loss()
 
 
+@pytest.mark.parametrize("gradient", IN_PLACE)
+def test_two_tensors_of_one_memory_are_both_known(impl_device, gradient):
+    """A gradient written in forward forgot the records of the same storage before it."""
+    case = Case(impl_device)
+    memory = case.values.clone()
+    halves = [memory[:4].requires_grad_(), memory.detach()[4:].requires_grad_()]
+    for half, labels in zip(halves, (case.labels[:4], case.labels[4:]), strict=True):
+        torch.autograd.grad(case.loss(half, labels, gradient=gradient), half)
+    for half, labels in zip(halves, (case.labels[:4], case.labels[4:]), strict=True):
+        with torch.no_grad(), pytest.raises(ValueError, match=REFUSAL):
+            case.loss(half, labels)
+
+
 @pytest.mark.reference
 @pytest.mark.parametrize("copies", (False, True))
 def test_hooks_that_hand_over_another_tensor(copies):

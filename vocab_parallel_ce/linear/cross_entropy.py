@@ -134,7 +134,8 @@ def linear_cross_entropy(
         return outputs.loss
     metrics = loss_metrics(linear.call, outputs, labels)
     if linear.overflow is not None:
-        metrics = metrics._replace(z_loss=metrics.z_loss * linear.overflow)
+        predictions, *values = metrics  # ids cannot be NaN
+        metrics = LossMetrics(predictions, *(value * linear.overflow for value in values))
     return outputs.loss, metrics
 
 

@@ -137,17 +137,28 @@ def forward_with_gradients(
     outputs = pipeline.new_outputs(linear.call, inputs.labels.shape, inputs.hidden)
     products = Products(linear, inputs, wanted)
     for rows, states in products.hidden.chunks():
-        labels, of_chunk = inputs.labels[rows], _at(outputs, rows)
-        d_hidden = products.new_d_hidden(rows)
-        parts = [
-            _begin(linear, products, states, labels, slice(*part))
-            for part in parts_of(states.shape[0], linear.call.plan.n_ranks)
-        ]
-        for part in parts:
-            _finish(linear, part, _at(of_chunk, part.rows))
-            products.write_d_hidden(part.logits, d_hidden, part.rows.start)
-        products.finish_chunk(rows, states, d_hidden)
+        _chunk_with_gradients(linear, products, states, inputs.labels[rows], _at(outputs, rows), rows)
     return outputs, products.gradients()
+
+
+def _chunk_with_gradients(
+    linear: LinearCall,
+    products: Products,
+    states: Tensor,
+    labels: Tensor,
+    outputs: TokenOutputs,
+    rows: slice,
+) -> None:
+    """Fill the outputs of one chunk and add its gradients. Nothing of it refers to the buffer afterwards."""
+    d_hidden = products.new_d_hidden(rows)
+    parts = [
+        _begin(linear, products, states, labels, slice(*part))
+        for part in parts_of(states.shape[0], linear.call.plan.n_ranks)
+    ]
+    for part in parts:
+        _finish(linear, part, _at(outputs, part.rows))
+        products.write_d_hidden(part.logits, d_hidden, part.rows.start)
+    products.finish_chunk(rows, states, d_hidden)
 
 
 class _Part(NamedTuple):
