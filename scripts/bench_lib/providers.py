@@ -305,7 +305,7 @@ LOGITS_PROVIDERS: tuple[Provider, ...] = (
         "quack.cross_entropy",
         is_step=True,
         only=lambda case: case.reduction == "mean",
-        unless="the kernel takes no upstream gradient: timed with the means",
+        unless="the kernel takes no grad_output: timed with the means",
         checked_as="none",
     ),
     Provider("flash-attn", _flash, FLASH, "flash-attn"),

@@ -69,7 +69,7 @@ def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way, label_s
 
 
 @BY_WAY
-@in_two_ranks
+@in_ranks((2,), (), (2,))
 def test_a_chunk_of_many_tokens_sends_its_statistics_in_two_parts(rank_pool, impl, way):
     """Each travels beside the other's products. 300 tokens in chunks of 200: 128 and 72, then 100."""
     rows, world, way = 300, rank_pool.world_size, way
