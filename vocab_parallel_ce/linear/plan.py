@@ -87,11 +87,13 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     rows = flat(labels)
     is_valid = ~is_ignored(rows, plan.options)
     chunks, order = _chunks_and_order(is_valid, chunk, n_ranks, head)
-    if settings.reduction == "mean":
-        num_items = is_valid.sum().reshape(1)
     overflow = None
-    if head.valid_tokens is not None:
-        overflow = torch.where(is_valid.sum() > head.valid_tokens, float("nan"), 1.0)
+    if settings.reduction == "mean" or head.valid_tokens is not None:
+        n_valid = is_valid.sum()
+        if settings.reduction == "mean":
+            num_items = n_valid.reshape(1)
+        if head.valid_tokens is not None:
+            overflow = torch.where(n_valid > head.valid_tokens, float("nan"), 1.0)
     if order is not None:
         rows = order.to_rows(rows.long(), ignore_index)
     linear = LinearCall(
