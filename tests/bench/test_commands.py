@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from tests.bench.support import IN_FORWARD, OURS, SCRIPTS
 
@@ -23,6 +24,7 @@ def run(tmp_path, *words):
 def test_table(tmp_path, capsys, monkeypatch):
     pytest.importorskip("tqdm")
     monkeypatch.setenv("VPCE_COMMIT", "abcdef0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     names = f"{OURS},{IN_FORWARD},torch eager,flash-attn"
     document = run(tmp_path, "table", "--shape", "8x64", "--reduction", "mean", "--providers", names)
     assert document["host"]["commit"] == "abcdef0" and document["host"]["gpu"] is None

@@ -20,9 +20,9 @@ def _elementwise_kernel(x, out, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _transform_kernel(x, out, slope, n, options, BLOCK: tl.constexpr):
+def _transform_kernel(x, out, slope, n, loss_options, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    z, dz = transform(tl.load(x + at, at < n), options)
+    z, dz = transform(tl.load(x + at, at < n), loss_options)
     tl.store(out + at, z, at < n)
     tl.store(slope + at, dz, at < n)
 
@@ -91,6 +91,7 @@ def row_parts(widths: int, begins: int, vector: int, device: str) -> tuple[Tenso
     offset = torch.full((widths, begins, 16 * vector), -1, dtype=torch.int64, device=device)
     inside = torch.full_like(offset, -1, dtype=torch.int32)
     width = torch.full_like(first, -1)
-    grid = (widths * begins // 1024,)
-    _row_parts_kernel[grid](first, width, offset, inside, BEGINS=begins, VECTOR=vector, ROWS=1024)
+    rows = 1024 if device == "cpu" else 8  # large blocks are quick to interpret and slow to compile
+    grid = (widths * begins // rows,)
+    _row_parts_kernel[grid](first, width, offset, inside, BEGINS=begins, VECTOR=vector, ROWS=rows)
     return first, width, offset, inside

@@ -81,7 +81,7 @@ def suite(tmp_path):
     def run(*arguments):
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        environment["VPCE_COMMIT"] = "0123abc-dirty"
+        environment |= {"VPCE_COMMIT": "0123abc-dirty", "CUDA_VISIBLE_DEVICES": ""}
         return subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
         )
