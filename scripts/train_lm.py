@@ -90,9 +90,7 @@ def positive_int(text: str) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="under a minute on 2 CPU cores")
     parser.add_argument("--loss", choices=tuple(LOSSES), default="logits", help="of the sharded run")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -207,9 +205,7 @@ def failures_of(runs: dict[str, Run], largest: float, max_difference: float, equ
         failures.append("sharded loss: expected the same bits on all ranks, got different ones")
     for name, run in runs.items():
         if not run.final_loss < run.losses[0]:
-            failures.append(
-                f"{name} loss: expected a fall from {run.losses[0]:.4f}, got {run.final_loss:.4f}"
-            )
+            failures.append(f"{name} loss: expected a fall from {run.losses[0]:.4f}, got {run.final_loss:.4f}")
     return failures
 
 

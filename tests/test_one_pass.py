@@ -63,11 +63,7 @@ def test_worked_example():
 
 @pytest.mark.parametrize(
     ("dtype", "columns"),
-    [
-        (dtype, columns)
-        for dtype in (torch.bfloat16, torch.float32, torch.float16)
-        for columns in widths(dtype)
-    ],
+    [(dtype, columns) for dtype in (torch.bfloat16, torch.float32, torch.float16) for columns in widths(dtype)],
     ids=str,
 )
 def test_every_width(one_multiprocessor, dtype, columns):
@@ -205,9 +201,7 @@ def test_a_label_outside_is_nan_in_its_row_alone(reduction):
 
 
 @pytest.mark.parametrize("dtype", (torch.int64, torch.int32), ids=str)
-@pytest.mark.parametrize(
-    "ignore_index", (-100, -1, -2, 0, 1, 16, NARROW, NARROW - 1, 2**40, -(2**63)), ids=str
-)
+@pytest.mark.parametrize("ignore_index", (-100, -1, -2, 0, 1, 16, NARROW, NARROW - 1, 2**40, -(2**63)), ids=str)
 def test_labels_and_ignore_index(dtype, ignore_index):
     """The first and the last column, beside chunks' edges; an index that int32 would wrap ignores nothing."""
     columns = [0, 1, 7, 8, 15, 16, 2047, 2048, 4095, 4096, NARROW - 2, NARROW - 1]
@@ -267,12 +261,7 @@ def views(columns):
         generator = torch.Generator().manual_seed(0)
         return (torch.randn(shape, generator=generator) * 3).bfloat16().cuda()
 
-    sliced, tail, wide, middle = (
-        base(3, 5, columns),
-        base(3, 5, columns),
-        base(9, columns + 8),
-        base(9, 2 * columns),
-    )
+    sliced, tail, wide, middle = (base(3, 5, columns), base(3, 5, columns), base(9, columns + 8), base(9, 2 * columns))
     transposed, every_other, later = base(5, 3, columns), base(17, columns), base(1, 8 + 7 * columns)
     yield "all but the last token", sliced, sliced[:, :-1]
     yield "all but the first token", tail, tail[:, 1:]

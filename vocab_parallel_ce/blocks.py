@@ -18,21 +18,10 @@ Table = tuple[tuple[int, int, int], ...]
 # (row bytes up to, warps, chunks). The best of 4, 8, 16 warps and 1, 2, 4 chunks for bf16 rows of 8 K to
 # 128 K columns, on one H200 with Triton 3.6. Rows of up to 2 KB were not tuned. A kernel that only reads
 # needs fewer warps than one that also writes. The times are in docs/performance.md.
-READ = (
-    (2_048, 1, 1),
-    (16_384, 4, 2),
-    (1 << 62, 8, 2),
-)
-READ_AND_WRITE = (
-    (2_048, 1, 1),
-    (40_960, 8, 2),
-    (1 << 62, 16, 4),
-)
+READ = ((2_048, 1, 1), (16_384, 4, 2), (1 << 62, 8, 2))
+READ_AND_WRITE = ((2_048, 1, 1), (40_960, 8, 2), (1 << 62, 16, 4))
 # For rows with edges: one more program per multiprocessor hides the latency of the edges.
-READ_AND_WRITE_EDGES = (
-    (2_048, 1, 1),
-    (1 << 62, 8, 2),
-)
+READ_AND_WRITE_EDGES = ((2_048, 1, 1), (1 << 62, 8, 2))
 
 
 class Block(NamedTuple):

@@ -198,9 +198,7 @@ def check_vocab_size(vocab_size: object) -> None:
 def check_exact_in_fp32(vocab_size: int) -> None:
     """Ids of columns travel as fp32."""
     if vocab_size > 2**24:
-        raise ValueError(
-            f"return_metrics: vocab_size must be at most 2**24 for predictions, got {vocab_size}"
-        )
+        raise ValueError(f"return_metrics: vocab_size must be at most 2**24 for predictions, got {vocab_size}")
 
 
 def checked_megatron_smoothing(label_smoothing: float, vocab_size: int) -> float:
@@ -222,9 +220,7 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
         raise ValueError(f"num_items: expected reduction='sum' with it, got reduction={reduction!r}")
     if not isinstance(num_items, Tensor):
         if isinstance(num_items, bool) or not isinstance(num_items, Integral):
-            raise TypeError(
-                f"num_items: expected an int or a tensor of one element, got {type(num_items).__name__}"
-            )
+            raise TypeError(f"num_items: expected an int or a tensor of one element, got {type(num_items).__name__}")
         check_integer("num_items", num_items)
         if int(num_items) < 0:
             raise ValueError(f"num_items: must be at least 0, got {num_items}")
@@ -236,9 +232,7 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
     if num_items.device.type == "cpu" and not float(num_items) >= 0:
         raise ValueError(f"num_items: must be at least 0, got {float(num_items)}")
     if num_items.device.type != "cpu" and num_items.device != logits.device:
-        raise ValueError(
-            f"num_items: device must be cpu or that of logits, {logits.device}, got {num_items.device}"
-        )
+        raise ValueError(f"num_items: device must be cpu or that of logits, {logits.device}, got {num_items.device}")
 
 
 def check_label_range(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
@@ -263,13 +257,10 @@ def check_grad_output(grad_output: object, grad_logits: Tensor) -> None:
     rows = grad_logits.shape[:-1]
     if grad_output.numel() != 1 and grad_output.shape not in (rows, (rows.numel(),)):
         raise ValueError(
-            f"grad_output: expected 1 element or one for each row, {tuple(rows)}, got shape "
-            f"{_shape(grad_output)}"
+            f"grad_output: expected 1 element or one for each row, {tuple(rows)}, got shape {_shape(grad_output)}"
         )
     if grad_output.device != grad_logits.device:
-        raise ValueError(
-            f"grad_output: device must be that of _input, {grad_logits.device}, got {grad_output.device}"
-        )
+        raise ValueError(f"grad_output: device must be that of _input, {grad_logits.device}, got {grad_output.device}")
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -12,14 +12,7 @@ import vocab_parallel_ce
 from vocab_parallel_ce.collectives import available_backends
 from vocab_parallel_ce.linear.chunks import choose_chunk_tokens
 from vocab_parallel_ce.plan import can_see_saved_tensor_hooks
-from vocab_parallel_ce.selection import (
-    IMPLEMENTATIONS,
-    Workload,
-    gpu_of,
-    select,
-    triton_state,
-    triton_version,
-)
+from vocab_parallel_ce.selection import IMPLEMENTATIONS, Workload, gpu_of, select, triton_state, triton_version
 
 # The mean on one rank, of rows that suit one launch.
 BY_DEFAULT = Workload(1, "in_backward", (), whole_vectors=True, fits=True)

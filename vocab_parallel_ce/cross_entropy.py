@@ -28,9 +28,7 @@ SECOND_BACKWARD = (
     "storage and has handed it on; ask for gradient='out_of_place' (TransformerEngine's "
     "overwrite_input=False) to run backward again"
 )
-DOUBLE_BACKWARD = (
-    "cross-entropy: expected backward without create_graph: its gradient cannot be differentiated again"
-)
+DOUBLE_BACKWARD = "cross-entropy: expected backward without create_graph: its gradient cannot be differentiated again"
 OVERWRITTEN = (
     "cross-entropy: the logits, or the tensor that they are a view of, were overwritten before backward read "
     "them; if another loss did it, ask for gradient='out_of_place' in both"
@@ -73,11 +71,7 @@ def public(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
 
 @overload
 def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    return_metrics: Literal[False] = False,
-    **keywords: Unpack[LossKeywords],
+    logits: Tensor, labels: Tensor, *, return_metrics: Literal[False] = False, **keywords: Unpack[LossKeywords]
 ) -> Tensor: ...
 @overload
 def vocab_parallel_cross_entropy(
@@ -110,10 +104,9 @@ def vocab_parallel_cross_entropy(
     stay as they are, if their last dimension is not dense, if they overlap themselves (expanded), or if
     their leading dimensions have more than three strides that do not merge.
 
-    Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, on the current stream;
-    backward none. ``K`` is 3, with label smoothing 2 more, with metrics 1 more. The host waits for the device
-    only with ``check_labels``; every path can be captured in a CUDA graph. ``torch.compile`` breaks its
-    graph here.
+    Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, on the current stream; backward
+    none. ``K`` is 3, with label smoothing 2 more, with metrics 1 more. The host waits for the device only with
+    ``check_labels``; every path can be captured in a CUDA graph. ``torch.compile`` breaks its graph here.
 
     Args:
         logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides.
@@ -253,9 +246,7 @@ class _CrossEntropy(torch.autograd.Function):
             raise
 
 
-def _logits_gradient(
-    ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, grad_entropy: Tensor | None
-) -> Tensor:
+def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
     """Write the gradient over the logits, or into a new tensor."""
     call: Call = ctx.call
     mode = call.plan.gradient
@@ -272,9 +263,7 @@ def _logits_gradient(
         source, grad = source_and_new(logits) if mode == "out_of_place" else (logits, logits)
         if grad_entropy is not None:
             grad_entropy = per_row(grad_entropy, logits)
-        pipeline.write_gradient(
-            call, source, *others, into=grad, grad_output=grad_output, grad_entropy=grad_entropy
-        )
+        pipeline.write_gradient(call, source, *others, into=grad, grad_output=grad_output, grad_entropy=grad_entropy)
     if grad is logits:
         increment_version(logits)
         mark_overwritten(kept, version, ctx.age)

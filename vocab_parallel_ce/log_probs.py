@@ -56,8 +56,7 @@ def token_log_probs(
             :func:`vocab_parallel_cross_entropy`.
 
     Returns:
-        ``[...]`` fp32 log-probabilities, equal bit for bit on all ranks; with ``entropy``,
-        ``(log_probs, entropy)``.
+        ``[...]`` fp32 log-probabilities, equal bit for bit on all ranks; with ``entropy``, ``(log_probs, entropy)``.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`vocab_parallel_cross_entropy`.

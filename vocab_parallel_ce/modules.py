@@ -13,12 +13,7 @@ from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks
 from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, linear_cross_entropy, split_keywords
 from vocab_parallel_ce.linear.plan import check_head_settings
-from vocab_parallel_ce.options import (
-    Settings,
-    check_names,
-    check_settings,
-    with_keywords,
-)
+from vocab_parallel_ce.options import Settings, check_names, check_settings, with_keywords
 
 # By name, because torch.distributed is not imported here.
 WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
@@ -91,17 +86,10 @@ class LinearCrossEntropy(nn.Module):
         settings, head_settings = split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics)
         check_head_settings(settings, head_settings)
         check_settings(settings, group_position(group)[1])
-        self.options = {
-            "group": group,
-            "return_metrics": return_metrics,
-            "main_grad": main_grad,
-            **keywords,
-        }
+        self.options = {"group": group, "return_metrics": return_metrics, "main_grad": main_grad, **keywords}
         checks.check_bool("bias", bias)
         if head is None and in_features is None and columns is None:
-            raise TypeError(
-                "head: expected a head, or in_features and columns of one of its own, got neither"
-            )
+            raise TypeError("head: expected a head, or in_features and columns of one of its own, got neither")
         if head is None:
             n_features = checks.checked_count("in_features", in_features)
             self.own = nn.Linear(n_features, checks.checked_count("columns", columns), bias=bias)

@@ -201,9 +201,7 @@ def checked_shard(
     return shard.checked(n_columns, n_ranks, subject=subject)
 
 
-def shard_of_rank(
-    settings: Settings, n_columns: int, rank: int, n_ranks: int, *, subject: str = LOGITS
-) -> VocabShard:
+def shard_of_rank(settings: Settings, n_columns: int, rank: int, n_ranks: int, *, subject: str = LOGITS) -> VocabShard:
     """Return the shard that was given, or that follows from ``vocab_size``, or from equal shards.
 
     ``subject`` is what has the ``n_columns``, for messages.

@@ -47,15 +47,7 @@ def local_statistics(
     stats = logits.new_empty(shape, dtype=torch.float32)
     n_valid = logits.new_empty(1, dtype=torch.int32) if plan.reduction == "mean" else None
     plan.launchers.online_softmax(
-        logits,
-        labels,
-        stats,
-        plan.rank,
-        n_valid,
-        outputs,
-        call.num_items,
-        shard=plan.shard,
-        options=plan.options,
+        logits, labels, stats, plan.rank, n_valid, outputs, call.num_items, shard=plan.shard, options=plan.options
     )
     return stats, call.num_items if n_valid is None else n_valid
 
@@ -75,9 +67,7 @@ def begin_exchange(call: Call, stats: Tensor) -> Any:
     return begin_all_gather(stats, stats.narrow(0, call.plan.rank, 1), call.group)
 
 
-def fill_outputs(
-    call: Call, stats: Tensor, labels: Tensor, divisor: Tensor | None, outputs: TokenOutputs
-) -> None:
+def fill_outputs(call: Call, stats: Tensor, labels: Tensor, divisor: Tensor | None, outputs: TokenOutputs) -> None:
     """Fill ``outputs`` from the statistics of all ranks."""
     plan = call.plan
     plan.launchers.token_outputs(stats, labels, divisor, outputs, shard=plan.shard, options=plan.options)
@@ -111,16 +101,7 @@ def write_gradient(
     """Fill ``into``, laid out as ``logits`` or the same tensor, and ``loss [N]`` if given."""
     plan = call.plan
     plan.launchers.cross_entropy(
-        logits,
-        stats,
-        labels,
-        divisor,
-        grad_output,
-        grad_entropy,
-        loss,
-        into,
-        shard=plan.shard,
-        options=plan.options,
+        logits, stats, labels, divisor, grad_output, grad_entropy, loss, into, shard=plan.shard, options=plan.options
     )
 
 

@@ -150,9 +150,7 @@ def make_plan(settings: Settings, kind: Kind) -> Plan:
     gpu = gpu_of(kind.device.index) if kind.device.type == "cuda" else None
     name = select(kind.device.type, settings.impl, workload=workload, gpu=gpu).name
     launchers, one_pass = launchers_of(name)
-    return Plan(
-        launchers, one_pass, kind.rank, kind.n_ranks, shard, options, settings.reduction, kind.gradient
-    )
+    return Plan(launchers, one_pass, kind.rank, kind.n_ranks, shard, options, settings.reduction, kind.gradient)
 
 
 def launchers_of(implementation: str) -> tuple[ModuleType, Callable[..., None] | None]:
@@ -200,9 +198,8 @@ def gradient_mode(gradient: str, logits: Tensor) -> str:
 def may_overwrite(owner: Tensor) -> bool:
     """Whether autograd sees every reader of ``owner``, the logits or their base.
 
-    It does not for a leaf, or a view of one: the memory belongs to a parameter, or to a tensor outside the
-    graph (a DTensor's local one). Nor under saved-tensor hooks: autograd compares no version of what went
-    through them.
+    It does not for a leaf, or a view of one: the memory belongs to a parameter, or to a tensor outside the graph (a
+    DTensor's local one). Nor under saved-tensor hooks: autograd compares no version of what went through them.
     """
     if owner.is_leaf or _top_saved_tensor_hooks is None:
         return False

@@ -4,9 +4,8 @@ Legend, used in every file: ``N`` token rows, ``V`` global vocabulary, ``C`` col
 ``R`` ranks, ``K`` packed statistics per row. A rank owns the columns ``[start, start + C)`` of the
 vocabulary; those at ``V`` and beyond are padding and take no part.
 
-One rank's knowledge of a row is a :class:`RowStats`; :func:`merge` combines what two ranks know.
-``row_max`` and ``sum_exp`` are ``m`` and ``d`` of the online softmax (Milakov and Gimelshein,
-arXiv:1805.02867). With
+One rank's knowledge of a row is a :class:`RowStats`; :func:`merge` combines what two ranks know. ``row_max`` and
+``sum_exp`` are ``m`` and ``d`` of the online softmax (Milakov and Gimelshein, arXiv:1805.02867). With
 
     u    = logit_scale * x
     z    = softcap * tanh(u / softcap), or u without softcap
@@ -28,11 +27,10 @@ The label's column is not in ``others_sum``, which travels instead of ``sum_exp`
 term is 1. A sum that holds it loses the others' digits, and ``1 - p_y = others_sum / sum_exp`` is all of the
 gradient. At ``p_y = 0.99999`` one rounding next to 1 changes it by 0.6 %.
 
-Edges. A row whose label is ``ignore_index``: loss, entropy and gradient 0, whatever the row holds. A
-label outside ``[0, V)``, NaN or ``+inf`` in a row: NaN loss, entropy and gradient. A column of ``-inf`` in
-any other row is excluded, also with softcap: gradient 0. A padded column: gradient 0 in every row. A finite
-logit stays finite under softcap, however large. Without softcap, one that ``logit_scale`` takes beyond the
-dtype counts as infinite.
+Edges. A row whose label is ``ignore_index``: loss, entropy and gradient 0, whatever the row holds. A label outside
+``[0, V)``, NaN or ``+inf`` in a row: NaN loss, entropy and gradient. A column of ``-inf`` in any other row is
+excluded, also with softcap: gradient 0. A padded column: gradient 0 in every row. A finite logit stays finite under
+softcap, however large. Without softcap, one that ``logit_scale`` takes beyond the dtype counts as infinite.
 
 All functions compute in ``promote_types(logits.dtype, float32)``: fp32 for training dtypes, fp64
 for an oracle. Everything is relative to row_max, and loses nothing in rows far from 0.
@@ -220,12 +218,7 @@ def predictions(stats: RowStats, labels: Tensor, options: LossOptions = PLAIN) -
 
 
 def gradient(
-    logits: Tensor,
-    stats: RowStats,
-    labels: Tensor,
-    start: int,
-    vocab_size: int,
-    options: LossOptions = PLAIN,
+    logits: Tensor, stats: RowStats, labels: Tensor, start: int, vocab_size: int, options: LossOptions = PLAIN
 ) -> Tensor:
     """``[N, C]`` derivative of each row's loss by its logits, in the compute dtype."""
     e = options.smoothing
@@ -242,12 +235,7 @@ def gradient(
 
 
 def entropy_gradient(
-    logits: Tensor,
-    stats: RowStats,
-    labels: Tensor,
-    start: int,
-    vocab_size: int,
-    options: LossOptions = PLAIN,
+    logits: Tensor, stats: RowStats, labels: Tensor, start: int, vocab_size: int, options: LossOptions = PLAIN
 ) -> Tensor:
     """``[N, C]`` derivative of each row's entropy by its logits, in the compute dtype."""
     z, slope = transformed(logits, options)
@@ -286,13 +274,7 @@ def _at_the_edges(value: Tensor, labels: Tensor, vocab_size: int, options: LossO
 
 
 def _gradient_at_the_edges(
-    grad: Tensor,
-    z: Tensor,
-    stats: RowStats,
-    labels: Tensor,
-    column: Tensor,
-    vocab_size: int,
-    options: LossOptions,
+    grad: Tensor, z: Tensor, stats: RowStats, labels: Tensor, column: Tensor, vocab_size: int, options: LossOptions
 ) -> Tensor:
     row_is_finite = (sum_exp(stats).isfinite() & (stats.row_max != NEG_INF)).unsqueeze(-1)
     grad = torch.where((z == NEG_INF) & row_is_finite, 0.0, grad)

@@ -77,12 +77,7 @@ def parallel_cross_entropy(
 @public
 @torch.no_grad()
 def cross_entropy_forward(
-    _input: Tensor,
-    target: Tensor,
-    label_smoothing: float,
-    reduce_loss: bool,
-    dist_process_group: Any,
-    ignore_idx: int,
+    _input: Tensor, target: Tensor, label_smoothing: float, reduce_loss: bool, dist_process_group: Any, ignore_idx: int
 ) -> tuple[Tensor, Tensor]:
     """First step of the pair without autograd: return the fp32 loss, and ``_input`` with its gradient.
 

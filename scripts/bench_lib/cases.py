@@ -154,9 +154,7 @@ def logits_cases(
     return [case for case in LOGITS_TARGETS if case.ranks == ranks and case.reduction in kinds]
 
 
-def linear_cases(
-    ranks: int, shapes: list[str] | None = None, reduction: str | None = None
-) -> list[LinearCase]:
+def linear_cases(ranks: int, shapes: list[str] | None = None, reduction: str | None = None) -> list[LinearCase]:
     """The table's cases, or ``TOKENSxVOCABULARY[xHIDDEN]`` shapes whose vocabulary is that of all ranks."""
     kinds = (reduction,) if reduction else REDUCTIONS
     full = [shape if shape.count("x") > 1 else f"{shape}x{HIDDEN_SIZE}" for shape in shapes or ()]

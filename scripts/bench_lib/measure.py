@@ -213,9 +213,7 @@ def interleaved(runs: Runs, timed: Callable[[str, Run, Run], float], rounds: int
     return times
 
 
-def measure(
-    subject: Subject, providers: Sequence[Provider], timer: DeviceTimer, graphs: str = "none"
-) -> list[Result]:
+def measure(subject: Subject, providers: Sequence[Provider], timer: DeviceTimer, graphs: str = "none") -> list[Result]:
     """One result per provider: numbers, or why it was refused. ``graphs``: ours, all or none."""
     torch.compiler.reset()  # a function that was compiled for eight shapes is not compiled for a ninth
     found = {provider.name: attempt(subject, provider, timer) for provider in providers}
@@ -281,9 +279,7 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def graph_numbers(
-    subject: Subject, provider: Provider, copy: Call, timer: DeviceTimer, wanted: bool
-) -> Result:
+def graph_numbers(subject: Subject, provider: Provider, copy: Call, timer: DeviceTimer, wanted: bool) -> Result:
     """Of replays of the captured calls: one provider at a time, since its graphs hold on to memory."""
     timer.release()
     count, reason = subject.effort.calls, "not asked for"

@@ -66,7 +66,5 @@ def option_providers(baseline: Path | None = None) -> list[Provider]:
     providers = [option_provider(name, options) for name, options in OPTION_CALLS.items()]
     if baseline is not None:
         loss = baseline_loss(baseline)
-        providers += [
-            option_provider(f"{kind}, baseline", {"reduction": kind}, loss) for kind in ("mean", "none")
-        ]
+        providers += [option_provider(f"{kind}, baseline", {"reduction": kind}, loss) for kind in ("mean", "none")]
     return providers

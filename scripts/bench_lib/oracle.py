@@ -80,9 +80,7 @@ def expected_linear(case: LinearCase, inputs: Inputs, group: Any) -> list[Tensor
 
 
 @torch.no_grad()
-def errors_of(
-    actual: tuple[Tensor, ...], right: list[Tensor], gradients: tuple[str, ...]
-) -> dict[str, float]:
+def errors_of(actual: tuple[Tensor, ...], right: list[Tensor], gradients: tuple[str, ...]) -> dict[str, float]:
     """Relative errors: of all losses as a whole, of each gradient the root mean square over its rows.
 
     Over rows, since a few rows of a weight's gradient, those of the labels, hold nearly all of its norm.

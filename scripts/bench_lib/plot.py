@@ -46,8 +46,7 @@ def draw(documents: dict[str, Document], path: Path) -> None:
         axes.set_title(f"{case}, {gpus(case.ranks)}", fontsize=9)
         axes.tick_params(labelsize=8)
     figure.supxlabel(
-        "time over that of a copy of the logits; dashed: the fewest reads and writes; bars end at 6.5",
-        fontsize=9,
+        "time over that of a copy of the logits; dashed: the fewest reads and writes; bars end at 6.5", fontsize=9
     )
     figure.savefig(path, dpi=100, metadata={"Source": digest(documents)})
     pyplot.close(figure)

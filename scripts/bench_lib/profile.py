@@ -45,11 +45,7 @@ def traced(run: Run, timer: DeviceTimer) -> list[dict[str, Any]]:
 
 def step_of(events: Iterable[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
     """On several ranks the first and the last NCCL kernel are the timer's: how it begins and how it meets."""
-    kept = [
-        e
-        for e in events
-        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "spin" not in e["name"]
-    ]
+    kept = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "spin" not in e["name"]]
     kept.sort(key=lambda event: float(event["ts"]))
     if ranks > 1:
         nccl = [index for index, event in enumerate(kept) if category_of(event["name"]) == "nccl"]
@@ -77,10 +73,7 @@ def summary_of(events: list[dict[str, Any]]) -> dict[str, Any]:
         spans[category_of(event["name"])].append((event["ts"], event["ts"] + event["dur"]))
     compute = [span for name, found in spans.items() if name != "nccl" for span in found]
     nccl, every = spans["nccl"], [*spans["nccl"], *compute]
-    step, exposed = (
-        max(end for _, end in every) - min(start for start, _ in every),
-        length(every) - length(compute),
-    )
+    step, exposed = (max(end for _, end in every) - min(start for start, _ in every), length(every) - length(compute))
     return {
         "step": step,
         "by_category": {name: sum(end - start for start, end in found) for name, found in spans.items()},

@@ -202,9 +202,7 @@ def _torch_fused(nn: Any) -> LossOf:
 def _liger(liger: Any) -> LossOf:
     sharded = liger.LigerVocabParallelCrossEntropy()
     whole = {kind: liger.LigerCrossEntropyLoss(reduction=kind) for kind in REDUCTIONS}
-    return lambda x, y, r, g: (
-        whole[r](x, y) if g is None else reduced(sharded(x[:, None], y[:, None], g).view(-1), r)
-    )
+    return lambda x, y, r, g: whole[r](x, y) if g is None else reduced(sharded(x[:, None], y[:, None], g).view(-1), r)
 
 
 def _liger_linear(liger: Any) -> LossOf:

@@ -12,16 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_lib.cases import IN_FORWARD, LINEAR_TARGETS, LOGITS_TARGETS, OPTIONS, OURS, Case, LogitsCase
-from bench_lib.documents import (
-    Document,
-    Result,
-    case_of,
-    is_ours,
-    is_timed,
-    name_of,
-    package_versions,
-    results_by_case,
-)
+from bench_lib.documents import Document, Result, case_of, is_ours, is_timed, name_of, package_versions, results_by_case
 
 TEMPLATE = Path(__file__).with_name("performance.template.md")
 BEGIN, END = "<!-- begin: speed -->", "<!-- end: speed -->"

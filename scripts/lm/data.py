@@ -38,9 +38,7 @@ def read_corpus(max_characters: int | None) -> list[str]:
     """Texts of standard-library files, in a fixed shuffled order, cut off after `max_characters`."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(
-        path
-        for path in root.rglob("*.py")
-        if SKIPPED_DIRECTORIES.isdisjoint(path.relative_to(root).parts[:-1])
+        path for path in root.rglob("*.py") if SKIPPED_DIRECTORIES.isdisjoint(path.relative_to(root).parts[:-1])
     )
     # Sorted order would put whole topics into the held-out end, and into a corpus cut short.
     random.Random(0).shuffle(paths)
@@ -58,9 +56,7 @@ def read_corpus(max_characters: int | None) -> list[str]:
     return texts
 
 
-def load_token_ids(
-    cache_directory: Path, vocab_size: int, max_characters: int | None, show_progress: bool
-) -> TokenIds:
+def load_token_ids(cache_directory: Path, vocab_size: int, max_characters: int | None, show_progress: bool) -> TokenIds:
     """Token ids of the corpus, from the cache, or encoded and added to it.
 
     The name of a cache entry is a hash of all that decides its content. The ids are put in place
@@ -101,8 +97,7 @@ def _build(texts: list[str], vocab_size: int, directory: Path, show_progress: bo
     tokenizer.train_from_iterator(files, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
-            f"tokenizer: expected {vocab_size} entries, got {tokenizer.get_vocab_size()}; "
-            "the corpus is too small"
+            f"tokenizer: expected {vocab_size} entries, got {tokenizer.get_vocab_size()}; the corpus is too small"
         )
     assert tokenizer.token_to_id(FILE_START) == FILE_START_ID
     pieces: list[list[int]] = []

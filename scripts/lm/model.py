@@ -1,9 +1,8 @@
 """A small decoder-only language model whose vocabulary is sharded over the ranks of a group.
 
-One weight serves as embedding and as head (tied): a small model spends most of its parameters there,
-and the shard then receives gradient from both of its uses. Rank r of R owns its rows
-`[r * V/R, (r + 1) * V/R)`. Everything between is replicated: all ranks see the same tokens, and the two
-all_reduces below give all of them the same bits.
+One weight serves as embedding and as head (tied): a small model spends most of its parameters there, and the shard
+then receives gradient from both of its uses. Rank r of R owns its rows `[r * V/R, (r + 1) * V/R)`. Everything between
+is replicated: all ranks see the same tokens, and the two all_reduces below give all of them the same bits.
 """
 
 from __future__ import annotations
@@ -68,9 +67,7 @@ class Vocabulary(nn.Module):
         super().__init__()
         ranks = 1 if group is None else dist.get_world_size(group)
         if config.vocab_size % ranks:
-            raise ValueError(
-                f"world size: expected a divisor of the vocabulary {config.vocab_size}, got {ranks}"
-            )
+            raise ValueError(f"world size: expected a divisor of the vocabulary {config.vocab_size}, got {ranks}")
         self.group = group
         self.columns = config.vocab_size // ranks
         self.start = 0 if group is None else dist.get_rank(group) * self.columns
@@ -114,9 +111,7 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, rotation: Tensor) -> Tensor:
         projected = self.query_key_value(self.attention_norm(hidden))
         query, key, value = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(
-            _rotate(query, rotation), _rotate(key, rotation), value, is_causal=True
-        )
+        mixed = F.scaled_dot_product_attention(_rotate(query, rotation), _rotate(key, rotation), value, is_causal=True)
         hidden = hidden + self.attention_out(mixed.transpose(1, 2).flatten(-2))
         return hidden + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden))))
 

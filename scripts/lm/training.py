@@ -86,9 +86,7 @@ def train(
     torch.manual_seed(seed)
     device = ids.train.device
     model = LanguageModel(settings.model, group).to(device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_schedule(settings.steps))
     generator = torch.Generator().manual_seed(seed)
     length, batch_size = settings.sequence_length, settings.batch_size

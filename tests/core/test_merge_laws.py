@@ -21,9 +21,7 @@ NAN, INF = float("nan"), float("inf")
 VOCAB = 100
 LABEL = 0
 # Wide enough that one shard's exponentials vanish beside another's; few enough values for ties.
-LOGIT = st.one_of(
-    st.floats(-30, 30), st.floats(-1e4, 1e4), st.integers(-1, 1).map(float), st.just(-INF), st.just(-0.0)
-)
+LOGIT = st.one_of(st.floats(-30, 30), st.floats(-1e4, 1e4), st.integers(-1, 1).map(float), st.just(-INF), st.just(-0.0))
 SHARD = st.lists(LOGIT, min_size=1, max_size=5)
 laws = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -100,11 +98,7 @@ def test_a_shift_moves_the_maximum_and_nothing_else(shards, shift):
 def test_shards_excluded_throughout_add_nothing(shard, width):
     """exp(-inf - -inf) is NaN: the maximum of an excluded shard must not be subtracted as it is."""
     stats, excluded = _stats_of(shard, [-INF] * width)
-    assert (excluded.others_sum.item(), excluded.exp_shifted_sum.item(), excluded.argmax.item()) == (
-        0,
-        0,
-        INF,
-    )
+    assert (excluded.others_sum.item(), excluded.exp_shifted_sum.item(), excluded.argmax.item()) == (0, 0, INF)
     for merged in (spec.merge(stats, excluded), spec.merge(excluded, stats)):
         _assert_equal(merged._replace(shifted_sum=stats.shifted_sum, n_columns=stats.n_columns), stats)
         assert merged.shifted_sum.item() == -INF

@@ -12,13 +12,7 @@ import pytest
 import torch
 
 import vocab_parallel_ce as package
-from vocab_parallel_ce import (
-    VocabParallelCrossEntropy,
-    VocabShard,
-    plan,
-    token_log_probs,
-    vocab_parallel_cross_entropy,
-)
+from vocab_parallel_ce import VocabParallelCrossEntropy, VocabShard, plan, token_log_probs, vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.reference
 

@@ -94,10 +94,7 @@ def test_an_obstacle_leaves_the_call_to_triton_and_is_told(name):
     with pytest.raises(ValueError, match=f"^{prefix}{said}.*{remedy}$") as refused:
         on_a_gpu("one_pass", workload, gpu)
     needed = str(refused.value).removeprefix(prefix).removesuffix(remedy)
-    assert on_a_gpu("auto", workload, gpu) == (
-        "triton",
-        f"a GPU, and triton is installed; one_pass needs {needed}",
-    )
+    assert on_a_gpu("auto", workload, gpu) == ("triton", f"a GPU, and triton is installed; one_pass needs {needed}")
 
 
 def test_one_pass_runs_where_nothing_stands_in_its_way():

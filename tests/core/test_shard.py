@@ -35,9 +35,7 @@ def test_the_cut_is_that_of_torch_chunk(vocab_size, n_ranks):
     chunks = torch.arange(vocab_size).chunk(n_ranks)
     if len(chunks) < n_ranks:
         for rank in range(n_ranks):
-            with pytest.raises(
-                ValueError, match=f"^vocab_size: must leave a column to the last of {n_ranks} "
-            ):
+            with pytest.raises(ValueError, match=f"^vocab_size: must leave a column to the last of {n_ranks} "):
                 VocabShard.of_rank(vocab_size, rank, n_ranks)
         return
     for rank, chunk in enumerate(chunks):
@@ -103,10 +101,7 @@ def test_a_width_that_fits_no_cut_is_refused_on_every_rank(vocab_size, width, ra
 def test_one_rank_has_the_whole_vocabulary():
     assert VocabShard.of_rank(1000, 0, 1, 1000) == (0, 1000, 1000)
     assert VocabShard.of_rank(1000, 0, 1, 1024) == (0, 1024, 1000)
-    with pytest.raises(
-        ValueError,
-        match="^logits: last dimension must be at least vocab_size 1000 .* got 999",
-    ):
+    with pytest.raises(ValueError, match="^logits: last dimension must be at least vocab_size 1000 .* got 999"):
         VocabShard.of_rank(1000, 0, 1, 999)
 
 

@@ -199,10 +199,7 @@ def test_padding_takes_no_part(shards, columns, options):
     actual = _by_spec(padded, labels, options, shards, vocab_size=VOCAB)
     for gradient in (actual.gradient, actual.entropy_gradient):
         assert torch.equal(gradient[:, VOCAB:], torch.zeros(ROWS, columns - VOCAB, dtype=FP64))
-    gradients = {
-        "gradient": actual.gradient[:, :VOCAB],
-        "entropy_gradient": actual.entropy_gradient[:, :VOCAB],
-    }
+    gradients = {"gradient": actual.gradient[:, :VOCAB], "entropy_gradient": actual.entropy_gradient[:, :VOCAB]}
     _assert_equal(actual._replace(**gradients), _by_oracle(logits, labels, options), logits, options)
 
 
@@ -299,9 +296,7 @@ def test_columns_masked_with_the_lowest_number_are_as_good_as_excluded(masked):
 def test_int32_labels_no_rows_and_arguments_that_stay_as_they_were():
     logits, labels = batch("mixture", rows=ROWS, vocab_size=VOCAB)
     before, versions = (logits.clone(), labels.clone()), (logits._version, labels._version)
-    for narrow, wide in zip(
-        _by_spec(logits, labels.int(), ALL, 2), _by_spec(logits, labels, ALL, 2), strict=True
-    ):
+    for narrow, wide in zip(_by_spec(logits, labels.int(), ALL, 2), _by_spec(logits, labels, ALL, 2), strict=True):
         torch.testing.assert_close(narrow, wide, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(logits, before[0]) and torch.equal(labels, before[1])
     assert (logits._version, labels._version) == versions

@@ -29,9 +29,7 @@ def loss_step(logits, labels, num_items):
 
 def log_probs_step(logits, labels, weight):
     source = logits.clone().requires_grad_()
-    outputs = token_log_probs(
-        source, labels, entropy=True, temperature=0.7, softcap=20.0, vocab_size=VOCAB_SIZE
-    )
+    outputs = token_log_probs(source, labels, entropy=True, temperature=0.7, softcap=20.0, vocab_size=VOCAB_SIZE)
     grad_output = [weight.expand(ROWS), torch.ones(ROWS, device="cuda")]
     return [*outputs, *torch.autograd.grad(outputs, source, grad_output)]
 

@@ -33,9 +33,7 @@ def _count_kernel(labels, out, n_rows, ignore_index):
 
 
 @triton.jit
-def _row_parts_kernel(
-    first, width, offset, inside, BEGINS: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr
-):
+def _row_parts_kernel(first, width, offset, inside, BEGINS: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr):
     """Row r has ``r // BEGINS + 1`` columns and begins at ``r % BEGINS``."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     begin, n_columns = (rows % BEGINS).to(tl.int64), rows // BEGINS + 1

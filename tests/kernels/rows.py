@@ -170,9 +170,7 @@ def assert_stats(
         assert torch.equal(column[~live], torch.full_like(column[~live], getattr(identity, name))), name
 
 
-def assert_is_largest(
-    argmax: Tensor, rows: Tensor, options: LossOptions, shard: VocabShard | None = None
-) -> None:
+def assert_is_largest(argmax: Tensor, rows: Tensor, options: LossOptions, shard: VocabShard | None = None) -> None:
     """Whether z there is the largest, up to rounding: a cap makes near ties of logits far above it."""
     start, _, vocab_size = shard or whole(rows)
     z, _ = spec.transformed(rows[:, : max(vocab_size - start, 0)].double(), options)

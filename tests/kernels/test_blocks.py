@@ -2,14 +2,7 @@
 
 import pytest
 
-from vocab_parallel_ce.blocks import (
-    ONE_PASS,
-    READ,
-    READ_AND_WRITE,
-    THREADS_PER_WARP,
-    choose_block,
-    one_pass_config,
-)
+from vocab_parallel_ce.blocks import ONE_PASS, READ, READ_AND_WRITE, THREADS_PER_WARP, choose_block, one_pass_config
 from vocab_parallel_ce.layout import VECTOR_BYTES
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
 

@@ -31,9 +31,7 @@ def assert_row_results(actual, logits, labels, options=PLAIN, **grads):
     grads = {name: None if value is None else value.cpu() for name, value in grads.items()}
     loss, grad = (t.cpu() for t in actual)
     losses = [outputs_by_spec(logits, labels, options, d).loss for d in (torch.float64, torch.float32)]
-    truth, peer = (
-        gradient_by_spec(logits, labels, options, d, **grads) for d in (torch.float64, torch.float32)
-    )
+    truth, peer = (gradient_by_spec(logits, labels, options, d, **grads) for d in (torch.float64, torch.float32))
     assert_within_budget(loss, *losses)
     assert_within_budget(grad.reshape(truth.shape), truth, peer.to(grad.dtype))
 
@@ -89,9 +87,7 @@ def test_each_option_alone(kernel_device, options):
 
 
 @pytest.mark.parametrize("columns", (1, 2, 7, 8, 9, 15, 16, 17, 255, 257, 8201))
-@pytest.mark.parametrize(
-    "dtype, options", ((torch.float32, PLAIN), (torch.bfloat16, ALL)), ids=("fp32", "bf16-all")
-)
+@pytest.mark.parametrize("dtype, options", ((torch.float32, PLAIN), (torch.bfloat16, ALL)), ids=("fp32", "bf16-all"))
 def test_every_width_in_place(kernel_device, columns, dtype, options):
     """With options, one element off a boundary: rows have a head too."""
     logits, labels = batch("peaked", rows=3, vocab_size=columns, dtype=dtype)
@@ -129,9 +125,7 @@ def test_grad_output_of_every_stride(kernel_device, name):
 
 def test_small_grad_output_is_rounded_once(kernel_device):
     """A gradient stored in bf16 and scaled afterwards is rounded twice."""
-    logits, labels = (
-        t.to(kernel_device) for t in batch("peaked", rows=12, vocab_size=300, dtype=torch.bfloat16)
-    )
+    logits, labels = (t.to(kernel_device) for t in batch("peaked", rows=12, vocab_size=300, dtype=torch.bfloat16))
     grad_output = torch.full((12,), 1.2345e-6, device=kernel_device)
     _, grad = run(logits, labels, grad_output=grad_output, into=torch.empty_like(logits))
     truth = gradient_by_spec(logits.cpu(), labels.cpu(), PLAIN, torch.float64, grad_output.cpu())
@@ -176,8 +170,7 @@ def test_excluded_columns_have_gradient_0_and_ignored_rows_whatever_comes_from_a
     excluded = logits == -INF
     labels[0] = -100
     grads = {
-        name: None if value is None else value.clone()
-        for name, value in grads_of(6, options, kernel_device).items()
+        name: None if value is None else value.clone() for name, value in grads_of(6, options, kernel_device).items()
     }
     for value in (value for value in grads.values() if value is not None):
         value[0] = INF
@@ -206,9 +199,7 @@ def test_zero_items_give_a_gradient_of_0_whatever_the_rows_hold(kernel_device):
     logits[0], logits[1], labels[2] = NAN, -INF, 90
     divisor = torch.zeros(1, device=kernel_device)
     grad_output = torch.tensor([1.0, INF, 1.0, INF], device=kernel_device)
-    loss, grad = run(
-        logits.to(kernel_device), labels.to(kernel_device), divisor=divisor, grad_output=grad_output
-    )
+    loss, grad = run(logits.to(kernel_device), labels.to(kernel_device), divisor=divisor, grad_output=grad_output)
     assert loss.tolist() == [0] * 4 and torch.equal(grad.cpu(), torch.zeros(4, 90))
 
 

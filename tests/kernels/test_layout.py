@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from tests.support.layouts import logits_layouts
-from vocab_parallel_ce.layout import (
-    VECTOR_BYTES,
-    RowLayout,
-    aligned_base,
-    row_layout,
-    rows_are_disjoint,
-)
+from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout, aligned_base, row_layout, rows_are_disjoint
 
 COLUMNS = 21
 LAYOUTS = logits_layouts(COLUMNS)
@@ -28,9 +22,9 @@ def begin_of(row: int, layout: RowLayout) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_rows_begin_where_the_view_says(layout):
     positions = torch.arange(layout.base.untyped_storage().nbytes() // 4)
-    in_rows = positions.as_strided(
-        layout.view.shape, layout.view.stride(), layout.view.storage_offset()
-    ).reshape(-1, COLUMNS)
+    in_rows = positions.as_strided(layout.view.shape, layout.view.stride(), layout.view.storage_offset()).reshape(
+        -1, COLUMNS
+    )
     rows = row_layout(layout.view)
     if layout.name in COPIED:
         assert rows is None

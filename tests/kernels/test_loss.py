@@ -51,9 +51,7 @@ def test_worked_example(kernel_device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "options", (PLAIN, LossOptions(smoothing=1.0), ALL), ids=("plain", "smoothing", "all")
-)
+@pytest.mark.parametrize("options", (PLAIN, LossOptions(smoothing=1.0), ALL), ids=("plain", "smoothing", "all"))
 def test_outputs_of_hard_rows(kernel_device, kind, options):
     logits, labels = batch(kind, rows=11, vocab_size=VOCAB, shards=3)
     assert_outputs(finish(logits, labels, options, 3, kernel_device), logits, labels, options)

@@ -36,9 +36,7 @@ def test_worked_example(kernel_device):
 HARD = [(kind, *case) for kind in KINDS for case in ((torch.float32, EVERY_STATISTIC), (torch.bfloat16, ALL))]
 
 
-@pytest.mark.parametrize(
-    "kind, dtype, options", [*HARD, ("mixture", torch.float16, EVERY_STATISTIC)], ids=str
-)
+@pytest.mark.parametrize("kind, dtype, options", [*HARD, ("mixture", torch.float16, EVERY_STATISTIC)], ids=str)
 def test_statistics_of_hard_rows(kernel_device, kind, dtype, options):
     logits, labels = (t.to(kernel_device) for t in batch(kind, rows=ROWS, vocab_size=COLUMNS, dtype=dtype))
     stats, valid_rows = stats_by_kernel(logits, labels, options)

@@ -74,9 +74,7 @@ def test_transform(kernel_device, options):
 
     x = torch.cat([torch.linspace(-400, 400, 20001), torch.tensor([1e-30, -1e30, NAN, INF, -INF])])
     z, slope = (value.cpu() for value in transform_of(x.to(kernel_device), options))
-    truth, true_slope = (
-        torch.as_tensor(v).double().expand_as(x) for v in spec.transformed(x.double(), options)
-    )
+    truth, true_slope = (torch.as_tensor(v).double().expand_as(x) for v in spec.transformed(x.double(), options))
     peer, peer_slope = (torch.as_tensor(v).float().expand_as(x) for v in spec.transformed(x, options))
     assert_within_budget(z[:-2], truth[:-2], peer[:-2])
     assert z[-2:].tolist() == [INF, -INF]

@@ -3,15 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.rows import (
-    ALL,
-    INF,
-    NAN,
-    gradient_by_kernel,
-    gradient_by_spec,
-    outputs_by_kernel,
-    stats_by_kernel,
-)
+from tests.kernels.rows import ALL, INF, NAN, gradient_by_kernel, gradient_by_spec, outputs_by_kernel, stats_by_kernel
 from tests.kernels.test_loss import assert_outputs
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import batch
@@ -19,14 +11,7 @@ from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 
 # (columns of the vocabulary, ranks, columns of a rank or None for torch.chunk's)
-CUTS = (
-    (103, 3, None),
-    (103, 4, 26),
-    (103, 3, 48),
-    (96, 4, 32),
-    (90, 5, 32),
-    (5, 4, 4),
-)
+CUTS = ((103, 3, None), (103, 4, 26), (103, 3, 48), (96, 4, 32), (90, 5, 32), (5, 4, 4))
 BY_CUT = pytest.mark.parametrize("vocab_size, n_ranks, width", CUTS)
 
 
@@ -83,9 +68,7 @@ def test_any_cut_gives_the_whole(kernel_device, vocab_size, n_ranks, width, dtyp
     assert_ranks_agree_with_the_whole(logits, labels, shards, options, kernel_device)
 
 
-@pytest.mark.parametrize(
-    "options", (LossOptions(smoothing=0.1), LossOptions(softcap=20.0)), ids=("sum", "cap")
-)
+@pytest.mark.parametrize("options", (LossOptions(smoothing=0.1), LossOptions(softcap=20.0)), ids=("sum", "cap"))
 def test_shards_of_any_order_and_width(kernel_device, options):
     """The last columns first, one of a single column, one of padding alone."""
     shards = [VocabShard(41, 60, 60), VocabShard(0, 40, 60), VocabShard(40, 41, 60), VocabShard(640, 656, 60)]

@@ -41,22 +41,15 @@ class Case:
 
     def loss(self, hidden=None, **options):
         hidden = self.hidden if hidden is None else hidden
-        return linear_cross_entropy(
-            hidden, self.weight, self.labels, bias=self.bias, impl=self.impl, **options
-        )
+        return linear_cross_entropy(hidden, self.weight, self.labels, bias=self.bias, impl=self.impl, **options)
 
     def grad_output(self, loss):
-        return (
-            zero_first_grad_output(ROWS).to(self.device)
-            if loss.dim()
-            else torch.tensor(0.75, device=self.device)
-        )
+        return zero_first_grad_output(ROWS).to(self.device) if loss.dim() else torch.tensor(0.75, device=self.device)
 
     def assert_gradients(self, loss, gradients, grad_output, *, times=1, **options):
         """``gradients`` of hidden states, weight and bias are ``times`` those of the loss."""
         expected = [
-            compute(self.inputs, times * grad_output.cpu(), **options)
-            for compute in (linear_fp64, linear_same_dtype)
+            compute(self.inputs, times * grad_output.cpu(), **options) for compute in (linear_fp64, linear_same_dtype)
         ]
         assert_results(Results((loss,), *gradients), *expected)
 
@@ -73,8 +66,7 @@ FROZEN = [
 
 @pytest.mark.interpreted(4)
 @pytest.mark.parametrize(
-    ("frozen", "way", "expected"),
-    [(frozen, way, n) for frozen, counts in FROZEN for way, n in counts.items()],
+    ("frozen", "way", "expected"), [(frozen, way, n) for frozen, counts in FROZEN for way, n in counts.items()]
 )
 def test_only_the_matmuls_that_are_needed(impl_device, frozen, way, expected):
     """Gradients that somebody wants: in forward, or after the logits were computed again in backward."""
@@ -138,8 +130,7 @@ def test_the_weights_gradient_is_added_to_main_grad(impl_device, way, dtype):
         grad_output = case.grad_output(loss)
         loss.backward(grad_output)
         truth, peer = (
-            compute(case.inputs, step * grad_output.cpu(), **way)
-            for compute in (linear_fp64, linear_same_dtype)
+            compute(case.inputs, step * grad_output.cpu(), **way) for compute in (linear_fp64, linear_same_dtype)
         )
         assert_results(Results((), None, main_grad.to(dtype), None), truth, peer)
     assert case.weight.grad is None and case.bias.grad is not None and case.hidden.grad is not None
@@ -170,9 +161,7 @@ def test_autocast_multiplies_in_its_dtype_and_leaves_fp32_gradients_unrounded(im
     grad_output = case.grad_output(loss)
     loss.backward(grad_output)
     truth = linear_fp64(case.inputs, grad_output.cpu(), **way)
-    peer = linear_same_dtype(
-        case.inputs.to(torch.bfloat16), grad_output.cpu(), weight_dtype=torch.float32, **way
-    )
+    peer = linear_same_dtype(case.inputs.to(torch.bfloat16), grad_output.cpu(), weight_dtype=torch.float32, **way)
     peer = peer._replace(hidden=peer.hidden.to(hidden_dtype))
     assert_results(Results((loss,), case.hidden.grad, case.weight.grad, case.bias.grad), truth, peer)
     assert not torch.equal(case.weight.grad, case.weight.grad.bfloat16().float())

@@ -101,8 +101,7 @@ def test_1024_chunks_lose_no_more_of_the_weights_gradient_than_one(impl_device, 
     grad_output = grad_output_of(way, 1024)
     truth = linear_fp64(inputs, grad_output, **way).weight
     one, many = (
-        run(impl_device, inputs, grad_output, chunk_tokens=chunk, **way).weight.double()
-        for chunk in (1024, 1)
+        run(impl_device, inputs, grad_output, chunk_tokens=chunk, **way).weight.double() for chunk in (1024, 1)
     )
     assert (many - truth).norm() <= K * (one - truth).norm()
     assert (many - truth).abs().max() <= K * (one - truth).abs().max()
@@ -115,9 +114,7 @@ EXACT = covering(dtype=DTYPES, way=tuple(WAYS), ones=((5,), (5, 4, 3)), bias=(Fa
 def test_what_every_dtype_can_hold_is_computed_without_any_error(impl_device, case):
     """Hidden states of 0 and 1, and probabilities that are 0 or powers of two: see :func:`cube`."""
     inputs, way = cube(case["dtype"], case["ones"], case["bias"]), WAYS[case["way"]]
-    grad_output = (
-        torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(4) if case["way"] == "none" else torch.tensor(0.5)
-    )
+    grad_output = torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(4) if case["way"] == "none" else torch.tensor(0.5)
     options = {"chunk_tokens": case["chunk"], **way}
     result = check(impl_device, inputs, grad_output, **options)
     truth = linear_fp64(inputs, grad_output, **options)
@@ -134,9 +131,7 @@ def test_the_gradient_of_a_confident_label_keeps_its_digits(impl_device, way):
     for dtype in (torch.bfloat16, torch.float16):
         inputs = made("confident", dtype=dtype, exact=True, broad=False, gaps=(6.9,))
         result = run(impl_device, inputs, grad_output_of(way), **way)
-        truth, peer = (
-            compute(inputs, grad_output_of(way), **way) for compute in (linear_fp64, linear_same_dtype)
-        )
+        truth, peer = (compute(inputs, grad_output_of(way), **way) for compute in (linear_fp64, linear_same_dtype))
         for gradients in zip((result.hidden, result.weight), truth[1:], peer[1:], strict=False):
             assert_within_budget(*gradients)
 
@@ -167,11 +162,7 @@ def test_every_pair_of_options_on_together(impl_device, case):
     ignored = inputs.labels == IGNORE_INDEX
     inputs.hidden[ignored] = NAN
     options = {name: case[name] for name in ("z_loss", "softcap", "logit_scale", "return_metrics", "padding")}
-    options |= {
-        "chunk_tokens": case["chunk_tokens"],
-        **SMOOTHING[case["smoothing"]],
-        **DIVISORS[case["divisor"]],
-    }
+    options |= {"chunk_tokens": case["chunk_tokens"], **SMOOTHING[case["smoothing"]], **DIVISORS[case["divisor"]]}
     if case["valid_tokens"] is not None:
         options["valid_tokens"] = int((~ignored).sum()) + case["valid_tokens"]
     if case["divisor"] != "none":
@@ -199,9 +190,7 @@ def test_a_divisor_of_0_items_gives_no_loss_and_no_gradient(impl_device):
     inputs = made("peaked")
     inputs.labels[1] = COLUMNS
     for num_items, gradient in product((0, torch.tensor(0)), ("in_forward", "in_backward")):
-        (loss,), hidden, weight, _ = run(
-            impl_device, inputs, reduction="sum", num_items=num_items, gradient=gradient
-        )
+        (loss,), hidden, weight, _ = run(impl_device, inputs, reduction="sum", num_items=num_items, gradient=gradient)
         assert loss.item() == 0 and not hidden.any() and not weight.any()
 
 

@@ -10,16 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.linear.test_autograd import ROWS, Case
 from tests.support.budget import assert_within_budget
-from tests.support.linear import (
-    COLUMNS,
-    WAYS,
-    WIDTH,
-    linear_fp64,
-    linear_same_dtype,
-    many_tokens,
-    projection,
-    run,
-)
+from tests.support.linear import COLUMNS, WAYS, WIDTH, linear_fp64, linear_same_dtype, many_tokens, projection, run
 from vocab_parallel_ce import linear_cross_entropy
 from vocab_parallel_ce.linear.matmul import WeightGradient
 from vocab_parallel_ce.linear.pipeline import Products
@@ -92,9 +83,7 @@ def test_autocast_to_the_other_16_bits_sums_the_weights_gradient_in_fp32(impl_de
     options = {"reduction": "sum", "num_items": 2**23 if dtype == torch.float16 else 1}
     leaves = [x.to(device).requires_grad_() for x in (inputs.hidden, inputs.weight)]
     with torch.autocast(device, other):
-        loss = linear_cross_entropy(
-            *leaves, inputs.labels.to(device), impl=impl, gradient=gradient, **options
-        )
+        loss = linear_cross_entropy(*leaves, inputs.labels.to(device), impl=impl, gradient=gradient, **options)
     loss.backward()
     truth = linear_fp64(inputs, **options)
     peer = linear_same_dtype(inputs.to(other), weight_dtype=torch.float32, **options)
@@ -106,12 +95,7 @@ def test_autocast_to_the_other_16_bits_sums_the_weights_gradient_in_fp32(impl_de
 def test_nothing_to_learn_from_is_0_whatever_comes_for_it(impl_device, way):
     """A loss scale that has overflowed: 0 times inf would be NaN in ``main_grad``, which is kept."""
     inputs = projection("all_ignored", rows=ROWS, vocab_size=COLUMNS, width=WIDTH, bias=True, broad=False)
-    for options in (
-        {},
-        {"valid_tokens": ROWS},
-        {"valid_tokens": 0},
-        {"chunk_tokens": 2, "label_smoothing": 0.1},
-    ):
+    for options in ({}, {"valid_tokens": ROWS}, {"valid_tokens": 0}, {"chunk_tokens": 2, "label_smoothing": 0.1}):
         for main_grad in (None, torch.zeros(COLUMNS, WIDTH, device=impl_device[1])):
             results = run(impl_device, inputs, torch.tensor(INF), main_grad=main_grad, **options, **way)
             d_weight = results.weight if main_grad is None else main_grad.cpu()

@@ -78,9 +78,7 @@ def test_ignored_tokens_are_positive_zero(impl_device, bad):
     grad_outputs = _grad_outputs()
     grad_outputs[0][0] = grad_outputs[1][2] = bad
     for chunk in ("auto", 2):
-        outputs, hidden, weight, _ = check(
-            impl_device, inputs, *grad_outputs, entropy=True, chunk_tokens=chunk
-        )
+        outputs, hidden, weight, _ = check(impl_device, inputs, *grad_outputs, entropy=True, chunk_tokens=chunk)
         for values in (*outputs, hidden):
             assert not values[[0, 2]].any() and not values[[0, 2]].signbit().any()
         assert weight.isfinite().all()

@@ -11,15 +11,7 @@ from torch import nn
 
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import IGNORE_INDEX
-from tests.support.linear import (
-    COLUMNS,
-    WIDTH,
-    Results,
-    assert_results,
-    linear_fp64,
-    linear_same_dtype,
-    made,
-)
+from tests.support.linear import COLUMNS, WIDTH, Results, assert_results, linear_fp64, linear_same_dtype, made
 from vocab_parallel_ce import LinearCrossEntropy, LossMetrics, linear_cross_entropy
 
 
@@ -42,9 +34,7 @@ def _linear(inputs, device):
 SHARED = {
     "linear": lambda inputs, device: _linear(inputs, device),
     "linear without a bias": lambda inputs, device: _linear(inputs._replace(bias=None), device),
-    "embedding": lambda inputs, device: nn.Embedding.from_pretrained(inputs.weight.clone(), freeze=False).to(
-        device
-    ),
+    "embedding": lambda inputs, device: nn.Embedding.from_pretrained(inputs.weight.clone(), freeze=False).to(device),
 }
 
 
@@ -199,9 +189,7 @@ def test_the_module_is_the_function_with_its_options_fixed(impl_device):
     for reduction, num_items in (("none", None), ("sum", 4)):
         options["reduction"] = reduction
         module = LinearCrossEntropy(head, **options)
-        expected = linear_cross_entropy(
-            hidden, head.weight, labels, bias=head.bias, num_items=num_items, **options
-        )
+        expected = linear_cross_entropy(hidden, head.weight, labels, bias=head.bias, num_items=num_items, **options)
         assert torch.equal(module(hidden, labels, num_items), expected)
         assert torch.equal(module.eval()(hidden, labels, num_items=num_items), expected)
     loss, metrics = LinearCrossEntropy(head, return_metrics=True, **options)(hidden, labels, 4)

@@ -34,9 +34,7 @@ class QuantisedWeight(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].values, args[0].scale)
-        args, kwargs = tree_map(
-            lambda x: x.values * x.scale if isinstance(x, cls) else x, (args, kwargs or {})
-        )
+        args, kwargs = tree_map(lambda x: x.values * x.scale if isinstance(x, cls) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -106,11 +104,7 @@ SETTINGS = [
     ({"sequence_parallel": 1}, TypeError, "sequence_parallel: expected a bool, got int"),
     ({"sequence_parallel": True}, ValueError, "sequence_parallel: .*group"),
     ({"reduce_hidden_grad": 0}, TypeError, "reduce_hidden_grad: expected a bool, got int"),
-    (
-        {"gradient": "out_of_place"},
-        ValueError,
-        "gradient: expected one of 'auto', 'in_forward', 'in_backward'",
-    ),
+    ({"gradient": "out_of_place"}, ValueError, "gradient: expected one of 'auto', 'in_forward', 'in_backward'"),
     ({"gradient": "in_forward", "reduction": "none"}, ValueError, "gradient: 'in_forward' .*none"),
     ({"valid_tokens": -1}, ValueError, "valid_tokens: .*got -1"),
     *(
@@ -133,9 +127,7 @@ def _cases(function):
     if function is linear_token_log_probs:
         cases = [case for case in cases[::3] if not {"valid_tokens", "gradient"} & set(case[0])]
         of_options = OF_LOG_PROBS
-    cases += [
-        case for case in [*OF_BOTH, *of_options] if not {"vocab_size", "shard", "gradient"} & set(case[0])
-    ]
+    cases += [case for case in [*OF_BOTH, *of_options] if not {"vocab_size", "shard", "gradient"} & set(case[0])]
     return [(function, *case) for case in cases]
 
 
@@ -194,9 +186,7 @@ class Int8Linear(nn.Linear):
 
     def __init__(self, in_features, out_features):
         super().__init__(in_features, out_features, bias=False)
-        self.weight = nn.Parameter(
-            torch.ones(out_features, in_features, dtype=torch.int8), requires_grad=False
-        )
+        self.weight = nn.Parameter(torch.ones(out_features, in_features, dtype=torch.int8), requires_grad=False)
         self.scale = nn.Parameter(torch.ones(out_features, 1))
 
     def forward(self, hidden):
@@ -306,9 +296,7 @@ MODULE_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("head", "settings", "error", "message"), MODULE_SETTINGS.values(), ids=MODULE_SETTINGS
-)
+@pytest.mark.parametrize(("head", "settings", "error", "message"), MODULE_SETTINGS.values(), ids=MODULE_SETTINGS)
 def test_the_module_refuses_wrong_settings_when_it_is_made(head, settings, error, message):
     with pytest.raises(error, match=f"^{message}"):
         LinearCrossEntropy(head, **settings)

@@ -7,22 +7,8 @@ import math
 import pytest
 import torch
 
-from tests.support.confident import (
-    EPS,
-    ROWS,
-    Rows,
-    assert_as_exact_as_fp32,
-    confident_rows,
-    relative_errors,
-    truth_of,
-)
-from vocab_parallel_ce import (
-    linear_cross_entropy,
-    reference,
-    spec,
-    token_log_probs,
-    vocab_parallel_cross_entropy,
-)
+from tests.support.confident import EPS, ROWS, Rows, assert_as_exact_as_fp32, confident_rows, relative_errors, truth_of
+from vocab_parallel_ce import linear_cross_entropy, reference, spec, token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN
 
@@ -57,9 +43,7 @@ def by_ranks(impl_device, logits, labels, n_ranks):
     for x, shard in zip(pieces, shards, strict=True):
         losses.append(torch.full((len(labels),), math.nan, device=device))
         grads.append(torch.full_like(x, math.nan))
-        launchers.cross_entropy(
-            x, stats, labels, None, None, None, losses[-1], grads[-1], shard=shard, options=PLAIN
-        )
+        launchers.cross_entropy(x, stats, labels, None, None, None, losses[-1], grads[-1], shard=shard, options=PLAIN)
     assert all(torch.equal(loss.nan_to_num(-1.0), losses[0].nan_to_num(-1.0)) for loss in losses)
     return Rows(losses[0].cpu(), torch.cat(grads, dim=1).cpu())
 
@@ -134,9 +118,7 @@ def test_the_specification_in_fp64():
     """To fp64's digits, which the same rounding would cost as much."""
     logits, labels = confident_rows(60)
     x, truth = logits.double(), truth_of(logits, labels)
-    stats = spec.merge(
-        spec.local_stats(x[:, :25], labels, 0, 60), spec.local_stats(x[:, 25:], labels, 25, 60)
-    )
+    stats = spec.merge(spec.local_stats(x[:, :25], labels, 0, 60), spec.local_stats(x[:, 25:], labels, 25, 60))
     actual = Rows(spec.loss(stats, labels, 60), spec.gradient(x, stats, labels, 0, 60))
     for name, error in relative_errors(actual, truth, labels).items():
         assert float(error.max()) <= 64 * torch.finfo(torch.float64).eps, name

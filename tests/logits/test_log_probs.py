@@ -172,9 +172,7 @@ def test_second_and_double_backward(impl_device):
             torch.autograd.grad(outputs[second].sum(), logits)
         assert torch.equal(logits, after_first)
     logits, outputs = outputs_of("out_of_place")
-    log_probs, entropy, again = (
-        torch.autograd.grad(outputs[i].sum(), logits, retain_graph=True)[0] for i in (0, 1, 0)
-    )
+    log_probs, entropy, again = (torch.autograd.grad(outputs[i].sum(), logits, retain_graph=True)[0] for i in (0, 1, 0))
     assert torch.equal(log_probs, again) and torch.equal(logits, values)
     for grad, used in ((log_probs, "grad_output"), (entropy, "grad_entropy")):
         oracle, peer = (

@@ -99,9 +99,7 @@ def test_ignored_rows_are_zero_whatever_they_hold_and_whatever_comes_for_them(im
     for options in ({}, {**EVERY, "padding": 4, "return_metrics": True}):
         for reduction in REDUCTIONS:
             given = (grad_output,) if reduction == "none" else ()
-            results = check(
-                impl_device, logits, labels, *given, reduction=reduction, gradient=gradient, **options
-            )
+            results = check(impl_device, logits, labels, *given, reduction=reduction, gradient=gradient, **options)
             assert not results.grad[[0, 4]].any()
         loss, *metrics = results.outputs
         assert loss[0] == 0 and (not metrics or (metrics[0][0] == -1 and metrics[2][0] == 0))

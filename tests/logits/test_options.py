@@ -43,9 +43,7 @@ def test_one_case_of_each_option(impl_device, name):
     check(impl_device, logits, labels, return_metrics=True, **OPTIONS[name])
 
 
-HARD = covering(
-    option=tuple(OPTIONS), kind=tuple(KINDS), dtype=DTYPES, reduction=REDUCTIONS, gradient=GRADIENTS
-)
+HARD = covering(option=tuple(OPTIONS), kind=tuple(KINDS), dtype=DTYPES, reduction=REDUCTIONS, gradient=GRADIENTS)
 
 
 @pytest.mark.interpreted(8)
@@ -81,9 +79,7 @@ def test_every_pair_of_options_on_together(impl_device, case):
     # Ties, of which the first counts, and rows whose contents nobody may see.
     logits[1::2, COLUMNS - 2] = logits[1::2].amax(dim=1)
     logits[labels == IGNORE_INDEX] = NAN
-    options = {
-        name: value for name, value in case.items() if name not in ("smoothing", "divisor", "kind", "dtype")
-    }
+    options = {name: value for name, value in case.items() if name not in ("smoothing", "divisor", "kind", "dtype")}
     options |= {**SMOOTHING[case["smoothing"]], **DIVISORS[case["divisor"]]}
     grad_output = random_grad_output() if case["divisor"] == "none" else torch.tensor(0.75)
     check(impl_device, logits, labels, grad_output, **options)
@@ -127,15 +123,7 @@ def test_an_infinite_logit_stays_infinite_under_softcap(impl_device):
         assert bool((logits == -INF).any()) and not grad[logits == -INF].any()
 
 
-PADDED = [
-    (1, 9, {}),
-    (33, 48, EVERY),
-    (20, 21, {}),
-    (21, 22, EVERY),
-    (128, 136, {}),
-    (257, 384, {}),
-    (129, 300, EVERY),
-]
+PADDED = [(1, 9, {}), (33, 48, EVERY), (20, 21, {}), (21, 22, EVERY), (128, 136, {}), (257, 384, {}), (129, 300, EVERY)]
 
 
 @pytest.mark.quick
@@ -185,9 +173,7 @@ def test_num_items_of_every_type(impl_device, gradient):
     ):
         before, version = num_items.detach().clone(), num_items._version
         results = run(impl_device, *made, grad_output, num_items=num_items, **options)
-        assert (
-            results.loss.shape == results.outputs[4].shape == () and results.outputs[4].dtype == torch.float32
-        )
+        assert results.loss.shape == results.outputs[4].shape == () and results.outputs[4].dtype == torch.float32
         torch.testing.assert_close(results, expected, rtol=0, atol=0)
         assert torch.equal(num_items, before) and num_items._version == version
 
@@ -198,9 +184,7 @@ def test_no_items_give_no_loss_and_no_gradient_whatever_the_rows_hold(impl_devic
     """An empty step divides by 0; 0 times the infinite loss of a masked label is NaN."""
     options = {"reduction": "sum", "z_loss": 0.02, "return_metrics": True, "gradient": gradient}
     for num_items in (0, torch.tensor(0), torch.tensor(0.0), torch.tensor([0], dtype=torch.int32)):
-        logits, labels = batch(
-            "all_ignored" if isinstance(num_items, int) else "peaked", rows=4, vocab_size=COLUMNS
-        )
+        logits, labels = batch("all_ignored" if isinstance(num_items, int) else "peaked", rows=4, vocab_size=COLUMNS)
         logits[0, 4], labels[1] = NAN, COLUMNS
         logits[2, labels[2].clamp(min=0)] = -INF
         results = run(impl_device, logits, labels, num_items=num_items, **options)

@@ -17,10 +17,7 @@ from vocab_parallel_ce import (
 )
 
 # The signature names no implementation: "auto" takes the reference on a CPU and triton on a GPU.
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.reference),
-    pytest.param("cuda", marks=pytest.mark.cuda),
-]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.reference), pytest.param("cuda", marks=pytest.mark.cuda)]
 on_each_device = pytest.mark.parametrize("device", DEVICES)
 REDUCTION = {True: "mean", False: "none"}
 
@@ -97,9 +94,7 @@ def test_the_positional_call_is_the_same_loss(reduce_loss):
     ignored = labels[1].item()
     options = {"ignore_index": ignored, "label_smoothing": 0.1, "reduction": REDUCTION[reduce_loss]}
     expected = vocab_parallel_cross_entropy(logits, labels, **options)
-    actual = parallel_cross_entropy(
-        logits, labels, 0.1, reduce_loss, None, ignored, True, overwrite_input=False
-    )
+    actual = parallel_cross_entropy(logits, labels, 0.1, reduce_loss, None, ignored, True, overwrite_input=False)
     assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 
 

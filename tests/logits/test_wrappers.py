@@ -129,9 +129,7 @@ def results(wrapper: str, name: str, loss: Loss, dtype: torch.dtype, device: str
 
     value = WRAPPERS[wrapper](function, h, w, head, y)
     value.backward()
-    return [t.detach().cpu() for t in (value, h.grad, w.grad)] + (
-        [] if head.grad is None else [head.grad.cpu()]
-    )
+    return [t.detach().cpu() for t in (value, h.grad, w.grad)] + ([] if head.grad is None else [head.grad.cpu()])
 
 
 def assert_right(actual: list[Tensor], name: str, peer: Loss) -> None:
@@ -159,9 +157,7 @@ HOOKED_CASES = [
 ]
 LINEAR_CASES = [
     tuple(case.values())
-    for case in covering(
-        wrapper=tuple(WRAPPERS), name=tuple(FUNCTIONS), gradient=("auto", "in_forward", "in_backward")
-    )
+    for case in covering(wrapper=tuple(WRAPPERS), name=tuple(FUNCTIONS), gradient=("auto", "in_forward", "in_backward"))
 ]
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 MOST_LINES_OF_A_FILE = 430
 MOST_LINES_OF_A_FUNCTION = 60  # without its docstring
 MOST_LINES_OF_A_KERNEL = 90  # with it
-MOST_LINES = {"vocab_parallel_ce": 5970, "scripts": 3240, "tests": 14400}  # each is to become less
+MOST_LINES = {"vocab_parallel_ce": 5760, "scripts": 3200, "tests": 14060}  # each is to become less
 SUFFIXES = (".py", ".sh")
 
 pytestmark = pytest.mark.reference
@@ -55,9 +55,7 @@ def test_files_and_functions_are_short(folder):
         for path in sources(folder)
         if n_lines(path) > MOST_LINES_OF_A_FILE
     ]
-    long_functions = [
-        found for path in sources(folder) if path.suffix == ".py" for found in too_long_functions(path)
-    ]
+    long_functions = [found for path in sources(folder) if path.suffix == ".py" for found in too_long_functions(path)]
     assert not long_files + long_functions, "\n".join(long_files + long_functions)
 
 

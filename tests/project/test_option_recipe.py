@@ -34,11 +34,7 @@ EDITS = [
         "        value = value + options.z_loss * (stats.row_max + log_sum) ** 2\n",
         "    value = value * options.loss_weight\n",
     ),
-    (
-        f"{PACKAGE}/spec.py",
-        "        grad = grad + p * (2 * options.z_loss",
-        "    grad = grad * options.loss_weight\n",
-    ),
+    (f"{PACKAGE}/spec.py", "        grad = grad + p * (2 * options.z_loss", "    grad = grad * options.loss_weight\n"),
     (
         f"{PACKAGE}/kernels/primitives.py",
         "        value += loss_options.z_loss * lse * lse\n",
@@ -103,9 +99,7 @@ def test_the_recipe_names_the_files_that_an_option_touches():
     files = list(dict.fromkeys(name for name, _, _ in EDITS))
     assert len(EDITS) <= 10
     assert len(files) <= 5
-    named = re.findall(
-        r"`((?:options|spec|kernels/\w+|plan|pipeline|checks|modules)\.py|docs/options\.md)`", recipe()
-    )
+    named = re.findall(r"`((?:options|spec|kernels/\w+|plan|pipeline|checks|modules)\.py|docs/options\.md)`", recipe())
     assert list(dict.fromkeys(named)) == [name.removeprefix(f"{PACKAGE}/") for name in files]
 
 

@@ -17,9 +17,8 @@ ROOT = Path(__file__).parents[2]
 WAITING = "setup: another setup is running here; waiting for it"
 TIMEOUT_S = 20
 
-# The platform's python3, and the python of each environment that it makes. Setup's questions about
-# python and files reach the real interpreter; `-m ...` is written to the log. `-m venv` waits while
-# the file `hold` exists.
+# The platform's python3, and the python of each environment that it makes. Setup's questions about python and files
+# reach the real interpreter; `-m ...` is written to the log. `-m venv` waits while the file `hold` exists.
 STUB = """#!/usr/bin/env bash
 stub={stub}
 case "$*" in

@@ -82,9 +82,7 @@ def suite(tmp_path):
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         environment |= {"VPCE_COMMIT": "0123abc-dirty", "CUDA_VISIBLE_DEVICES": ""}
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
-        )
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
 
     run.directory = tmp_path
     return run

@@ -32,11 +32,7 @@ def test_loss_and_gradient_are_those_of_the_whole_vocabulary(rank_pool, impl, re
     number of rows that count is not the number of rows of the gather.
     """
     world = rank_pool.world_size
-    for dtype, kind in (
-        (torch.bfloat16, "peaked"),
-        (torch.bfloat16, "some_ignored"),
-        (torch.float32, "confident"),
-    ):
+    for dtype, kind in ((torch.bfloat16, "peaked"), (torch.bfloat16, "some_ignored"), (torch.float32, "confident")):
         made = batch(kind, rows=ROWS, vocab_size=COLUMNS * world, shards=world, dtype=dtype)
         options = {"reduction": reduction, "label_smoothing": label_smoothing}
         grad_output = torch.tensor(0.75) if reduction != "none" else random_grad_output(ROWS)
@@ -44,9 +40,7 @@ def test_loss_and_gradient_are_those_of_the_whole_vocabulary(rank_pool, impl, re
         check(case, rank_pool.run(run, case))
 
 
-@pytest.mark.parametrize(
-    "kind", ["excluded_shard", "far_negative", "excluded_columns", "shard_edges", "times_1000"]
-)
+@pytest.mark.parametrize("kind", ["excluded_shard", "far_negative", "excluded_columns", "shard_edges", "times_1000"])
 @in_several_ranks
 def test_rows_far_from_zero_masked_or_at_the_edges_of_shards(rank_pool, impl, kind):
     """A shard that is -inf throughout, labels in the first and last column of each, gaps above 100.

@@ -14,15 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import record_collectives
 from tests.support.inputs import IGNORE_INDEX
-from tests.support.linear import (
-    WIDTH,
-    Results,
-    assert_results,
-    grad_output_of,
-    linear_fp64,
-    linear_same_dtype,
-    made,
-)
+from tests.support.linear import WIDTH, Results, assert_results, grad_output_of, linear_fp64, linear_same_dtype, made
 from tests.support.linear_ranks import ROWS, TWO_WAYS, Case, Result, assert_refused, check, messages_of
 from tests.support.logits_ranks import chunked
 from tests.support.ranks import device_of, in_ranks, subgroups
@@ -282,13 +274,9 @@ def _on_replicas(rank, group, impl, of_replicas, tp_dim):
 def test_replicas_of_a_cut_head_add_up_their_gradients(rank_pool, impl, tp_dim):
     """A gradient of Replicate() would let the replicas drift apart."""
     first = made("shard_edges", ROWS, bias=True)
-    second = first._replace(
-        hidden=first.hidden.roll(1, 0), labels=torch.tensor([20, 3, 11, 10, IGNORE_INDEX, 0])
-    )
+    second = first._replace(hidden=first.hidden.roll(1, 0), labels=torch.tensor([20, 3, 11, 10, IGNORE_INDEX, 0]))
     of_replicas = (first, second)
-    truths, peers = (
-        [compute(inputs) for inputs in of_replicas] for compute in (linear_fp64, linear_same_dtype)
-    )
+    truths, peers = ([compute(inputs) for inputs in of_replicas] for compute in (linear_fp64, linear_same_dtype))
     weights, biases = (
         [getattr(a, name) + getattr(b, name) for a, b in (truths, peers)] for name in Results._fields[2:]
     )
@@ -297,9 +285,7 @@ def test_replicas_of_a_cut_head_add_up_their_gradients(rank_pool, impl, tp_dim):
         assert_results(Results((loss,), hidden, None, None), *own)
         assert_within_budget(weight, *weights)
         assert_within_budget(bias, *biases)
-        assert_within_budget(
-            stepped, first.weight.double() - 0.5 * weights[0], first.weight - 0.5 * weights[1]
-        )
+        assert_within_budget(stepped, first.weight.double() - 0.5 * weights[0], first.weight - 0.5 * weights[1])
 
 
 def _in_fsdp_and_tensor_parallelism(rank, group, impl):
@@ -347,9 +333,7 @@ def _refusals_of_meshes(rank, group, impl):
 
 @in_four_ranks
 def test_a_dtensor_is_cut_along_its_rows_over_its_group_alone(rank_pool, impl):
-    layout = (
-        r"ValueError: weight: expected a DTensor with Shard\(0\) on one dimension .*Replicate\(\) on .* got "
-    )
+    layout = r"ValueError: weight: expected a DTensor with Shard\(0\) on one dimension .*Replicate\(\) on .* got "
     expected = {
         "both": rf"{layout}.*FSDP.*{INSIDE}",
         "columns too": rf"{layout}\(Shard\(dim=1\).*plain tensor",

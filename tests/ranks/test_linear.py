@@ -11,12 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.inputs import IGNORE_INDEX, grad_output_layouts
-from tests.support.linear import (
-    WIDTH,
-    grad_output_of,
-    many_tokens,
-    zero_first_grad_output,
-)
+from tests.support.linear import WIDTH, grad_output_of, many_tokens, zero_first_grad_output
 from tests.support.linear import made as made_by_width
 from tests.support.linear_ranks import (
     BY_WAY,
@@ -139,9 +134,7 @@ def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl
     world = rank_pool.world_size
     shape = (2 * world, 2)
     rows = shape[0] * shape[1]
-    grad_output = (
-        dict(grad_output_layouts(shape))["transposed"] if way["reduction"] == "none" else torch.tensor(0.75)
-    )
+    grad_output = dict(grad_output_layouts(shape))["transposed"] if way["reduction"] == "none" else torch.tensor(0.75)
     for dtype, chunk in (
         (torch.float32, {}),
         (torch.bfloat16, {"chunk_tokens": world}),
@@ -166,10 +159,7 @@ def _check_bytes_of_sequence_parallel(case, results, world):
         sent = Counter()
         for call in result.in_forward + result.in_backward:
             sent[call.name] += call.nbytes
-        assert sent == {
-            "_allgather_base_": passes * whole // world + 4 * 5 * rows,
-            "_reduce_scatter_base_": whole,
-        }
+        assert sent == {"_allgather_base_": passes * whole // world + 4 * 5 * rows, "_reduce_scatter_base_": whole}
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("hidden",), ("hidden", "weight", "bias")], ids="-".join)
@@ -207,9 +197,7 @@ def test_token_log_probs(rank_pool, impl, entropy):
     ):
         inputs = made(kind, COLUMNS * world, world, bias=True)
         options = {**options, "entropy": entropy}
-        case = Case(
-            inputs, impl, options, even(COLUMNS, world), grad_outputs, function=linear_token_log_probs
-        )
+        case = Case(inputs, impl, options, even(COLUMNS, world), grad_outputs, function=linear_token_log_probs)
         results = rank_pool.run(run, case)
         check(case, results)
         if kind == "shard_edges":
@@ -232,9 +220,7 @@ def test_a_dtensor_knows_its_rows_and_gets_a_dtensor(rank_pool, impl, way, vocab
     """49 rows are uneven on any number of ranks, which the width of a shard does not tell."""
     world = rank_pool.world_size
     inputs = made("shard_edges", vocab_size, dtype=torch.bfloat16)
-    case = Case(
-        inputs, impl, {**way, "chunk_tokens": 4}, chunked(vocab_size, world), (grad_output_of(way, ROWS),)
-    )
+    case = Case(inputs, impl, {**way, "chunk_tokens": 4}, chunked(vocab_size, world), (grad_output_of(way, ROWS),))
     check(case, rank_pool.run(run, case, None, _sharded))
 
 
@@ -258,9 +244,7 @@ def _refusals(rank, group, impl):
         "hidden is a part": {"labels": labels.repeat(2)},
     }
     valid = {"hidden": hidden, "weight": weight, "labels": labels, "group": group, "impl": impl}
-    return messages_of(
-        {name: partial(linear_cross_entropy, **valid | changed) for name, changed in attempts.items()}
-    )
+    return messages_of({name: partial(linear_cross_entropy, **valid | changed) for name, changed in attempts.items()})
 
 
 @in_two_ranks

@@ -152,9 +152,7 @@ def test_main_grad_of_a_dtensor_that_says_whether_it_was_added(rank_pool, impl, 
     """Its gradient is then a DTensor of zeros, as Megatron's hooks wait for one."""
     inputs = made("shard_edges", 49)
     bounds = chunked(49, rank_pool.world_size)
-    case = Case(
-        inputs, impl, {**way, "chunk_tokens": 4}, bounds, (grad_output_of(way, ROWS),), main_grad=True
-    )
+    case = Case(inputs, impl, {**way, "chunk_tokens": 4}, bounds, (grad_output_of(way, ROWS),), main_grad=True)
     check(case, rank_pool.run(_on_dtensors, case))
 
 
@@ -193,11 +191,7 @@ def test_a_dtensor_that_leaves_a_rank_without_rows_is_refused_on_every_rank(rank
 @in_two_ranks
 def test_what_does_not_fit_a_dtensor_is_refused_on_every_rank(rank_pool, impl):
     """Rows are 4 and 3; a bias of 8 fits the first rank's own."""
-    attempts = {
-        "bias": "bias",
-        "vocab_size": {"vocab_size": 8},
-        "shard": {"shard": VocabShard(0, 4, 7)},
-    }
+    attempts = {"bias": "bias", "vocab_size": {"vocab_size": 8}, "shard": {"shard": VocabShard(0, 4, 7)}}
     expected = {
         "bias": r"ValueError: bias: expected shape \(7,\), got \(8,\)",
         "vocab_size": "ValueError: vocab_size: must be at most 7, the rows of weight, got 8",

@@ -72,9 +72,7 @@ def outcome(case: Case, engine: Package) -> Numbers | str:
         raise AssertionError(f"{type(error).__name__}: {error} in {case}") from error
 
 
-def outcomes_in_rank(
-    rank: int, group: Any, family: str, indices: list[int], impl: str
-) -> list[Numbers | str]:
+def outcomes_in_rank(rank: int, group: Any, family: str, indices: list[int], impl: str) -> list[Numbers | str]:
     device, ranks = device_of(rank, group), group.size()
     drawn = (draw(family, ranks, index) for index in indices)
     return [outcome(case, Package(impl, device, case.dtype, (rank,), group)) for case in drawn]

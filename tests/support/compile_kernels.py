@@ -161,9 +161,7 @@ def scaled(dtype: str, edges: bool) -> Variant:
 
 def finish(option: str, ranks: int) -> Variant:
     dtypes = (torch.int64, torch.float32, torch.int32, *output_dtypes(OPTIONS[option]))
-    return Variant(
-        f"loss-{option}-R{ranks}", launch_of("loss", dtypes, ranks, 131072, OPTIONS[option]), dtypes
-    )
+    return Variant(f"loss-{option}-R{ranks}", launch_of("loss", dtypes, ranks, 131072, OPTIONS[option]), dtypes)
 
 
 def one_pass(dtype: str, row_bytes: int, option: str, call: str) -> Variant:
@@ -200,8 +198,7 @@ def source_of(variant: Variant) -> ASTSource:
         return "fp32" if isinstance(argument, float) else "i32"
 
     signature = {
-        name: type_of(argument, (i,))
-        for i, (name, argument) in enumerate(zip(names, arguments, strict=False))
+        name: type_of(argument, (i,)) for i, (name, argument) in enumerate(zip(names, arguments, strict=False))
     }
     for i, name in enumerate(names[len(arguments) :], start=len(arguments)):
         signature[name] = "constexpr"
@@ -243,11 +240,7 @@ def resource_usage(cubin: bytes) -> dict:
         command = [str(tool), "--dump-resource-usage", file.name]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     fields = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", printed))
-    return {
-        "registers": int(fields["REG"]),
-        "stack_bytes": int(fields["STACK"]),
-        "local_bytes": int(fields["LOCAL"]),
-    }
+    return {"registers": int(fields["REG"]), "stack_bytes": int(fields["STACK"]), "local_bytes": int(fields["LOCAL"])}
 
 
 def parse_target(text: str) -> GPUTarget:

@@ -81,7 +81,5 @@ def assert_as_exact_as_fp32(actual, logits, labels):
     for name, error in errors.items():
         assert float(error.max()) <= 32 * EPS, (name, int(error.argmax()), float(error.max()))
         for turn, remainder in enumerate(REMAINDERS if name != "others" else ()):
-            own, peer = (
-                float(e[turn :: len(REMAINDERS)].square().mean().sqrt()) for e in (error, peer_errors[name])
-            )
+            own, peer = (float(e[turn :: len(REMAINDERS)].square().mean().sqrt()) for e in (error, peer_errors[name]))
             assert own <= 2 * (peer + EPS), (name, remainder, own, peer)

@@ -171,11 +171,7 @@ class LaneLedger:
     def idle_lanes(self, unavailable: Iterable[str]) -> list[str]:
         """Lanes that could have run and executed nothing."""
         counts = self.counts()
-        return [
-            lane
-            for lane in LANES
-            if lane not in unavailable and counts[lane].passed + counts[lane].failed == 0
-        ]
+        return [lane for lane in LANES if lane not in unavailable and counts[lane].passed + counts[lane].failed == 0]
 
     def lines(self, unavailable: dict[str, str]) -> list[str]:
         """One line a lane."""

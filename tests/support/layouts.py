@@ -27,11 +27,7 @@ class Layout(NamedTuple):
 
 
 def logits_layouts(
-    columns: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    seed: int = 0,
+    columns: int, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", seed: int = 0
 ) -> list[Layout]:
     """Views ``[..., columns]`` of 2 to 4 dimensions, at most 24 rows; expected values: ``.contiguous()``."""
     c = columns

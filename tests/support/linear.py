@@ -111,9 +111,7 @@ def projection(
         broad: the last token is the one of :func:`with_a_broad_row`.
     """
     assert rows <= width and kind in LINEAR_KINDS, (rows, width, kind)
-    made = batch(
-        kind, rows=rows - broad, vocab_size=vocab_size, shards=shards, dtype=dtype, seed=seed, **of_batch
-    )
+    made = batch(kind, rows=rows - broad, vocab_size=vocab_size, shards=shards, dtype=dtype, seed=seed, **of_batch)
     logits, labels = with_a_broad_row(made) if broad else made
     generator = torch.Generator().manual_seed(seed)
     added = torch.randn(vocab_size, generator=generator).to(dtype) if bias else None
@@ -267,12 +265,8 @@ def run(
     for name, copy in copies.items():
         if copy is not None:
             assert copy._version == 0, f"{name} was written"
-            torch.testing.assert_close(
-                copy.detach().cpu(), getattr(inputs, name), rtol=0, atol=0, equal_nan=True
-            )
-    gradients = (
-        None if leaf is None or leaf.grad is None else leaf.grad.cpu() for leaf in (hidden, weight, bias)
-    )
+            torch.testing.assert_close(copy.detach().cpu(), getattr(inputs, name), rtol=0, atol=0, equal_nan=True)
+    gradients = (None if leaf is None or leaf.grad is None else leaf.grad.cpu() for leaf in (hidden, weight, bias))
     return Results(tuple(output.detach().cpu() for output in outputs), *gradients)
 
 
@@ -303,12 +297,9 @@ def check(
     **options: Any,
 ) -> Results:
     """:func:`run`, whose results must be those of the whole computation."""
-    actual = run(
-        impl_device, inputs, *grad_outputs, function=function, frozen=frozen, padding=padding, **options
-    )
+    actual = run(impl_device, inputs, *grad_outputs, function=function, frozen=frozen, padding=padding, **options)
     truth, peer = (
-        compute(inputs, *grad_outputs, function=function, **options)
-        for compute in (linear_fp64, linear_same_dtype)
+        compute(inputs, *grad_outputs, function=function, **options) for compute in (linear_fp64, linear_same_dtype)
     )
     assert_results(actual, truth, peer)
     for name in ("hidden", "weight", "bias"):

@@ -190,8 +190,7 @@ def check_collectives(case: Case, results: Sequence[Result], extra: int = 0) -> 
     for result in results:
         assert {call.ranks for call in result.in_forward + result.in_backward} <= {tuple(range(len(results)))}
         forward, backward = (
-            Counter((call.name, call.nbytes) for call in calls)
-            for calls in (result.in_forward, result.in_backward)
+            Counter((call.name, call.nbytes) for call in calls) for calls in (result.in_forward, result.in_backward)
         )
         assert forward == (gathers + reduces if in_forward else gathers)
         assert backward == (Counter() if in_forward else reduces)
@@ -210,9 +209,7 @@ def messages_of(attempts: dict[str, Callable[[], Any]]) -> tuple[dict[str, str],
     return messages, calls
 
 
-def assert_refused(
-    results: Sequence[tuple[dict[str, str], list[Collective]]], expected: dict[str, str]
-) -> None:
+def assert_refused(results: Sequence[tuple[dict[str, str], list[Collective]]], expected: dict[str, str]) -> None:
     """Every rank refuses every attempt, in words that match these, before anything is sent."""
     for messages, calls in results:
         assert messages.keys() == expected.keys()

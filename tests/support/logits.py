@@ -40,9 +40,7 @@ DIVISORS = {
     "sum / fp32": {"reduction": "sum", "num_items": torch.tensor(6.5)},
 }
 EVERY = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 10.0, "logit_scale": 0.4}
-_ORACLE_OPTIONS = {
-    name for name, p in inspect.signature(values).parameters.items() if p.default is not p.empty
-}
+_ORACLE_OPTIONS = {name for name, p in inspect.signature(values).parameters.items() if p.default is not p.empty}
 
 
 class Results(NamedTuple):
@@ -125,16 +123,7 @@ def check(
     **options: Any,
 ) -> Results:
     """:func:`run`, whose results must be the oracle's, metrics included."""
-    results = run(
-        impl_device,
-        logits,
-        labels,
-        *grad_outputs,
-        function=function,
-        padding=padding,
-        fill=fill,
-        **options,
-    )
+    results = run(impl_device, logits, labels, *grad_outputs, function=function, padding=padding, fill=fill, **options)
     vocab_size = logits.shape[-1]
     assert not results.grad[..., vocab_size:].any(), "gradient of padded columns"
     assert_right(
@@ -166,17 +155,14 @@ def assert_right(
     else:
         grad = grad_outputs[0] if grad_outputs else None
         truth, peer = (
-            f(logits, labels, grad_output=grad, **given)
-            for f in (cross_entropy_fp64, cross_entropy_same_dtype)
+            f(logits, labels, grad_output=grad, **given) for f in (cross_entropy_fp64, cross_entropy_same_dtype)
         )
         triples = [(results.loss, truth.loss, peer.loss)]
     for triple in triples:
         assert_within_budget(*triple)
     assert_within_budget(results.grad, truth.grad, peer.grad)
     if options.get("return_metrics"):
-        assert_metrics(
-            results.outputs[1:], *(f(logits, labels, **given) for f in (metrics_fp64, metrics_same_dtype))
-        )
+        assert_metrics(results.outputs[1:], *(f(logits, labels, **given) for f in (metrics_fp64, metrics_same_dtype)))
 
 
 def assert_metrics(metrics: Sequence[Tensor], oracle: Sequence[Tensor], peer: Sequence[Tensor]) -> None:

@@ -54,11 +54,7 @@ def bounds_of(case: Case, n_ranks: int) -> Sequence[tuple[int, int]]:
 
 
 def run(
-    rank: int,
-    group: Any,
-    case: Case,
-    member_sets: Sequence[Sequence[int]] | None = None,
-    with_alone: bool = False,
+    rank: int, group: Any, case: Case, member_sets: Sequence[Sequence[int]] | None = None, with_alone: bool = False
 ) -> Result | None:
     """In a rank: one call and its backward, in that group of ``member_sets`` it is in, or None."""
     if member_sets is not None:

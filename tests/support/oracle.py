@@ -94,8 +94,7 @@ def values(
         losses = losses + z_loss * lse**2
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == NEG_INF, 0.0)).sum(dim=-1)
     losses, log_probs, entropy = (
-        (value * one_or_nan).masked_fill(ignored, 0.0).reshape(labels.shape)
-        for value in (losses, log_probs, entropy)
+        (value * one_or_nan).masked_fill(ignored, 0.0).reshape(labels.shape) for value in (losses, log_probs, entropy)
     )
     known = z.amax(dim=-1).isfinite() & ~ignored
     predictions = z.argmax(dim=-1).masked_fill(~known, -1)  # of equal values the first
@@ -147,9 +146,7 @@ def token_outputs_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> 
     return TokenOutputs(log_probs, entropy, grad.to(logits.dtype))
 
 
-def _cross_entropy(
-    x: Tensor, labels: Tensor, *, grad_output: Tensor | None = None, **options: Any
-) -> LossAndGradient:
+def _cross_entropy(x: Tensor, labels: Tensor, *, grad_output: Tensor | None = None, **options: Any) -> LossAndGradient:
     leaf = x.detach().clone().requires_grad_()
     loss = values(leaf, labels, **options).loss
     grad_output = torch.ones_like(loss) if grad_output is None else grad_output.to(loss)
@@ -158,26 +155,18 @@ def _cross_entropy(
 
 
 def _token_outputs(
-    x: Tensor,
-    labels: Tensor,
-    *,
-    grad_output: Tensor | None = None,
-    grad_entropy: Tensor | None = None,
-    **options: Any,
+    x: Tensor, labels: Tensor, *, grad_output: Tensor | None = None, grad_entropy: Tensor | None = None, **options: Any
 ) -> TokenOutputs:
     leaf = x.detach().clone().requires_grad_()
     _, log_probs, entropy, *_ = values(leaf, labels, **options)
     grad_outputs = [
-        torch.zeros_like(log_probs) if given is None else given.to(log_probs)
-        for given in (grad_output, grad_entropy)
+        torch.zeros_like(log_probs) if given is None else given.to(log_probs) for given in (grad_output, grad_entropy)
     ]
     (grad,) = torch.autograd.grad([log_probs, entropy], leaf, grad_outputs)
     return TokenOutputs(log_probs.detach(), entropy.detach(), grad)
 
 
-def _reduced(
-    losses: Tensor, reduction: str, num_items: int | float | Tensor | None, counted: Tensor
-) -> Tensor:
+def _reduced(losses: Tensor, reduction: str, num_items: int | float | Tensor | None, counted: Tensor) -> Tensor:
     if reduction == "none":
         return losses
     divisor = float(counted.sum() if reduction == "mean" else 1 if num_items is None else num_items)

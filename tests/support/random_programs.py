@@ -12,16 +12,7 @@ from torch import Tensor, nn
 
 from tests.support.logits import of_oracle
 from tests.support.oracle import values
-from tests.support.random_wrappers import (
-    OF_ONE_LEAF,
-    REGULARISERS,
-    SOURCES,
-    VIEWS,
-    WIDTH,
-    Case,
-    Use,
-    wrapped,
-)
+from tests.support.random_wrappers import OF_ONE_LEAF, REGULARISERS, SOURCES, VIEWS, WIDTH, Case, Use, wrapped
 from vocab_parallel_ce import (
     LinearCrossEntropy,
     VocabParallelCrossEntropy,
@@ -91,9 +82,7 @@ class Torch(NamedTuple):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         computed = values(logits, labels, **of_oracle(use.options))
         if use.function == "log_probs":
-            return (
-                (computed.log_probs, computed.entropy) if use.options.get("entropy") else computed.log_probs
-            )
+            return (computed.log_probs, computed.entropy) if use.options.get("entropy") else computed.log_probs
         return (computed.loss, computed[3:]) if use.options.get("return_metrics") else computed.loss
 
 
@@ -177,9 +166,7 @@ class Player:
         self.numbers |= {f"{step} {name}": value for name, value in later.items()}
 
     def _wrapped(self, around: str, function: Any, *args: Tensor) -> Any:
-        return wrapped(
-            self.case.wrappers if self.wraps and self.case.around == around else (), function, *args
-        )
+        return wrapped(self.case.wrappers if self.wraps and self.case.around == around else (), function, *args)
 
     def _forward(self, step: int, leaves: dict[str, Tensor]) -> Numbers:
         case, values = self.case, {}
@@ -271,9 +258,7 @@ class Player:
         use = self.case.losses[0]
         tensors = [VIEWS[use.view](x) for x in shared.values()]
         with torch.no_grad():
-            return {
-                f"evaluated {name}": value for name, value in self._loss(step, 0, tensors, leaves).items()
-            }
+            return {f"evaluated {name}": value for name, value in self._loss(step, 0, tensors, leaves).items()}
 
     def _watch(self, ways: Sequence[str], tensors: dict[str, Tensor]) -> None:
         """Keep the gradients that autograd shows of these; a leaf's are its ``grad``."""
@@ -295,8 +280,7 @@ class Player:
     def _read(self, shared: dict[str, Tensor]) -> Numbers:
         with torch.no_grad():
             return {
-                f"read{at}": x.to(torch.promote_types(x.dtype, torch.float32)).logsumexp(-1)
-                for at, x in shared.items()
+                f"read{at}": x.to(torch.promote_types(x.dtype, torch.float32)).logsumexp(-1) for at, x in shared.items()
             }
 
     def _backward(self, targets: Numbers) -> None:

@@ -202,9 +202,7 @@ def _drawn(rng: random.Random, name: str, family: str, ranks: int) -> Case:
     leading = rng.choice([(7,), (8,), (2, 4), (3, 4), (4, 2)])
     dtype = rng.choice([torch.float32] * 4 + [torch.bfloat16])
     case = Case(name, family, ranks, dtype, leading, rng.choice([9, 16, 21]), "product", ())
-    case = case._replace(
-        losses=(_use(rng, family),), plan=rng.choice(["sum", "together", "grad", "separate"])
-    )
+    case = case._replace(losses=(_use(rng, family),), plan=rng.choice(["sum", "together", "grad", "separate"]))
     features = list(_FEATURES)
     if family == "linear":
         features += ["head", "kept graph", "kept graph"]  # beside that, hooks endanger no linear loss

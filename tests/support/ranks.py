@@ -55,9 +55,7 @@ class RankPool:
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world_size, backend, store, theirs), daemon=True
-            )
+            process = context.Process(target=_serve, args=(rank, world_size, backend, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -191,9 +189,7 @@ def implementation_params(
     return params
 
 
-def in_ranks(
-    gloo: Sequence[int] = (2,), interpreter: Sequence[int] = (2,), nccl: Sequence[int] = (2,)
-) -> Any:
+def in_ranks(gloo: Sequence[int] = (2,), interpreter: Sequence[int] = (2,), nccl: Sequence[int] = (2,)) -> Any:
     """Parametrize a test with ``rank_pool, impl``, by default on two ranks of every kind."""
     params = implementation_params(gloo, interpreter, nccl)
     return pytest.mark.parametrize(("rank_pool", "impl"), params, indirect=["rank_pool"])
@@ -221,8 +217,7 @@ def subgroups(*member_sets: Sequence[int]) -> list[Any]:
     """In a rank: the groups of these global ranks, made on first use.
 
     Every rank of the world must ask for the same sets in the same order, members or not, as
-    ``torch.distributed.new_group`` demands. A rank gets ``GroupMember.NON_GROUP_MEMBER`` for a group
-    it is not in.
+    ``torch.distributed.new_group`` demands. A rank gets ``GroupMember.NON_GROUP_MEMBER`` for a group it is not in.
     """
     for members in map(tuple, member_sets):
         if members not in _groups:

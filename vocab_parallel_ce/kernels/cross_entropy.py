@@ -5,10 +5,9 @@
     p_y - 1 = -others_sum / sum_exp,   sum_exp = others_sum + exp(z_y - row_max)
     dx_i = (dz_i * grad_output / n + p_i * (mean_shifted - (z_i - row_max)) * grad_entropy) * dz_i/dx_i
 
-One program per row. It merges the R statistics, writes the loss if requested, and writes the gradient, over
-the logits or elsewhere. Regime: bound by memory; it reads the shard once and writes it once. ``grad_output``
-and the divisor are one fp32 factor per row, so the gradient is rounded once. Padded columns become 0,
-whatever they hold.
+One program per row. It merges the R statistics, writes the loss if requested, and writes the gradient, over the
+logits or elsewhere. Regime: bound by memory; it reads the shard once and writes it once. ``grad_output`` and the
+divisor are one fp32 factor per row, so the gradient is rounded once. Padded columns become 0, whatever they hold.
 """
 
 import functools
@@ -19,14 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
-from vocab_parallel_ce.kernels.launch import (
-    MOST_LAUNCHES,
-    Dtypes,
-    Launch,
-    dtypes_of,
-    option_arguments,
-    row_arguments,
-)
+from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Dtypes, Launch, dtypes_of, option_arguments, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
     bounded,
     divisor_weight,
@@ -96,9 +88,7 @@ def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_siz
         entropy_weight = tl.where(live, tl.load(grad_entropy), 0.0)
     shift = tl.where(live, stats.row_max, 0.0)
     weight = tl.where(live, weight, 0.0)
-    return RowFactors(
-        shift, inverse_sum, target_grad, weight, uniform_p, z_factor, mean_shifted, entropy_weight
-    )
+    return RowFactors(shift, inverse_sum, target_grad, weight, uniform_p, z_factor, mean_shifted, entropy_weight)
 
 
 @triton.jit
@@ -165,9 +155,7 @@ def cross_entropy_kernel(
         grad_output += row * grad_strides[0]
     if grad_entropy is not None:
         grad_entropy += row * grad_strides[1]
-    factors = row_factors(
-        merged, label, live, weight, grad_output, grad_entropy, sizes.vocab_size, loss_options
-    )
+    factors = row_factors(merged, label, live, weight, grad_output, grad_entropy, sizes.vocab_size, loss_options)
     # A label in an excluded column is no column's target.
     label = tl.where(merged.target_logit == float("-inf"), -1, label)
 
@@ -253,9 +241,7 @@ def _launch(
     shard: VocabShard,
     options: LossOptions,
 ) -> Launch:
-    block = choose_block(
-        READ_AND_WRITE_EDGES if has_edges else READ_AND_WRITE, shard.n_columns, dtypes[0].itemsize
-    )
+    block = choose_block(READ_AND_WRITE_EDGES if has_edges else READ_AND_WRITE, shard.n_columns, dtypes[0].itemsize)
     n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid
     return Launch(
         cross_entropy_kernel,

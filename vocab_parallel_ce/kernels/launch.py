@@ -30,9 +30,7 @@ class Launch:
     key. The kernel must not specialise on ``sizes``, the integers that change from call to call.
     """
 
-    def __init__(
-        self, kernel: Any, values: tuple[Any, ...], constants: dict[str, Any], *, num_warps: int
-    ) -> None:
+    def __init__(self, kernel: Any, values: tuple[Any, ...], constants: dict[str, Any], *, num_warps: int) -> None:
         self.kernel = kernel
         self.values = values
         self.constants = constants
@@ -76,9 +74,7 @@ def launch_path() -> str:
     """Say which path launches take, and why."""
     reason = _no_private_launch()
     tested = " and ".join(TESTED_TRITON)
-    return (
-        f"private launch, tested with triton {tested}" if reason is None else f"triton's own launch: {reason}"
-    )
+    return f"private launch, tested with triton {tested}" if reason is None else f"triton's own launch: {reason}"
 
 
 def _no_private_launch() -> str | None:

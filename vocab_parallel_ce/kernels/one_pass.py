@@ -33,14 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from vocab_parallel_ce.blocks import THREADS_PER_WARP, one_pass_config
-from vocab_parallel_ce.kernels.launch import (
-    MOST_LAUNCHES,
-    Dtypes,
-    Launch,
-    dtypes_of,
-    option_arguments,
-    row_arguments,
-)
+from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Dtypes, Launch, dtypes_of, option_arguments, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
     divisor_weight,
     exp_shifted,
@@ -365,9 +358,7 @@ def one_pass_kernel(
         next_label = load_label(labels, new_row + step, n_rows)
         next_target = load_target(source, row + step, label_columns[1])
         next_beside = load_beside_target(source, row + step, label_columns[1])
-        write_row(
-            buffer, source, cursor, chunks, row_max, scale, CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT
-        )
+        write_row(buffer, source, cursor, chunks, row_max, scale, CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT)
         # write_row wrote the label's column like every other.
         barrier()
         gl.store(logits + begin + written, target_grad.to(element), mask=written >= 0)
@@ -380,13 +371,7 @@ def one_pass_kernel(
 
 
 def one_pass(
-    logits: Tensor,
-    labels: Tensor,
-    divisor: Tensor | None,
-    loss: Tensor,
-    *,
-    counted: bool,
-    options: LossOptions,
+    logits: Tensor, labels: Tensor, divisor: Tensor | None, loss: Tensor, *, counted: bool, options: LossOptions
 ) -> None:
     """Fill ``loss [N]`` and write the gradient over ``logits [..., C]``, the whole vocabulary.
 

@@ -1,9 +1,8 @@
 """Statistics of every row of a vocabulary shard, in one read of it.
 
-    row_max = max_i z_i,  others_sum = sum_{i != y} exp(z_i - row_max),  target_logit = z_y
-    shifted_sum = sum_i (z_i - row_max),  n_columns                with label smoothing
-    exp_shifted_sum = sum_i exp(z_i - row_max) (z_i - row_max)     with entropy
-    argmax = the first i of row_max                                with predictions
+    row_max = max_i z_i,  others_sum = sum_{i != y} exp(z_i - row_max),  target_logit = z_y shifted_sum = sum_i (z_i -
+    row_max),  n_columns                with label smoothing exp_shifted_sum = sum_i exp(z_i - row_max) (z_i -
+    row_max)     with entropy argmax = the first i of row_max                                with predictions
 
 where z are the scaled and capped logits.
 
@@ -11,9 +10,8 @@ One program per row. Each lane walks the row in 16-byte vectors and has its own 
 the sums if its maximum grows. The lanes are merged once, at the end of the row. Next to the label's own term,
 a sum would lose digits. So the walk leaves out the label's vector, and the kernel reads it afterwards.
 
-Regime: 1 K to 256 K columns, any number of rows, bound by memory. The kernel reads the shard once and writes
-4 K bytes per row. It does not read ignored rows or padding. If there is one rank, it also writes the outputs
-of ``loss``.
+Regime: 1 K to 256 K columns, any number of rows, bound by memory. The kernel reads the shard once and writes 4 K
+bytes per row. It does not read ignored rows or padding. If there is one rank, it also writes the outputs of ``loss``.
 """
 
 # mypy: disable-error-code="arg-type"
@@ -27,14 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ, choose_block
-from vocab_parallel_ce.kernels.launch import (
-    MOST_LAUNCHES,
-    Dtypes,
-    Launch,
-    dtypes_of,
-    option_arguments,
-    row_arguments,
-)
+from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Dtypes, Launch, dtypes_of, option_arguments, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
     bounded,
     edge_offsets,
@@ -197,15 +188,7 @@ def first_maximum(
 
 @triton.jit
 def merge_columns(
-    logits,
-    row,
-    lanes,
-    loose,
-    target_logit,
-    shard_start,
-    loss_options,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
+    logits, row, lanes, loose, target_logit, shard_start, loss_options, LANES: tl.constexpr, VECTOR: tl.constexpr
 ):
     """Merge the lanes, the loose columns and the label to a ``RowStats``."""
     row_max = tl.maximum(tl.maximum(tl.max(lanes.max), tl.max(loose.z)), target_logit)
@@ -331,10 +314,6 @@ def _launch(
     return Launch(
         online_softmax_kernel,
         (RowLayout(*layout), shard.n_valid, shard.vocab_size, option_arguments(options)),
-        {
-            "HAS_EDGES": has_edges or shard.n_valid % block.vector != 0,
-            "LANES": block.lanes,
-            "VECTOR": block.vector,
-        },
+        {"HAS_EDGES": has_edges or shard.n_valid % block.vector != 0, "LANES": block.lanes, "VECTOR": block.vector},
         num_warps=block.num_warps,
     )

@@ -161,9 +161,8 @@ def stats_of_row(stats, row, loss_options):
 def merge_ranks(pointers, mask, loss_options):
     """Merge the statistics at ``pointers`` over axis 0, the ranks, to a ``RowStats``.
 
-    Ranks that ``mask`` excludes count as the identity. Statistics that no option needs are 0: Triton 3.6
-    cannot return None in a tuple. Every rank merges the same numbers in the same order, so all ranks get the
-    same bits.
+    Ranks that ``mask`` excludes count as the identity. Statistics that no option needs are 0: Triton 3.6 cannot
+    return None in a tuple. Every rank merges the same numbers in the same order, so all ranks get the same bits.
     """
     row_max = tl.load(pointers, mask, other=float("-inf"))
     others_sum = tl.load(pointers + 1, mask, other=0.0)

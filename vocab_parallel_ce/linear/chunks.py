@@ -38,12 +38,7 @@ def equal_chunk(n_tokens: int, most: int) -> int:
 
 
 def chunk_of(
-    chunk_tokens: object,
-    memory_budget: object,
-    n_tokens: int,
-    hidden_size: int,
-    n_columns: int,
-    element_size: int,
+    chunk_tokens: object, memory_budget: object, n_tokens: int, hidden_size: int, n_columns: int, element_size: int
 ) -> int:
     """Tokens of a chunk as a caller asks for them: ``"auto"``, a number, or bytes for the logits.
 
@@ -62,9 +57,7 @@ def chunk_of(
     budget = checks.checked_count("memory_budget", memory_budget)
     most = budget // (n_columns * element_size)
     if most == 0:
-        raise ValueError(
-            f"memory_budget: must hold a token's logits, {n_columns * element_size} bytes, got {budget}"
-        )
+        raise ValueError(f"memory_budget: must hold a token's logits, {n_columns * element_size} bytes, got {budget}")
     return equal_chunk(n_tokens, most)
 
 

@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import verify
-from vocab_parallel_ce.cross_entropy import (
-    LossMetrics,
-    as_token_outputs,
-    check_backward,
-    loss_metrics,
-    public,
-)
+from vocab_parallel_ce.cross_entropy import LossMetrics, as_token_outputs, check_backward, loss_metrics, public
 from vocab_parallel_ce.linear import pipeline
 from vocab_parallel_ce.linear.pipeline import Gradients
 from vocab_parallel_ce.linear.plan import Arguments, Inputs, LinearCall, plan_linear_call
@@ -91,10 +85,9 @@ def linear_cross_entropy(
     Args:
         hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank, or its part.
         weight: ``[C, D]``, this rank's rows of the head, of the dtype of ``hidden``. Its gradient is summed
-            in fp32 and rounded once. Or a DTensor with Shard(0) on one dimension of its mesh, over the ranks
-            of ``group``, and Replicate() on the others. Its gradient has Partial() there, because their ranks
-            have their own tokens. A weight that FSDP cut is whole inside the module that FSDP wraps: call the
-            loss there.
+            in fp32 and rounded once. Or a DTensor with Shard(0) on one dimension of its mesh, over the ranks of
+            ``group``, and Replicate() on the others. Its gradient has Partial() there, because their ranks have their
+            own tokens. A weight that FSDP cut is whole inside the module that FSDP wraps: call the loss there.
         labels: ``[...]`` int64 or int32 ids in the global vocabulary, the same on every rank.
         bias: ``[C]``, this rank's, or a DTensor as ``weight`` is, or None.
         group: the ranks that share the vocabulary, or None; a DTensor needs it, for example
@@ -150,12 +143,7 @@ def linear_token_log_probs(
 ) -> Tensor: ...
 @overload
 def linear_token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    entropy: Literal[True],
-    **keywords: Unpack[LinearLogProbKeywords],
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, entropy: Literal[True], **keywords: Unpack[LinearLogProbKeywords]
 ) -> tuple[Tensor, Tensor]: ...
 @public
 @with_keywords(LOG_PROB_KEYWORDS)
@@ -195,9 +183,7 @@ def linear_token_log_probs(
     return log_probs if outputs.entropy is None else (log_probs, outputs.entropy)
 
 
-def split_keywords(
-    keywords: dict[str, Any], known: dict[str, Any], **fixed: Any
-) -> tuple[Settings, HeadSettings]:
+def split_keywords(keywords: dict[str, Any], known: dict[str, Any], **fixed: Any) -> tuple[Settings, HeadSettings]:
     """Return the settings of the loss, with ``fixed``, and those of the head."""
     check_names(keywords, known)
     of_head = {name: value for name, value in keywords.items() if name in HeadSettings._fields}
@@ -268,9 +254,7 @@ def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) 
     else:
         *inputs, stats, divisor = saved
         wanted = ctx.needs_input_grad[:3]
-        gradients = pipeline.backward(
-            linear, Inputs(*inputs), stats, divisor, wanted, grad_loss, grad_entropy
-        )
+        gradients = pipeline.backward(linear, Inputs(*inputs), stats, divisor, wanted, grad_loss, grad_entropy)
     d_hidden, d_weight, d_bias = gradients
     if linear.main_grad is not None and d_weight is not None:
         d_weight = _stand_in(linear.parameter, d_weight)

@@ -43,9 +43,7 @@ def order_of_valid(is_valid: Tensor, n_rows: int) -> TokenOrder:
     return TokenOrder(token[:n_rows], row)
 
 
-def order_of_ranks(
-    chunks: Sequence[tuple[int, int]], n_tokens: int, n_ranks: int, device: torch.device
-) -> TokenOrder:
+def order_of_ranks(chunks: Sequence[tuple[int, int]], n_tokens: int, n_ranks: int, device: torch.device) -> TokenOrder:
     """Return the order in which a chunk has the same part of each rank's tokens.
 
     2 ranks with 8 tokens in chunks of 4 have 0 1 4 5, then 2 3 6 7.

@@ -47,9 +47,7 @@ class WeightGradient:
     no fp32 sum: the product is rounded once as it is.
     """
 
-    def __init__(
-        self, weight: Tensor, *, dtype: torch.dtype, n_chunks: int, main_grad: Tensor | None = None
-    ) -> None:
+    def __init__(self, weight: Tensor, *, dtype: torch.dtype, n_chunks: int, main_grad: Tensor | None = None) -> None:
         self.dtype = dtype if main_grad is None else torch.float32
         self.is_empty = main_grad is None
         if main_grad is None:

@@ -60,9 +60,7 @@ class Products:
         if wanted[1]:
             # What main_grad receives later stays fp32 until then.
             dtype = weight.dtype if linear.main_grad is None else torch.float32
-            self.d_weight = WeightGradient(
-                self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad
-            )
+            self.d_weight = WeightGradient(self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad)
             self.is_ignored = is_ignored(labels, call.plan.options)
         self.d_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
         self.bias_dtype = None if bias is None else bias.dtype
@@ -119,9 +117,7 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
     own = stats[plan.rank : plan.rank + 1]
     for rows, states in products.hidden.chunks():
         logits, of_chunk = products.logits(states), own[:, rows]
-        plan.launchers.online_softmax(
-            logits, labels[rows], of_chunk, 0, None, shard=plan.shard, options=plan.options
-        )
+        plan.launchers.online_softmax(logits, labels[rows], of_chunk, 0, None, shard=plan.shard, options=plan.options)
     all_gather_stats(stats, plan.rank, call.group)
     pipeline.fill_outputs(call, stats, labels, call.num_items, outputs)
     return outputs, stats
@@ -142,12 +138,7 @@ def forward_with_gradients(
 
 
 def _chunk_with_gradients(
-    linear: LinearCall,
-    products: Products,
-    states: Tensor,
-    labels: Tensor,
-    outputs: TokenOutputs,
-    rows: slice,
+    linear: LinearCall, products: Products, states: Tensor, labels: Tensor, outputs: TokenOutputs, rows: slice
 ) -> None:
     """Fill the outputs of one chunk and add its gradients. Nothing of it refers to the buffer afterwards."""
     d_hidden = products.new_d_hidden(rows)

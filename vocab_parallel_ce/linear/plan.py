@@ -125,13 +125,10 @@ def check_head_settings(settings: Settings, head: HeadSettings) -> None:
     chunk_of(head.chunk_tokens, head.memory_budget, 1, 1, 1, 1)
     if settings.gradient == "in_forward" and settings.reduction == "none":
         raise ValueError(
-            "gradient: 'in_forward' cannot know the grad_output of reduction 'none', got both; "
-            "use 'in_backward'"
+            "gradient: 'in_forward' cannot know the grad_output of reduction 'none', got both; use 'in_backward'"
         )
     if head.sequence_parallel and not head.reduce_hidden_grad:
-        raise ValueError(
-            "reduce_hidden_grad: expected True with sequence_parallel, whose ranks hold parts, got False"
-        )
+        raise ValueError("reduce_hidden_grad: expected True with sequence_parallel, whose ranks hold parts, got False")
     if head.valid_tokens is None:
         return
     checks.check_integer("valid_tokens", head.valid_tokens)
@@ -161,9 +158,7 @@ def _shard_of_dtensor(given: Arguments, settings: Settings, rank: int, n_ranks: 
     n_rows, bias, vocab_size = given.weight.shape[0], given.bias, settings.vocab_size
     cut = VocabShard.of_rank(n_rows, rank, n_ranks)
     if settings.shard is not None:
-        raise ValueError(
-            f"shard: expected None with a DTensor weight, which has its own, {cut}, got {settings.shard}"
-        )
+        raise ValueError(f"shard: expected None with a DTensor weight, which has its own, {cut}, got {settings.shard}")
     if bias is not None and is_dtensor(bias) and bias.shape[0] != n_rows:
         raise ValueError(f"bias: expected shape ({n_rows},), got {tuple(bias.shape)}")
     if vocab_size is None:
@@ -180,9 +175,7 @@ def _check_tokens(given: Arguments, n_ranks: int, head: HeadSettings) -> None:
     expected, of_all = tuple(hidden.shape[:-1]), ""
     if head.sequence_parallel:
         if given.group is None:
-            raise ValueError(
-                "sequence_parallel: expected the group whose ranks hold the parts, got group=None"
-            )
+            raise ValueError("sequence_parallel: expected the group whose ranks hold the parts, got group=None")
         expected, of_all = (expected[0] * n_ranks, *expected[1:]), ", that of all ranks' tokens"
     if labels.device != hidden.device:
         raise ValueError(f"labels: device must be that of hidden, {hidden.device}, got {labels.device}")
@@ -211,9 +204,7 @@ def _plan_of_logits(
         gradient=gradient,
         whole_vectors=n_columns * dtype.itemsize % VECTOR_BYTES == 0,
     )
-    return cached_plan(
-        settings._replace(vocab_size=None, shard=shard, reduction=reduction, gradient=gradient), kind
-    )
+    return cached_plan(settings._replace(vocab_size=None, shard=shard, reduction=reduction, gradient=gradient), kind)
 
 
 def _chunks_and_order(
