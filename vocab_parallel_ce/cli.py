@@ -45,14 +45,14 @@ def doctor_lines() -> list[str]:
 
         lines.append(launch_path())
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(n_gpus):
-        gpu = torch.cuda.get_device_properties(index)
+    gpus = [torch.cuda.get_device_properties(index) for index in range(n_gpus)]
+    for index, gpu in enumerate(gpus):
         size = f"{gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} multiprocessors"
         lines.append(f"gpu {index}: {gpu.name}, {size}")
-    lines += ["gpu: none that torch can use"] if n_gpus == 0 else []
+    if not gpus:
+        lines.append("gpu: none that torch can use")
     lines.append(f"torch.distributed: {', '.join(available_backends()) or 'not in this build of torch'}")
-    devices = ["cuda", "cpu"] if n_gpus else ["cpu"]
-    for device in devices:
+    for device in ["cuda", "cpu"] if gpus else ["cpu"]:
         for requested in ("auto", *IMPLEMENTATIONS):
             workload = FOR_ONE_LAUNCH if requested == "one_pass" else BY_DEFAULT
             lines.append(f"{device}, impl={requested!r}: {_outcome(device, requested, workload)}")
@@ -62,10 +62,10 @@ def doctor_lines() -> list[str]:
         default = "always out of place: this torch cannot say whether saved-tensor hooks are active"
     lines.append(f"gradient='auto': {default}")
     for n_tokens, hidden_size, n_columns in HEADS:
-        chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, torch.bfloat16.itemsize)
-        size = f"{chunk * n_columns * torch.bfloat16.itemsize / 2**30:.2f} GiB"
+        chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, 2)
         head = f"{n_tokens} tokens x {hidden_size} by {n_columns} columns of bf16"
-        lines.append(f"linear_cross_entropy, {head}: chunks of {chunk} tokens, {size} of logits")
+        size = f"{chunk * n_columns * 2 / 2**30:.2f} GiB of logits"
+        lines.append(f"linear_cross_entropy, {head}: chunks of {chunk} tokens, {size}")
     return lines
 
 
@@ -73,7 +73,7 @@ def _outcome(device: str, requested: str, workload: Workload) -> str:
     """Return what runs ``workload``, or why nothing does."""
     gpu = gpu_of(torch.cuda.current_device()) if device == "cuda" else None
     try:
-        selection = select(device, requested, workload=workload, gpu=gpu)
+        name, reason = select(device, requested, workload=workload, gpu=gpu)
     except ValueError as error:
         return f"no: {error}"
-    return f"{selection.name} ({selection.reason})"
+    return f"{name} ({reason})"

@@ -54,22 +54,22 @@ def _on_the_current_stream() -> Any:
     return options
 
 
-# Each begin_ function returns a handle at once. Call its wait() before you use the result.
+# Each begin_ function starts one collective and returns a handle at once. Call its wait() before you use the result.
 
 
 def begin_all_gather(gathered: Tensor, own: Tensor, group: Any) -> Any:
-    """Begin to fill ``gathered [R * N, ...]`` with ``own [N, ...]`` of all ranks, by one all_gather."""
+    """Begin to fill ``gathered [R * N, ...]`` with ``own [N, ...]`` of all ranks."""
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return all_gather(gathered, own, group=group, async_op=True)
 
 
 def begin_all_reduce(summed: Tensor, group: Any) -> Any:
-    """Begin to replace ``summed`` by its sum over the ranks, by one all_reduce."""
+    """Begin to replace ``summed`` by its sum over the ranks."""
     return dist.all_reduce(summed, group=group, async_op=True)
 
 
 def begin_reduce_scatter(own: Tensor, summed: Tensor, group: Any) -> Any:
-    """Begin to fill ``own`` with this rank's rows of the sum of ``summed``, by one reduce_scatter."""
+    """Begin to fill ``own`` with this rank's rows of the sum of ``summed``."""
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return reduce_scatter(own, summed, group=group, async_op=True)
 
@@ -84,7 +84,7 @@ def all_gather_objects(own: Any, group: object, device: torch.device | None) -> 
     n_ranks = group_position(group)[1]
     if n_ranks == 1:
         return [own]
-    gathered = [None] * n_ranks
+    gathered: list[Any] = [None] * n_ranks
     with torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext():
         dist.all_gather_object(gathered, own, group=group)
     return gathered

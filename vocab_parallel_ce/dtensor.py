@@ -22,11 +22,8 @@ def local_rows(name: str, parameter: Tensor, group: object) -> Tensor:
     same mesh, with Shard(0) on the same dimension and Partial() on the others: their ranks have their own
     tokens, and the gradient is the sum over all of them, as in PyTorch's own matmul.
 
-    Args:
-        group: the ranks that share the parameter, or None.
-
     Raises:
-        ValueError: a DTensor has another layout, or ``group`` is None or has other ranks.
+        ValueError: a DTensor has another layout, or other ranks than ``group``.
     """
     if not is_dtensor(parameter):
         return parameter
@@ -101,13 +98,11 @@ def parallel_hooks(module: torch.nn.Module) -> ParallelHooks | None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     before, after = (_closure(hook) for hook in hooks)
-    prepare_input, prepare_output = before.get("input_fn"), after.get("output_fn")
-    if not isinstance(prepare_input, functools.partial) or not isinstance(prepare_output, functools.partial):
-        return None
+    partials: list[Any] = [before.get("input_fn"), after.get("output_fn")]  # functools.partial of a style's functions
+    found = [getattr(partial, "func", None) for partial in partials]
     for style in (ColwiseParallel, RowwiseParallel):
-        of_style = (style._prepare_input_fn, style._prepare_output_fn)
-        if (prepare_input.func, prepare_output.func) == of_style:
-            return ParallelHooks(before["device_mesh"].get_group(), prepare_input.args[0])
+        if found == [style._prepare_input_fn, style._prepare_output_fn]:
+            return ParallelHooks(before["device_mesh"].get_group(), partials[0].args[0])
     return None
 
 

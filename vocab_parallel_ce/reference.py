@@ -28,9 +28,9 @@ def online_softmax(
     options: LossOptions,
 ) -> None:
     """Fill ``stats[rank]`` of ``stats [R, N, K]``, ``valid_rows [1]`` and ``outputs``, where given."""
-    wanted = options.statistics
-    row_stats = spec.local_stats(_rows(logits), labels, shard.start, shard.vocab_size, options, wanted)
-    stats[rank] = torch.stack([getattr(row_stats, name) for name in wanted], dim=-1)
+    names = options.statistics
+    row_stats = spec.local_stats(_rows(logits), labels, shard.start, shard.vocab_size, options, names)
+    stats[rank] = torch.stack([getattr(row_stats, name) for name in names], dim=-1)
     if valid_rows is not None:
         valid_rows.copy_((~spec.is_ignored(labels, options)).sum())
     if outputs is not None:
@@ -47,16 +47,15 @@ def token_outputs(
     options: LossOptions,
 ) -> None:
     """Fill ``outputs``, of any shape, from ``stats [R, N, K]``; ``divisor [1]`` divides the loss if given."""
-    merged = _merged(stats, options)
-    vocab_size = shard.vocab_size
-    losses = _divided(spec.loss(merged, labels, vocab_size, options), divisor)
-    outputs.loss.copy_(losses.view_as(outputs.loss))
+    merged, shape = _merged(stats, options), outputs.loss.shape
+    loss = _divided(spec.loss(merged, labels, shard.vocab_size, options), divisor)
+    outputs.loss.copy_(loss.view(shape))
     if outputs.entropy is not None:
-        outputs.entropy.copy_(spec.entropy(merged, labels, vocab_size, options).view_as(outputs.entropy))
+        outputs.entropy.copy_(spec.entropy(merged, labels, shard.vocab_size, options).view(shape))
     if outputs.lse is not None:
-        outputs.lse.copy_(spec.lse(merged, labels, options).view_as(outputs.lse))
+        outputs.lse.copy_(spec.lse(merged, labels, options).view(shape))
     if outputs.predictions is not None:
-        outputs.predictions.copy_(spec.predictions(merged, labels, options).view_as(outputs.predictions))
+        outputs.predictions.copy_(spec.predictions(merged, labels, options).view(shape))
 
 
 def cross_entropy(

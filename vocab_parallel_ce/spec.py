@@ -49,15 +49,15 @@ NAN = float("nan")
 
 
 class RowStats(NamedTuple):
-    """What a set of columns contributes to each row. All but ``others_sum`` count the label's column too."""
+    """What a set of columns contributes to each row, each ``[N]``. All but ``others_sum`` count the label's column."""
 
-    row_max: Tensor  # [N] largest z
-    others_sum: Tensor  # [N] sum of exp(z - row_max) over the columns that are not the label's
-    target_logit: Tensor  # [N] the label's z, -inf where the label's column is not in the set
-    shifted_sum: Tensor  # [N] sum of z - row_max
-    n_columns: Tensor  # [N] number of columns
-    exp_shifted_sum: Tensor  # [N] sum of exp(z - row_max) * (z - row_max)
-    argmax: Tensor  # [N] global id of the first column with row_max, inf where row_max is not finite
+    row_max: Tensor  # largest z
+    others_sum: Tensor  # sum of exp(z - row_max) over the columns that are not the label's
+    target_logit: Tensor  # the label's z, -inf if the label's column is not in the set
+    shifted_sum: Tensor  # sum of z - row_max
+    n_columns: Tensor
+    exp_shifted_sum: Tensor  # sum of exp(z - row_max) * (z - row_max)
+    argmax: Tensor  # global id of the first column with row_max, inf if row_max is not finite
 
 
 # The empty set's. Where row_max is not finite, 0 takes its place in differences.
@@ -78,11 +78,8 @@ class LossOptions(NamedTuple):
     @property
     def beyond_z_loss(self) -> tuple[str, ...]:
         """Names of the options that are on, except ``ignore_index`` and ``z_loss``."""
-        return tuple(
-            name
-            for name, value in self._asdict().items()
-            if name not in ("ignore_index", "z_loss") and value != getattr(PLAIN, name)
-        )
+        others = self._replace(ignore_index=PLAIN.ignore_index, z_loss=PLAIN.z_loss)
+        return tuple(name for name, own, off in zip(self._fields, others, PLAIN, strict=True) if own != off)
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -113,14 +110,9 @@ def local_stats(
     options: LossOptions = PLAIN,
     wanted: tuple[str, ...] = RowStats._fields,
 ) -> RowStats:
-    """Statistics of this rank's columns.
+    """Statistics of the columns of ``logits [N, C]`` from global id ``start`` on, with ``labels [N]``.
 
-    Args:
-        logits: ``[N, C]`` floating point.
-        labels: ``[N]`` global vocabulary ids.
-        start: global id of column 0.
-        vocab_size: columns with this id and above are padding.
-        wanted: names of the statistics that matter; others may be the empty set's.
+    Those that ``wanted`` does not name may be the empty set's.
     """
     z, _ = transformed(logits[:, : max(vocab_size - start, 0)], options)
     n_columns = z.shape[-1]
@@ -171,14 +163,12 @@ def merge(a: RowStats, b: RowStats) -> RowStats:
         a.n_columns + b.n_columns,
         (a.exp_shifted_sum + sum_exp(a) * _bounded(a_shift)) * a_scale
         + (b.exp_shifted_sum + sum_exp(b) * _bounded(b_shift)) * b_scale,
-        torch.minimum(
-            torch.where(a.row_max == row_max, a.argmax, INF), torch.where(b.row_max == row_max, b.argmax, INF)
-        ),
+        torch.minimum(*(torch.where(own.row_max == row_max, own.argmax, INF) for own in (a, b))),
     )
 
 
 def sum_exp(stats: RowStats) -> Tensor:
-    """``[N]`` sum of ``exp(z - row_max)`` over all columns; NaN in rows with NaN or +inf."""
+    """``[N]`` sum over all columns; NaN in rows with NaN or +inf."""
     return stats.others_sum + _label_exp(stats)
 
 
@@ -188,7 +178,7 @@ def log_sum_exp(stats: RowStats) -> Tensor:
 
 
 def loss(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions = PLAIN) -> Tensor:
-    """``[N]`` unreduced loss from the statistics of the whole vocabulary."""
+    """``[N]`` unreduced loss, from the statistics of the whole vocabulary as all that follows."""
     e = options.smoothing
     log_sum = log_sum_exp(stats)
     # lse - z with the two large numbers subtracted first, so that rows far from 0 lose no digits.
@@ -212,7 +202,7 @@ def lse(stats: RowStats, labels: Tensor, options: LossOptions = PLAIN) -> Tensor
 
 
 def predictions(stats: RowStats, labels: Tensor, options: LossOptions = PLAIN) -> Tensor:
-    """``[N]`` int64 id of the largest z, the first of equals; -1 in ignored rows and where none is finite."""
+    """``[N]`` int64 ``argmax``; -1 in ignored rows and where no z is finite."""
     known = ~is_ignored(labels, options) & sum_exp(stats).isfinite() & stats.argmax.isfinite()
     return torch.where(known, stats.argmax, -1.0).long()
 
@@ -264,13 +254,13 @@ def is_ignored(labels: Tensor, options: LossOptions) -> Tensor:
     return labels.long() == options.ignore_index
 
 
-def _times(grad: Tensor, slope: Tensor | float) -> Tensor:
-    return grad if isinstance(slope, float) and slope == 1 else grad * slope
-
-
 def _at_the_edges(value: Tensor, labels: Tensor, vocab_size: int, options: LossOptions) -> Tensor:
     value = torch.where(_outside(labels, vocab_size), NAN, value)
     return torch.where(is_ignored(labels, options), 0.0, value)
+
+
+def _times(grad: Tensor, slope: Tensor | float) -> Tensor:
+    return grad if isinstance(slope, float) and slope == 1 else grad * slope
 
 
 def _gradient_at_the_edges(
@@ -284,7 +274,7 @@ def _gradient_at_the_edges(
 
 
 def _label_exp(stats: RowStats) -> Tensor:
-    """``exp(z_y - row_max)``: exactly 1 where the label has the largest z, 0 where it is not in the set."""
+    """The label's part of the sum: exactly 1 where it has the largest z, 0 where it is not in the set."""
     return (stats.target_logit - _finite_or_zero(stats.row_max)).exp()
 
 

@@ -26,7 +26,7 @@ TOLERANCE = 0.03  # of the norm: more than bf16 rounds off, far less than anothe
 
 
 class _Call:
-    """A call of this thread. It is pending until the other ranks have this rank's report."""
+    """A call of one thread. It is pending until the other ranks have this rank's report."""
 
     def __init__(self, group: Any, device: torch.device | None, is_backward: bool) -> None:
         self.group, self.device, self.is_backward, self.thread = group, device, is_backward, get_ident()
@@ -39,10 +39,10 @@ class _Call:
         errors = [report.get("error") for report in reports]
         for rank, error in enumerate(errors):
             if error is not None:
+                who = "" if errors == [error] * len(errors) else f"rank {rank} of {len(errors)}: "
                 name, message = error
-                message = message if name in ERRORS else f"{name}: {message}"
-                who = "" if all(other == error for other in errors) else f"rank {rank} of {len(errors)}: "
-                raise ERRORS.get(name, RuntimeError)(who + message)
+                what = "" if name in ERRORS else f"{name}: "
+                raise ERRORS.get(name, RuntimeError)(who + what + message)
         for subject in facts:  # the first is the kind of call, which decides the others
             _compare(subject, [report.get(subject) for report in reports])
         return reports
@@ -58,15 +58,13 @@ def verify_calls(enabled: bool = True) -> Iterator[None]:
     """Compare what the ranks pass at every call of a loss inside this context, in forward and backward.
 
     For debugging: it waits for the device, and no CUDA graph may be captured meanwhile. All ranks enter it
-    together. ``VOCAB_PARALLEL_CE_VERIFY=1``, read at import, does the same for a whole program, and inside it
-    ``verify_calls(False)`` switches it off. It covers all public functions and modules, in all threads, and
-    costs nothing when it is off. The ranks compare shapes, dtypes, labels, options, shards, which tensors
-    need a gradient, hidden states (by a fingerprint), and in backward the grad_outputs. A difference raises
-    the same error on every rank, which names the rank and the argument. So does an error in one rank's own
-    checks. A group of one rank compares nothing.
+    together. ``VOCAB_PARALLEL_CE_VERIFY=1``, read at import, does the same for a whole program. It covers all
+    public functions and modules, in all threads. A difference raises the same error on every rank, which names
+    the rank and the argument. So does an error in one rank's own checks. docs/options.md says what is compared.
 
     Collectives: two all_gathers per call and two in backward, of less than 4 KiB per rank, by
     ``torch.distributed.all_gather_object``, which needs NumPy. Two more with the labels if they differ.
+    None for one rank.
     """
     global is_on
     before, is_on = is_on, enabled
@@ -125,9 +123,14 @@ def compare_call(tensors: dict[str, Any], labels: Tensor, shard: VocabShard, opt
     if call is None:
         return
     name, first = next(iter(tensors.items()))
-    facts: dict[str, Any] = {"call": f"a loss over {name}", f"{name}.shape[:-1]": tuple(first.shape[:-1])}
-    facts |= {f"{name}.dtype": first.dtype, f"{name}.device.type": first.device.type}
-    facts |= {"labels.dtype": labels.dtype, **options}
+    facts: dict[str, Any] = {
+        "call": f"a loss over {name}",
+        f"{name}.shape[:-1]": tuple(first.shape[:-1]),
+        f"{name}.dtype": first.dtype,
+        f"{name}.device.type": first.device.type,
+        "labels.dtype": labels.dtype,
+        **options,
+    }
     for subject, tensor in tensors.items():
         is_needed = tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
         facts[f"{subject}.requires_grad"] = "True" if is_needed else "False, or under torch.no_grad"

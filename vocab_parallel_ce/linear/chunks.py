@@ -1,35 +1,38 @@
-"""How many tokens go through a head at a time: pure arithmetic on sizes.
+"""Which tokens go through a head together: the size of a chunk, the chunks, and the order of the tokens in them.
 
-A chunk's logits take memory, and each chunk but the first reads and writes the fp32 gradient of the weight
-once more: 8 bytes against ``6 * tokens`` operations for each of its elements, so that fewer than about 4096
-tokens cost time on any GPU whose matrix units outrun its memory.
+The rows of the chunks are the tokens in their own order, except if ignored tokens are left out, or if sequence
+parallelism gives every rank a part of each chunk. A :class:`TokenOrder` then maps between the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from vocab_parallel_ce import checks
+from vocab_parallel_ce.options import HeadSettings
 
-FEWEST_TOKENS = 4096  # 2.5 % of the three products' time on one H200, where 2048 cost 7 % and 1024 17 %
+FEWEST_TOKENS = 4096  # docs/design.md has what fewer cost
 SMALL_BYTES = 256 * 2**20  # logits that are worth no more chunks
 MULTIPLE = 128  # tokens: whole tiles of a matrix product
 
 
 def choose_chunk_tokens(n_tokens: int, hidden_size: int, n_columns: int, element_size: int) -> int:
-    """Tokens of a chunk for ``[n_tokens, hidden_size]`` hidden states and ``n_columns`` rows of the weight.
+    """Return the tokens of a chunk for ``[n_tokens, hidden_size]`` hidden states and ``n_columns`` of a weight.
 
-    All of them where their logits take no more than the fp32 gradient of the weight, which a single chunk
-    does without; else ``FEWEST_TOKENS``, or as many as have ``SMALL_BYTES`` of logits, in equal chunks.
+    All of them if their logits take no more than the weight's fp32 gradient, which a single chunk does without.
+    Otherwise ``FEWEST_TOKENS``, or as many as have ``SMALL_BYTES`` of logits, in equal chunks.
     """
     if n_tokens * element_size <= 4 * hidden_size:
         return max(1, n_tokens)
-    most = max(FEWEST_TOKENS, SMALL_BYTES // (n_columns * element_size))
-    return equal_chunk(n_tokens, most)
+    return equal_chunk(n_tokens, max(FEWEST_TOKENS, SMALL_BYTES // (n_columns * element_size)))
 
 
 def equal_chunk(n_tokens: int, most: int) -> int:
-    """At most ``most`` tokens, in as few chunks as that takes, all but the last of a size."""
+    """Return at most ``most`` tokens, for as few chunks as that takes, all of one size except the last."""
     if n_tokens <= most:
         return max(1, n_tokens)
     n_chunks = -(-n_tokens // most)
@@ -37,39 +40,75 @@ def equal_chunk(n_tokens: int, most: int) -> int:
     return min(most, -(-even // MULTIPLE) * MULTIPLE)
 
 
-def chunk_of(
-    chunk_tokens: object, memory_budget: object, n_tokens: int, hidden_size: int, n_columns: int, element_size: int
-) -> int:
-    """Tokens of a chunk as a caller asks for them: ``"auto"``, a number, or bytes for the logits.
-
-    Raises:
-        TypeError: one is no integer.
-        ValueError: one is not positive, both are given, or a budget holds no token's logits.
-    """
-    if memory_budget is None:
-        if chunk_tokens == "auto":
+def chunk_of(head: HeadSettings, n_tokens: int, hidden_size: int, n_columns: int, element_size: int) -> int:
+    """Return the tokens of a chunk that a caller asks for: ``"auto"``, a number, or bytes for the logits."""
+    asked, budget = head.chunk_tokens, head.memory_budget
+    if budget is None:
+        if asked == "auto":
             return choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size)
-        if isinstance(chunk_tokens, str):
-            raise ValueError(f"chunk_tokens: expected 'auto' or a number of tokens, got {chunk_tokens!r}")
-        return checks.checked_count("chunk_tokens", chunk_tokens)
-    if chunk_tokens != "auto":
-        raise ValueError(f"memory_budget: expected chunk_tokens='auto' with it, got {chunk_tokens!r}")
-    budget = checks.checked_count("memory_budget", memory_budget)
-    most = budget // (n_columns * element_size)
+        if isinstance(asked, str):
+            raise ValueError(f"chunk_tokens: expected 'auto' or a number of tokens, got {asked!r}")
+        return checks.checked_count("chunk_tokens", asked)
+    if asked != "auto":
+        raise ValueError(f"memory_budget: expected chunk_tokens='auto' with it, got {asked!r}")
+    most = checks.checked_count("memory_budget", budget) // (n_columns * element_size)
     if most == 0:
         raise ValueError(f"memory_budget: must hold a token's logits, {n_columns * element_size} bytes, got {budget}")
     return equal_chunk(n_tokens, most)
 
 
-def chunks_of(n_tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """``(start, stop)`` of every chunk: 5 tokens by 2 are (0, 2), (2, 4), (4, 5)."""
-    for start in range(0, n_tokens, chunk):
-        yield start, min(start + chunk, n_tokens)
+def chunks_of(n_tokens: int, chunk: int) -> tuple[slice, ...]:
+    """Return the rows of every chunk: 5 tokens by 2 are 0:2, 2:4 and 4:5."""
+    return tuple(slice(start, min(start + chunk, n_tokens)) for start in range(0, n_tokens, chunk))
 
 
-def parts_of(n_tokens: int, n_ranks: int) -> list[tuple[int, int]]:
-    """A chunk's parts, whose statistics travel apart: one travels while the other is computed."""
+def parts_of(n_tokens: int, n_ranks: int) -> list[slice]:
+    """Return the rows of a chunk's parts. The statistics of one travel while the other is computed."""
     half = -(-n_tokens // (2 * MULTIPLE)) * MULTIPLE
     if n_ranks == 1 or half >= n_tokens:
-        return [(0, n_tokens)]
-    return [(0, half), (half, n_tokens)]
+        return [slice(0, n_tokens)]
+    return [slice(0, half), slice(half, n_tokens)]
+
+
+class TokenOrder(NamedTuple):
+    """Permutes tokens into row order and back, dropping ignored ones; one past the end means none."""
+
+    token_of_row: Tensor  # [M] int64
+    row_of_token: Tensor  # [N] int64
+
+    def to_rows(self, values: Tensor, fill: float) -> Tensor:
+        """Return ``[M]``: ``values [N]`` in row order."""
+        return torch.cat([values, values.new_full((1,), fill)])[self.token_of_row]
+
+    def to_tokens(self, values: Tensor, fill: float) -> Tensor:
+        """Return ``[N]``: ``values [M]`` in token order."""
+        return torch.cat([values, values.new_full((1,), fill)])[self.row_of_token]
+
+
+def order_of_valid(is_valid: Tensor, n_rows: int) -> TokenOrder:
+    """Return the order of the first ``n_rows`` valid tokens of ``is_valid [N]``; the last rows may be empty.
+
+    Does not wait for the device: the caller knows how many tokens are valid.
+    """
+    n_tokens = is_valid.shape[0]
+    counted = is_valid.cumsum(0)
+    row = torch.where(is_valid & (counted <= n_rows), counted - 1, n_rows)
+    token = row.new_full((n_rows + 1,), n_tokens)
+    token.scatter_(0, row, torch.arange(n_tokens, device=row.device))
+    return TokenOrder(token[:n_rows], row)
+
+
+def order_of_ranks(chunks: Sequence[slice], n_tokens: int, n_ranks: int, device: torch.device) -> TokenOrder:
+    """Return the order in which a chunk has the same part of each rank's tokens.
+
+    2 ranks with 8 tokens in chunks of 4 have 0 1 4 5, then 2 3 6 7.
+    """
+    tokens = torch.arange(n_tokens, device=device)
+    of_rank = tokens.view(n_ranks, -1)
+    token = torch.cat([of_rank[:, part_of_rank(rows, n_ranks)].reshape(-1) for rows in chunks])
+    return TokenOrder(token, torch.empty_like(token).scatter_(0, token, tokens))
+
+
+def part_of_rank(rows: slice, n_ranks: int) -> slice:
+    """Return which of its own tokens each rank has in a chunk, with sequence parallelism."""
+    return slice(rows.start // n_ranks, rows.stop // n_ranks)

@@ -6,6 +6,7 @@ bytes per token and rank, and compute the logits again in backward, with grad_ou
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -72,29 +73,25 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, LossMetrics]:
     """:func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, which never exists as a whole.
 
-    Reads ``hidden`` and ``weight``, writes neither. Under ``torch.autocast`` the products have its dtype, and
-    each gradient has its tensor's. Memory beyond the gradients: a chunk's logits, and with several chunks the
-    fp32 sum of the weight's gradient.
+    Reads ``hidden`` and ``weight``, writes neither. Under ``torch.autocast`` the products have its dtype, and each
+    gradient has its tensor's. docs/linear.md says how much memory it takes, and how to use it with DTensor, FSDP and
+    Megatron-LM.
 
     Collectives: all_gathers of ``4 * K`` bytes per token from each rank: with gradients in forward two per
     chunk (one for 128 tokens or fewer), otherwise one in all. The pass that computes gradients also runs one
     all_reduce of ``d_hidden`` per chunk. With ``sequence_parallel`` that is a reduce_scatter, and each pass
-    all_gathers ``hidden``. All ranks must agree on what needs a gradient. The host waits for the device only
-    with ``check_labels``. ``torch.compile`` breaks its graph here.
+    all_gathers ``hidden``. All ranks must agree on what needs a gradient.
 
     Args:
         hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank, or its part.
-        weight: ``[C, D]``, this rank's rows of the head, of the dtype of ``hidden``. Its gradient is summed
-            in fp32 and rounded once. Or a DTensor with Shard(0) on one dimension of its mesh, over the ranks of
-            ``group``, and Replicate() on the others. Its gradient has Partial() there, because their ranks have their
-            own tokens. A weight that FSDP cut is whole inside the module that FSDP wraps: call the loss there.
+        weight: ``[C, D]``, this rank's rows of the head, of the dtype of ``hidden``. Its gradient is summed in fp32
+            and rounded once. Or a DTensor with Shard(0) over the ranks of ``group`` and Replicate() on the other
+            dimensions of its mesh, on which its gradient has Partial().
         labels: ``[...]`` int64 or int32 ids in the global vocabulary, the same on every rank.
         bias: ``[C]``, this rank's, or a DTensor as ``weight`` is, or None.
-        group: the ranks that share the vocabulary, or None; a DTensor needs it, for example
-            ``weight.device_mesh.get_group("tp")``.
+        group: the ranks that share the vocabulary, or None; a DTensor needs it.
         main_grad: ``[C, D]`` fp32, contiguous: backward adds the gradient of ``weight`` to it, and ``weight``
-            gets none (Megatron-LM's ``gradient_accumulation_fusion``; the parameter's
-            ``grad_added_to_main_grad``, if it has one, becomes True).
+            gets none, or zeros if it has ``grad_added_to_main_grad``, which becomes True.
         gradient: ``"in_forward"``: forward computes the gradients, and backward scales them, which rounds
             a second time if ``grad_output`` is not 1; not for ``"none"``. ``"in_backward"``: backward makes
             the logits again, and may run again. ``"auto"``: in_forward for mean and sum of bf16 and fp32,
@@ -106,23 +103,17 @@ def linear_cross_entropy(
             it gives a NaN loss. None on a CPU: they are counted.
         chunk_tokens: tokens per chunk; ``"auto"``: :func:`linear.chunks.choose_chunk_tokens`.
         memory_budget: instead, bytes for the logits of ``ceil(V / R)`` columns.
-        num_items, return_metrics, others: as in :func:`vocab_parallel_cross_entropy`, of these logits. A
-            DTensor brings its ``shard``.
+        others: as in :func:`vocab_parallel_cross_entropy`, of these logits. A DTensor brings its ``shard``.
 
     Returns:
-        fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` of ``labels`` for ``"none"``. With
-        ``return_metrics``, ``(loss, LossMetrics)``.
+        as :func:`vocab_parallel_cross_entropy`.
 
     Raises:
-        TypeError: a dtype or type is not one of those above, such as a quantised weight.
-        ValueError: shapes, devices or values do not fit, or ``impl`` cannot run here.
-        RuntimeError: from backward, if it runs again over gradients of ``"in_forward"``, or with
-            ``create_graph``.
+        TypeError, ValueError: as there; also for a quantised weight.
+        RuntimeError: from backward, if it runs again over gradients of ``"in_forward"``, or with ``create_graph``.
     """
-    settings, head = split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics)
     given = Arguments(hidden, weight, labels, bias, group, num_items, main_grad)
-    linear, inputs = plan_linear_call(given, settings, head)
-    outputs = _run(linear, inputs, labels.shape)
+    linear, outputs = _run(given, *split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics))
     if not return_metrics:
         return outputs.loss
     metrics = loss_metrics(linear.call, outputs, labels)
@@ -162,7 +153,7 @@ def linear_token_log_probs(
 
     Both outputs are differentiable; backward computes the logits again and the gradients of both together.
 
-    Collectives: those of :func:`linear_cross_entropy` with reduction ``"none"``.
+    Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``.
 
     Args:
         temperature, entropy: as in :func:`token_log_probs`.
@@ -170,15 +161,10 @@ def linear_token_log_probs(
 
     Returns:
         ``[...]`` fp32 log-probabilities; with ``entropy``, ``(log_probs, entropy)``.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`linear_cross_entropy`.
     """
     fixed = {"entropy": entropy, "reduction": "none", "gradient": "in_backward"}
-    settings, head = split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed)
     given = Arguments(hidden, weight, labels, bias, group, None, main_grad)
-    linear, inputs = plan_linear_call(given, settings, head)
-    outputs = _run(linear, inputs, labels.shape)
+    _, outputs = _run(given, *split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed))
     log_probs = 0.0 - outputs.loss  # a negated 0 would be -0
     return log_probs if outputs.entropy is None else (log_probs, outputs.entropy)
 
@@ -191,20 +177,21 @@ def split_keywords(keywords: dict[str, Any], known: dict[str, Any], **fixed: Any
     return Settings(**of_loss, **fixed), HeadSettings(**of_head)
 
 
-def _run(linear: LinearCall, inputs: Inputs, shape: torch.Size) -> TokenOutputs:
-    """Compute the outputs, those per token of ``shape``; under autograd if something needs a gradient."""
+def _run(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[LinearCall, TokenOutputs]:
+    """Compute the outputs, those per token of the shape of the labels; under autograd if something needs a gradient."""
+    linear, inputs = plan_linear_call(given, settings, head)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         outputs = as_token_outputs(_LinearCrossEntropy.apply(*inputs, linear))
     else:
         with torch.no_grad(), torch.autocast(inputs.hidden.device.type, enabled=False):
             outputs = pipeline.in_token_order(linear, pipeline.forward(linear, inputs)[0])
-    loss, *others = (v if v is None or v.dim() == 0 else v.view(shape) for v in outputs)
+    loss, *others = (v if v is None or v.dim() == 0 else v.view(given.labels.shape) for v in outputs)
     assert loss is not None
-    return TokenOutputs(loss, *others)
+    return linear, TokenOutputs(loss, *others)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Saved: in_forward the gradients; otherwise hidden, weight, labels and the statistics of all ranks."""
+    """Saved: in_forward the gradients; otherwise hidden, weight, bias, labels and the statistics of all ranks."""
 
     @staticmethod
     def forward(
@@ -229,11 +216,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None) -> Any:
-        with torch.autocast(ctx.device.type, enabled=False):
-            if not verify.is_on:
-                return *_gradients(ctx, grad_loss, grad_entropy), None, None
-            with verify.open_call(ctx.linear.call.group, ctx.device, is_backward=True):
-                return *_gradients(ctx, grad_loss, grad_entropy), None, None
+        group, device = ctx.linear.call.group, ctx.device
+        comparison = verify.open_call(group, device, is_backward=True) if verify.is_on else nullcontext()
+        with torch.autocast(device.type, enabled=False), comparison:
+            return *_gradients(ctx, grad_loss, grad_entropy), None, None
 
 
 def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Gradients:
@@ -256,14 +242,10 @@ def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) 
         wanted = ctx.needs_input_grad[:3]
         gradients = pipeline.backward(linear, Inputs(*inputs), stats, divisor, wanted, grad_loss, grad_entropy)
     d_hidden, d_weight, d_bias = gradients
-    if linear.main_grad is not None and d_weight is not None:
-        d_weight = _stand_in(linear.parameter, d_weight)
-    return d_hidden, d_weight, d_bias
-
-
-def _stand_in(parameter: Tensor | None, d_weight: Tensor) -> Tensor | None:
-    """Return the weight's gradient if ``main_grad`` has it: None, or what Megatron-LM's hooks wait for."""
-    if parameter is None:
-        return None
-    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.zeros_like(d_weight, dtype=parameter.dtype)
+    if d_weight is None or linear.main_grad is None:
+        return gradients
+    if linear.parameter is None:
+        return d_hidden, None, d_bias
+    # Megatron-LM's hooks wait for a gradient.
+    linear.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return d_hidden, torch.zeros_like(d_weight, dtype=linear.parameter.dtype), d_bias

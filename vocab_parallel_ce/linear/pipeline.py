@@ -1,15 +1,14 @@
 """A head and its loss chunk by chunk: the loops over chunks, without and with gradients.
 
-    hidden [n, D] -> logits [n, C] in a buffer that all chunks share -> statistics -> exchange
-                  -> loss, gradient over the buffer -> d_hidden [n, D], d_weight [C, D] += ...
-
-A chunk's statistics travel in two parts, each while the other is computed. Its ``d_hidden`` is summed over
-the ranks while ``d_weight`` and the next chunk's logits are computed.
+logits   [n, C] = hidden @ weight.T + bias      in a buffer that all chunks share
+logits -> statistics -> exchange -> outputs, gradient over the buffer
+d_hidden [n, D] = d_logits @ weight             summed over the ranks while the next products run
+d_weight [C, D] = sum over chunks of d_logits.T @ hidden,  d_bias [C] = sum of d_logits
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,70 +17,57 @@ from vocab_parallel_ce import pipeline
 from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.linear.chunks import parts_of
 from vocab_parallel_ce.linear.hidden_states import HiddenStates
-from vocab_parallel_ce.linear.matmul import WeightGradient, write_d_hidden, write_logits, zero_ignored
+from vocab_parallel_ce.linear.matmul import WeightGradient, zero_ignored
 from vocab_parallel_ce.linear.plan import Inputs, LinearCall
+from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.spec import TokenOutputs, is_ignored
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
-OF_NO_TOKEN = (0.0, 0.0, -1)  # entropy, lse and prediction of an ignored token
 
 
 class Products:
     """The matrix products of one walk over the chunks, and the sums of their gradients.
 
-    ``wanted`` says of hidden, weight and bias if they need a gradient. The weight's is added to
-    ``main_grad``, if given.
+    ``wanted`` says of hidden, weight and bias if they need a gradient.
     """
 
     def __init__(
-        self,
-        linear: LinearCall,
-        inputs: Inputs,
-        wanted: tuple[bool, bool, bool] = (False, False, False),
-        main_grad: Tensor | None = None,
+        self, linear: LinearCall, inputs: Inputs, wanted: tuple[bool, bool, bool] = (False, False, False)
     ) -> None:
-        call, (hidden, weight, bias, labels) = linear.call, inputs
+        weight, bias, main_grad = inputs.weight, inputs.bias, linear.main_grad
         self.weight = weight.to(linear.dtype)
         self.bias = None if bias is None else bias.to(linear.dtype)
-        self.hidden = HiddenStates(
-            hidden,
-            linear.dtype,
-            chunks=linear.chunks,
-            order=linear.order,
-            group=call.group,
-            n_ranks=call.plan.n_ranks,
-            sequence_parallel=linear.sequence_parallel,
-            reduces=linear.reduces,
-        )
-        longest = max((stop - start for start, stop in linear.chunks), default=0)
+        self.hidden = HiddenStates(linear, inputs.hidden, wanted[0])
+        longest = max((rows.stop - rows.start for rows in linear.chunks), default=0)
         self.buffer = self.weight.new_empty(longest, weight.shape[0])  # logits, then their gradient
-        self.wants_hidden = wanted[0]
         self.d_weight: WeightGradient | None = None
         if wanted[1]:
-            # What main_grad receives later stays fp32 until then.
-            dtype = weight.dtype if linear.main_grad is None else torch.float32
+            dtype = weight.dtype if main_grad is None else torch.float32
+            if linear.call.plan.gradient == "in_forward":
+                main_grad = None  # backward adds to it
             self.d_weight = WeightGradient(self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad)
-            self.is_ignored = is_ignored(labels, call.plan.options)
+            self.is_ignored = is_ignored(inputs.labels, linear.call.plan.options)
         self.d_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
         self.bias_dtype = None if bias is None else bias.dtype
 
     def logits(self, states: Tensor, first: int = 0) -> Tensor:
         """Return the logits of hidden states, in the buffer from its row ``first``."""
         logits = self.buffer[first : first + states.shape[0]]
-        write_logits(states, self.weight, self.bias, logits)
-        return logits
+        if self.bias is None:
+            return torch.mm(states, self.weight.t(), out=logits)
+        return torch.addmm(self.bias, states, self.weight.t(), out=logits)
 
-    def new_d_hidden(self, rows: slice) -> Tensor | None:
-        """Return memory for the gradient of a chunk's hidden states, if it is wanted."""
-        return self.hidden.new_gradient(rows) if self.wants_hidden else None
-
-    def write_d_hidden(self, d_logits: Tensor, d_hidden: Tensor | None, first: int = 0) -> None:
-        """Fill ``d_hidden`` from row ``first`` on, if it is wanted."""
-        if d_hidden is not None:
-            write_d_hidden(d_logits, self.weight, d_hidden[first : first + d_logits.shape[0]])
+    def write_d_hidden(self, d_logits: Tensor, d_hidden: Tensor | None) -> None:
+        """Fill ``d_hidden [n, D]``, of any dtype, from ``d_logits [n, C]``, if it is wanted."""
+        if d_hidden is None:
+            return
+        if d_hidden.dtype == d_logits.dtype:
+            torch.mm(d_logits, self.weight, out=d_hidden)
+        else:
+            d_hidden.copy_(torch.mm(d_logits, self.weight))
 
     def finish_chunk(self, rows: slice, states: Tensor, d_hidden: Tensor | None) -> None:
-        """Reduce a filled ``d_hidden`` and meanwhile add the chunk to the gradients of weight and bias.
+        """Reduce a filled ``d_hidden``, and meanwhile add the chunk to the gradients of weight and bias.
 
         The buffer holds the gradient of the chunk's logits.
         """
@@ -98,7 +84,7 @@ class Products:
         """Return the gradients of all chunks, each in its tensor's dtype. Frees the buffer."""
         del self.buffer
         return (
-            self.hidden.gradient() if self.wants_hidden else None,
+            self.hidden.gradient(),
             None if self.d_weight is None else self.d_weight.rounded(),
             None if self.d_bias is None else self.d_bias.to(self.bias_dtype),
         )
@@ -133,53 +119,35 @@ def forward_with_gradients(
     outputs = pipeline.new_outputs(linear.call, inputs.labels.shape, inputs.hidden)
     products = Products(linear, inputs, wanted)
     for rows, states in products.hidden.chunks():
-        _chunk_with_gradients(linear, products, states, inputs.labels[rows], _at(outputs, rows), rows)
+        _chunk_with_gradients(linear.call, products, states, inputs.labels[rows], _at(outputs, rows), rows)
     return outputs, products.gradients()
 
 
 def _chunk_with_gradients(
-    linear: LinearCall, products: Products, states: Tensor, labels: Tensor, outputs: TokenOutputs, rows: slice
+    call: Call, products: Products, states: Tensor, labels: Tensor, outputs: TokenOutputs, rows: slice
 ) -> None:
-    """Fill the outputs of one chunk and add its gradients. Nothing of it refers to the buffer afterwards."""
-    d_hidden = products.new_d_hidden(rows)
-    parts = [
-        _begin(linear, products, states, labels, slice(*part))
-        for part in parts_of(states.shape[0], linear.call.plan.n_ranks)
-    ]
-    for part in parts:
-        _finish(linear, part, _at(outputs, part.rows))
-        products.write_d_hidden(part.logits, d_hidden, part.rows.start)
+    """Fill the outputs of one chunk and add its gradients. Nothing refers to the buffer afterwards."""
+    parts = parts_of(states.shape[0], call.plan.n_ranks)
+    exchanges = [_begin_exchange(call, products.logits(states[part], part.start), labels[part]) for part in parts]
+    d_hidden = products.hidden.new_gradient(rows)
+    for part, exchange in zip(parts, exchanges, strict=True):
+        logits, of_part = products.buffer[part], _at(outputs, part)
+        if exchange is None:
+            pipeline.forward_with_gradient(call, logits, labels[part], of_part)
+        else:
+            stats, arrival = exchange
+            arrival.wait()
+            pipeline.fill_with_gradient(call, stats, call.num_items, logits, labels[part], of_part)
+        products.write_d_hidden(logits, None if d_hidden is None else d_hidden[part])
     products.finish_chunk(rows, states, d_hidden)
 
 
-class _Part(NamedTuple):
-    """A part of a chunk whose statistics are on their way."""
-
-    rows: slice  # in the chunk
-    logits: Tensor
-    labels: Tensor
-    exchange: Any  # None: one rank, no statistics yet
-    stats: Tensor | None
-    divisor: Tensor | None
-
-
-def _begin(linear: LinearCall, products: Products, states: Tensor, labels: Tensor, rows: slice) -> _Part:
-    """Compute a part's logits, and send its statistics."""
-    call, labels = linear.call, labels[rows]
-    logits = products.logits(states[rows], rows.start)
+def _begin_exchange(call: Call, logits: Tensor, labels: Tensor) -> tuple[Tensor, Any] | None:
+    """Return a part's statistics, on their way between the ranks, and what waits for them. None for one rank."""
     if call.plan.n_ranks == 1:
-        return _Part(rows, logits, labels, None, None, None)
-    stats, divisor = pipeline.local_statistics(call, logits, labels)
-    return _Part(rows, logits, labels, pipeline.begin_exchange(call, stats), stats, divisor)
-
-
-def _finish(linear: LinearCall, part: _Part, outputs: TokenOutputs) -> None:
-    """Fill a part's outputs, and write the gradient over its logits."""
-    if part.stats is None:
-        pipeline.forward_with_gradient(linear.call, part.logits, part.labels, outputs)
-        return
-    part.exchange.wait()
-    pipeline.fill_with_gradient(linear.call, part.stats, part.divisor, part.logits, part.labels, outputs)
+        return None
+    stats, _ = pipeline.local_statistics(call, logits, labels)
+    return stats, pipeline.begin_exchange(call, stats)
 
 
 def backward(
@@ -192,27 +160,26 @@ def backward(
     grad_entropy: Tensor | None,
 ) -> Gradients:
     """Return the gradients from logits that are computed again, and forward's statistics and divisor."""
-    call, labels = linear.call, inputs.labels
     if grad_loss is None:
         grad_loss = stats.new_zeros(())
     elif linear.overflow is not None:
         grad_loss = grad_loss * linear.overflow
-    grad_output = _to_rows(linear, grad_loss, labels)
-    of_entropy = None if grad_entropy is None else _to_rows(linear, grad_entropy, labels)
-    products = Products(linear, inputs, wanted, linear.main_grad)
+    grad_output = _to_rows(linear, grad_loss, stats.shape[1])
+    of_entropy = None if grad_entropy is None else _to_rows(linear, grad_entropy, stats.shape[1])
+    products = Products(linear, inputs, wanted)
     for rows, states in products.hidden.chunks():
         logits = products.logits(states)
         pipeline.write_gradient(
-            call,
+            linear.call,
             logits,
-            labels[rows],
+            inputs.labels[rows],
             stats[:, rows].contiguous(),
             divisor,
             into=logits,
             grad_output=grad_output[rows],
             grad_entropy=None if of_entropy is None else of_entropy[rows],
         )
-        d_hidden = products.new_d_hidden(rows)
+        d_hidden = products.hidden.new_gradient(rows)
         products.write_d_hidden(logits, d_hidden)
         del logits
         products.finish_chunk(rows, states, d_hidden)
@@ -234,19 +201,15 @@ def scaled(linear: LinearCall, gradients: Gradients, grad_output: Tensor) -> Gra
 
 def in_token_order(linear: LinearCall, outputs: TokenOutputs) -> TokenOutputs:
     """Return outputs of rows as outputs of tokens; a reduced loss is summed."""
-    order, (loss, *others) = linear.order, outputs
-    if linear.call.plan.reduction != "none":
-        loss = loss.sum()
-    elif order is not None:
-        loss = order.to_tokens(loss, 0.0)
+
+    def of_tokens(values: Tensor | None, of_ignored: float) -> Any:
+        return values if values is None or linear.order is None else linear.order.to_tokens(values, of_ignored)
+
+    loss = of_tokens(outputs.loss, 0.0) if linear.call.plan.reduction == "none" else outputs.loss.sum()
     if linear.overflow is not None:
         loss = loss * linear.overflow  # tokens were left out whose 0 would be wrong
-    if order is not None:
-        others = [
-            None if values is None else order.to_tokens(values, nothing)
-            for values, nothing in zip(others, OF_NO_TOKEN, strict=True)
-        ]
-    return TokenOutputs(loss, *others)
+    entropy, lse, predictions = outputs[1:]
+    return TokenOutputs(loss, of_tokens(entropy, 0.0), of_tokens(lse, 0.0), of_tokens(predictions, -1))
 
 
 def _at(outputs: TokenOutputs, rows: slice) -> TokenOutputs:
@@ -255,9 +218,9 @@ def _at(outputs: TokenOutputs, rows: slice) -> TokenOutputs:
     return TokenOutputs(loss, *others)
 
 
-def _to_rows(linear: LinearCall, grad_output: Tensor, labels: Tensor) -> Tensor:
+def _to_rows(linear: LinearCall, grad_output: Tensor, n_rows: int) -> Tensor:
     """Return ``[M]``: a grad_output of one element for all rows, or of one per token."""
     if grad_output.dim() == 0:
-        return grad_output.reshape(1).expand(labels.shape[0])
+        return grad_output.reshape(1).expand(n_rows)
     grad_output = grad_output.reshape(-1)
     return grad_output if linear.order is None else linear.order.to_rows(grad_output, 0.0)

@@ -11,8 +11,7 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.layout import VECTOR_BYTES, flat
-from vocab_parallel_ce.linear.chunks import chunk_of, chunks_of
-from vocab_parallel_ce.linear.hidden_states import TokenOrder, order_of_ranks, order_of_valid
+from vocab_parallel_ce.linear.chunks import TokenOrder, chunk_of, chunks_of, order_of_ranks, order_of_valid
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
 from vocab_parallel_ce.plan import Call, Kind, Plan, as_divisor, cached_plan, comparable
 from vocab_parallel_ce.shard import VocabShard
@@ -48,46 +47,46 @@ class LinearCall(NamedTuple):
 
     call: Call  # its reduction is sum or none
     dtype: torch.dtype  # of the products and the logits
-    chunks: tuple[tuple[int, int], ...]  # first row, and the one after the last
+    chunks: tuple[slice, ...]  # rows
     order: TokenOrder | None  # None: rows are tokens
     overflow: Tensor | None  # [] fp32: 1, or NaN if more than valid_tokens are valid
     sequence_parallel: bool
-    reduces: bool
+    reduces: bool  # d_hidden, over several ranks
     main_grad: Tensor | None
     parameter: Tensor | None  # the caller's weight, if it wants to know that main_grad has its gradient
 
 
 def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[LinearCall, Inputs]:
     """Check the arguments and plan the call; changes nothing."""
-    hidden, labels = given.hidden, given.labels
+    hidden, labels, main_grad = given.hidden, given.labels, given.main_grad
     checks.check_hidden(hidden)
     checks.check_tensor("labels", labels)
     check_head_settings(settings, head)
     checks.check_no_transforms(*(t for t in (hidden, given.weight, given.bias) if isinstance(t, Tensor)))
     rank, n_ranks = group_position(given.group)
-    weight, bias, sharded = _local_head(given, settings, rank, n_ranks)
+    bias = None if given.bias is None else local_rows("bias", given.bias, given.group)
+    weight = local_rows("weight", given.weight, given.group)
+    if is_dtensor(given.weight):
+        settings = settings._replace(shard=_shard_of_dtensor(given, settings, rank, n_ranks), vocab_size=None)
     autocasts = torch.is_autocast_enabled(hidden.device.type)
     checks.check_head(weight, bias, hidden, None if autocasts else hidden.dtype)
-    if given.main_grad is not None:
-        checks.check_main_grad(given.main_grad, weight)
+    if main_grad is not None:
+        checks.check_main_grad(main_grad, weight)
     _check_tokens(given, n_ranks, head)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
-    plan = _plan_of_logits(dtype, weight.shape[0], given, sharded, rank, n_ranks)
+    plan = _plan_of_logits(dtype, weight.shape[0], given, settings, rank, n_ranks)
     num_items = given.num_items
     if num_items is not None:
         checks.check_num_items(num_items, settings.reduction, hidden)
         num_items = as_divisor(num_items, hidden)
     # Each rank's chunks must be the same, whatever its own width.
     width = -(-plan.shard.vocab_size // n_ranks)
-    sizes = (labels.numel(), hidden.shape[-1], width, dtype.itemsize)
-    chunk = chunk_of(head.chunk_tokens, head.memory_budget, *sizes)
-    ignore_index = plan.options.ignore_index
+    chunk = chunk_of(head, labels.numel(), hidden.shape[-1], width, dtype.itemsize)
     if settings.check_labels:
-        checks.check_label_range(labels, plan.shard.vocab_size, ignore_index)
-    rows = flat(labels)
+        checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
+    rows, overflow = flat(labels), None
     is_valid = ~is_ignored(rows, plan.options)
     chunks, order = _chunks_and_order(is_valid, chunk, n_ranks, head)
-    overflow = None
     if settings.reduction == "mean" or head.valid_tokens is not None:
         n_valid = is_valid.sum()
         if settings.reduction == "mean":
@@ -95,7 +94,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
         if head.valid_tokens is not None:
             overflow = torch.where(n_valid > head.valid_tokens, float("nan"), 1.0)
     if order is not None:
-        rows = order.to_rows(rows.long(), ignore_index)
+        rows = order.to_rows(rows.long(), plan.options.ignore_index)
     linear = LinearCall(
         call=Call(plan, given.group, num_items),
         dtype=dtype,
@@ -103,17 +102,15 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
         order=order,
         overflow=overflow,
         sequence_parallel=head.sequence_parallel and n_ranks > 1,
-        reduces=head.reduce_hidden_grad,
-        main_grad=given.main_grad,
+        reduces=head.reduce_hidden_grad and n_ranks > 1,
+        main_grad=main_grad,
         parameter=given.weight if hasattr(given.weight, "grad_added_to_main_grad") else None,
     )
-    inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows)
     if verify.open_calls:
-        own = {"main_grad": given.main_grad is not None, "dtype of the products": dtype}
+        own = {"main_grad": main_grad is not None, "dtype of the products": dtype}
         options = comparable(settings, given.num_items) | head._asdict() | own
-        tensors = {"hidden": hidden, "weight": weight, "bias": bias}
-        verify.compare_call(tensors, labels, plan.shard, options)
-    return linear, inputs
+        verify.compare_call({"hidden": hidden, "weight": weight, "bias": bias}, labels, plan.shard, options)
+    return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows)
 
 
 def check_head_settings(settings: Settings, head: HeadSettings) -> None:
@@ -122,7 +119,7 @@ def check_head_settings(settings: Settings, head: HeadSettings) -> None:
     checks.check_choice("gradient", settings.gradient, GRADIENTS)
     checks.check_bool("sequence_parallel", head.sequence_parallel)
     checks.check_bool("reduce_hidden_grad", head.reduce_hidden_grad)
-    chunk_of(head.chunk_tokens, head.memory_budget, 1, 1, 1, 1)
+    chunk_of(head, 1, 1, 1, 1)
     if settings.gradient == "in_forward" and settings.reduction == "none":
         raise ValueError(
             "gradient: 'in_forward' cannot know the grad_output of reduction 'none', got both; use 'in_backward'"
@@ -139,18 +136,6 @@ def check_head_settings(settings: Settings, head: HeadSettings) -> None:
             "valid_tokens: expected None with sequence_parallel, whose ranks hold parts that are cut "
             f"already, got {head.valid_tokens}"
         )
-
-
-def _local_head(
-    given: Arguments, settings: Settings, rank: int, n_ranks: int
-) -> tuple[Tensor, Tensor | None, Settings]:
-    """Return this rank's weight and bias, and the settings with its shard if the weight is a DTensor."""
-    bias = None if given.bias is None else local_rows("bias", given.bias, given.group)
-    weight = local_rows("weight", given.weight, given.group)
-    if is_dtensor(given.weight):
-        shard = _shard_of_dtensor(given, settings, rank, n_ranks)
-        settings = settings._replace(shard=shard, vocab_size=None)
-    return weight, bias, settings
 
 
 def _shard_of_dtensor(given: Arguments, settings: Settings, rank: int, n_ranks: int) -> VocabShard:
@@ -209,18 +194,15 @@ def _plan_of_logits(
 
 def _chunks_and_order(
     is_valid: Tensor, chunk: int, n_ranks: int, head: HeadSettings
-) -> tuple[tuple[tuple[int, int], ...], TokenOrder | None]:
+) -> tuple[tuple[slice, ...], TokenOrder | None]:
     """Return the chunks of rows, and the order of the tokens in them unless it is their own."""
-    n_tokens = is_valid.shape[0]
+    n_tokens, n_rows = is_valid.shape[0], head.valid_tokens
     if head.sequence_parallel and n_ranks > 1:
-        chunks = tuple(chunks_of(n_tokens, max(n_ranks, chunk // n_ranks * n_ranks)))
-        if len(chunks) <= 1:
-            return chunks, None
-        return chunks, order_of_ranks(chunks, n_tokens, n_ranks, is_valid.device)
-    n_rows = head.valid_tokens
+        chunks = chunks_of(n_tokens, max(n_ranks, chunk // n_ranks * n_ranks))
+        return chunks, order_of_ranks(chunks, n_tokens, n_ranks, is_valid.device) if len(chunks) > 1 else None
     if n_rows is None and is_valid.device.type == "cpu":
         n_rows = int(is_valid.sum())
     if n_rows is None or n_tokens == 0 or n_rows > MOST_KEPT * n_tokens:
-        return tuple(chunks_of(n_tokens, chunk)), None
+        return chunks_of(n_tokens, chunk), None
     n_rows = max(1, n_rows)
-    return tuple(chunks_of(n_rows, chunk)), order_of_valid(is_valid, n_rows)
+    return chunks_of(n_rows, chunk), order_of_valid(is_valid, n_rows)
