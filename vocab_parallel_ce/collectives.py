@@ -16,12 +16,7 @@ from torch import Tensor
 
 
 def group_position(group: object) -> tuple[int, int]:
-    """Return ``(rank in the group, number of ranks)``; ``(0, 1)`` for None.
-
-    Raises:
-        TypeError: ``group`` is not a process group.
-        ValueError: this rank is not in it.
-    """
+    """Return ``(rank in the group, number of ranks)``; ``(0, 1)`` for None. Raise if this rank is not in it."""
     if group is None:
         return 0, 1
     if dist.is_available():
@@ -35,8 +30,7 @@ def group_position(group: object) -> tuple[int, int]:
 def all_gather_stats(gathered: Tensor, rank: int, group: Any) -> None:
     """Fill ``gathered [R, N, K]`` from all ranks. This rank has already written ``gathered[rank]``.
 
-    Collectives: one all_gather of ``4 * K * N`` bytes per rank, in place, on the current stream. None for
-    one rank or no rows.
+    Collectives: one all_gather, in place, on the current stream. None for one rank or no rows.
     """
     if gathered.shape[0] == 1 or gathered.numel() == 0:
         return

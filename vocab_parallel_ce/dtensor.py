@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor, without an import of DTensor."""
+    """Return whether ``tensor`` is a DTensor, without importing DTensor."""
     return hasattr(tensor, "placements")
 
 
@@ -68,12 +68,9 @@ def _sharded_mesh_dim(name: str, placements: tuple[Any, ...]) -> int:
     raise ValueError(f"{name}: expected a DTensor with {layout}, got {placements}; {remedy}")
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)  # mesh.mesh takes 0.5 ms
 def _ranks_along(mesh: Any, dim: int, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ranks that differ from this one only in dimension ``dim``, in the order of their shards.
-
-    The group of the mesh sorts them instead. Cached, because ``mesh.mesh`` takes 0.5 ms.
-    """
+    """Return the ranks that differ from this one only in dimension ``dim``, in the order of their shards."""
     ranks = mesh.mesh.movedim(dim, -1)
     for position in coordinate[:dim] + coordinate[dim + 1 :]:
         ranks = ranks[position]

@@ -25,15 +25,15 @@ and ``dx_i = dz_i * (1 - (z_i / softcap)^2) * logit_scale``.
 
 The label's column is not in ``others_sum``, which travels instead of ``sum_exp``. A confident label's own
 term is 1. A sum that holds it loses the others' digits, and ``1 - p_y = others_sum / sum_exp`` is all of the
-gradient. At ``p_y = 0.99999`` one rounding next to 1 changes it by 0.6 %.
+gradient.
 
 Edges. A row whose label is ``ignore_index``: loss, entropy and gradient 0, whatever the row holds. A label outside
 ``[0, V)``, NaN or ``+inf`` in a row: NaN loss, entropy and gradient. A column of ``-inf`` in any other row is
 excluded, also with softcap: gradient 0. A padded column: gradient 0 in every row. A finite logit stays finite under
 softcap, however large. Without softcap, one that ``logit_scale`` takes beyond the dtype counts as infinite.
 
-All functions compute in ``promote_types(logits.dtype, float32)``: fp32 for training dtypes, fp64
-for an oracle. Everything is relative to row_max, and loses nothing in rows far from 0.
+All functions compute in fp32, for an oracle of fp64 logits in fp64. Everything is relative to ``row_max``, and loses
+nothing in rows far from 0.
 """
 
 from __future__ import annotations

@@ -115,9 +115,7 @@ def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 def compare_call(tensors: dict[str, Any], labels: Tensor, shard: VocabShard, options: dict[str, Any]) -> None:
     """Raise the same ValueError on every rank unless the arguments of a pending call fit together.
 
-    Args:
-        tensors: by name, all that may need a gradient; first ``logits [..., C]`` or ``hidden [..., D]``.
-        options: by name, everything else that must be equal on all ranks.
+    ``tensors`` are all that may need a gradient, first ``logits [..., C]`` or ``hidden [..., D]``.
     """
     call = _pending_call()
     if call is None:
@@ -154,11 +152,10 @@ def compare_backward(**grad_outputs: Tensor | None) -> None:
         return
     facts = {"call": "backward"}
     for name, grad in grad_outputs.items():
-        shown = "None"
+        facts[f"gradient of {name}"] = "None"
         if grad is not None:
             norm, checksum = float(grad.float().norm()), _checksum(grad)[:12]
-            shown = f"shape {tuple(grad.shape)}, norm {norm:g}, checksum {checksum}"
-        facts[f"gradient of {name}"] = shown
+            facts[f"gradient of {name}"] = f"shape {tuple(grad.shape)}, norm {norm:g}, checksum {checksum}"
     call.exchange(facts)
 
 
@@ -178,9 +175,9 @@ def _fingerprint(hidden: Tensor, is_valid: Tensor) -> tuple[float, ...]:
 
 
 def _compare(subject: str, values: Sequence[Any], shown: Sequence[Any] = (), remedy: str = "") -> None:
-    """Raise ValueError, which names the first rank that differs from most, unless all values are equal.
+    """Raise ValueError unless all values are equal, with ``shown`` in their place, and name a rank that differs.
 
-    Of a tie, the side of the lowest rank is right. The error shows ``shown`` in place of ``values``.
+    Most ranks are right; of a tie, the side of the lowest rank is.
     """
     most = max(values, key=Counter(values).__getitem__)
     odd = [rank for rank, value in enumerate(values) if value != most]

@@ -21,11 +21,8 @@ MULTIPLE = 128  # tokens: whole tiles of a matrix product
 
 
 def choose_chunk_tokens(n_tokens: int, hidden_size: int, n_columns: int, element_size: int) -> int:
-    """Return the tokens of a chunk for ``[n_tokens, hidden_size]`` hidden states and ``n_columns`` of a weight.
-
-    All of them if their logits take no more than the weight's fp32 gradient, which a single chunk does without.
-    Otherwise ``FEWEST_TOKENS``, or as many as have ``SMALL_BYTES`` of logits, in equal chunks.
-    """
+    """Return the tokens of a chunk by default: ``FEWEST_TOKENS``, or as many as have ``SMALL_BYTES`` of logits."""
+    # One chunk does without the weight's fp32 gradient, which may take more than all logits.
     if n_tokens * element_size <= 4 * hidden_size:
         return max(1, n_tokens)
     return equal_chunk(n_tokens, max(FEWEST_TOKENS, SMALL_BYTES // (n_columns * element_size)))
@@ -86,10 +83,7 @@ class TokenOrder(NamedTuple):
 
 
 def order_of_valid(is_valid: Tensor, n_rows: int) -> TokenOrder:
-    """Return the order of the first ``n_rows`` valid tokens of ``is_valid [N]``; the last rows may be empty.
-
-    Does not wait for the device: the caller knows how many tokens are valid.
-    """
+    """Return the order of the first ``n_rows`` valid tokens of ``is_valid [N]``, without waiting for the device."""
     n_tokens = is_valid.shape[0]
     counted = is_valid.cumsum(0)
     row = torch.where(is_valid & (counted <= n_rows), counted - 1, n_rows)
@@ -99,10 +93,7 @@ def order_of_valid(is_valid: Tensor, n_rows: int) -> TokenOrder:
 
 
 def order_of_ranks(chunks: Sequence[slice], n_tokens: int, n_ranks: int, device: torch.device) -> TokenOrder:
-    """Return the order in which a chunk has the same part of each rank's tokens.
-
-    2 ranks with 8 tokens in chunks of 4 have 0 1 4 5, then 2 3 6 7.
-    """
+    """Return the order in which a chunk has the same part of each rank's tokens: 0 1 4 5, 2 3 6 7 on 2 ranks."""
     tokens = torch.arange(n_tokens, device=device)
     of_rank = tokens.view(n_ranks, -1)
     token = torch.cat([of_rank[:, part_of_rank(rows, n_ranks)].reshape(-1) for rows in chunks])

@@ -73,9 +73,8 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, LossMetrics]:
     """:func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, which never exists as a whole.
 
-    Reads ``hidden`` and ``weight``, writes neither. Under ``torch.autocast`` the products have its dtype, and each
-    gradient has its tensor's. docs/linear.md says how much memory it takes, and how to use it with DTensor, FSDP and
-    Megatron-LM.
+    Overwrites nothing. Under ``torch.autocast`` the products have its dtype, and each gradient has its tensor's.
+    docs/linear.md has more on every argument, on memory, DTensor, FSDP and Megatron-LM.
 
     Collectives: all_gathers of ``4 * K`` bytes per token from each rank: with gradients in forward two per
     chunk (one for 128 tokens or fewer), otherwise one in all. The pass that computes gradients also runs one
@@ -84,25 +83,22 @@ def linear_cross_entropy(
 
     Args:
         hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank, or its part.
-        weight: ``[C, D]``, this rank's rows of the head, of the dtype of ``hidden``. Its gradient is summed in fp32
-            and rounded once. Or a DTensor with Shard(0) over the ranks of ``group`` and Replicate() on the other
-            dimensions of its mesh, on which its gradient has Partial().
+        weight: ``[C, D]``, this rank's rows of the head, of the dtype of ``hidden``, or a DTensor. Its gradient is
+            summed in fp32 and rounded once.
         labels: ``[...]`` int64 or int32 ids in the global vocabulary, the same on every rank.
         bias: ``[C]``, this rank's, or a DTensor as ``weight`` is, or None.
         group: the ranks that share the vocabulary, or None; a DTensor needs it.
         main_grad: ``[C, D]`` fp32, contiguous: backward adds the gradient of ``weight`` to it, and ``weight``
             gets none, or zeros if it has ``grad_added_to_main_grad``, which becomes True.
-        gradient: ``"in_forward"``: forward computes the gradients, and backward scales them, which rounds
-            a second time if ``grad_output`` is not 1; not for ``"none"``. ``"in_backward"``: backward makes
-            the logits again, and may run again. ``"auto"``: in_forward for mean and sum of bf16 and fp32,
-            otherwise in_backward.
-        sequence_parallel: ``hidden`` is this rank's part along its first dimension, ``labels`` are of all
-            tokens; needs a group. The gradient of ``hidden`` arrives summed, this rank's part.
+        gradient: ``"in_forward"``: forward computes the gradients, and backward scales them; not for ``"none"``.
+            ``"in_backward"``: backward makes the logits again, and may run again. ``"auto"``: in_forward for mean
+            and sum of bf16 and fp32, otherwise in_backward.
+        sequence_parallel: ``hidden`` and its gradient are this rank's part along the first dimension, ``labels``
+            are of all tokens; needs a group.
         reduce_hidden_grad: False leaves the gradient of ``hidden`` this rank's share of the sum.
         valid_tokens: upper bound on labels that are not ``ignore_index``; the rest skip the matmul. Exceeding
-            it gives a NaN loss. None on a CPU: they are counted.
-        chunk_tokens: tokens per chunk; ``"auto"``: :func:`linear.chunks.choose_chunk_tokens`.
-        memory_budget: instead, bytes for the logits of ``ceil(V / R)`` columns.
+            it gives a NaN loss.
+        chunk_tokens, memory_budget: tokens per chunk, or instead bytes for a chunk's logits.
         others: as in :func:`vocab_parallel_cross_entropy`, of these logits. A DTensor brings its ``shard``.
 
     Returns:
@@ -184,7 +180,7 @@ def _run(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[Line
         outputs = as_token_outputs(_LinearCrossEntropy.apply(*inputs, linear))
     else:
         with torch.no_grad(), torch.autocast(inputs.hidden.device.type, enabled=False):
-            outputs = pipeline.in_token_order(linear, pipeline.forward(linear, inputs)[0])
+            outputs, _ = pipeline.forward(linear, inputs)
     loss, *others = (v if v is None or v.dim() == 0 else v.view(given.labels.shape) for v in outputs)
     assert loss is not None
     return linear, TokenOutputs(loss, *others)
@@ -207,7 +203,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 outputs, stats = pipeline.forward(linear, inputs)
                 ctx.save_for_backward(*inputs, stats, linear.call.num_items)
-            outputs = pipeline.in_token_order(linear, outputs)
         if plan.options.predictions:
             ctx.mark_non_differentiable(outputs.lse, outputs.predictions)
         elif not plan.options.entropy:

@@ -66,11 +66,8 @@ class HiddenStates:
         return self.d_hidden[rows]
 
     def begin_reduce(self, rows: slice, d_hidden: Tensor) -> None:
-        """Begin to sum over the ranks what :meth:`new_gradient` gave and the caller filled.
-
-        Waits for the chunk before last, whose memory is then free again.
-        """
-        while len(self.pending) > 1:
+        """Begin to sum over the ranks what :meth:`new_gradient` gave and the caller filled."""
+        while len(self.pending) > 1:  # frees the memory of the chunk before last
             self.pending.pop(0)[0].wait()
         if self.linear.sequence_parallel:
             if self.d_hidden is None:

@@ -11,8 +11,7 @@ from torch import Tensor
 class WeightGradient:
     """Sum over ``n_chunks`` chunks of ``d_logits.T @ hidden``, ``[C, D]`` as ``weight``, at the end of ``dtype``.
 
-    The chunks are added to ``main_grad`` fp32, if given. A single chunk whose products have the dtype needs
-    no fp32 sum: the product is rounded once as it is.
+    The chunks are added to ``main_grad`` fp32, if given. A single product that has the dtype needs no fp32 sum.
     """
 
     def __init__(self, weight: Tensor, *, dtype: torch.dtype, n_chunks: int, main_grad: Tensor | None = None) -> None:
@@ -26,7 +25,8 @@ class WeightGradient:
     def add(self, d_logits: Tensor, hidden: Tensor) -> None:
         """Add the product of ``d_logits [n, C]`` and ``hidden [n, D]`` of one chunk, of one dtype."""
         total, d_logits = self.total, d_logits.t()
-        if total.dtype != hidden.dtype and not _sums_in_fp32(hidden):
+        writes_fp32 = hidden.is_cuda and torch.version.hip is None  # a product of 16-bit factors
+        if total.dtype != hidden.dtype and not writes_fp32:
             d_logits, hidden = d_logits.to(total.dtype), hidden.to(total.dtype)
         if total.dtype == hidden.dtype:
             if self.is_empty:
@@ -44,11 +44,6 @@ class WeightGradient:
         if self.is_empty:
             self.total.zero_()
         return self.total.to(self.dtype)
-
-
-def _sums_in_fp32(factor: Tensor) -> bool:
-    """Whether a product of 16-bit factors can be written as fp32; otherwise the factors are made fp32."""
-    return factor.is_cuda and torch.version.hip is None
 
 
 def zero_ignored(rows: Tensor, is_ignored: Tensor) -> Tensor:

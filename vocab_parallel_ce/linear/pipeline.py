@@ -23,17 +23,13 @@ from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.spec import TokenOutputs, is_ignored
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
+Wanted = tuple[bool, bool, bool]  # which of these
 
 
 class Products:
-    """The matrix products of one walk over the chunks, and the sums of their gradients.
+    """The matrix products of one walk over the chunks, and the gradients."""
 
-    ``wanted`` says of hidden, weight and bias if they need a gradient.
-    """
-
-    def __init__(
-        self, linear: LinearCall, inputs: Inputs, wanted: tuple[bool, bool, bool] = (False, False, False)
-    ) -> None:
+    def __init__(self, linear: LinearCall, inputs: Inputs, wanted: Wanted) -> None:
         weight, bias, main_grad = inputs.weight, inputs.bias, linear.main_grad
         self.weight = weight.to(linear.dtype)
         self.bias = None if bias is None else bias.to(linear.dtype)
@@ -67,10 +63,7 @@ class Products:
             d_hidden.copy_(torch.mm(d_logits, self.weight))
 
     def finish_chunk(self, rows: slice, states: Tensor, d_hidden: Tensor | None) -> None:
-        """Reduce a filled ``d_hidden``, and meanwhile add the chunk to the gradients of weight and bias.
-
-        The buffer holds the gradient of the chunk's logits.
-        """
+        """Reduce ``d_hidden``, and meanwhile add the chunk, whose d_logits the buffer holds, to d_weight and d_bias."""
         if d_hidden is not None:
             self.hidden.begin_reduce(rows, d_hidden)
         d_logits = self.buffer[: states.shape[0]]
@@ -91,13 +84,13 @@ class Products:
 
 
 def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
-    """Return the outputs of all rows, and the ``[R, M, K]`` statistics of all ranks.
+    """Return the outputs of all tokens, and the ``[R, M, K]`` statistics of all ranks.
 
     Collectives: one all_gather of statistics; with sequence parallelism one of hidden states per chunk.
     """
     call, labels, plan = linear.call, inputs.labels, linear.call.plan
     outputs = pipeline.new_outputs(call, labels.shape, inputs.hidden)
-    products = Products(linear, inputs)
+    products = Products(linear, inputs, (False, False, False))
     shape = (plan.n_ranks, labels.shape[0], len(plan.options.statistics))
     stats = inputs.hidden.new_empty(shape, dtype=torch.float32)
     own = stats[plan.rank : plan.rank + 1]
@@ -106,13 +99,11 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
         plan.launchers.online_softmax(logits, labels[rows], of_chunk, 0, None, shard=plan.shard, options=plan.options)
     all_gather_stats(stats, plan.rank, call.group)
     pipeline.fill_outputs(call, stats, labels, call.num_items, outputs)
-    return outputs, stats
+    return _in_token_order(linear, outputs), stats
 
 
-def forward_with_gradients(
-    linear: LinearCall, inputs: Inputs, wanted: tuple[bool, bool, bool]
-) -> tuple[TokenOutputs, Gradients]:
-    """Return the outputs of all rows, and the gradients of the sum of the losses.
+def forward_with_gradients(linear: LinearCall, inputs: Inputs, wanted: Wanted) -> tuple[TokenOutputs, Gradients]:
+    """Return the outputs of all tokens, and the gradients of the sum of the losses.
 
     Collectives: one or two all_gathers of statistics per chunk, and those of :class:`HiddenStates`.
     """
@@ -120,7 +111,8 @@ def forward_with_gradients(
     products = Products(linear, inputs, wanted)
     for rows, states in products.hidden.chunks():
         _chunk_with_gradients(linear.call, products, states, inputs.labels[rows], _at(outputs, rows), rows)
-    return outputs, products.gradients()
+    gradients = products.gradients()
+    return _in_token_order(linear, outputs), gradients
 
 
 def _chunk_with_gradients(
@@ -155,7 +147,7 @@ def backward(
     inputs: Inputs,
     stats: Tensor,
     divisor: Tensor | None,
-    wanted: tuple[bool, bool, bool],
+    wanted: Wanted,
     grad_loss: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Gradients:
@@ -199,7 +191,7 @@ def scaled(linear: LinearCall, gradients: Gradients, grad_output: Tensor) -> Gra
     return d_hidden, d_weight, d_bias
 
 
-def in_token_order(linear: LinearCall, outputs: TokenOutputs) -> TokenOutputs:
+def _in_token_order(linear: LinearCall, outputs: TokenOutputs) -> TokenOutputs:
     """Return outputs of rows as outputs of tokens; a reduced loss is summed."""
 
     def of_tokens(values: Tensor | None, of_ignored: float) -> Any:
