@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import pipeline
-from vocab_parallel_ce.collectives import all_gather_stats
+from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather
 from vocab_parallel_ce.linear.chunks import parts_of
 from vocab_parallel_ce.linear.hidden_states import HiddenStates
 from vocab_parallel_ce.linear.matmul import WeightGradient, zero_ignored
@@ -98,7 +98,7 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
         logits, of_chunk = products.logits(states), own[:, rows]
         plan.launchers.online_softmax(logits, labels[rows], of_chunk, 0, None, shard=plan.shard, options=plan.options)
     all_gather_stats(stats, plan.rank, call.group)
-    pipeline.fill_outputs(call, stats, labels, call.num_items, outputs)
+    plan.launchers.token_outputs(stats, labels, call.num_items, outputs, shard=plan.shard, options=plan.options)
     return _in_token_order(linear, outputs), stats
 
 
@@ -139,7 +139,7 @@ def _begin_exchange(call: Call, logits: Tensor, labels: Tensor) -> tuple[Tensor,
     if call.plan.n_ranks == 1:
         return None
     stats, _ = pipeline.local_statistics(call, logits, labels)
-    return stats, pipeline.begin_exchange(call, stats)
+    return stats, begin_all_gather(stats, stats.narrow(0, call.plan.rank, 1), call.group)
 
 
 def backward(
@@ -158,18 +158,20 @@ def backward(
         grad_loss = grad_loss * linear.overflow
     grad_output = _to_rows(linear, grad_loss, stats.shape[1])
     of_entropy = None if grad_entropy is None else _to_rows(linear, grad_entropy, stats.shape[1])
-    products = Products(linear, inputs, wanted)
+    plan, products = linear.call.plan, Products(linear, inputs, wanted)
     for rows, states in products.hidden.chunks():
         logits = products.logits(states)
-        pipeline.write_gradient(
-            linear.call,
+        plan.launchers.cross_entropy(
             logits,
-            inputs.labels[rows],
             stats[:, rows].contiguous(),
+            inputs.labels[rows],
             divisor,
-            into=logits,
-            grad_output=grad_output[rows],
-            grad_entropy=None if of_entropy is None else of_entropy[rows],
+            grad_output[rows],
+            None if of_entropy is None else of_entropy[rows],
+            None,
+            logits,
+            shard=plan.shard,
+            options=plan.options,
         )
         d_hidden = products.hidden.new_gradient(rows)
         products.write_d_hidden(logits, d_hidden)

@@ -148,10 +148,10 @@ def _shard_of_dtensor(given: Arguments, settings: Settings, rank: int, n_ranks: 
         raise ValueError(f"bias: expected shape ({n_rows},), got {tuple(bias.shape)}")
     if vocab_size is None:
         return cut
-    checks.check_vocab_size(vocab_size)
+    vocab_size = checks.checked_count("vocab_size", vocab_size)
     if vocab_size > n_rows:
         raise ValueError(f"vocab_size: must be at most {n_rows}, the rows of weight, got {vocab_size}")
-    return cut._replace(vocab_size=int(vocab_size))
+    return cut._replace(vocab_size=vocab_size)
 
 
 def _check_tokens(given: Arguments, n_ranks: int, head: HeadSettings) -> None:
