@@ -15,8 +15,7 @@ class WeightGradient:
     """
 
     def __init__(self, weight: Tensor, *, dtype: torch.dtype, n_chunks: int, main_grad: Tensor | None = None) -> None:
-        self.dtype = dtype if main_grad is None else torch.float32
-        self.is_empty = main_grad is None
+        self.dtype, self.is_empty = dtype, main_grad is None
         if main_grad is None:
             is_product = n_chunks == 1 and dtype == weight.dtype
             main_grad = weight.new_empty(weight.shape, dtype=dtype if is_product else torch.float32)

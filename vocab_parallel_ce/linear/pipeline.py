@@ -168,8 +168,8 @@ def backward(
             divisor,
             grad_output[rows],
             None if of_entropy is None else of_entropy[rows],
-            None,
-            logits,
+            loss=None,
+            grad_logits=logits,
             shard=plan.shard,
             options=plan.options,
         )
