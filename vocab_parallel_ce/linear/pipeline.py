@@ -119,17 +119,18 @@ def _chunk_with_gradients(
     call: Call, products: Products, states: Tensor, labels: Tensor, outputs: TokenOutputs, rows: slice
 ) -> None:
     """Fill the outputs of one chunk and add its gradients. Nothing refers to the buffer afterwards."""
-    parts = parts_of(states.shape[0], call.plan.n_ranks)
-    exchanges = [_begin_exchange(call, products.logits(states[part], part.start), labels[part]) for part in parts]
+    begun = []
+    for part in parts_of(states.shape[0], call.plan.n_ranks):
+        logits, own_labels = products.logits(states[part], part.start), labels[part]
+        begun.append((part, logits, own_labels, _begin_exchange(call, logits, own_labels)))
     d_hidden = products.hidden.new_gradient(rows)
-    for part, exchange in zip(parts, exchanges, strict=True):
-        logits, of_part = products.buffer[part], _at(outputs, part)
+    for part, logits, own_labels, exchange in begun:
         if exchange is None:
-            pipeline.forward_with_gradient(call, logits, labels[part], of_part)
+            pipeline.forward_with_gradient(call, logits, own_labels, _at(outputs, part))
         else:
             stats, arrival = exchange
             arrival.wait()
-            pipeline.fill_with_gradient(call, stats, call.num_items, logits, labels[part], of_part)
+            pipeline.fill_with_gradient(call, stats, call.num_items, logits, own_labels, _at(outputs, part))
         products.write_d_hidden(logits, None if d_hidden is None else d_hidden[part])
     products.finish_chunk(rows, states, d_hidden)
 
