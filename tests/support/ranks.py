@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.collectives import Collective, record_collectives
 from tests.support.lanes import this_host
 from tests.support.poison import poisoned_allocations
 
@@ -228,6 +229,28 @@ def subgroups(*member_sets: Sequence[int]) -> list[Any]:
 def device_of(rank: int, group: Any) -> torch.device:
     """In a rank: where its tensors live."""
     return torch.device("cuda", rank) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+
+def messages_of(attempts: dict[str, Callable[[], Any]]) -> tuple[dict[str, str], list[Collective]]:
+    """In a rank: what each attempt raises, and the collectives that all of them sent."""
+    messages = {}
+    with record_collectives() as calls:
+        for name, attempt in attempts.items():
+            try:
+                attempt()
+                messages[name] = "accepted"
+            except (TypeError, ValueError) as error:
+                messages[name] = f"{type(error).__name__}: {error}"
+    return messages, calls
+
+
+def assert_refused(results: Sequence[tuple[dict[str, str], list[Collective]]], expected: dict[str, str]) -> None:
+    """Every rank refuses every attempt, in words that match these, before anything is sent."""
+    for messages, calls in results:
+        assert messages.keys() == expected.keys()
+        for name, pattern in expected.items():
+            assert re.match(pattern, messages[name]), (name, messages[name])
+        assert calls == []
 
 
 def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connection) -> None:
