@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.support.budget import assert_within_budget
-from tests.support.collectives import record_collectives
+from tests.support.collectives import assert_refused, messages_of
 from tests.support.inputs import IGNORE_INDEX, batch, grad_output_layouts, shard_of
-from tests.support.logits import GRADIENTS, REDUCTIONS, random_grad_output
+from tests.support.logits import GRADIENTS, REDUCTIONS
 from tests.support.logits_ranks import Case, check, run
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from tests.support.ranks import device_of, in_ranks, subgroups
+from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
 from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
 
 COLUMNS, ROWS = 40, 6
-in_two_ranks = in_ranks()
-in_several_ranks = in_ranks((2, 4), (2,), (2, 4))
-in_any_ranks = in_ranks((1, 2, 3, 4), (2,), (2, 4))
-in_four_ranks = in_ranks((4,), (), (4,))
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("label_smoothing", [0.1, 0.0])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@in_any_ranks
+@in_ranks((1, 2, 3, 4), (2,), (2, 4))
 def test_loss_and_gradient_are_those_of_the_whole_vocabulary(rank_pool, impl, reduction, label_smoothing):
     """Peaked rows, ignored rows and confident labels; one all_gather forward, none backward.
 
@@ -34,9 +32,7 @@ def test_loss_and_gradient_are_those_of_the_whole_vocabulary(rank_pool, impl, re
     world = rank_pool.world_size
     for dtype, kind in ((torch.bfloat16, "peaked"), (torch.bfloat16, "some_ignored"), (torch.float32, "confident")):
         made = batch(kind, rows=ROWS, vocab_size=COLUMNS * world, shards=world, dtype=dtype)
-        options = {"reduction": reduction, "label_smoothing": label_smoothing}
-        grad_output = torch.tensor(0.75) if reduction != "none" else random_grad_output(ROWS)
-        case = Case(*made, impl, options, (grad_output,))
+        case = Case(*made, impl, {"reduction": reduction, "label_smoothing": label_smoothing})
         check(case, rank_pool.run(run, case))
 
 
@@ -51,7 +47,7 @@ def test_rows_far_from_zero_masked_or_at_the_edges_of_shards(rank_pool, impl, ki
     for dtype in (torch.float16, torch.float32):
         made = batch(kind, rows=2 * world, vocab_size=COLUMNS * world, shards=world, dtype=dtype)
         grad_output = dict(grad_output_layouts((2 * world,)))["zero in the first token"]
-        case = Case(*made, impl, {"reduction": "none"}, (grad_output,))
+        case = Case(*made, impl, {"reduction": "none"}, grad_outputs=(grad_output,))
         check(case, rank_pool.run(run, case))
 
 
@@ -97,7 +93,7 @@ def test_all_ignored_is_zero_on_every_rank_and_no_rows_need_no_collective(rank_p
     case = Case(*made, impl, {"reduction": reduction, "label_smoothing": 0.1})
     for result in rank_pool.run(run, case):
         assert not result.outputs[0].any() and torch.equal(result.grad, torch.zeros_like(result.grad))
-    case = case._replace(logits=made.logits[:0], labels=made.labels[:0])
+    case = case._replace(logits=made.logits[:0], labels=made.labels[:0], grad_outputs=(torch.ones(()),))
     for result in rank_pool.run(run, case):
         assert result.outputs[0].sum().item() == 0.0 and result.grad.shape == (0, COLUMNS)
         assert result.in_forward == [] and result.in_backward == []
@@ -117,7 +113,7 @@ def test_labels_and_logits_of_several_dimensions(rank_pool, impl):
     logits, labels = batch("mixture", rows=6, vocab_size=2 * COLUMNS, shards=2)
     grad_output = dict(grad_output_layouts((2, 3)))["transposed"]
     options = {"reduction": "none", "label_smoothing": 0.1}
-    case = Case(logits.view(2, 3, -1), labels.view(2, 3), impl, options, (grad_output,))
+    case = Case(logits.view(2, 3, -1), labels.view(2, 3), impl, options, grad_outputs=(grad_output,))
     assert check(case, rank_pool.run(run, case)).loss.shape == (2, 3)
 
 
@@ -144,34 +140,23 @@ def test_a_group_of_one_rank_communicates_nothing(rank_pool, impl):
 
 def _refusals(rank, group, impl):
     """Messages of calls that must be refused before anything is sent or written."""
-    others = subgroups((0,), (1,))[1 - rank]
-    device = device_of(rank, group)
-    logits = torch.randn(3, 5, device=device)
-    kept = logits.clone()
-    labels = torch.tensor([0, 9, -100], device=device)
-    attempts = [
-        {"group": others},
-        {"group": group, "vocab_size": 5},
-        {"group": group, "vocab_size": 13},
-        {"group": group, "shard": VocabShard(6 * rank, 6 * rank + 6, 12)},
-        {"group": None, "vocab_size": 10},
-        {"group": "tensor parallel"},
-        {"group": None, "check_labels": True},
-    ]
-    messages = []
-    with record_collectives() as calls:
-        for options in attempts:
-            leaf = logits.requires_grad_()
-            try:
-                vocab_parallel_cross_entropy(leaf, labels, impl=impl, **options)
-                messages.append("accepted")
-            except (TypeError, ValueError) as error:
-                messages.append(f"{type(error).__name__}: {error}")
-    assert torch.equal(logits, kept) and logits._version == 0 and logits.grad is None
-    in_range = vocab_parallel_cross_entropy(
-        logits.detach(), labels, group=group, impl=impl, check_labels=True, vocab_size=10
-    )
-    return messages, calls, in_range.isfinite().item()
+    device, others = device_of(rank, group), subgroups((0,), (1,))[1 - rank]
+    leaf = torch.randn(3, 5, device=device).requires_grad_()
+    kept, labels = leaf.detach().clone(), torch.tensor([0, 9, -100], device=device)
+    attempts = {
+        "not a member": {"group": others},
+        "whole": {"group": group, "vocab_size": 5},
+        "larger": {"group": group, "vocab_size": 13},
+        "other width": {"group": group, "shard": VocabShard(6 * rank, 6 * rank + 6, 12)},
+        "missing group": {"vocab_size": 10},
+        "not a group": {"group": "tensor parallel"},
+        "label": {"check_labels": True},
+    }
+    call = partial(vocab_parallel_cross_entropy, leaf, labels, impl=impl)
+    messages = messages_of({name: partial(call, **options) for name, options in attempts.items()})
+    assert torch.equal(leaf, kept) and leaf._version == 0 and leaf.grad is None
+    assert call(group=group, check_labels=True, vocab_size=10).isfinite()
+    return messages
 
 
 @in_two_ranks
@@ -181,17 +166,16 @@ def test_groups_and_sizes_that_do_not_fit_are_refused(rank_pool, impl):
     Five columns do fit a vocabulary of 11 on one of the two ranks, and the other would be left alone: the
     sizes here fit on neither.
     """
-    for messages, calls, accepted_in_range in rank_pool.run(_refusals, impl):
-        outside, whole, larger, other_width, missing_group, not_a_group, label = messages
-        assert outside.startswith("ValueError: group: this rank must be a member")
-        for message, vocab_size in ((whole, 5), (larger, 13)):
-            assert message.startswith("ValueError: logits: "), message
-            assert f"vocab_size {vocab_size}" in message and "got 5; " in message, message
-        assert other_width.startswith("ValueError: logits: ") and "width 6" in other_width
-        assert missing_group.startswith("ValueError: logits: ") and "10" in missing_group
-        assert not_a_group.startswith("TypeError: group: expected"), not_a_group
-        assert label.startswith("ValueError: labels: ") and "(1,): 9" in label, label
-        assert calls == [] and accepted_in_range
+    expected = {
+        "not a member": "ValueError: group: this rank must be a member",
+        "whole": "ValueError: logits: .*vocab_size 5.*got 5; ",
+        "larger": "ValueError: logits: .*vocab_size 13.*got 5; ",
+        "other width": "ValueError: logits: .*width 6",
+        "missing group": "ValueError: logits: .*10",
+        "not a group": "TypeError: group: expected",
+        "label": r"ValueError: labels: .*\(1,\): 9",
+    }
+    assert_refused(rank_pool.run(_refusals, impl), expected)
 
 
 def _shards_in_another_order(rank, group, case):

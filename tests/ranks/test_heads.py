@@ -12,19 +12,22 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.budget import assert_within_budget
-from tests.support.collectives import record_collectives
+from tests.support.collectives import assert_refused, messages_of, record_collectives
 from tests.support.inputs import IGNORE_INDEX
-from tests.support.linear import WIDTH, Results, assert_results, grad_output_of, linear_fp64, linear_same_dtype, made
-from tests.support.linear_ranks import ROWS, TWO_WAYS, Case, Result, assert_refused, check, messages_of
+from tests.support.linear import TWO_WAYS, WIDTH, Results, assert_results, linear_fp64, linear_same_dtype, projection
+from tests.support.linear_ranks import ROWS, Case, Result, check, grad_outputs_of
 from tests.support.logits_ranks import chunked
-from tests.support.ranks import device_of, in_ranks, subgroups
+from tests.support.ranks import device_of, in_four_ranks, in_ranks, subgroups
 from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
 
 in_two_ranks = in_ranks((2,), (), (2,))
-in_four_ranks = in_ranks((4,), (), (4,))
 COLUMNS = 21  # uneven over 2 ranks and over 4
 GROUP = r"pass group=weight\.device_mesh\.get_group"
 INSIDE = "call it inside the module that FSDP wraps"
+
+
+def _tokens(device):
+    return torch.randn(4, WIDTH, device=device), torch.zeros(4, dtype=torch.int64, device=device)
 
 
 class Model(nn.Module):
@@ -97,7 +100,7 @@ def test_a_head_inside_the_module_that_fsdp_wraps_is_trained(rank_pool, impl, wh
 
 def _refusals_of_fsdp(rank, group, impl):
     device = device_of(rank, group)
-    hidden, labels = torch.randn(4, WIDTH, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    hidden, labels = _tokens(device)
     meshes = [init_device_mesh(device.type, (2,), mesh_dim_names=names) for names in (None, ("dp",))]
     heads = [nn.Linear(WIDTH, COLUMNS).to(device) for _ in meshes]
     made = LinearCrossEntropy(heads[0], impl=impl)
@@ -150,7 +153,7 @@ def _on_parallel_head(rank, group, case, style):
         hidden = hidden.chunk(world)[rank]
     hidden = hidden.clone().to(device).requires_grad_()
     loss = module(hidden, case.inputs.labels.to(device))
-    loss.backward(case.grad_outputs[0].to(device))
+    loss.backward(grad_outputs_of(case)[0].to(device))
     assert f"{world} ranks, weight=({COLUMNS}, {WIDTH})" in repr(module)
     for parameter in head.parameters():
         assert parameter.grad.placements == (Shard(0),) and parameter.grad.shape == parameter.shape
@@ -162,8 +165,8 @@ def _on_parallel_head(rank, group, case, style):
 @in_two_ranks
 def test_a_head_that_tensor_parallelism_has_cut_needs_no_group(rank_pool, impl, name, way):
     style, options = STYLES[name]
-    inputs = made("shard_edges", ROWS, bias=True)
-    case = Case(inputs, impl, {**way, **options}, chunked(COLUMNS, 2), (grad_output_of(way, ROWS),))
+    inputs = projection("shard_edges", ROWS, bias=True)
+    case = Case(inputs, impl, {**way, **options}, chunked(COLUMNS, 2))
     check(case, rank_pool.run(_on_parallel_head, case, style))
 
 
@@ -179,7 +182,7 @@ class ScaledParallel(ColwiseParallel):
 def _refusals_of_parallel_heads(rank, group, impl):
     device = device_of(rank, group)
     mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("tp",))
-    hidden, labels = torch.randn(4, WIDTH, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    hidden, labels = _tokens(device)
 
     def call(style, kind=nn.Linear, change=lambda head: None, **options):
         head = kind(*((WIDTH, COLUMNS) if kind is nn.Linear else (COLUMNS, WIDTH))).to(device)
@@ -273,7 +276,7 @@ def _on_replicas(rank, group, impl, of_replicas, tp_dim):
 @in_four_ranks
 def test_replicas_of_a_cut_head_add_up_their_gradients(rank_pool, impl, tp_dim):
     """A gradient of Replicate() would let the replicas drift apart."""
-    first = made("shard_edges", ROWS, bias=True)
+    first = projection("shard_edges", ROWS, bias=True)
     second = first._replace(hidden=first.hidden.roll(1, 0), labels=torch.tensor([20, 3, 11, 10, IGNORE_INDEX, 0]))
     of_replicas = (first, second)
     truths, peers = ([compute(inputs) for inputs in of_replicas] for compute in (linear_fp64, linear_same_dtype))
@@ -314,7 +317,7 @@ def _refusals_of_meshes(rank, group, impl):
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     descending = DeviceMesh(device.type, [3, 2, 1, 0])
     whole = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
-    hidden, labels = torch.randn(4, WIDTH, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    hidden, labels = _tokens(device)
     groups = {"no group": None, "group of the replicas": mesh.get_group("dp"), "group of all": group}
     placed = dict.fromkeys(groups, [Replicate(), Shard(0)])
     placed |= {"both": [Shard(0), Shard(0)], "columns too": [Shard(1), Shard(0)]}

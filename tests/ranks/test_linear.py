@@ -9,18 +9,14 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.support.collectives import assert_refused, messages_of
 from tests.support.inputs import IGNORE_INDEX, grad_output_layouts
 from tests.support.linear import TWO_WAYS, WIDTH, many_tokens, projection, zero_first_grad_output
 from tests.support.linear_ranks import BY_WAY, COLUMNS, ROWS, WAYS, Case, check, check_collectives, distributed, run
 from tests.support.logits import EVERY
 from tests.support.logits_ranks import chunked, even
-from tests.support.ranks import assert_refused, device_of, in_ranks, messages_of, subgroups
+from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
-
-in_two_ranks = in_ranks()
-in_several_ranks = in_ranks((2, 4), (2,), (2, 4))
-in_any_ranks = in_ranks((1, 2, 3), (2,), (2, 4))
-in_four_ranks = in_ranks((4,), (), (4,))
 
 
 def made(world, kind="some_ignored", rows=ROWS, **settings):
@@ -31,7 +27,7 @@ def made(world, kind="some_ignored", rows=ROWS, **settings):
 @pytest.mark.quick
 @pytest.mark.parametrize("label_smoothing", [0.1, 0.0])
 @BY_WAY
-@in_any_ranks
+@in_ranks((1, 2, 3), (2,), (2, 4))
 def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way, label_smoothing):
     """One all_gather and one all_reduce a chunk; without a gradient in forward one all_gather in all."""
     world = rank_pool.world_size

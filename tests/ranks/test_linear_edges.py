@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from tests.ranks.test_linear import made
+from tests.support.collectives import assert_refused, messages_of
 from tests.support.linear import TWO_WAYS, WIDTH, many_tokens, projection
 from tests.support.linear_ranks import BY_WAY, COLUMNS, ROWS, Case, check, check_collectives, distributed, run
 from tests.support.logits_ranks import chunked
-from tests.support.ranks import assert_refused, device_of, in_ranks, messages_of
+from tests.support.ranks import device_of, in_four_ranks, in_two_ranks
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
-
-in_two_ranks = in_ranks()
-in_four_ranks = in_ranks((4,), (), (4,))
 
 
 def _check_chunks(rank_pool, impl, way, bounds, chunk, **options):

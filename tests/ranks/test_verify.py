@@ -18,18 +18,11 @@ from tests.support.budget import assert_within_budget
 from tests.support.collectives import record_collectives
 from tests.support.inputs import IGNORE_INDEX, batch, shard_of
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from tests.support.ranks import device_of, implementation_params, subgroups
+from tests.support.ranks import device_of, in_ranks, subgroups
 from vocab_parallel_ce import VocabShard, verify, verify_calls
 
 WIDTH, COLUMNS = 8, 10  # hidden size, and columns per rank
-
-
-def _in_ranks(*worlds):
-    params = implementation_params(worlds, (), tuple(world for world in worlds if world != 3))
-    return pytest.mark.parametrize(("rank_pool", "impl"), params, indirect=["rank_pool"])
-
-
-in_ranks, in_two_ranks, in_three_ranks = _in_ranks(2, 3), _in_ranks(2), _in_ranks(3)
+in_two_ranks, in_two_or_three_ranks = (in_ranks(worlds, (), (2,)) for worlds in ((2,), (2, 3)))
 
 
 class Arguments:
@@ -144,7 +137,7 @@ CASES = [
     _options("loss/module/verify_group", "label_smoothing", ("0.1", "0.0"), label_smoothing=0.1),
     _options("loss/module/linear/linear module", "reduction", ("sum", "mean"), reduction="sum"),
     _options("log-probs/verify_group linear", "temperature", ("2.0", "1.0"), temperature=2.0),
-    _options("linear/linear log-probs/linear module", "softcap", ("5.0", "None"), softcap=5.0),
+    _options("linear/linear log-probs/linear module/verify_group", "softcap", ("5.0", "None"), softcap=5.0),
     _options("/".join(LINEAR), "chunk_tokens", ("2", "auto"), chunk_tokens=2),
     _options("loss", "TypeError: unknown: expected one of the options", unknown=3),
     _options("verify_group", "TypeError: unknown: must be an option", unknown=3),
@@ -190,7 +183,7 @@ def _errors(rank, group, function, calls):
     return errors, FUNCTIONS["loss"](Arguments(rank, group))
 
 
-@in_ranks
+@in_two_or_three_ranks
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_rank_that_differs_is_the_same_error_on_every_rank(rank_pool, impl, function):
     """Without verification these return a number, abort gloo or wait for half an hour."""
@@ -256,7 +249,7 @@ def _group_outcomes(rank, group):
     return outcomes
 
 
-@in_ranks
+@in_two_or_three_ranks
 def test_verify_group_of_ranks_that_pass_different_things(rank_pool, impl):
     """Two all_gathers of less than a kilobyte."""
     n = rank_pool.world_size
@@ -373,7 +366,7 @@ def _in_subgroups(rank, group):
     return errors, sent, _error(FUNCTIONS["verify_group"], a)
 
 
-@in_three_ranks
+@in_ranks((3,), (), ())
 def test_one_rank_sends_nothing_and_ranks_are_counted_within_the_group(rank_pool, impl):
     results = rank_pool.run(_in_subgroups)
     not_in_it = "ValueError: group: this rank must be a member"

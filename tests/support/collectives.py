@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -69,3 +70,25 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Col
     )
     nbytes = sum(tensor.nbytes for tensor in sent if isinstance(tensor, Tensor))
     return Collective(func.overloadpacket.__name__, tuple(ranks), nbytes)
+
+
+def messages_of(attempts: dict[str, Callable[[], Any]]) -> tuple[dict[str, str], list[Collective]]:
+    """In a rank: what each attempt raises, and the collectives that all of them sent."""
+    messages = {}
+    with record_collectives() as calls:
+        for name, attempt in attempts.items():
+            try:
+                attempt()
+                messages[name] = "accepted"
+            except (TypeError, ValueError) as error:
+                messages[name] = f"{type(error).__name__}: {error}"
+    return messages, calls
+
+
+def assert_refused(results: Sequence[tuple[dict[str, str], list[Collective]]], expected: dict[str, str]) -> None:
+    """Every rank refuses every attempt, in words that match these, before anything is sent."""
+    for messages, calls in results:
+        assert messages.keys() == expected.keys()
+        for name, pattern in expected.items():
+            assert re.match(pattern, messages[name]), (name, messages[name])
+        assert calls == []

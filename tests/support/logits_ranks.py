@@ -15,7 +15,7 @@ import torch
 from tests.support.collectives import Collective, record_collectives
 from tests.support.inputs import NAN, padded_shard
 from tests.support.linear import backward
-from tests.support.logits import Results, assert_right, flat_outputs
+from tests.support.logits import Results, assert_right, flat_outputs, random_grad_output
 from tests.support.ranks import device_of, subgroups
 from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
 
@@ -65,9 +65,9 @@ class Case(NamedTuple):
     labels: torch.Tensor
     impl: str
     options: dict[str, Any]
-    grad_outputs: tuple[torch.Tensor | None, ...] = ()
     bounds: Sequence[tuple[int, int]] | None = None  # of each rank's columns, padding from V on; None: equal
     size: str = "even"  # how ranks say which columns are theirs: "shard", "vocab_size" or "even"
+    grad_outputs: tuple[torch.Tensor | None, ...] | None = None  # None: that of the reduction
     function: Callable[..., Any] = vocab_parallel_cross_entropy
 
 
@@ -83,6 +83,11 @@ class Result(NamedTuple):
 
 def bounds_of(case: Case, n_ranks: int) -> Sequence[tuple[int, int]]:
     return case.bounds or even(case.logits.shape[-1] // n_ranks, n_ranks)
+
+
+def grad_outputs_of(case: Case) -> tuple[torch.Tensor | None, ...]:
+    is_reduced = case.options.get("reduction") != "none"
+    return case.grad_outputs or (torch.tensor(0.75) if is_reduced else random_grad_output(case.labels.numel()),)
 
 
 def run(
@@ -104,7 +109,7 @@ def run(
     call = partial(case.function, leaf, labels, group=group, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        outputs, *collectives = with_collectives(call, case.grad_outputs)
+        outputs, *collectives = with_collectives(call, grad_outputs_of(case))
     assert torch.equal(labels.cpu(), case.labels), "labels were written"
     alone = None
     if with_alone and group.rank() == 0:
@@ -124,11 +129,11 @@ def check(case: Case, results: Sequence[Result], ranks: Sequence[int] | None = N
     gradients = [result.grad.movedim(-1, 0) for result in results]
     grad = assembled(bounds_of(case, len(results)), gradients, vocab_size).movedim(0, -1)
     whole = Results(results[0].outputs, grad)
-    given = {"function": case.function, **case.options}
-    assert_right(whole, case.logits, case.labels, *case.grad_outputs, **given)
-    if results[0].alone is not None:
-        outputs = (results[0].alone, *whole.outputs[1:])
-        assert_right(whole._replace(outputs=outputs), case.logits, case.labels, *case.grad_outputs, **given)
+    for first in (whole.loss, results[0].alone):
+        if first is not None:
+            each = whole._replace(outputs=(first, *whole.outputs[1:]))
+            given = {"function": case.function, **case.options}
+            assert_right(each, case.logits, case.labels, *grad_outputs_of(case), **given)
     extra = 2 * bool(case.options.get("label_smoothing"))
     extra += bool(case.options.get("return_metrics") or case.options.get("entropy"))
     ranks = tuple(ranks or range(len(results)))

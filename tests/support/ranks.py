@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.collectives import Collective, record_collectives
 from tests.support.lanes import this_host
 from tests.support.poison import poisoned_allocations
 
@@ -168,6 +167,12 @@ class RankPools:
             self._pools.popitem()[1].close()
 
 
+def _param(backend: str, world_size: int, impl: str, marks: list[Any]) -> Any:
+    name = f"{backend}-{world_size}"
+    marks = [getattr(pytest.mark, backend), *marks]
+    return pytest.param((backend, world_size), impl, id=f"{name}-{impl}", marks=marks)
+
+
 def implementation_params(
     gloo_worlds: Sequence[int] = (1, 2, 3, 4),
     interpreter_worlds: Sequence[int] = (2, 3),
@@ -196,6 +201,11 @@ def in_ranks(gloo: Sequence[int] = (2,), interpreter: Sequence[int] = (2,), nccl
     return pytest.mark.parametrize(("rank_pool", "impl"), params, indirect=["rank_pool"])
 
 
+in_two_ranks = in_ranks()
+in_several_ranks = in_ranks((2, 4), (2,), (2, 4))
+in_four_ranks = in_ranks((4,), (), (4,))
+
+
 def pool_of_test(name: str) -> str | None:
     """Which tests share a worker, from a test's name ``test_x[gloo-2-...]``: those of one pool.
 
@@ -203,12 +213,6 @@ def pool_of_test(name: str) -> str | None:
     """
     match = re.search(r"\[(?:(gloo-\d+)|(nccl)-\d+)", name)
     return match and (match[1] or match[2])
-
-
-def _param(backend: str, world_size: int, impl: str, marks: list[Any]) -> Any:
-    name = f"{backend}-{world_size}"
-    marks = [getattr(pytest.mark, backend), *marks]
-    return pytest.param((backend, world_size), impl, id=f"{name}-{impl}", marks=marks)
 
 
 _groups: dict[tuple[int, ...], Any] = {}
@@ -229,28 +233,6 @@ def subgroups(*member_sets: Sequence[int]) -> list[Any]:
 def device_of(rank: int, group: Any) -> torch.device:
     """In a rank: where its tensors live."""
     return torch.device("cuda", rank) if dist.get_backend(group) == "nccl" else torch.device("cpu")
-
-
-def messages_of(attempts: dict[str, Callable[[], Any]]) -> tuple[dict[str, str], list[Collective]]:
-    """In a rank: what each attempt raises, and the collectives that all of them sent."""
-    messages = {}
-    with record_collectives() as calls:
-        for name, attempt in attempts.items():
-            try:
-                attempt()
-                messages[name] = "accepted"
-            except (TypeError, ValueError) as error:
-                messages[name] = f"{type(error).__name__}: {error}"
-    return messages, calls
-
-
-def assert_refused(results: Sequence[tuple[dict[str, str], list[Collective]]], expected: dict[str, str]) -> None:
-    """Every rank refuses every attempt, in words that match these, before anything is sent."""
-    for messages, calls in results:
-        assert messages.keys() == expected.keys()
-        for name, pattern in expected.items():
-            assert re.match(pattern, messages[name]), (name, messages[name])
-        assert calls == []
 
 
 def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connection) -> None:
