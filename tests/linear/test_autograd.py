@@ -20,10 +20,10 @@ class Case:
         self.impl, self.device = impl_device
         self.inputs = linear.projection(kind, ROWS, dtype=dtype, bias=True)
         self.labels = self.inputs.labels.to(self.device)
-        self.hidden, self.weight, self.bias = (
-            getattr(self.inputs, name).clone().to(self.device).requires_grad_(name not in frozen)
-            for name in linear.LEAVES
-        )
+        values = (getattr(self.inputs, name).clone().to(self.device) for name in linear.LEAVES)
+        self.hidden, self.weight, self.bias = values
+        for name in linear.LEAVES:
+            getattr(self, name).requires_grad_(name not in frozen)
         self.leaves = [leaf for leaf in (self.hidden, self.weight, self.bias) if leaf.requires_grad]
 
     def loss(self, hidden=None, **options):

@@ -215,7 +215,9 @@ def test_hidden_states_of_every_layout(impl_device, way):
     """Transposed, shifted, expanded and size-1 views against the contiguous copy of the same values."""
     impl, device = impl_device
     weight = torch.randn(COLUMNS, WIDTH, generator=torch.Generator().manual_seed(1))
-    for layout in logits_layouts(WIDTH, device=device):
+    layouts = logits_layouts(WIDTH, device=device)
+    # Kernels see the dense logits alone: interpreted, a few layouts are enough.
+    for layout in layouts[::5] if impl_device == ("triton", "cpu") else layouts:
         values = layout.view.detach().cpu().contiguous()
         # The least likely column: a gradient near 1, next to which one rounding of p is small.
         inputs = linear.Projection(values, weight, (values @ weight.T).argmin(dim=-1))
