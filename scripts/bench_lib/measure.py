@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench_lib import oracle
-from bench_lib.cases import Case, Effort, Inputs, LinearCase, LogitsCase, linear_inputs, logits_inputs
+from bench_lib.cases import Case, Inputs, LinearCase, linear_inputs, logits_inputs
 from bench_lib.providers import Provider, first_line
 from bench_lib.timing import DeviceTimer, Ranks, Run
 
@@ -58,11 +58,12 @@ def as_produced(buffer: Tensor) -> Tensor:
 class BaseSubject:
     """One case on this rank."""
 
-    case: Case
-    inputs: Inputs
+    inputs_of: Callable[..., Inputs]
 
-    def __init__(self, ranks: Ranks, effort: Effort) -> None:
-        self.ranks, self.effort = ranks, effort
+    def __init__(self, case: Any, ranks: Ranks, rounds: int) -> None:
+        self.case, self.ranks, self.effort = case, ranks, case.effort(rounds)
+        self.inputs = type(self).inputs_of(case, ranks.rank, ranks.device)
+        self._right: dict[str, list[Tensor]] = {}  # by what is asked of the loss
 
     def call(self, provider: Provider, inputs: Inputs) -> tuple[Tensor, ...]:
         return provider.step()(inputs, self.case.reduction, self.ranks.group)
@@ -71,14 +72,13 @@ class BaseSubject:
 class LogitsSubject(BaseSubject):
     """The loss over logits, beside ``out.copy_(logits)``. Each call of a round has a buffer of its own."""
 
-    def __init__(self, case: LogitsCase, ranks: Ranks, rounds: int) -> None:
-        super().__init__(ranks, case.effort(rounds))
-        self.case: LogitsCase = case
-        self.inputs = logits_inputs(case, ranks.rank, ranks.device)
+    inputs_of = staticmethod(logits_inputs)
+
+    def __init__(self, case: Any, ranks: Ranks, rounds: int) -> None:
+        super().__init__(case, ranks, rounds)
         (self.source,) = self.inputs.tensors
         count = max(self.effort.calls, self.effort.eager_calls)
         self.buffers = [self.source.clone() for _ in range(count)]
-        self._right: dict[str, list[Tensor]] = {}
 
     def operands(self, count: int, *, fresh: bool) -> list[Inputs]:
         """The inputs of ``count`` calls, unchanged by earlier calls; if ``fresh``, logits for autograd."""
@@ -125,18 +125,14 @@ class LinearSubject(BaseSubject):
     ranks then all-reduce the gradient of hidden. The gradient is the softmax: a GPU multiplies zeros faster.
     """
 
-    def __init__(self, case: LinearCase, ranks: Ranks, rounds: int) -> None:
-        super().__init__(ranks, case.effort(rounds))
-        self.case: LinearCase = case
-        self.inputs = linear_inputs(case, ranks.rank, ranks.device)
-        self._right: list[Tensor] | None = None
+    inputs_of = staticmethod(linear_inputs)
 
     def operands(self, count: int, *, fresh: bool) -> list[Inputs]:
         return [self.inputs] * count  # no provider overwrites them
 
     @torch.no_grad()
     def yardstick(self) -> Call:
-        self._right = None  # every check is done
+        self._right.clear()  # every check is done
         hidden, weight = (tensor.detach() for tensor in self.inputs.tensors)
         logits = hidden @ weight.T
         d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
@@ -155,10 +151,10 @@ class LinearSubject(BaseSubject):
         return matmuls
 
     def check(self, provider: Provider) -> Result:
-        if self._right is None:
-            self._right = oracle.expected_linear(self.case, self.inputs, self.ranks.group)
+        if not self._right:
+            self._right[""] = oracle.expected_linear(self.case, self.inputs, self.ranks.group)
         actual = self.call(provider, self.inputs)
-        errors = oracle.errors_of(actual, self._right, ("d_hidden", "d_weight"))
+        errors = oracle.errors_of(actual, self._right[""], ("d_hidden", "d_weight"))
         eps = torch.finfo(actual[1].dtype).eps
         ours = (eps / 16 + oracle.SUMS, eps + oracle.SUMS, eps + oracle.SUMS)
         oracle.require(errors, ours if provider.is_ours else (0.05, 0.05, 0.1))
@@ -176,8 +172,7 @@ Subject: TypeAlias = LogitsSubject | LinearSubject
 
 
 def subject_of(case: Case, ranks: Ranks, rounds: int) -> Subject:
-    kind = LinearSubject if isinstance(case, LinearCase) else LogitsSubject
-    return kind(case, ranks, rounds)  # type: ignore[arg-type]
+    return (LinearSubject if isinstance(case, LinearCase) else LogitsSubject)(case, ranks, rounds)
 
 
 def ratio_numbers(times: Times, name: str, digits: int) -> Result:
@@ -257,7 +252,10 @@ def attempt(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
             run.prepare()
             found["extra_peak_bytes"] = timer.extra_peak_bytes(run)
         except Exception as error:
-            reason, cause = reason_of(error), error
+            cause = error
+            reason = "wrong" if isinstance(error, AssertionError) else type(error).__name__
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            reason = "out of memory" if is_memory else f"{reason}: {first_line(error)}"
     timer.release()
     tried = subject.ranks.gathered((reason, found))
     reason = next((why for why, _ in tried if why is not None), None)
@@ -269,14 +267,6 @@ def attempt(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
     if provider.is_ours and not can_refuse:
         raise RuntimeError(f"{subject.case}: {provider.name}: {reason}") from cause
     return {"refused": reason}
-
-
-def reason_of(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    if isinstance(error, AssertionError):
-        return f"wrong: {first_line(error)}"
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def graph_numbers(subject: Subject, provider: Provider, copy: Call, timer: DeviceTimer, wanted: bool) -> Result:

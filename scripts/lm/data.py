@@ -24,9 +24,7 @@ FILE_START = "<|file|>"
 FILE_START_ID = 0
 IGNORE_INDEX = -100
 HELD_OUT_SHARE = 0.05
-SKIPPED_DIRECTORIES = {
-    "__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test",
-}  # fmt: skip
+SKIPPED_DIRECTORIES = set(["__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"])
 
 
 class TokenIds(NamedTuple):
@@ -43,14 +41,11 @@ def read_corpus(max_characters: int | None) -> list[str]:
     # Sorted order would put whole topics into the held-out end, and into a corpus cut short.
     random.Random(0).shuffle(paths)
     texts: list[str] = []
-    characters = 0
     for path in paths:
-        if max_characters is not None and characters >= max_characters:
+        if max_characters is not None and sum(map(len, texts)) >= max_characters:
             break
-        text = path.read_bytes().decode("utf-8", errors="ignore")
-        if text:
-            texts.append(text)
-            characters += len(text)
+        texts.append(path.read_bytes().decode("utf-8", errors="ignore"))
+    texts = [text for text in texts if text]
     if not texts:
         raise ValueError(f"corpus: expected *.py files under {root}, got none")
     return texts
