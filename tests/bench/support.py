@@ -74,11 +74,6 @@ def eager(logits, labels, reduction, group):
     return functional.cross_entropy(logits, labels, reduction=reduction)
 
 
-def wrong(logits, labels, reduction, group):
-    """The right loss, and 1.05 times its gradient."""
-    return eager(1.05 * logits - 0.05 * logits.detach(), labels, reduction, group)
-
-
 def result(provider, ratio, case=LOGITS, **changes):
     numbers = {"ratio": ratio, "ratio_spread": [ratio, ratio], "queued": True}
     if isinstance(case, cases.LinearCase):

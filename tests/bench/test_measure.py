@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from tests.bench import support
 from tests.bench.support import IN_FORWARD, LINEAR, LOGITS, OURS, ScriptedTimer, eager, measured, provider_of
+from tests.support.ranks import in_ranks
 
 from bench_lib import cases, measure, oracle, providers, timing  # isort: skip
 
@@ -95,32 +96,38 @@ def test_the_copy_writes_far_from_what_it_reads_and_the_matmuls_into_memory_that
 
 def test_a_wrong_provider_is_refused_before_it_is_timed_and_this_project_must_be_right():
     timer = ScriptedTimer()
-    result = measured(RIGHT, timer, extra=[provider_of(support.wrong)])["other"]
+
+    def other(loss_of, names=(), case=LOGITS, **fields):
+        return measured(names, timer, case, [provider_of(loss_of, **fields)])["other"]
+
+    def wrong(logits, *given):
+        """The right loss, and 1.05 times its gradient."""
+        return eager(1.05 * logits - 0.05 * logits.detach(), *given)
+
+    result = other(wrong, RIGHT)
     assert result["refused"] == "wrong: gradient: relative error 0.05, at most 0.02" and "ratio" not in result
     assert OURS in timer.order and "other" not in timer.order
     with pytest.raises(RuntimeError, match="none 96 x 40 fp32: other: wrong: gradient"):
-        measured((), extra=[provider_of(support.wrong, is_ours=True)])
+        other(wrong, is_ours=True)
 
     def unweighted(logits, labels, reduction, group):
         return eager(logits, labels, "none", group)
 
     mean = LOGITS._replace(reduction="mean")
-    assert "refused" in measured((), case=mean, extra=[provider_of(unweighted)])["other"]
-    kernel = provider_of(unweighted, checked_as="none")
-    assert measured((), case=mean, extra=[kernel])["other"]["max_error"] < 1e-6
+    assert "refused" in other(unweighted, case=mean)
+    assert other(unweighted, case=mean, checked_as="none")["max_error"] < 1e-6
 
     def over_all_labels(hidden, weight, labels, reduction, group):
         return functional.cross_entropy(hidden @ weight.T, labels, reduction="sum") / labels.numel()
 
-    refused = measured((), case=LINEAR, extra=[provider_of(over_all_labels)])["other"]["refused"]
-    assert refused.startswith("wrong: loss: relative error 0.")
+    assert other(over_all_labels, case=LINEAR)["refused"].startswith("wrong: loss: relative error 0.")
 
     def almost(*given):
         return eager(*given) * 1.001
 
-    assert "refused" not in measured((), extra=[provider_of(almost)])["other"]
+    assert "refused" not in other(almost)
     with pytest.raises(RuntimeError, match="wrong: loss"):
-        measured((), extra=[provider_of(almost, is_ours=True)])
+        other(almost, is_ours=True)
 
 
 def test_what_a_provider_raises_is_why_it_is_refused():
@@ -182,27 +189,25 @@ def test_the_linear_oracle_is_pytorchs_whatever_its_chunks(monkeypatch):
         oracle.require({"loss": float("nan")}, (0.1,))
 
 
-class ScriptedDevice(timing.CpuTimer):
-    """A device whose host needs some seconds to queue, given the sleep."""
+def test_the_device_sleeps_until_all_calls_are_queued(monkeypatch):
+    """The host needs some seconds to queue."""
+    sleeps, host_of, events = [], {"a": lambda sleep: 0.03, "waits": lambda sleep: sleep + 0.002}, []
+    timer = timing.CpuTimer(ranks=1)
 
-    def __init__(self, host_of):
-        super().__init__(ranks=1)
-        self.host_of, self.sleeps = host_of, []
+    def queued(name, *given):
+        def times(run, sleep):
+            run()
+            sleeps.append(sleep)
+            return float(len(sleeps)), host_of[name](sleep)
 
-    def _time(self, run, sleep_seconds):
-        run()
-        self.sleeps.append(sleep_seconds)
-        return float(len(self.sleeps)), self.host_of(sleep_seconds)
+        monkeypatch.setattr(timer, "_time", times)
+        return timer.queued(name, *given)
 
-
-def test_the_device_sleeps_until_all_calls_are_queued():
-    timer, events = ScriptedDevice(lambda sleep: 0.03), []
-    elapsed = timer.queued("a", lambda: events.append("run"), lambda: events.append("prepare"))
-    assert elapsed == 2.0 and timer.was_queued("a")  # the first time includes the host's
-    assert timer.sleeps == [0.01, 0.06] and events == ["prepare", "run"] * 2
-    waiting = ScriptedDevice(lambda sleep: sleep + 0.002)
-    waiting.queued("waits", lambda: None)
-    assert not waiting.was_queued("waits") and max(waiting.sleeps) <= timing.LONGEST_SLEEP_SECONDS
+    # The first time includes the host's.
+    assert queued("a", lambda: events.append("run"), lambda: events.append("prepare")) == 2.0
+    assert timer.was_queued("a") and sleeps == [0.01, 0.06] and events == ["prepare", "run"] * 2
+    queued("waits", timing.nothing)
+    assert not timer.was_queued("waits") and max(sleeps) <= timing.LONGEST_SLEEP_SECONDS
 
 
 def test_one_rank_refuses_for_all_and_the_largest_memory_counts(monkeypatch):
@@ -221,12 +226,12 @@ def times_of(rank, group):
     case = cases.LogitsCase("none", 96, 20, 2, "float32")
     chosen = providers.chosen(f"{OURS},loss_parallel", providers.LOGITS_PROVIDERS)
     subject = measure.subject_of(case, timing.Ranks(rank, 2, group, "cpu"), 1)
+    subject.effort = cases.Effort(calls=1, rounds=1, eager_calls=1, eager_rounds=1)
     results = measure.measure(subject, chosen, timer)
     return timer.slowest(3.0 + rank, 9.0 - rank), [result["microseconds"] for result in results]
 
 
-@pytest.mark.gloo
-@pytest.mark.parametrize("rank_pool", [("gloo", 2)], indirect=True, ids=["gloo-2"])
-def test_the_slowest_rank_counts(rank_pool):
+@in_ranks((2,), (), ())
+def test_the_slowest_rank_counts(rank_pool, impl):
     (slowest, times), other = rank_pool.run(times_of)
     assert slowest == (4.0, 9.0) and other == (slowest, times) and min(times) > 0

@@ -44,19 +44,19 @@ class Model(nn.Module):
         return hidden if labels is None else self.loss(hidden, labels)
 
 
-def _training():
-    """A model's values, and the tokens and labels of two ranks of data parallelism."""
+def _training(impl="auto"):
+    """A model, and the tokens and labels of two ranks of data parallelism."""
     torch.manual_seed(0)
     labels = torch.tensor([[1, 5, 20, IGNORE_INDEX], [12, 0, 13, 7]])
-    return Model().state_dict(), 2 * torch.randn(2, 4, WIDTH), labels
+    return Model(impl=impl), 2 * torch.randn(2, 4, WIDTH), labels
 
 
 def _assert_trained(results):
     """Gradients are those of the mean of both ranks' losses."""
-    state, inputs, labels = _training()
+    model, inputs, labels = _training()
     expected = []
     for dtype in (torch.float64, torch.float32):
-        leaves = {name: value.to(dtype).requires_grad_() for name, value in state.items()}
+        leaves = {name: value.to(dtype).requires_grad_() for name, value in model.state_dict().items()}
         hidden = F.linear(inputs.to(dtype), leaves["body.weight"]).tanh()
         logits = F.linear(hidden, leaves["head.weight"], leaves["head.bias"])
         losses = torch.stack([F.cross_entropy(*pair) for pair in zip(logits, labels, strict=True)])
@@ -80,9 +80,7 @@ def _train(model, part, inputs, labels, device, where):
 
 def _in_fsdp(rank, group, impl, where, reshard):
     device = device_of(rank, group)
-    state, inputs, labels = _training()
-    model = Model(impl=impl)
-    model.load_state_dict(state)
+    model, inputs, labels = _training(impl)
     fully_shard(model.to(device), mesh=init_device_mesh(device.type, (2,)), reshard_after_forward=reshard)
     if where == "made afterwards":
         model.loss = LinearCrossEntropy(model.head, impl=impl)
@@ -294,9 +292,7 @@ def test_replicas_of_a_cut_head_add_up_their_gradients(rank_pool, impl, tp_dim):
 def _in_fsdp_and_tensor_parallelism(rank, group, impl):
     device = device_of(rank, group)
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
-    state, inputs, labels = _training()
-    model = Model(impl=impl)
-    model.load_state_dict(state)
+    model, inputs, labels = _training(impl)
     parallelize_module(model.to(device).head, mesh["tp"], ColwiseParallel())
     fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
     part = mesh.get_local_rank("dp")

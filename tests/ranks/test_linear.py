@@ -16,7 +16,7 @@ from tests.support.linear_ranks import BY_WAY, COLUMNS, ROWS, WAYS, Case, check,
 from tests.support.logits import EVERY
 from tests.support.logits_ranks import chunked, even
 from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
-from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
+from vocab_parallel_ce import VocabShard, linear_cross_entropy, linear_token_log_probs
 
 
 def made(world, kind="some_ignored", rows=ROWS, **settings):
@@ -168,13 +168,24 @@ def test_token_log_probs(rank_pool, impl, entropy):
             check_collectives(case, results, extra=int(entropy))
 
 
-@pytest.mark.parametrize("vocab_size", [24, 49])
+@pytest.mark.parametrize(("vocab_size", "main_grad"), [(24, False), (49, False), (49, True)])
 @BY_WAY
 @in_several_ranks
-def test_a_dtensor_knows_its_rows_and_gets_a_dtensor(rank_pool, impl, way, vocab_size):
+def test_a_dtensor_knows_its_rows_and_gets_a_dtensor(rank_pool, impl, way, vocab_size, main_grad):
     """49 rows are uneven on any number of ranks, which the width of a shard does not tell."""
-    inputs = projection("shard_edges", ROWS, vocab_size, dtype=torch.bfloat16)
-    case = Case(inputs, impl, {**way, "chunk_tokens": 4}, chunked(vocab_size, rank_pool.world_size))
+    inputs = projection("shard_edges", ROWS, vocab_size, dtype=torch.bfloat16, bias=True)
+    bounds = chunked(vocab_size, rank_pool.world_size)
+    case = Case(inputs, impl, {**way, "chunk_tokens": 4}, bounds, main_grad=main_grad)
+    check(case, rank_pool.run(run, case, None, True))
+
+
+@BY_WAY
+@in_two_ranks
+def test_padded_rows_of_a_dtensor_are_those_beyond_the_vocabulary(rank_pool, impl, way):
+    """A cut of 7 rows is 4 and 3; of a vocabulary of 6 it would be 3 and 3, on the second rank alone."""
+    world = rank_pool.world_size
+    rows, vocab_size = 4 * world - 1, 4 * world - 2
+    case = Case(projection("shard_edges", ROWS, vocab_size), impl, way, chunked(rows, world), "vocab_size")
     check(case, rank_pool.run(run, case, None, True))
 
 
@@ -185,9 +196,15 @@ def _refusals(rank, group, impl):
     whole = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
     hidden, weight = torch.randn(4, WIDTH, device=device), whole.chunk(2)[rank]
     labels = torch.zeros(4, dtype=torch.int64, device=device)
+    cut = distributed(whole[:7], device, group)  # 4 and 3 rows: a bias of 8 fits the first rank's own
+    uneven = VocabShard(2 * rank, (2, 3)[rank], 3)  # the width that decides is that of ceil(V / R)
     attempts = {
         "replicated": {"weight": distributed(whole, device, group, Replicate())},
         "in columns": {"weight": distributed(whole, device, group, Shard(1))},
+        "bias of a DTensor": {"weight": cut, "bias": distributed(whole[:8, 0], device, group)},
+        "vocab_size of a DTensor": {"weight": cut, "vocab_size": 8},
+        "shard of a DTensor": {"weight": cut, "shard": VocabShard(0, 4, 7)},
+        "small budget": {"weight": whole[: uneven.n_columns], "shard": uneven, "memory_budget": 7},
         "not a member": {"group": others},
         "labels of a part": {"sequence_parallel": True},
         "valid tokens of a part": {"sequence_parallel": True, "labels": labels.repeat(2), "valid_tokens": 3},
@@ -204,6 +221,10 @@ def test_what_does_not_fit_the_group_is_refused(rank_pool, impl):
     expected = {
         "replicated": r"ValueError: weight: .*Shard.0.* got \(Replicate.*plain tensor",
         "in columns": r"ValueError: weight: .*Shard.0.* got \(Shard.dim=1.*plain tensor",
+        "bias of a DTensor": r"ValueError: bias: expected shape \(7,\), got \(8,\)",
+        "vocab_size of a DTensor": "ValueError: vocab_size: must be at most 7, the rows of weight, got 8",
+        "shard of a DTensor": "ValueError: shard: expected None with a DTensor weight, .*got VocabShard",
+        "small budget": "ValueError: memory_budget: must hold a token's logits, 8 bytes",
         "not a member": "ValueError: group: this rank must be a member",
         "labels of a part": r"ValueError: labels: .*\(8,\).*\(4,\)",
         "valid tokens of a part": "ValueError: valid_tokens: .*sequence_parallel",

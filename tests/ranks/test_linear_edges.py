@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
 
 from tests.ranks.test_linear import made
 from tests.support.collectives import assert_refused, messages_of
-from tests.support.linear import TWO_WAYS, WIDTH, many_tokens, projection
-from tests.support.linear_ranks import BY_WAY, COLUMNS, ROWS, Case, check, check_collectives, distributed, run
+from tests.support.linear import TWO_WAYS, WIDTH, many_tokens
+from tests.support.linear_ranks import BY_WAY, COLUMNS, Case, check, check_collectives, distributed, run
 from tests.support.logits_ranks import chunked
 from tests.support.ranks import device_of, in_four_ranks, in_two_ranks
-from vocab_parallel_ce import VocabShard, linear_cross_entropy
+from vocab_parallel_ce import linear_cross_entropy
 
 
 def _check_chunks(rank_pool, impl, way, bounds, chunk, **options):
@@ -36,21 +35,6 @@ def test_ranks_of_unequal_shards_cut_the_tokens_alike(rank_pool, impl, way):
 def test_a_last_rank_of_fewer_columns_cuts_the_tokens_as_the_others(rank_pool, impl, way):
     """2, 2, 2 and 1 columns."""
     _check_chunks(rank_pool, impl, way, chunked(7, 4), 20, memory_budget=160)
-
-
-def _attempts_on_unequal_shards(rank, group, impl):
-    """The second rank's one column fits; the width that decides is that of ceil(V / R)."""
-    device, columns = device_of(rank, group), (2, 1)[rank]
-    arguments = torch.ones(4, WIDTH, device=device), torch.ones(columns, WIDTH, device=device)
-    labels, shard = torch.zeros(4, device=device).long(), VocabShard(2 * rank, 2 * rank + columns, 3)
-    options = {"shard": shard, "memory_budget": 7, "group": group, "impl": impl}
-    return messages_of({"small": partial(linear_cross_entropy, *arguments, labels, **options)})
-
-
-@in_two_ranks
-def test_too_small_a_budget_is_refused_on_every_rank(rank_pool, impl):
-    expected = {"small": "ValueError: memory_budget: must hold a token's logits, 8 bytes"}
-    assert_refused(rank_pool.run(_attempts_on_unequal_shards, impl), expected)
 
 
 class _Sent:
@@ -103,24 +87,13 @@ def test_no_tokens_of_a_sequence_that_ranks_share(rank_pool, impl, way):
         assert not result.in_forward + result.in_backward
 
 
-@pytest.mark.parametrize("main_grad", [False, True])
-@BY_WAY
-@in_two_ranks
-def test_dtensors_of_weight_and_bias_get_dtensors(rank_pool, impl, way, main_grad):
-    """``nn.Linear`` whose parameters were both distributed; with main_grad the weight's gradient is 0."""
-    inputs, bounds = projection("shard_edges", ROWS, 49, bias=True), chunked(49, rank_pool.world_size)
-    case = Case(inputs, impl, {**way, "chunk_tokens": 4}, bounds, main_grad=main_grad)
-    check(case, rank_pool.run(run, case, None, True))
-
-
-def _attempts_on_dtensors(rank, group, impl, rows, attempts):
-    """Calls with a DTensor weight of so many rows; "bias" is one of another size."""
+def _attempts_on_a_dtensor(rank, group, impl, attempts):
+    """Of 5 rows."""
     device = device_of(rank, group)
-    weight, bias = (distributed(torch.ones(size), device, group) for size in ((rows, WIDTH), (rows + 1,)))
+    weight = distributed(torch.ones(5, WIDTH), device, group)
     tokens = torch.ones(4, WIDTH, device=device), weight, torch.zeros(4, device=device).long()
     call = partial(linear_cross_entropy, *tokens, impl=impl, group=group)
-    options = {name: {"bias": bias} if changed == "bias" else changed for name, changed in attempts.items()}
-    return messages_of({name: partial(call, **changed) for name, changed in options.items()})
+    return messages_of({name: partial(call, **options) for name, options in attempts.items()})
 
 
 @in_four_ranks
@@ -128,29 +101,7 @@ def test_a_dtensor_that_leaves_a_rank_without_rows_is_refused_on_every_rank(rank
     """2, 2, 1 and 0 rows: refused by the last rank alone it would leave the others waiting."""
     attempts = {"alone": {}, "with its size": {"vocab_size": 5}, "with less": {"vocab_size": 4}}
     expected = dict.fromkeys(attempts, "ValueError: vocab_size: must leave a column to the last of 4 ranks")
-    assert_refused(rank_pool.run(_attempts_on_dtensors, impl, 5, attempts), expected)
-
-
-@in_two_ranks
-def test_what_does_not_fit_a_dtensor_is_refused_on_every_rank(rank_pool, impl):
-    """Rows are 4 and 3; a bias of 8 fits the first rank's own."""
-    attempts = {"bias": "bias", "vocab_size": {"vocab_size": 8}, "shard": {"shard": VocabShard(0, 4, 7)}}
-    expected = {
-        "bias": r"ValueError: bias: expected shape \(7,\), got \(8,\)",
-        "vocab_size": "ValueError: vocab_size: must be at most 7, the rows of weight, got 8",
-        "shard": "ValueError: shard: expected None with a DTensor weight, .*got VocabShard",
-    }
-    assert_refused(rank_pool.run(_attempts_on_dtensors, impl, 7, attempts), expected)
-
-
-@BY_WAY
-@in_two_ranks
-def test_padded_rows_of_a_dtensor_are_those_beyond_the_vocabulary(rank_pool, impl, way):
-    """A cut of 7 rows is 4 and 3; of a vocabulary of 6 it would be 3 and 3, on the second rank alone."""
-    world = rank_pool.world_size
-    rows, vocab_size = 4 * world - 1, 4 * world - 2
-    case = Case(projection("shard_edges", ROWS, vocab_size), impl, way, chunked(rows, world), "vocab_size")
-    check(case, rank_pool.run(run, case, None, True))
+    assert_refused(rank_pool.run(_attempts_on_a_dtensor, impl, attempts), expected)
 
 
 @BY_WAY

@@ -72,16 +72,19 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Col
     return Collective(func.overloadpacket.__name__, tuple(ranks), nbytes)
 
 
+def error_of(call: Callable[..., Any], *args: Any) -> str | None:
+    """What ``call`` raises, or None."""
+    try:
+        call(*args)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def messages_of(attempts: dict[str, Callable[[], Any]]) -> tuple[dict[str, str], list[Collective]]:
     """In a rank: what each attempt raises, and the collectives that all of them sent."""
-    messages = {}
     with record_collectives() as calls:
-        for name, attempt in attempts.items():
-            try:
-                attempt()
-                messages[name] = "accepted"
-            except (TypeError, ValueError) as error:
-                messages[name] = f"{type(error).__name__}: {error}"
+        messages = {name: error_of(attempt) or "accepted" for name, attempt in attempts.items()}
     return messages, calls
 
 
