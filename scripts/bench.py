@@ -1,13 +1,7 @@
 """Measures the losses beside other projects', and reports what was measured.
 
-- ``python scripts/bench.py table``: the loss over logits, of the targets' shapes.
-- ``torchrun --nproc-per-node 2 scripts/bench.py table``: the vocabulary over two GPUs.
-- ``python scripts/bench.py options --baseline DIR``: what each option costs; the loss of a checkout DIR.
-- ``python scripts/bench.py linear``: the head and the loss together.
-- ``python scripts/bench.py report --write``: docs/performance.md, the README's block, its picture.
-- ``python scripts/bench.py compare OLD.json NEW.json``: the ratios of two runs.
-
-``docs/performance.md`` says how it is measured. A machine without a GPU can try a run on small shapes.
+``docs/performance.md`` says how it is measured, and with which commands. ``torchrun --nproc-per-node R`` in
+place of ``python`` cuts the vocabulary over R GPUs. A machine without a GPU can try a run on small shapes.
 """
 
 from __future__ import annotations

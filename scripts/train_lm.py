@@ -250,19 +250,14 @@ def report(
     return 1 if failures else 0
 
 
-def choose_settings(arguments: argparse.Namespace, device_type: str) -> Settings:
-    settings = SMOKE if arguments.smoke else DEFAULTS[device_type]
-    options = ("steps", "batch_size", "sequence_length", "learning_rate")
-    given = {name: getattr(arguments, name) for name in options}
-    return replace(settings, **{name: value for name, value in given.items() if value is not None})
-
-
 def main() -> int:
     arguments = parse_arguments()
     begun = time.perf_counter()
     place = find_place(arguments.device)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    settings = choose_settings(arguments, place.device.type)
+    options = ("steps", "batch_size", "sequence_length", "learning_rate")
+    given = {name: getattr(arguments, name) for name in options if getattr(arguments, name) is not None}
+    settings = replace(SMOKE if arguments.smoke else DEFAULTS[place.device.type], **given)
     torch.set_float32_matmul_precision("highest")
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)

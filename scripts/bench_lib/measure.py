@@ -7,6 +7,7 @@ fields of its results.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -210,7 +211,8 @@ def interleaved(runs: Runs, timed: Callable[[str, Run, Run], float], rounds: int
 
 def measure(subject: Subject, providers: Sequence[Provider], timer: DeviceTimer, graphs: str = "none") -> list[Result]:
     """One result per provider: numbers, or why it was refused. ``graphs``: ours, all or none."""
-    torch.compiler.reset()  # a function that was compiled for eight shapes is not compiled for a ninth
+    if "torch._dynamo" in sys.modules:  # nothing is compiled before it is imported, which takes seconds
+        torch.compiler.reset()  # a function that was compiled for eight shapes is not compiled for a ninth
     found = {provider.name: attempt(subject, provider, timer) for provider in providers}
     timed = {p.name: p for p in providers if "refused" not in found[p.name]}
     effort, copy = subject.effort, subject.yardstick()
@@ -251,11 +253,12 @@ def attempt(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
             run = Calls(subject, partial(subject.call, provider), 1, fresh=True)
             run.prepare()
             found["extra_peak_bytes"] = timer.extra_peak_bytes(run)
+        except torch.OutOfMemoryError as error:
+            reason, cause = "out of memory", error
+        except AssertionError as error:
+            reason, cause = f"wrong: {first_line(error)}", error
         except Exception as error:
-            cause = error
-            reason = "wrong" if isinstance(error, AssertionError) else type(error).__name__
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            reason = "out of memory" if is_memory else f"{reason}: {first_line(error)}"
+            reason, cause = f"{type(error).__name__}: {first_line(error)}", error
     timer.release()
     tried = subject.ranks.gathered((reason, found))
     reason = next((why for why, _ in tried if why is not None), None)

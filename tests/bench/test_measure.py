@@ -161,7 +161,7 @@ def test_this_project_writes_in_place_at_the_time_that_the_result_names(name, re
     monkeypatch.setattr(torch.autograd, "grad", watched)
     _, grad = subject.call(provider, subject.operands(1, fresh=True)[0])
     assert grad.data_ptr() == subject.buffers[0].data_ptr()
-    assert provider.gradient == ("in_forward" if before_backward == [True] else "in_backward")
+    assert before_backward == [name == IN_FORWARD]
     assert provider.gradient == ("in_forward" if name == IN_FORWARD else "in_backward")
 
 

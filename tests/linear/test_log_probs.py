@@ -84,13 +84,8 @@ def test_main_grad_and_a_frozen_weight(impl_device):
     main_grad = torch.zeros(COLUMNS, WIDTH, device=impl_device[1])
     result = run(impl_device, inputs, *_grad_outputs(), entropy=True, main_grad=main_grad)
     assert result.weight is None
-    assert_right(
-        result._replace(weight=main_grad.bfloat16()),
-        inputs,
-        *_grad_outputs(),
-        function=linear_token_log_probs,
-        entropy=True,
-    )
+    given = {"function": linear_token_log_probs, "entropy": True}
+    assert_right(result._replace(weight=main_grad.bfloat16()), inputs, *_grad_outputs(), **given)
     check(impl_device, inputs, *_grad_outputs(), entropy=True, frozen=("weight",))
 
 

@@ -7,12 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support.budget import assert_within_budget
 from tests.support.collectives import assert_refused, messages_of
-from tests.support.inputs import IGNORE_INDEX, batch, grad_output_layouts, shard_of
+from tests.support.inputs import IGNORE_INDEX, batch, grad_output_layouts
 from tests.support.logits import GRADIENTS, REDUCTIONS
 from tests.support.logits_ranks import Case, check, run
-from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
 from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
 
@@ -160,22 +158,3 @@ def test_groups_and_sizes_that_do_not_fit_are_refused(rank_pool, impl):
         "label": r"ValueError: labels: .*\(1,\): 9",
     }
     assert_refused(rank_pool.run(_refusals, impl), expected)
-
-
-def _shards_in_another_order(rank, group, case):
-    order = list(range(group.size()))
-    order = order[1:] + order[:1]
-    device = device_of(rank, group)
-    shard, labels = shard_of(case.logits, order[rank], group.size()).to(device), case.labels.to(device)
-    return vocab_parallel_cross_entropy(shard, labels, group=group, impl=case.impl, **case.options)
-
-
-@in_several_ranks
-def test_which_rank_holds_which_columns_does_not_matter(rank_pool, impl):
-    world = rank_pool.world_size
-    made = batch("peaked", rows=ROWS, vocab_size=COLUMNS * world, shards=world)
-    options = {"reduction": "none", "label_smoothing": 0.1}
-    case = Case(made.logits, (made.labels - COLUMNS) % (COLUMNS * world), impl, options)
-    oracle, peer = (f(*made, **options) for f in (cross_entropy_fp64, cross_entropy_same_dtype))
-    for loss in rank_pool.run(_shards_in_another_order, case):
-        assert_within_budget(loss, oracle.loss, peer.loss)

@@ -167,37 +167,22 @@ class RankPools:
             self._pools.popitem()[1].close()
 
 
-def _param(backend: str, world_size: int, impl: str, marks: list[Any]) -> Any:
-    name = f"{backend}-{world_size}"
-    marks = [getattr(pytest.mark, backend), *marks]
-    return pytest.param((backend, world_size), impl, id=f"{name}-{impl}", marks=marks)
-
-
-def implementation_params(
-    gloo_worlds: Sequence[int] = (1, 2, 3, 4),
-    interpreter_worlds: Sequence[int] = (2, 3),
-    nccl_worlds: Sequence[int] = (2, 4),
-) -> list[Any]:
-    """Parameters ``(rank_pool, impl)``, the first indirect: every implementation this host can run in ranks.
-
-    The interpreter is slow, so ``interpreter_worlds`` is the smaller set.
-    """
-    host = this_host()
-    params = [_param("gloo", world, "reference", []) for world in gloo_worlds]
-    if host.interprets:
-        marks = [pytest.mark.interpreter]
-        params += [_param("gloo", world, "triton", marks) for world in interpreter_worlds]
-    elif host.gpu_count:
-        for world in nccl_worlds:
-            reason = f"needs {world} GPUs, found {host.gpu_count}"
-            marks = [pytest.mark.skipif(host.gpu_count < world, reason=reason)]
-            params += [_param("nccl", world, impl, marks) for impl in ("reference", "triton")]
-    return params
+def _param(backend: str, world_size: int, impl: str, *marks: Any) -> Any:
+    marks = (getattr(pytest.mark, backend), *marks)
+    return pytest.param((backend, world_size), impl, id=f"{backend}-{world_size}-{impl}", marks=marks)
 
 
 def in_ranks(gloo: Sequence[int] = (2,), interpreter: Sequence[int] = (2,), nccl: Sequence[int] = (2,)) -> Any:
-    """Parametrize a test with ``rank_pool, impl``, by default on two ranks of every kind."""
-    params = implementation_params(gloo, interpreter, nccl)
+    """Parametrize a test with ``rank_pool, impl``: what this host can run in so many ranks. Interpreting is slow."""
+    host = this_host()
+    params = [_param("gloo", world, "reference") for world in gloo]
+    if host.interprets:
+        params += [_param("gloo", world, "triton", pytest.mark.interpreter) for world in interpreter]
+    elif host.gpu_count:
+        for world in nccl:
+            reason = f"needs {world} GPUs, found {host.gpu_count}"
+            needs_gpus = pytest.mark.skipif(host.gpu_count < world, reason=reason)
+            params += [_param("nccl", world, impl, needs_gpus) for impl in ("reference", "triton")]
     return pytest.mark.parametrize(("rank_pool", "impl"), params, indirect=["rank_pool"])
 
 
