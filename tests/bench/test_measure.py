@@ -17,7 +17,6 @@ from bench_lib import cases, measure, oracle, providers, timing  # isort: skip
 pytestmark = pytest.mark.reference
 
 RIGHT = (OURS, "torch eager")
-UNFUSED = f"F.linear + {OURS}"
 
 
 def test_numbers_of_the_loss_over_logits():

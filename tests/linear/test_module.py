@@ -16,11 +16,6 @@ from tests.support.logits import EVERY
 from vocab_parallel_ce import LinearCrossEntropy, LossMetrics, linear_cross_entropy
 
 
-def _own(bias=False, **options):
-    """A module with a head of its own."""
-    return LinearCrossEntropy(None, in_features=WIDTH, columns=COLUMNS, bias=bias, **options)
-
-
 def _inputs(device, **settings):
     inputs = projection(**settings)
     return inputs, inputs.hidden.to(device).requires_grad_(), inputs.labels.to(device)
@@ -33,7 +28,7 @@ def _linear(inputs, device):
 
 
 SHARED = {
-    "linear": lambda inputs, device: _linear(inputs, device),
+    "linear": _linear,
     "linear without a bias": lambda inputs, device: _linear(inputs._replace(bias=None), device),
     "embedding": lambda inputs, device: nn.Embedding.from_pretrained(inputs.weight.clone(), freeze=False).to(device),
 }
@@ -60,7 +55,7 @@ def test_a_head_that_is_shared_gets_its_gradient_and_stays_its_owners(impl_devic
 def test_a_head_of_its_own_is_in_its_state(impl_device, bias):
     impl, device = impl_device
     inputs, hidden, labels = _inputs(device, bias=bias)
-    module = _own(bias, impl=impl).to(device)
+    module = LinearCrossEntropy(None, in_features=WIDTH, columns=COLUMNS, bias=bias, impl=impl).to(device)
     state = module.state_dict()
     shapes = [(COLUMNS, WIDTH), (COLUMNS,)][: 1 + bias]
     assert [tuple(value.shape) for value in state.values()] == shapes

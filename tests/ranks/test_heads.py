@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.budget import assert_within_budget
-from tests.support.collectives import assert_refused, messages_of, record_collectives
+from tests.support.collectives import assert_refused, messages_of
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import TWO_WAYS, WIDTH, Results, assert_results, linear_fp64, linear_same_dtype, projection
 from tests.support.linear_ranks import ROWS, Case, Result, check, grad_outputs_of
@@ -182,18 +184,18 @@ def _refusals_of_parallel_heads(rank, group, impl):
     mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("tp",))
     hidden, labels = _tokens(device)
 
-    def call(style, kind=nn.Linear, change=lambda head: None, **options):
+    def cut(style, kind=nn.Linear, change=None):
         head = kind(*((WIDTH, COLUMNS) if kind is nn.Linear else (COLUMNS, WIDTH))).to(device)
         if isinstance(style, ColwiseParallel | RowwiseParallel):
             parallelize_module(head, mesh, style)
         else:
             distribute_module(head, mesh, *style)
-        change(head)
-        with record_collectives() as calls:
-            try:
-                LinearCrossEntropy(head, impl=impl, **options)(hidden, labels)
-            finally:
-                sent.extend(calls)
+        if change is not None:
+            change(head)
+        return head
+
+    def call(head, **options):
+        LinearCrossEntropy(head, impl=impl, **options)(hidden, labels)
 
     def partition(name, module, mesh):
         for name, parameter in list(module.named_parameters()):
@@ -205,21 +207,21 @@ def _refusals_of_parallel_heads(rank, group, impl):
     def assigned(head):
         head.weight = nn.Parameter(torch.ones(COLUMNS, WIDTH, device=device))
 
-    sent, own = [], subgroups((0,), (1,))[rank]
-    attempts = {
-        "parts of dimension 0": lambda: call(ColwiseParallel(input_layouts=Shard(0))),
-        "parts of dimension 1": lambda: call(ColwiseParallel(input_layouts=Shard(1))),
-        "columns": lambda: call(RowwiseParallel()),
-        "columns, whole inputs": lambda: call(RowwiseParallel(input_layouts=Replicate())),
-        "columns of an embedding": lambda: call(ColwiseParallel(), nn.Embedding),
-        "another hook": lambda: call(ColwiseParallel(), change=hooked),
-        "style of one's own": lambda: call(ScaledParallel()),
-        "hooks of one's own": lambda: call((partition, lambda m, x, mesh: x, lambda m, x, mesh: x)),
-        "no hooks": lambda: call((partition,)),
-        "plain weight": lambda: call(ColwiseParallel(), change=assigned),
-        "another group": lambda: call(ColwiseParallel(), group=own),
+    heads = {
+        "parts of dimension 0": cut(ColwiseParallel(input_layouts=Shard(0))),
+        "parts of dimension 1": cut(ColwiseParallel(input_layouts=Shard(1))),
+        "columns": cut(RowwiseParallel()),
+        "columns, whole inputs": cut(RowwiseParallel(input_layouts=Replicate())),
+        "columns of an embedding": cut(ColwiseParallel(), nn.Embedding),
+        "another hook": cut(ColwiseParallel(), change=hooked),
+        "style of one's own": cut(ScaledParallel()),
+        "hooks of one's own": cut((partition, lambda m, x, mesh: x, lambda m, x, mesh: x)),
+        "no hooks": cut((partition,)),
+        "plain weight": cut(ColwiseParallel(), change=assigned),
     }
-    return messages_of(attempts)[0], sent
+    attempts = {name: partial(call, head) for name, head in heads.items()}
+    own = subgroups((0,), (1,))[rank]
+    return messages_of(attempts | {"another group": partial(call, cut(ColwiseParallel()), group=own)})
 
 
 @in_two_ranks

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.collectives import assert_refused, messages_of
 from tests.support.inputs import IGNORE_INDEX, grad_output_layouts
-from tests.support.linear import TWO_WAYS, WIDTH, many_tokens, projection, zero_first_grad_output
+from tests.support.linear import WIDTH, many_tokens, projection, zero_first_grad_output
 from tests.support.linear_ranks import BY_WAY, COLUMNS, ROWS, WAYS, Case, check, check_collectives, distributed, run
 from tests.support.logits import EVERY
 from tests.support.logits_ranks import chunked, even
@@ -91,12 +91,16 @@ def test_uneven_and_padded_shards(rank_pool, impl, vocab_size, size, bounds_of):
         check(case, rank_pool.run(run, case))
 
 
+NEEDED = [({"reduce_hidden_grad": False, "chunk_tokens": 4}, ())]
+NEEDED += [({}, frozen) for frozen in (("weight",), ("hidden",), ("hidden", "weight", "bias"))]
+
+
+@pytest.mark.parametrize(("options", "frozen"), NEEDED, ids=str)
 @BY_WAY
 @in_two_ranks
-def test_a_gradient_that_is_not_reduced_is_this_ranks_share(rank_pool, impl, way):
-    """For frameworks that reduce it themselves: nothing but statistics travels."""
-    inputs = made(rank_pool.world_size, "shard_edges", dtype=torch.bfloat16)
-    case = Case(inputs, impl, {**way, "reduce_hidden_grad": False, "chunk_tokens": 4})
+def test_a_gradient_that_nobody_needs_or_a_framework_reduces_is_not_sent(rank_pool, impl, way, options, frozen):
+    inputs = made(rank_pool.world_size, "peaked", dtype=torch.bfloat16, bias=True)
+    case = Case(inputs, impl, {**way, **options}, frozen=frozen)
     results = rank_pool.run(run, case)
     check(case, results)
     check_collectives(case, results)
@@ -129,16 +133,6 @@ def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl
             for call in result.in_forward + result.in_backward:
                 sent[call.name] += call.nbytes
             assert sent == {"_allgather_base_": gathered, "_reduce_scatter_base_": whole}
-
-
-@pytest.mark.parametrize("frozen", [("weight",), ("hidden",), ("hidden", "weight", "bias")], ids="-".join)
-@TWO_WAYS
-@in_two_ranks
-def test_what_needs_no_gradient_sends_none(rank_pool, impl, frozen, way):
-    case = Case(made(rank_pool.world_size, "peaked", bias=True), impl, way, frozen=frozen)
-    results = rank_pool.run(run, case)
-    check(case, results)
-    check_collectives(case, results)
 
 
 @in_four_ranks

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.inputs import IGNORE_INDEX, batch
 from tests.support.logits import EVERY as ALL_NUMBERS
-from tests.support.logits import broad_rows, random_grad_output
+from tests.support.logits import SMOOTHING, broad_rows, random_grad_output
 from tests.support.logits_ranks import Case, check, chunked, even, run
 from tests.support.ranks import in_four_ranks, in_ranks, in_several_ranks, in_two_ranks
 from vocab_parallel_ce import token_log_probs
@@ -17,8 +17,7 @@ GRAD_OUTPUTS = random_grad_output(ROWS), random_grad_output(ROWS, seed=1)
 EVERY = {**ALL_NUMBERS, "smoothing_formula": "megatron", "return_metrics": True}
 OPTIONS = {
     "every": EVERY,
-    "torch": {"label_smoothing": 0.1},
-    "megatron": {"label_smoothing": 0.1, "smoothing_formula": "megatron"},
+    **{name: SMOOTHING[name] for name in ("torch", "megatron")},
     "z_loss": {"z_loss": 0.02},
     "softcap": {"softcap": 10.0},
     "logit_scale": {"logit_scale": 0.4},

@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from tests.support.lanes import this_host
 from tests.support.poison import poisoned_allocations
@@ -263,12 +264,4 @@ def _receive(pipe: Connection) -> bytes:
 
 
 def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _on_cpu(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_on_cpu, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_on_cpu, value))
-    return value
+    return tree_map(lambda item: item.detach().cpu() if isinstance(item, Tensor) else item, value)
