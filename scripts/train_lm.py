@@ -150,10 +150,8 @@ def load_on_all_ranks(
         dist.barrier(group)
     length = settings.sequence_length
     if min(len(ids.train), len(ids.held_out)) <= length:
-        raise ValueError(
-            f"--sequence-length: expected less than the {len(ids.train)} training and "
-            f"{len(ids.held_out)} held-out tokens, got {length}"
-        )
+        tokens = f"the {len(ids.train)} training and {len(ids.held_out)} held-out tokens"
+        raise ValueError(f"--sequence-length: expected less than {tokens}, got {length}")
     return TokenIds(*(part.to(place.device) for part in ids))
 
 
@@ -206,10 +204,9 @@ def report(
     largest, parameters = max(differences), runs["unsharded"].parameters
     at_step = differences.index(largest) + 1
     picture = arguments.out / "train_lm.png"
-    title = (
-        f"Decoder-only language model, {parameters / 1e6:.1f} M parameters, fp32\nvocabulary {VOCAB_SIZE} over {place}"
-    )
-    draw(arguments, runs, title, f"{settings.tokens_per_step:,} tokens each", picture)
+    what = f"Decoder-only language model, {parameters / 1e6:.1f} M parameters, fp32"
+    title, unit = f"{what}\nvocabulary {VOCAB_SIZE} over {place}", f"{settings.tokens_per_step:,} tokens each"
+    draw(arguments, runs, title, unit, picture)
     failures = failures_of(runs, largest, arguments.max_difference, equal)
     summary = {
         "job": "train_lm",

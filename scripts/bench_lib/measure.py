@@ -67,7 +67,7 @@ class BaseSubject:
         self._right: dict[str, list[Tensor]] = {}  # by what is asked of the loss
 
     def call(self, provider: Provider, inputs: Inputs) -> tuple[Tensor, ...]:
-        return provider.step()(inputs, self.case.reduction, self.ranks.group)
+        return provider.step(inputs, self.case.reduction, self.ranks.group)
 
 
 class LogitsSubject(BaseSubject):

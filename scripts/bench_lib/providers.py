@@ -12,8 +12,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -78,7 +78,6 @@ class Provider:
     checked_as: str | None = None
     gradient: str | None = None
     options: dict[str, Any] | None = None
-    _loaded: list[Step] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def is_ours(self) -> bool:
@@ -91,19 +90,17 @@ class Provider:
         if ranks == 1 and not self.of_one_rank:
             return "needs several ranks"
         try:
-            self.step()
+            self.step  # noqa: B018
         except ImportError as error:
             return f"not installed: {first_line(error)}"
         except Exception as error:  # another project's import may raise anything; it is reported
             return f"cannot be imported: {type(error).__name__}: {first_line(error)}"
         return None
 
+    @cached_property
     def step(self) -> Step:
-        if not self._loaded:
-            made = self.loss_from(importlib.import_module(self.module))
-            step: Step = made if self.is_step else through_autograd(made, reduces_hidden=self.reduces_hidden)
-            self._loaded.append(step)
-        return self._loaded[0]
+        made = self.loss_from(importlib.import_module(self.module))
+        return made if self.is_step else through_autograd(made, reduces_hidden=self.reduces_hidden)
 
     @property
     def version(self) -> str:
@@ -120,16 +117,12 @@ def first_line(error: BaseException) -> str:
 
 def chosen(names: str | None, known: Sequence[Provider]) -> list[Provider]:
     """Those of a comma-separated list, in the order of ``known``; ``all`` stands for the default ones."""
-    by_name = {provider.name: provider for provider in known}
-    wanted: set[str] = set()
-    for name in (names or "all").split(","):
-        if name.strip() == "all":
-            wanted |= {provider.name for provider in known if provider.is_default}
-        elif name.strip() in by_name:
-            wanted.add(name.strip())
-        else:
-            raise ValueError(f"providers: expected all or some of {', '.join(by_name)}; got {name!r}")
-    return [provider for provider in known if provider.name in wanted]
+    known_names = [provider.name for provider in known]
+    wanted = [name.strip() for name in (names or "all").split(",")]
+    for name in wanted:
+        if name not in (*known_names, "all"):
+            raise ValueError(f"providers: expected all or some of {', '.join(known_names)}; got {name!r}")
+    return [provider for provider in known if provider.name in wanted or (provider.is_default and "all" in wanted)]
 
 
 def reduced(losses: Tensor, reduction: str) -> Tensor:

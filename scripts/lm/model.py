@@ -81,8 +81,7 @@ class Vocabulary(nn.Module):
         elsewhere = (local < 0) | (local >= self.columns)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         rows = rows.masked_fill(elsewhere[..., None], 0.0)
-        total: Tensor = _SumOverRanks.apply(rows, self.group)
-        return total
+        return _SumOverRanks.apply(rows, self.group)
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self.group is not None and hidden.requires_grad:
@@ -95,8 +94,7 @@ class Block(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         width = settings.width
-        self.heads = settings.heads
-        self.attention_norm = nn.RMSNorm(width)
+        self.heads, self.attention_norm = settings.heads, nn.RMSNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
         self.mlp_norm = nn.RMSNorm(width)
@@ -148,8 +146,7 @@ class LanguageModel(nn.Module):
         hidden = self.vocabulary.embed(ids)
         for block in self.blocks:
             hidden = block(hidden, self.rotation)
-        normed: Tensor = self.norm(hidden)
-        return normed
+        return self.norm(hidden)
 
     @torch.no_grad()
     def clip_gradient(self, max_norm: float) -> None:
