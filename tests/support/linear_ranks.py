@@ -105,10 +105,10 @@ def run(
     outputs, *collectives = with_collectives(call, grad_outputs_of(case))
     gradients = [None if leaf is None else leaf.grad for leaf in leaves]
     if as_dtensors:
-        for index, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
-            if index > 0 and gradient is not None:
-                assert gradient.placements == leaf.placements and gradient.shape == leaf.shape
-                gradients[index] = gradient.to_local()
+        for index, leaf in enumerate(leaves):
+            if index > 0 and leaf is not None:
+                assert leaf.grad.placements == leaf.placements and leaf.grad.shape == leaf.shape
+                gradients[index] = leaf.grad.to_local()
         assert leaves[1].grad_added_to_main_grad is case.main_grad
     if main_grad is not None:
         # Megatron's hooks wait for a gradient of the parameter that has the attribute.
@@ -145,6 +145,8 @@ def check(case: Case, results: Sequence[Result]) -> None:
     """Outputs are bit-equal on all ranks, and everything is what the whole vocabulary gives in fp64."""
     assert_same_outputs(results)
     gradients = _hidden_gradient(case, results), *(_assembled(case, results, name) for name in LEAVES[1:])
+    for name, gradient in zip(LEAVES, gradients, strict=True):
+        assert (gradient is not None) == (name not in case.frozen and getattr(case.inputs, name) is not None), name
     whole = Results(results[0].outputs, *gradients)
     bounds, grad_outputs = bounds_of(case, len(results)), grad_outputs_of(case)
     assert_right(whole, case.inputs, *grad_outputs, bounds=bounds, function=case.function, **case.options)
