@@ -209,8 +209,7 @@ def times_of(rank, group):
     timer, case = timing.CpuTimer(ranks=2), cases.LogitsCase("none", 96, 20, 2, "float32")
     subject = measure.subject_of(case, timing.Ranks(rank, 2, group, "cpu"), 1)
     subject.effort = cases.Effort(calls=1, rounds=1, eager_calls=1, eager_rounds=1)
-    chosen = providers.chosen(f"{OURS},loss_parallel", providers.LOGITS_PROVIDERS)
-    results = measure.measure(subject, chosen, timer)
+    results = measure.measure(subject, providers.chosen(f"{OURS},loss_parallel", providers.LOGITS_PROVIDERS), timer)
     return timer.slowest(3.0 + rank, 9.0 - rank), [result["microseconds"] for result in results]
 
 
