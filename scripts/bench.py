@@ -1,12 +1,7 @@
 """Measures the losses beside other projects', and reports what was measured.
 
-    python scripts/bench.py table                           the loss over logits: the targets' shapes torchrun
-    --nproc-per-node 2 scripts/bench.py table      the vocabulary over two GPUs python scripts/bench.py options
-    --baseline DIR          what each option costs; the loss of a checkout DIR python scripts/bench.py linear
-    the head and the loss together python scripts/bench.py report --write                docs/performance.md, the
-    README's block, its picture python scripts/bench.py compare OLD.json NEW.json       the ratios of two runs
-
-``docs/performance.md`` says how it is measured. A machine without a GPU can try a run on small shapes.
+``docs/performance.md`` says how it is measured, and with which commands. ``torchrun --nproc-per-node R`` in
+place of ``python`` cuts the vocabulary over R GPUs. A machine without a GPU can try a run on small shapes.
 """
 
 from __future__ import annotations
@@ -138,8 +133,8 @@ def report_command(options: argparse.Namespace) -> int:
     documents = read_documents(options.results)
     readme_path, picture = options.root / "README.md", options.results / report.PICTURE
     readme = readme_path.read_text(encoding="utf-8")
-    texts = {options.root / "docs" / "performance.md": report.page(documents)}
-    texts[readme_path] = report.with_block(readme, report.readme_block(documents))
+    page = options.root / "docs" / "performance.md"
+    texts = {page: report.page(documents), readme_path: report.with_block(readme, report.readme_block(documents))}
     if options.check:
         stale = [p for p, text in texts.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
         stale += [] if plot.is_drawn_from(picture, documents) else [picture]
@@ -147,7 +142,7 @@ def report_command(options: argparse.Namespace) -> int:
             print(f"stale: {path.name}; python scripts/bench.py report --write renews it")
         return 1 if stale else 0
     if not options.write:
-        print(next(iter(texts.values())))
+        print(texts[page])
         return 0
     for path, text in texts.items():
         path.parent.mkdir(exist_ok=True)

@@ -34,8 +34,8 @@ try:
     import torch.distributed as dist
     import torch.nn.functional as F
     from lm.data import IGNORE_INDEX, TokenIds, load_token_ids
-    from lm.model import LanguageModel
-    from lm.training import Run, Settings, equal_on_all_ranks, train
+    from lm.model import LanguageModel, Settings
+    from lm.training import Run, equal_on_all_ranks, train
     from matplotlib.figure import Figure
     from torch import Tensor
 
@@ -62,24 +62,24 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process runs, as `torchrun` told it; `launched` is False for a plain `python`."""
+    """Where this process runs, as `torchrun` told it; the backend is None for a plain `python`."""
 
-    launched: bool
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
     device: torch.device
-
-    @property
-    def backend(self) -> str | None:
-        if not self.launched:
-            return None
-        return "nccl" if self.device.type == "cuda" else "gloo"
+    backend: str | None
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        return f"{ranks}, {self.backend or 'no process group'}, {device_name(self.device)}"
+        return f"{ranks}, {self.backend or 'no process group'}, {self.device_name}"
+
+    @property
+    def device_name(self) -> str:
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return f"{platform.machine()} CPU, {cpu_cores()} cores"
 
 
 def positive_int(text: str) -> int:
@@ -106,22 +106,15 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def find_place(requested: str) -> Place:
-    def number(name: str, default: int) -> int:
-        return int(os.environ.get(name, default))
-
-    local_rank, local_world_size = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1)
+    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    rank, local_rank, world_size, local_world_size = (int(os.environ.get(*pair)) for pair in names.items())
     gpus = torch.cuda.device_count()
     if requested == "cuda" and gpus < local_world_size:
         raise ValueError(f"--device cuda: expected {local_world_size} GPUs, one a rank, got {gpus}")
     on_gpu = requested != "cpu" and gpus >= local_world_size
-    return Place(
-        launched="LOCAL_RANK" in os.environ,
-        rank=number("RANK", 0),
-        local_rank=local_rank,
-        world_size=number("WORLD_SIZE", 1),
-        local_world_size=local_world_size,
-        device=torch.device("cuda", local_rank) if on_gpu else torch.device("cpu"),
-    )
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    backend = ("nccl" if on_gpu else "gloo") if "LOCAL_RANK" in os.environ else None
+    return Place(rank, local_rank, world_size, local_world_size, device, backend)
 
 
 def cpu_cores() -> int:
@@ -130,7 +123,7 @@ def cpu_cores() -> int:
 
 @contextmanager
 def process_group(place: Place) -> Iterator[dist.ProcessGroup | None]:
-    if not place.launched:
+    if place.backend is None:
         yield None
         return
     # A rank that fails leaves the others waiting for no longer than this.
@@ -157,30 +150,26 @@ def load_on_all_ranks(
         dist.barrier(group)
     length = settings.sequence_length
     if min(len(ids.train), len(ids.held_out)) <= length:
-        raise ValueError(
-            f"--sequence-length: expected less than the {len(ids.train)} training and "
-            f"{len(ids.held_out)} held-out tokens, got {length}"
-        )
+        tokens = f"the {len(ids.train)} training and {len(ids.held_out)} held-out tokens"
+        raise ValueError(f"--sequence-length: expected less than {tokens}, got {length}")
     return TokenIds(*(part.to(place.device) for part in ids))
 
 
-def draw(sharded: Run, unsharded: Run, loss: str, limit: float, title: str, unit: str, path: Path) -> None:
+def draw(arguments: argparse.Namespace, runs: dict[str, Run], title: str, unit: str, path: Path) -> None:
+    limit, labels = arguments.max_difference, (f"sharded, {LOSSES[arguments.loss]}", "unsharded, torch cross_entropy")
+    styles: list[dict[str, Any]] = [{"color": "tab:blue", "linewidth": 3.0}, {"color": "black", "linestyle": "--"}]
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    steps = range(1, len(sharded.losses) + 1)
-    for run, label, style in (
-        (sharded, f"sharded, {loss}", {"color": "tab:blue", "linewidth": 3.0}),
-        (unsharded, "unsharded, torch cross_entropy", {"color": "black", "linestyle": "--"}),
-    ):
+    for run, label, style in zip(runs.values(), labels, styles, strict=True):
         text = f"{label}: {run.tokens_per_second:,.0f} tokens/s, held-out {run.held_out_loss:.3f}"
-        upper.plot(steps, run.losses, label=text, **style)
+        upper.plot(range(1, len(run.losses) + 1), run.losses, label=text, **style)
     upper.set_ylabel("cross-entropy loss (nats per token)")
     upper.set_title(title)
     upper.legend()
     upper.grid(alpha=0.3)
     floor = 1e-8
-    differences = [max(abs(a - b), floor) for a, b in zip(sharded.losses, unsharded.losses, strict=True)]
-    lower.semilogy(steps, differences, ".", color="tab:red", label="|sharded - unsharded|")
+    differences = [max(difference, floor) for difference in differences_of(runs)]
+    lower.semilogy(range(1, len(differences) + 1), differences, ".", color="tab:red", label="|sharded - unsharded|")
     lower.axhline(limit, color="gray", linestyle=":", label=f"allowed: {limit:g}")
     lower.set_ylim(floor / 2, 3 * max(limit, *differences))
     lower.set_ylabel(f"loss difference (nats)\n0 drawn at {floor:g}")
@@ -190,10 +179,8 @@ def draw(sharded: Run, unsharded: Run, loss: str, limit: float, title: str, unit
     figure.savefig(path, dpi=130)
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {cpu_cores()} cores"
+def differences_of(runs: dict[str, Run]) -> list[float]:
+    return [abs(a - b) for a, b in zip(*(run.losses for run in runs.values()), strict=True)]
 
 
 def failures_of(runs: dict[str, Run], largest: float, max_difference: float, equal: bool) -> list[str]:
@@ -209,57 +196,35 @@ def failures_of(runs: dict[str, Run], largest: float, max_difference: float, equ
     return failures
 
 
-def in_words(sharded: Run, differences: list[float], max_difference: float) -> str:
-    largest = max(differences)
-    return (
-        f"sharded loss: {sharded.losses[0]:.3f} at first, {sharded.final_loss:.3f} at the end\n"
-        f"largest loss difference: {largest:.2e} at step {differences.index(largest) + 1} "
-        f"(allowed: {max_difference:g})"
-    )
-
-
 def report(
-    arguments: argparse.Namespace,
-    settings: Settings,
-    place: Place,
-    sharded: Run,
-    unsharded: Run,
-    equal: bool,
-    seconds: float,
+    arguments: argparse.Namespace, settings: Settings, place: Place, runs: dict[str, Run], equal: bool, seconds: float
 ) -> int:
     """Print and write what was found; returns the exit status."""
-    runs = {"sharded": sharded, "unsharded": unsharded}
-    differences = [abs(a - b) for a, b in zip(sharded.losses, unsharded.losses, strict=True)]
-    largest = max(differences)
+    sharded, differences = runs["sharded"], differences_of(runs)
+    largest, parameters = max(differences), runs["unsharded"].parameters
+    at_step = differences.index(largest) + 1
     picture = arguments.out / "train_lm.png"
-    draw(
-        sharded,
-        unsharded,
-        LOSSES[arguments.loss],
-        arguments.max_difference,
-        f"Decoder-only language model, {unsharded.parameters / 1e6:.1f} M parameters, fp32\n"
-        f"vocabulary {VOCAB_SIZE} over {place}",
-        f"{settings.tokens_per_step:,} tokens each",
-        picture,
-    )
+    what = f"Decoder-only language model, {parameters / 1e6:.1f} M parameters, fp32"
+    title, unit = f"{what}\nvocabulary {VOCAB_SIZE} over {place}", f"{settings.tokens_per_step:,} tokens each"
+    draw(arguments, runs, title, unit, picture)
     failures = failures_of(runs, largest, arguments.max_difference, equal)
     summary = {
         "job": "train_lm",
         "loss": LOSSES[arguments.loss],
         "passed": not failures,
         "largest_loss_difference": largest,
-        "largest_loss_difference_step": differences.index(largest) + 1,
+        "largest_loss_difference_step": at_step,
         "max_difference": arguments.max_difference,
         "world_size": place.world_size,
         "backend": place.backend,
-        "device": device_name(place.device),
+        "device": place.device_name,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton_version(),
         "impl": select(place.device.type, "auto").name,
         "dtype": "float32",
         "vocab_size": VOCAB_SIZE,
-        "parameters": unsharded.parameters,
+        "parameters": parameters,
         "steps": settings.steps,
         "tokens": settings.steps * settings.tokens_per_step,
         "ignored_labels": sharded.ignored_labels,
@@ -272,20 +237,14 @@ def report(
         "seconds": round(seconds, 1),
         "png": os.path.relpath(picture),
     }
-    curves = {name: run.losses for name, run in runs.items()}
-    picture.with_suffix(".json").write_text(json.dumps({**summary, "losses": curves}) + "\n")
-    print(in_words(sharded, differences, arguments.max_difference))
+    summary_and_curves = {**summary, "losses": {name: run.losses for name, run in runs.items()}}
+    picture.with_suffix(".json").write_text(json.dumps(summary_and_curves) + "\n")
+    print(f"sharded loss: {sharded.losses[0]:.3f} at first, {sharded.final_loss:.3f} at the end")
+    print(f"largest loss difference: {largest:.2e} at step {at_step} (allowed: {arguments.max_difference:g})")
     for failure in failures:
         print(f"FAILED: {failure}")
     print(json.dumps(summary, separators=(",", ":")), flush=True)
     return 1 if failures else 0
-
-
-def choose_settings(arguments: argparse.Namespace, device_type: str) -> Settings:
-    settings = SMOKE if arguments.smoke else DEFAULTS[device_type]
-    options = ("steps", "batch_size", "sequence_length", "learning_rate")
-    given = {name: getattr(arguments, name) for name in options}
-    return replace(settings, **{name: value for name, value in given.items() if value is not None})
 
 
 def main() -> int:
@@ -293,7 +252,9 @@ def main() -> int:
     begun = time.perf_counter()
     place = find_place(arguments.device)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    settings = choose_settings(arguments, place.device.type)
+    options = ("steps", "batch_size", "sequence_length", "learning_rate")
+    given = {name: getattr(arguments, name) for name in options if getattr(arguments, name) is not None}
+    settings = replace(SMOKE if arguments.smoke else DEFAULTS[place.device.type], **given)
     torch.set_float32_matmul_precision("highest")
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
@@ -326,7 +287,8 @@ def main() -> int:
 
     unsharded = train("unsharded", settings, arguments.seed, ids, unsharded_loss, None, show)
     seconds = time.perf_counter() - begun
-    return report(arguments, settings, place, sharded, unsharded, equal, seconds)
+    runs = {"sharded": sharded, "unsharded": unsharded}
+    return report(arguments, settings, place, runs, equal, seconds)
 
 
 if __name__ == "__main__":

@@ -145,23 +145,21 @@ def logits_cases(
     ranks: int, shapes: list[str] | None = None, sweep: str | None = None, reduction: str | None = None
 ) -> list[LogitsCase]:
     """The table's cases, or a sweep's, or those of ``ROWSxCOLUMNS`` shapes whose columns are one rank's."""
-    kinds = (reduction,) if reduction else REDUCTIONS
     sizes = [parsed_shape(shape, "ROWSxCOLUMNS") for shape in shapes or ()]
     if sweep:
         sizes += [[rows, divided(vocabulary, ranks)] for rows, vocabulary in SWEEPS[sweep]]
-    if sizes:
-        return [LogitsCase(kind, rows, columns, ranks) for rows, columns in sizes for kind in kinds]
-    return [case for case in LOGITS_TARGETS if case.ranks == ranks and case.reduction in kinds]
+    kinds = (reduction,) if reduction else REDUCTIONS
+    named = [LogitsCase(kind, rows, columns, ranks) for rows, columns in sizes for kind in kinds]
+    return named or [case for case in LOGITS_TARGETS if case.ranks == ranks and case.reduction in kinds]
 
 
 def linear_cases(ranks: int, shapes: list[str] | None = None, reduction: str | None = None) -> list[LinearCase]:
     """The table's cases, or ``TOKENSxVOCABULARY[xHIDDEN]`` shapes whose vocabulary is that of all ranks."""
-    kinds = (reduction,) if reduction else REDUCTIONS
     full = [shape if shape.count("x") > 1 else f"{shape}x{HIDDEN_SIZE}" for shape in shapes or ()]
     sizes = [parsed_shape(shape, "TOKENSxVOCABULARYxHIDDEN") for shape in full]
-    if sizes:
-        return [LinearCase(kind, rows, size, hidden, ranks) for rows, size, hidden in sizes for kind in kinds]
-    return [case for case in LINEAR_TARGETS if case.ranks == ranks and case.reduction in kinds]
+    kinds = (reduction,) if reduction else REDUCTIONS
+    named = [LinearCase(kind, rows, size, hidden, ranks) for rows, size, hidden in sizes for kind in kinds]
+    return named or [case for case in LINEAR_TARGETS if case.ranks == ranks and case.reduction in kinds]
 
 
 class Inputs(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -26,14 +27,14 @@ def host_description() -> dict[str, Any]:
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     commit = os.environ.get("VPCE_COMMIT") or git.stdout.strip()
     try:
-        import triton
+        triton_version = importlib.import_module("triton").__version__
     except ImportError:
-        triton = None
+        triton_version = None
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "gpus_used": int(os.environ.get("WORLD_SIZE", "1")),
         "torch": torch.__version__,
-        "triton": None if triton is None else triton.__version__,
+        "triton": triton_version,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "nccl_graph_mixing_support": os.environ.get(GRAPH_MIXING),

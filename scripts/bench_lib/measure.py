@@ -7,6 +7,7 @@ fields of its results.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench_lib import oracle
-from bench_lib.cases import Case, Effort, Inputs, LinearCase, LogitsCase, linear_inputs, logits_inputs
+from bench_lib.cases import Case, Inputs, LinearCase, linear_inputs, logits_inputs
 from bench_lib.providers import Provider, first_line
 from bench_lib.timing import DeviceTimer, Ranks, Run
 
@@ -58,27 +59,27 @@ def as_produced(buffer: Tensor) -> Tensor:
 class BaseSubject:
     """One case on this rank."""
 
-    case: Case
-    inputs: Inputs
+    inputs_of: Callable[..., Inputs]
 
-    def __init__(self, ranks: Ranks, effort: Effort) -> None:
-        self.ranks, self.effort = ranks, effort
+    def __init__(self, case: Any, ranks: Ranks, rounds: int) -> None:
+        self.case, self.ranks, self.effort = case, ranks, case.effort(rounds)
+        self.inputs = type(self).inputs_of(case, ranks.rank, ranks.device)
+        self._right: dict[str, list[Tensor]] = {}  # by what is asked of the loss
 
     def call(self, provider: Provider, inputs: Inputs) -> tuple[Tensor, ...]:
-        return provider.step()(inputs, self.case.reduction, self.ranks.group)
+        return provider.step(inputs, self.case.reduction, self.ranks.group)
 
 
 class LogitsSubject(BaseSubject):
     """The loss over logits, beside ``out.copy_(logits)``. Each call of a round has a buffer of its own."""
 
-    def __init__(self, case: LogitsCase, ranks: Ranks, rounds: int) -> None:
-        super().__init__(ranks, case.effort(rounds))
-        self.case: LogitsCase = case
-        self.inputs = logits_inputs(case, ranks.rank, ranks.device)
+    inputs_of = staticmethod(logits_inputs)
+
+    def __init__(self, case: Any, ranks: Ranks, rounds: int) -> None:
+        super().__init__(case, ranks, rounds)
         (self.source,) = self.inputs.tensors
         count = max(self.effort.calls, self.effort.eager_calls)
         self.buffers = [self.source.clone() for _ in range(count)]
-        self._right: dict[str, list[Tensor]] = {}
 
     def operands(self, count: int, *, fresh: bool) -> list[Inputs]:
         """The inputs of ``count`` calls, unchanged by earlier calls; if ``fresh``, logits for autograd."""
@@ -125,18 +126,14 @@ class LinearSubject(BaseSubject):
     ranks then all-reduce the gradient of hidden. The gradient is the softmax: a GPU multiplies zeros faster.
     """
 
-    def __init__(self, case: LinearCase, ranks: Ranks, rounds: int) -> None:
-        super().__init__(ranks, case.effort(rounds))
-        self.case: LinearCase = case
-        self.inputs = linear_inputs(case, ranks.rank, ranks.device)
-        self._right: list[Tensor] | None = None
+    inputs_of = staticmethod(linear_inputs)
 
     def operands(self, count: int, *, fresh: bool) -> list[Inputs]:
         return [self.inputs] * count  # no provider overwrites them
 
     @torch.no_grad()
     def yardstick(self) -> Call:
-        self._right = None  # every check is done
+        self._right.clear()  # every check is done
         hidden, weight = (tensor.detach() for tensor in self.inputs.tensors)
         logits = hidden @ weight.T
         d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
@@ -155,10 +152,10 @@ class LinearSubject(BaseSubject):
         return matmuls
 
     def check(self, provider: Provider) -> Result:
-        if self._right is None:
-            self._right = oracle.expected_linear(self.case, self.inputs, self.ranks.group)
+        if not self._right:
+            self._right[""] = oracle.expected_linear(self.case, self.inputs, self.ranks.group)
         actual = self.call(provider, self.inputs)
-        errors = oracle.errors_of(actual, self._right, ("d_hidden", "d_weight"))
+        errors = oracle.errors_of(actual, self._right[""], ("d_hidden", "d_weight"))
         eps = torch.finfo(actual[1].dtype).eps
         ours = (eps / 16 + oracle.SUMS, eps + oracle.SUMS, eps + oracle.SUMS)
         oracle.require(errors, ours if provider.is_ours else (0.05, 0.05, 0.1))
@@ -176,8 +173,7 @@ Subject: TypeAlias = LogitsSubject | LinearSubject
 
 
 def subject_of(case: Case, ranks: Ranks, rounds: int) -> Subject:
-    kind = LinearSubject if isinstance(case, LinearCase) else LogitsSubject
-    return kind(case, ranks, rounds)  # type: ignore[arg-type]
+    return (LinearSubject if isinstance(case, LinearCase) else LogitsSubject)(case, ranks, rounds)
 
 
 def ratio_numbers(times: Times, name: str, digits: int) -> Result:
@@ -215,7 +211,8 @@ def interleaved(runs: Runs, timed: Callable[[str, Run, Run], float], rounds: int
 
 def measure(subject: Subject, providers: Sequence[Provider], timer: DeviceTimer, graphs: str = "none") -> list[Result]:
     """One result per provider: numbers, or why it was refused. ``graphs``: ours, all or none."""
-    torch.compiler.reset()  # a function that was compiled for eight shapes is not compiled for a ninth
+    if "torch._dynamo" in sys.modules:  # nothing is compiled before it is imported, which takes seconds
+        torch.compiler.reset()  # a function that was compiled for eight shapes is not compiled for a ninth
     found = {provider.name: attempt(subject, provider, timer) for provider in providers}
     timed = {p.name: p for p in providers if "refused" not in found[p.name]}
     effort, copy = subject.effort, subject.yardstick()
@@ -256,8 +253,12 @@ def attempt(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
             run = Calls(subject, partial(subject.call, provider), 1, fresh=True)
             run.prepare()
             found["extra_peak_bytes"] = timer.extra_peak_bytes(run)
+        except torch.OutOfMemoryError as error:
+            reason, cause = "out of memory", error
+        except AssertionError as error:
+            reason, cause = f"wrong: {first_line(error)}", error
         except Exception as error:
-            reason, cause = reason_of(error), error
+            reason, cause = f"{type(error).__name__}: {first_line(error)}", error
     timer.release()
     tried = subject.ranks.gathered((reason, found))
     reason = next((why for why, _ in tried if why is not None), None)
@@ -269,14 +270,6 @@ def attempt(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
     if provider.is_ours and not can_refuse:
         raise RuntimeError(f"{subject.case}: {provider.name}: {reason}") from cause
     return {"refused": reason}
-
-
-def reason_of(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    if isinstance(error, AssertionError):
-        return f"wrong: {first_line(error)}"
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def graph_numbers(subject: Subject, provider: Provider, copy: Call, timer: DeviceTimer, wanted: bool) -> Result:

@@ -16,13 +16,7 @@ from bench_lib.cases import OURS
 from bench_lib.providers import Provider
 from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
 
-ALL: dict[str, Any] = {
-    "label_smoothing": 0.1,
-    "z_loss": 1e-4,
-    "softcap": 30.0,
-    "logit_scale": 0.0625,
-    "return_metrics": True,
-}
+ALL: dict[str, Any] = dict(label_smoothing=0.1, z_loss=1e-4, softcap=30.0, logit_scale=0.0625, return_metrics=True)
 OPTION_CALLS: dict[str, dict[str, Any]] = {
     "mean": {},
     "mean, in_forward": {"gradient": "in_forward"},

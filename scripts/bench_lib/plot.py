@@ -45,8 +45,7 @@ def draw(documents: dict[str, Document], path: Path) -> None:
         axes.set_xlim(0, LONGEST_BAR * 1.15)
         axes.set_title(f"{case}, {gpus(case.ranks)}", fontsize=9)
         axes.tick_params(labelsize=8)
-    figure.supxlabel(
-        "time over that of a copy of the logits; dashed: the fewest reads and writes; bars end at 6.5", fontsize=9
-    )
+    caption = "time over that of a copy of the logits; dashed: the fewest reads and writes; bars end at 6.5"
+    figure.supxlabel(caption, fontsize=9)
     figure.savefig(path, dpi=100, metadata={"Source": digest(documents)})
     pyplot.close(figure)

@@ -9,11 +9,11 @@ In the lambdas: m the module, x logits, h hidden, w weight, y labels, r the redu
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -28,7 +28,7 @@ LossOf: TypeAlias = Callable[..., Any]  # of (*tensors, labels, reduction, group
 Step: TypeAlias = Callable[[Inputs, str, Any], tuple[Tensor, ...]]
 
 
-@functools.cache
+@cache
 def ones(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The upstream gradient, which a training step has before it calls the loss's backward."""
     return torch.ones(shape, dtype=dtype, device=device)
@@ -60,9 +60,9 @@ class Provider:
     """One way to compute a loss and its gradients.
 
     ``loss_from`` makes the loss from the imported ``module``; if ``is_step``, it makes the whole step.
-    A case is refused with the reason ``unless`` if ``only`` is false for it. ``checked_as`` is the reduction
-    whose gradient is returned, if not the one asked for. ``gradient`` says when this project writes it.
-    ``options`` are those that the check needs beside the reduction.
+    ``refuses`` gives the reason to refuse a case, or None. ``checked_as`` is the reduction whose gradient is
+    returned, if not the one asked for. ``gradient`` says when this project writes it. ``options`` are those
+    that the check needs beside the reduction.
     """
 
     name: str
@@ -74,19 +74,14 @@ class Provider:
     is_default: bool = True
     is_step: bool = False
     reduces_hidden: bool = True
-    only: Callable[[Case], bool] = lambda case: True
-    unless: str = ""
+    refuses: Callable[[Case], str | None] = lambda case: None
     checked_as: str | None = None
     gradient: str | None = None
     options: dict[str, Any] | None = None
-    _loaded: list[Step] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def is_ours(self) -> bool:
         return self.module == OURS
-
-    def refuses(self, case: Case) -> str | None:
-        return None if self.only(case) else self.unless
 
     def absent(self, ranks: int) -> str | None:
         """Why it cannot run here on this number of ranks, or None."""
@@ -95,19 +90,17 @@ class Provider:
         if ranks == 1 and not self.of_one_rank:
             return "needs several ranks"
         try:
-            self.step()
+            self.step  # noqa: B018
         except ImportError as error:
             return f"not installed: {first_line(error)}"
         except Exception as error:  # another project's import may raise anything; it is reported
             return f"cannot be imported: {type(error).__name__}: {first_line(error)}"
         return None
 
+    @cached_property
     def step(self) -> Step:
-        if not self._loaded:
-            made = self.loss_from(importlib.import_module(self.module))
-            step: Step = made if self.is_step else through_autograd(made, reduces_hidden=self.reduces_hidden)
-            self._loaded.append(step)
-        return self._loaded[0]
+        made = self.loss_from(importlib.import_module(self.module))
+        return made if self.is_step else through_autograd(made, reduces_hidden=self.reduces_hidden)
 
     @property
     def version(self) -> str:
@@ -119,22 +112,17 @@ class Provider:
 
 def first_line(error: BaseException) -> str:
     """The first line of the message that is not empty."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def chosen(names: str | None, known: Sequence[Provider]) -> list[Provider]:
     """Those of a comma-separated list, in the order of ``known``; ``all`` stands for the default ones."""
-    by_name = {provider.name: provider for provider in known}
-    wanted: set[str] = set()
-    for name in (names or "all").split(","):
-        if name.strip() == "all":
-            wanted |= {provider.name for provider in known if provider.is_default}
-        elif name.strip() in by_name:
-            wanted.add(name.strip())
-        else:
-            raise ValueError(f"providers: expected all or some of {', '.join(by_name)}; got {name!r}")
-    return [provider for provider in known if provider.name in wanted]
+    known_names = [provider.name for provider in known]
+    wanted = [name.strip() for name in (names or "all").split(",")]
+    for name in wanted:
+        if name not in (*known_names, "all"):
+            raise ValueError(f"providers: expected all or some of {', '.join(known_names)}; got {name!r}")
+    return [provider for provider in known if provider.name in wanted or (provider.is_default and "all" in wanted)]
 
 
 def reduced(losses: Tensor, reduction: str) -> Tensor:
@@ -142,8 +130,18 @@ def reduced(losses: Tensor, reduction: str) -> Tensor:
     return losses.mean() if reduction == "mean" else losses
 
 
-def _ours(name: str, **options: str) -> Provider:
-    in_forward = "gradient" in options
+def _is_reduced(case: Case) -> str | None:
+    is_reduced = case.reduction != "none"
+    return None if is_reduced else "in_forward is for reduced losses: the grad_output of each token comes after forward"
+
+
+def _is_mean(case: Case) -> str | None:
+    return None if case.reduction == "mean" else "the kernel takes no grad_output: timed with the means"
+
+
+def _ours(name: str, gradient: str = "in_backward", **options: str) -> Provider:
+    if gradient == "in_forward":
+        options["gradient"] = gradient
     return Provider(
         name,
         lambda m: lambda x, y, r, g: m.vocab_parallel_cross_entropy(x, y, group=g, reduction=r, **options),
@@ -151,9 +149,8 @@ def _ours(name: str, **options: str) -> Provider:
         "vocab-parallel-ce",
         of_several=options.get("impl") != "one_pass",
         is_default="impl" not in options,
-        only=lambda case: not in_forward or case.reduction != "none",
-        unless="in_forward is for reduced losses: the grad_output of each token comes after forward",
-        gradient="in_forward" if in_forward else "in_backward",
+        refuses=_is_reduced if gradient == "in_forward" else lambda case: None,
+        gradient=gradient,
     )
 
 
@@ -177,7 +174,7 @@ def _loss_parallel(parallel: Any) -> Step:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh_of = functools.cache(DeviceMesh.from_group)
+    mesh_of = cache(DeviceMesh.from_group)
 
     def step(inputs: Inputs, reduction: str, group: Any) -> tuple[Tensor, ...]:
         (logits,) = inputs.tensors
@@ -210,12 +207,8 @@ def _liger_linear(liger: Any) -> LossOf:
     return lambda h, w, y, r, g: modules[r](w, h, y)
 
 
-def _quack(name: str, in_place: bool) -> Provider:
-    return _quacks(
-        name,
-        lambda m: lambda x, y, r, g: m.cross_entropy(x, y, reduction=r, inplace_backward=in_place),
-        "quack.cross_entropy",
-    )
+def _quack(quack: Any, in_place: bool) -> LossOf:
+    return lambda x, y, r, g: quack.cross_entropy(x, y, reduction=r, inplace_backward=in_place)
 
 
 def _quack_kernel(quack: Any) -> Step:
@@ -241,7 +234,7 @@ def _quack_linear(quack: Any) -> LossOf:
 
 
 def _flash(flash: Any) -> LossOf:
-    loss = functools.partial(flash.cross_entropy_loss, inplace_backward=True)
+    loss = partial(flash.cross_entropy_loss, inplace_backward=True)
     return lambda x, y, r, g: reduced(loss(x, y, process_group=g)[0], r)
 
 
@@ -255,16 +248,13 @@ def _flash_linear(flash: Any) -> LossOf:
     return loss_of
 
 
-def _engine(name: str, **options: bool) -> Provider:
-    def loss_from(engine: Any) -> LossOf:
-        def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
-            is_mean = reduction == "mean"
-            loss = engine.parallel_cross_entropy(logits[None], labels[None], 0.0, is_mean, group, **options)
-            return loss.reshape(() if is_mean else -1)
+def _engine(engine: Any, **options: bool) -> LossOf:
+    def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
+        is_mean = reduction == "mean"
+        loss = engine.parallel_cross_entropy(logits[None], labels[None], 0.0, is_mean, group, **options)
+        return loss.reshape(() if is_mean else -1)
 
-        return loss_of
-
-    return Provider(name, loss_from, "transformer_engine.pytorch.cross_entropy", "transformer-engine")
+    return loss_of
 
 
 def _megatron(megatron: Any) -> LossOf:
@@ -272,18 +262,18 @@ def _megatron(megatron: Any) -> LossOf:
     return lambda x, y, r, g: reduced(loss(x[:, None], y[:, None], g).view(-1), r)
 
 
-def _cut(name: str, **options: Any) -> Provider:
-    def loss_from(cut: Any) -> LossOf:
-        return lambda h, w, y, r, g: cut.linear_cross_entropy(h, w, y, reduction=r, **options)
-
-    return Provider(name, loss_from, "cut_cross_entropy", "cut-cross-entropy", of_several=False)
+def _cut(cut: Any, **options: Any) -> LossOf:
+    return lambda h, w, y, r, g: cut.linear_cross_entropy(h, w, y, reduction=r, **options)
 
 
 FLASH, LIGER = "flash_attn.ops.triton.cross_entropy", "liger_kernel.transformers"
 MEGATRON, LOSS_PARALLEL = "megatron.core.fusions.fused_cross_entropy", "torch.distributed.tensor.parallel"
-_linear = functools.partial(Provider, module=OURS, distribution="vocab-parallel-ce")
-_torch = functools.partial(Provider, module="torch.nn", distribution="torch", of_several=False)
-_quacks = functools.partial(Provider, distribution="quack-kernels", of_several=False)
+QUACK, ENGINE = "quack.cross_entropy", "transformer_engine.pytorch.cross_entropy"
+_linear = partial(Provider, module=OURS, distribution="vocab-parallel-ce")
+_torch = partial(Provider, module="torch.nn", distribution="torch", of_several=False)
+_quacks = partial(Provider, distribution="quack-kernels", of_several=False)
+_engines = partial(Provider, module=ENGINE, distribution="transformer-engine")
+_cuts = partial(Provider, module="cut_cross_entropy", distribution="cut-cross-entropy", of_several=False)
 
 LOGITS_PROVIDERS: tuple[Provider, ...] = (
     _ours(OURS),
@@ -295,22 +285,14 @@ LOGITS_PROVIDERS: tuple[Provider, ...] = (
     _torch("torch.compile", lambda m: torch.compile(_eager, dynamic=False)),
     Provider("loss_parallel", _loss_parallel, LOSS_PARALLEL, "torch", of_one_rank=False, is_step=True),
     Provider("liger-kernel", _liger, LIGER, "liger-kernel"),
-    _quack("quack-kernels", True),
-    _quack("quack-kernels (out of place)", False),
-    _quacks(
-        "quack-kernels (kernel alone)",
-        _quack_kernel,
-        "quack.cross_entropy",
-        is_step=True,
-        only=lambda case: case.reduction == "mean",
-        unless="the kernel takes no grad_output: timed with the means",
-        checked_as="none",
-    ),
+    _quacks("quack-kernels", partial(_quack, in_place=True), QUACK),
+    _quacks("quack-kernels (out of place)", partial(_quack, in_place=False), QUACK),
+    _quacks("quack-kernels (kernel alone)", _quack_kernel, QUACK, is_step=True, refuses=_is_mean, checked_as="none"),
     Provider("flash-attn", _flash, FLASH, "flash-attn"),
     # Before transformer-engine: it looks for that when it is imported.
     Provider("megatron-core", _megatron, MEGATRON, "megatron-core", of_one_rank=False),
-    _engine("transformer-engine"),
-    _engine("transformer-engine (overwrite)", overwrite_input=True),
+    _engines("transformer-engine", _engine),
+    _engines("transformer-engine (overwrite)", partial(_engine, overwrite_input=True)),
 )
 LINEAR_PROVIDERS: tuple[Provider, ...] = (
     _linear(OURS, lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r)),
@@ -321,7 +303,7 @@ LINEAR_PROVIDERS: tuple[Provider, ...] = (
     Provider("F.linear + flash-attn", _flash_linear, FLASH, "flash-attn", reduces_hidden=False),
     Provider("liger-kernel", _liger_linear, LIGER, "liger-kernel", of_several=False),
     # It leaves blocks of small probabilities out of the gradients, unless told not to.
-    _cut("cut-cross-entropy"),
-    _cut("cut-cross-entropy (exact)", filter_eps=None),
+    _cuts("cut-cross-entropy", _cut),
+    _cuts("cut-cross-entropy (exact)", partial(_cut, filter_eps=None)),
     _quacks("quack-kernels", _quack_linear, "quack.linear_cross_entropy"),
 )

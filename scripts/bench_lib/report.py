@@ -26,14 +26,9 @@ UNITS = {
     "gib_over_fp32_weight_gradient": "GiB over an fp32 gradient of the weight",
 }
 SHOWN = ("ratio", "microseconds", "microseconds_eager", "microseconds_graph")
-README_CASES = (
-    (LogitsCase("mean", 4096, 128256, 1), OURS),
-    (LogitsCase("mean", 4096, 128256, 1), IN_FORWARD),
-    (LogitsCase("none", 4096, 128256, 1), OURS),
-    (LogitsCase("none", 8192, 32064, 1), OURS),
-    (LogitsCase("none", 16384, 64128, 2), OURS),
-    (LogitsCase("none", 16384, 32064, 4), OURS),
-)
+README_CASES = [(LogitsCase("mean", 4096, 128256, 1), provider) for provider in (OURS, IN_FORWARD)]
+README_SHAPES = ((4096, 128256, 1), (8192, 32064, 1), (16384, 64128, 2), (16384, 32064, 4))
+README_CASES += [(LogitsCase("none", *shape), OURS) for shape in README_SHAPES]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -58,6 +53,12 @@ def gpus(count: int) -> str:
     return f"{count} GPU{'s' * (count > 1)}"
 
 
+def row_name(case: Case, provider: str, count: int | None = None) -> str:
+    """A case of this project, and the number of GPUs if it is given."""
+    of_gpus = "" if count is None else f", {gpus(count)}"
+    return f"{case}{of_gpus}{', in_forward' * (provider == IN_FORWARD)}"
+
+
 def one_line(reason: str) -> str:
     """An error's text as one line of code, which then holds no Markdown of its own."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", reason).encode("ascii", "replace").decode()
@@ -72,15 +73,14 @@ def number(result: Result | None, metric: str) -> float | None:
     if metric == "gib_over_fp32_weight_gradient":
         weight = result["vocabulary"] // result["ranks"] * result["hidden_size"]
         return float(result["extra_peak_bytes"] - 4 * weight) / GIB
-    value: float | None = result.get(metric)
-    return value
+    return result.get(metric)
 
 
 def best_other(results: dict[str, Result], metric: str) -> tuple[str, float] | None:
     """The fastest provider that is not of this project, and its number."""
     numbers = {name: number(result, metric) for name, result in results.items() if not is_ours(name)}
-    found = [(value, name) for name, value in numbers.items() if value is not None]
-    return (min(found)[1], min(found)[0]) if found else None
+    found = [(name, value) for name, value in numbers.items() if value is not None]
+    return min(found, key=lambda pair: (pair[1], pair[0]), default=None)
 
 
 def host_line(document: Document) -> str:
@@ -158,7 +158,7 @@ def logits_part(document: Document) -> str:
             spreads.append((result["ratio_spread"][1] - result["ratio_spread"][0]) / result["ratio"])
             numbers.append(f"{result['extra_peak_bytes_per_row']:.1f}")
             best = f"{other[0]} {shown('ratio', other[1])}" if other else "-"
-            rows.append([str(case) + ", in_forward" * (provider == IN_FORWARD), *numbers, best])
+            rows.append([row_name(case, provider), *numbers, best])
     header = ["tokens x vocabulary", "time / copy", "us", "eager us", "CUDA graph us", "extra B/row"]
     parts = [
         f"{host_line(document)} This project's ratios vary by {100 * max(spreads):.1f} % or less.",
@@ -242,14 +242,13 @@ def targets_part(documents: dict[str, Document]) -> str:
         for case, bounds in targets.items():
             document = documents.get(name_of(kind, case.ranks))
             results = results_by_case(document).get(case, {}) if document else {}
-            in_forward = kind == "table" and case.reduction == "mean"
+            provider = IN_FORWARD if kind == "table" and case.reduction == "mean" else OURS
             for metric, bound in bounds.items():
-                value = number(results.get(IN_FORWARD if in_forward else OURS), metric)
+                value = number(results.get(provider), metric)
                 met = "not measured" if value is None else "met" if value <= bound else "**missed**"
-                label = UNITS[metric].replace("copy", "matmuls" if kind == "linear_table" else "copy")
+                unit = UNITS[metric].replace("copy", "matmuls" if kind == "linear_table" else "copy")
                 measured = "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
-                case_text = f"{case}, {gpus(case.ranks)}" + ", in_forward" * in_forward
-                rows.append([case_text, f"<= {bound:g} {label}", measured, met])
+                rows.append([row_name(case, provider, case.ranks), f"<= {bound:g} {unit}", measured, met])
     count = sum(row[-1] == "met" for row in rows)
     return f"{count} of {len(rows)} targets are met.\n\n{table(['case', 'target', 'measured', ''], rows)}"
 
@@ -275,9 +274,8 @@ def readme_block(documents: dict[str, Document]) -> str:
     for case, provider in README_CASES:
         results = results_by_case(documents[name_of("table", case.ranks)])[case]
         other = best_other(results, "ratio")
-        name = f"{case}, {gpus(case.ranks)}" + ", in_forward" * (provider == IN_FORWARD)
         best = f"{shown('ratio', other[1])} {other[0]}" if other else "-"
-        rows.append([name, shown("ratio", number(results[provider], "ratio")), best])
+        rows.append([row_name(case, provider, case.ranks), shown("ratio", number(results[provider], "ratio")), best])
     picture = f"![Time over copy of each provider](scripts/results/{PICTURE})"
     return f"{table(['time / copy', OURS, 'best other'], rows)}\n\n{picture}"
 

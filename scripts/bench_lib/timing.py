@@ -52,11 +52,10 @@ class DeviceTimer:
             elapsed, host = self.slowest(*self._time(run, sleep))
             if host < 0.8 * sleep or name in self._not_queued:
                 return elapsed
+            self._sleeps[name] = 2 * host
             if 2 * host > LONGEST_SLEEP_SECONDS:
                 self._not_queued.add(name)
                 self._sleeps[name] = SLEEP_SECONDS
-            else:
-                self._sleeps[name] = 2 * host
 
     def was_queued(self, name: str) -> bool:
         return name not in self._not_queued
@@ -64,7 +63,6 @@ class DeviceTimer:
     def eager(self, name: str, run: Run, prepare: Run = nothing) -> float:
         """Milliseconds from the first call's start on the host to the last call's end on the device."""
         prepare()
-        collects = gc.isenabled()
         gc.disable()
         try:
             self.meet()
@@ -73,8 +71,7 @@ class DeviceTimer:
             self._synchronize()
             elapsed = 1e3 * (time.perf_counter() - start)
         finally:
-            if collects:
-                gc.enable()
+            gc.enable()
         return self.slowest(elapsed)[0]
 
     def captured(self, call: Callable[[Any], object], operands: Iterable[Any]) -> Run:

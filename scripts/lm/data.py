@@ -24,9 +24,7 @@ FILE_START = "<|file|>"
 FILE_START_ID = 0
 IGNORE_INDEX = -100
 HELD_OUT_SHARE = 0.05
-SKIPPED_DIRECTORIES = {
-    "__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test",
-}  # fmt: skip
+SKIPPED_DIRECTORIES = set(["__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"])
 
 
 class TokenIds(NamedTuple):
@@ -37,20 +35,16 @@ class TokenIds(NamedTuple):
 def read_corpus(max_characters: int | None) -> list[str]:
     """Texts of standard-library files, in a fixed shuffled order, cut off after `max_characters`."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(
-        path for path in root.rglob("*.py") if SKIPPED_DIRECTORIES.isdisjoint(path.relative_to(root).parts[:-1])
-    )
+    found = root.rglob("*.py")
+    paths = sorted(path for path in found if SKIPPED_DIRECTORIES.isdisjoint(path.relative_to(root).parts[:-1]))
     # Sorted order would put whole topics into the held-out end, and into a corpus cut short.
     random.Random(0).shuffle(paths)
     texts: list[str] = []
-    characters = 0
     for path in paths:
-        if max_characters is not None and characters >= max_characters:
+        if max_characters is not None and sum(map(len, texts)) >= max_characters:
             break
-        text = path.read_bytes().decode("utf-8", errors="ignore")
-        if text:
-            texts.append(text)
-            characters += len(text)
+        texts.append(path.read_bytes().decode("utf-8", errors="ignore"))
+    texts = [text for text in texts if text]
     if not texts:
         raise ValueError(f"corpus: expected *.py files under {root}, got none")
     return texts
@@ -81,9 +75,8 @@ def _build(texts: list[str], vocab_size: int, directory: Path, show_progress: bo
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"tokenizer: none is cached, and training one needs the Python package 'tokenizers': {error}"
-        ) from None
+        message = "tokenizer: none is cached, and training one needs the Python package 'tokenizers'"
+        raise ValueError(f"{message}: {error}") from None
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -95,10 +88,9 @@ def _build(texts: list[str], vocab_size: int, directory: Path, show_progress: bo
     )
     files = tqdm(texts, "train tokenizer", unit="file", disable=not show_progress)
     tokenizer.train_from_iterator(files, trainer)
-    if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(
-            f"tokenizer: expected {vocab_size} entries, got {tokenizer.get_vocab_size()}; the corpus is too small"
-        )
+    size = tokenizer.get_vocab_size()
+    if size != vocab_size:
+        raise ValueError(f"tokenizer: expected {vocab_size} entries, got {size}; the corpus is too small")
     assert tokenizer.token_to_id(FILE_START) == FILE_START_ID
     pieces: list[list[int]] = []
     for first in tqdm(range(0, len(texts), 32), "encode", unit="batch", disable=not show_progress):

@@ -7,6 +7,7 @@ is replicated: all ranks see the same tokens, and the two all_reduces below give
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +19,32 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class Settings:
+    """The model and its training."""
+
     vocab_size: int
     width: int
     layers: int
     heads: int
     sequence_length: int
+    batch_size: int
+    steps: int
+    learning_rate: float
 
     @property
     def initial_std(self) -> float:
         """Gives the first logits a standard deviation of about 0.5: their inputs are normalised."""
         return 0.5 * self.width**-0.5
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.sequence_length
+
+
+def summed(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = partial.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -36,43 +52,26 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = partial.clone()
-        dist.all_reduce(total, group=group)
-        return total
+        return summed(partial, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
-class _SumGradientOverRanks(torch.autograd.Function):
-    """Forward: identity. Backward: all_reduce, as every rank knows its columns' part alone."""
-
-    @staticmethod
-    def forward(ctx: Any, replicated: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return replicated.view_as(replicated)
-
-    @staticmethod
-    def backward(ctx: Any, partial: Tensor) -> tuple[Tensor, None]:
-        total = partial.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
 class Vocabulary(nn.Module):
     """Token embedding and output head over one `[V/R, D]` shard; `group=None`: all of it."""
 
-    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, settings: Settings, group: dist.ProcessGroup | None) -> None:
         super().__init__()
         ranks = 1 if group is None else dist.get_world_size(group)
-        if config.vocab_size % ranks:
-            raise ValueError(f"world size: expected a divisor of the vocabulary {config.vocab_size}, got {ranks}")
+        if settings.vocab_size % ranks:
+            raise ValueError(f"world size: expected a divisor of the vocabulary {settings.vocab_size}, got {ranks}")
         self.group = group
-        self.columns = config.vocab_size // ranks
+        self.columns = settings.vocab_size // ranks
         self.start = 0 if group is None else dist.get_rank(group) * self.columns
         # Every rank draws the whole weight: its shard is a slice of what a single rank would hold.
-        whole = torch.randn(config.vocab_size, config.width) * config.initial_std
+        whole = torch.randn(settings.vocab_size, settings.width) * settings.initial_std
         self.weight = nn.Parameter(whole[self.start : self.start + self.columns].clone())
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -82,31 +81,30 @@ class Vocabulary(nn.Module):
         elsewhere = (local < 0) | (local >= self.columns)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         rows = rows.masked_fill(elsewhere[..., None], 0.0)
-        total: Tensor = _SumOverRanks.apply(rows, self.group)
-        return total
+        return _SumOverRanks.apply(rows, self.group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        if self.group is not None:
-            hidden = _SumGradientOverRanks.apply(hidden, self.group)
+        if self.group is not None and hidden.requires_grad:
+            # Each rank knows its columns' part of the gradient alone.
+            hidden.register_hook(functools.partial(summed, group=self.group))
         return F.linear(hidden, self.weight)
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__()
-        width = config.width
-        self.heads = config.heads
-        self.attention_norm = nn.RMSNorm(width)
+        width = settings.width
+        self.heads, self.attention_norm = settings.heads, nn.RMSNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
         self.mlp_norm = nn.RMSNorm(width)
         self.mlp_in = nn.Linear(width, 4 * width, bias=False)
         self.mlp_out = nn.Linear(4 * width, width, bias=False)
         for linear in (self.query_key_value, self.mlp_in, self.attention_out, self.mlp_out):
-            nn.init.normal_(linear.weight, std=config.initial_std)
+            nn.init.normal_(linear.weight, std=settings.initial_std)
         # Each layer adds two terms to the residual stream; this keeps their sum's size at any depth.
         for linear in (self.attention_out, self.mlp_out):
-            linear.weight.data.mul_(1 / math.sqrt(2 * config.layers))
+            linear.weight.data.mul_(1 / math.sqrt(2 * settings.layers))
 
     def forward(self, hidden: Tensor, rotation: Tensor) -> Tensor:
         projected = self.query_key_value(self.attention_norm(hidden))
@@ -131,13 +129,13 @@ class LanguageModel(nn.Module):
 
     rotation: Tensor
 
-    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, settings: Settings, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.vocabulary = Vocabulary(config, group)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width)
-        pairs = config.width // config.heads // 2
-        angles = torch.outer(torch.arange(config.sequence_length), 10000.0 ** (-torch.arange(pairs) / pairs))
+        self.vocabulary = Vocabulary(settings, group)
+        self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
+        self.norm = nn.RMSNorm(settings.width)
+        pairs = settings.width // settings.heads // 2
+        angles = torch.outer(torch.arange(settings.sequence_length), 10000.0 ** (-torch.arange(pairs) / pairs))
         self.register_buffer("rotation", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -148,8 +146,7 @@ class LanguageModel(nn.Module):
         hidden = self.vocabulary.embed(ids)
         for block in self.blocks:
             hidden = block(hidden, self.rotation)
-        normed: Tensor = self.norm(hidden)
-        return normed
+        return self.norm(hidden)
 
     @torch.no_grad()
     def clip_gradient(self, max_norm: float) -> None:

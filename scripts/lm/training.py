@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lm.data import IGNORE_INDEX, TokenIds, even_offsets, random_offsets, windows
-from lm.model import LanguageModel, ModelConfig
+from lm.model import LanguageModel, Settings
 
 HELD_OUT_BATCHES = 8
 # A long warm-up and the model's initial sizes keep the optimiser from amplifying rounding. With 0.1 and
@@ -23,26 +23,6 @@ MAX_GRADIENT_NORM = 1.0
 # The first steps compile kernels and fill allocators; tokens/s leaves them out.
 UNTIMED_STEPS = 3
 LossFunction = Callable[[LanguageModel, Tensor, Tensor], Tensor]  # of token ids and labels
-
-
-@dataclass(frozen=True)
-class Settings:
-    vocab_size: int
-    width: int
-    layers: int
-    heads: int
-    sequence_length: int
-    batch_size: int
-    steps: int
-    learning_rate: float
-
-    @property
-    def model(self) -> ModelConfig:
-        return ModelConfig(self.vocab_size, self.width, self.layers, self.heads, self.sequence_length)
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.batch_size * self.sequence_length
 
 
 @dataclass(frozen=True)
@@ -85,7 +65,7 @@ def train(
     """Train from `seed`, then evaluate on held-out text. Same seed: same weights, same batches."""
     torch.manual_seed(seed)
     device = ids.train.device
-    model = LanguageModel(settings.model, group).to(device)
+    model = LanguageModel(settings, group).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_schedule(settings.steps))
     generator = torch.Generator().manual_seed(seed)
@@ -112,9 +92,8 @@ def train(
         done = step + 1
         if done % 10 == 0 or done == settings.steps:
             # Reading the loss waits for the device, hence not at every step.
-            shown = f"loss {loss.item():.3f}"
             speed = (done - untimed) * settings.tokens_per_step / (time.perf_counter() - started)
-            bar.set_postfix_str(f"{shown}, {speed:,.0f} tokens/s", refresh=False)
+            bar.set_postfix_str(f"loss {loss.item():.3f}, {speed:,.0f} tokens/s", refresh=False)
         bar.update()
     synchronize(device)
     elapsed = time.perf_counter() - started
@@ -123,8 +102,12 @@ def train(
         offsets = even_offsets(ids.held_out, length, HELD_OUT_BATCHES * batch_size)
         batches = [windows(ids.held_out, part, length) for part in offsets.split(batch_size)]
         held_out = torch.stack([loss_function(model, inputs, labels) for inputs, labels in batches])
+    values = torch.stack(losses).tolist()
+    for step, value in enumerate(values, 1):
+        if not math.isfinite(value):
+            raise RuntimeError(f"{name}: expected a finite loss, got {value} at step {step}")
     return Run(
-        losses=finite(name, torch.stack(losses).tolist()),
+        losses=values,
         held_out_loss=held_out.mean().item(),
         ignored_labels=int(ignored),
         tokens_per_second=(settings.steps - untimed) * settings.tokens_per_step / elapsed,
@@ -144,11 +127,3 @@ def equal_on_all_ranks(run: Run, device: torch.device, group: dist.ProcessGroup 
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     return all(torch.equal(mine, other) for other in gathered)
-
-
-def finite(name: str, losses: list[float]) -> list[float]:
-    """Return ``losses``, or raise if one is not finite."""
-    for step, value in enumerate(losses, 1):
-        if not math.isfinite(value):
-            raise RuntimeError(f"{name}: expected a finite loss, got {value} at step {step}")
-    return losses

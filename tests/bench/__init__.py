@@ -1,1 +1,0 @@
-"""Tests of ``scripts/bench.py``."""

@@ -57,12 +57,10 @@ class ScriptedTimer(timing.CpuTimer):
 
 def measured(names, timer=None, case=LOGITS, extra=(), graphs="ours", rounds=3):
     """The results by provider."""
-    is_linear = isinstance(case, cases.LinearCase)
-    known = providers.LINEAR_PROVIDERS if is_linear else providers.LOGITS_PROVIDERS
+    known = providers.LINEAR_PROVIDERS if isinstance(case, cases.LinearCase) else providers.LOGITS_PROVIDERS
     chosen = [*(providers.chosen(",".join(names), known) if names else ()), *extra]
     subject = measure.subject_of(case, ALONE, rounds)
-    results = measure.measure(subject, chosen, timer or ScriptedTimer(), graphs)
-    return {result["provider"]: result for result in results}
+    return {each["provider"]: each for each in measure.measure(subject, chosen, timer or ScriptedTimer(), graphs)}
 
 
 def provider_of(loss_of, name="other", **fields):
@@ -72,11 +70,6 @@ def provider_of(loss_of, name="other", **fields):
 
 def eager(logits, labels, reduction, group):
     return functional.cross_entropy(logits, labels, reduction=reduction)
-
-
-def wrong(logits, labels, reduction, group):
-    """The right loss, and 1.05 times its gradient."""
-    return eager(1.05 * logits - 0.05 * logits.detach(), labels, reduction, group)
 
 
 def result(provider, ratio, case=LOGITS, **changes):

@@ -10,27 +10,25 @@ from torch.nn import functional
 
 from tests.bench import support
 from tests.bench.support import IN_FORWARD, LINEAR, LOGITS, OURS, ScriptedTimer, eager, measured, provider_of
+from tests.support.ranks import in_ranks
 
 from bench_lib import cases, measure, oracle, providers, timing  # isort: skip
 
 pytestmark = pytest.mark.reference
 
 RIGHT = (OURS, "torch eager")
-UNFUSED = f"F.linear + {OURS}"
 
 
 def test_numbers_of_the_loss_over_logits():
     """3 ms beside 2, of 4 calls per round; the eager loop has 20 calls."""
     results = measured(RIGHT, graphs="ours")
     json.dumps(results, allow_nan=False)
-    ours = results[OURS]
-    assert ours["ratio"] == 1.5 and ours["ratio_spread"] == [1.5, 1.5]
-    assert ours["microseconds"] == 750.0 and ours["copy_microseconds"] == 500.0
-    assert ours["microseconds_eager"] == 150.0 and ours["ratio_eager"] == 1.5
-    assert ours["microseconds_graph"] == 750.0 and ours["ratio_graph"] == 1.5 and "graph_error" not in ours
-    assert ours["extra_peak_bytes_per_row"] == 2.0 and ours["max_error"] < 1e-6
-    assert ours["queued"] and not results["torch eager"]["queued"]
-    assert results["torch eager"]["graph_error"] == "not asked for"
+    ours, expected = results[OURS], {"ratio": 1.5, "ratio_spread": [1.5, 1.5], "ratio_eager": 1.5, "ratio_graph": 1.5}
+    expected |= {"microseconds": 750.0, "copy_microseconds": 500.0, "extra_peak_bytes_per_row": 2.0, "queued": True}
+    expected |= {"microseconds_eager": 150.0, "microseconds_graph": 750.0}
+    assert {name: ours[name] for name in expected} == expected
+    assert "graph_error" not in ours and ours["max_error"] < 1e-6
+    assert not results["torch eager"]["queued"] and results["torch eager"]["graph_error"] == "not asked for"
 
 
 def test_rounds_are_interleaved_and_the_ratio_is_the_median_of_those_of_each_round():
@@ -43,12 +41,13 @@ def test_rounds_are_interleaved_and_the_ratio_is_the_median_of_those_of_each_rou
     assert result["extra_peak_bytes"] == 192 and result["errors"].keys() == {"loss", "d_hidden", "d_weight"}
 
 
-def test_each_call_has_fresh_logits_that_are_no_leaf():
-    seen = []
+def test_each_call_has_fresh_logits_that_are_no_leaf_and_that_no_call_has_overwritten():
+    seen, starts = [], []
 
     def overwriting(logits, labels, reduction, group):
         assert not logits.is_leaf and not logits._is_view() and logits.requires_grad
         seen.append(logits.grad_fn)  # kept: an address is used again
+        starts.append(logits[: oracle.CHECKED_ROWS].detach().clone())
         loss = eager(logits.clone(), labels, reduction, group)
         logits.detach().zero_()
         return loss
@@ -56,23 +55,11 @@ def test_each_call_has_fresh_logits_that_are_no_leaf():
     assert measured((), extra=[provider_of(overwriting)], graphs="all")["other"]["ratio_graph"] == 1.5
     # The check, two calls for memory; 5 rounds of 4 calls twice, also as graphs; 5 rounds of 20 twice.
     assert len(seen) == 3 + 2 * 5 * 4 * 2 + 5 * 20 * 2
-    assert len(set(map(id, seen))) == len(seen)
+    assert len(set(map(id, seen))) == len(seen) and all(torch.equal(start, starts[0]) for start in starts)
 
 
-def test_no_call_has_overwritten_the_logits_of_another_and_nothing_is_made_while_time_is_taken(monkeypatch):
-    subject = measure.subject_of(LOGITS, support.ALONE, 3)
-    found, timer = [], ScriptedTimer()
-
-    def step(inputs):
-        found.append(torch.equal(inputs.tensors[0], subject.source))
-        inputs.tensors[0].detach().zero_()
-
-    calls = measure.Calls(subject, step, 6, fresh=True)
-    for _ in range(2):
-        calls.prepare()
-        calls()
-    assert found == [True] * 12
-    made, make = [], measure.as_produced
+def test_nothing_is_made_while_time_is_taken(monkeypatch):
+    timer, made, make = ScriptedTimer(), [], measure.as_produced
     monkeypatch.setattr(measure, "as_produced", lambda b: made.append(timer.is_timing) or make(b))
     measured(RIGHT, timer, graphs="none")
     assert len(made) > 100 and not any(made)
@@ -95,32 +82,38 @@ def test_the_copy_writes_far_from_what_it_reads_and_the_matmuls_into_memory_that
 
 def test_a_wrong_provider_is_refused_before_it_is_timed_and_this_project_must_be_right():
     timer = ScriptedTimer()
-    result = measured(RIGHT, timer, extra=[provider_of(support.wrong)])["other"]
+
+    def other(loss_of, names=(), case=LOGITS, **fields):
+        return measured(names, timer, case, [provider_of(loss_of, **fields)])["other"]
+
+    def wrong(logits, *given):
+        """The right loss, and 1.05 times its gradient."""
+        return eager(1.05 * logits - 0.05 * logits.detach(), *given)
+
+    result = other(wrong, RIGHT)
     assert result["refused"] == "wrong: gradient: relative error 0.05, at most 0.02" and "ratio" not in result
     assert OURS in timer.order and "other" not in timer.order
     with pytest.raises(RuntimeError, match="none 96 x 40 fp32: other: wrong: gradient"):
-        measured((), extra=[provider_of(support.wrong, is_ours=True)])
+        other(wrong, is_ours=True)
 
     def unweighted(logits, labels, reduction, group):
         return eager(logits, labels, "none", group)
 
     mean = LOGITS._replace(reduction="mean")
-    assert "refused" in measured((), case=mean, extra=[provider_of(unweighted)])["other"]
-    kernel = provider_of(unweighted, checked_as="none")
-    assert measured((), case=mean, extra=[kernel])["other"]["max_error"] < 1e-6
+    assert "refused" in other(unweighted, case=mean)
+    assert other(unweighted, case=mean, checked_as="none")["max_error"] < 1e-6
 
     def over_all_labels(hidden, weight, labels, reduction, group):
         return functional.cross_entropy(hidden @ weight.T, labels, reduction="sum") / labels.numel()
 
-    refused = measured((), case=LINEAR, extra=[provider_of(over_all_labels)])["other"]["refused"]
-    assert refused.startswith("wrong: loss: relative error 0.")
+    assert other(over_all_labels, case=LINEAR)["refused"].startswith("wrong: loss: relative error 0.")
 
     def almost(*given):
         return eager(*given) * 1.001
 
-    assert "refused" not in measured((), extra=[provider_of(almost)])["other"]
+    assert "refused" not in other(almost)
     with pytest.raises(RuntimeError, match="wrong: loss"):
-        measured((), extra=[provider_of(almost, is_ours=True)])
+        other(almost, is_ours=True)
 
 
 def test_what_a_provider_raises_is_why_it_is_refused():
@@ -134,7 +127,7 @@ def test_what_a_provider_raises_is_why_it_is_refused():
 
     assert refusal(torch.OutOfMemoryError("tried to allocate")) == "out of memory"
     assert refusal(ValueError("\n  width: odd\nstack")) == "ValueError: width: odd"
-    assert refusal(ValueError(), only=lambda case: case.rows > 96, unless="few rows") == "few rows"
+    assert refusal(ValueError(), refuses=lambda case: "few rows" if case.rows == 96 else None) == "few rows"
     with pytest.raises(RuntimeError, match="ValueError: width"):
         refusal(ValueError("width"), is_ours=True)
     assert refusal(ValueError("width"), is_ours=True, is_default=False) == "ValueError: width"
@@ -142,8 +135,7 @@ def test_what_a_provider_raises_is_why_it_is_refused():
 
 @pytest.mark.parametrize(("name", "reduction"), [(OURS, "mean"), (OURS, "none"), (IN_FORWARD, "mean")])
 def test_this_project_writes_in_place_at_the_time_that_the_result_names(name, reduction, monkeypatch):
-    case = LOGITS._replace(reduction=reduction)
-    subject = measure.subject_of(case, support.ALONE, 3)
+    subject = measure.subject_of(LOGITS._replace(reduction=reduction), support.ALONE, 3)
     (provider,) = providers.chosen(name, providers.LOGITS_PROVIDERS)
     backward, before_backward = torch.autograd.grad, []
 
@@ -154,7 +146,7 @@ def test_this_project_writes_in_place_at_the_time_that_the_result_names(name, re
     monkeypatch.setattr(torch.autograd, "grad", watched)
     _, grad = subject.call(provider, subject.operands(1, fresh=True)[0])
     assert grad.data_ptr() == subject.buffers[0].data_ptr()
-    assert provider.gradient == ("in_forward" if before_backward == [True] else "in_backward")
+    assert before_backward == [name == IN_FORWARD]
     assert provider.gradient == ("in_forward" if name == IN_FORWARD else "in_backward")
 
 
@@ -182,27 +174,24 @@ def test_the_linear_oracle_is_pytorchs_whatever_its_chunks(monkeypatch):
         oracle.require({"loss": float("nan")}, (0.1,))
 
 
-class ScriptedDevice(timing.CpuTimer):
-    """A device whose host needs some seconds to queue, given the sleep."""
+def test_the_device_sleeps_until_all_calls_are_queued(monkeypatch):
+    sleeps, host_of, events = [], {"a": lambda sleep: 0.03, "waits": lambda sleep: sleep + 0.002}, []
+    timer = timing.CpuTimer(ranks=1)
 
-    def __init__(self, host_of):
-        super().__init__(ranks=1)
-        self.host_of, self.sleeps = host_of, []
+    def queued(name, *given):
+        def times(run, sleep):
+            run()
+            sleeps.append(sleep)
+            return float(len(sleeps)), host_of[name](sleep)
 
-    def _time(self, run, sleep_seconds):
-        run()
-        self.sleeps.append(sleep_seconds)
-        return float(len(self.sleeps)), self.host_of(sleep_seconds)
+        monkeypatch.setattr(timer, "_time", times)
+        return timer.queued(name, *given)
 
-
-def test_the_device_sleeps_until_all_calls_are_queued():
-    timer, events = ScriptedDevice(lambda sleep: 0.03), []
-    elapsed = timer.queued("a", lambda: events.append("run"), lambda: events.append("prepare"))
-    assert elapsed == 2.0 and timer.was_queued("a")  # the first time includes the host's
-    assert timer.sleeps == [0.01, 0.06] and events == ["prepare", "run"] * 2
-    waiting = ScriptedDevice(lambda sleep: sleep + 0.002)
-    waiting.queued("waits", lambda: None)
-    assert not waiting.was_queued("waits") and max(waiting.sleeps) <= timing.LONGEST_SLEEP_SECONDS
+    # The first time includes the host's.
+    assert queued("a", lambda: events.append("run"), lambda: events.append("prepare")) == 2.0
+    assert timer.was_queued("a") and sleeps == [0.01, 0.06] and events == ["prepare", "run"] * 2
+    queued("waits", timing.nothing)
+    assert not timer.was_queued("waits") and max(sleeps) <= timing.LONGEST_SLEEP_SECONDS
 
 
 def test_one_rank_refuses_for_all_and_the_largest_memory_counts(monkeypatch):
@@ -217,16 +206,14 @@ def test_one_rank_refuses_for_all_and_the_largest_memory_counts(monkeypatch):
 
 
 def times_of(rank, group):
-    timer = timing.CpuTimer(ranks=2)
-    case = cases.LogitsCase("none", 96, 20, 2, "float32")
-    chosen = providers.chosen(f"{OURS},loss_parallel", providers.LOGITS_PROVIDERS)
+    timer, case = timing.CpuTimer(ranks=2), cases.LogitsCase("none", 96, 20, 2, "float32")
     subject = measure.subject_of(case, timing.Ranks(rank, 2, group, "cpu"), 1)
-    results = measure.measure(subject, chosen, timer)
+    subject.effort = cases.Effort(calls=1, rounds=1, eager_calls=1, eager_rounds=1)
+    results = measure.measure(subject, providers.chosen(f"{OURS},loss_parallel", providers.LOGITS_PROVIDERS), timer)
     return timer.slowest(3.0 + rank, 9.0 - rank), [result["microseconds"] for result in results]
 
 
-@pytest.mark.gloo
-@pytest.mark.parametrize("rank_pool", [("gloo", 2)], indirect=True, ids=["gloo-2"])
-def test_the_slowest_rank_counts(rank_pool):
+@in_ranks((2,), (), ())
+def test_the_slowest_rank_counts(rank_pool, impl):
     (slowest, times), other = rank_pool.run(times_of)
     assert slowest == (4.0, 9.0) and other == (slowest, times) and min(times) > 0

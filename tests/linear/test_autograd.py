@@ -6,24 +6,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.linear import (
-    COLUMNS,
-    WAYS,
-    WIDTH,
-    Results,
-    assert_results,
-    check,
-    linear_fp64,
-    linear_same_dtype,
-    projection,
-    record_matmuls,
-    zero_first_grad_output,
-)
+from tests.support import linear
+from tests.support.linear import BY_WAY, COLUMNS, TWO_WAYS, WAYS, WIDTH, Results, assert_right, check, record_matmuls
+from tests.support.logits import EVERY
 from vocab_parallel_ce import linear_cross_entropy
 
 ROWS = 6
-BY_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-TWO_WAYS = pytest.mark.parametrize("way", [WAYS["none"], WAYS["mean"]], ids=["none", "mean"])
 
 
 class Case:
@@ -31,12 +19,12 @@ class Case:
 
     def __init__(self, impl_device, kind="some_ignored", *, dtype=torch.float32, frozen=()):
         self.impl, self.device = impl_device
-        self.inputs = projection(kind, rows=ROWS, vocab_size=COLUMNS, width=WIDTH, dtype=dtype, bias=True)
+        self.inputs = linear.projection(kind, ROWS, dtype=dtype, bias=True)
         self.labels = self.inputs.labels.to(self.device)
-        self.hidden, self.weight, self.bias = (
-            getattr(self.inputs, name).clone().to(self.device).requires_grad_(name not in frozen)
-            for name in ("hidden", "weight", "bias")
-        )
+        values = (getattr(self.inputs, name).clone().to(self.device) for name in linear.LEAVES)
+        self.hidden, self.weight, self.bias = values
+        for name in linear.LEAVES:
+            getattr(self, name).requires_grad_(name not in frozen)
         self.leaves = [leaf for leaf in (self.hidden, self.weight, self.bias) if leaf.requires_grad]
 
     def loss(self, hidden=None, **options):
@@ -44,14 +32,11 @@ class Case:
         return linear_cross_entropy(hidden, self.weight, self.labels, bias=self.bias, impl=self.impl, **options)
 
     def grad_output(self, loss):
-        return zero_first_grad_output(ROWS).to(self.device) if loss.dim() else torch.tensor(0.75, device=self.device)
+        return linear.grad_output_of({"reduction": "none" if loss.dim() else "mean"}, ROWS).to(self.device)
 
     def assert_gradients(self, loss, gradients, grad_output, *, times=1, **options):
         """``gradients`` of hidden states, weight and bias are ``times`` those of the loss."""
-        expected = [
-            compute(self.inputs, times * grad_output.cpu(), **options) for compute in (linear_fp64, linear_same_dtype)
-        ]
-        assert_results(Results((loss,), *gradients), *expected)
+        assert_right(Results((loss,), *gradients), self.inputs, times * grad_output.cpu(), **options)
 
 
 FROZEN = [
@@ -129,10 +114,7 @@ def test_the_weights_gradient_is_added_to_main_grad(impl_device, way, dtype):
         assert torch.equal(main_grad, before), "written by forward"
         grad_output = case.grad_output(loss)
         loss.backward(grad_output)
-        truth, peer = (
-            compute(case.inputs, step * grad_output.cpu(), **way) for compute in (linear_fp64, linear_same_dtype)
-        )
-        assert_results(Results((), None, main_grad.to(dtype), None), truth, peer)
+        assert_right(Results((), None, main_grad.to(dtype), None), case.inputs, step * grad_output.cpu(), **way)
     assert case.weight.grad is None and case.bias.grad is not None and case.hidden.grad is not None
     assert not torch.equal(main_grad, main_grad.bfloat16().float()), "rounded on the way"
 
@@ -160,10 +142,12 @@ def test_autocast_multiplies_in_its_dtype_and_leaves_fp32_gradients_unrounded(im
         loss = case.loss(chunk_tokens=2, **way)
     grad_output = case.grad_output(loss)
     loss.backward(grad_output)
-    truth = linear_fp64(case.inputs, grad_output.cpu(), **way)
-    peer = linear_same_dtype(case.inputs.to(torch.bfloat16), grad_output.cpu(), weight_dtype=torch.float32, **way)
+    truth = linear.linear_fp64(case.inputs, grad_output.cpu(), **way)
+    peer = linear.linear_same_dtype(
+        case.inputs.to(torch.bfloat16), grad_output.cpu(), weight_dtype=torch.float32, **way
+    )
     peer = peer._replace(hidden=peer.hidden.to(hidden_dtype))
-    assert_results(Results((loss,), case.hidden.grad, case.weight.grad, case.bias.grad), truth, peer)
+    linear.assert_results(Results((loss,), case.hidden.grad, case.weight.grad, case.bias.grad), truth, peer)
     assert not torch.equal(case.weight.grad, case.weight.grad.bfloat16().float())
 
 
@@ -193,10 +177,9 @@ def test_checkpointed_recomputation(impl_device, way, use_reentrant):
 def test_compiled_caller(impl_device, way):
     """Options are Python floats, which compiled kernels take for fp64; the graph breaks before them."""
     case = Case(impl_device)
-    scalars = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 20.0, "logit_scale": 0.4}
 
     def step(hidden):
-        loss, metrics = case.loss(hidden * 2, return_metrics=True, chunk_tokens=2, **scalars, **way)
+        loss, metrics = case.loss(hidden * 2, return_metrics=True, chunk_tokens=2, **EVERY, **way)
         return loss.sum() * 3 + metrics.token_accuracy
 
     compiled = torch.compile(step, backend="inductor" if case.hidden.is_cuda else "aot_eager")
@@ -225,15 +208,9 @@ def test_a_second_backward_gives_the_same_again_or_names_the_remedy(impl_device,
     if way.get("gradient") != "in_forward":
         third = torch.autograd.grad(loss, case.leaves, 2 * grad_output)
         case.assert_gradients(loss, third, grad_output, times=2, **way)
-
-
-@BY_WAY
-def test_double_backward_raises(impl_device, way):
-    """A gradient that pretends to be a constant would be silently wrong."""
-    case = Case(impl_device)
-    loss = case.loss(**way)
+    # A gradient that pretends to be a constant would be silently wrong.
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
-        torch.autograd.grad(loss, case.leaves, torch.ones_like(loss), create_graph=True)
+        torch.autograd.grad(case.loss(**way), case.leaves, grad_output, create_graph=True)
 
 
 @BY_WAY

@@ -9,18 +9,7 @@ import torch
 
 from tests.support import linear
 from tests.support.inputs import DTYPES, IGNORE_INDEX
-from tests.support.linear import (
-    COLUMNS,
-    ROWS,
-    WIDTH,
-    Results,
-    assert_results,
-    linear_fp64,
-    linear_same_dtype,
-    made,
-    record_matmuls,
-    zero_first_grad_output,
-)
+from tests.support.linear import COLUMNS, ROWS, WIDTH, Results, assert_right, projection, record_matmuls
 from tests.support.pairs import covering
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
@@ -36,7 +25,7 @@ run = partial(linear.run, function=linear_token_log_probs)
 
 
 def _grad_outputs(rows=ROWS, used="both"):
-    first, second = zero_first_grad_output(rows), zero_first_grad_output(rows, seed=1)
+    first, second = linear.zero_first_grad_output(rows), linear.zero_first_grad_output(rows, seed=1)
     return {"both": (first, second), "log_probs": (first, None), "entropy": (None, second)}[used]
 
 
@@ -55,13 +44,13 @@ CASES = covering(
 @pytest.mark.interpreted(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['kind']}-{case['transform']}-{case['used']}")
 def test_every_pair_of_what_a_call_can_be(impl_device, case):
-    inputs = made(case["kind"], dtype=case["dtype"], bias=case["bias"])
+    inputs = projection(case["kind"], dtype=case["dtype"], bias=case["bias"])
     options = {name: case[name] for name in ("chunk_tokens", "padding")} | TRANSFORMS[case["transform"]]
     check(impl_device, inputs, *_grad_outputs(used=case["used"]), entropy=True, **options)
 
 
 def test_log_probs_are_those_of_the_loss(impl_device):
-    inputs = made("peaked", dtype=torch.bfloat16, bias=True)
+    inputs = projection("peaked", dtype=torch.bfloat16, bias=True)
     options = {"softcap": 10.0, "logit_scale": 0.4, "chunk_tokens": 2}
     log_probs = run(impl_device, inputs, torch.tensor(-1.0), **options)
     loss = linear.run(impl_device, inputs, reduction="none", function=linear_cross_entropy, **options)
@@ -72,7 +61,7 @@ def test_log_probs_are_those_of_the_loss(impl_device):
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_ignored_tokens_are_positive_zero(impl_device, bad):
     """Prompts and padding: whatever their hidden states hold, and whatever their grad_output is."""
-    inputs = made("peaked")
+    inputs = projection("peaked")
     inputs.hidden[0, 3], inputs.hidden[2] = bad, bad
     inputs.labels[[0, 2]] = IGNORE_INDEX
     grad_outputs = _grad_outputs()
@@ -91,20 +80,18 @@ def _leaves(impl_device, inputs):
 
 
 def test_main_grad_and_a_frozen_weight(impl_device):
-    inputs = made(dtype=torch.bfloat16)
-    options = {"function": linear_token_log_probs, "entropy": True}
-    truth = linear_fp64(inputs, *_grad_outputs(), **options)
-    peer = linear_same_dtype(inputs, *_grad_outputs(), **options)
+    inputs = projection(dtype=torch.bfloat16)
     main_grad = torch.zeros(COLUMNS, WIDTH, device=impl_device[1])
     result = run(impl_device, inputs, *_grad_outputs(), entropy=True, main_grad=main_grad)
     assert result.weight is None
-    assert_results(result._replace(weight=main_grad.bfloat16()), truth, peer)
+    given = {"function": linear_token_log_probs, "entropy": True}
+    assert_right(result._replace(weight=main_grad.bfloat16()), inputs, *_grad_outputs(), **given)
     check(impl_device, inputs, *_grad_outputs(), entropy=True, frozen=("weight",))
 
 
 @pytest.mark.parametrize("chunk", [ROWS, 3])
 def test_four_matmuls_a_chunk_and_one_without_gradients(impl_device, chunk):
-    hidden, weight, labels = _leaves(impl_device, made("peaked"))
+    hidden, weight, labels = _leaves(impl_device, projection("peaked"))
     options = {"entropy": True, "impl": impl_device[0], "chunk_tokens": chunk}
     chunks = -(-ROWS // chunk)
     with record_matmuls() as matmuls:
@@ -121,19 +108,13 @@ def test_four_matmuls_a_chunk_and_one_without_gradients(impl_device, chunk):
 
 def test_each_output_may_be_differentiated_by_itself_and_again(impl_device):
     """The logits are computed anew each time, so that nothing is consumed by a backward."""
-    inputs = made()
+    inputs = projection()
     hidden, weight, labels = _leaves(impl_device, inputs)
     outputs = linear_token_log_probs(hidden, weight, labels, entropy=True, impl=impl_device[0])
-    for which in (0, 1, 0):
-        grad_outputs = [None, None]
-        grad_outputs[which] = zero_first_grad_output(ROWS, seed=which)
-        gradients = torch.autograd.grad(
-            outputs[which], (hidden, weight), grad_outputs[which].to(hidden.device), retain_graph=True
-        )
-        expected = (
-            compute(inputs, *grad_outputs, function=linear_token_log_probs)
-            for compute in (linear_fp64, linear_same_dtype)
-        )
-        assert_results(Results(outputs, *gradients, None), *expected)
+    for used, output in zip(("log_probs", "entropy", "log_probs"), (*outputs, outputs[0]), strict=True):
+        grad_outputs = _grad_outputs(used=used)
+        (grad_output,) = (given for given in grad_outputs if given is not None)
+        gradients = torch.autograd.grad(output, (hidden, weight), grad_output.to(hidden.device), retain_graph=True)
+        assert_right(Results(outputs, *gradients, None), inputs, *grad_outputs, function=linear_token_log_probs)
         with pytest.raises(RuntimeError, match="cannot be differentiated again"):
-            torch.autograd.grad(outputs[which].sum(), hidden, create_graph=True)
+            torch.autograd.grad(output.sum(), hidden, create_graph=True)

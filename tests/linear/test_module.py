@@ -11,17 +11,13 @@ from torch import nn
 
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import IGNORE_INDEX
-from tests.support.linear import COLUMNS, WIDTH, Results, assert_results, linear_fp64, linear_same_dtype, made
+from tests.support.linear import COLUMNS, WIDTH, Results, assert_right, projection
+from tests.support.logits import EVERY
 from vocab_parallel_ce import LinearCrossEntropy, LossMetrics, linear_cross_entropy
 
 
-def _own(bias=False, **options):
-    """A module with a head of its own."""
-    return LinearCrossEntropy(None, in_features=WIDTH, columns=COLUMNS, bias=bias, **options)
-
-
 def _inputs(device, **settings):
-    inputs = made(**settings)
+    inputs = projection(**settings)
     return inputs, inputs.hidden.to(device).requires_grad_(), inputs.labels.to(device)
 
 
@@ -32,7 +28,7 @@ def _linear(inputs, device):
 
 
 SHARED = {
-    "linear": lambda inputs, device: _linear(inputs, device),
+    "linear": _linear,
     "linear without a bias": lambda inputs, device: _linear(inputs._replace(bias=None), device),
     "embedding": lambda inputs, device: nn.Embedding.from_pretrained(inputs.weight.clone(), freeze=False).to(device),
 }
@@ -52,15 +48,14 @@ def test_a_head_that_is_shared_gets_its_gradient_and_stays_its_owners(impl_devic
     bias = getattr(head, "bias", None)
     inputs = inputs if bias is not None else inputs._replace(bias=None)
     results = Results((loss,), hidden.grad, head.weight.grad, None if bias is None else bias.grad)
-    options = {"label_smoothing": 0.1, "reduction": "sum", "num_items": 3}
-    assert_results(results, *(compute(inputs, **options) for compute in (linear_fp64, linear_same_dtype)))
+    assert_right(results, inputs, label_smoothing=0.1, reduction="sum", num_items=3)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_head_of_its_own_is_in_its_state(impl_device, bias):
     impl, device = impl_device
     inputs, hidden, labels = _inputs(device, bias=bias)
-    module = _own(bias, impl=impl).to(device)
+    module = LinearCrossEntropy(None, in_features=WIDTH, columns=COLUMNS, bias=bias, impl=impl).to(device)
     state = module.state_dict()
     shapes = [(COLUMNS, WIDTH), (COLUMNS,)][: 1 + bias]
     assert [tuple(value.shape) for value in state.values()] == shapes
@@ -70,8 +65,7 @@ def test_a_head_of_its_own_is_in_its_state(impl_device, bias):
     loss = module(hidden, labels)
     loss.backward()
     gradients = [parameter.grad for parameter in module.parameters()] + [None]
-    expected = (compute(inputs) for compute in (linear_fp64, linear_same_dtype))
-    assert_results(Results((loss,), hidden.grad, *gradients[:2]), *expected)
+    assert_right(Results((loss,), hidden.grad, *gradients[:2]), inputs)
 
 
 class TiedModel(nn.Module):
@@ -86,8 +80,19 @@ class TiedModel(nn.Module):
         return self.loss(self.embedding(tokens).tanh(), labels)
 
 
-def _tied_loss(weight, tokens, labels):
-    return F.cross_entropy(F.linear(F.embedding(tokens, weight).tanh(), weight), labels)
+def _tied_losses(weight, tokens, labels):
+    """PyTorch's loss and gradient of the weight in fp64, and in fp32."""
+    for dtype in (torch.float64, torch.float32):
+        leaf = weight.detach().cpu().to(dtype).requires_grad_()
+        hidden = F.embedding(tokens.cpu(), leaf).tanh()
+        loss = F.cross_entropy(F.linear(hidden, leaf).view(-1, COLUMNS), labels.cpu().view(-1))
+        loss.backward()
+        yield loss, leaf.grad
+
+
+def _assert_tied(loss, gradient, *given):
+    for actual, *expected in zip((loss, gradient), *_tied_losses(*given), strict=True):
+        assert_within_budget(actual, *expected)
 
 
 def test_a_tied_embedding_gets_the_gradient_of_both_of_its_uses(impl_device):
@@ -97,13 +102,9 @@ def test_a_tied_embedding_gets_the_gradient_of_both_of_its_uses(impl_device):
     tokens = torch.tensor([[3, 1, 4], [1, 5, 9]], device=device)
     labels = torch.tensor([[1, 4, IGNORE_INDEX], [5, 9, 2]], device=device)
     weight = model.embedding.weight
-    gradients = []
-    for dtype in (torch.float64, torch.float32):
-        leaf = weight.detach().cpu().to(dtype).requires_grad_()
-        _tied_loss(leaf, tokens.cpu().view(-1), labels.cpu().view(-1)).backward()
-        gradients.append(leaf.grad)
-    model(tokens, labels).backward()
-    assert_within_budget(weight.grad, *gradients)
+    loss = model(tokens, labels)
+    loss.backward()
+    _assert_tied(loss, weight.grad, weight, tokens, labels)
     assert list(model.state_dict()) == ["embedding.weight"]
     assert [name for name, _ in model.named_parameters()] == ["embedding.weight"]
 
@@ -147,8 +148,7 @@ def test_a_weight_in_the_place_of_the_first_is_the_one_that_is_trained(kind, swa
     loss = module(hidden, labels)
     loss.backward()
     assert first.grad is None
-    results = Results((loss,), hidden.grad, weight.grad, None)
-    assert_results(results, *(compute(inputs) for compute in (linear_fp64, linear_same_dtype)))
+    assert_right(Results((loss,), hidden.grad, weight.grad, None), inputs)
 
 
 @pytest.mark.reference
@@ -160,31 +160,15 @@ def test_functional_call_trains_the_weight_that_it_is_given():
     loss = torch.func.functional_call(model, {"embedding.weight": new}, (tokens, labels))
     loss.backward()
     assert model.embedding.weight.grad is None
-    expected = []
-    for dtype in (torch.float64, torch.float32):
-        leaf = new.detach().to(dtype).requires_grad_()
-        of_leaf = _tied_loss(leaf, tokens, labels)
-        of_leaf.backward()
-        expected.append((of_leaf, leaf.grad))
-    for actual, pair in zip((loss, new.grad), zip(*expected, strict=True), strict=True):
-        assert_within_budget(actual, *pair)
+    _assert_tied(loss, new.grad, new, tokens, labels)
 
 
 def test_the_module_is_the_function_with_its_options_fixed(impl_device):
     impl, device = impl_device
     inputs, hidden, labels = _inputs(device, bias=True)
     labels = labels.clamp(max=COLUMNS - 3)
-    options = {
-        "label_smoothing": 0.1,
-        "smoothing_formula": "megatron",
-        "z_loss": 0.02,
-        "softcap": 20.0,
-        "logit_scale": 0.4,
-        "vocab_size": COLUMNS - 2,
-        "gradient": "in_backward",
-        "impl": impl,
-        "chunk_tokens": 2,
-    }
+    options = {**EVERY, "smoothing_formula": "megatron", "vocab_size": COLUMNS - 2, "gradient": "in_backward"}
+    options |= {"impl": impl, "chunk_tokens": 2}
     head = _linear(inputs, device)
     for reduction, num_items in (("none", None), ("sum", 4)):
         options["reduction"] = reduction

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from tests.support.budget import assert_within_budget
-from tests.support.collectives import record_collectives
-from tests.support.inputs import IGNORE_INDEX, batch, grad_output_layouts, shard_of
-from tests.support.logits import GRADIENTS, REDUCTIONS, random_grad_output
+from tests.support.collectives import assert_refused, messages_of
+from tests.support.inputs import IGNORE_INDEX, batch, grad_output_layouts
+from tests.support.logits import GRADIENTS, REDUCTIONS
 from tests.support.logits_ranks import Case, check, run
-from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from tests.support.ranks import device_of, in_ranks, subgroups
+from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
 from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
 
 COLUMNS, ROWS = 40, 6
-in_two_ranks = in_ranks()
-in_several_ranks = in_ranks((2, 4), (2,), (2, 4))
-in_any_ranks = in_ranks((1, 2, 3, 4), (2,), (2, 4))
-in_four_ranks = in_ranks((4,), (), (4,))
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("label_smoothing", [0.1, 0.0])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@in_any_ranks
+@in_ranks((1, 2, 3, 4), (2,), (2, 4))
 def test_loss_and_gradient_are_those_of_the_whole_vocabulary(rank_pool, impl, reduction, label_smoothing):
     """Peaked rows, ignored rows and confident labels; one all_gather forward, none backward.
 
@@ -34,9 +30,7 @@ def test_loss_and_gradient_are_those_of_the_whole_vocabulary(rank_pool, impl, re
     world = rank_pool.world_size
     for dtype, kind in ((torch.bfloat16, "peaked"), (torch.bfloat16, "some_ignored"), (torch.float32, "confident")):
         made = batch(kind, rows=ROWS, vocab_size=COLUMNS * world, shards=world, dtype=dtype)
-        options = {"reduction": reduction, "label_smoothing": label_smoothing}
-        grad_output = torch.tensor(0.75) if reduction != "none" else random_grad_output(ROWS)
-        case = Case(*made, impl, options, (grad_output,))
+        case = Case(*made, impl, {"reduction": reduction, "label_smoothing": label_smoothing})
         check(case, rank_pool.run(run, case))
 
 
@@ -51,42 +45,23 @@ def test_rows_far_from_zero_masked_or_at_the_edges_of_shards(rank_pool, impl, ki
     for dtype in (torch.float16, torch.float32):
         made = batch(kind, rows=2 * world, vocab_size=COLUMNS * world, shards=world, dtype=dtype)
         grad_output = dict(grad_output_layouts((2 * world,)))["zero in the first token"]
-        case = Case(*made, impl, {"reduction": "none"}, (grad_output,))
+        case = Case(*made, impl, {"reduction": "none"}, grad_outputs=(grad_output,))
         check(case, rank_pool.run(run, case))
 
 
-@in_several_ranks
-def test_the_label_of_a_row_is_found_by_its_owner_alone(rank_pool, impl):
-    """Logits that are the column's number: any other column's logit shows in the loss."""
-    vocab_size = COLUMNS * rank_pool.world_size
-    labels = torch.arange(0, vocab_size, 13)
-    logits = torch.arange(vocab_size, dtype=torch.float32).repeat(len(labels), 1)
-    case = Case(logits, labels, impl, {"reduction": "none"})
-    check(case, rank_pool.run(run, case))
-
-
 @pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @in_several_ranks
-def test_a_label_outside_the_vocabulary_is_nan_on_every_rank(rank_pool, impl, reduction):
+def test_a_label_outside_and_a_logit_that_is_no_number_are_nan_on_every_rank(rank_pool, impl, bad, reduction):
     """Not 0 on one rank and the log-sum-exp on several; -1 and V are outside on each of them."""
     vocab_size = COLUMNS * rank_pool.world_size
     logits, labels = batch("peaked", rows=ROWS, vocab_size=vocab_size)
-    labels[0], labels[2], labels[3] = -1, vocab_size, IGNORE_INDEX
+    labels[0], labels[2], labels[3] = -1, IGNORE_INDEX, vocab_size
+    logits[1, -1] = logits[2, 0] = bad
     case = Case(logits, labels, impl, {"reduction": reduction})
     whole = check(case, rank_pool.run(run, case))
-    assert whole.loss.isnan().sum() == (1 if reduction == "mean" else 2)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@in_several_ranks
-def test_nan_or_plus_infinity_in_one_shard_is_nan_on_every_rank(rank_pool, impl, bad):
-    vocab_size = COLUMNS * rank_pool.world_size
-    logits, labels = batch("peaked", rows=ROWS, vocab_size=vocab_size)
-    logits[1, vocab_size - 1] = bad
-    logits[2, 0], labels[2] = bad, IGNORE_INDEX
-    case = Case(logits, labels, impl, {"reduction": "none"})
-    whole = check(case, rank_pool.run(run, case))
-    assert whole.loss.isnan().tolist() == [False, True, False, False, False, False]
+    expected = [True, True, False, True, False, False] if reduction == "none" else True
+    assert whole.loss.isnan().tolist() == expected
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -97,7 +72,7 @@ def test_all_ignored_is_zero_on_every_rank_and_no_rows_need_no_collective(rank_p
     case = Case(*made, impl, {"reduction": reduction, "label_smoothing": 0.1})
     for result in rank_pool.run(run, case):
         assert not result.outputs[0].any() and torch.equal(result.grad, torch.zeros_like(result.grad))
-    case = case._replace(logits=made.logits[:0], labels=made.labels[:0])
+    case = case._replace(logits=made.logits[:0], labels=made.labels[:0], grad_outputs=(torch.ones(()),))
     for result in rank_pool.run(run, case):
         assert result.outputs[0].sum().item() == 0.0 and result.grad.shape == (0, COLUMNS)
         assert result.in_forward == [] and result.in_backward == []
@@ -107,18 +82,12 @@ def test_all_ignored_is_zero_on_every_rank_and_no_rows_need_no_collective(rank_p
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @in_two_ranks
 def test_every_way_of_writing_the_gradient_gathers_once(rank_pool, impl, reduction, gradient):
-    made = batch("mixture", rows=8, vocab_size=2 * COLUMNS, shards=2)
-    case = Case(*made, impl, {"reduction": reduction, "gradient": gradient})
-    check(case, rank_pool.run(run, case))
-
-
-@in_two_ranks
-def test_labels_and_logits_of_several_dimensions(rank_pool, impl):
-    logits, labels = batch("mixture", rows=6, vocab_size=2 * COLUMNS, shards=2)
-    grad_output = dict(grad_output_layouts((2, 3)))["transposed"]
-    options = {"reduction": "none", "label_smoothing": 0.1}
-    case = Case(logits.view(2, 3, -1), labels.view(2, 3), impl, options, (grad_output,))
-    assert check(case, rank_pool.run(run, case)).loss.shape == (2, 3)
+    """Labels and logits have several dimensions."""
+    logits, labels = batch("mixture", rows=8, vocab_size=2 * COLUMNS, shards=2)
+    grad_output = torch.tensor(0.75) if reduction == "mean" else dict(grad_output_layouts((2, 4)))["transposed"]
+    options = {"reduction": reduction, "gradient": gradient, "label_smoothing": 0.1}
+    case = Case(logits.view(2, 4, -1), labels.view(2, 4), impl, options, grad_outputs=(grad_output,))
+    assert check(case, rank_pool.run(run, case)).loss.shape == (() if reduction == "mean" else (2, 4))
 
 
 @pytest.mark.parametrize("member_sets", [((0, 1), (2, 3)), ((1, 3),), ((3, 0, 2),)])
@@ -144,34 +113,23 @@ def test_a_group_of_one_rank_communicates_nothing(rank_pool, impl):
 
 def _refusals(rank, group, impl):
     """Messages of calls that must be refused before anything is sent or written."""
-    others = subgroups((0,), (1,))[1 - rank]
-    device = device_of(rank, group)
-    logits = torch.randn(3, 5, device=device)
-    kept = logits.clone()
-    labels = torch.tensor([0, 9, -100], device=device)
-    attempts = [
-        {"group": others},
-        {"group": group, "vocab_size": 5},
-        {"group": group, "vocab_size": 13},
-        {"group": group, "shard": VocabShard(6 * rank, 6 * rank + 6, 12)},
-        {"group": None, "vocab_size": 10},
-        {"group": "tensor parallel"},
-        {"group": None, "check_labels": True},
-    ]
-    messages = []
-    with record_collectives() as calls:
-        for options in attempts:
-            leaf = logits.requires_grad_()
-            try:
-                vocab_parallel_cross_entropy(leaf, labels, impl=impl, **options)
-                messages.append("accepted")
-            except (TypeError, ValueError) as error:
-                messages.append(f"{type(error).__name__}: {error}")
-    assert torch.equal(logits, kept) and logits._version == 0 and logits.grad is None
-    in_range = vocab_parallel_cross_entropy(
-        logits.detach(), labels, group=group, impl=impl, check_labels=True, vocab_size=10
-    )
-    return messages, calls, in_range.isfinite().item()
+    device, others = device_of(rank, group), subgroups((0,), (1,))[1 - rank]
+    leaf = torch.randn(3, 5, device=device).requires_grad_()
+    kept, labels = leaf.detach().clone(), torch.tensor([0, 9, -100], device=device)
+    attempts = {
+        "not a member": {"group": others},
+        "whole": {"group": group, "vocab_size": 5},
+        "larger": {"group": group, "vocab_size": 13},
+        "other width": {"group": group, "shard": VocabShard(6 * rank, 6 * rank + 6, 12)},
+        "missing group": {"vocab_size": 10},
+        "not a group": {"group": "tensor parallel"},
+        "label": {"check_labels": True},
+    }
+    call = partial(vocab_parallel_cross_entropy, leaf, labels, impl=impl)
+    messages = messages_of({name: partial(call, **options) for name, options in attempts.items()})
+    assert torch.equal(leaf, kept) and leaf._version == 0 and leaf.grad is None
+    assert call(group=group, check_labels=True, vocab_size=10).isfinite()
+    return messages
 
 
 @in_two_ranks
@@ -181,33 +139,13 @@ def test_groups_and_sizes_that_do_not_fit_are_refused(rank_pool, impl):
     Five columns do fit a vocabulary of 11 on one of the two ranks, and the other would be left alone: the
     sizes here fit on neither.
     """
-    for messages, calls, accepted_in_range in rank_pool.run(_refusals, impl):
-        outside, whole, larger, other_width, missing_group, not_a_group, label = messages
-        assert outside.startswith("ValueError: group: this rank must be a member")
-        for message, vocab_size in ((whole, 5), (larger, 13)):
-            assert message.startswith("ValueError: logits: "), message
-            assert f"vocab_size {vocab_size}" in message and "got 5; " in message, message
-        assert other_width.startswith("ValueError: logits: ") and "width 6" in other_width
-        assert missing_group.startswith("ValueError: logits: ") and "10" in missing_group
-        assert not_a_group.startswith("TypeError: group: expected"), not_a_group
-        assert label.startswith("ValueError: labels: ") and "(1,): 9" in label, label
-        assert calls == [] and accepted_in_range
-
-
-def _shards_in_another_order(rank, group, case):
-    order = list(range(group.size()))
-    order = order[1:] + order[:1]
-    device = device_of(rank, group)
-    shard, labels = shard_of(case.logits, order[rank], group.size()).to(device), case.labels.to(device)
-    return vocab_parallel_cross_entropy(shard, labels, group=group, impl=case.impl, **case.options)
-
-
-@in_several_ranks
-def test_which_rank_holds_which_columns_does_not_matter(rank_pool, impl):
-    world = rank_pool.world_size
-    made = batch("peaked", rows=ROWS, vocab_size=COLUMNS * world, shards=world)
-    options = {"reduction": "none", "label_smoothing": 0.1}
-    case = Case(made.logits, (made.labels - COLUMNS) % (COLUMNS * world), impl, options)
-    oracle, peer = (f(*made, **options) for f in (cross_entropy_fp64, cross_entropy_same_dtype))
-    for loss in rank_pool.run(_shards_in_another_order, case):
-        assert_within_budget(loss, oracle.loss, peer.loss)
+    expected = {
+        "not a member": "ValueError: group: this rank must be a member",
+        "whole": "ValueError: logits: .*vocab_size 5.*got 5; ",
+        "larger": "ValueError: logits: .*vocab_size 13.*got 5; ",
+        "other width": "ValueError: logits: .*width 6",
+        "missing group": "ValueError: logits: .*10",
+        "not a group": "TypeError: group: expected",
+        "label": r"ValueError: labels: .*\(1,\): 9",
+    }
+    assert_refused(rank_pool.run(_refusals, impl), expected)

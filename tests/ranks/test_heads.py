@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,19 +14,22 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.budget import assert_within_budget
-from tests.support.collectives import record_collectives
+from tests.support.collectives import assert_refused, messages_of
 from tests.support.inputs import IGNORE_INDEX
-from tests.support.linear import WIDTH, Results, assert_results, grad_output_of, linear_fp64, linear_same_dtype, made
-from tests.support.linear_ranks import ROWS, TWO_WAYS, Case, Result, assert_refused, check, messages_of
+from tests.support.linear import TWO_WAYS, WIDTH, Results, assert_results, linear_fp64, linear_same_dtype, projection
+from tests.support.linear_ranks import ROWS, Case, Result, check, grad_outputs_of
 from tests.support.logits_ranks import chunked
-from tests.support.ranks import device_of, in_ranks, subgroups
+from tests.support.ranks import device_of, in_four_ranks, in_ranks, subgroups
 from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
 
 in_two_ranks = in_ranks((2,), (), (2,))
-in_four_ranks = in_ranks((4,), (), (4,))
 COLUMNS = 21  # uneven over 2 ranks and over 4
 GROUP = r"pass group=weight\.device_mesh\.get_group"
 INSIDE = "call it inside the module that FSDP wraps"
+
+
+def _tokens(device):
+    return torch.randn(4, WIDTH, device=device), torch.zeros(4, dtype=torch.int64, device=device)
 
 
 class Model(nn.Module):
@@ -41,19 +46,19 @@ class Model(nn.Module):
         return hidden if labels is None else self.loss(hidden, labels)
 
 
-def _training():
-    """A model's values, and the tokens and labels of two ranks of data parallelism."""
+def _training(impl="auto"):
+    """A model, and the tokens and labels of two ranks of data parallelism."""
     torch.manual_seed(0)
     labels = torch.tensor([[1, 5, 20, IGNORE_INDEX], [12, 0, 13, 7]])
-    return Model().state_dict(), 2 * torch.randn(2, 4, WIDTH), labels
+    return Model(impl=impl), 2 * torch.randn(2, 4, WIDTH), labels
 
 
 def _assert_trained(results):
     """Gradients are those of the mean of both ranks' losses."""
-    state, inputs, labels = _training()
+    model, inputs, labels = _training()
     expected = []
     for dtype in (torch.float64, torch.float32):
-        leaves = {name: value.to(dtype).requires_grad_() for name, value in state.items()}
+        leaves = {name: value.to(dtype).requires_grad_() for name, value in model.state_dict().items()}
         hidden = F.linear(inputs.to(dtype), leaves["body.weight"]).tanh()
         logits = F.linear(hidden, leaves["head.weight"], leaves["head.bias"])
         losses = torch.stack([F.cross_entropy(*pair) for pair in zip(logits, labels, strict=True)])
@@ -77,9 +82,7 @@ def _train(model, part, inputs, labels, device, where):
 
 def _in_fsdp(rank, group, impl, where, reshard):
     device = device_of(rank, group)
-    state, inputs, labels = _training()
-    model = Model(impl=impl)
-    model.load_state_dict(state)
+    model, inputs, labels = _training(impl)
     fully_shard(model.to(device), mesh=init_device_mesh(device.type, (2,)), reshard_after_forward=reshard)
     if where == "made afterwards":
         model.loss = LinearCrossEntropy(model.head, impl=impl)
@@ -97,7 +100,7 @@ def test_a_head_inside_the_module_that_fsdp_wraps_is_trained(rank_pool, impl, wh
 
 def _refusals_of_fsdp(rank, group, impl):
     device = device_of(rank, group)
-    hidden, labels = torch.randn(4, WIDTH, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    hidden, labels = _tokens(device)
     meshes = [init_device_mesh(device.type, (2,), mesh_dim_names=names) for names in (None, ("dp",))]
     heads = [nn.Linear(WIDTH, COLUMNS).to(device) for _ in meshes]
     made = LinearCrossEntropy(heads[0], impl=impl)
@@ -150,7 +153,7 @@ def _on_parallel_head(rank, group, case, style):
         hidden = hidden.chunk(world)[rank]
     hidden = hidden.clone().to(device).requires_grad_()
     loss = module(hidden, case.inputs.labels.to(device))
-    loss.backward(case.grad_outputs[0].to(device))
+    loss.backward(grad_outputs_of(case)[0].to(device))
     assert f"{world} ranks, weight=({COLUMNS}, {WIDTH})" in repr(module)
     for parameter in head.parameters():
         assert parameter.grad.placements == (Shard(0),) and parameter.grad.shape == parameter.shape
@@ -162,8 +165,8 @@ def _on_parallel_head(rank, group, case, style):
 @in_two_ranks
 def test_a_head_that_tensor_parallelism_has_cut_needs_no_group(rank_pool, impl, name, way):
     style, options = STYLES[name]
-    inputs = made("shard_edges", ROWS, bias=True)
-    case = Case(inputs, impl, {**way, **options}, chunked(COLUMNS, 2), (grad_output_of(way, ROWS),))
+    inputs = projection("shard_edges", ROWS, bias=True)
+    case = Case(inputs, impl, {**way, **options}, chunked(COLUMNS, 2))
     check(case, rank_pool.run(_on_parallel_head, case, style))
 
 
@@ -179,20 +182,20 @@ class ScaledParallel(ColwiseParallel):
 def _refusals_of_parallel_heads(rank, group, impl):
     device = device_of(rank, group)
     mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("tp",))
-    hidden, labels = torch.randn(4, WIDTH, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    hidden, labels = _tokens(device)
 
-    def call(style, kind=nn.Linear, change=lambda head: None, **options):
+    def cut(style, kind=nn.Linear, change=None):
         head = kind(*((WIDTH, COLUMNS) if kind is nn.Linear else (COLUMNS, WIDTH))).to(device)
         if isinstance(style, ColwiseParallel | RowwiseParallel):
             parallelize_module(head, mesh, style)
         else:
             distribute_module(head, mesh, *style)
-        change(head)
-        with record_collectives() as calls:
-            try:
-                LinearCrossEntropy(head, impl=impl, **options)(hidden, labels)
-            finally:
-                sent.extend(calls)
+        if change is not None:
+            change(head)
+        return head
+
+    def call(head, **options):
+        LinearCrossEntropy(head, impl=impl, **options)(hidden, labels)
 
     def partition(name, module, mesh):
         for name, parameter in list(module.named_parameters()):
@@ -204,21 +207,21 @@ def _refusals_of_parallel_heads(rank, group, impl):
     def assigned(head):
         head.weight = nn.Parameter(torch.ones(COLUMNS, WIDTH, device=device))
 
-    sent, own = [], subgroups((0,), (1,))[rank]
-    attempts = {
-        "parts of dimension 0": lambda: call(ColwiseParallel(input_layouts=Shard(0))),
-        "parts of dimension 1": lambda: call(ColwiseParallel(input_layouts=Shard(1))),
-        "columns": lambda: call(RowwiseParallel()),
-        "columns, whole inputs": lambda: call(RowwiseParallel(input_layouts=Replicate())),
-        "columns of an embedding": lambda: call(ColwiseParallel(), nn.Embedding),
-        "another hook": lambda: call(ColwiseParallel(), change=hooked),
-        "style of one's own": lambda: call(ScaledParallel()),
-        "hooks of one's own": lambda: call((partition, lambda m, x, mesh: x, lambda m, x, mesh: x)),
-        "no hooks": lambda: call((partition,)),
-        "plain weight": lambda: call(ColwiseParallel(), change=assigned),
-        "another group": lambda: call(ColwiseParallel(), group=own),
+    heads = {
+        "parts of dimension 0": cut(ColwiseParallel(input_layouts=Shard(0))),
+        "parts of dimension 1": cut(ColwiseParallel(input_layouts=Shard(1))),
+        "columns": cut(RowwiseParallel()),
+        "columns, whole inputs": cut(RowwiseParallel(input_layouts=Replicate())),
+        "columns of an embedding": cut(ColwiseParallel(), nn.Embedding),
+        "another hook": cut(ColwiseParallel(), change=hooked),
+        "style of one's own": cut(ScaledParallel()),
+        "hooks of one's own": cut((partition, lambda m, x, mesh: x, lambda m, x, mesh: x)),
+        "no hooks": cut((partition,)),
+        "plain weight": cut(ColwiseParallel(), change=assigned),
     }
-    return messages_of(attempts)[0], sent
+    attempts = {name: partial(call, head) for name, head in heads.items()}
+    own = subgroups((0,), (1,))[rank]
+    return messages_of(attempts | {"another group": partial(call, cut(ColwiseParallel()), group=own)})
 
 
 @in_two_ranks
@@ -273,7 +276,7 @@ def _on_replicas(rank, group, impl, of_replicas, tp_dim):
 @in_four_ranks
 def test_replicas_of_a_cut_head_add_up_their_gradients(rank_pool, impl, tp_dim):
     """A gradient of Replicate() would let the replicas drift apart."""
-    first = made("shard_edges", ROWS, bias=True)
+    first = projection("shard_edges", ROWS, bias=True)
     second = first._replace(hidden=first.hidden.roll(1, 0), labels=torch.tensor([20, 3, 11, 10, IGNORE_INDEX, 0]))
     of_replicas = (first, second)
     truths, peers = ([compute(inputs) for inputs in of_replicas] for compute in (linear_fp64, linear_same_dtype))
@@ -291,9 +294,7 @@ def test_replicas_of_a_cut_head_add_up_their_gradients(rank_pool, impl, tp_dim):
 def _in_fsdp_and_tensor_parallelism(rank, group, impl):
     device = device_of(rank, group)
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
-    state, inputs, labels = _training()
-    model = Model(impl=impl)
-    model.load_state_dict(state)
+    model, inputs, labels = _training(impl)
     parallelize_module(model.to(device).head, mesh["tp"], ColwiseParallel())
     fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
     part = mesh.get_local_rank("dp")
@@ -314,7 +315,7 @@ def _refusals_of_meshes(rank, group, impl):
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     descending = DeviceMesh(device.type, [3, 2, 1, 0])
     whole = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
-    hidden, labels = torch.randn(4, WIDTH, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    hidden, labels = _tokens(device)
     groups = {"no group": None, "group of the replicas": mesh.get_group("dp"), "group of all": group}
     placed = dict.fromkeys(groups, [Replicate(), Shard(0)])
     placed |= {"both": [Shard(0), Shard(0)], "columns too": [Shard(1), Shard(0)]}

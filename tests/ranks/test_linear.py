@@ -7,44 +7,27 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
+from tests.support.collectives import assert_refused, messages_of
 from tests.support.inputs import IGNORE_INDEX, grad_output_layouts
-from tests.support.linear import WIDTH, grad_output_of, many_tokens, zero_first_grad_output
-from tests.support.linear import made as made_by_width
-from tests.support.linear_ranks import (
-    BY_WAY,
-    COLUMNS,
-    ROWS,
-    TWO_WAYS,
-    WAYS,
-    Case,
-    assert_refused,
-    check,
-    check_collectives,
-    messages_of,
-    run,
-)
+from tests.support.linear import WIDTH, many_tokens, projection, zero_first_grad_output
+from tests.support.linear_ranks import BY_WAY, COLUMNS, ROWS, WAYS, Case, check, check_collectives, distributed, run
 from tests.support.logits import EVERY
 from tests.support.logits_ranks import chunked, even
-from tests.support.ranks import device_of, in_ranks, subgroups
-from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
-
-in_two_ranks = in_ranks()
-in_several_ranks = in_ranks((2, 4), (2,), (2, 4))
-in_any_ranks = in_ranks((1, 2, 3), (2,), (2, 4))
-in_four_ranks = in_ranks((4,), (), (4,))
+from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
+from vocab_parallel_ce import VocabShard, linear_cross_entropy, linear_token_log_probs
 
 
-def made(kind="some_ignored", vocab_size=COLUMNS, shards=1, rows=ROWS, **settings):
-    return made_by_width(kind, rows, vocab_size=vocab_size, shards=shards, **settings)
+def made(world, kind="some_ignored", rows=ROWS, **settings):
+    """Tokens whose logits have :data:`COLUMNS` columns on each rank."""
+    return projection(kind, rows, COLUMNS * world, shards=world, **settings)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("label_smoothing", [0.1, 0.0])
 @BY_WAY
-@in_any_ranks
+@in_ranks((1, 2, 3), (2,), (2, 4))
 def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way, label_smoothing):
     """One all_gather and one all_reduce a chunk; without a gradient in forward one all_gather in all."""
     world = rank_pool.world_size
@@ -54,9 +37,8 @@ def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way, label_s
         ("peaked", torch.float32, {"chunk_tokens": 4}),
         ("shard_edges", torch.bfloat16, {"chunk_tokens": 1}),
     ):
-        inputs = made(kind, COLUMNS * world, world, dtype=dtype, bias=kind == "peaked")
-        options = {**way, **chunk, "label_smoothing": label_smoothing}
-        case = Case(inputs, impl, options, even(COLUMNS, world), (grad_output_of(way, ROWS),))
+        inputs = made(world, kind, dtype=dtype, bias=kind == "peaked")
+        case = Case(inputs, impl, {**way, **chunk, "label_smoothing": label_smoothing})
         results = rank_pool.run(run, case)
         check(case, results)
         if kind != "some_ignored":  # whose tokens may be left out
@@ -67,10 +49,7 @@ def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way, label_s
 @in_ranks((2,), (), (2,))
 def test_a_chunk_of_many_tokens_sends_its_statistics_in_two_parts(rank_pool, impl, way):
     """Each travels beside the other's products. 300 tokens in chunks of 200: 128 and 72, then 100."""
-    rows, world, way = 300, rank_pool.world_size, way
-    inputs = many_tokens(rows, COLUMNS * world, WIDTH)
-    options = {**way, "chunk_tokens": 200}
-    case = Case(inputs, impl, options, even(COLUMNS, world), (grad_output_of(way, rows),))
+    case = Case(many_tokens(300, COLUMNS * rank_pool.world_size), impl, {**way, "chunk_tokens": 200})
     results = rank_pool.run(run, case)
     check(case, results)
     parts = [128, 72, 100] if way.get("gradient") == "in_forward" else [300]
@@ -82,13 +61,12 @@ def test_a_chunk_of_many_tokens_sends_its_statistics_in_two_parts(rank_pool, imp
 @BY_WAY
 @in_two_ranks
 def test_every_option_on(rank_pool, impl, way):
-    world = rank_pool.world_size
-    inputs = made("some_ignored", COLUMNS * world, world, bias=True, exact=True)
+    inputs = made(rank_pool.world_size, bias=True, exact=True)
     inputs.hidden[inputs.labels == IGNORE_INDEX] = float("nan")
     count = int((inputs.labels != IGNORE_INDEX).sum())
     for valid_tokens in (None, count, count + 2):
         options = {**EVERY, **way, "chunk_tokens": 4, "valid_tokens": valid_tokens}
-        case = Case(inputs, impl, options, even(COLUMNS, world), (grad_output_of(way, ROWS),), main_grad=True)
+        case = Case(inputs, impl, options, main_grad=True)
         check(case, rank_pool.run(run, case))
 
 
@@ -105,23 +83,24 @@ def test_every_option_on(rank_pool, impl, way):
 @in_several_ranks
 def test_uneven_and_padded_shards(rank_pool, impl, vocab_size, size, bounds_of):
     """Padded rows of the weight hold large numbers, which would show in every gradient."""
-    world = rank_pool.world_size
-    bounds = bounds_of(world)
+    bounds = bounds_of(rank_pool.world_size)
     for way in WAYS.values():
-        inputs = made("shard_edges", vocab_size, bias=True)
+        inputs = projection("shard_edges", ROWS, vocab_size, bias=True)
         inputs.labels[0], inputs.labels[1] = vocab_size - 1, IGNORE_INDEX
-        case = Case(inputs, impl, {**way, "label_smoothing": 0.1}, bounds, (grad_output_of(way, ROWS),), size)
+        case = Case(inputs, impl, {**way, "label_smoothing": 0.1}, bounds, size)
         check(case, rank_pool.run(run, case))
 
 
+NEEDED = [({"reduce_hidden_grad": False, "chunk_tokens": 4}, ())]
+NEEDED += [({}, frozen) for frozen in (("weight",), ("hidden",), ("hidden", "weight", "bias"))]
+
+
+@pytest.mark.parametrize(("options", "frozen"), NEEDED, ids=str)
 @BY_WAY
 @in_two_ranks
-def test_a_gradient_that_is_not_reduced_is_this_ranks_share(rank_pool, impl, way):
-    """For frameworks that reduce it themselves: nothing but statistics travels."""
-    world = rank_pool.world_size
-    inputs = made("shard_edges", COLUMNS * world, world, dtype=torch.bfloat16)
-    options = {**way, "reduce_hidden_grad": False, "chunk_tokens": 4}
-    case = Case(inputs, impl, options, even(COLUMNS, world), (grad_output_of(way, ROWS),))
+def test_a_gradient_that_nobody_needs_or_a_framework_reduces_is_not_sent(rank_pool, impl, way, options, frozen):
+    inputs = made(rank_pool.world_size, "peaked", dtype=torch.bfloat16, bias=True)
+    case = Case(inputs, impl, {**way, **options}, frozen=frozen)
     results = rank_pool.run(run, case)
     check(case, results)
     check_collectives(case, results)
@@ -140,47 +119,28 @@ def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl
         (torch.bfloat16, {"chunk_tokens": world}),
         (torch.bfloat16, {"chunk_tokens": 3 * world}),
     ):
-        inputs = many_tokens(rows, COLUMNS * world, WIDTH, dtype).shaped(*shape)
+        inputs = many_tokens(rows, COLUMNS * world, dtype).shaped(*shape)
         inputs.labels[0, 1] = inputs.labels[-1, 0] = IGNORE_INDEX
         options = {**way, **chunk, "sequence_parallel": True, "label_smoothing": 0.1}
-        case = Case(inputs, impl, options, even(COLUMNS, world), (grad_output,))
+        case = Case(inputs, impl, options, grad_outputs=(grad_output,))
         results = rank_pool.run(run, case)
         check(case, results)
-        if world > 1:
-            _check_bytes_of_sequence_parallel(case, results, world)
-
-
-def _check_bytes_of_sequence_parallel(case, results, world):
-    """Hidden states are gathered in each pass over them, statistics once, gradients scattered once."""
-    rows, width = case.inputs.labels.numel(), case.inputs.hidden.shape[-1]
-    whole = rows * width * case.inputs.hidden.element_size()
-    passes = 1 if case.options.get("gradient") == "in_forward" else 2
-    for result in results:
-        sent = Counter()
-        for call in result.in_forward + result.in_backward:
-            sent[call.name] += call.nbytes
-        assert sent == {"_allgather_base_": passes * whole // world + 4 * 5 * rows, "_reduce_scatter_base_": whole}
-
-
-@pytest.mark.parametrize("frozen", [("weight",), ("hidden",), ("hidden", "weight", "bias")], ids="-".join)
-@TWO_WAYS
-@in_two_ranks
-def test_what_needs_no_gradient_sends_none(rank_pool, impl, frozen, way):
-    world = rank_pool.world_size
-    inputs = made("peaked", COLUMNS * world, world, bias=True)
-    case = Case(inputs, impl, way, even(COLUMNS, world), (grad_output_of(way, ROWS),), frozen=frozen)
-    results = rank_pool.run(run, case)
-    check(case, results)
-    check_collectives(case, results)
+        # Hidden states are gathered in each pass over them, statistics once, gradients scattered once.
+        whole, passes = inputs.hidden.nbytes, 1 if way.get("gradient") == "in_forward" else 2
+        gathered = passes * whole // world + 4 * 5 * rows
+        for result in results:
+            sent = Counter()
+            for call in result.in_forward + result.in_backward:
+                sent[call.name] += call.nbytes
+            assert sent == {"_allgather_base_": gathered, "_reduce_scatter_base_": whole}
 
 
 @in_four_ranks
 def test_a_subgroup_is_a_vocabulary_of_its_own(rank_pool, impl):
     members = (1, 3)
     for sequence_parallel in (False, True):
-        inputs = made("shard_edges", 37, rows=4)
         options = {**WAYS["mean"], "sequence_parallel": sequence_parallel}
-        case = Case(inputs, impl, options, chunked(37, 2), size="vocab_size")
+        case = Case(projection("shard_edges", 4, 37), impl, options, chunked(37, 2), "vocab_size")
         results = rank_pool.run(run, case, members)
         assert results[0] is None and results[2] is None
         check(case, [results[rank] for rank in members])
@@ -189,39 +149,38 @@ def test_a_subgroup_is_a_vocabulary_of_its_own(rank_pool, impl):
 @pytest.mark.parametrize("entropy", [False, True])
 @in_several_ranks
 def test_token_log_probs(rank_pool, impl, entropy):
-    world = rank_pool.world_size
     grad_outputs = (zero_first_grad_output(ROWS), zero_first_grad_output(ROWS, seed=1))[: 1 + entropy]
     for kind, options in (
         ("some_ignored", {}),
         ("shard_edges", {"temperature": 0.6, "softcap": 10.0, "logit_scale": 0.4, "chunk_tokens": 4}),
     ):
-        inputs = made(kind, COLUMNS * world, world, bias=True)
-        options = {**options, "entropy": entropy}
-        case = Case(inputs, impl, options, even(COLUMNS, world), grad_outputs, function=linear_token_log_probs)
+        inputs, options = made(rank_pool.world_size, kind, bias=True), {**options, "entropy": entropy}
+        case = Case(inputs, impl, options, grad_outputs=grad_outputs, function=linear_token_log_probs)
         results = rank_pool.run(run, case)
         check(case, results)
         if kind == "shard_edges":
             check_collectives(case, results, extra=int(entropy))
 
 
-def _mesh(group):
-    device = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
-    return DeviceMesh.from_group(group, device)
-
-
-def _sharded(case, device, group):
-    return distribute_tensor(case.inputs.weight.to(device), _mesh(group), [Shard(0)])
-
-
-@pytest.mark.parametrize("vocab_size", [24, 49])
+@pytest.mark.parametrize(("vocab_size", "main_grad"), [(24, False), (49, False), (49, True)])
 @BY_WAY
 @in_several_ranks
-def test_a_dtensor_knows_its_rows_and_gets_a_dtensor(rank_pool, impl, way, vocab_size):
+def test_a_dtensor_knows_its_rows_and_gets_a_dtensor(rank_pool, impl, way, vocab_size, main_grad):
     """49 rows are uneven on any number of ranks, which the width of a shard does not tell."""
+    inputs = projection("shard_edges", ROWS, vocab_size, dtype=torch.bfloat16, bias=True)
+    bounds = chunked(vocab_size, rank_pool.world_size)
+    case = Case(inputs, impl, {**way, "chunk_tokens": 4}, bounds, main_grad=main_grad)
+    check(case, rank_pool.run(run, case, None, True))
+
+
+@BY_WAY
+@in_two_ranks
+def test_padded_rows_of_a_dtensor_are_those_beyond_the_vocabulary(rank_pool, impl, way):
+    """A cut of 7 rows is 4 and 3; of a vocabulary of 6 it would be 3 and 3, on the second rank alone."""
     world = rank_pool.world_size
-    inputs = made("shard_edges", vocab_size, dtype=torch.bfloat16)
-    case = Case(inputs, impl, {**way, "chunk_tokens": 4}, chunked(vocab_size, world), (grad_output_of(way, ROWS),))
-    check(case, rank_pool.run(run, case, None, _sharded))
+    rows, vocab_size = 4 * world - 1, 4 * world - 2
+    case = Case(projection("shard_edges", ROWS, vocab_size), impl, way, chunked(rows, world), "vocab_size")
+    check(case, rank_pool.run(run, case, None, True))
 
 
 def _refusals(rank, group, impl):
@@ -231,12 +190,15 @@ def _refusals(rank, group, impl):
     whole = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
     hidden, weight = torch.randn(4, WIDTH, device=device), whole.chunk(2)[rank]
     labels = torch.zeros(4, dtype=torch.int64, device=device)
-    replicated, in_columns = (
-        distribute_tensor(whole, _mesh(group), [placement]) for placement in (Replicate(), Shard(1))
-    )
+    cut = distributed(whole[:7], device, group)  # 4 and 3 rows: a bias of 8 fits the first rank's own
+    uneven = VocabShard(2 * rank, (2, 3)[rank], 3)  # the width that decides is that of ceil(V / R)
     attempts = {
-        "replicated": {"weight": replicated},
-        "in columns": {"weight": in_columns},
+        "replicated": {"weight": distributed(whole, device, group, Replicate())},
+        "in columns": {"weight": distributed(whole, device, group, Shard(1))},
+        "bias of a DTensor": {"weight": cut, "bias": distributed(whole[:8, 0], device, group)},
+        "vocab_size of a DTensor": {"weight": cut, "vocab_size": 8},
+        "shard of a DTensor": {"weight": cut, "shard": VocabShard(0, 4, 7)},
+        "small budget": {"weight": whole[: uneven.n_columns], "shard": uneven, "memory_budget": 7},
         "not a member": {"group": others},
         "labels of a part": {"sequence_parallel": True},
         "valid tokens of a part": {"sequence_parallel": True, "labels": labels.repeat(2), "valid_tokens": 3},
@@ -253,6 +215,10 @@ def test_what_does_not_fit_the_group_is_refused(rank_pool, impl):
     expected = {
         "replicated": r"ValueError: weight: .*Shard.0.* got \(Replicate.*plain tensor",
         "in columns": r"ValueError: weight: .*Shard.0.* got \(Shard.dim=1.*plain tensor",
+        "bias of a DTensor": r"ValueError: bias: expected shape \(7,\), got \(8,\)",
+        "vocab_size of a DTensor": "ValueError: vocab_size: must be at most 7, the rows of weight, got 8",
+        "shard of a DTensor": "ValueError: shard: expected None with a DTensor weight, .*got VocabShard",
+        "small budget": "ValueError: memory_budget: must hold a token's logits, 8 bytes",
         "not a member": "ValueError: group: this rank must be a member",
         "labels of a part": r"ValueError: labels: .*\(8,\).*\(4,\)",
         "valid tokens of a part": "ValueError: valid_tokens: .*sequence_parallel",

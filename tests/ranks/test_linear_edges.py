@@ -5,35 +5,19 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.ranks.test_linear import _mesh, made
-from tests.support.linear import WIDTH, grad_output_of, many_tokens, padded_weight
-from tests.support.linear_ranks import (
-    BY_WAY,
-    COLUMNS,
-    ROWS,
-    TWO_WAYS,
-    Case,
-    Result,
-    assert_refused,
-    check,
-    check_collectives,
-    messages_of,
-    run,
-)
-from tests.support.logits_ranks import chunked, even
-from tests.support.ranks import device_of, in_ranks
-from vocab_parallel_ce import VocabShard, linear_cross_entropy
-
-in_two_ranks = in_ranks()
-in_four_ranks = in_ranks((4,), (), (4,))
+from tests.ranks.test_linear import made
+from tests.support.collectives import assert_refused, messages_of
+from tests.support.linear import TWO_WAYS, WIDTH, many_tokens
+from tests.support.linear_ranks import BY_WAY, COLUMNS, Case, check, check_collectives, distributed, run
+from tests.support.logits_ranks import chunked
+from tests.support.ranks import device_of, in_four_ranks, in_two_ranks
+from vocab_parallel_ce import linear_cross_entropy
 
 
 def _check_chunks(rank_pool, impl, way, bounds, chunk, **options):
     """64 tokens in the chunks that a memory budget gives, on every rank."""
-    inputs = many_tokens(64, bounds[-1][1], WIDTH)
-    case = Case(inputs, impl, {**way, **options}, bounds, (grad_output_of(way, 64),), "shard")
+    case = Case(many_tokens(64, bounds[-1][1]), impl, {**way, **options}, bounds, "shard")
     results = rank_pool.run(run, case)
     check(case, results)
     check_collectives(case._replace(options={**case.options, "chunk_tokens": chunk}), results)
@@ -51,21 +35,6 @@ def test_ranks_of_unequal_shards_cut_the_tokens_alike(rank_pool, impl, way):
 def test_a_last_rank_of_fewer_columns_cuts_the_tokens_as_the_others(rank_pool, impl, way):
     """2, 2, 2 and 1 columns."""
     _check_chunks(rank_pool, impl, way, chunked(7, 4), 20, memory_budget=160)
-
-
-def _attempts_on_unequal_shards(rank, group, impl):
-    """The second rank's one column fits; the width that decides is that of ceil(V / R)."""
-    device, columns = device_of(rank, group), (2, 1)[rank]
-    arguments = torch.ones(4, WIDTH, device=device), torch.ones(columns, WIDTH, device=device)
-    labels, shard = torch.zeros(4, device=device).long(), VocabShard(2 * rank, 2 * rank + columns, 3)
-    options = {"shard": shard, "memory_budget": 7, "group": group, "impl": impl}
-    return messages_of({"small": partial(linear_cross_entropy, *arguments, labels, **options)})
-
-
-@in_two_ranks
-def test_too_small_a_budget_is_refused_on_every_rank(rank_pool, impl):
-    expected = {"small": "ValueError: memory_budget: must hold a token's logits, 8 bytes"}
-    assert_refused(rank_pool.run(_attempts_on_unequal_shards, impl), expected)
 
 
 class _Sent:
@@ -98,9 +67,7 @@ def _works_in_flight(rank, group, case):
 @in_two_ranks
 def test_gradients_of_two_chunks_at_most_are_on_their_way(rank_pool, impl, way):
     """Each keeps its memory until it has arrived."""
-    inputs = many_tokens(16, 2 * COLUMNS, WIDTH)
-    options = {**way, "chunk_tokens": 2}
-    case = Case(inputs, impl, options, even(COLUMNS, 2), (grad_output_of(way, 16),))
+    case = Case(many_tokens(16, 2 * COLUMNS), impl, {**way, "chunk_tokens": 2})
     results, *counts = zip(*rank_pool.run(_works_in_flight, case), strict=True)
     check(case, results)
     assert counts == [(8, 8), (2, 2), (0, 0)]
@@ -109,10 +76,9 @@ def test_gradients_of_two_chunks_at_most_are_on_their_way(rank_pool, impl, way):
 @BY_WAY
 @in_two_ranks
 def test_no_tokens_of_a_sequence_that_ranks_share(rank_pool, impl, way):
-    world = rank_pool.world_size
-    none = made(vocab_size=COLUMNS * world, bias=True)
+    none = made(rank_pool.world_size, bias=True)
     none = none._replace(hidden=none.hidden[:0].view(0, 2, WIDTH), labels=none.labels[:0].view(0, 2))
-    case = Case(none, impl, {**way, "sequence_parallel": True}, even(COLUMNS, world))
+    case = Case(none, impl, {**way, "sequence_parallel": True}, grad_outputs=(torch.ones(()),))
     for result in rank_pool.run(run, case):
         assert result.outputs[0].shape == ((0, 2) if way["reduction"] == "none" else ())
         assert result.hidden.shape == (0, 2, WIDTH) and result.weight.shape == (COLUMNS, WIDTH)
@@ -121,63 +87,13 @@ def test_no_tokens_of_a_sequence_that_ranks_share(rank_pool, impl, way):
         assert not result.in_forward + result.in_backward
 
 
-def _on_dtensors(rank, group, case):
-    """A call whose weight and bias are DTensors, with this rank's rows of their gradients."""
+def _attempts_on_a_dtensor(rank, group, impl, attempts):
+    """Of 5 rows."""
     device = device_of(rank, group)
-    weight, bias = (
-        None if whole is None else distribute_tensor(whole.to(device), _mesh(group), [Shard(0)])
-        for whole in (case.inputs.weight, case.inputs.bias)
-    )
-    options = {**case.options, "impl": case.impl, "group": group}
-    if case.main_grad:
-        weight.grad_added_to_main_grad = False
-        options["main_grad"] = torch.zeros(weight.to_local().shape, device=device)
-    leaves = [leaf for leaf in (case.inputs.hidden.to(device), weight, bias) if leaf is not None]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    loss = linear_cross_entropy(leaves[0], weight, case.inputs.labels.to(device), bias=bias, **options)
-    loss.backward(case.grad_outputs[0].to(device))
-    for leaf in leaves[1:]:
-        assert leaf.grad.placements == leaf.placements and leaf.grad.shape == leaf.shape
-    d_weight = weight.grad.to_local()
-    if case.main_grad:
-        assert weight.grad_added_to_main_grad is True and not d_weight.any()
-        d_weight = options["main_grad"]
-    return Result((loss,), leaves[0].grad, d_weight, None if bias is None else bias.grad.to_local(), [], [])
-
-
-@BY_WAY
-@in_two_ranks
-def test_main_grad_of_a_dtensor_that_says_whether_it_was_added(rank_pool, impl, way):
-    """Its gradient is then a DTensor of zeros, as Megatron's hooks wait for one."""
-    inputs = made("shard_edges", 49)
-    bounds = chunked(49, rank_pool.world_size)
-    case = Case(inputs, impl, {**way, "chunk_tokens": 4}, bounds, (grad_output_of(way, ROWS),), main_grad=True)
-    check(case, rank_pool.run(_on_dtensors, case))
-
-
-@BY_WAY
-@in_two_ranks
-def test_a_dtensor_bias_gets_a_dtensor(rank_pool, impl, way):
-    """``nn.Linear`` whose parameters were both distributed."""
-    inputs = made("shard_edges", 49, bias=True)
-    case = Case(inputs, impl, way, chunked(49, rank_pool.world_size), (grad_output_of(way, ROWS),))
-    check(case, rank_pool.run(_on_dtensors, case))
-
-
-def _attempts_on_dtensors(rank, group, impl, rows, attempts):
-    """Calls with a DTensor weight of so many rows; "bias" is one of another size."""
-    device = device_of(rank, group)
-    weight = distribute_tensor(torch.ones(rows, WIDTH, device=device), _mesh(group), [Shard(0)])
-    bias = distribute_tensor(torch.ones(rows + 1, device=device), _mesh(group), [Shard(0)])
+    weight = distributed(torch.ones(5, WIDTH), device, group)
     tokens = torch.ones(4, WIDTH, device=device), weight, torch.zeros(4, device=device).long()
-    options = {name: {"bias": bias} if changed == "bias" else changed for name, changed in attempts.items()}
-    return messages_of(
-        {
-            name: partial(linear_cross_entropy, *tokens, impl=impl, group=group, **changed)
-            for name, changed in options.items()
-        }
-    )
+    call = partial(linear_cross_entropy, *tokens, impl=impl, group=group)
+    return messages_of({name: partial(call, **options) for name, options in attempts.items()})
 
 
 @in_four_ranks
@@ -185,35 +101,7 @@ def test_a_dtensor_that_leaves_a_rank_without_rows_is_refused_on_every_rank(rank
     """2, 2, 1 and 0 rows: refused by the last rank alone it would leave the others waiting."""
     attempts = {"alone": {}, "with its size": {"vocab_size": 5}, "with less": {"vocab_size": 4}}
     expected = dict.fromkeys(attempts, "ValueError: vocab_size: must leave a column to the last of 4 ranks")
-    assert_refused(rank_pool.run(_attempts_on_dtensors, impl, 5, attempts), expected)
-
-
-@in_two_ranks
-def test_what_does_not_fit_a_dtensor_is_refused_on_every_rank(rank_pool, impl):
-    """Rows are 4 and 3; a bias of 8 fits the first rank's own."""
-    attempts = {"bias": "bias", "vocab_size": {"vocab_size": 8}, "shard": {"shard": VocabShard(0, 4, 7)}}
-    expected = {
-        "bias": r"ValueError: bias: expected shape \(7,\), got \(8,\)",
-        "vocab_size": "ValueError: vocab_size: must be at most 7, the rows of weight, got 8",
-        "shard": "ValueError: shard: expected None with a DTensor weight, .*got VocabShard",
-    }
-    assert_refused(rank_pool.run(_attempts_on_dtensors, impl, 7, attempts), expected)
-
-
-@BY_WAY
-@in_two_ranks
-def test_padded_rows_of_a_dtensor_are_those_beyond_the_vocabulary(rank_pool, impl, way):
-    """A cut of 7 rows is 4 and 3; of a vocabulary of 6 it would be 3 and 3, on the second rank alone."""
-    world = rank_pool.world_size
-    rows, vocab_size = 4 * world - 1, 4 * world - 2
-    inputs = made("shard_edges", vocab_size)
-    case = Case(inputs, impl, way, chunked(rows, world), (grad_output_of(way, ROWS),), "vocab_size")
-    check(case, rank_pool.run(run, case, None, _padded_dtensor))
-
-
-def _padded_dtensor(case, device, group):
-    weight, _ = padded_weight(case.inputs, 0, case.bounds[-1][1])
-    return distribute_tensor(weight.to(device), _mesh(group), [Shard(0)])
+    assert_refused(rank_pool.run(_attempts_on_a_dtensor, impl, attempts), expected)
 
 
 @BY_WAY
@@ -221,9 +109,9 @@ def _padded_dtensor(case, device, group):
 def test_chunks_of_a_sequence_with_an_ignore_index_that_int32_labels_cannot_hold(rank_pool, impl, way):
     """No label is it, and labels that are put in the order of the chunks are none of it either."""
     world = rank_pool.world_size
-    inputs = many_tokens(4 * world, COLUMNS * world, WIDTH)
+    inputs = many_tokens(4 * world, COLUMNS * world)
     options = {**way, "sequence_parallel": True, "chunk_tokens": 2 * world, "ignore_index": 2**40}
-    case = Case(inputs, impl, options, even(COLUMNS, world), (grad_output_of(way, 4 * world),))
+    case = Case(inputs, impl, options)
     wide = rank_pool.run(run, case)
     check(case, wide)
     narrow = rank_pool.run(run, case._replace(inputs=inputs._replace(labels=inputs.labels.int())))

@@ -7,17 +7,17 @@ import torch
 
 from tests.support.inputs import IGNORE_INDEX, batch
 from tests.support.logits import EVERY as ALL_NUMBERS
-from tests.support.logits import broad_rows, random_grad_output
+from tests.support.logits import SMOOTHING, broad_rows, random_grad_output
 from tests.support.logits_ranks import Case, check, chunked, even, run
-from tests.support.ranks import device_of, in_ranks
-from vocab_parallel_ce import token_log_probs, verify_group
+from tests.support.ranks import in_four_ranks, in_ranks, in_several_ranks, in_two_ranks
+from vocab_parallel_ce import token_log_probs
 
 COLUMNS, ROWS = 20, 5
+GRAD_OUTPUTS = random_grad_output(ROWS), random_grad_output(ROWS, seed=1)
 EVERY = {**ALL_NUMBERS, "smoothing_formula": "megatron", "return_metrics": True}
 OPTIONS = {
     "every": EVERY,
-    "torch": {"label_smoothing": 0.1},
-    "megatron": {"label_smoothing": 0.1, "smoothing_formula": "megatron"},
+    **{name: SMOOTHING[name] for name in ("torch", "megatron")},
     "z_loss": {"z_loss": 0.02},
     "softcap": {"softcap": 10.0},
     "logit_scale": {"logit_scale": 0.4},
@@ -26,23 +26,14 @@ OPTIONS = {
     "every, in_backward": {**EVERY, "reduction": "sum", "num_items": 7, "gradient": "in_backward"},
     "every, out_of_place": {**EVERY, "reduction": "none", "gradient": "out_of_place"},
 }
-in_two_ranks = in_ranks()
-in_several_ranks = in_ranks((2, 4), (2,), (2, 4))
 in_three_ranks = in_ranks((3,), (3,), ())
-in_four_ranks = in_ranks((4,), (), (4,))
-
-
-def _grad_outputs(options, rows=ROWS):
-    return (random_grad_output(rows) if options.get("reduction") == "none" else torch.tensor(0.75),)
 
 
 @pytest.mark.quick(10)
 @pytest.mark.parametrize("name", OPTIONS)
 @in_two_ranks
 def test_each_option_and_all_of_them(rank_pool, impl, name):
-    options = OPTIONS[name]
-    made = broad_rows("some_ignored", ROWS, COLUMNS * 2, shards=2)
-    case = Case(*made, impl, options, _grad_outputs(options))
+    case = Case(*broad_rows("some_ignored", ROWS, COLUMNS * 2, shards=2), impl, OPTIONS[name])
     check(case, rank_pool.run(run, case))
 
 
@@ -74,7 +65,7 @@ def test_of_equal_logits_the_lowest_global_id_is_predicted(rank_pool, impl):
     labels = torch.tensor([0, COLUMNS, 3, vocab_size - 2, COLUMNS, 0])
     ranks = even(COLUMNS, world)
     for bounds in (ranks, ranks[::-1]):
-        case = Case(logits, labels, impl, {"return_metrics": True}, (), bounds, "shard")
+        case = Case(logits, labels, impl, {"return_metrics": True}, bounds, "shard")
         _, predictions, accuracy, *_ = check(case, rank_pool.run(run, case)).outputs
         assert predictions.tolist() == [0, COLUMNS - 1, 3, vocab_size - 2, COLUMNS, 0]
         assert torch.equal(accuracy, torch.tensor(5 / 6))
@@ -88,8 +79,7 @@ def test_an_uneven_vocabulary_cut_as_torch_chunk_cuts(rank_pool, impl):
     bounds = chunked(vocab_size, 4)
     assert [stop - start for start, stop in bounds] == [x.shape[1] for x in made.logits.chunk(4, dim=1)]
     made.labels[:2] = torch.tensor([bounds[3][0], vocab_size - 1])
-    options = {**EVERY, "reduction": "none"}
-    case = Case(*made, impl, options, _grad_outputs(options, 3), bounds, "vocab_size")
+    case = Case(*made, impl, {**EVERY, "reduction": "none"}, bounds, "vocab_size")
     check(case, rank_pool.run(run, case, None, True))
 
 
@@ -109,8 +99,7 @@ def test_a_last_shard_that_is_partly_padding(rank_pool, impl, gradient, options)
     """1003 columns over 3 ranks of 342, 342 and 340, the last 21 padding."""
     logits, labels = broad_rows("peaked", ROWS, 1003)
     labels[:3] = torch.tensor([1002, 684, IGNORE_INDEX])
-    options = {**options, "gradient": gradient}
-    case = Case(logits, labels, impl, options, _grad_outputs(options), THIRDS, "shard")
+    case = Case(logits, labels, impl, {**options, "gradient": gradient}, THIRDS, "shard")
     check(case, rank_pool.run(run, case, None, True))
 
 
@@ -120,8 +109,7 @@ def _check_wholly_padded(rank_pool, impl, vocab_size, size):
     assert bounds[-1][0] >= vocab_size
     logits, labels = broad_rows("shard_edges", ROWS, vocab_size)
     labels[0], labels[1] = vocab_size, vocab_size - 1
-    options = {**EVERY, "reduction": "none"}
-    case = Case(logits, labels, impl, options, _grad_outputs(options), bounds, size)
+    case = Case(logits, labels, impl, {**EVERY, "reduction": "none"}, bounds, size)
     whole = check(case, rank_pool.run(run, case, None, True))
     assert whole.loss.isnan().tolist() == [True, False, False, False, False]
 
@@ -145,7 +133,7 @@ def test_shards_in_another_order_than_the_ranks(rank_pool, impl):
     bounds = list(zip([0, *ends[:-1]], ends, strict=True))
     bounds = bounds[1:] + bounds[:1]
     made = broad_rows("excluded_columns", ROWS, ends[-1])
-    case = Case(*made, impl, {**EVERY, "label_smoothing": 0.0}, (), bounds, "shard")
+    case = Case(*made, impl, {**EVERY, "label_smoothing": 0.0}, bounds, "shard")
     check(case, rank_pool.run(run, case))
 
 
@@ -154,12 +142,9 @@ def test_a_subgroup_has_shards_of_its_own(rank_pool, impl):
     """The rank within the group says which columns follow from a vocab_size."""
     members, vocab_size = (1, 3), 37
     made = broad_rows("shard_edges", ROWS, vocab_size)
-    case = Case(*made, impl, EVERY, (), chunked(vocab_size, 2), "vocab_size")
-    of_tokens = case._replace(
-        options={"entropy": True, "temperature": 0.6},
-        grad_outputs=(random_grad_output(ROWS), random_grad_output(ROWS, seed=1)),
-        function=token_log_probs,
-    )
+    case = Case(*made, impl, EVERY, chunked(vocab_size, 2), "vocab_size")
+    options = {"entropy": True, "temperature": 0.6}
+    of_tokens = case._replace(options=options, grad_outputs=GRAD_OUTPUTS, function=token_log_probs)
     for each in (case, of_tokens):
         results = rank_pool.run(run, each, (members,))
         assert results[0] is None and results[2] is None
@@ -173,11 +158,10 @@ TRANSFORM = {"temperature": 0.6, "softcap": 10.0, "logit_scale": 0.4}
 @pytest.mark.parametrize("entropy", [True, False])
 @in_several_ranks
 def test_token_log_probs(rank_pool, impl, entropy):
-    world = rank_pool.world_size
-    grad_outputs = (random_grad_output(ROWS), random_grad_output(ROWS, seed=1))[: 1 + entropy]
+    world, own = rank_pool.world_size, {"grad_outputs": GRAD_OUTPUTS[: 1 + entropy], "function": token_log_probs}
     for kind, options in (("some_ignored", {}), ("excluded_shard", {}), ("shard_edges", TRANSFORM)):
         made = broad_rows(kind, ROWS, COLUMNS * world, shards=world)
-        case = Case(*made, impl, {**options, "entropy": entropy}, grad_outputs, function=token_log_probs)
+        case = Case(*made, impl, {**options, "entropy": entropy}, **own)
         check(case, rank_pool.run(run, case))
 
 
@@ -185,31 +169,6 @@ def test_token_log_probs(rank_pool, impl, entropy):
 def test_token_log_probs_of_padded_shards(rank_pool, impl):
     logits, labels = broad_rows("peaked", ROWS, 1003)
     labels[0], labels[1] = 1002, 1003
-    grad_outputs = random_grad_output(ROWS), random_grad_output(ROWS, seed=1)
     options = {"entropy": True, "softcap": 10.0}
-    case = Case(logits, labels, impl, options, grad_outputs, THIRDS, "shard", token_log_probs)
+    case = Case(logits, labels, impl, options, THIRDS, "shard", GRAD_OUTPUTS, token_log_probs)
     check(case, rank_pool.run(run, case))
-
-
-def _verified(rank, group, options_of_ranks):
-    logits = torch.randn(4, 10, device=device_of(rank, group))
-    try:
-        verify_group(logits, torch.arange(4, device=logits.device), group, **options_of_ranks[rank])
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "agreed"
-
-
-@pytest.mark.quick
-@in_ranks((2,), (), (2,))
-def test_options_that_differ_between_ranks_are_found(rank_pool, impl):
-    """A softcap on one rank alone gave the same wrong loss on all, without an error."""
-    for options_of_ranks, message in (
-        (({"softcap": 30.0, "reduction": "none"},) * 2, "agreed"),
-        (({}, {"softcap": 30.0}), "ValueError: softcap: rank 1 of 2 has 30.0, rank 0 has None"),
-        (({"z_loss": 0.1}, {"z_loss": 0.2}), "ValueError: z_loss: rank 1 of 2 has 0.2, rank 0 has 0.1"),
-        (({"softcap": 30}, {"softcap": 30.0}), "agreed"),
-        (({}, {"soft_cap": 30.0}), "TypeError: rank 1 of 2: soft_cap: must be an option"),
-    ):
-        for got in rank_pool.run(_verified, options_of_ranks):
-            assert got.startswith(message), got

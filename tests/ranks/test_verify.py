@@ -6,6 +6,7 @@ import re
 import runpy
 import threading
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,21 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
 from tests.support.budget import assert_within_budget
-from tests.support.collectives import record_collectives
+from tests.support.collectives import error_of, record_collectives
 from tests.support.inputs import IGNORE_INDEX, batch, shard_of
+from tests.support.logits_ranks import with_collectives
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from tests.support.ranks import device_of, implementation_params, subgroups
+from tests.support.ranks import device_of, in_ranks, subgroups
 from vocab_parallel_ce import VocabShard, verify, verify_calls
 
 WIDTH, COLUMNS = 8, 10  # hidden size, and columns per rank
-
-
-def _in_ranks(*worlds):
-    params = implementation_params(worlds, (), tuple(world for world in worlds if world != 3))
-    return pytest.mark.parametrize(("rank_pool", "impl"), params, indirect=["rank_pool"])
-
-
-in_ranks, in_two_ranks, in_three_ranks = _in_ranks(2, 3), _in_ranks(2), _in_ranks(3)
+in_two_ranks, in_two_or_three_ranks = (in_ranks(worlds, (), (2,)) for worlds in ((2,), (2, 3)))
 
 
 class Arguments:
@@ -144,7 +139,7 @@ CASES = [
     _options("loss/module/verify_group", "label_smoothing", ("0.1", "0.0"), label_smoothing=0.1),
     _options("loss/module/linear/linear module", "reduction", ("sum", "mean"), reduction="sum"),
     _options("log-probs/verify_group linear", "temperature", ("2.0", "1.0"), temperature=2.0),
-    _options("linear/linear log-probs/linear module", "softcap", ("5.0", "None"), softcap=5.0),
+    _options("linear/linear log-probs/linear module/verify_group", "softcap", ("5.0", "None"), softcap=5.0),
     _options("/".join(LINEAR), "chunk_tokens", ("2", "auto"), chunk_tokens=2),
     _options("loss", "TypeError: unknown: expected one of the options", unknown=3),
     _options("verify_group", "TypeError: unknown: must be an option", unknown=3),
@@ -162,15 +157,6 @@ CASES = [
 ]
 
 
-def _error(call, *args):
-    """What ``call`` raises, or None."""
-    try:
-        call(*args)
-    except (TypeError, ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def _call(function, a):
     """A call, and its backward if it has one."""
     with torch.set_grad_enabled(a.grad_enabled):
@@ -185,12 +171,12 @@ def _errors(rank, group, function, calls):
     with verify_calls():
         for index, odd in calls:
             a = Arguments(rank, group).changed(**CASES[index].changes if rank == odd else {})
-            errors.append(_error(_call, function, a))
+            errors.append(error_of(_call, function, a))
             _call(function, Arguments(rank, group))
     return errors, FUNCTIONS["loss"](Arguments(rank, group))
 
 
-@in_ranks
+@in_two_or_three_ranks
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_rank_that_differs_is_the_same_error_on_every_rank(rank_pool, impl, function):
     """Without verification these return a number, abort gloo or wait for half an hour."""
@@ -250,13 +236,13 @@ def _group_outcomes(rank, group):
         before = a.logits.clone(), a.labels.clone(), a.logits._version
         # NCCL must not send from the GPU that happens to be current.
         with record_collectives() as sent, torch.cuda.device(0) if a.logits.is_cuda else nullcontext():
-            error = _error(FUNCTIONS["verify_group"], a)
+            error = error_of(FUNCTIONS["verify_group"], a)
         assert all(map(torch.equal, (a.logits, a.labels), before)) and a.logits._version == before[2]
         outcomes.append((error, [call.name for call in sent], sum(call.nbytes for call in sent)))
     return outcomes
 
 
-@in_ranks
+@in_two_or_three_ranks
 def test_verify_group_of_ranks_that_pass_different_things(rank_pool, impl):
     """Two all_gathers of less than a kilobyte."""
     n = rank_pool.world_size
@@ -271,17 +257,17 @@ def test_verify_group_of_ranks_that_pass_different_things(rank_pool, impl):
 @pytest.mark.parametrize(("values", "odd", "usual"), [("5666", 0, 1), ("5665", 1, 0), ("5676", 0, 1)])
 def test_most_ranks_are_right_and_of_a_tie_the_side_of_the_lowest(values, odd, usual):
     others = "the others have 6" if values == "5666" else f"rank {usual} has {values[usual]}"
-    error = _error(verify._compare, "x", values, (), "; do")
+    error = error_of(verify._compare, "x", values, (), "; do")
     assert error == f"ValueError: x: rank {odd} of 4 has {values[odd]}, {others}; do"
     prints = [(float(value), float(value) * 0.1) for value in values]
-    assert _error(verify._compare_hidden, prints).startswith(f"ValueError: hidden: rank {odd} ")
+    assert error_of(verify._compare_hidden, prints).startswith(f"ValueError: hidden: rank {odd} ")
 
 
 @pytest.mark.reference
 def test_hidden_states_that_rounding_or_nan_sets_apart_are_not_compared():
     for other in ((100.9, 52.0), (float("nan"), 0.0), (float("inf"), float("-inf"))):
         verify._compare_hidden([(100.0, 50.0), other, (99.0, 50.0)])
-    assert _error(verify._compare_hidden, [(100.0, 50.0), (100.0, 54.0)])
+    assert error_of(verify._compare_hidden, [(100.0, 50.0), (100.0, 54.0)])
 
 
 @pytest.mark.reference
@@ -289,7 +275,7 @@ def test_shards_that_overlap_or_leave_columns_out():
     """Padding holds no column, and the order of the ranks does not matter."""
     verify._compare_shards([VocabShard(*own, 40) for own in ((20, 45), (0, 20), (45, 50))])
     for starts in ((0, 10, 10, 30), (0, 10, 20, 9), (5, 10, 20, 30), (0, 10, 22, 30), (0, 10, 20, 40)):
-        error = _error(verify._compare_shards, [VocabShard(start, start + 10, 40) for start in starts])
+        error = error_of(verify._compare_shards, [VocabShard(start, start + 10, 40) for start in starts])
         assert error.startswith("ValueError: shard: must have every column of [0, 40) on exactly one rank")
 
 
@@ -298,10 +284,7 @@ def _counted(rank, group):
     for context, inner in ((True, True), (False, False), (True, False)):
         a = Arguments(rank, group)
         with verify_calls(context), verify_calls(inner):
-            with record_collectives() as forward:
-                loss = FUNCTIONS["loss"](a)
-            with record_collectives() as backward:
-                loss.backward()
+            _, forward, backward = with_collectives(partial(FUNCTIONS["loss"], a), ())
         counts.append((len(forward), len(backward), max(call.nbytes for call in forward)))
     return counts
 
@@ -316,12 +299,12 @@ def _different_calls(rank, group):
     """Errors of two functions, TransformerEngine's first step, and backwards in other threads."""
     a = Arguments(rank, group)
     with verify_calls():
-        errors = [_error(FUNCTIONS["loss" if rank else "linear"], a)]
-        errors += [_error(vp.cross_entropy_forward, a.logits, a.labels, 0.1 * rank, True, group, -100)]
+        errors = [error_of(FUNCTIONS["loss" if rank else "linear"], a)]
+        errors += [error_of(vp.cross_entropy_forward, a.logits, a.labels, 0.1 * rank, True, group, -100)]
     for function in ("loss", "linear", "linear in backward"):
         loss = FUNCTIONS[function](Arguments(rank, group)) * (1.0 + rank)
         with verify_calls():
-            thread = threading.Thread(target=lambda: errors.append(_error(loss.backward)))  # noqa: B023
+            thread = threading.Thread(target=lambda: errors.append(error_of(loss.backward)))  # noqa: B023
             thread.start()
             thread.join()
     return errors
@@ -348,7 +331,7 @@ def _in_a_checkpoint(rank, group):
                     return FUNCTIONS[function](a.changed(logits=logits * 1, hidden=hidden, weight=weight))
 
                 loss = checkpoint(call, a.logits, a.hidden, a.weight, use_reentrant=False)
-                errors.append(_error((loss * scale).backward))
+                errors.append(error_of((loss * scale).backward))
             losses.append(loss.detach())
     return losses, errors
 
@@ -368,12 +351,12 @@ def _in_subgroups(rank, group):
     given = [Arguments(0, chosen, 1) for chosen in (None, alone[rank], alone[rank - 1], "tensor parallel")]
     given += [Arguments(0, chosen, 1).changed(**_label(10)) for chosen in (None, alone[rank])]
     with record_collectives() as sent:
-        errors = [_error(FUNCTIONS["verify_group"], a) for a in given]
+        errors = [error_of(FUNCTIONS["verify_group"], a) for a in given]
     a = Arguments(rank // 2, two, 2).changed(**_label(7) if rank == 2 else {})
-    return errors, sent, _error(FUNCTIONS["verify_group"], a)
+    return errors, sent, error_of(FUNCTIONS["verify_group"], a)
 
 
-@in_three_ranks
+@in_ranks((3,), (), ())
 def test_one_rank_sends_nothing_and_ranks_are_counted_within_the_group(rank_pool, impl):
     results = rank_pool.run(_in_subgroups)
     not_in_it = "ValueError: group: this rank must be a member"

@@ -1,8 +1,9 @@
-"""Counts the collectives a piece of code starts in this process."""
+"""Records what a piece of code starts in this process: collectives, or any operators of PyTorch's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 
@@ -25,9 +27,10 @@ class Collective(NamedTuple):
 class _Recorder(TorchDispatchMode):
     # The dispatcher is below every spelling of a collective in torch.distributed, old or new, so a
     # call cannot be missed by being made under another name.
-    def __init__(self) -> None:
+    def __init__(self, describe: Callable[..., Any]) -> None:
         super().__init__()
-        self.calls: list[Collective] = []
+        self.describe = describe
+        self.calls: list[Any] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -36,39 +39,59 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in _NAMESPACES:
-            self.calls.append(_describe(func, args, kwargs))
+        call = self.describe(func, args, kwargs)
+        if call is not None:
+            self.calls.append(call)
         return func(*args, **kwargs)
 
 
 @contextmanager
-def record_collectives() -> Iterator[list[Collective]]:
-    """The list it yields grows by one entry for every collective started within it."""
-    with _Recorder() as recorder:
+def recorded(describe: Callable[..., Any]) -> Iterator[list[Any]]:
+    """The list it yields grows by ``describe(operator, args, kwargs)`` for every operator, unless that is None."""
+    with _Recorder(describe) as recorder:
         yield recorder.calls
 
 
-def _describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective:
+def record_collectives() -> Any:
+    """The list that this yields to ``with`` grows by one :class:`Collective` for every one started within it."""
+    return recorded(_collective)
+
+
+def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective | None:
+    if func.namespace not in _NAMESPACES:
+        return None
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     inputs = [value for name, value in given.items() if name.startswith("input")]
-    sent = inputs or [given.get("tensors")]
-    return Collective(
-        name=func.overloadpacket.__name__,
-        ranks=_ranks(given.get("process_group")),
-        nbytes=sum(tensor.nbytes for tensor in _tensors(sent)),
+    sent = tree_leaves(inputs or given.get("tensors"))
+    group = given.get("process_group")
+    ranks = (
+        dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)) if isinstance(group, torch.ScriptObject) else ()
     )
+    nbytes = sum(tensor.nbytes for tensor in sent if isinstance(tensor, Tensor))
+    return Collective(func.overloadpacket.__name__, tuple(ranks), nbytes)
 
 
-def _ranks(process_group: Any) -> tuple[int, ...]:
-    if not isinstance(process_group, torch.ScriptObject):
-        return ()
-    return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(process_group)))
+def error_of(call: Callable[..., Any], *args: Any) -> str | None:
+    """What ``call`` raises, or None."""
+    try:
+        call(*args)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+def messages_of(attempts: dict[str, Callable[[], Any]]) -> tuple[dict[str, str], list[Collective]]:
+    """In a rank: what each attempt raises, and the collectives that all of them sent."""
+    with record_collectives() as calls:
+        messages = {name: error_of(attempt) or "accepted" for name, attempt in attempts.items()}
+    return messages, calls
+
+
+def assert_refused(results: Sequence[tuple[dict[str, str], list[Collective]]], expected: dict[str, str]) -> None:
+    """Every rank refuses every attempt, in words that match these, before anything is sent."""
+    for messages, calls in results:
+        assert messages.keys() == expected.keys()
+        for name, pattern in expected.items():
+            assert re.match(pattern, messages[name]), (name, messages[name])
+        assert calls == []

@@ -7,16 +7,16 @@ Hidden states of ignored tokens count as 0 in both: whatever they hold, nobody m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.budget import assert_within_budget
+from tests.support.collectives import recorded
 from tests.support.inputs import IGNORE_INDEX, KINDS, batch, with_a_broad_row
 from tests.support.logits import assert_metrics, flat_outputs, of_oracle, random_grad_output
 from tests.support.oracle import (
@@ -43,6 +43,7 @@ _OF_ORACLE = {
 _GRAD_OUTPUTS = ("grad_output", "grad_entropy")
 # What calls of the tests are made of, and the ways of a reduction to compute its gradients.
 ROWS, COLUMNS, WIDTH = 5, 21, 8
+LEAVES = ("hidden", "weight", "bias")
 WAYS = {
     "mean": {"reduction": "mean", "gradient": "in_forward"},
     "mean, in_backward": {"reduction": "mean", "gradient": "in_backward"},
@@ -50,6 +51,8 @@ WAYS = {
     "sum, in_backward": {"reduction": "sum", "gradient": "in_backward"},
     "none": {"reduction": "none"},
 }
+BY_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+TWO_WAYS = pytest.mark.parametrize("way", [WAYS["none"], WAYS["mean"]], ids=["none", "mean"])
 
 
 class Projection(NamedTuple):
@@ -90,11 +93,11 @@ class Results(NamedTuple):
 
 
 def projection(
-    kind: str,
+    kind: str = "some_ignored",
+    rows: int = ROWS,
+    vocab_size: int = COLUMNS,
+    width: int = WIDTH,
     *,
-    rows: int,
-    vocab_size: int,
-    width: int,
     dtype: torch.dtype = torch.float32,
     shards: int = 1,
     bias: bool = False,
@@ -122,11 +125,11 @@ def projection(
     return Projection(hidden.to(dtype), (wanted.T @ hidden).to(dtype), labels, added)
 
 
-def many_tokens(rows: int, vocab_size: int, width: int, dtype: torch.dtype = torch.float32) -> Projection:
-    """More tokens than ``width``; every other label is the likeliest column."""
+def many_tokens(rows: int, vocab_size: int, dtype: torch.dtype = torch.float32) -> Projection:
+    """More tokens than the width; every other label is the likeliest column."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(rows, width, generator=generator).to(dtype)
-    weight = torch.randn(vocab_size, width, generator=generator).to(dtype)
+    hidden = torch.randn(rows, WIDTH, generator=generator).to(dtype)
+    weight = torch.randn(vocab_size, WIDTH, generator=generator).to(dtype)
     labels = torch.randint(0, vocab_size, (rows,), generator=generator)
     labels[::2] = (hidden.float() @ weight.float().T).argmax(dim=1)[::2]
     return Projection(hidden, weight, labels)
@@ -151,29 +154,19 @@ def cube(dtype: torch.dtype, ones: Sequence[int], bias: bool = False) -> Project
     return Projection(hidden, weight, labels, added).to(dtype)
 
 
-def made(kind: str = "some_ignored", rows: int = ROWS, **settings: Any) -> Projection:
-    """A :func:`projection` of the usual size."""
-    return projection(kind, **{"rows": rows, "vocab_size": COLUMNS, "width": WIDTH, **settings})
-
-
 def zero_first_grad_output(rows: int, seed: int = 0) -> Tensor:
     """Different in every token, 0 in the first, and not near 0 in the last, which is the broad one."""
     return random_grad_output(rows, seed, "zero in the first token")
 
 
 def grad_output_of(way: dict[str, Any], rows: int = ROWS) -> Tensor:
-    """For a call in one of :data:`WAYS`."""
-    return zero_first_grad_output(rows) if way["reduction"] == "none" else torch.tensor(0.75)
+    """For a call with the reduction of ``way``."""
+    return zero_first_grad_output(rows) if way.get("reduction") == "none" else torch.tensor(0.75)
 
 
-def linear_fp64(
-    inputs: Projection,
-    *grad_outputs: Tensor | None,
-    function: Callable[..., Any] = linear_cross_entropy,
-    **options: Any,
-) -> Results:
-    """fp64 outputs and gradients of ``function``."""
-    return _chained(inputs.to(torch.float64), grad_outputs, _OF_ORACLE[function][0], options)
+def linear_fp64(inputs: Projection, *grad_outputs: Tensor | None, **options: Any) -> Results:
+    """fp64 outputs and gradients of ``options["function"]``."""
+    return linear_same_dtype(inputs.to(torch.float64), *grad_outputs, **options)
 
 
 def linear_same_dtype(
@@ -190,17 +183,8 @@ def linear_same_dtype(
         bounds: of the ranks' columns: their parts of the hidden states' gradient are added in that dtype.
         weight_dtype: of the gradients of weight and bias, where they are not rounded to that of ``inputs``.
     """
-    return _chained(inputs, grad_outputs, _OF_ORACLE[function][1], options, bounds, weight_dtype)
-
-
-def _chained(
-    inputs: Projection,
-    grad_outputs: Sequence[Tensor | None],
-    of_logits: Callable[..., tuple[Tensor, ...]],
-    options: dict[str, Any],
-    bounds: Sequence[tuple[int, int]] | None = None,
-    weight_dtype: torch.dtype | None = None,
-) -> Results:
+    fp64, same_dtype = _OF_ORACLE[function]
+    of_logits = fp64 if inputs.weight.dtype == torch.float64 else same_dtype
     options = of_oracle(options)
     ignore_index = options.get("ignore_index", IGNORE_INDEX)
     rows, logits = inputs.rows(ignore_index), inputs.logits(ignore_index)
@@ -249,96 +233,89 @@ def run(
         weight, bias = padded_weight(inputs, 0, len(inputs.weight) + padding)
         options["vocab_size"] = len(inputs.weight)
         inputs = inputs._replace(weight=weight, bias=bias)
-    copies = inputs._asdict() | {"labels": inputs.labels.clone().to(device)}
-    for name in ("hidden", "weight", "bias"):
-        if copies[name] is not None:
-            copies[name] = copies[name].clone().to(device).requires_grad_(name not in frozen)
-    hidden, weight, labels, bias = copies.values()
-    outputs = flat_outputs(function(hidden, weight, labels, bias=bias, impl=impl, **options))
-    used, weights = [], []
-    for output, grad_output in zip(outputs, grad_outputs or (torch.ones(()),), strict=False):
-        if grad_output is not None and output.requires_grad:
-            used.append(output)
-            weights.append(grad_output.to(device).expand(output.shape))
-    if used:
-        torch.autograd.backward(used, weights)
-    for name, copy in copies.items():
+    copies = Projection(*(None if x is None else x.clone().to(device) for x in inputs))
+    leaves = [copies.hidden, copies.weight, copies.bias]
+    for name, leaf in zip(LEAVES, leaves, strict=True):
+        if leaf is not None:
+            leaf.requires_grad_(name not in frozen)
+    outputs = flat_outputs(function(*copies[:3], bias=copies.bias, impl=impl, **options))
+    backward(outputs, grad_outputs)
+    for name, copy in copies._asdict().items():
         if copy is not None:
             assert copy._version == 0, f"{name} was written"
             torch.testing.assert_close(copy.detach().cpu(), getattr(inputs, name), rtol=0, atol=0, equal_nan=True)
-    gradients = (None if leaf is None or leaf.grad is None else leaf.grad.cpu() for leaf in (hidden, weight, bias))
+    gradients = (None if leaf is None or leaf.grad is None else leaf.grad.cpu() for leaf in leaves)
     return Results(tuple(output.detach().cpu() for output in outputs), *gradients)
+
+
+def backward(outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]) -> None:
+    """Of every output with a ``grad_output`` that is not None; without any, that of the first is 1."""
+    pairs = [
+        (output, grad_output.to(output.device).expand(output.shape))
+        for output, grad_output in zip(outputs, grad_outputs or (torch.ones(()),), strict=False)
+        if grad_output is not None and output.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward(*zip(*pairs, strict=True))
 
 
 def assert_results(actual: Results, truth: Results, peer: Results) -> None:
     """Within the budget, except metrics; gradients that were not computed are None; padding's are 0."""
     differentiable = min(len(actual.outputs), len(truth.outputs))
     of_outputs = (results.outputs[:differentiable] for results in (actual, truth, peer))
-    for output, expected, same_dtype in zip(*of_outputs, strict=True):
-        assert_within_budget(output, expected, same_dtype)
+    for triple in zip(*of_outputs, strict=True):
+        assert_within_budget(*triple)
     if actual.hidden is not None:
         assert_within_budget(actual.hidden, truth.hidden, peer.hidden)
     valid = len(truth.weight)
-    if actual.weight is not None:
-        assert not actual.weight[valid:].any(), "gradient of padded rows of the weight"
-        assert_within_budget(actual.weight[:valid], truth.weight, peer.weight)
-    if actual.bias is not None:
-        assert not actual.bias[valid:].any(), "gradient of padded elements of the bias"
-        assert_within_budget(actual.bias[:valid], truth.bias, peer.bias)
+    for name in ("weight", "bias"):
+        gradient = getattr(actual, name)
+        if gradient is not None:
+            assert not gradient[valid:].any(), f"gradient of padded rows of the {name}"
+            assert_within_budget(gradient[:valid], getattr(truth, name), getattr(peer, name))
+
+
+def assert_right(
+    results: Results,
+    inputs: Projection,
+    *grad_outputs: Tensor | None,
+    bounds: Sequence[tuple[int, int]] | None = None,
+    **options: Any,
+) -> None:
+    """``results`` of the call with ``options`` are those of the whole computation, metrics included."""
+    truth = linear_fp64(inputs, *grad_outputs, **options)
+    assert_results(results, truth, linear_same_dtype(inputs, *grad_outputs, bounds=bounds, **options))
+    if options.get("return_metrics"):
+        given, ignored = of_oracle(options), options.get("ignore_index", IGNORE_INDEX)
+        oracle = metrics_fp64(inputs.to(torch.float64).logits(ignored), inputs.labels, **given)
+        peer = metrics_same_dtype(inputs.logits(ignored), inputs.labels, **given)
+        assert_metrics(results.outputs[1:], oracle, peer)
 
 
 def check(
     impl_device: tuple[str, str],
     inputs: Projection,
     *grad_outputs: Tensor | None,
-    function: Callable[..., Any] = linear_cross_entropy,
     frozen: Sequence[str] = (),
     padding: int = 0,
     **options: Any,
 ) -> Results:
     """:func:`run`, whose results must be those of the whole computation."""
-    actual = run(impl_device, inputs, *grad_outputs, function=function, frozen=frozen, padding=padding, **options)
-    truth, peer = (
-        compute(inputs, *grad_outputs, function=function, **options) for compute in (linear_fp64, linear_same_dtype)
-    )
-    assert_results(actual, truth, peer)
-    for name in ("hidden", "weight", "bias"):
+    actual = run(impl_device, inputs, *grad_outputs, frozen=frozen, padding=padding, **options)
+    assert_right(actual, inputs, *grad_outputs, **options)
+    for name in LEAVES:
         needed = name not in frozen and getattr(inputs, name) is not None
         if name == "weight" and options.get("main_grad") is not None:
             needed = False
         assert (getattr(actual, name) is not None) == needed, name
-    if options.get("return_metrics"):
-        assert_linear_metrics(actual.outputs[1:], inputs, **options)
     return actual
 
 
-def assert_linear_metrics(metrics: Sequence[Tensor], inputs: Projection, **options: Any) -> None:
-    """Metrics of a loss are those of the whole logits."""
-    options, ignored = of_oracle(options), options.get("ignore_index", IGNORE_INDEX)
-    oracle = metrics_fp64(inputs.to(torch.float64).logits(ignored), inputs.labels, **options)
-    peer = metrics_same_dtype(inputs.logits(ignored), inputs.labels, **options)
-    assert_metrics(metrics, oracle, peer)
+def record_matmuls() -> Any:
+    """The list that this yields to ``with`` grows by one name for every matmul that PyTorch does within it."""
+    return recorded(_matmul)
 
 
-class _Matmuls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # True would import torch._dynamo at the first call: seconds.
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in _MATMULS:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def record_matmuls() -> Iterator[list[str]]:
-    """The list it yields grows by one name for every matmul that PyTorch does within it."""
-    with _Matmuls() as recorder:
-        yield recorder.names
+def _matmul(func: Any, args: Any, kwargs: Any) -> str | None:
+    name = func.overloadpacket.__name__
+    return name if name in _MATMULS else None

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.support.collectives import Collective, record_collectives
-from tests.support.linear import (
-    Projection,
-    Results,
-    assert_linear_metrics,
-    assert_results,
-    linear_fp64,
-    linear_same_dtype,
-    padded_weight,
-)
-from tests.support.logits import flat_outputs
+from tests.support.collectives import Collective
+from tests.support.linear import LEAVES, Projection, Results, assert_right, grad_output_of, padded_weight
+from tests.support.logits_ranks import assembled, assert_same_outputs, even, with_collectives
 from tests.support.ranks import device_of, subgroups
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
-ONE = torch.ones(())
 COLUMNS, ROWS = 20, 6
 WAYS = {
     "mean": {"reduction": "mean", "gradient": "in_forward"},
@@ -33,7 +26,6 @@ WAYS = {
     "none": {"reduction": "none"},
 }
 BY_WAY = pytest.mark.parametrize("way", [WAYS["none"], *list(WAYS.values())[:3]], ids=str)
-TWO_WAYS = pytest.mark.parametrize("way", [WAYS["none"], WAYS["mean"]], ids=["none", "mean"])
 
 
 class Case(NamedTuple):
@@ -42,12 +34,20 @@ class Case(NamedTuple):
     inputs: Projection
     impl: str
     options: dict[str, Any]
-    bounds: list[tuple[int, int]]  # of each rank's columns; those at V and beyond are padding
-    grad_outputs: tuple[torch.Tensor | None, ...] = (ONE,)
+    bounds: Sequence[tuple[int, int]] | None = None  # of each rank's columns, padding from V on; None: equal
     size: str = "even"  # how ranks say which columns are theirs: "even", "vocab_size" or "shard"
+    grad_outputs: tuple[torch.Tensor | None, ...] | None = None  # None: that of the reduction
     function: Callable[..., Any] = linear_cross_entropy
     frozen: tuple[str, ...] = ()
     main_grad: bool = False
+
+
+def bounds_of(case: Case, n_ranks: int) -> Sequence[tuple[int, int]]:
+    return case.bounds or even(len(case.inputs.weight) // n_ranks, n_ranks)
+
+
+def grad_outputs_of(case: Case) -> tuple[torch.Tensor | None, ...]:
+    return case.grad_outputs or (grad_output_of(case.options, case.inputs.labels.numel()),)
 
 
 class Result(NamedTuple):
@@ -61,24 +61,26 @@ class Result(NamedTuple):
     in_backward: list[Collective]
 
 
+def distributed(whole: torch.Tensor, device: torch.device, group: Any, placement: Any = None) -> DTensor:
+    """Cut over the ranks, along its rows if no ``placement`` is given."""
+    mesh = DeviceMesh.from_group(group, device.type)
+    return distribute_tensor(whole.to(device), mesh, [placement or Shard(0)])
+
+
 def run(
-    rank: int,
-    group: Any,
-    case: Case,
-    members: Sequence[int] | None = None,
-    distribute: Callable[[Case, torch.device, Any], torch.Tensor] | None = None,
+    rank: int, group: Any, case: Case, members: Sequence[int] | None = None, as_dtensors: bool = False
 ) -> Result | None:
     """In a rank: one call and its backward; None outside ``members``.
 
     Args:
-        distribute: makes the weight that is passed instead of this rank's plain rows.
+        as_dtensors: weight and bias are DTensors, and not this rank's plain rows.
     """
     if members is not None:
         (group,) = subgroups(members)
         if rank not in members:
             return None
     device = device_of(rank, torch.distributed.group.WORLD)
-    start, stop = case.bounds[group.rank()]
+    start, stop = bounds_of(case, group.size())[group.rank()]
     vocab_size = len(case.inputs.weight)
     weight, bias = padded_weight(case.inputs, start, stop)
     hidden = case.inputs.hidden
@@ -86,10 +88,12 @@ def run(
         hidden = hidden.chunk(group.size())[group.rank()]
     leaves = [
         None if leaf is None else leaf.clone().to(device).requires_grad_(name not in case.frozen)
-        for name, leaf in (("hidden", hidden), ("weight", weight), ("bias", bias))
+        for name, leaf in zip(LEAVES, (hidden, weight, bias), strict=True)
     ]
-    if distribute is not None:
-        leaves[1] = distribute(case, device, group).requires_grad_()
+    if as_dtensors:
+        wholes = padded_weight(case.inputs, 0, case.bounds[-1][1])
+        leaves[1:] = (None if whole is None else distributed(whole, device, group).requires_grad_() for whole in wholes)
+        leaves[1].grad_added_to_main_grad = False
     options = {**case.options, "bias": leaves[2], "group": group, "impl": case.impl}
     size = {"shard": VocabShard(start, stop, vocab_size), "vocab_size": vocab_size}
     options |= {name: value for name, value in size.items() if name == case.size}
@@ -97,39 +101,30 @@ def run(
     if main_grad is not None:
         options["main_grad"] = main_grad
     labels = case.inputs.labels.to(device)
-    with record_collectives() as in_forward:
-        outputs = flat_outputs(case.function(leaves[0], leaves[1], labels, **options))
-    pairs = [
-        (output, grad_output.to(device).expand(output.shape))
-        for output, grad_output in zip(outputs, case.grad_outputs, strict=False)
-        if grad_output is not None and output.requires_grad
-    ]
-    with record_collectives() as in_backward:
-        if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))
+    call = partial(case.function, *leaves[:2], labels, **options)
+    outputs, *collectives = with_collectives(call, grad_outputs_of(case))
     gradients = [None if leaf is None else leaf.grad for leaf in leaves]
-    if hasattr(gradients[1], "placements"):
-        assert gradients[1].placements == leaves[1].placements and gradients[1].shape == leaves[1].shape
-        gradients[1] = gradients[1].to_local()
+    if as_dtensors:
+        for index, leaf in enumerate(leaves):
+            if index > 0 and leaf is not None:
+                assert leaf.grad.placements == leaf.placements and leaf.grad.shape == leaf.shape
+                gradients[index] = leaf.grad.to_local()
+        assert leaves[1].grad_added_to_main_grad is case.main_grad
     if main_grad is not None:
-        assert gradients[1] is None
+        # Megatron's hooks wait for a gradient of the parameter that has the attribute.
+        assert not gradients[1].any() if as_dtensors else gradients[1] is None
         gradients[1] = main_grad.to(weight.dtype)
     torch.testing.assert_close(leaves[0].detach().cpu(), hidden, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(labels.cpu(), case.inputs.labels), "labels were written"
-    return Result(outputs, *gradients, in_forward, in_backward)
+    return Result(outputs, *gradients, *collectives)
 
 
 def _assembled(case: Case, results: Sequence[Result], name: str) -> torch.Tensor | None:
-    """The gradient over the vocabulary from those of the ranks' rows, whose padding must be 0."""
-    if getattr(results[0], name) is None:
+    """The gradient over the vocabulary from those of the ranks' rows."""
+    gradients = [getattr(result, name) for result in results]
+    if gradients[0] is None:
         return None
-    whole = getattr(case.inputs, name)
-    grad = torch.full_like(whole, float("nan"), dtype=getattr(results[0], name).dtype)
-    for (start, stop), result in zip(case.bounds, results, strict=True):
-        valid = max(min(stop, len(whole)) - start, 0)
-        grad[start : start + valid] = getattr(result, name)[:valid]
-        assert not getattr(result, name)[valid:].any(), f"gradient of the padding of [{start}, {stop})"
-    return grad
+    return assembled(bounds_of(case, len(results)), gradients, len(case.inputs.weight))
 
 
 def _hidden_gradient(case: Case, results: Sequence[Result]) -> torch.Tensor | None:
@@ -146,28 +141,15 @@ def _hidden_gradient(case: Case, results: Sequence[Result]) -> torch.Tensor | No
     return gradients[0]
 
 
-def check(case: Case, results: Sequence[Result]) -> tuple[Results, Results]:
-    """Outputs are bit-equal on all ranks, and everything is what the whole vocabulary gives in fp64.
-
-    Returns:
-        the results put together, and those in fp64.
-    """
-    for result in results:
-        for output, first in zip(result.outputs, results[0].outputs, strict=True):
-            torch.testing.assert_close(output, first, rtol=0, atol=0, equal_nan=True)
-    whole = Results(
-        results[0].outputs,
-        _hidden_gradient(case, results),
-        _assembled(case, results, "weight"),
-        None if case.inputs.bias is None else _assembled(case, results, "bias"),
-    )
-    settings = {"function": case.function, **case.options}
-    truth = linear_fp64(case.inputs, *case.grad_outputs, **settings)
-    peer = linear_same_dtype(case.inputs, *case.grad_outputs, bounds=case.bounds, **settings)
-    assert_results(whole, truth, peer)
-    if case.options.get("return_metrics"):
-        assert_linear_metrics(results[0].outputs[1:], case.inputs, **case.options)
-    return whole, truth
+def check(case: Case, results: Sequence[Result]) -> None:
+    """Outputs are bit-equal on all ranks, and everything is what the whole vocabulary gives in fp64."""
+    assert_same_outputs(results)
+    gradients = _hidden_gradient(case, results), *(_assembled(case, results, name) for name in LEAVES[1:])
+    for name, gradient in zip(LEAVES, gradients, strict=True):
+        assert (gradient is not None) == (name not in case.frozen and getattr(case.inputs, name) is not None), name
+    whole = Results(results[0].outputs, *gradients)
+    bounds, grad_outputs = bounds_of(case, len(results)), grad_outputs_of(case)
+    assert_right(whole, case.inputs, *grad_outputs, bounds=bounds, function=case.function, **case.options)
 
 
 def check_collectives(case: Case, results: Sequence[Result], extra: int = 0) -> None:
@@ -194,25 +176,3 @@ def check_collectives(case: Case, results: Sequence[Result], extra: int = 0) -> 
         )
         assert forward == (gathers + reduces if in_forward else gathers)
         assert backward == (Counter() if in_forward else reduces)
-
-
-def messages_of(attempts: dict[str, Callable[[], Any]]) -> tuple[dict[str, str], list[Collective]]:
-    """In a rank: what each attempt raises, and the collectives that all of them sent."""
-    messages = {}
-    with record_collectives() as calls:
-        for name, attempt in attempts.items():
-            try:
-                attempt()
-                messages[name] = "accepted"
-            except (TypeError, ValueError) as error:
-                messages[name] = f"{type(error).__name__}: {error}"
-    return messages, calls
-
-
-def assert_refused(results: Sequence[tuple[dict[str, str], list[Collective]]], expected: dict[str, str]) -> None:
-    """Every rank refuses every attempt, in words that match these, before anything is sent."""
-    for messages, calls in results:
-        assert messages.keys() == expected.keys()
-        for name, pattern in expected.items():
-            assert re.match(pattern, messages[name]), (name, messages[name])
-        assert calls == []

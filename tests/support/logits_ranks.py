@@ -1,41 +1,23 @@
-"""One call over vocabulary shards on R ranks: how each makes it, and what all of them together must get."""
+"""One call over vocabulary shards on R ranks: how each makes it, and what all of them together must get.
+
+The first functions are for calls with hidden states too.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from tests.support.collectives import Collective, record_collectives
 from tests.support.inputs import NAN, padded_shard
-from tests.support.logits import Results, assert_right, flat_outputs
+from tests.support.linear import backward
+from tests.support.logits import Results, assert_right, flat_outputs, random_grad_output
 from tests.support.ranks import device_of, subgroups
 from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
-
-
-class Case(NamedTuple):
-    """One call on shards of ``logits [..., V]``, as every rank makes it."""
-
-    logits: torch.Tensor
-    labels: torch.Tensor
-    impl: str
-    options: dict[str, Any]
-    grad_outputs: tuple[torch.Tensor | None, ...] = ()
-    bounds: Sequence[tuple[int, int]] | None = None  # of each rank's columns, padding from V on; None: equal
-    size: str = "even"  # how ranks say which columns are theirs: "shard", "vocab_size" or "even"
-    function: Callable[..., Any] = vocab_parallel_cross_entropy
-
-
-class Result(NamedTuple):
-    """What one rank got."""
-
-    outputs: tuple[torch.Tensor, ...]  # loss and metrics; or log-probabilities and entropy
-    grad: torch.Tensor
-    in_forward: list[Collective]
-    in_backward: list[Collective]
-    alone: torch.Tensor | None  # the first output over the whole vocabulary on this rank alone
 
 
 def even(n_columns: int, n_ranks: int) -> list[tuple[int, int]]:
@@ -49,8 +31,63 @@ def chunked(vocab_size: int, n_ranks: int) -> list[tuple[int, int]]:
     return [(rank * width, min((rank + 1) * width, vocab_size)) for rank in range(n_ranks)]
 
 
+def with_collectives(
+    call: Callable[[], Any], grad_outputs: Sequence[torch.Tensor | None]
+) -> tuple[tuple[torch.Tensor, ...], list[Collective], list[Collective]]:
+    """What ``call`` returns, and the collectives of it and of its :func:`backward`."""
+    with record_collectives() as in_forward:
+        outputs = flat_outputs(call())
+    with record_collectives() as in_backward:
+        backward(outputs, grad_outputs)
+    return outputs, in_forward, in_backward
+
+
+def assembled(bounds: Sequence[tuple[int, int]], gradients: Sequence[torch.Tensor], vocab_size: int) -> torch.Tensor:
+    """``[V, ...]`` from the gradients of the ranks' columns; those of padding must be 0."""
+    whole = gradients[0].new_full((vocab_size, *gradients[0].shape[1:]), NAN)
+    for (start, stop), gradient in zip(bounds, gradients, strict=True):
+        valid = max(min(stop, vocab_size) - start, 0)
+        whole[start : start + valid] = gradient[:valid]
+        assert not gradient[valid:].any(), f"gradient of the padding of [{start}, {stop})"
+    return whole
+
+
+def assert_same_outputs(results: Sequence[Any]) -> None:
+    """Bit-equal on all ranks."""
+    for result in results:
+        torch.testing.assert_close(result.outputs, results[0].outputs, rtol=0, atol=0, equal_nan=True)
+
+
+class Case(NamedTuple):
+    """One call on shards of ``logits [..., V]``, as every rank makes it."""
+
+    logits: torch.Tensor
+    labels: torch.Tensor
+    impl: str
+    options: dict[str, Any]
+    bounds: Sequence[tuple[int, int]] | None = None  # of each rank's columns, padding from V on; None: equal
+    size: str = "even"  # how ranks say which columns are theirs: "shard", "vocab_size" or "even"
+    grad_outputs: tuple[torch.Tensor | None, ...] | None = None  # None: that of the reduction
+    function: Callable[..., Any] = vocab_parallel_cross_entropy
+
+
+class Result(NamedTuple):
+    """What one rank got."""
+
+    outputs: tuple[torch.Tensor, ...]  # loss and metrics; or log-probabilities and entropy
+    grad: torch.Tensor
+    in_forward: list[Collective]
+    in_backward: list[Collective]
+    alone: torch.Tensor | None  # the first output over the whole vocabulary on this rank alone
+
+
 def bounds_of(case: Case, n_ranks: int) -> Sequence[tuple[int, int]]:
     return case.bounds or even(case.logits.shape[-1] // n_ranks, n_ranks)
+
+
+def grad_outputs_of(case: Case) -> tuple[torch.Tensor | None, ...]:
+    is_reduced = case.options.get("reduction") != "none"
+    return case.grad_outputs or (torch.tensor(0.75) if is_reduced else random_grad_output(case.labels.numel()),)
 
 
 def run(
@@ -69,33 +106,16 @@ def run(
     labels = case.labels.to(device)
     size = {"shard": VocabShard(start, stop, vocab_size), "vocab_size": vocab_size}
     options = {**case.options, **{name: size[name] for name in size if name == case.size}, "impl": case.impl}
-    with record_collectives() as in_forward, warnings.catch_warnings():
+    call = partial(case.function, leaf, labels, group=group, **options)
+    with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        outputs = flat_outputs(case.function(leaf, labels, group=group, **options))
-    pairs = [
-        (output, grad_output.to(device).expand(output.shape))
-        for output, grad_output in zip(outputs, case.grad_outputs or (torch.ones(()),), strict=False)
-        if grad_output is not None
-    ]
-    with record_collectives() as in_backward:
-        torch.autograd.backward(*zip(*pairs, strict=True))
+        outputs, *collectives = with_collectives(call, grad_outputs_of(case))
     assert torch.equal(labels.cpu(), case.labels), "labels were written"
     alone = None
     if with_alone and group.rank() == 0:
         whole = case.function(case.logits.to(device), labels, **case.options, impl=case.impl)
         alone = flat_outputs(whole)[0]
-    return Result(outputs, leaf.grad, in_forward, in_backward, alone)
-
-
-def whole_gradient(case: Case, results: Sequence[Result]) -> torch.Tensor:
-    """The gradient over the vocabulary from those of the shards, whose padding must be 0."""
-    vocab_size = case.logits.shape[-1]
-    grad = torch.full_like(case.logits, NAN)
-    for (start, stop), result in zip(bounds_of(case, len(results)), results, strict=True):
-        valid = max(min(stop, vocab_size) - start, 0)
-        grad[..., start : start + valid] = result.grad[..., :valid]
-        assert not result.grad[..., valid:].any(), f"gradient of the padding of [{start}, {stop})"
-    return grad
+    return Result(outputs, leaf.grad, *collectives, alone)
 
 
 def check(case: Case, results: Sequence[Result], ranks: Sequence[int] | None = None) -> Results:
@@ -104,15 +124,16 @@ def check(case: Case, results: Sequence[Result], ranks: Sequence[int] | None = N
     Args:
         ranks: global ranks of the group; None is all of the world.
     """
-    for result in results:
-        for output, first in zip(result.outputs, results[0].outputs, strict=True):
-            torch.testing.assert_close(output, first, rtol=0, atol=0, equal_nan=True)
-    whole = Results(results[0].outputs, whole_gradient(case, results))
-    given = {"function": case.function, **case.options}
-    assert_right(whole, case.logits, case.labels, *case.grad_outputs, **given)
-    if results[0].alone is not None:
-        outputs = (results[0].alone, *whole.outputs[1:])
-        assert_right(whole._replace(outputs=outputs), case.logits, case.labels, *case.grad_outputs, **given)
+    assert_same_outputs(results)
+    vocab_size = case.logits.shape[-1]
+    gradients = [result.grad.movedim(-1, 0) for result in results]
+    grad = assembled(bounds_of(case, len(results)), gradients, vocab_size).movedim(0, -1)
+    whole = Results(results[0].outputs, grad)
+    for first in (whole.loss, results[0].alone):
+        if first is not None:
+            each = whole._replace(outputs=(first, *whole.outputs[1:]))
+            given = {"function": case.function, **case.options}
+            assert_right(each, case.logits, case.labels, *grad_outputs_of(case), **given)
     extra = 2 * bool(case.options.get("label_smoothing"))
     extra += bool(case.options.get("return_metrics") or case.options.get("entropy"))
     ranks = tuple(ranks or range(len(results)))

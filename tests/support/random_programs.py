@@ -41,25 +41,22 @@ class Package(NamedTuple):
         (inputs,) = shared
         if use.function == "te":
             mean, smoothing = options["reduction"] == "mean", options.get("label_smoothing", 0.0)
-            ignored = options.get("ignore_index", -100)
-            return parallel_cross_entropy(
-                inputs, labels, smoothing, mean, self.group, ignored, overwrite_input=use.gradient
-            )
+            given = (smoothing, mean, self.group, options.get("ignore_index", -100))
+            return parallel_cross_entropy(inputs, labels, *given, overwrite_input=use.gradient)
+        if use.function == "module" and (not heads or isinstance(heads[0], nn.Module)):
+            num_items = options.pop("num_items", None)
+            module = LinearCrossEntropy(heads[0], **options) if heads else VocabParallelCrossEntropy(**options)
+            return module(inputs, labels, num_items)
+        tensors = [inputs]
+        if heads:
+            weight, options["bias"] = heads[0]
+            tensors.append(weight)
         if use.function == "log_probs":
             del options["reduction"]
             if heads:
                 del options["gradient"]
-                return linear_token_log_probs(inputs, heads[0][0], labels, bias=heads[0][1], **options)
-            return token_log_probs(inputs, labels, **options)
-        if heads and isinstance(heads[0], nn.Module):
-            num_items = options.pop("num_items", None)
-            return LinearCrossEntropy(heads[0], **options)(inputs, labels, num_items)
-        if heads:
-            return linear_cross_entropy(inputs, heads[0][0], labels, bias=heads[0][1], **options)
-        if use.function == "module":
-            num_items = options.pop("num_items", None)
-            return VocabParallelCrossEntropy(**options)(inputs, labels, num_items)
-        return vocab_parallel_cross_entropy(inputs, labels, **options)
+            return (linear_token_log_probs if heads else token_log_probs)(*tensors, labels, **options)
+        return (linear_cross_entropy if heads else vocab_parallel_cross_entropy)(*tensors, labels, **options)
 
 
 class Torch(NamedTuple):
@@ -119,11 +116,10 @@ class Player:
                 values |= {f"h@{rank}": product, f"w@{rank}": w}
             else:
                 values |= {f"p@{rank}": p}
-        leaves = {}
-        for name, value in values.items():
-            value = value.to(case.dtype).to(self.engine.dtype).to(self.engine.device, copy=True)
-            leaves[name] = nn.Parameter(value, not (case.head == "frozen" and name[0] == "w"))
-        return leaves
+        dtype, device = self.engine.dtype, self.engine.device
+        values = {name: value.to(case.dtype).to(dtype).to(device, copy=True) for name, value in values.items()}
+        is_frozen = case.head == "frozen"
+        return {name: nn.Parameter(value, not (is_frozen and name[0] == "w")) for name, value in values.items()}
 
     def play(self) -> Numbers:
         for step in range(self.case.steps):
@@ -198,8 +194,7 @@ class Player:
 
     def _shared(self, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         """Hidden states, or each rank's logits."""
-        source = SOURCES[self.case.source]
-        is_product = self.case.source not in OF_ONE_LEAF
+        source, is_product = SOURCES[self.case.source], self.case.source not in OF_ONE_LEAF
         if self.is_linear:
             return {"": source(leaves["h"] @ leaves["u"] if is_product else leaves["h"])}
         if is_product:
@@ -227,17 +222,17 @@ class Player:
         return labels.masked_fill(ignored, use.options.get("ignore_index", -100)).to(self.engine.device)
 
     def _loss(self, step: int, index: int, tensors: list[Tensor], leaves: dict[str, Tensor]) -> Numbers:
-        use = self.case.losses[index]
-
+        use, around = self.case.losses[index], self.case.around
         n_columns = self.case.columns if self.is_linear else tensors[0].shape[-1]
         labels = self._labels(use, step, tensors[0].shape[:-1], n_columns)
 
         def call(*inputs: Tensor) -> tuple[Tensor, ...]:
-            shared = inputs[: len(tensors)]
-            of_head = dict(zip(leaves, inputs[len(tensors) :], strict=False))
-            return self._called(use, shared, of_head, labels)
+            heads = self._heads(dict(zip(leaves, inputs[len(tensors) :], strict=False)), use)
+            returned = self.engine.call(use, inputs[: len(tensors)], heads, labels)
+            if use.options.get("return_metrics"):
+                return returned[0], *returned[1][2:]  # predictions may be tied
+            return returned if isinstance(returned, tuple) else (returned,)
 
-        around = self.case.around
         is_wrapped = around == "losses" or (around == "first" and index == 0)
         inputs = [*tensors, *(leaves.values() if self.is_linear else ())]
         outputs = self._wrapped(around if is_wrapped else "", call, *inputs)
@@ -245,14 +240,6 @@ class Player:
         if use.function == "log_probs":
             names = ("target log_probs", "target entropy")
         return {f"{name} {index}": value for name, value in zip(names, outputs, strict=False)}
-
-    def _called(
-        self, use: Use, shared: Sequence[Tensor], leaves: dict[str, Tensor], labels: Tensor
-    ) -> tuple[Tensor, ...]:
-        returned = self.engine.call(use, shared, self._heads(leaves, use), labels)
-        if use.options.get("return_metrics"):
-            return returned[0], *returned[1][2:]  # predictions may be tied
-        return returned if isinstance(returned, tuple) else (returned,)
 
     def _evaluate(self, step: int, shared: dict[str, Tensor], leaves: dict[str, Tensor]) -> Numbers:
         use = self.case.losses[0]

@@ -1,14 +1,13 @@
 """Random programs around a loss, drawn from a seed: what reads its inputs, what wraps it, how backward runs.
 
-A case is plain data, the same on every rank. ``tests/test_random_wrappers.py`` runs it and says which cases
-are left out.
+A case is plain data, the same on every rank. ``ranks/test_random_programs.py`` says which cases are left out.
 """
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,28 +55,27 @@ class Case(NamedTuple):
     sgd: bool = False
 
 
-def _hooks(pack: Callable[[Tensor], Tensor], function: Callable[..., Any], *args: Tensor) -> Any:
-    with saved_tensors_hooks(pack, lambda t: t):
+def _within(context: Callable[..., Any], function: Callable[..., Any], *args: Tensor) -> Any:
+    with context():
         return function(*args)
 
 
-def _save_on_cpu(function: Callable[..., Any], *args: Tensor) -> Any:
-    with save_on_cpu():
-        return function(*args)
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 WRAPPERS: dict[str, Callable[..., Any]] = {
-    "checkpoint": functools.partial(checkpoint, use_reentrant=False),
-    "reentrant": functools.partial(checkpoint, use_reentrant=True),
-    "save_on_cpu": _save_on_cpu,
-    "identity": functools.partial(_hooks, lambda t: t),
-    "copies": functools.partial(_hooks, lambda t: t.detach().clone()),
+    "checkpoint": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "save_on_cpu": partial(_within, save_on_cpu),
+    "identity": partial(_within, partial(saved_tensors_hooks, _unchanged, _unchanged)),
+    "copies": partial(_within, partial(saved_tensors_hooks, lambda t: t.detach().clone(), _unchanged)),
 }
 
 
 def wrapped(names: Sequence[str], function: Callable[..., Any], *args: Tensor) -> Any:
     for name in reversed(names):
-        function = functools.partial(WRAPPERS[name], function)
+        function = partial(WRAPPERS[name], function)
     return function(*args)
 
 
@@ -221,7 +219,7 @@ def _wrappers(rng: random.Random, case: Case) -> Case:
 def _wrapped_in_part(rng: random.Random, case: Case) -> Case:
     around = rng.choice(["first", "before"])
     name = rng.choice(["copies", "reentrant", "checkpoint"])
-    case = _before(rng, case) if around == "before" else _second_loss(rng, case)
+    case = _FEATURES["before" if around == "before" else "second loss"](rng, case)
     return case._replace(wrappers=(name,), around=around)
 
 
@@ -230,10 +228,6 @@ def _second_loss(rng: random.Random, case: Case) -> Case:
     second = rng.choice([first._replace(labels=first.labels + 1), _use(rng, case.family)])
     second = second._replace(view=rng.choice([first.view, rng.choice(_views(case.family))]))
     return case._replace(losses=(first, second))
-
-
-def _before(rng: random.Random, case: Case) -> Case:
-    return case._replace(before=rng.choice(list(REGULARISERS)))
 
 
 def _view(rng: random.Random, case: Case) -> Case:
@@ -250,7 +244,7 @@ _FEATURES: dict[str, Callable[[random.Random, Case], Case]] = {
     # The loss in a wrapper, and again outside over what it may have overwritten there.
     "called again": lambda rng, case: _wrappers(rng, case)._replace(around="losses", evaluates="after"),
     "second loss": _second_loss,
-    "before": _before,
+    "before": lambda rng, case: case._replace(before=rng.choice(list(REGULARISERS))),
     "after": lambda rng, case: case._replace(after=rng.choice(list(REGULARISERS))),
     "source": lambda rng, case: case._replace(source=rng.choice(list(SOURCES))),
     "leaf": lambda rng, case: case._replace(source="leaf", sgd=rng.random() < 0.5),

@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from tests.support.lanes import this_host
 from tests.support.poison import poisoned_allocations
@@ -167,32 +168,28 @@ class RankPools:
             self._pools.popitem()[1].close()
 
 
-def implementation_params(
-    gloo_worlds: Sequence[int] = (1, 2, 3, 4),
-    interpreter_worlds: Sequence[int] = (2, 3),
-    nccl_worlds: Sequence[int] = (2, 4),
-) -> list[Any]:
-    """Parameters ``(rank_pool, impl)``, the first indirect: every implementation this host can run in ranks.
-
-    The interpreter is slow, so ``interpreter_worlds`` is the smaller set.
-    """
-    host = this_host()
-    params = [_param("gloo", world, "reference", []) for world in gloo_worlds]
-    if host.interprets:
-        marks = [pytest.mark.interpreter]
-        params += [_param("gloo", world, "triton", marks) for world in interpreter_worlds]
-    elif host.gpu_count:
-        for world in nccl_worlds:
-            reason = f"needs {world} GPUs, found {host.gpu_count}"
-            marks = [pytest.mark.skipif(host.gpu_count < world, reason=reason)]
-            params += [_param("nccl", world, impl, marks) for impl in ("reference", "triton")]
-    return params
+def _param(backend: str, world_size: int, impl: str, *marks: Any) -> Any:
+    marks = (getattr(pytest.mark, backend), *marks)
+    return pytest.param((backend, world_size), impl, id=f"{backend}-{world_size}-{impl}", marks=marks)
 
 
 def in_ranks(gloo: Sequence[int] = (2,), interpreter: Sequence[int] = (2,), nccl: Sequence[int] = (2,)) -> Any:
-    """Parametrize a test with ``rank_pool, impl``, by default on two ranks of every kind."""
-    params = implementation_params(gloo, interpreter, nccl)
+    """Parametrize a test with ``rank_pool, impl``: what this host can run in so many ranks. Interpreting is slow."""
+    host = this_host()
+    params = [_param("gloo", world, "reference") for world in gloo]
+    if host.interprets:
+        params += [_param("gloo", world, "triton", pytest.mark.interpreter) for world in interpreter]
+    elif host.gpu_count:
+        for world in nccl:
+            reason = f"needs {world} GPUs, found {host.gpu_count}"
+            needs_gpus = pytest.mark.skipif(host.gpu_count < world, reason=reason)
+            params += [_param("nccl", world, impl, needs_gpus) for impl in ("reference", "triton")]
     return pytest.mark.parametrize(("rank_pool", "impl"), params, indirect=["rank_pool"])
+
+
+in_two_ranks = in_ranks()
+in_several_ranks = in_ranks((2, 4), (2,), (2, 4))
+in_four_ranks = in_ranks((4,), (), (4,))
 
 
 def pool_of_test(name: str) -> str | None:
@@ -202,12 +199,6 @@ def pool_of_test(name: str) -> str | None:
     """
     match = re.search(r"\[(?:(gloo-\d+)|(nccl)-\d+)", name)
     return match and (match[1] or match[2])
-
-
-def _param(backend: str, world_size: int, impl: str, marks: list[Any]) -> Any:
-    name = f"{backend}-{world_size}"
-    marks = [getattr(pytest.mark, backend), *marks]
-    return pytest.param((backend, world_size), impl, id=f"{name}-{impl}", marks=marks)
 
 
 _groups: dict[tuple[int, ...], Any] = {}
@@ -273,12 +264,4 @@ def _receive(pipe: Connection) -> bytes:
 
 
 def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _on_cpu(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_on_cpu, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_on_cpu, value))
-    return value
+    return tree_map(lambda item: item.detach().cpu() if isinstance(item, Tensor) else item, value)
