@@ -36,16 +36,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick(7)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_one_case_of_each_option(impl_device, name):
-    logits, labels = broad_rows("some_ignored", dtype=torch.bfloat16)
-    check(impl_device, logits, labels, return_metrics=True, **OPTIONS[name])
-
-
 HARD = covering(option=tuple(OPTIONS), kind=tuple(KINDS), dtype=DTYPES, reduction=REDUCTIONS, gradient=GRADIENTS)
 
 
+@pytest.mark.quick(7)
 @pytest.mark.interpreted(8)
 @pytest.mark.parametrize("case", HARD, ids=lambda case: f"{case['option']}-{case['kind']}")
 def test_each_option_on_hard_rows_of_every_dtype(impl_device, case):

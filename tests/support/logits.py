@@ -164,11 +164,9 @@ def assert_metrics(metrics: Sequence[Tensor], oracle: Sequence[Tensor], peer: Se
 class Case:
     """Logits as a model produces them, not a leaf, and losses over them."""
 
-    def __init__(
-        self, impl_device: tuple[str, str], kind: str = "some_ignored", rows: int = 6, columns: int = 75, **settings: Any
-    ) -> None:
+    def __init__(self, impl_device, kind="some_ignored", *, rows=6, columns=75, dtype=torch.float32) -> None:
         self.impl, device = impl_device
-        self.made = batch(kind, rows=rows, vocab_size=columns, **settings)
+        self.made = batch(kind, rows=rows, vocab_size=columns, dtype=dtype)
         self.values, self.labels = (tensor.to(device) for tensor in self.made)
         self.source = self.values.clone().requires_grad_()
         self.logits = self.source * 1
