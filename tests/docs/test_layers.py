@@ -140,26 +140,24 @@ PLANTED = [
 ]
 
 
-def _write(folder: Path, sources: dict[str, str]) -> Path:
+def breaches_of(folder: Path, sources: dict[str, str], rows: list[list[str]] = ROWS) -> list[str]:
     package = folder / PACKAGE
     for name, source in sources.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(source)
-    return package
+    return breaches(package, order_of(rows))
 
 
 def test_a_package_that_agrees(tmp_path):
-    rows = [["users", "`__init__` `cli`"], *ROWS[1:-1], ["below", "`spec` `kernels/`"]]
-    assert breaches(_write(tmp_path, SOURCES), order_of(rows)) == []
+    assert breaches_of(tmp_path, SOURCES, [["users", "`__init__` `cli`"], *ROWS[1:]]) == []
 
 
 @pytest.mark.parametrize(("name", "source", "breach"), PLANTED)
 def test_a_planted_breach_is_found(tmp_path, name, source, breach):
-    (found,) = breaches(_write(tmp_path, {**SOURCES, name: source}), order_of(ROWS))
+    (found,) = breaches_of(tmp_path, {**SOURCES, name: source})
     assert found.startswith(breach)
 
 
 def test_a_module_that_does_not_exist_is_found(tmp_path):
     sources = {name: source for name, source in SOURCES.items() if name != "cli.py"}
-    (found,) = breaches(_write(tmp_path, sources), order_of(ROWS))
-    assert found == "cli: is in the table and not in the package"
+    assert breaches_of(tmp_path, sources) == ["cli: is in the table and not in the package"]
