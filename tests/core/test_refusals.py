@@ -117,6 +117,7 @@ TENSORS = [
     ({"labels": LABELS.to("meta")}, ValueError, "labels: device .*cpu.*meta"),
     ({"labels": LABELS + COLUMNS, "check_labels": True}, ValueError, "labels: .*6 outside"),
     ({"impl": "cuda"}, ValueError, "impl: .*'reference'.*'cuda'"),
+    ({"impl": "one_pass"}, ValueError, "impl: 'one_pass' needs a GPU and triton's compiler, got cpu"),
     ({"impl": ["auto"]}, ValueError, r"impl: expected one of .* got \['auto'\]"),
     ({"group": "tp"}, TypeError, "group: .*ProcessGroup or None.*str"),
 ]

@@ -81,16 +81,6 @@ def test_accepted_shards_have_every_column_once(vocab_size, n_ranks, width):
     assert (padded is not None) == (width * n_ranks >= vocab_size and not holds_all)
 
 
-@every_cut
-@hypothesis.given(st.integers(1, 300), st.integers(1, 9))
-def test_widths_of_the_cut_are_taken_for_the_cut(vocab_size, n_ranks):
-    """A rank cannot know the others' widths: its own must mean the same with and without them."""
-    cut = _accepted(vocab_size, n_ranks, [None] * n_ranks)
-    if cut is not None:
-        again = _accepted(vocab_size, n_ranks, [shard.n_columns for shard in cut])
-        assert again is not None and _valid_columns(again) == list(range(vocab_size))
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("vocab_size, width", [(1000, 1000), (1000, 1024), (1000, 249), (1003, 240), (1, 1)])
 def test_a_width_that_fits_no_cut_is_refused_on_every_rank(vocab_size, width):

@@ -36,9 +36,11 @@ def test_a_long_sum_is_accumulated_in_fp32(impl_device):
 
 @pytest.mark.parametrize("columns", [1000, 1025])
 def test_columns_beyond_the_last_add_nothing(impl_device, columns):
-    """Padding that counts as a logit of 0 shows where logits are small."""
+    """Padding that counts as a logit of 0 shows where logits are small; softcap would make of it e^-1 each."""
     logits, labels = batch("peaked", rows=2, vocab_size=columns)
     check(impl_device, logits * 1e-3 - 5, labels, label_smoothing=0.1)
+    for padding in (0, 7):
+        check(impl_device, logits * 1e-3, labels, softcap=1.0, padding=padding)
 
 
 def test_one_column(impl_device):
@@ -59,10 +61,10 @@ def test_labels_of_every_layout_and_width(impl_device, reduction, shape):
     logits, labels = batch("some_ignored", rows=torch.Size(shape).numel(), vocab_size=COLUMNS)
     logits, labels = logits.view(*shape, COLUMNS), labels.view(shape)
     grad_output = torch.randn(shape) if reduction == "none" else torch.tensor(0.75)
-    expected = check(impl_device, logits, labels, grad_output, reduction=reduction)
+    expected = check(impl_device, logits, labels, grad_output, reduction=reduction, z_loss=0.02, return_metrics=True)
     for name, view in label_layouts(labels.to(impl_device[1])):
         version = view._version
-        (loss,), grad = run(impl_device, logits, view, grad_output, reduction=reduction)
+        (loss,), grad = run(impl_device, logits, view, grad_output, reduction=reduction, z_loss=0.02)
         assert torch.equal(loss, expected.loss) and torch.equal(grad, expected.grad), name
         assert torch.equal(view.cpu().long(), labels) and view._version == version, name
 

@@ -44,7 +44,9 @@ EDITS = [
 USE = """
 import torch
 import vocab_parallel_ce as package
+from tests.support.interpreter import patch_language_once_per_launch
 
+patch_language_once_per_launch()
 assert package.__file__.startswith(PLACE)
 torch.manual_seed(0)
 hidden, weight, labels = torch.randn(2, 8), torch.randn(7, 8), torch.randint(0, 7, (2,))
@@ -105,7 +107,7 @@ def test_an_option_added_by_the_recipe_works_everywhere(tmp_path):
         assert text.count(line) == 1, f"{name}: expected one line {line!r}, found {text.count(line)}"
         end = text.index("\n", text.index(line)) + 1
         path.write_text(text[:end] + added + text[end:], encoding="utf-8")
-    variables = {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = fresh_python("-c", f"PLACE = {str(tmp_path)!r}\n{USE}", cwd=tmp_path, **variables)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "done"
