@@ -70,11 +70,10 @@ def test_a_host_says_which_lanes_it_lacks_and_why(change, unavailable):
 
 def _run_suite(directory, *arguments):
     """Run a small suite under this project's conftest in a fresh process. No test of it is of the gloo lane alone."""
-    if not (directory / "tests").exists():
-        shutil.copytree(TESTS / "support", directory / "tests" / "support")
-        for name in ("__init__.py", "conftest.py"):
-            shutil.copy(TESTS / name, directory / "tests" / name)
-        (directory / "tests" / "test_suite.py").write_text(SUITE)
+    shutil.copytree(TESTS / "support", directory / "tests" / "support", dirs_exist_ok=True)
+    for name in ("__init__.py", "conftest.py"):
+        shutil.copy(TESTS / name, directory / "tests" / name)
+    (directory / "tests" / "test_suite.py").write_text(SUITE)
     environment = {"PYTEST_ADDOPTS": "", "VPCE_COMMIT": "0123abc-dirty", "CUDA_VISIBLE_DEVICES": ""}
     return fresh_python("-m", "pytest", "-p", "no:cacheprovider", *arguments, cwd=directory, **environment)
 
