@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
+from tests.support.interpreter import patch_language_once_per_launch
 from tests.support.lanes import (
     LANES,
     LaneLedger,
@@ -26,7 +28,6 @@ from tests.support.lanes import (
 from tests.support.poison import poisoned_allocations
 from tests.support.ranks import RankPools, pool_of_test
 
-INTERPRETED_CASES = 1
 HOST = this_host()
 UNAVAILABLE = unavailable_lanes(HOST)
 LEDGER = LaneLedger()
@@ -34,7 +35,7 @@ TESTS = Path(__file__).parent
 MARKERS = {
     "no_poison": "allocations of the package keep their contents",
     "quick(n=1)": "a short run that touches everything once; n cases of this test in each lane",
-    "interpreted(n)": f"how many cases of this test are interpreted, if not {INTERPRETED_CASES}",
+    "interpreted(n)": "how many cases of this test are interpreted, if not 1",
 }
 
 
@@ -56,11 +57,8 @@ def impl_device(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(request: pytest.FixtureRequest):
-    if request.node.get_closest_marker("no_poison"):
+    with nullcontext() if request.node.get_closest_marker("no_poison") else poisoned_allocations():
         yield
-    else:
-        with poisoned_allocations():
-            yield
 
 
 @pytest.fixture(scope="session")
@@ -78,23 +76,19 @@ def rank_pool(request: pytest.FixtureRequest, rank_pools: RankPools):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--lanes-json",
-        type=Path,
-        metavar="PATH",
-        help="write how many tests each lane ran, with versions and machine, to PATH",
-    )
+    what = "write how many tests each lane ran, with versions and machine, to PATH"
+    parser.addoption("--lanes-json", type=Path, metavar="PATH", help=what)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for lane, meaning in LANES.items():
-        config.addinivalue_line("markers", f"{lane}: {meaning}")
-    for marker, meaning in MARKERS.items():
+    for marker, meaning in {**LANES, **MARKERS}.items():
         config.addinivalue_line("markers", f"{marker}: {meaning}")
     # The interpreter computes masked lanes too, on whatever they hold, and numpy remarks on it.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
+    if HOST.interprets:
+        patch_language_once_per_launch()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -111,10 +105,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = left_to_other_lanes(items, int(os.environ.get("VPCE_INTERPRETED_CASES", INTERPRETED_CASES)))
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+    left_out = left_to_other_lanes(items)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     keep_quick_cases(items)
     for item in items:
         lanes = [lane for lane in LANES if item.get_closest_marker(lane)]

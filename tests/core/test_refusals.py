@@ -117,12 +117,27 @@ TENSORS = [
     ({"labels": LABELS.to("meta")}, ValueError, "labels: device .*cpu.*meta"),
     ({"labels": LABELS + COLUMNS, "check_labels": True}, ValueError, "labels: .*6 outside"),
     ({"impl": "cuda"}, ValueError, "impl: .*'reference'.*'cuda'"),
+    ({"impl": "one_pass"}, ValueError, "impl: 'one_pass' needs a GPU and triton's compiler, got cpu"),
     ({"impl": ["auto"]}, ValueError, r"impl: expected one of .* got \['auto'\]"),
     ({"group": "tp"}, TypeError, "group: .*ProcessGroup or None.*str"),
 ]
+PADDED = {"labels": torch.tensor([[0, 19, 20], [0, 0, 0]]), "vocab_size": 20, "check_labels": True}
+OF_PADDING = [(PADDED, ValueError, r"labels: must be in \[0, 20\) .* 1 outside.*\(0, 2\): 20$")]
+# Megatron's formula divides by V - 1. A prediction travels as fp32, which has no 2**24 + 1.
+ONE, MANY = LOGITS[..., :1], torch.empty(2, 3, 2**24 + 1, device="meta")
+MEGATRON = {"logits": ONE, "smoothing_formula": "megatron"}
+OF_SIZES = [
+    (MEGATRON, ValueError, "smoothing_formula: 'megatron' needs .* at least 2, got 1$"),
+    ({**MEGATRON, "label_smoothing": 0.1}, ValueError, "smoothing_formula: 'megatron' needs .* at least 2, got 1$"),
+    (
+        {"logits": MANY, "labels": LABELS.to("meta"), "return_metrics": True},
+        ValueError,
+        r"return_metrics: vocab_size .* 2\*\*24 .*got 16777217$",
+    ),
+]
 CASES = [
-    *((vocab_parallel_cross_entropy, *case) for case in [*OF_BOTH, *TENSORS, *OF_THE_LOSS]),
-    *((token_log_probs, *case) for case in [*OF_BOTH, *TENSORS[::4], *OF_LOG_PROBS]),
+    *((vocab_parallel_cross_entropy, *case) for case in [*OF_BOTH, *TENSORS, *OF_PADDING, *OF_THE_LOSS, *OF_SIZES]),
+    *((token_log_probs, *case) for case in [*OF_BOTH, *TENSORS[::4], *OF_PADDING, *OF_LOG_PROBS]),
 ]
 
 
@@ -158,22 +173,6 @@ def test_the_module_refuses_them_when_it_is_made(options, error, message):
     assert raised.value.__context__ is None
 
 
-@pytest.mark.parametrize("function", [vocab_parallel_cross_entropy, token_log_probs])
-def test_a_checked_label_of_a_padded_column_is_outside(function):
-    labels = torch.tensor([[0, 19, 20]])
-    with pytest.raises(ValueError, match=r"^labels: must be in \[0, 20\) .* 1 outside.*\(0, 2\): 20$"):
-        function(torch.zeros(1, 3, COLUMNS), labels, vocab_size=20, check_labels=True)
-    function(torch.zeros(1, 3, COLUMNS), labels, vocab_size=21, check_labels=True)
-
-
-def test_megatrons_formula_needs_a_second_column():
-    """It divides by V - 1."""
-    for smoothing in (0.0, 0.1):
-        options = {"smoothing_formula": "megatron", "label_smoothing": smoothing}
-        with pytest.raises(ValueError, match="^smoothing_formula: 'megatron' needs .* at least 2, got 1$"):
-            vocab_parallel_cross_entropy(torch.zeros(3, 1), torch.zeros(3).long(), **options)
-
-
 @pytest.mark.parametrize("columns", (2, 3, 33))
 def test_megatrons_formula_stays_a_mixture(columns):
     """``e = label_smoothing * V / (V - 1)`` above 1 would give the label a negative weight."""
@@ -188,13 +187,6 @@ def test_megatrons_formula_stays_a_mixture(columns):
             loss(largest + 1e-6)
     uniform = vocab_parallel_cross_entropy(logits, labels, label_smoothing=largest, **options)
     assert torch.equal(uniform, vocab_parallel_cross_entropy(logits, labels, label_smoothing=1.0))
-
-
-def test_more_columns_than_fp32_counts_are_refused_with_metrics():
-    """A prediction travels as fp32, which has no 2**24 + 1."""
-    logits, labels = torch.empty(1, 2**24 + 1, device="meta"), torch.empty(1, device="meta").long()
-    with pytest.raises(ValueError, match=r"^return_metrics: vocab_size .* 2\*\*24 .*got 16777217$"):
-        vocab_parallel_cross_entropy(logits, labels, return_metrics=True)
 
 
 CALL = (torch.randn(2, 12), torch.tensor([0, 1]))

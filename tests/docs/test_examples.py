@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.docs.markdown import PAGES, ROOT, name_of, python_blocks
 
@@ -45,35 +45,36 @@ def test_the_examples_of_a_page_in_their_order(page):
             exec(example, names)
 
 
+def _printed(example):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(example, {})
+    return printed.getvalue().split()
+
+
+def _printed_by_rank(rank, group, example):
+    """The ranks are a group before the example, and stay one."""
+
+    def init(backend):
+        assert backend == "gloo"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", init)
+        patch.setattr(dist, "destroy_process_group", dist.barrier)
+        return _printed(example)
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("example", OF_RANKS)
-def test_an_example_of_two_ranks(example, tmp_path):
+@pytest.mark.parametrize("rank_pool", [pytest.param(("gloo", 2), id="gloo-2")], indirect=True)
+def test_an_example_of_two_ranks(rank_pool, example, monkeypatch):
     """Both print the same, which is what one rank with the whole vocabulary prints, up to rounding."""
-    script = tmp_path / "example.py"
-    script.write_text(OF_RANKS[example])
-    # A file for each rank: two processes on one pipe may mix their lines.
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--redirects", "1")
-    _output(*launcher, "--log-dir", str(tmp_path / "logs"), str(script))
-    first, second = (path.read_text().split() for path in sorted(tmp_path.glob("logs/*/*/*/stdout.log")))
+    first, second = rank_pool.run(_printed_by_rank, OF_RANKS[example])
     assert (first[0], second[0]) == ("0", "1") and first[1:] == second[1:]
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    _, *expected = _output(str(script), **alone).split()
-    assert expected and len(first) == 1 + len(expected)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    _, *expected = _printed(OF_RANKS[example])
+    assert expected and len(first) == 1 + len(expected) and not dist.is_initialized()
     assert list(map(float, first[1:])) == pytest.approx(list(map(float, expected)), rel=1e-5)
-
-
-def _output(*arguments, **environment):
-    """What a fresh interpreter prints."""
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.mark.reference

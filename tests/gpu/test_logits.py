@@ -1,13 +1,14 @@
-"""What only a GPU shows: graphs, synchronisation, peak memory, offsets past 2^31, the current device."""
+"""What only a GPU shows: graphs, synchronisation, peak memory, offsets past 2^31, fusing, the current device."""
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from torch.autograd import DeviceType
+from torch.nn.functional import pad
 from torch.profiler import ProfilerActivity, profile
 
-from tests.support.budget import assert_within_budget
 from tests.support.gpu import (
     assert_graph_replays,
     assert_host_never_waits,
@@ -15,72 +16,104 @@ from tests.support.gpu import (
     extra_peak_bytes,
 )
 from tests.support.inputs import batch
-from tests.support.logits import GRADIENTS, REDUCTIONS
-from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
+from tests.support.logits import EVERY, GRADIENTS, REDUCTIONS, Results, assert_right, check
 from vocab_parallel_ce import (
     cross_entropy_backward,
     cross_entropy_forward,
     parallel_cross_entropy,
+    token_log_probs,
     vocab_parallel_cross_entropy,
 )
 
 pytestmark = pytest.mark.cuda
 
+ROWS, COLUMNS, PADDING = 64, 1000, 8
 
-def inputs(rows=64, columns=1000, dtype=torch.bfloat16, seed=0):
-    logits, labels = batch("some_ignored", rows=rows, vocab_size=columns, dtype=dtype, seed=seed)
-    return logits.cuda(), labels.cuda()
+
+def inputs(seed=0):
+    """Logits, labels and a number for each token."""
+    made = batch("some_ignored", rows=ROWS, vocab_size=COLUMNS, dtype=torch.bfloat16, seed=seed)
+    numbers = torch.rand(ROWS, generator=torch.Generator().manual_seed(seed))
+    return [tensor.cuda() for tensor in (*made, numbers)]
+
+
+def plain_step(logits, labels, numbers, **options):
+    source = logits.clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(source, labels, **options)
+    return loss, *torch.autograd.grad(loss, source, numbers if loss.dim() else numbers[0])
+
+
+def step_with_every_option(logits, labels, numbers, num_items=None):
+    """The number of items is read by the device, at each replay."""
+    source = pad(logits, (0, PADDING), value=float("nan")).requires_grad_()
+    options = {**EVERY, "smoothing_formula": "megatron", "reduction": "sum", "return_metrics": True}
+    options["num_items"] = 40 + numbers[0] if num_items is None else num_items
+    loss, metrics = vocab_parallel_cross_entropy(source, labels, vocab_size=COLUMNS, **options)
+    return loss, *metrics, *torch.autograd.grad(loss, source, torch.ones_like(loss))
+
+
+def step_of_log_probs(logits, labels, numbers):
+    source = pad(logits, (0, PADDING), value=float("nan")).requires_grad_()
+    options = {"entropy": True, "temperature": 0.7, "softcap": 20.0, "vocab_size": COLUMNS}
+    outputs = token_log_probs(source, labels, **options)
+    return *outputs, *torch.autograd.grad(outputs, source, [numbers[:1].expand(ROWS), numbers])
+
+
+STEPS = {
+    **{
+        f"{reduction}, {gradient}": partial(plain_step, reduction=reduction, gradient=gradient, label_smoothing=0.1)
+        for reduction, gradient in product(REDUCTIONS, GRADIENTS)
+    },
+    "every option": step_with_every_option,
+    "log-probs": step_of_log_probs,
+}
 
 
 @pytest.mark.no_poison
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_graph_replays_with_new_data(gradient, reduction):
+@pytest.mark.parametrize("name", STEPS)
+def test_graph_replays_with_new_data(name):
     """Looking at the grad_output on the host broke capture elsewhere."""
-    options = {"reduction": reduction, "gradient": gradient, "label_smoothing": 0.1}
-
-    def arguments(seed):
-        return [*inputs(seed=seed), torch.rand((64,) if reduction == "none" else (), device="cuda")]
-
-    def step(logits, labels, grad_output):
-        source = logits.clone().requires_grad_()
-        loss = vocab_parallel_cross_entropy(source, labels, **options)
-        return loss, torch.autograd.grad(loss, source, grad_output)[0]
-
-    assert_graph_replays(step, arguments(0), (arguments(seed) for seed in (1, 2)))
+    assert_graph_replays(STEPS[name], inputs(), map(inputs, (1, 2)))
 
 
 @pytest.mark.no_poison
 def test_the_host_never_waits():
-    logits, labels = inputs()
-    grad_output = torch.rand(64, device="cuda")
+    logits, labels, numbers = inputs()
+    grad_output = numbers[0]
 
     def every_path():
-        for reduction, gradient in product(REDUCTIONS, GRADIENTS):
-            source = logits.clone().requires_grad_()
-            options = {"reduction": reduction, "gradient": gradient}
-            loss = vocab_parallel_cross_entropy(source, labels, **options)
-            torch.autograd.grad(loss, source, grad_output if reduction == "none" else grad_output[0])
-        loss, grad = cross_entropy_forward(logits.clone(), labels, 0.0, True, None, -100)
-        cross_entropy_backward(grad, grad_output[0])
+        for step in STEPS.values():
+            step(logits, labels, numbers)
+        for num_items in (torch.tensor(40), 40):
+            step_with_every_option(logits, labels, numbers, num_items)
+        _, grad = cross_entropy_forward(logits.clone(), labels, 0.0, True, None, -100)
+        cross_entropy_backward(grad, grad_output)
 
     assert_host_never_waits(every_path)
 
 
+OF_LOGITS = {
+    "mean": vocab_parallel_cross_entropy,
+    "none": partial(vocab_parallel_cross_entropy, reduction="none"),
+    "log-probs": partial(token_log_probs, entropy=True, temperature=0.7),
+}
+IN_PLACE = [*product(("mean", "none"), (32000, 32001)), ("log-probs", 64128), ("log-probs", 50257)]
+
+
 @pytest.mark.no_poison
-@pytest.mark.parametrize("columns", (32000, 32001))
-@pytest.mark.parametrize("reduction", ("mean", "none"))
-def test_extra_peak_memory_in_place(reduction, columns):
-    """Less than 64 bytes a row: no second shard, of any dtype, at any moment."""
+@pytest.mark.parametrize(("name", "columns"), IN_PLACE)
+def test_extra_peak_memory_in_place(name, columns):
+    """Less than 64 bytes per row: no second shard, of any dtype, at any moment."""
     rows = 2048
     logits = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16).requires_grad_() * 1
     labels = torch.randint(0, columns, (rows,), device="cuda")
-    grad_output = torch.ones((rows,) if reduction == "none" else (), device="cuda")
+    one = torch.ones((), device="cuda")
 
     def step():
         torch.autograd.graph.increment_version(logits)  # written anew
-        loss = vocab_parallel_cross_entropy(logits, labels, reduction=reduction)
-        torch.autograd.grad(loss, logits, grad_output)
+        result = OF_LOGITS[name](logits, labels)
+        outputs = result if isinstance(result, tuple) else (result,)
+        torch.autograd.grad(outputs, logits, [one.expand(output.shape) for output in outputs])
 
     extra = extra_peak_bytes(step)
     assert extra < 64 * rows, extra / rows
@@ -157,9 +190,15 @@ def test_warm_up_and_capture_of_a_cuda_graph_are_not_checked(gradient):
     with torch.no_grad():
         static.copy_(values)
     graph.replay()
-    oracle, peer = (f(values.cpu(), labels.cpu()) for f in (cross_entropy_fp64, cross_entropy_same_dtype))
-    assert_within_budget(loss, oracle.loss, peer.loss)
-    assert_within_budget(static, oracle.grad, peer.grad)
+    assert_right(Results((loss,), static), values.cpu(), labels.cpu())
+
+
+@pytest.mark.parametrize("gradient", ("in_forward", "in_backward"))
+def test_a_scaled_logit_is_rounded_before_the_maximum_is_subtracted(gradient):
+    """A fused ``scale * x - max`` leaves the label's own rounding in a loss of 0.001."""
+    made, labels = batch("confident", rows=40, vocab_size=200)
+    options = {"logit_scale": 0.3, "reduction": "none", "gradient": gradient}
+    check(("triton", "cuda"), (made + 500) / 0.3, labels, **options)
 
 
 KERNELS = ("online_softmax", "cross_entropy", "loss_kernel", "element_mul")
@@ -170,7 +209,7 @@ KERNELS = ("online_softmax", "cross_entropy", "loss_kernel", "element_mul")
 @pytest.mark.parametrize("reduction", ("mean", "none"))
 def test_tensors_on_a_gpu_that_is_not_current(reduction):
     """Without a guard the launch goes to the current GPU's stream, and reads the other's memory too early."""
-    logits, labels = inputs()
+    logits, labels, _ = inputs()
     torch.cuda.set_device(0)
     there = logits.to("cuda:1").requires_grad_()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:

@@ -12,7 +12,6 @@ from tests.support import logits as of_logits
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import DTYPES, IGNORE_INDEX, KINDS, batch, grad_output_layouts
 from tests.support.logits import COLUMNS, ROWS, broad_rows, random_grad_output
-from tests.support.oracle import token_outputs_fp64, token_outputs_same_dtype
 from tests.support.pairs import covering
 from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
 
@@ -69,48 +68,40 @@ def test_grad_outputs_of_every_layout(impl_device):
 
 
 @pytest.mark.parametrize("leading", [(2, 3), (4,), (2, 1, 2), (1, 1), (0, 3)])
-def test_shapes_and_dtypes(impl_device, leading):
+def test_shapes_and_dtypes_and_the_value_of_the_loss(impl_device, leading):
     impl, device = impl_device
     logits = torch.randn(*leading, COLUMNS, device=device, dtype=torch.bfloat16)
     labels = torch.zeros(leading, dtype=torch.int32, device=device)
-    log_probs = token_log_probs(logits, labels, impl=impl)
-    outputs = token_log_probs(logits, labels, impl=impl, entropy=True)
+    options = {"softcap": 10.0, "logit_scale": 0.4, "impl": impl}
+    log_probs = token_log_probs(logits, labels, **options)
+    outputs = token_log_probs(logits, labels, entropy=True, **options)
     assert isinstance(log_probs, torch.Tensor) and len(outputs) == 2
     for output in (log_probs, *outputs):
         assert output.shape == leading and output.dtype == torch.float32
-
-
-def test_log_probs_are_those_of_the_loss(impl_device):
-    impl, device = impl_device
-    logits, labels = (x.to(device) for x in batch("peaked", rows=4, vocab_size=COLUMNS))
-    options = {"softcap": 10.0, "logit_scale": 0.4, "impl": impl}
     loss = vocab_parallel_cross_entropy(logits, labels, reduction="none", **options)
-    assert torch.equal(token_log_probs(logits, labels, **options), -loss)
+    assert torch.equal(log_probs, -loss)
 
 
+@pytest.mark.interpreted(2)
+@pytest.mark.parametrize("used", ["both", "log_probs", "entropy"])
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("bad", [NAN, INF])
-def test_ignored_tokens_are_positive_zero(impl_device, bad, gradient):
-    """Prompts and padding: whatever their rows hold, and whatever comes from grad_output for them."""
-    logits, labels = broad_rows("peaked", 4)
+def test_ignored_tokens_are_positive_zero_and_labels_outside_the_vocabulary_nan(impl_device, bad, gradient, used):
+    """Whatever rows of prompts and padding hold, and whatever comes from grad_output for them."""
+    logits, labels = broad_rows("peaked", 6)
     logits[0, 3], labels[0] = bad, IGNORE_INDEX
     logits[2], labels[2] = bad, IGNORE_INDEX
-    grad_outputs = torch.tensor([bad, 1.0, 1.0, -2.0]), torch.tensor([1.0, 0.5, bad, 3.0])
+    labels[1], labels[3] = -1, COLUMNS
+    grad_outputs = [None if grad is None else grad.clone() for grad in _grad_outputs(6, used)]
+    for grad, row in zip(grad_outputs, (0, 2), strict=True):
+        if grad is not None:
+            grad[row] = bad
     for options in ({}, TRANSFORMS["both"]):
         outputs, grad = check(impl_device, logits, labels, *grad_outputs, gradient=gradient, **options)
         for result in (*outputs, grad):
             assert not result[[0, 2]].any() and not result[[0, 2]].signbit().any()
-
-
-@pytest.mark.parametrize("gradient", GRADIENTS)
-def test_a_label_outside_the_vocabulary_is_nan(impl_device, gradient):
-    logits, labels = broad_rows("peaked", 4)
-    labels[1], labels[2] = -1, COLUMNS
-    for used in ("both", "log_probs", "entropy"):
-        outputs, grad = check(impl_device, logits, labels, *_grad_outputs(4, used), gradient=gradient)
-        for result in (*outputs, grad):
-            per_row = result.isnan().view(4, -1)
-            assert per_row.all(1).tolist() == per_row.any(1).tolist() == [False, True, True, False]
+            is_nan = result.isnan().view(6, -1)
+            assert is_nan.all(1).tolist() == is_nan.any(1).tolist() == [False, True, False, True, False, False]
 
 
 def test_entropy_of_distributions_that_are_known(impl_device):
@@ -158,7 +149,8 @@ def test_where_the_gradient_is_written(impl_device, entropy):
 def test_second_and_double_backward(impl_device):
     """In place a second one raises with the remedy, also if each backward is through one of the outputs."""
     impl, device = impl_device
-    values, labels = (x.to(device) for x in broad_rows("peaked", 3))
+    made = broad_rows("peaked", 3)
+    values, labels = (x.to(device) for x in made)
 
     def outputs_of(gradient):
         logits = values.clone().requires_grad_() * 1
@@ -172,14 +164,13 @@ def test_second_and_double_backward(impl_device):
             torch.autograd.grad(outputs[second].sum(), logits)
         assert torch.equal(logits, after_first)
     logits, outputs = outputs_of("out_of_place")
-    log_probs, entropy, again = (torch.autograd.grad(outputs[i].sum(), logits, retain_graph=True)[0] for i in (0, 1, 0))
-    assert torch.equal(log_probs, again) and torch.equal(logits, values)
-    for grad, used in ((log_probs, "grad_output"), (entropy, "grad_entropy")):
-        oracle, peer = (
-            compute(values.cpu(), labels.cpu(), **{used: torch.ones(3)}).grad
-            for compute in (token_outputs_fp64, token_outputs_same_dtype)
-        )
-        assert_within_budget(grad, oracle, peer)
+    ones, grads = torch.ones(3), []
+    for used, grad_outputs in ((0, (ones, None)), (1, (None, ones)), (0, (ones, None))):
+        (grad,) = torch.autograd.grad(outputs[used].sum(), logits, retain_graph=True)
+        grads.append(grad)
+        results = of_logits.Results(outputs, grad)
+        of_logits.assert_right(results, *made, *grad_outputs, function=token_log_probs, entropy=True)
+    assert torch.equal(logits, values) and torch.equal(grads[0], grads[2])
     for gradient in GRADIENTS:
         for used in (0, 1):
             logits, outputs = outputs_of(gradient)

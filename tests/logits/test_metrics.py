@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.inputs import IGNORE_INDEX, batch
-from tests.support.logits import COLUMNS, check
+from tests.support.logits import COLUMNS, GRADIENTS, Case
 from vocab_parallel_ce import LossMetrics, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
@@ -33,11 +33,8 @@ def test_the_first_of_equal_logits_is_predicted(impl_device, dtype, offset):
     for row, first in enumerate(firsts):
         later = torch.randint(first, columns, (40,), generator=generator)
         logits[row, first] = logits[row, later] = -1.5
-    impl, device = impl_device
-    storage = storage.to(device)
-    moved = storage[offset:].view(len(firsts), columns)
-    labels = torch.tensor(firsts)
-    metrics = _metrics((impl, device), moved, labels)
+    moved = storage.to(impl_device[1])[offset:].view(len(firsts), columns)
+    metrics = _metrics(impl_device, moved, torch.tensor(firsts))
     assert metrics.predictions.tolist() == list(firsts)
     assert metrics.token_accuracy.item() == 1.0
 
@@ -74,27 +71,14 @@ def test_rows_without_a_prediction(impl_device):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_shapes_and_values(impl_device, reduction):
-    logits, labels = batch("some_ignored", rows=6, vocab_size=COLUMNS, dtype=torch.bfloat16)
-    logits, labels = logits.view(2, 3, COLUMNS), labels.view(2, 3)
-    options = {"z_loss": 0.02, "softcap": 20.0, "reduction": reduction, "return_metrics": True}
-    metrics = LossMetrics(*check(impl_device, logits, labels, **options).outputs[1:])
-    assert metrics.predictions.shape == metrics.lse.shape == (2, 3)
-    assert metrics.token_accuracy.shape == () and metrics.z_loss.dtype == torch.float32
-    assert metrics.z_loss.shape == ((2, 3) if reduction == "none" else ())
-
-
-@pytest.mark.parametrize("gradient", ["in_forward", "in_backward", "out_of_place"])
+@pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_metrics_are_constants_that_no_backward_changes(impl_device, gradient, reduction):
     """They are taken before forward or backward writes a gradient over the logits."""
-    impl, device = impl_device
-    logits, labels = (x.to(device) for x in batch("peaked", rows=3, vocab_size=COLUMNS))
-    options = {"impl": impl, "reduction": reduction, "z_loss": 0.02, "return_metrics": True}
-    expected_loss, expected = vocab_parallel_cross_entropy(logits, labels, **options)
-    leaf = logits.clone().requires_grad_()
-    loss, metrics = vocab_parallel_cross_entropy(leaf, labels, gradient=gradient, **options)
+    case = Case(impl_device, rows=3)
+    options = {"reduction": reduction, "z_loss": 0.02, "return_metrics": True}
+    expected_loss, expected = case.loss(case.values, **options)
+    loss, metrics = case.loss(gradient=gradient, **options)
     kept = [value.clone() for value in metrics]
     loss.sum().backward()
     assert torch.equal(loss, expected_loss) and not any(value.requires_grad for value in metrics)

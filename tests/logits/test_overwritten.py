@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.budget import assert_within_budget
-from tests.support.inputs import batch
+from tests.support.logits import Case
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from vocab_parallel_ce import (
     cross_entropy_backward,
@@ -22,28 +22,27 @@ REFUSAL = "^logits: .* an earlier call has left its gradient; .* gradient='out_o
 IN_PLACE = ("in_forward", "in_backward")
 
 
-class Case:
-    """Logits as a model produces them, and losses over them."""
+class Overwritten(Case):
+    def __init__(self, impl_device):
+        super().__init__(impl_device, "peaked", rows=8, columns=30)
 
-    def __init__(self, impl_device, rows=8, columns=30):
-        self.impl, self.device = impl_device
-        self.values, self.labels = (t.to(self.device) for t in batch("peaked", rows=rows, vocab_size=columns))
-        self.logits = self.values.clone().requires_grad_() * 1
-
-    def loss(self, logits=None, labels=None, **options):
-        logits = self.logits if logits is None else logits
-        labels = self.labels[: logits.shape[0]] if labels is None else labels
-        return vocab_parallel_cross_entropy(logits, labels, impl=self.impl, **options)
-
-    def overwrite(self, gradient="in_backward", logits=None):
-        loss = self.loss(logits, gradient=gradient)
+    def overwrite(self, gradient="in_backward"):
+        loss = self.loss(gradient=gradient)
         if gradient == "in_backward":
-            torch.autograd.grad(loss, self.logits if logits is None else logits, retain_graph=True)
-        return loss
+            torch.autograd.grad(loss, self.logits)
 
-    def assert_loss(self, loss, logits, labels):
-        want, peer = (f(logits.cpu(), labels.cpu()) for f in (cross_entropy_fp64, cross_entropy_same_dtype))
-        assert_within_budget(loss, want.loss, peer.loss)
+    def without_the_first_tensor(self):
+        """``logits = logits.detach()`` for a metric: the memory outlives the tensor that the loss saw."""
+        self.logits = self.logits.detach()
+        return self.loss()
+
+    def assert_refused(self, *call):
+        with pytest.raises(ValueError, match=REFUSAL):
+            self.loss(*call)
+
+    def assert_loss(self, loss, rows=slice(None)):
+        truth, peer = (f(*(t[rows] for t in self.made)) for f in (cross_entropy_fp64, cross_entropy_same_dtype))
+        assert_within_budget(loss, truth.loss, peer.loss)
 
 
 SECOND_CALLS = {
@@ -56,6 +55,7 @@ SECOND_CALLS = {
     "slice": lambda case: case.loss(case.logits[3:5]),
     "transposed": lambda case: case.loss(case.logits.view(2, 4, -1).transpose(0, 1), case.labels.view(4, 2)),
     "log-probs": lambda case: token_log_probs(case.logits, case.labels, impl=case.impl),
+    "first tensor gone": Overwritten.without_the_first_tensor,
 }
 
 
@@ -64,7 +64,7 @@ SECOND_CALLS = {
 @pytest.mark.parametrize("gradient", IN_PLACE)
 def test_a_second_call_over_a_gradient_is_refused(impl_device, gradient, second):
     """It computed a wrong loss, which was printed before backward complained."""
-    case = Case(impl_device)
+    case = Overwritten(impl_device)
     case.overwrite(gradient)
     kept, version = case.logits.detach().clone(), case.logits._version
     for grad_enabled in (True, False):
@@ -75,7 +75,7 @@ def test_a_second_call_over_a_gradient_is_refused(impl_device, gradient, second)
 
 @pytest.mark.reference
 def test_a_call_of_transformer_engine_is_refused_and_its_pair_is_not():
-    case = Case(("auto", "cpu"))
+    case = Overwritten(("auto", "cpu"))
     parallel_cross_entropy(case.logits, case.labels, reduce_loss=True)
     with pytest.raises(ValueError, match=REFUSAL):
         parallel_cross_entropy(case.logits, case.labels, reduce_loss=True)
@@ -86,12 +86,12 @@ def test_a_call_of_transformer_engine_is_refused_and_its_pair_is_not():
 
 
 def test_logits_that_somebody_has_written_to_since_are_logits(impl_device):
-    case = Case(impl_device)
+    case = Overwritten(impl_device)
     for gradient in (*IN_PLACE, "in_forward"):
         case.overwrite(gradient)
         with torch.no_grad():
             case.logits.copy_(case.values)
-        case.assert_loss(case.loss(gradient="out_of_place"), case.values, case.labels)
+        case.assert_loss(case.loss(gradient="out_of_place"))
     case.overwrite()
     torch.autograd.graph.increment_version(case.logits)
     case.loss()
@@ -99,28 +99,24 @@ def test_logits_that_somebody_has_written_to_since_are_logits(impl_device):
 
 def test_other_rows_of_the_same_memory_are_logits(impl_device):
     """Losses over chunks of one tensor, one backward after another: only what was overwritten is refused."""
-    case = Case(impl_device)
-    chunks = [case.logits[:3], case.logits[3:4], case.logits[4:]]
-    bounds = [slice(0, 3), slice(3, 4), slice(4, 8)]
-    for chunk, rows in zip(chunks, bounds, strict=True):
+    case = Overwritten(impl_device)
+    chunks = [(rows, case.logits[rows]) for rows in (slice(0, 3), slice(3, 4), slice(4, 8))]
+    for rows, chunk in chunks:
         loss = case.loss(chunk, case.labels[rows])
-        case.assert_loss(loss, case.values[rows], case.labels[rows])
+        case.assert_loss(loss, rows)
         torch.autograd.grad(loss, chunk)
-    for chunk, rows in zip(chunks, bounds, strict=True):
-        with pytest.raises(ValueError, match=REFUSAL):
-            case.loss(chunk, case.labels[rows])
+    for rows, chunk in chunks:
+        case.assert_refused(chunk, case.labels[rows])
 
 
 def test_interleaved_rows_are_told_apart(impl_device):
     """``[B, S, V]`` cut along S: the address ranges overlap, and the rows do not."""
-    case = Case(impl_device)
-    logits, labels, values = (t.view(2, 4, *t.shape[1:]) for t in (case.logits, case.labels, case.values))
+    case = Overwritten(impl_device)
+    logits, labels = case.logits.view(2, 4, -1), case.labels.view(2, 4)
     torch.autograd.grad(case.loss(logits[:, :2], labels[:, :2]), logits)
-    loss = case.loss(logits[:, 2:], labels[:, 2:])
-    case.assert_loss(loss, values[:, 2:], labels[:, 2:])
+    case.assert_loss(case.loss(logits[:, 2:], labels[:, 2:]), [2, 3, 6, 7])
     for rows in (slice(1, 3), slice(0, 1), slice(0, 4, 2)):
-        with pytest.raises(ValueError, match=REFUSAL):
-            case.loss(logits[:, rows], labels[:, rows])
+        case.assert_refused(logits[:, rows], labels[:, rows])
 
 
 @pytest.mark.reference
@@ -150,48 +146,37 @@ def test_memory_of_a_new_producer_is_logits():
 
 
 @pytest.mark.parametrize("gradient", IN_PLACE)
-def test_memory_whose_first_tensor_is_gone(impl_device, gradient):
-    """``logits = logits.detach()`` for a metric: the memory outlives the tensor that the loss saw."""
-    case = Case(impl_device)
-    case.overwrite(gradient)
-    case.logits = case.logits.detach()
-    with pytest.raises(ValueError, match=REFUSAL):
-        case.loss()
-
-
-@pytest.mark.parametrize("gradient", IN_PLACE)
 def test_two_tensors_of_one_memory_are_both_known(impl_device, gradient):
     """A gradient written in forward forgot the records of the same storage before it."""
-    case = Case(impl_device)
+    case = Overwritten(impl_device)
     memory = case.values.clone()
-    halves = [memory[:4].requires_grad_(), memory.detach()[4:].requires_grad_()]
-    for half, labels in zip(halves, (case.labels[:4], case.labels[4:]), strict=True):
+    halves = [(memory[:4].requires_grad_(), case.labels[:4]), (memory.detach()[4:].requires_grad_(), case.labels[4:])]
+    for half, labels in halves:
         torch.autograd.grad(case.loss(half, labels, gradient=gradient), half)
-    for half, labels in zip(halves, (case.labels[:4], case.labels[4:]), strict=True):
-        with torch.no_grad(), pytest.raises(ValueError, match=REFUSAL):
-            case.loss(half, labels)
+    for half, labels in halves:
+        with torch.no_grad():
+            case.assert_refused(half, labels)
 
 
 @pytest.mark.reference
 @pytest.mark.parametrize("copies", (False, True))
 def test_hooks_that_hand_over_another_tensor(copies):
     """In place by name: hooks of the same memory overwrite the logits, hooks that copy overwrite the copy."""
-    case = Case(("auto", "cpu"))
+    case = Overwritten(("auto", "cpu"))
     with saved_tensors_hooks(lambda t: t.clone() if copies else t.detach(), lambda t: t):
         loss = case.loss(gradient="in_backward")
     loss.backward()
     if copies:
-        case.assert_loss(case.loss(gradient="out_of_place"), case.values, case.labels)
+        case.assert_loss(case.loss(gradient="out_of_place"))
     else:
-        with pytest.raises(ValueError, match=REFUSAL):
-            case.loss()
+        case.assert_refused()
 
 
 @pytest.mark.parametrize("gradient", IN_PLACE)
 def test_memory_that_a_freed_leaf_has_overwritten(impl_device, gradient):
     """A reentrant checkpoint calls over a detached leaf of the caller's logits, which dies with its graph."""
-    case = Case(impl_device)
+    case = Overwritten(impl_device)
     checkpoint(lambda x: case.loss(x, gradient=gradient), case.logits, use_reentrant=True).backward()
     for logits in (case.logits, case.logits.detach()):
-        with torch.no_grad(), pytest.raises(ValueError, match=REFUSAL):
-            case.loss(logits)
+        with torch.no_grad():
+            case.assert_refused(logits)

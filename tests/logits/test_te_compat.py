@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.inputs import batch
-from tests.support.logits import COLUMNS, Results, assert_right, random_grad_output
+from tests.support.logits import COLUMNS, Case
 from vocab_parallel_ce import (
     cross_entropy_backward,
     cross_entropy_forward,
@@ -22,25 +22,8 @@ on_each_device = pytest.mark.parametrize("device", DEVICES)
 REDUCTION = {True: "mean", False: "none"}
 
 
-class Case:
-    """Logits as a model produces them, not a leaf, with labels of which some are ignored."""
-
-    def __init__(self, device, rows=6):
-        self.made = batch("some_ignored", rows=rows, vocab_size=COLUMNS)
-        self.values, self.labels = (x.to(device) for x in self.made)
-        self.logits = self.values.clone().requires_grad_() * 1
-        self.grad_output = random_grad_output(rows).to(device)
-
-    def grad_output_of(self, loss):
-        return self.grad_output if loss.dim() else torch.tensor(0.75, device=loss.device)
-
-    def assert_right(self, loss, grad, grad_output, reduce_loss, **options):
-        results = Results((loss.detach().cpu(),), grad.detach().cpu())
-        options["reduction"] = REDUCTION[reduce_loss]
-        assert_right(results, *self.made, grad_output.cpu(), **options)
-
-    def logits_are_untouched(self):
-        return torch.equal(self.logits, self.values)
+def case_on(device):
+    return Case(("auto", device), columns=COLUMNS)
 
 
 @pytest.mark.quick
@@ -49,14 +32,14 @@ class Case:
 @pytest.mark.parametrize("reduce_loss", (True, False))
 def test_where_the_gradient_is_written(device, reduce_loss, overwrite_input):
     """By default a mean's in forward, and an unreduced loss's in backward."""
-    case = Case(device)
+    case = case_on(device)
     options = {"reduce_loss": reduce_loss, "overwrite_input": overwrite_input}
     loss = parallel_cross_entropy(case.logits, case.labels, 0.1, **options)
     assert case.logits_are_untouched() != (overwrite_input is None and reduce_loss)
-    grad_output = case.grad_output_of(loss)
+    grad_output = case.grad_output(loss)
     (grad,) = torch.autograd.grad(loss, case.logits, grad_output)
     assert (grad.data_ptr() == case.logits.data_ptr()) == (overwrite_input is not False)
-    case.assert_right(loss, grad, grad_output, reduce_loss, label_smoothing=0.1)
+    case.assert_right(loss, grad, grad_output, reduction=REDUCTION[reduce_loss], label_smoothing=0.1)
 
 
 @pytest.mark.quick
@@ -64,25 +47,24 @@ def test_where_the_gradient_is_written(device, reduce_loss, overwrite_input):
 @pytest.mark.parametrize("reduce_loss", (True, False))
 @pytest.mark.parametrize("requires_grad", (True, False))
 def test_the_two_step_pair(device, reduce_loss, requires_grad):
-    case = Case(device)
+    case = case_on(device)
     logits = case.values.clone().requires_grad_(requires_grad)
     loss, grad = cross_entropy_forward(logits, case.labels, 0.1, reduce_loss, None, -100)
     assert grad is logits and loss.shape == (() if reduce_loss else case.labels.shape)
-    grad_output = case.grad_output_of(loss)
-    scaled = cross_entropy_backward(grad, grad_output, is_cg_capturable=True)
-    assert scaled is logits
-    case.assert_right(loss, scaled, grad_output, reduce_loss, label_smoothing=0.1)
+    grad_output = case.grad_output(loss)
+    assert cross_entropy_backward(grad, grad_output, is_cg_capturable=True) is logits
+    case.assert_right(loss, logits, grad_output, reduction=REDUCTION[reduce_loss], label_smoothing=0.1)
 
 
 @on_each_device
 def test_the_two_step_pair_on_inference_tensors_and_on_a_view(device):
     """Inference tensors have no version counter to raise."""
-    case = Case(device)
+    case = case_on(device)
     with torch.inference_mode():
         logits = case.values.clone()
         loss, grad = cross_entropy_forward(logits, case.labels, 0.0, True, None, -100)
         cross_entropy_backward(grad, torch.ones_like(loss))
-    case.assert_right(loss.clone(), grad.clone(), torch.tensor(1.0), True)
+    case.assert_right(loss.clone(), grad.clone(), torch.tensor(1.0))
     loss, grad = cross_entropy_forward(case.logits[:-1], case.labels[:-1], 0.0, True, None, -100)
     assert grad.data_ptr() == case.logits.data_ptr() and not case.logits_are_untouched()
 
@@ -111,8 +93,7 @@ def test_the_deprecated_alias_warns_and_works():
         parallel_cross_entropy(logits, labels, _input=logits)
 
 
-def _valid():
-    return torch.randn(2, 3, COLUMNS), torch.zeros(2, 3, dtype=torch.int64)
+LOGITS, LABELS = torch.randn(2, 3, COLUMNS), torch.zeros(2, 3, dtype=torch.int64)
 
 
 @pytest.mark.reference
@@ -128,10 +109,8 @@ def _valid():
     ],
 )
 def test_the_signature_refuses_too(options, error, message):
-    logits, labels = _valid()
-    arguments = {"inp": logits, "target": labels, **options}
     with pytest.raises(error, match=f"^{message}"):
-        parallel_cross_entropy(**arguments)
+        parallel_cross_entropy(**{"inp": LOGITS, "target": LABELS, **options})
 
 
 @pytest.mark.reference
@@ -146,8 +125,7 @@ def test_the_signature_refuses_too(options, error, message):
     ],
 )
 def test_the_second_step_refuses_what_it_cannot_scale_by(grad_output, error, message):
-    logits, labels = _valid()
-    _, gradient = cross_entropy_forward(logits, labels, 0.0, False, None, -100)
+    _, gradient = cross_entropy_forward(LOGITS.clone(), LABELS, 0.0, False, None, -100)
     before, version = gradient.clone(), gradient._version
     with pytest.raises(error, match=f"^{message}"):
         cross_entropy_backward(gradient, grad_output)

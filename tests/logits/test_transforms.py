@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import func
 from torch.autograd import forward_ad
 
 from tests.support.pairs import covering
@@ -25,39 +26,31 @@ def _tensors(device):
     return x, hidden, weight, torch.arange(ROWS, device=device)
 
 
-def _functions(impl):
-    """Of the logits or the hidden states alone, unreduced and reduced."""
-    return {
-        "mean": lambda x, w, y: vocab_parallel_cross_entropy(x, y, impl=impl),
-        "none": lambda x, w, y: vocab_parallel_cross_entropy(x, y, impl=impl, reduction="none").sum(),
-        "log-probs": lambda x, w, y: token_log_probs(x, y, impl=impl).sum(),
-        "linear": lambda h, w, y: linear_cross_entropy(h, w, y, impl=impl),
-        "linear log-probs": lambda h, w, y: linear_token_log_probs(h, w, y, impl=impl).sum(),
-    }
+# Of the logits or the hidden states alone, unreduced and reduced.
+FUNCTIONS = {
+    "mean": lambda x, w, y, **impl: vocab_parallel_cross_entropy(x, y, **impl),
+    "none": lambda x, w, y, **impl: vocab_parallel_cross_entropy(x, y, reduction="none", **impl).sum(),
+    "log-probs": lambda x, w, y, **impl: token_log_probs(x, y, **impl).sum(),
+    "linear": linear_cross_entropy,
+    "linear log-probs": lambda h, w, y, **impl: linear_token_log_probs(h, w, y, **impl).sum(),
+}
 
 
-def _transforms():
-    func = torch.func
-
-    def jvp(f, x):
-        return func.jvp(f, (x,), (torch.ones_like(x),))
-
-    def forward_mode(f, x):
-        with forward_ad.dual_level():
-            return f(forward_ad.make_dual(x, torch.ones_like(x)))
-
-    return {
-        "grad": lambda f, x: func.grad(f)(x),
-        "vjp": lambda f, x: func.vjp(f, x),
-        "jvp": jvp,
-        "vmap": lambda f, x: func.vmap(f)(x.expand(2, *x.shape)),
-        "jacrev": lambda f, x: func.jacrev(f)(x),
-        "hessian": lambda f, x: func.hessian(f)(x),
-        "forward mode": forward_mode,
-    }
+def forward_mode(f, x):
+    with forward_ad.dual_level():
+        return f(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
-CASES = covering(transform=tuple(_transforms()), function=tuple(_functions("")), requires_grad=(False, True))
+TRANSFORMS = {
+    "grad": lambda f, x: func.grad(f)(x),
+    "vjp": lambda f, x: func.vjp(f, x),
+    "jvp": lambda f, x: func.jvp(f, (x,), (torch.ones_like(x),)),
+    "vmap": lambda f, x: func.vmap(f)(x.expand(2, *x.shape)),
+    "jacrev": lambda f, x: func.jacrev(f)(x),
+    "hessian": lambda f, x: func.hessian(f)(x),
+    "forward mode": forward_mode,
+}
+CASES = covering(transform=tuple(TRANSFORMS), function=tuple(FUNCTIONS), requires_grad=(False, True))
 
 
 @pytest.mark.quick(4)
@@ -69,10 +62,9 @@ def test_a_transform_is_refused(impl_device, case):
     transform, function, requires_grad = case.values()
     x, hidden, weight, labels = _tensors(device)
     given = (hidden if function.startswith("linear") else x).requires_grad_(requires_grad)
-    loss = _functions(impl)[function]
     kept = given.detach().clone()
     with pytest.raises(TypeError, match="^cross-entropy: expected .* torch.nn.functional.cross_entropy"):
-        _transforms()[transform](lambda t: loss(t, weight, labels), given)
+        TRANSFORMS[transform](lambda t: FUNCTIONS[function](t, weight, labels, impl=impl), given)
     assert torch.equal(given, kept)
 
 
@@ -88,13 +80,13 @@ def test_a_tangent_of_the_head_is_refused(impl_device, name):
             linear_cross_entropy(hidden, **head, labels=labels, impl=impl)
 
 
-@pytest.mark.parametrize("function", _functions(""))
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_batched_grad_outputs_are_refused(impl_device, function):
     """``is_grads_batched`` runs backward inside vmap."""
     impl, device = impl_device
     x, hidden, weight, labels = _tensors(device)
     given = (hidden if function.startswith("linear") else x).requires_grad_()
-    loss = _functions(impl)[function](given, weight, labels)
+    loss = FUNCTIONS[function](given, weight, labels, impl=impl)
     grad_output = torch.ones(3, device=device)
     with pytest.raises(RuntimeError, match="is_grads_batched"):
         torch.autograd.grad(loss, given, grad_output, is_grads_batched=True)

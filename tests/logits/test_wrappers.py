@@ -7,10 +7,8 @@ another gradient without an error: the defaults must not overwrite there.
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
+import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from tests.support.pairs import covering
 from vocab_parallel_ce import (
     linear_cross_entropy,
     parallel_cross_entropy,
+    plan,
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
@@ -93,17 +92,13 @@ WRAPPERS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def over_logits(impl: str, gradient: str) -> Loss:
-    return lambda x, head, y: vocab_parallel_cross_entropy(x, y, gradient=gradient, impl=impl)
-
-
-def over_logits_by(name: str, impl: str) -> Loss:
+def over_logits(name: str, impl: str) -> Loss:
     """By a gradient mode of the loss, as log-probabilities, or by TransformerEngine's signature."""
     if name == "log_probs":
         return lambda x, head, y: -token_log_probs(x, y, impl=impl).mean()
     if name.startswith("te"):
         return lambda x, head, y: parallel_cross_entropy(x, y, reduce_loss=name == "te").mean()
-    return over_logits(impl, name)
+    return lambda x, head, y: vocab_parallel_cross_entropy(x, y, gradient=name, impl=impl)
 
 
 def fused(impl: str, gradient: str) -> Loss:
@@ -148,28 +143,25 @@ def fused_of_torch(x: Tensor, head: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(linear(x, head), y)
 
 
-HOOKED = [name for name in WRAPPERS if name not in ("plain", "reentrant")]
-
-
+NAMES, HOOKED = tuple(FUNCTIONS), tuple(name for name in WRAPPERS if name not in ("plain", "reentrant"))
 OVER_LOGITS = ("auto", "out_of_place", "log_probs", "te", "te, none")
-HOOKED_CASES = [
-    tuple(case.values()) for case in covering(wrapper=tuple(HOOKED), name=tuple(FUNCTIONS), loss=OVER_LOGITS)
-]
-LINEAR_CASES = [
-    tuple(case.values())
-    for case in covering(wrapper=tuple(WRAPPERS), name=tuple(FUNCTIONS), gradient=("auto", "in_forward", "in_backward"))
-]
+HOOKED_CASES = covering(wrapper=HOOKED, name=NAMES, loss=OVER_LOGITS)
+LINEAR_CASES = covering(wrapper=tuple(WRAPPERS), name=NAMES, gradient=("auto", "in_forward", "in_backward"))
+
+
+def by_case(cases: list[dict[str, str]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(tuple(cases[0]), [tuple(case.values()) for case in cases])
 
 
 @pytest.mark.quick(3)
 @pytest.mark.interpreted(4)
-@pytest.mark.parametrize(("wrapper", "name", "loss"), HOOKED_CASES)
+@by_case(HOOKED_CASES)
 def test_under_hooks_the_loss_over_logits_is_right(impl_device, wrapper, name, loss):
     impl, device = impl_device
-    assert_right(results(wrapper, name, over_logits_by(loss, impl), torch.float32, device), name, of_torch)
+    assert_right(results(wrapper, name, over_logits(loss, impl), torch.float32, device), name, of_torch)
 
 
-@pytest.mark.parametrize(("wrapper", "name", "gradient"), LINEAR_CASES)
+@by_case(LINEAR_CASES)
 def test_the_linear_loss_is_right_in_every_wrapper(impl_device, wrapper, name, gradient):
     """Hidden states and weight are never overwritten."""
     impl, device = impl_device
@@ -183,7 +175,7 @@ def test_the_linear_loss_is_right_in_every_wrapper(impl_device, wrapper, name, g
 @pytest.mark.parametrize("gradient", ("auto", "in_backward", "out_of_place"))
 def test_without_hooks_it_is_right_or_refused(impl_device, wrapper, name, gradient):
     impl, device = impl_device
-    run = functools.partial(results, wrapper, name, over_logits(impl, gradient), torch.float32, device)
+    run = functools.partial(results, wrapper, name, over_logits(gradient, impl), torch.float32, device)
     if gradient == "out_of_place" or name == "read_afterwards":
         assert_right(run(), name, of_torch)
     else:
@@ -207,12 +199,10 @@ def test_hooks_are_seen_only_while_they_are_active():
 
 
 @pytest.mark.reference
-def test_a_pytorch_that_cannot_say_whether_hooks_are_active_writes_out_of_place():
-    """In a fresh process: the package asks for PyTorch's function when it is imported."""
-    source = """
-import torch
-del torch._C._autograd._top_saved_tensors_default_hooks
-from tests.logits.test_wrappers import overwrites
-assert not overwrites()
-"""
-    subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parents[2], timeout=120)
+def test_a_pytorch_that_cannot_say_whether_hooks_are_active_writes_out_of_place(monkeypatch):
+    """The package asks for PyTorch's function when it is imported."""
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    imported_again = importlib.util.module_from_spec(plan.__spec__)
+    plan.__spec__.loader.exec_module(imported_again)
+    monkeypatch.setattr(plan, "_top_saved_tensor_hooks", imported_again._top_saved_tensor_hooks)
+    assert not overwrites()

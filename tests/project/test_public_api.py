@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import vocab_parallel_ce as package
+from tests.support.fresh import fresh_python
 from tests.support.inputs import batch
-from tests.support.logits import COLUMNS
+from tests.support.logits import COLUMNS, EVERY
 from vocab_parallel_ce import (
     VocabParallelCrossEntropy,
     cross_entropy_backward,
@@ -25,6 +22,7 @@ from vocab_parallel_ce import (
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
+from vocab_parallel_ce.cli import main
 
 OF_BOTH = {
     "group": None,
@@ -105,17 +103,9 @@ def test_public_names_are_documented():
 def test_the_module_is_the_function_with_its_options_fixed(impl_device):
     impl, device = impl_device
     logits, labels = (x.to(device) for x in batch("some_ignored", rows=6, vocab_size=COLUMNS))
-    options = {
-        "label_smoothing": 0.1,
-        "smoothing_formula": "megatron",
-        "z_loss": 0.02,
-        "softcap": 20.0,
-        "logit_scale": 0.4,
-        "vocab_size": COLUMNS - 2,
-        "gradient": "out_of_place",
-        "impl": impl,
-    }
     labels = labels.clamp(max=COLUMNS - 3)
+    options = {**EVERY, "smoothing_formula": "megatron", "vocab_size": COLUMNS - 2, "gradient": "out_of_place"}
+    options["impl"] = impl
     for reduction, num_items in (("none", None), ("sum", 4)):
         options["reduction"] = reduction
         module = VocabParallelCrossEntropy(**options)
@@ -130,38 +120,22 @@ def test_the_module_is_the_function_with_its_options_fixed(impl_device):
 
 @pytest.mark.reference
 def test_the_module_shows_its_options():
-    module = VocabParallelCrossEntropy(label_smoothing=0.1, ignore_index=3, vocab_size=50, softcap=30)
-    shown = repr(module)
+    shown = repr(VocabParallelCrossEntropy(label_smoothing=0.1, ignore_index=3, vocab_size=50, softcap=30))
     assert shown.startswith("VocabParallelCrossEntropy(")
     for part in ("1 rank", "label_smoothing=0.1", "ignore_index=3", "reduction='mean'", "50", "softcap=30"):
         assert part in shown, shown
 
 
-def _command(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "vocab_parallel_ce", *words],
-        cwd=Path(package.__file__).parent.parent,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 @pytest.mark.quick
 def test_doctor_says_what_runs_here_and_why_not_the_rest():
-    result = _command("doctor")
+    result = fresh_python("-m", "vocab_parallel_ce", "doctor", TRITON_INTERPRET="0")
     assert result.returncode == 0, result.stderr
-    expected = (
-        f"torch {torch.__version__}",
-        "cpu, impl='auto': reference",
-        "cpu, impl='triton': no: impl: 'triton'",
-        "gradient='auto': in place",
-    )
-    for line in expected:
+    of_cpu = ("cpu, impl='auto': reference", "cpu, impl='triton': no: impl: 'triton'")
+    for line in (f"torch {torch.__version__}", *of_cpu, "gradient='auto': in place"):
         assert line in result.stdout, result.stdout
 
 
-def test_the_command_line_refuses_no_command_with_its_usage():
-    result = _command()
-    assert result.returncode == 2 and "usage: python -m vocab_parallel_ce" in result.stderr
+def test_the_command_line_refuses_no_command_with_its_usage(capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        main([])
+    assert "usage: python -m vocab_parallel_ce" in capsys.readouterr().err

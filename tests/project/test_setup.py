@@ -131,17 +131,13 @@ def test_two_setups_at_once_make_one_environment(checkout: Checkout) -> None:
     assert checkout.log() == [f"venv {checkout.venv}", f"pip {python}", f"pip {python}"]
 
 
-def users_environment(checkout: Checkout) -> None:
-    checkout.make_environment()
-
-
 def own_environment_that_cannot_start(checkout: Checkout) -> None:
     checkout.run()
     checkout.write_stub(checkout.venv / "bin" / "python", "#!/nowhere/python3\n")
 
 
 NOT_TO_CHANGE = [
-    (users_environment, "was not made by this script"),
+    (Checkout.make_environment, "was not made by this script"),
     (own_environment_that_cannot_start, "cannot be started"),
 ]
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.budget import K, assert_within_budget
+from tests.support.fresh import fresh_python
 from tests.support.inputs import DTYPES, IGNORE_INDEX, KINDS, batch, padded_shard, shard_of
 from tests.support.lanes import LANES, Host, unavailable_lanes
 from tests.support.layouts import label_layouts, logits_layouts
@@ -45,7 +43,7 @@ def test_interpreter(i): assert i == 0
 def test_interpreted(i): assert i in (0, 4, 8)
 
 @pytest.mark.quick
-@pytest.mark.gloo
+@pytest.mark.reference
 @pytest.mark.compile_only
 @pytest.mark.parametrize("i", range(3))
 def test_two_lanes(i): pass
@@ -70,47 +68,35 @@ def test_a_host_says_which_lanes_it_lacks_and_why(change, unavailable):
     assert set(reasons) == unavailable and all(reasons.values())
 
 
-@pytest.fixture
-def suite(tmp_path):
-    """A small suite under this project's conftest, and a function that runs it in a fresh process."""
-    shutil.copytree(TESTS / "support", tmp_path / "tests" / "support")
+def _run_suite(directory, *arguments):
+    """Run a small suite under this project's conftest in a fresh process. No test of it is of the gloo lane alone."""
+    shutil.copytree(TESTS / "support", directory / "tests" / "support", dirs_exist_ok=True)
     for name in ("__init__.py", "conftest.py"):
-        shutil.copy(TESTS / name, tmp_path / "tests" / name)
-    (tmp_path / "tests" / "test_suite.py").write_text(SUITE)
-
-    def run(*arguments):
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        environment |= {"VPCE_COMMIT": "0123abc-dirty", "CUDA_VISIBLE_DEVICES": ""}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-
-    run.directory = tmp_path
-    return run
+        shutil.copy(TESTS / name, directory / "tests" / name)
+    (directory / "tests" / "test_suite.py").write_text(SUITE)
+    environment = {"PYTEST_ADDOPTS": "", "VPCE_COMMIT": "0123abc-dirty", "CUDA_VISIBLE_DEVICES": ""}
+    return fresh_python("-m", "pytest", "-p", "no:cacheprovider", *arguments, cwd=directory, **environment)
 
 
-def test_a_full_run_adds_up_the_workers_reports_of_every_lane(suite):
+def test_a_run_adds_up_the_workers_reports_and_an_idle_lane_fails_a_full_run_alone(tmp_path):
     pytest.importorskip("xdist", reason="pytest-xdist is not installed")
-    path = suite.directory / "out" / "lanes.json"
-    result = suite("-n", "2", "--lanes-json", str(path))
-    assert result.returncode == 0, result.stdout
+    path = tmp_path / "out" / "lanes.json"
+    result = _run_suite(tmp_path, "-n", "2", "--lanes-json", str(path))
+    assert result.returncode == 1 and " failed" not in result.stdout.splitlines()[-1], result.stdout
+    assert result.stdout.count("can run here and executed nothing; the run fails") == 1
+    assert "gloo: can run here and executed nothing; the run fails" in result.stdout
     record = json.loads(path.read_text())
     lanes = record["lanes"]
     assert set(lanes) == set(LANES)
-    assert lanes["reference"] == {"passed": 1, "failed": 0, "skipped": 1, "unavailable": None}
+    assert lanes["reference"] == {"passed": 4, "failed": 0, "skipped": 1, "unavailable": None}
     assert record["no_lane"]["passed"] == 1 and lanes["interpreter"]["passed"] in (0, 4)
-    for lane in lanes.values():
-        assert (lane["passed"] + lane["failed"] == 0) == (lane["unavailable"] is not None)
-    assert (record["commit"], record["dirty"]) == ("0123abc", True)
+    for name, lane in lanes.items():
+        ran = lane["passed"] + lane["failed"] > 0
+        assert ran == (lane["unavailable"] is None and name != "gloo")
+    assert (record["commit"], record["dirty"], record["exit_status"]) == ("0123abc", True, 1)
     assert {"torch", "triton", "gpu_model", "gpu_count", "python", "platform"} <= set(record)
 
-
-def test_an_idle_lane_fails_a_full_run_and_no_selection(suite):
-    path = suite.directory / "tests" / "test_suite.py"
-    path.write_text(SUITE.replace("@pytest.mark.gloo\n", ""))
-    result = suite()
-    assert result.returncode == 1
-    assert "gloo: can run here and executed nothing; the run fails" in result.stdout
-    quick = suite("-m", "quick")
+    quick = _run_suite(tmp_path, "-m", "quick")
     assert quick.returncode == 0 and "2 passed" in quick.stdout.replace("1 passed, 1 skipped", "2 passed")
 
 

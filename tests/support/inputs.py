@@ -41,8 +41,7 @@ def batch(
     """Rows of one kind of :data:`KINDS`, the same for the same arguments.
 
     Args:
-        shards: number of equal shards the vocabulary will be cut into; places labels at their edges
-            and masks whole ones.
+        shards: number of equal shards that the kinds with "shard" in their name are made for.
         gaps: of ``"confident"`` rows in turn: log-odds of the label against all other columns.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -72,14 +71,6 @@ def _confident(draft: _Draft) -> tuple[Tensor, Tensor]:
     others = draft.x.scatter(1, label, NEG_INF).logsumexp(dim=1, keepdim=True)
     gaps = torch.tensor(draft.gaps)[torch.arange(len(draft.labels)) % len(draft.gaps)].unsqueeze(1)
     return draft.x.scatter(1, label, others + gaps), draft.labels
-
-
-def _far_negative(draft: _Draft) -> tuple[Tensor, Tensor]:
-    return draft.x * 8 - 1000, draft.labels
-
-
-def _times_1000(draft: _Draft) -> tuple[Tensor, Tensor]:
-    return draft.x * 1000, draft.labels
 
 
 def _excluded_columns(draft: _Draft) -> tuple[Tensor, Tensor]:
@@ -122,10 +113,6 @@ def _some_ignored(draft: _Draft) -> tuple[Tensor, Tensor]:
     return x, labels.masked_fill(ignored, IGNORE_INDEX)
 
 
-def _all_ignored(draft: _Draft) -> tuple[Tensor, Tensor]:
-    return draft.x, torch.full_like(draft.labels, IGNORE_INDEX)
-
-
 def _mixture(draft: _Draft) -> tuple[Tensor, Tensor]:
     makers = [make for name, make in KINDS.items() if name not in ("times_1000", "all_ignored", "mixture")]
     x, labels = torch.empty_like(draft.x), torch.empty_like(draft.labels)
@@ -139,13 +126,13 @@ def _mixture(draft: _Draft) -> tuple[Tensor, Tensor]:
 KINDS: dict[str, Callable[[_Draft], tuple[Tensor, Tensor]]] = {
     "peaked": _peaked,
     "confident": _confident,
-    "far_negative": _far_negative,
-    "times_1000": _times_1000,
+    "far_negative": lambda draft: (draft.x * 8 - 1000, draft.labels),
+    "times_1000": lambda draft: (draft.x * 1000, draft.labels),
     "excluded_columns": _excluded_columns,
     "excluded_shard": _excluded_shard,
     "shard_edges": _shard_edges,
     "some_ignored": _some_ignored,
-    "all_ignored": _all_ignored,
+    "all_ignored": lambda draft: (draft.x, torch.full_like(draft.labels, IGNORE_INDEX)),
     "mixture": _mixture,
 }
 
@@ -163,8 +150,7 @@ def with_a_broad_row(made: Batch) -> Batch:
 
 def shard_of(logits: Tensor, rank: int, world_size: int) -> Tensor:
     """A copy of the columns that ``rank`` owns, ``[..., V / world_size]`` contiguous."""
-    width = logits.shape[-1] // world_size
-    return logits[..., rank * width : (rank + 1) * width].clone(memory_format=torch.contiguous_format)
+    return logits.chunk(world_size, dim=-1)[rank].clone(memory_format=torch.contiguous_format)
 
 
 def padded_shard(logits: Tensor, start: int, stop: int, fill: float = NAN) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from vocab_parallel_ce.selection import triton_state
+from vocab_parallel_ce.selection import triton_state, triton_version
 
 LANES = {
     "reference": "the plain PyTorch implementation on the CPU",
@@ -31,7 +31,6 @@ LANES = {
     "nccl": "ranks in real processes, one a GPU",
 }
 UNMARKED = "no lane"
-COMMIT_VARIABLE = "VPCE_COMMIT"
 
 
 class Host(NamedTuple):
@@ -95,11 +94,11 @@ def unavailable_lanes(host: Host) -> dict[str, str]:
     return reasons
 
 
-def left_to_other_lanes(items: Sequence[pytest.Item], n_cases: int) -> set[pytest.Item]:
-    """The cases that the interpreter, which is slow, does not run: all except ``n_cases`` of each test.
+def left_to_other_lanes(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """The cases that the interpreter, which is slow, does not run: all except one of each test.
 
-    They are spread from the first to the last. The reference runs every case, and a GPU every compiled one.
-    ``@pytest.mark.interpreted(n)`` is another number for one test; the kernels' own tests keep all.
+    ``@pytest.mark.interpreted(n)`` keeps n, spread from the first to the last; the kernels' own tests keep all.
+    The reference runs every case, and a GPU every compiled one.
     """
     tests = defaultdict(list)
     for item in items:
@@ -108,7 +107,7 @@ def left_to_other_lanes(items: Sequence[pytest.Item], n_cases: int) -> set[pytes
     left_out = set()
     for cases in tests.values():
         marker = cases[0].get_closest_marker("interpreted")
-        n = marker.args[0] if marker else n_cases
+        n = marker.args[0] if marker else 1
         kept = {cases[round(i * (len(cases) - 1) / max(n - 1, 1))] for i in range(n)}
         left_out |= set(cases) - kept if n else set()
     return left_out
@@ -121,26 +120,16 @@ def keep_quick_cases(items: Sequence[pytest.Item]) -> None:
     """
     counts: Counter[tuple[str, ...]] = Counter()
     for item in items:
-        marker = item.get_closest_marker("quick")
-        lanes = tuple(lane for lane in LANES if item.get_closest_marker(lane))
+        marker, end_of_key = item.get_closest_marker("quick"), "["
         if marker is None and "tests/kernels/" in item.nodeid:
-            marker = pytest.mark.quick
+            marker, end_of_key = pytest.mark.quick, "::"
             item.add_marker(marker)
-            key = (item.nodeid.partition("::")[0], *lanes)
-        else:
-            key = (item.nodeid.partition("[")[0], *lanes)
         if marker is not None:
+            lanes = (lane for lane in LANES if item.get_closest_marker(lane))
+            key = (item.nodeid.partition(end_of_key)[0], *lanes)
             counts[key] += 1
             if counts[key] > (marker.args[0] if marker.args else 1):
                 item.own_markers = [mark for mark in item.own_markers if mark.name != "quick"]
-
-
-class LaneCounts(NamedTuple):
-    """Tests of one lane by outcome."""
-
-    passed: int
-    failed: int
-    skipped: int
 
 
 class LaneLedger:
@@ -160,26 +149,28 @@ class LaneLedger:
         elif self._outcomes.get(name) != "failed" and (report.when == "call" or report.skipped):
             self._outcomes[name] = report.outcome
 
-    def counts(self) -> dict[str, LaneCounts]:
-        """Lane -> counts, for every lane and for the tests of no lane."""
-        tally = {lane: dict.fromkeys(LaneCounts._fields, 0) for lane in (*LANES, UNMARKED)}
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Lane -> outcome -> number of tests, for every lane and for the tests of no lane."""
+        counts = {lane: {"passed": 0, "failed": 0, "skipped": 0} for lane in (*LANES, UNMARKED)}
         for name, outcome in self._outcomes.items():
             for lane in self._lanes[name] or (UNMARKED,):
-                tally[lane][outcome] += 1
-        return {lane: LaneCounts(**numbers) for lane, numbers in tally.items()}
+                counts[lane][outcome] += 1
+        return counts
 
     def idle_lanes(self, unavailable: Iterable[str]) -> list[str]:
         """Lanes that could have run and executed nothing."""
         counts = self.counts()
-        return [lane for lane in LANES if lane not in unavailable and counts[lane].passed + counts[lane].failed == 0]
+        return [
+            lane for lane in LANES if lane not in unavailable and not counts[lane]["passed"] + counts[lane]["failed"]
+        ]
 
     def lines(self, unavailable: dict[str, str]) -> list[str]:
-        """One line a lane."""
+        """One line per lane."""
         lines = []
         for lane, counts in self.counts().items():
-            if lane == UNMARKED and not any(counts):
+            if lane == UNMARKED and not any(counts.values()):
                 continue
-            text = ", ".join(f"{number:5d} {name}" for name, number in counts._asdict().items())
+            text = ", ".join(f"{number:5d} {outcome}" for outcome, number in counts.items())
             if lane in unavailable:
                 text += f"   cannot run here: {unavailable[lane]}"
             lines.append(f"{lane:<13}{text}")
@@ -188,47 +179,34 @@ class LaneLedger:
 
 def write_lanes_json(path: Path, ledger: LaneLedger, host: Host, exit_status: int) -> None:
     """Counts, versions and machine of a run, for a record of it."""
-    reasons = unavailable_lanes(host)
-    lanes = {
-        lane: {**counts._asdict(), "unavailable": reasons.get(lane)}
-        for lane, counts in ledger.counts().items()
-        if lane != UNMARKED
-    }
+    reasons, counts = unavailable_lanes(host), ledger.counts()
     record = {
-        "lanes": lanes,
-        "no_lane": ledger.counts()[UNMARKED]._asdict(),
+        "lanes": {lane: {**counts[lane], "unavailable": reasons.get(lane)} for lane in LANES},
+        "no_lane": counts[UNMARKED],
         "exit_status": exit_status,
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        "triton": triton_version(),
         "gpu_model": torch.cuda.get_device_name(0) if host.gpu_count else None,
         "gpu_count": host.gpu_count,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        **_commit(Path(__file__).parent),
+        **_commit(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="ascii")
 
 
-def _triton_version() -> str | None:
-    try:
-        import triton
-    except ImportError:
-        return None
-    return str(triton.__version__)
-
-
-def _commit(directory: Path) -> dict[str, str | bool | None]:
-    """The commit and whether the tree differs from it; null where there is no history to ask."""
-    given = os.environ.get(COMMIT_VARIABLE)
+def _commit() -> dict[str, str | bool | None]:
+    """The commit and whether the tree differs from it; null if there is no history to ask."""
+    given = os.environ.get("VPCE_COMMIT")
     if given:
         return {"commit": given.removesuffix("-dirty"), "dirty": given.endswith("-dirty")}
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(directory), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
+    questions = (("rev-parse", "HEAD"), ("status", "--porcelain"))
+    folder = Path(__file__).parent
     try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": git("status", "--porcelain") != ""}
+        commit, changes = (
+            subprocess.check_output(["git", *words], cwd=folder, text=True).strip() for words in questions
+        )
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None, "dirty": None}
+    return {"commit": commit, "dirty": changes != ""}

@@ -117,23 +117,14 @@ def check(
     logits: Tensor,
     labels: Tensor,
     *grad_outputs: Tensor | None,
-    function: Callable[..., Any] = vocab_parallel_cross_entropy,
     padding: int = 0,
-    fill: float = NAN,
     **options: Any,
 ) -> Results:
     """:func:`run`, whose results must be the oracle's, metrics included."""
-    results = run(impl_device, logits, labels, *grad_outputs, function=function, padding=padding, fill=fill, **options)
-    vocab_size = logits.shape[-1]
-    assert not results.grad[..., vocab_size:].any(), "gradient of padded columns"
-    assert_right(
-        results._replace(grad=results.grad[..., :vocab_size]),
-        logits,
-        labels,
-        *(None if grad is None else grad.cpu() for grad in grad_outputs),
-        function=function,
-        **options,
-    )
+    results = run(impl_device, logits, labels, *grad_outputs, padding=padding, **options)
+    grad, of_padding = results.grad.split((logits.shape[-1], padding), dim=-1)
+    assert not of_padding.any(), "gradient of padded columns"
+    assert_right(results._replace(grad=grad), logits, labels, *grad_outputs, **options)
     return results
 
 
@@ -145,22 +136,19 @@ def assert_right(
     function: Callable[..., Any] = vocab_parallel_cross_entropy,
     **options: Any,
 ) -> None:
-    """``results`` over the whole vocabulary are the oracle's."""
+    """``results`` over the whole vocabulary, on any device, are the oracle's of ``logits`` on the CPU."""
     given = of_oracle(options)
     if function is token_log_probs:
-        given |= dict(zip(("grad_output", "grad_entropy"), grad_outputs, strict=False))
-        truth, peer = (f(logits, labels, **given) for f in (token_outputs_fp64, token_outputs_same_dtype))
         assert len(results.outputs) == 1 + options.get("entropy", False)
-        triples = zip(results.outputs, truth[:2], peer[:2], strict=False)
+        grads = dict(zip(("grad_output", "grad_entropy"), grad_outputs, strict=False))
+        oracles = (token_outputs_fp64, token_outputs_same_dtype)
     else:
-        grad = grad_outputs[0] if grad_outputs else None
-        truth, peer = (
-            f(logits, labels, grad_output=grad, **given) for f in (cross_entropy_fp64, cross_entropy_same_dtype)
-        )
-        triples = [(results.loss, truth.loss, peer.loss)]
-    for triple in triples:
+        grads = {"grad_output": grad_outputs[0] if grad_outputs else None}
+        oracles = (cross_entropy_fp64, cross_entropy_same_dtype)
+    (*truth, truth_grad), (*peer, peer_grad) = (oracle(logits, labels, **grads, **given) for oracle in oracles)
+    for triple in zip(results.outputs, truth, peer, strict=False):
         assert_within_budget(*triple)
-    assert_within_budget(results.grad, truth.grad, peer.grad)
+    assert_within_budget(results.grad, truth_grad, peer_grad)
     if options.get("return_metrics"):
         assert_metrics(results.outputs[1:], *(f(logits, labels, **given) for f in (metrics_fp64, metrics_same_dtype)))
 
@@ -171,3 +159,29 @@ def assert_metrics(metrics: Sequence[Tensor], oracle: Sequence[Tensor], peer: Se
     assert metrics[0].dtype == torch.int64 and torch.equal(metrics[0].cpu(), oracle[0])
     for value, expected, same_dtype in zip(metrics[1:], oracle[1:], peer[1:], strict=True):
         assert_within_budget(value, expected, same_dtype)
+
+
+class Case:
+    """Logits as a model produces them, not a leaf, and losses over them."""
+
+    def __init__(self, impl_device, kind="some_ignored", *, rows=6, columns=75, dtype=torch.float32) -> None:
+        self.impl, device = impl_device
+        self.made = batch(kind, rows=rows, vocab_size=columns, dtype=dtype)
+        self.values, self.labels = (tensor.to(device) for tensor in self.made)
+        self.source = self.values.clone().requires_grad_()
+        self.logits = self.source * 1
+
+    def loss(self, logits: Tensor | None = None, labels: Tensor | None = None, **options: Any) -> Tensor:
+        """Of all logits, or of those and of as many of the first labels."""
+        logits = self.logits if logits is None else logits
+        labels = self.labels[: logits.shape[0]] if labels is None else labels
+        return vocab_parallel_cross_entropy(logits, labels, impl=self.impl, **options)
+
+    def grad_output(self, loss: Tensor) -> Tensor:
+        return torch.rand(loss.shape, generator=torch.Generator().manual_seed(3)).to(loss.device)
+
+    def assert_right(self, loss: Tensor, grad: Tensor, grad_output: Tensor, **options: Any) -> None:
+        assert_right(Results((loss,), grad), *self.made, grad_output, **options)
+
+    def logits_are_untouched(self) -> bool:
+        return torch.equal(self.logits, self.values)

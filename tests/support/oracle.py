@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vocab_parallel_ce import LossMetrics
+
 NAN = float("nan")
 NEG_INF = float("-inf")
 
@@ -34,15 +36,6 @@ class LossAndGradient(NamedTuple):
 
     loss: Tensor
     grad: Tensor
-
-
-class Metrics(NamedTuple):
-    """What a loss is returned with."""
-
-    predictions: Tensor
-    token_accuracy: Tensor
-    lse: Tensor
-    z_loss: Tensor
 
 
 class TokenOutputs(NamedTuple):
@@ -125,14 +118,14 @@ def cross_entropy_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> 
     return LossAndGradient(loss, grad.to(logits.dtype))
 
 
-def metrics_fp64(logits: Tensor, labels: Tensor, **options: Any) -> Metrics:
+def metrics_fp64(logits: Tensor, labels: Tensor, **options: Any) -> LossMetrics:
     """fp64 metrics of the loss with the same options."""
-    return Metrics(*values(logits.detach().double(), labels, **options)[3:])
+    return LossMetrics(*values(logits.detach().double(), labels, **options)[3:])
 
 
-def metrics_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> Metrics:
+def metrics_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> LossMetrics:
     """The metrics that PyTorch gets in fp32 arithmetic."""
-    return Metrics(*values(logits.detach().float(), labels, **options)[3:])
+    return LossMetrics(*values(logits.detach().float(), labels, **options)[3:])
 
 
 def token_outputs_fp64(logits: Tensor, labels: Tensor, **options: Any) -> TokenOutputs:

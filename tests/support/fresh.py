@@ -1,0 +1,16 @@
+"""Python in a fresh process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def fresh_python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python`` on these arguments, with these variables besides the present ones."""
+    command, environment = [sys.executable, *arguments], {**os.environ, **environment}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
