@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,69 +50,54 @@ def check_no_transforms(*tensors: Tensor | None) -> None:
         )
 
 
+def check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
+    if tensor.dtype not in LOGITS_DTYPES:
+        raise TypeError(f"{name}: dtype must be {_names(LOGITS_DTYPES)}, got {tensor.dtype}")
+
+
 def check_logits(logits: Tensor) -> None:
     """A plain, dense tensor ``[..., C]`` of a supported dtype, with a row dimension and a column."""
     check_tensor("logits", logits)
-    check_kind_of_logits(logits.dtype, logits.layout)
+    check_dense("logits", logits)
     if logits.dim() < 2:
         raise ValueError(f"logits: expected shape [..., C] with rows, got {_shape(logits)}")
     if logits.shape[-1] == 0:
         raise ValueError(f"logits: last dimension must have columns, got {_shape(logits)}")
 
 
-def check_kind_of_logits(dtype: torch.dtype, layout: torch.layout) -> None:
-    if layout != torch.strided:
-        raise TypeError(f"logits: expected a dense tensor, got layout {layout}")
-    if dtype not in LOGITS_DTYPES:
-        raise TypeError(f"logits: dtype must be {_names(LOGITS_DTYPES)}, got {dtype}")
-
-
-def check_labels(labels: Tensor, logits: Tensor) -> None:
-    """Integer ids, one for each row of ``logits``, on its device."""
+def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits") -> None:
+    """Integer ids on the device of ``tokens``, which is ``subject``."""
     check_tensor("labels", labels)
-    check_kind_of_labels(labels.dtype, labels.device, logits.device)
-    if labels.shape != logits.shape[:-1]:
-        raise ValueError(
-            "labels: shape must be that of logits without the last dimension, "
-            f"{_shape(logits)[:-1]}, got {_shape(labels)}"
-        )
+    if labels.dtype not in LABEL_DTYPES:
+        raise TypeError(f"labels: dtype must be {_names(LABEL_DTYPES)}, got {labels.dtype}")
+    if labels.device != tokens.device:
+        raise ValueError(f"labels: device must be that of {subject}, {tokens.device}, got {labels.device}")
 
 
-def check_kind_of_labels(dtype: torch.dtype, device: torch.device, logits_device: torch.device) -> None:
-    if dtype not in LABEL_DTYPES:
-        raise TypeError(f"labels: dtype must be {_names(LABEL_DTYPES)}, got {dtype}")
-    if device != logits_device:
-        raise ValueError(f"labels: device must be that of logits, {logits_device}, got {device}")
-
-
-def check_hidden(hidden: object) -> None:
-    """A plain tensor ``[..., D]`` of a supported dtype, with a row dimension."""
+def check_hidden(hidden: Tensor) -> None:
+    """A plain, dense tensor ``[..., D]`` of a supported dtype, with a row dimension."""
     check_tensor("hidden", hidden)
-    assert isinstance(hidden, Tensor)
-    if hidden.layout != torch.strided:
-        raise TypeError(f"hidden: expected a dense tensor, got layout {hidden.layout}")
-    if hidden.dtype not in LOGITS_DTYPES:
-        raise TypeError(f"hidden: dtype must be {_names(LOGITS_DTYPES)}, got {hidden.dtype}")
+    check_dense("hidden", hidden)
     if hidden.dim() < 2 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden: expected at least two dimensions, [..., D], got shape {_shape(hidden)}")
 
 
-def check_head(weight: object, bias: object, hidden: Tensor, dtype: torch.dtype | None) -> None:
+def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None) -> None:
     """``weight [C, D]`` and ``bias [C]`` for a product with ``hidden [..., D]``.
 
     ``dtype`` is what theirs must be; None under autocast, which turns any supported one into its own.
     """
     check_parameter("weight", weight)
-    assert isinstance(weight, Tensor)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
         raise ValueError(f"weight: expected shape [C, {hidden.shape[-1]}] with rows, got {_shape(weight)}")
     if bias is not None:
         check_parameter("bias", bias)
-        if bias.shape != weight.shape[:1]:  # type: ignore[attr-defined]
-            expected = _shape(weight)[:1]
-            raise ValueError(f"bias: expected shape {expected}, got {_shape(bias)}")  # type: ignore[arg-type]
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias: expected shape {_shape(weight)[:1]}, got {_shape(bias)}")
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if not isinstance(tensor, Tensor):
+        if tensor is None:
             continue
         if dtype is not None and tensor.dtype != dtype:
             raise TypeError(
@@ -191,10 +177,6 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def check_vocab_size(vocab_size: object) -> None:
-    checked_count("vocab_size", vocab_size)
-
-
 def check_exact_in_fp32(vocab_size: int) -> None:
     """Ids of columns travel as fp32."""
     if vocab_size > 2**24:
@@ -222,7 +204,7 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
         if isinstance(num_items, bool) or not isinstance(num_items, Integral):
             raise TypeError(f"num_items: expected an int or a tensor of one element, got {type(num_items).__name__}")
         check_integer("num_items", num_items)
-        if int(num_items) < 0:
+        if num_items < 0:
             raise ValueError(f"num_items: must be at least 0, got {num_items}")
         return
     if num_items.numel() != 1:

@@ -90,19 +90,17 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor | tuple[Tensor, LossMetrics]:
     """Cross-entropy of logits that are sharded over the vocabulary, without gathering them.
 
-    Rank ``r`` of the ``R`` ranks of ``group`` holds the columns ``[r * C, (r + 1) * C)`` of a
-    vocabulary of ``V = R * C``, unless ``vocab_size`` or ``shard`` say otherwise. Formula, in fp32:
+    Rank ``r`` of the ``R`` ranks of ``group`` holds the columns ``[r * C, (r + 1) * C)`` of a vocabulary of
+    ``V = R * C``, unless ``vocab_size`` or ``shard`` say otherwise. In fp32, over the whole vocabulary:
 
         z    = softcap * tanh(logit_scale * x / softcap), or logit_scale * x without softcap
         loss = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
 
-    with ``lse`` and the mean over the whole vocabulary. Without options this is
-    ``torch.nn.functional.cross_entropy``.
+    Without options this is ``torch.nn.functional.cross_entropy``. docs/options.md has each option in detail.
 
-    Overwrites: by default, backward writes the gradient over ``logits``. With ``"in_forward"`` this call
-    does. Nothing is overwritten if no gradient is needed, or with ``"out_of_place"``. Logits are copied, and
-    stay as they are, if their last dimension is not dense, if they overlap themselves (expanded), or if
-    their leading dimensions have more than three strides that do not merge.
+    Overwrites: by default, backward writes the gradient over ``logits``; ``gradient`` says when. Nothing is
+    overwritten if no gradient is needed. Logits are copied, and stay as they are, if their last dimension is not
+    dense, if they overlap themselves (expanded), or if more than three leading strides do not merge.
 
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, on the current stream; backward
     none. ``K`` is 3, with label smoothing 2 more, with metrics 1 more. The host waits for the device only with
@@ -111,34 +109,24 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides.
         labels: ``[...]`` int64 or int32 ids in the *global* vocabulary, the same on every rank.
-        group: the ``torch.distributed.ProcessGroup`` of the ranks that share a vocabulary; None for
-            logits that hold all of it. All of its ranks call, with the same leading dimensions, dtype,
-            labels and options; :func:`verify_calls` checks that.
+        group: the ``ProcessGroup`` of the ranks that share a vocabulary; None for logits that hold all of it. All
+            of its ranks call, with arguments that fit together; :func:`verify_calls` checks that.
         ignore_index: rows with this label have loss 0 and gradient 0, and do not count in the mean.
-        label_smoothing: in [0, 1]; the mean over the vocabulary is over all ``V`` columns.
-        smoothing_formula: ``"torch"``: ``e = label_smoothing``; ``"megatron"``: ``e = label_smoothing *
-            V / (V - 1)``, Megatron-LM's on one rank (on several it takes V and the mean of a shard).
+        label_smoothing: ``e``, in [0, 1].
+        smoothing_formula: ``"torch"``, or ``"megatron"``: ``e = label_smoothing * V / (V - 1)``.
         z_loss: coefficient of ``lse^2`` (PaLM, arXiv:2204.02311, section 5).
         softcap: bound of the logits (Gemma 2, arXiv:2408.00118, section 2), or None.
         logit_scale: positive factor of the logits.
-        reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or
-            ``"none"``.
-        num_items: with ``"sum"``, the divisor of loss and gradient; 0 items give 0. An int, or a tensor of
-            one element. If it is on the device of ``logits``, the host never looks at it (nor at its sign);
-            one on the CPU is read at the call.
+        reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or ``"none"``.
+        num_items: with ``"sum"``, the divisor of loss and gradient; 0 items give 0. An int, or a tensor of one
+            element, which the host reads only on the CPU.
         return_metrics: also return :class:`LossMetrics`; ``V`` at most 2**24.
-        gradient: where the gradient is written. ``"auto"``: ``"in_backward"``, except ``"out_of_place"`` for
-            a leaf or a view of one, and while saved-tensor hooks are active (non-reentrant checkpoint,
-            offloading). ``"in_backward"``: backward computes it over the logits, with ``grad_output`` folded
-            in. ``"in_forward"``: this call computes it over the logits, and backward scales it, which rounds
-            a second time if ``grad_output`` is not 1; for logits that nobody else reads and that are no view
-            in the graph. ``"out_of_place"``: backward computes it into a new tensor, logits survive and
-            backward may run again; a view with holes costs a copy. The two in place are not checked under
-            saved-tensor hooks: there autograd does not notice that another operation needs the logits.
-        impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``. On a GPU, auto is one_pass if one
-            launch can do it (one rank, gradient in_forward, no option except ``ignore_index`` and ``z_loss``,
-            aligned rows of a width that was measured), otherwise triton; elsewhere reference. If no
-            gradient is needed, one_pass is triton.
+        gradient: ``"in_backward"``: backward writes the gradient over the logits. ``"in_forward"``: this call does,
+            and backward scales it, which rounds again if ``grad_output`` is not 1; for logits that nobody else reads
+            and that are no view in the graph. ``"out_of_place"``: into a new tensor, and backward may run again.
+            ``"auto"``: in_backward, but out_of_place for a leaf or a view of one, and under saved-tensor hooks, where
+            the two in place are not safe. docs/gradients.md says what is.
+        impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``: the first of them that can run.
         check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``; the host then waits
             for the device. Otherwise the loss and gradient of that row are NaN.
         vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns and the last has the rest, or all
@@ -183,14 +171,14 @@ def loss_metrics(call: Call, outputs: TokenOutputs, labels: Tensor) -> LossMetri
     """Compute the metrics from the outputs of every row."""
     plan = call.plan
     assert outputs.lse is not None and outputs.predictions is not None
-    n_valid = (~is_ignored(labels, plan.options)).sum()
+    n_tokens = (~is_ignored(labels, plan.options)).sum()
     is_right = (outputs.predictions == labels) & (outputs.predictions >= 0)
-    accuracy = is_right.sum() / n_valid.clamp(min=1)
+    accuracy = is_right.sum() / n_tokens.clamp(min=1)
     if not plan.options.z_loss:
         return LossMetrics(outputs.predictions, accuracy, outputs.lse, torch.zeros_like(outputs.loss))
     z_loss = plan.options.z_loss * outputs.lse**2
     if plan.reduction != "none":
-        divisor = n_valid if plan.reduction == "mean" else call.num_items
+        divisor = n_tokens if plan.reduction == "mean" else call.num_items
         z_loss = z_loss.sum()
         if divisor is not None:
             n = divisor.float().reshape(())
@@ -203,22 +191,18 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, call: Call) -> Any:
-        ctx.call = call
-        ctx.handed_on = False
-        ctx.age = _current_age()
+        ctx.call, ctx.handed_on, ctx.age = call, False, _current_age()
         ctx.set_materialize_grads(False)
-        options, flat_labels = call.plan.options, flat(labels)
-        if call.plan.gradient == "in_forward":
-            grad, version = overwritable(logits), logits._version
-            outputs = pipeline.new_outputs(call, labels.shape, grad)
-            pipeline.forward_with_gradient(call, grad, flat_labels, outputs)
-            pipeline.raise_version(grad)
-            outputs = pipeline.reduced(call, outputs)
+        mode, options = call.plan.gradient, call.plan.options
+        if mode == "in_forward":
+            version = logits._version
+            outputs, grad = pipeline.forward_in_place(call, logits, labels)
             if grad is logits:
                 mark_overwritten(logits, version, ctx.age)
             ctx.save_for_backward(grad)
         else:
-            kept = logits if call.plan.gradient == "out_of_place" else overwritable(logits)
+            kept = logits if mode == "out_of_place" else overwritable(logits)
+            flat_labels = flat(labels)
             outputs, stats, divisor = pipeline.forward(call, walkable(kept), flat_labels, labels.shape)
             ctx.save_for_backward(kept, flat_labels, stats, divisor)
         if options.predictions:
@@ -228,57 +212,51 @@ class _CrossEntropy(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None
-    ) -> tuple[Tensor | None, None, None]:
-        saved = _compared_backward(ctx, grad_loss, grad_entropy) if verify.is_on else None
-        if torch.is_grad_enabled():
-            raise RuntimeError(DOUBLE_BACKWARD)
-        if grad_loss is None and grad_entropy is None:
-            return None, None, None
-        if ctx.handed_on:
-            raise RuntimeError(SECOND_BACKWARD)
-        try:
-            saved = ctx.saved_tensors if saved is None else saved
-            return _logits_gradient(ctx, saved, grad_loss, grad_entropy), None, None
-        except RuntimeError as error:
-            _explain(error, grad_loss, grad_entropy)
-            raise
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if not verify.is_on:
+            return _logits_gradient(ctx, *grads[:2]), None, None
+        device = next((grad.device for grad in grads if grad is not None), None)
+        with verify.open_call(ctx.call.group, device, is_backward=True):
+            return _logits_gradient(ctx, *grads[:2]), None, None
 
 
-def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
+def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None) -> Tensor | None:
     """Write the gradient over the logits, or into a new tensor."""
-    call: Call = ctx.call
-    mode = call.plan.gradient
+    try:
+        saved = checked_saved(ctx, SECOND_BACKWARD, grad_loss, grad_entropy)
+    except RuntimeError as error:
+        if "inplace operation" in str(error):
+            raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
+        raise
+    if grad_loss is None and grad_entropy is None:
+        return None
+    plan = ctx.call.plan
     kept, *others = saved
     logits, version = kept.detach(), kept._version
     if grad_loss is None:
         grad_loss = logits.new_zeros(1, dtype=torch.float32)
     grad_output = per_row(grad_loss, logits)
-    ctx.handed_on = mode != "out_of_place"
-    if mode == "in_forward":
+    ctx.handed_on = plan.gradient != "out_of_place"
+    if plan.gradient == "in_forward":
         grad = logits
-        call.plan.launchers.element_mul(logits, grad_output)
+        plan.launchers.element_mul(logits, grad_output)
     else:
-        source, grad = source_and_new(logits) if mode == "out_of_place" else (logits, logits)
-        if grad_entropy is not None:
-            grad_entropy = per_row(grad_entropy, logits)
-        pipeline.write_gradient(call, source, *others, into=grad, grad_output=grad_output, grad_entropy=grad_entropy)
+        source, grad = (logits, logits) if ctx.handed_on else source_and_new(logits)
+        labels, stats, divisor = others
+        of_entropy = None if grad_entropy is None else per_row(grad_entropy, logits)
+        plan.launchers.cross_entropy(
+            source, stats, labels, divisor, grad_output, of_entropy, None, grad, shard=plan.shard, options=plan.options
+        )
     if grad is logits:
         increment_version(logits)
         mark_overwritten(kept, version, ctx.age)
     return grad
 
 
-def _explain(error: RuntimeError, *grad_outputs: Tensor | None) -> None:
-    """Raise what ``error`` means in a backward, with the remedy, if it is known."""
-    if "inplace operation" in str(error):
-        raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
-    check_backward(*grad_outputs)
-
-
-def check_backward(*grad_outputs: Tensor | None) -> None:
-    """Raise if backward is recorded or runs inside a transform.
+def checked_saved(
+    ctx: Any, second_backward: str, grad_loss: Tensor | None, grad_entropy: Tensor | None
+) -> tuple[Any, ...]:
+    """Return what forward saved, for a first, plain backward. A checkpoint gives it only once.
 
     ``once_differentiable`` looks at ``grad_output`` alone: for one that requires no gradient it would return
     a gradient that is silently a constant.
@@ -286,25 +264,12 @@ def check_backward(*grad_outputs: Tensor | None) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(DOUBLE_BACKWARD)
     is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
-    in_transform = torch._C._are_functorch_transforms_active()
-    if in_transform or any(grad is not None and is_batch(grad) for grad in grad_outputs):
+    batched = (grad_loss is not None and is_batch(grad_loss)) or (grad_entropy is not None and is_batch(grad_entropy))
+    if batched or torch._C._are_functorch_transforms_active():
         raise RuntimeError(checks.IN_TRANSFORM)
-
-
-def _compared_backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-    """Compare the grad_outputs of all ranks, and return the saved tensors: a checkpoint gives them once.
-
-    An error of this rank alone is raised on all ranks.
-    """
-    given = [grad for grad in (grad_loss, grad_entropy) if grad is not None]
-    with verify.open_call(ctx.call.group, given[0].device if given else None, is_backward=True):
-        check_backward(grad_loss, grad_entropy)
-        if ctx.handed_on:
-            raise RuntimeError(SECOND_BACKWARD)
-        try:
-            saved: tuple[Any, ...] = ctx.saved_tensors
-        except RuntimeError as error:
-            _explain(error)
-            raise
+    if ctx.handed_on:
+        raise RuntimeError(second_backward)
+    saved: tuple[Any, ...] = ctx.saved_tensors
+    if verify.open_calls:
         verify.compare_backward(loss=grad_loss, entropy=grad_entropy)
     return saved

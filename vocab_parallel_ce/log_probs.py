@@ -14,7 +14,6 @@ from vocab_parallel_ce.plan import plan_call
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-GRADIENTS = ("auto", "in_backward", "out_of_place")
 KEYWORDS = keyword_defaults(LogProbKeywords)
 
 
@@ -63,7 +62,7 @@ def token_log_probs(
     """
     check_names(keywords, KEYWORDS)
     settings = Settings(entropy=entropy, reduction="none", **keywords)
-    checks.check_choice("gradient", settings.gradient, GRADIENTS)
+    checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
     outputs = run(plan_call(logits, labels, settings, group=group), logits, labels)
     log_probs = 0.0 - outputs.loss  # a negated 0 would be -0
     return log_probs if outputs.entropy is None else (log_probs, outputs.entropy)

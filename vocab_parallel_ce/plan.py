@@ -16,14 +16,14 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.blocks import one_pass_config
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.layout import has_whole_vectors
-from vocab_parallel_ce.options import Settings, check_modes, checked_shard, loss_options, shard_of_rank
+from vocab_parallel_ce.options import Settings, loss_options, shard_of_rank
 from vocab_parallel_ce.overwritten import check_not_overwritten
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
 
-# A private function: None in a PyTorch without it.
-_top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
+# A private function: None in a PyTorch without it. Then "auto" overwrites nothing.
+top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
 MOST_PLANS = 1024
@@ -51,14 +51,11 @@ class Call(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What of its tensors and ranks a plan depends on."""
+    """What of the logits and ranks a plan depends on."""
 
     dtype: torch.dtype
     n_columns: int
-    layout: torch.layout
     device: torch.device
-    labels_dtype: torch.dtype
-    labels_device: torch.device
     rank: int
     n_ranks: int
     gradient: str
@@ -78,41 +75,27 @@ def plan_call(
 
     ``may_hold_gradient``: do not look whether an earlier call has overwritten the logits.
     """
-    checks.check_tensor("logits", logits)
-    checks.check_tensor("labels", labels)
-    if logits.dim() < 2 or logits.shape[-1] == 0 or labels.shape != logits.shape[:-1]:
-        checks.check_logits(logits)
-        checks.check_labels(labels, logits)
-    rank, n_ranks = group_position(group)
-    if settings.shard is not None:
-        shard = checked_shard(settings.shard, settings.vocab_size, None, n_ranks)
-        settings = settings._replace(shard=shard)
+    checks.check_logits(logits)
+    checks.check_labels(labels, logits)
+    if labels.shape != logits.shape[:-1]:
+        expected = tuple(logits.shape[:-1])
+        raise ValueError(
+            f"labels: shape must be that of logits without the last dimension, {expected}, got {tuple(labels.shape)}"
+        )
     checks.check_no_transforms(logits)
+    rank, n_ranks = group_position(group)
     mode = gradient_mode(settings.gradient, logits)
     whole_vectors = mode == "in_forward" and has_whole_vectors(logits)
-    kind = Kind(
-        logits.dtype,
-        logits.shape[-1],
-        logits.layout,
-        logits.device,
-        labels.dtype,
-        labels.device,
-        rank,
-        n_ranks,
-        mode,
-        whole_vectors,
-    )
+    kind = Kind(logits.dtype, logits.shape[-1], logits.device, rank, n_ranks, mode, whole_vectors)
     plan = cached_plan(settings, kind)
     if not may_hold_gradient:
         check_not_overwritten(logits)
-    if num_items is not None:
-        checks.check_num_items(num_items, settings.reduction, logits)
-        num_items = as_divisor(num_items, logits)
+    divisor = checked_divisor(num_items, settings.reduction, logits)
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
     if verify.open_calls:
         verify.compare_call({"logits": logits}, labels, plan.shard, comparable(settings, num_items))
-    return Call(plan, group, num_items)
+    return Call(plan, group, divisor)
 
 
 _plans: dict[Any, Plan] = {}
@@ -120,10 +103,12 @@ _plans: dict[Any, Plan] = {}
 
 def cached_plan(settings: Settings, kind: Kind) -> Plan:
     """Return the plan of checked settings and kind, made once."""
-    key = (settings, tuple(map(type, settings)), kind)  # 1, 1.0 and True are equal, and not all allowed
     try:
+        # 1, 1.0 and True are equal, and not all allowed.
+        types = tuple(map(type, settings)) + tuple(map(type, settings.shard or ()))
+        key = (settings, types, kind)
         plan = _plans.get(key)
-    except TypeError:  # a setting that cannot be hashed, which make_plan refuses by name
+    except TypeError:  # a setting that cannot be hashed, or no shard, which make_plan refuses by name
         plan = None
     if plan is None:
         plan = make_plan(settings, kind)
@@ -135,9 +120,6 @@ def cached_plan(settings: Settings, kind: Kind) -> Plan:
 
 def make_plan(settings: Settings, kind: Kind) -> Plan:
     """Check ``settings`` against ``kind``, and choose the implementation."""
-    checks.check_kind_of_logits(kind.dtype, kind.layout)
-    checks.check_kind_of_labels(kind.labels_dtype, kind.labels_device, kind.device)
-    check_modes(settings)
     shard = shard_of_rank(settings, kind.n_columns, kind.rank, kind.n_ranks)
     options = loss_options(settings, shard.vocab_size)
     workload = Workload(
@@ -168,8 +150,11 @@ def launchers_of(implementation: str) -> tuple[ModuleType, Callable[..., None] |
     return launchers, one_pass
 
 
-def as_divisor(num_items: int | Tensor, logits: Tensor) -> Tensor:
+def checked_divisor(num_items: int | Tensor | None, reduction: str, logits: Tensor) -> Tensor | None:
     """Return checked ``num_items`` as kernels take it: ``[1]`` on the device of ``logits``."""
+    if num_items is None:
+        return None
+    checks.check_num_items(num_items, reduction, logits)
     if isinstance(num_items, Tensor) and num_items.device == logits.device:
         return num_items.detach().reshape(1)
     return logits.new_full((1,), float(num_items), dtype=torch.float32)
@@ -201,14 +186,9 @@ def may_overwrite(owner: Tensor) -> bool:
     It does not for a leaf, or a view of one: the memory belongs to a parameter, or to a tensor outside the graph (a
     DTensor's local one). Nor under saved-tensor hooks: autograd compares no version of what went through them.
     """
-    if owner.is_leaf or _top_saved_tensor_hooks is None:
+    if owner.is_leaf or top_saved_tensor_hooks is None:
         return False
-    return _top_saved_tensor_hooks(True) is None
-
-
-def can_see_saved_tensor_hooks() -> bool:
-    """Whether this PyTorch can say if saved-tensor hooks are active. If not, nothing is overwritten."""
-    return _top_saved_tensor_hooks is not None
+    return top_saved_tensor_hooks(True) is None
 
 
 def is_view_in_graph(tensor: Tensor) -> bool:

@@ -72,10 +72,10 @@ class VocabShard(NamedTuple):
             ValueError: ``n_columns`` fits neither cut, or is the whole vocabulary on one of several ranks; or
                 a rank would have no column.
         """
-        checks.check_vocab_size(vocab_size)
+        vocab_size = checks.checked_count("vocab_size", vocab_size)
         checks.check_integer("rank", rank)
         checks.check_integer("n_ranks", n_ranks)
-        vocab_size, rank, n_ranks = int(vocab_size), int(rank), int(n_ranks)
+        rank, n_ranks = int(rank), int(n_ranks)
         if not 0 <= rank < n_ranks:
             raise ValueError(f"rank: must be in [0, {n_ranks}), the ranks of the group, got {rank}")
         widest = -(-vocab_size // n_ranks)

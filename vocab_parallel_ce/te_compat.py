@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, pipeline
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
-from vocab_parallel_ce.layout import flat, overwritable, per_row, row_layout, rows_are_disjoint
+from vocab_parallel_ce.layout import per_row, row_layout, rows_are_disjoint
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.plan import launchers_of, may_overwrite, plan_call
 from vocab_parallel_ce.selection import select
@@ -92,11 +92,8 @@ def cross_entropy_forward(
         gradient="in_forward",
     )
     call = plan_call(_input, target, settings, group=dist_process_group, may_hold_gradient=True)
-    grad = overwritable(_input)
-    outputs = pipeline.new_outputs(call, target.shape, grad)
-    pipeline.forward_with_gradient(call, grad, flat(target), outputs)
-    pipeline.raise_version(grad)
-    return pipeline.reduced(call, outputs).loss, grad
+    outputs, grad = pipeline.forward_in_place(call, _input, target)
+    return outputs.loss, grad
 
 
 @public

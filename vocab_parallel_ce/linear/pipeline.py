@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import pipeline
-from vocab_parallel_ce.collectives import all_gather_stats
+from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather
 from vocab_parallel_ce.linear.chunks import parts_of
 from vocab_parallel_ce.linear.hidden_states import HiddenStates
 from vocab_parallel_ce.linear.matmul import WeightGradient, write_d_hidden, write_logits, zero_ignored
@@ -119,7 +119,7 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
         logits, of_chunk = products.logits(states), own[:, rows]
         plan.launchers.online_softmax(logits, labels[rows], of_chunk, 0, None, shard=plan.shard, options=plan.options)
     all_gather_stats(stats, plan.rank, call.group)
-    pipeline.fill_outputs(call, stats, labels, call.num_items, outputs)
+    plan.launchers.token_outputs(stats, labels, call.num_items, outputs, shard=plan.shard, options=plan.options)
     return outputs, stats
 
 
@@ -170,7 +170,8 @@ def _begin(linear: LinearCall, products: Products, states: Tensor, labels: Tenso
     if call.plan.n_ranks == 1:
         return _Part(rows, logits, labels, None, None, None)
     stats, divisor = pipeline.local_statistics(call, logits, labels)
-    return _Part(rows, logits, labels, pipeline.begin_exchange(call, stats), stats, divisor)
+    exchange = begin_all_gather(stats, stats.narrow(0, call.plan.rank, 1), call.group)
+    return _Part(rows, logits, labels, exchange, stats, divisor)
 
 
 def _finish(linear: LinearCall, part: _Part, outputs: TokenOutputs) -> None:
@@ -192,7 +193,7 @@ def backward(
     grad_entropy: Tensor | None,
 ) -> Gradients:
     """Return the gradients from logits that are computed again, and forward's statistics and divisor."""
-    call, labels = linear.call, inputs.labels
+    plan, labels = linear.call.plan, inputs.labels
     if grad_loss is None:
         grad_loss = stats.new_zeros(())
     elif linear.overflow is not None:
@@ -202,15 +203,17 @@ def backward(
     products = Products(linear, inputs, wanted, linear.main_grad)
     for rows, states in products.hidden.chunks():
         logits = products.logits(states)
-        pipeline.write_gradient(
-            call,
+        plan.launchers.cross_entropy(
             logits,
-            labels[rows],
             stats[:, rows].contiguous(),
+            labels[rows],
             divisor,
-            into=logits,
-            grad_output=grad_output[rows],
-            grad_entropy=None if of_entropy is None else of_entropy[rows],
+            grad_output[rows],
+            None if of_entropy is None else of_entropy[rows],
+            None,
+            logits,
+            shard=plan.shard,
+            options=plan.options,
         )
         d_hidden = products.new_d_hidden(rows)
         products.write_d_hidden(logits, d_hidden)

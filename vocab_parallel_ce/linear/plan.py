@@ -14,7 +14,7 @@ from vocab_parallel_ce.layout import VECTOR_BYTES, flat
 from vocab_parallel_ce.linear.chunks import chunk_of, chunks_of
 from vocab_parallel_ce.linear.hidden_states import TokenOrder, order_of_ranks, order_of_valid
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
-from vocab_parallel_ce.plan import Call, Kind, Plan, as_divisor, cached_plan, comparable
+from vocab_parallel_ce.plan import Call, Kind, Plan, cached_plan, checked_divisor, comparable
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import is_ignored
 
@@ -61,7 +61,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     """Check the arguments and plan the call; changes nothing."""
     hidden, labels = given.hidden, given.labels
     checks.check_hidden(hidden)
-    checks.check_tensor("labels", labels)
+    checks.check_labels(labels, hidden, "hidden")
     check_head_settings(settings, head)
     checks.check_no_transforms(*(t for t in (hidden, given.weight, given.bias) if isinstance(t, Tensor)))
     rank, n_ranks = group_position(given.group)
@@ -73,10 +73,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     _check_tokens(given, n_ranks, head)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
     plan = _plan_of_logits(dtype, weight.shape[0], given, sharded, rank, n_ranks)
-    num_items = given.num_items
-    if num_items is not None:
-        checks.check_num_items(num_items, settings.reduction, hidden)
-        num_items = as_divisor(num_items, hidden)
+    num_items = checked_divisor(given.num_items, settings.reduction, hidden)
     # Each rank's chunks must be the same, whatever its own width.
     width = -(-plan.shard.vocab_size // n_ranks)
     sizes = (labels.numel(), hidden.shape[-1], width, dtype.itemsize)
@@ -163,10 +160,10 @@ def _shard_of_dtensor(given: Arguments, settings: Settings, rank: int, n_ranks: 
         raise ValueError(f"bias: expected shape ({n_rows},), got {tuple(bias.shape)}")
     if vocab_size is None:
         return cut
-    checks.check_vocab_size(vocab_size)
+    vocab_size = checks.checked_count("vocab_size", vocab_size)
     if vocab_size > n_rows:
         raise ValueError(f"vocab_size: must be at most {n_rows}, the rows of weight, got {vocab_size}")
-    return cut._replace(vocab_size=int(vocab_size))
+    return cut._replace(vocab_size=vocab_size)
 
 
 def _check_tokens(given: Arguments, n_ranks: int, head: HeadSettings) -> None:
@@ -177,8 +174,6 @@ def _check_tokens(given: Arguments, n_ranks: int, head: HeadSettings) -> None:
         if given.group is None:
             raise ValueError("sequence_parallel: expected the group whose ranks hold the parts, got group=None")
         expected, of_all = (expected[0] * n_ranks, *expected[1:]), ", that of all ranks' tokens"
-    if labels.device != hidden.device:
-        raise ValueError(f"labels: device must be that of hidden, {hidden.device}, got {labels.device}")
     if tuple(labels.shape) != expected:
         raise ValueError(f"labels: expected shape {expected}{of_all}, got {tuple(labels.shape)}")
 
@@ -195,10 +190,7 @@ def _plan_of_logits(
     kind = Kind(
         dtype=dtype,
         n_columns=n_columns,
-        layout=torch.strided,
         device=given.hidden.device,
-        labels_dtype=given.labels.dtype,
-        labels_device=given.labels.device,
         rank=rank,
         n_ranks=n_ranks,
         gradient=gradient,
