@@ -23,17 +23,16 @@ def check_tensor(name: str, tensor: object) -> None:
     """A plain tensor: no DTensor, and nothing that a collective has yet to fill."""
     if type(tensor) is Tensor:
         return
+    kind = type(tensor).__name__
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        raise TypeError(f"{name}: expected a torch.Tensor, got {kind}")
     if hasattr(tensor, "placements"):
         raise TypeError(
-            f"{name}: expected this rank's part as a plain torch.Tensor, got a "
-            f"{type(tensor).__name__} of global shape {tuple(tensor.shape)}; pass its to_local()"
+            f"{name}: expected this rank's part as a plain torch.Tensor, got a {kind} of global shape "
+            f"{tuple(tensor.shape)}; pass its to_local()"
         )
     if hasattr(tensor, "trigger_wait"):
-        raise TypeError(
-            f"{name}: expected a torch.Tensor that has arrived, got {type(tensor).__name__}; pass its wait()"
-        )
+        raise TypeError(f"{name}: expected a torch.Tensor that has arrived, got {kind}; pass its wait()")
 
 
 def check_no_transforms(*tensors: Tensor | None) -> None:
@@ -100,10 +99,8 @@ def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None
         if tensor is None:
             continue
         if dtype is not None and tensor.dtype != dtype:
-            raise TypeError(
-                f"{name}: dtype must be that of hidden, {dtype}, got {tensor.dtype}; cast one, or call under "
-                "torch.autocast"
-            )
+            remedy = "cast one, or call under torch.autocast"
+            raise TypeError(f"{name}: dtype must be that of hidden, {dtype}, got {tensor.dtype}; {remedy}")
         if tensor.device != hidden.device:
             raise ValueError(f"{name}: device must be that of hidden, {hidden.device}, got {tensor.device}")
 
@@ -114,8 +111,8 @@ def check_parameter(name: str, tensor: object) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; pass its weight")
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         raise TypeError(
-            f"{name}: expected a plain tensor or parameter, got a {type(tensor).__name__}, whose values a "
-            "product may not see as they are; dequantise or merge it, or compute its logits and pass them to "
+            f"{name}: expected a plain tensor or parameter, got a {type(tensor).__name__}, whose values a product may "
+            "not see as they are; dequantise or merge it, or compute its logits and pass them to "
             "vocab_parallel_cross_entropy"
         )
     if tensor.dtype not in LOGITS_DTYPES or tensor.layout != torch.strided:
@@ -131,10 +128,8 @@ def check_main_grad(main_grad: object, weight: Tensor) -> None:
     if main_grad.dtype != torch.float32:
         raise TypeError(f"main_grad: dtype must be float32, got {main_grad.dtype}")
     if main_grad.shape != weight.shape or main_grad.device != weight.device:
-        raise ValueError(
-            f"main_grad: expected shape {_shape(weight)} on {weight.device}, got {_shape(main_grad)} on "
-            f"{main_grad.device}"
-        )
+        expected = f"{_shape(weight)} on {weight.device}"
+        raise ValueError(f"main_grad: expected shape {expected}, got {_shape(main_grad)} on {main_grad.device}")
     if not main_grad.is_contiguous():
         raise ValueError(f"main_grad: must be contiguous, got strides {main_grad.stride()}")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from vocab_parallel_ce import checks, pipeline, verify
 from vocab_parallel_ce.layout import flat, overwritable, per_row, source_and_new, walkable
-from vocab_parallel_ce.options import LossKeywords, Settings, check_names, keyword_defaults, with_keywords
+from vocab_parallel_ce.options import Function, LossKeywords, Settings, check_names, keyword_defaults, with_keywords
 from vocab_parallel_ce.overwritten import mark_overwritten
 from vocab_parallel_ce.plan import Call, plan_call
 from vocab_parallel_ce.spec import TokenOutputs, is_ignored
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SECOND_BACKWARD = (
-    "cross-entropy: backward ran a second time, but the first had its gradient in the logits' "
-    "storage and has handed it on; ask for gradient='out_of_place' (TransformerEngine's "
-    "overwrite_input=False) to run backward again"
+    "cross-entropy: backward ran a second time, but the first had its gradient in the logits' storage and has handed "
+    "it on; ask for gradient='out_of_place' (TransformerEngine's overwrite_input=False) to run backward again"
 )
 DOUBLE_BACKWARD = "cross-entropy: expected backward without create_graph: its gradient cannot be differentiated again"
 OVERWRITTEN = (
@@ -38,9 +37,6 @@ KEYWORDS = keyword_defaults(LossKeywords)
 # Of this thread: the number of the next autograd node. A private function: without it no node is new.
 _current_age: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 2**63)
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
 
 class LossMetrics(NamedTuple):
     """What a trainer logs beside the loss, from the same read of the logits; none requires a gradient."""
@@ -51,22 +47,21 @@ class LossMetrics(NamedTuple):
     z_loss: Tensor  # fp32 part of the loss that is z_loss * lse^2, reduced as the loss is
 
 
-def public(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def public(function: Function) -> Function:
     """Decorate a public function: eager under ``torch.compile``, and verified if verification is on.
 
-    The graph of a compiled caller breaks there: the kernels overwrite their input and take tuples, and
-    inductor follows neither.
+    The kernels overwrite their input and take tuples. Inductor follows neither.
     """
 
     @functools.wraps(function)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return torch.compiler.disable(call)(*args, **kwargs)
         if verify.is_on:
             return verify.verified(function, args, kwargs)
         return function(*args, **kwargs)
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 @overload

@@ -1,7 +1,6 @@
 """The settings of a call: every keyword that is no tensor and no group, with its default and its check.
 
-Functions and modules share them. A :class:`Settings` is what a caller asks for; :func:`loss_options` makes
-of it the :class:`~vocab_parallel_ce.spec.LossOptions` that the mathematics and the kernels take.
+Functions and modules share them. :func:`loss_options` makes of them what the mathematics and the kernels take.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ IMPLEMENTATIONS = ("reference", "triton", "one_pass")
 
 
 class Settings(NamedTuple):
-    """What a caller asks for. The public functions document each field."""
+    """What a caller asks for; :func:`vocab_parallel_cross_entropy` and :func:`token_log_probs` say what."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -100,7 +99,7 @@ DEFAULTS: dict[str, Any] = {**Settings._field_defaults, **HeadSettings._field_de
 
 
 def keyword_defaults(keywords: type) -> dict[str, Any]:
-    """Return the settings that a ``TypedDict`` above names, with their defaults."""
+    """Return the settings that a class above names, with their defaults."""
     return {name: DEFAULTS[name] for name in DEFAULTS if name in keywords.__annotations__}
 
 
@@ -109,9 +108,9 @@ def with_keywords(keywords: dict[str, Any]) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         own = inspect.signature(function)
-        fixed = [p for p in own.parameters.values() if p.kind != p.VAR_KEYWORD]
-        named = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in keywords.items()]
-        function.__signature__ = own.replace(parameters=[*fixed, *named])  # type: ignore[attr-defined]
+        parameters = [p for p in own.parameters.values() if p.kind != p.VAR_KEYWORD]
+        parameters += [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in keywords.items()]
+        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 
     return decorate
@@ -175,10 +174,7 @@ def check_settings(settings: Settings, n_ranks: int) -> None:
 
 
 def shard_of_rank(settings: Settings, n_columns: int, rank: int, n_ranks: int, *, subject: str = LOGITS) -> VocabShard:
-    """Return the shard that was given, or that follows from ``vocab_size``, or from equal shards.
-
-    ``subject`` is what has the ``n_columns``, for messages.
-    """
+    """Return the given shard, or that of ``vocab_size``, or an equal one. ``subject`` has the ``n_columns``."""
     if settings.shard is not None:
         return _given_shard(settings, n_columns, n_ranks, subject)
     if settings.vocab_size is not None:

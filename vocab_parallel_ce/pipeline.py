@@ -101,11 +101,7 @@ def fill_with_gradient(
 
 
 def raise_version(overwritten: Tensor) -> None:
-    """Make autograd refuse to use a saved value that was overwritten.
-
-    Leaves out a view in a graph: autograd would rebuild its node, which then is no longer the one in the
-    graph, and gradients for the view and hooks on it would be lost.
-    """
+    """Make autograd refuse to use a saved value that was overwritten."""
     if not is_view_in_graph(overwritten):
         torch.autograd.graph.increment_version(overwritten)
 

@@ -30,7 +30,7 @@ MOST_PLANS = 1024
 
 
 class Plan(NamedTuple):
-    """What runs, except the tensors and the group: cached."""
+    """What runs, except the tensors and the group."""
 
     launchers: ModuleType
     one_pass: Callable[..., None] | None  # the launcher, if one launch does it all
@@ -102,10 +102,9 @@ _plans: dict[Any, Plan] = {}
 
 
 def cached_plan(settings: Settings, kind: Kind) -> Plan:
-    """Return the plan of checked settings and kind, made once."""
+    """Return the plan of settings and kind, checked and made once."""
     try:
-        # 1, 1.0 and True are equal, and not all allowed.
-        types = tuple(map(type, settings)) + tuple(map(type, settings.shard or ()))
+        types = (*map(type, settings), *map(type, settings.shard or ()))  # 1, 1.0 and True are equal
         key = (settings, types, kind)
         plan = _plans.get(key)
     except TypeError:  # a setting that cannot be hashed, or no shard, which make_plan refuses by name
@@ -130,13 +129,12 @@ def make_plan(settings: Settings, kind: Kind) -> Plan:
         fits=one_pass_config(kind.n_columns * kind.dtype.itemsize) is not None,
     )
     gpu = gpu_of(kind.device.index) if kind.device.type == "cuda" else None
-    name = select(kind.device.type, settings.impl, workload=workload, gpu=gpu).name
-    launchers, one_pass = launchers_of(name)
-    return Plan(launchers, one_pass, kind.rank, kind.n_ranks, shard, options, settings.reduction, kind.gradient)
+    launchers = launchers_of(select(kind.device.type, settings.impl, workload=workload, gpu=gpu).name)
+    return Plan(*launchers, kind.rank, kind.n_ranks, shard, options, settings.reduction, kind.gradient)
 
 
 def launchers_of(implementation: str) -> tuple[ModuleType, Callable[..., None] | None]:
-    """Return the module with an implementation's launchers, and the one of ``one_pass``, imported now."""
+    """Import and return the module with an implementation's launchers, and the launcher of ``one_pass``."""
     if implementation == "reference":
         from vocab_parallel_ce import reference
 
@@ -163,10 +161,8 @@ def checked_divisor(num_items: int | Tensor | None, reduction: str, logits: Tens
 def gradient_mode(gradient: str, logits: Tensor) -> str:
     """Return the mode that runs: ``"auto"`` writes in place in backward if autograd sees every reader.
 
-    Raises:
-        ValueError: ``"in_forward"`` of a view in a graph. A version raised in backward comes too late for
-            a backward that runs before and uses a saved value. Raised in forward, it makes autograd replace
-            the view's node, and hooks on the view, or on one between it and its base, would be lost.
+    ``"in_forward"`` of a view in a graph is an error. A version raised in backward comes too late for a backward
+    that runs before and uses a saved value. Raised in forward, it would lose hooks; see :func:`is_view_in_graph`.
     """
     if gradient == "auto":
         base = logits._base
@@ -186,13 +182,14 @@ def may_overwrite(owner: Tensor) -> bool:
     It does not for a leaf, or a view of one: the memory belongs to a parameter, or to a tensor outside the graph (a
     DTensor's local one). Nor under saved-tensor hooks: autograd compares no version of what went through them.
     """
-    if owner.is_leaf or top_saved_tensor_hooks is None:
-        return False
-    return top_saved_tensor_hooks(True) is None
+    return not owner.is_leaf and top_saved_tensor_hooks is not None and top_saved_tensor_hooks(True) is None
 
 
 def is_view_in_graph(tensor: Tensor) -> bool:
-    """Whether autograd would rebuild the tensor's node if its version were raised."""
+    """Whether autograd would rebuild the tensor's node if its version were raised.
+
+    The gradient and hooks of the node in the graph, and of views between it and its base, would be lost.
+    """
     return tensor._is_view() and tensor.grad_fn is not None
 
 
