@@ -172,12 +172,6 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def check_exact_in_fp32(vocab_size: int) -> None:
-    """Ids of columns travel as fp32."""
-    if vocab_size > 2**24:
-        raise ValueError(f"return_metrics: vocab_size must be at most 2**24 for predictions, got {vocab_size}")
-
-
 def checked_megatron_smoothing(label_smoothing: float, vocab_size: int) -> float:
     """``e = label_smoothing * V / (V - 1)``, in [0, 1]."""
     if vocab_size < 2:
@@ -219,10 +213,8 @@ def check_label_range(labels: Tensor, vocab_size: int, ignore_index: int) -> Non
     count = int(outside.sum())
     if count:
         position = tuple(outside.nonzero()[0].tolist())
-        raise ValueError(
-            f"labels: must be in [0, {vocab_size}) or ignore_index {ignore_index}, got {count} "
-            f"outside, the first at position {position}: {int(labels[position])}"
-        )
+        found = f"{count} outside, the first at position {position}: {int(labels[position])}"
+        raise ValueError(f"labels: must be in [0, {vocab_size}) or ignore_index {ignore_index}, got {found}")
 
 
 def check_grad_output(grad_output: object, grad_logits: Tensor) -> None:
@@ -233,9 +225,8 @@ def check_grad_output(grad_output: object, grad_logits: Tensor) -> None:
         raise TypeError(f"grad_output: dtype must be floating point, got {grad_output.dtype}")
     rows = grad_logits.shape[:-1]
     if grad_output.numel() != 1 and grad_output.shape not in (rows, (rows.numel(),)):
-        raise ValueError(
-            f"grad_output: expected 1 element or one for each row, {tuple(rows)}, got shape {_shape(grad_output)}"
-        )
+        expected = f"1 element or one for each row, {tuple(rows)}"
+        raise ValueError(f"grad_output: expected {expected}, got shape {_shape(grad_output)}")
     if grad_output.device != grad_logits.device:
         raise ValueError(f"grad_output: device must be that of _input, {grad_logits.device}, got {grad_output.device}")
 

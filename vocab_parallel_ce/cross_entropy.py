@@ -85,17 +85,16 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor | tuple[Tensor, LossMetrics]:
     """Cross-entropy of logits that are sharded over the vocabulary, without gathering them.
 
-    Rank ``r`` of the ``R`` ranks of ``group`` holds the columns ``[r * C, (r + 1) * C)`` of a vocabulary of
-    ``V = R * C``, unless ``vocab_size`` or ``shard`` say otherwise. In fp32, over the whole vocabulary:
+    In fp32, with ``lse`` and the mean over the whole vocabulary of ``V`` columns, for the ``R`` ranks of ``group``:
 
         z    = softcap * tanh(logit_scale * x / softcap), or logit_scale * x without softcap
         loss = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
 
-    Without options this is ``torch.nn.functional.cross_entropy``. docs/options.md has each option in detail.
+    Without options this is ``torch.nn.functional.cross_entropy``. docs/options.md has every option in detail.
 
-    Overwrites: by default, backward writes the gradient over ``logits``; ``gradient`` says when. Nothing is
-    overwritten if no gradient is needed. Logits are copied, and stay as they are, if their last dimension is not
-    dense, if they overlap themselves (expanded), or if more than three leading strides do not merge.
+    Overwrites: by default, backward writes the gradient over ``logits``; see ``gradient``. Nothing is overwritten if
+    no gradient is needed. Logits are copied, and stay as they are, if their last dimension is not dense, if they
+    overlap themselves (expanded), or if more than three leading strides do not merge.
 
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, on the current stream; backward
     none. ``K`` is 3, with label smoothing 2 more, with metrics 1 more. The host waits for the device only with
@@ -107,8 +106,7 @@ def vocab_parallel_cross_entropy(
         group: the ``ProcessGroup`` of the ranks that share a vocabulary; None for logits that hold all of it. All
             of its ranks call, with arguments that fit together; :func:`verify_calls` checks that.
         ignore_index: rows with this label have loss 0 and gradient 0, and do not count in the mean.
-        label_smoothing: ``e``, in [0, 1].
-        smoothing_formula: ``"torch"``, or ``"megatron"``: ``e = label_smoothing * V / (V - 1)``.
+        label_smoothing: ``e``, in [0, 1]. With ``smoothing_formula="megatron"``, ``e`` is ``V / (V - 1)`` times that.
         z_loss: coefficient of ``lse^2`` (PaLM, arXiv:2204.02311, section 5).
         softcap: bound of the logits (Gemma 2, arXiv:2408.00118, section 2), or None.
         logit_scale: positive factor of the logits.
@@ -116,16 +114,15 @@ def vocab_parallel_cross_entropy(
         num_items: with ``"sum"``, the divisor of loss and gradient; 0 items give 0. An int, or a tensor of one
             element, which the host reads only on the CPU.
         return_metrics: also return :class:`LossMetrics`; ``V`` at most 2**24.
-        gradient: ``"in_backward"``: backward writes the gradient over the logits. ``"in_forward"``: this call does,
-            and backward scales it, which rounds again if ``grad_output`` is not 1; for logits that nobody else reads
-            and that are no view in the graph. ``"out_of_place"``: into a new tensor, and backward may run again.
-            ``"auto"``: in_backward, but out_of_place for a leaf or a view of one, and under saved-tensor hooks, where
-            the two in place are not safe. docs/gradients.md says what is.
+        gradient: ``"in_backward"``: backward writes it over the logits. ``"in_forward"``: this call does, and backward
+            scales it, which rounds again if ``grad_output`` is not 1; for logits that nobody else reads and that are
+            no view in the graph. ``"out_of_place"``: into a new tensor, and backward may run again. ``"auto"``:
+            in_backward, but out_of_place for a leaf or a view of one, and under saved-tensor hooks, where the two in
+            place are not safe (docs/gradients.md).
         impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``: the first of them that can run.
-        check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``; the host then waits
-            for the device. Otherwise the loss and gradient of that row are NaN.
-        vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns and the last has the rest, or all
-            have ``C`` columns, of which those beyond ``V`` are padding: no part of the softmax, gradient 0.
+        check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``; otherwise its row is NaN.
+        vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns and the last has the rest, or all have ``C``
+            columns, of which those beyond ``V`` are padding: no part of the softmax, gradient 0. None: ``R * C``.
         shard: the columns of this rank, if neither holds.
 
     Returns:
@@ -133,8 +130,7 @@ def vocab_parallel_cross_entropy(
         ``return_metrics``, ``(loss, LossMetrics)``.
 
     Raises:
-        TypeError: a dtype or type is not one of those above, or the call is inside a ``torch.func`` transform
-            or has a tangent of forward-mode AD.
+        TypeError: a type or dtype does not fit, or inside a ``torch.func`` transform or forward-mode AD.
         ValueError: shapes, devices or values do not fit, ``impl`` cannot run here, or an earlier call has
             left its gradient in ``logits``.
         RuntimeError: from backward, if it runs again over a gradient in place, with ``create_graph`` or

@@ -20,10 +20,7 @@ WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """:func:`vocab_parallel_cross_entropy` with its options fixed; it has no parameters.
-
-    Raises TypeError or ValueError for an option that the function would not take.
-    """
+    """:func:`vocab_parallel_cross_entropy` with its options fixed and checked; it has no parameters."""
 
     @with_keywords(cross_entropy.KEYWORDS)
     def __init__(self, *, group: Any = None, return_metrics: bool = False, **keywords: Any) -> None:
@@ -45,7 +42,7 @@ class VocabParallelCrossEntropy(nn.Module):
 
 
 class LinearCrossEntropy(nn.Module):
-    """:func:`linear_cross_entropy` with its head and options fixed.
+    """:func:`linear_cross_entropy` with its head and options fixed and checked.
 
     Call it inside the forward of the module that FSDP wraps: there the head's weight is whole. A head that
     ``parallelize_module`` cut, by ``ColwiseParallel()`` or an embedding by ``RowwiseParallel()``, needs no
@@ -61,7 +58,6 @@ class LinearCrossEntropy(nn.Module):
     Raises:
         TypeError: the head is not a module, or does more than its weight says (LoRA, quantisation, a subclass).
         ValueError: the head is parametrised, has hooks, or FSDP wraps the head itself.
-        Both: an option is not one that the function would take.
     """
 
     @with_keywords(LOSS_KEYWORDS)

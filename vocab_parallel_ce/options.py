@@ -142,8 +142,8 @@ def loss_options(settings: Settings, vocab_size: int | None) -> LossOptions:
     for name in ("return_metrics", "entropy", "check_labels"):
         checks.check_bool(name, getattr(settings, name))
     smoothing, softcap = float(settings.label_smoothing), settings.softcap
-    if vocab_size is not None and settings.return_metrics:
-        checks.check_exact_in_fp32(vocab_size)
+    if settings.return_metrics and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
+        raise ValueError(f"return_metrics: vocab_size must be at most 2**24 for predictions, got {vocab_size}")
     if vocab_size is not None and settings.smoothing_formula == "megatron":
         smoothing = checks.checked_megatron_smoothing(smoothing, vocab_size)
     logit_scale = settings.logit_scale / settings.temperature

@@ -89,13 +89,11 @@ def select(
     obstacle = _obstacle(device_type, triton, workload, gpu)
     if requested == "one_pass" and obstacle:
         raise ValueError(f"impl: 'one_pass' needs {obstacle}; 'auto' chooses what can run")
-    reason = "asked for" if requested != "auto" else "one read and one write"
     if obstacle is None and requested != "triton":
-        return Selection("one_pass", reason)
+        return Selection("one_pass", "asked for" if requested == "one_pass" else "one read and one write")
     if device_type == "cuda":
-        if requested == "auto":
-            reason = f"a GPU, and triton is installed; one_pass needs {obstacle}"
-        return Selection("triton", reason)
+        why = f"a GPU, and triton is installed; one_pass needs {obstacle}"
+        return Selection("triton", why if requested == "auto" else "asked for")
     if device_type == "cpu" and triton == "interpreter":
         return Selection("triton", "asked for, under triton's interpreter")
     raise ValueError(
