@@ -21,8 +21,6 @@ IN_TRANSFORM = (
 
 def check_tensor(name: str, tensor: object) -> None:
     """A plain tensor: no DTensor, and nothing that a collective has yet to fill."""
-    if type(tensor) is Tensor:
-        return
     kind = type(tensor).__name__
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {kind}")
@@ -50,7 +48,7 @@ def check_no_transforms(*tensors: Tensor | None) -> None:
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    if tensor.layout != torch.strided:
+    if tensor.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
     if tensor.dtype not in LOGITS_DTYPES:
         raise TypeError(f"{name}: dtype must be {_names(LOGITS_DTYPES)}, got {tensor.dtype}")
@@ -58,17 +56,20 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 def check_logits(logits: Tensor) -> None:
     """A plain, dense tensor ``[..., C]`` of a supported dtype, with a row dimension and a column."""
-    check_tensor("logits", logits)
+    if type(logits) is not Tensor:
+        check_tensor("logits", logits)
     check_dense("logits", logits)
-    if logits.dim() < 2:
-        raise ValueError(f"logits: expected shape [..., C] with rows, got {_shape(logits)}")
-    if logits.shape[-1] == 0:
-        raise ValueError(f"logits: last dimension must have columns, got {_shape(logits)}")
+    shape = logits.shape
+    if len(shape) < 2:
+        raise ValueError(f"logits: expected shape [..., C] with rows, got {tuple(shape)}")
+    if shape[-1] == 0:
+        raise ValueError(f"logits: last dimension must have columns, got {tuple(shape)}")
 
 
 def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits") -> None:
     """Integer ids on the device of ``tokens``, which is ``subject``."""
-    check_tensor("labels", labels)
+    if type(labels) is not Tensor:
+        check_tensor("labels", labels)
     if labels.dtype not in LABEL_DTYPES:
         raise TypeError(f"labels: dtype must be {_names(LABEL_DTYPES)}, got {labels.dtype}")
     if labels.device != tokens.device:

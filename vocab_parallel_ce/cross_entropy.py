@@ -34,6 +34,8 @@ OVERWRITTEN = (
 )
 KEYWORDS = keyword_defaults(LossKeywords)
 
+_in_transform = torch._C._are_functorch_transforms_active
+_is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
 # Of this thread: the number of the next autograd node. A private function: without it no node is new.
 _current_age: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 2**63)
 
@@ -203,15 +205,17 @@ class _CrossEntropy(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(
+        ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None
+    ) -> tuple[Tensor | None, None, None]:
         if not verify.is_on:
-            return _logits_gradient(ctx, *grads[:2]), None, None
-        device = next((grad.device for grad in grads if grad is not None), None)
+            return _logits_gradient(ctx, grad_loss, grad_entropy), None, None
+        device = next((grad.device for grad in (grad_loss, grad_entropy) if grad is not None), None)
         with verify.open_call(ctx.call.group, device, is_backward=True):
-            return _logits_gradient(ctx, *grads[:2]), None, None
+            return _logits_gradient(ctx, grad_loss, grad_entropy), None, None
 
 
-def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None) -> Tensor | None:
+def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
     """Write the gradient over the logits, or into a new tensor."""
     try:
         saved = checked_saved(ctx, SECOND_BACKWARD, grad_loss, grad_entropy)
@@ -254,10 +258,9 @@ def checked_saved(
     """
     if torch.is_grad_enabled():
         raise RuntimeError(DOUBLE_BACKWARD)
-    is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
-    batched = (grad_loss is not None and is_batch(grad_loss)) or (grad_entropy is not None and is_batch(grad_entropy))
-    if batched or torch._C._are_functorch_transforms_active():
-        raise RuntimeError(checks.IN_TRANSFORM)
+    for grad in (grad_loss, grad_entropy):
+        if _in_transform() or (grad is not None and _is_batch(grad)):
+            raise RuntimeError(checks.IN_TRANSFORM)
     if ctx.handed_on:
         raise RuntimeError(second_backward)
     saved: tuple[Any, ...] = ctx.saved_tensors

@@ -77,20 +77,19 @@ def plan_call(
     """
     checks.check_logits(logits)
     checks.check_labels(labels, logits)
-    if labels.shape != logits.shape[:-1]:
-        expected = tuple(logits.shape[:-1])
-        raise ValueError(
-            f"labels: shape must be that of logits without the last dimension, {expected}, got {tuple(labels.shape)}"
-        )
+    shape = logits.shape
+    if (*labels.shape, shape[-1]) != shape:
+        expected = f"that of logits without the last dimension, {tuple(shape[:-1])}"
+        raise ValueError(f"labels: shape must be {expected}, got {tuple(labels.shape)}")
     checks.check_no_transforms(logits)
     rank, n_ranks = group_position(group)
     mode = gradient_mode(settings.gradient, logits)
     whole_vectors = mode == "in_forward" and has_whole_vectors(logits)
-    kind = Kind(logits.dtype, logits.shape[-1], logits.device, rank, n_ranks, mode, whole_vectors)
+    kind = Kind(logits.dtype, shape[-1], logits.device, rank, n_ranks, mode, whole_vectors)
     plan = cached_plan(settings, kind)
     if not may_hold_gradient:
         check_not_overwritten(logits)
-    divisor = checked_divisor(num_items, settings.reduction, logits)
+    divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
     if verify.open_calls:
@@ -104,8 +103,8 @@ _plans: dict[Any, Plan] = {}
 def cached_plan(settings: Settings, kind: Kind) -> Plan:
     """Return the plan of settings and kind, checked and made once."""
     try:
-        types = (*map(type, settings), *map(type, settings.shard or ()))  # 1, 1.0 and True are equal
-        key = (settings, types, kind)
+        fields = settings if settings.shard is None else (*settings, *settings.shard)
+        key = (settings, tuple(map(type, fields)), kind)  # 1, 1.0 and True are equal
         plan = _plans.get(key)
     except TypeError:  # a setting that cannot be hashed, or no shard, which make_plan refuses by name
         plan = None
@@ -148,10 +147,8 @@ def launchers_of(implementation: str) -> tuple[ModuleType, Callable[..., None] |
     return launchers, one_pass
 
 
-def checked_divisor(num_items: int | Tensor | None, reduction: str, logits: Tensor) -> Tensor | None:
+def checked_divisor(num_items: int | Tensor, reduction: str, logits: Tensor) -> Tensor:
     """Return checked ``num_items`` as kernels take it: ``[1]`` on the device of ``logits``."""
-    if num_items is None:
-        return None
     checks.check_num_items(num_items, reduction, logits)
     if isinstance(num_items, Tensor) and num_items.device == logits.device:
         return num_items.detach().reshape(1)

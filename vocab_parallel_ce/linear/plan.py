@@ -73,7 +73,9 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     _check_tokens(given, n_ranks, head)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
     plan = _plan_of_logits(dtype, weight.shape[0], given, sharded, rank, n_ranks)
-    num_items = checked_divisor(given.num_items, settings.reduction, hidden)
+    num_items = given.num_items
+    if num_items is not None:
+        num_items = checked_divisor(num_items, settings.reduction, hidden)
     # Each rank's chunks must be the same, whatever its own width.
     width = -(-plan.shard.vocab_size // n_ranks)
     sizes = (labels.numel(), hidden.shape[-1], width, dtype.itemsize)
