@@ -217,16 +217,20 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
     """Write the gradient over the logits, or into a new tensor."""
+    check_backward(grad_loss, grad_entropy)
+    if ctx.handed_on:
+        raise RuntimeError(SECOND_BACKWARD)
     try:
-        saved = checked_saved(ctx, SECOND_BACKWARD, grad_loss, grad_entropy)
+        kept, *others = ctx.saved_tensors  # once: a checkpoint gives them once
     except RuntimeError as error:
         if "inplace operation" in str(error):
             raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
         raise
+    if verify.open_calls:
+        verify.compare_backward(loss=grad_loss, entropy=grad_entropy)
     if grad_loss is None and grad_entropy is None:
         return None
     plan = ctx.call.plan
-    kept, *others = saved
     logits, version = kept.detach(), kept._version
     if grad_loss is None:
         grad_loss = logits.new_zeros(1, dtype=torch.float32)
@@ -248,22 +252,14 @@ def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | 
     return grad
 
 
-def checked_saved(
-    ctx: Any, second_backward: str, grad_loss: Tensor | None, grad_entropy: Tensor | None
-) -> tuple[Any, ...]:
-    """Return what forward saved, for a first, plain backward. A checkpoint gives it only once.
+def check_backward(*grad_outputs: Tensor | None) -> None:
+    """Raise if backward is recorded or runs inside a transform.
 
     ``once_differentiable`` looks at ``grad_output`` alone: for one that requires no gradient it would return
     a gradient that is silently a constant.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(DOUBLE_BACKWARD)
-    for grad in (grad_loss, grad_entropy):
+    for grad in grad_outputs:
         if _in_transform() or (grad is not None and _is_batch(grad)):
             raise RuntimeError(checks.IN_TRANSFORM)
-    if ctx.handed_on:
-        raise RuntimeError(second_backward)
-    saved: tuple[Any, ...] = ctx.saved_tensors
-    if verify.open_calls:
-        verify.compare_backward(loss=grad_loss, entropy=grad_entropy)
-    return saved

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import verify
-from vocab_parallel_ce.cross_entropy import LossMetrics, as_token_outputs, checked_saved, loss_metrics, public
+from vocab_parallel_ce.cross_entropy import LossMetrics, as_token_outputs, check_backward, loss_metrics, public
 from vocab_parallel_ce.linear import pipeline
 from vocab_parallel_ce.linear.pipeline import Gradients
 from vocab_parallel_ce.linear.plan import Arguments, Inputs, LinearCall, plan_linear_call
@@ -238,8 +238,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Gradients:
     """Return the gradients of hidden, weight and bias."""
+    check_backward(grad_loss, grad_entropy)
     linear: LinearCall = ctx.linear
-    saved = checked_saved(ctx, SECOND_BACKWARD, grad_loss, grad_entropy)
+    if ctx.handed_on:
+        raise RuntimeError(SECOND_BACKWARD)
+    saved = ctx.saved_tensors
+    if verify.open_calls:
+        verify.compare_backward(loss=grad_loss, entropy=grad_entropy)
     if grad_loss is None and grad_entropy is None:
         return None, None, None
     if linear.call.plan.gradient == "in_forward":
