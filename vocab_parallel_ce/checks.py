@@ -89,21 +89,19 @@ def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None
 
     ``dtype`` is what theirs must be; None under autocast, which turns any supported one into its own.
     """
-    check_parameter("weight", weight)
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
-        raise ValueError(f"weight: expected shape [C, {hidden.shape[-1]}] with rows, got {_shape(weight)}")
-    if bias is not None:
-        check_parameter("bias", bias)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias: expected shape {_shape(weight)[:1]}, got {_shape(bias)}")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is None:
+    for name, tensor in {"weight": weight, "bias": bias}.items():
+        if name == "bias" and bias is None:
             continue
+        check_parameter(name, tensor)
         if dtype is not None and tensor.dtype != dtype:
             remedy = "cast one, or call under torch.autocast"
             raise TypeError(f"{name}: dtype must be that of hidden, {dtype}, got {tensor.dtype}; {remedy}")
         if tensor.device != hidden.device:
             raise ValueError(f"{name}: device must be that of hidden, {hidden.device}, got {tensor.device}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(f"weight: expected shape [C, {hidden.shape[-1]}] with rows, got {_shape(weight)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias: expected shape {_shape(weight)[:1]}, got {_shape(bias)}")
 
 
 def check_parameter(name: str, tensor: object) -> None:

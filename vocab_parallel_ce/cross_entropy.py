@@ -148,8 +148,7 @@ def vocab_parallel_cross_entropy(
 def run(call: Call, logits: Tensor, labels: Tensor) -> TokenOutputs:
     """Compute the outputs of ``call``; under autograd if ``logits`` need a gradient."""
     if torch.is_grad_enabled() and logits.requires_grad:
-        outputs = _CrossEntropy.apply(logits, labels, call)
-        return as_token_outputs(outputs)
+        return as_token_outputs(_CrossEntropy.apply(logits, labels, call))
     with torch.no_grad():
         return pipeline.forward(call, walkable(logits), flat(labels), labels.shape)[0]
 

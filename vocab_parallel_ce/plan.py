@@ -120,13 +120,9 @@ def make_plan(settings: Settings, kind: Kind) -> Plan:
     """Check ``settings`` against ``kind``, and choose the implementation."""
     shard = shard_of_rank(settings, kind.n_columns, kind.rank, kind.n_ranks)
     options = loss_options(settings, shard.vocab_size)
-    workload = Workload(
-        n_ranks=kind.n_ranks,
-        gradient=kind.gradient,
-        options_on=options.beyond_z_loss,
-        whole_vectors=kind.whole_vectors and shard.n_valid == shard.n_columns,
-        fits=one_pass_config(kind.n_columns * kind.dtype.itemsize) is not None,
-    )
+    whole_vectors = kind.whole_vectors and shard.n_valid == shard.n_columns
+    fits = one_pass_config(kind.n_columns * kind.dtype.itemsize) is not None
+    workload = Workload(kind.n_ranks, kind.gradient, options.beyond_z_loss, whole_vectors, fits)
     gpu = gpu_of(kind.device.index) if kind.device.type == "cuda" else None
     launchers = launchers_of(select(kind.device.type, settings.impl, workload=workload, gpu=gpu).name)
     return Plan(*launchers, kind.rank, kind.n_ranks, shard, options, settings.reduction, kind.gradient)
