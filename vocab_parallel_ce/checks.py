@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,19 +21,16 @@ IN_TRANSFORM = (
 
 def check_tensor(name: str, tensor: object) -> None:
     """A plain tensor: no DTensor, and nothing that a collective has yet to fill."""
-    if type(tensor) is Tensor:
-        return
+    kind = type(tensor).__name__
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        raise TypeError(f"{name}: expected a torch.Tensor, got {kind}")
     if hasattr(tensor, "placements"):
         raise TypeError(
-            f"{name}: expected this rank's part as a plain torch.Tensor, got a "
-            f"{type(tensor).__name__} of global shape {tuple(tensor.shape)}; pass its to_local()"
+            f"{name}: expected this rank's part as a plain torch.Tensor, got a {kind} of global shape "
+            f"{tuple(tensor.shape)}; pass its to_local()"
         )
     if hasattr(tensor, "trigger_wait"):
-        raise TypeError(
-            f"{name}: expected a torch.Tensor that has arrived, got {type(tensor).__name__}; pass its wait()"
-        )
+        raise TypeError(f"{name}: expected a torch.Tensor that has arrived, got {kind}; pass its wait()")
 
 
 def check_no_transforms(*tensors: Tensor | None) -> None:
@@ -49,77 +47,61 @@ def check_no_transforms(*tensors: Tensor | None) -> None:
         )
 
 
+def check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
+    if tensor.dtype not in LOGITS_DTYPES:
+        raise TypeError(f"{name}: dtype must be {_names(LOGITS_DTYPES)}, got {tensor.dtype}")
+
+
 def check_logits(logits: Tensor) -> None:
     """A plain, dense tensor ``[..., C]`` of a supported dtype, with a row dimension and a column."""
-    check_tensor("logits", logits)
-    check_kind_of_logits(logits.dtype, logits.layout)
-    if logits.dim() < 2:
-        raise ValueError(f"logits: expected shape [..., C] with rows, got {_shape(logits)}")
-    if logits.shape[-1] == 0:
-        raise ValueError(f"logits: last dimension must have columns, got {_shape(logits)}")
+    if type(logits) is not Tensor:
+        check_tensor("logits", logits)
+    check_dense("logits", logits)
+    shape = logits.shape
+    if len(shape) < 2:
+        raise ValueError(f"logits: expected shape [..., C] with rows, got {tuple(shape)}")
+    if shape[-1] == 0:
+        raise ValueError(f"logits: last dimension must have columns, got {tuple(shape)}")
 
 
-def check_kind_of_logits(dtype: torch.dtype, layout: torch.layout) -> None:
-    if layout != torch.strided:
-        raise TypeError(f"logits: expected a dense tensor, got layout {layout}")
-    if dtype not in LOGITS_DTYPES:
-        raise TypeError(f"logits: dtype must be {_names(LOGITS_DTYPES)}, got {dtype}")
+def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits") -> None:
+    """Integer ids on the device of ``tokens``, which is ``subject``."""
+    if type(labels) is not Tensor:
+        check_tensor("labels", labels)
+    if labels.dtype not in LABEL_DTYPES:
+        raise TypeError(f"labels: dtype must be {_names(LABEL_DTYPES)}, got {labels.dtype}")
+    if labels.device != tokens.device:
+        raise ValueError(f"labels: device must be that of {subject}, {tokens.device}, got {labels.device}")
 
 
-def check_labels(labels: Tensor, logits: Tensor) -> None:
-    """Integer ids, one for each row of ``logits``, on its device."""
-    check_tensor("labels", labels)
-    check_kind_of_labels(labels.dtype, labels.device, logits.device)
-    if labels.shape != logits.shape[:-1]:
-        raise ValueError(
-            "labels: shape must be that of logits without the last dimension, "
-            f"{_shape(logits)[:-1]}, got {_shape(labels)}"
-        )
-
-
-def check_kind_of_labels(dtype: torch.dtype, device: torch.device, logits_device: torch.device) -> None:
-    if dtype not in LABEL_DTYPES:
-        raise TypeError(f"labels: dtype must be {_names(LABEL_DTYPES)}, got {dtype}")
-    if device != logits_device:
-        raise ValueError(f"labels: device must be that of logits, {logits_device}, got {device}")
-
-
-def check_hidden(hidden: object) -> None:
-    """A plain tensor ``[..., D]`` of a supported dtype, with a row dimension."""
+def check_hidden(hidden: Tensor) -> None:
+    """A plain, dense tensor ``[..., D]`` of a supported dtype, with a row dimension."""
     check_tensor("hidden", hidden)
-    assert isinstance(hidden, Tensor)
-    if hidden.layout != torch.strided:
-        raise TypeError(f"hidden: expected a dense tensor, got layout {hidden.layout}")
-    if hidden.dtype not in LOGITS_DTYPES:
-        raise TypeError(f"hidden: dtype must be {_names(LOGITS_DTYPES)}, got {hidden.dtype}")
+    check_dense("hidden", hidden)
     if hidden.dim() < 2 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden: expected at least two dimensions, [..., D], got shape {_shape(hidden)}")
 
 
-def check_head(weight: object, bias: object, hidden: Tensor, dtype: torch.dtype | None) -> None:
+def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None) -> None:
     """``weight [C, D]`` and ``bias [C]`` for a product with ``hidden [..., D]``.
 
     ``dtype`` is what theirs must be; None under autocast, which turns any supported one into its own.
     """
-    check_parameter("weight", weight)
-    assert isinstance(weight, Tensor)
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
-        raise ValueError(f"weight: expected shape [C, {hidden.shape[-1]}] with rows, got {_shape(weight)}")
-    if bias is not None:
-        check_parameter("bias", bias)
-        if bias.shape != weight.shape[:1]:  # type: ignore[attr-defined]
-            expected = _shape(weight)[:1]
-            raise ValueError(f"bias: expected shape {expected}, got {_shape(bias)}")  # type: ignore[arg-type]
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if not isinstance(tensor, Tensor):
+    for name, tensor in {"weight": weight, "bias": bias}.items():
+        if name == "bias" and bias is None:
             continue
+        check_parameter(name, tensor)
         if dtype is not None and tensor.dtype != dtype:
-            raise TypeError(
-                f"{name}: dtype must be that of hidden, {dtype}, got {tensor.dtype}; cast one, or call under "
-                "torch.autocast"
-            )
+            remedy = "cast one, or call under torch.autocast"
+            raise TypeError(f"{name}: dtype must be that of hidden, {dtype}, got {tensor.dtype}; {remedy}")
         if tensor.device != hidden.device:
             raise ValueError(f"{name}: device must be that of hidden, {hidden.device}, got {tensor.device}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(f"weight: expected shape [C, {hidden.shape[-1]}] with rows, got {_shape(weight)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias: expected shape {_shape(weight)[:1]}, got {_shape(bias)}")
 
 
 def check_parameter(name: str, tensor: object) -> None:
@@ -128,8 +110,8 @@ def check_parameter(name: str, tensor: object) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; pass its weight")
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         raise TypeError(
-            f"{name}: expected a plain tensor or parameter, got a {type(tensor).__name__}, whose values a "
-            "product may not see as they are; dequantise or merge it, or compute its logits and pass them to "
+            f"{name}: expected a plain tensor or parameter, got a {type(tensor).__name__}, whose values a product may "
+            "not see as they are; dequantise or merge it, or compute its logits and pass them to "
             "vocab_parallel_cross_entropy"
         )
     if tensor.dtype not in LOGITS_DTYPES or tensor.layout != torch.strided:
@@ -145,10 +127,8 @@ def check_main_grad(main_grad: object, weight: Tensor) -> None:
     if main_grad.dtype != torch.float32:
         raise TypeError(f"main_grad: dtype must be float32, got {main_grad.dtype}")
     if main_grad.shape != weight.shape or main_grad.device != weight.device:
-        raise ValueError(
-            f"main_grad: expected shape {_shape(weight)} on {weight.device}, got {_shape(main_grad)} on "
-            f"{main_grad.device}"
-        )
+        expected = f"{_shape(weight)} on {weight.device}"
+        raise ValueError(f"main_grad: expected shape {expected}, got {_shape(main_grad)} on {main_grad.device}")
     if not main_grad.is_contiguous():
         raise ValueError(f"main_grad: must be contiguous, got strides {main_grad.stride()}")
 
@@ -191,16 +171,6 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def check_vocab_size(vocab_size: object) -> None:
-    checked_count("vocab_size", vocab_size)
-
-
-def check_exact_in_fp32(vocab_size: int) -> None:
-    """Ids of columns travel as fp32."""
-    if vocab_size > 2**24:
-        raise ValueError(f"return_metrics: vocab_size must be at most 2**24 for predictions, got {vocab_size}")
-
-
 def checked_megatron_smoothing(label_smoothing: float, vocab_size: int) -> float:
     """``e = label_smoothing * V / (V - 1)``, in [0, 1]."""
     if vocab_size < 2:
@@ -222,7 +192,7 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
         if isinstance(num_items, bool) or not isinstance(num_items, Integral):
             raise TypeError(f"num_items: expected an int or a tensor of one element, got {type(num_items).__name__}")
         check_integer("num_items", num_items)
-        if int(num_items) < 0:
+        if num_items < 0:
             raise ValueError(f"num_items: must be at least 0, got {num_items}")
         return
     if num_items.numel() != 1:
@@ -242,10 +212,8 @@ def check_label_range(labels: Tensor, vocab_size: int, ignore_index: int) -> Non
     count = int(outside.sum())
     if count:
         position = tuple(outside.nonzero()[0].tolist())
-        raise ValueError(
-            f"labels: must be in [0, {vocab_size}) or ignore_index {ignore_index}, got {count} "
-            f"outside, the first at position {position}: {int(labels[position])}"
-        )
+        found = f"{count} outside, the first at position {position}: {int(labels[position])}"
+        raise ValueError(f"labels: must be in [0, {vocab_size}) or ignore_index {ignore_index}, got {found}")
 
 
 def check_grad_output(grad_output: object, grad_logits: Tensor) -> None:
@@ -256,9 +224,8 @@ def check_grad_output(grad_output: object, grad_logits: Tensor) -> None:
         raise TypeError(f"grad_output: dtype must be floating point, got {grad_output.dtype}")
     rows = grad_logits.shape[:-1]
     if grad_output.numel() != 1 and grad_output.shape not in (rows, (rows.numel(),)):
-        raise ValueError(
-            f"grad_output: expected 1 element or one for each row, {tuple(rows)}, got shape {_shape(grad_output)}"
-        )
+        expected = f"1 element or one for each row, {tuple(rows)}"
+        raise ValueError(f"grad_output: expected {expected}, got shape {_shape(grad_output)}")
     if grad_output.device != grad_logits.device:
         raise ValueError(f"grad_output: device must be that of _input, {grad_logits.device}, got {grad_output.device}")
 

@@ -11,7 +11,7 @@ import torch
 import vocab_parallel_ce
 from vocab_parallel_ce.collectives import available_backends
 from vocab_parallel_ce.linear.chunks import choose_chunk_tokens
-from vocab_parallel_ce.plan import can_see_saved_tensor_hooks
+from vocab_parallel_ce.plan import top_saved_tensor_hooks
 from vocab_parallel_ce.selection import IMPLEMENTATIONS, Workload, gpu_of, select, triton_state, triton_version
 
 # The mean on one rank, of rows that suit one launch.
@@ -58,7 +58,7 @@ def doctor_lines() -> list[str]:
             lines.append(f"{device}, impl={requested!r}: {_outcome(device, requested, workload)}")
         lines.append(f"{device}, gradient='in_forward': {_outcome(device, 'auto', FOR_ONE_LAUNCH)}")
     default = "in place in backward; out of place under saved-tensor hooks, for leaves and views of them"
-    if not can_see_saved_tensor_hooks():
+    if top_saved_tensor_hooks is None:
         default = "always out of place: this torch cannot say whether saved-tensor hooks are active"
     lines.append(f"gradient='auto': {default}")
     for n_tokens, hidden_size, n_columns in HEADS:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from vocab_parallel_ce import checks, pipeline, verify
 from vocab_parallel_ce.layout import flat, overwritable, per_row, source_and_new, walkable
-from vocab_parallel_ce.options import LossKeywords, Settings, check_names, keyword_defaults, with_keywords
+from vocab_parallel_ce.options import Function, LossKeywords, Settings, check_names, keyword_defaults, with_keywords
 from vocab_parallel_ce.overwritten import mark_overwritten
 from vocab_parallel_ce.plan import Call, plan_call
 from vocab_parallel_ce.spec import TokenOutputs, is_ignored
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SECOND_BACKWARD = (
-    "cross-entropy: backward ran a second time, but the first had its gradient in the logits' "
-    "storage and has handed it on; ask for gradient='out_of_place' (TransformerEngine's "
-    "overwrite_input=False) to run backward again"
+    "cross-entropy: backward ran a second time, but the first had its gradient in the logits' storage and has handed "
+    "it on; ask for gradient='out_of_place' (TransformerEngine's overwrite_input=False) to run backward again"
 )
 DOUBLE_BACKWARD = "cross-entropy: expected backward without create_graph: its gradient cannot be differentiated again"
 OVERWRITTEN = (
@@ -35,11 +34,10 @@ OVERWRITTEN = (
 )
 KEYWORDS = keyword_defaults(LossKeywords)
 
+_in_transform = torch._C._are_functorch_transforms_active
+_is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
 # Of this thread: the number of the next autograd node. A private function: without it no node is new.
 _current_age: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 2**63)
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 class LossMetrics(NamedTuple):
@@ -51,22 +49,21 @@ class LossMetrics(NamedTuple):
     z_loss: Tensor  # fp32 part of the loss that is z_loss * lse^2, reduced as the loss is
 
 
-def public(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def public(function: Function) -> Function:
     """Decorate a public function: eager under ``torch.compile``, and verified if verification is on.
 
-    The graph of a compiled caller breaks there: the kernels overwrite their input and take tuples, and
-    inductor follows neither.
+    The kernels overwrite their input and take tuples. Inductor follows neither.
     """
 
     @functools.wraps(function)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return torch.compiler.disable(call)(*args, **kwargs)
         if verify.is_on:
             return verify.verified(function, args, kwargs)
         return function(*args, **kwargs)
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 @overload
@@ -90,19 +87,16 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor | tuple[Tensor, LossMetrics]:
     """Cross-entropy of logits that are sharded over the vocabulary, without gathering them.
 
-    Rank ``r`` of the ``R`` ranks of ``group`` holds the columns ``[r * C, (r + 1) * C)`` of a
-    vocabulary of ``V = R * C``, unless ``vocab_size`` or ``shard`` say otherwise. Formula, in fp32:
+    In fp32, with ``lse`` and the mean over the whole vocabulary of ``V`` columns, for the ``R`` ranks of ``group``:
 
         z    = softcap * tanh(logit_scale * x / softcap), or logit_scale * x without softcap
         loss = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
 
-    with ``lse`` and the mean over the whole vocabulary. Without options this is
-    ``torch.nn.functional.cross_entropy``.
+    Without options this is ``torch.nn.functional.cross_entropy``. docs/options.md has every option in detail.
 
-    Overwrites: by default, backward writes the gradient over ``logits``. With ``"in_forward"`` this call
-    does. Nothing is overwritten if no gradient is needed, or with ``"out_of_place"``. Logits are copied, and
-    stay as they are, if their last dimension is not dense, if they overlap themselves (expanded), or if
-    their leading dimensions have more than three strides that do not merge.
+    Overwrites: by default, backward writes the gradient over ``logits``; see ``gradient``. Nothing is overwritten if
+    no gradient is needed. Logits are copied, and stay as they are, if their last dimension is not dense, if they
+    overlap themselves (expanded), or if more than three leading strides do not merge.
 
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, on the current stream; backward
     none. ``K`` is 3, with label smoothing 2 more, with metrics 1 more. The host waits for the device only with
@@ -111,38 +105,26 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides.
         labels: ``[...]`` int64 or int32 ids in the *global* vocabulary, the same on every rank.
-        group: the ``torch.distributed.ProcessGroup`` of the ranks that share a vocabulary; None for
-            logits that hold all of it. All of its ranks call, with the same leading dimensions, dtype,
-            labels and options; :func:`verify_calls` checks that.
+        group: the ``ProcessGroup`` of the ranks that share a vocabulary; None for logits that hold all of it. All
+            of its ranks call, with arguments that fit together; :func:`verify_calls` checks that.
         ignore_index: rows with this label have loss 0 and gradient 0, and do not count in the mean.
-        label_smoothing: in [0, 1]; the mean over the vocabulary is over all ``V`` columns.
-        smoothing_formula: ``"torch"``: ``e = label_smoothing``; ``"megatron"``: ``e = label_smoothing *
-            V / (V - 1)``, Megatron-LM's on one rank (on several it takes V and the mean of a shard).
+        label_smoothing: ``e``, in [0, 1]. With ``smoothing_formula="megatron"``, ``e`` is ``V / (V - 1)`` times that.
         z_loss: coefficient of ``lse^2`` (PaLM, arXiv:2204.02311, section 5).
         softcap: bound of the logits (Gemma 2, arXiv:2408.00118, section 2), or None.
         logit_scale: positive factor of the logits.
-        reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or
-            ``"none"``.
-        num_items: with ``"sum"``, the divisor of loss and gradient; 0 items give 0. An int, or a tensor of
-            one element. If it is on the device of ``logits``, the host never looks at it (nor at its sign);
-            one on the CPU is read at the call.
+        reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or ``"none"``.
+        num_items: with ``"sum"``, the divisor of loss and gradient; 0 items give 0. An int, or a tensor of one
+            element, which the host reads only on the CPU.
         return_metrics: also return :class:`LossMetrics`; ``V`` at most 2**24.
-        gradient: where the gradient is written. ``"auto"``: ``"in_backward"``, except ``"out_of_place"`` for
-            a leaf or a view of one, and while saved-tensor hooks are active (non-reentrant checkpoint,
-            offloading). ``"in_backward"``: backward computes it over the logits, with ``grad_output`` folded
-            in. ``"in_forward"``: this call computes it over the logits, and backward scales it, which rounds
-            a second time if ``grad_output`` is not 1; for logits that nobody else reads and that are no view
-            in the graph. ``"out_of_place"``: backward computes it into a new tensor, logits survive and
-            backward may run again; a view with holes costs a copy. The two in place are not checked under
-            saved-tensor hooks: there autograd does not notice that another operation needs the logits.
-        impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``. On a GPU, auto is one_pass if one
-            launch can do it (one rank, gradient in_forward, no option except ``ignore_index`` and ``z_loss``,
-            aligned rows of a width that was measured), otherwise triton; elsewhere reference. If no
-            gradient is needed, one_pass is triton.
-        check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``; the host then waits
-            for the device. Otherwise the loss and gradient of that row are NaN.
-        vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns and the last has the rest, or all
-            have ``C`` columns, of which those beyond ``V`` are padding: no part of the softmax, gradient 0.
+        gradient: ``"in_backward"``: backward writes it over the logits. ``"in_forward"``: this call does, and backward
+            scales it, which rounds again if ``grad_output`` is not 1; for logits that nobody else reads and that are
+            no view in the graph. ``"out_of_place"``: into a new tensor, and backward may run again. ``"auto"``:
+            in_backward, but out_of_place for a leaf or a view of one, and under saved-tensor hooks, where the two in
+            place are not safe (docs/gradients.md).
+        impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``: the first of them that can run.
+        check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``; otherwise its row is NaN.
+        vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns and the last has the rest, or all have ``C``
+            columns, of which those beyond ``V`` are padding: no part of the softmax, gradient 0. None: ``R * C``.
         shard: the columns of this rank, if neither holds.
 
     Returns:
@@ -150,8 +132,7 @@ def vocab_parallel_cross_entropy(
         ``return_metrics``, ``(loss, LossMetrics)``.
 
     Raises:
-        TypeError: a dtype or type is not one of those above, or the call is inside a ``torch.func`` transform
-            or has a tangent of forward-mode AD.
+        TypeError: a type or dtype does not fit, or inside a ``torch.func`` transform or forward-mode AD.
         ValueError: shapes, devices or values do not fit, ``impl`` cannot run here, or an earlier call has
             left its gradient in ``logits``.
         RuntimeError: from backward, if it runs again over a gradient in place, with ``create_graph`` or
@@ -167,8 +148,7 @@ def vocab_parallel_cross_entropy(
 def run(call: Call, logits: Tensor, labels: Tensor) -> TokenOutputs:
     """Compute the outputs of ``call``; under autograd if ``logits`` need a gradient."""
     if torch.is_grad_enabled() and logits.requires_grad:
-        outputs = _CrossEntropy.apply(logits, labels, call)
-        return as_token_outputs(outputs)
+        return as_token_outputs(_CrossEntropy.apply(logits, labels, call))
     with torch.no_grad():
         return pipeline.forward(call, walkable(logits), flat(labels), labels.shape)[0]
 
@@ -183,14 +163,14 @@ def loss_metrics(call: Call, outputs: TokenOutputs, labels: Tensor) -> LossMetri
     """Compute the metrics from the outputs of every row."""
     plan = call.plan
     assert outputs.lse is not None and outputs.predictions is not None
-    n_valid = (~is_ignored(labels, plan.options)).sum()
+    n_tokens = (~is_ignored(labels, plan.options)).sum()
     is_right = (outputs.predictions == labels) & (outputs.predictions >= 0)
-    accuracy = is_right.sum() / n_valid.clamp(min=1)
+    accuracy = is_right.sum() / n_tokens.clamp(min=1)
     if not plan.options.z_loss:
         return LossMetrics(outputs.predictions, accuracy, outputs.lse, torch.zeros_like(outputs.loss))
     z_loss = plan.options.z_loss * outputs.lse**2
     if plan.reduction != "none":
-        divisor = n_valid if plan.reduction == "mean" else call.num_items
+        divisor = n_tokens if plan.reduction == "mean" else call.num_items
         z_loss = z_loss.sum()
         if divisor is not None:
             n = divisor.float().reshape(())
@@ -203,22 +183,18 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, call: Call) -> Any:
-        ctx.call = call
-        ctx.handed_on = False
-        ctx.age = _current_age()
+        ctx.call, ctx.handed_on, ctx.age = call, False, _current_age()
         ctx.set_materialize_grads(False)
-        options, flat_labels = call.plan.options, flat(labels)
-        if call.plan.gradient == "in_forward":
-            grad, version = overwritable(logits), logits._version
-            outputs = pipeline.new_outputs(call, labels.shape, grad)
-            pipeline.forward_with_gradient(call, grad, flat_labels, outputs)
-            pipeline.raise_version(grad)
-            outputs = pipeline.reduced(call, outputs)
+        mode, options = call.plan.gradient, call.plan.options
+        if mode == "in_forward":
+            version = logits._version
+            outputs, grad = pipeline.forward_in_place(call, logits, labels)
             if grad is logits:
                 mark_overwritten(logits, version, ctx.age)
             ctx.save_for_backward(grad)
         else:
-            kept = logits if call.plan.gradient == "out_of_place" else overwritable(logits)
+            kept = logits if mode == "out_of_place" else overwritable(logits)
+            flat_labels = flat(labels)
             outputs, stats, divisor = pipeline.forward(call, walkable(kept), flat_labels, labels.shape)
             ctx.save_for_backward(kept, flat_labels, stats, divisor)
         if options.predictions:
@@ -231,50 +207,48 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None
     ) -> tuple[Tensor | None, None, None]:
-        saved = _compared_backward(ctx, grad_loss, grad_entropy) if verify.is_on else None
-        if torch.is_grad_enabled():
-            raise RuntimeError(DOUBLE_BACKWARD)
-        if grad_loss is None and grad_entropy is None:
-            return None, None, None
-        if ctx.handed_on:
-            raise RuntimeError(SECOND_BACKWARD)
-        try:
-            saved = ctx.saved_tensors if saved is None else saved
-            return _logits_gradient(ctx, saved, grad_loss, grad_entropy), None, None
-        except RuntimeError as error:
-            _explain(error, grad_loss, grad_entropy)
-            raise
+        if not verify.is_on:
+            return _logits_gradient(ctx, grad_loss, grad_entropy), None, None
+        device = next((grad.device for grad in (grad_loss, grad_entropy) if grad is not None), None)
+        with verify.open_call(ctx.call.group, device, is_backward=True):
+            return _logits_gradient(ctx, grad_loss, grad_entropy), None, None
 
 
-def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
+def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
     """Write the gradient over the logits, or into a new tensor."""
-    call: Call = ctx.call
-    mode = call.plan.gradient
-    kept, *others = saved
+    check_backward(grad_loss, grad_entropy)
+    if ctx.handed_on:
+        raise RuntimeError(SECOND_BACKWARD)
+    try:
+        kept, *others = ctx.saved_tensors  # once: a checkpoint gives them once
+    except RuntimeError as error:
+        if "inplace operation" in str(error):
+            raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
+        raise
+    if verify.open_calls:
+        verify.compare_backward(loss=grad_loss, entropy=grad_entropy)
+    if grad_loss is None and grad_entropy is None:
+        return None
+    plan = ctx.call.plan
     logits, version = kept.detach(), kept._version
     if grad_loss is None:
         grad_loss = logits.new_zeros(1, dtype=torch.float32)
     grad_output = per_row(grad_loss, logits)
-    ctx.handed_on = mode != "out_of_place"
-    if mode == "in_forward":
+    ctx.handed_on = plan.gradient != "out_of_place"
+    if plan.gradient == "in_forward":
         grad = logits
-        call.plan.launchers.element_mul(logits, grad_output)
+        plan.launchers.element_mul(logits, grad_output)
     else:
-        source, grad = source_and_new(logits) if mode == "out_of_place" else (logits, logits)
-        if grad_entropy is not None:
-            grad_entropy = per_row(grad_entropy, logits)
-        pipeline.write_gradient(call, source, *others, into=grad, grad_output=grad_output, grad_entropy=grad_entropy)
+        source, grad = (logits, logits) if ctx.handed_on else source_and_new(logits)
+        labels, stats, divisor = others
+        of_entropy = None if grad_entropy is None else per_row(grad_entropy, logits)
+        plan.launchers.cross_entropy(
+            source, stats, labels, divisor, grad_output, of_entropy, None, grad, shard=plan.shard, options=plan.options
+        )
     if grad is logits:
         increment_version(logits)
         mark_overwritten(kept, version, ctx.age)
     return grad
-
-
-def _explain(error: RuntimeError, *grad_outputs: Tensor | None) -> None:
-    """Raise what ``error`` means in a backward, with the remedy, if it is known."""
-    if "inplace operation" in str(error):
-        raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
-    check_backward(*grad_outputs)
 
 
 def check_backward(*grad_outputs: Tensor | None) -> None:
@@ -285,26 +259,6 @@ def check_backward(*grad_outputs: Tensor | None) -> None:
     """
     if torch.is_grad_enabled():
         raise RuntimeError(DOUBLE_BACKWARD)
-    is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
-    in_transform = torch._C._are_functorch_transforms_active()
-    if in_transform or any(grad is not None and is_batch(grad) for grad in grad_outputs):
-        raise RuntimeError(checks.IN_TRANSFORM)
-
-
-def _compared_backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-    """Compare the grad_outputs of all ranks, and return the saved tensors: a checkpoint gives them once.
-
-    An error of this rank alone is raised on all ranks.
-    """
-    given = [grad for grad in (grad_loss, grad_entropy) if grad is not None]
-    with verify.open_call(ctx.call.group, given[0].device if given else None, is_backward=True):
-        check_backward(grad_loss, grad_entropy)
-        if ctx.handed_on:
-            raise RuntimeError(SECOND_BACKWARD)
-        try:
-            saved: tuple[Any, ...] = ctx.saved_tensors
-        except RuntimeError as error:
-            _explain(error)
-            raise
-        verify.compare_backward(loss=grad_loss, entropy=grad_entropy)
-    return saved
+    for grad in grad_outputs:
+        if _in_transform() or (grad is not None and _is_batch(grad)):
+            raise RuntimeError(checks.IN_TRANSFORM)

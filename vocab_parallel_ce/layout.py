@@ -1,9 +1,8 @@
 """How tensors lie in memory: rows that kernels can walk, copies if they cannot, views of labels and factors.
 
-A kernel walks a view whose last dimension is dense. It gets the 1-D base tensor and six integers. Row ``r``
-of the flattened ``[N, C]`` view begins ``offset + i0 * stride0 + i1 * stride1 + i2 * stride2`` elements
-after the base, with ``r = (i0 * size1 + i1) * size2 + i2``. Strides are read once here, after dimensions of
-size 1 are dropped and mergeable dimensions are merged; no kernel looks at a shape again.
+A kernel walks a view whose last dimension is dense. It gets the 1-D base tensor and six integers. Row ``r`` of the
+flattened ``[N, C]`` view begins ``offset + i0 * stride0 + i1 * stride1 + i2 * stride2`` elements after the base, with
+``r = (i0 * size1 + i1) * size2 + i2``. Dimensions of size 1 are dropped here, and mergeable ones are merged.
 
 Example: the view ``x[:, :-1]`` of a contiguous ``x [2, 5, 8]`` has its rows at 0, 8, 16, 24, 40, 48,
 56, 64: ``RowLayout(offset=0, size1=4, size2=1, stride0=40, stride1=8, stride2=0)``.
@@ -42,10 +41,8 @@ def row_layout(logits: Tensor) -> RowLayout | None:
     columns = logits.shape[-1]
     if logits.is_contiguous():
         return RowLayout(0, 1, 1, columns, 0, 0)
-    if columns > 1 and logits.stride(-1) != 1:
-        return None
     levels = _merged_levels(logits)
-    if len(levels) > 3:
+    if (columns > 1 and logits.stride(-1) != 1) or len(levels) > 3:
         return None
     (_, stride0), (size1, stride1), (size2, stride2) = levels + [(1, 0)] * (3 - len(levels))
     return RowLayout(0, size1, size2, stride0, stride1, stride2)
@@ -53,14 +50,10 @@ def row_layout(logits: Tensor) -> RowLayout | None:
 
 def has_whole_vectors(logits: Tensor) -> bool:
     """Whether each row is whole, aligned vectors of 16 bytes on a GPU."""
-    if not logits.is_cuda or logits.layout != torch.strided:
-        return False
-    if logits.shape[-1] * logits.element_size() % VECTOR_BYTES != 0:
+    if not logits.is_cuda or logits.shape[-1] * logits.element_size() % VECTOR_BYTES != 0:
         return False
     layout = row_layout(logits)
-    if layout is None:
-        return False
-    return math.gcd(logits.data_ptr(), layout.pitch * logits.element_size()) % VECTOR_BYTES == 0
+    return layout is not None and math.gcd(logits.data_ptr(), layout.pitch * logits.element_size()) % VECTOR_BYTES == 0
 
 
 def rows_are_disjoint(logits: Tensor) -> bool:
@@ -82,10 +75,8 @@ def aligned_base(logits: Tensor) -> tuple[Tensor, int]:
     aligned. Storage that begins off a boundary itself is returned as it is: correct, and slower.
     """
     misaligned = logits.data_ptr() % VECTOR_BYTES // logits.element_size()
-    if misaligned == 0:
-        return logits, 0
     start = logits.storage_offset() - misaligned
-    if start < 0:
+    if misaligned == 0 or start < 0:
         return logits, 0
     return torch.as_strided(logits.detach(), (1,), (1,), start), misaligned
 
@@ -121,9 +112,7 @@ def per_row(grad_output: Tensor, logits: Tensor) -> Tensor:
 
 def flat(labels: Tensor) -> Tensor:
     """Return ``[N]`` contiguous labels: a view if they are contiguous already."""
-    if labels.dim() == 1 and labels.is_contiguous():
-        return labels
-    return labels.reshape(-1).contiguous()
+    return labels if labels.dim() == 1 and labels.is_contiguous() else labels.reshape(-1).contiguous()
 
 
 def _merged_levels(logits: Tensor) -> list[tuple[int, int]]:

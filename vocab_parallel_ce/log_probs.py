@@ -14,7 +14,6 @@ from vocab_parallel_ce.plan import plan_call
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-GRADIENTS = ("auto", "in_backward", "out_of_place")
 KEYWORDS = keyword_defaults(LogProbKeywords)
 
 
@@ -38,22 +37,16 @@ def token_log_probs(
     in fp32, with ``z`` the scaled and capped logits of :func:`vocab_parallel_cross_entropy`. Both are
     differentiable; one pass computes their gradients together.
 
-    Overwrites: backward writes the gradient over ``logits``, unless ``gradient`` says otherwise. Nothing is
-    overwritten if no gradient is needed.
+    Overwrites: backward writes the gradient over ``logits``, unless ``gradient`` says otherwise.
 
-    Collectives: forward one all_gather of 12 bytes per row from each rank, 16 with ``entropy``; backward
-    none. The host waits for the device only with ``check_labels``.
+    Collectives: forward one all_gather of 12 bytes per row from each rank, 16 with ``entropy``; backward none.
 
     Args:
-        logits: ``[..., C]`` bf16, fp16 or fp32, this rank's shard.
-        labels: ``[...]`` int64 or int32 global ids of the tokens, the same on every rank.
         temperature: positive; divides ``z``, after the cap.
         entropy: also return the entropy, in nats.
         ignore_index: tokens with this label have log-probability, entropy and gradient 0.
-        gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``, as in
-            :func:`vocab_parallel_cross_entropy`.
-        group, softcap, logit_scale, impl, check_labels, vocab_size, shard: as in
-            :func:`vocab_parallel_cross_entropy`.
+        gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
+        others: as in :func:`vocab_parallel_cross_entropy`.
 
     Returns:
         ``[...]`` fp32 log-probabilities, equal bit for bit on all ranks; with ``entropy``, ``(log_probs, entropy)``.
@@ -63,7 +56,7 @@ def token_log_probs(
     """
     check_names(keywords, KEYWORDS)
     settings = Settings(entropy=entropy, reduction="none", **keywords)
-    checks.check_choice("gradient", settings.gradient, GRADIENTS)
+    checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
     outputs = run(plan_call(logits, labels, settings, group=group), logits, labels)
     log_probs = 0.0 - outputs.loss  # a negated 0 would be -0
     return log_probs if outputs.entropy is None else (log_probs, outputs.entropy)

@@ -20,14 +20,7 @@ WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """:func:`vocab_parallel_cross_entropy` with its options fixed; it has no parameters.
-
-    Args:
-        group, return_metrics, keywords: as in :func:`vocab_parallel_cross_entropy`.
-
-    Raises:
-        TypeError, ValueError: an option is not one that the function takes.
-    """
+    """:func:`vocab_parallel_cross_entropy` with its options fixed and checked; it has no parameters."""
 
     @with_keywords(cross_entropy.KEYWORDS)
     def __init__(self, *, group: Any = None, return_metrics: bool = False, **keywords: Any) -> None:
@@ -49,7 +42,7 @@ class VocabParallelCrossEntropy(nn.Module):
 
 
 class LinearCrossEntropy(nn.Module):
-    """:func:`linear_cross_entropy` with its head and options fixed.
+    """:func:`linear_cross_entropy` with its head and options fixed and checked.
 
     Call it inside the forward of the module that FSDP wraps: there the head's weight is whole. A head that
     ``parallelize_module`` cut, by ``ColwiseParallel()`` or an embedding by ``RowwiseParallel()``, needs no
@@ -60,13 +53,11 @@ class LinearCrossEntropy(nn.Module):
             stays in the ``state_dict`` of its owner alone, and its weight is looked up at each call. None for
             a head of this module's own, ``self.own``.
         in_features, columns, bias: ``D``, ``C`` and whether there is a bias, of a head of its own.
-        group, return_metrics, main_grad, keywords: as in :func:`linear_cross_entropy`.
+        others: as in :func:`linear_cross_entropy`.
 
     Raises:
-        TypeError: the head is not a module, or does more than its weight says (LoRA, quantisation, a
-            subclass), or an option is unknown.
-        ValueError: the head is parametrised, has hooks, or FSDP wraps the head itself, or an option has a
-            wrong value.
+        TypeError: the head is not a module, or does more than its weight says (LoRA, quantisation, a subclass).
+        ValueError: the head is parametrised, has hooks, or FSDP wraps the head itself.
     """
 
     @with_keywords(LOSS_KEYWORDS)
@@ -116,10 +107,9 @@ class LinearCrossEntropy(nn.Module):
     @public
     def forward(self, hidden: Tensor, labels: Tensor, num_items: int | Tensor | None = None) -> Any:
         """Loss of ``hidden [..., D]`` and ``labels [...]``, and metrics if asked for."""
-        head = self.head
-        _check_head(head)
-        options = {**self.options, "bias": getattr(head, "bias", None), "group": self.group}
-        return linear_cross_entropy(hidden, head.weight, labels, num_items=num_items, **options)
+        _check_head(self.head)
+        options = {**self.options, "bias": getattr(self.head, "bias", None), "group": self.group}
+        return linear_cross_entropy(hidden, self.head.weight, labels, num_items=num_items, **options)
 
     def extra_repr(self) -> str:
         size = {"weight": tuple(self.head.weight.shape)}
@@ -141,9 +131,8 @@ def _check_head(head: Any) -> None:
         )
     if any(base.__name__ in WRAPPED_BY_FSDP for base in type(head).__mro__):
         raise ValueError(
-            "head: FSDP wraps it, so its weight is whole only in its own forward, which this loss would "
-            "skip; wrap the module that holds the head and the loss instead, and call it inside the module "
-            "that FSDP wraps"
+            "head: FSDP wraps it, so its weight is whole only in its own forward, which this loss would skip; "
+            "wrap the module that holds the head and the loss instead, and call it inside the module that FSDP wraps"
         )
     if isinstance(head, nn.Module) and parametrize.is_parametrized(head):
         raise ValueError("head: expected no parametrizations, got some; remove them")

@@ -1,7 +1,6 @@
 """The settings of a call: every keyword that is no tensor and no group, with its default and its check.
 
-Functions and modules share them. A :class:`Settings` is what a caller asks for; :func:`loss_options` makes
-of it the :class:`~vocab_parallel_ce.spec.LossOptions` that the mathematics and the kernels take.
+Functions and modules share them. :func:`loss_options` makes of them what the mathematics and the kernels take.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from vocab_parallel_ce.shard import LOGITS, VocabShard
 from vocab_parallel_ce.spec import LossOptions
 
 REDUCTIONS = ("mean", "sum", "none")
-SMOOTHING_FORMULAS = ("torch", "megatron")
-GRADIENTS = ("auto", "in_forward", "in_backward", "out_of_place")
+GRADIENT_MODES = ("auto", "in_forward", "in_backward", "out_of_place")
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
 
 
 class Settings(NamedTuple):
-    """What a caller asks for. The public functions document each field."""
+    """What a caller asks for; :func:`vocab_parallel_cross_entropy` and :func:`token_log_probs` say what."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -43,7 +41,7 @@ class Settings(NamedTuple):
 
 
 class CommonKeywords(TypedDict, total=False):
-    """Keywords of every function, as type checkers see them."""
+    """Keywords of every function, as type checkers see them; :class:`Settings` has their defaults."""
 
     group: Any
     ignore_index: int
@@ -56,8 +54,6 @@ class CommonKeywords(TypedDict, total=False):
 
 
 class LossKeywords(CommonKeywords, total=False):
-    """Keywords of the losses."""
-
     label_smoothing: float
     smoothing_formula: str
     z_loss: float
@@ -67,15 +63,11 @@ class LossKeywords(CommonKeywords, total=False):
 
 
 class LogProbKeywords(CommonKeywords, total=False):
-    """Keywords of the log-probabilities."""
-
     temperature: float
     gradient: str
 
 
 class HeadKeywords(TypedDict, total=False):
-    """Keywords of every function of a head and its loss."""
-
     bias: Tensor | None
     main_grad: Tensor | None
     sequence_parallel: bool
@@ -85,14 +77,10 @@ class HeadKeywords(TypedDict, total=False):
 
 
 class LinearLossKeywords(LossKeywords, HeadKeywords, total=False):
-    """Keywords of the linear loss."""
-
     valid_tokens: int | None
 
 
 class LinearLogProbKeywords(CommonKeywords, HeadKeywords, total=False):
-    """Keywords of the linear log-probabilities."""
-
     temperature: float
 
 
@@ -111,7 +99,7 @@ DEFAULTS: dict[str, Any] = {**Settings._field_defaults, **HeadSettings._field_de
 
 
 def keyword_defaults(keywords: type) -> dict[str, Any]:
-    """Return the settings that a ``TypedDict`` above names, with their defaults."""
+    """Return the settings that a class above names, with their defaults."""
     return {name: DEFAULTS[name] for name in DEFAULTS if name in keywords.__annotations__}
 
 
@@ -120,9 +108,9 @@ def with_keywords(keywords: dict[str, Any]) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         own = inspect.signature(function)
-        fixed = [p for p in own.parameters.values() if p.kind != p.VAR_KEYWORD]
-        named = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in keywords.items()]
-        function.__signature__ = own.replace(parameters=[*fixed, *named])  # type: ignore[attr-defined]
+        parameters = [p for p in own.parameters.values() if p.kind != p.VAR_KEYWORD]
+        parameters += [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in keywords.items()]
+        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 
     return decorate
@@ -136,23 +124,26 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 
 
 def loss_options(settings: Settings, vocab_size: int | None) -> LossOptions:
-    """Check the mathematical settings; ``vocab_size`` is None if it is not known yet.
+    """Check the settings, except of the shard and ``impl``, and return those of the mathematics.
 
-    A temperature divides z: ``softcap * tanh(u / softcap) / T`` is that of ``u / T`` and ``softcap / T``.
+    ``vocab_size`` is None if it is not known yet. A temperature divides z: ``softcap * tanh(u / softcap) / T``
+    is that of ``u / T`` and ``softcap / T``.
     """
+    checks.check_choice("reduction", settings.reduction, REDUCTIONS)
+    checks.check_choice("gradient", settings.gradient, GRADIENT_MODES)
     checks.check_integer("ignore_index", settings.ignore_index)
     checks.check_number("label_smoothing", settings.label_smoothing, at_most=1)
-    checks.check_choice("smoothing_formula", settings.smoothing_formula, SMOOTHING_FORMULAS)
+    checks.check_choice("smoothing_formula", settings.smoothing_formula, ("torch", "megatron"))
     checks.check_number("z_loss", settings.z_loss)
     checks.check_number("logit_scale", settings.logit_scale, positive=True)
     checks.check_number("temperature", settings.temperature, positive=True)
     if settings.softcap is not None:
         checks.check_number("softcap", settings.softcap, positive=True)
-    checks.check_bool("return_metrics", settings.return_metrics)
-    checks.check_bool("entropy", settings.entropy)
+    for name in ("return_metrics", "entropy", "check_labels"):
+        checks.check_bool(name, getattr(settings, name))
     smoothing, softcap = float(settings.label_smoothing), settings.softcap
-    if vocab_size is not None and settings.return_metrics:
-        checks.check_exact_in_fp32(vocab_size)
+    if settings.return_metrics and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
+        raise ValueError(f"return_metrics: vocab_size must be at most 2**24 for predictions, got {vocab_size}")
     if vocab_size is not None and settings.smoothing_formula == "megatron":
         smoothing = checks.checked_megatron_smoothing(smoothing, vocab_size)
     logit_scale = settings.logit_scale / settings.temperature
@@ -174,40 +165,27 @@ def loss_options(settings: Settings, vocab_size: int | None) -> LossOptions:
 def check_settings(settings: Settings, n_ranks: int) -> None:
     """Check all that needs no tensor, for a module's constructor."""
     size = settings.vocab_size
-    if size is not None:
-        checks.checked_count("vocab_size", size)
     if settings.shard is not None:
-        size = checked_shard(settings.shard, size, None, n_ranks).vocab_size
+        size = _given_shard(settings, None, n_ranks).vocab_size
+    elif size is not None:
+        checks.checked_count("vocab_size", size)
     loss_options(settings, size)
-    check_modes(settings)
     checks.check_choice("impl", settings.impl, ("auto", *IMPLEMENTATIONS))
 
 
-def check_modes(settings: Settings) -> None:
-    """Check how the loss is reduced and where its gradient goes."""
-    checks.check_choice("reduction", settings.reduction, REDUCTIONS)
-    checks.check_choice("gradient", settings.gradient, GRADIENTS)
-    checks.check_bool("check_labels", settings.check_labels)
-
-
-def checked_shard(
-    shard: object, vocab_size: int | None, n_columns: int | None, n_ranks: int, *, subject: str = LOGITS
-) -> VocabShard:
-    """Return ``shard``, checked against ``n_columns`` if they are known."""
-    if not isinstance(shard, VocabShard):
-        raise TypeError(f"shard: expected a VocabShard, got {type(shard).__name__}")
-    if vocab_size is not None:
-        raise ValueError("shard: has a vocab_size itself, got vocab_size too")
-    return shard.checked(n_columns, n_ranks, subject=subject)
-
-
 def shard_of_rank(settings: Settings, n_columns: int, rank: int, n_ranks: int, *, subject: str = LOGITS) -> VocabShard:
-    """Return the shard that was given, or that follows from ``vocab_size``, or from equal shards.
-
-    ``subject`` is what has the ``n_columns``, for messages.
-    """
+    """Return the given shard, or that of ``vocab_size``, or an equal one. ``subject`` has the ``n_columns``."""
     if settings.shard is not None:
-        return checked_shard(settings.shard, settings.vocab_size, n_columns, n_ranks, subject=subject)
-    if settings.vocab_size is None:
-        return VocabShard.even(n_columns, rank, n_ranks)
-    return VocabShard.of_rank(settings.vocab_size, rank, n_ranks, n_columns, subject=subject)
+        return _given_shard(settings, n_columns, n_ranks, subject)
+    if settings.vocab_size is not None:
+        return VocabShard.of_rank(settings.vocab_size, rank, n_ranks, n_columns, subject=subject)
+    return VocabShard.even(n_columns, rank, n_ranks)
+
+
+def _given_shard(settings: Settings, n_columns: int | None, n_ranks: int, subject: str = LOGITS) -> VocabShard:
+    """Return the checked shard; ``n_columns`` is None if it is not known yet."""
+    if not isinstance(settings.shard, VocabShard):
+        raise TypeError(f"shard: expected a VocabShard, got {type(settings.shard).__name__}")
+    if settings.vocab_size is not None:
+        raise ValueError("shard: has a vocab_size itself, got vocab_size too")
+    return settings.shard.checked(n_columns, n_ranks, subject=subject)

@@ -80,8 +80,10 @@ def check_not_overwritten(logits: Tensor) -> None:
     node = (logits if logits._base is None else logits._base).grad_fn
     if node is not None and node._sequence_nr() >= record.age:
         return
-    if logits.is_cuda and _may_be_captured(logits.device):
-        return
+    if logits.is_cuda:
+        other_stream = torch.cuda.current_stream(logits.device) != torch.cuda.default_stream(logits.device)
+        if other_stream or torch.cuda.is_current_stream_capturing():
+            return
     if record.rows is None or any(written.overlap(_Rows.of(logits)) for written in record.rows):
         raise ValueError(
             "logits: expected logits, got memory in which an earlier call has left its gradient; ask for "
@@ -89,8 +91,3 @@ def check_not_overwritten(logits: Tensor) -> None:
             "autograd cannot see who wrote new logits there, call "
             "torch.autograd.graph.increment_version(logits) after it"
         )
-
-
-def _may_be_captured(device: torch.device) -> bool:
-    other_stream = torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
-    return other_stream or torch.cuda.is_current_stream_capturing()

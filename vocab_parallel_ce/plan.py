@@ -16,21 +16,21 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.blocks import one_pass_config
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.layout import has_whole_vectors
-from vocab_parallel_ce.options import Settings, check_modes, checked_shard, loss_options, shard_of_rank
+from vocab_parallel_ce.options import Settings, loss_options, shard_of_rank
 from vocab_parallel_ce.overwritten import check_not_overwritten
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
 
-# A private function: None in a PyTorch without it.
-_top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
+# A private function: None in a PyTorch without it. Then "auto" overwrites nothing.
+top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
 MOST_PLANS = 1024
 
 
 class Plan(NamedTuple):
-    """What runs, except the tensors and the group: cached."""
+    """What runs, except the tensors and the group."""
 
     launchers: ModuleType
     one_pass: Callable[..., None] | None  # the launcher, if one launch does it all
@@ -51,14 +51,11 @@ class Call(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What of its tensors and ranks a plan depends on."""
+    """What of the logits and ranks a plan depends on."""
 
     dtype: torch.dtype
     n_columns: int
-    layout: torch.layout
     device: torch.device
-    labels_dtype: torch.dtype
-    labels_device: torch.device
     rank: int
     n_ranks: int
     gradient: str
@@ -78,52 +75,38 @@ def plan_call(
 
     ``may_hold_gradient``: do not look whether an earlier call has overwritten the logits.
     """
-    checks.check_tensor("logits", logits)
-    checks.check_tensor("labels", labels)
-    if logits.dim() < 2 or logits.shape[-1] == 0 or labels.shape != logits.shape[:-1]:
-        checks.check_logits(logits)
-        checks.check_labels(labels, logits)
-    rank, n_ranks = group_position(group)
-    if settings.shard is not None:
-        shard = checked_shard(settings.shard, settings.vocab_size, None, n_ranks)
-        settings = settings._replace(shard=shard)
+    checks.check_logits(logits)
+    checks.check_labels(labels, logits)
+    shape = logits.shape
+    if (*labels.shape, shape[-1]) != shape:
+        expected = f"that of logits without the last dimension, {tuple(shape[:-1])}"
+        raise ValueError(f"labels: shape must be {expected}, got {tuple(labels.shape)}")
     checks.check_no_transforms(logits)
+    rank, n_ranks = group_position(group)
     mode = gradient_mode(settings.gradient, logits)
     whole_vectors = mode == "in_forward" and has_whole_vectors(logits)
-    kind = Kind(
-        logits.dtype,
-        logits.shape[-1],
-        logits.layout,
-        logits.device,
-        labels.dtype,
-        labels.device,
-        rank,
-        n_ranks,
-        mode,
-        whole_vectors,
-    )
+    kind = Kind(logits.dtype, shape[-1], logits.device, rank, n_ranks, mode, whole_vectors)
     plan = cached_plan(settings, kind)
     if not may_hold_gradient:
         check_not_overwritten(logits)
-    if num_items is not None:
-        checks.check_num_items(num_items, settings.reduction, logits)
-        num_items = as_divisor(num_items, logits)
+    divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
     if verify.open_calls:
         verify.compare_call({"logits": logits}, labels, plan.shard, comparable(settings, num_items))
-    return Call(plan, group, num_items)
+    return Call(plan, group, divisor)
 
 
 _plans: dict[Any, Plan] = {}
 
 
 def cached_plan(settings: Settings, kind: Kind) -> Plan:
-    """Return the plan of checked settings and kind, made once."""
-    key = (settings, tuple(map(type, settings)), kind)  # 1, 1.0 and True are equal, and not all allowed
+    """Return the plan of settings and kind, checked and made once."""
     try:
+        fields = settings if settings.shard is None else (*settings, *settings.shard)
+        key = (settings, tuple(map(type, fields)), kind)  # 1, 1.0 and True are equal
         plan = _plans.get(key)
-    except TypeError:  # a setting that cannot be hashed, which make_plan refuses by name
+    except TypeError:  # a setting that cannot be hashed, or no shard, which make_plan refuses by name
         plan = None
     if plan is None:
         plan = make_plan(settings, kind)
@@ -135,26 +118,18 @@ def cached_plan(settings: Settings, kind: Kind) -> Plan:
 
 def make_plan(settings: Settings, kind: Kind) -> Plan:
     """Check ``settings`` against ``kind``, and choose the implementation."""
-    checks.check_kind_of_logits(kind.dtype, kind.layout)
-    checks.check_kind_of_labels(kind.labels_dtype, kind.labels_device, kind.device)
-    check_modes(settings)
     shard = shard_of_rank(settings, kind.n_columns, kind.rank, kind.n_ranks)
     options = loss_options(settings, shard.vocab_size)
-    workload = Workload(
-        n_ranks=kind.n_ranks,
-        gradient=kind.gradient,
-        options_on=options.beyond_z_loss,
-        whole_vectors=kind.whole_vectors and shard.n_valid == shard.n_columns,
-        fits=one_pass_config(kind.n_columns * kind.dtype.itemsize) is not None,
-    )
+    whole_vectors = kind.whole_vectors and shard.n_valid == shard.n_columns
+    fits = one_pass_config(kind.n_columns * kind.dtype.itemsize) is not None
+    workload = Workload(kind.n_ranks, kind.gradient, options.beyond_z_loss, whole_vectors, fits)
     gpu = gpu_of(kind.device.index) if kind.device.type == "cuda" else None
-    name = select(kind.device.type, settings.impl, workload=workload, gpu=gpu).name
-    launchers, one_pass = launchers_of(name)
-    return Plan(launchers, one_pass, kind.rank, kind.n_ranks, shard, options, settings.reduction, kind.gradient)
+    launchers = launchers_of(select(kind.device.type, settings.impl, workload=workload, gpu=gpu).name)
+    return Plan(*launchers, kind.rank, kind.n_ranks, shard, options, settings.reduction, kind.gradient)
 
 
 def launchers_of(implementation: str) -> tuple[ModuleType, Callable[..., None] | None]:
-    """Return the module with an implementation's launchers, and the one of ``one_pass``, imported now."""
+    """Import and return the module with an implementation's launchers, and the launcher of ``one_pass``."""
     if implementation == "reference":
         from vocab_parallel_ce import reference
 
@@ -168,8 +143,9 @@ def launchers_of(implementation: str) -> tuple[ModuleType, Callable[..., None] |
     return launchers, one_pass
 
 
-def as_divisor(num_items: int | Tensor, logits: Tensor) -> Tensor:
+def checked_divisor(num_items: int | Tensor, reduction: str, logits: Tensor) -> Tensor:
     """Return checked ``num_items`` as kernels take it: ``[1]`` on the device of ``logits``."""
+    checks.check_num_items(num_items, reduction, logits)
     if isinstance(num_items, Tensor) and num_items.device == logits.device:
         return num_items.detach().reshape(1)
     return logits.new_full((1,), float(num_items), dtype=torch.float32)
@@ -178,10 +154,8 @@ def as_divisor(num_items: int | Tensor, logits: Tensor) -> Tensor:
 def gradient_mode(gradient: str, logits: Tensor) -> str:
     """Return the mode that runs: ``"auto"`` writes in place in backward if autograd sees every reader.
 
-    Raises:
-        ValueError: ``"in_forward"`` of a view in a graph. A version raised in backward comes too late for
-            a backward that runs before and uses a saved value. Raised in forward, it makes autograd replace
-            the view's node, and hooks on the view, or on one between it and its base, would be lost.
+    ``"in_forward"`` of a view in a graph is an error. A version raised in backward comes too late for a backward
+    that runs before and uses a saved value. Raised in forward, it would lose hooks; see :func:`is_view_in_graph`.
     """
     if gradient == "auto":
         base = logits._base
@@ -201,18 +175,14 @@ def may_overwrite(owner: Tensor) -> bool:
     It does not for a leaf, or a view of one: the memory belongs to a parameter, or to a tensor outside the graph (a
     DTensor's local one). Nor under saved-tensor hooks: autograd compares no version of what went through them.
     """
-    if owner.is_leaf or _top_saved_tensor_hooks is None:
-        return False
-    return _top_saved_tensor_hooks(True) is None
-
-
-def can_see_saved_tensor_hooks() -> bool:
-    """Whether this PyTorch can say if saved-tensor hooks are active. If not, nothing is overwritten."""
-    return _top_saved_tensor_hooks is not None
+    return not owner.is_leaf and top_saved_tensor_hooks is not None and top_saved_tensor_hooks(True) is None
 
 
 def is_view_in_graph(tensor: Tensor) -> bool:
-    """Whether autograd would rebuild the tensor's node if its version were raised."""
+    """Whether autograd would rebuild the tensor's node if its version were raised.
+
+    The gradient and hooks of the node in the graph, and of views between it and its base, would be lost.
+    """
     return tensor._is_view() and tensor.grad_fn is not None
 
 

@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from vocab_parallel_ce import checks
 from vocab_parallel_ce.options import IMPLEMENTATIONS
 
 
 class Selection(NamedTuple):
-    """An implementation, and the reason for it."""
-
     name: str
     reason: str
 
@@ -70,18 +69,13 @@ def select(
     """Choose the implementation for tensors on ``device_type``: ``"cpu"``, or ``"cuda"``, also for ROCm.
 
     ``auto`` is ``one_pass`` if one launch on a GPU can do ``workload``, otherwise ``triton`` on a GPU and
-    ``reference`` elsewhere. Nothing falls back: a GPU without triton is an error, which names the remedy.
+    ``reference`` elsewhere. Nothing falls back: a name that cannot run raises ValueError, with the remedy.
 
     Args:
         triton: the result of :func:`triton_state`; None calls it.
         workload, gpu: the call, and the result of :func:`gpu_of`; ``one_pass`` needs both.
-
-    Raises:
-        ValueError: the name is unknown, or it cannot run.
     """
-    names = ("auto", *IMPLEMENTATIONS)
-    if requested not in names:
-        raise ValueError(f"impl: expected one of {', '.join(map(repr, names))}, got {requested!r}")
+    checks.check_choice("impl", requested, ("auto", *IMPLEMENTATIONS))
     if requested == "reference":
         return Selection("reference", "asked for")
     if requested == "auto" and device_type != "cuda":
@@ -95,13 +89,11 @@ def select(
     obstacle = _obstacle(device_type, triton, workload, gpu)
     if requested == "one_pass" and obstacle:
         raise ValueError(f"impl: 'one_pass' needs {obstacle}; 'auto' chooses what can run")
-    reason = "asked for" if requested != "auto" else "one read and one write"
     if obstacle is None and requested != "triton":
-        return Selection("one_pass", reason)
+        return Selection("one_pass", "asked for" if requested == "one_pass" else "one read and one write")
     if device_type == "cuda":
-        if requested == "auto":
-            reason = f"a GPU, and triton is installed; one_pass needs {obstacle}"
-        return Selection("triton", reason)
+        why = f"a GPU, and triton is installed; one_pass needs {obstacle}"
+        return Selection("triton", why if requested == "auto" else "asked for")
     if device_type == "cpu" and triton == "interpreter":
         return Selection("triton", "asked for, under triton's interpreter")
     raise ValueError(
@@ -117,10 +109,9 @@ def _obstacle(device_type: str, triton: str, workload: Workload | None, gpu: Gpu
     if gpu is None or workload is None:
         return "a call to decide about, by its shape and options"
     memory, options = ONE_PASS_SHARED_MEMORY, ", ".join(workload.options_on)
-    gluon = "a triton with Gluon's asynchronous copies (3.5 or later)"
     conditions = (
         (gpu.is_nvidia, "an NVIDIA GPU, got another maker's"),
-        (gpu.has_gluon, f"{gluon}, got {triton_version()}"),
+        (gpu.has_gluon, f"a triton with Gluon's asynchronous copies (3.5 or later), got {triton_version()}"),
         (gpu.shared_memory >= memory, f"{memory} bytes of shared memory a program, got {gpu.shared_memory}"),
         (workload.n_ranks == 1, f"one rank, got {workload.n_ranks}"),
         (workload.gradient == "in_forward", f"gradient 'in_forward', got {workload.gradient!r}"),

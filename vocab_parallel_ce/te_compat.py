@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, pipeline
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
-from vocab_parallel_ce.layout import flat, overwritable, per_row, row_layout, rows_are_disjoint
+from vocab_parallel_ce.layout import per_row, row_layout, rows_are_disjoint
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.plan import launchers_of, may_overwrite, plan_call
 from vocab_parallel_ce.selection import select
@@ -33,28 +33,21 @@ def parallel_cross_entropy(
     overwrite_input: bool | None = None,
     _input: Tensor | None = None,
 ) -> Tensor:
-    """TransformerEngine's ``parallel_cross_entropy``; see ``vocab_parallel_cross_entropy``.
-
-    Collectives: forward one all_gather if ``dist_process_group`` has several ranks, backward none.
+    """TransformerEngine's ``parallel_cross_entropy``: :func:`vocab_parallel_cross_entropy` by that library's names.
 
     Args:
-        inp: ``[..., C]`` this rank's logits, bf16, fp16 or fp32. Required. ``_input`` is its deprecated name.
-        target: ``[...]`` int64 or int32 global ids. Required.
+        inp: ``[..., C]`` this rank's logits. Required. ``_input`` is its deprecated name.
+        target: ``[...]`` global ids. Required.
         label_smoothing: in [0, 1].
         reduce_loss: True: the mean over the rows that are not ignored, ``[]``; False: ``target``'s shape.
         dist_process_group: the ranks that share a vocabulary, or None.
         ignore_idx: rows with this label have loss 0 and gradient 0.
         is_cg_capturable: accepted; every path can be captured in a CUDA graph.
-        overwrite_input: True: backward writes the gradient over ``inp`` (TransformerEngine 2.20's
-            meaning). False: into a new tensor. None: forward writes a mean's gradient over ``inp``, and
-            backward scales it. For an unreduced loss, fp16, and a view of another tensor, None is True. For a
-            leaf or a view of one, and under saved-tensor hooks, it is False.
+        overwrite_input: True: backward writes the gradient over ``inp`` (TransformerEngine 2.20's meaning). False:
+            into a new tensor. None: forward writes a mean's gradient over ``inp``, and backward scales it. For an
+            unreduced loss, fp16, a view, a leaf, and under saved-tensor hooks, None is ``gradient="auto"``.
 
-    Returns:
-        fp32 loss.
-
-    Raises:
-        TypeError, ValueError: as ``vocab_parallel_cross_entropy``.
+    Returns, Collectives, Raises: as :func:`vocab_parallel_cross_entropy`.
     """
     if _input is not None:
         if inp is not None:
@@ -81,28 +74,19 @@ def cross_entropy_forward(
 ) -> tuple[Tensor, Tensor]:
     """First step of the pair without autograd: return the fp32 loss, and ``_input`` with its gradient.
 
-    Overwrites ``_input`` whether or not it requires a gradient. If its last dimension is not dense, or it
-    overlaps itself, the second result is a copy instead. Collectives: one all_gather if
-    ``dist_process_group`` has several ranks. Arguments and errors: as :func:`parallel_cross_entropy`.
+    Overwrites ``_input`` whether or not it requires a gradient. If its last dimension is not dense, or it overlaps
+    itself, the second result is a copy instead. Arguments, collectives, errors: as :func:`parallel_cross_entropy`.
     """
-    settings = Settings(
-        ignore_index=ignore_idx,
-        label_smoothing=label_smoothing,
-        reduction=_reduction(reduce_loss),
-        gradient="in_forward",
-    )
+    settings = Settings(ignore_idx, label_smoothing, reduction=_reduction(reduce_loss), gradient="in_forward")
     call = plan_call(_input, target, settings, group=dist_process_group, may_hold_gradient=True)
-    grad = overwritable(_input)
-    outputs = pipeline.new_outputs(call, target.shape, grad)
-    pipeline.forward_with_gradient(call, grad, flat(target), outputs)
-    pipeline.raise_version(grad)
-    return pipeline.reduced(call, outputs).loss, grad
+    outputs, grad = pipeline.forward_in_place(call, _input, target)
+    return outputs.loss, grad
 
 
 @public
 @torch.no_grad()
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable: bool = False) -> Tensor:
-    """Second step of the pair: scale, in place, the gradient that :func:`cross_entropy_forward` returned.
+    """Second step of the pair: scale, in place, and return the gradient that :func:`cross_entropy_forward` returned.
 
     Collectives: none. If ``grad_output`` is one element equal to 1, the device leaves ``_input`` as it is.
 
@@ -110,9 +94,6 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
         _input: ``[..., C]`` the second result of :func:`cross_entropy_forward`.
         grad_output: one element, or one per row, of any strides.
         is_cg_capturable: accepted; nothing here synchronises.
-
-    Returns:
-        ``_input``.
 
     Raises:
         TypeError, ValueError: ``_input`` or ``grad_output`` is not as described.

@@ -13,7 +13,7 @@ from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.layout import VECTOR_BYTES, flat
 from vocab_parallel_ce.linear.chunks import TokenOrder, chunk_of, chunks_of, order_of_ranks, order_of_valid
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
-from vocab_parallel_ce.plan import Call, Kind, Plan, as_divisor, cached_plan, comparable
+from vocab_parallel_ce.plan import Call, Kind, Plan, cached_plan, checked_divisor, comparable
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import is_ignored
 
@@ -60,7 +60,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     """Check the arguments and plan the call; changes nothing."""
     hidden, labels, main_grad = given.hidden, given.labels, given.main_grad
     checks.check_hidden(hidden)
-    checks.check_tensor("labels", labels)
+    checks.check_labels(labels, hidden, "hidden")
     check_head_settings(settings, head)
     checks.check_no_transforms(*(t for t in (hidden, given.weight, given.bias) if isinstance(t, Tensor)))
     rank, n_ranks = group_position(given.group)
@@ -77,8 +77,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     plan = _plan_of_logits(dtype, weight.shape[0], given, settings, rank, n_ranks)
     num_items = given.num_items
     if num_items is not None:
-        checks.check_num_items(num_items, settings.reduction, hidden)
-        num_items = as_divisor(num_items, hidden)
+        num_items = checked_divisor(num_items, settings.reduction, hidden)
     # Each rank's chunks must be the same, whatever its own width.
     width = -(-plan.shard.vocab_size // n_ranks)
     chunk = chunk_of(head, labels.numel(), hidden.shape[-1], width, dtype.itemsize)
@@ -162,8 +161,6 @@ def _check_tokens(given: Arguments, n_ranks: int, head: HeadSettings) -> None:
         if given.group is None:
             raise ValueError("sequence_parallel: expected the group whose ranks hold the parts, got group=None")
         expected, of_all = (expected[0] * n_ranks, *expected[1:]), ", that of all ranks' tokens"
-    if labels.device != hidden.device:
-        raise ValueError(f"labels: device must be that of hidden, {hidden.device}, got {labels.device}")
     if tuple(labels.shape) != expected:
         raise ValueError(f"labels: expected shape {expected}{of_all}, got {tuple(labels.shape)}")
 
@@ -180,10 +177,7 @@ def _plan_of_logits(
     kind = Kind(
         dtype=dtype,
         n_columns=n_columns,
-        layout=torch.strided,
         device=given.hidden.device,
-        labels_dtype=given.labels.dtype,
-        labels_device=given.labels.device,
         rank=rank,
         n_ranks=n_ranks,
         gradient=gradient,
