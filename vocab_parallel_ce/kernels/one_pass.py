@@ -51,13 +51,23 @@ copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_cop
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
-class Source(NamedTuple):
-    """The logits, and the part of a chunk that each thread has."""
+class Walk(NamedTuple):
+    """The logits, the buffer, and how a row lies in both; the same for all rows."""
 
     logits: tl.tensor
     layout: tl.tuple
     n_columns: tl.tensor
     lane_columns: tl.tensor  # [LANES, VECTOR] columns of a row's first chunk
+    buffer: gl.shared_memory_descriptor
+
+
+class Sizes(NamedTuple):
+    """Constants of the kernel."""
+
+    CHUNKS: gl.constexpr
+    REGISTER_CHUNKS: gl.constexpr
+    STAGES: gl.constexpr
+    CHUNKS_PER_WAIT: gl.constexpr
 
 
 class Cursor(NamedTuple):
@@ -126,62 +136,53 @@ def loss_weight(labels, divisor, n_rows, lane_columns, ignore_index, COUNTED: gl
 
 
 @gluon.jit
-def vector_begin(row, layout, VECTOR: gl.constexpr):
+def vector_begin(walk, row):
     """Return ``row_begin`` for rows of whole vectors, so that the compiler sees that they are."""
-    return row_begin(row.to(gl.int64), layout) // VECTOR * VECTOR
+    VECTOR: gl.constexpr = walk.lane_columns.shape[1]
+    return row_begin(row.to(gl.int64), walk.layout) // VECTOR * VECTOR
 
 
 @gluon.jit
-def load_target(source, row, column):
+def load_target(walk, row, column):
     """Load the label's logit, -inf if ``column`` is negative."""
-    begin = vector_begin(row, source.layout, source.lane_columns.shape[1])
-    return gl.load(source.logits + begin + column, mask=column >= 0, other=float("-inf"))
+    return gl.load(walk.logits + vector_begin(walk, row) + column, mask=column >= 0, other=float("-inf"))
 
 
 @gluon.jit
-def load_beside_target(source, row, column):
+def load_beside_target(walk, row, column):
     """Load the other logits of the label's vector, one per lane; -inf in the lanes after them."""
-    VECTOR: gl.constexpr = source.lane_columns.shape[1]
-    lane: gl.constexpr = gl.SliceLayout(1, source.lane_columns.type.layout)
-    lanes = gl.arange(0, source.lane_columns.shape[0], layout=lane)
+    VECTOR: gl.constexpr = walk.lane_columns.shape[1]
+    lane: gl.constexpr = gl.SliceLayout(1, walk.lane_columns.type.layout)
+    lanes = gl.arange(0, walk.lane_columns.shape[0], layout=lane)
     columns = column // VECTOR * VECTOR + lanes
     inside = (lanes < VECTOR) & (columns != column) & (column >= 0)
-    begin = vector_begin(row, source.layout, VECTOR)
-    return gl.load(source.logits + begin + columns, mask=inside, other=float("-inf"))
+    return gl.load(walk.logits + vector_begin(walk, row) + columns, mask=inside, other=float("-inf"))
 
 
 @gluon.jit
-def fetch(buffer, source, cursor, chunk: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
+def fetch(walk, cursor, chunk: gl.constexpr, SIZES: gl.constexpr):
     """Start to copy a chunk to its stage; ``chunk`` counts from the cursor's row on, over the next rows too.
 
     Columns that are not read become 0 in the buffer, those of ignored rows too.
     """
-    lane_columns = source.lane_columns
-    ahead: gl.constexpr = chunk // CHUNKS
-    columns = (chunk % CHUNKS) * lane_columns.numel + lane_columns
-    n_read = gl.where(cursor.columns[ahead] == -2, 0, source.n_columns)
-    begin = vector_begin(cursor.row + ahead * cursor.step, source.layout, lane_columns.shape[1])
-    stage = (cursor.stage + chunk) % STAGES
-    copy_to_shared(buffer.index(stage), source.logits + begin + columns, mask=columns < n_read)
+    ahead: gl.constexpr = chunk // SIZES.CHUNKS
+    columns = (chunk % SIZES.CHUNKS) * walk.lane_columns.numel + walk.lane_columns
+    n_read = gl.where(cursor.columns[ahead] == -2, 0, walk.n_columns)
+    begin = vector_begin(walk, cursor.row + ahead * cursor.step)
+    stage = (cursor.stage + chunk) % SIZES.STAGES
+    copy_to_shared(walk.buffer.index(stage), walk.logits + begin + columns, mask=columns < n_read)
     async_copy.commit_group()
 
 
 @gluon.jit
-def read_row(
-    buffer,
-    source,
-    cursor,
-    beside,
-    CHUNKS: gl.constexpr,
-    REGISTER_CHUNKS: gl.constexpr,
-    STAGES: gl.constexpr,
-    CHUNKS_PER_WAIT: gl.constexpr,
-):
+def read_row(walk, cursor, beside, SIZES: gl.constexpr):
     """Return ``(row_max, others_sum, chunks)``: statistics without the label, and the chunks in registers.
 
     ``beside`` are the other logits of the label's vector.
     """
-    lane_columns = source.lane_columns
+    CHUNKS: gl.constexpr = SIZES.CHUNKS
+    CHUNKS_PER_WAIT: gl.constexpr = SIZES.CHUNKS_PER_WAIT
+    lane_columns = walk.lane_columns
     tile: gl.constexpr = lane_columns.type.layout
     lanes = gl.arange(0, lane_columns.shape[0], layout=gl.SliceLayout(1, tile))
     column = cursor.columns[0]
@@ -191,17 +192,17 @@ def read_row(
     chunks = ()
     for i in gl.static_range(CHUNKS):
         if i % CHUNKS_PER_WAIT == 0:
-            async_copy.wait_group(copies_in_flight(i, CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT))
+            async_copy.wait_group(copies_in_flight(i, CHUNKS, SIZES.REGISTER_CHUNKS, SIZES.STAGES, CHUNKS_PER_WAIT))
             # Refill the stages that were read before the wait.
             for done in gl.static_range(i - CHUNKS_PER_WAIT, i):
-                if done >= 0 and done < REGISTER_CHUNKS:
-                    fetch(buffer, source, cursor, done + STAGES, CHUNKS, STAGES)
-        chunk = buffer.index((cursor.stage + i) % STAGES).load(tile)
-        if i < REGISTER_CHUNKS:
+                if done >= 0 and done < SIZES.REGISTER_CHUNKS:
+                    fetch(walk, cursor, done + SIZES.STAGES, SIZES)
+        chunk = walk.buffer.index((cursor.stage + i) % SIZES.STAGES).load(tile)
+        if i < SIZES.REGISTER_CHUNKS:
             chunks = chunks + (chunk,)
         z = chunk.to(gl.float32)
         if i == CHUNKS - 1:
-            z = gl.where(i * lane_columns.numel + lane_columns < source.n_columns, z, float("-inf"))
+            z = gl.where(i * lane_columns.numel + lane_columns < walk.n_columns, z, float("-inf"))
         is_other = label_vector != i * lane_columns.shape[0]
         new_max = gl.maximum(lane_max, gl.where(is_other, gl.max(z, axis=1), float("-inf")))
         shift = finite_or_zero(new_max)
@@ -210,8 +211,8 @@ def read_row(
         lane_max = new_max
     row_max, others_sum = gl.reduce((lane_max, lane_sum), 0, merge_lanes)
     for done in gl.static_range((CHUNKS - 1) // CHUNKS_PER_WAIT * CHUNKS_PER_WAIT, CHUNKS):
-        if done < REGISTER_CHUNKS:
-            fetch(buffer, source, cursor, done + STAGES, CHUNKS, STAGES)
+        if done < SIZES.REGISTER_CHUNKS:
+            fetch(walk, cursor, done + SIZES.STAGES, SIZES)
     return row_max, others_sum, chunks
 
 
@@ -237,48 +238,39 @@ def finish_row(others_max, others_sum, target, column, weight, n_columns, loss_o
 
 
 @gluon.jit
-def write_row(
-    buffer,
-    source,
-    cursor,
-    chunks,
-    row_max,
-    scale,
-    CHUNKS: gl.constexpr,
-    REGISTER_CHUNKS: gl.constexpr,
-    STAGES: gl.constexpr,
-    CHUNKS_PER_WAIT: gl.constexpr,
-):
+def write_row(walk, cursor, chunks, row_max, scale, SIZES: gl.constexpr):
     """Write ``exp(z - row_max) * scale`` over every column of a row, and refill the stages."""
-    logits, lane_columns = source.logits, source.lane_columns
-    begin = vector_begin(cursor.row, source.layout, lane_columns.shape[1])
-    for i in gl.static_range(CHUNKS):
-        if i < REGISTER_CHUNKS:
+    logits, lane_columns = walk.logits, walk.lane_columns
+    begin = vector_begin(walk, cursor.row)
+    for i in gl.static_range(SIZES.CHUNKS):
+        if i < SIZES.REGISTER_CHUNKS:
             chunk = chunks[i]
         else:
-            chunk = buffer.index((cursor.stage + i) % STAGES).load(lane_columns.type.layout)
+            chunk = walk.buffer.index((cursor.stage + i) % SIZES.STAGES).load(lane_columns.type.layout)
         grad = (exp_shifted(chunk.to(gl.float32), row_max) * scale).to(logits.dtype.element_ty)
         columns = i * lane_columns.numel + lane_columns
-        if i < CHUNKS - 1:
+        if i < SIZES.CHUNKS - 1:
             gl.store(logits + begin + columns, grad)
         else:
-            gl.store(logits + begin + columns, grad, mask=columns < source.n_columns)
-        if i >= REGISTER_CHUNKS and ((i + 1 - REGISTER_CHUNKS) % CHUNKS_PER_WAIT == 0 or i == CHUNKS - 1):
+            gl.store(logits + begin + columns, grad, mask=columns < walk.n_columns)
+        if i >= SIZES.REGISTER_CHUNKS and (
+            (i + 1 - SIZES.REGISTER_CHUNKS) % SIZES.CHUNKS_PER_WAIT == 0 or i == SIZES.CHUNKS - 1
+        ):
             # Refill the stages that were read since the last refill.
-            for done in gl.static_range(i - (i - REGISTER_CHUNKS) % CHUNKS_PER_WAIT, i + 1):
-                fetch(buffer, source, cursor, done + STAGES, CHUNKS, STAGES)
+            for done in gl.static_range(i - (i - SIZES.REGISTER_CHUNKS) % SIZES.CHUNKS_PER_WAIT, i + 1):
+                fetch(walk, cursor, done + SIZES.STAGES, SIZES)
 
 
 @gluon.jit
-def clear_rows(source, loss, row, step, n_rows, CHUNKS: gl.constexpr):
+def clear_rows(walk, loss, row, step, n_rows, CHUNKS: gl.constexpr):
     """Write loss and gradient 0 in every row of a program: a sum over no items."""
-    lane_columns = source.lane_columns
-    zeros = gl.zeros_like(lane_columns).to(source.logits.dtype.element_ty)
+    lane_columns = walk.lane_columns
+    zeros = gl.zeros_like(lane_columns).to(walk.logits.dtype.element_ty)
     while row < n_rows:
-        begin = vector_begin(row, source.layout, lane_columns.shape[1])
+        begin = vector_begin(walk, row)
         for i in range(CHUNKS):
             columns = i * lane_columns.numel + lane_columns
-            gl.store(source.logits + begin + columns, zeros, mask=columns < source.n_columns)
+            gl.store(walk.logits + begin + columns, zeros, mask=columns < walk.n_columns)
         gl.store(loss + row, 0.0)
         row += step
 
@@ -316,7 +308,8 @@ def one_pass_kernel(
     element = logits.dtype.element_ty
     n_columns = n_columns // VECTOR * VECTOR  # unchanged; now the compiler sees that it is a multiple
     buffer = gl.allocate_shared_memory(element, [STAGES, LANES, VECTOR], unswizzled)
-    source = Source(logits, layout, n_columns, lane_columns)
+    walk = Walk(logits, layout, n_columns, lane_columns, buffer)
+    sizes: gl.constexpr = Sizes(CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT)
     stage = 0
     row = gl.program_id(0)
     step = gl.num_programs(0)
@@ -327,27 +320,25 @@ def one_pass_kernel(
         label_columns = label_columns + (column,)
     # Labels and the logits of their vectors are loaded one row early.
     next_label = load_label(labels, row + (AHEAD + 1) * step, n_rows)
-    next_target = load_target(source, row, label_columns[0])
-    next_beside = load_beside_target(source, row, label_columns[0])
+    next_target = load_target(walk, row, label_columns[0])
+    next_beside = load_beside_target(walk, row, label_columns[0])
     for i in gl.static_range(STAGES):
-        fetch(buffer, source, Cursor(stage, row, step, label_columns), i, CHUNKS, STAGES)
+        fetch(walk, Cursor(stage, row, step, label_columns), i, sizes)
     weight = loss_weight(labels, divisor, n_rows, lane_columns, loss_options.ignore_index, COUNTED)
     if COUNTED or divisor is not None:
         if weight == 0:
             # The fetched logits may be NaN. They stay unseen.
             async_copy.wait_group(0)
-            clear_rows(source, loss, row, step, n_rows, CHUNKS)
+            clear_rows(walk, loss, row, step, n_rows, CHUNKS)
             n_rows *= 0
     while row < n_rows:
         cursor = Cursor(stage, row, step, label_columns)
-        begin = vector_begin(row, layout, VECTOR)
+        begin = vector_begin(walk, row)
         column = label_columns[0]
         target, beside = next_target.to(gl.float32), next_beside
         new_row = row + (AHEAD + 1) * step
         new_column = label_column(next_label, new_row, n_rows, n_columns, loss_options.ignore_index)
-        others_max, others_sum, chunks = read_row(
-            buffer, source, cursor, beside, CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT
-        )
+        others_max, others_sum, chunks = read_row(walk, cursor, beside, sizes)
         value, row_max, scale, target_grad = finish_row(
             others_max, others_sum, target, column, weight, n_columns, loss_options
         )
@@ -356,9 +347,9 @@ def one_pass_kernel(
         written = gl.where(target > float("-inf"), column, -1)
         # Not earlier: these loads would take registers while the row fills them.
         next_label = load_label(labels, new_row + step, n_rows)
-        next_target = load_target(source, row + step, label_columns[1])
-        next_beside = load_beside_target(source, row + step, label_columns[1])
-        write_row(buffer, source, cursor, chunks, row_max, scale, CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT)
+        next_target = load_target(walk, row + step, label_columns[1])
+        next_beside = load_beside_target(walk, row + step, label_columns[1])
+        write_row(walk, cursor, chunks, row_max, scale, sizes)
         # write_row wrote the label's column like every other.
         barrier()
         gl.store(logits + begin + written, target_grad.to(element), mask=written >= 0)
