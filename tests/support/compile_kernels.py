@@ -155,7 +155,7 @@ def gradient(dtype: str, edges: bool, option: str, call: str = "in_backward", ra
 
 def scaled(dtype: str, edges: bool) -> Variant:
     dtypes = (DTYPES[dtype], torch.float32)
-    launch = launch_of("element_mul", dtypes, N_COLUMNS, row_layout(edges), edges, 3)
+    launch = launch_of("element_mul", dtypes, row_layout(edges), edges, N_COLUMNS, 3)
     return Variant(f"element_mul-{dtype}{'-edges' * edges}", launch, dtypes)
 
 

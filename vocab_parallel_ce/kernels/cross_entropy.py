@@ -1,16 +1,15 @@
 """Gradient, and loss, from the gathered statistics of all ranks.
 
-    loss = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
-    dz_i = p_i * (1 + 2 * z_loss * lse) - (1 - e) * [i == y] - e / V,   p_i = exp(z_i - row_max) / sum_exp
-    p_y - 1 = -others_sum / sum_exp,   sum_exp = others_sum + exp(z_y - row_max)
-    dx_i = (dz_i * grad_output / n + p_i * (mean_shifted - (z_i - row_max)) * grad_entropy) * dz_i/dx_i
+    dx_i = (dloss/dz_i * grad_output / divisor + dentropy/dz_i * grad_entropy) * dz_i/dx_i
+    p_y - 1 = -others_sum / sum_exp
+
+``spec`` has the derivatives.
 
 One program per row. It merges the R statistics, writes the loss if requested, and writes the gradient, over the
 logits or elsewhere. Regime: bound by memory; it reads the shard once and writes it once. ``grad_output`` and the
 divisor are one fp32 factor per row, so the gradient is rounded once. Padded columns become 0, whatever they hold.
 """
 
-import functools
 from typing import NamedTuple
 
 import triton
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
-from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Dtypes, Launch, dtypes_of, option_arguments, row_arguments
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments, walk_launch
 from vocab_parallel_ce.kernels.primitives import (
     bounded,
     divisor_weight,
@@ -32,6 +31,7 @@ from vocab_parallel_ce.kernels.primitives import (
     row_loss,
     stats_of_row,
     sum_exp,
+    tile_columns,
     transform,
     weighted,
 )
@@ -129,8 +129,8 @@ def cross_entropy_kernel(
     loss_options,  # option_arguments
     n_rows,
     shard_start,
-    HAS_EDGES: tl.constexpr,
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -167,7 +167,7 @@ def cross_entropy_kernel(
         # Loads stay 16 bytes wide: the vector at the border is read whole.
         valid_width = (begin + sizes.n_valid - first).to(tl.int32)
         readable = (valid_width + VECTOR - 1) // VECTOR * VECTOR
-    lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    lane_columns = tile_columns(LANES, VECTOR)
     for tile in range(0, width, LANES * VECTOR):
         columns = tile + lane_columns
         inside = columns < width
@@ -208,55 +208,29 @@ def cross_entropy(
     Both are fp32 of any stride. Neither changes ``loss``.
     """
     n_ranks, n_rows, _ = stats.shape
-    if n_rows == 0:
-        return
     base, layout, has_edges = row_arguments(logits)
     grad_base = base
     if grad_logits is not logits:
         grad_base, grad_layout, _ = row_arguments(grad_logits)
         assert layout == grad_layout, "the gradient is laid out as the logits are"
     tensors = (base, labels, stats, divisor, grad_output, grad_entropy, loss, grad_base)
-    launch = _launch(
-        dtypes_of(tensors),
-        layout,
-        has_edges,
-        (
-            None if grad_output is None else grad_output.stride(0),
-            None if grad_entropy is None else grad_entropy.stride(0),
-        ),
-        n_ranks,
-        shard,
-        options,
-    )
+    strides = tuple([None if factor is None else factor.stride(0) for factor in (grad_output, grad_entropy)])
+    launch = _launch(dtypes_of(tensors), layout, has_edges, strides, n_ranks, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start))
 
 
-@functools.lru_cache(maxsize=MOST_LAUNCHES)
+@cache_launches
 def _launch(
     dtypes: Dtypes,
     layout: tuple[int, ...],
     has_edges: bool,
-    grad_strides: tuple[int | None, int | None],
+    grad_strides: tuple[int | None, ...],
     n_ranks: int,
     shard: VocabShard,
     options: LossOptions,
 ) -> Launch:
     block = choose_block(READ_AND_WRITE_EDGES if has_edges else READ_AND_WRITE, shard.n_columns, dtypes[0].itemsize)
     n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid
-    return Launch(
-        cross_entropy_kernel,
-        (
-            RowLayout(*layout),
-            grad_strides,
-            ShardSizes(shard.n_columns, n_valid, shard.vocab_size),
-            n_ranks,
-            option_arguments(options),
-        ),
-        {
-            "HAS_EDGES": has_edges,
-            "RANKS": triton.next_power_of_2(n_ranks),
-            "LANES": block.lanes,
-            "VECTOR": block.vector,
-        },
-        num_warps=block.num_warps,
-    )
+    sizes = ShardSizes(shard.n_columns, n_valid, shard.vocab_size)
+    values = (RowLayout(*layout), grad_strides, sizes, n_ranks, options)
+    return walk_launch(cross_entropy_kernel, values, block, has_edges, RANKS=triton.next_power_of_2(n_ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,29 +11,30 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from vocab_parallel_ce.blocks import Block
 from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, aligned_base, row_layout
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 
 Dtypes = tuple[Any, ...]
 
-MOST_LAUNCHES = 1024  # per kernel; widths and options repeat every step
 TESTED_TRITON = ("3.6", "3.7")  # the private launch was tested with these
+cache_launches = functools.lru_cache(maxsize=1024)  # per kernel; widths and options repeat every step
 
 
 class Launch:
     """Launch a kernel for given values, constants and dtypes, and remember its compiled variant.
 
-    On every call, Triton works out which compiled variant the arguments need. That takes longer than the
-    launch. A Launch stores the variant per device and calls it directly. This private path is used only with
-    the versions of Triton in ``TESTED_TRITON``; see :func:`launch_path`.
+    On every call, Triton works out which compiled variant the arguments need. That takes longer than the launch.
+    With a version in ``TESTED_TRITON``, a Launch stores the variant per device and calls it directly.
 
     One Launch serves tensors of the same dtypes and with None at the same positions: :func:`dtypes_of` is the
-    key. The kernel must not specialise on ``sizes``, the integers that change from call to call.
+    key. The kernel must not specialise on ``sizes``, the integers that change from call to call. It gets the
+    ``LossOptions`` among ``values`` as :func:`option_arguments` returns them.
     """
 
     def __init__(self, kernel: Any, values: tuple[Any, ...], constants: dict[str, Any], *, num_warps: int) -> None:
         self.kernel = kernel
-        self.values = values
+        self.values = tuple([option_arguments(v) if isinstance(v, LossOptions) else v for v in values])
         self.constants = constants
         self.num_warps = num_warps
         self.tail = tuple(constants.values())
@@ -44,6 +46,8 @@ class Launch:
 
         Triton's own path serves tensors off a 16-byte boundary, and launches that a profiler's hook observes.
         """
+        if n_programs == 0:
+            return
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if device >= 0 and device != torch.cuda.current_device():
             # A launch goes to the current GPU, also if another one holds the tensors.
@@ -95,6 +99,12 @@ def dtypes_of(tensors: tuple[Tensor | None, ...]) -> tuple[torch.dtype | None, .
 def _is_observed() -> bool:
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     return any([getattr(hook, "calls", hook) for hook in hooks])
+
+
+def walk_launch(kernel: Any, values: tuple[Any, ...], block: Block, has_edges: bool, **constants: Any) -> Launch:
+    """Return the Launch of a kernel that walks rows in tiles; its own ``constants`` are its first ones."""
+    constants |= {"HAS_EDGES": has_edges, "LANES": block.lanes, "VECTOR": block.vector}
+    return Launch(kernel, values, constants, num_warps=block.num_warps)
 
 
 def row_arguments(logits: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:

@@ -1,22 +1,20 @@
 """Loss and gradient of whole rows in one launch: every logit is read once and written once.
 
     loss = log(sum_exp) + row_max - z_y + z_loss * lse^2
-    dz_i = p_i * (1 + 2 * z_loss * lse) - [i == y],   p_i = exp(z_i - row_max) / sum_exp
-    p_y - 1 = -others_sum / sum_exp,   sum_exp = others_sum + exp(z_y - row_max)
+    dz_i = p_i * (1 + 2 * z_loss * lse) - [i == y],   p_y - 1 = -others_sum / sum_exp
 
 One or two persistent programs per multiprocessor walk the rows, in chunks of one 16-byte vector per thread.
 Asynchronous copies fill a circular buffer of STAGES chunks in shared memory, so the next rows arrive while
 the program works on this one. The gradient needs each chunk a second time. The first REGISTER_CHUNKS of a
 row stay in registers, and their stages are refilled at once. The other chunks stay in the buffer.
 
-Regime: one rank, rows of 16 to 270 KB of aligned vectors, bound by memory. Ignored rows are not read.
+Regime: one rank, rows of 16 to 264 KiB of aligned vectors, bound by memory. Ignored rows are not read.
 
 Next to the label's own term, ``others_sum`` would lose digits. So the walk leaves out the label's vector.
 The other logits of that vector are loaded separately, and the sums begin with them.
 
-A thread reads only vectors that it copied to the buffer itself. So it waits for its own copies only, and
-needs no barrier. The kernel is written in Gluon, Triton's language for explicit layouts. Triton's interpreter
-does not run Gluon.
+A thread reads only vectors that it copied to the buffer itself. So it waits for its own copies only, and needs no
+barrier. The kernel is written in Gluon, Triton's language for explicit layouts, which no interpreter runs.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -33,8 +31,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from vocab_parallel_ce.blocks import THREADS_PER_WARP, one_pass_config
-from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Dtypes, Launch, dtypes_of, option_arguments, row_arguments
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
+    count_labels,
     divisor_weight,
     exp_shifted,
     finite_or_zero,
@@ -62,7 +61,7 @@ class Walk(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Constants of the kernel."""
+    """The kernel's constants of these names."""
 
     CHUNKS: gl.constexpr
     REGISTER_CHUNKS: gl.constexpr
@@ -113,22 +112,15 @@ def label_column(label, row, n_rows, n_columns, ignore_index):
 
 
 @gluon.jit
-def count_labels(labels, n_rows, lane_columns, ignore_index):
-    """Count the labels that are not ignored. Every program counts all: 8 bytes per row, from the L2 cache."""
-    count = gl.zeros_like(lane_columns)
-    for first_row in range(0, n_rows, lane_columns.numel):
-        rows = first_row + lane_columns
-        counts = (load_label(labels, rows, n_rows).to(gl.int64) != ignore_index) & (rows < n_rows)
-        count += counts.to(gl.int32)
-    return gl.sum(gl.sum(count, axis=1), axis=0)
-
-
-@gluon.jit
 def loss_weight(labels, divisor, n_rows, lane_columns, ignore_index, COUNTED: gl.constexpr):
-    """Return 1 / the number of labels if COUNTED, else 1 / divisor, else 1; 0 for a division by 0."""
+    """Return 1 / the number of labels if COUNTED, else 1 / divisor, else 1; 0 for a division by 0.
+
+    Every program counts all labels: 8 bytes per row, from the L2 cache.
+    """
     weight = 1.0
     if COUNTED:
-        count = count_labels(labels, n_rows, lane_columns, ignore_index).to(gl.float32)
+        counts = count_labels(labels, n_rows, lane_columns, ignore_index)
+        count = gl.sum(gl.sum(counts, axis=1), axis=0).to(gl.float32)
         weight = gl.where(count == 0, 0.0, 1.0 / count)
     elif divisor is not None:
         weight = divisor_weight(divisor)
@@ -377,7 +369,7 @@ def one_pass(
     launch(programs * _multiprocessors(logits.get_device()), tensors, (n_rows,))
 
 
-@functools.lru_cache(maxsize=MOST_LAUNCHES)
+@cache_launches
 def _launch(
     dtypes: Dtypes, n_columns: int, layout: tuple[int, ...], counted: bool, options: LossOptions
 ) -> tuple[Launch, int]:
@@ -397,8 +389,8 @@ def _launch(
         "LANES": lanes,
         "VECTOR": vector,
     }
-    values = (RowLayout(*layout), n_columns, option_arguments(options))
-    return Launch(one_pass_kernel, values, constants, num_warps=config.num_warps), config.programs_per_sm
+    launch = Launch(one_pass_kernel, (RowLayout(*layout), n_columns, options), constants, num_warps=config.num_warps)
+    return launch, config.programs_per_sm
 
 
 @functools.cache

@@ -40,6 +40,12 @@ def row_body(begin, n_columns, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def tile_columns(LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """Return the columns ``[LANES, VECTOR]`` of a row's first tile: one vector per lane."""
+    return tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+
+
+@triton.jit
 def edge_offsets(lane, begin, n_columns, first, width, VECTOR: tl.constexpr):
     """Return the element offsets of a row's head and tail, and which of them exist.
 
@@ -192,6 +198,18 @@ def merge_ranks(pointers, mask, loss_options):
         argmax = tl.min(tl.where(row_max == merged_max, first, float("inf")), axis=0)
     merged_target = tl.max(target_logit, axis=0)
     return RowStats(merged_max, merged_sum, merged_target, shifted_sum, no_count, exp_shifted_sum, argmax)
+
+
+@triton.jit
+def count_labels(labels, n_rows, lanes, ignore_index):
+    """Return how many labels that are not ``ignore_index`` each of ``lanes``, 0, 1, ..., has."""
+    count = lanes * 0
+    for first_row in range(0, n_rows, lanes.numel):
+        rows = first_row + lanes
+        inside = rows < n_rows
+        label = tl.load(labels + rows, inside, other=0).to(tl.int64)
+        count += (inside & (label != ignore_index)).to(tl.int32)
+    return count
 
 
 @triton.jit
