@@ -35,12 +35,12 @@ def stats_by_kernel(
     logits: Tensor, labels: Tensor, options: LossOptions = PLAIN, shard: VocabShard | None = None
 ) -> tuple[Tensor, int]:
     """``[N, K]`` statistics, and the number of rows that count."""
-    from vocab_parallel_ce.kernels import launchers
+    from vocab_parallel_ce import kernels
 
     stats = torch.full((1, labels.numel(), len(options.statistics)), NAN, device=logits.device)
     valid_rows = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
     shard = shard or whole(logits)
-    launchers.online_softmax(logits, labels, stats, 0, valid_rows, shard=shard, options=options)
+    kernels.online_softmax(logits, labels, stats, 0, valid_rows, shard=shard, options=options)
     return stats[0], int(valid_rows)
 
 
@@ -57,11 +57,11 @@ def outputs_by_kernel(
     stats: Tensor, labels: Tensor, vocab_size: int, options: LossOptions, divisor: Tensor | None = None
 ) -> TokenOutputs:
     """Every output that ``options`` has the statistics for."""
-    from vocab_parallel_ce.kernels import launchers
+    from vocab_parallel_ce import kernels
 
     outputs = empty_outputs(labels, options)
     shard = VocabShard(0, vocab_size, vocab_size)
-    launchers.token_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
+    kernels.token_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
     return outputs
 
 
@@ -78,11 +78,11 @@ def gradient_by_kernel(
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, gradient) from ``stats [R, N, K]``; the gradient over the logits, or in ``into``."""
-    from vocab_parallel_ce.kernels import launchers
+    from vocab_parallel_ce import kernels
 
     loss = torch.full((labels.numel(),), NAN, device=logits.device)
     grad = logits if into is None else into
-    launchers.cross_entropy(
+    kernels.cross_entropy(
         logits,
         stats,
         labels,

@@ -8,7 +8,7 @@ from tests.support.layouts import logits_layouts
 
 
 def scale(grad, grad_output):
-    from vocab_parallel_ce.kernels.element_mul import element_mul
+    from vocab_parallel_ce.kernels import element_mul
 
     element_mul(grad, grad_output)
 

@@ -149,12 +149,12 @@ def test_the_argmax_is_the_first_of_equals(kernel_device, columns, dtype):
 
 def stats_and_outputs(logits, labels, options, divisor=None, shard=None):
     """``[R, N, K]`` statistics and every output of ``options``, by one launch."""
-    from vocab_parallel_ce.kernels import launchers
+    from vocab_parallel_ce import kernels
 
     outputs = empty_outputs(labels, options)
     stats = torch.full((1, labels.numel(), len(options.statistics)), NAN, device=logits.device)
     shard = shard or whole(logits)
-    launchers.online_softmax(logits, labels, stats, 0, None, outputs, divisor, shard=shard, options=options)
+    kernels.online_softmax(logits, labels, stats, 0, None, outputs, divisor, shard=shard, options=options)
     return stats, outputs
 
 
@@ -212,24 +212,24 @@ def test_outputs_of_a_padded_vocabulary(kernel_device):
 
 
 def test_outputs_that_nobody_asked_for_may_be_missing(kernel_device):
-    from vocab_parallel_ce.kernels import launchers
+    from vocab_parallel_ce import kernels
 
     logits, labels = (t.to(kernel_device) for t in batch("some_ignored", rows=6, vocab_size=50))
     _, expected = stats_and_outputs(logits, labels, ALL)
     outputs = TokenOutputs(torch.full_like(expected.loss, NAN), None, None, None)
     stats = torch.full((1, 6, len(ALL.statistics)), NAN, device=kernel_device)
-    launchers.online_softmax(logits, labels, stats, 0, None, outputs, shard=whole(logits), options=ALL)
+    kernels.online_softmax(logits, labels, stats, 0, None, outputs, shard=whole(logits), options=ALL)
     assert torch.equal(outputs.loss, expected.loss)
 
 
 @pytest.mark.parametrize("rank", (0, 1, 2))
 def test_statistics_of_a_rank_go_to_its_rows(kernel_device, rank):
-    from vocab_parallel_ce.kernels import launchers
+    from vocab_parallel_ce import kernels
 
     logits, labels = (t.to(kernel_device) for t in batch("some_ignored", rows=6, vocab_size=50))
     stats = torch.full((3, 6, len(ALL.statistics)), -7.0, device=kernel_device)
     shard = VocabShard.even(50, rank, 3)
-    launchers.online_softmax(logits, labels, stats, rank, None, shard=shard, options=ALL)
+    kernels.online_softmax(logits, labels, stats, rank, None, shard=shard, options=ALL)
     expected, _ = stats_by_kernel(logits, labels, ALL, shard)
     assert torch.equal(stats[rank], expected)
     stats[rank] = -7.0

@@ -32,7 +32,7 @@ def by_ranks(impl_device, logits, labels, n_ranks):
     if impl == "reference":
         launchers = reference
     else:
-        from vocab_parallel_ce.kernels import launchers
+        from vocab_parallel_ce import kernels as launchers
     vocab_size, labels = logits.shape[1], labels.to(device)
     shards = [VocabShard.of_rank(vocab_size, rank, n_ranks) for rank in range(n_ranks)]
     pieces = [logits[:, s.start : s.stop].contiguous().to(device) for s in shards]

@@ -33,7 +33,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from vocab_parallel_ce.blocks import THREADS_PER_WARP, one_pass_config
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments
 from vocab_parallel_ce.kernels.primitives import (
-    count_labels,
     divisor_weight,
     exp_shifted,
     finite_or_zero,
@@ -61,9 +60,9 @@ class Walk(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The kernel's constants of these names."""
+    """Constants of the kernel, in chunks."""
 
-    CHUNKS: gl.constexpr
+    CHUNKS: gl.constexpr  # of a row
     REGISTER_CHUNKS: gl.constexpr
     STAGES: gl.constexpr
     CHUNKS_PER_WAIT: gl.constexpr
@@ -119,7 +118,11 @@ def loss_weight(labels, divisor, n_rows, lane_columns, ignore_index, COUNTED: gl
     """
     weight = 1.0
     if COUNTED:
-        counts = count_labels(labels, n_rows, lane_columns, ignore_index)
+        counts = gl.zeros_like(lane_columns)
+        for first_row in range(0, n_rows, lane_columns.numel):
+            rows = first_row + lane_columns
+            live = (load_label(labels, rows, n_rows).to(gl.int64) != ignore_index) & (rows < n_rows)
+            counts += live.to(gl.int32)
         count = gl.sum(gl.sum(counts, axis=1), axis=0).to(gl.float32)
         weight = gl.where(count == 0, 0.0, 1.0 / count)
     elif divisor is not None:
@@ -278,7 +281,7 @@ def one_pass_kernel(
     loss_options,  # option_arguments: ignore_index and z_loss
     n_rows,
     COUNTED: gl.constexpr,  # the divisor is the number of rows that are not ignored
-    CHUNKS: gl.constexpr,  # of a row
+    CHUNKS: gl.constexpr,  # Sizes
     REGISTER_CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
     CHUNKS_PER_WAIT: gl.constexpr,
@@ -347,10 +350,7 @@ def one_pass_kernel(
         gl.store(logits + begin + written, target_grad.to(element), mask=written >= 0)
         stage = (stage + CHUNKS) % STAGES
         row += step
-        shifted = ()
-        for i in gl.static_range(AHEAD):
-            shifted = shifted + (label_columns[i + 1],)
-        label_columns = shifted + (new_column,)
+        label_columns = label_columns[1:] + (new_column,)
 
 
 def one_pass(
@@ -380,15 +380,8 @@ def _launch(
     vector = VECTOR_BYTES // element_size
     lanes = THREADS_PER_WARP * config.num_warps
     chunks = -(-n_columns // (lanes * vector))
-    constants = {
-        "COUNTED": counted,
-        "CHUNKS": chunks,
-        "REGISTER_CHUNKS": min(config.register_chunks, chunks),
-        "STAGES": config.stages,
-        "CHUNKS_PER_WAIT": config.chunks_per_wait,
-        "LANES": lanes,
-        "VECTOR": vector,
-    }
+    sizes = Sizes(chunks, min(config.register_chunks, chunks), config.stages, config.chunks_per_wait)
+    constants = {"COUNTED": counted, **sizes._asdict(), "LANES": lanes, "VECTOR": vector}
     launch = Launch(one_pass_kernel, (RowLayout(*layout), n_columns, options), constants, num_warps=config.num_warps)
     return launch, config.programs_per_sm
 

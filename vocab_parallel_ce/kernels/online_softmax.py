@@ -21,7 +21,6 @@ from vocab_parallel_ce.blocks import READ, choose_block
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments, walk_launch
 from vocab_parallel_ce.kernels.primitives import (
     bounded,
-    count_labels,
     edge_offsets,
     exp_shifted,
     finite_or_zero,
@@ -77,6 +76,18 @@ class LooseColumns(NamedTuple):
 def exp_times_shifted(z, shift):
     """Return ``exp(z - shift) * (z - shift)``, 0 in an excluded column."""
     return exp_shifted(z, shift) * bounded(z - shift)
+
+
+@triton.jit
+def count_labels(labels, n_rows, ignore_index):
+    """Count the labels that are not ``ignore_index``, 512 at a time, which fit in one warp's registers."""
+    count = tl.zeros([512], tl.int32)
+    for first_row in range(0, n_rows, 512):
+        rows = first_row + tl.arange(0, 512)
+        inside = rows < n_rows
+        label = tl.load(labels + rows, inside, other=0).to(tl.int64)
+        count += (inside & (label != ignore_index)).to(tl.int32)
+    return tl.sum(count)
 
 
 @triton.jit
@@ -250,9 +261,7 @@ def online_softmax_kernel(
     if valid_rows is not None:
         # One program counts the labels while the others read logits: no launch, no atomics.
         if index == 0:
-            # 512 at a time fit in one warp's registers.
-            counts = count_labels(labels, n_rows, tl.arange(0, 512), loss_options.ignore_index)
-            tl.store(valid_rows, tl.sum(counts))
+            tl.store(valid_rows, count_labels(labels, n_rows, loss_options.ignore_index))
     label = tl.load(labels + index).to(tl.int64)
     # An ignored row counts as a row of no columns: nothing is read, and the result is the identity.
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)

@@ -201,18 +201,6 @@ def merge_ranks(pointers, mask, loss_options):
 
 
 @triton.jit
-def count_labels(labels, n_rows, lanes, ignore_index):
-    """Return how many labels that are not ``ignore_index`` each of ``lanes``, 0, 1, ..., has."""
-    count = lanes * 0
-    for first_row in range(0, n_rows, lanes.numel):
-        rows = first_row + lanes
-        inside = rows < n_rows
-        label = tl.load(labels + rows, inside, other=0).to(tl.int64)
-        count += (inside & (label != ignore_index)).to(tl.int32)
-    return count
-
-
-@triton.jit
 def at_the_edges(value, label, vocab_size, loss_options):
     """Return ``value``; NaN if the label is outside the vocabulary, 0 if it is ``ignore_index``."""
     value = tl.where((label < 0) | (label >= vocab_size), float("nan"), value)
