@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tests.support.budget import assert_within_budget
+from tests.support.layouts import Layout, logits_layouts
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions, RowStats, TokenOutputs
 
 NAN, INF = float("nan"), float("inf")
+COPIED = ("every other column", "column-major")  # layouts that no kernel walks
 EVERY_STATISTIC = LossOptions(smoothing=0.1, entropy=True, predictions=True)
 ALL = LossOptions(-100, 0.1, 0.01, 0.5, 20.0, entropy=True, predictions=True)
 OPTIONS = {
@@ -31,16 +35,27 @@ def whole(logits: Tensor) -> VocabShard:
     return VocabShard(0, logits.shape[-1], logits.shape[-1])
 
 
+def walked_layouts(columns: int, *, disjoint: bool = False, **arguments: Any) -> list[Layout]:
+    """``logits_layouts`` that kernels walk, and, if ``disjoint``, may write."""
+    layouts = [layout for layout in logits_layouts(columns, **arguments) if layout.name not in COPIED]
+    return [layout for layout in layouts if not (disjoint and layout.shares_elements)]
+
+
 def stats_by_kernel(
-    logits: Tensor, labels: Tensor, options: LossOptions = PLAIN, shard: VocabShard | None = None
+    logits: Tensor,
+    labels: Tensor,
+    options: LossOptions = PLAIN,
+    shard: VocabShard | None = None,
+    outputs: TokenOutputs | None = None,
+    divisor: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """``[N, K]`` statistics, and the number of rows that count."""
+    """``[N, K]`` statistics, and the number of rows that count; fills ``outputs``."""
     from vocab_parallel_ce import kernels
 
     stats = torch.full((1, labels.numel(), len(options.statistics)), NAN, device=logits.device)
     valid_rows = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
     shard = shard or whole(logits)
-    kernels.online_softmax(logits, labels, stats, 0, valid_rows, shard=shard, options=options)
+    kernels.online_softmax(logits, labels, stats, 0, valid_rows, outputs, divisor, shard=shard, options=options)
     return stats[0], int(valid_rows)
 
 
@@ -82,18 +97,9 @@ def gradient_by_kernel(
 
     loss = torch.full((labels.numel(),), NAN, device=logits.device)
     grad = logits if into is None else into
-    kernels.cross_entropy(
-        logits,
-        stats,
-        labels,
-        divisor,
-        grad_output,
-        grad_entropy,
-        loss,
-        grad,
-        shard=shard or whole(logits),
-        options=options,
-    )
+    shard = shard or whole(logits)
+    factors = (divisor, grad_output, grad_entropy)
+    kernels.cross_entropy(logits, stats, labels, *factors, loss, grad, shard=shard, options=options)
     return loss, grad
 
 

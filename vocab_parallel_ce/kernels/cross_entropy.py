@@ -17,24 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
+from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments, walk_launch
-from vocab_parallel_ce.kernels.primitives import (
-    bounded,
-    divisor_weight,
-    edge_offsets,
-    exp_shifted,
-    label_exp,
-    log_sum_exp,
-    merge_ranks,
-    row_begin,
-    row_body,
-    row_loss,
-    stats_of_row,
-    sum_exp,
-    tile_columns,
-    transform,
-    weighted,
-)
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
@@ -70,14 +54,14 @@ def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_siz
     if grad_output is not None:
         weight *= tl.load(grad_output)
     weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
-    all_sum = sum_exp(stats)
+    all_sum = ops.sum_exp(stats)
     inverse_sum = tl.where(live, 1.0 / all_sum, 0.0)
     target_grad = tl.where(live, -stats.others_sum / all_sum, 0.0)
     uniform_p = 0.0
     z_factor = 0.0
     if loss_options.z_loss is not None:
-        z_factor = tl.where(live, 2 * loss_options.z_loss * (stats.row_max + log_sum_exp(stats)), 0.0)
-        target_grad += label_exp(stats.row_max, stats.target_logit) * inverse_sum * z_factor
+        z_factor = tl.where(live, 2 * loss_options.z_loss * (stats.row_max + ops.log_sum_exp(stats)), 0.0)
+        target_grad += ops.label_exp(stats.row_max, stats.target_logit) * inverse_sum * z_factor
     if loss_options.smoothing is not None:
         uniform_p = loss_options.smoothing / vocab_size
         target_grad += loss_options.smoothing - uniform_p
@@ -97,8 +81,8 @@ def logits_gradient(x, is_target, factors, grad_entropy, loss_options):
 
     It includes the entropy's gradient if ``grad_entropy`` is not None.
     """
-    z, slope = transform(x, loss_options)
-    p = exp_shifted(z, factors.shift) * factors.inverse_sum
+    z, slope = ops.transform(x, loss_options)
+    p = ops.exp_shifted(z, factors.shift) * factors.inverse_sum
     grad = p
     if loss_options.z_loss is not None:
         grad += p * factors.z_factor
@@ -106,7 +90,7 @@ def logits_gradient(x, is_target, factors, grad_entropy, loss_options):
         grad = tl.where(z == float("-inf"), grad, grad - factors.uniform_p)
     grad = tl.where(is_target, factors.target_grad, grad) * factors.weight
     if grad_entropy is not None:
-        grad += p * (factors.mean_shifted - bounded(z - factors.shift)) * factors.entropy_weight
+        grad += p * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.entropy_weight
     if loss_options.softcap is not None or loss_options.logit_scale is not None:
         grad *= slope
     return grad
@@ -140,16 +124,16 @@ def cross_entropy_kernel(
     label = tl.load(labels + row).to(tl.int64)
     live = label != loss_options.ignore_index
     ranks = tl.arange(0, RANKS)
-    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
-    merged = merge_ranks(pointers, ranks < n_ranks, loss_options)
+    pointers = ops.stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
+    merged = ops.merge_ranks(pointers, ranks < n_ranks, loss_options)
     weight = 1.0
     if divisor is not None:
-        weight = divisor_weight(divisor)
+        weight = ops.divisor_weight(divisor)
         live &= weight != 0
     if loss is not None:
-        value = row_loss(merged, label, sizes.vocab_size, loss_options)
+        value = ops.row_loss(merged, label, sizes.vocab_size, loss_options)
         if divisor is not None:
-            value = weighted(value, weight)
+            value = ops.weighted(value, weight)
         tl.store(loss + row, value)
     if grad_output is not None:
         grad_output += row * grad_strides[0]
@@ -159,15 +143,15 @@ def cross_entropy_kernel(
     # A label in an excluded column is no column's target.
     label = tl.where(merged.target_logit == float("-inf"), -1, label)
 
-    begin = row_begin(row, layout)
-    first, width = row_body(begin, sizes.n_columns, VECTOR)
+    begin = ops.row_begin(row, layout)
+    first, width = ops.row_body(begin, sizes.n_columns, VECTOR)
     target = begin - first + label - shard_start
     target = tl.where((target >= 0) & (target < width), target, -1).to(tl.int32)
     if sizes.n_valid is not None:
         # Loads stay 16 bytes wide: the vector at the border is read whole.
         valid_width = (begin + sizes.n_valid - first).to(tl.int32)
         readable = (valid_width + VECTOR - 1) // VECTOR * VECTOR
-    lane_columns = tile_columns(LANES, VECTOR)
+    lane_columns = ops.tile_columns(LANES, VECTOR)
     for tile in range(0, width, LANES * VECTOR):
         columns = tile + lane_columns
         inside = columns < width
@@ -181,7 +165,7 @@ def cross_entropy_kernel(
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
     if HAS_EDGES:
         lane = tl.arange(0, 16 * VECTOR)
-        offset, inside = edge_offsets(lane, begin, sizes.n_columns, first, width, VECTOR)
+        offset, inside = ops.edge_offsets(lane, begin, sizes.n_columns, first, width, VECTOR)
         x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
         grad = logits_gradient(x, offset == begin + label - shard_start, factors, grad_entropy, loss_options)
         if sizes.n_valid is not None:

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
+from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments, walk_launch
-from vocab_parallel_ce.kernels.primitives import edge_offsets, row_begin, row_body, tile_columns
 from vocab_parallel_ce.layout import RowLayout
 
 PROGRAMS = 512  # fills a GPU, and starts and ends in 2 us
@@ -38,7 +38,7 @@ def element_mul_kernel(
     VECTOR: tl.constexpr,
 ):
     """Example: ``[1, 2, 3]`` with grad_output 0.5 becomes ``[0.5, 1, 1.5]``."""
-    lane_columns = tile_columns(LANES, VECTOR)
+    lane_columns = ops.tile_columns(LANES, VECTOR)
     row = tl.program_id(0).to(tl.int64)
     if grad_output_stride == 0:
         if tl.load(grad_output).to(tl.float32) == 1.0:
@@ -46,8 +46,8 @@ def element_mul_kernel(
     while row < n_rows:
         factor = tl.load(grad_output + row * grad_output_stride).to(tl.float32)
         if factor != 1.0:
-            begin = row_begin(row, layout)
-            first, width = row_body(begin, n_columns, VECTOR)
+            begin = ops.row_begin(row, layout)
+            first, width = ops.row_body(begin, n_columns, VECTOR)
             for tile in range(0, width, LANES * VECTOR):
                 columns = tile + lane_columns
                 inside = columns < width
@@ -56,7 +56,7 @@ def element_mul_kernel(
                 tl.store(pointers, grad.to(grad_logits.dtype.element_ty), inside)
             if HAS_EDGES:
                 lane = tl.arange(0, 16 * VECTOR)
-                offset, inside = edge_offsets(lane, begin, n_columns, first, width, VECTOR)
+                offset, inside = ops.edge_offsets(lane, begin, n_columns, first, width, VECTOR)
                 grad = scaled(tl.load(grad_logits + offset, inside).to(tl.float32), factor)
                 tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
         row += tl.num_programs(0)

@@ -1,7 +1,5 @@
 """What all launchers share: the launch itself, and the arguments for options and for strided tensors."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -50,8 +48,7 @@ class Launch:
             return
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if device >= 0 and device != torch.cuda.current_device():
-            # A launch goes to the current GPU, also if another one holds the tensors.
-            with torch.cuda.device(device):
+            with torch.cuda.device(device):  # a launch goes to the current GPU
                 return self(n_programs, tensors, sizes)
         arguments: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         all_bits = 0
@@ -77,18 +74,18 @@ class Launch:
 def launch_path() -> str:
     """Say which path launches take, and why."""
     reason = _no_private_launch()
-    tested = " and ".join(TESTED_TRITON)
-    return f"private launch, tested with triton {tested}" if reason is None else f"triton's own launch: {reason}"
+    if reason is None:
+        return f"private launch, tested with triton {' and '.join(TESTED_TRITON)}"
+    return f"triton's own launch: {reason}"
 
 
 def _no_private_launch() -> str | None:
     """Return why the private launch is not used, or None if it is."""
     if torch.version.hip is not None:
         return "ROCm's variants also depend on whether a tensor has 2 GiB"
-    if ".".join(triton.__version__.split(".")[:2]) not in TESTED_TRITON:
-        tested = " and ".join(TESTED_TRITON)
-        return f"triton {triton.__version__} was not tested, only {tested}"
-    return None
+    if triton.__version__.startswith(tuple([f"{tested}." for tested in TESTED_TRITON])):
+        return None
+    return f"triton {triton.__version__} was not tested, only {' and '.join(TESTED_TRITON)}"
 
 
 def dtypes_of(tensors: tuple[Tensor | None, ...]) -> tuple[torch.dtype | None, ...]:
@@ -128,21 +125,15 @@ def row_arguments(logits: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
 def option_arguments(options: LossOptions) -> LossOptions:
     """Return ``options`` for a kernel: an option that is off is None, so its code is not compiled.
 
-    ``ignore_index`` is always on. A flag that is on is 1: Triton compiles another kernel for True.
+    ``ignore_index`` is always on. A flag that is on is 1: Triton compiles another kernel for True. A softcap that
+    changes no fp32 logit is off: its inverse may be 0 in fp32.
     """
-    values: dict[str, Any] = {
-        name: None if value == getattr(PLAIN, name) else int(value) if value is True else value
-        for name, value in options._asdict().items()
-    }
+    values: dict[str, Any] = {name: None if v == getattr(PLAIN, name) else v for name, v in options._asdict().items()}
     values["ignore_index"] = options.ignore_index
-    if not _bends(options):
-        values["softcap"] = None
+    for flag in ("entropy", "predictions"):
+        values[flag] = 1 if values[flag] else None
+    if options.softcap is not None:
+        largest = torch.finfo(torch.float32).max * options.logit_scale / options.softcap
+        if largest <= 2e-4:  # tanh(a) = a * (1 - a^2 / 3) is a in fp32
+            values["softcap"] = None
     return LossOptions(**values)
-
-
-def _bends(options: LossOptions) -> bool:
-    """Return whether the softcap changes any fp32 logit. If it does not, its inverse may be 0 in fp32."""
-    if options.softcap is None:
-        return False
-    largest = torch.finfo(torch.float32).max * options.logit_scale / options.softcap
-    return largest > 2e-4  # below, tanh(a) = a * (1 - a^2 / 3) is a in fp32

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
-from vocab_parallel_ce.kernels.primitives import merge_ranks, stats_of_row, store_outputs
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, TokenOutputs
 
@@ -37,10 +37,10 @@ def loss_kernel(
     inside = rows < n_rows
     label = tl.load(labels + rows, inside, other=0).to(tl.int64)
     ranks = tl.arange(0, RANKS)[:, None]
-    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
-    merged = merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
+    pointers = ops.stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
+    merged = ops.merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
     outputs = TokenOutputs(loss, entropy, lse, predictions)
-    store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, loss_options)
+    ops.store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, loss_options)
 
 
 def token_outputs(

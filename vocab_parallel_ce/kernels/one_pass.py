@@ -31,16 +31,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from vocab_parallel_ce.blocks import THREADS_PER_WARP, one_pass_config
+from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments
-from vocab_parallel_ce.kernels.primitives import (
-    divisor_weight,
-    exp_shifted,
-    finite_or_zero,
-    label_exp,
-    log_sum_exp,
-    row_begin,
-    row_loss,
-)
 from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout
 from vocab_parallel_ce.spec import LossOptions, RowStats
 
@@ -92,8 +84,8 @@ def copies_in_flight(chunk, CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT):
 def merge_lanes(max_a, sum_a, max_b, sum_b):
     """Merge the statistics of two lanes."""
     row_max = tl.maximum(max_a, max_b)
-    shift = finite_or_zero(row_max)
-    return row_max, sum_a * exp_shifted(max_a, shift) + sum_b * exp_shifted(max_b, shift)
+    shift = ops.finite_or_zero(row_max)
+    return row_max, sum_a * ops.exp_shifted(max_a, shift) + sum_b * ops.exp_shifted(max_b, shift)
 
 
 @gluon.jit
@@ -126,7 +118,7 @@ def loss_weight(labels, divisor, n_rows, lane_columns, ignore_index, COUNTED: gl
         count = gl.sum(gl.sum(counts, axis=1), axis=0).to(gl.float32)
         weight = gl.where(count == 0, 0.0, 1.0 / count)
     elif divisor is not None:
-        weight = divisor_weight(divisor)
+        weight = ops.divisor_weight(divisor)
     return weight
 
 
@@ -134,7 +126,7 @@ def loss_weight(labels, divisor, n_rows, lane_columns, ignore_index, COUNTED: gl
 def vector_begin(walk, row):
     """Return ``row_begin`` for rows of whole vectors, so that the compiler sees that they are."""
     VECTOR: gl.constexpr = walk.lane_columns.shape[1]
-    return row_begin(row.to(gl.int64), walk.layout) // VECTOR * VECTOR
+    return ops.row_begin(row.to(gl.int64), walk.layout) // VECTOR * VECTOR
 
 
 @gluon.jit
@@ -183,7 +175,7 @@ def read_row(walk, cursor, beside, SIZES: gl.constexpr):
     column = cursor.columns[0]
     label_vector = gl.where(column >= 0, column // lane_columns.shape[1], -1) - lanes
     lane_max = beside.to(gl.float32)
-    lane_sum = exp_shifted(lane_max, finite_or_zero(lane_max))
+    lane_sum = ops.exp_shifted(lane_max, ops.finite_or_zero(lane_max))
     chunks = ()
     for i in gl.static_range(CHUNKS):
         if i % CHUNKS_PER_WAIT == 0:
@@ -200,9 +192,9 @@ def read_row(walk, cursor, beside, SIZES: gl.constexpr):
             z = gl.where(i * lane_columns.numel + lane_columns < walk.n_columns, z, float("-inf"))
         is_other = label_vector != i * lane_columns.shape[0]
         new_max = gl.maximum(lane_max, gl.where(is_other, gl.max(z, axis=1), float("-inf")))
-        shift = finite_or_zero(new_max)
-        lane_sum *= exp_shifted(lane_max, shift)
-        lane_sum += gl.where(is_other, gl.sum(exp_shifted(z, shift[:, None]), axis=1), 0.0)
+        shift = ops.finite_or_zero(new_max)
+        lane_sum *= ops.exp_shifted(lane_max, shift)
+        lane_sum += gl.where(is_other, gl.sum(ops.exp_shifted(z, shift[:, None]), axis=1), 0.0)
         lane_max = new_max
     row_max, others_sum = gl.reduce((lane_max, lane_sum), 0, merge_lanes)
     for done in gl.static_range((CHUNKS - 1) // CHUNKS_PER_WAIT * CHUNKS_PER_WAIT, CHUNKS):
@@ -218,17 +210,17 @@ def finish_row(others_max, others_sum, target, column, weight, n_columns, loss_o
     ``target_grad`` is the gradient at the label. ``weight`` is that of a row in the loss.
     """
     row_max = gl.maximum(others_max, target)
-    others_sum *= exp_shifted(others_max, finite_or_zero(row_max))
-    sum_exp = others_sum + label_exp(row_max, target)
+    others_sum *= ops.exp_shifted(others_max, ops.finite_or_zero(row_max))
+    sum_exp = others_sum + ops.label_exp(row_max, target)
     stats = RowStats(row_max, others_sum, target, None, None, None, None)
     weight = gl.where(column >= 0, weight, float("nan"))
-    value = row_loss(stats, column, n_columns, loss_options) * weight
+    value = ops.row_loss(stats, column, n_columns, loss_options) * weight
     z_factor = 0.0
     if loss_options.z_loss is not None:
-        z_factor = 2 * loss_options.z_loss * (row_max + log_sum_exp(stats))
+        z_factor = 2 * loss_options.z_loss * (row_max + ops.log_sum_exp(stats))
     # An ignored row was not read: the buffer holds zeros for it.
     scale = gl.where(column == -2, 0.0, weight * (1 + z_factor) / sum_exp)
-    target_grad = (label_exp(row_max, target) * z_factor - others_sum) / sum_exp * weight
+    target_grad = (ops.label_exp(row_max, target) * z_factor - others_sum) / sum_exp * weight
     return gl.where(column == -2, 0.0, value), row_max, scale, target_grad
 
 
@@ -242,7 +234,7 @@ def write_row(walk, cursor, chunks, row_max, scale, SIZES: gl.constexpr):
             chunk = chunks[i]
         else:
             chunk = walk.buffer.index((cursor.stage + i) % SIZES.STAGES).load(lane_columns.type.layout)
-        grad = (exp_shifted(chunk.to(gl.float32), row_max) * scale).to(logits.dtype.element_ty)
+        grad = (ops.exp_shifted(chunk.to(gl.float32), row_max) * scale).to(logits.dtype.element_ty)
         columns = i * lane_columns.numel + lane_columns
         if i < SIZES.CHUNKS - 1:
             gl.store(logits + begin + columns, grad)

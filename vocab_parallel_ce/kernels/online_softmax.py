@@ -18,25 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ, choose_block
+from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments, walk_launch
-from vocab_parallel_ce.kernels.primitives import (
-    bounded,
-    edge_offsets,
-    exp_shifted,
-    finite_or_zero,
-    raised_by,
-    row_begin,
-    row_body,
-    stats_of_row,
-    store_outputs,
-    tile_columns,
-    transform,
-)
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowStats, TokenOutputs
-
-NO_OUTPUTS = (None, None, None, None)
 
 
 class Row(NamedTuple):
@@ -75,7 +61,7 @@ class LooseColumns(NamedTuple):
 @triton.jit
 def exp_times_shifted(z, shift):
     """Return ``exp(z - shift) * (z - shift)``, 0 in an excluded column."""
-    return exp_shifted(z, shift) * bounded(z - shift)
+    return ops.exp_shifted(z, shift) * ops.bounded(z - shift)
 
 
 @triton.jit
@@ -93,20 +79,20 @@ def count_labels(labels, n_rows, ignore_index):
 @triton.jit
 def load_logits(pointers, inside, loss_options):
     """Return the transformed logits, -inf outside."""
-    return transform(tl.load(pointers, inside, other=float("-inf")).to(tl.float32), loss_options)[0]
+    return ops.transform(tl.load(pointers, inside, other=float("-inf")).to(tl.float32), loss_options)[0]
 
 
 @triton.jit
 def locate_row(logits, row, layout, n_columns, column, LANES: tl.constexpr, VECTOR: tl.constexpr):
     """Return the ``Row`` whose label is in ``column``, which may be outside ``[0, n_columns)``."""
-    begin = row_begin(row, layout)
-    first, width = row_body(begin, n_columns, VECTOR)
+    begin = ops.row_begin(row, layout)
+    first, width = ops.row_body(begin, n_columns, VECTOR)
     owned = (column >= 0) & (column < n_columns)
     target = begin + column
     target_vector = (target - first) // VECTOR * VECTOR
     in_body = owned & (target >= first) & (target_vector < width)
     target_vector = tl.where(in_body, target_vector, -VECTOR).to(tl.int32)
-    lane_columns = tile_columns(LANES, VECTOR)
+    lane_columns = ops.tile_columns(LANES, VECTOR)
     return Row(logits, begin, n_columns, first, width, target, owned, target_vector, lane_columns)
 
 
@@ -128,21 +114,21 @@ def walk_body(row, loss_options):
         z = load_logits(row.logits + row.first + columns, inside, loss_options)
         tile_max = tl.max(z, axis=1)
         new_max = tl.maximum(lane_max, tile_max)
-        shift = finite_or_zero(new_max)
-        decay = exp_shifted(lane_max, shift)
+        shift = ops.finite_or_zero(new_max)
+        decay = ops.exp_shifted(lane_max, shift)
         # Move the sums from the old maximum to the new one, then add the tile.
         if loss_options.smoothing is not None:
-            shifted_sum += n_columns * raised_by(lane_max, shift)
+            shifted_sum += n_columns * ops.raised_by(lane_max, shift)
             shifted_sum += tl.sum(tl.where(inside, z - shift[:, None], 0.0), axis=1)
             n_columns += tl.sum(inside.to(tl.float32), axis=1)
         if loss_options.entropy is not None:
-            exp_shifted_sum += lane_sum * bounded(raised_by(lane_max, shift))
+            exp_shifted_sum += lane_sum * ops.bounded(ops.raised_by(lane_max, shift))
             tile_sum = tl.sum(exp_times_shifted(z, shift[:, None]), axis=1)
             exp_shifted_sum = exp_shifted_sum * decay + tile_sum
         if loss_options.predictions is not None:
             max_tile = tl.where(tile_max > lane_max, tile, max_tile)
         lane_sum *= decay
-        lane_sum += tl.sum(exp_shifted(z, shift[:, None]), axis=1)
+        lane_sum += tl.sum(ops.exp_shifted(z, shift[:, None]), axis=1)
         lane_max = new_max
     return LaneStats(lane_max, lane_sum, shifted_sum, n_columns, exp_shifted_sum, max_tile)
 
@@ -154,7 +140,7 @@ def load_loose_columns(row, loss_options, HAS_EDGES: tl.constexpr):
     vector = row.first + row.target_vector
     if HAS_EDGES:
         lane = tl.arange(0, 32 * VECTOR)
-        offset, inside = edge_offsets(lane, row.begin, row.n_columns, row.first, row.width, VECTOR)
+        offset, inside = ops.edge_offsets(lane, row.begin, row.n_columns, row.first, row.width, VECTOR)
         # The first 16 vectors of lanes are the edges', the next one is the label's.
         vector_lane = lane - 16 * VECTOR
         is_edge = vector_lane < 0
@@ -189,20 +175,20 @@ def first_maximum(row, lanes, loose, target_logit, row_max, loss_options):
 def merge_columns(row, lanes, loose, target_logit, shard_start, loss_options):
     """Merge the lanes, the loose columns and the label to a ``RowStats``."""
     row_max = tl.maximum(tl.maximum(tl.max(lanes.max), tl.max(loose.z)), target_logit)
-    shift = finite_or_zero(row_max)
-    decay = exp_shifted(lanes.max, shift)
-    others_sum = tl.sum(lanes.sum * decay) + tl.sum(exp_shifted(loose.z, shift))
+    shift = ops.finite_or_zero(row_max)
+    decay = ops.exp_shifted(lanes.max, shift)
+    others_sum = tl.sum(lanes.sum * decay) + tl.sum(ops.exp_shifted(loose.z, shift))
     # A maximum may pass over a NaN.
     others_sum = tl.where(target_logit == target_logit, others_sum, float("nan"))
     shifted_sum = 0.0
     exp_shifted_sum = 0.0
     argmax = 0.0
     if loss_options.smoothing is not None:
-        shifted_sum = tl.sum(lanes.shifted_sum + lanes.n_columns * raised_by(lanes.max, shift))
+        shifted_sum = tl.sum(lanes.shifted_sum + lanes.n_columns * ops.raised_by(lanes.max, shift))
         shifted_sum += tl.sum(tl.where(loose.inside, loose.z - shift, 0.0))
         shifted_sum += tl.where(row.owned, target_logit - shift, 0.0)
     if loss_options.entropy is not None:
-        lane_shift = bounded(raised_by(lanes.max, shift))
+        lane_shift = ops.bounded(ops.raised_by(lanes.max, shift))
         exp_shifted_sum = tl.sum((lanes.exp_shifted_sum + lanes.sum * lane_shift) * decay)
         exp_shifted_sum += tl.sum(exp_times_shifted(loose.z, shift)) + exp_times_shifted(target_logit, shift)
     if loss_options.predictions is not None:
@@ -270,10 +256,10 @@ def online_softmax_kernel(
     loose = load_loose_columns(row, loss_options, HAS_EDGES)
     target_logit = load_logits(logits + row.target, row.owned, loss_options)
     merged = merge_columns(row, lanes, loose, target_logit, shard_start, loss_options)
-    store_stats(stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
+    store_stats(ops.stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
     if loss is not None:
         outputs = TokenOutputs(loss, entropy, lse, predictions)
-        store_outputs(outputs, index, None, merged, label, divisor, vocab_size, loss_options)
+        ops.store_outputs(outputs, index, None, merged, label, divisor, vocab_size, loss_options)
 
 
 def online_softmax(
@@ -295,7 +281,7 @@ def online_softmax(
     """
     n_rows = labels.shape[0]
     base, layout, has_edges = row_arguments(logits)
-    tensors = (base, labels, stats, valid_rows, *(outputs or NO_OUTPUTS), divisor)
+    tensors = (base, labels, stats, valid_rows, *(outputs or [None] * 4), divisor)
     launch = _launch(dtypes_of(tensors), layout, has_edges, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
 
