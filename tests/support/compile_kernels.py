@@ -129,7 +129,7 @@ def stats(dtype: str, edges: bool, option: str, outputs: bool = False, counted: 
     of_outputs = output_dtypes(options) if outputs else (None,) * 4
     dtypes = (DTYPES[dtype], torch.int64, torch.float32, torch.int32 if counted else None, *of_outputs, None)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    launch = launch_of("online_softmax", dtypes, *rows(edges), shard, options)
+    launch = launch_of("online_softmax", dtypes, rows(edges), shard, options)
     name = f"online_softmax-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}{'-outputs' * outputs}"
     return Variant(name, launch, dtypes)
 
@@ -144,13 +144,13 @@ def gradient(dtype: str, edges: bool, option: str, call: str = "in_backward", ra
     dtypes = (DTYPES[dtype], torch.int64, fp32, divisor, grad_output, grad_entropy, loss, DTYPES[dtype])
     shard = VocabShard(0, N_COLUMNS, N_COLUMNS - 100 if call == "padded" else 4 * N_COLUMNS)
     strides = tuple(None if pointer is None else 3 for pointer in (grad_output, grad_entropy))
-    launch = launch_of("cross_entropy", dtypes, *rows(edges), strides, ranks, shard, options)
+    launch = launch_of("cross_entropy", dtypes, rows(edges), strides, ranks, shard, options)
     return Variant(f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}", launch, dtypes)
 
 
 def scaled(dtype: str, edges: bool) -> Variant:
     dtypes = (DTYPES[dtype], torch.float32)
-    launch = launch_of("element_mul", dtypes, *rows(edges), N_COLUMNS, 3)
+    launch = launch_of("element_mul", dtypes, rows(edges), N_COLUMNS, 3)
     return Variant(f"element_mul-{dtype}{'-edges' * edges}", launch, dtypes)
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments, walk_launch
-from vocab_parallel_ce.layout import RowLayout
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
 
@@ -192,29 +191,28 @@ def cross_entropy(
     Both are fp32 of any stride. Neither changes ``loss``.
     """
     n_ranks, n_rows, _ = stats.shape
-    base, layout, has_edges = row_arguments(logits)
+    base, rows = row_arguments(logits)
     grad_base = base
     if grad_logits is not logits:
-        grad_base, grad_layout, _ = row_arguments(grad_logits)
-        assert layout == grad_layout, "the gradient is laid out as the logits are"
+        grad_base, grad_rows = row_arguments(grad_logits)
+        assert rows == grad_rows, "the gradient is laid out as the logits are"
     tensors = (base, labels, stats, divisor, grad_output, grad_entropy, loss, grad_base)
     strides = tuple([None if factor is None else factor.stride(0) for factor in (grad_output, grad_entropy)])
-    launch = _launch(dtypes_of(tensors), layout, has_edges, strides, n_ranks, shard, options)
+    launch = _launch(dtypes_of(tensors), rows, strides, n_ranks, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start))
 
 
 @cache_launches
 def _launch(
     dtypes: Dtypes,
-    layout: tuple[int, ...],
-    has_edges: bool,
+    rows: Rows,
     grad_strides: tuple[int | None, ...],
     n_ranks: int,
     shard: VocabShard,
     options: LossOptions,
 ) -> Launch:
-    block = choose_block(READ_AND_WRITE_EDGES if has_edges else READ_AND_WRITE, shard.n_columns, dtypes[0].itemsize)
+    block = choose_block(READ_AND_WRITE_EDGES if rows[1] else READ_AND_WRITE, shard.n_columns, dtypes[0].itemsize)
     n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid
     sizes = ShardSizes(shard.n_columns, n_valid, shard.vocab_size)
-    values = (RowLayout(*layout), grad_strides, sizes, n_ranks, options)
-    return walk_launch(cross_entropy_kernel, values, block, has_edges, RANKS=triton.next_power_of_2(n_ranks))
+    values = (grad_strides, sizes, n_ranks, options)
+    return walk_launch(cross_entropy_kernel, rows, values, block, RANKS=triton.next_power_of_2(n_ranks))

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments, walk_launch
-from vocab_parallel_ce.layout import RowLayout
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
 
 PROGRAMS = 512  # fills a GPU, and starts and ends in 2 us
 
@@ -65,13 +64,13 @@ def element_mul_kernel(
 def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:
     """Multiply, and overwrite, row r of ``grad_logits [..., C]`` by ``grad_output [N]``, of any stride."""
     n_rows = grad_output.shape[0]
-    base, layout, has_edges = row_arguments(grad_logits)
+    base, rows = row_arguments(grad_logits)
     tensors = (base, grad_output)
-    launch = _launch(dtypes_of(tensors), layout, has_edges, grad_logits.shape[-1], grad_output.stride(0))
+    launch = _launch(dtypes_of(tensors), rows, grad_logits.shape[-1], grad_output.stride(0))
     launch(min(n_rows, PROGRAMS), tensors, (n_rows,))
 
 
 @cache_launches
-def _launch(dtypes: Dtypes, layout: tuple[int, ...], has_edges: bool, n_columns: int, stride: int) -> Launch:
-    block = choose_block(READ_AND_WRITE_EDGES if has_edges else READ_AND_WRITE, n_columns, dtypes[0].itemsize)
-    return walk_launch(element_mul_kernel, (RowLayout(*layout), stride, n_columns), block, has_edges)
+def _launch(dtypes: Dtypes, rows: Rows, n_columns: int, stride: int) -> Launch:
+    block = choose_block(READ_AND_WRITE_EDGES if rows[1] else READ_AND_WRITE, n_columns, dtypes[0].itemsize)
+    return walk_launch(element_mul_kernel, rows, (stride, n_columns), block)

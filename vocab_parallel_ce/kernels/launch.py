@@ -10,10 +10,11 @@ from triton import knobs
 from triton.runtime import driver
 
 from vocab_parallel_ce.blocks import Block
-from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, aligned_base, row_layout
+from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, RowLayout, aligned_base, row_layout
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 
 Dtypes = tuple[Any, ...]
+Rows = tuple[tuple[int, ...], bool]  # the values of a RowLayout, and whether rows have edges
 
 TESTED_TRITON = ("3.6", "3.7")  # the private launch was tested with these
 cache_launches = functools.lru_cache(maxsize=1024)  # per kernel; widths and options repeat every step
@@ -98,28 +99,28 @@ def _is_observed() -> bool:
     return any([getattr(hook, "calls", hook) for hook in hooks])
 
 
-def walk_launch(kernel: Any, values: tuple[Any, ...], block: Block, has_edges: bool, **constants: Any) -> Launch:
-    """Return the Launch of a kernel that walks rows in tiles; its own ``constants`` are its first ones."""
+def walk_launch(kernel: Any, rows: Rows, values: tuple[Any, ...], block: Block, **constants: Any) -> Launch:
+    """Return the Launch of a kernel that walks rows in tiles: its layout comes first, HAS_EDGES after ``constants``."""
+    layout, has_edges = rows
     constants |= {"HAS_EDGES": has_edges, "LANES": block.lanes, "VECTOR": block.vector}
-    return Launch(kernel, values, constants, num_warps=block.num_warps)
+    return Launch(kernel, (RowLayout(*layout), *values), constants, num_warps=block.num_warps)
 
 
-def row_arguments(logits: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
-    """Return ``(base, layout, has_edges)`` for a kernel that walks the rows of ``logits [..., C]``.
+def row_arguments(logits: Tensor) -> tuple[Tensor, Rows]:
+    """Return the base and the ``Rows`` for a kernel that walks the rows of ``logits [..., C]``.
 
-    ``layout`` has the values of a ``RowLayout``. ``has_edges`` is False if every row begins at a line of 128
-    bytes and is whole vectors of 16 bytes. Such rows have no head and no tail.
+    Rows that begin at a line of 128 bytes and are whole vectors of 16 bytes have no head and no tail.
     """
     n_columns = logits.shape[-1]
     line = LINE_BYTES // logits.element_size()
     if logits.is_contiguous() and logits.data_ptr() % VECTOR_BYTES == 0:
-        return logits, (0, 1, 1, n_columns, 0, 0), n_columns % line != 0
+        return logits, ((0, 1, 1, n_columns, 0, 0), n_columns % line != 0)
     layout = row_layout(logits)
     assert layout is not None, "rows that kernels cannot walk are copied before any launch"
     base, misaligned = aligned_base(logits)
     layout = layout._replace(offset=misaligned)
     is_whole = n_columns * logits.element_size() % VECTOR_BYTES == 0
-    return base, tuple(layout), not is_whole or layout.pitch % line != 0
+    return base, (tuple(layout), not is_whole or layout.pitch % line != 0)
 
 
 def option_arguments(options: LossOptions) -> LossOptions:

@@ -355,7 +355,7 @@ def one_pass(
     n_rows, n_columns = labels.shape[0], logits.shape[-1]
     if n_rows == 0:
         return
-    base, layout, _ = row_arguments(logits)
+    base, (layout, _) = row_arguments(logits)
     tensors = (base, labels, divisor, loss)
     launch, programs = _launch(dtypes_of(tensors), n_columns, layout, counted, options)
     launch(programs * _multiprocessors(logits.get_device()), tensors, (n_rows,))

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ, choose_block
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments, walk_launch
-from vocab_parallel_ce.layout import RowLayout
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowStats, TokenOutputs
 
@@ -280,17 +279,15 @@ def online_softmax(
     are filled as by ``token_outputs``; then the rank must be the only one.
     """
     n_rows = labels.shape[0]
-    base, layout, has_edges = row_arguments(logits)
+    base, rows = row_arguments(logits)
     tensors = (base, labels, stats, valid_rows, *(outputs or [None] * 4), divisor)
-    launch = _launch(dtypes_of(tensors), layout, has_edges, shard, options)
+    launch = _launch(dtypes_of(tensors), rows, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
 
 
 @cache_launches
-def _launch(
-    dtypes: Dtypes, layout: tuple[int, ...], has_edges: bool, shard: VocabShard, options: LossOptions
-) -> Launch:
+def _launch(dtypes: Dtypes, rows: Rows, shard: VocabShard, options: LossOptions) -> Launch:
     block = choose_block(READ, shard.n_columns, dtypes[0].itemsize)
-    has_edges = has_edges or shard.n_valid % block.vector != 0
-    values = (RowLayout(*layout), shard.n_valid, shard.vocab_size, options)
-    return walk_launch(online_softmax_kernel, values, block, has_edges)
+    layout, has_edges = rows
+    rows = (layout, has_edges or shard.n_valid % block.vector != 0)
+    return walk_launch(online_softmax_kernel, rows, (shard.n_valid, shard.vocab_size, options), block)
