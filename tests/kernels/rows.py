@@ -146,10 +146,22 @@ def gradient_by_spec(
     row = (x, stats_by_spec(logits, labels, options, dtype), labels, 0, vocab_size, options)
     grad = spec.gradient(*row)
     if grad_output is not None:
-        grad = grad * grad_output.to(dtype).unsqueeze(1)
+        grad = grad * grad_output.to("cpu", dtype).unsqueeze(1)
     if grad_entropy is not None:
-        grad = grad + spec.entropy_gradient(*row) * grad_entropy.to(dtype).unsqueeze(1)
+        grad = grad + spec.entropy_gradient(*row) * grad_entropy.to("cpu", dtype).unsqueeze(1)
     return grad
+
+
+def grads_of(n_rows: int, options: LossOptions, device: str | torch.device) -> dict[str, Tensor | None]:
+    """Gradients of the loss, different in every row, and of the entropy if there is one."""
+    both = torch.randn(2, n_rows, generator=torch.Generator().manual_seed(1)).to(device)
+    return {"grad_output": both[0], "grad_entropy": both[1] if options.entropy else None}
+
+
+def assert_gradient(grad: Tensor, logits: Tensor, labels: Tensor, options: LossOptions, **grads: Tensor | None) -> None:
+    """The gradient of rows on the CPU is within the budget."""
+    truth, peer = (gradient_by_spec(logits, labels, options, d, **grads) for d in (torch.float64, torch.float32))
+    assert_within_budget(grad.reshape(truth.shape), truth, peer.to(grad.dtype))
 
 
 def assert_stats(

@@ -8,8 +8,10 @@ from tests.kernels.rows import (
     INF,
     NAN,
     OPTIONS,
+    assert_gradient,
     gradient_by_kernel,
     gradient_by_spec,
+    grads_of,
     outputs_by_spec,
     stats_by_kernel,
     walked_layouts,
@@ -34,19 +36,12 @@ def check(logits, labels, options=PLAIN, **grads):
 
 
 def assert_row_results(actual, logits, labels, options=PLAIN, **grads):
-    logits, labels = logits.cpu(), labels.cpu()
-    grads = {name: None if value is None else value.cpu() for name, value in grads.items()}
     loss, grad = (t.cpu() for t in actual)
-    losses = [outputs_by_spec(logits, labels, options, d).loss for d in (torch.float64, torch.float32)]
-    truth, peer = (gradient_by_spec(logits, labels, options, d, **grads) for d in (torch.float64, torch.float32))
-    assert_within_budget(loss, *losses)
-    assert_within_budget(grad.reshape(truth.shape), truth, peer.to(grad.dtype))
-
-
-def grads_of(n_rows, options, device):
-    """Different in every row; the entropy's where there is an entropy."""
-    both = torch.randn(2, n_rows, generator=torch.Generator().manual_seed(1)).to(device)
-    return {"grad_output": both[0], "grad_entropy": both[1] if options.entropy else None}
+    logits, labels = logits.cpu(), labels.cpu()
+    assert_within_budget(
+        loss, *(outputs_by_spec(logits, labels, options, d).loss for d in (torch.float64, torch.float32))
+    )
+    assert_gradient(grad, logits, labels, options, **grads)
 
 
 def test_worked_example(kernel_device):

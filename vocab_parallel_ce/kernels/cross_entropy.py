@@ -3,11 +3,10 @@
     dx_i = (dloss/dz_i * grad_output / divisor + dentropy/dz_i * grad_entropy) * dz_i/dx_i
     p_y - 1 = -others_sum / sum_exp
 
-``spec`` has the derivatives.
-
-One program per row. It merges the R statistics, writes the loss if requested, and writes the gradient, over the
-logits or elsewhere. Regime: bound by memory; it reads the shard once and writes it once. ``grad_output`` and the
-divisor are one fp32 factor per row, so the gradient is rounded once. Padded columns become 0, whatever they hold.
+``spec`` has the derivatives. One program per row merges the R statistics, writes the loss if requested, and writes
+the gradient, over the logits or elsewhere. Regime: bound by memory; it reads the shard once and writes it once.
+``grad_output`` and the divisor are one fp32 factor per row, so the gradient is rounded once. Padded columns become 0,
+whatever they hold.
 """
 
 from typing import NamedTuple

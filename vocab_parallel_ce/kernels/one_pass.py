@@ -240,12 +240,11 @@ def write_row(walk, cursor, chunks, row_max, scale, SIZES: gl.constexpr):
             gl.store(logits + begin + columns, grad)
         else:
             gl.store(logits + begin + columns, grad, mask=columns < walk.n_columns)
-        if i >= SIZES.REGISTER_CHUNKS and (
-            (i + 1 - SIZES.REGISTER_CHUNKS) % SIZES.CHUNKS_PER_WAIT == 0 or i == SIZES.CHUNKS - 1
-        ):
-            # Refill the stages that were read since the last refill.
-            for done in gl.static_range(i - (i - SIZES.REGISTER_CHUNKS) % SIZES.CHUNKS_PER_WAIT, i + 1):
-                fetch(walk, cursor, done + SIZES.STAGES, SIZES)
+        if i >= SIZES.REGISTER_CHUNKS:
+            if (i + 1 - SIZES.REGISTER_CHUNKS) % SIZES.CHUNKS_PER_WAIT == 0 or i == SIZES.CHUNKS - 1:
+                # Refill the stages that were read since the last refill.
+                for done in gl.static_range(i - (i - SIZES.REGISTER_CHUNKS) % SIZES.CHUNKS_PER_WAIT, i + 1):
+                    fetch(walk, cursor, done + SIZES.STAGES, SIZES)
 
 
 @gluon.jit

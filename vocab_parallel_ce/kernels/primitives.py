@@ -1,6 +1,6 @@
 """Jit functions that several kernels share: the position of a row, and the algebra of its statistics.
 
-Constants are literals: Triton compares every global of a kernel with its value at compile time, at most launches.
+Constants are literals: on its own launch path, Triton compares each global of a kernel with its compiled value.
 """
 
 import triton
