@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from tests.support.budget import assert_within_budget
 from tests.support.confident import Rows, assert_as_exact_as_fp32, confident_rows, truth_of
 from tests.support.inputs import KINDS
-from tests.support.one_pass import EPS_32, check, made, run, skip_where_it_cannot_run
+from tests.support.one_pass import EPS_32, assert_equal, check, made, run, skip_where_it_cannot_run
 from tests.support.oracle import cross_entropy_fp64
 from vocab_parallel_ce import cross_entropy_backward, cross_entropy_forward, vocab_parallel_cross_entropy
 from vocab_parallel_ce.blocks import ONE_PASS
@@ -70,10 +72,9 @@ def test_every_width(one_multiprocessor, dtype, columns):
     """Rows that follow each other through a buffer give what each gives alone."""
     logits, labels = made("mixture", 11, columns, dtype)
     alone = logits.clone()
-    loss, grad = check(alone, labels)
+    expected = check(alone, labels)
     one_multiprocessor()
-    again_loss, again = run(logits, labels)
-    assert torch.equal(again_loss, loss) and torch.equal(again, grad)
+    assert_equal(run(logits, labels), expected)
 
 
 @pytest.mark.parametrize(
@@ -103,29 +104,21 @@ def test_no_rows():
         assert loss.sum() == 0 and grad.shape == logits.shape
 
 
-REDUCTIONS = {
-    "mean": {"reduction": "mean"},
-    "sum": {"reduction": "sum"},
-    "none": {"reduction": "none"},
-    "7 items": {"reduction": "sum", "num_items": 7},
-    "int64 items": {"reduction": "sum", "num_items": torch.tensor(11)},
-    "fp32 items": {"reduction": "sum", "num_items": torch.tensor([2.5])},
-    "0 items": {"reduction": "sum", "num_items": 0},
-    "fp32 0 items": {"reduction": "sum", "num_items": torch.tensor(0.0)},
-}
+ITEMS = (7, torch.tensor(11), torch.tensor([2.5]), 0, torch.tensor(0.0))
+REDUCTIONS = [("mean", None), ("sum", None), ("none", None), *(("sum", n_items) for n_items in ITEMS)]
 
 
 @pytest.mark.parametrize("z_loss", (0.0, 1e-3))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float16), ids=str)
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_reductions_and_grad_output(name, dtype, z_loss):
+@pytest.mark.parametrize("reduction, n_items", REDUCTIONS, ids=str)
+def test_reductions_and_grad_output(reduction, n_items, dtype, z_loss):
     """A grad_output of 1 writes nothing; others differ per row."""
-    options = {"z_loss": z_loss} | REDUCTIONS[name]
-    if isinstance(options.get("num_items"), torch.Tensor):
-        options["num_items"] = options["num_items"].cuda()
+    options = {"z_loss": z_loss, "reduction": reduction}
+    if n_items is not None:
+        options["num_items"] = n_items.cuda() if isinstance(n_items, torch.Tensor) else n_items
     logits, labels = made("some_ignored", 40, NARROW, dtype)
     loss, grad = check(logits.clone(), labels, **options)
-    if options.get("num_items") is not None and float(options["num_items"]) == 0:
+    if n_items is not None and float(n_items) == 0:
         assert not loss.any() and not grad.any()
     grad_output = torch.rand(loss.shape, generator=torch.Generator().manual_seed(3)).cuda() + 0.25
     check(logits, labels, grad_output, **options)
@@ -136,18 +129,10 @@ def test_numbers_that_change_from_step_to_step():
     logits, labels = made("some_ignored", 20, NARROW)
     on_device = torch.tensor(5, device="cuda")
     for _ in range(2):
-        for options in (
-            {"z_loss": 0.01},
-            {"z_loss": 0.02},
-            {},
-            {"ignore_index": 3},
-            {"reduction": "sum", "num_items": on_device},
-            {"reduction": "sum", "num_items": on_device.float() + 1},
-            {"reduction": "sum", "num_items": 9},
-        ):
-            for rows in (20, 13):
-                for kind in (torch.int64, torch.int32):
-                    check(logits[:rows].clone(), labels[:rows].to(kind), **options)
+        items = ({"reduction": "sum", "num_items": n} for n in (on_device, on_device.float() + 1, 9))
+        for options in ({"z_loss": 0.01}, {"z_loss": 0.02}, {}, {"ignore_index": 3}, *items):
+            for rows, kind in product((20, 13), (torch.int64, torch.int32)):
+                check(logits[:rows].clone(), labels[:rows].to(kind), **options)
         on_device += 1
 
 
@@ -173,12 +158,10 @@ def test_ignored_rows(one_multiprocessor, name, columns):
     labels[ignored] = -100
     values = logits.clone()
     logits[ignored, ::3], logits[ignored, 1::3] = NAN, INF
-    for reduction in ("mean", "none"):
-        for multiprocessors in (1, 132):
-            one_multiprocessor(multiprocessors)
-            loss, grad = run(logits.clone(), labels, reduction=reduction)
-            expected, expected_grad = check(values.clone(), labels, reduction=reduction)
-            assert torch.equal(loss, expected) and torch.equal(grad, expected_grad)
+    for reduction, multiprocessors in product(("mean", "none"), (1, 132)):
+        one_multiprocessor(multiprocessors)
+        expected = check(values.clone(), labels, reduction=reduction)
+        assert_equal(run(logits.clone(), labels, reduction=reduction), expected)
 
 
 def test_nothing_but_ignored_rows_is_0_and_attached():
@@ -292,8 +275,7 @@ def test_equal_bits_every_time(columns):
     logits, labels = made("mixture", 300, columns)
     expected = run(logits.clone(), labels)
     for _ in range(20):
-        for actual, want in zip(run(logits.clone(), labels), expected, strict=True):
-            assert torch.equal(actual, want)
+        assert_equal(run(logits.clone(), labels), expected)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
@@ -336,7 +318,7 @@ def test_the_two_step_pair_and_no_gradient():
     torch.testing.assert_close(alone, loss, rtol=1e-5, atol=0)
     pair_loss, pair = cross_entropy_forward(logits, labels, 0.0, True, None, -100)
     cross_entropy_backward(pair, torch.tensor(0.5, device="cuda"))
-    assert torch.equal(pair_loss, loss) and torch.equal(pair, grad)
+    assert_equal((pair_loss, pair), (loss, grad))
 
 
 REFUSED = {

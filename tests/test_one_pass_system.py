@@ -11,7 +11,7 @@ from tests.support.gpu import (
     assert_right_past_2_to_the_31_elements,
     extra_peak_bytes,
 )
-from tests.support.one_pass import made, run, skip_where_it_cannot_run
+from tests.support.one_pass import assert_equal, made, run, skip_where_it_cannot_run
 from vocab_parallel_ce import cross_entropy_backward, cross_entropy_forward, vocab_parallel_cross_entropy
 from vocab_parallel_ce.blocks import ONE_PASS
 
@@ -90,8 +90,7 @@ def test_on_a_stream_of_its_own():
         source.copy_(logits)
         actual = run(source, labels)
     stream.synchronize()
-    for value, want in zip(actual, expected, strict=True):
-        assert torch.equal(value, want)
+    assert_equal(actual, expected)
 
 
 @pytest.mark.nccl
@@ -104,8 +103,7 @@ def test_tensors_on_a_gpu_that_is_not_current(reduction):
     for _ in range(2):
         actual = run(logits.to("cuda:1"), labels.to("cuda:1"), reduction=reduction)
         assert torch.cuda.current_device() == 0
-        for value, want in zip(actual, expected, strict=True):
-            assert torch.equal(value.cpu(), want.cpu())
+        assert_equal([value.to("cuda:0") for value in actual], expected)
 
 
 def test_a_view_in_a_graph_goes_to_two_launches():

@@ -1,7 +1,7 @@
 """Launch shapes of the kernels, as tables of measurements; choosing one needs no GPU.
 
-Most kernels walk one row per program, in tiles of ``lanes x vector`` elements. A warp has 32 threads. Each
-thread holds ``chunks`` vectors of 16 bytes, so it has that many independent loads in flight.
+Most kernels walk one row per program, in tiles of ``lanes x vector`` elements, with 32 threads per warp. A thread
+holds several vectors of 16 bytes of a tile, so it has that many independent loads in flight.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ THREADS_PER_WARP = 32
 
 Table = tuple[tuple[int, int, int], ...]
 
-# (row bytes up to, warps, chunks). The best of 4, 8, 16 warps and 1, 2, 4 chunks for bf16 rows of 8 K to
-# 128 K columns, on one H200 with Triton 3.6. Rows of up to 2 KB were not tuned. A kernel that only reads
-# needs fewer warps than one that also writes. The times are in docs/performance.md.
+# (row bytes up to, warps, vectors per thread). The best of 4, 8, 16 warps and 1, 2, 4 vectors for bf16 rows of 8 K
+# to 128 K columns, on one H200 with Triton 3.6. Rows of up to 2 KB were not tuned. A kernel that only reads needs
+# fewer warps than one that also writes. The times are in docs/performance.md.
 READ = ((2_048, 1, 1), (16_384, 4, 2), (1 << 62, 8, 2))
 READ_AND_WRITE = ((2_048, 1, 1), (40_960, 8, 2), (1 << 62, 16, 4))
 # For rows with edges: one more program per multiprocessor hides the latency of the edges.
@@ -35,10 +35,9 @@ class Block(NamedTuple):
 @functools.lru_cache
 def choose_block(table: Table, n_columns: int, element_size: int) -> Block:
     """Return the launch shape for rows of ``n_columns`` elements of ``element_size`` bytes."""
-    num_warps, chunks = next(
-        (num_warps, chunks) for row_bytes, num_warps, chunks in table if n_columns * element_size <= row_bytes
-    )
-    return Block(num_warps, THREADS_PER_WARP * num_warps * chunks, VECTOR_BYTES // element_size)
+    row_bytes = n_columns * element_size
+    num_warps, vectors = next((warps, vectors) for most, warps, vectors in table if row_bytes <= most)
+    return Block(num_warps, THREADS_PER_WARP * num_warps * vectors, VECTOR_BYTES // element_size)
 
 
 class OnePassConfig(NamedTuple):

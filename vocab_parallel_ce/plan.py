@@ -134,13 +134,13 @@ def launchers_of(implementation: str) -> tuple[ModuleType, Callable[..., None] |
         from vocab_parallel_ce import reference
 
         return reference, None
-    from vocab_parallel_ce.kernels import launchers
+    from vocab_parallel_ce import kernels
 
     if implementation == "triton":
-        return launchers, None
+        return kernels, None
     from vocab_parallel_ce.kernels.one_pass import one_pass
 
-    return launchers, one_pass
+    return kernels, one_pass
 
 
 def checked_divisor(num_items: int | Tensor, reduction: str, logits: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
-"""Kernels that apply one jit function to many inputs. Import it inside a test only."""
+"""Kernels that apply one jit function to many inputs; needs triton."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from vocab_parallel_ce.kernels import primitives
 from vocab_parallel_ce.kernels.launch import option_arguments
 from vocab_parallel_ce.kernels.online_softmax import count_labels
-from vocab_parallel_ce.kernels.primitives import edge_offsets, log1p, row_body, tanh, transform
+from vocab_parallel_ce.kernels.primitives import edge_offsets, row_body, transform
 from vocab_parallel_ce.spec import LossOptions
 
 BLOCK = 1024
@@ -47,21 +48,11 @@ def _row_parts_kernel(first, width, offset, inside, BEGINS: tl.constexpr, VECTOR
     tl.store(inside + lanes, is_inside.to(tl.int32))
 
 
-def _applied(function: object, x: Tensor) -> Tensor:
-    out = x.new_full(x.shape, float("nan"))
-    grid = (triton.cdiv(x.numel(), BLOCK),)
-    _elementwise_kernel[grid](x, out, x.numel(), FUNCTION=function, BLOCK=BLOCK)
+def elementwise(name: str, x: Tensor) -> Tensor:
+    """Return the primitive ``name`` of each of fp32 ``x [n]``."""
+    out, function = x.new_full(x.shape, float("nan")), getattr(primitives, name)
+    _elementwise_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), FUNCTION=function, BLOCK=BLOCK)
     return out
-
-
-def tanh_of(x: Tensor) -> Tensor:
-    """Return the kernels' tanh of fp32 ``x [n]``."""
-    return _applied(tanh, x)
-
-
-def log1p_of(x: Tensor) -> Tensor:
-    """Return the kernels' log1p of fp32 ``x [n]``."""
-    return _applied(log1p, x)
 
 
 def transform_of(x: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:

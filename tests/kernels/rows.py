@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tests.support.budget import assert_within_budget
+from tests.support.layouts import Layout, logits_layouts
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions, RowStats, TokenOutputs
 
 NAN, INF = float("nan"), float("inf")
+COPIED = ("every other column", "column-major")  # layouts that no kernel walks
 EVERY_STATISTIC = LossOptions(smoothing=0.1, entropy=True, predictions=True)
 ALL = LossOptions(-100, 0.1, 0.01, 0.5, 20.0, entropy=True, predictions=True)
 OPTIONS = {
@@ -31,16 +35,27 @@ def whole(logits: Tensor) -> VocabShard:
     return VocabShard(0, logits.shape[-1], logits.shape[-1])
 
 
+def walked_layouts(columns: int, *, disjoint: bool = False, **arguments: Any) -> list[Layout]:
+    """``logits_layouts`` that kernels walk, and, if ``disjoint``, may write."""
+    layouts = [layout for layout in logits_layouts(columns, **arguments) if layout.name not in COPIED]
+    return [layout for layout in layouts if not (disjoint and layout.shares_elements)]
+
+
 def stats_by_kernel(
-    logits: Tensor, labels: Tensor, options: LossOptions = PLAIN, shard: VocabShard | None = None
+    logits: Tensor,
+    labels: Tensor,
+    options: LossOptions = PLAIN,
+    shard: VocabShard | None = None,
+    outputs: TokenOutputs | None = None,
+    divisor: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """``[N, K]`` statistics, and the number of rows that count."""
-    from vocab_parallel_ce.kernels import launchers
+    """``[N, K]`` statistics, and the number of rows that count; fills ``outputs``."""
+    from vocab_parallel_ce import kernels
 
     stats = torch.full((1, labels.numel(), len(options.statistics)), NAN, device=logits.device)
     valid_rows = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
     shard = shard or whole(logits)
-    launchers.online_softmax(logits, labels, stats, 0, valid_rows, shard=shard, options=options)
+    kernels.online_softmax(logits, labels, stats, 0, valid_rows, outputs, divisor, shard=shard, options=options)
     return stats[0], int(valid_rows)
 
 
@@ -57,11 +72,11 @@ def outputs_by_kernel(
     stats: Tensor, labels: Tensor, vocab_size: int, options: LossOptions, divisor: Tensor | None = None
 ) -> TokenOutputs:
     """Every output that ``options`` has the statistics for."""
-    from vocab_parallel_ce.kernels import launchers
+    from vocab_parallel_ce import kernels
 
     outputs = empty_outputs(labels, options)
     shard = VocabShard(0, vocab_size, vocab_size)
-    launchers.token_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
+    kernels.token_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
     return outputs
 
 
@@ -78,22 +93,13 @@ def gradient_by_kernel(
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, gradient) from ``stats [R, N, K]``; the gradient over the logits, or in ``into``."""
-    from vocab_parallel_ce.kernels import launchers
+    from vocab_parallel_ce import kernels
 
     loss = torch.full((labels.numel(),), NAN, device=logits.device)
     grad = logits if into is None else into
-    launchers.cross_entropy(
-        logits,
-        stats,
-        labels,
-        divisor,
-        grad_output,
-        grad_entropy,
-        loss,
-        grad,
-        shard=shard or whole(logits),
-        options=options,
-    )
+    shard = shard or whole(logits)
+    factors = (divisor, grad_output, grad_entropy)
+    kernels.cross_entropy(logits, stats, labels, *factors, loss, grad, shard=shard, options=options)
     return loss, grad
 
 
@@ -140,10 +146,22 @@ def gradient_by_spec(
     row = (x, stats_by_spec(logits, labels, options, dtype), labels, 0, vocab_size, options)
     grad = spec.gradient(*row)
     if grad_output is not None:
-        grad = grad * grad_output.to(dtype).unsqueeze(1)
+        grad = grad * grad_output.to("cpu", dtype).unsqueeze(1)
     if grad_entropy is not None:
-        grad = grad + spec.entropy_gradient(*row) * grad_entropy.to(dtype).unsqueeze(1)
+        grad = grad + spec.entropy_gradient(*row) * grad_entropy.to("cpu", dtype).unsqueeze(1)
     return grad
+
+
+def grads_of(n_rows: int, options: LossOptions, device: str | torch.device) -> dict[str, Tensor | None]:
+    """Gradients of the loss, different in every row, and of the entropy if there is one."""
+    both = torch.randn(2, n_rows, generator=torch.Generator().manual_seed(1)).to(device)
+    return {"grad_output": both[0], "grad_entropy": both[1] if options.entropy else None}
+
+
+def assert_gradient(grad: Tensor, logits: Tensor, labels: Tensor, options: LossOptions, **grads: Tensor | None) -> None:
+    """The gradient of rows on the CPU is within the budget."""
+    truth, peer = (gradient_by_spec(logits, labels, options, d, **grads) for d in (torch.float64, torch.float32))
+    assert_within_budget(grad.reshape(truth.shape), truth, peer.to(grad.dtype))
 
 
 def assert_stats(

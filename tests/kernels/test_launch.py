@@ -6,17 +6,15 @@ import pytest
 import torch
 import triton
 
-from tests.kernels.rows import ALL, stats_by_kernel
 from vocab_parallel_ce.kernels import launch as launching
 from vocab_parallel_ce.kernels.launch import TESTED_TRITON, Launch, dtypes_of, launch_path, option_arguments
 from vocab_parallel_ce.spec import LossOptions
 
-reference = pytest.mark.reference
+pytestmark = pytest.mark.reference
 
 STREAM = 77
 
 
-@reference
 def test_an_option_that_is_off_is_none():
     """None is a constant of a compiled kernel. 0 and 1 as floats are not: the option's code would stay."""
     off = option_arguments(LossOptions(7, 0.0, 0.0, 1.0, None))
@@ -28,7 +26,6 @@ def test_an_option_that_is_off_is_none():
     assert option_arguments(LossOptions(logit_scale=1e-30, softcap=1e30)).softcap is None
 
 
-@reference
 def test_numbers_have_the_types_that_launches_are_compiled_for():
     """A float would be a new argument type, and True another kernel than 1."""
     arguments = option_arguments(LossOptions(-100, 1.0, 1.0, 2.0, 1.0, True, True))
@@ -85,7 +82,6 @@ def kinds_of(kernel, n_launches=2, tensors=TENSORS, sizes=SIZES):
     return kernel.kinds
 
 
-@reference
 def test_a_launch_like_one_before_takes_the_private_way(kernel):
     """Other tensors, row counts and programs are the same variant, and arrive as they are now."""
     launch = launch_of(kernel)
@@ -101,7 +97,6 @@ def test_a_launch_like_one_before_takes_the_private_way(kernel):
     assert second == ("private", 0, (*start, *addresses, *VALUES, 7, 8, 32, False))
 
 
-@reference
 def test_launches_of_other_dtypes_are_others():
     """The key of a launch holds what the launch itself does not check."""
     assert dtypes_of(TENSORS) == dtypes_of((torch.ones(3), None, torch.ones(2, 2)))
@@ -115,7 +110,11 @@ def test_launches_of_other_dtypes_are_others():
         assert dtypes_of(different) != dtypes_of(TENSORS)
 
 
-@reference
+def test_no_programs_are_no_launch(kernel):
+    launch_of(kernel)(0, TENSORS, SIZES)
+    assert kernel.calls == []
+
+
 def test_launches_do_not_share_variants(kernel):
     kinds_of(kernel, 1)
     assert kinds_of(kernel, 1) == ["public", "public"]
@@ -130,7 +129,6 @@ class OnDevice(torch.Tensor):
         return self.index
 
 
-@reference
 def test_each_device_has_its_own_variants_and_is_made_current(kernel, monkeypatch):
     """A launch goes to the current GPU, also if another one holds the tensors."""
     current, made_current = [0], []
@@ -170,7 +168,6 @@ NOT_KNOWN = {
 }
 
 
-@reference
 @pytest.mark.parametrize("name", NOT_KNOWN)
 def test_what_triton_specialises_on_is_left_to_triton(kernel, name):
     """Alignment and the width of integers are not in a key. Such launches are not remembered either."""
@@ -184,12 +181,10 @@ def test_what_triton_specialises_on_is_left_to_triton(kernel, name):
     assert kernel.kinds == ["public", "public", "public", "private", "public"]
 
 
-@reference
 def test_a_size_that_still_fits_takes_the_private_way(kernel):
     assert kinds_of(kernel, sizes=(0, 2**31 - 1)) == ["public", "private"]
 
 
-@reference
 @pytest.mark.parametrize("which", ("launch_enter_hook", "launch_exit_hook"))
 def test_launches_under_a_profilers_hook_go_through_triton(kernel, monkeypatch, which):
     """Triton calls the hooks; the private way passes none."""
@@ -207,44 +202,26 @@ def test_launches_under_a_profilers_hook_go_through_triton(kernel, monkeypatch, 
         assert launching._is_observed() == observed
 
 
-@reference
 def test_nothing_is_remembered_of_the_interpreter(kernel, monkeypatch):
     """It compiles nothing and returns None."""
     monkeypatch.setattr(Kernel, "__getitem__", lambda self, grid: lambda *_, **__: self.calls.append(grid))
     assert kinds_of(kernel) == [3, 3]
 
 
-@reference
-def test_rocm_takes_the_public_way(kernel, monkeypatch):
-    """Its compiler also specialises on whether a tensor has 2 GiB, which changes with the rows."""
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert kinds_of(kernel) == ["public", "public"]
-    assert launch_path().startswith("triton's own launch: ROCm")
+TESTED = [f"{version}.1" for version in TESTED_TRITON]
+OTHER_VERSIONS = ("3.5.1", "3.60.0", "3.8.0+git1", "4.0")
 
 
-@reference
-@pytest.mark.parametrize("version", [f"{tested}.1" for tested in TESTED_TRITON])
-def test_tested_versions_of_triton_take_the_private_way(kernel, monkeypatch, version):
+@pytest.mark.parametrize("hip, version", [*((None, v) for v in (*TESTED, *OTHER_VERSIONS)), ("6.4", TESTED[0])])
+def test_only_tested_versions_without_rocm_take_the_private_way(kernel, monkeypatch, hip, version):
+    """ROCm's compiler also specialises on whether a tensor has 2 GiB, which changes with the rows."""
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(triton, "__version__", version)
-    assert kinds_of(kernel) == ["public", "private"]
-    assert launch_path() == "private launch, tested with triton 3.6 and 3.7"
-
-
-@reference
-@pytest.mark.parametrize("version", ("3.5.1", "3.60.0", "3.8.0+git1", "4.0"))
-def test_other_versions_of_triton_take_the_public_way(kernel, monkeypatch, version):
-    monkeypatch.setattr(triton, "__version__", version)
-    assert kinds_of(kernel) == ["public", "public"]
-    assert launch_path() == f"triton's own launch: triton {version} was not tested, only 3.6 and 3.7"
-
-
-def test_both_ways_give_equal_results(kernel_device, monkeypatch):
-    from vocab_parallel_ce.kernels import online_softmax
-
-    logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(kernel_device)
-    labels = torch.tensor([0, 5, -100, 63], device=kernel_device)
-    expected = [stats_by_kernel(logits, labels, ALL)[0] for _ in range(2)]
-    monkeypatch.setattr(triton, "__version__", "9.9.0")
-    monkeypatch.setattr(online_softmax, "_launch", online_softmax._launch.__wrapped__)
-    for want in expected:
-        assert torch.equal(stats_by_kernel(logits, labels, ALL)[0], want)
+    is_private = hip is None and version in TESTED
+    assert kinds_of(kernel) == ["public", "private" if is_private else "public"]
+    if is_private:
+        assert launch_path() == "private launch, tested with triton 3.6 and 3.7"
+    elif hip:
+        assert launch_path().startswith("triton's own launch: ROCm")
+    else:
+        assert launch_path() == f"triton's own launch: triton {version} was not tested, only 3.6 and 3.7"

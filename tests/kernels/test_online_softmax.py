@@ -1,5 +1,7 @@
 """Row statistics of the kernel against ``spec`` in fp64."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -13,10 +15,9 @@ from tests.kernels.rows import (
     empty_outputs,
     outputs_by_kernel,
     stats_by_kernel,
-    whole,
+    walked_layouts,
 )
 from tests.support.inputs import KINDS, batch
-from tests.support.layouts import logits_layouts
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import IDENTITY, PLAIN, LossOptions, TokenOutputs
 
@@ -56,8 +57,7 @@ def test_each_option_alone(kernel_device, options):
 @pytest.mark.parametrize("dtype, options", ((torch.float32, PLAIN), (torch.bfloat16, ALL)), ids=str)
 def test_every_width(kernel_device, columns, dtype, options):
     """Rows with no whole vector, with none but edges, with a head and a tail, and of several tiles."""
-    logits, labels = batch("peaked", rows=3, vocab_size=columns, dtype=dtype)
-    logits, labels = logits.to(kernel_device), labels.to(kernel_device)
+    logits, labels = (t.to(kernel_device) for t in batch("peaked", rows=3, vocab_size=columns, dtype=dtype))
     stats, _ = stats_by_kernel(logits, labels, options)
     assert_stats(stats, logits, labels, options)
 
@@ -89,9 +89,7 @@ def test_a_label_belongs_to_one_shard(kernel_device):
 
 @pytest.mark.parametrize("columns, options", ((64, PLAIN), (67, EVERY_STATISTIC)), ids=("64", "67"))
 def test_every_layout(kernel_device, columns, options):
-    for layout in logits_layouts(columns, device=kernel_device):
-        if layout.name in ("every other column", "column-major"):
-            continue
+    for layout in walked_layouts(columns, device=kernel_device):
         rows = layout.view.shape[:-1].numel()
         labels = (torch.arange(rows) * 31 % columns).to(kernel_device)
         stats, _ = stats_by_kernel(layout.view, labels, options)
@@ -148,13 +146,9 @@ def test_the_argmax_is_the_first_of_equals(kernel_device, columns, dtype):
 
 
 def stats_and_outputs(logits, labels, options, divisor=None, shard=None):
-    """``[R, N, K]`` statistics and every output of ``options``, by one launch."""
-    from vocab_parallel_ce.kernels import launchers
-
+    """``[N, K]`` statistics and every output of ``options``, by one launch."""
     outputs = empty_outputs(labels, options)
-    stats = torch.full((1, labels.numel(), len(options.statistics)), NAN, device=logits.device)
-    shard = shard or whole(logits)
-    launchers.online_softmax(logits, labels, stats, 0, None, outputs, divisor, shard=shard, options=options)
+    stats, _ = stats_by_kernel(logits, labels, options, shard, outputs, divisor)
     return stats, outputs
 
 
@@ -194,8 +188,8 @@ def test_the_only_ranks_outputs_are_those_of_its_statistics(kernel_device, optio
         logits, labels = (t.to(kernel_device) for t in rows_of_every_kind(columns, dtype))
         stats, outputs = stats_and_outputs(logits, labels, options, divisor)
         plain_stats, _ = stats_by_kernel(logits, labels, options)
-        assert torch.equal(stats[0].nan_to_num(), plain_stats.nan_to_num())
-        assert_outputs_of(outputs, outputs_by_kernel(stats, labels, columns, options, divisor))
+        assert torch.equal(stats.nan_to_num(), plain_stats.nan_to_num())
+        assert_outputs_of(outputs, outputs_by_kernel(stats[None], labels, columns, options, divisor))
         assert not outputs.loss[labels == -100].any()
 
 
@@ -207,30 +201,38 @@ def test_outputs_of_a_padded_vocabulary(kernel_device):
     labels[5] = 299
     logits, labels = logits.to(kernel_device), labels.to(kernel_device)
     stats, outputs = stats_and_outputs(logits, labels, ALL, shard=VocabShard(0, 304, 299))
-    assert_outputs_of(outputs, outputs_by_kernel(stats, labels, 299, ALL))
+    assert_outputs_of(outputs, outputs_by_kernel(stats[None], labels, 299, ALL))
     assert outputs.loss[5].isnan() and outputs.loss[0].isfinite()
 
 
 def test_outputs_that_nobody_asked_for_may_be_missing(kernel_device):
-    from vocab_parallel_ce.kernels import launchers
-
     logits, labels = (t.to(kernel_device) for t in batch("some_ignored", rows=6, vocab_size=50))
     _, expected = stats_and_outputs(logits, labels, ALL)
     outputs = TokenOutputs(torch.full_like(expected.loss, NAN), None, None, None)
-    stats = torch.full((1, 6, len(ALL.statistics)), NAN, device=kernel_device)
-    launchers.online_softmax(logits, labels, stats, 0, None, outputs, shard=whole(logits), options=ALL)
+    stats_by_kernel(logits, labels, ALL, outputs=outputs)
     assert torch.equal(outputs.loss, expected.loss)
 
 
 @pytest.mark.parametrize("rank", (0, 1, 2))
 def test_statistics_of_a_rank_go_to_its_rows(kernel_device, rank):
-    from vocab_parallel_ce.kernels import launchers
+    from vocab_parallel_ce import kernels
 
     logits, labels = (t.to(kernel_device) for t in batch("some_ignored", rows=6, vocab_size=50))
     stats = torch.full((3, 6, len(ALL.statistics)), -7.0, device=kernel_device)
     shard = VocabShard.even(50, rank, 3)
-    launchers.online_softmax(logits, labels, stats, rank, None, shard=shard, options=ALL)
+    kernels.online_softmax(logits, labels, stats, rank, None, shard=shard, options=ALL)
     expected, _ = stats_by_kernel(logits, labels, ALL, shard)
     assert torch.equal(stats[rank], expected)
     stats[rank] = -7.0
     assert torch.equal(stats, torch.full_like(stats, -7.0))
+
+
+def test_the_private_launch_and_tritons_own_give_equal_results(kernel_device, monkeypatch):
+    online_softmax = importlib.import_module("vocab_parallel_ce.kernels.online_softmax")
+    logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(kernel_device)
+    labels = torch.tensor([0, 5, -100, 63], device=kernel_device)
+    expected = [stats_by_kernel(logits, labels, ALL)[0] for _ in range(2)]
+    monkeypatch.setattr("triton.__version__", "9.9.0")
+    monkeypatch.setattr(online_softmax, "_launch", online_softmax._launch.__wrapped__)
+    for want in expected:
+        assert torch.equal(stats_by_kernel(logits, labels, ALL)[0], want)

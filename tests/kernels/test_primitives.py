@@ -8,6 +8,8 @@ from tests.support.budget import assert_within_budget
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.spec import LossOptions
 
+jit_functions = pytest.importorskip("tests.kernels.jit_functions")  # needs triton
+
 FP32 = torch.finfo(torch.float32)
 TRANSFORMS = {
     "plain": LossOptions(),
@@ -27,10 +29,8 @@ def grid():
 
 
 def test_tanh_on_a_dense_grid(kernel_device):
-    from tests.kernels.jit_functions import tanh_of
-
     x = grid()
-    actual = tanh_of(x.to(kernel_device)).cpu().double()
+    actual = jit_functions.elementwise("tanh", x.to(kernel_device)).cpu().double()
     truth = x.double().tanh()
     last_digit = torch.ldexp(torch.ones_like(truth), truth.frexp().exponent - 24)
     # A subnormal may be flushed to 0.
@@ -43,26 +43,22 @@ def test_tanh_on_a_dense_grid(kernel_device):
 
 
 def test_tanh_of_what_is_no_number(kernel_device):
-    from tests.kernels.jit_functions import tanh_of
-
     x = torch.tensor([INF, -INF, NAN, 0.5], device=kernel_device)
-    inf, minus_inf, nan, half = tanh_of(x).tolist()
+    inf, minus_inf, nan, half = jit_functions.elementwise("tanh", x).tolist()
     assert (inf, minus_inf) == (1, -1) and nan != nan
     assert half == pytest.approx(0.4621172, abs=5e-8)
 
 
 def test_log1p_on_a_dense_grid(kernel_device):
     """Small values lose no digits; 0 and -1 are exact."""
-    from tests.kernels.jit_functions import log1p_of
-
     seam = 0.5 + torch.arange(-200, 200, dtype=torch.float64) * 2**-25
     magnitudes = torch.logspace(-37, 38, 4000, base=10, dtype=torch.float64)
     x = torch.cat([magnitudes, torch.linspace(0, 3, 20000, dtype=torch.float64), seam]).float()
-    actual, truth = log1p_of(x.to(kernel_device)).cpu().double(), x.double().log1p()
+    actual, truth = jit_functions.elementwise("log1p", x.to(kernel_device)).cpu().double(), x.double().log1p()
     relative = (actual - truth).abs() / truth.clamp(min=FP32.tiny)
     worst = int(relative.argmax())
     assert float(relative[worst]) <= 4 * FP32.eps, (float(x[worst]), float(actual[worst]))
-    ends = log1p_of(torch.tensor([0.0, -1.0, INF, NAN, 1e-5], device=kernel_device)).tolist()
+    ends = jit_functions.elementwise("log1p", torch.tensor([0.0, -1.0, INF, NAN, 1e-5], device=kernel_device)).tolist()
     assert ends[:3] == [0, -INF, INF] and ends[3] != ends[3]
     assert ends[4] == pytest.approx(9.99995e-6, rel=1e-7)
 
@@ -70,10 +66,8 @@ def test_log1p_on_a_dense_grid(kernel_device):
 @pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transform(kernel_device, options):
     """Values and slopes of logits as they occur; infinities stay what they are."""
-    from tests.kernels.jit_functions import transform_of
-
     x = torch.cat([torch.linspace(-400, 400, 20001), torch.tensor([1e-30, -1e30, NAN, INF, -INF])])
-    z, slope = (value.cpu() for value in transform_of(x.to(kernel_device), options))
+    z, slope = (value.cpu() for value in jit_functions.transform_of(x.to(kernel_device), options))
     truth, true_slope = (torch.as_tensor(v).double().expand_as(x) for v in spec.transformed(x.double(), options))
     peer, peer_slope = (torch.as_tensor(v).float().expand_as(x) for v in spec.transformed(x, options))
     assert_within_budget(z[:-2], truth[:-2], peer[:-2])
@@ -85,10 +79,8 @@ def test_transform(kernel_device, options):
 @pytest.mark.parametrize("vector", (4, 8))
 def test_head_body_and_tail_are_every_column_once(kernel_device, vector):
     """Rows of every width at every beginning; bodies begin at lines of 128 bytes."""
-    from tests.kernels.jit_functions import row_parts
-
     widths, begins = 160, 64
-    first, body, offset, inside = (t.cpu() for t in row_parts(widths, begins, vector, kernel_device))
+    first, body, offset, inside = (t.cpu() for t in jit_functions.row_parts(widths, begins, vector, kernel_device))
     assert bool((first % (8 * vector) == 0).all()) and bool((body % vector == 0).all())
     begin, width = torch.arange(begins), torch.arange(1, widths + 1).unsqueeze(1)
     assert bool((first >= begin).all()) and bool((first - begin < 8 * vector).all())
@@ -103,9 +95,7 @@ def test_head_body_and_tail_are_every_column_once(kernel_device, vector):
 
 def test_worked_example_of_a_row(kernel_device):
     """85 columns at 60, vectors of 8."""
-    from tests.kernels.jit_functions import row_parts
-
-    first, body, offset, inside = (t[84, 60] for t in row_parts(96, 64, 8, kernel_device))
+    first, body, offset, inside = (t[84, 60] for t in jit_functions.row_parts(96, 64, 8, kernel_device))
     assert (int(first), int(body)) == (64, 80)
     assert offset[inside.bool()].tolist() == [60, 61, 62, 63, 144]
 
@@ -113,7 +103,5 @@ def test_worked_example_of_a_row(kernel_device):
 @pytest.mark.parametrize("n_rows", (0, 1, 511, 512, 513, 1100))
 def test_count_of_labels(kernel_device, n_rows):
     """1100 labels take three steps."""
-    from tests.kernels.jit_functions import count_of
-
     labels = (torch.arange(n_rows) % 3).to(kernel_device)
-    assert count_of(labels, 2) == int((labels != 2).sum())
+    assert jit_functions.count_of(labels, 2) == int((labels != 2).sum())

@@ -3,9 +3,17 @@
 import pytest
 import torch
 
-from tests.kernels.rows import ALL, INF, NAN, gradient_by_kernel, gradient_by_spec, outputs_by_kernel, stats_by_kernel
+from tests.kernels.rows import (
+    ALL,
+    INF,
+    NAN,
+    assert_gradient,
+    gradient_by_kernel,
+    grads_of,
+    outputs_by_kernel,
+    stats_by_kernel,
+)
 from tests.kernels.test_loss import assert_outputs
-from tests.support.budget import assert_within_budget
 from tests.support.inputs import batch
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions
@@ -27,34 +35,21 @@ def padded_pieces(logits, shards):
 
 
 def assert_ranks_agree_with_the_whole(logits, labels, shards, options, device):
-    grads = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(1))
-    grad_output, grad_entropy = grads[0], grads[1] if options.entropy else None
+    grads = grads_of(len(labels), options, device)
     pieces = [piece.to(device) for piece in padded_pieces(logits, shards)]
     on_device = labels.to(device)
-    known = [stats_by_kernel(x, on_device, options, s)[0] for x, s in zip(pieces, shards, strict=True)]
-    stats = torch.stack(known)
+    stats = [stats_by_kernel(x, on_device, options, s)[0] for x, s in zip(pieces, shards, strict=True)]
+    stats = torch.stack(stats)
     outputs = outputs_by_kernel(stats, on_device, logits.shape[1], options)
     assert_outputs(outputs, logits, labels, options)
     gradient = torch.full_like(logits, NAN)
     for x, shard in zip(pieces, shards, strict=True):
-        loss, grad = gradient_by_kernel(
-            x,
-            stats,
-            on_device,
-            options,
-            shard,
-            grad_output=grad_output.to(device),
-            grad_entropy=None if grad_entropy is None else grad_entropy.to(device),
-        )
+        loss, grad = gradient_by_kernel(x, stats, on_device, options, shard, **grads)
         torch.testing.assert_close(loss, outputs.loss, rtol=1e-6, atol=1e-6, equal_nan=True)
         padding = grad[:, shard.n_valid :].cpu()
         assert torch.equal(padding, torch.zeros_like(padding))
         gradient[:, shard.start : shard.start + shard.n_valid] = grad[:, : shard.n_valid].cpu()
-    truth, peer = (
-        gradient_by_spec(logits, labels, options, dtype, grad_output, grad_entropy)
-        for dtype in (torch.float64, torch.float32)
-    )
-    assert_within_budget(gradient, truth, peer.to(logits.dtype))
+    assert_gradient(gradient, logits, labels, options, **grads)
 
 
 @BY_CUT
@@ -82,9 +77,7 @@ def test_rows_of_nan_are_0_in_the_padding(kernel_device):
     logits = torch.full((3, 50), NAN, device=kernel_device)
     labels = torch.tensor([1, 37, -100], device=kernel_device)
     stats, _ = stats_by_kernel(logits, labels, ALL, shard)
-    grad_output = torch.full((3,), INF, device=kernel_device)
-    _, grad = gradient_by_kernel(
-        logits, stats[None], labels, ALL, shard, grad_output=grad_output, grad_entropy=grad_output
-    )
+    grads = dict.fromkeys(("grad_output", "grad_entropy"), torch.full((3,), INF, device=kernel_device))
+    _, grad = gradient_by_kernel(logits, stats[None], labels, ALL, shard, **grads)
     assert torch.equal(grad[:, 37:].cpu(), torch.zeros(3, 13))
     assert grad[:2, :37].isnan().all() and not grad[2].any()

@@ -32,7 +32,7 @@ def by_ranks(impl_device, logits, labels, n_ranks):
     if impl == "reference":
         launchers = reference
     else:
-        from vocab_parallel_ce.kernels import launchers
+        from vocab_parallel_ce import kernels as launchers
     labels = labels.to(device)
     shards = [VocabShard.of_rank(logits.shape[1], rank, n_ranks) for rank in range(n_ranks)]
     pieces = [(logits[:, shard.start : shard.stop].contiguous().to(device), shard) for shard in shards]

@@ -56,6 +56,11 @@ class Variant(NamedTuple):
     programs_per_sm: int | None = None
 
 
+def rows(edges: bool) -> tuple[tuple[int, ...], bool]:
+    """Return the layout of rows, and whether they have edges."""
+    return (0, 1, 1, N_COLUMNS + 3 * edges, 0, 0), edges
+
+
 def launch_of(kernel: str, dtypes: tuple[torch.dtype | None, ...], *key: Any) -> Any:
     """Return what the launcher of ``kernel`` makes for ``key``."""
     return importlib.import_module(f"vocab_parallel_ce.kernels.{kernel}")._launch(dtypes, *key)
@@ -113,18 +118,10 @@ def has_one_pass(target: GPUTarget) -> bool:
     return target.backend == "cuda" and target.arch >= 90
 
 
-def row_layout(edges: bool) -> tuple[int, ...]:
-    return (0, 1, 1, N_COLUMNS + 3 * edges, 0, 0)
-
-
 def output_dtypes(options: LossOptions) -> tuple[torch.dtype | None, ...]:
-    entropy, lse, predictions = options.entropy, options.predictions, options.predictions
-    return (
-        torch.float32,
-        torch.float32 if entropy else None,
-        torch.float32 if lse else None,
-        torch.int64 if predictions else None,
-    )
+    fp32 = torch.float32
+    metrics = (fp32, torch.int64) if options.predictions else (None, None)
+    return (fp32, fp32 if options.entropy else None, *metrics)
 
 
 def stats(dtype: str, edges: bool, option: str, outputs: bool = False, counted: bool = False) -> Variant:
@@ -132,7 +129,7 @@ def stats(dtype: str, edges: bool, option: str, outputs: bool = False, counted: 
     of_outputs = output_dtypes(options) if outputs else (None,) * 4
     dtypes = (DTYPES[dtype], torch.int64, torch.float32, torch.int32 if counted else None, *of_outputs, None)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    launch = launch_of("online_softmax", dtypes, row_layout(edges), edges, shard, options)
+    launch = launch_of("online_softmax", dtypes, rows(edges), shard, options)
     name = f"online_softmax-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}{'-outputs' * outputs}"
     return Variant(name, launch, dtypes)
 
@@ -141,21 +138,19 @@ def gradient(dtype: str, edges: bool, option: str, call: str = "in_backward", ra
     """``in_forward`` writes the loss too; ``padded`` divides, and its shard has padding."""
     options = OPTIONS[option]
     fp32, in_forward = torch.float32, call == "in_forward"
-    grad_output = None if in_forward else fp32
+    grad_output, loss = (None, fp32) if in_forward else (fp32, None)
     grad_entropy = fp32 if options.entropy and call == "in_backward" else None
     divisor = None if call == "in_backward" else torch.int32
-    loss = fp32 if in_forward else None
-    of_rows = (fp32, divisor, grad_output, grad_entropy, loss)
-    dtypes = (DTYPES[dtype], torch.int64, *of_rows, DTYPES[dtype])
+    dtypes = (DTYPES[dtype], torch.int64, fp32, divisor, grad_output, grad_entropy, loss, DTYPES[dtype])
     shard = VocabShard(0, N_COLUMNS, N_COLUMNS - 100 if call == "padded" else 4 * N_COLUMNS)
     strides = tuple(None if pointer is None else 3 for pointer in (grad_output, grad_entropy))
-    launch = launch_of("cross_entropy", dtypes, row_layout(edges), edges, strides, ranks, shard, options)
+    launch = launch_of("cross_entropy", dtypes, rows(edges), strides, ranks, shard, options)
     return Variant(f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}", launch, dtypes)
 
 
 def scaled(dtype: str, edges: bool) -> Variant:
     dtypes = (DTYPES[dtype], torch.float32)
-    launch = launch_of("element_mul", dtypes, N_COLUMNS, row_layout(edges), edges, 3)
+    launch = launch_of("element_mul", dtypes, rows(edges), N_COLUMNS, 3)
     return Variant(f"element_mul-{dtype}{'-edges' * edges}", launch, dtypes)
 
 
@@ -197,12 +192,13 @@ def source_of(variant: Variant) -> ASTSource:
             return "constexpr"
         return "fp32" if isinstance(argument, float) else "i32"
 
-    signature = {
-        name: type_of(argument, (i,)) for i, (name, argument) in enumerate(zip(names, arguments, strict=False))
-    }
-    for i, name in enumerate(names[len(arguments) :], start=len(arguments)):
-        signature[name] = "constexpr"
-        constexprs[(i,)] = launch.constants[name]
+    signature = {}
+    for i, name in enumerate(names):
+        if i < len(arguments):
+            signature[name] = type_of(arguments[i], (i,))
+        else:
+            signature[name] = "constexpr"
+            constexprs[(i,)] = launch.constants[name]
     if variant.name.startswith("one_pass"):
         from triton.experimental.gluon._runtime import GluonASTSource
 

@@ -1,16 +1,14 @@
 """Gradient, and loss, from the gathered statistics of all ranks.
 
-    loss = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
-    dz_i = p_i * (1 + 2 * z_loss * lse) - (1 - e) * [i == y] - e / V,   p_i = exp(z_i - row_max) / sum_exp
-    p_y - 1 = -others_sum / sum_exp,   sum_exp = others_sum + exp(z_y - row_max)
-    dx_i = (dz_i * grad_output / n + p_i * (mean_shifted - (z_i - row_max)) * grad_entropy) * dz_i/dx_i
+    dx_i = (dloss/dz_i * grad_output / divisor + dentropy/dz_i * grad_entropy) * dz_i/dx_i
+    p_y - 1 = -others_sum / sum_exp
 
-One program per row. It merges the R statistics, writes the loss if requested, and writes the gradient, over the
-logits or elsewhere. Regime: bound by memory; it reads the shard once and writes it once. ``grad_output`` and the
-divisor are one fp32 factor per row, so the gradient is rounded once. Padded columns become 0, whatever they hold.
+``spec`` has the derivatives. One program per row merges the R statistics, writes the loss if requested, and writes
+the gradient, over the logits or elsewhere. Regime: bound by memory; it reads the shard once and writes it once.
+``grad_output`` and the divisor are one fp32 factor per row, so the gradient is rounded once. Padded columns become 0,
+whatever they hold.
 """
 
-import functools
 from typing import NamedTuple
 
 import triton
@@ -18,24 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
-from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Dtypes, Launch, dtypes_of, option_arguments, row_arguments
-from vocab_parallel_ce.kernels.primitives import (
-    bounded,
-    divisor_weight,
-    edge_offsets,
-    exp_shifted,
-    label_exp,
-    log_sum_exp,
-    merge_ranks,
-    row_begin,
-    row_body,
-    row_loss,
-    stats_of_row,
-    sum_exp,
-    transform,
-    weighted,
-)
-from vocab_parallel_ce.layout import RowLayout
+from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
 
@@ -70,14 +52,14 @@ def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_siz
     if grad_output is not None:
         weight *= tl.load(grad_output)
     weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
-    all_sum = sum_exp(stats)
+    all_sum = ops.sum_exp(stats)
     inverse_sum = tl.where(live, 1.0 / all_sum, 0.0)
     target_grad = tl.where(live, -stats.others_sum / all_sum, 0.0)
     uniform_p = 0.0
     z_factor = 0.0
     if loss_options.z_loss is not None:
-        z_factor = tl.where(live, 2 * loss_options.z_loss * (stats.row_max + log_sum_exp(stats)), 0.0)
-        target_grad += label_exp(stats.row_max, stats.target_logit) * inverse_sum * z_factor
+        z_factor = tl.where(live, 2 * loss_options.z_loss * (stats.row_max + ops.log_sum_exp(stats)), 0.0)
+        target_grad += ops.label_exp(stats.row_max, stats.target_logit) * inverse_sum * z_factor
     if loss_options.smoothing is not None:
         uniform_p = loss_options.smoothing / vocab_size
         target_grad += loss_options.smoothing - uniform_p
@@ -97,8 +79,8 @@ def logits_gradient(x, is_target, factors, grad_entropy, loss_options):
 
     It includes the entropy's gradient if ``grad_entropy`` is not None.
     """
-    z, slope = transform(x, loss_options)
-    p = exp_shifted(z, factors.shift) * factors.inverse_sum
+    z, slope = ops.transform(x, loss_options)
+    p = ops.exp_shifted(z, factors.shift) * factors.inverse_sum
     grad = p
     if loss_options.z_loss is not None:
         grad += p * factors.z_factor
@@ -106,7 +88,7 @@ def logits_gradient(x, is_target, factors, grad_entropy, loss_options):
         grad = tl.where(z == float("-inf"), grad, grad - factors.uniform_p)
     grad = tl.where(is_target, factors.target_grad, grad) * factors.weight
     if grad_entropy is not None:
-        grad += p * (factors.mean_shifted - bounded(z - factors.shift)) * factors.entropy_weight
+        grad += p * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.entropy_weight
     if loss_options.softcap is not None or loss_options.logit_scale is not None:
         grad *= slope
     return grad
@@ -129,8 +111,8 @@ def cross_entropy_kernel(
     loss_options,  # option_arguments
     n_rows,
     shard_start,
-    HAS_EDGES: tl.constexpr,
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
@@ -140,16 +122,16 @@ def cross_entropy_kernel(
     label = tl.load(labels + row).to(tl.int64)
     live = label != loss_options.ignore_index
     ranks = tl.arange(0, RANKS)
-    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
-    merged = merge_ranks(pointers, ranks < n_ranks, loss_options)
+    pointers = ops.stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
+    merged = ops.merge_ranks(pointers, ranks < n_ranks, loss_options)
     weight = 1.0
     if divisor is not None:
-        weight = divisor_weight(divisor)
+        weight = ops.divisor_weight(divisor)
         live &= weight != 0
     if loss is not None:
-        value = row_loss(merged, label, sizes.vocab_size, loss_options)
+        value = ops.row_loss(merged, label, sizes.vocab_size, loss_options)
         if divisor is not None:
-            value = weighted(value, weight)
+            value = ops.weighted(value, weight)
         tl.store(loss + row, value)
     if grad_output is not None:
         grad_output += row * grad_strides[0]
@@ -159,15 +141,15 @@ def cross_entropy_kernel(
     # A label in an excluded column is no column's target.
     label = tl.where(merged.target_logit == float("-inf"), -1, label)
 
-    begin = row_begin(row, layout)
-    first, width = row_body(begin, sizes.n_columns, VECTOR)
+    begin = ops.row_begin(row, layout)
+    first, width = ops.row_body(begin, sizes.n_columns, VECTOR)
     target = begin - first + label - shard_start
     target = tl.where((target >= 0) & (target < width), target, -1).to(tl.int32)
     if sizes.n_valid is not None:
         # Loads stay 16 bytes wide: the vector at the border is read whole.
         valid_width = (begin + sizes.n_valid - first).to(tl.int32)
         readable = (valid_width + VECTOR - 1) // VECTOR * VECTOR
-    lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    lane_columns = ops.tile_columns(LANES, VECTOR)
     for tile in range(0, width, LANES * VECTOR):
         columns = tile + lane_columns
         inside = columns < width
@@ -181,7 +163,7 @@ def cross_entropy_kernel(
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
     if HAS_EDGES:
         lane = tl.arange(0, 16 * VECTOR)
-        offset, inside = edge_offsets(lane, begin, sizes.n_columns, first, width, VECTOR)
+        offset, inside = ops.edge_offsets(lane, begin, sizes.n_columns, first, width, VECTOR)
         x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
         grad = logits_gradient(x, offset == begin + label - shard_start, factors, grad_entropy, loss_options)
         if sizes.n_valid is not None:
@@ -208,55 +190,28 @@ def cross_entropy(
     Both are fp32 of any stride. Neither changes ``loss``.
     """
     n_ranks, n_rows, _ = stats.shape
-    if n_rows == 0:
-        return
-    base, layout, has_edges = row_arguments(logits)
+    base, rows = row_arguments(logits)
     grad_base = base
     if grad_logits is not logits:
-        grad_base, grad_layout, _ = row_arguments(grad_logits)
-        assert layout == grad_layout, "the gradient is laid out as the logits are"
+        grad_base, grad_rows = row_arguments(grad_logits)
+        assert rows == grad_rows, "the gradient is laid out as the logits are"
     tensors = (base, labels, stats, divisor, grad_output, grad_entropy, loss, grad_base)
-    launch = _launch(
-        dtypes_of(tensors),
-        layout,
-        has_edges,
-        (
-            None if grad_output is None else grad_output.stride(0),
-            None if grad_entropy is None else grad_entropy.stride(0),
-        ),
-        n_ranks,
-        shard,
-        options,
-    )
+    strides = tuple([None if factor is None else factor.stride(0) for factor in (grad_output, grad_entropy)])
+    launch = _launch(dtypes_of(tensors), rows, strides, n_ranks, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start))
 
 
-@functools.lru_cache(maxsize=MOST_LAUNCHES)
+@cache_launches
 def _launch(
     dtypes: Dtypes,
-    layout: tuple[int, ...],
-    has_edges: bool,
-    grad_strides: tuple[int | None, int | None],
+    rows: Rows,
+    grad_strides: tuple[int | None, ...],
     n_ranks: int,
     shard: VocabShard,
     options: LossOptions,
 ) -> Launch:
-    block = choose_block(READ_AND_WRITE_EDGES if has_edges else READ_AND_WRITE, shard.n_columns, dtypes[0].itemsize)
+    block = choose_block(READ_AND_WRITE_EDGES if rows[1] else READ_AND_WRITE, shard.n_columns, dtypes[0].itemsize)
     n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid
-    return Launch(
-        cross_entropy_kernel,
-        (
-            RowLayout(*layout),
-            grad_strides,
-            ShardSizes(shard.n_columns, n_valid, shard.vocab_size),
-            n_ranks,
-            option_arguments(options),
-        ),
-        {
-            "HAS_EDGES": has_edges,
-            "RANKS": triton.next_power_of_2(n_ranks),
-            "LANES": block.lanes,
-            "VECTOR": block.vector,
-        },
-        num_warps=block.num_warps,
-    )
+    sizes = ShardSizes(shard.n_columns, n_valid, shard.vocab_size)
+    values = (grad_strides, sizes, n_ranks, options)
+    return walk_launch(cross_entropy_kernel, rows, values, block, RANKS=triton.next_power_of_2(n_ranks))

@@ -7,16 +7,13 @@ alone. So the usual ``loss.backward()`` of a reduced loss costs one short launch
 once and written once, and the gradient is rounded a second time. Regime: bound by memory.
 """
 
-import functools
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
-from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Dtypes, Launch, dtypes_of, row_arguments
-from vocab_parallel_ce.kernels.primitives import edge_offsets, row_begin, row_body
-from vocab_parallel_ce.layout import RowLayout
+from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
 
 PROGRAMS = 512  # fills a GPU, and starts and ends in 2 us
 
@@ -40,7 +37,7 @@ def element_mul_kernel(
     VECTOR: tl.constexpr,
 ):
     """Example: ``[1, 2, 3]`` with grad_output 0.5 becomes ``[0.5, 1, 1.5]``."""
-    lane_columns = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    lane_columns = ops.tile_columns(LANES, VECTOR)
     row = tl.program_id(0).to(tl.int64)
     if grad_output_stride == 0:
         if tl.load(grad_output).to(tl.float32) == 1.0:
@@ -48,8 +45,8 @@ def element_mul_kernel(
     while row < n_rows:
         factor = tl.load(grad_output + row * grad_output_stride).to(tl.float32)
         if factor != 1.0:
-            begin = row_begin(row, layout)
-            first, width = row_body(begin, n_columns, VECTOR)
+            begin = ops.row_begin(row, layout)
+            first, width = ops.row_body(begin, n_columns, VECTOR)
             for tile in range(0, width, LANES * VECTOR):
                 columns = tile + lane_columns
                 inside = columns < width
@@ -58,7 +55,7 @@ def element_mul_kernel(
                 tl.store(pointers, grad.to(grad_logits.dtype.element_ty), inside)
             if HAS_EDGES:
                 lane = tl.arange(0, 16 * VECTOR)
-                offset, inside = edge_offsets(lane, begin, n_columns, first, width, VECTOR)
+                offset, inside = ops.edge_offsets(lane, begin, n_columns, first, width, VECTOR)
                 grad = scaled(tl.load(grad_logits + offset, inside).to(tl.float32), factor)
                 tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
         row += tl.num_programs(0)
@@ -67,22 +64,13 @@ def element_mul_kernel(
 def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:
     """Multiply, and overwrite, row r of ``grad_logits [..., C]`` by ``grad_output [N]``, of any stride."""
     n_rows = grad_output.shape[0]
-    if n_rows == 0:
-        return
-    base, layout, has_edges = row_arguments(grad_logits)
+    base, rows = row_arguments(grad_logits)
     tensors = (base, grad_output)
-    launch = _launch(dtypes_of(tensors), grad_logits.shape[-1], layout, has_edges, grad_output.stride(0))
+    launch = _launch(dtypes_of(tensors), rows, grad_logits.shape[-1], grad_output.stride(0))
     launch(min(n_rows, PROGRAMS), tensors, (n_rows,))
 
 
-@functools.lru_cache(maxsize=MOST_LAUNCHES)
-def _launch(
-    dtypes: Dtypes, n_columns: int, layout: tuple[int, ...], has_edges: bool, grad_output_stride: int
-) -> Launch:
-    block = choose_block(READ_AND_WRITE_EDGES if has_edges else READ_AND_WRITE, n_columns, dtypes[0].itemsize)
-    return Launch(
-        element_mul_kernel,
-        (RowLayout(*layout), grad_output_stride, n_columns),
-        {"HAS_EDGES": has_edges, "LANES": block.lanes, "VECTOR": block.vector},
-        num_warps=block.num_warps,
-    )
+@cache_launches
+def _launch(dtypes: Dtypes, rows: Rows, n_columns: int, stride: int) -> Launch:
+    block = choose_block(READ_AND_WRITE_EDGES if rows[1] else READ_AND_WRITE, n_columns, dtypes[0].itemsize)
+    return walk_launch(element_mul_kernel, rows, (stride, n_columns), block)

@@ -1,7 +1,6 @@
 """What all launchers share: the launch itself, and the arguments for options and for strided tensors."""
 
-from __future__ import annotations
-
+import functools
 from typing import Any
 
 import torch
@@ -10,29 +9,31 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, aligned_base, row_layout
+from vocab_parallel_ce.blocks import Block
+from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, RowLayout, aligned_base, row_layout
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 
 Dtypes = tuple[Any, ...]
+Rows = tuple[tuple[int, ...], bool]  # the values of a RowLayout, and whether rows have edges
 
-MOST_LAUNCHES = 1024  # per kernel; widths and options repeat every step
 TESTED_TRITON = ("3.6", "3.7")  # the private launch was tested with these
+cache_launches = functools.lru_cache(maxsize=1024)  # per kernel; widths and options repeat every step
 
 
 class Launch:
     """Launch a kernel for given values, constants and dtypes, and remember its compiled variant.
 
-    On every call, Triton works out which compiled variant the arguments need. That takes longer than the
-    launch. A Launch stores the variant per device and calls it directly. This private path is used only with
-    the versions of Triton in ``TESTED_TRITON``; see :func:`launch_path`.
+    On every call, Triton works out which compiled variant the arguments need. That takes longer than the launch.
+    With a version in ``TESTED_TRITON``, a Launch stores the variant per device and calls it directly.
 
     One Launch serves tensors of the same dtypes and with None at the same positions: :func:`dtypes_of` is the
-    key. The kernel must not specialise on ``sizes``, the integers that change from call to call.
+    key. The kernel must not specialise on ``sizes``, the integers that change from call to call. It gets the
+    ``LossOptions`` among ``values`` as :func:`option_arguments` returns them.
     """
 
     def __init__(self, kernel: Any, values: tuple[Any, ...], constants: dict[str, Any], *, num_warps: int) -> None:
         self.kernel = kernel
-        self.values = values
+        self.values = tuple([option_arguments(v) if isinstance(v, LossOptions) else v for v in values])
         self.constants = constants
         self.num_warps = num_warps
         self.tail = tuple(constants.values())
@@ -44,10 +45,11 @@ class Launch:
 
         Triton's own path serves tensors off a 16-byte boundary, and launches that a profiler's hook observes.
         """
+        if n_programs == 0:
+            return
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if device >= 0 and device != torch.cuda.current_device():
-            # A launch goes to the current GPU, also if another one holds the tensors.
-            with torch.cuda.device(device):
+            with torch.cuda.device(device):  # a launch goes to the current GPU
                 return self(n_programs, tensors, sizes)
         arguments: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         all_bits = 0
@@ -73,18 +75,18 @@ class Launch:
 def launch_path() -> str:
     """Say which path launches take, and why."""
     reason = _no_private_launch()
-    tested = " and ".join(TESTED_TRITON)
-    return f"private launch, tested with triton {tested}" if reason is None else f"triton's own launch: {reason}"
+    if reason is None:
+        return f"private launch, tested with triton {' and '.join(TESTED_TRITON)}"
+    return f"triton's own launch: {reason}"
 
 
 def _no_private_launch() -> str | None:
     """Return why the private launch is not used, or None if it is."""
     if torch.version.hip is not None:
         return "ROCm's variants also depend on whether a tensor has 2 GiB"
-    if ".".join(triton.__version__.split(".")[:2]) not in TESTED_TRITON:
-        tested = " and ".join(TESTED_TRITON)
-        return f"triton {triton.__version__} was not tested, only {tested}"
-    return None
+    if triton.__version__.startswith(tuple([f"{tested}." for tested in TESTED_TRITON])):
+        return None
+    return f"triton {triton.__version__} was not tested, only {' and '.join(TESTED_TRITON)}"
 
 
 def dtypes_of(tensors: tuple[Tensor | None, ...]) -> tuple[torch.dtype | None, ...]:
@@ -97,42 +99,42 @@ def _is_observed() -> bool:
     return any([getattr(hook, "calls", hook) for hook in hooks])
 
 
-def row_arguments(logits: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
-    """Return ``(base, layout, has_edges)`` for a kernel that walks the rows of ``logits [..., C]``.
+def walk_launch(kernel: Any, rows: Rows, values: tuple[Any, ...], block: Block, **constants: Any) -> Launch:
+    """Return the Launch of a kernel that walks rows in tiles: its layout comes first, HAS_EDGES after ``constants``."""
+    layout, has_edges = rows
+    constants |= {"HAS_EDGES": has_edges, "LANES": block.lanes, "VECTOR": block.vector}
+    return Launch(kernel, (RowLayout(*layout), *values), constants, num_warps=block.num_warps)
 
-    ``layout`` has the values of a ``RowLayout``. ``has_edges`` is False if every row begins at a line of 128
-    bytes and is whole vectors of 16 bytes. Such rows have no head and no tail.
+
+def row_arguments(logits: Tensor) -> tuple[Tensor, Rows]:
+    """Return the base and the ``Rows`` for a kernel that walks the rows of ``logits [..., C]``.
+
+    Rows that begin at a line of 128 bytes and are whole vectors of 16 bytes have no head and no tail.
     """
     n_columns = logits.shape[-1]
     line = LINE_BYTES // logits.element_size()
     if logits.is_contiguous() and logits.data_ptr() % VECTOR_BYTES == 0:
-        return logits, (0, 1, 1, n_columns, 0, 0), n_columns % line != 0
+        return logits, ((0, 1, 1, n_columns, 0, 0), n_columns % line != 0)
     layout = row_layout(logits)
     assert layout is not None, "rows that kernels cannot walk are copied before any launch"
     base, misaligned = aligned_base(logits)
     layout = layout._replace(offset=misaligned)
     is_whole = n_columns * logits.element_size() % VECTOR_BYTES == 0
-    return base, tuple(layout), not is_whole or layout.pitch % line != 0
+    return base, (tuple(layout), not is_whole or layout.pitch % line != 0)
 
 
 def option_arguments(options: LossOptions) -> LossOptions:
     """Return ``options`` for a kernel: an option that is off is None, so its code is not compiled.
 
-    ``ignore_index`` is always on. A flag that is on is 1: Triton compiles another kernel for True.
+    ``ignore_index`` is always on. A flag that is on is 1: Triton compiles another kernel for True. A softcap that
+    changes no fp32 logit is off: its inverse may be 0 in fp32.
     """
-    values: dict[str, Any] = {
-        name: None if value == getattr(PLAIN, name) else int(value) if value is True else value
-        for name, value in options._asdict().items()
-    }
+    values: dict[str, Any] = {name: None if v == getattr(PLAIN, name) else v for name, v in options._asdict().items()}
     values["ignore_index"] = options.ignore_index
-    if not _bends(options):
-        values["softcap"] = None
+    for flag in ("entropy", "predictions"):
+        values[flag] = 1 if values[flag] else None
+    if options.softcap is not None:
+        largest = torch.finfo(torch.float32).max * options.logit_scale / options.softcap
+        if largest <= 2e-4:  # tanh(a) = a * (1 - a^2 / 3) is a in fp32
+            values["softcap"] = None
     return LossOptions(**values)
-
-
-def _bends(options: LossOptions) -> bool:
-    """Return whether the softcap changes any fp32 logit. If it does not, its inverse may be 0 in fp32."""
-    if options.softcap is None:
-        return False
-    largest = torch.finfo(torch.float32).max * options.logit_scale / options.softcap
-    return largest > 2e-4  # below, tanh(a) = a * (1 - a^2 / 3) is a in fp32

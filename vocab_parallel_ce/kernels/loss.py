@@ -1,20 +1,15 @@
-"""Per-token outputs from the gathered statistics of all ranks: the loss, and what else is requested.
-
-    loss    = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
-    entropy = log(sum_exp) - sum_i p_i (z_i - row_max)
+"""Per-token outputs from the gathered statistics of all ranks: the loss of ``spec``, and what else is requested.
 
 One program does 128 rows. It reads 4 K R bytes per row and writes 4 bytes per output (predictions 8). It
 does not read the logits.
 """
 
-import functools
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Dtypes, Launch, dtypes_of, option_arguments
-from vocab_parallel_ce.kernels.primitives import merge_ranks, stats_of_row, store_outputs
+from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, TokenOutputs
 
@@ -42,10 +37,10 @@ def loss_kernel(
     inside = rows < n_rows
     label = tl.load(labels + rows, inside, other=0).to(tl.int64)
     ranks = tl.arange(0, RANKS)[:, None]
-    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
-    merged = merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
+    pointers = ops.stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
+    merged = ops.merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
     outputs = TokenOutputs(loss, entropy, lse, predictions)
-    store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, loss_options)
+    ops.store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, loss_options)
 
 
 def token_outputs(
@@ -59,18 +54,12 @@ def token_outputs(
 ) -> None:
     """Fill ``outputs``, contiguous, from ``stats [R, N, K]``; ``divisor [1]`` divides the loss if given."""
     n_ranks, n_rows, _ = stats.shape
-    if n_rows == 0:
-        return
     tensors = (labels, stats, divisor, *outputs)
     launch = _launch(dtypes_of(tensors), n_ranks, shard.vocab_size, options)
     launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
 
 
-@functools.lru_cache(maxsize=MOST_LAUNCHES)
+@cache_launches
 def _launch(dtypes: Dtypes, n_ranks: int, vocab_size: int, options: LossOptions) -> Launch:
-    return Launch(
-        loss_kernel,
-        (n_ranks, vocab_size, option_arguments(options)),
-        {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": LOSS_ROWS},
-        num_warps=4,
-    )
+    constants = {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": LOSS_ROWS}
+    return Launch(loss_kernel, (n_ranks, vocab_size, options), constants, num_warps=4)

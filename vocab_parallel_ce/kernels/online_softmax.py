@@ -1,10 +1,4 @@
-"""Statistics of every row of a vocabulary shard, in one read of it.
-
-    row_max = max_i z_i,  others_sum = sum_{i != y} exp(z_i - row_max),  target_logit = z_y shifted_sum = sum_i (z_i -
-    row_max),  n_columns                with label smoothing exp_shifted_sum = sum_i exp(z_i - row_max) (z_i -
-    row_max)     with entropy argmax = the first i of row_max                                with predictions
-
-where z are the scaled and capped logits.
+"""Statistics of every row of a vocabulary shard, in one read of it: a ``spec.RowStats`` of the options' statistics.
 
 One program per row. Each lane walks the row in 16-byte vectors and has its own maximum and sums. It rescales
 the sums if its maximum grows. The lanes are merged once, at the end of the row. Next to the label's own term,
@@ -17,7 +11,6 @@ bytes per row. It does not read ignored rows or padding. If there is one rank, i
 # mypy: disable-error-code="arg-type"
 # In a jit function, the literal 0.0 is a tensor.
 
-import functools
 from typing import NamedTuple
 
 import triton
@@ -25,29 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ, choose_block
-from vocab_parallel_ce.kernels.launch import MOST_LAUNCHES, Dtypes, Launch, dtypes_of, option_arguments, row_arguments
-from vocab_parallel_ce.kernels.primitives import (
-    bounded,
-    edge_offsets,
-    exp_shifted,
-    finite_or_zero,
-    raised_by,
-    row_begin,
-    row_body,
-    stats_of_row,
-    store_outputs,
-    transform,
-)
-from vocab_parallel_ce.layout import RowLayout
+from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowStats, TokenOutputs
-
-NO_OUTPUTS = (None, None, None, None)
 
 
 class Row(NamedTuple):
     """Where a row lies, in elements from the base."""
 
+    logits: tl.tensor  # the base
     begin: tl.tensor
     n_columns: tl.tensor  # not padding; 0 in an ignored row
     first: tl.tensor  # of the body
@@ -55,6 +35,7 @@ class Row(NamedTuple):
     target: tl.tensor  # the label's logit
     owned: tl.tensor  # whether the label is among the columns
     target_vector: tl.tensor  # begin of the label's vector, from first; negative if it is not in the body
+    lane_columns: tl.tensor  # tile_columns
 
 
 class LaneStats(NamedTuple):
@@ -62,10 +43,10 @@ class LaneStats(NamedTuple):
 
     max: tl.tensor
     sum: tl.tensor
-    shifted_sum: tl.tensor | None
-    n_columns: tl.tensor | None
-    exp_shifted_sum: tl.tensor | None
-    max_tile: tl.tensor | None  # the tile that raised the maximum last
+    shifted_sum: tl.tensor
+    n_columns: tl.tensor
+    exp_shifted_sum: tl.tensor
+    max_tile: tl.tensor  # the tile that raised the maximum last
 
 
 class LooseColumns(NamedTuple):
@@ -79,7 +60,7 @@ class LooseColumns(NamedTuple):
 @triton.jit
 def exp_times_shifted(z, shift):
     """Return ``exp(z - shift) * (z - shift)``, 0 in an excluded column."""
-    return exp_shifted(z, shift) * bounded(z - shift)
+    return ops.exp_shifted(z, shift) * ops.bounded(z - shift)
 
 
 @triton.jit
@@ -95,23 +76,31 @@ def count_labels(labels, n_rows, ignore_index):
 
 
 @triton.jit
-def locate_row(row, layout, n_columns, column, VECTOR: tl.constexpr):
+def load_logits(pointers, inside, loss_options):
+    """Return the transformed logits, -inf outside."""
+    return ops.transform(tl.load(pointers, inside, other=float("-inf")).to(tl.float32), loss_options)[0]
+
+
+@triton.jit
+def locate_row(logits, row, layout, n_columns, column, LANES: tl.constexpr, VECTOR: tl.constexpr):
     """Return the ``Row`` whose label is in ``column``, which may be outside ``[0, n_columns)``."""
-    begin = row_begin(row, layout)
-    first, width = row_body(begin, n_columns, VECTOR)
+    begin = ops.row_begin(row, layout)
+    first, width = ops.row_body(begin, n_columns, VECTOR)
     owned = (column >= 0) & (column < n_columns)
     target = begin + column
     target_vector = (target - first) // VECTOR * VECTOR
     in_body = owned & (target >= first) & (target_vector < width)
     target_vector = tl.where(in_body, target_vector, -VECTOR).to(tl.int32)
-    return Row(begin, n_columns, first, width, target, owned, target_vector)
+    lane_columns = ops.tile_columns(LANES, VECTOR)
+    return Row(logits, begin, n_columns, first, width, target, owned, target_vector, lane_columns)
 
 
 @triton.jit
-def walk_body(logits, row, loss_options, LANES: tl.constexpr, VECTOR: tl.constexpr):
+def walk_body(row, loss_options):
     """Return the ``LaneStats`` of a row's body, except the label's vector."""
+    LANES: tl.constexpr = row.lane_columns.shape[0]
+    VECTOR: tl.constexpr = row.lane_columns.shape[1]
     lane_vectors = tl.arange(0, LANES) * VECTOR
-    lane_columns = lane_vectors[:, None] + tl.arange(0, VECTOR)[None, :]
     lane_max = tl.full([LANES], float("-inf"), tl.float32)
     lane_sum = tl.zeros([LANES], tl.float32)
     shifted_sum = tl.zeros([LANES], tl.float32)
@@ -119,38 +108,38 @@ def walk_body(logits, row, loss_options, LANES: tl.constexpr, VECTOR: tl.constex
     exp_shifted_sum = tl.zeros([LANES], tl.float32)
     max_tile = tl.zeros([LANES], tl.int32)
     for tile in range(0, row.width, LANES * VECTOR):
-        columns = tile + lane_columns
+        columns = tile + row.lane_columns
         inside = (columns < row.width) & (tile + lane_vectors != row.target_vector)[:, None]
-        x = tl.load(logits + row.first + columns, inside, other=float("-inf")).to(tl.float32)
-        z = transform(x, loss_options)[0]
+        z = load_logits(row.logits + row.first + columns, inside, loss_options)
         tile_max = tl.max(z, axis=1)
         new_max = tl.maximum(lane_max, tile_max)
-        shift = finite_or_zero(new_max)
-        decay = exp_shifted(lane_max, shift)
+        shift = ops.finite_or_zero(new_max)
+        decay = ops.exp_shifted(lane_max, shift)
         # Move the sums from the old maximum to the new one, then add the tile.
         if loss_options.smoothing is not None:
-            shifted_sum += n_columns * raised_by(lane_max, shift)
+            shifted_sum += n_columns * ops.raised_by(lane_max, shift)
             shifted_sum += tl.sum(tl.where(inside, z - shift[:, None], 0.0), axis=1)
             n_columns += tl.sum(inside.to(tl.float32), axis=1)
         if loss_options.entropy is not None:
-            exp_shifted_sum += lane_sum * bounded(raised_by(lane_max, shift))
+            exp_shifted_sum += lane_sum * ops.bounded(ops.raised_by(lane_max, shift))
             tile_sum = tl.sum(exp_times_shifted(z, shift[:, None]), axis=1)
             exp_shifted_sum = exp_shifted_sum * decay + tile_sum
         if loss_options.predictions is not None:
             max_tile = tl.where(tile_max > lane_max, tile, max_tile)
         lane_sum *= decay
-        lane_sum += tl.sum(exp_shifted(z, shift[:, None]), axis=1)
+        lane_sum += tl.sum(ops.exp_shifted(z, shift[:, None]), axis=1)
         lane_max = new_max
     return LaneStats(lane_max, lane_sum, shifted_sum, n_columns, exp_shifted_sum, max_tile)
 
 
 @triton.jit
-def load_loose_columns(logits, row, loss_options, VECTOR: tl.constexpr, HAS_EDGES: tl.constexpr):
+def load_loose_columns(row, loss_options, HAS_EDGES: tl.constexpr):
     """Return the ``LooseColumns`` of a row."""
+    VECTOR: tl.constexpr = row.lane_columns.shape[1]
     vector = row.first + row.target_vector
     if HAS_EDGES:
         lane = tl.arange(0, 32 * VECTOR)
-        offset, inside = edge_offsets(lane, row.begin, row.n_columns, row.first, row.width, VECTOR)
+        offset, inside = ops.edge_offsets(lane, row.begin, row.n_columns, row.first, row.width, VECTOR)
         # The first 16 vectors of lanes are the edges', the next one is the label's.
         vector_lane = lane - 16 * VECTOR
         is_edge = vector_lane < 0
@@ -161,23 +150,18 @@ def load_loose_columns(logits, row, loss_options, VECTOR: tl.constexpr, HAS_EDGE
         offset = vector + lane
         inside = (lane < VECTOR) & (row.target_vector >= 0)
     inside &= offset != row.target
-    x = tl.load(logits + offset, inside, other=float("-inf")).to(tl.float32)
-    return LooseColumns(transform(x, loss_options)[0], offset, inside)
+    return LooseColumns(load_logits(row.logits + offset, inside, loss_options), offset, inside)
 
 
 @triton.jit
-def first_maximum(
-    logits, row, lanes, loose, target_logit, row_max, loss_options, LANES: tl.constexpr, VECTOR: tl.constexpr
-):
+def first_maximum(row, lanes, loose, target_logit, row_max, loss_options):
     """Return the row's first column with ``row_max``, int64.
 
     Each lane knows the tile that raised its maximum last. Its vector there is read again.
     """
-    lane_columns = (tl.arange(0, LANES) * VECTOR)[:, None] + tl.arange(0, VECTOR)[None, :]
-    columns = lanes.max_tile[:, None] + lane_columns
+    columns = lanes.max_tile[:, None] + row.lane_columns
     is_read = (lanes.max == row_max)[:, None] & (columns < row.width)
-    x = tl.load(logits + row.first + columns, is_read, other=float("-inf")).to(tl.float32)
-    z = transform(x, loss_options)[0]
+    z = load_logits(row.logits + row.first + columns, is_read, loss_options)
     columns = tl.where(z == tl.max(z), columns, 2147483647)
     argmax = tl.min(tl.where(is_read, columns, 2147483647)) + (row.first - row.begin)
     loose_columns = tl.where(loose.z == row_max, loose.offset - row.begin, 2147483647)
@@ -187,29 +171,27 @@ def first_maximum(
 
 
 @triton.jit
-def merge_columns(
-    logits, row, lanes, loose, target_logit, shard_start, loss_options, LANES: tl.constexpr, VECTOR: tl.constexpr
-):
+def merge_columns(row, lanes, loose, target_logit, shard_start, loss_options):
     """Merge the lanes, the loose columns and the label to a ``RowStats``."""
     row_max = tl.maximum(tl.maximum(tl.max(lanes.max), tl.max(loose.z)), target_logit)
-    shift = finite_or_zero(row_max)
-    decay = exp_shifted(lanes.max, shift)
-    others_sum = tl.sum(lanes.sum * decay) + tl.sum(exp_shifted(loose.z, shift))
+    shift = ops.finite_or_zero(row_max)
+    decay = ops.exp_shifted(lanes.max, shift)
+    others_sum = tl.sum(lanes.sum * decay) + tl.sum(ops.exp_shifted(loose.z, shift))
     # A maximum may pass over a NaN.
     others_sum = tl.where(target_logit == target_logit, others_sum, float("nan"))
     shifted_sum = 0.0
     exp_shifted_sum = 0.0
     argmax = 0.0
     if loss_options.smoothing is not None:
-        shifted_sum = tl.sum(lanes.shifted_sum + lanes.n_columns * raised_by(lanes.max, shift))
+        shifted_sum = tl.sum(lanes.shifted_sum + lanes.n_columns * ops.raised_by(lanes.max, shift))
         shifted_sum += tl.sum(tl.where(loose.inside, loose.z - shift, 0.0))
         shifted_sum += tl.where(row.owned, target_logit - shift, 0.0)
     if loss_options.entropy is not None:
-        lane_shift = bounded(raised_by(lanes.max, shift))
+        lane_shift = ops.bounded(ops.raised_by(lanes.max, shift))
         exp_shifted_sum = tl.sum((lanes.exp_shifted_sum + lanes.sum * lane_shift) * decay)
         exp_shifted_sum += tl.sum(exp_times_shifted(loose.z, shift)) + exp_times_shifted(target_logit, shift)
     if loss_options.predictions is not None:
-        column = first_maximum(logits, row, lanes, loose, target_logit, row_max, loss_options, LANES, VECTOR)
+        column = first_maximum(row, lanes, loose, target_logit, row_max, loss_options)
         is_finite = tl.abs(row_max) < float("inf")
         argmax = tl.where(is_finite, (column + shard_start).to(tl.float32), float("inf"))
     n_columns = row.n_columns.to(tl.float32)
@@ -268,16 +250,15 @@ def online_softmax_kernel(
     label = tl.load(labels + index).to(tl.int64)
     # An ignored row counts as a row of no columns: nothing is read, and the result is the identity.
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
-    row = locate_row(index, layout, n_columns, label - shard_start, VECTOR)
-    lanes = walk_body(logits, row, loss_options, LANES, VECTOR)
-    loose = load_loose_columns(logits, row, loss_options, VECTOR, HAS_EDGES)
-    x = tl.load(logits + row.target, row.owned, other=float("-inf")).to(tl.float32)
-    target_logit = transform(x, loss_options)[0]
-    merged = merge_columns(logits, row, lanes, loose, target_logit, shard_start, loss_options, LANES, VECTOR)
-    store_stats(stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
+    row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
+    lanes = walk_body(row, loss_options)
+    loose = load_loose_columns(row, loss_options, HAS_EDGES)
+    target_logit = load_logits(logits + row.target, row.owned, loss_options)
+    merged = merge_columns(row, lanes, loose, target_logit, shard_start, loss_options)
+    store_stats(ops.stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
     if loss is not None:
         outputs = TokenOutputs(loss, entropy, lse, predictions)
-        store_outputs(outputs, index, None, merged, label, divisor, vocab_size, loss_options)
+        ops.store_outputs(outputs, index, None, merged, label, divisor, vocab_size, loss_options)
 
 
 def online_softmax(
@@ -298,22 +279,15 @@ def online_softmax(
     are filled as by ``token_outputs``; then the rank must be the only one.
     """
     n_rows = labels.shape[0]
-    if n_rows == 0:
-        return
-    base, layout, has_edges = row_arguments(logits)
-    tensors = (base, labels, stats, valid_rows, *(outputs or NO_OUTPUTS), divisor)
-    launch = _launch(dtypes_of(tensors), layout, has_edges, shard, options)
+    base, rows = row_arguments(logits)
+    tensors = (base, labels, stats, valid_rows, *(outputs or [None] * 4), divisor)
+    launch = _launch(dtypes_of(tensors), rows, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
 
 
-@functools.lru_cache(maxsize=MOST_LAUNCHES)
-def _launch(
-    dtypes: Dtypes, layout: tuple[int, ...], has_edges: bool, shard: VocabShard, options: LossOptions
-) -> Launch:
+@cache_launches
+def _launch(dtypes: Dtypes, rows: Rows, shard: VocabShard, options: LossOptions) -> Launch:
     block = choose_block(READ, shard.n_columns, dtypes[0].itemsize)
-    return Launch(
-        online_softmax_kernel,
-        (RowLayout(*layout), shard.n_valid, shard.vocab_size, option_arguments(options)),
-        {"HAS_EDGES": has_edges or shard.n_valid % block.vector != 0, "LANES": block.lanes, "VECTOR": block.vector},
-        num_warps=block.num_warps,
-    )
+    layout, has_edges = rows
+    rows = (layout, has_edges or shard.n_valid % block.vector != 0)
+    return walk_launch(online_softmax_kernel, rows, (shard.n_valid, shard.vocab_size, options), block)

@@ -1,7 +1,6 @@
 """Jit functions that several kernels share: the position of a row, and the algebra of its statistics.
 
-Constants are literals. Triton compares every global of a kernel with its value at compile time, on every
-launch that goes through Triton's own path.
+Constants are literals: on its own launch path, Triton compares each global of a kernel with its compiled value.
 """
 
 import triton
@@ -12,10 +11,7 @@ from vocab_parallel_ce.spec import RowStats
 
 @triton.jit
 def row_begin(row, layout):
-    """Return the element offset of ``row`` (int64) from the base; ``layout`` is a ``RowLayout``.
-
-    With ``layout = (0, 4, 1, 40, 8, 0)``, row 5 begins at ``1 * 40 + 1 * 8 = 48``.
-    """
+    """Return the element offset of ``row`` (int64) from the base, as ``layout.py`` defines it."""
     outer = row // layout.size2
     return (
         layout.offset
@@ -37,6 +33,12 @@ def row_body(begin, n_columns, VECTOR: tl.constexpr):
     first = (begin + line - 1) // line * line
     last = (begin + n_columns) // VECTOR * VECTOR
     return first, tl.maximum(last - first, 0).to(tl.int32)
+
+
+@triton.jit
+def tile_columns(LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """Return the columns ``[LANES, VECTOR]`` of a row's first tile: one vector per lane."""
+    return tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
 
 
 @triton.jit
@@ -92,8 +94,7 @@ def log1p(x):
 def tanh(a):
     """Return tanh(a), to 2 units in the last digit if exp2 and division are exact; ``tanh(0.5) = 0.4621172``.
 
-    Below 1, the other formula cancels. There it is a polynomial in a^2, fitted to (tanh(a) / a - 1) / a^2 at
-    Chebyshev nodes.
+    Below 1 the other formula cancels: a polynomial in a^2, fitted to (tanh(a) / a - 1) / a^2 at Chebyshev nodes.
     """
     s = a * a
     p = -0.00035522019607014954
@@ -110,11 +111,10 @@ def tanh(a):
 
 @triton.jit
 def transform(x, loss_options):
-    """Return ``(z, dz/dx)`` of fp32 logits, as ``spec.transformed`` does.
+    """Return ``(z, dz/dx)`` of fp32 logits, as ``spec.transformed`` does: infinite logits stay infinite.
 
-    An infinite logit stays infinite; softcap would turn an excluded column into -softcap. The selects also
-    stop the compiler from fusing the product with a later subtraction of the maximum. With that, the maximum
-    would differ from itself.
+    The selects also stop the compiler from fusing the product with a later subtraction of the maximum. With
+    that, the maximum would differ from itself.
     """
     slope = 1.0
     if loss_options.softcap is not None:
@@ -174,7 +174,6 @@ def merge_ranks(pointers, mask, loss_options):
     shifted_sum = 0.0
     exp_shifted_sum = 0.0
     argmax = 0.0
-    no_count = 0.0  # the merged number of columns is vocab_size
     pointers += 3
     if loss_options.smoothing is not None:
         shifted = tl.load(pointers, mask, other=0.0)
@@ -191,7 +190,8 @@ def merge_ranks(pointers, mask, loss_options):
         first = tl.load(pointers, mask, other=float("inf"))
         argmax = tl.min(tl.where(row_max == merged_max, first, float("inf")), axis=0)
     merged_target = tl.max(target_logit, axis=0)
-    return RowStats(merged_max, merged_sum, merged_target, shifted_sum, no_count, exp_shifted_sum, argmax)
+    # The merged number of columns is vocab_size.
+    return RowStats(merged_max, merged_sum, merged_target, shifted_sum, 0.0, exp_shifted_sum, argmax)
 
 
 @triton.jit

@@ -1,8 +1,0 @@
-"""The launchers of the two-kernel implementation, under the names that ``reference`` has too."""
-
-from vocab_parallel_ce.kernels.cross_entropy import cross_entropy
-from vocab_parallel_ce.kernels.element_mul import element_mul
-from vocab_parallel_ce.kernels.loss import token_outputs
-from vocab_parallel_ce.kernels.online_softmax import online_softmax
-
-__all__ = ["cross_entropy", "element_mul", "online_softmax", "token_outputs"]
