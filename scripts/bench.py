@@ -53,7 +53,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     pages.add_argument("--root", type=Path, default=ROOT, help="the folder of README.md and docs/")
     pages.add_argument("--results", type=Path, default=RESULTS, help="the folder of the documents")
     comparison = commands.add_parser("compare", help="the ratios of two runs")
-    comparison.add_argument("documents", type=Path, nargs=2, metavar=("OLD", "NEW"))
+    comparison.add_argument("old", type=Path)
+    comparison.add_argument("new", type=Path)
     return parser.parse_args(words)
 
 
@@ -156,7 +157,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.command == "report":
         return report_command(options)
     if options.command == "compare":
-        print(report.compared(*(json.loads(path.read_text(encoding="utf-8")) for path in options.documents)))
+        documents = (json.loads(path.read_text(encoding="utf-8")) for path in (options.old, options.new))
+        print(report.compared(*documents))
         return 0
     run(options)
     return 0

@@ -100,3 +100,10 @@ def test_a_profile_tells_hidden_from_exposed_communication():
     assert summary["nccl_exposed"] == 5 and summary["nccl_overlapped"] == 15
     assert summary["by_category"] == {"nccl": 20, "matmul": 50, "loss": 15, "other": 10}
     assert len(profile.step_of(trace, ranks=1)) == 6
+
+
+@pytest.mark.parametrize("command", ["table", "options", "linear", "report", "compare"])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        bench.main([command, "--help"])
+    assert capsys.readouterr().out.partition(" [-h]")[0].endswith(command)
