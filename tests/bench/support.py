@@ -1,7 +1,5 @@
 """The benchmark without a GPU: its modules, a timer that is told its times, and made-up documents."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

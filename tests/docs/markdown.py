@@ -1,7 +1,5 @@
 """The pages that are tested, and what is read from their Markdown."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

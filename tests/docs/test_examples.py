@@ -1,7 +1,5 @@
 """The Python of README.md and docs/ runs as it stands, on one rank and on two, and so do the options."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -4,8 +4,6 @@ A module may import what stands in a lower row of the table or, in its own row, 
 imports triton, and only ``collectives`` and ``dtensor`` use torch.distributed.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re

@@ -1,7 +1,5 @@
 """README is a page, its words and those of the package are the project's, and every link leads somewhere."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

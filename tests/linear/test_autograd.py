@@ -1,7 +1,5 @@
 """What of a projection and its loss is computed, when, and where the gradients go."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint

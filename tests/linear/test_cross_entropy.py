@@ -1,7 +1,5 @@
 """The loss of a projection without its logits: values and gradients are those of the whole computation."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Where a fused projection and loss has gone wrong before: casts, divisors, promises, memory layouts."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -1,7 +1,5 @@
 """Log-probabilities and entropies of tokens from hidden states: values, gradients, edges."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The module of a fused projection and loss, and the heads that it shares or owns."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Labels with p_y near 1 in fp32: the gradient is 1 - p_y, the loss about that, both to their last digits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Log-probabilities of tokens and entropies of their distributions: values, gradients, edges."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What a loss is returned with: predictions, token accuracy, lse and z-loss, from the same read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

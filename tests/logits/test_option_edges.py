@@ -1,7 +1,5 @@
 """Logits and options at the end of fp32's range: each gave a wrong number once."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

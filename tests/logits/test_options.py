@@ -1,7 +1,5 @@
 """Every option of the loss, alone and with every other: loss, gradient and metrics are the oracle's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Logits that hold a gradient: a second call over them is refused, until somebody has written there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks

@@ -1,7 +1,5 @@
 """TransformerEngine's names: the same loss, its gradient where TransformerEngine writes it, refusals."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Transforms that would have to see through the loss: refused, alike in every implementation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import func

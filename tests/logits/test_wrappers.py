@@ -4,8 +4,6 @@ Autograd compares no version of a tensor that went through such hooks. What over
 another gradient without an error: the defaults must not overwrite there.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Callable

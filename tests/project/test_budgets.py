@@ -1,7 +1,5 @@
 """The project stays small enough to read: lines per file, function and kernel, and in all."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

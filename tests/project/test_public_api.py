@@ -1,7 +1,5 @@
 """The public names: signatures, documentation, the module of the loss, the command line."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 

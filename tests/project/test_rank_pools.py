@@ -1,7 +1,5 @@
 """The pool of ranks reports failures, dies whole, comes back, and counts collectives."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

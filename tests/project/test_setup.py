@@ -1,7 +1,5 @@
 """scripts/setup.sh on a small checkout with stubs of python and pip: nothing is installed or fetched."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

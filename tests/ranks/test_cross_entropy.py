@@ -1,7 +1,5 @@
 """The loss on R ranks in real processes: the oracle's on the whole vocabulary, bit-equal on every rank."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Heads that PyTorch's tensor parallelism or FSDP has cut: the whole vocabulary's results, or an error."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """A projection and its loss on R ranks: results of the whole vocabulary, and the collectives they took."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 

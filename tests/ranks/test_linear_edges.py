@@ -1,7 +1,5 @@
 """Where a projection and its loss on several ranks has gone wrong before, by error or by waiting for ever."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

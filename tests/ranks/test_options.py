@@ -1,7 +1,5 @@
 """Options, shards of every kind and token outputs on R ranks: one collective, and the oracle's results."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -16,8 +16,6 @@ README documents these as not safe, and no case has them:
 ``VPCE_RANDOM_CASES`` is the number of cases, ``VPCE_RANDOM_FIRST`` the first of them.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections import Counter

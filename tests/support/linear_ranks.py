@@ -1,7 +1,5 @@
 """One call of the fused loss on R ranks: how each makes it, and what all of them together must have got."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial

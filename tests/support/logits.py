@@ -1,7 +1,5 @@
 """One call over whole logits on one rank, of the loss or of log-probabilities, and what it must return."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 The first functions are for calls with hidden states too.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """A random program played by this package on one rank, or by PyTorch with the vocabulary of all ranks."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Sequence

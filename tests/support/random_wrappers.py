@@ -3,8 +3,6 @@
 A case is plain data, the same on every rank. ``ranks/test_random_programs.py`` says which cases are left out.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
