@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tests.support.budget import assert_within_budget
 from tests.support.logits import of_oracle
 from tests.support.oracle import values
-from tests.support.random_wrappers import OF_ONE_LEAF, REGULARISERS, SOURCES, VIEWS, WIDTH, Case, Use, wrapped
+from tests.support.random_wrappers import OF_ONE_LEAF, REGULARISERS, SOURCES, VIEWS, WIDTH, Case, Use, must_run, wrapped
 from vocab_parallel_ce import (
     LinearCrossEntropy,
     VocabParallelCrossEntropy,
@@ -22,6 +23,7 @@ from vocab_parallel_ce import (
 )
 
 Numbers = dict[str, Tensor]
+REFUSALS = (TypeError, ValueError, RuntimeError)
 
 
 class Package(NamedTuple):
@@ -304,3 +306,38 @@ class Player:
             "strided": torch.randn(*shape, 2, generator=generator)[..., 0],
         }
         return values[kind].to(target)
+
+
+def outcome(case: Case, engine: Package) -> Numbers | str:
+    """What the package gives, or how it refuses."""
+    try:
+        return Player(case, engine).play()
+    except REFUSALS as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {error} in {case}") from error
+
+
+def problem(case: Case, results: list[Numbers | str], device: Any = "cpu") -> str:
+    """What is wrong with the results of a case, one per rank, or nothing."""
+    refused = [result for result in results if isinstance(result, str)]
+    if refused:
+        if len(refused) < len(results):
+            return f"{len(refused)} of {len(results)} ranks refused: {refused[0]}"
+        return f"refused: {refused[0]}" if must_run(case) else ""
+    ranks = tuple(range(case.ranks))
+    truth = Player(case, Torch(device, torch.float64, ranks)).play()
+    peer = Player(case, Torch(device, case.dtype, ranks)).play()
+    for rank, result in enumerate(results):
+        assert isinstance(result, dict)
+        expected = {name for name in truth if name.partition("@")[2] in ("", str(rank))}
+        if result.keys() != expected:
+            return f"rank {rank}: only one side has {result.keys() ^ expected}"
+        for name, value in result.items():
+            try:
+                assert_within_budget(value, truth[name], peer[name])
+            except AssertionError as error:
+                return f"rank {rank}, {name}: {error}"
+            if "@" not in name and not torch.equal(value, results[0][name]):  # type: ignore[index]
+                return f"{name}: ranks 0 and {rank} differ"
+    return ""

@@ -62,12 +62,18 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _compiled(function: Callable[..., Any], *args: Tensor) -> Any:
+    torch.compiler.reset()
+    return torch.compile(lambda *args: function(*args), backend="aot_eager")(*args)
+
+
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "checkpoint": partial(checkpoint, use_reentrant=False),
     "reentrant": partial(checkpoint, use_reentrant=True),
     "save_on_cpu": partial(_within, save_on_cpu),
     "identity": partial(_within, partial(saved_tensors_hooks, _unchanged, _unchanged)),
     "copies": partial(_within, partial(saved_tensors_hooks, lambda t: t.detach().clone(), _unchanged)),
+    "compiled": _compiled,  # slow, and never drawn
 }
 
 
@@ -210,7 +216,7 @@ def _drawn(rng: random.Random, name: str, family: str, ranks: int) -> Case:
 
 
 def _wrappers(rng: random.Random, case: Case) -> Case:
-    names = rng.choices(list(WRAPPERS), weights=[3, 2, 2, 2, 2], k=rng.choice([1, 1, 2]))
+    names = rng.choices(list(WRAPPERS), weights=[3, 2, 2, 2, 2, 0], k=rng.choice([1, 1, 2]))
     return case._replace(wrappers=tuple(names), around=rng.choice(["all", "all", "all", "losses"]))
 
 
