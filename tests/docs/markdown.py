@@ -20,7 +20,6 @@ def python_blocks(text: str) -> list[str]:
 
 
 def without_code(text: str) -> str:
-    """``text`` without its blocks of code."""
     return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
 
 

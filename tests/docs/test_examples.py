@@ -111,7 +111,6 @@ def test_each_line_of_the_table_of_options(option, line):
 
 @pytest.mark.reference
 def test_the_table_has_every_option():
-    """No option of the loss without its line."""
     options = ("label_smoothing", "megatron", "z_loss", "softcap", "logit_scale", "num_items", "shard=")
     lines = [line for _, line in OPTION_LINES]
     for option in (*options, "vocab_size=", "return_metrics", "temperature", "entropy=True", "verify_group("):

@@ -86,7 +86,6 @@ def test_an_old_word_is_found_and_a_word_of_the_field_is_not():
 
 
 def broken_links(page: Path) -> list[str]:
-    """The links of ``page`` that lead to no file or no heading in the repository."""
     text, broken = page.read_text(encoding="utf-8"), []
     for link in links(text):
         path, _, anchor = link.partition("#")

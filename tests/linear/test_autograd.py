@@ -13,8 +13,6 @@ ROWS = 6
 
 
 class Case:
-    """Leaves on the device, their values, and the labels."""
-
     def __init__(self, impl_device, kind="some_ignored", *, dtype=torch.float32, frozen=()):
         self.impl, self.device = impl_device
         self.inputs = linear.projection(kind, ROWS, dtype=dtype, bias=True)

@@ -24,7 +24,6 @@ def n_lines(path: Path) -> int:
 
 
 def too_long_functions(path: Path) -> list[str]:
-    """Name each function of more lines than it may have."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.FunctionDef):

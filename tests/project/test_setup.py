@@ -93,7 +93,6 @@ def wait_until(happened: Callable[[], bool], what: str) -> None:
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
-    """Returns time of change and content of every file below the directory."""
     files = (path for path in sorted(directory.rglob("*")) if path.is_file())
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 

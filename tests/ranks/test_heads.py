@@ -31,8 +31,6 @@ def _tokens(device):
 
 
 class Model(nn.Module):
-    """A projection and a head, whose loss is computed in forward if there are labels."""
-
     def __init__(self, **options):
         super().__init__()
         self.body = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -71,7 +69,6 @@ def _assert_trained(results):
 
 
 def _train(model, part, inputs, labels, device, where):
-    """One step's loss and whole gradients of data parallel rank ``part``."""
     tokens = inputs[part].to(device), labels[part].to(device)
     loss = model.loss(model(tokens[0]), tokens[1]) if where == "outside" else model(*tokens)
     loss.backward()

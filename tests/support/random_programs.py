@@ -8,19 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import vocab_parallel_ce as vp
 from tests.support.budget import assert_within_budget
 from tests.support.logits import of_oracle
 from tests.support.oracle import values
 from tests.support.random_wrappers import OF_ONE_LEAF, REGULARISERS, SOURCES, VIEWS, WIDTH, Case, Use, must_run, wrapped
-from vocab_parallel_ce import (
-    LinearCrossEntropy,
-    VocabParallelCrossEntropy,
-    linear_cross_entropy,
-    linear_token_log_probs,
-    parallel_cross_entropy,
-    token_log_probs,
-    vocab_parallel_cross_entropy,
-)
 
 Numbers = dict[str, Tensor]
 REFUSALS = (TypeError, ValueError, RuntimeError)
@@ -42,10 +34,10 @@ class Package(NamedTuple):
         if use.function == "te":
             mean, smoothing = options["reduction"] == "mean", options.get("label_smoothing", 0.0)
             given = (smoothing, mean, self.group, options.get("ignore_index", -100))
-            return parallel_cross_entropy(inputs, labels, *given, overwrite_input=use.gradient)
+            return vp.parallel_cross_entropy(inputs, labels, *given, overwrite_input=use.gradient)
         if use.function == "module" and (not heads or isinstance(heads[0], nn.Module)):
             num_items = options.pop("num_items", None)
-            module = LinearCrossEntropy(heads[0], **options) if heads else VocabParallelCrossEntropy(**options)
+            module = vp.LinearCrossEntropy(heads[0], **options) if heads else vp.VocabParallelCrossEntropy(**options)
             return module(inputs, labels, num_items)
         tensors = [inputs]
         if heads:
@@ -55,8 +47,8 @@ class Package(NamedTuple):
             del options["reduction"]
             if heads:
                 del options["gradient"]
-            return (linear_token_log_probs if heads else token_log_probs)(*tensors, labels, **options)
-        return (linear_cross_entropy if heads else vocab_parallel_cross_entropy)(*tensors, labels, **options)
+            return (vp.linear_token_log_probs if heads else vp.token_log_probs)(*tensors, labels, **options)
+        return (vp.linear_cross_entropy if heads else vp.vocab_parallel_cross_entropy)(*tensors, labels, **options)
 
 
 class Torch(NamedTuple):
