@@ -199,9 +199,6 @@ def test_valid_tokens_drops_the_ignored_and_changes_nothing_else(impl_device, wa
         options = {"valid_tokens": valid_tokens, "chunk_tokens": chunk, **way}
         result = check(impl_device, inputs, grad_output_of(way, 7), **options)
         assert not result.hidden[inputs.labels == IGNORE_INDEX].any()
-    for valid_tokens in (count - 1, 1, 0):
-        (loss,), *_ = run(impl_device, inputs, valid_tokens=valid_tokens, **way)
-        assert loss.isnan().any(), "more labels than were promised"
 
 
 @pytest.mark.interpreted(1)

@@ -10,21 +10,19 @@ from tests.support.inputs import batch
 from tests.support.logits import COLUMNS, Case
 
 # The signature names no implementation: "auto" takes the reference on a CPU and triton on a GPU.
-DEVICES = [pytest.param("cpu", marks=pytest.mark.reference), pytest.param("cuda", marks=pytest.mark.cuda)]
-on_each_device = pytest.mark.parametrize("device", DEVICES)
+DEVICES = {"cpu": pytest.mark.reference, "cuda": pytest.mark.cuda}
+on_each_device = pytest.mark.parametrize(
+    "impl_device", [pytest.param(("auto", device), id=device, marks=mark) for device, mark in DEVICES.items()]
+)
 REDUCTION = {True: "mean", False: "none"}
-
-
-def case_on(device):
-    return Case(("auto", device), columns=COLUMNS)
 
 
 @pytest.mark.quick
 @on_each_device
 @pytest.mark.parametrize("overwrite_input", (None, True, False))
 @pytest.mark.parametrize("reduce_loss", (True, False))
-def test_where_the_gradient_is_written(device, reduce_loss, overwrite_input):
-    case = case_on(device)
+def test_where_the_gradient_is_written(impl_device, reduce_loss, overwrite_input):
+    case = Case(impl_device, columns=COLUMNS)
     options = {"reduce_loss": reduce_loss, "overwrite_input": overwrite_input}
     loss = vp.parallel_cross_entropy(case.logits, case.labels, 0.1, **options)
     assert case.logits_are_untouched() != (overwrite_input is None and reduce_loss)
@@ -38,8 +36,8 @@ def test_where_the_gradient_is_written(device, reduce_loss, overwrite_input):
 @on_each_device
 @pytest.mark.parametrize("reduce_loss", (True, False))
 @pytest.mark.parametrize("requires_grad", (True, False))
-def test_the_two_step_pair(device, reduce_loss, requires_grad):
-    case = case_on(device)
+def test_the_two_step_pair(impl_device, reduce_loss, requires_grad):
+    case = Case(impl_device, columns=COLUMNS)
     logits = case.values.clone().requires_grad_(requires_grad)
     loss, grad = vp.cross_entropy_forward(logits, case.labels, 0.1, reduce_loss, None, -100)
     assert grad is logits and loss.shape == (() if reduce_loss else case.labels.shape)
@@ -49,9 +47,9 @@ def test_the_two_step_pair(device, reduce_loss, requires_grad):
 
 
 @on_each_device
-def test_the_two_step_pair_on_inference_tensors_and_on_a_view(device):
+def test_the_two_step_pair_on_inference_tensors_and_on_a_view(impl_device):
     """Inference tensors have no version counter to raise."""
-    case = case_on(device)
+    case = Case(impl_device, columns=COLUMNS)
     with torch.inference_mode():
         logits = case.values.clone()
         loss, grad = vp.cross_entropy_forward(logits, case.labels, 0.0, True, None, -100)

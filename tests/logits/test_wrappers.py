@@ -16,16 +16,10 @@ from tests.support.random_programs import Package, outcome, problem
 from tests.support.random_wrappers import Case, Use
 from vocab_parallel_ce import plan, vocab_parallel_cross_entropy
 
-HOOKED = {
-    "checkpoint": ("checkpoint",),
-    "identity": ("identity",),
-    "copies": ("copies",),
-    "save_on_cpu": ("save_on_cpu",),
-    "compiled checkpoint": ("compiled", "checkpoint"),
-    "compiled identity": ("compiled", "identity"),
-    "identity around compiled": ("identity", "compiled"),
-}
-WRAPPERS = {"plain": (), "reentrant": ("reentrant",), **HOOKED}
+# The outermost first.
+SIMPLE = ("checkpoint", "identity", "copies", "save_on_cpu")
+HOOKED = (*SIMPLE, "compiled checkpoint", "compiled identity", "identity compiled")
+WITHOUT_HOOKS = ("", "reentrant")
 # Who else uses the logits, or the hidden states.
 OTHERS = {
     "auxiliary loss": {"before": "lse"},
@@ -42,23 +36,24 @@ OVER_LOGITS = {
     "te": ("te", None, "mean"),
     "te, none": ("te", None, "none"),
 }
-HOOKED_CASES = covering(
-    wrapper=tuple(HOOKED), other=tuple(OTHERS), loss=tuple(name for name in OVER_LOGITS if name != "in_backward")
-)
-LINEAR_CASES = covering(wrapper=tuple(WRAPPERS), other=tuple(OTHERS), gradient=("auto", "in_forward", "in_backward"))
+LINEAR_GRADIENTS = ("auto", "in_forward", "in_backward")
+LOSSES = tuple(name for name in OVER_LOGITS if name != "in_backward")
+HOOKED_CASES = covering(wrapper=HOOKED, other=tuple(OTHERS), loss=LOSSES)
+LINEAR_CASES = covering(wrapper=(*WITHOUT_HOOKS, *HOOKED), other=tuple(OTHERS), gradient=LINEAR_GRADIENTS)
 
 
 def program(family, wrapper, other, function, gradient, reduction, **options):
     grad_output = "one" if reduction == "mean" else "random"
     use = Use(function, gradient, {"reduction": reduction, **options}, "", 5, 0.0, grad_output)
     losses = (use, use._replace(labels=6, grad_output="factor")) if other == "second loss" else (use,)
-    features = {"source": "product", **OTHERS[other], "wrappers": WRAPPERS[wrapper]}
+    features = {"source": "product", **OTHERS[other], "wrappers": tuple(wrapper.split())}
     return Case(f"{family}-{other}", family, 1, torch.float32, (7,), 21, losses=losses, **features)
 
 
-def results_of(impl_device, case):
-    impl, device = impl_device
-    return outcome(case, Package(impl, device, case.dtype))
+def check(impl_device, case):
+    result = outcome(case, Package(*impl_device, case.dtype))
+    assert not isinstance(result, str), result
+    assert not problem(case, [result], impl_device[1])
 
 
 def by_case(cases):
@@ -69,28 +64,25 @@ def by_case(cases):
 @pytest.mark.interpreted(4)
 @by_case(HOOKED_CASES)
 def test_under_hooks_the_loss_over_logits_is_right(impl_device, wrapper, other, loss):
-    case = program("logits", wrapper, other, *OVER_LOGITS[loss])
-    assert not problem(case, [results_of(impl_device, case)], impl_device[1])
+    check(impl_device, program("logits", wrapper, other, *OVER_LOGITS[loss]))
 
 
 @by_case(LINEAR_CASES)
 def test_the_linear_loss_is_right_in_every_wrapper(impl_device, wrapper, other, gradient):
     """Hidden states and weight are never overwritten."""
-    case = program("linear", wrapper, other, "loss", gradient, "mean", chunk_tokens=3)
-    assert not problem(case, [results_of(impl_device, case)], impl_device[1])
+    check(impl_device, program("linear", wrapper, other, "loss", gradient, "mean", chunk_tokens=3))
 
 
 @pytest.mark.interpreted(4)
-@pytest.mark.parametrize("wrapper", ("plain", "reentrant"))
+@pytest.mark.parametrize("wrapper", WITHOUT_HOOKS)
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("gradient", ("auto", "in_backward", "out_of_place"))
 def test_without_hooks_it_is_right_or_refused(impl_device, wrapper, other, gradient):
     case = program("logits", wrapper, other, *OVER_LOGITS[gradient])
-    result = results_of(impl_device, case)
     if gradient == "out_of_place" or other == "read afterwards":
-        assert not isinstance(result, str), result
-        assert not problem(case, [result], impl_device[1])
+        check(impl_device, case)
     else:
+        result = outcome(case, Package(*impl_device, case.dtype))
         assert result.startswith("RuntimeError: ") and "modified by an inplace operation" in result
 
 

@@ -48,7 +48,7 @@ class Case(NamedTuple):
     watch: str = ""  # of the first loss's input: "hook", "late hook" or "retain_grad"
     wrappers: tuple[str, ...] = ()  # of WRAPPERS, the outermost first
     around: str = "all"  # what they wrap: "all", every loss ("losses"), the "first", or "before"
-    plan: str = "sum"  # of PLANS
+    plan: str = "sum"  # of backward: "sum", "together", "separate", "grad" or "twice"
     steps: int = 1  # of gradient accumulation
     sgd: bool = False
 
@@ -124,7 +124,6 @@ REGULARISERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 GRAD_OUTPUTS = ("one", "factor", "random", "expanded", "zero", "strided")
-PLANS = ("sum", "together", "separate", "grad", "twice")
 
 
 def hooked(case: Case, index: int) -> bool:
