@@ -86,13 +86,14 @@ def test_the_readmes_example_of_two_ranks_with_its_command(monkeypatch, tmp_path
     (example,) = [block for name, block in OF_RANKS.items() if "README" in name]
     (command,) = re.findall(r"`torchrun (.+ example\.py)`", README.read_text(encoding="utf-8"))
     (tmp_path / "example.py").write_text(example)
-    # A port that is free, and no name of the host, which offline hosts need not know.
+    # A port that is free, no name of the host, which offline hosts need not know, and a file of each rank's stdout.
     variables = {"PET_STANDALONE": "1", "PET_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    variables |= {"PET_LOG_DIR": str(tmp_path / "logs"), "PET_REDIRECTS": "1"}
     if sys.platform == "linux":
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     result = fresh_python("-m", "torch.distributed.run", *command.split(), cwd=tmp_path, **variables)
     assert result.returncode == 0, result.stderr
-    by_rank = [line.split() for line in sorted(result.stdout.splitlines())]
+    by_rank = [path.read_text().split() for path in sorted(tmp_path.glob("logs/**/stdout.log"))]
     _assert_printed(by_rank, example, monkeypatch)
 
 
