@@ -1,7 +1,5 @@
 """Lanes, poisoned memory, and the fixtures that run one test body on every implementation and device."""
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark without a GPU: its modules, a timer that is told its times, and made-up documents."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +54,6 @@ class ScriptedTimer(timing.CpuTimer):
 
 
 def measured(names, timer=None, case=LOGITS, extra=(), graphs="ours", rounds=3):
-    """The results by provider."""
     known = providers.LINEAR_PROVIDERS if isinstance(case, cases.LinearCase) else providers.LOGITS_PROVIDERS
     chosen = [*(providers.chosen(",".join(names), known) if names else ()), *extra]
     subject = measure.subject_of(case, ALONE, rounds)

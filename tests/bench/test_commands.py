@@ -1,7 +1,5 @@
 """``scripts/bench.py`` from end to end on the CPU, its cases and its profile of a made-up trace."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """How the benchmark measures: what it checks, what it times, and the arithmetic of its numbers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

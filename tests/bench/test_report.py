@@ -1,7 +1,5 @@
 """The report: what it says of made-up and of committed documents, what it refuses, and when it is stale."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

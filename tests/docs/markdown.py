@@ -1,7 +1,5 @@
 """The pages that are tested, and what is read from their Markdown."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -22,7 +20,6 @@ def python_blocks(text: str) -> list[str]:
 
 
 def without_code(text: str) -> str:
-    """``text`` without its blocks of code."""
     return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
 
 

@@ -1,16 +1,16 @@
 """The Python of README.md and docs/ runs as it stands, on one rank and on two, and so do the options."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.docs.markdown import PAGES, ROOT, name_of, python_blocks
+from tests.docs.markdown import PAGES, README, ROOT, name_of, python_blocks
+from tests.support.fresh import fresh_python
 
 OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 BLOCKS = {name_of(page): python_blocks(page.read_text(encoding="utf-8")) for page in PAGES}
@@ -63,18 +63,38 @@ def _printed_by_rank(rank, group, example):
         return _printed(example)
 
 
-@pytest.mark.gloo
-@pytest.mark.parametrize("example", OF_RANKS)
-@pytest.mark.parametrize("rank_pool", [pytest.param(("gloo", 2), id="gloo-2")], indirect=True)
-def test_an_example_of_two_ranks(rank_pool, example, monkeypatch):
-    """Both print the same, which is what one rank with the whole vocabulary prints, up to rounding."""
-    first, second = rank_pool.run(_printed_by_rank, OF_RANKS[example])
-    assert (first[0], second[0]) == ("0", "1") and first[1:] == second[1:]
+def _assert_printed(by_rank, example, monkeypatch):
+    """Both ranks print the same, which is what one rank with the whole vocabulary prints, up to rounding."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    _, *expected = _printed(OF_RANKS[example])
-    assert expected and len(first) == 1 + len(expected) and not dist.is_initialized()
+    _, *expected = _printed(example)
+    assert expected and not dist.is_initialized()
+    first, second = by_rank
+    assert (first[0], second[0]) == ("0", "1") and first[1:] == second[1:]
     assert list(map(float, first[1:])) == pytest.approx(list(map(float, expected)), rel=1e-5)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", [name for name in OF_RANKS if "README" not in name])
+@pytest.mark.parametrize("rank_pool", [pytest.param(("gloo", 2), id="gloo-2")], indirect=True)
+def test_an_example_of_two_ranks(rank_pool, name, monkeypatch):
+    _assert_printed(rank_pool.run(_printed_by_rank, OF_RANKS[name]), OF_RANKS[name], monkeypatch)
+
+
+@pytest.mark.gloo
+def test_the_readmes_example_of_two_ranks_with_its_command(monkeypatch, tmp_path):
+    (example,) = [block for name, block in OF_RANKS.items() if "README" in name]
+    (command,) = re.findall(r"`torchrun (.+ example\.py)`", README.read_text(encoding="utf-8"))
+    (tmp_path / "example.py").write_text(example)
+    # A port that is free, no name of the host, which offline hosts need not know, and a file of each rank's stdout.
+    variables = {"PET_STANDALONE": "1", "PET_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    variables |= {"PET_LOG_DIR": str(tmp_path / "logs"), "PET_REDIRECTS": "1"}
+    if sys.platform == "linux":
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    result = fresh_python("-m", "torch.distributed.run", *command.split(), cwd=tmp_path, **variables)
+    assert result.returncode == 0, result.stderr
+    by_rank = [path.read_text().split() for path in sorted(tmp_path.glob("logs/**/stdout.log"))]
+    _assert_printed(by_rank, example, monkeypatch)
 
 
 @pytest.mark.reference
@@ -91,7 +111,6 @@ def test_each_line_of_the_table_of_options(option, line):
 
 @pytest.mark.reference
 def test_the_table_has_every_option():
-    """No option of the loss without its line."""
     options = ("label_smoothing", "megatron", "z_loss", "softcap", "logit_scale", "num_items", "shard=")
     lines = [line for _, line in OPTION_LINES]
     for option in (*options, "vocab_size=", "return_metrics", "temperature", "entropy=True", "verify_group("):

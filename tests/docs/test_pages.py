@@ -1,7 +1,5 @@
 """README is a page, its words and those of the package are the project's, and every link leads somewhere."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -88,7 +86,6 @@ def test_an_old_word_is_found_and_a_word_of_the_field_is_not():
 
 
 def broken_links(page: Path) -> list[str]:
-    """The links of ``page`` that lead to no file or no heading in the repository."""
     text, broken = page.read_text(encoding="utf-8"), []
     for link in links(text):
         path, _, anchor = link.partition("#")

@@ -1,7 +1,5 @@
 """What of a projection and its loss is computed, when, and where the gradients go."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -15,8 +13,6 @@ ROWS = 6
 
 
 class Case:
-    """Leaves on the device, their values, and the labels."""
-
     def __init__(self, impl_device, kind="some_ignored", *, dtype=torch.float32, frozen=()):
         self.impl, self.device = impl_device
         self.inputs = linear.projection(kind, ROWS, dtype=dtype, bias=True)

@@ -1,7 +1,5 @@
 """The loss of a projection without its logits: values and gradients are those of the whole computation."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -35,7 +33,6 @@ HARD = covering(kind=linear.LINEAR_KINDS, dtype=DTYPES, way=tuple(WAYS), bias=(F
 @pytest.mark.interpreted(4)
 @pytest.mark.parametrize("case", HARD, ids=lambda case: f"{case['kind']}-{case['way']}")
 def test_hard_rows_of_every_dtype(impl_device, case):
-    """Every pair of a kind of row, a dtype, a way of computing the gradient, and a number of chunks."""
     way = WAYS[case["way"]]
     inputs = linear.projection(case["kind"], dtype=case["dtype"], bias=case["bias"])
     check(impl_device, inputs, grad_output_of(way), chunk_tokens=case["chunk"], **way)
@@ -53,7 +50,6 @@ def test_grad_outputs_of_every_layout(impl_device, chunk):
 
 @pytest.mark.parametrize("leading", [(4,), (2, 3), (2, 1, 3), (2, 1, 1, 2), (1, 1), (1,)])
 def test_shapes_and_dtypes(impl_device, leading):
-    """Reduced losses are scalars, others have the shape of the labels; all are fp32."""
     rows = torch.Size(leading).numel()
     for dtype, reduction in zip(DTYPES, REDUCTIONS, strict=True):
         inputs = linear.projection("peaked", rows, dtype=dtype, bias=True).shaped(*leading)
@@ -76,7 +72,6 @@ CHUNKED = covering(chunk=(1, 2, 5, 7, 100), way=tuple(WAYS), dtype=DTYPES, bias=
 
 @pytest.mark.parametrize("case", CHUNKED, ids=lambda case: f"{case['chunk']}-{case['way']}")
 def test_chunks_of_any_size(impl_device, case):
-    """Of one token, of numbers that do not divide the tokens, of more than there are."""
     way = WAYS[case["way"]]
     inputs = linear.projection("peaked", 7, dtype=case["dtype"], bias=case["bias"])
     chunked = check(impl_device, inputs, grad_output_of(way, 7), chunk_tokens=case["chunk"], **way)
@@ -204,9 +199,6 @@ def test_valid_tokens_drops_the_ignored_and_changes_nothing_else(impl_device, wa
         options = {"valid_tokens": valid_tokens, "chunk_tokens": chunk, **way}
         result = check(impl_device, inputs, grad_output_of(way, 7), **options)
         assert not result.hidden[inputs.labels == IGNORE_INDEX].any()
-    for valid_tokens in (count - 1, 1, 0):
-        (loss,), *_ = run(impl_device, inputs, valid_tokens=valid_tokens, **way)
-        assert loss.isnan().any(), "more labels than were promised"
 
 
 @pytest.mark.interpreted(1)

@@ -1,7 +1,5 @@
 """Log-probabilities and entropies of tokens from hidden states: values, gradients, edges."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -60,7 +58,6 @@ def test_log_probs_are_those_of_the_loss(impl_device):
 
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_ignored_tokens_are_positive_zero(impl_device, bad):
-    """Prompts and padding: whatever their hidden states hold, and whatever their grad_output is."""
     inputs = projection("peaked")
     inputs.hidden[0, 3], inputs.hidden[2] = bad, bad
     inputs.labels[[0, 2]] = IGNORE_INDEX

@@ -1,7 +1,5 @@
 """The module of a fused projection and loss, and the heads that it shares or owns."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -12,8 +10,7 @@ from torch import nn
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import COLUMNS, WIDTH, Results, assert_right, projection
-from tests.support.logits import EVERY
-from vocab_parallel_ce import LinearCrossEntropy, LossMetrics, linear_cross_entropy
+from vocab_parallel_ce import LinearCrossEntropy
 
 
 def _inputs(device, **settings):
@@ -126,29 +123,25 @@ def test_a_copy_of_a_model_shares_its_own_embedding():
     assert twin.embedding.weight.grad is not None
 
 
-def _swapped_by_load_state_dict(head, new):
-    head.load_state_dict({"weight": new}, assign=True)
-    return head.weight
+SWAPS = {
+    "load_state_dict": lambda head, new: head.load_state_dict({"weight": new}, assign=True),
+    "assignment": lambda head, new: setattr(head, "weight", nn.Parameter(new)),
+}
 
 
-def _swapped_by_assignment(head, new):
-    head.weight = nn.Parameter(new)
-    return head.weight
-
-
-@pytest.mark.parametrize("swap", [_swapped_by_load_state_dict, _swapped_by_assignment])
+@pytest.mark.parametrize("swap", SWAPS)
 @pytest.mark.parametrize("kind", ["linear without a bias", "embedding"])
 @pytest.mark.reference
 def test_a_weight_in_the_place_of_the_first_is_the_one_that_is_trained(kind, swap):
     inputs, hidden, labels = _inputs("cpu")
     head = SHARED[kind](inputs._replace(weight=torch.full_like(inputs.weight, 7.0)), "cpu")
     module, first = LinearCrossEntropy(head), head.weight
-    weight = swap(head, inputs.weight.clone())
-    assert weight is not first
+    SWAPS[swap](head, inputs.weight.clone())
+    assert head.weight is not first
     loss = module(hidden, labels)
     loss.backward()
     assert first.grad is None
-    assert_right(Results((loss,), hidden.grad, weight.grad, None), inputs)
+    assert_right(Results((loss,), hidden.grad, head.weight.grad, None), inputs)
 
 
 @pytest.mark.reference
@@ -161,20 +154,3 @@ def test_functional_call_trains_the_weight_that_it_is_given():
     loss.backward()
     assert model.embedding.weight.grad is None
     _assert_tied(loss, new.grad, new, tokens, labels)
-
-
-def test_the_module_is_the_function_with_its_options_fixed(impl_device):
-    impl, device = impl_device
-    inputs, hidden, labels = _inputs(device, bias=True)
-    labels = labels.clamp(max=COLUMNS - 3)
-    options = {**EVERY, "smoothing_formula": "megatron", "vocab_size": COLUMNS - 2, "gradient": "in_backward"}
-    options |= {"impl": impl, "chunk_tokens": 2}
-    head = _linear(inputs, device)
-    for reduction, num_items in (("none", None), ("sum", 4)):
-        options["reduction"] = reduction
-        module = LinearCrossEntropy(head, **options)
-        expected = linear_cross_entropy(hidden, head.weight, labels, bias=head.bias, num_items=num_items, **options)
-        assert torch.equal(module(hidden, labels, num_items), expected)
-        assert torch.equal(module.eval()(hidden, labels, num_items=num_items), expected)
-    loss, metrics = LinearCrossEntropy(head, return_metrics=True, **options)(hidden, labels, 4)
-    assert torch.equal(loss, expected) and isinstance(metrics, LossMetrics)

@@ -1,7 +1,5 @@
 """Calls and heads that a fused projection and loss refuses, before anything is changed, with the remedy."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

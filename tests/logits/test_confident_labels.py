@@ -1,7 +1,5 @@
 """Labels with p_y near 1 in fp32: the gradient is 1 - p_y, the loss about that, both to their last digits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -50,7 +48,6 @@ def by_ranks(impl_device, logits, labels, n_ranks):
 
 @pytest.mark.parametrize("vocab_size", [10, 33, 1024])
 def test_loss_and_gradient(impl_device, vocab_size):
-    """Labels in the edges of rows and between them."""
     logits, labels = confident_rows(vocab_size, rows_for(impl_device))
     actual = by_the_loss(impl_device, logits, labels, reduction="none")
     assert_as_exact_as_fp32(actual, logits, labels)

@@ -1,7 +1,5 @@
 """Log-probabilities of tokens and entropies of their distributions: values, gradients, edges."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -133,7 +131,6 @@ def test_entropy_of_rows_far_from_zero_keeps_its_digits(impl_device):
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_where_the_gradient_is_written(impl_device, entropy):
-    """Forward leaves the logits alone; backward writes over them, unless out of place."""
     impl, device = impl_device
     values, labels = (x.to(device) for x in batch("peaked", rows=3, vocab_size=COLUMNS))
     for gradient in ("auto", *GRADIENTS):

@@ -1,7 +1,5 @@
 """Loss and gradient through the public function: shapes, labels, grad_outputs, and what callers do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a loss is returned with: predictions, token accuracy, lse and z-loss, from the same read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -52,7 +50,6 @@ def test_rows_of_one_value_and_signed_zeros(impl_device):
 
 
 def test_rows_without_a_prediction(impl_device):
-    """Ignored, NaN, +inf, and nothing but excluded columns: -1, and never correct."""
     logits, _ = batch("peaked", rows=6, vocab_size=COLUMNS)
     labels = logits.argmax(dim=1)
     labels[1] = IGNORE_INDEX

@@ -1,7 +1,5 @@
 """Every option of the loss, alone and with every other: loss, gradient and metrics are the oracle's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -45,7 +43,6 @@ HARD = covering(option=tuple(OPTIONS), kind=tuple(KINDS), dtype=DTYPES, reductio
 @pytest.mark.interpreted(8)
 @pytest.mark.parametrize("case", HARD, ids=lambda case: f"{case['option']}-{case['kind']}")
 def test_each_option_on_hard_rows_of_every_dtype(impl_device, case):
-    """Every pair of an option, a kind of row, a dtype, a reduction and a way of writing the gradient."""
     rows = 9 if case["kind"] == "mixture" else ROWS
     made = broad_rows(case["kind"], rows, dtype=case["dtype"])
     grad_output = random_grad_output(rows) if case["reduction"] == "none" else torch.tensor(0.75)

@@ -1,22 +1,14 @@
 """Logits that hold a gradient: a second call over them is refused, until somebody has written there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+import vocab_parallel_ce as vp
 from tests.support.budget import assert_within_budget
 from tests.support.logits import Case
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from vocab_parallel_ce import (
-    cross_entropy_backward,
-    cross_entropy_forward,
-    parallel_cross_entropy,
-    token_log_probs,
-    vocab_parallel_cross_entropy,
-)
 
 REFUSAL = "^logits: .* an earlier call has left its gradient; .* gradient='out_of_place'"
 IN_PLACE = ("in_forward", "in_backward")
@@ -54,7 +46,7 @@ SECOND_CALLS = {
     "view": lambda case: case.loss(case.logits.view(2, 4, -1), case.labels.view(2, 4)),
     "slice": lambda case: case.loss(case.logits[3:5]),
     "transposed": lambda case: case.loss(case.logits.view(2, 4, -1).transpose(0, 1), case.labels.view(4, 2)),
-    "log-probs": lambda case: token_log_probs(case.logits, case.labels, impl=case.impl),
+    "log-probs": lambda case: vp.token_log_probs(case.logits, case.labels, impl=case.impl),
     "first tensor gone": Overwritten.without_the_first_tensor,
 }
 
@@ -76,13 +68,13 @@ def test_a_second_call_over_a_gradient_is_refused(impl_device, gradient, second)
 @pytest.mark.reference
 def test_a_call_of_transformer_engine_is_refused_and_its_pair_is_not():
     case = Overwritten(("auto", "cpu"))
-    parallel_cross_entropy(case.logits, case.labels, reduce_loss=True)
+    vp.parallel_cross_entropy(case.logits, case.labels, reduce_loss=True)
     with pytest.raises(ValueError, match=REFUSAL):
-        parallel_cross_entropy(case.logits, case.labels, reduce_loss=True)
+        vp.parallel_cross_entropy(case.logits, case.labels, reduce_loss=True)
     logits = case.values.clone()
     for _ in range(2):
-        _, grad = cross_entropy_forward(logits, case.labels, 0.0, True, None, -100)
-        assert cross_entropy_backward(grad, torch.tensor(1.0)) is logits
+        _, grad = vp.cross_entropy_forward(logits, case.labels, 0.0, True, None, -100)
+        assert vp.cross_entropy_backward(grad, torch.tensor(1.0)) is logits
 
 
 def test_logits_that_somebody_has_written_to_since_are_logits(impl_device):
@@ -138,11 +130,11 @@ def test_memory_of_a_new_producer_is_logits():
     for _ in range(3):
         static.data.copy_(fresh)
         logits = Replay.apply(anchor, static)
-        losses.append(vocab_parallel_cross_entropy(logits, labels))
+        losses.append(vp.vocab_parallel_cross_entropy(logits, labels))
         losses[-1].backward()
     assert losses[0] == losses[1] == losses[2]
     with pytest.raises(ValueError, match=REFUSAL):
-        vocab_parallel_cross_entropy(static, labels)
+        vp.vocab_parallel_cross_entropy(static, labels)
 
 
 @pytest.mark.parametrize("gradient", IN_PLACE)

@@ -1,40 +1,30 @@
 """TransformerEngine's names: the same loss, its gradient where TransformerEngine writes it, refusals."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
 import torch
 
+import vocab_parallel_ce as vp
 from tests.support.inputs import batch
 from tests.support.logits import COLUMNS, Case
-from vocab_parallel_ce import (
-    cross_entropy_backward,
-    cross_entropy_forward,
-    parallel_cross_entropy,
-    vocab_parallel_cross_entropy,
-)
 
 # The signature names no implementation: "auto" takes the reference on a CPU and triton on a GPU.
-DEVICES = [pytest.param("cpu", marks=pytest.mark.reference), pytest.param("cuda", marks=pytest.mark.cuda)]
-on_each_device = pytest.mark.parametrize("device", DEVICES)
+DEVICES = {"cpu": pytest.mark.reference, "cuda": pytest.mark.cuda}
+on_each_device = pytest.mark.parametrize(
+    "impl_device", [pytest.param(("auto", device), id=device, marks=mark) for device, mark in DEVICES.items()]
+)
 REDUCTION = {True: "mean", False: "none"}
-
-
-def case_on(device):
-    return Case(("auto", device), columns=COLUMNS)
 
 
 @pytest.mark.quick
 @on_each_device
 @pytest.mark.parametrize("overwrite_input", (None, True, False))
 @pytest.mark.parametrize("reduce_loss", (True, False))
-def test_where_the_gradient_is_written(device, reduce_loss, overwrite_input):
-    """By default a mean's in forward, and an unreduced loss's in backward."""
-    case = case_on(device)
+def test_where_the_gradient_is_written(impl_device, reduce_loss, overwrite_input):
+    case = Case(impl_device, columns=COLUMNS)
     options = {"reduce_loss": reduce_loss, "overwrite_input": overwrite_input}
-    loss = parallel_cross_entropy(case.logits, case.labels, 0.1, **options)
+    loss = vp.parallel_cross_entropy(case.logits, case.labels, 0.1, **options)
     assert case.logits_are_untouched() != (overwrite_input is None and reduce_loss)
     grad_output = case.grad_output(loss)
     (grad,) = torch.autograd.grad(loss, case.logits, grad_output)
@@ -46,26 +36,26 @@ def test_where_the_gradient_is_written(device, reduce_loss, overwrite_input):
 @on_each_device
 @pytest.mark.parametrize("reduce_loss", (True, False))
 @pytest.mark.parametrize("requires_grad", (True, False))
-def test_the_two_step_pair(device, reduce_loss, requires_grad):
-    case = case_on(device)
+def test_the_two_step_pair(impl_device, reduce_loss, requires_grad):
+    case = Case(impl_device, columns=COLUMNS)
     logits = case.values.clone().requires_grad_(requires_grad)
-    loss, grad = cross_entropy_forward(logits, case.labels, 0.1, reduce_loss, None, -100)
+    loss, grad = vp.cross_entropy_forward(logits, case.labels, 0.1, reduce_loss, None, -100)
     assert grad is logits and loss.shape == (() if reduce_loss else case.labels.shape)
     grad_output = case.grad_output(loss)
-    assert cross_entropy_backward(grad, grad_output, is_cg_capturable=True) is logits
+    assert vp.cross_entropy_backward(grad, grad_output, is_cg_capturable=True) is logits
     case.assert_right(loss, logits, grad_output, reduction=REDUCTION[reduce_loss], label_smoothing=0.1)
 
 
 @on_each_device
-def test_the_two_step_pair_on_inference_tensors_and_on_a_view(device):
+def test_the_two_step_pair_on_inference_tensors_and_on_a_view(impl_device):
     """Inference tensors have no version counter to raise."""
-    case = case_on(device)
+    case = Case(impl_device, columns=COLUMNS)
     with torch.inference_mode():
         logits = case.values.clone()
-        loss, grad = cross_entropy_forward(logits, case.labels, 0.0, True, None, -100)
-        cross_entropy_backward(grad, torch.ones_like(loss))
+        loss, grad = vp.cross_entropy_forward(logits, case.labels, 0.0, True, None, -100)
+        vp.cross_entropy_backward(grad, torch.ones_like(loss))
     case.assert_right(loss.clone(), grad.clone(), torch.tensor(1.0))
-    loss, grad = cross_entropy_forward(case.logits[:-1], case.labels[:-1], 0.0, True, None, -100)
+    loss, grad = vp.cross_entropy_forward(case.logits[:-1], case.labels[:-1], 0.0, True, None, -100)
     assert grad.data_ptr() == case.logits.data_ptr() and not case.logits_are_untouched()
 
 
@@ -75,8 +65,8 @@ def test_the_positional_call_is_the_same_loss(reduce_loss):
     logits, labels = batch("some_ignored", rows=6, vocab_size=COLUMNS)
     ignored = labels[1].item()
     options = {"ignore_index": ignored, "label_smoothing": 0.1, "reduction": REDUCTION[reduce_loss]}
-    expected = vocab_parallel_cross_entropy(logits, labels, **options)
-    actual = parallel_cross_entropy(logits, labels, 0.1, reduce_loss, None, ignored, True, overwrite_input=False)
+    expected = vp.vocab_parallel_cross_entropy(logits, labels, **options)
+    actual = vp.parallel_cross_entropy(logits, labels, 0.1, reduce_loss, None, ignored, True, overwrite_input=False)
     assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 
 
@@ -84,13 +74,13 @@ def test_the_positional_call_is_the_same_loss(reduce_loss):
 def test_the_deprecated_alias_warns_and_works():
     logits, labels = batch("peaked", rows=3, vocab_size=COLUMNS)
     with pytest.warns(FutureWarning, match="_input is deprecated") as caught:
-        actual = parallel_cross_entropy(_input=logits, target=labels)
+        actual = vp.parallel_cross_entropy(_input=logits, target=labels)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(actual, parallel_cross_entropy(inp=logits, target=labels))
+        assert torch.equal(actual, vp.parallel_cross_entropy(inp=logits, target=labels))
     with pytest.raises(TypeError, match="^_input: .* both"):
-        parallel_cross_entropy(logits, labels, _input=logits)
+        vp.parallel_cross_entropy(logits, labels, _input=logits)
 
 
 LOGITS, LABELS = torch.randn(2, 3, COLUMNS), torch.zeros(2, 3, dtype=torch.int64)
@@ -110,7 +100,7 @@ LOGITS, LABELS = torch.randn(2, 3, COLUMNS), torch.zeros(2, 3, dtype=torch.int64
 )
 def test_the_signature_refuses_too(options, error, message):
     with pytest.raises(error, match=f"^{message}"):
-        parallel_cross_entropy(**{"inp": LOGITS, "target": LABELS, **options})
+        vp.parallel_cross_entropy(**{"inp": LOGITS, "target": LABELS, **options})
 
 
 @pytest.mark.reference
@@ -125,8 +115,8 @@ def test_the_signature_refuses_too(options, error, message):
     ],
 )
 def test_the_second_step_refuses_what_it_cannot_scale_by(grad_output, error, message):
-    _, gradient = cross_entropy_forward(LOGITS.clone(), LABELS, 0.0, False, None, -100)
+    _, gradient = vp.cross_entropy_forward(LOGITS.clone(), LABELS, 0.0, False, None, -100)
     before, version = gradient.clone(), gradient._version
     with pytest.raises(error, match=f"^{message}"):
-        cross_entropy_backward(gradient, grad_output)
+        vp.cross_entropy_backward(gradient, grad_output)
     assert torch.equal(gradient, before) and gradient._version == version

@@ -1,19 +1,12 @@
 """Transforms that would have to see through the loss: refused, alike in every implementation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import func
 from torch.autograd import forward_ad
 
+import vocab_parallel_ce as vp
 from tests.support.pairs import covering
-from vocab_parallel_ce import (
-    linear_cross_entropy,
-    linear_token_log_probs,
-    token_log_probs,
-    vocab_parallel_cross_entropy,
-)
 
 ROWS, WIDTH, COLUMNS = 4, 5, 12
 
@@ -28,11 +21,11 @@ def _tensors(device):
 
 # Of the logits or the hidden states alone, unreduced and reduced.
 FUNCTIONS = {
-    "mean": lambda x, w, y, **impl: vocab_parallel_cross_entropy(x, y, **impl),
-    "none": lambda x, w, y, **impl: vocab_parallel_cross_entropy(x, y, reduction="none", **impl).sum(),
-    "log-probs": lambda x, w, y, **impl: token_log_probs(x, y, **impl).sum(),
-    "linear": linear_cross_entropy,
-    "linear log-probs": lambda h, w, y, **impl: linear_token_log_probs(h, w, y, **impl).sum(),
+    "mean": lambda x, w, y, **impl: vp.vocab_parallel_cross_entropy(x, y, **impl),
+    "none": lambda x, w, y, **impl: vp.vocab_parallel_cross_entropy(x, y, reduction="none", **impl).sum(),
+    "log-probs": lambda x, w, y, **impl: vp.token_log_probs(x, y, **impl).sum(),
+    "linear": vp.linear_cross_entropy,
+    "linear log-probs": lambda h, w, y, **impl: vp.linear_token_log_probs(h, w, y, **impl).sum(),
 }
 
 
@@ -74,10 +67,10 @@ def test_a_tangent_of_the_head_is_refused(impl_device, name):
     _, hidden, weight, labels = _tensors(device)
     head = {"weight": weight, "bias": torch.zeros(COLUMNS, device=device)}
     with forward_ad.dual_level():
-        linear_cross_entropy(hidden, **head, labels=labels, impl=impl)
+        vp.linear_cross_entropy(hidden, **head, labels=labels, impl=impl)
         head[name] = forward_ad.make_dual(head[name], torch.ones_like(head[name]))
         with pytest.raises(TypeError, match="without a tangent"):
-            linear_cross_entropy(hidden, **head, labels=labels, impl=impl)
+            vp.linear_cross_entropy(hidden, **head, labels=labels, impl=impl)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -1,186 +1,89 @@
 """Saved-tensor hooks: checkpoints, offloading and compilation around a loss whose logits others use too.
 
 Autograd compares no version of a tensor that went through such hooks. What overwrites it then trains on
-another gradient without an error: the defaults must not overwrite there.
+another gradient without an error: the defaults must not overwrite there. The programs are those of
+``support/random_programs.py``, chosen instead of drawn.
 """
 
-from __future__ import annotations
-
-import functools
 import importlib.util
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.nn.functional import cross_entropy, linear
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import save_on_cpu
 
-from tests.support.budget import assert_within_budget
 from tests.support.pairs import covering
-from vocab_parallel_ce import (
-    linear_cross_entropy,
-    parallel_cross_entropy,
-    plan,
-    token_log_probs,
-    vocab_parallel_cross_entropy,
-)
+from tests.support.random_programs import Package, outcome, problem
+from tests.support.random_wrappers import Case, Use
+from vocab_parallel_ce import plan, vocab_parallel_cross_entropy
 
-ROWS, WIDTH, COLUMNS, VOCABULARY = 7, 16, 33, 21
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def auxiliary(loss: Loss, h: Tensor, w: Tensor, head: Tensor, y: Tensor) -> Tensor:
-    x = h @ w.t()
-    extra = 0.1 * torch.logsumexp(x, -1).pow(2).mean()
-    return loss(x, head, y) + extra
-
-
-def two_losses(loss: Loss, h: Tensor, w: Tensor, head: Tensor, y: Tensor) -> Tensor:
-    x = h @ w.t()
-    return loss(x, head, y) + 0.3 * loss(x, head, y.roll(1))
-
-
-def saved_output(loss: Loss, h: Tensor, w: Tensor, head: Tensor, y: Tensor) -> Tensor:
-    return loss(torch.sigmoid(h @ w.t()), head, y)
-
-
-def read_afterwards(loss: Loss, h: Tensor, w: Tensor, head: Tensor, y: Tensor) -> Tensor:
-    x = h @ w.t()
-    value = loss(x, head, y)
-    return value + 0.1 * x.softmax(-1).pow(2).sum()
-
-
-FUNCTIONS = {f.__name__: f for f in (auxiliary, two_losses, saved_output, read_afterwards)}
-HOOKS = {
-    "identity": lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
-    "copies": lambda: saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t),
-    "save_on_cpu": save_on_cpu,
+# The outermost first.
+SIMPLE = ("checkpoint", "identity", "copies", "save_on_cpu")
+HOOKED = (*SIMPLE, "compiled checkpoint", "compiled identity", "identity compiled")
+WITHOUT_HOOKS = ("", "reentrant")
+# Who else uses the logits, or the hidden states.
+OTHERS = {
+    "auxiliary loss": {"before": "lse"},
+    "second loss": {},
+    "saved output": {"source": "sigmoid"},
+    "read afterwards": {"after": "softmax"},
 }
-
-
-def in_checkpoint(function, *args):
-    return checkpoint(function, *args, use_reentrant=False)
-
-
-def under(name, function, *args):
-    with HOOKS[name]():
-        return function(*args)
-
-
-def compiled(wrapper, function, *args):
-    def step(*args):
-        return wrapper(function, *args)
-
-    torch.compiler.reset()
-    return torch.compile(step, backend="aot_eager")(*args)
-
-
-def call(function, *args):
-    return function(*args)
-
-
-WRAPPERS: dict[str, Callable[..., Tensor]] = {
-    "plain": call,
-    "checkpoint": in_checkpoint,
-    "reentrant": lambda function, *args: checkpoint(function, *args, use_reentrant=True),
-    **{name: functools.partial(under, name) for name in HOOKS},
-    "compiled checkpoint": functools.partial(compiled, in_checkpoint),
-    "compiled identity": functools.partial(compiled, functools.partial(under, "identity")),
-    "identity around compiled": lambda function, *args: under("identity", compiled, call, function, *args),
+# By a gradient mode of the loss, as log-probabilities, or by TransformerEngine's signature.
+OVER_LOGITS = {
+    "auto": ("loss", "auto", "mean"),
+    "in_backward": ("loss", "in_backward", "mean"),
+    "out_of_place": ("loss", "out_of_place", "mean"),
+    "log_probs": ("log_probs", "auto", "none"),
+    "te": ("te", None, "mean"),
+    "te, none": ("te", None, "none"),
 }
+LINEAR_GRADIENTS = ("auto", "in_forward", "in_backward")
+LOSSES = tuple(name for name in OVER_LOGITS if name != "in_backward")
+HOOKED_CASES = covering(wrapper=HOOKED, other=tuple(OTHERS), loss=LOSSES)
+LINEAR_CASES = covering(wrapper=(*WITHOUT_HOOKS, *HOOKED), other=tuple(OTHERS), gradient=LINEAR_GRADIENTS)
 
 
-def over_logits(name: str, impl: str) -> Loss:
-    """By a gradient mode of the loss, as log-probabilities, or by TransformerEngine's signature."""
-    if name == "log_probs":
-        return lambda x, head, y: -token_log_probs(x, y, impl=impl).mean()
-    if name.startswith("te"):
-        return lambda x, head, y: parallel_cross_entropy(x, y, reduce_loss=name == "te").mean()
-    return lambda x, head, y: vocab_parallel_cross_entropy(x, y, gradient=name, impl=impl)
+def program(family, wrapper, other, function, gradient, reduction, **options):
+    grad_output = "one" if reduction == "mean" else "random"
+    use = Use(function, gradient, {"reduction": reduction, **options}, "", 5, 0.0, grad_output)
+    losses = (use, use._replace(labels=6, grad_output="factor")) if other == "second loss" else (use,)
+    features = {"source": "product", **OTHERS[other], "wrappers": tuple(wrapper.split())}
+    return Case(f"{family}-{other}", family, 1, torch.float32, (7,), 21, losses=losses, **features)
 
 
-def fused(impl: str, gradient: str) -> Loss:
-    return lambda x, head, y: linear_cross_entropy(x, head, y, gradient=gradient, impl=impl, chunk_tokens=3)
+def check(impl_device, case):
+    result = outcome(case, Package(*impl_device, case.dtype))
+    assert not isinstance(result, str), result
+    assert not problem(case, [result], impl_device[1])
 
 
-def inputs(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    h, w, head = (
-        torch.randn(*size, generator=generator, dtype=torch.float64)
-        for size in ((ROWS, WIDTH), (COLUMNS, WIDTH), (VOCABULARY, COLUMNS))
-    )
-    y = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
-    return [*((t * 0.7).to(dtype).to(device).requires_grad_() for t in (h, w, head)), y.to(device)]
-
-
-def results(wrapper: str, name: str, loss: Loss, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    h, w, head, y = inputs(dtype, device)
-    uses = FUNCTIONS[name]
-
-    def function(*args):
-        return uses(loss, *args)
-
-    value = WRAPPERS[wrapper](function, h, w, head, y)
-    value.backward()
-    return [t.detach().cpu() for t in (value, h.grad, w.grad)] + ([] if head.grad is None else [head.grad.cpu()])
-
-
-def assert_right(actual: list[Tensor], name: str, peer: Loss) -> None:
-    """Within the budget of PyTorch's own loss, without any wrapper."""
-    truth, same_dtype = (results("plain", name, peer, dtype) for dtype in (torch.float64, torch.float32))
-    assert len(actual) == len(truth)
-    for got, expected, other in zip(actual, truth, same_dtype, strict=True):
-        assert_within_budget(got, expected, other)
-
-
-def of_torch(x: Tensor, head: Tensor, y: Tensor) -> Tensor:
-    return cross_entropy(x, y)
-
-
-def fused_of_torch(x: Tensor, head: Tensor, y: Tensor) -> Tensor:
-    return cross_entropy(linear(x, head), y)
-
-
-NAMES, HOOKED = tuple(FUNCTIONS), tuple(name for name in WRAPPERS if name not in ("plain", "reentrant"))
-OVER_LOGITS = ("auto", "out_of_place", "log_probs", "te", "te, none")
-HOOKED_CASES = covering(wrapper=HOOKED, name=NAMES, loss=OVER_LOGITS)
-LINEAR_CASES = covering(wrapper=tuple(WRAPPERS), name=NAMES, gradient=("auto", "in_forward", "in_backward"))
-
-
-def by_case(cases: list[dict[str, str]]) -> pytest.MarkDecorator:
+def by_case(cases):
     return pytest.mark.parametrize(tuple(cases[0]), [tuple(case.values()) for case in cases])
 
 
 @pytest.mark.quick(3)
 @pytest.mark.interpreted(4)
 @by_case(HOOKED_CASES)
-def test_under_hooks_the_loss_over_logits_is_right(impl_device, wrapper, name, loss):
-    impl, device = impl_device
-    assert_right(results(wrapper, name, over_logits(loss, impl), torch.float32, device), name, of_torch)
+def test_under_hooks_the_loss_over_logits_is_right(impl_device, wrapper, other, loss):
+    check(impl_device, program("logits", wrapper, other, *OVER_LOGITS[loss]))
 
 
 @by_case(LINEAR_CASES)
-def test_the_linear_loss_is_right_in_every_wrapper(impl_device, wrapper, name, gradient):
+def test_the_linear_loss_is_right_in_every_wrapper(impl_device, wrapper, other, gradient):
     """Hidden states and weight are never overwritten."""
-    impl, device = impl_device
-    actual = results(wrapper, name, fused(impl, gradient), torch.float32, device)
-    assert_right(actual, name, fused_of_torch)
+    check(impl_device, program("linear", wrapper, other, "loss", gradient, "mean", chunk_tokens=3))
 
 
 @pytest.mark.interpreted(4)
-@pytest.mark.parametrize("wrapper", ("plain", "reentrant"))
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("wrapper", WITHOUT_HOOKS)
+@pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("gradient", ("auto", "in_backward", "out_of_place"))
-def test_without_hooks_it_is_right_or_refused(impl_device, wrapper, name, gradient):
-    impl, device = impl_device
-    run = functools.partial(results, wrapper, name, over_logits(gradient, impl), torch.float32, device)
-    if gradient == "out_of_place" or name == "read_afterwards":
-        assert_right(run(), name, of_torch)
+def test_without_hooks_it_is_right_or_refused(impl_device, wrapper, other, gradient):
+    case = program("logits", wrapper, other, *OVER_LOGITS[gradient])
+    if gradient == "out_of_place" or other == "read afterwards":
+        check(impl_device, case)
     else:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            run()
+        result = outcome(case, Package(*impl_device, case.dtype))
+        assert result.startswith("RuntimeError: ") and "modified by an inplace operation" in result
 
 
 def overwrites() -> bool:

@@ -1,7 +1,5 @@
 """The project stays small enough to read: lines per file, function and kernel, and in all."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -26,7 +24,6 @@ def n_lines(path: Path) -> int:
 
 
 def too_long_functions(path: Path) -> list[str]:
-    """Name each function of more lines than it may have."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.FunctionDef):

@@ -1,7 +1,5 @@
 """What importing and using the package loads, in fresh interpreters."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """CONTRIBUTING's recipe for an option, followed on a copy of the package: at most 10 edits in 5 files."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

@@ -1,64 +1,31 @@
 """The public names: signatures, documentation, the module of the loss, the command line."""
 
-from __future__ import annotations
-
 import copy
 import inspect
+from functools import partial
 
 import pytest
 import torch
 
 import vocab_parallel_ce as package
 from tests.support.fresh import fresh_python
-from tests.support.inputs import batch
-from tests.support.logits import COLUMNS, EVERY
-from vocab_parallel_ce import (
-    VocabParallelCrossEntropy,
-    cross_entropy_backward,
-    cross_entropy_forward,
-    linear_cross_entropy,
-    linear_token_log_probs,
-    parallel_cross_entropy,
-    token_log_probs,
-    vocab_parallel_cross_entropy,
-)
+from tests.support.linear import COLUMNS, WIDTH, projection
+from tests.support.logits import EVERY
 from vocab_parallel_ce.cli import main
 
-OF_BOTH = {
-    "group": None,
-    "ignore_index": -100,
-    "softcap": None,
-    "logit_scale": 1.0,
-    "impl": "auto",
-    "check_labels": False,
-    "vocab_size": None,
-    "shard": None,
-}
-OF_THE_LOSS = {
-    **OF_BOTH,
-    "label_smoothing": 0.0,
-    "smoothing_formula": "torch",
-    "z_loss": 0.0,
-    "reduction": "mean",
-    "num_items": None,
-    "return_metrics": False,
-    "gradient": "auto",
-}
+OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 1.0, "impl": "auto"}
+OF_BOTH |= {"check_labels": False, "vocab_size": None, "shard": None}
+OF_THE_LOSS = {"label_smoothing": 0.0, "smoothing_formula": "torch", "z_loss": 0.0, "reduction": "mean", **OF_BOTH}
+OF_THE_LOSS |= {"num_items": None, "return_metrics": False, "gradient": "auto"}
 OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "entropy": False}
-OF_HEADS = {
-    "bias": None,
-    "sequence_parallel": False,
-    "reduce_hidden_grad": True,
-    "main_grad": None,
-    "chunk_tokens": "auto",
-    "memory_budget": None,
-}
+OF_HEADS = {"bias": None, "sequence_parallel": False, "reduce_hidden_grad": True, "main_grad": None}
+OF_HEADS |= {"chunk_tokens": "auto", "memory_budget": None}
 LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]
 SIGNATURES = [
-    (vocab_parallel_cross_entropy, LOGITS, OF_THE_LOSS),
-    (token_log_probs, LOGITS, {**OF_LOG_PROBS, "gradient": "auto"}),
-    (linear_cross_entropy, LINEAR, {**OF_THE_LOSS, **OF_HEADS, "valid_tokens": None}),
-    (linear_token_log_probs, LINEAR, {**OF_LOG_PROBS, **OF_HEADS}),
+    (package.vocab_parallel_cross_entropy, LOGITS, OF_THE_LOSS),
+    (package.token_log_probs, LOGITS, {**OF_LOG_PROBS, "gradient": "auto"}),
+    (package.linear_cross_entropy, LINEAR, {**OF_THE_LOSS, **OF_HEADS, "valid_tokens": None}),
+    (package.linear_token_log_probs, LINEAR, {**OF_LOG_PROBS, **OF_HEADS}),
 ]
 
 
@@ -77,20 +44,20 @@ def test_the_functions_take_tensors_by_position_and_options_by_name(function, te
 def test_the_module_takes_the_options_of_the_function():
     """All except the number of items, which changes from step to step and comes with the logits."""
     expected = {name: value for name, value in OF_THE_LOSS.items() if name != "num_items"}
-    assert _defaults(VocabParallelCrossEntropy) == expected
+    assert _defaults(package.VocabParallelCrossEntropy) == expected
 
 
 @pytest.mark.quick
 def test_transformer_engines_signatures():
     of_forward = ["target", "label_smoothing", "reduce_loss", "dist_process_group", "ignore_idx"]
-    parameters = _defaults(parallel_cross_entropy)
+    parameters = _defaults(package.parallel_cross_entropy)
     assert list(parameters) == ["inp", *of_forward, "is_cg_capturable", "overwrite_input", "_input"]
     assert list(parameters.values())[2:] == [0.0, False, None, -100, False, None, None]
-    kinds = [p.kind.name for p in inspect.signature(parallel_cross_entropy).parameters.values()]
+    kinds = [p.kind.name for p in inspect.signature(package.parallel_cross_entropy).parameters.values()]
     assert kinds == ["POSITIONAL_OR_KEYWORD"] * 7 + ["KEYWORD_ONLY"] * 2
-    assert list(_defaults(cross_entropy_forward)) == ["_input", *of_forward]
-    assert list(_defaults(cross_entropy_backward)) == ["_input", "grad_output", "is_cg_capturable"]
-    assert _defaults(cross_entropy_backward)["is_cg_capturable"] is False
+    assert list(_defaults(package.cross_entropy_forward)) == ["_input", *of_forward]
+    assert list(_defaults(package.cross_entropy_backward)) == ["_input", "grad_output", "is_cg_capturable"]
+    assert _defaults(package.cross_entropy_backward)["is_cg_capturable"] is False
 
 
 def test_public_names_are_documented():
@@ -99,28 +66,39 @@ def test_public_names_are_documented():
         assert inspect.getdoc(getattr(package, name)), name
 
 
-@pytest.mark.quick
-def test_the_module_is_the_function_with_its_options_fixed(impl_device):
+@pytest.mark.quick(2)
+@pytest.mark.interpreted(2)
+@pytest.mark.parametrize("family", ["logits", "linear"])
+def test_a_module_is_the_function_with_its_options_fixed(impl_device, family):
     impl, device = impl_device
-    logits, labels = (x.to(device) for x in batch("some_ignored", rows=6, vocab_size=COLUMNS))
-    labels = labels.clamp(max=COLUMNS - 3)
-    options = {**EVERY, "smoothing_formula": "megatron", "vocab_size": COLUMNS - 2, "gradient": "out_of_place"}
-    options["impl"] = impl
+    inputs = projection(bias=True)
+    hidden, labels = inputs.hidden.to(device), inputs.labels.clamp(max=COLUMNS - 3).to(device)
+    options = {**EVERY, "smoothing_formula": "megatron", "vocab_size": COLUMNS - 2, "impl": impl}
+    if family == "linear":
+        head = torch.nn.Linear(WIDTH, COLUMNS)
+        head.load_state_dict({"weight": inputs.weight, "bias": inputs.bias})
+        options |= {"gradient": "in_backward", "chunk_tokens": 2}
+        make = partial(package.LinearCrossEntropy, head.to(device))
+        given = hidden, labels
+        function = partial(package.linear_cross_entropy, hidden, head.weight, labels, bias=head.bias)
+    else:
+        options["gradient"] = "out_of_place"
+        given = inputs.logits().to(device), labels
+        make, function = package.VocabParallelCrossEntropy, partial(package.vocab_parallel_cross_entropy, *given)
     for reduction, num_items in (("none", None), ("sum", 4)):
         options["reduction"] = reduction
-        module = VocabParallelCrossEntropy(**options)
-        expected = vocab_parallel_cross_entropy(logits, labels, num_items=num_items, **options)
-        assert torch.equal(module(logits, labels, num_items), expected)
-        assert torch.equal(copy.deepcopy(module)(logits, labels, num_items=num_items), expected)
+        module, expected = make(**options), function(num_items=num_items, **options)
+        for each in (module, copy.deepcopy(module), module.eval()):
+            assert torch.equal(each(*given, num_items), expected)
+            assert torch.equal(each(*given, num_items=num_items), expected)
         assert not list(module.parameters()) and not module.state_dict()
-    with_metrics = VocabParallelCrossEntropy(return_metrics=True, **options)
-    loss, metrics = with_metrics(logits, labels, 4)
+    loss, metrics = make(return_metrics=True, **options)(*given, 4)
     assert torch.equal(loss, expected) and isinstance(metrics, package.LossMetrics)
 
 
 @pytest.mark.reference
 def test_the_module_shows_its_options():
-    shown = repr(VocabParallelCrossEntropy(label_smoothing=0.1, ignore_index=3, vocab_size=50, softcap=30))
+    shown = repr(package.VocabParallelCrossEntropy(label_smoothing=0.1, ignore_index=3, vocab_size=50, softcap=30))
     assert shown.startswith("VocabParallelCrossEntropy(")
     for part in ("1 rank", "label_smoothing=0.1", "ignore_index=3", "reduction='mean'", "50", "softcap=30"):
         assert part in shown, shown

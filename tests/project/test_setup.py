@@ -1,7 +1,5 @@
 """scripts/setup.sh on a small checkout with stubs of python and pip: nothing is installed or fetched."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -14,7 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-WAITING = "setup: another setup is running here; waiting for it"
 TIMEOUT_S = 20
 
 # The platform's python3, and the python of each environment that it makes. Setup's questions about python and files
@@ -43,6 +40,7 @@ class Checkout:
     def __init__(self, directory: Path) -> None:
         self.root, self.stubs = directory / "checkout", directory / "stubs"
         self.venv = self.root / ".venv"
+        self.python = str(self.venv / "bin" / "python")
         self.errors = self.stubs / "errors"
         (self.root / "scripts").mkdir(parents=True)
         self.stubs.mkdir()
@@ -95,19 +93,17 @@ def wait_until(happened: Callable[[], bool], what: str) -> None:
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
-    """Returns time of change and content of every file below the directory."""
     files = (path for path in sorted(directory.rglob("*")) if path.is_file())
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 def test_a_setup_makes_the_environment_once(checkout: Checkout) -> None:
-    python = str(checkout.venv / "bin" / "python")
     status, stdout, stderr = checkout.run()
-    assert (status, stdout) == (0, python), stderr
-    assert checkout.log() == [f"venv {checkout.venv}", f"pip {python}", f"pip {python}"]
+    assert (status, stdout) == (0, checkout.python), stderr
+    assert checkout.log() == [f"venv {checkout.venv}", f"pip {checkout.python}", f"pip {checkout.python}"]
 
     before = snapshot(checkout.root)
-    assert checkout.run() == (0, python, "")
+    assert checkout.run() == (0, checkout.python, "")
     assert snapshot(checkout.root) == before
     assert len(checkout.log()) == 3
 
@@ -118,7 +114,8 @@ def test_two_setups_at_once_make_one_environment(checkout: Checkout) -> None:
     try:
         wait_until(lambda: len(checkout.log()) == 1, "the first setup makes the environment")
         processes.append(checkout.start())
-        wait_until(lambda: WAITING in checkout.errors.read_text(), "the second waits")
+        waiting = "setup: another setup is running here; waiting for it"
+        wait_until(lambda: waiting in checkout.errors.read_text(), "the second waits")
         assert checkout.log() == [f"venv {checkout.venv}"]
         (checkout.stubs / "hold").unlink()
         outputs = [process.communicate(timeout=TIMEOUT_S)[0].strip() for process in processes]
@@ -126,9 +123,8 @@ def test_two_setups_at_once_make_one_environment(checkout: Checkout) -> None:
         for process in processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    python = str(checkout.venv / "bin" / "python")
-    assert outputs == [python, python] and [process.returncode for process in processes] == [0, 0]
-    assert checkout.log() == [f"venv {checkout.venv}", f"pip {python}", f"pip {python}"]
+    assert outputs == [checkout.python, checkout.python] and [process.returncode for process in processes] == [0, 0]
+    assert checkout.log() == [f"venv {checkout.venv}", f"pip {checkout.python}", f"pip {checkout.python}"]
 
 
 def own_environment_that_cannot_start(checkout: Checkout) -> None:
@@ -174,8 +170,7 @@ def test_vpce_venv_is_the_place(checkout: Checkout, tmp_path: Path, place: str, 
 def test_an_environment_of_an_older_version_is_brought_up_to_date(checkout: Checkout) -> None:
     checkout.make_environment()
     (checkout.venv / "setup-unfinished").write_text("")
-    python = str(checkout.venv / "bin" / "python")
     status, stdout, stderr = checkout.run()
-    assert (status, stdout) == (0, python), stderr
-    assert checkout.log() == [f"pip {python}", f"pip {python}"]
+    assert (status, stdout) == (0, checkout.python), stderr
+    assert checkout.log() == [f"pip {checkout.python}", f"pip {checkout.python}"]
     assert (checkout.venv / "package.py").exists() and (checkout.venv / "setup-made").exists()

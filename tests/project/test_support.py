@@ -1,7 +1,5 @@
 """The suite's own tools: lanes, the error budget, the oracle, hard inputs, poisoned memory."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

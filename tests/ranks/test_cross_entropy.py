@@ -1,7 +1,5 @@
 """The loss on R ranks in real processes: the oracle's on the whole vocabulary, bit-equal on every rank."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -82,7 +80,6 @@ def test_all_ignored_is_zero_on_every_rank_and_no_rows_need_no_collective(rank_p
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @in_two_ranks
 def test_every_way_of_writing_the_gradient_gathers_once(rank_pool, impl, reduction, gradient):
-    """Labels and logits have several dimensions."""
     logits, labels = batch("mixture", rows=8, vocab_size=2 * COLUMNS, shards=2)
     grad_output = torch.tensor(0.75) if reduction == "mean" else dict(grad_output_layouts((2, 4)))["transposed"]
     options = {"reduction": reduction, "gradient": gradient, "label_smoothing": 0.1}
@@ -112,7 +109,6 @@ def test_a_group_of_one_rank_communicates_nothing(rank_pool, impl):
 
 
 def _refusals(rank, group, impl):
-    """Messages of calls that must be refused before anything is sent or written."""
     device, others = device_of(rank, group), subgroups((0,), (1,))[1 - rank]
     leaf = torch.randn(3, 5, device=device).requires_grad_()
     kept, labels = leaf.detach().clone(), torch.tensor([0, 9, -100], device=device)

@@ -1,7 +1,5 @@
 """Heads that PyTorch's tensor parallelism or FSDP has cut: the whole vocabulary's results, or an error."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -33,8 +31,6 @@ def _tokens(device):
 
 
 class Model(nn.Module):
-    """A projection and a head, whose loss is computed in forward if there are labels."""
-
     def __init__(self, **options):
         super().__init__()
         self.body = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -73,7 +69,6 @@ def _assert_trained(results):
 
 
 def _train(model, part, inputs, labels, device, where):
-    """One step's loss and whole gradients of data parallel rank ``part``."""
     tokens = inputs[part].to(device), labels[part].to(device)
     loss = model.loss(model(tokens[0]), tokens[1]) if where == "outside" else model(*tokens)
     loss.backward()

@@ -1,7 +1,5 @@
 """A projection and its loss on R ranks: results of the whole vocabulary, and the collectives they took."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 
@@ -109,7 +107,6 @@ def test_a_gradient_that_nobody_needs_or_a_framework_reduces_is_not_sent(rank_po
 @BY_WAY
 @in_several_ranks
 def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl, way):
-    """``hidden [S / R, B, D]`` in and its gradient out; labels are of all tokens, some of them ignored."""
     world = rank_pool.world_size
     shape = (2 * world, 2)
     rows = shape[0] * shape[1]
@@ -184,7 +181,6 @@ def test_padded_rows_of_a_dtensor_are_those_beyond_the_vocabulary(rank_pool, imp
 
 
 def _refusals(rank, group, impl):
-    """Messages of calls that must be refused before anything is sent."""
     device = device_of(rank, group)
     others = subgroups((0,), (1,))[1 - rank]
     whole = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)

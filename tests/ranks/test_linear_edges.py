@@ -1,7 +1,5 @@
 """Where a projection and its loss on several ranks has gone wrong before, by error or by waiting for ever."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -33,7 +31,6 @@ def test_ranks_of_unequal_shards_cut_the_tokens_alike(rank_pool, impl, way):
 @BY_WAY
 @in_four_ranks
 def test_a_last_rank_of_fewer_columns_cuts_the_tokens_as_the_others(rank_pool, impl, way):
-    """2, 2, 2 and 1 columns."""
     _check_chunks(rank_pool, impl, way, chunked(7, 4), 20, memory_budget=160)
 
 
@@ -88,7 +85,6 @@ def test_no_tokens_of_a_sequence_that_ranks_share(rank_pool, impl, way):
 
 
 def _attempts_on_a_dtensor(rank, group, impl, attempts):
-    """Of 5 rows."""
     device = device_of(rank, group)
     weight = distributed(torch.ones(5, WIDTH), device, group)
     tokens = torch.ones(4, WIDTH, device=device), weight, torch.zeros(4, device=device).long()

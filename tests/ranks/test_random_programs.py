@@ -16,8 +16,6 @@ README documents these as not safe, and no case has them:
 ``VPCE_RANDOM_CASES`` is the number of cases, ``VPCE_RANDOM_FIRST`` the first of them.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections import Counter
@@ -26,9 +24,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.budget import assert_within_budget
-from tests.support.random_programs import Numbers, Package, Player, Torch
-from tests.support.random_wrappers import Case, draw, must_run, relies_on_versions
+from tests.support.random_programs import Numbers, Package, outcome, problem
+from tests.support.random_wrappers import Case, draw, relies_on_versions
 from tests.support.ranks import device_of, in_ranks
 
 N_CASES = {"logits": 60, "linear": 25}
@@ -37,7 +34,6 @@ N_INTERPRETED = {"logits": 6, "linear": 2}
 LEAST_SHARE = 0.6  # of cases that give numbers
 ENOUGH = 40  # cases to speak of a share
 SECONDS_PER_CASE = 3.0
-REFUSALS = (TypeError, ValueError, RuntimeError)
 ASKED_FOR = int(os.environ.get("VPCE_RANDOM_CASES", "0"))
 FIRST = int(os.environ.get("VPCE_RANDOM_FIRST", "0"))
 SECONDS = max(240.0, SECONDS_PER_CASE * ASKED_FOR)
@@ -62,45 +58,10 @@ def cases(family: str, ranks: int, impl: str) -> list[Case]:
     return list(itertools.islice(drawn, ASKED_FOR or default))
 
 
-def outcome(case: Case, engine: Package) -> Numbers | str:
-    """What the package gives, or how it refuses."""
-    try:
-        return Player(case, engine).play()
-    except REFUSALS as error:
-        return f"{type(error).__name__}: {error}"
-    except Exception as error:
-        raise AssertionError(f"{type(error).__name__}: {error} in {case}") from error
-
-
 def outcomes_in_rank(rank: int, group: Any, family: str, indices: list[int], impl: str) -> list[Numbers | str]:
     device, ranks = device_of(rank, group), group.size()
     drawn = (draw(family, ranks, index) for index in indices)
     return [outcome(case, Package(impl, device, case.dtype, (rank,), group)) for case in drawn]
-
-
-def problem(case: Case, results: list[Numbers | str], device: Any = "cpu") -> str:
-    """What is wrong with the results of a case, one per rank, or nothing."""
-    refused = [result for result in results if isinstance(result, str)]
-    if refused:
-        if len(refused) < len(results):
-            return f"{len(refused)} of {len(results)} ranks refused: {refused[0]}"
-        return f"refused: {refused[0]}" if must_run(case) else ""
-    ranks = tuple(range(case.ranks))
-    truth = Player(case, Torch(device, torch.float64, ranks)).play()
-    peer = Player(case, Torch(device, case.dtype, ranks)).play()
-    for rank, result in enumerate(results):
-        assert isinstance(result, dict)
-        expected = {name for name in truth if name.partition("@")[2] in ("", str(rank))}
-        if result.keys() != expected:
-            return f"rank {rank}: only one side has {result.keys() ^ expected}"
-        for name, value in result.items():
-            try:
-                assert_within_budget(value, truth[name], peer[name])
-            except AssertionError as error:
-                return f"rank {rank}, {name}: {error}"
-            if "@" not in name and not torch.equal(value, results[0][name]):  # type: ignore[index]
-                return f"{name}: ranks 0 and {rank} differ"
-    return ""
 
 
 def check(drawn: list[Case], results: list[list[Numbers | str]], device: Any = "cpu") -> None:

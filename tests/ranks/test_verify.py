@@ -158,7 +158,6 @@ CASES = [
 
 
 def _call(function, a):
-    """A call, and its backward if it has one."""
     with torch.set_grad_enabled(a.grad_enabled):
         loss = FUNCTIONS[function](a)
     if loss is not None:
@@ -244,7 +243,6 @@ def _group_outcomes(rank, group):
 
 @in_two_or_three_ranks
 def test_verify_group_of_ranks_that_pass_different_things(rank_pool, impl):
-    """Two all_gathers of less than a kilobyte."""
     n = rank_pool.world_size
     expected = [None] * len(FITTING) + ["ValueError: " + error.format(V=10 * n, n=n) for error, _ in FAILING]
     for outcomes in rank_pool.run(_group_outcomes):

@@ -1,7 +1,5 @@
 """The tolerances of the test suite: what PyTorch itself loses in the same dtype, and fp64 rounding."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

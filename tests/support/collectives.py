@@ -1,7 +1,5 @@
 """Records what a piece of code starts in this process: collectives, or any operators of PyTorch's."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

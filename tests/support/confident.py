@@ -5,8 +5,6 @@ about 1 % off. Whether a single row of PyTorch's is right is luck, so errors are
 over the rows of one p_y. Besides, each row's error must be a few roundings.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What only a GPU shows of a computation: graphs, synchronisation, peak memory, offsets past 2^31."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest

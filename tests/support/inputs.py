@@ -4,8 +4,6 @@ Near-uniform logits give every probability about 1 / V, where a missing term, a 
 scale stays under any tolerance. These are peaked, far from zero, masked or confident instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

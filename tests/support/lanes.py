@@ -4,8 +4,6 @@ A test says which lanes it needs with markers of the same names and is skipped w
 cannot run. A run reports every lane; a full run in which a lane could run and executed nothing fails.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

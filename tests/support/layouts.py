@@ -1,7 +1,5 @@
 """The same values as views of every layout that a training loop hands to a loss."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

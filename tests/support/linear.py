@@ -15,18 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support import oracle
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import recorded
 from tests.support.inputs import IGNORE_INDEX, KINDS, batch, with_a_broad_row
-from tests.support.logits import assert_metrics, flat_outputs, of_oracle, random_grad_output
-from tests.support.oracle import (
-    cross_entropy_fp64,
-    cross_entropy_same_dtype,
-    metrics_fp64,
-    metrics_same_dtype,
-    token_outputs_fp64,
-    token_outputs_same_dtype,
-)
+from tests.support.logits import assert_metrics, backward, flat_outputs, of_oracle, random_grad_output
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
 # No product with a hidden state is -inf: columns are excluded by a bias of -inf.
@@ -37,8 +30,8 @@ PADDING = 300.0
 CUBE_WIDTH, CUBE_COLUMNS, CUBE_ROWS = 5, 32, 16
 _MATMULS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "matmul", "linear", "_scaled_mm"}
 _OF_ORACLE = {
-    linear_cross_entropy: (cross_entropy_fp64, cross_entropy_same_dtype),
-    linear_token_log_probs: (token_outputs_fp64, token_outputs_same_dtype),
+    linear_cross_entropy: (oracle.cross_entropy_fp64, oracle.cross_entropy_same_dtype),
+    linear_token_log_probs: (oracle.token_outputs_fp64, oracle.token_outputs_same_dtype),
 }
 _GRAD_OUTPUTS = ("grad_output", "grad_entropy")
 # What calls of the tests are made of, and the ways of a reduction to compute its gradients.
@@ -248,17 +241,6 @@ def run(
     return Results(tuple(output.detach().cpu() for output in outputs), *gradients)
 
 
-def backward(outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]) -> None:
-    """Of every output with a ``grad_output`` that is not None; without any, that of the first is 1."""
-    pairs = [
-        (output, grad_output.to(output.device).expand(output.shape))
-        for output, grad_output in zip(outputs, grad_outputs or (torch.ones(()),), strict=False)
-        if grad_output is not None and output.requires_grad
-    ]
-    if pairs:
-        torch.autograd.backward(*zip(*pairs, strict=True))
-
-
 def assert_results(actual: Results, truth: Results, peer: Results) -> None:
     """Within the budget, except metrics; gradients that were not computed are None; padding's are 0."""
     differentiable = min(len(actual.outputs), len(truth.outputs))
@@ -287,9 +269,9 @@ def assert_right(
     assert_results(results, truth, linear_same_dtype(inputs, *grad_outputs, bounds=bounds, **options))
     if options.get("return_metrics"):
         given, ignored = of_oracle(options), options.get("ignore_index", IGNORE_INDEX)
-        oracle = metrics_fp64(inputs.to(torch.float64).logits(ignored), inputs.labels, **given)
-        peer = metrics_same_dtype(inputs.logits(ignored), inputs.labels, **given)
-        assert_metrics(results.outputs[1:], oracle, peer)
+        truth = oracle.metrics_fp64(inputs.to(torch.float64).logits(ignored), inputs.labels, **given)
+        peer = oracle.metrics_same_dtype(inputs.logits(ignored), inputs.labels, **given)
+        assert_metrics(results.outputs[1:], truth, peer)
 
 
 def check(

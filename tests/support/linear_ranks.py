@@ -1,7 +1,5 @@
 """One call of the fused loss on R ranks: how each makes it, and what all of them together must have got."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.support import linear
 from tests.support.collectives import Collective
 from tests.support.linear import LEAVES, Projection, Results, assert_right, grad_output_of, padded_weight
 from tests.support.logits_ranks import assembled, assert_same_outputs, even, with_collectives
@@ -19,13 +18,9 @@ from tests.support.ranks import device_of, subgroups
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
 COLUMNS, ROWS = 20, 6
-WAYS = {
-    "mean": {"reduction": "mean", "gradient": "in_forward"},
-    "sum": {"reduction": "sum", "num_items": 7, "gradient": "in_forward"},
-    "sum, in_backward": {"reduction": "sum", "gradient": "in_backward"},
-    "none": {"reduction": "none"},
-}
-BY_WAY = pytest.mark.parametrize("way", [WAYS["none"], *list(WAYS.values())[:3]], ids=str)
+WAYS = {name: linear.WAYS[name] for name in ("none", "mean", "sum", "sum, in_backward")}
+WAYS["sum"] = WAYS["sum"] | {"num_items": 7}
+BY_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 class Case(NamedTuple):
@@ -119,14 +114,6 @@ def run(
     return Result(outputs, *gradients, *collectives)
 
 
-def _assembled(case: Case, results: Sequence[Result], name: str) -> torch.Tensor | None:
-    """The gradient over the vocabulary from those of the ranks' rows."""
-    gradients = [getattr(result, name) for result in results]
-    if gradients[0] is None:
-        return None
-    return assembled(bounds_of(case, len(results)), gradients, len(case.inputs.weight))
-
-
 def _hidden_gradient(case: Case, results: Sequence[Result]) -> torch.Tensor | None:
     """Of all tokens: equal on all ranks, or their parts one after the other, or the sum of their shares."""
     gradients = [result.hidden for result in results]
@@ -144,11 +131,13 @@ def _hidden_gradient(case: Case, results: Sequence[Result]) -> torch.Tensor | No
 def check(case: Case, results: Sequence[Result]) -> None:
     """Outputs are bit-equal on all ranks, and everything is what the whole vocabulary gives in fp64."""
     assert_same_outputs(results)
-    gradients = _hidden_gradient(case, results), *(_assembled(case, results, name) for name in LEAVES[1:])
+    bounds, grad_outputs = bounds_of(case, len(results)), grad_outputs_of(case)
+    gradients = [_hidden_gradient(case, results)]
+    for parts in ([result.weight for result in results], [result.bias for result in results]):
+        gradients.append(None if parts[0] is None else assembled(bounds, parts, len(case.inputs.weight)))
     for name, gradient in zip(LEAVES, gradients, strict=True):
         assert (gradient is not None) == (name not in case.frozen and getattr(case.inputs, name) is not None), name
     whole = Results(results[0].outputs, *gradients)
-    bounds, grad_outputs = bounds_of(case, len(results)), grad_outputs_of(case)
     assert_right(whole, case.inputs, *grad_outputs, bounds=bounds, function=case.function, **case.options)
 
 

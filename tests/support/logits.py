@@ -1,7 +1,5 @@
 """One call over whole logits on one rank, of the loss or of log-probabilities, and what it must return."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,17 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.support import oracle
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import NAN, Batch, batch, grad_output_layouts, padded_shard, with_a_broad_row
-from tests.support.oracle import (
-    cross_entropy_fp64,
-    cross_entropy_same_dtype,
-    metrics_fp64,
-    metrics_same_dtype,
-    token_outputs_fp64,
-    token_outputs_same_dtype,
-    values,
-)
 from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
 
 # Few rows: the interpreter takes tens of milliseconds for each.
@@ -40,7 +30,7 @@ DIVISORS = {
     "sum / fp32": {"reduction": "sum", "num_items": torch.tensor(6.5)},
 }
 EVERY = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 10.0, "logit_scale": 0.4}
-_ORACLE_OPTIONS = {name for name, p in inspect.signature(values).parameters.items() if p.default is not p.empty}
+_ORACLE_OPTIONS = {name for name, p in inspect.signature(oracle.values).parameters.items() if p.default is not p.empty}
 
 
 class Results(NamedTuple):
@@ -64,6 +54,17 @@ def flat_outputs(result: Any) -> tuple[Tensor, ...]:
     if isinstance(result, Tensor):
         return (result,)
     return tuple(tensor for part in result for tensor in flat_outputs(part))
+
+
+def backward(outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]) -> None:
+    """Of every output with a ``grad_output`` that is not None; without any, that of the first is 1."""
+    pairs = [
+        (output, grad_output.to(output.device).expand(output.shape))
+        for output, grad_output in zip(outputs, grad_outputs or (torch.ones(()),), strict=False)
+        if grad_output is not None and output.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward(*zip(*pairs, strict=True))
 
 
 def broad_rows(kind: str, rows: int = ROWS, vocab_size: int = COLUMNS, **settings: Any) -> Batch:
@@ -102,12 +103,7 @@ def run(
     on_device = labels.to(device)
     before, version = on_device.clone(), on_device._version
     outputs = flat_outputs(function(leaf, on_device, impl=impl, **options))
-    pairs = [
-        (output, grad_output.to(device).expand(output.shape))
-        for output, grad_output in zip(outputs, grad_outputs or (torch.ones(()),), strict=False)
-        if grad_output is not None
-    ]
-    torch.autograd.backward(*zip(*pairs, strict=True))
+    backward(outputs, grad_outputs)
     assert torch.equal(on_device, before) and on_device._version == version, "labels were written"
     return Results(tuple(output.detach().cpu() for output in outputs), leaf.grad.cpu())
 
@@ -141,23 +137,24 @@ def assert_right(
     if function is token_log_probs:
         assert len(results.outputs) == 1 + options.get("entropy", False)
         grads = dict(zip(("grad_output", "grad_entropy"), grad_outputs, strict=False))
-        oracles = (token_outputs_fp64, token_outputs_same_dtype)
+        oracles = (oracle.token_outputs_fp64, oracle.token_outputs_same_dtype)
     else:
         grads = {"grad_output": grad_outputs[0] if grad_outputs else None}
-        oracles = (cross_entropy_fp64, cross_entropy_same_dtype)
-    (*truth, truth_grad), (*peer, peer_grad) = (oracle(logits, labels, **grads, **given) for oracle in oracles)
+        oracles = (oracle.cross_entropy_fp64, oracle.cross_entropy_same_dtype)
+    (*truth, truth_grad), (*peer, peer_grad) = (compute(logits, labels, **grads, **given) for compute in oracles)
     for triple in zip(results.outputs, truth, peer, strict=False):
         assert_within_budget(*triple)
     assert_within_budget(results.grad, truth_grad, peer_grad)
     if options.get("return_metrics"):
-        assert_metrics(results.outputs[1:], *(f(logits, labels, **given) for f in (metrics_fp64, metrics_same_dtype)))
+        metrics = (compute(logits, labels, **given) for compute in (oracle.metrics_fp64, oracle.metrics_same_dtype))
+        assert_metrics(results.outputs[1:], *metrics)
 
 
-def assert_metrics(metrics: Sequence[Tensor], oracle: Sequence[Tensor], peer: Sequence[Tensor]) -> None:
+def assert_metrics(metrics: Sequence[Tensor], truth: Sequence[Tensor], peer: Sequence[Tensor]) -> None:
     """Equal predictions; the rest is within the budget. Nothing is differentiable."""
     assert not any(value.requires_grad for value in metrics)
-    assert metrics[0].dtype == torch.int64 and torch.equal(metrics[0].cpu(), oracle[0])
-    for value, expected, same_dtype in zip(metrics[1:], oracle[1:], peer[1:], strict=True):
+    assert metrics[0].dtype == torch.int64 and torch.equal(metrics[0].cpu(), truth[0])
+    for value, expected, same_dtype in zip(metrics[1:], truth[1:], peer[1:], strict=True):
         assert_within_budget(value, expected, same_dtype)
 
 

@@ -3,8 +3,6 @@
 The first functions are for calls with hidden states too.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,8 +12,7 @@ import torch
 
 from tests.support.collectives import Collective, record_collectives
 from tests.support.inputs import NAN, padded_shard
-from tests.support.linear import backward
-from tests.support.logits import Results, assert_right, flat_outputs, random_grad_output
+from tests.support.logits import Results, assert_right, backward, flat_outputs, random_grad_output
 from tests.support.ranks import device_of, subgroups
 from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
 

@@ -6,8 +6,6 @@ gradient 0 at ``-inf`` columns and in ignored rows, NaN for a label outside the 
 it), loss 0 if there is nothing to divide by. Logits have no padded columns here.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Covering arrays: few cases in which every pair of values of two parameters occurs."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -3,8 +3,6 @@
 Freshly mapped memory is usually zero, and a zero gradient or loss looks plausible.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterator

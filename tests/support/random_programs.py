@@ -1,7 +1,5 @@
 """A random program played by this package on one rank, or by PyTorch with the vocabulary of all ranks."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Sequence
@@ -10,20 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import vocab_parallel_ce as vp
+from tests.support.budget import assert_within_budget
 from tests.support.logits import of_oracle
 from tests.support.oracle import values
-from tests.support.random_wrappers import OF_ONE_LEAF, REGULARISERS, SOURCES, VIEWS, WIDTH, Case, Use, wrapped
-from vocab_parallel_ce import (
-    LinearCrossEntropy,
-    VocabParallelCrossEntropy,
-    linear_cross_entropy,
-    linear_token_log_probs,
-    parallel_cross_entropy,
-    token_log_probs,
-    vocab_parallel_cross_entropy,
-)
+from tests.support.random_wrappers import OF_ONE_LEAF, REGULARISERS, SOURCES, VIEWS, WIDTH, Case, Use, must_run, wrapped
 
 Numbers = dict[str, Tensor]
+REFUSALS = (TypeError, ValueError, RuntimeError)
 
 
 class Package(NamedTuple):
@@ -42,10 +34,10 @@ class Package(NamedTuple):
         if use.function == "te":
             mean, smoothing = options["reduction"] == "mean", options.get("label_smoothing", 0.0)
             given = (smoothing, mean, self.group, options.get("ignore_index", -100))
-            return parallel_cross_entropy(inputs, labels, *given, overwrite_input=use.gradient)
+            return vp.parallel_cross_entropy(inputs, labels, *given, overwrite_input=use.gradient)
         if use.function == "module" and (not heads or isinstance(heads[0], nn.Module)):
             num_items = options.pop("num_items", None)
-            module = LinearCrossEntropy(heads[0], **options) if heads else VocabParallelCrossEntropy(**options)
+            module = vp.LinearCrossEntropy(heads[0], **options) if heads else vp.VocabParallelCrossEntropy(**options)
             return module(inputs, labels, num_items)
         tensors = [inputs]
         if heads:
@@ -55,8 +47,8 @@ class Package(NamedTuple):
             del options["reduction"]
             if heads:
                 del options["gradient"]
-            return (linear_token_log_probs if heads else token_log_probs)(*tensors, labels, **options)
-        return (linear_cross_entropy if heads else vocab_parallel_cross_entropy)(*tensors, labels, **options)
+            return (vp.linear_token_log_probs if heads else vp.token_log_probs)(*tensors, labels, **options)
+        return (vp.linear_cross_entropy if heads else vp.vocab_parallel_cross_entropy)(*tensors, labels, **options)
 
 
 class Torch(NamedTuple):
@@ -306,3 +298,38 @@ class Player:
             "strided": torch.randn(*shape, 2, generator=generator)[..., 0],
         }
         return values[kind].to(target)
+
+
+def outcome(case: Case, engine: Package) -> Numbers | str:
+    """What the package gives, or how it refuses."""
+    try:
+        return Player(case, engine).play()
+    except REFUSALS as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {error} in {case}") from error
+
+
+def problem(case: Case, results: list[Numbers | str], device: Any = "cpu") -> str:
+    """What is wrong with the results of a case, one per rank, or nothing."""
+    refused = [result for result in results if isinstance(result, str)]
+    if refused:
+        if len(refused) < len(results):
+            return f"{len(refused)} of {len(results)} ranks refused: {refused[0]}"
+        return f"refused: {refused[0]}" if must_run(case) else ""
+    ranks = tuple(range(case.ranks))
+    truth = Player(case, Torch(device, torch.float64, ranks)).play()
+    peer = Player(case, Torch(device, case.dtype, ranks)).play()
+    for rank, result in enumerate(results):
+        assert isinstance(result, dict)
+        expected = {name for name in truth if name.partition("@")[2] in ("", str(rank))}
+        if result.keys() != expected:
+            return f"rank {rank}: only one side has {result.keys() ^ expected}"
+        for name, value in result.items():
+            try:
+                assert_within_budget(value, truth[name], peer[name])
+            except AssertionError as error:
+                return f"rank {rank}, {name}: {error}"
+            if "@" not in name and not torch.equal(value, results[0][name]):  # type: ignore[index]
+                return f"{name}: ranks 0 and {rank} differ"
+    return ""

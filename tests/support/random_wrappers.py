@@ -3,8 +3,6 @@
 A case is plain data, the same on every rank. ``ranks/test_random_programs.py`` says which cases are left out.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -50,7 +48,7 @@ class Case(NamedTuple):
     watch: str = ""  # of the first loss's input: "hook", "late hook" or "retain_grad"
     wrappers: tuple[str, ...] = ()  # of WRAPPERS, the outermost first
     around: str = "all"  # what they wrap: "all", every loss ("losses"), the "first", or "before"
-    plan: str = "sum"  # of PLANS
+    plan: str = "sum"  # of backward: "sum", "together", "separate", "grad" or "twice"
     steps: int = 1  # of gradient accumulation
     sgd: bool = False
 
@@ -64,12 +62,18 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _compiled(function: Callable[..., Any], *args: Tensor) -> Any:
+    torch.compiler.reset()
+    return torch.compile(lambda *args: function(*args), backend="aot_eager")(*args)
+
+
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "checkpoint": partial(checkpoint, use_reentrant=False),
     "reentrant": partial(checkpoint, use_reentrant=True),
     "save_on_cpu": partial(_within, save_on_cpu),
     "identity": partial(_within, partial(saved_tensors_hooks, _unchanged, _unchanged)),
     "copies": partial(_within, partial(saved_tensors_hooks, lambda t: t.detach().clone(), _unchanged)),
+    "compiled": _compiled,  # slow, and never drawn
 }
 
 
@@ -120,7 +124,6 @@ REGULARISERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 GRAD_OUTPUTS = ("one", "factor", "random", "expanded", "zero", "strided")
-PLANS = ("sum", "together", "separate", "grad", "twice")
 
 
 def hooked(case: Case, index: int) -> bool:
@@ -212,7 +215,7 @@ def _drawn(rng: random.Random, name: str, family: str, ranks: int) -> Case:
 
 
 def _wrappers(rng: random.Random, case: Case) -> Case:
-    names = rng.choices(list(WRAPPERS), weights=[3, 2, 2, 2, 2], k=rng.choice([1, 1, 2]))
+    names = rng.choices(list(WRAPPERS), weights=[3, 2, 2, 2, 2, 0], k=rng.choice([1, 1, 2]))
     return case._replace(wrappers=tuple(names), around=rng.choice(["all", "all", "all", "losses"]))
 
 

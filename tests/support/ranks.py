@@ -5,8 +5,6 @@ returns the results in the order of ranks; ``group`` is the world. Arguments and
 pickle; result tensors come back on the CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
