@@ -195,16 +195,6 @@ def test_excluded_columns_have_zero_gradient_unless_their_row_is_nan():
         assert rows.entropy_gradient[1, 0] == 0 and rows.loss[1].item() == INF
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5])
-def test_the_first_of_equal_columns_is_predicted(shards):
-    logits = torch.zeros(6, 10)
-    for row, largest in enumerate([(0,), (9,), (4, 5), (7, 2, 9), (5, 6), ()]):
-        logits[row, list(largest)] = 3.0
-    labels = torch.zeros(6, dtype=torch.int64)
-    predicted = by_spec(logits, labels, LossOptions(predictions=True), shards).predictions
-    assert predicted.tolist() == [0, 9, 4, 2, 5, 0]
-
-
 @pytest.mark.parametrize("masked", [slice(0, 30), slice(30, 60), slice(1, 59)])
 def test_columns_masked_with_the_lowest_number_are_as_good_as_excluded(masked):
     """Masks are often filled with finfo.min; the sum of a shard's is -inf, and -inf * 0 NaN."""
