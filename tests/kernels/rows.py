@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.core.test_spec import by_spec
+from tests.core.test_spec import ALL, by_spec
 from tests.support.budget import assert_within_budget
 from tests.support.layouts import Layout, logits_layouts
 from vocab_parallel_ce import spec
@@ -18,16 +18,10 @@ from vocab_parallel_ce.spec import PLAIN, LossOptions, RowStats, TokenOutputs
 NAN, INF = float("nan"), float("inf")
 COPIED = ("every other column", "column-major")  # layouts that no kernel walks
 EVERY_STATISTIC = LossOptions(smoothing=0.1, entropy=True, predictions=True)
-ALL = LossOptions(-100, 0.1, 0.01, 0.5, 20.0, entropy=True, predictions=True)
 OPTIONS = {
     "plain": PLAIN,
-    "smoothing": LossOptions(smoothing=0.1),
+    **{name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:]},
     "all smoothing": LossOptions(smoothing=1.0),
-    "z_loss": LossOptions(z_loss=0.01),
-    "logit_scale": LossOptions(logit_scale=0.25),
-    "softcap": LossOptions(softcap=20.0),
-    "entropy": LossOptions(entropy=True),
-    "predictions": LossOptions(predictions=True),
     "all": ALL,
 }
 

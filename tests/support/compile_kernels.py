@@ -31,20 +31,13 @@ from triton.runtime.jit import create_function_from_signature
 from vocab_parallel_ce.blocks import ONE_PASS, THREADS_PER_WARP, one_pass_config
 from vocab_parallel_ce.kernels.launch import Launch
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import LossOptions
+from vocab_parallel_ce.spec import PLAIN, LossOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRITON_NAMES = {torch.int64: "i64", torch.int32: "i32"} | {dtype: name for name, dtype in DTYPES.items()}
-OPTIONS = {
-    "plain": LossOptions(),
-    "smoothing": LossOptions(smoothing=0.1),
-    "z_loss": LossOptions(z_loss=1e-4),
-    "logit_scale": LossOptions(logit_scale=0.5),
-    "softcap": LossOptions(softcap=30.0),
-    "entropy": LossOptions(entropy=True),
-    "predictions": LossOptions(predictions=True),
-    "all": LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True),
-}
+ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True)
+ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:]}
+OPTIONS = {"plain": PLAIN, **ALONE, "all": ALL}
 N_COLUMNS = 32064
 ASYNCHRONOUS_COPY = r"(cp\.async\.c[ag]\S*) \[[^\]]*\], \[[^\]]*\], (\w+)"
 
