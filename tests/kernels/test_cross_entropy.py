@@ -29,7 +29,7 @@ def run(logits, labels, options=PLAIN, **arguments):
     return gradient_by_kernel(logits, stats.unsqueeze(0), labels, options, **arguments)
 
 
-def check(logits, labels, options=PLAIN, in_place=True):
+def check(logits, labels, options=PLAIN, in_place=True, **grads):
     """Statistics of ``logits [..., C]`` on any device and, if ``in_place``, loss and gradient, which replaces them."""
     rows, labels_there = logits.cpu().reshape(-1, logits.shape[-1]).clone(), labels.to(logits.device)
     stats, valid_rows = stats_by_kernel(logits, labels_there, options)
@@ -37,7 +37,7 @@ def check(logits, labels, options=PLAIN, in_place=True):
     assert valid_rows == int((labels != options.ignore_index).sum())
     if not in_place:
         return
-    grads = grads_of(len(labels), options, logits.device)
+    grads = grads or grads_of(len(labels), options, logits.device)
     loss, grad = gradient_by_kernel(logits, stats.unsqueeze(0), labels_there, options, **grads)
     truth, peer = (by_spec(rows.to(dtype), labels, options).loss for dtype in (torch.float64, torch.float32))
     assert_within_budget(loss.cpu(), truth, peer)
@@ -93,6 +93,14 @@ def test_every_layout_and_nothing_beside_it(kernel_device, columns, dtype, optio
         labels = torch.arange(layout.view.shape[:-1].numel()) * 31 % columns
         check(layout.view, labels, options, in_place=not layout.shares_elements)
         assert layout.shares_elements or layout.outside_is_untouched(), layout.name
+
+
+@pytest.mark.parametrize("name", ("grad_output", "grad_entropy"))
+def test_grad_output_of_every_stride(kernel_device, name):
+    logits, labels = batch("peaked", rows=6, vocab_size=100)
+    wide = torch.randn(6, 3, device=kernel_device)
+    for grad in (wide[:, 1], wide[0, :1].expand(6), torch.zeros(6, device=kernel_device)):
+        check(logits.clone().to(kernel_device), labels, OPTIONS["entropy"], **{name: grad})
 
 
 def test_small_grad_output_is_rounded_once(kernel_device):
