@@ -32,7 +32,7 @@ def compiled(target: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("target", ("cuda:80", "cuda:100", "hip:gfx942"))
-def test_every_kernel_compiles(target):
+def test_every_kernel_compiles_and_its_arguments_bind(target):
     reports = compiled(target)
     one_pass = {"one_pass"} if target == "cuda:100" else set()
     assert {report["kernel"].split("-")[0] for report in reports} == {*WALKS, "loss"} | one_pass

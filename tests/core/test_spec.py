@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     predictions: Tensor
 
 
-def _by_spec(logits, labels, options=PLAIN, shards=1, vocab_size=None):
+def by_spec(logits, labels, options=PLAIN, shards=1, vocab_size=None):
     """From ``shards`` equal shards; columns at ``vocab_size`` and beyond are padding."""
     width = max(logits.shape[1] // shards, 1)
     vocab_size = logits.shape[1] if vocab_size is None else vocab_size
@@ -108,7 +108,7 @@ def test_shards_and_options_against_autograd(case):
     options, shards = OPTIONS[case["option"]], case["shards"]
     logits, labels = batch(case["kind"], rows=ROWS, vocab_size=VOCAB, shards=shards, dtype=FP64)
     expected = _by_oracle(logits, labels, options)
-    _assert_equal(_by_spec(logits, labels, options, shards), expected, logits, options)
+    _assert_equal(by_spec(logits, labels, options, shards), expected, logits, options)
 
 
 def test_only_what_options_need_travels():
@@ -131,7 +131,7 @@ def test_training_dtypes_are_computed_in_fp32(case):
         pytest.skip("a thousand times the logits is past fp16's range")
     logits, labels = batch(kind, rows=ROWS, vocab_size=VOCAB, shards=2, dtype=dtype)
     truth, peer = (_by_oracle(logits, labels, options, made) for made in (FP64, torch.float32))
-    actual = _by_spec(logits, labels, options, shards=2)
+    actual = by_spec(logits, labels, options, shards=2)
     for name in ("loss", "entropy", "lse"):
         assert_within_budget(*(getattr(rows, name) for rows in (actual, truth, peer)))
     gradients = [(rows.gradient, rows.gradient - rows.entropy_gradient) for rows in (actual, truth, peer)]
@@ -144,7 +144,7 @@ def test_smoothing_keeps_its_digits_far_from_0(smoothing):
     """A mean of logits near -1000 loses three digits of a loss near 10; a mean of shifted logits does not."""
     logits, labels = batch("far_negative", rows=ROWS, vocab_size=VOCAB, shards=2)
     options = LossOptions(smoothing=smoothing)
-    loss, truth = _by_spec(logits, labels, options, shards=2).loss, _by_oracle(logits, labels, options).loss
+    loss, truth = by_spec(logits, labels, options, shards=2).loss, _by_oracle(logits, labels, options).loss
     assert float(((loss - truth) / truth).abs().max()) < 4 * torch.finfo(torch.float32).eps
 
 
@@ -172,7 +172,7 @@ def test_rows_at_the_edges_of_padded_shards(case):
     shards, columns = case["cut"]
     hostile = torch.tensor([NAN, INF, 1e30, -INF, 0.0], dtype=FP64).repeat(columns)[: columns - VOCAB]
     padded = torch.cat([logits, hostile.expand(ROWS, -1)], dim=1)
-    actual = _by_spec(padded, labels, options, shards, vocab_size=VOCAB)
+    actual = by_spec(padded, labels, options, shards, vocab_size=VOCAB)
     for gradient in (actual.gradient, actual.entropy_gradient):
         assert torch.equal(gradient[:, VOCAB:], torch.zeros(ROWS, columns - VOCAB, dtype=FP64))
     gradients = {"gradient": actual.gradient[:, :VOCAB], "entropy_gradient": actual.entropy_gradient[:, :VOCAB]}
@@ -189,20 +189,10 @@ def test_a_shard_of_padding_is_the_empty_set():
 def test_excluded_columns_have_zero_gradient_unless_their_row_is_nan():
     logits, labels = torch.tensor([[NAN, -INF, 2.0, 0.0], [-INF, 1.0, 2.0, 0.0]], dtype=FP64), torch.tensor([0, 0])
     for options in (PLAIN, LossOptions(smoothing=0.1, entropy=True)):
-        rows = _by_spec(logits, labels, options, 2)
+        rows = by_spec(logits, labels, options, 2)
         for gradient in (rows.gradient, rows.entropy_gradient):
             assert gradient[0].isnan().all() and gradient[1].isfinite().all()
         assert rows.entropy_gradient[1, 0] == 0 and rows.loss[1].item() == INF
-
-
-@pytest.mark.parametrize("shards", [1, 2, 5])
-def test_the_first_of_equal_columns_is_predicted(shards):
-    logits = torch.zeros(6, 10)
-    for row, largest in enumerate([(0,), (9,), (4, 5), (7, 2, 9), (5, 6), ()]):
-        logits[row, list(largest)] = 3.0
-    labels = torch.zeros(6, dtype=torch.int64)
-    predicted = _by_spec(logits, labels, LossOptions(predictions=True), shards).predictions
-    assert predicted.tolist() == [0, 9, 4, 2, 5, 0]
 
 
 @pytest.mark.parametrize("masked", [slice(0, 30), slice(30, 60), slice(1, 59)])
@@ -213,17 +203,17 @@ def test_columns_masked_with_the_lowest_number_are_as_good_as_excluded(masked):
     excluded, lowest = logits.clone(), logits.clone()
     excluded[:, masked], lowest[:, masked] = -INF, torch.finfo(torch.float32).min
     options = LossOptions(z_loss=0.01, entropy=True, predictions=True)
-    expected = _by_spec(excluded, labels, options, shards=2)
-    for name, value, want in zip(Rows._fields, _by_spec(lowest, labels, options, 2), expected, strict=True):
+    expected = by_spec(excluded, labels, options, shards=2)
+    for name, value, want in zip(Rows._fields, by_spec(lowest, labels, options, 2), expected, strict=True):
         assert torch.equal(value, want), name
 
 
 def test_int32_labels_no_rows_and_arguments_that_stay_as_they_were():
     logits, labels = batch("mixture", rows=ROWS, vocab_size=VOCAB)
     before, versions = (logits.clone(), labels.clone()), (logits._version, labels._version)
-    for narrow, wide in zip(_by_spec(logits, labels.int(), ALL, 2), _by_spec(logits, labels, ALL, 2), strict=True):
+    for narrow, wide in zip(by_spec(logits, labels.int(), ALL, 2), by_spec(logits, labels, ALL, 2), strict=True):
         torch.testing.assert_close(narrow, wide, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(logits, before[0]) and torch.equal(labels, before[1])
     assert (logits._version, labels._version) == versions
-    rows = _by_spec(torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64), PLAIN, 2)
+    rows = by_spec(torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64), PLAIN, 2)
     assert rows.loss.shape == (0,) and rows.gradient.shape == (0, 6)

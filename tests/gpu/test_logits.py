@@ -13,6 +13,7 @@ from tests.support.gpu import (
     assert_graph_replays,
     assert_host_never_waits,
     assert_right_past_2_to_the_31_elements,
+    captured,
     extra_peak_bytes,
 )
 from tests.support.inputs import batch
@@ -176,21 +177,13 @@ def test_warm_up_and_capture_of_a_cuda_graph_are_not_checked(gradient):
     def step():
         loss = vocab_parallel_cross_entropy(static, labels, gradient=gradient, impl="triton")
         torch.autograd.grad(loss, static)
-        return loss
+        return (loss,)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
+    graph, outputs = captured(step, warm_ups=3)
     with torch.no_grad():
         static.copy_(values)
     graph.replay()
-    assert_right(Results((loss,), static), values.cpu(), labels.cpu())
+    assert_right(Results(outputs, static), values.cpu(), labels.cpu())
 
 
 @pytest.mark.parametrize("gradient", ("in_forward", "in_backward"))

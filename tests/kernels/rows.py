@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.core.test_spec import ALL, by_spec
 from tests.support.budget import assert_within_budget
 from tests.support.layouts import Layout, logits_layouts
 from vocab_parallel_ce import spec
@@ -16,16 +18,10 @@ from vocab_parallel_ce.spec import PLAIN, LossOptions, RowStats, TokenOutputs
 NAN, INF = float("nan"), float("inf")
 COPIED = ("every other column", "column-major")  # layouts that no kernel walks
 EVERY_STATISTIC = LossOptions(smoothing=0.1, entropy=True, predictions=True)
-ALL = LossOptions(-100, 0.1, 0.01, 0.5, 20.0, entropy=True, predictions=True)
 OPTIONS = {
     "plain": PLAIN,
-    "smoothing": LossOptions(smoothing=0.1),
+    **{name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:]},
     "all smoothing": LossOptions(smoothing=1.0),
-    "z_loss": LossOptions(z_loss=0.01),
-    "logit_scale": LossOptions(logit_scale=0.25),
-    "softcap": LossOptions(softcap=20.0),
-    "entropy": LossOptions(entropy=True),
-    "predictions": LossOptions(predictions=True),
     "all": ALL,
 }
 
@@ -103,34 +99,22 @@ def gradient_by_kernel(
     return loss, grad
 
 
+def stats_of_ranks(
+    launchers: Any, pieces: Sequence[Tensor], labels: Tensor, shards: Sequence[VocabShard], options: LossOptions
+) -> Tensor:
+    """``[R, N, K]`` statistics, by the launcher of ``kernels`` or of ``reference``."""
+    stats = torch.full((len(shards), labels.numel(), len(options.statistics)), NAN, device=labels.device)
+    for rank, (logits, shard) in enumerate(zip(pieces, shards, strict=True)):
+        launchers.online_softmax(logits, labels, stats, rank, None, shard=shard, options=options)
+    return stats
+
+
 def stats_by_spec(
     logits: Tensor, labels: Tensor, options: LossOptions, dtype: torch.dtype, shard: VocabShard | None = None
 ) -> RowStats:
     """Of rows on the CPU, computed in ``dtype``."""
     start, _, vocab_size = shard or whole(logits)
     return spec.local_stats(logits.to(dtype), labels, start, vocab_size, options)
-
-
-def packed_stats_by_spec(logits: Tensor, labels: Tensor, options: LossOptions, ranks: int) -> Tensor:
-    """``[R, N, K]`` fp32 statistics of equal shards."""
-    width = logits.shape[1] // ranks
-    packed = []
-    for rank in range(ranks):
-        piece = logits[:, rank * width : (rank + 1) * width]
-        known = stats_by_spec(piece, labels, options, torch.float32, VocabShard.even(width, rank, ranks))
-        packed.append(torch.stack([getattr(known, name) for name in options.statistics], dim=-1))
-    return torch.stack(packed)
-
-
-def outputs_by_spec(logits: Tensor, labels: Tensor, options: LossOptions, dtype: torch.dtype) -> TokenOutputs:
-    """Of the whole vocabulary, computed in ``dtype``."""
-    stats, vocab_size = stats_by_spec(logits, labels, options, dtype), logits.shape[1]
-    return TokenOutputs(
-        spec.loss(stats, labels, vocab_size, options),
-        spec.entropy(stats, labels, vocab_size, options) if options.entropy else None,
-        spec.lse(stats, labels, options),
-        spec.predictions(stats, labels, options) if options.predictions else None,
-    )
 
 
 def gradient_by_spec(
@@ -142,13 +126,10 @@ def gradient_by_spec(
     grad_entropy: Tensor | None = None,
 ) -> Tensor:
     """Of the whole vocabulary, computed in ``dtype``."""
-    x, vocab_size = logits.to(dtype), logits.shape[1]
-    row = (x, stats_by_spec(logits, labels, options, dtype), labels, 0, vocab_size, options)
-    grad = spec.gradient(*row)
-    if grad_output is not None:
-        grad = grad * grad_output.to("cpu", dtype).unsqueeze(1)
+    rows = by_spec(logits.to(dtype), labels, options)
+    grad = rows.gradient if grad_output is None else rows.gradient * grad_output.to("cpu", dtype).unsqueeze(1)
     if grad_entropy is not None:
-        grad = grad + spec.entropy_gradient(*row) * grad_entropy.to("cpu", dtype).unsqueeze(1)
+        grad = grad + rows.entropy_gradient * grad_entropy.to("cpu", dtype).unsqueeze(1)
     return grad
 
 

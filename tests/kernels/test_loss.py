@@ -3,18 +3,12 @@
 import pytest
 import torch
 
-from tests.kernels.rows import (
-    ALL,
-    INF,
-    NAN,
-    OPTIONS,
-    assert_is_largest,
-    outputs_by_kernel,
-    outputs_by_spec,
-    packed_stats_by_spec,
-)
+from tests.core.test_spec import by_spec
+from tests.kernels.rows import ALL, INF, NAN, OPTIONS, assert_is_largest, outputs_by_kernel, stats_of_ranks
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import KINDS, batch
+from vocab_parallel_ce import reference
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 
 VOCAB = 60
@@ -22,8 +16,7 @@ VOCAB = 60
 
 def assert_outputs(outputs, logits, labels, options):
     """Each output that was asked for, against the whole vocabulary."""
-    truth = outputs_by_spec(logits, labels, options, torch.float64)
-    peer = outputs_by_spec(logits, labels, options, torch.float32)
+    truth, peer = (by_spec(logits.to(dtype), labels, options) for dtype in (torch.float64, torch.float32))
     assert_within_budget(outputs.loss.cpu(), truth.loss, peer.loss)
     assert_within_budget(outputs.lse.cpu(), truth.lse, peer.lse)
     if options.entropy:
@@ -40,8 +33,9 @@ def assert_outputs(outputs, logits, labels, options):
 
 
 def finish(logits, labels, options, ranks, device):
-    stats = packed_stats_by_spec(logits, labels, options, ranks).to(device)
-    return outputs_by_kernel(stats, labels.to(device), logits.shape[1], options)
+    shards = [VocabShard.of_rank(logits.shape[1], rank, ranks) for rank in range(ranks)]
+    stats = stats_of_ranks(reference, logits.chunk(ranks, dim=1), labels, shards, options)
+    return outputs_by_kernel(stats.to(device), labels.to(device), logits.shape[1], options)
 
 
 def test_worked_example(kernel_device):
@@ -50,17 +44,10 @@ def test_worked_example(kernel_device):
     torch.testing.assert_close(outputs.loss.cpu(), torch.tensor([0.6265234]), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", (PLAIN, LossOptions(smoothing=1.0), ALL), ids=("plain", "smoothing", "all"))
-def test_outputs_of_hard_rows(kernel_device, kind, options):
-    logits, labels = batch(kind, rows=11, vocab_size=VOCAB, shards=3)
-    assert_outputs(finish(logits, labels, options, 3, kernel_device), logits, labels, options)
-
-
-@pytest.mark.parametrize("ranks", (1, 2, 5))
+@pytest.mark.parametrize("ranks", (1, 2, 3, 5))
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_outputs_of_merged_ranks(kernel_device, ranks, options):
-    for kind in ("mixture", "excluded_shard", "far_negative"):
+def test_outputs_of_hard_rows(kernel_device, ranks, options):
+    for kind in KINDS:
         logits, labels = batch(kind, rows=11, vocab_size=VOCAB, shards=ranks)
         assert_outputs(finish(logits, labels, options, ranks, kernel_device), logits, labels, options)
 
@@ -68,40 +55,6 @@ def test_outputs_of_merged_ranks(kernel_device, ranks, options):
 def test_more_rows_than_a_program_finishes(kernel_device):
     logits, labels = batch("peaked", rows=300, vocab_size=20)
     assert_outputs(finish(logits, labels, ALL, 2, kernel_device), logits, labels, ALL)
-
-
-@pytest.mark.parametrize("dtype", (torch.int32, torch.int64, torch.float32), ids=str)
-def test_the_divisor_divides_the_loss_alone(kernel_device, dtype):
-    logits, labels = batch("some_ignored", rows=11, vocab_size=VOCAB)
-    stats = packed_stats_by_spec(logits, labels, ALL, 2).to(kernel_device)
-    labels = labels.to(kernel_device)
-    plain = outputs_by_kernel(stats, labels, VOCAB, ALL)
-    divisor = torch.tensor([12], dtype=dtype, device=kernel_device)
-    divided = outputs_by_kernel(stats, labels, VOCAB, ALL, divisor)
-    torch.testing.assert_close(divided.loss, plain.loss / 12, rtol=1e-6, atol=0)
-    for actual, expected in zip(divided[1:], plain[1:], strict=True):
-        assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("options", (PLAIN, ALL), ids=("plain", "all"))
-def test_no_row_that_counts_gives_0(kernel_device, options):
-    logits = torch.zeros(3, 10)
-    labels = torch.full((3,), -100)
-    stats = packed_stats_by_spec(logits, labels, options, 1).to(kernel_device)
-    divisor = torch.zeros(1, dtype=torch.int32, device=kernel_device)
-    outputs = outputs_by_kernel(stats, labels.to(kernel_device), 10, options, divisor)
-    assert outputs.loss.tolist() == outputs.lse.tolist() == [0, 0, 0]
-    if options.predictions:
-        assert outputs.entropy.tolist() == [0, 0, 0] and outputs.predictions.tolist() == [-1, -1, -1]
-
-
-def test_zero_items_give_0_whatever_the_rows_come_to(kernel_device):
-    logits, labels = batch("peaked", rows=4, vocab_size=20)
-    logits[0], logits[1], labels[2] = NAN, -INF, 20
-    stats = packed_stats_by_spec(logits, labels, PLAIN, 1).to(kernel_device)
-    divisor = torch.zeros(1, device=kernel_device)
-    outputs = outputs_by_kernel(stats, labels.to(kernel_device), 20, PLAIN, divisor)
-    assert outputs.loss.tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 5))
@@ -117,21 +70,10 @@ def test_rows_that_are_not_finite(kernel_device, ranks, options):
     for value in (outputs.loss, outputs.entropy):
         assert value.isnan().tolist() == [True] * 3 + [False] * 3 + [True] * 2 + [False]
         assert value[3:6].tolist() == [0, 0, 0] and value[8] > 0
-    expected = outputs_by_spec(logits, labels, options, torch.float64)
+    expected = by_spec(logits.double(), labels, options)
     assert torch.equal(outputs.predictions.cpu(), expected.predictions)
     assert outputs.predictions.tolist()[:6] == [-1] * 6
     assert_within_budget(outputs.lse.cpu(), expected.lse, expected.lse.float())
-
-
-@pytest.mark.parametrize("ranks", (1, 2, 5))
-def test_the_first_of_equal_columns_is_predicted(kernel_device, ranks):
-    logits = torch.zeros(6, VOCAB)
-    equal = [(0,), (59,), (4, 5), (40, 12, 59), (29, 30), range(VOCAB)]
-    for row, columns in enumerate(equal):
-        logits[row, list(columns)] = 3.0
-    labels = torch.zeros(6, dtype=torch.int64)
-    outputs = finish(logits, labels, LossOptions(predictions=True), ranks, kernel_device)
-    assert outputs.predictions.tolist() == [min(columns) for columns in equal]
 
 
 def test_predictions_are_exact_up_to_the_largest_vocabulary(kernel_device):

@@ -12,15 +12,15 @@ from tests.kernels.rows import (
     grads_of,
     outputs_by_kernel,
     stats_by_kernel,
+    stats_of_ranks,
 )
 from tests.kernels.test_loss import assert_outputs
-from tests.support.inputs import batch
+from tests.support.inputs import KINDS, batch
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 
 # (columns of the vocabulary, ranks, columns of a rank or None for torch.chunk's)
 CUTS = ((103, 3, None), (103, 4, 26), (103, 3, 48), (96, 4, 32), (90, 5, 32), (5, 4, 4))
-BY_CUT = pytest.mark.parametrize("vocab_size, n_ranks, width", CUTS)
 
 
 def padded_pieces(logits, shards):
@@ -35,11 +35,12 @@ def padded_pieces(logits, shards):
 
 
 def assert_ranks_agree_with_the_whole(logits, labels, shards, options, device):
+    from vocab_parallel_ce import kernels
+
     grads = grads_of(len(labels), options, device)
     pieces = [piece.to(device) for piece in padded_pieces(logits, shards)]
     on_device = labels.to(device)
-    stats = [stats_by_kernel(x, on_device, options, s)[0] for x, s in zip(pieces, shards, strict=True)]
-    stats = torch.stack(stats)
+    stats = stats_of_ranks(kernels, pieces, on_device, shards, options)
     outputs = outputs_by_kernel(stats, on_device, logits.shape[1], options)
     assert_outputs(outputs, logits, labels, options)
     gradient = torch.full_like(logits, NAN)
@@ -52,7 +53,16 @@ def assert_ranks_agree_with_the_whole(logits, labels, shards, options, device):
     assert_gradient(gradient, logits, labels, options, **grads)
 
 
-@BY_CUT
+@pytest.mark.parametrize("kind", KINDS)
+def test_hard_rows_of_two_ranks(kernel_device, kind):
+    """With a cap of the size of the logits: there is no gradient beyond."""
+    options = ALL._replace(z_loss=1e-6, softcap=2e4) if kind == "times_1000" else ALL
+    logits, labels = batch(kind, rows=5, vocab_size=300, shards=2)
+    shards = [VocabShard.even(150, rank, 2) for rank in range(2)]
+    assert_ranks_agree_with_the_whole(logits, labels, shards, options, kernel_device)
+
+
+@pytest.mark.parametrize("vocab_size, n_ranks, width", CUTS)
 @pytest.mark.parametrize(
     "dtype, options", ((torch.float32, PLAIN), (torch.bfloat16, ALL)), ids=("fp32-plain", "bf16-all")
 )

@@ -25,24 +25,19 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from vocab_parallel_ce.blocks import ONE_PASS, THREADS_PER_WARP, one_pass_config
 from vocab_parallel_ce.kernels.launch import Launch
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import LossOptions
+from vocab_parallel_ce.spec import PLAIN, LossOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRITON_NAMES = {torch.int64: "i64", torch.int32: "i32"} | {dtype: name for name, dtype in DTYPES.items()}
-OPTIONS = {
-    "plain": LossOptions(),
-    "smoothing": LossOptions(smoothing=0.1),
-    "z_loss": LossOptions(z_loss=1e-4),
-    "logit_scale": LossOptions(logit_scale=0.5),
-    "softcap": LossOptions(softcap=30.0),
-    "entropy": LossOptions(entropy=True),
-    "predictions": LossOptions(predictions=True),
-    "all": LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True),
-}
+ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True)
+ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:]}
+OPTIONS = {"plain": PLAIN, **ALONE, "all": ALL}
 N_COLUMNS = 32064
 ASYNCHRONOUS_COPY = r"(cp\.async\.c[ag]\S*) \[[^\]]*\], \[[^\]]*\], (\w+)"
 
@@ -56,9 +51,8 @@ class Variant(NamedTuple):
     programs_per_sm: int | None = None
 
 
-def rows(edges: bool) -> tuple[tuple[int, ...], bool]:
-    """Return the layout of rows, and whether they have edges."""
-    return (0, 1, 1, N_COLUMNS + 3 * edges, 0, 0), edges
+# The layout of rows without and with edges, and whether they have edges.
+ROWS = (((0, 1, 1, N_COLUMNS, 0, 0), False), ((0, 1, 1, N_COLUMNS + 3, 0, 0), True))
 
 
 def launch_of(kernel: str, dtypes: tuple[torch.dtype | None, ...], *key: Any) -> Any:
@@ -68,15 +62,16 @@ def launch_of(kernel: str, dtypes: tuple[torch.dtype | None, ...], *key: Any) ->
 
 def variants(target: GPUTarget) -> Iterator[Variant]:
     """Yield what calls launch: for sm_90 every option alone, for other targets all options together."""
+    is_sm_90 = target.backend == "cuda" and target.arch == 90
     if has_one_pass(target):
         # The slowest to compile are first.
-        for _, most, _ in reversed(ONE_PASS if is_sm_90(target) else ONE_PASS[:1]):
+        for _, most, _ in reversed(ONE_PASS if is_sm_90 else ONE_PASS[:1]):
             yield one_pass("bf16", most, "z_loss" if most > 200_000 else "plain", "mean")
     yield stats("bf16", True, "all", outputs=True)
     yield gradient("bf16", True, "all", call="padded")
     yield scaled("bf16", edges=True)
     yield finish("all", 4)
-    if not is_sm_90(target):
+    if not is_sm_90:
         return
     for option in ("smoothing", "softcap", "entropy", "predictions", "all"):
         yield stats("bf16", False, option, outputs=True)
@@ -109,10 +104,6 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
             yield one_pass(dtype, most, option, call)
 
 
-def is_sm_90(target: GPUTarget) -> bool:
-    return target.backend == "cuda" and target.arch == 90
-
-
 def has_one_pass(target: GPUTarget) -> bool:
     """Return whether the target has asynchronous copies and enough shared memory."""
     return target.backend == "cuda" and target.arch >= 90
@@ -129,7 +120,7 @@ def stats(dtype: str, edges: bool, option: str, outputs: bool = False, counted: 
     of_outputs = output_dtypes(options) if outputs else (None,) * 4
     dtypes = (DTYPES[dtype], torch.int64, torch.float32, torch.int32 if counted else None, *of_outputs, None)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    launch = launch_of("online_softmax", dtypes, rows(edges), shard, options)
+    launch = launch_of("online_softmax", dtypes, ROWS[edges], shard, options)
     name = f"online_softmax-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}{'-outputs' * outputs}"
     return Variant(name, launch, dtypes)
 
@@ -144,13 +135,13 @@ def gradient(dtype: str, edges: bool, option: str, call: str = "in_backward", ra
     dtypes = (DTYPES[dtype], torch.int64, fp32, divisor, grad_output, grad_entropy, loss, DTYPES[dtype])
     shard = VocabShard(0, N_COLUMNS, N_COLUMNS - 100 if call == "padded" else 4 * N_COLUMNS)
     strides = tuple(None if pointer is None else 3 for pointer in (grad_output, grad_entropy))
-    launch = launch_of("cross_entropy", dtypes, rows(edges), strides, ranks, shard, options)
+    launch = launch_of("cross_entropy", dtypes, ROWS[edges], strides, ranks, shard, options)
     return Variant(f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}", launch, dtypes)
 
 
 def scaled(dtype: str, edges: bool) -> Variant:
     dtypes = (DTYPES[dtype], torch.float32)
-    launch = launch_of("element_mul", dtypes, rows(edges), N_COLUMNS, 3)
+    launch = launch_of("element_mul", dtypes, ROWS[edges], N_COLUMNS, 3)
     return Variant(f"element_mul-{dtype}{'-edges' * edges}", launch, dtypes)
 
 
@@ -175,9 +166,8 @@ def source_of(variant: Variant) -> ASTSource:
     None and the integer 1 are constants, as in a launch.
     """
     launch, names = variant.launch, variant.launch.kernel.arg_names
-    n_sizes = len(names) - len(variant.dtypes) - len(launch.values) - len(launch.constants)
-    arguments = (*variant.dtypes, *launch.values, *(0,) * n_sizes)
-    constexprs: dict[tuple[int, ...], object] = {}
+    arguments = (*variant.dtypes, *launch.values)
+    constexprs: dict[tuple[int, ...], object] = {(names.index(name),): v for name, v in launch.constants.items()}
     attrs: dict[tuple[int, ...], object] = {}
 
     def type_of(argument: Any, path: tuple[int, ...]) -> Any:
@@ -192,30 +182,27 @@ def source_of(variant: Variant) -> ASTSource:
             return "constexpr"
         return "fp32" if isinstance(argument, float) else "i32"
 
-    signature = {}
-    for i, name in enumerate(names):
-        if i < len(arguments):
-            signature[name] = type_of(arguments[i], (i,))
-        else:
-            signature[name] = "constexpr"
-            constexprs[(i,)] = launch.constants[name]
-    if variant.name.startswith("one_pass"):
-        from triton.experimental.gluon._runtime import GluonASTSource
+    signature = dict.fromkeys(names, "i32") | dict.fromkeys(launch.constants, "constexpr")
+    signature |= {names[i]: type_of(argument, (i,)) for i, argument in enumerate(arguments)}
+    if variant.programs_per_sm is None:
+        return ASTSource(launch.kernel, signature, constexprs, attrs)
+    from triton.experimental.gluon._runtime import GluonASTSource
 
-        return GluonASTSource(launch.kernel, signature, constexprs, attrs)
-    return ASTSource(launch.kernel, signature, constexprs, attrs)
+    return GluonASTSource(launch.kernel, signature, constexprs, attrs)
 
 
 def report(target: GPUTarget, variant: Variant) -> dict:
     """Compile one variant; for CUDA report registers, spills and the widths of its global accesses too."""
-    num_warps = variant.launch.num_warps
+    kernel, num_warps = variant.launch.kernel, variant.launch.num_warps
+    # A launch does this: an argument named ``options`` compiled, and every launch raised a SyntaxError.
+    create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
     compiled = triton.compile(source_of(variant), target=target, options={"num_warps": num_warps})
-    entry = {"target": f"{target.backend}:{target.arch}", "kernel": variant.name, "bytes": None}
+    entry = {"target": f"{target.backend}:{target.arch}", "kernel": variant.name}
     if target.backend != "cuda":
         return entry | {"bytes": len(compiled.asm["hsaco"])}
-    ptx = compiled.asm["ptx"]
-    entry |= {
-        "bytes": len(compiled.asm["cubin"]),
+    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+    return entry | {
+        "bytes": len(cubin),
         "loads": sorted(set(re.findall(r"ld\.global[.\w]*", ptx))),
         "stores": sorted(set(re.findall(r"st\.global[.\w]*", ptx))),
         # Bytes of each kind of copy into shared memory.
@@ -223,8 +210,8 @@ def report(target: GPUTarget, variant: Variant) -> dict:
         "shared_bytes": compiled.metadata.shared,
         "threads": THREADS_PER_WARP * num_warps,
         "programs_per_sm": variant.programs_per_sm,
+        **resource_usage(cubin),
     }
-    return entry | resource_usage(compiled.asm["cubin"])
 
 
 def resource_usage(cubin: bytes) -> dict:
@@ -239,11 +226,6 @@ def resource_usage(cubin: bytes) -> dict:
     return {"registers": int(fields["REG"]), "stack_bytes": int(fields["STACK"]), "local_bytes": int(fields["LOCAL"])}
 
 
-def parse_target(text: str) -> GPUTarget:
-    backend, arch = text.split(":")
-    return GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
-
-
 def report_of(target: GPUTarget, chosen: Callable[[GPUTarget], Iterator[Variant]], index: int) -> dict:
     """Report the variant at ``index``: launches do not travel between processes."""
     return report(target, next(islice(chosen(target), index, None)))
@@ -251,7 +233,8 @@ def report_of(target: GPUTarget, chosen: Callable[[GPUTarget], Iterator[Variant]
 
 def main() -> None:
     assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter does not compile"
-    target = parse_target(sys.argv[1])
+    backend, arch = sys.argv[1].split(":")
+    target = GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
     chosen = all_variants if "all-variants" in sys.argv else variants
     # A process per core: the compiler holds the interpreter's lock.
     n_variants = len(list(chosen(target)))

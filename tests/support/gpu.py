@@ -11,12 +11,13 @@ from tests.support.inputs import batch
 TAIL_ROWS = 64
 
 
-def captured(step: Callable[[], Sequence[Tensor]]) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
-    """The graph of ``step()``, and the tensors that its replays write; a call before the capture compiles."""
+def captured(step: Callable[[], Sequence[Tensor]], warm_ups: int = 1) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
+    """The graph of ``step()``, and the tensors that its replays write; calls before the capture compile."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step()
+        for _ in range(warm_ups):
+            step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
