@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST_LINES_OF_A_FILE = 430
+MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60  # without its docstring
 MOST_LINES_OF_A_KERNEL = 90  # with it
-MOST_LINES = {"vocab_parallel_ce": 5760, "scripts": 3200, "tests": 14060}  # each is to become less
+MOST_LINES = {"vocab_parallel_ce": 5235, "scripts": 3100, "tests": 12500}  # each is to become less
 SUFFIXES = (".py", ".sh")
 
 pytestmark = pytest.mark.reference
