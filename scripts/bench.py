@@ -1,7 +1,8 @@
 """Measures the losses beside other projects', and reports what was measured.
 
 ``docs/performance.md`` says how it is measured, and with which commands. ``torchrun --nproc-per-node R`` in
-place of ``python`` cuts the vocabulary over R GPUs. A machine without a GPU can try a run on small shapes.
+place of ``python`` cuts the vocabulary over R GPUs. A machine without a GPU can try a run on small shapes, such
+as ``--shape 64x512``.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     pages.add_argument("--root", type=Path, default=ROOT, help="the folder of README.md and docs/")
     pages.add_argument("--results", type=Path, default=RESULTS, help="the folder of the documents")
     comparison = commands.add_parser("compare", help="the ratios of two runs")
-    comparison.add_argument("old", type=Path)
-    comparison.add_argument("new", type=Path)
+    comparison.add_argument("old", type=Path, help="a document, as --json writes it")
+    comparison.add_argument("new", type=Path, help="another, of the same command")
     return parser.parse_args(words)
 
 

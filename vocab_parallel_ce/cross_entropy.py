@@ -108,7 +108,8 @@ def vocab_parallel_cross_entropy(
         group: the ``ProcessGroup`` of the ranks that share a vocabulary; None for logits that hold all of it. All
             of its ranks call, with arguments that fit together; :func:`verify_calls` checks that.
         ignore_index: rows with this label have loss 0 and gradient 0, and do not count in the mean.
-        label_smoothing: ``e``, in [0, 1]. With ``smoothing_formula="megatron"``, ``e`` is ``V / (V - 1)`` times that.
+        label_smoothing: ``e``, in [0, 1].
+        smoothing_formula: ``"torch"``, or ``"megatron"``, for which ``e`` is ``V / (V - 1)`` times ``label_smoothing``.
         z_loss: coefficient of ``lse^2`` (PaLM, arXiv:2204.02311, section 5).
         softcap: bound of the logits (Gemma 2, arXiv:2408.00118, section 2), or None.
         logit_scale: positive factor of the logits.
@@ -215,8 +216,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
-    """Write the gradient over the logits, or into a new tensor."""
+    """Write the gradient over the logits, or into a new tensor. Looks at nothing if no output is used."""
     check_backward(grad_loss, grad_entropy)
+    is_unused = grad_loss is None and grad_entropy is None
+    if is_unused and not verify.open_calls:
+        return None
     if ctx.handed_on:
         raise RuntimeError(SECOND_BACKWARD)
     try:
@@ -227,7 +231,7 @@ def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | 
         raise
     if verify.open_calls:
         verify.compare_backward(loss=grad_loss, entropy=grad_entropy)
-    if grad_loss is None and grad_entropy is None:
+    if is_unused:
         return None
     plan = ctx.call.plan
     logits, version = kept.detach(), kept._version

@@ -69,7 +69,8 @@ def select(
     """Choose the implementation for tensors on ``device_type``: ``"cpu"``, or ``"cuda"``, also for ROCm.
 
     ``auto`` is ``one_pass`` if one launch on a GPU can do ``workload``, otherwise ``triton`` on a GPU and
-    ``reference`` elsewhere. Nothing falls back: a name that cannot run raises ValueError, with the remedy.
+    ``reference`` elsewhere. Nothing falls back: what cannot run raises ValueError with the remedy, also ``auto`` on a
+    GPU without triton.
 
     Args:
         triton: the result of :func:`triton_state`; None calls it.

@@ -215,3 +215,27 @@ def test_compiled_caller(impl_device):
     eager = step(case.source, case.labels)
     assert torch.equal(loss, eager)
     assert torch.equal(grad, torch.autograd.grad(eager, case.source)[0])
+
+
+class Drop(torch.autograd.Function):
+    """Passes a gradient on at its first backward, and none afterwards."""
+
+    @staticmethod
+    def forward(ctx, x, n_backwards):
+        ctx.n_backwards = n_backwards
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.n_backwards.append(1)
+        return (grad if len(ctx.n_backwards) == 1 else None), None
+
+
+def test_a_backward_that_needs_nothing_of_the_loss_looks_at_nothing(impl_device):
+    case = Case(impl_device)
+    n_backwards = []
+    loss = Drop.apply(case.loss(), n_backwards)
+    loss.backward(case.grad_output(loss), retain_graph=True)
+    before = case.source.grad.clone()
+    loss.backward(case.grad_output(loss))
+    assert len(n_backwards) == 2 and torch.equal(case.source.grad, before)

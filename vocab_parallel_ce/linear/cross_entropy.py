@@ -221,12 +221,15 @@ def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) 
     """Return the gradients of hidden, weight and bias."""
     check_backward(grad_loss, grad_entropy)
     linear: LinearCall = ctx.linear
+    is_unused = grad_loss is None and grad_entropy is None
+    if is_unused and not verify.open_calls:
+        return None, None, None
     if ctx.handed_on:
         raise RuntimeError(SECOND_BACKWARD)
     saved = ctx.saved_tensors
     if verify.open_calls:
         verify.compare_backward(loss=grad_loss, entropy=grad_entropy)
-    if grad_loss is None and grad_entropy is None:
+    if is_unused:
         return None, None, None
     if linear.call.plan.gradient == "in_forward":
         assert grad_loss is not None
