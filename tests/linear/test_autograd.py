@@ -176,11 +176,11 @@ def test_compiled_caller(impl_device, way):
 
     def step(hidden):
         loss, metrics = case.loss(hidden * 2, return_metrics=True, chunk_tokens=2, **EVERY, **way)
-        return loss.sum() * 3 + metrics.token_accuracy
+        return loss * 2, metrics.token_accuracy  # exact, however it is compiled
 
     compiled = torch.compile(step, backend="inductor" if case.hidden.is_cuda else "aot_eager")
-    losses = compiled(case.hidden), step(case.hidden)
-    results = [(loss, *torch.autograd.grad(loss, case.leaves)) for loss in losses]
+    outputs = compiled(case.hidden), step(case.hidden)
+    results = [(*both, *torch.autograd.grad(both[0].sum(), case.leaves)) for both in outputs]
     assert all(map(torch.equal, *results))
 
 

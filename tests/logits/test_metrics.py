@@ -81,3 +81,9 @@ def test_metrics_are_constants_that_no_backward_changes(impl_device, gradient, r
     assert torch.equal(loss, expected_loss) and not any(value.requires_grad for value in metrics)
     for value, before, wanted in zip(metrics, kept, expected, strict=True):
         assert torch.equal(value, before) and torch.equal(value, wanted)
+
+
+def test_rows_keep_their_metrics_in_a_sum_over_no_items(impl_device):
+    logits, labels = batch("some_ignored", rows=6, vocab_size=COLUMNS)
+    over_none, plain = (_metrics(impl_device, logits, labels, reduction="sum", **n) for n in ({"num_items": 0}, {}))
+    assert all(map(torch.equal, over_none, plain)) and bool((over_none.lse != 0).any())

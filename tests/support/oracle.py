@@ -61,36 +61,41 @@ def values(
     """Differentiable outputs for ``logits [..., V]``, in their dtype.
 
     Args:
-        num_items: divides a sum; with 0 no row counts, whatever it holds.
+        num_items: divides a sum; with 0 no row counts in the loss, whatever it holds, and the rows' metrics stay.
     """
     vocab_size = logits.shape[-1]
     x, targets = logits.reshape(-1, vocab_size), labels.reshape(-1).long()
     ignored = targets == ignore_index
-    if num_items is not None and float(num_items) == 0:
-        ignored = torch.ones_like(ignored)
-    outside = ((targets < 0) | (targets >= vocab_size)) & ~ignored
+    nothing_counts = num_items is not None and float(num_items) == 0
+    left_out = torch.ones_like(ignored) if nothing_counts else ignored
+    outside = ((targets < 0) | (targets >= vocab_size)) & ~left_out
     one_or_nan = torch.ones_like(targets, dtype=x.dtype).masked_fill(outside, NAN)
-    # A filled element has no gradient: neither ignored rows, nor -inf columns beside others, get one.
-    x = x.masked_fill(ignored.unsqueeze(1), 0.0)
-    x = x.masked_fill((x == NEG_INF) & (x.amax(dim=-1, keepdim=True) != NEG_INF), NEG_INF)
-    u = x * logit_scale
-    z = u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
-    log_p = (z / temperature).log_softmax(dim=-1)
-    lse = z.logsumexp(dim=-1).masked_fill(ignored, 0.0)
 
-    log_probs = log_p.gather(1, targets.masked_fill(ignored | outside, 0).unsqueeze(1)).squeeze(1)
+    def transformed(x: Tensor, filled: Tensor) -> Tensor:
+        # A filled element has no gradient: neither rows left out, nor -inf columns beside others, get one.
+        x = x.masked_fill(filled.unsqueeze(1), 0.0)
+        x = x.masked_fill((x == NEG_INF) & (x.amax(dim=-1, keepdim=True) != NEG_INF), NEG_INF)
+        u = x * logit_scale
+        return u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
+
+    z = transformed(x, left_out)
+    log_p = (z / temperature).log_softmax(dim=-1)
+    lse = z.logsumexp(dim=-1).masked_fill(left_out, 0.0)
+
+    log_probs = log_p.gather(1, targets.masked_fill(left_out | outside, 0).unsqueeze(1)).squeeze(1)
     e = label_smoothing * (vocab_size / (vocab_size - 1) if smoothing_formula == "megatron" else 1.0)
     losses = (1 - e) * -log_probs - e * log_p.mean(dim=-1) if e else -log_probs
     if z_loss:
         losses = losses + z_loss * lse**2
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == NEG_INF, 0.0)).sum(dim=-1)
     losses, log_probs, entropy = (
-        (value * one_or_nan).masked_fill(ignored, 0.0).reshape(labels.shape) for value in (losses, log_probs, entropy)
+        (value * one_or_nan).masked_fill(left_out, 0.0).reshape(labels.shape) for value in (losses, log_probs, entropy)
     )
+    z = transformed(x.detach(), ignored)
     known = z.amax(dim=-1).isfinite() & ~ignored
     predictions = z.argmax(dim=-1).masked_fill(~known, -1)  # of equal values the first
     accuracy = ((predictions == targets) & known).sum().to(x) / (~ignored).sum().clamp(min=1)
-    lse = lse.detach().reshape(labels.shape)
+    lse = z.logsumexp(dim=-1).masked_fill(ignored, 0.0).reshape(labels.shape)
     return Values(
         _reduced(losses, reduction, num_items, ~ignored),
         log_probs,
