@@ -94,7 +94,7 @@ def parallel_hooks(module: torch.nn.Module) -> ParallelHooks | None:
         return None
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    before, after = (_closure(hook) for hook in hooks)
+    before, after = (closure(hook) for hook in hooks)
     partials: list[Any] = [before.get("input_fn"), after.get("output_fn")]  # functools.partial of a style's functions
     found = [getattr(partial, "func", None) for partial in partials]
     for style in (ColwiseParallel, RowwiseParallel):
@@ -103,7 +103,7 @@ def parallel_hooks(module: torch.nn.Module) -> ParallelHooks | None:
     return None
 
 
-def _closure(function: Any) -> dict[str, Any]:
+def closure(function: Any) -> dict[str, Any]:
     """Return the variables of the enclosing function that ``function`` uses."""
     cells = function.__closure__ or ()
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))

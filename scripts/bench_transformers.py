@@ -1,0 +1,166 @@
+"""Measures a training step of models of transformers: their own head and loss, Liger's fused one, and this project's.
+
+Forward and backward of one model, built from its configuration, in bf16 on one GPU. The providers take turns in
+every round. A machine without a GPU can try it with ``--tiny``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from bench_lib.cases import OURS
+from bench_lib.documents import host_description, write_document
+from bench_lib.timing import Ranks, joined_ranks
+from tqdm import tqdm
+
+from vocab_parallel_ce.integrations.transformers import install, uninstall
+
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 500}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+LLAMA = {
+    **{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072},
+    **{"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+}
+GEMMA = {"num_hidden_layers": 6}  # the others are Gemma 2 2B's by default
+
+
+class Case(NamedTuple):
+    name: str
+    model: str  # transformers' prefix
+    config: dict[str, Any]
+    batch: int
+    tokens: int
+    checkpointed: bool = False
+
+
+CASES = (
+    Case("Llama-3.2-1B, 4 x 2048", "Llama", LLAMA, 4, 2048),
+    Case("Llama-3.2-1B, 8 x 4096", "Llama", LLAMA, 8, 4096),
+    Case("Gemma 2 2B, 6 layers, 4 x 2048, checkpointed", "Gemma2", GEMMA, 4, 2048, checkpointed=True),
+)
+
+
+@contextlib.contextmanager
+def native(model: Any) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def fused(model: Any, **options: Any) -> Iterator[None]:
+    install(model, **options)
+    try:
+        yield
+    finally:
+        uninstall(model)
+
+
+@contextlib.contextmanager
+def liger(model: Any) -> Iterator[None]:
+    from importlib import import_module
+
+    name = type(model).__name__.removesuffix("ForCausalLM").lower()
+    model.forward = MethodType(import_module(f"liger_kernel.transformers.model.{name}").lce_forward, model)
+    try:
+        yield
+    finally:
+        del model.forward
+
+
+PROVIDERS: dict[str, Callable[[Any], contextlib.AbstractContextManager[None]]] = {
+    "transformers": native,
+    "liger-kernel": liger,
+    OURS: fused,
+}
+
+
+def build(case: Case, ranks: Ranks, tiny: bool) -> tuple[Any, dict[str, Any]]:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{case.model}Config")(**(case.config | (TINY if tiny else {})))
+    dtype = torch.float32 if tiny else torch.bfloat16
+    with torch.device(ranks.device):
+        model = getattr(transformers, f"{case.model}ForCausalLM")(config).to(dtype)
+        ids = torch.randint(0, config.vocab_size, (case.batch, 16 if tiny else case.tokens))
+    if case.checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train(), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def measure(case: Case, ranks: Ranks, rounds: int, providers: list[str], tiny: bool) -> dict[str, Any]:
+    model, inputs = build(case, ranks, tiny)
+    timer = ranks.timer()
+    losses: dict[str, torch.Tensor] = {}
+    times: dict[str, list[float]] = {name: [] for name in providers}
+    peaks = dict.fromkeys(providers, 0)
+
+    def step() -> None:
+        loss = model(**inputs).loss
+        loss.backward()
+        losses[name] = loss.detach()
+
+    def forget() -> None:
+        model.zero_grad(set_to_none=True)
+
+    for number in tqdm(range(rounds + 1), desc=case.name, disable=None):
+        for name in providers[number % len(providers) :] + providers[: number % len(providers)]:
+            with PROVIDERS[name](model):
+                forget()
+                if number == 0:
+                    step()  # compiles
+                    forget()
+                    timer.release()
+                    peaks[name] = timer.extra_peak_bytes(step) or 0
+                else:
+                    times[name].append(timer.eager(name, step, forget))
+            forget()
+    results = [
+        {
+            "provider": name,
+            "ms": round(statistics.median(times[name]), 2),
+            "ms_all": [round(each, 2) for each in times[name]],
+            "peak_gib": round(peaks[name] / 2**30, 3),
+            "loss": losses[name].item(),
+        }
+        for name in providers
+    ]
+    return {"case": case.name, "results": results}
+
+
+def versions() -> dict[str, str]:
+    found = {"transformers": transformers.__version__}
+    with contextlib.suppress(ImportError):
+        from importlib.metadata import version
+
+        found["liger-kernel"] = version("liger-kernel")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--providers", default=",".join(PROVIDERS))
+    parser.add_argument("--case", type=int, action="append", help="only these, by number")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--json", type=Path)
+    words = parser.parse_args()
+    cases = CASES if words.case is None else [CASES[number] for number in words.case]
+    with joined_ranks() as ranks:
+        document: dict[str, Any] = {"kind": "transformers", "host": host_description() | versions(), "cases": []}
+        for case in cases:
+            document["cases"].append(measure(case, ranks, words.rounds, words.providers.split(","), words.tiny))
+            write_document(document, words.json)
+            for result in document["cases"][-1]["results"]:
+                shown = {key: value for key, value in result.items() if key != "ms_all"}
+                print(case.name, shown, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""Hugging Face transformers: head and loss are one, without changing a line of a model.
+
+``install()`` does it; importing this module does it too if the variable ``VOCAB_PARALLEL_CE_TRANSFORMERS`` is 1.
+"""
+
+import os
+
+from vocab_parallel_ce.integrations.transformers.patch import install, uninstall
+
+__all__ = ["install", "uninstall"]
+
+if os.environ.get("VOCAB_PARALLEL_CE_TRANSFORMERS") == "1":
+    install()

@@ -1,0 +1,181 @@
+"""Replace the forwards of transformers' models, and undo it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from vocab_parallel_ce.integrations.transformers.heads import lazy_head
+from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS
+from vocab_parallel_ce.options import check_names
+
+MECHANISMS = ("lazy", "rewrite")
+OPTIONS = {name: LOSS_KEYWORDS[name] for name in ("chunk_tokens", "memory_budget", "gradient", "impl")}
+
+
+class Replaced(NamedTuple):
+    """What :func:`uninstall` needs to undo one replacement."""
+
+    owner: Any  # a class or a model
+    name: str
+    before: Any  # None: inherited
+    after: Callable[..., Any]
+
+
+_replaced: list[Replaced] = []
+
+
+def install(
+    target: Any = None, *, mechanism: str = "lazy", imported_later: bool = True, **options: Any
+) -> dict[str, str]:
+    """Fuse head and loss of transformers' models, wherever labels are given.
+
+    Args:
+        target: a model, a class of models, or None for every class of transformers' causal language models.
+        mechanism: ``"lazy"``: the model's own forward runs, and its head returns logits that are made only if
+            somebody looks at them. ``"rewrite"``: a forward made from its source, which can be compiled.
+        imported_later: with ``target=None``, also classes that are imported after this call.
+        options: ``chunk_tokens``, ``memory_budget``, ``gradient`` and ``impl`` of :func:`linear_cross_entropy`.
+
+    Returns:
+        For each class ``"installed"``, or why its forward was left alone.
+
+    Raises:
+        TypeError: target is neither a model nor a class of models; an option has another name.
+        ValueError: the forward of a target asked for by name cannot be replaced.
+    """
+    if mechanism not in MECHANISMS:
+        raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {mechanism!r}")
+    check_names(options, OPTIONS)
+    if target is None:
+        verdicts = {cls.__name__: _install(cls, mechanism, options) for cls in imported_classes()}
+        if imported_later:
+            _install_when_built(mechanism, options)
+        return verdicts
+    owner = _owner(target)
+    verdict = _install(owner, mechanism, options)
+    name = _name(owner)
+    if verdict != "installed":
+        raise ValueError(f"{name}: {verdict}")
+    return {name: verdict}
+
+
+def uninstall(target: Any = None) -> dict[str, str]:
+    """Undo :func:`install` for a model, a class, or everything; return what became of each forward."""
+    owner = None if target is None else _owner(target)
+    verdicts = {}
+    for replaced in reversed(_replaced.copy()):
+        if owner is not None and replaced.owner is not owner:
+            continue
+        _replaced.remove(replaced)
+        if vars(replaced.owner).get(replaced.name) is not replaced.after:
+            verdicts[_name(replaced.owner)] = "left alone: something else has replaced it since"
+            continue
+        if replaced.before is None:
+            delattr(replaced.owner, replaced.name)
+        else:
+            setattr(replaced.owner, replaced.name, replaced.before)
+        verdicts[_name(replaced.owner)] = "restored"
+    return verdicts
+
+
+def imported_classes() -> list[type]:
+    """Return transformers' causal language models whose modules are imported."""
+    names = causal_lm_names()
+    found: dict[str, type] = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("transformers.models.") and ".modeling_" in module_name:
+            found |= {n: c for n, c in vars(module).items() if n in names and c.__module__ == module_name}
+    return [found[name] for name in sorted(found)]
+
+
+@functools.cache
+def causal_lm_names() -> frozenset[str]:
+    """Return the names of the classes that transformers' auto mapping has for causal language models."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    return frozenset(names.values())
+
+
+def lazy_forward(original: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Return a forward that runs ``original`` with a lazy head, if labels are given."""
+    parameters = list(inspect.signature(original).parameters)
+    position = parameters.index("labels") - 1 if "labels" in parameters else None
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = kwargs.get("labels")
+        if labels is None and position is not None and position < len(args):
+            labels = args[position]
+        if labels is None or torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        with lazy_head(self, options):
+            return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _install(owner: Any, mechanism: str, options: dict[str, Any]) -> str:
+    """Replace the forward of a class or a model; return ``"installed"``, or why not."""
+    cls: Any = owner if isinstance(owner, type) else type(owner)
+    current = vars(owner).get("forward") if owner is not cls else None
+    if current is None:
+        current = cls.forward
+    if getattr(current, "vocab_parallel_ce", None) == (mechanism, options):
+        return "installed"
+    if hasattr(current, "vocab_parallel_ce"):
+        return f"has mechanism and options {current.vocab_parallel_ce} already: uninstall() them first"
+    if current is not cls.forward or inspect.unwrap(cls.forward).__module__ not in {c.__module__ for c in cls.__mro__}:
+        return "something else has replaced its forward: install() before that"
+    original = cls.forward
+    if mechanism == "lazy":
+        forward = lazy_forward(original, options)
+    else:
+        raise NotImplementedError
+    forward.vocab_parallel_ce = (mechanism, options)  # type: ignore[attr-defined]
+    after = forward if owner is cls else forward.__get__(owner)
+    _replaced.append(Replaced(owner, "forward", vars(owner).get("forward"), after))
+    owner.forward = after
+    return "installed"
+
+
+def _install_when_built(mechanism: str, options: dict[str, Any]) -> None:
+    """Install for each class when its first model is built: its module is complete then."""
+    from transformers import PreTrainedModel
+
+    base: Any = PreTrainedModel
+    original = base.__init__
+    if hasattr(original, "vocab_parallel_ce"):
+        return
+
+    @functools.wraps(original)
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self).__name__ in causal_lm_names() and type(self).__module__.startswith("transformers."):
+            _install(type(self), mechanism, options)
+        original(self, *args, **kwargs)
+
+    build.vocab_parallel_ce = True  # type: ignore[attr-defined]
+    _replaced.append(Replaced(base, "__init__", original, build))
+    base.__init__ = build
+
+
+def _owner(target: Any) -> Any:
+    """Return the class, or the model inside PEFT's, DDP's or a compiler's wrapper."""
+    if hasattr(target, "get_base_model"):
+        target = target.get_base_model()
+    while not hasattr(target, "get_output_embeddings") and isinstance(getattr(target, "module", None), nn.Module):
+        target = target.module
+    is_model = isinstance(target, nn.Module) or (isinstance(target, type) and issubclass(target, nn.Module))
+    if not is_model or not hasattr(target, "get_output_embeddings"):
+        raise TypeError(f"target: expected a model of transformers, its class, or None, got {target!r:.80}")
+    return target
+
+
+def _name(owner: Any) -> str:
+    return owner.__name__ if isinstance(owner, type) else type(owner).__name__
