@@ -1,0 +1,1 @@
+"""Integrations with training frameworks. Each one is opt-in: nothing is patched by an import."""
