@@ -1,0 +1,238 @@
+"""Tiny, randomly initialised models of transformers' causal-LM classes, and inputs for them.
+
+A config is shrunk by the names of its attributes: `SMALL` says what an attribute becomes, whichever model it belongs
+to. `OVERRIDES` holds what a single model type needs beyond that.
+
+Logits are large, with a standard deviation of about 8, and scales, softcaps and biases of the head are non-trivial.
+A loss that forgets one of them is then visibly wrong.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCABULARY = 99
+LAYERS = 2
+BATCH, LENGTH = 2, 12
+HEAD_STD = 1.0
+
+# Small value -> names of the attributes that take it, in every config where they hold a positive integer.
+_SIZES: tuple[tuple[int, str], ...] = (
+    (VOCABULARY, "vocab_size vocab_size_per_layer_input decoder_vocab_size n_words audio_vocab_size"),
+    (
+        LAYERS,
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers"
+        " num_encoder_layers num_blocks depth max_window_layers attention_layers conf_num_hidden_layers"
+        " num_layers_per_stack",
+    ),
+    (
+        64,
+        "hidden_size d_model n_embd embedding_size emb_dim lru_width word_embed_proj_dim hidden_size_global"
+        " input_embedding_size output_embedding_size backbone_hidden_size router_hidden_size"
+        " max_position_embeddings n_positions n_ctx max_seq_len max_source_positions max_target_positions"
+        " encoder_hash_byte_group_vocab pronunciation_vocab_size shape_vocab_size image_size ngram_vocab_size_base",
+    ),
+    (
+        96,
+        "intermediate_size moe_intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dim_ff dff d_ff d_inner"
+        " shared_expert_intermediate_size shared_experts_intermediate_size moe_shared_expert_intermediate_size"
+        " shared_intermediate_size ffn_hidden_size expert_ffn_hidden_size feed_forward_size dense_intermediate_size"
+        " intermediate_size_mlp mlp_dim",
+    ),
+    (
+        16,
+        "head_dim swa_head_dim kv_channels dim_head v_head_dim qk_nope_head_dim attention_head_size d_kv d_head"
+        " linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim kv_lora_rank q_lora_rank o_lora_rank"
+        " laurel_rank hidden_size_per_layer_input state_size mamba_d_state ssm_state_size",
+    ),
+    (
+        8,
+        "qk_rope_head_dim rotary_dim sliding_window sliding_window_size window_size attention_window_size index_topk"
+        " chunk_size mamba_chunk_size",
+    ),
+    (
+        4,
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads"
+        " num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads index_n_heads linear_num_heads"
+        " num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num",
+    ),
+    (3, "pad_token_id"),
+    (
+        2,
+        "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads linear_num_value_heads"
+        " num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k n_group num_expert_group"
+        " eos_token_id sep_token_id forced_eos_token_id",
+    ),
+    (
+        1,
+        "topk_group n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers"
+        " bos_token_id decoder_start_token_id",
+    ),
+    (0, "num_kv_shared_layers"),
+)
+SIZES: dict[str, int] = {name: size for size, names in _SIZES for name in names.split()}
+
+# Attributes that are set wherever a config has them, even as None: scales and softcaps of the logits, strong layers,
+# auxiliary losses that count, and no caches.
+ALWAYS: dict[str, Any] = {
+    "final_logit_softcapping": 5.0,
+    "logits_soft_cap": 5.0,
+    "output_logit_soft_cap": 5.0,
+    "logit_scale": 0.7,
+    "logits_scaling": 1.3,
+    "logits_mup_width_multiplier": 1.2,
+    "lm_head_multiplier": 1.4,
+    "initializer_range": 0.1,
+    "init_std": 0.1,
+    "router_aux_loss_coef": 0.1,
+    "aux_loss_coef": 0.1,
+    "output_router_logits": True,
+    "lm_head_bias": True,
+    "is_decoder": True,
+    "use_cache": False,
+}
+
+# Config's class -> what it needs beyond the names above.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "CohereCompassTextConfig": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "DbrxAttentionConfig": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+    "DeepseekV2Config": {"num_experts_per_tok": 2},
+    "Dots1Config": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "FlintConfig": {"mlp_only_layers": [0]},
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
+    "InklingTextConfig": {"unpadded_vocab_size": 97},
+    "Inkling2TextConfig": {"unpadded_vocab_size": 97},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "Mamba2Config": {"head_dim": 32, "n_groups": 2},
+    "NemotronConfig": {"num_key_value_heads": 2},
+    "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "ReformerConfig": {
+        "axial_pos_shape": (3, 4),
+        "axial_pos_embds_dim": (16, 48),
+        "attn_layers": ["local", "lsh"],
+        "num_hidden_layers": 2,
+    },
+    "XmodConfig": {"default_language": "en_XX"},
+    "ZambaConfig": {"layers_block_type": ["hybrid", "hybrid"]},
+    "Zamba2Config": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "ZayaConfig": {"num_experts_per_tok": 1},
+}
+
+
+def class_names() -> list[str]:
+    """Return the distinct class names of transformers' causal-LM auto mapping, sorted."""
+    names: set[str] = set()
+    for value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        names.update([value] if isinstance(value, str) else value)
+    return sorted(names)
+
+
+def load_class(name: str) -> type[PreTrainedModel]:
+    """Import the class `name`. Raises ImportError or AttributeError if transformers cannot import it."""
+    return getattr(transformers, name)
+
+
+def _shrink_list(values: list[Any]) -> list[Any]:
+    """Return the last of the values' first and last kinds, such as one sliding and one full attention layer."""
+    kinds = list(dict.fromkeys(values))
+    return [kinds[0], kinds[-1]]
+
+
+def _small(name: str, value: Any) -> Any:
+    """Return the tiny value of a config's attribute, or None to leave it to the config."""
+    if isinstance(value, PreTrainedConfig):
+        return tiny_config(type(value))
+    if name in ALWAYS:
+        return ALWAYS[name]
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)) and ("drop" in name or "jitter" in name):
+        return type(value)(0)
+    if name.endswith("token_id") and isinstance(value, (int, list)):
+        return SIZES.get(name, 4)
+    if name in SIZES and (name == "head_dim" or isinstance(value, int) and value > 0):
+        return SIZES[name]
+    if name.endswith(("layer_types", "block_type")) and isinstance(value, list) and len(value) > LAYERS:
+        return _shrink_list(value)
+    return None
+
+
+def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """Return a tiny config of `config_class`, made by shrinking its default one."""
+    overrides = OVERRIDES.get(config_class.__name__, {})
+    full = vars(config_class())
+    small = {name: _small(name, value) for name, value in full.items()}
+    if "qk_rope_head_dim" in full:
+        # Latent attention: the rotary embedding reads `head_dim`, and each query has a key of its own.
+        small |= {"head_dim": small["qk_rope_head_dim"], "num_key_value_heads": small["num_attention_heads"]}
+    small = {name: value for name, value in small.items() if value is not None}
+    return config_class(**(small | overrides))
+
+
+def tiny_model(cls: type[PreTrainedModel], seed: int = 0) -> PreTrainedModel:
+    """Return a tiny fp32 CPU model of class `cls`, the same one for the same seed. Dropout and caches are off.
+
+    Leaves torch's global random state as it was. Raises what the config or the model raises, ImportError among it.
+    """
+    if "labels" not in inspect.signature(cls.forward).parameters:
+        raise ValueError(f"{cls.__name__}: forward takes no labels, so that it has no loss")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = cls(tiny_config(cls.config_class)).float()
+        head = model.get_output_embeddings()
+        with torch.no_grad():
+            if isinstance(head, nn.Linear):
+                head.weight.normal_(0.0, HEAD_STD)
+                if head.bias is not None:
+                    head.bias.normal_()
+            _randomise_norms(model)
+    return model
+
+
+def _randomise_norms(model: PreTrainedModel) -> None:
+    """Flip the signs of half of each norm's weights.
+
+    Otherwise a model with tied embeddings predicts each input token with a logit far above all others.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if "Norm" in type(module).__name__ and isinstance(weight, Tensor) and weight.dim() == 1:
+            # A weight w is stored as w or, beside `1 + w`, as w - 1. Either way this turns w into -w.
+            weight -= 2.0 * torch.randint_like(weight, 2)
+
+
+def tiny_inputs(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
+    """Return inputs of the model's forward: int64 ids and labels [2, 12], a mask where it takes one, and its own.
+
+    Labels differ from the ids, and six of them are -100. The mask hides the last two tokens of the second sequence.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(*shape: int) -> Tensor:
+        return torch.randint(5, VOCABULARY - 3, shape, generator=generator)
+
+    inputs = {"input_ids": tokens(BATCH, LENGTH), "labels": tokens(BATCH, LENGTH)}
+    if "attention_mask" in inspect.signature(model.forward).parameters:
+        inputs["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.int64)
+        inputs["attention_mask"][1, -2:] = 0
+    if model.config.model_type == "git":
+        size = model.config.vision_config.image_size
+        inputs["pixel_values"] = torch.randn(BATCH, 3, size, size, generator=generator)
+    if "musicgen" in model.config.model_type:
+        codebooks = model.config.num_codebooks
+        inputs |= {"input_ids": tokens(BATCH * codebooks, LENGTH), "labels": tokens(BATCH, LENGTH, codebooks)}
+    inputs["labels"][0, :3] = inputs["labels"][1, -3:] = -100
+    return inputs
