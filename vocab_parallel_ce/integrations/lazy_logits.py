@@ -272,7 +272,8 @@ def _indexed(recorded: Recorded, index: Any, n_dims: int) -> Recorded | None:
     start, stop, step = columns.indices(recorded.n_columns)
     if start != 0 or step != 1 or stop <= 0:
         return None
-    hidden = recorded.hidden[(*parts, slice(None))]
+    parts.append(slice(None))
+    hidden = recorded.hidden[tuple(parts)]
     return recorded._replace(hidden=hidden, n_columns=stop)
 
 

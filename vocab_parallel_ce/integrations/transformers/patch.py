@@ -58,7 +58,7 @@ def install(
         if imported_later:
             _install_when_built(mechanism, options)
         return verdicts
-    owner = _owner(target)
+    owner = owner_of(target)
     verdict = _install(owner, mechanism, options)
     name = _name(owner)
     if verdict != "installed":
@@ -68,7 +68,7 @@ def install(
 
 def uninstall(target: Any = None) -> dict[str, str]:
     """Undo :func:`install` for a model, a class, or everything; return what became of each forward."""
-    owner = None if target is None else _owner(target)
+    owner = None if target is None else owner_of(target)
     verdicts = {}
     for replaced in reversed(_replaced.copy()):
         if owner is not None and replaced.owner is not owner:
@@ -165,7 +165,7 @@ def _install_when_built(mechanism: str, options: dict[str, Any]) -> None:
     base.__init__ = build
 
 
-def _owner(target: Any) -> Any:
+def owner_of(target: Any) -> Any:
     """Return the class, or the model inside PEFT's, DDP's or a compiler's wrapper."""
     if hasattr(target, "get_base_model"):
         target = target.get_base_model()

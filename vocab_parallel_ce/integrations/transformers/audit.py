@@ -1,0 +1,102 @@
+"""Which of transformers' causal language models train without their logits, and why the others do not."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce.integrations.transformers.heads import calls
+from vocab_parallel_ce.integrations.transformers.patch import install, owner_of, uninstall
+from vocab_parallel_ce.integrations.transformers.tiny import class_names, load_class, tiny_inputs, tiny_model
+
+TOLERANCE = 1e-4  # of fp32 gradients through a whole model, relative to the largest
+VERDICTS = ("fused", "falls back", "declined", "failed", "cannot be built")
+
+
+class Outcome(NamedTuple):
+    """What one training step of a model gives."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+    logits: Tensor
+
+
+def audit(target: Any = None, *, mechanism: str = "lazy") -> dict[str, Any]:
+    """Say which models are fused.
+
+    Args:
+        target: an installed model: how many of its calls ran fused, and why the others did not. None: every class
+            of transformers' causal language models, each tried in a tiny model on the CPU, which takes minutes.
+        mechanism: as in :func:`install`; for ``target=None``.
+
+    Returns:
+        JSON: for a model ``{"fused": calls, reason: calls}``; else ``{class: {"verdict": ..., "reason": ...}}``, where
+        the verdict is "fused", "falls back" (right, with its logits), "declined" (by the rewriting), "failed" or
+        "cannot be built" (without this project).
+    """
+    if target is not None:
+        return dict(calls.get(owner_of(target), {}))
+    return {name: audit_class(name, mechanism) for name in class_names()}
+
+
+def audit_class(name: str, mechanism: str) -> dict[str, str]:
+    """Compare a step of a tiny model with and without the fused loss."""
+    try:
+        model = tiny_model(load_class(name))
+        inputs = tiny_inputs(model)
+        expected = step(model, inputs)
+    except Exception as error:  # whatever a model's own code raises
+        return _verdict("cannot be built", _first_line(error))
+    try:
+        install(model, mechanism=mechanism)
+    except ValueError as error:
+        return _verdict("declined", str(error))
+    try:
+        found = step(model, inputs)
+        reasons = [event for event in calls[model] if event not in ("fused", "logits made after the call")]
+        difference = differs(found, expected)
+    except Exception as error:
+        return _verdict("failed", _first_line(error))
+    finally:
+        uninstall(model)
+    if difference is not None:
+        return _verdict("failed", difference)
+    return _verdict("falls back", reasons[0]) if reasons else _verdict("fused")
+
+
+def step(model: Any, inputs: dict[str, Any], seed: int = 0) -> Outcome:
+    """Run forward and backward of a model."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    outputs = model(**inputs)
+    outputs.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Outcome(outputs.loss.detach(), gradients, outputs.logits.detach())
+
+
+def differs(found: Outcome, expected: Outcome) -> str | None:
+    """Name what of an outcome is not as expected, or return None."""
+    if not torch.equal(found.logits, expected.logits):
+        return "other logits"
+    if not torch.allclose(found.loss, expected.loss, rtol=1e-5, atol=0.0):
+        return f"loss {found.loss.item()} instead of {expected.loss.item()}"
+    largest = max((grad.abs().max().item() for grad in expected.gradients.values() if grad is not None), default=0.0)
+    for name, grad in expected.gradients.items():
+        own = found.gradients[name]
+        if (own is None) != (grad is None):
+            return f"{name}: {'no' if own is None else 'a'} gradient"
+        if own is not None and grad is not None:
+            error = (own - grad).abs().max().item()
+            if not error <= TOLERANCE * grad.abs().max().item() + 1e-7 * largest:
+                return f"{name}: gradient differs by {error:.2g} of {grad.abs().max().item():.2g}"
+    return None
+
+
+def _verdict(verdict: str, reason: str = "") -> dict[str, str]:
+    return {"verdict": verdict, "reason": reason}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
