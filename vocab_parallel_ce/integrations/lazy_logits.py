@@ -52,11 +52,14 @@ class Modes(NamedTuple):
         autocast = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, device_type)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def autocasting(self) -> torch.autocast:
+        """Return the autocast of then."""
+        return torch.autocast(self.device_type, dtype=self.autocast_dtype, enabled=self.autocast)
+
+    def run(self, function: Callable[[], Tensor]) -> Tensor:
         """Call ``function`` as if it had been called then."""
-        autocast = torch.autocast(self.device_type, dtype=self.autocast_dtype, enabled=self.autocast)
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), autocast:
-            return function(*args)
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self.autocasting():
+            return function()
 
 
 class Head:
@@ -64,7 +67,7 @@ class Head:
 
     def __init__(self, hidden: Tensor, parameters: tuple[Tensor, ...]) -> None:
         """``hidden [..., D]`` is what the head was called with, ``parameters`` what it uses."""
-        self.hidden = hidden
+        self.hidden, self.modes = hidden, Modes.now(hidden.device.type)
         self.is_made = False
         self.lazy: list[weakref.ref[LazyLogits]] = []
         self._versions = [(tensor, _version(tensor)) for tensor in (hidden, *parameters)]
@@ -302,16 +305,10 @@ def _cross_entropy(
         or target.device != logits.device
     ):
         return NotImplemented
-    loss = head.loss(
-        recorded.hidden,
-        target,
-        recorded.n_columns,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        logit_scale=recorded.logit_scale,
-        softcap=recorded.softcap,
-    )
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    options |= {"logit_scale": recorded.logit_scale, "softcap": recorded.softcap}
+    with head.modes.autocasting():
+        loss = head.loss(recorded.hidden, target, recorded.n_columns, **options)
     head.report("fused")
     is_autocast = torch.is_autocast_enabled(logits.device.type)
     return loss if is_autocast else loss.to(logits.dtype)
