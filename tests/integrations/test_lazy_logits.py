@@ -44,7 +44,7 @@ def results(program, lazy, dtype=torch.float32):
     """The loss, gradients and events of a program, on lazy or on real logits."""
     hidden, weight, labels = inputs(dtype)
     head = Recording(hidden, weight)
-    loss = program(lazy_logits(head, V, dtype) if lazy else head.logits(), labels)
+    loss = program(lazy_logits(head, V) if lazy else head.logits(), labels)
     upstream = torch.linspace(0.5, 2.0, loss.numel(), dtype=loss.dtype).view(loss.shape)
     gradients = torch.autograd.grad(loss, (hidden, weight), upstream)
     return loss.detach(), gradients, head.events
@@ -161,7 +161,7 @@ def test_a_function_that_hides_the_logits_from_overrides_is_differentiated():
     gradients = []
     for lazy in (True, False):
         hidden, weight, labels = inputs()
-        logits = lazy_logits(Recording(hidden, weight), V, torch.float32) if lazy else F.linear(hidden, weight)
+        logits = lazy_logits(Recording(hidden, weight), V) if lazy else F.linear(hidden, weight)
         F.cross_entropy(Double.apply(logits.view(-1, V)), labels.view(-1)).backward()
         gradients.append((hidden.grad, weight.grad))
     assert_equal((torch.ones(1), gradients[0]), (torch.ones(1), gradients[1]))
@@ -170,7 +170,7 @@ def test_a_function_that_hides_the_logits_from_overrides_is_differentiated():
 def lazy_pair():
     hidden, weight, _ = inputs()
     head = Recording(hidden, weight)
-    return head, lazy_logits(head, V, torch.float32), F.linear(hidden, weight)
+    return head, lazy_logits(head, V), F.linear(hidden, weight)
 
 
 def test_metadata_makes_no_logits():
@@ -216,21 +216,21 @@ def test_lazy_logits_are_pickled_as_a_plain_tensor(save):
 def test_logits_are_made_in_the_modes_of_the_head():
     hidden, weight, _ = inputs()
     with torch.autocast("cpu", torch.bfloat16):
-        lazy = lazy_logits(Recording(hidden, weight), V, torch.bfloat16)
+        lazy = lazy_logits(Recording(hidden, weight), V)
         real = F.linear(hidden, weight)
     with torch.no_grad():
         made = lazy + 0
         assert made.dtype == torch.bfloat16 and torch.equal(made, real)
     assert lazy.make().requires_grad
     with torch.no_grad():
-        without = lazy_logits(Recording(hidden, weight), V, torch.float32)
+        without = lazy_logits(Recording(hidden, weight), V)
     assert not without.requires_grad and not (without + 0).requires_grad
 
 
 @pytest.mark.parametrize("changed", ["weight", "hidden"])
 def test_logits_looked_at_after_a_step_are_refused(changed):
     head, lazy, real = lazy_pair()
-    seen = lazy_logits(head, V, torch.float32)
+    seen = lazy_logits(head, V)
     with torch.no_grad():
         getattr(head, changed).add_(1.0)
     with pytest.raises(RuntimeError, match="an optimizer's step"):

@@ -18,11 +18,8 @@ from vocab_parallel_ce.integrations.transformers.tiny import class_names, load_c
 pytestmark = pytest.mark.reference
 # They have several heads, or transpose their logits.
 FALL_BACK = {"MusicgenForCausalLM", "MusicgenMelodyForCausalLM", "ProphetNetForCausalLM"}
-# Without this project: no labels, an optional package (timm), a bug of transformers 5.17.
+# Without this project: they need timm, or take no labels.
 NOT_BUILT = {"Gemma3nForConditionalGeneration", "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"}
-if transformers.__version__.startswith("5.17."):
-    NOT_BUILT |= {"CohereCompassForCausalLM", "DbrxForCausalLM", "DogeForCausalLM", "GraniteMoeForCausalLM"}
-    NOT_BUILT |= {"GraniteMoeHybridForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM"}
 # Scales, softcaps, biases, inline losses, sliced vocabularies, auxiliary losses, composite heads.
 ALWAYS = """
     ArceeForCausalLM BertLMHeadModel BlenderbotForCausalLM CohereForCausalLM FalconH1ForCausalLM Gemma2ForCausalLM

@@ -52,6 +52,10 @@ class Modes(NamedTuple):
         autocast = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, device_type)
 
+    def dtype_of(self, hidden: Tensor) -> torch.dtype:
+        """Return the dtype of a product with ``hidden``."""
+        return self.autocast_dtype if self.autocast else hidden.dtype
+
     def autocasting(self) -> torch.autocast:
         """Return the autocast of then."""
         return torch.autocast(self.device_type, dtype=self.autocast_dtype, enabled=self.autocast)
@@ -184,9 +188,9 @@ class LazyLogits(Tensor):
         return _run_on_real(func, func.__name__, args, kwargs or {})
 
 
-def lazy_logits(head: Head, n_columns: int, dtype: torch.dtype) -> LazyLogits:
-    """Return what stands for the logits ``[..., n_columns]`` of ``dtype`` of a head's call."""
-    return LazyLogits(head, Recorded(head.hidden, n_columns), dtype)
+def lazy_logits(head: Head, n_columns: int) -> LazyLogits:
+    """Return what stands for the logits ``[..., n_columns]`` of a head's call."""
+    return LazyLogits(head, Recorded(head.hidden, n_columns), head.modes.dtype_of(head.hidden))
 
 
 def _run_on_real(func: Any, name: str, args: Any, kwargs: Any) -> Any:
