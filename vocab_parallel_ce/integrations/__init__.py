@@ -1,0 +1,1 @@
+"""Other frameworks with this package's loss: only on request, and undoable."""
