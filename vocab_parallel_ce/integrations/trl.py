@@ -87,13 +87,8 @@ def report() -> Report:
     return Report(bool(_originals), OUTPUTS, LEFT_TO_TRL, _calls["fused"], own)
 
 
-class _ByOwner(type):
-    def __instancecheck__(cls, weight: Any) -> bool:
-        return isinstance(weight, _originals["DTensor"]) and not _is_cut_by_tensor_parallelism(weight)
-
-
-class _Gathered(metaclass=_ByOwner):
-    """Stands for DTensor where TRL asks which heads to gather: those that FSDP cut."""
+class _NoTensor:
+    """Stands for DTensor where TRL asks if it must gather the head: never, :class:`_Core` decides."""
 
 
 def _is_cut_by_tensor_parallelism(weight: Any) -> bool:
@@ -106,6 +101,16 @@ def _is_cut_by_tensor_parallelism(weight: Any) -> bool:
             f'expected names, got {weight.device_mesh}; name the dimension "{TP}", or otherwise if FSDP cut it'
         )
     return any(names[dim] == TP for dim in sharded)
+
+
+def _gathered(tensor: Any) -> Any:
+    """Return the whole tensor. Its gradient is averaged over the ranks of data parallelism, as FSDP does."""
+    if not is_dtensor(tensor):
+        return tensor
+    from torch.distributed.tensor import Partial, Replicate
+
+    names = tensor.device_mesh.mesh_dim_names or [""] * tensor.device_mesh.ndim
+    return tensor.full_tensor(grad_placements=[Replicate() if name == TP else Partial("avg") for name in names])
 
 
 class _Core:
@@ -134,21 +139,23 @@ class _Core:
             gradient="in_backward",
         )
         reason = _why_left_to_trl(weight, settings, outputs)
+        stays_cut = is_dtensor(weight) and _is_cut_by_tensor_parallelism(weight) and not reason
         _calls[reason or "fused"] += 1
+        if not stays_cut:
+            weight, bias = _gathered(weight), _gathered(bias)
         if reason:
-            weight, bias = (t.full_tensor() if is_dtensor(t) else t for t in (weight, bias))
             given = hidden, weight, bias, targets, temperature, chunk_size
             return _originals["_ChunkedLogProbFunction"].apply(*given, final_logit_softcapping, logit_scale, outputs)
         if not torch.is_autocast_enabled(hidden.device.type):
             weight, bias = (None if t is None else t.to(hidden.dtype) for t in (weight, bias))
-        group = weight.device_mesh.get_group(TP) if is_dtensor(weight) else None
+        group = weight.device_mesh.get_group(TP) if stays_cut else None
         found = _token_outputs(hidden, weight, targets, bias=bias, group=group, settings=settings)
         log_probs = 0.0 - found.loss  # a negated 0 would be -0
         mean = _mean_logits(hidden, weight, bias, group, settings) if "mean_logits" in outputs else None
         return log_probs, found.entropy, None, mean, None if found.predictions is None else found.predictions == targets
 
 
-_STAND_INS = {"_ChunkedLogProbFunction": _Core, "DTensor": _Gathered}
+_STAND_INS = {"_ChunkedLogProbFunction": _Core, "DTensor": _NoTensor}
 
 
 def _why_left_to_trl(weight: Tensor, settings: Settings, outputs: tuple[str, ...]) -> str | None:
