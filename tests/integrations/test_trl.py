@@ -29,8 +29,6 @@ WITHOUT_MEAN = ("log_probs", "entropy", "is_top1")
 OWN_NAMES = {name: getattr(utils, name) for name in ("_ChunkedLogProbFunction", "DTensor")}
 OWN_CORE = OWN_NAMES["_ChunkedLogProbFunction"]
 WORDS = [f"word{i}" for i in range(40)]
-# Logged numbers that are times or sizes of the machine, or counts that are times a rate.
-UNLIKE = ("runtime", "per_second", "time", "flos")
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +38,9 @@ def _trls_own_afterwards():
     assert {name: getattr(utils, name) for name in OWN_NAMES} == OWN_NAMES
 
 
-def _head(dtype=torch.float32, tokens=TOKENS, bias=True, seed=0):
+def _head(dtype=torch.float32, tokens=TOKENS, bias=True):
     """Hidden states, weight, bias and labels. Half of the labels are predicted, and logits reach beyond 10."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     hidden, weight, added = (
         (scale * torch.randn(*shape, generator=generator)).to(dtype)
         for scale, shape in ((1.5, (tokens, WIDTH)), (1.0, (COLUMNS, WIDTH)), (1.0, (COLUMNS,)))
@@ -75,8 +73,8 @@ def _results(core, head, outputs, temperature=1.0, softcap=None, logit_scale=1.0
         found = {name: found[name] for name in outputs}
     else:
         found = _by_name(core.apply(*leaves, labels, temperature, 20, softcap, logit_scale, outputs))
-    generator = torch.Generator().manual_seed(1)
-    grads = {name: torch.randn(len(labels), generator=generator) for name in ("log_probs", "entropy")}
+    seed = torch.Generator().manual_seed(1)
+    grads = {name: torch.randn(len(labels), generator=seed) for name in ("log_probs", "entropy")}
     sum((found[name] * grads[name].to(found[name].dtype)).sum() for name in grads if name in found).backward()
     named = zip(("hidden", "weight", "bias"), leaves, strict=True)
     return found, {name: leaf.grad for name, leaf in named if leaf is not None}
@@ -86,11 +84,10 @@ def _assert_same(found, own, tolerance=1e-5):
     """Fail unless each of both differs by at most ``tolerance`` of the largest element."""
     assert found.keys() == own.keys()
     for name, value in found.items():
-        expected = own[name].to(value.dtype)
-        atol = tolerance * float(expected.abs().max()) if value.is_floating_point() and value.numel() else 0.0
-        torch.testing.assert_close(
-            value.detach(), expected.detach(), rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        actual, expected = value.detach().double(), own[name].detach().double()
+        assert actual.shape == expected.shape, name
+        if actual.numel():
+            assert float((actual - expected).abs().max()) <= tolerance * float(expected.abs().max()), name
 
 
 def _assert_as_trl(head, outputs, **options):
@@ -107,10 +104,11 @@ def _assert_as_trl(head, outputs, **options):
         _assert_same(found, truth)
         _assert_same(grads, true_grads)
         return found
-    if "is_top1" in outputs:
-        assert torch.equal(found["is_top1"], peer["is_top1"]) and torch.equal(found["is_top1"], truth["is_top1"])
-    for name in set(outputs) - {"is_top1"}:
-        assert_within_budget(found[name], truth[name], peer[name])
+    for name in outputs:
+        if name == "is_top1":
+            assert torch.equal(found[name], peer[name]) and torch.equal(found[name], truth[name])
+        else:
+            assert_within_budget(found[name], truth[name], peer[name])
     for name, grad in grads.items():
         assert_within_budget(grad, true_grads[name], peer_grads[name])
     return found
@@ -139,7 +137,7 @@ def test_core_is_trls(outputs, bias, options, tokens):
 
 @pytest.mark.reference
 def test_bf16_is_trls():
-    _assert_as_trl(_head(torch.bfloat16), OURS, temperature=0.7)
+    _assert_as_trl(_head(torch.bfloat16), ("log_probs", "entropy", "mean_logits"), temperature=0.7)
 
 
 @pytest.mark.reference
@@ -194,7 +192,6 @@ def test_what_something_else_replaced_is_not_undone(monkeypatch):
     fused.install()
     with monkeypatch.context() as patch:
         patch.setattr(utils, "_ChunkedLogProbFunction", OWN_CORE)
-        patch.setattr(utils, "DTensor", None)
         with pytest.raises(RuntimeError, match=r"trl\.trainer\.utils\._ChunkedLogProbFunction: something else"):
             fused.uninstall()
 
@@ -207,12 +204,14 @@ def test_another_fused_head_is_refused(monkeypatch):
     assert not fused.report().installed
 
 
-def _model(dtype=torch.float32, seed=0, **config):
-    torch.manual_seed(seed)
+def _model(dtype=torch.float32, **config):
+    torch.manual_seed(0)
     sizes = {"vocab_size": len(WORDS) + 3, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = LlamaConfig(**sizes, **ids, num_attention_heads=2, initializer_range=0.3, **config)
-    return LlamaForCausalLM(config).to(dtype)
+    model = LlamaForCausalLM(config)
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(len(WORDS) + 3))
+    return model.to(dtype)
 
 
 def _labels(part=0):
@@ -295,39 +294,28 @@ def _grpo(common):
 
 def _curve(make, folder):
     """Every number that is logged in 10 steps, and the parameters afterwards."""
-    common = {"output_dir": str(folder), "max_steps": 10, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
-    common |= {"logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    common = {"output_dir": str(folder), "max_steps": 10, "per_device_train_batch_size": 2, "learning_rate": 0.1}
+    # Adam would make a whole step of a gradient that is rounding alone.
+    common |= {"optim": "sgd", "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     trainer = make({**common, "use_cpu": True, "bf16": False, "gradient_checkpointing": False})
     trainer.train()
-    logged = [
-        {name: value for name, value in step.items() if not any(word in name for word in UNLIKE)}
-        for step in trainer.state.log_history
-        if "loss" in step
-    ]
-    return logged, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    steps = [step for step in trainer.state.log_history if "loss" in step]
+    for step in steps:
+        step.pop("step_time", None)
+    return steps, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize(
-    ("make", "calls", "moves"),
-    [(_sft, 10, "loss"), (_dpo, 20, "loss"), (_grpo, 10, "grad_norm")],
-    ids=["SFT", "DPO", "GRPO"],
-)
-def test_ten_steps_have_the_same_curve(make, calls, moves, tmp_path):
+@pytest.mark.parametrize(("make", "calls"), [(_sft, 10), (_dpo, 20), (_grpo, 10)])
+def test_ten_steps_have_the_same_curve(make, calls, tmp_path):
     own, own_parameters = _curve(make, tmp_path / "own")
     fused.install()
     found, parameters = _curve(make, tmp_path / "fused")
     assert fused.report().fused == calls and not fused.report().own
-    assert len(own) == len(found) == 10 and own[0][moves] != own[-1][moves]
+    assert len(own) == len(found) == 10 and own[0]["loss"] != own[-1]["loss"]
     for step, own_step in zip(found, own, strict=True):
-        assert step == pytest.approx(own_step, rel=1e-5, abs=1e-6)
+        assert step == pytest.approx(own_step, rel=1e-5, abs=2e-6)
     _assert_same(parameters, own_parameters)
-
-
-def _with_bias():
-    model = _model()
-    model.lm_head.bias = torch.nn.Parameter(torch.randn(len(WORDS) + 3))
-    return model
 
 
 def _cut(model, mesh):
@@ -338,19 +326,15 @@ def _cut(model, mesh):
     return model
 
 
-def _never(self, *_, **__):
-    raise RuntimeError("the head was gathered")
-
-
 def _on_a_cut_head(rank, group, outputs, may_gather):
     """One call, its report, and what TRL's own core says to a head that nobody may gather."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model, refusal = _cut(_with_bias(), mesh), None
+    model, refusal = _cut(_model(), mesh), None
     fused.install()
     with pytest.MonkeyPatch.context() as patch:
         if not may_gather:
-            for name in ("full_tensor", "redistribute"):
-                patch.setattr(DTensor, name, _never)
+            patch.setattr(DTensor, "full_tensor", None)
+            patch.setattr(DTensor, "redistribute", None)
         found, grads = _call(model, outputs, _labels(), temperature=0.7)
         fused.uninstall()
         if not may_gather:
@@ -363,18 +347,18 @@ def _on_a_cut_head(rank, group, outputs, may_gather):
 @pytest.mark.parametrize("outputs", [OURS, FIELDS], ids=["ours", "TRL's"])
 def test_a_head_cut_by_tensor_parallelism_has_the_numbers_of_one_rank(rank_pool, impl, outputs):
     """It is never gathered, except for outputs that are left to TRL."""
-    own, own_grads = _call(_with_bias(), outputs, _labels(), temperature=0.7)
+    own, own_grads = _call(_model(), outputs, _labels(), temperature=0.7)
     is_ours = outputs == OURS
     for found, grads, is_cut, report, refusal in rank_pool.run(_on_a_cut_head, outputs, not is_ours):
         assert is_cut and (report.fused, sum(report.own.values())) == ((1, 0) if is_ours else (0, 1))
-        assert not is_ours or "the head was gathered" in refusal
+        assert not is_ours or "not callable" in refusal
         _assert_same(found, own)
         _assert_same(grads, own_grads)
 
 
 def _in_fsdp(rank, group, has_its_own_group):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
-    model = _with_bias()
+    model = _model()
     if has_its_own_group:
         fully_shard(model.lm_head, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -387,7 +371,7 @@ def _in_fsdp(rank, group, has_its_own_group):
 @in_two_ranks
 @pytest.mark.parametrize("has_its_own_group", [False, True], ids=["root's group", "own group"])
 def test_gradients_of_a_head_that_fsdp_cut_are_means_over_the_ranks(rank_pool, impl, has_its_own_group):
-    (own, grads_0), (own_1, grads_1) = (_call(_with_bias(), OURS, _labels(part)) for part in range(2))
+    (own, grads_0), (own_1, grads_1) = (_call(_model(), OURS, _labels(part)) for part in range(2))
     means = {name: (grads_0[name] + grads_1[name]) / 2 for name in grads_0}
     results = rank_pool.run(_in_fsdp, has_its_own_group)
     for (found, grads, report), expected in zip(results, (own, own_1), strict=True):
@@ -399,20 +383,17 @@ def test_gradients_of_a_head_that_fsdp_cut_are_means_over_the_ranks(rank_pool, i
 def _refusals(rank, group):
     nobodys = init_device_mesh("cpu", (2,))
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
-    once, twice = _cut(_with_bias(), nobodys), _cut(_with_bias(), both["tp"])
+    once, twice = _cut(_model(), nobodys), _cut(_model(), both["tp"])
     fully_shard(twice.lm_head, mesh=both["fsdp"])
     fused.install()
-    messages = messages_of(
-        {"no name": lambda: _call(once, OURS, _labels()), "cut twice": lambda: _call(twice, OURS, _labels())}
-    )
+    attempts = {"no name": lambda: _call(once, OURS, _labels()), "cut twice": lambda: _call(twice, OURS, _labels())}
+    messages = messages_of(attempts)
     fused.uninstall()
     return messages
 
 
 @in_two_ranks
 def test_a_head_that_anybody_may_have_cut_is_refused(rank_pool, impl):
-    expected = {
-        "no name": r'ValueError: lm_head\.weight: .*mesh without names.*name the dimension "tp"',
-        "cut twice": "ValueError: bias: .*tensor parallelism and FSDP both cut it",
-    }
-    assert_refused(rank_pool.run(_refusals), expected)
+    no_name = r'ValueError: lm_head\.weight: .*mesh without names.*name the dimension "tp"'
+    cut_twice = "ValueError: bias: .*tensor parallelism and FSDP both cut it"
+    assert_refused(rank_pool.run(_refusals), {"no name": no_name, "cut twice": cut_twice})
