@@ -146,7 +146,7 @@ class _Core:
         if reason:
             given = hidden, weight, bias, targets, temperature, chunk_size
             return _originals["_ChunkedLogProbFunction"].apply(*given, final_logit_softcapping, logit_scale, outputs)
-        if not torch.is_autocast_enabled(hidden.device.type):
+        if not torch.is_autocast_enabled(hidden.device.type):  # which casts the products alone
             weight, bias = (None if t is None else t.to(hidden.dtype) for t in (weight, bias))
         group = weight.device_mesh.get_group(TP) if stays_cut else None
         found = _token_outputs(hidden, weight, targets, bias=bias, group=group, settings=settings)
