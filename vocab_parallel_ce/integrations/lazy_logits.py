@@ -86,7 +86,7 @@ class Head:
         raise NotImplementedError
 
     def report(self, event: str) -> None:
-        """Note ``"fused"``, or the operation that made the real logits."""
+        """Note ``"fused"``, or what made the real logits."""
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if the logits would not be those of the call any more."""
@@ -149,7 +149,7 @@ class LazyLogits(Tensor):
         if self._made is None:
             if not self._head.is_made:
                 self._head.check_unchanged()
-                self._head.report(reason)
+                self._head.report(f"{reason} made the logits")
                 self._head.is_made = True
             self._made = self._modes.run(self._make)
             for hook in self._hooks.values():

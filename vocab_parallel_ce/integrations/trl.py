@@ -18,7 +18,7 @@ from torch import Tensor
 from vocab_parallel_ce.collectives import begin_all_reduce
 from vocab_parallel_ce.cross_entropy import public
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
-from vocab_parallel_ce.linear.cross_entropy import _run
+from vocab_parallel_ce.linear.cross_entropy import run
 from vocab_parallel_ce.linear.plan import Arguments
 from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.spec import TokenOutputs
@@ -175,7 +175,7 @@ def _token_outputs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None, group: Any, settings: Settings
 ) -> TokenOutputs:
     """Return loss, entropy and predictions of one call."""
-    return _run(Arguments(hidden, weight, labels, bias, group, None, None), settings, HeadSettings())[1]
+    return run(Arguments(hidden, weight, labels, bias, group, None, None), settings, HeadSettings())[1]
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +26,36 @@ logger = logging.getLogger("vocab_parallel_ce")
 calls: weakref.WeakKeyDictionary[nn.Module, Counter[str]] = weakref.WeakKeyDictionary()
 
 
+class CallCount:
+    """What became of the logits of one call of a model, added to the model's :data:`calls` when the call ends."""
+
+    def __init__(self, model: Any) -> None:
+        self.name, self.counts = type(model).__name__, calls.setdefault(model, Counter())
+        self.events: list[str] = []
+        self.is_over = False
+
+    def report(self, event: str) -> None:
+        """Note ``"fused"``, or what made the logits."""
+        if self.is_over:
+            self.counts["logits made after the call"] += 1
+        self.events.append(event)
+
+    def end(self) -> None:
+        """Count the call, and log the first of its kind if it was not fused."""
+        self.is_over = True
+        event = "fused" if "fused" in self.events else next(iter(self.events), NOT_USED)
+        self.counts[event] += 1
+        if event != "fused" and self.counts[event] == 1:
+            logger.warning("%s: the loss was not fused, and the logits were made: %s", self.name, event)
+
+
 class HeadPlan(NamedTuple):
     """A head whose loss can be fused."""
 
     module: nn.Linear
     group: Any
     options: dict[str, Any]  # of linear_cross_entropy
-    report: Callable[[str], None]
+    count: CallCount
 
 
 class HeadCall(Head):
@@ -44,7 +67,7 @@ class HeadCall(Head):
         self.plan = plan
 
     def report(self, event: str) -> None:
-        self.plan.report(event)
+        self.plan.count.report(event)
 
     def logits(self) -> Tensor:
         # With its hooks and its own forward; only the lazy call is skipped.
@@ -65,44 +88,31 @@ class HeadCall(Head):
 @contextlib.contextmanager
 def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[None]:
     """Let the head of ``model`` return lazy logits, and count what became of them."""
-    events: list[str] = []
-    counts = calls.setdefault(model, Counter())
-    is_over = False
-
-    def report(event: str) -> None:
-        if is_over:
-            counts["logits made after the call"] += 1
-        events.append(event)
-
     head = model.get_output_embeddings()
+    if "_compiled_call_impl" in vars(head or model):  # a call inside a call: the outer one counts
+        yield
+        return
+    count = CallCount(model)
     reason, group = refusal(model, head)
-    if reason is not None:
-        _count(model, counts, reason)
-        yield
-        return
-    if "_compiled_call_impl" in vars(head):  # a call inside a call: the outer one counts
-        yield
-        return
-    plan = HeadPlan(head, group, options, report)
+    plan = HeadPlan(head, group, options, count)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         why = refusal_of_inputs(head, args, kwargs)
         if why is not None:
-            report(why)
+            count.report(why)
             return head._call_impl(*args, **kwargs)
-        (hidden,) = args
-        return lazy_logits(HeadCall(plan, hidden), head.out_features)
+        return lazy_logits(HeadCall(plan, args[0]), head.out_features)
 
-    head._compiled_call_impl = call  # what nn.Module.__call__ runs instead of forward and hooks
+    if reason is None:
+        head._compiled_call_impl = call  # what nn.Module.__call__ runs instead of forward and hooks
+    else:
+        count.report(reason)
     try:
         yield
+        count.end()
     finally:
-        del head._compiled_call_impl
-        is_over = True
-    if "fused" in events:
-        counts["fused"] += 1
-    else:
-        _count(model, counts, f"{events[0]} made the logits" if events else NOT_USED)
+        if reason is None:
+            del head._compiled_call_impl
 
 
 def refusal(model: Any, head: Any) -> tuple[str | None, Any]:
@@ -168,10 +178,3 @@ def tensor_parallel_group(head: nn.Linear) -> Any:
     if hooks is None or not all(layout.is_replicate() for layout in hooks.input_layouts):
         raise ValueError("the head has hooks")
     return hooks.group
-
-
-def _count(model: Any, counts: Counter[str], reason: str) -> None:
-    """Count a call that was not fused, and say so once per model."""
-    counts[reason] += 1
-    if counts[reason] == 1:
-        logger.warning("%s: the loss was not fused, and the logits were made: %s", type(model).__name__, reason)
