@@ -26,7 +26,7 @@ logger = logging.getLogger("vocab_parallel_ce")
 calls: weakref.WeakKeyDictionary[nn.Module, Counter[str]] = weakref.WeakKeyDictionary()
 
 
-class CallCount:
+class CallRecord:
     """What became of the logits of one call of a model, added to the model's :data:`calls` when the call ends."""
 
     def __init__(self, model: Any) -> None:
@@ -55,7 +55,7 @@ class HeadPlan(NamedTuple):
     module: nn.Linear
     group: Any
     options: dict[str, Any]  # of linear_cross_entropy
-    count: CallCount
+    record: CallRecord
 
 
 class HeadCall(Head):
@@ -67,7 +67,7 @@ class HeadCall(Head):
         self.plan = plan
 
     def report(self, event: str) -> None:
-        self.plan.count.report(event)
+        self.plan.record.report(event)
 
     def logits(self) -> Tensor:
         # With its hooks and its own forward; only the lazy call is skipped.
@@ -89,27 +89,28 @@ class HeadCall(Head):
 def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[None]:
     """Let the head of ``model`` return lazy logits, and count what became of them."""
     head = model.get_output_embeddings()
-    if "_compiled_call_impl" in vars(head or model):  # a call inside a call: the outer one counts
+    if hasattr(getattr(head, "_compiled_call_impl", None), "is_lazy"):  # a call inside a call: the outer one counts
         yield
         return
-    count = CallCount(model)
+    record = CallRecord(model)
     reason, group = refusal(model, head)
-    plan = HeadPlan(head, group, options, count)
+    plan = HeadPlan(head, group, options, record)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         why = refusal_of_inputs(head, args, kwargs)
         if why is not None:
-            count.report(why)
+            record.report(why)
             return head._call_impl(*args, **kwargs)
         return lazy_logits(HeadCall(plan, args[0]), head.out_features)
 
+    call.is_lazy = True  # type: ignore[attr-defined]
     if reason is None:
         head._compiled_call_impl = call  # what nn.Module.__call__ runs instead of forward and hooks
     else:
-        count.report(reason)
+        record.report(reason)
     try:
         yield
-        count.end()
+        record.end()
     finally:
         if reason is None:
             del head._compiled_call_impl
@@ -128,6 +129,8 @@ def refusal(model: Any, head: Any) -> tuple[str | None, Any]:
         return f"the head is a {type(head).__module__}.{type(head).__name__}, not an nn.Linear", None
     if hasattr(head.weight, "ds_id"):
         return "DeepSpeed ZeRO-3 has partitioned the head", None
+    if head._compiled_call_impl is not None:
+        return "the head is compiled", None
     if parametrize.is_parametrized(head):
         return "the head is parametrised", None
     if head._backward_hooks or head._backward_pre_hooks:
