@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from vocab_parallel_ce.integrations.transformers import heads, install, uninstall  # noqa: E402
-from vocab_parallel_ce.integrations.transformers.audit import differs, step  # noqa: E402
+from vocab_parallel_ce.integrations.transformers.audit_models import differs, step  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.heads import calls  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.tiny import class_names, load_class, tiny_inputs, tiny_model  # noqa: E402
 

@@ -5,9 +5,10 @@
 
 import os
 
+from vocab_parallel_ce.integrations.transformers.audit_models import audit
 from vocab_parallel_ce.integrations.transformers.patch import install, uninstall
 
-__all__ = ["install", "uninstall"]
+__all__ = ["audit", "install", "uninstall"]
 
 if os.environ.get("VOCAB_PARALLEL_CE_TRANSFORMERS") == "1":
     install()

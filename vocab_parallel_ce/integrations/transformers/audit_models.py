@@ -9,10 +9,8 @@ from torch import Tensor
 
 from vocab_parallel_ce.integrations.transformers.heads import calls
 from vocab_parallel_ce.integrations.transformers.patch import install, owner_of, uninstall
-from vocab_parallel_ce.integrations.transformers.tiny import class_names, load_class, tiny_inputs, tiny_model
 
 TOLERANCE = 1e-4  # of fp32 gradients through a whole model, relative to the largest
-VERDICTS = ("fused", "falls back", "declined", "failed", "cannot be built")
 
 
 class Outcome(NamedTuple):
@@ -38,11 +36,15 @@ def audit(target: Any = None, *, mechanism: str = "lazy") -> dict[str, Any]:
     """
     if target is not None:
         return dict(calls.get(owner_of(target), {}))
+    from vocab_parallel_ce.integrations.transformers.tiny import class_names
+
     return {name: audit_class(name, mechanism) for name in class_names()}
 
 
 def audit_class(name: str, mechanism: str) -> dict[str, str]:
     """Compare a step of a tiny model with and without the fused loss."""
+    from vocab_parallel_ce.integrations.transformers.tiny import load_class, tiny_inputs, tiny_model
+
     try:
         model = tiny_model(load_class(name))
         inputs = tiny_inputs(model)
