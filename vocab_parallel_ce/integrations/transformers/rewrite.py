@@ -138,8 +138,8 @@ def _rewrite_source(source: str) -> RewrittenSource:
     region = find_region(function)
     guard, start = region.loss.guard, function.body[region.first]
     captured, fused = _compose(region)
-    indent = " " * start.col_offset
     lines = source.split("\n")
+    indent = lines[guard.lineno - 1][: guard.col_offset]
     text = "\n".join(
         [
             *lines[: start.lineno - 1],
@@ -167,11 +167,14 @@ def _compose(region: Region) -> tuple[Captured, str]:
     fused = [
         f"{HIDDEN} = {hidden}",
         *(other for other in others if other != f"{loss.name} = None"),
+        "",
         f"def {_REPLAY}():",
         textwrap.indent(f"{replay}\nreturn {loss.logits}", " " * 4),
+        "",
         f"{loss.logits} = {LAZY}(self, {head}, {HIDDEN}, {_REPLAY})",
         f"{loss.name} = {LOSS}(",
-        f"    self, {head}, {HIDDEN}, labels, logits={loss.logits}, scale={scale}, softcap={softcap},",
+        f"    self, {head}, {HIDDEN}, labels, logits={loss.logits},",
+        f"    scale={scale}, softcap={softcap},",
         f"    {arguments}",
         ")",
     ]
@@ -190,11 +193,11 @@ def _check_kept(old: list[ast.stmt], new: list[ast.stmt], region: Region) -> Non
 
 def _parse(source: str) -> ast.FunctionDef:
     """Return the function that ``source`` defines, with its line numbers."""
-    indented = source[:1].isspace()
+    indented = source.startswith((" ", "\t"))
     try:
         body = ast.parse(f"if True:\n{source}" if indented else source).body
     except SyntaxError as error:
-        raise NotUnderstood(f"no source: it cannot be parsed, {error}") from None
+        raise NotUnderstood(f"no source: it cannot be parsed, {error.msg}") from None
     if indented and isinstance(body[0], ast.If):
         ast.increment_lineno(body[0], -1)
         body = body[0].body
