@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vocab_parallel_ce.integrations.transformers.rewrite import Rewritten, rewrite
+from vocab_parallel_ce.integrations.transformers.rewrite import Declined, Rewritten, rewrite
 
 pytestmark = pytest.mark.reference
 
@@ -323,3 +323,35 @@ def test_compiled_as_one_graph() -> None:
     torch.testing.assert_close(got.loss, expected.loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got_gradients, gradients, rtol=1e-12, atol=1e-12)
     assert torch.equal(got.logits.make(), expected.logits)
+
+
+def unwrapped_source(self, labels=None):
+    logits = self.lm_head(self.hidden)
+    loss = None
+    if labels is not None:
+        loss = self.loss_function(logits, labels, not_yet_defined)  # noqa: F821
+    return Output(loss=loss, logits=logits)
+
+
+def test_a_function_that_cannot_be_made_again_is_declined(monkeypatch) -> None:
+    def reason(forward: object) -> str:
+        found = rewrite(forward, stand_in_loss, stand_in_lazy)
+        assert isinstance(found, Declined)
+        return found.reason
+
+    namespace: dict = {}
+    exec("def forward(self, labels=None): pass", namespace)
+    assert reason(namespace["forward"]).startswith("no source: ")
+    assert reason(len).startswith("no source: expected a function of Python")
+    assert reason(unwrapped_source) == "unknown name: the module of forward has no `not_yet_defined`"
+    assert reason(with_tag(Plain.forward)).startswith("wrapped: ")
+    new = rewritten(Plain.forward).forward
+    assert reason(new).startswith("rewritten before: ")
+    text = inspect.getsource(Plain.forward)
+    for changed in (text.replace("self.trunk", "-self.trunk"), text.replace("hidden = None", "hidden = 1")):
+        with monkeypatch.context() as patch:
+            patch.setattr(inspect, "getsource", lambda _, changed=changed: changed)
+            assert reason(Plain.forward).startswith("stale source: ")
+    with monkeypatch.context() as patch:
+        patch.delitem(globals(), "with_tag")
+        assert reason(Decorated.forward).startswith("decorator: `@with_tag` cannot be applied again")

@@ -10,8 +10,8 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.integrations.test_rewrite import Lazy, rewritten, stand_in_lazy, stand_in_loss
-from vocab_parallel_ce.integrations.transformers.rewrite import Declined, rewrite, rewrite_source
+from tests.integrations.test_rewrite import Lazy, rewritten, stand_in_loss
+from vocab_parallel_ce.integrations.transformers.rewrite import Declined, rewrite_source
 
 pytestmark = pytest.mark.reference
 
@@ -25,9 +25,10 @@ MODELS = {
     "GPT2LMHeadModel": {"vocab_size": 99, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2},
 }
 DECLINED = {
-    "aligned labels": "Bart BigBirdPegasus Blenderbot BlenderbotSmall CpmAnt MBart Marian Mvp PLBart Pegasus TrOCR Whisper XLNet",
+    "aligned labels": "Bart BigBirdPegasus Blenderbot BlenderbotSmall CpmAnt MBart Marian Mvp PLBart Pegasus TrOCR "
+    "Whisper XLNet",
     "aliased labels": "Git",
-    "composite": "ProphetNet XLMWithLMHead",
+    "composite": "ProphetNet XLM",
     "no labels": "Gemma4Assistant Gemma4UnifiedAssistant",
     "read or changed logits": "Bamba Inkling Inkling2",
     "self.training": "xLSTM",
@@ -41,9 +42,8 @@ def tiny_model(name: str) -> torch.nn.Module:
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**MODELS[name]))
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 if parameter.dim() == 1 else 8)
-    return model
+        model.lm_head.weight.mul_(100)
+    return model.eval()
 
 
 def loss_and_gradients(model: torch.nn.Module, forward, **inputs: object):
@@ -65,7 +65,7 @@ def test_a_real_forward_gives_the_same_loss_gradients_and_logits(name: str) -> N
     assert all(map(torch.equal, got_gradients, gradients))
     assert isinstance(got.logits, Lazy) and torch.equal(got.logits.make(), expected.logits)
     as_tuple = MethodType(new, model)(**inputs, return_dict=False)
-    assert torch.equal(as_tuple[0], expected.loss) and isinstance(as_tuple[-1 if len(as_tuple) == 2 else 1], (Lazy, tuple))
+    assert torch.equal(as_tuple[0], expected.loss) and any(isinstance(item, Lazy) for item in as_tuple)
     assert torch.equal(MethodType(new, model)(ids).logits, model(ids).logits)
 
 
@@ -111,6 +111,7 @@ def verdicts() -> dict[str, str]:
 def test_which_forwards_are_rewritten() -> None:
     declined = {name: reason for name, reason in verdicts().items() if reason != "rewritten"}
     expected = {name: reason for reason, names in DECLINED.items() for name in names.split()}
-    found = {re.sub("(ForCausalLM|LMHeadModel|Model)$", "", name): reason.split(":")[0] for name, reason in declined.items()}
-    # An older release has fewer classes. A newer one may have more that are declined: then this list is looked at again.
+    family = "ForCausalLM|(With)?LMHeadModel"
+    found = {re.sub(family, "", name): reason.split(":")[0] for name, reason in declined.items()}
+    # An older release has fewer classes. If a newer one declines more, look at the reasons, then extend the list.
     assert found.items() <= expected.items(), found.items() - expected.items()
