@@ -181,7 +181,7 @@ class Decorated(Model):
         """Text with
         two lines, the second at no indentation."""
         self.__secret = tag
-        hidden = super().trunk(input_ids)  # of the parent
+        hidden = super(Decorated, self).trunk(input_ids) + super().trunk(input_ids)  # of the parent, twice  # noqa: UP008
         logits = self.lm_head(hidden) / self.config.logits_scaling
         loss = None
         if labels is not None:
@@ -311,7 +311,7 @@ def test_a_traceback_shows_the_new_source() -> None:
     lines = new.source.split("\n")
     assert frame.line == "loss = _fused_loss(" == lines[frame.lineno - 1].strip() and first == 1
     assert textwrap.dedent(inspect.getsource(new.forward)) == new.source
-    assert "# of the parent" in new.source and frame.name == "forward"
+    assert "# of the parent, twice" in new.source and frame.name == "forward"
 
 
 def test_compiled_as_one_graph() -> None:

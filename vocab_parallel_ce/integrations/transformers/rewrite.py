@@ -213,9 +213,12 @@ def _compile(source: str, old: FunctionType, injected: list[str], filename: str)
     outer = factory.body[0]
     assert isinstance(outer, ast.FunctionDef)
     path = old.__qualname__.split(".")[:-1]
-    # The class makes names such as self.__secret and super() mean what they meant.
+    # The class makes super() and names such as self.__secret mean what they meant.
     in_class = bool(path) and path[-1] != "<locals>"
     outer.body = [ast.ClassDef(path[-1], [], [], [definition], [])] if in_class else [definition]
+    own_name = path[-1] if in_class else definition.name
+    if own_name not in old.__code__.co_freevars:
+        outer.body.insert(0, ast.Global([own_name]))
     flags = old.__code__.co_flags & _FUTURE
     code = compile(ast.fix_missing_locations(factory), filename, "exec", flags=flags, dont_inherit=True)
     return next(found for found in _codes(code) if found.co_name == definition.name)
@@ -224,6 +227,7 @@ def _compile(source: str, old: FunctionType, injected: list[str], filename: str)
 def _fingerprint(code: CodeType) -> tuple[object, ...]:
     """Return what tells one function from another, except loads and calls, which depend on the module's imports."""
     constants = [constant for constant in code.co_consts if not isinstance(constant, CodeType)]
+    constants = [constant for constant in constants if "<locals>" not in str(constant)]  # of Python 3.10: paths
     operations = [
         (instruction.opname, instruction.argrepr if instruction.opname in ("BINARY_OP", "COMPARE_OP") else "")
         for instruction in dis.get_instructions(code)
