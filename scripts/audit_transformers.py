@@ -27,7 +27,8 @@ def table(mechanism: str, names: list[str]) -> dict[str, Any]:
     """How many classes have each verdict, the fused ones, and the others with their reasons."""
     found = {name: audit_class(name, mechanism) for name in tqdm(names, desc=mechanism, disable=None)}
     counts = Counter(each["verdict"] for each in found.values())
-    others = {name: f"{each['verdict']}: {each['reason']}" for name, each in found.items() if each["verdict"] != "fused"}
+    unfused = {name: each for name, each in found.items() if each["verdict"] != "fused"}
+    others = {name: f"{each['verdict']}: {each['reason']}" for name, each in unfused.items()}
     fused = [name for name in names if name not in others]
     return {"counts": dict(sorted(counts.items())), "others": others, "fused": " ".join(fused)}
 

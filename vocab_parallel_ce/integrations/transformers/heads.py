@@ -86,13 +86,13 @@ class HeadCall(Head):
 
 
 @contextlib.contextmanager
-def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[None]:
-    """Let the head of ``model`` return lazy logits, and count what became of them."""
-    head = model.get_output_embeddings()
+def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[CallRecord]:
+    """Let the head of ``model`` return lazy logits; the record of the call is to be ended with the call."""
+    head, record = model.get_output_embeddings(), CallRecord(model)
     if hasattr(getattr(head, "_compiled_call_impl", None), "is_lazy"):  # a call inside a call: the outer one counts
-        yield
+        record.counts = Counter()
+        yield record
         return
-    record = CallRecord(model)
     reason, group = refusal(model, head)
     plan = HeadPlan(head, group, options, record)
 
@@ -109,8 +109,7 @@ def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[None]:
     else:
         record.report(reason)
     try:
-        yield
-        record.end()
+        yield record
     finally:
         if reason is None:
             del head._compiled_call_impl

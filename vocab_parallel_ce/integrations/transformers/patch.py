@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vocab_parallel_ce.integrations.transformers.heads import lazy_head
+from vocab_parallel_ce.integrations.transformers.rewritten import rewritten_forward
 from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS
 from vocab_parallel_ce.options import check_names
 
@@ -115,8 +116,10 @@ def lazy_forward(original: Callable[..., Any], options: dict[str, Any]) -> Calla
             labels = args[position]
         if labels is None or torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        with lazy_head(self, options):
-            return original(self, *args, **kwargs)
+        with lazy_head(self, options) as record:
+            outputs = original(self, *args, **kwargs)
+        record.end()
+        return outputs
 
     return forward
 
@@ -134,10 +137,10 @@ def _install(owner: Any, mechanism: str, options: dict[str, Any]) -> str:
     if current is not cls.forward or inspect.unwrap(cls.forward).__module__ not in {c.__module__ for c in cls.__mro__}:
         return "something else has replaced its forward: install() before that"
     original = cls.forward
-    if mechanism == "lazy":
-        forward = lazy_forward(original, options)
-    else:
-        raise NotImplementedError
+    try:
+        forward = {"lazy": lazy_forward, "rewrite": rewritten_forward}[mechanism](original, options)
+    except ValueError as error:
+        return f"cannot be rewritten: {error}"
     forward.vocab_parallel_ce = (mechanism, options)  # type: ignore[attr-defined]
     after = forward if owner is cls else forward.__get__(owner)
     _replaced.append(Replaced(owner, "forward", vars(owner).get("forward"), after))

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from .rewrite_match import HIDDEN, NotUnderstood, Region, find_region
+from vocab_parallel_ce.integrations.transformers.rewrite_match import HIDDEN, NotUnderstood, Region, find_region
 
 LOSS, LAZY, _REPLAY = "_fused_loss", "_lazy_logits", "_replay"
 _FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
