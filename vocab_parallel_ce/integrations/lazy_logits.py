@@ -325,5 +325,6 @@ def _pass_gradient_on(lazy: Tensor) -> None:
     torch.autograd.backward(lazy.make("backward"), grad)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Return what changes with every write, and with every assignment to ``tensor.data``."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.untyped_storage()._cdata

@@ -37,11 +37,21 @@ class HeadCall(Head):
 
     def __init__(self, plan: HeadPlan, hidden: Tensor) -> None:
         weight, bias = plan.module.weight, plan.module.bias
-        super().__init__(hidden, (weight,) if bias is None else (weight, bias))
+        self.parameters = (weight,) if bias is None else (weight, bias)
+        super().__init__(hidden, self.parameters)
         self.plan = plan
 
     def report(self, event: str) -> None:
         self.plan.report(event)
+
+    def check_unchanged(self) -> None:
+        super().check_unchanged()
+        weight, bias = self.plan.module.weight, self.plan.module.bias
+        if weight is not self.parameters[0] or (bias is not None and bias is not self.parameters[1]):
+            raise RuntimeError(
+                "logits: looked at after the head was given another weight (functional_call, or an assignment), which "
+                "would give other logits; look at them before, or call the model again"
+            )
 
     def logits(self) -> Tensor:
         # With its hooks and its own forward; only the lazy call is skipped.
@@ -69,11 +79,14 @@ def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[None]:
 
     head = model.get_output_embeddings()
     reason, group = refusal(model, head)
+    present = getattr(head, "_compiled_call_impl", None)
+    if reason is None and present is not None and not hasattr(present, "is_lazy"):
+        reason = "the head is compiled by itself"
     if reason is not None:
         _count(model, counts, reason)
         yield
         return
-    if "_compiled_call_impl" in vars(head):  # a call inside a call: the outer one counts
+    if present is not None:  # a call inside a call: the outer one counts
         yield
         return
     plan = HeadPlan(head, group, options, report)
@@ -88,6 +101,7 @@ def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[None]:
         dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
         return lazy_logits(HeadCall(plan, hidden), head.out_features, dtype)
 
+    call.is_lazy = True  # type: ignore[attr-defined]
     head._compiled_call_impl = call  # what nn.Module.__call__ runs instead of forward and hooks
     try:
         yield
@@ -117,8 +131,12 @@ def refusal(model: Any, head: Any) -> tuple[str | None, Any]:
         return "the head is parametrised", None
     if head._backward_hooks or head._backward_pre_hooks:
         return "the head has backward hooks", None
-    if head.weight.dtype not in DTYPES or head.weight.dim() != 2:
-        return f"the head's weight is {head.weight.dtype} {tuple(head.weight.shape)}", None
+    is_plain = type(head.weight) in (Tensor, nn.Parameter) or is_dtensor(head.weight)
+    if not is_plain or head.weight.dtype not in DTYPES or head.weight.dim() != 2:
+        return (
+            f"the head's weight is a {type(head.weight).__name__} {head.weight.dtype} {tuple(head.weight.shape)}",
+            None,
+        )
     try:
         group = tensor_parallel_group(head)
     except ValueError as error:
