@@ -322,7 +322,8 @@ def _pass_gradient_on(lazy: Tensor) -> None:
     assert isinstance(lazy, LazyLogits)
     with torch._C.DisableTorchFunctionSubclass():
         grad, lazy.grad = lazy.grad, None
-    torch.autograd.backward(lazy.make("backward"), grad)
+    if grad is not None:  # DistributedDataParallel passes logits on that nobody has used
+        torch.autograd.backward(lazy.make("backward"), grad)
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
