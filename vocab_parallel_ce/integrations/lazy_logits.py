@@ -323,8 +323,10 @@ def _pass_gradient_on(lazy: Tensor) -> None:
     assert isinstance(lazy, LazyLogits)
     with torch._C.DisableTorchFunctionSubclass():
         grad, lazy.grad = lazy.grad, None
-    torch.autograd.backward(lazy.make("backward"), grad)
+    if grad is not None:  # DistributedDataParallel passes logits on that nobody has used
+        torch.autograd.backward(lazy.make("backward"), grad)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Return what changes with every write, and with every assignment to ``tensor.data``."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.untyped_storage()._cdata

@@ -63,11 +63,21 @@ class HeadCall(Head):
 
     def __init__(self, plan: HeadPlan, hidden: Tensor) -> None:
         weight, bias = plan.module.weight, plan.module.bias
-        super().__init__(hidden, (weight,) if bias is None else (weight, bias))
+        self.parameters = (weight,) if bias is None else (weight, bias)
+        super().__init__(hidden, self.parameters)
         self.plan = plan
 
     def report(self, event: str) -> None:
         self.plan.record.report(event)
+
+    def check_unchanged(self) -> None:
+        super().check_unchanged()
+        weight, bias = self.plan.module.weight, self.plan.module.bias
+        if weight is not self.parameters[0] or (bias is not None and bias is not self.parameters[1]):
+            raise RuntimeError(
+                "logits: looked at after the head was given another weight (functional_call, or an assignment), which "
+                "would give other logits; look at them before, or call the model again"
+            )
 
     def logits(self) -> Tensor:
         # With its hooks and its own forward; only the lazy call is skipped.
@@ -134,8 +144,12 @@ def refusal(model: Any, head: Any) -> tuple[str | None, Any]:
         return "the head is parametrised", None
     if head._backward_hooks or head._backward_pre_hooks:
         return "the head has backward hooks", None
-    if head.weight.dtype not in DTYPES or head.weight.dim() != 2:
-        return f"the head's weight is {head.weight.dtype} {tuple(head.weight.shape)}", None
+    is_plain = type(head.weight) in (Tensor, nn.Parameter) or is_dtensor(head.weight)
+    if not is_plain or head.weight.dtype not in DTYPES or head.weight.dim() != 2:
+        return (
+            f"the head's weight is a {type(head.weight).__name__} {head.weight.dtype} {tuple(head.weight.shape)}",
+            None,
+        )
     try:
         group = tensor_parallel_group(head)
     except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,10 +24,10 @@ OPTIONS = {name: LOSS_KEYWORDS[name] for name in ("chunk_tokens", "memory_budget
 class Replaced(NamedTuple):
     """What :func:`uninstall` needs to undo one replacement."""
 
-    owner: Any  # a class or a model
+    owner: weakref.ref[Any]  # a class or a model
     name: str
     before: Any  # None: inherited
-    after: Callable[..., Any]
+    after: Callable[..., Any]  # the function, if it is a model's method
 
 
 _replaced: list[Replaced] = []
@@ -72,18 +73,27 @@ def uninstall(target: Any = None) -> dict[str, str]:
     owner = None if target is None else owner_of(target)
     verdicts = {}
     for replaced in reversed(_replaced.copy()):
-        if owner is not None and replaced.owner is not owner:
+        its_owner = replaced.owner()
+        if its_owner is not None and owner is not None and its_owner is not owner:
             continue
         _replaced.remove(replaced)
-        if vars(replaced.owner).get(replaced.name) is not replaced.after:
-            verdicts[_name(replaced.owner)] = "left alone: something else has replaced it since"
-            continue
-        if replaced.before is None:
-            delattr(replaced.owner, replaced.name)
-        else:
-            setattr(replaced.owner, replaced.name, replaced.before)
-        verdicts[_name(replaced.owner)] = "restored"
+        if its_owner is not None:
+            verdicts[_name(its_owner)] = _restore(its_owner, replaced)
+    if owner is not None and not verdicts and hasattr(vars(owner).get("forward"), "vocab_parallel_ce"):
+        del owner.forward  # a copy of an installed model
+        verdicts[_name(owner)] = "restored"
     return verdicts
+
+
+def _restore(owner: Any, replaced: Replaced) -> str:
+    current = vars(owner).get(replaced.name)
+    if getattr(current, "__func__", current) is not replaced.after:
+        return "left alone: something else has replaced it since"
+    if replaced.before is None:
+        delattr(owner, replaced.name)
+    else:
+        setattr(owner, replaced.name, replaced.before)
+    return "restored"
 
 
 def imported_classes() -> list[type]:
@@ -114,7 +124,7 @@ def lazy_forward(original: Callable[..., Any], options: dict[str, Any]) -> Calla
         labels = kwargs.get("labels")
         if labels is None and position is not None and position < len(args):
             labels = args[position]
-        if labels is None or torch.compiler.is_compiling():
+        if labels is None or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return original(self, *args, **kwargs)
         with lazy_head(self, options) as record:
             outputs = original(self, *args, **kwargs)
@@ -128,7 +138,7 @@ def _install(owner: Any, mechanism: str, options: dict[str, Any]) -> str:
     """Replace the forward of a class or a model; return ``"installed"``, or why not."""
     cls: Any = owner if isinstance(owner, type) else type(owner)
     current = vars(owner).get("forward") if owner is not cls else None
-    if current is None:
+    if current is None or getattr(current, "__func__", None) is cls.forward:  # or what a pickled model has
         current = cls.forward
     if getattr(current, "vocab_parallel_ce", None) == (mechanism, options):
         return "installed"
@@ -142,9 +152,9 @@ def _install(owner: Any, mechanism: str, options: dict[str, Any]) -> str:
     except ValueError as error:
         return f"cannot be rewritten: {error}"
     forward.vocab_parallel_ce = (mechanism, options)  # type: ignore[attr-defined]
-    after = forward if owner is cls else forward.__get__(owner)
-    _replaced.append(Replaced(owner, "forward", vars(owner).get("forward"), after))
-    owner.forward = after
+    before = vars(owner).get("forward") if owner is cls else None
+    _replaced.append(Replaced(weakref.ref(owner), "forward", before, forward))
+    owner.forward = forward if owner is cls else forward.__get__(owner)
     return "installed"
 
 
@@ -157,14 +167,19 @@ def _install_when_built(mechanism: str, options: dict[str, Any]) -> None:
     if hasattr(original, "vocab_parallel_ce"):
         return
 
+    seen = set(imported_classes())
+
     @functools.wraps(original)
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
-        if type(self).__name__ in causal_lm_names() and type(self).__module__.startswith("transformers."):
-            _install(type(self), mechanism, options)
+        for cls in type(self).__mro__:
+            known = cls.__name__ in causal_lm_names() and cls.__module__.startswith("transformers.")
+            if known and cls not in seen:
+                seen.add(cls)
+                _install(cls, mechanism, options)
         original(self, *args, **kwargs)
 
     build.vocab_parallel_ce = True  # type: ignore[attr-defined]
-    _replaced.append(Replaced(base, "__init__", original, build))
+    _replaced.append(Replaced(weakref.ref(base), "__init__", original, build))
     base.__init__ = build
 
 

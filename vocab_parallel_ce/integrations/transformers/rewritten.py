@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits, Recorded, lazy_logits
-from vocab_parallel_ce.integrations.transformers.heads import CallRecord, HeadCall, HeadPlan, refusal, refusal_of_inputs
+from vocab_parallel_ce.integrations.transformers.heads import (
+    CallRecord,
+    HeadCall,
+    HeadPlan,
+    lazy_head,
+    refusal,
+    refusal_of_inputs,
+)
 from vocab_parallel_ce.integrations.transformers.rewrite import Declined, rewrite
 
 

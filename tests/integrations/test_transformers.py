@@ -1,0 +1,377 @@
+"""install() for transformers' models: what it replaces and restores, and every way to call a model.
+
+Each step is compared with the same model's before install(): loss, every gradient, and bit-equal logits.
+"""
+
+import copy
+import gc
+import inspect
+import io
+import weakref
+from types import MethodType
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, MixtralForCausalLM, PreTrainedModel
+from vocab_parallel_ce.integrations.transformers.audit import audit, differs, step
+
+from tests.support.fresh import fresh_python
+from tests.support.transformers_steps import FUSED, calls_of, own_step, same_step
+from vocab_parallel_ce.integrations.transformers import install, uninstall
+from vocab_parallel_ce.integrations.transformers.patch import imported_classes
+from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model
+
+pytestmark = pytest.mark.reference
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_installed():
+    yield
+    uninstall()
+
+
+@pytest.fixture
+def llama():
+    return tiny_model(LlamaForCausalLM)
+
+
+def is_installed(owner):
+    return hasattr(owner.forward, "vocab_parallel_ce")
+
+
+# What is replaced, and restored
+
+
+def test_install_and_uninstall_of_one_model_leave_its_class_and_others_alone(llama):
+    forward, other = LlamaForCausalLM.forward, tiny_model(LlamaForCausalLM)
+    signature = inspect.signature(llama.forward)
+    assert install(llama) == install(llama) == {"LlamaForCausalLM": "installed"}
+    assert is_installed(llama) and not is_installed(other) and LlamaForCausalLM.forward is forward
+    assert inspect.signature(llama.forward) == signature  # what Trainer reads
+    step(llama, tiny_inputs(llama))
+    step(other, tiny_inputs(other))
+    assert audit(llama)["fused"] == 1 and audit(other) == {}
+    assert uninstall(llama) == {"LlamaForCausalLM": "restored"}
+    assert "forward" not in vars(llama) and not is_installed(llama) and uninstall() == {}
+
+
+def test_install_of_a_class_is_undone_to_the_same_function(llama):
+    class Mine(LlamaForCausalLM):
+        pass
+
+    forward = LlamaForCausalLM.forward
+    assert install(LlamaForCausalLM) == install(LlamaForCausalLM) == {"LlamaForCausalLM": "installed"}
+    assert install(Mine) == {"Mine": "installed"}
+    assert is_installed(llama) and not is_installed(Gemma2ForCausalLM)
+    assert uninstall(LlamaForCausalLM) == {"LlamaForCausalLM": "restored"}
+    assert LlamaForCausalLM.forward is forward and "forward" not in vars(Mine)
+
+
+def test_install_of_everything_is_undone_to_the_same_functions():
+    forwards = {cls: cls.forward for cls in imported_classes()}
+    build = PreTrainedModel.__init__
+    verdicts = install()
+    assert len(verdicts) == len(forwards) >= 3 and set(verdicts.values()) == {"installed"}
+    assert install() == verdicts and all(is_installed(cls) for cls in forwards)
+    assert all(verdict == "restored" for verdict in uninstall().values())
+    assert {cls: cls.forward for cls in forwards} == forwards and PreTrainedModel.__init__ is build
+    install(imported_later=False)
+    assert PreTrainedModel.__init__ is build
+
+
+def test_a_class_that_was_uninstalled_stays_so_while_the_others_are_installed():
+    install()
+    uninstall(LlamaForCausalLM)
+    assert not is_installed(tiny_model(LlamaForCausalLM)) and is_installed(Gemma2ForCausalLM)
+
+
+def test_other_options_are_refused_until_uninstall(llama):
+    install(llama, chunk_tokens=4)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: has mechanism and options .*chunk_tokens.* uninstall\(\)"):
+        install(llama, chunk_tokens=8)
+    uninstall(llama)
+    assert install(llama, chunk_tokens=8) == {"LlamaForCausalLM": "installed"}
+    with pytest.raises(TypeError, match="reduction"):
+        install(llama, reduction="sum")
+    with pytest.raises(ValueError, match="mechanism: expected one of lazy, rewrite, got 'eager'"):
+        install(llama, mechanism="eager")
+    for target in (nn.Linear(2, 2), nn.Linear, 3):
+        with pytest.raises(TypeError, match="target: expected a model of transformers, its class, or None, got"):
+            install(target)
+
+
+def loss_of_something_else(self, input_ids=None, labels=None, **kwargs):
+    return "something else"
+
+
+def test_a_forward_that_something_else_replaced_before_is_refused_by_name(llama, monkeypatch):
+    llama.forward = MethodType(loss_of_something_else, llama)
+    with pytest.raises(ValueError, match="LlamaForCausalLM: something else has replaced its forward: install.. before"):
+        install(llama)
+    monkeypatch.setattr(Gemma2ForCausalLM, "forward", loss_of_something_else)
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM: something else has replaced its forward"):
+        install(Gemma2ForCausalLM)
+    verdicts = install()
+    assert "something else" in verdicts["Gemma2ForCausalLM"] and verdicts["LlamaForCausalLM"] == "installed"
+    assert Gemma2ForCausalLM.forward is loss_of_something_else and llama.forward() == "something else"
+
+
+def test_a_forward_that_something_else_replaces_later_is_left_alone(llama):
+    native = Gemma2ForCausalLM.forward
+    install(llama)
+    install(Gemma2ForCausalLM)
+    llama.forward = MethodType(loss_of_something_else, llama)
+    Gemma2ForCausalLM.forward = loss_of_something_else
+    try:
+        left = "left alone: something else has replaced it since"
+        assert uninstall(llama) == {"LlamaForCausalLM": left}
+        assert uninstall() == {"Gemma2ForCausalLM": left}
+        assert Gemma2ForCausalLM.forward is loss_of_something_else and llama.forward() == "something else"
+    finally:
+        Gemma2ForCausalLM.forward = native
+
+
+def test_an_installed_model_is_freed(llama):
+    def build():
+        model = tiny_model(LlamaForCausalLM)
+        install(model)
+        step(model, tiny_inputs(model))
+        return weakref.ref(model)
+
+    model = build()
+    gc.collect()
+    assert model() is None and uninstall() == {}
+
+
+def test_a_copy_of_an_installed_model_is_installed_and_does_not_refer_to_the_old_one(llama):
+    inputs = tiny_inputs(llama)
+    install(llama)
+    other = copy.deepcopy(llama)
+    with torch.no_grad():
+        other.lm_head.weight *= 0.5
+    found = own_step(other, inputs)
+    assert audit(other)["fused"] == 1 and audit(llama) == {} and llama.lm_head.weight.grad is None
+    assert uninstall(other) == {"LlamaForCausalLM": "restored"} and not is_installed(other) and is_installed(llama)
+    assert differs(found, step(other, inputs)) is None
+
+
+def test_a_saved_model_is_native_and_can_be_installed(llama):
+    install(llama)
+    file = io.BytesIO()
+    torch.save(llama, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert not is_installed(loaded)
+    assert same_step(loaded) == FUSED
+    uninstall(loaded)
+    assert not is_installed(loaded)
+
+
+# Classes that are imported later, and the variable
+
+LATER = """
+import sys
+import vocab_parallel_ce.integrations.transformers as integration
+assert "transformers" not in sys.modules, "the integration imports transformers"
+from transformers import PreTrainedModel
+build = PreTrainedModel.__init__
+assert not hasattr(build, "vocab_parallel_ce"), "importing patches"
+assert integration.install() == {} and "transformers.models.llama" not in sys.modules
+from vocab_parallel_ce.integrations.transformers.audit import audit
+from vocab_parallel_ce.integrations.transformers.tiny import tiny_model, tiny_inputs
+from transformers import LlamaForCausalLM, Qwen3ForCausalLM
+class Mine(Qwen3ForCausalLM):
+    pass
+forward = LlamaForCausalLM.forward
+assert not hasattr(forward, "vocab_parallel_ce")
+for cls in (LlamaForCausalLM, Mine):
+    model = tiny_model(cls)
+    model(**tiny_inputs(model)).loss.backward()
+    assert audit(model) == {"fused": 1}, (cls, audit(model))
+integration.uninstall()
+assert LlamaForCausalLM.forward is forward and PreTrainedModel.__init__ is build
+print("passed")
+"""
+VARIABLE = """
+import sys
+import vocab_parallel_ce
+import vocab_parallel_ce.integrations
+assert "transformers" not in sys.modules, "the package reads the variable without being asked"
+import vocab_parallel_ce.integrations.transformers
+from transformers import LlamaForCausalLM, LlamaConfig
+sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
+LlamaForCausalLM(LlamaConfig(**sizes))
+print(hasattr(LlamaForCausalLM.forward, "vocab_parallel_ce"))
+"""
+
+
+def test_classes_imported_later_are_installed_when_their_first_model_is_built():
+    result = fresh_python("-c", LATER)
+    assert result.stdout == "passed\n", result.stderr
+
+
+def test_the_variable_installs_when_the_integration_is_imported():
+    result = fresh_python("-c", VARIABLE, VOCAB_PARALLEL_CE_TRANSFORMERS="1")
+    assert result.stdout == "True\n", result.stderr
+
+
+# Ways to call a model
+
+
+@pytest.mark.parametrize("num_items", [7, 7.5, torch.tensor(7), torch.tensor(7.0)])
+def test_num_items_in_batch(llama, num_items):
+    plain = step(llama, tiny_inputs(llama)).loss
+    assert same_step(llama, num_items_in_batch=num_items) == FUSED
+    assert not torch.allclose(step(llama, tiny_inputs(llama) | {"num_items_in_batch": num_items}).loss, plain, rtol=0.1)
+
+
+@pytest.mark.parametrize("cls", [LlamaForCausalLM, Gemma2ForCausalLM, MixtralForCausalLM])
+def test_shift_labels(cls):
+    model = tiny_model(cls)
+    plain = step(model, tiny_inputs(model)).loss
+    shift_labels = tiny_inputs(model)["labels"].roll(3, dims=1)
+    assert same_step(model, shift_labels=shift_labels) == FUSED
+    found = step(model, tiny_inputs(model) | {"shift_labels": shift_labels}).loss
+    assert not torch.allclose(found, plain, rtol=0.01)
+
+
+def test_logits_to_keep(llama):
+    labels = tiny_inputs(llama)["labels"]
+    assert same_step(llama, logits_to_keep=5, labels=labels[:, -5:]) == FUSED
+    uninstall()
+    assert same_step(llama, logits_to_keep=torch.tensor([1, 3, 8]), labels=labels[:, [1, 3, 8]])["fused"] == 2
+
+
+def test_a_mean_over_no_label_is_0_instead_of_nan(llama):
+    inputs = tiny_inputs(llama) | {"labels": torch.full((2, 12), -100)}
+    assert step(llama, inputs).loss.isnan()
+    assert same_step(llama, labels=inputs["labels"], num_items_in_batch=3) == FUSED
+    found = step(llama, inputs)
+    assert found.loss == 0.0 and not any(grad.any() for grad in found.gradients.values())
+
+
+def test_tuples_and_positional_labels(llama):
+    inputs = tiny_inputs(llama)
+    order = [name for name in inspect.signature(llama.forward).parameters if name != "kwargs"]
+    arguments = [inputs.get(name) for name in order[: order.index("labels") + 1]]
+    expected = llama(*arguments, return_dict=False)
+    install(llama)
+    found = llama(*arguments, return_dict=False)
+    assert type(found) is tuple and len(found) == len(expected) and audit(llama) == FUSED
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0.0)
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("cls", [LlamaForCausalLM, Gemma2ForCausalLM, GPT2LMHeadModel])
+def test_inference_is_equal_bit_for_bit(cls):
+    model = tiny_model(cls).eval()
+    inputs = tiny_inputs(model)
+    prompt = {"input_ids": inputs["input_ids"][:1, :5], "max_new_tokens": 6, "pad_token_id": 0}
+    unlabelled = {name: value for name, value in inputs.items() if name != "labels"}
+
+    def outcomes():
+        torch.manual_seed(0)
+        with torch.no_grad():
+            labelled = model(**inputs)
+            yield labelled.logits + 0
+            yield model(**unlabelled).logits
+        yield model.generate(**prompt, do_sample=False)
+        yield model.generate(**prompt, do_sample=True, use_cache=True)
+        scores = model.generate(**prompt, num_beams=2, output_scores=True, return_dict_in_generate=True)
+        yield scores.sequences_scores
+        loss.append(labelled.loss)
+
+    loss = []
+    expected = list(outcomes())
+    install(model)
+    assert all(map(torch.equal, outcomes(), expected))
+    torch.testing.assert_close(loss[1], loss[0], rtol=1e-5, atol=0.0)
+    assert audit(model) == FUSED | {"logits made after the call": 1}  # the others had no labels
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(llama, reentrant):
+    llama.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        llama.enable_input_require_grads()
+    assert same_step(llama) == FUSED
+
+
+def test_two_backwards_need_a_gradient_that_is_computed_in_backward(llama):
+    inputs = tiny_inputs(llama)
+    expected = own_step(llama, inputs)
+    install(llama)
+    loss = llama(**inputs).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="gradient='in_backward'"):
+        loss.backward()
+    uninstall()
+    install(llama, gradient="in_backward")
+    llama.zero_grad()
+    loss = llama(**inputs).loss
+    loss.backward(retain_graph=True)
+    (0.5 * loss).backward()
+    found = {name: parameter.grad / 1.5 for name, parameter in llama.named_parameters()}
+    assert differs(expected._replace(gradients=found), expected) is None
+
+
+def test_accumulated_gradients(llama):
+    micro = [tiny_inputs(llama, seed=seed) for seed in (0, 1)]
+
+    def gradients():
+        llama.zero_grad()
+        outputs = [llama(**inputs, num_items_in_batch=40) for inputs in micro]
+        for each in outputs:
+            each.loss.backward()
+        return [parameter.grad.clone() for parameter in llama.parameters()], [each.logits + 0 for each in outputs]
+
+    expected = gradients()
+    install(llama)
+    found = gradients()
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    assert all(map(torch.equal, found[1], expected[1])) and audit(llama)["fused"] == 2
+
+
+@pytest.mark.parametrize("compiled", ["model", "layers"])
+def test_torch_compile(llama, compiled):
+    inputs = tiny_inputs(llama)
+    expected = own_step(llama, inputs)
+    install(llama)
+    if compiled == "model":
+        found = step(torch.compile(llama, backend="eager"), inputs)
+        found = found._replace(gradients={n: p.grad for n, p in llama.named_parameters()}, logits=expected.logits)
+        assert calls_of(llama) == {}  # its own loss, in the compiled program
+    else:
+        llama.model.compile(backend="eager")
+        found = step(llama, inputs)
+        found = found._replace(logits=expected.logits)
+        assert calls_of(llama) == FUSED
+    assert differs(found, expected) is None
+
+
+@pytest.fixture
+def one_gloo_rank(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_distributed_data_parallel(llama, one_gloo_rank, options, when):
+    inputs = tiny_inputs(llama)
+    expected = own_step(llama, inputs)
+    if when == "before":
+        install(llama)
+    model = DistributedDataParallel(llama, **options)
+    if when == "after":
+        install(model)
+    for _ in range(2):  # a static graph is known after the first
+        found = step(model, inputs)
+        found = found._replace(gradients={n.removeprefix("module."): g for n, g in found.gradients.items()})
+        assert differs(found, expected) is None
+    assert calls_of(model) == {"fused": 2}

@@ -1,0 +1,324 @@
+"""Heads of transformers' models, and their lazy logits: fused, or right and with their logits.
+
+Each step is compared with the same model's before install(): loss, every gradient, and bit-equal logits.
+"""
+
+import copy
+import io
+import logging
+import pickle
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.utils import parametrize
+from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
+from vocab_parallel_ce.integrations.transformers.audit import audit, differs, step
+
+from tests.support.transformers_steps import FUSED, calls_of, own_step, same_step
+from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
+from vocab_parallel_ce.integrations.transformers import install, uninstall
+from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model
+
+pytestmark = pytest.mark.reference
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_installed():
+    yield
+    uninstall()
+
+
+@pytest.fixture
+def llama():
+    return tiny_model(LlamaForCausalLM)
+
+
+# Heads
+
+
+@pytest.mark.parametrize("cls", [LlamaForCausalLM, Gemma2ForCausalLM, GPT2LMHeadModel])
+@pytest.mark.parametrize("tied", [False, True])
+def test_heads_tied_and_untied(cls, tied):
+    model = tiny_model(cls)
+    if not tied:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    else:
+        model.lm_head.weight = model.get_input_embeddings().weight
+    assert same_step(model) == FUSED
+
+
+def test_a_loss_without_the_softcap_would_be_seen():
+    model = tiny_model(Gemma2ForCausalLM)
+    inputs = tiny_inputs(model)
+    expected = own_step(model, inputs)
+    model.config.final_logit_softcapping = None
+    assert differs(step(model, inputs), expected) == "other logits"
+    other = step(model, inputs).loss
+    assert not torch.allclose(other, expected.loss, rtol=0.1)
+
+
+def replace_head(model):
+    model.set_output_embeddings(nn.Linear(64, 99, bias=True))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("change", [replace_head, lambda model: model.resize_token_embeddings(120)])
+def test_a_replaced_head_is_the_one_that_is_used(llama, when, change):
+    if when == "after":
+        install(llama)
+    torch.manual_seed(0)
+    change(llama)
+    if when == "before":
+        install(llama)
+    found = own_step(llama, tiny_inputs(llama))
+    head = llama.get_output_embeddings()
+    assert calls_of(llama) == FUSED and head.weight.grad.shape == head.weight.shape and head.weight.grad.any()
+    uninstall()
+    assert differs(found, step(llama, tiny_inputs(llama))) is None
+
+
+class QuantisedLinear(nn.Linear):
+    """Stands for a head that stores its weight in other units."""
+
+    def forward(self, hidden):
+        return F.linear(hidden, self.weight * 0.5)
+
+
+class ScaledWeight(torch.Tensor):
+    """Stands for a weight of a quantisation library: a product sees other values than it holds."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(args[0], args[1] * 0.5, *args[2:])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2.0 * weight
+
+
+def quantise(model):
+    model.lm_head = QuantisedLinear(64, 99, bias=False)
+
+
+def quantise_weight(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(ScaledWeight))
+
+
+def patch_head_forward(model):
+    model.lm_head.forward = lambda hidden: F.linear(hidden, model.lm_head.weight) * 0.5
+
+
+def compile_head(model):
+    model.lm_head.compile(backend="eager")
+
+
+ODD_HEADS = {
+    "not an nn.Linear": quantise,
+    "ScaledWeight": quantise_weight,
+    "ParametrizedLinear": lambda model: parametrize.register_parametrization(model.lm_head, "weight", Doubled()),
+    "the head has hooks": lambda model: model.lm_head.register_forward_hook(lambda head, args, logits: 0.5 * logits),
+    "the head has hooks ": lambda model: model.lm_head.register_forward_pre_hook(lambda head, args: (args[0] * 0.5,)),
+    "backward hooks": lambda model: model.lm_head.register_full_backward_hook(lambda head, grads, _: (grads[0] * 2,)),
+    "replaced the head's forward": patch_head_forward,
+    "compiled": compile_head,
+}
+
+
+@pytest.mark.parametrize("reason", ODD_HEADS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_odd_head_keeps_its_logits_and_says_why_once(llama, reason, when, caplog):
+    caplog.set_level(logging.WARNING, logger="vocab_parallel_ce")
+    if when == "after":
+        install(llama)
+    ODD_HEADS[reason](llama)
+    if when == "before":
+        install(llama)
+    inputs = tiny_inputs(llama)
+    found = [own_step(llama, inputs) for _ in range(3)]
+    ((why, count),) = calls_of(llama).items()
+    assert reason.strip() in why and count == 3
+    uninstall()
+    expected = step(llama, inputs)
+    assert [differs(each, expected) for each in found] == [None] * 3
+    said = [record.getMessage() for record in caplog.records if record.name == "vocab_parallel_ce"]
+    assert len(said) == 1 and why in said[0] and "LlamaForCausalLM" in said[0]
+
+
+def freeze(model):
+    model.lm_head.weight.requires_grad_(False)
+
+
+def test_a_frozen_head_gets_no_gradient(llama):
+    freeze(llama)
+    assert same_step(llama) == FUSED
+    assert llama.lm_head.weight.grad is None
+
+
+# PEFT and accelerate
+
+LAYERS = {"target_modules": ["q_proj", "v_proj"]}
+PEFTS = {
+    "layers": (LAYERS, None),
+    "head": ({"target_modules": ["q_proj", "lm_head"]}, "not an nn.Linear"),
+    "saved": (LAYERS | {"modules_to_save": ["lm_head"]}, "not an nn.Linear"),
+}
+
+
+@pytest.mark.parametrize("case", PEFTS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_peft(llama, case, when):
+    options, reason = PEFTS[case]
+    config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    if when == "before":
+        install(llama)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(llama, config)
+    inputs = tiny_inputs(llama)
+    if when == "before":
+        found = own_step(model, inputs)
+        calls = calls_of(model)
+        uninstall(model)
+        assert differs(found, step(model, inputs)) is None
+    else:
+        calls = same_step(model)
+    assert calls == FUSED if reason is None else reason in str(calls)
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any("lora_A" in name for name in trained)
+    assert any("lm_head" in name for name in trained) == (case != "layers")
+
+
+def test_prepared_by_accelerate_after_install(llama):
+    inputs = tiny_inputs(llama)
+    expected = own_step(Accelerator(mixed_precision="bf16", cpu=True).prepare(copy.deepcopy(llama)), inputs)
+    install(llama)
+    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(llama)
+    found = step(model, inputs)
+    assert calls_of(model) == FUSED and found.logits.dtype == torch.float32
+    assert torch.equal(found.logits, expected.logits)
+    # bf16: the native loss rounds each logit, of about 8, to 8 bits; the fused one keeps its products in fp32.
+    torch.testing.assert_close(found.loss, expected.loss, rtol=2e-3, atol=0.0)
+
+
+def test_prepared_by_accelerate_before_install_is_refused_by_name_and_stays_native(llama):
+    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(llama)
+    with pytest.raises(ValueError, match="LlamaForCausalLM: something else has replaced its forward: install.. before"):
+        install(model)
+    assert audit(model) == {}
+
+
+# The logits
+
+
+def outputs_of(model, **inputs):
+    install(model)
+    return model(**tiny_inputs(model) | inputs)
+
+
+def test_logits_are_made_when_they_are_looked_at(llama):
+    native = llama(**tiny_inputs(llama))
+    outputs = outputs_of(llama)
+    logits = outputs.logits
+    assert type(logits) is LazyLogits and isinstance(logits, torch.Tensor)
+    assert logits.shape == (2, 12, 99) and logits.dtype == torch.float32 and logits.requires_grad
+    assert logits[:, :-1].contiguous().view(-1, 99).shape == (22, 99)
+    assert audit(llama) == FUSED  # nothing yet
+    assert torch.equal(logits.argmax(-1), native.logits.argmax(-1))
+    assert torch.equal(logits, native.logits) and torch.equal(logits[:, -1], native.logits[:, -1])
+    assert logits.detach().numpy().shape == (2, 12, 99) and repr(logits) == repr(logits.make())
+    assert audit(llama) == FUSED | {"logits made after the call": 1}
+
+
+COPIES = {
+    "pickle": lambda logits: pickle.loads(pickle.dumps(logits)),
+    "deepcopy": copy.deepcopy,
+    "numpy": lambda logits: torch.from_numpy(logits.numpy()),
+    "list": lambda logits: torch.tensor(logits.tolist()),
+}
+
+
+def saved(logits):
+    file = io.BytesIO()
+    torch.save({"logits": logits}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["logits"]
+
+
+@pytest.mark.parametrize("how", [*COPIES, "save"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_logits_are_copied_as_a_plain_tensor(llama, how, mode):
+    with mode():
+        expected = llama(**tiny_inputs(llama)).logits
+        logits = outputs_of(llama).logits
+        assert type(logits) is LazyLogits and audit(llama) == FUSED and not logits.requires_grad
+    copied = COPIES.get(how, saved)(logits)
+    assert type(copied) is torch.Tensor and torch.equal(copied, expected)
+
+
+def assign_weight(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2)
+
+
+def assign_data(model):
+    model.lm_head.weight.data = model.lm_head.weight.data * 2
+
+
+def take_a_step(model):
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("change", [take_a_step, assign_weight, assign_data])
+def test_logits_of_a_head_that_has_changed_are_refused(llama, change):
+    outputs = outputs_of(llama)
+    seen = llama(**tiny_inputs(llama)).logits
+    expected = (seen + 0).detach()
+    outputs.loss.backward()
+    change(llama)
+    with pytest.raises(RuntimeError, match="logits: looked at after"):
+        outputs.logits.sum()
+    assert torch.equal(seen, expected)  # made before
+
+
+def test_logits_of_a_functional_call_are_refused_after_it(llama):
+    inputs = tiny_inputs(llama)
+    values = {name: 0.5 * value.detach() for name, value in llama.named_parameters()}
+    expected = torch.func.functional_call(llama, values, (), inputs).loss
+    install(llama)
+    outputs = torch.func.functional_call(llama, values, (), inputs)
+    torch.testing.assert_close(outputs.loss, expected, rtol=1e-5, atol=0.0)
+    with pytest.raises(RuntimeError, match="logits: looked at after the head was given another weight"):
+        outputs.logits.sum()
+
+
+def test_a_transform_of_functorch_runs_the_models_own_loss(llama):
+    inputs = tiny_inputs(llama)
+    values = {name: value.detach() for name, value in llama.named_parameters()}
+
+    def gradient():
+        return torch.func.grad(lambda values: torch.func.functional_call(llama, values, (), inputs).loss)(values)
+
+    expected = gradient()
+    install(llama)
+    for name, value in gradient().items():
+        assert torch.equal(value, expected[name])
+
+
+def test_a_loss_of_the_logits_besides_the_models_own(llama):
+    def losses():
+        llama.zero_grad()
+        outputs = llama(**tiny_inputs(llama))
+        (outputs.loss + 1e-3 * outputs.logits.logsumexp(-1).square().mean()).backward()
+        return {name: parameter.grad.clone() for name, parameter in llama.named_parameters()}
+
+    expected = losses()
+    install(llama)
+    for name, grad in losses().items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max().item())
