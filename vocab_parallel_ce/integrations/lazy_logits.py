@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 METADATA = {
     *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu"),
-    *("is_meta", "is_sparse", "is_nested", "is_quantized", "dim", "size", "numel", "nelement", "element_size"),
+    *("is_meta", "is_sparse", "is_nested", "is_quantized", "dim", "size", "numel", "nelement", "element_size", "_base"),
     *(
         "stride",
         "is_contiguous",
@@ -322,7 +322,8 @@ def _pass_gradient_on(lazy: Tensor) -> None:
     assert isinstance(lazy, LazyLogits)
     with torch._C.DisableTorchFunctionSubclass():
         grad, lazy.grad = lazy.grad, None
-    torch.autograd.backward(lazy.make("backward"), grad)
+    if grad is not None:  # DDP passes all outputs through a function of its own, whether or not they have a gradient
+        torch.autograd.backward(lazy.make("backward"), grad)
 
 
 def _version(tensor: Tensor) -> int:
