@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from vocab_parallel_ce.dtensor import closure, is_dtensor, parallel_hooks
@@ -86,7 +86,7 @@ def _tp_mesh(mesh: Any) -> Any:
     return mesh["tp"]
 
 
-def _checked_head(model: Any, mesh: Any) -> nn.Linear:
+def _checked_head(model: Any, mesh: Any) -> Any:
     """Return the output head of ``model`` if it can be cut."""
     if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
         raise TypeError(f"model: expected a model of transformers, got {type(model).__name__}")
@@ -103,7 +103,7 @@ def _checked_head(model: Any, mesh: Any) -> nn.Linear:
     if "weight" not in parameters or hasattr(head.weight, "ds_id"):
         raise ValueError("head: FSDP or DeepSpeed has its weight; cut the head first, and wrap the model afterwards")
     if any(is_dtensor(parameter) for parameter in parameters.values()):
-        raise ValueError(f"head: its weight is a DTensor already, with {_placements(head.weight)}; nothing is to be cut")
+        raise ValueError("head: expected plain parameters, got a DTensor, which is cut already; leave it as it is")
     if head.weight.device.type != mesh.device_type:
         raise ValueError(f"head: expected a weight on {mesh.device_type}, that of mesh, got {head.weight.device}")
     return head
@@ -112,7 +112,8 @@ def _checked_head(model: Any, mesh: Any) -> nn.Linear:
 def _tied_embedding(model: Any, head: nn.Linear) -> nn.Embedding | None:
     """Return the input embedding if it shares the weight of the head, and nothing else shares its parameters."""
     own = set(head.parameters())
-    sharing = [(name, m) for name, m in model.named_modules() if m is not head and own & set(m.parameters(False))]
+    others = [(name, module) for name, module in model.named_modules() if module is not head]
+    sharing = [(name, module) for name, module in others if own & set(module.parameters(recurse=False))]
     if not sharing:
         return None
     embedding = model.get_input_embeddings()
@@ -120,7 +121,7 @@ def _tied_embedding(model: Any, head: nn.Linear) -> nn.Embedding | None:
         names = ", ".join(f"{name} ({type(module).__name__})" for name, module in sharing)
         raise ValueError(f"head: expected to share its weight with an nn.Embedding of the inputs alone, got {names}")
     if embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq:
-        raise ValueError("embedding: expected no max_norm, sparse or scale_grad_by_freq, got one; untie it from the head")
+        raise ValueError("embedding: expected no max_norm, sparse or scale_grad_by_freq, got one; untie it of the head")
     _check_no_hooks("embedding", embedding)
     return embedding
 
@@ -129,7 +130,3 @@ def _check_no_hooks(name: str, module: nn.Module) -> None:
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     if any(hooks) or "forward" in vars(module):
         raise ValueError(f"{name}: has hooks or a patched forward (a tp_plan, offloading); remove them")
-
-
-def _placements(tensor: Tensor) -> Any:
-    return getattr(tensor, "placements", None)
