@@ -9,7 +9,7 @@
 # finished one whose python cannot be started: it stops and says so. Two setups of one environment
 # take turns.
 #
-# What goes into .venv, besides this checkout and its extras test, demo and dev:
+# What goes into .venv, besides this checkout and its extras test, demo, dev and huggingface:
 #   no NVIDIA GPU    the pinned torch and triton
 #   NVIDIA GPU       the torch of the platform's python3; where it has none, the one pip chooses
 #   no package index, but torch, triton and pytest on the platform
@@ -32,7 +32,7 @@ vpce_stamp=$vpce_venv/setup-stamp
 vpce_unfinished=$vpce_venv/setup-unfinished
 vpce_constraints=$vpce_venv/platform-constraints.txt
 vpce_pins=("torch==2.13.0" "triton==3.7.1; platform_system == 'Linux'")
-vpce_extras=triton,test,demo,dev
+vpce_extras=triton,test,demo,dev,huggingface
 vpce_gpu=no
 [[ $(nvidia-smi -L 2>/dev/null) != GPU* ]] || vpce_gpu=yes
 
@@ -226,6 +226,8 @@ hypothesis the property tests will not run
 tokenizers the demo will not run
 tqdm the demo will not run
 matplotlib the demo will not run
+transformers the tests of its integration will not run
+trl the tests of its integration will not run
 ruff .ci/run will not lint
 mypy .ci/run will not check types
 LOSSES

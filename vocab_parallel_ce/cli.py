@@ -10,6 +10,7 @@ import torch
 
 import vocab_parallel_ce
 from vocab_parallel_ce.collectives import available_backends
+from vocab_parallel_ce.integrations import framework_lines
 from vocab_parallel_ce.linear.chunks import choose_chunk_tokens
 from vocab_parallel_ce.plan import top_saved_tensor_hooks
 from vocab_parallel_ce.selection import IMPLEMENTATIONS, Workload, gpu_of, select, triton_state, triton_version
@@ -66,7 +67,7 @@ def doctor_lines() -> list[str]:
         head = f"{n_tokens} tokens x {hidden_size} by {n_columns} columns of bf16"
         size = f"{chunk * n_columns * 2 / 2**30:.2f} GiB of logits"
         lines.append(f"linear_cross_entropy, {head}: chunks of {chunk} tokens, {size}")
-    return lines
+    return lines + framework_lines()
 
 
 def _outcome(device: str, requested: str, workload: Workload) -> str:

@@ -1,1 +1,27 @@
 """Frameworks: each module is switched on by name, imports its framework only then, and can be undone."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+# Oldest and newest version that the tests ran with.
+TESTED = {"transformers": ("5.17.0", "5.23.0"), "trl": ("1.16.0", "1.16.0")}
+
+
+def framework_lines() -> list[str]:
+    """Return, for each framework, the version that is installed and whether it is tested."""
+    lines = []
+    for name, (oldest, newest) in TESTED.items():
+        tested = oldest if oldest == newest else f"{oldest} to {newest}"
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            lines.append(f"{name}: not installed (tested with {tested})")
+            continue
+        is_tested = _key(oldest) <= _key(found) <= _key(newest)
+        lines.append(f"{name} {found}: {'tested' if is_tested else f'not tested, only {tested}'}")
+    return lines
+
+
+def _key(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])

@@ -52,11 +52,18 @@ class Modes(NamedTuple):
         autocast = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, device_type)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def dtype_of(self, hidden: Tensor) -> torch.dtype:
+        """Return the dtype of a product with ``hidden``."""
+        return self.autocast_dtype if self.autocast else hidden.dtype
+
+    def autocasting(self) -> torch.autocast:
+        """Return the autocast of then."""
+        return torch.autocast(self.device_type, dtype=self.autocast_dtype, enabled=self.autocast)
+
+    def run(self, function: Callable[[], Tensor]) -> Tensor:
         """Call ``function`` as if it had been called then."""
-        autocast = torch.autocast(self.device_type, dtype=self.autocast_dtype, enabled=self.autocast)
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), autocast:
-            return function(*args)
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self.autocasting():
+            return function()
 
 
 class Head:
@@ -64,7 +71,7 @@ class Head:
 
     def __init__(self, hidden: Tensor, parameters: tuple[Tensor, ...]) -> None:
         """``hidden [..., D]`` is what the head was called with, ``parameters`` what it uses."""
-        self.hidden = hidden
+        self.hidden, self.modes = hidden, Modes.now(hidden.device.type)
         self.is_made = False
         self.lazy: list[weakref.ref[LazyLogits]] = []
         self._versions = [(tensor, _version(tensor)) for tensor in (hidden, *parameters)]
@@ -79,7 +86,7 @@ class Head:
         raise NotImplementedError
 
     def report(self, event: str) -> None:
-        """Note ``"fused"``, or the operation that made the real logits."""
+        """Note ``"fused"``, or what made the real logits."""
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if the logits would not be those of the call any more."""
@@ -142,7 +149,7 @@ class LazyLogits(Tensor):
         if self._made is None:
             if not self._head.is_made:
                 self._head.check_unchanged()
-                self._head.report(reason)
+                self._head.report(f"{reason} made the logits")
                 self._head.is_made = True
             self._made = self._modes.run(self._make)
             for hook in self._hooks.values():
@@ -181,9 +188,9 @@ class LazyLogits(Tensor):
         return _run_on_real(func, func.__name__, args, kwargs or {})
 
 
-def lazy_logits(head: Head, n_columns: int, dtype: torch.dtype) -> LazyLogits:
-    """Return what stands for the logits ``[..., n_columns]`` of ``dtype`` of a head's call."""
-    return LazyLogits(head, Recorded(head.hidden, n_columns), dtype)
+def lazy_logits(head: Head, n_columns: int) -> LazyLogits:
+    """Return what stands for the logits ``[..., n_columns]`` of a head's call."""
+    return LazyLogits(head, Recorded(head.hidden, n_columns), head.modes.dtype_of(head.hidden))
 
 
 def _run_on_real(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -302,16 +309,10 @@ def _cross_entropy(
         or target.device != logits.device
     ):
         return NotImplemented
-    loss = head.loss(
-        recorded.hidden,
-        target,
-        recorded.n_columns,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        logit_scale=recorded.logit_scale,
-        softcap=recorded.softcap,
-    )
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    options |= {"logit_scale": recorded.logit_scale, "softcap": recorded.softcap}
+    with head.modes.autocasting():
+        loss = head.loss(recorded.hidden, target, recorded.n_columns, **options)
     head.report("fused")
     is_autocast = torch.is_autocast_enabled(logits.device.type)
     return loss if is_autocast else loss.to(logits.dtype)

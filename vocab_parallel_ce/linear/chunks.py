@@ -20,12 +20,14 @@ SMALL_BYTES = 256 * 2**20  # logits that are worth no more chunks
 MULTIPLE = 128  # tokens: whole tiles of a matrix product
 
 
-def choose_chunk_tokens(n_tokens: int, hidden_size: int, n_columns: int, element_size: int) -> int:
-    """Return the tokens of a chunk by default: ``FEWEST_TOKENS``, or as many as have ``SMALL_BYTES`` of logits."""
+def choose_chunk_tokens(
+    n_tokens: int, hidden_size: int, n_columns: int, element_size: int, fewest: int = FEWEST_TOKENS
+) -> int:
+    """Return the tokens of a chunk by default: ``fewest``, or as many as have ``SMALL_BYTES`` of logits."""
     # One chunk does without the weight's fp32 gradient, which may take more than all logits.
     if n_tokens * element_size <= 4 * hidden_size:
         return max(1, n_tokens)
-    return equal_chunk(n_tokens, max(FEWEST_TOKENS, SMALL_BYTES // (n_columns * element_size)))
+    return equal_chunk(n_tokens, max(fewest, SMALL_BYTES // (n_columns * element_size)))
 
 
 def equal_chunk(n_tokens: int, most: int) -> int:

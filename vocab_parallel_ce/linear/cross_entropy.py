@@ -109,7 +109,7 @@ def linear_cross_entropy(
         RuntimeError: from backward, if it runs again over gradients of ``"in_forward"``, or with ``create_graph``.
     """
     given = Arguments(hidden, weight, labels, bias, group, num_items, main_grad)
-    linear, outputs = _run(given, *split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics))
+    linear, outputs = run(given, *split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics))
     if not return_metrics:
         return outputs.loss
     metrics = loss_metrics(linear.call, outputs, labels)
@@ -160,7 +160,7 @@ def linear_token_log_probs(
     """
     fixed = {"entropy": entropy, "reduction": "none", "gradient": "in_backward"}
     given = Arguments(hidden, weight, labels, bias, group, None, main_grad)
-    _, outputs = _run(given, *split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed))
+    _, outputs = run(given, *split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed))
     log_probs = 0.0 - outputs.loss  # a negated 0 would be -0
     return log_probs if outputs.entropy is None else (log_probs, outputs.entropy)
 
@@ -173,7 +173,7 @@ def split_keywords(keywords: dict[str, Any], known: dict[str, Any], **fixed: Any
     return Settings(**of_loss, **fixed), HeadSettings(**of_head)
 
 
-def _run(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[LinearCall, TokenOutputs]:
+def run(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[LinearCall, TokenOutputs]:
     """Compute the outputs, those per token of the shape of the labels; under autograd if something needs a gradient."""
     linear, inputs = plan_linear_call(given, settings, head)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):

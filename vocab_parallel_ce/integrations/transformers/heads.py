@@ -6,23 +6,49 @@ import contextlib
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.integrations.lazy_logits import Head, lazy_logits
 from vocab_parallel_ce.integrations.transformers import fsdp
 from vocab_parallel_ce.integrations.transformers.tensor_parallel import tensor_parallel_group
+from vocab_parallel_ce.linear.chunks import choose_chunk_tokens
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FEWEST_TOKENS = 2048  # of a chunk: half the memory of linear_cross_entropy's default, for 0.4 % of a step
 NOT_USED = "the head was not called, or no cross_entropy of its logits"
 logger = logging.getLogger("vocab_parallel_ce")
 calls: weakref.WeakKeyDictionary[nn.Module, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+class CallRecord:
+    """What became of the logits of one call of a model, added to the model's :data:`calls` when the call ends."""
+
+    def __init__(self, model: Any) -> None:
+        self.name, self.counts = type(model).__name__, calls.setdefault(model, Counter())
+        self.events: list[str] = []
+        self.is_over = False
+
+    def report(self, event: str) -> None:
+        """Note ``"fused"``, or what made the logits."""
+        if self.is_over:
+            self.counts["logits made after the call"] += 1
+        self.events.append(event)
+
+    def end(self) -> None:
+        """Count the call, and log the first of its kind if it was not fused."""
+        self.is_over = True
+        event = "fused" if "fused" in self.events else next(iter(self.events), NOT_USED)
+        self.counts[event] += 1
+        if event != "fused" and self.counts[event] == 1:
+            logger.warning("%s: the loss was not fused, and the logits were made: %s", self.name, event)
 
 
 class HeadPlan(NamedTuple):
@@ -31,7 +57,7 @@ class HeadPlan(NamedTuple):
     module: nn.Linear
     group: Any
     options: dict[str, Any]  # of linear_cross_entropy
-    report: Callable[[str], None]
+    record: CallRecord
 
 
 class HeadCall(Head):
@@ -45,7 +71,7 @@ class HeadCall(Head):
         self.plan = plan
 
     def report(self, event: str) -> None:
-        self.plan.report(event)
+        self.plan.record.report(event)
 
     def logits(self) -> Tensor:
         # With its hooks and its own forward; only the lazy call is skipped.
@@ -53,6 +79,10 @@ class HeadCall(Head):
 
     def loss(self, hidden: Tensor, labels: Tensor, n_columns: int, **options: Any) -> Tensor:
         module, group = self.plan.module, self.plan.group
+        if not {"chunk_tokens", "memory_budget"} & self.plan.options.keys():
+            width = -(-module.out_features // group_position(group)[1])
+            size = self.modes.dtype_of(hidden).itemsize
+            options["chunk_tokens"] = choose_chunk_tokens(hidden.shape[0], hidden.shape[1], width, size, FEWEST_TOKENS)
         # PyTorch raises for such labels too; on a GPU the check would wait for the device.
         checks = hidden.device.type == "cpu"
         options |= {"vocab_size": n_columns, "group": group, "check_labels": checks, **self.plan.options}
@@ -66,46 +96,32 @@ class HeadCall(Head):
 @contextlib.contextmanager
 def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[None]:
     """Let the head of ``model`` return lazy logits, and count what became of them."""
-    events: list[str] = []
-    counts = calls.setdefault(model, Counter())
-    is_over = False
-
-    def report(event: str) -> None:
-        if is_over:
-            counts["logits made after the call"] += 1
-        events.append(event)
-
     head = model.get_output_embeddings()
+    if hasattr(getattr(head, "_compiled_call_impl", None), "is_lazy"):  # a call inside a call: the outer one counts
+        yield
+        return
+    record = CallRecord(model)
     reason, group = refusal(head)
-    if reason is not None:
-        _count(model, counts, reason)
-        yield
-        return
-    if "_compiled_call_impl" in vars(head):  # a call inside a call: the outer one counts
-        yield
-        return
-    plan = HeadPlan(head, group, options, report)
+    plan = HeadPlan(head, group, options, record)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         why = refusal_of_inputs(head, args, kwargs)
         if why is not None:
-            report(why)
+            record.report(why)
             return head._call_impl(*args, **kwargs)
-        (hidden,) = args
-        autocasts = torch.is_autocast_enabled(hidden.device.type)
-        dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
-        return lazy_logits(HeadCall(plan, hidden), head.out_features, dtype)
+        return lazy_logits(HeadCall(plan, args[0]), head.out_features)
 
-    head._compiled_call_impl = call  # what nn.Module.__call__ runs instead of forward and hooks
+    call.is_lazy = True  # type: ignore[attr-defined]
+    if reason is None:
+        head._compiled_call_impl = call  # what nn.Module.__call__ runs instead of forward and hooks
+    else:
+        record.report(reason)
     try:
         yield
+        record.end()
     finally:
-        del head._compiled_call_impl
-        is_over = True
-    if "fused" in events:
-        counts["fused"] += 1
-    else:
-        _count(model, counts, f"{events[0]} made the logits" if events else NOT_USED)
+        if reason is None:
+            del head._compiled_call_impl
 
 
 def refusal(head: Any) -> tuple[str | None, Any]:
@@ -130,6 +146,8 @@ def refusal_of_module(head: Any) -> str | None:
         return f"the head is a {type(head).__module__}.{type(head).__name__}, not an nn.Linear"
     if hasattr(head.weight, "ds_id"):
         return "DeepSpeed ZeRO-3 has partitioned the head"
+    if head._compiled_call_impl is not None:
+        return "the head is compiled"
     if parametrize.is_parametrized(head):
         return "the head is parametrised"
     if head._backward_hooks or head._backward_pre_hooks:
@@ -151,10 +169,3 @@ def refusal_of_inputs(head: nn.Linear, args: Any, kwargs: Any) -> str | None:
     if hidden.device != head.weight.device or not (autocasts or hidden.dtype == dtype):
         return f"hidden states of {hidden.dtype} on {hidden.device}, beside a head of {dtype}"
     return None
-
-
-def _count(model: Any, counts: Counter[str], reason: str) -> None:
-    """Count a call that was not fused, and say so once per model."""
-    counts[reason] += 1
-    if counts[reason] == 1:
-        logger.warning("%s: the loss was not fused, and the logits were made: %s", type(model).__name__, reason)

@@ -88,9 +88,9 @@ def _tp_mesh(mesh: Any) -> Any:
 
 def _checked_head(model: Any, mesh: Any) -> Any:
     """Return the output head of ``model`` if it can be cut."""
-    if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
+    if not (isinstance(model, nn.Module) and hasattr(model, "get_output_embeddings")):
         raise TypeError(f"model: expected a model of transformers, got {type(model).__name__}")
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear:
         raise TypeError(
             f"head: expected exactly an nn.Linear, got {type(head).__name__}, which may do more than multiply by its "

@@ -3,13 +3,14 @@
 A config is shrunk by the names of its attributes: `SMALL` says what an attribute becomes, whichever model it belongs
 to. `OVERRIDES` holds what a single model type needs beyond that.
 
-Logits are large, with a standard deviation of about 8, and scales, softcaps and biases of the head are non-trivial.
+Logits are large: their standard deviation is about 5 to 12. Scales, softcaps and biases of the head are non-trivial.
 A loss that forgets one of them is then visibly wrong.
 """
 
 from __future__ import annotations
 
 import inspect
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 VOCABULARY = 99
 LAYERS = 2
 BATCH, LENGTH = 2, 12
-HEAD_STD = 1.0
+
+# Standard deviation of the head's weights: 1, and more where hidden states are small.
+HEAD_STD = {"Qwen4ExpForCausalLM": 3.0}
 
 # Small value -> names of the attributes that take it, in every config where they hold a positive integer.
 _SIZES: tuple[tuple[int, str], ...] = (
@@ -60,8 +63,8 @@ _SIZES: tuple[tuple[int, str], ...] = (
     (
         4,
         "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads"
-        " num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads index_n_heads linear_num_heads"
-        " num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num",
+        " num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads linear_num_heads"
+        " index_n_heads num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num",
     ),
     (3, "pad_token_id"),
     (
@@ -82,9 +85,9 @@ SIZES: dict[str, int] = {name: size for size, names in _SIZES for name in names.
 # Attributes that are set wherever a config has them, even as None: scales and softcaps of the logits, strong layers,
 # auxiliary losses that count, and no caches.
 ALWAYS: dict[str, Any] = {
-    "final_logit_softcapping": 5.0,
-    "logits_soft_cap": 5.0,
-    "output_logit_soft_cap": 5.0,
+    "final_logit_softcapping": 8.0,
+    "logits_soft_cap": 8.0,
+    "output_logit_soft_cap": 8.0,
     "logit_scale": 0.7,
     "logits_scaling": 1.3,
     "logits_mup_width_multiplier": 1.2,
@@ -93,6 +96,7 @@ ALWAYS: dict[str, Any] = {
     "init_std": 0.1,
     "router_aux_loss_coef": 0.1,
     "aux_loss_coef": 0.1,
+    "moe_loss_weight": 0.1,
     "output_router_logits": True,
     "lm_head_bias": True,
     "is_decoder": True,
@@ -101,16 +105,30 @@ ALWAYS: dict[str, Any] = {
 
 # Config's class -> what it needs beyond the names above.
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "CohereCompassTextConfig": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "CohereCompassTextConfig": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}}
+    },
     "DbrxAttentionConfig": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
+    "DogeConfig": {"output_router_logits": False},
     "Dots1Config": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "Dots3NoteTextConfig": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 16,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+    },
     "FlintConfig": {"mlp_only_layers": [0]},
+    "Gemma3nTextConfig": {"intermediate_size": 96},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
-    "InklingTextConfig": {"unpadded_vocab_size": 97},
     "Inkling2TextConfig": {"unpadded_vocab_size": 97},
+    "InklingTextConfig": {"unpadded_vocab_size": 97},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "Mamba2Config": {"head_dim": 32, "n_groups": 2},
+    "MiniCPM3Config": {"dim_model_base": 50},
     "NemotronConfig": {"num_key_value_heads": 2},
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 4,
@@ -126,8 +144,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
     },
     "XmodConfig": {"default_language": "en_XX"},
-    "ZambaConfig": {"layers_block_type": ["hybrid", "hybrid"]},
     "Zamba2Config": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "ZambaConfig": {"layers_block_type": ["hybrid", "hybrid"]},
     "ZayaConfig": {"num_experts_per_tok": 1},
 }
 
@@ -141,14 +159,8 @@ def class_names() -> list[str]:
 
 
 def load_class(name: str) -> type[PreTrainedModel]:
-    """Import the class `name`. Raises ImportError or AttributeError if transformers cannot import it."""
+    """Import the class `name`. Raises what transformers raises if it cannot: ImportError, AttributeError."""
     return getattr(transformers, name)
-
-
-def _shrink_list(values: list[Any]) -> list[Any]:
-    """Return the last of the values' first and last kinds, such as one sliding and one full attention layer."""
-    kinds = list(dict.fromkeys(values))
-    return [kinds[0], kinds[-1]]
 
 
 def _small(name: str, value: Any) -> Any:
@@ -166,13 +178,15 @@ def _small(name: str, value: Any) -> Any:
     if name in SIZES and (name == "head_dim" or isinstance(value, int) and value > 0):
         return SIZES[name]
     if name.endswith(("layer_types", "block_type")) and isinstance(value, list) and len(value) > LAYERS:
-        return _shrink_list(value)
+        # One layer of the first kind and one of the last, such as sliding and full attention.
+        kinds = list(dict.fromkeys(value))
+        return [kinds[0], kinds[-1]]
     return None
 
 
 def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     """Return a tiny config of `config_class`, made by shrinking its default one."""
-    overrides = OVERRIDES.get(config_class.__name__, {})
+    overrides = deepcopy(OVERRIDES.get(config_class.__name__, {}))
     full = vars(config_class())
     small = {name: _small(name, value) for name, value in full.items()}
     if "qk_rope_head_dim" in full:
@@ -185,39 +199,50 @@ def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 def tiny_model(cls: type[PreTrainedModel], seed: int = 0) -> PreTrainedModel:
     """Return a tiny fp32 CPU model of class `cls`, the same one for the same seed. Dropout and caches are off.
 
-    Leaves torch's global random state as it was. Raises what the config or the model raises, ImportError among it.
+    The model has 2 layers, and its auxiliary loss is on if the class has one. It is in training mode; evaluation mode
+    gives the same numbers. Torch's global random state stays as it was. Raises ValueError if the class takes no labels,
+    and whatever the config or the model raises, such as ImportError for a missing package.
     """
     if "labels" not in inspect.signature(cls.forward).parameters:
         raise ValueError(f"{cls.__name__}: forward takes no labels, so that it has no loss")
+    config_class: Any = cls.config_class
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = cls(tiny_config(cls.config_class)).float()
-        head = model.get_output_embeddings()
+        model = cls(tiny_config(config_class)).float()
         with torch.no_grad():
-            if isinstance(head, nn.Linear):
-                head.weight.normal_(0.0, HEAD_STD)
-                if head.bias is not None:
-                    head.bias.normal_()
-            _randomise_norms(model)
+            _enlarge_logits(model, HEAD_STD.get(cls.__name__, 1.0))
+    if not any("router_logits" in (getattr(module, "_can_record_outputs", None) or {}) for module in model.modules()):
+        # Some classes of transformers 5.17 record no routers' logits, and then fail at the auxiliary loss.
+        model.config.output_router_logits = False
     return model
 
 
-def _randomise_norms(model: PreTrainedModel) -> None:
-    """Flip the signs of half of each norm's weights.
+def _enlarge_logits(model: PreTrainedModel, std: float) -> None:
+    """Overwrite the head's weights and biases, parameters that are zeros, and the signs of half of the norms' weights.
 
-    Otherwise a model with tied embeddings predicts each input token with a logit far above all others.
+    Without these signs, a model with tied embeddings predicts each input token with a logit far above all others.
     """
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.normal_(0.0, 0.1)
+    heads: Any = model.get_output_embeddings()
+    head: Any
+    for head in heads if isinstance(heads, nn.ModuleList) else [heads]:
+        head.weight.normal_(0.0, std)
+        if head.bias is not None:
+            head.bias.normal_(0.0, 2.0)
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if "Norm" in type(module).__name__ and isinstance(weight, Tensor) and weight.dim() == 1:
-            # A weight w is stored as w or, beside `1 + w`, as w - 1. Either way this turns w into -w.
+            # Most norms multiply by w or by 1 + w, and begin with a factor of 1: it becomes -1.
             weight -= 2.0 * torch.randint_like(weight, 2)
 
 
 def tiny_inputs(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
-    """Return inputs of the model's forward: int64 ids and labels [2, 12], a mask where it takes one, and its own.
+    """Return inputs of the model's forward: int64 ids and labels [2, 12], and a mask if it takes one.
 
     Labels differ from the ids, and six of them are -100. The mask hides the last two tokens of the second sequence.
+    GIT also gets `pixel_values`. MusicGen has ids [2 * codebooks, 12] and labels [2, 12, codebooks].
     """
     generator = torch.Generator().manual_seed(seed)
 

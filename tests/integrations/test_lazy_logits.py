@@ -1,0 +1,274 @@
+"""Lazy logits: the fused loss where it can be, real logits everywhere else, and the same numbers in both."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vocab_parallel_ce import linear_cross_entropy
+from vocab_parallel_ce.integrations.lazy_logits import Head, LazyLogits, lazy_logits
+
+pytestmark = pytest.mark.reference
+D, V, SHAPE = 8, 21, (2, 5)
+
+
+class Recording(Head):
+    def __init__(self, hidden, weight):
+        super().__init__(hidden, (weight,))
+        self.weight, self.events = weight, []
+
+    def logits(self):
+        return F.linear(self.hidden, self.weight)
+
+    def loss(self, hidden, labels, n_columns, **options):
+        return linear_cross_entropy(hidden, self.weight, labels, vocab_size=n_columns, check_labels=True, **options)
+
+    def report(self, event):
+        self.events.append(event)
+
+
+def inputs(dtype=torch.float32, scale=3.0):
+    torch.manual_seed(0)
+    hidden = (scale * torch.randn(*SHAPE, D)).to(dtype).requires_grad_()
+    weight = torch.randn(V, D).to(dtype).requires_grad_()
+    labels = torch.randint(0, V - 2, SHAPE)
+    labels[0, :2] = -100
+    return hidden, weight, labels
+
+
+def results(program, lazy, dtype=torch.float32):
+    """The loss, gradients and events of a program, on lazy or on real logits."""
+    hidden, weight, labels = inputs(dtype)
+    head = Recording(hidden, weight)
+    loss = program(lazy_logits(head, V) if lazy else head.logits(), labels)
+    upstream = torch.linspace(0.5, 2.0, loss.numel(), dtype=loss.dtype).view(loss.shape)
+    gradients = torch.autograd.grad(loss, (hidden, weight), upstream)
+    return loss.detach(), gradients, head.events
+
+
+def shifted(logits, labels):
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.float().view(-1, V), labels.view(-1))
+
+
+def softcapped(logits, labels):
+    return F.cross_entropy((torch.tanh(0.3 * logits / 5.0) * 5.0).view(-1, V), labels.view(-1))
+
+
+def masked(logits, labels):
+    mask = torch.tensor([1, 1, 0, 1]) == 1
+    rows = logits[:, :-1][mask.expand(2, -1)]
+    return F.cross_entropy(rows, labels[:, 1:][mask.expand(2, -1)], reduction="sum") / 3
+
+
+FUSED = {
+    "shifted": shifted,
+    "softcap": softcapped,
+    "mask": masked,
+    "module": lambda z, y: torch.nn.CrossEntropyLoss(reduction="none")(z.reshape(-1, V), y.flatten()),
+    "keywords": lambda z, y: F.cross_entropy(input=z.flatten(0, 1), target=y.flatten()),
+    "scale, then softcap": lambda z, y: F.cross_entropy(((z * 0.2).tanh() * 3)[0], y[0], label_smoothing=0.2),
+    "softcap twice scaled": lambda z, y: F.cross_entropy((z.mul(0.2).tanh().mul(3) / 2)[1], y[1]),
+    "first columns": lambda z, y: F.cross_entropy(z[..., : V - 2].reshape(-1, V - 2), y.view(-1)),
+    "first columns by three": lambda z, y: F.cross_entropy(
+        z[:, 1:, : V - 1].contiguous().view(-1, V - 1), y[:, 1:].reshape(-1)
+    ),
+    "rows by ids": lambda z, y: F.cross_entropy(z[torch.tensor([1, 1, 0]), 2], y[torch.tensor([1, 1, 0]), 2]),
+    "cast and clone": lambda z, y: F.cross_entropy(z.clone().to("cpu", torch.float32).view(10, V), y.view(10)),
+    "ignore_index": lambda z, y: F.cross_entropy(z.view(-1, V), y.clamp(min=0).view(-1), ignore_index=3),
+}
+REAL = {
+    "negative scale": (lambda z, y: F.cross_entropy((-z).view(-1, V), y.view(-1)), "neg"),
+    "negative factor": (lambda z, y: F.cross_entropy((-1.5 * z).view(-1, V), y.view(-1)), "mul"),
+    "tensor factor": (lambda z, y: F.cross_entropy((z * torch.tensor(2.0)).view(-1, V), y.view(-1)), "mul"),
+    "class weights": (
+        lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1), torch.linspace(1, 2, V)),
+        "cross_entropy",
+    ),
+    "probabilities": (lambda z, y: F.cross_entropy(z.view(-1, V), torch.full((10, V), 1 / V)), "cross_entropy"),
+    "transposed": (lambda z, y: F.cross_entropy(z.transpose(1, 2), y), "transpose"),
+    "last columns": (lambda z, y: F.cross_entropy(z[..., 2:].reshape(-1, V - 2), y.view(-1)), "__getitem__"),
+    "log_softmax": (lambda z, y: F.nll_loss(F.log_softmax(z, -1).view(-1, V), y.view(-1)), "log_softmax"),
+    "second tanh": (lambda z, y: F.cross_entropy(z.tanh().tanh().view(-1, V), y.view(-1)), "tanh"),
+    "mixed rows": (lambda z, y: F.cross_entropy(z.reshape(2, -1), torch.tensor([3, 40])), "reshape"),
+    "half": (lambda z, y: F.cross_entropy(z.bfloat16().float().view(-1, V), y.view(-1)), "bfloat16"),
+}
+
+
+def assert_equal(found, expected, rtol=2e-6):
+    for own, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        assert own.dtype == other.dtype and own.shape == other.shape
+        assert (own - other).abs().max() <= rtol * other.abs().max()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_loss_is_fused_and_the_numbers_are_those_of_the_logits(name):
+    found, expected = results(FUSED[name], lazy=True), results(FUSED[name], lazy=False)
+    assert found[2] == ["fused"]
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_anything_else_makes_the_logits(name):
+    program, operation = REAL[name]
+    found, expected = results(program, lazy=True), results(program, lazy=False)
+    assert found[2] == [f"{operation} made the logits"]
+    assert_equal(found, expected, rtol=0)
+
+
+def test_bf16_logits_give_pytorchs_dtypes():
+    found, expected = (
+        results(lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1)), lazy, torch.bfloat16) for lazy in (True, False)
+    )
+    assert found[2] == ["fused"]
+    assert_equal(found, expected, rtol=2**-7)
+
+
+def test_labels_beyond_the_vocabulary_are_an_error_as_in_pytorch():
+    with pytest.raises(ValueError, match="labels"):
+        results(lambda z, y: F.cross_entropy(z.view(-1, V), torch.full((10,), V)), lazy=True)
+
+
+def test_a_view_that_shares_memory_sees_what_is_written_and_a_product_does_not():
+    def program(logits, labels):
+        view, product = logits.view(-1, V), logits * 2
+        logits[..., 3] = -5.0
+        product /= 4
+        return F.cross_entropy(view, labels.view(-1)) + F.cross_entropy(product.view(-1, V), labels.view(-1))
+
+    found, expected = results(program, lazy=True), results(program, lazy=False)
+    assert found[2] == ["__setitem__ made the logits"]
+    assert_equal(found, expected, rtol=1e-7)
+
+
+class Double(torch.autograd.Function):
+    """An operation that sees no override: C++ takes the tensor."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return 2 * logits
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_a_function_that_hides_the_logits_from_overrides_is_differentiated():
+    gradients = []
+    for lazy in (True, False):
+        hidden, weight, labels = inputs()
+        logits = lazy_logits(Recording(hidden, weight), V) if lazy else F.linear(hidden, weight)
+        F.cross_entropy(Double.apply(logits.view(-1, V)), labels.view(-1)).backward()
+        gradients.append((hidden.grad, weight.grad))
+    assert_equal((torch.ones(1), gradients[0]), (torch.ones(1), gradients[1]))
+
+
+def lazy_pair():
+    hidden, weight, _ = inputs()
+    head = Recording(hidden, weight)
+    return head, lazy_logits(head, V), F.linear(hidden, weight)
+
+
+def test_metadata_makes_no_logits():
+    head, lazy, real = lazy_pair()
+    assert lazy.shape == real.shape and lazy.dtype == real.dtype and lazy.device == real.device
+    assert (lazy.ndim, lazy.dim(), len(lazy), lazy.numel(), lazy.size(-1)) == (3, 3, 2, real.numel(), V)
+    assert lazy.requires_grad and lazy.is_contiguous() and lazy.stride() == real.stride()
+    assert isinstance(lazy, torch.Tensor) and torch.is_tensor(lazy) and torch.is_floating_point(lazy)
+    assert head.events == []
+
+
+LOOKS = {
+    "pickle": lambda z: pickle.loads(pickle.dumps(z.detach())),
+    "deepcopy": lambda z: copy.deepcopy(z.detach()),
+    "numpy": lambda z: torch.from_numpy(z.detach().numpy()),
+    "argmax": lambda z: z.argmax(-1),
+    "cat": lambda z: torch.cat([torch.zeros(1, 5, V), z]),
+    "repr": lambda z: torch.tensor(len(repr(z))),
+    "aten": lambda z: torch.ops.aten.mul.Tensor(z, z),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_whoever_looks_sees_real_logits(name):
+    head, lazy, real = lazy_pair()
+    found = LOOKS[name](lazy)
+    assert type(found) is torch.Tensor and torch.equal(found, LOOKS[name](real))
+    assert len(head.events) == 1
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda z: torch.save(z, io.BytesIO())])
+def test_lazy_logits_are_pickled_as_a_plain_tensor(save):
+    with torch.no_grad():
+        head, lazy, real = lazy_pair()
+    if save is pickle.dumps:
+        loaded = pickle.loads(save(lazy))
+        assert type(loaded) is torch.Tensor and torch.equal(loaded, real)
+    else:
+        save(lazy)
+        assert head.events
+
+
+def test_logits_are_made_in_the_modes_of_the_head():
+    hidden, weight, _ = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        lazy = lazy_logits(Recording(hidden, weight), V)
+        real = F.linear(hidden, weight)
+    with torch.no_grad():
+        made = lazy + 0
+        assert made.dtype == torch.bfloat16 and torch.equal(made, real)
+    assert lazy.make().requires_grad
+    with torch.no_grad():
+        without = lazy_logits(Recording(hidden, weight), V)
+    assert not without.requires_grad and not (without + 0).requires_grad
+
+
+@pytest.mark.parametrize("changed", ["weight", "hidden"])
+def test_logits_looked_at_after_a_step_are_refused(changed):
+    head, lazy, real = lazy_pair()
+    seen = lazy_logits(head, V)
+    with torch.no_grad():
+        getattr(head, changed).add_(1.0)
+    with pytest.raises(RuntimeError, match="an optimizer's step"):
+        lazy.argmax(-1)
+    assert not head.is_made and type(seen) is LazyLogits
+
+
+def test_logits_that_were_made_before_a_step_stay():
+    head, lazy, real = lazy_pair()
+    assert torch.equal(lazy.detach(), real)
+    with torch.no_grad():
+        head.weight.add_(1.0)
+    assert torch.equal(lazy.detach(), real)
+
+
+def test_hooks_run_on_the_gradient_of_the_real_logits_and_make_none():
+    head, lazy, real = lazy_pair()
+    seen = []
+    removed = lazy.register_hook(lambda grad: seen.append("removed"))
+    lazy.register_hook(lambda grad: seen.append(grad))
+    removed.remove()
+    assert head.events == []
+    (lazy * lazy).sum().backward()
+    assert len(seen) == 1 and torch.allclose(seen[0], 2 * real)
+
+
+def test_nothing_keeps_the_hidden_states():
+    import weakref
+
+    head, lazy, real = lazy_pair()
+    dead = weakref.ref(head)
+    lazy.float().view(-1, V)
+    del head, lazy
+    assert dead() is None
+
+
+def test_the_softcap_matters_here():
+    """A control: the other tests' logits are large enough that a lost softcap or scale is seen."""
+    loss, *_ = results(softcapped, lazy=True)
+    without, *_ = results(lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1)), lazy=True)
+    assert not math.isclose(loss, without, rel_tol=0.1)

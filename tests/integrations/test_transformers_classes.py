@@ -1,0 +1,115 @@
+"""Every class of transformers' causal language models that can be built: the same step with the fused loss.
+
+About a third of the classes by default; ``VPCE_ALL_CLASSES=1`` runs all of them.
+"""
+
+import os
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from vocab_parallel_ce.integrations.transformers import heads, install, uninstall  # noqa: E402
+from vocab_parallel_ce.integrations.transformers.audit import differs, step  # noqa: E402
+from vocab_parallel_ce.integrations.transformers.heads import calls  # noqa: E402
+from vocab_parallel_ce.integrations.transformers.tiny import class_names, load_class, tiny_inputs, tiny_model  # noqa: E402
+
+pytestmark = pytest.mark.reference
+# They have several heads, or transpose their logits.
+FALL_BACK = {"MusicgenForCausalLM", "MusicgenMelodyForCausalLM", "ProphetNetForCausalLM"}
+# Without this project: they need timm, or take no labels.
+NOT_BUILT = {"Gemma3nForConditionalGeneration", "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"}
+# Scales, softcaps, biases, inline losses, sliced vocabularies, auxiliary losses, composite heads.
+ALWAYS = """
+    ArceeForCausalLM BertLMHeadModel BlenderbotForCausalLM CohereForCausalLM FalconH1ForCausalLM Gemma2ForCausalLM
+    GPT2LMHeadModel GPTJForCausalLM GitForCausalLM GraniteForCausalLM LlamaForCausalLM MixtralForCausalLM
+    MptForCausalLM NanoChatForCausalLM OPTForCausalLM Qwen3ForCausalLM ReformerModelWithLMHead RwkvForCausalLM
+    XLMWithLMHeadModel MusicgenForCausalLM MusicgenMelodyForCausalLM ProphetNetForCausalLM
+"""
+NAMES = class_names()
+if os.environ.get("VPCE_ALL_CLASSES") != "1":
+    NAMES = [name for number, name in enumerate(NAMES) if number % 3 == 0 or name in ALWAYS.split()]
+
+
+def built(name):
+    """A tiny model and its inputs; None if transformers alone cannot run it."""
+    try:
+        model = tiny_model(load_class(name))
+        inputs = tiny_inputs(model)
+        step(model, inputs)
+    except Exception:
+        if name in NOT_BUILT:
+            return None
+        raise
+    assert name not in NOT_BUILT
+    return model, inputs
+
+
+def outcomes(model, variants):
+    """The outcome of each variant of the inputs; of one that the model refuses, the kind of its error."""
+    found = {}
+    for name, inputs in variants.items():
+        try:
+            found[name] = step(model, inputs)
+        except (TypeError, AttributeError) as error:
+            found[name] = type(error)
+    return found
+
+
+def variants_of(inputs):
+    valid = int((inputs["labels"][:, 1:] != -100).sum())
+    return {
+        "mean": inputs,
+        "int": inputs | {"num_items_in_batch": valid + 3},
+        "tensor": inputs | {"num_items_in_batch": torch.tensor(valid + 3)},
+        "shifted": inputs | {"shift_labels": inputs["labels"].roll(1, 1)},
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_is_the_same(name, monkeypatch):
+    pair = built(name)
+    if pair is None:
+        return
+    model, inputs = pair
+    variants = variants_of(inputs)
+    expected = outcomes(model, variants)
+    without = {key: value for key, value in inputs.items() if key != "labels"}
+    with torch.no_grad():
+        of_inference = model(**without).logits
+    install(model)
+    try:
+        found = outcomes(model, variants)
+        with torch.no_grad():
+            assert torch.equal(model(**without).logits, of_inference)
+            losses = [model(**inputs).loss for _ in range(2)]
+        lost = _with_options_lost(model, inputs, monkeypatch)
+    finally:
+        uninstall(model)
+    for variant, outcome in expected.items():
+        if isinstance(outcome, type):
+            assert found[variant] is outcome
+        else:
+            assert differs(found[variant], outcome) is None, variant
+    assert torch.equal(losses[0], losses[1])
+    assert ("fused" in calls[model]) == (name not in FALL_BACK), calls[model]
+    if name not in FALL_BACK:
+        assert set(calls[model]) <= {"fused", "logits made after the call"}, calls[model]
+    # A control: logits are so large that what is lost is seen.
+    assert lost is None or differs(lost, expected["mean"]) is not None
+
+
+def _with_options_lost(model, inputs, monkeypatch):
+    """The outcome of a step without the head's scale and softcap, or None if it has neither."""
+    fused, changed = heads.linear_cross_entropy, []
+
+    def forgetful(*tensors, logit_scale, softcap, **options):
+        if logit_scale != 1.0 or softcap is not None:
+            changed.append(True)
+        return fused(*tensors, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(heads, "linear_cross_entropy", forgetful)
+        outcome = step(model, inputs)
+    return outcome if changed else None

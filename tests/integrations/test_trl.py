@@ -1,0 +1,399 @@
+"""TRL's fused head with this package's core: the numbers, gradients and training curves of TRL's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.support.budget import assert_within_budget
+from tests.support.collectives import assert_refused, error_of, messages_of
+from tests.support.ranks import in_ranks
+
+pytest.importorskip("trl", minversion="1.16")
+
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl.trainer import utils
+
+from vocab_parallel_ce.integrations import trl as fused
+
+in_two_ranks = in_ranks((2,), (), ())
+TOKENS, WIDTH, COLUMNS = 7, 16, 33
+FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+OURS = ("log_probs", "entropy", "mean_logits", "is_top1")
+WITHOUT_MEAN = ("log_probs", "entropy", "is_top1")
+OWN_NAMES = {name: getattr(utils, name) for name in ("_ChunkedLogProbFunction", "DTensor")}
+OWN_CORE = OWN_NAMES["_ChunkedLogProbFunction"]
+WORDS = [f"word{i}" for i in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def _trls_own_afterwards():
+    yield
+    fused.uninstall()
+    assert {name: getattr(utils, name) for name in OWN_NAMES} == OWN_NAMES
+
+
+def _head(dtype=torch.float32, tokens=TOKENS, bias=True):
+    """Hidden states, weight, bias and labels. Half of the labels are predicted, and logits reach beyond 10."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, added = (
+        (scale * torch.randn(*shape, generator=generator)).to(dtype)
+        for scale, shape in ((1.5, (tokens, WIDTH)), (1.0, (COLUMNS, WIDTH)), (1.0, (COLUMNS,)))
+    )
+    logits = F.linear(hidden.double(), weight.double(), added.double() if bias else None)
+    labels = torch.randint(COLUMNS, (tokens,), generator=generator)
+    labels[::2] = logits.argmax(-1)[::2]
+    return hidden, weight, added if bias else None, labels
+
+
+def _by_name(values):
+    return {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
+
+
+def _oracle(hidden, weight, bias, labels, temperature, softcap, logit_scale):
+    z = F.linear(hidden, weight, bias) * logit_scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    log_p = z.log_softmax(-1)
+    log_probs = log_p.gather(-1, labels[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return {"log_probs": log_probs, "entropy": entropy, "mean_logits": z.mean(-1), "is_top1": z.argmax(-1) == labels}
+
+
+def _results(core, head, outputs, temperature=1.0, softcap=None, logit_scale=1.0):
+    """Outputs by name, and gradients by random ones of log_probs and entropy."""
+    *leaves, labels = head
+    leaves = [None if leaf is None else leaf.detach().clone().requires_grad_() for leaf in leaves]
+    if core is _oracle:
+        found = _oracle(*leaves, labels, temperature, softcap, logit_scale)
+        found = {name: found[name] for name in outputs}
+    else:
+        found = _by_name(core.apply(*leaves, labels, temperature, 20, softcap, logit_scale, outputs))
+    seed = torch.Generator().manual_seed(1)
+    grads = {name: torch.randn(len(labels), generator=seed) for name in ("log_probs", "entropy")}
+    sum((found[name] * grads[name].to(found[name].dtype)).sum() for name in grads if name in found).backward()
+    named = zip(("hidden", "weight", "bias"), leaves, strict=True)
+    return found, {name: leaf.grad for name, leaf in named if leaf is not None}
+
+
+def _assert_same(found, own, tolerance=1e-5):
+    """Fail unless each of both differs by at most ``tolerance`` of the largest element."""
+    assert found.keys() == own.keys()
+    for name, value in found.items():
+        actual, expected = value.detach().double(), own[name].detach().double()
+        assert actual.shape == expected.shape, name
+        if actual.numel():
+            assert float((actual - expected).abs().max()) <= tolerance * float(expected.abs().max()), name
+
+
+def _assert_as_trl(head, outputs, **options):
+    """Not worse than TRL's own core, beside fp64; a single token's rounding is no measure."""
+    fused.install()
+    found, grads = _results(utils._ChunkedLogProbFunction, head, outputs, **options)
+    assert fused.report().fused == 1 and not fused.report().own
+    peer, peer_grads = _results(OWN_CORE, head, outputs, **options)
+    in_fp64 = [t if t is None or not t.is_floating_point() else t.double() for t in head]
+    truth, true_grads = _results(_oracle, in_fp64, outputs, **options)
+    assert found.keys() == peer.keys() == set(outputs) and grads.keys() == peer_grads.keys()
+    assert [found[name].requires_grad for name in outputs] == [peer[name].requires_grad for name in outputs]
+    if len(head[0]) < 2:
+        _assert_same(found, truth)
+        _assert_same(grads, true_grads)
+        return found
+    for name in outputs:
+        if name == "is_top1":
+            assert torch.equal(found[name], peer[name]) and torch.equal(found[name], truth[name])
+        else:
+            assert_within_budget(found[name], truth[name], peer[name])
+    for name, grad in grads.items():
+        assert_within_budget(grad, true_grads[name], peer_grads[name])
+    return found
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("tokens", [TOKENS, 1, 0])
+@pytest.mark.parametrize(
+    ("outputs", "bias", "options"),
+    [
+        (("log_probs",), False, {}),
+        (("log_probs", "entropy"), False, {"temperature": 0.7}),
+        (WITHOUT_MEAN, False, {"softcap": 5.0}),
+        (("log_probs", "is_top1"), True, {"logit_scale": 0.25}),
+        (OURS, True, {}),
+        (OURS, True, {"temperature": 0.7, "logit_scale": 1.5}),
+        (WITHOUT_MEAN, True, {"temperature": 0.7, "softcap": 5.0, "logit_scale": 1.5}),
+    ],
+    ids=["plain", "temperature", "softcap", "scale", "bias", "temperature and scale", "all"],
+)
+def test_core_is_trls(outputs, bias, options, tokens):
+    found = _assert_as_trl(_head(tokens=tokens, bias=bias), outputs, **options)
+    if "is_top1" in outputs and tokens == TOKENS:
+        assert 0 < int(found["is_top1"].sum()) < TOKENS
+
+
+@pytest.mark.reference
+def test_bf16_is_trls():
+    _assert_as_trl(_head(torch.bfloat16), ("log_probs", "entropy", "mean_logits"), temperature=0.7)
+
+
+@pytest.mark.reference
+def test_the_first_of_equal_logits_is_top1():
+    hidden, weight, _, labels = _head(bias=False)
+    weight[1], weight[30] = 5 * hidden[0], 5 * hidden[0]
+    head = hidden[:1].repeat(2, 1), weight, None, torch.tensor([1, 30])
+    assert _assert_as_trl(head, WITHOUT_MEAN)["is_top1"].tolist() == [True, False]
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    ("reason", "outputs", "options"),
+    [
+        ("outputs", FIELDS, {}),
+        ("mean_logits", OURS, {"softcap": 5.0}),
+        ("positive", OURS, {"logit_scale": -1.0}),
+        ("positive", OURS, {"logit_scale": 0.0}),
+        ("positive", ("log_probs",), {"softcap": 0.0}),
+        ("positive", ("log_probs",), {"temperature": -0.5}),
+        ("ZeRO-3", OURS, {}),
+    ],
+)
+def test_what_is_left_to_trl_is_counted_and_its_own_to_the_bit(reason, outputs, options):
+    fused.install()
+    hidden, weight, bias, labels = _head()
+    if reason == "ZeRO-3":
+        weight.ds_id = 1
+    given = hidden, weight, bias, labels, options.get("temperature", 1.0), 20
+    given += options.get("softcap"), options.get("logit_scale", 1.0), outputs
+    found, own = (_by_name(core.apply(*given)) for core in (utils._ChunkedLogProbFunction, OWN_CORE))
+    assert found.keys() == own.keys() == set(outputs)
+    assert all(torch.equal(found[name], own[name]) for name in own)
+    report = fused.report()
+    assert report.fused == 0 and list(report.own.values()) == [1] and reason in next(iter(report.own))
+    assert set(report.own) <= set(report.left_to_trl)
+
+
+@pytest.mark.reference
+def test_install_twice_is_once_and_uninstall_restores():
+    fused.uninstall()
+    first = fused.install()
+    replaced = {name: getattr(utils, name) for name in OWN_NAMES}
+    assert first.installed and not set(replaced.values()) & set(OWN_NAMES.values())
+    assert fused.install() == first and {name: getattr(utils, name) for name in OWN_NAMES} == replaced
+    fused.uninstall()
+    assert {name: getattr(utils, name) for name in OWN_NAMES} == OWN_NAMES and not fused.report().installed
+
+
+@pytest.mark.reference
+def test_what_something_else_replaced_is_not_undone(monkeypatch):
+    fused.install()
+    with monkeypatch.context() as patch:
+        patch.setattr(utils, "_ChunkedLogProbFunction", OWN_CORE)
+        with pytest.raises(RuntimeError, match=r"trl\.trainer\.utils\._ChunkedLogProbFunction: something else"):
+            fused.uninstall()
+
+
+@pytest.mark.reference
+def test_another_fused_head_is_refused(monkeypatch):
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", torch.autograd.Function)
+    with pytest.raises(ValueError, match=r"trl: expected the fused head of TRL 1\.16, got another in TRL 1\."):
+        fused.install()
+    assert not fused.report().installed
+
+
+def _model(dtype=torch.float32, **config):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(WORDS) + 3, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = LlamaConfig(**sizes, **ids, num_attention_heads=2, initializer_range=0.3, **config)
+    model = LlamaForCausalLM(config)
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(len(WORDS) + 3))
+    return model.to(dtype)
+
+
+def _labels(part=0):
+    labels = torch.randint(3, len(WORDS), (2, 6), generator=torch.Generator().manual_seed(part))
+    labels[part, :3] = -100
+    return labels
+
+
+def _call(model, outputs, labels, **settings):
+    """Fields of a fused forward, and the gradients of the parameters."""
+    utils.add_fused_lm_head(model, outputs=outputs, **settings)
+    found = model(input_ids=labels.clamp(min=0), labels=labels, fused_lm_head=True)
+    (found.loss + 0.1 * found.entropy.mean()).backward()
+    fields = ("loss", "label_mask", *outputs)
+    return {name: found[name].detach() for name in fields}, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("compact", [False, True], ids=["all tokens", "compact"])
+@pytest.mark.parametrize("ignored", ["some", "all"])
+@pytest.mark.parametrize(
+    ("settings", "dtype", "autocast"),
+    [
+        ({"temperature": 0.7}, torch.float32, False),
+        ({"temperature": 0.7}, torch.float32, True),
+        ({"cast_lm_head_to_fp32": True}, torch.bfloat16, True),
+        ({"cast_lm_head_to_fp32": True}, torch.bfloat16, False),
+    ],
+    ids=["fp32", "autocast", "cast in autocast", "cast"],
+)
+def test_fused_forward_is_trls(monkeypatch, settings, dtype, autocast, ignored, compact):
+    monkeypatch.setattr(utils, "_use_triton", lambda device: compact)
+    labels = _labels() if ignored == "some" else torch.full((2, 6), -100)
+    # With the temperature, products are bf16 under autocast; a cast head's are fp32, but its gradients bf16.
+    tolerance = 2**-6 if autocast and "temperature" in settings else 2**-7 if dtype == torch.bfloat16 else 1e-5
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        own, own_grads = _call(_model(dtype, logit_scale=1.25), OURS, labels, **settings)
+        fused.install()
+        found, grads = _call(_model(dtype, logit_scale=1.25), OURS, labels, **settings)
+    assert fused.report().fused == 1 and not fused.report().own
+    _assert_same(found, own, tolerance)
+    _assert_same(grads, own_grads, tolerance)
+
+
+def _tokenizer():
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def _texts(n, words, seed):
+    picks = torch.randint(len(WORDS), (n, words), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [" ".join(WORDS[i] for i in row) for row in picks]
+
+
+def _even_words(completions, **_):
+    return [float(sum(int(word[4:]) % 2 == 0 for word in text.split() if word in WORDS)) for text in completions]
+
+
+def _sft(common):
+    rows = Dataset.from_list([{"text": text} for text in _texts(20, 7, 0)])
+    args = trl.SFTConfig(**common, max_length=16)
+    return trl.SFTTrainer(_model(), args, train_dataset=rows, processing_class=_tokenizer())
+
+
+def _dpo(common):
+    columns = zip(_texts(20, 3, 0), _texts(20, 4, 1), _texts(20, 5, 2), strict=True)
+    rows = Dataset.from_list([{"prompt": p, "chosen": " " + c, "rejected": " " + r} for p, c, r in columns])
+    args = trl.DPOConfig(**common, max_length=16)
+    return trl.DPOTrainer(_model(), _model(), args, train_dataset=rows, processing_class=_tokenizer())
+
+
+def _grpo(common):
+    rows = Dataset.from_list([{"prompt": text} for text in _texts(20, 3, 0)])
+    of_rewards = {"num_generations": 2, "max_completion_length": 4, "temperature": 0.7, "entropy_coef": 0.01}
+    args = trl.GRPOConfig(**common, **of_rewards)
+    return trl.GRPOTrainer(_model(), _even_words, args, train_dataset=rows, processing_class=_tokenizer())
+
+
+def _curve(make, folder):
+    """Every number that is logged in 10 steps, and the parameters afterwards."""
+    common = {"output_dir": str(folder), "max_steps": 10, "per_device_train_batch_size": 2, "learning_rate": 0.1}
+    # Adam would make a whole step of a gradient that is rounding alone.
+    common |= {"optim": "sgd", "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    trainer = make({**common, "use_cpu": True, "bf16": False, "gradient_checkpointing": False})
+    trainer.train()
+    steps = [step for step in trainer.state.log_history if "loss" in step]
+    for step in steps:
+        step.pop("step_time", None)
+    return steps, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(("make", "calls"), [(_sft, 10), (_dpo, 20), (_grpo, 10)])
+def test_ten_steps_have_the_same_curve(make, calls, tmp_path):
+    own, own_parameters = _curve(make, tmp_path / "own")
+    fused.install()
+    found, parameters = _curve(make, tmp_path / "fused")
+    assert fused.report().fused == calls and not fused.report().own
+    assert len(own) == len(found) == 10 and own[0]["loss"] != own[-1]["loss"]
+    for step, own_step in zip(found, own, strict=True):
+        assert step == pytest.approx(own_step, rel=1e-5, abs=2e-6)
+    _assert_same(parameters, own_parameters)
+
+
+def _cut(model, mesh):
+    """Cut the head as ``colwise_gather_output`` does: 43 rows, 22 and 21."""
+    for name, parameter in model.lm_head.named_parameters():
+        whole = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+        setattr(model.lm_head, name, torch.nn.Parameter(whole))
+    return model
+
+
+def _on_a_cut_head(rank, group, outputs, may_gather):
+    """One call, its report, and what TRL's own core says to a head that nobody may gather."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, refusal = _cut(_model(), mesh), None
+    fused.install()
+    with pytest.MonkeyPatch.context() as patch:
+        if not may_gather:
+            patch.setattr(DTensor, "full_tensor", None)
+            patch.setattr(DTensor, "redistribute", None)
+        found, grads = _call(model, outputs, _labels(), temperature=0.7)
+        fused.uninstall()
+        if not may_gather:
+            refusal = error_of(lambda: _call(model, outputs, _labels(), temperature=0.7))
+    whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+    return found, whole, isinstance(grads["lm_head.weight"], DTensor), fused.report(), refusal
+
+
+@in_two_ranks
+@pytest.mark.parametrize("outputs", [OURS, FIELDS], ids=["ours", "TRL's"])
+def test_a_head_cut_by_tensor_parallelism_has_the_numbers_of_one_rank(rank_pool, impl, outputs):
+    """It is never gathered, except for outputs that are left to TRL."""
+    own, own_grads = _call(_model(), outputs, _labels(), temperature=0.7)
+    is_ours = outputs == OURS
+    for found, grads, is_cut, report, refusal in rank_pool.run(_on_a_cut_head, outputs, not is_ours):
+        assert is_cut and (report.fused, sum(report.own.values())) == ((1, 0) if is_ours else (0, 1))
+        assert not is_ours or "not callable" in refusal
+        _assert_same(found, own)
+        _assert_same(grads, own_grads)
+
+
+def _in_fsdp(rank, group, has_its_own_group):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    model = _model()
+    if has_its_own_group:
+        fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    fused.install()
+    found, grads = _call(model, OURS, _labels(rank))
+    fused.uninstall()
+    return found, {name: grad.full_tensor() for name, grad in grads.items()}, fused.report()
+
+
+@in_two_ranks
+@pytest.mark.parametrize("has_its_own_group", [False, True], ids=["root's group", "own group"])
+def test_gradients_of_a_head_that_fsdp_cut_are_means_over_the_ranks(rank_pool, impl, has_its_own_group):
+    (own, grads_0), (own_1, grads_1) = (_call(_model(), OURS, _labels(part)) for part in range(2))
+    means = {name: (grads_0[name] + grads_1[name]) / 2 for name in grads_0}
+    results = rank_pool.run(_in_fsdp, has_its_own_group)
+    for (found, grads, report), expected in zip(results, (own, own_1), strict=True):
+        assert report.fused == 1 and not report.own
+        _assert_same(found, expected)
+        _assert_same(grads, means)
+
+
+def _refusals(rank, group):
+    nobodys = init_device_mesh("cpu", (2,))
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
+    once, twice = _cut(_model(), nobodys), _cut(_model(), both["tp"])
+    fully_shard(twice.lm_head, mesh=both["fsdp"])
+    fused.install()
+    attempts = {"no name": lambda: _call(once, OURS, _labels()), "cut twice": lambda: _call(twice, OURS, _labels())}
+    messages = messages_of(attempts)
+    fused.uninstall()
+    return messages
+
+
+@in_two_ranks
+def test_a_head_that_anybody_may_have_cut_is_refused(rank_pool, impl):
+    no_name = r'ValueError: lm_head\.weight: .*mesh without names.*name the dimension "tp"'
+    cut_twice = "ValueError: bias: .*tensor parallelism and FSDP both cut it"
+    assert_refused(rank_pool.run(_refusals), {"no name": no_name, "cut twice": cut_twice})

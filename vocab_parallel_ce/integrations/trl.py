@@ -1,0 +1,193 @@
+"""TRL's fused head, computed by this package: only on request, and undoable.
+
+The trainers of TRL 1.16 take the log-probabilities of the labels, and more, from one autograd Function, which the
+forward of ``trl.trainer.utils.add_fused_lm_head`` calls. :func:`install` replaces that Function, also for models that
+have this forward already. A head that tensor parallelism cut stays cut: TRL gathers its weight.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce.collectives import begin_all_reduce
+from vocab_parallel_ce.cross_entropy import public
+from vocab_parallel_ce.dtensor import is_dtensor, local_rows
+from vocab_parallel_ce.linear.cross_entropy import run
+from vocab_parallel_ce.linear.plan import Arguments
+from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.spec import TokenOutputs
+
+TP = "tp"  # the name that transformers and accelerate give tensor parallelism's dimension of a mesh
+OUTPUTS = ("log_probs", "entropy", "is_top1", "mean_logits")
+LEFT_TO_TRL = (
+    f"outputs other than {', '.join(OUTPUTS)}",
+    "mean_logits with a softcap",
+    "temperature, logit_scale or softcap is not positive",
+    "DeepSpeed ZeRO-3, which must gather the head again in backward",
+)
+_originals: dict[str, Any] = {}  # what names of trl.trainer.utils stood for
+_calls: Counter[str] = Counter()
+
+
+class Report(NamedTuple):
+    """What :func:`install` changed, and the calls of the fused head since then."""
+
+    installed: bool
+    outputs: tuple[str, ...]  # that this package computes
+    left_to_trl: tuple[str, ...]  # calls that TRL's own Function computes, after it gathered the head
+    fused: int  # calls that this package computed
+    own: dict[str, int]  # calls that TRL's own Function computed, by their reason in left_to_trl
+
+
+def install() -> Report:
+    """Replace the core of TRL's fused head, and report; a second call changes nothing.
+
+    Raises:
+        ImportError: TRL is not installed.
+        ValueError: its fused head is not that of TRL 1.16.
+    """
+    utils = importlib.import_module("trl.trainer.utils")
+    core: Any = getattr(utils, "_ChunkedLogProbFunction", None)
+    if core is _Core:
+        return report()
+    expected = [*inspect.signature(_Core.apply).parameters]
+    if core is None or [*inspect.signature(core.forward).parameters][1:] != expected or not hasattr(utils, "DTensor"):
+        version = importlib.import_module("trl").__version__
+        raise ValueError(f"trl: expected the fused head of TRL 1.16, got another in TRL {version}; install trl 1.16")
+    _calls.clear()
+    for name, stand_in in _STAND_INS.items():
+        _originals[name] = getattr(utils, name)
+        setattr(utils, name, stand_in)
+    return report()
+
+
+def uninstall() -> None:
+    """Give TRL its own names back, if :func:`install` replaced them.
+
+    Raises:
+        RuntimeError: something else replaced one of them after :func:`install`.
+    """
+    utils = importlib.import_module("trl.trainer.utils") if _originals else None
+    for name in _originals:
+        if getattr(utils, name) is not _STAND_INS[name]:
+            raise RuntimeError(f"trl.trainer.utils.{name}: something else replaced it after install(); undo that first")
+    while _originals:
+        setattr(utils, *_originals.popitem())
+
+
+def report() -> Report:
+    """Return what is installed, and how many calls this package and TRL's own Function computed."""
+    own = {reason: _calls[reason] for reason in LEFT_TO_TRL if _calls[reason]}
+    return Report(bool(_originals), OUTPUTS, LEFT_TO_TRL, _calls["fused"], own)
+
+
+class _NoTensor:
+    """Stands for DTensor where TRL asks if it must gather the head: never, :class:`_Core` decides."""
+
+
+def _is_cut_by_tensor_parallelism(weight: Any) -> bool:
+    """Return what the name of the mesh's dimension says; without a name nobody can tell."""
+    names = weight.device_mesh.mesh_dim_names
+    sharded = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    if sharded and names is None:
+        raise ValueError(
+            "lm_head.weight: a DTensor on a mesh without names does not tell if tensor parallelism or FSDP cut it, "
+            f'expected names, got {weight.device_mesh}; name the dimension "{TP}", or otherwise if FSDP cut it'
+        )
+    return any(names[dim] == TP for dim in sharded)
+
+
+def _gathered(tensor: Any) -> Any:
+    """Return the whole tensor. Its gradient is averaged over the ranks of data parallelism, as FSDP does."""
+    if not is_dtensor(tensor):
+        return tensor
+    from torch.distributed.tensor import Partial, Replicate
+
+    names = tensor.device_mesh.mesh_dim_names or [""] * tensor.device_mesh.ndim
+    return tensor.full_tensor(grad_placements=[Replicate() if name == TP else Partial("avg") for name in names])
+
+
+class _Core:
+    """Stands for TRL's autograd Function."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Any,
+        bias: Any,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+    ) -> tuple[Tensor | None, ...]:
+        """Return log_probs, entropy, log_sum_sq_probs, mean_logits and is_top1, each ``[N]``, or None if not asked."""
+        settings = Settings(
+            softcap=final_logit_softcapping,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            entropy="entropy" in outputs,
+            return_metrics="is_top1" in outputs,
+            reduction="none",
+            gradient="in_backward",
+        )
+        reason = _why_left_to_trl(weight, settings, outputs)
+        stays_cut = is_dtensor(weight) and _is_cut_by_tensor_parallelism(weight) and not reason
+        _calls[reason or "fused"] += 1
+        if not stays_cut:
+            weight, bias = _gathered(weight), _gathered(bias)
+        if reason:
+            given = hidden, weight, bias, targets, temperature, chunk_size
+            return _originals["_ChunkedLogProbFunction"].apply(*given, final_logit_softcapping, logit_scale, outputs)
+        if not torch.is_autocast_enabled(hidden.device.type):  # which casts the products alone
+            weight, bias = (None if t is None else t.to(hidden.dtype) for t in (weight, bias))
+        group = weight.device_mesh.get_group(TP) if stays_cut else None
+        found = _token_outputs(hidden, weight, targets, bias=bias, group=group, settings=settings)
+        log_probs = 0.0 - found.loss  # a negated 0 would be -0
+        mean = _mean_logits(hidden, weight, bias, group, settings) if "mean_logits" in outputs else None
+        return log_probs, found.entropy, None, mean, None if found.predictions is None else found.predictions == targets
+
+
+_STAND_INS = {"_ChunkedLogProbFunction": _Core, "DTensor": _NoTensor}
+
+
+def _why_left_to_trl(weight: Tensor, settings: Settings, outputs: tuple[str, ...]) -> str | None:
+    """Return the first of ``LEFT_TO_TRL`` that holds, or None."""
+    softcap = settings.softcap
+    holds = (
+        not {"log_probs", *outputs} <= set(OUTPUTS),
+        "mean_logits" in outputs and softcap is not None,
+        not min(settings.temperature, settings.logit_scale, 1.0 if softcap is None else softcap) > 0,
+        hasattr(weight, "ds_id"),
+    )
+    return next((reason for reason, is_so in zip(LEFT_TO_TRL, holds, strict=True) if is_so), None)
+
+
+@public
+def _token_outputs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None, group: Any, settings: Settings
+) -> TokenOutputs:
+    """Return loss, entropy and predictions of one call."""
+    return run(Arguments(hidden, weight, labels, bias, group, None, None), settings, HeadSettings())[1]
+
+
+@torch.no_grad()
+def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, group: Any, settings: Settings) -> Tensor:
+    """Return ``[N]`` fp32: the mean of each token's logits, from the mean of the head's rows.
+
+    Collectives: one all_reduce of ``D + 1`` numbers over ``group``.
+    """
+    total = local_rows("weight", weight, group).sum(0, dtype=torch.float32)
+    of_bias = total.new_zeros(()) if bias is None else local_rows("bias", bias, group).sum(dtype=torch.float32)
+    mean = torch.cat([total, of_bias.reshape(1)]) * (settings.logit_scale / settings.temperature / weight.shape[0])
+    if group is not None:
+        begin_all_reduce(mean, group).wait()
+    with torch.autocast(hidden.device.type, enabled=False):
+        return torch.cat([states.float() @ mean[:-1] for states in hidden.split(4096)]) + mean[-1]
