@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import transformers
 from tokenizers.implementations import ByteLevelBPETokenizer
-from vocab_parallel_ce.integrations.transformers.audit import audit
 
 from vocab_parallel_ce.integrations.transformers import install, uninstall
+from vocab_parallel_ce.integrations.transformers.audit_models import audit
 
 LENGTH, VOCABULARY = 128, 4000
 SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256}

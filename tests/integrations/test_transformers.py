@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, MixtralForCausalLM, PreTrainedModel
-from vocab_parallel_ce.integrations.transformers.audit import audit, differs, step
 
 from tests.support.fresh import fresh_python
 from tests.support.transformers_steps import FUSED, calls_of, own_step, same_step
 from vocab_parallel_ce.integrations.transformers import install, uninstall
+from vocab_parallel_ce.integrations.transformers.audit_models import audit, differs, step
 from vocab_parallel_ce.integrations.transformers.patch import imported_classes
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model
 
@@ -180,7 +180,7 @@ from transformers import PreTrainedModel
 build = PreTrainedModel.__init__
 assert not hasattr(build, "vocab_parallel_ce"), "importing patches"
 assert integration.install() == {} and "transformers.models.llama" not in sys.modules
-from vocab_parallel_ce.integrations.transformers.audit import audit
+from vocab_parallel_ce.integrations.transformers.audit_models import audit
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_model, tiny_inputs
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 class Mine(Qwen3ForCausalLM):

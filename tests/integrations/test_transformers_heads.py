@@ -16,11 +16,11 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
-from vocab_parallel_ce.integrations.transformers.audit import audit, differs, step
 
 from tests.support.transformers_steps import FUSED, calls_of, own_step, same_step
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
 from vocab_parallel_ce.integrations.transformers import install, uninstall
+from vocab_parallel_ce.integrations.transformers.audit_models import audit, differs, step
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model
 
 pytestmark = pytest.mark.reference

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from vocab_parallel_ce.integrations.transformers.audit import Outcome, audit, differs, step
-
 from vocab_parallel_ce.integrations.transformers import install
+from vocab_parallel_ce.integrations.transformers.audit_models import Outcome, audit, differs, step
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs
 
 FUSED = {"fused": 1}

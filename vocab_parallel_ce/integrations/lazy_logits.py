@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 METADATA = {
     *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu"),
-    *("is_meta", "is_sparse", "is_nested", "is_quantized", "dim", "size", "numel", "nelement", "element_size"),
+    *("is_meta", "is_sparse", "is_nested", "is_quantized", "dim", "size", "numel", "nelement", "element_size", "_base"),
     *(
         "stride",
         "is_contiguous",

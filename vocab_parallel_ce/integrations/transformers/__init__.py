@@ -7,8 +7,9 @@ import os
 
 from vocab_parallel_ce.integrations.transformers.audit_models import audit
 from vocab_parallel_ce.integrations.transformers.patch import install, uninstall
+from vocab_parallel_ce.integrations.transformers.tensor_parallel import shard_lm_head
 
-__all__ = ["audit", "install", "uninstall"]
+__all__ = ["audit", "install", "shard_lm_head", "uninstall"]
 
 if os.environ.get("VOCAB_PARALLEL_CE_TRANSFORMERS") == "1":
     install()

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.dtensor import closure, is_dtensor, parallel_hooks
+from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.integrations.lazy_logits import Head, lazy_logits
+from vocab_parallel_ce.integrations.transformers import fsdp
+from vocab_parallel_ce.integrations.transformers.tensor_parallel import tensor_parallel_group
 from vocab_parallel_ce.linear.chunks import choose_chunk_tokens
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy
 
@@ -62,18 +64,19 @@ class HeadCall(Head):
     """One call of a head."""
 
     def __init__(self, plan: HeadPlan, hidden: Tensor) -> None:
-        weight, bias = plan.module.weight, plan.module.bias
-        self.parameters = (weight,) if bias is None else (weight, bias)
-        super().__init__(hidden, self.parameters)
         self.plan = plan
+        self.parameters = [parameter for parameter in (plan.module.weight, plan.module.bias) if parameter is not None]
+        # FSDP fills the whole weight again without a trace; what an optimizer changes is the shard.
+        shards = [fsdp.fsdp_shard(parameter) for parameter in self.parameters]
+        super().__init__(hidden, (*self.parameters, *(shard for shard in shards if shard is not None)))
 
     def report(self, event: str) -> None:
         self.plan.record.report(event)
 
     def check_unchanged(self) -> None:
         super().check_unchanged()
-        weight, bias = self.plan.module.weight, self.plan.module.bias
-        if weight is not self.parameters[0] or (bias is not None and bias is not self.parameters[1]):
+        now = (self.plan.module.weight, self.plan.module.bias)
+        if not all(own is other for own, other in zip(self.parameters, now, strict=False)):
             raise RuntimeError(
                 "logits: looked at after the head was given another weight (functional_call, or an assignment), which "
                 "would give other logits; look at them before, or call the model again"
@@ -92,7 +95,11 @@ class HeadCall(Head):
         # PyTorch raises for such labels too; on a GPU the check would wait for the device.
         checks = hidden.device.type == "cpu"
         options |= {"vocab_size": n_columns, "group": group, "check_labels": checks, **self.plan.options}
-        return linear_cross_entropy(hidden, module.weight, labels, bias=module.bias, **options)
+
+        def fused(hidden: Tensor) -> Tensor:
+            return linear_cross_entropy(hidden, module.weight, labels, bias=module.bias, **options)
+
+        return fsdp.in_forward_of(module, fused, hidden) if fsdp.has_own_group(module) else fused(hidden)
 
 
 @contextlib.contextmanager
@@ -103,7 +110,7 @@ def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[CallRecord]:
         record.counts = Counter()
         yield record
         return
-    reason, group = refusal(model, head)
+    reason, group = refusal(head)
     plan = HeadPlan(head, group, options, record)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -125,31 +132,13 @@ def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[CallRecord]:
             del head._compiled_call_impl
 
 
-def refusal(model: Any, head: Any) -> tuple[str | None, Any]:
+def refusal(head: Any) -> tuple[str | None, Any]:
     """Return why the loss cannot be fused with ``head``, or None and the group that shares its rows."""
     if head is None:
         return "no output embeddings", None
-    bases = {base.__name__ for base in type(model).__mro__}
-    if "FSDPModule" in bases and not torch.is_grad_enabled():
-        return "FSDP may free the head's weight after an evaluation, before the logits are looked at", None
-    if any(base.__name__ in ("FSDPModule", "FullyShardedDataParallel") for base in type(head).__mro__):
-        return "FSDP wraps the head itself: its weight is whole only in the head's own forward", None
-    if type(head) is not nn.Linear:
-        return f"the head is a {type(head).__module__}.{type(head).__name__}, not an nn.Linear", None
-    if hasattr(head.weight, "ds_id"):
-        return "DeepSpeed ZeRO-3 has partitioned the head", None
-    if head._compiled_call_impl is not None:
-        return "the head is compiled", None
-    if parametrize.is_parametrized(head):
-        return "the head is parametrised", None
-    if head._backward_hooks or head._backward_pre_hooks:
-        return "the head has backward hooks", None
-    is_plain = type(head.weight) in (Tensor, nn.Parameter) or is_dtensor(head.weight)
-    if not is_plain or head.weight.dtype not in DTYPES or head.weight.dim() != 2:
-        return (
-            f"the head's weight is a {type(head.weight).__name__} {head.weight.dtype} {tuple(head.weight.shape)}",
-            None,
-        )
+    reason = refusal_of_module(head) or fsdp.refusal(head)
+    if reason is not None or fsdp.has_own_group(head):
+        return reason, None
     try:
         group = tensor_parallel_group(head)
     except ValueError as error:
@@ -157,6 +146,25 @@ def refusal(model: Any, head: Any) -> tuple[str | None, Any]:
     if is_dtensor(head.weight) and group is None:
         return "the head's weight is a DTensor, and no tensor parallelism cut it", None
     return None, group
+
+
+def refusal_of_module(head: Any) -> str | None:
+    """Return why ``head`` may do more than multiply by a weight that it has."""
+    if fsdp.class_of(head) is not nn.Linear:
+        return f"the head is a {type(head).__module__}.{type(head).__name__}, not an nn.Linear"
+    if hasattr(head.weight, "ds_id"):
+        return "DeepSpeed ZeRO-3 has partitioned the head"
+    if head._compiled_call_impl is not None:
+        return "the head is compiled"
+    if parametrize.is_parametrized(head):
+        return "the head is parametrised"
+    if head._backward_hooks or head._backward_pre_hooks:
+        return "the head has backward hooks"
+    weight = head.weight
+    is_plain = type(weight) in (Tensor, nn.Parameter) or is_dtensor(weight)
+    if not is_plain or weight.dtype not in DTYPES or weight.dim() != 2:
+        return f"the head's weight is a {type(weight).__name__} {weight.dtype} {tuple(weight.shape)}"
+    return None
 
 
 def refusal_of_inputs(head: nn.Linear, args: Any, kwargs: Any) -> str | None:
@@ -167,30 +175,7 @@ def refusal_of_inputs(head: nn.Linear, args: Any, kwargs: Any) -> str | None:
     autocasts = torch.is_autocast_enabled(hidden.device.type)
     if is_dtensor(hidden) or hidden.dim() < 2 or hidden.dtype not in DTYPES:
         return f"hidden states that are {type(hidden).__name__} {hidden.dtype} {tuple(hidden.shape)}"
-    if hidden.device != head.weight.device or not (autocasts or hidden.dtype == head.weight.dtype):
-        return f"hidden states of {hidden.dtype} on {hidden.device}, beside a head of {head.weight.dtype}"
+    dtype = fsdp.dtype_in_forward(head) if fsdp.has_own_group(head) else head.weight.dtype
+    if hidden.device != head.weight.device or not (autocasts or hidden.dtype == dtype):
+        return f"hidden states of {hidden.dtype} on {hidden.device}, beside a head of {dtype}"
     return None
-
-
-def tensor_parallel_group(head: nn.Linear) -> Any:
-    """Return the group that shares the rows of a head whose logits tensor parallelism gathers, or None.
-
-    Raises:
-        ValueError: the head has hooks or a forward that do something else.
-    """
-    patched = vars(head).get("forward")
-    if patched is not None:
-        # transformers' tp_plan: a closure over the style and the mesh.
-        variables = closure(patched) if getattr(patched, "__name__", "") == "tp_forward" else {}
-        style: Any = variables.get("self")
-        mesh: Any = variables.get("mesh")
-        gathers = type(style).__name__ == "ColwiseParallel" and style.output_layouts.is_replicate()
-        if not gathers or not is_dtensor(head.weight) or head._forward_hooks or head._forward_pre_hooks:
-            raise ValueError("something replaced the head's forward")
-        return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
-    if not head._forward_hooks and not head._forward_pre_hooks:
-        return None
-    hooks = parallel_hooks(head)
-    if hooks is None or not all(layout.is_replicate() for layout in hooks.input_layouts):
-        raise ValueError("the head has hooks")
-    return hooks.group

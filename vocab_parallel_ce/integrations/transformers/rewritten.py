@@ -37,7 +37,7 @@ def rewritten_forward(original: Callable[..., Any], options: dict[str, Any]) -> 
 
     @torch._dynamo.disable
     def lazy(model: Any, head: Any, hidden: Tensor, replay: Callable[[], Tensor]) -> Tensor:
-        reason, group = refusal(model, head)
+        reason, group = refusal(head)
         reason = reason or refusal_of_inputs(head, (hidden,), {})
         if reason is None:
             plan = HeadPlan(head, group, options, CallRecord(model))
