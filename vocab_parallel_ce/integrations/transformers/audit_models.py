@@ -31,8 +31,8 @@ def audit(target: Any = None, *, mechanism: str = "lazy") -> dict[str, Any]:
 
     Returns:
         JSON: for a model ``{"fused": calls, reason: calls}``; else ``{class: {"verdict": ..., "reason": ...}}``, where
-        the verdict is "fused", "falls back" (right, with its logits), "declined" (by the rewriting), "failed" or
-        "cannot be built" (without this project).
+        the verdict is "fused", "falls back" (right, with its logits), "declined" (by the rewriting), "failed", or
+        "cannot be built" (without this project; "rewritten, not run" if that can be done all the same).
     """
     if target is not None:
         return dict(calls.get(owner_of(target), {}))
@@ -45,16 +45,20 @@ def audit_class(name: str, mechanism: str) -> dict[str, str]:
     """Compare a step of a tiny model with and without the fused loss."""
     from vocab_parallel_ce.integrations.transformers.tiny import load_class, tiny_inputs, tiny_model
 
+    verdict = "cannot be built"
     try:
-        model = tiny_model(load_class(name))
+        cls = load_class(name)
+        if mechanism == "rewrite" and _can_be_rewritten(cls):
+            verdict = "rewritten, not run"
+        model = tiny_model(cls)
         inputs = tiny_inputs(model)
         expected = step(model, inputs)
     except Exception as error:  # whatever a model's own code raises
-        return _verdict("cannot be built", _first_line(error))
+        return _verdict(verdict, _first_line(error))
     try:
         install(model, mechanism=mechanism)
     except ValueError as error:
-        return _verdict("declined", str(error))
+        return _verdict("declined", str(error).partition("cannot be rewritten: ")[2])
     try:
         found = step(model, inputs)
         reasons = [event for event in calls[model] if event not in ("fused", "logits made after the call")]
@@ -66,6 +70,15 @@ def audit_class(name: str, mechanism: str) -> dict[str, str]:
     if difference is not None:
         return _verdict("failed", difference)
     return _verdict("falls back", reasons[0]) if reasons else _verdict("fused")
+
+
+def _can_be_rewritten(cls: Any) -> bool:
+    try:
+        return bool(install(cls, mechanism="rewrite"))
+    except ValueError:
+        return False
+    finally:
+        uninstall(cls)
 
 
 def step(model: Any, inputs: dict[str, Any], seed: int = 0) -> Outcome:
@@ -101,4 +114,5 @@ def _verdict(verdict: str, reason: str = "") -> dict[str, str]:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
