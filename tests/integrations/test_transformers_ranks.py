@@ -27,6 +27,7 @@ in_two_ranks = in_ranks((2,), (), (2,))
 VOCABULARY, WIDTH, TOKENS = 1999, 16, (2, 32)  # the logits are the largest tensor of a step by far
 LOGITS = VOCABULARY * TOKENS[0] * TOKENS[1]
 HALF = (VOCABULARY + 1) // 2
+PADDING = 5
 STEPS, RATE = 10, 0.1
 MODELS = {"llama": (LlamaForCausalLM, LlamaConfig), "gemma2": (Gemma2ForCausalLM, Gemma2Config)}
 
@@ -56,6 +57,7 @@ def small_model(name, tied=False, **options) -> Any:
 def tokens(device, part=slice(None)):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCABULARY, TOKENS, generator=generator)
+    ids[0, :2] = torch.tensor([PADDING, HALF + PADDING])  # the same row of both ranks' halves
     labels = ids.clone()
     labels[0, :5] = -100
     return {"input_ids": ids[part].to(device), "labels": labels[part].to(device)}
@@ -175,7 +177,7 @@ CASES = [
 @pytest.mark.parametrize(("how", "name", "tied", "fused"), CASES)
 @in_two_ranks
 def test_a_cut_head_trains_as_a_whole_one_without_its_logits(rank_pool, impl, tmp_path, how, name, tied, fused):
-    options = {"tied": tied, "pad_token_id": 5}
+    options = {"tied": tied, "pad_token_id": PADDING}
     path = None if how == "head" else tmp_path
     if path is not None:
         small_model(name, **options).save_pretrained(path)
@@ -311,6 +313,31 @@ def test_a_model_that_fsdp_or_ddp_wraps_trains_as_a_whole_one_without_its_logits
                 assert re.match(errors[name], look), (name, look)
             else:
                 assert_same(look, real, name)
+
+
+def _by_tensor_parallelism_and_fsdp(rank, group, impl, path):
+    device = device_of(rank, group)
+    os.environ["LOCAL_RANK"] = str(rank)
+    with patch("torch._C._get_accelerator", lambda: torch.device(device.type)):
+        config = DistributedConfig(tp_size=2, tp_plan="auto", fsdp_size=2)
+        model = LlamaForCausalLM.from_pretrained(path, distributed_config=config)
+    batches = halves(device)
+    reference = small_model("llama").to(device)
+    part = rank // 2
+    losses = [accumulate(reference, batch, 0.5) for batch in batches][part]
+    install(model, impl=impl)
+    found = accumulate(model, batches[part])
+    return (losses, found), (gradients_of(reference), gradients_of(model)), audit(model)
+
+
+@in_ranks((4,), (), (4,))
+def test_transformers_tensor_parallelism_and_fsdp(rank_pool, impl, tmp_path):
+    """Its plan puts norm and head into an FSDP group of their own."""
+    small_model("llama").save_pretrained(tmp_path)
+    for (losses, own), (expected, found), counts in rank_pool.run(_by_tensor_parallelism_and_fsdp, impl, tmp_path):
+        assert own == pytest.approx(losses, rel=1e-5)
+        assert_same_gradients(found, expected)
+        assert counts == {"the head is in an FSDP group of its own, and has other hooks or another forward": 2}
 
 
 def _in_bf16(rank, group, impl, how):
