@@ -22,6 +22,7 @@ from tests.support.collectives import assert_refused, error_of, messages_of
 from tests.support.ranks import device_of, in_ranks
 from vocab_parallel_ce.integrations.transformers import install, shard_lm_head, uninstall
 from vocab_parallel_ce.integrations.transformers.audit import audit
+from vocab_parallel_ce.integrations.transformers.heads import refusal
 
 in_two_ranks = in_ranks((2,), (), (2,))
 VOCABULARY, WIDTH, TOKENS = 1999, 16, (2, 32)  # the logits are the largest tensor of a step by far
@@ -315,6 +316,20 @@ def test_a_model_that_fsdp_or_ddp_wraps_trains_as_a_whole_one_without_its_logits
                 assert_same(look, real, name)
 
 
+@pytest.mark.reference
+def test_heads_of_other_frameworks_fall_back_by_name():
+    with_ds_id, flattened, hooked = (nn.Linear(4, 8) for _ in range(3))
+    with_ds_id.weight.ds_id = 0
+    del flattened.weight
+    flattened.weight = torch.ones(8, 4)  # as FSDP1 does in forward
+    hooked.register_forward_hook(lambda *_: None)
+    reasons = ("DeepSpeed ZeRO-3", "the head's weight is not its parameter: FSDP1", "the head has hooks")
+    for head, expected in zip((with_ds_id, flattened, hooked), reasons, strict=True):
+        reason, group = refusal(head)
+        assert reason is not None and reason.startswith(expected) and group is None
+    assert refusal(nn.Linear(4, 8)) == (None, None)
+
+
 def _by_tensor_parallelism_and_fsdp(rank, group, impl, path):
     device = device_of(rank, group)
     os.environ["LOCAL_RANK"] = str(rank)
@@ -337,7 +352,7 @@ def test_transformers_tensor_parallelism_and_fsdp(rank_pool, impl, tmp_path):
     for (losses, own), (expected, found), counts in rank_pool.run(_by_tensor_parallelism_and_fsdp, impl, tmp_path):
         assert own == pytest.approx(losses, rel=1e-5)
         assert_same_gradients(found, expected)
-        assert counts == {"the head is in an FSDP group of its own, and has other hooks or another forward": 2}
+        assert counts == {"fused": 2}
 
 
 def _in_bf16(rank, group, impl, how):

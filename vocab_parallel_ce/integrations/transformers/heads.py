@@ -129,13 +129,14 @@ def refusal(head: Any) -> tuple[str | None, Any]:
     if head is None:
         return "no output embeddings", None
     reason = refusal_of_module(head) or fsdp.refusal(head)
-    if reason is not None or fsdp.has_own_group(head):
+    if reason is not None:
         return reason, None
+    own_group = fsdp.has_own_group(head)
     try:
-        group = tensor_parallel_group(head)
+        group = tensor_parallel_group(head, hooks=not own_group)
     except ValueError as error:
         return str(error), None
-    if is_dtensor(head.weight) and group is None:
+    if is_dtensor(head.weight) and group is None and not own_group:
         return "the head's weight is a DTensor, and no tensor parallelism cut it", None
     return None, group
 
