@@ -342,14 +342,20 @@ def _by_tensor_parallelism_and_fsdp(rank, group, impl, path):
     losses = [accumulate(reference, batch, 0.5) for batch in batches][part]
     install(model, impl=impl)
     found = accumulate(model, batches[part])
-    return (losses, found), (gradients_of(reference), gradients_of(model)), audit(model)
+    gradients, counts, looks = gradients_of(model), audit(model), looks_at_logits(model, reference, batches[part][0])
+    return (losses, found), (gradients_of(reference), gradients), counts, looks
 
 
 @in_ranks((4,), (), (4,))
 def test_transformers_tensor_parallelism_and_fsdp(rank_pool, impl, tmp_path):
     """Its plan puts norm and head into an FSDP group of their own."""
     small_model("llama").save_pretrained(tmp_path)
-    for (losses, own), (expected, found), counts in rank_pool.run(_by_tensor_parallelism_and_fsdp, impl, tmp_path):
+    results = rank_pool.run(_by_tensor_parallelism_and_fsdp, impl, tmp_path)
+    for (losses, own), (expected, found), counts, looks in results:
+        assert_same(looks["evaluated"], looks["real"])
+        assert_same(looks["after forward"], looks["real"])
+        assert re.match("RuntimeError: logits: .* freed", looks["after backward"])
+        assert re.match("RuntimeError: logits: .* changed", looks["after a step"])
         assert own == pytest.approx(losses, rel=1e-5)
         assert_same_gradients(found, expected)
         assert counts == {"fused": 2}

@@ -66,8 +66,10 @@ class HeadCall(Head):
     def __init__(self, plan: HeadPlan, hidden: Tensor) -> None:
         parameters = [parameter for parameter in (plan.module.weight, plan.module.bias) if parameter is not None]
         # FSDP fills the whole weight again without a trace; what an optimizer changes is the shard.
-        shards = [fsdp.fsdp_shard(parameter) for parameter in parameters]
-        super().__init__(hidden, (*parameters, *(shard for shard in shards if shard is not None)))
+        shards = [shard for shard in map(fsdp.fsdp_shard, parameters) if shard is not None]
+        # The memory that FSDP frees is that of the local tensor.
+        held: list[Any] = [parameter for parameter in (*parameters, *shards) if is_dtensor(parameter)]
+        super().__init__(hidden, (*parameters, *shards, *(dtensor._local_tensor for dtensor in held)))
         self.plan = plan
 
     def report(self, event: str) -> None:
