@@ -1,139 +1,36 @@
-"""Models of transformers that several ranks share: cut by tensor parallelism, or wrapped by FSDP or DDP."""
+"""Heads of transformers' models that tensor parallelism cuts: trained without their logits."""
 
 import copy
-import os
-import re
-from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.distributed import DistributedConfig
 
-from tests.support.collectives import assert_refused, error_of, messages_of
+from tests.support.collectives import assert_refused, messages_of
 from tests.support.ranks import device_of, in_ranks
+from tests.support.transformers_ranks import (
+    HALF,
+    LOGITS,
+    PADDING,
+    STEPS,
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    assert_same,
+    assert_same_gradients,
+    assert_same_training,
+    cut_model,
+    small_model,
+    tokens,
+    train,
+)
 from vocab_parallel_ce.integrations.transformers import install, shard_lm_head, uninstall
 from vocab_parallel_ce.integrations.transformers.audit_models import audit
 
 in_two_ranks = in_ranks((2,), (), (2,))
-VOCABULARY, WIDTH, TOKENS = 1999, 16, (2, 32)  # the logits are the largest tensor of a step by far
-LOGITS = VOCABULARY * TOKENS[0] * TOKENS[1]
-HALF = (VOCABULARY + 1) // 2
-STEPS, RATE = 10, 0.1
-MODELS = {"llama": (LlamaForCausalLM, LlamaConfig), "gemma2": (Gemma2ForCausalLM, Gemma2Config)}
-
-
-def small_model(name, tied=False, **options) -> Any:
-    cls, config_cls = MODELS[name]
-    torch.manual_seed(0)
-    if name == "gemma2":
-        options["final_logit_softcapping"] = 3.0  # far below the logits
-    config = config_cls(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.3,
-        tie_word_embeddings=tied,
-        attn_implementation="eager",
-        use_cache=False,
-        **options,
-    )
-    return cls(config)
-
-
-def tokens(device, part=slice(None)):
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, VOCABULARY, TOKENS, generator=generator)
-    labels = ids.clone()
-    labels[0, :5] = -100
-    return {"input_ids": ids[part].to(device), "labels": labels[part].to(device)}
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-class Largest(TorchDispatchMode):
-    """Notes how many elements the largest tensor has that an operation makes in this rank."""
-
-    numel = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        return False  # True would import torch._dynamo, which takes seconds
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                self.numel = max(self.numel, local.numel())
-        return made
-
-
-class Training(NamedTuple):
-    """What some steps of training gave."""
-
-    losses: list
-    gradients: dict  # of the first step
-    largest: int  # elements of the largest tensor of the first step
-
-
-def gradients_of(model):
-    return {name.removeprefix("module."): whole(p.grad).clone() for name, p in model.named_parameters()}
-
-
-def train(model, inputs, steps=STEPS):
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, foreach=False)
-    losses, gradients, largest = [], {}, Largest()
-    for step in range(steps):
-        with largest:
-            loss = model(**inputs).loss
-            loss.backward()
-        if step == 0:
-            gradients, numel = gradients_of(model), largest.numel
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return Training(losses, gradients, numel)
-
-
-def assert_same(found, expected, what=""):
-    error = (found.double() - expected.double()).abs().max().item()
-    assert error <= 1e-5 * expected.abs().max().item(), (what, error)
-
-
-def assert_same_training(found, expected):
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert_same_gradients(found.gradients, expected.gradients)
-
-
-def assert_same_gradients(found, expected):
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert_same(found[name], gradient, name)
-
-
-def cut_model(rank, device, model, path):
-    """Cut a model by transformers' plan of it, read from a path, or only its head."""
-    if path is None:
-        return shard_lm_head(model, init_device_mesh(device.type, (2,)))
-    os.environ["LOCAL_RANK"] = str(rank)
-    with patch("torch._C._get_accelerator", lambda: torch.device(device.type)):
-        config = DistributedConfig(tp_size=2, tp_plan="auto")
-        return type(model).from_pretrained(path, distributed_config=config)
 
 
 def _tensor_parallel(rank, group, impl, path, name, options, fused):
@@ -175,7 +72,7 @@ CASES = [
 @pytest.mark.parametrize(("how", "name", "tied", "fused"), CASES)
 @in_two_ranks
 def test_a_cut_head_trains_as_a_whole_one_without_its_logits(rank_pool, impl, tmp_path, how, name, tied, fused):
-    options = {"tied": tied, "pad_token_id": 5}
+    options = {"tied": tied, "pad_token_id": PADDING}
     path = None if how == "head" else tmp_path
     if path is not None:
         small_model(name, **options).save_pretrained(path)
@@ -198,135 +95,6 @@ def test_a_cut_head_gathers_its_logits_otherwise(rank_pool, impl, tmp_path, how)
     for expected, found, _ in rank_pool.run(_tensor_parallel, impl, path, "llama", options, None):
         assert_same_gradients(found.gradients, expected.gradients)
         assert found.largest >= LOGITS
-
-
-WRAPS = ("root", "reshard", "own", "own, reshard", "list", "ddp", "ddp, unused", "tied", "outer")
-
-
-class Outer(nn.Module):
-    """A module of the user's own that FSDP wraps, such as PEFT's."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.module = model
-
-    def forward(self, **inputs):
-        return self.module(**inputs)
-
-
-def wrap(model, how, device, mp_policy=None):
-    """Share a model among the ranks of the world."""
-    if how.startswith("ddp"):
-        return DistributedDataParallel(model, find_unused_parameters=how == "ddp, unused")
-    options = {"mesh": init_device_mesh(device.type, (2,)), "mp_policy": mp_policy or MixedPrecisionPolicy()}
-    if "reshard" in how:
-        options["reshard_after_forward"] = True
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    if how.startswith("own"):
-        fully_shard(model.lm_head, **options)
-    if how == "list":
-        fully_shard([model.model.norm, model.lm_head], **options)
-    return fully_shard(Outer(model) if how == "outer" else model, **options)
-
-
-def halves(device):
-    """Two steps' tokens of each of two ranks."""
-    inputs = tokens(device)
-    return [[{k: v[i : i + 1, 16 * j : 16 * j + 16] for k, v in inputs.items()} for j in range(2)] for i in range(2)]
-
-
-def accumulate(model, batches, scale=1.0):
-    losses = []
-    for batch in batches:
-        loss = model(**batch).loss
-        (loss * scale).backward()
-        losses.append(loss.item())
-    return losses
-
-
-def _data_parallel(rank, group, impl, how, dtype):
-    device = device_of(rank, group)
-    model = small_model("llama", how == "tied").to(device)
-    batches = halves(device)
-    reference = copy.deepcopy(model)
-    losses = [accumulate(reference, part, 0.5) for part in batches][rank]
-    expected = gradients_of(reference)
-    policy = MixedPrecisionPolicy(param_dtype=dtype) if dtype is not None else None
-    if dtype is not None:
-        other = wrap(copy.deepcopy(model), how, device, policy)
-        accumulate(other, batches[rank])
-        native = gradients_of(other)
-    else:
-        native = expected
-    wrapped = wrap(model, how, device, policy)
-    install(wrapped, impl=impl)
-    found = accumulate(wrapped, batches[rank])
-    counts = audit(wrapped)
-    gradients = gradients_of(wrapped)
-    looks = looks_at_logits(wrapped, reference, batches[rank][0])
-    uninstall(wrapped)
-    return (losses, found), (expected, gradients, native), counts, looks
-
-
-def looks_at_logits(model, reference, batch):
-    """Return the real logits, and those looked at in several places, or the error."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, foreach=False)  # of the shards
-    with torch.no_grad():
-        expected = reference(**batch).logits
-        evaluated = model(**batch)
-    looks = {"real": expected, "evaluated": evaluated.logits.detach()}
-
-    def look(name, outputs):
-        looks[name] = error_of(lambda: looks.update({name: outputs.logits.detach()})) or looks[name]
-
-    look("after forward", model(**batch))
-    outputs = model(**batch)
-    outputs.loss.backward()
-    look("after backward", outputs)
-    outputs = model(**batch)
-    outputs.loss.backward()
-    optimizer.step()
-    model(**batch)
-    look("after a step", outputs)
-    return looks
-
-
-@pytest.mark.parametrize("how", WRAPS)
-@in_two_ranks
-def test_a_model_that_fsdp_or_ddp_wraps_trains_as_a_whole_one_without_its_logits(rank_pool, impl, how):
-    freed, changed = "RuntimeError: logits: .* freed", "RuntimeError: logits: .* changed"
-    errors = {"after a step": changed}
-    if how in ("root", "reshard", "tied", "outer", "list"):
-        errors["after backward"] = freed
-    if how in ("reshard", "list"):
-        errors |= {"after forward": freed, "after a step": freed}
-    for (losses, own), (expected, found, _), counts, looks in rank_pool.run(_data_parallel, impl, how, None):
-        assert counts == {"fused": 2}, how
-        assert own == pytest.approx(losses, rel=1e-5)
-        assert_same_gradients(found, {name.removeprefix("module."): g for name, g in expected.items()})
-        real = looks.pop("real")
-        for name, look in looks.items():
-            if name in errors:
-                assert re.match(errors[name], look), (name, look)
-            else:
-                assert_same(look, real, name)
-
-
-def _in_bf16(rank, group, impl, how):
-    losses, gradients, counts, _ = _data_parallel(rank, group, impl, how, torch.bfloat16)
-    return losses, gradients, counts
-
-
-@pytest.mark.parametrize("how", ["root", "own", "list"])
-@in_two_ranks
-def test_fsdp_with_mixed_precision_is_as_exact_as_without_the_fused_loss(rank_pool, impl, how):
-    for (losses, own), (truth, found, native), counts in rank_pool.run(_in_bf16, impl, how):
-        assert counts == {"fused": 2}
-        assert own == pytest.approx(losses, rel=2e-3)
-        for name, gradient in truth.items():
-            error, usual = ((other - gradient).norm() for other in (found[name], native[name]))
-            assert 0 < error <= 1.1 * usual, (name, error / usual)
 
 
 def _tied_elsewhere(model):

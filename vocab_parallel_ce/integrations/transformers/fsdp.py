@@ -42,8 +42,8 @@ def refusal(head: Any) -> str | None:
     if not has_own_group(head):
         return None
     hooks = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
-    if len(hooks) != 2 or {getattr(hook, "__module__", "") for hook in hooks} != {HOOKS} or "forward" in vars(head):
-        return "the head is in an FSDP group of its own, and has other hooks or another forward"
+    if len(hooks) != 2 or {getattr(hook, "__module__", "") for hook in hooks} != {HOOKS}:
+        return "the head is in an FSDP group of its own, and has other hooks"
     if head._get_fsdp_state()._mp_policy.output_dtype is not None:
         return "FSDP casts what the head returns"
     return None
@@ -56,8 +56,11 @@ def dtype_in_forward(head: Any) -> torch.dtype:
 
 def in_forward_of(head: nn.Module, function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     """Call ``function(hidden)`` in place of the head's forward: FSDP's hooks gather the weight, and free it."""
+    before = vars(head).get("forward")
     head.forward = function
     try:
         return head._call_impl(hidden)
     finally:
         del head.forward
+        if before is not None:
+            head.forward = before

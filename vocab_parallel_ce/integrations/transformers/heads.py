@@ -67,8 +67,10 @@ class HeadCall(Head):
         self.plan = plan
         self.parameters = [parameter for parameter in (plan.module.weight, plan.module.bias) if parameter is not None]
         # FSDP fills the whole weight again without a trace; what an optimizer changes is the shard.
-        shards = [fsdp.fsdp_shard(parameter) for parameter in self.parameters]
-        super().__init__(hidden, (*self.parameters, *(shard for shard in shards if shard is not None)))
+        shards = [shard for shard in map(fsdp.fsdp_shard, self.parameters) if shard is not None]
+        # The memory that FSDP frees is that of the local tensor.
+        held: list[Any] = [parameter for parameter in (*self.parameters, *shards) if is_dtensor(parameter)]
+        super().__init__(hidden, (*self.parameters, *shards, *(dtensor._local_tensor for dtensor in held)))
 
     def report(self, event: str) -> None:
         self.plan.record.report(event)
@@ -137,13 +139,14 @@ def refusal(head: Any) -> tuple[str | None, Any]:
     if head is None:
         return "no output embeddings", None
     reason = refusal_of_module(head) or fsdp.refusal(head)
-    if reason is not None or fsdp.has_own_group(head):
+    if reason is not None:
         return reason, None
+    own_group = fsdp.has_own_group(head)
     try:
-        group = tensor_parallel_group(head)
+        group = tensor_parallel_group(head, hooks=not own_group)
     except ValueError as error:
         return str(error), None
-    if is_dtensor(head.weight) and group is None:
+    if is_dtensor(head.weight) and group is None and not own_group:
         return "the head's weight is a DTensor, and no tensor parallelism cut it", None
     return None, group
 

@@ -17,8 +17,8 @@ def shard_lm_head(model: Any, mesh: Any) -> Any:
     ``Shard(0)``; they come from the mesh's first rank. The head still returns whole logits. After
     :func:`install`, the loss needs none. All ranks of the mesh must train on the same tokens.
 
-    Call it before you make the optimizer: the head's parameters are new ones. PyTorch's optimizers and
-    ``clip_grad_norm_`` need ``foreach=False``, or their own call for the DTensors.
+    Call it before you make the optimizer: the head's parameters are new ones. DTensors and plain parameters need
+    ``foreach=False`` in an optimizer, or groups of their own. ``clip_grad_norm_`` raises for a mix of them.
 
     Args:
         model: a model of transformers on the device of the mesh. Its head is an ``nn.Linear``.
@@ -46,28 +46,33 @@ def shard_lm_head(model: Any, mesh: Any) -> Any:
     return model
 
 
-def tensor_parallel_group(head: nn.Linear) -> Any:
+def tensor_parallel_group(head: nn.Linear, hooks: bool = True) -> Any:
     """Return the group that shares the rows of a head whose logits tensor parallelism gathers, or None.
+
+    Args:
+        head: the head of a model.
+        hooks: whether its hooks count; False if they are known to be those of FSDP.
 
     Raises:
         ValueError: the head has hooks or a forward that do something else.
     """
     patched = vars(head).get("forward")
+    has_hooks = hooks and bool(head._forward_hooks or head._forward_pre_hooks)
     if patched is not None:
         # transformers' tp_plan: a closure over the style and the mesh.
         variables = closure(patched) if getattr(patched, "__name__", "") == "tp_forward" else {}
         style: Any = variables.get("self")
         mesh: Any = variables.get("mesh")
         gathers = type(style).__name__ == "ColwiseParallel" and style.output_layouts.is_replicate()
-        if not gathers or not is_dtensor(head.weight) or head._forward_hooks or head._forward_pre_hooks:
+        if not gathers or not is_dtensor(head.weight) or has_hooks:
             raise ValueError("something replaced the head's forward")
         return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
-    if not head._forward_hooks and not head._forward_pre_hooks:
+    if not has_hooks:
         return None
-    hooks = parallel_hooks(head)
-    if hooks is None or not all(layout.is_replicate() for layout in hooks.input_layouts):
+    parallel = parallel_hooks(head)
+    if parallel is None or not all(layout.is_replicate() for layout in parallel.input_layouts):
         raise ValueError("the head has hooks")
-    return hooks.group
+    return parallel.group
 
 
 def _tp_mesh(mesh: Any) -> Any:

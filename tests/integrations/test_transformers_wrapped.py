@@ -1,0 +1,189 @@
+"""Models of transformers that FSDP or DDP wraps: trained without their logits."""
+
+import copy
+import os
+import re
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+
+from tests.support.collectives import error_of
+from tests.support.ranks import device_of, in_ranks
+from tests.support.transformers_ranks import (
+    RATE,
+    accumulate,
+    assert_same,
+    assert_same_gradients,
+    gradients_of,
+    halves,
+    small_model,
+)
+from vocab_parallel_ce.integrations.transformers import install, uninstall
+from vocab_parallel_ce.integrations.transformers.audit import audit
+from vocab_parallel_ce.integrations.transformers.heads import refusal
+
+in_two_ranks = in_ranks((2,), (), (2,))
+WRAPS = ("root", "reshard", "own", "own, reshard", "list", "ddp", "ddp, unused", "tied", "outer")
+
+
+class Outer(nn.Module):
+    """A module of the user's own that FSDP wraps, such as PEFT's."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+    def forward(self, **inputs):
+        return self.module(**inputs)
+
+
+def wrap(model, how, device, mp_policy=None):
+    """Share a model among the ranks of the world."""
+    if how.startswith("ddp"):
+        return DistributedDataParallel(model, find_unused_parameters=how == "ddp, unused")
+    options = {"mesh": init_device_mesh(device.type, (2,)), "mp_policy": mp_policy or MixedPrecisionPolicy()}
+    if "reshard" in how:
+        options["reshard_after_forward"] = True
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    if how.startswith("own"):
+        fully_shard(model.lm_head, **options)
+    if how == "list":
+        fully_shard([model.model.norm, model.lm_head], **options)
+    return fully_shard(Outer(model) if how == "outer" else model, **options)
+
+
+def _data_parallel(rank, group, impl, how, dtype):
+    device = device_of(rank, group)
+    model = small_model("llama", how == "tied").to(device)
+    batches = halves(device)
+    reference = copy.deepcopy(model)
+    losses = [accumulate(reference, part, 0.5) for part in batches][rank]
+    expected = gradients_of(reference)
+    policy = MixedPrecisionPolicy(param_dtype=dtype) if dtype is not None else None
+    if dtype is not None:
+        other = wrap(copy.deepcopy(model), how, device, policy)
+        accumulate(other, batches[rank])
+        native = gradients_of(other)
+    else:
+        native = expected
+    wrapped = wrap(model, how, device, policy)
+    install(wrapped, impl=impl)
+    found = accumulate(wrapped, batches[rank])
+    counts = audit(wrapped)
+    gradients = gradients_of(wrapped)
+    looks = looks_at_logits(wrapped, reference, batches[rank][0])
+    uninstall(wrapped)
+    return (losses, found), (expected, gradients, native), counts, looks
+
+
+def looks_at_logits(model, reference, batch):
+    """Return the real logits, and those looked at in several places, or the error."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, foreach=False)  # of the shards
+    with torch.no_grad():
+        expected = reference(**batch).logits
+        evaluated = model(**batch)
+    looks = {"real": expected, "evaluated": evaluated.logits.detach()}
+
+    def look(name, outputs):
+        looks[name] = error_of(lambda: looks.update({name: outputs.logits.detach()})) or looks[name]
+
+    look("after forward", model(**batch))
+    outputs = model(**batch)
+    outputs.loss.backward()
+    look("after backward", outputs)
+    outputs = model(**batch)
+    outputs.loss.backward()
+    optimizer.step()
+    model(**batch)
+    look("after a step", outputs)
+    return looks
+
+
+@pytest.mark.parametrize("how", WRAPS)
+@in_two_ranks
+def test_a_model_that_fsdp_or_ddp_wraps_trains_as_a_whole_one_without_its_logits(rank_pool, impl, how):
+    freed, changed = "RuntimeError: logits: .* freed", "RuntimeError: logits: .* changed"
+    errors = {"after a step": changed}
+    if how in ("root", "reshard", "tied", "outer", "list"):
+        errors["after backward"] = freed
+    if how in ("reshard", "list"):
+        errors |= {"after forward": freed, "after a step": freed}
+    for (losses, own), (expected, found, _), counts, looks in rank_pool.run(_data_parallel, impl, how, None):
+        assert counts == {"fused": 2}, how
+        assert own == pytest.approx(losses, rel=1e-5)
+        assert_same_gradients(found, {name.removeprefix("module."): g for name, g in expected.items()})
+        real = looks.pop("real")
+        for name, look in looks.items():
+            if name in errors:
+                assert re.match(errors[name], look), (name, look)
+            else:
+                assert_same(look, real, name)
+
+
+@pytest.mark.reference
+def test_heads_of_other_frameworks_fall_back_by_name():
+    with_ds_id, flattened, hooked = (nn.Linear(4, 8) for _ in range(3))
+    with_ds_id.weight.ds_id = 0
+    del flattened.weight
+    flattened.weight = torch.ones(8, 4)  # as FSDP1 does in forward
+    hooked.register_forward_hook(lambda *_: None)
+    reasons = ("DeepSpeed ZeRO-3", "the head's weight is not its parameter: FSDP1", "the head has hooks")
+    for head, expected in zip((with_ds_id, flattened, hooked), reasons, strict=True):
+        reason, group = refusal(head)
+        assert reason is not None and reason.startswith(expected) and group is None
+    assert refusal(nn.Linear(4, 8)) == (None, None)
+
+
+def _by_tensor_parallelism_and_fsdp(rank, group, impl, path):
+    device = device_of(rank, group)
+    os.environ["LOCAL_RANK"] = str(rank)
+    with patch("torch._C._get_accelerator", lambda: torch.device(device.type)):
+        config = DistributedConfig(tp_size=2, tp_plan="auto", fsdp_size=2)
+        model = LlamaForCausalLM.from_pretrained(path, distributed_config=config)
+    batches = halves(device)
+    reference = small_model("llama").to(device)
+    part = rank // 2
+    losses = [accumulate(reference, batch, 0.5) for batch in batches][part]
+    install(model, impl=impl)
+    found = accumulate(model, batches[part])
+    gradients, counts, looks = gradients_of(model), audit(model), looks_at_logits(model, reference, batches[part][0])
+    return (losses, found), (gradients_of(reference), gradients), counts, looks
+
+
+@in_ranks((4,), (), (4,))
+def test_transformers_tensor_parallelism_and_fsdp(rank_pool, impl, tmp_path):
+    """Its plan puts norm and head into an FSDP group of their own."""
+    small_model("llama").save_pretrained(tmp_path)
+    results = rank_pool.run(_by_tensor_parallelism_and_fsdp, impl, tmp_path)
+    for (losses, own), (expected, found), counts, looks in results:
+        assert_same(looks["evaluated"], looks["real"])
+        assert_same(looks["after forward"], looks["real"])
+        assert re.match("RuntimeError: logits: .* freed", looks["after backward"])
+        assert re.match("RuntimeError: logits: .* changed", looks["after a step"])
+        assert own == pytest.approx(losses, rel=1e-5)
+        assert_same_gradients(found, expected)
+        assert counts == {"fused": 2}
+
+
+def _in_bf16(rank, group, impl, how):
+    losses, gradients, counts, _ = _data_parallel(rank, group, impl, how, torch.bfloat16)
+    return losses, gradients, counts
+
+
+@pytest.mark.parametrize("how", ["root", "own", "list"])
+@in_two_ranks
+def test_fsdp_with_mixed_precision_is_as_exact_as_without_the_fused_loss(rank_pool, impl, how):
+    for (losses, own), (truth, found, native), counts in rank_pool.run(_in_bf16, impl, how):
+        assert counts == {"fused": 2}
+        assert own == pytest.approx(losses, rel=2e-3)
+        for name, gradient in truth.items():
+            error, usual = ((other - gradient).norm() for other in (found[name], native[name]))
+            assert 0 < error <= 1.1 * usual, (name, error / usual)
