@@ -3,7 +3,7 @@
 The models are built from their configurations and the text is Python's standard library, so nothing is downloaded.
 
     python scripts/examples/transformers_trainer.py --model gemma2
-    python scripts/examples/transformers_trainer.py --compare scripts/results/transformers_curves
+    python scripts/examples/transformers_trainer.py --cpu --compare scripts/results/transformers_curves
 
 ``--compare`` trains every model with and without the fused loss, and writes the curves to ``PATH.json`` and
 ``PATH.png``.
@@ -56,18 +56,17 @@ def read_examples(characters: int) -> list[dict[str, torch.Tensor]]:
     return examples
 
 
-def train(name: str, steps: int, native: bool, examples: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+def train(name: str, native: bool, examples: list[dict[str, torch.Tensor]], **arguments: Any) -> dict[str, Any]:
     """Return the loss of each step, and how many calls of the model ran fused."""
     transformers.set_seed(0)
     prefix, options = MODELS[name]
+    if not native:
+        install()
     config = getattr(transformers, f"{prefix}Config")(**(SMALL | options))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
-    if not native:
-        install(model)  # or install() once, for every causal language model
     with tempfile.TemporaryDirectory() as directory:
-        arguments = transformers.TrainingArguments(
+        training = transformers.TrainingArguments(
             output_dir=directory,
-            max_steps=steps,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
             learning_rate=2e-3,
@@ -75,28 +74,29 @@ def train(name: str, steps: int, native: bool, examples: list[dict[str, torch.Te
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            **arguments,
         )
-        trainer = transformers.Trainer(model, arguments, train_dataset=examples)
+        trainer = transformers.Trainer(model, training, train_dataset=examples)
         trainer.train()
-    calls = {} if native else audit(model)
-    if not native:
-        uninstall(model)
-    return {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], "calls": calls}
+    uninstall()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": losses, "calls": audit(model)}
 
 
-def compare(steps: int, path: Path, examples: list[dict[str, torch.Tensor]]) -> None:
+def compare(path: Path, examples: list[dict[str, torch.Tensor]], **arguments: Any) -> None:
     """Write every model's curves, with and without the fused loss, and draw them."""
     import matplotlib.pyplot as plt
 
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     document: dict[str, Any] = {"kind": "transformers_curves", "versions": versions, "curves": {}}
     figure, axes = plt.subplots(2, 2, figsize=(9, 6), layout="constrained", sharex=True)
+    steps = range(1, arguments["max_steps"] + 1)
     for name, axis in zip(MODELS, axes.flat, strict=True):
-        native, fused = (train(name, steps, is_native, examples) for is_native in (True, False))
+        native, fused = (train(name, is_native, examples, **arguments) for is_native in (True, False))
         apart = max(abs(a / b - 1) for a, b in zip(fused["losses"], native["losses"], strict=True))
         document["curves"][name] = {"native": native, "fused": fused, "largest_relative_difference": apart}
-        axis.plot(range(1, steps + 1), native["losses"], label="transformers' own loss", color="0.7", linewidth=5)
-        axis.plot(range(1, steps + 1), fused["losses"], label="with install()", color="tab:blue", linewidth=1.2)
+        axis.plot(steps, native["losses"], label="transformers' own loss", color="0.7", linewidth=5)
+        axis.plot(steps, fused["losses"], label="with install()", color="tab:blue", linewidth=1.2)
         axis.set(title=f"{MODELS[name][0]}: at most {apart:.1e} apart", xlabel="step", ylabel="loss")
     axes.flat[0].legend()
     path.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -109,13 +109,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--native", action="store_true", help="transformers' own loss")
     parser.add_argument("--compare", type=Path, metavar="PATH")
+    parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--characters", type=int, default=1_000_000, help="of the text")
     words = parser.parse_args()
     examples = read_examples(words.characters)
+    arguments = {"max_steps": words.steps, "use_cpu": words.cpu}
     if words.compare is not None:
-        compare(words.steps, words.compare, examples)
+        compare(words.compare, examples, **arguments)
     else:
-        print("calls of the model:", train(words.model, words.steps, words.native, examples)["calls"])
+        print("calls of the model:", train(words.model, words.native, examples, **arguments)["calls"])
 
 
 if __name__ == "__main__":

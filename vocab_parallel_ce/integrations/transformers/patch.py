@@ -185,10 +185,15 @@ def _install_when_built(mechanism: str, options: dict[str, Any]) -> None:
 
 def owner_of(target: Any) -> Any:
     """Return the class, or the model inside PEFT's, DDP's or a compiler's wrapper."""
-    if hasattr(target, "get_base_model"):
-        target = target.get_base_model()
-    while not hasattr(target, "get_output_embeddings") and isinstance(getattr(target, "module", None), nn.Module):
-        target = target.module
+    inner = target
+    while isinstance(inner, nn.Module):
+        target, modules = inner, inner._modules
+        if hasattr(target, "get_base_model"):
+            inner = target.get_base_model()
+        else:
+            inner = modules.get(
+                "_orig_mod", None if hasattr(target, "get_output_embeddings") else modules.get("module")
+            )
     is_model = isinstance(target, nn.Module) or (isinstance(target, type) and issubclass(target, nn.Module))
     if not is_model or not hasattr(target, "get_output_embeddings"):
         raise TypeError(f"target: expected a model of transformers, its class, or None, got {target!r:.80}")
