@@ -12,8 +12,7 @@ import torch
 from transformers import Gemma2ForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 
 from tests.support.transformers_steps import calls_of
-from vocab_parallel_ce.integrations.transformers import install, uninstall
-from vocab_parallel_ce.integrations.transformers.audit import audit
+from vocab_parallel_ce.integrations.transformers import audit, install, uninstall
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_model
 
 pytestmark = pytest.mark.reference

@@ -25,8 +25,7 @@ from tests.support.transformers_ranks import (
     halves,
     small_model,
 )
-from vocab_parallel_ce.integrations.transformers import install, uninstall
-from vocab_parallel_ce.integrations.transformers.audit import audit
+from vocab_parallel_ce.integrations.transformers import audit, install, uninstall
 from vocab_parallel_ce.integrations.transformers.heads import refusal
 
 in_two_ranks = in_ranks((2,), (), (2,))
