@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor
@@ -45,10 +44,13 @@ class CallRecord:
     def end(self) -> None:
         """Count the call, and log the first of its kind if it was not fused."""
         self.is_over = True
-        event = "fused" if "fused" in self.events else next(iter(self.events), NOT_USED)
+        made = next((event for event in self.events if event != "fused"), None)
+        event = made or ("fused" if self.events else NOT_USED)
+        if made is not None and "fused" in self.events:
+            event = f"fused, but {made} too"
         self.counts[event] += 1
         if event != "fused" and self.counts[event] == 1:
-            logger.warning("%s: the loss was not fused, and the logits were made: %s", self.name, event)
+            logger.warning("%s: the logits were made: %s", self.name, event)
 
 
 class HeadPlan(NamedTuple):
@@ -159,8 +161,6 @@ def refusal_of_module(head: Any) -> str | None:
         return "DeepSpeed ZeRO-3 has partitioned the head"
     if head._compiled_call_impl is not None:
         return "the head is compiled"
-    if parametrize.is_parametrized(head):
-        return "the head is parametrised"
     if head._backward_hooks or head._backward_pre_hooks:
         return "the head has backward hooks"
     weight = head.weight
