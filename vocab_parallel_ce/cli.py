@@ -11,7 +11,7 @@ import torch
 import vocab_parallel_ce
 from vocab_parallel_ce.collectives import available_backends
 from vocab_parallel_ce.integrations import framework_lines
-from vocab_parallel_ce.linear.chunks import choose_chunk_tokens
+from vocab_parallel_ce.linear.chunks import FEWEST_TOKENS, choose_chunk_tokens
 from vocab_parallel_ce.plan import top_saved_tensor_hooks
 from vocab_parallel_ce.selection import IMPLEMENTATIONS, Workload, gpu_of, select, triton_state, triton_version
 
@@ -63,10 +63,9 @@ def doctor_lines() -> list[str]:
         default = "always out of place: this torch cannot say whether saved-tensor hooks are active"
     lines.append(f"gradient='auto': {default}")
     for n_tokens, hidden_size, n_columns in HEADS:
-        chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, 2)
-        head = f"{n_tokens} tokens x {hidden_size} by {n_columns} columns of bf16"
-        size = f"{chunk * n_columns * 2 / 2**30:.2f} GiB of logits"
-        lines.append(f"linear_cross_entropy, {head}: chunks of {chunk} tokens, {size}")
+        chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, 2, FEWEST_TOKENS)
+        what = f"{n_tokens} tokens x {hidden_size} by {n_columns} columns of bf16: chunks of {chunk} tokens"
+        lines.append(f"linear_cross_entropy, {what}, {chunk * n_columns * 2 / 2**30:.2f} GiB of logits")
     return lines + framework_lines()
 
 

@@ -20,9 +20,7 @@ SMALL_BYTES = 256 * 2**20  # logits that are worth no more chunks
 MULTIPLE = 128  # tokens: whole tiles of a matrix product
 
 
-def choose_chunk_tokens(
-    n_tokens: int, hidden_size: int, n_columns: int, element_size: int, fewest: int = FEWEST_TOKENS
-) -> int:
+def choose_chunk_tokens(n_tokens: int, hidden_size: int, n_columns: int, element_size: int, fewest: int) -> int:
     """Return the tokens of a chunk by default: ``fewest``, or as many as have ``SMALL_BYTES`` of logits."""
     # One chunk does without the weight's fp32 gradient, which may take more than all logits.
     if n_tokens * element_size <= 4 * hidden_size:
@@ -44,7 +42,7 @@ def chunk_of(head: HeadSettings, n_tokens: int, hidden_size: int, n_columns: int
     asked, budget = head.chunk_tokens, head.memory_budget
     if budget is None:
         if asked == "auto":
-            return choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size)
+            return choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, FEWEST_TOKENS)
         if isinstance(asked, str):
             raise ValueError(f"chunk_tokens: expected 'auto' or a number of tokens, got {asked!r}")
         return checks.checked_count("chunk_tokens", asked)
