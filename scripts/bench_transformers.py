@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,6 +135,27 @@ def measure(case: Case, ranks: Ranks, rounds: int, providers: list[str], tiny: b
     return {"case": case.name, "results": results}
 
 
+def plot(document: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (times, peaks) = pyplot.subplots(1, 2, figsize=(11, 3.2), layout="constrained")
+    cases, providers = document["cases"], [result["provider"] for result in document["cases"][0]["results"]]
+    for axis, key, label in ((times, "ms", "step, ms"), (peaks, "peak_gib", "peak memory beyond the model, GiB")):
+        for index, provider in enumerate(providers):
+            values = [case["results"][index][key] for case in cases]
+            bars = axis.barh([number + 0.27 * index for number in range(len(cases))], values, 0.25, label=provider)
+            axis.bar_label(bars, fmt="%.4g", fontsize=7)
+        axis.set(xlabel=label, yticks=[number + 0.27 for number in range(len(cases))])
+        axis.invert_yaxis()
+    times.set_yticklabels([case["case"] for case in cases], fontsize=7)
+    peaks.set_yticklabels([])
+    peaks.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
 def versions() -> dict[str, str]:
     found = {"transformers": transformers.__version__}
     with contextlib.suppress(ImportError):
@@ -149,8 +171,12 @@ def main() -> None:
     parser.add_argument("--providers", default=",".join(PROVIDERS))
     parser.add_argument("--case", type=int, action="append", help="only these, by number")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here")
+    parser.add_argument("--plot", type=Path, metavar="DOCUMENT", help="only draw a document, beside it")
     words = parser.parse_args()
+    if words.plot is not None:
+        plot(json.loads(words.plot.read_text()), words.plot.with_suffix(".png"))
+        return
     cases = CASES if words.case is None else [CASES[number] for number in words.case]
     with joined_ranks() as ranks:
         document: dict[str, Any] = {"kind": "transformers", "host": host_description() | versions(), "cases": []}
