@@ -1,6 +1,7 @@
 """The Python of README.md and docs/ runs as it stands, on one rank and on two, and so do the options."""
 
 import contextlib
+import importlib.util
 import io
 import re
 import sys
@@ -41,8 +42,17 @@ def test_the_examples_of_a_page_in_their_order(page):
     torch.manual_seed(0)
     names: dict[str, object] = {}
     for example in BLOCKS[page]:
-        if "init_process_group" not in example:
+        if "init_process_group" not in example and _has_frameworks(example):
             exec(example, names)
+    if "install" in names:
+        from vocab_parallel_ce.integrations.transformers import uninstall
+
+        uninstall()
+
+
+def _has_frameworks(example):
+    """Whether the frameworks whose integration an example imports are installed."""
+    return all(importlib.util.find_spec(name) for name in re.findall(r"integrations[. ](?:import )?(\w+)", example))
 
 
 def _printed(example):

@@ -1,11 +1,11 @@
-"""What only a GPU shows of transformers' models: kernels inside them, peak memory, and that the host never waits."""
+"""What only a GPU shows of transformers' models: kernels inside them, and peak memory."""
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from tests.support.gpu import assert_host_never_waits, extra_peak_bytes
+from tests.support.gpu import extra_peak_bytes
 from vocab_parallel_ce.integrations.transformers import audit, install, uninstall
 from vocab_parallel_ce.integrations.transformers.audit_models import differs, step
 from vocab_parallel_ce.integrations.transformers.tiny import load_class, tiny_inputs, tiny_model
@@ -35,7 +35,7 @@ def test_a_step_with_the_kernels_is_the_same(name):
 
 
 @pytest.mark.no_poison
-def test_the_host_never_waits_and_the_logits_never_exist():
+def test_the_logits_never_exist():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -53,7 +53,6 @@ def test_the_host_never_waits_and_the_logits_never_exist():
     try:
         train()
         fused = extra_peak_bytes(train)
-        assert_host_never_waits(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward())
     finally:
         uninstall(model)
     logits = 2 * n_columns * n_tokens
