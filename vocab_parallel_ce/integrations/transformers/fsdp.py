@@ -16,8 +16,10 @@ def fsdp_shard(parameter: Tensor) -> Tensor | None:
     """Return the shard that FSDP2 gathers ``parameter`` from, which optimizers change. None if it does not."""
     states = sys.modules.get("torch.distributed._composable_state")
     for reference in list(getattr(states, "_module_state_mapping", {}).values()):
-        for group in getattr(reference(), "_fsdp_param_groups", ()):
-            for shard in group.fsdp_params:
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None)  # before PyTorch 2.12 there was one
+        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+            for shard in () if group is None else group.fsdp_params:
                 if parameter is shard.sharded_param or parameter is getattr(shard, "_unsharded_param", None):
                     return shard.sharded_param
     return None
