@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig
 from tests.support.collectives import error_of
 from tests.support.ranks import device_of, in_ranks
 from tests.support.transformers_ranks import (
+    IS_5_17,
     RATE,
     accumulate,
     assert_same,
@@ -160,6 +161,8 @@ def _by_tensor_parallelism_and_fsdp(rank, group, impl, path):
 @in_ranks((4,), (), (4,))
 def test_transformers_tensor_parallelism_and_fsdp(rank_pool, impl, tmp_path):
     """Its plan puts norm and head into an FSDP group of their own."""
+    if IS_5_17:
+        pytest.skip("transformers 5.17 cannot load a model that both cut")
     small_model("llama").save_pretrained(tmp_path)
     results = rank_pool.run(_by_tensor_parallelism_and_fsdp, impl, tmp_path)
     for (losses, own), (expected, found), counts, looks in results:
