@@ -227,6 +227,8 @@ tokenizers the demo will not run
 tqdm the demo will not run
 matplotlib the demo will not run
 transformers the tests of its integration will not run
+accelerate some tests with transformers will not run
+peft some tests with transformers will not run
 trl the tests of its integration will not run
 ruff .ci/run will not lint
 mypy .ci/run will not check types

@@ -246,15 +246,69 @@ def test_logits_that_were_made_before_a_step_stay():
     assert torch.equal(lazy.detach(), real)
 
 
-def test_hooks_run_on_the_gradient_of_the_real_logits_and_make_none():
-    head, lazy, real = lazy_pair()
+def test_hooks_on_the_logits_run_and_those_of_fsdp_wait():
     seen = []
-    removed = lazy.register_hook(lambda grad: seen.append("removed"))
-    lazy.register_hook(lambda grad: seen.append(grad))
+
+    def hook(grad):
+        seen.append(grad)
+        return 0 * grad
+
+    head, lazy, real = lazy_pair()
+    lazy.register_hook(hook)
+    assert head.events == ["register_hook made the logits"]
+    F.cross_entropy(lazy.view(-1, V), torch.zeros(10, dtype=torch.int64)).backward()
+    assert len(seen) == 1 and not head.weight.grad.any()
+
+    head, lazy, real = lazy_pair()
+    hook.__module__ = "torch.distributed.fsdp"
+    removed = lazy.register_hook(hook)
+    lazy.register_hook(hook)
     removed.remove()
     assert head.events == []
     (lazy * lazy).sum().backward()
-    assert len(seen) == 1 and torch.allclose(seen[0], 2 * real)
+    assert len(seen) == 2 and torch.allclose(seen[1], 2 * real)
+
+
+@pytest.mark.parametrize("name", ["register_hook", "retain_grad"])
+def test_after_a_fused_loss_there_is_no_gradient_to_see(name):
+    head, lazy, real = lazy_pair()
+    F.cross_entropy(lazy.view(-1, V), torch.zeros(10, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match=f"logits: {name} would see no gradient"):
+        getattr(lazy, name)(*[print] * (name == "register_hook"))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_logits_made_without_gradients_have_none_later(mode):
+    hidden, weight, labels = inputs()
+    with mode():
+        lazy = lazy_logits(Recording(hidden, weight), V)
+    loss = F.cross_entropy(lazy.view(-1, V), labels.view(-1))
+    assert not loss.requires_grad
+    head, lazy, _ = lazy_pair()
+    with torch.no_grad():
+        half = lazy / 2
+    assert not half.requires_grad and not F.cross_entropy(half.view(-1, V), labels.view(-1)).requires_grad
+
+
+@pytest.mark.parametrize("write", [lambda z: z.detach().fill_(7), lambda z: F.relu(z, inplace=True)])
+def test_a_copy_does_not_see_what_is_written_later(write):
+    head, lazy, real = lazy_pair()
+    copied = lazy.clone()
+    write(lazy)
+    assert torch.equal(copied.detach(), real)
+
+
+def test_an_optimizer_that_raises_no_version_is_noticed_by_the_loss_too():
+    head, lazy, real = lazy_pair()
+    other = lazy_logits(Recording(*inputs()[:2]), V)
+    head.weight.grad = torch.ones_like(head.weight)
+    optimizer = torch.optim.AdamW([head.weight], fused=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="an optimizer's step"):
+        lazy.argmax(-1)
+    with pytest.raises(RuntimeError, match="an optimizer's step"):
+        F.cross_entropy(lazy.view(-1, V), torch.zeros(10, dtype=torch.int64))
+    assert torch.equal(other.detach(), real)
 
 
 def test_nothing_keeps_the_hidden_states():

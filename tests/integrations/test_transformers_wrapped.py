@@ -115,7 +115,7 @@ def test_a_model_that_fsdp_or_ddp_wraps_trains_as_a_whole_one_without_its_logits
     if how in ("root", "reshard", "tied", "outer", "list"):
         errors["after backward"] = freed
     if how in ("reshard", "list"):
-        errors |= {"after forward": freed, "after a step": freed}
+        errors["after forward"] = freed
     for (losses, own), (expected, found, _), counts, looks in rank_pool.run(_data_parallel, impl, how, None):
         assert counts == {"fused": 2}, how
         assert own == pytest.approx(losses, rel=1e-5)

@@ -7,8 +7,8 @@ the head would have made them, and works on those.
 
 from __future__ import annotations
 
+import itertools
 import math
-import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,25 +17,30 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 METADATA = {
-    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu"),
-    *("is_meta", "is_sparse", "is_nested", "is_quantized", "dim", "size", "numel", "nelement", "element_size", "_base"),
-    *(
-        "stride",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "is_inference",
-        "get_device",
-        "__len__",
-        "__hash__",
-    ),
+    *("shape", "dtype", "device", "layout", "ndim", "dim", "size", "numel", "nelement", "element_size", "stride"),
+    *("requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_complex"),
+    *("is_quantized", "is_contiguous", "is_floating_point", "is_inference", "get_device", "_base"),
+    *("__len__", "__hash__"),
 }
 MULTIPLY, DIVIDE = ("mul", "multiply", "__mul__", "__rmul__"), ("div", "divide", "true_divide", "__truediv__")
 REDUCTIONS = ("mean", "sum", "none")
+
+
+_stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_steps = itertools.count(1)
+
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Number an optimizer's step: fused ones change parameters without raising a version."""
+    _stepped[optimizer] = next(_steps)
+
+
+register_optimizer_step_post_hook(_note_step)
 
 
 class Modes(NamedTuple):
@@ -72,9 +77,10 @@ class Head:
     def __init__(self, hidden: Tensor, parameters: tuple[Tensor, ...]) -> None:
         """``hidden [..., D]`` is what the head was called with, ``parameters`` what it uses."""
         self.hidden, self.modes = hidden, Modes.now(hidden.device.type)
-        self.is_made = False
+        self.is_made = self.is_fused = False
         self.lazy: list[weakref.ref[LazyLogits]] = []
         self._versions = [(tensor, _version(tensor)) for tensor in (hidden, *parameters)]
+        self._steps = max(_stepped.values(), default=0)
         self.requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, *parameters))
 
     def logits(self) -> Tensor:
@@ -88,19 +94,22 @@ class Head:
     def report(self, event: str) -> None:
         """Note ``"fused"``, or what made the real logits."""
 
-    def check_unchanged(self) -> None:
-        """Raise RuntimeError if the logits would not be those of the call any more."""
-        for tensor, version in self._versions:
-            if tensor.untyped_storage().size() == 0 < tensor.numel():
-                raise RuntimeError(
-                    "logits: looked at after the memory of the head's weight was freed (FSDP has resharded it); look "
-                    "at them inside the model's forward, or uninstall the lazy logits for this call"
-                )
-            if _version(tensor) != version:
-                raise RuntimeError(
-                    "logits: looked at after the head's weight or its hidden states have changed (an optimizer's "
-                    "step), which would give other logits; look at them before, or call the model again"
-                )
+    def check_unchanged(self, freed: bool = True) -> None:
+        """Raise RuntimeError if the logits would not be those of the call any more, or if memory was freed."""
+        used = {id(tensor) for tensor, _ in self._versions}
+        since = [optimizer for optimizer, step in _stepped.items() if step > self._steps]
+        groups = [group for optimizer in since for group in optimizer.param_groups]
+        is_stepped = any(id(parameter) in used for group in groups for parameter in group["params"])
+        if is_stepped or any(_version(tensor) != version for tensor, version in self._versions):
+            raise RuntimeError(
+                "logits: used after the head's weight or its hidden states have changed (an optimizer's step), which "
+                "would give other logits; use them before, or call the model again"
+            )
+        if freed and any(tensor.untyped_storage().size() == 0 < tensor.numel() for tensor, _ in self._versions):
+            raise RuntimeError(
+                "logits: looked at after the memory of the head's weight was freed (FSDP has resharded it); look at "
+                "them inside the model's forward, or uninstall the lazy logits for this call"
+            )
 
 
 class Recorded(NamedTuple):
@@ -130,16 +139,16 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def __new__(
-        cls, head: Head, recorded: Recorded, dtype: torch.dtype, make: Callable[[], Tensor] | None = None
+        cls, head: Head, recorded: Recorded, dtype: torch.dtype, make: Callable[[], Tensor], requires_grad: bool
     ) -> LazyLogits:
         shape = (*recorded.hidden.shape[:-1], recorded.n_columns)
         device = recorded.hidden.device
         # A leaf that requires a gradient: what sees it without overrides still differentiates it.
-        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=head.requires_grad)
+        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
         lazy._head, lazy._recorded, lazy._made, lazy._hooks = head, recorded, None, OrderedDict()
-        lazy._make, lazy._modes = make or head.logits, Modes.now(device.type)
+        lazy._make, lazy._modes = make, Modes.now(device.type)
         head.lazy.append(weakref.ref(lazy))
-        if head.requires_grad:
+        if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 lazy.register_post_accumulate_grad_hook(_pass_gradient_on)
         return lazy
@@ -151,6 +160,14 @@ class LazyLogits(Tensor):
                 self._head.check_unchanged()
                 self._head.report(f"{reason} made the logits")
                 self._head.is_made = True
+            # All that was recorded: it must not see what is written to the real logits from now on.
+            for relative in [self, *(reference() for reference in self._head.lazy)]:
+                if relative is not None:
+                    relative._real()
+        return self._real()
+
+    def _real(self) -> Tensor:
+        if self._made is None:
             self._made = self._modes.run(self._make)
             for hook in self._hooks.values():
                 self._made.register_hook(hook)
@@ -175,11 +192,24 @@ class LazyLogits(Tensor):
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name == "register_hook":
-            handle = RemovableHandle(self._hooks)
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.grad_fn is not None:
+                raise RuntimeError(
+                    "logits: an autograd Function returned them as they were, so its backward would be skipped; call "
+                    "it with outputs.logits.make()"
+                )
+            hides_gradient = self.requires_grad and not torch.is_grad_enabled()
+        if name == "register_hook" and getattr(args[1], "__module__", "").startswith("torch.distributed."):
+            handle = RemovableHandle(self._hooks)  # FSDP's, which gathers weights for a backward through the logits
             self._hooks[handle.id] = args[1]
             return handle
-        if self._head.is_made:
+        if name in ("register_hook", "retain_grad") and self._head.is_fused:
+            raise RuntimeError(
+                f"logits: {name} would see no gradient, because the loss was fused and did not use them; call it "
+                "before the loss, or uninstall the lazy logits for this call"
+            )
+        # Inside an autograd Function, what is recorded would not be its output. DDP's function clones what it ignores.
+        if self._head.is_made or (hides_gradient and name != "clone"):
             return NotImplemented
         return _cross_entropy(*args, **kwargs) if func is F.cross_entropy else _record(func, name, args, kwargs)
 
@@ -190,17 +220,12 @@ class LazyLogits(Tensor):
 
 def lazy_logits(head: Head, n_columns: int) -> LazyLogits:
     """Return what stands for the logits ``[..., n_columns]`` of a head's call."""
-    return LazyLogits(head, Recorded(head.hidden, n_columns), head.modes.dtype_of(head.hidden))
+    dtype = head.modes.dtype_of(head.hidden)
+    return LazyLogits(head, Recorded(head.hidden, n_columns), dtype, head.logits, head.requires_grad)
 
 
 def _run_on_real(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Call ``func`` with the real logits."""
-    if "out" in kwargs or name == "__setitem__" or re.fullmatch(r"__i\w+__|\w*[^_]_", name):
-        # What was computed before must not see the values that func writes.
-        for lazy in (arg for arg in (*args, *kwargs.values()) if isinstance(arg, LazyLogits)):
-            for relative in [reference() for reference in lazy._head.lazy]:
-                if relative is not None:
-                    relative.make(name)
 
     def made(lazy: LazyLogits) -> Tensor:
         return lazy.make(name)
@@ -227,7 +252,8 @@ def _record(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if new is None or dtype is None:
         return NotImplemented
-    return LazyLogits(lazy._head, new, dtype, lambda: func(lazy.make(name), *args[1:], **kwargs))
+    requires_grad = lazy.requires_grad and torch.is_grad_enabled()
+    return LazyLogits(lazy._head, new, dtype, lambda: func(lazy._real(), *args[1:], **kwargs), requires_grad)
 
 
 def _scaled(recorded: Recorded, others: Any, kwargs: Any, divides: bool) -> Recorded | None:
@@ -301,18 +327,16 @@ def _cross_entropy(
     """Return the fused loss, of PyTorch's dtype and shape, or NotImplemented."""
     head, recorded = logits._head, logits._recorded
     plain = weight is None and size_average is None and reduce is None and reduction in REDUCTIONS
-    if (
-        not plain
-        or logits.dim() != 2
-        or target.shape != logits.shape[:1]
-        or target.dtype != torch.int64
-        or target.device != logits.device
-    ):
+    labels = target.dtype == torch.int64 and target.device == logits.device and target.shape == logits.shape[:1]
+    if not plain or not labels or logits.dim() != 2:
         return NotImplemented
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     options |= {"logit_scale": recorded.logit_scale, "softcap": recorded.softcap}
-    with head.modes.autocasting():
+    head.check_unchanged(freed=False)
+    wants_gradient = torch.is_grad_enabled() and logits.requires_grad
+    with head.modes.autocasting(), torch.set_grad_enabled(wants_gradient):
         loss = head.loss(recorded.hidden, target, recorded.n_columns, **options)
+    head.is_fused = True
     head.report("fused")
     is_autocast = torch.is_autocast_enabled(logits.device.type)
     return loss if is_autocast else loss.to(logits.dtype)

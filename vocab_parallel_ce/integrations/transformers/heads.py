@@ -20,8 +20,12 @@ from vocab_parallel_ce.integrations.transformers.tensor_parallel import tensor_p
 from vocab_parallel_ce.linear.chunks import choose_chunk_tokens
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy
 
+_modules = torch.nn.modules.module
+GLOBAL_HOOKS = [_modules._global_forward_hooks, _modules._global_forward_pre_hooks]
+GLOBAL_HOOKS += [_modules._global_backward_hooks, _modules._global_backward_pre_hooks]
+LINEAR_FORWARD = nn.Linear.forward
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FEWEST_TOKENS = 2048  # of a chunk: half the memory of linear_cross_entropy's default, for 0.4 % of a step
+FEWEST_TOKENS = 2048  # of a chunk: if there are several: half of linear_cross_entropy's, for 0.4 % of a step
 NOT_USED = "the head was not called, or no cross_entropy of its logits"
 logger = logging.getLogger("vocab_parallel_ce")
 calls: weakref.WeakKeyDictionary[nn.Module, Counter[str]] = weakref.WeakKeyDictionary()
@@ -33,7 +37,7 @@ class CallRecord:
     def __init__(self, model: Any) -> None:
         self.name, self.counts = type(model).__name__, calls.setdefault(model, Counter())
         self.events: list[str] = []
-        self.is_over = False
+        self.is_over = self.is_inner = False
 
     def report(self, event: str) -> None:
         """Note ``"fused"``, or what made the logits."""
@@ -44,6 +48,8 @@ class CallRecord:
     def end(self) -> None:
         """Count the call, and log the first of its kind if it was not fused."""
         self.is_over = True
+        if self.is_inner:
+            return
         made = next((event for event in self.events if event != "fused"), None)
         event = made or ("fused" if self.events else NOT_USED)
         if made is not None and "fused" in self.events:
@@ -77,8 +83,8 @@ class HeadCall(Head):
     def report(self, event: str) -> None:
         self.plan.record.report(event)
 
-    def check_unchanged(self) -> None:
-        super().check_unchanged()
+    def check_unchanged(self, freed: bool = True) -> None:
+        super().check_unchanged(freed)
         now = (self.plan.module.weight, self.plan.module.bias)
         if not all(own is other for own, other in zip(self.parameters, now, strict=False)):
             raise RuntimeError(
@@ -111,7 +117,7 @@ def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[CallRecord]:
     """Let the head of ``model`` return lazy logits; the record of the call is to be ended with the call."""
     head, record = model.get_output_embeddings(), CallRecord(model)
     if hasattr(getattr(head, "_compiled_call_impl", None), "is_lazy"):  # a call inside a call: the outer one counts
-        record.counts = Counter()
+        record.is_inner = True
         yield record
         return
     reason, group = refusal(head)
@@ -132,8 +138,8 @@ def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[CallRecord]:
     try:
         yield record
     finally:
-        if reason is None:
-            del head._compiled_call_impl
+        if getattr(head, "_compiled_call_impl", None) is call:  # another thread may have done it
+            vars(head).pop("_compiled_call_impl", None)
 
 
 def refusal(head: Any) -> tuple[str | None, Any]:
@@ -155,6 +161,8 @@ def refusal(head: Any) -> tuple[str | None, Any]:
 
 def refusal_of_module(head: Any) -> str | None:
     """Return why ``head`` may do more than multiply by a weight that it has."""
+    if any(GLOBAL_HOOKS) or nn.Linear.forward is not LINEAR_FORWARD:
+        return "hooks of all modules, or another nn.Linear.forward, which the fused loss would skip"
     if fsdp.class_of(head) is not nn.Linear:
         return f"the head is a {type(head).__module__}.{type(head).__name__}, not an nn.Linear"
     if hasattr(head.weight, "ds_id"):

@@ -14,8 +14,9 @@ from torch import nn
 
 from vocab_parallel_ce.integrations.transformers.heads import lazy_head
 from vocab_parallel_ce.integrations.transformers.rewritten import rewritten_forward
-from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS
-from vocab_parallel_ce.options import check_names
+from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, split_keywords
+from vocab_parallel_ce.linear.plan import check_head_settings
+from vocab_parallel_ce.options import check_names, check_settings
 
 MECHANISMS = ("lazy", "rewrite")
 OPTIONS = {name: LOSS_KEYWORDS[name] for name in ("chunk_tokens", "memory_budget", "gradient", "impl")}
@@ -55,6 +56,9 @@ def install(
     if mechanism not in MECHANISMS:
         raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {mechanism!r}")
     check_names(options, OPTIONS)
+    settings, head_settings = split_keywords(options, LOSS_KEYWORDS)
+    check_head_settings(settings, head_settings)
+    check_settings(settings, 1)
     if target is None:
         verdicts = {cls.__name__: _install(cls, mechanism, options) for cls in imported_classes()}
         if imported_later:
@@ -82,6 +86,8 @@ def uninstall(target: Any = None) -> dict[str, str]:
     if owner is not None and not verdicts and hasattr(vars(owner).get("forward"), "vocab_parallel_ce"):
         del owner.forward  # a copy of an installed model
         verdicts[_name(owner)] = "restored"
+    if owner is not None and not verdicts and hasattr(getattr(owner, "forward", None), "vocab_parallel_ce"):
+        verdicts[_name(owner)] = "left alone: its class is installed; uninstall() the class, or everything"
     return verdicts
 
 
@@ -147,6 +153,8 @@ def _install(owner: Any, mechanism: str, options: dict[str, Any]) -> str:
     if current is not cls.forward or inspect.unwrap(cls.forward).__module__ not in {c.__module__ for c in cls.__mro__}:
         return "something else has replaced its forward: install() before that"
     original = cls.forward
+    if "labels" not in inspect.signature(original).parameters:
+        return "its forward takes no labels"
     try:
         forward = {"lazy": lazy_forward, "rewrite": rewritten_forward}[mechanism](original, options)
     except ValueError as error:

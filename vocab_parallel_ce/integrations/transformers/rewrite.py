@@ -1,6 +1,6 @@
 """Rewrite a causal language model's ``forward`` so that it trains without its logits.
 
-Source to source: for ``torch.compile(fullgraph=True)``, and for whoever wants to read what runs. Without labels the old
+Source to source: for ``torch.compile``, and for whoever wants to read what runs. Without labels the old
 lines run as they are. With labels, two injected functions are called instead of the head and ``self.loss_function`` ::
 
     _hidden = hidden_states
