@@ -8,11 +8,9 @@ import io
 import logging
 import pickle
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
@@ -22,6 +20,9 @@ from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
 from vocab_parallel_ce.integrations.transformers import install, uninstall
 from vocab_parallel_ce.integrations.transformers.audit_models import audit, differs, step
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model
+
+peft = pytest.importorskip("peft")
+Accelerator = pytest.importorskip("accelerate").Accelerator
 
 pytestmark = pytest.mark.reference
 

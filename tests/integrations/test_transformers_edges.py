@@ -1,0 +1,126 @@
+"""Ways to call an installed model that are rare: hooks of all modules, nested calls, threads, wrong arguments."""
+
+import logging
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from vocab_parallel_ce.integrations.transformers import audit, install, uninstall  # noqa: E402
+from vocab_parallel_ce.integrations.transformers.audit_models import differs, step  # noqa: E402
+from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model  # noqa: E402
+
+pytestmark = pytest.mark.reference
+Llama = transformers.LlamaForCausalLM
+
+
+@pytest.fixture
+def llama():
+    model = tiny_model(Llama)
+    yield model, tiny_inputs(model)
+    uninstall()
+
+
+def test_a_hook_of_all_modules_is_not_skipped(llama):
+    model, inputs = llama
+
+    def halve(module, args, output):
+        return output / 2 if module is model.lm_head else None
+
+    handle = nn.modules.module.register_module_forward_hook(halve)
+    try:
+        expected = step(model, inputs)
+        install(model)
+        found = step(model, inputs)
+    finally:
+        handle.remove()
+    assert differs(found, expected) is None
+    (reason,) = audit(model)
+    assert reason.startswith("hooks of all modules")
+
+
+def test_another_forward_of_every_linear_is_not_skipped(llama, monkeypatch):
+    model, inputs = llama
+    original = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, hidden: original(self, hidden) * 0.9)
+    expected = step(model, inputs)
+    install(model)
+    assert differs(step(model, inputs), expected) is None and "fused" not in audit(model)
+
+
+@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
+def test_logits_are_not_those_of_another_head(llama, mechanism):
+    model, inputs = llama
+    install(model, mechanism=mechanism)
+    outputs = model(**inputs)
+    model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+    if mechanism == "rewrite":
+        with pytest.raises(RuntimeError, match="logits: looked at after the model was given another head"):
+            outputs.logits.argmax(-1)
+    else:
+        expected = outputs.logits.detach()
+        uninstall(model)
+        assert not torch.equal(model(**inputs).logits, expected)
+
+
+def test_a_forward_that_calls_another_installed_one_is_counted_once(llama, caplog):
+    class Outer(Llama):
+        def forward(self, *args, labels=None, **kwargs):
+            return super().forward(*args, labels=labels, **kwargs)
+
+    model, inputs = llama
+    outer = Outer(model.config)
+    expected = step(outer, inputs)
+    install(Llama)
+    install(outer)
+    with caplog.at_level(logging.WARNING, "vocab_parallel_ce"):
+        found = step(outer, inputs)
+    assert differs(found, expected) is None
+    assert audit(outer)["fused"] == 1
+    assert not [record for record in caplog.records if record.name == "vocab_parallel_ce"]
+
+
+def test_two_threads_may_call_one_model(llama):
+    model, inputs = llama
+    expected = model(**inputs).loss.item()
+    install(model)
+    found, errors = [], []
+
+    def run():
+        try:
+            found.extend(model(**inputs).loss.item() for _ in range(20))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and found == pytest.approx([expected] * 80, rel=1e-6)
+    assert "_compiled_call_impl" not in vars(model.lm_head)
+
+
+def test_install_checks_the_values_of_its_options(llama):
+    model, _ = llama
+    for options, subject in (
+        ({"impl": "foo"}, "impl"),
+        ({"chunk_tokens": -1}, "chunk_tokens"),
+        ({"gradient": "x"}, "gradient"),
+    ):
+        with pytest.raises(ValueError, match=f"^{subject}"):
+            install(model, **options)
+    assert "forward" not in vars(model)
+    with pytest.raises(ValueError, match="its forward takes no labels"):
+        install(transformers.LlamaModel)
+
+
+def test_a_model_whose_class_is_installed_is_not_uninstalled_silently(llama):
+    model, _ = llama
+    install(Llama)
+    assert uninstall(model) == {
+        "LlamaForCausalLM": "left alone: its class is installed; uninstall() the class, or everything"
+    }
