@@ -27,17 +27,6 @@ from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_m
 pytestmark = pytest.mark.reference
 
 
-@pytest.fixture(autouse=True)
-def _nothing_stays_installed():
-    yield
-    uninstall()
-
-
-@pytest.fixture
-def llama():
-    return tiny_model(LlamaForCausalLM)
-
-
 def is_installed(owner):
     return hasattr(owner.forward, "vocab_parallel_ce")
 

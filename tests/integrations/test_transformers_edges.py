@@ -11,21 +11,14 @@ transformers = pytest.importorskip("transformers")
 
 from vocab_parallel_ce.integrations.transformers import audit, install, uninstall  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.audit_models import differs, step  # noqa: E402
-from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model  # noqa: E402
+from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs  # noqa: E402
 
 pytestmark = pytest.mark.reference
 Llama = transformers.LlamaForCausalLM
 
 
-@pytest.fixture
-def llama():
-    model = tiny_model(Llama)
-    yield model, tiny_inputs(model)
-    uninstall()
-
-
 def test_a_hook_of_all_modules_is_not_skipped(llama):
-    model, inputs = llama
+    model, inputs = llama, tiny_inputs(llama)
 
     def halve(module, args, output):
         return output / 2 if module is model.lm_head else None
@@ -43,7 +36,7 @@ def test_a_hook_of_all_modules_is_not_skipped(llama):
 
 
 def test_another_forward_of_every_linear_is_not_skipped(llama, monkeypatch):
-    model, inputs = llama
+    model, inputs = llama, tiny_inputs(llama)
     original = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, hidden: original(self, hidden) * 0.9)
     expected = step(model, inputs)
@@ -53,7 +46,7 @@ def test_another_forward_of_every_linear_is_not_skipped(llama, monkeypatch):
 
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
 def test_logits_are_not_those_of_another_head(llama, mechanism):
-    model, inputs = llama
+    model, inputs = llama, tiny_inputs(llama)
     install(model, mechanism=mechanism)
     outputs = model(**inputs)
     model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
@@ -71,7 +64,7 @@ def test_a_forward_that_calls_another_installed_one_is_counted_once(llama, caplo
         def forward(self, *args, labels=None, **kwargs):
             return super().forward(*args, labels=labels, **kwargs)
 
-    model, inputs = llama
+    model, inputs = llama, tiny_inputs(llama)
     outer = Outer(model.config)
     expected = step(outer, inputs)
     install(Llama)
@@ -84,7 +77,7 @@ def test_a_forward_that_calls_another_installed_one_is_counted_once(llama, caplo
 
 
 def test_two_threads_may_call_one_model(llama):
-    model, inputs = llama
+    model, inputs = llama, tiny_inputs(llama)
     expected = model(**inputs).loss.item()
     install(model)
     found, errors = [], []
@@ -105,7 +98,7 @@ def test_two_threads_may_call_one_model(llama):
 
 
 def test_install_checks_the_values_of_its_options(llama):
-    model, _ = llama
+    model = llama
     for options, subject in (
         ({"impl": "foo"}, "impl"),
         ({"chunk_tokens": -1}, "chunk_tokens"),
@@ -119,7 +112,7 @@ def test_install_checks_the_values_of_its_options(llama):
 
 
 def test_a_model_whose_class_is_installed_is_not_uninstalled_silently(llama):
-    model, _ = llama
+    model = llama
     install(Llama)
     assert uninstall(model) == {
         "LlamaForCausalLM": "left alone: its class is installed; uninstall() the class, or everything"

@@ -27,17 +27,6 @@ Accelerator = pytest.importorskip("accelerate").Accelerator
 pytestmark = pytest.mark.reference
 
 
-@pytest.fixture(autouse=True)
-def _nothing_stays_installed():
-    yield
-    uninstall()
-
-
-@pytest.fixture
-def llama():
-    return tiny_model(LlamaForCausalLM)
-
-
 # Heads
 
 

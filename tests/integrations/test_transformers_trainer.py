@@ -12,18 +12,12 @@ import torch
 from transformers import Gemma2ForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 
 from tests.support.transformers_steps import calls_of
-from vocab_parallel_ce.integrations.transformers import audit, install, uninstall
+from vocab_parallel_ce.integrations.transformers import audit, install
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_model
 
 pytestmark = pytest.mark.reference
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 STEPS, ACCUMULATION = 3, 2
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_installed():
-    yield
-    uninstall()
 
 
 def examples(count=24, seed=0):

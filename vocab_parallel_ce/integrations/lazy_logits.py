@@ -21,6 +21,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from vocab_parallel_ce.options import REDUCTIONS
+
 METADATA = {
     *("shape", "dtype", "device", "layout", "ndim", "dim", "size", "numel", "nelement", "element_size", "stride"),
     *("requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_complex"),
@@ -28,8 +30,6 @@ METADATA = {
     *("__len__", "__hash__"),
 }
 MULTIPLY, DIVIDE = ("mul", "multiply", "__mul__", "__rmul__"), ("div", "divide", "true_divide", "__truediv__")
-REDUCTIONS = ("mean", "sum", "none")
-
 
 _stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _steps = itertools.count(1)

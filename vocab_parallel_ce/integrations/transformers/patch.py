@@ -16,7 +16,7 @@ from vocab_parallel_ce.integrations.transformers.heads import lazy_head
 from vocab_parallel_ce.integrations.transformers.rewritten import rewritten_forward
 from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, split_keywords
 from vocab_parallel_ce.linear.plan import check_head_settings
-from vocab_parallel_ce.options import check_names, check_settings
+from vocab_parallel_ce.options import check_settings
 
 MECHANISMS = ("lazy", "rewrite")
 OPTIONS = {name: LOSS_KEYWORDS[name] for name in ("chunk_tokens", "memory_budget", "gradient", "impl")}
@@ -55,8 +55,7 @@ def install(
     """
     if mechanism not in MECHANISMS:
         raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {mechanism!r}")
-    check_names(options, OPTIONS)
-    settings, head_settings = split_keywords(options, LOSS_KEYWORDS)
+    settings, head_settings = split_keywords(options, OPTIONS)
     check_head_settings(settings, head_settings)
     check_settings(settings, 1)
     if target is None:
@@ -122,13 +121,12 @@ def causal_lm_names() -> frozenset[str]:
 
 def lazy_forward(original: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     """Return a forward that runs ``original`` with a lazy head, if labels are given."""
-    parameters = list(inspect.signature(original).parameters)
-    position = parameters.index("labels") - 1 if "labels" in parameters else None
+    position = list(inspect.signature(original).parameters).index("labels") - 1  # without self
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = kwargs.get("labels")
-        if labels is None and position is not None and position < len(args):
+        if labels is None and position < len(args):
             labels = args[position]
         if labels is None or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return original(self, *args, **kwargs)

@@ -17,7 +17,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from vocab_parallel_ce.integrations.transformers.patch import causal_lm_names
 
 VOCABULARY = 99
 LAYERS = 2
@@ -152,10 +153,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 def class_names() -> list[str]:
     """Return the distinct class names of transformers' causal-LM auto mapping, sorted."""
-    names: set[str] = set()
-    for value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        names.update([value] if isinstance(value, str) else value)
-    return sorted(names)
+    return sorted(causal_lm_names())
 
 
 def load_class(name: str) -> type[PreTrainedModel]:
