@@ -76,6 +76,14 @@ def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits") -> Non
         raise ValueError(f"labels: device must be that of {subject}, {tokens.device}, got {labels.device}")
 
 
+def check_rows(labels: Tensor, logits: Tensor) -> None:
+    """One label for each row."""
+    shape = logits.shape
+    if (*labels.shape, shape[-1]) != shape:
+        expected = f"that of logits without the last dimension, {tuple(shape[:-1])}"
+        raise ValueError(f"labels: shape must be {expected}, got {tuple(labels.shape)}")
+
+
 def check_hidden(hidden: Tensor) -> None:
     """A plain, dense tensor ``[..., D]`` of a supported dtype, with a row dimension."""
     check_tensor("hidden", hidden)

@@ -49,21 +49,30 @@ class LossMetrics(NamedTuple):
     z_loss: Tensor  # fp32 part of the loss that is z_loss * lse^2, reduced as the loss is
 
 
-def public(function: Function) -> Function:
-    """Decorate a public function: eager under ``torch.compile``, and verified if verification is on.
+def public(eager_if: Callable[[dict[str, Any]], bool] | None = None) -> Callable[[Function], Function]:
+    """Decorate a public function: verified if verification is on, and eager if that is what its keywords ask for.
 
-    The kernels overwrite their input and take tuples. Inductor follows neither.
+    ``torch.compile`` traces the function up to an operator of ``integrations.compile``. Where ``eager_if`` says so, and
+    under verification, its graph breaks instead.
     """
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return torch.compiler.disable(call)(*args, **kwargs)
-        if verify.is_on:
-            return verify.verified(function, args, kwargs)
-        return function(*args, **kwargs)
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling() and (verify.is_on or (eager_if and eager_if(kwargs))):
+                return torch.compiler.disable(call)(*args, **kwargs)
+            if verify.is_on:
+                return verify.verified(function, args, kwargs)
+            return function(*args, **kwargs)
 
-    return call  # type: ignore[return-value]
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def overwrites(keywords: dict[str, Any]) -> bool:
+    """Return whether the caller asks for a gradient in the memory of the logits, which compilers cannot follow."""
+    return keywords.get("gradient") in ("in_forward", "in_backward")
 
 
 @overload
@@ -74,7 +83,7 @@ def vocab_parallel_cross_entropy(
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, *, return_metrics: Literal[True], **keywords: Unpack[LossKeywords]
 ) -> tuple[Tensor, LossMetrics]: ...
-@public
+@public(overwrites)
 @with_keywords(KEYWORDS)
 def vocab_parallel_cross_entropy(
     logits: Tensor,
@@ -141,17 +150,23 @@ def vocab_parallel_cross_entropy(
     """
     check_names(keywords, KEYWORDS)
     settings = Settings(return_metrics=return_metrics, **keywords)
+    outputs, divisor = run(logits, labels, settings, group=group, num_items=num_items)
+    return (outputs.loss, loss_metrics(outputs, labels, settings, divisor)) if return_metrics else outputs.loss
+
+
+def run(
+    logits: Tensor, labels: Tensor, settings: Settings, *, group: Any, num_items: int | Tensor | None = None
+) -> tuple[TokenOutputs, Tensor | None]:
+    """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor."""
+    if torch.compiler.is_compiling():
+        from vocab_parallel_ce.integrations.compile import losses
+
+        return losses(logits, labels, settings, group, num_items)
     call = plan_call(logits, labels, settings, group=group, num_items=num_items)
-    outputs = run(call, logits, labels)
-    return (outputs.loss, loss_metrics(call, outputs, labels)) if return_metrics else outputs.loss
-
-
-def run(call: Call, logits: Tensor, labels: Tensor) -> TokenOutputs:
-    """Compute the outputs of ``call``; under autograd if ``logits`` need a gradient."""
     if torch.is_grad_enabled() and logits.requires_grad:
-        return as_token_outputs(_CrossEntropy.apply(logits, labels, call))
+        return as_token_outputs(_CrossEntropy.apply(logits, labels, call)), call.num_items
     with torch.no_grad():
-        return pipeline.forward(call, walkable(logits), flat(labels), labels.shape)[0]
+        return pipeline.forward(call, walkable(logits), flat(labels), labels.shape)[0], call.num_items
 
 
 def as_token_outputs(outputs: Any) -> TokenOutputs:
@@ -160,18 +175,17 @@ def as_token_outputs(outputs: Any) -> TokenOutputs:
 
 
 @torch.no_grad()
-def loss_metrics(call: Call, outputs: TokenOutputs, labels: Tensor) -> LossMetrics:
-    """Compute the metrics from the outputs of every row."""
-    plan = call.plan
+def loss_metrics(outputs: TokenOutputs, labels: Tensor, settings: Settings, divisor: Tensor | None) -> LossMetrics:
+    """Compute the metrics from the outputs of every row; ``divisor`` is that of a sum."""
     assert outputs.lse is not None and outputs.predictions is not None
-    n_tokens = (~is_ignored(labels, plan.options)).sum()
+    n_tokens = (~is_ignored(labels, settings.ignore_index)).sum()
     is_right = (outputs.predictions == labels) & (outputs.predictions >= 0)
     accuracy = is_right.sum() / n_tokens.clamp(min=1)
-    if not plan.options.z_loss:
+    if not settings.z_loss:
         return LossMetrics(outputs.predictions, accuracy, outputs.lse, torch.zeros_like(outputs.loss))
-    z_loss = plan.options.z_loss * outputs.lse**2
-    if plan.reduction != "none":
-        divisor = n_tokens if plan.reduction == "mean" else call.num_items
+    z_loss = float(settings.z_loss) * outputs.lse**2
+    if settings.reduction != "none":
+        divisor = n_tokens if settings.reduction == "mean" else divisor
         z_loss = z_loss.sum()
         if divisor is not None:
             n = divisor.float().reshape(())
@@ -208,11 +222,23 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None
     ) -> tuple[Tensor | None, None, None]:
-        if not verify.is_on:
-            return _logits_gradient(ctx, grad_loss, grad_entropy), None, None
-        device = next((grad.device for grad in (grad_loss, grad_entropy) if grad is not None), None)
-        with verify.open_call(ctx.call.group, device, is_backward=True):
-            return _logits_gradient(ctx, grad_loss, grad_entropy), None, None
+        grad = untraced(_verified_gradient)(ctx, grad_loss, grad_entropy)
+        return grad, None, None
+
+
+def untraced(function: Function) -> Function:
+    """Return ``function`` as compiled autograd may call it: it runs eagerly, as its overwriting needs."""
+    if torch.compiler.is_dynamo_compiling():
+        return torch.compiler.disable(function)
+    return function
+
+
+def _verified_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
+    if not verify.is_on:
+        return _logits_gradient(ctx, grad_loss, grad_entropy)
+    device = next((grad.device for grad in (grad_loss, grad_entropy) if grad is not None), None)
+    with verify.open_call(ctx.call.group, device, is_backward=True):
+        return _logits_gradient(ctx, grad_loss, grad_entropy)
 
 
 def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
@@ -235,20 +261,15 @@ def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | 
         return None
     plan = ctx.call.plan
     logits, version = kept.detach(), kept._version
-    if grad_loss is None:
-        grad_loss = logits.new_zeros(1, dtype=torch.float32)
-    grad_output = per_row(grad_loss, logits)
     ctx.handed_on = plan.gradient != "out_of_place"
     if plan.gradient == "in_forward":
+        assert grad_loss is not None
         grad = logits
-        plan.launchers.element_mul(logits, grad_output)
+        plan.launchers.element_mul(logits, per_row(grad_loss, logits))
     else:
         source, grad = (logits, logits) if ctx.handed_on else source_and_new(logits)
         labels, stats, divisor = others
-        of_entropy = None if grad_entropy is None else per_row(grad_entropy, logits)
-        plan.launchers.cross_entropy(
-            source, stats, labels, divisor, grad_output, of_entropy, None, grad, shard=plan.shard, options=plan.options
-        )
+        pipeline.write_gradient(plan, source, labels, stats, divisor, grad_loss, grad_entropy, grad)
     if grad is logits:
         increment_version(logits)
         mark_overwritten(kept, version, ctx.age)

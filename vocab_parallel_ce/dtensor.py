@@ -39,8 +39,7 @@ def local_rows(name: str, parameter: Tensor, group: object) -> Tensor:
             "FSDP wraps"
         )
     ranks = tuple(dist.get_process_group_ranks(group))  # type: ignore[arg-type]
-    coordinate = mesh.get_coordinate()
-    expected = () if coordinate is None else _ranks_along(mesh, dim, tuple(coordinate))
+    expected = ranks_along(mesh, dim)
     if ranks != expected:
         remedy = "a mesh of ascending ranks" if sorted(ranks) == sorted(expected) else remedy
         of_mesh = f"the ranks {expected} of mesh dimension {dim} of {name}, in this order"
@@ -68,9 +67,14 @@ def _sharded_mesh_dim(name: str, placements: tuple[Any, ...]) -> int:
     raise ValueError(f"{name}: expected a DTensor with {layout}, got {placements}; {remedy}")
 
 
+def ranks_along(mesh: Any, dim: int) -> tuple[int, ...]:
+    """Return the ranks that differ from this one only in dimension ``dim``, in the order of their shards."""
+    coordinate = mesh.get_coordinate()
+    return () if coordinate is None else _ranks_along(mesh, dim, tuple(coordinate))
+
+
 @functools.lru_cache(maxsize=64)  # mesh.mesh takes 0.5 ms
 def _ranks_along(mesh: Any, dim: int, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ranks that differ from this one only in dimension ``dim``, in the order of their shards."""
     ranks = mesh.mesh.movedim(dim, -1)
     for position in coordinate[:dim] + coordinate[dim + 1 :]:
         ranks = ranks[position]

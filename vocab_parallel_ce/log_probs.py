@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.cross_entropy import public, run
+from vocab_parallel_ce.cross_entropy import overwrites, public, run
 from vocab_parallel_ce.options import LogProbKeywords, Settings, check_names, keyword_defaults, with_keywords
-from vocab_parallel_ce.plan import plan_call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -25,7 +24,7 @@ def token_log_probs(
 def token_log_probs(
     logits: Tensor, labels: Tensor, *, entropy: Literal[True], **keywords: Unpack[LogProbKeywords]
 ) -> tuple[Tensor, Tensor]: ...
-@public
+@public(overwrites)
 @with_keywords(KEYWORDS)
 def token_log_probs(
     logits: Tensor, labels: Tensor, *, group: Any = None, entropy: bool = False, **keywords: Any
@@ -57,6 +56,6 @@ def token_log_probs(
     check_names(keywords, KEYWORDS)
     settings = Settings(entropy=entropy, reduction="none", **keywords)
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
-    outputs = run(plan_call(logits, labels, settings, group=group), logits, labels)
+    outputs, _ = run(logits, labels, settings, group=group)
     log_probs = 0.0 - outputs.loss  # a negated 0 would be -0
     return log_probs if outputs.entropy is None else (log_probs, outputs.entropy)

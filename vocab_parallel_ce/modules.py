@@ -104,7 +104,7 @@ class LinearCrossEntropy(nn.Module):
         parallel = parallel_hooks(self.head) if group is None else None
         return group if parallel is None else parallel.group
 
-    @public
+    @public()
     def forward(self, hidden: Tensor, labels: Tensor, num_items: int | Tensor | None = None) -> Any:
         """Loss of ``hidden [..., D]`` and ``labels [...]``, and metrics if asked for."""
         _check_head(self.head)

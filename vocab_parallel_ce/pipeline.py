@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.collectives import all_gather_stats
-from vocab_parallel_ce.layout import flat, overwritable
-from vocab_parallel_ce.plan import Call, is_view_in_graph
+from vocab_parallel_ce.layout import flat, overwritable, per_row
+from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
 from vocab_parallel_ce.spec import TokenOutputs
 
 
@@ -97,6 +97,35 @@ def fill_with_gradient(
         loss = outputs.loss.view(-1)
     plan.launchers.cross_entropy(
         logits, stats, labels, divisor, None, None, loss, logits, shard=plan.shard, options=plan.options
+    )
+
+
+def write_gradient(
+    plan: Plan,
+    logits: Tensor,
+    labels: Tensor,
+    stats: Tensor,
+    divisor: Tensor | None,
+    grad_loss: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_logits: Tensor,
+) -> None:
+    """Fill ``grad_logits``, a new tensor or the logits themselves, from forward's statistics; None is 0."""
+    if grad_loss is None:
+        grad_loss = logits.new_zeros(1, dtype=torch.float32)
+    grad_output = per_row(grad_loss, logits)
+    of_entropy = None if grad_entropy is None else per_row(grad_entropy, logits)
+    plan.launchers.cross_entropy(
+        logits,
+        stats,
+        labels,
+        divisor,
+        grad_output,
+        of_entropy,
+        None,
+        grad_logits,
+        shard=plan.shard,
+        options=plan.options,
     )
 
 

@@ -77,16 +77,9 @@ def plan_call(
     """
     checks.check_logits(logits)
     checks.check_labels(labels, logits)
-    shape = logits.shape
-    if (*labels.shape, shape[-1]) != shape:
-        expected = f"that of logits without the last dimension, {tuple(shape[:-1])}"
-        raise ValueError(f"labels: shape must be {expected}, got {tuple(labels.shape)}")
+    checks.check_rows(labels, logits)
     checks.check_no_transforms(logits)
-    rank, n_ranks = group_position(group)
-    mode = gradient_mode(settings.gradient, logits)
-    whole_vectors = mode == "in_forward" and has_whole_vectors(logits)
-    kind = Kind(logits.dtype, shape[-1], logits.device, rank, n_ranks, mode, whole_vectors)
-    plan = cached_plan(settings, kind)
+    plan = plan_of(logits, settings, *group_position(group))
     if not may_hold_gradient:
         check_not_overwritten(logits)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
@@ -95,6 +88,14 @@ def plan_call(
     if verify.open_calls:
         verify.compare_call({"logits": logits}, labels, plan.shard, comparable(settings, num_items))
     return Call(plan, group, divisor)
+
+
+def plan_of(logits: Tensor, settings: Settings, rank: int, n_ranks: int) -> Plan:
+    """Return the plan of a loss over checked ``logits``."""
+    mode = gradient_mode(settings.gradient, logits)
+    whole_vectors = mode == "in_forward" and has_whole_vectors(logits)
+    kind = Kind(logits.dtype, logits.shape[-1], logits.device, rank, n_ranks, mode, whole_vectors)
+    return cached_plan(settings, kind)
 
 
 _plans: dict[Any, Plan] = {}

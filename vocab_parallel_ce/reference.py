@@ -32,7 +32,7 @@ def online_softmax(
     row_stats = spec.local_stats(_rows(logits), labels, shard.start, shard.vocab_size, options, names)
     stats[rank] = torch.stack([getattr(row_stats, name) for name in names], dim=-1)
     if valid_rows is not None:
-        valid_rows.copy_((~spec.is_ignored(labels, options)).sum())
+        valid_rows.copy_((~spec.is_ignored(labels, options.ignore_index)).sum())
     if outputs is not None:
         token_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
 
@@ -82,7 +82,7 @@ def cross_entropy(
     if grad_entropy is not None:
         grad += spec.entropy_gradient(*row) * grad_entropy.unsqueeze(-1)
     # 0 under an infinite grad_output too.
-    grad.masked_fill_(spec.is_ignored(labels, options).unsqueeze(-1), 0.0)
+    grad.masked_fill_(spec.is_ignored(labels, options.ignore_index).unsqueeze(-1), 0.0)
     grad[:, shard.n_valid :] = 0.0
     grad_logits.copy_(grad.view(grad_logits.shape))
 

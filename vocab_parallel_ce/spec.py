@@ -198,12 +198,12 @@ def entropy(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptio
 
 def lse(stats: RowStats, labels: Tensor, options: LossOptions = PLAIN) -> Tensor:
     """``[N]`` log-sum-exp of z, 0 in ignored rows."""
-    return torch.where(is_ignored(labels, options), 0.0, stats.row_max + log_sum_exp(stats))
+    return torch.where(is_ignored(labels, options.ignore_index), 0.0, stats.row_max + log_sum_exp(stats))
 
 
 def predictions(stats: RowStats, labels: Tensor, options: LossOptions = PLAIN) -> Tensor:
     """``[N]`` int64 ``argmax``; -1 in ignored rows and where no z is finite."""
-    known = ~is_ignored(labels, options) & sum_exp(stats).isfinite() & stats.argmax.isfinite()
+    known = ~is_ignored(labels, options.ignore_index) & sum_exp(stats).isfinite() & stats.argmax.isfinite()
     return torch.where(known, stats.argmax, -1.0).long()
 
 
@@ -249,14 +249,14 @@ def transformed(logits: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | 
     return torch.where(x.isinf(), x, cap * capped), scale * (1 - capped**2)
 
 
-def is_ignored(labels: Tensor, options: LossOptions) -> Tensor:
+def is_ignored(labels: Tensor, ignore_index: int) -> Tensor:
     """``[N]`` bool. Compared in int64: torch wraps a number that does not fit in the labels' dtype."""
-    return labels.long() == options.ignore_index
+    return labels.long() == ignore_index
 
 
 def _at_the_edges(value: Tensor, labels: Tensor, vocab_size: int, options: LossOptions) -> Tensor:
     value = torch.where(_outside(labels, vocab_size), NAN, value)
-    return torch.where(is_ignored(labels, options), 0.0, value)
+    return torch.where(is_ignored(labels, options.ignore_index), 0.0, value)
 
 
 def _times(grad: Tensor, slope: Tensor | float) -> Tensor:
@@ -269,7 +269,7 @@ def _gradient_at_the_edges(
     row_is_finite = (sum_exp(stats).isfinite() & (stats.row_max != NEG_INF)).unsqueeze(-1)
     grad = torch.where((z == NEG_INF) & row_is_finite, 0.0, grad)
     grad = torch.where(_outside(labels, vocab_size).unsqueeze(-1), NAN, grad)
-    without = is_ignored(labels, options).unsqueeze(-1) | (column >= vocab_size)
+    without = is_ignored(labels, options.ignore_index).unsqueeze(-1) | (column >= vocab_size)
     return torch.where(without, 0.0, grad)
 
 

@@ -20,7 +20,7 @@ from vocab_parallel_ce.plan import launchers_of, may_overwrite, plan_call
 from vocab_parallel_ce.selection import select
 
 
-@public
+@public(eager_if=lambda keywords: bool(keywords.get("overwrite_input")))
 def parallel_cross_entropy(
     inp: Tensor | None = None,
     target: Tensor | None = None,
@@ -67,7 +67,7 @@ def parallel_cross_entropy(
     )
 
 
-@public
+@public(eager_if=lambda keywords: True)
 @torch.no_grad()
 def cross_entropy_forward(
     _input: Tensor, target: Tensor, label_smoothing: float, reduce_loss: bool, dist_process_group: Any, ignore_idx: int
@@ -83,7 +83,7 @@ def cross_entropy_forward(
     return outputs.loss, grad
 
 
-@public
+@public(eager_if=lambda keywords: True)
 @torch.no_grad()
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable: bool = False) -> Tensor:
     """Second step of the pair: scale, in place, and return the gradient that :func:`cross_entropy_forward` returned.
@@ -115,7 +115,8 @@ def _gradient(logits: object, reduce_loss: bool, overwrite_input: bool | None) -
     """``gradient=`` of :func:`vocab_parallel_cross_entropy`, which checks ``logits``."""
     if overwrite_input is not None:
         return "in_backward" if overwrite_input else "out_of_place"
-    if not reduce_loss or not isinstance(logits, Tensor) or logits.dtype == torch.float16:
+    compiles = torch.compiler.is_compiling()
+    if compiles or not reduce_loss or not isinstance(logits, Tensor) or logits.dtype == torch.float16:
         return "auto"
     return "in_forward" if logits._base is None and may_overwrite(logits) else "auto"
 

@@ -170,12 +170,12 @@ def _why_left_to_trl(weight: Tensor, settings: Settings, outputs: tuple[str, ...
     return next((reason for reason, is_so in zip(LEFT_TO_TRL, holds, strict=True) if is_so), None)
 
 
-@public
+@public()
 def _token_outputs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None, group: Any, settings: Settings
 ) -> TokenOutputs:
     """Return loss, entropy and predictions of one call."""
-    return run(Arguments(hidden, weight, labels, bias, group, None, None), settings, HeadSettings())[1]
+    return run(Arguments(hidden, weight, labels, bias, group, None, None), settings, HeadSettings())[0]
 
 
 @torch.no_grad()

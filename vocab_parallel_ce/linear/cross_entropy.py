@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import verify
-from vocab_parallel_ce.cross_entropy import LossMetrics, as_token_outputs, check_backward, loss_metrics, public
+from vocab_parallel_ce.cross_entropy import (
+    LossMetrics,
+    as_token_outputs,
+    check_backward,
+    loss_metrics,
+    public,
+    untraced,
+)
 from vocab_parallel_ce.linear import pipeline
 from vocab_parallel_ce.linear.pipeline import Gradients
 from vocab_parallel_ce.linear.plan import Arguments, Inputs, LinearCall, plan_linear_call
@@ -39,6 +46,11 @@ SECOND_BACKWARD = (
 )
 
 
+def adds_to_main_grad(keywords: dict[str, Any]) -> bool:
+    """Return whether backward writes to a tensor of the caller's, which compilers cannot follow."""
+    return keywords.get("main_grad") is not None
+
+
 @overload
 def linear_cross_entropy(
     hidden: Tensor,
@@ -57,7 +69,7 @@ def linear_cross_entropy(
     return_metrics: Literal[True],
     **keywords: Unpack[LinearLossKeywords],
 ) -> tuple[Tensor, LossMetrics]: ...
-@public
+@public(adds_to_main_grad)
 @with_keywords(LOSS_KEYWORDS)
 def linear_cross_entropy(
     hidden: Tensor,
@@ -109,13 +121,14 @@ def linear_cross_entropy(
         RuntimeError: from backward, if it runs again over gradients of ``"in_forward"``, or with ``create_graph``.
     """
     given = Arguments(hidden, weight, labels, bias, group, num_items, main_grad)
-    linear, outputs = run(given, *split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics))
+    settings, head = split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics)
+    outputs, divisor, overflow = run(given, settings, head)
     if not return_metrics:
         return outputs.loss
-    metrics = loss_metrics(linear.call, outputs, labels)
-    if linear.overflow is not None:
+    metrics = loss_metrics(outputs, labels, settings, divisor)
+    if overflow is not None:
         predictions, *values = metrics  # ids cannot be NaN
-        metrics = LossMetrics(predictions, *(value * linear.overflow for value in values))
+        metrics = LossMetrics(predictions, *(value * overflow for value in values))
     return outputs.loss, metrics
 
 
@@ -132,7 +145,7 @@ def linear_token_log_probs(
 def linear_token_log_probs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, entropy: Literal[True], **keywords: Unpack[LinearLogProbKeywords]
 ) -> tuple[Tensor, Tensor]: ...
-@public
+@public(adds_to_main_grad)
 @with_keywords(LOG_PROB_KEYWORDS)
 def linear_token_log_probs(
     hidden: Tensor,
@@ -160,7 +173,7 @@ def linear_token_log_probs(
     """
     fixed = {"entropy": entropy, "reduction": "none", "gradient": "in_backward"}
     given = Arguments(hidden, weight, labels, bias, group, None, main_grad)
-    _, outputs = run(given, *split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed))
+    outputs, _, _ = run(given, *split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed))
     log_probs = 0.0 - outputs.loss  # a negated 0 would be -0
     return log_probs if outputs.entropy is None else (log_probs, outputs.entropy)
 
@@ -173,8 +186,15 @@ def split_keywords(keywords: dict[str, Any], known: dict[str, Any], **fixed: Any
     return Settings(**of_loss, **fixed), HeadSettings(**of_head)
 
 
-def run(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[LinearCall, TokenOutputs]:
-    """Compute the outputs, those per token of the shape of the labels; under autograd if something needs a gradient."""
+def run(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[TokenOutputs, Tensor | None, Tensor | None]:
+    """Compute the outputs, those per token of the shape of the labels; under autograd if something needs a gradient.
+
+    Also return ``num_items`` as a tensor, and the factor NaN or 1 that tells if more than ``valid_tokens`` are valid.
+    """
+    if torch.compiler.is_compiling():
+        from vocab_parallel_ce.integrations.compile import linear_losses
+
+        return linear_losses(given, settings, head)
     linear, inputs = plan_linear_call(given, settings, head)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         outputs = as_token_outputs(_LinearCrossEntropy.apply(*inputs, linear))
@@ -183,7 +203,7 @@ def run(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[Linea
             outputs, _ = pipeline.forward(linear, inputs)
     loss, *others = (v if v is None or v.dim() == 0 else v.view(given.labels.shape) for v in outputs)
     assert loss is not None
-    return linear, TokenOutputs(loss, *others)
+    return TokenOutputs(loss, *others), linear.call.num_items, linear.overflow
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -211,10 +231,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None) -> Any:
-        group, device = ctx.linear.call.group, ctx.device
-        comparison = verify.open_call(group, device, is_backward=True) if verify.is_on else nullcontext()
-        with torch.autocast(device.type, enabled=False), comparison:
-            return *_gradients(ctx, grad_loss, grad_entropy), None, None
+        return *untraced(_verified_gradients)(ctx, grad_loss, grad_entropy), None, None
+
+
+def _verified_gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Gradients:
+    group, device = ctx.linear.call.group, ctx.device
+    comparison = verify.open_call(group, device, is_backward=True) if verify.is_on else nullcontext()
+    with torch.autocast(device.type, enabled=False), comparison:
+        return _gradients(ctx, grad_loss, grad_entropy)
 
 
 def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Gradients:

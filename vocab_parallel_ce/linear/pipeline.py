@@ -42,7 +42,7 @@ class Products:
             if linear.call.plan.gradient == "in_forward":
                 main_grad = None  # backward adds to it
             self.d_weight = WeightGradient(self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad)
-            self.is_ignored = is_ignored(inputs.labels, linear.call.plan.options)
+            self.is_ignored = is_ignored(inputs.labels, linear.call.plan.options.ignore_index)
         self.d_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
         self.bias_dtype = None if bias is None else bias.dtype
 

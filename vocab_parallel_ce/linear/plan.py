@@ -67,7 +67,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     bias = None if given.bias is None else local_rows("bias", given.bias, given.group)
     weight = local_rows("weight", given.weight, given.group)
     if is_dtensor(given.weight):
-        settings = settings._replace(shard=_shard_of_dtensor(given, settings, rank, n_ranks), vocab_size=None)
+        settings = settings._replace(shard=shard_of_dtensor(given, settings, rank, n_ranks), vocab_size=None)
     autocasts = torch.is_autocast_enabled(hidden.device.type)
     checks.check_head(weight, bias, hidden, None if autocasts else hidden.dtype)
     if main_grad is not None:
@@ -84,7 +84,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
     rows, overflow = flat(labels), None
-    is_valid = ~is_ignored(rows, plan.options)
+    is_valid = ~is_ignored(rows, plan.options.ignore_index)
     chunks, order = _chunks_and_order(is_valid, chunk, n_ranks, head)
     if settings.reduction == "mean" or head.valid_tokens is not None:
         n_valid = is_valid.sum()
@@ -137,7 +137,7 @@ def check_head_settings(settings: Settings, head: HeadSettings) -> None:
         )
 
 
-def _shard_of_dtensor(given: Arguments, settings: Settings, rank: int, n_ranks: int) -> VocabShard:
+def shard_of_dtensor(given: Arguments, settings: Settings, rank: int, n_ranks: int) -> VocabShard:
     """Return this rank's columns from sizes that all ranks know, so that all of them raise or none."""
     n_rows, bias, vocab_size = given.weight.shape[0], given.bias, settings.vocab_size
     cut = VocabShard.of_rank(n_rows, rank, n_ranks)
@@ -170,10 +170,7 @@ def _plan_of_logits(
 ) -> Plan:
     """Plan the loss of a chunk's logits; a mean is a sum that is divided by the number of valid tokens."""
     shard = shard_of_rank(settings, n_columns, rank, n_ranks, subject="weight: rows")
-    reduction, gradient = "none" if settings.reduction == "none" else "sum", settings.gradient
-    if gradient == "auto":
-        # fp16 has no room for a gradient that the loss scale has not multiplied yet.
-        gradient = "in_backward" if reduction == "none" or dtype == torch.float16 else "in_forward"
+    reduction, gradient = "none" if settings.reduction == "none" else "sum", gradient_of(settings, dtype)
     kind = Kind(
         dtype=dtype,
         n_columns=n_columns,
@@ -184,6 +181,14 @@ def _plan_of_logits(
         whole_vectors=n_columns * dtype.itemsize % VECTOR_BYTES == 0,
     )
     return cached_plan(settings._replace(vocab_size=None, shard=shard, reduction=reduction, gradient=gradient), kind)
+
+
+def gradient_of(settings: Settings, dtype: torch.dtype) -> str:
+    """Return the mode that runs for products of ``dtype``."""
+    if settings.gradient != "auto":
+        return settings.gradient
+    # fp16 has no room for a gradient that the loss scale has not multiplied yet.
+    return "in_backward" if settings.reduction == "none" or dtype == torch.float16 else "in_forward"
 
 
 def _chunks_and_order(
