@@ -1,0 +1,80 @@
+"""Compiled calls on GPUs: CUDA graphs of the compiler, and the memory of a step."""
+
+import pytest
+import torch
+
+from tests.integrations.test_compile import (
+    VOCABULARY,
+    Inputs,
+    assert_same_bits,
+    inputs,
+    linear_mean,
+    linear_none,
+    log_probs,
+    logits_mean,
+    results,
+)
+from tests.support.gpu import extra_peak_bytes
+from tests.support.ranks import device_of, in_ranks
+from vocab_parallel_ce import vocab_parallel_cross_entropy
+
+STEPS = (logits_mean, log_probs, linear_mean, linear_none)
+
+
+def assert_graphs_replay(step, device, part=slice(None), **options) -> None:
+    """Compiled with CUDA graphs, a step gives the bits of eager code for new data at every call."""
+    torch._dynamo.reset()
+    skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+    weight = inputs(device, part=part).weight
+    for seed in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        new = inputs(device, seed=seed)
+        x = Inputs(new.hidden, weight, new.labels)
+        found = [tensor.clone() for tensor in results(compiled, x, **options)]
+        assert_same_bits(found, results(step, x, **options))
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == skips
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("step", STEPS, ids=[step.__name__ for step in STEPS])
+def test_cuda_graphs_of_the_compiler(step):
+    assert_graphs_replay(step, "cuda", impl="triton")
+
+
+def _in_ranks(rank, group, impl):
+    width = VOCABULARY // group.size()
+    for step in STEPS:
+        assert_graphs_replay(
+            step, device_of(rank, group), slice(rank * width, (rank + 1) * width), impl=impl, group=group
+        )
+
+
+@in_ranks((), (), (2,))
+def test_cuda_graphs_of_the_compiler_on_ranks(rank_pool, impl):
+    rank_pool.run(_in_ranks, impl)
+
+
+@pytest.mark.cuda
+def test_a_compiled_step_needs_one_more_tensor_like_the_logits():
+    """Its gradient is out of place; forward copies nothing."""
+    torch._dynamo.reset()
+    n, columns = 2048, 32000
+    hidden = torch.randn(n, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(columns, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(0, columns, (n,), device="cuda")
+
+    def forward(hidden, weight):
+        return vocab_parallel_cross_entropy(hidden @ weight.t(), labels)
+
+    compiled, logits_bytes = torch.compile(forward, fullgraph=True), n * columns * 2
+
+    def step():
+        hidden.grad = weight.grad = None
+        compiled(hidden, weight).backward()
+
+    step()
+    small = logits_bytes // 4
+    assert extra_peak_bytes(step) < 2 * logits_bytes + small
+    hidden.grad = weight.grad = None
+    assert extra_peak_bytes(lambda: compiled(hidden, weight)) < logits_bytes + small

@@ -1,0 +1,368 @@
+"""Compiled calls: one graph, the bits of eager code, and nothing overwritten."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.inputs import IGNORE_INDEX
+from tests.support.ranks import device_of, in_ranks
+from vocab_parallel_ce import (
+    LinearCrossEntropy,
+    VocabParallelCrossEntropy,
+    linear_cross_entropy,
+    linear_token_log_probs,
+    parallel_cross_entropy,
+    token_log_probs,
+    verify_calls,
+    vocab_parallel_cross_entropy,
+)
+from vocab_parallel_ce.integrations import compile as operators
+from vocab_parallel_ce.options import HeadSettings, Settings
+
+N, WIDTH, VOCABULARY = 12, 8, 48
+SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0, "logit_scale": 0.9}
+
+
+class Inputs(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        return self.hidden, self.weight
+
+
+def inputs(
+    device: Any = "cpu", n: int = N, dtype: torch.dtype = torch.float32, part: slice = slice(None), seed: int = 0
+) -> Inputs:
+    """Hidden states and a head whose logits are far from uniform; one label is ignored."""
+    generator = torch.Generator().manual_seed(100 * seed + n)
+    hidden = torch.randn(n, WIDTH, generator=generator).to(device, dtype)
+    weight = (3 * torch.randn(VOCABULARY, WIDTH, generator=generator))[part].to(device, dtype)
+    labels = torch.randint(0, VOCABULARY, (n,), generator=generator)
+    labels[3] = IGNORE_INDEX
+    return Inputs(hidden.requires_grad_(), weight.requires_grad_(), labels.to(device))
+
+
+def logits_mean(x, **options):
+    loss, metrics = vocab_parallel_cross_entropy(
+        x.hidden @ x.weight.t(), x.labels, return_metrics=True, **SMOOTHED, **options
+    )
+    return loss, metrics.token_accuracy, metrics.z_loss, metrics.lse, metrics.predictions
+
+
+def logits_none(x, **options):
+    return (vocab_parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, reduction="none", **options),)
+
+
+def logits_sum(x, **options):
+    return (vocab_parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, reduction="sum", num_items=7, **options),)
+
+
+def logits_transposed(x, **options):
+    logits = (x.hidden @ x.weight.t()).view(3, 4, -1).transpose(0, 1)
+    return (vocab_parallel_cross_entropy(logits, x.labels.view(3, 4).t(), **options),)
+
+
+def log_probs(x, **options):
+    return token_log_probs(x.hidden @ x.weight.t(), x.labels, entropy=True, temperature=0.7, **options)
+
+
+def of_transformer_engine(x, impl=None, group=None):
+    return (parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, 0.1, True, group),)
+
+
+def linear_mean(x, **options):
+    loss, metrics = linear_cross_entropy(
+        x.hidden, x.weight, x.labels, chunk_tokens=5, return_metrics=True, **SMOOTHED, **options
+    )
+    return loss, metrics.token_accuracy, metrics.lse
+
+
+def linear_valid_tokens(x, **options):
+    n_items = (x.labels != IGNORE_INDEX).sum()
+    options |= {"reduction": "sum", "num_items": n_items, "valid_tokens": N - 1, "bias": x.weight.sum(1)}
+    return (linear_cross_entropy(x.hidden, x.weight, x.labels, **options),)
+
+
+def linear_none(x, **options):
+    return (linear_cross_entropy(x.hidden, x.weight, x.labels, reduction="none", chunk_tokens=5, **options),)
+
+
+def linear_log_probs(x, **options):
+    return linear_token_log_probs(x.hidden, x.weight, x.labels, entropy=True, temperature=0.7, **options)
+
+
+def linear_autocast(x, **options):
+    with torch.autocast(x.hidden.device.type, dtype=torch.bfloat16):
+        return (linear_cross_entropy(x.hidden, x.weight, x.labels, **options),)
+
+
+def checkpointed(x, **options):
+    def head(hidden, weight):
+        return vocab_parallel_cross_entropy(hidden @ weight.t(), x.labels, **options) + linear_cross_entropy(
+            hidden, weight, x.labels, **options
+        )
+
+    return (checkpoint(head, x.hidden, x.weight, use_reentrant=False),)
+
+
+STEPS = (
+    *(logits_mean, logits_none, logits_sum, logits_transposed, log_probs, of_transformer_engine),
+    *(linear_mean, linear_valid_tokens, linear_none, linear_log_probs, linear_autocast, checkpointed),
+)
+BY_STEP = pytest.mark.parametrize("step", STEPS, ids=[step.__name__ for step in STEPS])
+
+
+@pytest.fixture(autouse=True)
+def _a_new_compiler():
+    torch._dynamo.reset()
+
+
+def results(step, x: Inputs, **options) -> list[Tensor]:
+    """The outputs of a step, and the gradients of a random combination of those that have one."""
+    outputs = step(x, **options)
+    differentiable = [output for output in outputs if output.requires_grad]
+    generator = torch.Generator().manual_seed(5)
+    grads = [torch.rand(output.shape, generator=generator).to(output.device) for output in differentiable]
+    for grad in grads:
+        grad.view(-1)[0] *= grad.dim() == 0  # the first token's is 0
+    return [*(output.detach() for output in outputs), *torch.autograd.grad(differentiable, x.leaves(), grads)]
+
+
+def assert_same_bits(found, expected) -> None:
+    for index, (value, same) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(value, same), f"result {index}: {value}, not {same}"
+
+
+def backend_of(device: Any) -> str:
+    return "inductor" if torch.device(device).type == "cuda" else "aot_eager"
+
+
+@BY_STEP
+def test_a_compiled_step_is_one_graph_and_has_the_bits_of_an_eager_one(impl_device, step):
+    impl, device = impl_device
+    if step is of_transformer_engine and impl == "reference" and device == "cuda":
+        return  # it takes no impl
+    x = inputs(device)
+    compiled = torch.compile(step, fullgraph=True, backend=backend_of(device))
+    assert_same_bits(results(compiled, x, impl=impl), results(step, x, impl=impl))
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("step", [log_probs, linear_none], ids=["logits", "hidden states"])
+def test_inductor(step):
+    x = inputs(dtype=torch.bfloat16)
+    compiled = torch.compile(step, fullgraph=True, backend="inductor")
+    assert_same_bits(results(compiled, x), results(step, x))
+
+
+@BY_STEP
+@pytest.mark.reference
+def test_token_counts_that_change_make_one_more_graph(step):
+    if step in (linear_valid_tokens, logits_transposed):
+        return  # they name a number of tokens
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    graphs = []
+    for n in (12, 16, 31, 7):
+        x = inputs(n=n)
+        assert_same_bits(results(compiled, x), results(step, x))
+        graphs.append(counter.frame_count)
+    assert graphs == [1, 2, 2, 2]
+
+
+@pytest.mark.reference
+def test_numbers_that_change_are_seen():
+    """Options are Python floats, which compiled kernels take for fp64, and graphs for constants."""
+
+    def step(x, smoothing, z_loss, softcap, scale, ignored, items):
+        options = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": scale}
+        options |= {"reduction": "sum", "num_items": items, "ignore_index": ignored}
+        logits = x.hidden @ x.weight.t()
+        return vocab_parallel_cross_entropy(logits, x.labels.abs() % 5, **options), *log_probs(x, softcap=softcap)
+
+    compiled, x = torch.compile(step, fullgraph=True, backend="aot_eager"), inputs()
+    for numbers in ((0.1, 1e-3, 20.0, 0.9, -100, 7), (0.2, 1e-2, 5.0, 1.1, 3, 8), (0.3, 0.1, 7.0, 1.3, 4, 11)):
+
+        def bound(way, numbers=numbers):
+            return lambda x: way(x, *numbers)
+
+        assert_same_bits(results(bound(compiled), x), results(bound(step), x))
+
+
+@pytest.mark.reference
+def test_nothing_is_overwritten_and_several_losses_share_their_logits():
+    x = inputs()
+    logits = (x.hidden @ x.weight.t()).detach().requires_grad_()
+    before = logits.detach().clone()
+
+    def step(logits):
+        options = {"reduction": "sum", "softcap": 20.0}
+        first = vocab_parallel_cross_entropy(logits, x.labels, **options)
+        second = vocab_parallel_cross_entropy(logits, x.labels.flip(0), **options)
+        return first + second + logits.tanh().sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="inductor")
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(compiled(logits), logits)
+        assert torch.equal(logits, before)
+    wide = before.double().requires_grad_()
+    capped = 20 * torch.tanh(wide / 20)
+    losses = [nn.functional.cross_entropy(capped, labels, reduction="sum") for labels in (x.labels, x.labels.flip(0))]
+    (expected,) = torch.autograd.grad(sum(losses) + wide.tanh().sum(), wide)
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.reference
+def test_without_gradients():
+    x = inputs()
+    with torch.no_grad():
+        for step in STEPS:
+            compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+            assert_same_bits(compiled(x, impl="auto"), step(x, impl="auto"))
+
+
+@pytest.mark.reference
+def test_modules():
+    head = nn.Linear(WIDTH, VOCABULARY)
+    x = inputs()
+    for module in (VocabParallelCrossEntropy(reduction="none"), LinearCrossEntropy(head, z_loss=0.1)):
+        is_linear = isinstance(module, LinearCrossEntropy)
+
+        def step(x, module=module, is_linear=is_linear):
+            return (module(x.hidden, x.labels) if is_linear else module(head(x.hidden), x.labels),)
+
+        x = x._replace(weight=head.weight)
+        assert_same_bits(results(torch.compile(step, fullgraph=True, backend="aot_eager"), x), results(step, x))
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("step", [logits_none, log_probs, linear_mean, linear_none])
+@pytest.mark.parametrize("compiles_forward", [False, True], ids=["eager forward", "compiled forward"])
+def test_compiled_autograd(step, compiles_forward):
+    x = inputs()
+    forward = torch.compile(step, fullgraph=True, backend="aot_eager") if compiles_forward else step
+    expected = results(step, x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="inductor")):
+        outputs = forward(x)
+        differentiable = [output for output in outputs if output.requires_grad]
+        generator = torch.Generator().manual_seed(5)
+        grads = [torch.rand(output.shape, generator=generator) for output in differentiable]
+        for grad in grads:
+            grad.view(-1)[0] *= grad.dim() == 0
+        torch.autograd.backward(differentiable, grads)
+    assert_same_bits([x.hidden.grad, x.weight.grad], expected[-2:])
+
+
+OPTIONS = {
+    "mean": {},
+    "entropy": {"entropy": True, "reduction": "none"},
+    "metrics": {"return_metrics": True, "z_loss": 0.1, "label_smoothing": 0.1},
+    "sum": {"reduction": "sum", "check_labels": True},
+}
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_operators_are_what_they_declare(options):
+    """Schema, fake kernel, autograd and dynamic shapes, as PyTorch checks them."""
+    x, ops = inputs(n=6), torch.ops.vocab_parallel_ce
+    settings = Settings(gradient="out_of_place", **options)
+    logits = (x.hidden @ x.weight.t()).detach().requires_grad_()
+    divisor = torch.tensor([7.0]) if settings.reduction == "sum" else None
+    values = operators._values(settings)
+    opcheck(ops.cross_entropy, (logits, x.labels, divisor, None, *values))
+    loss, *_, stats, count = (out.detach() for out in ops.cross_entropy(logits, x.labels, divisor, None, *values))
+    grads = torch.rand(loss.shape), torch.rand(6) if settings.entropy else None
+    divisor = count if settings.reduction == "mean" else divisor
+    opcheck(ops.cross_entropy_gradient, (logits.detach(), x.labels, stats, divisor, *grads, None, *values))
+    for gradient in ("in_backward",) if settings.reduction == "none" else ("in_forward", "in_backward"):
+        values = [*operators._values(settings._replace(gradient=gradient)), *operators._values(HeadSettings())]
+        given, head = (*x.leaves(), None, x.labels, divisor if settings.reduction == "sum" else None), (None, None)
+        opcheck(ops.linear_cross_entropy, (*given, *head, [True, True, False], *values))
+        stats = ops.linear_cross_entropy(*given, *head, [True, True, False], *values)[5].detach()
+    given = tuple(None if t is None else t.detach() for t in given)
+    opcheck(ops.linear_cross_entropy_gradient, (*given, stats, *grads, *head, [True, False, False], *values))
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_smoothing": 2.0}, r"label_smoothing: must be in \[0, 1\], got 2.0"),
+        ({"reduction": "average"}, "reduction: expected one of"),
+        ({"num_items": 3}, "num_items: expected reduction='sum'"),
+        ({"reduction": "sum", "num_items": True}, "num_items: expected an int"),
+        ({"impl": "one_pass"}, "impl: 'one_pass' needs"),
+        ({"smoothing": 0.1}, "smoothing: expected one of the options"),
+    ],
+)
+def test_what_eager_code_refuses_is_refused(options, message):
+    x = inputs()
+    for function, args in (
+        (vocab_parallel_cross_entropy, ((x.hidden @ x.weight.t()).detach(), x.labels)),
+        (linear_cross_entropy, x),
+    ):
+        with pytest.raises(Exception, match=message):
+            torch.compile(function, backend="aot_eager")(*args, **options)
+
+
+@pytest.mark.reference
+def test_what_overwrites_by_name_and_verification_run_eagerly():
+    x = inputs()
+    main_grad = torch.zeros_like(x.weight)
+
+    def in_backward(x):
+        logits = x.hidden @ x.weight.t()
+        return vocab_parallel_cross_entropy(logits, x.labels, gradient="in_backward"), logits
+
+    def with_main_grad(x):
+        return (linear_cross_entropy(x.hidden, x.weight, x.labels, main_grad=main_grad) + x.weight.sum() * 0,)
+
+    loss, logits = torch.compile(in_backward, backend="aot_eager")(x)
+    before = logits.detach().clone()
+    loss.backward()
+    assert not torch.equal(logits.detach(), before)
+    expected = results(lambda x: (linear_cross_entropy(x.hidden, x.weight, x.labels),), x)[-1]
+    results(torch.compile(with_main_grad, backend="aot_eager"), x)
+    assert torch.equal(main_grad, expected)
+    for step in (in_backward, with_main_grad):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(step, fullgraph=True, backend="aot_eager")(x)
+    with verify_calls():
+        assert_same_bits(results(torch.compile(logits_none, backend="aot_eager"), x), results(logits_none, x))
+
+
+def _in_ranks(rank, group, impl, names):
+    """For each step, what compiled and eager calls give, with this rank's part of the head."""
+    device, n_ranks = device_of(rank, group), group.size()
+    width = -(-VOCABULARY // n_ranks)
+    found = []
+    for name in names:
+        torch._dynamo.reset()
+        x = inputs(device, part=slice(rank * width, (rank + 1) * width))
+        options = {"impl": impl, "group": group}
+        if name == "sequence parallel":
+            part = x.hidden.detach().chunk(n_ranks)[rank].clone().requires_grad_()
+            x, step, options = x._replace(hidden=part), linear_mean, options | {"sequence_parallel": True}
+        else:
+            step = next(step for step in STEPS if step.__name__ == name)
+        compiled = torch.compile(step, fullgraph=True, backend=backend_of(device))
+        found.append((results(compiled, x, **options), results(step, x, **options)))
+    return found
+
+
+@in_ranks((2,), (), (2, 4))
+def test_ranks(rank_pool, impl):
+    names = ["logits_mean", "log_probs", "linear_mean", "linear_log_probs", "sequence parallel"]
+    all_ranks = rank_pool.run(_in_ranks, impl, names)
+    for of_rank in all_ranks:
+        for compiled, eager in of_rank:
+            assert_same_bits(compiled, eager)
+        assert_same_bits([of_rank[0][0][0]], [all_ranks[0][0][0][0]])
