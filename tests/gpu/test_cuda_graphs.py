@@ -231,6 +231,57 @@ def test_a_graphed_module_is_right_on_two_ranks(rank_pool, name):
     check(OverHeads(linear_cross_entropy, MODULES[name][1]), rank_pool.run(_graphed, name))
 
 
+def _captured_grads(rank: int, group: Any, name: str) -> list[list[Tensor]]:
+    """The same of a forward and a ``backward()`` in one graph, which fills ``.grad``."""
+    is_linear, options = MODULES[name]
+    program = OverHeads(linear_cross_entropy, options)
+    hidden, weight, labels, grad_output = static = _inputs_of_rank(program, rank, group, seed=0)
+    head = nn.Linear(WIDTH, len(weight), bias=False, device=weight.device, dtype=weight.dtype)
+    head.weight = nn.Parameter(weight)
+    module = HeadAndLoss(head, is_linear, group=group, **options)
+    hidden.requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        hidden.grad = head.weight.grad = None
+        loss = module(hidden, labels)
+        loss.backward(grad_output)
+        if group is not None and not is_linear:
+            torch.distributed.all_reduce(hidden.grad, group=group)
+        return loss.detach(), hidden.grad, head.weight.grad
+
+    graph, outputs = captured(step, warm_ups=3)
+    results = []
+    for seed in SEEDS:
+        with torch.no_grad():
+            for of_graph, new in zip(static, _inputs_of_rank(program, rank, group, seed), strict=True):
+                of_graph.copy_(new)
+        graph.replay()
+        results.append([output.clone().cpu() for output in outputs])
+    return results
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", MODULES)
+def test_captured_grads_are_right(name):
+    check(OverHeads(linear_cross_entropy, MODULES[name][1]), [_captured_grads(0, None, name)])
+
+
+@on_two_gpus
+@pytest.mark.parametrize("name", MODULES)
+def test_captured_grads_are_right_on_two_ranks(rank_pool, name):
+    check(OverHeads(linear_cross_entropy, MODULES[name][1]), rank_pool.run(_captured_grads, name))
+
+
+@pytest.mark.cuda
+def test_a_head_that_is_no_parameter_of_the_graphed_module_gets_no_gradient():
+    """As with every module; docs/training.md says so."""
+    hidden, weight, labels, _ = _inputs_of_rank(OverHeads(linear_cross_entropy, {}), 0, None, seed=0)
+    head = nn.Linear(WIDTH, COLUMNS, bias=False, device=DEVICE, dtype=weight.dtype)
+    graphed = torch.cuda.make_graphed_callables(LinearCrossEntropy(head), (hidden.requires_grad_(), labels))
+    graphed(hidden, labels).backward()
+    assert hidden.grad.any() and head.weight.grad is None
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("gradient", ("auto", "in_backward", "in_forward", "out_of_place"))
 @pytest.mark.parametrize("reduction", ("mean", "none"))
