@@ -168,8 +168,8 @@ def test_a_replay_is_right(name):
     check(PROGRAMS[name], [_replays(0, None, name)])
 
 
-@on_two_gpus
 @pytest.mark.parametrize("name", PROGRAMS)
+@on_two_gpus
 def test_a_replay_is_right_on_two_ranks(rank_pool, name):
     check(PROGRAMS[name], rank_pool.run(_replays, name))
 
@@ -225,8 +225,8 @@ def test_a_graphed_module_is_right(name):
     check(OverHeads(linear_cross_entropy, MODULES[name][1]), [_graphed(0, None, name)])
 
 
-@on_two_gpus
 @pytest.mark.parametrize("name", MODULES)
+@on_two_gpus
 def test_a_graphed_module_is_right_on_two_ranks(rank_pool, name):
     check(OverHeads(linear_cross_entropy, MODULES[name][1]), rank_pool.run(_graphed, name))
 
@@ -266,8 +266,8 @@ def test_captured_grads_are_right(name):
     check(OverHeads(linear_cross_entropy, MODULES[name][1]), [_captured_grads(0, None, name)])
 
 
-@on_two_gpus
 @pytest.mark.parametrize("name", MODULES)
+@on_two_gpus
 def test_captured_grads_are_right_on_two_ranks(rank_pool, name):
     check(OverHeads(linear_cross_entropy, MODULES[name][1]), rank_pool.run(_captured_grads, name))
 

@@ -4,8 +4,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.training import RATE, ROWS, Model, Step, assert_same_steps, batches, fp64_steps, gradients_of
-from tests.support.training import weights_of as copied
+from tests.support.training import (
+    RATE,
+    ROWS,
+    Model,
+    Step,
+    assert_same_steps,
+    batches,
+    fp64_steps,
+    gradients_of,
+    weights_of,
+)
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 accelerate = pytest.importorskip("accelerate")
@@ -44,13 +53,15 @@ def trained(model, mixed_precision, loss=None):
     steps, losses = [], []
     for tokens, labels in loader:
         with accelerator.accumulate(wrapped):
-            losses.append(wrapped(tokens, labels) if loss is None else loss(wrapped(tokens), labels))
+            output = wrapped(tokens, labels) if loss is None else wrapped(tokens)
+            assert output.dtype == torch.float32
+            losses.append(output if loss is None else loss(output, labels))
             accelerator.backward(losses[-1])
             gradients = gradients_of(model)
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
-            steps.append(Step(torch.stack(losses).mean().detach(), gradients, copied(model)))
+            steps.append(Step(torch.stack(losses).mean().detach(), gradients, weights_of(model)))
             losses = []
     return steps
 

@@ -43,6 +43,12 @@ def micro_batches(step, rank, device="cpu"):
     return batches(STEPS * RANKS * MICRO, device)[first : first + MICRO]
 
 
+def _backward(model, batch):
+    loss = model(*batch) / MICRO
+    loss.backward()
+    return loss.detach()
+
+
 def _trained(rank, group, impl, name, wrap, use_reentrant):
     """Train, with a synchronisation at the last micro-batch of each step."""
     device = device_of(rank, group)
@@ -56,14 +62,11 @@ def _trained(rank, group, impl, name, wrap, use_reentrant):
         *first, last = micro_batches(step, rank, device)
         # PyTorch learns a static graph from the first backward, and raises if that does not synchronise.
         with nullcontext() if step == 0 and WRAPS[wrap].get("static_graph") else wrapped.no_sync():
-            losses = [wrapped(*batch) / MICRO for batch in first]
-            for loss in losses:
-                loss.backward()
-        losses.append(wrapped(*last) / MICRO)
-        losses[-1].backward()
+            losses = [_backward(wrapped, batch) for batch in first]
+        losses.append(_backward(wrapped, last))
         gradients = gradients_of(model)
         optimizer.step()
-        steps.append(Step(torch.stack(losses).sum().detach(), gradients, weights_of(model)))
+        steps.append(Step(torch.stack(losses).sum(), gradients, weights_of(model)))
     return steps
 
 
