@@ -51,8 +51,9 @@ def test_the_examples_of_a_page_in_their_order(page):
 
 
 def _has_frameworks(example):
-    """Whether the frameworks whose integration an example imports are installed."""
-    return all(importlib.util.find_spec(name) for name in re.findall(r"integrations[. ](?:import )?(\w+)", example))
+    """Whether the frameworks that an example imports, or whose integration it does, are installed."""
+    names = re.findall(r"^(?:import|from) (\w+)|integrations[. ](?:import )?(\w+)", example, flags=re.MULTILINE)
+    return all(importlib.util.find_spec(name or of_integration) for name, of_integration in names)
 
 
 def _printed(example):

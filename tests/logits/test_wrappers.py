@@ -27,26 +27,35 @@ OTHERS = {
     "saved output": {"source": "sigmoid"},
     "read afterwards": {"after": "softmax"},
 }
-# By a gradient mode of the loss, as log-probabilities, or by TransformerEngine's signature.
+# By a gradient mode of the loss, as a module, as log-probabilities, or by TransformerEngine's signature.
 OVER_LOGITS = {
     "auto": ("loss", "auto", "mean"),
     "in_backward": ("loss", "in_backward", "mean"),
     "out_of_place": ("loss", "out_of_place", "mean"),
+    "module": ("module", "auto", "mean"),
     "log_probs": ("log_probs", "auto", "none"),
     "te": ("te", None, "mean"),
     "te, none": ("te", None, "none"),
 }
-LINEAR_GRADIENTS = ("auto", "in_forward", "in_backward")
+OVER_HEADS = {
+    "auto": ("loss", "auto", "mean"),
+    "in_backward": ("loss", "in_backward", "mean"),
+    "module": ("module", "auto", "mean"),
+    "log_probs": ("log_probs", "auto", "none"),
+}
 LOSSES = tuple(name for name in OVER_LOGITS if name != "in_backward")
 HOOKED_CASES = covering(wrapper=HOOKED, other=tuple(OTHERS), loss=LOSSES)
-LINEAR_CASES = covering(wrapper=(*WITHOUT_HOOKS, *HOOKED), other=tuple(OTHERS), gradient=LINEAR_GRADIENTS)
+LINEAR_CASES = covering(wrapper=(*WITHOUT_HOOKS, *HOOKED), other=tuple(OTHERS), loss=tuple(OVER_HEADS))
+# Reentrant checkpoints and no wrapper at all: autograd sees what is overwritten.
+SEEN = ("auto", "in_backward", "out_of_place", "module", "log_probs", "te, none")
 
 
 def program(family, wrapper, other, function, gradient, reduction, **options):
     grad_output = "one" if reduction == "mean" else "random"
     use = Use(function, gradient, {"reduction": reduction, **options}, "", 5, 0.0, grad_output)
     losses = (use, use._replace(labels=6, grad_output="factor")) if other == "second loss" else (use,)
-    features = {"source": "product", **OTHERS[other], "wrappers": tuple(wrapper.split())}
+    head = "module" if function == "module" else "leaf"
+    features = {"source": "product", **OTHERS[other], "wrappers": tuple(wrapper.split()), "head": head}
     return Case(f"{family}-{other}", family, 1, torch.float32, (7,), 21, losses=losses, **features)
 
 
@@ -68,18 +77,18 @@ def test_under_hooks_the_loss_over_logits_is_right(impl_device, wrapper, other, 
 
 
 @by_case(LINEAR_CASES)
-def test_the_linear_loss_is_right_in_every_wrapper(impl_device, wrapper, other, gradient):
+def test_the_linear_loss_is_right_in_every_wrapper(impl_device, wrapper, other, loss):
     """Hidden states and weight are never overwritten."""
-    check(impl_device, program("linear", wrapper, other, "loss", gradient, "mean", chunk_tokens=3))
+    check(impl_device, program("linear", wrapper, other, *OVER_HEADS[loss], chunk_tokens=3))
 
 
 @pytest.mark.interpreted(4)
 @pytest.mark.parametrize("wrapper", WITHOUT_HOOKS)
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("gradient", ("auto", "in_backward", "out_of_place"))
-def test_without_hooks_it_is_right_or_refused(impl_device, wrapper, other, gradient):
-    case = program("logits", wrapper, other, *OVER_LOGITS[gradient])
-    if gradient == "out_of_place" or other == "read afterwards":
+@pytest.mark.parametrize("loss", SEEN)
+def test_without_hooks_it_is_right_or_refused(impl_device, wrapper, other, loss):
+    case = program("logits", wrapper, other, *OVER_LOGITS[loss])
+    if loss == "out_of_place" or other == "read afterwards":
         check(impl_device, case)
     else:
         result = outcome(case, Package(*impl_device, case.dtype))

@@ -20,7 +20,8 @@ def captured(step: Callable[[], Sequence[Tensor]], warm_ups: int = 1) -> tuple[t
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # NCCL's threads query events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = step()
     return graph, outputs
 

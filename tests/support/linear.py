@@ -118,9 +118,9 @@ def projection(
     return Projection(hidden.to(dtype), (wanted.T @ hidden).to(dtype), labels, added)
 
 
-def many_tokens(rows: int, vocab_size: int, dtype: torch.dtype = torch.float32) -> Projection:
+def many_tokens(rows: int, vocab_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Projection:
     """More tokens than the width; every other label is the likeliest column."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(rows, WIDTH, generator=generator).to(dtype)
     weight = torch.randn(vocab_size, WIDTH, generator=generator).to(dtype)
     labels = torch.randint(0, vocab_size, (rows,), generator=generator)

@@ -1,0 +1,303 @@
+"""CUDA graphs of forward and backward: a replay gives the loss and gradients of the data it finds.
+
+Each replay is compared with the whole vocabulary in fp64, on one GPU and on two, whose collectives are in the graph.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support import linear
+from tests.support.gpu import captured
+from tests.support.inputs import IGNORE_INDEX, batch, shard_of
+from tests.support.linear import WIDTH, Projection, many_tokens
+from tests.support.logits import Results, assert_right, flat_outputs, random_grad_output
+from tests.support.logits_ranks import even
+from vocab_parallel_ce import (
+    LinearCrossEntropy,
+    VocabParallelCrossEntropy,
+    cross_entropy_backward,
+    cross_entropy_forward,
+    linear_cross_entropy,
+    linear_token_log_probs,
+    parallel_cross_entropy,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
+
+# Two chunks, the first of which two ranks send in two parts. As wide as one_pass takes it.
+ROWS, CHUNK, COLUMNS, ONE_PASS_COLUMNS = 300, 160, 1000, 16384
+SEEDS = (1, 2, 3)
+DEVICE = "cuda"
+on_two_gpus = pytest.mark.parametrize(
+    "rank_pool", [pytest.param(("nccl", 2), id="nccl-2", marks=pytest.mark.nccl)], indirect=True
+)
+
+
+def grad_outputs_of(options: dict[str, Any], seed: int) -> tuple[Tensor, ...]:
+    """Of every output: one number for a mean, otherwise one per token, the first of which is 0."""
+    if options.get("reduction", "none") == "mean":
+        return (0.5 + torch.rand((), generator=torch.Generator().manual_seed(seed)),)
+    n_outputs = 1 + options.get("entropy", False)
+    return tuple(random_grad_output(ROWS, 10 * seed + i, "zero in the first token") for i in range(n_outputs))
+
+
+class OverLogits(NamedTuple):
+    """A function over logits that a graph makes anew at each replay."""
+
+    function: Callable[..., Any]
+    options: dict[str, Any]
+    columns: int = COLUMNS
+
+    def inputs(self, seed: int) -> tuple[Tensor, ...]:
+        made = batch("some_ignored", rows=ROWS, vocab_size=self.columns, dtype=torch.bfloat16, seed=seed)
+        return *made, *grad_outputs_of(self.options, seed)
+
+    def of_rank(self, rank: int, n_ranks: int, logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        return shard_of(logits, rank, n_ranks), *others
+
+    def step(self, group: Any, values: Tensor, labels: Tensor, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
+        if self.function is cross_entropy_forward:
+            loss, grad = cross_entropy_forward(values * 1, labels, 0.0, True, group, IGNORE_INDEX)
+            return loss, cross_entropy_backward(grad, *grad_outputs)
+        logits = values.detach().requires_grad_() * 1
+        if self.function is parallel_cross_entropy:
+            is_mean = self.options["reduction"] == "mean"
+            loss = parallel_cross_entropy(logits, labels, reduce_loss=is_mean, dist_process_group=group)
+            return loss, *torch.autograd.grad(loss, logits, grad_outputs)
+        outputs = flat_outputs(self.function(logits, labels, group=group, **self.options))
+        return *outputs, *torch.autograd.grad(outputs, logits, grad_outputs)
+
+    def check(self, by_rank: Sequence[Sequence[Tensor]], *inputs: Tensor) -> None:
+        grad = torch.cat([results[-1] for results in by_rank], dim=-1)
+        function = self.function if self.function is token_log_probs else vocab_parallel_cross_entropy
+        assert_right(Results(tuple(by_rank[0][:-1]), grad), *inputs, function=function, **self.options)
+
+
+class OverHeads(NamedTuple):
+    """A function of hidden states and head."""
+
+    function: Callable[..., Any]
+    options: dict[str, Any]
+
+    def inputs(self, seed: int) -> tuple[Tensor, ...]:
+        hidden, weight, labels, _ = many_tokens(ROWS, COLUMNS, torch.bfloat16, seed)
+        labels[seed :: 3 + seed] = IGNORE_INDEX
+        return hidden, weight, labels, *grad_outputs_of(self.options, seed)
+
+    def of_rank(self, rank: int, n_ranks: int, hidden: Tensor, weight: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        return hidden, weight.chunk(n_ranks)[rank], *others
+
+    def step(self, group: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        result = self.function(*leaves, labels, group=group, chunk_tokens=CHUNK, **self.options)
+        outputs = flat_outputs(result)
+        return *outputs, *torch.autograd.grad(outputs, leaves, grads)
+
+    def check(self, by_rank: Sequence[Sequence[Tensor]], *inputs: Tensor) -> None:
+        check_head(by_rank, self.function, self.options, *inputs)
+
+
+def check_head(
+    by_rank: Sequence[Sequence[Tensor]], function: Any, options: Any, hidden: Tensor, weight: Tensor, *others: Tensor
+) -> None:
+    """Of outputs, and the gradients of hidden states, equal on all ranks, and of a rank's rows of the weight."""
+    *outputs, d_hidden, _ = by_rank[0]
+    assert all(torch.equal(results[-2], d_hidden) for results in by_rank)
+    d_weight = torch.cat([results[-1] for results in by_rank])
+    bounds = even(COLUMNS // len(by_rank), len(by_rank))
+    labels, *grad_outputs = others
+    results, inputs = linear.Results(tuple(outputs), d_hidden, d_weight, None), Projection(hidden, weight, labels)
+    linear.assert_right(results, inputs, *grad_outputs, function=function, bounds=bounds, **options)
+
+
+def of_loss(gradient: str, reduction: str, columns: int = COLUMNS) -> OverLogits:
+    return OverLogits(vocab_parallel_cross_entropy, {"gradient": gradient, "reduction": reduction}, columns)
+
+
+PROGRAMS: dict[str, OverLogits | OverHeads] = {
+    f"{gradient}, {reduction}": of_loss(gradient, reduction)
+    for gradient in ("auto", "in_forward", "out_of_place")
+    for reduction in ("mean", "none")
+}
+PROGRAMS |= {
+    "one_pass": of_loss("in_forward", "mean", ONE_PASS_COLUMNS),
+    "log-probs": OverLogits(token_log_probs, {"entropy": True, "temperature": 0.7}),
+    "te, mean": OverLogits(parallel_cross_entropy, {"reduction": "mean"}),
+    "te, none": OverLogits(parallel_cross_entropy, {"reduction": "none"}),
+    "te, pair": OverLogits(cross_entropy_forward, {"reduction": "mean"}),
+    "linear, mean": OverHeads(linear_cross_entropy, {"gradient": "in_forward", "reduction": "mean"}),
+    "linear, none": OverHeads(linear_cross_entropy, {"gradient": "in_backward", "reduction": "none"}),
+    "linear, log-probs": OverHeads(linear_token_log_probs, {"entropy": True}),
+}
+
+
+def _inputs_of_rank(program: Any, rank: int, group: Any, seed: int) -> list[Tensor]:
+    n_ranks = 1 if group is None else group.size()
+    device = torch.device(DEVICE, rank) if DEVICE == "cuda" else DEVICE
+    return [tensor.to(device) for tensor in program.of_rank(rank, n_ranks, *program.inputs(seed))]
+
+
+def _replays(rank: int, group: Any, name: str) -> list[list[Tensor]]:
+    """Outputs and gradients of one graph, replayed over the data of each seed."""
+    program = PROGRAMS[name]
+    static = _inputs_of_rank(program, rank, group, seed=0)
+    graph, outputs = captured(lambda: program.step(group, *static), warm_ups=3)
+    results = []
+    for seed in SEEDS:
+        for of_graph, new in zip(static, _inputs_of_rank(program, rank, group, seed), strict=True):
+            of_graph.copy_(new)
+        graph.replay()
+        results.append([output.detach().clone().cpu() for output in outputs])
+    return results
+
+
+def check(program: Any, by_rank: Sequence[Sequence[Sequence[Tensor]]]) -> None:
+    """``by_rank`` has a list of results for each rank, of one per seed."""
+    for seed, results in zip(SEEDS, zip(*by_rank, strict=True), strict=True):
+        assert all(torch.equal(of_rank[0], results[0][0]) for of_rank in results)
+        program.check(results, *program.inputs(seed))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_replay_is_right(name):
+    check(PROGRAMS[name], [_replays(0, None, name)])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@on_two_gpus
+def test_a_replay_is_right_on_two_ranks(rank_pool, name):
+    check(PROGRAMS[name], rank_pool.run(_replays, name))
+
+
+class HeadAndLoss(nn.Module):
+    """The end of a model, as ``make_graphed_callables`` takes it."""
+
+    def __init__(self, head: nn.Linear, is_linear: bool, **options: Any) -> None:
+        super().__init__()
+        self.head = head
+        self.loss = LinearCrossEntropy(head, **options) if is_linear else VocabParallelCrossEntropy(**options)
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        shared = isinstance(self.loss, LinearCrossEntropy)
+        return self.loss(hidden if shared else self.head(hidden), labels)
+
+
+MODULES: dict[str, tuple[bool, dict[str, Any]]] = {
+    "logits": (False, {"reduction": "mean"}),
+    "logits, in_forward": (False, {"reduction": "mean", "gradient": "in_forward"}),
+    "logits, out_of_place": (False, {"reduction": "mean", "gradient": "out_of_place"}),
+    "logits, none": (False, {"reduction": "none"}),
+    "linear": (True, {"reduction": "mean"}),
+    "linear, none": (True, {"reduction": "none"}),
+}
+
+
+def _graphed(rank: int, group: Any, name: str) -> list[list[Tensor]]:
+    """Loss and gradients of a module whose forward and backward are graphs, over the data of each seed."""
+    is_linear, options = MODULES[name]
+    program = OverHeads(linear_cross_entropy, options)
+    hidden, weight, labels, _ = _inputs_of_rank(program, rank, group, seed=0)
+    head = nn.Linear(WIDTH, len(weight), bias=False, device=weight.device, dtype=weight.dtype)
+    module = HeadAndLoss(head, is_linear, group=group, **options)
+    graphed = torch.cuda.make_graphed_callables(module, (hidden.requires_grad_(), labels))
+    results = []
+    for seed in SEEDS:
+        hidden, weight, labels, grad_output = _inputs_of_rank(program, rank, group, seed)
+        with torch.no_grad():
+            head.weight.copy_(weight)
+        module.zero_grad()
+        loss = graphed(hidden.requires_grad_(), labels)
+        loss.backward(grad_output)
+        if group is not None and not is_linear:  # as a column-parallel head does
+            torch.distributed.all_reduce(hidden.grad, group=group)
+        results.append([loss.detach().clone().cpu(), hidden.grad.cpu(), head.weight.grad.cpu()])
+    return results
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", MODULES)
+def test_a_graphed_module_is_right(name):
+    check(OverHeads(linear_cross_entropy, MODULES[name][1]), [_graphed(0, None, name)])
+
+
+@pytest.mark.parametrize("name", MODULES)
+@on_two_gpus
+def test_a_graphed_module_is_right_on_two_ranks(rank_pool, name):
+    check(OverHeads(linear_cross_entropy, MODULES[name][1]), rank_pool.run(_graphed, name))
+
+
+def _captured_grads(rank: int, group: Any, name: str) -> list[list[Tensor]]:
+    """The same of a forward and a ``backward()`` in one graph, which fills ``.grad``."""
+    is_linear, options = MODULES[name]
+    program = OverHeads(linear_cross_entropy, options)
+    hidden, weight, labels, grad_output = static = _inputs_of_rank(program, rank, group, seed=0)
+    head = nn.Linear(WIDTH, len(weight), bias=False, device=weight.device, dtype=weight.dtype)
+    head.weight = nn.Parameter(weight)
+    module = HeadAndLoss(head, is_linear, group=group, **options)
+    hidden.requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        hidden.grad = head.weight.grad = None
+        loss = module(hidden, labels)
+        loss.backward(grad_output)
+        if group is not None and not is_linear:
+            torch.distributed.all_reduce(hidden.grad, group=group)
+        return loss.detach(), hidden.grad, head.weight.grad
+
+    graph, outputs = captured(step, warm_ups=3)
+    results = []
+    for seed in SEEDS:
+        with torch.no_grad():
+            for of_graph, new in zip(static, _inputs_of_rank(program, rank, group, seed), strict=True):
+                of_graph.copy_(new)
+        graph.replay()
+        results.append([output.clone().cpu() for output in outputs])
+    return results
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", MODULES)
+def test_captured_grads_are_right(name):
+    check(OverHeads(linear_cross_entropy, MODULES[name][1]), [_captured_grads(0, None, name)])
+
+
+@pytest.mark.parametrize("name", MODULES)
+@on_two_gpus
+def test_captured_grads_are_right_on_two_ranks(rank_pool, name):
+    check(OverHeads(linear_cross_entropy, MODULES[name][1]), rank_pool.run(_captured_grads, name))
+
+
+@pytest.mark.cuda
+def test_a_head_that_is_no_parameter_of_the_graphed_module_gets_no_gradient():
+    """As with every module; docs/training.md says so."""
+    hidden, weight, labels, _ = _inputs_of_rank(OverHeads(linear_cross_entropy, {}), 0, None, seed=0)
+    head = nn.Linear(WIDTH, COLUMNS, bias=False, device=DEVICE, dtype=weight.dtype)
+    graphed = torch.cuda.make_graphed_callables(LinearCrossEntropy(head), (hidden.requires_grad_(), labels))
+    graphed(hidden, labels).backward()
+    assert hidden.grad.any() and head.weight.grad is None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("gradient", ("auto", "in_backward", "in_forward", "out_of_place"))
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_a_loss_after_a_graphed_head_is_right(gradient, reduction):
+    """Each replay writes its logits where the step before left its gradient: they are logits again."""
+    options = {"gradient": gradient, "reduction": reduction}
+    program, results = OverHeads(linear_cross_entropy, {"reduction": reduction}), []
+    hidden, weight, _, _ = _inputs_of_rank(program, 0, None, seed=0)
+    head = nn.Linear(WIDTH, COLUMNS, bias=False, device=DEVICE, dtype=weight.dtype)
+    graphed = torch.cuda.make_graphed_callables(head, (hidden.requires_grad_(),))
+    for seed in SEEDS:
+        hidden, weight, labels, grad_output = _inputs_of_rank(program, 0, None, seed)
+        with torch.no_grad():
+            head.weight.copy_(weight)
+        head.zero_grad()
+        loss = vocab_parallel_cross_entropy(graphed(hidden.requires_grad_()), labels, **options)
+        loss.backward(grad_output)
+        results.append([loss.detach().clone().cpu(), hidden.grad.cpu(), head.weight.grad.cpu()])
+    check(program, [results])

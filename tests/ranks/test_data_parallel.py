@@ -1,0 +1,97 @@
+"""``DistributedDataParallel`` over a model that ends in a loss: one process's gradients, with accumulation too."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.ranks import device_of, in_ranks
+from tests.support.training import RATE, Model, Step, assert_same_steps, batches, fp64_steps, gradients_of, weights_of
+
+in_two_ranks = in_ranks((2,), (2,), (2,))
+STEPS, MICRO, RANKS = 3, 2, 2  # a static graph is known after the first step
+LOSSES = {
+    "torch": ("torch", {}),
+    "logits": ("logits", {}),
+    "logits, in_forward": ("logits", {"gradient": "in_forward"}),
+    "linear": ("linear", {"chunk_tokens": 4}),
+    "linear, in_backward": ("linear", {"gradient": "in_backward"}),
+}
+WRAPS = {
+    "static": {"static_graph": True},
+    "static, views": {"static_graph": True, "gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+}
+
+
+class Checkpointed(torch.nn.Module):
+    """Runs a model again in backward; a reentrant checkpoint needs an input with a gradient."""
+
+    def __init__(self, model, use_reentrant):
+        super().__init__()
+        self.model, self.use_reentrant = model, use_reentrant
+
+    def forward(self, tokens, labels):
+        return checkpoint(self.model, tokens.requires_grad_(), labels, use_reentrant=self.use_reentrant)
+
+
+def micro_batches(step, rank, device="cpu"):
+    """Those of one rank in one step."""
+    first = MICRO * (RANKS * step + rank)
+    return batches(STEPS * RANKS * MICRO, device)[first : first + MICRO]
+
+
+def _backward(model, batch):
+    loss = model(*batch) / MICRO
+    loss.backward()
+    return loss.detach()
+
+
+def _trained(rank, group, impl, name, wrap, use_reentrant):
+    """Train, with a synchronisation at the last micro-batch of each step."""
+    device = device_of(rank, group)
+    loss, options = LOSSES[name]
+    model = Model(loss, **({} if loss == "torch" else {"impl": impl}), **options).to(device)
+    module = model if use_reentrant is None else Checkpointed(model, use_reentrant)
+    wrapped = DistributedDataParallel(module, **WRAPS[wrap])
+    optimizer, steps = torch.optim.SGD(wrapped.parameters(), lr=RATE), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        *first, last = micro_batches(step, rank, device)
+        # PyTorch learns a static graph from the first backward, and raises if that does not synchronise.
+        with nullcontext() if step == 0 and WRAPS[wrap].get("static_graph") else wrapped.no_sync():
+            losses = [_backward(wrapped, batch) for batch in first]
+        losses.append(_backward(wrapped, last))
+        gradients = gradients_of(model)
+        optimizer.step()
+        steps.append(Step(torch.stack(losses).sum(), gradients, weights_of(model)))
+    return steps
+
+
+def check(rank_pool, impl, name, wrap, use_reentrant=None):
+    """Gradients and weights of both ranks are those of all their micro-batches, and so is their mean loss."""
+    truth = fp64_steps([[*micro_batches(step, 0), *micro_batches(step, 1)] for step in range(STEPS)])
+    found, peer = (_with_mean_loss(rank_pool.run(_trained, impl, of, wrap, use_reentrant)) for of in (name, "torch"))
+    for ours, theirs in zip(found, peer, strict=True):
+        assert_same_steps(ours, truth, theirs)
+
+
+def _with_mean_loss(by_rank):
+    means = [sum(step.loss for step in at) / RANKS for at in zip(*by_rank, strict=True)]
+    return [[step._replace(loss=loss) for step, loss in zip(steps, means, strict=True)] for steps in by_rank]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "torch"])
+@in_two_ranks
+def test_accumulated_gradients(rank_pool, impl, name, wrap):
+    check(rank_pool, impl, name, wrap)
+
+
+@pytest.mark.parametrize("use_reentrant", (True, False))
+@pytest.mark.parametrize("name", ("logits", "linear"))
+@in_two_ranks
+def test_a_static_graph_over_a_checkpoint(rank_pool, impl, name, use_reentrant):
+    check(rank_pool, impl, name, "static", use_reentrant)
