@@ -114,7 +114,8 @@ def assert_same_steps(
 ) -> None:
     """Losses and gradients, and weights that are precise enough to show a step."""
     for each in zip(found, truth, peer, strict=True):
-        assert_within_budget(*(step.loss for step in each))
+        loss, true, peers = (step.loss for step in each)
+        assert_within_budget(loss.to(precision), true, peers.to(precision))
         assert_same_numbers(*(step.gradients for step in each), precision)
         if precision == torch.float32:
             assert_same_numbers(*(step.weights for step in each))
