@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
@@ -19,8 +19,8 @@ import torch
 import transformers
 from bench_lib.cases import OURS
 from bench_lib.documents import host_description, write_document
+from bench_lib.steps import draw, measured, show
 from bench_lib.timing import Ranks, joined_ranks
-from tqdm import tqdm
 
 from vocab_parallel_ce.integrations.transformers import install, uninstall
 
@@ -97,63 +97,17 @@ def build(case: Case, ranks: Ranks, tiny: bool) -> tuple[Any, dict[str, Any]]:
 
 def measure(case: Case, ranks: Ranks, rounds: int, providers: list[str], tiny: bool) -> dict[str, Any]:
     model, inputs = build(case, ranks, tiny)
-    timer = ranks.timer()
-    losses: dict[str, torch.Tensor] = {}
-    times: dict[str, list[float]] = {name: [] for name in providers}
-    peaks = dict.fromkeys(providers, 0)
 
-    def step() -> None:
+    def step(name: str) -> torch.Tensor:
         loss = model(**inputs).loss
         loss.backward()
-        losses[name] = loss.detach()
+        return loss.detach()
 
     def forget() -> None:
         model.zero_grad(set_to_none=True)
 
-    for number in tqdm(range(rounds + 1), desc=case.name, disable=None):
-        for name in providers[number % len(providers) :] + providers[: number % len(providers)]:
-            with PROVIDERS[name](model):
-                forget()
-                if number == 0:
-                    step()  # compiles
-                    forget()
-                    timer.release()
-                    peaks[name] = timer.extra_peak_bytes(step) or 0
-                else:
-                    times[name].append(timer.eager(name, step, forget))
-            forget()
-    results = [
-        {
-            "provider": name,
-            "ms": round(statistics.median(times[name]), 2),
-            "ms_all": [round(each, 2) for each in times[name]],
-            "peak_gib": round(peaks[name] / 2**30, 3),
-            "loss": losses[name].item(),
-        }
-        for name in providers
-    ]
-    return {"case": case.name, "results": results}
-
-
-def plot(document: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (times, peaks) = pyplot.subplots(1, 2, figsize=(11, 3.2), layout="constrained")
-    cases, providers = document["cases"], [result["provider"] for result in document["cases"][0]["results"]]
-    for axis, key, label in ((times, "ms", "step, ms"), (peaks, "peak_gib", "peak memory beyond the model, GiB")):
-        for index, provider in enumerate(providers):
-            values = [case["results"][index][key] for case in cases]
-            bars = axis.barh([number + 0.27 * index for number in range(len(cases))], values, 0.25, label=provider)
-            axis.bar_label(bars, fmt="%.4g", fontsize=7)
-        axis.set(xlabel=label, yticks=[number + 0.27 for number in range(len(cases))])
-        axis.invert_yaxis()
-    times.set_yticklabels([case["case"] for case in cases], fontsize=7)
-    peaks.set_yticklabels([])
-    peaks.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    contexts = {name: partial(PROVIDERS[name], model) for name in providers}
+    return measured(case.name, contexts, step, forget, ranks.timer(), rounds)
 
 
 def versions() -> dict[str, str]:
@@ -175,7 +129,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="DOCUMENT", help="only draw a document, beside it")
     words = parser.parse_args()
     if words.plot is not None:
-        plot(json.loads(words.plot.read_text()), words.plot.with_suffix(".png"))
+        draw(json.loads(words.plot.read_text())["cases"], words.plot.with_suffix(".png"))
         return
     cases = CASES if words.case is None else [CASES[number] for number in words.case]
     with joined_ranks() as ranks:
@@ -183,9 +137,7 @@ def main() -> None:
         for case in cases:
             document["cases"].append(measure(case, ranks, words.rounds, words.providers.split(","), words.tiny))
             write_document(document, words.json)
-            for result in document["cases"][-1]["results"]:
-                shown = {key: value for key, value in result.items() if key != "ms_all"}
-                print(case.name, shown, flush=True)
+            show(document["cases"][-1])
 
 
 if __name__ == "__main__":

@@ -27,6 +27,11 @@ def group_position(group: object) -> tuple[int, int]:
     raise TypeError(f"group: expected a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
 
 
+def group_named(name: str | None) -> Any:
+    """Return the group that has this ``group_name``; None for None."""
+    return None if name is None else dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def all_gather_stats(gathered: Tensor, rank: int, group: Any) -> None:
     """Fill ``gathered [R, N, K]`` from all ranks. This rank has already written ``gathered[rank]``.
 

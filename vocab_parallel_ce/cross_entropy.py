@@ -52,7 +52,7 @@ class LossMetrics(NamedTuple):
 def public(eager_if: Callable[[dict[str, Any]], bool] | None = None) -> Callable[[Function], Function]:
     """Decorate a public function: verified if verification is on, and eager if that is what its keywords ask for.
 
-    ``torch.compile`` traces the function up to an operator of ``integrations.compile``. Where ``eager_if`` says so, and
+    ``torch.compile`` traces the function up to an operator of ``operators``. Where ``eager_if`` says so, and
     under verification, its graph breaks instead.
     """
 
@@ -109,7 +109,8 @@ def vocab_parallel_cross_entropy(
 
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, on the current stream; backward
     none. ``K`` is 3, with label smoothing 2 more, with metrics 1 more. The host waits for the device only with
-    ``check_labels``; every path can be captured in a CUDA graph. ``torch.compile`` breaks its graph here.
+    ``check_labels``; every path can be captured in a CUDA graph. Under ``torch.compile`` it is one operator, and the
+    gradient is out of place, unless ``gradient`` names another mode: then the graph breaks (docs/compile.md).
 
     Args:
         logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides.
@@ -159,7 +160,7 @@ def run(
 ) -> tuple[TokenOutputs, Tensor | None]:
     """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor."""
     if torch.compiler.is_compiling():
-        from vocab_parallel_ce.integrations.compile import losses
+        from vocab_parallel_ce.operators import losses
 
         return losses(logits, labels, settings, group, num_items)
     call = plan_call(logits, labels, settings, group=group, num_items=num_items)

@@ -45,7 +45,8 @@ def parallel_cross_entropy(
         is_cg_capturable: accepted; every path can be captured in a CUDA graph.
         overwrite_input: True: backward writes the gradient over ``inp`` (TransformerEngine 2.20's meaning). False:
             into a new tensor. None: forward writes a mean's gradient over ``inp``, and backward scales it. For an
-            unreduced loss, fp16, a view, a leaf, and under saved-tensor hooks, None is ``gradient="auto"``.
+            unreduced loss, fp16, a view, a leaf, under saved-tensor hooks and under ``torch.compile``, None is
+            ``gradient="auto"``.
 
     Returns, Collectives, Raises: as :func:`vocab_parallel_cross_entropy`.
     """

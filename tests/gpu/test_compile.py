@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.integrations.test_compile import (
+from tests.logits.test_compile import (
     VOCABULARY,
     Inputs,
     assert_same_bits,

@@ -192,7 +192,7 @@ def run(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[Token
     Also return ``num_items`` as a tensor, and the factor NaN or 1 that tells if more than ``valid_tokens`` are valid.
     """
     if torch.compiler.is_compiling():
-        from vocab_parallel_ce.integrations.compile import linear_losses
+        from vocab_parallel_ce.operators import linear_losses
 
         return linear_losses(given, settings, head)
     linear, inputs = plan_linear_call(given, settings, head)

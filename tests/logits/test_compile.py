@@ -15,12 +15,12 @@ from vocab_parallel_ce import (
     VocabParallelCrossEntropy,
     linear_cross_entropy,
     linear_token_log_probs,
+    operators,
     parallel_cross_entropy,
     token_log_probs,
     verify_calls,
     vocab_parallel_cross_entropy,
 )
-from vocab_parallel_ce.integrations import compile as operators
 from vocab_parallel_ce.options import HeadSettings, Settings
 
 N, WIDTH, VOCABULARY = 12, 8, 48

@@ -1,0 +1,356 @@
+"""Custom operators of PyTorch: what the losses are to ``torch.compile``.
+
+An operator hides everything from the compiler: checks, kernels, the collective. So a compiled call does what an eager
+one does, bit for bit, and ``fullgraph=True`` holds. Operators overwrite nothing. Where eager backward overwrites the
+logits, a compiled one writes the gradient into a new tensor: Inductor copies a tensor that forward has saved before it
+lets an operator of backward overwrite it.
+
+Eager calls do not come here. This module is imported when the first call is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vocab_parallel_ce import checks, pipeline
+from vocab_parallel_ce.collectives import group_named, group_position
+from vocab_parallel_ce.dtensor import is_dtensor, local_rows, ranks_along
+from vocab_parallel_ce.layout import flat, source_and_new, walkable
+from vocab_parallel_ce.linear import pipeline as linear_pipeline
+from vocab_parallel_ce.linear.plan import (
+    Arguments,
+    Inputs,
+    LinearCall,
+    check_head_settings,
+    gradient_of,
+    plan_linear_call,
+    shard_of_dtensor,
+)
+from vocab_parallel_ce.options import HeadSettings, Settings, check_settings, loss_options
+from vocab_parallel_ce.plan import plan_call, plan_of
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import TokenOutputs
+
+N_SETTINGS = len(Settings._fields)
+TYPES = {"VocabShard | None": "int[]?", "int | str": "str", "int | None": "int?", "float | None": "float?"}
+
+
+class LogitsCall(NamedTuple):
+    """Arguments of the operators over logits; an operator takes the settings one by one."""
+
+    logits: Tensor
+    labels: Tensor
+    num_items: Tensor | None  # of the gradient: what the loss was divided by
+    group: str | None
+    settings: Settings
+
+    @classmethod
+    def read(cls, arguments: Sequence[Any]) -> LogitsCall:
+        return cls._make((*arguments[:4], _settings(arguments[4:])))
+
+    @property
+    def n_ranks(self) -> int:
+        return group_position(group_named(self.group))[1]
+
+
+class HeadCall(NamedTuple):
+    """Arguments of the operators over hidden states."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    num_items: Tensor | None
+    group: str | None
+    autocast: torch.dtype | None
+    wanted: linear_pipeline.Wanted
+    settings: Settings
+    head: HeadSettings
+
+    @classmethod
+    def read(cls, arguments: Sequence[Any]) -> HeadCall:
+        head = HeadSettings(*arguments[8 + N_SETTINGS :])
+        tokens = str(head.chunk_tokens)
+        head = head._replace(chunk_tokens=int(tokens) if tokens.lstrip("-").isdigit() else tokens)
+        return cls._make((*arguments[:8], _settings(arguments[8 : 8 + N_SETTINGS]), head))
+
+    @property
+    def n_ranks(self) -> int:
+        return group_position(group_named(self.group))[1]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether forward computes gradients."""
+        return self.settings.gradient == "in_forward" and any(self.wanted)
+
+    def plan(self) -> tuple[LinearCall, Inputs]:
+        """Plan the call as under the autocast of the code that was compiled."""
+        group = group_named(self.group)
+        given = Arguments(self.hidden, self.weight, self.labels, self.bias, group, self.num_items, None)
+        with torch.autocast(self.hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            return plan_linear_call(given, self.settings, self.head)
+
+    def new_gradients(self) -> Iterable[Tensor | None]:
+        tensors = zip((self.hidden, self.weight, self.bias), self.wanted, strict=True)
+        return (None if t is None or not is_wanted else t.new_empty(t.shape) for t, is_wanted in tensors)
+
+
+# What the public functions call while they are traced.
+
+
+def losses(
+    logits: Tensor, labels: Tensor, settings: Settings, group: Any, num_items: int | Tensor | None
+) -> tuple[TokenOutputs, Tensor | None]:
+    """Return the outputs of a loss over logits, and the divisor of a sum."""
+    if logits.stride(-1) != 1 or logits.dim() > 4:
+        logits = logits.contiguous()  # so that the gradient is laid out as empty_like says
+    settings = settings._replace(gradient="out_of_place")
+    divisor = _divisor(num_items, logits)
+    found = torch.ops.vocab_parallel_ce.cross_entropy(logits, labels, divisor, _name(group), *_values(settings))
+    return _token_outputs(found, settings), divisor
+
+
+def linear_losses(
+    given: Arguments, settings: Settings, head: HeadSettings
+) -> tuple[TokenOutputs, Tensor | None, Tensor | None]:
+    """Return the outputs of a head and its loss, the divisor of a sum, and NaN or 1 for too many valid tokens."""
+    hidden, weight, labels, bias, group, num_items = given[:6]
+    if is_dtensor(weight):
+        settings = settings._replace(shard=shard_of_dtensor(given, settings, *group_position(group)), vocab_size=None)
+        weight = local_rows("weight", weight, group)
+    if bias is not None:
+        bias = local_rows("bias", bias, group)
+    device_type = hidden.device.type
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    settings = settings._replace(gradient=gradient_of(settings, autocast or hidden.dtype))
+    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    divisor, values = _divisor(num_items, hidden), (*_values(settings), *_values(head))
+    operator = torch.ops.vocab_parallel_ce.linear_cross_entropy
+    found = operator(hidden, weight, bias, labels, divisor, _name(group), autocast, wanted, *values)
+    return _token_outputs(found, settings), divisor, None if head.valid_tokens is None else found[4]
+
+
+def _divisor(num_items: int | Tensor | None, like: Tensor) -> Tensor | None:
+    """Return ``num_items`` on the device of ``like``, without waiting for it."""
+    if num_items is None:
+        return None
+    if isinstance(num_items, Tensor):
+        return num_items.detach().to(like.device)
+    if not isinstance(num_items, int) or isinstance(num_items, bool):
+        raise TypeError(f"num_items: expected an int or a tensor of one element, got {type(num_items).__name__}")
+    return like.new_full((1,), num_items, dtype=torch.float32)
+
+
+def _name(group: Any) -> str | None:
+    return None if group is None else group.group_name
+
+
+def _values(record: Settings | HeadSettings) -> list[Any]:
+    """Return the fields of a record as an operator takes them."""
+    values: list[Any] = list(record)
+    if isinstance(record, HeadSettings):
+        values[HeadSettings._fields.index("chunk_tokens")] = str(record.chunk_tokens)
+    elif record.shard is not None:
+        values[Settings._fields.index("shard")] = list(record.shard)
+    return values
+
+
+def _settings(values: Sequence[Any]) -> Settings:
+    settings = Settings(*values)
+    return settings if settings.shard is None else settings._replace(shard=VocabShard(*settings.shard))
+
+
+def _token_outputs(found: Sequence[Tensor], settings: Settings) -> TokenOutputs:
+    """Return the outputs that were asked for; an operator returns empty tensors for the others."""
+    asked = (True, settings.entropy, settings.return_metrics, settings.return_metrics)
+    loss, *others = (tensor if is_asked else None for tensor, is_asked in zip(found[:4], asked, strict=True))
+    assert loss is not None
+    return TokenOutputs(loss, *others)
+
+
+# The operators.
+
+
+def _or_empty(tensors: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(0, dtype=torch.float32) if tensor is None else tensor for tensor in tensors)
+
+
+def _new_outputs(labels: Tensor, settings: Settings) -> list[Tensor | None]:
+    def per_token(is_wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return labels.new_empty(labels.shape, dtype=dtype) if is_wanted else None
+
+    metrics = settings.return_metrics
+    loss = per_token(True) if settings.reduction == "none" else labels.new_empty((), dtype=torch.float32)
+    return [loss, per_token(settings.entropy), per_token(metrics), per_token(metrics, torch.int64)]
+
+
+def _new_statistics(call: LogitsCall | HeadCall) -> Tensor:
+    shape = (call.n_ranks, call.labels.numel(), len(loss_options(call.settings, None).statistics))
+    return call.labels.new_empty(shape, dtype=torch.float32)
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    logits, labels, num_items, group, settings = LogitsCall.read(arguments)
+    call = plan_call(logits, labels, settings, group=group_named(group), num_items=num_items)
+    outputs, stats, divisor = pipeline.forward(call, walkable(logits), flat(labels), labels.shape)
+    count = divisor if settings.reduction == "mean" else None  # an operator must not return what it was given
+    return _or_empty((*outputs, stats, count), logits)
+
+
+def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    call = LogitsCall.read(arguments)
+    check_settings(call.settings, call.n_ranks)
+    checks.check_logits(call.logits)
+    checks.check_labels(call.labels, call.logits)
+    checks.check_rows(call.labels, call.logits)
+    count = call.labels.new_empty(1, dtype=torch.int32) if call.settings.reduction == "mean" else None
+    return _or_empty((*_new_outputs(call.labels, call.settings), _new_statistics(call), count), call.logits)
+
+
+def _gradient(stats: Tensor, grad_loss: Tensor | None, grad_entropy: Tensor | None, *arguments: Any) -> Tensor:
+    logits, labels, divisor, group, settings = LogitsCall.read(arguments)
+    plan = plan_of(logits, settings, *group_position(group_named(group)))
+    source, grad = source_and_new(logits)
+    pipeline.write_gradient(plan, source, flat(labels), stats, divisor, grad_loss, grad_entropy, grad)
+    return grad
+
+
+def _fake_gradient(stats: Tensor, grad_loss: Any, grad_entropy: Any, logits: Tensor, *arguments: Any) -> Tensor:
+    return torch.empty_like(logits)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    call, (stats, count) = LogitsCall.read(inputs), output[4:]
+    ctx.others = inputs[3:]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2 if call.settings.entropy else 1 :])
+    divisor = count if call.settings.reduction == "mean" else call.num_items
+    ctx.save_for_backward(stats, call.logits, call.labels, divisor)
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    grad, (stats, *inputs) = None, ctx.saved_tensors
+    if grad_loss is not None or grad_entropy is not None:
+        operator = torch.ops.vocab_parallel_ce.cross_entropy_gradient
+        grad = operator(stats, grad_loss, grad_entropy, *inputs, *ctx.others)
+    return grad, *(None,) * (2 + len(ctx.others))
+
+
+def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    call = HeadCall.read(arguments)
+    linear, inputs = call.plan()
+    gradients: Sequence[Tensor | None] = (None, None, None)
+    stats = None
+    with torch.autocast(call.hidden.device.type, enabled=False):
+        if call.has_gradients:
+            outputs, gradients = linear_pipeline.forward_with_gradients(linear, inputs, call.wanted)
+        else:
+            outputs, stats = linear_pipeline.forward(linear, inputs)
+            # As many rows as labels: how many tokens are left out is known when it runs.
+            stats = F.pad(stats, (0, 0, 0, call.labels.numel() - stats.shape[1]))
+    shaped = (v if v is None or v.dim() == 0 else v.view(call.labels.shape) for v in outputs)
+    return _or_empty((*shaped, linear.overflow, stats, *_like_inputs(gradients, call)), call.hidden)
+
+
+def _fake_linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    call = HeadCall.read(arguments)
+    check_head_settings(call.settings, call.head)
+    check_settings(call.settings, call.n_ranks)
+    overflow = None if call.head.valid_tokens is None else call.hidden.new_empty((), dtype=torch.float32)
+    stats = None if call.has_gradients else _new_statistics(call)
+    gradients = call.new_gradients() if call.has_gradients else (None, None, None)
+    return _or_empty((*_new_outputs(call.labels, call.settings), overflow, stats, *gradients), call.hidden)
+
+
+def _linear_gradient(
+    stats: Tensor, grad_loss: Tensor | None, grad_entropy: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
+    call = HeadCall.read(arguments)
+    linear, inputs = call.plan()
+    stats, divisor = stats[:, : inputs.labels.shape[0]], linear.call.num_items
+    with torch.autocast(call.hidden.device.type, enabled=False):
+        gradients = linear_pipeline.backward(linear, inputs, stats, divisor, call.wanted, grad_loss, grad_entropy)
+    return _or_empty(_like_inputs(gradients, call), call.hidden)
+
+
+def _fake_linear_gradient(stats: Tensor, grad_loss: Any, grad_entropy: Any, *arguments: Any) -> tuple[Tensor, ...]:
+    call = HeadCall.read(arguments)
+    return _or_empty(call.new_gradients(), call.hidden)
+
+
+def _like_inputs(gradients: Sequence[Tensor | None], call: HeadCall) -> tuple[Tensor | None, ...]:
+    d_hidden, *others = gradients
+    return None if d_hidden is None else d_hidden.view(call.hidden.shape), *others
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    call = HeadCall.read(inputs)
+    ctx.wanted, ctx.has_gradients, ctx.others = call.wanted, call.has_gradients, inputs[5:]
+    overflow, stats, *gradients = output[4:]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2 if call.settings.entropy else 1 :])
+    ctx.save_for_backward(*((overflow, *gradients) if call.has_gradients else (stats, *inputs[:5])))
+
+
+def _linear_backward(
+    ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    first, *others = ctx.saved_tensors
+    gradients: Sequence[Tensor | None] = (None, None, None)
+    if ctx.has_gradients and grad_loss is not None:
+        factor = grad_loss * first if first.numel() else grad_loss
+        gradients = [(grad.float() * factor).to(grad.dtype) for grad in others]
+    elif not ctx.has_gradients and (grad_loss is not None or grad_entropy is not None):
+        operator = torch.ops.vocab_parallel_ce.linear_cross_entropy_gradient
+        gradients = operator(first, grad_loss, grad_entropy, *others, *ctx.others)
+    wanted = (grad if is_wanted else None for grad, is_wanted in zip(gradients, ctx.wanted, strict=True))
+    return *wanted, *(None,) * (2 + len(ctx.others))
+
+
+def _schema_of(record: Any) -> str:
+    """Return the fields of a record of settings as arguments of an operator."""
+    types = {name: getattr(type_, "__forward_arg__", type_) for name, type_ in record.__annotations__.items()}
+    return ", ".join(f"{TYPES.get(type_, type_)} {name}" for name, type_ in types.items())
+
+
+def _define(name: str, schema: str, function: Any, fake: Any, *autograd: Any) -> None:
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"vocab_parallel_ce::{name}", fake, lib=library)
+    if autograd:
+        backward, save = autograd
+        torch.library.register_autograd(f"vocab_parallel_ce::{name}", backward, setup_context=save, lib=library)
+
+
+library = torch.library.Library("vocab_parallel_ce", "DEF")
+OUTPUTS = "Tensor loss, Tensor entropy, Tensor lse, Tensor predictions"
+SAVED = "Tensor stats, Tensor? grad_loss, Tensor? grad_entropy"
+LOGITS = f"Tensor logits, Tensor labels, Tensor? num_items, str? group, {_schema_of(Settings)}"
+HEAD = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? num_items, str? group, ScalarType? autocast, "
+    f"bool[] wanted, {_schema_of(Settings)}, {_schema_of(HeadSettings)}"
+)
+_define(
+    "cross_entropy", f"({LOGITS}) -> ({OUTPUTS}, Tensor stats, Tensor count)", _forward, _fake_forward, _backward, _save
+)
+_define("cross_entropy_gradient", f"({SAVED}, {LOGITS}) -> Tensor", _gradient, _fake_gradient)
+_define(
+    "linear_cross_entropy",
+    f"({HEAD}) -> ({OUTPUTS}, Tensor overflow, Tensor stats, Tensor d_hidden, Tensor d_weight, Tensor d_bias)",
+    _linear_forward,
+    _fake_linear_forward,
+    _linear_backward,
+    _save_linear,
+)
+_define(
+    "linear_cross_entropy_gradient",
+    f"({SAVED}, {HEAD}) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)",
+    _linear_gradient,
+    _fake_linear_gradient,
+)
+torch.compiler.assume_constant_result(ranks_along)  # it reads a tensor of the mesh, which never changes
