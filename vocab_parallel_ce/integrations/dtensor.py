@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks, cross_entropy as over_logits, log_probs as over_tokens
+from vocab_parallel_ce import checks
+from vocab_parallel_ce import cross_entropy as over_logits
+from vocab_parallel_ce import log_probs as over_tokens
 from vocab_parallel_ce.cross_entropy import LossMetrics, vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import is_dtensor, local_columns
 from vocab_parallel_ce.options import check_names, with_keywords
@@ -69,9 +71,8 @@ def cross_entropy(
         if reduction == "mean":
             what, remedy = "reduction", "use 'sum', with num_items= of all ranks"
         raise ValueError(f"{what}: expected no mean of tokens that are on several ranks, got {reduction!r}; {remedy}")
-    result = vocab_parallel_cross_entropy(
-        local.logits, local.labels, num_items=num_items, return_metrics=return_metrics, **local.options, **keywords
-    )
+    options = local.options | keywords | {"num_items": num_items, "return_metrics": return_metrics}
+    result: Any = vocab_parallel_cross_entropy(local.logits, local.labels, **options)
     reduced = local.per_token if reduction == "none" else local.summed
     if not return_metrics:
         return reduced(result)
@@ -102,7 +103,8 @@ def token_log_probs(logits: Any, labels: Any, *, entropy: bool = False, **keywor
     """
     check_names(keywords, LOG_PROB_KEYWORDS)
     local = _Local.of(logits, labels)
-    result = over_tokens.token_log_probs(local.logits, local.labels, entropy=entropy, **local.options, **keywords)
+    options = local.options | keywords | {"entropy": entropy}
+    result: Any = over_tokens.token_log_probs(local.logits, local.labels, **options)
     return (local.per_token(result[0]), local.per_token(result[1])) if entropy else local.per_token(result)
 
 
