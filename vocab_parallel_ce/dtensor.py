@@ -29,8 +29,8 @@ class LocalColumns(NamedTuple):
 def local_columns(name: str, logits: Any) -> LocalColumns:
     """Return this rank's columns of ``logits [..., V]``, a DTensor that errors call ``name``.
 
-    The columns follow from ``V`` and the position in the mesh, so that all ranks agree on them. A rank without any gets
-    one column of padding: it must take part in the collective. The gradient has the placements of ``logits``.
+    The columns follow from ``V`` and the position in the mesh, so that all ranks agree on them; see
+    :func:`with_a_column`. The gradient has the placements of ``logits``.
 
     Raises:
         ValueError: the placements are not ``Shard(-1)`` on exactly one dimension of the mesh, and ``Replicate()`` or
@@ -43,17 +43,29 @@ def local_columns(name: str, logits: Any) -> LocalColumns:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"{name}: this rank must be in the mesh of the DTensor, got {mesh}")
-    width = -(-vocab_size // mesh.size(dim))
-    start = min(coordinate[dim] * width, vocab_size)
+    local, shard = with_a_column(name, logits.to_local(), vocab_size, coordinate[dim], mesh.size(dim))
+    of_tokens = tuple(Replicate() if d == dim else placement for d, placement in enumerate(placements))
+    return LocalColumns(local, shard, mesh.get_group(dim), of_tokens)
+
+
+def with_a_column(name: str, local: Tensor, vocab_size: int, rank: int, n_ranks: int) -> tuple[Tensor, VocabShard]:
+    """Return ``local [..., C]`` and which columns these are, if ``vocab_size`` columns are cut as DTensor cuts.
+
+    Each rank has ``ceil(vocab_size / n_ranks)`` columns, until none are left. A rank without any gets one column of
+    padding, because it must take part in the collective.
+
+    Raises:
+        ValueError: ``C`` is another number.
+    """
+    width = -(-vocab_size // n_ranks)
+    start = min(rank * width, vocab_size)
     stop = min(start + width, vocab_size)
-    local = logits.to_local()
     if local.shape[-1] != stop - start:
-        expected = f"{stop - start} of {vocab_size} columns at position {coordinate[dim]} of {mesh.size(dim)}"
+        expected = f"{stop - start} of {vocab_size} columns at position {rank} of {n_ranks}"
         raise ValueError(f"{name}: expected a local tensor with {expected}, as DTensor cuts, got {local.shape[-1]}")
     if start == stop:
         local, stop = torch.nn.functional.pad(local, (0, 1)), start + 1
-    of_tokens = tuple(Replicate() if d == dim else placement for d, placement in enumerate(placements))
-    return LocalColumns(local, VocabShard(start, stop, vocab_size), mesh.get_group(dim), of_tokens)
+    return local, VocabShard(start, stop, vocab_size)
 
 
 def _vocabulary_mesh_dim(name: str, placements: tuple[Any, ...], ndim: int) -> int:
