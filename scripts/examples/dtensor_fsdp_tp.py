@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 scripts/examples/dtensor_fsdp_tp.py                  # DTensor logits
     torchrun --nproc-per-node 4 scripts/examples/dtensor_fsdp_tp.py --loss linear    # no logits
 
-It runs on four GPUs with NCCL if there are so many, and otherwise on the CPU with gloo. Each replica of data parallelism
-has half of each batch. The vocabulary is cut over the two ranks of tensor parallelism, unevenly: 502 and 501 columns.
+It runs on four GPUs with NCCL if there are so many, and otherwise on the CPU with gloo. Each replica of data
+parallelism has half of each batch. The vocabulary is cut over the two ranks of tensor parallelism, unevenly: 502 and
+501 columns.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ from tests.support.ranks import device_of, in_ranks
 from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
 
 pytest.importorskip("torchtitan", minversion="0.3")
-titan = pytest.importorskip("torchtitan.components.loss")  # needs spmd_types, tyro and einops too
+pytest.importorskip("torchtitan.components.loss")  # needs spmd_types and tyro too
 
+from torchtitan.components import loss as titan
 from torchtitan.distributed import spmd_types, utils
 
 from vocab_parallel_ce.integrations import torchtitan as ours
@@ -111,7 +112,9 @@ def test_the_chunked_loss_calls_ours_for_each_chunk():
 
 @pytest.mark.reference
 def test_install_rebinds_every_module_that_has_the_name_and_uninstall_gives_it_back():
-    # As torchtitan's own modules do: models.deepseek_v3.mtp has the loss by name.
+    from torchtitan.models.deepseek_v3 import mtp
+
+    assert mtp.cross_entropy_loss is OWN["cross_entropy_loss"]
     module = type(sys)("a_module_of_the_users")
     module.cross_entropy_loss, module.compute_logprobs = OWN["cross_entropy_loss"], "something else"
     sys.modules[module.__name__] = module
@@ -122,6 +125,7 @@ def test_install_rebinds_every_module_that_has_the_name_and_uninstall_gives_it_b
             "a_module_of_the_users.cross_entropy_loss",
             "torchtitan.components.loss.compute_logprobs",
             "torchtitan.components.loss.cross_entropy_loss",
+            "torchtitan.models.deepseek_v3.mtp.cross_entropy_loss",
         )
         assert ours.install() == report
         assert module.cross_entropy_loss is ours.cross_entropy_loss and module.compute_logprobs == "something else"
@@ -136,7 +140,7 @@ def test_install_rebinds_every_module_that_has_the_name_and_uninstall_gives_it_b
             ours.uninstall()
         titan.cross_entropy_loss = ours.cross_entropy_loss
         ours.uninstall()
-        assert module.cross_entropy_loss is OWN["cross_entropy_loss"]
+        assert mtp.cross_entropy_loss is module.cross_entropy_loss is OWN["cross_entropy_loss"]
         assert ours.report() == (False, (), 1, {})
         # The loss that was built meanwhile is torchtitan's own again.
         assert torch.equal(built(logits, labels)[0], expected)
