@@ -43,9 +43,27 @@ def local_columns(name: str, logits: Any) -> LocalColumns:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"{name}: this rank must be in the mesh of the DTensor, got {mesh}")
-    local, shard = with_a_column(name, logits.to_local(), vocab_size, coordinate[dim], mesh.size(dim))
+    local, shard = with_a_column(name, _arrived(logits.to_local()), vocab_size, coordinate[dim], mesh.size(dim))
     of_tokens = tuple(Replicate() if d == dim else placement for d, placement in enumerate(placements))
     return LocalColumns(local, shard, mesh.get_group(dim), of_tokens)
+
+
+def _arrived(local: Any) -> Tensor:
+    """Return a local tensor that may still be under way, because redistribute was asked not to wait for it."""
+    return _Arrived.apply(local) if hasattr(local, "trigger_wait") else local
+
+
+class _Arrived(torch.autograd.Function):
+    """Waits. The tensor's own wait() loses its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Any) -> Tensor:
+        tensor: Tensor = local.wait()
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def with_a_column(name: str, local: Tensor, vocab_size: int, rank: int, n_ranks: int) -> tuple[Tensor, VocabShard]:

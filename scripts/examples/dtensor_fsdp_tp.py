@@ -39,8 +39,9 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         x = self.norm(hidden)
-        heads = [f(x).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for f in (self.query, self.key, self.value)]
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        maps = self.query, self.key, self.value
+        query, key, value = (f(x).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for f in maps)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
         hidden = hidden + self.out(attended)
         return hidden + self.down(F.gelu(self.up(self.mlp_norm(hidden))))
 
@@ -79,7 +80,8 @@ def cut(model: Model, mesh: Any) -> Model:
     parallelize_module(model.head, mesh["tp"], logits)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model
 
 
 def batch_of(step: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -12,12 +12,16 @@ try:
 except ImportError:  # where another PyTorch has it
     from torch.distributed.tensor import _StridedShard as StridedShard
 
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import oracle
+from tests.support.budget import assert_within_budget
 from tests.support.collectives import assert_refused, messages_of, record_collectives
 from tests.support.inputs import batch
 from tests.support.logits import EVERY, Results, assert_right, flat_outputs, random_grad_output
 from tests.support.ranks import device_of, in_ranks
 from vocab_parallel_ce import token_log_probs as plain_token_log_probs
-from vocab_parallel_ce import vocab_parallel_cross_entropy
+from vocab_parallel_ce import verify_calls, vocab_parallel_cross_entropy
 from vocab_parallel_ce.integrations.dtensor import cross_entropy, token_log_probs
 
 in_two_ranks = in_ranks((2,), (2,), (2,))
@@ -204,6 +208,77 @@ def test_plain_labels_give_the_mean_of_this_ranks_tokens(rank_pool, impl):
     for part, outputs, grad in rank_pool.run(_plain_labels_of_this_rank, impl):
         own = logits.chunk(2)[part], labels.chunk(2)[part]
         assert_right(Results(flat_outputs(outputs), grad), *own, return_metrics=True)
+
+
+def _around_the_loss(rank, group, impl, how):
+    """The loss inside what users put around it; the gradient of the logits."""
+    device = device_of(rank, group)
+    mesh = init_device_mesh(device.type, (2,))
+    logits, labels = (tensor.to(device) for tensor in batch("some_ignored", rows=6, vocab_size=21))
+    if how == "under way":  # a sum over the ranks that nothing has waited for
+        leaf = DTensor.from_local(logits / 2, mesh, [Partial()]).detach().requires_grad_()
+        cut = leaf.redistribute(mesh, [Shard(1)], async_op=True)
+        assert hasattr(cut.to_local(), "trigger_wait")
+        loss = cross_entropy(cut, labels, impl=impl)
+        loss.backward()
+        return loss, leaf.grad.full_tensor()
+    leaf = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+    if how == "another reader":
+        cut = leaf * 1.0
+        (cross_entropy(cut, labels, impl=impl) + 0.1 * cut.pow(2).sum().full_tensor()).backward()
+    elif how == "checkpoint":
+        checkpoint(lambda x: cross_entropy(x * 1.0, labels, impl=impl), leaf, use_reentrant=False).backward()
+    elif how == "again":
+        loss = cross_entropy(leaf * 1.0, labels, impl=impl)
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+    else:
+        with torch.no_grad():
+            loss = cross_entropy(leaf, labels, impl=impl, gradient="in_backward")
+        assert not loss.requires_grad
+        leaf.grad = leaf.detach()  # which is as it was
+    return cross_entropy(leaf, labels, impl=impl), leaf.grad.full_tensor()
+
+
+@pytest.mark.parametrize("how", ["under way", "another reader", "checkpoint", "again", "no_grad"])
+@in_two_ranks
+def test_what_users_put_around_the_loss(rank_pool, impl, how):
+    """By default nothing is overwritten: autograd would not notice it in the memory of a DTensor."""
+    logits, labels = batch("some_ignored", rows=6, vocab_size=21)
+    truth, peer = (compute(logits, labels) for compute in (oracle.cross_entropy_fp64, oracle.cross_entropy_same_dtype))
+    for loss, grad in rank_pool.run(_around_the_loss, impl, how):
+        assert_within_budget(loss, truth.loss, peer.loss)
+        if how == "no_grad":
+            assert torch.equal(grad, logits)
+            continue
+        times, added = 2 if how == "again" else 1, 0.2 if how == "another reader" else 0.0
+        expected = times * truth.grad + added * logits.double(), times * peer.grad + added * logits
+        assert_within_budget(grad, *expected)
+
+
+def _transformed(rank, group, impl):
+    device = device_of(rank, group)
+    mesh = init_device_mesh(device.type, (2,))
+    logits, labels = (tensor.to(device) for tensor in batch("peaked", rows=6, vocab_size=8))
+    cut = distribute_tensor(logits, mesh, [Shard(1)], src_data_rank=None)
+    many = distribute_tensor(logits.expand(2, 6, 8).contiguous(), mesh, [Shard(2)], src_data_rank=None)
+
+    def loss(x):
+        return cross_entropy(x, labels, impl=impl)
+
+    by_hand = DTensor.from_local(logits[:, : 3 - rank].contiguous(), mesh, [Shard(1)])
+    attempts = {"vmap": lambda: torch.func.vmap(loss)(many), "grad": lambda: torch.func.grad(loss)(cut)}
+    refused = messages_of(attempts)
+    with verify_calls():
+        return refused, (messages_of({"by hand": lambda: loss(by_hand)})[0], [])
+
+
+@in_two_ranks
+def test_transforms_are_refused_and_verification_finds_a_wrong_global_shape(rank_pool, impl):
+    transforms, by_hand = zip(*rank_pool.run(_transformed, impl), strict=True)
+    inside = "TypeError: cross-entropy: expected a call outside of torch.func transforms"
+    assert_refused(transforms, {"vmap": inside, "grad": inside})
+    assert_refused(by_hand, {"by hand": "ValueError: vocab_size: rank 1 of 2 has 4 .*rank 0 has 6"})
 
 
 def _refusals(rank, group, impl):

@@ -119,6 +119,7 @@ class _Local(NamedTuple):
     @classmethod
     def of(cls, logits: Any, labels: Any) -> _Local:
         """Check the placements, and return the local tensors."""
+        checks.check_no_transforms()  # inside them a DTensor cannot be seen
         if not is_dtensor(logits):
             checks.check_tensor("logits", logits)
             raise TypeError(
