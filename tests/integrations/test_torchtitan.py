@@ -110,6 +110,27 @@ def test_the_chunked_loss_calls_ours_for_each_chunk():
     torch.testing.assert_close(found, (truth.detach(), leaf.grad, own.grad), check_dtype=False, rtol=1e-5, atol=1e-6)
 
 
+def _multi_token(logits, labels):
+    from torchtitan.models.deepseek_v3 import mtp
+
+    leaves = [logits.clone().requires_grad_(), logits.flip(-1).clone().requires_grad_()]
+    positions = torch.arange(labels.shape[1]).expand(labels.shape)
+    loss, _ = mtp.MTPLoss.Config().build()(
+        [leaf * 1.0 for leaf in leaves], labels, torch.tensor(7.0), positions=positions
+    )
+    loss.backward()
+    return loss.detach(), *(leaf.grad for leaf in leaves)
+
+
+@pytest.mark.reference
+def test_the_loss_of_several_tokens_calls_ours_for_each():
+    expected = _multi_token(*_inputs(21))
+    with ours.installed():
+        found = _multi_token(*_inputs(21))
+        assert ours.report().fused == 2
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.reference
 def test_install_rebinds_every_module_that_has_the_name_and_uninstall_gives_it_back():
     from torchtitan.models.deepseek_v3 import mtp
