@@ -163,4 +163,5 @@ def test_the_example_trains_as_a_model_that_is_not_cut(rank_pool, impl, loss):
     assert others == [""] * 3
     before, after = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+) on 2 x 2 ranks", first).groups())
     assert after < before - 0.2
-    assert float(re.search(r"not cut: (\S+)", first)[1]) < 1e-5
+    largest = 1e-5 if rank_pool.backend == "gloo" else 1e-4  # GPUs sum in another order in each run
+    assert float(re.search(r"not cut: (\S+)", first)[1]) < largest
