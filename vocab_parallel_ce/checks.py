@@ -25,9 +25,10 @@ def check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {kind}")
     if hasattr(tensor, "placements"):
+        front = ", or call the function in vocab_parallel_ce.integrations.dtensor" if name == "logits" else ""
         raise TypeError(
             f"{name}: expected this rank's part as a plain torch.Tensor, got a {kind} of global shape "
-            f"{tuple(tensor.shape)}; pass its to_local()"
+            f"{tuple(tensor.shape)}; pass its to_local(){front}"
         )
     if hasattr(tensor, "trigger_wait"):
         raise TypeError(f"{name}: expected a torch.Tensor that has arrived, got {kind}; pass its wait()")

@@ -1,0 +1,352 @@
+"""Logits that are DTensors: the whole vocabulary's results, one collective, and gradients with their placements."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+try:
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+except ImportError:  # where another PyTorch has it
+    from torch.distributed.tensor import _StridedShard as StridedShard
+
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import oracle
+from tests.support.budget import assert_within_budget
+from tests.support.collectives import assert_refused, messages_of, record_collectives
+from tests.support.inputs import batch
+from tests.support.logits import EVERY, Results, assert_right, flat_outputs, random_grad_output
+from tests.support.ranks import device_of, in_ranks
+from vocab_parallel_ce import token_log_probs as plain_token_log_probs
+from vocab_parallel_ce import verify_calls, vocab_parallel_cross_entropy
+from vocab_parallel_ce.integrations.dtensor import cross_entropy, token_log_probs
+
+in_two_ranks = in_ranks((2,), (2,), (2,))
+in_four_ranks = in_ranks((4,), (), (4,))
+V, T, S, R = "vocabulary", "tokens", "sequence", "replicate"
+FUNCTIONS = {cross_entropy: vocab_parallel_cross_entropy, token_log_probs: plain_token_log_probs}
+
+
+class Case(NamedTuple):
+    """One call on ``logits [..., V]`` of a mesh."""
+
+    cuts: tuple[str, ...]  # what each dimension of the mesh cuts
+    mesh: tuple[int, ...]
+    vocab_size: int
+    options: dict[str, Any] = {}
+    kind: str = "peaked"
+    dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] = (6,)  # of the labels
+    function: Any = cross_entropy
+    plain: bool = False  # the labels
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.Size(self.shape).numel()
+        logits, labels = batch(self.kind, rows=rows, vocab_size=self.vocab_size, dtype=self.dtype)
+        return logits.view(*self.shape, -1), labels.view(self.shape)
+
+    def grad_outputs(self) -> list[torch.Tensor]:
+        per_token = self.function is token_log_probs or self.options.get("reduction") == "none"
+        if not per_token:
+            return [torch.tensor(0.75)]
+        count = 1 + self.options.get("entropy", False)
+        return [random_grad_output(torch.Size(self.shape).numel(), seed).view(self.shape) for seed in range(count)]
+
+
+def _placements(cuts, ndim):
+    of_cut = {V: Shard(ndim - 1), T: Shard(0), S: Shard(1), R: Replicate()}
+    return [of_cut[cut] for cut in cuts]
+
+
+class Result(NamedTuple):
+    """What one rank got, put together."""
+
+    outputs: tuple[torch.Tensor, ...]
+    grad: torch.Tensor
+    placements: list[Any]  # of what is differentiable
+    of_tokens: list[Any]
+    forward: list[Any]
+    backward: list[Any]
+    group: tuple[int, ...]
+    n_tokens: int  # of this rank
+
+
+def _call(rank, group, impl, case):
+    device = device_of(rank, group)
+    mesh = init_device_mesh(device.type, case.mesh)
+    (logits, labels), ndim = case.inputs(), len(case.shape) + 1
+    cut = _placements(case.cuts, ndim)
+    of_tokens = [Replicate() if name == V else p for name, p in zip(case.cuts, cut, strict=True)]
+    leaf = distribute_tensor(logits.to(device), mesh, cut).requires_grad_()
+    labels = distribute_tensor(labels.to(device), mesh, of_tokens)
+    if case.plain:
+        labels = labels.to_local()
+    with record_collectives() as forward:
+        returned = case.function(leaf * 1.0, labels, impl=impl, **case.options)
+    outputs = flat_outputs(returned)
+    grads = []
+    for grad in case.grad_outputs():
+        grad = distribute_tensor(grad.to(device), mesh, of_tokens if grad.dim() else [Replicate()] * mesh.ndim)
+        grads.append(grad.to_local() if case.plain else grad)
+    with record_collectives() as backward:
+        torch.autograd.backward(outputs[: len(grads)], grads)
+    assert leaf.grad.placements == leaf.placements == tuple(cut)
+    assert leaf.grad.shape == leaf.shape and leaf.grad.dtype == leaf.dtype
+    return Result(
+        tuple(_whole(output, mesh, of_tokens, case) for output in outputs),
+        leaf.grad.full_tensor(),
+        [None if case.plain else output.placements for output in outputs[: len(grads)]],
+        of_tokens,
+        [tuple(call) for call in forward],
+        [tuple(call) for call in backward],
+        tuple(torch.distributed.get_process_group_ranks(mesh.get_group(case.cuts.index(V)))),
+        (labels if case.plain else labels.to_local()).numel(),
+    )
+
+
+def _whole(output, mesh, of_tokens, case):
+    """The result of all tokens; a plain one is that of this rank's."""
+    if isinstance(output, DTensor):
+        return output.detach().full_tensor()
+    output, whole = output.detach(), torch.empty(case.shape if output.dim() else ())
+    placements = of_tokens
+    if not output.dim():
+        placements = [Partial() if placement.is_shard() else placement for placement in of_tokens]
+    shape, stride = whole.shape, whole.stride()
+    return DTensor.from_local(output, mesh, placements, shape=shape, stride=stride).full_tensor()
+
+
+def _check(rank_pool, impl, case):
+    results = rank_pool.run(_call, impl, case)
+    logits, labels = case.inputs()
+    given = {"function": FUNCTIONS[case.function], **case.options}
+    for result in results:
+        assert all(map(torch.equal, result.outputs, results[0].outputs))
+        assert_right(Results(result.outputs, result.grad), logits, labels, *case.grad_outputs(), **given)
+        statistics = 3 + 2 * bool(case.options.get("label_smoothing"))
+        statistics += bool(case.options.get("return_metrics") or case.options.get("entropy"))
+        sent = ("_allgather_base_", result.group, 4 * statistics * result.n_tokens)
+        assert result.forward == ([sent] if len(result.group) > 1 and result.n_tokens else [])
+        assert result.backward == []
+        per_token = case.function is token_log_probs or case.options.get("reduction") == "none"
+        summed = [Partial() if placement.is_shard() else placement for placement in result.of_tokens]
+        expected = None if case.plain else tuple(result.of_tokens if per_token else summed)
+        assert set(result.placements) == {expected}
+
+
+SUM, NONE = {"reduction": "sum"}, {"reduction": "none"}
+ENTROPY = {"entropy": True, "temperature": 0.7}
+METRICS = {"return_metrics": True, "z_loss": 0.02}
+HALF = torch.bfloat16
+ONE, CUT = ((V,), (2,)), ((T, V), (2, 1))
+OF_TWO = {
+    "uneven, mean": Case(*ONE, 1003),
+    "uneven, plain labels": Case(*ONE, 1003, kind="some_ignored", plain=True),
+    "uneven, bf16": Case(*ONE, 1003, NONE, "confident", HALF, (2, 3)),
+    "every option": Case(*ONE, 21, {**EVERY, **SUM, "num_items": 7}, "some_ignored"),
+    "megatron's smoothing": Case(*ONE, 21, {"label_smoothing": 0.1, "smoothing_formula": "megatron"}),
+    "metrics": Case(*ONE, 21, METRICS, "some_ignored"),
+    "metrics of each token": Case(*ONE, 21, METRICS | NONE, shape=(2, 3), plain=True),
+    "all ignored": Case(*ONE, 21, kind="all_ignored"),
+    "in place": Case(*ONE, 21, NONE | {"gradient": "in_backward"}, dtype=HALF),
+    "log-probabilities": Case(*ONE, 21, ENTROPY, "some_ignored", function=token_log_probs),
+    "plain log-probabilities": Case(*ONE, 21, dtype=HALF, shape=(2, 3), function=token_log_probs, plain=True),
+    "no column": Case(*ONE, 1, METRICS | {"label_smoothing": 0.1}, plain=True),
+    "one rank": Case(*CUT, 21, NONE),
+    "one rank, plain labels": Case(*CUT, 21, SUM | {"num_items": 5}, shape=(3, 2), plain=True),
+}
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+@in_two_ranks
+def test_logits_cut_over_two_ranks(rank_pool, impl, name):
+    _check(rank_pool, impl, OF_TWO[name])
+
+
+OF_FOUR = {
+    "no column on the last": Case((V,), (4,), 5, {"label_smoothing": 0.1, "softcap": 4.0}, "some_ignored"),
+    "no column on two": Case((V,), (4,), 2, NONE | METRICS, plain=True),
+    "no column, log-probabilities": Case((V,), (4,), 5, ENTROPY, function=token_log_probs),
+    "no column, in place": Case((V,), (4,), 5, {"gradient": "in_backward"}, dtype=HALF),
+    "tokens, sum": Case((T, V), (2, 2), 1003, SUM | {"z_loss": 0.02}, "some_ignored"),
+    "tokens, each": Case((T, V), (2, 2), 7, NONE, dtype=HALF, shape=(5,)),
+    "tokens, plain labels": Case((T, V), (2, 2), 21, NONE, "some_ignored", shape=(3, 2), plain=True),
+    "tokens on the second dimension": Case((V, T), (2, 2), 21, SUM, shape=(4, 2)),
+    "sequence": Case((S, V), (2, 2), 21, {}, shape=(2, 5), function=token_log_probs),
+    "sequence and tokens": Case((S, T, V), (2, 1, 2), 21, SUM, shape=(2, 4)),
+    "fewer tokens than ranks": Case((T, V), (2, 2), 21, NONE, shape=(1,)),
+    "replicas": Case((R, V), (2, 2), 21, METRICS, "some_ignored"),
+    "replicas, plain labels": Case((V, R), (2, 2), 3, {}, plain=True),
+}
+
+
+@pytest.mark.parametrize("name", OF_FOUR)
+@in_four_ranks
+def test_logits_cut_over_a_mesh_of_four_ranks(rank_pool, impl, name):
+    _check(rank_pool, impl, OF_FOUR[name])
+
+
+def _plain_labels_of_this_rank(rank, group, impl):
+    """The mean and the metrics of this rank's tokens."""
+    device = device_of(rank, group)
+    mesh = init_device_mesh(device.type, (2, 2))
+    logits, labels = batch("some_ignored", rows=6, vocab_size=21)
+    leaf = distribute_tensor(logits.to(device), mesh, [Shard(0), Shard(1)]).requires_grad_()
+    part = mesh.get_coordinate()[0]
+    own = labels.chunk(2)[part].to(device)
+    loss, metrics = cross_entropy(leaf, own, return_metrics=True, impl=impl)
+    loss.backward()
+    return part, (loss, *metrics), leaf.grad.full_tensor().chunk(2)[part]
+
+
+@in_four_ranks
+def test_plain_labels_give_the_mean_of_this_ranks_tokens(rank_pool, impl):
+    logits, labels = batch("some_ignored", rows=6, vocab_size=21)
+    for part, outputs, grad in rank_pool.run(_plain_labels_of_this_rank, impl):
+        own = logits.chunk(2)[part], labels.chunk(2)[part]
+        assert_right(Results(flat_outputs(outputs), grad), *own, return_metrics=True)
+
+
+def _around_the_loss(rank, group, impl, how):
+    """The loss inside what users put around it; the gradient of the logits."""
+    device = device_of(rank, group)
+    mesh = init_device_mesh(device.type, (2,))
+    logits, labels = (tensor.to(device) for tensor in batch("some_ignored", rows=6, vocab_size=21))
+    if how == "under way":  # a sum over the ranks that nothing has waited for
+        leaf = DTensor.from_local(logits / 2, mesh, [Partial()]).detach().requires_grad_()
+        cut = leaf.redistribute(mesh, [Shard(1)], async_op=True)
+        assert hasattr(cut.to_local(), "trigger_wait")
+        loss = cross_entropy(cut, labels, impl=impl)
+        loss.backward()
+        return loss, leaf.grad.full_tensor()
+    leaf = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+    if how == "another reader":
+        cut = leaf * 1.0
+        squares = cut.pow(2).sum().full_tensor()  # made before the loss, so that its backward runs after
+        (cross_entropy(cut, labels, impl=impl) + 0.1 * squares).backward()
+    elif how == "checkpoint":
+        checkpoint(lambda x: cross_entropy(x * 1.0, labels, impl=impl), leaf, use_reentrant=False).backward()
+    elif how == "again":
+        loss = cross_entropy(leaf * 1.0, labels, impl=impl)
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+    else:
+        with torch.no_grad():
+            loss = cross_entropy(leaf, labels, impl=impl, gradient="in_backward")
+        assert not loss.requires_grad
+        leaf.grad = leaf.detach()  # which is as it was
+    return cross_entropy(leaf, labels, impl=impl), leaf.grad.full_tensor()
+
+
+@pytest.mark.parametrize("how", ["under way", "another reader", "checkpoint", "again", "no_grad"])
+@in_two_ranks
+def test_what_users_put_around_the_loss(rank_pool, impl, how):
+    """By default nothing is overwritten: autograd would not notice it in the memory of a DTensor."""
+    logits, labels = batch("some_ignored", rows=6, vocab_size=21)
+    truth, peer = (compute(logits, labels) for compute in (oracle.cross_entropy_fp64, oracle.cross_entropy_same_dtype))
+    for loss, grad in rank_pool.run(_around_the_loss, impl, how):
+        assert_within_budget(loss, truth.loss, peer.loss)
+        if how == "no_grad":
+            assert torch.equal(grad, logits)
+            continue
+        times, added = 2 if how == "again" else 1, 0.2 if how == "another reader" else 0.0
+        expected = times * truth.grad + added * logits.double(), times * peer.grad + added * logits
+        assert_within_budget(grad, *expected)
+
+
+def _transformed(rank, group, impl):
+    device = device_of(rank, group)
+    mesh = init_device_mesh(device.type, (2,))
+    logits, labels = (tensor.to(device) for tensor in batch("peaked", rows=6, vocab_size=8))
+    cut = distribute_tensor(logits, mesh, [Shard(1)], src_data_rank=None)
+    many = distribute_tensor(logits.expand(2, 6, 8).contiguous(), mesh, [Shard(2)], src_data_rank=None)
+
+    def loss(x):
+        return cross_entropy(x, labels, impl=impl)
+
+    by_hand = DTensor.from_local(logits[:, : 3 - rank].contiguous(), mesh, [Shard(1)])
+    attempts = {"vmap": lambda: torch.func.vmap(loss)(many), "grad": lambda: torch.func.grad(loss)(cut)}
+    refused = messages_of(attempts)
+    with verify_calls():
+        return refused, (messages_of({"by hand": lambda: loss(by_hand)})[0], [])
+
+
+@in_two_ranks
+def test_transforms_are_refused_and_verification_finds_a_wrong_global_shape(rank_pool, impl):
+    transforms, by_hand = zip(*rank_pool.run(_transformed, impl), strict=True)
+    inside = "TypeError: cross-entropy: expected a call outside of torch.func transforms"
+    assert_refused(transforms, {"vmap": inside, "grad": inside})
+    assert_refused(by_hand, {"by hand": "ValueError: vocab_size: rank 1 of 2 has 4 .*rank 0 has 6"})
+
+
+def _refusals(rank, group, impl):
+    device = device_of(rank, group)
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    other = init_device_mesh(device.type, (4,))
+    logits, labels = (tensor.to(device) for tensor in batch("peaked", rows=4, vocab_size=8))
+
+    def place(tensor, mesh, placements):
+        return distribute_tensor(tensor, mesh, placements, src_data_rank=None)  # sends nothing
+
+    def call(*placements, labels=labels, logits=logits, function=cross_entropy, **options):
+        function(place(logits, mesh, placements), labels, impl=impl, **options)
+
+    def strided():
+        rows = place(logits.t().contiguous(), mesh, [Replicate(), Shard(0)])
+        return DTensor.from_local(rows.to_local().t(), mesh, [StridedShard(1, split_factor=2), Replicate()])
+
+    cut = place(labels, mesh, [Shard(0), Replicate()])
+    attempts = {
+        "plain": lambda: cross_entropy(logits, labels),
+        "whole": lambda: call(Replicate(), Replicate()),
+        "tokens alone": lambda: call(Shard(0), Replicate()),
+        "twice": lambda: call(Shard(1), Shard(1)),
+        "partial": lambda: cross_entropy(DTensor.from_local(logits, mesh, [Partial(), Shard(1)]), labels),
+        "strided": lambda: cross_entropy(strided(), labels),
+        "strided and cut": lambda: cross_entropy(
+            DTensor.from_local(logits, mesh, [StridedShard(0, split_factor=2), Shard(1)]), labels
+        ),
+        "another width": lambda: cross_entropy(
+            DTensor.from_local(logits, other, [Shard(1)], shape=torch.Size((4, 40)), stride=(40, 1)), labels
+        ),
+        "labels elsewhere": lambda: call(Shard(0), Shard(1), labels=place(labels, mesh, [Shard(0)] * 2)),
+        "labels of another mesh": lambda: call(Replicate(), Shard(1), labels=place(labels, other, [Replicate()])),
+        "whole labels": lambda: call(Shard(0), Shard(1)),
+        "mean": lambda: call(Shard(0), Shard(1), labels=cut),
+        "metrics": lambda: call(Shard(0), Shard(1), labels=cut, reduction="sum", return_metrics=True),
+        "group": lambda: call(Replicate(), Shard(1), group=group),
+        "shard": lambda: call(Replicate(), Shard(1), function=token_log_probs, vocab_size=8),
+        "items": lambda: call(Replicate(), Shard(1), reduction="sum", num_items=cut),
+        "the loss itself": lambda: vocab_parallel_cross_entropy(
+            place(logits, mesh, [Replicate(), Shard(1)]), labels, group=group
+        ),
+    }
+    return messages_of(attempts)
+
+
+@in_four_ranks
+def test_other_placements_are_refused_with_what_to_do(rank_pool, impl):
+    layout = r"ValueError: logits: expected a DTensor with Shard\(-1\) on exactly one dimension of its mesh.* got "
+    expected = {
+        "plain": "TypeError: logits: expected a DTensor, got a plain torch.Tensor; .*vocab_parallel_ce, with group=",
+        "whole": rf"{layout}\(Replicate\(\), Replicate\(\)\); every rank has .*to_local",
+        "tokens alone": rf"{layout}\(Shard\(dim=0\), Replicate\(\)\); redistribute it first$",
+        "twice": rf"{layout}.*; flatten these dimensions",
+        "partial": rf"{layout}\(Partial.*; redistribute it first: its values are sums",
+        "strided": rf"{layout}\(_StridedShard.*; redistribute it first$",
+        "strided and cut": rf"{layout}\(_StridedShard.*; redistribute it first$",
+        "another width": "ValueError: logits: expected a local tensor with 10 of 40 columns at position .* got 8",
+        "labels elsewhere": r"ValueError: labels: expected .*\(Shard\(dim=0\), Replicate\(\)\), got .*redistribute",
+        "labels of another mesh": "ValueError: labels: expected a DTensor with the mesh of logits",
+        "whole labels": r"ValueError: labels: shape must be .*\(2,\), got \(4,\)",
+        "mean": "ValueError: reduction: expected no mean of tokens that are on several ranks.* 'sum'",
+        "metrics": "ValueError: return_metrics: .*local tensors of labels",
+        "group": "TypeError: group: expected one of the options ",
+        "shard": "TypeError: vocab_size: expected one of the options ",
+        "items": "TypeError: num_items: expected .*to_local",
+        "the loss itself": "TypeError: logits: .*; pass its to_local.*vocab_parallel_ce.integrations.dtensor",
+    }
+    assert_refused(rank_pool.run(_refusals, impl), expected)

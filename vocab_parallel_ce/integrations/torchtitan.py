@@ -1,0 +1,206 @@
+"""torchtitan's loss and log-probabilities, computed by this package: only on request, and undoable.
+
+:func:`install` replaces ``cross_entropy_loss`` and ``compute_logprobs`` of ``torchtitan.components.loss``, and wherever
+a module has them by name. ``CrossEntropyLoss`` takes the loss when it is built, and ``ChunkedLossWrapper`` calls it for
+each chunk: install before the trainer builds its loss.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from vocab_parallel_ce import checks, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce.dtensor import is_dtensor, with_a_column
+from vocab_parallel_ce.integrations import dtensor
+from vocab_parallel_ce.options import IMPLEMENTATIONS
+
+LOSS = "torchtitan.components.loss"
+GRADIENTS = ("auto", "in_backward", "out_of_place")
+UNCUT = "DTensors whose vocabulary is not cut"
+TYPES = "spmd_types checks types (debug.spmd_typechecking)"
+UNKNOWN = "log-probabilities of plain shards without install(vocab_size=)"
+_own: dict[str, Any] = {}  # torchtitan's functions, kept for losses that were built while ours were installed
+_titan: dict[str, Any] = {}  # what ours need of torchtitan
+_options: dict[str, Any] = {}  # of install(); empty: nothing is installed
+_calls: Counter[str] = Counter()
+
+
+class Report(NamedTuple):
+    """What :func:`install` replaced, and the calls since then; calls inside a compiled region do not count."""
+
+    installed: bool
+    rebound: tuple[str, ...]  # "module.name" of each name that stands for a function of this package
+    fused: int  # calls that this package computed
+    own: dict[str, int]  # calls that torchtitan's own functions computed, by reason
+
+
+def install(*, vocab_size: int | None = None, gradient: str = "auto", impl: str = "auto") -> Report:
+    """Replace torchtitan's loss and log-probabilities, and report. A second call changes the options alone.
+
+    Args:
+        vocab_size: of the model. ``compute_logprobs`` is not told it. Without it, its plain shards (the backend
+            ``"spmd_types"`` with tensor parallelism) are left to torchtitan, which gathers them.
+        gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``, as in
+            :func:`vocab_parallel_ce.vocab_parallel_cross_entropy`. ``"auto"`` overwrites plain logits in backward, and
+            no DTensor.
+        impl: as in that function.
+
+    Raises:
+        ImportError: torchtitan is not installed.
+        ValueError: its functions are not those of torchtitan 0.3.
+    """
+    if vocab_size is not None:
+        vocab_size = checks.checked_count("vocab_size", vocab_size)
+    checks.check_choice("gradient", gradient, GRADIENTS)
+    checks.check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
+    module = importlib.import_module(LOSS)
+    if not _options:
+        for name, stand_in in _STAND_INS.items():
+            found = getattr(module, name, None)
+            if found is None or [*inspect.signature(found).parameters] != [*inspect.signature(stand_in).parameters]:
+                raise ValueError(f"{LOSS}.{name}: expected that of torchtitan 0.3, got another; install torchtitan 0.3")
+        names = ("get_spmd_backend", "spmd_mesh_size", "current_spmd_mesh", "spmd")
+        _titan.update({name: getattr(module, name) for name in names})
+        _own.update({name: getattr(module, name) for name in _STAND_INS})
+        _calls.clear()
+        for name, stand_in in _STAND_INS.items():
+            _rebind(name, _own[name], stand_in)
+    _options.update(vocab_size=vocab_size, gradient=gradient, impl=impl)
+    return report()
+
+
+def uninstall() -> None:
+    """Give torchtitan its own functions back, if :func:`install` replaced them; also to losses built meanwhile.
+
+    Raises:
+        RuntimeError: something else replaced one of them after :func:`install`.
+    """
+    if not _options:
+        return
+    module = importlib.import_module(LOSS)
+    for name, stand_in in _STAND_INS.items():
+        if getattr(module, name) is not stand_in:
+            raise RuntimeError(f"{LOSS}.{name}: something else replaced it after install(); undo that first")
+    for name, stand_in in _STAND_INS.items():
+        _rebind(name, stand_in, _own[name])
+    _options.clear()
+
+
+@contextmanager
+def installed(**options: Any) -> Iterator[Report]:
+    """Install inside this context; ``options`` are those of :func:`install`. Undo it afterwards."""
+    before = dict(_options)
+    try:
+        yield install(**options)
+    finally:
+        if before:
+            _options.update(before)
+        else:
+            uninstall()
+
+
+def report() -> Report:
+    """Return what is installed, and how many calls this package and torchtitan's own functions computed."""
+    rebound = sorted(f"{module}.{name}" for name, stand_in in _STAND_INS.items() for module in _holders(name, stand_in))
+    own = {reason: _calls[reason] for reason in (UNCUT, TYPES, UNKNOWN) if _calls[reason]}
+    return Report(bool(_options), tuple(rebound), _calls["fused"], own)
+
+
+def _holders(name: str, function: Any) -> list[str]:
+    """Return the modules, other than this one, in which ``name`` is ``function``."""
+    modules = [(key, module) for key, module in sys.modules.copy().items() if key != __name__]
+    return [key for key, module in modules if getattr(module, "__dict__", {}).get(name) is function]
+
+
+def _rebind(name: str, function: Any, other: Any) -> None:
+    for module in _holders(name, function):
+        setattr(sys.modules[module], name, other)
+
+
+def cross_entropy_loss(pred: Any, labels: Any, *, global_vocab_size: int | None = None) -> Any:
+    """Compute torchtitan's summed loss, as its function of this name, without copies of the logits in fp32.
+
+    Collectives: with a cut vocabulary one all_gather in forward, where torchtitan has three all_reduces.
+
+    Args:
+        pred: ``[B, L, C]`` logits: plain, of this rank's columns under the backend ``"spmd_types"``, or a DTensor.
+        labels: ``[B, L]`` global ids, or -100; plain or a DTensor.
+        global_vocab_size: ``V``, needed for plain shards.
+    """
+    if _left_to_torchtitan(pred):
+        return _own["cross_entropy_loss"](pred, labels, global_vocab_size=global_vocab_size)
+    options = {"reduction": "sum", "gradient": _options["gradient"], "impl": _options["impl"]}
+    if is_dtensor(pred):
+        return dtensor.cross_entropy(pred, labels, **options)
+    group = _vocabulary_group()
+    if group is None:
+        return vocab_parallel_cross_entropy(pred, labels, **options)
+    vocab_size = _options["vocab_size"] if global_vocab_size is None else global_vocab_size
+    if vocab_size is None:
+        raise TypeError(
+            "global_vocab_size: expected the size of the vocabulary with plain shards, got None; give it to "
+            "CrossEntropyLoss.Config or to install(vocab_size=)"
+        )
+    local, shard = with_a_column("pred", pred, vocab_size, group.rank(), group.size())
+    return vocab_parallel_cross_entropy(local, labels, group=group, shard=shard, **options)
+
+
+def compute_logprobs(logits: Any, labels: Any, *, return_entropy: bool = False) -> Any:
+    """Compute torchtitan's log-probability of each label, as its function of this name, without gathering logits.
+
+    Collectives: with a cut vocabulary one all_gather of 12 bytes per token and rank, 16 with entropy.
+
+    Args:
+        logits: ``[B, L, C]`` as :func:`cross_entropy_loss` takes them.
+        labels: ``[B, L]`` global ids, or -100, which has log-probability 0.
+        return_entropy: also return the entropies, of ignored tokens too. They have no gradient.
+    """
+    if _left_to_torchtitan(logits, has_vocab_size=_options.get("vocab_size") is not None):
+        return _own["compute_logprobs"](logits, labels, return_entropy=return_entropy)
+    options = {"gradient": _options["gradient"], "impl": _options["impl"], "entropy": return_entropy}
+    group = None if is_dtensor(logits) else _vocabulary_group()
+    function: Any = dtensor.token_log_probs if is_dtensor(logits) else token_log_probs
+    if group is not None:
+        logits, shard = with_a_column("logits", logits, _options["vocab_size"], group.rank(), group.size())
+        options |= {"group": group, "shard": shard}
+    if not return_entropy:
+        return function(logits, labels, **options)
+    ignored = labels == -100
+    log_probs, entropy = function(logits, labels.masked_fill(ignored, 0), **options)
+    return log_probs.masked_fill(ignored, 0.0), entropy.detach()
+
+
+_STAND_INS: dict[str, Any] = {"cross_entropy_loss": cross_entropy_loss, "compute_logprobs": compute_logprobs}
+
+
+def _vocabulary_group() -> Any:
+    """Return the group over which plain logits are cut, or None."""
+    if _titan["get_spmd_backend"]() != "spmd_types" or _titan["spmd_mesh_size"]("tp") == 1:
+        return None
+    return _titan["current_spmd_mesh"]().get_group("tp")
+
+
+def _left_to_torchtitan(logits: Any, has_vocab_size: bool = True) -> bool:
+    """Return whether torchtitan's own function computes the call, and count the call."""
+    if not _options:
+        return True
+    reason = "fused"
+    if is_dtensor(logits):
+        last = logits.dim() - 1
+        if not any(getattr(placement, "dim", None) == last for placement in logits.placements):
+            reason = UNCUT
+    elif _titan["spmd"].is_type_checking():
+        reason = TYPES
+    elif not has_vocab_size and _vocabulary_group() is not None:
+        reason = UNKNOWN
+    if not torch.compiler.is_compiling():
+        _calls[reason] += 1
+    return reason != "fused"
