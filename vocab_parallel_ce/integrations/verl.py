@@ -53,16 +53,14 @@ def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
 
     Collectives: one all_gather of 16 bytes per token over the tensor-parallel group.
     """
-    logits = vocab_parallel_logits
-    any_labels = torch.zeros(logits.shape[:-1], dtype=torch.int32, device=logits.device)
-    group = _tensor_parallel_group()
-    entropy = token_log_probs(logits, any_labels, group=group, entropy=True, gradient="out_of_place")[1]
-    return entropy.to(logits.dtype)
+    return vocab_parallel_entropy_with_chunking(vocab_parallel_logits).to(vocab_parallel_logits.dtype)
 
 
 def vocab_parallel_entropy_with_chunking(vocab_parallel_logits: Tensor, chunk_size: int = 2048) -> Tensor:
     """Return :func:`vocab_parallel_entropy` in fp32. It needs no memory that chunks would save."""
-    return vocab_parallel_entropy(vocab_parallel_logits).float()
+    logits, group = vocab_parallel_logits, _tensor_parallel_group()
+    any_labels = torch.zeros(logits.shape[:-1], dtype=torch.int32, device=logits.device)
+    return token_log_probs(logits, any_labels, group=group, entropy=True, gradient="out_of_place")[1]
 
 
 class FusedLinearForPPO(torch.nn.Module):
