@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.collectives import record_collectives
+from tests.support.gpu import extra_peak_bytes
 from tests.support.inputs import DTYPES
 from tests.support.ranks import device_of
 from tests.support.rl import (
@@ -200,6 +201,25 @@ def test_the_fused_kernel_on_shards(rank_pool, impl):
     assert_right(whole([found for found, _ in results]), inputs, temperature=0.7)
     (found, share), _ = results
     assert not torch.allclose(share, found.grads[0], rtol=0.1)
+
+
+@pytest.mark.cuda
+@pytest.mark.no_poison
+@pytest.mark.parametrize("name", ["log_probs", "entropy"])
+def test_nothing_of_the_logits_size_is_kept(monkeypatch, name):
+    monkeypatch.setattr(verl, "_tensor_parallel_group", lambda: None)
+    logits = torch.randn(512, 64000, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    labels = torch.zeros(512, dtype=torch.int64, device="cuda")
+
+    def forward():
+        if name == "entropy":
+            return verl.vocab_parallel_entropy(logits)
+        return verl.vocab_parallel_log_probs_from_logits(logits, labels)
+
+    forward().sum().backward()  # compiles
+    logits.grad = None
+    assert extra_peak_bytes(forward) < 0.01 * logits.nbytes
+    assert extra_peak_bytes(lambda: forward().sum().backward()) < 1.01 * logits.nbytes
 
 
 # With verl itself.
