@@ -1,0 +1,215 @@
+"""What verl, NeMo-RL and OpenRLHF share: how their names are rebound, the example of a policy, and its page."""
+
+import importlib
+import inspect
+import re
+import runpy
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.docs.markdown import ROOT, python_blocks
+from tests.support.ranks import device_of
+from tests.support.rl import in_two_ranks
+from vocab_parallel_ce.integrations import nemo_rl, openrlhf, verl
+from vocab_parallel_ce.integrations.rebind import Switch
+
+EXAMPLE = ROOT / "scripts" / "examples" / "rl_policy_gradient.py"
+SOURCES = {
+    "shop.core": """
+import torch
+def price(item, discount=0): return "own"
+class Till(torch.nn.Module):
+    def forward(self, item): return "own"
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, item, factor): return item * factor
+weigh = Scale.apply
+""",
+    "shop.trainer": "from shop.core import Scale, price as cost, weigh\n",
+    "shop.late": "from shop.core import price\n",
+    "shop.needs": "import a_module_that_is_not_there\n",
+    "users_script": "from shop.core import price\n",
+}
+
+
+def price(item, discount=0):
+    """Stands for the framework's."""
+    return "ours"
+
+
+def forward(self, item):
+    return "ours"
+
+
+def weigh(item, factor):
+    return "ours"
+
+
+class Scale:
+    @staticmethod
+    def apply(item, factor):
+        return "ours"
+
+
+STAND_INS = {
+    "shop.core:price": price,
+    "shop.core:Till.forward": forward,
+    "shop.core:weigh": weigh,
+    "shop.core:Scale": Scale,
+    "shop.needs:price": price,
+}
+
+
+@pytest.fixture
+def shop(tmp_path, monkeypatch):
+    """A framework of four modules, and a script of its user; ``import_module`` of any of them."""
+    for name, source in SOURCES.items():
+        path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield importlib.import_module
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("shop", "users_script")]:
+        del sys.modules[name]
+
+
+def _results(shop, trainer=True):
+    core = shop("shop.core")
+    found = [core.price(1), core.Till()(1), core.weigh(1, 2), core.Scale.apply(1, 2)]
+    others = shop("shop.trainer")
+    return found + ([others.cost(1), others.weigh(1, 2), others.Scale.apply(1, 2)] if trainer else [])
+
+
+OWN, OURS = ["own", "own", 2, 2, "own", 2, 2], ["ours"] * 7
+
+
+@pytest.mark.reference
+def test_names_are_rebound_wherever_a_module_has_them_and_given_back(shop):
+    switch = Switch("shop 1", STAND_INS)
+    assert _results(shop) == OWN
+    user = shop("users_script")
+    report = switch.install()
+    assert switch.install() == report == switch.report()
+    assert _results(shop) == OURS and user.price(1) == "ours"
+    expected = {"core.price", "core.Till.forward", "core.weigh", "core.Scale"}
+    expected |= {"trainer.cost", "trainer.weigh", "trainer.Scale"}
+    assert set(report.rebound) == {f"shop.{name}" for name in expected} | {"users_script.price"}
+    assert list(report.left) == ["shop.needs:price"] and "a_module_that_is_not_there" in report.left["shop.needs:price"]
+    late = shop("shop.late")
+    assert late.price(1) == "ours" and "shop.late.price" in switch.report().rebound
+    switch.uninstall()
+    switch.uninstall()
+    assert _results(shop) == OWN and user.price(1) == late.price(1) == "own"
+    assert switch.report() == ((), {})
+
+
+@pytest.mark.reference
+def test_direct_imports_of_the_stand_ins_stay(shop, monkeypatch):
+    """Neither what the package's modules have, nor what a user imported from them."""
+    switch = Switch("shop 1", STAND_INS)
+    user = shop("users_script")
+    switch.install()
+    user.price_of_the_package = price
+    switch.uninstall()
+    assert user.price_of_the_package is price and price(1) == "ours"
+
+
+@pytest.mark.reference
+def test_the_context_manager_undoes_what_it_did(shop):
+    switch = Switch("shop 1", STAND_INS)
+    with switch.installed() as report:
+        assert report.rebound and _results(shop) == OURS
+    with pytest.raises(TypeError), switch.installed():
+        shop("shop.core").price()
+    assert _results(shop) == OWN
+    switch.install()
+    with switch.installed():
+        pass
+    assert _results(shop) == OURS
+    switch.uninstall()
+
+
+@pytest.mark.reference
+def test_what_something_else_replaced_is_not_undone(shop, monkeypatch):
+    switch = Switch("shop 1", STAND_INS)
+    switch.install()
+    with monkeypatch.context() as patch:
+        patch.setattr(shop("shop.core").Till, "forward", lambda self, item: "another")
+        with pytest.raises(RuntimeError, match=r"shop\.core\.Till\.forward: something else replaced it"):
+            switch.uninstall()
+        assert shop("shop.core").price(1) == "ours"
+    switch.uninstall()
+    assert _results(shop) == OWN
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", ["price", "missing", "Till.backward", "Counter.forward"])
+def test_another_version_is_refused_before_anything_changes(shop, name):
+    stand_ins = {**STAND_INS, f"shop.core:{name}": lambda item, tax: "ours"}
+    got = r"\['item', 'discount'\]" if name == "price" else "no such name"
+    message = rf"shop\.core\.{name}: expected the parameters of shop 1, \['item', 'tax'\], got {got}; install"
+    with pytest.raises(ValueError, match=message):
+        Switch("shop 1", stand_ins).install()
+    assert _results(shop) == OWN
+
+
+@pytest.mark.reference
+def test_a_framework_that_is_not_there():
+    with pytest.raises(ImportError, match=r"nothing 3: none of its modules .*No module named 'nothing_of_the_kind'"):
+        Switch("nothing 3", {"nothing_of_the_kind:price": price}).install()
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("module", [verl, nemo_rl, openrlhf])
+def test_every_drop_in_can_be_imported_by_its_name(module):
+    for target, stand_in in module._switch.stand_ins.items():
+        name = target.partition(":")[2].partition(".")[0]
+        found = getattr(module, name)
+        assert stand_in in (found, getattr(found, "forward", None)) and inspect.getdoc(stand_in)
+    assert not module.report().rebound
+
+
+def _training(rank, group):
+    example = SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
+    return example.train(15, rank, group.size(), group, device_of(rank, group))
+
+
+@pytest.mark.reference
+def test_the_example_learns(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--cpu", "--steps", "15"])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    first, last = map(float, re.findall(r"0\.\d+", capsys.readouterr().out))
+    assert 0.45 < first < 0.65 < 0.75 < last
+
+
+@in_two_ranks
+def test_the_example_learns_on_two_ranks(rank_pool, impl):
+    first, second = rank_pool.run(_training)
+    assert first == second and first[0] < 0.55 < 0.75 < first[-1]
+
+
+@pytest.mark.reference
+def test_the_pages_shortest_code_is_the_examples():
+    first = python_blocks((ROOT / "docs" / "rl.md").read_text(encoding="utf-8"))[0]
+    function = re.search(r"^def policy_loss.*?^    return .*?$", EXAMPLE.read_text(), flags=re.DOTALL | re.MULTILINE)[0]
+    lines = [line.strip().replace("return", "loss =") for line in function.splitlines()[2:]]
+    assert len(lines) == 4 and set(lines) <= set(first.splitlines())
+    names: dict[str, object] = {}
+    exec(first, names)
+    assert isinstance(names["loss"], torch.Tensor) and names["head"].grad.abs().sum() > 0
+
+
+@pytest.mark.reference
+def test_verls_own_variable_switches_it_on(monkeypatch):
+    """verl imports the modules that the variable names when it is imported itself."""
+    pytest.importorskip("verl.utils.torch_functional", exc_type=ImportError)
+    from tests.support.fresh import fresh_python
+
+    variables = {"VOCAB_PARALLEL_CE_VERL": "1", "VERL_USE_EXTERNAL_MODULES": "vocab_parallel_ce.integrations.verl"}
+    code = "from verl.utils.torch_functional import logprobs_from_logits as f; print(f.__module__)"
+    result = fresh_python("-c", code, **variables)
+    assert result.stdout.split()[-1:] == ["vocab_parallel_ce.integrations.verl"], result.stderr

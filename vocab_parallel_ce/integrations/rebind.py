@@ -1,0 +1,162 @@
+"""Lets names of a framework stand for this package's functions for a while, in every module that has them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+PACKAGE = __name__.partition(".")[0]
+
+
+class Report(NamedTuple):
+    """What :meth:`Switch.install` did."""
+
+    rebound: tuple[str, ...]  # names that stand for this package's functions, with their modules
+    left: dict[str, str]  # names that do not, because their module cannot be imported -> why
+
+
+class Rebound(NamedTuple):
+    """A name where it is defined, and what it stood and stands for."""
+
+    owner: Any  # a module, or a class
+    name: str
+    old: Any
+    new: Any
+
+
+class Switch:
+    """Rebinds names of one framework, and gives them back.
+
+    Args:
+        version: the framework and the versions that have these names, for messages.
+        stand_ins: ``"module:name"`` or ``"module:Class.name"`` -> what shall compute it.
+    """
+
+    def __init__(self, version: str, stand_ins: Mapping[str, Any]) -> None:
+        self.version = version
+        self.stand_ins = stand_ins
+        self._rebound: list[Rebound] = []
+        self._left: dict[str, str] = {}
+
+    def install(self) -> Report:
+        """Rebind the names in every module that has them, and report; a second call changes nothing.
+
+        A module that is imported later gets the new functions from the module that defines them. A function that was
+        stored elsewhere (an instance, a closure) stays: call this before the framework builds its workers, in each
+        process that computes.
+
+        Raises:
+            ImportError: the framework is not installed, or none of the modules can be imported.
+            ValueError: a name is missing or has other parameters. Nothing has changed then.
+        """
+        if self._rebound:
+            return self.report()
+        found, left = [], {}
+        for target, stand_in in self.stand_ins.items():
+            try:
+                found.append(self._looked_up(target, stand_in))
+            except ImportError as error:
+                left[target] = f"{type(error).__name__}: {error}"
+        if not found:
+            raise ImportError(f"{self.version}: none of its modules can be imported: {left}")
+        self._left = left
+        for each in found:
+            _replace(each.owner, each.name, each.old, each.new)
+            self._rebound.append(each)
+        return self.report()
+
+    def uninstall(self) -> None:
+        """Give the framework its own functions back, also in modules imported since; does nothing if not installed.
+
+        Raises:
+            RuntimeError: something else has replaced a name since. Nothing has changed then.
+        """
+        for owner, name, _, new in self._rebound:
+            if vars(owner).get(name) is not new:
+                where = f"{_path(owner)}.{name}"
+                raise RuntimeError(f"{where}: something else replaced it after install(); undo that first")
+        while self._rebound:
+            owner, name, old, new = self._rebound.pop()
+            _replace(owner, name, new, old)
+
+    @contextmanager
+    def installed(self) -> Iterator[Report]:
+        """Install in a ``with`` block, and uninstall after it, unless it was installed before."""
+        was_installed = bool(self._rebound)
+        try:
+            yield self.install()
+        finally:
+            if not was_installed:
+                self.uninstall()
+
+    def report(self) -> Report:
+        """Return which names stand for this package's functions now, and which do not."""
+        names = {
+            f"{_path(holder)}.{holders_name}"
+            for owner, name, _, new in self._rebound
+            for holder, holders_name in _holders(owner, name, new)
+        }
+        return Report(tuple(sorted(names)), dict(self._left) if names else {})
+
+    def _looked_up(self, target: str, stand_in: Any) -> Rebound:
+        """Return what a target is now, and its own copy of the stand-in, which nothing else has."""
+        module, _, path = target.partition(":")
+        *classes, name = path.split(".")
+        owner: Any = importlib.import_module(module)
+        for part in classes:
+            owner = getattr(owner, part, None)
+        old, expected = vars(owner).get(name) if owner is not None else None, _parameters(stand_in)
+        got = None if old is None else _parameters(old)
+        if got != expected:
+            raise ValueError(
+                f"{module}.{path}: expected the parameters of {self.version}, {expected}, "
+                f"got {got or 'no such name'}; install that version, or call this package's functions yourself"
+            )
+        return Rebound(owner, name, old, _copy(stand_in))
+
+
+def _copy(stand_in: Any) -> Any:
+    """Return a function or class of its own, so that undoing it leaves direct imports of the stand-in alone."""
+    if isinstance(stand_in, type):
+        return type(stand_in.__name__, (stand_in,), {"__module__": stand_in.__module__, "__doc__": stand_in.__doc__})
+
+    @functools.wraps(stand_in)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return stand_in(*args, **kwargs)
+
+    return call
+
+
+def _parameters(value: Any) -> list[str]:
+    """Return the names of the parameters of a function, or of what an autograd Function applies."""
+    function: Callable[..., Any] = getattr(value, "apply", value)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return [*inspect.signature(owner.forward).parameters][1:]
+    return [*inspect.signature(function).parameters]
+
+
+def _replace(owner: Any, name: str, old: Any, new: Any) -> None:
+    """Bind ``new`` where ``old`` is bound."""
+    for holder, holders_name in _holders(owner, name, old):
+        setattr(holder, holders_name, new)
+
+
+def _holders(owner: Any, name: str, value: Any) -> list[tuple[Any, str]]:
+    """Return ``owner``, and all modules outside of this package that have ``value``, with their names for it."""
+    modules = [module for path, module in [*sys.modules.items()] if path.partition(".")[0] != PACKAGE]
+    return [
+        (owner, name),
+        *((m, bound) for m in modules for bound, found in [*getattr(m, "__dict__", {}).items()] if found is value),
+    ]
+
+
+def _path(owner: Any) -> str:
+    return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__

@@ -1,0 +1,141 @@
+"""verl's log-probabilities and entropies, computed by this package: only on request, and undoable.
+
+The functions have the names, parameters, shapes and dtypes of verl 0.9. :func:`install` makes verl use them. Importing
+this module does it too if the variable ``VOCAB_PARALLEL_CE_VERL`` is 1: so verl's own variable
+``VERL_USE_EXTERNAL_MODULES=vocab_parallel_ce.integrations.verl`` switches it on in every process of a program.
+
+What differs from verl in all of them: a label of -100 has log-probability 0, and exactly no gradient; another label
+outside the vocabulary gives NaN. Forward never changes logits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.integrations.rebind import Switch
+from vocab_parallel_ce.linear.cross_entropy import linear_token_log_probs
+from vocab_parallel_ce.log_probs import token_log_probs
+from vocab_parallel_ce.options import REDUCTIONS
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """Return ``[...]`` fp32 log-probabilities of ``labels [...]``, for ``logits [..., V]``.
+
+    They are fp32 for logits of any dtype, as verl's are with flash-attn; without it verl rounds them to that of the
+    logits.
+
+    Overwrites: with ``inplace_backward``, backward may write the gradient over ``logits``. Anything else that autograd
+    needs them for then raises. verl passes False if it computes entropies of the same logits.
+    """
+    return token_log_probs(logits, labels, gradient="auto" if inplace_backward else "out_of_place")
+
+
+def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return ``[...]`` fp32 log-probabilities for ``logits [..., C]``, this rank's shard of Megatron's vocabulary.
+
+    Overwrites nothing; verl's overwrites fp32 logits in forward. Padded columns count, as they do there.
+
+    Collectives: one all_gather of 12 bytes per token over the tensor-parallel group; verl's has three all_reduces.
+    """
+    return token_log_probs(logits, labels, group=_tensor_parallel_group(), gradient="out_of_place")
+
+
+def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
+    """Return the entropies ``[...]`` of ``[..., C]`` logits, in their dtype; the arithmetic is fp32.
+
+    Overwrites nothing. verl's backward subtracts from the logits and adds again, which leaves them rounded.
+
+    Collectives: one all_gather of 16 bytes per token over the tensor-parallel group.
+    """
+    return vocab_parallel_entropy_with_chunking(vocab_parallel_logits).to(vocab_parallel_logits.dtype)
+
+
+def vocab_parallel_entropy_with_chunking(vocab_parallel_logits: Tensor, chunk_size: int = 2048) -> Tensor:
+    """Return :func:`vocab_parallel_entropy` in fp32. It needs no memory that chunks would save."""
+    logits, group = vocab_parallel_logits, _tensor_parallel_group()
+    any_labels = torch.zeros(logits.shape[:-1], dtype=torch.int32, device=logits.device)
+    return token_log_probs(logits, any_labels, group=group, entropy=True, gradient="out_of_place")[1]
+
+
+class FusedLinearForPPO(torch.nn.Module):
+    """The head and its log-probabilities; the backends of verl do the same here."""
+
+    def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
+        super().__init__()
+
+    def forward(
+        self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``(log_probs, entropy)`` of ``input_ids [...]`` for ``hidden_states [..., D]``.
+
+        Log-probabilities are fp32, entropies of the dtype of ``hidden_states``. The gradient of
+        ``vocab_weights [V, D]`` is summed in fp32 and rounded once; verl's is rounded every 512 tokens. Chunks are this
+        package's.
+        """
+        labels = input_ids.to(torch.int64)
+        log_probs, entropy = linear_token_log_probs(
+            hidden_states, vocab_weights, labels, temperature=temperature, entropy=True
+        )
+        return log_probs, entropy.to(hidden_states.dtype)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Return fp32 ``(log_probs, entropy)`` for all ``T`` tokens of ``hidden [..., D]`` and ``labels [...]``.
+
+    ``entropy`` is ``[T]``. ``log_probs`` is ``[T]``, or their sum or mean over all tokens. With
+    ``dist_process_group``, ``weight [C, D]`` is this rank's equal part of the vocabulary, and the gradient of
+    ``hidden`` is this rank's share of a sum, as verl's is. The caller adds the shares: the backward of Megatron's
+    ``gather_from_sequence_parallel_region`` does. ``linear_token_log_probs`` gives the sum itself.
+
+    The logits of 16-bit hidden states are rounded to 16 bits. Those of verl's kernel stay fp32, so a token's
+    log-probability may differ by about 1e-3. That kernel returns what was in the memory for -100, and adds a sum or a
+    mean to it.
+
+    Raises:
+        ValueError: ``reduction`` is another word.
+    """
+    reduction = reduction.lower()
+    checks.check_choice("reduction", reduction, REDUCTIONS)
+    tokens, group = hidden.reshape(-1, hidden.shape[-1]), dist_process_group
+    is_whole, labels = group is None, labels.reshape(-1)
+    log_probs, entropy = linear_token_log_probs(
+        tokens, weight, labels, group=group, temperature=temperature, entropy=True, reduce_hidden_grad=is_whole
+    )
+    if reduction != "none":
+        log_probs = log_probs.sum() if reduction == "sum" else log_probs.mean()
+    return log_probs, entropy
+
+
+def _tensor_parallel_group() -> Any:
+    return importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
+
+
+_MEGATRON = "verl.utils.megatron.tensor_parallel"
+_switch = Switch(
+    "verl 0.9",
+    {
+        "verl.utils.torch_functional:logprobs_from_logits": logprobs_from_logits,
+        f"{_MEGATRON}:vocab_parallel_log_probs_from_logits": vocab_parallel_log_probs_from_logits,
+        f"{_MEGATRON}:vocab_parallel_entropy": vocab_parallel_entropy,
+        f"{_MEGATRON}:vocab_parallel_entropy_with_chunking": vocab_parallel_entropy_with_chunking,
+        "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward": FusedLinearForPPO.forward,
+        "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy": linear_cross_entropy,
+    },
+)
+install, uninstall, installed, report = _switch.install, _switch.uninstall, _switch.installed, _switch.report
+
+if os.environ.get("VOCAB_PARALLEL_CE_VERL") == "1":
+    install()
