@@ -280,14 +280,14 @@ def test_the_operators_are_what_they_declare(options):
     loss, *_, stats, count = (out.detach() for out in ops.cross_entropy(logits, x.labels, divisor, None, *values))
     grads = torch.rand(loss.shape), torch.rand(6) if settings.entropy else None
     divisor = count if settings.reduction == "mean" else divisor
-    opcheck(ops.cross_entropy_gradient, (logits.detach(), x.labels, stats, divisor, *grads, None, *values))
+    opcheck(ops.cross_entropy_gradient, (stats, *grads, logits.detach(), x.labels, divisor, None, *values))
     for gradient in ("in_backward",) if settings.reduction == "none" else ("in_forward", "in_backward"):
         values = [*operators._values(settings._replace(gradient=gradient)), *operators._values(HeadSettings())]
         given, head = (*x.leaves(), None, x.labels, divisor if settings.reduction == "sum" else None), (None, None)
         opcheck(ops.linear_cross_entropy, (*given, *head, [True, True, False], *values))
         stats = ops.linear_cross_entropy(*given, *head, [True, True, False], *values)[5].detach()
     given = tuple(None if t is None else t.detach() for t in given)
-    opcheck(ops.linear_cross_entropy_gradient, (*given, stats, *grads, *head, [True, False, False], *values))
+    opcheck(ops.linear_cross_entropy_gradient, (stats, *grads, *given, *head, [True, False, False], *values))
 
 
 @pytest.mark.reference
