@@ -1,7 +1,7 @@
 """Trains a small model with its loss inside torch.compile, as one graph, and without; prints both curves.
 
-    python scripts/examples/compiled_step.py
-    torchrun --nproc-per-node 2 scripts/examples/compiled_step.py     # each rank has half of the vocabulary
+python scripts/examples/compiled_step.py
+torchrun --nproc-per-node 2 scripts/examples/compiled_step.py     # each rank has half of the vocabulary
 """
 
 from __future__ import annotations
