@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from bench_lib.cases import OURS
 from bench_lib.documents import host_description, write_document
+from bench_lib.steps import measured, show
 from bench_lib.timing import Ranks, joined_ranks
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
@@ -29,6 +31,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from vocab_parallel_ce.integrations.dtensor import cross_entropy, token_log_probs
 from vocab_parallel_ce.integrations.torchtitan import install
 
+Providers = dict[str, Callable[..., Any]]
 SHAPES, TINY = ((8192, 128256), (16384, 128256)), ((16, 1004),)
 
 
@@ -40,8 +43,8 @@ def loss_of_pytorch(logits: Any, labels: Any) -> Any:
         return loss.to_local()
 
 
-def losses() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {
+def losses() -> Providers:
+    found: Providers = {
         "torch loss_parallel": loss_of_pytorch,
         OURS: lambda logits, labels: cross_entropy(logits, labels, reduction="sum"),
         f"{OURS}, in_backward": lambda logits, labels: cross_entropy(
@@ -63,7 +66,7 @@ def losses() -> dict[str, Callable[..., Any]]:
     return found
 
 
-def measure(shape: tuple[int, int], ranks: Ranks, rounds: int) -> dict[str, Any]:
+def measure(providers: Providers, shape: tuple[int, int], ranks: Ranks, rounds: int) -> dict[str, Any]:
     """Return milliseconds, and peak memory beyond the logits, of each provider."""
     (n_tokens, vocab_size), device = shape, ranks.device
     mesh = init_device_mesh(device, (ranks.size,), mesh_dim_names=("tp",))
@@ -72,43 +75,19 @@ def measure(shape: tuple[int, int], ranks: Ranks, rounds: int) -> dict[str, Any]
     labels = torch.randint(0, vocab_size, (1, n_tokens), device=device, generator=generator)
     local = source.clone()
     leaf: Any = DTensor.from_local(local, mesh, [Shard(2)]).requires_grad_()
-    timer, providers = ranks.timer(), losses()
-    values: dict[str, torch.Tensor] = {}
-    times: dict[str, list[float]] = {name: [] for name in providers}
-    peaks = dict.fromkeys(providers, 0)
 
-    def step() -> None:
+    def step(name: str) -> Tensor:
         loss = providers[name](leaf, labels)
         loss.backward()
-        values[name] = loss.detach()
+        return loss.detach()
 
     def fresh() -> None:
         leaf.grad = None
         with torch.no_grad():
             leaf.to_local().copy_(source)
 
-    names = list(providers)
-    for number in range(rounds + 1):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            fresh()
-            if number == 0:
-                step()  # compiles
-                fresh()
-                timer.release()
-                peaks[name] = timer.extra_peak_bytes(step) or 0
-            else:
-                times[name].append(timer.eager(name, step, fresh))
-    results = [
-        {
-            "provider": name,
-            "ms": round(statistics.median(times[name]), 3),
-            "ms_all": [round(each, 3) for each in times[name]],
-            "peak_gib": round(peaks[name] / 2**30, 3),
-            "value": values[name].item(),
-        }
-        for name in names
-    ]
-    return {"case": f"{n_tokens} x {vocab_size}", "results": results}
+    contexts = dict.fromkeys(providers, nullcontext)
+    return measured(f"{n_tokens} x {vocab_size}", contexts, step, fresh, ranks.timer(), rounds)
 
 
 def main() -> None:
@@ -119,13 +98,12 @@ def main() -> None:
     words = parser.parse_args()
     with joined_ranks() as ranks:
         document: dict[str, Any] = {"kind": "dtensor", "host": host_description(), "cases": []}
+        providers = losses()
         for shape in TINY if words.tiny else SHAPES:
-            document["cases"].append(measure(shape, ranks, words.rounds))
-            if ranks.rank == 0:
+            document["cases"].append(measure(providers, shape, ranks, words.rounds))
+            if ranks.is_first:
                 write_document(document, words.json)
-                for result in document["cases"][-1]["results"]:
-                    shown = {key: value for key, value in result.items() if key != "ms_all"}
-                    print(document["cases"][-1]["case"], shown, flush=True)
+                show(document["cases"][-1])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tests.support import oracle
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import assert_refused, messages_of, record_collectives
 from tests.support.inputs import batch
-from tests.support.logits import EVERY, Results, assert_right, flat_outputs, random_grad_output
+from tests.support.logits import EVERY, Results, assert_right, broad_rows, flat_outputs, random_grad_output
 from tests.support.ranks import device_of, in_ranks
 from vocab_parallel_ce import token_log_probs as plain_token_log_probs
 from vocab_parallel_ce import verify_calls, vocab_parallel_cross_entropy
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.Size(self.shape).numel()
-        logits, labels = batch(self.kind, rows=rows, vocab_size=self.vocab_size, dtype=self.dtype)
+        logits, labels = broad_rows(self.kind, rows, self.vocab_size, dtype=self.dtype)
         return logits.view(*self.shape, -1), labels.view(self.shape)
 
     def grad_outputs(self) -> list[torch.Tensor]:

@@ -118,7 +118,7 @@ def _of_hidden_states(rank, group, inputs, frozen=False, function=None, chunk_si
     inputs = shards(inputs, rank, n_ranks, device_of(rank, group))
     hidden, weight = leaves_of(inputs)
     weight.requires_grad_(not frozen)
-    part = hidden.transpose(0, 1).chunk(n_ranks)[rank].detach().clone().requires_grad_()
+    part = hidden.detach().transpose(0, 1).contiguous().chunk(n_ranks)[rank].clone().requires_grad_()
     function = function or nemo_rl.from_parallel_hidden_states_to_logprobs
     given = part, weight, False, inputs.labels, *_columns(rank, group), group
     log_probs = function(*given, chunk_size=chunk_size)
