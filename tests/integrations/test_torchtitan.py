@@ -149,7 +149,7 @@ def test_install_rebinds_every_module_that_has_the_name_and_uninstall_gives_it_b
             "torchtitan.models.deepseek_v3.mtp.cross_entropy_loss",
         )
         assert ours.install() == report
-        assert module.cross_entropy_loss is ours.cross_entropy_loss and module.compute_logprobs == "something else"
+        assert module.cross_entropy_loss is titan.cross_entropy_loss and module.compute_logprobs == "something else"
         built = titan.CrossEntropyLoss.Config().build()
         assert built_before.fn is OWN["cross_entropy_loss"] and built.fn is ours.cross_entropy_loss
         logits, labels = _inputs(21)
@@ -181,7 +181,7 @@ def test_options_and_versions_are_checked(monkeypatch):
             ours.install(**options)
     with monkeypatch.context() as patch:
         patch.setattr(titan, "compute_logprobs", lambda logits: logits)
-        with pytest.raises(ValueError, match="compute_logprobs: expected that of torchtitan 0.3"):
+        with pytest.raises(ValueError, match="compute_logprobs: expected the parameters of torchtitan 0.3"):
             ours.install()
     assert not ours.report().installed
     with pytest.raises(ZeroDivisionError), ours.installed():

@@ -105,6 +105,10 @@ class Switch:
         }
         return Report(tuple(sorted(names)), dict(self._left) if names else {})
 
+    def originals(self) -> dict[str, Any]:
+        """Return what each name stood for."""
+        return {each.name: each.old for each in self._rebound}
+
     def _looked_up(self, target: str, stand_in: Any) -> Rebound:
         """Return what a target is now, and its own copy of the stand-in, which nothing else has."""
         module, _, path = target.partition(":")

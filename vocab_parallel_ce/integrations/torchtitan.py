@@ -8,8 +8,6 @@ each chunk: install before the trainer builds its loss.
 from __future__ import annotations
 
 import importlib
-import inspect
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ import torch
 from vocab_parallel_ce import checks, token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import is_dtensor, with_a_column
 from vocab_parallel_ce.integrations import dtensor
+from vocab_parallel_ce.integrations.rebind import Switch
 from vocab_parallel_ce.options import IMPLEMENTATIONS
 
 LOSS = "torchtitan.components.loss"
@@ -37,7 +36,7 @@ class Report(NamedTuple):
     """What :func:`install` replaced, and the calls since then; calls inside a compiled region do not count."""
 
     installed: bool
-    rebound: tuple[str, ...]  # "module.name" of each name that stands for a function of this package
+    rebound: tuple[str, ...]  # names that stand for this package's functions, with their modules
     fused: int  # calls that this package computed
     own: dict[str, int]  # calls that torchtitan's own functions computed, by reason
 
@@ -61,18 +60,13 @@ def install(*, vocab_size: int | None = None, gradient: str = "auto", impl: str 
         vocab_size = checks.checked_count("vocab_size", vocab_size)
     checks.check_choice("gradient", gradient, GRADIENTS)
     checks.check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
-    module = importlib.import_module(LOSS)
     if not _options:
-        for name, stand_in in _STAND_INS.items():
-            found = getattr(module, name, None)
-            if found is None or [*inspect.signature(found).parameters] != [*inspect.signature(stand_in).parameters]:
-                raise ValueError(f"{LOSS}.{name}: expected that of torchtitan 0.3, got another; install torchtitan 0.3")
+        module = importlib.import_module(LOSS)
+        _switch.install()
         names = ("get_spmd_backend", "spmd_mesh_size", "current_spmd_mesh", "spmd")
         _titan.update({name: getattr(module, name) for name in names})
-        _own.update({name: getattr(module, name) for name in _STAND_INS})
+        _own.update(_switch.originals())
         _calls.clear()
-        for name, stand_in in _STAND_INS.items():
-            _rebind(name, _own[name], stand_in)
     _options.update(vocab_size=vocab_size, gradient=gradient, impl=impl)
     return report()
 
@@ -83,14 +77,7 @@ def uninstall() -> None:
     Raises:
         RuntimeError: something else replaced one of them after :func:`install`.
     """
-    if not _options:
-        return
-    module = importlib.import_module(LOSS)
-    for name, stand_in in _STAND_INS.items():
-        if getattr(module, name) is not stand_in:
-            raise RuntimeError(f"{LOSS}.{name}: something else replaced it after install(); undo that first")
-    for name, stand_in in _STAND_INS.items():
-        _rebind(name, stand_in, _own[name])
+    _switch.uninstall()
     _options.clear()
 
 
@@ -109,20 +96,8 @@ def installed(**options: Any) -> Iterator[Report]:
 
 def report() -> Report:
     """Return what is installed, and how many calls this package and torchtitan's own functions computed."""
-    rebound = sorted(f"{module}.{name}" for name, stand_in in _STAND_INS.items() for module in _holders(name, stand_in))
     own = {reason: _calls[reason] for reason in (UNCUT, TYPES, UNKNOWN) if _calls[reason]}
-    return Report(bool(_options), tuple(rebound), _calls["fused"], own)
-
-
-def _holders(name: str, function: Any) -> list[str]:
-    """Return the modules, other than this one, in which ``name`` is ``function``."""
-    modules = [(key, module) for key, module in sys.modules.copy().items() if key != __name__]
-    return [key for key, module in modules if getattr(module, "__dict__", {}).get(name) is function]
-
-
-def _rebind(name: str, function: Any, other: Any) -> None:
-    for module in _holders(name, function):
-        setattr(sys.modules[module], name, other)
+    return Report(bool(_options), _switch.report().rebound, _calls["fused"], own)
 
 
 def cross_entropy_loss(pred: Any, labels: Any, *, global_vocab_size: int | None = None) -> Any:
@@ -178,7 +153,9 @@ def compute_logprobs(logits: Any, labels: Any, *, return_entropy: bool = False) 
     return log_probs.masked_fill(ignored, 0.0), entropy.detach()
 
 
-_STAND_INS: dict[str, Any] = {"cross_entropy_loss": cross_entropy_loss, "compute_logprobs": compute_logprobs}
+_switch = Switch(
+    "torchtitan 0.3", {f"{LOSS}:{function.__name__}": function for function in (cross_entropy_loss, compute_logprobs)}
+)
 
 
 def _vocabulary_group() -> Any:
