@@ -149,9 +149,10 @@ def test_install_rebinds_every_module_that_has_the_name_and_uninstall_gives_it_b
             "torchtitan.models.deepseek_v3.mtp.cross_entropy_loss",
         )
         assert ours.install() == report
-        assert module.cross_entropy_loss is titan.cross_entropy_loss and module.compute_logprobs == "something else"
+        stand_in = titan.cross_entropy_loss
+        assert module.cross_entropy_loss is stand_in and module.compute_logprobs == "something else"
         built = titan.CrossEntropyLoss.Config().build()
-        assert built_before.fn is OWN["cross_entropy_loss"] and built.fn is ours.cross_entropy_loss
+        assert built_before.fn is OWN["cross_entropy_loss"] and built.fn is stand_in
         logits, labels = _inputs(21)
         expected = built_before(logits, labels)[0]
         torch.testing.assert_close(built(logits, labels)[0], expected, rtol=1e-5, atol=1e-5)
@@ -159,7 +160,7 @@ def test_install_rebinds_every_module_that_has_the_name_and_uninstall_gives_it_b
         titan.cross_entropy_loss = None
         with pytest.raises(RuntimeError, match="cross_entropy_loss: something else replaced it"):
             ours.uninstall()
-        titan.cross_entropy_loss = ours.cross_entropy_loss
+        titan.cross_entropy_loss = stand_in
         ours.uninstall()
         assert mtp.cross_entropy_loss is module.cross_entropy_loss is OWN["cross_entropy_loss"]
         assert ours.report() == (False, (), 1, {})
