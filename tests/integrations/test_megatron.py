@@ -16,7 +16,7 @@ CASES = {
     "gpt-tied-sequence": {"tied": True, "sequence_parallel": True},
     "gpt-mtp-sequence": {"mtp": True, "sequence_parallel": True},
 }
-HYBRID_CASES = {}
+HYBRID_CASES = {"hybrid": {}, "hybrid-mtp-sequence-tied": {"tied": True, "mtp": True, "sequence_parallel": True}}
 
 
 def _losses(rank, group, impl, name, size, dtype, options):
@@ -33,12 +33,12 @@ def _losses(rank, group, impl, name, size, dtype, options):
 
 @in_two_ranks
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *HYBRID_CASES])
 def test_losses_and_gradients_are_megatrons(rank_pool, impl, case, size):
-    results = rank_pool.run(_losses, impl, case.split("-")[0], size, torch.float32, CASES[case])
+    results = rank_pool.run(_losses, impl, case.split("-")[0], size, torch.float32, (CASES | HYBRID_CASES)[case])
     for native, ours, calls, rebound in results:
         torch.testing.assert_close(ours[0], native[0], rtol=1e-5, atol=1e-5)
         assert ours[1].keys() == native[1].keys()
         for name in native[1]:
             torch.testing.assert_close(ours[1][name], native[1][name], rtol=1e-4, atol=1e-6)
-        print(calls, rebound)
+        assert calls
