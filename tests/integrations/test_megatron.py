@@ -1,5 +1,10 @@
 """Megatron-Core's losses, computed by this package in its real models: loss, gradients and curves of its own."""
 
+import sys
+from importlib import import_module
+from pathlib import Path
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -10,6 +15,8 @@ pytest.importorskip("megatron.core")
 from tests.support import megatron_stubs as stubs
 from vocab_parallel_ce.integrations import megatron
 
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+OURS = ("vocab_parallel_ce, logits", "vocab_parallel_ce, linear")
 in_two_ranks = in_ranks((2,), (), (2,))
 KINDS = {
     "loss of logits": {},
@@ -51,5 +58,30 @@ def test_losses_and_gradients_are_megatrons(rank_pool, impl, case, size):
             torch.testing.assert_close(ours[0], native[0], rtol=1e-5, atol=1e-5)
             assert ours[1].keys() == native[1].keys()
             for name in native[1]:
-                torch.testing.assert_close(ours[1][name], native[1][name], rtol=1e-4, atol=1e-5, msg=lambda m: f"{kind} {name} {m}")
+                torch.testing.assert_close(ours[1][name], native[1][name], rtol=1e-4, atol=1e-5)
         assert calls == {kind: {kind: n_heads} for kind in KINDS}
+
+
+def _example(rank, group):
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        example, bench = import_module("examples.megatron_gpt"), import_module("bench_megatron")
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    device = device_of(rank, group)
+    shape = {"columns": 64, "width": 16, "heads": 2, "length": 8}
+    with stubs.megatron_ranks(rank, group, 2):
+        curves = example.compare(4, device, shape, use_cpu_initialization=True)
+        model = example.build(**shape, use_cpu_initialization=True)
+        ranks = bench.Ranks(rank, 2, group, device.type)
+        with patch.object(bench, "PROVIDERS", {n: o for n, o in bench.PROVIDERS.items() if not n.endswith("fused")}):
+            return curves, bench.measure(model, 2, shape, ranks, 1)
+
+
+@in_ranks((2,), (), ())
+def test_the_example_and_the_benchmark(rank_pool, impl, tmp_path):
+    curves, case = rank_pool.run(_example)[0]
+    for kind in ("logits", "linear"):
+        torch.testing.assert_close(curves[kind], curves["native"], rtol=2e-3, atol=0)
+    assert [result["provider"] for result in case["results"]][1:] == list(OURS)
+    torch.testing.assert_close(*[result["loss"] for result in case["results"][::2]], rtol=1e-3, atol=0)

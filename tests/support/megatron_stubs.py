@@ -1,7 +1,7 @@
-"""Small models of Megatron-Core, and stubs of what it asks of CUDA, so that they run on a CPU. On a GPU nothing is stubbed.
+"""Small models of Megatron-Core, and stubs of what it asks of CUDA, so that they run on a CPU.
 
-Stubbed on a CPU: the current device, streams, and the states of CUDA's random numbers (there is no dropout). Without
-TransformerEngine, the one norm that ``HybridModel`` takes from it is PyTorch's, on a GPU too.
+Stubbed on a CPU alone: the current device, streams, and the states of CUDA's random numbers (there is no dropout).
+The models have local modules, not TransformerEngine's. Their norm is PyTorch's, on a GPU too.
 """
 
 import contextlib

@@ -37,7 +37,8 @@ class Expected(NamedTuple):
 def check_expected(given: Any, labels: Tensor) -> None:
     """Raise unless ``given`` is a tensor of one real number per label."""
     if not isinstance(given, Tensor) or given.is_complex():
-        raise TypeError(f"expected_grad_output: expected a tensor of real numbers, got {getattr(given, 'dtype', given)!r}")
+        got = getattr(given, "dtype", type(given).__name__)
+        raise TypeError(f"expected_grad_output: expected a tensor of real numbers, got {got}")
     if given.shape != labels.shape or given.device != labels.device:
         expected = f"shape {tuple(labels.shape)} on {labels.device}, as labels"
         raise ValueError(f"expected_grad_output: expected {expected}, got {tuple(given.shape)} on {given.device}")

@@ -152,7 +152,7 @@ def _check_expected(expected: Any, labels: Tensor, settings: Settings, dtype: to
     check_expected(expected, labels)
     if (settings.reduction, settings.gradient) != ("none", "in_forward"):
         asked = f"reduction={settings.reduction!r} and gradient={settings.gradient!r}"
-        raise ValueError(f"expected_grad_output: expected reduction='none' and gradient='in_forward' with it, got {asked}")
+        raise ValueError(f"expected_grad_output: expected reduction='none' and gradient='in_forward', got {asked}")
     if dtype == torch.float16:
         raise ValueError(
             "expected_grad_output: expected bf16 or fp32, because small gradients of fp16 would underflow before the "

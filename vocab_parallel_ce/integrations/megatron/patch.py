@@ -70,7 +70,8 @@ def install(*, linear: bool = False, **options: Any) -> Report:
             heads of multi-token prediction, so that the logits of all tokens never exist. Where ``forward`` is given
             ``loss_mask``, the gradients are computed in forward.
         options: ``z_loss``, ``gradient``, ``impl``, ``check_labels`` and ``vocab_size`` of
-            :func:`vocab_parallel_cross_entropy`; ``chunk_tokens`` and ``memory_budget`` of :func:`linear_cross_entropy`.
+            :func:`vocab_parallel_cross_entropy`; of :func:`linear_cross_entropy` also ``chunk_tokens`` and
+            ``memory_budget``. ``gradient="in_backward"`` is for losses that more than ``loss_mask`` multiplies.
 
     Returns:
         the report, with the names that were rebound.
@@ -87,9 +88,7 @@ def install(*, linear: bool = False, **options: Any) -> Report:
     asked = {"linear": linear, **options}
     if _rebound:
         if asked != _asked:
-            raise ValueError(
-                f"megatron: expected the options that it was installed with, {_asked}, got {asked}; uninstall() first"
-            )
+            raise ValueError(f"megatron: is installed with {_asked}, got {asked}; uninstall() first")
         return report()
     importlib.import_module(LANGUAGE_MODULE)
     _asked.update(asked)
