@@ -14,20 +14,20 @@ import json
 import os
 import statistics
 from collections.abc import Iterator
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_lib.documents import host_description, write_document
 from bench_lib.timing import Ranks, joined_ranks
-from examples.megatron_gpt import batch, build, compare, loss_of
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from tqdm import tqdm
 
 from vocab_parallel_ce.integrations import megatron
 
+example = import_module("examples.megatron_gpt")
 SHAPE = {"columns": 128256, "width": 4096, "heads": 32, "length": 1024}
 ROWS = (8, 24)  # of that length: 8192 and 24576 tokens
 PROVIDERS: dict[str, Any] = {
@@ -48,13 +48,13 @@ def provided(name: str, model: Any) -> Iterator[None]:
 
 def measure(model: Any, rows: int, shape: dict[str, Any], ranks: Ranks, rounds: int) -> dict[str, Any]:
     timer, names = ranks.timer(), list(PROVIDERS)
-    inputs = batch(shape["columns"], (rows, shape["length"]), ranks.device, seed=0)
+    inputs = example.batch(shape["columns"], (rows, shape["length"]), ranks.device, seed=0)
     times: dict[str, list[float]] = {name: [] for name in names}
     losses, peaks = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
     found: list[torch.Tensor] = []
 
     def step() -> None:
-        loss = loss_of(model, inputs)
+        loss = example.loss_of(model, inputs)
         loss.backward()
         found[:] = [loss.detach()]
 
@@ -119,9 +119,9 @@ def plot(document: dict[str, Any], path: Path) -> None:
 def run(words: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     host = host_description() | {"megatron-core": metadata.version("megatron-core")}
     if words.curves:
-        return {"kind": "megatron_curves", "host": host, "curves": compare(20, ranks.device)}
+        return {"kind": "megatron_curves", "host": host, "curves": example.compare(20, ranks.device)}
     document: dict[str, Any] = {"kind": "megatron", "host": host, "shape": SHAPE, "cases": []}
-    model = build(**SHAPE)
+    model = example.build(**SHAPE)
     for rows in ROWS:
         document["cases"].append(measure(model, rows, SHAPE, ranks, words.rounds))
         for result in document["cases"][-1]["results"] if ranks.is_first else ():

@@ -60,7 +60,7 @@ def factor_of(expected: Expected, grad_output: Tensor) -> Tensor:
     factor = torch.where(divisor == 0, 0.0, real.index_select(0, largest) / divisor)
     product = factor * expected.of_tokens
     fits = (real - product).abs() <= TOLERANCE * product.abs() + torch.finfo(torch.float32).tiny
-    # Infinite numbers are an overflow upstream: the gradients are not finite then, and that is no misfit.
+    # An infinite grad_output is an overflow: the gradients are not finite then, and that is no misfit.
     _remember((~fits & real.isfinite() & factor.isfinite()).any())
     return torch.where(fits.all(), factor, math.nan)
 
