@@ -189,7 +189,15 @@ def step(model: Any, inputs: dict[str, Any], given_mask: bool = True) -> tuple[t
     return losses.detach(), found
 
 
-def curve(model: Any, steps: int, rate: float = 0.02) -> list[float]:
+def predicted() -> dict[str, torch.Tensor]:
+    """What Megatron has logged of its heads of multi-token prediction, which starts anew."""
+    tracker = MTPLossLoggingHelper.tracker
+    found = {name: value.clone() for name, value in tracker.items() if isinstance(value, torch.Tensor)}
+    tracker.clear()
+    return found
+
+
+def curve(model: Any, steps: int, rate: float = 0.01) -> list[float]:
     """Losses of training with Adam, the same batches each time."""
     device = next(model.parameters()).device
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
