@@ -67,8 +67,13 @@ def factor_of(expected: Expected, grad_output: Tensor) -> Tensor:
 
 def warn_of_misfits() -> None:
     """Warn if an earlier backward has found a misfit, as far as the host knows without waiting."""
-    while _misfits and (_misfits[0][1] is None or _misfits[0][1].query()):
-        if _misfits.popleft()[0]:
+    while _misfits:
+        flag, event = _misfits[0]
+        # While a CUDA graph is captured, no event may be asked.
+        if event is not None and (torch.cuda.is_current_stream_capturing() or not event.query()):
+            return
+        _misfits.popleft()
+        if flag:
             warnings.warn(MISFIT, RuntimeWarning, stacklevel=4)
 
 

@@ -15,7 +15,7 @@ from vocab_parallel_ce.options import check_settings
 
 LANGUAGE_MODULE = "megatron.core.models.common.language_module.language_module"
 MULTI_TOKEN = "megatron.core.transformer.multi_token_prediction"
-FUNCTIONS = {  # every name of them in Megatron's modules is rebound
+FUNCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {  # every name of them in Megatron's modules is rebound
     "vocab_parallel_cross_entropy": (
         "megatron.core.tensor_parallel.cross_entropy",
         losses.vocab_parallel_cross_entropy,
