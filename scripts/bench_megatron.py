@@ -112,7 +112,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
             names = [f"{case['tokens']} tokens" for case in cases]
             axis.set(xlabel=label, yticks=[number + 0.3 for number in range(len(cases))], yticklabels=names)
             axis.invert_yaxis()
-    axes[1].legend(fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7)
     figure.savefig(path, dpi=110)
 
 

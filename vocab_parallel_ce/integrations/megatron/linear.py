@@ -48,7 +48,7 @@ class ModelCall:
             self.n_heads += 1
             gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
             if gathers and layer.tp_group.size() > 1:
-                calls["logits made: gathered over the ranks"] += 1
+                calls["logits gathered over the ranks"] += 1
                 return own(input_, weight, runtime_gather_output)
             return HeadCall(self, own, input_, weight).lazy_logits(), None
 
@@ -60,10 +60,15 @@ class ModelCall:
             del layer.forward
 
     def mask_of_head(self, labels: Tensor | None, number: int) -> Tensor | None:
-        """Return what the losses ``[b, s]`` of a head will be multiplied by, if it is known, except one factor."""
+        """Return what will multiply the losses ``[b, s]`` of the head of this ``number``, except one factor, if known.
+
+        The main head has the labels of the call. Each head of multi-token prediction has them rolled once more.
+        """
         mask = self.loss_mask
-        if mask is None or mask.shape != self.labels.shape or labels is self.labels:
-            return None if mask is None or mask.shape != self.labels.shape else mask
+        if labels is None or mask is None or mask.shape != self.labels.shape:
+            return None
+        if labels is self.labels:
+            return mask
         from megatron.core.transformer.multi_token_prediction import roll_tensor
 
         group = self.model.pg_collection.cp
@@ -92,7 +97,7 @@ class HeadCall(Head):
         return self.forward(self.hidden, self.weight, False)[0]
 
     def report(self, event: str) -> None:
-        calls[f"logits made: {event}"] += 1
+        calls[event] += 1
 
     def main_grad(self) -> Tensor | None:
         """Return where backward adds the weight's gradient, as the layer's own backward would."""
@@ -113,12 +118,15 @@ def linear_loss(lazy: LazyLogits, target: Tensor, labels: Tensor | None, keyword
         expected = head.call.mask_of_head(labels, head.number)
     if expected is not None:
         keywords |= {"gradient": "in_forward", "expected_grad_output": expected.transpose(0, 1)}
+    given, main_grad = (head.hidden, head.weight, target), head.main_grad()
     head.check_unchanged(freed=False)
     with head.modes.autocasting():
-        loss, metrics = linear_cross_entropy(
-            head.hidden, head.weight, target, main_grad=head.main_grad(), return_metrics=True, **keywords
-        )
-    head.is_fused, head.predictions = True, metrics.predictions
+        if labels is head.call.labels:
+            loss = linear_cross_entropy(*given, main_grad=main_grad, **keywords)
+        else:  # Megatron counts which tokens multi-token prediction has right
+            loss, metrics = linear_cross_entropy(*given, main_grad=main_grad, return_metrics=True, **keywords)
+            head.predictions = metrics.predictions
+    head.is_fused = True
     calls[f"linear loss, gradients in {'backward' if expected is None else 'forward'}"] += 1
     return loss
 
@@ -130,7 +138,7 @@ def refusal(layer: Any, weight: Tensor, hidden: Tensor) -> str | None:
     if type(layer) is not ColumnParallelLinear:
         return f"is a {type(layer).__module__}.{type(layer).__name__}, not a ColumnParallelLinear (LoRA, FP8, ...)"
     if type(weight) not in (Tensor, nn.Parameter) or hidden.dtype not in LOGITS_DTYPES:
-        return f"has a {type(weight).__name__} of {weight.dtype} beside hidden states of {hidden.dtype}"
+        return f"has a weight that is a {type(weight).__name__}, beside hidden states of {hidden.dtype}"
     holds = {
         "has a bias": layer.bias is not None,
         "has backward hooks": bool(layer._backward_hooks or layer._backward_pre_hooks),
