@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support import linear, linear_ranks
+from tests.support.gpu import assert_graph_replays, assert_host_never_waits
 from tests.support.linear import COLUMNS, WIDTH, Results, assert_right, record_matmuls
 from tests.support.logits import EVERY
 from tests.support.ranks import in_several_ranks
@@ -201,6 +202,36 @@ def test_fp16_is_refused():
     case = Case(("reference", "cpu"), torch.float16)
     with pytest.raises(ValueError, match=re.escape("expected bf16 or fp32")):
         case.loss(torch.ones(ROWS))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_the_host_never_waits(impl):
+    case, mask = Case((impl, "cuda"), torch.bfloat16), mask_of(ROWS).cuda()
+    main_grad = torch.zeros(COLUMNS, WIDTH, device="cuda")
+
+    def step():
+        case.gradients(mask, FACTOR * mask)
+        case.gradients(mask, FACTOR * mask, main_grad=main_grad, chunk_tokens=2)
+
+    assert_host_never_waits(step)
+
+
+@pytest.mark.cuda
+def test_a_captured_graph_finds_the_factor_of_each_replay():
+    case = Case(("triton", "cuda"), torch.bfloat16)
+    weight = case.leaves[1].detach()
+
+    def step(hidden, mask, grad_output):
+        hidden = hidden.detach().requires_grad_()
+        options = {"expected_grad_output": mask, "impl": "triton", **WAY}
+        loss = linear_cross_entropy(hidden, weight, case.labels, **options)
+        return loss.detach(), *torch.autograd.grad(loss, [hidden], grad_output)
+
+    masks = [mask_of(ROWS, kind).cuda() for kind in ("mask", "numbers")]
+    hidden = case.leaves[0].detach()
+    batches = [(hidden * number, mask, mask * number) for number, mask in enumerate(masks, 2)]
+    assert_graph_replays(step, (hidden.clone(), masks[0].clone(), masks[0].clone()), batches)
 
 
 def _with_mask(hidden, weight, labels, **options):
