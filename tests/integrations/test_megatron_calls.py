@@ -180,6 +180,49 @@ def test_signatures_smoothing_labels_and_padding(rank_pool, impl):
         torch.testing.assert_close(padded[1].double(), gradient, rtol=1e-5, atol=1e-5)
 
 
+def _rare_calls(rank, group, impl):
+    """Steps beside Megatron's own: through the fused name, with a frozen head, in fp16, without gradients."""
+    device = device_of(rank, group)
+
+    def both(asked, dtype=torch.float32, change=None, fused=False):
+        model, inputs = stubs.small_model("gpt", device, dtype=dtype), stubs.batch(device)
+        if change is not None:
+            change(model)
+        native = stubs.step(model, inputs)
+        model.config.cross_entropy_loss_fusion = fused
+        with megatron.installed(impl=impl, **asked):
+            ours = stubs.step(model, inputs)
+            with torch.no_grad():
+                evaluated = model.eval()(**inputs)
+            return native, ours, evaluated, megatron.report().calls
+
+    with stubs.megatron_ranks(rank, group, 2):
+        return {
+            "fused": both({}, fused=True),
+            "fused, linear": both(LINEAR, fused=True),
+            "frozen": both(LINEAR, change=lambda model: model.output_layer.requires_grad_(False)),
+            "fp16": both(LINEAR, torch.float16),
+        }
+
+
+@in_two_ranks
+def test_rare_calls(rank_pool, impl):
+    in_forward, in_backward = (f"linear loss, gradients in {when}" for when in ("forward", "backward"))
+    calls = {"fused": {"loss of logits": 2}, "fp16": {in_backward: 2}}
+    for found in rank_pool.run(_rare_calls, impl):
+        for name, (native, ours, evaluated, counts) in found.items():
+            assert counts == calls.get(name, {in_forward: 1, in_backward: 1})
+            torch.testing.assert_close(evaluated, ours[0], rtol=1e-6, atol=1e-6)
+            assert ours[1].keys() == native[1].keys()
+            if name != "fp16":
+                torch.testing.assert_close(ours, native, rtol=1e-4, atol=1e-5)
+                continue
+            losses_, gradients = found["fused"][0]  # of fp32
+            assert_within_budget(ours[0], losses_.double(), native[0])
+            for parameter, gradient in gradients.items():
+                assert_within_budget(ours[1][parameter], gradient.double(), native[1][parameter])
+
+
 def _looked_at(rank, group, impl):
     """What a hook on the output layer, and inference, see of the logits."""
     device = device_of(rank, group)
