@@ -78,6 +78,7 @@ class HeadKeywords(TypedDict, total=False):
 
 class LinearLossKeywords(LossKeywords, HeadKeywords, total=False):
     valid_tokens: int | None
+    expected_grad_output: Tensor | None
 
 
 class LinearLogProbKeywords(CommonKeywords, HeadKeywords, total=False):

@@ -46,9 +46,9 @@ SECOND_BACKWARD = (
 )
 
 
-def adds_to_main_grad(keywords: dict[str, Any]) -> bool:
-    """Return whether backward writes to a tensor of the caller's, which compilers cannot follow."""
-    return keywords.get("main_grad") is not None
+def needs_eager(keywords: dict[str, Any]) -> bool:
+    """Return whether backward writes to a tensor of the caller's, or warns, which compilers cannot follow."""
+    return keywords.get("main_grad") is not None or keywords.get("expected_grad_output") is not None
 
 
 @overload
@@ -69,7 +69,7 @@ def linear_cross_entropy(
     return_metrics: Literal[True],
     **keywords: Unpack[LinearLossKeywords],
 ) -> tuple[Tensor, LossMetrics]: ...
-@public(adds_to_main_grad)
+@public(needs_eager)
 @with_keywords(LOSS_KEYWORDS)
 def linear_cross_entropy(
     hidden: Tensor,
@@ -81,6 +81,7 @@ def linear_cross_entropy(
     num_items: int | Tensor | None = None,
     return_metrics: bool = False,
     main_grad: Tensor | None = None,
+    expected_grad_output: Tensor | None = None,
     **keywords: Any,
 ) -> Tensor | tuple[Tensor, LossMetrics]:
     """:func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, which never exists as a whole.
@@ -102,9 +103,13 @@ def linear_cross_entropy(
         group: the ranks that share the vocabulary, or None; a DTensor needs it.
         main_grad: ``[C, D]`` fp32, contiguous: backward adds the gradient of ``weight`` to it, and ``weight``
             gets none, or zeros if it has ``grad_added_to_main_grad``, which becomes True.
-        gradient: ``"in_forward"``: forward computes the gradients, and backward scales them; not for ``"none"``.
+        gradient: ``"in_forward"``: forward computes the gradients, and backward scales them; for ``"none"`` only with
+            ``expected_grad_output``.
             ``"in_backward"``: backward makes the logits again, and may run again. ``"auto"``: in_forward for mean
             and sum of bf16 and fp32, otherwise in_backward.
+        expected_grad_output: ``[...]``, the same on every rank: what will multiply each loss, except one factor for
+            all, for reduction ``"none"`` with ``"in_forward"``. If that does not hold in backward, the gradients
+            are NaN, and a later call warns.
         sequence_parallel: ``hidden`` and its gradient are this rank's part along the first dimension, ``labels``
             are of all tokens; needs a group.
         reduce_hidden_grad: False leaves the gradient of ``hidden`` this rank's share of the sum.
@@ -120,7 +125,7 @@ def linear_cross_entropy(
         TypeError, ValueError: as there; also for a quantised weight.
         RuntimeError: from backward, if it runs again over gradients of ``"in_forward"``, or with ``create_graph``.
     """
-    given = Arguments(hidden, weight, labels, bias, group, num_items, main_grad)
+    given = Arguments(hidden, weight, labels, bias, group, num_items, main_grad, expected_grad_output)
     settings, head = split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics)
     outputs, divisor, overflow = run(given, settings, head)
     if not return_metrics:
@@ -145,7 +150,7 @@ def linear_token_log_probs(
 def linear_token_log_probs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, entropy: Literal[True], **keywords: Unpack[LinearLogProbKeywords]
 ) -> tuple[Tensor, Tensor]: ...
-@public(adds_to_main_grad)
+@public(needs_eager)
 @with_keywords(LOG_PROB_KEYWORDS)
 def linear_token_log_probs(
     hidden: Tensor,
@@ -213,7 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, linear: LinearCall
     ) -> Any:
-        ctx.linear, ctx.handed_on, ctx.device = linear, False, hidden.device
+        ctx.linear, ctx.handed_on, ctx.device, ctx.weight_dtype = linear, False, hidden.device, weight.dtype
         ctx.set_materialize_grads(False)
         inputs, plan = Inputs(hidden, weight, bias, labels), linear.call.plan
         with torch.autocast(hidden.device.type, enabled=False):
@@ -258,7 +263,10 @@ def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) 
     if linear.call.plan.gradient == "in_forward":
         assert grad_loss is not None
         ctx.handed_on = True
-        gradients = pipeline.scaled(linear, saved, grad_loss)
+        if linear.expected is None:
+            gradients = pipeline.scaled(linear, saved, grad_loss)
+        else:
+            gradients = pipeline.scaled_by_factor(linear, saved, grad_loss, ctx.weight_dtype)
     else:
         *inputs, stats, divisor = saved
         wanted = ctx.needs_input_grad[:3]

@@ -16,6 +16,7 @@ from torch import Tensor
 from vocab_parallel_ce import pipeline
 from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather
 from vocab_parallel_ce.linear.chunks import parts_of
+from vocab_parallel_ce.linear.expected import factor_of
 from vocab_parallel_ce.linear.hidden_states import HiddenStates
 from vocab_parallel_ce.linear.matmul import WeightGradient, zero_ignored
 from vocab_parallel_ce.linear.plan import Inputs, LinearCall
@@ -38,7 +39,9 @@ class Products:
         self.buffer = self.weight.new_empty(longest, weight.shape[0])  # logits, then their gradient
         self.d_weight: WeightGradient | None = None
         if wanted[1]:
-            dtype = weight.dtype if main_grad is None else torch.float32
+            # A factor that only backward knows multiplies the fp32 sum.
+            is_final = main_grad is None and linear.expected is None
+            dtype = weight.dtype if is_final else torch.float32
             if linear.call.plan.gradient == "in_forward":
                 main_grad = None  # backward adds to it
             self.d_weight = WeightGradient(self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad)
@@ -103,34 +106,36 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
 
 
 def forward_with_gradients(linear: LinearCall, inputs: Inputs, wanted: Wanted) -> tuple[TokenOutputs, Gradients]:
-    """Return the outputs of all tokens, and the gradients of the sum of the losses.
+    """Return the outputs of all tokens, and the gradients of the sum of the losses, times expected grad_outputs.
 
     Collectives: one or two all_gathers of statistics per chunk, and those of :class:`HiddenStates`.
     """
     outputs = pipeline.new_outputs(linear.call, inputs.labels.shape, inputs.hidden)
     products = Products(linear, inputs, wanted)
     for rows, states in products.hidden.chunks():
-        _chunk_with_gradients(linear.call, products, states, inputs.labels[rows], _at(outputs, rows), rows)
+        _chunk_with_gradients(linear, products, states, inputs.labels[rows], _at(outputs, rows), rows)
     gradients = products.gradients()
     return _in_token_order(linear, outputs), gradients
 
 
 def _chunk_with_gradients(
-    call: Call, products: Products, states: Tensor, labels: Tensor, outputs: TokenOutputs, rows: slice
+    linear: LinearCall, products: Products, states: Tensor, labels: Tensor, outputs: TokenOutputs, rows: slice
 ) -> None:
     """Fill the outputs of one chunk and add its gradients. Nothing refers to the buffer afterwards."""
-    begun = []
+    begun, call, expected = [], linear.call, linear.expected
+    grad_output = None if expected is None else expected.of_rows[rows]
     for part in parts_of(states.shape[0], call.plan.n_ranks):
         logits, own_labels = products.logits(states[part], part.start), labels[part]
         begun.append((part, logits, own_labels, _begin_exchange(call, logits, own_labels)))
     d_hidden = products.hidden.new_gradient(rows)
     for part, logits, own_labels, exchange in begun:
-        if exchange is None:
-            pipeline.forward_with_gradient(call, logits, own_labels, _at(outputs, part))
+        given = logits, own_labels, _at(outputs, part)
+        if grad_output is not None:
+            _fill_with_expected_gradient(call, _arrived(call, logits, own_labels, exchange), grad_output[part], *given)
+        elif exchange is None:
+            pipeline.forward_with_gradient(call, *given)
         else:
-            stats, arrival = exchange
-            arrival.wait()
-            pipeline.fill_with_gradient(call, stats, call.num_items, logits, own_labels, _at(outputs, part))
+            pipeline.fill_with_gradient(call, _arrived(call, logits, own_labels, exchange), call.num_items, *given)
         products.write_d_hidden(logits, None if d_hidden is None else d_hidden[part])
     products.finish_chunk(rows, states, d_hidden)
 
@@ -141,6 +146,25 @@ def _begin_exchange(call: Call, logits: Tensor, labels: Tensor) -> tuple[Tensor,
         return None
     stats, _ = pipeline.local_statistics(call, logits, labels)
     return stats, begin_all_gather(stats, stats.narrow(0, call.plan.rank, 1), call.group)
+
+
+def _arrived(call: Call, logits: Tensor, labels: Tensor, exchange: tuple[Tensor, Any] | None) -> Tensor:
+    """Return the statistics of all ranks."""
+    if exchange is None:
+        return pipeline.local_statistics(call, logits, labels)[0]
+    exchange[1].wait()
+    return exchange[0]
+
+
+def _fill_with_expected_gradient(
+    call: Call, stats: Tensor, grad_output: Tensor, logits: Tensor, labels: Tensor, outputs: TokenOutputs
+) -> None:
+    """Fill ``outputs`` of unreduced losses; the gradient, times ``grad_output [n]``, replaces ``logits``."""
+    plan = call.plan
+    plan.launchers.token_outputs(stats, labels, None, outputs, shard=plan.shard, options=plan.options)
+    plan.launchers.cross_entropy(
+        logits, stats, labels, None, grad_output, None, None, logits, shard=plan.shard, options=plan.options
+    )
 
 
 def backward(
@@ -191,6 +215,26 @@ def scaled(linear: LinearCall, gradients: Gradients, grad_output: Tensor) -> Gra
             linear.call.plan.launchers.element_mul(grad, grad_output.reshape(1).expand(grad.shape[0]))
     if d_weight is not None and linear.main_grad is not None:
         linear.main_grad.add_(d_weight)
+    return d_hidden, d_weight, d_bias
+
+
+def scaled_by_factor(
+    linear: LinearCall, gradients: Gradients, grad_output: Tensor, weight_dtype: torch.dtype
+) -> Gradients:
+    """Multiply the gradients of unreduced losses by what the expected grad_output lacks; the weight's is fp32 still."""
+    assert linear.expected is not None
+    factor = factor_of(linear.expected, grad_output.reshape(-1))
+    if linear.overflow is not None:
+        factor = factor * linear.overflow
+    d_hidden, d_weight, d_bias = (None if grad is None else grad.detach() for grad in gradients)
+    for grad in (d_hidden, d_bias):
+        if grad is not None:
+            grad.mul_(factor)
+    if d_weight is not None and linear.main_grad is not None:
+        linear.main_grad.addcmul_(d_weight, factor)
+    elif d_weight is not None:
+        rounded = torch.empty_like(d_weight, dtype=weight_dtype)
+        d_weight = torch.mul(d_weight, factor, out=rounded)
     return d_hidden, d_weight, d_bias
 
 

@@ -12,6 +12,7 @@ from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.layout import VECTOR_BYTES, flat
 from vocab_parallel_ce.linear.chunks import TokenOrder, chunk_of, chunks_of, order_of_ranks, order_of_valid
+from vocab_parallel_ce.linear.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
 from vocab_parallel_ce.plan import Call, Kind, Plan, cached_plan, checked_divisor, comparable
 from vocab_parallel_ce.shard import VocabShard
@@ -31,6 +32,7 @@ class Arguments(NamedTuple):
     group: Any
     num_items: int | Tensor | None
     main_grad: Tensor | None
+    expected_grad_output: Tensor | None = None
 
 
 class Inputs(NamedTuple):
@@ -54,6 +56,7 @@ class LinearCall(NamedTuple):
     reduces: bool  # d_hidden, over several ranks
     main_grad: Tensor | None
     parameter: Tensor | None  # the caller's weight, if it wants to know that main_grad has its gradient
+    expected: Expected | None  # of reduction "none", whose gradients forward computes
 
 
 def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[LinearCall, Inputs]:
@@ -61,7 +64,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     hidden, labels, main_grad = given.hidden, given.labels, given.main_grad
     checks.check_hidden(hidden)
     checks.check_labels(labels, hidden, "hidden")
-    check_head_settings(settings, head)
+    check_head_settings(settings, head, knows_grad_output=given.expected_grad_output is not None)
     checks.check_no_transforms(*(t for t in (hidden, given.weight, given.bias) if isinstance(t, Tensor)))
     rank, n_ranks = group_position(given.group)
     bias = None if given.bias is None else local_rows("bias", given.bias, given.group)
@@ -74,6 +77,8 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
         checks.check_main_grad(main_grad, weight)
     _check_tokens(given, n_ranks, head)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
+    if given.expected_grad_output is not None:
+        _check_expected(given.expected_grad_output, labels, settings, dtype)
     plan = _plan_of_logits(dtype, weight.shape[0], given, settings, rank, n_ranks)
     num_items = given.num_items
     if num_items is not None:
@@ -92,6 +97,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
             num_items = n_valid.reshape(1)
         if head.valid_tokens is not None:
             overflow = torch.where(n_valid > head.valid_tokens, float("nan"), 1.0)
+    expected = given.expected_grad_output
     if order is not None:
         rows = order.to_rows(rows.long(), plan.options.ignore_index)
     linear = LinearCall(
@@ -104,24 +110,27 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
         reduces=head.reduce_hidden_grad and n_ranks > 1,
         main_grad=main_grad,
         parameter=given.weight if hasattr(given.weight, "grad_added_to_main_grad") else None,
+        expected=None if expected is None else expected_of(expected, is_valid, order),
     )
     if verify.open_calls:
         own = {"main_grad": main_grad is not None, "dtype of the products": dtype}
+        own["expected_grad_output"] = expected is not None
         options = comparable(settings, given.num_items) | head._asdict() | own
         verify.compare_call({"hidden": hidden, "weight": weight, "bias": bias}, labels, plan.shard, options)
     return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows)
 
 
-def check_head_settings(settings: Settings, head: HeadSettings) -> None:
-    """Check what can be checked without tensors."""
+def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_output: bool = False) -> None:
+    """Check what can be checked without tensors; ``knows_grad_output`` if there is an ``expected_grad_output``."""
     checks.check_choice("reduction", settings.reduction, REDUCTIONS)
     checks.check_choice("gradient", settings.gradient, GRADIENTS)
     checks.check_bool("sequence_parallel", head.sequence_parallel)
     checks.check_bool("reduce_hidden_grad", head.reduce_hidden_grad)
     chunk_of(head, 1, 1, 1, 1)
-    if settings.gradient == "in_forward" and settings.reduction == "none":
+    if settings.gradient == "in_forward" and settings.reduction == "none" and not knows_grad_output:
         raise ValueError(
-            "gradient: 'in_forward' cannot know the grad_output of reduction 'none', got both; use 'in_backward'"
+            "gradient: 'in_forward' cannot know the grad_output of reduction 'none', got both; use 'in_backward', or "
+            "pass expected_grad_output"
         )
     if head.sequence_parallel and not head.reduce_hidden_grad:
         raise ValueError("reduce_hidden_grad: expected True with sequence_parallel, whose ranks hold parts, got False")
@@ -134,6 +143,20 @@ def check_head_settings(settings: Settings, head: HeadSettings) -> None:
         raise ValueError(
             "valid_tokens: expected None with sequence_parallel, whose ranks hold parts that are cut "
             f"already, got {head.valid_tokens}"
+        )
+
+
+def _check_expected(expected: Any, labels: Tensor, settings: Settings, dtype: torch.dtype) -> None:
+    """Check an expected grad_output, and that forward may compute gradients with it."""
+    warn_of_misfits()
+    check_expected(expected, labels)
+    if (settings.reduction, settings.gradient) != ("none", "in_forward"):
+        asked = f"reduction={settings.reduction!r} and gradient={settings.gradient!r}"
+        raise ValueError(f"expected_grad_output: expected reduction='none' and gradient='in_forward', got {asked}")
+    if dtype == torch.float16:
+        raise ValueError(
+            "expected_grad_output: expected bf16 or fp32, because small gradients of fp16 would underflow before the "
+            "loss scale multiplies them, got fp16; use gradient='in_backward' without it"
         )
 
 
@@ -178,7 +201,8 @@ def _plan_of_logits(
         rank=rank,
         n_ranks=n_ranks,
         gradient=gradient,
-        whole_vectors=n_columns * dtype.itemsize % VECTOR_BYTES == 0,
+        # one_pass takes no grad_output.
+        whole_vectors=given.expected_grad_output is None and n_columns * dtype.itemsize % VECTOR_BYTES == 0,
     )
     return cached_plan(settings._replace(vocab_size=None, shard=shard, reduction=reduction, gradient=gradient), kind)
 

@@ -1,0 +1,128 @@
+"""Megatron-Core's losses, computed by this package in its real models: loss, gradients and curves of its own."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.support.budget import assert_within_budget
+from tests.support.ranks import device_of, in_ranks
+
+pytest.importorskip("megatron.core")
+
+from tests.support import megatron_stubs as stubs
+from tests.support.megatron_stubs import needs_hybrid
+from vocab_parallel_ce.integrations import megatron
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+OURS = ("vocab_parallel_ce, logits", "vocab_parallel_ce, linear")
+in_two_ranks = in_ranks((2,), (), (2,))
+KINDS = {
+    "loss of logits": {},
+    "linear loss, gradients in forward": {"linear": True},
+    "linear loss, gradients in backward": {"linear": True, "gradient": "in_backward"},
+}
+CURVES = dict(list(KINDS.items())[:2])
+CASES = [
+    pytest.param("gpt", 1, {}, id="gpt, tp 1"),
+    pytest.param("gpt", 2, {"tied": True, "mtp": True}, id="gpt, tied, mtp"),
+    pytest.param("gpt", 2, {"mtp": True, "sequence_parallel": True}, id="gpt, mtp, sequence"),
+    pytest.param("gpt", 2, {"tied": True, "sequence_parallel": True}, id="gpt, tied, sequence"),
+    pytest.param("hybrid", 1, {"tied": True, "mtp": True}, id="hybrid, tied, mtp, tp 1", marks=needs_hybrid),
+    pytest.param("hybrid", 2, {}, id="hybrid", marks=needs_hybrid),
+    pytest.param("hybrid", 2, {"mtp": True, "sequence_parallel": True}, id="hybrid, mtp, sequence", marks=needs_hybrid),
+    pytest.param("gpt", 2, {"use_mup": True, "mup_base_hidden_size": 4}, id="gpt, mup", marks=needs_hybrid),
+]
+
+
+def _losses(rank, group, impl, name, size, dtype, options):
+    """Losses, gradients and MTP's log: Megatron's, and those of each kind with its calls."""
+    device = device_of(rank, group)
+    with stubs.megatron_ranks(rank, group, size):
+        model = stubs.small_model(name, device, dtype=dtype, **options)
+        inputs = stubs.batch(device)
+        native = *stubs.step(model, inputs), stubs.predicted()
+        found = {}
+        for kind, asked in KINDS.items():
+            with megatron.installed(impl=impl, **asked):
+                found[kind] = *stubs.step(model, inputs), stubs.predicted(), megatron.report().calls
+        assert all(torch.equal(*both) for both in zip(native[0], stubs.step(model, inputs)[0], strict=True))
+        return native, found
+
+
+@in_two_ranks
+@pytest.mark.parametrize("name,size,options", CASES)
+def test_losses_and_gradients_are_megatrons(rank_pool, impl, name, size, options):
+    results = rank_pool.run(_losses, impl, name, size, torch.float32, options)
+    peers = rank_pool.run(_losses, impl, name, size, torch.bfloat16, options)
+    for (native, found), (native_bf16, found_bf16) in zip(results, peers, strict=True):
+        for kind in KINDS:
+            losses, gradients, predicted, calls = found[kind]
+            assert calls == {kind: 3 if "mtp" in options else 1}
+            torch.testing.assert_close(losses, native[0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(predicted, native[2], rtol=1e-5, atol=1e-5)
+            assert losses.dtype == native_bf16[0].dtype == found_bf16[kind][0].dtype == torch.float32
+            assert_within_budget(found_bf16[kind][0], native[0].double(), native_bf16[0])
+            assert gradients.keys() == native[1].keys() == found_bf16[kind][1].keys()
+            for name, gradient in gradients.items():
+                truth = native[1][name].double()
+                torch.testing.assert_close(gradient.double(), truth, rtol=0, atol=1e-5 * float(truth.abs().max()))
+                assert_within_budget(found_bf16[kind][1][name], truth, native_bf16[1][name])
+
+
+def _curves(rank, group, impl, name, options, steps):
+    device = device_of(rank, group)
+    with stubs.megatron_ranks(rank, group, 2):
+        curves = {}
+        for kind, asked in {"native": None, "native, fp32": None, **CURVES}.items():
+            dtype = torch.float32 if "fp32" in kind else torch.bfloat16
+            model = stubs.small_model(name, device, dtype=dtype, **options)
+            if asked is None:
+                curves[kind] = stubs.curve(model, steps)
+                continue
+            with megatron.installed(impl=impl, **asked):
+                curves[kind] = stubs.curve(model, steps)
+        return curves
+
+
+@in_two_ranks
+@pytest.mark.parametrize(
+    "name,options", [CASES[3].values[::2], pytest.param(*CASES[6].values[::2], marks=needs_hybrid)]
+)
+def test_twenty_steps_have_the_same_curve(rank_pool, impl, name, options):
+    """Ours is as near to that of fp32 as Megatron's is."""
+    for curves in rank_pool.run(_curves, impl, name, options, 20):
+        found = {kind: torch.tensor(losses) for kind, losses in curves.items()}
+        native, truth = found["native"], found["native, fp32"]
+        assert native[-1] < 0.5 * native[0]
+        for kind in CURVES:
+            assert_within_budget(found[kind], truth.double(), native)
+
+
+def _example(rank, group):
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        example, bench = import_module("examples.megatron_gpt"), import_module("bench_megatron")
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    device = device_of(rank, group)
+    shape = {"columns": 64, "width": 16, "heads": 2, "length": 8}
+    with stubs.megatron_ranks(rank, group, 2):
+        curves = example.compare(4, device, shape, use_cpu_initialization=True)
+        model = example.build(**shape, use_cpu_initialization=True)
+        ranks = bench.Ranks(rank, 2, group, device.type)
+        with patch.object(bench, "PROVIDERS", {n: o for n, o in bench.PROVIDERS.items() if not n.endswith("fused")}):
+            return curves, bench.measure(model, 2, shape, ranks, 1)
+
+
+@in_ranks((2,), (), ())
+def test_the_example_and_the_benchmark(rank_pool, impl):
+    """Megatron's fused loss is left out: its compilation takes longer than all of this."""
+    curves, case = rank_pool.run(_example)[0]
+    for kind in ("logits", "linear"):
+        torch.testing.assert_close(curves[kind], curves["native"], rtol=2e-3, atol=0)
+    assert [result["provider"] for result in case["results"]][1:] == list(OURS)
+    torch.testing.assert_close(*[result["loss"] for result in case["results"][::2]], rtol=1e-3, atol=0)

@@ -1,0 +1,390 @@
+"""What is rebound in Megatron-Core, and calls of its losses: labels, padding, hooks, gradient buffers, refusals."""
+
+import copy
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+
+from tests.support.budget import assert_within_budget
+from tests.support.collectives import error_of
+from tests.support.ranks import device_of, in_ranks
+
+pytest.importorskip("megatron.core")
+
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.common.language_module import language_module
+
+from tests.support import megatron_stubs as stubs
+from vocab_parallel_ce.integrations import megatron
+from vocab_parallel_ce.integrations.megatron import losses
+from vocab_parallel_ce.linear import expected
+
+in_two_ranks = in_ranks((2,), (), (2,))
+LINEAR = {"linear": True}
+CORE = "megatron.core"
+NAMES = {
+    f"{CORE}.tensor_parallel.cross_entropy.vocab_parallel_cross_entropy",
+    f"{CORE}.tensor_parallel.vocab_parallel_cross_entropy",
+    f"{CORE}.fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy",
+    f"{CORE}.models.common.language_module.language_module.fused_vocab_parallel_cross_entropy",
+    f"{CORE}.models.common.language_module.language_module.LanguageModule.compute_language_model_loss",
+}
+
+
+@pytest.fixture(autouse=True)
+def _megatrons_own_afterwards():
+    yield
+    megatron.uninstall()
+    assert not megatron.report().installed
+
+
+# What is rebound
+
+
+@pytest.mark.reference
+def test_every_name_is_rebound_and_given_back():
+    method = language_module.LanguageModule.compute_language_model_loss
+    own = tensor_parallel.vocab_parallel_cross_entropy, language_module.fused_vocab_parallel_cross_entropy, method
+    report = megatron.install()
+    assert report.installed and set(report.rebound) == NAMES and not report.calls
+    assert tensor_parallel.vocab_parallel_cross_entropy is losses.vocab_parallel_cross_entropy
+    assert tensor_parallel.cross_entropy.vocab_parallel_cross_entropy is losses.vocab_parallel_cross_entropy
+    assert language_module.fused_vocab_parallel_cross_entropy is losses.fused_vocab_parallel_cross_entropy
+    assert megatron.install() == report
+    with pytest.raises(ValueError, match=r"installed with .*linear.*False.*got .*True.*uninstall\(\) first"):
+        megatron.install(linear=True)
+    megatron.uninstall()
+    now = tensor_parallel.vocab_parallel_cross_entropy, language_module.fused_vocab_parallel_cross_entropy
+    assert (*now, language_module.LanguageModule.compute_language_model_loss) == own
+    assert megatron.report() == (False, (), report.calls)
+
+
+@pytest.mark.reference
+def test_the_linear_loss_rebinds_the_forwards_too():
+    forward = stubs.GPTModel.forward
+    with megatron.installed(linear=True) as report:
+        assert f"{CORE}.models.gpt.gpt_model.GPTModel.forward" in report.rebound
+        hybrid = f"{CORE}.models.hybrid.hybrid_model.HybridModel.forward"
+        assert (hybrid in report.rebound) == (stubs.VERSION >= (0, 17))
+        assert stubs.GPTModel.forward is not forward
+    assert stubs.GPTModel.forward is forward
+
+
+@pytest.mark.reference
+def test_modules_that_are_imported_later(monkeypatch):
+    """They bind our function, and get Megatron's own at the end."""
+    own = tensor_parallel.vocab_parallel_cross_entropy
+    megatron.install()
+    late = types.ModuleType("megatron.late")
+    late.vocab_parallel_cross_entropy = tensor_parallel.vocab_parallel_cross_entropy
+    monkeypatch.setitem(sys.modules, "megatron.late", late)
+    megatron.uninstall()
+    assert late.vocab_parallel_cross_entropy is own
+
+
+@pytest.mark.reference
+def test_somebody_else_replaced_a_name(monkeypatch):
+    megatron.install()
+    with monkeypatch.context() as patched:
+        patched.setattr(tensor_parallel, "vocab_parallel_cross_entropy", print)
+        with pytest.raises(RuntimeError, match="tensor_parallel.vocab_parallel_cross_entropy: something else"):
+            megatron.uninstall()
+        assert language_module.fused_vocab_parallel_cross_entropy is losses.fused_vocab_parallel_cross_entropy
+
+
+@pytest.mark.reference
+def test_transformer_engines_name_is_rebound_if_it_is_there(monkeypatch):
+    monkeypatch.setattr(language_module, "te_parallel_cross_entropy", print)
+    with megatron.installed():
+        assert language_module.te_parallel_cross_entropy is losses.te_parallel_cross_entropy
+    assert language_module.te_parallel_cross_entropy is print
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    "options,kind,message",
+    [
+        ({"reduction": "mean"}, TypeError, "reduction: expected one of the options"),
+        ({"z_loss": -1.0}, ValueError, "z_loss"),
+        ({"gradient": "later"}, ValueError, "gradient"),
+        ({"linear": True, "chunk_tokens": 0}, ValueError, "chunk_tokens"),
+    ],
+)
+def test_options_are_checked_before_anything_is_rebound(options, kind, message):
+    with pytest.raises(kind, match=message):
+        megatron.install(**options)
+    assert not megatron.report().installed
+
+
+# Calls
+
+
+def _signatures(rank, group, impl):
+    """Losses and gradients of our functions as Megatron and others call them, beside Megatron's own."""
+    device = device_of(rank, group)
+    with stubs.megatron_ranks(rank, group, 2):
+        generator = torch.Generator().manual_seed(0)
+        whole = 4 * torch.randn(stubs.LENGTH, stubs.BATCH, stubs.COLUMNS, generator=generator)
+        target = torch.randint(stubs.REAL_SIZE, whole.shape[:2], generator=generator).to(device)
+        weights = torch.randn(whole.shape[:2], generator=generator).to(device)
+        ignored = torch.zeros_like(target, dtype=torch.bool)
+        ignored[0], ignored[1, 0] = True, True
+
+        def run(function, *args, options=None, **kwargs):
+            logits = (whole.chunk(2, -1)[rank].to(device) * 1).requires_grad_()
+            with megatron.installed(impl=impl, **(options or {})):
+                loss = getattr(losses, function)(logits * 1, *args, **kwargs)
+            loss.backward(weights)
+            return loss.detach(), logits.grad
+
+        logits = whole.chunk(2, -1)[rank].to(device).requires_grad_()
+        native = tensor_parallel.vocab_parallel_cross_entropy(logits * 1, target)  # which overwrites them
+        native.backward(weights)
+        negative = target.masked_fill(ignored, -1)
+        negative[1, 0] = -100
+        found = {
+            "group by name": run("vocab_parallel_cross_entropy", target, tp_group=group),
+            "group of Megatron": run("vocab_parallel_cross_entropy", target),
+            "fused": run("fused_vocab_parallel_cross_entropy", target, group),
+            "engine": run("te_parallel_cross_entropy", target, group, True),
+        }
+        smoothed = run("vocab_parallel_cross_entropy", target, 0.1)
+        ignores = run("vocab_parallel_cross_entropy", negative)
+        padded = run("vocab_parallel_cross_entropy", target, options={"vocab_size": stubs.REAL_SIZE})
+        return whole, target, (native.detach(), logits.grad), found, smoothed, ignores, padded, ignored, weights
+
+
+@in_two_ranks
+def test_signatures_smoothing_labels_and_padding(rank_pool, impl):
+    results = rank_pool.run(_signatures, impl)
+    for rank, (whole, target, native, found, smoothed, ignores, padded, ignored, weights) in enumerate(results):
+        for losses_and_gradient in found.values():
+            torch.testing.assert_close(losses_and_gradient, native, rtol=1e-5, atol=1e-5)
+        part = slice(rank * stubs.COLUMNS // 2, (rank + 1) * stubs.COLUMNS // 2)
+        log_probs = whole.double().log_softmax(-1)
+        own = log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        # NeMo's formula, as Megatron's source has it, but over the whole vocabulary
+        others = (log_probs.sum(-1) - own) / (stubs.COLUMNS - 1)
+        torch.testing.assert_close(smoothed[0].double(), -(0.9 * own + 0.1 * others), rtol=1e-5, atol=1e-5)
+        assert not ignores[0][ignored].any() and not ignores[1][ignored].any()
+        torch.testing.assert_close(ignores[0][~ignored], native[0][~ignored], rtol=1e-5, atol=1e-5)
+        real = whole.double()[..., : stubs.REAL_SIZE].requires_grad_()
+        expected_loss = torch.nn.functional.cross_entropy(real.flatten(0, 1), target.flatten(), reduction="none")
+        expected_loss.backward(weights.double().flatten())
+        torch.testing.assert_close(padded[0].double().flatten(), expected_loss.detach(), rtol=1e-5, atol=1e-5)
+        gradient = torch.nn.functional.pad(real.grad, (0, stubs.COLUMNS - stubs.REAL_SIZE))[..., part]
+        torch.testing.assert_close(padded[1].double(), gradient, rtol=1e-5, atol=1e-5)
+
+
+def _rare_calls(rank, group, impl):
+    """Steps beside Megatron's own: through the fused name, with a frozen head, in fp16, without gradients."""
+    device = device_of(rank, group)
+
+    def both(asked, dtype=torch.float32, change=None, fused=False):
+        model, inputs = stubs.small_model("gpt", device, dtype=dtype), stubs.batch(device)
+        if change is not None:
+            change(model)
+        native = stubs.step(model, inputs)
+        model.config.cross_entropy_loss_fusion = fused
+        with megatron.installed(impl=impl, **asked):
+            ours = stubs.step(model, inputs)
+            with torch.no_grad():
+                evaluated = model.eval()(**inputs)
+            return native, ours, evaluated, megatron.report().calls
+
+    with stubs.megatron_ranks(rank, group, 2):
+        return {
+            "fused": both({}, fused=True),
+            "fused, linear": both(LINEAR, fused=True),
+            "frozen": both(LINEAR, change=lambda model: model.output_layer.requires_grad_(False)),
+            "fp16": both(LINEAR, torch.float16),
+        }
+
+
+@in_two_ranks
+def test_rare_calls(rank_pool, impl):
+    in_forward, in_backward = (f"linear loss, gradients in {when}" for when in ("forward", "backward"))
+    calls = {"fused": {"loss of logits": 2}, "fp16": {in_backward: 2}}
+    for found in rank_pool.run(_rare_calls, impl):
+        for name, (native, ours, evaluated, counts) in found.items():
+            assert counts == calls.get(name, {in_forward: 1, in_backward: 1})
+            torch.testing.assert_close(evaluated, ours[0], rtol=1e-6, atol=1e-6)
+            assert ours[1].keys() == native[1].keys()
+            if name != "fp16":
+                torch.testing.assert_close(ours, native, rtol=1e-4, atol=1e-5)
+                continue
+            losses_, gradients = found["fused"][0]  # of fp32
+            assert_within_budget(ours[0], losses_.double(), native[0])
+            for parameter, gradient in gradients.items():
+                assert_within_budget(ours[1][parameter], gradient.double(), native[1][parameter])
+
+
+def _looked_at(rank, group, impl):
+    """What a hook on the output layer, and inference, see of the logits."""
+    device = device_of(rank, group)
+    with stubs.megatron_ranks(rank, group, 2):
+        model, inputs = stubs.small_model("gpt", device, sequence_parallel=True), stubs.batch(device)
+        inference = {name: value for name, value in inputs.items() if name not in ("labels", "loss_mask")}
+        own, (losses_, gradients) = model(**inference).detach(), stubs.step(model, inputs)
+        kept = []
+        handle = model.output_layer.register_forward_hook(lambda module, args, output: kept.append(output[0].detach()))
+        found = {}
+        for kind, asked in {"logits": {}, "linear": LINEAR}.items():
+            kept.clear()
+            with megatron.installed(impl=impl, **asked):
+                step = stubs.step(model, inputs)
+                seen = kept[0].transpose(0, 1).clone()
+                with torch.no_grad():
+                    inferred = model(**inference)
+                found[kind] = seen, inferred, step, megatron.report().calls
+        handle.remove()
+        return own, (losses_, gradients), found
+
+
+@in_two_ranks
+def test_logits_that_somebody_looks_at_are_real_and_stay(rank_pool, impl):
+    for own, native, found in rank_pool.run(_looked_at, impl):
+        for seen, inferred, step, calls in found.values():
+            torch.testing.assert_close(seen, own, rtol=0, atol=0)
+            torch.testing.assert_close(inferred, own, rtol=0, atol=0)
+            torch.testing.assert_close(step, native, rtol=1e-4, atol=1e-5)
+            assert calls["loss of logits"] == 1
+        assert found["linear"][3] == {"detach made the logits": 1, "loss of logits": 1}
+
+
+def _deterministic(rank, group, impl):
+    device = device_of(rank, group)
+    # cuBLAS would ask for a variable of the environment, which is read once in a process.
+    torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
+    try:
+        with stubs.megatron_ranks(rank, group, 2):
+            model = stubs.small_model("gpt", device, dtype=torch.bfloat16, deterministic_mode=True)
+            inputs, found = stubs.batch(device), {}
+            for kind, asked in {"logits": {}, "linear": LINEAR}.items():
+                with megatron.installed(impl=impl, **asked):
+                    found[kind] = [stubs.step(model, inputs) for _ in range(2)]
+            return found
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@in_two_ranks
+def test_deterministic_mode(rank_pool, impl):
+    for found in rank_pool.run(_deterministic, impl):
+        for first, second in found.values():
+            torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def _buffers(rank, group, impl, tied, overlap):
+    """Gradient buffers of Megatron's DDP after two micro-batches, by its own loss and by ours."""
+    device = device_of(rank, group)
+    with stubs.megatron_ranks(rank, group, 1):
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, use_distributed_optimizer=False
+        )
+        found = {}
+        for kind, asked in {"fp32": None, "native": None, "linear": LINEAR, "fusion": LINEAR}.items():
+            dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+            made = stubs.small_model("gpt", device, tied=tied, dtype=dtype)
+            model = DistributedDataParallel(made.config, config, made)
+            # Megatron's own fusion needs an extension of CUDA, ours does not.
+            model.module.output_layer.gradient_accumulation_fusion = kind == "fusion"
+            for _ in range(2):  # steps: buffers and flags start anew
+                model.zero_grad_buffer()
+                for number in range(2):
+                    with model.no_sync() if number == 0 else warnings.catch_warnings():
+                        inputs = stubs.batch(device, number + 2 * rank)
+                        with megatron.installed(impl=impl, **asked) if asked else warnings.catch_warnings():
+                            stubs.masked_mean(model(**inputs), inputs["loss_mask"]).backward()
+                model.finish_grad_sync()
+            found[kind] = {name: p.main_grad.clone() for name, p in model.module.named_parameters()}
+            assert all(p.grad is None for p in model.module.parameters())
+        return found
+
+
+@in_two_ranks
+@pytest.mark.parametrize("tied,overlap", [(False, True), (True, True), (True, False)])
+def test_gradient_buffers_over_micro_batches(rank_pool, impl, tied, overlap):
+    for found in rank_pool.run(_buffers, impl, tied, overlap):
+        for kind in ("linear", "fusion"):
+            for name, gradient in found["native"].items():
+                assert_within_budget(found[kind][name], found["fp32"][name].double(), gradient)
+        weight = "embedding.word_embeddings.weight" if tied else "output_layer.weight"
+        assert not torch.equal(found["fusion"][weight], found["linear"][weight])  # no rounding to bf16
+
+
+class LoRA(tensor_parallel.ColumnParallelLinear):
+    """A head that adds to the product."""
+
+
+def _refused(rank, group, impl):
+    device = device_of(rank, group)
+    attempts = {}
+    with stubs.megatron_ranks(rank, group, 2):
+        inputs = stubs.batch(device)
+
+        def attempt(name, change=None, asked=LINEAR, **options):
+            model = stubs.small_model("gpt", device, **options)
+            if change is not None:
+                change(model.output_layer)
+            with megatron.installed(impl=impl, **asked):
+                attempts[name] = error_of(lambda: model(**inputs))
+
+        def defer(layer):
+            layer.config = copy.copy(layer.config)
+            layer.config.defer_embedding_wgrad_compute = True
+
+        attempt("class", lambda layer: setattr(layer, "__class__", LoRA))
+        attempt("forward", lambda layer: setattr(layer, "forward", layer.forward))
+        attempt("bias", lambda layer: setattr(layer, "bias", torch.nn.Parameter(torch.zeros(2, device=device))))
+        attempt("backward hook", lambda layer: layer.register_full_backward_hook(print))
+        attempt("deferred", defer)
+        attempt("gathered", lambda layer: setattr(layer, "gather_output", True))
+        attempt("gathered logits", lambda layer: setattr(layer, "gather_output", True), {})
+        return attempts
+
+
+@in_two_ranks
+def test_output_layers_that_are_refused(rank_pool, impl):
+    messages = {
+        "class": "output_layer: is a tests.integrations.test_megatron_calls.LoRA, not a ColumnParallelLinear",
+        "forward": "output_layer: has a forward of its own",
+        "bias": "output_layer: has a bias, which the linear loss cannot do; install() without linear=True",
+        "backward hook": "output_layer: has backward hooks",
+        "deferred": "output_layer: has config.defer_embedding_wgrad_compute",
+        "gathered": "logits: expected this rank's columns of output_layer, 32, got 64, which were gathered",
+        "gathered logits": "logits: expected this rank's columns of output_layer, 32, got 64",
+    }
+    for attempts in rank_pool.run(_refused, impl):
+        for name, message in messages.items():
+            assert message.split(".*")[0] in attempts[name] and message.split(".*")[-1] in attempts[name], attempts[
+                name
+            ]
+
+
+def _multiplied_by_more(rank, group, impl, asked):
+    """Gradients of losses that a second mask multiplies, and what was warned of."""
+    device = device_of(rank, group)
+    with stubs.megatron_ranks(rank, group, 2), megatron.installed(impl=impl, **LINEAR, **asked):
+        model, inputs = stubs.small_model("gpt", device), stubs.batch(device)
+        more = torch.linspace(0.5, 1.5, stubs.LENGTH, device=device)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            stubs.masked_mean(model(**inputs) * more, inputs["loss_mask"]).backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                model(**inputs)
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return gradients, [str(each.message) for each in caught if str(each.message) == expected.MISFIT]
+
+
+@in_two_ranks
+def test_losses_that_more_than_the_mask_multiplies(rank_pool, impl):
+    for gradients, warned in rank_pool.run(_multiplied_by_more, impl, {}):
+        assert all(gradient.isnan().any() for gradient in gradients.values()) and warned
+    for gradients, warned in rank_pool.run(_multiplied_by_more, impl, {"gradient": "in_backward"}):
+        assert all(gradient.isfinite().all() for gradient in gradients.values()) and not warned

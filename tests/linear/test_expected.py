@@ -1,0 +1,253 @@
+"""Unreduced losses whose grad_output is known in forward except one factor: one matmul fewer, or NaN and a warning."""
+
+import contextlib
+import re
+import warnings
+
+import pytest
+import torch
+
+from tests.support import linear, linear_ranks
+from tests.support.gpu import assert_graph_replays, assert_host_never_waits
+from tests.support.linear import COLUMNS, WIDTH, Results, assert_right, record_matmuls
+from tests.support.logits import EVERY
+from tests.support.ranks import in_several_ranks
+from vocab_parallel_ce import linear_cross_entropy
+from vocab_parallel_ce.linear import expected as module
+
+ROWS, FACTOR = 6, -0.37
+WAY = {"reduction": "none", "gradient": "in_forward"}
+BY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+MISFIT = "expected_grad_output: the losses of an earlier call"
+
+
+def mask_of(rows, kind="mask"):
+    """Zeros, among them the first token, and ones; or numbers of both signs."""
+    numbers = linear.zero_first_grad_output(rows)
+    return numbers if kind == "numbers" else (numbers > 0).float()
+
+
+class Case:
+    def __init__(self, impl_device, dtype=torch.float32, kind="some_ignored"):
+        self.impl, self.device = impl_device
+        self.inputs = linear.projection(kind, ROWS, dtype=dtype, bias=True)
+        self.labels = self.inputs.labels.to(self.device)
+        self.leaves = [getattr(self.inputs, n).clone().to(self.device).requires_grad_() for n in linear.LEAVES]
+
+    def loss(self, expected, **options):
+        hidden, weight, bias = self.leaves
+        options = {"expected_grad_output": expected.to(self.device), "impl": self.impl, **WAY, **options}
+        return linear_cross_entropy(hidden, weight, self.labels, bias=bias, **options)
+
+    def gradients(self, expected, grad_output, **options):
+        loss = self.loss(expected, **options)
+        return torch.autograd.grad(loss, self.leaves, grad_output.to(self.device))
+
+
+@contextlib.contextmanager
+def misfit_is_warned_of(case, is_misfit=True):
+    """On a CPU at once, on a GPU by a later call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+        if case.device == "cuda":
+            torch.cuda.synchronize()
+            case.loss(torch.ones(ROWS))
+    assert any(MISFIT in str(each.message) for each in caught) == is_misfit
+    assert not module._misfits or case.device == "cuda"
+
+
+@BY_DTYPE
+@pytest.mark.parametrize("kind", ["mask", "numbers"])
+@pytest.mark.parametrize("chunk_tokens", ["auto", 2])
+def test_results_are_those_of_the_real_grad_output(impl_device, dtype, kind, chunk_tokens):
+    case, mask = Case(impl_device, dtype), mask_of(ROWS, kind)
+    options = {"chunk_tokens": chunk_tokens, **EVERY}
+    with record_matmuls() as in_forward:
+        loss = case.loss(mask, **options)
+    with record_matmuls() as in_backward:
+        loss.backward(FACTOR * mask.to(case.device))
+    assert len(in_forward) % 3 == 0 and (len(in_forward) > 3) == (chunk_tokens == 2) and not in_backward
+    results = Results((loss.detach().cpu(),), *(leaf.grad.cpu() for leaf in case.leaves))
+    assert_right(results, case.inputs, FACTOR * mask, reduction="none", **options)
+    assert all(leaf.grad.dtype == dtype for leaf in case.leaves)
+
+
+def test_the_weights_gradient_is_rounded_once(impl_device):
+    """After the factor, from the fp32 sum."""
+    case, mask = Case(impl_device, torch.bfloat16, kind="peaked"), mask_of(ROWS)
+    main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
+    loss = case.loss(mask, main_grad=main_grad)
+    assert not main_grad.any()
+    loss.backward(FACTOR * mask.to(case.device))
+    assert case.leaves[1].grad is None
+    _, d_weight, _ = case.gradients(mask, FACTOR * mask)
+    assert torch.equal(d_weight, main_grad.bfloat16()) and not torch.equal(d_weight.float(), main_grad)
+
+
+@BY_DTYPE
+def test_main_grad_over_several_micro_batches(impl_device, dtype):
+    case, mask = Case(impl_device, dtype), mask_of(ROWS, "numbers")
+    case.leaves[1].grad_added_to_main_grad = False
+    main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
+    for step in (1, 2, 3):
+        _, dummy, _ = case.gradients(mask, FACTOR * mask, main_grad=main_grad, chunk_tokens=4)
+        assert case.leaves[1].grad_added_to_main_grad is True and dummy.dtype == dtype and not dummy.any()
+        results = Results((), None, main_grad.to(dtype).cpu(), None)
+        assert_right(results, case.inputs, step * FACTOR * mask, reduction="none")
+
+
+@pytest.mark.parametrize("row", [0, 1, ROWS - 1])
+def test_another_grad_output_makes_every_gradient_nan_and_warns(impl_device, row):
+    case, mask = Case(impl_device, kind="peaked"), mask_of(ROWS, "numbers")
+    real = FACTOR * mask
+    real[row] += 1e-4
+    with misfit_is_warned_of(case):
+        gradients = case.gradients(mask, real)
+    assert all(gradient.isnan().all() for gradient in gradients)
+
+
+def test_rounding_is_no_misfit(impl_device):
+    case, mask = Case(impl_device, kind="peaked"), mask_of(ROWS, "numbers")
+    real = (mask * 0.1 / 7 * 3.3).nextafter(torch.tensor(torch.inf))
+    with misfit_is_warned_of(case, False):
+        gradients = case.gradients(mask, real)
+    assert_right(Results((), *(g.cpu() for g in gradients)), case.inputs, real, reduction="none")
+
+
+def test_nothing_is_expected(impl_device):
+    """A mask of zeros: gradients are 0, unless something multiplies the losses after all."""
+    case, nothing = Case(impl_device, kind="peaked"), torch.zeros(ROWS)
+    with misfit_is_warned_of(case, False):
+        assert not any(gradient.any() for gradient in case.gradients(nothing, nothing))
+    with misfit_is_warned_of(case):
+        assert all(gradient.isnan().all() for gradient in case.gradients(nothing, nothing + 1))
+
+
+def test_ignored_tokens_may_have_any_grad_output(impl_device):
+    case, mask = Case(impl_device), torch.ones(ROWS)
+    ignored = case.inputs.labels == -100
+    assert ignored.any()
+    real = torch.where(ignored, torch.nan, FACTOR * mask)
+    with misfit_is_warned_of(case, False):
+        gradients = case.gradients(torch.where(ignored, torch.inf, mask), real)
+    expected = torch.where(ignored, 0.0, real)
+    assert_right(Results((), *(g.cpu() for g in gradients)), case.inputs, expected, reduction="none")
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_an_overflow_is_no_misfit(impl_device, value):
+    case, mask = Case(impl_device, kind="peaked"), mask_of(ROWS)
+    with misfit_is_warned_of(case, False):
+        gradients = case.gradients(mask, torch.where(mask == 0, 0.0, value))
+    assert not any(gradient.isfinite().any() for gradient in gradients)
+
+
+def test_autocast_rounds_no_fp32_gradient(impl_device):
+    case, mask = Case(impl_device, kind="peaked"), mask_of(ROWS)
+    with torch.autocast(case.device, torch.bfloat16):
+        gradients = case.gradients(mask, FACTOR * mask)
+        in_backward = case.gradients(mask, FACTOR * mask, gradient="in_backward", expected_grad_output=None)
+    for gradient, other in zip(gradients, in_backward, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=0, atol=float(2**-7 * other.abs().max()))
+        assert gradient.dtype == torch.float32 and not torch.equal(gradient, gradient.bfloat16().float())
+
+
+def test_metrics_and_a_bound_of_valid_tokens(impl_device):
+    case, mask = Case(impl_device), mask_of(ROWS)
+    n_valid = int((case.inputs.labels != -100).sum())
+    loss, metrics = case.loss(mask, return_metrics=True, valid_tokens=n_valid)
+    gradients = torch.autograd.grad(loss, case.leaves, FACTOR * mask.to(case.device))
+    results = Results((loss.detach().cpu(),), *(g.cpu() for g in gradients))
+    assert_right(results, case.inputs, FACTOR * mask, reduction="none")
+    assert torch.equal(metrics.predictions, case.loss(mask, return_metrics=True)[1].predictions)
+    assert case.loss(mask, valid_tokens=n_valid - 1).isnan().any()
+
+
+def test_no_tokens_and_a_second_backward(impl_device):
+    case, mask = Case(impl_device), mask_of(ROWS)
+    empty = torch.zeros(0, WIDTH, device=case.device, requires_grad=True)
+    labels = torch.zeros(0, dtype=torch.int64, device=case.device)
+    options = {"expected_grad_output": labels.float(), "impl": case.impl, **WAY}
+    linear_cross_entropy(empty, case.leaves[1], labels, **options).sum().backward()
+    assert empty.grad.shape == (0, WIDTH) and not case.leaves[1].grad.any()
+    loss = case.loss(mask)
+    loss.backward(mask.to(case.device), retain_graph=True)
+    with pytest.raises(RuntimeError, match="in_backward"):
+        loss.backward(mask.to(case.device))
+
+
+REFUSED = [
+    ({"reduction": "sum"}, ValueError, "reduction='none' and gradient='in_forward', got reduction='sum'"),
+    ({"gradient": "in_backward"}, ValueError, "got reduction='none' and gradient='in_backward'"),
+    ({"gradient": "auto"}, ValueError, "got reduction='none' and gradient='auto'"),
+    ({"expected_grad_output": torch.ones(ROWS + 1)}, ValueError, r"shape \(6,\).*got \(7,\)"),
+    ({"expected_grad_output": [1.0] * ROWS}, TypeError, "a tensor of real numbers, got list"),
+    ({"expected_grad_output": torch.ones(ROWS, dtype=torch.complex64)}, TypeError, "got torch.complex64"),
+    ({"expected_grad_output": None}, ValueError, "'none', got both.*pass expected_grad_output"),
+]
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("options,kind,message", REFUSED)
+def test_refused(options, kind, message):
+    case = Case(("reference", "cpu"))
+    given = {"expected_grad_output": torch.ones(ROWS), **WAY, **options}
+    with pytest.raises(kind, match=f"(?s){message}"):
+        linear_cross_entropy(*case.leaves[:2], case.labels, **given)
+
+
+@pytest.mark.reference
+def test_fp16_is_refused():
+    case = Case(("reference", "cpu"), torch.float16)
+    with pytest.raises(ValueError, match=re.escape("expected bf16 or fp32")):
+        case.loss(torch.ones(ROWS))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_the_host_never_waits(impl):
+    case, mask = Case((impl, "cuda"), torch.bfloat16), mask_of(ROWS).cuda()
+    main_grad = torch.zeros(COLUMNS, WIDTH, device="cuda")
+
+    def step():
+        case.gradients(mask, FACTOR * mask)
+        case.gradients(mask, FACTOR * mask, main_grad=main_grad, chunk_tokens=2)
+
+    assert_host_never_waits(step)
+
+
+@pytest.mark.cuda
+def test_a_captured_graph_finds_the_factor_of_each_replay():
+    case = Case(("triton", "cuda"), torch.bfloat16)
+    weight = case.leaves[1].detach()
+
+    def step(hidden, mask, grad_output):
+        hidden = hidden.detach().requires_grad_()
+        options = {"expected_grad_output": mask, "impl": "triton", **WAY}
+        loss = linear_cross_entropy(hidden, weight, case.labels, **options)
+        return loss.detach(), *torch.autograd.grad(loss, [hidden], grad_output)
+
+    masks = [mask_of(ROWS, kind).cuda() for kind in ("mask", "numbers")]
+    hidden = case.leaves[0].detach()
+    batches = [(hidden * number, mask, mask * number) for number, mask in enumerate(masks, 2)]
+    assert_graph_replays(step, (hidden.clone(), masks[0].clone(), masks[0].clone()), batches)
+
+
+def _with_mask(hidden, weight, labels, **options):
+    mask = mask_of(labels.numel()).to(labels.device)
+    return linear_cross_entropy(hidden, weight, labels, expected_grad_output=mask, **options)
+
+
+@in_several_ranks
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_several_ranks_find_the_same_factor(rank_pool, impl, sequence_parallel, main_grad):
+    rows = 8
+    inputs = linear.projection("some_ignored", rows, linear_ranks.COLUMNS, dtype=torch.bfloat16)
+    options = {**WAY, "sequence_parallel": sequence_parallel, "chunk_tokens": 4}
+    grad_outputs = (FACTOR * mask_of(rows),)
+    case = linear_ranks.Case(inputs, impl, options, grad_outputs=grad_outputs, function=_with_mask, main_grad=main_grad)
+    results = rank_pool.run(linear_ranks.run, case)
+    linear_ranks.check(case._replace(function=linear_cross_entropy), results)
+    assert not any(result.in_backward for result in results)

@@ -1,0 +1,7 @@
+"""Megatron-Core's losses, computed by this package: switched on by :func:`install`, and undoable."""
+
+from __future__ import annotations
+
+from vocab_parallel_ce.integrations.megatron.patch import Report, install, installed, report, uninstall
+
+__all__ = ["Report", "install", "installed", "report", "uninstall"]

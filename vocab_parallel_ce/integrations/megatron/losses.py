@@ -1,0 +1,93 @@
+"""The functions that stand for Megatron-Core's losses, and for the method that calls them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce.cross_entropy import vocab_parallel_cross_entropy as cross_entropy
+from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
+from vocab_parallel_ce.integrations.megatron.linear import calls, linear_loss
+
+IGNORED = -100
+_global_forward_hooks = torch.nn.modules.module._global_forward_hooks
+
+options: dict[str, Any] = {}  # of install()
+
+
+class LossCall(NamedTuple):
+    """One call of ``compute_language_model_loss``."""
+
+    model: Any
+    labels: Tensor  # [b, s]
+
+
+_loss_calls: list[LossCall] = []  # the innermost is last
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None
+) -> Tensor:
+    """Return Megatron's loss per token, ``[s, b]`` fp32, of logits ``[s, b, C]`` and labels ``[s, b]``.
+
+    Megatron's label smoothing, over the whole vocabulary. A negative label has loss 0 and gradient 0.
+    """
+    if tp_group is None:
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+        tp_group = get_tensor_model_parallel_group()
+    target = target.masked_fill(target < 0, IGNORED)
+    keywords = {"group": tp_group, "reduction": "none", "label_smoothing": label_smoothing, **options}
+    keywords["smoothing_formula"] = "megatron"
+    call = _loss_calls[-1] if _loss_calls else None
+    if isinstance(vocab_parallel_logits, LazyLogits):
+        loss = linear_loss(vocab_parallel_logits, target, None if call is None else call.labels, keywords)
+        if loss is not None:
+            return loss
+        vocab_parallel_logits = vocab_parallel_logits.make("another reader")
+    for name in ("chunk_tokens", "memory_budget"):
+        keywords.pop(name, None)
+    if call is not None and is_watched(call.model):
+        keywords["gradient"] = "out_of_place"
+    calls["loss of logits"] += 1
+    return cross_entropy(vocab_parallel_logits, target, **keywords)
+
+
+def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any) -> Tensor:
+    """Return :func:`vocab_parallel_cross_entropy`, with the signature of Megatron's fused loss."""
+    return vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)
+
+
+def te_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp_group: Any, is_cg_capturable: bool = False) -> Tensor:
+    """Return :func:`vocab_parallel_cross_entropy`, with the signature of Megatron's call of TransformerEngine."""
+    return vocab_parallel_cross_entropy(logits, labels, tp_group=tp_group)
+
+
+def is_watched(model: Any) -> bool:
+    """Whether a hook of the output layer, as distillation registers it, may have kept the logits."""
+    layer = getattr(model, "output_layer", None)
+    return bool(_global_forward_hooks or (layer is not None and layer._forward_hooks))
+
+
+def noted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``LanguageModule.compute_language_model_loss`` that says which model calls the loss."""
+
+    @functools.wraps(original)
+    def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
+        n_columns = getattr(getattr(self, "output_layer", None), "output_size_per_partition", None)
+        if n_columns not in (None, logits.shape[-1]):
+            raise ValueError(
+                f"logits: expected this rank's columns of output_layer, {n_columns}, got {logits.shape[-1]}, which "
+                "were gathered over the ranks; build the model with parallel_output=True"
+            )
+        _loss_calls.append(LossCall(self, labels))
+        try:
+            return original(self, labels, logits)
+        finally:
+            _loss_calls.pop()
+
+    return compute_language_model_loss
