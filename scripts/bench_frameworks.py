@@ -1,9 +1,9 @@
-"""Measures losses and log-probabilities of DTensor logits: PyTorch's loss_parallel, torchtitan's functions, and ours.
+"""Measures what frameworks call on shards of the vocabulary, beside this project's: losses and log-probabilities.
 
 Forward and backward over bf16 logits ``[1, N, V]`` that are cut over all ranks. The providers take turns in every
-round. torchtitan is measured if it is installed.
+round. torchtitan and NeMo-RL are measured if they can be imported.
 
-    torchrun --nproc-per-node 2 scripts/bench_dtensor.py --json scripts/results/dtensor_2gpu.json
+    torchrun --nproc-per-node 2 scripts/bench_frameworks.py --json scripts/results/frameworks_2gpu.json
 
 A machine without GPUs can try it with ``--tiny``.
 """
@@ -11,62 +11,66 @@ A machine without GPUs can try it with ``--tiny``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_lib.cases import OURS
 from bench_lib.documents import host_description, write_document
-from bench_lib.steps import measured, show
+from bench_lib.steps import draw, measured, show
 from bench_lib.timing import Ranks, joined_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from vocab_parallel_ce.integrations.dtensor import cross_entropy, token_log_probs
-from vocab_parallel_ce.integrations.torchtitan import install
+from vocab_parallel_ce.integrations import dtensor, nemo_rl, torchtitan
 
-Providers = dict[str, Callable[..., Any]]
+Step = Callable[[Any, Tensor], Tensor]  # of DTensor logits and labels
+Provider = tuple[Step, Callable[[], contextlib.AbstractContextManager[Any]]]
 SHAPES, TINY = ((8192, 128256), (16384, 128256)), ((16, 1004),)
 
 
-def loss_of_pytorch(logits: Any, labels: Any) -> Any:
-    """Return the sum, as loss_parallel computes it; in fp32, as its users ask for."""
+def loss_parallel_of_pytorch(logits: Any, labels: Tensor) -> Tensor:
+    """Return the sum, in fp32, as users of loss_parallel ask for it."""
     replicated: Any = DTensor.from_local(labels.flatten(), logits.device_mesh, [Replicate()])
     with loss_parallel():
         loss: Any = F.cross_entropy(logits.flatten(0, 1).float(), replicated, reduction="sum")
         return loss.to_local()
 
 
-def losses() -> Providers:
-    found: Providers = {
-        "torch loss_parallel": loss_of_pytorch,
-        OURS: lambda logits, labels: cross_entropy(logits, labels, reduction="sum"),
-        f"{OURS}, in_backward": lambda logits, labels: cross_entropy(
-            logits, labels, reduction="sum", gradient="in_backward"
-        ),
-        f"{OURS}, log-probabilities": lambda logits, labels: token_log_probs(logits, labels).sum(),
+def providers() -> dict[str, Provider]:
+    def both(name: str, step: Step, installed: Callable[[], Any]) -> dict[str, Provider]:
+        return {name: (step, contextlib.nullcontext), f"{name}, installed": (step, installed)}
+
+    options: Any = {"reduction": "sum", "gradient": "in_backward"}
+    found: dict[str, Provider] = {
+        "torch loss_parallel": (loss_parallel_of_pytorch, contextlib.nullcontext),
+        "DTensor loss": (lambda x, y: dtensor.cross_entropy(x, y, reduction="sum"), contextlib.nullcontext),
+        "DTensor loss, in_backward": (lambda x, y: dtensor.cross_entropy(x, y, **options), contextlib.nullcontext),
     }
-    try:
+    with contextlib.suppress(ImportError):
         titan = importlib.import_module("torchtitan.components.loss")
-    except ImportError as error:
-        print(f"torchtitan is not measured: {error}", flush=True)
-        return found
-    importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
-    own, log_probs = titan.cross_entropy_loss, titan.compute_logprobs
-    install()
-    found["torchtitan"] = own
-    found["torchtitan, installed"] = titan.cross_entropy_loss
-    found["torchtitan, log-probabilities"] = lambda logits, labels: log_probs(logits, labels).sum()
+        importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
+        found |= both("torchtitan loss", lambda x, y: titan.cross_entropy_loss(x, y), torchtitan.installed)
+        found |= both("torchtitan log-probs", lambda x, y: titan.compute_logprobs(x, y).sum(), torchtitan.installed)
+    with contextlib.suppress(ImportError):
+        nemo: Any = importlib.import_module("nemo_rl.distributed.model_utils")
+
+        def log_probs(logits: Any, labels: Tensor) -> Tensor:
+            group, local = logits.device_mesh.get_group(), logits.to_local()
+            start = group.rank() * local.shape[-1]
+            stop = start + local.shape[-1]
+            return nemo.from_parallel_logits_to_logprobs(local, labels, start, stop, group).sum()
+
+        found |= both("NeMo-RL log-probs", log_probs, nemo_rl.installed)
     return found
 
 
-def measure(providers: Providers, shape: tuple[int, int], ranks: Ranks, rounds: int) -> dict[str, Any]:
+def measure(known: dict[str, Provider], shape: tuple[int, int], ranks: Ranks, rounds: int) -> dict[str, Any]:
     """Return milliseconds, and peak memory beyond the logits, of each provider."""
     (n_tokens, vocab_size), device = shape, ranks.device
     mesh = init_device_mesh(device, (ranks.size,), mesh_dim_names=("tp",))
@@ -77,7 +81,7 @@ def measure(providers: Providers, shape: tuple[int, int], ranks: Ranks, rounds: 
     leaf: Any = DTensor.from_local(local, mesh, [Shard(2)]).requires_grad_()
 
     def step(name: str) -> Tensor:
-        loss = providers[name](leaf, labels)
+        loss = known[name][0](leaf, labels)
         loss.backward()
         return loss.detach()
 
@@ -86,7 +90,7 @@ def measure(providers: Providers, shape: tuple[int, int], ranks: Ranks, rounds: 
         with torch.no_grad():
             leaf.to_local().copy_(source)
 
-    contexts = dict.fromkeys(providers, nullcontext)
+    contexts = {name: context for name, (_, context) in known.items()}
     return measured(f"{n_tokens} x {vocab_size}", contexts, step, fresh, ranks.timer(), rounds)
 
 
@@ -94,16 +98,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here, and draw it beside it")
     words = parser.parse_args()
     with joined_ranks() as ranks:
-        document: dict[str, Any] = {"kind": "dtensor", "host": host_description(), "cases": []}
-        providers = losses()
+        document: dict[str, Any] = {"kind": "frameworks", "host": host_description(), "cases": []}
+        known = providers()
         for shape in TINY if words.tiny else SHAPES:
-            document["cases"].append(measure(providers, shape, ranks, words.rounds))
+            document["cases"].append(measure(known, shape, ranks, words.rounds))
             if ranks.is_first:
                 write_document(document, words.json)
                 show(document["cases"][-1])
+        if ranks.is_first and words.json is not None:
+            draw(document["cases"], words.json.with_suffix(".png"))
 
 
 if __name__ == "__main__":

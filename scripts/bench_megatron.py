@@ -12,18 +12,18 @@ import argparse
 import contextlib
 import json
 import os
-import statistics
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_lib.documents import host_description, write_document
+from bench_lib.steps import draw, measured, show
 from bench_lib.timing import Ranks, joined_ranks
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from tqdm import tqdm
 
 from vocab_parallel_ce.integrations import megatron
 
@@ -47,73 +47,41 @@ def provided(name: str, model: Any) -> Iterator[None]:
 
 
 def measure(model: Any, rows: int, shape: dict[str, Any], ranks: Ranks, rounds: int) -> dict[str, Any]:
-    timer, names = ranks.timer(), list(PROVIDERS)
     inputs = example.batch(shape["columns"], (rows, shape["length"]), ranks.device, seed=0)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    losses, peaks = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
-    found: list[torch.Tensor] = []
 
-    def step() -> None:
+    def step(name: str) -> torch.Tensor:
         loss = example.loss_of(model, inputs)
         loss.backward()
-        found[:] = [loss.detach()]
+        return loss.detach()
 
     def forget() -> None:
         model.zero_grad(set_to_none=True)
 
-    for number in tqdm(range(rounds + 1), desc=f"{rows} x {shape['length']}", disable=None):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            with provided(name, model):
-                forget()
-                if number > 0:
-                    times[name].append(timer.eager(name, step, forget))
-                    continue
-                step()  # compiles
-                forget()
-                timer.release()
-                peaks[name] = timer.slowest(timer.extra_peak_bytes(step) or 0)[0]
-                losses[name] = found[0].item()
-            forget()
-    held = torch.cuda.memory_allocated() if ranks.device == "cuda" else 0
-    results = [
-        {
-            "provider": name,
-            "ms": round(statistics.median(times[name]), 2),
-            "ms_all": [round(each, 2) for each in times[name]],
-            "peak_gib": round((held + peaks[name]) / 2**30, 3),
-            "loss": losses[name],
-        }
-        for name in names
-    ]
-    return {"tokens": rows * shape["length"], "results": results}
+    contexts = {name: partial(provided, name, model) for name in PROVIDERS}
+    return measured(f"{rows * shape['length']} tokens", contexts, step, forget, ranks.timer(), rounds)
 
 
-def plot(document: dict[str, Any], path: Path) -> None:
+def draw_curves(curves: dict[str, list[float]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.2), layout="constrained")
-    if document["kind"] == "megatron_curves":
-        curves = document["curves"]
-        for name, losses in curves.items():
-            axes[0].plot(losses, label=name, linestyle="-" if name == "native" else "--")
-            axes[1].plot([own - other for own, other in zip(losses, curves["native"], strict=True)], label=name)
-        axes[0].set(xlabel="step", ylabel="loss")
-        axes[1].set(xlabel="step", ylabel="loss, less Megatron's")
-    else:
-        cases, providers = document["cases"], [result["provider"] for result in document["cases"][0]["results"]]
-        for axis, key, label in zip(axes, ("ms", "peak_gib"), ("step, ms", "peak memory, GiB"), strict=True):
-            for index, provider in enumerate(providers):
-                values = [case["results"][index][key] for case in cases]
-                bars = axis.barh([number + 0.2 * index for number in range(len(cases))], values, 0.19, label=provider)
-                axis.bar_label(bars, fmt="%.4g", fontsize=7)
-            names = [f"{case['tokens']} tokens" for case in cases]
-            axis.set(xlabel=label, yticks=[number + 0.3 for number in range(len(cases))], yticklabels=names)
-            axis.invert_yaxis()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7)
+    figure, (whole, rest) = pyplot.subplots(1, 2, figsize=(11, 3.2), layout="constrained")
+    for name, losses in curves.items():
+        whole.plot(losses, label=name, linestyle="-" if name == "native" else "--")
+        rest.plot([own - other for own, other in zip(losses, curves["native"], strict=True)], label=name)
+    whole.set(xlabel="step", ylabel="loss")
+    rest.set(xlabel="step", ylabel="loss, less Megatron's")
+    rest.legend(fontsize=7)
     figure.savefig(path, dpi=110)
+
+
+def plot(document: dict[str, Any], path: Path) -> None:
+    if document["kind"] == "megatron_curves":
+        draw_curves(document["curves"], path)
+    else:
+        draw(document["cases"], path)
 
 
 def run(words: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
@@ -124,8 +92,8 @@ def run(words: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     model = example.build(**SHAPE)
     for rows in ROWS:
         document["cases"].append(measure(model, rows, SHAPE, ranks, words.rounds))
-        for result in document["cases"][-1]["results"] if ranks.is_first else ():
-            print(rows * SHAPE["length"], {k: v for k, v in result.items() if k != "ms_all"}, flush=True)
+        if ranks.is_first:
+            show(document["cases"][-1])
     return document
 
 

@@ -9,7 +9,7 @@
 # finished one whose python cannot be started: it stops and says so. Two setups of one environment
 # take turns.
 #
-# What goes into .venv, besides this checkout and its extras test, demo, dev and huggingface:
+# What goes into .venv, besides this checkout and its extras test, demo, dev and frameworks:
 #   no NVIDIA GPU    the pinned torch and triton
 #   NVIDIA GPU       the torch of the platform's python3; where it has none, the one pip chooses
 #   no package index, but torch, triton and pytest on the platform
@@ -32,7 +32,9 @@ vpce_stamp=$vpce_venv/setup-stamp
 vpce_unfinished=$vpce_venv/setup-unfinished
 vpce_constraints=$vpce_venv/platform-constraints.txt
 vpce_pins=("torch==2.13.0" "triton==3.7.1; platform_system == 'Linux'")
-vpce_extras=triton,test,demo,dev,huggingface
+vpce_extras=triton,test,demo,dev,frameworks
+# torchtitan without its dependencies, some of which are older than what transformers needs.
+vpce_alone=("torchtitan==0.3.*; python_version >= '3.11'" "spmd_types==0.2.*; python_version >= '3.11'" docstring_parser "tyro==1.*" typeguard)
 vpce_gpu=no
 [[ $(nvidia-smi -L 2>/dev/null) != GPU* ]] || vpce_gpu=yes
 
@@ -203,7 +205,8 @@ vpce_install() {
     # One command for torch and the extras, so that pip cannot replace the torch asked for.
     vpce_pip install -qq "$@" "pip>=22.3" "setuptools>=77" &&
         vpce_pip install -qq "$@" --no-build-isolation "${torch[@]}" \
-            --config-settings editable_mode=compat --editable "${vpce_root}[$vpce_extras]"
+            --config-settings editable_mode=compat --editable "${vpce_root}[$vpce_extras]" &&
+        vpce_pip install -qq "$@" --no-deps "${vpce_alone[@]}"
 }
 
 # Makes the package importable where the extras could not be installed.
