@@ -74,10 +74,10 @@ def draw(cases: Sequence[Document], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 1 + 0.9 * len(cases)), layout="constrained")
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 1 + 0.9 * len(cases)), layout="constrained")
     providers = [result["provider"] for result in cases[0]["results"]]
     height = 0.85 / len(providers)
-    labels = ("step, ms", "peak memory beyond the model, GiB")
+    labels = ("step, ms", "new memory at the peak, GiB")
     for axis, key, label in zip(axes, ("ms", "peak_gib"), labels, strict=True):
         for index, provider in enumerate(providers):
             values = [case["results"][index][key] for case in cases]
@@ -86,5 +86,5 @@ def draw(cases: Sequence[Document], path: Path) -> None:
         axis.set(xlabel=label, yticks=[number + 0.4 for number in range(len(cases))])
         axis.set_yticklabels([case["case"] for case in cases] if key == "ms" else [], fontsize=7)
         axis.invert_yaxis()
-    axes[1].legend(fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     figure.savefig(path, dpi=110)

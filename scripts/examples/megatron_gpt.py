@@ -39,7 +39,7 @@ def build(*, columns: int, width: int, heads: int, length: int, layers: int = 2,
         **options,
     )
     model = GPTModel(config, get_gpt_layer_local_spec(), columns, length, position_embedding_type="rope")
-    return model.bfloat16().train()
+    return model.bfloat16().to(model.embedding.word_embeddings.weight.device).train()  # norms are made on the CPU
 
 
 def batch(columns: int, shape: tuple[int, int], device: Any, seed: int) -> dict[str, torch.Tensor]:

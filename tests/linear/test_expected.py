@@ -41,7 +41,7 @@ class Case:
 
     def gradients(self, expected, grad_output, **options):
         loss = self.loss(expected, **options)
-        return torch.autograd.grad(loss, self.leaves, grad_output.to(self.device))
+        return torch.autograd.grad(loss, self.leaves, grad_output.to(self.device), allow_unused="main_grad" in options)
 
 
 @contextlib.contextmanager
