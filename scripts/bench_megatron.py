@@ -23,7 +23,6 @@ from bench_lib.documents import host_description, write_document
 from bench_lib.steps import draw, measured, show
 from bench_lib.timing import Ranks, joined_ranks
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from vocab_parallel_ce.integrations import megatron
 
@@ -110,7 +109,6 @@ def main() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron asks for
     with joined_ranks() as ranks:
         parallel_state.initialize_model_parallel(ranks.size)
-        model_parallel_cuda_manual_seed(0)
         document = run(words, ranks)
         parallel_state.destroy_model_parallel()
         if ranks.is_first:

@@ -27,6 +27,7 @@ SMALL = {"columns": 512, "width": 64, "heads": 4, "length": 64}
 def build(*, columns: int, width: int, heads: int, length: int, layers: int = 2, **options: Any) -> Any:
     """Return a GPTModel in bf16, built from Megatron's local modules."""
     torch.manual_seed(0)
+    model_parallel_cuda_manual_seed(0)  # every model begins alike
     config = TransformerConfig(
         num_layers=layers,
         hidden_size=width,
@@ -100,7 +101,6 @@ def main() -> None:
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
     parallel_state.initialize_model_parallel(dist.get_world_size())
-    model_parallel_cuda_manual_seed(0)
     for name, losses in compare(words.steps, device).items():
         if dist.get_rank() == 0:
             print(f"{name:7}", *(f"{loss:.4f}" for loss in losses), flush=True)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from importlib import metadata
 
 # Oldest and newest version that the tests ran with.
-TESTED = {"transformers": ("5.17.0", "5.23.0"), "trl": ("1.16.0", "1.16.0")}
+TESTED = {
+    "transformers": ("5.17.0", "5.23.0"),
+    "trl": ("1.16.0", "1.16.0"),
+    "megatron-core": ("0.16.1", "0.19.2"),
+    "torchtitan": ("0.3.0", "0.3.0"),
+    "verl": ("0.9.1", "0.9.1"),
+    "nemo-rl": ("0.6.0", "0.6.0"),
+    "openrlhf": ("0.11.2", "0.11.2"),
+    "lightning": ("2.6.6", "2.6.6"),
+    "accelerate": ("1.15.0", "1.15.0"),
+}
 
 
 def framework_lines() -> list[str]:
