@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from vocab_parallel_ce.integrations import framework_lines
 from vocab_parallel_ce.selection import triton_state, triton_version
 
 LANES = {
@@ -136,6 +137,7 @@ class LaneLedger:
     def __init__(self) -> None:
         self._outcomes: dict[str, str] = {}
         self._lanes: dict[str, tuple[str, ...]] = {}
+        self._reasons: dict[str, str] = {}
 
     def record(self, report: Any) -> None:
         """Take in one ``pytest.TestReport``: setup, call or teardown, in any order."""
@@ -146,6 +148,8 @@ class LaneLedger:
             self._outcomes[name] = "failed"
         elif self._outcomes.get(name) != "failed" and (report.when == "call" or report.skipped):
             self._outcomes[name] = report.outcome
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self._reasons[name] = report.longrepr[2].removeprefix("Skipped: ")
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Lane -> outcome -> number of tests, for every lane and for the tests of no lane."""
@@ -154,6 +158,10 @@ class LaneLedger:
             for lane in self._lanes[name] or (UNMARKED,):
                 counts[lane][outcome] += 1
         return counts
+
+    def reasons(self) -> dict[str, int]:
+        """Why tests were skipped -> how many."""
+        return dict(Counter(self._reasons.values()).most_common())
 
     def idle_lanes(self, unavailable: Iterable[str]) -> list[str]:
         """Lanes that could have run and executed nothing."""
@@ -181,9 +189,11 @@ def write_lanes_json(path: Path, ledger: LaneLedger, host: Host, exit_status: in
     record = {
         "lanes": {lane: {**counts[lane], "unavailable": reasons.get(lane)} for lane in LANES},
         "no_lane": counts[UNMARKED],
+        "skipped_because": ledger.reasons(),
         "exit_status": exit_status,
         "torch": torch.__version__,
         "triton": triton_version(),
+        "frameworks": framework_lines(),
         "gpu_model": torch.cuda.get_device_name(0) if host.gpu_count else None,
         "gpu_count": host.gpu_count,
         "python": platform.python_version(),
