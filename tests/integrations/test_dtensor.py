@@ -350,3 +350,30 @@ def test_other_placements_are_refused_with_what_to_do(rank_pool, impl):
         "the loss itself": "TypeError: logits: .*; pass its to_local.*vocab_parallel_ce.integrations.dtensor",
     }
     assert_refused(rank_pool.run(_refusals, impl), expected)
+
+
+def _compiled(rank, group, impl, function):
+    """Compiled and eager: the loss and this rank's part of the gradient."""
+    device, found = device_of(rank, group), []
+    mesh = init_device_mesh(device.type, (2,))
+    logits, labels = (tensor.to(device) for tensor in batch("some_ignored", rows=6, vocab_size=21))
+
+    def step(leaf):
+        return function(leaf * 1.0, labels, impl=impl).sum()
+
+    torch._dynamo.reset()
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    for call in (torch.compile(step, fullgraph=True, backend=backend), step):
+        leaf = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+        loss = call(leaf)
+        loss.backward()
+        found.append((loss.detach(), leaf.grad.to_local()))
+    return found
+
+
+@pytest.mark.parametrize("function", [cross_entropy, token_log_probs])
+@in_two_ranks
+def test_compiled_calls_are_one_graph(rank_pool, impl, function):
+    for compiled, eager in rank_pool.run(_compiled, impl, function):
+        torch.testing.assert_close(compiled[0], eager[0], rtol=1e-6, atol=0)  # the compiler adds up log-probabilities
+        assert torch.equal(compiled[1], eager[1])

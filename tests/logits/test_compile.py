@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -351,16 +353,21 @@ def _in_ranks(rank, group, impl, names):
         if name == "sequence parallel":
             part = x.hidden.detach().chunk(n_ranks)[rank].clone().requires_grad_()
             x, step, options = x._replace(hidden=part), linear_mean, options | {"sequence_parallel": True}
+        elif name == "DTensor head":
+            mesh = init_device_mesh(device.type, (n_ranks,))
+            head = distribute_tensor(inputs(device).weight.detach(), mesh, [Shard(0)]).requires_grad_()
+            x, step, options = x._replace(weight=head), linear_none, options | {"group": mesh.get_group()}
         else:
             step = next(step for step in STEPS if step.__name__ == name)
         compiled = torch.compile(step, fullgraph=True, backend=backend_of(device))
         found.append((results(compiled, x, **options), results(step, x, **options)))
+    found[-1] = tuple([getattr(t, "_local_tensor", t) for t in each] for each in found[-1])
     return found
 
 
 @in_ranks((2,), (), (2, 4))
 def test_ranks(rank_pool, impl):
-    names = ["logits_mean", "log_probs", "linear_mean", "linear_log_probs", "sequence parallel"]
+    names = ["logits_mean", "log_probs", "linear_mean", "linear_log_probs", "sequence parallel", "DTensor head"]
     all_ranks = rank_pool.run(_in_ranks, impl, names)
     for of_rank in all_ranks:
         for compiled, eager in of_rank:

@@ -24,7 +24,11 @@ LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]
 SIGNATURES = [
     (package.vocab_parallel_cross_entropy, LOGITS, OF_THE_LOSS),
     (package.token_log_probs, LOGITS, {**OF_LOG_PROBS, "gradient": "auto"}),
-    (package.linear_cross_entropy, LINEAR, OF_THE_LOSS | OF_HEADS | {"valid_tokens": None, "expected_grad_output": None}),
+    (
+        package.linear_cross_entropy,
+        LINEAR,
+        OF_THE_LOSS | OF_HEADS | {"valid_tokens": None, "expected_grad_output": None},
+    ),
     (package.linear_token_log_probs, LINEAR, {**OF_LOG_PROBS, **OF_HEADS}),
 ]
 
