@@ -1,5 +1,9 @@
 """Compiled calls: one graph, the bits of eager code, and nothing overwritten."""
 
+import re
+import runpy
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -339,6 +343,17 @@ def test_what_overwrites_by_name_and_verification_run_eagerly():
             torch.compile(step, fullgraph=True, backend="aot_eager")(x)
     with verify_calls():
         assert_same_bits(results(torch.compile(logits_none, backend="aot_eager"), x), results(logits_none, x))
+
+
+@pytest.mark.reference
+def test_the_example_trains_alike(monkeypatch, capsys):
+    path = Path(__file__).parents[2] / "scripts" / "examples" / "compiled_step.py"
+    monkeypatch.setattr(sys, "argv", [str(path), "--steps", "5", "--backend", "aot_eager"])
+    runpy.run_path(str(path), run_name="__main__")
+    printed = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"eager ([\d.]+)", printed)]
+    assert len(losses) == 5 and losses[-1] < losses[0]
+    assert "differ by at most 0.0e+00" in printed
 
 
 def _in_ranks(rank, group, impl, names):
