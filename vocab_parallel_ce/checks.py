@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LABEL_DTYPES = (torch.int64, torch.int32)
 FP32 = torch.finfo(torch.float32)
+DOUBLE_BACKWARD = "cross-entropy: expected backward without create_graph: its gradient cannot be differentiated again"
 IN_TRANSFORM = (
     "cross-entropy: expected a call outside of torch.func transforms, got one inside (grad, jvp, vmap, or "
     "is_grads_batched); use a plain backward, or torch.nn.functional.cross_entropy"

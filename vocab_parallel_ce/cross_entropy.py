@@ -27,7 +27,6 @@ SECOND_BACKWARD = (
     "cross-entropy: backward ran a second time, but the first had its gradient in the logits' storage and has handed "
     "it on; ask for gradient='out_of_place' (TransformerEngine's overwrite_input=False) to run backward again"
 )
-DOUBLE_BACKWARD = "cross-entropy: expected backward without create_graph: its gradient cannot be differentiated again"
 OVERWRITTEN = (
     "cross-entropy: the logits, or the tensor that they are a view of, were overwritten before backward read "
     "them; if another loss did it, ask for gradient='out_of_place' in both"
@@ -159,7 +158,7 @@ def run(
     logits: Tensor, labels: Tensor, settings: Settings, *, group: Any, num_items: int | Tensor | None = None
 ) -> tuple[TokenOutputs, Tensor | None]:
     """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():  # of this frame; is_compiling() is of all threads
         from vocab_parallel_ce.operators import losses
 
         return losses(logits, labels, settings, group, num_items)
@@ -284,7 +283,7 @@ def check_backward(*grad_outputs: Tensor | None) -> None:
     a gradient that is silently a constant.
     """
     if torch.is_grad_enabled():
-        raise RuntimeError(DOUBLE_BACKWARD)
+        raise RuntimeError(checks.DOUBLE_BACKWARD)
     for grad in grad_outputs:
         if _in_transform() or (grad is not None and _is_batch(grad)):
             raise RuntimeError(checks.IN_TRANSFORM)

@@ -34,18 +34,24 @@ def local_columns(name: str, logits: Any) -> LocalColumns:
 
     Raises:
         ValueError: the placements are not ``Shard(-1)`` on exactly one dimension of the mesh, and ``Replicate()`` or
-            ``Shard`` of the tokens on the others.
+            ``Shard`` of the tokens on the others; or its ranks do not ascend.
     """
     from torch.distributed.tensor import Replicate
 
     mesh, placements, vocab_size = logits.device_mesh, logits.placements, logits.shape[-1]
     dim = _vocabulary_mesh_dim(name, placements, logits.dim())
-    coordinate = mesh.get_coordinate()
+    coordinate, group = mesh.get_coordinate(), mesh.get_group(dim)
     if coordinate is None:
         raise ValueError(f"{name}: this rank must be in the mesh of the DTensor, got {mesh}")
+    # PyTorch sorts a group's ranks, and then cuts by the position in the group, not in the mesh.
+    ranks = ranks_along(mesh, dim)
+    if tuple(dist.get_process_group_ranks(group)) != ranks:
+        raise ValueError(
+            f"{name}: expected a mesh of ascending ranks along dimension {dim}, got {ranks}; make it of those"
+        )
     local, shard = with_a_column(name, _arrived(logits.to_local()), vocab_size, coordinate[dim], mesh.size(dim))
     of_tokens = tuple(Replicate() if d == dim else placement for d, placement in enumerate(placements))
-    return LocalColumns(local, shard, mesh.get_group(dim), of_tokens)
+    return LocalColumns(local, shard, group, of_tokens)
 
 
 def _arrived(local: Any) -> Tensor:
@@ -163,6 +169,10 @@ def ranks_along(mesh: Any, dim: int) -> tuple[int, ...]:
     """Return the ranks that differ from this one only in dimension ``dim``, in the order of their shards."""
     coordinate = mesh.get_coordinate()
     return () if coordinate is None else _ranks_along(mesh, dim, tuple(coordinate))
+
+
+# As torch.compiler.assume_constant_result marks it, without importing the compiler: it reads a tensor of the mesh.
+ranks_along._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=64)  # mesh.mesh takes 0.5 ms

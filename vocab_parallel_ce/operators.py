@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from vocab_parallel_ce import checks, pipeline
 from vocab_parallel_ce.collectives import group_named, group_position
-from vocab_parallel_ce.dtensor import is_dtensor, local_rows, ranks_along
+from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.layout import flat, source_and_new, walkable
 from vocab_parallel_ce.linear import pipeline as linear_pipeline
 from vocab_parallel_ce.linear.plan import (
@@ -37,7 +38,7 @@ from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import TokenOutputs
 
 N_SETTINGS = len(Settings._fields)
-TYPES = {"VocabShard | None": "int[]?", "int | str": "str", "int | None": "int?", "float | None": "float?"}
+TYPES = {"VocabShard | None": "int[]?", "int | str": "SymInt?", "int | None": "int?", "float | None": "float?"}
 
 
 class LogitsCall(NamedTuple):
@@ -52,10 +53,6 @@ class LogitsCall(NamedTuple):
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> LogitsCall:
         return cls._make((*arguments[:4], _settings(arguments[4:])))
-
-    @property
-    def n_ranks(self) -> int:
-        return group_position(group_named(self.group))[1]
 
 
 class HeadCall(NamedTuple):
@@ -74,14 +71,10 @@ class HeadCall(NamedTuple):
 
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> HeadCall:
-        head = HeadSettings(*arguments[8 + N_SETTINGS :])
-        tokens = str(head.chunk_tokens)
-        head = head._replace(chunk_tokens=int(tokens) if tokens.lstrip("-").isdigit() else tokens)
-        return cls._make((*arguments[:8], _settings(arguments[8 : 8 + N_SETTINGS]), head))
-
-    @property
-    def n_ranks(self) -> int:
-        return group_position(group_named(self.group))[1]
+        first = len(cls._fields) - 2  # before the two records
+        head = HeadSettings(*arguments[first + N_SETTINGS :])
+        head = head._replace(chunk_tokens="auto" if head.chunk_tokens is None else head.chunk_tokens)
+        return cls._make((*arguments[:first], _settings(arguments[first : first + N_SETTINGS]), head))
 
     @property
     def has_gradients(self) -> bool:
@@ -110,7 +103,7 @@ def losses(
     if logits.stride(-1) != 1 or logits.dim() > 4:
         logits = logits.contiguous()  # so that the gradient is laid out as empty_like says
     settings = settings._replace(gradient="out_of_place")
-    divisor = _divisor(num_items, logits)
+    divisor = _divisor(num_items, settings.reduction, logits)
     found = torch.ops.vocab_parallel_ce.cross_entropy(logits, labels, divisor, _name(group), *_values(settings))
     return _token_outputs(found, settings), divisor
 
@@ -129,20 +122,24 @@ def linear_losses(
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     settings = settings._replace(gradient=gradient_of(settings, autocast or hidden.dtype))
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    divisor, values = _divisor(num_items, hidden), (*_values(settings), *_values(head))
+    divisor, values = _divisor(num_items, settings.reduction, hidden), (*_values(settings), *_values(head))
     operator = torch.ops.vocab_parallel_ce.linear_cross_entropy
     found = operator(hidden, weight, bias, labels, divisor, _name(group), autocast, wanted, *values)
     return _token_outputs(found, settings), divisor, None if head.valid_tokens is None else found[4]
 
 
-def _divisor(num_items: int | Tensor | None, like: Tensor) -> Tensor | None:
+def _divisor(num_items: int | Tensor | None, reduction: str, like: Tensor) -> Tensor | None:
     """Return ``num_items`` on the device of ``like``, without waiting for it."""
     if num_items is None:
         return None
+    if reduction != "sum":
+        raise ValueError(f"num_items: expected reduction='sum' with it, got reduction={reduction!r}")
     if isinstance(num_items, Tensor):
         return num_items.detach().to(like.device)
     if not isinstance(num_items, int) or isinstance(num_items, bool):
         raise TypeError(f"num_items: expected an int or a tensor of one element, got {type(num_items).__name__}")
+    if num_items < 0:
+        raise ValueError(f"num_items: must be at least 0, got {num_items}")
     return like.new_full((1,), num_items, dtype=torch.float32)
 
 
@@ -151,10 +148,17 @@ def _name(group: Any) -> str | None:
 
 
 def _values(record: Settings | HeadSettings) -> list[Any]:
-    """Return the fields of a record as an operator takes them."""
+    """Return the fields of a record as an operator takes them; it would take True for 1."""
+    for name, default, value in zip(record._fields, type(record)(), record, strict=True):
+        if isinstance(value, bool) != isinstance(default, bool):
+            expected = "a bool" if isinstance(default, bool) else "no bool"
+            raise TypeError(f"{name}: expected {expected}, got {value!r}")
     values: list[Any] = list(record)
     if isinstance(record, HeadSettings):
-        values[HeadSettings._fields.index("chunk_tokens")] = str(record.chunk_tokens)
+        tokens = record.chunk_tokens
+        if isinstance(tokens, str) and tokens != "auto":
+            raise ValueError(f"chunk_tokens: expected 'auto' or a number of tokens, got {tokens!r}")
+        values[HeadSettings._fields.index("chunk_tokens")] = None if tokens == "auto" else tokens
     elif record.shard is not None:
         values[Settings._fields.index("shard")] = list(record.shard)
     return values
@@ -189,8 +193,19 @@ def _new_outputs(labels: Tensor, settings: Settings) -> list[Tensor | None]:
     return [loss, per_token(settings.entropy), per_token(metrics), per_token(metrics, torch.int64)]
 
 
+def _check(call: LogitsCall | HeadCall) -> None:
+    """Check what is known while the call is traced."""
+    if forward_ad._current_level >= 0:
+        raise TypeError(checks.IN_TRANSFORM)
+    check_settings(call.settings, _n_ranks(call))
+
+
+def _n_ranks(call: LogitsCall | HeadCall) -> int:
+    return group_position(group_named(call.group))[1]
+
+
 def _new_statistics(call: LogitsCall | HeadCall) -> Tensor:
-    shape = (call.n_ranks, call.labels.numel(), len(loss_options(call.settings, None).statistics))
+    shape = (_n_ranks(call), call.labels.numel(), len(loss_options(call.settings, None).statistics))
     return call.labels.new_empty(shape, dtype=torch.float32)
 
 
@@ -204,7 +219,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = LogitsCall.read(arguments)
-    check_settings(call.settings, call.n_ranks)
+    _check(call)
     checks.check_logits(call.logits)
     checks.check_labels(call.labels, call.logits)
     checks.check_rows(call.labels, call.logits)
@@ -234,11 +249,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    _check_no_double_backward()
     grad, (stats, *inputs) = None, ctx.saved_tensors
     if grad_loss is not None or grad_entropy is not None:
         operator = torch.ops.vocab_parallel_ce.cross_entropy_gradient
         grad = operator(stats, grad_loss, grad_entropy, *inputs, *ctx.others)
     return grad, *(None,) * (2 + len(ctx.others))
+
+
+def _check_no_double_backward() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(checks.DOUBLE_BACKWARD)
 
 
 def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -259,8 +280,8 @@ def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _fake_linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = HeadCall.read(arguments)
-    check_head_settings(call.settings, call.head)
-    check_settings(call.settings, call.n_ranks)
+    _check(call)
+    check_head_settings(call.settings, call.head._replace(chunk_tokens="auto"))  # a number may be symbolic
     overflow = None if call.head.valid_tokens is None else call.hidden.new_empty((), dtype=torch.float32)
     stats = None if call.has_gradients else _new_statistics(call)
     gradients = call.new_gradients() if call.has_gradients else (None, None, None)
@@ -300,6 +321,7 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 def _linear_backward(
     ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
+    _check_no_double_backward()
     first, *others = ctx.saved_tensors
     gradients: Sequence[Tensor | None] = (None, None, None)
     if ctx.has_gradients and grad_loss is not None:
@@ -353,4 +375,3 @@ _define(
     _linear_gradient,
     _fake_linear_gradient,
 )
-torch.compiler.assume_constant_result(ranks_along)  # it reads a tensor of the mesh, which never changes

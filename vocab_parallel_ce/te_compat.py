@@ -20,7 +20,7 @@ from vocab_parallel_ce.plan import launchers_of, may_overwrite, plan_call
 from vocab_parallel_ce.selection import select
 
 
-@public(eager_if=lambda keywords: bool(keywords.get("overwrite_input")))
+@public(eager_if=lambda keywords: bool(keywords.get("overwrite_input")) or "_input" in keywords)
 def parallel_cross_entropy(
     inp: Tensor | None = None,
     target: Tensor | None = None,
@@ -116,7 +116,7 @@ def _gradient(logits: object, reduce_loss: bool, overwrite_input: bool | None) -
     """``gradient=`` of :func:`vocab_parallel_cross_entropy`, which checks ``logits``."""
     if overwrite_input is not None:
         return "in_backward" if overwrite_input else "out_of_place"
-    compiles = torch.compiler.is_compiling()
+    compiles = torch.compiler.is_dynamo_compiling()
     if compiles or not reduce_loss or not isinstance(logits, Tensor) or logits.dtype == torch.float16:
         return "auto"
     return "in_forward" if logits._base is None and may_overwrite(logits) else "auto"

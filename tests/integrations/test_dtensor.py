@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 try:
@@ -299,10 +299,12 @@ def _refusals(rank, group, impl):
         return DTensor.from_local(rows.to_local().t(), mesh, [StridedShard(1, split_factor=2), Replicate()])
 
     cut = place(labels, mesh, [Shard(0), Replicate()])
+    descending = DeviceMesh(device.type, [3, 2, 1, 0])
     attempts = {
         "plain": lambda: cross_entropy(logits, labels),
         "whole": lambda: call(Replicate(), Replicate()),
         "tokens alone": lambda: call(Shard(0), Replicate()),
+        "another order": lambda: cross_entropy(DTensor.from_local(logits, descending, [Shard(1)]), labels),
         "twice": lambda: call(Shard(1), Shard(1)),
         "partial": lambda: cross_entropy(DTensor.from_local(logits, mesh, [Partial(), Shard(1)]), labels),
         "strided": lambda: cross_entropy(strided(), labels),
@@ -334,6 +336,7 @@ def test_other_placements_are_refused_with_what_to_do(rank_pool, impl):
         "plain": "TypeError: logits: expected a DTensor, got a plain torch.Tensor; .*vocab_parallel_ce, with group=",
         "whole": rf"{layout}\(Replicate\(\), Replicate\(\)\); every rank has .*to_local",
         "tokens alone": rf"{layout}\(Shard\(dim=0\), Replicate\(\)\); redistribute it first$",
+        "another order": r"ValueError: logits: expected a mesh of ascending ranks along dimension 0, got \(3, 2, 1",
         "twice": rf"{layout}.*; flatten these dimensions",
         "partial": rf"{layout}\(Partial.*; redistribute it first: its values are sums",
         "strided": rf"{layout}\(_StridedShard.*; redistribute it first$",

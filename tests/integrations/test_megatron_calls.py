@@ -1,8 +1,6 @@
-"""What is rebound in Megatron-Core, and calls of its losses: labels, padding, hooks, gradient buffers, refusals."""
+"""Calls of Megatron-Core's losses: labels, padding, hooks, gradient buffers, refusals."""
 
 import copy
-import sys
-import types
 import warnings
 
 import pytest
@@ -16,7 +14,6 @@ pytest.importorskip("megatron.core")
 
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.common.language_module import language_module
 
 from tests.support import megatron_stubs as stubs
 from vocab_parallel_ce.integrations import megatron
@@ -25,14 +22,6 @@ from vocab_parallel_ce.linear import expected
 
 in_two_ranks = in_ranks((2,), (), (2,))
 LINEAR = {"linear": True}
-CORE = "megatron.core"
-NAMES = {
-    f"{CORE}.tensor_parallel.cross_entropy.vocab_parallel_cross_entropy",
-    f"{CORE}.tensor_parallel.vocab_parallel_cross_entropy",
-    f"{CORE}.fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy",
-    f"{CORE}.models.common.language_module.language_module.fused_vocab_parallel_cross_entropy",
-    f"{CORE}.models.common.language_module.language_module.LanguageModule.compute_language_model_loss",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -40,87 +29,6 @@ def _megatrons_own_afterwards():
     yield
     megatron.uninstall()
     assert not megatron.report().installed
-
-
-# What is rebound
-
-
-@pytest.mark.reference
-def test_every_name_is_rebound_and_given_back():
-    method = language_module.LanguageModule.compute_language_model_loss
-    own = tensor_parallel.vocab_parallel_cross_entropy, language_module.fused_vocab_parallel_cross_entropy, method
-    report = megatron.install()
-    assert report.installed and set(report.rebound) == NAMES and not report.calls
-    assert tensor_parallel.vocab_parallel_cross_entropy is losses.vocab_parallel_cross_entropy
-    assert tensor_parallel.cross_entropy.vocab_parallel_cross_entropy is losses.vocab_parallel_cross_entropy
-    assert language_module.fused_vocab_parallel_cross_entropy is losses.fused_vocab_parallel_cross_entropy
-    assert megatron.install() == report
-    with pytest.raises(ValueError, match=r"installed with .*linear.*False.*got .*True.*uninstall\(\) first"):
-        megatron.install(linear=True)
-    megatron.uninstall()
-    now = tensor_parallel.vocab_parallel_cross_entropy, language_module.fused_vocab_parallel_cross_entropy
-    assert (*now, language_module.LanguageModule.compute_language_model_loss) == own
-    assert megatron.report() == (False, (), report.calls)
-
-
-@pytest.mark.reference
-def test_the_linear_loss_rebinds_the_forwards_too():
-    forward = stubs.GPTModel.forward
-    with megatron.installed(linear=True) as report:
-        assert f"{CORE}.models.gpt.gpt_model.GPTModel.forward" in report.rebound
-        hybrid = f"{CORE}.models.hybrid.hybrid_model.HybridModel.forward"
-        assert (hybrid in report.rebound) == (stubs.VERSION >= (0, 17))
-        assert stubs.GPTModel.forward is not forward
-    assert stubs.GPTModel.forward is forward
-
-
-@pytest.mark.reference
-def test_modules_that_are_imported_later(monkeypatch):
-    """They bind our function, and get Megatron's own at the end."""
-    own = tensor_parallel.vocab_parallel_cross_entropy
-    megatron.install()
-    late = types.ModuleType("megatron.late")
-    late.vocab_parallel_cross_entropy = tensor_parallel.vocab_parallel_cross_entropy
-    monkeypatch.setitem(sys.modules, "megatron.late", late)
-    megatron.uninstall()
-    assert late.vocab_parallel_cross_entropy is own
-
-
-@pytest.mark.reference
-def test_somebody_else_replaced_a_name(monkeypatch):
-    megatron.install()
-    with monkeypatch.context() as patched:
-        patched.setattr(tensor_parallel, "vocab_parallel_cross_entropy", print)
-        with pytest.raises(RuntimeError, match="tensor_parallel.vocab_parallel_cross_entropy: something else"):
-            megatron.uninstall()
-        assert language_module.fused_vocab_parallel_cross_entropy is losses.fused_vocab_parallel_cross_entropy
-
-
-@pytest.mark.reference
-def test_transformer_engines_name_is_rebound_if_it_is_there(monkeypatch):
-    monkeypatch.setattr(language_module, "te_parallel_cross_entropy", print)
-    with megatron.installed():
-        assert language_module.te_parallel_cross_entropy is losses.te_parallel_cross_entropy
-    assert language_module.te_parallel_cross_entropy is print
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize(
-    "options,kind,message",
-    [
-        ({"reduction": "mean"}, TypeError, "reduction: expected one of the options"),
-        ({"z_loss": -1.0}, ValueError, "z_loss"),
-        ({"gradient": "later"}, ValueError, "gradient"),
-        ({"linear": True, "chunk_tokens": 0}, ValueError, "chunk_tokens"),
-    ],
-)
-def test_options_are_checked_before_anything_is_rebound(options, kind, message):
-    with pytest.raises(kind, match=message):
-        megatron.install(**options)
-    assert not megatron.report().installed
-
-
-# Calls
 
 
 def _signatures(rank, group, impl):

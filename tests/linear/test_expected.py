@@ -18,7 +18,7 @@ from vocab_parallel_ce.linear import expected as module
 ROWS, FACTOR = 6, -0.37
 WAY = {"reduction": "none", "gradient": "in_forward"}
 BY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-MISFIT = "expected_grad_output: the losses of an earlier call"
+MISFIT = "expected_grad_output: the losses of a call"
 
 
 def mask_of(rows, kind="mask"):

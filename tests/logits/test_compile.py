@@ -24,7 +24,6 @@ from vocab_parallel_ce import (
     operators,
     parallel_cross_entropy,
     token_log_probs,
-    verify_calls,
     vocab_parallel_cross_entropy,
 )
 from vocab_parallel_ce.options import HeadSettings, Settings
@@ -294,55 +293,6 @@ def test_the_operators_are_what_they_declare(options):
         stats = ops.linear_cross_entropy(*given, *head, [True, True, False], *values)[5].detach()
     given = tuple(None if t is None else t.detach() for t in given)
     opcheck(ops.linear_cross_entropy_gradient, (stats, *grads, *given, *head, [True, False, False], *values))
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"label_smoothing": 2.0}, r"label_smoothing: must be in \[0, 1\], got 2.0"),
-        ({"reduction": "average"}, "reduction: expected one of"),
-        ({"num_items": 3}, "num_items: expected reduction='sum'"),
-        ({"reduction": "sum", "num_items": True}, "num_items: expected an int"),
-        ({"impl": "one_pass"}, "impl: 'one_pass' needs"),
-        ({"smoothing": 0.1}, "smoothing: expected one of the options"),
-    ],
-)
-def test_what_eager_code_refuses_is_refused(options, message):
-    x = inputs()
-    for function, args in (
-        (vocab_parallel_cross_entropy, ((x.hidden @ x.weight.t()).detach(), x.labels)),
-        (linear_cross_entropy, x),
-    ):
-        with pytest.raises(Exception, match=message):
-            torch.compile(function, backend="aot_eager")(*args, **options)
-
-
-@pytest.mark.reference
-def test_what_overwrites_by_name_and_verification_run_eagerly():
-    x = inputs()
-    main_grad = torch.zeros_like(x.weight)
-
-    def in_backward(x):
-        logits = x.hidden @ x.weight.t()
-        return vocab_parallel_cross_entropy(logits, x.labels, gradient="in_backward"), logits
-
-    def with_main_grad(x):
-        return (linear_cross_entropy(x.hidden, x.weight, x.labels, main_grad=main_grad) + x.weight.sum() * 0,)
-
-    loss, logits = torch.compile(in_backward, backend="aot_eager")(x)
-    before = logits.detach().clone()
-    loss.backward()
-    assert not torch.equal(logits.detach(), before)
-    expected = results(lambda x: (linear_cross_entropy(x.hidden, x.weight, x.labels),), x)[-1]
-    results(torch.compile(with_main_grad, backend="aot_eager"), x)
-    assert torch.equal(main_grad, expected)
-    for step in (in_backward, with_main_grad):
-        torch._dynamo.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported):
-            torch.compile(step, fullgraph=True, backend="aot_eager")(x)
-    with verify_calls():
-        assert_same_bits(results(torch.compile(logits_none, backend="aot_eager"), x), results(logits_none, x))
 
 
 @pytest.mark.reference

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 
 # Oldest and newest version that the tests ran with.
@@ -34,4 +35,4 @@ def framework_lines() -> list[str]:
 
 
 def _key(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -62,9 +62,11 @@ def install(*, vocab_size: int | None = None, gradient: str = "auto", impl: str 
     checks.check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
     if not _options:
         module = importlib.import_module(LOSS)
+        for name in ("get_spmd_backend", "spmd_mesh_size", "current_spmd_mesh", "spmd"):
+            if not hasattr(module, name):
+                raise ValueError(f"{LOSS}.{name}: expected that of torchtitan 0.3, got no such name; install 0.3")
+            _titan[name] = getattr(module, name)
         _switch.install()
-        names = ("get_spmd_backend", "spmd_mesh_size", "current_spmd_mesh", "spmd")
-        _titan.update({name: getattr(module, name) for name in names})
         _own.update(_switch.originals())
         _calls.clear()
     _options.update(vocab_size=vocab_size, gradient=gradient, impl=impl)
@@ -178,6 +180,6 @@ def _left_to_torchtitan(logits: Any, has_vocab_size: bool = True) -> bool:
         reason = TYPES
     elif not has_vocab_size and _vocabulary_group() is not None:
         reason = UNKNOWN
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         _calls[reason] += 1
     return reason != "fused"

@@ -1,7 +1,7 @@
 """verl's log-probabilities and entropies, computed by this package: only on request, and undoable.
 
 The functions have the names, parameters, shapes and dtypes of verl 0.9. :func:`install` makes verl use them. Importing
-this module does it too if the variable ``VOCAB_PARALLEL_CE_VERL`` is 1: so verl's own variable
+this module does it too if the variable ``VOCAB_PARALLEL_CE_VERL`` is set, and not 0: so verl's own variable
 ``VERL_USE_EXTERNAL_MODULES=vocab_parallel_ce.integrations.verl`` switches it on in every process of a program.
 
 What differs from verl in all of them: a label of -100 has log-probability 0, and exactly no gradient; another label
@@ -137,5 +137,5 @@ _switch = Switch(
 )
 install, uninstall, installed, report = _switch.install, _switch.uninstall, _switch.installed, _switch.report
 
-if os.environ.get("VOCAB_PARALLEL_CE_VERL") == "1":
+if os.environ.get("VOCAB_PARALLEL_CE_VERL", "") not in ("", "0"):
     install()

@@ -196,7 +196,7 @@ def run(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[Token
 
     Also return ``num_items`` as a tensor, and the factor NaN or 1 that tells if more than ``valid_tokens`` are valid.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         from vocab_parallel_ce.operators import linear_losses
 
         return linear_losses(given, settings, head)

@@ -20,8 +20,8 @@ from vocab_parallel_ce.linear.chunks import TokenOrder
 
 TOLERANCE = 2.0**-20  # relative: some roundings of fp32
 MISFIT = (
-    "expected_grad_output: the losses of an earlier call were multiplied by something else, beyond one factor for all "
-    "tokens, so the gradients of that call are NaN; pass what multiplies the losses, or use gradient='in_backward'"
+    "expected_grad_output: the losses of a call were multiplied by something else, beyond one factor for all "
+    "tokens, so its gradients are NaN; pass what multiplies the losses, or use gradient='in_backward'"
 )
 _misfits: deque[tuple[Tensor, Any]] = deque()  # flags on their way to the host, and the events of their arrival
 

@@ -44,6 +44,8 @@ def vocab_parallel_cross_entropy(
     keywords = {"group": tp_group, "reduction": "none", "label_smoothing": label_smoothing, **options}
     keywords["smoothing_formula"] = "megatron"
     call = _loss_calls[-1] if _loss_calls else None
+    if call is None or not call.model.training:
+        keywords.pop("z_loss", None)  # it is a part of the training loss alone
     if isinstance(vocab_parallel_logits, LazyLogits):
         loss = linear_loss(vocab_parallel_logits, target, None if call is None else call.labels, keywords)
         if loss is not None:

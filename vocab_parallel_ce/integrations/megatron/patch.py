@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from vocab_parallel_ce.checks import check_choice
 from vocab_parallel_ce.integrations.megatron import linear, losses
 from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, split_keywords
 from vocab_parallel_ce.linear.plan import check_head_settings
@@ -83,6 +84,11 @@ def install(*, linear: bool = False, **options: Any) -> Report:
     """
     settings, head_settings = split_keywords(options, OPTIONS)
     check_settings(settings, 1)
+    not_linear = [name for name in ("chunk_tokens", "memory_budget") if name in options and not linear]
+    if not_linear:
+        raise ValueError(f"{not_linear[0]}: expected linear=True with it, got linear=False")
+    known = ("auto", "in_backward") if linear else ("auto", "in_backward", "out_of_place")
+    check_choice("gradient", settings.gradient, known)
     if linear:
         check_head_settings(settings._replace(gradient="auto"), head_settings)
     asked = {"linear": linear, **options}
@@ -91,15 +97,17 @@ def install(*, linear: bool = False, **options: Any) -> Report:
             raise ValueError(f"megatron: is installed with {_asked}, got {asked}; uninstall() first")
         return report()
     importlib.import_module(LANGUAGE_MODULE)
+    found = {name: getattr(importlib.import_module(module), name) for name, (module, _) in FUNCTIONS.items()}
+    models = _models() if linear else []
     _asked.update(asked)
     losses.options.update(options)
     losses.calls.clear()
-    for name, (module, ours) in FUNCTIONS.items():
-        _rebind_function(name, getattr(importlib.import_module(module), name), ours)
+    for name, (_, ours) in FUNCTIONS.items():
+        _rebind_function(name, found[name], ours)
     language_module = sys.modules[LANGUAGE_MODULE].LanguageModule
     _rebind(language_module, "compute_language_model_loss", losses.noted)
-    if linear:
-        _install_linear()
+    for owner, name, make in models:
+        _rebind(owner, name, make)
     return report()
 
 
@@ -126,10 +134,12 @@ def uninstall() -> None:
 @contextlib.contextmanager
 def installed(**options: Any) -> Iterator[Report]:
     """Do :func:`install` with ``options``, and :func:`uninstall` at the end of the ``with`` block."""
+    was_installed = bool(_rebound)
     try:
         yield install(**options)
     finally:
-        uninstall()
+        if not was_installed:
+            uninstall()
 
 
 def report() -> Report:
@@ -155,12 +165,15 @@ def _modules_with(name: str, value: Any) -> list[Any]:
     return [module for module in modules if module is not None and vars(module).get(name) is value]
 
 
-def _install_linear() -> None:
+def _models() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """Return what the linear loss wraps, of what this version of Megatron-Core has."""
+    found: list[tuple[Any, str, Callable[[Any], Any]]] = []
     for name, module in MODELS.items():
-        with contextlib.suppress(ModuleNotFoundError):
+        with contextlib.suppress(ImportError):
             model = getattr(importlib.import_module(module), name)
             if "forward" in vars(model):
-                _rebind(model, "forward", linear.with_lazy_logits)
+                found.append((model, "forward", linear.with_lazy_logits))
     multi_token = importlib.import_module(MULTI_TOKEN)
     if hasattr(multi_token, "_compute_mtp_acceptance_counts"):
-        _rebind(multi_token, "_compute_mtp_acceptance_counts", linear.with_predictions)
+        found.append((multi_token, "_compute_mtp_acceptance_counts", linear.with_predictions))
+    return found

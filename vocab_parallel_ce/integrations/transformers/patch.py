@@ -128,7 +128,7 @@ def lazy_forward(original: Callable[..., Any], options: dict[str, Any]) -> Calla
         labels = kwargs.get("labels")
         if labels is None and position < len(args):
             labels = args[position]
-        if labels is None or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if labels is None or torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
             return original(self, *args, **kwargs)
         with lazy_head(self, options) as record:
             outputs = original(self, *args, **kwargs)

@@ -1,0 +1,125 @@
+"""Compiled calls: what is refused, what stays eager, and eager calls beside a compilation."""
+
+import threading
+
+import pytest
+import torch
+
+from tests.logits.test_compile import (
+    VOCABULARY,
+    WIDTH,
+    assert_same_bits,
+    inputs,
+    linear_mean,
+    log_probs,
+    logits_none,
+    results,
+)
+from vocab_parallel_ce import linear_cross_entropy, verify_calls, vocab_parallel_cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def _a_new_compiler():
+    torch._dynamo.reset()
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_smoothing": 2.0}, r"label_smoothing: must be in \[0, 1\], got 2.0"),
+        ({"reduction": "average"}, "reduction: expected one of"),
+        ({"num_items": 3}, "num_items: expected reduction='sum'"),
+        ({"reduction": "sum", "num_items": True}, "num_items: expected an int"),
+        ({"reduction": "sum", "num_items": -2}, "num_items: must be at least 0, got -2"),
+        ({"label_smoothing": True}, "label_smoothing: expected "),
+        ({"check_labels": 1}, "check_labels: expected a bool"),
+        ({"impl": "one_pass"}, "impl: 'one_pass' needs"),
+        ({"smoothing": 0.1}, "smoothing: expected one of the options"),
+    ],
+)
+def test_what_eager_code_refuses_is_refused(options, message):
+    x = inputs()
+    for function, args in (
+        (vocab_parallel_cross_entropy, ((x.hidden @ x.weight.t()).detach(), x.labels)),
+        (linear_cross_entropy, x),
+    ):
+        with pytest.raises(Exception, match=message):
+            torch.compile(function, backend="aot_eager")(*args, **options)
+
+
+@pytest.mark.reference
+def test_a_chunk_that_follows_the_number_of_tokens():
+    def step(x):
+        return (linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_tokens=x.hidden.shape[0] // 2),)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for n in (12, 16, 30):
+        x = inputs(n=n)
+        assert_same_bits(results(compiled, x), results(step, x))
+    with pytest.raises(ValueError, match="chunk_tokens: expected 'auto' or a number of tokens, got 'all'"):
+        torch.compile(linear_cross_entropy, backend="aot_eager")(*inputs(), chunk_tokens="all")
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("step", [logits_none, linear_mean, log_probs])
+def test_transforms_and_double_backward_are_refused(step):
+    x = inputs()
+
+    def tangent(hidden):
+        return torch.func.jvp(lambda hidden: step(x._replace(hidden=hidden))[0], (hidden,), (hidden * hidden,))
+
+    with pytest.raises(Exception, match="expected a call outside of torch.func transforms"):
+        torch.compile(tangent, backend="aot_eager")(x.hidden.detach())
+    loss = torch.compile(lambda x: step(x)[0].sum(), backend="eager")(x)
+    with pytest.raises(RuntimeError, match="expected backward without create_graph"):
+        torch.autograd.grad(loss, x.hidden, create_graph=True)
+
+
+@pytest.mark.reference
+def test_eager_calls_beside_a_compilation_stay_eager():
+    """A compilation anywhere raises a flag of all threads."""
+    x, main_grad = inputs(), torch.zeros(VOCABULARY, WIDTH)
+    began, ended = threading.Event(), threading.Event()
+
+    def backend(graph, _):
+        began.set()
+        assert ended.wait(60)
+        return graph.forward
+
+    compiling = threading.Thread(target=lambda: torch.compile(torch.sin, backend=backend)(torch.ones(3)))
+    compiling.start()
+    try:
+        assert began.wait(60)
+        linear_cross_entropy(x.hidden, x.weight, x.labels, main_grad=main_grad).backward()
+    finally:
+        ended.set()
+        compiling.join()
+    assert x.weight.grad is None and main_grad.abs().sum() > 0
+
+
+@pytest.mark.reference
+def test_what_overwrites_by_name_and_verification_run_eagerly():
+    x = inputs()
+    main_grad = torch.zeros_like(x.weight)
+
+    def in_backward(x):
+        logits = x.hidden @ x.weight.t()
+        return vocab_parallel_cross_entropy(logits, x.labels, gradient="in_backward"), logits
+
+    def with_main_grad(x):
+        return (linear_cross_entropy(x.hidden, x.weight, x.labels, main_grad=main_grad) + x.weight.sum() * 0,)
+
+    loss, logits = torch.compile(in_backward, backend="aot_eager")(x)
+    before = logits.detach().clone()
+    loss.backward()
+    assert not torch.equal(logits.detach(), before)
+    expected = results(lambda x: (linear_cross_entropy(x.hidden, x.weight, x.labels),), x)[-1]
+    results(torch.compile(with_main_grad, backend="aot_eager"), x)
+    assert torch.equal(main_grad, expected)
+    for step in (in_backward, with_main_grad):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(step, fullgraph=True, backend="aot_eager")(x)
+    with verify_calls():
+        assert_same_bits(results(torch.compile(logits_none, backend="aot_eager"), x), results(logits_none, x))
