@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from vocab_parallel_ce import checks, pipeline, verify
+from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.layout import flat, overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.options import Function, LossKeywords, Settings, check_names, keyword_defaults, with_keywords
 from vocab_parallel_ce.overwritten import mark_overwritten
@@ -32,6 +33,8 @@ OVERWRITTEN = (
     "them; if another loss did it, ask for gradient='out_of_place' in both"
 )
 KEYWORDS = keyword_defaults(LossKeywords)
+# PyTorch 2.11 fails inside Dynamo.
+TRACES_DTENSORS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
 _in_transform = torch._C._are_functorch_transforms_active
 _is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
@@ -48,19 +51,26 @@ class LossMetrics(NamedTuple):
     z_loss: Tensor  # fp32 part of the loss that is z_loss * lse^2, reduced as the loss is
 
 
-def public(eager_if: Callable[[dict[str, Any]], bool] | None = None) -> Callable[[Function], Function]:
+def public(
+    eager_if: Callable[[dict[str, Any]], bool] | None = None, *, verifies: bool = True
+) -> Callable[[Function], Function]:
     """Decorate a public function: verified if verification is on, and eager if that is what its keywords ask for.
 
-    ``torch.compile`` traces the function up to an operator of ``operators``. Where ``eager_if`` says so, and
-    under verification, its graph breaks instead.
+    ``torch.compile`` traces the function up to an operator of ``operators``. Where ``eager_if`` says so, under
+    verification, and for DTensors that this PyTorch cannot trace, its graph breaks instead. ``verifies=False`` is for
+    functions that call another public one.
     """
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling() and (verify.is_on or (eager_if and eager_if(kwargs))):
-                return torch.compiler.disable(call)(*args, **kwargs)
-            if verify.is_on:
+            if torch.compiler.is_dynamo_compiling():
+                cannot = not TRACES_DTENSORS and any(
+                    isinstance(value, Tensor) and is_dtensor(value) for value in (*args, *kwargs.values())
+                )
+                if verify.is_on or cannot or (eager_if and eager_if(kwargs)):
+                    return torch.compiler.disable(call)(*args, **kwargs)
+            if verify.is_on and verifies:
                 return verify.verified(function, args, kwargs)
             return function(*args, **kwargs)
 

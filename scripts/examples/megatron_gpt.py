@@ -27,7 +27,7 @@ SMALL = {"columns": 512, "width": 64, "heads": 4, "length": 64}
 def build(*, columns: int, width: int, heads: int, length: int, layers: int = 2, **options: Any) -> Any:
     """Return a GPTModel in bf16, built from Megatron's local modules."""
     torch.manual_seed(0)
-    if torch.cuda.is_available():
+    if not options.get("use_cpu_initialization"):
         model_parallel_cuda_manual_seed(0)  # every model begins alike
     config = TransformerConfig(
         num_layers=layers,

@@ -22,6 +22,7 @@ from tests.support.logits import EVERY, Results, assert_right, broad_rows, flat_
 from tests.support.ranks import device_of, in_ranks
 from vocab_parallel_ce import token_log_probs as plain_token_log_probs
 from vocab_parallel_ce import verify_calls, vocab_parallel_cross_entropy
+from vocab_parallel_ce.cross_entropy import TRACES_DTENSORS
 from vocab_parallel_ce.integrations.dtensor import cross_entropy, token_log_probs
 
 in_two_ranks = in_ranks((2,), (2,), (2,))
@@ -355,7 +356,7 @@ def test_other_placements_are_refused_with_what_to_do(rank_pool, impl):
     assert_refused(rank_pool.run(_refusals, impl), expected)
 
 
-def _compiled(rank, group, impl, function):
+def _compiled(rank, group, impl, function, fullgraph):
     """Compiled and eager: the loss and this rank's part of the gradient."""
     device, found = device_of(rank, group), []
     mesh = init_device_mesh(device.type, (2,))
@@ -366,7 +367,7 @@ def _compiled(rank, group, impl, function):
 
     torch._dynamo.reset()
     backend = "inductor" if device.type == "cuda" else "aot_eager"
-    for call in (torch.compile(step, fullgraph=True, backend=backend), step):
+    for call in (torch.compile(step, fullgraph=fullgraph, backend=backend), step):
         leaf = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
         loss = call(leaf)
         loss.backward()
@@ -377,6 +378,6 @@ def _compiled(rank, group, impl, function):
 @pytest.mark.parametrize("function", [cross_entropy, token_log_probs])
 @in_two_ranks
 def test_compiled_calls_are_one_graph(rank_pool, impl, function):
-    for compiled, eager in rank_pool.run(_compiled, impl, function):
+    for compiled, eager in rank_pool.run(_compiled, impl, function, TRACES_DTENSORS):
         torch.testing.assert_close(compiled[0], eager[0], rtol=1e-6, atol=0)  # the compiler adds up log-probabilities
         assert torch.equal(compiled[1], eager[1])

@@ -26,6 +26,7 @@ from vocab_parallel_ce import (
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
+from vocab_parallel_ce.cross_entropy import TRACES_DTENSORS
 from vocab_parallel_ce.options import HeadSettings, Settings
 
 N, WIDTH, VOCABULARY = 12, 8, 48
@@ -324,7 +325,8 @@ def _in_ranks(rank, group, impl, names):
             x, step, options = x._replace(weight=head), linear_none, options | {"group": mesh.get_group()}
         else:
             step = next(step for step in STEPS if step.__name__ == name)
-        compiled = torch.compile(step, fullgraph=True, backend=backend_of(device))
+        fullgraph = name != "DTensor head" or TRACES_DTENSORS
+        compiled = torch.compile(step, fullgraph=fullgraph, backend=backend_of(device))
         found.append((results(compiled, x, **options), results(step, x, **options)))
     found[-1] = tuple([getattr(t, "_local_tensor", t) for t in each] for each in found[-1])
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce import cross_entropy as over_logits
 from vocab_parallel_ce import log_probs as over_tokens
-from vocab_parallel_ce.cross_entropy import LossMetrics, vocab_parallel_cross_entropy
+from vocab_parallel_ce.cross_entropy import LossMetrics, public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import is_dtensor, local_columns
 from vocab_parallel_ce.options import check_names, with_keywords
 
@@ -23,6 +23,7 @@ LOSS_KEYWORDS = {name: value for name, value in over_logits.KEYWORDS.items() if 
 LOG_PROB_KEYWORDS = {name: value for name, value in over_tokens.KEYWORDS.items() if name not in OF_THE_DTENSOR}
 
 
+@public(verifies=False)
 @with_keywords(LOSS_KEYWORDS)
 def cross_entropy(
     logits: Any, labels: Any, *, num_items: int | Tensor | None = None, return_metrics: bool = False, **keywords: Any
@@ -82,6 +83,7 @@ def cross_entropy(
     return reduced(loss), metrics
 
 
+@public(verifies=False)
 @with_keywords(LOG_PROB_KEYWORDS)
 def token_log_probs(logits: Any, labels: Any, *, entropy: bool = False, **keywords: Any) -> Any:
     """Compute the log-probability of each label, and the entropy, of ``logits`` as :func:`cross_entropy` takes them.
