@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LABEL_DTYPES = (torch.int64, torch.int32)
 FP32 = torch.finfo(torch.float32)
-DOUBLE_BACKWARD = "cross-entropy: expected backward without create_graph: its gradient cannot be differentiated again"
 IN_TRANSFORM = (
     "cross-entropy: expected a call outside of torch.func transforms, got one inside (grad, jvp, vmap, or "
     "is_grads_batched); use a plain backward, or torch.nn.functional.cross_entropy"
@@ -46,6 +45,14 @@ def check_no_transforms(*tensors: Tensor | None) -> None:
         raise TypeError(
             "cross-entropy: expected tensors without a tangent, got a dual tensor of forward-mode AD; use "
             "backward, or torch.nn.functional.cross_entropy"
+        )
+
+
+def check_no_double_backward() -> None:
+    """That autograd does not record backward."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "cross-entropy: expected backward without create_graph: its gradient cannot be differentiated again"
         )
 
 

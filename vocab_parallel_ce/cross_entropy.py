@@ -292,8 +292,7 @@ def check_backward(*grad_outputs: Tensor | None) -> None:
     ``once_differentiable`` looks at ``grad_output`` alone: for one that requires no gradient it would return
     a gradient that is silently a constant.
     """
-    if torch.is_grad_enabled():
-        raise RuntimeError(checks.DOUBLE_BACKWARD)
+    checks.check_no_double_backward()
     for grad in grad_outputs:
         if _in_transform() or (grad is not None and _is_batch(grad)):
             raise RuntimeError(checks.IN_TRANSFORM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
@@ -59,3 +60,9 @@ def token_log_probs(
     outputs, _ = run(logits, labels, settings, group=group)
     log_probs = 0.0 - outputs.loss  # a negated 0 would be -0
     return log_probs if outputs.entropy is None else (log_probs, outputs.entropy)
+
+
+def entropies(logits: Tensor, group: Any = None) -> Tensor:
+    """Return the fp32 entropies ``[...]`` of ``logits [..., C]`` without labels. Overwrites nothing."""
+    any_labels = torch.zeros(logits.shape[:-1], dtype=torch.int32, device=logits.device)
+    return token_log_probs(logits, any_labels, group=group, entropy=True, gradient="out_of_place")[1]

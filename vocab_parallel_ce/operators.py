@@ -32,7 +32,7 @@ from vocab_parallel_ce.linear.plan import (
     plan_linear_call,
     shard_of_dtensor,
 )
-from vocab_parallel_ce.options import HeadSettings, Settings, check_settings, loss_options
+from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, check_settings, loss_options
 from vocab_parallel_ce.plan import plan_call, plan_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import TokenOutputs
@@ -102,6 +102,7 @@ def losses(
     """Return the outputs of a loss over logits, and the divisor of a sum."""
     if logits.stride(-1) != 1 or logits.dim() > 4:
         logits = logits.contiguous()  # so that the gradient is laid out as empty_like says
+    checks.check_choice("gradient", settings.gradient, GRADIENT_MODES)
     settings = settings._replace(gradient="out_of_place")
     divisor = _divisor(num_items, settings.reduction, logits)
     found = torch.ops.vocab_parallel_ce.cross_entropy(logits, labels, divisor, _name(group), *_values(settings))
@@ -132,14 +133,9 @@ def _divisor(num_items: int | Tensor | None, reduction: str, like: Tensor) -> Te
     """Return ``num_items`` on the device of ``like``, without waiting for it."""
     if num_items is None:
         return None
-    if reduction != "sum":
-        raise ValueError(f"num_items: expected reduction='sum' with it, got reduction={reduction!r}")
-    if isinstance(num_items, Tensor):
-        return num_items.detach().to(like.device)
-    if not isinstance(num_items, int) or isinstance(num_items, bool):
-        raise TypeError(f"num_items: expected an int or a tensor of one element, got {type(num_items).__name__}")
-    if num_items < 0:
-        raise ValueError(f"num_items: must be at least 0, got {num_items}")
+    if isinstance(num_items, Tensor) and reduction == "sum":
+        return num_items.detach().to(like.device)  # the operator checks it
+    checks.check_num_items(num_items, reduction, like)
     return like.new_full((1,), num_items, dtype=torch.float32)
 
 
@@ -249,17 +245,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    _check_no_double_backward()
+    checks.check_no_double_backward()
     grad, (stats, *inputs) = None, ctx.saved_tensors
     if grad_loss is not None or grad_entropy is not None:
         operator = torch.ops.vocab_parallel_ce.cross_entropy_gradient
         grad = operator(stats, grad_loss, grad_entropy, *inputs, *ctx.others)
     return grad, *(None,) * (2 + len(ctx.others))
-
-
-def _check_no_double_backward() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(checks.DOUBLE_BACKWARD)
 
 
 def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -321,7 +312,7 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 def _linear_backward(
     ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    _check_no_double_backward()
+    checks.check_no_double_backward()
     first, *others = ctx.saved_tensors
     gradients: Sequence[Tensor | None] = (None, None, None)
     if ctx.has_gradients and grad_loss is not None:

@@ -29,6 +29,7 @@ def _a_new_compiler():
     [
         ({"label_smoothing": 2.0}, r"label_smoothing: must be in \[0, 1\], got 2.0"),
         ({"reduction": "average"}, "reduction: expected one of"),
+        ({"gradient": "foo"}, "gradient: expected one of 'auto'"),
         ({"num_items": 3}, "num_items: expected reduction='sum'"),
         ({"reduction": "sum", "num_items": True}, "num_items: expected an int"),
         ({"reduction": "sum", "num_items": -2}, "num_items: must be at least 0, got -2"),

@@ -7,11 +7,10 @@ log-probability 0 and exactly no gradient.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from vocab_parallel_ce.integrations.rebind import Switch
-from vocab_parallel_ce.log_probs import token_log_probs
+from vocab_parallel_ce.log_probs import entropies, token_log_probs
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
@@ -25,8 +24,7 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1
 
 def compute_entropy(logits: Tensor) -> Tensor:
     """Return the entropies ``[...]`` of ``logits [..., V]``, in their dtype; the arithmetic is fp32."""
-    any_labels = torch.zeros(logits.shape[:-1], dtype=torch.int32, device=logits.device)
-    return token_log_probs(logits, any_labels, entropy=True, gradient="out_of_place")[1].to(logits.dtype)
+    return entropies(logits).to(logits.dtype)
 
 
 _switch = Switch(

@@ -20,7 +20,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.integrations.rebind import Switch
 from vocab_parallel_ce.linear.cross_entropy import linear_token_log_probs
-from vocab_parallel_ce.log_probs import token_log_probs
+from vocab_parallel_ce.log_probs import entropies, token_log_probs
 from vocab_parallel_ce.options import REDUCTIONS
 
 
@@ -58,9 +58,7 @@ def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
 
 def vocab_parallel_entropy_with_chunking(vocab_parallel_logits: Tensor, chunk_size: int = 2048) -> Tensor:
     """Return :func:`vocab_parallel_entropy` in fp32. It needs no memory that chunks would save."""
-    logits, group = vocab_parallel_logits, _tensor_parallel_group()
-    any_labels = torch.zeros(logits.shape[:-1], dtype=torch.int32, device=logits.device)
-    return token_log_probs(logits, any_labels, group=group, entropy=True, gradient="out_of_place")[1]
+    return entropies(vocab_parallel_logits, _tensor_parallel_group())
 
 
 class FusedLinearForPPO(torch.nn.Module):

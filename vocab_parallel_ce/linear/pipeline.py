@@ -162,9 +162,7 @@ def _fill_with_expected_gradient(
     """Fill ``outputs`` of unreduced losses; the gradient, times ``grad_output [n]``, replaces ``logits``."""
     plan = call.plan
     plan.launchers.token_outputs(stats, labels, None, outputs, shard=plan.shard, options=plan.options)
-    plan.launchers.cross_entropy(
-        logits, stats, labels, None, grad_output, None, None, logits, shard=plan.shard, options=plan.options
-    )
+    pipeline.write_gradient(plan, logits, labels, stats, None, grad_output, None, logits)
 
 
 def backward(
@@ -186,18 +184,9 @@ def backward(
     plan, products = linear.call.plan, Products(linear, inputs, wanted)
     for rows, states in products.hidden.chunks():
         logits = products.logits(states)
-        plan.launchers.cross_entropy(
-            logits,
-            stats[:, rows].contiguous(),
-            inputs.labels[rows],
-            divisor,
-            grad_output[rows],
-            None if of_entropy is None else of_entropy[rows],
-            loss=None,
-            grad_logits=logits,
-            shard=plan.shard,
-            options=plan.options,
-        )
+        of_rows = None if of_entropy is None else of_entropy[rows]
+        own_stats, labels = stats[:, rows].contiguous(), inputs.labels[rows]
+        pipeline.write_gradient(plan, logits, labels, own_stats, divisor, grad_output[rows], of_rows, logits)
         d_hidden = products.hidden.new_gradient(rows)
         products.write_d_hidden(logits, d_hidden)
         del logits
