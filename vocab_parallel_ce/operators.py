@@ -136,6 +136,7 @@ def _divisor(num_items: int | Tensor | None, reduction: str, like: Tensor) -> Te
     if isinstance(num_items, Tensor) and reduction == "sum":
         return num_items.detach().to(like.device)  # the operator checks it
     checks.check_num_items(num_items, reduction, like)
+    assert isinstance(num_items, int)
     return like.new_full((1,), num_items, dtype=torch.float32)
 
 
