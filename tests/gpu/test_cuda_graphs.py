@@ -219,18 +219,6 @@ def _graphed(rank: int, group: Any, name: str) -> list[list[Tensor]]:
     return results
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("name", MODULES)
-def test_a_graphed_module_is_right(name):
-    check(OverHeads(linear_cross_entropy, MODULES[name][1]), [_graphed(0, None, name)])
-
-
-@pytest.mark.parametrize("name", MODULES)
-@on_two_gpus
-def test_a_graphed_module_is_right_on_two_ranks(rank_pool, name):
-    check(OverHeads(linear_cross_entropy, MODULES[name][1]), rank_pool.run(_graphed, name))
-
-
 def _captured_grads(rank: int, group: Any, name: str) -> list[list[Tensor]]:
     """The same of a forward and a ``backward()`` in one graph, which fills ``.grad``."""
     is_linear, options = MODULES[name]
@@ -260,16 +248,21 @@ def _captured_grads(rank: int, group: Any, name: str) -> list[list[Tensor]]:
     return results
 
 
+in_both_ways = pytest.mark.parametrize("results_of", (_graphed, _captured_grads), ids=("graphed", "captured"))
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", MODULES)
-def test_captured_grads_are_right(name):
-    check(OverHeads(linear_cross_entropy, MODULES[name][1]), [_captured_grads(0, None, name)])
+@in_both_ways
+def test_a_module_in_graphs_is_right(results_of, name):
+    check(OverHeads(linear_cross_entropy, MODULES[name][1]), [results_of(0, None, name)])
 
 
 @pytest.mark.parametrize("name", MODULES)
+@in_both_ways
 @on_two_gpus
-def test_captured_grads_are_right_on_two_ranks(rank_pool, name):
-    check(OverHeads(linear_cross_entropy, MODULES[name][1]), rank_pool.run(_captured_grads, name))
+def test_a_module_in_graphs_is_right_on_two_ranks(rank_pool, results_of, name):
+    check(OverHeads(linear_cross_entropy, MODULES[name][1]), rank_pool.run(results_of, name))
 
 
 @pytest.mark.cuda
