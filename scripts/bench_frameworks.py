@@ -10,17 +10,14 @@ A machine without GPUs can try it with ``--tiny``.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_lib.documents import host_description, write_document
-from bench_lib.steps import draw, measured, show
+from bench_lib.steps import head_of, measured, parser_of, run
 from bench_lib.timing import Ranks, joined_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -95,21 +92,10 @@ def measure(known: dict[str, Provider], shape: tuple[int, int], ranks: Ranks, ro
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here, and draw it beside it")
-    words = parser.parse_args()
+    words = parser_of(__doc__).parse_args()
     with joined_ranks() as ranks:
-        document: dict[str, Any] = {"kind": "frameworks", "host": host_description(), "cases": []}
-        known = providers()
-        for shape in TINY if words.tiny else SHAPES:
-            document["cases"].append(measure(known, shape, ranks, words.rounds))
-            if ranks.is_first:
-                write_document(document, words.json)
-                show(document["cases"][-1])
-        if ranks.is_first and words.json is not None:
-            draw(document["cases"], words.json.with_suffix(".png"))
+        known, shapes = providers(), TINY if words.tiny else SHAPES
+        run(head_of("frameworks"), shapes, lambda shape: measure(known, shape, ranks, words.rounds), ranks, words.json)
 
 
 if __name__ == "__main__":
