@@ -12,7 +12,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from functools import partial
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -61,15 +61,15 @@ def main() -> None:
     parser.add_argument("--curves", action="store_true", help="20 steps of a small model with each loss")
     words = parser.parse_args()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron asks for
-    versions = {"megatron-core": metadata.version("megatron-core")}
+    modules = {"megatron-core": "megatron.core"}
     with joined_ranks() as ranks:
         parallel_state.initialize_model_parallel(ranks.size)
         if words.curves:
             curves = example.compare(20, ranks.device)
             if ranks.is_first:
-                save(head_of("megatron_curves", **versions) | {"curves": curves}, words.json)
+                save(head_of("megatron_curves", modules) | {"curves": curves}, words.json)
         else:
-            model, head = example.build(**SHAPE), head_of("megatron", **versions) | {"shape": SHAPE}
+            model, head = example.build(**SHAPE), head_of("megatron", modules) | {"shape": SHAPE}
             run(head, ROWS, lambda rows: measure(model, rows, SHAPE, ranks, words.rounds), ranks, words.json)
         parallel_state.destroy_model_parallel()
 

@@ -77,6 +77,7 @@ PROVIDERS: dict[str, Callable[[Any], contextlib.AbstractContextManager[None]]] =
     "liger-kernel": liger,
     OURS: fused,
 }
+MODULES = {"transformers": "transformers", "liger-kernel": "liger_kernel"}
 
 
 def build(case: Case, ranks: Ranks, tiny: bool) -> tuple[Any, dict[str, Any]]:
@@ -106,15 +107,6 @@ def measure(case: Case, ranks: Ranks, rounds: int, providers: list[str], tiny: b
     return measured(case.name, contexts, step, forget, ranks.timer(), rounds)
 
 
-def versions() -> dict[str, str]:
-    found = {"transformers": transformers.__version__}
-    with contextlib.suppress(ImportError):
-        from importlib.metadata import version
-
-        found["liger-kernel"] = version("liger-kernel")
-    return found
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--providers", default=",".join(PROVIDERS))
@@ -123,7 +115,7 @@ def main() -> None:
     cases = CASES if words.case is None else [CASES[number] for number in words.case]
     names = words.providers.split(",")
     with joined_ranks() as ranks:
-        head = head_of("transformers", **versions())
+        head = head_of("transformers", {name: MODULES[name] for name in MODULES if name in ("transformers", *names)})
         run(head, cases, lambda case: measure(case, ranks, words.rounds, names, words.tiny), ranks, words.json)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from bench_lib.documents import Document, host_description, write_document
+from bench_lib.documents import Document, host_description, version_of, write_document
 from bench_lib.timing import DeviceTimer, Ranks
 
 
@@ -52,8 +52,9 @@ def run(
         save(document, path)
 
 
-def head_of(kind: str, **versions: str) -> Document:
-    """Return the beginning of a document, with the versions of other packages."""
+def head_of(kind: str, modules: Mapping[str, str] | None = None) -> Document:
+    """Return the beginning of a document, with the versions of the packages that have these ``modules``."""
+    versions = {package: version_of(package, module) for package, module in (modules or {}).items()}
     return {"kind": kind, "host": host_description() | versions}
 
 
