@@ -7,18 +7,15 @@ The providers take turns in every round. A machine without a GPU can try it with
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from bench_lib.cases import OURS
-from bench_lib.documents import host_description, write_document
-from bench_lib.steps import draw, measured, show
+from bench_lib.steps import head_of, measured, parser_of, run
 from bench_lib.timing import Ranks, joined_ranks
 from torch import Tensor
 
@@ -76,19 +73,10 @@ def measure(shape: tuple[int, int, int], ranks: Ranks, rounds: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here, and draw it beside it")
-    words = parser.parse_args()
+    words = parser_of(__doc__, rounds=15).parse_args()
     with joined_ranks() as ranks:
-        document: dict[str, Any] = {"kind": "compile", "host": host_description(), "cases": []}
-        for shape in TINY if words.tiny else SHAPES:
-            document["cases"].append(measure(shape, ranks, words.rounds))
-            show(document["cases"][-1])
-            write_document(document, words.json)
-        if words.json is not None:
-            draw(document["cases"], words.json.with_suffix(".png"))
+        shapes = TINY if words.tiny else SHAPES
+        run(head_of("compile"), shapes, lambda shape: measure(shape, ranks, words.rounds), ranks, words.json)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,14 @@ A machine without GPUs can try it with ``--tiny``.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_lib.documents import host_description, write_document
-from bench_lib.steps import draw, measured, show
+from bench_lib.steps import head_of, measured, parser_of, run
 from bench_lib.timing import Ranks, joined_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,32 +39,49 @@ def loss_parallel_of_pytorch(logits: Any, labels: Tensor) -> Tensor:
         return loss.to_local()
 
 
-def providers() -> dict[str, Provider]:
-    def both(name: str, step: Step, installed: Callable[[], Any]) -> dict[str, Provider]:
-        return {name: (step, contextlib.nullcontext), f"{name}, installed": (step, installed)}
+def both(name: str, step: Step, installed: Callable[[], Any]) -> dict[str, Provider]:
+    return {name: (step, contextlib.nullcontext), f"{name}, installed": (step, installed)}
 
+
+def of_dtensor() -> dict[str, Provider]:
     options: Any = {"reduction": "sum", "gradient": "in_backward"}
-    found: dict[str, Provider] = {
+    return {
         "torch loss_parallel": (loss_parallel_of_pytorch, contextlib.nullcontext),
         "DTensor loss": (lambda x, y: dtensor.cross_entropy(x, y, reduction="sum"), contextlib.nullcontext),
         "DTensor loss, in_backward": (lambda x, y: dtensor.cross_entropy(x, y, **options), contextlib.nullcontext),
     }
-    with contextlib.suppress(ImportError):
-        titan = importlib.import_module("torchtitan.components.loss")
-        importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
-        found |= both("torchtitan loss", lambda x, y: titan.cross_entropy_loss(x, y), torchtitan.installed)
-        found |= both("torchtitan log-probs", lambda x, y: titan.compute_logprobs(x, y).sum(), torchtitan.installed)
-    with contextlib.suppress(ImportError):
-        nemo: Any = importlib.import_module("nemo_rl.distributed.model_utils")
 
-        def log_probs(logits: Any, labels: Tensor) -> Tensor:
-            group, local = logits.device_mesh.get_group(), logits.to_local()
-            start = group.rank() * local.shape[-1]
-            stop = start + local.shape[-1]
-            return nemo.from_parallel_logits_to_logprobs(local, labels, start, stop, group).sum()
 
-        found |= both("NeMo-RL log-probs", log_probs, nemo_rl.installed)
-    return found
+def of_torchtitan() -> dict[str, Provider]:
+    titan = importlib.import_module("torchtitan.components.loss")
+    importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
+    loss = both("torchtitan loss", lambda x, y: titan.cross_entropy_loss(x, y), torchtitan.installed)
+    return loss | both("torchtitan log-probs", lambda x, y: titan.compute_logprobs(x, y).sum(), torchtitan.installed)
+
+
+def of_nemo_rl() -> dict[str, Provider]:
+    nemo: Any = importlib.import_module("nemo_rl.distributed.model_utils")
+
+    def log_probs(logits: Any, labels: Tensor) -> Tensor:
+        group, local = logits.device_mesh.get_group(), logits.to_local()
+        start = group.rank() * local.shape[-1]
+        stop = start + local.shape[-1]
+        return nemo.from_parallel_logits_to_logprobs(local, labels, start, stop, group).sum()
+
+    return both("NeMo-RL log-probs", log_probs, nemo_rl.installed)
+
+
+FRAMEWORKS = {"torchtitan": of_torchtitan, "nemo-rl": of_nemo_rl}
+
+
+def providers() -> tuple[dict[str, Provider], dict[str, str]]:
+    """Return the providers, and the module of each framework that can be imported."""
+    found, modules = of_dtensor(), {}
+    for package, of_framework in FRAMEWORKS.items():
+        with contextlib.suppress(ImportError):
+            found |= of_framework()
+            modules[package] = package.replace("-", "_")
+    return found, modules
 
 
 def measure(known: dict[str, Provider], shape: tuple[int, int], ranks: Ranks, rounds: int) -> dict[str, Any]:
@@ -95,21 +109,11 @@ def measure(known: dict[str, Provider], shape: tuple[int, int], ranks: Ranks, ro
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here, and draw it beside it")
-    words = parser.parse_args()
+    words = parser_of(__doc__).parse_args()
     with joined_ranks() as ranks:
-        document: dict[str, Any] = {"kind": "frameworks", "host": host_description(), "cases": []}
-        known = providers()
-        for shape in TINY if words.tiny else SHAPES:
-            document["cases"].append(measure(known, shape, ranks, words.rounds))
-            if ranks.is_first:
-                write_document(document, words.json)
-                show(document["cases"][-1])
-        if ranks.is_first and words.json is not None:
-            draw(document["cases"], words.json.with_suffix(".png"))
+        known, modules = providers()
+        head, shapes = head_of("frameworks", modules), TINY if words.tiny else SHAPES
+        run(head, shapes, lambda shape: measure(known, shape, ranks, words.rounds), ranks, words.json)
 
 
 if __name__ == "__main__":

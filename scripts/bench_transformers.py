@@ -6,20 +6,16 @@ every round. A machine without a GPU can try it with ``--tiny``.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from bench_lib.cases import OURS
-from bench_lib.documents import host_description, write_document
-from bench_lib.steps import draw, measured, show
+from bench_lib.steps import head_of, measured, parser_of, run
 from bench_lib.timing import Ranks, joined_ranks
 
 from vocab_parallel_ce.integrations.transformers import install, uninstall
@@ -81,6 +77,7 @@ PROVIDERS: dict[str, Callable[[Any], contextlib.AbstractContextManager[None]]] =
     "liger-kernel": liger,
     OURS: fused,
 }
+MODULES = {"transformers": "transformers", "liger-kernel": "liger_kernel"}
 
 
 def build(case: Case, ranks: Ranks, tiny: bool) -> tuple[Any, dict[str, Any]]:
@@ -110,34 +107,16 @@ def measure(case: Case, ranks: Ranks, rounds: int, providers: list[str], tiny: b
     return measured(case.name, contexts, step, forget, ranks.timer(), rounds)
 
 
-def versions() -> dict[str, str]:
-    found = {"transformers": transformers.__version__}
-    with contextlib.suppress(ImportError):
-        from importlib.metadata import version
-
-        found["liger-kernel"] = version("liger-kernel")
-    return found
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser = parser_of(__doc__)
     parser.add_argument("--providers", default=",".join(PROVIDERS))
     parser.add_argument("--case", type=int, action="append", help="only these, by number")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here")
-    parser.add_argument("--plot", type=Path, metavar="DOCUMENT", help="only draw a document, beside it")
     words = parser.parse_args()
-    if words.plot is not None:
-        draw(json.loads(words.plot.read_text())["cases"], words.plot.with_suffix(".png"))
-        return
     cases = CASES if words.case is None else [CASES[number] for number in words.case]
+    names = words.providers.split(",")
     with joined_ranks() as ranks:
-        document: dict[str, Any] = {"kind": "transformers", "host": host_description() | versions(), "cases": []}
-        for case in cases:
-            document["cases"].append(measure(case, ranks, words.rounds, words.providers.split(","), words.tiny))
-            write_document(document, words.json)
-            show(document["cases"][-1])
+        head = head_of("transformers", {name: MODULES[name] for name in MODULES if name in ("transformers", *names)})
+        run(head, cases, lambda case: measure(case, ranks, words.rounds, names, words.tiny), ranks, words.json)
 
 
 if __name__ == "__main__":

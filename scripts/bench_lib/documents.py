@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,6 +41,19 @@ def host_description() -> dict[str, Any]:
         "nccl_graph_mixing_support": os.environ.get(GRAPH_MIXING),
         "commit": commit or None,
     }
+
+
+def version_of(package: str, module: str) -> str:
+    """Return the version of an installed package; of one that is only sources on the path, what they say, or "source".
+
+    Raises:
+        ImportError: there is neither.
+    """
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        found: str = getattr(importlib.import_module(module), "__version__", "source")
+        return found.partition("+")[0]  # NeMo-RL adds the commit of whatever repository its sources lie in
 
 
 def name_of(kind: str, ranks: int) -> str:

@@ -1,9 +1,11 @@
-"""Times whole training steps, which providers take in turns, and draws the times and the peak memory."""
+"""Times whole training steps, which providers take in turns: arguments, measurements, documents and pictures."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -12,9 +14,48 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from bench_lib.timing import DeviceTimer
+from bench_lib.documents import Document, host_description, version_of, write_document
+from bench_lib.timing import DeviceTimer, Ranks
 
-Document = dict[str, Any]
+
+class _Plot(argparse.Action):
+    """Draws a document beside it, and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        draw(json.loads(values.read_text()), values.with_suffix(".png"))
+        parser.exit()
+
+
+def parser_of(description: str | None, *, rounds: int = 10, has_tiny: bool = True) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that all scripts of steps have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    if has_tiny:
+        parser.add_argument("--tiny", action="store_true")
+    whole = "write the document here, and draw it beside it"
+    parser.add_argument("--json", "--out", type=Path, metavar="PATH", help=whole)
+    parser.add_argument("--plot", type=Path, action=_Plot, metavar="DOCUMENT", help="only draw a document, beside it")
+    return parser
+
+
+def run(
+    head: Document, cases: Iterable[Any], measure: Callable[[Any], Document], ranks: Ranks, path: Path | None
+) -> None:
+    """Measure the cases. The first rank shows each, writes what there is until then, and draws all at the end."""
+    document = head | {"cases": []}
+    for case in cases:
+        document["cases"].append(measure(case))
+        if ranks.is_first:
+            write_document(document, path)
+            show(document["cases"][-1])
+    if ranks.is_first:
+        save(document, path)
+
+
+def head_of(kind: str, modules: Mapping[str, str] | None = None) -> Document:
+    """Return the beginning of a document, with the versions of the packages that have these ``modules``."""
+    versions = {package: version_of(package, module) for package, module in (modules or {}).items()}
+    return {"kind": kind, "host": host_description() | versions}
 
 
 def measured(
@@ -67,13 +108,29 @@ def show(case: Document) -> None:
         print(case["case"], {key: value for key, value in result.items() if key != "ms_all"}, flush=True)
 
 
-def draw(cases: Sequence[Document], path: Path) -> None:
-    """Draw a bar of each provider and case."""
+def save(document: Document, path: Path | None) -> None:
+    """Write the document and draw it, or say why not."""
+    write_document(document, path)
+    if path is None:
+        return
+    try:
+        draw(document, path.with_suffix(".png"))
+    except ImportError as error:
+        print(f"not drawn: {error}; --plot {path} draws it")
+
+
+def draw(document: Document, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    figure = _curves(pyplot, document["curves"]) if "curves" in document else _bars(pyplot, document["cases"])
+    figure.savefig(path, dpi=110)
+
+
+def _bars(pyplot: Any, cases: Sequence[Document]) -> Any:
+    """Return a figure with a bar of each provider and case."""
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 1 + 0.9 * len(cases)), layout="constrained")
     providers = [result["provider"] for result in cases[0]["results"]]
     height = 0.85 / len(providers)
@@ -87,4 +144,16 @@ def draw(cases: Sequence[Document], path: Path) -> None:
         axis.set_yticklabels([case["case"] for case in cases] if key == "ms" else [], fontsize=7)
         axis.invert_yaxis()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-    figure.savefig(path, dpi=110)
+    return figure
+
+
+def _curves(pyplot: Any, curves: Mapping[str, Sequence[float]]) -> Any:
+    """Return a figure of the losses of each step, and of how far they are from the native ones."""
+    figure, (whole, rest) = pyplot.subplots(1, 2, figsize=(11, 3.2), layout="constrained")
+    for name, losses in curves.items():
+        whole.plot(losses, label=name, linestyle="-" if name == "native" else "--")
+        rest.plot([own - other for own, other in zip(losses, curves["native"], strict=True)], label=name)
+    whole.set(xlabel="step", ylabel="loss")
+    rest.set(xlabel="step", ylabel="loss, less Megatron's")
+    rest.legend(fontsize=7)
+    return figure

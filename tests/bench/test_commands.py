@@ -1,6 +1,7 @@
 """``scripts/bench.py`` from end to end on the CPU, its cases and its profile of a made-up trace."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from tests.bench.support import IN_FORWARD, OURS, SCRIPTS
 
 import bench  # isort: skip
-from bench_lib import cases, documents, options, profile, timing  # isort: skip
+from bench_lib import cases, documents, options, profile, steps, timing  # isort: skip
 
 pytestmark = pytest.mark.reference
 
@@ -61,6 +62,18 @@ def test_a_failed_measurement_is_an_error_and_leaves_no_finished_document(tmp_pa
     assert json.loads(path.read_text())["results"] == [{"ratio": 1.5}]
     with pytest.raises(ValueError, match="finished run"):
         documents.read_document(path)
+
+
+@pytest.mark.parametrize("source, says", [("__version__ = '1.2.0rc1+abcdef0'", "1.2.0rc1"), ("", "source")])
+def test_the_version_of_a_package_that_is_only_sources(tmp_path, monkeypatch, source, says):
+    """Not the commit that they add, which is that of any repository around them."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "some_sources", raising=False)
+    (tmp_path / "some_sources.py").write_text(source)
+    head = steps.head_of("frameworks", {"some-sources": "some_sources", "pytest": "some_sources"})
+    assert head["host"].items() >= {"some-sources": says, "pytest": pytest.__version__}.items()
+    with pytest.raises(ImportError, match="absent"):
+        documents.version_of("some-sources", "absent")
 
 
 def test_cases_are_the_tables_a_sweeps_or_those_named():

@@ -177,14 +177,25 @@ def test_a_replay_is_right_on_two_ranks(rank_pool, name):
 class HeadAndLoss(nn.Module):
     """The end of a model, as ``make_graphed_callables`` takes it."""
 
-    def __init__(self, head: nn.Linear, is_linear: bool, **options: Any) -> None:
+    def __init__(self, weight: Tensor, group: Any, is_linear: bool, options: dict[str, Any]) -> None:
         super().__init__()
-        self.head = head
-        self.loss = LinearCrossEntropy(head, **options) if is_linear else VocabParallelCrossEntropy(**options)
+        self.head = nn.Linear(WIDTH, len(weight), bias=False, device="meta")
+        self.head.weight = nn.Parameter(weight)
+        options = options | {"group": group}
+        self.loss = LinearCrossEntropy(self.head, **options) if is_linear else VocabParallelCrossEntropy(**options)
+        self.is_linear = is_linear
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        shared = isinstance(self.loss, LinearCrossEntropy)
-        return self.loss(hidden if shared else self.head(hidden), labels)
+        return self.loss(hidden if self.is_linear else self.head(hidden), labels)
+
+    def results(self, group: Any, hidden: Tensor, labels: Tensor, grad_output: Tensor) -> tuple[Tensor, ...]:
+        """Loss and gradients, which are made anew."""
+        hidden.grad = self.head.weight.grad = None
+        loss = self(hidden, labels)
+        loss.backward(grad_output)
+        if group is not None and not self.is_linear:  # as a column-parallel head does
+            torch.distributed.all_reduce(hidden.grad, group=group)
+        return loss.detach(), hidden.grad, self.head.weight.grad
 
 
 MODULES: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -199,58 +210,25 @@ MODULES: dict[str, tuple[bool, dict[str, Any]]] = {
 
 def _graphed(rank: int, group: Any, name: str) -> list[list[Tensor]]:
     """Loss and gradients of a module whose forward and backward are graphs, over the data of each seed."""
-    is_linear, options = MODULES[name]
-    program = OverHeads(linear_cross_entropy, options)
+    program, results = OverHeads(linear_cross_entropy, MODULES[name][1]), []
     hidden, weight, labels, _ = _inputs_of_rank(program, rank, group, seed=0)
-    head = nn.Linear(WIDTH, len(weight), bias=False, device=weight.device, dtype=weight.dtype)
-    module = HeadAndLoss(head, is_linear, group=group, **options)
-    graphed = torch.cuda.make_graphed_callables(module, (hidden.requires_grad_(), labels))
-    results = []
+    module = HeadAndLoss(weight, group, *MODULES[name])
+    torch.cuda.make_graphed_callables(module, (hidden.requires_grad_(), labels))  # the module itself changes
     for seed in SEEDS:
-        hidden, weight, labels, grad_output = _inputs_of_rank(program, rank, group, seed)
-        with torch.no_grad():
-            head.weight.copy_(weight)
-        module.zero_grad()
-        loss = graphed(hidden.requires_grad_(), labels)
-        loss.backward(grad_output)
-        if group is not None and not is_linear:  # as a column-parallel head does
-            torch.distributed.all_reduce(hidden.grad, group=group)
-        results.append([loss.detach().clone().cpu(), hidden.grad.cpu(), head.weight.grad.cpu()])
+        hidden, new, labels, grad_output = _inputs_of_rank(program, rank, group, seed)
+        weight.copy_(new)
+        outputs = module.results(group, hidden.requires_grad_(), labels, grad_output)
+        results.append([output.clone().cpu() for output in outputs])
     return results
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("name", MODULES)
-def test_a_graphed_module_is_right(name):
-    check(OverHeads(linear_cross_entropy, MODULES[name][1]), [_graphed(0, None, name)])
-
-
-@pytest.mark.parametrize("name", MODULES)
-@on_two_gpus
-def test_a_graphed_module_is_right_on_two_ranks(rank_pool, name):
-    check(OverHeads(linear_cross_entropy, MODULES[name][1]), rank_pool.run(_graphed, name))
 
 
 def _captured_grads(rank: int, group: Any, name: str) -> list[list[Tensor]]:
     """The same of a forward and a ``backward()`` in one graph, which fills ``.grad``."""
-    is_linear, options = MODULES[name]
-    program = OverHeads(linear_cross_entropy, options)
+    program, results = OverHeads(linear_cross_entropy, MODULES[name][1]), []
     hidden, weight, labels, grad_output = static = _inputs_of_rank(program, rank, group, seed=0)
-    head = nn.Linear(WIDTH, len(weight), bias=False, device=weight.device, dtype=weight.dtype)
-    head.weight = nn.Parameter(weight)
-    module = HeadAndLoss(head, is_linear, group=group, **options)
+    module = HeadAndLoss(weight, group, *MODULES[name])
     hidden.requires_grad_()
-
-    def step() -> tuple[Tensor, ...]:
-        hidden.grad = head.weight.grad = None
-        loss = module(hidden, labels)
-        loss.backward(grad_output)
-        if group is not None and not is_linear:
-            torch.distributed.all_reduce(hidden.grad, group=group)
-        return loss.detach(), hidden.grad, head.weight.grad
-
-    graph, outputs = captured(step, warm_ups=3)
-    results = []
+    graph, outputs = captured(lambda: module.results(group, hidden, labels, grad_output), warm_ups=3)
     for seed in SEEDS:
         with torch.no_grad():
             for of_graph, new in zip(static, _inputs_of_rank(program, rank, group, seed), strict=True):
@@ -260,16 +238,21 @@ def _captured_grads(rank: int, group: Any, name: str) -> list[list[Tensor]]:
     return results
 
 
+in_both_ways = pytest.mark.parametrize("results_of", (_graphed, _captured_grads), ids=("graphed", "captured"))
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", MODULES)
-def test_captured_grads_are_right(name):
-    check(OverHeads(linear_cross_entropy, MODULES[name][1]), [_captured_grads(0, None, name)])
+@in_both_ways
+def test_a_module_in_graphs_is_right(results_of, name):
+    check(OverHeads(linear_cross_entropy, MODULES[name][1]), [results_of(0, None, name)])
 
 
 @pytest.mark.parametrize("name", MODULES)
+@in_both_ways
 @on_two_gpus
-def test_captured_grads_are_right_on_two_ranks(rank_pool, name):
-    check(OverHeads(linear_cross_entropy, MODULES[name][1]), rank_pool.run(_captured_grads, name))
+def test_a_module_in_graphs_is_right_on_two_ranks(rank_pool, results_of, name):
+    check(OverHeads(linear_cross_entropy, MODULES[name][1]), rank_pool.run(results_of, name))
 
 
 @pytest.mark.cuda

@@ -2,15 +2,18 @@
 
 import copy
 import inspect
+import re
 from functools import partial
 
 import pytest
 import torch
 
 import vocab_parallel_ce as package
+from tests.docs.markdown import PAGES
 from tests.support.fresh import fresh_python
 from tests.support.linear import COLUMNS, WIDTH, projection
 from tests.support.logits import EVERY
+from vocab_parallel_ce import integrations
 from vocab_parallel_ce.cli import main
 
 OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 1.0, "impl": "auto"}
@@ -115,6 +118,23 @@ def test_doctor_says_what_runs_here_and_why_not_the_rest():
     of_cpu = ("cpu, impl='auto': reference", "cpu, impl='triton': no: impl: 'triton'")
     for line in (f"torch {torch.__version__}", *of_cpu, "gradient='auto': in place"):
         assert line in result.stdout, result.stdout
+
+
+@pytest.mark.reference
+def test_doctor_calls_tested_only_what_ran(monkeypatch):
+    monkeypatch.setattr(integrations, "TESTED", {"megatron-core": ("0.16.1", "0.19.2")})
+    expected = dict.fromkeys(("0.16.1", "0.16.0rc1", "0.19.2", "0.19.10"), "tested")
+    expected |= dict.fromkeys(("0.15.9", "0.17.0", "0.18.2", "0.20.0", "1.19.2"), "not tested, only 0.16.1 and 0.19.2")
+    for version, words in expected.items():
+        monkeypatch.setattr(integrations.metadata, "version", {"megatron-core": version}.__getitem__)
+        assert integrations.framework_lines() == [f"megatron-core {version}: {words}"]
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", integrations.TESTED)
+def test_the_pages_name_the_versions_that_doctor_does(name):
+    words = rf"Tested\swith\s([^.]+ )?{re.escape(' and '.join(integrations.TESTED[name]))}\b"
+    assert any(re.search(words, page.read_text(encoding="utf-8")) for page in PAGES), words
 
 
 def test_the_command_line_refuses_no_command_with_its_usage(capsys):

@@ -5,31 +5,34 @@ from __future__ import annotations
 import re
 from importlib import metadata
 
-# Oldest and newest version that the tests ran with.
+# The versions that the tests ran with.
 TESTED = {
     "transformers": ("5.17.0", "5.23.0"),
-    "trl": ("1.16.0", "1.16.0"),
+    "trl": ("1.16.0",),
     "megatron-core": ("0.16.1", "0.19.2"),
-    "torchtitan": ("0.3.0", "0.3.0"),
-    "verl": ("0.9.1", "0.9.1"),
-    "nemo-rl": ("0.6.0", "0.6.0"),
-    "openrlhf": ("0.11.2", "0.11.2"),
-    "lightning": ("2.6.6", "2.6.6"),
-    "accelerate": ("1.15.0", "1.15.0"),
+    "torchtitan": ("0.3.0",),
+    "verl": ("0.9.1",),
+    "nemo-rl": ("0.6.0",),
+    "openrlhf": ("0.11.2",),
+    "lightning": ("2.6.6",),
+    "accelerate": ("1.15.0",),
 }
 
 
 def framework_lines() -> list[str]:
-    """Return, for each framework, the version that is installed and whether it is tested."""
+    """Return, for each framework, the version that is installed and whether it is tested.
+
+    Versions that differ in their third number alone are alike: 0.19.3 is tested if 0.19.2 is.
+    """
     lines = []
-    for name, (oldest, newest) in TESTED.items():
-        tested = oldest if oldest == newest else f"{oldest} to {newest}"
+    for name, versions in TESTED.items():
+        tested = " and ".join(versions)
         try:
             found = metadata.version(name)
         except metadata.PackageNotFoundError:
             lines.append(f"{name}: not installed (tested with {tested})")
             continue
-        is_tested = _key(oldest) <= _key(found) <= _key(newest)
+        is_tested = _key(found) in map(_key, versions)
         lines.append(f"{name} {found}: {'tested' if is_tested else f'not tested, only {tested}'}")
     return lines
 
