@@ -1,5 +1,6 @@
 """What is rebound in Megatron-Core, and given back."""
 
+import importlib
 import sys
 import types
 
@@ -38,9 +39,10 @@ def test_every_name_is_rebound_and_given_back():
     own = tensor_parallel.vocab_parallel_cross_entropy, language_module.fused_vocab_parallel_cross_entropy, method
     report = megatron.install()
     assert report.installed and set(report.rebound) == NAMES and not report.calls
-    assert tensor_parallel.vocab_parallel_cross_entropy is losses.vocab_parallel_cross_entropy
-    assert tensor_parallel.cross_entropy.vocab_parallel_cross_entropy is losses.vocab_parallel_cross_entropy
-    assert language_module.fused_vocab_parallel_cross_entropy is losses.fused_vocab_parallel_cross_entropy
+    ours = losses.vocab_parallel_cross_entropy
+    assert tensor_parallel.vocab_parallel_cross_entropy.__wrapped__ is ours
+    assert tensor_parallel.cross_entropy.vocab_parallel_cross_entropy.__wrapped__ is ours
+    assert language_module.fused_vocab_parallel_cross_entropy.__wrapped__ is losses.fused_vocab_parallel_cross_entropy
     assert megatron.install() == report
     with pytest.raises(ValueError, match=r"installed with .*linear.*False.*got .*True.*uninstall\(\) first"):
         megatron.install(linear=True)
@@ -101,15 +103,38 @@ def test_somebody_else_replaced_a_name(monkeypatch):
         patched.setattr(tensor_parallel, "vocab_parallel_cross_entropy", print)
         with pytest.raises(RuntimeError, match="tensor_parallel.vocab_parallel_cross_entropy: something else"):
             megatron.uninstall()
-        assert language_module.fused_vocab_parallel_cross_entropy is losses.fused_vocab_parallel_cross_entropy
+        ours = losses.fused_vocab_parallel_cross_entropy
+        assert language_module.fused_vocab_parallel_cross_entropy.__wrapped__ is ours
 
 
 @pytest.mark.reference
 def test_transformer_engines_name_is_rebound_if_it_is_there(monkeypatch):
-    monkeypatch.setattr(language_module, "te_parallel_cross_entropy", print)
+    def own(): ...
+
+    monkeypatch.setattr(language_module, "te_parallel_cross_entropy", own)
     with megatron.installed():
-        assert language_module.te_parallel_cross_entropy is losses.te_parallel_cross_entropy
-    assert language_module.te_parallel_cross_entropy is print
+        assert language_module.te_parallel_cross_entropy.__wrapped__ is losses.te_parallel_cross_entropy
+    assert language_module.te_parallel_cross_entropy is own
+
+
+@pytest.mark.reference
+def test_a_model_with_two_names_is_wrapped_once(monkeypatch):
+    forward = stubs.GPTModel.forward
+    monkeypatch.setattr(importlib.import_module(f"{CORE}.models.mamba.mamba_model"), "MambaModel", stubs.GPTModel)
+    with megatron.installed(linear=True):
+        assert stubs.GPTModel.forward.__wrapped__ is forward
+    assert stubs.GPTModel.forward is forward
+
+
+@pytest.mark.reference
+def test_a_loss_that_is_missing_is_refused_before_anything_changes(monkeypatch):
+    own = tensor_parallel.vocab_parallel_cross_entropy
+    monkeypatch.delattr(language_module.LanguageModule, "compute_language_model_loss")
+    with pytest.raises(
+        ValueError, match=r"LanguageModule\.compute_language_model_loss: expected that of Megatron-Core"
+    ):
+        megatron.install(linear=True)
+    assert tensor_parallel.vocab_parallel_cross_entropy is own and megatron.report() == (False, (), {})
 
 
 @pytest.mark.reference
