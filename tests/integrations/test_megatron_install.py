@@ -38,9 +38,9 @@ def test_every_name_is_rebound_and_given_back():
     own = tensor_parallel.vocab_parallel_cross_entropy, language_module.fused_vocab_parallel_cross_entropy, method
     report = megatron.install()
     assert report.installed and set(report.rebound) == NAMES and not report.calls
-    assert tensor_parallel.vocab_parallel_cross_entropy is losses.vocab_parallel_cross_entropy
-    assert tensor_parallel.cross_entropy.vocab_parallel_cross_entropy is losses.vocab_parallel_cross_entropy
-    assert language_module.fused_vocab_parallel_cross_entropy is losses.fused_vocab_parallel_cross_entropy
+    for module in (tensor_parallel, tensor_parallel.cross_entropy):
+        assert module.vocab_parallel_cross_entropy.__wrapped__ is losses.vocab_parallel_cross_entropy
+    assert language_module.fused_vocab_parallel_cross_entropy.__wrapped__ is losses.fused_vocab_parallel_cross_entropy
     assert megatron.install() == report
     with pytest.raises(ValueError, match=r"installed with .*linear.*False.*got .*True.*uninstall\(\) first"):
         megatron.install(linear=True)
@@ -51,13 +51,14 @@ def test_every_name_is_rebound_and_given_back():
 
 
 @pytest.mark.reference
-def test_the_linear_loss_rebinds_the_forwards_too():
+def test_the_linear_loss_rebinds_the_forwards_too(monkeypatch):
     forward = stubs.GPTModel.forward
+    monkeypatch.setattr(f"{CORE}.models.mamba.mamba_model.MambaModel", stubs.GPTModel)  # two names: wrapped once
     with megatron.installed(linear=True) as report:
         assert f"{CORE}.models.gpt.gpt_model.GPTModel.forward" in report.rebound
         hybrid = f"{CORE}.models.hybrid.hybrid_model.HybridModel.forward"
         assert (hybrid in report.rebound) == (stubs.VERSION >= (0, 17))
-        assert stubs.GPTModel.forward is not forward
+        assert stubs.GPTModel.forward.__wrapped__ is forward
     assert stubs.GPTModel.forward is forward
 
 
@@ -101,15 +102,25 @@ def test_somebody_else_replaced_a_name(monkeypatch):
         patched.setattr(tensor_parallel, "vocab_parallel_cross_entropy", print)
         with pytest.raises(RuntimeError, match="tensor_parallel.vocab_parallel_cross_entropy: something else"):
             megatron.uninstall()
-        assert language_module.fused_vocab_parallel_cross_entropy is losses.fused_vocab_parallel_cross_entropy
+        assert language_module.fused_vocab_parallel_cross_entropy.__module__ == losses.__name__
 
 
 @pytest.mark.reference
 def test_transformer_engines_name_is_rebound_if_it_is_there(monkeypatch):
-    monkeypatch.setattr(language_module, "te_parallel_cross_entropy", print)
+    own = object()
+    monkeypatch.setattr(language_module, "te_parallel_cross_entropy", own)
     with megatron.installed():
-        assert language_module.te_parallel_cross_entropy is losses.te_parallel_cross_entropy
-    assert language_module.te_parallel_cross_entropy is print
+        assert language_module.te_parallel_cross_entropy.__wrapped__ is losses.te_parallel_cross_entropy
+    assert language_module.te_parallel_cross_entropy is own
+
+
+@pytest.mark.reference
+def test_a_loss_that_is_missing_is_refused_before_anything_changes(monkeypatch):
+    own = tensor_parallel.vocab_parallel_cross_entropy
+    monkeypatch.delattr(language_module.LanguageModule, "compute_language_model_loss")
+    with pytest.raises(ValueError, match=r"LanguageModule\.compute_language_model_loss: expected that of Megatron"):
+        megatron.install(linear=True)
+    assert tensor_parallel.vocab_parallel_cross_entropy is own and not megatron.report().installed
 
 
 @pytest.mark.reference

@@ -19,16 +19,22 @@ class Report(NamedTuple):
     """What :meth:`Switch.install` did."""
 
     rebound: tuple[str, ...]  # names that stand for this package's functions, with their modules
-    left: dict[str, str]  # names that do not, because their module cannot be imported -> why
+    left: dict[str, str]  # names that do not, because they or their modules are not there -> why
+
+
+class Around(NamedTuple):
+    """A stand-in that is made from what it replaces, whatever parameters that has."""
+
+    make: Callable[[Any], Any]
+    optional: bool = False  # versions without the name stay as they are
 
 
 class Rebound(NamedTuple):
-    """A name where it is defined, and what it stood and stands for."""
+    """What a name stood and stands for, and where."""
 
-    owner: Any  # a module, or a class
-    name: str
     old: Any
     new: Any
+    places: list[tuple[Any, str]]  # modules or classes, and their names for it; first the one that defines it
 
 
 class Switch:
@@ -36,7 +42,7 @@ class Switch:
 
     Args:
         version: the framework and the versions that have these names, for messages.
-        stand_ins: ``"module:name"`` or ``"module:Class.name"`` -> what shall compute it.
+        stand_ins: ``"module:name"`` or ``"module:Class.name"`` -> what shall compute it, or :class:`Around`.
     """
 
     def __init__(self, version: str, stand_ins: Mapping[str, Any]) -> None:
@@ -58,18 +64,20 @@ class Switch:
         """
         if self._rebound:
             return self.report()
-        found, left = [], {}
+        found: dict[tuple[Any, str], Rebound] = {}
+        left = {}
         for target, stand_in in self.stand_ins.items():
             try:
-                found.append(self._looked_up(target, stand_in))
+                each = self._looked_up(target, stand_in)
+                found[each.places[0]] = each  # once, if a class has two names
             except ImportError as error:
                 left[target] = f"{type(error).__name__}: {error}"
         if not found:
             raise ImportError(f"{self.version}: none of its modules can be imported: {left}")
-        self._left = left
-        for each in found:
-            _replace(each.owner, each.name, each.old, each.new)
-            self._rebound.append(each)
+        self._left, self._rebound = left, [*found.values()]
+        for old, new, places in self._rebound:
+            places += _modules_with(old)
+            _bind(places, new)
         return self.report()
 
     def uninstall(self) -> None:
@@ -78,13 +86,14 @@ class Switch:
         Raises:
             RuntimeError: something else has replaced a name since. Nothing has changed then.
         """
-        for owner, name, _, new in self._rebound:
-            if vars(owner).get(name) is not new:
-                where = f"{_path(owner)}.{name}"
-                raise RuntimeError(f"{where}: something else replaced it after install(); undo that first")
+        for _, new, places in self._rebound:
+            for owner, name in places:
+                if vars(owner).get(name) is not new:
+                    where = f"{_path(owner)}.{name}"
+                    raise RuntimeError(f"{where}: something else replaced it after install(); undo that first")
         while self._rebound:
-            owner, name, old, new = self._rebound.pop()
-            _replace(owner, name, new, old)
+            old, new, places = self._rebound.pop()
+            _bind([*places, *_modules_with(new)], old)
 
     @contextmanager
     def installed(self) -> Iterator[Report]:
@@ -98,16 +107,13 @@ class Switch:
 
     def report(self) -> Report:
         """Return which names stand for this package's functions now, and which do not."""
-        names = {
-            f"{_path(holder)}.{holders_name}"
-            for owner, name, _, new in self._rebound
-            for holder, holders_name in _holders(owner, name, new)
-        }
+        places = [each.places[0] for each in self._rebound] + _modules_with(*(each.new for each in self._rebound))
+        names = {f"{_path(owner)}.{name}" for owner, name in places}
         return Report(tuple(sorted(names)), dict(self._left) if names else {})
 
     def originals(self) -> dict[str, Any]:
         """Return what each name stood for."""
-        return {each.name: each.old for each in self._rebound}
+        return {places[0][1]: old for old, _, places in self._rebound}
 
     def _looked_up(self, target: str, stand_in: Any) -> Rebound:
         """Return what a target is now, and its own copy of the stand-in, which nothing else has."""
@@ -116,17 +122,23 @@ class Switch:
         owner: Any = importlib.import_module(module)
         for part in classes:
             owner = getattr(owner, part, None)
-        old, expected = vars(owner).get(name) if owner is not None else None, _parameters(stand_in)
+        old = None if owner is None else vars(owner).get(name)
+        if isinstance(stand_in, Around):
+            if old is None:
+                error = ImportError if stand_in.optional else ValueError
+                raise error(f"{module}.{path}: expected that of {self.version}, got no such name")
+            return Rebound(old, stand_in.make(old), [(owner, name)])
+        expected = _parameters(stand_in)
         got = None if old is None else _parameters(old)
         if got != expected:
             raise ValueError(
                 f"{module}.{path}: expected the parameters of {self.version}, {expected}, "
                 f"got {got or 'no such name'}; install that version, or call this package's functions yourself"
             )
-        return Rebound(owner, name, old, _copy(stand_in))
+        return Rebound(old, copy_of(stand_in), [(owner, name)])
 
 
-def _copy(stand_in: Any) -> Any:
+def copy_of(stand_in: Any) -> Any:
     """Return a function or class of its own, so that undoing it leaves direct imports of the stand-in alone."""
     if isinstance(stand_in, type):
         return type(stand_in.__name__, (stand_in,), {"__module__": stand_in.__module__, "__doc__": stand_in.__doc__})
@@ -147,19 +159,16 @@ def _parameters(value: Any) -> list[str]:
     return [*inspect.signature(function).parameters]
 
 
-def _replace(owner: Any, name: str, old: Any, new: Any) -> None:
-    """Bind ``new`` where ``old`` is bound."""
-    for holder, holders_name in _holders(owner, name, old):
-        setattr(holder, holders_name, new)
+def _bind(places: list[tuple[Any, str]], value: Any) -> None:
+    for owner, name in places:
+        setattr(owner, name, value)
 
 
-def _holders(owner: Any, name: str, value: Any) -> list[tuple[Any, str]]:
-    """Return ``owner``, and all modules outside of this package that have ``value``, with their names for it."""
+def _modules_with(*values: Any) -> list[tuple[Any, str]]:
+    """Return all modules outside of this package that have one of ``values``, with their names for it."""
+    wanted = {id(value) for value in values}
     modules = [module for path, module in [*sys.modules.items()] if path.partition(".")[0] != PACKAGE]
-    return [
-        (owner, name),
-        *((m, bound) for m in modules for bound, found in [*getattr(m, "__dict__", {}).items()] if found is value),
-    ]
+    return [(m, name) for m in modules for name, found in [*getattr(m, "__dict__", {}).items()] if id(found) in wanted]
 
 
 def _path(owner: Any) -> str:
