@@ -34,7 +34,7 @@ class Rebound(NamedTuple):
 
     old: Any
     new: Any
-    places: list[tuple[Any, str]]  # modules or classes, and their names for it; first the one that defines it
+    holders: list[tuple[Any, str]]  # modules or classes, and their names for it; first the one that defines it
 
 
 class Switch:
@@ -69,15 +69,15 @@ class Switch:
         for target, stand_in in self.stand_ins.items():
             try:
                 each = self._looked_up(target, stand_in)
-                found[each.places[0]] = each  # once, if a class has two names
+                found[each.holders[0]] = each  # once, if a class has two names
             except ImportError as error:
                 left[target] = f"{type(error).__name__}: {error}"
         if not found:
             raise ImportError(f"{self.version}: none of its modules can be imported: {left}")
         self._left, self._rebound = left, [*found.values()]
-        for old, new, places in self._rebound:
-            places += _modules_with(old)
-            _bind(places, new)
+        for old, new, holders in self._rebound:
+            holders += _modules_with(old)
+            _bind(holders, new)
         return self.report()
 
     def uninstall(self) -> None:
@@ -86,14 +86,14 @@ class Switch:
         Raises:
             RuntimeError: something else has replaced a name since. Nothing has changed then.
         """
-        for _, new, places in self._rebound:
-            for owner, name in places:
+        for _, new, holders in self._rebound:
+            for owner, name in holders:
                 if vars(owner).get(name) is not new:
                     where = f"{_path(owner)}.{name}"
                     raise RuntimeError(f"{where}: something else replaced it after install(); undo that first")
         while self._rebound:
-            old, new, places = self._rebound.pop()
-            _bind([*places, *_modules_with(new)], old)
+            old, new, holders = self._rebound.pop()
+            _bind([*holders, *_modules_with(new)], old)
 
     @contextmanager
     def installed(self) -> Iterator[Report]:
@@ -107,13 +107,13 @@ class Switch:
 
     def report(self) -> Report:
         """Return which names stand for this package's functions now, and which do not."""
-        places = [each.places[0] for each in self._rebound] + _modules_with(*(each.new for each in self._rebound))
-        names = {f"{_path(owner)}.{name}" for owner, name in places}
+        holders = [each.holders[0] for each in self._rebound] + _modules_with(*(each.new for each in self._rebound))
+        names = {f"{_path(owner)}.{name}" for owner, name in holders}
         return Report(tuple(sorted(names)), dict(self._left) if names else {})
 
     def originals(self) -> dict[str, Any]:
         """Return what each name stood for."""
-        return {places[0][1]: old for old, _, places in self._rebound}
+        return {holders[0][1]: old for old, _, holders in self._rebound}
 
     def _looked_up(self, target: str, stand_in: Any) -> Rebound:
         """Return what a target is now, and its own copy of the stand-in, which nothing else has."""
@@ -159,8 +159,8 @@ def _parameters(value: Any) -> list[str]:
     return [*inspect.signature(function).parameters]
 
 
-def _bind(places: list[tuple[Any, str]], value: Any) -> None:
-    for owner, name in places:
+def _bind(holders: list[tuple[Any, str]], value: Any) -> None:
+    for owner, name in holders:
         setattr(owner, name, value)
 
 
