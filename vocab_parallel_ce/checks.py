@@ -202,15 +202,13 @@ def checked_megatron_smoothing(label_smoothing: float, vocab_size: int) -> float
 
 
 def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
-    """A number of items to divide a sum by: an int, or a tensor of one element that is not looked at."""
+    """What a sum is divided by: a number, or a tensor of one element that is not looked at."""
     if reduction != "sum":
-        raise ValueError(f"num_items: expected reduction='sum' with it, got reduction={reduction!r}")
+        raise ValueError(f"num_items: expected reduction 'mean' or 'sum' with it, got {reduction!r}")
     if not isinstance(num_items, Tensor):
-        if isinstance(num_items, bool) or not isinstance(num_items, Integral):
-            raise TypeError(f"num_items: expected an int or a tensor of one element, got {type(num_items).__name__}")
-        check_integer("num_items", num_items)
-        if num_items < 0:
-            raise ValueError(f"num_items: must be at least 0, got {num_items}")
+        if isinstance(num_items, bool) or not isinstance(num_items, Real):
+            raise TypeError(f"num_items: expected a number or a tensor of one element, got {type(num_items).__name__}")
+        check_number("num_items", num_items)
         return
     if num_items.numel() != 1:
         raise ValueError(f"num_items: expected 1 element, got shape {_shape(num_items)}")

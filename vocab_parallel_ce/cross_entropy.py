@@ -16,7 +16,15 @@ from torch.autograd.graph import increment_version
 from vocab_parallel_ce import checks, pipeline, verify
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.layout import flat, overwritable, per_row, source_and_new, walkable
-from vocab_parallel_ce.options import Function, LossKeywords, Settings, check_names, keyword_defaults, with_keywords
+from vocab_parallel_ce.options import (
+    Function,
+    LossKeywords,
+    Settings,
+    check_names,
+    divided_by,
+    keyword_defaults,
+    with_keywords,
+)
 from vocab_parallel_ce.overwritten import mark_overwritten
 from vocab_parallel_ce.plan import Call, plan_call
 from vocab_parallel_ce.spec import TokenOutputs, is_ignored
@@ -99,7 +107,7 @@ def vocab_parallel_cross_entropy(
     labels: Tensor,
     *,
     group: Any = None,
-    num_items: int | Tensor | None = None,
+    num_items: float | Tensor | None = None,
     return_metrics: bool = False,
     **keywords: Any,
 ) -> Tensor | tuple[Tensor, LossMetrics]:
@@ -133,8 +141,8 @@ def vocab_parallel_cross_entropy(
         softcap: bound of the logits (Gemma 2, arXiv:2408.00118, section 2), or None.
         logit_scale: positive factor of the logits.
         reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or ``"none"``.
-        num_items: with ``"sum"``, the divisor of loss and gradient; 0 items give 0. An int, or a tensor of one
-            element, which the host reads only on the CPU.
+        num_items: divides the sum, also for ``"mean"``, in the place of the number of rows; 0 items give 0. A
+            number, or a tensor of one element, which the host reads only on the CPU.
         return_metrics: also return :class:`LossMetrics`; ``V`` at most 2**24.
         gradient: ``"in_backward"``: backward writes it over the logits. ``"in_forward"``: this call does, and backward
             scales it, which rounds again if ``grad_output`` is not 1; for logits that nobody else reads and that are
@@ -159,13 +167,13 @@ def vocab_parallel_cross_entropy(
             ``is_grads_batched``, or if something else has written to the logits.
     """
     check_names(keywords, KEYWORDS)
-    settings = Settings(return_metrics=return_metrics, **keywords)
+    settings = divided_by(num_items, Settings(return_metrics=return_metrics, **keywords))
     outputs, divisor = run(logits, labels, settings, group=group, num_items=num_items)
     return (outputs.loss, loss_metrics(outputs, labels, settings, divisor)) if return_metrics else outputs.loss
 
 
 def run(
-    logits: Tensor, labels: Tensor, settings: Settings, *, group: Any, num_items: int | Tensor | None = None
+    logits: Tensor, labels: Tensor, settings: Settings, *, group: Any, num_items: float | Tensor | None = None
 ) -> tuple[TokenOutputs, Tensor | None]:
     """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor."""
     if torch.compiler.is_dynamo_compiling():  # of this frame; is_compiling() is of all threads

@@ -30,10 +30,10 @@ class VocabParallelCrossEntropy(nn.Module):
         check_settings(Settings(return_metrics=return_metrics, **keywords), self.n_ranks)
         self.options: dict[str, Any] = {"group": group, "return_metrics": return_metrics, **keywords}
 
-    def forward(self, logits: Tensor, labels: Tensor, num_items: int | Tensor | None = None) -> Any:
+    def forward(self, logits: Tensor, labels: Tensor, num_items: float | Tensor | None = None) -> Any:
         """Loss of ``logits [..., C]`` and ``labels [...]``: fp32, ``[]`` or ``[...]``; metrics if asked for.
 
-        ``num_items``, the divisor of a sum, changes from step to step and therefore comes here.
+        ``num_items``, what the sum is divided by, changes from step to step and therefore comes here.
         """
         return vocab_parallel_cross_entropy(logits, labels, num_items=num_items, **self.options)
 
@@ -105,7 +105,7 @@ class LinearCrossEntropy(nn.Module):
         return group if parallel is None else parallel.group
 
     @public()
-    def forward(self, hidden: Tensor, labels: Tensor, num_items: int | Tensor | None = None) -> Any:
+    def forward(self, hidden: Tensor, labels: Tensor, num_items: float | Tensor | None = None) -> Any:
         """Loss of ``hidden [..., D]`` and ``labels [...]``, and metrics if asked for."""
         _check_head(self.head)
         options = {**self.options, "bias": getattr(self.head, "bias", None), "group": self.group}

@@ -97,7 +97,7 @@ class HeadCall(NamedTuple):
 
 
 def losses(
-    logits: Tensor, labels: Tensor, settings: Settings, group: Any, num_items: int | Tensor | None
+    logits: Tensor, labels: Tensor, settings: Settings, group: Any, num_items: float | Tensor | None
 ) -> tuple[TokenOutputs, Tensor | None]:
     """Return the outputs of a loss over logits, and the divisor of a sum."""
     if logits.stride(-1) != 1 or logits.dim() > 4:
@@ -129,14 +129,14 @@ def linear_losses(
     return _token_outputs(found, settings), divisor, None if head.valid_tokens is None else found[4]
 
 
-def _divisor(num_items: int | Tensor | None, reduction: str, like: Tensor) -> Tensor | None:
+def _divisor(num_items: float | Tensor | None, reduction: str, like: Tensor) -> Tensor | None:
     """Return ``num_items`` on the device of ``like``, without waiting for it."""
     if num_items is None:
         return None
     if isinstance(num_items, Tensor) and reduction == "sum":
         return num_items.detach().to(like.device)  # the operator checks it
     checks.check_num_items(num_items, reduction, like)
-    assert isinstance(num_items, int)
+    assert not isinstance(num_items, Tensor)
     return like.new_full((1,), num_items, dtype=torch.float32)
 
 

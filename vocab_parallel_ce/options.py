@@ -58,7 +58,7 @@ class LossKeywords(CommonKeywords, total=False):
     smoothing_formula: str
     z_loss: float
     reduction: str
-    num_items: int | Tensor | None
+    num_items: float | Tensor | None
     gradient: str
 
 
@@ -161,6 +161,11 @@ def loss_options(settings: Settings, vocab_size: int | None) -> LossOptions:
         entropy=settings.entropy,
         predictions=settings.return_metrics,
     )
+
+
+def divided_by(num_items: object, settings: Settings) -> Settings:
+    """Return ``settings``; those of a sum for a mean if ``num_items`` takes the place of the number of tokens."""
+    return settings if num_items is None or settings.reduction != "mean" else settings._replace(reduction="sum")
 
 
 def check_settings(settings: Settings, n_ranks: int) -> None:

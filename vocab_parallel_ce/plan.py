@@ -68,7 +68,7 @@ def plan_call(
     settings: Settings,
     *,
     group: Any,
-    num_items: int | Tensor | None = None,
+    num_items: float | Tensor | None = None,
     may_hold_gradient: bool = False,
 ) -> Call:
     """Check the arguments of a loss over logits and plan it; changes nothing.
@@ -144,7 +144,7 @@ def launchers_of(implementation: str) -> tuple[ModuleType, Callable[..., None] |
     return kernels, one_pass
 
 
-def checked_divisor(num_items: int | Tensor, reduction: str, logits: Tensor) -> Tensor:
+def checked_divisor(num_items: float | Tensor, reduction: str, logits: Tensor) -> Tensor:
     """Return checked ``num_items`` as kernels take it: ``[1]`` on the device of ``logits``."""
     checks.check_num_items(num_items, reduction, logits)
     if isinstance(num_items, Tensor) and num_items.device == logits.device:
@@ -187,7 +187,7 @@ def is_view_in_graph(tensor: Tensor) -> bool:
     return tensor._is_view() and tensor.grad_fn is not None
 
 
-def comparable(settings: Settings, num_items: int | Tensor | None) -> dict[str, Any]:
+def comparable(settings: Settings, num_items: float | Tensor | None) -> dict[str, Any]:
     """Return what verification compares of the options; shards differ, and are compared otherwise."""
     options = settings._asdict() | {"num_items": None if num_items is None else float(num_items)}
     del options["vocab_size"], options["shard"]

@@ -79,14 +79,16 @@ OF_THE_LOSS = [
     ({"return_metrics": 1}, TypeError, "return_metrics: expected a bool, got int"),
     ({"reduction": "batchmean"}, ValueError, "reduction: expected one of 'mean'.* got 'batchmean'"),
     ({"reduction": ["mean"]}, ValueError, r"reduction: expected one of .* got \['mean'\]"),
-    ({"num_items": 3}, ValueError, "num_items: expected reduction='sum' with it, got reduction='mean'"),
-    ({"num_items": 3, "reduction": "none"}, ValueError, "num_items: .* got reduction='none'"),
-    ({"num_items": -1, **ITEMS}, ValueError, "num_items: must be at least 0, got -1"),
+    ({"num_items": 3, "reduction": "none"}, ValueError, "num_items: expected reduction 'mean' or 'sum' .* got 'none'"),
+    *(
+        ({"num_items": value, **ITEMS}, ValueError, f"num_items: must be at least 0.* got {value}")
+        for value in (-1, -0.5, NAN, INF)
+    ),
     ({"num_items": torch.tensor(-2), **ITEMS}, ValueError, "num_items: must be at least 0"),
     ({"num_items": torch.tensor(NAN), **ITEMS}, ValueError, "num_items: must be at least 0"),
     *(
-        ({"num_items": value, **ITEMS}, TypeError, f"num_items: expected an int or a tensor of .* got {name}")
-        for value, name in ((2.5, "float"), (True, "bool"), ("3", "str"))
+        ({"num_items": value, **ITEMS}, TypeError, f"num_items: expected a number or a tensor of .* got {name}")
+        for value, name in ((True, "bool"), ("3", "str"))
     ),
     ({"num_items": torch.ones(2), **ITEMS}, ValueError, r"num_items: expected 1 element, got .*\(2,\)"),
     ({"num_items": torch.tensor(True), **ITEMS}, TypeError, "num_items: dtype .*torch.bool"),

@@ -346,7 +346,7 @@ def test_other_placements_are_refused_with_what_to_do(rank_pool, impl):
         "labels elsewhere": r"ValueError: labels: expected .*\(Shard\(dim=0\), Replicate\(\)\), got .*redistribute",
         "labels of another mesh": "ValueError: labels: expected a DTensor with the mesh of logits",
         "whole labels": r"ValueError: labels: shape must be .*\(2,\), got \(4,\)",
-        "mean": "ValueError: reduction: expected no mean of tokens that are on several ranks.* 'sum'",
+        "mean": "ValueError: reduction: expected no mean of tokens that are on several ranks.* num_items=",
         "metrics": "ValueError: return_metrics: .*local tensors of labels",
         "group": "TypeError: group: expected one of the options ",
         "shard": "TypeError: vocab_size: expected one of the options ",

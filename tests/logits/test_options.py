@@ -130,6 +130,11 @@ def test_num_items_of_every_type(impl_device, gradient):
     made, grad_output = broad_rows("some_ignored", 3), torch.tensor(0.75)
     options = {"reduction": "sum", "z_loss": 0.02, "gradient": gradient, "return_metrics": True}
     expected = check(impl_device, *made, grad_output, num_items=6, **options)
+    over_mean = options | {"reduction": "mean"}
+    torch.testing.assert_close(
+        run(impl_device, *made, grad_output, num_items=6.0, **over_mean), expected, rtol=0, atol=0
+    )
+    check(impl_device, *made, grad_output, num_items=6.25, **options)
     for num_items in (
         torch.tensor(6),
         torch.tensor(6, device=device),

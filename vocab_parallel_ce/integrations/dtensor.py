@@ -16,7 +16,7 @@ from vocab_parallel_ce import cross_entropy as over_logits
 from vocab_parallel_ce import log_probs as over_tokens
 from vocab_parallel_ce.cross_entropy import LossMetrics, public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import is_dtensor, local_columns
-from vocab_parallel_ce.options import check_names, with_keywords
+from vocab_parallel_ce.options import Settings, check_names, divided_by, with_keywords
 
 OF_THE_DTENSOR = ("vocab_size", "shard")  # with the group, what a DTensor says itself
 LOSS_KEYWORDS = {name: value for name, value in over_logits.KEYWORDS.items() if name not in OF_THE_DTENSOR}
@@ -26,7 +26,7 @@ LOG_PROB_KEYWORDS = {name: value for name, value in over_tokens.KEYWORDS.items()
 @public(verifies=False)
 @with_keywords(LOSS_KEYWORDS)
 def cross_entropy(
-    logits: Any, labels: Any, *, num_items: int | Tensor | None = None, return_metrics: bool = False, **keywords: Any
+    logits: Any, labels: Any, *, num_items: float | Tensor | None = None, return_metrics: bool = False, **keywords: Any
 ) -> Any:
     """Compute the loss of ``logits``, a DTensor with ``Shard(-1)`` on exactly one dimension of its mesh.
 
@@ -66,11 +66,11 @@ def cross_entropy(
     if num_items is not None and isinstance(num_items, Tensor):
         checks.check_tensor("num_items", num_items)
     local = _Local.of(logits, labels)
-    reduction = keywords.get("reduction", "mean")
+    reduction = divided_by(num_items, Settings(reduction=keywords.get("reduction", "mean"))).reduction
     if local.tokens_are_cut and (reduction == "mean" or return_metrics):
         what, remedy = "return_metrics", "pass the local tensors of labels, for the metrics of this rank's tokens"
         if reduction == "mean":
-            what, remedy = "reduction", "use 'sum', with num_items= of all ranks"
+            what, remedy = "reduction", "pass num_items= of all ranks"
         raise ValueError(f"{what}: expected no mean of tokens that are on several ranks, got {reduction!r}; {remedy}")
     options = local.options | keywords | {"num_items": num_items, "return_metrics": return_metrics}
     result: Any = vocab_parallel_cross_entropy(local.logits, local.labels, **options)

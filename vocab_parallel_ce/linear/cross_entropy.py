@@ -30,6 +30,7 @@ from vocab_parallel_ce.options import (
     LinearLossKeywords,
     Settings,
     check_names,
+    divided_by,
     keyword_defaults,
     with_keywords,
 )
@@ -78,7 +79,7 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     group: Any = None,
-    num_items: int | Tensor | None = None,
+    num_items: float | Tensor | None = None,
     return_metrics: bool = False,
     main_grad: Tensor | None = None,
     expected_grad_output: Tensor | None = None,
@@ -127,6 +128,7 @@ def linear_cross_entropy(
     """
     given = Arguments(hidden, weight, labels, bias, group, num_items, main_grad, expected_grad_output)
     settings, head = split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics)
+    settings = divided_by(num_items, settings)
     outputs, divisor, overflow = run(given, settings, head)
     if not return_metrics:
         return outputs.loss

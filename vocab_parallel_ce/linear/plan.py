@@ -30,7 +30,7 @@ class Arguments(NamedTuple):
     labels: Tensor
     bias: Tensor | None
     group: Any
-    num_items: int | Tensor | None
+    num_items: float | Tensor | None
     main_grad: Tensor | None
     expected_grad_output: Tensor | None = None
 
