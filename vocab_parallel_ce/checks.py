@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LOGITS_DTYPES = (*HEAD_DTYPES, torch.float64)
 LABEL_DTYPES = (torch.int64, torch.int32)
 FP32 = torch.finfo(torch.float32)
 IN_TRANSFORM = (
@@ -56,18 +57,18 @@ def check_no_double_backward() -> None:
         )
 
 
-def check_dense(name: str, tensor: Tensor) -> None:
+def check_dense(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
-    if tensor.dtype not in LOGITS_DTYPES:
-        raise TypeError(f"{name}: dtype must be {_names(LOGITS_DTYPES)}, got {tensor.dtype}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: dtype must be {_names(dtypes)}, got {tensor.dtype}")
 
 
 def check_logits(logits: Tensor) -> None:
     """A plain, dense tensor ``[..., C]`` of a supported dtype, with a row dimension and a column."""
     if type(logits) is not Tensor:
         check_tensor("logits", logits)
-    check_dense("logits", logits)
+    check_dense("logits", logits, LOGITS_DTYPES)
     shape = logits.shape
     if len(shape) < 2:
         raise ValueError(f"logits: expected shape [..., C] with rows, got {tuple(shape)}")
@@ -96,7 +97,7 @@ def check_rows(labels: Tensor, logits: Tensor) -> None:
 def check_hidden(hidden: Tensor) -> None:
     """A plain, dense tensor ``[..., D]`` of a supported dtype, with a row dimension."""
     check_tensor("hidden", hidden)
-    check_dense("hidden", hidden)
+    check_dense("hidden", hidden, HEAD_DTYPES)
     if hidden.dim() < 2 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden: expected at least two dimensions, [..., D], got shape {_shape(hidden)}")
 
@@ -131,9 +132,9 @@ def check_parameter(name: str, tensor: object) -> None:
             "not see as they are; dequantise or merge it, or compute its logits and pass them to "
             "vocab_parallel_cross_entropy"
         )
-    if tensor.dtype not in LOGITS_DTYPES or tensor.layout != torch.strided:
+    if tensor.dtype not in HEAD_DTYPES or tensor.layout != torch.strided:
         raise TypeError(
-            f"{name}: dtype must be {_names(LOGITS_DTYPES)}, dense, got {tensor.dtype}, {tensor.layout}; "
+            f"{name}: dtype must be {_names(HEAD_DTYPES)}, dense, got {tensor.dtype}, {tensor.layout}; "
             "a quantised head must be dequantised first"
         )
 

@@ -130,7 +130,8 @@ def vocab_parallel_cross_entropy(
     gradient is out of place, unless ``gradient`` names another mode: then the graph breaks (docs/compile.md).
 
     Args:
-        logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides.
+        logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides. For fp64, as for a gradient
+            check, plain PyTorch runs, in fp64 throughout; so is the loss.
         labels: ``[...]`` int64 or int32 ids in the *global* vocabulary, the same on every rank.
         group: the ``ProcessGroup`` of the ranks that share a vocabulary; None for logits that hold all of it. All
             of its ranks call, with arguments that fit together; :func:`verify_calls` checks that.
@@ -206,7 +207,7 @@ def loss_metrics(outputs: TokenOutputs, labels: Tensor, settings: Settings, divi
         divisor = n_tokens if settings.reduction == "mean" else divisor
         z_loss = z_loss.sum()
         if divisor is not None:
-            n = divisor.float().reshape(())
+            n = divisor.to(z_loss.dtype).reshape(())
             z_loss = torch.where(n == 0, 0.0, z_loss / n)
     return LossMetrics(outputs.predictions, accuracy, outputs.lse, z_loss)
 

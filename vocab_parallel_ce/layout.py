@@ -103,6 +103,11 @@ def source_and_new(logits: Tensor) -> tuple[Tensor, Tensor]:
     return (logits, grad) if alike else (grad.copy_(logits), grad)
 
 
+def compute_dtype(logits: Tensor) -> torch.dtype:
+    """Return the dtype of the arithmetic, the statistics and the loss: fp32, or fp64 for fp64 logits."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
 def per_row(grad_output: Tensor, logits: Tensor) -> Tensor:
     """Return ``[N]``, a view of a ``grad_output`` of one element for all rows (stride 0) or one per row."""
     if grad_output.numel() == 1:

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from vocab_parallel_ce import checks, pipeline
 from vocab_parallel_ce.collectives import group_named, group_position
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
-from vocab_parallel_ce.layout import flat, source_and_new, walkable
+from vocab_parallel_ce.layout import compute_dtype, flat, source_and_new, walkable
 from vocab_parallel_ce.linear import pipeline as linear_pipeline
 from vocab_parallel_ce.linear.plan import (
     Arguments,
@@ -50,6 +50,10 @@ class LogitsCall(NamedTuple):
     group: str | None
     settings: Settings
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return compute_dtype(self.logits)
+
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> LogitsCall:
         return cls._make((*arguments[:4], _settings(arguments[4:])))
@@ -75,6 +79,10 @@ class HeadCall(NamedTuple):
         head = HeadSettings(*arguments[first + N_SETTINGS :])
         head = head._replace(chunk_tokens="auto" if head.chunk_tokens is None else head.chunk_tokens)
         return cls._make((*arguments[:first], _settings(arguments[first : first + N_SETTINGS]), head))
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return compute_dtype(self.hidden)
 
     @property
     def has_gradients(self) -> bool:
@@ -137,7 +145,7 @@ def _divisor(num_items: float | Tensor | None, reduction: str, like: Tensor) -> 
         return num_items.detach().to(like.device)  # the operator checks it
     checks.check_num_items(num_items, reduction, like)
     assert not isinstance(num_items, Tensor)
-    return like.new_full((1,), num_items, dtype=torch.float32)
+    return like.new_full((1,), num_items, dtype=compute_dtype(like))
 
 
 def _name(group: Any) -> str | None:
@@ -181,12 +189,14 @@ def _or_empty(tensors: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, .
     return tuple(like.new_empty(0, dtype=torch.float32) if tensor is None else tensor for tensor in tensors)
 
 
-def _new_outputs(labels: Tensor, settings: Settings) -> list[Tensor | None]:
-    def per_token(is_wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+def _new_outputs(call: LogitsCall | HeadCall) -> list[Tensor | None]:
+    settings, labels, dtype = call.settings, call.labels, call.compute_dtype
+
+    def per_token(is_wanted: bool, dtype: torch.dtype = dtype) -> Tensor | None:
         return labels.new_empty(labels.shape, dtype=dtype) if is_wanted else None
 
     metrics = settings.return_metrics
-    loss = per_token(True) if settings.reduction == "none" else labels.new_empty((), dtype=torch.float32)
+    loss = per_token(True) if settings.reduction == "none" else labels.new_empty((), dtype=dtype)
     return [loss, per_token(settings.entropy), per_token(metrics), per_token(metrics, torch.int64)]
 
 
@@ -203,7 +213,7 @@ def _n_ranks(call: LogitsCall | HeadCall) -> int:
 
 def _new_statistics(call: LogitsCall | HeadCall) -> Tensor:
     shape = (_n_ranks(call), call.labels.numel(), len(loss_options(call.settings, None).statistics))
-    return call.labels.new_empty(shape, dtype=torch.float32)
+    return call.labels.new_empty(shape, dtype=call.compute_dtype)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -221,7 +231,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     checks.check_labels(call.labels, call.logits)
     checks.check_rows(call.labels, call.logits)
     count = call.labels.new_empty(1, dtype=torch.int32) if call.settings.reduction == "mean" else None
-    return _or_empty((*_new_outputs(call.labels, call.settings), _new_statistics(call), count), call.logits)
+    return _or_empty((*_new_outputs(call), _new_statistics(call), count), call.logits)
 
 
 def _gradient(stats: Tensor, grad_loss: Tensor | None, grad_entropy: Tensor | None, *arguments: Any) -> Tensor:
@@ -277,7 +287,7 @@ def _fake_linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
     overflow = None if call.head.valid_tokens is None else call.hidden.new_empty((), dtype=torch.float32)
     stats = None if call.has_gradients else _new_statistics(call)
     gradients = call.new_gradients() if call.has_gradients else (None, None, None)
-    return _or_empty((*_new_outputs(call.labels, call.settings), overflow, stats, *gradients), call.hidden)
+    return _or_empty((*_new_outputs(call), overflow, stats, *gradients), call.hidden)
 
 
 def _linear_gradient(

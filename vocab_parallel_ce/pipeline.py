@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.collectives import all_gather_stats
-from vocab_parallel_ce.layout import flat, overwritable, per_row
+from vocab_parallel_ce.layout import compute_dtype, flat, overwritable, per_row
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
 from vocab_parallel_ce.spec import TokenOutputs
 
@@ -23,7 +23,7 @@ def new_outputs(call: Call, shape: torch.Size, like: Tensor) -> TokenOutputs:
     returns, as ``loss += auxiliary_loss`` does.
     """
     wanted = call.plan.options
-    loss = like.new_empty(shape, dtype=torch.float32)
+    loss = like.new_empty(shape, dtype=compute_dtype(like))
     return TokenOutputs(
         loss,
         torch.empty_like(loss) if wanted.entropy else None,
@@ -41,7 +41,7 @@ def local_statistics(
     """
     plan = call.plan
     shape = (plan.n_ranks, labels.shape[0], len(plan.options.statistics))
-    stats = logits.new_empty(shape, dtype=torch.float32)
+    stats = logits.new_empty(shape, dtype=compute_dtype(logits))
     count = logits.new_empty(1, dtype=torch.int32) if plan.reduction == "mean" else None
     plan.launchers.online_softmax(
         logits, labels, stats, plan.rank, count, outputs, call.num_items, shard=plan.shard, options=plan.options

@@ -15,7 +15,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.blocks import one_pass_config
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.layout import has_whole_vectors
+from vocab_parallel_ce.layout import compute_dtype, has_whole_vectors
 from vocab_parallel_ce.options import Settings, loss_options, shard_of_rank
 from vocab_parallel_ce.overwritten import check_not_overwritten
 from vocab_parallel_ce.selection import Workload, gpu_of, select
@@ -125,7 +125,11 @@ def make_plan(settings: Settings, kind: Kind) -> Plan:
     fits = one_pass_config(kind.n_columns * kind.dtype.itemsize) is not None
     workload = Workload(kind.n_ranks, kind.gradient, options.beyond_z_loss, whole_vectors, fits)
     gpu = gpu_of(kind.device.index) if kind.device.type == "cuda" else None
-    launchers = launchers_of(select(kind.device.type, settings.impl, workload=workload, gpu=gpu).name)
+    impl = settings.impl
+    if kind.dtype == torch.float64:
+        checks.check_choice("impl, of fp64 logits, for which there are no kernels", impl, ("auto", "reference"))
+        impl = "reference"
+    launchers = launchers_of(select(kind.device.type, impl, workload=workload, gpu=gpu).name)
     return Plan(*launchers, kind.rank, kind.n_ranks, shard, options, settings.reduction, kind.gradient)
 
 
@@ -149,7 +153,7 @@ def checked_divisor(num_items: float | Tensor, reduction: str, logits: Tensor) -
     checks.check_num_items(num_items, reduction, logits)
     if isinstance(num_items, Tensor) and num_items.device == logits.device:
         return num_items.detach().reshape(1)
-    return logits.new_full((1,), float(num_items), dtype=torch.float32)
+    return logits.new_full((1,), float(num_items), dtype=compute_dtype(logits))
 
 
 def gradient_mode(gradient: str, logits: Tensor) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import spec
+from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowStats, TokenOutputs
 
@@ -89,8 +90,8 @@ def cross_entropy(
 
 def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:
     """Multiply row r of ``grad_logits [..., C]`` by ``grad_output [N]`` in place; 0 stays 0."""
-    grad = _rows(grad_logits).float()
-    scaled = torch.where(grad == 0, 0.0, grad * grad_output.float().unsqueeze(-1))
+    grad = _rows(grad_logits).to(compute_dtype(grad_logits))
+    scaled = torch.where(grad == 0, 0.0, grad * grad_output.to(grad.dtype).unsqueeze(-1))
     grad_logits.copy_(scaled.view(grad_logits.shape))
 
 
@@ -102,7 +103,7 @@ def _divided(value: Tensor, divisor: Tensor | None) -> Tensor:
     """``value`` by ``divisor [1]``, and 0 where there is nothing to divide among, whatever the value."""
     if divisor is None:
         return value
-    n = divisor.float()
+    n = divisor.to(value.dtype)
     return torch.where(n == 0, 0.0, value / n)
 
 

@@ -104,7 +104,7 @@ OF_LOG_PROBS = [
 LOGITS, LABELS = torch.randn(2, 3, COLUMNS), torch.zeros(2, 3, dtype=torch.int64)
 TENSORS = [
     ({"logits": [1.0]}, TypeError, "logits: .*Tensor.*list"),
-    ({"logits": LOGITS.double()}, TypeError, "logits: dtype .*float64"),
+    ({"logits": LOGITS.to(torch.complex64)}, TypeError, "logits: dtype .*complex64"),
     ({"logits": LOGITS.long()}, TypeError, "logits: dtype .*int64"),
     ({"logits": LOGITS[0, 0], "labels": LABELS[0, 0]}, ValueError, r"logits: .*\(21,\)"),
     ({"logits": LOGITS[0, 0, 0], "labels": LABELS[0, 0]}, ValueError, r"logits: .*\(\)"),

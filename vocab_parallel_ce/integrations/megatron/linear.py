@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vocab_parallel_ce.checks import LOGITS_DTYPES
+from vocab_parallel_ce.checks import HEAD_DTYPES
 from vocab_parallel_ce.integrations.lazy_logits import Head, LazyLogits, Recorded
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy
 
@@ -137,7 +137,7 @@ def refusal(layer: Any, weight: Tensor, hidden: Tensor) -> str | None:
 
     if type(layer) is not ColumnParallelLinear:
         return f"is a {type(layer).__module__}.{type(layer).__name__}, not a ColumnParallelLinear (LoRA, FP8, ...)"
-    if type(weight) not in (Tensor, nn.Parameter) or hidden.dtype not in LOGITS_DTYPES:
+    if type(weight) not in (Tensor, nn.Parameter) or hidden.dtype not in HEAD_DTYPES:
         return f"has a weight that is a {type(weight).__name__}, beside hidden states of {hidden.dtype}"
     holds = {
         "has a bias": layer.bias is not None,

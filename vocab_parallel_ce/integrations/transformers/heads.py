@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vocab_parallel_ce.checks import LOGITS_DTYPES
+from vocab_parallel_ce.checks import HEAD_DTYPES
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.integrations.lazy_logits import Head, lazy_logits
@@ -173,7 +173,7 @@ def refusal_of_module(head: Any) -> str | None:
         return "the head has backward hooks"
     weight = head.weight
     is_plain = type(weight) in (Tensor, nn.Parameter) or is_dtensor(weight)
-    if not is_plain or weight.dtype not in LOGITS_DTYPES or weight.dim() != 2:
+    if not is_plain or weight.dtype not in HEAD_DTYPES or weight.dim() != 2:
         return f"the head's weight is a {type(weight).__name__} {weight.dtype} {tuple(weight.shape)}"
     return None
 
@@ -184,7 +184,7 @@ def refusal_of_inputs(head: nn.Linear, args: Any, kwargs: Any) -> str | None:
         return "a head called with other arguments than one tensor"
     (hidden,) = args
     autocasts = torch.is_autocast_enabled(hidden.device.type)
-    if is_dtensor(hidden) or hidden.dim() < 2 or hidden.dtype not in LOGITS_DTYPES:
+    if is_dtensor(hidden) or hidden.dim() < 2 or hidden.dtype not in HEAD_DTYPES:
         return f"hidden states that are {type(hidden).__name__} {hidden.dtype} {tuple(hidden.shape)}"
     dtype = fsdp.dtype_in_forward(head) if fsdp.has_own_group(head) else head.weight.dtype
     if hidden.device != head.weight.device or not (autocasts or hidden.dtype == dtype):
