@@ -1,0 +1,83 @@
+"""fp64 logits: plain PyTorch, fp64 from the statistics to the gradient."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import oracle
+from tests.support.budget import assert_fp64_equal
+from tests.support.inputs import batch
+from tests.support.logits import EVERY, GRADIENTS, REDUCTIONS, flat_outputs, random_grad_output
+from tests.support.ranks import in_ranks
+from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
+
+COLUMNS, ROWS = 22, 5
+MADE = batch("some_ignored", rows=ROWS, vocab_size=COLUMNS)
+LOGITS, LABELS = MADE.logits.double() * 1.1, MADE.labels  # not what fp32 can hold
+DIVISORS = {"mean": {"reduction": "mean"}, "sum": {"num_items": 1 / 3}, "none": {"reduction": "none"}}
+
+
+def assert_exact(loss: Tensor, grad: Tensor, grad_output: Tensor, options: dict) -> None:
+    given = {name: value for name, value in options.items() if name not in ("gradient", "impl")}
+    if "num_items" in given:
+        given["reduction"] = "sum"
+    truth = oracle.cross_entropy_fp64(LOGITS, LABELS, grad_output=grad_output, **given)
+    assert_fp64_equal(loss, truth.loss, 200.0)
+    assert_fp64_equal(grad, truth.grad, 20.0)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_every_option_in_fp64(gradient, reduction):
+    options = {**EVERY, **DIVISORS[reduction], "gradient": gradient}
+    grad_output = random_grad_output(ROWS).double() if reduction == "none" else torch.tensor(1 / 7, dtype=torch.float64)
+    leaf = LOGITS.clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(leaf, LABELS, **options)
+    loss.backward(grad_output)
+    assert_exact(loss.detach(), leaf.grad, grad_output, options)
+
+
+@pytest.mark.reference
+def test_gradcheck_of_log_probs_and_entropy():
+    leaf, labels = LOGITS[:3].clone().requires_grad_(), LABELS[:3]
+    assert torch.autograd.gradcheck(
+        lambda x: token_log_probs(x, labels, entropy=True, temperature=0.7, gradient="out_of_place"), leaf
+    )
+
+
+@pytest.mark.reference
+def test_kernels_are_refused():
+    for impl in ("triton", "one_pass"):
+        with pytest.raises(ValueError, match=f"impl, of fp64 logits.*'auto', 'reference', got '{impl}'"):
+            vocab_parallel_cross_entropy(LOGITS, LABELS, impl=impl)
+
+
+@pytest.mark.reference
+def test_a_compiled_call_has_the_same_bits():
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        return flat_outputs(vocab_parallel_cross_entropy(x * 1, LABELS, return_metrics=True, z_loss=0.1))
+
+    results = []
+    for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaf = LOGITS.clone().requires_grad_()
+        outputs = call(leaf)
+        outputs[0].backward()
+        results.append([*(output.detach() for output in outputs), leaf.grad])
+    for eager, compiled in zip(*results, strict=True):
+        assert eager.dtype == compiled.dtype and torch.equal(eager, compiled)
+
+
+def _on_a_rank(rank, group, options):
+    leaf = LOGITS.chunk(2, -1)[rank].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(leaf, LABELS, group=group, impl="reference", **options)
+    loss.backward()
+    return loss.detach(), leaf.grad
+
+
+@in_ranks((2,), (), ())
+def test_two_ranks(rank_pool, impl):
+    options = {**EVERY, "reduction": "mean"}
+    (loss, left), (other, right) = rank_pool.run(_on_a_rank, options)
+    assert torch.equal(loss, other)
+    assert_exact(loss, torch.cat([left, right], -1), torch.ones((), dtype=torch.float64), options)
