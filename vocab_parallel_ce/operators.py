@@ -39,6 +39,7 @@ from vocab_parallel_ce.spec import TokenOutputs
 
 N_SETTINGS = len(Settings._fields)
 TYPES = {"VocabShard | None": "int[]?", "int | str": "SymInt?", "int | None": "int?", "float | None": "float?"}
+TYPES |= {"torch.dtype | None": "ScalarType?"}
 
 
 class LogitsCall(NamedTuple):

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
+import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
@@ -74,6 +75,7 @@ class HeadKeywords(TypedDict, total=False):
     reduce_hidden_grad: bool
     chunk_tokens: int | str
     memory_budget: int | None
+    logits_dtype: torch.dtype | None
 
 
 class LinearLossKeywords(LossKeywords, HeadKeywords, total=False):
@@ -93,6 +95,7 @@ class HeadSettings(NamedTuple):
     valid_tokens: int | None = None
     chunk_tokens: int | str = "auto"
     memory_budget: int | None = None
+    logits_dtype: torch.dtype | None = None
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

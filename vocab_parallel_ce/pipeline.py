@@ -81,13 +81,19 @@ def forward_with_gradient(call: Call, logits: Tensor, labels: Tensor, outputs: T
         return
     stats, divisor = local_statistics(call, logits, labels)
     all_gather_stats(stats, plan.rank, call.group)
-    fill_with_gradient(call, stats, divisor, logits, labels, outputs)
+    fill_with_gradient(call, stats, divisor, logits, labels, outputs, logits)
 
 
 def fill_with_gradient(
-    call: Call, stats: Tensor, divisor: Tensor | None, logits: Tensor, labels: Tensor, outputs: TokenOutputs
+    call: Call,
+    stats: Tensor,
+    divisor: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    outputs: TokenOutputs,
+    grad_logits: Tensor,
 ) -> None:
-    """Do :func:`forward_with_gradient` from the statistics of all ranks."""
+    """Fill ``outputs`` and ``grad_logits``, which may be ``logits``, from the statistics of all ranks."""
     plan = call.plan
     assert not plan.options.entropy, "its gradient needs grad_entropy, so it is written in backward"
     loss = None
@@ -96,7 +102,7 @@ def fill_with_gradient(
     else:
         loss = outputs.loss.view(-1)
     plan.launchers.cross_entropy(
-        logits, stats, labels, divisor, None, None, loss, logits, shard=plan.shard, options=plan.options
+        logits, stats, labels, divisor, None, None, loss, grad_logits, shard=plan.shard, options=plan.options
     )
 
 

@@ -24,6 +24,7 @@ from torch.nn import functional
 from bench_lib.cases import IGNORE_INDEX, IN_FORWARD, OURS, REDUCTIONS, Case, Inputs
 
 QUACK_CHUNK_TOKENS = 4096  # its own default
+FP32_LOGITS, FP32 = f"{OURS}[fp32 logits]", {"logits_dtype": torch.float32}
 LossOf: TypeAlias = Callable[..., Any]  # of (*tensors, labels, reduction, group)
 Step: TypeAlias = Callable[[Inputs, str, Any], tuple[Tensor, ...]]
 
@@ -296,6 +297,7 @@ LOGITS_PROVIDERS: tuple[Provider, ...] = (
 )
 LINEAR_PROVIDERS: tuple[Provider, ...] = (
     _linear(OURS, lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r)),
+    _linear(FP32_LOGITS, lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r, **FP32)),
     _linear(f"F.linear + {OURS}", _unfused, reduces_hidden=False),
     _torch("torch eager", lambda m: _eager_linear),
     _torch("torch.compile", lambda m: torch.compile(_eager_linear, dynamic=False)),

@@ -153,6 +153,16 @@ def test_the_fused_kernels_reductions():
         verl.linear_cross_entropy(hidden, weight, inputs.labels, 0.7, "batchmean")
 
 
+@on_devices
+def test_the_fused_kernels_logits_are_fp32(device):
+    inputs = policy(torch.bfloat16, head=True, device=device)
+    short, wide = (
+        verl.linear_cross_entropy(*(leaf.to(dtype) for leaf in inputs.leaves), inputs.labels, 0.7)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    torch.testing.assert_close(short, wide, rtol=1.3e-6, atol=1e-5)
+
+
 def _sharded(rank, group, inputs, names):
     """In a rank: log-probabilities, or entropies, or both from the same logits; and the collectives."""
     verl._tensor_parallel_group = lambda: group
@@ -294,7 +304,6 @@ def test_shards_beside_verls_own_functions(rank_pool, impl):
 
 @pytest.mark.cuda
 def test_the_fused_kernel_beside_verls_own():
-    """Logits of bf16 hidden states are rounded to bf16 here; verl's stay fp32."""
     own = real_module(LINEAR).linear_cross_entropy
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 128, generator=generator).mul(0.5).cuda() for n in (256, 1024))

@@ -82,6 +82,19 @@ def test_every_width(kernel_device, columns, dtype, options):
     check(storage[off:].view_as(logits).copy_(logits), labels, options)
 
 
+@pytest.mark.parametrize("columns", (1, 7, 8, 64, 96, 255, 2080, 8201))
+@pytest.mark.parametrize("dtype, options", ((torch.bfloat16, PLAIN), (torch.float16, ALL)), ids=("bf16", "fp16-all"))
+def test_a_16_bit_gradient_of_fp32_logits(kernel_device, columns, dtype, options):
+    """Rows of 96 columns are whole lines of fp32 and not of 16 bits."""
+    logits, labels = batch("peaked", rows=3, vocab_size=columns)
+    there, grads = logits.to(kernel_device), grads_of(3, options, kernel_device)
+    storage = torch.full((logits.numel() + 64,), NAN, dtype=dtype, device=kernel_device)
+    into = storage[: logits.numel()].view_as(logits)
+    _, grad = run(there, labels.to(kernel_device), options, **grads, into=into)
+    assert torch.equal(there.cpu(), logits) and storage[logits.numel() :].isnan().all()
+    assert_gradient(grad.cpu(), logits, labels, options, **grads)
+
+
 @pytest.mark.parametrize(
     "columns, dtype, options",
     ((64, torch.float32, PLAIN), (67, torch.bfloat16, OPTIONS["predictions"])),

@@ -136,6 +136,7 @@ PAIRS = covering(
     bias=(False, True),
     chunk_tokens=("auto", 1, 3),
     valid_tokens=(None, 0, 2),
+    logits_dtype=(None, torch.float32),
 )
 
 
@@ -148,7 +149,8 @@ def test_every_pair_of_options_on_together(impl_device, case):
     ignored = inputs.labels == IGNORE_INDEX
     inputs.hidden[ignored] = NAN
     options = {name: case[name] for name in ("z_loss", "softcap", "logit_scale", "return_metrics", "padding")}
-    options |= {"chunk_tokens": case["chunk_tokens"], **SMOOTHING[case["smoothing"]], **DIVISORS[case["divisor"]]}
+    options |= {name: case[name] for name in ("chunk_tokens", "logits_dtype")}
+    options |= {**SMOOTHING[case["smoothing"]], **DIVISORS[case["divisor"]]}
     if case["valid_tokens"] is not None:
         options["valid_tokens"] = int((~ignored).sum()) + case["valid_tokens"]
     if case["divisor"] != "none":

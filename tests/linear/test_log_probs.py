@@ -35,6 +35,7 @@ CASES = covering(
     chunk_tokens=("auto", 1, 3),
     bias=(False, True),
     padding=(0, 5),
+    logits_dtype=(None, torch.float32),
 )
 
 
@@ -43,7 +44,7 @@ CASES = covering(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['kind']}-{case['transform']}-{case['used']}")
 def test_every_pair_of_what_a_call_can_be(impl_device, case):
     inputs = projection(case["kind"], dtype=case["dtype"], bias=case["bias"])
-    options = {name: case[name] for name in ("chunk_tokens", "padding")} | TRANSFORMS[case["transform"]]
+    options = {name: case[name] for name in ("chunk_tokens", "padding", "logits_dtype")} | TRANSFORMS[case["transform"]]
     check(impl_device, inputs, *_grad_outputs(used=case["used"]), entropy=True, **options)
 
 

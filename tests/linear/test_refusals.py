@@ -102,6 +102,8 @@ SETTINGS = [
     ({"sequence_parallel": 1}, TypeError, "sequence_parallel: expected a bool, got int"),
     ({"sequence_parallel": True}, ValueError, "sequence_parallel: .*group"),
     ({"reduce_hidden_grad": 0}, TypeError, "reduce_hidden_grad: expected a bool, got int"),
+    ({"logits_dtype": torch.bfloat16}, ValueError, "logits_dtype: expected None or torch.float32, got torch.bfloat16"),
+    ({"logits_dtype": "float32"}, ValueError, "logits_dtype: expected None or torch.float32, got 'float32'"),
     ({"gradient": "out_of_place"}, ValueError, "gradient: expected one of 'auto', 'in_forward', 'in_backward'"),
     ({"gradient": "in_forward", "reduction": "none"}, ValueError, "gradient: 'in_forward' .*none"),
     ({"valid_tokens": -1}, ValueError, "valid_tokens: .*got -1"),

@@ -104,8 +104,10 @@ def linear_log_probs(x, **options):
 
 
 def linear_autocast(x, **options):
+    given = x.hidden, x.weight, x.labels
     with torch.autocast(x.hidden.device.type, dtype=torch.bfloat16):
-        return (linear_cross_entropy(x.hidden, x.weight, x.labels, **options),)
+        rounded = linear_cross_entropy(*given, **options)
+        return rounded, linear_cross_entropy(*given, logits_dtype=torch.float32, **options)
 
 
 def checkpointed(x, **options):

@@ -34,6 +34,7 @@ def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way, label_s
         ("some_ignored", torch.float16, {}),
         ("peaked", torch.float32, {"chunk_tokens": 4}),
         ("shard_edges", torch.bfloat16, {"chunk_tokens": 1}),
+        ("shard_edges", torch.bfloat16, {"chunk_tokens": 4, "logits_dtype": torch.float32}),
     ):
         inputs = made(world, kind, dtype=dtype, bias=kind == "peaked")
         case = Case(inputs, impl, {**way, **chunk, "label_smoothing": label_smoothing})
@@ -114,7 +115,7 @@ def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl
     for dtype, chunk in (
         (torch.float32, {}),
         (torch.bfloat16, {"chunk_tokens": world}),
-        (torch.bfloat16, {"chunk_tokens": 3 * world}),
+        (torch.bfloat16, {"chunk_tokens": 3 * world, "logits_dtype": torch.float32}),
     ):
         inputs = many_tokens(rows, COLUMNS * world, dtype).shaped(*shape)
         inputs.labels[0, 1] = inputs.labels[-1, 0] = IGNORE_INDEX

@@ -81,6 +81,8 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield stats("bf16", True, "plain", outputs=True)
     yield gradient("bf16", False, "plain", call="in_forward", ranks=1)
     yield gradient("bf16", True, "plain")
+    yield gradient("fp32", False, "plain", of="bf16")
+    yield gradient("fp32", True, "all", of="bf16")
     yield scaled("fp32", edges=False)
 
 
@@ -96,6 +98,8 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
             yield stats(dtype, edges, option)
             yield stats(dtype, edges, option, outputs=True)
             yield gradient(dtype, edges, option)
+    for of, edges, option in product(("bf16", "fp16"), (False, True), OPTIONS):
+        yield gradient("fp32", edges, option, of=of)
     for option, ranks in product(OPTIONS, (1, 4)):
         yield finish(option, ranks)
     if has_one_pass(target):
@@ -125,18 +129,21 @@ def stats(dtype: str, edges: bool, option: str, outputs: bool = False, counted: 
     return Variant(name, launch, dtypes)
 
 
-def gradient(dtype: str, edges: bool, option: str, call: str = "in_backward", ranks: int = 4) -> Variant:
-    """``in_forward`` writes the loss too; ``padded`` divides, and its shard has padding."""
+def gradient(
+    dtype: str, edges: bool, option: str, call: str = "in_backward", ranks: int = 4, of: str | None = None
+) -> Variant:
+    """``in_forward`` writes the loss too; ``padded`` divides, and its shard has padding; ``of`` is the gradient's."""
     options = OPTIONS[option]
     fp32, in_forward = torch.float32, call == "in_forward"
     grad_output, loss = (None, fp32) if in_forward else (fp32, None)
     grad_entropy = fp32 if options.entropy and call == "in_backward" else None
     divisor = None if call == "in_backward" else torch.int32
-    dtypes = (DTYPES[dtype], torch.int64, fp32, divisor, grad_output, grad_entropy, loss, DTYPES[dtype])
+    dtypes = (DTYPES[dtype], torch.int64, fp32, divisor, grad_output, grad_entropy, loss, DTYPES[of or dtype])
     shard = VocabShard(0, N_COLUMNS, N_COLUMNS - 100 if call == "padded" else 4 * N_COLUMNS)
     strides = tuple(None if pointer is None else 3 for pointer in (grad_output, grad_entropy))
     launch = launch_of("cross_entropy", dtypes, ROWS[edges], strides, ranks, shard, options)
-    return Variant(f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}", launch, dtypes)
+    name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}"
+    return Variant(name if of is None else f"{name}-to-{of}", launch, dtypes)
 
 
 def scaled(dtype: str, edges: bool) -> Variant:

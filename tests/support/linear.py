@@ -168,6 +168,7 @@ def linear_same_dtype(
     function: Callable[..., Any] = linear_cross_entropy,
     bounds: Sequence[tuple[int, int]] | None = None,
     weight_dtype: torch.dtype | None = None,
+    logits_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Results:
     """What PyTorch gets in the dtype of ``inputs``.
@@ -175,15 +176,18 @@ def linear_same_dtype(
     Args:
         bounds: of the ranks' columns: their parts of the hidden states' gradient are added in that dtype.
         weight_dtype: of the gradients of weight and bias, where they are not rounded to that of ``inputs``.
+        logits_dtype: fp32 logits, whose gradient is rounded.
     """
     fp64, same_dtype = _OF_ORACLE[function]
     of_logits = fp64 if inputs.weight.dtype == torch.float64 else same_dtype
     options = of_oracle(options)
     ignore_index = options.get("ignore_index", IGNORE_INDEX)
-    rows, logits = inputs.rows(ignore_index), inputs.logits(ignore_index)
+    dtype = inputs.weight.dtype
+    wide = inputs.to(torch.promote_types(logits_dtype or dtype, dtype))
+    rows, logits = inputs.rows(ignore_index), wide.logits(ignore_index)
     given = dict(zip(_GRAD_OUTPUTS, grad_outputs, strict=False))
     *outputs, grad = of_logits(logits, inputs.labels, **given, **options)
-    grad = grad.reshape(len(rows), len(inputs.weight))
+    grad = grad.reshape(len(rows), len(inputs.weight)).to(dtype)
     parts = [grad[:, a:b] @ inputs.weight[a:b] for a, b in bounds or [(0, len(inputs.weight))]]
     d_weight = grad.to(weight_dtype or grad.dtype)
     return Results(

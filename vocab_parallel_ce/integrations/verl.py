@@ -98,9 +98,8 @@ def linear_cross_entropy(
     ``hidden`` is this rank's share of a sum, as verl's is. The caller adds the shares: the backward of Megatron's
     ``gather_from_sequence_parallel_region`` does. ``linear_token_log_probs`` gives the sum itself.
 
-    The logits of 16-bit hidden states are rounded to 16 bits. Those of verl's kernel stay fp32, so a token's
-    log-probability may differ by about 1e-3. That kernel returns what was in the memory for -100, and adds a sum or a
-    mean to it.
+    The logits of 16-bit hidden states stay fp32, as those of verl's kernel do. That kernel returns what was in the
+    memory for -100, and adds a sum or a mean to it.
 
     Raises:
         ValueError: ``reduction`` is another word.
@@ -110,7 +109,14 @@ def linear_cross_entropy(
     tokens, group = hidden.reshape(-1, hidden.shape[-1]), dist_process_group
     is_whole, labels = group is None, labels.reshape(-1)
     log_probs, entropy = linear_token_log_probs(
-        tokens, weight, labels, group=group, temperature=temperature, entropy=True, reduce_hidden_grad=is_whole
+        tokens,
+        weight,
+        labels,
+        group=group,
+        temperature=temperature,
+        entropy=True,
+        reduce_hidden_grad=is_whole,
+        logits_dtype=torch.float32,
     )
     if reduction != "none":
         log_probs = log_probs.sum() if reduction == "sum" else log_probs.mean()

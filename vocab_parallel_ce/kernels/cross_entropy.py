@@ -103,7 +103,7 @@ def cross_entropy_kernel(
     grad_output,  # [N] fp32, or None: 1
     grad_entropy,  # [N] fp32, or None: 0
     loss,  # [N] fp32, out, or None
-    grad_logits,  # [N, C] logits' dtype, out; may be logits
+    grad_logits,  # [N, C] logits' dtype, out; may be logits; or of 16 bits and of fp32 logits
     layout,  # RowLayout of logits and of grad_logits
     grad_strides,  # of grad_output and of grad_entropy, or None
     sizes,  # ShardSizes
@@ -187,14 +187,15 @@ def cross_entropy(
     """Fill ``grad_logits``, which has the layout of ``logits [..., C]`` or is it, and ``loss [N]`` if given.
 
     ``grad_output [N]`` multiplies the gradient of the loss per row, ``grad_entropy [N]`` that of the entropy.
-    Both are fp32 of any stride. Neither changes ``loss``.
+    Both are fp32 of any stride. Neither changes ``loss``. A gradient of another dtype is of fp32 logits and 16 bits.
     """
     n_ranks, n_rows, _ = stats.shape
     base, rows = row_arguments(logits)
     grad_base = base
     if grad_logits is not logits:
         grad_base, grad_rows = row_arguments(grad_logits)
-        assert rows == grad_rows, "the gradient is laid out as the logits are"
+        assert rows[0] == grad_rows[0], "the gradient is laid out as the logits are"
+        rows = grad_rows  # the smaller elements have the longer lines
     tensors = (base, labels, stats, divisor, grad_output, grad_entropy, loss, grad_base)
     strides = tuple([None if factor is None else factor.stride(0) for factor in (grad_output, grad_entropy)])
     launch = _launch(dtypes_of(tensors), rows, strides, n_ranks, shard, options)
@@ -210,7 +211,9 @@ def _launch(
     shard: VocabShard,
     options: LossOptions,
 ) -> Launch:
-    block = choose_block(READ_AND_WRITE_EDGES if rows[1] else READ_AND_WRITE, shard.n_columns, dtypes[0].itemsize)
+    # A 16-bit gradient of fp32 logits with the larger block takes 77 registers: one row at a time on a multiprocessor.
+    is_small = rows[1] or dtypes[0] != dtypes[-1]
+    block = choose_block(READ_AND_WRITE_EDGES if is_small else READ_AND_WRITE, shard.n_columns, dtypes[-1].itemsize)
     n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid
     sizes = ShardSizes(shard.n_columns, n_valid, shard.vocab_size)
     values = (grad_strides, sizes, n_ranks, options)

@@ -117,6 +117,8 @@ def linear_cross_entropy(
         valid_tokens: upper bound on labels that are not ``ignore_index``; the rest skip the matmul. Exceeding
             it gives a NaN loss.
         chunk_tokens, memory_budget: tokens per chunk, or instead bytes for a chunk's logits.
+        logits_dtype: ``torch.float32``: 16-bit products accumulate and stay in fp32, and the gradient of the logits
+            is rounded once to 16 bits for the products that follow. None: logits are rounded to 16 bits.
         others: as in :func:`vocab_parallel_cross_entropy`, of these logits. A DTensor brings its ``shard``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The gradient of a head's weight, summed over the chunks in fp32 and rounded once."""
+"""Products that are fp32: logits, and the gradient of a head's weight, summed over the chunks and rounded once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,24 @@ import math
 
 import torch
 from torch import Tensor
+
+
+def writes_fp32(factor: Tensor) -> bool:
+    """Return whether a product of 16-bit factors on this device can be fp32."""
+    return factor.is_cuda and torch.version.hip is None
+
+
+def fp32_factor(factor: Tensor) -> Tensor:
+    """Return the 16-bit ``factor`` as :func:`fp32_product` takes it: itself, or an fp32 copy."""
+    return factor if writes_fp32(factor) else factor.float()
+
+
+def fp32_product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Fill ``out``, fp32, with ``a @ b`` of 16-bit factors; ``b`` is an :func:`fp32_factor`."""
+    if a.dtype == b.dtype:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.float(), b, out=out)
 
 
 class WeightGradient:
@@ -24,8 +42,7 @@ class WeightGradient:
     def add(self, d_logits: Tensor, hidden: Tensor) -> None:
         """Add the product of ``d_logits [n, C]`` and ``hidden [n, D]`` of one chunk, of one dtype."""
         total, d_logits = self.total, d_logits.t()
-        writes_fp32 = hidden.is_cuda and torch.version.hip is None  # a product of 16-bit factors
-        if total.dtype != hidden.dtype and not writes_fp32:
+        if total.dtype != hidden.dtype and not writes_fp32(hidden):
             d_logits, hidden = d_logits.to(total.dtype), hidden.to(total.dtype)
         if total.dtype == hidden.dtype:
             if self.is_empty:

@@ -1,7 +1,7 @@
 """A head and its loss chunk by chunk: the loops over chunks, without and with gradients.
 
 logits   [n, C] = hidden @ weight.T + bias      in a buffer that all chunks share
-logits -> statistics -> exchange -> outputs, gradient over the buffer
+logits -> statistics -> exchange -> outputs, gradient over the buffer, or in one of 16 bits beside fp32 logits
 d_hidden [n, D] = d_logits @ weight             summed over the ranks while the next products run
 d_weight [C, D] = sum over chunks of d_logits.T @ hidden,  d_bias [C] = sum of d_logits
 """
@@ -18,7 +18,7 @@ from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather
 from vocab_parallel_ce.linear.chunks import parts_of
 from vocab_parallel_ce.linear.expected import factor_of
 from vocab_parallel_ce.linear.hidden_states import HiddenStates
-from vocab_parallel_ce.linear.matmul import WeightGradient, zero_ignored
+from vocab_parallel_ce.linear.matmul import WeightGradient, fp32_factor, fp32_product, zero_ignored
 from vocab_parallel_ce.linear.plan import Inputs, LinearCall
 from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.spec import TokenOutputs, is_ignored
@@ -33,10 +33,14 @@ class Products:
     def __init__(self, linear: LinearCall, inputs: Inputs, wanted: Wanted) -> None:
         weight, bias, main_grad = inputs.weight, inputs.bias, linear.main_grad
         self.weight = weight.to(linear.dtype)
-        self.bias = None if bias is None else bias.to(linear.dtype)
+        self.bias = None if bias is None else bias.to(linear.logits_dtype)
         self.hidden = HiddenStates(linear, inputs.hidden, wanted[0])
         longest = max((rows.stop - rows.start for rows in linear.chunks), default=0)
-        self.buffer = self.weight.new_empty(longest, weight.shape[0])  # logits, then their gradient
+        self.buffer = self.weight.new_empty(longest, weight.shape[0], dtype=linear.logits_dtype)
+        self.d_buffer = self.buffer  # the gradient of the logits
+        if linear.logits_dtype != linear.dtype:
+            self.weight_of_logits = fp32_factor(self.weight)
+            self.d_buffer = self.weight.new_empty(longest if any(wanted) else 0, weight.shape[0])
         self.d_weight: WeightGradient | None = None
         if wanted[1]:
             # A factor that only backward knows multiplies the fp32 sum.
@@ -52,6 +56,9 @@ class Products:
     def logits(self, states: Tensor, first: int = 0) -> Tensor:
         """Return the logits of hidden states, in the buffer from its row ``first``."""
         logits = self.buffer[first : first + states.shape[0]]
+        if logits.dtype != states.dtype:
+            fp32_product(states, self.weight_of_logits.t(), logits)
+            return logits if self.bias is None else logits.add_(self.bias)
         if self.bias is None:
             return torch.mm(states, self.weight.t(), out=logits)
         return torch.addmm(self.bias, states, self.weight.t(), out=logits)
@@ -66,10 +73,10 @@ class Products:
             d_hidden.copy_(torch.mm(d_logits, self.weight))
 
     def finish_chunk(self, rows: slice, states: Tensor, d_hidden: Tensor | None) -> None:
-        """Reduce ``d_hidden``, and meanwhile add the chunk, whose d_logits the buffer holds, to d_weight and d_bias."""
+        """Reduce ``d_hidden``, and meanwhile add the chunk, whose d_logits d_buffer holds, to d_weight and d_bias."""
         if d_hidden is not None:
             self.hidden.begin_reduce(rows, d_hidden)
-        d_logits = self.buffer[: states.shape[0]]
+        d_logits = self.d_buffer[: states.shape[0]]
         if self.d_weight is not None:
             # An ignored token's gradient is 0, and 0 times a NaN in its hidden state would not be.
             self.d_weight.add(d_logits, zero_ignored(states, self.is_ignored[rows]))
@@ -77,8 +84,8 @@ class Products:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
 
     def gradients(self) -> Gradients:
-        """Return the gradients of all chunks, each in its tensor's dtype. Frees the buffer."""
-        del self.buffer
+        """Return the gradients of all chunks, each in its tensor's dtype. Frees the buffers."""
+        del self.buffer, self.d_buffer
         return (
             self.hidden.gradient(),
             None if self.d_weight is None else self.d_weight.rounded(),
@@ -129,14 +136,16 @@ def _chunk_with_gradients(
         begun.append((part, logits, own_labels, _begin_exchange(call, logits, own_labels)))
     d_hidden = products.hidden.new_gradient(rows)
     for part, logits, own_labels, exchange in begun:
-        given = logits, own_labels, _at(outputs, part)
-        if grad_output is not None:
-            _fill_with_expected_gradient(call, _arrived(call, logits, own_labels, exchange), grad_output[part], *given)
-        elif exchange is None:
-            pipeline.forward_with_gradient(call, *given)
+        given, d_logits = (logits, own_labels, _at(outputs, part)), products.d_buffer[part]
+        if call.plan.one_pass is not None:
+            pipeline.forward_with_gradient(call, *given)  # d_logits are in the memory of the logits
+        elif grad_output is not None:
+            stats = _arrived(call, logits, own_labels, exchange)
+            _fill_with_expected_gradient(call, stats, grad_output[part], *given, d_logits)
         else:
-            pipeline.fill_with_gradient(call, _arrived(call, logits, own_labels, exchange), call.num_items, *given)
-        products.write_d_hidden(logits, None if d_hidden is None else d_hidden[part])
+            stats = _arrived(call, logits, own_labels, exchange)
+            pipeline.fill_with_gradient(call, stats, call.num_items, *given, d_logits)
+        products.write_d_hidden(d_logits, None if d_hidden is None else d_hidden[part])
     products.finish_chunk(rows, states, d_hidden)
 
 
@@ -157,12 +166,18 @@ def _arrived(call: Call, logits: Tensor, labels: Tensor, exchange: tuple[Tensor,
 
 
 def _fill_with_expected_gradient(
-    call: Call, stats: Tensor, grad_output: Tensor, logits: Tensor, labels: Tensor, outputs: TokenOutputs
+    call: Call,
+    stats: Tensor,
+    grad_output: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    outputs: TokenOutputs,
+    d_logits: Tensor,
 ) -> None:
-    """Fill ``outputs`` of unreduced losses; the gradient, times ``grad_output [n]``, replaces ``logits``."""
+    """Fill ``outputs`` of unreduced losses, and ``d_logits`` with their gradient times ``grad_output [n]``."""
     plan = call.plan
     plan.launchers.token_outputs(stats, labels, None, outputs, shard=plan.shard, options=plan.options)
-    pipeline.write_gradient(plan, logits, labels, stats, None, grad_output, None, logits)
+    pipeline.write_gradient(plan, logits, labels, stats, None, grad_output, None, d_logits)
 
 
 def backward(
@@ -186,10 +201,11 @@ def backward(
         logits = products.logits(states)
         of_rows = None if of_entropy is None else of_entropy[rows]
         own_stats, labels = stats[:, rows].contiguous(), inputs.labels[rows]
-        pipeline.write_gradient(plan, logits, labels, own_stats, divisor, grad_output[rows], of_rows, logits)
+        d_logits = products.d_buffer[: states.shape[0]]
+        pipeline.write_gradient(plan, logits, labels, own_stats, divisor, grad_output[rows], of_rows, d_logits)
         d_hidden = products.hidden.new_gradient(rows)
-        products.write_d_hidden(logits, d_hidden)
-        del logits
+        products.write_d_hidden(d_logits, d_hidden)
+        del logits, d_logits
         products.finish_chunk(rows, states, d_hidden)
     return products.gradients()
 

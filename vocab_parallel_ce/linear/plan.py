@@ -48,7 +48,8 @@ class LinearCall(NamedTuple):
     """One checked call: the loss of a chunk's logits, and how hidden states and weight take part."""
 
     call: Call  # its reduction is sum or none
-    dtype: torch.dtype  # of the products and the logits
+    dtype: torch.dtype  # of the products
+    logits_dtype: torch.dtype  # that, or fp32
     chunks: tuple[slice, ...]  # rows
     order: TokenOrder | None  # None: rows are tokens
     overflow: Tensor | None  # [] fp32: 1, or NaN if more than valid_tokens are valid
@@ -79,13 +80,15 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
     if given.expected_grad_output is not None:
         _check_expected(given.expected_grad_output, labels, settings, dtype)
-    plan = _plan_of_logits(dtype, weight.shape[0], given, settings, rank, n_ranks)
+    logits_dtype = head.logits_dtype or dtype
+    plan = _plan_of_logits(dtype, logits_dtype, weight.shape[0], given, settings, rank, n_ranks)
     num_items = given.num_items
     if num_items is not None:
         num_items = checked_divisor(num_items, settings.reduction, hidden)
     # Each rank's chunks must be the same, whatever its own width.
     width = -(-plan.shard.vocab_size // n_ranks)
-    chunk = chunk_of(head, labels.numel(), hidden.shape[-1], width, dtype.itemsize)
+    bytes_per_logit = dtype.itemsize if logits_dtype == dtype else logits_dtype.itemsize + dtype.itemsize
+    chunk = chunk_of(head, labels.numel(), hidden.shape[-1], width, bytes_per_logit)
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
     rows, overflow = flat(labels), None
@@ -103,6 +106,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     linear = LinearCall(
         call=Call(plan, given.group, num_items),
         dtype=dtype,
+        logits_dtype=logits_dtype,
         chunks=chunks,
         order=order,
         overflow=overflow,
@@ -126,6 +130,8 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
     checks.check_choice("gradient", settings.gradient, GRADIENTS)
     checks.check_bool("sequence_parallel", head.sequence_parallel)
     checks.check_bool("reduce_hidden_grad", head.reduce_hidden_grad)
+    if head.logits_dtype not in (None, torch.float32):
+        raise ValueError(f"logits_dtype: expected None or torch.float32, got {head.logits_dtype!r}")
     chunk_of(head, 1, 1, 1, 1)
     if settings.gradient == "in_forward" and settings.reduction == "none" and not knows_grad_output:
         raise ValueError(
@@ -189,20 +195,29 @@ def _check_tokens(given: Arguments, n_ranks: int, head: HeadSettings) -> None:
 
 
 def _plan_of_logits(
-    dtype: torch.dtype, n_columns: int, given: Arguments, settings: Settings, rank: int, n_ranks: int
+    dtype: torch.dtype,
+    logits_dtype: torch.dtype,
+    n_columns: int,
+    given: Arguments,
+    settings: Settings,
+    rank: int,
+    n_ranks: int,
 ) -> Plan:
     """Plan the loss of a chunk's logits; a mean is a sum that is divided by the number of valid tokens."""
     shard = shard_of_rank(settings, n_columns, rank, n_ranks, subject="weight: rows")
     reduction, gradient = "none" if settings.reduction == "none" else "sum", gradient_of(settings, dtype)
+    if settings.impl == "one_pass" and logits_dtype != dtype:
+        raise ValueError("impl: 'one_pass' writes no 16-bit gradient of fp32 logits, got logits_dtype; use 'auto'")
+    # one_pass takes no grad_output, and its gradient has the dtype of the logits.
+    fits_one_pass = given.expected_grad_output is None and logits_dtype == dtype
     kind = Kind(
-        dtype=dtype,
+        dtype=logits_dtype,
         n_columns=n_columns,
         device=given.hidden.device,
         rank=rank,
         n_ranks=n_ranks,
         gradient=gradient,
-        # one_pass takes no grad_output.
-        whole_vectors=given.expected_grad_output is None and n_columns * dtype.itemsize % VECTOR_BYTES == 0,
+        whole_vectors=fits_one_pass and n_columns * dtype.itemsize % VECTOR_BYTES == 0,
     )
     return cached_plan(settings._replace(vocab_size=None, shard=shard, reduction=reduction, gradient=gradient), kind)
 
