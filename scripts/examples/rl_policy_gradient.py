@@ -1,10 +1,11 @@
-"""A policy whose vocabulary is cut over the ranks learns by its own samples; nobody gathers the logits.
+"""A policy of bf16 whose vocabulary is cut over the ranks learns by its own samples; nobody gathers the logits.
 
     python scripts/examples/rl_policy_gradient.py
     torchrun --nproc-per-node 2 scripts/examples/rl_policy_gradient.py
 
 Each rank has its columns of the head. Actions are sampled from all columns. The reward of an action is the share of
-its bits that a state asks for. Steps are those of PPO with one epoch, and an entropy bonus.
+its bits that a state asks for. Steps are those of PPO with one epoch, and an entropy bonus. Actions are sampled from
+fp32 logits. So training keeps its logits in fp32 too: rounded ones are those of another policy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vocab_parallel_ce import token_log_probs
+from vocab_parallel_ce import linear_token_log_probs
 
 STATES, WIDTH, VOCABULARY = 32, 64, 256
 
@@ -41,9 +42,14 @@ def reward_of(states: Tensor, actions: Tensor) -> Tensor:
     return 1 - sum((differs >> bit & 1 for bit in range(8)), start=torch.zeros_like(states)) / 8
 
 
-def policy_loss(logits: Tensor, actions: Tensor, old_log_probs: Tensor, advantages: Tensor, group: Any) -> Tensor:
-    """Return PPO's clipped loss with an entropy bonus. One call gives both, and its backward their gradients."""
-    log_probs, entropy = token_log_probs(logits, actions, group=group, vocab_size=VOCABULARY, entropy=True)
+def log_probs_and_entropy(hidden: Tensor, head: Tensor, actions: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """Return fp32 ``[N]`` log-probabilities of the actions, and entropies. One call gives both."""
+    options: Any = {"group": group, "vocab_size": VOCABULARY, "logits_dtype": torch.float32}
+    return linear_token_log_probs(hidden, head, actions, entropy=True, **options)
+
+
+def policy_loss(log_probs: Tensor, entropy: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Tensor:
+    """Return PPO's clipped loss with an entropy bonus."""
     ratio = (log_probs - old_log_probs).exp()
     clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     return -(clipped + 0.001 * entropy).mean()
@@ -52,20 +58,20 @@ def policy_loss(logits: Tensor, actions: Tensor, old_log_probs: Tensor, advantag
 def train(steps: int, rank: int, n_ranks: int, group: Any, device: torch.device) -> list[float]:
     """Return the mean reward of each step; the same on every rank."""
     torch.manual_seed(0)
-    states = torch.nn.Embedding(STATES, WIDTH).requires_grad_(False).to(device)
+    states = torch.nn.Embedding(STATES, WIDTH).requires_grad_(False).to(device, torch.bfloat16)
     head = (0.1 * torch.randn(VOCABULARY, WIDTH)).chunk(n_ranks)[rank].to(device).requires_grad_()
     torch.manual_seed(rank + 1)  # each rank draws the noise of its own columns
     asked = torch.arange(STATES, device=device).repeat_interleave(16)
     rewards = []
     for _ in range(steps):
+        hidden, weight = states(asked), head.bfloat16()
         with torch.no_grad():
-            logits = states(asked) @ head.t()
-            actions = sample(logits, rank, group)
-            old_log_probs = token_log_probs(logits, actions, group=group, vocab_size=VOCABULARY)
+            actions = sample(hidden.float() @ weight.float().t(), rank, group)
+            old_log_probs, _ = log_probs_and_entropy(hidden, weight, actions, group)
             reward = reward_of(asked, actions)
             mean_of_state = reward.view(STATES, -1).mean(dim=1).repeat_interleave(16)
-        logits = states(asked) @ head.t()
-        loss = policy_loss(logits, actions, old_log_probs, reward - mean_of_state, group)
+        log_probs, entropy = log_probs_and_entropy(hidden, weight, actions, group)
+        loss = policy_loss(log_probs, entropy, old_log_probs, reward - mean_of_state)
         (gradient,) = torch.autograd.grad(loss, head)
         with torch.no_grad():
             head -= 20 * gradient
