@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.compile_only, pytest.mark.timeout(3600)]
 
 REGISTERS = 65_536  # of a multiprocessor
 WALKS = ("online_softmax", "cross_entropy", "element_mul")
+PAIRS = ("target_statistics", "target_gradient")  # that walk two tensors together
 
 
 def compiled(target: str) -> list[dict]:
@@ -35,7 +36,7 @@ def compiled(target: str) -> list[dict]:
 def test_every_kernel_compiles_and_its_arguments_bind(target):
     reports = compiled(target)
     one_pass = {"one_pass"} if target == "cuda:100" else set()
-    assert {report["kernel"].split("-")[0] for report in reports} == {*WALKS, "loss"} | one_pass
+    assert {report["kernel"].split("-")[0] for report in reports} == {*WALKS, *PAIRS, "loss", "target_loss"} | one_pass
     assert all(report["bytes"] > 0 for report in reports)
 
 
@@ -45,14 +46,14 @@ def test_sm_90_code_is_wide_and_does_not_spill():
             assert_fills_a_multiprocessor(report)
             continue
         assert report["local_bytes"] == 0, report
-        if report["kernel"].startswith(WALKS):
+        if report["kernel"].startswith((*WALKS, *PAIRS)):
             assert "ld.global.v4.b32" in report["loads"], report
-        if report["kernel"].startswith(WALKS[1:]):
+        if report["kernel"].startswith((*WALKS[1:], "target_gradient")):
             assert "st.global.v4.b32" in report["stores"], report
         # 16 warps of 64 registers: two rows at a time on a multiprocessor of 64 K registers. A gradient with
         # options, or of rows with a head and a tail, must fit one row. It may leave two values in memory.
         is_plain = "-plain-" in report["kernel"] and "-edges-" not in report["kernel"]
-        fits_two = is_plain or not report["kernel"].startswith("cross_entropy")
+        fits_two = is_plain or not report["kernel"].startswith(("cross_entropy", *PAIRS))
         assert report["registers"] <= (64 if fits_two else 128), report
         assert report["stack_bytes"] <= (0 if fits_two else 16), report
 

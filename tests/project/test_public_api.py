@@ -23,6 +23,9 @@ OF_THE_LOSS |= {"num_items": None, "return_metrics": False, "gradient": "auto"}
 OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "entropy": False}
 OF_HEADS = {"bias": None, "sequence_parallel": False, "reduce_hidden_grad": True, "main_grad": None}
 OF_HEADS |= {"chunk_tokens": "auto", "memory_budget": None}
+OF_SOFT_TARGETS = {"group": None, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0}
+OF_SOFT_TARGETS |= {"reduction": "mean", "num_items": None, "gradient": "auto", "impl": "auto"}
+OF_SOFT_TARGETS |= {"vocab_size": None, "shard": None}
 LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]
 SIGNATURES = [
     (package.vocab_parallel_cross_entropy, LOGITS, OF_THE_LOSS),
@@ -32,6 +35,7 @@ SIGNATURES = [
         LINEAR,
         OF_THE_LOSS | OF_HEADS | {"valid_tokens": None, "expected_grad_output": None},
     ),
+    (package.soft_cross_entropy, ["logits", "target_probs"], OF_SOFT_TARGETS),
     (package.linear_token_log_probs, LINEAR, {**OF_LOG_PROBS, **OF_HEADS}),
 ]
 

@@ -30,6 +30,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from vocab_parallel_ce.blocks import ONE_PASS, THREADS_PER_WARP, one_pass_config
 from vocab_parallel_ce.kernels.launch import Launch
+from vocab_parallel_ce.kernels.pairs import PairRows
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 
@@ -55,9 +56,9 @@ class Variant(NamedTuple):
 ROWS = (((0, 1, 1, N_COLUMNS, 0, 0), False), ((0, 1, 1, N_COLUMNS + 3, 0, 0), True))
 
 
-def launch_of(kernel: str, dtypes: tuple[torch.dtype | None, ...], *key: Any) -> Any:
+def launch_of(kernel: str, dtypes: tuple[torch.dtype | None, ...], *key: Any, maker: str = "_launch") -> Any:
     """Return what the launcher of ``kernel`` makes for ``key``."""
-    return importlib.import_module(f"vocab_parallel_ce.kernels.{kernel}")._launch(dtypes, *key)
+    return getattr(importlib.import_module(f"vocab_parallel_ce.kernels.{kernel}"), maker)(dtypes, *key)
 
 
 def variants(target: GPUTarget) -> Iterator[Variant]:
@@ -71,8 +72,11 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield gradient("bf16", True, "all", call="padded")
     yield scaled("bf16", edges=True)
     yield finish("all", 4)
+    yield from of_targets("bf16", "fp32", False, "all")
     if not is_sm_90:
         return
+    yield from of_targets("bf16", "bf16", False, "plain")
+    yield from of_targets("bf16", "bf16", True, "all")
     for option in ("smoothing", "softcap", "entropy", "predictions", "all"):
         yield stats("bf16", False, option, outputs=True)
     for option in ("plain", "smoothing", "z_loss", "logit_scale", "softcap", "entropy", "all"):
@@ -102,6 +106,8 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
         yield gradient("fp32", edges, option, of=of)
     for option, ranks in product(OPTIONS, (1, 4)):
         yield finish(option, ranks)
+    for dtype, target, edges, option in product(DTYPES, DTYPES, (False, True), ("plain", "all")):
+        yield from of_targets(dtype, target, edges, option)
     if has_one_pass(target):
         calls = product(DTYPES, ONE_PASS, ("plain", "z_loss"), ("mean", "sum", "num_items"))
         for dtype, (_, most, _), option, call in calls:
@@ -155,6 +161,23 @@ def scaled(dtype: str, edges: bool) -> Variant:
 def finish(option: str, ranks: int) -> Variant:
     dtypes = (torch.int64, torch.float32, torch.int32, *output_dtypes(OPTIONS[option]))
     return Variant(f"loss-{option}-R{ranks}", launch_of("loss", dtypes, ranks, 131072, OPTIONS[option]), dtypes)
+
+
+def of_targets(dtype: str, target: str, edges: bool, option: str) -> Iterator[Variant]:
+    """Yield the three kernels of probability targets; rows of both tensors begin at the same position of a line."""
+    options = OPTIONS[option]._replace(entropy=False, predictions=False)
+    logits, targets, fp32 = DTYPES[dtype], DTYPES[target], torch.float32
+    rows, shard = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
+    name = f"{dtype}-{target}{'-edges' * edges}-{option}-"
+    dtypes: tuple[torch.dtype | None, ...] = (logits, targets, fp32, fp32, None)
+    launch = launch_of("soft_targets", dtypes, rows, shard, options, maker="_statistics")
+    yield Variant(f"target_statistics-{name}", launch, dtypes)
+    dtypes = (logits, targets, fp32, None, fp32, logits)
+    launch = launch_of("soft_targets", dtypes, rows, 1, 4, shard, options, maker="_gradient")
+    yield Variant(f"target_gradient-{name}", launch, dtypes)
+    dtypes = (fp32, fp32, fp32)
+    launch = launch_of("soft_targets", dtypes, 4, shard.vocab_size, options, maker="_losses")
+    yield Variant(f"target_loss-{name}", launch, dtypes)
 
 
 def one_pass(dtype: str, row_bytes: int, option: str, call: str) -> Variant:

@@ -1,0 +1,227 @@
+"""Cross-entropy with probability targets: PyTorch's number, every pair of options, edges, refusals, ranks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.inputs import DTYPES, batch
+from tests.support.layouts import logits_layouts
+from tests.support.logits_ranks import chunked, even
+from tests.support.pairs import covering
+from tests.support.ranks import in_four_ranks, in_two_ranks
+from tests.support.soft import Case, check, check_ranks, run_in_rank, soft_losses, soft_targets
+from vocab_parallel_ce import soft_cross_entropy, verify_calls
+from vocab_parallel_ce.soft import targets_spec
+from vocab_parallel_ce.spec import LossOptions
+
+NAN, INF = float("nan"), float("inf")
+ROWS, COLUMNS = 5, 43
+EVERY = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 10.0, "logit_scale": 0.4}
+DIVISORS = {
+    "mean": {"reduction": "mean"},
+    "none": {"reduction": "none"},
+    "sum": {"reduction": "sum"},
+    "items": {"reduction": "sum", "num_items": torch.tensor(6.5)},
+}
+
+
+def case_of(kind="peaked", dtype=torch.float32, target_dtype=torch.float32, columns=COLUMNS, options=None, **ways):
+    logits = batch(kind, rows=ROWS, vocab_size=columns, dtype=dtype, shards=2).logits
+    targets = soft_targets(logits).to(target_dtype)
+    return Case(soft_cross_entropy, soft_losses, logits, targets, options or {}, ways)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("label_smoothing", (0.0, 0.1, 1.0))
+def test_the_mathematics_is_pytorchs(label_smoothing):
+    logits = batch("peaked", rows=ROWS, vocab_size=COLUMNS).logits.double().requires_grad_()
+    targets, options = soft_targets(logits).double(), LossOptions(smoothing=label_smoothing)
+    truth = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="none")
+    parts = [
+        targets_spec.local_stats(logits[:, part].detach(), targets[:, part], part.start, COLUMNS, options)
+        for part in (slice(0, 20), slice(20, 21), slice(21, COLUMNS))
+    ]
+    stats = targets_spec.merge(parts[0], targets_spec.merge(parts[2], parts[1]))
+    torch.testing.assert_close(targets_spec.loss(stats, COLUMNS, options), truth, rtol=1e-12, atol=1e-12)
+    grad = targets_spec.gradient(logits.detach(), targets, stats, 0, COLUMNS, options)
+    torch.testing.assert_close(grad, torch.autograd.grad(truth.sum(), logits)[0], rtol=1e-12, atol=1e-12)
+    mean = soft_cross_entropy(logits.float(), targets, label_smoothing=label_smoothing, impl="reference")
+    expected = F.cross_entropy(logits.float(), targets.float(), label_smoothing=label_smoothing)
+    torch.testing.assert_close(mean, expected)
+
+
+PAIRS = covering(
+    divisor=tuple(DIVISORS),
+    label_smoothing=(0.0, 0.1),
+    z_loss=(0.0, 0.02),
+    softcap=(None, 10.0),
+    logit_scale=(1.0, 0.4),
+    padding=((0, 0), (5, 5)),
+    kind=("peaked", "far_negative", "shard_edges", "confident"),
+    gradient=("in_backward", "out_of_place"),
+    dtype=DTYPES,
+    target_dtype=(torch.float32, torch.bfloat16, torch.float64, torch.float16),
+)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.interpreted(6)
+@pytest.mark.parametrize("case", PAIRS, ids=map(str, range(len(PAIRS))))
+def test_every_pair_of_options_on_together(impl_device, case):
+    options = {name: case[name] for name in EVERY}
+    ways = {**DIVISORS[case["divisor"]], "gradient": case["gradient"]}
+    made = case_of(case["kind"], case["dtype"], case["target_dtype"], options=options, **ways)
+    check(impl_device, made._replace(padding=case["padding"]))
+
+
+@pytest.mark.interpreted(3)
+@pytest.mark.parametrize("columns", (1, 7, 64, 128, 257, 4099))
+@pytest.mark.parametrize("dtypes", ((torch.float32,) * 2, (torch.bfloat16, torch.float32)), ids=("fp32", "bf16"))
+def test_every_width(impl_device, columns, dtypes):
+    check(impl_device, case_of("peaked", *dtypes, columns, EVERY, reduction="none"))
+
+
+@pytest.mark.parametrize("columns", (24, 64))
+def test_every_layout_of_both_tensors(impl_device, columns):
+    """Rows of the two that begin at different positions of a line, too."""
+    impl, device = impl_device
+    for index, layout in enumerate(logits_layouts(columns, device=device)):
+        values = layout.view.cpu().contiguous()
+        targets = soft_targets(values.view(-1, columns)).view(values.shape)
+        off = index % 3
+        storage = torch.full((targets.numel() + off,), NAN, device=device)
+        given = layout.view, storage[off:].view(targets.shape).copy_(targets)
+        loss = soft_cross_entropy(*given, reduction="none", impl=impl)
+        torch.testing.assert_close(loss.cpu(), soft_losses(values.double(), targets).float())
+
+
+def test_a_layout_the_kernels_walk_and_one_they_do_not(impl_device):
+    """The gradient lies over transposed logits; a column-major target is copied."""
+    impl, device = impl_device
+    made = case_of(columns=20)
+    values = made.logits[:4].view(2, 2, 20)
+    source = values.transpose(0, 1).contiguous().to(device).requires_grad_()
+    logits = (source * 1).transpose(0, 1)
+    targets = made.other[:4].t().contiguous().t().view(2, 2, 20).to(device)
+    loss = soft_cross_entropy(logits, targets, reduction="sum", impl=impl)
+    (grad,) = torch.autograd.grad(loss, logits)
+    leaf = values.double().requires_grad_()
+    (truth,) = torch.autograd.grad(soft_losses(leaf.view(4, 20), made.other[:4]).sum(), leaf)
+    torch.testing.assert_close(grad.cpu().double(), truth, rtol=0, atol=1e-6)
+    assert grad.data_ptr() == logits.data_ptr()
+
+
+@pytest.mark.parametrize("gradient", ("in_backward", "out_of_place"))
+def test_edge_rows(impl_device, gradient):
+    """Excluded columns without and with a target, NaN, +inf, a row of -inf, and targets of 0."""
+    impl, device = impl_device
+    made = case_of(columns=30)
+    logits, targets = torch.randn(6, 30), soft_targets(torch.randn(6, 30))
+    targets[0:2, 4], logits[0:2, 4], targets[1, 4] = 0.0, -INF, 0.25
+    logits[2, 3], logits[3, 3], logits[4], targets[5] = NAN, INF, -INF, 0.0
+    leaf = logits.to(device).requires_grad_()
+    options = {"reduction": "none", "gradient": gradient, "impl": impl}
+    loss = soft_cross_entropy(leaf * 1, targets.to(device), **options)
+    (grad,) = torch.autograd.grad(loss.sum(), leaf)
+    loss, grad = loss.detach().cpu(), grad.cpu()
+    expected = soft_losses(logits[[0, 5]].double(), targets[[0, 5]]).float()
+    torch.testing.assert_close(loss[[0, 5]], expected)
+    assert loss[1] == INF and loss[2:5].isnan().all() and loss[5] == 0
+    assert not grad[:2, 4].any() and grad[:2].isfinite().all() and grad[2:5].isnan().all()
+    items = {**options, "reduction": "sum", "num_items": 0}
+    loss = soft_cross_entropy(leaf * 1, targets.to(device), **items)
+    assert loss == 0 and not torch.autograd.grad(loss, leaf, torch.tensor(INF, device=device))[0].any()
+    assert made.function(leaf[:0] * 1, targets[:0].to(device), impl=impl) == 0  # no rows
+
+
+@pytest.mark.reference
+def test_where_the_gradient_is_written():
+    """In place by default, unless the targets lie in the same memory; a second backward over it raises."""
+    made = case_of()
+    leaf = made.logits.clone().requires_grad_()
+    logits = leaf * 1
+    loss = soft_cross_entropy(logits, made.other)
+    (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert grad.data_ptr() == logits.data_ptr()
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, logits)
+    with pytest.raises(ValueError, match="has left its gradient"):
+        soft_cross_entropy(logits, made.other)
+    logits = leaf * 1
+    loss = soft_cross_entropy(logits, made.other.clone())
+    logits.mul_(2)
+    with pytest.raises(RuntimeError, match="overwritten before backward"):
+        loss.backward()
+    logits = leaf * 1
+    loss = soft_cross_entropy(logits, logits.detach())
+    kept = logits.detach().clone()
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert torch.equal(logits, kept) and grad.data_ptr() != logits.data_ptr()
+    with pytest.raises(ValueError, match="^target_probs: expected memory of its own"):
+        soft_cross_entropy(logits, logits.detach(), gradient="in_backward")
+
+
+@pytest.mark.reference
+def test_refusals_by_name():
+    logits, targets = torch.randn(2, 5, requires_grad=True), torch.rand(2, 5)
+    for error, words, changed in (
+        (TypeError, "target_probs: .*requires no gradient", {"target_probs": targets.clone().requires_grad_()}),
+        (TypeError, "target_probs: dtype", {"target_probs": torch.zeros(2, 5, dtype=torch.int64)}),
+        (ValueError, "target_probs: shape", {"target_probs": targets[:, :4]}),
+        (TypeError, "target_probs: expected a torch.Tensor", {"target_probs": 3}),
+        (ValueError, "gradient: ", {"gradient": "in_forward"}),
+        (ValueError, "reduction: ", {"reduction": "batchmean"}),
+        (TypeError, "ignore_index: expected one of", {"ignore_index": 3}),
+        (ValueError, "num_items: ", {"num_items": -1, "reduction": "sum"}),
+        (ValueError, "logits: last dimension", {"vocab_size": 9}),
+        (ValueError, "impl: 'one_pass'", {"impl": "one_pass"}),
+    ):
+        given = {"logits": logits, "target_probs": targets} | changed
+        with pytest.raises(error, match=f"^{words}"):
+            soft_cross_entropy(**given)
+
+
+@pytest.mark.reference
+def test_torch_compile_breaks_the_graph_and_computes_the_same():
+    made = case_of()
+    compiled = torch.compile(lambda x, t: soft_cross_entropy(x * 1, t), backend="eager")
+    leaf, again = (made.logits.clone().requires_grad_() for _ in range(2))
+    loss, expected = compiled(leaf, made.other), soft_cross_entropy(again * 1, made.other)
+    loss.backward(), expected.backward()
+    assert torch.equal(loss, expected) and torch.equal(leaf.grad, again.grad)
+
+
+RANKS = (
+    ("shard_edges", {}, {"reduction": "none"}),
+    ("excluded_shard", {}, {"reduction": "sum", "num_items": 7}),
+    ("peaked", EVERY, {"reduction": "mean", "gradient": "out_of_place"}),
+)
+
+
+@pytest.mark.quick
+@in_two_ranks
+def test_two_ranks(rank_pool, impl):
+    for kind, options, ways in RANKS:
+        case, bounds = case_of(kind, columns=40, options=options, **ways), even(20, 2)
+        results = rank_pool.run(run_in_rank, case, impl, bounds)
+        check_ranks(case, results, bounds, [24 if "label_smoothing" in options else 16])
+
+
+@in_four_ranks
+def test_four_ranks_with_padding(rank_pool, impl):
+    for bounds in (even(12, 4), chunked(41, 4)):
+        case = case_of("peaked", torch.bfloat16, columns=41, options=EVERY, reduction="none")
+        check_ranks(case, rank_pool.run(run_in_rank, case, impl, bounds), bounds, [24])
+
+
+def _verified(rank, group):
+    logits, targets = torch.randn(3, 4 + rank), torch.rand(3, 4 + rank)
+    with verify_calls(), pytest.raises(ValueError, match="z_loss"):
+        soft_cross_entropy(logits, targets, group=group, z_loss=0.1 * rank, vocab_size=None)
+    return True
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("rank_pool", [pytest.param(("gloo", 2), id="gloo-2")], indirect=True)
+def test_verification_compares_the_ranks(rank_pool):
+    assert rank_pool.run(_verified) == [True, True]

@@ -1,0 +1,156 @@
+"""Losses against a distribution per token: what they must return in fp64 and in PyTorch's fp32, and calls of them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.support.budget import assert_within_budget
+from tests.support.collectives import Collective
+from tests.support.inputs import NAN, NEG_INF, padded_shard
+from tests.support.logits_ranks import assembled, assert_same_outputs, with_collectives
+from tests.support.ranks import device_of
+from vocab_parallel_ce import VocabShard
+
+
+def soft_targets(logits: Tensor, seed: int = 0) -> Tensor:
+    """Probabilities of every kind in turn: broad, one-hot, with zeros, and rows that do not sum to 1; fp32."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = logits.shape
+    broad = (torch.randn(rows, columns, generator=generator) * 3).masked_fill(logits == NEG_INF, NEG_INF).softmax(-1)
+    targets = broad.clone()
+    targets[1::4] = torch.nn.functional.one_hot(broad[1::4].argmax(-1), columns).float()
+    targets[2::4] *= broad[2::4] > 1 / columns
+    targets[3::4] *= 1.7
+    return targets
+
+
+def soft_losses(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    """Differentiable unreduced losses in the dtype of ``logits [N, V]``."""
+    # A filled element has no gradient: -inf columns get none.
+    u = logits.masked_fill(logits == NEG_INF, NEG_INF) * logit_scale
+    z = u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
+    log_p, t = z.log_softmax(dim=-1), targets.to(z.dtype)
+    t = (1 - label_smoothing) * t + label_smoothing / z.shape[-1]
+    losses = -(t * log_p.masked_fill(t == 0, 0.0)).sum(dim=-1)
+    return losses + z_loss * z.logsumexp(dim=-1) ** 2
+
+
+class Case(NamedTuple):
+    """One call over ``logits [N, V]`` and a tensor beside them."""
+
+    function: Callable[..., Tensor]
+    losses: Callable[..., Tensor]  # the oracle: unreduced, of logits and other
+    logits: Tensor
+    other: Tensor
+    options: dict[str, Any]  # of the oracle
+    ways: dict[str, Any] = {}  # the rest: reduction, gradient
+    labels: Tensor | None = None
+    padding: tuple[int, int] = (0, 0)  # columns after the vocabulary, of logits and other
+
+
+class Results(NamedTuple):
+    """What a call returned, and the gradient of the logits over the whole vocabulary."""
+
+    loss: Tensor
+    grad: Tensor
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        return (self.loss,)
+
+
+def grad_output_of(case: Case) -> Tensor:
+    if case.ways.get("reduction") != "none":
+        return torch.tensor(0.75)
+    grad_output = torch.randn(case.logits.shape[:-1], generator=torch.Generator().manual_seed(1))
+    grad_output[-1] = 1.5
+    return grad_output
+
+
+def expected(case: Case, dtype: torch.dtype) -> Results:
+    """In ``dtype``: fp64 is the truth, fp32 what PyTorch makes of it."""
+    leaf = case.logits.detach().to(dtype).requires_grad_()
+    losses = case.losses(leaf, case.other.to(dtype), **case.options)
+    counted = torch.ones_like(losses, dtype=torch.bool)
+    if case.labels is not None:
+        counted = case.labels != case.options.get("ignore_index", -100)
+        losses = losses.where(counted, 0.0)
+    reduction, num_items = case.ways.get("reduction", "mean"), case.ways.get("num_items")
+    loss = losses if reduction == "none" else losses.sum()
+    if num_items is not None or reduction == "mean":
+        loss = loss / float(counted.sum() if num_items is None else num_items)
+    (grad,) = torch.autograd.grad(loss, leaf, grad_output_of(case).to(dtype).expand(loss.shape))
+    return Results(loss.detach(), grad)
+
+
+def assert_right(case: Case, results: Results) -> None:
+    truth, peer = (expected(case, dtype) for dtype in (torch.float64, torch.float32))
+    assert_within_budget(results.loss, truth.loss, peer.loss)
+    assert_within_budget(results.grad, truth.grad, peer.grad.to(results.grad.dtype))
+
+
+def arguments(case: Case) -> dict[str, Any]:
+    return case.options | case.ways | ({} if case.labels is None else {"labels": case.labels})
+
+
+def check(impl_device: tuple[str, str], case: Case) -> Results:
+    """One call and backward over copies; padded columns hold NaN, and get a gradient of 0."""
+    (impl, device), vocab_size = impl_device, case.logits.shape[-1]
+    of_logits, of_other = case.padding
+    leaf = padded_shard(case.logits, 0, vocab_size + of_logits).to(device).requires_grad_()
+    other = padded_shard(case.other, 0, vocab_size + of_other).to(device)
+    kept, given = other.clone(), arguments(case)
+    given |= {"vocab_size": vocab_size} if any(case.padding) else {}
+    if "labels" in given:
+        given["labels"] = given["labels"].to(device)
+    loss = case.function(leaf * 1, other, impl=impl, **given)
+    loss.backward(grad_output_of(case).to(device).expand(loss.shape))
+    assert torch.equal(other.nan_to_num(7.0), kept.nan_to_num(7.0)), "the second tensor was written"
+    grad, rest = leaf.grad.cpu().split((vocab_size, of_logits), dim=-1)
+    assert not rest.any(), "gradient of padded columns"
+    results = Results(loss.detach().cpu(), grad)
+    assert_right(case, results)
+    return results
+
+
+class RankResult(NamedTuple):
+    outputs: tuple[Tensor, ...]
+    grad: Tensor
+    in_forward: list[Collective]
+    in_backward: list[Collective]
+
+
+def run_in_rank(rank: int, group: Any, case: Case, impl: str, bounds: Sequence[tuple[int, int]]) -> RankResult:
+    """In a rank: one call and its backward, over the columns ``bounds[rank]``; those beyond the vocabulary hold NaN."""
+    device, (start, stop) = device_of(rank, group), bounds[rank]
+    leaf, other = (padded_shard(t, start, stop, NAN).to(device) for t in (case.logits, case.other))
+    leaf.requires_grad_()
+    shard = VocabShard(start, stop, case.logits.shape[-1])
+    given = arguments(case) | {"group": group, "shard": shard, "impl": impl}
+    if "labels" in given:
+        given["labels"] = given["labels"].to(device)
+    grad_outputs = (grad_output_of(case).to(device),)
+    outputs, *collectives = with_collectives(lambda: case.function(leaf * 1, other, **given), grad_outputs)
+    return RankResult(outputs, leaf.grad, *collectives)
+
+
+def check_ranks(case: Case, results: Sequence[RankResult], bounds: Sequence[tuple[int, int]], sent: list[int]) -> None:
+    """Losses are bit-equal and right, and forward sends ``sent`` bytes per row in as many collectives."""
+    assert_same_outputs(results)
+    gradients = [result.grad.movedim(-1, 0) for result in results]
+    grad = assembled(bounds, gradients, case.logits.shape[-1]).movedim(0, -1)
+    assert_right(case, Results(results[0].outputs[0], grad))
+    for result in results:
+        assert [call.name for call in result.in_forward] == ["_allgather_base_"] * len(sent)
+        assert [call.nbytes for call in result.in_forward] == [n * case.logits.shape[0] for n in sent]
+        assert result.in_backward == []

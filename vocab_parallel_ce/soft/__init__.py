@@ -1,0 +1,1 @@
+"""Losses against a distribution per token: probability targets and distillation."""

@@ -1,0 +1,160 @@
+"""A loss over two tensors of one shape: logits, and what stands beside each logit. One plan, one autograd Function.
+
+    logits, other [N, C] -- statistics --> [N, K] -- all_gather --> [R, N, K] --> loss [N]
+                                                                    --> gradient over logits [N, C]
+
+The gradient is that of the logits alone. ``launchers`` has ``statistics``, ``losses`` and ``gradient`` of one loss.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from vocab_parallel_ce import checks, verify
+from vocab_parallel_ce.collectives import all_gather_stats, group_position
+from vocab_parallel_ce.cross_entropy import OVERWRITTEN, SECOND_BACKWARD, _current_age, check_backward, untraced
+from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
+from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.overwritten import check_not_overwritten, mark_overwritten
+from vocab_parallel_ce.plan import Plan, checked_divisor, plan_of
+from vocab_parallel_ce.spec import is_ignored
+
+GRADIENTS = ("auto", "in_backward", "out_of_place")
+
+
+class PairCall(NamedTuple):
+    """One checked call."""
+
+    plan: Plan
+    launchers: ModuleType
+    options: Any  # of the mathematics: hashable, as the launchers take them
+    n_statistics: int
+    group: Any
+    divisor: Tensor | None  # [1]
+
+
+def plan_pair(logits: Tensor, other: Tensor, labels: Tensor | None, name: str, settings: Settings, group: Any) -> Plan:
+    """Check what both losses need, and plan it; changes nothing. ``name`` is that of ``other``."""
+    checks.check_choice("gradient", settings.gradient, GRADIENTS)
+    checks.check_no_transforms(logits, other)
+    if torch.is_grad_enabled() and other.requires_grad:
+        raise TypeError(f"{name}: expected a tensor that requires no gradient, got one that does; pass its detach()")
+    if other.device != logits.device:
+        raise ValueError(f"{name}: device must be that of the logits, {logits.device}, got {other.device}")
+    if labels is not None:
+        checks.check_labels(labels, logits)
+        checks.check_rows(labels, logits)
+    if torch.is_grad_enabled() and logits.requires_grad and _share_memory(logits, other):
+        if settings.gradient == "in_backward":
+            raise ValueError(
+                f"{name}: expected memory of its own with gradient='in_backward', got that of the logits, which their "
+                "gradient would replace; use gradient='out_of_place'"
+            )
+        settings = settings._replace(gradient="out_of_place")
+    plan = plan_of(logits, settings, *group_position(group))
+    for tensor in (logits, other):
+        check_not_overwritten(tensor)
+    if settings.check_labels and labels is not None:
+        checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
+    return plan
+
+
+def divisor_of(
+    logits: Tensor, labels: Tensor | None, settings: Settings, num_items: int | Tensor | None
+) -> Tensor | None:
+    """Return what losses are divided by: the rows of a mean that are not ignored, or the items of a sum."""
+    if num_items is not None:
+        return checked_divisor(num_items, settings.reduction, logits)
+    if settings.reduction != "mean":
+        return None
+    if labels is None:
+        return logits.new_full((1,), logits.shape[:-1].numel(), dtype=torch.float32)
+    return (~is_ignored(labels, settings.ignore_index)).sum().reshape(1)
+
+
+def run(call: PairCall, logits: Tensor, other: Tensor, labels: Tensor | None) -> Tensor:
+    """Compute the loss, under autograd if ``logits`` need a gradient."""
+    other = walkable(other.detach())
+    if torch.is_grad_enabled() and logits.requires_grad:
+        loss: Tensor = _PairLoss.apply(logits, other, labels, call)
+        return loss
+    with torch.no_grad():
+        return forward(call, walkable(logits), other, labels)[0]
+
+
+def forward(call: PairCall, logits: Tensor, other: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the loss, and the ``[R, N, K]`` statistics of all ranks. Reads both tensors once."""
+    plan, own = call.plan, {"shard": call.plan.shard, "options": call.options}
+    shape = logits.shape[:-1]
+    loss = logits.new_empty(shape, dtype=torch.float32)
+    stats = logits.new_empty((plan.n_ranks, shape.numel(), call.n_statistics), dtype=torch.float32)
+    if plan.n_ranks == 1:
+        call.launchers.statistics(logits, other, labels, stats, plan.rank, loss, call.divisor, **own)
+    else:
+        call.launchers.statistics(logits, other, labels, stats, plan.rank, None, None, **own)
+        all_gather_stats(stats, plan.rank, call.group)
+        call.launchers.losses(stats, labels, call.divisor, loss, **own)
+    return (loss if plan.reduction == "none" else loss.sum()), stats
+
+
+class _PairLoss(torch.autograd.Function):
+    """Saved: both tensors, labels, statistics and divisor."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, other: Tensor, labels: Tensor | None, call: PairCall) -> Tensor:
+        ctx.call, ctx.handed_on, ctx.age = call, False, _current_age()
+        ctx.set_materialize_grads(False)
+        kept = logits if call.plan.gradient == "out_of_place" else overwritable(logits)
+        loss, stats = forward(call, walkable(kept), other, labels)
+        ctx.save_for_backward(kept, other, labels, stats, call.divisor)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        return untraced(_verified_gradient)(ctx, grad_loss), None, None, None
+
+
+def _verified_gradient(ctx: Any, grad_loss: Tensor | None) -> Tensor | None:
+    if not verify.is_on:
+        return _gradient(ctx, grad_loss)
+    device = None if grad_loss is None else grad_loss.device
+    with verify.open_call(ctx.call.group, device, is_backward=True):
+        return _gradient(ctx, grad_loss)
+
+
+def _gradient(ctx: Any, grad_loss: Tensor | None) -> Tensor | None:
+    """Write the gradient over the logits, or into a new tensor."""
+    check_backward(grad_loss)
+    if grad_loss is None and not verify.open_calls:
+        return None
+    if ctx.handed_on:
+        raise RuntimeError(SECOND_BACKWARD)
+    if verify.open_calls:
+        verify.compare_backward(loss=grad_loss)
+    if grad_loss is None:
+        return None
+    try:
+        kept, other, labels, stats, divisor = ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" in str(error):
+            raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
+        raise
+    call: PairCall = ctx.call
+    logits, version = kept.detach(), kept._version
+    ctx.handed_on = call.plan.gradient != "out_of_place"
+    source, grad = (logits, logits) if ctx.handed_on else source_and_new(logits)
+    own = {"shard": call.plan.shard, "options": call.options}
+    call.launchers.gradient(source, other, labels, stats, divisor, per_row(grad_loss, logits), grad, **own)
+    if grad is logits:
+        increment_version(logits)
+        mark_overwritten(kept, version, ctx.age)
+    return grad
+
+
+def _share_memory(logits: Tensor, other: Tensor) -> bool:
+    return logits.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
