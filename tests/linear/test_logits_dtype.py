@@ -24,6 +24,7 @@ def test_log_probs_are_those_of_an_fp32_head_and_the_default_ones_are_not(impl_d
     short = [t.to(device, dtype) for t in (hidden, weight, bias)]
     options = {"impl": impl, "temperature": 0.7, "entropy": True}
     *exact, added = (t.float() for t in short)
+    added = bias.to(device) if autocast else added  # which autocast need not round
     given = (*exact, added) if autocast else short
     truth = linear_token_log_probs(*exact, labels, bias=added, **options)
     with torch.autocast(device, dtype, enabled=autocast):
