@@ -3,13 +3,14 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from tests.support import oracle
 from tests.support.budget import assert_fp64_equal
 from tests.support.inputs import batch
 from tests.support.logits import EVERY, GRADIENTS, REDUCTIONS, flat_outputs, random_grad_output
 from tests.support.ranks import in_ranks
-from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce import soft_cross_entropy, token_log_probs, vocab_parallel_cross_entropy
 
 COLUMNS, ROWS = 22, 5
 MADE = batch("some_ignored", rows=ROWS, vocab_size=COLUMNS)
@@ -44,6 +45,16 @@ def test_gradcheck_of_log_probs_and_entropy():
     assert torch.autograd.gradcheck(
         lambda x: token_log_probs(x, labels, entropy=True, temperature=0.7, gradient="out_of_place"), leaf
     )
+
+
+@pytest.mark.reference
+def test_soft_targets():
+    leaf, targets = LOGITS[:3].clone().requires_grad_(), (LOGITS[1:4] / 3).softmax(-1)
+    options = {"label_smoothing": 0.1, "gradient": "out_of_place"}
+    loss = soft_cross_entropy(leaf, targets, num_items=7, **options)
+    truth = cross_entropy(leaf, targets, label_smoothing=0.1, reduction="sum") / 7
+    assert_fp64_equal(loss.detach(), truth.detach(), 200.0)
+    assert torch.autograd.gradcheck(lambda x: soft_cross_entropy(x, targets, **options), leaf)
 
 
 @pytest.mark.reference

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, verify
 from vocab_parallel_ce.cross_entropy import public
-from vocab_parallel_ce.options import Settings, check_names, keyword_defaults, with_keywords
+from vocab_parallel_ce.options import Settings, check_names, divided_by, keyword_defaults, with_keywords
 from vocab_parallel_ce.plan import Plan, comparable
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft import targets_spec
@@ -39,7 +39,7 @@ KEYWORDS = keyword_defaults(SoftKeywords)
 @public(lambda keywords: True)
 @with_keywords(KEYWORDS)
 def soft_cross_entropy(
-    logits: Tensor, target_probs: Tensor, *, group: Any = None, num_items: int | Tensor | None = None, **keywords: Any
+    logits: Tensor, target_probs: Tensor, *, group: Any = None, num_items: float | Tensor | None = None, **keywords: Any
 ) -> Tensor:
     """Cross-entropy of sharded logits against a probability per column, as PyTorch's with class probabilities.
 
@@ -59,7 +59,7 @@ def soft_cross_entropy(
     ``torch.compile`` breaks the graph here.
 
     Args:
-        logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides.
+        logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.
         target_probs: ``[..., C]`` bf16, fp16, fp32 or fp64, the same columns. Must not require a gradient.
         reduction: ``"mean"`` over all rows, ``"sum"`` or ``"none"``.
         gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
@@ -73,7 +73,7 @@ def soft_cross_entropy(
         TypeError, ValueError, RuntimeError: as :func:`vocab_parallel_cross_entropy`.
     """
     check_names(keywords, KEYWORDS)
-    settings = Settings(**keywords)
+    settings = divided_by(num_items, Settings(**keywords))
     checks.check_logits(logits)
     _check_targets(target_probs, logits)
     plan = plan_pair(logits, target_probs, None, "target_probs", settings, group)

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.collectives import all_gather_stats, group_position
 from vocab_parallel_ce.cross_entropy import OVERWRITTEN, SECOND_BACKWARD, _current_age, check_backward, untraced
-from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
+from vocab_parallel_ce.layout import compute_dtype, overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.overwritten import check_not_overwritten, mark_overwritten
 from vocab_parallel_ce.plan import Plan, checked_divisor, plan_of
@@ -65,7 +65,7 @@ def plan_pair(logits: Tensor, other: Tensor, labels: Tensor | None, name: str, s
 
 
 def divisor_of(
-    logits: Tensor, labels: Tensor | None, settings: Settings, num_items: int | Tensor | None
+    logits: Tensor, labels: Tensor | None, settings: Settings, num_items: float | Tensor | None
 ) -> Tensor | None:
     """Return what losses are divided by: the rows of a mean that are not ignored, or the items of a sum."""
     if num_items is not None:
@@ -73,7 +73,7 @@ def divisor_of(
     if settings.reduction != "mean":
         return None
     if labels is None:
-        return logits.new_full((1,), logits.shape[:-1].numel(), dtype=torch.float32)
+        return logits.new_full((1,), logits.shape[:-1].numel(), dtype=compute_dtype(logits))
     return (~is_ignored(labels, settings.ignore_index)).sum().reshape(1)
 
 
@@ -91,8 +91,8 @@ def forward(call: PairCall, logits: Tensor, other: Tensor, labels: Tensor | None
     """Return the loss, and the ``[R, N, K]`` statistics of all ranks. Reads both tensors once."""
     plan, own = call.plan, {"shard": call.plan.shard, "options": call.options}
     shape = logits.shape[:-1]
-    loss = logits.new_empty(shape, dtype=torch.float32)
-    stats = logits.new_empty((plan.n_ranks, shape.numel(), call.n_statistics), dtype=torch.float32)
+    loss = logits.new_empty(shape, dtype=compute_dtype(logits))
+    stats = logits.new_empty((plan.n_ranks, shape.numel(), call.n_statistics), dtype=loss.dtype)
     if plan.n_ranks == 1:
         call.launchers.statistics(logits, other, labels, stats, plan.rank, loss, call.divisor, **own)
     else:
