@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -65,14 +66,20 @@ def measured(
     forget: Callable[[], None],
     timer: DeviceTimer,
     rounds: int,
+    *,
+    is_queued: bool = False,
 ) -> Document:
     """Return of each provider the median milliseconds, the peak memory beyond what was there, and the loss.
+
+    ``ratio`` is to the milliseconds of the first provider.
 
     Args:
         providers: of each name, what makes the context of its steps.
         step: runs one step of a provider and returns its loss.
         forget: drops the gradients; not timed.
+        is_queued: time the device alone, for steps that are shorter than what the host does for them.
     """
+    timed = timer.queued if is_queued else timer.eager
     names = list(providers)
     times: dict[str, list[float]] = {name: [] for name in names}
     peaks, losses = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
@@ -86,7 +93,7 @@ def measured(
                     timer.release()
                     peaks[name] = timer.slowest(timer.extra_peak_bytes(partial(step, name)) or 0)[0]
                 else:
-                    times[name].append(timer.eager(name, partial(step, name), forget))
+                    times[name].append(timed(name, partial(step, name), forget))
             forget()
     return {
         "case": case,
@@ -94,6 +101,7 @@ def measured(
             {
                 "provider": name,
                 "ms": round(statistics.median(times[name]), 3),
+                "ratio": round(statistics.median(times[name]) / statistics.median(times[names[0]]), 3),
                 "ms_all": [round(each, 3) for each in times[name]],
                 "peak_gib": round(peaks[name] / 2**30, 3),
                 "loss": losses[name],
@@ -132,12 +140,13 @@ def draw(document: Document, path: Path) -> None:
 def _bars(pyplot: Any, cases: Sequence[Document]) -> Any:
     """Return a figure with a bar of each provider and case."""
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 1 + 0.9 * len(cases)), layout="constrained")
-    providers = [result["provider"] for result in cases[0]["results"]]
+    found = [{result["provider"]: result for result in case["results"]} for case in cases]
+    providers = [*dict.fromkeys(provider for results in found for provider in results)]
     height = 0.85 / len(providers)
     labels = ("step, ms", "new memory at the peak, GiB")
     for axis, key, label in zip(axes, ("ms", "peak_gib"), labels, strict=True):
         for index, provider in enumerate(providers):
-            values = [case["results"][index][key] for case in cases]
+            values = [results.get(provider, {}).get(key, math.nan) for results in found]
             bars = axis.barh([number + height * index for number in range(len(cases))], values, height, label=provider)
             axis.bar_label(bars, fmt="%.4g", fontsize=7)
         axis.set(xlabel=label, yticks=[number + 0.4 for number in range(len(cases))])
