@@ -20,11 +20,26 @@ WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """:func:`vocab_parallel_cross_entropy` with its options fixed and checked; it has no parameters."""
+    """:func:`vocab_parallel_cross_entropy` with its options fixed and checked; it has no parameters.
+
+    ``class_weight`` is a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
+    """
+
+    class_weight: Tensor | None
 
     @with_keywords(cross_entropy.KEYWORDS)
-    def __init__(self, *, group: Any = None, return_metrics: bool = False, **keywords: Any) -> None:
+    def __init__(
+        self,
+        *,
+        group: Any = None,
+        class_weight: Tensor | None = None,
+        return_metrics: bool = False,
+        **keywords: Any,
+    ) -> None:
         super().__init__()
+        if class_weight is not None:
+            checks.check_class_weight(class_weight)
+        self.register_buffer("class_weight", class_weight)
         check_names(keywords, cross_entropy.KEYWORDS)
         self.n_ranks = group_position(group)[1]
         check_settings(Settings(return_metrics=return_metrics, **keywords), self.n_ranks)
@@ -35,7 +50,8 @@ class VocabParallelCrossEntropy(nn.Module):
 
         ``num_items``, the divisor of a sum, changes from step to step and therefore comes here.
         """
-        return vocab_parallel_cross_entropy(logits, labels, num_items=num_items, **self.options)
+        given: dict[str, Any] = {"num_items": num_items, "class_weight": self.class_weight}
+        return vocab_parallel_cross_entropy(logits, labels, **given, **self.options)
 
     def extra_repr(self) -> str:
         return _shown(self.n_ranks, cross_entropy.KEYWORDS | self.options)

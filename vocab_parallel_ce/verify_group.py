@@ -47,11 +47,14 @@ def verify_group(
     with open_call(group, logits.device if isinstance(logits, Tensor) else None):
         for name in sorted(options.keys() - known):
             raise TypeError(f"{name}: must be an option of {function.__name__} or its log-probs")
-        num_items, main_grad = (options.pop(name, None) for name in ("num_items", "main_grad"))
+        num_items, class_weight, main_grad = (
+            options.pop(name, None) for name in ("num_items", "class_weight", "main_grad")
+        )
         if weight is None and bias is not None:
             raise TypeError("bias: must be None without weight")
         if weight is None:
-            plan = plan_call(logits, labels, Settings(**options), group=group, num_items=num_items).plan
+            tensors = {"num_items": num_items, "class_weight": class_weight}
+            plan = plan_call(logits, labels, Settings(**options), group=group, **tensors).plan
         else:
             settings, head = split_keywords(options, DEFAULTS)
             given = Arguments(logits, weight, labels, bias, group, num_items, main_grad)
