@@ -65,6 +65,7 @@ class HeadCall(NamedTuple):
     bias: Tensor | None
     labels: Tensor
     num_items: Tensor | None
+    class_weight: Tensor | None
     group: str | None
     autocast: torch.dtype | None
     wanted: linear_pipeline.Wanted
@@ -86,7 +87,8 @@ class HeadCall(NamedTuple):
     def plan(self) -> tuple[LinearCall, Inputs]:
         """Plan the call as under the autocast of the code that was compiled."""
         group = group_named(self.group)
-        given = Arguments(self.hidden, self.weight, self.labels, self.bias, group, self.num_items, None)
+        tensors = self.hidden, self.weight, self.labels, self.bias
+        given = Arguments(*tensors, group, self.num_items, None, class_weight=self.class_weight)
         with torch.autocast(self.hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             return plan_linear_call(given, self.settings, self.head)
 
@@ -135,7 +137,10 @@ def linear_losses(
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     divisor, values = _divisor(num_items, settings.reduction, hidden), (*_values(settings), *_values(head))
     operator = torch.ops.vocab_parallel_ce.linear_cross_entropy
-    found = operator(hidden, weight, bias, labels, divisor, _name(group), autocast, wanted, *values)
+    if given.class_weight is not None:
+        checks.check_class_weight(given.class_weight)
+    tensors = hidden, weight, bias, labels, divisor, given.class_weight
+    found = operator(*tensors, _name(group), autocast, wanted, *values)
     return _token_outputs(found, settings), divisor, None if head.valid_tokens is None else found[4]
 
 
@@ -219,7 +224,7 @@ def _new_statistics(call: LogitsCall | HeadCall) -> Tensor:
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     logits, labels, num_items, class_weight, group, settings = LogitsCall.read(arguments)
-    tensors = {"num_items": num_items, "class_weight": class_weight}
+    tensors: dict[str, Any] = {"num_items": num_items, "class_weight": class_weight}
     call = plan_call(logits, labels, settings, group=group_named(group), **tensors)
     outputs, stats, divisor = pipeline.forward(call, walkable(logits), flat(labels), labels.shape)
     count = divisor if settings.reduction == "mean" else None  # an operator must not return what it was given
@@ -318,11 +323,11 @@ def _like_inputs(gradients: Sequence[Tensor | None], call: HeadCall) -> tuple[Te
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call = HeadCall.read(inputs)
-    ctx.wanted, ctx.has_gradients, ctx.others = call.wanted, call.has_gradients, inputs[5:]
+    ctx.wanted, ctx.has_gradients, ctx.others = call.wanted, call.has_gradients, inputs[6:]
     overflow, stats, *gradients = output[4:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2 if call.settings.entropy else 1 :])
-    ctx.save_for_backward(*((overflow, *gradients) if call.has_gradients else (stats, *inputs[:5])))
+    ctx.save_for_backward(*((overflow, *gradients) if call.has_gradients else (stats, *inputs[:6])))
 
 
 def _linear_backward(
@@ -338,7 +343,7 @@ def _linear_backward(
         operator = torch.ops.vocab_parallel_ce.linear_cross_entropy_gradient
         gradients = operator(first, grad_loss, grad_entropy, *others, *ctx.others)
     wanted = (grad if is_wanted else None for grad, is_wanted in zip(gradients, ctx.wanted, strict=True))
-    return *wanted, *(None,) * (2 + len(ctx.others))
+    return *wanted, *(None,) * (3 + len(ctx.others))
 
 
 def _schema_of(record: Any) -> str:
@@ -361,8 +366,8 @@ OUTPUTS = "Tensor loss, Tensor entropy, Tensor lse, Tensor predictions"
 SAVED = "Tensor stats, Tensor? grad_loss, Tensor? grad_entropy"
 LOGITS = f"Tensor logits, Tensor labels, Tensor? num_items, Tensor? class_weight, str? group, {_schema_of(Settings)}"
 HEAD = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? num_items, str? group, ScalarType? autocast, "
-    f"bool[] wanted, {_schema_of(Settings)}, {_schema_of(HeadSettings)}"
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? num_items, Tensor? class_weight, "
+    f"str? group, ScalarType? autocast, bool[] wanted, {_schema_of(Settings)}, {_schema_of(HeadSettings)}"
 )
 _define(
     "cross_entropy", f"({LOGITS}) -> ({OUTPUTS}, Tensor stats, Tensor count)", _forward, _fake_forward, _backward, _save

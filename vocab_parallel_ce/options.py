@@ -128,8 +128,8 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bool = False) -> LossOptions:
     """Check the settings, except of the shard and ``impl``, and return those of the mathematics.
 
-    ``class_weight``: whether there is one. ``vocab_size`` is None if it is not known yet. A temperature divides z: ``softcap * tanh(u / softcap) / T``
-    is that of ``u / T`` and ``softcap / T``.
+    ``class_weight`` says whether there is one. ``vocab_size`` is None if it is not known yet. A temperature divides z:
+    ``softcap * tanh(u / softcap) / T`` is that of ``u / T`` and ``softcap / T``.
     """
     checks.check_choice("reduction", settings.reduction, REDUCTIONS)
     checks.check_choice("gradient", settings.gradient, GRADIENT_MODES)

@@ -14,7 +14,7 @@ from torch import Tensor
 from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.layout import flat, overwritable, per_row
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
-from vocab_parallel_ce.spec import LossOptions, TokenOutputs
+from vocab_parallel_ce.spec import TokenOutputs
 
 
 def new_outputs(call: Call, shape: torch.Size, like: Tensor) -> TokenOutputs:
@@ -64,12 +64,14 @@ def gathered_statistics(call: Call, logits: Tensor, labels: Tensor) -> tuple[Ten
     """Return the ``[R, N, K]`` statistics of all ranks, and the divisor."""
     stats, divisor = local_statistics(call, logits, labels)
     all_gather_stats(stats, call.plan.rank, call.group)
-    return stats, sum_of_weights(stats, call.plan.options) if call.divides_by_weights else divisor
+    return stats, divisor_of(call, stats) if call.divides_by_weights else divisor
 
 
-def sum_of_weights(stats: Tensor, options: LossOptions) -> Tensor:
-    """Return ``[1]``, the sum of the labels' class weights: the same bits on all ranks."""
-    return stats[..., options.statistics.index("target_weight")].sum().reshape(1)
+def divisor_of(call: Call, stats: Tensor) -> Tensor | None:
+    """Return ``[1]``, the items or the sum of the labels' class weights, which has the same bits on all ranks."""
+    if not call.divides_by_weights:
+        return call.num_items
+    return stats[..., call.plan.options.statistics.index("target_weight")].sum().reshape(1)
 
 
 def forward(

@@ -53,10 +53,10 @@ def verify_group(
         if weight is None and bias is not None:
             raise TypeError("bias: must be None without weight")
         if weight is None:
-            tensors = {"num_items": num_items, "class_weight": class_weight}
+            tensors: dict[str, Any] = {"num_items": num_items, "class_weight": class_weight}
             plan = plan_call(logits, labels, Settings(**options), group=group, **tensors).plan
         else:
             settings, head = split_keywords(options, DEFAULTS)
-            given = Arguments(logits, weight, labels, bias, group, num_items, main_grad)
+            given = Arguments(logits, weight, labels, bias, group, num_items, main_grad, class_weight=class_weight)
             plan = plan_linear_call(given, settings, head)[0].call.plan
     checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)

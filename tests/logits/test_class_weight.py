@@ -27,6 +27,7 @@ from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, Workload, s
 from vocab_parallel_ce.spec import PLAIN
 
 NAN, INF = float("nan"), float("inf")
+FORMS = ("whole", "columns")
 
 
 def weights(n=COLUMNS, seed=0):
@@ -73,7 +74,7 @@ PAIRS = covering(
     gradient=GRADIENTS,
     dtype=DTYPES,
     weight_dtype=(torch.float32, torch.bfloat16, torch.float64),
-    form=("whole", "columns"),
+    form=FORMS,
 )
 
 

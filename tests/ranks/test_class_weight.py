@@ -1,9 +1,8 @@
 """Class weights on R ranks, whole or cut: one collective with 4 bytes more a row, and the oracle's results."""
 
 import pytest
-import torch
 
-from tests.logits.test_class_weight import weights
+from tests.logits.test_class_weight import FORMS, weights
 from tests.support.inputs import NAN, padded_shard
 from tests.support.logits import DIVISORS, GRADIENTS, SMOOTHING, broad_rows
 from tests.support.logits_ranks import Case, bounds_of, check, run
@@ -19,7 +18,7 @@ PAIRS = covering(
     softcap=(None, 10.0),
     return_metrics=(False, True),
     gradient=GRADIENTS,
-    form=("whole", "columns"),
+    form=FORMS,
     size=("even", "shard"),
     kind=("some_ignored", "shard_edges", "confident"),
 )
@@ -48,7 +47,7 @@ def test_with_other_options(rank_pool, impl, pair):
     check(case, rank_pool.run(run_with_weights, case, pair["form"]))
 
 
-@pytest.mark.parametrize("form", ["whole", "columns"])
+@pytest.mark.parametrize("form", FORMS)
 @in_several_ranks
 def test_shards_with_padding_in_any_order(rank_pool, impl, form):
     world = rank_pool.world_size

@@ -35,10 +35,14 @@ from vocab_parallel_ce.spec import PLAIN, LossOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRITON_NAMES = {torch.int64: "i64", torch.int32: "i32"} | {dtype: name for name, dtype in DTYPES.items()}
-ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True, True)
-ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:]}
-OPTIONS = {"plain": PLAIN, **ALONE, "all": ALL}
-OPTIONS["weighted_smoothing"] = PLAIN._replace(smoothing=0.1, class_weight=True)
+ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True)  # that calls have together with entropy
+ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:-1]}
+WEIGHTED = PLAIN._replace(class_weight=True)
+OPTIONS = {"plain": PLAIN, **ALONE, "all": ALL, "class_weight": WEIGHTED}
+OPTIONS |= {
+    "weighted_smoothing": WEIGHTED._replace(smoothing=0.1),
+    "all_weighted": ALL._replace(entropy=False, class_weight=True),
+}
 N_COLUMNS = 32064
 ASYNCHRONOUS_COPY = r"(cp\.async\.c[ag]\S*) \[[^\]]*\], \[[^\]]*\], (\w+)"
 
@@ -72,12 +76,15 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield gradient("bf16", True, "all", call="padded")
     yield scaled("bf16", edges=True)
     yield finish("all", 4)
+    yield stats("bf16", True, "all_weighted", outputs=True)
+    yield gradient("bf16", True, "all_weighted", call="padded")
+    yield finish("all_weighted", 4)
     if not is_sm_90:
         return
-    for option in ("smoothing", "softcap", "entropy", "predictions", "class_weight", "weighted_smoothing", "all"):
+    weighted = ("class_weight", "weighted_smoothing")
+    for option in ("smoothing", "softcap", "entropy", "predictions", "all", *weighted):
         yield stats("bf16", False, option, outputs=True)
-    of_gradient = ("plain", "smoothing", "z_loss", "logit_scale", "softcap", "entropy", "class_weight")
-    for option in (*of_gradient, "weighted_smoothing", "all"):
+    for option in ("plain", "smoothing", "z_loss", "logit_scale", "softcap", "entropy", "all", *weighted):
         yield gradient("bf16", False, option)
     yield stats("bf16", False, "plain", counted=True)
     yield stats("bf16", True, "plain", outputs=True)

@@ -197,14 +197,18 @@ def merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, 
     argmax = 0.0
     n_columns = row.n_columns.to(tl.float32)
     if loss_options.smoothing is not None:
-        shifted_sum = tl.sum(lanes.shifted_sum + lanes.n_columns * ops.raised_by(lanes.max, shift))
+        of_lanes = lanes.n_columns
+        if class_weight is not None:
+            # Triton's compiler asserts that a sum over a loop has one use.
+            of_lanes = tl.where(row.n_columns > 0, of_lanes, 0.0)
+        shifted_sum = tl.sum(lanes.shifted_sum + of_lanes * ops.raised_by(lanes.max, shift))
         loose_shifted = tl.where(loose.inside, loose.z - shift, 0.0)
         target_shifted = tl.where(row.owned, target_logit - shift, 0.0)
         if class_weight is not None:
             weights = tl.load(class_weight + (loose.offset - row.begin), loose.inside, other=0.0)
             loose_shifted = ops.weighted_class(loose_shifted, weights)
             target_shifted = ops.weighted_class(target_shifted, target_weight)
-            n_columns = tl.sum(lanes.n_columns) + tl.sum(weights) + tl.where(row.owned, target_weight, 0.0)
+            n_columns = tl.sum(of_lanes) + tl.sum(weights) + tl.where(row.owned, target_weight, 0.0)
         shifted_sum += tl.sum(loose_shifted)
         shifted_sum += target_shifted
     if loss_options.entropy is not None:
@@ -281,9 +285,7 @@ def online_softmax_kernel(
     target_weight = 0.0
     if class_weight is not None:
         target_weight = label_weight(class_weight, label, label - shard_start, row.owned, vocab_size, loss_options)
-    merged = merge_columns(
-        row, lanes, loose, target_logit, class_weight, target_weight, shard_start, loss_options
-    )
+    merged = merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, shard_start, loss_options)
     store_stats(ops.stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
     if loss is not None:
         outputs = TokenOutputs(loss, entropy, lse, predictions)
