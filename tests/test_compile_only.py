@@ -52,8 +52,11 @@ def test_sm_90_code_is_wide_and_does_not_spill():
             assert "st.global.v4.b32" in report["stores"], report
         # 16 warps of 64 registers: two rows at a time on a multiprocessor of 64 K registers. A gradient with
         # options, or of rows with a head and a tail, must fit one row. It may leave two values in memory.
+        # So may the statistics of rows with edges under weighted smoothing.
         is_plain = "-plain-" in report["kernel"] and "-edges-" not in report["kernel"]
-        fits_two = is_plain or not report["kernel"].startswith(("cross_entropy", *PAIRS))
+        names = ("cross_entropy", *PAIRS)
+        is_large = report["kernel"].startswith(names) or "-edges-all_weighted" in report["kernel"]
+        fits_two = is_plain or not is_large
         assert report["registers"] <= (64 if fits_two else 128), report
         assert report["stack_bytes"] <= (0 if fits_two else 16), report
 

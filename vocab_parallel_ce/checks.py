@@ -221,6 +221,17 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
         raise ValueError(f"num_items: device must be cpu or that of logits, {logits.device}, got {num_items.device}")
 
 
+def check_class_weight(class_weight: object) -> None:
+    """A dense floating-point tensor that needs no gradient."""
+    check_tensor("class_weight", class_weight)
+    assert isinstance(class_weight, Tensor)
+    if not class_weight.is_floating_point() or class_weight.layout is not torch.strided:
+        expected = "dtype must be floating point, dense"
+        raise TypeError(f"class_weight: {expected}, got {class_weight.dtype}, {class_weight.layout}")
+    if class_weight.requires_grad:
+        raise TypeError("class_weight: expected a constant, got a tensor that requires a gradient; pass its detach()")
+
+
 def check_label_range(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Raise ValueError for the first label outside ``[0, vocab_size)``. Waits for the device."""
     labels = labels.long()  # a comparison wraps what does not fit in the labels' dtype

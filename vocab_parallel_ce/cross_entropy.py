@@ -108,6 +108,7 @@ def vocab_parallel_cross_entropy(
     *,
     group: Any = None,
     num_items: float | Tensor | None = None,
+    class_weight: Tensor | None = None,
     return_metrics: bool = False,
     **keywords: Any,
 ) -> Tensor | tuple[Tensor, LossMetrics]:
@@ -125,7 +126,8 @@ def vocab_parallel_cross_entropy(
     overlap themselves (expanded), or if more than three leading strides do not merge.
 
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, on the current stream; backward
-    none. ``K`` is 3, with label smoothing 2 more, with metrics 1 more. The host waits for the device only with
+    none. ``K`` is 3, with label smoothing 2 more, with metrics 1 more, with
+    class weights 1 more. The host waits for the device only with
     ``check_labels``; every path can be captured in a CUDA graph. Under ``torch.compile`` it is one operator, and the
     gradient is out of place, unless ``gradient`` names another mode: then the graph breaks (docs/compile.md).
 
@@ -144,6 +146,8 @@ def vocab_parallel_cross_entropy(
         reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or ``"none"``.
         num_items: divides the sum, also for ``"mean"``, in the place of the number of rows; 0 items give 0. A
             number, or a tensor of one element, which the host reads only on the CPU.
+        class_weight: ``[V]``, or ``[C]`` for this rank's columns, of any floating dtype: PyTorch's ``weight``. A mean
+            is divided by the sum of the labels' weights.
         return_metrics: also return :class:`LossMetrics`; ``V`` at most 2**24.
         gradient: ``"in_backward"``: backward writes it over the logits. ``"in_forward"``: this call does, and backward
             scales it, which rounds again if ``grad_output`` is not 1; for logits that nobody else reads and that are
@@ -169,19 +173,25 @@ def vocab_parallel_cross_entropy(
     """
     check_names(keywords, KEYWORDS)
     settings = divided_by(num_items, Settings(return_metrics=return_metrics, **keywords))
-    outputs, divisor = run(logits, labels, settings, group=group, num_items=num_items)
+    outputs, divisor = run(logits, labels, settings, group=group, num_items=num_items, class_weight=class_weight)
     return (outputs.loss, loss_metrics(outputs, labels, settings, divisor)) if return_metrics else outputs.loss
 
 
 def run(
-    logits: Tensor, labels: Tensor, settings: Settings, *, group: Any, num_items: float | Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    settings: Settings,
+    *,
+    group: Any,
+    num_items: float | Tensor | None = None,
+    class_weight: Tensor | None = None,
 ) -> tuple[TokenOutputs, Tensor | None]:
     """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor."""
     if torch.compiler.is_dynamo_compiling():  # of this frame; is_compiling() is of all threads
         from vocab_parallel_ce.operators import losses
 
-        return losses(logits, labels, settings, group, num_items)
-    call = plan_call(logits, labels, settings, group=group, num_items=num_items)
+        return losses(logits, labels, settings, group, num_items, class_weight)
+    call = plan_call(logits, labels, settings, group=group, num_items=num_items, class_weight=class_weight)
     if torch.is_grad_enabled() and logits.requires_grad:
         return as_token_outputs(_CrossEntropy.apply(logits, labels, call)), call.num_items
     with torch.no_grad():
@@ -230,7 +240,8 @@ class _CrossEntropy(torch.autograd.Function):
             kept = logits if mode == "out_of_place" else overwritable(logits)
             flat_labels = flat(labels)
             outputs, stats, divisor = pipeline.forward(call, walkable(kept), flat_labels, labels.shape)
-            ctx.save_for_backward(kept, flat_labels, stats, divisor)
+            weights = call.class_weight if options.smoothing else None  # otherwise statistics have what it takes
+            ctx.save_for_backward(kept, flat_labels, stats, divisor, weights)
         if options.predictions:
             ctx.mark_non_differentiable(outputs.lse, outputs.predictions)
         elif not options.entropy:
@@ -287,8 +298,8 @@ def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | 
         plan.launchers.element_mul(logits, per_row(grad_loss, logits))
     else:
         source, grad = (logits, logits) if ctx.handed_on else source_and_new(logits)
-        labels, stats, divisor = others
-        pipeline.write_gradient(plan, source, labels, stats, divisor, grad_loss, grad_entropy, grad)
+        labels, stats, divisor, weights = others
+        pipeline.write_gradient(plan, source, labels, stats, divisor, grad_loss, grad_entropy, grad, weights)
     if grad is logits:
         increment_version(logits)
         mark_overwritten(kept, version, ctx.age)

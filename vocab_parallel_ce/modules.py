@@ -20,11 +20,19 @@ WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """:func:`vocab_parallel_cross_entropy` with its options fixed and checked; it has no parameters."""
+    """:func:`vocab_parallel_cross_entropy` with its options fixed and checked; it has no parameters.
+
+    ``class_weight`` is a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
+    """
+
+    class_weight: Tensor | None
 
     @with_keywords(cross_entropy.KEYWORDS)
-    def __init__(self, *, group: Any = None, return_metrics: bool = False, **keywords: Any) -> None:
+    def __init__(
+        self, *, group: Any = None, class_weight: Tensor | None = None, return_metrics: bool = False, **keywords: Any
+    ) -> None:
         super().__init__()
+        _register_class_weight(self, class_weight)
         check_names(keywords, cross_entropy.KEYWORDS)
         self.n_ranks = group_position(group)[1]
         check_settings(Settings(return_metrics=return_metrics, **keywords), self.n_ranks)
@@ -35,7 +43,8 @@ class VocabParallelCrossEntropy(nn.Module):
 
         ``num_items``, what the sum is divided by, changes from step to step and therefore comes here.
         """
-        return vocab_parallel_cross_entropy(logits, labels, num_items=num_items, **self.options)
+        given: dict[str, Any] = {"num_items": num_items, "class_weight": self.class_weight}
+        return vocab_parallel_cross_entropy(logits, labels, **given, **self.options)
 
     def extra_repr(self) -> str:
         return _shown(self.n_ranks, cross_entropy.KEYWORDS | self.options)
@@ -53,12 +62,15 @@ class LinearCrossEntropy(nn.Module):
             stays in the ``state_dict`` of its owner alone, and its weight is looked up at each call. None for
             a head of this module's own, ``self.own``.
         in_features, columns, bias: ``D``, ``C`` and whether there is a bias, of a head of its own.
+        class_weight: a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
         others: as in :func:`linear_cross_entropy`.
 
     Raises:
         TypeError: the head is not a module, or does more than its weight says (LoRA, quantisation, a subclass).
         ValueError: the head is parametrised, has hooks, or FSDP wraps the head itself.
     """
+
+    class_weight: Tensor | None
 
     @with_keywords(LOSS_KEYWORDS)
     def __init__(
@@ -69,11 +81,13 @@ class LinearCrossEntropy(nn.Module):
         columns: int | None = None,
         bias: bool = False,
         group: Any = None,
+        class_weight: Tensor | None = None,
         return_metrics: bool = False,
         main_grad: Tensor | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__()
+        _register_class_weight(self, class_weight)
         settings, head_settings = split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics)
         check_head_settings(settings, head_settings)
         check_settings(settings, group_position(group)[1])
@@ -109,11 +123,18 @@ class LinearCrossEntropy(nn.Module):
         """Loss of ``hidden [..., D]`` and ``labels [...]``, and metrics if asked for."""
         _check_head(self.head)
         options = {**self.options, "bias": getattr(self.head, "bias", None), "group": self.group}
+        options["class_weight"] = self.class_weight
         return linear_cross_entropy(hidden, self.head.weight, labels, num_items=num_items, **options)
 
     def extra_repr(self) -> str:
         size = {"weight": tuple(self.head.weight.shape)}
         return _shown(group_position(self.group)[1], size | LOSS_KEYWORDS | self.options)
+
+
+def _register_class_weight(module: nn.Module, class_weight: Tensor | None) -> None:
+    if class_weight is not None:
+        checks.check_class_weight(class_weight)
+    module.register_buffer("class_weight", class_weight)
 
 
 def _shown(n_ranks: int, options: dict[str, Any]) -> str:

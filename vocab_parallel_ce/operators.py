@@ -33,7 +33,7 @@ from vocab_parallel_ce.linear.plan import (
     shard_of_dtensor,
 )
 from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, check_settings, loss_options
-from vocab_parallel_ce.plan import plan_call, plan_of
+from vocab_parallel_ce.plan import plan_call, plan_of, weights_of_columns
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import TokenOutputs
 
@@ -48,6 +48,7 @@ class LogitsCall(NamedTuple):
     logits: Tensor
     labels: Tensor
     num_items: Tensor | None  # of the gradient: what the loss was divided by
+    class_weight: Tensor | None
     group: str | None
     settings: Settings
 
@@ -57,7 +58,8 @@ class LogitsCall(NamedTuple):
 
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> LogitsCall:
-        return cls._make((*arguments[:4], _settings(arguments[4:])))
+        first = len(cls._fields) - 1
+        return cls._make((*arguments[:first], _settings(arguments[first:])))
 
 
 class HeadCall(NamedTuple):
@@ -68,6 +70,7 @@ class HeadCall(NamedTuple):
     bias: Tensor | None
     labels: Tensor
     num_items: Tensor | None
+    class_weight: Tensor | None
     group: str | None
     autocast: torch.dtype | None
     wanted: linear_pipeline.Wanted
@@ -93,7 +96,8 @@ class HeadCall(NamedTuple):
     def plan(self) -> tuple[LinearCall, Inputs]:
         """Plan the call as under the autocast of the code that was compiled."""
         group = group_named(self.group)
-        given = Arguments(self.hidden, self.weight, self.labels, self.bias, group, self.num_items, None)
+        tensors = self.hidden, self.weight, self.labels, self.bias
+        given = Arguments(*tensors, group, self.num_items, None, class_weight=self.class_weight)
         with torch.autocast(self.hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             return plan_linear_call(given, self.settings, self.head)
 
@@ -106,7 +110,12 @@ class HeadCall(NamedTuple):
 
 
 def losses(
-    logits: Tensor, labels: Tensor, settings: Settings, group: Any, num_items: float | Tensor | None
+    logits: Tensor,
+    labels: Tensor,
+    settings: Settings,
+    group: Any,
+    num_items: float | Tensor | None,
+    class_weight: Tensor | None,
 ) -> tuple[TokenOutputs, Tensor | None]:
     """Return the outputs of a loss over logits, and the divisor of a sum."""
     if logits.stride(-1) != 1 or logits.dim() > 4:
@@ -114,7 +123,10 @@ def losses(
     checks.check_choice("gradient", settings.gradient, GRADIENT_MODES)
     settings = settings._replace(gradient="out_of_place")
     divisor = _divisor(num_items, settings.reduction, logits)
-    found = torch.ops.vocab_parallel_ce.cross_entropy(logits, labels, divisor, _name(group), *_values(settings))
+    if class_weight is not None:
+        checks.check_class_weight(class_weight)  # the operator does not see whether it requires a gradient
+    tensors = logits, labels, divisor, class_weight
+    found = torch.ops.vocab_parallel_ce.cross_entropy(*tensors, _name(group), *_values(settings))
     return _token_outputs(found, settings), divisor
 
 
@@ -134,7 +146,10 @@ def linear_losses(
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     divisor, values = _divisor(num_items, settings.reduction, hidden), (*_values(settings), *_values(head))
     operator = torch.ops.vocab_parallel_ce.linear_cross_entropy
-    found = operator(hidden, weight, bias, labels, divisor, _name(group), autocast, wanted, *values)
+    if given.class_weight is not None:
+        checks.check_class_weight(given.class_weight)
+    tensors = hidden, weight, bias, labels, divisor, given.class_weight
+    found = operator(*tensors, _name(group), autocast, wanted, *values)
     return _token_outputs(found, settings), divisor, None if head.valid_tokens is None else found[4]
 
 
@@ -213,13 +228,15 @@ def _n_ranks(call: LogitsCall | HeadCall) -> int:
 
 
 def _new_statistics(call: LogitsCall | HeadCall) -> Tensor:
-    shape = (_n_ranks(call), call.labels.numel(), len(loss_options(call.settings, None).statistics))
+    options = loss_options(call.settings, None, class_weight=call.class_weight is not None)
+    shape = (_n_ranks(call), call.labels.numel(), len(options.statistics))
     return call.labels.new_empty(shape, dtype=call.compute_dtype)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    logits, labels, num_items, group, settings = LogitsCall.read(arguments)
-    call = plan_call(logits, labels, settings, group=group_named(group), num_items=num_items)
+    logits, labels, num_items, class_weight, group, settings = LogitsCall.read(arguments)
+    tensors: dict[str, Any] = {"num_items": num_items, "class_weight": class_weight}
+    call = plan_call(logits, labels, settings, group=group_named(group), **tensors)
     outputs, stats, divisor = pipeline.forward(call, walkable(logits), flat(labels), labels.shape)
     count = divisor if settings.reduction == "mean" else None  # an operator must not return what it was given
     return _or_empty((*outputs, stats, count), logits)
@@ -231,15 +248,18 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     checks.check_logits(call.logits)
     checks.check_labels(call.labels, call.logits)
     checks.check_rows(call.labels, call.logits)
-    count = call.labels.new_empty(1, dtype=torch.int32) if call.settings.reduction == "mean" else None
+    dtype = torch.int32 if call.class_weight is None else call.compute_dtype
+    count = call.labels.new_empty(1, dtype=dtype) if call.settings.reduction == "mean" else None
     return _or_empty((*_new_outputs(call), _new_statistics(call), count), call.logits)
 
 
 def _gradient(stats: Tensor, grad_loss: Tensor | None, grad_entropy: Tensor | None, *arguments: Any) -> Tensor:
-    logits, labels, divisor, group, settings = LogitsCall.read(arguments)
-    plan = plan_of(logits, settings, *group_position(group_named(group)))
+    logits, labels, divisor, weights, group, settings = LogitsCall.read(arguments)
+    plan = plan_of(logits, settings, *group_position(group_named(group)), weights is not None)
+    if weights is not None:
+        weights = weights_of_columns(weights, plan.shard, logits.device, compute_dtype(logits))
     source, grad = source_and_new(logits)
-    pipeline.write_gradient(plan, source, flat(labels), stats, divisor, grad_loss, grad_entropy, grad)
+    pipeline.write_gradient(plan, source, flat(labels), stats, divisor, grad_loss, grad_entropy, grad, weights)
     return grad
 
 
@@ -249,11 +269,11 @@ def _fake_gradient(stats: Tensor, grad_loss: Any, grad_entropy: Any, logits: Ten
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call, (stats, count) = LogitsCall.read(inputs), output[4:]
-    ctx.others = inputs[3:]
+    ctx.others = inputs[4:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2 if call.settings.entropy else 1 :])
     divisor = count if call.settings.reduction == "mean" else call.num_items
-    ctx.save_for_backward(stats, call.logits, call.labels, divisor)
+    ctx.save_for_backward(stats, call.logits, call.labels, divisor, call.class_weight)
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -262,7 +282,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None, *
     if grad_loss is not None or grad_entropy is not None:
         operator = torch.ops.vocab_parallel_ce.cross_entropy_gradient
         grad = operator(stats, grad_loss, grad_entropy, *inputs, *ctx.others)
-    return grad, *(None,) * (2 + len(ctx.others))
+    return grad, *(None,) * (3 + len(ctx.others))
 
 
 def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -314,11 +334,11 @@ def _like_inputs(gradients: Sequence[Tensor | None], call: HeadCall) -> tuple[Te
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call = HeadCall.read(inputs)
-    ctx.wanted, ctx.has_gradients, ctx.others = call.wanted, call.has_gradients, inputs[5:]
+    ctx.wanted, ctx.has_gradients, ctx.others = call.wanted, call.has_gradients, inputs[6:]
     overflow, stats, *gradients = output[4:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2 if call.settings.entropy else 1 :])
-    ctx.save_for_backward(*((overflow, *gradients) if call.has_gradients else (stats, *inputs[:5])))
+    ctx.save_for_backward(*((overflow, *gradients) if call.has_gradients else (stats, *inputs[:6])))
 
 
 def _linear_backward(
@@ -334,7 +354,7 @@ def _linear_backward(
         operator = torch.ops.vocab_parallel_ce.linear_cross_entropy_gradient
         gradients = operator(first, grad_loss, grad_entropy, *others, *ctx.others)
     wanted = (grad if is_wanted else None for grad, is_wanted in zip(gradients, ctx.wanted, strict=True))
-    return *wanted, *(None,) * (2 + len(ctx.others))
+    return *wanted, *(None,) * (3 + len(ctx.others))
 
 
 def _schema_of(record: Any) -> str:
@@ -355,10 +375,10 @@ def _define(name: str, schema: str, function: Any, fake: Any, *autograd: Any) ->
 library = torch.library.Library("vocab_parallel_ce", "DEF")
 OUTPUTS = "Tensor loss, Tensor entropy, Tensor lse, Tensor predictions"
 SAVED = "Tensor stats, Tensor? grad_loss, Tensor? grad_entropy"
-LOGITS = f"Tensor logits, Tensor labels, Tensor? num_items, str? group, {_schema_of(Settings)}"
+LOGITS = f"Tensor logits, Tensor labels, Tensor? num_items, Tensor? class_weight, str? group, {_schema_of(Settings)}"
 HEAD = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? num_items, str? group, ScalarType? autocast, "
-    f"bool[] wanted, {_schema_of(Settings)}, {_schema_of(HeadSettings)}"
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? num_items, Tensor? class_weight, "
+    f"str? group, ScalarType? autocast, bool[] wanted, {_schema_of(Settings)}, {_schema_of(HeadSettings)}"
 )
 _define(
     "cross_entropy", f"({LOGITS}) -> ({OUTPUTS}, Tensor stats, Tensor count)", _forward, _fake_forward, _backward, _save

@@ -60,6 +60,7 @@ class LossKeywords(CommonKeywords, total=False):
     z_loss: float
     reduction: str
     num_items: float | Tensor | None
+    class_weight: Tensor | None
     gradient: str
 
 
@@ -127,11 +128,11 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
             raise TypeError(f"{name}: expected one of the options {', '.join(known)}, got no such name")
 
 
-def loss_options(settings: Settings, vocab_size: int | None) -> LossOptions:
+def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bool = False) -> LossOptions:
     """Check the settings, except of the shard and ``impl``, and return those of the mathematics.
 
-    ``vocab_size`` is None if it is not known yet. A temperature divides z: ``softcap * tanh(u / softcap) / T``
-    is that of ``u / T`` and ``softcap / T``.
+    ``class_weight`` says whether there is one. ``vocab_size`` is None if it is not known yet. A temperature divides z:
+    ``softcap * tanh(u / softcap) / T`` is that of ``u / T`` and ``softcap / T``.
     """
     checks.check_choice("reduction", settings.reduction, REDUCTIONS)
     checks.check_choice("gradient", settings.gradient, GRADIENT_MODES)
@@ -150,6 +151,8 @@ def loss_options(settings: Settings, vocab_size: int | None) -> LossOptions:
         raise ValueError(f"return_metrics: vocab_size must be at most 2**24 for predictions, got {vocab_size}")
     if vocab_size is not None and settings.smoothing_formula == "megatron":
         smoothing = checks.checked_megatron_smoothing(smoothing, vocab_size)
+    if class_weight and settings.return_metrics and settings.z_loss:
+        raise ValueError("return_metrics: expected no z_loss with class_weight, whose metric is not weighted, got both")
     logit_scale = settings.logit_scale / settings.temperature
     checks.check_number("logit_scale / temperature", logit_scale, positive=True)
     if softcap is not None:
@@ -163,6 +166,7 @@ def loss_options(settings: Settings, vocab_size: int | None) -> LossOptions:
         softcap=softcap,
         entropy=settings.entropy,
         predictions=settings.return_metrics,
+        class_weight=class_weight,
     )
 
 

@@ -2,7 +2,8 @@
 
     logits --online_softmax--> statistics [N, K] --all_gather--> [R, N, K] --> loss, grad_logits
 
-``divisor [1]`` is what every loss and its gradient is divided by: the tokens of a mean, the items of a sum.
+``divisor [1]`` is what every loss and its gradient is divided by: the tokens of a mean, or the sum of their labels'
+class weights; the items of a sum.
 """
 
 from __future__ import annotations
@@ -35,18 +36,42 @@ def new_outputs(call: Call, shape: torch.Size, like: Tensor) -> TokenOutputs:
 def local_statistics(
     call: Call, logits: Tensor, labels: Tensor, outputs: TokenOutputs | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``[R, N, K]`` statistics, of which this rank's are filled, and the divisor.
+    """Return ``[R, N, K]`` statistics, of which this rank's are filled, and the divisor that is known without others'.
 
     The same launch fills ``outputs``, if given: there must be one rank, and no mean.
     """
     plan = call.plan
     shape = (plan.n_ranks, labels.shape[0], len(plan.options.statistics))
     stats = logits.new_empty(shape, dtype=compute_dtype(logits))
-    count = logits.new_empty(1, dtype=torch.int32) if plan.reduction == "mean" else None
+    counts = plan.reduction == "mean" and not call.divides_by_weights
+    count = logits.new_empty(1, dtype=torch.int32) if counts else None
     plan.launchers.online_softmax(
-        logits, labels, stats, plan.rank, count, outputs, call.num_items, shard=plan.shard, options=plan.options
+        logits,
+        labels,
+        stats,
+        plan.rank,
+        count,
+        outputs,
+        call.num_items,
+        shard=plan.shard,
+        options=plan.options,
+        class_weight=call.class_weight,
     )
     return stats, call.num_items if count is None else count
+
+
+def gathered_statistics(call: Call, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the ``[R, N, K]`` statistics of all ranks, and the divisor."""
+    stats, divisor = local_statistics(call, logits, labels)
+    all_gather_stats(stats, call.plan.rank, call.group)
+    return stats, divisor_of(call, stats) if call.divides_by_weights else divisor
+
+
+def divisor_of(call: Call, stats: Tensor) -> Tensor | None:
+    """Return ``[1]``, the items or the sum of the labels' class weights, which has the same bits on all ranks."""
+    if not call.divides_by_weights:
+        return call.num_items
+    return stats[..., call.plan.options.statistics.index("target_weight")].sum().reshape(1)
 
 
 def forward(
@@ -57,8 +82,7 @@ def forward(
     if plan.n_ranks == 1 and plan.reduction != "mean":
         stats, divisor = local_statistics(call, logits, labels, outputs)
     else:
-        stats, divisor = local_statistics(call, logits, labels)
-        all_gather_stats(stats, plan.rank, call.group)
+        stats, divisor = gathered_statistics(call, logits, labels)
         plan.launchers.token_outputs(stats, labels, divisor, outputs, shard=plan.shard, options=plan.options)
     return _reduced(call, outputs), stats, divisor
 
@@ -79,8 +103,7 @@ def forward_with_gradient(call: Call, logits: Tensor, labels: Tensor, outputs: T
         counted, losses = plan.reduction == "mean", outputs.loss.view(-1)
         plan.one_pass(logits, labels, call.num_items, losses, counted=counted, options=plan.options)
         return
-    stats, divisor = local_statistics(call, logits, labels)
-    all_gather_stats(stats, plan.rank, call.group)
+    stats, divisor = gathered_statistics(call, logits, labels)
     fill_with_gradient(call, stats, divisor, logits, labels, outputs, logits)
 
 
@@ -102,7 +125,17 @@ def fill_with_gradient(
     else:
         loss = outputs.loss.view(-1)
     plan.launchers.cross_entropy(
-        logits, stats, labels, divisor, None, None, loss, grad_logits, shard=plan.shard, options=plan.options
+        logits,
+        stats,
+        labels,
+        divisor,
+        None,
+        None,
+        loss,
+        grad_logits,
+        shard=plan.shard,
+        options=plan.options,
+        class_weight=call.class_weight,
     )
 
 
@@ -115,6 +148,7 @@ def write_gradient(
     grad_loss: Tensor | None,
     grad_entropy: Tensor | None,
     grad_logits: Tensor,
+    class_weight: Tensor | None = None,
 ) -> None:
     """Fill ``grad_logits``, a new tensor or the logits themselves, from forward's statistics; None is 0."""
     if grad_loss is None:
@@ -132,6 +166,7 @@ def write_gradient(
         grad_logits,
         shard=plan.shard,
         options=plan.options,
+        class_weight=class_weight,
     )
 
 

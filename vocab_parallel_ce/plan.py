@@ -15,7 +15,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.blocks import one_pass_config
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.layout import compute_dtype, has_whole_vectors
+from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, has_whole_vectors
 from vocab_parallel_ce.options import Settings, loss_options, shard_of_rank
 from vocab_parallel_ce.overwritten import check_not_overwritten
 from vocab_parallel_ce.selection import Workload, gpu_of, select
@@ -48,6 +48,8 @@ class Call(NamedTuple):
     plan: Plan
     group: Any
     num_items: Tensor | None  # [1], what a sum is divided by
+    class_weight: Tensor | None = None  # fp32, of this rank's columns without padding
+    divides_by_weights: bool = False  # by the sum of the labels' weights
 
 
 class Kind(NamedTuple):
@@ -60,6 +62,7 @@ class Kind(NamedTuple):
     n_ranks: int
     gradient: str
     whole_vectors: bool  # rows suit one_pass
+    class_weight: bool = False  # whether there is one
 
 
 def plan_call(
@@ -69,6 +72,7 @@ def plan_call(
     *,
     group: Any,
     num_items: float | Tensor | None = None,
+    class_weight: Tensor | None = None,
     may_hold_gradient: bool = False,
 ) -> Call:
     """Check the arguments of a loss over logits and plan it; changes nothing.
@@ -78,23 +82,26 @@ def plan_call(
     checks.check_logits(logits)
     checks.check_labels(labels, logits)
     checks.check_rows(labels, logits)
-    checks.check_no_transforms(logits)
-    plan = plan_of(logits, settings, *group_position(group))
+    checks.check_no_transforms(logits, class_weight)
+    plan = plan_of(logits, settings, *group_position(group), class_weight is not None)
     if not may_hold_gradient:
         check_not_overwritten(logits)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
+    weights = None
+    if class_weight is not None:
+        weights = weights_of_columns(class_weight, plan.shard, logits.device, compute_dtype(logits))
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
     if verify.open_calls:
-        verify.compare_call({"logits": logits}, labels, plan.shard, comparable(settings, num_items))
-    return Call(plan, group, divisor)
+        verify.compare_call({"logits": logits}, labels, plan.shard, comparable(settings, num_items, class_weight))
+    return Call(plan, group, divisor, weights, weights is not None and settings.reduction == "mean")
 
 
-def plan_of(logits: Tensor, settings: Settings, rank: int, n_ranks: int) -> Plan:
+def plan_of(logits: Tensor, settings: Settings, rank: int, n_ranks: int, class_weight: bool = False) -> Plan:
     """Return the plan of a loss over checked ``logits``."""
     mode = gradient_mode(settings.gradient, logits)
     whole_vectors = mode == "in_forward" and has_whole_vectors(logits)
-    kind = Kind(logits.dtype, logits.shape[-1], logits.device, rank, n_ranks, mode, whole_vectors)
+    kind = Kind(logits.dtype, logits.shape[-1], logits.device, rank, n_ranks, mode, whole_vectors, class_weight)
     return cached_plan(settings, kind)
 
 
@@ -120,7 +127,7 @@ def cached_plan(settings: Settings, kind: Kind) -> Plan:
 def make_plan(settings: Settings, kind: Kind) -> Plan:
     """Check ``settings`` against ``kind``, and choose the implementation."""
     shard = shard_of_rank(settings, kind.n_columns, kind.rank, kind.n_ranks)
-    options = loss_options(settings, shard.vocab_size)
+    options = loss_options(settings, shard.vocab_size, class_weight=kind.class_weight)
     whole_vectors = kind.whole_vectors and shard.n_valid == shard.n_columns
     fits = one_pass_config(kind.n_columns * kind.dtype.itemsize) is not None
     workload = Workload(kind.n_ranks, kind.gradient, options.beyond_z_loss, whole_vectors, fits)
@@ -154,6 +161,26 @@ def checked_divisor(num_items: float | Tensor, reduction: str, logits: Tensor) -
     if isinstance(num_items, Tensor) and num_items.device == logits.device:
         return num_items.detach().reshape(1)
     return logits.new_full((1,), float(num_items), dtype=compute_dtype(logits))
+
+
+def weights_of_columns(
+    class_weight: Tensor, shard: VocabShard, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return checked class weights as kernels take them: of ``dtype``, of the shard's columns without padding.
+
+    It is a view of the caller's if that has the dtype and a 16-byte boundary.
+    """
+    checks.check_class_weight(class_weight)
+    if class_weight.device != device:
+        raise ValueError(f"class_weight: device must be that of the logits, {device}, got {class_weight.device}")
+    shape, start, (whole, own) = tuple(class_weight.shape), 0, (shard.vocab_size, shard.n_columns)
+    if shape == (whole,):
+        start = shard.start
+    elif shape != (own,):
+        expected = f"({whole},), or ({own},) for this rank's columns"
+        raise ValueError(f"class_weight: expected shape {expected}, got {shape}")
+    columns = class_weight.detach()[start : start + shard.n_valid].to(dtype).contiguous()
+    return columns.clone() if columns.data_ptr() % VECTOR_BYTES else columns
 
 
 def gradient_mode(gradient: str, logits: Tensor) -> str:
@@ -191,8 +218,11 @@ def is_view_in_graph(tensor: Tensor) -> bool:
     return tensor._is_view() and tensor.grad_fn is not None
 
 
-def comparable(settings: Settings, num_items: float | Tensor | None) -> dict[str, Any]:
+def comparable(
+    settings: Settings, num_items: float | Tensor | None, class_weight: Tensor | None = None
+) -> dict[str, Any]:
     """Return what verification compares of the options; shards differ, and are compared otherwise."""
     options = settings._asdict() | {"num_items": None if num_items is None else float(num_items)}
+    options["class_weight"] = "None" if class_weight is None else "a tensor"
     del options["vocab_size"], options["shard"]
     return options

@@ -27,10 +27,11 @@ def online_softmax(
     *,
     shard: VocabShard,
     options: LossOptions,
+    class_weight: Tensor | None = None,
 ) -> None:
     """Fill ``stats[rank]`` of ``stats [R, N, K]``, ``valid_rows [1]`` and ``outputs``, where given."""
     names = options.statistics
-    row_stats = spec.local_stats(_rows(logits), labels, shard.start, shard.vocab_size, options, names)
+    row_stats = spec.local_stats(_rows(logits), labels, shard.start, shard.vocab_size, options, names, class_weight)
     stats[rank] = torch.stack([getattr(row_stats, name) for name in names], dim=-1)
     if valid_rows is not None:
         valid_rows.copy_((~spec.is_ignored(labels, options.ignore_index)).sum())
@@ -71,13 +72,14 @@ def cross_entropy(
     *,
     shard: VocabShard,
     options: LossOptions,
+    class_weight: Tensor | None = None,
 ) -> None:
     """Fill ``grad_logits [..., C]``, which may be ``logits``, and ``loss [N]`` where given."""
     merged = _merged(stats, options)
     if loss is not None:
         loss.copy_(_divided(spec.loss(merged, labels, shard.vocab_size, options), divisor))
     row = (_rows(logits), merged, labels, shard.start, shard.vocab_size, options)
-    grad = _divided(spec.gradient(*row), divisor)
+    grad = _divided(spec.gradient(*row, class_weight), divisor)
     if grad_output is not None:
         grad = grad * grad_output.unsqueeze(-1)
     if grad_entropy is not None:

@@ -23,6 +23,14 @@ the loss of a row with label ``y``, its derivative by ``z``, and the same of the
 
 and ``dx_i = dz_i * (1 - (z_i / softcap)^2) * logit_scale``.
 
+With class weights ``w``, as in PyTorch's ``CrossEntropyLoss``, and ``W = sum_i w_i``
+
+    loss  = w_y * ((1 - e) * (lse - z_y) + z_loss * lse^2) + e / V * sum_i w_i (lse - z_i)
+    dz_i  = p_i * (w_y * (1 - e + 2 * z_loss * lse) + e / V * W) - (1 - e) * w_y * [i == y] - e / V * w_i
+
+and the mean is divided by the sum of ``w_y``. ``w_y`` travels. ``shifted_sum`` and ``n_columns`` are then sums with
+weights. A weight of 0 times an infinite logit is 0.
+
 The label's column is not in ``others_sum``, which travels instead of ``sum_exp``. A confident label's own
 term is 1. A sum that holds it loses the others' digits, and ``1 - p_y = others_sum / sum_exp`` is all of the
 gradient.
@@ -54,18 +62,19 @@ class RowStats(NamedTuple):
     row_max: Tensor  # largest z
     others_sum: Tensor  # sum of exp(z - row_max) over the columns that are not the label's
     target_logit: Tensor  # the label's z, -inf if the label's column is not in the set
-    shifted_sum: Tensor  # sum of z - row_max
-    n_columns: Tensor
+    shifted_sum: Tensor  # sum of z - row_max, of w_i * (z_i - row_max) with class weights
+    n_columns: Tensor  # the sum of w_i with class weights
     exp_shifted_sum: Tensor  # sum of exp(z - row_max) * (z - row_max)
     argmax: Tensor  # global id of the first column with row_max, inf if row_max is not finite
+    target_weight: Tensor  # w_y, 0 if the label's column is not in the set
 
 
 # The empty set's. Where row_max is not finite, 0 takes its place in differences.
-IDENTITY = (NEG_INF, 0.0, NEG_INF, 0.0, 0.0, 0.0, INF)
+IDENTITY = (NEG_INF, 0.0, NEG_INF, 0.0, 0.0, 0.0, INF, 0.0)
 
 
 class LossOptions(NamedTuple):
-    """What is computed of a row; ``entropy`` and ``predictions`` ask for their statistics."""
+    """What is computed of a row; ``entropy``, ``predictions`` and ``class_weight`` ask for their statistics."""
 
     ignore_index: int = -100
     smoothing: float = 0.0  # e of the formulas
@@ -74,6 +83,7 @@ class LossOptions(NamedTuple):
     softcap: float | None = None  # positive
     entropy: bool = False
     predictions: bool = False
+    class_weight: bool = False  # whether there are class weights, a tensor that is passed on its own
 
     @property
     def beyond_z_loss(self) -> tuple[str, ...]:
@@ -87,7 +97,8 @@ class LossOptions(NamedTuple):
         smoothed = ("shifted_sum", "n_columns") if self.smoothing else ()
         entropy = ("exp_shifted_sum",) if self.entropy else ()
         predictions = ("argmax",) if self.predictions else ()
-        return ("row_max", "others_sum", "target_logit", *smoothed, *entropy, *predictions)
+        weighted = ("target_weight",) if self.class_weight else ()
+        return ("row_max", "others_sum", "target_logit", *smoothed, *entropy, *predictions, *weighted)
 
 
 PLAIN = LossOptions()
@@ -109,10 +120,12 @@ def local_stats(
     vocab_size: int,
     options: LossOptions = PLAIN,
     wanted: tuple[str, ...] = RowStats._fields,
+    class_weight: Tensor | None = None,
 ) -> RowStats:
     """Statistics of the columns of ``logits [N, C]`` from global id ``start`` on, with ``labels [N]``.
 
-    Those that ``wanted`` does not name may be the empty set's.
+    Those that ``wanted`` does not name may be the empty set's. ``class_weight`` has the columns' weights, without those
+    of padding.
     """
     z, _ = transformed(logits[:, : max(vocab_size - start, 0)], options)
     n_columns = z.shape[-1]
@@ -125,10 +138,14 @@ def local_stats(
     label_z = z.gather(-1, at_label)
     shift = _finite_or_zero(row_max).unsqueeze(-1)
     shifted, label_shifted = z - shift, label_z - shift
-    shifted_sum = exp_shifted_sum = torch.zeros_like(row_max)
-    argmax = torch.full_like(row_max, INF)
+    shifted_sum = exp_shifted_sum = target_weight = torch.zeros_like(row_max)
+    argmax, total = torch.full_like(row_max, INF), torch.full_like(row_max, n_columns)
+    if class_weight is not None:
+        class_weight = class_weight.to(z.dtype)
+        target_weight = label_weights(class_weight, labels, start, vocab_size, options)
+        total = class_weight.sum().expand_as(row_max)
     if "shifted_sum" in wanted:
-        shifted_sum = shifted.sum(dim=-1)
+        shifted_sum = (shifted if class_weight is None else _weighted(shifted, class_weight)).sum(dim=-1)
     shifted.scatter_(-1, at_label, torch.where(owned, NEG_INF, label_shifted))
     exp_shifted = shifted.exp()  # of the other columns: 0 at the label's
     if "exp_shifted_sum" in wanted:
@@ -143,9 +160,10 @@ def local_stats(
         exp_shifted.sum(dim=-1),
         torch.where(owned, label_z, NEG_INF).squeeze(-1),
         shifted_sum,
-        torch.full_like(row_max, n_columns),
+        total,
         exp_shifted_sum,
         argmax,
+        target_weight,
     )
 
 
@@ -164,6 +182,7 @@ def merge(a: RowStats, b: RowStats) -> RowStats:
         (a.exp_shifted_sum + sum_exp(a) * _bounded(a_shift)) * a_scale
         + (b.exp_shifted_sum + sum_exp(b) * _bounded(b_shift)) * b_scale,
         torch.minimum(*(torch.where(own.row_max == row_max, own.argmax, INF) for own in (a, b))),
+        a.target_weight + b.target_weight,
     )
 
 
@@ -183,9 +202,15 @@ def loss(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions 
     log_sum = log_sum_exp(stats)
     # lse - z with the two large numbers subtracted first, so that rows far from 0 lose no digits.
     value = log_sum + (stats.row_max - stats.target_logit)
-    if e:
+    if options.class_weight:
+        value = _weighted(value, stats.target_weight)
+    if e and options.class_weight:
+        value = (1 - e) * value + e / vocab_size * (stats.n_columns * log_sum - stats.shifted_sum)
+    elif e:
         value = (1 - e) * value + e * (log_sum - stats.shifted_sum / vocab_size)
-    if options.z_loss:
+    if options.z_loss and options.class_weight:
+        value = value + stats.target_weight * (options.z_loss * (stats.row_max + log_sum) ** 2)
+    elif options.z_loss:
         value = value + options.z_loss * (stats.row_max + log_sum) ** 2
     return _at_the_edges(value, labels, vocab_size, options)
 
@@ -208,9 +233,18 @@ def predictions(stats: RowStats, labels: Tensor, options: LossOptions = PLAIN) -
 
 
 def gradient(
-    logits: Tensor, stats: RowStats, labels: Tensor, start: int, vocab_size: int, options: LossOptions = PLAIN
+    logits: Tensor,
+    stats: RowStats,
+    labels: Tensor,
+    start: int,
+    vocab_size: int,
+    options: LossOptions = PLAIN,
+    class_weight: Tensor | None = None,
 ) -> Tensor:
-    """``[N, C]`` derivative of each row's loss by its logits, in the compute dtype."""
+    """``[N, C]`` derivative of each row's loss by its logits, in the compute dtype.
+
+    ``class_weight`` is that of :func:`local_stats`; only smoothing needs it.
+    """
     e = options.smoothing
     z, slope = transformed(logits, options)
     column = torch.arange(start, start + z.shape[-1], device=z.device)
@@ -218,7 +252,17 @@ def gradient(
     p = (z - stats.row_max.unsqueeze(-1)).exp() / all_sum.unsqueeze(-1)
     # p_y - 1, which loses the digits of a confident label's 1 - p_y if p_y is rounded first.
     at_label = -(stats.others_sum / all_sum).unsqueeze(-1)
-    grad = torch.where(column == labels.long().unsqueeze(-1), at_label + e, p) - e / vocab_size
+    is_label = column == labels.long().unsqueeze(-1)
+    if not options.class_weight:
+        grad = torch.where(is_label, at_label + e, p) - e / vocab_size
+    else:
+        weight = stats.target_weight.unsqueeze(-1)
+        grad = (1 - e) * weight * torch.where(is_label, at_label, p)
+        if e:
+            assert class_weight is not None
+            of_columns = torch.nn.functional.pad(class_weight.to(z.dtype), (0, z.shape[-1] - class_weight.shape[0]))
+            grad = grad + e / vocab_size * (stats.n_columns.unsqueeze(-1) * p - of_columns)
+        p = p * weight
     if options.z_loss:
         grad = grad + p * (2 * options.z_loss * (stats.row_max + log_sum_exp(stats))).unsqueeze(-1)
     return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)
@@ -252,6 +296,24 @@ def transformed(logits: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | 
 def is_ignored(labels: Tensor, ignore_index: int) -> Tensor:
     """``[N]`` bool. Compared in int64: torch wraps a number that does not fit in the labels' dtype."""
     return labels.long() == ignore_index
+
+
+def label_weights(
+    class_weight: Tensor, labels: Tensor, start: int, vocab_size: int, options: LossOptions = PLAIN
+) -> Tensor:
+    """``[N]`` weight of each label among the columns from ``start`` on, 0 for others and for ``ignore_index``.
+
+    That of a label outside the vocabulary is NaN, so that it cannot vanish from a mean.
+    """
+    n_columns, column = class_weight.shape[0], labels.long() - start
+    owned = (column >= 0) & (column < n_columns)
+    weights = torch.nn.functional.pad(class_weight, (0, 1))[torch.where(owned, column, n_columns)]
+    return _at_the_edges(weights, labels, vocab_size, options)
+
+
+def _weighted(value: Tensor, weight: Tensor) -> Tensor:
+    """``value * weight``, 0 for infinity times 0."""
+    return torch.where((weight == 0) & value.isinf(), 0.0, value * weight)
 
 
 def _at_the_edges(value: Tensor, labels: Tensor, vocab_size: int, options: LossOptions) -> Tensor:

@@ -47,15 +47,18 @@ def verify_group(
     with open_call(group, logits.device if isinstance(logits, Tensor) else None):
         for name in sorted(options.keys() - known):
             raise TypeError(f"{name}: must be an option of {function.__name__} or its log-probs")
-        num_items, main_grad = (options.pop(name, None) for name in ("num_items", "main_grad"))
+        num_items, class_weight, main_grad = (
+            options.pop(name, None) for name in ("num_items", "class_weight", "main_grad")
+        )
         if weight is None and bias is not None:
             raise TypeError("bias: must be None without weight")
         if weight is None:
+            tensors: dict[str, Any] = {"num_items": num_items, "class_weight": class_weight}
             settings = divided_by(num_items, Settings(**options))
-            plan = plan_call(logits, labels, settings, group=group, num_items=num_items).plan
+            plan = plan_call(logits, labels, settings, group=group, **tensors).plan
         else:
             settings, head = split_keywords(options, DEFAULTS)
             settings = divided_by(num_items, settings)
-            given = Arguments(logits, weight, labels, bias, group, num_items, main_grad)
+            given = Arguments(logits, weight, labels, bias, group, num_items, main_grad, class_weight=class_weight)
             plan = plan_linear_call(given, settings, head)[0].call.plan
     checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)

@@ -118,7 +118,8 @@ def test_only_what_options_need_travels():
     assert LossOptions(smoothing=0.1).statistics == (*names, "shifted_sum", "n_columns")
     assert LossOptions(entropy=True).statistics == (*names, "exp_shifted_sum")
     assert LossOptions(predictions=True).statistics == (*names, "argmax")
-    assert ALL.statistics == spec.RowStats._fields
+    assert LossOptions(class_weight=True).statistics == (*names, "target_weight")
+    assert ALL._replace(class_weight=True).statistics == spec.RowStats._fields
 
 
 DTYPE_CASES = covering(kind=tuple(KINDS), dtype=DTYPES, option=("plain", "all torch smoothing", "all"))

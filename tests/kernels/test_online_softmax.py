@@ -42,7 +42,7 @@ def test_padding_is_not_looked_at(kernel_device, n_valid, dtype, columns):
     stats, _ = stats_by_kernel(logits.to(kernel_device), labels, EVERY_STATISTIC, shard)
     assert_stats(stats, logits, labels, EVERY_STATISTIC, shard)
     if n_valid == 0:
-        assert torch.equal(stats.cpu(), torch.tensor(IDENTITY).expand(4, 7))
+        assert torch.equal(stats.cpu(), torch.tensor(IDENTITY[:7]).expand(4, 7))
 
 
 @pytest.mark.parametrize("options", (EVERY_STATISTIC, ALL), ids=("statistics", "all"))

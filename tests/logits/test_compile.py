@@ -110,6 +110,13 @@ def linear_autocast(x, **options):
         return rounded, linear_cross_entropy(*given, logits_dtype=torch.float32, **options)
 
 
+def class_weights(x, **options):
+    given = {"class_weight": x.weight.detach()[:, 0].exp(), "label_smoothing": 0.1, **options}
+    loss = vocab_parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, **given)
+    ways = ("in_forward", "in_backward")
+    return loss, *(linear_cross_entropy(x.hidden, x.weight, x.labels, gradient=way, **given) for way in ways)
+
+
 def checkpointed(x, **options):
     def head(hidden, weight):
         return vocab_parallel_cross_entropy(hidden @ weight.t(), x.labels, **options) + linear_cross_entropy(
@@ -122,6 +129,7 @@ def checkpointed(x, **options):
 STEPS = (
     *(logits_mean, logits_none, logits_sum, logits_transposed, log_probs, of_transformer_engine),
     *(linear_mean, linear_valid_tokens, linear_none, linear_log_probs, linear_autocast, checkpointed),
+    class_weights,
 )
 BY_STEP = pytest.mark.parametrize("step", STEPS, ids=[step.__name__ for step in STEPS])
 
@@ -272,26 +280,32 @@ OPTIONS = {
     "entropy": {"entropy": True, "reduction": "none"},
     "metrics": {"return_metrics": True, "z_loss": 0.1, "label_smoothing": 0.1},
     "sum": {"reduction": "sum", "check_labels": True},
+    "class weights": {"label_smoothing": 0.1},
 }
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_operators_are_what_they_declare(options):
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_operators_are_what_they_declare(name):
     """Schema, fake kernel, autograd and dynamic shapes, as PyTorch checks them."""
     x, ops = inputs(n=6), torch.ops.vocab_parallel_ce
-    settings = Settings(gradient="out_of_place", **options)
+    settings = Settings(gradient="out_of_place", **OPTIONS[name])
     logits = (x.hidden @ x.weight.t()).detach().requires_grad_()
     divisor = torch.tensor([7.0]) if settings.reduction == "sum" else None
+    weights = torch.rand(VOCABULARY) if name == "class weights" else None
     values = operators._values(settings)
-    opcheck(ops.cross_entropy, (logits, x.labels, divisor, None, *values))
-    loss, *_, stats, count = (out.detach() for out in ops.cross_entropy(logits, x.labels, divisor, None, *values))
+    opcheck(ops.cross_entropy, (logits, x.labels, divisor, weights, None, *values))
+    found = ops.cross_entropy(logits, x.labels, divisor, weights, None, *values)
+    loss, *_, stats, count = (out.detach() for out in found)
     grads = torch.rand(loss.shape), torch.rand(6) if settings.entropy else None
     divisor = count if settings.reduction == "mean" else divisor
-    opcheck(ops.cross_entropy_gradient, (stats, *grads, logits.detach(), x.labels, divisor, None, *values))
+    opcheck(ops.cross_entropy_gradient, (stats, *grads, logits.detach(), x.labels, divisor, weights, None, *values))
     for gradient in ("in_backward",) if settings.reduction == "none" else ("in_forward", "in_backward"):
         values = [*operators._values(settings._replace(gradient=gradient)), *operators._values(HeadSettings())]
-        given, head = (*x.leaves(), None, x.labels, divisor if settings.reduction == "sum" else None), (None, None)
+        given, head = (
+            (*x.leaves(), None, x.labels, divisor if settings.reduction == "sum" else None, weights),
+            (None, None),
+        )
         opcheck(ops.linear_cross_entropy, (*given, *head, [True, True, False], *values))
         stats = ops.linear_cross_entropy(*given, *head, [True, True, False], *values)[5].detach()
     given = tuple(None if t is None else t.detach() for t in given)
@@ -336,7 +350,15 @@ def _in_ranks(rank, group, impl, names):
 
 @in_ranks((2,), (), (2, 4))
 def test_ranks(rank_pool, impl):
-    names = ["logits_mean", "log_probs", "linear_mean", "linear_log_probs", "sequence parallel", "DTensor head"]
+    names = [
+        "logits_mean",
+        "class_weights",
+        "log_probs",
+        "linear_mean",
+        "linear_log_probs",
+        "sequence parallel",
+        "DTensor head",
+    ]
     all_ranks = rank_pool.run(_in_ranks, impl, names)
     for of_rank in all_ranks:
         for compiled, eager in of_rank:

@@ -36,9 +36,14 @@ from vocab_parallel_ce.spec import PLAIN, LossOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRITON_NAMES = {torch.int64: "i64", torch.int32: "i32"} | {dtype: name for name, dtype in DTYPES.items()}
-ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True)
-ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:]}
-OPTIONS = {"plain": PLAIN, **ALONE, "all": ALL}
+ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True)  # that calls have together with entropy
+ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:-1]}
+WEIGHTED = PLAIN._replace(class_weight=True)
+OPTIONS = {"plain": PLAIN, **ALONE, "all": ALL, "class_weight": WEIGHTED}
+OPTIONS |= {
+    "weighted_smoothing": WEIGHTED._replace(smoothing=0.1),
+    "all_weighted": ALL._replace(entropy=False, class_weight=True),
+}
 N_COLUMNS = 32064
 ASYNCHRONOUS_COPY = r"(cp\.async\.c[ag]\S*) \[[^\]]*\], \[[^\]]*\], (\w+)"
 
@@ -73,13 +78,17 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield scaled("bf16", edges=True)
     yield finish("all", 4)
     yield from of_targets("bf16", "fp32", False, "all")
+    yield stats("bf16", True, "all_weighted", outputs=True)
+    yield gradient("bf16", True, "all_weighted", call="padded")
+    yield finish("all_weighted", 4)
     if not is_sm_90:
         return
     yield from of_targets("bf16", "bf16", False, "plain")
     yield from of_targets("bf16", "bf16", True, "all")
-    for option in ("smoothing", "softcap", "entropy", "predictions", "all"):
+    weighted = ("class_weight", "weighted_smoothing")
+    for option in ("smoothing", "softcap", "entropy", "predictions", "all", *weighted):
         yield stats("bf16", False, option, outputs=True)
-    for option in ("plain", "smoothing", "z_loss", "logit_scale", "softcap", "entropy", "all"):
+    for option in ("plain", "smoothing", "z_loss", "logit_scale", "softcap", "entropy", "all", *weighted):
         yield gradient("bf16", False, option)
     yield stats("bf16", False, "plain", counted=True)
     yield stats("bf16", True, "plain", outputs=True)
@@ -129,6 +138,7 @@ def stats(dtype: str, edges: bool, option: str, outputs: bool = False, counted: 
     options = OPTIONS[option]
     of_outputs = output_dtypes(options) if outputs else (None,) * 4
     dtypes = (DTYPES[dtype], torch.int64, torch.float32, torch.int32 if counted else None, *of_outputs, None)
+    dtypes += (torch.float32 if options.class_weight else None,)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     launch = launch_of("online_softmax", dtypes, ROWS[edges], shard, options)
     name = f"online_softmax-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}{'-outputs' * outputs}"
@@ -144,7 +154,9 @@ def gradient(
     grad_output, loss = (None, fp32) if in_forward else (fp32, None)
     grad_entropy = fp32 if options.entropy and call == "in_backward" else None
     divisor = None if call == "in_backward" else torch.int32
-    dtypes = (DTYPES[dtype], torch.int64, fp32, divisor, grad_output, grad_entropy, loss, DTYPES[of or dtype])
+    weights = fp32 if options.class_weight and options.smoothing else None
+    pointers = (fp32, divisor, grad_output, grad_entropy, loss, DTYPES[of or dtype], weights)
+    dtypes = (DTYPES[dtype], torch.int64, *pointers)
     shard = VocabShard(0, N_COLUMNS, N_COLUMNS - 100 if call == "padded" else 4 * N_COLUMNS)
     strides = tuple(None if pointer is None else 3 for pointer in (grad_output, grad_entropy))
     launch = launch_of("cross_entropy", dtypes, ROWS[edges], strides, ranks, shard, options)

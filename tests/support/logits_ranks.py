@@ -133,6 +133,7 @@ def check(case: Case, results: Sequence[Result], ranks: Sequence[int] | None = N
             assert_right(each, case.logits, case.labels, *grad_outputs_of(case), **given)
     extra = 2 * bool(case.options.get("label_smoothing"))
     extra += bool(case.options.get("return_metrics") or case.options.get("entropy"))
+    extra += case.options.get("class_weight") is not None
     ranks = tuple(ranks or range(len(results)))
     expected = [("_allgather_base_", ranks, 4 * (3 + extra) * case.labels.numel())]
     for result in results:

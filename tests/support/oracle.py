@@ -57,6 +57,7 @@ def values(
     reduction: str = "mean",
     num_items: int | float | Tensor | None = None,
     temperature: float = 1.0,
+    class_weight: Tensor | None = None,
 ) -> Values:
     """Differentiable outputs for ``logits [..., V]``, in their dtype.
 
@@ -82,11 +83,17 @@ def values(
     log_p = (z / temperature).log_softmax(dim=-1)
     lse = z.logsumexp(dim=-1).masked_fill(left_out, 0.0)
 
-    log_probs = log_p.gather(1, targets.masked_fill(left_out | outside, 0).unsqueeze(1)).squeeze(1)
+    any_target = targets.masked_fill(left_out | outside, 0)
+    log_probs = log_p.gather(1, any_target.unsqueeze(1)).squeeze(1)
     e = label_smoothing * (vocab_size / (vocab_size - 1) if smoothing_formula == "megatron" else 1.0)
-    losses = (1 - e) * -log_probs - e * log_p.mean(dim=-1) if e else -log_probs
+    w = torch.ones(vocab_size).to(x) if class_weight is None else class_weight.to(x)
+    # A class of weight 0 counts nowhere, also if its log-probability is -inf.
+    w_target = w[any_target]
+    losses = (1 - e) * w_target * -log_probs.masked_fill((w_target == 0) & log_probs.isinf(), 0.0)
+    if e:
+        losses = losses - e * (w * log_p.masked_fill((w == 0) & log_p.isinf(), 0.0)).mean(dim=-1)
     if z_loss:
-        losses = losses + z_loss * lse**2
+        losses = losses + w_target * z_loss * lse**2
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == NEG_INF, 0.0)).sum(dim=-1)
     losses, log_probs, entropy = (
         (value * one_or_nan).masked_fill(left_out, 0.0).reshape(labels.shape) for value in (losses, log_probs, entropy)
@@ -96,14 +103,15 @@ def values(
     predictions = z.argmax(dim=-1).masked_fill(~known, -1)  # of equal values the first
     accuracy = ((predictions == targets) & known).sum().to(x) / (~ignored).sum().clamp(min=1)
     lse = z.logsumexp(dim=-1).masked_fill(ignored, 0.0).reshape(labels.shape)
+    counted = torch.where(ignored, 0.0, w_target)
     return Values(
-        _reduced(losses, reduction, num_items, ~ignored),
+        _reduced(losses, reduction, num_items, counted),
         log_probs,
         entropy,
         predictions.reshape(labels.shape),
         accuracy,
         lse,
-        _reduced(z_loss * lse**2, reduction, num_items, ~ignored),
+        _reduced(w_target.reshape(labels.shape) * z_loss * lse**2, reduction, num_items, counted),
     )
 
 

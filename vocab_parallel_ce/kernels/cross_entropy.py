@@ -29,6 +29,7 @@ class RowFactors(NamedTuple):
     inverse_sum: tl.tensor  # 1 / sum_exp
     target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label's 1 - p
     weight: tl.tensor  # grad_output / divisor
+    p_factor: tl.tensor  # of p, with class weights and smoothing
     uniform_p: tl.tensor  # smoothing / V
     z_factor: tl.tensor  # 2 * z_loss * lse
     mean_shifted: tl.tensor
@@ -55,6 +56,7 @@ def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_siz
     all_sum = ops.sum_exp(stats)
     inverse_sum = tl.where(live, 1.0 / all_sum, 0.0)
     target_grad = tl.where(live, -stats.others_sum / all_sum, 0.0)
+    p_factor = 0.0
     uniform_p = 0.0
     z_factor = 0.0
     if loss_options.z_loss is not None:
@@ -62,7 +64,18 @@ def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_siz
         target_grad += ops.label_exp(stats.row_max, stats.target_logit) * inverse_sum * z_factor
     if loss_options.smoothing is not None:
         uniform_p = loss_options.smoothing / vocab_size
-        target_grad += loss_options.smoothing - uniform_p
+        if loss_options.class_weight is not None:
+            target_weight = tl.where(live, stats.target_weight, 0.0)
+            target_p = tl.where(live, ops.label_exp(stats.row_max, stats.target_logit) / all_sum, 0.0)
+            of_label = (1 - loss_options.smoothing) * target_weight
+            of_all = uniform_p * tl.where(live, stats.n_columns, 0.0) + target_weight * z_factor
+            p_factor = of_label + of_all
+            target_grad = tl.where(live, -stats.others_sum / all_sum, 0.0)
+            target_grad = of_label * target_grad + of_all * target_p - uniform_p * target_weight
+        else:
+            target_grad += loss_options.smoothing - uniform_p
+    elif loss_options.class_weight is not None:
+        weight *= stats.target_weight
     mean_shifted = 0.0
     entropy_weight = 0.0
     if grad_entropy is not None:
@@ -70,22 +83,37 @@ def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_siz
         entropy_weight = tl.where(live, tl.load(grad_entropy), 0.0)
     shift = tl.where(live, stats.row_max, 0.0)
     weight = tl.where(live, weight, 0.0)
-    return RowFactors(shift, inverse_sum, target_grad, weight, uniform_p, z_factor, mean_shifted, entropy_weight)
+    return RowFactors(
+        shift, inverse_sum, target_grad, weight, p_factor, uniform_p, z_factor, mean_shifted, entropy_weight
+    )
 
 
 @triton.jit
-def logits_gradient(x, is_target, factors, grad_entropy, loss_options):
+def uniform_part(class_weight, columns, inside, n_valid, factors):
+    """Return what smoothing takes from the gradient of ``columns``; ``class_weight`` and ``n_valid`` may be None."""
+    uniform = factors.uniform_p
+    if class_weight is not None:
+        if n_valid is not None:
+            inside &= columns < n_valid
+        uniform *= tl.load(class_weight + columns, inside, other=0.0)
+    return uniform
+
+
+@triton.jit
+def logits_gradient(x, is_target, uniform, factors, grad_entropy, loss_options):
     """Return the gradient of one row at logits ``x``; exactly 0 in an excluded column.
 
-    It includes the entropy's gradient if ``grad_entropy`` is not None.
+    ``uniform`` is the :func:`uniform_part`. It includes the entropy's gradient if ``grad_entropy`` is not None.
     """
     z, slope = ops.transform(x, loss_options)
     p = ops.exp_shifted(z, factors.shift) * factors.inverse_sum
     grad = p
-    if loss_options.z_loss is not None:
+    if loss_options.class_weight is not None and loss_options.smoothing is not None:
+        grad = p * factors.p_factor
+    elif loss_options.z_loss is not None:
         grad += p * factors.z_factor
     if loss_options.smoothing is not None:
-        grad = tl.where(z == float("-inf"), grad, grad - factors.uniform_p)
+        grad = tl.where(z == float("-inf"), grad, grad - uniform)
     grad = tl.where(is_target, factors.target_grad, grad) * factors.weight
     if grad_entropy is not None:
         grad += p * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.entropy_weight
@@ -104,6 +132,7 @@ def cross_entropy_kernel(
     grad_entropy,  # [N] fp32, or None: 0
     loss,  # [N] fp32, out, or None
     grad_logits,  # [N, C] logits' dtype, out; may be logits; or of 16 bits and of fp32 logits
+    class_weight,  # [sizes.n_valid] fp32, or None: all equal, or no smoothing
     layout,  # RowLayout of logits and of grad_logits
     grad_strides,  # of grad_output and of grad_entropy, or None
     sizes,  # ShardSizes
@@ -157,7 +186,10 @@ def cross_entropy_kernel(
         if sizes.n_valid is not None:
             is_read &= columns < readable
         x = tl.load(logits + first + columns, is_read, other=float("-inf")).to(tl.float32)
-        grad = logits_gradient(x, columns == target, factors, grad_entropy, loss_options)
+        # Without edges the body begins with column 0, and the compiler sees that weights are aligned.
+        at = columns + (first - begin).to(tl.int32) if HAS_EDGES else columns
+        uniform = uniform_part(class_weight, at, is_read, sizes.n_valid, factors)
+        grad = logits_gradient(x, columns == target, uniform, factors, grad_entropy, loss_options)
         if sizes.n_valid is not None:
             grad = tl.where(columns < valid_width, grad, 0.0)
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
@@ -165,7 +197,8 @@ def cross_entropy_kernel(
         lane = tl.arange(0, 16 * VECTOR)
         offset, inside = ops.edge_offsets(lane, begin, sizes.n_columns, first, width, VECTOR)
         x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
-        grad = logits_gradient(x, offset == begin + label - shard_start, factors, grad_entropy, loss_options)
+        uniform = uniform_part(class_weight, offset - begin, inside & live, sizes.n_valid, factors)
+        grad = logits_gradient(x, offset == begin + label - shard_start, uniform, factors, grad_entropy, loss_options)
         if sizes.n_valid is not None:
             grad = tl.where(offset < begin + sizes.n_valid, grad, 0.0)
         tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
@@ -183,11 +216,13 @@ def cross_entropy(
     *,
     shard: VocabShard,
     options: LossOptions,
+    class_weight: Tensor | None = None,
 ) -> None:
     """Fill ``grad_logits``, which has the layout of ``logits [..., C]`` or is it, and ``loss [N]`` if given.
 
     ``grad_output [N]`` multiplies the gradient of the loss per row, ``grad_entropy [N]`` that of the entropy.
     Both are fp32 of any stride. Neither changes ``loss``. A gradient of another dtype is of fp32 logits and 16 bits.
+    ``class_weight`` is that of ``Call``.
     """
     n_ranks, n_rows, _ = stats.shape
     base, rows = row_arguments(logits)
@@ -196,7 +231,8 @@ def cross_entropy(
         grad_base, grad_rows = row_arguments(grad_logits)
         assert rows[0] == grad_rows[0], "the gradient is laid out as the logits are"
         rows = grad_rows  # the smaller elements have the longer lines
-    tensors = (base, labels, stats, divisor, grad_output, grad_entropy, loss, grad_base)
+    of_columns = class_weight if options.smoothing else None
+    tensors = (base, labels, stats, divisor, grad_output, grad_entropy, loss, grad_base, of_columns)
     strides = tuple([None if factor is None else factor.stride(0) for factor in (grad_output, grad_entropy)])
     launch = _launch(dtypes_of(tensors), rows, strides, n_ranks, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start))
@@ -212,8 +248,9 @@ def _launch(
     options: LossOptions,
 ) -> Launch:
     # A 16-bit gradient of fp32 logits with the larger block takes 77 registers: one row at a time on a multiprocessor.
-    is_small = rows[1] or dtypes[0] != dtypes[-1]
-    block = choose_block(READ_AND_WRITE_EDGES if is_small else READ_AND_WRITE, shard.n_columns, dtypes[-1].itemsize)
+    of_logits, of_grad = dtypes[0], dtypes[7]
+    is_small = rows[1] or of_logits != of_grad
+    block = choose_block(READ_AND_WRITE_EDGES if is_small else READ_AND_WRITE, shard.n_columns, of_grad.itemsize)
     n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid
     sizes = ShardSizes(shard.n_columns, n_valid, shard.vocab_size)
     values = (grad_strides, sizes, n_ranks, options)

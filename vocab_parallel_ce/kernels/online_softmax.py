@@ -44,7 +44,7 @@ class LaneStats(NamedTuple):
     max: tl.tensor
     sum: tl.tensor
     shifted_sum: tl.tensor
-    n_columns: tl.tensor
+    n_columns: tl.tensor  # the sum of their class weights, if there are
     exp_shifted_sum: tl.tensor
     max_tile: tl.tensor  # the tile that raised the maximum last
 
@@ -96,7 +96,14 @@ def locate_row(logits, row, layout, n_columns, column, LANES: tl.constexpr, VECT
 
 
 @triton.jit
-def walk_body(row, loss_options):
+def label_weight(class_weight, label, column, owned, vocab_size, loss_options):
+    """Return ``spec.label_weights`` of one row. ``owned`` is false if the label is ``ignore_index``."""
+    weight = tl.load(class_weight + column, owned, other=0.0)
+    return ops.at_the_edges(weight, label, vocab_size, loss_options)
+
+
+@triton.jit
+def walk_body(row, class_weight, loss_options, HAS_EDGES: tl.constexpr):
     """Return the ``LaneStats`` of a row's body, except the label's vector."""
     LANES: tl.constexpr = row.lane_columns.shape[0]
     VECTOR: tl.constexpr = row.lane_columns.shape[1]
@@ -118,8 +125,14 @@ def walk_body(row, loss_options):
         # Move the sums from the old maximum to the new one, then add the tile.
         if loss_options.smoothing is not None:
             shifted_sum += n_columns * ops.raised_by(lane_max, shift)
-            shifted_sum += tl.sum(tl.where(inside, z - shift[:, None], 0.0), axis=1)
-            n_columns += tl.sum(inside.to(tl.float32), axis=1)
+            shifted, weights = tl.where(inside, z - shift[:, None], 0.0), inside.to(tl.float32)
+            if class_weight is not None:
+                # Without edges the body begins with column 0, and the compiler sees that it is aligned.
+                at = columns + (row.first - row.begin).to(tl.int32) if HAS_EDGES else columns
+                weights = tl.load(class_weight + at, inside, other=0.0)
+                shifted = ops.weighted_class(shifted, weights)
+            shifted_sum += tl.sum(shifted, axis=1)
+            n_columns += tl.sum(weights, axis=1)
         if loss_options.entropy is not None:
             exp_shifted_sum += lane_sum * ops.bounded(ops.raised_by(lane_max, shift))
             tile_sum = tl.sum(exp_times_shifted(z, shift[:, None]), axis=1)
@@ -171,7 +184,7 @@ def first_maximum(row, lanes, loose, target_logit, row_max, loss_options):
 
 
 @triton.jit
-def merge_columns(row, lanes, loose, target_logit, shard_start, loss_options):
+def merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, shard_start, loss_options):
     """Merge the lanes, the loose columns and the label to a ``RowStats``."""
     row_max = tl.maximum(tl.maximum(tl.max(lanes.max), tl.max(loose.z)), target_logit)
     shift = ops.finite_or_zero(row_max)
@@ -182,10 +195,22 @@ def merge_columns(row, lanes, loose, target_logit, shard_start, loss_options):
     shifted_sum = 0.0
     exp_shifted_sum = 0.0
     argmax = 0.0
+    n_columns = row.n_columns.to(tl.float32)
     if loss_options.smoothing is not None:
-        shifted_sum = tl.sum(lanes.shifted_sum + lanes.n_columns * ops.raised_by(lanes.max, shift))
-        shifted_sum += tl.sum(tl.where(loose.inside, loose.z - shift, 0.0))
-        shifted_sum += tl.where(row.owned, target_logit - shift, 0.0)
+        of_lanes = lanes.n_columns
+        if class_weight is not None:
+            # Triton's compiler asserts that a sum over a loop has one use.
+            of_lanes = tl.where(row.n_columns > 0, of_lanes, 0.0)
+        shifted_sum = tl.sum(lanes.shifted_sum + of_lanes * ops.raised_by(lanes.max, shift))
+        loose_shifted = tl.where(loose.inside, loose.z - shift, 0.0)
+        target_shifted = tl.where(row.owned, target_logit - shift, 0.0)
+        if class_weight is not None:
+            weights = tl.load(class_weight + (loose.offset - row.begin), loose.inside, other=0.0)
+            loose_shifted = ops.weighted_class(loose_shifted, weights)
+            target_shifted = ops.weighted_class(target_shifted, target_weight)
+            n_columns = tl.sum(of_lanes) + tl.sum(weights) + tl.where(row.owned, target_weight, 0.0)
+        shifted_sum += tl.sum(loose_shifted)
+        shifted_sum += target_shifted
     if loss_options.entropy is not None:
         lane_shift = ops.bounded(ops.raised_by(lanes.max, shift))
         exp_shifted_sum = tl.sum((lanes.exp_shifted_sum + lanes.sum * lane_shift) * decay)
@@ -194,8 +219,7 @@ def merge_columns(row, lanes, loose, target_logit, shard_start, loss_options):
         column = first_maximum(row, lanes, loose, target_logit, row_max, loss_options)
         is_finite = tl.abs(row_max) < float("inf")
         argmax = tl.where(is_finite, (column + shard_start).to(tl.float32), float("inf"))
-    n_columns = row.n_columns.to(tl.float32)
-    return RowStats(row_max, others_sum, target_logit, shifted_sum, n_columns, exp_shifted_sum, argmax)
+    return RowStats(row_max, others_sum, target_logit, shifted_sum, n_columns, exp_shifted_sum, argmax, target_weight)
 
 
 @triton.jit
@@ -214,6 +238,9 @@ def store_stats(pointer, stats, loss_options):
         pointer += 1
     if loss_options.predictions is not None:
         tl.store(pointer, stats.argmax)
+        pointer += 1
+    if loss_options.class_weight is not None:
+        tl.store(pointer, stats.target_weight)
 
 
 @triton.jit(do_not_specialize=["shard_start", "n_rows", "stats_start"])
@@ -227,6 +254,7 @@ def online_softmax_kernel(
     lse,  # [N] fp32, out, or None
     predictions,  # [N] int64, out, or None
     divisor,  # [1] of loss, integer or floating point, or None: 1
+    class_weight,  # [n_columns] fp32, or None
     layout,  # RowLayout of logits
     n_columns,  # that are not padding
     vocab_size,
@@ -251,10 +279,13 @@ def online_softmax_kernel(
     # An ignored row counts as a row of no columns: nothing is read, and the result is the identity.
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
-    lanes = walk_body(row, loss_options)
+    lanes = walk_body(row, class_weight, loss_options, HAS_EDGES)
     loose = load_loose_columns(row, loss_options, HAS_EDGES)
     target_logit = load_logits(logits + row.target, row.owned, loss_options)
-    merged = merge_columns(row, lanes, loose, target_logit, shard_start, loss_options)
+    target_weight = 0.0
+    if class_weight is not None:
+        target_weight = label_weight(class_weight, label, label - shard_start, row.owned, vocab_size, loss_options)
+    merged = merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, shard_start, loss_options)
     store_stats(ops.stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
     if loss is not None:
         outputs = TokenOutputs(loss, entropy, lse, predictions)
@@ -272,15 +303,16 @@ def online_softmax(
     *,
     shard: VocabShard,
     options: LossOptions,
+    class_weight: Tensor | None = None,
 ) -> None:
     """Fill ``stats[rank]`` of ``stats [R, N, K]`` for ``logits [..., C]`` and contiguous ``labels [N]``.
 
     ``valid_rows [1]`` int32, if given, gets the number of labels that are not ignored. ``outputs``, if given,
-    are filled as by ``token_outputs``; then the rank must be the only one.
+    are filled as by ``token_outputs``; then the rank must be the only one. ``class_weight`` is that of ``Call``.
     """
     n_rows = labels.shape[0]
     base, rows = row_arguments(logits)
-    tensors = (base, labels, stats, valid_rows, *(outputs or [None] * 4), divisor)
+    tensors = (base, labels, stats, valid_rows, *(outputs or [None] * 4), divisor, class_weight)
     launch = _launch(dtypes_of(tensors), rows, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
 

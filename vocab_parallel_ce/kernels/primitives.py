@@ -110,6 +110,12 @@ def tanh(a):
 
 
 @triton.jit
+def weighted_class(value, weight):
+    """Return ``value * weight``, 0 for infinity times 0."""
+    return tl.where((weight == 0) & (tl.abs(value) == float("inf")), 0.0, value * weight)
+
+
+@triton.jit
 def transform(x, loss_options):
     """Return ``(z, dz/dx)`` of fp32 logits, as ``spec.transformed`` does: infinite logits stay infinite.
 
@@ -154,6 +160,7 @@ def stats_of_row(stats, row, loss_options):
     """Return a pointer to the K packed statistics of ``row``, in the order of ``LossOptions.statistics``."""
     n_smoothing = 2 * (loss_options.smoothing is not None)
     n_others = (loss_options.entropy is not None) + (loss_options.predictions is not None)
+    n_others += loss_options.class_weight is not None
     return stats + row * (3 + n_smoothing + n_others)
 
 
@@ -172,13 +179,17 @@ def merge_ranks(pointers, mask, loss_options):
     scale = exp_shifted(row_max, shift)
     merged_sum = tl.sum(others_sum * scale, axis=0)
     shifted_sum = 0.0
+    all_columns = 0.0  # the merged number is vocab_size; only that of weights is needed
     exp_shifted_sum = 0.0
     argmax = 0.0
+    target_weight = 0.0
     pointers += 3
     if loss_options.smoothing is not None:
         shifted = tl.load(pointers, mask, other=0.0)
         n_columns = tl.load(pointers + 1, mask, other=0.0)
         shifted_sum = tl.sum(shifted + n_columns * raised_by(row_max, shift), axis=0)
+        if loss_options.class_weight is not None:
+            all_columns = tl.sum(n_columns, axis=0)
         pointers += 2
     if loss_options.entropy is not None:
         exp_times_shifted = tl.load(pointers, mask, other=0.0)
@@ -189,9 +200,13 @@ def merge_ranks(pointers, mask, loss_options):
     if loss_options.predictions is not None:
         first = tl.load(pointers, mask, other=float("inf"))
         argmax = tl.min(tl.where(row_max == merged_max, first, float("inf")), axis=0)
+        pointers += 1
+    if loss_options.class_weight is not None:
+        target_weight = tl.sum(tl.load(pointers, mask, other=0.0), axis=0)
     merged_target = tl.max(target_logit, axis=0)
-    # The merged number of columns is vocab_size.
-    return RowStats(merged_max, merged_sum, merged_target, shifted_sum, 0.0, exp_shifted_sum, argmax)
+    return RowStats(
+        merged_max, merged_sum, merged_target, shifted_sum, all_columns, exp_shifted_sum, argmax, target_weight
+    )
 
 
 @triton.jit
@@ -206,12 +221,20 @@ def row_loss(stats, label, vocab_size, loss_options):
     """Return the unreduced loss, as ``spec.loss``, for one row or a vector of rows."""
     log_sum = log_sum_exp(stats)
     value = log_sum + (stats.row_max - stats.target_logit)
+    if loss_options.class_weight is not None:
+        value = weighted_class(value, stats.target_weight)
     if loss_options.smoothing is not None:
-        smoothed = log_sum - stats.shifted_sum / vocab_size
+        if loss_options.class_weight is not None:
+            smoothed = (stats.n_columns * log_sum - stats.shifted_sum) / vocab_size
+        else:
+            smoothed = log_sum - stats.shifted_sum / vocab_size
         value = (1 - loss_options.smoothing) * value + loss_options.smoothing * smoothed
     if loss_options.z_loss is not None:
         lse = stats.row_max + log_sum
-        value += loss_options.z_loss * lse * lse
+        if loss_options.class_weight is not None:
+            value += loss_options.z_loss * lse * lse * stats.target_weight
+        else:
+            value += loss_options.z_loss * lse * lse
     return at_the_edges(value, label, vocab_size, loss_options)
 
 

@@ -80,6 +80,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     group: Any = None,
     num_items: float | Tensor | None = None,
+    class_weight: Tensor | None = None,
     return_metrics: bool = False,
     main_grad: Tensor | None = None,
     expected_grad_output: Tensor | None = None,
@@ -128,7 +129,7 @@ def linear_cross_entropy(
         TypeError, ValueError: as there; also for a quantised weight.
         RuntimeError: from backward, if it runs again over gradients of ``"in_forward"``, or with ``create_graph``.
     """
-    given = Arguments(hidden, weight, labels, bias, group, num_items, main_grad, expected_grad_output)
+    given = Arguments(hidden, weight, labels, bias, group, num_items, main_grad, expected_grad_output, class_weight)
     settings, head = split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics)
     settings = divided_by(num_items, settings)
     outputs, divisor, overflow = run(given, settings, head)
@@ -231,7 +232,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 ctx.save_for_backward(*gradients)
             else:
                 outputs, stats = pipeline.forward(linear, inputs)
-                ctx.save_for_backward(*inputs, stats, linear.call.num_items)
+                ctx.save_for_backward(*inputs, stats, linear.call.num_items, linear.call.class_weight)
         if plan.options.predictions:
             ctx.mark_non_differentiable(outputs.lse, outputs.predictions)
         elif not plan.options.entropy:
@@ -272,7 +273,8 @@ def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) 
         else:
             gradients = pipeline.scaled_by_factor(linear, saved, grad_loss, ctx.weight_dtype)
     else:
-        *inputs, stats, divisor = saved
+        *inputs, stats, divisor, weights = saved
+        linear = linear._replace(call=linear.call._replace(class_weight=weights))
         wanted = ctx.needs_input_grad[:3]
         gradients = pipeline.backward(linear, Inputs(*inputs), stats, divisor, wanted, grad_loss, grad_entropy)
     d_hidden, d_weight, d_bias = gradients

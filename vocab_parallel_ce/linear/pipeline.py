@@ -21,7 +21,7 @@ from vocab_parallel_ce.linear.hidden_states import HiddenStates
 from vocab_parallel_ce.linear.matmul import WeightGradient, fp32_factor, fp32_product, zero_ignored
 from vocab_parallel_ce.linear.plan import Inputs, LinearCall
 from vocab_parallel_ce.plan import Call
-from vocab_parallel_ce.spec import TokenOutputs, is_ignored
+from vocab_parallel_ce.spec import TokenOutputs, is_ignored, label_weights
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 Wanted = tuple[bool, bool, bool]  # which of these
@@ -106,23 +106,39 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
     own = stats[plan.rank : plan.rank + 1]
     for rows, states in products.hidden.chunks():
         logits, of_chunk = products.logits(states), own[:, rows]
-        plan.launchers.online_softmax(logits, labels[rows], of_chunk, 0, None, shard=plan.shard, options=plan.options)
+        given: dict[str, Any] = {"shard": plan.shard, "options": plan.options, "class_weight": call.class_weight}
+        plan.launchers.online_softmax(logits, labels[rows], of_chunk, 0, None, **given)
     all_gather_stats(stats, plan.rank, call.group)
-    plan.launchers.token_outputs(stats, labels, call.num_items, outputs, shard=plan.shard, options=plan.options)
+    divisor = pipeline.divisor_of(call, stats)
+    plan.launchers.token_outputs(stats, labels, divisor, outputs, shard=plan.shard, options=plan.options)
     return _in_token_order(linear, outputs), stats
 
 
 def forward_with_gradients(linear: LinearCall, inputs: Inputs, wanted: Wanted) -> tuple[TokenOutputs, Gradients]:
     """Return the outputs of all tokens, and the gradients of the sum of the losses, times expected grad_outputs.
 
-    Collectives: one or two all_gathers of statistics per chunk, and those of :class:`HiddenStates`.
+    Collectives: one or two all_gathers of statistics per chunk, and those of :class:`HiddenStates`; with class weights
+    one all_gather of 4 bytes for a mean.
     """
+    if linear.call.divides_by_weights:
+        linear = linear._replace(call=_with_sum_of_weights(linear.call, inputs.labels))
     outputs = pipeline.new_outputs(linear.call, inputs.labels.shape, inputs.hidden)
     products = Products(linear, inputs, wanted)
     for rows, states in products.hidden.chunks():
         _chunk_with_gradients(linear, products, states, inputs.labels[rows], _at(outputs, rows), rows)
     gradients = products.gradients()
     return _in_token_order(linear, outputs), gradients
+
+
+def _with_sum_of_weights(call: Call, labels: Tensor) -> Call:
+    """Return the call of a sum that is divided by the sum of the labels' class weights, before any statistics."""
+    plan = call.plan
+    assert call.class_weight is not None
+    own = label_weights(call.class_weight, labels, plan.shard.start, plan.shard.vocab_size, plan.options)
+    sums = own.new_empty(plan.n_ranks, 1, 1)
+    sums[plan.rank] = own.sum()
+    all_gather_stats(sums, plan.rank, call.group)
+    return call._replace(num_items=sums.sum().reshape(1), divides_by_weights=False)
 
 
 def _chunk_with_gradients(
@@ -177,7 +193,7 @@ def _fill_with_expected_gradient(
     """Fill ``outputs`` of unreduced losses, and ``d_logits`` with their gradient times ``grad_output [n]``."""
     plan = call.plan
     plan.launchers.token_outputs(stats, labels, None, outputs, shard=plan.shard, options=plan.options)
-    pipeline.write_gradient(plan, logits, labels, stats, None, grad_output, None, d_logits)
+    pipeline.write_gradient(plan, logits, labels, stats, None, grad_output, None, d_logits, call.class_weight)
 
 
 def backward(
@@ -196,13 +212,15 @@ def backward(
         grad_loss = grad_loss * linear.overflow
     grad_output = _to_rows(linear, grad_loss, stats.shape[1])
     of_entropy = None if grad_entropy is None else _to_rows(linear, grad_entropy, stats.shape[1])
-    plan, products = linear.call.plan, Products(linear, inputs, wanted)
+    plan, products, weights = linear.call.plan, Products(linear, inputs, wanted), linear.call.class_weight
+    if linear.call.divides_by_weights:
+        divisor = pipeline.divisor_of(linear.call, stats)
     for rows, states in products.hidden.chunks():
         logits = products.logits(states)
         of_rows = None if of_entropy is None else of_entropy[rows]
         own_stats, labels = stats[:, rows].contiguous(), inputs.labels[rows]
         d_logits = products.d_buffer[: states.shape[0]]
-        pipeline.write_gradient(plan, logits, labels, own_stats, divisor, grad_output[rows], of_rows, d_logits)
+        pipeline.write_gradient(plan, logits, labels, own_stats, divisor, grad_output[rows], of_rows, d_logits, weights)
         d_hidden = products.hidden.new_gradient(rows)
         products.write_d_hidden(d_logits, d_hidden)
         del logits, d_logits

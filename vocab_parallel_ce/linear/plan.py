@@ -14,7 +14,7 @@ from vocab_parallel_ce.layout import VECTOR_BYTES, flat
 from vocab_parallel_ce.linear.chunks import TokenOrder, chunk_of, chunks_of, order_of_ranks, order_of_valid
 from vocab_parallel_ce.linear.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
-from vocab_parallel_ce.plan import Call, Kind, Plan, cached_plan, checked_divisor, comparable
+from vocab_parallel_ce.plan import Call, Kind, Plan, cached_plan, checked_divisor, comparable, weights_of_columns
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import is_ignored
 
@@ -33,6 +33,7 @@ class Arguments(NamedTuple):
     num_items: float | Tensor | None
     main_grad: Tensor | None
     expected_grad_output: Tensor | None = None
+    class_weight: Tensor | None = None
 
 
 class Inputs(NamedTuple):
@@ -66,7 +67,8 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     checks.check_hidden(hidden)
     checks.check_labels(labels, hidden, "hidden")
     check_head_settings(settings, head, knows_grad_output=given.expected_grad_output is not None)
-    checks.check_no_transforms(*(t for t in (hidden, given.weight, given.bias) if isinstance(t, Tensor)))
+    tensors = (hidden, given.weight, given.bias, given.class_weight)
+    checks.check_no_transforms(*(t for t in tensors if isinstance(t, Tensor)))
     rank, n_ranks = group_position(given.group)
     bias = None if given.bias is None else local_rows("bias", given.bias, given.group)
     weight = local_rows("weight", given.weight, given.group)
@@ -82,6 +84,10 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
         _check_expected(given.expected_grad_output, labels, settings, dtype)
     logits_dtype = head.logits_dtype or dtype
     plan = _plan_of_logits(dtype, logits_dtype, weight.shape[0], given, settings, rank, n_ranks)
+    weights, divides_by_weights = given.class_weight, False
+    if weights is not None:
+        weights = weights_of_columns(weights, plan.shard, hidden.device)
+        divides_by_weights = settings.reduction == "mean"
     num_items = given.num_items
     if num_items is not None:
         num_items = checked_divisor(num_items, settings.reduction, hidden)
@@ -96,7 +102,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     chunks, order = _chunks_and_order(is_valid, chunk, n_ranks, head)
     if settings.reduction == "mean" or head.valid_tokens is not None:
         n_valid = is_valid.sum()
-        if settings.reduction == "mean":
+        if settings.reduction == "mean" and not divides_by_weights:
             num_items = n_valid.reshape(1)
         if head.valid_tokens is not None:
             overflow = torch.where(n_valid > head.valid_tokens, float("nan"), 1.0)
@@ -104,7 +110,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     if order is not None:
         rows = order.to_rows(rows.long(), plan.options.ignore_index)
     linear = LinearCall(
-        call=Call(plan, given.group, num_items),
+        call=Call(plan, given.group, num_items, weights, divides_by_weights),
         dtype=dtype,
         logits_dtype=logits_dtype,
         chunks=chunks,
@@ -119,7 +125,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     if verify.open_calls:
         own = {"main_grad": main_grad is not None, "dtype of the products": dtype}
         own["expected_grad_output"] = expected is not None
-        options = comparable(settings, given.num_items) | head._asdict() | own
+        options = comparable(settings, given.num_items, given.class_weight) | head._asdict() | own
         verify.compare_call({"hidden": hidden, "weight": weight, "bias": bias}, labels, plan.shard, options)
     return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows)
 
@@ -218,6 +224,7 @@ def _plan_of_logits(
         n_ranks=n_ranks,
         gradient=gradient,
         whole_vectors=fits_one_pass and n_columns * dtype.itemsize % VECTOR_BYTES == 0,
+        class_weight=given.class_weight is not None,
     )
     return cached_plan(settings._replace(vocab_size=None, shard=shard, reduction=reduction, gradient=gradient), kind)
 
