@@ -87,11 +87,10 @@ def values(
     log_probs = log_p.gather(1, any_target.unsqueeze(1)).squeeze(1)
     e = label_smoothing * (vocab_size / (vocab_size - 1) if smoothing_formula == "megatron" else 1.0)
     w = torch.ones(vocab_size).to(x) if class_weight is None else class_weight.to(x)
-    # A class of weight 0 counts nowhere, also if its log-probability is -inf.
     w_target = w[any_target]
-    losses = (1 - e) * w_target * -log_probs.masked_fill((w_target == 0) & log_probs.isinf(), 0.0)
+    losses = (1 - e) * -_times(w_target, log_probs)
     if e:
-        losses = losses - e * (w * log_p.masked_fill((w == 0) & log_p.isinf(), 0.0)).mean(dim=-1)
+        losses = losses - e * _times(w, log_p).mean(dim=-1)
     if z_loss:
         losses = losses + w_target * z_loss * lse**2
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == NEG_INF, 0.0)).sum(dim=-1)
@@ -113,6 +112,11 @@ def values(
         lse,
         _reduced(w_target.reshape(labels.shape) * z_loss * lse**2, reduction, num_items, counted),
     )
+
+
+def _times(weight: Tensor, log_p: Tensor) -> Tensor:
+    """A class of weight 0 counts nowhere, also if its log-probability is -inf."""
+    return weight * log_p.masked_fill((weight == 0) & log_p.isinf(), 0.0)
 
 
 def cross_entropy_fp64(logits: Tensor, labels: Tensor, **options: Any) -> LossAndGradient:
