@@ -83,7 +83,6 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
         _check_expected(given.expected_grad_output, labels, settings, dtype)
     plan = _plan_of_logits(dtype, weight.shape[0], given, settings, rank, n_ranks)
     weights = weights_of_columns(given.class_weight, plan.shard, hidden.device)
-    divides_by_weights = weights is not None and settings.reduction == "mean"
     num_items = given.num_items
     if num_items is not None:
         num_items = checked_divisor(num_items, settings.reduction, hidden)
@@ -105,7 +104,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     if order is not None:
         rows = order.to_rows(rows.long(), plan.options.ignore_index)
     linear = LinearCall(
-        call=Call(plan, given.group, num_items, weights, divides_by_weights),
+        call=Call(plan, given.group, num_items, weights, weights is not None and settings.reduction == "mean"),
         dtype=dtype,
         chunks=chunks,
         order=order,
