@@ -256,8 +256,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
 def _gradient(stats: Tensor, grad_loss: Tensor | None, grad_entropy: Tensor | None, *arguments: Any) -> Tensor:
     logits, labels, divisor, weights, group, settings = LogitsCall.read(arguments)
     plan = plan_of(logits, settings, *group_position(group_named(group)), weights is not None)
-    if weights is not None:
-        weights = weights_of_columns(weights, plan.shard, logits.device, compute_dtype(logits))
+    weights = weights_of_columns(weights, plan.shard, logits.device, compute_dtype(logits))
     source, grad = source_and_new(logits)
     pipeline.write_gradient(plan, source, flat(labels), stats, divisor, grad_loss, grad_entropy, grad, weights)
     return grad

@@ -87,9 +87,7 @@ def plan_call(
     if not may_hold_gradient:
         check_not_overwritten(logits)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
-    weights = None
-    if class_weight is not None:
-        weights = weights_of_columns(class_weight, plan.shard, logits.device, compute_dtype(logits))
+    weights = weights_of_columns(class_weight, plan.shard, logits.device, compute_dtype(logits))
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
     if verify.open_calls:
@@ -164,12 +162,14 @@ def checked_divisor(num_items: float | Tensor, reduction: str, logits: Tensor) -
 
 
 def weights_of_columns(
-    class_weight: Tensor, shard: VocabShard, device: torch.device, dtype: torch.dtype = torch.float32
-) -> Tensor:
+    class_weight: Tensor | None, shard: VocabShard, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor | None:
     """Return checked class weights as kernels take them: of ``dtype``, of the shard's columns without padding.
 
     It is a view of the caller's if that has the dtype and a 16-byte boundary.
     """
+    if class_weight is None:
+        return None
     checks.check_class_weight(class_weight)
     if class_weight.device != device:
         raise ValueError(f"class_weight: device must be that of the logits, {device}, got {class_weight.device}")

@@ -67,8 +67,7 @@ def values(
     vocab_size = logits.shape[-1]
     x, targets = logits.reshape(-1, vocab_size), labels.reshape(-1).long()
     ignored = targets == ignore_index
-    nothing_counts = num_items is not None and float(num_items) == 0
-    left_out = torch.ones_like(ignored) if nothing_counts else ignored
+    left_out = torch.ones_like(ignored) if num_items is not None and float(num_items) == 0 else ignored
     outside = ((targets < 0) | (targets >= vocab_size)) & ~left_out
     one_or_nan = torch.ones_like(targets, dtype=x.dtype).masked_fill(outside, NAN)
 
@@ -82,16 +81,14 @@ def values(
     z = transformed(x, left_out)
     log_p = (z / temperature).log_softmax(dim=-1)
     lse = z.logsumexp(dim=-1).masked_fill(left_out, 0.0)
-
     any_target = targets.masked_fill(left_out | outside, 0)
     log_probs = log_p.gather(1, any_target.unsqueeze(1)).squeeze(1)
     e = label_smoothing * (vocab_size / (vocab_size - 1) if smoothing_formula == "megatron" else 1.0)
     w = torch.ones(vocab_size).to(x) if class_weight is None else class_weight.to(x)
-    # A class of weight 0 counts nowhere, also if its log-probability is -inf.
-    w_target = w[any_target]
-    losses = (1 - e) * w_target * -log_probs.masked_fill((w_target == 0) & log_probs.isinf(), 0.0)
+    w_target = w[any_target].masked_fill(ignored, 0.0)
+    losses = (1 - e) * -_times(w_target, log_probs)
     if e:
-        losses = losses - e * (w * log_p.masked_fill((w == 0) & log_p.isinf(), 0.0)).mean(dim=-1)
+        losses = losses - e * _times(w, log_p).mean(dim=-1)
     if z_loss:
         losses = losses + w_target * z_loss * lse**2
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == NEG_INF, 0.0)).sum(dim=-1)
@@ -103,16 +100,20 @@ def values(
     predictions = z.argmax(dim=-1).masked_fill(~known, -1)  # of equal values the first
     accuracy = ((predictions == targets) & known).sum().to(x) / (~ignored).sum().clamp(min=1)
     lse = z.logsumexp(dim=-1).masked_fill(ignored, 0.0).reshape(labels.shape)
-    counted = torch.where(ignored, 0.0, w_target)
     return Values(
-        _reduced(losses, reduction, num_items, counted),
+        _reduced(losses, reduction, num_items, w_target),
         log_probs,
         entropy,
         predictions.reshape(labels.shape),
         accuracy,
         lse,
-        _reduced(w_target.reshape(labels.shape) * z_loss * lse**2, reduction, num_items, counted),
+        _reduced(w_target.reshape(labels.shape) * z_loss * lse**2, reduction, num_items, w_target),
     )
+
+
+def _times(weight: Tensor, log_p: Tensor) -> Tensor:
+    """A class of weight 0 counts nowhere, also if its log-probability is -inf."""
+    return weight * log_p.masked_fill((weight == 0) & log_p.isinf(), 0.0)
 
 
 def cross_entropy_fp64(logits: Tensor, labels: Tensor, **options: Any) -> LossAndGradient:

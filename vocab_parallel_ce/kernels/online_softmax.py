@@ -125,14 +125,16 @@ def walk_body(row, class_weight, loss_options, HAS_EDGES: tl.constexpr):
         # Move the sums from the old maximum to the new one, then add the tile.
         if loss_options.smoothing is not None:
             shifted_sum += n_columns * ops.raised_by(lane_max, shift)
-            shifted, weights = tl.where(inside, z - shift[:, None], 0.0), inside.to(tl.float32)
+            shifted = tl.where(inside, z - shift[:, None], 0.0)
             if class_weight is not None:
                 # Without edges the body begins with column 0, and the compiler sees that it is aligned.
                 at = columns + (row.first - row.begin).to(tl.int32) if HAS_EDGES else columns
                 weights = tl.load(class_weight + at, inside, other=0.0)
-                shifted = ops.weighted_class(shifted, weights)
-            shifted_sum += tl.sum(shifted, axis=1)
-            n_columns += tl.sum(weights, axis=1)
+                shifted_sum += tl.sum(ops.weighted_class(shifted, weights), axis=1)
+                n_columns += tl.sum(weights, axis=1)
+            else:
+                shifted_sum += tl.sum(shifted, axis=1)
+                n_columns += tl.sum(inside.to(tl.float32), axis=1)
         if loss_options.entropy is not None:
             exp_shifted_sum += lane_sum * ops.bounded(ops.raised_by(lane_max, shift))
             tile_sum = tl.sum(exp_times_shifted(z, shift[:, None]), axis=1)
@@ -195,21 +197,22 @@ def merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, 
     shifted_sum = 0.0
     exp_shifted_sum = 0.0
     argmax = 0.0
-    n_columns = row.n_columns.to(tl.float32)
+    all_weights = 0.0
     if loss_options.smoothing is not None:
         of_lanes = lanes.n_columns
         if class_weight is not None:
             # Triton's compiler asserts that a sum over a loop has one use.
             of_lanes = tl.where(row.n_columns > 0, of_lanes, 0.0)
+            loose_weights = tl.load(class_weight + (loose.offset - row.begin), loose.inside, other=0.0)
+            all_weights = tl.sum(of_lanes) + tl.sum(loose_weights) + tl.where(row.owned, target_weight, 0.0)
         shifted_sum = tl.sum(lanes.shifted_sum + of_lanes * ops.raised_by(lanes.max, shift))
         loose_shifted = tl.where(loose.inside, loose.z - shift, 0.0)
+        if class_weight is not None:
+            loose_shifted = ops.weighted_class(loose_shifted, loose_weights)
+        shifted_sum += tl.sum(loose_shifted)
         target_shifted = tl.where(row.owned, target_logit - shift, 0.0)
         if class_weight is not None:
-            weights = tl.load(class_weight + (loose.offset - row.begin), loose.inside, other=0.0)
-            loose_shifted = ops.weighted_class(loose_shifted, weights)
             target_shifted = ops.weighted_class(target_shifted, target_weight)
-            n_columns = tl.sum(of_lanes) + tl.sum(weights) + tl.where(row.owned, target_weight, 0.0)
-        shifted_sum += tl.sum(loose_shifted)
         shifted_sum += target_shifted
     if loss_options.entropy is not None:
         lane_shift = ops.bounded(ops.raised_by(lanes.max, shift))
@@ -219,6 +222,9 @@ def merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, 
         column = first_maximum(row, lanes, loose, target_logit, row_max, loss_options)
         is_finite = tl.abs(row_max) < float("inf")
         argmax = tl.where(is_finite, (column + shard_start).to(tl.float32), float("inf"))
+    n_columns = row.n_columns.to(tl.float32)
+    if loss_options.smoothing is not None and class_weight is not None:
+        n_columns = all_weights
     return RowStats(row_max, others_sum, target_logit, shifted_sum, n_columns, exp_shifted_sum, argmax, target_weight)
 
 

@@ -84,10 +84,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
         _check_expected(given.expected_grad_output, labels, settings, dtype)
     logits_dtype = head.logits_dtype or dtype
     plan = _plan_of_logits(dtype, logits_dtype, weight.shape[0], given, settings, rank, n_ranks)
-    weights, divides_by_weights = given.class_weight, False
-    if weights is not None:
-        weights = weights_of_columns(weights, plan.shard, hidden.device)
-        divides_by_weights = settings.reduction == "mean"
+    weights = weights_of_columns(given.class_weight, plan.shard, hidden.device)
     num_items = given.num_items
     if num_items is not None:
         num_items = checked_divisor(num_items, settings.reduction, hidden)
@@ -102,7 +99,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     chunks, order = _chunks_and_order(is_valid, chunk, n_ranks, head)
     if settings.reduction == "mean" or head.valid_tokens is not None:
         n_valid = is_valid.sum()
-        if settings.reduction == "mean" and not divides_by_weights:
+        if settings.reduction == "mean" and weights is None:
             num_items = n_valid.reshape(1)
         if head.valid_tokens is not None:
             overflow = torch.where(n_valid > head.valid_tokens, float("nan"), 1.0)
@@ -110,7 +107,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     if order is not None:
         rows = order.to_rows(rows.long(), plan.options.ignore_index)
     linear = LinearCall(
-        call=Call(plan, given.group, num_items, weights, divides_by_weights),
+        call=Call(plan, given.group, num_items, weights, weights is not None and settings.reduction == "mean"),
         dtype=dtype,
         logits_dtype=logits_dtype,
         chunks=chunks,
