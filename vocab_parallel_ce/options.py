@@ -39,6 +39,7 @@ class Settings(NamedTuple):
     check_labels: bool = False
     vocab_size: int | None = None
     shard: VocabShard | None = None
+    shift: bool = False
 
 
 class CommonKeywords(TypedDict, total=False):
@@ -61,6 +62,7 @@ class LossKeywords(CommonKeywords, total=False):
     reduction: str
     num_items: int | Tensor | None
     gradient: str
+    shift: bool
 
 
 class LogProbKeywords(CommonKeywords, total=False):
@@ -143,7 +145,7 @@ def loss_options(settings: Settings, vocab_size: int | None) -> LossOptions:
     checks.check_number("temperature", settings.temperature, positive=True)
     if settings.softcap is not None:
         checks.check_number("softcap", settings.softcap, positive=True)
-    for name in ("return_metrics", "entropy", "check_labels"):
+    for name in ("return_metrics", "entropy", "check_labels", "shift"):
         checks.check_bool(name, getattr(settings, name))
     smoothing, softcap = float(settings.label_smoothing), settings.softcap
     if settings.return_metrics and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids

@@ -84,7 +84,7 @@ def plan_call(
         check_not_overwritten(logits)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
     if settings.check_labels:
-        checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
+        checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)
     if verify.open_calls:
         verify.compare_call({"logits": logits}, labels, plan.shard, comparable(settings, num_items))
     return Call(plan, group, divisor)

@@ -11,8 +11,9 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, split_keywords
 from vocab_parallel_ce.linear.plan import Arguments, plan_linear_call
-from vocab_parallel_ce.options import DEFAULTS, Settings
+from vocab_parallel_ce.options import DEFAULTS
 from vocab_parallel_ce.plan import plan_call
+from vocab_parallel_ce.shift import next_labels
 from vocab_parallel_ce.verify import open_call
 
 
@@ -50,10 +51,12 @@ def verify_group(
         num_items, main_grad = (options.pop(name, None) for name in ("num_items", "main_grad"))
         if weight is None and bias is not None:
             raise TypeError("bias: must be None without weight")
+        settings, head = split_keywords(options, DEFAULTS)
+        if settings.shift:
+            labels = next_labels(labels, settings.ignore_index)
         if weight is None:
-            plan = plan_call(logits, labels, Settings(**options), group=group, num_items=num_items).plan
+            plan = plan_call(logits, labels, settings, group=group, num_items=num_items).plan
         else:
-            settings, head = split_keywords(options, DEFAULTS)
             given = Arguments(logits, weight, labels, bias, group, num_items, main_grad)
             plan = plan_linear_call(given, settings, head)[0].call.plan
-    checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
+    checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)

@@ -19,10 +19,10 @@ from vocab_parallel_ce.cli import main
 OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 1.0, "impl": "auto"}
 OF_BOTH |= {"check_labels": False, "vocab_size": None, "shard": None}
 OF_THE_LOSS = {"label_smoothing": 0.0, "smoothing_formula": "torch", "z_loss": 0.0, "reduction": "mean", **OF_BOTH}
-OF_THE_LOSS |= {"num_items": None, "return_metrics": False, "gradient": "auto"}
+OF_THE_LOSS |= {"num_items": None, "return_metrics": False, "gradient": "auto", "shift": False}
 OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "entropy": False}
 OF_HEADS = {"bias": None, "sequence_parallel": False, "reduce_hidden_grad": True, "main_grad": None}
-OF_HEADS |= {"chunk_tokens": "auto", "memory_budget": None}
+OF_HEADS |= {"chunk_tokens": "auto", "memory_budget": None, "logits_dtype": None}
 LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]
 SIGNATURES = [
     (package.vocab_parallel_cross_entropy, LOGITS, OF_THE_LOSS),
