@@ -78,10 +78,10 @@ class HeadKeywords(TypedDict, total=False):
     chunk_tokens: int | str
     memory_budget: int | None
     logits_dtype: torch.dtype | None
+    valid_tokens: int | None
 
 
 class LinearLossKeywords(LossKeywords, HeadKeywords, total=False):
-    valid_tokens: int | None
     expected_grad_output: Tensor | None
 
 

@@ -109,7 +109,8 @@ def linear_none(x, **options):
 
 
 def linear_log_probs(x, **options):
-    return linear_token_log_probs(x.hidden, x.weight, x.labels, entropy=True, temperature=0.7, **options)
+    options |= {"entropy": True, "temperature": 0.7, "valid_tokens": 100}
+    return linear_token_log_probs(x.hidden, x.weight, x.labels, **options)
 
 
 def linear_autocast(x, **options):
