@@ -232,14 +232,19 @@ def check_class_weight(class_weight: object) -> None:
         raise TypeError("class_weight: expected a constant, got a tensor that requires a gradient; pass its detach()")
 
 
-def check_label_range(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raise ValueError for the first label outside ``[0, vocab_size)``. Waits for the device."""
+def check_label_range(labels: Tensor, vocab_size: int, ignore_index: int, *, shift: bool = False) -> None:
+    """Raise ValueError for the first label outside ``[0, vocab_size)``. Waits for the device.
+
+    With ``shift`` the caller's labels were at the next positions.
+    """
     labels = labels.long()  # a comparison wraps what does not fit in the labels' dtype
     outside = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
     count = int(outside.sum())
     if count:
-        position = tuple(outside.nonzero()[0].tolist())
-        found = f"{count} outside, the first at position {position}: {int(labels[position])}"
+        position = outside.nonzero()[0].tolist()
+        value = int(labels[tuple(position)])
+        position[-1] += shift
+        found = f"{count} outside, the first at position {tuple(position)}: {value}"
         raise ValueError(f"labels: must be in [0, {vocab_size}) or ignore_index {ignore_index}, got {found}")
 
 

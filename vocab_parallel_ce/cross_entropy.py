@@ -27,6 +27,7 @@ from vocab_parallel_ce.options import (
 )
 from vocab_parallel_ce.overwritten import mark_overwritten
 from vocab_parallel_ce.plan import Call, plan_call
+from vocab_parallel_ce.shift import next_labels, without_last
 from vocab_parallel_ce.spec import TokenOutputs, is_ignored
 
 if TYPE_CHECKING:
@@ -159,6 +160,8 @@ def vocab_parallel_cross_entropy(
         vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns and the last has the rest, or all have ``C``
             columns, of which those beyond ``V`` are padding: no part of the softmax, gradient 0. None: ``R * C``.
         shard: the columns of this rank, if neither holds.
+        shift: token t predicts the label at t + 1 of the last dimension, ``T``; unreduced losses and metrics are
+            ``[..., T - 1]``.
 
     Returns:
         fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``. With
@@ -173,7 +176,11 @@ def vocab_parallel_cross_entropy(
     """
     check_names(keywords, KEYWORDS)
     settings = divided_by(num_items, Settings(return_metrics=return_metrics, **keywords))
+    if settings.shift:
+        labels = next_labels(labels, settings.ignore_index)
     outputs, divisor = run(logits, labels, settings, group=group, num_items=num_items, class_weight=class_weight)
+    if settings.shift:
+        outputs, labels = without_last(outputs, labels.dim() - 1), labels[..., :-1]
     return (outputs.loss, loss_metrics(outputs, labels, settings, divisor)) if return_metrics else outputs.loss
 
 

@@ -39,6 +39,7 @@ class Settings(NamedTuple):
     check_labels: bool = False
     vocab_size: int | None = None
     shard: VocabShard | None = None
+    shift: bool = False
 
 
 class CommonKeywords(TypedDict, total=False):
@@ -62,6 +63,7 @@ class LossKeywords(CommonKeywords, total=False):
     num_items: float | Tensor | None
     class_weight: Tensor | None
     gradient: str
+    shift: bool
 
 
 class LogProbKeywords(CommonKeywords, total=False):
@@ -77,10 +79,10 @@ class HeadKeywords(TypedDict, total=False):
     chunk_tokens: int | str
     memory_budget: int | None
     logits_dtype: torch.dtype | None
+    valid_tokens: int | None
 
 
 class LinearLossKeywords(LossKeywords, HeadKeywords, total=False):
-    valid_tokens: int | None
     expected_grad_output: Tensor | None
 
 
@@ -144,7 +146,7 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
     checks.check_number("temperature", settings.temperature, positive=True)
     if settings.softcap is not None:
         checks.check_number("softcap", settings.softcap, positive=True)
-    for name in ("return_metrics", "entropy", "check_labels"):
+    for name in ("return_metrics", "entropy", "check_labels", "shift"):
         checks.check_bool(name, getattr(settings, name))
     smoothing, softcap = float(settings.label_smoothing), settings.softcap
     if settings.return_metrics and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids

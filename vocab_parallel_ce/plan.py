@@ -89,7 +89,7 @@ def plan_call(
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
     weights = weights_of_columns(class_weight, plan.shard, logits.device, compute_dtype(logits))
     if settings.check_labels:
-        checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
+        checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)
     if verify.open_calls:
         verify.compare_call({"logits": logits}, labels, plan.shard, comparable(settings, num_items, class_weight))
     return Call(plan, group, divisor, weights, weights is not None and settings.reduction == "mean")

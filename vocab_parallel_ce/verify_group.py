@@ -11,8 +11,9 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, split_keywords
 from vocab_parallel_ce.linear.plan import Arguments, plan_linear_call
-from vocab_parallel_ce.options import DEFAULTS, Settings, divided_by
+from vocab_parallel_ce.options import DEFAULTS, divided_by
 from vocab_parallel_ce.plan import plan_call
+from vocab_parallel_ce.shift import next_labels
 from vocab_parallel_ce.verify import open_call
 
 
@@ -52,13 +53,14 @@ def verify_group(
         )
         if weight is None and bias is not None:
             raise TypeError("bias: must be None without weight")
+        settings, head = split_keywords(options, DEFAULTS)
+        settings = divided_by(num_items, settings)
+        if settings.shift:
+            labels = next_labels(labels, settings.ignore_index)
         if weight is None:
             tensors: dict[str, Any] = {"num_items": num_items, "class_weight": class_weight}
-            settings = divided_by(num_items, Settings(**options))
             plan = plan_call(logits, labels, settings, group=group, **tensors).plan
         else:
-            settings, head = split_keywords(options, DEFAULTS)
-            settings = divided_by(num_items, settings)
             given = Arguments(logits, weight, labels, bias, group, num_items, main_grad, class_weight=class_weight)
             plan = plan_linear_call(given, settings, head)[0].call.plan
-    checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
+    checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)

@@ -68,6 +68,7 @@ OF_THE_LOSS = [
     ({"label_smoothing": torch.tensor(0.1)}, TypeError, "label_smoothing: expected a number, got Tensor"),
     ({"label_smoothing": True}, TypeError, "label_smoothing: expected a number, got bool"),
     ({"label_smoothing": [0.1]}, TypeError, "label_smoothing: expected a number, got list"),
+    ({"shift": 1}, TypeError, "shift: expected a bool, got int"),
     ({"smoothing_formula": "tf"}, ValueError, "smoothing_formula: expected one of 'torch', 'megatron'"),
     ({"smoothing_formula": None}, ValueError, "smoothing_formula: expected one of .*, got None"),
     *(

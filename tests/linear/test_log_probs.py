@@ -71,6 +71,26 @@ def test_ignored_tokens_are_positive_zero(impl_device, bad):
         assert weight.isfinite().all()
 
 
+@pytest.mark.parametrize("more", [0, 1, 100])
+@pytest.mark.parametrize("used", ["both", "log_probs", "entropy"])
+def test_valid_tokens_drops_the_ignored_and_changes_nothing_else(impl_device, used, more):
+    inputs = projection("some_ignored", dtype=torch.bfloat16, bias=True)
+    ignored = inputs.labels == IGNORE_INDEX
+    inputs.hidden[ignored] = NAN
+    options = {"valid_tokens": int((~ignored).sum()) + more, "chunk_tokens": 2, "logits_dtype": torch.float32}
+    (log_probs, entropy), hidden, _, _ = check(impl_device, inputs, *_grad_outputs(used=used), entropy=True, **options)
+    for tensor in (log_probs, entropy, hidden):
+        assert not tensor[ignored].any()
+
+
+@pytest.mark.parametrize("used", ["both", "log_probs", "entropy"])
+def test_more_labels_than_were_promised_make_everything_nan(impl_device, used):
+    inputs = projection("peaked", bias=True)
+    results = run(impl_device, inputs, *_grad_outputs(used=used), entropy=True, valid_tokens=ROWS - 1)
+    for tensor in (*results.outputs, results.weight, results.bias):
+        assert tensor.isnan().all()
+
+
 def _leaves(impl_device, inputs):
     device = impl_device[1]
     leaves = [tensor.clone().to(device).requires_grad_() for tensor in (inputs.hidden, inputs.weight)]

@@ -95,12 +95,22 @@ def linear_valid_tokens(x, **options):
     return (linear_cross_entropy(x.hidden, x.weight, x.labels, **options),)
 
 
+def shifted(x, **options):
+    labels, kept = x.labels.view(2, -1), {"reduction": "none", "shift": True, **options}
+    losses, metrics = linear_cross_entropy(
+        x.hidden.view(2, -1, WIDTH), x.weight, labels, return_metrics=True, chunk_tokens=5, **kept
+    )
+    logits = (x.hidden @ x.weight.t()).view(2, -1, VOCABULARY)
+    return losses, metrics.token_accuracy, metrics.predictions, vocab_parallel_cross_entropy(logits, labels, **kept)
+
+
 def linear_none(x, **options):
     return (linear_cross_entropy(x.hidden, x.weight, x.labels, reduction="none", chunk_tokens=5, **options),)
 
 
 def linear_log_probs(x, **options):
-    return linear_token_log_probs(x.hidden, x.weight, x.labels, entropy=True, temperature=0.7, **options)
+    options |= {"entropy": True, "temperature": 0.7, "valid_tokens": 100}
+    return linear_token_log_probs(x.hidden, x.weight, x.labels, **options)
 
 
 def linear_autocast(x, **options):
@@ -129,7 +139,7 @@ def checkpointed(x, **options):
 STEPS = (
     *(logits_mean, logits_none, logits_sum, logits_transposed, log_probs, of_transformer_engine),
     *(linear_mean, linear_valid_tokens, linear_none, linear_log_probs, linear_autocast, checkpointed),
-    class_weights,
+    *(class_weights, shifted),
 )
 BY_STEP = pytest.mark.parametrize("step", STEPS, ids=[step.__name__ for step in STEPS])
 
@@ -180,7 +190,7 @@ def test_inductor(step):
 @BY_STEP
 @pytest.mark.reference
 def test_token_counts_that_change_make_one_more_graph(step):
-    if step in (linear_valid_tokens, logits_transposed):
+    if step in (linear_valid_tokens, logits_transposed, shifted):
         return  # they name a number of tokens
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(step, fullgraph=True, backend=counter)

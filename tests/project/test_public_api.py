@@ -20,9 +20,10 @@ OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 
 OF_BOTH |= {"check_labels": False, "vocab_size": None, "shard": None}
 OF_THE_LOSS = {"label_smoothing": 0.0, "smoothing_formula": "torch", "z_loss": 0.0, "reduction": "mean", **OF_BOTH}
 OF_THE_LOSS |= {"num_items": None, "class_weight": None, "return_metrics": False, "gradient": "auto"}
+OF_THE_LOSS |= {"shift": False}
 OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "entropy": False}
 OF_HEADS = {"bias": None, "sequence_parallel": False, "reduce_hidden_grad": True, "main_grad": None}
-OF_HEADS |= {"chunk_tokens": "auto", "memory_budget": None}
+OF_HEADS |= {"chunk_tokens": "auto", "memory_budget": None, "logits_dtype": None, "valid_tokens": None}
 OF_SOFT_TARGETS = {"group": None, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0}
 OF_SOFT_TARGETS |= {"reduction": "mean", "num_items": None, "gradient": "auto", "impl": "auto"}
 OF_SOFT_TARGETS |= {"vocab_size": None, "shard": None}
@@ -30,11 +31,7 @@ LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]
 SIGNATURES = [
     (package.vocab_parallel_cross_entropy, LOGITS, OF_THE_LOSS),
     (package.token_log_probs, LOGITS, {**OF_LOG_PROBS, "gradient": "auto"}),
-    (
-        package.linear_cross_entropy,
-        LINEAR,
-        OF_THE_LOSS | OF_HEADS | {"valid_tokens": None, "expected_grad_output": None},
-    ),
+    (package.linear_cross_entropy, LINEAR, OF_THE_LOSS | OF_HEADS | {"expected_grad_output": None}),
     (package.soft_cross_entropy, ["logits", "target_probs"], OF_SOFT_TARGETS),
     (package.linear_token_log_probs, LINEAR, {**OF_LOG_PROBS, **OF_HEADS}),
 ]

@@ -133,6 +133,24 @@ def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl
             assert sent == {"_allgather_base_": gathered, "_reduce_scatter_base_": whole}
 
 
+@in_two_ranks
+def test_the_next_token_of_a_sequence_in_parts(rank_pool, impl):
+    """The label of a part's last token is the next part's first."""
+    inputs = many_tokens(8, COLUMNS * rank_pool.world_size)
+    moved = inputs._replace(labels=torch.cat([torch.tensor([IGNORE_INDEX]), inputs.labels[:-1]]))
+    for reduction in ("mean", "none"):
+        options = {"reduction": reduction, "sequence_parallel": True, "chunk_tokens": 4}
+        grad_outputs = (zero_first_grad_output(8)[1:],) if reduction == "none" else None
+        case = Case(moved, impl, {**options, "shift": True}, grad_outputs=grad_outputs)
+        results = rank_pool.run(run, case)
+        given = None
+        if reduction == "none":  # the last token has neither a loss nor a grad_output
+            given = (torch.cat([*grad_outputs, torch.zeros(1)]),)
+            results = [r._replace(outputs=(torch.cat([*r.outputs, torch.zeros(1)]),)) for r in results]
+        ahead = inputs._replace(labels=torch.cat([inputs.labels[:-1], torch.tensor([IGNORE_INDEX])]))
+        check(Case(ahead, impl, options, grad_outputs=given), results)
+
+
 @in_four_ranks
 def test_a_subgroup_is_a_vocabulary_of_its_own(rank_pool, impl):
     members = (1, 3)
@@ -200,6 +218,12 @@ def _refusals(rank, group, impl):
         "labels of a part": {"sequence_parallel": True},
         "valid tokens of a part": {"sequence_parallel": True, "labels": labels.repeat(2), "valid_tokens": 3},
         "whole weight": {"weight": whole, "vocab_size": 24},
+        "shift of a part": {
+            "hidden": hidden[:, None],
+            "sequence_parallel": True,
+            "labels": labels.repeat(2)[:, None].repeat(1, 2),
+            "shift": True,
+        },
         "hidden is a part": {"labels": labels.repeat(2)},
     }
     valid = {"hidden": hidden, "weight": weight, "labels": labels, "group": group, "impl": impl}
@@ -220,6 +244,7 @@ def test_what_does_not_fit_the_group_is_refused(rank_pool, impl):
         "labels of a part": r"ValueError: labels: .*\(8,\).*\(4,\)",
         "valid tokens of a part": "ValueError: valid_tokens: .*sequence_parallel",
         "whole weight": "ValueError: (weight|vocab_size): .*24",
+        "shift of a part": r"ValueError: shift: expected labels of one dimension with sequence_parallel.*\(8, 2\)",
         "hidden is a part": r"ValueError: labels: .*\(4,\).*\(8,\)",
     }
     assert_refused(rank_pool.run(_refusals, impl), expected)

@@ -18,7 +18,7 @@ from vocab_parallel_ce.cross_entropy import LossMetrics, public, vocab_parallel_
 from vocab_parallel_ce.dtensor import is_dtensor, local_columns
 from vocab_parallel_ce.options import Settings, check_names, divided_by, with_keywords
 
-OF_THE_DTENSOR = ("vocab_size", "shard")  # with the group, what a DTensor says itself
+OF_THE_DTENSOR = ("vocab_size", "shard", "shift")  # with the group, what a DTensor says; its tokens may be cut
 LOSS_KEYWORDS = {name: value for name, value in over_logits.KEYWORDS.items() if name not in OF_THE_DTENSOR}
 LOG_PROB_KEYWORDS = {name: value for name, value in over_tokens.KEYWORDS.items() if name not in OF_THE_DTENSOR}
 
@@ -51,7 +51,7 @@ def cross_entropy(
         logits: ``[..., V]``, of a dtype of that function.
         labels: ``[...]`` int64 or int32 global ids, plain or a DTensor.
         num_items: plain; the same on every rank if ``labels`` are a DTensor.
-        others: as in that function, except ``group``, ``vocab_size`` and ``shard``.
+        others: as in that function, except ``group``, ``vocab_size``, ``shard`` and ``shift``.
 
     Returns:
         As that function, with plain tensors or DTensors.

@@ -22,6 +22,7 @@ from vocab_parallel_ce.cross_entropy import (
     untraced,
 )
 from vocab_parallel_ce.linear import pipeline
+from vocab_parallel_ce.linear.expected import expected_with_last
 from vocab_parallel_ce.linear.pipeline import Gradients
 from vocab_parallel_ce.linear.plan import Arguments, Inputs, LinearCall, plan_linear_call
 from vocab_parallel_ce.options import (
@@ -34,6 +35,7 @@ from vocab_parallel_ce.options import (
     keyword_defaults,
     with_keywords,
 )
+from vocab_parallel_ce.shift import next_labels, without_last
 from vocab_parallel_ce.spec import TokenOutputs
 
 if TYPE_CHECKING:
@@ -129,10 +131,15 @@ def linear_cross_entropy(
         TypeError, ValueError: as there; also for a quantised weight.
         RuntimeError: from backward, if it runs again over gradients of ``"in_forward"``, or with ``create_graph``.
     """
-    given = Arguments(hidden, weight, labels, bias, group, num_items, main_grad, expected_grad_output, class_weight)
     settings, head = split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics)
     settings = divided_by(num_items, settings)
+    if settings.shift:
+        labels = next_labels(labels, settings.ignore_index)
+        expected_grad_output = expected_with_last(expected_grad_output, labels)
+    given = Arguments(hidden, weight, labels, bias, group, num_items, main_grad, expected_grad_output, class_weight)
     outputs, divisor, overflow = run(given, settings, head)
+    if settings.shift:
+        outputs, labels = without_last(outputs, labels.dim() - 1), labels[..., :-1]
     if not return_metrics:
         return outputs.loss
     metrics = loss_metrics(outputs, labels, settings, divisor)

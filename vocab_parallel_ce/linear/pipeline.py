@@ -206,10 +206,12 @@ def backward(
     grad_entropy: Tensor | None,
 ) -> Gradients:
     """Return the gradients from logits that are computed again, and forward's statistics and divisor."""
+    if linear.overflow is not None:
+        grad_loss, grad_entropy = (
+            None if grad is None else grad * linear.overflow for grad in (grad_loss, grad_entropy)
+        )
     if grad_loss is None:
         grad_loss = stats.new_zeros(())
-    elif linear.overflow is not None:
-        grad_loss = grad_loss * linear.overflow
     grad_output = _to_rows(linear, grad_loss, stats.shape[1])
     of_entropy = None if grad_entropy is None else _to_rows(linear, grad_entropy, stats.shape[1])
     plan, products, weights = linear.call.plan, Products(linear, inputs, wanted), linear.call.class_weight
@@ -268,10 +270,11 @@ def _in_token_order(linear: LinearCall, outputs: TokenOutputs) -> TokenOutputs:
         return values if values is None or linear.order is None else linear.order.to_tokens(values, of_ignored)
 
     loss = of_tokens(outputs.loss, 0.0) if linear.call.plan.reduction == "none" else outputs.loss.sum()
-    if linear.overflow is not None:
-        loss = loss * linear.overflow  # tokens were left out whose 0 would be wrong
     entropy, lse, predictions = outputs[1:]
-    return TokenOutputs(loss, of_tokens(entropy, 0.0), of_tokens(lse, 0.0), of_tokens(predictions, -1))
+    entropy = of_tokens(entropy, 0.0)
+    if linear.overflow is not None:  # tokens were left out whose 0 would be wrong
+        loss, entropy = loss * linear.overflow, None if entropy is None else entropy * linear.overflow
+    return TokenOutputs(loss, entropy, of_tokens(lse, 0.0), of_tokens(predictions, -1))
 
 
 def _at(outputs: TokenOutputs, rows: slice) -> TokenOutputs:

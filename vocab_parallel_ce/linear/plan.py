@@ -78,7 +78,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     checks.check_head(weight, bias, hidden, None if autocasts else hidden.dtype)
     if main_grad is not None:
         checks.check_main_grad(main_grad, weight)
-    _check_tokens(given, n_ranks, head)
+    _check_tokens(given, n_ranks, settings, head)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
     if given.expected_grad_output is not None:
         _check_expected(given.expected_grad_output, labels, settings, dtype)
@@ -93,7 +93,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     bytes_per_logit = dtype.itemsize if logits_dtype == dtype else logits_dtype.itemsize + dtype.itemsize
     chunk = chunk_of(head, labels.numel(), hidden.shape[-1], width, bytes_per_logit)
     if settings.check_labels:
-        checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
+        checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)
     rows, overflow = flat(labels), None
     is_valid = ~is_ignored(rows, plan.options.ignore_index)
     chunks, order = _chunks_and_order(is_valid, chunk, n_ranks, head)
@@ -185,13 +185,18 @@ def shard_of_dtensor(given: Arguments, settings: Settings, rank: int, n_ranks: i
     return cut._replace(vocab_size=vocab_size)
 
 
-def _check_tokens(given: Arguments, n_ranks: int, head: HeadSettings) -> None:
+def _check_tokens(given: Arguments, n_ranks: int, settings: Settings, head: HeadSettings) -> None:
     """Check that there is a label per token."""
     hidden, labels = given.hidden, given.labels
     expected, of_all = tuple(hidden.shape[:-1]), ""
     if head.sequence_parallel:
         if given.group is None:
             raise ValueError("sequence_parallel: expected the group whose ranks hold the parts, got group=None")
+        if settings.shift and labels.dim() > 1:
+            raise ValueError(
+                "shift: expected labels of one dimension with sequence_parallel, which does not cut the last, got "
+                f"shape {tuple(labels.shape)}; shift the labels yourself"
+            )
         expected, of_all = (expected[0] * n_ranks, *expected[1:]), ", that of all ranks' tokens"
     if tuple(labels.shape) != expected:
         raise ValueError(f"labels: expected shape {expected}{of_all}, got {tuple(labels.shape)}")
