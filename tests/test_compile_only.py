@@ -17,7 +17,13 @@ pytestmark = [pytest.mark.compile_only, pytest.mark.timeout(3600)]
 
 REGISTERS = 65_536  # of a multiprocessor
 WALKS = ("online_softmax", "cross_entropy", "element_mul")
-PAIRS = ("target_statistics", "target_gradient")  # that walk two tensors together
+PAIRS = (
+    "target_statistics",
+    "target_gradient",
+    "divergence_statistics",
+    "mixture",
+    "divergence_gradient",
+)  # that walk two tensors together
 
 
 def compiled(target: str) -> list[dict]:
@@ -36,7 +42,13 @@ def compiled(target: str) -> list[dict]:
 def test_every_kernel_compiles_and_its_arguments_bind(target):
     reports = compiled(target)
     one_pass = {"one_pass"} if target == "cuda:100" else set()
-    assert {report["kernel"].split("-")[0] for report in reports} == {*WALKS, *PAIRS, "loss", "target_loss"} | one_pass
+    assert {report["kernel"].split("-")[0] for report in reports} == {
+        *WALKS,
+        *PAIRS,
+        "loss",
+        "target_loss",
+        "divergence_loss",
+    } | one_pass
     assert all(report["bytes"] > 0 for report in reports)
 
 
@@ -48,7 +60,7 @@ def test_sm_90_code_is_wide_and_does_not_spill():
         assert report["local_bytes"] == 0, report
         if report["kernel"].startswith((*WALKS, *PAIRS)):
             assert "ld.global.v4.b32" in report["loads"], report
-        if report["kernel"].startswith((*WALKS[1:], "target_gradient")):
+        if report["kernel"].startswith((*WALKS[1:], *PAIRS[-2:])):
             assert "st.global.v4.b32" in report["stores"], report
         # 16 warps of 64 registers: two rows at a time on a multiprocessor of 64 K registers. A gradient with
         # options, or of rows with a head and a tail, must fit one row. It may leave two values in memory.

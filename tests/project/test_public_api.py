@@ -27,12 +27,16 @@ OF_HEADS |= {"chunk_tokens": "auto", "memory_budget": None, "logits_dtype": None
 OF_SOFT_TARGETS = {"group": None, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0}
 OF_SOFT_TARGETS |= {"reduction": "mean", "num_items": None, "gradient": "auto", "impl": "auto"}
 OF_SOFT_TARGETS |= {"vocab_size": None, "shard": None}
+OF_DISTILLATION = {"divergence": "forward", "beta": 0.5, "labels": None, "hard_weight": 0.0, "num_items": None}
+OF_DISTILLATION |= {"group": None, "ignore_index": -100, "temperature": 1.0, "reduction": "mean", "gradient": "auto"}
+OF_DISTILLATION |= {"impl": "auto", "check_labels": False, "vocab_size": None, "shard": None}
 LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]
 SIGNATURES = [
     (package.vocab_parallel_cross_entropy, LOGITS, OF_THE_LOSS),
     (package.token_log_probs, LOGITS, {**OF_LOG_PROBS, "gradient": "auto"}),
     (package.linear_cross_entropy, LINEAR, OF_THE_LOSS | OF_HEADS | {"expected_grad_output": None}),
     (package.soft_cross_entropy, ["logits", "target_probs"], OF_SOFT_TARGETS),
+    (package.distillation_loss, ["student_logits", "teacher_logits"], OF_DISTILLATION),
     (package.linear_token_log_probs, LINEAR, {**OF_LOG_PROBS, **OF_HEADS}),
 ]
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from tests.support.inputs import DTYPES, batch
 from tests.support.layouts import logits_layouts
+from tests.support.logits import broad_rows
 from tests.support.logits_ranks import chunked, even
 from tests.support.pairs import covering
 from tests.support.ranks import in_four_ranks, in_two_ranks
@@ -26,7 +27,7 @@ DIVISORS = {
 
 
 def case_of(kind="peaked", dtype=torch.float32, target_dtype=torch.float32, columns=COLUMNS, options=None, **ways):
-    logits = batch(kind, rows=ROWS, vocab_size=columns, dtype=dtype, shards=2).logits
+    logits = broad_rows(kind, ROWS, columns, dtype=dtype, shards=2).logits
     targets = soft_targets(logits).to(target_dtype)
     return Case(soft_cross_entropy, soft_losses, logits, targets, options or {}, ways)
 
@@ -48,6 +49,15 @@ def test_the_mathematics_is_pytorchs(label_smoothing):
     mean = soft_cross_entropy(logits.float(), targets, label_smoothing=label_smoothing, impl="reference")
     expected = F.cross_entropy(logits.float(), targets.float(), label_smoothing=label_smoothing)
     torch.testing.assert_close(mean, expected)
+
+
+def test_the_worked_example_of_the_kernels(impl_device):
+    impl, device = impl_device
+    leaf = torch.tensor([[1.0, 3.0, 2.0]], device=device, requires_grad=True)
+    loss = soft_cross_entropy(leaf, torch.tensor([[0.0, 0.5, 0.5]], device=device), impl=impl)
+    loss.backward()
+    torch.testing.assert_close(loss.cpu(), torch.tensor(0.9076060))
+    torch.testing.assert_close(leaf.grad.cpu(), torch.tensor([[0.0900306, 0.1652410, -0.2552715]]))
 
 
 PAIRS = covering(

@@ -32,6 +32,8 @@ from vocab_parallel_ce.blocks import ONE_PASS, THREADS_PER_WARP, one_pass_config
 from vocab_parallel_ce.kernels.launch import Launch
 from vocab_parallel_ce.kernels.pairs import PairRows
 from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.soft.distillation import DIVERGENCES
+from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -78,6 +80,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield scaled("bf16", edges=True)
     yield finish("all", 4)
     yield from of_targets("bf16", "fp32", False, "all")
+    yield from of_divergence("bf16", True, DivergenceOptions("js", 2.0, 0.3, 0.5))
     yield stats("bf16", True, "all_weighted", outputs=True)
     yield gradient("bf16", True, "all_weighted", call="padded")
     yield finish("all_weighted", 4)
@@ -85,6 +88,8 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
         return
     yield from of_targets("bf16", "bf16", False, "plain")
     yield from of_targets("bf16", "bf16", True, "all")
+    yield from of_divergence("bf16", False, DivergenceOptions("forward"))
+    yield from of_divergence("bf16", False, DivergenceOptions("reverse", 2.0, hard_weight=0.5))
     weighted = ("class_weight", "weighted_smoothing")
     for option in ("smoothing", "softcap", "entropy", "predictions", "all", *weighted):
         yield stats("bf16", False, option, outputs=True)
@@ -117,6 +122,8 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
         yield finish(option, ranks)
     for dtype, target, edges, option in product(DTYPES, DTYPES, (False, True), ("plain", "all")):
         yield from of_targets(dtype, target, edges, option)
+    for dtype, edges, kind, values in product(DTYPES, (False, True), DIVERGENCES, ((1.0, 0.5, 0.0), (2.0, 0.5, 0.5))):
+        yield from of_divergence(dtype, edges, DivergenceOptions(kind, *values))
     if has_one_pass(target):
         calls = product(DTYPES, ONE_PASS, ("plain", "z_loss"), ("mean", "sum", "num_items"))
         for dtype, (_, most, _), option, call in calls:
@@ -190,6 +197,26 @@ def of_targets(dtype: str, target: str, edges: bool, option: str) -> Iterator[Va
     dtypes = (fp32, fp32, fp32)
     launch = launch_of("soft_targets", dtypes, 4, shard.vocab_size, options, maker="_losses")
     yield Variant(f"target_loss-{name}", launch, dtypes)
+
+
+def of_divergence(dtype: str, edges: bool, options: DivergenceOptions) -> Iterator[Variant]:
+    """Yield the kernels of distillation, with labels if there is a hard weight."""
+    logits, fp32, of_labels = DTYPES[dtype], torch.float32, torch.int64 if options.hard_weight else None
+    rows, shard = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
+    name, of_mixture = f"{dtype}{'-edges' * edges}-{options.divergence}-", fp32 if options.divergence == "js" else None
+    dtypes: tuple[torch.dtype | None, ...] = (logits, logits, of_labels, fp32, fp32, None)
+    launch = launch_of("distillation", dtypes, rows, shard, options, maker="_statistics")
+    yield Variant(f"divergence_statistics-{name}", launch, dtypes)
+    dtypes = (logits, logits, of_labels, fp32, of_mixture, None, fp32, logits)
+    launch = launch_of("distillation_gradient", dtypes, rows, 1, 4, shard, options)
+    yield Variant(f"divergence_gradient-{name}", launch, dtypes)
+    dtypes = (fp32, of_mixture, of_labels, fp32, fp32)
+    launch = launch_of("distillation", dtypes, 4, shard, options, maker="_losses")
+    yield Variant(f"divergence_loss-{name}", launch, dtypes)
+    if of_mixture:
+        dtypes = (logits, logits, of_labels, fp32, fp32, fp32, None)
+        launch = launch_of("distillation", dtypes, rows, 4, shard, options, maker="_mixture")
+        yield Variant(f"mixture-{name}", launch, dtypes)
 
 
 def one_pass(dtype: str, row_bytes: int, option: str, call: str) -> Variant:

@@ -1,9 +1,11 @@
 """Losses against a distribution per token: what they must return in fp64 and in PyTorch's fp32, and calls of them."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.budget import assert_within_budget
@@ -20,7 +22,7 @@ def soft_targets(logits: Tensor, seed: int = 0) -> Tensor:
     rows, columns = logits.shape
     broad = (torch.randn(rows, columns, generator=generator) * 3).masked_fill(logits == NEG_INF, NEG_INF).softmax(-1)
     targets = broad.clone()
-    targets[1::4] = torch.nn.functional.one_hot(broad[1::4].argmax(-1), columns).float()
+    targets[1::4] = F.one_hot(broad[1::4].argmax(-1), columns).float()
     targets[2::4] *= broad[2::4] > 1 / columns
     targets[3::4] *= 1.7
     return targets
@@ -45,6 +47,36 @@ def soft_losses(
     return losses + z_loss * z.logsumexp(dim=-1) ** 2
 
 
+def divergences(
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    labels: Tensor | None = None,
+    divergence: str = "forward",
+    temperature: float = 1.0,
+    beta: float = 0.5,
+    hard_weight: float = 0.0,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Differentiable unreduced losses in the dtype of ``student [N, V]``."""
+    student = student.masked_fill(student == NEG_INF, NEG_INF)
+    log_s, log_t = ((z / temperature).log_softmax(dim=-1) for z in (student, teacher))
+
+    def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+        left_out = log_p == NEG_INF
+        return (log_p.exp() * (log_p.masked_fill(left_out, 0.0) - log_q.masked_fill(left_out, 0.0))).sum(dim=-1)
+
+    if divergence == "js":
+        log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log(1 - beta))
+        losses = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
+    else:
+        losses = kl(log_t, log_s) if divergence == "forward" else kl(log_s, log_t)
+    if not hard_weight:
+        return losses
+    hard = F.cross_entropy(student, labels, ignore_index=ignore_index, reduction="none")
+    return (1 - hard_weight) * losses + hard_weight * hard
+
+
 class Case(NamedTuple):
     """One call over ``logits [N, V]`` and a tensor beside them."""
 
@@ -56,6 +88,7 @@ class Case(NamedTuple):
     ways: dict[str, Any] = {}  # the rest: reduction, gradient
     labels: Tensor | None = None
     padding: tuple[int, int] = (0, 0)  # columns after the vocabulary, of logits and other
+    oracle: Any = None  # the case that the oracle computes, if it cannot compute this one
 
 
 class Results(NamedTuple):
@@ -79,8 +112,10 @@ def grad_output_of(case: Case) -> Tensor:
 
 def expected(case: Case, dtype: torch.dtype) -> Results:
     """In ``dtype``: fp64 is the truth, fp32 what PyTorch makes of it."""
+    case = case.oracle or case
     leaf = case.logits.detach().to(dtype).requires_grad_()
-    losses = case.losses(leaf, case.other.to(dtype), **case.options)
+    own = {"labels": case.labels} if case.options.get("hard_weight") else {}
+    losses = case.losses(leaf, case.other.to(dtype), **case.options, **own)
     counted = torch.ones_like(losses, dtype=torch.bool)
     if case.labels is not None:
         counted = case.labels != case.options.get("ignore_index", -100)

@@ -28,6 +28,18 @@ class Pair(NamedTuple):
     other_shift: tl.tensor  # from an element of one row to that of the other
 
 
+class Sizes(NamedTuple):
+    """Numbers that are the same in every step."""
+
+    n_columns: int
+    n_valid: int  # columns that are not padding
+    vocab_size: int
+
+    @classmethod
+    def of(cls, shard: VocabShard) -> "Sizes":
+        return cls(shard.n_columns, shard.n_valid, shard.vocab_size)
+
+
 class PairRows(NamedTuple):
     """How the rows of two tensors lie, as a part of a launch's key."""
 

@@ -17,6 +17,7 @@ from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
 from vocab_parallel_ce.kernels.pairs import (
     PairRows,
+    Sizes,
     clear_columns,
     locate_pair,
     pair_arguments,
@@ -28,14 +29,6 @@ from vocab_parallel_ce.soft.targets_spec import TargetStats
 from vocab_parallel_ce.spec import LossOptions
 
 LOSS_ROWS = 128
-
-
-class Sizes(NamedTuple):
-    """Numbers that are the same in every step."""
-
-    n_columns: int
-    n_valid: int  # columns that are not padding
-    vocab_size: int
 
 
 class Factors(NamedTuple):
@@ -302,6 +295,7 @@ def statistics(
 
 def losses(
     stats: Tensor,
+    mixture: None,
     labels: Tensor | None,
     divisor: Tensor | None,
     loss: Tensor,
@@ -321,6 +315,7 @@ def gradient(
     targets: Tensor,
     labels: Tensor | None,
     stats: Tensor,
+    mixture: None,
     divisor: Tensor | None,
     grad_output: Tensor,
     grad_logits: Tensor,
@@ -356,7 +351,7 @@ def _losses(dtypes: Dtypes, n_ranks: int, vocab_size: int, options: LossOptions)
 def _gradient(
     dtypes: Dtypes, rows: PairRows, grad_stride: int, n_ranks: int, shard: VocabShard, options: LossOptions
 ) -> Launch:
-    values = (grad_stride, Sizes(shard.n_columns, shard.n_valid, shard.vocab_size), n_ranks, options)
+    values = (grad_stride, Sizes.of(shard), n_ranks, options)
     return pair_launch(
         target_gradient_kernel, rows, values, shard, dtypes[0].itemsize, RANKS=triton.next_power_of_2(n_ranks)
     )

@@ -82,7 +82,7 @@ def soft_cross_entropy(
         no_labels = torch.empty(0, dtype=torch.int64)
         verify.compare_call({"logits": logits}, no_labels, plan.shard, comparable(settings, num_items))
     n_statistics = len(targets_spec.statistics(plan.options))
-    call = PairCall(plan, _launchers(plan), plan.options, n_statistics, group, divisor)
+    call = PairCall(plan, _launchers(plan), plan.options, n_statistics, False, group, divisor)
     return run(call, logits, target_probs, None)
 
 

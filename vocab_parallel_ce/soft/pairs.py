@@ -3,7 +3,8 @@
     logits, other [N, C] -- statistics --> [N, K] -- all_gather --> [R, N, K] --> loss [N]
                                                                     --> gradient over logits [N, C]
 
-The gradient is that of the logits alone. ``launchers`` has ``statistics``, ``losses`` and ``gradient`` of one loss.
+The gradient is that of the logits alone. ``launchers`` has ``statistics``, ``losses`` and ``gradient`` of one loss. A
+loss that needs normalised probabilities has a second step: ``mixture [R, N, 2]``, exchanged in the same way.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class PairCall(NamedTuple):
     launchers: ModuleType
     options: Any  # of the mathematics: hashable, as the launchers take them
     n_statistics: int
+    has_mixture: bool
     group: Any
     divisor: Tensor | None  # [1]
 
@@ -87,31 +89,38 @@ def run(call: PairCall, logits: Tensor, other: Tensor, labels: Tensor | None) ->
         return forward(call, walkable(logits), other, labels)[0]
 
 
-def forward(call: PairCall, logits: Tensor, other: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the loss, and the ``[R, N, K]`` statistics of all ranks. Reads both tensors once."""
-    plan, own = call.plan, {"shard": call.plan.shard, "options": call.options}
-    shape = logits.shape[:-1]
+def forward(
+    call: PairCall, logits: Tensor, other: Tensor, labels: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the loss, the ``[R, N, K]`` statistics of all ranks, and their mixture. Reads both tensors once a step."""
+    plan, launchers, own = call.plan, call.launchers, {"shard": call.plan.shard, "options": call.options}
+    shape, mixture = logits.shape[:-1], None
     loss = logits.new_empty(shape, dtype=compute_dtype(logits))
+    # With one rank, the last step writes the loss.
+    written = (loss, call.divisor) if plan.n_ranks == 1 else (None, None)
     stats = logits.new_empty((plan.n_ranks, shape.numel(), call.n_statistics), dtype=loss.dtype)
-    if plan.n_ranks == 1:
-        call.launchers.statistics(logits, other, labels, stats, plan.rank, loss, call.divisor, **own)
-    else:
-        call.launchers.statistics(logits, other, labels, stats, plan.rank, None, None, **own)
-        all_gather_stats(stats, plan.rank, call.group)
-        call.launchers.losses(stats, labels, call.divisor, loss, **own)
-    return (loss if plan.reduction == "none" else loss.sum()), stats
+    of_first = (None, None) if call.has_mixture else written
+    launchers.statistics(logits, other, labels, stats, plan.rank, *of_first, **own)
+    all_gather_stats(stats, plan.rank, call.group)
+    if call.has_mixture:
+        mixture = logits.new_empty((plan.n_ranks, shape.numel(), 2), dtype=loss.dtype)
+        launchers.mixture(logits, other, labels, stats, mixture, plan.rank, *written, **own)
+        all_gather_stats(mixture, plan.rank, call.group)
+    if plan.n_ranks > 1:
+        launchers.losses(stats, mixture, labels, call.divisor, loss, **own)
+    return (loss if plan.reduction == "none" else loss.sum()), stats, mixture
 
 
 class _PairLoss(torch.autograd.Function):
-    """Saved: both tensors, labels, statistics and divisor."""
+    """Saved: both tensors, labels, statistics, mixture and divisor."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, other: Tensor, labels: Tensor | None, call: PairCall) -> Tensor:
         ctx.call, ctx.handed_on, ctx.age = call, False, _current_age()
         ctx.set_materialize_grads(False)
         kept = logits if call.plan.gradient == "out_of_place" else overwritable(logits)
-        loss, stats = forward(call, walkable(kept), other, labels)
-        ctx.save_for_backward(kept, other, labels, stats, call.divisor)
+        loss, *statistics = forward(call, walkable(kept), other, labels)
+        ctx.save_for_backward(kept, other, labels, *statistics, call.divisor)
         return loss
 
     @staticmethod
@@ -139,7 +148,7 @@ def _gradient(ctx: Any, grad_loss: Tensor | None) -> Tensor | None:
     if grad_loss is None:
         return None
     try:
-        kept, other, labels, stats, divisor = ctx.saved_tensors
+        kept, other, labels, stats, mixture, divisor = ctx.saved_tensors
     except RuntimeError as error:
         if "inplace operation" in str(error):
             raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
@@ -149,7 +158,8 @@ def _gradient(ctx: Any, grad_loss: Tensor | None) -> Tensor | None:
     ctx.handed_on = call.plan.gradient != "out_of_place"
     source, grad = (logits, logits) if ctx.handed_on else source_and_new(logits)
     own = {"shard": call.plan.shard, "options": call.options}
-    call.launchers.gradient(source, other, labels, stats, divisor, per_row(grad_loss, logits), grad, **own)
+    grad_output = per_row(grad_loss, logits)
+    call.launchers.gradient(source, other, labels, stats, mixture, divisor, grad_output, grad, **own)
     if grad is logits:
         increment_version(logits)
         mark_overwritten(kept, version, ctx.age)

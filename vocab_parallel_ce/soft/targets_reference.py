@@ -29,11 +29,12 @@ def statistics(
     row_stats = spec.local_stats(_rows(logits), _rows(targets), shard.start, shard.vocab_size, options)
     stats[rank] = torch.stack(row_stats[: stats.shape[-1]], dim=-1)
     if loss is not None:
-        losses(stats, labels, divisor, loss, shard=shard, options=options)
+        losses(stats, None, labels, divisor, loss, shard=shard, options=options)
 
 
 def losses(
     stats: Tensor,
+    mixture: None,
     labels: Tensor | None,
     divisor: Tensor | None,
     loss: Tensor,
@@ -51,6 +52,7 @@ def gradient(
     targets: Tensor,
     labels: Tensor | None,
     stats: Tensor,
+    mixture: None,
     divisor: Tensor | None,
     grad_output: Tensor,
     grad_logits: Tensor,

@@ -1,0 +1,257 @@
+"""Distillation: every divergence against fp64 and TRL, every pair of options, edges, refusals, ranks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.inputs import DTYPES, IGNORE_INDEX
+from tests.support.logits import broad_rows
+from tests.support.logits_ranks import chunked, even
+from tests.support.pairs import covering
+from tests.support.ranks import in_four_ranks, in_two_ranks
+from tests.support.soft import Case, check, check_ranks, divergences, run_in_rank
+from vocab_parallel_ce import VocabShard, distillation_loss, vocab_parallel_cross_entropy
+from vocab_parallel_ce.soft import divergence_spec
+from vocab_parallel_ce.soft.distillation import DIVERGENCES
+from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
+
+NAN, INF = float("nan"), float("inf")
+ROWS, COLUMNS = 5, 43
+DIVISORS = {
+    "mean": {"reduction": "mean"},
+    "none": {"reduction": "none"},
+    "sum": {"reduction": "sum"},
+    "items": {"reduction": "sum", "num_items": torch.tensor(6.5)},
+}
+
+
+def case_of(
+    kind="peaked", dtype=torch.float32, teacher_dtype=None, columns=COLUMNS, labels=False, options=None, **ways
+):
+    """The teacher is near the student in the first row and another model's in the rest."""
+    made = broad_rows(kind, ROWS, columns, dtype=dtype, shards=2)
+    noise = torch.randn(made.logits.shape, generator=torch.Generator().manual_seed(5))
+    teacher = noise * 3 + made.logits.float() * 0.3
+    teacher[0] = made.logits[0].float() + noise[0] * 0.01
+    given = None
+    if labels:
+        given = made.labels.clone()
+        given[2] = IGNORE_INDEX
+    teacher = teacher.to(teacher_dtype or dtype)
+    return Case(distillation_loss, divergences, made.logits, teacher, options or {}, ways, given)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("temperature, hard_weight", ((1.0, 0.0), (2.5, 0.3)))
+def test_the_mathematics_in_fp64_and_how_statistics_merge(divergence, temperature, hard_weight):
+    made = case_of(dtype=torch.float64, labels=True)
+    options = DivergenceOptions(divergence, temperature, 0.3 if divergence == "js" else 0.5, hard_weight)
+    own = options._asdict()
+    leaf = made.logits.clone().requires_grad_()
+    truth = divergences(leaf, made.other, labels=made.labels, **own).where(made.labels != IGNORE_INDEX, 0.0)
+    parts = [slice(0, 20), slice(20, 21), slice(21, COLUMNS)]
+    rows = [
+        divergence_spec.local_stats(
+            made.logits[:, part], made.other[:, part], made.labels, part.start, COLUMNS, options
+        )
+        for part in parts
+    ]
+    stats = divergence_spec.merge(rows[0], divergence_spec.merge(rows[2], rows[1], options), options)
+    mixture = sum(
+        divergence_spec.local_mixture(made.logits[:, part], made.other[:, part], stats, part.start, COLUMNS, options)
+        for part in parts
+    )
+    close = {"rtol": 1e-11, "atol": 1e-12}
+    loss = divergence_spec.loss(stats, mixture, made.labels, COLUMNS, options)
+    torch.testing.assert_close(loss, truth, **close)
+    grad = divergence_spec.gradient(made.logits, made.other, stats, mixture, made.labels, 0, COLUMNS, options)
+    torch.testing.assert_close(grad, torch.autograd.grad(truth.sum(), leaf)[0], **close)
+
+
+@pytest.mark.reference
+def test_pytorchs_and_trls_numbers():
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    made = case_of()
+    log_s, log_t = (z.div(1.7).log_softmax(-1) for z in (made.logits, made.other))
+    forward = F.kl_div(log_s, log_t, log_target=True, reduction="batchmean")
+    reverse = F.kl_div(log_t, log_s, log_target=True, reduction="batchmean")
+    for divergence, expected in (("forward", forward), ("reverse", reverse)):
+        loss = distillation_loss(made.logits, made.other, divergence=divergence, temperature=1.7)
+        torch.testing.assert_close(loss, expected)
+    theirs = gkd.GKDTrainer.generalized_jsd_loss
+    for beta in (0.2, 0.5):
+        given = made.logits.unsqueeze(0), made.other.unsqueeze(0)
+        expected = theirs(*given, beta=beta, temperature=1.7, reduction="sum")
+        loss = distillation_loss(*given, divergence="js", beta=beta, temperature=1.7, reduction="sum")
+        torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.interpreted(2)
+@pytest.mark.parametrize("divergence, expected", (("forward", 0.4337808), ("js", 0.0895409)))
+def test_the_worked_examples_of_the_kernels(impl_device, divergence, expected):
+    impl, device = impl_device
+    leaf = torch.tensor([[1.0, 3.0]], device=device, requires_grad=True)
+    loss = distillation_loss(leaf, torch.full((1, 2), 2.0, device=device), divergence=divergence, impl=impl)
+    loss.backward()
+    torch.testing.assert_close(loss.cpu(), torch.tensor(expected))
+    if divergence == "forward":
+        torch.testing.assert_close(leaf.grad.cpu(), torch.tensor([[-0.3807971, 0.3807971]]))
+
+
+PAIRS = covering(
+    divergence=(*DIVERGENCES, "js 0.2"),
+    divisor=tuple(DIVISORS),
+    temperature=(1.0, 2.5),
+    hard=(None, 0.0, 0.3),  # None: without labels
+    padding=((0, 0), (5, 5), (0, 13), (21, 2)),
+    kind=("peaked", "far_negative", "shard_edges"),
+    gradient=("in_backward", "out_of_place"),
+    dtype=DTYPES,
+    teacher_dtype=DTYPES,
+)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.interpreted(8)
+@pytest.mark.parametrize("case", PAIRS, ids=map(str, range(len(PAIRS))))
+def test_every_pair_of_options_on_together(impl_device, case):
+    divergence, _, beta = case["divergence"].partition(" ")
+    options = {"divergence": divergence, "temperature": case["temperature"]} | ({"beta": 0.2} if beta else {})
+    options |= {"hard_weight": case["hard"]} if case["hard"] else {}
+    ways = {**DIVISORS[case["divisor"]], "gradient": case["gradient"]}
+    labels = case["hard"] is not None
+    made = case_of(case["kind"], case["dtype"], case["teacher_dtype"], labels=labels, options=options, **ways)
+    if labels:
+        made.logits[2], made.other[2] = NAN, NAN  # an ignored row
+        clean = made._replace(logits=made.logits.nan_to_num(0.0), other=made.other.nan_to_num(0.0))
+        made = made._replace(oracle=clean)
+    check(impl_device, made._replace(padding=case["padding"]))
+
+
+@pytest.mark.interpreted(3)
+@pytest.mark.parametrize("columns", (1, 7, 64, 257, 4099))
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_every_width(impl_device, columns, divergence):
+    options = {"divergence": divergence, "temperature": 0.7, "hard_weight": 0.5}
+    check(impl_device, case_of("peaked", torch.bfloat16, None, columns, True, options, reduction="none"))
+
+
+@pytest.mark.interpreted(3)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_edge_rows(impl_device, divergence):
+    """Columns that both exclude, or one; NaN, +inf, -inf rows; labels outside; no items; no rows."""
+    impl, device = impl_device
+    made = case_of(columns=30)
+    student, teacher = (torch.cat([t, t[1:]]).clone() for t in (made.logits, made.other))
+    student[0:2, 4], teacher[0, 4], teacher[2, 4] = -INF, -INF, -INF
+    student[3, 3], teacher[4, 3], student[5] = NAN, INF, -INF
+    labels = torch.tensor([3, 3, 3, 3, 3, 3, 30, -1, IGNORE_INDEX])
+    leaf, on_device = student.to(device).requires_grad_(), teacher.to(device)
+    ways = {"divergence": divergence, "labels": labels.to(device), "impl": impl, "temperature": 2.0}
+    loss = distillation_loss(leaf * 1, on_device, reduction="none", **ways)
+    (grad,) = torch.autograd.grad(loss.sum(), leaf)
+    loss, grad = loss.detach().cpu(), grad.cpu()
+    truth = divergences(student.double(), teacher.double(), divergence=divergence, temperature=2.0).float()
+    torch.testing.assert_close(loss[:3], truth[:3])
+    assert loss.isinf().tolist() == [False, divergence == "forward", divergence == "reverse", *[False] * 6]
+    assert loss[3:8].isnan().all() and loss[8] == 0 and not grad[8].any() and grad[3:8].isnan().all()
+    assert not grad[:2, 4].any() and grad[:2].isfinite().all()
+    assert divergence == "reverse" or grad[2].isfinite().all()
+    loss = distillation_loss(leaf * 1, on_device, reduction="sum", num_items=0, **ways)
+    assert loss == 0 and not torch.autograd.grad(loss, leaf, torch.tensor(INF, device=device))[0].any()
+    ways["labels"] = torch.full_like(ways["labels"], IGNORE_INDEX)
+    loss = distillation_loss(leaf * 1, on_device, **ways)
+    assert loss == 0 and not torch.autograd.grad(loss, leaf)[0].any()
+    ways["labels"] = ways["labels"][:0]
+    assert distillation_loss(leaf[:0] * 1, on_device[:0], **ways) == 0
+
+
+def test_a_hard_weight_of_1_is_cross_entropy_and_equal_logits_are_at_0(impl_device):
+    impl, device = impl_device
+    made = case_of(labels=True)
+    given = made.logits.to(device), made.other.to(device)
+    labels = made.labels.to(device)
+    loss = distillation_loss(*given, labels=labels, hard_weight=1.0, temperature=3.0, impl=impl)
+    torch.testing.assert_close(loss, vocab_parallel_cross_entropy(given[0], labels, impl=impl))
+    for divergence in DIVERGENCES:
+        loss = distillation_loss(given[0], given[0], divergence=divergence, reduction="none", impl=impl)
+        assert loss.abs().max() < 2e-6
+
+
+@pytest.mark.reference
+def test_a_student_that_shares_the_teachers_memory_keeps_it():
+    leaf = case_of().logits.requires_grad_()
+    logits = leaf * 1
+    kept = logits.detach().clone()
+    (grad,) = torch.autograd.grad(distillation_loss(logits, logits.detach()[..., :]), logits)
+    assert torch.equal(logits, kept) and grad.data_ptr() != logits.data_ptr()
+
+
+@pytest.mark.reference
+def test_refusals_by_name():
+    student, teacher = torch.randn(2, 6, requires_grad=True), torch.randn(2, 6)
+    labels = torch.tensor([1, 2])
+    for error, words, changed in (
+        (TypeError, "teacher_logits: .*requires no gradient", {"teacher_logits": teacher.clone().requires_grad_()}),
+        (TypeError, "teacher_logits: dtype", {"teacher_logits": teacher.double()}),
+        (ValueError, "teacher_logits: shape", {"teacher_logits": teacher[:1]}),
+        (ValueError, "teacher_logits: last dimension .*neither", {"teacher_logits": teacher[:, :5]}),
+        (ValueError, "teacher_logits: last dimension", {"teacher_logits": teacher[:, :4], "vocab_size": 5}),
+        (
+            ValueError,
+            "teacher_logits: last dimension .*columns",
+            {"teacher_logits": teacher[:, :4], "shard": VocabShard(0, 6, 5)},
+        ),
+        (ValueError, "divergence: ", {"divergence": "kl"}),
+        (ValueError, "beta: must be above 0", {"divergence": "js", "beta": 1.0}),
+        (ValueError, "beta: expected divergence='js'", {"beta": 0.3}),
+        (ValueError, "hard_weight: expected labels", {"hard_weight": 0.5}),
+        (ValueError, "hard_weight: must be", {"hard_weight": 2, "labels": labels}),
+        (ValueError, "labels: shape", {"labels": labels[:1]}),
+        (ValueError, "labels: must be in", {"labels": labels + 5, "check_labels": True}),
+        (ValueError, "temperature: ", {"temperature": 0.0}),
+        (ValueError, "gradient: ", {"gradient": "in_forward"}),
+        (TypeError, "softcap: expected one of", {"softcap": 3.0}),
+    ):
+        given = {"student_logits": student, "teacher_logits": teacher} | changed
+        with pytest.raises(error, match=f"^{words}"):
+            distillation_loss(**given)
+
+
+RANKS = (
+    ("shard_edges", {}, {"reduction": "none"}, [20]),
+    ("peaked", {"divergence": "reverse", "temperature": 2.0, "hard_weight": 0.4}, {"reduction": "mean"}, [28]),
+    ("far_negative", {"divergence": "js", "beta": 0.3}, {"reduction": "sum", "num_items": 7}, [16, 8]),
+)
+
+
+@pytest.mark.quick
+@in_two_ranks
+def test_two_ranks(rank_pool, impl):
+    for kind, options, ways, sent in RANKS:
+        case, bounds = case_of(kind, columns=40, labels=True, options=options, **ways), even(20, 2)
+        check_ranks(case, rank_pool.run(run_in_rank, case, impl, bounds), bounds, sent)
+
+
+@in_four_ranks
+def test_four_ranks_with_padding(rank_pool, impl):
+    for (kind, options, _, sent), bounds in zip(RANKS, (even(12, 4), chunked(41, 4), even(21, 4)), strict=True):
+        case = case_of(kind, torch.bfloat16, None, 41, True, options, reduction="none")
+        check_ranks(case, rank_pool.run(run_in_rank, case, impl, bounds), bounds, sent)
+
+
+def _other_padding(rank, group):
+    """On each of two ranks: a teacher padded more than the student on the last, and one that starts elsewhere."""
+    student, teacher = torch.randn(3, 6), torch.randn(3, 6 + 2 * rank)
+    shard = VocabShard(6 * rank, 6 * rank + 6, 11)
+    distillation_loss(student, teacher, group=group, shard=shard)
+    with pytest.raises(ValueError, match="^teacher_logits: last dimension must give the columns"):
+        distillation_loss(student, torch.randn(3, 7), group=group, vocab_size=11)
+    return True
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("rank_pool", [pytest.param(("gloo", 2), id="gloo-2")], indirect=True)
+def test_a_teacher_that_is_padded_differently(rank_pool):
+    assert rank_pool.run(_other_padding) == [True, True]

@@ -1,0 +1,166 @@
+"""Distillation over sharded logits: the public function."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce import checks, reference, verify
+from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.cross_entropy import public
+from vocab_parallel_ce.layout import flat
+from vocab_parallel_ce.options import Settings, check_names, divided_by, keyword_defaults, with_keywords
+from vocab_parallel_ce.plan import Plan, comparable
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.soft import divergence_spec
+from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
+from vocab_parallel_ce.soft.pairs import PairCall, divisor_of, plan_pair, run
+
+DIVERGENCES = ("forward", "reverse", "js")
+
+
+class DistillationKeywords(TypedDict, total=False):
+    """Keywords, as type checkers see them; :class:`Settings` has their defaults."""
+
+    ignore_index: int
+    temperature: float
+    reduction: str
+    gradient: str
+    impl: str
+    check_labels: bool
+    vocab_size: int | None
+    shard: VocabShard | None
+
+
+KEYWORDS = keyword_defaults(DistillationKeywords)
+
+
+@public(lambda keywords: True)
+@with_keywords(KEYWORDS)
+def distillation_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    group: Any = None,
+    divergence: str = "forward",
+    beta: float = 0.5,
+    labels: Tensor | None = None,
+    hard_weight: float = 0.0,
+    num_items: float | Tensor | None = None,
+    **keywords: Any,
+) -> Tensor:
+    """Divergence of a student's distribution from a teacher's, over sharded logits of both.
+
+    In fp32, with ``s`` and ``t`` the softmax of the student's and the teacher's logits divided by ``temperature``,
+    over the whole vocabulary:
+
+        "forward"   KL(t || s)
+        "reverse"   KL(s || t)
+        "js"        beta * KL(t || m) + (1 - beta) * KL(s || m),  m = beta * t + (1 - beta) * s
+        loss        (1 - hard_weight) * divergence + hard_weight * cross_entropy(student_logits, labels)
+
+    "forward" is Hinton et al.'s (arXiv:1503.02531), "js" GKD's (arXiv:2306.13649, equation 1). Nothing multiplies by
+    ``temperature ** 2``, as Hinton et al. do: do it yourself. docs/distillation.md has more.
+
+    Overwrites: backward writes the gradient over ``student_logits``, unless ``gradient`` says otherwise. The teacher's
+    are never written, and get no gradient.
+
+    Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, with ``K = 5``, 2 more with
+    ``hard_weight``; "js" has ``K = 4``, and a second all_gather of 8 bytes. Backward none. ``torch.compile`` breaks the
+    graph here.
+
+    Args:
+        student_logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides.
+        teacher_logits: ``[..., C']`` bf16, fp16 or fp32, from the same column on. ``C'`` may differ from ``C`` by
+            padding, if ``vocab_size`` or ``shard`` says what is. Must not require a gradient.
+        divergence, beta: as above; ``0 < beta < 1``, for "js" alone.
+        labels: ``[...]`` int64 or int32 global ids, or None. Rows with ``ignore_index`` have loss and gradient 0.
+        hard_weight: in [0, 1]; above 0 it needs ``labels``. The cross-entropy has temperature 1.
+        reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or ``"none"``.
+        gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
+        impl: ``"triton"``, ``"reference"`` or ``"auto"``.
+        others: as in :func:`vocab_parallel_cross_entropy`, of the student's logits.
+
+    Returns:
+        fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`vocab_parallel_cross_entropy`.
+    """
+    check_names(keywords, KEYWORDS)
+    settings = divided_by(num_items, Settings(**keywords))
+    checks.check_logits(student_logits)
+    _check_teacher(teacher_logits, student_logits)
+    options = _checked_options(divergence, beta, hard_weight, labels, settings)
+    plan = plan_pair(student_logits, teacher_logits, labels, "teacher_logits", settings, group)
+    _check_columns(teacher_logits, plan.shard, settings, *group_position(group))
+    divisor = divisor_of(student_logits, labels, settings, num_items)
+    if verify.open_calls:
+        own = {**comparable(settings, num_items), **options._asdict(), "labels": labels is not None}
+        of_all = torch.empty(0, dtype=torch.int64) if labels is None else labels
+        verify.compare_call({"logits": student_logits}, of_all, plan.shard, own)
+    n_statistics = len(divergence_spec.statistics(options))
+    call = PairCall(plan, _launchers(plan), options, n_statistics, options.divergence == "js", group, divisor)
+    return run(call, student_logits, teacher_logits, None if labels is None else flat(labels))
+
+
+def _checked_options(
+    divergence: str, beta: float, hard_weight: float, labels: Tensor | None, settings: Settings
+) -> DivergenceOptions:
+    """Check what the mathematics takes."""
+    checks.check_choice("divergence", divergence, DIVERGENCES)
+    checks.check_number("beta", beta)
+    if not 0 < beta < 1:
+        raise ValueError(f"beta: must be above 0 and below 1, got {beta}; its limits are 'forward' and 'reverse'")
+    if divergence != "js" and beta != 0.5:
+        raise ValueError(f"beta: expected divergence='js' with it, got {divergence!r}")
+    checks.check_number("hard_weight", hard_weight, at_most=1)
+    if hard_weight and labels is None:
+        raise ValueError(f"hard_weight: expected labels with it, got {hard_weight} and labels=None")
+    checks.check_number("temperature", settings.temperature, positive=True)
+    checks.check_number("1 / temperature", 1 / settings.temperature, positive=True)
+    checks.check_integer("ignore_index", settings.ignore_index)
+    numbers = float(settings.temperature), float(beta), float(hard_weight)
+    return DivergenceOptions(divergence, *numbers, int(settings.ignore_index))
+
+
+def _check_teacher(teacher: Any, student: Tensor) -> None:
+    """Check that the teacher has a row per row of the student."""
+    checks.check_tensor("teacher_logits", teacher)
+    checks.check_dense("teacher_logits", teacher, checks.LOGITS_DTYPES)
+    if teacher.shape[:-1] != student.shape[:-1] or teacher.dim() == 0:
+        expected = f"that of student_logits up to the last dimension, {tuple(student.shape)}"
+        raise ValueError(f"teacher_logits: shape must be {expected}, got {tuple(teacher.shape)}")
+
+
+def _check_columns(teacher: Tensor, shard: VocabShard, settings: Settings, rank: int, n_ranks: int) -> None:
+    """Check that both have the same columns, except padding."""
+    subject, n_columns = "teacher_logits: last dimension", teacher.shape[-1]
+    if n_columns == shard.n_columns:
+        return
+    if settings.vocab_size is None and settings.shard is None:
+        raise ValueError(
+            f"{subject} must be that of student_logits, {shard.n_columns}, if neither vocab_size nor shard says what "
+            f"is padding, got {n_columns}"
+        )
+    if settings.shard is None:
+        own = VocabShard.of_rank(shard.vocab_size, rank, n_ranks, n_columns, subject=subject)
+    else:
+        own = VocabShard(shard.start, shard.start + n_columns, shard.vocab_size)
+    if (own.start, own.n_valid) != (shard.start, shard.n_valid):
+        columns = [f"[{each.start}, {each.start + each.n_valid})" for each in (shard, own)]
+        raise ValueError(f"{subject} must give the columns {columns[0]} of student_logits, got {columns[1]}")
+
+
+def _launchers(plan: Plan) -> ModuleType:
+    """Import and return the launchers of the plan's implementation."""
+    if plan.launchers is reference:
+        from vocab_parallel_ce.soft import divergence_reference
+
+        return divergence_reference
+    from vocab_parallel_ce.kernels import distillation
+
+    return distillation
