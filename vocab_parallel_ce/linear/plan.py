@@ -67,8 +67,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     checks.check_hidden(hidden)
     checks.check_labels(labels, hidden, "hidden")
     check_head_settings(settings, head, knows_grad_output=given.expected_grad_output is not None)
-    tensors = (hidden, given.weight, given.bias, given.class_weight)
-    checks.check_no_transforms(*(t for t in tensors if isinstance(t, Tensor)))
+    checks.check_no_transforms(*(t for t in (hidden, *given[1:4], given.class_weight) if isinstance(t, Tensor)))
     rank, n_ranks = group_position(given.group)
     bias = None if given.bias is None else local_rows("bias", given.bias, given.group)
     weight = local_rows("weight", given.weight, given.group)
@@ -85,12 +84,10 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     logits_dtype = head.logits_dtype or dtype
     plan = _plan_of_logits(dtype, logits_dtype, weight.shape[0], given, settings, rank, n_ranks)
     weights = weights_of_columns(given.class_weight, plan.shard, hidden.device)
-    num_items = given.num_items
-    if num_items is not None:
-        num_items = checked_divisor(num_items, settings.reduction, hidden)
+    num_items = None if given.num_items is None else checked_divisor(given.num_items, settings.reduction, hidden)
     # Each rank's chunks must be the same, whatever its own width.
     width = -(-plan.shard.vocab_size // n_ranks)
-    bytes_per_logit = dtype.itemsize if logits_dtype == dtype else logits_dtype.itemsize + dtype.itemsize
+    bytes_per_logit = sum(each.itemsize for each in {dtype, logits_dtype})
     chunk = chunk_of(head, labels.numel(), hidden.shape[-1], width, bytes_per_logit)
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)

@@ -1,0 +1,122 @@
+"""Measures class weights, soft targets, distillation, outputs of log-probabilities and fp32 logits. bf16, one GPU.
+
+    python scripts/bench_losses.py --json scripts/results/losses_1gpu.json
+
+Forward and backward, the gradient over the logits, device time. The providers take turns in every round. ``ratio`` is
+to the first of them: ``copy`` is one read and one write of the logits. A step over logits is four calls, each on its
+own. A machine without a GPU can try it with ``--tiny``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from bench_lib.steps import head_of, measured, parser_of, run
+from bench_lib.timing import Ranks, joined_ranks
+from torch import Tensor
+
+from vocab_parallel_ce import (
+    distillation_loss,
+    linear_cross_entropy,
+    linear_token_log_probs,
+    soft_cross_entropy,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
+
+LOGITS, LINEAR = ((4096, 128256), (8192, 32064)), ((4096, 4096, 128256),)
+TINY = ((16, 100),), ((16, 8, 100),)
+CALLS = 4
+Providers = dict[str, Callable[..., Any]]
+Made = Callable[[], list[list[Tensor]]]  # the tensors of each call
+
+
+def over_logits(n_tokens: int, vocab_size: int, device: torch.device) -> tuple[Providers, Made]:
+    """Return the providers, of logits, and what makes these anew."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    source, teacher = (random(n_tokens, vocab_size).mul_(3).bfloat16() for _ in range(2))
+    probs, out = teacher.softmax(-1), torch.empty_like(source)
+    labels = torch.randint(0, vocab_size, (n_tokens,), device=device, generator=generator)
+    class_weight = random(vocab_size).abs()
+    in_place: Any = {"gradient": "in_backward"}
+    loss = partial(vocab_parallel_cross_entropy, labels=labels)
+    log_probs = partial(token_log_probs, labels=labels, **in_place)
+    distillation = partial(distillation_loss, teacher_logits=teacher, **in_place)
+
+    def summed(*outputs: str) -> Callable[[Tensor], Tensor]:
+        return lambda x: sum(out.sum() for out in log_probs(x, outputs=outputs) if out is not None)
+
+    providers: Providers = {
+        "copy": lambda x: out.copy_(x.detach())[0, 0],
+        "mean": partial(loss, **in_place),
+        "mean, class_weight": partial(loss, class_weight=class_weight, **in_place),
+        "mean, label_smoothing": partial(loss, label_smoothing=0.1, **in_place),
+        "mean, class_weight and label_smoothing": partial(
+            loss, class_weight=class_weight, label_smoothing=0.1, **in_place
+        ),
+        "mean, in_forward": partial(loss, gradient="in_forward"),
+        "mean, in_forward, class_weight": partial(loss, class_weight=class_weight, gradient="in_forward"),
+        "soft_cross_entropy": partial(soft_cross_entropy, target_probs=probs, **in_place),
+        **{f"distillation, {name}": partial(distillation, divergence=name) for name in ("forward", "reverse", "js")},
+        "token_log_probs": lambda x: log_probs(x).sum(),
+        **{f"token_log_probs, {name}": summed(name) for name in ("entropy", "lse", "sum_sq_probs", "mean_logit")},
+    }
+    return providers, lambda: [[source.clone().requires_grad_()] for _ in range(CALLS)]
+
+
+def of_heads(n_tokens: int, width: int, vocab_size: int, device: torch.device) -> tuple[Providers, Made]:
+    """Return the providers, of hidden states and a weight, and what makes these anew."""
+    generator = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(n_tokens, width, device=device, generator=generator).bfloat16()
+    weight = torch.randn(vocab_size, width, device=device, generator=generator).mul_(0.05).bfloat16()
+    labels = torch.randint(0, vocab_size, (n_tokens,), device=device, generator=generator)
+    class_weight = torch.rand(vocab_size, device=device, generator=generator)
+    wide: Any = {"logits_dtype": torch.float32}
+    loss, log_probs = (partial(function, labels=labels) for function in (linear_cross_entropy, linear_token_log_probs))
+    providers: Providers = {
+        "linear": loss,
+        "linear, logits_dtype": partial(loss, **wide),
+        "linear, class_weight": partial(loss, class_weight=class_weight),
+        "linear, log_probs": lambda *head: log_probs(*head).sum(),
+        "linear, log_probs, logits_dtype": lambda *head: log_probs(*head, **wide).sum(),
+    }
+    return providers, lambda: [[hidden.requires_grad_(), weight.requires_grad_()]]
+
+
+def measure(shape: tuple[int, ...], ranks: Ranks, rounds: int) -> dict[str, Any]:
+    of_shape: Any = over_logits if len(shape) == 2 else of_heads
+    providers, made = of_shape(*shape, ranks.device)
+    calls: list[list[Tensor]] = []
+
+    def step(name: str) -> Tensor:
+        for tensors in calls:
+            loss: Tensor = providers[name](*tensors)
+            if loss.requires_grad:
+                torch.autograd.grad(loss, tensors)
+        return loss.detach()
+
+    def forget() -> None:
+        calls.clear()
+        calls.extend(made())
+
+    case, contexts = " x ".join(map(str, shape)), dict.fromkeys(providers, nullcontext)
+    return measured(case, contexts, step, forget, ranks.timer(), rounds, is_queued=True)
+
+
+def main() -> None:
+    words = parser_of(__doc__, rounds=15).parse_args()
+    with joined_ranks() as ranks:
+        logits, linear = TINY if words.tiny else (LOGITS, LINEAR)
+        run(head_of("losses"), [*logits, *linear], lambda shape: measure(shape, ranks, words.rounds), ranks, words.json)
+
+
+if __name__ == "__main__":
+    main()
