@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.budget import assert_within_budget
+from tests.support.gpu import assert_graph_replays, assert_host_never_waits
 from tests.support.inputs import DTYPES, IGNORE_INDEX
 from tests.support.logits import (
     COLUMNS,
@@ -22,7 +23,7 @@ from tests.support.logits import (
 )
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from tests.support.pairs import covering
-from vocab_parallel_ce import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+from vocab_parallel_ce import VocabParallelCrossEntropy, linear_cross_entropy, vocab_parallel_cross_entropy
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, Workload, select
 from vocab_parallel_ce.spec import PLAIN
 
@@ -136,6 +137,7 @@ EDGES = {  # row -> what it holds
 
 
 @pytest.mark.interpreted(2)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter, about infinity - infinity
 @pytest.mark.parametrize("z_loss", [0.0, 0.02])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_edges(impl_device, smoothing, z_loss):
@@ -225,3 +227,26 @@ def test_weights_written_before_backward_are_noticed(impl_device):
     weight += 1
     with pytest.raises(RuntimeError, match="overwritten before backward"):
         loss.backward()
+
+
+@pytest.mark.reference
+def test_metrics_have_no_weighted_z_loss():
+    options = {"class_weight": weights(), "return_metrics": True, "z_loss": 0.1}
+    with pytest.raises(ValueError, match="^return_metrics: expected no z_loss with class_weight"):
+        vocab_parallel_cross_entropy(*broad_rows("peaked", 3), **options)
+
+
+def _step(logits, labels, weight):
+    """Both losses: a mean with smoothing, whose divisor is computed on the device."""
+    leaf, head = logits.detach().requires_grad_(), torch.eye(COLUMNS, device=logits.device)
+    options = {"class_weight": weight, "label_smoothing": 0.1}
+    losses = vocab_parallel_cross_entropy(leaf, labels, **options), linear_cross_entropy(leaf, head, labels, **options)
+    return *(loss.detach() for loss in losses), *torch.autograd.grad(sum(losses), leaf)
+
+
+@pytest.mark.cuda
+def test_the_host_never_waits_and_a_graph_replays_new_weights():
+    batches = [(*broad_rows("some_ignored", seed=seed), weights(seed=seed)) for seed in range(3)]
+    batches = [[tensor.cuda() for tensor in each] for each in batches]
+    assert_host_never_waits(lambda: _step(*batches[0]))
+    assert_graph_replays(_step, [tensor.clone() for tensor in batches[0]], batches)

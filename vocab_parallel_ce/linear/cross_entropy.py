@@ -93,10 +93,11 @@ def linear_cross_entropy(
     Overwrites nothing. Under ``torch.autocast`` the products have its dtype, and each gradient has its tensor's.
     docs/linear.md has more on every argument, on memory, DTensor, FSDP and Megatron-LM.
 
-    Collectives: all_gathers of ``4 * K`` bytes per token from each rank: with gradients in forward two per
-    chunk (one for 128 tokens or fewer), otherwise one in all. The pass that computes gradients also runs one
-    all_reduce of ``d_hidden`` per chunk. With ``sequence_parallel`` that is a reduce_scatter, and each pass
-    all_gathers ``hidden``. All ranks must agree on what needs a gradient.
+    Collectives: all_gathers of ``4 * K`` bytes per token from each rank: with gradients in forward two per chunk (one
+    for 128 tokens or fewer), otherwise one in all. The pass that computes gradients also runs one all_reduce of
+    ``d_hidden`` per chunk. With ``sequence_parallel`` that is a reduce_scatter, and each pass all_gathers ``hidden``.
+    With ``class_weight`` a mean with gradients in forward all_gathers 4 bytes. All ranks must agree on what needs a
+    gradient.
 
     Args:
         hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank, or its part.
