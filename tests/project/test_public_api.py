@@ -22,6 +22,7 @@ OF_THE_LOSS = {"label_smoothing": 0.0, "smoothing_formula": "torch", "z_loss": 0
 OF_THE_LOSS |= {"num_items": None, "return_metrics": False, "gradient": "auto", "shift": False}
 OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "entropy": False}
 OF_HEADS = {"bias": None, "sequence_parallel": False, "reduce_hidden_grad": True, "main_grad": None}
+OF_HEADS |= {"sequence_dim": 0}
 OF_HEADS |= {"chunk_tokens": "auto", "memory_budget": None, "logits_dtype": None, "valid_tokens": None}
 LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]
 SIGNATURES = [
