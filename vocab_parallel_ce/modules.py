@@ -182,7 +182,7 @@ def _check_hooks(head: nn.Linear | nn.Embedding) -> None:
         raise ValueError(
             "head: tensor parallelism must have input_layouts=Replicate(), because this loss skips its "
             f"hooks, got {parallel.input_layouts}; use ColwiseParallel() and pass whole hidden states, or "
-            "parts along dimension 0 with sequence_parallel=True"
+            "parts with sequence_parallel=True"
         )
     if not is_dtensor(head.weight):
         raise ValueError(

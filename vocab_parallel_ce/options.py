@@ -75,6 +75,7 @@ class HeadKeywords(TypedDict, total=False):
     bias: Tensor | None
     main_grad: Tensor | None
     sequence_parallel: bool
+    sequence_dim: int
     reduce_hidden_grad: bool
     chunk_tokens: int | str
     memory_budget: int | None
@@ -94,6 +95,7 @@ class HeadSettings(NamedTuple):
     """What a caller asks for of a head, beside the loss's :class:`Settings`."""
 
     sequence_parallel: bool = False
+    sequence_dim: int = 0
     reduce_hidden_grad: bool = True
     valid_tokens: int | None = None
     chunk_tokens: int | str = "auto"

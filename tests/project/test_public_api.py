@@ -23,6 +23,7 @@ OF_THE_LOSS |= {"num_items": None, "class_weight": None, "return_metrics": False
 OF_THE_LOSS |= {"shift": False}
 OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "entropy": False}
 OF_HEADS = {"bias": None, "sequence_parallel": False, "reduce_hidden_grad": True, "main_grad": None}
+OF_HEADS |= {"sequence_dim": 0}
 OF_HEADS |= {"chunk_tokens": "auto", "memory_budget": None, "logits_dtype": None, "valid_tokens": None}
 OF_SOFT_TARGETS = {"group": None, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0}
 OF_SOFT_TARGETS |= {"reduction": "mean", "num_items": None, "gradient": "auto", "impl": "auto"}

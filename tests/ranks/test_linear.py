@@ -133,6 +133,31 @@ def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl
             assert sent == {"_allgather_base_": gathered, "_reduce_scatter_base_": whole}
 
 
+@BY_WAY
+@in_several_ranks
+def test_parts_of_the_sequences_of_a_batch(rank_pool, impl, way):
+    """Hidden states [b, s / R, D]: every sequence is cut. In one chunk too, the tokens are not in their order."""
+    world, dtype = rank_pool.world_size, torch.bfloat16
+    shapes = {"one chunk": (3, 2 * world), "chunks": (3, 2 * world), "inner": (2, world, 2), "last": (2, 2, 2 * world)}
+    for name, shape in shapes.items():
+        rows, dim = torch.Size(shape).numel(), 2 if name == "last" else 1
+        inputs = many_tokens(rows, COLUMNS * world, dtype).shaped(*shape)
+        inputs.labels.view(-1)[[1, -2]] = IGNORE_INDEX
+        options = {**way, "sequence_parallel": True, "sequence_dim": dim}
+        options["chunk_tokens"] = rows if name == "one chunk" else 3 * world
+        given = zero_first_grad_output(rows).view(shape) if way["reduction"] == "none" else torch.tensor(0.75)
+        case = Case(inputs, impl, options, grad_outputs=(given,))
+        results = rank_pool.run(run, case)
+        check(case, results)
+        passes = 1 if way.get("gradient") == "in_forward" else 2
+        for result in results:
+            sent = Counter()
+            for call in result.in_forward + result.in_backward:
+                sent[call.name] += call.nbytes
+            gathered = passes * inputs.hidden.nbytes // world + 4 * 3 * rows
+            assert sent == {"_allgather_base_": gathered, "_reduce_scatter_base_": inputs.hidden.nbytes}
+
+
 @in_two_ranks
 def test_the_next_token_of_a_sequence_in_parts(rank_pool, impl):
     """The label of a part's last token is the next part's first."""
@@ -218,6 +243,7 @@ def _refusals(rank, group, impl):
         "labels of a part": {"sequence_parallel": True},
         "valid tokens of a part": {"sequence_parallel": True, "labels": labels.repeat(2), "valid_tokens": 3},
         "whole weight": {"weight": whole, "vocab_size": 24},
+        "no such dimension": {"sequence_parallel": True, "sequence_dim": 1, "labels": labels.repeat(2)},
         "shift of a part": {
             "hidden": hidden[:, None],
             "sequence_parallel": True,
@@ -244,7 +270,8 @@ def test_what_does_not_fit_the_group_is_refused(rank_pool, impl):
         "labels of a part": r"ValueError: labels: .*\(8,\).*\(4,\)",
         "valid tokens of a part": "ValueError: valid_tokens: .*sequence_parallel",
         "whole weight": "ValueError: (weight|vocab_size): .*24",
-        "shift of a part": r"ValueError: shift: expected labels of one dimension with sequence_parallel.*\(8, 2\)",
+        "no such dimension": r"ValueError: sequence_dim: hidden must have such a dimension .*got 1 and \(4,\)",
+        "shift of a part": r"ValueError: shift: expected sequence_dim to be the last dimension.* 0 and .*\(8, 2\)",
         "hidden is a part": r"ValueError: labels: .*\(4,\).*\(8,\)",
     }
     assert_refused(rank_pool.run(_refusals, impl), expected)

@@ -80,7 +80,7 @@ def run(
     weight, bias = padded_weight(case.inputs, start, stop)
     hidden = case.inputs.hidden
     if case.options.get("sequence_parallel"):
-        hidden = hidden.chunk(group.size())[group.rank()]
+        hidden = hidden.chunk(group.size(), case.options.get("sequence_dim", 0))[group.rank()]
     leaves = [
         None if leaf is None else leaf.clone().to(device).requires_grad_(name not in case.frozen)
         for name, leaf in zip(LEAVES, (hidden, weight, bias), strict=True)
@@ -120,7 +120,7 @@ def _hidden_gradient(case: Case, results: Sequence[Result]) -> torch.Tensor | No
     if gradients[0] is None:
         return None
     if case.options.get("sequence_parallel"):
-        return torch.cat(gradients)
+        return torch.cat(gradients, case.options.get("sequence_dim", 0))
     if not case.options.get("reduce_hidden_grad", True):
         return sum(gradients[1:], start=gradients[0])
     for gradient in gradients:

@@ -115,8 +115,8 @@ def linear_cross_entropy(
         expected_grad_output: ``[...]``, the same on every rank: what will multiply each loss, except one factor for
             all, for reduction ``"none"`` with ``"in_forward"``. If that does not hold in backward, the gradients
             are NaN, and a later call warns.
-        sequence_parallel: ``hidden`` and its gradient are this rank's part along the first dimension, ``labels``
-            are of all tokens; needs a group.
+        sequence_parallel: ``hidden`` and its gradient are this rank's part along dimension ``sequence_dim``, by
+            default the first, and ``labels`` are of all tokens; needs a group.
         reduce_hidden_grad: False leaves the gradient of ``hidden`` this rank's share of the sum.
         valid_tokens: upper bound on labels that are not ``ignore_index``; the rest skip the matmul. Exceeding
             it gives a NaN loss.

@@ -93,7 +93,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)
     rows, overflow = flat(labels), None
     is_valid = ~is_ignored(rows, plan.options.ignore_index)
-    chunks, order = _chunks_and_order(is_valid, chunk, n_ranks, head)
+    chunks, order = _chunks_and_order(is_valid, labels.shape, chunk, n_ranks, head)
     if settings.reduction == "mean" or head.valid_tokens is not None:
         n_valid = is_valid.sum()
         if settings.reduction == "mean" and weights is None:
@@ -130,6 +130,7 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
     checks.check_choice("gradient", settings.gradient, GRADIENTS)
     checks.check_bool("sequence_parallel", head.sequence_parallel)
     checks.check_bool("reduce_hidden_grad", head.reduce_hidden_grad)
+    check_sequence_dim(head)
     if head.logits_dtype not in (None, torch.float32):
         raise ValueError(f"logits_dtype: expected None or torch.float32, got {head.logits_dtype!r}")
     chunk_of(head, 1, 1, 1, 1)
@@ -150,6 +151,14 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
             "valid_tokens: expected None with sequence_parallel, whose ranks hold parts that are cut "
             f"already, got {head.valid_tokens}"
         )
+
+
+def check_sequence_dim(head: HeadSettings) -> None:
+    checks.check_integer("sequence_dim", head.sequence_dim)
+    if head.sequence_dim < 0:
+        raise ValueError(f"sequence_dim: must be at least 0, got {head.sequence_dim}")
+    if head.sequence_dim and not head.sequence_parallel:
+        raise ValueError(f"sequence_dim: expected sequence_parallel=True with it, got {head.sequence_dim} without")
 
 
 def _check_expected(expected: Any, labels: Tensor, settings: Settings, dtype: torch.dtype) -> None:
@@ -189,12 +198,18 @@ def _check_tokens(given: Arguments, n_ranks: int, settings: Settings, head: Head
     if head.sequence_parallel:
         if given.group is None:
             raise ValueError("sequence_parallel: expected the group whose ranks hold the parts, got group=None")
-        if settings.shift and labels.dim() > 1:
+        if settings.shift and labels.dim() != head.sequence_dim + 1:
             raise ValueError(
-                "shift: expected labels of one dimension with sequence_parallel, which does not cut the last, got "
-                f"shape {tuple(labels.shape)}; shift the labels yourself"
+                "shift: expected sequence_dim to be the last dimension of the labels, which is shifted, got "
+                f"{head.sequence_dim} and labels of shape {tuple(labels.shape)}; shift the labels yourself"
             )
-        expected, of_all = (expected[0] * n_ranks, *expected[1:]), ", that of all ranks' tokens"
+        dim = head.sequence_dim
+        if dim >= len(expected):
+            raise ValueError(f"sequence_dim: hidden must have such a dimension of tokens, got {dim} and {expected}")
+        expected, of_all = (
+            (*expected[:dim], expected[dim] * n_ranks, *expected[dim + 1 :]),
+            ", that of all ranks' tokens",
+        )
     if tuple(labels.shape) != expected:
         raise ValueError(f"labels: expected shape {expected}{of_all}, got {tuple(labels.shape)}")
 
@@ -237,13 +252,15 @@ def gradient_of(settings: Settings, dtype: torch.dtype) -> str:
 
 
 def _chunks_and_order(
-    is_valid: Tensor, chunk: int, n_ranks: int, head: HeadSettings
+    is_valid: Tensor, shape: torch.Size, chunk: int, n_ranks: int, head: HeadSettings
 ) -> tuple[tuple[slice, ...], TokenOrder | None]:
     """Return the chunks of rows, and the order of the tokens in them unless it is their own."""
     n_tokens, n_rows = is_valid.shape[0], head.valid_tokens
     if head.sequence_parallel and n_ranks > 1:
         chunks = chunks_of(n_tokens, max(n_ranks, chunk // n_ranks * n_ranks))
-        return chunks, order_of_ranks(chunks, n_tokens, n_ranks, is_valid.device) if len(chunks) > 1 else None
+        if len(chunks) <= 1 and head.sequence_dim == 0:
+            return chunks, None
+        return chunks, order_of_ranks(chunks, shape, head.sequence_dim, n_ranks, is_valid.device)
     if n_rows is None and is_valid.device.type == "cpu":
         n_rows = int(is_valid.sum())
     if n_rows is None or n_tokens == 0 or n_rows > MOST_KEPT * n_tokens:
