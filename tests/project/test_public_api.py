@@ -30,6 +30,7 @@ OF_SOFT_TARGETS |= {"reduction": "mean", "num_items": None, "gradient": "auto", 
 OF_SOFT_TARGETS |= {"vocab_size": None, "shard": None}
 OF_DISTILLATION = {"divergence": "forward", "beta": 0.5, "labels": None, "hard_weight": 0.0, "num_items": None}
 OF_DISTILLATION |= {"group": None, "ignore_index": -100, "temperature": 1.0, "reduction": "mean", "gradient": "auto"}
+OF_DISTILLATION |= {"teacher_ids": None, "teacher_log_probs": None, "rest": "ignore"}
 OF_DISTILLATION |= {"impl": "auto", "check_labels": False, "vocab_size": None, "shard": None}
 LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]
 SIGNATURES = [

@@ -18,6 +18,7 @@ from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft import divergence_spec
 from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
 from vocab_parallel_ce.soft.pairs import PairCall, divisor_of, plan_pair, run
+from vocab_parallel_ce.soft.topk import IGNORED, N_STATISTICS, TopK, TopKOptions, packed_ids
 
 DIVERGENCES = ("forward", "reverse", "js")
 
@@ -42,9 +43,12 @@ KEYWORDS = keyword_defaults(DistillationKeywords)
 @with_keywords(KEYWORDS)
 def distillation_loss(
     student_logits: Tensor,
-    teacher_logits: Tensor,
+    teacher_logits: Tensor | None = None,
     *,
     group: Any = None,
+    teacher_ids: Tensor | None = None,
+    teacher_log_probs: Tensor | None = None,
+    rest: str = "ignore",
     divergence: str = "forward",
     beta: float = 0.5,
     labels: Tensor | None = None,
@@ -65,6 +69,9 @@ def distillation_loss(
     "forward" is Hinton et al.'s (arXiv:1503.02531), "js" GKD's (arXiv:2306.13649, equation 1). Nothing multiplies by
     ``temperature ** 2``, as Hinton et al. do: do it yourself. docs/distillation.md has more.
 
+    With ``teacher_ids`` and ``teacher_log_probs`` instead of ``teacher_logits``, the teacher is known at ``k`` tokens:
+    ``sum_k q_k (log q_k - log s_k)`` with ``q = exp(teacher_log_probs)``, "forward" only, without ``hard_weight``.
+
     Overwrites: backward writes the gradient over ``student_logits``, unless ``gradient`` says otherwise. The teacher's
     are never written, and get no gradient.
 
@@ -76,6 +83,11 @@ def distillation_loss(
         student_logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides.
         teacher_logits: ``[..., C']`` bf16, fp16 or fp32, from the same column on. ``C'`` may differ from ``C`` by
             padding, if ``vocab_size`` or ``shard`` says what is. Must not require a gradient.
+        teacher_ids: ``[..., k]`` int64 or int32 global ids, different in a row, the same on every rank.
+        teacher_log_probs: ``[..., k]`` floating point, at this temperature, the same on every rank; -inf leaves an id
+            out.
+        rest: of a teacher known at ``k`` tokens. ``"ignore"``: nothing else counts. ``"bucket"``: all other tokens are
+            one, of probability ``1 - sum_k q_k``.
         divergence, beta: as above; ``0 < beta < 1``, for "js" alone.
         labels: ``[...]`` int64 or int32 global ids, or None. Rows with ``ignore_index`` have loss and gradient 0.
         hard_weight: in [0, 1]; above 0 it needs ``labels``. The cross-entropy has temperature 1.
@@ -93,8 +105,15 @@ def distillation_loss(
     check_names(keywords, KEYWORDS)
     settings = divided_by(num_items, Settings(**keywords))
     checks.check_logits(student_logits)
-    _check_teacher(teacher_logits, student_logits)
     options = _checked_options(divergence, beta, hard_weight, labels, settings)
+    if teacher_ids is not None or teacher_log_probs is not None:
+        if teacher_logits is not None:
+            raise ValueError("teacher_logits: expected None with teacher_ids and teacher_log_probs, got a tensor")
+        known = teacher_ids, teacher_log_probs, rest
+        return _of_topk(student_logits, *known, labels, options, settings, group, num_items)
+    checks.check_choice("rest (without teacher_ids)", rest, ("ignore",))
+    _check_teacher(teacher_logits, student_logits)
+    assert teacher_logits is not None
     plan = plan_pair(student_logits, teacher_logits, labels, "teacher_logits", settings, group)
     _check_columns(teacher_logits, plan.shard, settings, *group_position(group))
     divisor = divisor_of(student_logits, labels, settings, num_items)
@@ -105,6 +124,63 @@ def distillation_loss(
     n_statistics = len(divergence_spec.statistics(options))
     call = PairCall(plan, _launchers(plan), options, n_statistics, options.divergence == "js", group, divisor)
     return run(call, student_logits, teacher_logits, None if labels is None else flat(labels))
+
+
+def _of_topk(
+    student: Tensor,
+    ids: Any,
+    log_probs: Any,
+    rest: str,
+    labels: Tensor | None,
+    options: DivergenceOptions,
+    settings: Settings,
+    group: Any,
+    num_items: int | Tensor | None,
+) -> Tensor:
+    """Compute the loss for a teacher that is known at k tokens."""
+    checks.check_choice("rest", rest, ("ignore", "bucket"))
+    if options.divergence != "forward" or options.hard_weight:
+        asked = f"divergence={options.divergence!r} and hard_weight={options.hard_weight:g}"
+        raise ValueError(f"teacher_ids: expected divergence='forward' and hard_weight=0, got {asked}")
+    _check_topk(ids, log_probs, student)
+    plan = plan_pair(student, log_probs, labels, "teacher_log_probs", settings, group)
+    divisor = divisor_of(student, labels, settings, num_items)
+    rows = packed_ids(ids, labels, plan.shard.vocab_size, settings.ignore_index)
+    if settings.check_labels:
+        _check_ids(rows, plan.shard.vocab_size)
+    if verify.open_calls:
+        own = {**comparable(settings, num_items), "rest": rest, "labels": labels is not None}
+        verify.compare_call({"logits": student}, rows, plan.shard, own)
+    known = TopKOptions(rest, options.temperature)
+    call = PairCall(plan, TopK(plan.launchers, log_probs.detach()), known, N_STATISTICS, False, group, divisor)
+    return run(call, student, log_probs, rows)
+
+
+def _check_topk(ids: Any, log_probs: Any, student: Tensor) -> None:
+    """Check that there are k ids and log-probabilities per row."""
+    checks.check_tensor("teacher_ids", ids)
+    checks.check_tensor("teacher_log_probs", log_probs)
+    if ids.dtype not in checks.LABEL_DTYPES:
+        raise TypeError(f"teacher_ids: dtype must be int64 or int32, got {ids.dtype}")
+    if not log_probs.is_floating_point():
+        raise TypeError(f"teacher_log_probs: dtype must be floating point, got {log_probs.dtype}")
+    for name, tensor in {"teacher_ids": ids, "teacher_log_probs": log_probs}.items():
+        if tensor.dim() == 0 or tensor.shape[:-1] != student.shape[:-1] or tensor.shape[-1] == 0:
+            expected = f"{tuple(student.shape[:-1])} and k, for student_logits {tuple(student.shape)}"
+            raise ValueError(f"{name}: shape must be {expected}, got {tuple(tensor.shape)}")
+    if ids.shape != log_probs.shape:
+        expected = f"that of teacher_log_probs, {tuple(log_probs.shape)}"
+        raise ValueError(f"teacher_ids: shape must be {expected}, got {tuple(ids.shape)}")
+    if ids.device != student.device:
+        raise ValueError(f"teacher_ids: device must be that of the logits, {student.device}, got {ids.device}")
+
+
+def _check_ids(rows: Tensor, vocab_size: int) -> None:
+    """Raise ValueError for an id outside the vocabulary, or twice in a row. Waits for the device."""
+    checks.check_label_range(rows, vocab_size, IGNORED)
+    in_order = rows.sort(dim=-1).values
+    if bool(((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != IGNORED)).any()):
+        raise ValueError("teacher_ids: must be different in a row, got an id twice")
 
 
 def _checked_options(

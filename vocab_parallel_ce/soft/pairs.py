@@ -9,7 +9,6 @@ loss that needs normalised probabilities has a second step: ``mixture [R, N, 2]`
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ class PairCall(NamedTuple):
     """One checked call."""
 
     plan: Plan
-    launchers: ModuleType
+    launchers: Any
     options: Any  # of the mathematics: hashable, as the launchers take them
     n_statistics: int
     has_mixture: bool
@@ -167,4 +166,4 @@ def _gradient(ctx: Any, grad_loss: Tensor | None) -> Tensor | None:
 
 
 def _share_memory(logits: Tensor, other: Tensor) -> bool:
-    return logits.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return logits.numel() > 0 and logits.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

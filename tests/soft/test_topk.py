@@ -1,0 +1,164 @@
+"""Teachers that are known at their k most probable tokens: numbers against fp64, edges, refusals, ranks."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.support.inputs import DTYPES, IGNORE_INDEX
+from tests.support.logits import broad_rows
+from tests.support.logits_ranks import chunked, even
+from tests.support.pairs import covering
+from tests.support.ranks import in_four_ranks, in_two_ranks
+from tests.support.soft import Case, check, check_ranks, run_in_rank
+from vocab_parallel_ce import distillation_loss
+
+NAN, INF = float("nan"), float("inf")
+ROWS, COLUMNS, K = 5, 43, 6
+
+
+def topk_loss(student, ignored, **options):
+    """A call of the loss that has the teacher among its options."""
+    return distillation_loss(student, **options)
+
+
+def topk_losses(student, ignored, *, teacher_ids, teacher_log_probs, rest="ignore", temperature=1.0):
+    """Differentiable unreduced losses in the dtype of ``student [N, V]``."""
+    log_s = (student / temperature).log_softmax(-1)
+    log_q = teacher_log_probs.to(student.dtype)
+    q, own = log_q.exp(), log_s.gather(-1, teacher_ids)
+    losses = (q * (log_q - own)).sum(-1)
+    if rest == "bucket":
+        r = (1 - q.sum(-1)).clamp(min=0)
+        others = log_s.scatter(-1, teacher_ids, -INF).logsumexp(-1)
+        losses = losses + torch.where(r == 0, 0.0, r * (r.clamp(min=1e-300).log() - others))
+    return losses
+
+
+def case_of(kind="peaked", dtype=torch.float32, columns=COLUMNS, labels=False, k=K, options=None, **ways):
+    made = broad_rows(kind, ROWS, columns, dtype=dtype, shards=2)
+    noise = torch.randn(made.logits.shape, generator=torch.Generator().manual_seed(5))
+    log_t = (noise * 2 + made.logits.float() * 0.3).log_softmax(-1)
+    # Shuffled: the most probable token need not be first.
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(6))
+    log_probs, ids = (t[:, order] for t in log_t.topk(k, dim=-1))
+    options = {"teacher_ids": ids, "teacher_log_probs": log_probs, **(options or {})}
+    given = made.labels.clone().index_fill_(0, torch.tensor([2]), IGNORE_INDEX) if labels else None
+    return Case(topk_loss, topk_losses, made.logits, made.logits, options, ways, given)
+
+
+PAIRS = covering(
+    rest=("ignore", "bucket"),
+    temperature=(1.0, 2.5),
+    labels=(False, True),
+    padding=((0, 0), (5, 5)),
+    kind=("peaked", "far_negative", "shard_edges"),
+    k=(1, 6),
+    way=("mean", "none", "items"),
+    gradient=("in_backward", "out_of_place"),
+    dtype=DTYPES,
+)
+WAYS = {"mean": {}, "none": {"reduction": "none"}, "items": {"reduction": "sum", "num_items": 7}}
+
+
+@pytest.mark.quick(3)
+@pytest.mark.interpreted(4)
+@pytest.mark.parametrize("case", PAIRS, ids=map(str, range(len(PAIRS))))
+def test_every_pair_of_options_on_together(impl_device, case):
+    options = {"rest": case["rest"], "temperature": case["temperature"]}
+    ways = {**WAYS[case["way"]], "gradient": case["gradient"]}
+    made = case_of(case["kind"], case["dtype"], labels=case["labels"], k=case["k"], options=options, **ways)
+    device = impl_device[1]
+    function = partial(_on, device) if device != "cpu" else topk_loss
+    check(impl_device, made._replace(padding=case["padding"], function=function))
+
+
+def _on(device, student, ignored, **options):
+    return topk_loss(student, ignored, **{n: v.to(device) if torch.is_tensor(v) else v for n, v in options.items()})
+
+
+@pytest.mark.parametrize("rest", ("ignore", "bucket"))
+def test_edges(impl_device, rest):
+    """Tokens left out, an excluded token, NaN, ids outside, ignored rows, and the whole vocabulary as k."""
+    impl, device = impl_device
+    made = case_of(columns=20)
+    ids, log_probs = (made.options[name].clone() for name in ("teacher_ids", "teacher_log_probs"))
+    student = made.logits.clone()
+    ids[0, 2], log_probs[0, 2] = -7, -INF
+    student[1, ids[1, 0]], student[2, 3] = -INF, NAN
+    ids[3, 1] = 20
+    log_probs[4] = -INF
+    ways = {"rest": rest, "impl": impl, "reduction": "none"}
+    leaf = student.to(device).requires_grad_()
+    loss = distillation_loss(leaf * 1, teacher_ids=ids.to(device), teacher_log_probs=log_probs.to(device), **ways)
+    (grad,) = torch.autograd.grad(loss.sum(), leaf)
+    loss, grad, kept = loss.detach().cpu(), grad.cpu(), [0, 1, 3, 4, 5]
+    truth = topk_losses(
+        student[:1].double(), None, teacher_ids=ids[:1, kept], teacher_log_probs=log_probs[:1, kept], rest=rest
+    )
+    torch.testing.assert_close(loss[:1], truth.float())
+    assert loss[1] == INF and grad[1].isfinite().all() and grad[1, ids[1, 0]] == 0
+    assert loss[2:4].isnan().all() and grad[2:4].isnan().all() and loss[4] == 0 and not grad[4].any()
+    ways["labels"] = torch.full((ROWS,), IGNORE_INDEX, device=device)
+    loss = distillation_loss(leaf * 1, teacher_ids=ids.to(device), teacher_log_probs=log_probs.to(device), **ways)
+    assert not loss.any() and not torch.autograd.grad(loss.sum(), leaf)[0].any()
+    ways["labels"] = torch.full((ROWS,), 20, device=device)
+    loss = distillation_loss(
+        leaf, teacher_ids=ids.to(device), teacher_log_probs=made.options["teacher_log_probs"].to(device), **ways
+    )
+    assert loss.isnan().all()
+    logits, teacher = made.logits.to(device), torch.randn(ROWS, 20, device=device).log_softmax(-1)
+    ids = torch.arange(20, device=device).expand(ROWS, 20)
+    loss = distillation_loss(logits, teacher_ids=ids, teacher_log_probs=teacher, rest=rest, impl=impl)
+    torch.testing.assert_close(loss, distillation_loss(logits, teacher, impl=impl), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.reference
+def test_a_confident_student_keeps_the_digits_of_the_rest():
+    """1 - S in fp32 is 0 or a rounding there."""
+    logits = torch.zeros(1, 50)
+    logits[0, 7], logits[0, 8] = 22.0, 1.0
+    ids, log_probs = torch.tensor([[8, 7]]), torch.tensor([[0.1, 0.7]]).log()
+    given = {"teacher_ids": ids, "teacher_log_probs": log_probs, "rest": "bucket"}
+    truth = topk_losses(logits.double(), None, **given)
+    torch.testing.assert_close(distillation_loss(logits, **given), truth.float()[0])
+
+
+@pytest.mark.reference
+def test_refusals_by_name():
+    student, ids, log_probs = torch.randn(2, 6), torch.tensor([[1, 2], [3, 3]]), torch.randn(2, 2)
+    for error, words, changed in (
+        (ValueError, "teacher_logits: expected None", {"teacher_logits": student}),
+        (TypeError, "teacher_ids: expected a torch.Tensor", {"teacher_ids": None}),
+        (TypeError, "teacher_log_probs: expected a torch.Tensor", {"teacher_log_probs": None}),
+        (TypeError, "teacher_ids: dtype", {"teacher_ids": log_probs}),
+        (TypeError, "teacher_log_probs: dtype", {"teacher_log_probs": ids}),
+        (TypeError, "teacher_log_probs: .*no gradient", {"teacher_log_probs": log_probs.clone().requires_grad_()}),
+        (ValueError, "teacher_ids: shape", {"teacher_ids": ids[:1]}),
+        (ValueError, "teacher_ids: shape", {"teacher_ids": ids[:, :1]}),
+        (ValueError, "teacher_ids: expected divergence='forward'", {"divergence": "reverse"}),
+        (ValueError, "rest: expected one of", {"rest": "drop"}),
+        (ValueError, "teacher_ids: must be different", {"check_labels": True}),
+        (ValueError, "labels: must be in", {"check_labels": True, "teacher_ids": ids + 3}),
+    ):
+        given = {"student_logits": student, "teacher_ids": ids, "teacher_log_probs": log_probs} | changed
+        with pytest.raises(error, match=f"^{words}"):
+            distillation_loss(**given)
+    with pytest.raises(ValueError, match="^rest"):
+        distillation_loss(student, student.clone(), rest="bucket")
+    with pytest.raises(TypeError, match="^teacher_logits: expected a torch.Tensor"):
+        distillation_loss(student)
+
+
+@in_two_ranks
+def test_two_ranks(rank_pool, impl):
+    for rest in ("ignore", "bucket"):
+        case = case_of("shard_edges", columns=40, labels=True, options={"rest": rest}, reduction="none")
+        check_ranks(case, rank_pool.run(run_in_rank, case, impl, even(20, 2)), even(20, 2), [20])
+
+
+@in_four_ranks
+def test_four_ranks_with_padding(rank_pool, impl):
+    for bounds in (even(12, 4), chunked(41, 4)):
+        case = case_of("peaked", torch.bfloat16, 41, options={"rest": "bucket", "temperature": 2.0})
+        check_ranks(case, rank_pool.run(run_in_rank, case, impl, bounds), bounds, [20])
