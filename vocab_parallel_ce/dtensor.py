@@ -44,7 +44,7 @@ def local_columns(name: str, logits: Any) -> LocalColumns:
     if coordinate is None:
         raise ValueError(f"{name}: this rank must be in the mesh of the DTensor, got {mesh}")
     # PyTorch sorts a group's ranks, and then cuts by the position in the group, not in the mesh.
-    ranks = ranks_along(mesh, dim)
+    ranks = ranks_along(mesh, (dim,))
     if tuple(dist.get_process_group_ranks(group)) != ranks:
         raise ValueError(
             f"{name}: expected a mesh of ascending ranks along dimension {dim}, got {ranks}; make it of those"
@@ -117,19 +117,22 @@ def local_rows(name: str, parameter: Tensor, group: object) -> Tensor:
     """Return this rank's rows of ``parameter``, which errors call ``name``.
 
     A plain tensor holds them already. A DTensor gives its local tensor. The gradient becomes a DTensor on the
-    same mesh, with Shard(0) on the same dimension and Partial() on the others: their ranks have their own
+    same mesh, with Shard(0) on the same dimensions and Partial() on the others: their ranks have their own
     tokens, and the gradient is the sum over all of them, as in PyTorch's own matmul.
 
+    Several dimensions with Shard(0) must be those of ``group`` together, in the order of the mesh. Each dimension cuts
+    the parts of the one before. Those are the parts of all ranks at once only if all are equal.
+
     Raises:
-        ValueError: a DTensor has another layout, or other ranks than ``group``.
+        ValueError: a DTensor has another layout, or other ranks than ``group``; or several dimensions cut it into parts
+            that are not equal.
     """
     if not is_dtensor(parameter):
         return parameter
     dtensor: Any = parameter
     placements, mesh = dtensor.placements, dtensor.device_mesh
-    dim = _sharded_mesh_dim(name, placements)
-    label = dim if mesh.mesh_dim_names is None else f'"{mesh.mesh_dim_names[dim]}"'
-    remedy = f"group={name}.device_mesh.get_group({label})"
+    dims = _sharded_mesh_dims(name, placements)
+    remedy = _group_of_dims(name, mesh, dims)
     if group is None:
         raise ValueError(
             f"{name}: a DTensor does not tell if tensor parallelism or FSDP cut it, expected its group, got "
@@ -137,38 +140,53 @@ def local_rows(name: str, parameter: Tensor, group: object) -> Tensor:
             "FSDP wraps"
         )
     ranks = tuple(dist.get_process_group_ranks(group))  # type: ignore[arg-type]
-    expected = ranks_along(mesh, dim)
+    expected = ranks_along(mesh, dims)
     if ranks != expected:
         remedy = "a mesh of ascending ranks" if sorted(ranks) == sorted(expected) else remedy
-        of_mesh = f"the ranks {expected} of mesh dimension {dim} of {name}, in this order"
+        of_dims = f"dimension {dims[0]}" if len(dims) == 1 else f"dimensions {dims}"
+        of_mesh = f"the ranks {expected} of mesh {of_dims} of {name}, in this order"
         raise ValueError(f"group: expected {of_mesh}, got {ranks}; pass {remedy}")
+    if len(dims) > 1 and dtensor.shape[0] % len(expected):
+        raise ValueError(
+            f"{name}: expected rows that the {len(expected)} ranks of mesh dimensions {dims} have equal parts of, got "
+            f"{dtensor.shape[0]}; pad them, or cut them over a flattened mesh"
+        )
     if len(placements) == 1:
         return dtensor.to_local()
     from torch.distributed.tensor import Partial
 
-    grads = [placement if d == dim else Partial() for d, placement in enumerate(placements)]
+    grads = [placement if d in dims else Partial() for d, placement in enumerate(placements)]
     return dtensor.to_local(grad_placements=grads)
 
 
-def _sharded_mesh_dim(name: str, placements: tuple[Any, ...]) -> int:
-    """Return the only dimension of the mesh that has Shard(0), if all others replicate."""
+def _group_of_dims(name: str, mesh: Any, dims: tuple[int, ...]) -> str:
+    """Return how to ask for the group of these dimensions, if tensor parallelism cut ``name`` over all of them."""
+    if len(dims) > 1:
+        inside = "if FSDP cut one of them, call it inside the module that FSDP wraps"
+        return f"the group of the flattened dimensions {dims} of its mesh; {inside}"
+    label = dims[0] if mesh.mesh_dim_names is None else f'"{mesh.mesh_dim_names[dims[0]]}"'
+    return f"group={name}.device_mesh.get_group({label})"
+
+
+def _sharded_mesh_dims(name: str, placements: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the dimensions of the mesh that have Shard(0), if all others replicate."""
     from torch.distributed.tensor import Shard
 
     # Older versions of is_shard(0) accept _StridedShard too, whose rows lie elsewhere.
-    sharded = [d for d, placement in enumerate(placements) if type(placement) is Shard and placement.dim == 0]
-    if len(sharded) == 1 and sum(placement.is_replicate() for placement in placements) == len(placements) - 1:
-        return sharded[0]
+    sharded = tuple(d for d, placement in enumerate(placements) if type(placement) is Shard and placement.dim == 0)
+    if sharded and sum(placement.is_replicate() for placement in placements) == len(placements) - len(sharded):
+        return sharded
     remedy = "pass this rank's rows as a plain tensor"
     if sum(getattr(placement, "dim", None) == 0 for placement in placements) > 1:
         remedy = "tensor parallelism and FSDP both cut it: call it inside the module that FSDP wraps"
-    layout = "Shard(0) on one dimension of its mesh and Replicate() on the others"
+    layout = "Shard(0) on one or more dimensions of its mesh and Replicate() on the others"
     raise ValueError(f"{name}: expected a DTensor with {layout}, got {placements}; {remedy}")
 
 
-def ranks_along(mesh: Any, dim: int) -> tuple[int, ...]:
-    """Return the ranks that differ from this one only in dimension ``dim``, in the order of their shards."""
+def ranks_along(mesh: Any, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ranks that differ from this one only in dimensions ``dims``, in the order of their shards."""
     coordinate = mesh.get_coordinate()
-    return () if coordinate is None else _ranks_along(mesh, dim, tuple(coordinate))
+    return () if coordinate is None else _ranks_along(mesh, dims, tuple(coordinate))
 
 
 # As torch.compiler.assume_constant_result marks it, without importing the compiler: it reads a tensor of the mesh.
@@ -176,11 +194,9 @@ ranks_along._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=64)  # mesh.mesh takes 0.5 ms
-def _ranks_along(mesh: Any, dim: int, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-    ranks = mesh.mesh.movedim(dim, -1)
-    for position in coordinate[:dim] + coordinate[dim + 1 :]:
-        ranks = ranks[position]
-    return tuple(ranks.tolist())
+def _ranks_along(mesh: Any, dims: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[int, ...]:
+    own = tuple(slice(None) if d in dims else position for d, position in enumerate(coordinate))
+    return tuple(mesh.mesh[own].flatten().tolist())
 
 
 class ParallelHooks(NamedTuple):

@@ -14,7 +14,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import assert_refused, messages_of
 from tests.support.inputs import IGNORE_INDEX
-from tests.support.linear import TWO_WAYS, WIDTH, Results, assert_results, linear_fp64, linear_same_dtype, projection
+from tests.support.linear import (
+    TWO_WAYS,
+    WIDTH,
+    Results,
+    assert_results,
+    assert_right,
+    grad_output_of,
+    linear_fp64,
+    linear_same_dtype,
+    projection,
+)
 from tests.support.linear_ranks import ROWS, Case, Result, check, grad_outputs_of
 from tests.support.logits_ranks import chunked
 from tests.support.ranks import device_of, in_four_ranks, in_ranks, subgroups
@@ -286,6 +296,33 @@ def test_replicas_of_a_cut_head_add_up_their_gradients(rank_pool, impl, tp_dim):
         assert_within_budget(stepped, first.weight.double() - 0.5 * weights[0], first.weight - 0.5 * weights[1])
 
 
+def _on_both_dimensions(rank, group, impl, inputs, way):
+    """Tensor parallelism over a mesh of 2 x 2."""
+    device = device_of(rank, group)
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("x", "y"))
+    cut = [Shard(0), Shard(0)]
+    weight, bias = (distribute_tensor(x.to(device), mesh, cut).requires_grad_() for x in inputs[1:4:2])
+    hidden, labels = inputs.hidden.clone().to(device).requires_grad_(), inputs.labels.to(device)
+    options = {"bias": bias, "group": mesh._flatten("tp").get_group(), "impl": impl, "chunk_tokens": 4, **way}
+    loss = linear_cross_entropy(hidden, weight, labels, vocab_size=len(inputs.weight) - 1, **options)
+    loss.backward(grad_output_of(way, ROWS).to(device))
+    assert weight.grad.placements == bias.grad.placements == tuple(cut) and weight.grad.device_mesh == mesh
+    return (loss.detach(),), hidden.grad, weight.grad.full_tensor(), bias.grad.full_tensor()
+
+
+@TWO_WAYS
+@in_four_ranks
+def test_a_head_that_both_dimensions_of_a_mesh_cut(rank_pool, impl, way):
+    """Its last row is padding."""
+    inputs = projection("shard_edges", ROWS, 23, bias=True)
+    padded = inputs._replace(weight=F.pad(inputs.weight, (0, 0, 0, 1), value=9.0), bias=F.pad(inputs.bias, (0, 1)))
+    results = [Results(*found) for found in rank_pool.run(_on_both_dimensions, impl, padded, way)]
+    for found in results:
+        assert torch.equal(found.outputs[0], results[0].outputs[0]) and not found.weight[23:].any()
+        found = found._replace(bias=found.bias[:23])
+        assert_right(found, inputs, grad_output_of(way, ROWS), bounds=[(0, 6), (6, 12), (12, 18), (18, 23)], **way)
+
+
 def _in_fsdp_and_tensor_parallelism(rank, group, impl):
     device = device_of(rank, group)
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -313,10 +350,18 @@ def _refusals_of_meshes(rank, group, impl):
     hidden, labels = _tokens(device)
     groups = {"no group": None, "group of the replicas": mesh.get_group("dp"), "group of all": group}
     placed = dict.fromkeys(groups, [Replicate(), Shard(0)])
-    placed |= {"both": [Shard(0), Shard(0)], "columns too": [Shard(1), Shard(0)]}
+    placed |= {
+        "both": [Shard(0), Shard(0)],
+        "columns too": [Shard(1), Shard(0)],
+        "both, no group": [Shard(0), Shard(0)],
+    }
     placed["no rows"] = [Replicate(), Replicate()]
     weights = {name: distribute_tensor(whole, mesh, placements) for name, placements in placed.items()}
     weights["partial"] = DTensor.from_local(whole[:12], mesh, [Partial(), Shard(0)])
+    groups |= {"both, no group": None, "unequal parts": group, "both, another order": descending.get_group()}
+    weights["unequal parts"] = distribute_tensor(whole[:22], mesh, [Shard(0), Shard(0)])
+    square = DeviceMesh(device.type, [[3, 2], [1, 0]])
+    weights["both, another order"] = distribute_tensor(whole, square, [Shard(0), Shard(0)])
     weights["another order"] = distribute_tensor(whole, descending, [Shard(0)])
     groups["another order"] = descending.get_group()
 
@@ -329,9 +374,12 @@ def _refusals_of_meshes(rank, group, impl):
 
 @in_four_ranks
 def test_a_dtensor_is_cut_along_its_rows_over_its_group_alone(rank_pool, impl):
-    layout = r"ValueError: weight: expected a DTensor with Shard\(0\) on one dimension .*Replicate\(\) on .* got "
+    layout = r"ValueError: weight: expected a DTensor with Shard\(0\) on one or more .*Replicate\(\) on .* got "
     expected = {
-        "both": rf"{layout}.*FSDP.*{INSIDE}",
+        "both": rf"ValueError: group: expected the ranks \(0, 1, 2, 3\) of mesh dimensions \(0, 1\) .*FSDP.*{INSIDE}",
+        "both, no group": rf"ValueError: weight: .*got None.*the group of the flattened dimensions \(0, 1\).*{INSIDE}",
+        "both, another order": r"ValueError: group: .*\(3, 2, 1, 0\) of mesh dimensions.* got \(0, 1, 2, 3\); .*ascending ranks",
+        "unequal parts": r"ValueError: weight: expected rows that the 4 ranks .*\(0, 1\) have equal parts of, got 22; pad",
         "columns too": rf"{layout}\(Shard\(dim=1\).*plain tensor",
         "no rows": rf"{layout}\(Replicate\(\), Replicate.*plain tensor",
         "partial": rf"{layout}\(Partial.*plain tensor",

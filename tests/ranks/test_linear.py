@@ -161,18 +161,18 @@ def test_parts_of_the_sequences_of_a_batch(rank_pool, impl, way):
 @in_two_ranks
 def test_the_next_token_of_a_sequence_in_parts(rank_pool, impl):
     """The label of a part's last token is the next part's first."""
-    inputs = many_tokens(8, COLUMNS * rank_pool.world_size)
-    moved = inputs._replace(labels=torch.cat([torch.tensor([IGNORE_INDEX]), inputs.labels[:-1]]))
-    for reduction in ("mean", "none"):
-        options = {"reduction": reduction, "sequence_parallel": True, "chunk_tokens": 4}
-        grad_outputs = (zero_first_grad_output(8)[1:],) if reduction == "none" else None
+    for reduction, shape in (("mean", (8,)), ("none", (8,)), ("none", (2, 4))):
+        inputs = many_tokens(8, COLUMNS * rank_pool.world_size).shaped(*shape)
+        kept, end = inputs.labels[..., :-1], inputs.labels.new_full((*shape[:-1], 1), IGNORE_INDEX)
+        moved, ahead = (inputs._replace(labels=torch.cat(parts, -1)) for parts in ([end, kept], [kept, end]))
+        options = {"reduction": reduction, "sequence_parallel": True, "sequence_dim": len(shape) - 1, "chunk_tokens": 4}
+        grad_outputs = (zero_first_grad_output(8).view(shape)[..., 1:],) if reduction == "none" else None
         case = Case(moved, impl, {**options, "shift": True}, grad_outputs=grad_outputs)
         results = rank_pool.run(run, case)
         given = None
         if reduction == "none":  # the last token has neither a loss nor a grad_output
-            given = (torch.cat([*grad_outputs, torch.zeros(1)]),)
-            results = [r._replace(outputs=(torch.cat([*r.outputs, torch.zeros(1)]),)) for r in results]
-        ahead = inputs._replace(labels=torch.cat([inputs.labels[:-1], torch.tensor([IGNORE_INDEX])]))
+            given = (torch.cat([*grad_outputs, 0.0 * end], -1),)
+            results = [r._replace(outputs=(torch.cat([*r.outputs, 0.0 * end], -1),)) for r in results]
         check(Case(ahead, impl, options, grad_outputs=given), results)
 
 
