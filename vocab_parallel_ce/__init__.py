@@ -4,6 +4,7 @@ from vocab_parallel_ce.cross_entropy import LossMetrics, vocab_parallel_cross_en
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, linear_token_log_probs
 from vocab_parallel_ce.log_probs import token_log_probs
 from vocab_parallel_ce.modules import LinearCrossEntropy, VocabParallelCrossEntropy
+from vocab_parallel_ce.outputs import TokenLogProbs
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.te_compat import cross_entropy_backward, cross_entropy_forward, parallel_cross_entropy
 from vocab_parallel_ce.verify import verify_calls
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LinearCrossEntropy",
     "LossMetrics",
+    "TokenLogProbs",
     "VocabParallelCrossEntropy",
     "VocabShard",
     "cross_entropy_backward",

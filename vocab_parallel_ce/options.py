@@ -31,6 +31,9 @@ class Settings(NamedTuple):
     logit_scale: float = 1.0
     temperature: float = 1.0
     entropy: bool = False
+    lse: bool = False
+    sum_sq_probs: bool = False
+    mean_logit: bool = False
     reduction: str = "mean"
     return_metrics: bool = False
     gradient: str = "auto"
@@ -144,7 +147,7 @@ def loss_options(settings: Settings, vocab_size: int | None) -> LossOptions:
         checks.check_bool(name, getattr(settings, name))
     smoothing, softcap = float(settings.label_smoothing), settings.softcap
     if settings.return_metrics and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
-        raise ValueError(f"return_metrics: vocab_size must be at most 2**24 for predictions, got {vocab_size}")
+        raise ValueError(f"return_metrics, is_top1: vocab_size must be at most 2**24, got {vocab_size}")
     if vocab_size is not None and settings.smoothing_formula == "megatron":
         smoothing = checks.checked_megatron_smoothing(smoothing, vocab_size)
     logit_scale = settings.logit_scale / settings.temperature
@@ -160,6 +163,9 @@ def loss_options(settings: Settings, vocab_size: int | None) -> LossOptions:
         softcap=softcap,
         entropy=settings.entropy,
         predictions=settings.return_metrics,
+        lse=settings.lse,
+        sum_sq_probs=settings.sum_sq_probs,
+        mean_logit=settings.mean_logit,
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.layout import flat, overwritable, per_row
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
-from vocab_parallel_ce.spec import TokenOutputs
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 
 def new_outputs(call: Call, shape: torch.Size, like: Tensor) -> TokenOutputs:
@@ -24,12 +24,9 @@ def new_outputs(call: Call, shape: torch.Size, like: Tensor) -> TokenOutputs:
     """
     wanted = call.plan.options
     loss = like.new_empty(shape, dtype=torch.float32)
-    return TokenOutputs(
-        loss,
-        torch.empty_like(loss) if wanted.entropy else None,
-        torch.empty_like(loss) if wanted.predictions else None,
-        torch.empty_like(loss, dtype=torch.int64) if wanted.predictions else None,
-    )
+    others = [torch.empty_like(loss) if is_wanted else None for is_wanted in wanted.outputs[1:-1]]
+    predictions = torch.empty_like(loss, dtype=torch.int64) if wanted.predictions else None
+    return TokenOutputs._make((loss, *others, predictions))
 
 
 def local_statistics(
@@ -89,14 +86,14 @@ def fill_with_gradient(
 ) -> None:
     """Do :func:`forward_with_gradient` from the statistics of all ranks."""
     plan = call.plan
-    assert not plan.options.entropy, "its gradient needs grad_entropy, so it is written in backward"
+    assert not any(plan.options.differentiable[1:]), "their gradients need grad_outputs, which backward knows"
     loss = None
     if plan.options.predictions:
         plan.launchers.token_outputs(stats, labels, divisor, outputs, shard=plan.shard, options=plan.options)
     else:
         loss = outputs.loss.view(-1)
     plan.launchers.cross_entropy(
-        logits, stats, labels, divisor, None, None, loss, logits, shard=plan.shard, options=plan.options
+        logits, stats, labels, divisor, GradOutputs(), loss, logits, shard=plan.shard, options=plan.options
     )
 
 
@@ -106,26 +103,15 @@ def write_gradient(
     labels: Tensor,
     stats: Tensor,
     divisor: Tensor | None,
-    grad_loss: Tensor | None,
-    grad_entropy: Tensor | None,
+    grads: GradOutputs,
     grad_logits: Tensor,
 ) -> None:
-    """Fill ``grad_logits``, a new tensor or the logits themselves, from forward's statistics; None is 0."""
-    if grad_loss is None:
-        grad_loss = logits.new_zeros(1, dtype=torch.float32)
-    grad_output = per_row(grad_loss, logits)
-    of_entropy = None if grad_entropy is None else per_row(grad_entropy, logits)
+    """Fill ``grad_logits``, a new tensor or the logits themselves, from forward's statistics."""
+    if grads.loss is None:
+        grads = grads._replace(loss=logits.new_zeros(1, dtype=torch.float32))
+    grads = GradOutputs(*[None if grad is None else per_row(grad, logits) for grad in grads])
     plan.launchers.cross_entropy(
-        logits,
-        stats,
-        labels,
-        divisor,
-        grad_output,
-        of_entropy,
-        None,
-        grad_logits,
-        shard=plan.shard,
-        options=plan.options,
+        logits, stats, labels, divisor, grads, None, grad_logits, shard=plan.shard, options=plan.options
     )
 
 

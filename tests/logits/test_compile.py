@@ -27,7 +27,7 @@ from vocab_parallel_ce import (
     vocab_parallel_cross_entropy,
 )
 from vocab_parallel_ce.cross_entropy import TRACES_DTENSORS
-from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.options import HeadSettings, Settings, loss_options
 
 N, WIDTH, VOCABULARY = 12, 8, 48
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0, "logit_scale": 0.9}
@@ -268,6 +268,7 @@ def test_compiled_autograd(step, compiles_forward):
 OPTIONS = {
     "mean": {},
     "entropy": {"entropy": True, "reduction": "none"},
+    "outputs": {"lse": True, "sum_sq_probs": True, "mean_logit": True, "reduction": "none"},
     "metrics": {"return_metrics": True, "z_loss": 0.1, "label_smoothing": 0.1},
     "sum": {"reduction": "sum", "check_labels": True},
 }
@@ -284,14 +285,15 @@ def test_the_operators_are_what_they_declare(options):
     values = operators._values(settings)
     opcheck(ops.cross_entropy, (logits, x.labels, divisor, None, *values))
     loss, *_, stats, count = (out.detach() for out in ops.cross_entropy(logits, x.labels, divisor, None, *values))
-    grads = torch.rand(loss.shape), torch.rand(6) if settings.entropy else None
+    is_asked = loss_options(settings, None).differentiable[1:]
+    grads = torch.rand(loss.shape), *(torch.rand(6) if asked else None for asked in is_asked)
     divisor = count if settings.reduction == "mean" else divisor
     opcheck(ops.cross_entropy_gradient, (stats, *grads, logits.detach(), x.labels, divisor, None, *values))
     for gradient in ("in_backward",) if settings.reduction == "none" else ("in_forward", "in_backward"):
         values = [*operators._values(settings._replace(gradient=gradient)), *operators._values(HeadSettings())]
         given, head = (*x.leaves(), None, x.labels, divisor if settings.reduction == "sum" else None), (None, None)
         opcheck(ops.linear_cross_entropy, (*given, *head, [True, True, False], *values))
-        stats = ops.linear_cross_entropy(*given, *head, [True, True, False], *values)[5].detach()
+        stats = ops.linear_cross_entropy(*given, *head, [True, True, False], *values)[7].detach()
     given = tuple(None if t is None else t.detach() for t in given)
     opcheck(ops.linear_cross_entropy_gradient, (stats, *grads, *given, *head, [True, False, False], *values))
 

@@ -18,11 +18,14 @@ NEG_INF = float("-inf")
 
 
 class Values(NamedTuple):
-    """Everything that a call can return; the first three are differentiable."""
+    """Everything that a call can return; those before the predictions are differentiable."""
 
     loss: Tensor  # of the labels' shape, or () if reduced
     log_probs: Tensor  # the rest: of the labels' shape, except the accuracy and a reduced z_loss
     entropy: Tensor
+    lse_of_p: Tensor  # after the temperature, NaN for a label outside, as the next two
+    sum_sq_probs: Tensor
+    mean_logit: Tensor
     predictions: Tensor  # int64, -1 in rows that are ignored or hold no number
     token_accuracy: Tensor
     lse: Tensor
@@ -88,8 +91,10 @@ def values(
     if z_loss:
         losses = losses + z_loss * lse**2
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == NEG_INF, 0.0)).sum(dim=-1)
-    losses, log_probs, entropy = (
-        (value * one_or_nan).masked_fill(left_out, 0.0).reshape(labels.shape) for value in (losses, log_probs, entropy)
+    of_p = ((z / temperature).logsumexp(dim=-1), log_p.exp().square().sum(dim=-1), (z / temperature).mean(dim=-1))
+    losses, log_probs, entropy, *of_p = (
+        (value * one_or_nan).masked_fill(left_out, 0.0).reshape(labels.shape)
+        for value in (losses, log_probs, entropy, *of_p)
     )
     z = transformed(x.detach(), ignored)
     known = z.amax(dim=-1).isfinite() & ~ignored
@@ -100,6 +105,7 @@ def values(
         _reduced(losses, reduction, num_items, ~ignored),
         log_probs,
         entropy,
+        *of_p,
         predictions.reshape(labels.shape),
         accuracy,
         lse,
@@ -123,12 +129,12 @@ def cross_entropy_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> 
 
 def metrics_fp64(logits: Tensor, labels: Tensor, **options: Any) -> LossMetrics:
     """fp64 metrics of the loss with the same options."""
-    return LossMetrics(*values(logits.detach().double(), labels, **options)[3:])
+    return LossMetrics(*values(logits.detach().double(), labels, **options)[6:])
 
 
 def metrics_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> LossMetrics:
     """The metrics that PyTorch gets in fp32 arithmetic."""
-    return LossMetrics(*values(logits.detach().float(), labels, **options)[3:])
+    return LossMetrics(*values(logits.detach().float(), labels, **options)[6:])
 
 
 def token_outputs_fp64(logits: Tensor, labels: Tensor, **options: Any) -> TokenOutputs:
@@ -140,6 +146,19 @@ def token_outputs_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> 
     """What PyTorch gets in fp32 arithmetic, the gradient rounded once to the logits' dtype."""
     log_probs, entropy, grad = _token_outputs(logits.float(), labels, **options)
     return TokenOutputs(log_probs, entropy, grad.to(logits.dtype))
+
+
+def differentiable(
+    x: Tensor, labels: Tensor, grad_outputs: dict[str, Tensor], **options: Any
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The values that ``grad_outputs`` names, in the dtype of ``x``, and the gradient of (each * its grad_output)."""
+    leaf = x.detach().clone().requires_grad_()
+    found = values(leaf, labels, **options)
+    named = {name: getattr(found, name) for name in grad_outputs}
+    (grad,) = torch.autograd.grad(
+        list(named.values()), leaf, [given.to(x.dtype).expand(labels.shape) for given in grad_outputs.values()]
+    )
+    return {name: value.detach() for name, value in named.items()}, grad
 
 
 def _cross_entropy(x: Tensor, labels: Tensor, *, grad_output: Tensor | None = None, **options: Any) -> LossAndGradient:

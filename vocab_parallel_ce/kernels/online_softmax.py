@@ -46,6 +46,7 @@ class LaneStats(NamedTuple):
     shifted_sum: tl.tensor
     n_columns: tl.tensor
     exp_shifted_sum: tl.tensor
+    sum_exp_sq: tl.tensor
     max_tile: tl.tensor  # the tile that raised the maximum last
 
 
@@ -61,6 +62,13 @@ class LooseColumns(NamedTuple):
 def exp_times_shifted(z, shift):
     """Return ``exp(z - shift) * (z - shift)``, 0 in an excluded column."""
     return ops.exp_shifted(z, shift) * ops.bounded(z - shift)
+
+
+@triton.jit
+def exp_squared(z, shift):
+    """Return ``exp(2 * (z - shift))``."""
+    exp = ops.exp_shifted(z, shift)
+    return exp * exp
 
 
 @triton.jit
@@ -106,6 +114,7 @@ def walk_body(row, loss_options):
     shifted_sum = tl.zeros([LANES], tl.float32)
     n_columns = tl.zeros([LANES], tl.float32)
     exp_shifted_sum = tl.zeros([LANES], tl.float32)
+    sum_exp_sq = tl.zeros([LANES], tl.float32)
     max_tile = tl.zeros([LANES], tl.int32)
     for tile in range(0, row.width, LANES * VECTOR):
         columns = tile + row.lane_columns
@@ -116,7 +125,7 @@ def walk_body(row, loss_options):
         shift = ops.finite_or_zero(new_max)
         decay = ops.exp_shifted(lane_max, shift)
         # Move the sums from the old maximum to the new one, then add the tile.
-        if loss_options.smoothing is not None:
+        if loss_options.smoothing is not None or loss_options.mean_logit is not None:
             shifted_sum += n_columns * ops.raised_by(lane_max, shift)
             shifted_sum += tl.sum(tl.where(inside, z - shift[:, None], 0.0), axis=1)
             n_columns += tl.sum(inside.to(tl.float32), axis=1)
@@ -124,12 +133,15 @@ def walk_body(row, loss_options):
             exp_shifted_sum += lane_sum * ops.bounded(ops.raised_by(lane_max, shift))
             tile_sum = tl.sum(exp_times_shifted(z, shift[:, None]), axis=1)
             exp_shifted_sum = exp_shifted_sum * decay + tile_sum
+        if loss_options.sum_sq_probs is not None:
+            sum_exp_sq *= decay * decay
+            sum_exp_sq += tl.sum(exp_squared(z, shift[:, None]), axis=1)
         if loss_options.predictions is not None:
             max_tile = tl.where(tile_max > lane_max, tile, max_tile)
         lane_sum *= decay
         lane_sum += tl.sum(ops.exp_shifted(z, shift[:, None]), axis=1)
         lane_max = new_max
-    return LaneStats(lane_max, lane_sum, shifted_sum, n_columns, exp_shifted_sum, max_tile)
+    return LaneStats(lane_max, lane_sum, shifted_sum, n_columns, exp_shifted_sum, sum_exp_sq, max_tile)
 
 
 @triton.jit
@@ -182,7 +194,8 @@ def merge_columns(row, lanes, loose, target_logit, shard_start, loss_options):
     shifted_sum = 0.0
     exp_shifted_sum = 0.0
     argmax = 0.0
-    if loss_options.smoothing is not None:
+    sum_exp_sq = 0.0
+    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
         shifted_sum = tl.sum(lanes.shifted_sum + lanes.n_columns * ops.raised_by(lanes.max, shift))
         shifted_sum += tl.sum(tl.where(loose.inside, loose.z - shift, 0.0))
         shifted_sum += tl.where(row.owned, target_logit - shift, 0.0)
@@ -190,12 +203,15 @@ def merge_columns(row, lanes, loose, target_logit, shard_start, loss_options):
         lane_shift = ops.bounded(ops.raised_by(lanes.max, shift))
         exp_shifted_sum = tl.sum((lanes.exp_shifted_sum + lanes.sum * lane_shift) * decay)
         exp_shifted_sum += tl.sum(exp_times_shifted(loose.z, shift)) + exp_times_shifted(target_logit, shift)
+    if loss_options.sum_sq_probs is not None:
+        sum_exp_sq = tl.sum(lanes.sum_exp_sq * decay * decay)
+        sum_exp_sq += tl.sum(exp_squared(loose.z, shift)) + exp_squared(target_logit, shift)
     if loss_options.predictions is not None:
         column = first_maximum(row, lanes, loose, target_logit, row_max, loss_options)
         is_finite = tl.abs(row_max) < float("inf")
         argmax = tl.where(is_finite, (column + shard_start).to(tl.float32), float("inf"))
     n_columns = row.n_columns.to(tl.float32)
-    return RowStats(row_max, others_sum, target_logit, shifted_sum, n_columns, exp_shifted_sum, argmax)
+    return RowStats(row_max, others_sum, target_logit, shifted_sum, n_columns, exp_shifted_sum, argmax, sum_exp_sq)
 
 
 @triton.jit
@@ -205,7 +221,7 @@ def store_stats(pointer, stats, loss_options):
     tl.store(pointer + 1, stats.others_sum)
     tl.store(pointer + 2, stats.target_logit)
     pointer += 3
-    if loss_options.smoothing is not None:
+    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
         tl.store(pointer, stats.shifted_sum)
         tl.store(pointer + 1, stats.n_columns)
         pointer += 2
@@ -214,6 +230,9 @@ def store_stats(pointer, stats, loss_options):
         pointer += 1
     if loss_options.predictions is not None:
         tl.store(pointer, stats.argmax)
+        pointer += 1
+    if loss_options.sum_sq_probs is not None:
+        tl.store(pointer, stats.sum_exp_sq)
 
 
 @triton.jit(do_not_specialize=["shard_start", "n_rows", "stats_start"])
@@ -225,6 +244,8 @@ def online_softmax_kernel(
     loss,  # [N] fp32, out; None if there are other ranks
     entropy,  # [N] fp32, out, or None
     lse,  # [N] fp32, out, or None
+    sum_sq_probs,  # [N] fp32, out, or None
+    mean_logit,  # [N] fp32, out, or None
     predictions,  # [N] int64, out, or None
     divisor,  # [1] of loss, integer or floating point, or None: 1
     layout,  # RowLayout of logits
@@ -240,7 +261,8 @@ def online_softmax_kernel(
 ):
     """Example: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 0.5032, 3)``.
 
-    With smoothing also ``(-3, 3)``, with entropy ``-0.6386``, with predictions ``1``.
+    With smoothing or mean_logit also ``(-3, 3)``, with entropy ``-0.6386``, with predictions ``1``, with
+    sum_sq_probs ``1.1536``.
     """
     index = tl.program_id(0).to(tl.int64)
     if valid_rows is not None:
@@ -257,7 +279,7 @@ def online_softmax_kernel(
     merged = merge_columns(row, lanes, loose, target_logit, shard_start, loss_options)
     store_stats(ops.stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
     if loss is not None:
-        outputs = TokenOutputs(loss, entropy, lse, predictions)
+        outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
         ops.store_outputs(outputs, index, None, merged, label, divisor, vocab_size, loss_options)
 
 
@@ -280,7 +302,7 @@ def online_softmax(
     """
     n_rows = labels.shape[0]
     base, rows = row_arguments(logits)
-    tensors = (base, labels, stats, valid_rows, *(outputs or [None] * 4), divisor)
+    tensors = (base, labels, stats, valid_rows, *(outputs or [None] * len(TokenOutputs._fields)), divisor)
     launch = _launch(dtypes_of(tensors), rows, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
 

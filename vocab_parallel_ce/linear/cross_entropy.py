@@ -6,6 +6,7 @@ bytes per token and rank, and compute the logits again in backward, with grad_ou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -15,8 +16,10 @@ from torch import Tensor
 from vocab_parallel_ce import verify
 from vocab_parallel_ce.cross_entropy import (
     LossMetrics,
+    as_returned,
     as_token_outputs,
     check_backward,
+    given_grads,
     loss_metrics,
     public,
     untraced,
@@ -33,7 +36,8 @@ from vocab_parallel_ce.options import (
     keyword_defaults,
     with_keywords,
 )
-from vocab_parallel_ce.spec import TokenOutputs
+from vocab_parallel_ce.outputs import TokenLogProbs, results_of, settings_of
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -150,6 +154,10 @@ def linear_token_log_probs(
 def linear_token_log_probs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, entropy: Literal[True], **keywords: Unpack[LinearLogProbKeywords]
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_token_log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, outputs: Sequence[str], **keywords: Unpack[LinearLogProbKeywords]
+) -> TokenLogProbs: ...
 @public(needs_eager)
 @with_keywords(LOG_PROB_KEYWORDS)
 def linear_token_log_probs(
@@ -160,27 +168,27 @@ def linear_token_log_probs(
     bias: Tensor | None = None,
     group: Any = None,
     entropy: bool = False,
+    outputs: Sequence[str] = (),
     main_grad: Tensor | None = None,
     **keywords: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor] | TokenLogProbs:
     """:func:`token_log_probs` of ``hidden @ weight.T + bias``, which never exists as a whole.
 
-    Both outputs are differentiable; backward computes the logits again and the gradients of both together.
+    Backward computes the logits again and the gradients of all outputs together.
 
     Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``.
 
     Args:
-        temperature, entropy: as in :func:`token_log_probs`.
+        temperature, entropy, outputs: as in :func:`token_log_probs`.
         others: as in :func:`linear_cross_entropy`.
 
     Returns:
-        ``[...]`` fp32 log-probabilities; with ``entropy``, ``(log_probs, entropy)``.
+        as :func:`token_log_probs`.
     """
-    fixed = {"entropy": entropy, "reduction": "none", "gradient": "in_backward"}
+    fixed = {**settings_of(entropy, outputs), "reduction": "none", "gradient": "in_backward"}
     given = Arguments(hidden, weight, labels, bias, group, None, main_grad)
-    outputs, _, _ = run(given, *split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed))
-    log_probs = 0.0 - outputs.loss  # a negated 0 would be -0
-    return log_probs if outputs.entropy is None else (log_probs, outputs.entropy)
+    found, _, _ = run(given, *split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed))
+    return results_of(found, labels, outputs)
 
 
 def split_keywords(keywords: dict[str, Any], known: dict[str, Any], **fixed: Any) -> tuple[Settings, HeadSettings]:
@@ -228,49 +236,45 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 outputs, stats = pipeline.forward(linear, inputs)
                 ctx.save_for_backward(*inputs, stats, linear.call.num_items)
-        if plan.options.predictions:
-            ctx.mark_non_differentiable(outputs.lse, outputs.predictions)
-        elif not plan.options.entropy:
-            return outputs.loss
-        return tuple(outputs)
+        return as_returned(ctx, outputs, plan.options)
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None) -> Any:
-        return *untraced(_verified_gradients)(ctx, grad_loss, grad_entropy), None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return *untraced(_verified_gradients)(ctx, given_grads(grads)), None, None
 
 
-def _verified_gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Gradients:
+def _verified_gradients(ctx: Any, grads: GradOutputs) -> Gradients:
     group, device = ctx.linear.call.group, ctx.device
     comparison = verify.open_call(group, device, is_backward=True) if verify.is_on else nullcontext()
     with torch.autocast(device.type, enabled=False), comparison:
-        return _gradients(ctx, grad_loss, grad_entropy)
+        return _gradients(ctx, grads)
 
 
-def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Gradients:
+def _gradients(ctx: Any, grads: GradOutputs) -> Gradients:
     """Return the gradients of hidden, weight and bias."""
-    check_backward(grad_loss, grad_entropy)
+    check_backward(*grads)
     linear: LinearCall = ctx.linear
-    is_unused = grad_loss is None and grad_entropy is None
+    is_unused = all(grad is None for grad in grads)
     if is_unused and not verify.open_calls:
         return None, None, None
     if ctx.handed_on:
         raise RuntimeError(SECOND_BACKWARD)
     saved = ctx.saved_tensors
     if verify.open_calls:
-        verify.compare_backward(loss=grad_loss, entropy=grad_entropy)
+        verify.compare_backward(**grads._asdict())
     if is_unused:
         return None, None, None
     if linear.call.plan.gradient == "in_forward":
-        assert grad_loss is not None
+        assert grads.loss is not None
         ctx.handed_on = True
         if linear.expected is None:
-            gradients = pipeline.scaled(linear, saved, grad_loss)
+            gradients = pipeline.scaled(linear, saved, grads.loss)
         else:
-            gradients = pipeline.scaled_by_factor(linear, saved, grad_loss, ctx.weight_dtype)
+            gradients = pipeline.scaled_by_factor(linear, saved, grads.loss, ctx.weight_dtype)
     else:
         *inputs, stats, divisor = saved
         wanted = ctx.needs_input_grad[:3]
-        gradients = pipeline.backward(linear, Inputs(*inputs), stats, divisor, wanted, grad_loss, grad_entropy)
+        gradients = pipeline.backward(linear, Inputs(*inputs), stats, divisor, wanted, grads)
     d_hidden, d_weight, d_bias = gradients
     if d_weight is None or linear.main_grad is None:
         return gradients

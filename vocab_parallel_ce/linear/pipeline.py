@@ -21,7 +21,7 @@ from vocab_parallel_ce.linear.hidden_states import HiddenStates
 from vocab_parallel_ce.linear.matmul import WeightGradient, zero_ignored
 from vocab_parallel_ce.linear.plan import Inputs, LinearCall
 from vocab_parallel_ce.plan import Call
-from vocab_parallel_ce.spec import TokenOutputs, is_ignored
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs, is_ignored
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 Wanted = tuple[bool, bool, bool]  # which of these
@@ -162,31 +162,24 @@ def _fill_with_expected_gradient(
     """Fill ``outputs`` of unreduced losses; the gradient, times ``grad_output [n]``, replaces ``logits``."""
     plan = call.plan
     plan.launchers.token_outputs(stats, labels, None, outputs, shard=plan.shard, options=plan.options)
-    pipeline.write_gradient(plan, logits, labels, stats, None, grad_output, None, logits)
+    pipeline.write_gradient(plan, logits, labels, stats, None, GradOutputs(grad_output), logits)
 
 
 def backward(
-    linear: LinearCall,
-    inputs: Inputs,
-    stats: Tensor,
-    divisor: Tensor | None,
-    wanted: Wanted,
-    grad_loss: Tensor | None,
-    grad_entropy: Tensor | None,
+    linear: LinearCall, inputs: Inputs, stats: Tensor, divisor: Tensor | None, wanted: Wanted, grads: GradOutputs
 ) -> Gradients:
     """Return the gradients from logits that are computed again, and forward's statistics and divisor."""
-    if grad_loss is None:
-        grad_loss = stats.new_zeros(())
+    if grads.loss is None:
+        grads = grads._replace(loss=stats.new_zeros(()))
     elif linear.overflow is not None:
-        grad_loss = grad_loss * linear.overflow
-    grad_output = _to_rows(linear, grad_loss, stats.shape[1])
-    of_entropy = None if grad_entropy is None else _to_rows(linear, grad_entropy, stats.shape[1])
+        grads = grads._replace(loss=grads.loss * linear.overflow)
+    grads = GradOutputs(*[None if grad is None else _to_rows(linear, grad, stats.shape[1]) for grad in grads])
     plan, products = linear.call.plan, Products(linear, inputs, wanted)
     for rows, states in products.hidden.chunks():
         logits = products.logits(states)
-        of_rows = None if of_entropy is None else of_entropy[rows]
+        of_rows = GradOutputs(*[None if grad is None else grad[rows] for grad in grads])
         own_stats, labels = stats[:, rows].contiguous(), inputs.labels[rows]
-        pipeline.write_gradient(plan, logits, labels, own_stats, divisor, grad_output[rows], of_rows, logits)
+        pipeline.write_gradient(plan, logits, labels, own_stats, divisor, of_rows, logits)
         d_hidden = products.hidden.new_gradient(rows)
         products.write_d_hidden(logits, d_hidden)
         del logits
@@ -236,8 +229,8 @@ def _in_token_order(linear: LinearCall, outputs: TokenOutputs) -> TokenOutputs:
     loss = of_tokens(outputs.loss, 0.0) if linear.call.plan.reduction == "none" else outputs.loss.sum()
     if linear.overflow is not None:
         loss = loss * linear.overflow  # tokens were left out whose 0 would be wrong
-    entropy, lse, predictions = outputs[1:]
-    return TokenOutputs(loss, of_tokens(entropy, 0.0), of_tokens(lse, 0.0), of_tokens(predictions, -1))
+    others = [of_tokens(values, 0.0) for values in outputs[1:-1]]
+    return TokenOutputs._make((loss, *others, of_tokens(outputs.predictions, -1)))
 
 
 def _at(outputs: TokenOutputs, rows: slice) -> TokenOutputs:
