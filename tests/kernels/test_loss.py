@@ -23,7 +23,8 @@ def assert_outputs(outputs, logits, labels, options):
         # Its terms are rounded next to 1, beside which the entropy may be nothing.
         assert_within_budget(outputs.entropy.cpu() + 1, truth.entropy + 1, peer.entropy + 1)
     if options.sum_sq_probs:
-        assert_within_budget(outputs.sum_sq_probs.cpu(), truth.sum_sq_probs, peer.sum_sq_probs)
+        # So are these.
+        assert_within_budget(*(made.sum_sq_probs.cpu() + 1 for made in (outputs, truth, peer)))
     if options.mean_logit:
         # The largest logit is rounded, beside which the mean may be nothing.
         assert_within_budget(*((made.lse - made.mean_logit).cpu() for made in (outputs, truth, peer)))

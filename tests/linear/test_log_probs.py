@@ -8,6 +8,7 @@ import torch
 from tests.support import linear
 from tests.support.inputs import DTYPES, IGNORE_INDEX
 from tests.support.linear import COLUMNS, ROWS, WIDTH, Results, assert_right, projection, record_matmuls
+from tests.support.logits import grads_of_every_output
 from tests.support.pairs import covering
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
@@ -115,3 +116,12 @@ def test_each_output_may_be_differentiated_by_itself_and_again(impl_device):
         assert_right(Results(outputs, *gradients, None), inputs, *grad_outputs, function=linear_token_log_probs)
         with pytest.raises(RuntimeError, match="cannot be differentiated again"):
             torch.autograd.grad(output.sum(), hidden, create_graph=True)
+
+
+@pytest.mark.interpreted(2)
+@pytest.mark.parametrize("chunk_tokens", ["auto", 2])
+@pytest.mark.parametrize("kind", ["peaked", "some_ignored"])
+def test_every_output_beside_log_probs(impl_device, kind, chunk_tokens):
+    inputs, options = projection(kind, bias=True), {"softcap": 10.0, "temperature": 0.6}
+    given = {"function": linear.linear_every_output, "chunk_tokens": chunk_tokens, "padding": 5}
+    linear.check(impl_device, inputs, *grads_of_every_output(ROWS), **given, **options)

@@ -78,6 +78,11 @@ def log_probs(x, **options):
     return token_log_probs(x.hidden @ x.weight.t(), x.labels, entropy=True, temperature=0.7, **options)
 
 
+def every_output(x, **options):
+    names = ("entropy", "lse", "sum_sq_probs", "mean_logit", "is_top1")
+    return token_log_probs(x.hidden @ x.weight.t(), x.labels, outputs=names, **options)
+
+
 def of_transformer_engine(x, impl=None, group=None):
     return (parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, 0.1, False, group),)
 
@@ -103,6 +108,10 @@ def linear_log_probs(x, **options):
     return linear_token_log_probs(x.hidden, x.weight, x.labels, entropy=True, temperature=0.7, **options)
 
 
+def linear_outputs(x, **options):
+    return linear_token_log_probs(x.hidden, x.weight, x.labels, outputs=("lse", "mean_logit"), **options)[::2]
+
+
 def linear_autocast(x, **options):
     with torch.autocast(x.hidden.device.type, dtype=torch.bfloat16):
         return (linear_cross_entropy(x.hidden, x.weight, x.labels, **options),)
@@ -118,8 +127,8 @@ def checkpointed(x, **options):
 
 
 STEPS = (
-    *(logits_mean, logits_none, logits_sum, logits_transposed, log_probs, of_transformer_engine),
-    *(linear_mean, linear_valid_tokens, linear_none, linear_log_probs, linear_autocast, checkpointed),
+    *(logits_mean, logits_none, logits_sum, logits_transposed, log_probs, every_output, of_transformer_engine),
+    *(linear_mean, linear_valid_tokens, linear_none, linear_log_probs, linear_outputs, linear_autocast, checkpointed),
 )
 BY_STEP = pytest.mark.parametrize("step", STEPS, ids=[step.__name__ for step in STEPS])
 

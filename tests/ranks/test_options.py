@@ -5,7 +5,7 @@ import torch
 
 from tests.support.inputs import IGNORE_INDEX, batch
 from tests.support.logits import EVERY as ALL_NUMBERS
-from tests.support.logits import SMOOTHING, broad_rows, random_grad_output
+from tests.support.logits import SMOOTHING, broad_rows, every_output, grads_of_every_output, random_grad_output
 from tests.support.logits_ranks import Case, check, chunked, even, run
 from tests.support.ranks import in_four_ranks, in_ranks, in_several_ranks, in_two_ranks
 from vocab_parallel_ce import token_log_probs
@@ -161,3 +161,13 @@ def test_token_log_probs_of_padded_shards(rank_pool, impl):
     options = {"entropy": True, "softcap": 10.0}
     case = Case(logits, labels, impl, options, THIRDS, "shard", GRAD_OUTPUTS, token_log_probs)
     check(case, rank_pool.run(run, case))
+
+
+@in_several_ranks
+def test_every_output_of_log_probs_in_one_exchange(rank_pool, impl):
+    transform = {"temperature": 0.6, "softcap": 10.0, "logit_scale": 0.4}
+    for kind, options in (("some_ignored", {}), ("excluded_shard", {}), ("shard_edges", transform)):
+        made = broad_rows(kind, ROWS, COLUMNS * rank_pool.world_size, shards=rank_pool.world_size)
+        grads = tuple(grads_of_every_output(ROWS))
+        case = Case(*made, impl, options, grad_outputs=grads, function=every_output)
+        check(case, rank_pool.run(run, case))

@@ -6,6 +6,7 @@ gradient 0 at ``-inf`` columns and in ignored rows, NaN for a label outside the 
 it), loss 0 if there is nothing to divide by. Logits have no padded columns here.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -148,17 +149,32 @@ def token_outputs_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> 
     return TokenOutputs(log_probs, entropy, grad.to(logits.dtype))
 
 
-def differentiable(
-    x: Tensor, labels: Tensor, grad_outputs: dict[str, Tensor], **options: Any
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The values that ``grad_outputs`` names, in the dtype of ``x``, and the gradient of (each * its grad_output)."""
+def every_output_fp64(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """fp64 log_probs, entropy, lse, ``1 + sum_sq_probs`` and ``[..., 2]`` lse and mean_logit; and the gradient.
+
+    ``grad_outputs`` are of these; None is 0. The terms of sum_sq_probs are rounded next to 1, those of the mean next to
+    the lse.
+    """
+    return _every_output(logits.double(), labels, **options)
+
+
+def every_output_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """What PyTorch gets in fp32 arithmetic, the gradient rounded once to the logits' dtype."""
+    *outputs, grad = _every_output(logits.float(), labels, **options)
+    return *outputs, grad.to(logits.dtype)
+
+
+def _every_output(
+    x: Tensor, labels: Tensor, *, grad_outputs: Sequence[Tensor | None], **options: Any
+) -> tuple[Tensor, ...]:
     leaf = x.detach().clone().requires_grad_()
     found = values(leaf, labels, **options)
-    named = {name: getattr(found, name) for name in grad_outputs}
-    (grad,) = torch.autograd.grad(
-        list(named.values()), leaf, [given.to(x.dtype).expand(labels.shape) for given in grad_outputs.values()]
-    )
-    return {name: value.detach() for name, value in named.items()}, grad
+    both = torch.stack([found.lse_of_p, found.mean_logit], dim=-1)
+    outputs = found.log_probs, found.entropy, found.lse_of_p, 1 + found.sum_sq_probs, both
+    used = [(output, grad) for output, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
+    given = [grad.to(output).expand_as(output) for output, grad in used]
+    (grad,) = torch.autograd.grad([output for output, _ in used], leaf, given)
+    return *(output.detach() for output in outputs), grad
 
 
 def _cross_entropy(x: Tensor, labels: Tensor, *, grad_output: Tensor | None = None, **options: Any) -> LossAndGradient:
