@@ -129,7 +129,7 @@ def gradient(dtype: str, edges: bool, option: str, call: str = "in_backward", ra
     options = OPTIONS[option]
     fp32, in_forward = torch.float32, call == "in_forward"
     loss = fp32 if in_forward else None
-    others = options.differentiable[1:] if call == "in_backward" else (False,) * 4
+    others = options.differentiable[1:-1] if call == "in_backward" else (False,) * 4
     grads = [fp32 if is_given else None for is_given in (not in_forward, *others)]
     divisor = None if call == "in_backward" else torch.int32
     dtypes = (DTYPES[dtype], torch.int64, fp32, divisor, *grads, loss, DTYPES[dtype])
