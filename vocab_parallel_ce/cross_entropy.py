@@ -20,6 +20,7 @@ from vocab_parallel_ce.options import Function, LossKeywords, Settings, check_na
 from vocab_parallel_ce.overwritten import mark_overwritten
 from vocab_parallel_ce.plan import Call, plan_call
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, TokenOutputs, is_ignored
+from vocab_parallel_ce.top import Top
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -167,14 +168,23 @@ def vocab_parallel_cross_entropy(
 
 
 def run(
-    logits: Tensor, labels: Tensor, settings: Settings, *, group: Any, num_items: int | Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    settings: Settings,
+    *,
+    group: Any,
+    num_items: int | Tensor | None = None,
+    top: Top | None = None,
 ) -> tuple[TokenOutputs, Tensor | None]:
-    """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor."""
+    """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor.
+
+    Fills ``top``.
+    """
     if torch.compiler.is_dynamo_compiling():  # of this frame; is_compiling() is of all threads
         from vocab_parallel_ce.operators import losses
 
         return losses(logits, labels, settings, group, num_items)
-    call = plan_call(logits, labels, settings, group=group, num_items=num_items)
+    call = plan_call(logits, labels, settings, group=group, num_items=num_items)._replace(top=top)
     if torch.is_grad_enabled() and logits.requires_grad:
         return as_token_outputs(_CrossEntropy.apply(logits, labels, call)), call.num_items
     with torch.no_grad():

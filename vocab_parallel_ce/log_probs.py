@@ -11,7 +11,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import overwrites, public, run
 from vocab_parallel_ce.options import LogProbKeywords, Settings, check_names, keyword_defaults, with_keywords
-from vocab_parallel_ce.outputs import TokenLogProbs, results_of, settings_of
+from vocab_parallel_ce.outputs import TokenLogProbs, asks_for_top, results_of, settings_of, top_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,7 +31,7 @@ def token_log_probs(
 def token_log_probs(
     logits: Tensor, labels: Tensor, *, outputs: Sequence[str], **keywords: Unpack[LogProbKeywords]
 ) -> TokenLogProbs: ...
-@public(overwrites)
+@public(lambda keywords: overwrites(keywords) or asks_for_top(keywords))
 @with_keywords(KEYWORDS)
 def token_log_probs(
     logits: Tensor,
@@ -52,13 +52,15 @@ def token_log_probs(
     Overwrites: backward writes the gradient over ``logits``, unless ``gradient`` says otherwise.
 
     Collectives: forward one all_gather of 12 bytes per row from each rank; 4 more with each of ``entropy``,
-    ``sum_sq_probs`` and ``is_top1``, and 8 with ``mean_logit``. Backward none.
+    ``sum_sq_probs`` and ``is_top1``, 8 with ``mean_logit``, and ``8 * k`` with ``top_k``. ``rank`` is
+    counted after that, which takes one all_reduce of 8 bytes per row. Backward none.
 
     Args:
         temperature: positive; divides the logits after the cap.
         entropy: also return the entropy, in nats.
-        outputs: names of ``"entropy"``, ``"lse"``, ``"sum_sq_probs"``, ``"mean_logit"`` and ``"is_top1"``, as
-            :class:`TokenLogProbs` says; ``V`` at most 2**24 for ``is_top1``. Not together with ``entropy=True``.
+        outputs: names of ``"entropy"``, ``"lse"``, ``"sum_sq_probs"``, ``"mean_logit"``, ``"is_top1"`` and ``"rank"``,
+            as :class:`TokenLogProbs` says; ``V`` at most 2**24 for ``is_top1``. Not together with ``entropy=True``.
+        top_k: also return the ids and log-probabilities of so many columns, in a :class:`TokenLogProbs`.
         ignore_index: tokens with this label have outputs and gradient 0.
         gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
         others: as in :func:`vocab_parallel_cross_entropy`.
@@ -73,8 +75,9 @@ def token_log_probs(
     check_names(keywords, KEYWORDS)
     settings = Settings(reduction="none", **settings_of(entropy, outputs), **keywords)
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
-    found, _ = run(logits, labels, settings, group=group)
-    return results_of(found, labels, outputs)
+    top = top_of(settings)
+    found, _ = run(logits, labels, settings, group=group, top=top)
+    return results_of(found, labels, outputs, settings.ignore_index, top)
 
 
 def entropies(logits: Tensor, group: Any = None) -> Tensor:

@@ -34,6 +34,8 @@ class Settings(NamedTuple):
     lse: bool = False
     sum_sq_probs: bool = False
     mean_logit: bool = False
+    rank: bool = False
+    top_k: int | None = None
     reduction: str = "mean"
     return_metrics: bool = False
     gradient: str = "auto"
@@ -67,6 +69,7 @@ class LossKeywords(CommonKeywords, total=False):
 
 class LogProbKeywords(CommonKeywords, total=False):
     temperature: float
+    top_k: int | None
     gradient: str
 
 
@@ -86,6 +89,7 @@ class LinearLossKeywords(LossKeywords, HeadKeywords, total=False):
 
 class LinearLogProbKeywords(CommonKeywords, HeadKeywords, total=False):
     temperature: float
+    top_k: int | None
 
 
 class HeadSettings(NamedTuple):
@@ -147,7 +151,13 @@ def loss_options(settings: Settings, vocab_size: int | None) -> LossOptions:
         checks.check_bool(name, getattr(settings, name))
     smoothing, softcap = float(settings.label_smoothing), settings.softcap
     if settings.return_metrics and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
-        raise ValueError(f"return_metrics, is_top1: vocab_size must be at most 2**24, got {vocab_size}")
+        raise ValueError(
+            f"return_metrics: vocab_size must be at most 2**24 for predictions and is_top1, got {vocab_size}"
+        )
+    if settings.top_k is not None:
+        k = checks.checked_count("top_k", settings.top_k)
+        if vocab_size is not None and k > vocab_size:
+            raise ValueError(f"top_k: must be at most the vocab_size {vocab_size}, got {k}")
     if vocab_size is not None and settings.smoothing_formula == "megatron":
         smoothing = checks.checked_megatron_smoothing(smoothing, vocab_size)
     logit_scale = settings.logit_scale / settings.temperature
@@ -163,7 +173,7 @@ def loss_options(settings: Settings, vocab_size: int | None) -> LossOptions:
         softcap=softcap,
         entropy=settings.entropy,
         predictions=settings.return_metrics,
-        lse=settings.lse,
+        lse=settings.lse or settings.rank or settings.top_k is not None,
         sum_sq_probs=settings.sum_sq_probs,
         mean_logit=settings.mean_logit,
     )

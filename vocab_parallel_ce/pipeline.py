@@ -51,11 +51,15 @@ def forward(
 ) -> tuple[TokenOutputs, Tensor, Tensor | None]:
     """Return the outputs, of ``shape`` or reduced, and the statistics and divisor. Reads the logits once."""
     plan, outputs = call.plan, new_outputs(call, shape, logits)
-    if plan.n_ranks == 1 and plan.reduction != "mean":
-        stats, divisor = local_statistics(call, logits, labels, outputs)
-    else:
-        stats, divisor = local_statistics(call, logits, labels)
+    is_alone = plan.n_ranks == 1 and plan.reduction != "mean"
+    stats, divisor = local_statistics(call, logits, labels, outputs if is_alone else None)
+    if call.top is None:
         all_gather_stats(stats, plan.rank, call.group)
+    else:
+        call.top.collect(logits, plan.shard, plan.options)
+        call.top.gather(stats, plan.rank, call.group)
+        call.top.count(logits, labels, stats, plan.shard, plan.options, call.group)
+    if not is_alone:
         plan.launchers.token_outputs(stats, labels, divisor, outputs, shard=plan.shard, options=plan.options)
     return _reduced(call, outputs), stats, divisor
 

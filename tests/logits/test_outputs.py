@@ -45,7 +45,7 @@ def test_each_output_by_itself_has_the_values_of_all_together(impl_device):
     impl, device = impl_device
     logits, labels = (tensor.to(device) for tensor in broad_rows("peaked"))
     every = token_log_probs(logits, labels, outputs=OUTPUTS, impl=impl)
-    assert type(every) is TokenLogProbs and every._fields[1:] == OUTPUTS
+    assert type(every) is TokenLogProbs and every._fields[1:6] == OUTPUTS
     pair = token_log_probs(logits, labels, entropy=True, impl=impl)
     assert torch.equal(pair[0], every.log_probs) and torch.equal(pair[1], every.entropy)
     for name in OUTPUTS:
@@ -105,3 +105,57 @@ def test_names_that_are_refused_and_their_verification():
     with pytest.raises(ValueError, match=r"^outputs: expected one of"):
         verify_group(logits, labels, None, outputs=("loss",))
     verify_group(logits, labels, None, outputs=("lse",), temperature=0.7)
+
+
+def _by_torch(logits, labels, k, softcap=None, temperature=1.0):
+    """Rank of the label, and ids and log-probabilities of the ``k`` largest, in fp64."""
+    z = logits.double() / temperature if softcap is None else softcap * (logits.double() / softcap).tanh() / temperature
+    log_p = z.log_softmax(-1)
+    top = log_p.topk(k, dim=-1)
+    return (z > z.gather(-1, labels.clamp(0).unsqueeze(-1))).sum(-1), top.indices, top.values
+
+
+@pytest.mark.interpreted(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 20.0, "temperature": 0.7}], ids=["plain", "capped"])
+def test_the_largest_and_the_rank(impl_device, options, dtype):
+    """Of columns that are all different; ids of columns in the padding are never returned."""
+    impl, device = impl_device
+    # In steps that are the same in bf16: no two columns of a row are equal.
+    logits = (
+        torch.stack([torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(i)) for i in range(6)]) / 4 - 2
+    )
+    labels = torch.tensor([0, 3, 20, IGNORE_INDEX, COLUMNS, 5])
+    rank, ids, log_probs = _by_torch(logits, labels % COLUMNS, 5, **options)
+    padded = torch.cat([logits, torch.full((6, 3), INF)], dim=1).to(device, dtype)
+    given = {"impl": impl, "vocab_size": COLUMNS, **options}
+    found = token_log_probs(padded.requires_grad_() * 1, labels.to(device), outputs=("rank",), top_k=5, **given)
+    valid = [0, 1, 2, 5]
+    assert found.rank.dtype == found.top_ids.dtype == torch.int64 and not found.top_log_probs.requires_grad
+    assert torch.equal(found.rank.cpu()[valid], rank[valid]) and found.rank.cpu()[[3, 4]].tolist() == [-1, -1]
+    assert torch.equal(found.top_ids.cpu()[valid], ids[valid]) and (found.top_ids.cpu()[[3, 4]] == -1).all()
+    values = found.top_log_probs.cpu()
+    torch.testing.assert_close(values[valid].double(), log_probs[valid], rtol=0, atol=2e-6)
+    assert not values[3].any() and values[4].isnan().all()
+
+
+@pytest.mark.reference
+def test_rows_with_fewer_numbers_than_are_asked_for_or_none():
+    logits = torch.tensor([[-INF, 1.0, -INF, 0.0], [NAN, 1, 2, 3], [-INF] * 4, [INF, 1, 2, 3]])
+    found = token_log_probs(logits, torch.tensor([0, 1, 1, 1]), outputs=("rank",), top_k=3)
+    assert found.top_ids[0].tolist() == [1, 3, -1] and found.top_log_probs[0, 2] == -INF and found.rank[0] == 2
+    assert (found.top_ids[1:] == -1).all() and found.top_log_probs[1:].isnan().all()
+    assert found.rank[1:].tolist() == [-1, -1, -1]
+    empty = token_log_probs(logits[:0], torch.empty(0, dtype=torch.int64), outputs=("rank",), top_k=3)
+    assert empty.top_ids.shape == (0, 3) and empty.rank.shape == (0,)
+
+
+@pytest.mark.reference
+def test_a_compiled_call_with_the_largest_breaks_the_graph():
+    logits, labels = broad_rows("peaked")
+    step = torch.compile(lambda x: token_log_probs(x, labels, top_k=2), backend="eager")
+    for actual, want in zip(step(logits), token_log_probs(logits, labels, top_k=2), strict=True):
+        assert actual is want is None or torch.equal(actual, want)
+    for k, error in ((0, ValueError), (COLUMNS + 1, ValueError), (True, TypeError)):
+        with pytest.raises(error, match="^top_k: "):
+            token_log_probs(logits, labels, top_k=k)

@@ -22,7 +22,9 @@ from vocab_parallel_ce.outputs import TokenLogProbs
 
 OF_THE_DTENSOR = ("vocab_size", "shard")  # with the group, what a DTensor says itself
 LOSS_KEYWORDS = {name: value for name, value in over_logits.KEYWORDS.items() if name not in OF_THE_DTENSOR}
-LOG_PROB_KEYWORDS = {name: value for name, value in over_tokens.KEYWORDS.items() if name not in OF_THE_DTENSOR}
+LOG_PROB_KEYWORDS = {
+    name: value for name, value in over_tokens.KEYWORDS.items() if name not in (*OF_THE_DTENSOR, "top_k")
+}
 
 
 @public(verifies=False)

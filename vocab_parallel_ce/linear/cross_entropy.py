@@ -36,8 +36,9 @@ from vocab_parallel_ce.options import (
     keyword_defaults,
     with_keywords,
 )
-from vocab_parallel_ce.outputs import TokenLogProbs, results_of, settings_of
+from vocab_parallel_ce.outputs import TokenLogProbs, asks_for_top, results_of, settings_of, top_of
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
+from vocab_parallel_ce.top import Top
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -158,7 +159,7 @@ def linear_token_log_probs(
 def linear_token_log_probs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, outputs: Sequence[str], **keywords: Unpack[LinearLogProbKeywords]
 ) -> TokenLogProbs: ...
-@public(needs_eager)
+@public(lambda keywords: needs_eager(keywords) or asks_for_top(keywords))
 @with_keywords(LOG_PROB_KEYWORDS)
 def linear_token_log_probs(
     hidden: Tensor,
@@ -179,16 +180,20 @@ def linear_token_log_probs(
     Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``.
 
     Args:
-        temperature, entropy, outputs: as in :func:`token_log_probs`.
+        temperature, entropy, outputs, top_k: as in :func:`token_log_probs`.
         others: as in :func:`linear_cross_entropy`.
 
     Returns:
         as :func:`token_log_probs`.
     """
     fixed = {**settings_of(entropy, outputs), "reduction": "none", "gradient": "in_backward"}
+    if fixed["rank"]:
+        raise ValueError("outputs: expected none that needs the logits again, got 'rank'; use token_log_probs")
     given = Arguments(hidden, weight, labels, bias, group, None, main_grad)
-    found, _, _ = run(given, *split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed))
-    return results_of(found, labels, outputs)
+    settings, head = split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed)
+    top = top_of(settings)
+    found, _, _ = run(given, settings, head, top)
+    return results_of(found, labels, outputs, settings.ignore_index, top)
 
 
 def split_keywords(keywords: dict[str, Any], known: dict[str, Any], **fixed: Any) -> tuple[Settings, HeadSettings]:
@@ -199,7 +204,9 @@ def split_keywords(keywords: dict[str, Any], known: dict[str, Any], **fixed: Any
     return Settings(**of_loss, **fixed), HeadSettings(**of_head)
 
 
-def run(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[TokenOutputs, Tensor | None, Tensor | None]:
+def run(
+    given: Arguments, settings: Settings, head: HeadSettings, top: Top | None = None
+) -> tuple[TokenOutputs, Tensor | None, Tensor | None]:
     """Compute the outputs, those per token of the shape of the labels; under autograd if something needs a gradient.
 
     Also return ``num_items`` as a tensor, and the factor NaN or 1 that tells if more than ``valid_tokens`` are valid.
@@ -209,6 +216,7 @@ def run(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[Token
 
         return linear_losses(given, settings, head)
     linear, inputs = plan_linear_call(given, settings, head)
+    linear = linear._replace(call=linear.call._replace(top=top))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         outputs = as_token_outputs(_LinearCrossEntropy.apply(*inputs, linear))
     else:

@@ -100,7 +100,14 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
     for rows, states in products.hidden.chunks():
         logits, of_chunk = products.logits(states), own[:, rows]
         plan.launchers.online_softmax(logits, labels[rows], of_chunk, 0, None, shard=plan.shard, options=plan.options)
-    all_gather_stats(stats, plan.rank, call.group)
+        if call.top is not None:
+            call.top.collect(logits, plan.shard, plan.options)
+    if call.top is None:
+        all_gather_stats(stats, plan.rank, call.group)
+    else:
+        call.top.gather(stats, plan.rank, call.group)
+        if linear.order is not None:
+            call.top.reorder(linear.order.to_tokens)
     plan.launchers.token_outputs(stats, labels, call.num_items, outputs, shard=plan.shard, options=plan.options)
     return _in_token_order(linear, outputs), stats
 
