@@ -4,6 +4,7 @@ from vocab_parallel_ce.cross_entropy import LossMetrics, vocab_parallel_cross_en
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, linear_token_log_probs
 from vocab_parallel_ce.log_probs import token_log_probs
 from vocab_parallel_ce.modules import LinearCrossEntropy, VocabParallelCrossEntropy
+from vocab_parallel_ce.outputs import TokenLogProbs
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft.cross_entropy import soft_cross_entropy
 from vocab_parallel_ce.soft.distillation import distillation_loss
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LinearCrossEntropy",
     "LossMetrics",
+    "TokenLogProbs",
     "VocabParallelCrossEntropy",
     "VocabShard",
     "cross_entropy_backward",

@@ -28,7 +28,8 @@ from vocab_parallel_ce.options import (
 from vocab_parallel_ce.overwritten import mark_overwritten
 from vocab_parallel_ce.plan import Call, plan_call
 from vocab_parallel_ce.shift import next_labels, without_last
-from vocab_parallel_ce.spec import TokenOutputs, is_ignored
+from vocab_parallel_ce.spec import GradOutputs, LossOptions, TokenOutputs, is_ignored
+from vocab_parallel_ce.top import Top
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,6 +45,8 @@ OVERWRITTEN = (
 KEYWORDS = keyword_defaults(LossKeywords)
 # PyTorch 2.11 fails inside Dynamo.
 TRACES_DTENSORS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
+
+NO_OTHERS = (None,) * (len(TokenOutputs._fields) - 1)
 
 _in_transform = torch._C._are_functorch_transforms_active
 _is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
@@ -192,13 +195,18 @@ def run(
     group: Any,
     num_items: float | Tensor | None = None,
     class_weight: Tensor | None = None,
+    top: Top | None = None,
 ) -> tuple[TokenOutputs, Tensor | None]:
-    """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor."""
+    """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor.
+
+    Fills ``top``.
+    """
     if torch.compiler.is_dynamo_compiling():  # of this frame; is_compiling() is of all threads
         from vocab_parallel_ce.operators import losses
 
         return losses(logits, labels, settings, group, num_items, class_weight)
     call = plan_call(logits, labels, settings, group=group, num_items=num_items, class_weight=class_weight)
+    call = call._replace(top=top)
     if torch.is_grad_enabled() and logits.requires_grad:
         return as_token_outputs(_CrossEntropy.apply(logits, labels, call)), call.num_items
     with torch.no_grad():
@@ -207,7 +215,21 @@ def run(
 
 def as_token_outputs(outputs: Any) -> TokenOutputs:
     """Return what an autograd Function gave: a loss alone, or all outputs in a tuple."""
-    return TokenOutputs(*outputs) if isinstance(outputs, tuple) else TokenOutputs(outputs, None, None, None)
+    return TokenOutputs(*(outputs if isinstance(outputs, tuple) else (outputs, *NO_OTHERS)))
+
+
+def as_returned(ctx: Any, outputs: TokenOutputs, options: LossOptions) -> Any:
+    """Return outputs as an autograd Function gives them: a loss alone, or all outputs in a tuple."""
+    if outputs[1:] == NO_OTHERS:
+        return outputs.loss  # a tuple, and what is None in it, costs autograd microseconds
+    are_differentiable = zip(outputs, options.differentiable, strict=True)
+    ctx.mark_non_differentiable(*[v for v, has_gradient in are_differentiable if v is not None and not has_gradient])
+    return tuple(outputs)
+
+
+def given_grads(grads: tuple[Tensor | None, ...]) -> GradOutputs:
+    """Return what autograd gives backward: a gradient for every output, or for a loss alone."""
+    return GradOutputs(*grads[: len(GradOutputs._fields)])
 
 
 @torch.no_grad()
@@ -236,7 +258,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, call: Call) -> Any:
         ctx.call, ctx.handed_on, ctx.age = call, False, _current_age()
         ctx.set_materialize_grads(False)
-        mode, options = call.plan.gradient, call.plan.options
+        mode = call.plan.gradient
         if mode == "in_forward":
             version = logits._version
             outputs, grad = pipeline.forward_in_place(call, logits, labels)
@@ -247,19 +269,15 @@ class _CrossEntropy(torch.autograd.Function):
             kept = logits if mode == "out_of_place" else overwritable(logits)
             flat_labels = flat(labels)
             outputs, stats, divisor = pipeline.forward(call, walkable(kept), flat_labels, labels.shape)
-            weights = call.class_weight if options.smoothing else None  # otherwise statistics have what it takes
+            weights = (
+                call.class_weight if call.plan.options.smoothing else None
+            )  # otherwise statistics have what it takes
             ctx.save_for_backward(kept, flat_labels, stats, divisor, weights)
-        if options.predictions:
-            ctx.mark_non_differentiable(outputs.lse, outputs.predictions)
-        elif not options.entropy:
-            return outputs.loss  # a tuple, and what is None in it, costs autograd microseconds
-        return tuple(outputs)
+        return as_returned(ctx, outputs, call.plan.options)
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None
-    ) -> tuple[Tensor | None, None, None]:
-        grad = untraced(_verified_gradient)(ctx, grad_loss, grad_entropy)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        grad = untraced(_verified_gradient)(ctx, given_grads(grads))
         return grad, None, None
 
 
@@ -270,18 +288,18 @@ def untraced(function: Function) -> Function:
     return function
 
 
-def _verified_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
+def _verified_gradient(ctx: Any, grads: GradOutputs) -> Tensor | None:
     if not verify.is_on:
-        return _logits_gradient(ctx, grad_loss, grad_entropy)
-    device = next((grad.device for grad in (grad_loss, grad_entropy) if grad is not None), None)
+        return _logits_gradient(ctx, grads)
+    device = next((grad.device for grad in grads if grad is not None), None)
     with verify.open_call(ctx.call.group, device, is_backward=True):
-        return _logits_gradient(ctx, grad_loss, grad_entropy)
+        return _logits_gradient(ctx, grads)
 
 
-def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Tensor | None:
+def _logits_gradient(ctx: Any, grads: GradOutputs) -> Tensor | None:
     """Write the gradient over the logits, or into a new tensor. Looks at nothing if no output is used."""
-    check_backward(grad_loss, grad_entropy)
-    is_unused = grad_loss is None and grad_entropy is None
+    check_backward(*grads)
+    is_unused = all(grad is None for grad in grads)
     if is_unused and not verify.open_calls:
         return None
     if ctx.handed_on:
@@ -293,20 +311,20 @@ def _logits_gradient(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | 
             raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
         raise
     if verify.open_calls:
-        verify.compare_backward(loss=grad_loss, entropy=grad_entropy)
+        verify.compare_backward(**grads._asdict())
     if is_unused:
         return None
     plan = ctx.call.plan
     logits, version = kept.detach(), kept._version
     ctx.handed_on = plan.gradient != "out_of_place"
     if plan.gradient == "in_forward":
-        assert grad_loss is not None
+        assert grads.loss is not None
         grad = logits
-        plan.launchers.element_mul(logits, per_row(grad_loss, logits))
+        plan.launchers.element_mul(logits, per_row(grads.loss, logits))
     else:
         source, grad = (logits, logits) if ctx.handed_on else source_and_new(logits)
         labels, stats, divisor, weights = others
-        pipeline.write_gradient(plan, source, labels, stats, divisor, grad_loss, grad_entropy, grad, weights)
+        pipeline.write_gradient(plan, source, labels, stats, divisor, grads, grad, weights)
     if grad is logits:
         increment_version(logits)
         mark_overwritten(kept, version, ctx.age)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import overwrites, public, run
 from vocab_parallel_ce.options import LogProbKeywords, Settings, check_names, keyword_defaults, with_keywords
+from vocab_parallel_ce.outputs import TokenLogProbs, asks_for_top, results_of, settings_of, top_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -25,41 +27,57 @@ def token_log_probs(
 def token_log_probs(
     logits: Tensor, labels: Tensor, *, entropy: Literal[True], **keywords: Unpack[LogProbKeywords]
 ) -> tuple[Tensor, Tensor]: ...
-@public(overwrites)
+@overload
+def token_log_probs(
+    logits: Tensor, labels: Tensor, *, outputs: Sequence[str], **keywords: Unpack[LogProbKeywords]
+) -> TokenLogProbs: ...
+@public(lambda keywords: overwrites(keywords) or asks_for_top(keywords))
 @with_keywords(KEYWORDS)
 def token_log_probs(
-    logits: Tensor, labels: Tensor, *, group: Any = None, entropy: bool = False, **keywords: Any
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability of each label, and the entropy of the whole distribution, from one read of the logits.
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    group: Any = None,
+    entropy: bool = False,
+    outputs: Sequence[str] = (),
+    **keywords: Any,
+) -> Tensor | tuple[Tensor, Tensor] | TokenLogProbs:
+    """Log-probability of each label, and what else is asked of the whole distribution, from one read of the logits.
 
-        p = softmax(z / temperature),  log_prob = log p_y,  entropy = -sum_i p_i log p_i
+        p = softmax(z),  log_prob = log p_y,  entropy = -sum_i p_i log p_i
 
-    in fp32, with ``z`` the scaled and capped logits of :func:`vocab_parallel_cross_entropy`. Both are
-    differentiable; one pass computes their gradients together.
+    in fp32, with ``z`` the scaled and capped logits of :func:`vocab_parallel_cross_entropy`, divided by the
+    temperature. All outputs except ``is_top1`` are differentiable; one pass computes their gradients together.
 
     Overwrites: backward writes the gradient over ``logits``, unless ``gradient`` says otherwise.
 
-    Collectives: forward one all_gather of 12 bytes per row from each rank, 16 with ``entropy``; backward none.
+    Collectives: forward one all_gather of 12 bytes per row from each rank; 4 more with each of ``entropy``,
+    ``sum_sq_probs`` and ``is_top1``, 8 with ``mean_logit``, and ``8 * k`` with ``top_k``. ``rank`` is
+    counted after that, which takes one all_reduce of 8 bytes per row. Backward none.
 
     Args:
-        temperature: positive; divides ``z``, after the cap.
+        temperature: positive; divides the logits after the cap.
         entropy: also return the entropy, in nats.
-        ignore_index: tokens with this label have log-probability, entropy and gradient 0.
+        outputs: names of ``"entropy"``, ``"lse"``, ``"sum_sq_probs"``, ``"mean_logit"``, ``"is_top1"`` and ``"rank"``,
+            as :class:`TokenLogProbs` says; ``V`` at most 2**24 for ``is_top1``. Not together with ``entropy=True``.
+        top_k: also return the ids and log-probabilities of so many columns, in a :class:`TokenLogProbs`.
+        ignore_index: tokens with this label have outputs and gradient 0.
         gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
         others: as in :func:`vocab_parallel_cross_entropy`.
 
     Returns:
-        ``[...]`` fp32 log-probabilities, equal bit for bit on all ranks; with ``entropy``, ``(log_probs, entropy)``.
+        ``[...]`` fp32 log-probabilities, equal bit for bit on all ranks; with ``entropy``, ``(log_probs, entropy)``;
+        with ``outputs``, a :class:`TokenLogProbs`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`vocab_parallel_cross_entropy`.
     """
     check_names(keywords, KEYWORDS)
-    settings = Settings(entropy=entropy, reduction="none", **keywords)
+    settings = Settings(reduction="none", **settings_of(entropy, outputs), **keywords)
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
-    outputs, _ = run(logits, labels, settings, group=group)
-    log_probs = 0.0 - outputs.loss  # a negated 0 would be -0
-    return log_probs if outputs.entropy is None else (log_probs, outputs.entropy)
+    top = top_of(settings)
+    found, _ = run(logits, labels, settings, group=group, top=top)
+    return results_of(found, labels, outputs, settings.ignore_index, top)
 
 
 def entropies(logits: Tensor, group: Any = None) -> Tensor:

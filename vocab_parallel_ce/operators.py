@@ -35,9 +35,9 @@ from vocab_parallel_ce.linear.plan import (
 from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, check_settings, loss_options
 from vocab_parallel_ce.plan import plan_call, plan_of, weights_of_columns
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import TokenOutputs
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
-N_SETTINGS = len(Settings._fields)
+N_SETTINGS, N_OUTPUTS, N_GRADS = len(Settings._fields), len(TokenOutputs._fields), len(GradOutputs._fields)
 TYPES = {"VocabShard | None": "int[]?", "int | str": "SymInt?", "int | None": "int?", "float | None": "float?"}
 TYPES |= {"torch.dtype | None": "ScalarType?"}
 
@@ -150,7 +150,7 @@ def linear_losses(
         checks.check_class_weight(given.class_weight)
     tensors = hidden, weight, bias, labels, divisor, given.class_weight
     found = operator(*tensors, _name(group), autocast, wanted, *values)
-    return _token_outputs(found, settings), divisor, None if head.valid_tokens is None else found[4]
+    return _token_outputs(found, settings), divisor, None if head.valid_tokens is None else found[N_OUTPUTS]
 
 
 def _divisor(num_items: float | Tensor | None, reduction: str, like: Tensor) -> Tensor | None:
@@ -192,8 +192,8 @@ def _settings(values: Sequence[Any]) -> Settings:
 
 def _token_outputs(found: Sequence[Tensor], settings: Settings) -> TokenOutputs:
     """Return the outputs that were asked for; an operator returns empty tensors for the others."""
-    asked = (True, settings.entropy, settings.return_metrics, settings.return_metrics)
-    loss, *others = (tensor if is_asked else None for tensor, is_asked in zip(found[:4], asked, strict=True))
+    asked = loss_options(settings, None).outputs
+    loss, *others = (tensor if is_asked else None for tensor, is_asked in zip(found, asked, strict=False))
     assert loss is not None
     return TokenOutputs(loss, *others)
 
@@ -211,9 +211,9 @@ def _new_outputs(call: LogitsCall | HeadCall) -> list[Tensor | None]:
     def per_token(is_wanted: bool, dtype: torch.dtype = dtype) -> Tensor | None:
         return labels.new_empty(labels.shape, dtype=dtype) if is_wanted else None
 
-    metrics = settings.return_metrics
+    *others, predictions = loss_options(settings, None).outputs[1:]
     loss = per_token(True) if settings.reduction == "none" else labels.new_empty((), dtype=dtype)
-    return [loss, per_token(settings.entropy), per_token(metrics), per_token(metrics, torch.int64)]
+    return [loss, *map(per_token, others), per_token(predictions, torch.int64)]
 
 
 def _check(call: LogitsCall | HeadCall) -> None:
@@ -253,34 +253,42 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     return _or_empty((*_new_outputs(call), _new_statistics(call), count), call.logits)
 
 
-def _gradient(stats: Tensor, grad_loss: Tensor | None, grad_entropy: Tensor | None, *arguments: Any) -> Tensor:
-    logits, labels, divisor, weights, group, settings = LogitsCall.read(arguments)
+def _gradient(stats: Tensor, *arguments: Any) -> Tensor:
+    grads = GradOutputs(*arguments[:N_GRADS])
+    logits, labels, divisor, weights, group, settings = LogitsCall.read(arguments[N_GRADS:])
     plan = plan_of(logits, settings, *group_position(group_named(group)), weights is not None)
     weights = weights_of_columns(weights, plan.shard, logits.device, compute_dtype(logits))
     source, grad = source_and_new(logits)
-    pipeline.write_gradient(plan, source, flat(labels), stats, divisor, grad_loss, grad_entropy, grad, weights)
+    pipeline.write_gradient(plan, source, flat(labels), stats, divisor, grads, grad, weights)
     return grad
 
 
-def _fake_gradient(stats: Tensor, grad_loss: Any, grad_entropy: Any, logits: Tensor, *arguments: Any) -> Tensor:
-    return torch.empty_like(logits)
+def _fake_gradient(stats: Tensor, *arguments: Any) -> Tensor:
+    return torch.empty_like(arguments[N_GRADS])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    call, (stats, count) = LogitsCall.read(inputs), output[4:]
+    call, (stats, count) = LogitsCall.read(inputs), output[N_OUTPUTS:]
     ctx.others = inputs[4:]
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[2 if call.settings.entropy else 1 :])
+    ctx.mark_non_differentiable(*_constants(output, call.settings))
     divisor = count if call.settings.reduction == "mean" else call.num_items
     ctx.save_for_backward(stats, call.logits, call.labels, divisor, call.class_weight)
 
 
-def _backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _constants(output: tuple[Tensor, ...], settings: Settings) -> list[Tensor]:
+    """Return what an operator returns without a gradient."""
+    are_differentiable = loss_options(settings, None).differentiable
+    outputs = zip(output, are_differentiable, strict=False)
+    return [tensor for tensor, has_gradient in outputs if not has_gradient] + list(output[N_OUTPUTS:])
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     checks.check_no_double_backward()
     grad, (stats, *inputs) = None, ctx.saved_tensors
-    if grad_loss is not None or grad_entropy is not None:
+    if any(of_output is not None for of_output in grads[:N_GRADS]):
         operator = torch.ops.vocab_parallel_ce.cross_entropy_gradient
-        grad = operator(stats, grad_loss, grad_entropy, *inputs, *ctx.others)
+        grad = operator(stats, *grads[:N_GRADS], *inputs, *ctx.others)
     return grad, *(None,) * (3 + len(ctx.others))
 
 
@@ -310,19 +318,17 @@ def _fake_linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
     return _or_empty((*_new_outputs(call), overflow, stats, *gradients), call.hidden)
 
 
-def _linear_gradient(
-    stats: Tensor, grad_loss: Tensor | None, grad_entropy: Tensor | None, *arguments: Any
-) -> tuple[Tensor, ...]:
-    call = HeadCall.read(arguments)
+def _linear_gradient(stats: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    grads, call = GradOutputs(*arguments[:N_GRADS]), HeadCall.read(arguments[N_GRADS:])
     linear, inputs = call.plan()
     stats, divisor = stats[:, : inputs.labels.shape[0]], linear.call.num_items
     with torch.autocast(call.hidden.device.type, enabled=False):
-        gradients = linear_pipeline.backward(linear, inputs, stats, divisor, call.wanted, grad_loss, grad_entropy)
+        gradients = linear_pipeline.backward(linear, inputs, stats, divisor, call.wanted, grads)
     return _or_empty(_like_inputs(gradients, call), call.hidden)
 
 
-def _fake_linear_gradient(stats: Tensor, grad_loss: Any, grad_entropy: Any, *arguments: Any) -> tuple[Tensor, ...]:
-    call = HeadCall.read(arguments)
+def _fake_linear_gradient(stats: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    call = HeadCall.read(arguments[N_GRADS:])
     return _or_empty(call.new_gradients(), call.hidden)
 
 
@@ -334,24 +340,22 @@ def _like_inputs(gradients: Sequence[Tensor | None], call: HeadCall) -> tuple[Te
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call = HeadCall.read(inputs)
     ctx.wanted, ctx.has_gradients, ctx.others = call.wanted, call.has_gradients, inputs[6:]
-    overflow, stats, *gradients = output[4:]
+    overflow, stats, *gradients = output[N_OUTPUTS:]
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[2 if call.settings.entropy else 1 :])
+    ctx.mark_non_differentiable(*_constants(output, call.settings))
     ctx.save_for_backward(*((overflow, *gradients) if call.has_gradients else (stats, *inputs[:6])))
 
 
-def _linear_backward(
-    ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
+def _linear_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     checks.check_no_double_backward()
     first, *others = ctx.saved_tensors
     gradients: Sequence[Tensor | None] = (None, None, None)
-    if ctx.has_gradients and grad_loss is not None:
-        factor = grad_loss * first if first.numel() else grad_loss
+    if ctx.has_gradients and grads[0] is not None:
+        factor = grads[0] * first if first.numel() else grads[0]
         gradients = [(grad.float() * factor).to(grad.dtype) for grad in others]
-    elif not ctx.has_gradients and (grad_loss is not None or grad_entropy is not None):
+    elif not ctx.has_gradients and any(of_output is not None for of_output in grads[:N_GRADS]):
         operator = torch.ops.vocab_parallel_ce.linear_cross_entropy_gradient
-        gradients = operator(first, grad_loss, grad_entropy, *others, *ctx.others)
+        gradients = operator(first, *grads[:N_GRADS], *others, *ctx.others)
     wanted = (grad if is_wanted else None for grad, is_wanted in zip(gradients, ctx.wanted, strict=True))
     return *wanted, *(None,) * (3 + len(ctx.others))
 
@@ -372,8 +376,8 @@ def _define(name: str, schema: str, function: Any, fake: Any, *autograd: Any) ->
 
 
 library = torch.library.Library("vocab_parallel_ce", "DEF")
-OUTPUTS = "Tensor loss, Tensor entropy, Tensor lse, Tensor predictions"
-SAVED = "Tensor stats, Tensor? grad_loss, Tensor? grad_entropy"
+OUTPUTS = ", ".join(f"Tensor {name}" for name in TokenOutputs._fields)
+SAVED = ", ".join(["Tensor stats", *(f"Tensor? grad_{name}" for name in GradOutputs._fields)])
 LOGITS = f"Tensor logits, Tensor labels, Tensor? num_items, Tensor? class_weight, str? group, {_schema_of(Settings)}"
 HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? num_items, Tensor? class_weight, "

@@ -32,6 +32,11 @@ class Settings(NamedTuple):
     logit_scale: float = 1.0
     temperature: float = 1.0
     entropy: bool = False
+    lse: bool = False
+    sum_sq_probs: bool = False
+    mean_logit: bool = False
+    rank: bool = False
+    top_k: int | None = None
     reduction: str = "mean"
     return_metrics: bool = False
     gradient: str = "auto"
@@ -68,6 +73,7 @@ class LossKeywords(CommonKeywords, total=False):
 
 class LogProbKeywords(CommonKeywords, total=False):
     temperature: float
+    top_k: int | None
     gradient: str
 
 
@@ -89,6 +95,7 @@ class LinearLossKeywords(LossKeywords, HeadKeywords, total=False):
 
 class LinearLogProbKeywords(CommonKeywords, HeadKeywords, total=False):
     temperature: float
+    top_k: int | None
 
 
 class HeadSettings(NamedTuple):
@@ -152,7 +159,13 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         checks.check_bool(name, getattr(settings, name))
     smoothing, softcap = float(settings.label_smoothing), settings.softcap
     if settings.return_metrics and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
-        raise ValueError(f"return_metrics: vocab_size must be at most 2**24 for predictions, got {vocab_size}")
+        raise ValueError(
+            f"return_metrics: vocab_size must be at most 2**24 for predictions and is_top1, got {vocab_size}"
+        )
+    if settings.top_k is not None:
+        k = checks.checked_count("top_k", settings.top_k)
+        if vocab_size is not None and k > vocab_size:
+            raise ValueError(f"top_k: must be at most the vocab_size {vocab_size}, got {k}")
     if vocab_size is not None and settings.smoothing_formula == "megatron":
         smoothing = checks.checked_megatron_smoothing(smoothing, vocab_size)
     if class_weight and settings.return_metrics and settings.z_loss:
@@ -171,6 +184,9 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         entropy=settings.entropy,
         predictions=settings.return_metrics,
         class_weight=class_weight,
+        lse=settings.lse or settings.rank or settings.top_k is not None,
+        sum_sq_probs=settings.sum_sq_probs,
+        mean_logit=settings.mean_logit,
     )
 
 

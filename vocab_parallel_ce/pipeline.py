@@ -14,7 +14,7 @@ from torch import Tensor
 from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.layout import compute_dtype, flat, overwritable, per_row
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
-from vocab_parallel_ce.spec import TokenOutputs
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 
 def new_outputs(call: Call, shape: torch.Size, like: Tensor) -> TokenOutputs:
@@ -25,12 +25,9 @@ def new_outputs(call: Call, shape: torch.Size, like: Tensor) -> TokenOutputs:
     """
     wanted = call.plan.options
     loss = like.new_empty(shape, dtype=compute_dtype(like))
-    return TokenOutputs(
-        loss,
-        torch.empty_like(loss) if wanted.entropy else None,
-        torch.empty_like(loss) if wanted.predictions else None,
-        torch.empty_like(loss, dtype=torch.int64) if wanted.predictions else None,
-    )
+    others = [torch.empty_like(loss) if is_wanted else None for is_wanted in wanted.outputs[1:-1]]
+    predictions = torch.empty_like(loss, dtype=torch.int64) if wanted.predictions else None
+    return TokenOutputs._make((loss, *others, predictions))
 
 
 def local_statistics(
@@ -79,10 +76,17 @@ def forward(
 ) -> tuple[TokenOutputs, Tensor, Tensor | None]:
     """Return the outputs, of ``shape`` or reduced, and the statistics and divisor. Reads the logits once."""
     plan, outputs = call.plan, new_outputs(call, shape, logits)
-    if plan.n_ranks == 1 and plan.reduction != "mean":
-        stats, divisor = local_statistics(call, logits, labels, outputs)
+    is_alone = plan.n_ranks == 1 and plan.reduction != "mean"
+    stats, divisor = local_statistics(call, logits, labels, outputs if is_alone else None)
+    if call.top is None:
+        all_gather_stats(stats, plan.rank, call.group)
     else:
-        stats, divisor = gathered_statistics(call, logits, labels)
+        call.top.collect(logits, plan.shard, plan.options)
+        call.top.gather(stats, plan.rank, call.group)
+        call.top.count(logits, labels, stats, plan.shard, plan.options, call.group)
+    if not is_alone:
+        if call.divides_by_weights:
+            divisor = divisor_of(call, stats)
         plan.launchers.token_outputs(stats, labels, divisor, outputs, shard=plan.shard, options=plan.options)
     return _reduced(call, outputs), stats, divisor
 
@@ -118,7 +122,7 @@ def fill_with_gradient(
 ) -> None:
     """Fill ``outputs`` and ``grad_logits``, which may be ``logits``, from the statistics of all ranks."""
     plan = call.plan
-    assert not plan.options.entropy, "its gradient needs grad_entropy, so it is written in backward"
+    assert not any(plan.options.differentiable[1:]), "their gradients need grad_outputs, which backward knows"
     loss = None
     if plan.options.predictions:
         plan.launchers.token_outputs(stats, labels, divisor, outputs, shard=plan.shard, options=plan.options)
@@ -129,8 +133,7 @@ def fill_with_gradient(
         stats,
         labels,
         divisor,
-        None,
-        None,
+        GradOutputs(),
         loss,
         grad_logits,
         shard=plan.shard,
@@ -145,23 +148,20 @@ def write_gradient(
     labels: Tensor,
     stats: Tensor,
     divisor: Tensor | None,
-    grad_loss: Tensor | None,
-    grad_entropy: Tensor | None,
+    grads: GradOutputs,
     grad_logits: Tensor,
     class_weight: Tensor | None = None,
 ) -> None:
-    """Fill ``grad_logits``, a new tensor or the logits themselves, from forward's statistics; None is 0."""
-    if grad_loss is None:
-        grad_loss = logits.new_zeros(1, dtype=torch.float32)
-    grad_output = per_row(grad_loss, logits)
-    of_entropy = None if grad_entropy is None else per_row(grad_entropy, logits)
+    """Fill ``grad_logits``, a new tensor or the logits themselves, from forward's statistics."""
+    if grads.loss is None:
+        grads = grads._replace(loss=logits.new_zeros(1, dtype=torch.float32))
+    grads = GradOutputs(*[None if grad is None else per_row(grad, logits) for grad in grads])
     plan.launchers.cross_entropy(
         logits,
         stats,
         labels,
         divisor,
-        grad_output,
-        of_entropy,
+        grads,
         None,
         grad_logits,
         shard=plan.shard,

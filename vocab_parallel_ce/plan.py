@@ -21,6 +21,7 @@ from vocab_parallel_ce.overwritten import check_not_overwritten
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
+from vocab_parallel_ce.top import Top
 
 # A private function: None in a PyTorch without it. Then "auto" overwrites nothing.
 top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
@@ -50,6 +51,7 @@ class Call(NamedTuple):
     num_items: Tensor | None  # [1], what a sum is divided by
     class_weight: Tensor | None = None  # fp32, of this rank's columns without padding
     divides_by_weights: bool = False  # by the sum of the labels' weights
+    top: Top | None = None  # filled in forward
 
 
 class Kind(NamedTuple):

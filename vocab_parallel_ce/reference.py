@@ -13,7 +13,7 @@ from torch import Tensor
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import LossOptions, RowStats, TokenOutputs
+from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats, TokenOutputs
 
 
 def online_softmax(
@@ -52,10 +52,10 @@ def token_outputs(
     merged, shape = _merged(stats, options), outputs.loss.shape
     loss = _divided(spec.loss(merged, labels, shard.vocab_size, options), divisor)
     outputs.loss.copy_(loss.view(shape))
-    if outputs.entropy is not None:
-        outputs.entropy.copy_(spec.entropy(merged, labels, shard.vocab_size, options).view(shape))
-    if outputs.lse is not None:
-        outputs.lse.copy_(spec.lse(merged, labels, options).view(shape))
+    for name in GradOutputs._fields[1:]:
+        output = getattr(outputs, name)
+        if output is not None:
+            output.copy_(getattr(spec, name)(merged, labels, shard.vocab_size, options).view(shape))
     if outputs.predictions is not None:
         outputs.predictions.copy_(spec.predictions(merged, labels, options).view(shape))
 
@@ -65,8 +65,7 @@ def cross_entropy(
     stats: Tensor,
     labels: Tensor,
     divisor: Tensor | None,
-    grad_output: Tensor | None,
-    grad_entropy: Tensor | None,
+    grads: GradOutputs,
     loss: Tensor | None,
     grad_logits: Tensor,
     *,
@@ -78,12 +77,12 @@ def cross_entropy(
     merged = _merged(stats, options)
     if loss is not None:
         loss.copy_(_divided(spec.loss(merged, labels, shard.vocab_size, options), divisor))
-    row = (_rows(logits), merged, labels, shard.start, shard.vocab_size, options)
-    grad = _divided(spec.gradient(*row, class_weight), divisor)
-    if grad_output is not None:
-        grad = grad * grad_output.unsqueeze(-1)
-    if grad_entropy is not None:
-        grad += spec.entropy_gradient(*row) * grad_entropy.unsqueeze(-1)
+    row = (_rows(logits), merged, labels, shard.start, shard.vocab_size)
+    grad = _divided(spec.gradient(*row, options, class_weight), divisor)
+    if grads.loss is not None:
+        grad = grad * grads.loss.unsqueeze(-1)
+    if any(of_output is not None for of_output in grads[1:]):
+        grad += spec.outputs_gradient(*row, grads, options)
     # 0 under an infinite grad_output too.
     grad.masked_fill_(spec.is_ignored(labels, options.ignore_index).unsqueeze(-1), 0.0)
     grad[:, shard.n_valid :] = 0.0

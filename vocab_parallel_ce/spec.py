@@ -21,6 +21,12 @@ the loss of a row with label ``y``, its derivative by ``z``, and the same of the
     H     = -sum_i p_i log p_i = log(sum_exp) - mean_shifted,  mean_shifted = sum_i p_i (z_i - row_max)
     dH/dz_i = p_i * (mean_shifted - (z_i - row_max))
 
+The other outputs that users differentiate are ``lse``, ``S`` (``sum_sq_probs``) and ``mean_logit``:
+
+    dlse/dz_i = p_i
+    S = sum_i p_i^2 = sum_exp_sq / sum_exp^2,                dS/dz_i = 2 * p_i * (p_i - S)
+    mean_logit = mean_i z_i = row_max + shifted_sum / V,     dmean_logit/dz_i = 1 / V
+
 and ``dx_i = dz_i * (1 - (z_i / softcap)^2) * logit_scale``.
 
 With class weights ``w``, as in PyTorch's ``CrossEntropyLoss``, and ``W = sum_i w_i``
@@ -35,8 +41,8 @@ The label's column is not in ``others_sum``, which travels instead of ``sum_exp`
 term is 1. A sum that holds it loses the others' digits, and ``1 - p_y = others_sum / sum_exp`` is all of the
 gradient.
 
-Edges. A row whose label is ``ignore_index``: loss, entropy and gradient 0, whatever the row holds. A label outside
-``[0, V)``, NaN or ``+inf`` in a row: NaN loss, entropy and gradient. A column of ``-inf`` in any other row is
+Edges. A row whose label is ``ignore_index``: all outputs and the gradient 0, whatever the row holds. A label outside
+``[0, V)``, NaN or ``+inf`` in a row: NaN outputs and gradient. A column of ``-inf`` in any other row is
 excluded, also with softcap: gradient 0. A padded column: gradient 0 in every row. A finite logit stays finite under
 softcap, however large. Without softcap, one that ``logit_scale`` takes beyond the dtype counts as infinite.
 
@@ -46,7 +52,7 @@ nothing in rows far from 0.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +73,7 @@ class RowStats(NamedTuple):
     exp_shifted_sum: Tensor  # sum of exp(z - row_max) * (z - row_max)
     argmax: Tensor  # global id of the first column with row_max, inf if row_max is not finite
     target_weight: Tensor  # w_y, 0 if the label's column is not in the set
+    sum_exp_sq: Tensor  # sum of exp(2 * (z - row_max))
 
 
 # The empty set's. Where row_max is not finite, 0 takes its place in differences.
@@ -74,7 +81,7 @@ IDENTITY = (NEG_INF, 0.0, NEG_INF, 0.0, 0.0, 0.0, INF, 0.0)
 
 
 class LossOptions(NamedTuple):
-    """What is computed of a row; ``entropy``, ``predictions`` and ``class_weight`` ask for their statistics."""
+    """What is computed of a row; the flags ask for outputs and statistics, ``predictions`` for the metrics."""
 
     ignore_index: int = -100
     smoothing: float = 0.0  # e of the formulas
@@ -84,6 +91,9 @@ class LossOptions(NamedTuple):
     entropy: bool = False
     predictions: bool = False
     class_weight: bool = False  # whether there are class weights, a tensor that is passed on its own
+    lse: bool = False
+    sum_sq_probs: bool = False
+    mean_logit: bool = False
 
     @property
     def beyond_z_loss(self) -> tuple[str, ...]:
@@ -94,11 +104,24 @@ class LossOptions(NamedTuple):
     @property
     def statistics(self) -> tuple[str, ...]:
         """Names of the ``K`` statistics that travel, in the order in which they are packed."""
-        smoothed = ("shifted_sum", "n_columns") if self.smoothing else ()
+        smoothed = ("shifted_sum", "n_columns") if self.smoothing or self.mean_logit else ()
         entropy = ("exp_shifted_sum",) if self.entropy else ()
         predictions = ("argmax",) if self.predictions else ()
         weighted = ("target_weight",) if self.class_weight else ()
-        return ("row_max", "others_sum", "target_logit", *smoothed, *entropy, *predictions, *weighted)
+        sum_sq_probs = ("sum_exp_sq",) if self.sum_sq_probs else ()
+        names = (*smoothed, *entropy, *predictions, *weighted, *sum_sq_probs)
+        return ("row_max", "others_sum", "target_logit", *names)
+
+    @property
+    def differentiable(self) -> tuple[bool, ...]:
+        """Which of :class:`TokenOutputs` have a gradient."""
+        return (True, self.entropy, self.lse, self.sum_sq_probs, self.mean_logit, False)
+
+    @property
+    def outputs(self) -> tuple[bool, ...]:
+        """Which of :class:`TokenOutputs` are asked for; the metrics have an lse without a gradient."""
+        lse = self.lse or self.predictions
+        return (True, self.entropy, lse, self.sum_sq_probs, self.mean_logit, self.predictions)
 
 
 PLAIN = LossOptions()
@@ -110,7 +133,19 @@ class TokenOutputs(NamedTuple):
     loss: Tensor  # [...] fp32
     entropy: Tensor | None  # [...] fp32
     lse: Tensor | None  # [...] fp32
+    sum_sq_probs: Tensor | None  # [...] fp32
+    mean_logit: Tensor | None  # [...] fp32
     predictions: Tensor | None  # [...] int64
+
+
+class GradOutputs(NamedTuple):
+    """What multiplies the gradient of each output, one number per row; None is 0. In the order of the outputs."""
+
+    loss: Any = None  # a Tensor; in kernels a pointer or a stride
+    entropy: Any = None
+    lse: Any = None
+    sum_sq_probs: Any = None
+    mean_logit: Any = None
 
 
 def local_stats(
@@ -138,7 +173,7 @@ def local_stats(
     label_z = z.gather(-1, at_label)
     shift = _finite_or_zero(row_max).unsqueeze(-1)
     shifted, label_shifted = z - shift, label_z - shift
-    shifted_sum = exp_shifted_sum = target_weight = torch.zeros_like(row_max)
+    shifted_sum = exp_shifted_sum = sum_exp_sq = target_weight = torch.zeros_like(row_max)
     argmax, total = torch.full_like(row_max, INF), torch.full_like(row_max, n_columns)
     if class_weight is not None:
         class_weight = class_weight.to(z.dtype)
@@ -151,6 +186,9 @@ def local_stats(
     if "exp_shifted_sum" in wanted:
         of_label = torch.where(owned, label_shifted.exp() * _bounded(label_shifted), 0.0)
         exp_shifted_sum = (exp_shifted * _bounded(shifted)).sum(dim=-1) + of_label.squeeze(-1)
+    if "sum_exp_sq" in wanted:
+        of_label = torch.where(owned, label_shifted.exp() ** 2, 0.0)
+        sum_exp_sq = (exp_shifted**2).sum(dim=-1) + of_label.squeeze(-1)
     if "argmax" in wanted:
         ids = torch.arange(start, start + n_columns, device=z.device, dtype=z.dtype)
         is_largest = (z == row_max.unsqueeze(-1)) & z.isfinite()
@@ -164,6 +202,7 @@ def local_stats(
         exp_shifted_sum,
         argmax,
         target_weight,
+        sum_exp_sq,
     )
 
 
@@ -183,6 +222,7 @@ def merge(a: RowStats, b: RowStats) -> RowStats:
         + (b.exp_shifted_sum + sum_exp(b) * _bounded(b_shift)) * b_scale,
         torch.minimum(*(torch.where(own.row_max == row_max, own.argmax, INF) for own in (a, b))),
         a.target_weight + b.target_weight,
+        a.sum_exp_sq * a_scale**2 + b.sum_exp_sq * b_scale**2,
     )
 
 
@@ -221,9 +261,22 @@ def entropy(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptio
     return _at_the_edges(value, labels, vocab_size, options)
 
 
-def lse(stats: RowStats, labels: Tensor, options: LossOptions = PLAIN) -> Tensor:
-    """``[N]`` log-sum-exp of z, 0 in ignored rows."""
-    return torch.where(is_ignored(labels, options.ignore_index), 0.0, stats.row_max + log_sum_exp(stats))
+def lse(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions = PLAIN) -> Tensor:
+    """``[N]`` log-sum-exp of z, 0 in ignored rows. That of the metrics is a number in rows of any other label."""
+    value = stats.row_max + log_sum_exp(stats)
+    if options.lse:
+        return _at_the_edges(value, labels, vocab_size, options)
+    return torch.where(is_ignored(labels, options.ignore_index), 0.0, value)
+
+
+def sum_sq_probs(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions = PLAIN) -> Tensor:
+    """``[N]`` sum of the squared probabilities."""
+    return _at_the_edges(stats.sum_exp_sq / sum_exp(stats) ** 2, labels, vocab_size, options)
+
+
+def mean_logit(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions = PLAIN) -> Tensor:
+    """``[N]`` mean of z over the vocabulary; -inf if a column is excluded."""
+    return _at_the_edges(stats.row_max + stats.shifted_sum / vocab_size, labels, vocab_size, options)
 
 
 def predictions(stats: RowStats, labels: Tensor, options: LossOptions = PLAIN) -> Tensor:
@@ -268,16 +321,32 @@ def gradient(
     return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)
 
 
-def entropy_gradient(
-    logits: Tensor, stats: RowStats, labels: Tensor, start: int, vocab_size: int, options: LossOptions = PLAIN
+def outputs_gradient(
+    logits: Tensor,
+    stats: RowStats,
+    labels: Tensor,
+    start: int,
+    vocab_size: int,
+    grads: GradOutputs,
+    options: LossOptions = PLAIN,
 ) -> Tensor:
-    """``[N, C]`` derivative of each row's entropy by its logits, in the compute dtype."""
+    """``[N, C]`` derivative by the logits of each row's outputs except the loss, each times its ``grads``, summed."""
     z, slope = transformed(logits, options)
     column = torch.arange(start, start + z.shape[-1], device=z.device)
     shifted = z - stats.row_max.unsqueeze(-1)
     all_sum = sum_exp(stats).unsqueeze(-1)
-    mean_shifted = stats.exp_shifted_sum.unsqueeze(-1) / all_sum
-    grad = shifted.exp() / all_sum * (mean_shifted - _bounded(shifted))
+    p = shifted.exp() / all_sum
+    grad = torch.zeros_like(p)
+    if grads.entropy is not None:
+        mean_shifted = stats.exp_shifted_sum.unsqueeze(-1) / all_sum
+        grad = grad + p * (mean_shifted - _bounded(shifted)) * grads.entropy.unsqueeze(-1)
+    if grads.lse is not None:
+        grad = grad + p * grads.lse.unsqueeze(-1)
+    if grads.sum_sq_probs is not None:
+        mean_p = stats.sum_exp_sq.unsqueeze(-1) / all_sum**2
+        grad = grad + 2 * p * (p - mean_p) * grads.sum_sq_probs.unsqueeze(-1)
+    if grads.mean_logit is not None:
+        grad = grad + grads.mean_logit.unsqueeze(-1) / vocab_size
     return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)
 
 

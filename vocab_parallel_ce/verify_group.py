@@ -12,6 +12,7 @@ from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, split_keywords
 from vocab_parallel_ce.linear.plan import Arguments, plan_linear_call
 from vocab_parallel_ce.options import DEFAULTS, divided_by
+from vocab_parallel_ce.outputs import settings_of
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.shift import next_labels
 from vocab_parallel_ce.verify import open_call
@@ -44,13 +45,15 @@ def verify_group(
             have every column once; or a label is neither in ``[0, V)`` nor ``ignore_index``.
     """
     function: Any = vocab_parallel_cross_entropy if weight is None else linear_cross_entropy
-    known = signature(function).parameters.keys() | {"temperature", "entropy"}
+    known = signature(function).parameters.keys() | {"temperature", "entropy", "outputs"}
     with open_call(group, logits.device if isinstance(logits, Tensor) else None):
         for name in sorted(options.keys() - known):
             raise TypeError(f"{name}: must be an option of {function.__name__} or its log-probs")
         num_items, class_weight, main_grad = (
             options.pop(name, None) for name in ("num_items", "class_weight", "main_grad")
         )
+        if "outputs" in options:
+            options |= settings_of(options.pop("entropy", False), options.pop("outputs"))
         if weight is None and bias is not None:
             raise TypeError("bias: must be None without weight")
         settings, head = split_keywords(options, DEFAULTS)

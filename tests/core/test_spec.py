@@ -14,14 +14,16 @@ from tests.support.budget import assert_fp64_equal, assert_within_budget
 from tests.support.inputs import DTYPES, KINDS, batch
 from tests.support.pairs import covering
 from vocab_parallel_ce import spec
-from vocab_parallel_ce.spec import PLAIN, LossOptions
+from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions
 
 pytestmark = pytest.mark.reference
 
 NAN, INF = float("nan"), float("inf")
 ROWS, VOCAB = 10, 60
 FP64 = torch.float64
-ALL = LossOptions(-100, 0.1, 0.01, 0.5, 20.0, entropy=True, predictions=True)
+ALL = LossOptions(
+    -100, 0.1, 0.01, 0.5, 20.0, entropy=True, predictions=True, lse=True, sum_sq_probs=True, mean_logit=True
+)
 OPTIONS = {
     "plain": PLAIN,
     "torch smoothing": LossOptions(smoothing=0.1),
@@ -33,6 +35,7 @@ OPTIONS = {
     "softcap": LossOptions(softcap=20.0),
     "softcap and logit_scale": LossOptions(softcap=5.0, logit_scale=3.0),
     "entropy": LossOptions(entropy=True),
+    "outputs": LossOptions(lse=True, sum_sq_probs=True, mean_logit=True),
     "all": ALL,
 }
 
@@ -46,6 +49,9 @@ class Rows(NamedTuple):
     entropy_gradient: Tensor
     lse: Tensor
     predictions: Tensor
+    sum_sq_probs: Tensor
+    mean_logit: Tensor
+    gradient_of_others: Tensor  # of lse + 2 * sum_sq_probs + 3 * mean_logit
 
 
 def by_spec(logits, labels, options=PLAIN, shards=1, vocab_size=None):
@@ -56,17 +62,21 @@ def by_spec(logits, labels, options=PLAIN, shards=1, vocab_size=None):
     known = [spec.local_stats(piece, labels, start, vocab_size, options) for piece, start in pieces]
     stats = functools.reduce(spec.merge, known)
 
-    def gradient_by(function):
-        pieced = [function(piece, stats, labels, start, vocab_size, options) for piece, start in pieces]
+    def gradient_by(function, *grads):
+        pieced = [function(piece, stats, labels, start, vocab_size, *grads, options) for piece, start in pieces]
         return torch.cat(pieced, dim=1)
 
+    one = torch.ones_like(stats.row_max)
     return Rows(
         spec.loss(stats, labels, vocab_size, options),
         gradient_by(spec.gradient),
         spec.entropy(stats, labels, vocab_size, options),
-        gradient_by(spec.entropy_gradient),
-        spec.lse(stats, labels, options),
+        gradient_by(spec.outputs_gradient, GradOutputs(entropy=one)),
+        spec.lse(stats, labels, vocab_size, options),
         spec.predictions(stats, labels, options),
+        spec.sum_sq_probs(stats, labels, vocab_size, options),
+        spec.mean_logit(stats, labels, vocab_size, options),
+        gradient_by(spec.outputs_gradient, GradOutputs(lse=one, sum_sq_probs=2 * one, mean_logit=3 * one)),
     )
 
 
@@ -83,9 +93,13 @@ def _by_oracle(logits, labels, options, dtype=FP64):
         logit_scale=options.logit_scale,
     )
     (gradient,) = torch.autograd.grad(computed.loss.sum(), leaf, retain_graph=True)
-    (entropy_gradient,) = torch.autograd.grad(computed.entropy.sum(), leaf)
-    loss, entropy = computed.loss.detach(), computed.entropy.detach()
-    return Rows(loss, gradient, entropy, entropy_gradient, computed.lse, computed.predictions)
+    (entropy_gradient,) = torch.autograd.grad(computed.entropy.sum(), leaf, retain_graph=True)
+    others = computed.lse_of_p + 2 * computed.sum_sq_probs + 3 * computed.mean_logit
+    (gradient_of_others,) = torch.autograd.grad(others.sum(), leaf)
+    lse = computed.lse_of_p if options.lse else computed.lse
+    values = (lse, computed.predictions, computed.sum_sq_probs, computed.mean_logit)
+    loss, entropy, *values = (value.detach() for value in (computed.loss, computed.entropy, *values))
+    return Rows(loss, gradient, entropy, entropy_gradient, *values, gradient_of_others)
 
 
 def _assert_equal(actual, expected, logits, options):
@@ -119,6 +133,9 @@ def test_only_what_options_need_travels():
     assert LossOptions(entropy=True).statistics == (*names, "exp_shifted_sum")
     assert LossOptions(predictions=True).statistics == (*names, "argmax")
     assert LossOptions(class_weight=True).statistics == (*names, "target_weight")
+    assert LossOptions(lse=True).statistics == names
+    assert LossOptions(mean_logit=True).statistics == (*names, "shifted_sum", "n_columns")
+    assert LossOptions(sum_sq_probs=True).statistics == (*names, "sum_exp_sq")
     assert ALL._replace(class_weight=True).statistics == spec.RowStats._fields
 
 
@@ -133,8 +150,10 @@ def test_training_dtypes_are_computed_in_fp32(case):
     logits, labels = batch(kind, rows=ROWS, vocab_size=VOCAB, shards=2, dtype=dtype)
     truth, peer = (_by_oracle(logits, labels, options, made) for made in (FP64, torch.float32))
     actual = by_spec(logits, labels, options, shards=2)
-    for name in ("loss", "entropy", "lse"):
+    for name in ("loss", "entropy", "lse", "sum_sq_probs", "gradient_of_others"):
         assert_within_budget(*(getattr(rows, name) for rows in (actual, truth, peer)))
+    # The largest logit is rounded, beside which the mean may be nothing.
+    assert_within_budget(*(rows.lse - rows.mean_logit for rows in (actual, truth, peer)))
     gradients = [(rows.gradient, rows.gradient - rows.entropy_gradient) for rows in (actual, truth, peer)]
     for value, expected, same_dtype in zip(*gradients, strict=True):
         assert_within_budget(value.to(dtype), expected, same_dtype.to(dtype))
@@ -174,11 +193,14 @@ def test_rows_at_the_edges_of_padded_shards(case):
     hostile = torch.tensor([NAN, INF, 1e30, -INF, 0.0], dtype=FP64).repeat(columns)[: columns - VOCAB]
     padded = torch.cat([logits, hostile.expand(ROWS, -1)], dim=1)
     actual = by_spec(padded, labels, options, shards, vocab_size=VOCAB)
-    for gradient in (actual.gradient, actual.entropy_gradient):
+    names = ("gradient", "entropy_gradient", "gradient_of_others")
+    for gradient in (getattr(actual, name) for name in names):
         assert torch.equal(gradient[:, VOCAB:], torch.zeros(ROWS, columns - VOCAB, dtype=FP64))
-    gradients = {"gradient": actual.gradient[:, :VOCAB], "entropy_gradient": actual.entropy_gradient[:, :VOCAB]}
+    gradients = {name: getattr(actual, name)[:, :VOCAB] for name in names}
     expected = _by_oracle(logits, labels, options)
-    expected = expected._replace(lse=expected.lse.masked_fill(expected.lse == INF, NAN))
+    for name in ("lse", "mean_logit"):
+        value = getattr(expected, name)
+        expected = expected._replace(**{name: value.masked_fill(value == INF, NAN)})
     _assert_equal(actual._replace(**gradients), expected, logits, options)
 
 
@@ -206,6 +228,8 @@ def test_columns_masked_with_the_lowest_number_are_as_good_as_excluded(masked):
     options = LossOptions(z_loss=0.01, entropy=True, predictions=True)
     expected = by_spec(excluded, labels, options, shards=2)
     for name, value, want in zip(Rows._fields, by_spec(lowest, labels, options, 2), expected, strict=True):
+        if name == "gradient_of_others":
+            value = value.masked_fill(excluded == -INF, 0.0)  # the mean has the lowest number's 1 / V
         assert torch.equal(value, want), name
 
 

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.core.test_spec import ALL, by_spec
+from tests.core.test_spec import ALL
 from tests.support.budget import assert_within_budget
 from tests.support.layouts import Layout, logits_layouts
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import PLAIN, LossOptions, RowStats, TokenOutputs
+from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, RowStats, TokenOutputs
 
 NAN, INF = float("nan"), float("inf")
 COPIED = ("every other column", "column-major")  # layouts that no kernel walks
-EVERY_STATISTIC = LossOptions(smoothing=0.1, entropy=True, predictions=True)
+EVERY_STATISTIC = LossOptions(smoothing=0.1, entropy=True, predictions=True, sum_sq_probs=True)
 OPTIONS = {
     "plain": PLAIN,
     **{name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:]},
@@ -57,11 +57,10 @@ def stats_by_kernel(
 
 def empty_outputs(labels: Tensor, options: LossOptions) -> TokenOutputs:
     """Return a buffer for each output that ``options`` has the statistics for."""
-    values = torch.full((3, labels.numel()), NAN, device=labels.device)
+    nan = torch.full((labels.numel(),), NAN, device=labels.device)
     predictions = torch.full_like(labels, -7, dtype=torch.int64) if options.predictions else None
-    return TokenOutputs(
-        values[0].clone(), values[1].clone() if options.entropy else None, values[2].clone(), predictions
-    )
+    others = options._replace(lse=True).outputs[1:-1]
+    return TokenOutputs(nan, *[nan.clone() if is_wanted else None for is_wanted in others], predictions)
 
 
 def outputs_by_kernel(
@@ -84,9 +83,8 @@ def gradient_by_kernel(
     shard: VocabShard | None = None,
     *,
     divisor: Tensor | None = None,
-    grad_output: Tensor | None = None,
-    grad_entropy: Tensor | None = None,
     into: Tensor | None = None,
+    **grads: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, gradient) from ``stats [R, N, K]``; the gradient over the logits, or in ``into``."""
     from vocab_parallel_ce import kernels
@@ -94,9 +92,15 @@ def gradient_by_kernel(
     loss = torch.full((labels.numel(),), NAN, device=logits.device)
     grad = logits if into is None else into
     shard = shard or whole(logits)
-    factors = (divisor, grad_output, grad_entropy)
-    kernels.cross_entropy(logits, stats, labels, *factors, loss, grad, shard=shard, options=options)
+    kernels.cross_entropy(logits, stats, labels, divisor, of_rows(grads), loss, grad, shard=shard, options=options)
     return loss, grad
+
+
+def of_rows(grads: dict[str, Tensor | None], dtype: torch.dtype | None = None) -> GradOutputs:
+    """``grad_output`` and ``grad_`` of other outputs; with a ``dtype``, on the CPU."""
+    named = {name.removeprefix("grad_").replace("output", "loss"): grad for name, grad in grads.items()}
+    to = {name: None if grad is None else grad.to("cpu", dtype) for name, grad in named.items()} if dtype else named
+    return GradOutputs(**to)
 
 
 def stats_of_ranks(
@@ -118,25 +122,21 @@ def stats_by_spec(
 
 
 def gradient_by_spec(
-    logits: Tensor,
-    labels: Tensor,
-    options: LossOptions,
-    dtype: torch.dtype,
-    grad_output: Tensor | None = None,
-    grad_entropy: Tensor | None = None,
+    logits: Tensor, labels: Tensor, options: LossOptions, dtype: torch.dtype, **grads: Tensor | None
 ) -> Tensor:
     """Of the whole vocabulary, computed in ``dtype``."""
-    rows = by_spec(logits.to(dtype), labels, options)
-    grad = rows.gradient if grad_output is None else rows.gradient * grad_output.to("cpu", dtype).unsqueeze(1)
-    if grad_entropy is not None:
-        grad = grad + rows.entropy_gradient * grad_entropy.to("cpu", dtype).unsqueeze(1)
-    return grad
+    logits, given, vocab_size = logits.to(dtype), of_rows(grads, dtype), logits.shape[-1]
+    stats = spec.local_stats(logits, labels, 0, vocab_size, options)
+    grad = spec.gradient(logits, stats, labels, 0, vocab_size, options)
+    grad = grad if given.loss is None else grad * given.loss.unsqueeze(1)
+    return grad + spec.outputs_gradient(logits, stats, labels, 0, vocab_size, given, options)
 
 
 def grads_of(n_rows: int, options: LossOptions, device: str | torch.device) -> dict[str, Tensor | None]:
-    """Gradients of the loss, different in every row, and of the entropy if there is one."""
-    both = torch.randn(2, n_rows, generator=torch.Generator().manual_seed(1)).to(device)
-    return {"grad_output": both[0], "grad_entropy": both[1] if options.entropy else None}
+    """Gradients of the loss, different in every row, and of the other outputs that there are."""
+    names, made = GradOutputs._fields, torch.randn(5, n_rows, generator=torch.Generator().manual_seed(1)).to(device)
+    grads = {f"grad_{name}": made[i] if options.differentiable[i] else None for i, name in enumerate(names)}
+    return {"grad_output": grads.pop("grad_loss"), **grads}
 
 
 def assert_gradient(grad: Tensor, logits: Tensor, labels: Tensor, options: LossOptions, **grads: Tensor | None) -> None:

@@ -121,7 +121,7 @@ def test_small_grad_output_is_rounded_once(kernel_device):
     logits, labels = (t.to(kernel_device) for t in batch("peaked", rows=12, vocab_size=300, dtype=torch.bfloat16))
     grad_output = torch.full((12,), 1.2345e-6, device=kernel_device)
     _, grad = run(logits, labels, grad_output=grad_output, into=torch.empty_like(logits))
-    truth = gradient_by_spec(logits.cpu(), labels.cpu(), PLAIN, torch.float64, grad_output.cpu())
+    truth = gradient_by_spec(logits.cpu(), labels.cpu(), PLAIN, torch.float64, grad_output=grad_output)
     # 2**-7 is one unit in the last digit of bf16: truncation (the interpreter's) stays below it, and
     # two roundings to nearest of a product reach 1.5 of half of it.
     live = truth.abs() > 1e-30

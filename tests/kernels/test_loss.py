@@ -22,6 +22,12 @@ def assert_outputs(outputs, logits, labels, options):
     if options.entropy:
         # Its terms are rounded next to 1, beside which the entropy may be nothing.
         assert_within_budget(outputs.entropy.cpu() + 1, truth.entropy + 1, peer.entropy + 1)
+    if options.sum_sq_probs:
+        # So are these.
+        assert_within_budget(*(made.sum_sq_probs.cpu() + 1 for made in (outputs, truth, peer)))
+    if options.mean_logit:
+        # The largest logit is rounded, beside which the mean may be nothing.
+        assert_within_budget(*((made.lse - made.mean_logit).cpu() for made in (outputs, truth, peer)))
     if options.predictions:
         predicted = outputs.predictions.cpu()
         live = labels != options.ignore_index

@@ -8,8 +8,9 @@ import torch
 from tests.support import linear
 from tests.support.inputs import DTYPES, IGNORE_INDEX
 from tests.support.linear import COLUMNS, ROWS, WIDTH, Results, assert_right, projection, record_matmuls
+from tests.support.logits import grads_of_every_output
 from tests.support.pairs import covering
-from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
+from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs, token_log_probs
 
 NAN, INF = float("nan"), float("inf")
 TRANSFORMS = {
@@ -136,3 +137,26 @@ def test_each_output_may_be_differentiated_by_itself_and_again(impl_device):
         assert_right(Results(outputs, *gradients, None), inputs, *grad_outputs, function=linear_token_log_probs)
         with pytest.raises(RuntimeError, match="cannot be differentiated again"):
             torch.autograd.grad(output.sum(), hidden, create_graph=True)
+
+
+@pytest.mark.interpreted(2)
+@pytest.mark.parametrize("chunk_tokens", ["auto", 2])
+@pytest.mark.parametrize("kind", ["peaked", "some_ignored"])
+def test_every_output_beside_log_probs(impl_device, kind, chunk_tokens):
+    inputs, options = projection(kind, bias=True), {"softcap": 10.0, "temperature": 0.6}
+    given = {"function": linear.linear_every_output, "chunk_tokens": chunk_tokens, "padding": 5}
+    linear.check(impl_device, inputs, *grads_of_every_output(ROWS), **given, **options)
+
+
+@pytest.mark.parametrize("chunk_tokens", ["auto", 2])
+def test_the_largest(impl_device, chunk_tokens):
+    """Those of the logits, in the order of the tokens, of which ignored ones are left out."""
+    impl, device = impl_device
+    inputs = projection("some_ignored", exact=True)
+    given = [tensor.to(device) for tensor in inputs[:3]]
+    found = linear_token_log_probs(*given, top_k=4, impl=impl, chunk_tokens=chunk_tokens)
+    want = token_log_probs(inputs.logits(), inputs.labels, top_k=4)
+    assert torch.equal(found.top_ids.cpu(), want.top_ids)
+    torch.testing.assert_close(found.top_log_probs.cpu(), want.top_log_probs, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"^outputs: expected none that needs the logits again"):
+        linear_token_log_probs(*given, outputs=("rank",))

@@ -27,7 +27,7 @@ from vocab_parallel_ce import (
     vocab_parallel_cross_entropy,
 )
 from vocab_parallel_ce.cross_entropy import TRACES_DTENSORS
-from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.options import HeadSettings, Settings, loss_options
 
 N, WIDTH, VOCABULARY = 12, 8, 48
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0, "logit_scale": 0.9}
@@ -78,6 +78,11 @@ def log_probs(x, **options):
     return token_log_probs(x.hidden @ x.weight.t(), x.labels, entropy=True, temperature=0.7, **options)
 
 
+def every_output(x, **options):
+    names = ("entropy", "lse", "sum_sq_probs", "mean_logit", "is_top1")
+    return token_log_probs(x.hidden @ x.weight.t(), x.labels, outputs=names, **options)
+
+
 def of_transformer_engine(x, impl=None, group=None):
     return (parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, 0.1, False, group),)
 
@@ -113,6 +118,10 @@ def linear_log_probs(x, **options):
     return linear_token_log_probs(x.hidden, x.weight, x.labels, **options)
 
 
+def linear_outputs(x, **options):
+    return linear_token_log_probs(x.hidden, x.weight, x.labels, outputs=("lse", "mean_logit"), **options)[::2]
+
+
 def linear_autocast(x, **options):
     given = x.hidden, x.weight, x.labels
     with torch.autocast(x.hidden.device.type, dtype=torch.bfloat16):
@@ -137,8 +146,8 @@ def checkpointed(x, **options):
 
 
 STEPS = (
-    *(logits_mean, logits_none, logits_sum, logits_transposed, log_probs, of_transformer_engine),
-    *(linear_mean, linear_valid_tokens, linear_none, linear_log_probs, linear_autocast, checkpointed),
+    *(logits_mean, logits_none, logits_sum, logits_transposed, log_probs, every_output, of_transformer_engine),
+    *(linear_mean, linear_valid_tokens, linear_none, linear_log_probs, linear_outputs, linear_autocast, checkpointed),
     *(class_weights, shifted),
 )
 BY_STEP = pytest.mark.parametrize("step", STEPS, ids=[step.__name__ for step in STEPS])
@@ -288,6 +297,7 @@ def test_compiled_autograd(step, compiles_forward):
 OPTIONS = {
     "mean": {},
     "entropy": {"entropy": True, "reduction": "none"},
+    "outputs": {"lse": True, "sum_sq_probs": True, "mean_logit": True, "reduction": "none"},
     "metrics": {"return_metrics": True, "z_loss": 0.1, "label_smoothing": 0.1},
     "sum": {"reduction": "sum", "check_labels": True},
     "class weights": {"label_smoothing": 0.1},
@@ -307,7 +317,8 @@ def test_the_operators_are_what_they_declare(name):
     opcheck(ops.cross_entropy, (logits, x.labels, divisor, weights, None, *values))
     found = ops.cross_entropy(logits, x.labels, divisor, weights, None, *values)
     loss, *_, stats, count = (out.detach() for out in found)
-    grads = torch.rand(loss.shape), torch.rand(6) if settings.entropy else None
+    is_asked = loss_options(settings, None).differentiable[1:-1]
+    grads = torch.rand(loss.shape), *(torch.rand(6) if asked else None for asked in is_asked)
     divisor = count if settings.reduction == "mean" else divisor
     opcheck(ops.cross_entropy_gradient, (stats, *grads, logits.detach(), x.labels, divisor, weights, None, *values))
     for gradient in ("in_backward",) if settings.reduction == "none" else ("in_forward", "in_backward"):
@@ -317,7 +328,7 @@ def test_the_operators_are_what_they_declare(name):
             (None, None),
         )
         opcheck(ops.linear_cross_entropy, (*given, *head, [True, True, False], *values))
-        stats = ops.linear_cross_entropy(*given, *head, [True, True, False], *values)[5].detach()
+        stats = ops.linear_cross_entropy(*given, *head, [True, True, False], *values)[7].detach()
     given = tuple(None if t is None else t.detach() for t in given)
     opcheck(ops.linear_cross_entropy_gradient, (stats, *grads, *given, *head, [True, False, False], *values))
 

@@ -8,7 +8,7 @@ import torch
 from tests.support.confident import EPS, ROWS, Rows, assert_as_exact_as_fp32, confident_rows, relative_errors, truth_of
 from vocab_parallel_ce import linear_cross_entropy, reference, token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import PLAIN
+from vocab_parallel_ce.spec import PLAIN, GradOutputs
 
 
 def rows_for(impl_device):
@@ -41,7 +41,9 @@ def by_ranks(impl_device, logits, labels, n_ranks):
     for x, shard in pieces:
         losses.append(torch.full((len(labels),), math.nan, device=device))
         grads.append(torch.full_like(x, math.nan))
-        launchers.cross_entropy(x, stats, labels, None, None, None, losses[-1], grads[-1], shard=shard, options=PLAIN)
+        launchers.cross_entropy(
+            x, stats, labels, None, GradOutputs(), losses[-1], grads[-1], shard=shard, options=PLAIN
+        )
     assert all(torch.equal(loss.nan_to_num(-1.0), losses[0].nan_to_num(-1.0)) for loss in losses)
     return Rows(losses[0].cpu(), torch.cat(grads, dim=1).cpu())
 

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from tests.support.collectives import record_collectives
 from tests.support.inputs import IGNORE_INDEX, batch
 from tests.support.logits import EVERY as ALL_NUMBERS
-from tests.support.logits import SMOOTHING, broad_rows, random_grad_output
+from tests.support.logits import SMOOTHING, broad_rows, every_output, grads_of_every_output, random_grad_output
 from tests.support.logits_ranks import Case, check, chunked, even, run
-from tests.support.ranks import in_four_ranks, in_ranks, in_several_ranks, in_two_ranks
-from vocab_parallel_ce import token_log_probs
+from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks
+from vocab_parallel_ce import VocabShard, token_log_probs
 
 COLUMNS, ROWS = 20, 5
 GRAD_OUTPUTS = random_grad_output(ROWS), random_grad_output(ROWS, seed=1)
@@ -161,3 +162,37 @@ def test_token_log_probs_of_padded_shards(rank_pool, impl):
     options = {"entropy": True, "softcap": 10.0}
     case = Case(logits, labels, impl, options, THIRDS, "shard", GRAD_OUTPUTS, token_log_probs)
     check(case, rank_pool.run(run, case))
+
+
+@in_several_ranks
+def test_every_output_of_log_probs_in_one_exchange(rank_pool, impl):
+    transform = {"temperature": 0.6, "softcap": 10.0, "logit_scale": 0.4}
+    for kind, options in (("some_ignored", {}), ("excluded_shard", {}), ("shard_edges", transform)):
+        made = broad_rows(kind, ROWS, COLUMNS * rank_pool.world_size, shards=rank_pool.world_size)
+        grads = tuple(grads_of_every_output(ROWS))
+        case = Case(*made, impl, options, grad_outputs=grads, function=every_output)
+        check(case, rank_pool.run(run, case))
+
+
+def _largest(rank, group, logits, labels, impl):
+    """The results of this rank's columns, and the collectives of the call."""
+    device = device_of(rank, group)
+    shard = VocabShard.of_rank(logits.shape[-1], rank, group.size())
+    own, labels = logits[:, shard.start : shard.stop].to(device), labels.to(device)
+    options = {"vocab_size": logits.shape[-1], "temperature": 0.7, "impl": impl}
+    with record_collectives() as collectives:
+        found = token_log_probs(own, labels, group=group, outputs=("rank",), top_k=5, **options)
+    return [found.rank.cpu(), found.top_ids.cpu(), found.top_log_probs.cpu()], collectives
+
+
+@in_several_ranks
+def test_the_largest_travel_with_the_statistics_and_the_rank_is_counted_afterwards(rank_pool, impl):
+    """A last shard narrower than the five that are asked for."""
+    logits = torch.stack([torch.randperm(21, generator=torch.Generator().manual_seed(i)) for i in range(5)]).float() / 3
+    labels = torch.tensor([0, 20, IGNORE_INDEX, 7, 3])
+    whole = token_log_probs(logits, labels, outputs=("rank",), top_k=5, temperature=0.7)
+    for found, collectives in rank_pool.run(_largest, logits, labels, impl):
+        assert torch.equal(found[0], whole.rank) and torch.equal(found[1], whole.top_ids)
+        torch.testing.assert_close(found[2], whole.top_log_probs, rtol=1e-6, atol=1e-6)
+        sizes = [(call.name, call.nbytes) for call in collectives]
+        assert sizes == [("_allgather_base_", (4 * 3 + 8 * 5) * len(labels)), ("allreduce_", 8 * len(labels))]

@@ -34,11 +34,13 @@ from vocab_parallel_ce.kernels.pairs import PairRows
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft.distillation import DIVERGENCES
 from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
-from vocab_parallel_ce.spec import PLAIN, LossOptions
+from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, TokenOutputs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRITON_NAMES = {torch.int64: "i64", torch.int32: "i32"} | {dtype: name for name, dtype in DTYPES.items()}
-ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True)  # that calls have together with entropy
+ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True, False, True, True, True)  # that calls have together
+ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:]}
+del ALONE["class_weight"]
 ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:-1]}
 WEIGHTED = PLAIN._replace(class_weight=True)
 OPTIONS = {"plain": PLAIN, **ALONE, "all": ALL, "class_weight": WEIGHTED}
@@ -91,9 +93,9 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield from of_divergence("bf16", False, DivergenceOptions("forward"))
     yield from of_divergence("bf16", False, DivergenceOptions("reverse", 2.0, hard_weight=0.5))
     weighted = ("class_weight", "weighted_smoothing")
-    for option in ("smoothing", "softcap", "entropy", "predictions", "all", *weighted):
+    for option in ("smoothing", "softcap", "entropy", "sum_sq_probs", "mean_logit", "predictions", "all", *weighted):
         yield stats("bf16", False, option, outputs=True)
-    for option in ("plain", "smoothing", "z_loss", "logit_scale", "softcap", "entropy", "all", *weighted):
+    for option in (name for name in OPTIONS if name != "predictions"):
         yield gradient("bf16", False, option)
     yield stats("bf16", False, "plain", counted=True)
     yield stats("bf16", True, "plain", outputs=True)
@@ -136,14 +138,13 @@ def has_one_pass(target: GPUTarget) -> bool:
 
 
 def output_dtypes(options: LossOptions) -> tuple[torch.dtype | None, ...]:
-    fp32 = torch.float32
-    metrics = (fp32, torch.int64) if options.predictions else (None, None)
-    return (fp32, fp32 if options.entropy else None, *metrics)
+    *others, predictions = options.outputs
+    return (*(torch.float32 if is_wanted else None for is_wanted in others), torch.int64 if predictions else None)
 
 
 def stats(dtype: str, edges: bool, option: str, outputs: bool = False, counted: bool = False) -> Variant:
     options = OPTIONS[option]
-    of_outputs = output_dtypes(options) if outputs else (None,) * 4
+    of_outputs = output_dtypes(options) if outputs else (None,) * len(TokenOutputs._fields)
     dtypes = (DTYPES[dtype], torch.int64, torch.float32, torch.int32 if counted else None, *of_outputs, None)
     dtypes += (torch.float32 if options.class_weight else None,)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
@@ -158,14 +159,15 @@ def gradient(
     """``in_forward`` writes the loss too; ``padded`` divides, and its shard has padding; ``of`` is the gradient's."""
     options = OPTIONS[option]
     fp32, in_forward = torch.float32, call == "in_forward"
-    grad_output, loss = (None, fp32) if in_forward else (fp32, None)
-    grad_entropy = fp32 if options.entropy and call == "in_backward" else None
+    loss = fp32 if in_forward else None
+    others = options.differentiable[1:-1] if call == "in_backward" else (False,) * 4
+    grads = [fp32 if is_given else None for is_given in (not in_forward, *others)]
     divisor = None if call == "in_backward" else torch.int32
     weights = fp32 if options.class_weight and options.smoothing else None
-    pointers = (fp32, divisor, grad_output, grad_entropy, loss, DTYPES[of or dtype], weights)
+    pointers = (fp32, divisor, *grads, loss, DTYPES[of or dtype], weights)
     dtypes = (DTYPES[dtype], torch.int64, *pointers)
     shard = VocabShard(0, N_COLUMNS, N_COLUMNS - 100 if call == "padded" else 4 * N_COLUMNS)
-    strides = tuple(None if pointer is None else 3 for pointer in (grad_output, grad_entropy))
+    strides = GradOutputs(*(None if grad is None else 3 for grad in grads))
     launch = launch_of("cross_entropy", dtypes, ROWS[edges], strides, ranks, shard, options)
     name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}"
     return Variant(name if of is None else f"{name}-to-{of}", launch, dtypes)

@@ -19,7 +19,15 @@ from tests.support import oracle
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import recorded
 from tests.support.inputs import IGNORE_INDEX, KINDS, batch, with_a_broad_row
-from tests.support.logits import assert_metrics, backward, flat_outputs, of_oracle, random_grad_output
+from tests.support.logits import (
+    OUTPUTS,
+    assert_metrics,
+    backward,
+    flat_outputs,
+    of_every_output,
+    of_oracle,
+    random_grad_output,
+)
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
 # No product with a hidden state is -inf: columns are excluded by a bias of -inf.
@@ -29,9 +37,17 @@ EXACT_KINDS = ("far_negative", "times_1000")
 PADDING = 300.0
 CUBE_WIDTH, CUBE_COLUMNS, CUBE_ROWS = 5, 32, 16
 _MATMULS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "matmul", "linear", "_scaled_mm"}
+
+
+def linear_every_output(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Every output of :func:`linear_token_log_probs`, as :func:`of_every_output` says."""
+    return of_every_output(linear_token_log_probs(hidden, weight, labels, outputs=OUTPUTS, **options))
+
+
 _OF_ORACLE = {
     linear_cross_entropy: (oracle.cross_entropy_fp64, oracle.cross_entropy_same_dtype),
     linear_token_log_probs: (oracle.token_outputs_fp64, oracle.token_outputs_same_dtype),
+    linear_every_output: (oracle.every_output_fp64, oracle.every_output_same_dtype),
 }
 _GRAD_OUTPUTS = ("grad_output", "grad_entropy")
 # What calls of the tests are made of, and the ways of a reduction to compute its gradients.
@@ -185,7 +201,9 @@ def linear_same_dtype(
     dtype = inputs.weight.dtype
     wide = inputs.to(torch.promote_types(logits_dtype or dtype, dtype))
     rows, logits = inputs.rows(ignore_index), wide.logits(ignore_index)
-    given = dict(zip(_GRAD_OUTPUTS, grad_outputs, strict=False))
+    given: dict[str, Any] = {"grad_outputs": grad_outputs}
+    if function is not linear_every_output:
+        given = dict(zip(_GRAD_OUTPUTS, grad_outputs, strict=False))
     *outputs, grad = of_logits(logits, inputs.labels, **given, **options)
     grad = grad.reshape(len(rows), len(inputs.weight)).to(dtype)
     parts = [grad[:, a:b] @ inputs.weight[a:b] for a, b in bounds or [(0, len(inputs.weight))]]

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.support import oracle
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import NAN, Batch, batch, grad_output_layouts, padded_shard, with_a_broad_row
-from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce import TokenLogProbs, token_log_probs, vocab_parallel_cross_entropy
 
 # Few rows: the interpreter takes tens of milliseconds for each.
 COLUMNS, ROWS = 21, 4
@@ -42,6 +42,27 @@ class Results(NamedTuple):
     @property
     def loss(self) -> Tensor:
         return self.outputs[0]
+
+
+OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "is_top1")
+
+
+def of_every_output(found: TokenLogProbs) -> tuple[Tensor, ...]:
+    """What the oracle's ``every_output`` returns, and ``is_top1``."""
+    log_probs, entropy, lse, sum_sq_probs = found[:4]
+    return log_probs, entropy, lse, 1 + sum_sq_probs, torch.stack([found.lse, found.mean_logit], dim=-1), found.is_top1
+
+
+def grads_of_every_output(rows: int, used: str | int = "all") -> list[Tensor | None]:
+    """Random ones of all outputs of :func:`of_every_output`, or of the one of that number."""
+    grads = [random_grad_output(rows, seed=i) for i in range(5)]
+    grads[4] = grads[4].unsqueeze(-1)
+    return [grad if used in ("all", i) else None for i, grad in enumerate(grads)]
+
+
+def every_output(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Every output of :func:`token_log_probs`, as :func:`of_every_output` says."""
+    return of_every_output(token_log_probs(logits, labels, outputs=OUTPUTS, **options))
 
 
 def of_oracle(options: dict[str, Any]) -> dict[str, Any]:
@@ -138,6 +159,9 @@ def assert_right(
         assert len(results.outputs) == 1 + options.get("entropy", False)
         grads = dict(zip(("grad_output", "grad_entropy"), grad_outputs, strict=False))
         oracles = (oracle.token_outputs_fp64, oracle.token_outputs_same_dtype)
+    elif function is every_output:
+        grads = {"grad_outputs": grad_outputs}
+        oracles = (oracle.every_output_fp64, oracle.every_output_same_dtype)
     else:
         grads = {"grad_output": grad_outputs[0] if grad_outputs else None}
         oracles = (oracle.cross_entropy_fp64, oracle.cross_entropy_same_dtype)

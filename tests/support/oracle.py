@@ -6,6 +6,7 @@ gradient 0 at ``-inf`` columns and in ignored rows, NaN for a label outside the 
 it), loss 0 if there is nothing to divide by. Logits have no padded columns here.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,14 @@ NEG_INF = float("-inf")
 
 
 class Values(NamedTuple):
-    """Everything that a call can return; the first three are differentiable."""
+    """Everything that a call can return; those before the predictions are differentiable."""
 
     loss: Tensor  # of the labels' shape, or () if reduced
     log_probs: Tensor  # the rest: of the labels' shape, except the accuracy and a reduced z_loss
     entropy: Tensor
+    lse_of_p: Tensor  # after the temperature, NaN for a label outside, as the next two
+    sum_sq_probs: Tensor
+    mean_logit: Tensor
     predictions: Tensor  # int64, -1 in rows that are ignored or hold no number
     token_accuracy: Tensor
     lse: Tensor
@@ -92,8 +96,10 @@ def values(
     if z_loss:
         losses = losses + w_target * z_loss * lse**2
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == NEG_INF, 0.0)).sum(dim=-1)
-    losses, log_probs, entropy = (
-        (value * one_or_nan).masked_fill(left_out, 0.0).reshape(labels.shape) for value in (losses, log_probs, entropy)
+    of_p = ((z / temperature).logsumexp(dim=-1), log_p.exp().square().sum(dim=-1), (z / temperature).mean(dim=-1))
+    losses, log_probs, entropy, *of_p = (
+        (value * one_or_nan).masked_fill(left_out, 0.0).reshape(labels.shape)
+        for value in (losses, log_probs, entropy, *of_p)
     )
     z = transformed(x.detach(), ignored)
     known = z.amax(dim=-1).isfinite() & ~ignored
@@ -104,6 +110,7 @@ def values(
         _reduced(losses, reduction, num_items, w_target),
         log_probs,
         entropy,
+        *of_p,
         predictions.reshape(labels.shape),
         accuracy,
         lse,
@@ -132,12 +139,12 @@ def cross_entropy_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> 
 
 def metrics_fp64(logits: Tensor, labels: Tensor, **options: Any) -> LossMetrics:
     """fp64 metrics of the loss with the same options."""
-    return LossMetrics(*values(logits.detach().double(), labels, **options)[3:])
+    return LossMetrics(*values(logits.detach().double(), labels, **options)[6:])
 
 
 def metrics_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> LossMetrics:
     """The metrics that PyTorch gets in fp32 arithmetic."""
-    return LossMetrics(*values(logits.detach().float(), labels, **options)[3:])
+    return LossMetrics(*values(logits.detach().float(), labels, **options)[6:])
 
 
 def token_outputs_fp64(logits: Tensor, labels: Tensor, **options: Any) -> TokenOutputs:
@@ -149,6 +156,34 @@ def token_outputs_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> 
     """What PyTorch gets in fp32 arithmetic, the gradient rounded once to the logits' dtype."""
     log_probs, entropy, grad = _token_outputs(logits.float(), labels, **options)
     return TokenOutputs(log_probs, entropy, grad.to(logits.dtype))
+
+
+def every_output_fp64(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """fp64 log_probs, entropy, lse, ``1 + sum_sq_probs`` and ``[..., 2]`` lse and mean_logit; and the gradient.
+
+    ``grad_outputs`` are of these; None is 0. The terms of sum_sq_probs are rounded next to 1, those of the mean next to
+    the lse.
+    """
+    return _every_output(logits.double(), labels, **options)
+
+
+def every_output_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """What PyTorch gets in fp32 arithmetic, the gradient rounded once to the logits' dtype."""
+    *outputs, grad = _every_output(logits.float(), labels, **options)
+    return *outputs, grad.to(logits.dtype)
+
+
+def _every_output(
+    x: Tensor, labels: Tensor, *, grad_outputs: Sequence[Tensor | None], **options: Any
+) -> tuple[Tensor, ...]:
+    leaf = x.detach().clone().requires_grad_()
+    found = values(leaf, labels, **options)
+    both = torch.stack([found.lse_of_p, found.mean_logit], dim=-1)
+    outputs = found.log_probs, found.entropy, found.lse_of_p, 1 + found.sum_sq_probs, both
+    used = [(output, grad) for output, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
+    given = [grad.to(output).expand_as(output) for output, grad in used]
+    (grad,) = torch.autograd.grad([output for output, _ in used], leaf, given)
+    return *(output.detach() for output in outputs), grad
 
 
 def _cross_entropy(x: Tensor, labels: Tensor, *, grad_output: Tensor | None = None, **options: Any) -> LossAndGradient:

@@ -6,6 +6,7 @@ follow from the global shape. So all ranks agree on them if the last one has few
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,13 @@ from vocab_parallel_ce import log_probs as over_tokens
 from vocab_parallel_ce.cross_entropy import LossMetrics, public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import is_dtensor, local_columns
 from vocab_parallel_ce.options import Settings, check_names, divided_by, with_keywords
+from vocab_parallel_ce.outputs import TokenLogProbs
 
 OF_THE_DTENSOR = ("vocab_size", "shard", "shift")  # with the group, what a DTensor says; its tokens may be cut
 LOSS_KEYWORDS = {name: value for name, value in over_logits.KEYWORDS.items() if name not in OF_THE_DTENSOR}
-LOG_PROB_KEYWORDS = {name: value for name, value in over_tokens.KEYWORDS.items() if name not in OF_THE_DTENSOR}
+LOG_PROB_KEYWORDS = {
+    name: value for name, value in over_tokens.KEYWORDS.items() if name not in (*OF_THE_DTENSOR, "top_k")
+}
 
 
 @public(verifies=False)
@@ -85,8 +89,10 @@ def cross_entropy(
 
 @public(verifies=False)
 @with_keywords(LOG_PROB_KEYWORDS)
-def token_log_probs(logits: Any, labels: Any, *, entropy: bool = False, **keywords: Any) -> Any:
-    """Compute the log-probability of each label, and the entropy, of ``logits`` as :func:`cross_entropy` takes them.
+def token_log_probs(
+    logits: Any, labels: Any, *, entropy: bool = False, outputs: Sequence[str] = (), **keywords: Any
+) -> Any:
+    """Compute :func:`vocab_parallel_ce.token_log_probs` of ``logits`` as :func:`cross_entropy` takes them.
 
     Overwrites: nothing, by default, as :func:`cross_entropy`.
 
@@ -97,7 +103,7 @@ def token_log_probs(logits: Any, labels: Any, *, entropy: bool = False, **keywor
         others: as in that function, except ``group``, ``vocab_size`` and ``shard``.
 
     Returns:
-        ``[...]`` fp32; with ``entropy``, ``(log_probs, entropy)``. Plain if ``labels`` are. Otherwise DTensors with
+        as :func:`vocab_parallel_ce.token_log_probs`. Plain if ``labels`` are. Otherwise DTensors with
         the placements of ``labels``.
 
     Raises:
@@ -105,9 +111,12 @@ def token_log_probs(logits: Any, labels: Any, *, entropy: bool = False, **keywor
     """
     check_names(keywords, LOG_PROB_KEYWORDS)
     local = _Local.of(logits, labels)
-    options = local.options | keywords | {"entropy": entropy}
+    options = local.options | keywords | {"entropy": entropy, "outputs": outputs}
     result: Any = over_tokens.token_log_probs(local.logits, local.labels, **options)
-    return (local.per_token(result[0]), local.per_token(result[1])) if entropy else local.per_token(result)
+    if isinstance(result, torch.Tensor):
+        return local.per_token(result)
+    values = tuple(None if value is None else local.per_token(value) for value in result)
+    return TokenLogProbs._make(values) if outputs else values
 
 
 class _Local(NamedTuple):

@@ -1,11 +1,11 @@
 """Gradient, and loss, from the gathered statistics of all ranks.
 
-    dx_i = (dloss/dz_i * grad_output / divisor + dentropy/dz_i * grad_entropy) * dz_i/dx_i
+    dx_i = (dloss/dz_i * grad_loss / divisor + the sum of dO/dz_i * grad_O of each other output O) * dz_i/dx_i
     p_y - 1 = -others_sum / sum_exp
 
 ``spec`` has the derivatives. One program per row merges the R statistics, writes the loss if requested, and writes
 the gradient, over the logits or elsewhere. Regime: bound by memory; it reads the shard once and writes it once.
-``grad_output`` and the divisor are one fp32 factor per row, so the gradient is rounded once. Padded columns become 0,
+``grad_loss`` and the divisor are one fp32 factor per row, so the gradient is rounded once. Padded columns become 0,
 whatever they hold.
 """
 
@@ -19,7 +19,7 @@ from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choos
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import LossOptions
+from vocab_parallel_ce.spec import GradOutputs, LossOptions
 
 
 class RowFactors(NamedTuple):
@@ -28,12 +28,16 @@ class RowFactors(NamedTuple):
     shift: tl.tensor  # row_max
     inverse_sum: tl.tensor  # 1 / sum_exp
     target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label's 1 - p
-    weight: tl.tensor  # grad_output / divisor
+    weight: tl.tensor  # grad_loss / divisor
     p_factor: tl.tensor  # of p, with class weights and smoothing
     uniform_p: tl.tensor  # smoothing / V
     z_factor: tl.tensor  # 2 * z_loss * lse
     mean_shifted: tl.tensor
     entropy_weight: tl.tensor  # grad_entropy
+    lse_weight: tl.tensor  # grad_lse
+    mean_p: tl.tensor  # sum of p^2
+    sum_sq_weight: tl.tensor  # 2 * grad_sum_sq_probs
+    mean_weight: tl.tensor  # grad_mean_logit / V
 
 
 class ShardSizes(NamedTuple):
@@ -45,13 +49,13 @@ class ShardSizes(NamedTuple):
 
 
 @triton.jit
-def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_size, loss_options):
+def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, loss_options):
     """Return the ``RowFactors`` of a row; all are 0 if it is not ``live``, so that its NaN stays unseen.
 
-    ``weight`` is 1 / divisor. ``grad_output`` and ``grad_entropy`` are pointers or None.
+    ``weight`` is 1 / divisor. ``grads`` and ``strides`` are ``GradOutputs`` of pointers, and of numbers, or None.
     """
-    if grad_output is not None:
-        weight *= tl.load(grad_output)
+    if grads.loss is not None:
+        weight *= tl.load(grads.loss + row * strides.loss)
     weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
     all_sum = ops.sum_exp(stats)
     inverse_sum = tl.where(live, 1.0 / all_sum, 0.0)
@@ -61,7 +65,8 @@ def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_siz
     z_factor = 0.0
     if loss_options.z_loss is not None:
         z_factor = tl.where(live, 2 * loss_options.z_loss * (stats.row_max + ops.log_sum_exp(stats)), 0.0)
-        target_grad += ops.label_exp(stats.row_max, stats.target_logit) * inverse_sum * z_factor
+        of_label = ops.label_exp(stats.row_max, stats.target_logit) * inverse_sum * z_factor
+        target_grad += tl.where(live, of_label, 0.0)
     if loss_options.smoothing is not None:
         uniform_p = loss_options.smoothing / vocab_size
         if loss_options.class_weight is not None:
@@ -78,13 +83,36 @@ def row_factors(stats, label, live, weight, grad_output, grad_entropy, vocab_siz
         weight *= stats.target_weight
     mean_shifted = 0.0
     entropy_weight = 0.0
-    if grad_entropy is not None:
+    lse_weight = 0.0
+    mean_p = 0.0
+    sum_sq_weight = 0.0
+    mean_weight = 0.0
+    if grads.entropy is not None:
         mean_shifted = tl.where(live, stats.exp_shifted_sum / all_sum, 0.0)
-        entropy_weight = tl.where(live, tl.load(grad_entropy), 0.0)
+        entropy_weight = tl.where(live, tl.load(grads.entropy + row * strides.entropy), 0.0)
+    if grads.lse is not None:
+        lse_weight = tl.where(live, tl.load(grads.lse + row * strides.lse), 0.0)
+    if grads.sum_sq_probs is not None:
+        mean_p = tl.where(live, stats.sum_exp_sq / (all_sum * all_sum), 0.0)
+        sum_sq_weight = tl.where(live, 2 * tl.load(grads.sum_sq_probs + row * strides.sum_sq_probs), 0.0)
+    if grads.mean_logit is not None:
+        mean_weight = tl.where(live, tl.load(grads.mean_logit + row * strides.mean_logit) / vocab_size, 0.0)
     shift = tl.where(live, stats.row_max, 0.0)
     weight = tl.where(live, weight, 0.0)
     return RowFactors(
-        shift, inverse_sum, target_grad, weight, p_factor, uniform_p, z_factor, mean_shifted, entropy_weight
+        shift,
+        inverse_sum,
+        target_grad,
+        weight,
+        p_factor,
+        uniform_p,
+        z_factor,
+        mean_shifted,
+        entropy_weight,
+        lse_weight,
+        mean_p,
+        sum_sq_weight,
+        mean_weight,
     )
 
 
@@ -100,10 +128,10 @@ def uniform_part(class_weight, columns, inside, n_valid, factors):
 
 
 @triton.jit
-def logits_gradient(x, is_target, uniform, factors, grad_entropy, loss_options):
+def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
     """Return the gradient of one row at logits ``x``; exactly 0 in an excluded column.
 
-    ``uniform`` is the :func:`uniform_part`. It includes the entropy's gradient if ``grad_entropy`` is not None.
+    ``uniform`` is the :func:`uniform_part`. It includes that of each other output that ``grads`` has.
     """
     z, slope = ops.transform(x, loss_options)
     p = ops.exp_shifted(z, factors.shift) * factors.inverse_sum
@@ -115,8 +143,14 @@ def logits_gradient(x, is_target, uniform, factors, grad_entropy, loss_options):
     if loss_options.smoothing is not None:
         grad = tl.where(z == float("-inf"), grad, grad - uniform)
     grad = tl.where(is_target, factors.target_grad, grad) * factors.weight
-    if grad_entropy is not None:
+    if grads.entropy is not None:
         grad += p * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.entropy_weight
+    if grads.lse is not None:
+        grad += p * factors.lse_weight
+    if grads.sum_sq_probs is not None:
+        grad += p * (p - factors.mean_p) * factors.sum_sq_weight
+    if grads.mean_logit is not None:
+        grad = tl.where(z == float("-inf"), grad, grad + factors.mean_weight)
     if loss_options.softcap is not None or loss_options.logit_scale is not None:
         grad *= slope
     return grad
@@ -128,13 +162,16 @@ def cross_entropy_kernel(
     labels,  # [N] int64|int32
     stats,  # [R, N, K] fp32
     divisor,  # [1] integer or floating point, or None: 1
-    grad_output,  # [N] fp32, or None: 1
+    grad_loss,  # [N] fp32, or None: 1
     grad_entropy,  # [N] fp32, or None: 0
+    grad_lse,  # [N] fp32, or None: 0
+    grad_sum_sq_probs,  # [N] fp32, or None: 0
+    grad_mean_logit,  # [N] fp32, or None: 0
     loss,  # [N] fp32, out, or None
     grad_logits,  # [N, C] logits' dtype, out; may be logits; or of 16 bits and of fp32 logits
     class_weight,  # [sizes.n_valid] fp32, or None: all equal, or no smoothing
     layout,  # RowLayout of logits and of grad_logits
-    grad_strides,  # of grad_output and of grad_entropy, or None
+    grad_strides,  # GradOutputs of numbers or None
     sizes,  # ShardSizes
     n_ranks,
     loss_options,  # option_arguments
@@ -162,11 +199,8 @@ def cross_entropy_kernel(
         if divisor is not None:
             value = ops.weighted(value, weight)
         tl.store(loss + row, value)
-    if grad_output is not None:
-        grad_output += row * grad_strides[0]
-    if grad_entropy is not None:
-        grad_entropy += row * grad_strides[1]
-    factors = row_factors(merged, label, live, weight, grad_output, grad_entropy, sizes.vocab_size, loss_options)
+    grads = GradOutputs(grad_loss, grad_entropy, grad_lse, grad_sum_sq_probs, grad_mean_logit)
+    factors = row_factors(merged, label, live, weight, grads, grad_strides, row, sizes.vocab_size, loss_options)
     # A label in an excluded column is no column's target.
     label = tl.where(merged.target_logit == float("-inf"), -1, label)
 
@@ -189,7 +223,7 @@ def cross_entropy_kernel(
         # Without edges the body begins with column 0, and the compiler sees that weights are aligned.
         at = columns + (first - begin).to(tl.int32) if HAS_EDGES else columns
         uniform = uniform_part(class_weight, at, is_read, sizes.n_valid, factors)
-        grad = logits_gradient(x, columns == target, uniform, factors, grad_entropy, loss_options)
+        grad = logits_gradient(x, columns == target, uniform, factors, grads, loss_options)
         if sizes.n_valid is not None:
             grad = tl.where(columns < valid_width, grad, 0.0)
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
@@ -198,7 +232,7 @@ def cross_entropy_kernel(
         offset, inside = ops.edge_offsets(lane, begin, sizes.n_columns, first, width, VECTOR)
         x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
         uniform = uniform_part(class_weight, offset - begin, inside & live, sizes.n_valid, factors)
-        grad = logits_gradient(x, offset == begin + label - shard_start, uniform, factors, grad_entropy, loss_options)
+        grad = logits_gradient(x, offset == begin + label - shard_start, uniform, factors, grads, loss_options)
         if sizes.n_valid is not None:
             grad = tl.where(offset < begin + sizes.n_valid, grad, 0.0)
         tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
@@ -209,8 +243,7 @@ def cross_entropy(
     stats: Tensor,
     labels: Tensor,
     divisor: Tensor | None,
-    grad_output: Tensor | None,
-    grad_entropy: Tensor | None,
+    grads: GradOutputs,
     loss: Tensor | None,
     grad_logits: Tensor,
     *,
@@ -220,9 +253,9 @@ def cross_entropy(
 ) -> None:
     """Fill ``grad_logits``, which has the layout of ``logits [..., C]`` or is it, and ``loss [N]`` if given.
 
-    ``grad_output [N]`` multiplies the gradient of the loss per row, ``grad_entropy [N]`` that of the entropy.
-    Both are fp32 of any stride. Neither changes ``loss``. A gradient of another dtype is of fp32 logits and 16 bits.
-    ``class_weight`` is that of ``Call``.
+    Each of ``grads``, fp32 ``[N]`` of any stride, multiplies the gradient of its output per row. None is 1 for the
+    loss, and 0 for the others. They do not change ``loss``.
+    A gradient of another dtype is of fp32 logits and 16 bits. ``class_weight`` is that of ``Call``.
     """
     n_ranks, n_rows, _ = stats.shape
     base, rows = row_arguments(logits)
@@ -232,23 +265,18 @@ def cross_entropy(
         assert rows[0] == grad_rows[0], "the gradient is laid out as the logits are"
         rows = grad_rows  # the smaller elements have the longer lines
     of_columns = class_weight if options.smoothing else None
-    tensors = (base, labels, stats, divisor, grad_output, grad_entropy, loss, grad_base, of_columns)
-    strides = tuple([None if factor is None else factor.stride(0) for factor in (grad_output, grad_entropy)])
+    tensors = (base, labels, stats, divisor, *grads, loss, grad_base, of_columns)
+    strides = GradOutputs(*[None if grad is None else grad.stride(0) for grad in grads])
     launch = _launch(dtypes_of(tensors), rows, strides, n_ranks, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start))
 
 
 @cache_launches
 def _launch(
-    dtypes: Dtypes,
-    rows: Rows,
-    grad_strides: tuple[int | None, ...],
-    n_ranks: int,
-    shard: VocabShard,
-    options: LossOptions,
+    dtypes: Dtypes, rows: Rows, grad_strides: GradOutputs, n_ranks: int, shard: VocabShard, options: LossOptions
 ) -> Launch:
     # A 16-bit gradient of fp32 logits with the larger block takes 77 registers: one row at a time on a multiprocessor.
-    of_logits, of_grad = dtypes[0], dtypes[7]
+    of_logits, of_grad = dtypes[0], dtypes[-2]
     is_small = rows[1] or of_logits != of_grad
     block = choose_block(READ_AND_WRITE_EDGES if is_small else READ_AND_WRITE, shard.n_columns, of_grad.itemsize)
     n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid

@@ -24,6 +24,8 @@ def loss_kernel(
     loss,  # [N] fp32, out
     entropy,  # [N] fp32, out, or None
     lse,  # [N] fp32, out, or None
+    sum_sq_probs,  # [N] fp32, out, or None
+    mean_logit,  # [N] fp32, out, or None
     predictions,  # [N] int64, out, or None
     n_ranks,
     vocab_size,
@@ -39,7 +41,7 @@ def loss_kernel(
     ranks = tl.arange(0, RANKS)[:, None]
     pointers = ops.stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
     merged = ops.merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
-    outputs = TokenOutputs(loss, entropy, lse, predictions)
+    outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
     ops.store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, loss_options)
 
 

@@ -46,6 +46,7 @@ class LaneStats(NamedTuple):
     shifted_sum: tl.tensor
     n_columns: tl.tensor  # the sum of their class weights, if there are
     exp_shifted_sum: tl.tensor
+    sum_exp_sq: tl.tensor
     max_tile: tl.tensor  # the tile that raised the maximum last
 
 
@@ -61,6 +62,13 @@ class LooseColumns(NamedTuple):
 def exp_times_shifted(z, shift):
     """Return ``exp(z - shift) * (z - shift)``, 0 in an excluded column."""
     return ops.exp_shifted(z, shift) * ops.bounded(z - shift)
+
+
+@triton.jit
+def exp_squared(z, shift):
+    """Return ``exp(2 * (z - shift))``."""
+    exp = ops.exp_shifted(z, shift)
+    return exp * exp
 
 
 @triton.jit
@@ -113,6 +121,7 @@ def walk_body(row, class_weight, loss_options, HAS_EDGES: tl.constexpr):
     shifted_sum = tl.zeros([LANES], tl.float32)
     n_columns = tl.zeros([LANES], tl.float32)
     exp_shifted_sum = tl.zeros([LANES], tl.float32)
+    sum_exp_sq = tl.zeros([LANES], tl.float32)
     max_tile = tl.zeros([LANES], tl.int32)
     for tile in range(0, row.width, LANES * VECTOR):
         columns = tile + row.lane_columns
@@ -123,7 +132,7 @@ def walk_body(row, class_weight, loss_options, HAS_EDGES: tl.constexpr):
         shift = ops.finite_or_zero(new_max)
         decay = ops.exp_shifted(lane_max, shift)
         # Move the sums from the old maximum to the new one, then add the tile.
-        if loss_options.smoothing is not None:
+        if loss_options.smoothing is not None or loss_options.mean_logit is not None:
             shifted_sum += n_columns * ops.raised_by(lane_max, shift)
             shifted = tl.where(inside, z - shift[:, None], 0.0)
             if class_weight is not None:
@@ -139,12 +148,15 @@ def walk_body(row, class_weight, loss_options, HAS_EDGES: tl.constexpr):
             exp_shifted_sum += lane_sum * ops.bounded(ops.raised_by(lane_max, shift))
             tile_sum = tl.sum(exp_times_shifted(z, shift[:, None]), axis=1)
             exp_shifted_sum = exp_shifted_sum * decay + tile_sum
+        if loss_options.sum_sq_probs is not None:
+            sum_exp_sq *= decay * decay
+            sum_exp_sq += tl.sum(exp_squared(z, shift[:, None]), axis=1)
         if loss_options.predictions is not None:
             max_tile = tl.where(tile_max > lane_max, tile, max_tile)
         lane_sum *= decay
         lane_sum += tl.sum(ops.exp_shifted(z, shift[:, None]), axis=1)
         lane_max = new_max
-    return LaneStats(lane_max, lane_sum, shifted_sum, n_columns, exp_shifted_sum, max_tile)
+    return LaneStats(lane_max, lane_sum, shifted_sum, n_columns, exp_shifted_sum, sum_exp_sq, max_tile)
 
 
 @triton.jit
@@ -197,8 +209,9 @@ def merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, 
     shifted_sum = 0.0
     exp_shifted_sum = 0.0
     argmax = 0.0
+    sum_exp_sq = 0.0
     all_weights = 0.0
-    if loss_options.smoothing is not None:
+    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
         of_lanes = lanes.n_columns
         if class_weight is not None:
             # Triton's compiler asserts that a sum over a loop has one use.
@@ -218,6 +231,9 @@ def merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, 
         lane_shift = ops.bounded(ops.raised_by(lanes.max, shift))
         exp_shifted_sum = tl.sum((lanes.exp_shifted_sum + lanes.sum * lane_shift) * decay)
         exp_shifted_sum += tl.sum(exp_times_shifted(loose.z, shift)) + exp_times_shifted(target_logit, shift)
+    if loss_options.sum_sq_probs is not None:
+        sum_exp_sq = tl.sum(lanes.sum_exp_sq * decay * decay)
+        sum_exp_sq += tl.sum(exp_squared(loose.z, shift)) + exp_squared(target_logit, shift)
     if loss_options.predictions is not None:
         column = first_maximum(row, lanes, loose, target_logit, row_max, loss_options)
         is_finite = tl.abs(row_max) < float("inf")
@@ -225,7 +241,9 @@ def merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, 
     n_columns = row.n_columns.to(tl.float32)
     if loss_options.smoothing is not None and class_weight is not None:
         n_columns = all_weights
-    return RowStats(row_max, others_sum, target_logit, shifted_sum, n_columns, exp_shifted_sum, argmax, target_weight)
+    return RowStats(
+        row_max, others_sum, target_logit, shifted_sum, n_columns, exp_shifted_sum, argmax, target_weight, sum_exp_sq
+    )
 
 
 @triton.jit
@@ -235,7 +253,7 @@ def store_stats(pointer, stats, loss_options):
     tl.store(pointer + 1, stats.others_sum)
     tl.store(pointer + 2, stats.target_logit)
     pointer += 3
-    if loss_options.smoothing is not None:
+    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
         tl.store(pointer, stats.shifted_sum)
         tl.store(pointer + 1, stats.n_columns)
         pointer += 2
@@ -247,6 +265,9 @@ def store_stats(pointer, stats, loss_options):
         pointer += 1
     if loss_options.class_weight is not None:
         tl.store(pointer, stats.target_weight)
+        pointer += 1
+    if loss_options.sum_sq_probs is not None:
+        tl.store(pointer, stats.sum_exp_sq)
 
 
 @triton.jit(do_not_specialize=["shard_start", "n_rows", "stats_start"])
@@ -258,6 +279,8 @@ def online_softmax_kernel(
     loss,  # [N] fp32, out; None if there are other ranks
     entropy,  # [N] fp32, out, or None
     lse,  # [N] fp32, out, or None
+    sum_sq_probs,  # [N] fp32, out, or None
+    mean_logit,  # [N] fp32, out, or None
     predictions,  # [N] int64, out, or None
     divisor,  # [1] of loss, integer or floating point, or None: 1
     class_weight,  # [n_columns] fp32, or None
@@ -274,7 +297,8 @@ def online_softmax_kernel(
 ):
     """Example: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 0.5032, 3)``.
 
-    With smoothing also ``(-3, 3)``, with entropy ``-0.6386``, with predictions ``1``.
+    With smoothing or mean_logit also ``(-3, 3)``, with entropy ``-0.6386``, with predictions ``1``, with
+    sum_sq_probs ``1.1536``.
     """
     index = tl.program_id(0).to(tl.int64)
     if valid_rows is not None:
@@ -294,7 +318,7 @@ def online_softmax_kernel(
     merged = merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, shard_start, loss_options)
     store_stats(ops.stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
     if loss is not None:
-        outputs = TokenOutputs(loss, entropy, lse, predictions)
+        outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
         ops.store_outputs(outputs, index, None, merged, label, divisor, vocab_size, loss_options)
 
 
@@ -318,7 +342,7 @@ def online_softmax(
     """
     n_rows = labels.shape[0]
     base, rows = row_arguments(logits)
-    tensors = (base, labels, stats, valid_rows, *(outputs or [None] * 4), divisor, class_weight)
+    tensors = (base, labels, stats, valid_rows, *(outputs or [None] * len(TokenOutputs._fields)), divisor, class_weight)
     launch = _launch(dtypes_of(tensors), rows, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
 

@@ -158,9 +158,10 @@ def log_sum_exp(stats):
 @triton.jit
 def stats_of_row(stats, row, loss_options):
     """Return a pointer to the K packed statistics of ``row``, in the order of ``LossOptions.statistics``."""
-    n_smoothing = 2 * (loss_options.smoothing is not None)
+    n_smoothing = 2 * (loss_options.smoothing is not None or loss_options.mean_logit is not None)
     n_others = (loss_options.entropy is not None) + (loss_options.predictions is not None)
     n_others += loss_options.class_weight is not None
+    n_others += loss_options.sum_sq_probs is not None
     return stats + row * (3 + n_smoothing + n_others)
 
 
@@ -183,8 +184,9 @@ def merge_ranks(pointers, mask, loss_options):
     exp_shifted_sum = 0.0
     argmax = 0.0
     target_weight = 0.0
+    sum_exp_sq = 0.0
     pointers += 3
-    if loss_options.smoothing is not None:
+    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
         shifted = tl.load(pointers, mask, other=0.0)
         n_columns = tl.load(pointers + 1, mask, other=0.0)
         shifted_sum = tl.sum(shifted + n_columns * raised_by(row_max, shift), axis=0)
@@ -203,9 +205,20 @@ def merge_ranks(pointers, mask, loss_options):
         pointers += 1
     if loss_options.class_weight is not None:
         target_weight = tl.sum(tl.load(pointers, mask, other=0.0), axis=0)
+        pointers += 1
+    if loss_options.sum_sq_probs is not None:
+        sum_exp_sq = tl.sum(tl.load(pointers, mask, other=0.0) * scale * scale, axis=0)
     merged_target = tl.max(target_logit, axis=0)
     return RowStats(
-        merged_max, merged_sum, merged_target, shifted_sum, all_columns, exp_shifted_sum, argmax, target_weight
+        merged_max,
+        merged_sum,
+        merged_target,
+        shifted_sum,
+        all_columns,
+        exp_shifted_sum,
+        argmax,
+        target_weight,
+        sum_exp_sq,
     )
 
 
@@ -267,7 +280,16 @@ def store_outputs(outputs, rows, inside, stats, label, divisor, vocab_size, loss
         tl.store(outputs.entropy + rows, at_the_edges(value, label, vocab_size, loss_options), inside)
     live = label != loss_options.ignore_index
     if outputs.lse is not None:
-        tl.store(outputs.lse + rows, tl.where(live, stats.row_max + log_sum_exp(stats), 0.0), inside)
+        value = tl.where(live, stats.row_max + log_sum_exp(stats), 0.0)
+        if loss_options.lse is not None:
+            value = at_the_edges(value, label, vocab_size, loss_options)
+        tl.store(outputs.lse + rows, value, inside)
+    if outputs.sum_sq_probs is not None:
+        value = stats.sum_exp_sq / (all_sum * all_sum)
+        tl.store(outputs.sum_sq_probs + rows, at_the_edges(value, label, vocab_size, loss_options), inside)
+    if outputs.mean_logit is not None:
+        value = stats.row_max + stats.shifted_sum / vocab_size
+        tl.store(outputs.mean_logit + rows, at_the_edges(value, label, vocab_size, loss_options), inside)
     if outputs.predictions is not None:
         known = live & (all_sum < float("inf")) & (stats.argmax < float("inf"))
         tl.store(outputs.predictions + rows, tl.where(known, stats.argmax, -1.0).to(tl.int64), inside)

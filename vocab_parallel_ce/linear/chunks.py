@@ -78,8 +78,8 @@ class TokenOrder(NamedTuple):
         return torch.cat([values, values.new_full((1,), fill)])[self.token_of_row]
 
     def to_tokens(self, values: Tensor, fill: float) -> Tensor:
-        """Return ``[N]``: ``values [M]`` in token order."""
-        return torch.cat([values, values.new_full((1,), fill)])[self.row_of_token]
+        """Return ``[N, ...]``: ``values [M, ...]`` in token order."""
+        return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[self.row_of_token]
 
 
 def order_of_valid(is_valid: Tensor, n_rows: int) -> TokenOrder:

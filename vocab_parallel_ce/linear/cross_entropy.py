@@ -6,6 +6,7 @@ bytes per token and rank, and compute the logits again in backward, with grad_ou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -15,8 +16,10 @@ from torch import Tensor
 from vocab_parallel_ce import verify
 from vocab_parallel_ce.cross_entropy import (
     LossMetrics,
+    as_returned,
     as_token_outputs,
     check_backward,
+    given_grads,
     loss_metrics,
     public,
     untraced,
@@ -35,8 +38,10 @@ from vocab_parallel_ce.options import (
     keyword_defaults,
     with_keywords,
 )
+from vocab_parallel_ce.outputs import TokenLogProbs, asks_for_top, results_of, settings_of, top_of
 from vocab_parallel_ce.shift import next_labels, without_last
-from vocab_parallel_ce.spec import TokenOutputs
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
+from vocab_parallel_ce.top import Top
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -163,7 +168,11 @@ def linear_token_log_probs(
 def linear_token_log_probs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, entropy: Literal[True], **keywords: Unpack[LinearLogProbKeywords]
 ) -> tuple[Tensor, Tensor]: ...
-@public(needs_eager)
+@overload
+def linear_token_log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, outputs: Sequence[str], **keywords: Unpack[LinearLogProbKeywords]
+) -> TokenLogProbs: ...
+@public(lambda keywords: needs_eager(keywords) or asks_for_top(keywords))
 @with_keywords(LOG_PROB_KEYWORDS)
 def linear_token_log_probs(
     hidden: Tensor,
@@ -173,27 +182,31 @@ def linear_token_log_probs(
     bias: Tensor | None = None,
     group: Any = None,
     entropy: bool = False,
+    outputs: Sequence[str] = (),
     main_grad: Tensor | None = None,
     **keywords: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor] | TokenLogProbs:
     """:func:`token_log_probs` of ``hidden @ weight.T + bias``, which never exists as a whole.
 
-    Both outputs are differentiable; backward computes the logits again and the gradients of both together.
+    Backward computes the logits again and the gradients of all outputs together.
 
     Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``.
 
     Args:
-        temperature, entropy: as in :func:`token_log_probs`.
+        temperature, entropy, outputs, top_k: as in :func:`token_log_probs`.
         others: as in :func:`linear_cross_entropy`.
 
     Returns:
-        ``[...]`` fp32 log-probabilities; with ``entropy``, ``(log_probs, entropy)``.
+        as :func:`token_log_probs`.
     """
-    fixed = {"entropy": entropy, "reduction": "none", "gradient": "in_backward"}
+    fixed = {**settings_of(entropy, outputs), "reduction": "none", "gradient": "in_backward"}
+    if fixed["rank"]:
+        raise ValueError("outputs: expected none that needs the logits again, got 'rank'; use token_log_probs")
     given = Arguments(hidden, weight, labels, bias, group, None, main_grad)
-    outputs, _, _ = run(given, *split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed))
-    log_probs = 0.0 - outputs.loss  # a negated 0 would be -0
-    return log_probs if outputs.entropy is None else (log_probs, outputs.entropy)
+    settings, head = split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed)
+    top = top_of(settings)
+    found, _, _ = run(given, settings, head, top)
+    return results_of(found, labels, outputs, settings.ignore_index, top)
 
 
 def split_keywords(keywords: dict[str, Any], known: dict[str, Any], **fixed: Any) -> tuple[Settings, HeadSettings]:
@@ -204,7 +217,9 @@ def split_keywords(keywords: dict[str, Any], known: dict[str, Any], **fixed: Any
     return Settings(**of_loss, **fixed), HeadSettings(**of_head)
 
 
-def run(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[TokenOutputs, Tensor | None, Tensor | None]:
+def run(
+    given: Arguments, settings: Settings, head: HeadSettings, top: Top | None = None
+) -> tuple[TokenOutputs, Tensor | None, Tensor | None]:
     """Compute the outputs, those per token of the shape of the labels; under autograd if something needs a gradient.
 
     Also return ``num_items`` as a tensor, and the factor NaN or 1 that tells if more than ``valid_tokens`` are valid.
@@ -214,6 +229,7 @@ def run(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[Token
 
         return linear_losses(given, settings, head)
     linear, inputs = plan_linear_call(given, settings, head)
+    linear = linear._replace(call=linear.call._replace(top=top))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         outputs = as_token_outputs(_LinearCrossEntropy.apply(*inputs, linear))
     else:
@@ -241,50 +257,46 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 outputs, stats = pipeline.forward(linear, inputs)
                 ctx.save_for_backward(*inputs, stats, linear.call.num_items, linear.call.class_weight)
-        if plan.options.predictions:
-            ctx.mark_non_differentiable(outputs.lse, outputs.predictions)
-        elif not plan.options.entropy:
-            return outputs.loss
-        return tuple(outputs)
+        return as_returned(ctx, outputs, plan.options)
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None = None, *_: None) -> Any:
-        return *untraced(_verified_gradients)(ctx, grad_loss, grad_entropy), None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return *untraced(_verified_gradients)(ctx, given_grads(grads)), None, None
 
 
-def _verified_gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Gradients:
+def _verified_gradients(ctx: Any, grads: GradOutputs) -> Gradients:
     group, device = ctx.linear.call.group, ctx.device
     comparison = verify.open_call(group, device, is_backward=True) if verify.is_on else nullcontext()
     with torch.autocast(device.type, enabled=False), comparison:
-        return _gradients(ctx, grad_loss, grad_entropy)
+        return _gradients(ctx, grads)
 
 
-def _gradients(ctx: Any, grad_loss: Tensor | None, grad_entropy: Tensor | None) -> Gradients:
+def _gradients(ctx: Any, grads: GradOutputs) -> Gradients:
     """Return the gradients of hidden, weight and bias."""
-    check_backward(grad_loss, grad_entropy)
+    check_backward(*grads)
     linear: LinearCall = ctx.linear
-    is_unused = grad_loss is None and grad_entropy is None
+    is_unused = all(grad is None for grad in grads)
     if is_unused and not verify.open_calls:
         return None, None, None
     if ctx.handed_on:
         raise RuntimeError(SECOND_BACKWARD)
     saved = ctx.saved_tensors
     if verify.open_calls:
-        verify.compare_backward(loss=grad_loss, entropy=grad_entropy)
+        verify.compare_backward(**grads._asdict())
     if is_unused:
         return None, None, None
     if linear.call.plan.gradient == "in_forward":
-        assert grad_loss is not None
+        assert grads.loss is not None
         ctx.handed_on = True
         if linear.expected is None:
-            gradients = pipeline.scaled(linear, saved, grad_loss)
+            gradients = pipeline.scaled(linear, saved, grads.loss)
         else:
-            gradients = pipeline.scaled_by_factor(linear, saved, grad_loss, ctx.weight_dtype)
+            gradients = pipeline.scaled_by_factor(linear, saved, grads.loss, ctx.weight_dtype)
     else:
         *inputs, stats, divisor, weights = saved
         linear = linear._replace(call=linear.call._replace(class_weight=weights))
         wanted = ctx.needs_input_grad[:3]
-        gradients = pipeline.backward(linear, Inputs(*inputs), stats, divisor, wanted, grad_loss, grad_entropy)
+        gradients = pipeline.backward(linear, Inputs(*inputs), stats, divisor, wanted, grads)
     d_hidden, d_weight, d_bias = gradients
     if d_weight is None or linear.main_grad is None:
         return gradients

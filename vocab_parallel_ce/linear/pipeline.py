@@ -21,7 +21,7 @@ from vocab_parallel_ce.linear.hidden_states import HiddenStates
 from vocab_parallel_ce.linear.matmul import WeightGradient, fp32_factor, fp32_product, zero_ignored
 from vocab_parallel_ce.linear.plan import Inputs, LinearCall
 from vocab_parallel_ce.plan import Call
-from vocab_parallel_ce.spec import TokenOutputs, is_ignored, label_weights
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs, is_ignored, label_weights
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 Wanted = tuple[bool, bool, bool]  # which of these
@@ -108,7 +108,14 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
         logits, of_chunk = products.logits(states), own[:, rows]
         given: dict[str, Any] = {"shard": plan.shard, "options": plan.options, "class_weight": call.class_weight}
         plan.launchers.online_softmax(logits, labels[rows], of_chunk, 0, None, **given)
-    all_gather_stats(stats, plan.rank, call.group)
+        if call.top is not None:
+            call.top.collect(logits, plan.shard, plan.options)
+    if call.top is None:
+        all_gather_stats(stats, plan.rank, call.group)
+    else:
+        call.top.gather(stats, plan.rank, call.group)
+        if linear.order is not None:
+            call.top.reorder(linear.order.to_tokens)
     divisor = pipeline.divisor_of(call, stats)
     plan.launchers.token_outputs(stats, labels, divisor, outputs, shard=plan.shard, options=plan.options)
     return _in_token_order(linear, outputs), stats
@@ -193,36 +200,27 @@ def _fill_with_expected_gradient(
     """Fill ``outputs`` of unreduced losses, and ``d_logits`` with their gradient times ``grad_output [n]``."""
     plan = call.plan
     plan.launchers.token_outputs(stats, labels, None, outputs, shard=plan.shard, options=plan.options)
-    pipeline.write_gradient(plan, logits, labels, stats, None, grad_output, None, d_logits, call.class_weight)
+    pipeline.write_gradient(plan, logits, labels, stats, None, GradOutputs(grad_output), d_logits, call.class_weight)
 
 
 def backward(
-    linear: LinearCall,
-    inputs: Inputs,
-    stats: Tensor,
-    divisor: Tensor | None,
-    wanted: Wanted,
-    grad_loss: Tensor | None,
-    grad_entropy: Tensor | None,
+    linear: LinearCall, inputs: Inputs, stats: Tensor, divisor: Tensor | None, wanted: Wanted, grads: GradOutputs
 ) -> Gradients:
     """Return the gradients from logits that are computed again, and forward's statistics and divisor."""
     if linear.overflow is not None:
-        grad_loss, grad_entropy = (
-            None if grad is None else grad * linear.overflow for grad in (grad_loss, grad_entropy)
-        )
-    if grad_loss is None:
-        grad_loss = stats.new_zeros(())
-    grad_output = _to_rows(linear, grad_loss, stats.shape[1])
-    of_entropy = None if grad_entropy is None else _to_rows(linear, grad_entropy, stats.shape[1])
+        grads = GradOutputs(*[None if grad is None else grad * linear.overflow for grad in grads])
+    if grads.loss is None:
+        grads = grads._replace(loss=stats.new_zeros(()))
+    grads = GradOutputs(*[None if grad is None else _to_rows(linear, grad, stats.shape[1]) for grad in grads])
     plan, products, weights = linear.call.plan, Products(linear, inputs, wanted), linear.call.class_weight
     if linear.call.divides_by_weights:
         divisor = pipeline.divisor_of(linear.call, stats)
     for rows, states in products.hidden.chunks():
         logits = products.logits(states)
-        of_rows = None if of_entropy is None else of_entropy[rows]
+        of_rows = GradOutputs(*[None if grad is None else grad[rows] for grad in grads])
         own_stats, labels = stats[:, rows].contiguous(), inputs.labels[rows]
         d_logits = products.d_buffer[: states.shape[0]]
-        pipeline.write_gradient(plan, logits, labels, own_stats, divisor, grad_output[rows], of_rows, d_logits, weights)
+        pipeline.write_gradient(plan, logits, labels, own_stats, divisor, of_rows, d_logits, weights)
         d_hidden = products.hidden.new_gradient(rows)
         products.write_d_hidden(d_logits, d_hidden)
         del logits, d_logits
@@ -270,11 +268,10 @@ def _in_token_order(linear: LinearCall, outputs: TokenOutputs) -> TokenOutputs:
         return values if values is None or linear.order is None else linear.order.to_tokens(values, of_ignored)
 
     loss = of_tokens(outputs.loss, 0.0) if linear.call.plan.reduction == "none" else outputs.loss.sum()
-    entropy, lse, predictions = outputs[1:]
-    entropy = of_tokens(entropy, 0.0)
+    others = [of_tokens(values, 0.0) for values in outputs[1:-1]]
     if linear.overflow is not None:  # tokens were left out whose 0 would be wrong
-        loss, entropy = loss * linear.overflow, None if entropy is None else entropy * linear.overflow
-    return TokenOutputs(loss, entropy, of_tokens(lse, 0.0), of_tokens(predictions, -1))
+        loss, *others = (None if values is None else values * linear.overflow for values in (loss, *others))
+    return TokenOutputs._make((loss, *others, of_tokens(outputs.predictions, -1)))
 
 
 def _at(outputs: TokenOutputs, rows: slice) -> TokenOutputs:

@@ -135,7 +135,7 @@ def _of_topk(
     options: DivergenceOptions,
     settings: Settings,
     group: Any,
-    num_items: int | Tensor | None,
+    num_items: float | Tensor | None,
 ) -> Tensor:
     """Compute the loss for a teacher that is known at k tokens."""
     checks.check_choice("rest", rest, ("ignore", "bucket"))

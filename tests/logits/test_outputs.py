@@ -1,0 +1,161 @@
+"""What log-probabilities return beside themselves: values, one gradient for all, edges, names."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.support import logits as of_logits
+from tests.support.inputs import DTYPES, IGNORE_INDEX, KINDS
+from tests.support.logits import COLUMNS, OUTPUTS, ROWS, broad_rows, every_output, grads_of_every_output
+from tests.support.pairs import covering
+from vocab_parallel_ce import TokenLogProbs, token_log_probs, verify_group
+
+NAN, INF = float("nan"), float("inf")
+TRANSFORMS = {
+    "plain": {},
+    "temperature": {"temperature": 3},
+    "both": {"softcap": 10, "logit_scale": 0.4, "temperature": 2},
+}
+check = partial(of_logits.check, function=every_output)
+
+
+CASES = covering(
+    kind=tuple(kind for kind in KINDS if kind != "all_ignored"),
+    dtype=DTYPES,
+    transform=tuple(TRANSFORMS),
+    used=("all", 2, 3, 4),
+    gradient=("in_backward", "out_of_place"),
+    padding=(0, 11),
+)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.interpreted(8)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['kind']}-{case['transform']}-{case['used']}")
+def test_every_pair_of_what_a_call_can_be(impl_device, case):
+    rows = 9 if case["kind"] == "mixture" else ROWS
+    made = broad_rows(case["kind"], rows, dtype=case["dtype"])
+    options = {"gradient": case["gradient"], "padding": case["padding"], **TRANSFORMS[case["transform"]]}
+    check(impl_device, *made, *grads_of_every_output(rows, case["used"]), **options)
+
+
+def test_each_output_by_itself_has_the_values_of_all_together(impl_device):
+    """None for what was not asked for. Those of p alone are what is asked of the logits divided by the temperature."""
+    impl, device = impl_device
+    logits, labels = (tensor.to(device) for tensor in broad_rows("peaked"))
+    every = token_log_probs(logits, labels, outputs=OUTPUTS, impl=impl)
+    assert type(every) is TokenLogProbs and every._fields[1:6] == OUTPUTS
+    pair = token_log_probs(logits, labels, entropy=True, impl=impl)
+    assert torch.equal(pair[0], every.log_probs) and torch.equal(pair[1], every.entropy)
+    for name in OUTPUTS:
+        alone = token_log_probs(logits, labels, outputs=[name], impl=impl)
+        assert [field for field, value in alone._asdict().items() if value is not None] == ["log_probs", name]
+        torch.testing.assert_close(getattr(alone, name), getattr(every, name), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.interpreted(2)
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_ignored_tokens_are_positive_zero_and_labels_outside_the_vocabulary_nan(impl_device, bad):
+    logits, labels = broad_rows("peaked", 6)
+    logits[0, 3], logits[2] = bad, bad
+    labels[[0, 2]], labels[1], labels[3] = IGNORE_INDEX, -1, COLUMNS
+    grad_outputs = grads_of_every_output(6)
+    for grad in grad_outputs:
+        grad[0] = bad
+    _, grad = check(impl_device, logits, labels, *grad_outputs, temperature=0.7)
+    impl, device = impl_device
+    *outputs, is_top1 = token_log_probs(logits.to(device), labels.to(device), outputs=OUTPUTS, impl=impl)
+    for result in (*outputs, grad):
+        assert not result[[0, 2]].any() and not result[[0, 2]].signbit().any()
+        is_nan = result.isnan().view(6, -1)
+        assert is_nan.all(1).tolist() == is_nan.any(1).tolist() == [False, True, False, True, False, False]
+    assert is_top1.tolist()[:4] == [False] * 4
+
+
+def test_is_top1(impl_device):
+    """The first of equals; False in rows without a finite largest logit."""
+    impl, device = impl_device
+    logits = torch.tensor([[0.0, 2, 2], [0, 2, 2], [1, 0, 0], [NAN, 1, 0], [-INF, -INF, -INF], [5, 0, 0]])
+    labels = torch.tensor([1, 2, 0, 1, 0, IGNORE_INDEX], device=device)
+    logits = logits.to(device).requires_grad_() * 1
+    found = token_log_probs(logits, labels, outputs=("is_top1", "lse"), impl=impl)
+    assert found.is_top1.dtype == torch.bool and not found.is_top1.requires_grad and found.lse.requires_grad
+    assert found.is_top1.tolist() == [True, False, True, False, False, False]
+
+
+@pytest.mark.reference
+def test_a_users_z_loss_is_that_of_the_loss():
+    logits, labels = broad_rows("peaked")
+    leaves = [logits.clone().requires_grad_() for _ in range(2)]
+    found = token_log_probs(leaves[0], labels, outputs=("lse",))
+    (0.01 * found.lse**2 - found.log_probs).sum().backward()
+    of_logits.vocab_parallel_cross_entropy(leaves[1], labels, z_loss=0.01, reduction="sum").backward()
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
+
+
+@pytest.mark.reference
+def test_names_that_are_refused_and_their_verification():
+    logits, labels = torch.randn(2, 5), torch.tensor([1, 2])
+    for outputs, error in (("lse", TypeError), (("loss",), ValueError), (None, TypeError), ((1,), ValueError)):
+        with pytest.raises(error, match=r"^outputs: expected"):
+            token_log_probs(logits, labels, outputs=outputs)
+    with pytest.raises(ValueError, match=r"^entropy: expected False with outputs"):
+        token_log_probs(logits, labels, entropy=True, outputs=("lse",))
+    with pytest.raises(ValueError, match=r"^outputs: expected one of"):
+        verify_group(logits, labels, None, outputs=("loss",))
+    verify_group(logits, labels, None, outputs=("lse",), temperature=0.7)
+
+
+def _by_torch(logits, labels, k, softcap=None, temperature=1.0):
+    """Rank of the label, and ids and log-probabilities of the ``k`` largest, in fp64."""
+    z = logits.double() / temperature if softcap is None else softcap * (logits.double() / softcap).tanh() / temperature
+    log_p = z.log_softmax(-1)
+    top = log_p.topk(k, dim=-1)
+    return (z > z.gather(-1, labels.clamp(0).unsqueeze(-1))).sum(-1), top.indices, top.values
+
+
+@pytest.mark.interpreted(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 20.0, "temperature": 0.7}], ids=["plain", "capped"])
+def test_the_largest_and_the_rank(impl_device, options, dtype):
+    """Of columns that are all different; ids of columns in the padding are never returned."""
+    impl, device = impl_device
+    # In steps that are the same in bf16: no two columns of a row are equal.
+    logits = (
+        torch.stack([torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(i)) for i in range(6)]) / 4 - 2
+    )
+    labels = torch.tensor([0, 3, 20, IGNORE_INDEX, COLUMNS, 5])
+    rank, ids, log_probs = _by_torch(logits, labels % COLUMNS, 5, **options)
+    padded = torch.cat([logits, torch.full((6, 3), INF)], dim=1).to(device, dtype)
+    given = {"impl": impl, "vocab_size": COLUMNS, **options}
+    found = token_log_probs(padded.requires_grad_() * 1, labels.to(device), outputs=("rank",), top_k=5, **given)
+    valid = [0, 1, 2, 5]
+    assert found.rank.dtype == found.top_ids.dtype == torch.int64 and not found.top_log_probs.requires_grad
+    assert torch.equal(found.rank.cpu()[valid], rank[valid]) and found.rank.cpu()[[3, 4]].tolist() == [-1, -1]
+    assert torch.equal(found.top_ids.cpu()[valid], ids[valid]) and (found.top_ids.cpu()[[3, 4]] == -1).all()
+    values = found.top_log_probs.cpu()
+    torch.testing.assert_close(values[valid].double(), log_probs[valid], rtol=0, atol=2e-6)
+    assert not values[3].any() and values[4].isnan().all()
+
+
+@pytest.mark.reference
+def test_rows_with_fewer_numbers_than_are_asked_for_or_none():
+    logits = torch.tensor([[-INF, 1.0, -INF, 0.0], [NAN, 1, 2, 3], [-INF] * 4, [INF, 1, 2, 3]])
+    found = token_log_probs(logits, torch.tensor([0, 1, 1, 1]), outputs=("rank",), top_k=3)
+    assert found.top_ids[0].tolist() == [1, 3, -1] and found.top_log_probs[0, 2] == -INF and found.rank[0] == 2
+    assert (found.top_ids[1:] == -1).all() and found.top_log_probs[1:].isnan().all()
+    assert found.rank[1:].tolist() == [-1, -1, -1]
+    empty = token_log_probs(logits[:0], torch.empty(0, dtype=torch.int64), outputs=("rank",), top_k=3)
+    assert empty.top_ids.shape == (0, 3) and empty.rank.shape == (0,)
+
+
+@pytest.mark.reference
+def test_a_compiled_call_with_the_largest_breaks_the_graph():
+    logits, labels = broad_rows("peaked")
+    step = torch.compile(lambda x: token_log_probs(x, labels, top_k=2), backend="eager")
+    for actual, want in zip(step(logits), token_log_probs(logits, labels, top_k=2), strict=True):
+        assert actual is want is None or torch.equal(actual, want)
+    for k, error in ((0, ValueError), (COLUMNS + 1, ValueError), (True, TypeError)):
+        with pytest.raises(error, match="^top_k: "):
+            token_log_probs(logits, labels, top_k=k)
