@@ -63,7 +63,7 @@ class LinearCall(NamedTuple):
 
 def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[LinearCall, Inputs]:
     """Check the arguments and plan the call; changes nothing."""
-    hidden, labels, main_grad = given.hidden, given.labels, given.main_grad
+    hidden, labels, main_grad, expected = given.hidden, given.labels, given.main_grad, given.expected_grad_output
     checks.check_hidden(hidden)
     checks.check_labels(labels, hidden, "hidden")
     check_head_settings(settings, head, knows_grad_output=given.expected_grad_output is not None)
@@ -100,7 +100,6 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
             num_items = n_valid.reshape(1)
         if head.valid_tokens is not None:
             overflow = torch.where(n_valid > head.valid_tokens, float("nan"), 1.0)
-    expected = given.expected_grad_output
     if order is not None:
         rows = order.to_rows(rows.long(), plan.options.ignore_index)
     linear = LinearCall(
