@@ -33,7 +33,7 @@ EDITS = [
     ),
     (
         "kernels/cross_entropy.py",
-        "        weight *= tl.load(grad_output)\n",
+        "        weight *= tl.load(grads.loss + row * strides.loss)\n",
         "    if loss_options.loss_weight is not None:\n        weight *= loss_options.loss_weight\n",
     ),
     ("docs/options.md", "| `z_loss=0.0` |", "| `loss_weight=1.0` | factor of the loss |\n"),
