@@ -8,6 +8,7 @@ from vocab_parallel_ce.outputs import TokenLogProbs
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft.cross_entropy import soft_cross_entropy
 from vocab_parallel_ce.soft.distillation import distillation_loss
+from vocab_parallel_ce.soft.linear_distillation import linear_distillation_loss
 from vocab_parallel_ce.te_compat import cross_entropy_backward, cross_entropy_forward, parallel_cross_entropy
 from vocab_parallel_ce.verify import verify_calls
 from vocab_parallel_ce.verify_group import verify_group
@@ -24,6 +25,7 @@ __all__ = [
     "cross_entropy_forward",
     "distillation_loss",
     "linear_cross_entropy",
+    "linear_distillation_loss",
     "linear_token_log_probs",
     "parallel_cross_entropy",
     "soft_cross_entropy",

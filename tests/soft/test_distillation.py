@@ -200,7 +200,7 @@ def test_refusals_by_name():
         (ValueError, "teacher_logits: last dimension", {"teacher_logits": teacher[:, :4], "vocab_size": 5}),
         (
             ValueError,
-            "teacher_logits: last dimension .*columns",
+            "teacher_logits: last dimension must give",
             {"teacher_logits": teacher[:, :4], "shard": VocabShard(0, 6, 5)},
         ),
         (ValueError, "divergence: ", {"divergence": "kl"}),
@@ -246,7 +246,7 @@ def _other_padding(rank, group):
     student, teacher = torch.randn(3, 6), torch.randn(3, 6 + 2 * rank)
     shard = VocabShard(6 * rank, 6 * rank + 6, 11)
     distillation_loss(student, teacher, group=group, shard=shard)
-    with pytest.raises(ValueError, match="^teacher_logits: last dimension must give the columns"):
+    with pytest.raises(ValueError, match="^teacher_logits: last dimension must give the student's columns"):
         distillation_loss(student, torch.randn(3, 7), group=group, vocab_size=11)
     return True
 

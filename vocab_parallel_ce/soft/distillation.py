@@ -105,7 +105,7 @@ def distillation_loss(
     check_names(keywords, KEYWORDS)
     settings = divided_by(num_items, Settings(**keywords))
     checks.check_logits(student_logits)
-    options = _checked_options(divergence, beta, hard_weight, labels, settings)
+    options = checked_options(divergence, beta, hard_weight, labels, settings)
     if teacher_ids is not None or teacher_log_probs is not None:
         if teacher_logits is not None:
             raise ValueError("teacher_logits: expected None with teacher_ids and teacher_log_probs, got a tensor")
@@ -115,14 +115,15 @@ def distillation_loss(
     _check_teacher(teacher_logits, student_logits)
     assert teacher_logits is not None
     plan = plan_pair(student_logits, teacher_logits, labels, "teacher_logits", settings, group)
-    _check_columns(teacher_logits, plan.shard, settings, *group_position(group))
+    n_columns, subject = teacher_logits.shape[-1], "teacher_logits: last dimension"
+    check_columns(n_columns, plan.shard, settings, *group_position(group), subject=subject)
     divisor = divisor_of(student_logits, labels, settings, num_items)
     if verify.open_calls:
         own = {**comparable(settings, num_items), **options._asdict(), "labels": labels is not None}
         of_all = torch.empty(0, dtype=torch.int64) if labels is None else labels
         verify.compare_call({"logits": student_logits}, of_all, plan.shard, own)
     n_statistics = len(divergence_spec.statistics(options))
-    call = PairCall(plan, _launchers(plan), options, n_statistics, options.divergence == "js", group, divisor)
+    call = PairCall(plan, launchers_of(plan), options, n_statistics, options.divergence == "js", group, divisor)
     return run(call, student_logits, teacher_logits, None if labels is None else flat(labels))
 
 
@@ -183,7 +184,7 @@ def _check_ids(rows: Tensor, vocab_size: int) -> None:
         raise ValueError("teacher_ids: must be different in a row, got an id twice")
 
 
-def _checked_options(
+def checked_options(
     divergence: str, beta: float, hard_weight: float, labels: Tensor | None, settings: Settings
 ) -> DivergenceOptions:
     """Check what the mathematics takes."""
@@ -212,15 +213,16 @@ def _check_teacher(teacher: Any, student: Tensor) -> None:
         raise ValueError(f"teacher_logits: shape must be {expected}, got {tuple(teacher.shape)}")
 
 
-def _check_columns(teacher: Tensor, shard: VocabShard, settings: Settings, rank: int, n_ranks: int) -> None:
-    """Check that both have the same columns, except padding."""
-    subject, n_columns = "teacher_logits: last dimension", teacher.shape[-1]
+def check_columns(
+    n_columns: int, shard: VocabShard, settings: Settings, rank: int, n_ranks: int, *, subject: str
+) -> None:
+    """Check that a teacher with ``n_columns``, which ``subject`` has, has the student's columns, except padding."""
     if n_columns == shard.n_columns:
         return
     if settings.vocab_size is None and settings.shard is None:
         raise ValueError(
-            f"{subject} must be that of student_logits, {shard.n_columns}, if neither vocab_size nor shard says what "
-            f"is padding, got {n_columns}"
+            f"{subject} must be the student's, {shard.n_columns}, if neither vocab_size nor shard says what is "
+            f"padding, got {n_columns}"
         )
     if settings.shard is None:
         own = VocabShard.of_rank(shard.vocab_size, rank, n_ranks, n_columns, subject=subject)
@@ -228,10 +230,10 @@ def _check_columns(teacher: Tensor, shard: VocabShard, settings: Settings, rank:
         own = VocabShard(shard.start, shard.start + n_columns, shard.vocab_size)
     if (own.start, own.n_valid) != (shard.start, shard.n_valid):
         columns = [f"[{each.start}, {each.start + each.n_valid})" for each in (shard, own)]
-        raise ValueError(f"{subject} must give the columns {columns[0]} of student_logits, got {columns[1]}")
+        raise ValueError(f"{subject} must give the student's columns {columns[0]}, got {columns[1]}")
 
 
-def _launchers(plan: Plan) -> ModuleType:
+def launchers_of(plan: Plan) -> ModuleType:
     """Import and return the launchers of the plan's implementation."""
     if plan.launchers is reference:
         from vocab_parallel_ce.soft import divergence_reference
