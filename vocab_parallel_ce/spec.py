@@ -77,7 +77,7 @@ class RowStats(NamedTuple):
 
 
 # The empty set's. Where row_max is not finite, 0 takes its place in differences.
-IDENTITY = (NEG_INF, 0.0, NEG_INF, 0.0, 0.0, 0.0, INF, 0.0)
+IDENTITY = (NEG_INF, 0.0, NEG_INF, 0.0, 0.0, 0.0, INF, 0.0, 0.0)
 
 
 class LossOptions(NamedTuple):

@@ -212,7 +212,7 @@ def finish_row(others_max, others_sum, target, column, weight, n_columns, loss_o
     row_max = gl.maximum(others_max, target)
     others_sum *= ops.exp_shifted(others_max, ops.finite_or_zero(row_max))
     sum_exp = others_sum + ops.label_exp(row_max, target)
-    stats = RowStats(row_max, others_sum, target, None, None, None, None, None)
+    stats = RowStats(row_max, others_sum, target, None, None, None, None, None, None)
     weight = gl.where(column >= 0, weight, float("nan"))
     value = ops.row_loss(stats, column, n_columns, loss_options) * weight
     z_factor = 0.0
