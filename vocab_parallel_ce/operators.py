@@ -52,14 +52,9 @@ class LogitsCall(NamedTuple):
     group: str | None
     settings: Settings
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return compute_dtype(self.logits)
-
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> LogitsCall:
-        first = len(cls._fields) - 1
-        return cls._make((*arguments[:first], _settings(arguments[first:])))
+        return cls._make((*arguments[:5], _settings(arguments[5:])))
 
 
 class HeadCall(NamedTuple):
@@ -83,10 +78,6 @@ class HeadCall(NamedTuple):
         head = HeadSettings(*arguments[first + N_SETTINGS :])
         head = head._replace(chunk_tokens="auto" if head.chunk_tokens is None else head.chunk_tokens)
         return cls._make((*arguments[:first], _settings(arguments[first : first + N_SETTINGS]), head))
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return compute_dtype(self.hidden)
 
     @property
     def has_gradients(self) -> bool:
@@ -206,7 +197,7 @@ def _or_empty(tensors: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, .
 
 
 def _new_outputs(call: LogitsCall | HeadCall) -> list[Tensor | None]:
-    settings, labels, dtype = call.settings, call.labels, call.compute_dtype
+    settings, labels, dtype = call.settings, call.labels, compute_dtype(call[0])
 
     def per_token(is_wanted: bool, dtype: torch.dtype = dtype) -> Tensor | None:
         return labels.new_empty(labels.shape, dtype=dtype) if is_wanted else None
@@ -230,7 +221,7 @@ def _n_ranks(call: LogitsCall | HeadCall) -> int:
 def _new_statistics(call: LogitsCall | HeadCall) -> Tensor:
     options = loss_options(call.settings, None, class_weight=call.class_weight is not None)
     shape = (_n_ranks(call), call.labels.numel(), len(options.statistics))
-    return call.labels.new_empty(shape, dtype=call.compute_dtype)
+    return call.labels.new_empty(shape, dtype=compute_dtype(call[0]))
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -248,7 +239,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     checks.check_logits(call.logits)
     checks.check_labels(call.labels, call.logits)
     checks.check_rows(call.labels, call.logits)
-    dtype = torch.int32 if call.class_weight is None else call.compute_dtype
+    dtype = torch.int32 if call.class_weight is None else compute_dtype(call[0])
     count = call.labels.new_empty(1, dtype=dtype) if call.settings.reduction == "mean" else None
     return _or_empty((*_new_outputs(call), _new_statistics(call), count), call.logits)
 

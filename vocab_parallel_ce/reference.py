@@ -14,6 +14,7 @@ from vocab_parallel_ce import spec
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats, TokenOutputs
+from vocab_parallel_ce.spec_outputs import outputs_gradient
 
 
 def online_softmax(
@@ -82,7 +83,7 @@ def cross_entropy(
     if grads.loss is not None:
         grad = grad * grads.loss.unsqueeze(-1)
     if any(of_output is not None for of_output in grads[1:]):
-        grad += spec.outputs_gradient(*row, grads, options)
+        grad += outputs_gradient(*row, grads, options)
     # 0 under an infinite grad_output too.
     grad.masked_fill_(spec.is_ignored(labels, options.ignore_index).unsqueeze(-1), 0.0)
     grad[:, shard.n_valid :] = 0.0

@@ -321,35 +321,6 @@ def gradient(
     return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)
 
 
-def outputs_gradient(
-    logits: Tensor,
-    stats: RowStats,
-    labels: Tensor,
-    start: int,
-    vocab_size: int,
-    grads: GradOutputs,
-    options: LossOptions = PLAIN,
-) -> Tensor:
-    """``[N, C]`` derivative by the logits of each row's outputs except the loss, each times its ``grads``, summed."""
-    z, slope = transformed(logits, options)
-    column = torch.arange(start, start + z.shape[-1], device=z.device)
-    shifted = z - stats.row_max.unsqueeze(-1)
-    all_sum = sum_exp(stats).unsqueeze(-1)
-    p = shifted.exp() / all_sum
-    grad = torch.zeros_like(p)
-    if grads.entropy is not None:
-        mean_shifted = stats.exp_shifted_sum.unsqueeze(-1) / all_sum
-        grad = grad + p * (mean_shifted - _bounded(shifted)) * grads.entropy.unsqueeze(-1)
-    if grads.lse is not None:
-        grad = grad + p * grads.lse.unsqueeze(-1)
-    if grads.sum_sq_probs is not None:
-        mean_p = stats.sum_exp_sq.unsqueeze(-1) / all_sum**2
-        grad = grad + 2 * p * (p - mean_p) * grads.sum_sq_probs.unsqueeze(-1)
-    if grads.mean_logit is not None:
-        grad = grad + grads.mean_logit.unsqueeze(-1) / vocab_size
-    return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)
-
-
 def transformed(logits: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | float]:
     """``(z, dz/dx)`` in the compute dtype. Softcap leaves infinite logits infinite, and bounds all others."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -15,6 +15,7 @@ from tests.support.inputs import DTYPES, KINDS, batch
 from tests.support.pairs import covering
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions
+from vocab_parallel_ce.spec_outputs import outputs_gradient
 
 pytestmark = pytest.mark.reference
 
@@ -71,12 +72,12 @@ def by_spec(logits, labels, options=PLAIN, shards=1, vocab_size=None):
         spec.loss(stats, labels, vocab_size, options),
         gradient_by(spec.gradient),
         spec.entropy(stats, labels, vocab_size, options),
-        gradient_by(spec.outputs_gradient, GradOutputs(entropy=one)),
+        gradient_by(outputs_gradient, GradOutputs(entropy=one)),
         spec.lse(stats, labels, vocab_size, options),
         spec.predictions(stats, labels, options),
         spec.sum_sq_probs(stats, labels, vocab_size, options),
         spec.mean_logit(stats, labels, vocab_size, options),
-        gradient_by(spec.outputs_gradient, GradOutputs(lse=one, sum_sq_probs=2 * one, mean_logit=3 * one)),
+        gradient_by(outputs_gradient, GradOutputs(lse=one, sum_sq_probs=2 * one, mean_logit=3 * one)),
     )
 
 

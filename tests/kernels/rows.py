@@ -14,6 +14,7 @@ from tests.support.layouts import Layout, logits_layouts
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, RowStats, TokenOutputs
+from vocab_parallel_ce.spec_outputs import outputs_gradient
 
 NAN, INF = float("nan"), float("inf")
 COPIED = ("every other column", "column-major")  # layouts that no kernel walks
@@ -129,7 +130,7 @@ def gradient_by_spec(
     stats = spec.local_stats(logits, labels, 0, vocab_size, options)
     grad = spec.gradient(logits, stats, labels, 0, vocab_size, options)
     grad = grad if given.loss is None else grad * given.loss.unsqueeze(1)
-    return grad + spec.outputs_gradient(logits, stats, labels, 0, vocab_size, given, options)
+    return grad + outputs_gradient(logits, stats, labels, 0, vocab_size, given, options)
 
 
 def grads_of(n_rows: int, options: LossOptions, device: str | torch.device) -> dict[str, Tensor | None]:

@@ -90,11 +90,8 @@ def values(
     e = label_smoothing * (vocab_size / (vocab_size - 1) if smoothing_formula == "megatron" else 1.0)
     w = torch.ones(vocab_size).to(x) if class_weight is None else class_weight.to(x)
     w_target = w[any_target].masked_fill(ignored, 0.0)
-    losses = (1 - e) * -_times(w_target, log_probs)
-    if e:
-        losses = losses - e * _times(w, log_p).mean(dim=-1)
-    if z_loss:
-        losses = losses + w_target * z_loss * lse**2
+    losses = (1 - e) * -_times(w_target, log_probs) - (e * _times(w, log_p).mean(dim=-1) if e else 0.0)
+    losses = losses + (w_target * z_loss * lse**2 if z_loss else 0.0)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == NEG_INF, 0.0)).sum(dim=-1)
     of_p = ((z / temperature).logsumexp(dim=-1), log_p.exp().square().sum(dim=-1), (z / temperature).mean(dim=-1))
     losses, log_probs, entropy, *of_p = (
