@@ -99,7 +99,8 @@ def test_shards_of_a_head_that_are_all_padding(rank_pool, impl):
 
 def _verified(rank, group, case):
     """In a rank: what a call raises if only the first rank has class weights."""
-    options = {"class_weight": case.options["class_weight"]} if rank == 0 else {}
+    weights_of_rank = case.options["class_weight"].to(device_of(rank, group))
+    options = {"class_weight": weights_of_rank} if rank == 0 else {}
     with verify_calls():
         return error_of(run, rank, group, case._replace(options=options))
 

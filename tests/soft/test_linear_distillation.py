@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import record_collectives
 from tests.support.inputs import IGNORE_INDEX, NAN
-from tests.support.ranks import in_two_ranks
+from tests.support.ranks import device_of, in_two_ranks
 from tests.support.soft import divergences
 from vocab_parallel_ce import linear_distillation_loss
 from vocab_parallel_ce.soft.distillation import DIVERGENCES
@@ -114,12 +114,14 @@ def _in_rank(rank, group, impl):
     """``(loss, gradients, names of the collectives)`` with this rank's half of both heads."""
     made, labels = inputs()
     own = {n: t if "hidden" in n else t.chunk(2)[rank].clone() for n, t in made.items()}
-    own = {n: t.requires_grad_(n.startswith("student")) for n, t in own.items()}
+    device = device_of(rank, group)
+    own = {n: t.to(device).requires_grad_(n.startswith("student")) for n, t in own.items()}
+    labels = labels.to(device)
     with record_collectives() as calls:
         loss = linear_distillation_loss(
             **own, labels=labels, divergence="js", beta=0.3, group=group, vocab_size=COLUMNS, chunk_tokens=4, impl=impl
         )
-        loss.backward(torch.tensor(0.75))
+        loss.backward(torch.tensor(0.75, device=device))
     return loss, [own[name].grad for name in NAMES if name.startswith("student")], [call.name for call in calls]
 
 

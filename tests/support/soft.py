@@ -146,8 +146,7 @@ def check(impl_device: tuple[str, str], case: Case) -> Results:
     other = padded_shard(case.other, 0, vocab_size + of_other).to(device)
     kept, given = other.clone(), arguments(case)
     given |= {"vocab_size": vocab_size} if any(case.padding) else {}
-    if "labels" in given:
-        given["labels"] = given["labels"].to(device)
+    given = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in given.items()}
     loss = case.function(leaf * 1, other, impl=impl, **given)
     loss.backward(grad_output_of(case).to(device).expand(loss.shape))
     assert torch.equal(other.nan_to_num(7.0), kept.nan_to_num(7.0)), "the second tensor was written"
@@ -172,8 +171,7 @@ def run_in_rank(rank: int, group: Any, case: Case, impl: str, bounds: Sequence[t
     leaf.requires_grad_()
     shard = VocabShard(start, stop, case.logits.shape[-1])
     given = arguments(case) | {"group": group, "shard": shard, "impl": impl}
-    if "labels" in given:
-        given["labels"] = given["labels"].to(device)
+    given = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in given.items()}
     grad_outputs = (grad_output_of(case).to(device),)
     outputs, *collectives = with_collectives(lambda: case.function(leaf * 1, other, **given), grad_outputs)
     return RankResult(outputs, leaf.grad, *collectives)
