@@ -82,12 +82,10 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
         _check_expected(given.expected_grad_output, labels, settings, dtype)
     logits_dtype = head.logits_dtype or dtype
     plan = _plan_of_logits(dtype, logits_dtype, weight.shape[0], given, settings, rank, n_ranks)
-    num_items = given.num_items
-    if num_items is not None:
-        num_items = checked_divisor(num_items, settings.reduction, hidden)
+    num_items = None if given.num_items is None else checked_divisor(given.num_items, settings.reduction, hidden)
     # Each rank's chunks must be the same, whatever its own width.
     width = -(-plan.shard.vocab_size // n_ranks)
-    bytes_per_logit = dtype.itemsize if logits_dtype == dtype else logits_dtype.itemsize + dtype.itemsize
+    bytes_per_logit = sum(each.itemsize for each in {dtype, logits_dtype})
     chunk = chunk_of(head, labels.numel(), hidden.shape[-1], width, bytes_per_logit)
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
