@@ -22,8 +22,6 @@ READ = ((2_048, 1, 1), (16_384, 4, 2), (1 << 62, 8, 2))
 READ_AND_WRITE = ((2_048, 1, 1), (40_960, 8, 2), (1 << 62, 16, 4))
 # For rows with edges: one more program per multiprocessor hides the latency of the edges.
 READ_AND_WRITE_EDGES = ((2_048, 1, 1), (1 << 62, 8, 2))
-# Two tensors that are walked together. Not tuned.
-PAIR = ((2_048, 1, 1), (16_384, 4, 2), (1 << 62, 8, 2))
 
 
 class Block(NamedTuple):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
+from vocab_parallel_ce.kernels.loss import LOSS_ROWS
 from vocab_parallel_ce.kernels.pairs import (
     PairRows,
     Sizes,
@@ -27,8 +28,6 @@ from vocab_parallel_ce.kernels.pairs import (
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft.targets_spec import TargetStats
 from vocab_parallel_ce.spec import LossOptions
-
-LOSS_ROWS = 128
 
 
 class Factors(NamedTuple):
