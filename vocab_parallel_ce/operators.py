@@ -329,7 +329,8 @@ def _linear_backward(
     gradients: Sequence[Tensor | None] = (None, None, None)
     if ctx.has_gradients and grad_loss is not None:
         factor = grad_loss * first if first.numel() else grad_loss
-        gradients = [(grad.float() * factor).to(grad.dtype) for grad in others]
+        # 0 stays 0 under inf, as in element_mul.
+        gradients = [torch.where(grad == 0, 0.0, grad.float() * factor).to(grad.dtype) for grad in others]
     elif not ctx.has_gradients and (grad_loss is not None or grad_entropy is not None):
         operator = torch.ops.vocab_parallel_ce.linear_cross_entropy_gradient
         gradients = operator(first, grad_loss, grad_entropy, *others, *ctx.others)
