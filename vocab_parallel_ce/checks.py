@@ -26,7 +26,7 @@ def check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {kind}")
     if hasattr(tensor, "placements"):
-        front = ", or call the function in vocab_parallel_ce.integrations.dtensor" if name == "logits" else ""
+        front = ", or call a function of vocab_parallel_ce.integrations.dtensor" if name == "logits" else ""
         raise TypeError(
             f"{name}: expected this rank's part as a plain torch.Tensor, got a {kind} of global shape "
             f"{tuple(tensor.shape)}; pass its to_local(){front}"

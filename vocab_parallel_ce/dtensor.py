@@ -40,9 +40,10 @@ def local_columns(name: str, logits: Any) -> LocalColumns:
 
     mesh, placements, vocab_size = logits.device_mesh, logits.placements, logits.shape[-1]
     dim = _vocabulary_mesh_dim(name, placements, logits.dim())
-    coordinate, group = mesh.get_coordinate(), mesh.get_group(dim)
+    coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"{name}: this rank must be in the mesh of the DTensor, got {mesh}")
+    group = mesh.get_group(dim)
     # PyTorch sorts a group's ranks, and then cuts by the position in the group, not in the mesh.
     ranks = ranks_along(mesh, (dim,))
     if tuple(dist.get_process_group_ranks(group)) != ranks:

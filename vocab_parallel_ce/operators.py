@@ -343,7 +343,8 @@ def _linear_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ..
     gradients: Sequence[Tensor | None] = (None, None, None)
     if ctx.has_gradients and grads[0] is not None:
         factor = grads[0] * first if first.numel() else grads[0]
-        gradients = [(grad.float() * factor).to(grad.dtype) for grad in others]
+        # 0 stays 0 under inf, as in element_mul.
+        gradients = [torch.where(grad == 0, 0.0, grad.float() * factor).to(grad.dtype) for grad in others]
     elif not ctx.has_gradients and any(of_output is not None for of_output in grads[:N_GRADS]):
         operator = torch.ops.vocab_parallel_ce.linear_cross_entropy_gradient
         gradients = operator(first, *grads[:N_GRADS], *others, *ctx.others)

@@ -106,7 +106,8 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
             "_input: expected the tensor that cross_entropy_forward returned, whose rows are dense and "
             f"share no memory, got shape {tuple(_input.shape)}, strides {_input.stride()}"
         )
-    launchers, _ = launchers_of(select(_input.device.type).name)
+    requested = "reference" if _input.dtype == torch.float64 else "auto"
+    launchers, _ = launchers_of(select(_input.device.type, requested).name)
     launchers.element_mul(_input, per_row(grad_output, _input))
     pipeline.raise_version(_input)
     return _input

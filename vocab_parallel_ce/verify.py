@@ -112,17 +112,20 @@ def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return function(*args, **kwargs)
 
 
-def compare_call(tensors: dict[str, Any], labels: Tensor, shard: VocabShard, options: dict[str, Any]) -> None:
+def compare_call(
+    tensors: dict[str, Any], labels: Tensor, shard: VocabShard, options: dict[str, Any], beside: str | None = None
+) -> None:
     """Raise the same ValueError on every rank unless the arguments of a pending call fit together.
 
-    ``tensors`` are all that may need a gradient, first ``logits [..., C]`` or ``hidden [..., D]``.
+    ``tensors`` are all that may need a gradient, first ``logits [..., C]`` or ``hidden [..., D]``. ``beside`` names
+    what stands beside them instead of labels.
     """
     call = _pending_call()
     if call is None:
         return
     name, first = next(iter(tensors.items()))
     facts: dict[str, Any] = {
-        "call": f"a loss over {name}",
+        "call": f"a loss over {name}" + (f" and {beside}" if beside else ""),
         f"{name}.shape[:-1]": tuple(first.shape[:-1]),
         f"{name}.dtype": first.dtype,
         f"{name}.device.type": first.device.type,

@@ -98,6 +98,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     words = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("Megatron-Core needs GPUs")
     dist.init_process_group("nccl")
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -80,7 +80,9 @@ def test_a_loss_that_no_model_in_training_calls_has_no_z_loss(monkeypatch):
         for model in (None, torch.nn.Module().eval(), torch.nn.Module()):
             monkeypatch.setattr(losses, "_loss_calls", [losses.LossCall(model, None)] if model else [])
             losses.vocab_parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1).long(), tp_group="a group")
+        calls = megatron.report().calls
     assert asked == [False, False, True]
+    assert calls == {"loss of logits": 3, "without z_loss: in eval(), or not called by compute_language_model_loss": 2}
 
 
 @pytest.mark.reference

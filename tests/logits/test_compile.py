@@ -165,7 +165,7 @@ def _a_new_compiler():
 
 def results(step, x: Inputs, **options) -> list[Tensor]:
     """The outputs of a step, and the gradients of a random combination of those that have one."""
-    outputs = step(x, **options)
+    outputs = [output for output in step(x, **options) if output is not None]
     differentiable = [output for output in outputs if output.requires_grad]
     generator = torch.Generator().manual_seed(5)
     grads = [torch.rand(output.shape, generator=generator).to(output.device) for output in differentiable]

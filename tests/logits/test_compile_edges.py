@@ -24,6 +24,17 @@ def _a_new_compiler():
 
 
 @pytest.mark.reference
+def test_a_gradient_of_0_stays_0_under_an_infinite_upstream_gradient():
+    def step(x):
+        return (linear_cross_entropy(x.hidden, x.weight, x.labels) * float("inf"),)
+
+    x = inputs()
+    x.labels.fill_(-100)
+    d_hidden, d_weight = results(torch.compile(step, fullgraph=True, backend="aot_eager"), x)[1:]
+    assert not d_hidden.any() and not d_weight.any()
+
+
+@pytest.mark.reference
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -10,7 +10,13 @@ from tests.support.budget import assert_fp64_equal
 from tests.support.inputs import batch
 from tests.support.logits import EVERY, GRADIENTS, REDUCTIONS, flat_outputs, random_grad_output
 from tests.support.ranks import in_ranks
-from vocab_parallel_ce import soft_cross_entropy, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+    soft_cross_entropy,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
 
 COLUMNS, ROWS = 22, 5
 MADE = batch("some_ignored", rows=ROWS, vocab_size=COLUMNS)
@@ -55,6 +61,14 @@ def test_soft_targets():
     truth = cross_entropy(leaf, targets, label_smoothing=0.1, reduction="sum") / 7
     assert_fp64_equal(loss.detach(), truth.detach(), 200.0)
     assert torch.autograd.gradcheck(lambda x: soft_cross_entropy(x, targets, **options), leaf)
+
+
+def test_transformer_engines_pair_of_steps(impl_device):
+    _, device = impl_device
+    factor = torch.tensor(1 / 7, dtype=torch.float64)
+    loss, grad = cross_entropy_forward(LOGITS.to(device, copy=True), LABELS.to(device), 0.0, True, None, -100)
+    grad = cross_entropy_backward(grad, factor.to(device))
+    assert_exact(loss.cpu(), grad.cpu(), factor, {"reduction": "mean"})
 
 
 @pytest.mark.reference

@@ -1,5 +1,7 @@
 """Cross-entropy with probability targets: PyTorch's number, every pair of options, edges, refusals, ranks."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from tests.support.logits_ranks import chunked, even
 from tests.support.pairs import covering
 from tests.support.ranks import in_four_ranks, in_two_ranks
 from tests.support.soft import Case, check, check_ranks, run_in_rank, soft_losses, soft_targets
-from vocab_parallel_ce import soft_cross_entropy, verify_calls
+from vocab_parallel_ce import soft_cross_entropy, verify_calls, vocab_parallel_cross_entropy
 from vocab_parallel_ce.soft import targets_spec
 from vocab_parallel_ce.spec import LossOptions
 
@@ -160,7 +162,12 @@ def test_where_the_gradient_is_written():
     logits = leaf * 1
     loss = soft_cross_entropy(logits, made.other.clone())
     logits.mul_(2)
-    with pytest.raises(RuntimeError, match="overwritten before backward"):
+    with pytest.raises(RuntimeError, match="were overwritten before backward"):
+        loss.backward()
+    targets = made.other.clone()
+    loss = soft_cross_entropy(leaf * 1, targets)
+    targets.mul_(2)
+    with pytest.raises(RuntimeError, match="targets beside them, were overwritten before backward"):
         loss.backward()
     logits = leaf * 1
     loss = soft_cross_entropy(logits, logits.detach())
@@ -228,6 +235,10 @@ def _verified(rank, group):
     logits, targets = torch.randn(3, 4 + rank), torch.rand(3, 4 + rank)
     with verify_calls(), pytest.raises(ValueError, match="z_loss"):
         soft_cross_entropy(logits, targets, group=group, z_loss=0.1 * rank, vocab_size=None)
+    hard = partial(vocab_parallel_cross_entropy, labels=torch.zeros(3, dtype=torch.int64))
+    call = hard if rank else partial(soft_cross_entropy, target_probs=targets)
+    with verify_calls(), pytest.raises(ValueError, match="rank 0 has a loss over logits and target_probs"):
+        call(logits, group=group)
     return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -64,6 +65,9 @@ class Switch:
         """
         if self._rebound:
             return self.report()
+        roots = {target.partition(":")[0].partition(".")[0] for target in self.stand_ins}
+        if not any(map(importlib.util.find_spec, roots)):
+            raise ImportError(f"{self.version}: {' and '.join(roots)} is not installed")
         found: dict[tuple[Any, str], Rebound] = {}
         left = {}
         for target, stand_in in self.stand_ins.items():

@@ -48,8 +48,8 @@ def soft_cross_entropy(
         t'   = (1 - e) * t + e / V
         loss = sum_i t'_i * (lse - z_i) + z_loss * lse^2
 
-    Targets are taken as they are, also if they do not sum to 1. A ``-inf`` logit is excluded if its target is 0;
-    otherwise the loss is ``inf``. Columns at ``V`` and beyond are ignored in both tensors. docs/distillation.md has
+    Targets are taken as they are, also if they do not sum to 1. A ``-inf`` logit is excluded if its ``t'`` is
+    0; otherwise the loss is ``inf``. Columns at ``V`` and beyond are ignored in both tensors. docs/distillation.md has
     more.
 
     Overwrites: backward writes the gradient over ``logits``, unless ``gradient`` says otherwise. ``target_probs``
@@ -80,7 +80,8 @@ def soft_cross_entropy(
     divisor = divisor_of(logits, None, settings, num_items)
     if verify.open_calls:
         no_labels = torch.empty(0, dtype=torch.int64)
-        verify.compare_call({"logits": logits}, no_labels, plan.shard, comparable(settings, num_items))
+        options = comparable(settings, num_items)
+        verify.compare_call({"logits": logits}, no_labels, plan.shard, options, beside="target_probs")
     n_statistics = len(targets_spec.statistics(plan.options))
     call = PairCall(plan, _launchers(plan), plan.options, n_statistics, False, group, divisor)
     return run(call, logits, target_probs, None)

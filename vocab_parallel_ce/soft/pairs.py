@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.collectives import all_gather_stats, group_position
-from vocab_parallel_ce.cross_entropy import OVERWRITTEN, SECOND_BACKWARD, _current_age, check_backward, untraced
+from vocab_parallel_ce.cross_entropy import SECOND_BACKWARD, _current_age, check_backward, untraced
 from vocab_parallel_ce.layout import compute_dtype, overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.overwritten import check_not_overwritten, mark_overwritten
@@ -25,6 +25,10 @@ from vocab_parallel_ce.plan import Plan, checked_divisor, plan_of
 from vocab_parallel_ce.spec import is_ignored
 
 GRADIENTS = ("auto", "in_backward", "out_of_place")
+OVERWRITTEN = (
+    "cross-entropy: the logits, or the targets beside them, were overwritten before backward read them; if another "
+    "loss did it, ask for gradient='out_of_place' in both"
+)
 
 
 class PairCall(NamedTuple):

@@ -44,8 +44,9 @@ def vocab_parallel_cross_entropy(
     keywords = {"group": tp_group, "reduction": "none", "label_smoothing": label_smoothing, **options}
     keywords["smoothing_formula"] = "megatron"
     call = _loss_calls[-1] if _loss_calls else None
-    if call is None or not call.model.training:
-        keywords.pop("z_loss", None)  # it is a part of the training loss alone
+    if keywords.get("z_loss") and (call is None or not call.model.training):
+        del keywords["z_loss"]  # it is a part of the training loss alone
+        calls["without z_loss: in eval(), or not called by compute_language_model_loss"] += 1
     if isinstance(vocab_parallel_logits, LazyLogits):
         loss = linear_loss(vocab_parallel_logits, target, None if call is None else call.labels, keywords)
         if loss is not None:
