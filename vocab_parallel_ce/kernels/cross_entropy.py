@@ -35,8 +35,9 @@ class RowFactors(NamedTuple):
     mean_shifted: tl.tensor
     entropy_weight: tl.tensor  # grad_entropy
     lse_weight: tl.tensor  # grad_lse
-    mean_p: tl.tensor  # sum of p^2
-    sum_sq_weight: tl.tensor  # 2 * grad_sum_sq_probs
+    all_sum: tl.tensor  # sum_exp
+    sum_exp_sq: tl.tensor
+    sum_sq_weight: tl.tensor  # 2 * grad_sum_sq_probs / sum_exp^2
     mean_weight: tl.tensor  # grad_mean_logit / V
 
 
@@ -84,7 +85,7 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
     mean_shifted = 0.0
     entropy_weight = 0.0
     lse_weight = 0.0
-    mean_p = 0.0
+    sum_exp_sq = 0.0
     sum_sq_weight = 0.0
     mean_weight = 0.0
     if grads.entropy is not None:
@@ -93,12 +94,14 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
     if grads.lse is not None:
         lse_weight = tl.where(live, tl.load(grads.lse + row * strides.lse), 0.0)
     if grads.sum_sq_probs is not None:
-        mean_p = tl.where(live, stats.sum_exp_sq / (all_sum * all_sum), 0.0)
-        sum_sq_weight = tl.where(live, 2 * tl.load(grads.sum_sq_probs + row * strides.sum_sq_probs), 0.0)
+        sum_exp_sq = tl.where(live, stats.sum_exp_sq, 0.0)
+        of_row = 2 * tl.load(grads.sum_sq_probs + row * strides.sum_sq_probs)
+        sum_sq_weight = tl.where(live, of_row * inverse_sum * inverse_sum, 0.0)
     if grads.mean_logit is not None:
         mean_weight = tl.where(live, tl.load(grads.mean_logit + row * strides.mean_logit) / vocab_size, 0.0)
     shift = tl.where(live, stats.row_max, 0.0)
     weight = tl.where(live, weight, 0.0)
+    all_sum = tl.where(live, all_sum, 0.0)
     return RowFactors(
         shift,
         inverse_sum,
@@ -110,7 +113,8 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
         mean_shifted,
         entropy_weight,
         lse_weight,
-        mean_p,
+        all_sum,
+        sum_exp_sq,
         sum_sq_weight,
         mean_weight,
     )
@@ -134,7 +138,8 @@ def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
     ``uniform`` is the :func:`uniform_part`. It includes that of each other output that ``grads`` has.
     """
     z, slope = ops.transform(x, loss_options)
-    p = ops.exp_shifted(z, factors.shift) * factors.inverse_sum
+    exp = ops.exp_shifted(z, factors.shift)
+    p = exp * factors.inverse_sum
     grad = p
     if loss_options.class_weight is not None and loss_options.smoothing is not None:
         grad = p * factors.p_factor
@@ -148,7 +153,8 @@ def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
     if grads.lse is not None:
         grad += p * factors.lse_weight
     if grads.sum_sq_probs is not None:
-        grad += p * (p - factors.mean_p) * factors.sum_sq_weight
+        # p - sum of p^2, times sum_exp^2: rounded once, it keeps the digits of the largest column of a confident row.
+        grad += p * (exp * factors.all_sum - factors.sum_exp_sq) * factors.sum_sq_weight
     if grads.mean_logit is not None:
         grad = tl.where(z == float("-inf"), grad, grad + factors.mean_weight)
     if loss_options.softcap is not None or loss_options.logit_scale is not None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import NAN, NEG_INF, LossOptions, _finite_or_zero, _raised_by
+from vocab_parallel_ce.spec import NAN, NEG_INF, GradOutputs, LossOptions, _finite_or_zero, _raised_by
 
 IGNORED = -(2**62)  # the ids of a row that is ignored
 
@@ -183,7 +183,7 @@ class TopK:
         label = torch.where(dead, IGNORED, rows.label)
         own = {"shard": shard, "options": options.of_logits}
         factor = weight * of_others
-        self.launchers.cross_entropy(logits, softmax, label, None, factor, None, None, grad_logits, **own)
+        self.launchers.cross_entropy(logits, softmax, label, None, GradOutputs(factor), None, grad_logits, **own)
         _write(grad_logits, rows, values, shard)
 
 
