@@ -30,6 +30,7 @@ from vocab_parallel_ce import (
 
 LOGITS, LINEAR = ((4096, 128256), (8192, 32064)), ((4096, 4096, 128256),)
 TINY = ((16, 100),), ((16, 8, 100),)
+OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit")
 CALLS = 4
 Providers = dict[str, Callable[..., Any]]
 Made = Callable[[], list[list[Tensor]]]  # the tensors of each call
@@ -51,9 +52,6 @@ def over_logits(n_tokens: int, vocab_size: int, device: torch.device) -> tuple[P
     log_probs = partial(token_log_probs, labels=labels, **in_place)
     distillation = partial(distillation_loss, teacher_logits=teacher, **in_place)
 
-    def summed(*outputs: str) -> Callable[[Tensor], Tensor]:
-        return lambda x: sum(out.sum() for out in log_probs(x, outputs=outputs) if out is not None)
-
     providers: Providers = {
         "copy": lambda x: out.copy_(x.detach())[0, 0],
         "mean": partial(loss, **in_place),
@@ -66,8 +64,8 @@ def over_logits(n_tokens: int, vocab_size: int, device: torch.device) -> tuple[P
         "mean, in_forward, class_weight": partial(loss, class_weight=class_weight, gradient="in_forward"),
         "soft_cross_entropy": partial(soft_cross_entropy, target_probs=probs, **in_place),
         **{f"distillation, {name}": partial(distillation, divergence=name) for name in ("forward", "reverse", "js")},
-        "token_log_probs": lambda x: log_probs(x).sum(),
-        **{f"token_log_probs, {name}": summed(name) for name in ("entropy", "lse", "sum_sq_probs", "mean_logit")},
+        "token_log_probs": log_probs,
+        **{f"token_log_probs, {name}": partial(log_probs, outputs=(name,)) for name in OUTPUTS},
     }
     return providers, lambda: [[source.clone().requires_grad_()] for _ in range(CALLS)]
 
@@ -85,8 +83,8 @@ def of_heads(n_tokens: int, width: int, vocab_size: int, device: torch.device) -
         "linear": loss,
         "linear, logits_dtype": partial(loss, **wide),
         "linear, class_weight": partial(loss, class_weight=class_weight),
-        "linear, log_probs": lambda *head: log_probs(*head).sum(),
-        "linear, log_probs, logits_dtype": lambda *head: log_probs(*head, **wide).sum(),
+        "linear, log_probs": log_probs,
+        "linear, log_probs, logits_dtype": partial(log_probs, **wide),
     }
     return providers, lambda: [[hidden.requires_grad_(), weight.requires_grad_()]]
 
@@ -95,13 +93,15 @@ def measure(shape: tuple[int, ...], ranks: Ranks, rounds: int) -> dict[str, Any]
     of_shape: Any = over_logits if len(shape) == 2 else of_heads
     providers, made = of_shape(*shape, ranks.device)
     calls: list[list[Tensor]] = []
+    ones = {shape: torch.ones(shape, device=ranks.device) for shape in (torch.Size(), torch.Size(shape[:1]))}
 
     def step(name: str) -> Tensor:
         for tensors in calls:
-            loss: Tensor = providers[name](*tensors)
-            if loss.requires_grad:
-                torch.autograd.grad(loss, tensors)
-        return loss.detach()
+            found = providers[name](*tensors)
+            outputs = [found] if isinstance(found, Tensor) else [out for out in found if out is not None]
+            if outputs[0].requires_grad:
+                torch.autograd.grad(outputs, tensors, [ones[out.shape] for out in outputs])
+        return outputs[0].detach().sum()
 
     def forget() -> None:
         calls.clear()
