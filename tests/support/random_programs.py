@@ -72,7 +72,7 @@ class Torch(NamedTuple):
         computed = values(logits, labels, **of_oracle(use.options))
         if use.function == "log_probs":
             return (computed.log_probs, computed.entropy) if use.options.get("entropy") else computed.log_probs
-        return (computed.loss, computed[3:]) if use.options.get("return_metrics") else computed.loss
+        return (computed.loss, computed[6:]) if use.options.get("return_metrics") else computed.loss
 
 
 class Player:
