@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.core.test_spec import ALL
-from tests.support.budget import assert_within_budget
+from tests.support.budget import assert_within_budget, of_sum_sq_probs
 from tests.support.layouts import Layout, logits_layouts
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.shard import VocabShard
@@ -143,7 +143,8 @@ def grads_of(n_rows: int, options: LossOptions, device: str | torch.device) -> d
 def assert_gradient(grad: Tensor, logits: Tensor, labels: Tensor, options: LossOptions, **grads: Tensor | None) -> None:
     """The gradient of rows on the CPU is within the budget."""
     truth, peer = (gradient_by_spec(logits, labels, options, d, **grads) for d in (torch.float64, torch.float32))
-    assert_within_budget(grad.reshape(truth.shape), truth, peer.to(grad.dtype))
+    magnitude = of_sum_sq_probs(grads.get("grad_sum_sq_probs"))
+    assert_within_budget(grad.reshape(truth.shape), truth, peer.to(grad.dtype), magnitude)
 
 
 def assert_stats(

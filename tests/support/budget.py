@@ -7,8 +7,8 @@ K = 2.0
 FP64_ROUNDINGS = 64
 
 
-def assert_within_budget(actual: Tensor, oracle: Tensor, same_dtype: Tensor) -> None:
-    """Fail unless ``max|actual - oracle| <= K * (max|same_dtype - oracle| + eps * max|oracle|)``.
+def assert_within_budget(actual: Tensor, oracle: Tensor, same_dtype: Tensor, magnitude: float = 0.0) -> None:
+    """Fail unless ``max|actual - oracle| <= K * (max|same_dtype - oracle| + eps * max(max|oracle|, magnitude))``.
 
     ``eps`` is that of ``actual``'s dtype. Where the oracle is NaN or infinite, ``actual`` must be the
     same; nowhere else may it be.
@@ -17,6 +17,7 @@ def assert_within_budget(actual: Tensor, oracle: Tensor, same_dtype: Tensor) -> 
         actual: what is tested.
         oracle: the fp64 value.
         same_dtype: the same computation by PyTorch, in ``actual``'s dtype.
+        magnitude: of the largest number that is added or subtracted on the way, if it is larger than the result.
     """
     actual, oracle, same_dtype = (t.detach().cpu() for t in (actual, oracle, same_dtype))
     assert oracle.dtype == torch.float64, f"oracle: must be float64, got {oracle.dtype}"
@@ -41,7 +42,7 @@ def assert_within_budget(actual: Tensor, oracle: Tensor, same_dtype: Tensor) -> 
 
     error = (flat - truth).abs().where(finite, 0.0)
     peer_error = (peer - truth).abs().where(finite & peer.isfinite(), 0.0)
-    rounding = torch.finfo(actual.dtype).eps * float(truth.abs().where(finite, 0.0).max())
+    rounding = torch.finfo(actual.dtype).eps * max(magnitude, float(truth.abs().where(finite, 0.0).max()))
     allowed = K * (float(peer_error.max()) + rounding)
     worst = int(error.argmax())
     assert float(error[worst]) <= allowed, (
@@ -60,6 +61,11 @@ def assert_fp64_equal(actual: Tensor, expected: Tensor, magnitude: float) -> Non
     assert actual.dtype == expected.dtype == torch.float64, f"{actual.dtype}, {expected.dtype}"
     atol = FP64_ROUNDINGS * torch.finfo(torch.float64).eps * magnitude
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol, equal_nan=True)
+
+
+def of_sum_sq_probs(grad_output: Tensor | None) -> float:
+    """The magnitude of ``2 * p * p * grad_output``, from which ``2 * p * S * grad_output`` is subtracted."""
+    return 0.0 if grad_output is None else 2 * float(grad_output.nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 def _at(tensor: Tensor, flat_index: int) -> str:
