@@ -41,7 +41,6 @@ TRITON_NAMES = {torch.int64: "i64", torch.int32: "i32"} | {dtype: name for name,
 ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True, False, True, True, True)  # that calls have together
 ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:]}
 del ALONE["class_weight"]
-ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:-1]}
 WEIGHTED = PLAIN._replace(class_weight=True)
 OPTIONS = {"plain": PLAIN, **ALONE, "all": ALL, "class_weight": WEIGHTED}
 OPTIONS |= {
