@@ -35,9 +35,8 @@ class RowFactors(NamedTuple):
     mean_shifted: tl.tensor
     entropy_weight: tl.tensor  # grad_entropy
     lse_weight: tl.tensor  # grad_lse
-    all_sum: tl.tensor  # sum_exp
-    sum_exp_sq: tl.tensor
-    sum_sq_weight: tl.tensor  # 2 * grad_sum_sq_probs / sum_exp^2
+    exp_weight: tl.tensor  # with sum_sq_probs, of exp: (grad_lse - 2 * grad_sum_sq_probs * sum of p^2) / sum_exp
+    exp_sq_weight: tl.tensor  # of exp^2: 2 * grad_sum_sq_probs / sum_exp^2
     mean_weight: tl.tensor  # grad_mean_logit / V
 
 
@@ -85,8 +84,8 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
     mean_shifted = 0.0
     entropy_weight = 0.0
     lse_weight = 0.0
-    sum_exp_sq = 0.0
-    sum_sq_weight = 0.0
+    exp_weight = 0.0
+    exp_sq_weight = 0.0
     mean_weight = 0.0
     if grads.entropy is not None:
         mean_shifted = tl.where(live, stats.exp_shifted_sum / all_sum, 0.0)
@@ -94,14 +93,14 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
     if grads.lse is not None:
         lse_weight = tl.where(live, tl.load(grads.lse + row * strides.lse), 0.0)
     if grads.sum_sq_probs is not None:
-        sum_exp_sq = tl.where(live, stats.sum_exp_sq, 0.0)
         of_row = 2 * tl.load(grads.sum_sq_probs + row * strides.sum_sq_probs)
-        sum_sq_weight = tl.where(live, of_row * inverse_sum * inverse_sum, 0.0)
+        of_mean = tl.where(live, of_row * (stats.sum_exp_sq / (all_sum * all_sum)), 0.0)
+        exp_weight = (lse_weight - of_mean) * inverse_sum
+        exp_sq_weight = tl.where(live, of_row * inverse_sum * inverse_sum, 0.0)
     if grads.mean_logit is not None:
         mean_weight = tl.where(live, tl.load(grads.mean_logit + row * strides.mean_logit) / vocab_size, 0.0)
     shift = tl.where(live, stats.row_max, 0.0)
     weight = tl.where(live, weight, 0.0)
-    all_sum = tl.where(live, all_sum, 0.0)
     return RowFactors(
         shift,
         inverse_sum,
@@ -113,9 +112,8 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
         mean_shifted,
         entropy_weight,
         lse_weight,
-        all_sum,
-        sum_exp_sq,
-        sum_sq_weight,
+        exp_weight,
+        exp_sq_weight,
         mean_weight,
     )
 
@@ -150,11 +148,10 @@ def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
     grad = tl.where(is_target, factors.target_grad, grad) * factors.weight
     if grads.entropy is not None:
         grad += p * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.entropy_weight
-    if grads.lse is not None:
-        grad += p * factors.lse_weight
     if grads.sum_sq_probs is not None:
-        # p - sum of p^2, times sum_exp^2: rounded once, it keeps the digits of the largest column of a confident row.
-        grad += p * (exp * factors.all_sum - factors.sum_exp_sq) * factors.sum_sq_weight
+        grad += exp * (exp * factors.exp_sq_weight + factors.exp_weight)
+    elif grads.lse is not None:
+        grad += p * factors.lse_weight
     if grads.mean_logit is not None:
         grad = tl.where(z == float("-inf"), grad, grad + factors.mean_weight)
     if loss_options.softcap is not None or loss_options.logit_scale is not None:
