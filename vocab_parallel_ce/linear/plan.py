@@ -14,7 +14,16 @@ from vocab_parallel_ce.layout import VECTOR_BYTES, flat
 from vocab_parallel_ce.linear.chunks import TokenOrder, chunk_of, chunks_of, order_of_ranks, order_of_valid
 from vocab_parallel_ce.linear.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
-from vocab_parallel_ce.plan import Call, Kind, Plan, cached_plan, checked_divisor, comparable, weights_of_columns
+from vocab_parallel_ce.plan import (
+    Call,
+    Kind,
+    Plan,
+    cached_plan,
+    checked_divisor,
+    comparable,
+    temperature_of_rows,
+    weights_of_columns,
+)
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import is_ignored
 
@@ -34,6 +43,7 @@ class Arguments(NamedTuple):
     main_grad: Tensor | None
     expected_grad_output: Tensor | None = None
     class_weight: Tensor | None = None
+    temperature: Tensor | None = None
 
 
 class Inputs(NamedTuple):
@@ -67,7 +77,8 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     checks.check_hidden(hidden)
     checks.check_labels(labels, hidden, "hidden")
     check_head_settings(settings, head, knows_grad_output=given.expected_grad_output is not None)
-    checks.check_no_transforms(*(t for t in (hidden, *given[1:4], given.class_weight) if isinstance(t, Tensor)))
+    constants = given.class_weight, given.temperature
+    checks.check_no_transforms(*(t for t in (hidden, *given[1:4], *constants) if isinstance(t, Tensor)))
     rank, n_ranks = group_position(given.group)
     bias = None if given.bias is None else local_rows("bias", given.bias, given.group)
     weight = local_rows("weight", given.weight, given.group)
@@ -84,6 +95,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     logits_dtype = head.logits_dtype or dtype
     plan = _plan_of_logits(dtype, logits_dtype, weight.shape[0], given, settings, rank, n_ranks)
     weights = weights_of_columns(given.class_weight, plan.shard, hidden.device)
+    temperature = temperature_of_rows(given.temperature, labels)
     num_items = None if given.num_items is None else checked_divisor(given.num_items, settings.reduction, hidden)
     # Each rank's chunks must be the same, whatever its own width.
     width = -(-plan.shard.vocab_size // n_ranks)
@@ -102,8 +114,10 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
             overflow = torch.where(n_valid > head.valid_tokens, float("nan"), 1.0)
     if order is not None:
         rows = order.to_rows(rows.long(), plan.options.ignore_index)
+        temperature = None if temperature is None else order.to_rows(temperature, 1.0)
+    by_weights = weights is not None and settings.reduction == "mean"
     linear = LinearCall(
-        call=Call(plan, given.group, num_items, weights, weights is not None and settings.reduction == "mean"),
+        call=Call(plan, given.group, num_items, weights, by_weights, temperature=temperature),
         dtype=dtype,
         logits_dtype=logits_dtype,
         chunks=chunks,
@@ -118,7 +132,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     if verify.open_calls:
         own = {"main_grad": main_grad is not None, "dtype of the products": dtype}
         own["expected_grad_output"] = expected is not None
-        options = comparable(settings, given.num_items, given.class_weight) | head._asdict() | own
+        options = comparable(settings, given.num_items, *constants) | head._asdict() | own
         verify.compare_call({"hidden": hidden, "weight": weight, "bias": bias}, labels, plan.shard, options)
     return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows)
 
