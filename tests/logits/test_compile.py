@@ -119,13 +119,9 @@ def linear_log_probs(x, **options):
 
 
 def row_temperature(x, **options):
-    options |= {"temperature": 0.5 + x.labels.abs() * 0.1, "entropy": True}
-    return token_log_probs(x.hidden @ x.weight.t(), x.labels, **options)
-
-
-def linear_row_temperature(x, **options):
-    options |= {"temperature": 0.5 + x.labels.abs() * 0.1, "chunk_tokens": 5}
-    return (linear_token_log_probs(x.hidden, x.weight, x.labels, **options),)
+    options["temperature"] = 0.5 + x.labels.abs() * 0.1
+    of_head = linear_token_log_probs(x.hidden, x.weight, x.labels, chunk_tokens=5, **options)
+    return of_head, token_log_probs(x.hidden @ x.weight.t(), x.labels, **options)
 
 
 def linear_outputs(x, **options):
@@ -163,8 +159,7 @@ def checkpointed(x, **options):
 STEPS = (
     *(logits_mean, logits_none, logits_sum, logits_transposed, log_probs, every_output, of_transformer_engine),
     *(linear_mean, linear_valid_tokens, linear_none, linear_log_probs, linear_outputs, linear_autocast),
-    *(linear_autocast_fp32_logits, checkpointed, class_weights, linear_class_weights, shifted),
-    *(row_temperature, linear_row_temperature),
+    *(linear_autocast_fp32_logits, checkpointed, class_weights, linear_class_weights, shifted, row_temperature),
 )
 BY_STEP = pytest.mark.parametrize("step", STEPS, ids=[step.__name__ for step in STEPS])
 

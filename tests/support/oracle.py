@@ -65,9 +65,7 @@ def values(
 ) -> Values:
     """Differentiable outputs for ``logits [..., V]``, in their dtype.
 
-    Args:
-        num_items: divides a sum; with 0 no row counts in the loss, whatever it holds, and the rows' metrics stay.
-        temperature: a number, or a tensor of one, or of one per row.
+    With 0 ``num_items`` no row counts in the loss, whatever it holds, and the rows' metrics stay.
     """
     vocab_size = logits.shape[-1]
     x, targets = logits.reshape(-1, vocab_size), labels.reshape(-1).long()
@@ -84,8 +82,7 @@ def values(
         return u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
 
     z = transformed(x, left_out)
-    if isinstance(temperature, Tensor):
-        temperature = temperature.to(x).reshape(-1, 1)
+    temperature = temperature.to(x).reshape(-1, 1) if isinstance(temperature, Tensor) else temperature
     log_p = (z / temperature).log_softmax(dim=-1)
     lse = z.logsumexp(dim=-1).masked_fill(left_out, 0.0)
     any_target = targets.masked_fill(left_out | outside, 0)

@@ -77,8 +77,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     checks.check_hidden(hidden)
     checks.check_labels(labels, hidden, "hidden")
     check_head_settings(settings, head, knows_grad_output=given.expected_grad_output is not None)
-    constants = given.class_weight, given.temperature
-    checks.check_no_transforms(*(t for t in (hidden, *given[1:4], *constants) if isinstance(t, Tensor)))
+    checks.check_no_transforms(*(t for t in (hidden, *given[1:4], *given[-2:]) if isinstance(t, Tensor)))
     rank, n_ranks = group_position(given.group)
     bias = None if given.bias is None else local_rows("bias", given.bias, given.group)
     weight = local_rows("weight", given.weight, given.group)
@@ -95,7 +94,6 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     logits_dtype = head.logits_dtype or dtype
     plan = _plan_of_logits(dtype, logits_dtype, weight.shape[0], given, settings, rank, n_ranks)
     weights = weights_of_columns(given.class_weight, plan.shard, hidden.device)
-    temperature = temperature_of_rows(given.temperature, labels)
     num_items = None if given.num_items is None else checked_divisor(given.num_items, settings.reduction, hidden)
     # Each rank's chunks must be the same, whatever its own width.
     width = -(-plan.shard.vocab_size // n_ranks)
@@ -114,10 +112,9 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
             overflow = torch.where(n_valid > head.valid_tokens, float("nan"), 1.0)
     if order is not None:
         rows = order.to_rows(rows.long(), plan.options.ignore_index)
-        temperature = None if temperature is None else order.to_rows(temperature, 1.0)
     by_weights = weights is not None and settings.reduction == "mean"
     linear = LinearCall(
-        call=Call(plan, given.group, num_items, weights, by_weights, temperature=temperature),
+        call=Call(plan, given.group, num_items, weights, by_weights, temperature=_temperature(given, order)),
         dtype=dtype,
         logits_dtype=logits_dtype,
         chunks=chunks,
@@ -132,9 +129,15 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     if verify.open_calls:
         own = {"main_grad": main_grad is not None, "dtype of the products": dtype}
         own["expected_grad_output"] = expected is not None
-        options = comparable(settings, given.num_items, *constants) | head._asdict() | own
+        options = comparable(settings, given.num_items, *given[-2:]) | head._asdict() | own
         verify.compare_call({"hidden": hidden, "weight": weight, "bias": bias}, labels, plan.shard, options)
     return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows)
+
+
+def _temperature(given: Arguments, order: TokenOrder | None) -> Tensor | None:
+    """Return a checked tensor temperature, one for each row."""
+    of_tokens = temperature_of_rows(given.temperature, given.labels)
+    return of_tokens if of_tokens is None or order is None else order.to_rows(of_tokens, 1.0)
 
 
 def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_output: bool = False) -> None:
