@@ -232,6 +232,29 @@ def check_class_weight(class_weight: object) -> None:
         raise TypeError("class_weight: expected a constant, got a tensor that requires a gradient; pass its detach()")
 
 
+def check_temperature(temperature: Tensor, labels: Tensor) -> None:
+    """One floating-point number, or one for each label, that needs no gradient; its values are not looked at."""
+    check_tensor("temperature", temperature)
+    if not temperature.is_floating_point() or temperature.layout is not torch.strided:
+        expected = "dtype must be floating point, dense"
+        raise TypeError(f"temperature: {expected}, got {temperature.dtype}, {temperature.layout}")
+    if temperature.requires_grad:
+        raise TypeError("temperature: expected a constant, got a tensor that requires a gradient; pass its detach()")
+    if temperature.device != labels.device:
+        raise ValueError(f"temperature: device must be that of labels, {labels.device}, got {temperature.device}")
+    if temperature.numel() != 1 and temperature.shape != labels.shape:
+        expected = f"1 element, or the shape of the labels, {_shape(labels)}"
+        raise ValueError(f"temperature: expected {expected}, got shape {_shape(temperature)}")
+
+
+def check_constants(class_weight: Tensor | None, temperature: Tensor | None, labels: Tensor) -> None:
+    """Check what an operator takes: it does not see whether a tensor requires a gradient."""
+    if class_weight is not None:
+        check_class_weight(class_weight)
+    if temperature is not None:
+        check_temperature(temperature, labels)
+
+
 def check_label_range(labels: Tensor, vocab_size: int, ignore_index: int, *, shift: bool = False) -> None:
     """Raise ValueError for the first label outside ``[0, vocab_size)``. Waits for the device.
 

@@ -195,6 +195,7 @@ def run(
     group: Any,
     num_items: float | Tensor | None = None,
     class_weight: Tensor | None = None,
+    temperature: Tensor | None = None,
     top: Top | None = None,
 ) -> tuple[TokenOutputs, Tensor | None]:
     """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor.
@@ -204,8 +205,9 @@ def run(
     if torch.compiler.is_dynamo_compiling():  # of this frame; is_compiling() is of all threads
         from vocab_parallel_ce.operators import losses
 
-        return losses(logits, labels, settings, group, num_items, class_weight)
-    call = plan_call(logits, labels, settings, group=group, num_items=num_items, class_weight=class_weight)
+        return losses(logits, labels, settings, group, num_items, class_weight, temperature)
+    tensors: dict[str, Any] = {"num_items": num_items, "class_weight": class_weight, "temperature": temperature}
+    call = plan_call(logits, labels, settings, group=group, **tensors)
     call = call._replace(top=top)
     if torch.is_grad_enabled() and logits.requires_grad:
         return as_token_outputs(_CrossEntropy.apply(logits, labels, call)), call.num_items
@@ -270,7 +272,7 @@ class _CrossEntropy(torch.autograd.Function):
             flat_labels = flat(labels)
             outputs, stats, divisor = pipeline.forward(call, walkable(kept), flat_labels, labels.shape)
             weights = call.class_weight if call.plan.options.smoothing else None
-            ctx.save_for_backward(kept, flat_labels, stats, divisor, weights)
+            ctx.save_for_backward(kept, flat_labels, stats, divisor, weights, call.temperature)
         return as_returned(ctx, outputs, call.plan.options)
 
     @staticmethod
@@ -321,8 +323,8 @@ def _logits_gradient(ctx: Any, grads: GradOutputs) -> Tensor | None:
         plan.launchers.element_mul(logits, per_row(grads.loss, logits))
     else:
         source, grad = (logits, logits) if ctx.handed_on else source_and_new(logits)
-        labels, stats, divisor, weights = others
-        pipeline.write_gradient(plan, source, labels, stats, divisor, grads, grad, weights)
+        labels, stats, divisor, *constants = others
+        pipeline.write_gradient(plan, source, labels, stats, divisor, grads, grad, *constants)
     if grad is logits:
         increment_version(logits)
         mark_overwritten(kept, version, ctx.age)

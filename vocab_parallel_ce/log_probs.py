@@ -11,7 +11,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import overwrites, public, run
 from vocab_parallel_ce.options import LogProbKeywords, Settings, check_names, keyword_defaults, with_keywords
-from vocab_parallel_ce.outputs import TokenLogProbs, asks_for_top, results_of, settings_of, top_of
+from vocab_parallel_ce.outputs import TokenLogProbs, asks_for_top, results_of, settings_of, taken_temperature, top_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,7 +56,9 @@ def token_log_probs(
     counted after that, which takes one all_reduce of 8 bytes per row. Backward none.
 
     Args:
-        temperature: positive; divides the logits after the cap.
+        temperature: positive; divides the logits after the cap. A number, or a floating-point tensor of one element, or
+            of one for each label, without a gradient. The host does not read a tensor: where it is not positive and
+            finite in fp32, outputs and gradient are NaN, except of ignored tokens.
         entropy: also return the entropy, in nats.
         outputs: names of ``"entropy"``, ``"lse"``, ``"sum_sq_probs"``, ``"mean_logit"``, ``"is_top1"`` and ``"rank"``,
             as :class:`TokenLogProbs` says; ``V`` at most 2**24 for ``is_top1``. Not together with ``entropy=True``.
@@ -73,10 +75,11 @@ def token_log_probs(
         TypeError, ValueError, RuntimeError: as :func:`vocab_parallel_cross_entropy`.
     """
     check_names(keywords, KEYWORDS)
+    temperature = taken_temperature(keywords)
     settings = Settings(reduction="none", **settings_of(entropy, outputs), **keywords)
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
     top = top_of(settings)
-    found, _ = run(logits, labels, settings, group=group, top=top)
+    found, _ = run(logits, labels, settings, group=group, temperature=temperature, top=top)
     return results_of(found, labels, outputs, settings.ignore_index, top)
 
 

@@ -33,7 +33,7 @@ from vocab_parallel_ce.linear.plan import (
     shard_of_dtensor,
 )
 from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, check_settings, loss_options
-from vocab_parallel_ce.plan import plan_call, plan_of, weights_of_columns
+from vocab_parallel_ce.plan import plan_call, plan_of, temperature_of_rows, weights_of_columns
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
@@ -49,12 +49,13 @@ class LogitsCall(NamedTuple):
     labels: Tensor
     num_items: Tensor | None  # of the gradient: what the loss was divided by
     class_weight: Tensor | None
+    temperature: Tensor | None
     group: str | None
     settings: Settings
 
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> LogitsCall:
-        return cls._make((*arguments[:5], _settings(arguments[5:])))
+        return cls._make((*arguments[:6], _settings(arguments[6:])))
 
 
 class HeadCall(NamedTuple):
@@ -66,6 +67,7 @@ class HeadCall(NamedTuple):
     labels: Tensor
     num_items: Tensor | None
     class_weight: Tensor | None
+    temperature: Tensor | None
     group: str | None
     autocast: torch.dtype | None
     wanted: linear_pipeline.Wanted
@@ -88,7 +90,7 @@ class HeadCall(NamedTuple):
         """Plan the call as under the autocast of the code that was compiled."""
         group = group_named(self.group)
         tensors = self.hidden, self.weight, self.labels, self.bias
-        given = Arguments(*tensors, group, self.num_items, None, class_weight=self.class_weight)
+        given = Arguments(*tensors, group, self.num_items, None, None, self.class_weight, self.temperature)
         with torch.autocast(self.hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             return plan_linear_call(given, self.settings, self.head)
 
@@ -107,6 +109,7 @@ def losses(
     group: Any,
     num_items: float | Tensor | None,
     class_weight: Tensor | None,
+    temperature: Tensor | None,
 ) -> tuple[TokenOutputs, Tensor | None]:
     """Return the outputs of a loss over logits, and the divisor of a sum."""
     if logits.stride(-1) != 1 or logits.dim() > 4:
@@ -114,9 +117,8 @@ def losses(
     checks.check_choice("gradient", settings.gradient, GRADIENT_MODES)
     settings = settings._replace(gradient="out_of_place")
     divisor = _divisor(num_items, settings.reduction, logits)
-    if class_weight is not None:
-        checks.check_class_weight(class_weight)  # the operator does not see whether it requires a gradient
-    tensors = logits, labels, divisor, class_weight
+    checks.check_constants(class_weight, temperature, labels)
+    tensors = logits, labels, divisor, class_weight, temperature
     found = torch.ops.vocab_parallel_ce.cross_entropy(*tensors, _name(group), *_values(settings))
     return _token_outputs(found, settings), divisor
 
@@ -137,9 +139,8 @@ def linear_losses(
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     divisor, values = _divisor(num_items, settings.reduction, hidden), (*_values(settings), *_values(head))
     operator = torch.ops.vocab_parallel_ce.linear_cross_entropy
-    if given.class_weight is not None:
-        checks.check_class_weight(given.class_weight)
-    tensors = hidden, weight, bias, labels, divisor, given.class_weight
+    checks.check_constants(given.class_weight, given.temperature, labels)
+    tensors = hidden, weight, bias, labels, divisor, given.class_weight, given.temperature
     found = operator(*tensors, _name(group), autocast, wanted, *values)
     return _token_outputs(found, settings), divisor, None if head.valid_tokens is None else found[N_OUTPUTS]
 
@@ -225,8 +226,8 @@ def _new_statistics(call: LogitsCall | HeadCall) -> Tensor:
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    logits, labels, num_items, class_weight, group, settings = LogitsCall.read(arguments)
-    tensors: dict[str, Any] = {"num_items": num_items, "class_weight": class_weight}
+    logits, labels, num_items, class_weight, temperature, group, settings = LogitsCall.read(arguments)
+    tensors: dict[str, Any] = {"num_items": num_items, "class_weight": class_weight, "temperature": temperature}
     call = plan_call(logits, labels, settings, group=group_named(group), **tensors)
     outputs, stats, divisor = pipeline.forward(call, walkable(logits), flat(labels), labels.shape)
     count = divisor if settings.reduction == "mean" else None  # an operator must not return what it was given
@@ -246,11 +247,12 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _gradient(stats: Tensor, *arguments: Any) -> Tensor:
     grads = GradOutputs(*arguments[:N_GRADS])
-    logits, labels, divisor, weights, group, settings = LogitsCall.read(arguments[N_GRADS:])
+    logits, labels, divisor, weights, temperature, group, settings = LogitsCall.read(arguments[N_GRADS:])
     plan = plan_of(logits, settings, *group_position(group_named(group)), weights is not None)
     weights = weights_of_columns(weights, plan.shard, logits.device, compute_dtype(logits))
+    temperature = temperature_of_rows(temperature, labels, compute_dtype(logits))
     source, grad = source_and_new(logits)
-    pipeline.write_gradient(plan, source, flat(labels), stats, divisor, grads, grad, weights)
+    pipeline.write_gradient(plan, source, flat(labels), stats, divisor, grads, grad, weights, temperature)
     return grad
 
 
@@ -260,11 +262,11 @@ def _fake_gradient(stats: Tensor, *arguments: Any) -> Tensor:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call, (stats, count) = LogitsCall.read(inputs), output[N_OUTPUTS:]
-    ctx.others = inputs[4:]
+    ctx.others = inputs[5:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*_constants(output, call.settings))
     divisor = count if call.settings.reduction == "mean" else call.num_items
-    ctx.save_for_backward(stats, call.logits, call.labels, divisor, call.class_weight)
+    ctx.save_for_backward(stats, call.logits, call.labels, divisor, call.class_weight, call.temperature)
 
 
 def _constants(output: tuple[Tensor, ...], settings: Settings) -> list[Tensor]:
@@ -280,7 +282,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     if any(of_output is not None for of_output in grads[:N_GRADS]):
         operator = torch.ops.vocab_parallel_ce.cross_entropy_gradient
         grad = operator(stats, *grads[:N_GRADS], *inputs, *ctx.others)
-    return grad, *(None,) * (3 + len(ctx.others))
+    return grad, *(None,) * (4 + len(ctx.others))
 
 
 def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -330,11 +332,11 @@ def _like_inputs(gradients: Sequence[Tensor | None], call: HeadCall) -> tuple[Te
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call = HeadCall.read(inputs)
-    ctx.wanted, ctx.has_gradients, ctx.others = call.wanted, call.has_gradients, inputs[6:]
+    ctx.wanted, ctx.has_gradients, ctx.others = call.wanted, call.has_gradients, inputs[7:]
     overflow, stats, *gradients = output[N_OUTPUTS:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*_constants(output, call.settings))
-    ctx.save_for_backward(*((overflow, *gradients) if call.has_gradients else (stats, *inputs[:6])))
+    ctx.save_for_backward(*((overflow, *gradients) if call.has_gradients else (stats, *inputs[:7])))
 
 
 def _linear_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -349,7 +351,7 @@ def _linear_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ..
         operator = torch.ops.vocab_parallel_ce.linear_cross_entropy_gradient
         gradients = operator(first, *grads[:N_GRADS], *others, *ctx.others)
     wanted = (grad if is_wanted else None for grad, is_wanted in zip(gradients, ctx.wanted, strict=True))
-    return *wanted, *(None,) * (3 + len(ctx.others))
+    return *wanted, *(None,) * (4 + len(ctx.others))
 
 
 def _schema_of(record: Any) -> str:
@@ -370,10 +372,11 @@ def _define(name: str, schema: str, function: Any, fake: Any, *autograd: Any) ->
 library = torch.library.Library("vocab_parallel_ce", "DEF")
 OUTPUTS = ", ".join(f"Tensor {name}" for name in TokenOutputs._fields)
 SAVED = ", ".join(["Tensor stats", *(f"Tensor? grad_{name}" for name in GradOutputs._fields)])
-LOGITS = f"Tensor logits, Tensor labels, Tensor? num_items, Tensor? class_weight, str? group, {_schema_of(Settings)}"
+CONSTANTS = "Tensor? num_items, Tensor? class_weight, Tensor? row_temperature, str? group"
+LOGITS = f"Tensor logits, Tensor labels, {CONSTANTS}, {_schema_of(Settings)}"
 HEAD = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? num_items, Tensor? class_weight, "
-    f"str? group, ScalarType? autocast, bool[] wanted, {_schema_of(Settings)}, {_schema_of(HeadSettings)}"
+    f"Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, {CONSTANTS}, "
+    f"ScalarType? autocast, bool[] wanted, {_schema_of(Settings)}, {_schema_of(HeadSettings)}"
 )
 _define(
     "cross_entropy", f"({LOGITS}) -> ({OUTPUTS}, Tensor stats, Tensor count)", _forward, _fake_forward, _backward, _save

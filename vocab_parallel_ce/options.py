@@ -72,7 +72,7 @@ class LossKeywords(CommonKeywords, total=False):
 
 
 class LogProbKeywords(CommonKeywords, total=False):
-    temperature: float
+    temperature: float | Tensor
     top_k: int | None
     gradient: str
 
@@ -94,7 +94,7 @@ class LinearLossKeywords(LossKeywords, HeadKeywords, total=False):
 
 
 class LinearLogProbKeywords(CommonKeywords, HeadKeywords, total=False):
-    temperature: float
+    temperature: float | Tensor
     top_k: int | None
 
 

@@ -53,6 +53,11 @@ def settings_of(entropy: bool, outputs: Any) -> dict[str, Any]:
     }
 
 
+def taken_temperature(keywords: dict[str, Any]) -> Tensor | None:
+    """Take a ``temperature`` that is a tensor out of ``keywords``: it is no setting."""
+    return keywords.pop("temperature") if isinstance(keywords.get("temperature"), Tensor) else None
+
+
 def asks_for_top(keywords: dict[str, Any]) -> bool:
     """Return whether the keywords ask for what no operator of ``torch.compile`` returns."""
     outputs = keywords.get("outputs", ())

@@ -15,6 +15,7 @@ from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.layout import compute_dtype, flat, overwritable, per_row
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
+from vocab_parallel_ce.spec_outputs import at_temperature
 
 
 def new_outputs(call: Call, shape: torch.Size, like: Tensor) -> TokenOutputs:
@@ -53,6 +54,7 @@ def local_statistics(
         shard=plan.shard,
         options=plan.options,
         class_weight=call.class_weight,
+        temperature=call.temperature,
     )
     return stats, call.num_items if count is None else count
 
@@ -81,9 +83,10 @@ def forward(
     if call.top is None:
         all_gather_stats(stats, plan.rank, call.group)
     else:
-        call.top.collect(logits, plan.shard, plan.options)
+        options = at_temperature(plan.options, call.temperature)
+        call.top.collect(logits, plan.shard, options)
         call.top.gather(stats, plan.rank, call.group)
-        call.top.count(logits, labels, stats, plan.shard, plan.options, call.group)
+        call.top.count(logits, labels, stats, plan.shard, options, call.group)
     if not is_alone:
         if call.divides_by_weights:
             divisor = divisor_of(call, stats)
@@ -151,6 +154,7 @@ def write_gradient(
     grads: GradOutputs,
     grad_logits: Tensor,
     class_weight: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> None:
     """Fill ``grad_logits``, a new tensor or the logits themselves, from forward's statistics."""
     if grads.loss is None:
@@ -167,6 +171,7 @@ def write_gradient(
         shard=plan.shard,
         options=plan.options,
         class_weight=class_weight,
+        temperature=temperature,
     )
 
 

@@ -52,6 +52,7 @@ class Call(NamedTuple):
     class_weight: Tensor | None = None  # fp32, of this rank's columns without padding
     divides_by_weights: bool = False  # by the sum of the labels' weights
     top: Top | None = None  # filled in forward
+    temperature: Tensor | None = None  # [N] of fp32 or of fp64 logits' dtype, None: that of the options
 
 
 class Kind(NamedTuple):
@@ -75,6 +76,7 @@ def plan_call(
     group: Any,
     num_items: float | Tensor | None = None,
     class_weight: Tensor | None = None,
+    temperature: Tensor | None = None,
     may_hold_gradient: bool = False,
 ) -> Call:
     """Check the arguments of a loss over logits and plan it; changes nothing.
@@ -84,17 +86,20 @@ def plan_call(
     checks.check_logits(logits)
     checks.check_labels(labels, logits)
     checks.check_rows(labels, logits)
-    checks.check_no_transforms(logits, class_weight)
+    checks.check_no_transforms(logits, class_weight, temperature)
     plan = plan_of(logits, settings, *group_position(group), class_weight is not None)
     if not may_hold_gradient:
         check_not_overwritten(logits)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
     weights = weights_of_columns(class_weight, plan.shard, logits.device, compute_dtype(logits))
+    of_rows = temperature_of_rows(temperature, labels, compute_dtype(logits))
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)
     if verify.open_calls:
-        verify.compare_call({"logits": logits}, labels, plan.shard, comparable(settings, num_items, class_weight))
-    return Call(plan, group, divisor, weights, weights is not None and settings.reduction == "mean")
+        options = comparable(settings, num_items, class_weight, temperature)
+        verify.compare_call({"logits": logits}, labels, plan.shard, options)
+    by_weights = weights is not None and settings.reduction == "mean"
+    return Call(plan, group, divisor, weights, by_weights, temperature=of_rows)
 
 
 def plan_of(logits: Tensor, settings: Settings, rank: int, n_ranks: int, class_weight: bool = False) -> Plan:
@@ -185,6 +190,20 @@ def weights_of_columns(
     return columns.clone() if columns.data_ptr() % VECTOR_BYTES else columns
 
 
+def temperature_of_rows(
+    temperature: Tensor | None, labels: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor | None:
+    """Return a checked tensor temperature as kernels take it: contiguous ``[N]``, one for each label, of ``dtype``.
+
+    It is a view of the caller's if that is so already.
+    """
+    if temperature is None:
+        return None
+    checks.check_temperature(temperature, labels)
+    values = temperature.detach().to(dtype).reshape(-1)
+    return (values.expand(labels.numel()) if values.numel() == 1 else values).contiguous()
+
+
 def gradient_mode(gradient: str, logits: Tensor) -> str:
     """Return the mode that runs: ``"auto"`` writes in place in backward if autograd sees every reader.
 
@@ -221,10 +240,15 @@ def is_view_in_graph(tensor: Tensor) -> bool:
 
 
 def comparable(
-    settings: Settings, num_items: float | Tensor | None, class_weight: Tensor | None = None
+    settings: Settings,
+    num_items: float | Tensor | None,
+    class_weight: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> dict[str, Any]:
     """Return what verification compares of the options; shards differ, and are compared otherwise."""
     options = settings._asdict() | {"num_items": None if num_items is None else float(num_items)}
     options["class_weight"] = "None" if class_weight is None else "a tensor"
+    if temperature is not None:
+        options["temperature"] = verify.shown(temperature)
     del options["vocab_size"], options["shard"]
     return options

@@ -14,7 +14,7 @@ from vocab_parallel_ce import spec
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats, TokenOutputs
-from vocab_parallel_ce.spec_outputs import outputs_gradient
+from vocab_parallel_ce.spec_outputs import at_temperature, outputs_gradient
 
 
 def online_softmax(
@@ -29,10 +29,11 @@ def online_softmax(
     shard: VocabShard,
     options: LossOptions,
     class_weight: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> None:
     """Fill ``stats[rank]`` of ``stats [R, N, K]``, ``valid_rows [1]`` and ``outputs``, where given."""
-    names = options.statistics
-    row_stats = spec.local_stats(_rows(logits), labels, shard.start, shard.vocab_size, options, names, class_weight)
+    names, of_rows = options.statistics, at_temperature(options, temperature)
+    row_stats = spec.local_stats(_rows(logits), labels, shard.start, shard.vocab_size, of_rows, names, class_weight)
     stats[rank] = torch.stack([getattr(row_stats, name) for name in names], dim=-1)
     if valid_rows is not None:
         valid_rows.copy_((~spec.is_ignored(labels, options.ignore_index)).sum())
@@ -73,11 +74,13 @@ def cross_entropy(
     shard: VocabShard,
     options: LossOptions,
     class_weight: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> None:
     """Fill ``grad_logits [..., C]``, which may be ``logits``, and ``loss [N]`` where given."""
     merged = _merged(stats, options)
     if loss is not None:
         loss.copy_(_divided(spec.loss(merged, labels, shard.vocab_size, options), divisor))
+    options = at_temperature(options, temperature)
     row = (_rows(logits), merged, labels, shard.start, shard.vocab_size)
     grad = _divided(spec.gradient(*row, options, class_weight), divisor)
     if grads.loss is not None:

@@ -8,7 +8,7 @@ One rank's knowledge of a row is a :class:`RowStats`; :func:`merge` combines wha
 ``sum_exp`` are ``m`` and ``d`` of the online softmax (Milakov and Gimelshein, arXiv:1805.02867). With
 
     u    = logit_scale * x
-    z    = softcap * tanh(u / softcap), or u without softcap
+    z    = softcap * tanh(u / softcap), or u without softcap; with a temperature t of the row, that divided by t
     sum_exp = others_sum + exp(z_y - row_max)                           over the whole vocabulary
     lse  = row_max + log(sum_exp)
     p_i  = exp(z_i - row_max) / sum_exp
@@ -27,7 +27,7 @@ The other outputs that users differentiate are ``lse``, ``S`` (``sum_sq_probs``)
     S = sum_i p_i^2 = sum_exp_sq / sum_exp^2,                dS/dz_i = 2 * p_i * (p_i - S)
     mean_logit = mean_i z_i = row_max + shifted_sum / V,     dmean_logit/dz_i = 1 / V
 
-and ``dx_i = dz_i * (1 - (z_i / softcap)^2) * logit_scale``.
+and ``dx_i = dz_i * (1 - (z_i / softcap)^2) * logit_scale``, with a temperature ``(t * z_i / softcap)^2`` and ``/ t``.
 
 With class weights ``w``, as in PyTorch's ``CrossEntropyLoss``, and ``W = sum_i w_i``
 
@@ -94,6 +94,7 @@ class LossOptions(NamedTuple):
     lse: bool = False
     sum_sq_probs: bool = False
     mean_logit: bool = False
+    temperature: Any = None  # t of rows, [N, 1], in a kernel of one; never in a plan
 
     @property
     def beyond_z_loss(self) -> tuple[str, ...]:
@@ -193,17 +194,9 @@ def local_stats(
         ids = torch.arange(start, start + n_columns, device=z.device, dtype=z.dtype)
         is_largest = (z == row_max.unsqueeze(-1)) & z.isfinite()
         argmax = torch.where(is_largest, ids, INF).amin(dim=-1)
-    return RowStats(
-        row_max,
-        exp_shifted.sum(dim=-1),
-        torch.where(owned, label_z, NEG_INF).squeeze(-1),
-        shifted_sum,
-        total,
-        exp_shifted_sum,
-        argmax,
-        target_weight,
-        sum_exp_sq,
-    )
+    others_sum, target_logit = exp_shifted.sum(dim=-1), torch.where(owned, label_z, NEG_INF).squeeze(-1)
+    others = (shifted_sum, total, exp_shifted_sum, argmax, target_weight, sum_exp_sq)
+    return RowStats(row_max, others_sum, target_logit, *others)
 
 
 def merge(a: RowStats, b: RowStats) -> RowStats:
@@ -324,12 +317,14 @@ def gradient(
 def transformed(logits: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | float]:
     """``(z, dz/dx)`` in the compute dtype. Softcap leaves infinite logits infinite, and bounds all others."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scale, cap = options.logit_scale, options.softcap
+    scale, cap, t = options.logit_scale, options.softcap, options.temperature
     if cap is None:
-        return (x if scale == 1 else x * scale), scale
+        slope = scale if t is None else scale / t
+        return (x if t is None and scale == 1 else x * slope), slope
     # A product with a scale above 1 might overflow before the cap bounds it. The divisor may not become 0.
     u = x * scale if scale < 1 else x
     capped = (u / max(cap / max(scale, 1.0), torch.finfo(x.dtype).tiny)).tanh()
+    scale, cap = (scale, cap) if t is None else (scale / t, cap / t)
     return torch.where(x.isinf(), x, cap * capped), scale * (1 - capped**2)
 
 

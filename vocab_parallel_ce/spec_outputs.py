@@ -1,4 +1,4 @@
-"""The gradient of the outputs beside the loss; see ``spec`` for the mathematics."""
+"""The gradient of the outputs beside the loss, and temperatures of rows; see ``spec`` for the mathematics."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.spec import (
+    INF,
+    NAN,
     PLAIN,
     GradOutputs,
     LossOptions,
@@ -16,6 +18,15 @@ from vocab_parallel_ce.spec import (
     sum_exp,
     transformed,
 )
+
+
+def at_temperature(options: LossOptions, temperature: Tensor | None) -> LossOptions:
+    """The options of rows whose z is divided by ``temperature [N]``, and NaN where it is not positive and finite."""
+    if temperature is None:
+        return options
+    inverse = 1 / temperature
+    known = torch.where((inverse > 0) & (inverse < INF), temperature, NAN)
+    return options._replace(temperature=known.unsqueeze(-1))
 
 
 def outputs_gradient(

@@ -72,10 +72,12 @@ class Top:
         rows, column = _valid_rows(logits, shard), torch.arange(shard.n_valid, device=labels.device)
         label_z, own = stats[:, :, 2].amax(dim=0).unsqueeze(-1), (labels.long() - shard.start).unsqueeze(-1)
         self.rank = torch.zeros_like(labels, dtype=torch.int64)
+        t = options.temperature
         step = max(1, CHUNK_BYTES // (4 * shard.n_columns))
         for chunk in (slice(first, first + step) for first in range(0, labels.shape[0], step)):
             # The label's own z may be rounded otherwise here than in the statistics.
-            is_larger = (spec.transformed(rows[chunk], options)[0] > label_z[chunk]) & (column != own[chunk])
+            of_chunk = options if t is None else options._replace(temperature=t[chunk])
+            is_larger = (spec.transformed(rows[chunk], of_chunk)[0] > label_z[chunk]) & (column != own[chunk])
             self.rank[chunk] = is_larger.sum(dim=-1)
         if stats.shape[0] > 1 and labels.numel():
             begin_all_reduce(self.rank, group).wait()

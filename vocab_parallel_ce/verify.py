@@ -155,11 +155,13 @@ def compare_backward(**grad_outputs: Tensor | None) -> None:
         return
     facts = {"call": "backward"}
     for name, grad in grad_outputs.items():
-        facts[f"gradient of {name}"] = "None"
-        if grad is not None:
-            norm, checksum = float(grad.float().norm()), _checksum(grad)[:12]
-            facts[f"gradient of {name}"] = f"shape {tuple(grad.shape)}, norm {norm:g}, checksum {checksum}"
+        facts[f"gradient of {name}"] = "None" if grad is None else shown(grad)
     call.exchange(facts)
+
+
+def shown(values: Tensor) -> str:
+    """Return a text about ``values`` that is the same if they are equal."""
+    return f"shape {tuple(values.shape)}, norm {float(values.float().norm()):g}, checksum {_checksum(values)[:12]}"
 
 
 def _checksum(values: Tensor) -> str:

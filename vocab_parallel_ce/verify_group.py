@@ -12,7 +12,7 @@ from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, split_keywords
 from vocab_parallel_ce.linear.plan import Arguments, plan_linear_call
 from vocab_parallel_ce.options import DEFAULTS, divided_by
-from vocab_parallel_ce.outputs import settings_of
+from vocab_parallel_ce.outputs import settings_of, taken_temperature
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.shift import next_labels
 from vocab_parallel_ce.verify import open_call
@@ -52,6 +52,7 @@ def verify_group(
         num_items, class_weight, main_grad = (
             options.pop(name, None) for name in ("num_items", "class_weight", "main_grad")
         )
+        temperature = taken_temperature(options)
         if "outputs" in options:
             options |= settings_of(options.pop("entropy", False), options.pop("outputs"))
         if weight is None and bias is not None:
@@ -61,9 +62,10 @@ def verify_group(
         if settings.shift:
             labels = next_labels(labels, settings.ignore_index)
         if weight is None:
-            tensors: dict[str, Any] = {"num_items": num_items, "class_weight": class_weight}
+            tensors: dict[str, Any] = {"num_items": num_items, "class_weight": class_weight, "temperature": temperature}
             plan = plan_call(logits, labels, settings, group=group, **tensors).plan
         else:
-            given = Arguments(logits, weight, labels, bias, group, num_items, main_grad, class_weight=class_weight)
+            constants = None, class_weight, temperature
+            given = Arguments(logits, weight, labels, bias, group, num_items, main_grad, *constants)
             plan = plan_linear_call(given, settings, head)[0].call.plan
     checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)

@@ -16,11 +16,14 @@ pytestmark = pytest.mark.reference
 STREAM = 77
 
 
+N_FLAGS = len(LossOptions._fields) - 5
+
+
 def test_an_option_that_is_off_is_none():
     """None is a constant of a compiled kernel. 0 and 1 as floats are not: the option's code would stay."""
     off = option_arguments(LossOptions(7, 0.0, 0.0, 1.0, None))
-    assert off == LossOptions(7, *[None] * 7) and off.ignore_index == 7
-    every = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True, True)
+    assert off == LossOptions(7, *[None] * (len(LossOptions._fields) - 1)) and off.ignore_index == 7
+    every = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, *[True] * N_FLAGS)
     assert option_arguments(every) == every
     # A cap that no fp32 logit reaches.
     assert option_arguments(LossOptions(logit_scale=1e-3, softcap=3e38)).softcap == 3e38
@@ -29,8 +32,8 @@ def test_an_option_that_is_off_is_none():
 
 def test_numbers_have_the_types_that_launches_are_compiled_for():
     """A float would be a new argument type, and True another kernel than 1."""
-    arguments = option_arguments(LossOptions(-100, 1.0, 1.0, 2.0, 1.0, True, True, True))
-    assert [type(argument) for argument in arguments] == [int, float, float, float, float, int, int, int]
+    arguments = option_arguments(LossOptions(-100, 1.0, 1.0, 2.0, 1.0, *[True] * N_FLAGS))
+    assert [type(argument) for argument in arguments] == [int, *[float] * 4, *[int] * N_FLAGS]
 
 
 class Kernel:

@@ -194,7 +194,7 @@ def test_refusals_by_name():
     labels = torch.tensor([1, 2])
     for error, words, changed in (
         (TypeError, "teacher_logits: .*requires no gradient", {"teacher_logits": teacher.clone().requires_grad_()}),
-        (TypeError, "teacher_logits: dtype", {"teacher_logits": teacher.double()}),
+        (TypeError, "teacher_logits: dtype", {"teacher_logits": teacher.long()}),
         (ValueError, "teacher_logits: shape", {"teacher_logits": teacher[:1]}),
         (ValueError, "teacher_logits: last dimension .*neither", {"teacher_logits": teacher[:, :5]}),
         (ValueError, "teacher_logits: last dimension", {"teacher_logits": teacher[:, :4], "vocab_size": 5}),

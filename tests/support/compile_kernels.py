@@ -39,8 +39,8 @@ from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, TokenOutputs
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRITON_NAMES = {torch.int64: "i64", torch.int32: "i32"} | {dtype: name for name, dtype in DTYPES.items()}
 ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True, False, True, True, True)  # that calls have together
-ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:]}
-del ALONE["class_weight"]
+APART = ("ignore_index", "class_weight", "temperature")
+ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields if name not in APART}
 WEIGHTED = PLAIN._replace(class_weight=True)
 OPTIONS = {"plain": PLAIN, **ALONE, "all": ALL, "class_weight": WEIGHTED}
 OPTIONS |= {
@@ -83,7 +83,9 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield from of_targets("bf16", "fp32", False, "all")
     yield from of_divergence("bf16", True, DivergenceOptions("js", 2.0, 0.3, 0.5))
     yield stats("bf16", True, "all_weighted", outputs=True)
+    yield stats("bf16", True, "all", temperature=True)
     yield gradient("bf16", True, "all_weighted", call="padded")
+    yield gradient("bf16", True, "all", temperature=True)
     yield finish("all_weighted", 4)
     if not is_sm_90:
         return
@@ -96,6 +98,8 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
         yield stats("bf16", False, option, outputs=True)
     for option in (name for name in OPTIONS if name != "predictions"):
         yield gradient("bf16", False, option)
+    yield stats("bf16", False, "plain", temperature=True)
+    yield gradient("bf16", False, "plain", temperature=True)
     yield stats("bf16", False, "plain", counted=True)
     yield stats("bf16", True, "plain", outputs=True)
     yield gradient("bf16", False, "plain", call="in_forward", ranks=1)
@@ -117,6 +121,8 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
             yield stats(dtype, edges, option)
             yield stats(dtype, edges, option, outputs=True)
             yield gradient(dtype, edges, option)
+            yield stats(dtype, edges, option, temperature=True)
+            yield gradient(dtype, edges, option, temperature=True)
     for of, edges, option in product(("bf16", "fp16"), (False, True), OPTIONS):
         yield gradient("fp32", edges, option, of=of)
     for option, ranks in product(OPTIONS, (1, 4)):
@@ -141,19 +147,28 @@ def output_dtypes(options: LossOptions) -> tuple[torch.dtype | None, ...]:
     return (*(torch.float32 if is_wanted else None for is_wanted in others), torch.int64 if predictions else None)
 
 
-def stats(dtype: str, edges: bool, option: str, outputs: bool = False, counted: bool = False) -> Variant:
+def stats(
+    dtype: str, edges: bool, option: str, outputs: bool = False, counted: bool = False, temperature: bool = False
+) -> Variant:
     options = OPTIONS[option]
     of_outputs = output_dtypes(options) if outputs else (None,) * len(TokenOutputs._fields)
-    dtypes = (DTYPES[dtype], torch.int64, torch.float32, torch.int32 if counted else None, *of_outputs, None)
+    of_rows = torch.float32 if temperature else None
+    dtypes = (DTYPES[dtype], torch.int64, of_rows, torch.float32, torch.int32 if counted else None, *of_outputs, None)
     dtypes += (torch.float32 if options.class_weight else None,)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     launch = launch_of("online_softmax", dtypes, ROWS[edges], shard, options)
     name = f"online_softmax-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}{'-outputs' * outputs}"
-    return Variant(name, launch, dtypes)
+    return Variant(name + "-temperature" * temperature, launch, dtypes)
 
 
 def gradient(
-    dtype: str, edges: bool, option: str, call: str = "in_backward", ranks: int = 4, of: str | None = None
+    dtype: str,
+    edges: bool,
+    option: str,
+    call: str = "in_backward",
+    ranks: int = 4,
+    of: str | None = None,
+    temperature: bool = False,
 ) -> Variant:
     """``in_forward`` writes the loss too; ``padded`` divides, and its shard has padding; ``of`` is the gradient's."""
     options = OPTIONS[option]
@@ -164,11 +179,11 @@ def gradient(
     divisor = None if call == "in_backward" else torch.int32
     weights = fp32 if options.class_weight and options.smoothing else None
     pointers = (fp32, divisor, *grads, loss, DTYPES[of or dtype], weights)
-    dtypes = (DTYPES[dtype], torch.int64, *pointers)
+    dtypes = (DTYPES[dtype], torch.int64, fp32 if temperature else None, *pointers)
     shard = VocabShard(0, N_COLUMNS, N_COLUMNS - 100 if call == "padded" else 4 * N_COLUMNS)
     strides = GradOutputs(*(None if grad is None else 3 for grad in grads))
     launch = launch_of("cross_entropy", dtypes, ROWS[edges], strides, ranks, shard, options)
-    name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}"
+    name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}{'-temperature' * temperature}"
     return Variant(name if of is None else f"{name}-to-{of}", launch, dtypes)
 
 

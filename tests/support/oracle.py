@@ -60,13 +60,12 @@ def values(
     logit_scale: float = 1.0,
     reduction: str = "mean",
     num_items: int | float | Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     class_weight: Tensor | None = None,
 ) -> Values:
     """Differentiable outputs for ``logits [..., V]``, in their dtype.
 
-    Args:
-        num_items: divides a sum; with 0 no row counts in the loss, whatever it holds, and the rows' metrics stay.
+    With 0 ``num_items`` no row counts in the loss, whatever it holds, and the rows' metrics stay.
     """
     vocab_size = logits.shape[-1]
     x, targets = logits.reshape(-1, vocab_size), labels.reshape(-1).long()
@@ -83,6 +82,7 @@ def values(
         return u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
 
     z = transformed(x, left_out)
+    temperature = temperature.to(x).reshape(-1, 1) if isinstance(temperature, Tensor) else temperature
     log_p = (z / temperature).log_softmax(dim=-1)
     lse = z.logsumexp(dim=-1).masked_fill(left_out, 0.0)
     any_target = targets.masked_fill(left_out | outside, 0)

@@ -100,6 +100,7 @@ def token_log_probs(
 
     Args:
         logits, labels: as in :func:`cross_entropy`.
+        temperature: a tensor is plain, with one element or the shape of this rank's labels.
         others: as in that function, except ``group``, ``vocab_size`` and ``shard``.
 
     Returns:

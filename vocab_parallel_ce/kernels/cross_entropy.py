@@ -154,7 +154,8 @@ def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
         grad += p * factors.lse_weight
     if grads.mean_logit is not None:
         grad = tl.where(z == float("-inf"), grad, grad + factors.mean_weight)
-    if loss_options.softcap is not None or loss_options.logit_scale is not None:
+    has_slope = loss_options.softcap is not None or loss_options.logit_scale is not None
+    if has_slope or loss_options.temperature is not None:
         grad *= slope
     return grad
 
@@ -163,6 +164,7 @@ def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
 def cross_entropy_kernel(
     logits,  # [N, C] bf16|fp16|fp32
     labels,  # [N] int64|int32
+    temperature,  # [N] fp32, or None: 1
     stats,  # [R, N, K] fp32
     divisor,  # [1] integer or floating point, or None: 1
     grad_loss,  # [N] fp32, or None: 1
@@ -190,6 +192,9 @@ def cross_entropy_kernel(
     row = (n_rows - 1 - tl.program_id(0)).to(tl.int64)
     label = tl.load(labels + row).to(tl.int64)
     live = label != loss_options.ignore_index
+    if temperature is not None:
+        t = ops.row_temperature(temperature, row, live)
+        loss_options = LossOptions(*loss_options[:-1], t)  # type: ignore[call-arg]
     ranks = tl.arange(0, RANKS)
     pointers = ops.stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
     merged = ops.merge_ranks(pointers, ranks < n_ranks, loss_options)
@@ -253,12 +258,14 @@ def cross_entropy(
     shard: VocabShard,
     options: LossOptions,
     class_weight: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> None:
     """Fill ``grad_logits``, which has the layout of ``logits [..., C]`` or is it, and ``loss [N]`` if given.
 
     Each of ``grads``, fp32 ``[N]`` of any stride, multiplies the gradient of its output per row. None is 1 for the
     loss, and 0 for the others. They do not change ``loss``.
-    A gradient of another dtype is of fp32 logits and 16 bits. ``class_weight`` is that of ``Call``.
+    A gradient of another dtype is of fp32 logits and 16 bits. ``class_weight`` and ``temperature`` are those of
+    ``Call``.
     """
     n_ranks, n_rows, _ = stats.shape
     base, rows = row_arguments(logits)
@@ -268,7 +275,7 @@ def cross_entropy(
         assert rows[0] == grad_rows[0], "the gradient is laid out as the logits are"
         rows = grad_rows  # the smaller elements have the longer lines
     of_columns = class_weight if options.smoothing else None
-    tensors = (base, labels, stats, divisor, *grads, loss, grad_base, of_columns)
+    tensors = (base, labels, temperature, stats, divisor, *grads, loss, grad_base, of_columns)
     strides = GradOutputs(*[None if grad is None else grad.stride(0) for grad in grads])
     launch = _launch(dtypes_of(tensors), rows, strides, n_ranks, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start))

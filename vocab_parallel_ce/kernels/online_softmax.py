@@ -274,6 +274,7 @@ def store_stats(pointer, stats, loss_options):
 def online_softmax_kernel(
     logits,  # [N, C] bf16|fp16|fp32
     labels,  # [N] int64|int32
+    temperature,  # [N] fp32, or None: 1
     stats,  # [R, N, K] fp32, out: this rank's rows
     valid_rows,  # [1] int32, out: number of labels that are not ignored; or None
     loss,  # [N] fp32, out; None if there are other ranks
@@ -308,6 +309,9 @@ def online_softmax_kernel(
     label = tl.load(labels + index).to(tl.int64)
     # An ignored row counts as a row of no columns: nothing is read, and the result is the identity.
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
+    if temperature is not None:
+        t = ops.row_temperature(temperature, index, label != loss_options.ignore_index)
+        loss_options = LossOptions(*loss_options[:-1], t)  # type: ignore[call-arg]
     row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
     lanes = walk_body(row, class_weight, loss_options, HAS_EDGES)
     loose = load_loose_columns(row, loss_options, HAS_EDGES)
@@ -334,15 +338,18 @@ def online_softmax(
     shard: VocabShard,
     options: LossOptions,
     class_weight: Tensor | None = None,
+    temperature: Tensor | None = None,
 ) -> None:
     """Fill ``stats[rank]`` of ``stats [R, N, K]`` for ``logits [..., C]`` and contiguous ``labels [N]``.
 
     ``valid_rows [1]`` int32, if given, gets the number of labels that are not ignored. ``outputs``, if given,
-    are filled as by ``token_outputs``; then the rank must be the only one. ``class_weight`` is that of ``Call``.
+    are filled as by ``token_outputs``; then the rank must be the only one. ``class_weight`` and ``temperature`` are
+    those of ``Call``.
     """
     n_rows = labels.shape[0]
     base, rows = row_arguments(logits)
-    tensors = (base, labels, stats, valid_rows, *(outputs or [None] * len(TokenOutputs._fields)), divisor, class_weight)
+    of_outputs = outputs or [None] * len(TokenOutputs._fields)
+    tensors = (base, labels, temperature, stats, valid_rows, *of_outputs, divisor, class_weight)
     launch = _launch(dtypes_of(tensors), rows, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
 

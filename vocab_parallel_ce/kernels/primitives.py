@@ -129,12 +129,29 @@ def transform(x, loss_options):
             scale = loss_options.logit_scale
         # Finite: infinity times a logit of 0 is NaN.
         capped = tanh(x * tl.minimum(scale / loss_options.softcap, 3.4028234663852886e38))
+        cap = loss_options.softcap
+        if loss_options.temperature is not None:
+            scale = tl.div_rn(scale, loss_options.temperature)
+            cap = tl.div_rn(cap, loss_options.temperature)
         slope = scale * (1.0 - capped * capped)
-        x = tl.where(tl.abs(x) == float("inf"), x, loss_options.softcap * capped)
+        x = tl.where(tl.abs(x) == float("inf"), x, cap * capped)
     elif loss_options.logit_scale is not None:
         slope = loss_options.logit_scale
-        x = tl.where(tl.abs(x) == float("inf"), x, x * loss_options.logit_scale)
+        if loss_options.temperature is not None:
+            slope = tl.div_rn(slope, loss_options.temperature)
+        x = tl.where(tl.abs(x) == float("inf"), x, x * slope)
+    elif loss_options.temperature is not None:
+        slope = tl.div_rn(1.0, loss_options.temperature)
+        x = tl.where(tl.abs(x) == float("inf"), x, x * slope)
     return x, slope
+
+
+@triton.jit
+def row_temperature(temperature, row, live):
+    """Return the row's temperature: NaN unless it and its inverse are positive and finite, 1 if it is not ``live``."""
+    t = tl.load(temperature + row, live, other=1.0)
+    inverse = 1.0 / t
+    return tl.where((inverse > 0) & (inverse < float("inf")), t, float("nan"))
 
 
 @triton.jit

@@ -38,7 +38,7 @@ from vocab_parallel_ce.options import (
     keyword_defaults,
     with_keywords,
 )
-from vocab_parallel_ce.outputs import TokenLogProbs, asks_for_top, results_of, settings_of, top_of
+from vocab_parallel_ce.outputs import TokenLogProbs, asks_for_top, results_of, settings_of, taken_temperature, top_of
 from vocab_parallel_ce.shift import next_labels, without_last
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.top import Top
@@ -202,7 +202,8 @@ def linear_token_log_probs(
     fixed = {**settings_of(entropy, outputs), "reduction": "none", "gradient": "in_backward"}
     if fixed["rank"]:
         raise ValueError("outputs: expected none that needs the logits again, got 'rank'; use token_log_probs")
-    given = Arguments(hidden, weight, labels, bias, group, None, main_grad)
+    temperature = taken_temperature(keywords)
+    given = Arguments(hidden, weight, labels, bias, group, None, main_grad, temperature=temperature)
     settings, head = split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed)
     top = top_of(settings)
     found, _, _ = run(given, settings, head, top)
@@ -256,7 +257,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 ctx.save_for_backward(*gradients)
             else:
                 outputs, stats = pipeline.forward(linear, inputs)
-                ctx.save_for_backward(*inputs, stats, linear.call.num_items, linear.call.class_weight)
+                call = linear.call
+                ctx.save_for_backward(*inputs, stats, call.num_items, call.class_weight, call.temperature)
         return as_returned(ctx, outputs, plan.options)
 
     @staticmethod
@@ -293,8 +295,8 @@ def _gradients(ctx: Any, grads: GradOutputs) -> Gradients:
         else:
             gradients = pipeline.scaled_by_factor(linear, saved, grads.loss, ctx.weight_dtype)
     else:
-        *inputs, stats, divisor, weights = saved
-        linear = linear._replace(call=linear.call._replace(class_weight=weights))
+        *inputs, stats, divisor, weights, temperature = saved
+        linear = linear._replace(call=linear.call._replace(class_weight=weights, temperature=temperature))
         wanted = ctx.needs_input_grad[:3]
         gradients = pipeline.backward(linear, Inputs(*inputs), stats, divisor, wanted, grads)
     d_hidden, d_weight, d_bias = gradients

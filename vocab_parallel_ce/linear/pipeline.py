@@ -22,6 +22,7 @@ from vocab_parallel_ce.linear.matmul import WeightGradient, fp32_factor, fp32_pr
 from vocab_parallel_ce.linear.plan import Inputs, LinearCall
 from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs, is_ignored, label_weights
+from vocab_parallel_ce.spec_outputs import at_temperature
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 Wanted = tuple[bool, bool, bool]  # which of these
@@ -106,10 +107,11 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
     own = stats[plan.rank : plan.rank + 1]
     for rows, states in products.hidden.chunks():
         logits, of_chunk = products.logits(states), own[:, rows]
+        temperature = None if call.temperature is None else call.temperature[rows]
         given: dict[str, Any] = {"shard": plan.shard, "options": plan.options, "class_weight": call.class_weight}
-        plan.launchers.online_softmax(logits, labels[rows], of_chunk, 0, None, **given)
+        plan.launchers.online_softmax(logits, labels[rows], of_chunk, 0, None, temperature=temperature, **given)
         if call.top is not None:
-            call.top.collect(logits, plan.shard, plan.options)
+            call.top.collect(logits, plan.shard, at_temperature(plan.options, temperature))
     if call.top is None:
         all_gather_stats(stats, plan.rank, call.group)
     else:
@@ -212,15 +214,16 @@ def backward(
     if grads.loss is None:
         grads = grads._replace(loss=stats.new_zeros(()))
     grads = GradOutputs(*[None if grad is None else _to_rows(linear, grad, stats.shape[1]) for grad in grads])
-    plan, products, weights = linear.call.plan, Products(linear, inputs, wanted), linear.call.class_weight
-    if linear.call.divides_by_weights:
-        divisor = pipeline.divisor_of(linear.call, stats)
+    call, products = linear.call, Products(linear, inputs, wanted)
+    if call.divides_by_weights:
+        divisor = pipeline.divisor_of(call, stats)
     for rows, states in products.hidden.chunks():
         logits = products.logits(states)
         of_rows = GradOutputs(*[None if grad is None else grad[rows] for grad in grads])
         own_stats, labels = stats[:, rows].contiguous(), inputs.labels[rows]
         d_logits = products.d_buffer[: states.shape[0]]
-        pipeline.write_gradient(plan, logits, labels, own_stats, divisor, of_rows, d_logits, weights)
+        constants = call.class_weight, None if call.temperature is None else call.temperature[rows]
+        pipeline.write_gradient(call.plan, logits, labels, own_stats, divisor, of_rows, d_logits, *constants)
         d_hidden = products.hidden.new_gradient(rows)
         products.write_d_hidden(d_logits, d_hidden)
         del logits, d_logits

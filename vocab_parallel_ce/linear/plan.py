@@ -14,7 +14,16 @@ from vocab_parallel_ce.layout import VECTOR_BYTES, flat
 from vocab_parallel_ce.linear.chunks import TokenOrder, chunk_of, chunks_of, order_of_ranks, order_of_valid
 from vocab_parallel_ce.linear.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
-from vocab_parallel_ce.plan import Call, Kind, Plan, cached_plan, checked_divisor, comparable, weights_of_columns
+from vocab_parallel_ce.plan import (
+    Call,
+    Kind,
+    Plan,
+    cached_plan,
+    checked_divisor,
+    comparable,
+    temperature_of_rows,
+    weights_of_columns,
+)
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import is_ignored
 
@@ -34,6 +43,7 @@ class Arguments(NamedTuple):
     main_grad: Tensor | None
     expected_grad_output: Tensor | None = None
     class_weight: Tensor | None = None
+    temperature: Tensor | None = None
 
 
 class Inputs(NamedTuple):
@@ -67,7 +77,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     checks.check_hidden(hidden)
     checks.check_labels(labels, hidden, "hidden")
     check_head_settings(settings, head, knows_grad_output=given.expected_grad_output is not None)
-    checks.check_no_transforms(*(t for t in (hidden, *given[1:4], given.class_weight) if isinstance(t, Tensor)))
+    checks.check_no_transforms(*(t for t in (hidden, *given[1:4], *given[-2:]) if isinstance(t, Tensor)))
     rank, n_ranks = group_position(given.group)
     bias = None if given.bias is None else local_rows("bias", given.bias, given.group)
     weight = local_rows("weight", given.weight, given.group)
@@ -102,8 +112,9 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
             overflow = torch.where(n_valid > head.valid_tokens, float("nan"), 1.0)
     if order is not None:
         rows = order.to_rows(rows.long(), plan.options.ignore_index)
+    by_weights = weights is not None and settings.reduction == "mean"
     linear = LinearCall(
-        call=Call(plan, given.group, num_items, weights, weights is not None and settings.reduction == "mean"),
+        call=Call(plan, given.group, num_items, weights, by_weights, temperature=_temperature(given, order)),
         dtype=dtype,
         logits_dtype=logits_dtype,
         chunks=chunks,
@@ -118,9 +129,15 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     if verify.open_calls:
         own = {"main_grad": main_grad is not None, "dtype of the products": dtype}
         own["expected_grad_output"] = expected is not None
-        options = comparable(settings, given.num_items, given.class_weight) | head._asdict() | own
+        options = comparable(settings, given.num_items, *given[-2:]) | head._asdict() | own
         verify.compare_call({"hidden": hidden, "weight": weight, "bias": bias}, labels, plan.shard, options)
     return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows)
+
+
+def _temperature(given: Arguments, order: TokenOrder | None) -> Tensor | None:
+    """Return a checked tensor temperature, one for each row."""
+    of_tokens = temperature_of_rows(given.temperature, given.labels)
+    return of_tokens if of_tokens is None or order is None else order.to_rows(of_tokens, 1.0)
 
 
 def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_output: bool = False) -> None:

@@ -1,0 +1,174 @@
+"""A tensor temperature, of one element or one per token: the oracle's results, edges, refusals, memory."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.support import linear
+from tests.support import logits as of_logits
+from tests.support.gpu import assert_host_never_waits
+from tests.support.inputs import DTYPES, IGNORE_INDEX
+from tests.support.linear import linear_every_output, projection
+from tests.support.logits import OUTPUTS, ROWS, broad_rows, every_output, grads_of_every_output
+from tests.support.pairs import covering
+from vocab_parallel_ce import linear_token_log_probs, token_log_probs
+
+NAN, INF = float("nan"), float("inf")
+TRANSFORMS = {"plain": {}, "scaled": {"logit_scale": 0.5}, "capped": {"softcap": 10.0, "logit_scale": 0.4}}
+FORMS = {"tokens": torch.float32, "bf16 tokens": torch.bfloat16, "fp64 tokens": torch.float64, "one": torch.float32}
+
+
+def temperatures(form="tokens", rows=ROWS):
+    """Different in every row, on both sides of 1. One is exact: others are those of the number, bit for bit."""
+    return torch.tensor(0.5) if form == "one" else torch.linspace(0.4, 1.9, rows).to(FORMS[form])
+
+
+def check(module, impl_device, made, grads, temperature, **options):
+    """The results over the device of ``impl_device`` are the oracle's; ``module`` is ``logits`` or ``linear``."""
+    results = module.run(impl_device, *made, *grads, temperature=temperature.to(impl_device[1]), **options)
+    of_oracle = {name: value for name, value in options.items() if name != "padding"}
+    grad = {"grad": results.grad[:, : made[0].shape[-1]]} if module is of_logits else {}
+    module.assert_right(results._replace(**grad), *made, *grads, temperature=temperature, **of_oracle)
+    return results
+
+
+CASES = covering(
+    kind=("peaked", "confident", "some_ignored", "excluded_columns", "times_1000"),
+    dtype=DTYPES,
+    transform=tuple(TRANSFORMS),
+    form=tuple(FORMS),
+    used=("all", 0, 1, 3),
+    gradient=("in_backward", "out_of_place"),
+    padding=(0, 11),
+)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.interpreted(6)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['kind']}-{case['transform']}-{case['form']}")
+def test_every_pair_of_what_a_call_can_be(impl_device, case):
+    made = broad_rows(case["kind"], dtype=case["dtype"])
+    options = {"gradient": case["gradient"], "padding": case["padding"], **TRANSFORMS[case["transform"]]}
+    grads = grads_of_every_output(ROWS, case["used"])
+    check(of_logits, impl_device, made, grads, temperatures(case["form"]), function=every_output, **options)
+
+
+LINEAR_CASES = covering(
+    kind=("peaked", "some_ignored"),
+    dtype=DTYPES,
+    transform=tuple(TRANSFORMS),
+    form=("tokens", "one"),
+    chunk_tokens=(2, 100),
+    valid_tokens=(None, linear.ROWS, 100),
+    logits_dtype=(None, torch.float32),
+)
+
+
+@pytest.mark.interpreted(3)
+@pytest.mark.parametrize("case", LINEAR_CASES, ids=lambda case: f"{case['kind']}-{case['transform']}-{case['form']}")
+def test_every_pair_of_a_heads_call(impl_device, case):
+    inputs = projection(case["kind"], dtype=case["dtype"])
+    options = {name: case[name] for name in ("chunk_tokens", "valid_tokens", "logits_dtype")}
+    grads = grads_of_every_output(linear.ROWS)
+    given = {"function": linear_every_output, **options, **TRANSFORMS[case["transform"]]}
+    check(linear, impl_device, (inputs,), grads, temperatures(case["form"], linear.ROWS), **given)
+
+
+def test_few_valid_tokens_have_their_own_temperatures(impl_device):
+    """Ignored tokens, which are left out, come first."""
+    inputs = projection("peaked")
+    inputs.labels[[0, 2]] = IGNORE_INDEX
+    grads, given = grads_of_every_output(linear.ROWS), {"function": linear_every_output, "valid_tokens": 3}
+    check(linear, impl_device, (inputs,), grads, temperatures(rows=linear.ROWS), chunk_tokens=2, **given)
+
+
+@pytest.mark.parametrize("module", [of_logits, linear], ids=["logits", "linear"])
+def test_one_element_is_the_number_bit_for_bit(impl_device, module):
+    inputs, function = (projection(),), linear_every_output
+    if module is of_logits:
+        inputs, function = broad_rows("peaked"), every_output
+    number = torch.tensor(0.7)
+    of_number, *others = (
+        module.run(impl_device, *inputs, function=function, temperature=t, logit_scale=0.5)
+        for t in (float(number), number.to(impl_device[1]), number.view(1, 1).to(impl_device[1]))
+    )
+    for other in others:
+        torch.testing.assert_close(other, of_number, rtol=0, atol=0)
+
+
+@pytest.mark.interpreted(2)
+@pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_what_is_no_temperature_gives_nan_and_ignored_tokens_0(impl_device, options):
+    impl, device = impl_device
+    bad = torch.tensor([NAN, INF, 0.0, -0.7, -INF, 0.7], device=device)
+    logits, labels = broad_rows("peaked", 12)
+    labels[:6] = IGNORE_INDEX
+    leaf = (logits - 90.0).to(device).requires_grad_()  # all negative: none is +inf divided by 0
+    options = {"temperature": bad.repeat(2), "impl": impl, **options}
+    found = token_log_probs(leaf, labels.to(device), outputs=(*OUTPUTS, "rank"), top_k=2, **options)
+    torch.autograd.backward(found[:5], [torch.ones(12, device=device)] * 5)
+    for values in (*found[:5], found.top_log_probs, leaf.grad):
+        values = values.view(12, -1)
+        assert not values[:6].any() and values[6:11].isnan().all() and values[11].isfinite().all()
+    for ids in (found.rank, found.top_ids):
+        assert (ids[:11] == -1).all() and (ids[11] >= 0).all()
+    assert not found.is_top1[:11].any()
+
+
+def test_the_largest_and_the_rank_are_those_of_each_row_alone(impl_device):
+    impl, device = impl_device
+    logits, labels = (tensor.to(device) for tensor in broad_rows("peaked"))
+    given = {"outputs": ("rank",), "top_k": 3, "impl": impl, "softcap": 8.0}
+    found = token_log_probs(logits, labels, temperature=temperatures().to(device), **given)
+    for row, t in enumerate(temperatures().tolist()):
+        alone = token_log_probs(logits[row : row + 1], labels[row : row + 1], temperature=t, **given)
+        assert torch.equal(found.rank[row], alone.rank[0]) and torch.equal(found.top_ids[row], alone.top_ids[0])
+        torch.testing.assert_close(found.top_log_probs[row], alone.top_log_probs[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.reference
+def test_fp64_logits_leading_dimensions_and_a_changed_temperature():
+    logits, labels = broad_rows("peaked", 6)
+    leaf, t = logits.double().requires_grad_(), temperatures(rows=6).double()
+    function = partial(token_log_probs, labels=labels, temperature=t, gradient="out_of_place")
+    assert torch.autograd.gradcheck(function, leaf)
+    strided = t.view(3, 2).t()
+    shaped = token_log_probs(leaf.view(2, 3, -1), labels.view(2, 3), temperature=strided)
+    assert torch.equal(shaped.flatten(), token_log_probs(leaf, labels, temperature=strided.flatten()))
+    for loss in (
+        token_log_probs(logits.requires_grad_() * 1, labels, temperature=(t := t.float())),
+        linear_token_log_probs(logits.requires_grad_(), torch.randn(4, logits.shape[1]), labels % 4, temperature=t),
+    ):
+        t += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.sum().backward()
+
+
+REFUSED = {
+    "dtype must be floating point": (TypeError, torch.ones(ROWS, dtype=torch.int64)),
+    "pass its detach": (TypeError, torch.ones(ROWS, requires_grad=True)),
+    "device must be that of labels": (ValueError, torch.ones(ROWS, device="meta")),
+    "expected 1 element, or the shape of the labels": (ValueError, torch.ones(ROWS, 1)),
+    "dense": (TypeError, torch.ones(ROWS).to_sparse()),
+}
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message):
+    logits, labels = broad_rows("peaked")
+    error, temperature = REFUSED[message]
+    for call in (
+        token_log_probs,
+        lambda x, y, **given: linear_token_log_probs(x, torch.ones(9, x.shape[1]), y, **given),
+    ):
+        with pytest.raises(error, match=f"^temperature: .*{message}"):
+            call(logits, labels, temperature=temperature)
+
+
+@pytest.mark.cuda
+def test_the_host_never_waits():
+    logits, labels = (tensor.cuda() for tensor in broad_rows("peaked"))
+    leaf, t = logits.requires_grad_(), temperatures().cuda()
+    assert_host_never_waits(lambda: token_log_probs(leaf * 1, labels, entropy=True, temperature=t)[1].sum().backward())
