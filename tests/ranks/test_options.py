@@ -9,6 +9,7 @@ from tests.support.logits import EVERY as ALL_NUMBERS
 from tests.support.logits import SMOOTHING, broad_rows, every_output, grads_of_every_output, random_grad_output
 from tests.support.logits_ranks import Case, check, chunked, even, run
 from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks
+from tests.support.weights import weights
 from vocab_parallel_ce import VocabShard, token_log_probs
 
 COLUMNS, ROWS = 20, 5
@@ -21,6 +22,9 @@ OPTIONS = {
     "softcap": {"softcap": 10.0},
     "logit_scale": {"logit_scale": 0.4},
     "metrics": {"return_metrics": True},
+    "class_weight": {"class_weight": weights(COLUMNS * 2)},
+    "ignore_index": {"ignore_index": 5},
+    "shift": {"shift": True},
     "num_items": {"reduction": "sum", "num_items": torch.tensor(7)},
     "every, in_backward": {**EVERY, "reduction": "sum", "num_items": 7, "gradient": "in_backward"},
     "every, out_of_place": {**EVERY, "reduction": "none", "gradient": "out_of_place"},
@@ -28,11 +32,11 @@ OPTIONS = {
 in_three_ranks = in_ranks((3,), (3,), ())
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(13)
 @pytest.mark.parametrize("name", OPTIONS)
-@in_two_ranks
+@in_several_ranks
 def test_each_option_and_all_of_them(rank_pool, impl, name):
-    case = Case(*broad_rows("some_ignored", ROWS, COLUMNS * 2, shards=2), impl, OPTIONS[name])
+    case = Case(*broad_rows("some_ignored", ROWS, COLUMNS * 2, shards=rank_pool.world_size), impl, OPTIONS[name])
     check(case, rank_pool.run(run, case))
 
 

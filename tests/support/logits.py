@@ -28,6 +28,7 @@ DIVISORS = {
     "sum / int": {"reduction": "sum", "num_items": 7},
     "sum / int64": {"reduction": "sum", "num_items": torch.tensor(7)},
     "sum / fp32": {"reduction": "sum", "num_items": torch.tensor(6.5)},
+    "mean / float": {"num_items": 6.25},
 }
 EVERY = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 10.0, "logit_scale": 0.4}
 _ORACLE_OPTIONS = {name for name, p in inspect.signature(oracle.values).parameters.items() if p.default is not p.empty}
@@ -154,6 +155,9 @@ def assert_right(
     **options: Any,
 ) -> None:
     """``results`` over the whole vocabulary, on any device, are the oracle's of ``logits`` on the CPU."""
+    if options.pop("shift", False):
+        assert not results.grad[..., -1, :].any(), "gradient of the last token, which predicts nothing"
+        results, logits, labels = results._replace(grad=results.grad[..., :-1, :]), logits[..., :-1, :], labels[..., 1:]
     given = of_oracle(options)
     if function is token_log_probs:
         assert len(results.outputs) == 1 + options.get("entropy", False)

@@ -66,7 +66,8 @@ def values(
     """Differentiable outputs for ``logits [..., V]``, in their dtype.
 
     Args:
-        num_items: divides a sum; with 0 no row counts in the loss, whatever it holds, and the rows' metrics stay.
+        num_items: divides the sum, also that of a mean; with 0 no row counts in the loss, whatever it holds, and the
+            rows' metrics stay.
     """
     vocab_size = logits.shape[-1]
     x, targets = logits.reshape(-1, vocab_size), labels.reshape(-1).long()
@@ -206,5 +207,7 @@ def _token_outputs(
 def _reduced(losses: Tensor, reduction: str, num_items: int | float | Tensor | None, counted: Tensor) -> Tensor:
     if reduction == "none":
         return losses
-    divisor = float(counted.sum() if reduction == "mean" else 1 if num_items is None else num_items)
+    if num_items is None:
+        num_items = counted.sum() if reduction == "mean" else 1
+    divisor = float(num_items)
     return losses.sum() / divisor if divisor else (losses * 0).nan_to_num().sum()
