@@ -9,12 +9,12 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.collectives import assert_refused, messages_of
 from tests.support.inputs import IGNORE_INDEX, grad_output_layouts
-from tests.support.linear import WIDTH, linear_every_output, many_tokens, projection, zero_first_grad_output
+from tests.support.linear import WIDTH, many_tokens, projection, zero_first_grad_output
 from tests.support.linear_ranks import BY_WAY, COLUMNS, ROWS, WAYS, Case, check, check_collectives, distributed, run
-from tests.support.logits import EVERY, grads_of_every_output
+from tests.support.logits import EVERY
 from tests.support.logits_ranks import chunked, even
 from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
-from vocab_parallel_ce import VocabShard, linear_cross_entropy, linear_token_log_probs
+from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
 
 def made(world, kind="some_ignored", rows=ROWS, **settings):
@@ -185,32 +185,6 @@ def test_a_subgroup_is_a_vocabulary_of_its_own(rank_pool, impl):
         results = rank_pool.run(run, case, members)
         assert results[0] is None and results[2] is None
         check(case, [results[rank] for rank in members])
-
-
-@pytest.mark.parametrize("entropy", [False, True])
-@in_several_ranks
-def test_token_log_probs(rank_pool, impl, entropy):
-    grad_outputs = (zero_first_grad_output(ROWS), zero_first_grad_output(ROWS, seed=1))[: 1 + entropy]
-    for kind, options in (
-        ("some_ignored", {}),
-        ("shard_edges", {"temperature": 0.6, "softcap": 10.0, "logit_scale": 0.4, "chunk_tokens": 4}),
-    ):
-        inputs, options = made(rank_pool.world_size, kind, bias=True), {**options, "entropy": entropy}
-        case = Case(inputs, impl, options, grad_outputs=grad_outputs, function=linear_token_log_probs)
-        results = rank_pool.run(run, case)
-        check(case, results)
-        if kind == "shard_edges":
-            check_collectives(case, results, extra=int(entropy))
-
-
-@in_two_ranks
-def test_every_output_of_log_probs(rank_pool, impl):
-    grads, options = tuple(grads_of_every_output(ROWS)), {"temperature": 0.6, "softcap": 10.0, "chunk_tokens": 4}
-    inputs = made(rank_pool.world_size, "shard_edges", bias=True)
-    case = Case(inputs, impl, options, grad_outputs=grads, function=linear_every_output)
-    results = rank_pool.run(run, case)
-    check(case, results)
-    check_collectives(case, results, extra=5)
 
 
 @pytest.mark.parametrize(("vocab_size", "main_grad"), [(24, False), (49, False), (49, True)])

@@ -6,7 +6,7 @@ import torch
 from tests.support.collectives import record_collectives
 from tests.support.inputs import IGNORE_INDEX, batch
 from tests.support.logits import EVERY as ALL_NUMBERS
-from tests.support.logits import SMOOTHING, broad_rows, every_output, grads_of_every_output, random_grad_output
+from tests.support.logits import SMOOTHING, broad_rows, random_grad_output
 from tests.support.logits_ranks import Case, check, chunked, even, run
 from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks
 from tests.support.weights import weights
@@ -147,18 +147,6 @@ def test_a_subgroup_has_shards_of_its_own(rank_pool, impl):
         check(each, [results[rank] for rank in members], members)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("entropy", [True, False])
-@in_several_ranks
-def test_token_log_probs(rank_pool, impl, entropy):
-    world, own = rank_pool.world_size, {"grad_outputs": GRAD_OUTPUTS[: 1 + entropy], "function": token_log_probs}
-    transform = {"temperature": 0.6, "softcap": 10.0, "logit_scale": 0.4}
-    for kind, options in (("some_ignored", {}), ("excluded_shard", {}), ("shard_edges", transform)):
-        made = broad_rows(kind, ROWS, COLUMNS * world, shards=world)
-        case = Case(*made, impl, {**options, "entropy": entropy}, **own)
-        check(case, rank_pool.run(run, case))
-
-
 @in_three_ranks
 def test_token_log_probs_of_padded_shards(rank_pool, impl):
     logits, labels = broad_rows("peaked", ROWS, 1003)
@@ -166,16 +154,6 @@ def test_token_log_probs_of_padded_shards(rank_pool, impl):
     options = {"entropy": True, "softcap": 10.0}
     case = Case(logits, labels, impl, options, THIRDS, "shard", GRAD_OUTPUTS, token_log_probs)
     check(case, rank_pool.run(run, case))
-
-
-@in_several_ranks
-def test_every_output_of_log_probs_in_one_exchange(rank_pool, impl):
-    transform = {"temperature": 0.6, "softcap": 10.0, "logit_scale": 0.4}
-    for kind, options in (("some_ignored", {}), ("excluded_shard", {}), ("shard_edges", transform)):
-        made = broad_rows(kind, ROWS, COLUMNS * rank_pool.world_size, shards=rank_pool.world_size)
-        grads = tuple(grads_of_every_output(ROWS))
-        case = Case(*made, impl, options, grad_outputs=grads, function=every_output)
-        check(case, rank_pool.run(run, case))
 
 
 def _largest(rank, group, logits, labels, impl):

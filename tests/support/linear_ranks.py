@@ -194,7 +194,7 @@ def check_sent(case: Case, results: Sequence[Result], leaves_out: bool) -> None:
     if options.get("shift"):
         labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=options["ignore_index"])
     kept = labels.numel()
-    in_forward = options["gradient"] == "in_forward"
+    in_forward = options.get("gradient") == "in_forward"
     counts = "reduction" not in options or options["reduction"] == "mean"
     sum_of_weights = 4 * (in_forward and "class_weight" in options and counts and "num_items" not in options)
     expected = Counter()
@@ -204,7 +204,9 @@ def check_sent(case: Case, results: Sequence[Result], leaves_out: bool) -> None:
     else:
         n_valid = int((labels != options["ignore_index"]).sum())
         kept = min(options["valid_tokens"] or (n_valid if leaves_out else kept), kept)
-        expected["allreduce_"] = options["reduce_hidden_grad"] * kept * hidden.shape[-1] * hidden.element_size()
+        expected["allreduce_"] = (
+            options.get("reduce_hidden_grad", True) * kept * hidden.shape[-1] * hidden.element_size()
+        )
     expected["_allgather_base_"] += sum_of_weights + 4 * n_statistics(case) * kept
     for result in results:
         sent = Counter()

@@ -146,6 +146,7 @@ def n_statistics(case: Any) -> int:
     options, number = case.options, 3
     number += 2 * bool(options.get("label_smoothing")) + bool(options.get("return_metrics") or options.get("entropy"))
     number += options.get("class_weight") is not None
+    number += 2 * (options.get("top_k") or 0)
     return number + 5 * (case.function in (every_output, linear_every_output))
 
 
@@ -167,6 +168,8 @@ def check(case: Case, results: Sequence[Result], ranks: Sequence[int] | None = N
             assert_right(each, case.logits, case.labels, *grad_outputs_of(case), **given)
     ranks = tuple(ranks or range(len(results)))
     expected = [("_allgather_base_", ranks, 4 * n_statistics(case) * case.labels.numel())]
+    if case.options.get("rank"):
+        expected.append(("allreduce_", ranks, 8 * case.labels.numel()))
     for result in results:
         assert [tuple(call) for call in result.in_forward] == (expected if len(ranks) > 1 else [])
         assert result.in_backward == []
