@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from tests.arrays.test_logits import BOUNDS, SIZES, VOCAB
+from tests.arrays.test_logits import SIZES, VOCAB
 from tests.support.inputs import DTYPES, IGNORE_INDEX, NAN
 from tests.support.linear import WIDTH, projection
 from tests.support.linear_ranks import Case, check, check_sent, grad_outputs_of, run, run_alone
 from tests.support.logits import DIVISORS, SMOOTHING
+from tests.support.logits_ranks import BOUNDS
 from tests.support.pairs import covering
 from tests.support.ranks import in_several_ranks
 from tests.support.weights import WEIGHTS, class_weight

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.arrays.test_linear import HIDDEN
-from tests.arrays.test_logits import BOUNDS, SIZES, VOCAB
+from tests.arrays.test_logits import SIZES, VOCAB
 from tests.support import linear, linear_ranks, logits_ranks, oracle
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import DTYPES, IGNORE_INDEX, NAN
@@ -52,7 +52,7 @@ PAIRS = covering(
     logit_scale=(1.0, 0.4),
     ignore_index=(IGNORE_INDEX, 5),
     gradient=("auto", "in_backward", "out_of_place"),
-    columns=tuple(BOUNDS),
+    columns=tuple(logits_ranks.BOUNDS),
     kind=("peaked", "some_ignored", "shard_edges", "confident", "excluded_shard"),
     dtype=DTYPES,
     **OF_HEAD,
@@ -65,7 +65,7 @@ def case_of(pair, n_ranks, impl):
     options = {name: pair[name] for name in ("temperature", "softcap", "logit_scale", "ignore_index")}
     options |= {"entropy": True} if pair["outputs"] == "entropy" else {}
     options |= {"top_k": 3} if pair["largest"] else {}
-    given = {"bounds": BOUNDS[pair["columns"]].get(n_ranks), "size": SIZES[pair["columns"]]}
+    given = {"bounds": logits_ranks.BOUNDS[pair["columns"]].get(n_ranks), "size": SIZES[pair["columns"]]}
     of_rows = {"dtype": pair["dtype"], "shards": n_ranks}
     used = pair["used"] if pair["used"] == "all" else min(pair["used"], n_outputs - 1)
     if not pair["head"]:

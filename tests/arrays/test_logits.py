@@ -4,18 +4,13 @@ import pytest
 
 from tests.support.inputs import DTYPES, IGNORE_INDEX, NAN
 from tests.support.logits import DIVISORS, GRADIENTS, SMOOTHING, broad_rows
-from tests.support.logits_ranks import Case, check, run, run_alone
+from tests.support.logits_ranks import BOUNDS, Case, check, run, run_alone
 from tests.support.pairs import covering
 from tests.support.ranks import in_several_ranks
 from tests.support.weights import WEIGHTS, class_weight
 from vocab_parallel_ce import LossMetrics
 
 VOCAB, ROWS = 40, 5
-BOUNDS = {  # of the columns of each rank, by the number of ranks
-    "even": {},
-    "padded": {1: [(0, 48)], 2: [(0, 24), (24, 48)], 4: [(0, 16), (16, 32), (32, 48), (48, 64)]},
-    "uneven": {1: [(0, 40)], 2: [(7, 40), (0, 7)], 4: [(17, 31), (0, 10), (31, 40), (10, 17)]},
-}
 SIZES = {"even": "even", "padded": "vocab_size", "uneven": "shard"}
 KINDS = ("peaked", "some_ignored", "shard_edges", "confident", "excluded_columns", "all_ignored")
 PAIRS = covering(

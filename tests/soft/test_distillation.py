@@ -21,6 +21,7 @@ DIVISORS = {
     "none": {"reduction": "none"},
     "sum": {"reduction": "sum"},
     "items": {"reduction": "sum", "num_items": torch.tensor(6.5)},
+    "mean / int": {"num_items": 7},
 }
 
 

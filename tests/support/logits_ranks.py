@@ -17,6 +17,12 @@ from tests.support.logits import Results, assert_right, backward, every_output, 
 from tests.support.ranks import device_of, on_cpu, subgroups
 from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
 
+BOUNDS = {  # of the columns of each rank of 40, by the number of ranks
+    "even": {},
+    "padded": {1: [(0, 48)], 2: [(0, 24), (24, 48)], 4: [(0, 16), (16, 32), (32, 48), (48, 64)]},
+    "uneven": {1: [(0, 40)], 2: [(7, 40), (0, 7)], 4: [(17, 31), (0, 10), (31, 40), (10, 17)]},
+}
+
 
 def even(n_columns: int, n_ranks: int) -> list[tuple[int, int]]:
     """Equal shards."""
