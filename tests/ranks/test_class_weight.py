@@ -1,37 +1,16 @@
 """Class weights on R ranks, whole or cut: one collective with 4 bytes more a row, and the oracle's results."""
 
-import pytest
-
 from tests.support import linear_ranks
 from tests.support.collectives import error_of
 from tests.support.linear import projection
 from tests.support.logits import broad_rows
 from tests.support.logits_ranks import Case, run
-from tests.support.ranks import device_of, in_ranks, in_several_ranks, in_two_ranks
+from tests.support.ranks import device_of, in_ranks, in_two_ranks
 from tests.support.weights import weights
 from vocab_parallel_ce import verify_calls
 
 VOCAB, ROWS = 40, 5
 FORMS = ("whole", "columns")
-
-
-@pytest.mark.parametrize("form", FORMS)
-@linear_ranks.BY_WAY
-@in_several_ranks
-def test_the_loss_of_a_head(rank_pool, impl, way, form):
-    """A mean whose gradients are computed in forward gathers 4 bytes first: the sum of the weights."""
-    world = rank_pool.world_size
-    inputs = projection("shard_edges", linear_ranks.ROWS, VOCAB, shards=world)
-    options = {**way, "class_weight": weights(VOCAB), "label_smoothing": 0.1, "chunk_tokens": 4}
-    case = linear_ranks.Case(inputs, impl, options, weight_form=form)
-    results = rank_pool.run(linear_ranks.run, case)
-    linear_ranks.check(case, results)
-    sums = [("_allgather_base_", tuple(range(world)), 4)]
-    for result in results:
-        small = [tuple(call) for call in result.in_forward if call.nbytes == 4]
-        assert small == (sums if way == linear_ranks.WAYS["mean"] else [])
-        result.in_forward[:] = [call for call in result.in_forward if call.nbytes != 4]
-    linear_ranks.check_collectives(case, results, extra=3)
 
 
 @in_two_ranks
