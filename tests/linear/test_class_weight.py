@@ -3,17 +3,9 @@
 import pytest
 import torch
 
-from tests.support.linear import COLUMNS, ROWS, WAYS, WIDTH, assert_right, grad_output_of, projection, run
+from tests.support.linear import COLUMNS, ROWS, WIDTH, projection
 from tests.support.weights import weights
 from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
-
-
-def test_unreduced_losses_with_gradients_in_forward(impl_device):
-    inputs, grad_output = projection(), grad_output_of(WAYS["none"])
-    options = {"reduction": "none", "gradient": "in_forward", "label_smoothing": 0.1, "class_weight": weights()}
-    given = {"class_weight": weights().to(impl_device[1]), "expected_grad_output": grad_output.to(impl_device[1])}
-    results = run(impl_device, inputs, grad_output * 0.5, **{**options, **given})
-    assert_right(results, inputs, grad_output * 0.5, **options)
 
 
 @pytest.mark.reference
