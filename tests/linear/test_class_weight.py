@@ -3,43 +3,9 @@
 import pytest
 import torch
 
-from tests.logits.test_class_weight import weights
-from tests.support.inputs import DTYPES, IGNORE_INDEX
-from tests.support.linear import COLUMNS, ROWS, WAYS, WIDTH, assert_right, check, grad_output_of, projection, run
-from tests.support.logits import SMOOTHING
-from tests.support.pairs import covering
+from tests.support.linear import COLUMNS, ROWS, WIDTH, projection
+from tests.support.weights import weights
 from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
-
-PAIRS = covering(
-    way=tuple(WAYS),
-    smoothing=tuple(SMOOTHING),
-    z_loss=(0.0, 0.02),
-    chunk_tokens=(2, "auto"),
-    valid_tokens=(None, 4),
-    bias=(False, True),
-    dtype=DTYPES,
-)
-
-
-@pytest.mark.quick(3)
-@pytest.mark.interpreted(5)
-@pytest.mark.parametrize("pair", PAIRS, ids=map(str, range(len(PAIRS))))
-def test_with_other_options(impl_device, pair):
-    inputs = projection(bias=pair["bias"], dtype=pair["dtype"])
-    assert int((inputs.labels != IGNORE_INDEX).sum()) <= 4
-    way = WAYS[pair["way"]]
-    options = {name: pair[name] for name in ("z_loss", "chunk_tokens", "valid_tokens")}
-    options |= {**way, **SMOOTHING[pair["smoothing"]], "class_weight": weights().to(impl_device[1])}
-    options["return_metrics"] = not pair["z_loss"]
-    check(impl_device, inputs, grad_output_of(way), **options)
-
-
-def test_unreduced_losses_with_gradients_in_forward(impl_device):
-    inputs, grad_output = projection(), grad_output_of(WAYS["none"])
-    options = {"reduction": "none", "gradient": "in_forward", "label_smoothing": 0.1, "class_weight": weights()}
-    given = {"class_weight": weights().to(impl_device[1]), "expected_grad_output": grad_output.to(impl_device[1])}
-    results = run(impl_device, inputs, grad_output * 0.5, **{**options, **given})
-    assert_right(results, inputs, grad_output * 0.5, **options)
 
 
 @pytest.mark.reference

@@ -21,7 +21,7 @@ from tests.support.linear import (
     grad_output_of,
     run,
 )
-from tests.support.logits import DIVISORS, REDUCTIONS, SMOOTHING
+from tests.support.logits import REDUCTIONS
 from tests.support.pairs import covering
 from vocab_parallel_ce import linear_cross_entropy
 
@@ -120,43 +120,6 @@ def test_the_gradient_of_a_confident_label_keeps_its_digits(impl_device, way):
         inputs = linear.projection("confident", dtype=dtype, exact=True, broad=False, gaps=(6.9,))
         _, *gradients = run(impl_device, inputs, grad_output_of(way), **way)
         assert_right(Results((), *gradients), inputs, grad_output_of(way), **way)
-
-
-PAIRS = covering(
-    smoothing=tuple(SMOOTHING),
-    divisor=tuple(DIVISORS),
-    z_loss=(0.0, 0.02),
-    softcap=(None, 10.0),
-    logit_scale=(1.0, 0.4),
-    padding=(0, 5),
-    return_metrics=(False, True),
-    kind=("peaked", "some_ignored", "shard_edges", "confident"),
-    gradient=("auto", "in_forward", "in_backward"),
-    dtype=DTYPES,
-    bias=(False, True),
-    chunk_tokens=("auto", 1, 3),
-    valid_tokens=(None, 0, 2),
-    logits_dtype=(None, torch.float32),
-)
-
-
-@pytest.mark.quick(2)
-@pytest.mark.interpreted(4)
-@pytest.mark.parametrize("case", PAIRS, ids=map(str, range(len(PAIRS))))
-def test_every_pair_of_options_on_together(impl_device, case):
-    """``valid_tokens`` here is by how many more there could be."""
-    inputs = linear.projection(case["kind"], dtype=case["dtype"], bias=case["bias"], exact=case["return_metrics"])
-    ignored = inputs.labels == IGNORE_INDEX
-    inputs.hidden[ignored] = NAN
-    options = {name: case[name] for name in ("z_loss", "softcap", "logit_scale", "return_metrics", "padding")}
-    options |= {name: case[name] for name in ("chunk_tokens", "logits_dtype")}
-    options |= {**SMOOTHING[case["smoothing"]], **DIVISORS[case["divisor"]]}
-    if case["valid_tokens"] is not None:
-        options["valid_tokens"] = int((~ignored).sum()) + case["valid_tokens"]
-    if case["divisor"] != "none":
-        options["gradient"] = case["gradient"]
-    result = check(impl_device, inputs, grad_output_of(options), **options)
-    assert not result.hidden[ignored].any()
 
 
 @BY_WAY

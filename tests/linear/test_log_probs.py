@@ -6,19 +6,11 @@ import pytest
 import torch
 
 from tests.support import linear
-from tests.support.inputs import DTYPES, IGNORE_INDEX
+from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import COLUMNS, ROWS, WIDTH, Results, assert_right, projection, record_matmuls
-from tests.support.logits import grads_of_every_output
-from tests.support.pairs import covering
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs, token_log_probs
 
 NAN, INF = float("nan"), float("inf")
-TRANSFORMS = {
-    "plain": {},
-    "temperature": {"temperature": 0.6},
-    "capped": {"softcap": 10.0, "temperature": 2},
-    "scaled": {"logit_scale": 0.4, "softcap": 10, "temperature": 0.6},
-}
 check = partial(linear.check, function=linear_token_log_probs)
 run = partial(linear.run, function=linear_token_log_probs)
 
@@ -26,27 +18,6 @@ run = partial(linear.run, function=linear_token_log_probs)
 def _grad_outputs(rows=ROWS, used="both"):
     first, second = linear.zero_first_grad_output(rows), linear.zero_first_grad_output(rows, seed=1)
     return {"both": (first, second), "log_probs": (first, None), "entropy": (None, second)}[used]
-
-
-CASES = covering(
-    kind=("peaked", "confident", "shard_edges", "some_ignored"),
-    dtype=DTYPES,
-    transform=tuple(TRANSFORMS),
-    used=("both", "log_probs", "entropy"),
-    chunk_tokens=("auto", 1, 3),
-    bias=(False, True),
-    padding=(0, 5),
-    logits_dtype=(None, torch.float32),
-)
-
-
-@pytest.mark.quick(2)
-@pytest.mark.interpreted(4)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['kind']}-{case['transform']}-{case['used']}")
-def test_every_pair_of_what_a_call_can_be(impl_device, case):
-    inputs = projection(case["kind"], dtype=case["dtype"], bias=case["bias"])
-    options = {name: case[name] for name in ("chunk_tokens", "padding", "logits_dtype")} | TRANSFORMS[case["transform"]]
-    check(impl_device, inputs, *_grad_outputs(used=case["used"]), entropy=True, **options)
 
 
 def test_log_probs_are_those_of_the_loss(impl_device):
@@ -137,15 +108,6 @@ def test_each_output_may_be_differentiated_by_itself_and_again(impl_device):
         assert_right(Results(outputs, *gradients, None), inputs, *grad_outputs, function=linear_token_log_probs)
         with pytest.raises(RuntimeError, match="cannot be differentiated again"):
             torch.autograd.grad(output.sum(), hidden, create_graph=True)
-
-
-@pytest.mark.interpreted(2)
-@pytest.mark.parametrize("chunk_tokens", ["auto", 2])
-@pytest.mark.parametrize("kind", ["peaked", "some_ignored"])
-def test_every_output_beside_log_probs(impl_device, kind, chunk_tokens):
-    inputs, options = projection(kind, bias=True), {"softcap": 10.0, "temperature": 0.6}
-    given = {"function": linear.linear_every_output, "chunk_tokens": chunk_tokens, "padding": 5}
-    linear.check(impl_device, inputs, *grads_of_every_output(ROWS), **given, **options)
 
 
 @pytest.mark.parametrize("chunk_tokens", ["auto", 2])

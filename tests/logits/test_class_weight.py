@@ -8,34 +8,15 @@ import torch.nn.functional as F
 
 from tests.support.budget import assert_within_budget
 from tests.support.gpu import assert_graph_replays, assert_host_never_waits
-from tests.support.inputs import DTYPES, IGNORE_INDEX
-from tests.support.logits import (
-    COLUMNS,
-    DIVISORS,
-    GRADIENTS,
-    REDUCTIONS,
-    SMOOTHING,
-    Case,
-    assert_right,
-    broad_rows,
-    random_grad_output,
-    run,
-)
+from tests.support.inputs import IGNORE_INDEX
+from tests.support.logits import COLUMNS, GRADIENTS, REDUCTIONS, Case, broad_rows, random_grad_output, run
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from tests.support.pairs import covering
+from tests.support.weights import weights
 from vocab_parallel_ce import VocabParallelCrossEntropy, linear_cross_entropy, vocab_parallel_cross_entropy
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, Workload, select
 from vocab_parallel_ce.spec import PLAIN
 
 NAN, INF = float("nan"), float("inf")
-FORMS = ("whole", "columns")
-
-
-def weights(n=COLUMNS, seed=0):
-    """Of both sides of 1; one is 0, one is negative and small."""
-    values = torch.rand(n, generator=torch.Generator().manual_seed(seed)) * 3 + 0.1
-    values[n // 3], values[n // 4] = 0.0, -0.05
-    return values
 
 
 @pytest.mark.quick(4)
@@ -61,52 +42,6 @@ def test_pytorchs_own_loss_and_gradient(impl_device, reduction, smoothing, ignor
     truth, peer = pytorchs(torch.float64), pytorchs(torch.float32)
     assert_within_budget(loss, truth[0], peer[0])
     assert_within_budget(grad, truth[1], peer[1])
-
-
-PAIRS = covering(
-    smoothing=tuple(SMOOTHING),
-    divisor=tuple(DIVISORS),
-    z_loss=(0.0, 0.02),
-    softcap=(None, 10.0),
-    logit_scale=(1.0, 0.4),
-    padding=(0, 5),
-    return_metrics=(False, True),
-    kind=("peaked", "some_ignored", "excluded_columns", "confident", "all_ignored"),
-    gradient=GRADIENTS,
-    dtype=DTYPES,
-    weight_dtype=(torch.float32, torch.bfloat16, torch.float64),
-    form=FORMS,
-)
-
-
-def given_weights(form, dtype=torch.float32, padding=0):
-    """Of the vocabulary; those of columns have some of the padding too, which nobody may see."""
-    whole = weights().to(dtype)
-    return whole if form == "whole" else torch.cat([whole, torch.full((padding,), NAN, dtype=dtype)])
-
-
-@pytest.mark.quick(3)
-@pytest.mark.interpreted(8)
-@pytest.mark.parametrize("case", PAIRS, ids=map(str, range(len(PAIRS))))
-def test_with_every_other_option(impl_device, case):
-    logits, labels = broad_rows(case["kind"], dtype=case["dtype"])
-    logits[labels == IGNORE_INDEX] = NAN
-    own = ("smoothing", "divisor", "kind", "dtype", "weight_dtype", "form")
-    options = {name: value for name, value in case.items() if name not in own}
-    options |= {**SMOOTHING[case["smoothing"]], **DIVISORS[case["divisor"]]}
-    options["return_metrics"] &= not case["z_loss"]
-    if case["kind"] == "excluded_columns" and case["smoothing"] != "none":
-        logits.masked_fill_(logits.isinf(), -20.0)
-    given = given_weights(case["form"], case["weight_dtype"], case["padding"])
-    grad_output = random_grad_output() if case["divisor"] == "none" else torch.tensor(0.75)
-    weight = given.to(impl_device[1])
-    version = weight._version
-    results = run(impl_device, logits, labels, grad_output, class_weight=weight, **options)
-    assert weight._version == version
-    grad, of_padding = results.grad.split((COLUMNS, case["padding"]), dim=-1)
-    assert not of_padding.any()
-    del options["padding"]
-    assert_right(results._replace(grad=grad), logits, labels, grad_output, class_weight=given[:COLUMNS], **options)
 
 
 @pytest.mark.interpreted(2)

@@ -1,4 +1,4 @@
-"""Every option of the loss, alone and with every other: loss, gradient and metrics are the oracle's."""
+"""Every option of the loss alone: loss and gradient are the oracle's. tests/arrays has every pair of options."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from tests.support.budget import assert_within_budget
 from tests.support.inputs import DTYPES, IGNORE_INDEX, KINDS, batch
 from tests.support.logits import (
     COLUMNS,
-    DIVISORS,
     EVERY,
     GRADIENTS,
     REDUCTIONS,
@@ -48,34 +47,6 @@ def test_each_option_on_hard_rows_of_every_dtype(impl_device, case):
     grad_output = random_grad_output(rows) if case["reduction"] == "none" else torch.tensor(0.75)
     ways = {"reduction": case["reduction"], "gradient": case["gradient"]}
     check(impl_device, *made, grad_output, **ways, **OPTIONS[case["option"]])
-
-
-PAIRS = covering(
-    smoothing=tuple(SMOOTHING),
-    divisor=tuple(DIVISORS),
-    z_loss=(0.0, 0.02),
-    softcap=(None, 10.0),
-    logit_scale=(1.0, 0.4),
-    padding=(0, 5),
-    return_metrics=(False, True),
-    kind=("peaked", "some_ignored", "shard_edges", "confident"),
-    gradient=GRADIENTS,
-    dtype=DTYPES,
-)
-
-
-@pytest.mark.quick(3)
-@pytest.mark.interpreted(8)
-@pytest.mark.parametrize("case", PAIRS, ids=map(str, range(len(PAIRS))))
-def test_every_pair_of_options_on_together(impl_device, case):
-    logits, labels = broad_rows(case["kind"], dtype=case["dtype"])
-    # Ties, of which the first counts, and rows whose contents nobody may see.
-    logits[1::2, COLUMNS - 2] = logits[1::2].amax(dim=1)
-    logits[labels == IGNORE_INDEX] = NAN
-    options = {name: value for name, value in case.items() if name not in ("smoothing", "divisor", "kind", "dtype")}
-    options |= {**SMOOTHING[case["smoothing"]], **DIVISORS[case["divisor"]]}
-    grad_output = random_grad_output() if case["divisor"] == "none" else torch.tensor(0.75)
-    check(impl_device, logits, labels, grad_output, **options)
 
 
 def test_options_given_at_their_off_values_change_no_bit(impl_device):

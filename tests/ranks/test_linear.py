@@ -9,12 +9,11 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.collectives import assert_refused, messages_of
 from tests.support.inputs import IGNORE_INDEX, grad_output_layouts
-from tests.support.linear import WIDTH, linear_every_output, many_tokens, projection, zero_first_grad_output
+from tests.support.linear import WIDTH, many_tokens, projection, zero_first_grad_output
 from tests.support.linear_ranks import BY_WAY, COLUMNS, ROWS, WAYS, Case, check, check_collectives, distributed, run
-from tests.support.logits import EVERY, grads_of_every_output
 from tests.support.logits_ranks import chunked, even
 from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
-from vocab_parallel_ce import VocabShard, linear_cross_entropy, linear_token_log_probs
+from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
 
 def made(world, kind="some_ignored", rows=ROWS, **settings):
@@ -55,18 +54,6 @@ def test_a_chunk_of_many_tokens_sends_its_statistics_in_two_parts(rank_pool, imp
     for result in results:
         sent = [call.nbytes for call in result.in_forward if "gather" in call.name]
         assert sent == [12 * tokens for tokens in parts]
-
-
-@BY_WAY
-@in_two_ranks
-def test_every_option_on(rank_pool, impl, way):
-    inputs = made(rank_pool.world_size, bias=True, exact=True)
-    inputs.hidden[inputs.labels == IGNORE_INDEX] = float("nan")
-    count = int((inputs.labels != IGNORE_INDEX).sum())
-    for valid_tokens in (None, count, count + 2):
-        options = {**EVERY, **way, "chunk_tokens": 4, "valid_tokens": valid_tokens}
-        case = Case(inputs, impl, options, main_grad=True)
-        check(case, rank_pool.run(run, case))
 
 
 @pytest.mark.parametrize(
@@ -158,24 +145,6 @@ def test_parts_of_the_sequences_of_a_batch(rank_pool, impl, way):
             assert sent == {"_allgather_base_": gathered, "_reduce_scatter_base_": inputs.hidden.nbytes}
 
 
-@in_two_ranks
-def test_the_next_token_of_a_sequence_in_parts(rank_pool, impl):
-    """The label of a part's last token is the next part's first."""
-    for reduction, shape in (("mean", (8,)), ("none", (8,)), ("none", (2, 4))):
-        inputs = many_tokens(8, COLUMNS * rank_pool.world_size).shaped(*shape)
-        kept, end = inputs.labels[..., :-1], inputs.labels.new_full((*shape[:-1], 1), IGNORE_INDEX)
-        moved, ahead = (inputs._replace(labels=torch.cat(parts, -1)) for parts in ([end, kept], [kept, end]))
-        options = {"reduction": reduction, "sequence_parallel": True, "sequence_dim": len(shape) - 1, "chunk_tokens": 4}
-        grad_outputs = (zero_first_grad_output(8).view(shape)[..., 1:],) if reduction == "none" else None
-        case = Case(moved, impl, {**options, "shift": True}, grad_outputs=grad_outputs)
-        results = rank_pool.run(run, case)
-        given = None
-        if reduction == "none":  # the last token has neither a loss nor a grad_output
-            given = (torch.cat([*grad_outputs, 0.0 * end], -1),)
-            results = [r._replace(outputs=(torch.cat([*r.outputs, 0.0 * end], -1),)) for r in results]
-        check(Case(ahead, impl, options, grad_outputs=given), results)
-
-
 @in_four_ranks
 def test_a_subgroup_is_a_vocabulary_of_its_own(rank_pool, impl):
     members = (1, 3)
@@ -185,32 +154,6 @@ def test_a_subgroup_is_a_vocabulary_of_its_own(rank_pool, impl):
         results = rank_pool.run(run, case, members)
         assert results[0] is None and results[2] is None
         check(case, [results[rank] for rank in members])
-
-
-@pytest.mark.parametrize("entropy", [False, True])
-@in_several_ranks
-def test_token_log_probs(rank_pool, impl, entropy):
-    grad_outputs = (zero_first_grad_output(ROWS), zero_first_grad_output(ROWS, seed=1))[: 1 + entropy]
-    for kind, options in (
-        ("some_ignored", {}),
-        ("shard_edges", {"temperature": 0.6, "softcap": 10.0, "logit_scale": 0.4, "chunk_tokens": 4}),
-    ):
-        inputs, options = made(rank_pool.world_size, kind, bias=True), {**options, "entropy": entropy}
-        case = Case(inputs, impl, options, grad_outputs=grad_outputs, function=linear_token_log_probs)
-        results = rank_pool.run(run, case)
-        check(case, results)
-        if kind == "shard_edges":
-            check_collectives(case, results, extra=int(entropy))
-
-
-@in_two_ranks
-def test_every_output_of_log_probs(rank_pool, impl):
-    grads, options = tuple(grads_of_every_output(ROWS)), {"temperature": 0.6, "softcap": 10.0, "chunk_tokens": 4}
-    inputs = made(rank_pool.world_size, "shard_edges", bias=True)
-    case = Case(inputs, impl, options, grad_outputs=grads, function=linear_every_output)
-    results = rank_pool.run(run, case)
-    check(case, results)
-    check_collectives(case, results, extra=5)
 
 
 @pytest.mark.parametrize(("vocab_size", "main_grad"), [(24, False), (49, False), (49, True)])

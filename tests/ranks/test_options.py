@@ -6,9 +6,10 @@ import torch
 from tests.support.collectives import record_collectives
 from tests.support.inputs import IGNORE_INDEX, batch
 from tests.support.logits import EVERY as ALL_NUMBERS
-from tests.support.logits import SMOOTHING, broad_rows, every_output, grads_of_every_output, random_grad_output
+from tests.support.logits import SMOOTHING, broad_rows, random_grad_output
 from tests.support.logits_ranks import Case, check, chunked, even, run
 from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks
+from tests.support.weights import weights
 from vocab_parallel_ce import VocabShard, token_log_probs
 
 COLUMNS, ROWS = 20, 5
@@ -21,6 +22,9 @@ OPTIONS = {
     "softcap": {"softcap": 10.0},
     "logit_scale": {"logit_scale": 0.4},
     "metrics": {"return_metrics": True},
+    "class_weight": {"class_weight": weights(COLUMNS * 2)},
+    "ignore_index": {"ignore_index": 5},
+    "shift": {"shift": True},
     "num_items": {"reduction": "sum", "num_items": torch.tensor(7)},
     "every, in_backward": {**EVERY, "reduction": "sum", "num_items": 7, "gradient": "in_backward"},
     "every, out_of_place": {**EVERY, "reduction": "none", "gradient": "out_of_place"},
@@ -28,11 +32,11 @@ OPTIONS = {
 in_three_ranks = in_ranks((3,), (3,), ())
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(13)
 @pytest.mark.parametrize("name", OPTIONS)
-@in_two_ranks
+@in_several_ranks
 def test_each_option_and_all_of_them(rank_pool, impl, name):
-    case = Case(*broad_rows("some_ignored", ROWS, COLUMNS * 2, shards=2), impl, OPTIONS[name])
+    case = Case(*broad_rows("some_ignored", ROWS, COLUMNS * 2, shards=rank_pool.world_size), impl, OPTIONS[name])
     check(case, rank_pool.run(run, case))
 
 
@@ -143,18 +147,6 @@ def test_a_subgroup_has_shards_of_its_own(rank_pool, impl):
         check(each, [results[rank] for rank in members], members)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("entropy", [True, False])
-@in_several_ranks
-def test_token_log_probs(rank_pool, impl, entropy):
-    world, own = rank_pool.world_size, {"grad_outputs": GRAD_OUTPUTS[: 1 + entropy], "function": token_log_probs}
-    transform = {"temperature": 0.6, "softcap": 10.0, "logit_scale": 0.4}
-    for kind, options in (("some_ignored", {}), ("excluded_shard", {}), ("shard_edges", transform)):
-        made = broad_rows(kind, ROWS, COLUMNS * world, shards=world)
-        case = Case(*made, impl, {**options, "entropy": entropy}, **own)
-        check(case, rank_pool.run(run, case))
-
-
 @in_three_ranks
 def test_token_log_probs_of_padded_shards(rank_pool, impl):
     logits, labels = broad_rows("peaked", ROWS, 1003)
@@ -162,16 +154,6 @@ def test_token_log_probs_of_padded_shards(rank_pool, impl):
     options = {"entropy": True, "softcap": 10.0}
     case = Case(logits, labels, impl, options, THIRDS, "shard", GRAD_OUTPUTS, token_log_probs)
     check(case, rank_pool.run(run, case))
-
-
-@in_several_ranks
-def test_every_output_of_log_probs_in_one_exchange(rank_pool, impl):
-    transform = {"temperature": 0.6, "softcap": 10.0, "logit_scale": 0.4}
-    for kind, options in (("some_ignored", {}), ("excluded_shard", {}), ("shard_edges", transform)):
-        made = broad_rows(kind, ROWS, COLUMNS * rank_pool.world_size, shards=rank_pool.world_size)
-        grads = tuple(grads_of_every_output(ROWS))
-        case = Case(*made, impl, options, grad_outputs=grads, function=every_output)
-        check(case, rank_pool.run(run, case))
 
 
 def _largest(rank, group, logits, labels, impl):

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from tests.support.inputs import DTYPES, batch
 from tests.support.layouts import logits_layouts
 from tests.support.logits import broad_rows
-from tests.support.logits_ranks import chunked, even
+from tests.support.logits_ranks import even
 from tests.support.pairs import covering
-from tests.support.ranks import in_four_ranks, in_two_ranks
-from tests.support.soft import Case, check, check_ranks, run_in_rank, soft_losses, soft_targets
+from tests.support.ranks import in_several_ranks, in_two_ranks
+from tests.support.soft import Case, check, check_ranks, rank_bounds, run_in_rank, soft_losses, soft_targets
 from vocab_parallel_ce import soft_cross_entropy, verify_calls, vocab_parallel_cross_entropy
 from vocab_parallel_ce.soft import targets_spec
 from vocab_parallel_ce.spec import LossOptions
@@ -25,6 +25,7 @@ DIVISORS = {
     "none": {"reduction": "none"},
     "sum": {"reduction": "sum"},
     "items": {"reduction": "sum", "num_items": torch.tensor(6.5)},
+    "mean / int": {"num_items": 7},
 }
 
 
@@ -76,14 +77,32 @@ PAIRS = covering(
 )
 
 
+EACH = pytest.mark.parametrize("pair", PAIRS, ids=map(str, range(len(PAIRS))))
+
+
+def case_of_pair(pair):
+    options = {name: pair[name] for name in EVERY}
+    ways = {**DIVISORS[pair["divisor"]], "gradient": pair["gradient"]}
+    made = case_of(pair["kind"], pair["dtype"], pair["target_dtype"], options=options, **ways)
+    return made._replace(padding=pair["padding"])
+
+
 @pytest.mark.quick(3)
 @pytest.mark.interpreted(6)
-@pytest.mark.parametrize("case", PAIRS, ids=map(str, range(len(PAIRS))))
-def test_every_pair_of_options_on_together(impl_device, case):
-    options = {name: case[name] for name in EVERY}
-    ways = {**DIVISORS[case["divisor"]], "gradient": case["gradient"]}
-    made = case_of(case["kind"], case["dtype"], case["target_dtype"], options=options, **ways)
-    check(impl_device, made._replace(padding=case["padding"]))
+@EACH
+def test_every_pair_of_options_on_together(impl_device, pair):
+    check(impl_device, case_of_pair(pair))
+
+
+@pytest.mark.quick(3)
+@pytest.mark.interpreted(3)
+@EACH
+@in_several_ranks
+def test_every_pair_on_ranks(rank_pool, impl, pair):
+    case = case_of_pair(pair)
+    bounds = rank_bounds(case, rank_pool.world_size)
+    results = rank_pool.run(run_in_rank, case, impl, bounds)
+    check_ranks(case, results, bounds, [24 if pair["label_smoothing"] else 16])
 
 
 @pytest.mark.interpreted(3)
@@ -208,27 +227,10 @@ def test_torch_compile_breaks_the_graph_and_computes_the_same():
     assert torch.equal(loss, expected) and torch.equal(leaf.grad, again.grad)
 
 
-RANKS = (
-    ("shard_edges", {}, {"reduction": "none"}),
-    ("excluded_shard", {}, {"reduction": "sum", "num_items": 7}),
-    ("peaked", EVERY, {"reduction": "mean", "gradient": "out_of_place"}),
-)
-
-
-@pytest.mark.quick
 @in_two_ranks
-def test_two_ranks(rank_pool, impl):
-    for kind, options, ways in RANKS:
-        case, bounds = case_of(kind, columns=40, options=options, **ways), even(20, 2)
-        results = rank_pool.run(run_in_rank, case, impl, bounds)
-        check_ranks(case, results, bounds, [24 if "label_smoothing" in options else 16])
-
-
-@in_four_ranks
-def test_four_ranks_with_padding(rank_pool, impl):
-    for bounds in (even(12, 4), chunked(41, 4)):
-        case = case_of("peaked", torch.bfloat16, columns=41, options=EVERY, reduction="none")
-        check_ranks(case, rank_pool.run(run_in_rank, case, impl, bounds), bounds, [24])
+def test_a_shard_that_is_excluded(rank_pool, impl):
+    case, bounds = case_of("excluded_shard", columns=40, reduction="sum", num_items=7), even(20, 2)
+    check_ranks(case, rank_pool.run(run_in_rank, case, impl, bounds), bounds, [16])
 
 
 def _verified(rank, group):

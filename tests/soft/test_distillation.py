@@ -6,10 +6,9 @@ import torch.nn.functional as F
 
 from tests.support.inputs import DTYPES, IGNORE_INDEX
 from tests.support.logits import broad_rows
-from tests.support.logits_ranks import chunked, even
 from tests.support.pairs import covering
-from tests.support.ranks import in_four_ranks, in_two_ranks
-from tests.support.soft import Case, check, check_ranks, divergences, run_in_rank
+from tests.support.ranks import in_several_ranks
+from tests.support.soft import Case, check, check_ranks, divergences, rank_bounds, run_in_rank
 from vocab_parallel_ce import VocabShard, distillation_loss, vocab_parallel_cross_entropy
 from vocab_parallel_ce.soft import divergence_spec
 from vocab_parallel_ce.soft.distillation import DIVERGENCES
@@ -22,6 +21,7 @@ DIVISORS = {
     "none": {"reduction": "none"},
     "sum": {"reduction": "sum"},
     "items": {"reduction": "sum", "num_items": torch.tensor(6.5)},
+    "mean / int": {"num_items": 7},
 }
 
 
@@ -109,24 +109,46 @@ PAIRS = covering(
     gradient=("in_backward", "out_of_place"),
     dtype=DTYPES,
     teacher_dtype=DTYPES,
+    ignore_index=(IGNORE_INDEX, 5),
 )
+
+
+EACH = pytest.mark.parametrize("pair", PAIRS, ids=map(str, range(len(PAIRS))))
+
+
+def case_of_pair(pair):
+    divergence, _, beta = pair["divergence"].partition(" ")
+    options = {"divergence": divergence, "temperature": pair["temperature"]} | ({"beta": 0.2} if beta else {})
+    options |= {"hard_weight": pair["hard"]} if pair["hard"] else {}
+    ways = {**DIVISORS[pair["divisor"]], "gradient": pair["gradient"]}
+    labels = pair["hard"] is not None
+    made = case_of(pair["kind"], pair["dtype"], pair["teacher_dtype"], labels=labels, options=options, **ways)
+    if labels:
+        options["ignore_index"] = pair["ignore_index"]
+        made.labels[2] = pair["ignore_index"]
+        made.logits[2], made.other[2] = NAN, NAN  # an ignored row
+        clean = made._replace(logits=made.logits.nan_to_num(0.0), other=made.other.nan_to_num(0.0))
+        made = made._replace(oracle=clean)
+    return made._replace(padding=pair["padding"])
 
 
 @pytest.mark.quick(3)
 @pytest.mark.interpreted(8)
-@pytest.mark.parametrize("case", PAIRS, ids=map(str, range(len(PAIRS))))
-def test_every_pair_of_options_on_together(impl_device, case):
-    divergence, _, beta = case["divergence"].partition(" ")
-    options = {"divergence": divergence, "temperature": case["temperature"]} | ({"beta": 0.2} if beta else {})
-    options |= {"hard_weight": case["hard"]} if case["hard"] else {}
-    ways = {**DIVISORS[case["divisor"]], "gradient": case["gradient"]}
-    labels = case["hard"] is not None
-    made = case_of(case["kind"], case["dtype"], case["teacher_dtype"], labels=labels, options=options, **ways)
-    if labels:
-        made.logits[2], made.other[2] = NAN, NAN  # an ignored row
-        clean = made._replace(logits=made.logits.nan_to_num(0.0), other=made.other.nan_to_num(0.0))
-        made = made._replace(oracle=clean)
-    check(impl_device, made._replace(padding=case["padding"]))
+@EACH
+def test_every_pair_of_options_on_together(impl_device, pair):
+    check(impl_device, case_of_pair(pair))
+
+
+@pytest.mark.quick(3)
+@pytest.mark.interpreted(4)
+@EACH
+@in_several_ranks
+def test_every_pair_on_ranks(rank_pool, impl, pair):
+    case = case_of_pair(pair)
+    bounds = rank_bounds(case, rank_pool.world_size)
+    of_hard = 8 if pair["hard"] else 0
+    sent = [16 + of_hard, 8] if pair["divergence"].startswith("js") else [20 + of_hard]
+    check_ranks(case, rank_pool.run(run_in_rank, case, impl, bounds), bounds, sent)
 
 
 @pytest.mark.interpreted(3)
@@ -217,28 +239,6 @@ def test_refusals_by_name():
         given = {"student_logits": student, "teacher_logits": teacher} | changed
         with pytest.raises(error, match=f"^{words}"):
             distillation_loss(**given)
-
-
-RANKS = (
-    ("shard_edges", {}, {"reduction": "none"}, [20]),
-    ("peaked", {"divergence": "reverse", "temperature": 2.0, "hard_weight": 0.4}, {"reduction": "mean"}, [28]),
-    ("far_negative", {"divergence": "js", "beta": 0.3}, {"reduction": "sum", "num_items": 7}, [16, 8]),
-)
-
-
-@pytest.mark.quick
-@in_two_ranks
-def test_two_ranks(rank_pool, impl):
-    for kind, options, ways, sent in RANKS:
-        case, bounds = case_of(kind, columns=40, labels=True, options=options, **ways), even(20, 2)
-        check_ranks(case, rank_pool.run(run_in_rank, case, impl, bounds), bounds, sent)
-
-
-@in_four_ranks
-def test_four_ranks_with_padding(rank_pool, impl):
-    for (kind, options, _, sent), bounds in zip(RANKS, (even(12, 4), chunked(41, 4), even(21, 4)), strict=True):
-        case = case_of(kind, torch.bfloat16, None, 41, True, options, reduction="none")
-        check_ranks(case, rank_pool.run(run_in_rank, case, impl, bounds), bounds, sent)
 
 
 def _other_padding(rank, group):

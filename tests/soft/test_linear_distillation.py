@@ -6,10 +6,12 @@ import torch.nn.functional as F
 
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import record_collectives
-from tests.support.inputs import IGNORE_INDEX, NAN
-from tests.support.ranks import device_of, in_two_ranks
+from tests.support.inputs import IGNORE_INDEX, NAN, padded_shard
+from tests.support.logits_ranks import BOUNDS, assembled, even
+from tests.support.pairs import covering
+from tests.support.ranks import device_of, in_several_ranks, on_cpu
 from tests.support.soft import divergences
-from vocab_parallel_ce import linear_distillation_loss
+from vocab_parallel_ce import VocabShard, linear_distillation_loss
 from vocab_parallel_ce.soft.distillation import DIVERGENCES
 
 TOKENS, WIDTH, OF_TEACHER, COLUMNS = 9, 12, 7, 40
@@ -21,51 +23,131 @@ def inputs(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     shapes = (TOKENS, WIDTH), (COLUMNS, WIDTH), (TOKENS, OF_TEACHER), (COLUMNS, OF_TEACHER), (COLUMNS,), (COLUMNS,)
     made = {n: torch.randn(s, generator=generator).to(dtype) for n, s in zip(NAMES, shapes, strict=True)}
+    # Broad distributions: gradients of confident ones are differences of nearly equal numbers.
+    made = {n: t * 0.5 if "weight" in n else t for n, t in made.items()}
     labels = torch.randint(0, COLUMNS, (TOKENS,), generator=generator)
     labels[3], labels[5] = IGNORE_INDEX, IGNORE_INDEX
     return made, labels
 
 
-def oracle(made, labels, dtype, reduction, masked, **options):
-    """``(loss, gradients of student_hidden, student_weight and student_bias)`` in ``dtype``."""
-    made = {name: tensor.to(dtype).requires_grad_(name.startswith("student")) for name, tensor in made.items()}
-    student, teacher = (
-        F.linear(made[f"{who}_hidden"], made[f"{who}_weight"], made[f"{who}_bias"]) for who in ("student", "teacher")
-    )
+def oracle(made, labels, dtype, reduction, masked, num_items=None, bounds=((0, COLUMNS),), **options):
+    """``(loss, gradients of student_hidden, student_weight and student_bias)``: fp64, or None for PyTorch's own.
+
+    Args:
+        bounds: of the ranks' columns: their parts of the hidden states' gradient are added in its dtype.
+    """
+    made = {
+        name: tensor.to(dtype or tensor.dtype, copy=True).requires_grad_(name.startswith("student"))
+        for name, tensor in made.items()
+    }
+
+    def logits(who):
+        hidden, bias = made[f"{who}_hidden"], made.get(f"{who}_bias")
+        parts = [slice(start, min(stop, COLUMNS)) for start, stop in sorted(bounds) if start < COLUMNS]
+        parts = [F.linear(hidden, made[f"{who}_weight"][p], None if bias is None else bias[p]) for p in parts]
+        return torch.cat(parts, -1).to(dtype or torch.float32)
+
+    student, teacher = logits("student"), logits("teacher")
     losses = divergences(student, teacher, labels=labels, **options)
     if masked:
-        losses = losses.where(labels != IGNORE_INDEX, 0.0)
-    loss = losses.sum() / (float((labels != IGNORE_INDEX).sum()) if masked else TOKENS) ** (reduction == "mean")
-    of_student = [made[name] for name in NAMES if name.startswith("student")]
+        losses = losses.where(labels != options.get("ignore_index", IGNORE_INDEX), 0.0)
+    n_tokens = float((labels != options.get("ignore_index", IGNORE_INDEX)).sum()) if masked else TOKENS
+    loss = losses.sum() / (n_tokens ** (reduction == "mean") if num_items is None else float(num_items))
+    of_student = [made[name] for name in NAMES if name.startswith("student") and name in made]
     return loss.detach(), torch.autograd.grad(loss * 0.75, of_student)
 
 
 def check(loss, grads, made, labels, **given):
-    truth, peer = (oracle(made, labels, dtype, **given) for dtype in (torch.float64, torch.float32))
+    truth, peer = (oracle(made, labels, dtype, **given) for dtype in (torch.float64, None))
     assert_within_budget(loss, truth[0], peer[0])
     for grad, *others in zip(grads, truth[1], peer[1], strict=True):
         assert_within_budget(grad, *others)
 
 
-@pytest.mark.interpreted(2)
-@pytest.mark.parametrize("chunk_tokens", (4, "auto"))
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_loss_and_gradients(impl_device, divergence, chunk_tokens):
-    impl, device = impl_device
+DIVISORS = {
+    "mean": {"reduction": "mean"},
+    "sum": {"reduction": "sum"},
+    "sum / fp32": {"reduction": "sum", "num_items": torch.tensor(6.5)},
+    "mean / int": {"reduction": "mean", "num_items": 7},
+}
+PAIRS = covering(
+    divergence=(*DIVERGENCES, "js 0.2"),
+    divisor=tuple(DIVISORS),
+    temperature=(1.0, 2.5),
+    hard=(None, 0.0, 0.3),  # None: without labels
+    ignore_index=(IGNORE_INDEX, 5),
+    columns=tuple(BOUNDS),
+    chunk_tokens=(1, 4, "auto"),
+    reduce_hidden_grad=(True, False),
+    bias=(True, False),
+    dtype=(torch.float32, torch.bfloat16),
+    of_teacher=(torch.float32, torch.bfloat16),
+)
+EACH = pytest.mark.parametrize("pair", PAIRS, ids=map(str, range(len(PAIRS))))
+
+
+def given_of(pair):
+    """The tensors over the whole vocabulary, labels, and what the oracle knows of the options."""
     made, labels = inputs()
-    masked = divergence != "reverse"
-    options = {"divergence": divergence, "temperature": 1.5} | ({"hard_weight": 0.3} if masked else {})
-    own = {n: t.clone().to(device).requires_grad_(n.startswith("student")) for n, t in made.items()}
-    reduction = "mean" if chunk_tokens == 4 else "sum"
-    given = {**options, "reduction": reduction, "chunk_tokens": chunk_tokens, "impl": impl}
-    loss = linear_distillation_loss(**own, **given, labels=labels.to(device) if masked else None)
-    loss.backward(torch.tensor(0.75, device=device))
-    grads = [own[name].grad.cpu() for name in NAMES if name.startswith("student")]
-    check(loss.cpu(), grads, made, labels, reduction=reduction, masked=masked, **options)
-    assert not masked or not grads[0][3].any()
+    made = {n: t.to(pair["of_teacher" if n.startswith("teacher") else "dtype"]) for n, t in made.items()}
+    made = {n: t for n, t in made.items() if pair["bias"] or "bias" not in n}
+    labels[labels == IGNORE_INDEX] = pair["ignore_index"]
+    divergence, _, beta = pair["divergence"].partition(" ")
+    options = {"divergence": divergence, "temperature": pair["temperature"]} | ({"beta": 0.2} if beta else {})
+    options |= {"hard_weight": pair["hard"]} if pair["hard"] else {}
+    return made, labels, options | DIVISORS[pair["divisor"]] | {"ignore_index": pair["ignore_index"]}
+
+
+def _in_rank(rank, group, pair, impl, device=None):
+    """``(loss, gradients, collectives of forward)`` with this rank's rows of both heads; the padding is large."""
+    n_ranks, device = (1, device) if group is None else (group.size(), device_of(rank, group))
+    made, labels, options = given_of(pair)
+    start, stop = BOUNDS[pair["columns"]].get(n_ranks, even(COLUMNS // n_ranks, n_ranks))[rank]
+    own = {n: t if "hidden" in n else padded_shard(t.t(), start, stop, 300.0).t().contiguous() for n, t in made.items()}
+    own = {n: t.clone().to(device).requires_grad_(n.startswith("student")) for n, t in own.items()}
+    options |= {name: pair[name] for name in ("chunk_tokens", "reduce_hidden_grad")}
+    options |= {"labels": None if pair["hard"] is None else labels.to(device), "group": group, "impl": impl}
+    with record_collectives() as calls:
+        loss = linear_distillation_loss(**own, **options, shard=VocabShard(start, stop, COLUMNS))
+    with record_collectives() as in_backward:
+        loss.backward(torch.tensor(0.75, device=device))
+    assert not in_backward
     with pytest.raises(RuntimeError, match="second time|second backward|backward through the graph"):
         loss.backward()
-    assert torch.equal(own["teacher_hidden"].cpu(), made["teacher_hidden"])
+    return loss, [own[n].grad for n in NAMES if n.startswith("student") and n in own], [call.name for call in calls]
+
+
+def check_pair(pair, results):
+    made, labels, options = given_of(pair)
+    masked, n_ranks = pair["hard"] is not None, len(results)
+    bounds = BOUNDS[pair["columns"]].get(n_ranks, even(COLUMNS // n_ranks, n_ranks))
+    hidden = [grads[0] for _, grads, _ in results]
+    if pair["reduce_hidden_grad"]:
+        assert all(torch.equal(grad, hidden[0]) for grad in hidden)
+    parts = zip(*(grads[1:] for _, grads, _ in results), strict=True)
+    of_head = [assembled(bounds, part, COLUMNS) for part in parts]
+    grads = [hidden[0] if pair["reduce_hidden_grad"] else sum(hidden[1:], start=hidden[0]), *of_head]
+    check(results[0][0], grads, made, labels, masked=masked, bounds=bounds, **options)
+    for loss, _, calls in results:
+        assert torch.equal(loss, results[0][0])
+        n_chunks = calls.count("_allgather_base_") / (1 + (options["divergence"] == "js"))
+        assert calls.count("allreduce_") == n_chunks * pair["reduce_hidden_grad"]
+        assert (n_chunks > 0) == (n_ranks > 1) and len(calls) == len([c for c in calls if "base" in c or "allr" in c])
+
+
+@pytest.mark.interpreted(4)
+@EACH
+def test_every_pair_of_options_on_together(impl_device, pair):
+    check_pair(pair, [on_cpu(_in_rank(0, None, pair, *impl_device))])
+
+
+@pytest.mark.interpreted(2)
+@EACH
+@in_several_ranks
+def test_every_pair_on_ranks(rank_pool, impl, pair):
+    # In fp32 the order in which ranks add is as large as the budget of the reverse divergence.
+    pair = pair | {"dtype": torch.bfloat16}
+    check_pair(pair, rank_pool.run(_in_rank, pair, impl))
 
 
 @pytest.mark.reference
@@ -108,28 +190,3 @@ def test_refusals_by_name():
     ):
         with pytest.raises(error, match=f"^{words}"):
             linear_distillation_loss(**(made | changed))
-
-
-def _in_rank(rank, group, impl):
-    """``(loss, gradients, names of the collectives)`` with this rank's half of both heads."""
-    made, labels = inputs()
-    own = {n: t if "hidden" in n else t.chunk(2)[rank].clone() for n, t in made.items()}
-    device = device_of(rank, group)
-    own = {n: t.to(device).requires_grad_(n.startswith("student")) for n, t in own.items()}
-    labels = labels.to(device)
-    with record_collectives() as calls:
-        loss = linear_distillation_loss(
-            **own, labels=labels, divergence="js", beta=0.3, group=group, vocab_size=COLUMNS, chunk_tokens=4, impl=impl
-        )
-        loss.backward(torch.tensor(0.75, device=device))
-    return loss, [own[name].grad for name in NAMES if name.startswith("student")], [call.name for call in calls]
-
-
-@in_two_ranks
-def test_two_ranks(rank_pool, impl):
-    (loss, first, calls), (other, second, _) = rank_pool.run(_in_rank, impl)
-    made, labels = inputs()
-    assert torch.equal(loss, other) and torch.equal(first[0], second[0])
-    grads = [first[0], torch.cat([first[1], second[1]]), torch.cat([first[2], second[2]])]
-    check(loss, grads, made, labels, reduction="mean", masked=True, divergence="js", beta=0.3)
-    assert calls.count("_allgather_base_") == 2 * calls.count("allreduce_") > 0

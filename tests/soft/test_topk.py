@@ -7,10 +7,9 @@ import torch
 
 from tests.support.inputs import DTYPES, IGNORE_INDEX
 from tests.support.logits import broad_rows
-from tests.support.logits_ranks import chunked, even
 from tests.support.pairs import covering
-from tests.support.ranks import in_four_ranks, in_two_ranks
-from tests.support.soft import Case, check, check_ranks, run_in_rank
+from tests.support.ranks import in_several_ranks
+from tests.support.soft import Case, check, check_ranks, rank_bounds, run_in_rank
 from vocab_parallel_ce import distillation_loss
 
 NAN, INF = float("nan"), float("inf")
@@ -61,16 +60,33 @@ PAIRS = covering(
 WAYS = {"mean": {}, "none": {"reduction": "none"}, "items": {"reduction": "sum", "num_items": 7}}
 
 
+EACH = pytest.mark.parametrize("pair", PAIRS, ids=map(str, range(len(PAIRS))))
+
+
+def case_of_pair(pair):
+    options = {"rest": pair["rest"], "temperature": pair["temperature"]}
+    ways = {**WAYS[pair["way"]], "gradient": pair["gradient"]}
+    made = case_of(pair["kind"], pair["dtype"], labels=pair["labels"], k=pair["k"], options=options, **ways)
+    return made._replace(padding=pair["padding"])
+
+
 @pytest.mark.quick(3)
 @pytest.mark.interpreted(4)
-@pytest.mark.parametrize("case", PAIRS, ids=map(str, range(len(PAIRS))))
-def test_every_pair_of_options_on_together(impl_device, case):
-    options = {"rest": case["rest"], "temperature": case["temperature"]}
-    ways = {**WAYS[case["way"]], "gradient": case["gradient"]}
-    made = case_of(case["kind"], case["dtype"], labels=case["labels"], k=case["k"], options=options, **ways)
+@EACH
+def test_every_pair_of_options_on_together(impl_device, pair):
     device = impl_device[1]
     function = partial(_on, device) if device != "cpu" else topk_loss
-    check(impl_device, made._replace(padding=case["padding"], function=function))
+    check(impl_device, case_of_pair(pair)._replace(function=function))
+
+
+@pytest.mark.quick(3)
+@pytest.mark.interpreted(3)
+@EACH
+@in_several_ranks
+def test_every_pair_on_ranks(rank_pool, impl, pair):
+    case = case_of_pair(pair)
+    bounds = rank_bounds(case, rank_pool.world_size)
+    check_ranks(case, rank_pool.run(run_in_rank, case, impl, bounds), bounds, [20])
 
 
 def _on(device, student, ignored, **options):
@@ -148,17 +164,3 @@ def test_refusals_by_name():
         distillation_loss(student, student.clone(), rest="bucket")
     with pytest.raises(TypeError, match="^teacher_logits: expected a torch.Tensor"):
         distillation_loss(student)
-
-
-@in_two_ranks
-def test_two_ranks(rank_pool, impl):
-    for rest in ("ignore", "bucket"):
-        case = case_of("shard_edges", columns=40, labels=True, options={"rest": rest}, reduction="none")
-        check_ranks(case, rank_pool.run(run_in_rank, case, impl, even(20, 2)), even(20, 2), [20])
-
-
-@in_four_ranks
-def test_four_ranks_with_padding(rank_pool, impl):
-    for bounds in (even(12, 4), chunked(41, 4)):
-        case = case_of("peaked", torch.bfloat16, 41, options={"rest": "bucket", "temperature": 2.0})
-        check_ranks(case, rank_pool.run(run_in_rank, case, impl, bounds), bounds, [20])

@@ -287,6 +287,11 @@ def assert_right(
     **options: Any,
 ) -> None:
     """``results`` of the call with ``options`` are those of the whole computation, metrics included."""
+    if options.pop("shift", False):
+        if results.hidden is not None:
+            assert not results.hidden[..., -1, :].any(), "gradient of the last token, which predicts nothing"
+            results = results._replace(hidden=results.hidden[..., :-1, :])
+        inputs = inputs._replace(hidden=inputs.hidden[..., :-1, :], labels=inputs.labels[..., 1:])
     truth = linear_fp64(inputs, *grad_outputs, **options)
     assert_results(results, truth, linear_same_dtype(inputs, *grad_outputs, bounds=bounds, **options))
     if options.get("return_metrics"):

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.support import linear
 from tests.support.collectives import Collective
 from tests.support.linear import LEAVES, Projection, Results, assert_right, grad_output_of, padded_weight
-from tests.support.logits_ranks import assembled, assert_same_outputs, even, with_collectives
-from tests.support.ranks import device_of, subgroups
+from tests.support.logits_ranks import assembled, assert_same_outputs, even, n_statistics, own_weights, with_collectives
+from tests.support.ranks import device_of, on_cpu, subgroups
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
 COLUMNS, ROWS = 20, 6
@@ -35,6 +35,7 @@ class Case(NamedTuple):
     function: Callable[..., Any] = linear_cross_entropy
     frozen: tuple[str, ...] = ()
     main_grad: bool = False
+    weight_form: str = "whole"  # or "columns": class_weight is that of this rank's
 
 
 def bounds_of(case: Case, n_ranks: int) -> Sequence[tuple[int, int]]:
@@ -42,7 +43,9 @@ def bounds_of(case: Case, n_ranks: int) -> Sequence[tuple[int, int]]:
 
 
 def grad_outputs_of(case: Case) -> tuple[torch.Tensor | None, ...]:
-    return case.grad_outputs or (grad_output_of(case.options, case.inputs.labels.numel()),)
+    labels = case.inputs.labels[..., 1:] if case.options.get("shift") else case.inputs.labels
+    given = grad_output_of(case.options, labels.numel())
+    return case.grad_outputs or (given.view(labels.shape) if given.dim() else given,)
 
 
 class Result(NamedTuple):
@@ -74,13 +77,24 @@ def run(
         (group,) = subgroups(members)
         if rank not in members:
             return None
-    device = device_of(rank, torch.distributed.group.WORLD)
-    start, stop = bounds_of(case, group.size())[group.rank()]
+    return run_on(device_of(rank, torch.distributed.group.WORLD), group, case, as_dtensors)
+
+
+def run_alone(impl_device: tuple[str, str], case: Case) -> list[Result]:
+    """In this process: one call without a group."""
+    impl, device = impl_device
+    return [on_cpu(run_on(torch.device(device), None, case._replace(impl=impl)))]
+
+
+def run_on(device: torch.device, group: Any, case: Case, as_dtensors: bool = False) -> Result:
+    """In a rank: one call and its backward."""
+    rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
+    start, stop = bounds_of(case, n_ranks)[rank]
     vocab_size = len(case.inputs.weight)
     weight, bias = padded_weight(case.inputs, start, stop)
     hidden = case.inputs.hidden
     if case.options.get("sequence_parallel"):
-        hidden = hidden.chunk(group.size(), case.options.get("sequence_dim", 0))[group.rank()]
+        hidden = hidden.chunk(n_ranks, case.options.get("sequence_dim", 0))[rank]
     leaves = [
         None if leaf is None else leaf.clone().to(device).requires_grad_(name not in case.frozen)
         for name, leaf in zip(LEAVES, (hidden, weight, bias), strict=True)
@@ -92,6 +106,9 @@ def run(
     options = {**case.options, "bias": leaves[2], "group": group, "impl": case.impl}
     size = {"shard": VocabShard(start, stop, vocab_size), "vocab_size": vocab_size}
     options |= {name: value for name, value in size.items() if name == case.size}
+    options |= own_weights(case, start, stop, device)
+    if "expected_grad_output" in options:
+        options["expected_grad_output"] = options["expected_grad_output"].to(device)
     main_grad = torch.zeros(weight.shape, device=device) if case.main_grad else None
     if main_grad is not None:
         options["main_grad"] = main_grad
@@ -165,3 +182,34 @@ def check_collectives(case: Case, results: Sequence[Result], extra: int = 0) -> 
         )
         assert forward == (gathers + reduces if in_forward else gathers)
         assert backward == (Counter() if in_forward else reduces)
+
+
+def check_sent(case: Case, results: Sequence[Result], leaves_out: bool) -> None:
+    """Bytes of each kind of collective, over the chunks.
+
+    Args:
+        leaves_out: tokens that are ignored, as a CPU does that counts them.
+    """
+    options, (hidden, _, labels, _) = case.options, case.inputs
+    if options.get("shift"):
+        labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=options["ignore_index"])
+    kept = labels.numel()
+    in_forward = options.get("gradient") == "in_forward"
+    counts = "reduction" not in options or options["reduction"] == "mean"
+    sum_of_weights = 4 * (in_forward and "class_weight" in options and counts and "num_items" not in options)
+    expected = Counter()
+    if options.get("sequence_parallel"):
+        expected["_allgather_base_"] = (2 - in_forward) * hidden.nbytes // len(results)
+        expected["_reduce_scatter_base_"] = hidden.nbytes
+    else:
+        n_valid = int((labels != options["ignore_index"]).sum())
+        kept = min(options["valid_tokens"] or (n_valid if leaves_out else kept), kept)
+        expected["allreduce_"] = (
+            options.get("reduce_hidden_grad", True) * kept * hidden.shape[-1] * hidden.element_size()
+        )
+    expected["_allgather_base_"] += sum_of_weights + 4 * n_statistics(case) * kept
+    for result in results:
+        sent = Counter()
+        for call in result.in_forward + result.in_backward:
+            sent[call.name] += call.nbytes
+        assert sent == (+expected if len(results) > 1 else Counter())

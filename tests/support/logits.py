@@ -28,6 +28,7 @@ DIVISORS = {
     "sum / int": {"reduction": "sum", "num_items": 7},
     "sum / int64": {"reduction": "sum", "num_items": torch.tensor(7)},
     "sum / fp32": {"reduction": "sum", "num_items": torch.tensor(6.5)},
+    "mean / float": {"num_items": 6.25},
 }
 EVERY = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 10.0, "logit_scale": 0.4}
 _ORACLE_OPTIONS = {name for name, p in inspect.signature(oracle.values).parameters.items() if p.default is not p.empty}
@@ -48,9 +49,10 @@ OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "is_top1")
 
 
 def of_every_output(found: TokenLogProbs) -> tuple[Tensor, ...]:
-    """What the oracle's ``every_output`` returns, and ``is_top1``."""
+    """What the oracle's ``every_output`` returns, and ``is_top1``; rank and the largest, if they were asked for."""
     log_probs, entropy, lse, sum_sq_probs = found[:4]
-    return log_probs, entropy, lse, 1 + sum_sq_probs, torch.stack([found.lse, found.mean_logit], dim=-1), found.is_top1
+    both, others = torch.stack([found.lse, found.mean_logit], dim=-1), [v for v in found[6:] if v is not None]
+    return log_probs, entropy, lse, 1 + sum_sq_probs, both, found.is_top1, *others
 
 
 def grads_of_every_output(rows: int, used: str | int = "all") -> list[Tensor | None]:
@@ -60,9 +62,9 @@ def grads_of_every_output(rows: int, used: str | int = "all") -> list[Tensor | N
     return [grad if used in ("all", i) else None for i, grad in enumerate(grads)]
 
 
-def every_output(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
+def every_output(logits: Tensor, labels: Tensor, rank: bool = False, **options: Any) -> tuple[Tensor, ...]:
     """Every output of :func:`token_log_probs`, as :func:`of_every_output` says."""
-    return of_every_output(token_log_probs(logits, labels, outputs=OUTPUTS, **options))
+    return of_every_output(token_log_probs(logits, labels, outputs=OUTPUTS + ("rank",) * rank, **options))
 
 
 def of_oracle(options: dict[str, Any]) -> dict[str, Any]:
@@ -154,6 +156,9 @@ def assert_right(
     **options: Any,
 ) -> None:
     """``results`` over the whole vocabulary, on any device, are the oracle's of ``logits`` on the CPU."""
+    if options.pop("shift", False):
+        assert not results.grad[..., -1, :].any(), "gradient of the last token, which predicts nothing"
+        results, logits, labels = results._replace(grad=results.grad[..., :-1, :]), logits[..., :-1, :], labels[..., 1:]
     given = of_oracle(options)
     if function is token_log_probs:
         assert len(results.outputs) == 1 + options.get("entropy", False)

@@ -12,9 +12,16 @@ import torch
 
 from tests.support.collectives import Collective, record_collectives
 from tests.support.inputs import NAN, padded_shard
+from tests.support.linear import linear_every_output
 from tests.support.logits import Results, assert_right, backward, every_output, flat_outputs, random_grad_output
-from tests.support.ranks import device_of, subgroups
+from tests.support.ranks import device_of, on_cpu, subgroups
 from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
+
+BOUNDS = {  # of the columns of each rank of 40, by the number of ranks
+    "even": {},
+    "padded": {1: [(0, 48)], 2: [(0, 24), (24, 48)], 4: [(0, 16), (16, 32), (32, 48), (48, 64)]},
+    "uneven": {1: [(0, 40)], 2: [(7, 40), (0, 7)], 4: [(17, 31), (0, 10), (31, 40), (10, 17)]},
+}
 
 
 def even(n_columns: int, n_ranks: int) -> list[tuple[int, int]]:
@@ -66,6 +73,7 @@ class Case(NamedTuple):
     size: str = "even"  # how ranks say which columns are theirs: "shard", "vocab_size" or "even"
     grad_outputs: tuple[torch.Tensor | None, ...] | None = None  # None: that of the reduction
     function: Callable[..., Any] = vocab_parallel_cross_entropy
+    weight_form: str = "whole"  # or "columns": class_weight is that of this rank's
 
 
 class Result(NamedTuple):
@@ -83,8 +91,10 @@ def bounds_of(case: Case, n_ranks: int) -> Sequence[tuple[int, int]]:
 
 
 def grad_outputs_of(case: Case) -> tuple[torch.Tensor | None, ...]:
-    is_reduced = case.options.get("reduction") != "none"
-    return case.grad_outputs or (torch.tensor(0.75) if is_reduced else random_grad_output(case.labels.numel()),)
+    if case.grad_outputs:
+        return case.grad_outputs
+    is_reduced, rows = case.options.get("reduction") != "none", case.labels.numel()
+    return (torch.tensor(0.75) if is_reduced else random_grad_output(rows - case.options.get("shift", False)),)
 
 
 def run(
@@ -96,23 +106,54 @@ def run(
         group = next((made for made, members in groups if rank in members), None)
         if group is None:
             return None
-    device = device_of(rank, torch.distributed.group.WORLD)
-    start, stop = bounds_of(case, group.size())[group.rank()]
+    return run_on(device_of(rank, torch.distributed.group.WORLD), group, case, with_alone)
+
+
+def run_alone(impl_device: tuple[str, str], case: Case) -> list[Result]:
+    """In this process: one call without a group."""
+    impl, device = impl_device
+    return [on_cpu(run_on(torch.device(device), None, case._replace(impl=impl)))]
+
+
+def own_weights(case: Any, start: int, stop: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """``class_weight`` of the vocabulary, or of those columns, NaN in the padding; nothing if the case has none."""
+    given = case.options.get("class_weight")
+    if given is None:
+        return {}
+    if case.weight_form == "columns":
+        given = padded_shard(given, start, stop)
+    return {"class_weight": given.to(device)}
+
+
+def run_on(device: torch.device, group: Any, case: Case, with_alone: bool = False) -> Result:
+    """In a rank: one call and its backward."""
+    rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
+    start, stop = bounds_of(case, n_ranks)[rank]
     vocab_size = case.logits.shape[-1]
     leaf = padded_shard(case.logits, start, stop).to(device).requires_grad_()
     labels = case.labels.to(device)
     size = {"shard": VocabShard(start, stop, vocab_size), "vocab_size": vocab_size}
     options = {**case.options, **{name: size[name] for name in size if name == case.size}, "impl": case.impl}
+    options |= own_weights(case, start, stop, device)
     call = partial(case.function, leaf, labels, group=group, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         outputs, *collectives = with_collectives(call, grad_outputs_of(case))
     assert torch.equal(labels.cpu(), case.labels), "labels were written"
     alone = None
-    if with_alone and group.rank() == 0:
+    if with_alone and rank == 0:
         whole = case.function(case.logits.to(device), labels, **case.options, impl=case.impl)
         alone = flat_outputs(whole)[0]
     return Result(outputs, leaf.grad, *collectives, alone)
+
+
+def n_statistics(case: Any) -> int:
+    """How many each rank sends of a row."""
+    options, number = case.options, 3
+    number += 2 * bool(options.get("label_smoothing")) + bool(options.get("return_metrics") or options.get("entropy"))
+    number += options.get("class_weight") is not None
+    number += 2 * (options.get("top_k") or 0)
+    return number + 5 * (case.function in (every_output, linear_every_output))
 
 
 def check(case: Case, results: Sequence[Result], ranks: Sequence[int] | None = None) -> Results:
@@ -131,12 +172,10 @@ def check(case: Case, results: Sequence[Result], ranks: Sequence[int] | None = N
             each = whole._replace(outputs=(first, *whole.outputs[1:]))
             given = {"function": case.function, **case.options}
             assert_right(each, case.logits, case.labels, *grad_outputs_of(case), **given)
-    extra = 2 * bool(case.options.get("label_smoothing"))
-    extra += bool(case.options.get("return_metrics") or case.options.get("entropy"))
-    extra += case.options.get("class_weight") is not None
-    extra += 5 * (case.function is every_output)
     ranks = tuple(ranks or range(len(results)))
-    expected = [("_allgather_base_", ranks, 4 * (3 + extra) * case.labels.numel())]
+    expected = [("_allgather_base_", ranks, 4 * n_statistics(case) * case.labels.numel())]
+    if case.options.get("rank"):
+        expected.append(("allreduce_", ranks, 8 * case.labels.numel()))
     for result in results:
         assert [tuple(call) for call in result.in_forward] == (expected if len(ranks) > 1 else [])
         assert result.in_backward == []

@@ -65,7 +65,7 @@ def values(
 ) -> Values:
     """Differentiable outputs for ``logits [..., V]``, in their dtype.
 
-    With 0 ``num_items`` no row counts in the loss, whatever it holds, and the rows' metrics stay.
+    With 0 ``num_items``, which divides the sum, no row counts in the loss, whatever it holds.
     """
     vocab_size = logits.shape[-1]
     x, targets = logits.reshape(-1, vocab_size), labels.reshape(-1).long()
@@ -206,5 +206,7 @@ def _token_outputs(
 def _reduced(losses: Tensor, reduction: str, num_items: int | float | Tensor | None, counted: Tensor) -> Tensor:
     if reduction == "none":
         return losses
-    divisor = float(counted.sum() if reduction == "mean" else 1 if num_items is None else num_items)
+    if num_items is None:
+        num_items = counted.sum() if reduction == "mean" else 1
+    divisor = float(num_items)
     return losses.sum() / divisor if divisor else (losses * 0).nan_to_num().sum()

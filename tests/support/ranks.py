@@ -245,7 +245,7 @@ def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connectio
         while payload := _receive(pipe):
             try:
                 fn, args = pickle.loads(payload)
-                _send(pipe, True, _on_cpu(fn(rank, dist.group.WORLD, *args)))
+                _send(pipe, True, on_cpu(fn(rank, dist.group.WORLD, *args)))
             except Exception:
                 _send(pipe, False, traceback.format_exc())
     dist.destroy_process_group()
@@ -264,5 +264,6 @@ def _receive(pipe: Connection) -> bytes:
         return b""
 
 
-def _on_cpu(value: Any) -> Any:
+def on_cpu(value: Any) -> Any:
+    """``value`` with all its tensors on the CPU and detached."""
     return tree_map(lambda item: item.detach().cpu() if isinstance(item, Tensor) else item, value)

@@ -21,7 +21,7 @@ from vocab_parallel_ce.linear.cross_entropy import SECOND_BACKWARD, split_keywor
 from vocab_parallel_ce.linear.hidden_states import HiddenStates
 from vocab_parallel_ce.linear.pipeline import Gradients, Products, Wanted
 from vocab_parallel_ce.linear.plan import Arguments, Inputs, LinearCall, plan_linear_call
-from vocab_parallel_ce.options import keyword_defaults, with_keywords
+from vocab_parallel_ce.options import divided_by, keyword_defaults, with_keywords
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft import divergence_spec
 from vocab_parallel_ce.soft.distillation import check_columns, checked_options, launchers_of
@@ -80,7 +80,7 @@ def linear_distillation_loss(
     beta: float = 0.5,
     labels: Tensor | None = None,
     hard_weight: float = 0.0,
-    num_items: int | Tensor | None = None,
+    num_items: float | Tensor | None = None,
     **keywords: Any,
 ) -> Tensor:
     """:func:`distillation_loss` of ``hidden @ weight.T + bias`` of both models, which never exist as a whole.
@@ -110,6 +110,7 @@ def linear_distillation_loss(
     """
     temperature = keywords.pop("temperature", 1.0)
     settings, head = split_keywords(keywords, KEYWORDS)
+    settings = divided_by(num_items, settings)
     if labels is None:
         settings = settings._replace(ignore_index=-100)  # nothing is ignored
     options = checked_options(divergence, beta, hard_weight, labels, settings._replace(temperature=temperature))
