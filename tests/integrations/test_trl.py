@@ -24,8 +24,7 @@ from vocab_parallel_ce.integrations import trl as fused
 in_two_ranks = in_ranks((2,), (), ())
 TOKENS, WIDTH, COLUMNS = 7, 16, 33
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-OURS = ("log_probs", "entropy", "mean_logits", "is_top1")
-WITHOUT_MEAN = ("log_probs", "entropy", "is_top1")
+OURS = FIELDS
 OWN_NAMES = {name: getattr(utils, name) for name in ("_ChunkedLogProbFunction", "DTensor")}
 OWN_CORE = OWN_NAMES["_ChunkedLogProbFunction"]
 WORDS = [f"word{i}" for i in range(40)]
@@ -55,13 +54,18 @@ def _by_name(values):
     return {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
 
 
-def _oracle(hidden, weight, bias, labels, temperature, softcap, logit_scale):
+def _logits(hidden, weight, bias, temperature=1.0, softcap=None, logit_scale=1.0):
     z = F.linear(hidden, weight, bias) * logit_scale
-    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+
+
+def _oracle(hidden, weight, bias, labels, *options):
+    z = _logits(hidden, weight, bias, *options)
     log_p = z.log_softmax(-1)
     log_probs = log_p.gather(-1, labels[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
-    return {"log_probs": log_probs, "entropy": entropy, "mean_logits": z.mean(-1), "is_top1": z.argmax(-1) == labels}
+    results = {"log_probs": log_probs, "entropy": entropy, "log_sum_sq_probs": (2 * log_p).logsumexp(-1).detach()}
+    return {**results, "mean_logits": z.mean(-1).detach(), "is_top1": z.argmax(-1) == labels}
 
 
 def _results(core, head, outputs, temperature=1.0, softcap=None, logit_scale=1.0):
@@ -100,15 +104,17 @@ def _assert_as_trl(head, outputs, **options):
     truth, true_grads = _results(_oracle, in_fp64, outputs, **options)
     assert found.keys() == peer.keys() == set(outputs) and grads.keys() == peer_grads.keys()
     assert [found[name].requires_grad for name in outputs] == [peer[name].requires_grad for name in outputs]
+    # A mean is the largest logit and the mean of differences from it.
+    largest = max([0.0, *_logits(*in_fp64[:3], **options).abs().flatten().tolist()])
     if len(head[0]) < 2:
-        _assert_same(found, truth)
+        _assert_same(*({n: v + largest * (n == "mean_logits") for n, v in each.items()} for each in (found, truth)))
         _assert_same(grads, true_grads)
         return found
     for name in outputs:
         if name == "is_top1":
             assert torch.equal(found[name], peer[name]) and torch.equal(found[name], truth[name])
         else:
-            assert_within_budget(found[name], truth[name], peer[name])
+            assert_within_budget(found[name], truth[name], peer[name], largest * (name == "mean_logits"))
     for name, grad in grads.items():
         assert_within_budget(grad, true_grads[name], peer_grads[name])
     return found
@@ -121,11 +127,11 @@ def _assert_as_trl(head, outputs, **options):
     [
         (("log_probs",), False, {}),
         (("log_probs", "entropy"), False, {"temperature": 0.7}),
-        (WITHOUT_MEAN, False, {"softcap": 5.0}),
+        (OURS, False, {"softcap": 5.0}),
         (("log_probs", "is_top1"), True, {"logit_scale": 0.25}),
         (OURS, True, {}),
         (OURS, True, {"temperature": 0.7, "logit_scale": 1.5}),
-        (WITHOUT_MEAN, True, {"temperature": 0.7, "softcap": 5.0, "logit_scale": 1.5}),
+        (OURS, True, {"temperature": 0.7, "softcap": 5.0, "logit_scale": 1.5}),
     ],
     ids=["plain", "temperature", "softcap", "scale", "bias", "temperature and scale", "all"],
 )
@@ -145,15 +151,14 @@ def test_the_first_of_equal_logits_is_top1():
     hidden, weight, _, labels = _head(bias=False)
     weight[1], weight[30] = 5 * hidden[0], 5 * hidden[0]
     head = hidden[:1].repeat(2, 1), weight, None, torch.tensor([1, 30])
-    assert _assert_as_trl(head, WITHOUT_MEAN)["is_top1"].tolist() == [True, False]
+    assert _assert_as_trl(head, OURS)["is_top1"].tolist() == [True, False]
 
 
 @pytest.mark.reference
 @pytest.mark.parametrize(
     ("reason", "outputs", "options"),
     [
-        ("outputs", FIELDS, {}),
-        ("mean_logits", OURS, {"softcap": 5.0}),
+        ("outputs", ("log_probs", "another"), {}),
         ("positive", OURS, {"logit_scale": -1.0}),
         ("positive", OURS, {"logit_scale": 0.0}),
         ("positive", ("log_probs",), {"softcap": 0.0}),
@@ -169,7 +174,7 @@ def test_what_is_left_to_trl_is_counted_and_its_own_to_the_bit(reason, outputs, 
     given = hidden, weight, bias, labels, options.get("temperature", 1.0), 20
     given += options.get("softcap"), options.get("logit_scale", 1.0), outputs
     found, own = (_by_name(core.apply(*given)) for core in (utils._ChunkedLogProbFunction, OWN_CORE))
-    assert found.keys() == own.keys() == set(outputs)
+    assert found.keys() == own.keys() == set(outputs) - {"another"}
     assert all(torch.equal(found[name], own[name]) for name in own)
     report = fused.report()
     assert report.fused == 0 and list(report.own.values()) == [1] and reason in next(iter(report.own))

@@ -101,7 +101,6 @@ def values(
     z = transformed(x.detach(), ignored)
     known = z.amax(dim=-1).isfinite() & ~ignored
     predictions = z.argmax(dim=-1).masked_fill(~known, -1)  # of equal values the first
-    accuracy = ((predictions == targets) & known).sum().to(x) / (~ignored).sum().clamp(min=1)
     lse = z.logsumexp(dim=-1).masked_fill(ignored, 0.0).reshape(labels.shape)
     return Values(
         _reduced(losses, reduction, num_items, w_target),
@@ -109,7 +108,7 @@ def values(
         entropy,
         *of_p,
         predictions.reshape(labels.shape),
-        accuracy,
+        ((predictions == targets) & known).sum().to(x) / (~ignored).sum().clamp(min=1),
         lse,
         _reduced(w_target.reshape(labels.shape) * z_loss * lse**2, reduction, num_items, w_target),
     )

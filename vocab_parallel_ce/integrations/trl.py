@@ -15,19 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce.collectives import begin_all_reduce
-from vocab_parallel_ce.cross_entropy import public
-from vocab_parallel_ce.dtensor import is_dtensor, local_rows
-from vocab_parallel_ce.linear.cross_entropy import run
-from vocab_parallel_ce.linear.plan import Arguments
-from vocab_parallel_ce.options import HeadSettings, Settings
-from vocab_parallel_ce.spec import TokenOutputs
+from vocab_parallel_ce.dtensor import is_dtensor
+from vocab_parallel_ce.linear.cross_entropy import linear_token_log_probs
 
 TP = "tp"  # the name that transformers and accelerate give tensor parallelism's dimension of a mesh
-OUTPUTS = ("log_probs", "entropy", "is_top1", "mean_logits")
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+OWN_NAMES = {"log_sum_sq_probs": "sum_sq_probs", "mean_logits": "mean_logit"}
 LEFT_TO_TRL = (
     f"outputs other than {', '.join(OUTPUTS)}",
-    "mean_logits with a softcap",
     "temperature, logit_scale or softcap is not positive",
     "DeepSpeed ZeRO-3, which must gather the head again in backward",
 )
@@ -129,16 +124,9 @@ class _Core:
         outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
     ) -> tuple[Tensor | None, ...]:
         """Return log_probs, entropy, log_sum_sq_probs, mean_logits and is_top1, each ``[N]``, or None if not asked."""
-        settings = Settings(
-            softcap=final_logit_softcapping,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            entropy="entropy" in outputs,
-            return_metrics="is_top1" in outputs,
-            reduction="none",
-            gradient="in_backward",
-        )
-        reason = _why_left_to_trl(weight, settings, outputs)
+        asked = [OWN_NAMES.get(name, name) for name in outputs if name != "log_probs"]
+        scales = {"softcap": final_logit_softcapping, "logit_scale": logit_scale, "temperature": temperature}
+        reason = _why_left_to_trl(weight, scales, outputs)
         stays_cut = is_dtensor(weight) and _is_cut_by_tensor_parallelism(weight) and not reason
         _calls[reason or "fused"] += 1
         if not stays_cut:
@@ -149,45 +137,23 @@ class _Core:
         if not torch.is_autocast_enabled(hidden.device.type):  # which casts the products alone
             weight, bias = (None if t is None else t.to(hidden.dtype) for t in (weight, bias))
         group = weight.device_mesh.get_group(TP) if stays_cut else None
-        found = _token_outputs(hidden, weight, targets, bias=bias, group=group, settings=settings)
-        log_probs = 0.0 - found.loss  # a negated 0 would be -0
-        mean = _mean_logits(hidden, weight, bias, group, settings) if "mean_logits" in outputs else None
-        return log_probs, found.entropy, None, mean, None if found.predictions is None else found.predictions == targets
+        # lse costs nothing, and makes the result a record also if nothing else is asked for.
+        found = linear_token_log_probs(
+            hidden, weight, targets, bias=bias, group=group, outputs=("lse", *asked), **scales
+        )
+        # As TRL's own, these two have no gradient.
+        sums, mean = (None if t is None else t.detach() for t in (found.sum_sq_probs, found.mean_logit))
+        return found.log_probs, found.entropy, None if sums is None else sums.log(), mean, found.is_top1
 
 
 _STAND_INS = {"_ChunkedLogProbFunction": _Core, "DTensor": _NoTensor}
 
 
-def _why_left_to_trl(weight: Tensor, settings: Settings, outputs: tuple[str, ...]) -> str | None:
+def _why_left_to_trl(weight: Tensor, scales: dict[str, float | None], outputs: tuple[str, ...]) -> str | None:
     """Return the first of ``LEFT_TO_TRL`` that holds, or None."""
-    softcap = settings.softcap
     holds = (
-        not {"log_probs", *outputs} <= set(OUTPUTS),
-        "mean_logits" in outputs and softcap is not None,
-        not min(settings.temperature, settings.logit_scale, 1.0 if softcap is None else softcap) > 0,
+        not set(outputs) <= set(OUTPUTS),
+        not all(scale is None or scale > 0 for scale in scales.values()),
         hasattr(weight, "ds_id"),
     )
     return next((reason for reason, is_so in zip(LEFT_TO_TRL, holds, strict=True) if is_so), None)
-
-
-@public()
-def _token_outputs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None, group: Any, settings: Settings
-) -> TokenOutputs:
-    """Return loss, entropy and predictions of one call."""
-    return run(Arguments(hidden, weight, labels, bias, group, None, None), settings, HeadSettings())[0]
-
-
-@torch.no_grad()
-def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, group: Any, settings: Settings) -> Tensor:
-    """Return ``[N]`` fp32: the mean of each token's logits, from the mean of the head's rows.
-
-    Collectives: one all_reduce of ``D + 1`` numbers over ``group``.
-    """
-    total = local_rows("weight", weight, group).sum(0, dtype=torch.float32)
-    of_bias = total.new_zeros(()) if bias is None else local_rows("bias", bias, group).sum(dtype=torch.float32)
-    mean = torch.cat([total, of_bias.reshape(1)]) * (settings.logit_scale / settings.temperature / weight.shape[0])
-    if group is not None:
-        begin_all_reduce(mean, group).wait()
-    with torch.autocast(hidden.device.type, enabled=False):
-        return torch.cat([states.float() @ mean[:-1] for states in hidden.split(4096)]) + mean[-1]
