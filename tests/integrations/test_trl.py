@@ -24,7 +24,6 @@ from vocab_parallel_ce.integrations import trl as fused
 in_two_ranks = in_ranks((2,), (), ())
 TOKENS, WIDTH, COLUMNS = 7, 16, 33
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-OURS = FIELDS
 OWN_NAMES = {name: getattr(utils, name) for name in ("_ChunkedLogProbFunction", "DTensor")}
 OWN_CORE = OWN_NAMES["_ChunkedLogProbFunction"]
 WORDS = [f"word{i}" for i in range(40)]
@@ -127,11 +126,11 @@ def _assert_as_trl(head, outputs, **options):
     [
         (("log_probs",), False, {}),
         (("log_probs", "entropy"), False, {"temperature": 0.7}),
-        (OURS, False, {"softcap": 5.0}),
+        (FIELDS, False, {"softcap": 5.0}),
         (("log_probs", "is_top1"), True, {"logit_scale": 0.25}),
-        (OURS, True, {}),
-        (OURS, True, {"temperature": 0.7, "logit_scale": 1.5}),
-        (OURS, True, {"temperature": 0.7, "softcap": 5.0, "logit_scale": 1.5}),
+        (FIELDS, True, {}),
+        (FIELDS, True, {"temperature": 0.7, "logit_scale": 1.5}),
+        (FIELDS, True, {"temperature": 0.7, "softcap": 5.0, "logit_scale": 1.5}),
     ],
     ids=["plain", "temperature", "softcap", "scale", "bias", "temperature and scale", "all"],
 )
@@ -151,7 +150,7 @@ def test_the_first_of_equal_logits_is_top1():
     hidden, weight, _, labels = _head(bias=False)
     weight[1], weight[30] = 5 * hidden[0], 5 * hidden[0]
     head = hidden[:1].repeat(2, 1), weight, None, torch.tensor([1, 30])
-    assert _assert_as_trl(head, OURS)["is_top1"].tolist() == [True, False]
+    assert _assert_as_trl(head, FIELDS)["is_top1"].tolist() == [True, False]
 
 
 @pytest.mark.reference
@@ -159,11 +158,11 @@ def test_the_first_of_equal_logits_is_top1():
     ("reason", "outputs", "options"),
     [
         ("outputs", ("log_probs", "another"), {}),
-        ("positive", OURS, {"logit_scale": -1.0}),
-        ("positive", OURS, {"logit_scale": 0.0}),
+        ("positive", FIELDS, {"logit_scale": -1.0}),
+        ("positive", FIELDS, {"logit_scale": 0.0}),
         ("positive", ("log_probs",), {"softcap": 0.0}),
         ("positive", ("log_probs",), {"temperature": -0.5}),
-        ("ZeRO-3", OURS, {}),
+        ("ZeRO-3", FIELDS, {}),
     ],
 )
 def test_what_is_left_to_trl_is_counted_and_its_own_to_the_bit(reason, outputs, options):
@@ -253,9 +252,9 @@ def test_fused_forward_is_trls(monkeypatch, settings, dtype, autocast, ignored, 
     # With the temperature, products are bf16 under autocast; a cast head's are fp32, but its gradients bf16.
     tolerance = 2**-6 if autocast and "temperature" in settings else 2**-7 if dtype == torch.bfloat16 else 1e-5
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        own, own_grads = _call(_model(dtype, logit_scale=1.25), OURS, labels, **settings)
+        own, own_grads = _call(_model(dtype, logit_scale=1.25), FIELDS, labels, **settings)
         fused.install()
-        found, grads = _call(_model(dtype, logit_scale=1.25), OURS, labels, **settings)
+        found, grads = _call(_model(dtype, logit_scale=1.25), FIELDS, labels, **settings)
     assert fused.report().fused == 1 and not fused.report().own
     _assert_same(found, own, tolerance)
     _assert_same(grads, own_grads, tolerance)
@@ -331,32 +330,27 @@ def _cut(model, mesh):
     return model
 
 
-def _on_a_cut_head(rank, group, outputs, may_gather):
+def _on_a_cut_head(rank, group):
     """One call, its report, and what TRL's own core says to a head that nobody may gather."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model, refusal = _cut(_model(), mesh), None
+    model = _cut(_model(), mesh)
     fused.install()
     with pytest.MonkeyPatch.context() as patch:
-        if not may_gather:
-            patch.setattr(DTensor, "full_tensor", None)
-            patch.setattr(DTensor, "redistribute", None)
-        found, grads = _call(model, outputs, _labels(), temperature=0.7)
+        patch.setattr(DTensor, "full_tensor", None)
+        patch.setattr(DTensor, "redistribute", None)
+        found, grads = _call(model, FIELDS, _labels(), temperature=0.7)
         fused.uninstall()
-        if not may_gather:
-            refusal = error_of(lambda: _call(model, outputs, _labels(), temperature=0.7))
+        refusal = error_of(lambda: _call(model, FIELDS, _labels(), temperature=0.7))
     whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
     return found, whole, isinstance(grads["lm_head.weight"], DTensor), fused.report(), refusal
 
 
 @in_two_ranks
-@pytest.mark.parametrize("outputs", [OURS, FIELDS], ids=["ours", "TRL's"])
-def test_a_head_cut_by_tensor_parallelism_has_the_numbers_of_one_rank(rank_pool, impl, outputs):
-    """It is never gathered, except for outputs that are left to TRL."""
-    own, own_grads = _call(_model(), outputs, _labels(), temperature=0.7)
-    is_ours = outputs == OURS
-    for found, grads, is_cut, report, refusal in rank_pool.run(_on_a_cut_head, outputs, not is_ours):
-        assert is_cut and (report.fused, sum(report.own.values())) == ((1, 0) if is_ours else (0, 1))
-        assert not is_ours or "not callable" in refusal
+def test_a_head_cut_by_tensor_parallelism_has_the_numbers_of_one_rank(rank_pool, impl):
+    """It is never gathered."""
+    own, own_grads = _call(_model(), FIELDS, _labels(), temperature=0.7)
+    for found, grads, is_cut, report, refusal in rank_pool.run(_on_a_cut_head):
+        assert is_cut and (report.fused, sum(report.own.values())) == (1, 0) and "not callable" in refusal
         _assert_same(found, own)
         _assert_same(grads, own_grads)
 
@@ -368,7 +362,7 @@ def _in_fsdp(rank, group, has_its_own_group):
         fully_shard(model.lm_head, mesh=mesh)
     fully_shard(model, mesh=mesh)
     fused.install()
-    found, grads = _call(model, OURS, _labels(rank))
+    found, grads = _call(model, FIELDS, _labels(rank))
     fused.uninstall()
     return found, {name: grad.full_tensor() for name, grad in grads.items()}, fused.report()
 
@@ -376,7 +370,7 @@ def _in_fsdp(rank, group, has_its_own_group):
 @in_two_ranks
 @pytest.mark.parametrize("has_its_own_group", [False, True], ids=["root's group", "own group"])
 def test_gradients_of_a_head_that_fsdp_cut_are_means_over_the_ranks(rank_pool, impl, has_its_own_group):
-    (own, grads_0), (own_1, grads_1) = (_call(_model(), OURS, _labels(part)) for part in range(2))
+    (own, grads_0), (own_1, grads_1) = (_call(_model(), FIELDS, _labels(part)) for part in range(2))
     means = {name: (grads_0[name] + grads_1[name]) / 2 for name in grads_0}
     results = rank_pool.run(_in_fsdp, has_its_own_group)
     for (found, grads, report), expected in zip(results, (own, own_1), strict=True):
@@ -391,7 +385,7 @@ def _refusals(rank, group):
     once, twice = _cut(_model(), nobodys), _cut(_model(), both["tp"])
     fully_shard(twice.lm_head, mesh=both["fsdp"])
     fused.install()
-    attempts = {"no name": lambda: _call(once, OURS, _labels()), "cut twice": lambda: _call(twice, OURS, _labels())}
+    attempts = {"no name": lambda: _call(once, FIELDS, _labels()), "cut twice": lambda: _call(twice, FIELDS, _labels())}
     messages = messages_of(attempts)
     fused.uninstall()
     return messages

@@ -57,7 +57,7 @@ def test_every_output_of_a_head(rank_pool, impl, sequence_parallel):
 
 def _verified(rank, group, case):
     """In a rank: what a call raises if only the first rank has the temperature, or has another."""
-    given = case.options["temperature"]
+    given = _on_device(rank, group, case).options["temperature"]
     own = [given, given if rank == 0 else given + 1, given if rank == 0 else 0.7]
     with verify_calls():
         return [error_of(run, rank, group, case._replace(options={"temperature": t})) for t in own]

@@ -10,7 +10,7 @@ from tests.support.inputs import IGNORE_INDEX, NAN, padded_shard
 from tests.support.logits_ranks import BOUNDS, assembled, even
 from tests.support.pairs import covering
 from tests.support.ranks import device_of, in_several_ranks, on_cpu
-from tests.support.soft import divergences
+from tests.support.soft import divergences, subtracted
 from vocab_parallel_ce import VocabShard, linear_distillation_loss
 from vocab_parallel_ce.soft.distillation import DIVERGENCES
 
@@ -33,6 +33,8 @@ def inputs(dtype=torch.float32):
 def oracle(made, labels, dtype, reduction, masked, num_items=None, bounds=((0, COLUMNS),), **options):
     """``(loss, gradients of student_hidden, student_weight and student_bias)``: fp64, or None for PyTorch's own.
 
+    And the magnitudes of what is subtracted on the way to each.
+
     Args:
         bounds: of the ranks' columns: their parts of the hidden states' gradient are added in its dtype.
     """
@@ -54,14 +56,17 @@ def oracle(made, labels, dtype, reduction, masked, num_items=None, bounds=((0, C
     n_tokens = float((labels != options.get("ignore_index", IGNORE_INDEX)).sum()) if masked else TOKENS
     loss = losses.sum() / (n_tokens ** (reduction == "mean") if num_items is None else float(num_items))
     of_student = [made[name] for name in NAMES if name.startswith("student") and name in made]
-    return loss.detach(), torch.autograd.grad(loss * 0.75, of_student)
+    of_loss, of_grad = subtracted(student.detach(), teacher, options)
+    largest = max(float(t.detach().abs().max()) for t in made.values())  # of what products multiply it with
+    return loss.detach(), torch.autograd.grad(loss * 0.75, of_student), (of_loss, of_grad / TOKENS * largest)
 
 
 def check(loss, grads, made, labels, **given):
     truth, peer = (oracle(made, labels, dtype, **given) for dtype in (torch.float64, None))
-    assert_within_budget(loss, truth[0], peer[0])
+    of_loss, of_grad = truth[2]
+    assert_within_budget(loss, truth[0], peer[0], of_loss)
     for grad, *others in zip(grads, truth[1], peer[1], strict=True):
-        assert_within_budget(grad, *others)
+        assert_within_budget(grad, *others, of_grad)
 
 
 DIVISORS = {
@@ -145,8 +150,6 @@ def test_every_pair_of_options_on_together(impl_device, pair):
 @EACH
 @in_several_ranks
 def test_every_pair_on_ranks(rank_pool, impl, pair):
-    # In fp32 the order in which ranks add is as large as the budget of the reverse divergence.
-    pair = pair | {"dtype": torch.bfloat16}
     check_pair(pair, rank_pool.run(_in_rank, pair, impl))
 
 

@@ -8,7 +8,7 @@ FP64_ROUNDINGS = 64
 
 
 def assert_within_budget(actual: Tensor, oracle: Tensor, same_dtype: Tensor, magnitude: float = 0.0) -> None:
-    """Fail unless ``max|actual - oracle| <= K * (max|same_dtype - oracle| + eps * max(max|oracle|, magnitude))``.
+    """Fail unless ``max|actual - oracle| <= K * (max|same_dtype - oracle| + eps * max|oracle|)``.
 
     ``eps`` is that of ``actual``'s dtype. Where the oracle is NaN or infinite, ``actual`` must be the
     same; nowhere else may it be.
@@ -17,7 +17,8 @@ def assert_within_budget(actual: Tensor, oracle: Tensor, same_dtype: Tensor, mag
         actual: what is tested.
         oracle: the fp64 value.
         same_dtype: the same computation by PyTorch, in ``actual``'s dtype.
-        magnitude: of the largest number that is added or subtracted on the way, if it is larger than the result.
+        magnitude: of the largest number that is added or subtracted on the way, in fp32; its rounding replaces
+            that of the result if it is larger.
     """
     actual, oracle, same_dtype = (t.detach().cpu() for t in (actual, oracle, same_dtype))
     assert oracle.dtype == torch.float64, f"oracle: must be float64, got {oracle.dtype}"
@@ -42,7 +43,8 @@ def assert_within_budget(actual: Tensor, oracle: Tensor, same_dtype: Tensor, mag
 
     error = (flat - truth).abs().where(finite, 0.0)
     peer_error = (peer - truth).abs().where(finite & peer.isfinite(), 0.0)
-    rounding = torch.finfo(actual.dtype).eps * max(magnitude, float(truth.abs().where(finite, 0.0).max()))
+    rounding = torch.finfo(actual.dtype).eps * float(truth.abs().where(finite, 0.0).max())
+    rounding = max(rounding, torch.finfo(torch.float32).eps * magnitude)
     allowed = K * (float(peer_error.max()) + rounding)
     worst = int(error.argmax())
     assert float(error[worst]) <= allowed, (

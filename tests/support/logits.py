@@ -98,7 +98,7 @@ def broad_rows(kind: str, rows: int = ROWS, vocab_size: int = COLUMNS, **setting
 def random_grad_output(rows: int = ROWS, seed: int = 0, name: str = "random") -> Tensor:
     """Different in every token; not near 0 in the last, which is the broad one."""
     grad_output = dict(grad_output_layouts((rows,), seed=seed))[name]
-    grad_output[-1] = 1.5
+    grad_output[-1:] = 1.5
     return grad_output
 
 

@@ -125,7 +125,11 @@ class _Core:
     ) -> tuple[Tensor | None, ...]:
         """Return log_probs, entropy, log_sum_sq_probs, mean_logits and is_top1, each ``[N]``, or None if not asked."""
         asked = [OWN_NAMES.get(name, name) for name in outputs if name != "log_probs"]
-        scales = {"softcap": final_logit_softcapping, "logit_scale": logit_scale, "temperature": temperature}
+        scales: dict[str, Any] = {
+            "softcap": final_logit_softcapping,
+            "logit_scale": logit_scale,
+            "temperature": temperature,
+        }
         reason = _why_left_to_trl(weight, scales, outputs)
         stays_cut = is_dtensor(weight) and _is_cut_by_tensor_parallelism(weight) and not reason
         _calls[reason or "fused"] += 1
@@ -149,7 +153,7 @@ class _Core:
 _STAND_INS = {"_ChunkedLogProbFunction": _Core, "DTensor": _NoTensor}
 
 
-def _why_left_to_trl(weight: Tensor, scales: dict[str, float | None], outputs: tuple[str, ...]) -> str | None:
+def _why_left_to_trl(weight: Tensor, scales: dict[str, Any], outputs: tuple[str, ...]) -> str | None:
     """Return the first of ``LEFT_TO_TRL`` that holds, or None."""
     holds = (
         not set(outputs) <= set(OUTPUTS),
