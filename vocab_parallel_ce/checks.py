@@ -255,7 +255,9 @@ def check_constants(class_weight: Tensor | None, temperature: Tensor | None, lab
         check_temperature(temperature, labels)
 
 
-def check_label_range(labels: Tensor, vocab_size: int, ignore_index: int, *, shift: bool = False) -> None:
+def check_label_range(
+    labels: Tensor, vocab_size: int, ignore_index: int, *, shift: bool = False, subject: str = "labels"
+) -> None:
     """Raise ValueError for the first label outside ``[0, vocab_size)``. Waits for the device.
 
     With ``shift`` the caller's labels were at the next positions.
@@ -268,7 +270,8 @@ def check_label_range(labels: Tensor, vocab_size: int, ignore_index: int, *, shi
         value = int(labels[tuple(position)])
         position[-1] += shift
         found = f"{count} outside, the first at position {tuple(position)}: {value}"
-        raise ValueError(f"labels: must be in [0, {vocab_size}) or ignore_index {ignore_index}, got {found}")
+        others = f" or ignore_index {ignore_index}" if subject == "labels" else ""
+        raise ValueError(f"{subject}: must be in [0, {vocab_size}){others}, got {found}")
 
 
 def check_grad_output(grad_output: object, grad_logits: Tensor) -> None:

@@ -47,7 +47,7 @@ def token_log_probs(
         p = softmax(z),  log_prob = log p_y,  entropy = -sum_i p_i log p_i
 
     in fp32, with ``z`` the scaled and capped logits of :func:`vocab_parallel_cross_entropy`, divided by the
-    temperature. All outputs except ``is_top1`` are differentiable; one pass computes their gradients together.
+    temperature. All fp32 outputs except ``top_log_probs`` are differentiable; one pass computes their gradients.
 
     Overwrites: backward writes the gradient over ``logits``, unless ``gradient`` says otherwise.
 
@@ -69,7 +69,7 @@ def token_log_probs(
 
     Returns:
         ``[...]`` fp32 log-probabilities, equal bit for bit on all ranks; with ``entropy``, ``(log_probs, entropy)``;
-        with ``outputs``, a :class:`TokenLogProbs`.
+        with ``outputs`` or ``top_k``, a :class:`TokenLogProbs`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`vocab_parallel_cross_entropy`.

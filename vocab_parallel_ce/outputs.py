@@ -16,8 +16,8 @@ from vocab_parallel_ce.top import Top
 class TokenLogProbs(NamedTuple):
     """Log-probabilities and what was asked for beside them, each of the shape of the labels; None for the rest.
 
-    All fp32 outputs except ``top_log_probs`` are differentiable. All are 0 for ignored tokens. ``z`` is divided by
-    the temperature.
+    All fp32 outputs except ``top_log_probs`` are differentiable. All are 0 for ignored tokens, ids and ``rank`` -1.
+    ``z`` is divided by the temperature.
     """
 
     log_probs: Tensor  # fp32

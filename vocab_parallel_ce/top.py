@@ -52,14 +52,15 @@ class Top:
         nothing = stats.new_empty(0, self.k)
         z, ids = (torch.cat(parts) for parts in zip((nothing, nothing.int()), *self.largest, strict=True))
         if n_ranks > 1:
-            sizes = [n_rows * n for n in (n_stats, self.k, self.k)]
+            width = stats.element_size() // ids.element_size()
+            sizes = [n_rows * n for n in (n_stats * width, self.k * width, self.k)]
             packed = ids.new_empty(n_ranks, sum(sizes))
             packed[rank] = torch.cat([part.flatten().view(torch.int32) for part in (stats[rank], z, ids)])
             all_gather_stats(packed, rank, group)
-            of_stats, *others = (part.contiguous() for part in packed.split(sizes, dim=1))
-            stats.copy_(of_stats.view(torch.float32).view(stats.shape))
+            of_stats, of_z, of_ids = (part.contiguous() for part in packed.split(sizes, dim=1))
+            stats.copy_(of_stats.view(stats.dtype).view(stats.shape))
+            others = of_z.view(stats.dtype), of_ids
             z, ids = (part.view(n_ranks, n_rows, self.k).transpose(0, 1).flatten(1) for part in others)
-            z = z.view(torch.float32)
         self.z, place = z.topk(self.k, dim=-1)
         self.ids = ids.gather(-1, place).long()
 

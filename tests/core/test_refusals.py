@@ -32,13 +32,14 @@ def _positive(name):
         *(({name: value}, ValueError, f"{message} {re.escape(str(value))}$") for value in wrong),
         ({name: "1"}, TypeError, f"{name}: expected a number, got str"),
         ({name: True}, TypeError, f"{name}: expected a number, got bool"),
-        ({name: torch.tensor(1.0)}, TypeError, f"{name}: expected a number, got Tensor"),
     ]
 
 
 OF_BOTH = [
     *_positive("softcap"),
     *_positive("logit_scale"),
+    ({"softcap": torch.tensor(1.0)}, TypeError, "softcap: expected a number, got Tensor"),
+    ({"logit_scale": torch.tensor(1.0)}, TypeError, "logit_scale: expected a number, got Tensor"),
     ({"logit_scale": None}, TypeError, "logit_scale: expected a number, got NoneType"),
     ({"ignore_index": -100.0}, TypeError, "ignore_index: expected an int, got float"),
     ({"ignore_index": {1}}, TypeError, "ignore_index: expected an int, got set"),

@@ -213,10 +213,13 @@ def test_a_student_that_shares_the_teachers_memory_keeps_it():
 @pytest.mark.reference
 def test_refusals_by_name():
     student, teacher = torch.randn(2, 6, requires_grad=True), torch.randn(2, 6)
+    with torch.inference_mode():
+        of_inference = teacher.clone()
     labels = torch.tensor([1, 2])
     for error, words, changed in (
         (TypeError, "teacher_logits: .*requires no gradient", {"teacher_logits": teacher.clone().requires_grad_()}),
         (TypeError, "teacher_logits: dtype", {"teacher_logits": teacher.long()}),
+        (ValueError, "teacher_logits: expected .*clone", {"teacher_logits": of_inference}),
         (ValueError, "teacher_logits: shape", {"teacher_logits": teacher[:1]}),
         (ValueError, "teacher_logits: last dimension .*neither", {"teacher_logits": teacher[:, :5]}),
         (ValueError, "teacher_logits: last dimension", {"teacher_logits": teacher[:, :4], "vocab_size": 5}),

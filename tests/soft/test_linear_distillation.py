@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.budget import assert_within_budget
-from tests.support.collectives import record_collectives
+from tests.support.collectives import error_of, record_collectives
 from tests.support.inputs import IGNORE_INDEX, NAN, padded_shard
 from tests.support.logits_ranks import BOUNDS, assembled, even
 from tests.support.pairs import covering
-from tests.support.ranks import device_of, in_several_ranks, on_cpu
+from tests.support.ranks import device_of, in_ranks, in_several_ranks, on_cpu
 from tests.support.soft import divergences, subtracted
-from vocab_parallel_ce import VocabShard, linear_distillation_loss
+from vocab_parallel_ce import VocabShard, linear_distillation_loss, verify_calls
 from vocab_parallel_ce.soft.distillation import DIVERGENCES
 
 TOKENS, WIDTH, OF_TEACHER, COLUMNS = 9, 12, 7, 40
@@ -151,6 +151,32 @@ def test_every_pair_of_options_on_together(impl_device, pair):
 @in_several_ranks
 def test_every_pair_on_ranks(rank_pool, impl, pair):
     check_pair(pair, rank_pool.run(_in_rank, pair, impl))
+
+
+def _verified(rank, group):
+    """What a call raises if the ranks differ in one argument, or in the grad_output of backward."""
+    made, labels = inputs()
+    rows = slice(20 * rank, 20 * rank + 20)
+    made = {n: t if "hidden" in n else t[rows] for n, t in made.items()}
+    made["student_hidden"].requires_grad_()
+    same = {"labels": labels, "group": group, "hard_weight": 0.1}
+
+    def call(**own):
+        return linear_distillation_loss(**made | same | own)
+
+    with verify_calls():
+        differing = ({"hard_weight": 0.1 * (rank + 1)}, {"temperature": 1.0 + rank}, {"teacher_hidden": 0})
+        differing[2]["teacher_hidden"] = made["teacher_hidden"] * (1 + rank)
+        errors = [error_of(lambda own=own: call(**own)) for own in differing]
+        loss = call() * (1.0 + rank)
+        return [*errors, error_of(loss.backward)]
+
+
+@in_ranks((2,), (), ())
+def test_verification_compares_the_ranks(rank_pool, impl):
+    first, second = rank_pool.run(_verified)
+    names = ("hard_weight", "temperature", "teacher_hidden", "gradient of loss")
+    assert first == second and all(f"ValueError: {n}: rank 1 of 2 has " in e for n, e in zip(names, first, strict=True))
 
 
 @pytest.mark.reference

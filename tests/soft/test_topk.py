@@ -130,6 +130,22 @@ def test_edges(impl_device, rest):
 
 
 @pytest.mark.reference
+def test_padded_ids_are_left_out_and_no_rows_are_a_loss_of_0():
+    """Also if ids are checked: what a log-probability of -inf leaves out may be any number, twice."""
+    student, ids = torch.randn(2, 12), torch.tensor([[3, -1, -1, 5], [7, 0, 12, 12]])
+    log_probs = torch.tensor([[0.3, 0.0, 0.0, 0.2], [0.5, 0.1, 0.0, 0.0]]).log()
+    given = {"teacher_log_probs": log_probs, "check_labels": True}
+    truth = topk_losses(student.double(), None, teacher_ids=ids.clamp(0, 11), teacher_log_probs=log_probs).mean()
+    torch.testing.assert_close(distillation_loss(student, teacher_ids=ids, **given), truth.float())
+    with pytest.raises(ValueError, match=r"^teacher_ids: must be in \[0, 12\), got 1 outside, the first at position"):
+        distillation_loss(student, teacher_ids=torch.tensor([[3, 1, 2, 12], [7, 0, 4, 5]]), **given)
+    none = student[:0].requires_grad_()
+    loss = distillation_loss(none * 1, teacher_ids=ids[:0], teacher_log_probs=log_probs[:0])
+    loss.backward()
+    assert loss == 0 and none.grad.shape == (0, 12)
+
+
+@pytest.mark.reference
 def test_a_confident_student_keeps_the_digits_of_the_rest():
     """1 - S in fp32 is 0 or a rounding there."""
     logits = torch.zeros(1, 50)

@@ -71,8 +71,10 @@ class LinearCall(NamedTuple):
     expected: Expected | None  # of reduction "none", whose gradients forward computes
 
 
-def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -> tuple[LinearCall, Inputs]:
-    """Check the arguments and plan the call; changes nothing."""
+def plan_linear_call(
+    given: Arguments, settings: Settings, head: HeadSettings, compared: dict[str, Any] | None = None
+) -> tuple[LinearCall, Inputs]:
+    """Check the arguments and plan the call; changes nothing. ``compared`` is what else verification compares."""
     hidden, labels, main_grad, expected = given.hidden, given.labels, given.main_grad, given.expected_grad_output
     checks.check_hidden(hidden)
     checks.check_labels(labels, hidden, "hidden")
@@ -129,7 +131,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings) -
     if verify.open_calls:
         own = {"main_grad": main_grad is not None, "dtype of the products": dtype}
         own["expected_grad_output"] = expected is not None
-        options = comparable(settings, given.num_items, *given[-2:]) | head._asdict() | own
+        options = comparable(settings, given.num_items, *given[-2:]) | head._asdict() | own | (compared or {})
         verify.compare_call({"hidden": hidden, "weight": weight, "bias": bias}, labels, plan.shard, options)
     return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows)
 

@@ -19,6 +19,7 @@ from vocab_parallel_ce.soft import divergence_spec
 from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
 from vocab_parallel_ce.soft.pairs import PairCall, divisor_of, plan_pair, run
 from vocab_parallel_ce.soft.topk import IGNORED, N_STATISTICS, TopK, TopKOptions, packed_ids
+from vocab_parallel_ce.spec import NEG_INF
 
 DIVERGENCES = ("forward", "reverse", "js")
 
@@ -148,7 +149,8 @@ def _of_topk(
     divisor = divisor_of(student, labels, settings, num_items)
     rows = packed_ids(ids, labels, plan.shard.vocab_size, settings.ignore_index)
     if settings.check_labels:
-        _check_ids(rows, plan.shard.vocab_size)
+        left_out = log_probs.reshape(rows.shape) == NEG_INF
+        _check_ids(rows.masked_fill(left_out, IGNORED), plan.shard.vocab_size)
     if verify.open_calls:
         own = {**comparable(settings, num_items), "rest": rest, "labels": labels is not None}
         verify.compare_call({"logits": student}, rows, plan.shard, own)
@@ -178,7 +180,7 @@ def _check_topk(ids: Any, log_probs: Any, student: Tensor) -> None:
 
 def _check_ids(rows: Tensor, vocab_size: int) -> None:
     """Raise ValueError for an id outside the vocabulary, or twice in a row. Waits for the device."""
-    checks.check_label_range(rows, vocab_size, IGNORED)
+    checks.check_label_range(rows, vocab_size, IGNORED, subject="teacher_ids")
     in_order = rows.sort(dim=-1).values
     if bool(((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != IGNORED)).any()):
         raise ValueError("teacher_ids: must be different in a row, got an id twice")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks
+from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.cross_entropy import check_backward, public, untraced
 from vocab_parallel_ce.linear import pipeline
@@ -118,7 +118,12 @@ def linear_distillation_loss(
     teacher = _checked_teacher(teacher_hidden, teacher_weight, teacher_bias, student_hidden)
     of_rows = student_hidden.new_zeros(student_hidden.shape[:-1], dtype=torch.int64) if labels is None else labels
     given = Arguments(student_hidden, student_weight, of_rows, student_bias, group, num_items, None)
-    linear, inputs = plan_linear_call(given, settings, head)
+    compared = None
+    if verify.open_calls:
+        norm = float(teacher.hidden.float().norm())
+        of_teacher = f"shape {tuple(teacher_hidden.shape)}, norm {norm:.4g}"
+        compared = options._asdict() | {"whether there are labels": labels is not None, "teacher_hidden": of_teacher}
+    linear, inputs = plan_linear_call(given, settings, head, compared)
     plan = linear.call.plan
     position = group_position(group)
     check_columns(teacher.weight.shape[0], plan.shard, settings, *position, subject="teacher_weight: rows")
@@ -145,8 +150,8 @@ def _checked_teacher(hidden: Any, weight: Any, bias: Any, student: Tensor) -> Te
                 f"{name}: expected a tensor that requires no gradient, got one that does; pass its detach()"
             )
         if tensor.device != student.device or tensor.dtype != hidden.dtype:
-            expected = f"{hidden.dtype} on {student.device}"
-            raise ValueError(f"{name}: expected {expected}, got {tensor.dtype} on {tensor.device}")
+            expected = f"{hidden.dtype} on {student.device} (autocast leaves the teacher as it is)"
+            raise ValueError(f"{name}: expected {expected}, got {tensor.dtype} on {tensor.device}; pass its to()")
     if hidden.shape[:-1] != student.shape[:-1] or hidden.dim() < 2:
         expected = f"that of student_hidden up to the last dimension, {tuple(student.shape)}"
         raise ValueError(f"teacher_hidden: shape must be {expected}, got {tuple(hidden.shape)}")
@@ -194,7 +199,7 @@ class _LinearDistillation(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: Distillation
     ) -> Tensor:
-        ctx.linear, ctx.handed_on = call.linear, False
+        ctx.linear, ctx.handed_on, ctx.device = call.linear, False, hidden.device
         ctx.set_materialize_grads(False)
         with torch.autocast(hidden.device.type, enabled=False):
             loss, gradients = _forward(call, Inputs(hidden, weight, bias, labels), ctx.needs_input_grad[:3])
@@ -203,14 +208,25 @@ class _LinearDistillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None) -> Any:
-        return *untraced(_gradients)(ctx, grad_loss), None, None
+        return *untraced(_verified_gradients)(ctx, grad_loss), None, None
+
+
+def _verified_gradients(ctx: Any, grad_loss: Tensor | None) -> Gradients:
+    if not verify.is_on:
+        return _gradients(ctx, grad_loss)
+    with verify.open_call(ctx.linear.call.group, ctx.device, is_backward=True):
+        return _gradients(ctx, grad_loss)
 
 
 def _gradients(ctx: Any, grad_loss: Tensor | None) -> Gradients:
     check_backward(grad_loss)
-    if grad_loss is None:
+    if grad_loss is None and not verify.open_calls:
         return None, None, None
     if ctx.handed_on:
         raise RuntimeError(SECOND_BACKWARD)
+    if verify.open_calls:
+        verify.compare_backward(loss=grad_loss)
+    if grad_loss is None:
+        return None, None, None
     ctx.handed_on = True
     return pipeline.scaled(ctx.linear, ctx.saved_tensors, grad_loss)

@@ -189,7 +189,7 @@ class TopK:
 
 def _logits_of(logits: Tensor, rows: _Rows, shard: VocabShard, options: TopKOptions) -> Tensor:
     """Return ``[N, k]`` logits of the k tokens, divided by the temperature; anything if they are not owned."""
-    columns = torch.where(rows.owned, rows.ids - shard.start, 0).view(*logits.shape[:-1], -1)
+    columns = torch.where(rows.owned, rows.ids - shard.start, 0).view(*logits.shape[:-1], rows.ids.shape[-1])
     return spec.transformed(logits.gather(-1, columns).view(rows.ids.shape), options.of_logits)[0]
 
 
@@ -200,7 +200,7 @@ def _write(grad_logits: Tensor, rows: _Rows, values: Tensor, shard: VocabShard) 
     """
     first = rows.owned.long().argmax(dim=-1, keepdim=True)
     columns = torch.where(rows.owned, rows.ids - shard.start, 0)
-    shape = (*grad_logits.shape[:-1], -1)
+    shape = (*grad_logits.shape[:-1], rows.ids.shape[-1])
     column_0 = grad_logits[..., :1].reshape(-1, 1)
     values = values.to(grad_logits.dtype)
     of_first = torch.where(rows.owned.any(dim=-1, keepdim=True), values.gather(-1, first), column_0)
