@@ -71,10 +71,8 @@ class LinearCall(NamedTuple):
     expected: Expected | None  # of reduction "none", whose gradients forward computes
 
 
-def plan_linear_call(
-    given: Arguments, settings: Settings, head: HeadSettings, compared: dict[str, Any] | None = None
-) -> tuple[LinearCall, Inputs]:
-    """Check the arguments and plan the call; changes nothing. ``compared`` is what else verification compares."""
+def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings, **own: Any) -> tuple[LinearCall, Inputs]:
+    """Check the arguments and plan the call; changes nothing. Verification compares ``own`` too."""
     hidden, labels, main_grad, expected = given.hidden, given.labels, given.main_grad, given.expected_grad_output
     checks.check_hidden(hidden)
     checks.check_labels(labels, hidden, "hidden")
@@ -129,9 +127,9 @@ def plan_linear_call(
         expected=None if expected is None else expected_of(expected, is_valid, order),
     )
     if verify.open_calls:
-        own = {"main_grad": main_grad is not None, "dtype of the products": dtype}
+        own |= {"main_grad": main_grad is not None, "dtype of the products": dtype}
         own["expected_grad_output"] = expected is not None
-        options = comparable(settings, given.num_items, *given[-2:]) | head._asdict() | own | (compared or {})
+        options = comparable(settings, given.num_items, *given[-2:]) | head._asdict() | own
         verify.compare_call({"hidden": hidden, "weight": weight, "bias": bias}, labels, plan.shard, options)
     return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows)
 

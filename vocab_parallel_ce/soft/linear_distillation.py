@@ -118,12 +118,12 @@ def linear_distillation_loss(
     teacher = _checked_teacher(teacher_hidden, teacher_weight, teacher_bias, student_hidden)
     of_rows = student_hidden.new_zeros(student_hidden.shape[:-1], dtype=torch.int64) if labels is None else labels
     given = Arguments(student_hidden, student_weight, of_rows, student_bias, group, num_items, None)
-    compared = None
+    also: dict[str, Any] = {}
     if verify.open_calls:
         norm = float(teacher.hidden.float().norm())
         of_teacher = f"shape {tuple(teacher_hidden.shape)}, norm {norm:.4g}"
-        compared = options._asdict() | {"whether there are labels": labels is not None, "teacher_hidden": of_teacher}
-    linear, inputs = plan_linear_call(given, settings, head, compared)
+        also = options._asdict() | {"whether there are labels": labels is not None, "teacher_hidden": of_teacher}
+    linear, inputs = plan_linear_call(given, settings, head, **also)
     plan = linear.call.plan
     position = group_position(group)
     check_columns(teacher.weight.shape[0], plan.shard, settings, *position, subject="teacher_weight: rows")
