@@ -167,14 +167,22 @@ def _largest(rank, group, logits, labels, impl):
     return [found.rank.cpu(), found.top_ids.cpu(), found.top_log_probs.cpu()], collectives
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @in_several_ranks
-def test_the_largest_travel_with_the_statistics_and_the_rank_is_counted_afterwards(rank_pool, impl):
+def test_the_largest_travel_with_the_statistics_and_the_rank_is_counted_afterwards(rank_pool, impl, dtype):
     """A last shard narrower than the five that are asked for."""
-    logits = torch.stack([torch.randperm(21, generator=torch.Generator().manual_seed(i)) for i in range(5)]).float() / 3
+    if dtype == torch.float64:
+        impl = "reference"  # the only one of fp64
+    logits = (
+        torch.stack([torch.randperm(21, generator=torch.Generator().manual_seed(i)) for i in range(5)]).to(dtype) / 3
+    )
     labels = torch.tensor([0, 20, IGNORE_INDEX, 7, 3])
     whole = token_log_probs(logits, labels, outputs=("rank",), top_k=5, temperature=0.7)
     for found, collectives in rank_pool.run(_largest, logits, labels, impl):
         assert torch.equal(found[0], whole.rank) and torch.equal(found[1], whole.top_ids)
         torch.testing.assert_close(found[2], whole.top_log_probs, rtol=1e-6, atol=1e-6)
         sizes = [(call.name, call.nbytes) for call in collectives]
-        assert sizes == [("_allgather_base_", (4 * 3 + 8 * 5) * len(labels)), ("allreduce_", 8 * len(labels))]
+        assert sizes == [
+            ("_allgather_base_", (dtype.itemsize * (3 + 5) + 4 * 5) * len(labels)),
+            ("allreduce_", 8 * len(labels)),
+        ]

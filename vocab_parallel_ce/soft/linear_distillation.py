@@ -151,7 +151,7 @@ def _checked_teacher(hidden: Any, weight: Any, bias: Any, student: Tensor) -> Te
             )
         if tensor.device != student.device or tensor.dtype != hidden.dtype:
             expected = f"{hidden.dtype} on {student.device} (autocast leaves the teacher as it is)"
-            raise ValueError(f"{name}: expected {expected}, got {tensor.dtype} on {tensor.device}; pass its to()")
+            raise ValueError(f"{name}: expected {expected}, got {tensor.dtype} on {tensor.device}; convert it")
     if hidden.shape[:-1] != student.shape[:-1] or hidden.dim() < 2:
         expected = f"that of student_hidden up to the last dimension, {tuple(student.shape)}"
         raise ValueError(f"teacher_hidden: shape must be {expected}, got {tuple(hidden.shape)}")

@@ -50,7 +50,9 @@ def plan_pair(logits: Tensor, other: Tensor, labels: Tensor | None, name: str, s
     if torch.is_grad_enabled() and other.requires_grad:
         raise TypeError(f"{name}: expected a tensor that requires no gradient, got one that does; pass its detach()")
     if other.is_inference() and torch.is_grad_enabled() and logits.requires_grad:
-        raise ValueError(f"{name}: expected a tensor of no torch.inference_mode(), got one of it; pass its clone()")
+        raise ValueError(
+            f"{name}: expected a tensor made outside of torch.inference_mode(), got one made in it; pass its clone()"
+        )
     if other.device != logits.device:
         raise ValueError(f"{name}: device must be that of the logits, {logits.device}, got {other.device}")
     if labels is not None:
