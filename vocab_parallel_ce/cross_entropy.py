@@ -6,6 +6,7 @@ See ``spec`` for the mathematics and the legend of shapes.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -74,17 +75,26 @@ def public(
     """
 
     def decorate(function: Function) -> Function:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():
-                cannot = not TRACES_DTENSORS and any(
-                    isinstance(value, Tensor) and is_dtensor(value) for value in (*args, *kwargs.values())
-                )
-                if verify.is_on or cannot or (eager_if and eager_if(kwargs)):
-                    return torch.compiler.disable(call)(*args, **kwargs)
+        def run(*args: Any, **kwargs: Any) -> Any:
             if verify.is_on and verifies:
                 return verify.verified(function, args, kwargs)
             return function(*args, **kwargs)
+
+        # It imports the compiler: not before the first call that needs it.
+        untraced_run = functools.cache(functools.partial(torch.compiler.disable, run))
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            compiles = torch.compiler.is_dynamo_compiling()
+            if (compiles or "torch._dynamo" in sys.modules) and (
+                verify.is_on
+                or (eager_if and eager_if(kwargs))
+                or not TRACES_DTENSORS
+                and any(isinstance(value, Tensor) and is_dtensor(value) for value in (*args, *kwargs.values()))
+            ):
+                # If it does not compile: Dynamo can leave this frame alone and still trace those below.
+                return (torch.compiler.disable(run) if compiles else untraced_run())(*args, **kwargs)
+            return run(*args, **kwargs)
 
         return call  # type: ignore[return-value]
 

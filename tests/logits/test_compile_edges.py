@@ -8,6 +8,7 @@ import torch
 from tests.logits.test_compile import (
     VOCABULARY,
     WIDTH,
+    _a_new_compiler,  # noqa: F401 - a fixture of every test here too
     assert_same_bits,
     inputs,
     linear_mean,
@@ -15,12 +16,7 @@ from tests.logits.test_compile import (
     logits_none,
     results,
 )
-from vocab_parallel_ce import linear_cross_entropy, verify_calls, vocab_parallel_cross_entropy
-
-
-@pytest.fixture(autouse=True)
-def _a_new_compiler():
-    torch._dynamo.reset()
+from vocab_parallel_ce import linear_cross_entropy, token_log_probs, verify_calls, vocab_parallel_cross_entropy
 
 
 @pytest.mark.reference
@@ -135,3 +131,20 @@ def test_what_overwrites_by_name_and_verification_run_eagerly():
             torch.compile(step, fullgraph=True, backend="aot_eager")(x)
     with verify_calls():
         assert_same_bits(results(torch.compile(logits_none, backend="aot_eager"), x), results(logits_none, x))
+
+
+@pytest.mark.reference
+def test_options_without_an_operator_hold_where_the_compiler_skips_the_outermost_frame(request):
+    code = token_log_probs.__code__  # every public function shares it
+    torch._dynamo.eval_frame.skip_code(code)
+    request.addfinalizer(lambda: torch._dynamo.eval_frame.reset_code(code))
+    x = inputs()
+    logits, main_grad = (x.hidden @ x.weight.t()).detach(), torch.zeros_like(x.weight)
+
+    def step(logits, hidden):
+        linear_cross_entropy(hidden, x.weight, x.labels, main_grad=main_grad).backward()
+        return token_log_probs(logits, x.labels, top_k=2).top_ids
+
+    top_ids = torch.compile(step, backend="eager")(logits, x.hidden)
+    assert torch.equal(top_ids, token_log_probs(logits, x.labels, top_k=2).top_ids)
+    assert main_grad.any()
