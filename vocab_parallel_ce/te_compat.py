@@ -20,7 +20,7 @@ from vocab_parallel_ce.plan import launchers_of, may_overwrite, plan_call
 from vocab_parallel_ce.selection import select
 
 
-@public(eager_if=lambda keywords: bool(keywords.get("overwrite_input")) or "_input" in keywords)
+@public(eager_if=lambda keywords: bool(keywords.get("overwrite_input")))
 def parallel_cross_entropy(
     inp: Tensor | None = None,
     target: Tensor | None = None,
@@ -53,7 +53,7 @@ def parallel_cross_entropy(
     if _input is not None:
         if inp is not None:
             raise TypeError("_input: is the deprecated name of inp, got both")
-        warnings.warn("_input is deprecated, use inp", FutureWarning, stacklevel=3)
+        warnings.warn("_input is deprecated, use inp", FutureWarning, stacklevel=4)
         inp = _input
     if overwrite_input not in (None, True, False):
         raise TypeError(f"overwrite_input: expected a bool or None, got {overwrite_input!r}")
