@@ -16,9 +16,11 @@ from torch import Tensor
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.divergence import (
     Factors,
+    bounded_or_nan,
     cooled,
     kernel_options,
     load_logits,
+    log_mixture,
     merged_mixture,
     merged_ranks,
     stats_of_row,
@@ -38,21 +40,28 @@ from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
 
 
 @triton.jit
-def row_factors(stats, of_student, weight, weights, KIND: tl.constexpr):
-    """Return the ``Factors`` of a row; ``of_student`` is ``KL(s || m)``."""
+def row_factors(stats, of_student, weight, live, weights, KIND: tl.constexpr):
+    """Return the ``Factors`` of a row, 0 if it is not ``live``; ``of_student`` is ``KL(s || m)``."""
     offset = of_student + tl.log(stats.student_sum)
     if KIND == "reverse":
         offset = stats.cross / stats.student_sum  # KL + log(student_sum) - log(teacher_sum)
     hard_inverse = 0.0
     if weights.hard_weight is not None:
-        hard_inverse = 1.0 / stats.hard_sum
-    inverses = 1.0 / stats.student_sum, 1.0 / stats.teacher_sum
-    return Factors(stats.student_max, stats.teacher_max, inverses[0], inverses[1], offset, hard_inverse, weight)
+        hard_inverse = tl.where(live, 1.0 / stats.hard_sum, 0.0)
+    return Factors(
+        tl.where(live, stats.student_max, 0.0),
+        tl.where(live, stats.teacher_max, 0.0),
+        tl.where(live, 1.0 / stats.student_sum, 0.0),
+        tl.where(live, 1.0 / stats.teacher_sum, 0.0),
+        tl.where(live, offset, 0.0),
+        hard_inverse,
+        tl.where(live, weight, 0.0),
+    )
 
 
 @triton.jit
 def write_tile(student, teacher, grad_student, inside, live, is_target, factors, weights, KIND: tl.constexpr):
-    """Store the gradient of a tile, 0 if the row is not ``live``."""
+    """Store the gradient of a tile. If the row is not ``live``, all logits count as -inf, and it is 0."""
     x, w = load_logits(student, inside & live), load_logits(teacher, inside & live)
     x_shifted = x - factors.student_max
     a, b = cooled(x_shifted, weights), cooled(w - factors.teacher_max, weights)
@@ -64,15 +73,13 @@ def write_tile(student, teacher, grad_student, inside, live, is_target, factors,
         grad = tl.where(s == 0, 0.0, s * (a - b - factors.offset))
     else:
         t = ops.exp_shifted(b, 0.0) * factors.teacher_inverse
-        log_m = tl.log(weights.beta * t + (1 - weights.beta) * s)
-        grad = tl.where(s == 0, 0.0, (1 - weights.beta) * s * (a - log_m - factors.offset))
+        grad = (1 - weights.beta) * s * bounded_or_nan(a - log_mixture(s, t, weights) - factors.offset)
     grad = cooled(grad, weights)
     if weights.hard_weight is not None:
         hard = ops.exp_shifted(x_shifted, 0.0) * factors.hard_inverse
         hard -= tl.where(is_target & (x != float("-inf")), 1.0, 0.0)
         grad = (1 - weights.hard_weight) * grad + weights.hard_weight * hard
-    grad = tl.where(live, grad * factors.weight, 0.0)
-    tl.store(grad_student, grad.to(grad_student.dtype.element_ty), inside)
+    tl.store(grad_student, (grad * factors.weight).to(grad_student.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["n_rows", "shard_start"])
@@ -109,7 +116,8 @@ def divergence_gradient_kernel(
     found = merged_ranks(pointers, ranks < n_ranks, weights, KIND)
     of_student = 0.0
     if mixture is not None:
-        _, of_student = merged_mixture(mixture, row, ranks, ranks < n_ranks, n_rows)
+        of_teacher, of_student = merged_mixture(mixture, row, ranks, ranks < n_ranks, n_rows)
+        of_student = tl.where(of_teacher != of_teacher, of_teacher, of_student)  # NaN: log_mixture hides it
     weight = tl.load(grad_output + row * grad_stride)
     live = row >= 0
     if divisor is not None:
@@ -122,7 +130,7 @@ def divergence_gradient_kernel(
         live &= label != loss_options.ignore_index
         weight = tl.where((label < 0) | (label >= sizes.vocab_size), float("nan"), weight)
         column = label - shard_start
-    factors = row_factors(found, of_student, weight, weights, KIND)
+    factors = row_factors(found, of_student, weight, live, weights, KIND)
     pair = locate_pair(row, layout, teacher_layout, sizes.n_valid, ALIKE, VECTOR)
     lane_columns = ops.tile_columns(LANES, VECTOR)
     for tile in range(0, pair.width, LANES * VECTOR):

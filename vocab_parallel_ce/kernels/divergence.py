@@ -50,8 +50,8 @@ def cooled(shifted, weights):
 @triton.jit
 def cross_terms(weight_exp, weight, other):
     """Return ``exp(weight) * (weight - other)``; 0 where ``weight`` is -inf, otherwise inf where ``other`` is."""
-    terms = tl.where(other == float("-inf"), float("inf"), weight_exp * (weight - other))
-    return tl.where(weight == float("-inf"), 0.0, terms)
+    difference = tl.where(weight == float("-inf"), 0.0, weight - other)
+    return tl.maximum(weight_exp, 1.1754943508222875e-38) * difference  # an exponential of 0 times inf is NaN
 
 
 @triton.jit
@@ -184,16 +184,29 @@ def row_loss(stats, of_teacher, of_student, label, divisor, sizes, loss_options,
 
 
 @triton.jit
+def bounded_or_nan(shifted):
+    """Limit ``shifted`` as ``primitives.bounded`` does, but NaN stays."""
+    return tl.maximum(shifted, -1e30, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def log_mixture(s, t, weights):
+    """Return ``log(m)``, ``m = beta * t + (1 - beta) * s``, at least that of the least normal number; not NaN."""
+    return ops.log_normal(weights.beta * t + ((1 - weights.beta) * s + 1.1754943508222875e-38))
+
+
+@triton.jit
 def mixture_terms(student, teacher, inside, factors, weights):
     """Return the parts of ``KL(t || m)`` and ``KL(s || m)`` of a tile, per lane."""
     a = cooled(load_logits(student, inside) - factors.student_max, weights)
     b = cooled(load_logits(teacher, inside) - factors.teacher_max, weights)
     s = ops.exp_shifted(a, 0.0) * factors.student_inverse
     t = ops.exp_shifted(b, 0.0) * factors.teacher_inverse
-    log_m = tl.log(weights.beta * t + (1 - weights.beta) * s)
-    of_teacher = tl.where(t == 0, 0.0, t * (b + tl.log(factors.teacher_inverse) - log_m))
-    of_student = tl.where(s == 0, 0.0, s * (a + tl.log(factors.student_inverse) - log_m))
-    return tl.sum(tl.where(inside, of_teacher, 0.0), axis=1), tl.sum(tl.where(inside, of_student, 0.0), axis=1)
+    log_m = log_mixture(s, t, weights)
+    # Of -inf the term is 0, of what is outside too.
+    of_teacher = t * bounded_or_nan(b + (tl.log(factors.teacher_inverse) - log_m))
+    of_student = s * bounded_or_nan(a + (tl.log(factors.student_inverse) - log_m))
+    return tl.sum(of_teacher, axis=1), tl.sum(of_student, axis=1)
 
 
 def kernel_options(options: DivergenceOptions) -> tuple[LossOptions, Weights]:

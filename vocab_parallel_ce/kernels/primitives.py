@@ -91,6 +91,26 @@ def log1p(x):
 
 
 @triton.jit
+def log_normal(x):
+    """Return log(x) to 1.2 units in the last digit, for normal ``x > 0``; of NaN some number. Faster than ``log``.
+
+    ``x = 2^e * (1 + f)``, ``1 + f`` in sqrt([1/2, 2]); a polynomial in f, fitted to (log(1 + f) - f) / f^2 there.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) & -0x800000  # 2^23 e
+    f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+    p = 0.08734750747680664
+    p = p * f - 0.14307482540607452
+    p = p * f + 0.14917989075183868
+    p = p * f - 0.165705144405365
+    p = p * f + 0.19962070882320404
+    p = p * f - 0.25001755356788635
+    p = p * f + 0.33333951234817505
+    p = p * f - 0.49999991059303284
+    return exponent.to(tl.float32) * 8.262958294867817e-08 + (f + f * f * p)
+
+
+@triton.jit
 def tanh(a):
     """Return tanh(a), to 2 units in the last digit if exp2 and division are exact; ``tanh(0.5) = 0.4621172``.
 
