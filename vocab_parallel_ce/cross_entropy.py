@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from vocab_parallel_ce import checks, pipeline, verify
+from vocab_parallel_ce import pipeline, verify
+from vocab_parallel_ce.backward import Refusals, current_age, run_backward
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.layout import flat, overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.options import (
@@ -35,24 +36,17 @@ from vocab_parallel_ce.top import Top
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-SECOND_BACKWARD = (
+REFUSALS = Refusals(
     "cross-entropy: backward ran a second time, but the first had its gradient in the logits' storage and has handed "
-    "it on; ask for gradient='out_of_place' (TransformerEngine's overwrite_input=False) to run backward again"
-)
-OVERWRITTEN = (
+    "it on; ask for gradient='out_of_place' (TransformerEngine's overwrite_input=False) to run backward again",
     "cross-entropy: the logits, or the tensor that they are a view of, were overwritten before backward read "
-    "them; if another loss did it, ask for gradient='out_of_place' in both"
+    "them; if another loss did it, ask for gradient='out_of_place' in both",
 )
 KEYWORDS = keyword_defaults(LossKeywords)
 # PyTorch 2.11 fails inside Dynamo.
 TRACES_DTENSORS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
 NO_OTHERS = (None,) * (len(TokenOutputs._fields) - 1)
-
-_in_transform = torch._C._are_functorch_transforms_active
-_is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
-# Of this thread: the number of the next autograd node. A private function: without it no node is new.
-_current_age: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 2**63)
 
 
 class LossMetrics(NamedTuple):
@@ -239,11 +233,6 @@ def as_returned(ctx: Any, outputs: TokenOutputs, options: LossOptions) -> Any:
     return tuple(outputs)
 
 
-def given_grads(grads: tuple[Tensor | None, ...]) -> GradOutputs:
-    """Return what autograd gives backward: a gradient for every output, or for a loss alone."""
-    return GradOutputs(*grads[: len(GradOutputs._fields)])
-
-
 @torch.no_grad()
 def loss_metrics(outputs: TokenOutputs, labels: Tensor, settings: Settings, divisor: Tensor | None) -> LossMetrics:
     """Compute the metrics from the outputs of every row; ``divisor`` is that of a sum."""
@@ -268,7 +257,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, call: Call) -> Any:
-        ctx.call, ctx.handed_on, ctx.age = call, False, _current_age()
+        ctx.call, ctx.handed_on, ctx.age = call, False, current_age()
         ctx.set_materialize_grads(False)
         mode = call.plan.gradient
         if mode == "in_forward":
@@ -287,43 +276,12 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
-        grad = untraced(_verified_gradient)(ctx, given_grads(grads))
-        return grad, None, None
+        return run_backward(_logits_gradient, ctx, grads, REFUSALS, ctx.call.group), None, None
 
 
-def untraced(function: Function) -> Function:
-    """Return ``function`` as compiled autograd may call it: it runs eagerly, as its overwriting needs."""
-    if torch.compiler.is_dynamo_compiling():
-        return torch.compiler.disable(function)
-    return function
-
-
-def _verified_gradient(ctx: Any, grads: GradOutputs) -> Tensor | None:
-    if not verify.is_on:
-        return _logits_gradient(ctx, grads)
-    device = next((grad.device for grad in grads if grad is not None), None)
-    with verify.open_call(ctx.call.group, device, is_backward=True):
-        return _logits_gradient(ctx, grads)
-
-
-def _logits_gradient(ctx: Any, grads: GradOutputs) -> Tensor | None:
-    """Write the gradient over the logits, or into a new tensor. Looks at nothing if no output is used."""
-    check_backward(*grads)
-    is_unused = all(grad is None for grad in grads)
-    if is_unused and not verify.open_calls:
-        return None
-    if ctx.handed_on:
-        raise RuntimeError(SECOND_BACKWARD)
-    try:
-        kept, *others = ctx.saved_tensors  # once: a checkpoint gives them once
-    except RuntimeError as error:
-        if "inplace operation" in str(error):
-            raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
-        raise
-    if verify.open_calls:
-        verify.compare_backward(**grads._asdict())
-    if is_unused:
-        return None
+def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Tensor:
+    """Write the gradient over the logits, or into a new tensor."""
+    kept, *others = saved
     plan = ctx.call.plan
     logits, version = kept.detach(), kept._version
     ctx.handed_on = plan.gradient != "out_of_place"
@@ -339,15 +297,3 @@ def _logits_gradient(ctx: Any, grads: GradOutputs) -> Tensor | None:
         increment_version(logits)
         mark_overwritten(kept, version, ctx.age)
     return grad
-
-
-def check_backward(*grad_outputs: Tensor | None) -> None:
-    """Raise if backward is recorded or runs inside a transform.
-
-    ``once_differentiable`` looks at ``grad_output`` alone: for one that requires no gradient it would return
-    a gradient that is silently a constant.
-    """
-    checks.check_no_double_backward()
-    for grad in grad_outputs:
-        if _in_transform() or (grad is not None and _is_batch(grad)):
-            raise RuntimeError(checks.IN_TRANSFORM)

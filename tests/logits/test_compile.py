@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -214,7 +215,7 @@ def test_inductor(step):
 def test_token_counts_that_change_make_one_more_graph(step):
     if step in (linear_valid_tokens, logits_transposed, shifted):
         return  # they name a number of tokens
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     graphs = []
     for n in (12, 16, 31, 7):

@@ -7,23 +7,13 @@ bytes per token and rank, and compute the logits again in backward, with grad_ou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import verify
-from vocab_parallel_ce.cross_entropy import (
-    LossMetrics,
-    as_returned,
-    as_token_outputs,
-    check_backward,
-    given_grads,
-    loss_metrics,
-    public,
-    untraced,
-)
+from vocab_parallel_ce.backward import Refusals, run_backward
+from vocab_parallel_ce.cross_entropy import LossMetrics, as_returned, as_token_outputs, loss_metrics, public
 from vocab_parallel_ce.linear import pipeline
 from vocab_parallel_ce.linear.expected import expected_with_last
 from vocab_parallel_ce.linear.pipeline import Gradients
@@ -48,7 +38,7 @@ if TYPE_CHECKING:
 
 LOSS_KEYWORDS = keyword_defaults(LinearLossKeywords)
 LOG_PROB_KEYWORDS = keyword_defaults(LinearLogProbKeywords)
-SECOND_BACKWARD = (
+REFUSALS = Refusals(
     "linear cross-entropy: backward ran a second time, but the first has handed its gradients on; ask for "
     "gradient='in_backward' to run backward again"
 )
@@ -263,42 +253,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return *untraced(_verified_gradients)(ctx, given_grads(grads)), None, None
+        gradients = run_backward(_gradients, ctx, grads, REFUSALS, ctx.linear.call.group, ctx.device)
+        return *(gradients or (None, None, None)), None, None
 
 
-def _verified_gradients(ctx: Any, grads: GradOutputs) -> Gradients:
-    group, device = ctx.linear.call.group, ctx.device
-    comparison = verify.open_call(group, device, is_backward=True) if verify.is_on else nullcontext()
-    with torch.autocast(device.type, enabled=False), comparison:
-        return _gradients(ctx, grads)
-
-
-def _gradients(ctx: Any, grads: GradOutputs) -> Gradients:
+def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradients:
     """Return the gradients of hidden, weight and bias."""
-    check_backward(*grads)
     linear: LinearCall = ctx.linear
-    is_unused = all(grad is None for grad in grads)
-    if is_unused and not verify.open_calls:
-        return None, None, None
-    if ctx.handed_on:
-        raise RuntimeError(SECOND_BACKWARD)
-    saved = ctx.saved_tensors
-    if verify.open_calls:
-        verify.compare_backward(**grads._asdict())
-    if is_unused:
-        return None, None, None
-    if linear.call.plan.gradient == "in_forward":
-        assert grads.loss is not None
-        ctx.handed_on = True
-        if linear.expected is None:
-            gradients = pipeline.scaled(linear, saved, grads.loss)
+    with torch.autocast(ctx.device.type, enabled=False):
+        if linear.call.plan.gradient == "in_forward":
+            assert grads.loss is not None
+            ctx.handed_on = True
+            if linear.expected is None:
+                gradients = pipeline.scaled(linear, saved, grads.loss)
+            else:
+                gradients = pipeline.scaled_by_factor(linear, saved, grads.loss, ctx.weight_dtype)
         else:
-            gradients = pipeline.scaled_by_factor(linear, saved, grads.loss, ctx.weight_dtype)
-    else:
-        *inputs, stats, divisor, weights, temperature = saved
-        linear = linear._replace(call=linear.call._replace(class_weight=weights, temperature=temperature))
-        wanted = ctx.needs_input_grad[:3]
-        gradients = pipeline.backward(linear, Inputs(*inputs), stats, divisor, wanted, grads)
+            *inputs, stats, divisor, weights, temperature = saved
+            linear = linear._replace(call=linear.call._replace(class_weight=weights, temperature=temperature))
+            wanted = ctx.needs_input_grad[:3]
+            gradients = pipeline.backward(linear, Inputs(*inputs), stats, divisor, wanted, grads)
     d_hidden, d_weight, d_bias = gradients
     if d_weight is None or linear.main_grad is None:
         return gradients

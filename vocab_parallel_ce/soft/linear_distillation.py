@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
+from vocab_parallel_ce.backward import run_backward
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.cross_entropy import check_backward, public, untraced
+from vocab_parallel_ce.cross_entropy import public
 from vocab_parallel_ce.linear import pipeline
-from vocab_parallel_ce.linear.cross_entropy import SECOND_BACKWARD, split_keywords
+from vocab_parallel_ce.linear.cross_entropy import REFUSALS, split_keywords
 from vocab_parallel_ce.linear.hidden_states import HiddenStates
 from vocab_parallel_ce.linear.pipeline import Gradients, Products, Wanted
 from vocab_parallel_ce.linear.plan import Arguments, Inputs, LinearCall, plan_linear_call
@@ -28,6 +29,7 @@ from vocab_parallel_ce.soft.distillation import check_columns, checked_options, 
 from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
 from vocab_parallel_ce.soft.pairs import PairCall
 from vocab_parallel_ce.soft.pairs import forward as forward_of_pair
+from vocab_parallel_ce.spec import GradOutputs
 
 
 class LinearDistillationKeywords(TypedDict, total=False):
@@ -208,25 +210,10 @@ class _LinearDistillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None) -> Any:
-        return *untraced(_verified_gradients)(ctx, grad_loss), None, None
+        gradients = run_backward(_gradients, ctx, (grad_loss,), REFUSALS, ctx.linear.call.group, ctx.device)
+        return *(gradients or (None, None, None)), None, None
 
 
-def _verified_gradients(ctx: Any, grad_loss: Tensor | None) -> Gradients:
-    if not verify.is_on:
-        return _gradients(ctx, grad_loss)
-    with verify.open_call(ctx.linear.call.group, ctx.device, is_backward=True):
-        return _gradients(ctx, grad_loss)
-
-
-def _gradients(ctx: Any, grad_loss: Tensor | None) -> Gradients:
-    check_backward(grad_loss)
-    if grad_loss is None and not verify.open_calls:
-        return None, None, None
-    if ctx.handed_on:
-        raise RuntimeError(SECOND_BACKWARD)
-    if verify.open_calls:
-        verify.compare_backward(loss=grad_loss)
-    if grad_loss is None:
-        return None, None, None
+def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradients:
     ctx.handed_on = True
-    return pipeline.scaled(ctx.linear, ctx.saved_tensors, grad_loss)
+    return pipeline.scaled(ctx.linear, saved, grads.loss)

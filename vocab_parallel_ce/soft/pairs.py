@@ -15,19 +15,20 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from vocab_parallel_ce import checks, verify
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.backward import current_age, run_backward
 from vocab_parallel_ce.collectives import all_gather_stats, group_position
-from vocab_parallel_ce.cross_entropy import SECOND_BACKWARD, _current_age, check_backward, untraced
+from vocab_parallel_ce.cross_entropy import REFUSALS as OF_LOGITS
 from vocab_parallel_ce.layout import compute_dtype, overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.overwritten import check_not_overwritten, mark_overwritten
 from vocab_parallel_ce.plan import Plan, checked_divisor, plan_of
-from vocab_parallel_ce.spec import is_ignored
+from vocab_parallel_ce.spec import GradOutputs, is_ignored
 
 GRADIENTS = ("auto", "in_backward", "out_of_place")
-OVERWRITTEN = (
-    "cross-entropy: the logits, or the targets beside them, were overwritten before backward read them; if another "
-    "loss did it, ask for gradient='out_of_place' in both"
+REFUSALS = OF_LOGITS._replace(
+    overwritten="cross-entropy: the logits, or the targets beside them, were overwritten before backward read them; if "
+    "another loss did it, ask for gradient='out_of_place' in both"
 )
 
 
@@ -123,7 +124,7 @@ class _PairLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, other: Tensor, labels: Tensor | None, call: PairCall) -> Tensor:
-        ctx.call, ctx.handed_on, ctx.age = call, False, _current_age()
+        ctx.call, ctx.handed_on, ctx.age = call, False, current_age()
         ctx.set_materialize_grads(False)
         kept = logits if call.plan.gradient == "out_of_place" else overwritable(logits)
         loss, *statistics = forward(call, walkable(kept), other, labels)
@@ -132,40 +133,18 @@ class _PairLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        return untraced(_verified_gradient)(ctx, grad_loss), None, None, None
+        return run_backward(_gradient, ctx, (grad_loss,), REFUSALS, ctx.call.group), None, None, None
 
 
-def _verified_gradient(ctx: Any, grad_loss: Tensor | None) -> Tensor | None:
-    if not verify.is_on:
-        return _gradient(ctx, grad_loss)
-    device = None if grad_loss is None else grad_loss.device
-    with verify.open_call(ctx.call.group, device, is_backward=True):
-        return _gradient(ctx, grad_loss)
-
-
-def _gradient(ctx: Any, grad_loss: Tensor | None) -> Tensor | None:
+def _gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Tensor:
     """Write the gradient over the logits, or into a new tensor."""
-    check_backward(grad_loss)
-    if grad_loss is None and not verify.open_calls:
-        return None
-    if ctx.handed_on:
-        raise RuntimeError(SECOND_BACKWARD)
-    if verify.open_calls:
-        verify.compare_backward(loss=grad_loss)
-    if grad_loss is None:
-        return None
-    try:
-        kept, other, labels, stats, mixture, divisor = ctx.saved_tensors
-    except RuntimeError as error:
-        if "inplace operation" in str(error):
-            raise RuntimeError(f"{OVERWRITTEN} ({error})") from error
-        raise
+    kept, other, labels, stats, mixture, divisor = saved
     call: PairCall = ctx.call
     logits, version = kept.detach(), kept._version
     ctx.handed_on = call.plan.gradient != "out_of_place"
     source, grad = (logits, logits) if ctx.handed_on else source_and_new(logits)
     own = {"shard": call.plan.shard, "options": call.options}
-    grad_output = per_row(grad_loss, logits)
+    grad_output = per_row(grads.loss, logits)
     call.launchers.gradient(source, other, labels, stats, mixture, divisor, grad_output, grad, **own)
     if grad is logits:
         increment_version(logits)

@@ -1,0 +1,72 @@
+"""What the backward of every loss does before its gradient: it refuses, and the ranks compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce import checks, verify
+from vocab_parallel_ce.spec import GradOutputs
+
+Found = TypeVar("Found")
+
+_in_transform = torch._C._are_functorch_transforms_active
+_is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
+# Of this thread: the number of the next autograd node. A private function: without it no node is new.
+current_age: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 2**63)
+
+
+class Refusals(NamedTuple):
+    """Errors of a kind of loss."""
+
+    second: str  # a second backward, after one that handed its memory on
+    overwritten: str | None = None  # what is saved was overwritten; None: PyTorch's own error
+
+
+def run_backward(
+    gradient: Callable[[Any, tuple[Any, ...], GradOutputs], Found],
+    ctx: Any,
+    grads: tuple[Tensor | None, ...],
+    refusals: Refusals,
+    group: Any,
+    device: torch.device | None = None,
+) -> Found | None:
+    """Return ``gradient(ctx, saved tensors, grads)``, None without looking at anything if no output was used.
+
+    It runs eagerly, under compiled autograd too, since it may overwrite. Under verification the ranks of ``group``
+    compare ``grads`` first, by all_gathers from ``device``, by default that of ``grads``.
+
+    Raises:
+        RuntimeError: in a recorded backward or a transform, and as ``refusals`` says.
+    """
+    run = torch.compiler.disable(_run) if torch.compiler.is_dynamo_compiling() else _run
+    return run(gradient, ctx, GradOutputs(*grads[: len(GradOutputs._fields)]), refusals, group, device)
+
+
+def _run(
+    gradient: Callable[..., Found], ctx: Any, grads: GradOutputs, refusals: Refusals, group: Any, device: Any
+) -> Found | None:
+    used = [grad for grad in grads if grad is not None]
+    device = device or (used[0].device if used else None)
+    with verify.open_call(group, device, is_backward=True) if verify.is_on else nullcontext():
+        checks.check_no_double_backward()
+        # once_differentiable looks at grad_output alone: without requires_grad, a gradient is silently a constant.
+        if _in_transform() or any(_is_batch(grad) for grad in used):
+            raise RuntimeError(checks.IN_TRANSFORM)
+        if not used and not verify.open_calls:
+            return None
+        if ctx.handed_on:
+            raise RuntimeError(refusals.second)
+        try:
+            saved = ctx.saved_tensors  # once: a checkpoint gives them once
+        except RuntimeError as error:
+            if refusals.overwritten is not None and "inplace operation" in str(error):
+                raise RuntimeError(f"{refusals.overwritten} ({error})") from error
+            raise
+        if verify.open_calls:
+            verify.compare_backward(**grads._asdict())
+        return gradient(ctx, saved, grads) if used else None
