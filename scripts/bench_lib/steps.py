@@ -103,7 +103,7 @@ def measured(
                 "ms": round(statistics.median(times[name]), 3),
                 "ratio": round(statistics.median(times[name]) / statistics.median(times[names[0]]), 3),
                 "ms_all": [round(each, 3) for each in times[name]],
-                "peak_gib": round(peaks[name] / 2**30, 3),
+                "peak_gib": round(peaks[name] / 2**30, 6),
                 "loss": losses[name],
             }
             for name in names
