@@ -35,13 +35,13 @@ def run_backward(
     group: Any,
     device: torch.device | None = None,
 ) -> Found | None:
-    """Return ``gradient(ctx, saved tensors, grads)``, None without looking at anything if no output was used.
+    """Return ``gradient(ctx, saved tensors, grads)``; None if no output was used: then only verification reads more.
 
     It runs eagerly, under compiled autograd too, since it may overwrite. Under verification the ranks of ``group``
     compare ``grads`` first, by all_gathers from ``device``, by default that of ``grads``.
 
     Raises:
-        RuntimeError: in a recorded backward or a transform, and as ``refusals`` says.
+        RuntimeError: in a recorded backward or a transform, even if no output was used, and as ``refusals`` says.
     """
     run = torch.compiler.disable(_run) if torch.compiler.is_dynamo_compiling() else _run
     return run(gradient, ctx, GradOutputs(*grads[: len(GradOutputs._fields)]), refusals, group, device)

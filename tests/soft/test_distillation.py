@@ -189,6 +189,26 @@ def test_edge_rows(impl_device, divergence):
     assert distillation_loss(leaf[:0] * 1, on_device[:0], **ways) == 0
 
 
+@pytest.mark.interpreted(3)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_columns_masked_by_the_least_finite_number(impl_device, divergence):
+    """In the side that weighs, a probability of 0: its term is 0, also beside the other's mask."""
+    impl, device = impl_device
+    made, least = case_of(columns=30), torch.finfo(torch.bfloat16).min
+    student, teacher = made.logits.clone(), made.other.clone()
+    weighing, other = (teacher, student) if divergence == "forward" else (student, teacher)
+    weighing[:, 3:9], weighing[1, 12], other[1, 12] = least, -200.0, least
+    leaf = student.to(device).requires_grad_()
+    loss = distillation_loss(leaf * 1, teacher.to(device), divergence=divergence, reduction="none", impl=impl)
+    (grad,) = torch.autograd.grad(loss.sum(), leaf)
+    wide = student.double().requires_grad_()
+    truth = divergences(wide, teacher.double(), divergence=divergence)
+    (true_grad,) = torch.autograd.grad(truth.sum(), wide)
+    torch.testing.assert_close(loss.detach().cpu(), truth.detach().float())
+    torch.testing.assert_close(grad.cpu(), true_grad.float())
+    assert not grad[:, 3:9].signbit().any() or divergence == "forward"
+
+
 def test_a_hard_weight_of_1_is_cross_entropy_and_equal_logits_are_at_0(impl_device):
     impl, device = impl_device
     made = case_of(labels=True)

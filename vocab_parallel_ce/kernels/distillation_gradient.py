@@ -16,7 +16,6 @@ from torch import Tensor
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.divergence import (
     Factors,
-    bounded_or_nan,
     cooled,
     kernel_options,
     load_logits,
@@ -73,7 +72,8 @@ def write_tile(student, teacher, grad_student, inside, live, is_target, factors,
         grad = tl.where(s == 0, 0.0, s * (a - b - factors.offset))
     else:
         t = ops.exp_shifted(b, 0.0) * factors.teacher_inverse
-        grad = (1 - weights.beta) * s * bounded_or_nan(a - log_mixture(s, t, weights) - factors.offset)
+        grad = (1 - weights.beta) * s * (a - log_mixture(s, t, weights) - factors.offset)
+        grad = tl.where(s == 0, 0.0, grad)
     grad = cooled(grad, weights)
     if weights.hard_weight is not None:
         hard = ops.exp_shifted(x_shifted, 0.0) * factors.hard_inverse

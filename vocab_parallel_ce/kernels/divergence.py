@@ -51,7 +51,8 @@ def cooled(shifted, weights):
 def cross_terms(weight_exp, weight, other):
     """Return ``exp(weight) * (weight - other)``; 0 where ``weight`` is -inf, otherwise inf where ``other`` is."""
     difference = tl.where(weight == float("-inf"), 0.0, weight - other)
-    return tl.maximum(weight_exp, 1.1754943508222875e-38) * difference  # an exponential of 0 times inf is NaN
+    # An exponential of 0 times inf is NaN.
+    return tl.where(difference == float("inf"), 1.0, weight_exp) * difference
 
 
 @triton.jit
