@@ -23,21 +23,19 @@ from vocab_parallel_ce.spec import GradOutputs, LossOptions
 
 
 class RowFactors(NamedTuple):
-    """What the gradient of a row's every column is made of; 0 if no option needs it."""
+    """What the gradient of a row's every column is made of; 0 if no option needs it.
+
+    Each factor of a term includes the term's upstream gradient. ``exp`` is that of the shifted logits.
+    """
 
     shift: tl.tensor  # row_max
-    inverse_sum: tl.tensor  # 1 / sum_exp
-    target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label's 1 - p
-    weight: tl.tensor  # grad_loss / divisor
-    p_factor: tl.tensor  # of p, with class weights and smoothing
-    uniform_p: tl.tensor  # smoothing / V
-    z_factor: tl.tensor  # 2 * z_loss * lse
+    of_exp: tl.tensor
+    of_exp_sq: tl.tensor  # of exp^2
+    of_entropy: tl.tensor  # of exp * (mean_shifted - shifted)
     mean_shifted: tl.tensor
-    entropy_weight: tl.tensor  # grad_entropy
-    lse_weight: tl.tensor  # grad_lse
-    exp_weight: tl.tensor  # with sum_sq_probs, of exp: (grad_lse - 2 * grad_sum_sq_probs * sum of p^2) / sum_exp
-    exp_sq_weight: tl.tensor  # of exp^2: 2 * grad_sum_sq_probs / sum_exp^2
-    mean_weight: tl.tensor  # grad_mean_logit / V
+    of_uniform: tl.tensor  # subtracted; smoothing / V
+    of_mean: tl.tensor  # added; of mean_logit, 1 / V
+    target_grad: tl.tensor  # gradient at the label, without of_mean; p - 1 would lose the digits of a confident label
 
 
 class ShardSizes(NamedTuple):
@@ -58,70 +56,68 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
         weight *= tl.load(grads.loss + row * strides.loss)
     weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
     all_sum = ops.sum_exp(stats)
-    inverse_sum = tl.where(live, 1.0 / all_sum, 0.0)
-    target_grad = tl.where(live, -stats.others_sum / all_sum, 0.0)
-    p_factor = 0.0
-    uniform_p = 0.0
+    inverse_sum = 1.0 / all_sum
+    target_exp = ops.label_exp(stats.row_max, stats.target_logit)
+    p_factor = 1.0
     z_factor = 0.0
+    uniform_p = 0.0
+    target_grad = -stats.others_sum / all_sum
     if loss_options.z_loss is not None:
-        z_factor = tl.where(live, 2 * loss_options.z_loss * (stats.row_max + ops.log_sum_exp(stats)), 0.0)
-        of_label = ops.label_exp(stats.row_max, stats.target_logit) * inverse_sum * z_factor
-        target_grad += tl.where(live, of_label, 0.0)
-    if loss_options.smoothing is not None:
+        z_factor = 2 * loss_options.z_loss * (stats.row_max + ops.log_sum_exp(stats))
+        p_factor += z_factor
+    if loss_options.smoothing is not None and loss_options.class_weight is not None:
         uniform_p = loss_options.smoothing / vocab_size
-        if loss_options.class_weight is not None:
-            target_weight = tl.where(live, stats.target_weight, 0.0)
-            target_p = tl.where(live, ops.label_exp(stats.row_max, stats.target_logit) / all_sum, 0.0)
-            of_label = (1 - loss_options.smoothing) * target_weight
-            of_all = uniform_p * tl.where(live, stats.n_columns, 0.0) + target_weight * z_factor
-            p_factor = of_label + of_all
-            target_grad = tl.where(live, -stats.others_sum / all_sum, 0.0)
-            target_grad = of_label * target_grad + of_all * target_p - uniform_p * target_weight
-        else:
+        of_label = (1 - loss_options.smoothing) * stats.target_weight
+        of_all = uniform_p * stats.n_columns + stats.target_weight * z_factor
+        p_factor = of_label + of_all
+        target_grad = of_label * target_grad + of_all * (target_exp / all_sum) - uniform_p * stats.target_weight
+    else:
+        if loss_options.z_loss is not None:
+            target_grad += target_exp * inverse_sum * z_factor
+        if loss_options.smoothing is not None:
+            uniform_p = loss_options.smoothing / vocab_size
             target_grad += loss_options.smoothing - uniform_p
-    elif loss_options.class_weight is not None:
-        weight *= stats.target_weight
+        elif loss_options.class_weight is not None:
+            weight *= stats.target_weight
+    of_exp = inverse_sum * p_factor * weight
+    target_grad *= weight
+    of_exp_sq = 0.0
+    of_entropy = 0.0
     mean_shifted = 0.0
-    entropy_weight = 0.0
-    lse_weight = 0.0
-    exp_weight = 0.0
-    exp_sq_weight = 0.0
-    mean_weight = 0.0
+    others = 0.0  # of exp, from the other outputs
+    of_mean = 0.0
     if grads.entropy is not None:
-        mean_shifted = tl.where(live, stats.exp_shifted_sum / all_sum, 0.0)
-        entropy_weight = tl.where(live, tl.load(grads.entropy + row * strides.entropy), 0.0)
+        mean_shifted = stats.exp_shifted_sum / all_sum
+        of_entropy = inverse_sum * tl.load(grads.entropy + row * strides.entropy)
+        shifted = ops.bounded(stats.target_logit - stats.row_max)
+        target_grad += target_exp * (mean_shifted - shifted) * of_entropy
     if grads.lse is not None:
-        lse_weight = tl.where(live, tl.load(grads.lse + row * strides.lse), 0.0)
+        others = tl.load(grads.lse + row * strides.lse) * inverse_sum
     if grads.sum_sq_probs is not None:
         of_row = 2 * tl.load(grads.sum_sq_probs + row * strides.sum_sq_probs)
-        of_mean = tl.where(live, of_row * (stats.sum_exp_sq / (all_sum * all_sum)), 0.0)
-        exp_weight = (lse_weight - of_mean) * inverse_sum
-        exp_sq_weight = tl.where(live, of_row * inverse_sum * inverse_sum, 0.0)
+        of_exp_sq = of_row * inverse_sum * inverse_sum
+        others -= of_row * (stats.sum_exp_sq / (all_sum * all_sum)) * inverse_sum
     if grads.mean_logit is not None:
-        mean_weight = tl.where(live, tl.load(grads.mean_logit + row * strides.mean_logit) / vocab_size, 0.0)
-    shift = tl.where(live, stats.row_max, 0.0)
-    weight = tl.where(live, weight, 0.0)
+        of_mean = tl.load(grads.mean_logit + row * strides.mean_logit) / vocab_size
+    if grads.lse is not None or grads.sum_sq_probs is not None:
+        target_grad += target_exp * (target_exp * of_exp_sq + others)
+        of_exp += others
     return RowFactors(
-        shift,
-        inverse_sum,
-        target_grad,
-        weight,
-        p_factor,
-        uniform_p,
-        z_factor,
-        mean_shifted,
-        entropy_weight,
-        lse_weight,
-        exp_weight,
-        exp_sq_weight,
-        mean_weight,
+        tl.where(live, stats.row_max, 0.0),
+        tl.where(live, of_exp, 0.0),
+        tl.where(live, of_exp_sq, 0.0),
+        tl.where(live, of_entropy, 0.0),
+        tl.where(live, mean_shifted, 0.0),
+        tl.where(live, uniform_p * weight, 0.0),
+        tl.where(live, of_mean, 0.0),
+        tl.where(live, target_grad, 0.0),
     )
 
 
 @triton.jit
 def uniform_part(class_weight, columns, inside, n_valid, factors):
     """Return what smoothing takes from the gradient of ``columns``; ``class_weight`` and ``n_valid`` may be None."""
-    uniform = factors.uniform_p
+    uniform = factors.of_uniform
     if class_weight is not None:
         if n_valid is not None:
             inside &= columns < n_valid
@@ -137,23 +133,16 @@ def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
     """
     z, slope = ops.transform(x, loss_options)
     exp = ops.exp_shifted(z, factors.shift)
-    p = exp * factors.inverse_sum
-    grad = p
-    if loss_options.class_weight is not None and loss_options.smoothing is not None:
-        grad = p * factors.p_factor
-    elif loss_options.z_loss is not None:
-        grad += p * factors.z_factor
+    grad = exp * factors.of_exp
+    if grads.sum_sq_probs is not None:
+        grad = exp * (exp * factors.of_exp_sq + factors.of_exp)
+    if grads.entropy is not None:
+        grad += exp * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.of_entropy
     if loss_options.smoothing is not None:
         grad = tl.where(z == float("-inf"), grad, grad - uniform)
-    grad = tl.where(is_target, factors.target_grad, grad) * factors.weight
-    if grads.entropy is not None:
-        grad += p * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.entropy_weight
-    if grads.sum_sq_probs is not None:
-        grad += exp * (exp * factors.exp_sq_weight + factors.exp_weight)
-    elif grads.lse is not None:
-        grad += p * factors.lse_weight
+    grad = tl.where(is_target, factors.target_grad, grad)
     if grads.mean_logit is not None:
-        grad = tl.where(z == float("-inf"), grad, grad + factors.mean_weight)
+        grad = tl.where(z == float("-inf"), grad, grad + factors.of_mean)
     has_slope = loss_options.softcap is not None or loss_options.logit_scale is not None
     if has_slope or loss_options.temperature is not None:
         grad *= slope
