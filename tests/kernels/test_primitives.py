@@ -63,11 +63,11 @@ def test_log1p_on_a_dense_grid(kernel_device):
     assert ends[4] == pytest.approx(9.99995e-6, rel=1e-7)
 
 
-def test_log_normal_on_a_dense_grid(kernel_device):
+def test_log2_normal_on_a_dense_grid(kernel_device):
     seams = torch.cat([scale * (1 + torch.arange(-200, 200) * 2**-24) for scale in (0.5**0.5, 1.0, 2**0.5)])
     x = torch.cat([torch.logspace(-37.9, 0, 20000), torch.linspace(0.3, 3, 20000), seams])
-    actual, truth = jit_functions.elementwise("log_normal", x.to(kernel_device)).cpu().double(), x.double().log()
-    assert bool(((actual - truth).abs() <= FP32.eps * truth.abs()).all())
+    actual, truth = jit_functions.elementwise("log2_normal", x.to(kernel_device)).cpu().double(), x.double().log2()
+    assert bool(((actual - truth).abs() <= 1.6 * FP32.eps * truth.abs()).all())
 
 
 @pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)

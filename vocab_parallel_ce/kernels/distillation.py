@@ -15,7 +15,6 @@ from torch import Tensor
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.distillation_gradient import gradient
 from vocab_parallel_ce.kernels.divergence import (
-    Factors,
     kernel_options,
     load_logits,
     merged,
@@ -132,8 +131,6 @@ def mixture_kernel(
     if labels is not None:
         label = tl.load(labels + row).to(tl.int64)
         n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
-    inverses = 1.0 / found.student_sum, 1.0 / found.teacher_sum
-    factors = Factors(found.student_max, found.teacher_max, inverses[0], inverses[1], 0.0, 0.0, 0.0)
     pair = locate_pair(row, layout, teacher_layout, n_columns, ALIKE, VECTOR)
     lane_columns = ops.tile_columns(LANES, VECTOR)
     of_teacher = tl.zeros([LANES], tl.float32)
@@ -141,16 +138,17 @@ def mixture_kernel(
     for tile in range(0, pair.width, LANES * VECTOR):
         columns = tile + lane_columns
         x, w = student + pair.first + columns, teacher + pair.other_first + columns
-        parts = mixture_terms(x, w, columns < pair.width, factors, weights)
+        parts = mixture_terms(x, w, columns < pair.width, found, weights)
         of_teacher += parts[0]
         of_student += parts[1]
     if HAS_EDGES:
         offset, inside = pair_edges(pair, lane_columns, n_columns)
         w = teacher + offset + pair.other_shift
-        parts = mixture_terms(student + offset, w, inside, factors, weights)
+        parts = mixture_terms(student + offset, w, inside, found, weights)
         of_teacher += parts[0]
         of_student += parts[1]
-    own_teacher, own_student = tl.sum(of_teacher), tl.sum(of_student)
+    own_teacher = tl.sum(of_teacher) * 0.6931471805599453
+    own_student = tl.sum(of_student) * 0.6931471805599453
     tl.store(mixture + 2 * (mixture_start + row), own_teacher)
     tl.store(mixture + 2 * (mixture_start + row) + 1, own_student)
     if loss is not None:

@@ -9,17 +9,19 @@ One program does one row. Regime: bound by memory; it reads both shards once and
 or elsewhere. ``grad_output`` and the divisor are one fp32 factor per row, so the gradient is rounded once.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.divergence import (
-    Factors,
     cooled,
     kernel_options,
     load_logits,
-    log_mixture,
+    log2_mixture,
+    log2_probs,
     merged_mixture,
     merged_ranks,
     stats_of_row,
@@ -38,10 +40,22 @@ from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
 
 
+class Factors(NamedTuple):
+    """What the gradient of a row's every column is made of."""
+
+    student_max: tl.tensor
+    teacher_max: tl.tensor
+    student_sum: tl.tensor
+    teacher_sum: tl.tensor
+    offset: tl.tensor  # reverse: KL + log(student_sum) - log(teacher_sum); js: KL(s || m)
+    hard_inverse: tl.tensor  # 1 / hard_sum
+    weight: tl.tensor  # grad_output / divisor
+
+
 @triton.jit
 def row_factors(stats, of_student, weight, live, weights, KIND: tl.constexpr):
     """Return the ``Factors`` of a row, 0 if it is not ``live``; ``of_student`` is ``KL(s || m)``."""
-    offset = of_student + tl.log(stats.student_sum)
+    offset = of_student
     if KIND == "reverse":
         offset = stats.cross / stats.student_sum  # KL + log(student_sum) - log(teacher_sum)
     hard_inverse = 0.0
@@ -50,8 +64,8 @@ def row_factors(stats, of_student, weight, live, weights, KIND: tl.constexpr):
     return Factors(
         tl.where(live, stats.student_max, 0.0),
         tl.where(live, stats.teacher_max, 0.0),
-        tl.where(live, 1.0 / stats.student_sum, 0.0),
-        tl.where(live, 1.0 / stats.teacher_sum, 0.0),
+        tl.where(live, stats.student_sum, 1.0),
+        tl.where(live, stats.teacher_sum, 1.0),
         tl.where(live, offset, 0.0),
         hard_inverse,
         tl.where(live, weight, 0.0),
@@ -63,17 +77,20 @@ def write_tile(student, teacher, grad_student, inside, live, is_target, factors,
     """Store the gradient of a tile. If the row is not ``live``, all logits count as -inf, and it is 0."""
     x, w = load_logits(student, inside & live), load_logits(teacher, inside & live)
     x_shifted = x - factors.student_max
-    a, b = cooled(x_shifted, weights), cooled(w - factors.teacher_max, weights)
-    s = ops.exp_shifted(a, 0.0) * factors.student_inverse
-    if KIND == "forward":
-        t = ops.exp_shifted(b, 0.0) * factors.teacher_inverse
-        grad = s - tl.where(x == float("-inf"), 0.0, t)
-    elif KIND == "reverse":
-        grad = tl.where(s == 0, 0.0, s * (a - b - factors.offset))
+    if KIND == "js":
+        student_log = log2_probs(x, factors.student_max, tl.log2(factors.student_sum), weights)
+        teacher_log = log2_probs(w, factors.teacher_max, tl.log2(factors.teacher_sum), weights)
+        s, t = tl.exp2(student_log), tl.exp2(teacher_log)
+        log_ratio = (student_log - log2_mixture(s, t, weights)) * 0.6931471805599453
+        grad = tl.where(s == 0, 0.0, (1 - weights.beta) * s * (log_ratio - factors.offset))
     else:
-        t = ops.exp_shifted(b, 0.0) * factors.teacher_inverse
-        grad = (1 - weights.beta) * s * (a - log_mixture(s, t, weights) - factors.offset)
-        grad = tl.where(s == 0, 0.0, grad)
+        a, b = cooled(x_shifted, weights), cooled(w - factors.teacher_max, weights)
+        s = ops.exp_shifted(a, 0.0) * (1.0 / factors.student_sum)
+        if KIND == "forward":
+            t = ops.exp_shifted(b, 0.0) * (1.0 / factors.teacher_sum)
+            grad = s - tl.where(x == float("-inf"), 0.0, t)
+        else:
+            grad = tl.where(s == 0, 0.0, s * (a - b - factors.offset))
     grad = cooled(grad, weights)
     if weights.hard_weight is not None:
         hard = ops.exp_shifted(x_shifted, 0.0) * factors.hard_inverse
@@ -117,7 +134,7 @@ def divergence_gradient_kernel(
     of_student = 0.0
     if mixture is not None:
         of_teacher, of_student = merged_mixture(mixture, row, ranks, ranks < n_ranks, n_rows)
-        of_student = tl.where(of_teacher != of_teacher, of_teacher, of_student)  # NaN: log_mixture hides it
+        of_student = tl.where(of_teacher != of_teacher, of_teacher, of_student)  # NaN: log2_mixture hides it
     weight = tl.load(grad_output + row * grad_stride)
     live = row >= 0
     if divisor is not None:

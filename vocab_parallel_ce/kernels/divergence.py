@@ -21,18 +21,6 @@ class Weights(NamedTuple):
     hard_weight: float | None
 
 
-class Factors(NamedTuple):
-    """What the gradient of a row's every column is made of."""
-
-    student_max: tl.tensor
-    teacher_max: tl.tensor
-    student_inverse: tl.tensor  # 1 / student_sum
-    teacher_inverse: tl.tensor
-    offset: tl.tensor  # reverse: KL + log(student_sum) - log(teacher_sum); js: KL(s || m) + log(student_sum)
-    hard_inverse: tl.tensor  # 1 / hard_sum
-    weight: tl.tensor  # grad_output / divisor
-
-
 @triton.jit
 def load_logits(pointers, inside):
     """Return the logits in fp32, -inf outside."""
@@ -185,28 +173,27 @@ def row_loss(stats, of_teacher, of_student, label, divisor, sizes, loss_options,
 
 
 @triton.jit
-def bounded_or_nan(shifted):
-    """Limit ``shifted`` as ``primitives.bounded`` does, but NaN stays."""
-    return tl.maximum(shifted, -1e30, propagate_nan=tl.PropagateNan.ALL)
+def log2_probs(logits, row_max, log2_sum, weights):
+    """Return log2 of the probabilities; ``log2_sum`` is that of the row's sum."""
+    return cooled(logits - row_max, weights) * 1.4426950408889634 - log2_sum
 
 
 @triton.jit
-def log_mixture(s, t, weights):
-    """Return ``log(m)``, ``m = beta * t + (1 - beta) * s``, at least that of the least normal number; not NaN."""
-    return ops.log_normal(weights.beta * t + ((1 - weights.beta) * s + 1.1754943508222875e-38))
+def log2_mixture(s, t, weights):
+    """Return ``log2(m)``, ``m = beta * t + (1 - beta) * s``, at least that of the least normal number; not NaN."""
+    return ops.log2_normal(weights.beta * t + ((1 - weights.beta) * s + 1.1754943508222875e-38))
 
 
 @triton.jit
-def mixture_terms(student, teacher, inside, factors, weights):
-    """Return the parts of ``KL(t || m)`` and ``KL(s || m)`` of a tile, per lane."""
-    a = cooled(load_logits(student, inside) - factors.student_max, weights)
-    b = cooled(load_logits(teacher, inside) - factors.teacher_max, weights)
-    s = ops.exp_shifted(a, 0.0) * factors.student_inverse
-    t = ops.exp_shifted(b, 0.0) * factors.teacher_inverse
-    log_m = log_mixture(s, t, weights)
+def mixture_terms(student, teacher, inside, stats, weights):
+    """Return the parts of ``KL(t || m)`` and ``KL(s || m)`` of a tile, per lane, over log(2)."""
+    student_log = log2_probs(load_logits(student, inside), stats.student_max, tl.log2(stats.student_sum), weights)
+    teacher_log = log2_probs(load_logits(teacher, inside), stats.teacher_max, tl.log2(stats.teacher_sum), weights)
+    s, t = tl.exp2(student_log), tl.exp2(teacher_log)
+    mixture_log = log2_mixture(s, t, weights)
     # Of -inf the term is 0, of what is outside too.
-    of_teacher = t * bounded_or_nan(b + (tl.log(factors.teacher_inverse) - log_m))
-    of_student = s * bounded_or_nan(a + (tl.log(factors.student_inverse) - log_m))
+    of_teacher = t * ops.bounded(teacher_log - mixture_log)
+    of_student = s * ops.bounded(student_log - mixture_log)
     return tl.sum(of_teacher, axis=1), tl.sum(of_student, axis=1)
 
 

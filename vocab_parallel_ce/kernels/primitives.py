@@ -91,23 +91,24 @@ def log1p(x):
 
 
 @triton.jit
-def log_normal(x):
-    """Return log(x) to 1.2 units in the last digit, for normal ``x > 0``; of NaN some number. Faster than ``log``.
+def log2_normal(x):
+    """Return log2(x) to 1.6 units in the last digit, for normal ``x > 0``; of NaN some number. Faster than ``log2``.
 
-    ``x = 2^e * (1 + f)``, ``1 + f`` in sqrt([1/2, 2]); a polynomial in f, fitted to (log(1 + f) - f) / f^2 there.
+    ``x = 2^e * (1 + f)``, ``1 + f`` in sqrt([1/2, 2]); a polynomial in f, fitted to log2(1 + f) / f there.
     """
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) & -0x800000  # 2^23 e
     f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
-    p = 0.08734750747680664
-    p = p * f - 0.14307482540607452
-    p = p * f + 0.14917989075183868
-    p = p * f - 0.165705144405365
-    p = p * f + 0.19962070882320404
-    p = p * f - 0.25001755356788635
-    p = p * f + 0.33333951234817505
-    p = p * f - 0.49999991059303284
-    return exponent.to(tl.float32) * 8.262958294867817e-08 + (f + f * f * p)
+    p = 0.12583723664283752
+    p = p * f - 0.20726986229419708
+    p = p * f + 0.21571557223796844
+    p = p * f - 0.23894479870796204
+    p = p * f + 0.28791624307632446
+    p = p * f - 0.3607036769390106
+    p = p * f + 0.48091062903404236
+    p = p * f - 0.7213473320007324
+    p = p * f + 1.4426950216293335
+    return exponent.to(tl.float32) * 1.1920928955078125e-07 + p * f
 
 
 @triton.jit
