@@ -157,10 +157,8 @@ def assert_stats(
     peer = stats_by_spec(rows, labels, options, torch.float32, shard)
     identity = RowStats(*spec.IDENTITY)
     # A cap rounds the logits before the maximum is subtracted from them.
-    magnitude = 0.0
-    if options.softcap is not None and rows.numel() > 0:
-        capped, _ = spec.transformed(rows.double(), options)
-        magnitude = float(capped.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    capped = rows.new_zeros(0) if options.softcap is None else spec.transformed(rows.double(), options)[0]
+    magnitude = max(capped.nan_to_num(0.0, 0.0, 0.0).abs().flatten().tolist(), default=0.0)
     for name, column in zip(options.statistics, stats.unbind(-1), strict=True):
         expected, same_dtype = getattr(truth, name), getattr(peer, name)
         if name == "argmax" and options.softcap is not None:

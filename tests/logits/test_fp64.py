@@ -1,4 +1,4 @@
-"""fp64 logits: plain PyTorch, fp64 from the statistics to the gradient."""
+"""fp64 logits: plain PyTorch, fp64 from the statistics to the gradient. ``tests/arrays`` has them on ranks."""
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from tests.support import oracle
 from tests.support.budget import assert_fp64_equal
 from tests.support.inputs import batch
 from tests.support.logits import EVERY, GRADIENTS, REDUCTIONS, flat_outputs, random_grad_output
-from tests.support.ranks import in_ranks
 from vocab_parallel_ce import (
     cross_entropy_backward,
     cross_entropy_forward,
@@ -91,18 +90,3 @@ def test_a_compiled_call_has_the_same_bits():
         results.append([*(output.detach() for output in outputs), leaf.grad])
     for eager, compiled in zip(*results, strict=True):
         assert eager.dtype == compiled.dtype and torch.equal(eager, compiled)
-
-
-def _on_a_rank(rank, group, options):
-    leaf = LOGITS.chunk(2, -1)[rank].clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(leaf, LABELS, group=group, impl="reference", **options)
-    loss.backward()
-    return loss.detach(), leaf.grad
-
-
-@in_ranks((2,), (), ())
-def test_two_ranks(rank_pool, impl):
-    options = {**EVERY, "reduction": "mean"}
-    (loss, left), (other, right) = rank_pool.run(_on_a_rank, options)
-    assert torch.equal(loss, other)
-    assert_exact(loss, torch.cat([left, right], -1), torch.ones((), dtype=torch.float64), options)

@@ -44,7 +44,9 @@ def assert_within_budget(actual: Tensor, oracle: Tensor, same_dtype: Tensor, mag
     error = (flat - truth).abs().where(finite, 0.0)
     peer_error = (peer - truth).abs().where(finite & peer.isfinite(), 0.0)
     rounding = torch.finfo(actual.dtype).eps * float(truth.abs().where(finite, 0.0).max())
-    rounding = max(rounding, torch.finfo(torch.float32).eps * magnitude)
+    if actual.dtype == torch.float64:
+        rounding *= FP64_ROUNDINGS  # both are fp64: there is no exact value
+    rounding = max(rounding, torch.finfo(torch.promote_types(actual.dtype, torch.float32)).eps * magnitude)
     allowed = K * (float(peer_error.max()) + rounding)
     worst = int(error.argmax())
     assert float(error[worst]) <= allowed, (

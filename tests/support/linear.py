@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support import oracle
-from tests.support.budget import assert_within_budget
+from tests.support.budget import assert_within_budget, of_sum_sq_probs
 from tests.support.collectives import recorded
 from tests.support.inputs import IGNORE_INDEX, KINDS, batch, with_a_broad_row
 from tests.support.logits import (
@@ -263,20 +263,18 @@ def run(
     return Results(tuple(output.detach().cpu() for output in outputs), *gradients)
 
 
-def assert_results(actual: Results, truth: Results, peer: Results) -> None:
-    """Within the budget, except metrics; gradients that were not computed are None; padding's are 0."""
+def assert_results(actual: Results, truth: Results, peer: Results, magnitudes: Sequence[float] = (0, 0, 0)) -> None:
+    """Within the budget, of gradients with ``magnitudes``, except metrics; what was not computed is None; padding 0."""
     differentiable = min(len(actual.outputs), len(truth.outputs))
     of_outputs = (results.outputs[:differentiable] for results in (actual, truth, peer))
     for triple in zip(*of_outputs, strict=True):
         assert_within_budget(*triple)
-    if actual.hidden is not None:
-        assert_within_budget(actual.hidden, truth.hidden, peer.hidden)
-    valid = len(truth.weight)
-    for name in ("weight", "bias"):
-        gradient = getattr(actual, name)
+    for name, magnitude in zip(LEAVES, magnitudes, strict=True):
+        gradient, expected = getattr(actual, name), getattr(truth, name)
         if gradient is not None:
+            valid = len(gradient) if name == "hidden" else len(truth.weight)
             assert not gradient[valid:].any(), f"gradient of padded rows of the {name}"
-            assert_within_budget(gradient[:valid], getattr(truth, name), getattr(peer, name))
+            assert_within_budget(gradient[:valid], expected, getattr(peer, name), magnitude)
 
 
 def assert_right(
@@ -293,7 +291,10 @@ def assert_right(
             results = results._replace(hidden=results.hidden[..., :-1, :])
         inputs = inputs._replace(hidden=inputs.hidden[..., :-1, :], labels=inputs.labels[..., 1:])
     truth = linear_fp64(inputs, *grad_outputs, **options)
-    assert_results(results, truth, linear_same_dtype(inputs, *grad_outputs, bounds=bounds, **options))
+    magnitude = of_sum_sq_probs(grad_outputs[3] if len(grad_outputs) > 3 else None)
+    factors = (inputs.weight, inputs.hidden.nan_to_num(), torch.ones(1))
+    magnitudes = [magnitude * float(factor.abs().max()) for factor in factors]
+    assert_results(results, truth, linear_same_dtype(inputs, *grad_outputs, bounds=bounds, **options), magnitudes)
     if options.get("return_metrics"):
         given, ignored = of_oracle(options), options.get("ignore_index", IGNORE_INDEX)
         truth = oracle.metrics_fp64(inputs.to(torch.float64).logits(ignored), inputs.labels, **given)

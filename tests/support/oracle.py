@@ -127,9 +127,13 @@ def cross_entropy_fp64(logits: Tensor, labels: Tensor, **options: Any) -> LossAn
     return _cross_entropy(logits.double(), labels, **options)
 
 
+def _at_least_fp32(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def cross_entropy_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> LossAndGradient:
     """What PyTorch gets in fp32 arithmetic: loss in fp32, gradient rounded once to the logits' dtype."""
-    loss, grad = _cross_entropy(logits.float(), labels, **options)
+    loss, grad = _cross_entropy(_at_least_fp32(logits), labels, **options)
     return LossAndGradient(loss, grad.to(logits.dtype))
 
 
@@ -140,7 +144,8 @@ def metrics_fp64(logits: Tensor, labels: Tensor, **options: Any) -> LossMetrics:
 
 def metrics_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> LossMetrics:
     """The metrics that PyTorch gets in fp32 arithmetic."""
-    return LossMetrics(*values(logits.detach().float(), labels, **options)[6:])
+    metrics = LossMetrics(*values(_at_least_fp32(logits.detach()), labels, **options)[6:])
+    return metrics._replace(token_accuracy=metrics.token_accuracy.float())
 
 
 def token_outputs_fp64(logits: Tensor, labels: Tensor, **options: Any) -> TokenOutputs:
@@ -150,7 +155,7 @@ def token_outputs_fp64(logits: Tensor, labels: Tensor, **options: Any) -> TokenO
 
 def token_outputs_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> TokenOutputs:
     """What PyTorch gets in fp32 arithmetic, the gradient rounded once to the logits' dtype."""
-    log_probs, entropy, grad = _token_outputs(logits.float(), labels, **options)
+    log_probs, entropy, grad = _token_outputs(_at_least_fp32(logits), labels, **options)
     return TokenOutputs(log_probs, entropy, grad.to(logits.dtype))
 
 
@@ -165,7 +170,7 @@ def every_output_fp64(logits: Tensor, labels: Tensor, **options: Any) -> tuple[T
 
 def every_output_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """What PyTorch gets in fp32 arithmetic, the gradient rounded once to the logits' dtype."""
-    *outputs, grad = _every_output(logits.float(), labels, **options)
+    *outputs, grad = _every_output(_at_least_fp32(logits), labels, **options)
     return *outputs, grad.to(logits.dtype)
 
 
