@@ -2,6 +2,7 @@
 
 import pytest
 
+from vocab_parallel_ce import blocks
 from vocab_parallel_ce.blocks import ONE_PASS, READ, READ_AND_WRITE, THREADS_PER_WARP, choose_block, one_pass_config
 from vocab_parallel_ce.layout import VECTOR_BYTES
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
@@ -9,7 +10,7 @@ from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
 pytestmark = pytest.mark.reference
 
 
-@pytest.mark.parametrize("table", (READ, READ_AND_WRITE), ids=("read", "read and write"))
+@pytest.mark.parametrize("table", (READ, READ_AND_WRITE, blocks.READ_PAIRS), ids=("read", "read and write", "pairs"))
 @pytest.mark.parametrize("element_size", (2, 4))
 def test_every_width_has_a_block_of_16_byte_vectors(table, element_size):
     widest = 0

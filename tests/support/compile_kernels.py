@@ -220,7 +220,7 @@ def of_divergence(dtype: str, edges: bool, options: DivergenceOptions) -> Iterat
     logits, fp32, of_labels = DTYPES[dtype], torch.float32, torch.int64 if options.hard_weight else None
     rows, shard = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     name, of_mixture = f"{dtype}{'-edges' * edges}-{options.divergence}-", fp32 if options.divergence == "js" else None
-    dtypes: tuple[torch.dtype | None, ...] = (logits, logits, of_labels, fp32, fp32, None)
+    dtypes: tuple[torch.dtype | None, ...] = (logits, logits, of_labels, fp32, of_mixture, fp32, None)
     launch = launch_of("distillation", dtypes, rows, shard, options, maker="_statistics")
     yield Variant(f"divergence_statistics-{name}", launch, dtypes)
     dtypes = (logits, logits, of_labels, fp32, of_mixture, None, fp32, logits)
@@ -230,7 +230,7 @@ def of_divergence(dtype: str, edges: bool, options: DivergenceOptions) -> Iterat
     launch = launch_of("distillation", dtypes, 4, shard, options, maker="_losses")
     yield Variant(f"divergence_loss-{name}", launch, dtypes)
     if of_mixture:
-        dtypes = (logits, logits, of_labels, fp32, fp32, fp32, None)
+        dtypes = (logits, logits, of_labels, fp32, fp32)
         launch = launch_of("distillation", dtypes, rows, 4, shard, options, maker="_mixture")
         yield Variant(f"mixture-{name}", launch, dtypes)
 

@@ -25,7 +25,7 @@ from vocab_parallel_ce.spec import GradOutputs, LossOptions
 class RowFactors(NamedTuple):
     """What the gradient of a row's every column is made of; 0 if no option needs it.
 
-    Each factor of a term includes the term's upstream gradient. ``exp`` is that of the shifted logits.
+    The gradients of the outputs are in the factors. ``exp`` is that of the shifted logits.
     """
 
     shift: tl.tensor  # row_max
@@ -58,9 +58,7 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
     all_sum = ops.sum_exp(stats)
     inverse_sum = 1.0 / all_sum
     target_exp = ops.label_exp(stats.row_max, stats.target_logit)
-    p_factor = 1.0
-    z_factor = 0.0
-    uniform_p = 0.0
+    p_factor, z_factor, uniform_p = 1.0, 0.0, 0.0
     target_grad = -stats.others_sum / all_sum
     if loss_options.z_loss is not None:
         z_factor = 2 * loss_options.z_loss * (stats.row_max + ops.log_sum_exp(stats))
@@ -81,11 +79,8 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
             weight *= stats.target_weight
     of_exp = inverse_sum * p_factor * weight
     target_grad *= weight
-    of_exp_sq = 0.0
-    of_entropy = 0.0
-    mean_shifted = 0.0
+    of_exp_sq, of_entropy, mean_shifted, of_mean = 0.0, 0.0, 0.0, 0.0
     others = 0.0  # of exp, from the other outputs
-    of_mean = 0.0
     if grads.entropy is not None:
         mean_shifted = stats.exp_shifted_sum / all_sum
         of_entropy = inverse_sum * tl.load(grads.entropy + row * strides.entropy)

@@ -5,7 +5,8 @@
     js        beta * KL(t || m) + (1 - beta) * KL(s || m)
 
 The statistics kernel reads both shards once, for ``js`` the mixture kernel once more. One program does one row. Regime:
-bound by memory; 1 K to 256 K columns. It does not read ignored rows. If there is one rank, it also writes the losses.
+bound by memory, the mixture by arithmetic; 1 K to 256 K columns. They do not read ignored rows. If there is one rank,
+the statistics kernel does it all: it reads each row again for ``js``, and writes the losses.
 """
 
 import triton
@@ -31,9 +32,35 @@ from vocab_parallel_ce.kernels.pairs import PairRows, Sizes, locate_pair, pair_a
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
 
-__all__ = ["gradient", "losses", "mixture", "statistics"]
+__all__ = ["gradient", "losses", "mix", "statistics"]
 
 LOSS_ROWS = 128
+
+
+@triton.jit
+def store_mixture(student, teacher, mixture, pair, stats, n_columns, lane_columns, weights, HAS_EDGES: tl.constexpr):
+    """Walk a row, store what it has of ``KL(t || m)`` and ``KL(s || m)`` at ``mixture``, and return both."""
+    LANES: tl.constexpr = lane_columns.shape[0]
+    VECTOR: tl.constexpr = lane_columns.shape[1]
+    of_teacher = tl.zeros([LANES], tl.float32)
+    of_student = tl.zeros([LANES], tl.float32)
+    for tile in range(0, pair.width, LANES * VECTOR):
+        columns = tile + lane_columns
+        x, w = student + pair.first + columns, teacher + pair.other_first + columns
+        parts = mixture_terms(x, w, columns < pair.width, stats, weights)
+        of_teacher += parts[0]
+        of_student += parts[1]
+    if HAS_EDGES:
+        offset, inside = pair_edges(pair, lane_columns, n_columns)
+        w = teacher + offset + pair.other_shift
+        parts = mixture_terms(student + offset, w, inside, stats, weights)
+        of_teacher += parts[0]
+        of_student += parts[1]
+    own_teacher = tl.sum(of_teacher) * 0.6931471805599453
+    own_student = tl.sum(of_student) * 0.6931471805599453
+    tl.store(mixture, own_teacher)
+    tl.store(mixture + 1, own_student)
+    return own_teacher, own_student
 
 
 @triton.jit(do_not_specialize=["n_rows", "shard_start", "stats_start"])
@@ -42,6 +69,7 @@ def divergence_statistics_kernel(
     teacher,  # [N, C'] bf16|fp16|fp32
     labels,  # [N] int64|int32, or None
     stats,  # [R, N, K] fp32, out: this rank's rows
+    mixture,  # [1, N, 2] fp32, out, of js; None if there are other ranks
     loss,  # [N] fp32, out; None if there are other ranks
     divisor,  # [1] of loss, or None: 1
     layout,  # RowLayout of student
@@ -94,8 +122,12 @@ def divergence_statistics_kernel(
     if weights.hard_weight is not None:
         tl.store(pointer, found.target)
         tl.store(pointer + 1, found.hard_sum)
+    parts = 0.0, 0.0
+    if mixture is not None:
+        out = mixture + 2 * row
+        parts = store_mixture(student, teacher, out, pair, found, n_columns, lane_columns, weights, HAS_EDGES)
     if loss is not None:
-        tl.store(loss + row, row_loss(found, 0.0, 0.0, label, divisor, sizes, loss_options, weights, KIND))
+        tl.store(loss + row, row_loss(found, *parts, label, divisor, sizes, loss_options, weights, KIND))
 
 
 @triton.jit(do_not_specialize=["n_rows", "mixture_start"])
@@ -105,8 +137,6 @@ def mixture_kernel(
     labels,  # [N] int64|int32, or None
     stats,  # [R, N, K] fp32
     mixture,  # [R, N, 2] fp32, out: this rank's rows
-    loss,  # [N] fp32, out; None if there are other ranks
-    divisor,  # [1] of loss, or None: 1
     layout,  # RowLayout of student
     teacher_layout,
     sizes,  # Sizes
@@ -121,7 +151,7 @@ def mixture_kernel(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Example: ``x = [1, 3]``, ``w = [2, 2]``, beta 0.5: parts 0.0783 and 0.1008, loss 0.0895."""
+    """Example: ``x = [1, 3]``, ``w = [2, 2]``, beta 0.5: 0.0783 and 0.1008."""
     row = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, RANKS)
     pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, weights, "js")
@@ -133,27 +163,8 @@ def mixture_kernel(
         n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     pair = locate_pair(row, layout, teacher_layout, n_columns, ALIKE, VECTOR)
     lane_columns = ops.tile_columns(LANES, VECTOR)
-    of_teacher = tl.zeros([LANES], tl.float32)
-    of_student = tl.zeros([LANES], tl.float32)
-    for tile in range(0, pair.width, LANES * VECTOR):
-        columns = tile + lane_columns
-        x, w = student + pair.first + columns, teacher + pair.other_first + columns
-        parts = mixture_terms(x, w, columns < pair.width, found, weights)
-        of_teacher += parts[0]
-        of_student += parts[1]
-    if HAS_EDGES:
-        offset, inside = pair_edges(pair, lane_columns, n_columns)
-        w = teacher + offset + pair.other_shift
-        parts = mixture_terms(student + offset, w, inside, found, weights)
-        of_teacher += parts[0]
-        of_student += parts[1]
-    own_teacher = tl.sum(of_teacher) * 0.6931471805599453
-    own_student = tl.sum(of_student) * 0.6931471805599453
-    tl.store(mixture + 2 * (mixture_start + row), own_teacher)
-    tl.store(mixture + 2 * (mixture_start + row) + 1, own_student)
-    if loss is not None:
-        value = row_loss(found, own_teacher, own_student, label, divisor, sizes, loss_options, weights, "js")
-        tl.store(loss + row, value)
+    out = mixture + 2 * (mixture_start + row)
+    store_mixture(student, teacher, out, pair, found, n_columns, lane_columns, weights, HAS_EDGES)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -194,6 +205,7 @@ def statistics(
     teacher: Tensor,
     labels: Tensor | None,
     stats: Tensor,
+    mixture: Tensor | None,
     rank: int,
     loss: Tensor | None,
     divisor: Tensor | None,
@@ -201,31 +213,29 @@ def statistics(
     shard: VocabShard,
     options: DivergenceOptions,
 ) -> None:
-    """Fill ``stats[rank]`` of ``stats [R, N, K]``, and ``loss`` if given: then the rank must be the only one."""
+    """Fill ``stats[rank]`` of ``stats [R, N, K]``. ``mixture`` and ``loss``, if given: the rank is the only one."""
     n_rows = stats.shape[1]
     base, teacher_base, rows = pair_arguments(student, teacher)
-    tensors = (base, teacher_base, labels, stats, loss, divisor)
+    tensors = (base, teacher_base, labels, stats, mixture, loss, divisor)
     launch = _statistics(dtypes_of(tensors), rows, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
 
 
-def mixture(
+def mix(
     student: Tensor,
     teacher: Tensor,
     labels: Tensor | None,
     stats: Tensor,
     mixture: Tensor,
     rank: int,
-    loss: Tensor | None,
-    divisor: Tensor | None,
     *,
     shard: VocabShard,
     options: DivergenceOptions,
 ) -> None:
-    """Fill ``mixture[rank]`` of ``mixture [R, N, 2]``, and ``loss`` if given: then the rank must be the only one."""
+    """Fill ``mixture[rank]`` of ``mixture [R, N, 2]``."""
     n_ranks, n_rows, _ = stats.shape
     base, teacher_base, rows = pair_arguments(student, teacher)
-    tensors = (base, teacher_base, labels, stats, mixture, loss, divisor)
+    tensors = (base, teacher_base, labels, stats, mixture)
     launch = _mixture(dtypes_of(tensors), rows, n_ranks, shard, options)
     launch(n_rows, tensors, (n_rows, rank * n_rows))
 

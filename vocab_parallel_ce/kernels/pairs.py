@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import READ, choose_block
+from vocab_parallel_ce.blocks import READ_PAIRS, choose_block
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Launch, row_arguments
 from vocab_parallel_ce.layout import RowLayout
@@ -96,7 +96,7 @@ def pair_launch(
 
     ``size`` is that of an element of the first tensor.
     """
-    block = choose_block(READ, shard.n_columns, size)
+    block = choose_block(READ_PAIRS, shard.n_columns, size)
     has_edges = rows.has_edges or shard.n_valid % block.vector != 0
     constants = {**own, "HAS_EDGES": has_edges, "ALIKE": rows.alike, "LANES": block.lanes, "VECTOR": block.vector}
     layouts = RowLayout(*rows.layout), RowLayout(*rows.other_layout)

@@ -278,6 +278,7 @@ def statistics(
     targets: Tensor,
     labels: Tensor | None,
     stats: Tensor,
+    mixture: None,
     rank: int,
     loss: Tensor | None,
     divisor: Tensor | None,

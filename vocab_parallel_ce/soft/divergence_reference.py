@@ -19,6 +19,7 @@ def statistics(
     teacher: Tensor,
     labels: Tensor | None,
     stats: Tensor,
+    mixture: Tensor | None,
     rank: int,
     loss: Tensor | None,
     divisor: Tensor | None,
@@ -26,31 +27,29 @@ def statistics(
     shard: VocabShard,
     options: DivergenceOptions,
 ) -> None:
-    """Fill ``stats[rank]`` of ``stats [R, N, K]``, and ``loss`` where given: then the rank must be the only one."""
+    """Fill ``stats[rank]`` of ``stats [R, N, K]``. ``mixture`` and ``loss``, if given: the rank is the only one."""
     own = spec.local_stats(_rows(student), _rows(teacher), labels, shard.start, shard.vocab_size, options)
     stats[rank] = torch.stack([getattr(own, name) for name in spec.statistics(options)], dim=-1)
+    if mixture is not None:
+        mix(student, teacher, labels, stats, mixture, rank, shard=shard, options=options)
     if loss is not None:
-        losses(stats, None, labels, divisor, loss, shard=shard, options=options)
+        losses(stats, mixture, labels, divisor, loss, shard=shard, options=options)
 
 
-def mixture(
+def mix(
     student: Tensor,
     teacher: Tensor,
     labels: Tensor | None,
     stats: Tensor,
     mixture: Tensor,
     rank: int,
-    loss: Tensor | None,
-    divisor: Tensor | None,
     *,
     shard: VocabShard,
     options: DivergenceOptions,
 ) -> None:
-    """Fill ``mixture[rank]`` of ``mixture [R, N, 2]``, and ``loss`` where given."""
+    """Fill ``mixture[rank]`` of ``mixture [R, N, 2]``."""
     merged = _merged(stats, options)
     mixture[rank] = spec.local_mixture(_rows(student), _rows(teacher), merged, shard.start, shard.vocab_size, options)
-    if loss is not None:
-        losses(stats, mixture, labels, divisor, loss, shard=shard, options=options)
 
 
 def losses(

@@ -4,7 +4,8 @@
                                                                     --> gradient over logits [N, C]
 
 The gradient is that of the logits alone. ``launchers`` has ``statistics``, ``losses`` and ``gradient`` of one loss. A
-loss that needs normalised probabilities has a second step: ``mixture [R, N, 2]``, exchanged in the same way.
+loss that needs normalised probabilities has a second step, ``mix``: ``mixture [R, N, 2]``, exchanged in the same way.
+With one rank, ``statistics`` does all steps before the gradient.
 """
 
 from __future__ import annotations
@@ -100,21 +101,21 @@ def run(call: PairCall, logits: Tensor, other: Tensor, labels: Tensor | None) ->
 def forward(
     call: PairCall, logits: Tensor, other: Tensor, labels: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the loss, the ``[R, N, K]`` statistics of all ranks, and their mixture. Reads both tensors once a step."""
+    """Return the loss, the ``[R, N, K]`` statistics of all ranks, and their mixture."""
     plan, launchers, own = call.plan, call.launchers, {"shard": call.plan.shard, "options": call.options}
     shape, mixture = logits.shape[:-1], None
     loss = logits.new_empty(shape, dtype=compute_dtype(logits))
-    # With one rank, the last step writes the loss.
-    written = (loss, call.divisor) if plan.n_ranks == 1 else (None, None)
     stats = logits.new_empty((plan.n_ranks, shape.numel(), call.n_statistics), dtype=loss.dtype)
-    of_first = (None, None) if call.has_mixture else written
-    launchers.statistics(logits, other, labels, stats, plan.rank, *of_first, **own)
-    all_gather_stats(stats, plan.rank, call.group)
     if call.has_mixture:
         mixture = logits.new_empty((plan.n_ranks, shape.numel(), 2), dtype=loss.dtype)
-        launchers.mixture(logits, other, labels, stats, mixture, plan.rank, *written, **own)
-        all_gather_stats(mixture, plan.rank, call.group)
-    if plan.n_ranks > 1:
+    if plan.n_ranks == 1:
+        launchers.statistics(logits, other, labels, stats, mixture, 0, loss, call.divisor, **own)
+    else:
+        launchers.statistics(logits, other, labels, stats, None, plan.rank, None, None, **own)
+        all_gather_stats(stats, plan.rank, call.group)
+        if mixture is not None:
+            launchers.mix(logits, other, labels, stats, mixture, plan.rank, **own)
+            all_gather_stats(mixture, plan.rank, call.group)
         launchers.losses(stats, mixture, labels, call.divisor, loss, **own)
     return (loss if plan.reduction == "none" else loss.sum()), stats, mixture
 

@@ -98,6 +98,7 @@ class TopK:
         log_probs: Tensor,
         ids: Tensor,
         stats: Tensor,
+        mixture: None,
         rank: int,
         loss: Tensor | None,
         divisor: Tensor | None,
