@@ -35,7 +35,7 @@ class RowFactors(NamedTuple):
     mean_shifted: tl.tensor
     of_uniform: tl.tensor  # subtracted; smoothing / V
     of_mean: tl.tensor  # added; of mean_logit, 1 / V
-    target_grad: tl.tensor  # gradient at the label, without of_mean; p - 1 would lose the digits of a confident label
+    target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label
 
 
 class ShardSizes(NamedTuple):
@@ -94,6 +94,7 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
         others -= of_row * (stats.sum_exp_sq / (all_sum * all_sum)) * inverse_sum
     if grads.mean_logit is not None:
         of_mean = tl.load(grads.mean_logit + row * strides.mean_logit) / vocab_size
+        target_grad += of_mean
     if grads.lse is not None or grads.sum_sq_probs is not None:
         target_grad += target_exp * (target_exp * of_exp_sq + others)
         of_exp += others
@@ -133,11 +134,9 @@ def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
         grad = exp * (exp * factors.of_exp_sq + factors.of_exp)
     if grads.entropy is not None:
         grad += exp * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.of_entropy
-    if loss_options.smoothing is not None:
-        grad = tl.where(z == float("-inf"), grad, grad - uniform)
+    if loss_options.smoothing is not None or grads.mean_logit is not None:
+        grad = tl.where(z == float("-inf"), grad, grad + (factors.of_mean - uniform))
     grad = tl.where(is_target, factors.target_grad, grad)
-    if grads.mean_logit is not None:
-        grad = tl.where(z == float("-inf"), grad, grad + factors.of_mean)
     has_slope = loss_options.softcap is not None or loss_options.logit_scale is not None
     if has_slope or loss_options.temperature is not None:
         grad *= slope
@@ -269,9 +268,10 @@ def cross_entropy(
 def _launch(
     dtypes: Dtypes, rows: Rows, grad_strides: GradOutputs, n_ranks: int, shard: VocabShard, options: LossOptions
 ) -> Launch:
-    # A 16-bit gradient of fp32 logits with the larger block takes 77 registers: one row at a time on a multiprocessor.
+    # With the larger block, a 16-bit gradient of fp32 logits, and a softcap, take 77 registers: a multiprocessor then
+    # does one row at a time.
     of_logits, of_grad = dtypes[0], dtypes[-2]
-    is_small = rows[1] or of_logits != of_grad
+    is_small = rows[1] or of_logits != of_grad or options.softcap is not None
     block = choose_block(READ_AND_WRITE_EDGES if is_small else READ_AND_WRITE, shard.n_columns, of_grad.itemsize)
     n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid
     sizes = ShardSizes(shard.n_columns, n_valid, shard.vocab_size)
