@@ -5,6 +5,7 @@ import torch
 
 from tests.arrays.test_linear import HIDDEN
 from tests.arrays.test_logits import SIZES, VOCAB
+from tests.logits.test_temperature import FORMS, temperatures
 from tests.support import linear, linear_ranks, logits_ranks, oracle
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import DTYPES, IGNORE_INDEX, NAN
@@ -48,7 +49,7 @@ PAIRS = covering(
     outputs=tuple(FUNCTIONS),
     used=(0, 1, 2, 3, 4, "all"),
     largest=(False, True),
-    temperature=(1.0, 0.6, 3),
+    temperature=(1.0, 0.6, 3, "one", "tokens"),  # the last two are tensors
     softcap=(None, 10.0),
     logit_scale=(1.0, 0.4),
     ignore_index=(IGNORE_INDEX, 5),
@@ -61,9 +62,14 @@ PAIRS = covering(
 EACH = pytest.mark.parametrize("pair", PAIRS, ids=map(str, range(len(PAIRS))))
 
 
+def temperature_of(pair, labels):
+    form = pair["temperature"]
+    return temperatures(form, labels.numel()).view(labels.shape if form == "tokens" else ()) if form in FORMS else form
+
+
 def case_of(pair, n_ranks, impl):
     *functions, n_outputs = FUNCTIONS[pair["outputs"]]
-    options = {name: pair[name] for name in ("temperature", "softcap", "logit_scale", "ignore_index")}
+    options = {name: pair[name] for name in ("softcap", "logit_scale", "ignore_index")}
     options |= {"entropy": True} if pair["outputs"] == "entropy" else {}
     options |= {"top_k": 3} if pair["largest"] else {}
     given = {"bounds": logits_ranks.BOUNDS[pair["columns"]].get(n_ranks), "size": SIZES[pair["columns"]]}
@@ -73,7 +79,8 @@ def case_of(pair, n_ranks, impl):
         values, labels = broad_rows(pair["kind"], 5, VOCAB, **of_rows)
         values[labels == IGNORE_INDEX] = NAN
         labels[labels == IGNORE_INDEX] = pair["ignore_index"]
-        options |= {"gradient": pair["gradient"]} | ({"rank": True} if pair["largest"] else {})
+        options |= {"gradient": pair["gradient"], "temperature": temperature_of(pair, labels)}
+        options |= {"rank": True} if pair["largest"] else {}
         grads = tuple(grads_of_every_output(len(labels), used)[:n_outputs])
         impl = "auto" if pair["dtype"] == torch.float64 else impl  # kernels have no fp64
         return logits_ranks.Case(values, labels, impl, options, **given, grad_outputs=grads, function=functions[0])
@@ -82,6 +89,7 @@ def case_of(pair, n_ranks, impl):
     inputs.hidden[ignored] = NAN
     inputs.labels[ignored] = pair["ignore_index"]
     inputs = inputs.shaped(2, linear.WIDTH // 2) if pair["hidden"] == "parts of each" else inputs
+    options["temperature"] = temperature_of(pair, inputs.labels)
     options |= {name: pair[name] for name in ("chunk_tokens", "valid_tokens", "logits_dtype")}
     options |= HIDDEN[pair["hidden"]] if n_ranks > 1 else {}
     if pair["valid_tokens"] is not None:

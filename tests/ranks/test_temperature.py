@@ -21,19 +21,6 @@ from vocab_parallel_ce.integrations import dtensor
 VOCAB, ROWS = 40, 6
 
 
-def _on_device(rank, group, case):
-    given = case.options["temperature"].to(device_of(rank, group))
-    return case._replace(options={**case.options, "temperature": given})
-
-
-def _run(rank, group, case):
-    return run(rank, group, _on_device(rank, group, case))
-
-
-def _run_linear(rank, group, case):
-    return linear_ranks.run(rank, group, _on_device(rank, group, case))
-
-
 @in_several_ranks
 def test_every_output_in_one_exchange(rank_pool, impl):
     """Ignored rows may hold a NaN temperature."""
@@ -41,7 +28,7 @@ def test_every_output_in_one_exchange(rank_pool, impl):
     options = {"temperature": temperatures(rows=ROWS).masked_fill(labels < 0, NAN), "logit_scale": 0.4, "softcap": 10.0}
     grads = tuple(grads_of_every_output(ROWS))
     case = Case(logits, labels, impl, options, grad_outputs=grads, function=every_output)
-    check(case, rank_pool.run(_run, case))
+    check(case, rank_pool.run(run, case))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -52,12 +39,12 @@ def test_every_output_of_a_head(rank_pool, impl, sequence_parallel):
     options = {"temperature": temperatures(rows=ROWS), "chunk_tokens": 4, "sequence_parallel": sequence_parallel}
     grads = tuple(grads_of_every_output(ROWS))
     case = linear_ranks.Case(inputs, impl, options, grad_outputs=grads, function=linear_every_output)
-    linear_ranks.check(case, rank_pool.run(_run_linear, case))
+    linear_ranks.check(case, rank_pool.run(linear_ranks.run, case))
 
 
 def _verified(rank, group, case):
     """In a rank: what a call raises if only the first rank has the temperature, or has another."""
-    given = _on_device(rank, group, case).options["temperature"]
+    given = case.options["temperature"].to(device_of(rank, group))
     own = [given, given if rank == 0 else given + 1, given if rank == 0 else 0.7]
     with verify_calls():
         return [error_of(run, rank, group, case._replace(options={"temperature": t})) for t in own]

@@ -10,14 +10,14 @@ FP64_ROUNDINGS = 64
 def assert_within_budget(actual: Tensor, oracle: Tensor, same_dtype: Tensor, magnitude: float = 0.0) -> None:
     """Fail unless ``max|actual - oracle| <= K * (max|same_dtype - oracle| + eps * max|oracle|)``.
 
-    ``eps`` is that of ``actual``'s dtype. Where the oracle is NaN or infinite, ``actual`` must be the
-    same; nowhere else may it be.
+    ``eps`` is that of ``actual``'s dtype, for fp64 64 times it. Where the oracle is NaN or infinite, ``actual`` must
+    be the same; nowhere else may it be.
 
     Args:
         actual: what is tested.
         oracle: the fp64 value.
         same_dtype: the same computation by PyTorch, in ``actual``'s dtype.
-        magnitude: of the largest number that is added or subtracted on the way, in fp32; its rounding replaces
+        magnitude: of the largest number that is added or subtracted on the way, in fp32 or fp64; its rounding replaces
             that of the result if it is larger.
     """
     actual, oracle, same_dtype = (t.detach().cpu() for t in (actual, oracle, same_dtype))

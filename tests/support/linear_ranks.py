@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.support import linear
 from tests.support.collectives import Collective
 from tests.support.linear import LEAVES, Projection, Results, assert_right, grad_output_of, padded_weight
-from tests.support.logits_ranks import assembled, assert_same_outputs, even, n_statistics, own_weights, with_collectives
+from tests.support.logits_ranks import assembled, assert_same_outputs, even, n_statistics, own_tensors, with_collectives
 from tests.support.ranks import device_of, on_cpu, subgroups
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
@@ -106,9 +106,7 @@ def run_on(device: torch.device, group: Any, case: Case, as_dtensors: bool = Fal
     options = {**case.options, "bias": leaves[2], "group": group, "impl": case.impl}
     size = {"shard": VocabShard(start, stop, vocab_size), "vocab_size": vocab_size}
     options |= {name: value for name, value in size.items() if name == case.size}
-    options |= own_weights(case, start, stop, device)
-    if "expected_grad_output" in options:
-        options["expected_grad_output"] = options["expected_grad_output"].to(device)
+    options |= own_tensors(case, start, stop, device)
     main_grad = torch.zeros(weight.shape, device=device) if case.main_grad else None
     if main_grad is not None:
         options["main_grad"] = main_grad

@@ -115,14 +115,13 @@ def run_alone(impl_device: tuple[str, str], case: Case) -> list[Result]:
     return [on_cpu(run_on(torch.device(device), None, case._replace(impl=impl)))]
 
 
-def own_weights(case: Any, start: int, stop: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """``class_weight`` of the vocabulary, or of those columns, NaN in the padding; nothing if the case has none."""
-    given = case.options.get("class_weight")
-    if given is None:
-        return {}
-    if case.weight_form == "columns":
-        given = padded_shard(given, start, stop)
-    return {"class_weight": given.to(device)}
+def own_tensors(case: Any, start: int, stop: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Options that are tensors, on the device; ``class_weight`` whole, or of those columns, NaN in the padding."""
+    names = ("class_weight", "expected_grad_output", "temperature")
+    given = {name: case.options[name] for name in names if isinstance(case.options.get(name), torch.Tensor)}
+    if "class_weight" in given and case.weight_form == "columns":
+        given["class_weight"] = padded_shard(given["class_weight"], start, stop)
+    return {name: value.to(device) for name, value in given.items()}
 
 
 def run_on(device: torch.device, group: Any, case: Case, with_alone: bool = False) -> Result:
@@ -134,7 +133,7 @@ def run_on(device: torch.device, group: Any, case: Case, with_alone: bool = Fals
     labels = case.labels.to(device)
     size = {"shard": VocabShard(start, stop, vocab_size), "vocab_size": vocab_size}
     options = {**case.options, **{name: size[name] for name in size if name == case.size}, "impl": case.impl}
-    options |= own_weights(case, start, stop, device)
+    options |= own_tensors(case, start, stop, device)
     call = partial(case.function, leaf, labels, group=group, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)

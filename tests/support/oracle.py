@@ -128,6 +128,7 @@ def cross_entropy_fp64(logits: Tensor, labels: Tensor, **options: Any) -> LossAn
 
 
 def _at_least_fp32(logits: Tensor) -> Tensor:
+    """fp32 arithmetic, of fp64 logits fp64."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
