@@ -23,18 +23,18 @@ from vocab_parallel_ce.spec import GradOutputs, LossOptions
 
 
 class RowFactors(NamedTuple):
-    """What the gradient of a row's every column is made of; 0 if no option needs it.
+    """What the gradient of a row's every column is made of, gradients of the outputs included; 0 if no option needs it.
 
-    The gradients of the outputs are in the factors. ``exp`` is that of the shifted logits.
+    ``exp`` is that of the shifted logits. Every term of a column is in ``target_grad`` too.
     """
 
     shift: tl.tensor  # row_max
-    of_exp: tl.tensor
-    of_exp_sq: tl.tensor  # of exp^2
+    of_exp: tl.tensor  # of the loss and of lse
+    of_exp_sq: tl.tensor  # of sum_sq_probs
     of_entropy: tl.tensor  # of exp * (mean_shifted - shifted)
     mean_shifted: tl.tensor
-    of_uniform: tl.tensor  # subtracted; smoothing / V
-    of_mean: tl.tensor  # added; of mean_logit, 1 / V
+    of_uniform: tl.tensor  # of smoothing; subtracted
+    of_mean: tl.tensor  # of mean_logit; added
     target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label
 
 
@@ -58,13 +58,14 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
     all_sum = ops.sum_exp(stats)
     inverse_sum = 1.0 / all_sum
     target_exp = ops.label_exp(stats.row_max, stats.target_logit)
-    p_factor, z_factor, uniform_p = 1.0, 0.0, 0.0
+    p_factor, z_factor, of_uniform = 1.0, 0.0, 0.0
     target_grad = -stats.others_sum / all_sum
     if loss_options.z_loss is not None:
         z_factor = 2 * loss_options.z_loss * (stats.row_max + ops.log_sum_exp(stats))
         p_factor += z_factor
     if loss_options.smoothing is not None and loss_options.class_weight is not None:
         uniform_p = loss_options.smoothing / vocab_size
+        of_uniform = uniform_p * weight
         of_label = (1 - loss_options.smoothing) * stats.target_weight
         of_all = uniform_p * stats.n_columns + stats.target_weight * z_factor
         p_factor = of_label + of_all
@@ -74,6 +75,7 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
             target_grad += target_exp * inverse_sum * z_factor
         if loss_options.smoothing is not None:
             uniform_p = loss_options.smoothing / vocab_size
+            of_uniform = uniform_p * weight
             target_grad += loss_options.smoothing - uniform_p
         elif loss_options.class_weight is not None:
             weight *= stats.target_weight
@@ -104,7 +106,7 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
         tl.where(live, of_exp_sq, 0.0),
         tl.where(live, of_entropy, 0.0),
         tl.where(live, mean_shifted, 0.0),
-        tl.where(live, uniform_p * weight, 0.0),
+        tl.where(live, of_uniform, 0.0),
         tl.where(live, of_mean, 0.0),
         tl.where(live, target_grad, 0.0),
     )

@@ -54,7 +54,7 @@ class Factors(NamedTuple):
 
 @triton.jit
 def row_factors(stats, of_student, weight, live, weights, KIND: tl.constexpr):
-    """Return the ``Factors`` of a row, 0 if it is not ``live``; ``of_student`` is ``KL(s || m)``."""
+    """Return the ``Factors`` of a row, 0 (sums: 1) if it is not ``live``; ``of_student`` is ``KL(s || m)``."""
     offset = of_student
     if KIND == "reverse":
         offset = stats.cross / stats.student_sum  # KL + log(student_sum) - log(teacher_sum)
@@ -76,7 +76,6 @@ def row_factors(stats, of_student, weight, live, weights, KIND: tl.constexpr):
 def write_tile(student, teacher, grad_student, inside, live, is_target, factors, weights, KIND: tl.constexpr):
     """Store the gradient of a tile. If the row is not ``live``, all logits count as -inf, and it is 0."""
     x, w = load_logits(student, inside & live), load_logits(teacher, inside & live)
-    x_shifted = x - factors.student_max
     if KIND == "js":
         student_log = log2_probs(x, factors.student_max, tl.log2(factors.student_sum), weights)
         teacher_log = log2_probs(w, factors.teacher_max, tl.log2(factors.teacher_sum), weights)
@@ -84,7 +83,7 @@ def write_tile(student, teacher, grad_student, inside, live, is_target, factors,
         log_ratio = (student_log - log2_mixture(s, t, weights)) * 0.6931471805599453
         grad = tl.where(s == 0, 0.0, (1 - weights.beta) * s * (log_ratio - factors.offset))
     else:
-        a, b = cooled(x_shifted, weights), cooled(w - factors.teacher_max, weights)
+        a, b = cooled(x - factors.student_max, weights), cooled(w - factors.teacher_max, weights)
         s = ops.exp_shifted(a, 0.0) * (1.0 / factors.student_sum)
         if KIND == "forward":
             t = ops.exp_shifted(b, 0.0) * (1.0 / factors.teacher_sum)
@@ -93,7 +92,7 @@ def write_tile(student, teacher, grad_student, inside, live, is_target, factors,
             grad = tl.where(s == 0, 0.0, s * (a - b - factors.offset))
     grad = cooled(grad, weights)
     if weights.hard_weight is not None:
-        hard = ops.exp_shifted(x_shifted, 0.0) * factors.hard_inverse
+        hard = ops.exp_shifted(x, factors.student_max) * factors.hard_inverse
         hard -= tl.where(is_target & (x != float("-inf")), 1.0, 0.0)
         grad = (1 - weights.hard_weight) * grad + weights.hard_weight * hard
     tl.store(grad_student, (grad * factors.weight).to(grad_student.dtype.element_ty), inside)

@@ -92,7 +92,7 @@ def log1p(x):
 
 @triton.jit
 def log2_normal(x):
-    """Return log2(x) to 1.6 units in the last digit, for normal ``x > 0``; of NaN some number. Faster than ``log2``.
+    """Return log2(x) for normal ``x > 0``, relative error 1.6 * 2^-23; of NaN some number. Faster than ``log2``.
 
     ``x = 2^e * (1 + f)``, ``1 + f`` in sqrt([1/2, 2]); a polynomial in f, fitted to log2(1 + f) / f there.
     """
