@@ -12,7 +12,7 @@ TESTED = {
     "megatron-core": ("0.16.1", "0.19.2"),
     "torchtitan": ("0.3.0",),
     "verl": ("0.9.1",),
-    "nemo-rl": ("0.6.0",),
+    "nemo-rl": ("0.7.0",),
     "openrlhf": ("0.11.2",),
     "lightning": ("2.6.6",),
     "accelerate": ("1.15.0",),

@@ -1,6 +1,6 @@
 """NeMo-RL's log-probabilities on shards of the vocabulary, computed by this package: on request, and undoable.
 
-The functions and classes have the names, parameters, shapes and dtypes of NeMo-RL 0.6. :func:`install` replaces the
+The functions and classes have the names, parameters, shapes and dtypes of NeMo-RL 0.7. :func:`install` replaces the
 cores ``DistributedLogprob`` and ``ChunkedDistributedLogprob``, and ``from_parallel_hidden_states_to_logprobs``. So
 NeMo-RL's own functions, which roll and cut the targets, gather over context parallelism and unpack sequences, stay as
 they are and call them; with top-k or top-p filtering they call NeMo-RL's own cores.
@@ -159,7 +159,7 @@ def _check_no_context_parallelism(cp_group: Any, instead: str) -> None:
 
 _MODULE = "nemo_rl.distributed.model_utils"
 _switch = Switch(
-    "NeMo-RL 0.6",
+    "NeMo-RL 0.7",
     {
         f"{_MODULE}:DistributedLogprob": DistributedLogprob,
         f"{_MODULE}:ChunkedDistributedLogprob": ChunkedDistributedLogprob,

@@ -81,8 +81,7 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
             weight *= stats.target_weight
     of_exp = inverse_sum * p_factor * weight
     target_grad *= weight
-    of_exp_sq, of_entropy, mean_shifted, of_mean = 0.0, 0.0, 0.0, 0.0
-    others = 0.0  # of exp, from the other outputs
+    of_exp_sq, of_entropy, mean_shifted, of_mean, others = 0.0, 0.0, 0.0, 0.0, 0.0
     if grads.entropy is not None:
         mean_shifted = stats.exp_shifted_sum / all_sum
         of_entropy = inverse_sum * tl.load(grads.entropy + row * strides.entropy)
@@ -136,8 +135,10 @@ def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
         grad = exp * (exp * factors.of_exp_sq + factors.of_exp)
     if grads.entropy is not None:
         grad += exp * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.of_entropy
-    if loss_options.smoothing is not None or grads.mean_logit is not None:
-        grad = tl.where(z == float("-inf"), grad, grad + (factors.of_mean - uniform))
+    if loss_options.smoothing is not None:
+        grad = tl.where(z == float("-inf"), grad, grad - uniform)
+    if grads.mean_logit is not None:
+        grad = tl.where(z == float("-inf"), grad, grad + factors.of_mean)
     grad = tl.where(is_target, factors.target_grad, grad)
     has_slope = loss_options.softcap is not None or loss_options.logit_scale is not None
     if has_slope or loss_options.temperature is not None:
@@ -270,8 +271,7 @@ def cross_entropy(
 def _launch(
     dtypes: Dtypes, rows: Rows, grad_strides: GradOutputs, n_ranks: int, shard: VocabShard, options: LossOptions
 ) -> Launch:
-    # With the larger block, a 16-bit gradient of fp32 logits, and a softcap, take 77 registers: a multiprocessor then
-    # does one row at a time.
+    # With the larger block these would take 77 registers: one row at a time on a multiprocessor.
     of_logits, of_grad = dtypes[0], dtypes[-2]
     is_small = rows[1] or of_logits != of_grad or options.softcap is not None
     block = choose_block(READ_AND_WRITE_EDGES if is_small else READ_AND_WRITE, shard.n_columns, of_grad.itemsize)
