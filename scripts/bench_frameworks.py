@@ -1,7 +1,7 @@
 """Measures what frameworks call on shards of the vocabulary, beside this project's: losses and log-probabilities.
 
 Forward and backward over bf16 logits ``[1, N, V]`` that are cut over all ranks. The providers take turns in every
-round. torchtitan and NeMo-RL are measured if they can be imported.
+round. torchtitan, NeMo-RL and verl are measured if they can be imported.
 
     torchrun --nproc-per-node 2 scripts/bench_frameworks.py --json scripts/results/frameworks_2gpu.json
 
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from vocab_parallel_ce.integrations import dtensor, nemo_rl, torchtitan
+from vocab_parallel_ce.integrations import dtensor, nemo_rl, torchtitan, verl
 
 Step = Callable[[Any, Tensor], Tensor]  # of DTensor logits and labels
 Provider = tuple[Step, Callable[[], contextlib.AbstractContextManager[Any]]]
@@ -71,7 +71,27 @@ def of_nemo_rl() -> dict[str, Provider]:
     return both("NeMo-RL log-probs", log_probs, nemo_rl.installed)
 
 
-FRAMEWORKS = {"torchtitan": of_torchtitan, "nemo-rl": of_nemo_rl}
+def of_verl() -> dict[str, Provider]:
+    functions: Any = importlib.import_module("verl.utils.megatron.tensor_parallel")
+    state: Any = importlib.import_module("megatron.core.parallel_state")
+    state.initialize_model_parallel(tensor_model_parallel_size=torch.distributed.get_world_size())
+
+    def log_probs(logits: Any, labels: Tensor) -> Tensor:
+        loss: Tensor = functions.vocab_parallel_log_probs_from_logits(logits.to_local(), labels).sum()
+        return loss
+
+    def with_entropy(logits: Any, labels: Tensor) -> Tensor:
+        """As verl's engine: log-probabilities from a copy."""
+        kept = logits.to_local().clone()
+        entropy = functions.vocab_parallel_entropy(logits.to_local())
+        log_probs: Tensor = functions.vocab_parallel_log_probs_from_logits(kept, labels)
+        return log_probs.sum() + 0.001 * entropy.sum()
+
+    alone = both("verl log-probs", log_probs, verl.installed)
+    return alone | both("verl log-probs and entropy", with_entropy, verl.installed)
+
+
+FRAMEWORKS = {"torchtitan": of_torchtitan, "nemo-rl": of_nemo_rl, "verl": of_verl}
 
 
 def providers() -> tuple[dict[str, Provider], dict[str, str]]:

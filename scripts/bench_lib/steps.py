@@ -84,7 +84,10 @@ def measured(
     times: dict[str, list[float]] = {name: [] for name in names}
     peaks, losses = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
     for number in tqdm(range(rounds + 1), desc=case, disable=None):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        turns = names[number % len(names) :] + names[: number % len(names)]
+        for name in (
+            reversed(turns) if number % 2 else turns
+        ):  # none always follows the same one, which heats the device
             with providers[name]():
                 forget()
                 if number == 0:

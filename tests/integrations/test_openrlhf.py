@@ -3,6 +3,8 @@
 OpenRLHF needs DeepSpeed and flash-attn and is not in CI. The tests that need it skip and say so; the formulas do not.
 """
 
+import sys
+
 import pytest
 import torch
 
@@ -89,10 +91,12 @@ def test_without_gradients():
     assert_right(Found(found[0], None, (None,)), inputs, expected)
 
 
-@pytest.mark.reference
-def test_beside_openrlhfs_own_functions():
+@on_devices
+def test_beside_openrlhfs_own_functions(monkeypatch, device):
+    if device == "cpu":
+        monkeypatch.setitem(sys.modules, "flash_attn.ops.triton.cross_entropy", None)  # it needs a GPU
     utils = real_module("openrlhf.models.utils")
-    inputs = policy(kind="confident")
+    inputs = policy(kind="confident", device=device)
     own, _ = _found(_functions(utils), inputs, (1, 0))
     with openrlhf.installed() as report:
         assert {f"openrlhf.models.utils.{name}" for name in NAMES} <= set(report.rebound) and not report.left

@@ -235,12 +235,15 @@ def test_nothing_of_the_logits_size_is_kept(monkeypatch, name):
 # With verl itself.
 
 
-@pytest.mark.reference
+@on_devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_beside_verls_own_functions(dtype):
+def test_beside_verls_own_functions(monkeypatch, device, dtype):
+    if device == "cpu":  # flash-attn's kernel needs a GPU
+        monkeypatch.setattr(real_module(LOGITS), "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
+        monkeypatch.setattr(real_module(PPO), "_FLASH_ATTN_CROSS_ENTROPY_AVAILABLE", False)
     own, ppo = real_module(LOGITS).logprobs_from_logits, real_module(PPO).FusedLinearForPPO()
     functions = [own]
-    logits, head = policy(dtype, "confident"), policy(dtype, "confident", head=True)
+    logits, head = (policy(dtype, "confident", head=has_head, device=device) for has_head in (False, True))
     peers = _log_probs(own, logits)[0], _from_head(ppo, head, (2, 4), temperature=0.7)[0]
     with verl.installed() as report:
         assert {f"{LOGITS}.logprobs_from_logits", f"{PPO}.FusedLinearForPPO.forward"} <= set(report.rebound)
@@ -308,12 +311,13 @@ def test_the_fused_kernel_beside_verls_own():
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 128, generator=generator).mul(0.5).cuda() for n in (256, 1024))
     labels = torch.randint(0, 1024, (256,), generator=generator).cuda()
+    grads = [torch.randn(256, generator=generator).cuda() for _ in range(2)]  # verl's takes contiguous ones alone
     for dtype, tolerance in ((torch.float32, 2e-3), (torch.bfloat16, 3e-2)):  # verl's fp32 products are TF32
         results = []
         for function in (own, verl.linear_cross_entropy):
             leaves = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
             outputs = function(*leaves, labels, 0.7, "none", None)
-            torch.stack(outputs).sum().backward()
+            torch.autograd.backward(outputs, grads)
             results.append([*outputs, *(leaf.grad for leaf in leaves)])
         for first, second in zip(*results, strict=True):
             assert first.shape == second.shape and first.dtype == second.dtype
