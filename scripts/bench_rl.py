@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,15 +28,6 @@ Provider = tuple[Step, Callable[[], AbstractContextManager[Any]]]
 SHAPES, TINY = ((8192, 128256, 4096),), ((256, 1024, 128),)
 OF_LOGITS = "logits"  # in the names of providers that take logits
 TRL_COLUMNS = 32768  # of a chunk of the vocabulary, as TRL's trainers ask for
-
-
-@contextlib.contextmanager
-def trl_installed() -> Iterator[None]:
-    trl.install()
-    try:
-        yield
-    finally:
-        trl.uninstall()
 
 
 class _Activation(torch.autograd.Function):
@@ -86,7 +77,7 @@ def of_trl() -> dict[str, Provider]:
         found: tuple[Tensor, ...] = utils._ChunkedLogProbFunction.apply(*given, ("log_probs", "entropy"))
         return found[:2]
 
-    return both("TRL fused head", step, trl_installed)
+    return both("TRL fused head", step, trl.installed)
 
 
 FRAMEWORKS = {"verl": of_verl, "openrlhf": of_openrlhf, "trl": of_trl}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
 
@@ -20,16 +23,27 @@ IN_TRANSFORM = (
 )
 
 
+@contextmanager
+def naming(**names: str) -> Iterator[None]:
+    """Let errors name the caller's parameters: ``names`` of what is checked. Also decorates a function."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        subject, rest = re.match(r"(\w*)(.*)", str(error), re.DOTALL).groups()  # type: ignore[union-attr]
+        if subject not in names:
+            raise
+        raise type(error)(names[subject] + rest).with_traceback(error.__traceback__) from None
+
+
 def check_tensor(name: str, tensor: object) -> None:
     """A plain tensor: no DTensor, and nothing that a collective has yet to fill."""
     kind = type(tensor).__name__
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {kind}")
     if hasattr(tensor, "placements"):
-        front = ", or call a function of vocab_parallel_ce.integrations.dtensor" if name == "logits" else ""
         raise TypeError(
             f"{name}: expected this rank's part as a plain torch.Tensor, got a {kind} of global shape "
-            f"{tuple(tensor.shape)}; pass its to_local(){front}"
+            f"{tuple(tensor.shape)}; pass its to_local(); vocab_parallel_ce.integrations.dtensor takes DTensor logits"
         )
     if hasattr(tensor, "trigger_wait"):
         raise TypeError(f"{name}: expected a torch.Tensor that has arrived, got {kind}; pass its wait()")

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 REFUSALS = Refusals(
     "cross-entropy: backward ran a second time, but the first had its gradient in the logits' storage and has handed "
     "it on; ask for gradient='out_of_place' (TransformerEngine's overwrite_input=False) to run backward again",
-    "cross-entropy: the logits, or the tensor that they are a view of, were overwritten before backward read "
-    "them; if another loss did it, ask for gradient='out_of_place' in both",
+    "cross-entropy: the logits, the tensor that they are a view of, or another tensor of the call were overwritten "
+    "before backward read them; if another loss wrote over the logits, ask for gradient='out_of_place' in both",
 )
 KEYWORDS = keyword_defaults(LossKeywords)
 # PyTorch 2.11 fails inside Dynamo.
@@ -181,7 +181,7 @@ def vocab_parallel_cross_entropy(
         RuntimeError: from backward, if it runs again over a gradient in place, with ``create_graph`` or
             ``is_grads_batched``, or if something else has written to the logits.
     """
-    check_names(keywords, KEYWORDS)
+    check_names(keywords, KEYWORDS, vocab_parallel_cross_entropy)
     settings = divided_by(num_items, Settings(return_metrics=return_metrics, **keywords))
     if settings.shift:
         labels = next_labels(labels, settings.ignore_index)

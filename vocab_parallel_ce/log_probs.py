@@ -74,7 +74,7 @@ def token_log_probs(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`vocab_parallel_cross_entropy`.
     """
-    check_names(keywords, KEYWORDS)
+    check_names(keywords, KEYWORDS, token_log_probs)
     temperature = taken_temperature(keywords)
     settings = Settings(reduction="none", **settings_of(entropy, outputs), **keywords)
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))

@@ -33,7 +33,7 @@ class VocabParallelCrossEntropy(nn.Module):
     ) -> None:
         super().__init__()
         _register_class_weight(self, class_weight)
-        check_names(keywords, cross_entropy.KEYWORDS)
+        check_names(keywords, cross_entropy.KEYWORDS, type(self))
         self.n_ranks = group_position(group)[1]
         check_settings(Settings(return_metrics=return_metrics, **keywords), self.n_ranks)
         self.options: dict[str, Any] = {"group": group, "return_metrics": return_metrics, **keywords}
@@ -88,7 +88,7 @@ class LinearCrossEntropy(nn.Module):
     ) -> None:
         super().__init__()
         _register_class_weight(self, class_weight)
-        settings, head_settings = split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics)
+        settings, head_settings = split_keywords(keywords, LOSS_KEYWORDS, type(self), return_metrics=return_metrics)
         check_head_settings(settings, head_settings)
         check_settings(settings, group_position(group)[1])
         self.options = {"group": group, "return_metrics": return_metrics, "main_grad": main_grad, **keywords}

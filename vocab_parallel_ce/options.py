@@ -132,11 +132,12 @@ def with_keywords(keywords: dict[str, Any]) -> Callable[[Function], Function]:
     return decorate
 
 
-def check_names(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise TypeError for a keyword that is not in ``known``."""
+def check_names(given: Mapping[str, Any], known: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Raise TypeError for a keyword that is not in ``known``; it lists the parameters of ``function``."""
     for name in given:
         if name not in known:
-            raise TypeError(f"{name}: expected one of the options {', '.join(known)}, got no such name")
+            named = [p.name for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
+            raise TypeError(f"{name}: expected one of {', '.join(dict.fromkeys([*named, *known]))}, got no such name")
 
 
 def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bool = False) -> LossOptions:
@@ -159,9 +160,7 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         checks.check_bool(name, getattr(settings, name))
     smoothing, softcap = float(settings.label_smoothing), settings.softcap
     if settings.return_metrics and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
-        raise ValueError(
-            f"return_metrics: vocab_size must be at most 2**24 for predictions and is_top1, got {vocab_size}"
-        )
+        raise ValueError(f"vocab_size: must be at most 2**24 for predictions and is_top1, got {vocab_size}")
     if settings.top_k is not None:
         k = checks.checked_count("top_k", settings.top_k)
         if vocab_size is not None and k > vocab_size:

@@ -35,7 +35,7 @@ class _Call:
     def exchange(self, facts: dict[str, Any], **others: Any) -> list[dict[str, Any]]:
         """Return the reports of all ranks. Raise the first error of a rank, or ValueError if facts differ."""
         self.is_pending = False
-        reports = all_gather_objects({**facts, **others}, self.group, self.device)
+        reports = all_gather_objects({"facts": facts, **others}, self.group, self.device)
         errors = [report.get("error") for report in reports]
         for rank, error in enumerate(errors):
             if error is not None:
@@ -43,8 +43,9 @@ class _Call:
                 name, message = error
                 what = "" if name in ERRORS else f"{name}: "
                 raise ERRORS.get(name, RuntimeError)(who + what + message)
-        for subject in facts:  # the first is the kind of call, which decides the others
-            _compare(subject, [report.get(subject) for report in reports])
+        # The first is the kind of call, which decides the others.
+        for subject in dict.fromkeys(subject for report in reports for subject in report["facts"]):
+            _compare(subject, [report["facts"].get(subject) for report in reports])
         return reports
 
 
@@ -113,12 +114,12 @@ def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def compare_call(
-    tensors: dict[str, Any], labels: Tensor, shard: VocabShard, options: dict[str, Any], beside: str | None = None
+    tensors: dict[str, Any], labels: Tensor, shard: VocabShard, options: Any, beside: str = "", subject: str = "labels"
 ) -> None:
     """Raise the same ValueError on every rank unless the arguments of a pending call fit together.
 
     ``tensors`` are all that may need a gradient, first ``logits [..., C]`` or ``hidden [..., D]``. ``beside`` names
-    what stands beside them instead of labels.
+    what stands beside them instead of labels, ``subject`` what ``labels`` are.
     """
     call = _pending_call()
     if call is None:
@@ -129,12 +130,13 @@ def compare_call(
         f"{name}.shape[:-1]": tuple(first.shape[:-1]),
         f"{name}.dtype": first.dtype,
         f"{name}.device.type": first.device.type,
-        "labels.dtype": labels.dtype,
+        f"{subject}.dtype": labels.dtype,
+        f"{subject}.shape": tuple(labels.shape),
         **options,
     }
-    for subject, tensor in tensors.items():
+    for each, tensor in tensors.items():
         is_needed = tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
-        facts[f"{subject}.requires_grad"] = "True" if is_needed else "False, or under torch.no_grad"
+        facts[f"{each}.requires_grad"] = "True" if is_needed else "False, or under torch.no_grad"
     fingerprint = None
     if name == "hidden" and not options["sequence_parallel"]:
         fingerprint = _fingerprint(first, labels.long() != options["ignore_index"])
@@ -143,7 +145,7 @@ def compare_call(
     if len({report["labels"] for report in reports}) > 1:
         of_ranks = torch.stack(all_gather_objects(labels.cpu(), call.group, call.device))
         position = (of_ranks != of_ranks[0]).any(0).nonzero()[0].tolist()
-        _compare(f"labels{position}", [own[tuple(position)].item() for own in of_ranks])
+        _compare(f"{subject}{position}", [own[tuple(position)].item() for own in of_ranks])
     if fingerprint:
         _compare_hidden([report["hidden"] for report in reports])
 

@@ -57,7 +57,7 @@ def verify_group(
             options |= settings_of(options.pop("entropy", False), options.pop("outputs"))
         if weight is None and bias is not None:
             raise TypeError("bias: must be None without weight")
-        settings, head = split_keywords(options, DEFAULTS)
+        settings, head = split_keywords(options, DEFAULTS, function)
         settings = divided_by(num_items, settings)
         if settings.shift:
             labels = next_labels(labels, settings.ignore_index)

@@ -3,22 +3,12 @@
 import pytest
 import torch
 
-from tests.logits.test_compile import (
-    VOCABULARY,
-    Inputs,
-    assert_same_bits,
-    inputs,
-    linear_mean,
-    linear_none,
-    log_probs,
-    logits_mean,
-    results,
-)
+from tests.logits import test_compile
 from tests.support.gpu import extra_peak_bytes
 from tests.support.ranks import device_of, in_ranks
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
-STEPS = (logits_mean, log_probs, linear_mean, linear_none)
+STEPS = (test_compile.logits_mean, test_compile.log_probs, test_compile.linear_mean, test_compile.linear_none)
 
 
 def assert_graphs_replay(step, device, part=slice(None), **options) -> None:
@@ -26,13 +16,13 @@ def assert_graphs_replay(step, device, part=slice(None), **options) -> None:
     torch._dynamo.reset()
     skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
-    weight = inputs(device, part=part).weight
+    weight = test_compile.inputs(device, part=part).weight
     for seed in range(5):
         torch.compiler.cudagraph_mark_step_begin()
-        new = inputs(device, seed=seed)
-        x = Inputs(new.hidden, weight, new.labels)
-        found = [tensor.clone() for tensor in results(compiled, x, **options)]
-        assert_same_bits(found, results(step, x, **options))
+        new = test_compile.inputs(device, seed=seed)
+        x = test_compile.Inputs(new.hidden, weight, new.labels)
+        found = [tensor.clone() for tensor in test_compile.results(compiled, x, **options)]
+        test_compile.assert_same_bits(found, test_compile.results(step, x, **options))
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == skips
 
 
@@ -43,7 +33,7 @@ def test_cuda_graphs_of_the_compiler(step):
 
 
 def _in_ranks(rank, group, impl):
-    width = VOCABULARY // group.size()
+    width = test_compile.VOCABULARY // group.size()
     for step in STEPS:
         assert_graphs_replay(
             step, device_of(rank, group), slice(rank * width, (rank + 1) * width), impl=impl, group=group

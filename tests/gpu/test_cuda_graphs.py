@@ -10,23 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import vocab_parallel_ce as vp
 from tests.support import linear
 from tests.support.gpu import captured
 from tests.support.inputs import IGNORE_INDEX, batch, shard_of
 from tests.support.linear import WIDTH, Projection, many_tokens
 from tests.support.logits import Results, assert_right, flat_outputs, random_grad_output
 from tests.support.logits_ranks import even
-from vocab_parallel_ce import (
-    LinearCrossEntropy,
-    VocabParallelCrossEntropy,
-    cross_entropy_backward,
-    cross_entropy_forward,
-    linear_cross_entropy,
-    linear_token_log_probs,
-    parallel_cross_entropy,
-    token_log_probs,
-    vocab_parallel_cross_entropy,
-)
 
 # Two chunks, the first of which two ranks send in two parts. As wide as one_pass takes it.
 ROWS, CHUNK, COLUMNS, ONE_PASS_COLUMNS = 300, 160, 1000, 16384
@@ -60,20 +50,20 @@ class OverLogits(NamedTuple):
         return shard_of(logits, rank, n_ranks), *others
 
     def step(self, group: Any, values: Tensor, labels: Tensor, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
-        if self.function is cross_entropy_forward:
-            loss, grad = cross_entropy_forward(values * 1, labels, 0.0, True, group, IGNORE_INDEX)
-            return loss, cross_entropy_backward(grad, *grad_outputs)
+        if self.function is vp.cross_entropy_forward:
+            loss, grad = vp.cross_entropy_forward(values * 1, labels, 0.0, True, group, IGNORE_INDEX)
+            return loss, vp.cross_entropy_backward(grad, *grad_outputs)
         logits = values.detach().requires_grad_() * 1
-        if self.function is parallel_cross_entropy:
+        if self.function is vp.parallel_cross_entropy:
             is_mean = self.options["reduction"] == "mean"
-            loss = parallel_cross_entropy(logits, labels, reduce_loss=is_mean, dist_process_group=group)
+            loss = vp.parallel_cross_entropy(logits, labels, reduce_loss=is_mean, dist_process_group=group)
             return loss, *torch.autograd.grad(loss, logits, grad_outputs)
         outputs = flat_outputs(self.function(logits, labels, group=group, **self.options))
         return *outputs, *torch.autograd.grad(outputs, logits, grad_outputs)
 
     def check(self, by_rank: Sequence[Sequence[Tensor]], *inputs: Tensor) -> None:
         grad = torch.cat([results[-1] for results in by_rank], dim=-1)
-        function = self.function if self.function is token_log_probs else vocab_parallel_cross_entropy
+        function = self.function if self.function is vp.token_log_probs else vp.vocab_parallel_cross_entropy
         assert_right(Results(tuple(by_rank[0][:-1]), grad), *inputs, function=function, **self.options)
 
 
@@ -115,7 +105,7 @@ def check_head(
 
 
 def of_loss(gradient: str, reduction: str, columns: int = COLUMNS) -> OverLogits:
-    return OverLogits(vocab_parallel_cross_entropy, {"gradient": gradient, "reduction": reduction}, columns)
+    return OverLogits(vp.vocab_parallel_cross_entropy, {"gradient": gradient, "reduction": reduction}, columns)
 
 
 PROGRAMS: dict[str, OverLogits | OverHeads] = {
@@ -125,13 +115,13 @@ PROGRAMS: dict[str, OverLogits | OverHeads] = {
 }
 PROGRAMS |= {
     "one_pass": of_loss("in_forward", "mean", ONE_PASS_COLUMNS),
-    "log-probs": OverLogits(token_log_probs, {"entropy": True, "temperature": 0.7}),
-    "te, mean": OverLogits(parallel_cross_entropy, {"reduction": "mean"}),
-    "te, none": OverLogits(parallel_cross_entropy, {"reduction": "none"}),
-    "te, pair": OverLogits(cross_entropy_forward, {"reduction": "mean"}),
-    "linear, mean": OverHeads(linear_cross_entropy, {"gradient": "in_forward", "reduction": "mean"}),
-    "linear, none": OverHeads(linear_cross_entropy, {"gradient": "in_backward", "reduction": "none"}),
-    "linear, log-probs": OverHeads(linear_token_log_probs, {"entropy": True}),
+    "log-probs": OverLogits(vp.token_log_probs, {"entropy": True, "temperature": 0.7}),
+    "te, mean": OverLogits(vp.parallel_cross_entropy, {"reduction": "mean"}),
+    "te, none": OverLogits(vp.parallel_cross_entropy, {"reduction": "none"}),
+    "te, pair": OverLogits(vp.cross_entropy_forward, {"reduction": "mean"}),
+    "linear, mean": OverHeads(vp.linear_cross_entropy, {"gradient": "in_forward", "reduction": "mean"}),
+    "linear, none": OverHeads(vp.linear_cross_entropy, {"gradient": "in_backward", "reduction": "none"}),
+    "linear, log-probs": OverHeads(vp.linear_token_log_probs, {"entropy": True}),
 }
 
 
@@ -182,7 +172,9 @@ class HeadAndLoss(nn.Module):
         self.head = nn.Linear(WIDTH, len(weight), bias=False, device="meta")
         self.head.weight = nn.Parameter(weight)
         options = options | {"group": group}
-        self.loss = LinearCrossEntropy(self.head, **options) if is_linear else VocabParallelCrossEntropy(**options)
+        self.loss = (
+            vp.LinearCrossEntropy(self.head, **options) if is_linear else vp.VocabParallelCrossEntropy(**options)
+        )
         self.is_linear = is_linear
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -210,7 +202,7 @@ MODULES: dict[str, tuple[bool, dict[str, Any]]] = {
 
 def _graphed(rank: int, group: Any, name: str) -> list[list[Tensor]]:
     """Loss and gradients of a module whose forward and backward are graphs, over the data of each seed."""
-    program, results = OverHeads(linear_cross_entropy, MODULES[name][1]), []
+    program, results = OverHeads(vp.linear_cross_entropy, MODULES[name][1]), []
     hidden, weight, labels, _ = _inputs_of_rank(program, rank, group, seed=0)
     module = HeadAndLoss(weight, group, *MODULES[name])
     torch.cuda.make_graphed_callables(module, (hidden.requires_grad_(), labels))  # the module itself changes
@@ -224,7 +216,7 @@ def _graphed(rank: int, group: Any, name: str) -> list[list[Tensor]]:
 
 def _captured_grads(rank: int, group: Any, name: str) -> list[list[Tensor]]:
     """The same of a forward and a ``backward()`` in one graph, which fills ``.grad``."""
-    program, results = OverHeads(linear_cross_entropy, MODULES[name][1]), []
+    program, results = OverHeads(vp.linear_cross_entropy, MODULES[name][1]), []
     hidden, weight, labels, grad_output = static = _inputs_of_rank(program, rank, group, seed=0)
     module = HeadAndLoss(weight, group, *MODULES[name])
     hidden.requires_grad_()
@@ -245,22 +237,22 @@ in_both_ways = pytest.mark.parametrize("results_of", (_graphed, _captured_grads)
 @pytest.mark.parametrize("name", MODULES)
 @in_both_ways
 def test_a_module_in_graphs_is_right(results_of, name):
-    check(OverHeads(linear_cross_entropy, MODULES[name][1]), [results_of(0, None, name)])
+    check(OverHeads(vp.linear_cross_entropy, MODULES[name][1]), [results_of(0, None, name)])
 
 
 @pytest.mark.parametrize("name", MODULES)
 @in_both_ways
 @on_two_gpus
 def test_a_module_in_graphs_is_right_on_two_ranks(rank_pool, results_of, name):
-    check(OverHeads(linear_cross_entropy, MODULES[name][1]), rank_pool.run(results_of, name))
+    check(OverHeads(vp.linear_cross_entropy, MODULES[name][1]), rank_pool.run(results_of, name))
 
 
 @pytest.mark.cuda
 def test_a_head_that_is_no_parameter_of_the_graphed_module_gets_no_gradient():
     """As with every module; docs/training.md says so."""
-    hidden, weight, labels, _ = _inputs_of_rank(OverHeads(linear_cross_entropy, {}), 0, None, seed=0)
+    hidden, weight, labels, _ = _inputs_of_rank(OverHeads(vp.linear_cross_entropy, {}), 0, None, seed=0)
     head = nn.Linear(WIDTH, COLUMNS, bias=False, device=DEVICE, dtype=weight.dtype)
-    graphed = torch.cuda.make_graphed_callables(LinearCrossEntropy(head), (hidden.requires_grad_(), labels))
+    graphed = torch.cuda.make_graphed_callables(vp.LinearCrossEntropy(head), (hidden.requires_grad_(), labels))
     graphed(hidden, labels).backward()
     assert hidden.grad.any() and head.weight.grad is None
 
@@ -271,7 +263,7 @@ def test_a_head_that_is_no_parameter_of_the_graphed_module_gets_no_gradient():
 def test_a_loss_after_a_graphed_head_is_right(gradient, reduction):
     """Each replay writes its logits where the step before left its gradient: they are logits again."""
     options = {"gradient": gradient, "reduction": reduction}
-    program, results = OverHeads(linear_cross_entropy, {"reduction": reduction}), []
+    program, results = OverHeads(vp.linear_cross_entropy, {"reduction": reduction}), []
     hidden, weight, _, _ = _inputs_of_rank(program, 0, None, seed=0)
     head = nn.Linear(WIDTH, COLUMNS, bias=False, device=DEVICE, dtype=weight.dtype)
     graphed = torch.cuda.make_graphed_callables(head, (hidden.requires_grad_(),))
@@ -280,7 +272,7 @@ def test_a_loss_after_a_graphed_head_is_right(gradient, reduction):
         with torch.no_grad():
             head.weight.copy_(weight)
         head.zero_grad()
-        loss = vocab_parallel_cross_entropy(graphed(hidden.requires_grad_()), labels, **options)
+        loss = vp.vocab_parallel_cross_entropy(graphed(hidden.requires_grad_()), labels, **options)
         loss.backward(grad_output)
         results.append([loss.detach().clone().cpu(), hidden.grad.cpu(), head.weight.grad.cpu()])
     check(program, [results])

@@ -4,17 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.training import (
-    RATE,
-    ROWS,
-    Model,
-    Step,
-    assert_same_steps,
-    batches,
-    fp64_steps,
-    gradients_of,
-    weights_of,
-)
+from tests.support import training
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 accelerate = pytest.importorskip("accelerate")
@@ -32,7 +22,7 @@ def _own_state():
     accelerate.state.AcceleratorState._reset_state(True)
 
 
-class Logits(Model):
+class Logits(training.Model):
     """Returns its logits: Accelerate turns them into fp32."""
 
     def __init__(self):
@@ -44,11 +34,11 @@ class Logits(Model):
 
 def trained(model, mixed_precision, loss=None):
     """Train as Accelerate's documentation does; ``loss`` takes the logits of a model that returns them."""
-    given = batches(STEPS * MICRO)
+    given = training.batches(STEPS * MICRO)
     data = TensorDataset(*(torch.cat(each) for each in zip(*given, strict=True)))
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=MICRO)
     wrapped, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=RATE), DataLoader(data, ROWS)
+        model, torch.optim.SGD(model.parameters(), lr=training.RATE), DataLoader(data, training.ROWS)
     )
     steps, losses = [], []
     for tokens, labels in loader:
@@ -57,26 +47,26 @@ def trained(model, mixed_precision, loss=None):
             assert output.dtype == torch.float32
             losses.append(output if loss is None else loss(output, labels))
             accelerator.backward(losses[-1])
-            gradients = gradients_of(model)
+            gradients = training.gradients_of(model)
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
-            steps.append(Step(torch.stack(losses).mean().detach(), gradients, weights_of(model)))
+            steps.append(training.Step(torch.stack(losses).mean().detach(), gradients, training.weights_of(model)))
             losses = []
     return steps
 
 
 def check(found, peer, mixed_precision):
-    given = batches(STEPS * MICRO)
-    truth = fp64_steps([given[first : first + MICRO] for first in range(0, len(given), MICRO)])
-    assert_same_steps(found, truth, peer, torch.bfloat16 if mixed_precision == "bf16" else torch.float32)
+    given = training.batches(STEPS * MICRO)
+    truth = training.fp64_steps([given[first : first + MICRO] for first in range(0, len(given), MICRO)])
+    training.assert_same_steps(found, truth, peer, torch.bfloat16 if mixed_precision == "bf16" else torch.float32)
 
 
 @pytest.mark.parametrize("mixed_precision", ("no", "bf16"))
 @pytest.mark.parametrize("loss", ("logits", "linear"))
 def test_a_model_that_ends_in_the_loss(loss, mixed_precision):
-    found = trained(Model(loss), mixed_precision)
-    check(found, trained(Model("torch"), mixed_precision), mixed_precision)
+    found = trained(training.Model(loss), mixed_precision)
+    check(found, trained(training.Model("torch"), mixed_precision), mixed_precision)
 
 
 @pytest.mark.parametrize("mixed_precision", ("no", "bf16"))

@@ -348,8 +348,8 @@ def test_other_placements_are_refused_with_what_to_do(rank_pool, impl):
         "whole labels": r"ValueError: labels: shape must be .*\(2,\), got \(4,\)",
         "mean": "ValueError: reduction: expected no mean of tokens that are on several ranks.* num_items=",
         "metrics": "ValueError: return_metrics: .*local tensors of labels",
-        "group": "TypeError: group: expected one of the options ",
-        "shard": "TypeError: vocab_size: expected one of the options ",
+        "group": "TypeError: group: expected one of logits, labels, ",
+        "shard": "TypeError: vocab_size: expected one of logits, labels, ",
         "items": "TypeError: num_items: expected .*to_local",
         "the loss itself": "TypeError: logits: .*; pass its to_local.*vocab_parallel_ce.integrations.dtensor",
     }

@@ -188,6 +188,8 @@ def test_install_twice_is_once_and_uninstall_restores():
     assert first.installed and not set(replaced.values()) & set(OWN_NAMES.values())
     assert fused.install() == first and {name: getattr(utils, name) for name in OWN_NAMES} == replaced
     fused.uninstall()
+    with fused.installed() as second:
+        assert second == first
     assert {name: getattr(utils, name) for name in OWN_NAMES} == OWN_NAMES and not fused.report().installed
 
 

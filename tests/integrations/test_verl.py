@@ -315,7 +315,7 @@ def test_the_fused_kernel_beside_verls_own():
     for dtype, tolerance in ((torch.float32, 2e-3), (torch.bfloat16, 3e-2)):  # verl's fp32 products are TF32
         results = []
         for function in (own, verl.linear_cross_entropy):
-            leaves = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+            leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weight)]
             outputs = function(*leaves, labels, 0.7, "none", None)
             torch.autograd.backward(outputs, grads)
             results.append([*outputs, *(leaf.grad for leaf in leaves)])

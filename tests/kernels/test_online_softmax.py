@@ -5,17 +5,7 @@ import importlib
 import pytest
 import torch
 
-from tests.kernels.rows import (
-    ALL,
-    EVERY_STATISTIC,
-    INF,
-    NAN,
-    OPTIONS,
-    assert_stats,
-    empty_outputs,
-    outputs_by_kernel,
-    stats_by_kernel,
-)
+from tests.kernels import rows as of_rows
 from tests.support.inputs import batch
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import IDENTITY, PLAIN, LossOptions, RowStats
@@ -24,7 +14,7 @@ from vocab_parallel_ce.spec import IDENTITY, PLAIN, LossOptions, RowStats
 def test_worked_example(kernel_device):
     logits = torch.tensor([[1.0, 3.0, 2.0]], device=kernel_device)
     labels = torch.tensor([1], device=kernel_device)
-    stats, valid_rows = stats_by_kernel(logits, labels, EVERY_STATISTIC)
+    stats, valid_rows = of_rows.stats_by_kernel(logits, labels, of_rows.EVERY_STATISTIC)
     expected = torch.tensor([[3, 0.5032147, 3, -3, 3, -0.6385501, 1, 1.1536512]])
     torch.testing.assert_close(stats.cpu(), expected, rtol=0, atol=1e-6)
     assert valid_rows == 1
@@ -36,27 +26,27 @@ def test_padding_is_not_looked_at(kernel_device, n_valid, dtype, columns):
     """Whole vectors and parts of one, and shards that are nothing else."""
     shard = VocabShard(900, 900 + columns, 900 + n_valid)
     logits, labels = batch("peaked", rows=4, vocab_size=columns, dtype=dtype)
-    logits[:, n_valid:] = torch.tensor([[NAN], [INF], [30000.0], [-INF]]).to(dtype)
+    logits[:, n_valid:] = torch.tensor([[of_rows.NAN], [of_rows.INF], [30000.0], [-of_rows.INF]]).to(dtype)
     labels = (labels % max(n_valid, 1) + 900).to(kernel_device)
     labels[3] = 3
-    stats, _ = stats_by_kernel(logits.to(kernel_device), labels, EVERY_STATISTIC, shard)
-    assert_stats(stats, logits, labels, EVERY_STATISTIC, shard)
+    stats, _ = of_rows.stats_by_kernel(logits.to(kernel_device), labels, of_rows.EVERY_STATISTIC, shard)
+    of_rows.assert_stats(stats, logits, labels, of_rows.EVERY_STATISTIC, shard)
     if n_valid == 0:
-        n = len(EVERY_STATISTIC.statistics)
-        known = [IDENTITY[RowStats._fields.index(name)] for name in EVERY_STATISTIC.statistics]
+        n = len(of_rows.EVERY_STATISTIC.statistics)
+        known = [IDENTITY[RowStats._fields.index(name)] for name in of_rows.EVERY_STATISTIC.statistics]
         assert torch.equal(stats.cpu(), torch.tensor(known).expand(4, n))
 
 
-@pytest.mark.parametrize("options", (EVERY_STATISTIC, ALL), ids=("statistics", "all"))
+@pytest.mark.parametrize("options", (of_rows.EVERY_STATISTIC, of_rows.ALL), ids=("statistics", "all"))
 def test_nan_and_infinity_reach_the_sums(kernel_device, options):
     """Also through a cap, which would bound infinity."""
     logits = torch.randn(5, 40)
-    logits[0, 17], logits[1, 3], logits[2], logits[3] = NAN, INF, NAN, -INF
+    logits[0, 17], logits[1, 3], logits[2], logits[3] = of_rows.NAN, of_rows.INF, of_rows.NAN, -of_rows.INF
     labels = torch.ones(5, dtype=torch.int64, device=kernel_device)
-    stats = stats_by_kernel(logits.to(kernel_device), labels, options)[0].cpu()
+    stats = of_rows.stats_by_kernel(logits.to(kernel_device), labels, options)[0].cpu()
     assert stats[:, 1].isnan().tolist() == [True, True, True, False, False]
     assert stats[:, 5].isnan().tolist() == [True, True, True, False, False]
-    assert stats[3].tolist() == [-INF, 0, -INF, -INF, 40, 0, INF, 0]
+    assert stats[3].tolist() == [-of_rows.INF, 0, -of_rows.INF, -of_rows.INF, 40, 0, of_rows.INF, 0]
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
@@ -65,10 +55,10 @@ def test_columns_masked_with_the_lowest_number_leave_no_trace(kernel_device, dty
     logits, labels = batch("peaked", rows=4, vocab_size=2400, dtype=dtype)
     excluded, lowest = logits.clone(), logits.clone()
     labels[:] = 2200
-    excluded[:, :2100], lowest[:, :2100] = -INF, torch.finfo(dtype).min
+    excluded[:, :2100], lowest[:, :2100] = -of_rows.INF, torch.finfo(dtype).min
     options = LossOptions(entropy=True, predictions=True)
-    expected, _ = stats_by_kernel(excluded.to(kernel_device), labels.to(kernel_device), options)
-    actual, _ = stats_by_kernel(lowest.to(kernel_device), labels.to(kernel_device), options)
+    expected, _ = of_rows.stats_by_kernel(excluded.to(kernel_device), labels.to(kernel_device), options)
+    actual, _ = of_rows.stats_by_kernel(lowest.to(kernel_device), labels.to(kernel_device), options)
     assert torch.equal(actual, expected)
 
 
@@ -85,14 +75,14 @@ def test_the_argmax_is_the_first_of_equals(kernel_device, columns, dtype):
     labels = torch.zeros(len(equal), dtype=torch.int64, device=kernel_device)
     shard = VocabShard(1000, 1000 + columns, 5000 + columns)
     for x in (logits, shifted):
-        stats, _ = stats_by_kernel(x.to(kernel_device), labels, LossOptions(predictions=True), shard)
+        stats, _ = of_rows.stats_by_kernel(x.to(kernel_device), labels, LossOptions(predictions=True), shard)
         assert stats[:, 3].tolist() == [1000 + maxima[0] for maxima in equal]
 
 
 def stats_and_outputs(logits, labels, options, divisor=None, shard=None):
     """``[N, K]`` statistics and every output of ``options``, by one launch."""
-    outputs = empty_outputs(labels, options)
-    stats, _ = stats_by_kernel(logits, labels, options, shard, outputs, divisor)
+    outputs = of_rows.empty_outputs(labels, options)
+    stats, _ = of_rows.stats_by_kernel(logits, labels, options, shard, outputs, divisor)
     return stats, outputs
 
 
@@ -114,14 +104,20 @@ def assert_outputs_of(outputs, expected):
 def rows_of_every_kind(columns, dtype):
     """Hard rows, ignored ones, labels outside, and rows that are not finite, ignored and not."""
     logits, labels = batch("mixture", rows=17, vocab_size=columns, dtype=dtype)
-    logits[[8, 11], columns // 2], logits[[9, 12], 0], logits[[10, 13]] = NAN, INF, -INF
+    logits[[8, 11], columns // 2], logits[[9, 12], 0], logits[[10, 13]] = of_rows.NAN, of_rows.INF, -of_rows.INF
     labels[[2, 11, 12, 13, 16]] = -100
     labels[14], labels[15] = -1, columns
     return logits, labels
 
 
 @pytest.mark.parametrize(
-    "options, divisor", [*((options, None) for options in OPTIONS.values()), (ALL, 3), (ALL, 0), (ALL, 2.5)]
+    "options, divisor",
+    [
+        *((options, None) for options in of_rows.OPTIONS.values()),
+        (of_rows.ALL, 3),
+        (of_rows.ALL, 0),
+        (of_rows.ALL, 2.5),
+    ],
 )
 def test_the_only_ranks_outputs_are_those_of_its_statistics(kernel_device, options, divisor):
     """Also in rows with edges, and whatever divides the loss."""
@@ -131,21 +127,21 @@ def test_the_only_ranks_outputs_are_those_of_its_statistics(kernel_device, optio
     for columns, dtype in shapes if options is PLAIN else shapes[:1]:
         logits, labels = (t.to(kernel_device) for t in rows_of_every_kind(columns, dtype))
         stats, outputs = stats_and_outputs(logits, labels, options, divisor)
-        plain_stats, _ = stats_by_kernel(logits, labels, options)
+        plain_stats, _ = of_rows.stats_by_kernel(logits, labels, options)
         assert torch.equal(stats.nan_to_num(), plain_stats.nan_to_num())
-        assert_outputs_of(outputs, outputs_by_kernel(stats[None], labels, columns, options, divisor))
+        assert_outputs_of(outputs, of_rows.outputs_by_kernel(stats[None], labels, columns, options, divisor))
         assert not outputs.loss[labels == -100].any()
 
 
 def test_outputs_of_a_padded_vocabulary(kernel_device):
     """The mean over the columns is that of those that count, and a label in the padding is outside."""
     logits, labels = rows_of_every_kind(304, torch.bfloat16)
-    logits[:, 299:] = NAN
+    logits[:, 299:] = of_rows.NAN
     labels[labels >= 299] %= 299
     labels[5] = 299
     logits, labels = logits.to(kernel_device), labels.to(kernel_device)
-    stats, outputs = stats_and_outputs(logits, labels, ALL, shard=VocabShard(0, 304, 299))
-    assert_outputs_of(outputs, outputs_by_kernel(stats[None], labels, 299, ALL))
+    stats, outputs = stats_and_outputs(logits, labels, of_rows.ALL, shard=VocabShard(0, 304, 299))
+    assert_outputs_of(outputs, of_rows.outputs_by_kernel(stats[None], labels, 299, of_rows.ALL))
     assert outputs.loss[5].isnan() and outputs.loss[0].isfinite()
 
 
@@ -153,8 +149,8 @@ def test_the_private_launch_and_tritons_own_give_equal_results(kernel_device, mo
     online_softmax = importlib.import_module("vocab_parallel_ce.kernels.online_softmax")
     logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(kernel_device)
     labels = torch.tensor([0, 5, -100, 63], device=kernel_device)
-    expected = [stats_by_kernel(logits, labels, ALL)[0] for _ in range(2)]
+    expected = [of_rows.stats_by_kernel(logits, labels, of_rows.ALL)[0] for _ in range(2)]
     monkeypatch.setattr("triton.__version__", "9.9.0")
     monkeypatch.setattr(online_softmax, "_launch", online_softmax._launch.__wrapped__)
     for want in expected:
-        assert torch.equal(stats_by_kernel(logits, labels, ALL)[0], want)
+        assert torch.equal(of_rows.stats_by_kernel(logits, labels, of_rows.ALL)[0], want)

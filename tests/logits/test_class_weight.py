@@ -106,6 +106,9 @@ def test_weights_that_sum_to_0_give_a_mean_of_0_unless_a_label_is_outside(impl_d
         assert loss.item() == 0 and not grad.any()
         (loss,), grad = run(impl_device, logits, torch.tensor([1, COLUMNS, 2]), **options)
         assert loss.isnan() and grad[1].isnan().all()
+    weight[1] = INF  # NaN, as PyTorch's
+    (loss,), grad = run(impl_device, logits, torch.tensor([1, 0, 2]), class_weight=weight, gradient=gradient)
+    assert loss.isnan() and grad[0].isnan().all()
 
 
 @pytest.mark.reference

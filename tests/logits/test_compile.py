@@ -14,17 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+import vocab_parallel_ce as vp
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.ranks import device_of, in_ranks
-from vocab_parallel_ce import (
-    LinearCrossEntropy,
-    VocabParallelCrossEntropy,
-    linear_cross_entropy,
-    linear_token_log_probs,
-    parallel_cross_entropy,
-    token_log_probs,
-    vocab_parallel_cross_entropy,
-)
 from vocab_parallel_ce.cross_entropy import TRACES_DTENSORS
 
 N, WIDTH, VOCABULARY = 12, 8, 48
@@ -53,40 +45,42 @@ def inputs(
 
 
 def logits_mean(x, **options):
-    loss, metrics = vocab_parallel_cross_entropy(
+    loss, metrics = vp.vocab_parallel_cross_entropy(
         x.hidden @ x.weight.t(), x.labels, return_metrics=True, **SMOOTHED, **options
     )
     return loss, metrics.token_accuracy, metrics.lse, metrics.predictions  # the compiler fuses the sum of z_loss
 
 
 def logits_none(x, **options):
-    return (vocab_parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, reduction="none", **options),)
+    return (vp.vocab_parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, reduction="none", **options),)
 
 
 def logits_sum(x, **options):
-    return (vocab_parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, reduction="sum", num_items=7, **options),)
+    return (
+        vp.vocab_parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, reduction="sum", num_items=7, **options),
+    )
 
 
 def logits_transposed(x, **options):
     logits = (x.hidden @ x.weight.t()).view(3, 4, -1).transpose(0, 1)
-    return (vocab_parallel_cross_entropy(logits, x.labels.view(3, 4).t(), **options),)
+    return (vp.vocab_parallel_cross_entropy(logits, x.labels.view(3, 4).t(), **options),)
 
 
 def log_probs(x, **options):
-    return token_log_probs(x.hidden @ x.weight.t(), x.labels, entropy=True, temperature=0.7, **options)
+    return vp.token_log_probs(x.hidden @ x.weight.t(), x.labels, entropy=True, temperature=0.7, **options)
 
 
 def every_output(x, **options):
     names = ("entropy", "lse", "sum_sq_probs", "mean_logit", "is_top1")
-    return token_log_probs(x.hidden @ x.weight.t(), x.labels, outputs=names, **options)
+    return vp.token_log_probs(x.hidden @ x.weight.t(), x.labels, outputs=names, **options)
 
 
 def of_transformer_engine(x, impl=None, group=None):
-    return (parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, 0.1, False, group),)
+    return (vp.parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, 0.1, False, group),)
 
 
 def linear_mean(x, **options):
-    loss, metrics = linear_cross_entropy(
+    loss, metrics = vp.linear_cross_entropy(
         x.hidden, x.weight, x.labels, chunk_tokens=5, return_metrics=True, **SMOOTHED, **options
     )
     return loss, metrics.token_accuracy, metrics.lse
@@ -95,44 +89,44 @@ def linear_mean(x, **options):
 def linear_valid_tokens(x, **options):
     n_items = (x.labels != IGNORE_INDEX).sum()
     options |= {"reduction": "sum", "num_items": n_items, "valid_tokens": N - 1, "bias": x.weight.detach()[:, 0]}
-    return (linear_cross_entropy(x.hidden, x.weight, x.labels, **options),)
+    return (vp.linear_cross_entropy(x.hidden, x.weight, x.labels, **options),)
 
 
 def shifted(x, **options):
     labels, kept = x.labels.view(2, -1), {"reduction": "none", "shift": True, **options}
-    losses, metrics = linear_cross_entropy(
+    losses, metrics = vp.linear_cross_entropy(
         x.hidden.view(2, -1, WIDTH), x.weight, labels, return_metrics=True, chunk_tokens=5, **kept
     )
     logits = (x.hidden @ x.weight.t()).view(2, -1, VOCABULARY)
-    return losses, metrics.token_accuracy, metrics.predictions, vocab_parallel_cross_entropy(logits, labels, **kept)
+    return losses, metrics.token_accuracy, metrics.predictions, vp.vocab_parallel_cross_entropy(logits, labels, **kept)
 
 
 def linear_none(x, **options):
-    return (linear_cross_entropy(x.hidden, x.weight, x.labels, reduction="none", chunk_tokens=5, **options),)
+    return (vp.linear_cross_entropy(x.hidden, x.weight, x.labels, reduction="none", chunk_tokens=5, **options),)
 
 
 def linear_log_probs(x, **options):
     options |= {"entropy": True, "temperature": 0.7, "valid_tokens": 100}
-    return linear_token_log_probs(x.hidden, x.weight, x.labels, **options)
+    return vp.linear_token_log_probs(x.hidden, x.weight, x.labels, **options)
 
 
 def row_temperature(x, **options):
     options["temperature"] = 0.5 + x.labels.abs() * 0.125  # exact: the compiler fuses it
-    return (token_log_probs(x.hidden @ x.weight.t(), x.labels, **options),)
+    return (vp.token_log_probs(x.hidden @ x.weight.t(), x.labels, **options),)
 
 
 def linear_row_temperature(x, **options):
     options["temperature"] = 0.5 + x.labels.abs() * 0.125
-    return (linear_token_log_probs(x.hidden, x.weight, x.labels, chunk_tokens=5, **options),)
+    return (vp.linear_token_log_probs(x.hidden, x.weight, x.labels, chunk_tokens=5, **options),)
 
 
 def linear_outputs(x, **options):
-    return linear_token_log_probs(x.hidden, x.weight, x.labels, outputs=("lse", "mean_logit"), **options)[::2]
+    return vp.linear_token_log_probs(x.hidden, x.weight, x.labels, outputs=("lse", "mean_logit"), **options)[::2]
 
 
 def linear_autocast(x, **options):
     with torch.autocast(x.hidden.device.type, dtype=torch.bfloat16):
-        return (linear_cross_entropy(x.hidden, x.weight, x.labels, **options),)
+        return (vp.linear_cross_entropy(x.hidden, x.weight, x.labels, **options),)
 
 
 def linear_autocast_fp32_logits(x, **options):
@@ -141,17 +135,17 @@ def linear_autocast_fp32_logits(x, **options):
 
 def class_weights(x, **options):
     options |= {"class_weight": x.weight.detach()[:, 0].abs(), "label_smoothing": 0.1}
-    return (vocab_parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, **options),)
+    return (vp.vocab_parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, **options),)
 
 
 def linear_class_weights(x, **options):
     options |= {"class_weight": x.weight.detach()[:, 0].abs(), "label_smoothing": 0.1}
-    return (linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_tokens=5, **options),)
+    return (vp.linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_tokens=5, **options),)
 
 
 def checkpointed(x, **options):
     def head(hidden, weight):
-        return vocab_parallel_cross_entropy(hidden @ weight.t(), x.labels, **options) + linear_cross_entropy(
+        return vp.vocab_parallel_cross_entropy(hidden @ weight.t(), x.labels, **options) + vp.linear_cross_entropy(
             hidden, weight, x.labels, **options
         )
 
@@ -233,7 +227,7 @@ def test_numbers_that_change_are_seen():
         options = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": scale}
         options |= {"reduction": "sum", "num_items": items, "ignore_index": ignored}
         logits = x.hidden @ x.weight.t()
-        return vocab_parallel_cross_entropy(logits, x.labels.abs() % 5, **options), *log_probs(x, softcap=softcap)
+        return vp.vocab_parallel_cross_entropy(logits, x.labels.abs() % 5, **options), *log_probs(x, softcap=softcap)
 
     compiled, x = torch.compile(step, fullgraph=True, backend="aot_eager"), inputs()
     for numbers in ((0.1, 1e-3, 20.0, 0.9, -100, 7), (0.2, 1e-2, 5.0, 1.1, 3, 8), (0.3, 0.1, 7.0, 1.3, 4, 11)):
@@ -252,8 +246,8 @@ def test_nothing_is_overwritten_and_several_losses_share_their_logits():
 
     def step(logits):
         options = {"reduction": "sum", "softcap": 20.0}
-        first = vocab_parallel_cross_entropy(logits, x.labels, **options)
-        second = vocab_parallel_cross_entropy(logits, x.labels.flip(0), **options)
+        first = vp.vocab_parallel_cross_entropy(logits, x.labels, **options)
+        second = vp.vocab_parallel_cross_entropy(logits, x.labels.flip(0), **options)
         return first + second + logits.tanh().sum()
 
     compiled = torch.compile(step, fullgraph=True, backend="inductor")
@@ -282,8 +276,8 @@ def test_without_gradients():
 def test_modules():
     head = nn.Linear(WIDTH, VOCABULARY)
     x = inputs()
-    for module in (VocabParallelCrossEntropy(reduction="none"), LinearCrossEntropy(head, z_loss=0.1)):
-        is_linear = isinstance(module, LinearCrossEntropy)
+    for module in (vp.VocabParallelCrossEntropy(reduction="none"), vp.LinearCrossEntropy(head, z_loss=0.1)):
+        is_linear = isinstance(module, vp.LinearCrossEntropy)
 
         def step(x, module=module, is_linear=is_linear):
             return (module(x.hidden, x.labels) if is_linear else module(head(x.hidden), x.labels),)

@@ -3,17 +3,11 @@
 import pytest
 import torch
 
+import vocab_parallel_ce as vp
 from tests.support import linear, logits
 from tests.support.inputs import DTYPES, IGNORE_INDEX
 from tests.support.linear import record_matmuls
 from tests.support.pairs import covering
-from vocab_parallel_ce import (
-    LinearCrossEntropy,
-    VocabParallelCrossEntropy,
-    linear_cross_entropy,
-    verify_group,
-    vocab_parallel_cross_entropy,
-)
 from vocab_parallel_ce.integrations import dtensor
 
 SHAPES = {(6,): (5,), (2, 3): (2, 2), (1, 3, 2): (1, 3, 1)}  # of labels, and of unreduced losses
@@ -83,10 +77,10 @@ def test_modules_have_it(impl_device):
     inputs = linear.projection("peaked", 6).shaped(2, 3)
     hidden, weight, labels = (t.to(device) for t in inputs[:3])
     head = torch.nn.Embedding.from_pretrained(weight)
-    expected = vocab_parallel_cross_entropy(hidden[:, :-1] @ weight.t(), labels[:, 1:], impl=impl)
+    expected = vp.vocab_parallel_cross_entropy(hidden[:, :-1] @ weight.t(), labels[:, 1:], impl=impl)
     for loss in (
-        VocabParallelCrossEntropy(shift=True, impl=impl)(hidden @ weight.t(), labels),
-        LinearCrossEntropy(head, shift=True, impl=impl)(hidden, labels),
+        vp.VocabParallelCrossEntropy(shift=True, impl=impl)(hidden @ weight.t(), labels),
+        vp.LinearCrossEntropy(head, shift=True, impl=impl)(hidden, labels),
     ):
         torch.testing.assert_close(loss, expected)
 
@@ -99,17 +93,17 @@ def test_labels_are_checked_where_the_caller_has_them():
     labels[0, 0] = 10**6
     values = inputs.logits()
     options = {"shift": True, "check_labels": True, "ignore_index": 2**40}
-    for function, tensors in ((vocab_parallel_cross_entropy, (values,)), (linear_cross_entropy, given)):
+    for function, tensors in ((vp.vocab_parallel_cross_entropy, (values,)), (vp.linear_cross_entropy, given)):
         assert function(*tensors, labels, **options).isfinite()
         labels[1, 2] = 99
         with pytest.raises(ValueError, match=r"1 outside, the first at position \(1, 2\): 99$"):
             function(*tensors, labels, **options)
         labels[1, 2] = 0
-    verify_group(values, labels, None, shift=True)
-    verify_group(inputs.hidden, labels, None, weight=inputs.weight, shift=True)
+    vp.verify_group(values, labels, None, shift=True)
+    vp.verify_group(inputs.hidden, labels, None, weight=inputs.weight, shift=True)
     labels[0, 1] = 99
     with pytest.raises(ValueError, match=r"position \(0, 1\): 99$"):
-        verify_group(values, labels, None, shift=True)
+        vp.verify_group(values, labels, None, shift=True)
 
 
 @pytest.mark.reference
@@ -118,14 +112,14 @@ def test_what_has_no_next_token_is_refused():
     for shape in ((3, 1), (3, 0), (1,)):
         hidden, labels = torch.randn(*shape, 4), torch.zeros(shape, dtype=torch.int64)
         for call in (
-            lambda h=hidden, y=labels: vocab_parallel_cross_entropy(h @ weight.t(), y, shift=True),
-            lambda h=hidden, y=labels: linear_cross_entropy(h, weight, y, shift=True),
+            lambda h=hidden, y=labels: vp.vocab_parallel_cross_entropy(h @ weight.t(), y, shift=True),
+            lambda h=hidden, y=labels: vp.linear_cross_entropy(h, weight, y, shift=True),
         ):
             with pytest.raises(ValueError, match=r"^shift: expected labels whose last dimension has at least 2 tokens"):
                 call()
     with pytest.raises(ValueError, match=r"got shape \(\)"):
-        vocab_parallel_cross_entropy(torch.randn(2, 3), torch.tensor(1), shift=True)
-    with pytest.raises(TypeError, match="shift: expected one of the options"):
+        vp.vocab_parallel_cross_entropy(torch.randn(2, 3), torch.tensor(1), shift=True)
+    with pytest.raises(TypeError, match="shift: expected one of logits, labels, num_items"):
         dtensor.cross_entropy(torch.randn(2, 3), torch.zeros(2).long(), shift=True)
     with pytest.raises(TypeError, match="labels: dtype must be"):
-        vocab_parallel_cross_entropy(torch.randn(2, 3), torch.zeros(2), shift=True)
+        vp.vocab_parallel_cross_entropy(torch.randn(2, 3), torch.zeros(2), shift=True)

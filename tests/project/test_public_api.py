@@ -134,6 +134,11 @@ def test_doctor_says_what_runs_here_and_why_not_the_rest():
 
 
 @pytest.mark.reference
+def test_integrations_are_attributes():
+    assert all(getattr(integrations, name).__name__.endswith(name) for name in integrations.MODULES)
+
+
+@pytest.mark.reference
 def test_doctor_calls_tested_only_what_ran(monkeypatch):
     monkeypatch.setattr(integrations, "TESTED", {"megatron-core": ("0.16.1", "0.19.2")})
     expected = dict.fromkeys(("0.16.1", "0.16.0rc1", "0.19.2", "0.19.10"), "tested")

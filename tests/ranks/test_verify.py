@@ -141,7 +141,7 @@ CASES = [
     _options("log-probs/verify_group linear", "temperature", ("2.0", "1.0"), temperature=2.0),
     _options("linear/linear log-probs/linear module/verify_group", "softcap", ("5.0", "None"), softcap=5.0),
     _options("/".join(LINEAR), "chunk_tokens", ("2", "auto"), chunk_tokens=2),
-    _options("loss", "TypeError: unknown: expected one of the options", unknown=3),
+    _options("loss", "TypeError: unknown: expected one of logits, .* class_weight, .* got no such name", unknown=3),
     _options("verify_group", "TypeError: unknown: must be an option", unknown=3),
     _options("verify_group", "ValueError: logits: .* width 9 of .*, got 10", shard=VocabShard(0, 9, 20)),
     _options("log-probs", "ValueError: gradient: expected one of .*", gradient="in_forward"),
@@ -295,9 +295,14 @@ def test_off_it_sends_nothing(rank_pool, impl):
 
 def _different_calls(rank, group):
     """Errors of two functions, TransformerEngine's first step, and backwards in other threads."""
-    a = Arguments(rank, group)
+    a, labels = Arguments(rank, group), Arguments(rank, group).changed(**_label(3 + rank)).labels
+    whole = partial(vp.distillation_loss, a.logits, a.logits.detach().neg(), group=group)
+    ids = {"teacher_ids": labels[..., None], "teacher_log_probs": a.logits.detach()[..., :1]}
+    few = partial(vp.distillation_loss, a.logits, group=group, **ids)
     with verify_calls():
         errors = [error_of(FUNCTIONS["loss" if rank else "linear"], a)]
+        errors += [error_of(whole if rank else partial(FUNCTIONS["loss"], a)), error_of(partial(whole, labels=labels))]
+        errors += [error_of(few if rank else whole), error_of(few)]
         errors += [error_of(vp.cross_entropy_forward, a.logits, a.labels, 0.1 * rank, True, group, -100)]
     for function in ("loss", "linear", "linear in backward"):
         loss = FUNCTIONS[function](Arguments(rank, group)) * (1.0 + rank)
@@ -311,9 +316,13 @@ def _different_calls(rank, group):
 @in_two_ranks
 def test_calls_of_different_functions_and_a_backward_alone_in_any_thread(rank_pool, impl):
     first, second = rank_pool.run(_different_calls)
-    call, label_smoothing, *backwards = first
+    call, function, labels, teacher, ids, label_smoothing, *backwards = first
     assert first == second and len(backwards) == 3
     assert call == "ValueError: call: rank 1 of 2 has a loss over logits, rank 0 has a loss over hidden"
+    assert function.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher_logits, rank 0 has ")
+    assert labels == "ValueError: labels[1, 1]: rank 1 of 2 has 4, rank 0 has 3"
+    assert teacher.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher_ids, rank 0 has ")
+    assert ids == "ValueError: teacher_ids[4, 0]: rank 1 of 2 has 4, rank 0 has 3"
     assert label_smoothing == "ValueError: label_smoothing: rank 1 of 2 has 0.1, rank 0 has 0.0"
     assert all(error.startswith("ValueError: gradient of loss: rank 1 of 2 has ") for error in backwards)
 

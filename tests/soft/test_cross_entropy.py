@@ -186,14 +186,14 @@ def test_where_the_gradient_is_written():
     targets = made.other.clone()
     loss = soft_cross_entropy(leaf * 1, targets)
     targets.mul_(2)
-    with pytest.raises(RuntimeError, match="targets beside them, were overwritten before backward"):
+    with pytest.raises(RuntimeError, match="or another tensor of the call were overwritten before backward"):
         loss.backward()
     logits = leaf * 1
     loss = soft_cross_entropy(logits, logits.detach())
     kept = logits.detach().clone()
     (grad,) = torch.autograd.grad(loss, logits)
     assert torch.equal(logits, kept) and grad.data_ptr() != logits.data_ptr()
-    with pytest.raises(ValueError, match="^target_probs: expected memory of its own"):
+    with pytest.raises(ValueError, match="^target_probs: expected a storage of its own"):
         soft_cross_entropy(logits, logits.detach(), gradient="in_backward")
 
 

@@ -210,15 +210,33 @@ def test_columns_masked_by_the_least_finite_number(impl_device, divergence):
 
 
 def test_a_hard_weight_of_1_is_cross_entropy_and_equal_logits_are_at_0(impl_device):
+    """Also where a column that one of them excludes makes a divergence infinite."""
     impl, device = impl_device
     made = case_of(labels=True)
     given = made.logits.to(device), made.other.to(device)
     labels = made.labels.to(device)
-    loss = distillation_loss(*given, labels=labels, hard_weight=1.0, temperature=3.0, impl=impl)
-    torch.testing.assert_close(loss, vocab_parallel_cross_entropy(given[0], labels, impl=impl))
+    (leaf, teacher), column = (t.clone() for t in given), (labels[0] + 1) % COLUMNS
+    leaf[0, column], teacher[1, (labels[1] + 1) % COLUMNS] = -INF, -INF
+    leaf.requires_grad_()
+    expected = vocab_parallel_cross_entropy(leaf * 1, labels, impl=impl)
+    (expected_grad,) = torch.autograd.grad(expected, leaf)
+    for divergence in DIVERGENCES:
+        ways = {"divergence": divergence, "hard_weight": 1.0, "temperature": 3.0, "impl": impl}
+        loss = distillation_loss(leaf * 1, teacher, labels=labels, **ways)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], expected_grad)
     for divergence in DIVERGENCES:
         loss = distillation_loss(given[0], given[0], divergence=divergence, reduction="none", impl=impl)
         assert loss.abs().max() < 2e-6
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_an_fp64_student_has_fp64_arithmetic_whatever_its_teacher_is(divergence):
+    made = case_of(dtype=torch.float64, teacher_dtype=torch.bfloat16)
+    loss = distillation_loss(made.logits, made.other, divergence=divergence, reduction="none")
+    truth = divergences(made.logits, made.other.double(), divergence=divergence)
+    torch.testing.assert_close(loss, truth, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.reference
@@ -235,7 +253,7 @@ def test_refusals_by_name():
     student, teacher = torch.randn(2, 6, requires_grad=True), torch.randn(2, 6)
     with torch.inference_mode():
         of_inference = teacher.clone()
-    labels = torch.tensor([1, 2])
+    labels, narrow = torch.tensor([1, 2]), VocabShard(0, 6, 5)
     for error, words, changed in (
         (TypeError, "teacher_logits: .*requires no gradient", {"teacher_logits": teacher.clone().requires_grad_()}),
         (TypeError, "teacher_logits: dtype", {"teacher_logits": teacher.long()}),
@@ -243,11 +261,9 @@ def test_refusals_by_name():
         (ValueError, "teacher_logits: shape", {"teacher_logits": teacher[:1]}),
         (ValueError, "teacher_logits: last dimension .*neither", {"teacher_logits": teacher[:, :5]}),
         (ValueError, "teacher_logits: last dimension", {"teacher_logits": teacher[:, :4], "vocab_size": 5}),
-        (
-            ValueError,
-            "teacher_logits: last dimension must give",
-            {"teacher_logits": teacher[:, :4], "shard": VocabShard(0, 6, 5)},
-        ),
+        (ValueError, "teacher_logits: last dimension must give", {"teacher_logits": teacher[:, :4], "shard": narrow}),
+        (TypeError, "student_logits: expected a torch.Tensor, got list", {"student_logits": [1.0]}),
+        (ValueError, "student_logits: last dimension must be", {"vocab_size": 7}),
         (ValueError, "divergence: ", {"divergence": "kl"}),
         (ValueError, "beta: must be above 0", {"divergence": "js", "beta": 1.0}),
         (ValueError, "beta: expected divergence='js'", {"beta": 0.3}),
@@ -257,7 +273,7 @@ def test_refusals_by_name():
         (ValueError, "labels: must be in", {"labels": labels + 5, "check_labels": True}),
         (ValueError, "temperature: ", {"temperature": 0.0}),
         (ValueError, "gradient: ", {"gradient": "in_forward"}),
-        (TypeError, "softcap: expected one of", {"softcap": 3.0}),
+        (TypeError, "softcap: expected one of student_logits, .* labels, .* temperature", {"softcap": 3.0}),
     ):
         given = {"student_logits": student, "teacher_logits": teacher} | changed
         with pytest.raises(error, match=f"^{words}"):

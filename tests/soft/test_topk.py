@@ -101,8 +101,8 @@ def test_edges(impl_device, rest):
     ids, log_probs = (made.options[name].clone() for name in ("teacher_ids", "teacher_log_probs"))
     student = made.logits.clone()
     ids[0, 2], log_probs[0, 2] = -7, -INF
-    student[1, ids[1, 0]], student[2, 3] = -INF, NAN
-    ids[3, 1] = 20
+    student[1, ids[1, 0]], student[2, 3], student[4, 2] = -INF, NAN, NAN
+    ids[3, 1] = -(2**62)
     log_probs[4] = -INF
     ways = {"rest": rest, "impl": impl, "reduction": "none"}
     leaf = student.to(device).requires_grad_()
@@ -147,15 +147,32 @@ def test_padded_ids_are_left_out_and_no_rows_are_a_loss_of_0():
     assert loss == 0 and none.grad.shape == (0, 12)
 
 
-@pytest.mark.reference
-def test_a_confident_student_keeps_the_digits_of_the_rest():
-    """1 - S in fp32 is 0 or a rounding there."""
-    logits = torch.zeros(1, 50)
-    logits[0, 7], logits[0, 8] = 22.0, 1.0
-    ids, log_probs = torch.tensor([[8, 7]]), torch.tensor([[0.1, 0.7]]).log()
+@pytest.mark.interpreted(3)
+@pytest.mark.parametrize("gap", (22.0, 70.0, 200.0))
+def test_a_confident_student_keeps_the_digits_of_the_rest(impl_device, gap):
+    """1 - S in fp32 is 0 or a rounding there. Beyond 76 nats the loss is too small, and all stays finite."""
+    impl, device = impl_device
+    logits = torch.zeros(1, 50, device=device)
+    logits[0, 7], logits[0, 8] = gap, 1.0
+    ids, log_probs = torch.tensor([[8, 7]], device=device), torch.tensor([[0.1, 0.7]], device=device).log()
     given = {"teacher_ids": ids, "teacher_log_probs": log_probs, "rest": "bucket"}
-    truth = topk_losses(logits.double(), None, **given)
-    torch.testing.assert_close(distillation_loss(logits, **given), truth.float()[0])
+    leaves = logits.requires_grad_(), logits.detach().double().requires_grad_()
+    losses = distillation_loss(leaves[0] * 1, impl=impl, **given), topk_losses(leaves[1], None, **given)[0]
+    grad, truth = (torch.autograd.grad(loss, leaf)[0] for loss, leaf in zip(losses, leaves, strict=True))
+    if gap < 76:
+        torch.testing.assert_close(losses[0], losses[1].float())
+        torch.testing.assert_close(grad, truth.float())
+    else:
+        assert 0.2 * 70 < losses[0] < losses[1] and grad.isfinite().all()
+
+
+@pytest.mark.reference
+def test_an_fp64_student_has_fp64_arithmetic():
+    made = case_of(dtype=torch.float64)
+    for rest in ("ignore", "bucket"):
+        given = {**made.options, "teacher_log_probs": made.options["teacher_log_probs"].double(), "rest": rest}
+        truth = topk_losses(made.logits, None, **given).mean()
+        torch.testing.assert_close(distillation_loss(made.logits, **given), truth, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.reference

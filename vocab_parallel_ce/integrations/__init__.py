@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from importlib import metadata
+from types import ModuleType
 
 # The versions that the tests ran with.
 TESTED = {
@@ -17,6 +19,16 @@ TESTED = {
     "lightning": ("2.6.6",),
     "accelerate": ("1.15.0",),
 }
+
+
+MODULES = ("dtensor", "megatron", "nemo_rl", "openrlhf", "torchtitan", "transformers", "trl", "verl")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import and return ``integrations.transformers``, and so on, when it is used."""
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def framework_lines() -> list[str]:

@@ -66,7 +66,7 @@ def cross_entropy(
             which are on several ranks.
         others: as that function.
     """
-    check_names(keywords, LOSS_KEYWORDS)
+    check_names(keywords, LOSS_KEYWORDS, cross_entropy)
     if num_items is not None and isinstance(num_items, Tensor):
         checks.check_tensor("num_items", num_items)
     local = _Local.of(logits, labels)
@@ -110,7 +110,7 @@ def token_log_probs(
     Raises:
         TypeError, ValueError: as :func:`cross_entropy`.
     """
-    check_names(keywords, LOG_PROB_KEYWORDS)
+    check_names(keywords, LOG_PROB_KEYWORDS, token_log_probs)
     local = _Local.of(logits, labels)
     options = local.options | keywords | {"entropy": entropy, "outputs": outputs}
     result: Any = over_tokens.token_log_probs(local.logits, local.labels, **options)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +76,15 @@ def uninstall() -> None:
             raise RuntimeError(f"trl.trainer.utils.{name}: something else replaced it after install(); undo that first")
     while _originals:
         setattr(utils, *_originals.popitem())
+
+
+@contextmanager
+def installed() -> Iterator[Report]:
+    """Install in a ``with`` block."""
+    try:
+        yield install()
+    finally:
+        uninstall()
 
 
 def report() -> Report:

@@ -94,7 +94,7 @@ def write_tile(student, teacher, grad_student, inside, live, is_target, factors,
     if weights.hard_weight is not None:
         hard = ops.exp_shifted(x, factors.student_max) * factors.hard_inverse
         hard -= tl.where(is_target & (x != float("-inf")), 1.0, 0.0)
-        grad = (1 - weights.hard_weight) * grad + weights.hard_weight * hard
+        grad = tl.where(weights.hard_weight == 1, 0.0, (1 - weights.hard_weight) * grad) + weights.hard_weight * hard
     tl.store(grad_student, (grad * factors.weight).to(grad_student.dtype.element_ty), inside)
 
 

@@ -164,7 +164,7 @@ def row_loss(stats, of_teacher, of_student, label, divisor, sizes, loss_options,
         value = weights.beta * of_teacher + (1 - weights.beta) * of_student
     if weights.hard_weight is not None:
         hard = tl.log(stats.hard_sum) + (stats.student_max - stats.target)
-        value = (1 - weights.hard_weight) * value + weights.hard_weight * hard
+        value = tl.where(weights.hard_weight == 1, 0.0, (1 - weights.hard_weight) * value) + weights.hard_weight * hard
     if label is not None:
         value = ops.at_the_edges(value, label, sizes.vocab_size, loss_options)
     if divisor is not None:

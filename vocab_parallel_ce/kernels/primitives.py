@@ -291,9 +291,9 @@ def row_loss(stats, label, vocab_size, loss_options):
 
 @triton.jit
 def divisor_weight(divisor):
-    """Return 1 / divisor, the weight of a row in a mean or in a sum over items; 0 for a divisor of 0."""
+    """Return 1 / divisor, the weight of a row in a mean or in a sum over items; 0 for a divisor of 0, NaN for inf."""
     n = tl.load(divisor).to(tl.float32)
-    return tl.where(n == 0, 0.0, 1.0 / n)
+    return tl.where(n == 0, 0.0, tl.where(n == float("inf"), float("nan"), 1.0 / n))
 
 
 @triton.jit

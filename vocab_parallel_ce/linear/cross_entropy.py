@@ -6,7 +6,7 @@ bytes per token and rank, and compute the logits again in backward, with grad_ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -127,7 +127,7 @@ def linear_cross_entropy(
         TypeError, ValueError: as there; also for a quantised weight.
         RuntimeError: from backward, if it runs again over gradients of ``"in_forward"``, or with ``create_graph``.
     """
-    settings, head = split_keywords(keywords, LOSS_KEYWORDS, return_metrics=return_metrics)
+    settings, head = split_keywords(keywords, LOSS_KEYWORDS, linear_cross_entropy, return_metrics=return_metrics)
     settings = divided_by(num_items, settings)
     if settings.shift:
         labels = next_labels(labels, settings.ignore_index)
@@ -194,15 +194,17 @@ def linear_token_log_probs(
         raise ValueError("outputs: expected none that needs the logits again, got 'rank'; use token_log_probs")
     temperature = taken_temperature(keywords)
     given = Arguments(hidden, weight, labels, bias, group, None, main_grad, temperature=temperature)
-    settings, head = split_keywords(keywords, LOG_PROB_KEYWORDS, **fixed)
+    settings, head = split_keywords(keywords, LOG_PROB_KEYWORDS, linear_token_log_probs, **fixed)
     top = top_of(settings)
     found, _, _ = run(given, settings, head, top)
     return results_of(found, labels, outputs, settings.ignore_index, top)
 
 
-def split_keywords(keywords: dict[str, Any], known: dict[str, Any], **fixed: Any) -> tuple[Settings, HeadSettings]:
-    """Return the settings of the loss, with ``fixed``, and those of the head."""
-    check_names(keywords, known)
+def split_keywords(
+    keywords: dict[str, Any], known: dict[str, Any], function: Callable[..., Any], **fixed: Any
+) -> tuple[Settings, HeadSettings]:
+    """Return the settings of the loss, with ``fixed``, and those of the head, of ``function``'s keywords."""
+    check_names(keywords, known, function)
     of_head = {name: value for name, value in keywords.items() if name in HeadSettings._fields}
     of_loss = {name: value for name, value in keywords.items() if name not in of_head}
     return Settings(**of_loss, **fixed), HeadSettings(**of_head)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks, reference, verify
+from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.cross_entropy import public
 from vocab_parallel_ce.options import Settings, check_names, divided_by, keyword_defaults, with_keywords
-from vocab_parallel_ce.plan import Plan, comparable
+from vocab_parallel_ce.plan import comparable
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft import targets_spec
-from vocab_parallel_ce.soft.pairs import PairCall, divisor_of, plan_pair, run
+from vocab_parallel_ce.soft.pairs import PairCall, divisor_of, launchers_of, plan_pair, run
 
 TARGET_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -67,12 +66,12 @@ def soft_cross_entropy(
         others: as in :func:`vocab_parallel_cross_entropy`.
 
     Returns:
-        fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``.
+        fp32 loss, fp64 for fp64 logits, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`vocab_parallel_cross_entropy`.
     """
-    check_names(keywords, KEYWORDS)
+    check_names(keywords, KEYWORDS, soft_cross_entropy)
     settings = divided_by(num_items, Settings(**keywords))
     checks.check_logits(logits)
     _check_targets(target_probs, logits)
@@ -82,8 +81,9 @@ def soft_cross_entropy(
         no_labels = torch.empty(0, dtype=torch.int64)
         options = comparable(settings, num_items)
         verify.compare_call({"logits": logits}, no_labels, plan.shard, options, beside="target_probs")
+    launchers = launchers_of(plan, "targets_reference", "soft_targets")
     n_statistics = len(targets_spec.statistics(plan.options))
-    call = PairCall(plan, _launchers(plan), plan.options, n_statistics, False, group, divisor)
+    call = PairCall(plan, launchers, plan.options, n_statistics, False, group, divisor)
     return run(call, logits, target_probs, None)
 
 
@@ -97,14 +97,3 @@ def _check_targets(targets: Any, logits: Tensor) -> None:
         raise ValueError(
             f"target_probs: shape must be that of logits, {tuple(logits.shape)}, got {tuple(targets.shape)}"
         )
-
-
-def _launchers(plan: Plan) -> ModuleType:
-    """Import and return the launchers of the plan's implementation."""
-    if plan.launchers is reference:
-        from vocab_parallel_ce.soft import targets_reference
-
-        return targets_reference
-    from vocab_parallel_ce.kernels import soft_targets
-
-    return soft_targets

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks, reference, verify
+from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.cross_entropy import public
-from vocab_parallel_ce.layout import flat
+from vocab_parallel_ce.layout import compute_dtype, flat
 from vocab_parallel_ce.options import Settings, check_names, divided_by, keyword_defaults, with_keywords
-from vocab_parallel_ce.plan import Plan, comparable
+from vocab_parallel_ce.plan import comparable
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft import divergence_spec
 from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
-from vocab_parallel_ce.soft.pairs import PairCall, divisor_of, plan_pair, run
+from vocab_parallel_ce.soft.pairs import PairCall, divisor_of, launchers_of, plan_pair, run
 from vocab_parallel_ce.soft.topk import IGNORED, N_STATISTICS, TopK, TopKOptions, packed_ids
 from vocab_parallel_ce.spec import NEG_INF
 
+LAUNCHERS = "divergence_reference", "distillation"
 DIVERGENCES = ("forward", "reverse", "js")
 
 
@@ -41,6 +41,7 @@ KEYWORDS = keyword_defaults(DistillationKeywords)
 
 
 @public(lambda keywords: True)
+@checks.naming(logits="student_logits")
 @with_keywords(KEYWORDS)
 def distillation_loss(
     student_logits: Tensor,
@@ -81,8 +82,8 @@ def distillation_loss(
     graph here.
 
     Args:
-        student_logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides.
-        teacher_logits: ``[..., C']`` bf16, fp16 or fp32, from the same column on. ``C'`` may differ from ``C`` by
+        student_logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.
+        teacher_logits: ``[..., C']`` bf16, fp16, fp32 or fp64, from the same column on. ``C'`` may differ from ``C`` by
             padding, if ``vocab_size`` or ``shard`` says what is. Must not require a gradient.
         teacher_ids: ``[..., k]`` int64 or int32 global ids, different in a row, the same on every rank.
         teacher_log_probs: ``[..., k]`` floating point, at this temperature, the same on every rank; -inf leaves an id
@@ -98,12 +99,12 @@ def distillation_loss(
         others: as in :func:`vocab_parallel_cross_entropy`, of the student's logits.
 
     Returns:
-        fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``.
+        fp32 loss, fp64 for fp64 logits, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`vocab_parallel_cross_entropy`.
     """
-    check_names(keywords, KEYWORDS)
+    check_names(keywords, KEYWORDS, distillation_loss)
     settings = divided_by(num_items, Settings(**keywords))
     checks.check_logits(student_logits)
     options = checked_options(divergence, beta, hard_weight, labels, settings)
@@ -120,11 +121,12 @@ def distillation_loss(
     check_columns(n_columns, plan.shard, settings, *group_position(group), subject=subject)
     divisor = divisor_of(student_logits, labels, settings, num_items)
     if verify.open_calls:
-        own = {**comparable(settings, num_items), **options._asdict(), "labels": labels is not None}
+        own = {**comparable(settings, num_items), **options._asdict(), "whether there are labels": labels is not None}
         of_all = torch.empty(0, dtype=torch.int64) if labels is None else labels
-        verify.compare_call({"logits": student_logits}, of_all, plan.shard, own)
+        verify.compare_call({"logits": student_logits}, of_all, plan.shard, own, beside="teacher_logits")
     n_statistics = len(divergence_spec.statistics(options))
-    call = PairCall(plan, launchers_of(plan), options, n_statistics, options.divergence == "js", group, divisor)
+    launchers, is_js = launchers_of(plan, *LAUNCHERS), options.divergence == "js"
+    call = PairCall(plan, launchers, options, n_statistics, is_js, group, divisor)
     return run(call, student_logits, teacher_logits, None if labels is None else flat(labels))
 
 
@@ -152,10 +154,12 @@ def _of_topk(
         left_out = log_probs.reshape(rows.shape) == NEG_INF
         _check_ids(rows.masked_fill(left_out, IGNORED), plan.shard.vocab_size)
     if verify.open_calls:
-        own = {**comparable(settings, num_items), "rest": rest, "labels": labels is not None}
-        verify.compare_call({"logits": student}, rows, plan.shard, own)
+        own = {**comparable(settings, num_items), "rest": rest, "whether there are labels": labels is not None}
+        tensors = {"logits": student}
+        verify.compare_call(tensors, rows, plan.shard, own, beside="teacher_ids", subject="teacher_ids")
     known = TopKOptions(rest, options.temperature)
-    call = PairCall(plan, TopK(plan.launchers, log_probs.detach()), known, N_STATISTICS, False, group, divisor)
+    launchers = TopK(plan.launchers, log_probs.detach().to(compute_dtype(student)))
+    call = PairCall(plan, launchers, known, N_STATISTICS, False, group, divisor)
     return run(call, student, log_probs, rows)
 
 
@@ -233,14 +237,3 @@ def check_columns(
     if (own.start, own.n_valid) != (shard.start, shard.n_valid):
         columns = [f"[{each.start}, {each.start + each.n_valid})" for each in (shard, own)]
         raise ValueError(f"{subject} must give the student's columns {columns[0]}, got {columns[1]}")
-
-
-def launchers_of(plan: Plan) -> ModuleType:
-    """Import and return the launchers of the plan's implementation."""
-    if plan.launchers is reference:
-        from vocab_parallel_ce.soft import divergence_reference
-
-        return divergence_reference
-    from vocab_parallel_ce.kernels import distillation
-
-    return distillation

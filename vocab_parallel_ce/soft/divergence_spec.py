@@ -74,7 +74,7 @@ def local_stats(
     student: Tensor, teacher: Tensor, labels: Tensor | None, start: int, vocab_size: int, options: DivergenceOptions
 ) -> DivergenceStats:
     """Statistics of the columns of ``student`` and ``teacher [N, C]`` from global id ``start`` on."""
-    x, w = _valid(student, start, vocab_size), _valid(teacher, start, vocab_size)
+    x, w = (_valid(logits, start, vocab_size, student.dtype) for logits in (student, teacher))
     if x.shape[-1] == 0:
         return DivergenceStats(*(x.new_full(x.shape[:1], value) for value in IDENTITY))
     x_max, w_max = x.amax(dim=-1), w.amax(dim=-1)
@@ -138,7 +138,7 @@ def loss(
         value = options.beta * mixture[:, 0] + (1 - options.beta) * mixture[:, 1]
     if options.hard_weight:
         hard = stats.hard_sum.log() + (stats.student_max - stats.target)
-        value = (1 - options.hard_weight) * value + options.hard_weight * hard
+        value = hard if options.hard_weight == 1 else (1 - options.hard_weight) * value + options.hard_weight * hard
     return value if labels is None else at_the_edges(value, labels, vocab_size, options)
 
 
@@ -162,10 +162,10 @@ def gradient(
     else:
         assert mixture is not None
         grad = (1 - options.beta) * torch.where(s == 0, 0.0, s * (log_s - log_m - mixture[:, 1:]))
-    grad = grad * ((1 - options.hard_weight) / options.temperature)
+    grad = grad * ((1 - options.hard_weight) / options.temperature) if options.hard_weight < 1 else grad.new_zeros(())
     if options.hard_weight:
         assert labels is not None
-        x = _valid(student, start, vocab_size)
+        x = _valid(student, start, vocab_size, student.dtype)
         p = (x - stats.student_max.unsqueeze(-1)).exp() / stats.hard_sum.unsqueeze(-1)
         column = torch.arange(start, start + x.shape[-1], device=x.device)
         grad = grad + options.hard_weight * (p - (column == labels.long().unsqueeze(-1)).to(p))
@@ -194,16 +194,15 @@ def _probabilities(
         (student, stats.student_max, stats.student_sum),
         (teacher, stats.teacher_max, stats.teacher_sum),
     ):
-        shifted = (_valid(logits, start, vocab_size) - row_max.unsqueeze(-1)) / options.temperature
+        shifted = (_valid(logits, start, vocab_size, student.dtype) - row_max.unsqueeze(-1)) / options.temperature
         logs.append(shifted - sum_exp.log().unsqueeze(-1))
     s, t = logs[0].exp(), logs[1].exp()
     return s, t, logs[0], logs[1], (options.beta * t + (1 - options.beta) * s).log()
 
 
-def _valid(logits: Tensor, start: int, vocab_size: int) -> Tensor:
-    """The columns that are not padding, in the compute dtype."""
-    z = logits[:, : max(vocab_size - start, 0)]
-    return z.to(torch.promote_types(z.dtype, torch.float32))
+def _valid(logits: Tensor, start: int, vocab_size: int, dtype: torch.dtype) -> Tensor:
+    """The columns that are not padding, in the compute dtype of logits of ``dtype``, the student's."""
+    return logits[:, : max(vocab_size - start, 0)].to(torch.promote_types(dtype, torch.float32))
 
 
 def _cross(weights: Tensor, others: Tensor) -> Tensor:

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
-from vocab_parallel_ce.backward import run_backward
+from vocab_parallel_ce.backward import Refusals, run_backward
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.cross_entropy import public
 from vocab_parallel_ce.linear import pipeline
-from vocab_parallel_ce.linear.cross_entropy import REFUSALS, split_keywords
+from vocab_parallel_ce.linear.cross_entropy import split_keywords
 from vocab_parallel_ce.linear.hidden_states import HiddenStates
 from vocab_parallel_ce.linear.pipeline import Gradients, Products, Wanted
 from vocab_parallel_ce.linear.plan import Arguments, Inputs, LinearCall, plan_linear_call
 from vocab_parallel_ce.options import divided_by, keyword_defaults, with_keywords
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft import divergence_spec
-from vocab_parallel_ce.soft.distillation import check_columns, checked_options, launchers_of
+from vocab_parallel_ce.soft.distillation import LAUNCHERS, check_columns, checked_options
 from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
-from vocab_parallel_ce.soft.pairs import PairCall
+from vocab_parallel_ce.soft.pairs import PairCall, launchers_of
 from vocab_parallel_ce.soft.pairs import forward as forward_of_pair
 from vocab_parallel_ce.spec import GradOutputs
 
@@ -48,6 +48,7 @@ class LinearDistillationKeywords(TypedDict, total=False):
 
 
 KEYWORDS = keyword_defaults(LinearDistillationKeywords)
+REFUSALS = Refusals("linear distillation: backward ran a second time; its gradients are gone: call the loss again")
 
 
 class Teacher(NamedTuple):
@@ -68,6 +69,7 @@ class Distillation(NamedTuple):
 
 
 @public(lambda keywords: True)
+@checks.naming(hidden="student_hidden", weight="student_weight", bias="student_bias")
 @with_keywords(KEYWORDS)
 def linear_distillation_loss(
     student_hidden: Tensor,
@@ -111,11 +113,11 @@ def linear_distillation_loss(
         RuntimeError: from backward, if it runs again, or with ``create_graph``.
     """
     temperature = keywords.pop("temperature", 1.0)
-    settings, head = split_keywords(keywords, KEYWORDS)
+    settings, head = split_keywords(keywords, KEYWORDS, linear_distillation_loss)
     settings = divided_by(num_items, settings)
-    if labels is None:
-        settings = settings._replace(ignore_index=-100)  # nothing is ignored
     options = checked_options(divergence, beta, hard_weight, labels, settings._replace(temperature=temperature))
+    if labels is None:  # nothing is ignored
+        settings, options = settings._replace(ignore_index=-100), options._replace(ignore_index=-100)
     checks.check_hidden(student_hidden)
     teacher = _checked_teacher(teacher_hidden, teacher_weight, teacher_bias, student_hidden)
     of_rows = student_hidden.new_zeros(student_hidden.shape[:-1], dtype=torch.int64) if labels is None else labels
@@ -129,7 +131,7 @@ def linear_distillation_loss(
     plan = linear.call.plan
     position = group_position(group)
     check_columns(teacher.weight.shape[0], plan.shard, settings, *position, subject="teacher_weight: rows")
-    call = Distillation(linear, teacher, launchers_of(plan), options)
+    call = Distillation(linear, teacher, launchers_of(plan, *LAUNCHERS), options)
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
         with torch.no_grad(), torch.autocast(student_hidden.device.type, enabled=False):
             loss = _forward(call, inputs, (False, False, False))[0]
@@ -146,11 +148,10 @@ def _checked_teacher(hidden: Any, weight: Any, bias: Any, student: Tensor) -> Te
     for name, tensor in {"teacher_hidden": hidden, "teacher_weight": weight, "teacher_bias": bias}.items():
         if name == "teacher_bias" and tensor is None:
             continue
+        checks.check_tensor(name, tensor)
         checks.check_parameter(name, tensor)
         if torch.is_grad_enabled() and tensor.requires_grad:
-            raise TypeError(
-                f"{name}: expected a tensor that requires no gradient, got one that does; pass its detach()"
-            )
+            raise TypeError(f"{name}: expected a tensor that requires no gradient, got one; pass its detach()")
         if tensor.device != student.device or tensor.dtype != hidden.dtype:
             expected = f"{hidden.dtype} on {student.device} (autocast leaves the teacher as it is)"
             raise ValueError(f"{name}: expected {expected}, got {tensor.dtype} on {tensor.device}; convert it")

@@ -10,16 +10,18 @@ With one rank, ``statistics`` does all steps before the gradient.
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from vocab_parallel_ce import checks
+from vocab_parallel_ce import checks, reference
 from vocab_parallel_ce.backward import current_age, run_backward
 from vocab_parallel_ce.collectives import all_gather_stats, group_position
-from vocab_parallel_ce.cross_entropy import REFUSALS as OF_LOGITS
+from vocab_parallel_ce.cross_entropy import REFUSALS
 from vocab_parallel_ce.layout import compute_dtype, overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.overwritten import check_not_overwritten, mark_overwritten
@@ -27,10 +29,12 @@ from vocab_parallel_ce.plan import Plan, checked_divisor, plan_of
 from vocab_parallel_ce.spec import GradOutputs, is_ignored
 
 GRADIENTS = ("auto", "in_backward", "out_of_place")
-REFUSALS = OF_LOGITS._replace(
-    overwritten="cross-entropy: the logits, or the targets beside them, were overwritten before backward read them; if "
-    "another loss did it, ask for gradient='out_of_place' in both"
-)
+
+
+def launchers_of(plan: Plan, in_pytorch: str, in_triton: str) -> ModuleType:
+    """Import and return the launchers of the plan's implementation, a module of this folder or of ``kernels``."""
+    name = f"soft.{in_pytorch}" if plan.launchers is reference else f"kernels.{in_triton}"
+    return importlib.import_module(f"vocab_parallel_ce.{name}")
 
 
 class PairCall(NamedTuple):
@@ -52,20 +56,16 @@ def plan_pair(logits: Tensor, other: Tensor, labels: Tensor | None, name: str, s
     if torch.is_grad_enabled() and other.requires_grad:
         raise TypeError(f"{name}: expected a tensor that requires no gradient, got one that does; pass its detach()")
     if other.is_inference() and torch.is_grad_enabled() and logits.requires_grad:
-        raise ValueError(
-            f"{name}: expected a tensor made outside of torch.inference_mode(), got one made in it; pass its clone()"
-        )
+        raise ValueError(f"{name}: expected no tensor made in torch.inference_mode(), got one; pass its clone()")
     if other.device != logits.device:
         raise ValueError(f"{name}: device must be that of the logits, {logits.device}, got {other.device}")
     if labels is not None:
         checks.check_labels(labels, logits)
         checks.check_rows(labels, logits)
-    if torch.is_grad_enabled() and logits.requires_grad and _share_memory(logits, other):
+    shares = logits.numel() > 0 and logits.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    if shares and torch.is_grad_enabled() and logits.requires_grad:
         if settings.gradient == "in_backward":
-            raise ValueError(
-                f"{name}: expected memory of its own with gradient='in_backward', got that of the logits, which their "
-                "gradient would replace; use gradient='out_of_place'"
-            )
+            raise ValueError(f"{name}: expected a storage of its own, got the logits'; use gradient='out_of_place'")
         settings = settings._replace(gradient="out_of_place")
     plan = plan_of(logits, settings, *group_position(group))
     for tensor in (logits, other):
@@ -151,7 +151,3 @@ def _gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Tensor:
         increment_version(logits)
         mark_overwritten(kept, version, ctx.age)
     return grad
-
-
-def _share_memory(logits: Tensor, other: Tensor) -> bool:
-    return logits.numel() > 0 and logits.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -12,7 +12,8 @@ The passes over the shard are those of cross-entropy: its kernels find the sums 
 among the k. What there is of k tokens is small, and plain PyTorch.
 
 ``1 - S`` comes from ``outside``, the sum of the exponentials of the other tokens: the sum without a rank's largest of
-the k tokens, which is its label, less those of the others. It is at least 2^-24 of the former: less is rounding.
+the k tokens, which is its label, less those of the others. It is at least 2^-24 of the former: less is rounding; and
+2^-110 of the rank's largest, below which fp32 has no room for gradients. In fp64, 2^-53 and 2^-1006.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class _Rows(NamedTuple):
     """The k tokens of each row; a log-probability of -inf leaves a token out."""
 
     ids: Tensor  # [N, k]
-    q: Tensor  # [N, k] fp32
+    q: Tensor  # [N, k]
     entropy_part: Tensor  # [N] sum of q log q
     label: Tensor  # [N] one of the tokens, in the vocabulary; IGNORED in an ignored row
     owned: Tensor  # [N, k] whether this rank has the token's column
@@ -69,7 +70,7 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, log_probs: Tensor, shard: VocabShard) -> _Rows:
-        ids, log_probs = ids.reshape(-1, ids.shape[-1]), log_probs.reshape(-1, ids.shape[-1]).float()
+        ids, log_probs = ids.reshape(-1, ids.shape[-1]), log_probs.reshape(-1, ids.shape[-1])
         present, ignored = log_probs != NEG_INF, ids[:, 0] == IGNORED
         q = log_probs.exp()
         inside = (ids >= 0) & (ids < shard.vocab_size)
@@ -90,7 +91,7 @@ class TopK:
     """The launchers of this loss for one call, over those of cross-entropy in one implementation."""
 
     def __init__(self, launchers: ModuleType, log_probs: Tensor) -> None:
-        self.launchers, self.log_probs = launchers, log_probs
+        self.launchers, self.log_probs = launchers, log_probs  # of the compute dtype
 
     def statistics(
         self,
@@ -107,7 +108,7 @@ class TopK:
         options: TopKOptions,
     ) -> None:
         """Fill ``stats[rank]`` of ``stats [R, N, K]``, and ``loss`` if given: then the rank must be the only one."""
-        rows = _Rows.of(ids, log_probs, shard)
+        rows = _Rows.of(ids, self.log_probs, shard)
         z = torch.where(rows.owned, _logits_of(logits, rows, shard, options), NEG_INF)
         largest = z.argmax(dim=-1, keepdim=True)
         is_label = torch.arange(z.shape[-1], device=z.device) == largest
@@ -118,7 +119,9 @@ class TopK:
         row_max, without_label, _ = own[0].unbind(-1)
         shifted = z - _finite_or_zero(row_max).unsqueeze(-1)
         terms, q = shifted.exp(), torch.where(rows.owned, rows.q, 0.0)
-        outside = torch.maximum(without_label - (terms * ~is_label).sum(dim=-1), without_label * 2.0**-24)
+        limits = torch.finfo(terms.dtype)
+        outside = torch.maximum(without_label - (terms * ~is_label).sum(dim=-1), without_label * (limits.eps / 2))
+        outside = outside.clamp(min=limits.tiny * 2**16)
         cross = torch.where(q == 0, 0.0, q * shifted).sum(dim=-1)
         own_stats = TopKStats(row_max, outside, terms.sum(dim=-1), cross, q.sum(dim=-1))
         stats[rank] = torch.stack(own_stats, dim=-1)
@@ -165,8 +168,9 @@ class TopK:
         options: TopKOptions,
     ) -> None:
         """Fill ``grad_logits [..., C]``, which may be ``logits``; ``grad_output [N]`` multiplies it per row."""
-        rows, merged = _Rows.of(ids, log_probs, shard), _merged(stats)
-        weight, mass, dead = torch.where(rows.is_wrong, NAN, grad_output), rows.q.sum(dim=-1), rows.label == IGNORED
+        rows, merged = _Rows.of(ids, self.log_probs, shard), _merged(stats)
+        weight, mass = torch.where(rows.is_wrong, NAN, grad_output), rows.q.sum(dim=-1)
+        dead = (rows.label == IGNORED) | (rows.has_none & ~rows.is_wrong)
         if divisor is not None:
             weight, dead = weight / divisor, dead | (divisor == 0)
         of_others, sum_exp = mass, merged.inside + merged.outside
@@ -174,11 +178,10 @@ class TopK:
             r = (1 - mass).clamp(min=0)
             mass = mass + r
             of_others = mass - r * sum_exp / merged.outside
-        of_others = torch.where(rows.has_none, 0.0, of_others)
-        shifted = _logits_of(logits, rows, shard, options) - merged.row_max.unsqueeze(-1)
-        s = shifted.exp() / sum_exp.unsqueeze(-1)
+        z = _logits_of(logits, rows, shard, options)
+        s = (z - merged.row_max.unsqueeze(-1)).exp() / sum_exp.unsqueeze(-1)
         values = (mass.unsqueeze(-1) * s - rows.q) * (weight / options.temperature).unsqueeze(-1)
-        values = torch.where((shifted == NEG_INF) | dead.unsqueeze(-1), 0.0, values)
+        values = torch.where((z == NEG_INF) | dead.unsqueeze(-1), 0.0, values)
         # The label's column is written again below.
         softmax = torch.stack([merged.row_max, sum_exp, torch.full_like(sum_exp, NEG_INF)], dim=-1).unsqueeze(0)
         label = torch.where(dead, IGNORED, rows.label)
@@ -231,6 +234,7 @@ def merge(a: TopKStats, b: TopKStats) -> TopKStats:
 def packed_ids(ids: Tensor, labels: Tensor | None, vocab_size: int, ignore_index: int) -> Tensor:
     """Return ``[N, k]`` int64 ids: ``IGNORED`` in rows that labels ignore, -1 where a label is outside."""
     rows = ids.reshape(-1, ids.shape[-1]).long()
+    rows = torch.where(rows == IGNORED, -1, rows)
     if labels is None:
         return rows
     label = flat(labels).unsqueeze(-1)

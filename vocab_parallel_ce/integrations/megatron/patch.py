@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from vocab_parallel_ce.checks import check_choice
+from vocab_parallel_ce.checks import check_bool, check_choice
 from vocab_parallel_ce.integrations.megatron import linear, losses
 from vocab_parallel_ce.integrations.rebind import Around, Switch, copy_of
 from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, split_keywords
@@ -73,7 +73,8 @@ def install(*, linear: bool = False, **options: Any) -> Report:
         TypeError, ValueError: an option has another name, or does not fit.
         ValueError: it is installed with other options.
     """
-    settings, head_settings = split_keywords(options, OPTIONS)
+    check_bool("linear", linear)
+    settings, head_settings = split_keywords(options, OPTIONS, install)
     check_settings(settings, 1)
     not_linear = [name for name in ("chunk_tokens", "memory_budget") if name in options and not linear]
     if not_linear:

@@ -55,7 +55,7 @@ def install(
     """
     if mechanism not in MECHANISMS:
         raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {mechanism!r}")
-    settings, head_settings = split_keywords(options, OPTIONS)
+    settings, head_settings = split_keywords(options, OPTIONS, install)
     check_head_settings(settings, head_settings)
     check_settings(settings, 1)
     if target is None:
