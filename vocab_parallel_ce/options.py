@@ -160,7 +160,7 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         checks.check_bool(name, getattr(settings, name))
     smoothing, softcap = float(settings.label_smoothing), settings.softcap
     if settings.return_metrics and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
-        raise ValueError(f"vocab_size: must be at most 2**24 for predictions and is_top1, got {vocab_size}")
+        raise ValueError(f"vocab_size: must be at most 2**24 with return_metrics or is_top1, got {vocab_size}")
     if settings.top_k is not None:
         k = checks.checked_count("top_k", settings.top_k)
         if vocab_size is not None and k > vocab_size:

@@ -43,8 +43,7 @@ class _Call:
                 name, message = error
                 what = "" if name in ERRORS else f"{name}: "
                 raise ERRORS.get(name, RuntimeError)(who + what + message)
-        # The first is the kind of call, which decides the others.
-        for subject in dict.fromkeys(subject for report in reports for subject in report["facts"]):
+        for subject in dict.fromkeys(subject for report in reports for subject in report["facts"]):  # the call first
             _compare(subject, [report["facts"].get(subject) for report in reports])
         return reports
 

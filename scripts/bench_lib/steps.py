@@ -85,9 +85,9 @@ def measured(
     peaks, losses = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
     for number in tqdm(range(rounds + 1), desc=case, disable=None):
         turns = names[number % len(names) :] + names[: number % len(names)]
-        for name in (
-            reversed(turns) if number % 2 else turns
-        ):  # none always follows the same one, which heats the device
+        if number // len(names) % 2:  # or one would always follow the same other, which may leave the device hotter
+            turns.reverse()
+        for name in turns:
             with providers[name]():
                 forget()
                 if number == 0:

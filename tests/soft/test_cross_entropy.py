@@ -193,7 +193,7 @@ def test_where_the_gradient_is_written():
     kept = logits.detach().clone()
     (grad,) = torch.autograd.grad(loss, logits)
     assert torch.equal(logits, kept) and grad.data_ptr() != logits.data_ptr()
-    with pytest.raises(ValueError, match="^target_probs: expected a storage of its own"):
+    with pytest.raises(ValueError, match="^target_probs: expected memory of its own"):
         soft_cross_entropy(logits, logits.detach(), gradient="in_backward")
 
 

@@ -80,11 +80,13 @@ def uninstall() -> None:
 
 @contextmanager
 def installed() -> Iterator[Report]:
-    """Install in a ``with`` block."""
+    """Install in a ``with`` block; what was installed before it stays."""
+    was_installed = bool(_originals)
     try:
         yield install()
     finally:
-        uninstall()
+        if not was_installed:
+            uninstall()
 
 
 def report() -> Report:

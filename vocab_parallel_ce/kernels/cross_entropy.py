@@ -186,7 +186,7 @@ def cross_entropy_kernel(
     merged = ops.merge_ranks(pointers, ranks < n_ranks, loss_options)
     weight = 1.0
     if divisor is not None:
-        weight = ops.divisor_weight(divisor)
+        weight = ops.divisor_weight(divisor, loss_options.class_weight)
         live &= weight != 0
     if loss is not None:
         value = ops.row_loss(merged, label, sizes.vocab_size, loss_options)

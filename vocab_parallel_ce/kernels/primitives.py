@@ -290,10 +290,12 @@ def row_loss(stats, label, vocab_size, loss_options):
 
 
 @triton.jit
-def divisor_weight(divisor):
-    """Return 1 / divisor, the weight of a row in a mean or in a sum over items; 0 for a divisor of 0, NaN for inf."""
+def divisor_weight(divisor, class_weight=None):
+    """Return 1 / divisor, a row's weight in a mean or a sum over items; 0 for 0; NaN if class weights sum to inf."""
     n = tl.load(divisor).to(tl.float32)
-    return tl.where(n == 0, 0.0, tl.where(n == float("inf"), float("nan"), 1.0 / n))
+    if class_weight is not None:
+        n = tl.where(n == float("inf"), float("nan"), n)
+    return tl.where(n == 0, 0.0, 1.0 / n)
 
 
 @triton.jit
@@ -311,7 +313,7 @@ def store_outputs(outputs, rows, inside, stats, label, divisor, vocab_size, loss
     all_sum = sum_exp(stats)
     value = row_loss(stats, label, vocab_size, loss_options)
     if divisor is not None:
-        value = weighted(value, divisor_weight(divisor))
+        value = weighted(value, divisor_weight(divisor, loss_options.class_weight))
     tl.store(outputs.loss + rows, value, inside)
     if outputs.entropy is not None:
         value = log_sum_exp(stats) - stats.exp_shifted_sum / all_sum

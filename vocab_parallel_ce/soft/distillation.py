@@ -10,7 +10,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.cross_entropy import public
-from vocab_parallel_ce.layout import compute_dtype, flat
+from vocab_parallel_ce.layout import compute_dtype, flat, walkable
 from vocab_parallel_ce.options import Settings, check_names, divided_by, keyword_defaults, with_keywords
 from vocab_parallel_ce.plan import comparable
 from vocab_parallel_ce.shard import VocabShard
@@ -121,7 +121,7 @@ def distillation_loss(
     check_columns(n_columns, plan.shard, settings, *group_position(group), subject=subject)
     divisor = divisor_of(student_logits, labels, settings, num_items)
     if verify.open_calls:
-        own = {**comparable(settings, num_items), **options._asdict(), "whether there are labels": labels is not None}
+        own = {**comparable(settings, num_items), **options._asdict(), "labels": labels is not None}
         of_all = torch.empty(0, dtype=torch.int64) if labels is None else labels
         verify.compare_call({"logits": student_logits}, of_all, plan.shard, own, beside="teacher_logits")
     n_statistics = len(divergence_spec.statistics(options))
@@ -154,12 +154,12 @@ def _of_topk(
         left_out = log_probs.reshape(rows.shape) == NEG_INF
         _check_ids(rows.masked_fill(left_out, IGNORED), plan.shard.vocab_size)
     if verify.open_calls:
-        own = {**comparable(settings, num_items), "rest": rest, "whether there are labels": labels is not None}
-        tensors = {"logits": student}
-        verify.compare_call(tensors, rows, plan.shard, own, beside="teacher_ids", subject="teacher_ids")
+        own = {"labels": None if labels is None else verify.shown(labels), "teacher_log_probs": verify.shown(log_probs)}
+        own |= {**comparable(settings, num_items), "rest": rest}
+        verify.compare_call({"logits": student}, ids, plan.shard, own, beside="teacher_ids", subject="teacher_ids")
     known = TopKOptions(rest, options.temperature)
-    launchers = TopK(plan.launchers, log_probs.detach().to(compute_dtype(student)))
-    call = PairCall(plan, launchers, known, N_STATISTICS, False, group, divisor)
+    log_probs = walkable(log_probs.detach().to(compute_dtype(student)))
+    call = PairCall(plan, TopK(plan.launchers, log_probs), known, N_STATISTICS, False, group, divisor)
     return run(call, student, log_probs, rows)
 
 

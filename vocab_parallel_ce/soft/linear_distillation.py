@@ -124,9 +124,8 @@ def linear_distillation_loss(
     given = Arguments(student_hidden, student_weight, of_rows, student_bias, group, num_items, None)
     also: dict[str, Any] = {}
     if verify.open_calls:
-        norm = float(teacher.hidden.float().norm())
-        of_teacher = f"shape {tuple(teacher_hidden.shape)}, norm {norm:.4g}"
-        also = options._asdict() | {"whether there are labels": labels is not None, "teacher_hidden": of_teacher}
+        of_teacher = f"shape {tuple(teacher_hidden.shape)}, norm {float(teacher.hidden.float().norm()):.4g}"
+        also = {"call": "two heads", "labels": labels is not None, "teacher_hidden": of_teacher} | options._asdict()
     linear, inputs = plan_linear_call(given, settings, head, **also)
     plan = linear.call.plan
     position = group_position(group)

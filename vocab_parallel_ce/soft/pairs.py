@@ -65,7 +65,7 @@ def plan_pair(logits: Tensor, other: Tensor, labels: Tensor | None, name: str, s
     shares = logits.numel() > 0 and logits.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     if shares and torch.is_grad_enabled() and logits.requires_grad:
         if settings.gradient == "in_backward":
-            raise ValueError(f"{name}: expected a storage of its own, got the logits'; use gradient='out_of_place'")
+            raise ValueError(f"{name}: expected memory of its own, got the logits'; use gradient='out_of_place'")
         settings = settings._replace(gradient="out_of_place")
     plan = plan_of(logits, settings, *group_position(group))
     for tensor in (logits, other):

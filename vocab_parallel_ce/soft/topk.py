@@ -13,7 +13,7 @@ among the k. What there is of k tokens is small, and plain PyTorch.
 
 ``1 - S`` comes from ``outside``, the sum of the exponentials of the other tokens: the sum without a rank's largest of
 the k tokens, which is its label, less those of the others. It is at least 2^-24 of the former: less is rounding; and
-2^-110 of the rank's largest, below which fp32 has no room for gradients. In fp64, 2^-53 and 2^-1006.
+2^-110 of the rank's largest, so that its inverse times a loss scale of 2^16 is finite. In fp64, 2^-53 and 2^-1006.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class TopK:
         options: TopKOptions,
     ) -> None:
         """Fill ``stats[rank]`` of ``stats [R, N, K]``, and ``loss`` if given: then the rank must be the only one."""
-        rows = _Rows.of(ids, self.log_probs, shard)
+        rows = _Rows.of(ids, log_probs, shard)
         z = torch.where(rows.owned, _logits_of(logits, rows, shard, options), NEG_INF)
         largest = z.argmax(dim=-1, keepdim=True)
         is_label = torch.arange(z.shape[-1], device=z.device) == largest
@@ -121,7 +121,7 @@ class TopK:
         terms, q = shifted.exp(), torch.where(rows.owned, rows.q, 0.0)
         limits = torch.finfo(terms.dtype)
         outside = torch.maximum(without_label - (terms * ~is_label).sum(dim=-1), without_label * (limits.eps / 2))
-        outside = outside.clamp(min=limits.tiny * 2**16)
+        outside = torch.where(row_max == NEG_INF, outside, outside.clamp(min=limits.tiny * 2**16))
         cross = torch.where(q == 0, 0.0, q * shifted).sum(dim=-1)
         own_stats = TopKStats(row_max, outside, terms.sum(dim=-1), cross, q.sum(dim=-1))
         stats[rank] = torch.stack(own_stats, dim=-1)
@@ -168,9 +168,9 @@ class TopK:
         options: TopKOptions,
     ) -> None:
         """Fill ``grad_logits [..., C]``, which may be ``logits``; ``grad_output [N]`` multiplies it per row."""
-        rows, merged = _Rows.of(ids, self.log_probs, shard), _merged(stats)
+        rows, merged = _Rows.of(ids, log_probs, shard), _merged(stats)
         weight, mass = torch.where(rows.is_wrong, NAN, grad_output), rows.q.sum(dim=-1)
-        dead = (rows.label == IGNORED) | (rows.has_none & ~rows.is_wrong)
+        dead = (rows.label == IGNORED) | rows.has_none
         if divisor is not None:
             weight, dead = weight / divisor, dead | (divisor == 0)
         of_others, sum_exp = mass, merged.inside + merged.outside
@@ -181,7 +181,8 @@ class TopK:
         z = _logits_of(logits, rows, shard, options)
         s = (z - merged.row_max.unsqueeze(-1)).exp() / sum_exp.unsqueeze(-1)
         values = (mass.unsqueeze(-1) * s - rows.q) * (weight / options.temperature).unsqueeze(-1)
-        values = torch.where((z == NEG_INF) | dead.unsqueeze(-1), 0.0, values)
+        has_columns = (merged.row_max != NEG_INF).unsqueeze(-1)
+        values = torch.where((z == NEG_INF) & has_columns | dead.unsqueeze(-1), 0.0, values)
         # The label's column is written again below.
         softmax = torch.stack([merged.row_max, sum_exp, torch.full_like(sum_exp, NEG_INF)], dim=-1).unsqueeze(0)
         label = torch.where(dead, IGNORED, rows.label)
