@@ -49,7 +49,7 @@ class _Call:
 
 
 # Every call reads these two. All threads share them, because backward has threads of its own.
-is_on = os.environ.get("VOCAB_PARALLEL_CE_VERIFY", "") not in ("", "0")
+is_on = os.environ.get("VOCAB_PARALLEL_CE_VERIFY", "").lower() not in ("", "0", "false", "no", "off")
 open_calls: list[_Call] = []
 
 

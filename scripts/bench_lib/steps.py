@@ -142,12 +142,14 @@ def draw(document: Document, path: Path) -> None:
 
 def _bars(pyplot: Any, cases: Sequence[Document]) -> Any:
     """Return a figure with a bar of each provider and case."""
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 1 + 0.9 * len(cases)), layout="constrained")
     found = [{result["provider"]: result for result in case["results"]} for case in cases]
     providers = [*dict.fromkeys(provider for results in found for provider in results)]
+    size = 12, 1 + max(0.9, 0.14 * len(providers)) * len(cases)
+    figure, axes = pyplot.subplots(1, 2, figsize=size, layout="constrained")
     height = 0.85 / len(providers)
     labels = ("step, ms", "new memory at the peak, GiB")
     for axis, key, label in zip(axes, ("ms", "peak_gib"), labels, strict=True):
+        axis.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
         for index, provider in enumerate(providers):
             values = [results.get(provider, {}).get(key, math.nan) for results in found]
             bars = axis.barh([number + height * index for number in range(len(cases))], values, height, label=provider)

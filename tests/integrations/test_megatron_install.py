@@ -57,7 +57,7 @@ def test_the_linear_loss_rebinds_the_forwards_too(monkeypatch):
     with megatron.installed(linear=True) as report:
         assert f"{CORE}.models.gpt.gpt_model.GPTModel.forward" in report.rebound
         hybrid = f"{CORE}.models.hybrid.hybrid_model.HybridModel.forward"
-        assert (hybrid in report.rebound) == (stubs.VERSION >= (0, 17))
+        assert (hybrid in report.rebound) == (stubs.VERSION >= (0, 18))
         assert stubs.GPTModel.forward.__wrapped__ is forward
     assert stubs.GPTModel.forward is forward
 

@@ -378,7 +378,7 @@ def test_one_rank_sends_nothing_and_ranks_are_counted_within_the_group(rank_pool
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize(("value", "is_on"), [("1", True), ("0", False), ("", False)])
+@pytest.mark.parametrize(("value", "is_on"), [("1", True), ("0", False), ("", False), ("False", False)])
 def test_the_variable_switches_it_on_for_a_program(monkeypatch, value, is_on):
     monkeypatch.setenv("VOCAB_PARALLEL_CE_VERIFY", value)
     assert runpy.run_path(verify.__file__)["is_on"] is is_on

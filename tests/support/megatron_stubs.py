@@ -33,7 +33,7 @@ with warnings.catch_warnings():
 VERSION = tuple(int(part) for part in megatron.__version__.split(".")[:2])
 COLUMNS, WIDTH, LENGTH, BATCH = 64, 32, 8, 2  # columns of all ranks
 REAL_SIZE = 61  # the last columns are padding
-needs_hybrid = pytest.mark.skipif(VERSION < (0, 17), reason=f"needs HybridModel, which {megatron.__version__} has not")
+needs_hybrid = pytest.mark.skipif(VERSION < (0, 17), reason=f"{megatron.__version__} has no hybrid_layer_pattern")
 
 
 def norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.RMSNorm:
@@ -124,15 +124,15 @@ def gpt_model(config: Any, **arguments: Any) -> Any:
 
 def hybrid_model(config: Any, **arguments: Any) -> Any:
     """Attention and MLP, from GPT's local modules: the specification of hybrid layers needs TransformerEngine."""
-    block = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
-    model = importlib.import_module("megatron.core.models.hybrid.hybrid_model")
+    kind, place = ("Mamba", "ssm.mamba_block") if VERSION < (0, 18) else ("Hybrid", "models.hybrid.hybrid_block")
+    block = importlib.import_module(f"megatron.core.{place}")
+    model = importlib.import_module(f"megatron.core.models.{kind.lower()}.{kind.lower()}_model")
     prediction = importlib.import_module("megatron.core.transformer.multi_token_prediction")
     mlp_layer = importlib.import_module("megatron.core.ssm.mlp_layer")
     specs = importlib.import_module("megatron.core.transformer.spec_utils")
     local = get_gpt_layer_local_spec(normalization="RMSNorm")
     attention, mlp = copy.deepcopy(local), copy.deepcopy(local)
-    layer = type(local.submodules)
-    own = vars(local.submodules)
+    layer, own = type(local.submodules), vars(local.submodules)
     attention.submodules = layer(**{n: own[n] for n in ("input_layernorm", "self_attention", "self_attn_bda")})
     mlp.module = mlp_layer.MLPLayer
     mlp.submodules = layer(**{n: own[n] for n in ("pre_mlp_layernorm", "mlp", "mlp_bda")})
@@ -146,15 +146,15 @@ def hybrid_model(config: Any, **arguments: Any) -> Any:
     heads = prediction.MultiTokenPredictionBlockSubmodules(
         layer_specs=[specs.ModuleSpec(module=prediction.MultiTokenPredictionLayer, submodules=head)]
     )
-    stack = block.HybridStackSubmodules(
+    stack = getattr(block, f"{kind}StackSubmodules")(
         attention_layer=attention,
         mlp_layer=mlp,
         mtp_block_spec=specs.ModuleSpec(module=prediction.MultiTokenPredictionBlock, submodules=heads),
     )
     pattern = "*-/*/*" if config.mtp_num_layers else "*-"
     with patch.object(block, "TENorm", WrappedTorchNorm):
-        spec = specs.ModuleSpec(module=block.HybridStack, submodules=stack)
-        return model.HybridModel(config, spec, hybrid_layer_pattern=pattern, **arguments)
+        spec = specs.ModuleSpec(module=getattr(block, f"{kind}Stack"), submodules=stack)
+        return getattr(model, f"{kind}Model")(config, spec, hybrid_layer_pattern=pattern, **arguments)
 
 
 def batch(device: torch.device, seed: int = 0) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from types import ModuleType
 TESTED = {
     "transformers": ("5.17.0", "5.23.0"),
     "trl": ("1.16.0",),
-    "megatron-core": ("0.16.1", "0.19.2"),
+    "megatron-core": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "torchtitan": ("0.3.0",),
     "verl": ("0.9.1",),
     "nemo-rl": ("0.7.0",),
@@ -38,7 +38,7 @@ def framework_lines() -> list[str]:
     """
     lines = []
     for name, versions in TESTED.items():
-        tested = " and ".join(versions)
+        tested = ", ".join(versions)
         try:
             found = metadata.version(name)
         except metadata.PackageNotFoundError:
