@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from bench_lib.steps import head_of, measured, parser_of, run
 from bench_lib.timing import Ranks, joined_ranks
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from vocab_parallel_ce import (
     distillation_loss,
     linear_cross_entropy,
+    linear_distillation_loss,
     linear_token_log_probs,
     soft_cross_entropy,
     token_log_probs,
@@ -31,7 +33,7 @@ from vocab_parallel_ce import (
 LOGITS, LINEAR = ((4096, 128256), (8192, 32064)), ((4096, 4096, 128256),)
 TINY = ((16, 100),), ((16, 8, 100),)
 OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit")
-CALLS = 4
+CALLS, TOP = 4, 64
 Providers = dict[str, Callable[..., Any]]
 Made = Callable[[], list[list[Tensor]]]  # the tensors of each call
 
@@ -51,6 +53,8 @@ def over_logits(n_tokens: int, vocab_size: int, device: torch.device) -> tuple[P
     loss = partial(vocab_parallel_cross_entropy, labels=labels)
     log_probs = partial(token_log_probs, labels=labels, **in_place)
     distillation = partial(distillation_loss, teacher_logits=teacher, **in_place)
+    top = teacher[:, :TOP].log_softmax(-1).float()  # which columns the teacher knows does not matter
+    ids = torch.arange(TOP, device=device).expand(n_tokens, -1)
 
     providers: Providers = {
         "copy": lambda x: out.copy_(x.detach())[0, 0],
@@ -64,6 +68,8 @@ def over_logits(n_tokens: int, vocab_size: int, device: torch.device) -> tuple[P
         "mean, in_forward, class_weight": partial(loss, class_weight=class_weight, gradient="in_forward"),
         "soft_cross_entropy": partial(soft_cross_entropy, target_probs=probs, **in_place),
         **{f"distillation, {name}": partial(distillation, divergence=name) for name in ("forward", "reverse", "js")},
+        "distillation, forward, hard_weight": partial(distillation, labels=labels, hard_weight=0.5),
+        f"distillation, top {TOP}": partial(distillation_loss, teacher_ids=ids, teacher_log_probs=top, **in_place),
         "token_log_probs": log_probs,
         **{f"token_log_probs, {name}": partial(log_probs, outputs=(name,)) for name in OUTPUTS},
     }
@@ -77,12 +83,15 @@ def of_heads(n_tokens: int, width: int, vocab_size: int, device: torch.device) -
     weight = torch.randn(vocab_size, width, device=device, generator=generator).mul_(0.05).bfloat16()
     labels = torch.randint(0, vocab_size, (n_tokens,), device=device, generator=generator)
     class_weight = torch.rand(vocab_size, device=device, generator=generator)
+    teacher = hidden.flip(0), weight.flip(1)
     wide: Any = {"logits_dtype": torch.float32}
     loss, log_probs = (partial(function, labels=labels) for function in (linear_cross_entropy, linear_token_log_probs))
     providers: Providers = {
         "linear": loss,
         "linear, logits_dtype": partial(loss, **wide),
         "linear, class_weight": partial(loss, class_weight=class_weight),
+        "linear, distillation": lambda *student: linear_distillation_loss(*student, *teacher),
+        "two matmuls and distillation": lambda *student: distillation_loss(F.linear(*student), F.linear(*teacher)),
         "linear, log_probs": log_probs,
         "linear, log_probs, logits_dtype": partial(log_probs, **wide),
     }

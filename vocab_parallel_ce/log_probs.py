@@ -83,7 +83,7 @@ def token_log_probs(
     return results_of(found, labels, outputs, settings.ignore_index, top)
 
 
-def entropies(logits: Tensor, group: Any = None) -> Tensor:
-    """Return the fp32 entropies ``[...]`` of ``logits [..., C]`` without labels. Overwrites nothing."""
+def output_of(name: str, logits: Tensor, group: Any = None) -> Tensor:
+    """Return one of the fp32 ``outputs`` ``[...]`` of ``logits [..., C]``, without labels. Overwrites nothing."""
     any_labels = torch.zeros(logits.shape[:-1], dtype=torch.int32, device=logits.device)
-    return token_log_probs(logits, any_labels, group=group, entropy=True, gradient="out_of_place")[1]
+    return getattr(token_log_probs(logits, any_labels, group=group, outputs=(name,), gradient="out_of_place"), name)

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.support.budget import assert_within_budget
 from tests.support.collectives import record_collectives
 from tests.support.gpu import extra_peak_bytes
 from tests.support.inputs import DTYPES
@@ -96,6 +97,24 @@ def test_without_gradients():
         found = verl.logprobs_from_logits(logits, inputs.labels)
         assert torch.equal(logits, inputs.leaves[0])
     assert_right(Found(found, None, (None,)), inputs)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["calculate_sum_pi_squared_from_logits", "vocab_parallel_sum_pi_squared"])
+def test_sums_of_squared_probabilities(monkeypatch, device, dtype, name):
+    monkeypatch.setattr(verl, "_tensor_parallel_group", lambda: None)
+    inputs = policy(dtype, "confident", device=device)
+    (leaf,), (peer,), true = leaves_of(inputs), leaves_of(inputs), inputs.leaves[0].double().requires_grad_()
+    found = getattr(verl, name)(leaf), _squares(peer.float()).to(dtype), _squares(true)
+    backward(found, [inputs.grads[0]] * 3)
+    assert torch.equal(leaf, inputs.leaves[0])
+    assert_within_budget(found[0], found[2], found[1])
+    assert_within_budget(leaf.grad, true.grad, peer.grad)
+
+
+def _squares(logits):
+    return logits.softmax(-1).square().sum(-1)
 
 
 def _from_head(function, inputs, shape, **options):
@@ -195,6 +214,23 @@ def test_shards(rank_pool, impl, names, dtype):
     assert_right(whole([found for found, _ in results]), inputs)
 
 
+def _sharded_squares(rank, group, inputs):
+    verl._tensor_parallel_group = lambda: group
+    (logits,) = shards(inputs, rank, group.size(), device_of(rank, group)).leaves
+    with record_collectives() as collectives:
+        found = verl.vocab_parallel_sum_pi_squared(logits)
+    return found, [call.nbytes for call in collectives]
+
+
+@in_two_ranks
+def test_sums_of_squared_probabilities_of_shards(rank_pool, impl):
+    inputs = policy(kind="confident")
+    truth = _squares(inputs.leaves[0].double())
+    for found, nbytes in rank_pool.run(_sharded_squares, inputs):
+        assert nbytes == [16 * inputs.labels.numel()]
+        assert_within_budget(found, truth, truth.float())
+
+
 def _head_in_shards(rank, group, inputs, function):
     """In a rank: the gradient of the hidden states is its share of a sum."""
     inputs = shards(inputs, rank, group.size(), device_of(rank, group))
@@ -261,6 +297,7 @@ def test_beside_verls_own_functions(monkeypatch, device, dtype):
         ("verl.models.mcore.model_forward_fused", "linear_cross_entropy"),
         ("verl.workers.engine.fsdp.transformer_impl", "logprobs_from_logits"),
         ("verl.workers.engine.megatron.transformer_impl", "vocab_parallel_entropy"),
+        ("verl.workers.engine.megatron.transformer_impl", "vocab_parallel_sum_pi_squared"),
     ],
 )
 def test_engines_use_them(name, function):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from vocab_parallel_ce.integrations.rebind import Switch
-from vocab_parallel_ce.log_probs import entropies, token_log_probs
+from vocab_parallel_ce.log_probs import output_of, token_log_probs
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
@@ -24,7 +24,7 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1
 
 def compute_entropy(logits: Tensor) -> Tensor:
     """Return the entropies ``[...]`` of ``logits [..., V]``, in their dtype; the arithmetic is fp32."""
-    return entropies(logits).to(logits.dtype)
+    return output_of("entropy", logits).to(logits.dtype)
 
 
 _switch = Switch(

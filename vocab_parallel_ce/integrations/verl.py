@@ -1,4 +1,4 @@
-"""verl's log-probabilities and entropies, computed by this package: only on request, and undoable.
+"""verl's log-probabilities, entropies and sums of squared probabilities from this package: on request, and undoable.
 
 The functions have the names, parameters, shapes and dtypes of verl 0.9. :func:`install` makes verl use them. Importing
 this module does it too if the variable ``VOCAB_PARALLEL_CE_VERL`` is set, and not 0: so verl's own variable
@@ -20,7 +20,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.integrations.rebind import Switch
 from vocab_parallel_ce.linear.cross_entropy import linear_token_log_probs
-from vocab_parallel_ce.log_probs import entropies, token_log_probs
+from vocab_parallel_ce.log_probs import output_of, token_log_probs
 from vocab_parallel_ce.options import REDUCTIONS
 
 
@@ -58,7 +58,26 @@ def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
 
 def vocab_parallel_entropy_with_chunking(vocab_parallel_logits: Tensor, chunk_size: int = 2048) -> Tensor:
     """Return :func:`vocab_parallel_entropy` in fp32. It needs no memory that chunks would save."""
-    return entropies(vocab_parallel_logits, _tensor_parallel_group())
+    return output_of("entropy", vocab_parallel_logits, _tensor_parallel_group())
+
+
+def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
+    """Return the sums of squared probabilities ``[...]`` of ``logits [..., V]``, in their dtype.
+
+    The arithmetic is fp32; verl's is that of the logits. Overwrites nothing.
+    """
+    return output_of("sum_sq_probs", logits).to(logits.dtype)
+
+
+def vocab_parallel_sum_pi_squared(vocab_parallel_logits: Tensor) -> Tensor:
+    """Return the sums of squared probabilities ``[...]`` of this rank's shard ``[..., C]``, in its dtype.
+
+    The arithmetic is fp32; verl's is that of the logits. Overwrites nothing.
+
+    Collectives: one all_gather of 16 bytes per token over the tensor-parallel group; verl's has three all_reduces.
+    """
+    sums = output_of("sum_sq_probs", vocab_parallel_logits, _tensor_parallel_group())
+    return sums.to(vocab_parallel_logits.dtype)
 
 
 class FusedLinearForPPO(torch.nn.Module):
@@ -132,6 +151,8 @@ _switch = Switch(
     "verl 0.9",
     {
         "verl.utils.torch_functional:logprobs_from_logits": logprobs_from_logits,
+        "verl.utils.torch_functional:calculate_sum_pi_squared_from_logits": calculate_sum_pi_squared_from_logits,
+        f"{_MEGATRON}:vocab_parallel_sum_pi_squared": vocab_parallel_sum_pi_squared,
         f"{_MEGATRON}:vocab_parallel_log_probs_from_logits": vocab_parallel_log_probs_from_logits,
         f"{_MEGATRON}:vocab_parallel_entropy": vocab_parallel_entropy,
         f"{_MEGATRON}:vocab_parallel_entropy_with_chunking": vocab_parallel_entropy_with_chunking,
