@@ -209,6 +209,21 @@ def test_columns_masked_by_the_least_finite_number(impl_device, divergence):
     assert not grad[:, 3:9].signbit().any() or divergence == "forward"
 
 
+def test_the_mixture_of_probabilities_that_are_almost_0(impl_device):
+    """Half of the least number is 0 in fp32, and its logarithm would be -inf."""
+    impl, device = impl_device
+    gaps = torch.arange(80, 110, 0.5)
+    rare = torch.stack([torch.zeros_like(gaps), -gaps, torch.full_like(gaps, -300.0)], dim=1)
+    never = rare.clone().index_fill_(1, torch.tensor(1), -300.0)
+    for student, teacher in ((rare, never), (never, rare)):
+        leaf, wide = student.clone().to(device).requires_grad_(), student.double().requires_grad_()
+        loss = distillation_loss(leaf * 1, teacher.to(device), divergence="js", reduction="none", impl=impl)
+        truth = divergences(wide, teacher.double(), divergence="js")
+        torch.testing.assert_close(loss.detach().cpu(), truth.detach().float())
+        grads = torch.autograd.grad(loss.sum(), leaf)[0].cpu(), torch.autograd.grad(truth.sum(), wide)[0].float()
+        torch.testing.assert_close(*grads)
+
+
 def test_a_hard_weight_of_1_is_cross_entropy_and_equal_logits_are_at_0(impl_device):
     """Also where a column that one of them excludes makes a divergence infinite."""
     impl, device = impl_device

@@ -30,6 +30,7 @@ only the teacher does, ``reverse`` is ``inf``, and its gradient is not finite. T
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -196,8 +197,8 @@ def _probabilities(
     ):
         shifted = (_valid(logits, start, vocab_size, student.dtype) - row_max.unsqueeze(-1)) / options.temperature
         logs.append(shifted - sum_exp.log().unsqueeze(-1))
-    s, t = logs[0].exp(), logs[1].exp()
-    return s, t, logs[0], logs[1], (options.beta * t + (1 - options.beta) * s).log()
+    log_mixture = torch.logaddexp(logs[0] + math.log1p(-options.beta), logs[1] + math.log(options.beta))
+    return logs[0].exp(), logs[1].exp(), logs[0], logs[1], log_mixture
 
 
 def _valid(logits: Tensor, start: int, vocab_size: int, dtype: torch.dtype) -> Tensor:
