@@ -55,7 +55,7 @@ def _run(
     with verify.open_call(group, device, is_backward=True) if verify.is_on else nullcontext():
         checks.check_no_double_backward()
         # once_differentiable looks at grad_output alone: without requires_grad, a gradient is silently a constant.
-        if _in_transform() or any(_is_batch(grad) for grad in used):
+        if _in_transform() or any(map(_is_batch, used)):
             raise RuntimeError(checks.IN_TRANSFORM)
         if not used and not verify.open_calls:
             return None

@@ -84,7 +84,7 @@ def public(
                 verify.is_on
                 or (eager_if and eager_if(kwargs))
                 or not TRACES_DTENSORS
-                and any(isinstance(value, Tensor) and is_dtensor(value) for value in (*args, *kwargs.values()))
+                and (any(map(is_dtensor, args)) or any(map(is_dtensor, kwargs.values())))
             ):
                 # If it does not compile: Dynamo can leave this frame alone and still trace those below.
                 return (torch.compiler.disable(run) if compiles else untraced_run())(*args, **kwargs)
@@ -212,7 +212,7 @@ def run(
         return losses(logits, labels, settings, group, num_items, class_weight, temperature)
     tensors: dict[str, Any] = {"num_items": num_items, "class_weight": class_weight, "temperature": temperature}
     call = plan_call(logits, labels, settings, group=group, **tensors)
-    call = call._replace(top=top)
+    call = call._replace(top=top) if top else call
     if torch.is_grad_enabled() and logits.requires_grad:
         return as_token_outputs(_CrossEntropy.apply(logits, labels, call)), call.num_items
     with torch.no_grad():

@@ -105,7 +105,7 @@ def source_and_new(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def compute_dtype(logits: Tensor) -> torch.dtype:
     """Return the dtype of the arithmetic, the statistics and the loss: fp32, or fp64 for fp64 logits."""
-    return torch.promote_types(logits.dtype, torch.float32)
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def per_row(grad_output: Tensor, logits: Tensor) -> Tensor:

@@ -91,8 +91,9 @@ def plan_call(
     if not may_hold_gradient:
         check_not_overwritten(logits)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
-    weights = weights_of_columns(class_weight, plan.shard, logits.device, compute_dtype(logits))
-    of_rows = temperature_of_rows(temperature, labels, compute_dtype(logits))
+    device, dtype = logits.device, compute_dtype(logits)
+    weights = None if class_weight is None else weights_of_columns(class_weight, plan.shard, device, dtype)
+    of_rows = None if temperature is None else temperature_of_rows(temperature, labels, dtype)
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)
     if verify.open_calls:

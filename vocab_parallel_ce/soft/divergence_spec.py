@@ -191,14 +191,12 @@ def _probabilities(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(s, t, log s, log t, log m)`` of the valid columns."""
     logs = []
-    for logits, row_max, sum_exp in (
-        (student, stats.student_max, stats.student_sum),
-        (teacher, stats.teacher_max, stats.teacher_sum),
-    ):
+    sides = (student, stats.student_max, stats.student_sum), (teacher, stats.teacher_max, stats.teacher_sum)
+    for logits, row_max, sum_exp in sides:
         shifted = (_valid(logits, start, vocab_size, student.dtype) - row_max.unsqueeze(-1)) / options.temperature
         logs.append(shifted - sum_exp.log().unsqueeze(-1))
-    log_mixture = torch.logaddexp(logs[0] + math.log1p(-options.beta), logs[1] + math.log(options.beta))
-    return logs[0].exp(), logs[1].exp(), logs[0], logs[1], log_mixture
+    log_m = torch.logaddexp(logs[0] + math.log1p(-options.beta), logs[1] + math.log(options.beta))
+    return logs[0].exp(), logs[1].exp(), logs[0], logs[1], log_m
 
 
 def _valid(logits: Tensor, start: int, vocab_size: int, dtype: torch.dtype) -> Tensor:
