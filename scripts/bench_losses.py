@@ -90,7 +90,7 @@ def of_heads(n_tokens: int, width: int, vocab_size: int, device: torch.device) -
         "linear": loss,
         "linear, logits_dtype": partial(loss, **wide),
         "linear, class_weight": partial(loss, class_weight=class_weight),
-        "linear, distillation": lambda *student: linear_distillation_loss(*student, *teacher),
+        "linear, distillation": lambda *student: linear_distillation_loss(student[0], student[1], *teacher),
         "two matmuls and distillation": lambda *student: distillation_loss(F.linear(*student), F.linear(*teacher)),
         "linear, log_probs": log_probs,
         "linear, log_probs, logits_dtype": partial(log_probs, **wide),
