@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -43,30 +42,34 @@ def run_backward(
     Raises:
         RuntimeError: in a recorded backward or a transform, even if no output was used, and as ``refusals`` says.
     """
-    run = torch.compiler.disable(_run) if torch.compiler.is_dynamo_compiling() else _run
-    return run(gradient, ctx, GradOutputs(*grads[: len(GradOutputs._fields)]), refusals, group, device)
+    if torch.compiler.is_dynamo_compiling():
+        return torch.compiler.disable(run_backward)(gradient, ctx, grads, refusals, group, device)
+    used = [grad for grad in grads if grad is not None]
+    if not verify.is_on:
+        return _run(gradient, ctx, grads, used, refusals)
+    device = device or (used[0].device if used else None)
+    with verify.open_call(group, device, is_backward=True):
+        return _run(gradient, ctx, grads, used, refusals)
 
 
 def _run(
-    gradient: Callable[..., Found], ctx: Any, grads: GradOutputs, refusals: Refusals, group: Any, device: Any
+    gradient: Callable[..., Found], ctx: Any, grads: tuple[Tensor | None, ...], used: list[Tensor], refusals: Refusals
 ) -> Found | None:
-    used = [grad for grad in grads if grad is not None]
-    device = device or (used[0].device if used else None)
-    with verify.open_call(group, device, is_backward=True) if verify.is_on else nullcontext():
-        checks.check_no_double_backward()
-        # once_differentiable looks at grad_output alone: without requires_grad, a gradient is silently a constant.
-        if _in_transform() or any(map(_is_batch, used)):
-            raise RuntimeError(checks.IN_TRANSFORM)
-        if not used and not verify.open_calls:
-            return None
-        if ctx.handed_on:
-            raise RuntimeError(refusals.second)
-        try:
-            saved = ctx.saved_tensors  # once: a checkpoint gives them once
-        except RuntimeError as error:
-            if refusals.overwritten is not None and "inplace operation" in str(error):
-                raise RuntimeError(f"{refusals.overwritten} ({error})") from error
-            raise
-        if verify.open_calls:
-            verify.compare_backward(**grads._asdict())
-        return gradient(ctx, saved, grads) if used else None
+    checks.check_no_double_backward()
+    # once_differentiable looks at grad_output alone: without requires_grad, a gradient is silently a constant.
+    if _in_transform() or any(map(_is_batch, used)):
+        raise RuntimeError(checks.IN_TRANSFORM)
+    if not used and not verify.open_calls:
+        return None
+    if ctx.handed_on:
+        raise RuntimeError(refusals.second)
+    try:
+        saved = ctx.saved_tensors  # once: a checkpoint gives them once
+    except RuntimeError as error:
+        if refusals.overwritten is not None and "inplace operation" in str(error):
+            raise RuntimeError(f"{refusals.overwritten} ({error})") from error
+        raise
+    of_outputs = GradOutputs(*grads[: len(GradOutputs._fields)])
+    if verify.open_calls:
+        verify.compare_backward(**of_outputs._asdict())
+    return gradient(ctx, saved, of_outputs) if used else None

@@ -28,9 +28,9 @@ from vocab_parallel_ce.options import (
     with_keywords,
 )
 from vocab_parallel_ce.overwritten import mark_overwritten
-from vocab_parallel_ce.plan import Call, plan_call
+from vocab_parallel_ce.plan import Call, Plan, plan_call
 from vocab_parallel_ce.shift import next_labels, without_last
-from vocab_parallel_ce.spec import GradOutputs, LossOptions, TokenOutputs, is_ignored
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs, is_ignored
 from vocab_parallel_ce.top import Top
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ REFUSALS = Refusals(
 KEYWORDS = keyword_defaults(LossKeywords)
 # PyTorch 2.11 fails inside Dynamo.
 TRACES_DTENSORS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
-
-NO_OTHERS = (None,) * (len(TokenOutputs._fields) - 1)
 
 
 class LossMetrics(NamedTuple):
@@ -88,7 +86,7 @@ def public(
             ):
                 # If it does not compile: Dynamo can leave this frame alone and still trace those below.
                 return (torch.compiler.disable(run) if compiles else untraced_run())(*args, **kwargs)
-            return run(*args, **kwargs)
+            return run(*args, **kwargs) if verify.is_on else function(*args, **kwargs)
 
         return call  # type: ignore[return-value]
 
@@ -210,27 +208,26 @@ def run(
         from vocab_parallel_ce.operators import losses
 
         return losses(logits, labels, settings, group, num_items, class_weight, temperature)
-    tensors: dict[str, Any] = {"num_items": num_items, "class_weight": class_weight, "temperature": temperature}
-    call = plan_call(logits, labels, settings, group=group, **tensors)
-    call = call._replace(top=top) if top else call
+    call = plan_call(logits, labels, settings, group, num_items, class_weight, temperature, top)
     if torch.is_grad_enabled() and logits.requires_grad:
-        return as_token_outputs(_CrossEntropy.apply(logits, labels, call)), call.num_items
+        return as_token_outputs(_CrossEntropy.apply(logits, labels, call), call.plan), call.num_items
     with torch.no_grad():
         return pipeline.forward(call, walkable(logits), flat(labels), labels.shape)[0], call.num_items
 
 
-def as_token_outputs(outputs: Any) -> TokenOutputs:
-    """Return what an autograd Function gave: a loss alone, or all outputs in a tuple."""
-    return TokenOutputs(*(outputs if isinstance(outputs, tuple) else (outputs, *NO_OTHERS)))
-
-
-def as_returned(ctx: Any, outputs: TokenOutputs, options: LossOptions) -> Any:
-    """Return outputs as an autograd Function gives them: a loss alone, or all outputs in a tuple."""
-    if outputs[1:] == NO_OTHERS:
-        return outputs.loss  # a tuple, and what is None in it, costs autograd microseconds
-    are_differentiable = zip(outputs, options.differentiable, strict=True)
-    ctx.mark_non_differentiable(*[v for v, has_gradient in are_differentiable if v is not None and not has_gradient])
+def as_returned(ctx: Any, outputs: TokenOutputs, plan: Plan) -> Any:
+    """Return outputs as an autograd Function does: a loss alone, or all in a tuple."""
+    if not plan.other_outputs:
+        return outputs.loss
+    if plan.options.predictions:  # without a gradient, as the lse of the metrics
+        pairs = zip(outputs, plan.options.differentiable, strict=True)
+        ctx.mark_non_differentiable(*[v for v, has_gradient in pairs if v is not None and not has_gradient])
     return tuple(outputs)
+
+
+def as_token_outputs(returned: Any, plan: Plan) -> TokenOutputs:
+    """Return the outputs that an autograd Function returned."""
+    return TokenOutputs(*returned) if plan.other_outputs else TokenOutputs(returned)
 
 
 @torch.no_grad()
@@ -272,7 +269,7 @@ class _CrossEntropy(torch.autograd.Function):
             outputs, stats, divisor = pipeline.forward(call, walkable(kept), flat_labels, labels.shape)
             weights = call.class_weight if call.plan.options.smoothing else None
             ctx.save_for_backward(kept, flat_labels, stats, divisor, weights, call.temperature)
-        return as_returned(ctx, outputs, call.plan.options)
+        return as_returned(ctx, outputs, call.plan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:

@@ -103,15 +103,15 @@ def source_and_new(logits: Tensor) -> tuple[Tensor, Tensor]:
     return (logits, grad) if alike else (grad.copy_(logits), grad)
 
 
-def compute_dtype(logits: Tensor) -> torch.dtype:
-    """Return the dtype of the arithmetic, the statistics and the loss: fp32, or fp64 for fp64 logits."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the arithmetic, the statistics and the loss of logits: fp32, or fp64 for fp64 logits."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def per_row(grad_output: Tensor, logits: Tensor) -> Tensor:
     """Return ``[N]``, a view of a ``grad_output`` of one element for all rows (stride 0) or one per row."""
     if grad_output.numel() == 1:
-        return grad_output.reshape(1).expand(logits.shape[:-1].numel())
+        return grad_output.as_strided((logits.shape[:-1].numel(),), (0,))
     return grad_output if grad_output.dim() == 1 else grad_output.reshape(-1)
 
 

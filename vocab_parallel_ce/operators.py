@@ -33,7 +33,7 @@ from vocab_parallel_ce.linear.plan import (
     shard_of_dtensor,
 )
 from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, check_settings, loss_options
-from vocab_parallel_ce.plan import plan_call, plan_of, temperature_of_rows, weights_of_columns
+from vocab_parallel_ce.plan import other_outputs, plan_call, plan_of, temperature_of_rows, weights_of_columns
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
@@ -153,7 +153,7 @@ def _divisor(num_items: float | Tensor | None, reduction: str, like: Tensor) -> 
         return num_items.detach().to(like.device)  # the operator checks it
     checks.check_num_items(num_items, reduction, like)
     assert not isinstance(num_items, Tensor)
-    return like.new_full((1,), num_items, dtype=compute_dtype(like))
+    return like.new_full((1,), num_items, dtype=compute_dtype(like.dtype))
 
 
 def _name(group: Any) -> str | None:
@@ -197,15 +197,12 @@ def _or_empty(tensors: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, .
     return tuple(like.new_empty(0, dtype=torch.float32) if tensor is None else tensor for tensor in tensors)
 
 
-def _new_outputs(call: LogitsCall | HeadCall) -> list[Tensor | None]:
-    settings, labels, dtype = call.settings, call.labels, compute_dtype(call[0])
-
-    def per_token(is_wanted: bool, dtype: torch.dtype = dtype) -> Tensor | None:
-        return labels.new_empty(labels.shape, dtype=dtype) if is_wanted else None
-
-    *others, predictions = loss_options(settings, None).outputs[1:]
-    loss = per_token(True) if settings.reduction == "none" else labels.new_empty((), dtype=dtype)
-    return [loss, *map(per_token, others), per_token(predictions, torch.int64)]
+def _new_outputs(call: LogitsCall | HeadCall) -> TokenOutputs:
+    settings, labels, dtype = call.settings, call.labels, call[0].dtype
+    loss = labels.new_empty(labels.shape if settings.reduction == "none" else (), dtype=compute_dtype(dtype))
+    asked = other_outputs(loss_options(settings, None), dtype)
+    others = {name: labels.new_empty(labels.shape, dtype=each) for name, each in asked.items()}
+    return TokenOutputs(loss, **others)
 
 
 def _check(call: LogitsCall | HeadCall) -> None:
@@ -222,13 +219,12 @@ def _n_ranks(call: LogitsCall | HeadCall) -> int:
 def _new_statistics(call: LogitsCall | HeadCall) -> Tensor:
     options = loss_options(call.settings, None, class_weight=call.class_weight is not None)
     shape = (_n_ranks(call), call.labels.numel(), len(options.statistics))
-    return call.labels.new_empty(shape, dtype=compute_dtype(call[0]))
+    return call.labels.new_empty(shape, dtype=compute_dtype(call[0].dtype))
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     logits, labels, num_items, class_weight, temperature, group, settings = LogitsCall.read(arguments)
-    tensors: dict[str, Any] = {"num_items": num_items, "class_weight": class_weight, "temperature": temperature}
-    call = plan_call(logits, labels, settings, group=group_named(group), **tensors)
+    call = plan_call(logits, labels, settings, group_named(group), num_items, class_weight, temperature)
     outputs, stats, divisor = pipeline.forward(call, walkable(logits), flat(labels), labels.shape)
     count = divisor if settings.reduction == "mean" else None  # an operator must not return what it was given
     return _or_empty((*outputs, stats, count), logits)
@@ -240,7 +236,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     checks.check_logits(call.logits)
     checks.check_labels(call.labels, call.logits)
     checks.check_rows(call.labels, call.logits)
-    dtype = torch.int32 if call.class_weight is None else compute_dtype(call[0])
+    dtype = torch.int32 if call.class_weight is None else compute_dtype(call[0].dtype)
     count = call.labels.new_empty(1, dtype=dtype) if call.settings.reduction == "mean" else None
     return _or_empty((*_new_outputs(call), _new_statistics(call), count), call.logits)
 
@@ -249,8 +245,8 @@ def _gradient(stats: Tensor, *arguments: Any) -> Tensor:
     grads = GradOutputs(*arguments[:N_GRADS])
     logits, labels, divisor, weights, temperature, group, settings = LogitsCall.read(arguments[N_GRADS:])
     plan = plan_of(logits, settings, *group_position(group_named(group)), weights is not None)
-    weights = weights_of_columns(weights, plan.shard, logits.device, compute_dtype(logits))
-    temperature = temperature_of_rows(temperature, labels, compute_dtype(logits))
+    weights = None if weights is None else weights_of_columns(weights, plan.shard, logits)
+    temperature = temperature_of_rows(temperature, labels, plan.dtype)
     source, grad = source_and_new(logits)
     pipeline.write_gradient(plan, source, flat(labels), stats, divisor, grads, grad, weights, temperature)
     return grad

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.collectives import all_gather_stats
-from vocab_parallel_ce.layout import compute_dtype, flat, overwritable, per_row
+from vocab_parallel_ce.layout import flat, overwritable, per_row
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.spec_outputs import at_temperature
@@ -24,11 +24,10 @@ def new_outputs(call: Call, shape: torch.Size, like: Tensor) -> TokenOutputs:
     An unreduced loss is no view of something larger: autograd forbids to change a view that a Function
     returns, as ``loss += auxiliary_loss`` does.
     """
-    wanted = call.plan.options
-    loss = like.new_empty(shape, dtype=compute_dtype(like))
-    others = [torch.empty_like(loss) if is_wanted else None for is_wanted in wanted.outputs[1:-1]]
-    predictions = torch.empty_like(loss, dtype=torch.int64) if wanted.predictions else None
-    return TokenOutputs._make((loss, *others, predictions))
+    plan = call.plan
+    loss = like.new_empty(*shape, dtype=plan.dtype)  # PyTorch takes microseconds longer to read a torch.Size
+    others = {name: like.new_empty(*shape, dtype=dtype) for name, dtype in plan.other_outputs.items()}
+    return TokenOutputs(loss, **others)
 
 
 def local_statistics(
@@ -39,8 +38,7 @@ def local_statistics(
     The same launch fills ``outputs``, if given: there must be one rank, and no mean.
     """
     plan = call.plan
-    shape = (plan.n_ranks, labels.shape[0], len(plan.options.statistics))
-    stats = logits.new_empty(shape, dtype=compute_dtype(logits))
+    stats = logits.new_empty(plan.n_ranks, labels.shape[0], plan.n_statistics, dtype=plan.dtype)
     counts = plan.reduction == "mean" and not call.divides_by_weights
     count = logits.new_empty(1, dtype=torch.int32) if counts else None
     plan.launchers.online_softmax(

@@ -20,7 +20,7 @@ from vocab_parallel_ce.options import Settings, loss_options, shard_of_rank
 from vocab_parallel_ce.overwritten import check_not_overwritten
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import LossOptions
+from vocab_parallel_ce.spec import LossOptions, TokenOutputs
 from vocab_parallel_ce.top import Top
 
 # A private function: None in a PyTorch without it. Then "auto" overwrites nothing.
@@ -41,6 +41,9 @@ class Plan(NamedTuple):
     options: LossOptions
     reduction: str
     gradient: str  # never "auto"
+    dtype: torch.dtype  # of the arithmetic, the statistics and the loss
+    other_outputs: dict[str, torch.dtype]  # those of TokenOutputs beside the loss that are asked for, in their order
+    n_statistics: int  # K
 
 
 class Call(NamedTuple):
@@ -72,11 +75,12 @@ def plan_call(
     logits: Tensor,
     labels: Tensor,
     settings: Settings,
-    *,
     group: Any,
     num_items: float | Tensor | None = None,
     class_weight: Tensor | None = None,
     temperature: Tensor | None = None,
+    top: Top | None = None,
+    *,
     may_hold_gradient: bool = False,
 ) -> Call:
     """Check the arguments of a loss over logits and plan it; changes nothing.
@@ -91,16 +95,15 @@ def plan_call(
     if not may_hold_gradient:
         check_not_overwritten(logits)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
-    device, dtype = logits.device, compute_dtype(logits)
-    weights = None if class_weight is None else weights_of_columns(class_weight, plan.shard, device, dtype)
-    of_rows = None if temperature is None else temperature_of_rows(temperature, labels, dtype)
+    weights = None if class_weight is None else weights_of_columns(class_weight, plan.shard, logits)
+    of_rows = None if temperature is None else temperature_of_rows(temperature, labels, plan.dtype)
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)
     if verify.open_calls:
         options = comparable(settings, num_items, class_weight, temperature)
         verify.compare_call({"logits": logits}, labels, plan.shard, options)
     by_weights = weights is not None and settings.reduction == "mean"
-    return Call(plan, group, divisor, weights, by_weights, temperature=of_rows)
+    return Call(plan, group, divisor, weights, by_weights, top, of_rows)
 
 
 def plan_of(logits: Tensor, settings: Settings, rank: int, n_ranks: int, class_weight: bool = False) -> Plan:
@@ -143,7 +146,15 @@ def make_plan(settings: Settings, kind: Kind) -> Plan:
         checks.check_choice("impl, of fp64 logits, for which there are no kernels", impl, ("auto", "reference"))
         impl = "reference"
     launchers = launchers_of(select(kind.device.type, impl, workload=workload, gpu=gpu).name)
-    return Plan(*launchers, kind.rank, kind.n_ranks, shard, options, settings.reduction, kind.gradient)
+    of_call = shard, options, settings.reduction, kind.gradient
+    outputs = compute_dtype(kind.dtype), other_outputs(options, kind.dtype), len(options.statistics)
+    return Plan._make((*launchers, kind.rank, kind.n_ranks, *of_call, *outputs))
+
+
+def other_outputs(options: LossOptions, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtypes of the outputs beside the loss that are asked for, for logits of ``dtype``."""
+    asked = [name for name, is_asked in zip(TokenOutputs._fields, options.outputs, strict=True) if is_asked]
+    return {name: torch.int64 if name == "predictions" else compute_dtype(dtype) for name in asked if name != "loss"}
 
 
 def launchers_of(implementation: str) -> tuple[ModuleType, Callable[..., None] | None]:
@@ -166,28 +177,25 @@ def checked_divisor(num_items: float | Tensor, reduction: str, logits: Tensor) -
     checks.check_num_items(num_items, reduction, logits)
     if isinstance(num_items, Tensor) and num_items.device == logits.device:
         return num_items.detach().reshape(1)
-    return logits.new_full((1,), float(num_items), dtype=compute_dtype(logits))
+    return logits.new_full((1,), float(num_items), dtype=compute_dtype(logits.dtype))
 
 
-def weights_of_columns(
-    class_weight: Tensor | None, shard: VocabShard, device: torch.device, dtype: torch.dtype = torch.float32
-) -> Tensor | None:
-    """Return checked class weights as kernels take them: of ``dtype``, of the shard's columns without padding.
+def weights_of_columns(class_weight: Tensor, shard: VocabShard, logits: Tensor) -> Tensor:
+    """Return checked class weights as kernels take them: of the arithmetic's dtype, of the shard's valid columns.
 
-    It is a view of the caller's if that has the dtype and a 16-byte boundary.
+    ``logits`` or hidden states have its device. It is a view of the caller's if that has the dtype and a 16-byte
+    boundary.
     """
-    if class_weight is None:
-        return None
     checks.check_class_weight(class_weight)
-    if class_weight.device != device:
-        raise ValueError(f"class_weight: device must be that of the logits, {device}, got {class_weight.device}")
+    if class_weight.device != logits.device:
+        raise ValueError(f"class_weight: device must be that of the logits, {logits.device}, got {class_weight.device}")
     shape, start, (whole, own) = tuple(class_weight.shape), 0, (shard.vocab_size, shard.n_columns)
     if shape == (whole,):
         start = shard.start
     elif shape != (own,):
         expected = f"({whole},), or ({own},) for this rank's columns"
         raise ValueError(f"class_weight: expected shape {expected}, got {shape}")
-    columns = class_weight.detach()[start : start + shard.n_valid].to(dtype).contiguous()
+    columns = class_weight.detach()[start : start + shard.n_valid].to(compute_dtype(logits.dtype)).contiguous()
     return columns.clone() if columns.data_ptr() % VECTOR_BYTES else columns
 
 

@@ -95,7 +95,7 @@ def cross_entropy(
 
 def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:
     """Multiply row r of ``grad_logits [..., C]`` by ``grad_output [N]`` in place; 0 stays 0."""
-    grad = _rows(grad_logits).to(compute_dtype(grad_logits))
+    grad = _rows(grad_logits).to(compute_dtype(grad_logits.dtype))
     scaled = torch.where(grad == 0, 0.0, grad * grad_output.to(grad.dtype).unsqueeze(-1))
     grad_logits.copy_(scaled.view(grad_logits.shape))
 

@@ -132,11 +132,11 @@ class TokenOutputs(NamedTuple):
     """What a row comes to: a value, or a buffer for it, of what is asked for."""
 
     loss: Tensor  # [...] fp32
-    entropy: Tensor | None  # [...] fp32
-    lse: Tensor | None  # [...] fp32
-    sum_sq_probs: Tensor | None  # [...] fp32
-    mean_logit: Tensor | None  # [...] fp32
-    predictions: Tensor | None  # [...] int64
+    entropy: Tensor | None = None  # [...] fp32
+    lse: Tensor | None = None  # [...] fp32
+    sum_sq_probs: Tensor | None = None  # [...] fp32
+    mean_logit: Tensor | None = None  # [...] fp32
+    predictions: Tensor | None = None  # [...] int64
 
 
 class GradOutputs(NamedTuple):

@@ -49,9 +49,8 @@ def verify_group(
     with open_call(group, logits.device if isinstance(logits, Tensor) else None):
         for name in sorted(options.keys() - known):
             raise TypeError(f"{name}: must be an option of {function.__name__} or its log-probs")
-        num_items, class_weight, main_grad = (
-            options.pop(name, None) for name in ("num_items", "class_weight", "main_grad")
-        )
+        names = "num_items", "class_weight", "main_grad"
+        num_items, class_weight, main_grad = (options.pop(name, None) for name in names)
         temperature = taken_temperature(options)
         if "outputs" in options:
             options |= settings_of(options.pop("entropy", False), options.pop("outputs"))
@@ -62,8 +61,7 @@ def verify_group(
         if settings.shift:
             labels = next_labels(labels, settings.ignore_index)
         if weight is None:
-            tensors: dict[str, Any] = {"num_items": num_items, "class_weight": class_weight, "temperature": temperature}
-            plan = plan_call(logits, labels, settings, group=group, **tensors).plan
+            plan = plan_call(logits, labels, settings, group, num_items, class_weight, temperature).plan
         else:
             constants = None, class_weight, temperature
             given = Arguments(logits, weight, labels, bias, group, num_items, main_grad, *constants)

@@ -262,14 +262,14 @@ def cross_entropy(
         rows = grad_rows  # the smaller elements have the longer lines
     of_columns = class_weight if options.smoothing else None
     tensors = (base, labels, temperature, stats, divisor, *grads, loss, grad_base, of_columns)
-    strides = GradOutputs(*[None if grad is None else grad.stride(0) for grad in grads])
+    strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
     launch = _launch(dtypes_of(tensors), rows, strides, n_ranks, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start))
 
 
 @cache_launches
 def _launch(
-    dtypes: Dtypes, rows: Rows, grad_strides: GradOutputs, n_ranks: int, shard: VocabShard, options: LossOptions
+    dtypes: Dtypes, rows: Rows, strides: tuple[int | None, ...], n_ranks: int, shard: VocabShard, options: LossOptions
 ) -> Launch:
     # With the larger block these would take 77 registers: one row at a time on a multiprocessor.
     of_logits, of_grad = dtypes[0], dtypes[-2]
@@ -277,5 +277,5 @@ def _launch(
     block = choose_block(READ_AND_WRITE_EDGES if is_small else READ_AND_WRITE, shard.n_columns, of_grad.itemsize)
     n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid
     sizes = ShardSizes(shard.n_columns, n_valid, shard.vocab_size)
-    values = (grad_strides, sizes, n_ranks, options)
+    values = (GradOutputs(*strides), sizes, n_ranks, options)
     return walk_launch(cross_entropy_kernel, rows, values, block, RANKS=triton.next_power_of_2(n_ranks))

@@ -95,8 +95,9 @@ def dtypes_of(tensors: tuple[Tensor | None, ...]) -> tuple[torch.dtype | None, .
 
 
 def _is_observed() -> bool:
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any([getattr(hook, "calls", hook) for hook in hooks])
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def walk_launch(kernel: Any, rows: Rows, values: tuple[Any, ...], block: Block, **constants: Any) -> Launch:

@@ -224,7 +224,7 @@ def run(
     linear, inputs = plan_linear_call(given, settings, head)
     linear = linear._replace(call=linear.call._replace(top=top))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        outputs = as_token_outputs(_LinearCrossEntropy.apply(*inputs, linear))
+        outputs = as_token_outputs(_LinearCrossEntropy.apply(*inputs, linear), linear.call.plan)
     else:
         with torch.no_grad(), torch.autocast(inputs.hidden.device.type, enabled=False):
             outputs, _ = pipeline.forward(linear, inputs)
@@ -251,7 +251,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 outputs, stats = pipeline.forward(linear, inputs)
                 call = linear.call
                 ctx.save_for_backward(*inputs, stats, call.num_items, call.class_weight, call.temperature)
-        return as_returned(ctx, outputs, plan.options)
+        return as_returned(ctx, outputs, plan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -102,8 +102,7 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
     call, labels, plan = linear.call, inputs.labels, linear.call.plan
     outputs = pipeline.new_outputs(call, labels.shape, inputs.hidden)
     products = Products(linear, inputs, (False, False, False))
-    shape = (plan.n_ranks, labels.shape[0], len(plan.options.statistics))
-    stats = inputs.hidden.new_empty(shape, dtype=torch.float32)
+    stats = inputs.hidden.new_empty((plan.n_ranks, labels.shape[0], plan.n_statistics), dtype=torch.float32)
     own = stats[plan.rank : plan.rank + 1]
     for rows, states in products.hidden.chunks():
         logits, of_chunk = products.logits(states), own[:, rows]

@@ -93,7 +93,7 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings, *
         _check_expected(given.expected_grad_output, labels, settings, dtype)
     logits_dtype = head.logits_dtype or dtype
     plan = _plan_of_logits(dtype, logits_dtype, weight.shape[0], given, settings, rank, n_ranks)
-    weights = weights_of_columns(given.class_weight, plan.shard, hidden.device)
+    weights = None if given.class_weight is None else weights_of_columns(given.class_weight, plan.shard, hidden)
     num_items = None if given.num_items is None else checked_divisor(given.num_items, settings.reduction, hidden)
     # Each rank's chunks must be the same, whatever its own width.
     width = -(-plan.shard.vocab_size // n_ranks)

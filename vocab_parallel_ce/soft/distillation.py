@@ -158,7 +158,7 @@ def _of_topk(
         own |= {**comparable(settings, num_items), "rest": rest}
         verify.compare_call({"logits": student}, ids, plan.shard, own, beside="teacher_ids", subject="teacher_ids")
     known = TopKOptions(rest, options.temperature)
-    log_probs = walkable(log_probs.detach().to(compute_dtype(student)))
+    log_probs = walkable(log_probs.detach().to(compute_dtype(student.dtype)))
     call = PairCall(plan, TopK(plan.launchers, log_probs), known, N_STATISTICS, False, group, divisor)
     return run(call, student, log_probs, rows)
 

@@ -84,7 +84,7 @@ def divisor_of(
     if settings.reduction != "mean":
         return None
     if labels is None:
-        return logits.new_full((1,), logits.shape[:-1].numel(), dtype=compute_dtype(logits))
+        return logits.new_full((1,), logits.shape[:-1].numel(), dtype=compute_dtype(logits.dtype))
     return (~is_ignored(labels, settings.ignore_index)).sum().reshape(1)
 
 
@@ -104,7 +104,7 @@ def forward(
     """Return the loss, the ``[R, N, K]`` statistics of all ranks, and their mixture."""
     plan, launchers, own = call.plan, call.launchers, {"shard": call.plan.shard, "options": call.options}
     shape, mixture = logits.shape[:-1], None
-    loss = logits.new_empty(shape, dtype=compute_dtype(logits))
+    loss = logits.new_empty(shape, dtype=compute_dtype(logits.dtype))
     stats = logits.new_empty((plan.n_ranks, shape.numel(), call.n_statistics), dtype=loss.dtype)
     if call.has_mixture:
         mixture = logits.new_empty((plan.n_ranks, shape.numel(), 2), dtype=loss.dtype)
