@@ -86,7 +86,7 @@ def public(
             ):
                 # If it does not compile: Dynamo can leave this frame alone and still trace those below.
                 return (torch.compiler.disable(run) if compiles else untraced_run())(*args, **kwargs)
-            return run(*args, **kwargs) if verify.is_on else function(*args, **kwargs)
+            return run(*args, **kwargs) if verify.is_on and verifies else function(*args, **kwargs)
 
         return call  # type: ignore[return-value]
 

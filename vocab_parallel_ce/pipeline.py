@@ -84,7 +84,9 @@ def forward(
         options = at_temperature(plan.options, call.temperature)
         call.top.collect(logits, plan.shard, options)
         call.top.gather(stats, plan.rank, call.group)
-        call.top.count(logits, labels, stats, plan.shard, options, call.group)
+        if call.top.wants_rank:
+            counts = call.top.count(logits, labels, stats, plan.shard, options)
+            call.top.add_counts(counts, plan.n_ranks, call.group)
     if not is_alone:
         if call.divides_by_weights:
             divisor = divisor_of(call, stats)

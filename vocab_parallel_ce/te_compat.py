@@ -53,7 +53,7 @@ def parallel_cross_entropy(
     if _input is not None:
         if inp is not None:
             raise TypeError("_input: is the deprecated name of inp, got both")
-        warnings.warn("_input is deprecated, use inp", FutureWarning, stacklevel=4)
+        warnings.warn("_input is deprecated, use inp", FutureWarning, stacklevel=3)
         inp = _input
     if overwrite_input not in (None, True, False):
         raise TypeError(f"overwrite_input: expected a bool or None, got {overwrite_input!r}")

@@ -64,29 +64,31 @@ class Top:
         self.z, place = z.topk(self.k, dim=-1)
         self.ids = ids.gather(-1, place).long()
 
-    def count(
-        self, logits: Tensor, labels: Tensor, stats: Tensor, shard: VocabShard, options: LossOptions, group: object
-    ) -> None:
-        """Count how many z are larger than the label's, which the exchanged ``stats [R, N, K]`` have."""
-        if not self.wants_rank:
-            return
+    def count(self, logits: Tensor, labels: Tensor, stats: Tensor, shard: VocabShard, options: LossOptions) -> Tensor:
+        """Return ``[N]``, how many z of this rank are larger than the label's, which the exchanged ``stats`` have."""
         rows, column = _valid_rows(logits, shard), torch.arange(shard.n_valid, device=labels.device)
         label_z, own = stats[:, :, 2].amax(dim=0).unsqueeze(-1), (labels.long() - shard.start).unsqueeze(-1)
-        self.rank = torch.zeros_like(labels, dtype=torch.int64)
+        counts = torch.zeros_like(labels, dtype=torch.int64)
         t = options.temperature
         step = max(1, CHUNK_BYTES // (4 * shard.n_columns))
         for chunk in (slice(first, first + step) for first in range(0, labels.shape[0], step)):
             # The label's own z may be rounded otherwise here than in the statistics.
             of_chunk = options if t is None else options._replace(temperature=t[chunk])
             is_larger = (spec.transformed(rows[chunk], of_chunk)[0] > label_z[chunk]) & (column != own[chunk])
-            self.rank[chunk] = is_larger.sum(dim=-1)
-        if stats.shape[0] > 1 and labels.numel():
-            begin_all_reduce(self.rank, group).wait()
+            counts[chunk] = is_larger.sum(dim=-1)
+        return counts
+
+    def add_counts(self, counts: Tensor, n_ranks: int, group: object) -> None:
+        """Make the label's rank of the counts ``[N]`` of all ranks."""
+        if n_ranks > 1 and counts.numel():
+            begin_all_reduce(counts, group).wait()
+        self.rank = counts
 
     def reorder(self, to_tokens: Callable[[Tensor, float], Tensor]) -> None:
-        """Put the largest of rows into the order of tokens."""
+        """Put what was found of rows into the order of tokens."""
         if self.z is not None and self.ids is not None:
             self.z, self.ids = to_tokens(self.z, spec.NEG_INF), to_tokens(self.ids, -1)
+        self.rank = None if self.rank is None else to_tokens(self.rank, -1)
 
     def results(self, lse: Tensor, is_ignored: Tensor) -> dict[str, Tensor]:
         """Return what was asked for, for tokens ``[...]``. Without a number, rank and ids are -1.

@@ -112,13 +112,11 @@ def test_each_output_may_be_differentiated_by_itself_and_again(impl_device):
 
 @pytest.mark.parametrize("chunk_tokens", ["auto", 2])
 def test_the_largest(impl_device, chunk_tokens):
-    """Those of the logits, in the order of the tokens, of which ignored ones are left out."""
+    """Those of the logits and the label's rank, in the order of the tokens, of which ignored ones are left out."""
     impl, device = impl_device
     inputs = projection("some_ignored", exact=True)
     given = [tensor.to(device) for tensor in inputs[:3]]
-    found = linear_token_log_probs(*given, top_k=4, impl=impl, chunk_tokens=chunk_tokens)
-    want = token_log_probs(inputs.logits(), inputs.labels, top_k=4)
-    assert torch.equal(found.top_ids.cpu(), want.top_ids)
+    found = linear_token_log_probs(*given, top_k=4, outputs=("rank",), impl=impl, chunk_tokens=chunk_tokens)
+    want = token_log_probs(inputs.logits(), inputs.labels, top_k=4, outputs=("rank",))
+    assert torch.equal(found.top_ids.cpu(), want.top_ids) and torch.equal(found.rank.cpu(), want.rank)
     torch.testing.assert_close(found.top_log_probs.cpu(), want.top_log_probs, rtol=1e-6, atol=1e-6)
-    with pytest.raises(ValueError, match=r"^outputs: expected none that needs the logits again"):
-        linear_token_log_probs(*given, outputs=("rank",))

@@ -32,8 +32,7 @@ OF_DISTILLATION = {"divergence": "forward", "beta": 0.5, "labels": None, "hard_w
 OF_DISTILLATION |= {"group": None, "ignore_index": -100, "temperature": 1.0, "reduction": "mean", "gradient": "auto"}
 OF_DISTILLATION |= {"teacher_ids": None, "teacher_log_probs": None, "rest": "ignore"}
 OF_DISTILLATION |= {"impl": "auto", "check_labels": False, "vocab_size": None, "shard": None}
-OF_LOGITS_ONLY = ("gradient", "teacher_ids", "teacher_log_probs", "rest")
-OF_HEADS_DISTILLATION = {name: value for name, value in OF_DISTILLATION.items() if name not in OF_LOGITS_ONLY}
+OF_HEADS_DISTILLATION = {name: value for name, value in OF_DISTILLATION.items() if name != "gradient"}
 OF_HEADS_DISTILLATION |= {"student_bias": None, "teacher_bias": None, "reduce_hidden_grad": True}
 OF_HEADS_DISTILLATION |= {"chunk_tokens": "auto", "memory_budget": None}
 HEADS = ["student_hidden", "student_weight", "teacher_hidden", "teacher_weight"]

@@ -1,5 +1,7 @@
 """Distillation of a head from a teacher's head, chunk by chunk: numbers against fp64, refusals, ranks."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,11 +12,12 @@ from tests.support.inputs import IGNORE_INDEX, NAN, padded_shard
 from tests.support.logits_ranks import BOUNDS, assembled, even
 from tests.support.pairs import covering
 from tests.support.ranks import device_of, in_ranks, in_several_ranks, on_cpu
-from tests.support.soft import divergences, subtracted
+from tests.support.soft import divergences, subtracted, topk_losses
 from vocab_parallel_ce import VocabShard, linear_distillation_loss, verify_calls
 from vocab_parallel_ce.soft.distillation import DIVERGENCES
 
 TOKENS, WIDTH, OF_TEACHER, COLUMNS = 9, 12, 7, 40
+FACTORS = torch.linspace(-0.5, 1.5, TOKENS)  # of unreduced losses
 NAMES = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight", "student_bias", "teacher_bias")
 
 
@@ -50,15 +53,30 @@ def oracle(made, labels, dtype, reduction, masked, num_items=None, bounds=((0, C
         return torch.cat(parts, -1).to(dtype or torch.float32)
 
     student, teacher = logits("student"), logits("teacher")
-    losses = divergences(student, teacher, labels=labels, **options)
+    if "teacher_ids" in options:
+        losses = topk_losses(student, None, **{n: v for n, v in options.items() if n != "ignore_index"})
+    else:
+        losses = divergences(student, teacher, labels=labels, **options)
     if masked:
         losses = losses.where(labels != options.get("ignore_index", IGNORE_INDEX), 0.0)
     n_tokens = float((labels != options.get("ignore_index", IGNORE_INDEX)).sum()) if masked else TOKENS
-    loss = losses.sum() / (n_tokens ** (reduction == "mean") if num_items is None else float(num_items))
+    if reduction == "none":
+        loss = losses
+    else:
+        loss = losses.sum() / (n_tokens ** (reduction == "mean") if num_items is None else float(num_items))
     of_student = [made[name] for name in NAMES if name.startswith("student") and name in made]
     of_loss, of_grad = subtracted(student.detach(), teacher, options)
     largest = max(float(t.detach().abs().max()) for t in made.values())  # of what products multiply it with
-    return loss.detach(), torch.autograd.grad(loss * 0.75, of_student), (of_loss, of_grad / TOKENS * largest)
+    return (
+        loss.detach(),
+        torch.autograd.grad((loss * factor_of(reduction)).sum(), of_student),
+        (of_loss, of_grad / TOKENS * largest),
+    )
+
+
+def factor_of(reduction):
+    """What multiplies the loss before backward."""
+    return FACTORS if reduction == "none" else torch.tensor(0.75)
 
 
 def check(loss, grads, made, labels, **given):
@@ -72,11 +90,12 @@ def check(loss, grads, made, labels, **given):
 DIVISORS = {
     "mean": {"reduction": "mean"},
     "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
     "sum / fp32": {"reduction": "sum", "num_items": torch.tensor(6.5)},
     "mean / int": {"reduction": "mean", "num_items": 7},
 }
 PAIRS = covering(
-    divergence=(*DIVERGENCES, "js 0.2"),
+    divergence=(*DIVERGENCES, "js 0.2", "top-k ignore", "top-k bucket"),
     divisor=tuple(DIVISORS),
     temperature=(1.0, 2.5),
     hard=(None, 0.0, 0.3),  # None: without labels
@@ -85,7 +104,7 @@ PAIRS = covering(
     chunk_tokens=(1, 4, "auto"),
     reduce_hidden_grad=(True, False),
     bias=(True, False),
-    dtype=(torch.float32, torch.bfloat16),
+    dtype=(torch.float32, torch.bfloat16, torch.float16),
     of_teacher=(torch.float32, torch.bfloat16),
 )
 EACH = pytest.mark.parametrize("pair", PAIRS, ids=map(str, range(len(PAIRS))))
@@ -97,29 +116,51 @@ def given_of(pair):
     made = {n: t.to(pair["of_teacher" if n.startswith("teacher") else "dtype"]) for n, t in made.items()}
     made = {n: t for n, t in made.items() if pair["bias"] or "bias" not in n}
     labels[labels == IGNORE_INDEX] = pair["ignore_index"]
-    divergence, _, beta = pair["divergence"].partition(" ")
-    options = {"divergence": divergence, "temperature": pair["temperature"]} | ({"beta": 0.2} if beta else {})
-    options |= {"hard_weight": pair["hard"]} if pair["hard"] else {}
+    divergence, _, detail = pair["divergence"].partition(" ")
+    options = {"temperature": pair["temperature"]}
+    if divergence == "top-k":
+        teacher = F.linear(made["teacher_hidden"], made["teacher_weight"], made.get("teacher_bias")).float()
+        log_probs, ids = (teacher / pair["temperature"]).log_softmax(-1).topk(5)
+        options |= {"rest": detail, "teacher_ids": ids.flip(-1), "teacher_log_probs": log_probs.flip(-1)}
+    else:
+        options |= {"divergence": divergence} | ({"beta": 0.2} if detail else {})
+        options |= {"hard_weight": pair["hard"]} if pair["hard"] else {}
     return made, labels, options | DIVISORS[pair["divisor"]] | {"ignore_index": pair["ignore_index"]}
 
 
 def _in_rank(rank, group, pair, impl, device=None):
-    """``(loss, gradients, collectives of forward)`` with this rank's rows of both heads; the padding is large."""
+    """``(loss, gradients, collectives)`` with this rank's rows of both heads; the padding is large."""
     n_ranks, device = (1, device) if group is None else (group.size(), device_of(rank, group))
     made, labels, options = given_of(pair)
     start, stop = BOUNDS[pair["columns"]].get(n_ranks, even(COLUMNS // n_ranks, n_ranks))[rank]
     own = {n: t if "hidden" in n else padded_shard(t.t(), start, stop, 300.0).t().contiguous() for n, t in made.items()}
     own = {n: t.clone().to(device).requires_grad_(n.startswith("student")) for n, t in own.items()}
+    if "teacher_ids" in options:
+        own = {n: t for n, t in own.items() if n.startswith("student")}
+        options |= {n: options[n].to(device) for n in ("teacher_ids", "teacher_log_probs")}
     options |= {name: pair[name] for name in ("chunk_tokens", "reduce_hidden_grad")}
     options |= {"labels": None if pair["hard"] is None else labels.to(device), "group": group, "impl": impl}
     with record_collectives() as calls:
         loss = linear_distillation_loss(**own, **options, shard=VocabShard(start, stop, COLUMNS))
     with record_collectives() as in_backward:
-        loss.backward(torch.tensor(0.75, device=device))
-    assert not in_backward
+        loss.backward(factor_of(options["reduction"]).to(device))
+    assert {call.name for call in in_backward} <= ({"allreduce_"} if is_deferred(pair) else set())
     with pytest.raises(RuntimeError, match="second time|second backward|backward through the graph"):
-        loss.backward()
-    return loss, [own[n].grad for n in NAMES if n.startswith("student") and n in own], [call.name for call in calls]
+        loss.backward(torch.ones_like(loss))
+    grads = [own[n].grad for n in NAMES if n.startswith("student") and n in own]
+    return loss, grads, [call.name for call in calls + in_backward]
+
+
+def is_deferred(pair):
+    """Whether gradients are computed in backward."""
+    return pair["divisor"] == "none" or pair["dtype"] == torch.float16
+
+
+def n_chunks_of(pair, labels, device):
+    """On a CPU, ignored tokens are left out."""
+    is_left_out = pair["hard"] is not None and device.type == "cpu"
+    n_rows = int((labels != pair["ignore_index"]).sum()) if is_left_out else TOKENS
+    return 1 if pair["chunk_tokens"] == "auto" else -(-n_rows // pair["chunk_tokens"])
 
 
 def check_pair(pair, results):
@@ -135,9 +176,10 @@ def check_pair(pair, results):
     check(results[0][0], grads, made, labels, masked=masked, bounds=bounds, **options)
     for loss, _, calls in results:
         assert torch.equal(loss, results[0][0])
-        n_chunks = calls.count("_allgather_base_") / (1 + (options["divergence"] == "js"))
-        assert calls.count("allreduce_") == n_chunks * pair["reduce_hidden_grad"]
-        assert (n_chunks > 0) == (n_ranks > 1) and len(calls) == len([c for c in calls if "base" in c or "allr" in c])
+        n_chunks = 0 if n_ranks == 1 else n_chunks_of(pair, labels, loss.device)
+        n_gathers = n_chunks * (1 + (options.get("divergence") == "js"))
+        expected = {"_allgather_base_": n_gathers, "allreduce_": n_chunks * pair["reduce_hidden_grad"]}
+        assert Counter(calls) == Counter(expected)
 
 
 @pytest.mark.interpreted(4)
@@ -168,6 +210,9 @@ def _verified(rank, group):
         differing = ({"hard_weight": 0.1 * (rank + 1)}, {"temperature": 1.0 + rank}, {"teacher_hidden": 0})
         differing[2]["teacher_hidden"] = made["teacher_hidden"] * (1 + rank)
         errors = [error_of(lambda own=own: call(**own)) for own in differing]
+        tokens = {"teacher_ids": torch.zeros(TOKENS, 1).long(), "teacher_log_probs": -torch.ones(TOKENS, 1) - rank}
+        of_student = {n: t for n, t in made.items() if n.startswith("student")}
+        errors.append(error_of(lambda: linear_distillation_loss(**of_student, **tokens, group=group)))
         loss = call() * (1.0 + rank)
         return [*errors, error_of(loss.backward)]
 
@@ -175,7 +220,7 @@ def _verified(rank, group):
 @in_ranks((2,), (), ())
 def test_verification_compares_the_ranks(rank_pool, impl):
     first, second = rank_pool.run(_verified)
-    names = ("hard_weight", "temperature", "teacher_hidden", "gradient of loss")
+    names = ("hard_weight", "temperature", "teacher_hidden", "teacher_log_probs", "gradient of loss")
     assert first == second and all(f"ValueError: {n}: rank 1 of 2 has " in e for n, e in zip(names, first, strict=True))
 
 
@@ -212,8 +257,9 @@ def test_refusals_by_name():
         (TypeError, "student_bias: expected a torch.Tensor", {"student_bias": 1}),
         (TypeError, "teacher_hidden: expected a torch.Tensor, got list$", {"teacher_hidden": [1]}),
         (TypeError, "ignore_index: ", {"ignore_index": "x"}),
-        (ValueError, "reduction: expected 'mean' or 'sum'", {"reduction": "none"}),
         (ValueError, "hard_weight: expected labels", {"hard_weight": 0.5}),
+        (ValueError, "teacher_hidden: expected no head", {"teacher_ids": labels, "teacher_log_probs": labels}),
+        (ValueError, r"rest \(without teacher_ids\): ", {"rest": "bucket"}),
         (TypeError, "sequence_parallel: expected one of", {"sequence_parallel": True}),
         (ValueError, "labels: expected shape", {"labels": labels[:2]}),
     ):

@@ -9,7 +9,7 @@ from tests.support.inputs import DTYPES, IGNORE_INDEX
 from tests.support.logits import broad_rows
 from tests.support.pairs import covering
 from tests.support.ranks import in_several_ranks
-from tests.support.soft import Case, check, check_ranks, rank_bounds, run_in_rank
+from tests.support.soft import Case, check, check_ranks, rank_bounds, run_in_rank, topk_losses
 from vocab_parallel_ce import distillation_loss
 
 NAN, INF = float("nan"), float("inf")
@@ -19,19 +19,6 @@ ROWS, COLUMNS, K = 5, 43, 6
 def topk_loss(student, ignored, **options):
     """A call of the loss that has the teacher among its options."""
     return distillation_loss(student, **options)
-
-
-def topk_losses(student, ignored, *, teacher_ids, teacher_log_probs, rest="ignore", temperature=1.0):
-    """Differentiable unreduced losses in the dtype of ``student [N, V]``."""
-    log_s = (student / temperature).log_softmax(-1)
-    log_q = teacher_log_probs.to(student.dtype)
-    q, own = log_q.exp(), log_s.gather(-1, teacher_ids)
-    losses = (q * (log_q - own)).sum(-1)
-    if rest == "bucket":
-        r = (1 - q.sum(-1)).clamp(min=0)
-        others = log_s.scatter(-1, teacher_ids, -INF).logsumexp(-1)
-        losses = losses + torch.where(r == 0, 0.0, r * (r.clamp(min=1e-300).log() - others))
-    return losses
 
 
 def case_of(kind="peaked", dtype=torch.float32, columns=COLUMNS, labels=False, k=K, options=None, **ways):

@@ -41,7 +41,8 @@ _MATMULS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "matmul", "li
 
 def linear_every_output(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """Every output of :func:`linear_token_log_probs`, as :func:`of_every_output` says."""
-    return of_every_output(linear_token_log_probs(hidden, weight, labels, outputs=OUTPUTS, **options))
+    outputs = OUTPUTS + ("rank",) * options.pop("rank", False)
+    return of_every_output(linear_token_log_probs(hidden, weight, labels, outputs=outputs, **options))
 
 
 _OF_ORACLE = {

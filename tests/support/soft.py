@@ -77,6 +77,27 @@ def divergences(
     return (1 - hard_weight) * losses + hard_weight * hard
 
 
+def topk_losses(
+    student: Tensor,
+    ignored: Any,
+    *,
+    teacher_ids: Tensor,
+    teacher_log_probs: Tensor,
+    rest: str = "ignore",
+    temperature: float = 1.0,
+) -> Tensor:
+    """Differentiable unreduced losses in the dtype of ``student [N, V]``."""
+    log_s = (student / temperature).log_softmax(-1)
+    log_q = teacher_log_probs.to(student.dtype)
+    q, own = log_q.exp(), log_s.gather(-1, teacher_ids)
+    losses = (q * (log_q - own)).sum(-1)
+    if rest == "bucket":
+        r = (1 - q.sum(-1)).clamp(min=0)
+        others = log_s.scatter(-1, teacher_ids, NEG_INF).logsumexp(-1)
+        losses = losses + torch.where(r == 0, 0.0, r * (r.clamp(min=1e-300).log() - others))
+    return losses
+
+
 def subtracted(student: Tensor, teacher: Tensor, options: dict[str, Any]) -> tuple[float, float]:
     """Magnitudes of what a divergence subtracts: ``p * (|log s| + |log t|)``, of the worst row, and of one column."""
     log_s, log_t = ((z.double() / options.get("temperature", 1.0)).log_softmax(-1) for z in (student, teacher))

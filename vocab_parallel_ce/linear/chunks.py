@@ -74,8 +74,8 @@ class TokenOrder(NamedTuple):
     row_of_token: Tensor  # [N] int64
 
     def to_rows(self, values: Tensor, fill: float) -> Tensor:
-        """Return ``[M]``: ``values [N]`` in row order."""
-        return torch.cat([values, values.new_full((1,), fill)])[self.token_of_row]
+        """Return ``[M, ...]``: ``values [N, ...]`` in row order."""
+        return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[self.token_of_row]
 
     def to_tokens(self, values: Tensor, fill: float) -> Tensor:
         """Return ``[N, ...]``: ``values [M, ...]`` in token order."""

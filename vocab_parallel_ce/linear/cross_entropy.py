@@ -178,9 +178,11 @@ def linear_token_log_probs(
 ) -> Tensor | tuple[Tensor, Tensor] | TokenLogProbs:
     """:func:`token_log_probs` of ``hidden @ weight.T + bias``, which never exists as a whole.
 
-    Backward computes the logits again and the gradients of all outputs together.
+    Backward computes the logits again and the gradients of all outputs together. The output ``"rank"`` computes them
+    again in forward.
 
-    Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``.
+    Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``; ``"rank"`` has an all_reduce
+    of 8 bytes per token.
 
     Args:
         temperature, entropy, outputs, top_k: as in :func:`token_log_probs`.
@@ -190,8 +192,6 @@ def linear_token_log_probs(
         as :func:`token_log_probs`.
     """
     fixed = {**settings_of(entropy, outputs), "reduction": "none", "gradient": "in_backward"}
-    if fixed["rank"]:
-        raise ValueError("outputs: expected none that needs the logits again, got 'rank'; use token_log_probs")
     temperature = taken_temperature(keywords)
     given = Arguments(hidden, weight, labels, bias, group, None, main_grad, temperature=temperature)
     settings, head = split_keywords(keywords, LOG_PROB_KEYWORDS, linear_token_log_probs, **fixed)

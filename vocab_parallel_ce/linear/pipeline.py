@@ -97,7 +97,8 @@ class Products:
 def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
     """Return the outputs of all tokens, and the ``[R, M, K]`` statistics of all ranks.
 
-    Collectives: one all_gather of statistics; with sequence parallelism one of hidden states per chunk.
+    Collectives: one all_gather of statistics; with sequence parallelism one of hidden states per chunk. For the label's
+    rank, which takes the product a second time, one all_reduce, and one more all_gather of hidden states per chunk.
     """
     call, labels, plan = linear.call, inputs.labels, linear.call.plan
     outputs = pipeline.new_outputs(call, labels.shape, inputs.hidden)
@@ -115,6 +116,13 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
         all_gather_stats(stats, plan.rank, call.group)
     else:
         call.top.gather(stats, plan.rank, call.group)
+        if call.top.wants_rank:
+            counts = labels.new_zeros(labels.shape, dtype=torch.int64)
+            for rows, states in products.hidden.chunks():
+                options = at_temperature(plan.options, None if call.temperature is None else call.temperature[rows])
+                logits = products.logits(states)
+                counts[rows] = call.top.count(logits, labels[rows], stats[:, rows], plan.shard, options)
+            call.top.add_counts(counts, plan.n_ranks, call.group)
         if linear.order is not None:
             call.top.reorder(linear.order.to_tokens)
     divisor = pipeline.divisor_of(call, stats)
@@ -212,7 +220,7 @@ def backward(
         grads = GradOutputs(*[None if grad is None else grad * linear.overflow for grad in grads])
     if grads.loss is None:
         grads = grads._replace(loss=stats.new_zeros(()))
-    grads = GradOutputs(*[None if grad is None else _to_rows(linear, grad, stats.shape[1]) for grad in grads])
+    grads = GradOutputs(*[None if grad is None else to_rows(linear, grad, stats.shape[1]) for grad in grads])
     call, products = linear.call, Products(linear, inputs, wanted)
     if call.divides_by_weights:
         divisor = pipeline.divisor_of(call, stats)
@@ -282,7 +290,7 @@ def _at(outputs: TokenOutputs, rows: slice) -> TokenOutputs:
     return TokenOutputs(loss, *others)
 
 
-def _to_rows(linear: LinearCall, grad_output: Tensor, n_rows: int) -> Tensor:
+def to_rows(linear: LinearCall, grad_output: Tensor, n_rows: int) -> Tensor:
     """Return ``[M]``: a grad_output of one element for all rows, or of one per token."""
     if grad_output.dim() == 0:
         return grad_output.reshape(1).expand(n_rows)

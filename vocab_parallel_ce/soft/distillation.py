@@ -142,29 +142,27 @@ def _of_topk(
     num_items: float | Tensor | None,
 ) -> Tensor:
     """Compute the loss for a teacher that is known at k tokens."""
-    checks.check_choice("rest", rest, ("ignore", "bucket"))
-    if options.divergence != "forward" or options.hard_weight:
-        asked = f"divergence={options.divergence!r} and hard_weight={options.hard_weight:g}"
-        raise ValueError(f"teacher_ids: expected divergence='forward' and hard_weight=0, got {asked}")
-    _check_topk(ids, log_probs, student)
+    known = checked_topk(ids, log_probs, rest, options, student, "student_logits")
     plan = plan_pair(student, log_probs, labels, "teacher_log_probs", settings, group)
     divisor = divisor_of(student, labels, settings, num_items)
-    rows = packed_ids(ids, labels, plan.shard.vocab_size, settings.ignore_index)
-    if settings.check_labels:
-        left_out = log_probs.reshape(rows.shape) == NEG_INF
-        _check_ids(rows.masked_fill(left_out, IGNORED), plan.shard.vocab_size)
+    rows = checked_ids(ids, log_probs, labels, settings, plan.shard.vocab_size)
     if verify.open_calls:
         own = {"labels": None if labels is None else verify.shown(labels), "teacher_log_probs": verify.shown(log_probs)}
         own |= {**comparable(settings, num_items), "rest": rest}
         verify.compare_call({"logits": student}, ids, plan.shard, own, beside="teacher_ids", subject="teacher_ids")
-    known = TopKOptions(rest, options.temperature)
     log_probs = walkable(log_probs.detach().to(compute_dtype(student.dtype)))
     call = PairCall(plan, TopK(plan.launchers, log_probs), known, N_STATISTICS, False, group, divisor)
     return run(call, student, log_probs, rows)
 
 
-def _check_topk(ids: Any, log_probs: Any, student: Tensor) -> None:
-    """Check that there are k ids and log-probabilities per row."""
+def checked_topk(
+    ids: Any, log_probs: Any, rest: str, options: DivergenceOptions, student: Tensor, subject: str
+) -> TopKOptions:
+    """Check that there are k ids and log-probabilities per row of ``student``, which is ``subject``."""
+    checks.check_choice("rest", rest, ("ignore", "bucket"))
+    if options.divergence != "forward" or options.hard_weight:
+        asked = f"divergence={options.divergence!r} and hard_weight={options.hard_weight:g}"
+        raise ValueError(f"teacher_ids: expected divergence='forward' and hard_weight=0, got {asked}")
     checks.check_tensor("teacher_ids", ids)
     checks.check_tensor("teacher_log_probs", log_probs)
     if ids.dtype not in checks.LABEL_DTYPES:
@@ -173,21 +171,30 @@ def _check_topk(ids: Any, log_probs: Any, student: Tensor) -> None:
         raise TypeError(f"teacher_log_probs: dtype must be floating point, got {log_probs.dtype}")
     for name, tensor in {"teacher_ids": ids, "teacher_log_probs": log_probs}.items():
         if tensor.dim() == 0 or tensor.shape[:-1] != student.shape[:-1] or tensor.shape[-1] == 0:
-            expected = f"{tuple(student.shape[:-1])} and k, for student_logits {tuple(student.shape)}"
+            expected = f"{tuple(student.shape[:-1])} and k, for {subject} {tuple(student.shape)}"
             raise ValueError(f"{name}: shape must be {expected}, got {tuple(tensor.shape)}")
     if ids.shape != log_probs.shape:
         expected = f"that of teacher_log_probs, {tuple(log_probs.shape)}"
         raise ValueError(f"teacher_ids: shape must be {expected}, got {tuple(ids.shape)}")
     if ids.device != student.device:
-        raise ValueError(f"teacher_ids: device must be that of the logits, {student.device}, got {ids.device}")
+        raise ValueError(f"teacher_ids: device must be that of {subject}, {student.device}, got {ids.device}")
+    return TopKOptions(rest, options.temperature)
 
 
-def _check_ids(rows: Tensor, vocab_size: int) -> None:
-    """Raise ValueError for an id outside the vocabulary, or twice in a row. Waits for the device."""
-    checks.check_label_range(rows, vocab_size, IGNORED, subject="teacher_ids")
-    in_order = rows.sort(dim=-1).values
-    if bool(((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != IGNORED)).any()):
-        raise ValueError("teacher_ids: must be different in a row, got an id twice")
+def checked_ids(ids: Tensor, log_probs: Tensor, labels: Tensor | None, settings: Settings, vocab_size: int) -> Tensor:
+    """Return the :func:`packed_ids`.
+
+    With ``check_labels``, waits for the device and raises ValueError for an id outside the vocabulary, or twice in a
+    row.
+    """
+    rows = packed_ids(ids, labels, vocab_size, settings.ignore_index)
+    if settings.check_labels:
+        known = rows.masked_fill(log_probs.reshape(rows.shape) == NEG_INF, IGNORED)
+        checks.check_label_range(known, vocab_size, IGNORED, subject="teacher_ids")
+        in_order = known.sort(dim=-1).values
+        if bool(((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != IGNORED)).any()):
+            raise ValueError("teacher_ids: must be different in a row, got an id twice")
+    return rows
 
 
 def checked_options(

@@ -1,13 +1,14 @@
-"""Distillation of a head from a teacher's head: neither's logits exist as a whole.
+"""Distillation of a head from a teacher's head, or its k tokens: no logits exist as a whole.
 
 For each chunk of tokens both products are made, the student's into the buffer of ``linear.pipeline``, and the gradient
-replaces the student's logits there. Gradients are computed in forward, with the products of ``linear_cross_entropy``
-and one more for the teacher.
+replaces the student's logits there. Reduced losses compute their gradients in forward, with the products of
+``linear_cross_entropy`` and one more for the teacher. Unreduced ones, and fp16, do it in backward, which makes the
+logits again.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -17,15 +18,16 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.backward import Refusals, run_backward
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.cross_entropy import public
+from vocab_parallel_ce.layout import per_row
 from vocab_parallel_ce.linear import pipeline
 from vocab_parallel_ce.linear.cross_entropy import split_keywords
 from vocab_parallel_ce.linear.hidden_states import HiddenStates
 from vocab_parallel_ce.linear.pipeline import Gradients, Products, Wanted
 from vocab_parallel_ce.linear.plan import Arguments, Inputs, LinearCall, plan_linear_call
-from vocab_parallel_ce.options import divided_by, keyword_defaults, with_keywords
+from vocab_parallel_ce.options import Settings, divided_by, keyword_defaults, with_keywords
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.soft import divergence_spec
-from vocab_parallel_ce.soft.distillation import LAUNCHERS, check_columns, checked_options
+from vocab_parallel_ce.soft import divergence_spec, topk
+from vocab_parallel_ce.soft.distillation import LAUNCHERS, check_columns, checked_ids, checked_options, checked_topk
 from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
 from vocab_parallel_ce.soft.pairs import PairCall, launchers_of
 from vocab_parallel_ce.soft.pairs import forward as forward_of_pair
@@ -48,6 +50,7 @@ class LinearDistillationKeywords(TypedDict, total=False):
 
 
 KEYWORDS = keyword_defaults(LinearDistillationKeywords)
+NOTHING: Wanted = (False, False, False)
 REFUSALS = Refusals("linear distillation: backward ran a second time; its gradients are gone: call the loss again")
 
 
@@ -59,13 +62,19 @@ class Teacher(NamedTuple):
     bias: Tensor | None  # [C']
 
 
+class KnownTokens(NamedTuple):
+    """A teacher that is known at k tokens, in the order of the rows."""
+
+    log_probs: Tensor  # [M, k] fp32
+    ids: Tensor  # [M, k] int64, packed
+
+
 class Distillation(NamedTuple):
     """One checked call."""
 
     linear: LinearCall
-    teacher: Teacher
-    launchers: ModuleType
-    options: DivergenceOptions
+    teacher: Teacher | KnownTokens
+    pair: PairCall  # of a chunk's logits
 
 
 @public(lambda keywords: True)
@@ -74,12 +83,15 @@ class Distillation(NamedTuple):
 def linear_distillation_loss(
     student_hidden: Tensor,
     student_weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
+    teacher_hidden: Tensor | None = None,
+    teacher_weight: Tensor | None = None,
     *,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     group: Any = None,
+    teacher_ids: Tensor | None = None,
+    teacher_log_probs: Tensor | None = None,
+    rest: str = "ignore",
     divergence: str = "forward",
     beta: float = 0.5,
     labels: Tensor | None = None,
@@ -89,11 +101,12 @@ def linear_distillation_loss(
 ) -> Tensor:
     """:func:`distillation_loss` of ``hidden @ weight.T + bias`` of both models, which never exist as a whole.
 
-    Overwrites nothing. Forward computes the gradients of the student's tensors, and backward scales them. The
-    teacher's tensors get none. ``torch.compile`` breaks the graph here.
+    Overwrites nothing. Forward computes the gradients of the student's tensors, and backward scales them; for
+    ``"none"`` and fp16, backward makes both products again and computes them. The teacher's tensors get none.
+    ``torch.compile`` breaks the graph here.
 
-    Collectives: per chunk one all_gather of the statistics of :func:`distillation_loss` ("js": two), and one all_reduce
-    of the gradient of ``student_hidden``.
+    Collectives: per chunk one all_gather of the statistics of :func:`distillation_loss` ("js": two) in forward, and one
+    all_reduce of the gradient of ``student_hidden`` where that is computed.
 
     Args:
         student_hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank.
@@ -101,7 +114,7 @@ def linear_distillation_loss(
         teacher_hidden: ``[..., D']``, of the same leading dimensions. Must not require a gradient.
         teacher_weight: ``[C', D']``, of the dtype of ``teacher_hidden``, from the same column on.
         student_bias, teacher_bias: ``[C]`` and ``[C']``, or None.
-        reduction: ``"mean"`` or ``"sum"``; ``"none"`` only without a gradient.
+        teacher_ids, teacher_log_probs, rest: as in :func:`distillation_loss`, instead of the teacher's head.
         chunk_tokens, memory_budget, reduce_hidden_grad: as in :func:`linear_cross_entropy`, of the student's logits.
         others: as in :func:`distillation_loss`.
 
@@ -109,7 +122,7 @@ def linear_distillation_loss(
         fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``.
 
     Raises:
-        TypeError, ValueError: as :func:`linear_cross_entropy`; also for fp16 with a gradient, which would underflow.
+        TypeError, ValueError: as :func:`linear_cross_entropy`.
         RuntimeError: from backward, if it runs again, or with ``create_graph``.
     """
     temperature = keywords.pop("temperature", 1.0)
@@ -119,27 +132,67 @@ def linear_distillation_loss(
     if labels is None:  # nothing is ignored
         settings, options = settings._replace(ignore_index=-100), options._replace(ignore_index=-100)
     checks.check_hidden(student_hidden)
-    teacher = _checked_teacher(teacher_hidden, teacher_weight, teacher_bias, student_hidden)
+    heads, tokens = (teacher_hidden, teacher_weight, teacher_bias), (teacher_ids, teacher_log_probs)
+    known = _checked_tokens(heads, tokens, rest, options, student_hidden)
+    teacher = _checked_teacher(*heads, student_hidden) if known is None else None
     of_rows = student_hidden.new_zeros(student_hidden.shape[:-1], dtype=torch.int64) if labels is None else labels
     given = Arguments(student_hidden, student_weight, of_rows, student_bias, group, num_items, None)
     also: dict[str, Any] = {}
     if verify.open_calls:
-        of_teacher = f"shape {tuple(teacher_hidden.shape)}, norm {float(teacher.hidden.float().norm()):.4g}"
-        also = {"call": "two heads", "labels": labels is not None, "teacher_hidden": of_teacher} | options._asdict()
+        also = _comparable(teacher, tokens) | options._asdict() | {"labels": labels is not None, "rest": rest}
     linear, inputs = plan_linear_call(given, settings, head, **also)
-    plan = linear.call.plan
-    position = group_position(group)
-    check_columns(teacher.weight.shape[0], plan.shard, settings, *position, subject="teacher_weight: rows")
-    call = Distillation(linear, teacher, launchers_of(plan, *LAUNCHERS), options)
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
+    plan, of_call = linear.call.plan, (group, linear.call.num_items)
+    if teacher is not None:
+        position = group_position(group)
+        check_columns(teacher.weight.shape[0], plan.shard, settings, *position, subject="teacher_weight: rows")
+        is_js, n_statistics = options.divergence == "js", len(divergence_spec.statistics(options))
+        pair = PairCall(plan, launchers_of(plan, *LAUNCHERS), options, n_statistics, is_js, *of_call)
+        call = Distillation(linear, teacher, pair)
+    else:
+        pair = PairCall(plan, None, known, topk.N_STATISTICS, False, *of_call)
+        call = Distillation(linear, _known_tokens(*tokens, labels, settings, linear), pair)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        loss: Tensor = _LinearDistillation.apply(*inputs, call)
+    else:
         with torch.no_grad(), torch.autocast(student_hidden.device.type, enabled=False):
-            loss = _forward(call, inputs, (False, False, False))[0]
-        return loss.view(of_rows.shape) if settings.reduction == "none" else loss
-    if settings.reduction == "none" or plan.gradient != "in_forward":
-        asked = f"reduction={settings.reduction!r} of {linear.dtype}"
-        raise ValueError(f"reduction: expected 'mean' or 'sum' of bf16 or fp32 with a gradient, got {asked}")
-    result: Tensor = _LinearDistillation.apply(*inputs, call)
-    return result
+            loss = _forward(call, inputs)[0]
+    return loss.view(of_rows.shape) if settings.reduction == "none" else loss
+
+
+def _checked_tokens(
+    heads: tuple[Any, ...], tokens: tuple[Any, ...], rest: str, options: DivergenceOptions, student: Tensor
+) -> topk.TopKOptions | None:
+    """Check a teacher that is known at k tokens; None if there is none."""
+    if all(tensor is None for tensor in tokens):
+        checks.check_choice("rest (without teacher_ids)", rest, ("ignore",))
+        return None
+    if any(tensor is not None for tensor in heads):
+        raise ValueError("teacher_hidden: expected no head with teacher_ids and teacher_log_probs, got a tensor")
+    known = checked_topk(tokens[0], tokens[1], rest, options, student, "student_hidden")
+    if torch.is_grad_enabled() and tokens[1].requires_grad:
+        raise TypeError("teacher_log_probs: expected a tensor that requires no gradient, got one; pass its detach()")
+    return known
+
+
+def _comparable(teacher: Teacher | None, tokens: tuple[Any, ...]) -> dict[str, Any]:
+    """Return what verification compares of a teacher."""
+    if teacher is None:
+        of_ids, of_log_probs = map(verify.shown, tokens)
+        return {"call": "a head and teacher_ids", "teacher_ids": of_ids, "teacher_log_probs": of_log_probs}
+    hidden = teacher.hidden
+    of_states = f"shape {tuple(hidden.shape)}, norm {float(hidden.float().norm()):.4g}"
+    return {"call": "two heads", "teacher_hidden": of_states}
+
+
+def _known_tokens(
+    ids: Any, log_probs: Any, labels: Tensor | None, settings: Settings, linear: LinearCall
+) -> KnownTokens:
+    """Return checked ids and log-probabilities in the order of the rows."""
+    rows = checked_ids(ids, log_probs, labels, settings, linear.call.plan.shard.vocab_size)
+    log_probs = log_probs.detach().float().reshape(rows.shape)
+    if linear.order is not None:
+        rows, log_probs = linear.order.to_rows(rows, topk.IGNORED), linear.order.to_rows(log_probs, 0.0)
+    return KnownTokens(log_probs, rows)
 
 
 def _checked_teacher(hidden: Any, weight: Any, bias: Any, student: Tensor) -> Teacher:
@@ -165,47 +218,93 @@ def _checked_teacher(hidden: Any, weight: Any, bias: Any, student: Tensor) -> Te
     return Teacher(hidden.detach().reshape(-1, hidden.shape[-1]), weight.detach(), bias)
 
 
-def _forward(call: Distillation, inputs: Inputs, wanted: Wanted) -> tuple[Tensor, Gradients]:
-    """Return the loss of all tokens, and the gradients of their sum that are wanted."""
-    linear, teacher, options = call.linear, call.teacher, call.options
-    plan, divisor = linear.call.plan, linear.call.num_items
-    n_statistics, is_js = len(divergence_spec.statistics(options)), options.divergence == "js"
-    pair = PairCall(plan, call.launchers, options, n_statistics, is_js, linear.call.group, divisor)
-    products = Products(linear, inputs, wanted)
-    others = HiddenStates(linear._replace(dtype=teacher.hidden.dtype), teacher.hidden, False)
-    losses = []
-    for (rows, states), (_, teacher_states) in zip(products.hidden.chunks(), others.chunks(), strict=True):
-        logits, labels = products.logits(states), inputs.labels[rows]
-        teacher_logits = torch.nn.functional.linear(teacher_states, teacher.weight, teacher.bias)
-        loss, stats, mixture = forward_of_pair(pair, logits, teacher_logits, labels)
+def _forward(call: Distillation, inputs: Inputs, wanted: Wanted = NOTHING) -> tuple[Tensor, list[Any], Gradients]:
+    """Return the loss of all tokens, each chunk's statistics, and the gradients of the sum that are wanted."""
+    linear, products = call.linear, Products(call.linear, inputs, wanted)
+    losses, kept = [], []
+    for chunk in _chunks(call, products):
+        ones = inputs.hidden.new_ones((), dtype=torch.float32) if any(wanted) else None
+        loss, *statistics = _one_chunk(call, products, inputs, *chunk, None, ones)
         losses.append(loss)
-        if any(wanted):
-            ones = loss.new_ones(1).expand(logits.shape[0])
-            own = {"shard": plan.shard, "options": options}
-            call.launchers.gradient(logits, teacher_logits, labels, stats, mixture, divisor, ones, logits, **own)
-            d_hidden = products.hidden.new_gradient(rows)
-            products.write_d_hidden(logits, d_hidden)
-            del logits
-            products.finish_chunk(rows, states, d_hidden)
+        kept += statistics
     gradients = products.gradients()
-    if plan.reduction == "none":
+    if linear.call.plan.reduction == "none":
         of_rows = torch.cat(losses) if losses else inputs.hidden.new_empty(0, dtype=torch.float32)
-        return of_rows if linear.order is None else linear.order.to_tokens(of_rows, 0.0), gradients
-    return torch.stack(losses).sum() if losses else inputs.hidden.new_zeros((), dtype=torch.float32), gradients
+        return of_rows if linear.order is None else linear.order.to_tokens(of_rows, 0.0), kept, gradients
+    sums = torch.stack(losses).sum() if losses else inputs.hidden.new_zeros((), dtype=torch.float32)
+    return sums, kept, gradients
+
+
+def _backward(call: Distillation, inputs: Inputs, kept: list[Any], grad_output: Tensor, wanted: Wanted) -> Gradients:
+    """Return the gradients, from logits that are made again and each chunk's statistics."""
+    products = Products(call.linear, inputs, wanted)
+    of_rows = pipeline.to_rows(call.linear, grad_output, inputs.labels.shape[0])
+    for index, chunk in enumerate(_chunks(call, products)):
+        _one_chunk(call, products, inputs, *chunk, kept[2 * index : 2 * index + 2], of_rows[chunk[0]])
+    return products.gradients()
+
+
+def _chunks(call: Distillation, products: Products) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Yield rows, and the student's and the teacher's hidden states."""
+    if isinstance(call.teacher, KnownTokens):
+        for rows, states in products.hidden.chunks():
+            yield rows, states, None
+        return
+    of_teacher = call.linear._replace(dtype=call.teacher.hidden.dtype)
+    others = HiddenStates(of_teacher, call.teacher.hidden, False)
+    for (rows, states), (_, teacher_states) in zip(products.hidden.chunks(), others.chunks(), strict=True):
+        yield rows, states, teacher_states
+
+
+def _one_chunk(
+    call: Distillation,
+    products: Products,
+    inputs: Inputs,
+    rows: slice,
+    states: Tensor,
+    teacher_states: Tensor | None,
+    statistics: list[Any] | None,
+    grad_output: Tensor | None,
+) -> list[Any]:
+    """Return loss and statistics of a chunk, or None and those given. With ``grad_output``, add its gradients."""
+    pair, logits, loss = call.pair, products.logits(states), None
+    if isinstance(call.teacher, KnownTokens):
+        other, labels = call.teacher.log_probs[rows], call.teacher.ids[rows]
+        pair = pair._replace(launchers=topk.TopK(pair.plan.launchers, other))
+    else:
+        assert teacher_states is not None
+        other = torch.nn.functional.linear(teacher_states, call.teacher.weight, call.teacher.bias)
+        labels = inputs.labels[rows]
+    if statistics is None:
+        loss, *statistics = forward_of_pair(pair, logits, other, labels)
+    if grad_output is not None:
+        own = {"shard": pair.plan.shard, "options": pair.options}
+        factors = pair.divisor, per_row(grad_output, logits)
+        pair.launchers.gradient(logits, other, labels, *statistics, *factors, logits, **own)
+        d_hidden = products.hidden.new_gradient(rows)
+        products.write_d_hidden(logits, d_hidden)
+        products.finish_chunk(rows, states, d_hidden)
+    return [loss, *statistics]
 
 
 class _LinearDistillation(torch.autograd.Function):
-    """Saved: the gradients of the student's hidden states, weight and bias."""
+    """Saved: in_forward the gradients of the student's tensors; otherwise all tensors, and each chunk's statistics."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: Distillation
     ) -> Tensor:
-        ctx.linear, ctx.handed_on, ctx.device = call.linear, False, hidden.device
+        ctx.linear, ctx.handed_on, ctx.device, ctx.pair = call.linear, False, hidden.device, call.pair
+        ctx.of_teacher = type(call.teacher)
         ctx.set_materialize_grads(False)
+        inputs = Inputs(hidden, weight, bias, labels)
         with torch.autocast(hidden.device.type, enabled=False):
-            loss, gradients = _forward(call, Inputs(hidden, weight, bias, labels), ctx.needs_input_grad[:3])
-        ctx.save_for_backward(*gradients)
+            if call.linear.call.plan.gradient == "in_forward":
+                loss, _, gradients = _forward(call, inputs, ctx.needs_input_grad[:3])
+                ctx.save_for_backward(*gradients)
+            else:
+                loss, kept, _ = _forward(call, inputs)
+                ctx.save_for_backward(*inputs, *call.teacher, call.pair.divisor, *kept)
         return loss
 
     @staticmethod
@@ -215,5 +314,11 @@ class _LinearDistillation(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradients:
-    ctx.handed_on = True
-    return pipeline.scaled(ctx.linear, saved, grads.loss)
+    if ctx.linear.call.plan.gradient == "in_forward":
+        ctx.handed_on = True
+        return pipeline.scaled(ctx.linear, saved, grads.loss)
+    n = 4 + len(ctx.of_teacher._fields)
+    inputs, teacher, divisor, kept = Inputs(*saved[:4]), ctx.of_teacher(*saved[4:n]), saved[n], list(saved[n + 1 :])
+    call = Distillation(ctx.linear, teacher, ctx.pair._replace(divisor=divisor))
+    with torch.autocast(ctx.device.type, enabled=False):
+        return _backward(call, inputs, kept, grads.loss, ctx.needs_input_grad[:3])
