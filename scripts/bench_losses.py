@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench_lib.options import baseline_package
 from bench_lib.steps import head_of, measured, parser_of, run
 from bench_lib.timing import Ranks, joined_ranks
 from torch import Tensor
@@ -30,9 +32,9 @@ from vocab_parallel_ce import (
     vocab_parallel_cross_entropy,
 )
 
-LOGITS, LINEAR = ((4096, 128256), (8192, 32064)), ((4096, 4096, 128256),)
+LOGITS, LINEAR = ((4096, 128256), (8192, 32064)), ((4096, 4096, 128256), (16384, 4096, 128256))
 TINY = ((16, 100),), ((16, 8, 100),)
-OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit")
+OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "is_top1", "rank")
 CALLS, TOP = 4, 64
 Providers = dict[str, Callable[..., Any]]
 Made = Callable[[], list[list[Tensor]]]  # the tensors of each call
@@ -48,7 +50,7 @@ def over_logits(n_tokens: int, vocab_size: int, device: torch.device) -> tuple[P
     source, teacher = (random(n_tokens, vocab_size).mul_(3).bfloat16() for _ in range(2))
     probs, out = teacher.softmax(-1), torch.empty_like(source)
     labels = torch.randint(0, vocab_size, (n_tokens,), device=device, generator=generator)
-    class_weight = random(vocab_size).abs()
+    class_weight, temperature = random(vocab_size).abs(), random(n_tokens).abs() + 0.5
     in_place: Any = {"gradient": "in_backward"}
     loss = partial(vocab_parallel_cross_entropy, labels=labels)
     log_probs = partial(token_log_probs, labels=labels, **in_place)
@@ -72,11 +74,13 @@ def over_logits(n_tokens: int, vocab_size: int, device: torch.device) -> tuple[P
         f"distillation, top {TOP}": partial(distillation_loss, teacher_ids=ids, teacher_log_probs=top, **in_place),
         "token_log_probs": log_probs,
         **{f"token_log_probs, {name}": partial(log_probs, outputs=(name,)) for name in OUTPUTS},
+        f"token_log_probs, top_k={TOP}": partial(log_probs, top_k=TOP),
+        "token_log_probs, a temperature per token": partial(log_probs, temperature=temperature),
     }
     return providers, lambda: [[source.clone().requires_grad_()] for _ in range(CALLS)]
 
 
-def of_heads(n_tokens: int, width: int, vocab_size: int, device: torch.device) -> tuple[Providers, Made]:
+def of_heads(n_tokens: int, width: int, vocab_size: int, device: torch.device, baseline: Any) -> tuple[Providers, Made]:
     """Return the providers, of hidden states and a weight, and what makes these anew."""
     generator = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(n_tokens, width, device=device, generator=generator).bfloat16()
@@ -95,11 +99,14 @@ def of_heads(n_tokens: int, width: int, vocab_size: int, device: torch.device) -
         "linear, log_probs": log_probs,
         "linear, log_probs, logits_dtype": partial(log_probs, **wide),
     }
+    if baseline is not None:
+        providers["linear, baseline"] = partial(baseline.linear_cross_entropy, labels=labels)
+        providers["linear, log_probs, baseline"] = partial(baseline.linear_token_log_probs, labels=labels)
     return providers, lambda: [[hidden.requires_grad_(), weight.requires_grad_()]]
 
 
-def measure(shape: tuple[int, ...], ranks: Ranks, rounds: int) -> dict[str, Any]:
-    of_shape: Any = over_logits if len(shape) == 2 else of_heads
+def measure(shape: tuple[int, ...], ranks: Ranks, rounds: int, baseline: Any) -> dict[str, Any]:
+    of_shape: Any = over_logits if len(shape) == 2 else partial(of_heads, baseline=baseline)
     providers, made = of_shape(*shape, ranks.device)
     calls: list[list[Tensor]] = []
     ones = {shape: torch.ones(shape, device=ranks.device) for shape in (torch.Size(), torch.Size(shape[:1]))}
@@ -107,7 +114,8 @@ def measure(shape: tuple[int, ...], ranks: Ranks, rounds: int) -> dict[str, Any]
     def step(name: str) -> Tensor:
         for tensors in calls:
             found = providers[name](*tensors)
-            outputs = [found] if isinstance(found, Tensor) else [out for out in found if out is not None]
+            found = [found] if isinstance(found, Tensor) else [out for out in found if out is not None]
+            outputs = [found[0], *(out for out in found[1:] if out.requires_grad)]
             if outputs[0].requires_grad:
                 torch.autograd.grad(outputs, tensors, [ones[out.shape] for out in outputs])
         return outputs[0].detach().sum()
@@ -121,10 +129,14 @@ def measure(shape: tuple[int, ...], ranks: Ranks, rounds: int) -> dict[str, Any]
 
 
 def main() -> None:
-    words = parser_of(__doc__, rounds=15).parse_args()
+    parser = parser_of(__doc__, rounds=15)
+    parser.add_argument("--baseline", type=Path, metavar="DIR", help="another checkout, for its linear losses")
+    words = parser.parse_args()
+    baseline = None if words.baseline is None else baseline_package(words.baseline)
     with joined_ranks() as ranks:
-        logits, linear = TINY if words.tiny else (LOGITS, LINEAR)
-        run(head_of("losses"), [*logits, *linear], lambda shape: measure(shape, ranks, words.rounds), ranks, words.json)
+        shapes = [shape for kind in (TINY if words.tiny else (LOGITS, LINEAR)) for shape in kind]
+        head = head_of("losses")
+        run(head, shapes, lambda shape: measure(shape, ranks, words.rounds, baseline), ranks, words.json)
 
 
 if __name__ == "__main__":

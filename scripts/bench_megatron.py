@@ -67,7 +67,7 @@ def main() -> None:
         if words.curves:
             curves = example.compare(20, ranks.device)
             if ranks.is_first:
-                save(head_of("megatron_curves", modules) | {"curves": curves}, words.json)
+                save(head_of("megatron_curves", modules) | {"shape": example.SMALL, "curves": curves}, words.json)
         else:
             model, head = example.build(**SHAPE), head_of("megatron", modules) | {"shape": SHAPE}
             run(head, ROWS, lambda rows: measure(model, rows, SHAPE, ranks, words.rounds), ranks, words.json)

@@ -117,6 +117,14 @@ LINEAR_TARGETS: dict[LinearCase, dict[str, float]] = {
     LinearCase("mean", 16384, 128256, 4096, 4): {"ratio": 1.07, "gib_over_fp32_weight_gradient": 0.50},
     LinearCase("mean", 4096, 128256, 4096, 4): {"ratio": 1.12},
 }
+# Of scripts/bench_losses.py: a provider, whose time is over that of another, and the most that it may be.
+LOSSES_TARGETS = [
+    ("mean, class_weight", "mean", 1.03),
+    ("soft_cross_entropy", "copy", 2.75),
+    *((f"distillation, {name}", "copy", 2.75) for name in ("forward", "reverse", "js")),
+    *((f"token_log_probs, {name}", "token_log_probs", 1.05) for name in ("lse", "sum_sq_probs")),
+    ("linear, logits_dtype", "linear", 1.10),
+]
 SWEEPS = {
     "tokens": [(tokens, 128256) for tokens in (64, 256, 1024, 4096, 16384, 32768)],
     "vocabulary": [(4096, 2**k) for k in range(13, 19)],

@@ -18,6 +18,7 @@ from bench_lib.timing import GRAPH_MIXING
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "results"
+LOSSES = "losses_1gpu.json"  # of scripts/bench_losses.py
 KINDS = ["table", "options", "sweep_tokens", "sweep_vocabulary", "linear_table", "linear_memory", "linear_profile"]
 Document: TypeAlias = dict[str, Any]
 Result: TypeAlias = dict[str, Any]
@@ -99,7 +100,10 @@ def read_document(path: Path, ranks: int | None = None) -> Document:
 def read_documents(results: Path) -> dict[str, Document]:
     """The committed documents by file name, in the order of ``KINDS``."""
     names = {name_of(kind, ranks): ranks for kind in KINDS for ranks in (1, 2, 4)}
-    return {name: read_document(results / name, ranks) for name, ranks in names.items() if (results / name).exists()}
+    found = {name: read_document(results / name, ranks) for name, ranks in names.items() if (results / name).exists()}
+    if (results / LOSSES).exists():
+        found[LOSSES] = json.loads((results / LOSSES).read_text(encoding="utf-8"))
+    return found
 
 
 def case_of(result: Result) -> Case:

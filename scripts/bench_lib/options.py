@@ -6,15 +6,14 @@ import importlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+import vocab_parallel_ce
 from bench_lib.cases import OURS
 from bench_lib.providers import Provider
-from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
 
 ALL: dict[str, Any] = dict(label_smoothing=0.1, z_loss=1e-4, softcap=30.0, logit_scale=0.0625, return_metrics=True)
 OPTION_CALLS: dict[str, dict[str, Any]] = {
@@ -29,10 +28,14 @@ OPTION_CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def option_provider(name: str, options: dict[str, Any], loss: Callable[..., Any] | None = None) -> Provider:
-    """A call with ``options``, of ``loss`` or of this project's function."""
+# What there was before each of the options; the same calls of another checkout are measured beside it.
+BASELINES = ("mean", "mean, in_forward", "none", "token_log_probs", "token_log_probs, entropy")
+
+
+def option_provider(name: str, options: dict[str, Any], package: Any = vocab_parallel_ce, label: str = "") -> Provider:
+    """A call with ``options`` of the function of ``package`` that ``name`` says; ``label`` is added to the name."""
     is_loss = not name.startswith("token")
-    function = loss or (vocab_parallel_cross_entropy if is_loss else token_log_probs)
+    function = package.vocab_parallel_cross_entropy if is_loss else package.token_log_probs
     checked = {"reduction": "mean"} | options if is_loss else options
 
     def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
@@ -40,25 +43,24 @@ def option_provider(name: str, options: dict[str, Any], loss: Callable[..., Any]
         outputs = returned if isinstance(returned, tuple) else (returned,)
         return tuple(out for out in outputs if isinstance(out, Tensor))  # metrics have no gradient
 
-    return Provider(name, lambda m: loss_of, OURS, "vocab-parallel-ce", options=checked)
+    return Provider(name + label, lambda m: loss_of, OURS, "vocab-parallel-ce", options=checked)
 
 
-def baseline_loss(checkout: Path) -> Callable[..., Any]:
-    """The public function of another checkout, imported under a name of its own."""
+def baseline_package(checkout: Path) -> Any:
+    """The package of another checkout, imported under a name of its own."""
     name = f"baseline_{OURS}"
     parent = Path(tempfile.mkdtemp())
     shutil.copytree(checkout / OURS, parent / name, ignore=shutil.ignore_patterns("__pycache__"))
     for source in (parent / name).rglob("*.py"):
         source.write_text(source.read_text().replace(OURS, name))
     sys.path.insert(0, str(parent))
-    loss: Callable[..., Any] = importlib.import_module(name).vocab_parallel_cross_entropy
-    return loss
+    return importlib.import_module(name)
 
 
 def option_providers(baseline: Path | None = None) -> list[Provider]:
-    """Every option's call, and without options also the loss of the checkout ``baseline``."""
+    """Every option's call, and those of ``BASELINES`` of the checkout ``baseline`` too."""
     providers = [option_provider(name, options) for name, options in OPTION_CALLS.items()]
     if baseline is not None:
-        loss = baseline_loss(baseline)
-        providers += [option_provider(f"{kind}, baseline", {"reduction": kind}, loss) for kind in ("mean", "none")]
+        package = baseline_package(baseline)
+        providers += [option_provider(name, OPTION_CALLS[name], package, ", baseline") for name in BASELINES]
     return providers

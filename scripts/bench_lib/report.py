@@ -11,8 +11,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_lib.cases import IN_FORWARD, LINEAR_TARGETS, LOGITS_TARGETS, OPTIONS, OURS, Case, LogitsCase
-from bench_lib.documents import Document, Result, case_of, is_ours, is_timed, name_of, package_versions, results_by_case
+from bench_lib.cases import IN_FORWARD, LINEAR_TARGETS, LOGITS_TARGETS, LOSSES_TARGETS, OPTIONS, OURS, Case, LogitsCase
+from bench_lib.documents import (
+    LOSSES,
+    Document,
+    Result,
+    case_of,
+    is_ours,
+    is_timed,
+    name_of,
+    package_versions,
+    results_by_case,
+)
 
 TEMPLATE = Path(__file__).with_name("performance.template.md")
 BEGIN, END = "<!-- begin: speed -->", "<!-- end: speed -->"
@@ -249,6 +259,13 @@ def targets_part(documents: dict[str, Document]) -> str:
                 unit = UNITS[metric].replace("copy", "matmuls" if kind == "linear_table" else "copy")
                 measured = "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
                 rows.append([row_name(case, provider, case.ranks), f"<= {bound:g} {unit}", measured, met])
+    cases = documents.get(LOSSES, {"cases": []})["cases"]
+    times = {case["case"]: {result["provider"]: result["ms"] for result in case["results"]} for case in cases}
+    for provider, base, bound in LOSSES_TARGETS:
+        found = {name: of[provider] / of[base] for name, of in times.items() if provider in of}
+        measured = ", ".join(f"{value:.3f} ({name})" for name, value in found.items()) or "-"
+        met = "not measured" if not found else "met" if max(found.values()) <= bound else "**missed**"
+        rows.append([f"{provider}, 1 GPU", f"<= {bound:g} x {base}", measured, met])
     count = sum(row[-1] == "met" for row in rows)
     return f"{count} of {len(rows)} targets are met.\n\n{table(['case', 'target', 'measured', ''], rows)}"
 

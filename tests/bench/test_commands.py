@@ -49,8 +49,8 @@ def test_options_beside_another_checkout(tmp_path):
     """The baseline is this checkout: a copy of the package under another name."""
     document = run(tmp_path, "options", "--shape", "4x64", "--baseline", str(SCRIPTS.parent))
     results = next(iter(documents.results_by_case(document).values()))
-    assert list(results) == [*options.OPTION_CALLS, "mean, baseline", "none, baseline"]
-    assert options.baseline_loss(SCRIPTS.parent).__module__.startswith(f"baseline_{OURS}.")
+    assert list(results) == [*options.OPTION_CALLS, *(f"{name}, baseline" for name in options.BASELINES)]
+    assert options.baseline_package(SCRIPTS.parent).__name__ == f"baseline_{OURS}"
 
 
 def test_a_failed_measurement_is_an_error_and_leaves_no_finished_document(tmp_path, monkeypatch):

@@ -42,7 +42,7 @@ def test_the_examples_of_a_page_in_their_order(page):
     torch.manual_seed(0)
     names: dict[str, object] = {}
     for example in BLOCKS[page]:
-        if "init_process_group" not in example and _has_frameworks(example):
+        if "init_process_group" not in example and not _absent_frameworks(example):
             exec(example, names)
     if "install" in names:
         from vocab_parallel_ce.integrations.transformers import uninstall
@@ -50,10 +50,21 @@ def test_the_examples_of_a_page_in_their_order(page):
         uninstall()
 
 
-def _has_frameworks(example):
-    """Whether the frameworks that an example imports, or whose integration it does, are installed."""
+def _absent_frameworks(example):
+    """Names of the frameworks that an example imports, or whose integration it does, and that are not installed."""
     names = re.findall(r"^(?:import|from) (\w+)|integrations[. ](?:import )?(\w+)", example, flags=re.MULTILINE)
-    return all(importlib.util.find_spec(name or of_integration) for name, of_integration in names)
+    names = dict.fromkeys(name or of_integration for name, of_integration in names)
+    return [name for name in names if name != "dtensor" and not importlib.util.find_spec(name)]
+
+
+OF_ABSENT = [(page, n) for page, blocks in BLOCKS.items() for n, each in enumerate(blocks) if _absent_frameworks(each)]
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(("page", "number"), OF_ABSENT)
+def test_an_example_of_a_framework_that_is_not_here(page, number):
+    compile(BLOCKS[page][number], page, "exec")
+    pytest.skip(f"not run: needs {', '.join(_absent_frameworks(BLOCKS[page][number]))}")
 
 
 def _printed(example):
