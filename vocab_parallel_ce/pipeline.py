@@ -82,7 +82,7 @@ def forward(
         all_gather_stats(stats, plan.rank, call.group)
     else:
         options = at_temperature(plan.options, call.temperature)
-        call.top.collect(logits, plan.shard, options)
+        call.top.collect(logits, labels, plan.shard, options)
         call.top.gather(stats, plan.rank, call.group)
         if call.top.wants_rank:
             counts = call.top.count(logits, labels, stats, plan.shard, options)

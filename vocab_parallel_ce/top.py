@@ -5,7 +5,8 @@ Each rank finds the ``k`` largest z of its columns. They travel in the all_gathe
     own statistics [N, K], z [N, k] fp32, ids [N, k] int32 -- packed, all_gather --> the same of every rank
 
 The largest ``k`` of the ``R * k`` are those of the vocabulary. A rank is counted afterwards: how many z are larger than
-the label's, which the statistics have. That is a second read of the logits and a second exchange, of 8 bytes per token.
+the label's, which the statistics have. That is a second read of the logits and a second exchange, of 8 bytes per token;
+with a softcap also one of z of the labels, 4 bytes.
 """
 
 from __future__ import annotations
@@ -33,19 +34,32 @@ class Top:
         self.z: Tensor | None = None  # [N, k] fp32, of the vocabulary
         self.ids: Tensor | None = None  # [N, k] int64
         self.rank: Tensor | None = None  # [N] int64
+        self.label_z: list[Tensor] = []  # of each chunk of rows [n], or of all; of capped logits alone
 
-    def collect(self, logits: Tensor, shard: VocabShard, options: LossOptions) -> None:
-        """Find the largest of this rank's columns of ``logits [..., C]``, the next rows."""
+    def collect(self, logits: Tensor, labels: Tensor, shard: VocabShard, options: LossOptions) -> None:
+        """Find the largest of this rank's columns of ``logits [..., C]``, the next rows, and z of the labels."""
+        rows = _valid_rows(logits, shard)
+        if self.wants_rank and options.softcap is not None:
+            # A kernel's tanh is another than PyTorch's, which the other columns have: equal logits would differ.
+            own = labels.long() - shard.start
+            owned = (own >= 0) & (own < shard.n_valid)
+            at_label = F.pad(rows, (0, 1)).gather(-1, own.where(owned, shard.n_valid).unsqueeze(-1))
+            self.label_z.append(spec.transformed(at_label, options)[0].squeeze(-1).where(owned, 0.0))
         if self.k is None:
             return
-        x, column = _valid_rows(logits, shard).topk(min(self.k, shard.n_valid), dim=-1)
+        x, column = rows.topk(min(self.k, shard.n_valid), dim=-1)
         z, _ = spec.transformed(x, options)
         missing = (0, self.k - x.shape[-1])
         ids = F.pad((column + shard.start).int(), missing, value=-1)
         self.largest.append((F.pad(z, missing, value=spec.NEG_INF), ids))
 
     def gather(self, stats: Tensor, rank: int, group: object) -> None:
-        """Exchange ``stats [R, N, K]`` and what was collected, in one all_gather."""
+        """Exchange ``stats [R, N, K]`` and what was collected, in one all_gather; z of labels in an all_reduce."""
+        if self.label_z:
+            label_z = torch.cat(self.label_z)
+            if stats.shape[0] > 1 and label_z.numel():
+                begin_all_reduce(label_z, group).wait()  # one rank has it, the others 0
+            self.label_z = [label_z]
         if self.k is None:
             return all_gather_stats(stats, rank, group)
         n_ranks, n_rows, n_stats = stats.shape
@@ -64,14 +78,21 @@ class Top:
         self.z, place = z.topk(self.k, dim=-1)
         self.ids = ids.gather(-1, place).long()
 
-    def count(self, logits: Tensor, labels: Tensor, stats: Tensor, shard: VocabShard, options: LossOptions) -> Tensor:
-        """Return ``[N]``, how many z of this rank are larger than the label's, which the exchanged ``stats`` have."""
+    def count(
+        self, logits: Tensor, labels: Tensor, stats: Tensor, shard: VocabShard, options: LossOptions, first: int = 0
+    ) -> Tensor:
+        """Return ``[n]``, how many z of this rank are larger than the label's, in the ``n`` rows from ``first`` on.
+
+        ``stats [R, n, K]`` are exchanged already.
+        """
         rows, column = _valid_rows(logits, shard), torch.arange(shard.n_valid, device=labels.device)
-        label_z, own = stats[:, :, 2].amax(dim=0).unsqueeze(-1), (labels.long() - shard.start).unsqueeze(-1)
+        of_rows = slice(first, first + labels.shape[0])
+        label_z = self.label_z[0][of_rows] if self.label_z else stats[:, :, 2].amax(dim=0)
+        label_z, own = label_z.unsqueeze(-1), (labels.long() - shard.start).unsqueeze(-1)
         counts = torch.zeros_like(labels, dtype=torch.int64)
         t = options.temperature
         step = max(1, CHUNK_BYTES // (4 * shard.n_columns))
-        for chunk in (slice(first, first + step) for first in range(0, labels.shape[0], step)):
+        for chunk in (slice(begin, begin + step) for begin in range(0, labels.shape[0], step)):
             # The label's own z may be rounded otherwise here than in the statistics.
             of_chunk = options if t is None else options._replace(temperature=t[chunk])
             is_larger = (spec.transformed(rows[chunk], of_chunk)[0] > label_z[chunk]) & (column != own[chunk])

@@ -118,7 +118,8 @@ def compare_call(
     """Raise the same ValueError on every rank unless the arguments of a pending call fit together.
 
     ``tensors`` are all that may need a gradient, first ``logits [..., C]`` or ``hidden [..., D]``. ``beside`` names
-    what stands beside them instead of labels, ``subject`` what ``labels`` are.
+    what stands beside them instead of labels, ``subject`` what ``labels`` are. Tensors among ``options`` are hidden
+    states.
     """
     call = _pending_call()
     if call is None:
@@ -131,22 +132,25 @@ def compare_call(
         f"{name}.device.type": first.device.type,
         f"{subject}.dtype": labels.dtype,
         f"{subject}.shape": tuple(labels.shape),
-        **options,
     }
+    states = {each: value for each, value in options.items() if isinstance(value, Tensor)}
+    facts |= {each: value for each, value in options.items() if each not in states}
+    facts |= {f"{each}.shape": tuple(value.shape) for each, value in states.items()}
     for each, tensor in tensors.items():
         is_needed = tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
         facts[f"{each}.requires_grad"] = "True" if is_needed else "False, or under torch.no_grad"
-    fingerprint = None
     if name == "hidden" and not options["sequence_parallel"]:
-        fingerprint = _fingerprint(first, labels.long() != options["ignore_index"])
-    reports = call.exchange(facts, shard=shard, labels=_checksum(labels), hidden=fingerprint)
+        states[name] = first
+    is_valid = labels.long() != options["ignore_index"] if states else labels
+    fingerprints = {each: _fingerprint(value, is_valid) for each, value in states.items()}
+    reports = call.exchange(facts, shard=shard, labels=_checksum(labels), hidden=fingerprints)
     _compare_shards([report["shard"] for report in reports])
     if len({report["labels"] for report in reports}) > 1:
         of_ranks = torch.stack(all_gather_objects(labels.cpu(), call.group, call.device))
         position = (of_ranks != of_ranks[0]).any(0).nonzero()[0].tolist()
         _compare(f"{subject}{position}", [own[tuple(position)].item() for own in of_ranks])
-    if fingerprint:
-        _compare_hidden([report["hidden"] for report in reports])
+    for each in states:
+        _compare_hidden(each, [report["hidden"][each] for report in reports])
 
 
 def compare_backward(**grad_outputs: Tensor | None) -> None:
@@ -172,7 +176,7 @@ def _checksum(values: Tensor) -> str:
 
 def _fingerprint(hidden: Tensor, is_valid: Tensor) -> tuple[float, ...]:
     """Return the norm of the valid rows of ``hidden [..., D]`` and 4 projections of them."""
-    rows = hidden.detach().float().masked_fill(~is_valid.unsqueeze(-1), 0.0).flatten(0, -2)
+    rows = hidden.detach().float().flatten(0, -2).masked_fill(~is_valid.reshape(-1, 1), 0.0)
     n_tokens, n_features = rows.shape
     right = (torch.arange(n_features * 4, device=rows.device) * 2.399963).cos()
     left = (torch.arange(n_tokens, device=rows.device) * 1.7320508 + 0.5).cos()
@@ -206,11 +210,11 @@ def _compare_shards(shards: Sequence[VocabShard]) -> None:
         raise ValueError(f"shard: {expected}, got by rank {', '.join(f'[{a}, {b})' for a, b in columns)}")
 
 
-def _compare_hidden(fingerprints: Sequence[tuple[float, ...]]) -> None:
-    """Raise ValueError if fingerprints differ by more than rounding."""
+def _compare_hidden(name: str, fingerprints: Sequence[tuple[float, ...]]) -> None:
+    """Raise ValueError if fingerprints of hidden states differ by more than rounding."""
     prints = torch.tensor(fingerprints)
     difference = (prints.unsqueeze(1) - prints).abs().amax(-1)
     is_close = ~(difference > TOLERANCE * prints[:, 0].max())  # nothing differs from NaN or infinity
     usual = max(range(len(prints)), key=is_close.sum(1).tolist().__getitem__)
     values = [usual if close else rank for rank, close in enumerate(is_close[usual].tolist())]
-    _compare("hidden", values, [f"values of norm {norm:g}" for norm, *_ in fingerprints])
+    _compare(name, values, [f"values of norm {norm:g}" for norm, *_ in fingerprints])

@@ -139,6 +139,16 @@ def test_the_largest_and_the_rank(impl_device, options, dtype):
     assert not values[3].any() and values[4].isnan().all()
 
 
+def test_equal_logits_are_not_larger(impl_device):
+    """A kernel's tanh has other digits than PyTorch's."""
+    impl, device = impl_device
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = (torch.randn(48, 4000, generator=generator) * 2).bfloat16(), torch.arange(48)
+    own = logits.gather(-1, labels.unsqueeze(-1))
+    found = token_log_probs(logits.to(device), labels.to(device), outputs=("rank",), softcap=30.0, impl=impl)
+    assert torch.equal(found.rank.cpu(), (logits > own).sum(-1)) and ((logits == own).sum(-1) > 1).any()
+
+
 @pytest.mark.reference
 def test_rows_with_fewer_numbers_than_are_asked_for_or_none():
     logits = torch.tensor([[-INF, 1.0, -INF, 0.0], [NAN, 1, 2, 3], [-INF] * 4, [INF, 1, 2, 3]])

@@ -258,14 +258,14 @@ def test_most_ranks_are_right_and_of_a_tie_the_side_of_the_lowest(values, odd, u
     error = error_of(verify._compare, "x", values, (), "; do")
     assert error == f"ValueError: x: rank {odd} of 4 has {values[odd]}, {others}; do"
     prints = [(float(value), float(value) * 0.1) for value in values]
-    assert error_of(verify._compare_hidden, prints).startswith(f"ValueError: hidden: rank {odd} ")
+    assert error_of(verify._compare_hidden, "hidden", prints).startswith(f"ValueError: hidden: rank {odd} ")
 
 
 @pytest.mark.reference
 def test_hidden_states_that_rounding_or_nan_sets_apart_are_not_compared():
     for other in ((100.9, 52.0), (float("nan"), 0.0), (float("inf"), float("-inf"))):
-        verify._compare_hidden([(100.0, 50.0), other, (99.0, 50.0)])
-    assert error_of(verify._compare_hidden, [(100.0, 50.0), (100.0, 54.0)])
+        verify._compare_hidden("hidden", [(100.0, 50.0), other, (99.0, 50.0)])
+    assert error_of(verify._compare_hidden, "hidden", [(100.0, 50.0), (100.0, 54.0)])
 
 
 @pytest.mark.reference

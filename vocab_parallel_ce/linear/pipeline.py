@@ -111,7 +111,7 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
         given: dict[str, Any] = {"shard": plan.shard, "options": plan.options, "class_weight": call.class_weight}
         plan.launchers.online_softmax(logits, labels[rows], of_chunk, 0, None, temperature=temperature, **given)
         if call.top is not None:
-            call.top.collect(logits, plan.shard, at_temperature(plan.options, temperature))
+            call.top.collect(logits, labels[rows], plan.shard, at_temperature(plan.options, temperature))
     if call.top is None:
         all_gather_stats(stats, plan.rank, call.group)
     else:
@@ -121,7 +121,8 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
             for rows, states in products.hidden.chunks():
                 options = at_temperature(plan.options, None if call.temperature is None else call.temperature[rows])
                 logits = products.logits(states)
-                counts[rows] = call.top.count(logits, labels[rows], stats[:, rows], plan.shard, options)
+                of_chunk = stats[:, rows]
+                counts[rows] = call.top.count(logits, labels[rows], of_chunk, plan.shard, options, rows.start)
             call.top.add_counts(counts, plan.n_ranks, call.group)
         if linear.order is not None:
             call.top.reorder(linear.order.to_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -71,8 +72,10 @@ class LinearCall(NamedTuple):
     expected: Expected | None  # of reduction "none", whose gradients forward computes
 
 
-def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings, **own: Any) -> tuple[LinearCall, Inputs]:
-    """Check the arguments and plan the call; changes nothing. Verification compares ``own`` too."""
+def plan_linear_call(
+    given: Arguments, settings: Settings, head: HeadSettings, check: Callable[[Plan], None] | None = None, **own: Any
+) -> tuple[LinearCall, Inputs]:
+    """Check the arguments and plan the call; changes nothing. Verification compares ``own`` too, after ``check``."""
     hidden, labels, main_grad, expected = given.hidden, given.labels, given.main_grad, given.expected_grad_output
     checks.check_hidden(hidden)
     checks.check_labels(labels, hidden, "hidden")
@@ -101,15 +104,11 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings, *
     chunk = chunk_of(head, labels.numel(), hidden.shape[-1], width, bytes_per_logit)
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)
-    rows, overflow = flat(labels), None
+    rows = flat(labels)
     is_valid = ~is_ignored(rows, plan.options.ignore_index)
     chunks, order = _chunks_and_order(is_valid, labels.shape, chunk, n_ranks, head)
-    if settings.reduction == "mean" or head.valid_tokens is not None:
-        n_valid = is_valid.sum()
-        if settings.reduction == "mean" and weights is None:
-            num_items = n_valid.reshape(1)
-        if head.valid_tokens is not None:
-            overflow = torch.where(n_valid > head.valid_tokens, float("nan"), 1.0)
+    if settings.reduction == "mean" and weights is None:
+        num_items = is_valid.sum().reshape(1)
     if order is not None:
         rows = order.to_rows(rows.long(), plan.options.ignore_index)
     by_weights = weights is not None and settings.reduction == "mean"
@@ -119,19 +118,26 @@ def plan_linear_call(given: Arguments, settings: Settings, head: HeadSettings, *
         logits_dtype=logits_dtype,
         chunks=chunks,
         order=order,
-        overflow=overflow,
+        overflow=_overflow(is_valid, head.valid_tokens),
         sequence_parallel=head.sequence_parallel and n_ranks > 1,
         reduces=head.reduce_hidden_grad and n_ranks > 1,
         main_grad=main_grad,
         parameter=given.weight if hasattr(given.weight, "grad_added_to_main_grad") else None,
         expected=None if expected is None else expected_of(expected, is_valid, order),
     )
+    if check is not None:
+        check(plan)
     if verify.open_calls:
         own |= {"main_grad": main_grad is not None, "dtype of the products": dtype}
         own["expected_grad_output"] = expected is not None
         options = comparable(settings, given.num_items, *given[-2:]) | head._asdict() | own
         verify.compare_call({"hidden": hidden, "weight": weight, "bias": bias}, labels, plan.shard, options)
     return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows)
+
+
+def _overflow(is_valid: Tensor, valid_tokens: int | None) -> Tensor | None:
+    """Return the factor of the loss ``[]``: NaN if more tokens are valid than the caller said."""
+    return None if valid_tokens is None else torch.where(is_valid.sum() > valid_tokens, float("nan"), 1.0)
 
 
 def _temperature(given: Arguments, order: TokenOrder | None) -> Tensor | None:

@@ -176,8 +176,11 @@ def checked_topk(
     if ids.shape != log_probs.shape:
         expected = f"that of teacher_log_probs, {tuple(log_probs.shape)}"
         raise ValueError(f"teacher_ids: shape must be {expected}, got {tuple(ids.shape)}")
-    if ids.device != student.device:
-        raise ValueError(f"teacher_ids: device must be that of {subject}, {student.device}, got {ids.device}")
+    for name, tensor in {"teacher_ids": ids, "teacher_log_probs": log_probs}.items():
+        if tensor.device != student.device:
+            raise ValueError(f"{name}: device must be that of {subject}, {student.device}, got {tensor.device}")
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
     return TopKOptions(rest, options.temperature)
 
 

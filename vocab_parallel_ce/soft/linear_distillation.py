@@ -25,11 +25,12 @@ from vocab_parallel_ce.linear.hidden_states import HiddenStates
 from vocab_parallel_ce.linear.pipeline import Gradients, Products, Wanted
 from vocab_parallel_ce.linear.plan import Arguments, Inputs, LinearCall, plan_linear_call
 from vocab_parallel_ce.options import Settings, divided_by, keyword_defaults, with_keywords
+from vocab_parallel_ce.plan import Plan
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft import divergence_spec, topk
 from vocab_parallel_ce.soft.distillation import LAUNCHERS, check_columns, checked_ids, checked_options, checked_topk
 from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
-from vocab_parallel_ce.soft.pairs import PairCall, launchers_of
+from vocab_parallel_ce.soft.pairs import PairCall, check_beside, launchers_of
 from vocab_parallel_ce.soft.pairs import forward as forward_of_pair
 from vocab_parallel_ce.spec import GradOutputs
 
@@ -101,9 +102,9 @@ def linear_distillation_loss(
 ) -> Tensor:
     """:func:`distillation_loss` of ``hidden @ weight.T + bias`` of both models, which never exist as a whole.
 
-    Overwrites nothing. Forward computes the gradients of the student's tensors, and backward scales them; for
-    ``"none"`` and fp16, backward makes both products again and computes them. The teacher's tensors get none.
-    ``torch.compile`` breaks the graph here.
+    Overwrites nothing. Forward computes the gradients of the student's tensors, and backward scales them, once. For
+    ``"none"`` and fp16, backward makes the logits again and computes them, and may run again. The teacher's tensors get
+    none. ``torch.compile`` breaks the graph here.
 
     Collectives: per chunk one all_gather of the statistics of :func:`distillation_loss` ("js": two) in forward, and one
     all_reduce of the gradient of ``student_hidden`` where that is computed.
@@ -123,7 +124,7 @@ def linear_distillation_loss(
 
     Raises:
         TypeError, ValueError: as :func:`linear_cross_entropy`.
-        RuntimeError: from backward, if it runs again, or with ``create_graph``.
+        RuntimeError: from backward, if it runs again over scaled gradients, or with ``create_graph``.
     """
     temperature = keywords.pop("temperature", 1.0)
     settings, head = split_keywords(keywords, KEYWORDS, linear_distillation_loss)
@@ -140,11 +141,19 @@ def linear_distillation_loss(
     also: dict[str, Any] = {}
     if verify.open_calls:
         also = _comparable(teacher, tokens) | options._asdict() | {"labels": labels is not None, "rest": rest}
-    linear, inputs = plan_linear_call(given, settings, head, **also)
+    needs_gradient = any(t is not None and t.requires_grad for t in (student_hidden, student_weight, student_bias))
+    beside = [tensor for tensor in (*heads, *tokens) if tensor is not None and torch.is_grad_enabled()]
+
+    def check(plan: Plan) -> None:
+        if teacher is not None:
+            of_rows = group_position(group)
+            check_columns(teacher.weight.shape[0], plan.shard, settings, *of_rows, subject="teacher_weight: rows")
+        if needs_gradient and plan.gradient != "in_forward" and any(tensor.is_inference() for tensor in beside):
+            raise ValueError("teacher: expected no tensor made in torch.inference_mode(), got one; pass its clone()")
+
+    linear, inputs = plan_linear_call(given, settings, head, check, **also)
     plan, of_call = linear.call.plan, (group, linear.call.num_items)
     if teacher is not None:
-        position = group_position(group)
-        check_columns(teacher.weight.shape[0], plan.shard, settings, *position, subject="teacher_weight: rows")
         is_js, n_statistics = options.divergence == "js", len(divergence_spec.statistics(options))
         pair = PairCall(plan, launchers_of(plan, *LAUNCHERS), options, n_statistics, is_js, *of_call)
         call = Distillation(linear, teacher, pair)
@@ -166,11 +175,13 @@ def _checked_tokens(
     if all(tensor is None for tensor in tokens):
         checks.check_choice("rest (without teacher_ids)", rest, ("ignore",))
         return None
-    if any(tensor is not None for tensor in heads):
-        raise ValueError("teacher_hidden: expected no head with teacher_ids and teacher_log_probs, got a tensor")
+    for name, tensor in zip(("teacher_hidden", "teacher_weight", "teacher_bias"), heads, strict=True):
+        if tensor is not None:
+            raise ValueError(f"{name}: expected None with teacher_ids and teacher_log_probs, got a tensor")
     known = checked_topk(tokens[0], tokens[1], rest, options, student, "student_hidden")
     if torch.is_grad_enabled() and tokens[1].requires_grad:
         raise TypeError("teacher_log_probs: expected a tensor that requires no gradient, got one; pass its detach()")
+    check_beside("teacher_log_probs", tokens[1])
     return known
 
 
@@ -179,9 +190,7 @@ def _comparable(teacher: Teacher | None, tokens: tuple[Any, ...]) -> dict[str, A
     if teacher is None:
         of_ids, of_log_probs = map(verify.shown, tokens)
         return {"call": "a head and teacher_ids", "teacher_ids": of_ids, "teacher_log_probs": of_log_probs}
-    hidden = teacher.hidden
-    of_states = f"shape {tuple(hidden.shape)}, norm {float(hidden.float().norm()):.4g}"
-    return {"call": "two heads", "teacher_hidden": of_states}
+    return {"call": "two heads", "teacher_hidden": teacher.hidden}
 
 
 def _known_tokens(
@@ -202,6 +211,7 @@ def _checked_teacher(hidden: Any, weight: Any, bias: Any, student: Tensor) -> Te
             continue
         checks.check_tensor(name, tensor)
         checks.check_parameter(name, tensor)
+        check_beside(name, tensor)
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise TypeError(f"{name}: expected a tensor that requires no gradient, got one; pass its detach()")
         if tensor.device != student.device or tensor.dtype != hidden.dtype:

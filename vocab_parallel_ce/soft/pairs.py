@@ -68,11 +68,18 @@ def plan_pair(logits: Tensor, other: Tensor, labels: Tensor | None, name: str, s
             raise ValueError(f"{name}: expected memory of its own, got the logits'; use gradient='out_of_place'")
         settings = settings._replace(gradient="out_of_place")
     plan = plan_of(logits, settings, *group_position(group))
-    for tensor in (logits, other):
-        check_not_overwritten(tensor)
+    check_not_overwritten(logits)
+    check_beside(name, other)
     if settings.check_labels and labels is not None:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index)
     return plan
+
+
+def check_beside(name: str, tensor: Tensor) -> None:
+    """Check that no transform sees what stands beside the student, and that it holds no gradient."""
+    checks.check_no_transforms(tensor)
+    with checks.naming(logits=name):
+        check_not_overwritten(tensor)
 
 
 def divisor_of(
