@@ -44,19 +44,19 @@ def run_backward(
     """
     if torch.compiler.is_dynamo_compiling():
         return torch.compiler.disable(run_backward)(gradient, ctx, grads, refusals, group, device)
-    used = [grad for grad in grads if grad is not None]
     if not verify.is_on:
-        return _run(gradient, ctx, grads, used, refusals)
-    device = device or (used[0].device if used else None)
+        return _run(gradient, ctx, grads, refusals)
+    device = device or next((grad.device for grad in grads if grad is not None), None)
     with verify.open_call(group, device, is_backward=True):
-        return _run(gradient, ctx, grads, used, refusals)
+        return _run(gradient, ctx, grads, refusals)
 
 
 def _run(
-    gradient: Callable[..., Found], ctx: Any, grads: tuple[Tensor | None, ...], used: list[Tensor], refusals: Refusals
+    gradient: Callable[..., Found], ctx: Any, grads: tuple[Tensor | None, ...], refusals: Refusals
 ) -> Found | None:
     checks.check_no_double_backward()
     # once_differentiable looks at grad_output alone: without requires_grad, a gradient is silently a constant.
+    used = [grad for grad in grads if grad is not None]
     if _in_transform() or any(map(_is_batch, used)):
         raise RuntimeError(checks.IN_TRANSFORM)
     if not used and not verify.open_calls:

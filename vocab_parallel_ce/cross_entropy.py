@@ -81,8 +81,7 @@ def public(
             if (compiles or "torch._dynamo" in sys.modules) and (
                 verify.is_on
                 or (eager_if and eager_if(kwargs))
-                or not TRACES_DTENSORS
-                and (any(map(is_dtensor, args)) or any(map(is_dtensor, kwargs.values())))
+                or (not TRACES_DTENSORS and any(map(is_dtensor, (*args, *kwargs.values()))))
             ):
                 # If it does not compile: Dynamo can leave this frame alone and still trace those below.
                 return (torch.compiler.disable(run) if compiles else untraced_run())(*args, **kwargs)
@@ -268,7 +267,9 @@ class _CrossEntropy(torch.autograd.Function):
             flat_labels = flat(labels)
             outputs, stats, divisor = pipeline.forward(call, walkable(kept), flat_labels, labels.shape)
             weights = call.class_weight if call.plan.options.smoothing else None
-            ctx.save_for_backward(kept, flat_labels, stats, divisor, weights, call.temperature)
+            is_plain = weights is None and call.temperature is None  # to save None takes time
+            constants = () if is_plain else (weights, call.temperature)
+            ctx.save_for_backward(kept, flat_labels, stats, divisor, *constants)
         return as_returned(ctx, outputs, call.plan)
 
     @staticmethod

@@ -26,6 +26,8 @@ def new_outputs(call: Call, shape: torch.Size, like: Tensor) -> TokenOutputs:
     """
     plan = call.plan
     loss = like.new_empty(*shape, dtype=plan.dtype)  # PyTorch takes microseconds longer to read a torch.Size
+    if not plan.other_outputs:
+        return TokenOutputs(loss)
     others = {name: like.new_empty(*shape, dtype=dtype) for name, dtype in plan.other_outputs.items()}
     return TokenOutputs(loss, **others)
 
