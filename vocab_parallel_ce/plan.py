@@ -5,6 +5,7 @@ The part that training repeats at every step, the :class:`Plan`, is made once an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,7 +28,6 @@ from vocab_parallel_ce.top import Top
 top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
-MOST_PLANS = 1024
 
 
 class Plan(NamedTuple):
@@ -110,27 +110,24 @@ def plan_of(logits: Tensor, settings: Settings, rank: int, n_ranks: int, class_w
     """Return the plan of a loss over checked ``logits``."""
     mode = gradient_mode(settings.gradient, logits)
     whole_vectors = mode == "in_forward" and has_whole_vectors(logits)
-    kind = Kind(logits.dtype, logits.shape[-1], logits.device, rank, n_ranks, mode, whole_vectors, class_weight)
-    return cached_plan(settings, kind)
+    of_logits = logits.dtype, logits.shape[-1], logits.device
+    return cached_plan(settings, *of_logits, rank, n_ranks, mode, whole_vectors, class_weight)
 
 
-_plans: dict[Any, Plan] = {}
-
-
-def cached_plan(settings: Settings, kind: Kind) -> Plan:
-    """Return the plan of settings and kind, checked and made once."""
+def cached_plan(settings: Settings, *kind: Any) -> Plan:
+    """Return the plan of settings and the fields of a :class:`Kind`, checked and made once."""
     try:
-        fields = settings if settings.shard is None else (*settings, *settings.shard)
-        key = (settings, tuple(map(type, fields)), kind)  # 1, 1.0 and True are equal
-        plan = _plans.get(key)
-    except TypeError:  # a setting that cannot be hashed, or no shard, which make_plan refuses by name
-        plan = None
-    if plan is None:
-        plan = make_plan(settings, kind)
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    return plan
+        return _plan_of_fields(*(() if settings.shard is None else settings.shard), *settings, *kind)
+    except TypeError:  # refused, or cannot be hashed, or is no shard: make_plan says so by name
+        pass
+    return make_plan(settings, Kind(*kind))
+
+
+@functools.lru_cache(maxsize=1024, typed=True)  # 1, 1.0 and True are equal
+def _plan_of_fields(*fields: Any) -> Plan:
+    """Make a plan of the fields of a shard, of :class:`Settings` and of a :class:`Kind`."""
+    n = len(Kind._fields)
+    return make_plan(Settings(*fields[-n - len(Settings._fields) : -n]), Kind(*fields[-n:]))
 
 
 def make_plan(settings: Settings, kind: Kind) -> Plan:

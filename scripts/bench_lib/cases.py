@@ -55,7 +55,7 @@ class LogitsCase(NamedTuple):
         buffers = min(MOST_BUFFERS, max(fewest, math.ceil(BYTES_IN_ROTATION / shard_bytes)))
         # Small shards wait for the host: with enough calls the last one's device time hardly counts.
         eager_calls = max(20, buffers, min(MOST_EAGER_CALLS, HUGE_BYTES // shard_bytes))
-        return Effort(buffers, rounds, eager_calls, min(rounds, 5))
+        return Effort(buffers, rounds, eager_calls, min(rounds, max(5, rounds // 2)))
 
 
 class LinearCase(NamedTuple):

@@ -1,6 +1,7 @@
 """What all launchers share: the launch itself, and the arguments for options and for strided tensors."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ Dtypes = tuple[Any, ...]
 Rows = tuple[tuple[int, ...], bool]  # the values of a RowLayout, and whether rows have edges
 
 TESTED_TRITON = ("3.6", "3.7")  # the private launch was tested with these
+# Private: torch.cuda.current_device looks first if CUDA is initialised.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 cache_launches = functools.lru_cache(maxsize=1024)  # per kernel; widths and options repeat every step
 
 
@@ -48,7 +51,7 @@ class Launch:
         if n_programs == 0:
             return
         device = tensors[0].get_device()  # type: ignore[union-attr]
-        if device >= 0 and device != torch.cuda.current_device():
+        if device >= 0 and device != _current_device():
             with torch.cuda.device(device):  # a launch goes to the current GPU
                 return self(n_programs, tensors, sizes)
         arguments: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -262,7 +262,7 @@ def _plan_of_logits(
         whole_vectors=fits_one_pass and n_columns * dtype.itemsize % VECTOR_BYTES == 0,
         class_weight=given.class_weight is not None,
     )
-    return cached_plan(settings._replace(vocab_size=None, shard=shard, reduction=reduction, gradient=gradient), kind)
+    return cached_plan(settings._replace(vocab_size=None, shard=shard, reduction=reduction, gradient=gradient), *kind)
 
 
 def gradient_of(settings: Settings, dtype: torch.dtype) -> str:
