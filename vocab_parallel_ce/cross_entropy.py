@@ -221,7 +221,8 @@ def as_returned(ctx: Any, outputs: TokenOutputs, plan: Plan) -> Any:
     if plan.options.predictions:  # without a gradient, as the lse of the metrics
         pairs = zip(outputs, plan.options.differentiable, strict=True)
         ctx.mark_non_differentiable(*[v for v, has_gradient in pairs if v is not None and not has_gradient])
-    return tuple(outputs)
+    last = next(reversed(plan.other_outputs))
+    return outputs[: 1 + TokenOutputs._fields.index(last)]  # a None that is returned takes time
 
 
 def as_token_outputs(returned: Any, plan: Plan) -> TokenOutputs:

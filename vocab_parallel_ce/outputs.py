@@ -73,7 +73,7 @@ def results_of(
     found: TokenOutputs, labels: Tensor, outputs: Any, ignore_index: int, top: Top | None
 ) -> Tensor | tuple[Tensor, Tensor] | TokenLogProbs:
     """Return what the public functions do: log-probabilities alone, with the entropy, or a :class:`TokenLogProbs`."""
-    log_probs = 0.0 - found.loss  # a negated 0 would be -0
+    log_probs = torch.rsub(found.loss, 0.0)  # 0 - loss, since a negated 0 would be -0; the operator takes longer
     if not outputs and top is None:
         return log_probs if found.entropy is None else (log_probs, found.entropy)
     lse = found.lse if "lse" in outputs else None
