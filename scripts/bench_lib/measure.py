@@ -6,6 +6,7 @@ fields of its results.
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -199,10 +200,10 @@ class Calls:
 
 
 def interleaved(runs: Runs, timed: Callable[[str, Run, Run], float], rounds: int) -> Times:
-    """Milliseconds of every round; every second round goes the other way, since the GPU's clock drifts."""
+    """Milliseconds of every round, each in another order: the GPU's clock drifts, and neighbours leave their traces."""
     times: Times = {name: [] for name in runs}
     for index in range(rounds + WARM_UP_ROUNDS):
-        for name in list(runs) if index % 2 == 0 else reversed(list(runs)):
+        for name in random.Random(index).sample(list(runs), len(runs)):  # the same on all ranks
             elapsed = timed(name, *runs[name])
             if index >= WARM_UP_ROUNDS:
                 times[name].append(elapsed)
