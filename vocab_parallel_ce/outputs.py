@@ -41,16 +41,11 @@ def settings_of(entropy: bool, outputs: Any) -> dict[str, Any]:
         raise TypeError(f"outputs: expected a tuple of names, got {type(outputs).__name__}")
     if entropy and outputs:
         raise ValueError("entropy: expected False with outputs, which may name it, got True")
+    asked: dict[str, Any] = {"entropy": entropy}
     for name in outputs:
         checks.check_choice("outputs", name, OUTPUTS)
-    return {
-        "entropy": entropy or "entropy" in outputs,
-        "lse": "lse" in outputs,
-        "sum_sq_probs": "sum_sq_probs" in outputs,
-        "mean_logit": "mean_logit" in outputs,
-        "rank": "rank" in outputs,
-        "return_metrics": "is_top1" in outputs,
-    }
+        asked["return_metrics" if name == "is_top1" else name] = True
+    return asked
 
 
 def taken_temperature(keywords: dict[str, Any]) -> Tensor | None:
