@@ -26,7 +26,7 @@ class TokenLogProbs(NamedTuple):
     sum_sq_probs: Tensor | None  # fp32 sum_i p_i^2
     mean_logit: Tensor | None  # fp32 mean of z over the vocabulary
     is_top1: Tensor | None  # bool: the label has the largest z, and no lower id has the same; False for ignored tokens
-    rank: Tensor | None = None  # int64: how many z are larger than the label's; -1 for ignored tokens
+    rank: Tensor | None = None  # int64: how many logits are larger than the label's; -1 for ignored tokens
     top_ids: Tensor | None = None  # [..., k] int64; -1 where no z is finite; equals in any order
     top_log_probs: Tensor | None = None  # [..., k] fp32
 

@@ -83,12 +83,10 @@ def forward(
     if call.top is None:
         all_gather_stats(stats, plan.rank, call.group)
     else:
-        options = at_temperature(plan.options, call.temperature)
-        call.top.collect(logits, labels, plan.shard, options)
+        call.top.collect(logits, labels, plan.shard, at_temperature(plan.options, call.temperature))
         call.top.gather(stats, plan.rank, call.group)
         if call.top.wants_rank:
-            counts = call.top.count(logits, labels, stats, plan.shard, options)
-            call.top.add_counts(counts, plan.n_ranks, call.group)
+            call.top.add_counts(call.top.count(logits, stats, plan.shard), plan.n_ranks, call.group)
     if not is_alone:
         if call.divides_by_weights:
             divisor = divisor_of(call, stats)

@@ -4,9 +4,9 @@ Each rank finds the ``k`` largest z of its columns. They travel in the all_gathe
 
     own statistics [N, K], z [N, k] fp32, ids [N, k] int32 -- packed, all_gather --> the same of every rank
 
-The largest ``k`` of the ``R * k`` are those of the vocabulary. A rank is counted afterwards: how many z are larger than
-the label's, which the statistics have. That is a second read of the logits and a second exchange, of 8 bytes per token;
-with a softcap also one of z of the labels, 4 bytes.
+The largest ``k`` of the ``R * k`` are those of the vocabulary. A rank is counted afterwards: how many logits are larger
+than the label's. That is a second read of the logits and a second exchange, of 8 bytes per token. With a softcap, scale
+or temperature the statistics have z of the label and not its logit, which travels beside them: 4 bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vocab_parallel_ce.collectives import all_gather_stats, begin_all_reduce
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
 
-CHUNK_BYTES = 64 * 2**20  # of fp32 logits that are counted at a time
+CHUNK_SIZE = 2**24  # logits that are compared at a time, a byte each
 
 
 class Top:
@@ -34,17 +34,18 @@ class Top:
         self.z: Tensor | None = None  # [N, k] fp32, of the vocabulary
         self.ids: Tensor | None = None  # [N, k] int64
         self.rank: Tensor | None = None  # [N] int64
-        self.label_z: list[Tensor] = []  # of each chunk of rows [n], or of all; of capped logits alone
+        self.label_x: list[Tensor] = []  # of each chunk of rows [n], or of all; none where z is the logit
 
     def collect(self, logits: Tensor, labels: Tensor, shard: VocabShard, options: LossOptions) -> None:
-        """Find the largest of this rank's columns of ``logits [..., C]``, the next rows, and z of the labels."""
+        """Find the largest of this rank's columns of ``logits [..., C]``, the next rows, and the labels' logits."""
         rows = _valid_rows(logits, shard)
-        if self.wants_rank and options.softcap is not None:
-            # A kernel's tanh is another than PyTorch's, which the other columns have: equal logits would differ.
+        if self.wants_rank and (options.softcap, options.logit_scale, options.temperature) != (None, 1.0, None):
             own = labels.long() - shard.start
             owned = (own >= 0) & (own < shard.n_valid)
-            at_label = F.pad(rows, (0, 1)).gather(-1, own.where(owned, shard.n_valid).unsqueeze(-1))
-            self.label_z.append(spec.transformed(at_label, options)[0].squeeze(-1).where(owned, 0.0))
+            label_x = rows.new_zeros(rows.shape[0], dtype=torch.promote_types(rows.dtype, torch.float32))
+            if shard.n_valid:
+                label_x += rows.gather(-1, own.clamp(0, shard.n_valid - 1).unsqueeze(-1)).squeeze(-1).where(owned, 0.0)
+            self.label_x.append(label_x)
         if self.k is None:
             return
         x, column = rows.topk(min(self.k, shard.n_valid), dim=-1)
@@ -54,50 +55,38 @@ class Top:
         self.largest.append((F.pad(z, missing, value=spec.NEG_INF), ids))
 
     def gather(self, stats: Tensor, rank: int, group: object) -> None:
-        """Exchange ``stats [R, N, K]`` and what was collected, in one all_gather; z of labels in an all_reduce."""
-        if self.label_z:
-            label_z = torch.cat(self.label_z)
-            if stats.shape[0] > 1 and label_z.numel():
-                begin_all_reduce(label_z, group).wait()  # one rank has it, the others 0
-            self.label_z = [label_z]
-        if self.k is None:
-            return all_gather_stats(stats, rank, group)
-        n_ranks, n_rows, n_stats = stats.shape
-        nothing = stats.new_empty(0, self.k)
+        """Exchange ``stats [R, N, K]`` and what was collected, in one all_gather."""
+        n_ranks, nothing = stats.shape[0], stats.new_empty(0, self.k or 0)
         z, ids = (torch.cat(parts) for parts in zip((nothing, nothing.int()), *self.largest, strict=True))
+        label_x = torch.cat(self.label_x) if self.label_x else stats.new_empty(0)
         if n_ranks > 1:
-            width = stats.element_size() // ids.element_size()
-            sizes = [n_rows * n for n in (n_stats * width, self.k * width, self.k)]
-            packed = ids.new_empty(n_ranks, sum(sizes))
-            packed[rank] = torch.cat([part.flatten().view(torch.int32) for part in (stats[rank], z, ids)])
+            own = [stats[rank], label_x, z, ids]
+            words = [part.flatten().view(torch.int32) for part in own]
+            packed = ids.new_empty(n_ranks, sum(map(len, words)))
+            packed[rank] = torch.cat(words)
             all_gather_stats(packed, rank, group)
-            of_stats, of_z, of_ids = (part.contiguous() for part in packed.split(sizes, dim=1))
-            stats.copy_(of_stats.view(stats.dtype).view(stats.shape))
-            others = of_z.view(stats.dtype), of_ids
-            z, ids = (part.view(n_ranks, n_rows, self.k).transpose(0, 1).flatten(1) for part in others)
-        self.z, place = z.topk(self.k, dim=-1)
-        self.ids = ids.gather(-1, place).long()
+            of_ranks = (part.contiguous() for part in packed.split(list(map(len, words)), dim=1))
+            every = [part.view(like.dtype).view(n_ranks, *like.shape) for part, like in zip(of_ranks, own, strict=True)]
+            stats.copy_(every[0])
+            label_x = every[1].sum(dim=0)  # one rank has it, the others 0
+            z, ids = (part.transpose(0, 1).flatten(1) for part in every[2:])
+        if self.label_x:
+            self.label_x = [label_x]
+        if self.k is not None:
+            self.z, place = z.topk(self.k, dim=-1)
+            self.ids = ids.gather(-1, place).long()
 
-    def count(
-        self, logits: Tensor, labels: Tensor, stats: Tensor, shard: VocabShard, options: LossOptions, first: int = 0
-    ) -> Tensor:
-        """Return ``[n]``, how many z of this rank are larger than the label's, in the ``n`` rows from ``first`` on.
+    def count(self, logits: Tensor, stats: Tensor, shard: VocabShard, first: int = 0) -> Tensor:
+        """Return ``[n]``, how many logits of this rank are larger than the label's, for ``n`` rows from ``first`` on.
 
         ``stats [R, n, K]`` are exchanged already.
         """
-        rows, column = _valid_rows(logits, shard), torch.arange(shard.n_valid, device=labels.device)
-        of_rows = slice(first, first + labels.shape[0])
-        label_z = self.label_z[0][of_rows] if self.label_z else stats[:, :, 2].amax(dim=0)
-        label_z, own = label_z.unsqueeze(-1), (labels.long() - shard.start).unsqueeze(-1)
-        counts = torch.zeros_like(labels, dtype=torch.int64)
-        t = options.temperature
-        step = max(1, CHUNK_BYTES // (4 * shard.n_columns))
-        for chunk in (slice(begin, begin + step) for begin in range(0, labels.shape[0], step)):
-            # The label's own z may be rounded otherwise here than in the statistics.
-            of_chunk = options if t is None else options._replace(temperature=t[chunk])
-            is_larger = (spec.transformed(rows[chunk], of_chunk)[0] > label_z[chunk]) & (column != own[chunk])
-            counts[chunk] = is_larger.sum(dim=-1)
-        return counts
+        rows = _valid_rows(logits, shard)
+        label_x = self.label_x[0][first : first + rows.shape[0]] if self.label_x else stats[:, :, 2].amax(dim=0)
+        label_x = label_x.to(rows.dtype).unsqueeze(-1)  # exact
+        step = max(1, CHUNK_SIZE // shard.n_columns)
+        parts = zip(rows.split(step), label_x.split(step), strict=True)
+        return torch.cat([(part > label).sum(dim=-1) for part, label in parts])
 
     def add_counts(self, counts: Tensor, n_ranks: int, group: object) -> None:
         """Make the label's rank of the counts ``[N]`` of all ranks."""

@@ -183,6 +183,6 @@ def test_the_largest_travel_with_the_statistics_and_the_rank_is_counted_afterwar
         torch.testing.assert_close(found[2], whole.top_log_probs, rtol=1e-6, atol=1e-6)
         sizes = [(call.name, call.nbytes) for call in collectives]
         assert sizes == [
-            ("_allgather_base_", (dtype.itemsize * (3 + 5) + 4 * 5) * len(labels)),
+            ("_allgather_base_", (dtype.itemsize * (3 + 5 + 1) + 4 * 5) * len(labels)),
             ("allreduce_", 8 * len(labels)),
         ]

@@ -119,10 +119,7 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
         if call.top.wants_rank:
             counts = labels.new_zeros(labels.shape, dtype=torch.int64)
             for rows, states in products.hidden.chunks():
-                options = at_temperature(plan.options, None if call.temperature is None else call.temperature[rows])
-                logits = products.logits(states)
-                of_chunk = stats[:, rows]
-                counts[rows] = call.top.count(logits, labels[rows], of_chunk, plan.shard, options, rows.start)
+                counts[rows] = call.top.count(products.logits(states), stats[:, rows], plan.shard, rows.start)
             call.top.add_counts(counts, plan.n_ranks, call.group)
         if linear.order is not None:
             call.top.reorder(linear.order.to_tokens)
