@@ -5,7 +5,7 @@ Each rank finds the ``k`` largest z of its columns. They travel in the all_gathe
     own statistics [N, K], z [N, k] fp32, ids [N, k] int32 -- packed, all_gather --> the same of every rank
 
 The largest ``k`` of the ``R * k`` are those of the vocabulary. A rank is counted afterwards: how many logits are larger
-than the label's. That is a second read of the logits and a second exchange, of 8 bytes per token. With a softcap, scale
+than the label's. That is a second read of the logits and a second exchange, of 4 bytes per token. With a softcap, scale
 or temperature the statistics have z of the label and not its logit, which travels beside them: 4 bytes.
 """
 
@@ -22,7 +22,7 @@ from vocab_parallel_ce.collectives import all_gather_stats, begin_all_reduce
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
 
-CHUNK_SIZE = 2**24  # logits that are compared at a time, a byte each
+CHUNK_SIZE = 2**26  # logits that are compared at a time, a byte each
 
 
 class Top:
@@ -33,7 +33,7 @@ class Top:
         self.largest: list[tuple[Tensor, Tensor]] = []  # of each chunk of rows: z [n, k] and ids [n, k] int32
         self.z: Tensor | None = None  # [N, k] fp32, of the vocabulary
         self.ids: Tensor | None = None  # [N, k] int64
-        self.rank: Tensor | None = None  # [N] int64
+        self.rank: Tensor | None = None  # [N] int32
         self.label_x: list[Tensor] = []  # of each chunk of rows [n], or of all; none where z is the logit
 
     def collect(self, logits: Tensor, labels: Tensor, shard: VocabShard, options: LossOptions) -> None:
@@ -77,7 +77,7 @@ class Top:
             self.ids = ids.gather(-1, place).long()
 
     def count(self, logits: Tensor, stats: Tensor, shard: VocabShard, first: int = 0) -> Tensor:
-        """Return ``[n]``, how many logits of this rank are larger than the label's, for ``n`` rows from ``first`` on.
+        """Return ``[n]`` int32: how many logits of this rank are larger than the label's, in rows from ``first`` on.
 
         ``stats [R, n, K]`` are exchanged already.
         """
@@ -86,7 +86,7 @@ class Top:
         label_x = label_x.to(rows.dtype).unsqueeze(-1)  # exact
         step = max(1, CHUNK_SIZE // shard.n_columns)
         parts = zip(rows.split(step), label_x.split(step), strict=True)
-        return torch.cat([(part > label).sum(dim=-1) for part, label in parts])
+        return torch.cat([(part > label).sum(dim=-1, dtype=torch.int32) for part, label in parts])
 
     def add_counts(self, counts: Tensor, n_ranks: int, group: object) -> None:
         """Make the label's rank of the counts ``[N]`` of all ranks."""
@@ -108,7 +108,7 @@ class Top:
         found, shape, lse = {}, lse.shape, lse.detach()
         is_known = lse.isfinite() & ~is_ignored
         if self.rank is not None:
-            found["rank"] = torch.where(is_known, self.rank.view(shape), -1)
+            found["rank"] = torch.where(is_known, self.rank.view(shape), -1).long()
         if self.z is not None and self.ids is not None:
             log_probs = self.z.view(*shape, self.z.shape[-1]) - lse.unsqueeze(-1)
             found["top_log_probs"] = log_probs.masked_fill(is_ignored.unsqueeze(-1), 0.0)

@@ -184,5 +184,5 @@ def test_the_largest_travel_with_the_statistics_and_the_rank_is_counted_afterwar
         sizes = [(call.name, call.nbytes) for call in collectives]
         assert sizes == [
             ("_allgather_base_", (dtype.itemsize * (3 + 5 + 1) + 4 * 5) * len(labels)),
-            ("allreduce_", 8 * len(labels)),
+            ("allreduce_", 4 * len(labels)),
         ]

@@ -179,7 +179,7 @@ def check(case: Case, results: Sequence[Result], ranks: Sequence[int] | None = N
     of_row = size * (n_statistics(case) - n_ids) + 4 * n_ids
     expected = [("_allgather_base_", ranks, of_row * case.labels.numel())]
     if case.options.get("rank"):
-        expected.append(("allreduce_", ranks, 8 * case.labels.numel()))
+        expected.append(("allreduce_", ranks, 4 * case.labels.numel()))
     for result in results:
         assert [tuple(call) for call in result.in_forward] == (expected if len(ranks) > 1 else [])
         assert result.in_backward == []

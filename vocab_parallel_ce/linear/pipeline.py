@@ -117,7 +117,7 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
     else:
         call.top.gather(stats, plan.rank, call.group)
         if call.top.wants_rank:
-            counts = labels.new_zeros(labels.shape, dtype=torch.int64)
+            counts = labels.new_zeros(labels.shape, dtype=torch.int32)
             for rows, states in products.hidden.chunks():
                 counts[rows] = call.top.count(products.logits(states), stats[:, rows], plan.shard, rows.start)
             call.top.add_counts(counts, plan.n_ranks, call.group)
