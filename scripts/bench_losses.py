@@ -54,6 +54,7 @@ def over_logits(n_tokens: int, vocab_size: int, device: torch.device) -> tuple[P
     in_place: Any = {"gradient": "in_backward"}
     loss = partial(vocab_parallel_cross_entropy, labels=labels)
     log_probs = partial(token_log_probs, labels=labels, **in_place)
+    soft = partial(soft_cross_entropy, target_probs=probs, **in_place)
     distillation = partial(distillation_loss, teacher_logits=teacher, **in_place)
     top = teacher[:, :TOP].log_softmax(-1).float()  # which columns the teacher knows does not matter
     ids = torch.arange(TOP, device=device).expand(n_tokens, -1)
@@ -68,7 +69,11 @@ def over_logits(n_tokens: int, vocab_size: int, device: torch.device) -> tuple[P
         ),
         "mean, in_forward": partial(loss, gradient="in_forward"),
         "mean, in_forward, class_weight": partial(loss, class_weight=class_weight, gradient="in_forward"),
-        "soft_cross_entropy": partial(soft_cross_entropy, target_probs=probs, **in_place),
+        "soft_cross_entropy": soft,
+        "soft_cross_entropy, class_weight": partial(soft, class_weight=class_weight),
+        "soft_cross_entropy, class_weight and label_smoothing": partial(
+            soft, class_weight=class_weight, label_smoothing=0.1
+        ),
         **{f"distillation, {name}": partial(distillation, divergence=name) for name in ("forward", "reverse", "js")},
         "distillation, forward, hard_weight": partial(distillation, labels=labels, hard_weight=0.5),
         f"distillation, top {TOP}": partial(distillation_loss, teacher_ids=ids, teacher_log_probs=top, **in_place),

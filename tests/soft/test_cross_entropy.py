@@ -13,6 +13,7 @@ from tests.support.logits_ranks import even
 from tests.support.pairs import covering
 from tests.support.ranks import in_several_ranks, in_two_ranks
 from tests.support.soft import Case, check, check_ranks, rank_bounds, run_in_rank, soft_losses, soft_targets
+from tests.support.weights import WEIGHTS, class_weight, weights
 from vocab_parallel_ce import soft_cross_entropy, verify_calls, vocab_parallel_cross_entropy
 from vocab_parallel_ce.soft import targets_spec
 from vocab_parallel_ce.spec import LossOptions
@@ -37,20 +38,22 @@ def case_of(kind="peaked", dtype=torch.float32, target_dtype=torch.float32, colu
 
 @pytest.mark.reference
 @pytest.mark.parametrize("label_smoothing", (0.0, 0.1, 1.0))
-def test_the_mathematics_is_pytorchs(label_smoothing):
+@pytest.mark.parametrize("weight", (None, weights(COLUMNS)), ids=("", "class_weight"))
+def test_the_mathematics_is_pytorchs(weight, label_smoothing):
     logits = batch("peaked", rows=ROWS, vocab_size=COLUMNS).logits.double().requires_grad_()
-    targets, options = soft_targets(logits).double(), LossOptions(smoothing=label_smoothing)
-    truth = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="none")
-    parts = [
-        targets_spec.local_stats(logits[:, part].detach(), targets[:, part], part.start, COLUMNS, options)
-        for part in (slice(0, 20), slice(20, 21), slice(21, COLUMNS))
-    ]
+    targets = soft_targets(logits).double()
+    options = LossOptions(smoothing=label_smoothing)
+    w = None if weight is None else weight.double()
+    truth = F.cross_entropy(logits, targets, w, label_smoothing=label_smoothing, reduction="none")
+    z, t = logits.detach(), targets_spec.smoothed(targets, COLUMNS, options, w)
+    parts = [targets_spec.local_stats(z[:, s], t[:, s]) for s in (slice(0, 20), slice(20, 21), slice(21, COLUMNS))]
     stats = targets_spec.merge(parts[0], targets_spec.merge(parts[2], parts[1]))
-    torch.testing.assert_close(targets_spec.loss(stats, COLUMNS, options), truth, rtol=1e-12, atol=1e-12)
-    grad = targets_spec.gradient(logits.detach(), targets, stats, 0, COLUMNS, options)
+    torch.testing.assert_close(targets_spec.loss(stats, options), truth, rtol=1e-12, atol=1e-12)
+    grad = targets_spec.gradient(z, 1.0, t, stats, options)
     torch.testing.assert_close(grad, torch.autograd.grad(truth.sum(), logits)[0], rtol=1e-12, atol=1e-12)
-    mean = soft_cross_entropy(logits.float(), targets, label_smoothing=label_smoothing, impl="reference")
-    expected = F.cross_entropy(logits.float(), targets.float(), label_smoothing=label_smoothing)
+    own = {"class_weight": weight, "label_smoothing": label_smoothing}
+    mean = soft_cross_entropy(logits.float(), targets, **own, impl="reference")
+    expected = F.cross_entropy(logits.float(), targets.float(), weight, label_smoothing=label_smoothing)
     torch.testing.assert_close(mean, expected)
 
 
@@ -74,6 +77,7 @@ PAIRS = covering(
     gradient=("in_backward", "out_of_place"),
     dtype=DTYPES,
     target_dtype=(torch.float32, torch.bfloat16, torch.float64, torch.float16),
+    weights=(None, *WEIGHTS),
 )
 
 
@@ -81,10 +85,11 @@ EACH = pytest.mark.parametrize("pair", PAIRS, ids=map(str, range(len(PAIRS))))
 
 
 def case_of_pair(pair):
-    options = {name: pair[name] for name in EVERY}
+    own, form = class_weight(pair["weights"], COLUMNS)
+    options = {name: pair[name] for name in EVERY} | own
     ways = {**DIVISORS[pair["divisor"]], "gradient": pair["gradient"]}
     made = case_of(pair["kind"], pair["dtype"], pair["target_dtype"], options=options, **ways)
-    return made._replace(padding=pair["padding"])
+    return made._replace(padding=pair["padding"], weight_form=form)
 
 
 @pytest.mark.quick(3)
@@ -102,14 +107,16 @@ def test_every_pair_on_ranks(rank_pool, impl, pair):
     case = case_of_pair(pair)
     bounds = rank_bounds(case, rank_pool.world_size)
     results = rank_pool.run(run_in_rank, case, impl, bounds)
-    check_ranks(case, results, bounds, [24 if pair["label_smoothing"] else 16])
+    check_ranks(case, results, bounds, [16])
 
 
 @pytest.mark.interpreted(3)
 @pytest.mark.parametrize("columns", (1, 7, 64, 128, 257, 4099))
 @pytest.mark.parametrize("dtypes", ((torch.float32,) * 2, (torch.bfloat16, torch.float32)), ids=("fp32", "bf16"))
 def test_every_width(impl_device, columns, dtypes):
-    check(impl_device, case_of("peaked", *dtypes, columns, EVERY, reduction="none"))
+    own = {**EVERY, "class_weight": weights(columns)}
+    for options in (EVERY, own):
+        check(impl_device, case_of("peaked", *dtypes, columns, options, reduction="none"))
 
 
 @pytest.mark.parametrize("columns", (24, 64))
@@ -149,6 +156,7 @@ def test_edge_rows(impl_device, gradient):
     made = case_of(columns=30)
     logits, targets = torch.randn(6, 30), soft_targets(torch.randn(6, 30))
     targets[0:2, 4], logits[0:2, 4], targets[1, 4] = 0.0, -INF, 0.25
+    weight = torch.ones(30).index_fill_(0, torch.tensor([4]), 0.0)
     logits[2, 3], logits[3, 3], logits[4], targets[5] = NAN, INF, -INF, 0.0
     leaf = logits.to(device).requires_grad_()
     options = {"reduction": "none", "gradient": gradient, "impl": impl}
@@ -159,6 +167,14 @@ def test_edge_rows(impl_device, gradient):
     torch.testing.assert_close(loss[[0, 5]], expected)
     assert loss[1] == INF and loss[2:5].isnan().all() and loss[5] == 0
     assert not grad[:2, 4].any() and grad[:2].isfinite().all() and grad[2:5].isnan().all()
+    own = {"label_smoothing": 0.1, "class_weight": weight.to(device)}  # excluded by a weight of 0
+    loss = soft_cross_entropy(leaf * 1, targets.to(device), **options, **own)
+    (grad,) = torch.autograd.grad(loss.sum(), leaf)
+    left = [column for column in range(30) if column != 4]
+    expected = soft_losses(logits[:2, left].double(), targets[:2, left], label_smoothing=0.1)
+    expected += soft_losses(logits[:2, left].double(), torch.ones(2, 29)) * 0.1 * (1 / 30 - 1 / 29)
+    torch.testing.assert_close(loss.detach()[:2].cpu(), expected.float())
+    assert grad[:2].isfinite().all() and not grad[:2, 4].any()
     items = {**options, "reduction": "sum", "num_items": 0}
     loss = soft_cross_entropy(leaf * 1, targets.to(device), **items)
     assert loss == 0 and not torch.autograd.grad(loss, leaf, torch.tensor(INF, device=device))[0].any()
@@ -188,6 +204,11 @@ def test_where_the_gradient_is_written():
     targets.mul_(2)
     with pytest.raises(RuntimeError, match="or another tensor of the call were overwritten before backward"):
         loss.backward()
+    weight = weights(COLUMNS)
+    loss = soft_cross_entropy(leaf * 1, made.other, class_weight=weight)
+    weight.mul_(2)
+    with pytest.raises(RuntimeError, match="or another tensor of the call were overwritten before backward"):
+        loss.backward()
     logits = leaf * 1
     loss = soft_cross_entropy(logits, logits.detach())
     kept = logits.detach().clone()
@@ -208,6 +229,8 @@ def test_refusals_by_name():
         (ValueError, "gradient: ", {"gradient": "in_forward"}),
         (ValueError, "reduction: ", {"reduction": "batchmean"}),
         (TypeError, "ignore_index: expected one of", {"ignore_index": 3}),
+        (ValueError, "class_weight: expected shape", {"class_weight": torch.ones(4)}),
+        (TypeError, "class_weight: expected a constant", {"class_weight": torch.ones(5, requires_grad=True)}),
         (ValueError, "num_items: ", {"num_items": -1, "reduction": "sum"}),
         (ValueError, "logits: last dimension", {"vocab_size": 9}),
         (ValueError, "impl: 'one_pass'", {"impl": "one_pass"}),

@@ -91,6 +91,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
         return
     yield from of_targets("bf16", "bf16", False, "plain")
     yield from of_targets("bf16", "bf16", True, "all")
+    yield from of_targets("bf16", "bf16", False, "weighted_smoothing")
     yield from of_divergence("bf16", False, DivergenceOptions("forward"))
     yield from of_divergence("bf16", False, DivergenceOptions("reverse", 2.0, hard_weight=0.5))
     weighted = ("class_weight", "weighted_smoothing")
@@ -127,7 +128,7 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
         yield gradient("fp32", edges, option, of=of)
     for option, ranks in product(OPTIONS, (1, 4)):
         yield finish(option, ranks)
-    for dtype, target, edges, option in product(DTYPES, DTYPES, (False, True), ("plain", "all")):
+    for dtype, target, edges, option in product(DTYPES, DTYPES, (False, True), ("plain", "all", "all_weighted")):
         yield from of_targets(dtype, target, edges, option)
     for dtype, edges, kind, values in product(DTYPES, (False, True), DIVERGENCES, ((1.0, 0.5, 0.0), (2.0, 0.5, 0.5))):
         yield from of_divergence(dtype, edges, DivergenceOptions(kind, *values))
@@ -203,15 +204,15 @@ def of_targets(dtype: str, target: str, edges: bool, option: str) -> Iterator[Va
     options = OPTIONS[option]._replace(entropy=False, predictions=False)
     logits, targets, fp32 = DTYPES[dtype], DTYPES[target], torch.float32
     rows, shard = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    name = f"{dtype}-{target}{'-edges' * edges}-{option}-"
-    dtypes: tuple[torch.dtype | None, ...] = (logits, targets, fp32, fp32, None)
+    name, weights = f"{dtype}-{target}{'-edges' * edges}-{option}-", fp32 if options.class_weight else None
+    dtypes: tuple[torch.dtype | None, ...] = (logits, targets, fp32, fp32, None, weights)
     launch = launch_of("soft_targets", dtypes, rows, shard, options, maker="_statistics")
     yield Variant(f"target_statistics-{name}", launch, dtypes)
-    dtypes = (logits, targets, fp32, None, fp32, logits)
+    dtypes = (logits, targets, fp32, None, weights, fp32, logits)
     launch = launch_of("soft_targets", dtypes, rows, 1, 4, shard, options, maker="_gradient")
     yield Variant(f"target_gradient-{name}", launch, dtypes)
     dtypes = (fp32, fp32, fp32)
-    launch = launch_of("soft_targets", dtypes, 4, shard.vocab_size, options, maker="_losses")
+    launch = launch_of("soft_targets", dtypes, 4, options, maker="_losses")
     yield Variant(f"target_loss-{name}", launch, dtypes)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import Collective
 from tests.support.inputs import NAN, NEG_INF, padded_shard
-from tests.support.logits_ranks import assembled, assert_same_outputs, chunked, even, with_collectives
+from tests.support.logits_ranks import assembled, assert_same_outputs, chunked, even, own_tensors, with_collectives
 from tests.support.ranks import device_of
 from vocab_parallel_ce import VocabShard
 
@@ -36,6 +36,7 @@ def soft_losses(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    class_weight: Tensor | None = None,
 ) -> Tensor:
     """Differentiable unreduced losses in the dtype of ``logits [N, V]``."""
     # A filled element has no gradient: -inf columns get none.
@@ -43,6 +44,7 @@ def soft_losses(
     z = u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
     log_p, t = z.log_softmax(dim=-1), targets.to(z.dtype)
     t = (1 - label_smoothing) * t + label_smoothing / z.shape[-1]
+    t = t if class_weight is None else t * class_weight.to(t)
     losses = -(t * log_p.masked_fill(t == 0, 0.0)).sum(dim=-1)
     return losses + z_loss * z.logsumexp(dim=-1) ** 2
 
@@ -119,6 +121,7 @@ class Case(NamedTuple):
     labels: Tensor | None = None
     padding: tuple[int, int] = (0, 0)  # columns after the vocabulary, of logits and other
     oracle: Any = None  # the case that the oracle computes, if it cannot compute this one
+    weight_form: str = "whole"  # or "columns": class_weight is that of this rank's
 
 
 class Results(NamedTuple):
@@ -181,6 +184,7 @@ def check(impl_device: tuple[str, str], case: Case) -> Results:
     kept, given = other.clone(), arguments(case)
     given |= {"vocab_size": vocab_size} if any(case.padding) else {}
     given = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in given.items()}
+    given |= own_tensors(case, 0, vocab_size + of_logits, torch.device(device))
     loss = case.function(leaf * 1, other, impl=impl, **given)
     loss.backward(grad_output_of(case).to(device).expand(loss.shape))
     assert torch.equal(other.nan_to_num(7.0), kept.nan_to_num(7.0)), "the second tensor was written"
@@ -206,6 +210,7 @@ def run_in_rank(rank: int, group: Any, case: Case, impl: str, bounds: Sequence[t
     shard = VocabShard(start, stop, case.logits.shape[-1])
     given = arguments(case) | {"group": group, "shard": shard, "impl": impl}
     given = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in given.items()}
+    given |= own_tensors(case, start, stop, device)
     grad_outputs = (grad_output_of(case).to(device),)
     outputs, *collectives = with_collectives(lambda: case.function(leaf * 1, other, **given), grad_outputs)
     return RankResult(outputs, leaf.grad, *collectives)

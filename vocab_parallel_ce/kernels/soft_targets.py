@@ -1,7 +1,7 @@
 """Cross-entropy with probability targets: statistics, losses and gradient of ``soft.targets_spec``.
 
-    loss = (1 - e) * (T * log(sum_exp) - target_shifted) + e * (log(sum_exp) - shifted_sum / V) + z_loss * lse^2
-    dz_i = p_i * (T' + 2 * z_loss * lse) - (1 - e) * t_i - e / V
+    loss = T' * log(sum_exp) - target_shifted + z_loss * lse^2
+    dz_i = p_i * (T' + 2 * z_loss * lse) - t'_i
 
 The statistics kernel reads both shards once. The gradient kernel reads both and writes one, over the logits or
 elsewhere. One program does one row. Regime: bound by memory, five passes over a shard in all; 1 K to 256 K columns.
@@ -26,8 +26,11 @@ from vocab_parallel_ce.kernels.pairs import (
     pair_launch,
 )
 from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.soft.targets_spec import N_STATISTICS as PACKED
 from vocab_parallel_ce.soft.targets_spec import TargetStats
 from vocab_parallel_ce.spec import LossOptions
+
+N_STATISTICS = tl.constexpr(PACKED)
 
 
 class Factors(NamedTuple):
@@ -35,8 +38,7 @@ class Factors(NamedTuple):
 
     shift: tl.tensor  # row_max
     inverse_sum: tl.tensor  # 1 / sum_exp
-    target_sum: tl.tensor  # T'
-    z_factor: tl.tensor  # 2 * z_loss * lse
+    p_factor: tl.tensor  # T' + 2 * z_loss * lse
     weight: tl.tensor  # grad_output / divisor
 
 
@@ -44,7 +46,7 @@ class Factors(NamedTuple):
 def no_columns(LANES: tl.constexpr):
     """Return the ``TargetStats`` of lanes that have seen nothing."""
     zeros = tl.zeros([LANES], tl.float32)
-    return TargetStats(tl.full([LANES], float("-inf"), tl.float32), zeros, zeros, zeros, zeros, zeros)
+    return TargetStats(tl.full([LANES], float("-inf"), tl.float32), zeros, zeros, zeros)
 
 
 @triton.jit
@@ -54,26 +56,29 @@ def times(target, shifted):
 
 
 @triton.jit
-def with_tile(stats, logits, targets, inside, loss_options):
-    """Return each lane's statistics with one more tile, at pointers ``logits`` and ``targets``."""
-    z, _ = ops.transform(tl.load(logits, inside, other=float("-inf")).to(tl.float32), loss_options)
+def load_targets(targets, class_weight, columns, inside, vocab_size, loss_options):
+    """Return ``t'`` of a tile, fp32, 0 outside. ``columns`` are those of the shard; ``class_weight`` may be None."""
     t = tl.load(targets, inside, other=0.0).to(tl.float32)
+    if loss_options.smoothing is not None:
+        t = tl.where(inside, (1 - loss_options.smoothing) * t + loss_options.smoothing / vocab_size, 0.0)
+    if class_weight is not None:
+        t *= tl.load(class_weight + columns, inside, other=0.0)
+    return t
+
+
+@triton.jit
+def with_tile(stats, logits, t, inside, loss_options):
+    """Return each lane's statistics with one more tile: logits at pointers, and ``t'``."""
+    z, _ = ops.transform(tl.load(logits, inside, other=float("-inf")).to(tl.float32), loss_options)
     row_max = tl.maximum(stats.row_max, tl.max(z, axis=1))
     shift = ops.finite_or_zero(row_max)
     raised = ops.raised_by(stats.row_max, shift)
-    shifted = z - shift[:, None]
     tile_sum = tl.sum(ops.exp_shifted(z, shift[:, None]), axis=1)
     sum_exp = stats.sum_exp * ops.exp_shifted(stats.row_max, shift) + tile_sum
     target_shifted = stats.target_shifted + times(stats.target_sum, raised)
-    target_shifted += tl.sum(times(t, shifted), axis=1)
-    shifted_sum = stats.shifted_sum
-    n_columns = stats.n_columns
-    if loss_options.smoothing is not None:
-        shifted_sum += n_columns * raised + tl.sum(tl.where(inside, shifted, 0.0), axis=1)
-        n_columns -= tl.sum(tl.where(inside, -1.0, 0.0), axis=1)
+    target_shifted += tl.sum(times(t, z - shift[:, None]), axis=1)
     # Subtracted: Triton 3.7 fails to compile a sum over tiles that is used more than once.
-    target_sum = stats.target_sum - tl.sum(-t, axis=1)
-    return TargetStats(row_max, sum_exp, target_sum, target_shifted, shifted_sum, n_columns)
+    return TargetStats(row_max, sum_exp, stats.target_sum - tl.sum(-t, axis=1), target_shifted)
 
 
 @triton.jit
@@ -87,40 +92,23 @@ def merged(stats):
         tl.sum(stats.sum_exp * ops.exp_shifted(stats.row_max, shift), axis=0),
         tl.sum(stats.target_sum, axis=0),
         tl.sum(stats.target_shifted + times(stats.target_sum, raised), axis=0),
-        tl.sum(stats.shifted_sum + stats.n_columns * raised, axis=0),
-        tl.sum(stats.n_columns, axis=0),
     )
 
 
 @triton.jit
-def stats_of_row(stats, row, loss_options):
-    """Return a pointer to the packed statistics of ``row``."""
-    return stats + row * (4 + 2 * (loss_options.smoothing is not None))
-
-
-@triton.jit
-def merged_ranks(pointers, mask, loss_options):
+def merged_ranks(pointers, mask):
     """Merge the packed statistics at ``pointers`` over axis 0; ranks that ``mask`` excludes count as no columns."""
     row_max = tl.load(pointers, mask, other=float("-inf"))
     sum_exp = tl.load(pointers + 1, mask, other=0.0)
     target_sum = tl.load(pointers + 2, mask, other=0.0)
-    target_shifted = tl.load(pointers + 3, mask, other=0.0)
-    shifted_sum = tl.zeros_like(sum_exp)
-    n_columns = tl.zeros_like(sum_exp)
-    if loss_options.smoothing is not None:
-        shifted_sum = tl.load(pointers + 4, mask, other=0.0)
-        n_columns = tl.load(pointers + 5, mask, other=0.0)
-    return merged(TargetStats(row_max, sum_exp, target_sum, target_shifted, shifted_sum, n_columns))
+    return merged(TargetStats(row_max, sum_exp, target_sum, tl.load(pointers + 3, mask, other=0.0)))
 
 
 @triton.jit
-def target_loss(stats, divisor, vocab_size, loss_options):
+def target_loss(stats, divisor, loss_options):
     """Return the loss, as ``targets_spec.loss``, for one row or a vector of rows; ``divisor`` divides it."""
     log_sum = tl.log(stats.sum_exp)
     value = stats.target_sum * log_sum - stats.target_shifted
-    if loss_options.smoothing is not None:
-        smoothed = log_sum - stats.shifted_sum / vocab_size
-        value = (1 - loss_options.smoothing) * value + loss_options.smoothing * smoothed
     if loss_options.z_loss is not None:
         lse = stats.row_max + log_sum
         value += loss_options.z_loss * lse * lse
@@ -136,6 +124,7 @@ def target_statistics_kernel(
     stats,  # [R, N, K] fp32, out: this rank's rows
     loss,  # [N] fp32, out; None if there are other ranks
     divisor,  # [1] of loss, integer or floating point, or None: 1
+    class_weight,  # [n_columns] fp32, or None: all 1
     layout,  # RowLayout of logits
     target_layout,
     n_columns,  # that are not padding
@@ -155,22 +144,23 @@ def target_statistics_kernel(
     lanes = no_columns(LANES)
     for tile in range(0, pair.width, LANES * VECTOR):
         columns = tile + lane_columns
-        x, t = logits + pair.first + columns, targets + pair.other_first + columns
-        lanes = with_tile(lanes, x, t, columns < pair.width, loss_options)
+        inside = columns < pair.width
+        at = columns + (pair.first - pair.begin) if HAS_EDGES else columns  # the compiler sees that these are aligned
+        t = load_targets(targets + pair.other_first + columns, class_weight, at, inside, vocab_size, loss_options)
+        lanes = with_tile(lanes, logits + pair.first + columns, t, inside, loss_options)
     if HAS_EDGES:
         offset, inside = pair_edges(pair, lane_columns, n_columns)
-        lanes = with_tile(lanes, logits + offset, targets + offset + pair.other_shift, inside, loss_options)
+        beside, at = targets + offset + pair.other_shift, offset - pair.begin
+        t = load_targets(beside, class_weight, at, inside, vocab_size, loss_options)
+        lanes = with_tile(lanes, logits + offset, t, inside, loss_options)
     found = merged(lanes)
-    pointer = stats_of_row(stats, stats_start + row, loss_options)
+    pointer = stats + (stats_start + row) * N_STATISTICS
     tl.store(pointer, found.row_max)
     tl.store(pointer + 1, found.sum_exp)
     tl.store(pointer + 2, found.target_sum)
     tl.store(pointer + 3, found.target_shifted)
-    if loss_options.smoothing is not None:
-        tl.store(pointer + 4, found.shifted_sum)
-        tl.store(pointer + 5, found.n_columns)
     if loss is not None:
-        tl.store(loss + row, target_loss(found, divisor, vocab_size, loss_options))
+        tl.store(loss + row, target_loss(found, divisor, loss_options))
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -179,7 +169,6 @@ def target_loss_kernel(
     divisor,  # [1], or None: 1
     loss,  # [N] fp32, out
     n_ranks,
-    vocab_size,
     loss_options,  # option_arguments
     n_rows,
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
@@ -189,36 +178,26 @@ def target_loss_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     ranks = tl.arange(0, RANKS)[:, None]
-    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
-    found = merged_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
-    tl.store(loss + rows, target_loss(found, divisor, vocab_size, loss_options), inside)
+    pointers = stats + (ranks.to(tl.int64) * n_rows + rows[None, :]) * N_STATISTICS
+    found = merged_ranks(pointers, (ranks < n_ranks) & inside[None, :])
+    tl.store(loss + rows, target_loss(found, divisor, loss_options), inside)
 
 
 @triton.jit
 def row_factors(stats, weight, loss_options):
     """Return the ``Factors`` of a row whose gradient is multiplied by ``weight``."""
-    target_sum = stats.target_sum
-    z_factor = 0.0
-    if loss_options.smoothing is not None:
-        target_sum = (1 - loss_options.smoothing) * target_sum + loss_options.smoothing
+    p_factor = stats.target_sum
     if loss_options.z_loss is not None:
-        z_factor = 2 * loss_options.z_loss * (stats.row_max + tl.log(stats.sum_exp))
-    return Factors(stats.row_max, 1.0 / stats.sum_exp, target_sum, z_factor, weight)
+        p_factor += 2 * loss_options.z_loss * (stats.row_max + tl.log(stats.sum_exp))
+    return Factors(stats.row_max, 1.0 / stats.sum_exp, p_factor, weight)
 
 
 @triton.jit
-def write_tile(logits, targets, grad_logits, inside, live, factors, vocab_size, loss_options):
-    """Store the gradient of a tile, 0 if the row is not ``live``."""
-    x = tl.load(logits, inside & live, other=float("-inf")).to(tl.float32)
-    t = tl.load(targets, inside & live, other=0.0).to(tl.float32)
-    z, slope = ops.transform(x, loss_options)
-    if loss_options.smoothing is not None:
-        t = (1 - loss_options.smoothing) * t + loss_options.smoothing / vocab_size
+def write_tile(logits, t, grad_logits, inside, live, factors, loss_options):
+    """Store the gradient of a tile, 0 if the row is not ``live``: logits at pointers, and ``t'``."""
+    z, slope = ops.transform(tl.load(logits, inside & live, other=float("-inf")).to(tl.float32), loss_options)
     p = ops.exp_shifted(z, factors.shift) * factors.inverse_sum
-    grad = p * factors.target_sum - tl.where(z == float("-inf"), 0.0, t)
-    if loss_options.z_loss is not None:
-        grad += p * factors.z_factor
-    grad *= factors.weight
+    grad = (p * factors.p_factor - tl.where(z == float("-inf"), 0.0, t)) * factors.weight
     if loss_options.softcap is not None or loss_options.logit_scale is not None:
         grad *= slope
     grad = tl.where(live, grad, 0.0)
@@ -231,6 +210,7 @@ def target_gradient_kernel(
     targets,  # [N, C] bf16|fp16|fp32|fp64
     stats,  # [R, N, K] fp32
     divisor,  # [1], or None: 1
+    class_weight,  # [sizes.n_valid] fp32, or None: all 1
     grad_output,  # [N] fp32
     grad_logits,  # [N, C] logits' dtype, out; may be logits
     layout,  # RowLayout of logits and of grad_logits
@@ -250,8 +230,7 @@ def target_gradient_kernel(
     # Last rows first: the statistics kernel has just left them in the L2 cache.
     row = (n_rows - 1 - tl.program_id(0)).to(tl.int64)
     ranks = tl.arange(0, RANKS)
-    pointers = stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
-    found = merged_ranks(pointers, ranks < n_ranks, loss_options)
+    found = merged_ranks(stats + (ranks.to(tl.int64) * n_rows + row) * N_STATISTICS, ranks < n_ranks)
     weight = tl.load(grad_output + row * grad_stride)
     live = row >= 0
     if divisor is not None:
@@ -264,19 +243,22 @@ def target_gradient_kernel(
     for tile in range(0, pair.width, LANES * VECTOR):
         columns = tile + lane_columns
         offset, inside = pair.first + columns, columns < pair.width
-        t = targets + pair.other_first + columns
-        write_tile(logits + offset, t, grad_logits + offset, inside, live, factors, sizes.vocab_size, loss_options)
+        at = columns + (pair.first - pair.begin) if HAS_EDGES else columns
+        beside, is_read = targets + pair.other_first + columns, inside & live
+        t = load_targets(beside, class_weight, at, is_read, sizes.vocab_size, loss_options)
+        write_tile(logits + offset, t, grad_logits + offset, inside, live, factors, loss_options)
     if HAS_EDGES:
         offset, inside = pair_edges(pair, lane_columns, sizes.n_valid)
-        t = targets + offset + pair.other_shift
-        write_tile(logits + offset, t, grad_logits + offset, inside, live, factors, sizes.vocab_size, loss_options)
+        beside, is_read = targets + offset + pair.other_shift, inside & live
+        t = load_targets(beside, class_weight, offset - pair.begin, is_read, sizes.vocab_size, loss_options)
+        write_tile(logits + offset, t, grad_logits + offset, inside, live, factors, loss_options)
     clear_columns(grad_logits, pair.begin, sizes.n_valid, sizes.n_columns, LANES)
 
 
 def statistics(
     logits: Tensor,
     targets: Tensor,
-    labels: Tensor | None,
+    class_weight: Tensor | None,
     stats: Tensor,
     mixture: None,
     rank: int,
@@ -289,14 +271,14 @@ def statistics(
     """Fill ``stats[rank]`` of ``stats [R, N, K]``, and ``loss`` if given: then the rank must be the only one."""
     n_rows = stats.shape[1]
     base, target_base, rows = pair_arguments(logits, targets)
-    tensors = (base, target_base, stats, loss, divisor)
+    tensors = (base, target_base, stats, loss, divisor, class_weight)
     _statistics(dtypes_of(tensors), rows, shard, options)(n_rows, tensors, (n_rows, rank * n_rows))
 
 
 def losses(
     stats: Tensor,
     mixture: None,
-    labels: Tensor | None,
+    class_weight: Tensor | None,
     divisor: Tensor | None,
     loss: Tensor,
     *,
@@ -306,14 +288,14 @@ def losses(
     """Fill ``loss``, contiguous, from ``stats [R, N, K]``; ``divisor [1]`` divides it if given."""
     n_ranks, n_rows, _ = stats.shape
     tensors = (stats, divisor, loss)
-    launch = _losses(dtypes_of(tensors), n_ranks, shard.vocab_size, options)
+    launch = _losses(dtypes_of(tensors), n_ranks, options)
     launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
 
 
 def gradient(
     logits: Tensor,
     targets: Tensor,
-    labels: Tensor | None,
+    class_weight: Tensor | None,
     stats: Tensor,
     mixture: None,
     divisor: Tensor | None,
@@ -330,7 +312,7 @@ def gradient(
     if grad_logits is not logits:
         grad_base, _, grad_rows = pair_arguments(grad_logits, targets)
         assert rows == grad_rows, "the gradient is laid out as the logits are"
-    tensors = (base, target_base, stats, divisor, grad_output, grad_base)
+    tensors = (base, target_base, stats, divisor, class_weight, grad_output, grad_base)
     launch = _gradient(dtypes_of(tensors), rows, grad_output.stride(0), n_ranks, shard, options)
     launch(n_rows, tensors, (n_rows,))
 
@@ -342,9 +324,9 @@ def _statistics(dtypes: Dtypes, rows: PairRows, shard: VocabShard, options: Loss
 
 
 @cache_launches
-def _losses(dtypes: Dtypes, n_ranks: int, vocab_size: int, options: LossOptions) -> Launch:
+def _losses(dtypes: Dtypes, n_ranks: int, options: LossOptions) -> Launch:
     constants = {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": LOSS_ROWS}
-    return Launch(target_loss_kernel, (n_ranks, vocab_size, options), constants, num_warps=4)
+    return Launch(target_loss_kernel, (n_ranks, options), constants, num_warps=4)
 
 
 @cache_launches

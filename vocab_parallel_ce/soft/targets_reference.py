@@ -10,13 +10,13 @@ from torch import Tensor
 from vocab_parallel_ce.reference import _divided, _rows
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft import targets_spec as spec
-from vocab_parallel_ce.spec import LossOptions
+from vocab_parallel_ce.spec import LossOptions, transformed
 
 
 def statistics(
     logits: Tensor,
     targets: Tensor,
-    labels: Tensor | None,
+    class_weight: Tensor | None,
     stats: Tensor,
     mixture: None,
     rank: int,
@@ -27,16 +27,16 @@ def statistics(
     options: LossOptions,
 ) -> None:
     """Fill ``stats[rank]`` of ``stats [R, N, K]``, and ``loss`` where given: then the rank must be the only one."""
-    row_stats = spec.local_stats(_rows(logits), _rows(targets), shard.start, shard.vocab_size, options)
-    stats[rank] = torch.stack(row_stats[: stats.shape[-1]], dim=-1)
+    z, _, t = _columns(logits, targets, class_weight, shard, options)
+    stats[rank] = torch.stack(spec.local_stats(z, t), dim=-1)
     if loss is not None:
-        losses(stats, None, labels, divisor, loss, shard=shard, options=options)
+        losses(stats, None, class_weight, divisor, loss, shard=shard, options=options)
 
 
 def losses(
     stats: Tensor,
     mixture: None,
-    labels: Tensor | None,
+    class_weight: Tensor | None,
     divisor: Tensor | None,
     loss: Tensor,
     *,
@@ -44,14 +44,13 @@ def losses(
     options: LossOptions,
 ) -> None:
     """Fill ``loss``, of any shape, from ``stats [R, N, K]``; ``divisor [1]`` divides it if given."""
-    value = spec.loss(_merged(stats), shard.vocab_size, options)
-    loss.copy_(_divided(value, divisor).view(loss.shape))
+    loss.copy_(_divided(spec.loss(_merged(stats), options), divisor).view(loss.shape))
 
 
 def gradient(
     logits: Tensor,
     targets: Tensor,
-    labels: Tensor | None,
+    class_weight: Tensor | None,
     stats: Tensor,
     mixture: None,
     divisor: Tensor | None,
@@ -62,20 +61,22 @@ def gradient(
     options: LossOptions,
 ) -> None:
     """Fill ``grad_logits [..., C]``, which may be ``logits``; ``grad_output [N]`` multiplies it per row."""
-    grad = spec.gradient(_rows(logits), _rows(targets), _merged(stats), shard.start, shard.vocab_size, options)
-    grad = _divided(grad, divisor) * grad_output.unsqueeze(-1)
+    z, slope, t = _columns(logits, targets, class_weight, shard, options)
+    grad = _divided(spec.gradient(z, slope, t, _merged(stats), options), divisor) * grad_output.unsqueeze(-1)
     if divisor is not None:
         grad = torch.where(divisor.float() == 0, 0.0, grad)  # 0 under an infinite grad_output too
-    grad[:, shard.n_valid :] = 0.0
-    grad_logits.copy_(grad.view(grad_logits.shape))
+    grad_logits.copy_(torch.nn.functional.pad(grad, (0, shard.n_columns - shard.n_valid)).view(grad_logits.shape))
+
+
+def _columns(
+    logits: Tensor, targets: Tensor, class_weight: Tensor | None, shard: VocabShard, options: LossOptions
+) -> tuple[Tensor, Tensor | float, Tensor]:
+    """Return ``z``, its slope and ``t'`` of the columns that are not padding."""
+    z, slope = transformed(_rows(logits)[:, : shard.n_valid], options)
+    targets = _rows(targets)[:, : shard.n_valid].to(z.dtype)
+    return z, slope, spec.smoothed(targets, shard.vocab_size, options, class_weight)
 
 
 def _merged(stats: Tensor) -> spec.TargetStats:
     """Merge ``stats [R, N, K]`` over the ranks, in the order of the ranks on every rank."""
-    nothing = torch.zeros_like(stats[0, :, 0])
-
-    def of_rank(packed: Tensor) -> spec.TargetStats:
-        carried = packed.unbind(-1)
-        return spec.TargetStats(*carried, *(nothing,) * (len(spec.IDENTITY) - len(carried)))
-
-    return functools.reduce(spec.merge, map(of_rank, stats))
+    return functools.reduce(spec.merge, (spec.TargetStats(*packed.unbind(-1)) for packed in stats))

@@ -1,13 +1,13 @@
 """The mathematics of cross-entropy with probability targets, in plain PyTorch; see ``spec`` for legend and edges.
 
-PyTorch's ``CrossEntropyLoss`` with class probabilities. With targets ``t`` as they are, ``T = sum_i t_i``, ``z`` and
-``e`` as in ``spec``, and ``t'_i = (1 - e) * t_i + e / V``, ``T' = (1 - e) * T + e``:
+PyTorch's ``CrossEntropyLoss`` with class probabilities. With targets ``t`` as they are, class weights ``w`` (1 if there
+are none), ``z`` and ``e`` as in ``spec``, and ``t'_i = w_i * ((1 - e) * t_i + e / V)``, ``T' = sum_i t'_i``:
 
     loss = -sum_i t'_i log p_i + z_loss * lse^2
-         = (1 - e) * (T * log(sum_exp) - target_shifted) + e * (log(sum_exp) - shifted_sum / V) + z_loss * lse^2
-    dz_i = p_i * (T' + 2 * z_loss * lse) - t'_i,    target_shifted = sum_i t_i (z_i - row_max)
+         = T' * log(sum_exp) - target_shifted + z_loss * lse^2,    target_shifted = sum_i t'_i (z_i - row_max)
+    dz_i = p_i * (T' + 2 * z_loss * lse) - t'_i
 
-A column of ``-inf`` with ``t_i = 0`` is excluded. With ``t_i > 0`` the loss is ``inf``. Its gradient is 0.
+A column of ``-inf`` with ``t'_i = 0`` is excluded. With ``t'_i > 0`` the loss is ``inf``. Its gradient is 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce.spec import NEG_INF, PLAIN, LossOptions, _finite_or_zero, _raised_by, transformed
+from vocab_parallel_ce.spec import NEG_INF, PLAIN, LossOptions, _finite_or_zero, _raised_by
 
 
 class TargetStats(NamedTuple):
@@ -25,39 +25,27 @@ class TargetStats(NamedTuple):
 
     row_max: Tensor  # largest z
     sum_exp: Tensor  # sum of exp(z - row_max)
-    target_sum: Tensor  # sum of t
-    target_shifted: Tensor  # sum of t * (z - row_max)
-    shifted_sum: Tensor  # sum of z - row_max
-    n_columns: Tensor
+    target_sum: Tensor  # sum of t'
+    target_shifted: Tensor  # sum of t' * (z - row_max)
 
 
-IDENTITY = (NEG_INF, 0.0, 0.0, 0.0, 0.0, 0.0)
+IDENTITY = (NEG_INF, 0.0, 0.0, 0.0)
+N_STATISTICS = len(TargetStats._fields)  # that travel, in this order
 
 
-def statistics(options: LossOptions) -> tuple[str, ...]:
-    """Names of the statistics that travel, in the order in which they are packed."""
-    return TargetStats._fields if options.smoothing else TargetStats._fields[:4]
+def smoothed(targets: Tensor, vocab_size: int, options: LossOptions, class_weight: Tensor | None) -> Tensor:
+    """Return ``t'`` of columns, from targets of the compute dtype and the columns' weights."""
+    t = (1 - options.smoothing) * targets + options.smoothing / vocab_size
+    return t if class_weight is None else t * class_weight.to(t.dtype)
 
 
-def local_stats(
-    logits: Tensor, targets: Tensor, start: int, vocab_size: int, options: LossOptions = PLAIN
-) -> TargetStats:
-    """Statistics of the columns of ``logits [N, C]`` from global id ``start`` on, with ``targets [N, C]``."""
-    n_valid = min(max(vocab_size - start, 0), logits.shape[-1])
-    z, _ = transformed(logits[:, :n_valid], options)
-    t = targets[:, :n_valid].to(z.dtype)
-    if n_valid == 0:
+def local_stats(z: Tensor, t: Tensor) -> TargetStats:
+    """Statistics of columns with transformed logits ``z [N, C]`` and ``t' [N, C]``."""
+    if z.shape[-1] == 0:
         return TargetStats(*(z.new_full(z.shape[:1], value) for value in IDENTITY))
     row_max = z.amax(dim=-1)
     shifted = z - _finite_or_zero(row_max).unsqueeze(-1)
-    return TargetStats(
-        row_max,
-        shifted.exp().sum(dim=-1),
-        t.sum(dim=-1),
-        _times(t, shifted).sum(dim=-1),
-        shifted.sum(dim=-1),
-        torch.full_like(row_max, n_valid),
-    )
+    return TargetStats(row_max, shifted.exp().sum(dim=-1), t.sum(dim=-1), _times(t, shifted).sum(dim=-1))
 
 
 def merge(a: TargetStats, b: TargetStats) -> TargetStats:
@@ -70,37 +58,25 @@ def merge(a: TargetStats, b: TargetStats) -> TargetStats:
         a.sum_exp * (a.row_max - shift).exp() + b.sum_exp * (b.row_max - shift).exp(),
         a.target_sum + b.target_sum,
         (a.target_shifted + _times(a.target_sum, a_shift)) + (b.target_shifted + _times(b.target_sum, b_shift)),
-        (a.shifted_sum + a.n_columns * a_shift) + (b.shifted_sum + b.n_columns * b_shift),
-        a.n_columns + b.n_columns,
     )
 
 
-def loss(stats: TargetStats, vocab_size: int, options: LossOptions = PLAIN) -> Tensor:
+def loss(stats: TargetStats, options: LossOptions = PLAIN) -> Tensor:
     """``[N]`` unreduced loss, from the statistics of the whole vocabulary."""
-    e, log_sum = options.smoothing, stats.sum_exp.log()
+    log_sum = stats.sum_exp.log()
     value = stats.target_sum * log_sum - stats.target_shifted
-    if e:
-        value = (1 - e) * value + e * (log_sum - stats.shifted_sum / vocab_size)
-    if options.z_loss:
-        value = value + options.z_loss * (stats.row_max + log_sum) ** 2
-    return value
+    return value + options.z_loss * (stats.row_max + log_sum) ** 2 if options.z_loss else value
 
 
-def gradient(
-    logits: Tensor, targets: Tensor, stats: TargetStats, start: int, vocab_size: int, options: LossOptions = PLAIN
-) -> Tensor:
-    """``[N, C]`` derivative of each row's loss by its logits, in the compute dtype; 0 in padded columns."""
-    e, n_valid = options.smoothing, min(max(vocab_size - start, 0), logits.shape[-1])
-    z, slope = transformed(logits[:, :n_valid], options)
-    t = targets[:, :n_valid].to(z.dtype)
+def gradient(z: Tensor, slope: Tensor | float, t: Tensor, stats: TargetStats, options: LossOptions = PLAIN) -> Tensor:
+    """``[N, C]`` derivative of each row's loss by its logits, which ``slope`` is that of ``z`` by."""
     p = (z - stats.row_max.unsqueeze(-1)).exp() / stats.sum_exp.unsqueeze(-1)
-    grad = p * ((1 - e) * stats.target_sum + e).unsqueeze(-1) - ((1 - e) * t + e / vocab_size)
+    p_factor = stats.target_sum
     if options.z_loss:
-        grad = grad + p * (2 * options.z_loss * (stats.row_max + stats.sum_exp.log())).unsqueeze(-1)
-    grad = grad * slope
+        p_factor = p_factor + 2 * options.z_loss * (stats.row_max + stats.sum_exp.log())
+    grad = (p * p_factor.unsqueeze(-1) - t) * slope
     is_finite = (stats.sum_exp.isfinite() & (stats.row_max != NEG_INF)).unsqueeze(-1)
-    grad = torch.where((z == NEG_INF) & is_finite, 0.0, grad)
-    return torch.nn.functional.pad(grad, (0, logits.shape[-1] - n_valid))
+    return torch.where((z == NEG_INF) & is_finite, 0.0, grad)
 
 
 def _times(target: Tensor, shifted: Tensor) -> Tensor:
