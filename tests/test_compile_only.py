@@ -16,7 +16,7 @@ from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
 pytestmark = [pytest.mark.compile_only, pytest.mark.timeout(3600)]
 
 REGISTERS = 65_536  # of a multiprocessor
-WALKS = ("online_softmax", "cross_entropy", "element_mul")
+READS, WALKS = ("online_softmax", "count_larger"), ("cross_entropy", "element_mul")
 PAIRS = (
     "target_statistics",
     "target_gradient",
@@ -43,6 +43,7 @@ def test_every_kernel_compiles_and_its_arguments_bind(target):
     reports = compiled(target)
     one_pass = {"one_pass"} if target == "cuda:100" else set()
     assert {report["kernel"].split("-")[0] for report in reports} == {
+        *READS,
         *WALKS,
         *PAIRS,
         "loss",
@@ -58,9 +59,9 @@ def test_sm_90_code_is_wide_and_does_not_spill():
             assert_fills_a_multiprocessor(report)
             continue
         assert report["local_bytes"] == 0, report
-        if report["kernel"].startswith((*WALKS, *PAIRS)):
+        if report["kernel"].startswith((*READS, *WALKS, *PAIRS)):
             assert "ld.global.v4.b32" in report["loads"], report
-        if report["kernel"].startswith((*WALKS[1:], "target_gradient", "divergence_gradient")):
+        if report["kernel"].startswith((*WALKS, "target_gradient", "divergence_gradient")):
             assert "st.global.v4.b32" in report["stores"], report
         # 16 warps of 64 registers: two rows at a time on a multiprocessor of 64 K registers. A gradient with
         # options, or of rows with a head and a tail, must fit one row. It may leave two values in memory.

@@ -53,7 +53,8 @@ def token_log_probs(
 
     Collectives: forward one all_gather of 12 bytes per row from each rank; 4 more with each of ``entropy``,
     ``sum_sq_probs`` and ``is_top1``, 8 with ``mean_logit``, and ``8 * k`` with ``top_k``. ``rank`` is
-    counted after that, which takes one all_reduce of 8 bytes per row. Backward none.
+    counted after that, which takes one all_reduce of 4 bytes per row, and 4 more in the all_gather where ``z / T`` is
+    not the logit. Backward none.
 
     Args:
         temperature: positive; divides the logits after the cap. A number, or a floating-point tensor of one element, or

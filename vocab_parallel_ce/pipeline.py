@@ -86,7 +86,8 @@ def forward(
         call.top.collect(logits, labels, plan.shard, at_temperature(plan.options, call.temperature))
         call.top.gather(stats, plan.rank, call.group)
         if call.top.wants_rank:
-            call.top.add_counts(call.top.count(logits, stats, plan.shard), plan.n_ranks, call.group)
+            counts = call.top.count(plan.launchers, logits, stats, plan.shard)
+            call.top.add_counts(counts, plan.n_ranks, call.group)
     if not is_alone:
         if call.divides_by_weights:
             divisor = divisor_of(call, stats)

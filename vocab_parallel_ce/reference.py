@@ -41,6 +41,12 @@ def online_softmax(
         token_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
 
 
+def count_larger(logits: Tensor, label_x: Tensor, counts: Tensor, *, shard: VocabShard) -> None:
+    """Fill ``counts [N]``: how many logits of a row of ``logits [..., C]`` are larger than its ``label_x [N]``."""
+    rows = _rows(logits)[:, : shard.n_valid]
+    counts.copy_((rows > label_x.to(rows.dtype).unsqueeze(-1)).sum(dim=-1))  # label_x is one of them: exact
+
+
 def token_outputs(
     stats: Tensor,
     labels: Tensor,

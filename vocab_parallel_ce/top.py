@@ -12,6 +12,7 @@ or temperature the statistics have z of the label and not its logit, which trave
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +22,6 @@ from vocab_parallel_ce import spec
 from vocab_parallel_ce.collectives import all_gather_stats, begin_all_reduce
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
-
-CHUNK_SIZE = 2**26  # logits that are compared at a time, a byte each
 
 
 class Top:
@@ -65,7 +64,7 @@ class Top:
             packed = ids.new_empty(n_ranks, sum(map(len, words)))
             packed[rank] = torch.cat(words)
             all_gather_stats(packed, rank, group)
-            of_ranks = (part.contiguous() for part in packed.split(list(map(len, words)), dim=1))
+            of_ranks = (part.flatten() for part in packed.split(list(map(len, words)), dim=1))
             every = [part.view(like.dtype).view(n_ranks, *like.shape) for part, like in zip(of_ranks, own, strict=True)]
             stats.copy_(every[0])
             label_x = every[1].sum(dim=0)  # one rank has it, the others 0
@@ -76,17 +75,15 @@ class Top:
             self.z, place = z.topk(self.k, dim=-1)
             self.ids = ids.gather(-1, place).long()
 
-    def count(self, logits: Tensor, stats: Tensor, shard: VocabShard, first: int = 0) -> Tensor:
+    def count(self, launchers: ModuleType, logits: Tensor, stats: Tensor, shard: VocabShard, first: int = 0) -> Tensor:
         """Return ``[n]`` int32: how many logits of this rank are larger than the label's, in rows from ``first`` on.
 
         ``stats [R, n, K]`` are exchanged already.
         """
-        rows = _valid_rows(logits, shard)
-        label_x = self.label_x[0][first : first + rows.shape[0]] if self.label_x else stats[:, :, 2].amax(dim=0)
-        label_x = label_x.to(rows.dtype).unsqueeze(-1)  # exact
-        step = max(1, CHUNK_SIZE // shard.n_columns)
-        parts = zip(rows.split(step), label_x.split(step), strict=True)
-        return torch.cat([(part > label).sum(dim=-1, dtype=torch.int32) for part, label in parts])
+        counts = torch.empty_like(stats[0, :, 0], dtype=torch.int32)
+        label_x = self.label_x[0][first : first + len(counts)] if self.label_x else stats[:, :, 2].amax(dim=0)
+        launchers.count_larger(logits, label_x, counts, shard=shard)
+        return counts
 
     def add_counts(self, counts: Tensor, n_ranks: int, group: object) -> None:
         """Make the label's rank of the counts ``[N]`` of all ranks."""

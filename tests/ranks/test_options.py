@@ -156,33 +156,34 @@ def test_token_log_probs_of_padded_shards(rank_pool, impl):
     check(case, rank_pool.run(run, case))
 
 
-def _largest(rank, group, logits, labels, impl):
+def _largest(rank, group, logits, labels, impl, temperature):
     """The results of this rank's columns, and the collectives of the call."""
     device = device_of(rank, group)
     shard = VocabShard.of_rank(logits.shape[-1], rank, group.size())
     own, labels = logits[:, shard.start : shard.stop].to(device), labels.to(device)
-    options = {"vocab_size": logits.shape[-1], "temperature": 0.7, "impl": impl}
+    options = {"vocab_size": logits.shape[-1], "temperature": temperature, "impl": impl}
     with record_collectives() as collectives:
         found = token_log_probs(own, labels, group=group, outputs=("rank",), top_k=5, **options)
     return [found.rank.cpu(), found.top_ids.cpu(), found.top_log_probs.cpu()], collectives
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @in_several_ranks
-def test_the_largest_travel_with_the_statistics_and_the_rank_is_counted_afterwards(rank_pool, impl, dtype):
-    """A last shard narrower than the five that are asked for."""
+def test_the_largest_travel_with_the_statistics_and_the_rank_is_counted_afterwards(rank_pool, impl, dtype, temperature):
+    """A last shard narrower than the five that are asked for; in fp64 words of 8 bytes beside an odd number of 4."""
     if dtype == torch.float64:
         impl = "reference"  # the only one of fp64
     logits = (
         torch.stack([torch.randperm(21, generator=torch.Generator().manual_seed(i)) for i in range(5)]).to(dtype) / 3
     )
     labels = torch.tensor([0, 20, IGNORE_INDEX, 7, 3])
-    whole = token_log_probs(logits, labels, outputs=("rank",), top_k=5, temperature=0.7)
-    for found, collectives in rank_pool.run(_largest, logits, labels, impl):
+    whole = token_log_probs(logits, labels, outputs=("rank",), top_k=5, temperature=temperature)
+    for found, collectives in rank_pool.run(_largest, logits, labels, impl, temperature):
         assert torch.equal(found[0], whole.rank) and torch.equal(found[1], whole.top_ids)
         torch.testing.assert_close(found[2], whole.top_log_probs, rtol=1e-6, atol=1e-6)
         sizes = [(call.name, call.nbytes) for call in collectives]
         assert sizes == [
-            ("_allgather_base_", (dtype.itemsize * (3 + 5 + 1) + 4 * 5) * len(labels)),
+            ("_allgather_base_", (dtype.itemsize * (3 + 5 + (temperature != 1)) + 4 * 5) * len(labels)),
             ("allreduce_", 4 * len(labels)),
         ]

@@ -79,6 +79,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield stats("bf16", True, "all", outputs=True)
     yield gradient("bf16", True, "all", call="padded")
     yield scaled("bf16", edges=True)
+    yield counted_larger("bf16", edges=True)
     yield finish("all", 4)
     yield from of_targets("bf16", "fp32", False, "all")
     yield from of_divergence("bf16", True, DivergenceOptions("js", 2.0, 0.3, 0.5))
@@ -108,12 +109,14 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield gradient("fp32", False, "plain", of="bf16")
     yield gradient("fp32", True, "all", of="bf16")
     yield scaled("fp32", edges=False)
+    yield counted_larger("bf16", edges=False)
 
 
 def all_variants(target: GPUTarget) -> Iterator[Variant]:
     """Yield the product of dtypes, edges, options and kinds of calls."""
     for dtype, edges in product(DTYPES, (False, True)):
         yield scaled(dtype, edges)
+        yield counted_larger(dtype, edges)
         yield stats(dtype, edges, "plain", counted=True)
         yield gradient(dtype, edges, "plain", call="in_forward", ranks=1)
         yield gradient(dtype, edges, "all", call="in_forward")
@@ -192,6 +195,14 @@ def scaled(dtype: str, edges: bool) -> Variant:
     dtypes = (DTYPES[dtype], torch.float32)
     launch = launch_of("element_mul", dtypes, ROWS[edges], N_COLUMNS, 3)
     return Variant(f"element_mul-{dtype}{'-edges' * edges}", launch, dtypes)
+
+
+def counted_larger(dtype: str, edges: bool) -> Variant:
+    dtypes = (DTYPES[dtype], torch.float32, torch.int32)
+    shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
+    return Variant(
+        f"count_larger-{dtype}{'-edges' * edges}", launch_of("count_larger", dtypes, ROWS[edges], shard), dtypes
+    )
 
 
 def finish(option: str, ranks: int) -> Variant:

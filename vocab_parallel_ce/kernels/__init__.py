@@ -3,9 +3,10 @@
 Only modules in here import triton, and nothing imports this package before a kernel runs.
 """
 
+from vocab_parallel_ce.kernels.count_larger import count_larger
 from vocab_parallel_ce.kernels.cross_entropy import cross_entropy
 from vocab_parallel_ce.kernels.element_mul import element_mul
 from vocab_parallel_ce.kernels.loss import token_outputs
 from vocab_parallel_ce.kernels.online_softmax import online_softmax
 
-__all__ = ["cross_entropy", "element_mul", "online_softmax", "token_outputs"]
+__all__ = ["count_larger", "cross_entropy", "element_mul", "online_softmax", "token_outputs"]

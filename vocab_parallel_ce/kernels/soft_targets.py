@@ -7,8 +7,6 @@ The statistics kernel reads both shards once. The gradient kernel reads both and
 elsewhere. One program does one row. Regime: bound by memory, five passes over a shard in all; 1 K to 256 K columns.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,15 +29,6 @@ from vocab_parallel_ce.soft.targets_spec import TargetStats
 from vocab_parallel_ce.spec import LossOptions
 
 N_STATISTICS = tl.constexpr(PACKED)
-
-
-class Factors(NamedTuple):
-    """What the gradient of a row's every column is made of."""
-
-    shift: tl.tensor  # row_max
-    inverse_sum: tl.tensor  # 1 / sum_exp
-    p_factor: tl.tensor  # T' + 2 * z_loss * lse
-    weight: tl.tensor  # grad_output / divisor
 
 
 @triton.jit
@@ -184,20 +173,13 @@ def target_loss_kernel(
 
 
 @triton.jit
-def row_factors(stats, weight, loss_options):
-    """Return the ``Factors`` of a row whose gradient is multiplied by ``weight``."""
-    p_factor = stats.target_sum
-    if loss_options.z_loss is not None:
-        p_factor += 2 * loss_options.z_loss * (stats.row_max + tl.log(stats.sum_exp))
-    return Factors(stats.row_max, 1.0 / stats.sum_exp, p_factor, weight)
+def write_tile(logits, t, grad_logits, inside, live, row_max, factor, weight, loss_options):
+    """Store the gradient of a tile, 0 if the row is not ``live``: logits at pointers, and ``t'``.
 
-
-@triton.jit
-def write_tile(logits, t, grad_logits, inside, live, factors, loss_options):
-    """Store the gradient of a tile, 0 if the row is not ``live``: logits at pointers, and ``t'``."""
+    ``factor`` times the exponentials is ``p_i * (T' + 2 * z_loss * lse)``.
+    """
     z, slope = ops.transform(tl.load(logits, inside & live, other=float("-inf")).to(tl.float32), loss_options)
-    p = ops.exp_shifted(z, factors.shift) * factors.inverse_sum
-    grad = (p * factors.p_factor - tl.where(z == float("-inf"), 0.0, t)) * factors.weight
+    grad = (ops.exp_shifted(z, row_max) * factor - tl.where(z == float("-inf"), 0.0, t)) * weight
     if loss_options.softcap is not None or loss_options.logit_scale is not None:
         grad *= slope
     grad = tl.where(live, grad, 0.0)
@@ -237,7 +219,10 @@ def target_gradient_kernel(
         share = ops.divisor_weight(divisor)
         weight *= share
         live &= share != 0
-    factors = row_factors(found, weight, loss_options)
+    factor = found.target_sum
+    if loss_options.z_loss is not None:
+        factor += 2 * loss_options.z_loss * (found.row_max + tl.log(found.sum_exp))
+    factor /= found.sum_exp
     pair = locate_pair(row, layout, target_layout, sizes.n_valid, ALIKE, VECTOR)
     lane_columns = ops.tile_columns(LANES, VECTOR)
     for tile in range(0, pair.width, LANES * VECTOR):
@@ -246,12 +231,12 @@ def target_gradient_kernel(
         at = columns + (pair.first - pair.begin) if HAS_EDGES else columns
         beside, is_read = targets + pair.other_first + columns, inside & live
         t = load_targets(beside, class_weight, at, is_read, sizes.vocab_size, loss_options)
-        write_tile(logits + offset, t, grad_logits + offset, inside, live, factors, loss_options)
+        write_tile(logits + offset, t, grad_logits + offset, inside, live, found.row_max, factor, weight, loss_options)
     if HAS_EDGES:
         offset, inside = pair_edges(pair, lane_columns, sizes.n_valid)
         beside, is_read = targets + offset + pair.other_shift, inside & live
         t = load_targets(beside, class_weight, offset - pair.begin, is_read, sizes.vocab_size, loss_options)
-        write_tile(logits + offset, t, grad_logits + offset, inside, live, factors, loss_options)
+        write_tile(logits + offset, t, grad_logits + offset, inside, live, found.row_max, factor, weight, loss_options)
     clear_columns(grad_logits, pair.begin, sizes.n_valid, sizes.n_columns, LANES)
 
 

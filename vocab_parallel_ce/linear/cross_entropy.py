@@ -181,8 +181,8 @@ def linear_token_log_probs(
     Backward computes the logits again and the gradients of all outputs together. The output ``"rank"`` computes them
     again in forward.
 
-    Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``; ``"rank"`` has an all_reduce
-    of 8 bytes per token.
+    Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``; of ``"rank"`` and ``top_k``
+    those of :func:`token_log_probs`.
 
     Args:
         temperature, entropy, outputs, top_k: as in :func:`token_log_probs`.

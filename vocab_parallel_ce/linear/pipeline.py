@@ -119,7 +119,8 @@ def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
         if call.top.wants_rank:
             counts = labels.new_zeros(labels.shape, dtype=torch.int32)
             for rows, states in products.hidden.chunks():
-                counts[rows] = call.top.count(products.logits(states), stats[:, rows], plan.shard, rows.start)
+                logits = products.logits(states)
+                counts[rows] = call.top.count(plan.launchers, logits, stats[:, rows], plan.shard, rows.start)
             call.top.add_counts(counts, plan.n_ranks, call.group)
         if linear.order is not None:
             call.top.reorder(linear.order.to_tokens)
