@@ -95,6 +95,10 @@ def divergence_statistics_kernel(
         # An ignored row counts as a row of no columns: nothing is read.
         n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     pair = locate_pair(row, layout, teacher_layout, n_columns, ALIKE, VECTOR)
+    target = float("-inf")
+    if weights.hard_weight is not None:
+        column = label - shard_start
+        target = load_logits(student + pair.begin + column, (column >= 0) & (column < n_columns))
     lane_columns = ops.tile_columns(LANES, VECTOR)
     lanes = no_columns(LANES)
     for tile in range(0, pair.width, LANES * VECTOR):
@@ -105,10 +109,6 @@ def divergence_statistics_kernel(
         offset, inside = pair_edges(pair, lane_columns, n_columns)
         w = teacher + offset + pair.other_shift
         lanes = with_tile(lanes, student + offset, w, inside, weights, KIND)
-    target = float("-inf")
-    if weights.hard_weight is not None:
-        column = label - shard_start
-        target = load_logits(student + pair.begin + column, (column >= 0) & (column < n_columns))
     found = merged(lanes, target, weights, KIND)
     pointer = stats_of_row(stats, stats_start + row, weights, KIND)
     tl.store(pointer, found.student_max)
