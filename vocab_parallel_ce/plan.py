@@ -180,8 +180,8 @@ def checked_divisor(num_items: float | Tensor, reduction: str, logits: Tensor) -
 def weights_of_columns(class_weight: Tensor, shard: VocabShard, logits: Tensor) -> Tensor:
     """Return checked class weights as kernels take them: of the arithmetic's dtype, of the shard's valid columns.
 
-    ``logits`` or hidden states have its device. It is a view of the caller's if that has the dtype and a 16-byte
-    boundary.
+    ``logits`` or hidden states have its device. It is a view of the caller's if that has the dtype, a 16-byte boundary
+    and memory of its own, and autograd may save it.
     """
     checks.check_class_weight(class_weight)
     if class_weight.device != logits.device:
@@ -190,10 +190,11 @@ def weights_of_columns(class_weight: Tensor, shard: VocabShard, logits: Tensor) 
     if shape == (whole,):
         start = shard.start
     elif shape != (own,):
-        expected = f"({whole},), or ({own},) for this rank's columns"
+        expected = f"({whole},)" if whole == own else f"({whole},), or ({own},) for this rank's columns"
         raise ValueError(f"class_weight: expected shape {expected}, got {shape}")
     columns = class_weight.detach()[start : start + shard.n_valid].to(compute_dtype(logits.dtype)).contiguous()
-    return columns.clone() if columns.data_ptr() % VECTOR_BYTES else columns
+    is_logits = columns.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
+    return columns.clone() if is_logits or columns.is_inference() or columns.data_ptr() % VECTOR_BYTES else columns
 
 
 def temperature_of_rows(

@@ -87,7 +87,8 @@ def test_edges(impl_device, rest):
     made = case_of(columns=20)
     ids, log_probs = (made.options[name].clone() for name in ("teacher_ids", "teacher_log_probs"))
     student = made.logits.clone()
-    ids[0, 2], log_probs[0, 2] = -7, -INF
+    log_probs[0, 2], student[0, ids[0, 2]] = -INF, student[0].max()
+    ids[0, 2] = ids[0, 2] if rest == "bucket" else -7  # left out: if it is a token, among the others
     student[1, ids[1, 0]], student[2, 3], student[4, 2] = -INF, NAN, NAN
     ids[3, 1] = -(2**62)
     log_probs[4], student[3] = -INF, -INF if rest == "bucket" else student[3]
@@ -102,6 +103,13 @@ def test_edges(impl_device, rest):
     torch.testing.assert_close(loss[:1], truth.float())
     assert loss[1] == INF and grad[1].isfinite().all() and grad[1, ids[1, 0]] == 0
     assert loss[2:4].isnan().all() and grad[2:4].isnan().all() and loss[4] == 0 and not grad[4].any()
+    known = {"teacher_ids": made.options["teacher_ids"].to(device), "teacher_log_probs": log_probs.to(device)}
+    leaf = made.logits.index_fill(1, torch.tensor([0, 3]), INF).to(device).requires_grad_()
+    (grad,) = torch.autograd.grad(distillation_loss(leaf * 1, **known, **ways).sum(), leaf)
+    assert grad[:4].isnan().all() and not grad[4].any()
+    none = {"reduction": "sum", "num_items": torch.tensor(0, device=device)}
+    loss = distillation_loss(leaf * 1, **known, **ways | none)
+    assert loss == 0 and not torch.autograd.grad(loss, leaf)[0].any()
     ways["labels"] = torch.full((ROWS,), IGNORE_INDEX, device=device)
     loss = distillation_loss(leaf * 1, teacher_ids=ids.to(device), teacher_log_probs=log_probs.to(device), **ways)
     assert not loss.any() and not torch.autograd.grad(loss.sum(), leaf)[0].any()

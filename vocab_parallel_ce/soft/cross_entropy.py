@@ -54,7 +54,7 @@ def soft_cross_entropy(
         loss = sum_i t'_i * (lse - z_i) + z_loss * lse^2
 
     Targets are taken as they are, also if they do not sum to 1. A ``-inf`` logit is excluded if its ``t'`` is
-    0; otherwise the loss is ``inf``. Columns at ``V`` and beyond are ignored in both tensors. docs/distillation.md has
+    0; otherwise the loss is infinite. Columns at ``V`` and beyond are ignored in both tensors. docs/distillation.md has
     more.
 
     Overwrites: backward writes the gradient over ``logits``, unless ``gradient`` says otherwise. ``target_probs``

@@ -10,15 +10,15 @@ from torch import Tensor
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.cross_entropy import public
-from vocab_parallel_ce.layout import compute_dtype, flat, walkable
+from vocab_parallel_ce.layout import compute_dtype, flat
 from vocab_parallel_ce.options import Settings, check_names, divided_by, keyword_defaults, with_keywords
 from vocab_parallel_ce.plan import comparable
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft import divergence_spec
 from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
 from vocab_parallel_ce.soft.pairs import PairCall, divisor_of, launchers_of, plan_pair, run
-from vocab_parallel_ce.soft.topk import IGNORED, N_STATISTICS, TopK, TopKOptions, packed_ids
-from vocab_parallel_ce.spec import NEG_INF
+from vocab_parallel_ce.soft.topk import IGNORED, N_STATISTICS, TopK, TopKOptions, known_columns
+from vocab_parallel_ce.spec import NEG_INF, is_ignored
 
 LAUNCHERS = "divergence_reference", "distillation"
 DIVERGENCES = ("forward", "reverse", "js")
@@ -145,14 +145,16 @@ def _of_topk(
     known = checked_topk(ids, log_probs, rest, options, student, "student_logits")
     plan = plan_pair(student, log_probs, labels, "teacher_log_probs", settings, group)
     divisor = divisor_of(student, labels, settings, num_items)
-    rows = checked_ids(ids, log_probs, labels, settings, plan.shard.vocab_size)
+    if settings.check_labels:
+        check_ids(ids, log_probs, labels, settings, plan.shard.vocab_size)
     if verify.open_calls:
         own = {"labels": None if labels is None else verify.shown(labels), "teacher_log_probs": verify.shown(log_probs)}
         own |= {**comparable(settings, num_items), "rest": rest}
         verify.compare_call({"logits": student}, ids, plan.shard, own, beside="teacher_ids", subject="teacher_ids")
-    log_probs = walkable(log_probs.detach().to(compute_dtype(student.dtype)))
-    call = PairCall(plan, TopK(plan.launchers, log_probs), known, N_STATISTICS, False, group, divisor)
-    return run(call, student, log_probs, rows)
+    of_rows = log_probs.detach().to(compute_dtype(student.dtype))
+    teacher = known_columns(ids, of_rows, labels, plan.shard, settings.ignore_index)
+    call = PairCall(plan, TopK(plan.launchers), known, N_STATISTICS, False, group, divisor)
+    return run(call, student, *teacher)
 
 
 def checked_topk(
@@ -184,20 +186,16 @@ def checked_topk(
     return TopKOptions(rest, options.temperature)
 
 
-def checked_ids(ids: Tensor, log_probs: Tensor, labels: Tensor | None, settings: Settings, vocab_size: int) -> Tensor:
-    """Return the :func:`packed_ids`.
-
-    With ``check_labels``, waits for the device and raises ValueError for an id outside the vocabulary, or twice in a
-    row.
-    """
-    rows = packed_ids(ids, labels, vocab_size, settings.ignore_index)
-    if settings.check_labels:
-        known = rows.masked_fill(log_probs.reshape(rows.shape) == NEG_INF, IGNORED)
-        checks.check_label_range(known, vocab_size, IGNORED, subject="teacher_ids")
-        in_order = known.sort(dim=-1).values
-        if bool(((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != IGNORED)).any()):
-            raise ValueError("teacher_ids: must be different in a row, got an id twice")
-    return rows
+def check_ids(ids: Tensor, log_probs: Tensor, labels: Tensor | None, settings: Settings, vocab_size: int) -> None:
+    """Wait for the device; raise ValueError for an id outside the vocabulary, or twice in a row."""
+    known = torch.where(log_probs == NEG_INF, IGNORED, ids.long().clamp(min=-1))
+    if labels is not None:
+        known = torch.where(is_ignored(labels, settings.ignore_index).unsqueeze(-1), IGNORED, known)
+    known = known.reshape(-1, ids.shape[-1])
+    checks.check_label_range(known, vocab_size, IGNORED, subject="teacher_ids")
+    in_order = known.sort(dim=-1).values
+    if bool(((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != IGNORED)).any()):
+        raise ValueError("teacher_ids: must be different in a row, got an id twice")
 
 
 def checked_options(

@@ -28,7 +28,7 @@ from vocab_parallel_ce.options import Settings, divided_by, keyword_defaults, wi
 from vocab_parallel_ce.plan import Plan
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft import divergence_spec, topk
-from vocab_parallel_ce.soft.distillation import LAUNCHERS, check_columns, checked_ids, checked_options, checked_topk
+from vocab_parallel_ce.soft.distillation import LAUNCHERS, check_columns, check_ids, checked_options, checked_topk
 from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
 from vocab_parallel_ce.soft.pairs import PairCall, check_beside, launchers_of
 from vocab_parallel_ce.soft.pairs import forward as forward_of_pair
@@ -67,7 +67,7 @@ class KnownTokens(NamedTuple):
     """A teacher that is known at k tokens, in the order of the rows."""
 
     log_probs: Tensor  # [M, k] fp32
-    ids: Tensor  # [M, k] int64, packed
+    columns: Tensor  # [M, k] int64, of topk.known_columns
 
 
 class Distillation(NamedTuple):
@@ -158,7 +158,7 @@ def linear_distillation_loss(
         pair = PairCall(plan, launchers_of(plan, *LAUNCHERS), options, n_statistics, is_js, *of_call)
         call = Distillation(linear, teacher, pair)
     else:
-        pair = PairCall(plan, None, known, topk.N_STATISTICS, False, *of_call)
+        pair = PairCall(plan, topk.TopK(plan.launchers), known, topk.N_STATISTICS, False, *of_call)
         call = Distillation(linear, _known_tokens(*tokens, labels, settings, linear), pair)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         loss: Tensor = _LinearDistillation.apply(*inputs, call)
@@ -196,12 +196,16 @@ def _comparable(teacher: Teacher | None, tokens: tuple[Any, ...]) -> dict[str, A
 def _known_tokens(
     ids: Any, log_probs: Any, labels: Tensor | None, settings: Settings, linear: LinearCall
 ) -> KnownTokens:
-    """Return checked ids and log-probabilities in the order of the rows."""
-    rows = checked_ids(ids, log_probs, labels, settings, linear.call.plan.shard.vocab_size)
-    log_probs = log_probs.detach().float().reshape(rows.shape)
-    if linear.order is not None:
-        rows, log_probs = linear.order.to_rows(rows, topk.IGNORED), linear.order.to_rows(log_probs, 0.0)
-    return KnownTokens(log_probs, rows)
+    """Return checked tokens in the order of the rows."""
+    shard = linear.call.plan.shard
+    if settings.check_labels:
+        check_ids(ids, log_probs, labels, settings, shard.vocab_size)
+    teacher = KnownTokens(*topk.known_columns(ids, log_probs.detach().float(), labels, shard, settings.ignore_index))
+    if linear.order is None:
+        return teacher
+    return KnownTokens(
+        linear.order.to_rows(teacher.log_probs, 0.0), linear.order.to_rows(teacher.columns, topk.IGNORED)
+    )
 
 
 def _checked_teacher(hidden: Any, weight: Any, bias: Any, student: Tensor) -> Teacher:
@@ -279,8 +283,7 @@ def _one_chunk(
     """Return loss and statistics of a chunk, or None and those given. With ``grad_output``, add its gradients."""
     pair, logits, loss = call.pair, products.logits(states), None
     if isinstance(call.teacher, KnownTokens):
-        other, labels = call.teacher.log_probs[rows], call.teacher.ids[rows]
-        pair = pair._replace(launchers=topk.TopK(pair.plan.launchers, other))
+        other, labels = call.teacher.log_probs[rows], call.teacher.columns[rows]
     else:
         assert teacher_states is not None
         other = torch.nn.functional.linear(teacher_states, call.teacher.weight, call.teacher.bias)

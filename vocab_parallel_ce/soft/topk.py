@@ -30,7 +30,7 @@ from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NAN, NEG_INF, GradOutputs, LossOptions, _finite_or_zero, _raised_by
 
-IGNORED = -(2**62)  # the ids of a row that is ignored
+IGNORED = -(2**62)  # the columns of a row that is ignored
 
 
 class TopKStats(NamedTuple):
@@ -39,7 +39,7 @@ class TopKStats(NamedTuple):
     row_max: Tensor  # largest z = x / T
     outside: Tensor  # sum of exp(z - row_max) over the columns that are not among the k
     inside: Tensor  # the same over the k tokens
-    cross: Tensor  # sum of q_k * (z_k - row_max)
+    cross: Tensor  # sum of q_k * (z_k - row_max - log q_k)
     mass: Tensor  # sum of q_k
 
 
@@ -57,47 +57,20 @@ class TopKOptions(NamedTuple):
         return LossOptions(ignore_index=IGNORED, logit_scale=1 / self.temperature)
 
 
-class _Rows(NamedTuple):
-    """The k tokens of each row; a log-probability of -inf leaves a token out."""
-
-    ids: Tensor  # [N, k]
-    q: Tensor  # [N, k]
-    entropy_part: Tensor  # [N] sum of q log q
-    label: Tensor  # [N] one of the tokens, in the vocabulary; IGNORED in an ignored row
-    owned: Tensor  # [N, k] whether this rank has the token's column
-    has_none: Tensor  # [N] no token is left
-    is_wrong: Tensor  # [N] an id is outside the vocabulary
-
-    @classmethod
-    def of(cls, ids: Tensor, log_probs: Tensor, shard: VocabShard) -> _Rows:
-        ids, log_probs = ids.reshape(-1, ids.shape[-1]), log_probs.reshape(-1, ids.shape[-1])
-        present, ignored = log_probs != NEG_INF, ids[:, 0] == IGNORED
-        q = log_probs.exp()
-        inside = (ids >= 0) & (ids < shard.vocab_size)
-        is_wrong, has_none = (present & ~inside).any(dim=-1), ~present.any(dim=-1)
-        label = ids.gather(-1, log_probs.argmax(dim=-1, keepdim=True)).squeeze(-1)
-        return cls(
-            ids,
-            q,
-            torch.where(present, q * log_probs, 0.0).sum(dim=-1),
-            torch.where(ignored, IGNORED, torch.where(has_none | is_wrong, 0, label)),
-            present & (ids >= shard.start) & (ids < shard.start + shard.n_valid),
-            has_none,
-            is_wrong,
-        )
-
-
 class TopK:
-    """The launchers of this loss for one call, over those of cross-entropy in one implementation."""
+    """The launchers of this loss, over those of cross-entropy in one implementation.
 
-    def __init__(self, launchers: ModuleType, log_probs: Tensor) -> None:
-        self.launchers, self.log_probs = launchers, log_probs  # of the compute dtype
+    ``log_probs`` and ``columns [N, k]`` are those that :func:`known_columns` returns.
+    """
+
+    def __init__(self, launchers: ModuleType) -> None:
+        self.launchers = launchers
 
     def statistics(
         self,
         logits: Tensor,
         log_probs: Tensor,
-        ids: Tensor,
+        columns: Tensor,
         stats: Tensor,
         mixture: None,
         rank: int,
@@ -108,31 +81,29 @@ class TopK:
         options: TopKOptions,
     ) -> None:
         """Fill ``stats[rank]`` of ``stats [R, N, K]``, and ``loss`` if given: then the rank must be the only one."""
-        rows = _Rows.of(ids, log_probs, shard)
-        z = torch.where(rows.owned, _logits_of(logits, rows, shard, options), NEG_INF)
-        largest = z.argmax(dim=-1, keepdim=True)
-        is_label = torch.arange(z.shape[-1], device=z.device) == largest
-        label = torch.where(rows.owned.any(dim=-1), rows.ids.gather(-1, largest).squeeze(-1), -1)
-        label = torch.where(rows.label == IGNORED, IGNORED, label)
+        others = columns < 0
+        z = _logits_at(logits, columns, options).masked_fill_(others, NEG_INF)
+        place = z.argmax(dim=-1, keepdim=True)
+        label = (columns.gather(-1, place) + shard.start).masked_fill_(columns[:, :1] == IGNORED, IGNORED).squeeze(-1)
         own = stats.new_empty(1, stats.shape[1], 3)
         self.launchers.online_softmax(logits, label, own, 0, None, shard=shard, options=options.of_logits)
         row_max, without_label, _ = own[0].unbind(-1)
         shifted = z - _finite_or_zero(row_max).unsqueeze(-1)
-        terms, q = shifted.exp(), torch.where(rows.owned, rows.q, 0.0)
-        limits = torch.finfo(terms.dtype)
-        outside = torch.maximum(without_label - (terms * ~is_label).sum(dim=-1), without_label * (limits.eps / 2))
+        terms, q = shifted.exp(), log_probs.exp().masked_fill_(others, 0.0)
+        cross = (q * (shifted - log_probs)).masked_fill_(q == 0, 0.0).sum(dim=-1)
+        inside, limits = terms.sum(dim=-1), torch.finfo(terms.dtype)
+        outside = without_label - terms.scatter_(-1, place, 0.0).sum(dim=-1)
+        outside = torch.maximum(outside, without_label * (limits.eps / 2))
         outside = torch.where(row_max == NEG_INF, outside, outside.clamp(min=limits.tiny * 2**16))
-        cross = torch.where(q == 0, 0.0, q * shifted).sum(dim=-1)
-        own_stats = TopKStats(row_max, outside, terms.sum(dim=-1), cross, q.sum(dim=-1))
-        stats[rank] = torch.stack(own_stats, dim=-1)
+        torch.stack(TopKStats(row_max, outside, inside, cross, q.sum(dim=-1)), dim=-1, out=stats[rank])
         if loss is not None:
-            self.losses(stats, None, ids, divisor, loss, shard=shard, options=options)
+            self.losses(stats, None, columns, divisor, loss, shard=shard, options=options)
 
     def losses(
         self,
         stats: Tensor,
         mixture: None,
-        ids: Tensor,
+        columns: Tensor,
         divisor: Tensor | None,
         loss: Tensor,
         *,
@@ -140,24 +111,21 @@ class TopK:
         options: TopKOptions,
     ) -> None:
         """Fill ``loss`` from the statistics of all ranks; ``divisor [1]`` divides it if given."""
-        rows, merged = _Rows.of(ids, self.log_probs, shard), _merged(stats)
-        log_sum, total = (merged.inside + merged.outside).log(), rows.q.sum(dim=-1)
-        value = rows.entropy_part - merged.cross + total * log_sum
+        merged = _merged(stats)
+        log_sum = (merged.inside + merged.outside).log()
+        value = merged.mass * log_sum - merged.cross
         if options.rest == "bucket":
-            r = (1 - total).clamp(min=0)
-            value = value + torch.where(r == 0, 0.0, r * (r.log() - merged.outside.log() + log_sum))
-        value = torch.where(rows.has_none, 0.0, value)
-        value = torch.where(rows.is_wrong, NAN, value)
-        value = torch.where(rows.label == IGNORED, 0.0, value)
+            r = (1 - merged.mass).clamp(min=0)
+            value += (r * (r.log() - merged.outside.log() + log_sum)).masked_fill_(r == 0, 0.0)
         if divisor is not None:
-            value = torch.where(divisor == 0, 0.0, value / divisor)
-        loss.copy_(value.view(loss.shape))
+            value = (value / divisor).masked_fill_(divisor == 0, 0.0)
+        loss.copy_(value.masked_fill_(columns[:, 0] == IGNORED, 0.0).view(loss.shape))
 
     def gradient(
         self,
         logits: Tensor,
         log_probs: Tensor,
-        ids: Tensor,
+        columns: Tensor,
         stats: Tensor,
         mixture: None,
         divisor: Tensor | None,
@@ -168,50 +136,40 @@ class TopK:
         options: TopKOptions,
     ) -> None:
         """Fill ``grad_logits [..., C]``, which may be ``logits``; ``grad_output [N]`` multiplies it per row."""
-        rows, merged = _Rows.of(ids, log_probs, shard), _merged(stats)
-        weight, mass = torch.where(rows.is_wrong, NAN, grad_output), rows.q.sum(dim=-1)
-        dead = (rows.label == IGNORED) | rows.has_none
+        merged, weight, dead = _merged(stats), grad_output, columns[:, 0] == IGNORED
         if divisor is not None:
             weight, dead = weight / divisor, dead | (divisor == 0)
-        of_others, sum_exp = mass, merged.inside + merged.outside
+        mass, sum_exp = merged.mass, merged.inside + merged.outside
+        of_others = mass
         if options.rest == "bucket":
             r = (1 - mass).clamp(min=0)
             mass = mass + r
             of_others = mass - r * sum_exp / merged.outside
-        z = _logits_of(logits, rows, shard, options)
-        s = (z - merged.row_max.unsqueeze(-1)).exp() / sum_exp.unsqueeze(-1)
-        values = (mass.unsqueeze(-1) * s - rows.q) * (weight / options.temperature).unsqueeze(-1)
-        has_columns = (merged.row_max != NEG_INF).unsqueeze(-1)
-        values = torch.where((z == NEG_INF) & has_columns | dead.unsqueeze(-1), 0.0, values)
-        # The label's column is written again below.
+        of_known = weight / options.temperature
+        finite_max = merged.row_max.masked_fill(merged.row_max.isinf(), NAN)  # such a row is NaN
+        shifted = _logits_at(logits, columns, options) - finite_max.unsqueeze(-1)
+        values = shifted.exp() * (of_known * mass / sum_exp).unsqueeze(-1) - log_probs.exp() * of_known.unsqueeze(-1)
+        values.masked_fill_((shifted == NEG_INF) | dead.unsqueeze(-1), 0.0)
         softmax = torch.stack([merged.row_max, sum_exp, torch.full_like(sum_exp, NEG_INF)], dim=-1).unsqueeze(0)
-        label = torch.where(dead, IGNORED, rows.label)
+        # The label's column is written again below. If none of the tokens is owned, it is another rank's.
+        last, place = columns.max(dim=-1, keepdim=True)
+        label = (last + shard.start).masked_fill_(last < 0, (shard.start + shard.n_valid) % shard.vocab_size)
+        label, grads = label.squeeze(-1).masked_fill_(dead, IGNORED), GradOutputs(weight * of_others)
         own = {"shard": shard, "options": options.of_logits}
-        factor = weight * of_others
-        self.launchers.cross_entropy(logits, softmax, label, None, GradOutputs(factor), None, grad_logits, **own)
-        _write(grad_logits, rows, values, shard)
+        self.launchers.cross_entropy(logits, softmax, label, None, grads, None, grad_logits, **own)
+        # Without waiting for the device: a token that is not owned writes what the last owned token writes. If there
+        # is none, column 0 stays.
+        values, owned = values.to(grad_logits.dtype), columns >= 0
+        of_last = torch.where(last < 0, grad_logits[..., :1].reshape(-1, 1), values.gather(-1, place))
+        values, columns = torch.where(owned, values, of_last), torch.where(owned, columns, last.clamp(min=0))
+        shape = *grad_logits.shape[:-1], columns.shape[-1]
+        grad_logits.scatter_(-1, columns.view(shape), values.view(shape))
 
 
-def _logits_of(logits: Tensor, rows: _Rows, shard: VocabShard, options: TopKOptions) -> Tensor:
-    """Return ``[N, k]`` logits of the k tokens, divided by the temperature; anything if they are not owned."""
-    columns = torch.where(rows.owned, rows.ids - shard.start, 0).view(*logits.shape[:-1], rows.ids.shape[-1])
-    return spec.transformed(logits.gather(-1, columns).view(rows.ids.shape), options.of_logits)[0]
-
-
-def _write(grad_logits: Tensor, rows: _Rows, values: Tensor, shard: VocabShard) -> None:
-    """Write ``values [N, k]`` over the columns of the k tokens that are owned, without waiting for the device.
-
-    A token that is not owned writes what the row's first owned token writes. If there is none, column 0 stays.
-    """
-    first = rows.owned.long().argmax(dim=-1, keepdim=True)
-    columns = torch.where(rows.owned, rows.ids - shard.start, 0)
-    shape = (*grad_logits.shape[:-1], rows.ids.shape[-1])
-    column_0 = grad_logits[..., :1].reshape(-1, 1)
-    values = values.to(grad_logits.dtype)
-    of_first = torch.where(rows.owned.any(dim=-1, keepdim=True), values.gather(-1, first), column_0)
-    values = torch.where(rows.owned, values, of_first)
-    columns = torch.where(rows.owned, columns, columns.gather(-1, first))
-    grad_logits.scatter_(-1, columns.view(shape), values.view(shape))
+def _logits_at(logits: Tensor, columns: Tensor, options: TopKOptions) -> Tensor:
+    """Return ``[N, k]`` logits at ``columns``, divided by the temperature; those of column 0 for a negative one."""
+    index = columns.clamp(min=0).view(*logits.shape[:-1], columns.shape[-1])
+    return spec.transformed(logits.gather(-1, index).view(columns.shape), options.of_logits)[0]
 
 
 def _merged(stats: Tensor) -> TopKStats:
@@ -232,12 +190,23 @@ def merge(a: TopKStats, b: TopKStats) -> TopKStats:
     return TopKStats(row_max, outside, inside, cross, a.mass + b.mass)
 
 
-def packed_ids(ids: Tensor, labels: Tensor | None, vocab_size: int, ignore_index: int) -> Tensor:
-    """Return ``[N, k]`` int64 ids: ``IGNORED`` in rows that labels ignore, -1 where a label is outside."""
-    rows = ids.reshape(-1, ids.shape[-1]).long()
-    rows = torch.where(rows == IGNORED, -1, rows)
-    if labels is None:
-        return rows
-    label = flat(labels).unsqueeze(-1)
-    rows = torch.where(spec._outside(label, vocab_size), -1, rows)
-    return torch.where(spec.is_ignored(label, ignore_index), IGNORED, rows)
+def known_columns(
+    ids: Tensor, log_probs: Tensor, labels: Tensor | None, shard: VocabShard, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Return what :class:`TopK` takes: ``[N, k]`` log-probabilities and int64 columns of this rank's shard.
+
+    A token that another rank owns, or that a log-probability of -inf leaves out, has column -1. A row without tokens,
+    or one that labels ignore, has ``IGNORED``. If an id or the label is outside the vocabulary, the row has NaN at
+    column 0.
+    """
+    ids, log_probs = ids.reshape(-1, ids.shape[-1]).long(), log_probs.reshape(-1, ids.shape[-1])
+    is_left_out, columns = log_probs == NEG_INF, ids - shard.start
+    is_wrong = (spec._outside(ids, shard.vocab_size) & ~is_left_out).any(dim=-1)
+    ignored = is_left_out.all(dim=-1)
+    if labels is not None:
+        is_wrong |= spec._outside(flat(labels), shard.vocab_size)
+        ignored |= spec.is_ignored(flat(labels), ignore_index)
+    is_wrong = is_wrong.unsqueeze(-1)
+    columns.masked_fill_(spec._outside(columns, shard.n_valid) | is_left_out, -1)
+    columns.masked_fill_(is_wrong, 0 if shard.n_valid else -1).masked_fill_(ignored.unsqueeze(-1), IGNORED)
+    return log_probs.masked_fill(is_wrong, NAN), columns
