@@ -121,7 +121,10 @@ LINEAR_TARGETS: dict[LinearCase, dict[str, float]] = {
 LOSSES_TARGETS = [
     ("mean, class_weight", "mean", 1.03),
     ("soft_cross_entropy", "copy", 2.75),
-    *((f"distillation, {name}", "copy", 2.75) for name in ("forward", "reverse", "js")),
+    *(
+        (f"distillation, {name}", "copy", 2.75)
+        for name in ("forward", "reverse", "js", "top 64", "forward, hard_weight")
+    ),
     *((f"token_log_probs, {name}", "token_log_probs", 1.05) for name in ("lse", "sum_sq_probs")),
     ("linear, logits_dtype", "linear", 1.10),
 ]
