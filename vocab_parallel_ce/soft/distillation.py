@@ -188,7 +188,7 @@ def checked_topk(
 
 def check_ids(ids: Tensor, log_probs: Tensor, labels: Tensor | None, settings: Settings, vocab_size: int) -> None:
     """Wait for the device; raise ValueError for an id outside the vocabulary, or twice in a row."""
-    known = torch.where(log_probs == NEG_INF, IGNORED, ids.long().clamp(min=-1))
+    known = torch.where(log_probs == NEG_INF, IGNORED, ids.long().clamp(min=IGNORED + 1))
     if labels is not None:
         known = torch.where(is_ignored(labels, settings.ignore_index).unsqueeze(-1), IGNORED, known)
     known = known.reshape(-1, ids.shape[-1])

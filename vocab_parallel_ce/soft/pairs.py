@@ -4,7 +4,7 @@
                                                                     --> gradient over logits [N, C]
 
 The gradient is that of the logits alone. ``launchers`` has ``statistics``, ``losses`` and ``gradient`` of one loss. A
-loss without labels may have something else in their place: ids of a teacher's tokens, or class weights. A loss that
+loss may have something else in the place of labels: the columns of a teacher's tokens, or class weights. A loss that
 needs normalised probabilities has a second step, ``mix``: ``mixture [R, N, 2]``, exchanged in the same way. With one
 rank, ``statistics`` does all steps before the gradient.
 """

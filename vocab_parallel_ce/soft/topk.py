@@ -196,8 +196,8 @@ def known_columns(
     """Return what :class:`TopK` takes: ``[N, k]`` log-probabilities and int64 columns of this rank's shard.
 
     A token that another rank owns, or that a log-probability of -inf leaves out, has column -1. A row without tokens,
-    or one that labels ignore, has ``IGNORED``. If an id or the label is outside the vocabulary, the row has NaN at
-    column 0.
+    or one that labels ignore, has ``IGNORED``. In another, if an id or the label is outside the vocabulary, all
+    log-probabilities are NaN, at column 0 if the shard has one.
     """
     ids, log_probs = ids.reshape(-1, ids.shape[-1]).long(), log_probs.reshape(-1, ids.shape[-1])
     is_left_out, columns = log_probs == NEG_INF, ids - shard.start
