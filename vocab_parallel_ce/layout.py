@@ -103,6 +103,17 @@ def source_and_new(logits: Tensor) -> tuple[Tensor, Tensor]:
     return (logits, grad) if alike else (grad.copy_(logits), grad)
 
 
+def shares_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether both lie in one storage, also as parts that do not overlap."""
+    return a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def constant(values: Tensor, logits: Tensor) -> Tensor:
+    """Return ``values``, which backward reads, or a copy if it may overwrite them or autograd cannot save them."""
+    copies = torch.is_grad_enabled() and (values.is_inference() or shares_storage(values, logits))
+    return values.clone() if copies else values
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the arithmetic, the statistics and the loss of logits: fp32, or fp64 for fp64 logits."""
     return torch.float64 if dtype == torch.float64 else torch.float32

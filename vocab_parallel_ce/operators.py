@@ -246,7 +246,7 @@ def _gradient(stats: Tensor, *arguments: Any) -> Tensor:
     logits, labels, divisor, weights, temperature, group, settings = LogitsCall.read(arguments[N_GRADS:])
     plan = plan_of(logits, settings, *group_position(group_named(group)), weights is not None)
     weights = None if weights is None else weights_of_columns(weights, plan.shard, logits)
-    temperature = temperature_of_rows(temperature, labels, plan.dtype)
+    temperature = temperature_of_rows(temperature, labels, logits)
     source, grad = source_and_new(logits)
     pipeline.write_gradient(plan, source, flat(labels), stats, divisor, grads, grad, weights, temperature)
     return grad

@@ -16,7 +16,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.blocks import one_pass_config
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, has_whole_vectors
+from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, has_whole_vectors
 from vocab_parallel_ce.options import Settings, loss_options, shard_of_rank
 from vocab_parallel_ce.overwritten import check_not_overwritten
 from vocab_parallel_ce.selection import Workload, gpu_of, select
@@ -96,7 +96,7 @@ def plan_call(
         check_not_overwritten(logits)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
     weights = None if class_weight is None else weights_of_columns(class_weight, plan.shard, logits)
-    of_rows = None if temperature is None else temperature_of_rows(temperature, labels, plan.dtype)
+    of_rows = None if temperature is None else temperature_of_rows(temperature, labels, logits)
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)
     if verify.open_calls:
@@ -173,15 +173,15 @@ def checked_divisor(num_items: float | Tensor, reduction: str, logits: Tensor) -
     """Return checked ``num_items`` as kernels take it: ``[1]`` on the device of ``logits``."""
     checks.check_num_items(num_items, reduction, logits)
     if isinstance(num_items, Tensor) and num_items.device == logits.device:
-        return num_items.detach().reshape(1)
+        return constant(num_items.detach().reshape(1), logits)
     return logits.new_full((1,), float(num_items), dtype=compute_dtype(logits.dtype))
 
 
 def weights_of_columns(class_weight: Tensor, shard: VocabShard, logits: Tensor) -> Tensor:
     """Return checked class weights as kernels take them: of the arithmetic's dtype, of the shard's valid columns.
 
-    ``logits`` or hidden states have its device. It is a view of the caller's if that has the dtype, a 16-byte boundary
-    and memory of its own, and autograd may save it.
+    ``logits`` or hidden states have its device. It is a view of the caller's if that has the dtype and a 16-byte
+    boundary, and is a ``constant``.
     """
     checks.check_class_weight(class_weight)
     if class_weight.device != logits.device:
@@ -193,22 +193,19 @@ def weights_of_columns(class_weight: Tensor, shard: VocabShard, logits: Tensor) 
         expected = f"({whole},)" if whole == own else f"({whole},), or ({own},) for this rank's columns"
         raise ValueError(f"class_weight: expected shape {expected}, got {shape}")
     columns = class_weight.detach()[start : start + shard.n_valid].to(compute_dtype(logits.dtype)).contiguous()
-    is_logits = columns.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
-    return columns.clone() if is_logits or columns.is_inference() or columns.data_ptr() % VECTOR_BYTES else columns
+    return columns.clone() if columns.data_ptr() % VECTOR_BYTES else constant(columns, logits)
 
 
-def temperature_of_rows(
-    temperature: Tensor | None, labels: Tensor, dtype: torch.dtype = torch.float32
-) -> Tensor | None:
-    """Return a checked tensor temperature as kernels take it: contiguous ``[N]``, one for each label, of ``dtype``.
+def temperature_of_rows(temperature: Tensor | None, labels: Tensor, logits: Tensor) -> Tensor | None:
+    """Return a checked tensor temperature as kernels take it: contiguous ``[N]``, of the arithmetic's dtype.
 
-    It is a view of the caller's if that is so already.
+    It is a view of the caller's if that is so already, and is a ``constant``. ``logits`` may be hidden states.
     """
     if temperature is None:
         return None
     checks.check_temperature(temperature, labels)
-    values = temperature.detach().to(dtype).reshape(-1)
-    return (values.expand(labels.numel()) if values.numel() == 1 else values).contiguous()
+    values = temperature.detach().to(compute_dtype(logits.dtype)).reshape(-1)
+    return constant((values.expand(labels.numel()) if values.numel() == 1 else values).contiguous(), logits)
 
 
 def gradient_mode(gradient: str, logits: Tensor) -> str:

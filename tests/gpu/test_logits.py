@@ -21,7 +21,9 @@ from tests.support.logits import EVERY, GRADIENTS, REDUCTIONS, Results, assert_r
 from vocab_parallel_ce import (
     cross_entropy_backward,
     cross_entropy_forward,
+    distillation_loss,
     parallel_cross_entropy,
+    soft_cross_entropy,
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
@@ -60,6 +62,16 @@ def step_of_log_probs(logits, labels, numbers):
     return *outputs, *torch.autograd.grad(outputs, source, [numbers[:1].expand(ROWS), numbers])
 
 
+def step_of_soft_losses(logits, labels, numbers):
+    leaf, teacher = logits.detach().requires_grad_(), logits.detach().flip(-1)
+    log_probs, ids = teacher.float().log_softmax(-1).topk(4)
+    known = {"labels": labels, "teacher_ids": ids, "teacher_log_probs": log_probs}
+    js = distillation_loss(leaf * 1, teacher, divergence="js", labels=labels, hard_weight=0.5)
+    losses = [js, soft_cross_entropy(leaf * 1, teacher.softmax(-1))]
+    losses += [distillation_loss(leaf * 1, rest=rest, **known) for rest in ("ignore", "bucket")]
+    return *(loss.detach() for loss in losses), *torch.autograd.grad(sum(losses), leaf)
+
+
 STEPS = {
     **{
         f"{reduction}, {gradient}": partial(plain_step, reduction=reduction, gradient=gradient, label_smoothing=0.1)
@@ -67,6 +79,7 @@ STEPS = {
     },
     "every option": step_with_every_option,
     "log-probs": step_of_log_probs,
+    "soft losses": step_of_soft_losses,
 }
 
 

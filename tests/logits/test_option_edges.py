@@ -7,7 +7,7 @@ import torch
 
 from tests.support.logits import check, run
 from tests.support.oracle import metrics_fp64
-from vocab_parallel_ce import token_log_probs
+from vocab_parallel_ce import soft_cross_entropy, token_log_probs, vocab_parallel_cross_entropy
 
 INF, NAN = float("inf"), float("nan")
 HUGE = 3e38
@@ -100,3 +100,20 @@ def test_a_row_that_is_not_finite_has_no_finite_gradient(impl_device, bad):
     grad = sums(logits, torch.tensor([1, 2])).grad
     assert grad[0, :37].isnan().all() and grad[1].isfinite().all()
     assert torch.equal(grad[:, 37:], torch.zeros(2, 3))
+
+
+def test_constants_in_the_logits_memory_or_of_inference_mode(impl_device):
+    """Backward writes the gradient over the former; autograd saves none of the latter."""
+    leaf, labels = torch.rand(4, 40, device=impl_device[1]).requires_grad_(), torch.arange(4, device=impl_device[1])
+    with torch.inference_mode():
+        outside = leaf.detach()[3].clone()
+    loss = partial(vocab_parallel_cross_entropy, label_smoothing=0.1, reduction="sum")
+    of_logits = (loss, "class_weight", 40), (loss, "num_items", 1), (token_log_probs, "temperature", 4)
+    for call, name, size in (*of_logits, (soft_cross_entropy, "class_weight", 40)):
+        found, beside = [], leaf.detach().flip(0) if call is soft_cross_entropy else labels
+        for values in (None, outside, outside + 0):
+            logits = leaf * 1
+            constant = {name: (logits.detach()[3] if values is None else values)[:size]}
+            losses = call(logits, beside, gradient="in_backward", impl=impl_device[0], **constant)
+            found.append(torch.autograd.grad(losses.sum(), leaf)[0])
+        assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2]), name

@@ -45,8 +45,6 @@ PAIRS = covering(
     dtype=DTYPES,
 )
 WAYS = {"mean": {}, "none": {"reduction": "none"}, "items": {"reduction": "sum", "num_items": 7}}
-
-
 EACH = pytest.mark.parametrize("pair", PAIRS, ids=map(str, range(len(PAIRS))))
 
 
@@ -86,38 +84,34 @@ def test_edges(impl_device, rest):
     impl, device = impl_device
     made = case_of(columns=20)
     ids, log_probs = (made.options[name].clone() for name in ("teacher_ids", "teacher_log_probs"))
-    student = made.logits.clone()
+    student, ways = made.logits.clone(), {"rest": rest, "impl": impl, "reduction": "none"}
     log_probs[0, 2], student[0, ids[0, 2]] = -INF, student[0].max()
     ids[0, 2] = ids[0, 2] if rest == "bucket" else -7  # left out: if it is a token, among the others
     student[1, ids[1, 0]], student[2, 3], student[4, 2] = -INF, NAN, NAN
     ids[3, 1] = -(2**62)
     log_probs[4], student[3] = -INF, -INF if rest == "bucket" else student[3]
-    ways = {"rest": rest, "impl": impl, "reduction": "none"}
-    leaf = student.to(device).requires_grad_()
-    loss = distillation_loss(leaf * 1, teacher_ids=ids.to(device), teacher_log_probs=log_probs.to(device), **ways)
+    leaf, given = student.to(device).requires_grad_(), {"teacher_ids": ids, "teacher_log_probs": log_probs}
+    given = {name: tensor.to(device) for name, tensor in given.items()}
+    loss = distillation_loss(leaf * 1, **given, **ways)
     (grad,) = torch.autograd.grad(loss.sum(), leaf)
     loss, grad, kept = loss.detach().cpu(), grad.cpu(), [0, 1, 3, 4, 5]
-    truth = topk_losses(
-        student[:1].double(), None, teacher_ids=ids[:1, kept], teacher_log_probs=log_probs[:1, kept], rest=rest
-    )
+    first = {"teacher_ids": ids[:1, kept], "teacher_log_probs": log_probs[:1, kept]}
+    truth = topk_losses(student[:1].double(), None, **first, rest=rest)
     torch.testing.assert_close(loss[:1], truth.float())
     assert loss[1] == INF and grad[1].isfinite().all() and grad[1, ids[1, 0]] == 0
     assert loss[2:4].isnan().all() and grad[2:4].isnan().all() and loss[4] == 0 and not grad[4].any()
-    known = {"teacher_ids": made.options["teacher_ids"].to(device), "teacher_log_probs": log_probs.to(device)}
+    known = {**given, "teacher_ids": made.options["teacher_ids"].to(device)}
     leaf = made.logits.index_fill(1, torch.tensor([0, 3]), INF).to(device).requires_grad_()
     (grad,) = torch.autograd.grad(distillation_loss(leaf * 1, **known, **ways).sum(), leaf)
     assert grad[:4].isnan().all() and not grad[4].any()
-    none = {"reduction": "sum", "num_items": torch.tensor(0, device=device)}
-    loss = distillation_loss(leaf * 1, **known, **ways | none)
+    ways_of_none = ways | {"reduction": "sum", "num_items": torch.tensor(0, device=device)}
+    loss = distillation_loss(leaf * 1, **known, **ways_of_none)
     assert loss == 0 and not torch.autograd.grad(loss, leaf)[0].any()
-    ways["labels"] = torch.full((ROWS,), IGNORE_INDEX, device=device)
-    loss = distillation_loss(leaf * 1, teacher_ids=ids.to(device), teacher_log_probs=log_probs.to(device), **ways)
+    ignored, outside = (torch.full((ROWS,), label, device=device) for label in (IGNORE_INDEX, 20))
+    loss = distillation_loss(leaf * 1, **given, **ways, labels=ignored)
     assert not loss.any() and not torch.autograd.grad(loss.sum(), leaf)[0].any()
-    ways["labels"] = torch.full((ROWS,), 20, device=device)
-    loss = distillation_loss(
-        leaf, teacher_ids=ids.to(device), teacher_log_probs=made.options["teacher_log_probs"].to(device), **ways
-    )
-    assert loss.isnan().all()
+    given["teacher_log_probs"] = made.options["teacher_log_probs"].to(device)
+    assert distillation_loss(leaf, **given, **ways, labels=outside).isnan().all()
     logits, teacher = made.logits.to(device), torch.randn(ROWS, 20, device=device).log_softmax(-1)
     ids = torch.arange(20, device=device).expand(ROWS, 20)
     loss = distillation_loss(logits, teacher_ids=ids, teacher_log_probs=teacher, rest=rest, impl=impl)

@@ -142,7 +142,7 @@ def _overflow(is_valid: Tensor, valid_tokens: int | None) -> Tensor | None:
 
 def _temperature(given: Arguments, order: TokenOrder | None) -> Tensor | None:
     """Return a checked tensor temperature, one for each row."""
-    of_tokens = temperature_of_rows(given.temperature, given.labels)
+    of_tokens = temperature_of_rows(given.temperature, given.labels, given.hidden)
     return of_tokens if of_tokens is None or order is None else order.to_rows(of_tokens, 1.0)
 
 

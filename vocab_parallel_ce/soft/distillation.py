@@ -145,16 +145,13 @@ def _of_topk(
     known = checked_topk(ids, log_probs, rest, options, student, "student_logits")
     plan = plan_pair(student, log_probs, labels, "teacher_log_probs", settings, group)
     divisor = divisor_of(student, labels, settings, num_items)
-    if settings.check_labels:
-        check_ids(ids, log_probs, labels, settings, plan.shard.vocab_size)
+    of_rows = checked_columns(ids, log_probs, labels, settings, plan.shard, compute_dtype(student.dtype))
     if verify.open_calls:
         own = {"labels": None if labels is None else verify.shown(labels), "teacher_log_probs": verify.shown(log_probs)}
         own |= {**comparable(settings, num_items), "rest": rest}
         verify.compare_call({"logits": student}, ids, plan.shard, own, beside="teacher_ids", subject="teacher_ids")
-    of_rows = log_probs.detach().to(compute_dtype(student.dtype))
-    teacher = known_columns(ids, of_rows, labels, plan.shard, settings.ignore_index)
     call = PairCall(plan, TopK(plan.launchers), known, N_STATISTICS, False, group, divisor)
-    return run(call, student, *teacher)
+    return run(call, student, *of_rows)
 
 
 def checked_topk(
@@ -186,11 +183,20 @@ def checked_topk(
     return TopKOptions(rest, options.temperature)
 
 
-def check_ids(ids: Tensor, log_probs: Tensor, labels: Tensor | None, settings: Settings, vocab_size: int) -> None:
+def checked_columns(
+    ids: Tensor, log_probs: Tensor, labels: Tensor | None, settings: Settings, shard: VocabShard, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the :func:`known_columns`, their log-probabilities of ``dtype``; checks the ids with ``check_labels``."""
+    if settings.check_labels:
+        _check_ids(ids, log_probs, labels, settings.ignore_index, shard.vocab_size)
+    return known_columns(ids, log_probs.detach().to(dtype), labels, shard, settings.ignore_index)
+
+
+def _check_ids(ids: Tensor, log_probs: Tensor, labels: Tensor | None, ignore_index: int, vocab_size: int) -> None:
     """Wait for the device; raise ValueError for an id outside the vocabulary, or twice in a row."""
     known = torch.where(log_probs == NEG_INF, IGNORED, ids.long().clamp(min=IGNORED + 1))
     if labels is not None:
-        known = torch.where(is_ignored(labels, settings.ignore_index).unsqueeze(-1), IGNORED, known)
+        known = torch.where(is_ignored(labels, ignore_index).unsqueeze(-1), IGNORED, known)
     known = known.reshape(-1, ids.shape[-1])
     checks.check_label_range(known, vocab_size, IGNORED, subject="teacher_ids")
     in_order = known.sort(dim=-1).values

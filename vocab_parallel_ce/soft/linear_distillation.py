@@ -28,7 +28,7 @@ from vocab_parallel_ce.options import Settings, divided_by, keyword_defaults, wi
 from vocab_parallel_ce.plan import Plan
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.soft import divergence_spec, topk
-from vocab_parallel_ce.soft.distillation import LAUNCHERS, check_columns, check_ids, checked_options, checked_topk
+from vocab_parallel_ce.soft.distillation import LAUNCHERS, check_columns, checked_columns, checked_options, checked_topk
 from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
 from vocab_parallel_ce.soft.pairs import PairCall, check_beside, launchers_of
 from vocab_parallel_ce.soft.pairs import forward as forward_of_pair
@@ -198,9 +198,7 @@ def _known_tokens(
 ) -> KnownTokens:
     """Return checked tokens in the order of the rows."""
     shard = linear.call.plan.shard
-    if settings.check_labels:
-        check_ids(ids, log_probs, labels, settings, shard.vocab_size)
-    teacher = KnownTokens(*topk.known_columns(ids, log_probs.detach().float(), labels, shard, settings.ignore_index))
+    teacher = KnownTokens(*checked_columns(ids, log_probs, labels, settings, shard, torch.float32))
     if linear.order is None:
         return teacher
     return KnownTokens(

@@ -23,7 +23,7 @@ from vocab_parallel_ce import checks, reference
 from vocab_parallel_ce.backward import current_age, run_backward
 from vocab_parallel_ce.collectives import all_gather_stats, group_position
 from vocab_parallel_ce.cross_entropy import REFUSALS
-from vocab_parallel_ce.layout import compute_dtype, overwritable, per_row, source_and_new, walkable
+from vocab_parallel_ce.layout import compute_dtype, overwritable, per_row, shares_storage, source_and_new, walkable
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.overwritten import check_not_overwritten, mark_overwritten
 from vocab_parallel_ce.plan import Plan, checked_divisor, plan_of
@@ -63,8 +63,7 @@ def plan_pair(logits: Tensor, other: Tensor, labels: Tensor | None, name: str, s
     if labels is not None:
         checks.check_labels(labels, logits)
         checks.check_rows(labels, logits)
-    shares = logits.numel() > 0 and logits.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    if shares and torch.is_grad_enabled() and logits.requires_grad:
+    if shares_storage(logits, other) and torch.is_grad_enabled() and logits.requires_grad:
         if settings.gradient == "in_backward":
             raise ValueError(f"{name}: expected memory of its own, got the logits'; use gradient='out_of_place'")
         settings = settings._replace(gradient="out_of_place")
