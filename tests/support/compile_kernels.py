@@ -294,7 +294,8 @@ def report(target: GPUTarget, variant: Variant) -> dict:
     # A launch does this: an argument named ``options`` compiled, and every launch raised a SyntaxError.
     create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
     compiled = triton.compile(source_of(variant), target=target, options={"num_warps": num_warps})
-    entry = {"target": f"{target.backend}:{target.arch}", "kernel": variant.name}
+    moved_sums = compiled.asm["ttgir"].count("efficient_layout")
+    entry = {"target": f"{target.backend}:{target.arch}", "kernel": variant.name, "moved_sums": moved_sums}
     if target.backend != "cuda":
         return entry | {"bytes": len(compiled.asm["hsaco"])}
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]

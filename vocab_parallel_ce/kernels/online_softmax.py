@@ -125,7 +125,8 @@ def walk_body(row, class_weight, loss_options, HAS_EDGES: tl.constexpr):
     max_tile = tl.zeros([LANES], tl.int32)
     for tile in range(0, row.width, LANES * VECTOR):
         columns = tile + row.lane_columns
-        inside = (columns < row.width) & (tile + lane_vectors != row.target_vector)[:, None]
+        lane_inside = (tile + lane_vectors < row.width) & (tile + lane_vectors != row.target_vector)
+        inside = lane_inside[:, None] & (columns < row.width)
         z = load_logits(row.logits + row.first + columns, inside, loss_options)
         tile_max = tl.max(z, axis=1)
         new_max = tl.maximum(lane_max, tile_max)
@@ -140,10 +141,12 @@ def walk_body(row, class_weight, loss_options, HAS_EDGES: tl.constexpr):
                 at = columns + (row.first - row.begin).to(tl.int32) if HAS_EDGES else columns
                 weights = tl.load(class_weight + at, inside, other=0.0)
                 shifted_sum += tl.sum(ops.weighted_class(shifted, weights), axis=1)
-                n_columns += tl.sum(weights, axis=1)
+                # The select hides the load: Triton moves a sum of what is loaded out of the loop, and up to 3.7 the
+                # loop then reads n_columns as 0 (docs/triton_reductions.md).
+                n_columns += tl.sum(tl.where(inside, weights, 0.0), axis=1)
             else:
                 shifted_sum += tl.sum(shifted, axis=1)
-                n_columns += tl.sum(inside.to(tl.float32), axis=1)
+                n_columns += tl.where(lane_inside, float(VECTOR), 0.0)
         if loss_options.entropy is not None:
             exp_shifted_sum += lane_sum * ops.bounded(ops.raised_by(lane_max, shift))
             tile_sum = tl.sum(exp_times_shifted(z, shift[:, None]), axis=1)
@@ -212,13 +215,10 @@ def merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, 
     sum_exp_sq = 0.0
     all_weights = 0.0
     if loss_options.smoothing is not None or loss_options.mean_logit is not None:
-        of_lanes = lanes.n_columns
         if class_weight is not None:
-            # Triton's compiler asserts that a sum over a loop has one use.
-            of_lanes = tl.where(row.n_columns > 0, of_lanes, 0.0)
             loose_weights = tl.load(class_weight + (loose.offset - row.begin), loose.inside, other=0.0)
-            all_weights = tl.sum(of_lanes) + tl.sum(loose_weights) + tl.where(row.owned, target_weight, 0.0)
-        shifted_sum = tl.sum(lanes.shifted_sum + of_lanes * ops.raised_by(lanes.max, shift))
+            all_weights = tl.sum(lanes.n_columns) + tl.sum(loose_weights) + tl.where(row.owned, target_weight, 0.0)
+        shifted_sum = tl.sum(lanes.shifted_sum + lanes.n_columns * ops.raised_by(lanes.max, shift))
         loose_shifted = tl.where(loose.inside, loose.z - shift, 0.0)
         if class_weight is not None:
             loose_shifted = ops.weighted_class(loose_shifted, loose_weights)
