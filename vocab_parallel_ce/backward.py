@@ -7,16 +7,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from vocab_parallel_ce import checks, verify
+from vocab_parallel_ce.overwritten import mark_overwritten
+from vocab_parallel_ce.sole_owner import is_sole_owner, measure
 from vocab_parallel_ce.spec import GradOutputs
 
 Found = TypeVar("Found")
 
 _in_transform = torch._C._are_functorch_transforms_active
 _is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
-# Of this thread: the number of the next autograd node. A private function: without it no node is new.
-current_age: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 2**63)
 
 
 class Refusals(NamedTuple):
@@ -73,3 +74,23 @@ def _run(
     if verify.open_calls:
         verify.compare_backward(**of_outputs._asdict())
     return gradient(ctx, saved, of_outputs) if used else None
+
+
+def begin(ctx: Any, call: Any) -> None:
+    """Prepare the context of an autograd Function over logits for :func:`run_backward`."""
+    ctx.call, ctx.handed_on = call, False
+    ctx.set_materialize_grads(False)
+    if call.plan.gradient == "auto":
+        measure()
+
+
+def writes_in_place(mode: str, saved: tuple[Any, ...]) -> bool:
+    """Return whether the gradient goes over the logits ``saved[0]``, which the caller holds in no other way."""
+    return is_sole_owner(saved) if mode == "auto" else mode != "out_of_place"
+
+
+def mark_written(mode: str, logits: Tensor, version_before: int) -> None:
+    """Make autograd refuse saved logits that were overwritten, and losses refuse them if ``mode`` is one by name."""
+    increment_version(logits)
+    if mode != "auto":
+        mark_overwritten(logits, version_before)

@@ -14,9 +14,10 @@ from vocab_parallel_ce.integrations import framework_lines
 from vocab_parallel_ce.linear.chunks import FEWEST_TOKENS, choose_chunk_tokens
 from vocab_parallel_ce.plan import top_saved_tensor_hooks
 from vocab_parallel_ce.selection import IMPLEMENTATIONS, Workload, gpu_of, select, triton_state, triton_version
+from vocab_parallel_ce.sole_owner import can_tell
 
 # The mean on one rank, of rows that suit one launch.
-BY_DEFAULT = Workload(1, "in_backward", (), whole_vectors=True, fits=True)
+BY_DEFAULT = Workload(1, "auto", (), whole_vectors=True, fits=True)
 FOR_ONE_LAUNCH = BY_DEFAULT._replace(gradient="in_forward")
 
 # Tokens, hidden size and columns per rank: a model of 8 B parameters on one rank and on four.
@@ -58,9 +59,9 @@ def doctor_lines() -> list[str]:
             workload = FOR_ONE_LAUNCH if requested == "one_pass" else BY_DEFAULT
             lines.append(f"{device}, impl={requested!r}: {_outcome(device, requested, workload)}")
         lines.append(f"{device}, gradient='in_forward': {_outcome(device, 'auto', FOR_ONE_LAUNCH)}")
-    default = "in place in backward; out of place under saved-tensor hooks, for leaves and views of them"
-    if top_saved_tensor_hooks is None:
-        default = "always out of place: this torch cannot say whether saved-tensor hooks are active"
+    default = "over the logits if nobody else can see them in backward, otherwise into a new tensor"
+    if top_saved_tensor_hooks is None or not can_tell():
+        default = "always into a new tensor: this Python or torch cannot say who can see the logits"
     lines.append(f"gradient='auto': {default}")
     for n_tokens, hidden_size, n_columns in HEADS:
         chunk = choose_chunk_tokens(n_tokens, hidden_size, n_columns, 2, FEWEST_TOKENS)

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from vocab_parallel_ce import pipeline, verify
-from vocab_parallel_ce.backward import Refusals, current_age, run_backward
+from vocab_parallel_ce.backward import Refusals, begin, mark_written, run_backward, writes_in_place
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.layout import flat, overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.options import (
@@ -40,7 +39,7 @@ REFUSALS = Refusals(
     "cross-entropy: backward ran a second time, but the first had its gradient in the logits' storage and has handed "
     "it on; ask for gradient='out_of_place' (TransformerEngine's overwrite_input=False) to run backward again",
     "cross-entropy: the logits, the tensor that they are a view of, or another tensor of the call were overwritten "
-    "before backward read them; if another loss wrote over the logits, ask for gradient='out_of_place' in both",
+    "before backward read them; if another loss wrote over the logits, ask for gradient='out_of_place' there",
 )
 KEYWORDS = keyword_defaults(LossKeywords)
 # PyTorch 2.11 fails inside Dynamo.
@@ -126,9 +125,9 @@ def vocab_parallel_cross_entropy(
 
     Without options this is ``torch.nn.functional.cross_entropy``. docs/options.md has every option in detail.
 
-    Overwrites: by default, backward writes the gradient over ``logits``; see ``gradient``. Nothing is overwritten if
-    no gradient is needed. Logits are copied, and stay as they are, if their last dimension is not dense, if they
-    overlap themselves (expanded), or if more than three leading strides do not merge.
+    Overwrites: by default nothing that anybody can still read; see ``gradient``. Nothing is overwritten if no gradient
+    is needed. Logits are copied, and stay as they are, if their last dimension is not dense, if they overlap
+    themselves (expanded), or if more than three leading strides do not merge.
 
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, on the current stream; backward
     none. ``K`` is 3, with label smoothing 2 more, with metrics 1 more, with
@@ -154,11 +153,11 @@ def vocab_parallel_cross_entropy(
         class_weight: ``[V]``, or ``[C]`` for this rank's columns, of any floating dtype: PyTorch's ``weight``. A mean
             is divided by the sum of the labels' weights.
         return_metrics: also return :class:`LossMetrics`; ``V`` at most 2**24.
-        gradient: ``"in_backward"``: backward writes it over the logits. ``"in_forward"``: this call does, and backward
-            scales it, which rounds again if ``grad_output`` is not 1; for logits that nobody else reads and that are
-            no view in the graph. ``"out_of_place"``: into a new tensor, and backward may run again. ``"auto"``:
-            in_backward, but out_of_place for a leaf or a view of one, and under saved-tensor hooks, where the two in
-            place are not safe (docs/gradients.md).
+        gradient: where it is written. ``"auto"``: over the logits if nobody else can see them when backward runs,
+            otherwise into a new tensor (docs/gradients.md). ``"out_of_place"``: into a new tensor. ``"in_backward"``:
+            over the logits, whoever holds them. ``"in_forward"``: the same in this call, and backward scales it, which
+            rounds again if ``grad_output`` is not 1; for logits that are no view in the graph. The last two are not
+            safe under saved-tensor hooks.
         impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``: the first of them that can run.
         check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``; otherwise its row is NaN.
         vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns and the last has the rest, or all have ``C``
@@ -254,14 +253,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, call: Call) -> Any:
-        ctx.call, ctx.handed_on, ctx.age = call, False, current_age()
-        ctx.set_materialize_grads(False)
+        begin(ctx, call)
         mode = call.plan.gradient
         if mode == "in_forward":
             version = logits._version
             outputs, grad = pipeline.forward_in_place(call, logits, labels)
             if grad is logits:
-                mark_overwritten(logits, version, ctx.age)
+                mark_overwritten(logits, version)
             ctx.save_for_backward(grad)
         else:
             kept = logits if mode == "out_of_place" else overwritable(logits)
@@ -280,10 +278,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Tensor:
     """Write the gradient over the logits, or into a new tensor."""
-    kept, *others = saved
     plan = ctx.call.plan
+    ctx.handed_on = writes_in_place(plan.gradient, saved)
+    kept, *others = saved
     logits, version = kept.detach(), kept._version
-    ctx.handed_on = plan.gradient != "out_of_place"
     if plan.gradient == "in_forward":
         assert grads.loss is not None
         grad = logits
@@ -293,6 +291,5 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
         labels, stats, divisor, *constants = others
         pipeline.write_gradient(plan, source, labels, stats, divisor, grads, grad, *constants)
     if grad is logits:
-        increment_version(logits)
-        mark_overwritten(kept, version, ctx.age)
+        mark_written(plan.gradient, logits, version)
     return grad

@@ -49,7 +49,7 @@ def token_log_probs(
     in fp32, with ``z`` the scaled and capped logits of :func:`vocab_parallel_cross_entropy`, divided by the
     temperature. All fp32 outputs except ``top_log_probs`` are differentiable; one pass computes their gradients.
 
-    Overwrites: backward writes the gradient over ``logits``, unless ``gradient`` says otherwise.
+    Overwrites: by default nothing that anybody can still read, see ``gradient`` of the loss.
 
     Collectives: forward one all_gather of 12 bytes per row from each rank; 4 more with each of ``entropy``,
     ``sum_sq_probs`` and ``is_top1``, 8 with ``mean_logit``, and ``8 * k`` with ``top_k``. ``rank`` is

@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     shard: VocabShard
     options: LossOptions
     reduction: str
-    gradient: str  # never "auto"
+    gradient: str  # "auto" if backward decides
     dtype: torch.dtype  # of the arithmetic, the statistics and the loss
     other_outputs: dict[str, torch.dtype]  # those of TokenOutputs beside the loss that are asked for, in their order
     n_statistics: int  # K
@@ -209,14 +209,14 @@ def temperature_of_rows(temperature: Tensor | None, labels: Tensor, logits: Tens
 
 
 def gradient_mode(gradient: str, logits: Tensor) -> str:
-    """Return the mode that runs: ``"auto"`` writes in place in backward if autograd sees every reader.
+    """Return the mode that runs; ``"auto"``, as a result, leaves to backward whether it writes over the logits.
 
     ``"in_forward"`` of a view in a graph is an error. A version raised in backward comes too late for a backward
     that runs before and uses a saved value. Raised in forward, it would lose hooks; see :func:`is_view_in_graph`.
     """
     if gradient == "auto":
         base = logits._base
-        return "in_backward" if may_overwrite(logits if base is None else base) else "out_of_place"
+        return "auto" if may_overwrite(logits if base is None else base) else "out_of_place"
     if gradient == "in_forward" and torch.is_grad_enabled() and is_view_in_graph(logits):
         raise ValueError(
             "gradient: 'in_forward' overwrites logits during forward, which autograd allows for no view "

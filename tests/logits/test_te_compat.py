@@ -28,7 +28,8 @@ def test_where_the_gradient_is_written(impl_device, reduce_loss, overwrite_input
     assert case.logits_are_untouched() != (overwrite_input is None and reduce_loss)
     grad_output = case.grad_output(loss)
     (grad,) = torch.autograd.grad(loss, case.logits, grad_output)
-    assert (grad.data_ptr() == case.logits.data_ptr()) == (overwrite_input is not False)
+    in_place = reduce_loss if overwrite_input is None else overwrite_input  # the case holds its logits
+    assert (grad.data_ptr() == case.logits.data_ptr()) == in_place
     case.assert_right(loss, grad, grad_output, reduction=REDUCTION[reduce_loss], label_smoothing=0.1)
 
 

@@ -1,14 +1,18 @@
 """``DistributedDataParallel`` over a model that ends in a loss: one process's gradients, with accumulation too."""
 
+import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.ranks import device_of, in_ranks
 from tests.support.training import RATE, Model, Step, assert_same_steps, batches, fp64_steps, gradients_of, weights_of
+from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 in_two_ranks = in_ranks((2,), (2,), (2,))
 STEPS, MICRO, RANKS = 3, 2, 2  # a static graph is known after the first step
@@ -88,6 +92,49 @@ def _with_mean_loss(by_rank):
 @in_two_ranks
 def test_accumulated_gradients(rank_pool, impl, name, wrap):
     check(rank_pool, impl, name, wrap)
+
+
+def _of_a_wrapped_head(rank, group, impl, wrapper, is_held):
+    """Return whether the gradient is over the logits, whether these are unchanged, and gradients beside PyTorch's."""
+    device = device_of(rank, group)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 40, device=device)
+    hidden, labels = torch.randn(6, 8, device=device) + rank, torch.arange(6, device=device)
+    expected = copy.deepcopy(head).double()
+    F.cross_entropy(expected(hidden.double()), labels).backward()
+    if wrapper == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (group.size(),))
+        wrapped = fully_shard(head, mesh=mesh)
+    else:
+        wrapped = DistributedDataParallel(head)
+    found, logits = [], wrapped(hidden)
+    address, before = logits.data_ptr(), logits.detach().clone()
+    logits.register_hook(lambda grad: found.append(grad.data_ptr() == address))
+    loss = vocab_parallel_cross_entropy(logits, labels, impl=impl)
+    held = [logits] * is_held
+    del logits
+    loss.backward()
+    grads = [p.grad.full_tensor() if wrapper == "fsdp2" else p.grad for p in head.parameters()]
+    return (
+        found,
+        not held or torch.equal(held[0], before),
+        [(g, p.grad) for g, p in zip(grads, expected.parameters(), strict=True)],
+    )
+
+
+@pytest.mark.parametrize("is_held", (False, True))
+@pytest.mark.parametrize("wrapper", ("ddp", "fsdp2"))
+@in_two_ranks
+def test_logits_of_a_wrapped_head_are_overwritten_if_nobody_holds_them(rank_pool, impl, wrapper, is_held):
+    results = rank_pool.run(_of_a_wrapped_head, impl, wrapper, is_held)
+    for found, is_unchanged, _ in results:
+        assert found == [not is_held] and is_unchanged
+    for of_parameter in zip(*[pairs for *_, pairs in results], strict=True):
+        truth = torch.stack([expected for _, expected in of_parameter]).mean(0)
+        for grad, _ in of_parameter:
+            torch.testing.assert_close(grad.double(), truth, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("use_reentrant", (True, False))

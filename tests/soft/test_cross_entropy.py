@@ -134,14 +134,14 @@ def test_every_layout_of_both_tensors(impl_device, columns):
 
 
 def test_a_layout_the_kernels_walk_and_one_they_do_not(impl_device):
-    """The gradient lies over transposed logits; a column-major target is copied."""
+    """By name the gradient lies over transposed logits; a column-major target is copied."""
     impl, device = impl_device
     made = case_of(columns=20)
     values = made.logits[:4].view(2, 2, 20)
     source = values.transpose(0, 1).contiguous().to(device).requires_grad_()
     logits = (source * 1).transpose(0, 1)
     targets = made.other[:4].t().contiguous().t().view(2, 2, 20).to(device)
-    loss = soft_cross_entropy(logits, targets, reduction="sum", impl=impl)
+    loss = soft_cross_entropy(logits, targets, reduction="sum", impl=impl, gradient="in_backward")
     (grad,) = torch.autograd.grad(loss, logits)
     leaf = values.double().requires_grad_()
     (truth,) = torch.autograd.grad(soft_losses(leaf.view(4, 20), made.other[:4]).sum(), leaf)
@@ -183,11 +183,11 @@ def test_edge_rows(impl_device, gradient):
 
 @pytest.mark.reference
 def test_where_the_gradient_is_written():
-    """In place by default, unless the targets lie in the same memory; a second backward over it raises."""
+    """In place by name, unless the targets lie in the same memory; a second backward over it raises."""
     made = case_of()
     leaf = made.logits.clone().requires_grad_()
     logits = leaf * 1
-    loss = soft_cross_entropy(logits, made.other)
+    loss = soft_cross_entropy(logits, made.other, gradient="in_backward")
     (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
     assert grad.data_ptr() == logits.data_ptr()
     with pytest.raises(RuntimeError, match="second time"):

@@ -160,7 +160,9 @@ class Player:
         case, values = self.case, {}
         shared = self._shared(leaves)
         if self.first is None:
-            self.first = shared
+            # By default a loss overwrites what nobody holds.
+            is_read = case.evaluates == "after" or case.reads == "backward"
+            self.first = shared if is_read else {}
         views: dict[str, dict[str, Tensor]] = {"": shared}
         if case.before:
             for at, x in shared.items():

@@ -136,15 +136,14 @@ def hooked(case: Case, index: int) -> bool:
 
 
 def mode(case: Case, index: int) -> str:
-    """The way of this loss over logits, as README has it."""
+    """The way of this loss over logits; "auto" is out of place for all that anybody can see."""
     use = case.losses[index]
-    named = {False: "out_of_place", True: "in_backward"}.get(use.gradient, use.gradient)  # type: ignore
-    if named not in (None, "auto"):
+    named = {False: "out_of_place", True: "in_backward", "auto": "out_of_place"}.get(use.gradient, use.gradient)  # type: ignore
+    if named is not None:
         return str(named)
-    if case.source == "leaf" or hooked(case, index):
-        return "out_of_place"
-    in_forward = named is None and use.options["reduction"] == "mean"  # in a view it is in_backward
-    return "in_forward" if in_forward else "in_backward"
+    may_overwrite = case.source != "leaf" and not hooked(case, index) and not use.view
+    in_forward = may_overwrite and use.options["reduction"] == "mean"
+    return "in_forward" if in_forward else "out_of_place"
 
 
 def must_run(case: Case) -> bool:
@@ -182,9 +181,10 @@ def left_out(case: Case) -> bool:
         return True
     if "in_forward" in modes and (case.after or case.reads == "loss"):
         return True
-    if case.reads == "backward" and set(modes) != {"out_of_place"}:
+    is_safe = set(modes) == {"out_of_place"}
+    if case.reads == "backward" and not is_safe:
         return True
-    if case.around in ("first", "before") and {"identity", "save_on_cpu"} & set(case.wrappers):
+    if case.around in ("first", "before") and {"identity", "save_on_cpu"} & set(case.wrappers) and not is_safe:
         return True
     return case.sgd and case.source == "leaf" and by_name
 

@@ -48,8 +48,8 @@ def install(*, vocab_size: int | None = None, gradient: str = "auto", impl: str 
         vocab_size: of the model. ``compute_logprobs`` is not told it. Without it, its plain shards (the backend
             ``"spmd_types"`` with tensor parallelism) are left to torchtitan, which gathers them.
         gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``, as in
-            :func:`vocab_parallel_ce.vocab_parallel_cross_entropy`. ``"auto"`` overwrites plain logits in backward, and
-            no DTensor.
+            :func:`vocab_parallel_ce.vocab_parallel_cross_entropy`. ``"auto"`` overwrites no
+            DTensor.
         impl: as in that function.
 
     Raises:

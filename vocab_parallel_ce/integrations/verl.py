@@ -30,8 +30,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     They are fp32 for logits of any dtype, as verl's are with flash-attn; without it verl rounds them to that of the
     logits.
 
-    Overwrites: with ``inplace_backward``, backward may write the gradient over ``logits``. Anything else that autograd
-    needs them for then raises. verl passes False if it computes entropies of the same logits.
+    Overwrites: with ``inplace_backward``, backward writes the gradient over ``logits`` if nobody else can see them.
     """
     return token_log_probs(logits, labels, gradient="auto" if inplace_backward else "out_of_place")
 

@@ -57,7 +57,7 @@ def soft_cross_entropy(
     0; otherwise the loss is infinite. Columns at ``V`` and beyond are ignored in both tensors. docs/distillation.md has
     more.
 
-    Overwrites: backward writes the gradient over ``logits``, unless ``gradient`` says otherwise. ``target_probs``
+    Overwrites: by default nothing that anybody can still read, see ``gradient`` of the loss. ``target_probs``
     are never written, and get no gradient.
 
     Collectives: forward one all_gather of 16 bytes per row from each rank; backward none. ``torch.compile`` breaks

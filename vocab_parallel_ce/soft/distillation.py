@@ -74,7 +74,7 @@ def distillation_loss(
     With ``teacher_ids`` and ``teacher_log_probs`` instead of ``teacher_logits``, the teacher is known at ``k`` tokens:
     ``sum_k q_k (log q_k - log s_k)`` with ``q = exp(teacher_log_probs)``, "forward" only, without ``hard_weight``.
 
-    Overwrites: backward writes the gradient over ``student_logits``, unless ``gradient`` says otherwise. The teacher's
+    Overwrites: by default nothing that anybody can still read, see ``gradient`` of the loss. The teacher's
     are never written, and get no gradient.
 
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, with ``K = 5``, 2 more with

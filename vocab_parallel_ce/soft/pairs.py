@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from vocab_parallel_ce import checks, reference
-from vocab_parallel_ce.backward import current_age, run_backward
+from vocab_parallel_ce.backward import begin, mark_written, run_backward, writes_in_place
 from vocab_parallel_ce.collectives import all_gather_stats, group_position
 from vocab_parallel_ce.cross_entropy import REFUSALS
 from vocab_parallel_ce.layout import compute_dtype, overwritable, per_row, shares_storage, source_and_new, walkable
 from vocab_parallel_ce.options import Settings
-from vocab_parallel_ce.overwritten import check_not_overwritten, mark_overwritten
+from vocab_parallel_ce.overwritten import check_not_overwritten
 from vocab_parallel_ce.plan import Plan, checked_divisor, plan_of
 from vocab_parallel_ce.spec import GradOutputs, is_ignored
 
@@ -56,17 +55,16 @@ def plan_pair(logits: Tensor, other: Tensor, labels: Tensor | None, name: str, s
     checks.check_no_transforms(logits, other)
     if torch.is_grad_enabled() and other.requires_grad:
         raise TypeError(f"{name}: expected a tensor that requires no gradient, got one that does; pass its detach()")
-    if other.is_inference() and torch.is_grad_enabled() and logits.requires_grad:
+    needs_gradient = torch.is_grad_enabled() and logits.requires_grad
+    if other.is_inference() and needs_gradient:
         raise ValueError(f"{name}: expected no tensor made in torch.inference_mode(), got one; pass its clone()")
     if other.device != logits.device:
         raise ValueError(f"{name}: device must be that of the logits, {logits.device}, got {other.device}")
     if labels is not None:
         checks.check_labels(labels, logits)
         checks.check_rows(labels, logits)
-    if shares_storage(logits, other) and torch.is_grad_enabled() and logits.requires_grad:
-        if settings.gradient == "in_backward":
-            raise ValueError(f"{name}: expected memory of its own, got the logits'; use gradient='out_of_place'")
-        settings = settings._replace(gradient="out_of_place")
+    if settings.gradient == "in_backward" and needs_gradient and shares_storage(logits, other):
+        raise ValueError(f"{name}: expected memory of its own, got the logits'; use gradient='out_of_place'")
     plan = plan_of(logits, settings, *group_position(group))
     check_not_overwritten(logits)
     check_beside(name, other)
@@ -132,8 +130,7 @@ class _PairLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, other: Tensor, labels: Tensor | None, call: PairCall) -> Tensor:
-        ctx.call, ctx.handed_on, ctx.age = call, False, current_age()
-        ctx.set_materialize_grads(False)
+        begin(ctx, call)
         kept = logits if call.plan.gradient == "out_of_place" else overwritable(logits)
         loss, *statistics = forward(call, walkable(kept), other, labels)
         ctx.save_for_backward(kept, other, labels, *statistics, call.divisor)
@@ -146,15 +143,14 @@ class _PairLoss(torch.autograd.Function):
 
 def _gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Tensor:
     """Write the gradient over the logits, or into a new tensor."""
-    kept, other, labels, stats, mixture, divisor = saved
     call: PairCall = ctx.call
+    ctx.handed_on = writes_in_place(call.plan.gradient, saved)
+    kept, other, labels, stats, mixture, divisor = saved
     logits, version = kept.detach(), kept._version
-    ctx.handed_on = call.plan.gradient != "out_of_place"
     source, grad = (logits, logits) if ctx.handed_on else source_and_new(logits)
     own = {"shard": call.plan.shard, "options": call.options}
     grad_output = per_row(grads.loss, logits)
     call.launchers.gradient(source, other, labels, stats, mixture, divisor, grad_output, grad, **own)
     if grad is logits:
-        increment_version(logits)
-        mark_overwritten(kept, version, ctx.age)
+        mark_written(call.plan.gradient, logits, version)
     return grad

@@ -1,0 +1,338 @@
+"""By default backward writes over the logits exactly if nobody else can see them, and nothing anybody reads changes."""
+
+import gc
+import threading
+import types
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import vocab_parallel_ce as vp
+from tests.logits.test_te_compat import on_each_device  # Triton's interpreter runs in one thread
+from tests.support.budget import assert_within_budget
+from vocab_parallel_ce import sole_owner
+
+ROWS, WIDTH, COLUMNS = 6, 8, 40
+
+
+class Produced(torch.autograd.Function):
+    """Passes logits on in memory of their own, and notes whether their gradient comes back in it."""
+
+    @staticmethod
+    def forward(ctx, x, places):
+        out = x.clone()
+        ctx.address, ctx.places = out.data_ptr(), places
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.places.append(grad.data_ptr() == ctx.address)
+        return grad, None
+
+
+class Program:
+    """A model whose logits a test may keep; ``held`` is whatever the test keeps until backward is over."""
+
+    def __init__(self, impl_device, function="loss"):
+        self.impl, device = impl_device
+        generator = torch.Generator().manual_seed(5)
+        made = (torch.randn(shape, generator=generator) for shape in ((ROWS, WIDTH), (COLUMNS, WIDTH)))
+        self.hidden, weight = (t.to(device) for t in made)
+        self.weight = weight.requires_grad_()
+        self.labels = (self.hidden @ self.weight.t()).argmax(-1)  # accuracy 1
+        self.targets = torch.rand(ROWS, COLUMNS, generator=generator).softmax(-1).to(device)
+        self.function, self.places, self.held, self.factor = function, [], [], 1.0
+
+    def logits(self):
+        return Produced.apply(self.hidden @ self.weight.t(), self.places)
+
+    def loss(self, logits, **options):
+        options["impl"] = self.impl
+        labels, targets = self.labels.view(logits.shape[:-1]), self.targets.view(logits.shape)
+        if self.function == "log_probs":
+            return -vp.token_log_probs(logits, labels, **options).mean()
+        if self.function == "soft":
+            return vp.soft_cross_entropy(logits, targets, **options)
+        if self.function == "distillation":
+            return vp.distillation_loss(logits, targets.log(), **options)
+        return vp.vocab_parallel_cross_entropy(logits, labels, **options)
+
+    def expected(self, dtype):
+        weight = self.weight.detach().to(dtype).requires_grad_()
+        logits = self.hidden.to(dtype) @ weight.t()
+        if self.function in ("soft", "distillation"):
+            loss = F.cross_entropy(logits, self.targets.to(dtype))
+        else:
+            loss = F.cross_entropy(logits, self.labels)
+        (grad,) = torch.autograd.grad(loss * self.factor, weight)
+        return grad
+
+    def check(self, *places):
+        """The gradient is right, and where backward put it is ``places``."""
+        assert_within_budget(self.weight.grad, self.expected(torch.float64), self.expected(torch.float32))
+        assert tuple(self.places) == places
+
+
+def holds(keep):
+    """Return a program in which something else than a variable keeps what ``keep(logits)`` returns."""
+
+    def run(program):
+        logits = program.logits()
+        loss = program.loss(logits)
+        program.held.append(keep(logits))
+        del logits
+        loss.backward()
+
+    return run
+
+
+def in_a_thread(program):
+    loss = program.loss(program.logits())
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+
+
+def with_hook(program):
+    logits = program.logits()
+    logits.register_hook(lambda grad: grad)
+    logits.retain_grad()
+    loss = program.loss(logits)
+    del logits
+    loss.backward()
+
+
+def two_losses(program):
+    logits, program.factor = program.logits(), 3.0
+    total = program.loss(logits) + 2 * program.loss(logits)
+    del logits
+    total.backward()
+
+
+def saved_and_later(program):
+    """The product saves the logits, and its backward runs after the loss's: nodes run youngest first."""
+    logits = program.logits()
+    other = (logits * logits).sum() * 0
+    total = program.loss(logits) + other
+    del logits
+    total.backward()
+
+
+def kept_graph(program):
+    loss, program.factor = program.loss(program.logits()), 2.0
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def view_with_its_base(program):
+    base = program.logits()
+    program.loss(base.view(2, 3, COLUMNS)).backward()
+
+
+def chunks(program):
+    logits = program.logits()
+    losses = []
+    for rows in range(0, ROWS, 2):
+        part = types.SimpleNamespace(**vars(program))
+        part.labels, part.targets = program.labels[rows : rows + 2], program.targets[rows : rows + 2]
+        losses.append(Program.loss(part, logits[rows : rows + 2]) / 3)
+    del logits
+    sum(losses).backward()
+
+
+def frozen_by_a_closure(program):
+    logits = program.logits()
+    loss = program.loss(logits)
+    program.held.append(lambda: logits.argmax(-1))
+    loss.backward()
+    assert torch.equal(program.held[0](), program.labels)
+
+
+class KeepsOnItsContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        return x.sum() * 0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.zeros_like(ctx.x)
+
+
+def kept_by_a_function(program):
+    logits = program.logits()
+    other = KeepsOnItsContext.apply(logits)
+    loss = program.loss(logits) + other
+    del logits
+    loss.backward()
+
+
+def profiled(program):
+    with torch.autograd.profiler.profile():
+        program.loss(program.logits()).backward()
+
+
+def reentrant(program):
+    checkpoint(lambda h: program.loss(program.logits()), program.weight, use_reentrant=True).backward()
+
+
+# What a program does, and where backward puts its gradients.
+IN_PLACE = {
+    "nobody": lambda program: program.loss(program.logits()).backward(),
+    "a hook": with_hook,
+    "another thread": in_a_thread,
+    "a weak reference": holds(weakref.ref),
+    "a copy": holds(torch.clone),
+    "views": lambda program: program.loss(program.logits().view(1, ROWS, COLUMNS)).backward(),
+    "a view of a view": lambda p: p.loss(p.logits().view(2, 3, -1).transpose(0, 1).transpose(0, 1)).backward(),
+    "a profiler": profiled,
+    "anomaly mode": lambda program: program.loss(program.logits()).backward(),
+}
+IN_NEW_TENSORS = {
+    "a variable": holds(lambda logits: logits),
+    "a list": holds(lambda logits: [logits]),
+    "a closure": frozen_by_a_closure,
+    "detach": holds(torch.Tensor.detach),
+    ".data": holds(lambda logits: logits.data),
+    "numpy": holds(lambda logits: logits.detach().numpy() if logits.device.type == "cpu" else logits.detach()),
+    "dlpack": holds(lambda logits: torch.utils.dlpack.to_dlpack(logits.detach())),
+    "the storage": holds(torch.Tensor.untyped_storage),
+    "a view": holds(lambda logits: logits[0]),
+    "a base": view_with_its_base,
+    "a context": kept_by_a_function,
+}
+SEVERAL = {
+    "two losses": (two_losses, (False,)),
+    "saved by another operation": (saved_and_later, (False,)),
+    "a kept graph": (kept_graph, (False, True)),
+    "chunks": (chunks, (False,)),
+}
+
+
+@pytest.mark.interpreted(3)
+@pytest.mark.parametrize("function", ("loss", "log_probs", "soft", "distillation"))
+@pytest.mark.parametrize("owner", (*IN_PLACE, *IN_NEW_TENSORS))
+def test_logits_are_overwritten_exactly_if_nobody_sees_them(impl_device, owner, function):
+    """Accuracy after backward was 0, and 1 once the loss was compiled."""
+    program = Program(impl_device, function)
+    with torch.autograd.set_detect_anomaly(owner == "anomaly mode"):
+        (IN_PLACE | IN_NEW_TENSORS)[owner](program)
+    if function == "distillation":
+        program.targets = program.targets.log().softmax(-1)
+    program.check(owner in IN_PLACE)
+    if owner in ("a variable", "detach", ".data"):
+        assert torch.equal(program.held[0].argmax(-1), program.labels)
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_several_users_of_the_logits(impl_device, case):
+    run, places = SEVERAL[case]
+    program = Program(impl_device)
+    run(program)
+    program.check(*places)
+
+
+def test_one_of_two_losses_is_the_last_to_see_them(impl_device):
+    """The first backward writes a new tensor, and the second over the logits. It was an error."""
+    program = Program(impl_device)
+    logits, program.factor = program.logits(), 2.0
+    first, second = program.loss(logits), program.loss(logits)
+    del logits
+    second.backward(retain_graph=True)
+    del second
+    gc.collect()  # the interpreter's launches hold their tensors in cycles
+    first.backward()
+    program.check(False, True)
+
+
+def test_a_producer_that_saved_its_output(impl_device):
+    program = Program(impl_device)
+    logits = (program.hidden @ program.weight.t()).tanh()
+    loss = program.loss(logits)
+    del logits
+    loss.backward()
+    expected = program.weight.detach().double().requires_grad_()
+    F.cross_entropy((program.hidden.double() @ expected.t()).tanh(), program.labels).backward()
+    torch.testing.assert_close(program.weight.grad.double(), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.reference
+def test_a_metric_after_backward_is_the_same_with_and_without_the_compiler():
+    """It printed 1.0, 0.0, 1.0."""
+    program = Program(("auto", "cpu"))
+    compiled = torch.compile(lambda z: vp.vocab_parallel_cross_entropy(z, program.labels), backend="aot_eager")
+    for function in (lambda z: F.cross_entropy(z, program.labels), program.loss, compiled):
+        z = program.hidden @ program.weight.t()
+        kept = z.detach()
+        function(z).backward()
+        assert torch.equal(kept.argmax(-1), program.labels)
+
+
+@pytest.mark.parametrize("case", ("a tracer", "no private function", "a free-threaded Python", "never measured"))
+@pytest.mark.reference
+def test_what_cannot_be_counted_is_not_overwritten(monkeypatch, case):
+    program = Program(("auto", "cpu"))
+    if case == "no private function":
+        monkeypatch.setattr(sole_owner, "_keeps_graph", None)
+    elif case == "a free-threaded Python":
+        monkeypatch.setattr(sole_owner, "_has_gil", False)
+    monkeypatch.setattr(sole_owner, "_expected", {})
+    if case == "a tracer":
+        monkeypatch.setattr("sys.gettrace", lambda: print)
+    elif case == "never measured":
+        monkeypatch.setattr(sole_owner, "measure", lambda: None)
+        monkeypatch.setattr("vocab_parallel_ce.backward.measure", lambda: None)
+    program.loss(program.logits()).backward()
+    program.check(False)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    "wrapper", ("full backward hook", "forward hook", "compiled model", "parametrised", "DataParallel")
+)
+def test_a_module_that_is_wrapped(wrapper):
+    """Where backward puts the gradient is the wrapper's business; that it is right, and what is kept, is ours."""
+    torch.manual_seed(0)
+    model, kept = nn.Linear(WIDTH, COLUMNS), []
+    if wrapper == "full backward hook":
+        model.register_full_backward_hook(lambda module, grad_inputs, grad_outputs: None)
+    elif wrapper == "forward hook":
+        model.register_forward_hook(lambda module, args, output: kept.append(output))
+    elif wrapper == "compiled model":
+        model = torch.compile(model, backend="aot_eager")
+    elif wrapper == "parametrised":
+        nn.utils.parametrizations.weight_norm(model)
+    else:
+        model = nn.DataParallel(model)
+    hidden, labels = torch.randn(ROWS, WIDTH), torch.arange(ROWS)
+    vp.vocab_parallel_cross_entropy(model(hidden), labels).backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    if kept:
+        torch.testing.assert_close(kept[0], model(hidden))
+    model.zero_grad()
+    F.cross_entropy(model(hidden), labels).backward()
+    for grad, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@on_each_device
+def test_threads_at_once(impl_device):
+    """Counts are of objects, so other threads' logits do not disturb them, nor do they see each other's."""
+    programs = [Program(impl_device) for _ in range(4)]
+
+    def train(program):
+        for _ in range(10):
+            program.weight.grad = None
+            program.loss(program.logits()).backward()
+
+    threads = [threading.Thread(target=train, args=(program,)) for program in programs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for program in programs:
+        program.check(*[True] * 10)
