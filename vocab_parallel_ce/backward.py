@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from vocab_parallel_ce import checks, verify
-from vocab_parallel_ce.overwritten import mark_overwritten
+from vocab_parallel_ce.overwritten import current_age, mark_overwritten
 from vocab_parallel_ce.sole_owner import is_sole_owner, measure
 from vocab_parallel_ce.spec import GradOutputs
 
@@ -82,6 +82,8 @@ def begin(ctx: Any, call: Any) -> None:
     ctx.set_materialize_grads(False)
     if call.plan.gradient == "auto":
         measure()
+    elif call.plan.gradient != "out_of_place":
+        ctx.age = current_age()
 
 
 def writes_in_place(mode: str, saved: tuple[Any, ...]) -> bool:
@@ -89,8 +91,8 @@ def writes_in_place(mode: str, saved: tuple[Any, ...]) -> bool:
     return is_sole_owner(saved) if mode == "auto" else mode != "out_of_place"
 
 
-def mark_written(mode: str, logits: Tensor, version_before: int) -> None:
-    """Make autograd refuse saved logits that were overwritten, and losses refuse them if ``mode`` is one by name."""
-    increment_version(logits)
-    if mode != "auto":
-        mark_overwritten(logits, version_before)
+def mark_written(ctx: Any, kept: Tensor, version_before: int) -> None:
+    """Make autograd refuse the saved logits ``kept``, which were overwritten, and losses too if the mode is by name."""
+    increment_version(kept.detach())  # of a view itself it would rebuild the node
+    if ctx.call.plan.gradient != "auto":
+        mark_overwritten(kept, version_before, ctx.age)

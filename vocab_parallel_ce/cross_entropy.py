@@ -259,7 +259,7 @@ class _CrossEntropy(torch.autograd.Function):
             version = logits._version
             outputs, grad = pipeline.forward_in_place(call, logits, labels)
             if grad is logits:
-                mark_overwritten(logits, version)
+                mark_overwritten(logits, version, ctx.age)
             ctx.save_for_backward(grad)
         else:
             kept = logits if mode == "out_of_place" else overwritable(logits)
@@ -291,5 +291,5 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
         labels, stats, divisor, *constants = others
         pipeline.write_gradient(plan, source, labels, stats, divisor, grads, grad, *constants)
     if grad is logits:
-        mark_written(plan.gradient, logits, version)
+        mark_written(ctx, kept, version)
     return grad

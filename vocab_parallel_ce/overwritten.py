@@ -1,11 +1,13 @@
 """Remember which logits hold their gradient because a mode was asked for by name: another loss over them is an error.
 
 The record is an attribute of the storage. So it dies with the memory, and every tensor of the memory has it.
-A write to the logits that autograd sees voids it: PyTorch raises the version of a tensor and its views.
+A write to the logits that autograd sees voids it: PyTorch raises the version of a tensor and its views. It misses
+a replayed CUDA graph that fills static logits, but their autograd node is then younger than the loss.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,21 +18,27 @@ class _Record(NamedTuple):
     """Gradients in the memory of logits."""
 
     version: int  # of the logits after the last write
+    age: int  # above the sequence numbers of all autograd nodes that are older than the loss
     spans: tuple[range, ...]  # the bytes from the first to the last of each gradient
 
 
 _RECORD = "_vocab_parallel_ce_overwritten"
+_OLDEST = 2**63  # for a leaf: its loss may have run in another thread, which counts its own sequence numbers
+# Of this thread: the number of the next autograd node. A private function: without it no node is new.
+current_age: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: _OLDEST)
 
 
-def mark_overwritten(logits: Tensor, version_before: int) -> None:
+def mark_overwritten(logits: Tensor, version_before: int, age: int) -> None:
     """Record that ``logits [..., C]``, as autograd saved them, now hold their gradient.
 
-    An earlier record stays valid if it is of ``version_before``, the version before the write.
+    An earlier record stays valid if it is of ``version_before``, the version before the write. ``age`` is the
+    :func:`current_age` of the loss's forward.
     """
     storage = logits.untyped_storage()
     earlier = getattr(storage, _RECORD, None)
     spans = earlier.spans if earlier is not None and earlier.version == version_before else ()
-    setattr(storage, _RECORD, _Record(logits._version, (*spans, _span(logits))))
+    age = _OLDEST if (logits if logits._base is None else logits._base).is_leaf else age
+    setattr(storage, _RECORD, _Record(logits._version, age, (*spans, _span(logits))))
 
 
 def check_not_overwritten(logits: Tensor) -> None:
@@ -40,6 +48,9 @@ def check_not_overwritten(logits: Tensor) -> None:
     """
     record: _Record | None = getattr(logits.untyped_storage(), _RECORD, None)
     if record is None or logits.is_inference() or logits._version > record.version:
+        return
+    node = (logits if logits._base is None else logits._base).grad_fn
+    if node is not None and node._sequence_nr() >= record.age:
         return
     if logits.is_cuda:
         other_stream = torch.cuda.current_stream(logits.device) != torch.cuda.default_stream(logits.device)

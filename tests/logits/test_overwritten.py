@@ -101,6 +101,32 @@ def test_other_rows_of_the_same_memory_are_logits(impl_device):
         case.assert_refused(chunk, case.labels[rows])
 
 
+@pytest.mark.reference
+def test_memory_of_a_new_producer_is_logits():
+    """A replayed CUDA graph fills static logits anew, which raises no version; its node is a new one."""
+
+    class Replay(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, anchor, static):
+            return static.detach()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad.sum(), None
+
+    static, labels = torch.randn(4, 9), torch.tensor([1, 2, 3, 4])
+    fresh, anchor = static.clone(), torch.ones((), requires_grad=True)
+    losses = []
+    for _ in range(3):
+        static.data.copy_(fresh)
+        logits = Replay.apply(anchor, static)
+        losses.append(vp.vocab_parallel_cross_entropy(logits, labels, gradient="in_backward"))
+        losses[-1].backward()
+    assert losses[0] == losses[1] == losses[2]
+    with pytest.raises(ValueError, match=REFUSAL):
+        vp.vocab_parallel_cross_entropy(static, labels)
+
+
 @pytest.mark.parametrize("gradient", IN_PLACE)
 def test_two_tensors_of_one_memory_are_both_known(impl_device, gradient):
     """A gradient written in forward forgot the records of the same storage before it."""
