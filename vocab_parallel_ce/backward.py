@@ -91,8 +91,8 @@ def writes_in_place(mode: str, saved: tuple[Any, ...]) -> bool:
     return is_sole_owner(saved) if mode == "auto" else mode != "out_of_place"
 
 
-def mark_written(ctx: Any, kept: Tensor, version_before: int) -> None:
-    """Make autograd refuse the saved logits ``kept``, which were overwritten, and losses too if the mode is by name."""
-    increment_version(kept.detach())  # of a view itself it would rebuild the node
+def mark_written(ctx: Any, kept: Tensor, logits: Tensor, version_before: int) -> None:
+    """Make autograd refuse ``kept``, which was overwritten through ``logits``, and losses too if the mode is by name."""
+    increment_version(logits)  # of a view in the graph itself, it would rebuild the node
     if ctx.call.plan.gradient != "auto":
         mark_overwritten(kept, version_before, ctx.age)

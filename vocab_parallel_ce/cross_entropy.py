@@ -291,5 +291,5 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
         labels, stats, divisor, *constants = others
         pipeline.write_gradient(plan, source, labels, stats, divisor, grads, grad, *constants)
     if grad is logits:
-        mark_written(ctx, kept, version)
+        mark_written(ctx, kept, logits, version)
     return grad

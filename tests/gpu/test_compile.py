@@ -46,6 +46,25 @@ def test_cuda_graphs_of_the_compiler_on_ranks(rank_pool, impl):
 
 
 @pytest.mark.cuda
+def test_an_eager_loss_over_logits_of_a_compiled_model_with_cuda_graphs():
+    """The compiler's pool owns the logits; its backward reads what its forward saved in the same pool."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1000)).cuda()
+    compiled = torch.compile(model, mode="reduce-overhead")
+    for _ in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        hidden, labels = torch.randn(32, 64, device="cuda"), torch.randint(0, 1000, (32,), device="cuda")
+        grads = []
+        for produce in (compiled, model):
+            model.zero_grad()
+            vocab_parallel_cross_entropy(produce(hidden), labels).backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+        for found, expected in zip(*grads, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.cuda
 def test_a_compiled_step_needs_one_more_tensor_like_the_logits():
     """Its gradient is out of place; forward copies nothing."""
     torch._dynamo.reset()

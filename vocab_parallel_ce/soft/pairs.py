@@ -152,5 +152,5 @@ def _gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Tensor:
     grad_output = per_row(grads.loss, logits)
     call.launchers.gradient(source, other, labels, stats, mixture, divisor, grad_output, grad, **own)
     if grad is logits:
-        mark_written(ctx, kept, version)
+        mark_written(ctx, kept, logits, version)
     return grad
