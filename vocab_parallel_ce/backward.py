@@ -92,7 +92,7 @@ def writes_in_place(mode: str, saved: tuple[Any, ...]) -> bool:
 
 
 def mark_written(ctx: Any, kept: Tensor, logits: Tensor, version_before: int) -> None:
-    """Make autograd refuse ``kept``, which was overwritten through ``logits``, and losses too if the mode is by name."""
+    """Make autograd refuse ``kept``, overwritten through ``logits``; by-name modes make losses refuse it too."""
     increment_version(logits)  # of a view in the graph itself, it would rebuild the node
     if ctx.call.plan.gradient != "auto":
         mark_overwritten(kept, version_before, ctx.age)
