@@ -249,10 +249,9 @@ def comparable(
     class_weight: Tensor | None = None,
     temperature: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Return what verification compares of the options; shards differ, and are compared otherwise."""
+    """Return what verification compares of the options, and what says which columns a rank has."""
     options = settings._asdict() | {"num_items": None if num_items is None else float(num_items)}
     options["class_weight"] = "None" if class_weight is None else "a tensor"
     if temperature is not None:
         options["temperature"] = verify.shown(temperature)
-    del options["vocab_size"], options["shard"]
     return options

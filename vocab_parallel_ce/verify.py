@@ -23,6 +23,7 @@ from vocab_parallel_ce.shard import VocabShard
 
 ERRORS = {error.__name__: error for error in (TypeError, ValueError, RuntimeError)}
 TOLERANCE = 0.03  # of the norm: more than bf16 rounds off, far less than another dropout mask changes
+COLUMNS_ARE_GIVEN = ("vocab_size", "shard")  # options that say which columns a rank has: they differ by rank
 
 
 class _Call:
@@ -119,7 +120,7 @@ def compare_call(
 
     ``tensors`` are all that may need a gradient, first ``logits [..., C]`` or ``hidden [..., D]``. ``beside`` names
     what stands beside them instead of labels, ``subject`` what ``labels`` are. Tensors among ``options`` are hidden
-    states.
+    states. Without a ``vocab_size`` and a ``shard`` among them, equal logits or heads on all ranks are an error.
     """
     call = _pending_call()
     if call is None:
@@ -134,7 +135,7 @@ def compare_call(
         f"{subject}.shape": tuple(labels.shape),
     }
     states = {each: value for each, value in options.items() if isinstance(value, Tensor)}
-    facts |= {each: value for each, value in options.items() if each not in states}
+    facts |= {each: value for each, value in options.items() if each not in (*states, *COLUMNS_ARE_GIVEN)}
     facts |= {f"{each}.shape": tuple(value.shape) for each, value in states.items()}
     for each, tensor in tensors.items():
         is_needed = tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
@@ -143,8 +144,13 @@ def compare_call(
         states[name] = first
     is_valid = labels.long() != options["ignore_index"] if states else labels
     fingerprints = {each: _fingerprint(value, is_valid) for each, value in states.items()}
-    reports = call.exchange(facts, shard=shard, labels=_checksum(labels), hidden=fingerprints)
+    of_columns = "weight" if "weight" in tensors else name
+    is_given = any(options[each] is not None for each in COLUMNS_ARE_GIVEN)
+    own = {"shard": shard, "labels": _checksum(labels), "hidden": fingerprints}
+    own["columns"] = None if is_given else _sampled(tensors[of_columns])
+    reports = call.exchange(facts, **own)
     _compare_shards([report["shard"] for report in reports])
+    _check_not_whole(of_columns, [report["columns"] for report in reports])
     if len({report["labels"] for report in reports}) > 1:
         of_ranks = torch.stack(all_gather_objects(labels.cpu(), call.group, call.device))
         position = (of_ranks != of_ranks[0]).any(0).nonzero()[0].tolist()
@@ -172,6 +178,16 @@ def shown(values: Tensor) -> str:
 def _checksum(values: Tensor) -> str:
     """Return the same text for equal values, whatever their strides. Needs no NumPy."""
     return hashlib.sha256(str(values.tolist()).encode()).hexdigest()
+
+
+def _sampled(rows: Tensor) -> str | None:
+    """Return a checksum of some elements of ``rows [..., C]``; None if a row's are equal, as in a head of zeros."""
+    if rows.numel() == 0:
+        return None
+    most = (*(4 for _ in rows.shape[:-1]), 256)
+    steps = (slice(None, None, -(-size // n)) for size, n in zip(rows.shape, most, strict=True))
+    sample = rows.detach()[tuple(steps)].float().nan_to_num(0.0, 0.0, 0.0)
+    return None if bool((sample == sample[..., :1]).all()) else _checksum(sample)
 
 
 def _fingerprint(hidden: Tensor, is_valid: Tensor) -> tuple[float, ...]:
@@ -208,6 +224,15 @@ def _compare_shards(shards: Sequence[VocabShard]) -> None:
     if [start for start, _ in parts] + [vocab_size] != [0] + [stop for _, stop in parts]:
         expected = f"must have every column of [0, {vocab_size}) on exactly one rank"
         raise ValueError(f"shard: {expected}, got by rank {', '.join(f'[{a}, {b})' for a, b in columns)}")
+
+
+def _check_not_whole(name: str, sampled: Sequence[str | None]) -> None:
+    """Raise ValueError if every rank has the same values where no rank says which columns it has."""
+    if sampled[0] is not None and len(set(sampled)) == 1:
+        raise ValueError(
+            f"{name}: expected other columns on each rank, got equal values on all {len(sampled)}; with the whole "
+            "vocabulary on every rank pass group=None, and with shards that are equal vocab_size="
+        )
 
 
 def _compare_hidden(name: str, fingerprints: Sequence[tuple[float, ...]]) -> None:

@@ -32,8 +32,9 @@ def verify_group(
 
     For debugging, once before training. Every rank calls it with the arguments of its loss. It compares what
     :func:`verify_calls` compares in forward, by the same collectives, and checks the values of the labels. Without
-    ``vocab_size`` or ``shard`` it cannot tell whole logits from shards. The error names the rank that differs
-    from most; of a tie, the side of the lowest rank is right. A rank that is not in ``group`` raises alone.
+    ``vocab_size`` or ``shard`` it takes logits or heads for whole that are equal on all ranks. The error names the
+    rank that differs from most; of a tie, the side of the lowest rank is right. A rank that is not in ``group``
+    raises alone.
 
     Args:
         logits, labels, group: as in :func:`vocab_parallel_cross_entropy`, or with ``weight`` the hidden
