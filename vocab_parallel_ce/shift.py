@@ -17,10 +17,15 @@ def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
 
     Raises:
         TypeError: ``labels`` are no labels.
-        ValueError: ``T`` is below 2, or there is no such dimension.
+        ValueError: ``T`` is below 2, or there is no such dimension, or no other, so that it may be of many sequences.
     """
     checks.check_labels(labels, labels)
     checks.check_integer("ignore_index", ignore_index)
+    if labels.dim() == 1:
+        raise ValueError(
+            "shift: expected labels of at least two dimensions, [..., T], because flattened labels do not say where a "
+            f"sequence ends, got shape {tuple(labels.shape)}; pass a single sequence as [1, T]"
+        )
     if labels.dim() == 0 or labels.shape[-1] < 2:
         expected = "labels whose last dimension has at least 2 tokens"
         raise ValueError(f"shift: expected {expected}, got shape {tuple(labels.shape)}")

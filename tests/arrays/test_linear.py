@@ -30,6 +30,7 @@ def allowed(case):
         has_metrics
         or (is_expected and case.get("dtype") == torch.float16)
         or (has_parts and case.get("valid_tokens") is not None)
+        or (case.get("hidden") == "parts" and case.get("shift"))
     )
 
 
@@ -66,7 +67,7 @@ def case_of(pair, n_ranks, impl):
     inputs.hidden[ignored] = NAN
     inputs.labels[ignored] = pair["ignore_index"]
     if pair["shift"]:
-        inputs = inputs._replace(hidden=inputs.hidden.roll(1, 0), labels=inputs.labels.roll(2, 0))
+        inputs = inputs._replace(hidden=inputs.hidden.roll(1, 0), labels=inputs.labels.roll(2, 0)).shaped(1, WIDTH)
     inputs = inputs.shaped(2, WIDTH // 2) if pair["hidden"] == "parts of each" else inputs
     same = ("gradient", "z_loss", "softcap", "logit_scale", "ignore_index", "shift", "return_metrics")
     options = {name: pair[name] for name in (*same, "chunk_tokens", "valid_tokens", "logits_dtype")}

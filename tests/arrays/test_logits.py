@@ -40,7 +40,7 @@ def case_of(pair, n_ranks, impl):
     logits[labels == IGNORE_INDEX] = NAN
     labels[labels == IGNORE_INDEX] = pair["ignore_index"]
     if pair["shift"]:
-        logits, labels = logits.roll(1, 0), labels.roll(2, 0)
+        logits, labels = logits.roll(1, 0)[None], labels.roll(2, 0)[None]
     same = ("z_loss", "softcap", "logit_scale", "ignore_index", "shift", "return_metrics", "gradient")
     options = {name: pair[name] for name in same} | SMOOTHING[pair["smoothing"]] | DIVISORS[pair["divisor"]]
     given, form = class_weight(pair["class_weight"], VOCAB)

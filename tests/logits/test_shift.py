@@ -10,7 +10,7 @@ from tests.support.linear import record_matmuls
 from tests.support.pairs import covering
 from vocab_parallel_ce.integrations import dtensor
 
-SHAPES = {(6,): (5,), (2, 3): (2, 2), (1, 3, 2): (1, 3, 1)}  # of labels, and of unreduced losses
+SHAPES = {(1, 6): (1, 5), (2, 3): (2, 2), (1, 3, 2): (1, 3, 1)}  # of labels, and of unreduced losses
 DIVISORS = {"mean": {}, "none": {"reduction": "none"}, "items": {"reduction": "sum", "num_items": 3}}
 PAIRS = covering(
     head=(False, True),
@@ -109,7 +109,7 @@ def test_labels_are_checked_where_the_caller_has_them():
 @pytest.mark.reference
 def test_what_has_no_next_token_is_refused():
     weight = torch.randn(9, 4)
-    for shape in ((3, 1), (3, 0), (1,)):
+    for shape in ((3, 1), (3, 0)):
         hidden, labels = torch.randn(*shape, 4), torch.zeros(shape, dtype=torch.int64)
         for call in (
             lambda h=hidden, y=labels: vp.vocab_parallel_cross_entropy(h @ weight.t(), y, shift=True),
@@ -119,7 +119,15 @@ def test_what_has_no_next_token_is_refused():
                 call()
     with pytest.raises(ValueError, match=r"got shape \(\)"):
         vp.vocab_parallel_cross_entropy(torch.randn(2, 3), torch.tensor(1), shift=True)
+    flat, hidden = torch.zeros(6).long(), torch.randn(6, 4)
+    for call in (
+        lambda: vp.vocab_parallel_cross_entropy(hidden @ weight.t(), flat, shift=True),
+        lambda: vp.linear_cross_entropy(hidden, weight, flat, shift=True),
+        lambda: vp.verify_group(hidden @ weight.t(), flat, None, shift=True),
+    ):
+        with pytest.raises(ValueError, match=r"^shift: expected labels of at least two dimensions.*\(6,\).*\[1, T\]$"):
+            call()
     with pytest.raises(TypeError, match="shift: expected one of logits, labels, num_items"):
         dtensor.cross_entropy(torch.randn(2, 3), torch.zeros(2).long(), shift=True)
     with pytest.raises(TypeError, match="labels: dtype must be"):
-        vp.vocab_parallel_cross_entropy(torch.randn(2, 3), torch.zeros(2), shift=True)
+        vp.vocab_parallel_cross_entropy(torch.randn(1, 2, 3), torch.zeros(1, 2), shift=True)

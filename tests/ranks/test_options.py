@@ -36,7 +36,10 @@ in_three_ranks = in_ranks((3,), (3,), ())
 @pytest.mark.parametrize("name", OPTIONS)
 @in_several_ranks
 def test_each_option_and_all_of_them(rank_pool, impl, name):
-    case = Case(*broad_rows("some_ignored", ROWS, COLUMNS * 2, shards=rank_pool.world_size), impl, OPTIONS[name])
+    logits, labels = broad_rows("some_ignored", ROWS, COLUMNS * 2, shards=rank_pool.world_size)
+    if name == "shift":
+        logits, labels = logits[None], labels[None]
+    case = Case(logits, labels, impl, OPTIONS[name])
     check(case, rank_pool.run(run, case))
 
 

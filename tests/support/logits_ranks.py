@@ -93,8 +93,10 @@ def bounds_of(case: Case, n_ranks: int) -> Sequence[tuple[int, int]]:
 def grad_outputs_of(case: Case) -> tuple[torch.Tensor | None, ...]:
     if case.grad_outputs:
         return case.grad_outputs
-    is_reduced, rows = case.options.get("reduction") != "none", case.labels.numel()
-    return (torch.tensor(0.75) if is_reduced else random_grad_output(rows - case.options.get("shift", False)),)
+    if case.options.get("reduction") != "none":
+        return (torch.tensor(0.75),)
+    losses = case.labels[..., 1:] if case.options.get("shift") else case.labels
+    return (random_grad_output(losses.numel()).view(losses.shape),)
 
 
 def run(
