@@ -225,6 +225,7 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
             raise TypeError(f"num_items: expected a number or a tensor of one element, got {type(num_items).__name__}")
         check_number("num_items", num_items)
         return
+    check_constant("num_items", num_items)
     if num_items.numel() != 1:
         raise ValueError(f"num_items: expected 1 element, got shape {_shape(num_items)}")
     if num_items.dtype == torch.bool or num_items.is_complex():
@@ -235,6 +236,12 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
         raise ValueError(f"num_items: device must be cpu or that of logits, {logits.device}, got {num_items.device}")
 
 
+def check_constant(name: str, tensor: Tensor) -> None:
+    """A tensor that needs no gradient."""
+    if tensor.requires_grad:
+        raise TypeError(f"{name}: expected a constant, got a tensor that requires a gradient; pass its detach()")
+
+
 def check_class_weight(class_weight: object) -> None:
     """A dense floating-point tensor that needs no gradient."""
     check_tensor("class_weight", class_weight)
@@ -242,8 +249,7 @@ def check_class_weight(class_weight: object) -> None:
     if not class_weight.is_floating_point() or class_weight.layout is not torch.strided:
         expected = "dtype must be floating point, dense"
         raise TypeError(f"class_weight: {expected}, got {class_weight.dtype}, {class_weight.layout}")
-    if class_weight.requires_grad:
-        raise TypeError("class_weight: expected a constant, got a tensor that requires a gradient; pass its detach()")
+    check_constant("class_weight", class_weight)
 
 
 def check_temperature(temperature: Tensor, labels: Tensor) -> None:
@@ -252,8 +258,7 @@ def check_temperature(temperature: Tensor, labels: Tensor) -> None:
     if not temperature.is_floating_point() or temperature.layout is not torch.strided:
         expected = "dtype must be floating point, dense"
         raise TypeError(f"temperature: {expected}, got {temperature.dtype}, {temperature.layout}")
-    if temperature.requires_grad:
-        raise TypeError("temperature: expected a constant, got a tensor that requires a gradient; pass its detach()")
+    check_constant("temperature", temperature)
     if temperature.device != labels.device:
         raise ValueError(f"temperature: device must be that of labels, {labels.device}, got {temperature.device}")
     if temperature.numel() != 1 and temperature.shape != labels.shape:

@@ -150,6 +150,7 @@ def _divisor(num_items: float | Tensor | None, reduction: str, like: Tensor) -> 
     if num_items is None:
         return None
     if isinstance(num_items, Tensor) and reduction == "sum":
+        checks.check_constant("num_items", num_items)
         return num_items.detach().to(like.device)  # the operator checks it
     checks.check_num_items(num_items, reduction, like)
     assert not isinstance(num_items, Tensor)

@@ -5,8 +5,9 @@ Functions and modules share them. :func:`loss_options` makes of them what the ma
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
@@ -18,6 +19,15 @@ from vocab_parallel_ce.spec import LossOptions
 
 REDUCTIONS = ("mean", "sum", "none")
 GRADIENT_MODES = ("auto", "in_forward", "in_backward", "out_of_place")
+OF_OTHER_LIBRARIES = {
+    "alpha": "hard_weight",
+    "dist_process_group": "group",
+    "final_logit_softcapping": "softcap",
+    "ignore_idx": "ignore_index",
+    "lse_square_scale": "z_loss",
+    "process_group": "group",
+    "weight": "class_weight",
+}
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
 
 
@@ -137,7 +147,19 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Any], function: Ca
     for name in given:
         if name not in known:
             named = [p.name for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
-            raise TypeError(f"{name}: expected one of {', '.join(dict.fromkeys([*named, *known]))}, got no such name")
+            names = list(dict.fromkeys([*named, *known]))
+            meant = meant_by(name, names)
+            hint = "" if meant is None else f"; did you mean {meant}?"
+            raise TypeError(
+                f"{name}: expected one of {', '.join(names)}, got no such name in {function.__name__}{hint}"
+            )
+
+
+def meant_by(name: str, names: Collection[str]) -> str | None:
+    """Return which of ``names`` is that of another library's ``name``, or is written almost like it."""
+    theirs = OF_OTHER_LIBRARIES.get(name)
+    close = [theirs] if theirs in names else difflib.get_close_matches(name, names, 1, 0.8)
+    return close[0] if close else None
 
 
 def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bool = False) -> LossOptions:

@@ -93,6 +93,11 @@ OF_THE_LOSS = [
         ({"num_items": value, **ITEMS}, TypeError, f"num_items: expected a number or a tensor of .* got {name}")
         for value, name in ((True, "bool"), ("3", "str"))
     ),
+    (
+        {"num_items": torch.ones((), requires_grad=True), **ITEMS},
+        TypeError,
+        "num_items: expected a constant, got a tensor",
+    ),
     ({"num_items": torch.ones(2), **ITEMS}, ValueError, r"num_items: expected 1 element, got .*\(2,\)"),
     ({"num_items": torch.tensor(True), **ITEMS}, TypeError, "num_items: dtype .*torch.bool"),
     ({"num_items": torch.tensor(1j), **ITEMS}, TypeError, "num_items: dtype .*complex64"),
@@ -176,6 +181,24 @@ def test_the_module_refuses_them_when_it_is_made(options, error, message):
     with pytest.raises(error, match=f"^{message}") as raised:
         VocabParallelCrossEntropy(**options)
     assert raised.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "meant"),
+    [
+        (vocab_parallel_cross_entropy, "weight", "class_weight"),
+        (vocab_parallel_cross_entropy, "lse_square_scale", "z_loss"),
+        (vocab_parallel_cross_entropy, "labels_smoothing", "label_smoothing"),
+        (vocab_parallel_cross_entropy, "alpha", None),
+        (package.distillation_loss, "alpha", "hard_weight"),
+        (package.LinearCrossEntropy, "ignore_idx", "ignore_index"),
+    ],
+)
+def test_an_unknown_name_says_of_which_function_and_what_was_meant(function, name, meant):
+    tensors = () if isinstance(function, type) else (LOGITS, LABELS)
+    hint = "" if meant is None else rf"; did you mean {meant}\?"
+    with pytest.raises(TypeError, match=f"^{name}: expected one of .*, got no such name in {function.__name__}{hint}$"):
+        function(*tensors, **{name: 0.1})
 
 
 @pytest.mark.parametrize("columns", (2, 3, 33))
