@@ -73,6 +73,10 @@ def public(
 
         # It imports the compiler: not before the first call that needs it.
         untraced_run = functools.cache(functools.partial(torch.compiler.disable, run))
+        why = (
+            f"vocab_parallel_ce: {function.__qualname__} has no operator for this call (docs/compile.md says which "
+            "calls have one), so the graph must break here; compile without fullgraph=True"
+        )
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -82,6 +86,8 @@ def public(
                 or (eager_if and eager_if(kwargs))
                 or (not TRACES_DTENSORS and any(map(is_dtensor, (*args, *kwargs.values()))))
             ):
+                if compiles:
+                    torch._dynamo.graph_break(msg=why)  # with fullgraph=True the compiler raises this
                 # If it does not compile: Dynamo can leave this frame alone and still trace those below.
                 return (torch.compiler.disable(run) if compiles else untraced_run())(*args, **kwargs)
             return run(*args, **kwargs) if verify.is_on and verifies else function(*args, **kwargs)
