@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -13,19 +14,84 @@ from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks
 from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, linear_cross_entropy, split_keywords
 from vocab_parallel_ce.linear.plan import check_head_settings
-from vocab_parallel_ce.options import Settings, check_names, check_settings, with_keywords
+from vocab_parallel_ce.options import (
+    LinearLogProbKeywords,
+    LinearLossKeywords,
+    Settings,
+    check_names,
+    check_settings,
+    meant_by,
+    with_keywords,
+)
 
 # By name, because torch.distributed is not imported here.
 WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
+# What a caller may think is an option of a module, and where it belongs instead, if anywhere.
+KEYWORDS_OF_OTHERS = {*LinearLossKeywords.__annotations__, *LinearLogProbKeywords.__annotations__, "entropy", "outputs"}
+GIVEN_ELSEWHERE = {
+    "num_items": "at each call of the module",
+    "in_features": "when the module is made",
+    "columns": "when the module is made",
+    "bias": "as that of the head",
+}
+Module = TypeVar("Module", bound=type[nn.Module])
 
 
-class VocabParallelCrossEntropy(nn.Module):
-    """:func:`vocab_parallel_cross_entropy` with its options fixed and checked; it has no parameters.
+class _LossModule(nn.Module):
+    """A loss whose options are attributes: what is set is checked, and used from the next call on."""
 
+    names: ClassVar[dict[str, Any]]  # the options that are attributes, with their defaults
+    class_weight: Tensor | None  # a buffer
+    options: dict[str, Any]  # those given, except class_weight
+
+    def set_options(self, options: dict[str, Any]) -> None:
+        """Check all options together and take them."""
+        raise NotImplementedError
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_new = "options" in self.__dict__ and not name.startswith("_") and not hasattr(self, name)
+        if is_new and name in GIVEN_ELSEWHERE:
+            raise TypeError(
+                f"{name}: expected {GIVEN_ELSEWHERE[name]}, got it as an attribute of {type(self).__name__}"
+            )
+        if is_new and (name in KEYWORDS_OF_OTHERS or meant_by(name, self.names) is not None):
+            check_names({name: value}, self.names, type(self))
+        super().__setattr__(name, value)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+def _with_attributes(**names: Any) -> Callable[[Module], Module]:
+    """Decorate a module with a property for each of its options, of this default."""
+
+    def attribute(name: str, default: Any) -> property:
+        def read(module: Any) -> Any:
+            return module.options.get(name, default)
+
+        def write(module: Any, value: Any) -> None:
+            module.set_options({**module.options, name: value})
+
+        return property(read, write)
+
+    def decorate(cls: Module) -> Module:
+        for name, default in names.items():
+            if not hasattr(cls, name):
+                setattr(cls, name, attribute(name, default))
+        cls.names = {"class_weight": None, **names}  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+@_with_attributes(group=None, return_metrics=False, **cross_entropy.KEYWORDS)
+class VocabParallelCrossEntropy(_LossModule):
+    """:func:`vocab_parallel_cross_entropy` with its options checked; it has no parameters.
+
+    The options are attributes; one that is set is checked, and used from the next call on.
     ``class_weight`` is a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
     """
-
-    class_weight: Tensor | None
 
     @with_keywords(cross_entropy.KEYWORDS)
     def __init__(
@@ -34,9 +100,14 @@ class VocabParallelCrossEntropy(nn.Module):
         super().__init__()
         _register_class_weight(self, class_weight)
         check_names(keywords, cross_entropy.KEYWORDS, type(self))
-        self.n_ranks = group_position(group)[1]
-        check_settings(Settings(return_metrics=return_metrics, **keywords), self.n_ranks)
-        self.options: dict[str, Any] = {"group": group, "return_metrics": return_metrics, **keywords}
+        self.set_options({"group": group, "return_metrics": return_metrics, **keywords})
+
+    def set_options(self, options: dict[str, Any]) -> None:
+        """Check all options together and take them."""
+        settings = {name: value for name, value in options.items() if name != "group"}
+        n_ranks = group_position(options["group"])[1]
+        check_settings(Settings(**settings), n_ranks)
+        self.n_ranks, self.options = n_ranks, options
 
     def forward(self, logits: Tensor, labels: Tensor, num_items: float | Tensor | None = None) -> Any:
         """Loss of ``logits [..., C]`` and ``labels [...]``: fp32, ``[]`` or ``[...]``; metrics if asked for.
@@ -50,9 +121,11 @@ class VocabParallelCrossEntropy(nn.Module):
         return _shown(self.n_ranks, cross_entropy.KEYWORDS | self.options)
 
 
-class LinearCrossEntropy(nn.Module):
-    """:func:`linear_cross_entropy` with its head and options fixed and checked.
+@_with_attributes(group=None, return_metrics=False, main_grad=None, **LOSS_KEYWORDS)
+class LinearCrossEntropy(_LossModule):
+    """:func:`linear_cross_entropy` with its head fixed, and its options checked.
 
+    The options are attributes; one that is set is checked, and used from the next call on.
     Call it inside the forward of the module that FSDP wraps: there the head's weight is whole. A head that
     ``parallelize_module`` cut, by ``ColwiseParallel()`` or an embedding by ``RowwiseParallel()``, needs no
     ``group``: that of its mesh is taken, and ``hidden`` is a plain tensor, the same on every rank.
@@ -70,8 +143,6 @@ class LinearCrossEntropy(nn.Module):
         ValueError: the head is parametrised, has hooks, or FSDP wraps the head itself.
     """
 
-    class_weight: Tensor | None
-
     @with_keywords(LOSS_KEYWORDS)
     def __init__(
         self,
@@ -88,10 +159,8 @@ class LinearCrossEntropy(nn.Module):
     ) -> None:
         super().__init__()
         _register_class_weight(self, class_weight)
-        settings, head_settings = split_keywords(keywords, LOSS_KEYWORDS, type(self), return_metrics=return_metrics)
-        check_head_settings(settings, head_settings)
-        check_settings(settings, group_position(group)[1])
-        self.options = {"group": group, "return_metrics": return_metrics, "main_grad": main_grad, **keywords}
+        options = {"group": group, "return_metrics": return_metrics, "main_grad": main_grad, **keywords}
+        _check_options(options, type(self))
         checks.check_bool("bias", bias)
         if head is None and in_features is None and columns is None:
             raise TypeError("head: expected a head, or in_features and columns of one of its own, got neither")
@@ -105,6 +174,12 @@ class LinearCrossEntropy(nn.Module):
         _check_head(self.head)
         if self.head.weight.dim() != 2:
             raise ValueError(f"weight: expected shape [C, D], got {tuple(self.head.weight.shape)}")
+        self.options = options
+
+    def set_options(self, options: dict[str, Any]) -> None:
+        """Check all options together and take them."""
+        _check_options(options, type(self))
+        self.options = options
 
     @property
     def head(self) -> Any:
@@ -118,6 +193,10 @@ class LinearCrossEntropy(nn.Module):
         parallel = parallel_hooks(self.head) if group is None else None
         return group if parallel is None else parallel.group
 
+    @group.setter
+    def group(self, group: Any) -> None:
+        self.set_options({**self.options, "group": group})
+
     @public()
     def forward(self, hidden: Tensor, labels: Tensor, num_items: float | Tensor | None = None) -> Any:
         """Loss of ``hidden [..., D]`` and ``labels [...]``, and metrics if asked for."""
@@ -129,6 +208,15 @@ class LinearCrossEntropy(nn.Module):
     def extra_repr(self) -> str:
         size = {"weight": tuple(self.head.weight.shape)}
         return _shown(group_position(self.group)[1], size | LOSS_KEYWORDS | self.options)
+
+
+def _check_options(options: dict[str, Any], module: type[LinearCrossEntropy]) -> None:
+    """Check the options of a head and its loss."""
+    keywords = {name: value for name, value in options.items() if name not in ("group", "return_metrics", "main_grad")}
+    fixed = {"return_metrics": options["return_metrics"]}
+    settings, head_settings = split_keywords(keywords, LOSS_KEYWORDS, module, **fixed)
+    check_head_settings(settings, head_settings)
+    check_settings(settings, group_position(options["group"])[1])
 
 
 def _register_class_weight(module: nn.Module, class_weight: Tensor | None) -> None:

@@ -146,7 +146,7 @@ def compare_call(
     fingerprints = {each: _fingerprint(value, is_valid) for each, value in states.items()}
     of_columns = "weight" if "weight" in tensors else name
     is_given = any(options[each] is not None for each in COLUMNS_ARE_GIVEN)
-    own = {"shard": shard, "labels": _checksum(labels), "hidden": fingerprints}
+    own: dict[str, Any] = {"shard": shard, "labels": _checksum(labels), "hidden": fingerprints}
     own["columns"] = None if is_given else _sampled(tensors[of_columns])
     reports = call.exchange(facts, **own)
     _compare_shards([report["shard"] for report in reports])

@@ -1,0 +1,93 @@
+"""The options of the modules are attributes: read, checked when they are set, and used by the next call."""
+
+import copy
+
+import pytest
+import torch
+
+import vocab_parallel_ce as vp
+from tests.support import linear
+from vocab_parallel_ce import LinearCrossEntropy, VocabParallelCrossEntropy
+
+INPUTS = linear.projection("some_ignored", 6)
+GIVEN = {"logits": (INPUTS.logits(), INPUTS.labels), "linear": (INPUTS.hidden, INPUTS.labels)}
+FUNCTIONS = {
+    "logits": vp.vocab_parallel_cross_entropy,
+    "linear": lambda hidden, labels, **options: vp.linear_cross_entropy(hidden, INPUTS.weight, labels, **options),
+}
+SET = {
+    "label_smoothing": 0.1,
+    "z_loss": 0.02,
+    "softcap": 5.0,
+    "logit_scale": 0.5,
+    "reduction": "none",
+    "ignore_index": int(INPUTS.labels[0]),
+    "class_weight": torch.linspace(0.5, 2.0, len(INPUTS.weight)),
+}
+pytestmark = pytest.mark.reference
+
+
+@pytest.fixture(params=GIVEN)
+def kind(request):
+    return request.param
+
+
+def module_of(kind, **options):
+    if kind == "logits":
+        return VocabParallelCrossEntropy(**options)
+    return LinearCrossEntropy(torch.nn.Embedding.from_pretrained(INPUTS.weight), **options)
+
+
+@pytest.mark.parametrize("is_compiled", (False, True))
+def test_each_is_read_and_one_that_is_set_is_used_at_the_next_call(kind, is_compiled):
+    module, function = module_of(kind, label_smoothing=0.3, vocab_size=len(INPUTS.weight)), FUNCTIONS[kind]
+    assert (module.label_smoothing, module.z_loss, module.group, module.vocab_size) == (
+        0.3,
+        0.0,
+        None,
+        len(INPUTS.weight),
+    )
+    call, options = torch.compile(module, backend="eager") if is_compiled else module, {"label_smoothing": 0.3}
+    assert torch.equal(call(*GIVEN[kind]), function(*GIVEN[kind], **options))
+    for name, value in SET.items():
+        setattr(module, name, value)
+        options[name] = value
+        assert getattr(module, name) is value
+        assert torch.equal(call(*GIVEN[kind]), function(*GIVEN[kind], **options)), name
+    assert "reduction='none'" in repr(module) and "softcap=5.0" in repr(module)
+    assert copy.deepcopy(module).softcap == 5.0
+    with pytest.raises(AttributeError):
+        module.no_such_thing  # noqa: B018
+
+
+REFUSED = {
+    "label_smoothing": (2.0, ValueError, r"label_smoothing: must be in \[0, 1\], got 2.0"),
+    "reduction": ("all", ValueError, "reduction: expected one of 'mean'"),
+    "vocab_size": (0, ValueError, "vocab_size: must be positive"),
+    "group": (3, TypeError, "group: expected a torch.distributed.ProcessGroup or None, got int"),
+    "lable_smoothing": (0.1, TypeError, "lable_smoothing: expected one of .* did you mean label_smoothing"),
+    "ignore_idx": (1, TypeError, "ignore_idx: expected one of .* did you mean ignore_index"),
+    "weight": (1.0, TypeError, "weight: expected one of .* did you mean class_weight"),
+    "temperature": (2.0, TypeError, "temperature: expected one of .* no such name"),
+    "num_items": (3, TypeError, "num_items: expected at each call of the module, got it as an attribute"),
+    "bias": (torch.zeros(1), TypeError, "bias: expected as that of the head, got it as an attribute"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_set_is_refused_and_never_ignored(kind, name):
+    value, error, message = REFUSED[name]
+    module = module_of(kind, label_smoothing=0.3)
+    before = dict(module.options)
+    with pytest.raises(error, match=f"^{message}"):
+        setattr(module, name, value)
+    assert module.options == before and torch.equal(module(*GIVEN[kind]), module_of(kind, **before)(*GIVEN[kind]))
+
+
+def test_other_attributes_may_be_set_as_of_every_module(kind):
+    """Frameworks keep what is theirs on modules."""
+    module = module_of(kind)
+    module.step, module.ds_id, module._hook, module.tag = 3, 1, None, torch.nn.Identity()
+    module.forward = module.forward
+    module.eval().train()
+    assert module.step == 3 and not module.state_dict()
