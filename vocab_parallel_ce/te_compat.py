@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks, pipeline
+from vocab_parallel_ce import checks, pipeline, verify
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.layout import per_row, row_layout, rows_are_disjoint
 from vocab_parallel_ce.options import Settings
@@ -53,7 +53,8 @@ def parallel_cross_entropy(
     if _input is not None:
         if inp is not None:
             raise TypeError("_input: is the deprecated name of inp, got both")
-        warnings.warn("_input is deprecated, use inp", FutureWarning, stacklevel=3)
+        # `public` adds one frame, and verification two more.
+        warnings.warn("_input is deprecated, use inp", FutureWarning, stacklevel=5 if verify.is_on else 3)
         inp = _input
     if overwrite_input not in (None, True, False):
         raise TypeError(f"overwrite_input: expected a bool or None, got {overwrite_input!r}")
