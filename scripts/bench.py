@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bench_lib import cases, plot, report
-from bench_lib.documents import RESULTS, ROOT, host_description, read_documents, write_document
+from bench_lib import cases, pages, plot, report
+from bench_lib.documents import RESULTS, ROOT, host_description, read_documents, read_steps, write_document
 from bench_lib.measure import Result, attempt, measure, subject_of
 from bench_lib.options import option_providers
 from bench_lib.profile import profiled
@@ -49,7 +49,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument("--reduction", choices=cases.REDUCTIONS)
     pages = commands.add_parser("report", help="prints the page; --write writes it")
     how = pages.add_mutually_exclusive_group()
-    how.add_argument("--write", action="store_true", help="the page, the README's block and the picture")
+    how.add_argument("--write", action="store_true", help="the page, the tables of the others and the picture")
     how.add_argument("--check", action="store_true", help="exit with 1 and name what is stale")
     pages.add_argument("--root", type=Path, default=ROOT, help="the folder of README.md and docs/")
     pages.add_argument("--results", type=Path, default=RESULTS, help="the folder of the documents")
@@ -131,12 +131,16 @@ def run(options: argparse.Namespace) -> None:
 
 
 def report_command(options: argparse.Namespace) -> int:
-    """Print the page, write it with the README's block and the picture, or name what is stale."""
-    documents = read_documents(options.results)
-    readme_path, picture = options.root / "README.md", options.results / report.PICTURE
-    readme = readme_path.read_text(encoding="utf-8")
-    page = options.root / "docs" / "performance.md"
-    texts = {page: report.page(documents), readme_path: report.with_block(readme, report.readme_block(documents))}
+    """Print the page, write it with the tables of the other pages and the picture, or name what is stale."""
+    documents, picture = read_documents(options.results), options.results / report.PICTURE
+    page, readme = options.root / "docs" / "performance.md", options.root / "README.md"
+    texts = {page: report.page(documents)}
+    made = pages.blocks(documents, read_steps(options.results))
+    for path in (readme, *sorted(page.parent.glob("*.md"))):
+        if path != page:
+            text = path.read_text(encoding="utf-8")
+            needed = ("speed", "head", "frameworks") if path == readme else ()
+            texts[path] = pages.with_blocks(text, made, path.name, needed)
     if options.check:
         stale = [p for p, text in texts.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
         stale += [] if plot.is_drawn_from(picture, documents) else [picture]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,11 @@ Provider = tuple[Step, Callable[[], contextlib.AbstractContextManager[Any]]]
 SHAPES, TINY = ((8192, 128256), (16384, 128256)), ((16, 1004),)
 
 
-def loss_parallel_of_pytorch(logits: Any, labels: Tensor) -> Tensor:
-    """Return the sum, in fp32, as users of loss_parallel ask for it."""
+def loss_parallel_of_pytorch(logits: Any, labels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the sum; in bf16 the log-probabilities are rounded to it."""
     replicated: Any = DTensor.from_local(labels.flatten(), logits.device_mesh, [Replicate()])
     with loss_parallel():
-        loss: Any = F.cross_entropy(logits.flatten(0, 1).float(), replicated, reduction="sum")
+        loss: Any = F.cross_entropy(logits.flatten(0, 1).to(dtype), replicated, reduction="sum")
         return loss.to_local()
 
 
@@ -47,6 +48,7 @@ def of_dtensor() -> dict[str, Provider]:
     options: Any = {"reduction": "sum", "gradient": "in_backward"}
     return {
         "torch loss_parallel": (loss_parallel_of_pytorch, contextlib.nullcontext),
+        "torch loss_parallel, bf16": (partial(loss_parallel_of_pytorch, dtype=torch.bfloat16), contextlib.nullcontext),
         "DTensor loss": (lambda x, y: dtensor.cross_entropy(x, y, reduction="sum"), contextlib.nullcontext),
         "DTensor loss, in_backward": (lambda x, y: dtensor.cross_entropy(x, y, **options), contextlib.nullcontext),
     }

@@ -20,6 +20,10 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "results"
 LOSSES = "losses_1gpu.json"  # of scripts/bench_losses.py
 KINDS = ["table", "options", "sweep_tokens", "sweep_vocabulary", "linear_table", "linear_memory", "linear_profile"]
+STEPS = ["transformers_step_1gpu", "compile_1gpu", "rl_1gpu", "losses_1gpu", "megatron_2gpu", "frameworks_2gpu"]
+# In the hosts of documents of steps.
+STEP_PACKAGES = ["transformers", "liger-kernel", "verl", "trl", "openrlhf", "flash-attn", "megatron-core"]
+STEP_PACKAGES += ["torchtitan", "nemo-rl"]
 Document: TypeAlias = dict[str, Any]
 Result: TypeAlias = dict[str, Any]
 
@@ -106,6 +110,12 @@ def read_documents(results: Path) -> dict[str, Document]:
     return found
 
 
+def read_steps(results: Path) -> dict[str, Document]:
+    """The committed documents of steps, by file name without its ending."""
+    paths = [path for name in STEPS if (path := results / f"{name}.json").exists()]
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
 def case_of(result: Result) -> Case:
     kind = LinearCase if "hidden_size" in result else LogitsCase
     return kind(*(result[field] for field in kind._fields))
@@ -134,6 +144,7 @@ def package_versions(document: Document) -> list[str]:
     """Each other project's version, once per package."""
     host = document["host"]
     found = dict(host.get("packages", {}))
+    found |= {name: host[name] for name in STEP_PACKAGES if name in host}
     for name, version in host.get("providers", {}).items():
         if not is_ours(name) and "torch" not in name and name != "loss_parallel":
             found[name.partition(" (")[0]] = version

@@ -36,6 +36,7 @@ def option_provider(name: str, options: dict[str, Any], package: Any = vocab_par
     """A call with ``options`` of the function of ``package`` that ``name`` says; ``label`` is added to the name."""
     is_loss = not name.startswith("token")
     function = package.vocab_parallel_cross_entropy if is_loss else package.token_log_probs
+    options = {"gradient": "in_backward"} | options  # as in ``providers``
     checked = {"reduction": "mean"} | options if is_loss else options
 
     def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:

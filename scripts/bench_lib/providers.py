@@ -141,8 +141,8 @@ def _is_mean(case: Case) -> str | None:
 
 
 def _ours(name: str, gradient: str = "in_backward", **options: str) -> Provider:
-    if gradient == "in_forward":
-        options["gradient"] = gradient
+    """In place by name: the default takes a new tensor, since the caller of ``torch.autograd.grad`` has the logits."""
+    options["gradient"] = gradient
     return Provider(
         name,
         lambda m: lambda x, y, r, g: m.vocab_parallel_cross_entropy(x, y, group=g, reduction=r, **options),
@@ -203,8 +203,8 @@ def _liger(liger: Any) -> LossOf:
     return lambda x, y, r, g: whole[r](x, y) if g is None else reduced(sharded(x[:, None], y[:, None], g).view(-1), r)
 
 
-def _liger_linear(liger: Any) -> LossOf:
-    modules = {kind: liger.LigerFusedLinearCrossEntropyLoss(reduction=kind) for kind in REDUCTIONS}
+def _liger_linear(liger: Any, **options: Any) -> LossOf:
+    modules = {kind: liger.LigerFusedLinearCrossEntropyLoss(reduction=kind, **options) for kind in REDUCTIONS}
     return lambda h, w, y, r, g: modules[r](w, h, y)
 
 
@@ -304,6 +304,14 @@ LINEAR_PROVIDERS: tuple[Provider, ...] = (
     _torch("F.linear_cross_entropy", _torch_fused),
     Provider("F.linear + flash-attn", _flash_linear, FLASH, "flash-attn", reduces_hidden=False),
     Provider("liger-kernel", _liger_linear, LIGER, "liger-kernel", of_several=False),
+    # It sums the weight's gradient in bf16, unless told not to.
+    Provider(
+        "liger-kernel (fp32 sum)",
+        partial(_liger_linear, accum_dtype=torch.float32),
+        LIGER,
+        "liger-kernel",
+        of_several=False,
+    ),
     # It leaves blocks of small probabilities out of the gradients, unless told not to.
     _cuts("cut-cross-entropy", _cut),
     _cuts("cut-cross-entropy (exact)", partial(_cut, filter_eps=None)),

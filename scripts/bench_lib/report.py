@@ -25,7 +25,6 @@ from bench_lib.documents import (
 )
 
 TEMPLATE = Path(__file__).with_name("performance.template.md")
-BEGIN, END = "<!-- begin: speed -->", "<!-- end: speed -->"
 PICTURE = "bench_speed.png"
 GIB = 2**30
 UNITS = {
@@ -295,14 +294,6 @@ def readme_block(documents: dict[str, Document]) -> str:
         rows.append([row_name(case, provider, case.ranks), shown("ratio", number(results[provider], "ratio")), best])
     picture = f"![Time over copy of each provider](scripts/results/{PICTURE})"
     return f"{table(['time / copy', OURS, 'best other'], rows)}\n\n{picture}"
-
-
-def with_block(readme: str, block: str) -> str:
-    """The README with ``block`` between its two markers."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise ValueError(f"README: expected one {BEGIN!r} and then one {END!r}")
-    start, stop = readme.index(BEGIN) + len(BEGIN), readme.index(END)
-    return f"{readme[:start]}\n\n{block}\n\n{readme[stop:]}"
 
 
 def compared(old: Document, new: Document) -> str:

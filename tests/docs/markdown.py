@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SPEED = re.compile(r"<!-- begin: speed -->\n(.+?)\n<!-- end: speed -->", flags=re.DOTALL)
+GENERATED = re.compile(r"<!-- begin: (\w+) -->\n.+?\n<!-- end: \1 -->", flags=re.DOTALL)  # by scripts/bench.py report
 
 
 def name_of(page: Path) -> str:

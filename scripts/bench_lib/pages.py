@@ -1,0 +1,260 @@
+"""The tables that README and docs/ have between markers, from the committed documents. Pure functions.
+
+``<!-- begin: NAME -->`` and ``<!-- end: NAME -->`` are around what NAME stands for: ``speed``, ``head`` and
+``frameworks``, or the file of a document of steps without its ending.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from bench_lib.cases import OURS, LinearCase
+from bench_lib.documents import Document, Result, is_timed, name_of, results_by_case
+from bench_lib.report import gib, host_line, readme_block, table
+
+MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
+HEAD = LinearCase("mean", 32768, 128256, 4096, 1)  # of README
+LESS = 1.02  # memory differs if one has so many times the other's
+
+
+class Framework(NamedTuple):
+    """A row of README: what a framework takes without and with this package, and fused peers beside."""
+
+    name: str
+    line: str
+    setting: str  # before the name of the case
+    document: str
+    case: str
+    without: str
+    given: str  # with this package
+    peers: tuple[str, ...] = ()
+    pairs: tuple[tuple[str, str], ...] = ()  # more of what is replaced, and of what replaces it
+
+    def compared(self) -> list[tuple[str, str]]:
+        """Each other provider, and the one of this package to compare it with."""
+        return [*((other, self.given) for other in (self.without, *self.peers)), *self.pairs]
+
+
+def installed(name: str, *others: str, **fields: Any) -> Framework:
+    """A framework's own ``name`` and ``others``, without and with ``install()``."""
+    given, *pairs = ((each, f"{each}, installed") for each in (fields["without"], *others))
+    return Framework(name, given=given[1], pairs=tuple(pairs), **fields)
+
+
+RL: dict[str, Any] = {"setting": "", "document": "rl_1gpu", "case": "8192 x 128256, D = 4096"}
+TWO: dict[str, Any] = {"setting": "2 GPUs, ", "document": "frameworks_2gpu", "case": "8192 x 128256"}
+VERL, VERL_HEAD = "verl FusedLinearForPPO", "verl linear_cross_entropy"
+FRAMEWORKS = (
+    Framework(
+        "[Hugging Face](docs/transformers.md)",
+        "`X.transformers.install()`",
+        "",
+        "transformers_step_1gpu",
+        "Llama-3.2-1B, 4 x 2048",
+        "transformers",
+        OURS,
+        ("liger-kernel",),
+    ),
+    Framework(
+        "[Megatron-Core](docs/megatron.md)",
+        "`X.megatron.install(linear=True)`",
+        "2 layers of 4096, tp 2, ",
+        "megatron_2gpu",
+        "24576 tokens",
+        "Megatron-Core",
+        f"{OURS}, linear",
+        ("Megatron-Core, fused", f"{OURS}, logits"),
+    ),
+    Framework(
+        "[DTensor](docs/dtensor.md)",
+        "`X.dtensor.cross_entropy(logits, labels)`",
+        without="torch loss_parallel",
+        given="DTensor loss",
+        peers=("torch loss_parallel, bf16",),
+        **TWO | {"setting": "2 GPUs, beside `loss_parallel` of `logits.float()`, "},
+    ),
+    installed(
+        "[torchtitan](docs/dtensor.md#torchtitan)",
+        "torchtitan log-probs",
+        line="`X.torchtitan.install()`",
+        without="torchtitan loss",
+        **TWO,
+    ),
+    installed("[NeMo-RL](docs/rl.md)", line="`X.nemo_rl.install()`", without="NeMo-RL log-probs", **TWO),
+    installed(
+        "[verl](docs/rl.md)",
+        VERL_HEAD,
+        line="`X.verl.install()`",
+        without=VERL,
+        peers=(VERL_HEAD,),
+        **RL | {"setting": "`FusedLinearForPPO`, "},
+    ),
+    installed(
+        "[OpenRLHF](docs/rl.md)",
+        line="`X.openrlhf.install()`",
+        without="OpenRLHF logits",
+        **RL | {"case": "8192 x 128256, logits", "setting": "its actor, "},
+    ),
+    installed(
+        "[TRL](docs/transformers.md#trl)",
+        line="`X.trl.install()`",
+        without="TRL fused head",
+        **RL | {"setting": "its head, "},
+    ),
+    Framework(
+        "[torch.compile](docs/compile.md)",
+        "none: `fullgraph=True`",
+        "head and loss, ",
+        "compile_1gpu",
+        "8192 x 128256, D = 2048",
+        "PyTorch, compiled",
+        f"{OURS}, compiled",
+        (f"{OURS}, linear, compiled",),
+    ),
+)
+
+
+def quartiles(result: Result) -> tuple[float, float]:
+    """The lower and the upper quartile of a provider's milliseconds."""
+    times = result["ms_all"]
+    if len(times) < 2:
+        return result["ms"], result["ms"]
+    lower, _, upper = statistics.quantiles(times, n=4, method="inclusive")
+    return lower, upper
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def cost(result: Result) -> str:
+    return f"{milliseconds(result['ms'])} ms, {gib_of(result)} GiB"
+
+
+def gib_of(result: Result) -> str:
+    return f"{result['peak_gib']:.2f}"
+
+
+def by_case(document: Document) -> dict[str, dict[str, Result]]:
+    return {case["case"]: {each["provider"]: each for each in case["results"]} for case in document["cases"]}
+
+
+def steps_block(document: Document) -> str:
+    """One table for all cases that have the same providers: time with its quartiles, and memory."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    cases = by_case(document)
+    for case, results in cases.items():
+        groups.setdefault(tuple(results), []).append(case)
+    parts = [f"{host_line(document)} Milliseconds (quartiles), and GiB of new memory at the peak:"]
+    for names, found in groups.items():
+        rows = [[name, *(steps_cell(cases[case][name]) for case in found)] for name in names]
+        parts.append(table(["", *found], rows))
+    return "\n\n".join(parts)
+
+
+def steps_cell(result: Result) -> str:
+    lower, upper = map(milliseconds, quartiles(result))
+    return f"{milliseconds(result['ms'])} ({lower}-{upper}), {gib_of(result)}"
+
+
+def losses_block(document: Document) -> str:
+    """Losses over logits in copies of them, and beside the call without the last option; then those of heads."""
+    cases = by_case(document)
+    of_logits = {case: results for case, results in cases.items() if "copy" in results}
+    names = [name for name in next(iter(of_logits.values())) if name != "copy"]
+    rows = []
+    for name in names:
+        base = name.rpartition(", ")[0]
+        cells, memory = [], []
+        for case, results in of_logits.items():
+            ratio = results[name]["ms"] / results["copy"]["ms"]
+            over = 100 * (results[name]["ms"] / results[base]["ms"] - 1) if base in results else None
+            cells.append(f"{ratio:.2f}" if over is None else f"{ratio:.2f} ({over:+.1f} %)")
+            memory.append(f"{results[name]['peak_gib'] * 2**30 / int(case.partition(' ')[0]):.0f}")
+        rows.append([f"`{name}`", *cells, ", ".join(dict.fromkeys(memory))])
+    title = f"{host_line(document)} Time over a copy of the logits, and over the same call without the last option:"
+    heads = document | {"cases": [case for case in document["cases"] if case["case"] not in of_logits]}
+    of_heads = steps_block(heads).partition("\n\n")
+    return f"{title}\n\n{table(['call', *of_logits, 'bytes per row'], rows)}\n\nHeads, in ms and GiB:\n\n{of_heads[2]}"
+
+
+def frameworks_block(documents: Mapping[str, Document]) -> str:
+    """Time and memory without and with this package, the fused peers, and where this package loses."""
+    rows = []
+    for row in FRAMEWORKS:
+        document = documents[row.document]
+        results = by_case(document)[row.case]
+        peers = [f"{peer}: {cost(results[peer])}" for peer in row.peers if peer in results]
+        is_same = not worse(results[row.without], results[row.given], "ms")
+        is_same &= not worse(results[row.given], results[row.without], "ms")
+        given = cost(results[row.given]) + (": time within the noise" if is_same else "")
+        cells = [row.name, row.line, row.setting + row.case, cost(results[row.without]), given]
+        rows.append([*cells, "; ".join(peers) or "-", where_it_loses(row, by_case(document))])
+    return table(["framework", "the line", "case", "without", "with", "beside", "where it loses"], rows)
+
+
+def where_it_loses(row: Framework, cases: dict[str, dict[str, Result]]) -> str:
+    """The worst case by time, and the worst by memory, beside what the row names; "-" if there is none."""
+    said = []
+    for key, unit, text in (("ms", "ms", milliseconds), ("peak_gib", "GiB", "{:.2f}".format)):
+        found = [
+            (results[own][key] / results[other][key], case, own, other)
+            for case, results in cases.items()
+            for other, own in row.compared()
+            if {own, other} <= results.keys() and worse(results[own], results[other], key)
+        ]
+        if found:
+            _, case, own, other = max(found)
+            numbers = [text(cases[case][name][key]) for name in (own, other)]
+            said.append(f"{case}: {numbers[0]} {unit}, {other} {numbers[1]}")
+    return "; ".join(said) or "-"
+
+
+def worse(result: Result, other: Result, key: str) -> bool:
+    """Whether a provider takes more: time beyond the quartiles, or memory."""
+    if key == "ms":
+        return quartiles(result)[0] > quartiles(other)[1]
+    return bool(result["peak_gib"] > LESS * other["peak_gib"] + 0.01)
+
+
+def head_block(document: Document) -> str:
+    """The head and its loss beside fused peers, from the least memory to the most."""
+    results = {name: each for name, each in results_by_case(document)[HEAD].items() if is_timed(each)}
+    order = sorted(results, key=lambda name: results[name]["extra_peak_bytes"])
+    rows = []
+    for name in order:
+        each = results[name]
+        numbers = [f"{each['milliseconds']:.0f}", f"{each['ratio']:.2f}", gib(each["extra_peak_bytes"])]
+        rows.append([name if name != OURS else "linear_cross_entropy", *numbers])
+    return table([f"{HEAD.tokens} x {HEAD.vocabulary}, D = {HEAD.hidden_size}", "ms", "/ matmuls", "GiB"], rows)
+
+
+def blocks(documents: dict[str, Document], steps: Mapping[str, Document]) -> dict[str, Callable[[], str]]:
+    """What makes each block, by name."""
+    made: dict[str, Callable[[], str]] = {
+        "speed": lambda: readme_block(documents),
+        "head": lambda: head_block(documents[name_of("linear_table", 1)]),
+        "frameworks": lambda: frameworks_block(steps),
+    }
+    for name, document in steps.items():
+        kind = losses_block if name.startswith("losses") else steps_block
+        made[name] = lambda kind=kind, document=document: kind(document)  # type: ignore[misc]
+    return made
+
+
+def with_blocks(text: str, made: Mapping[str, Callable[[], str]], page: str, needed: Iterable[str] = ()) -> str:
+    """The text with every block anew.
+
+    Raises:
+        ValueError: a marker names no block, has no other end, or one that is ``needed`` is not there once.
+    """
+    names = [match[2] for match in MARKED.finditer(text)]
+    if len(names) != text.count("<!-- begin: ") or len(names) != text.count("<!-- end: "):
+        raise ValueError(f"{page}: expected an end after each begin, got others")
+    for name in (*names, *needed):
+        if name not in made or names.count(name) != 1:
+            raise ValueError(f"{page}: expected one begin and end of {name!r}, one of {', '.join(made)}")
+    return MARKED.sub(lambda match: f"{match[1]}\n{made[match[2]]()}\n\n{match[3]}", text)
