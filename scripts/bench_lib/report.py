@@ -182,7 +182,10 @@ def logits_part(document: Document) -> str:
 def sweep_part(document: Document) -> str:
     title = f"{host_line(document)} Time / copy:"
     every = provider_table(results_by_case(document), title, "tokens x vocabulary")
-    return f"{every}\n\n{notes(document)}"
+    said = notes(document)
+    if any(each["provider"] == OURS and "gradient" not in each for each in document["results"]):
+        said += f"\n- {OURS}: its default wrote a mean's gradient in forward at that commit, as `in_forward` does."
+    return f"{every}\n\n{said.strip()}"
 
 
 def options_part(documents: Sequence[Document]) -> str:

@@ -1,0 +1,81 @@
+"""The tables between markers: what they say of made-up documents of steps, and what is refused."""
+
+import pytest
+
+from tests.bench.support import OURS, document
+
+from bench_lib import pages  # isort: skip
+
+pytestmark = pytest.mark.reference
+
+
+def provider(name, ms, gib, spread=0.0):
+    """Its quartiles are ``spread`` away."""
+    return {
+        "provider": name,
+        "ms": ms,
+        "ms_all": [ms - spread, ms - spread, ms, ms + spread, ms + spread],
+        "peak_gib": gib,
+    }
+
+
+def steps(**cases):
+    named = [{"case": case.replace("_", " "), "results": results} for case, results in cases.items()]
+    return document() | {"cases": named}
+
+
+ROW = pages.Framework("[A](docs/a.md)", "`X.a()`", "tp 2, ", "a", "many tokens", "its own", OURS, ("fused", "absent"))
+SLOW, FAST = provider("its own", 52.3, 3.5, spread=4.0), provider(OURS, 50.1, 3.5, spread=4.0)
+
+
+def cells(monkeypatch, document, row=ROW):
+    monkeypatch.setattr(pages, "FRAMEWORKS", (row,))
+    return [cell.strip() for cell in pages.frameworks_block({"a": document}).splitlines()[2].strip("|").split("|")]
+
+
+def test_a_row_has_time_and_memory_the_fused_peer_and_the_worst_of_what_it_loses(monkeypatch):
+    few = [provider("its own", 1.0, 1.0), provider(OURS, 1.25, 1.0), provider("fused", 1.1, 0.5)]
+    many = [provider("its own", 166, 17.81), provider(OURS, 142, 11.79), provider("fused", 158.4, 11.0)]
+    found = cells(monkeypatch, steps(few_tokens=few, many_tokens=many))
+    assert found[:5] == ["[A](docs/a.md)", "`X.a()`", "tp 2, many tokens", "166 ms, 17.81 GiB", "142 ms, 11.79 GiB"]
+    assert found[5] == "fused: 158 ms, 11.00 GiB"
+    assert found[6] == "few tokens: 1.25 ms, its own 1.00; few tokens: 1.00 GiB, fused 0.50"
+
+
+def test_times_whose_quartiles_meet_are_called_noise_and_nothing_is_lost(monkeypatch):
+    found = cells(monkeypatch, steps(many_tokens=[SLOW, FAST]))
+    assert found[4:] == ["50.1 ms, 3.50 GiB: time within the noise", "-", "-"]
+    found = cells(monkeypatch, steps(many_tokens=[SLOW, provider(OURS, 40.0, 3.5)]))
+    assert found[4:] == ["40.0 ms, 3.50 GiB", "-", "-"]
+
+
+def test_what_else_a_line_replaces_counts_too(monkeypatch):
+    pair = [provider("head", 77.2, 1.26), provider("head, installed", 49.7, 4.99)]
+    row = ROW._replace(pairs=(("head", "head, installed"),))
+    found = cells(monkeypatch, steps(many_tokens=[SLOW, FAST, *pair]), row)
+    assert found[6] == "many tokens: 4.99 GiB, head 1.26"
+
+
+def test_the_tables_of_steps_and_of_losses():
+    text = pages.steps_block(steps(a=[SLOW, FAST], b=[SLOW, FAST], c=[SLOW]))
+    assert "commit 0123456789ab. Milliseconds (quartiles), and GiB" in text
+    assert "|  | a | b |" in text and "| its own | 52.3 (48.3-56.3), 3.50 | 52.3 (48.3-56.3), 3.50 |" in text
+    assert text.count("|  | ") == 2
+    of_logits = [provider("copy", 2.0, 0), provider("mean", 3.0, 0), provider("mean, softcap", 3.3, 64 / 2**30)]
+    cases = {"8 x 100": of_logits, "16 x 8 x 100": [provider("linear", 9.0, 1.0)]}
+    text = pages.losses_block(steps(**cases))
+    assert "| `mean, softcap` | 1.65 (+10.0 %) | 8 |" in text and "| `mean` | 1.50 | 0 |" in text
+    assert "| linear | 9.00 (9.00-9.00), 1.00 |" in text
+
+
+def test_markers(tmp_path):
+    made = {"a": lambda: "| new |", "b": lambda: "unused"}
+    text = "x\n<!-- begin: a -->\nold\n<!-- end: a -->\ny\n"
+    new = pages.with_blocks(text, made, "page.md")
+    assert new == "x\n<!-- begin: a -->\n\n| new |\n\n<!-- end: a -->\ny\n"
+    assert pages.with_blocks(new, made, "page.md", ["a"]) == new
+    for wrong, needed in ((text, ["b"]), (text * 2, []), (text.replace("end: a", "end: b"), []), ("", ["a"])):
+        with pytest.raises(ValueError, match="page.md: expected"):
+            pages.with_blocks(wrong, made, "page.md", needed)
+    with pytest.raises(ValueError, match="expected one begin and end of 'a', one of b"):
+        pages.with_blocks(text, {"b": made["b"]}, "page.md")
