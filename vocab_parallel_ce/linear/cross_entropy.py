@@ -1,7 +1,7 @@
-"""Cross-entropy of a head whose logits never exist as a whole: the public functions and their autograd.
+"""Cross-entropy of a head whose logits are made in chunks of tokens: the public functions and their autograd.
 
-A reduced loss of bf16 or fp32 computes its gradients in forward, with three products in all. Others keep 4 K
-bytes per token and rank, and compute the logits again in backward, with grad_output in the one rounding.
+A reduced loss of bf16 or fp32 computes its gradients in forward, with three products in all. Others keep 4 K R
+bytes per token on each rank, and compute the logits again in backward, with grad_output in the one rounding.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def linear_cross_entropy(
     expected_grad_output: Tensor | None = None,
     **keywords: Any,
 ) -> Tensor | tuple[Tensor, LossMetrics]:
-    """:func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, which never exists as a whole.
+    """:func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, which is made in chunks of tokens.
 
     Overwrites nothing. Under ``torch.autocast`` the products have its dtype, and each gradient has its tensor's.
     docs/linear.md has more on every argument, on memory, DTensor, FSDP and Megatron-LM.
@@ -176,7 +176,7 @@ def linear_token_log_probs(
     main_grad: Tensor | None = None,
     **keywords: Any,
 ) -> Tensor | tuple[Tensor, Tensor] | TokenLogProbs:
-    """:func:`token_log_probs` of ``hidden @ weight.T + bias``, which never exists as a whole.
+    """:func:`token_log_probs` of ``hidden @ weight.T + bias``, which is made in chunks of tokens.
 
     Backward computes the logits again and the gradients of all outputs together. The output ``"rank"`` computes them
     again in forward.

@@ -1,4 +1,4 @@
-"""Distillation of a head from a teacher's head, or its k tokens: no logits exist as a whole.
+"""Distillation of a head from a teacher's head, or its k tokens: logits are made in chunks of tokens.
 
 For each chunk of tokens both products are made, the student's into the buffer of ``linear.pipeline``, and the gradient
 replaces the student's logits there. Reduced losses compute their gradients in forward, with the products of
@@ -100,7 +100,7 @@ def linear_distillation_loss(
     num_items: float | Tensor | None = None,
     **keywords: Any,
 ) -> Tensor:
-    """:func:`distillation_loss` of ``hidden @ weight.T + bias`` of both models, which never exist as a whole.
+    """:func:`distillation_loss` of ``hidden @ weight.T + bias`` of both models, which are made in chunks of tokens.
 
     Overwrites nothing. Forward computes the gradients of the student's tensors, and backward scales them, once. For
     ``"none"`` and fp16, backward makes the logits again and computes them, and may run again. The teacher's tensors get
