@@ -4,7 +4,7 @@
 #   bash scripts/bench_all.sh                   every step, as long as there is time
 #   bash scripts/bench_all.sh losses options    these steps
 #
-# It needs the packages to compare with, "python" with them on its path, and for the largest model 110 GiB of GPU memory.
+# It needs the packages to compare with on the path of "python", and for the largest model 110 GiB of GPU memory.
 # Then "python scripts/bench.py report --write" writes the pages, on any machine.
 #
 # VPCE_MINUTES=9     end after so many; the last line names the steps that are left
@@ -16,6 +16,8 @@ cd "$(dirname "$0")/.."
 
 results=${VPCE_RESULTS:-scripts/results} rounds=${VPCE_ROUNDS:-7}
 ends=$((SECONDS + 60 * ${VPCE_MINUTES:-9}))
+python=$(command -v python || command -v python3)
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 new=$(mktemp -d)
 trap 'rm -rf "$new"' EXIT
 
@@ -26,7 +28,7 @@ if [ $# -eq 0 ]; then
 fi
 
 memory_gib() {
-    python -c 'import torch; print(torch.cuda.get_device_properties(0).total_memory >> 30 if torch.cuda.is_available() else 0)'
+    "$python" -c 'import torch; print(torch.cuda.get_device_properties(0).total_memory >> 30 if torch.cuda.is_available() else 0)'
 }
 
 # Prints the name of the document that a step writes, and then its command.
@@ -66,7 +68,7 @@ for step in "${steps[@]}"; do
     # A document is moved when its step has ended: none is of half a step.
     # shellcheck disable=SC2086
     if [ "$SECONDS" -lt "$ends" ] &&
-        timeout $((ends - SECONDS)) python $command --rounds "$rounds" --json "$new/$name.json" >"$new/$step.log" 2>&1; then
+        timeout $((ends - SECONDS)) "$python" $command --rounds "$rounds" --json "$new/$name.json" >"$new/$step.log" 2>&1; then
         mv "$new/$name".* "$results/"
         echo "$step: $((SECONDS - began)) s"
     else

@@ -258,9 +258,17 @@ def _engine(engine: Any, **options: bool) -> LossOf:
     return loss_of
 
 
+@cache
+def group_of_one() -> Any:
+    """The group of this process alone, for a loss that needs one."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
 def _megatron(megatron: Any) -> LossOf:
     loss = megatron.fused_vocab_parallel_cross_entropy
-    return lambda x, y, r, g: reduced(loss(x[:, None], y[:, None], g).view(-1), r)
+    return lambda x, y, r, g: reduced(loss(x[:, None], y[:, None], g or group_of_one()).view(-1), r)
 
 
 def _cut(cut: Any, **options: Any) -> LossOf:
@@ -291,7 +299,7 @@ LOGITS_PROVIDERS: tuple[Provider, ...] = (
     _quacks("quack-kernels (kernel alone)", _quack_kernel, QUACK, is_step=True, refuses=_is_mean, checked_as="none"),
     Provider("flash-attn", _flash, FLASH, "flash-attn"),
     # Before transformer-engine: it looks for that when it is imported.
-    Provider("megatron-core", _megatron, MEGATRON, "megatron-core", of_one_rank=False),
+    Provider("megatron-core", _megatron, MEGATRON, "megatron-core"),
     _engines("transformer-engine", _engine),
     _engines("transformer-engine (overwrite)", partial(_engine, overwrite_input=True)),
 )
