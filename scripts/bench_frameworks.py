@@ -29,7 +29,7 @@ from vocab_parallel_ce.integrations import dtensor, nemo_rl, torchtitan, verl
 
 Step = Callable[[Any, Tensor], Tensor]  # of DTensor logits and labels
 Provider = tuple[Step, Callable[[], contextlib.AbstractContextManager[Any]]]
-SHAPES, TINY = ((8192, 128256), (16384, 128256)), ((16, 1004),)
+SHAPES, TINY = ((1024, 32000), (8192, 128256), (16384, 128256)), ((16, 1004),)
 
 
 def loss_parallel_of_pytorch(logits: Any, labels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

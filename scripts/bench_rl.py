@@ -25,7 +25,7 @@ from vocab_parallel_ce.integrations import openrlhf, trl, verl
 
 Step = Callable[..., tuple[Tensor, ...]]  # of the leaves and labels; returns what is differentiated
 Provider = tuple[Step, Callable[[], AbstractContextManager[Any]]]
-SHAPES, TINY = ((8192, 128256, 4096),), ((256, 1024, 128),)
+SHAPES, TINY = ((1024, 32000, 2048), (8192, 128256, 4096)), ((256, 1024, 128),)
 OF_LOGITS = "logits"  # in the names of providers that take logits
 TRL_COLUMNS = 32768  # of a chunk of the vocabulary, as TRL's trainers ask for
 
