@@ -13,8 +13,8 @@ pytestmark = pytest.mark.reference
 
 PYTHON = """#!/usr/bin/env bash
 [ "$1" = -c ] && echo 200 && exit
-case "$*" in *bench_losses*) sleep 60 ;; *compile*) echo "no GPU"; exit 1 ;; esac
 echo "$*" >"${@: -1}"
+case "$*" in *compile*) echo "no GPU"; exit 1 ;; esac
 """
 
 
