@@ -1,6 +1,7 @@
 """Ways to call an installed model that are rare: hooks of all modules, nested calls, threads, wrong arguments."""
 
 import logging
+import sys
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
+from vocab_parallel_ce.integrations.lazy_logits import LazyLogits  # noqa: E402
 from vocab_parallel_ce.integrations.transformers import audit, install, uninstall  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.audit_models import differs, step  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs  # noqa: E402
@@ -76,24 +78,44 @@ def test_a_forward_that_calls_another_installed_one_is_counted_once(llama, caplo
     assert not [record for record in caplog.records if record.name == "vocab_parallel_ce"]
 
 
-def test_two_threads_may_call_one_model(llama):
+@pytest.fixture
+def _switches_often():
+    """Let threads take turns in the middle of a forward."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("_switches_often")
+@pytest.mark.parametrize("how", ["with labels", "without labels, two by two"])
+def test_threads_may_call_one_model(llama, how):
     model, inputs = llama, tiny_inputs(llama)
-    expected = model(**inputs).loss.item()
+    expected = model(**inputs)
     install(model)
     found, errors = [], []
 
-    def run():
+    def run(labels):
+        given = inputs if labels else {key: value for key, value in inputs.items() if key != "labels"}
         try:
-            found.extend(model(**inputs).loss.item() for _ in range(20))
+            for _ in range(40):
+                outputs = model(**given)
+                if labels:
+                    found.append(outputs.loss.item())
+                is_lazy = isinstance(outputs.logits, LazyLogits)
+                assert is_lazy == labels
+                assert torch.equal(outputs.logits.detach(), expected.logits)
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
+    threads = [threading.Thread(target=run, args=(how == "with labels" or i % 2 == 0,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors and found == pytest.approx([expected] * 80, rel=1e-6)
+    n_fused = 160 if how == "with labels" else 80
+    assert not errors and found == pytest.approx([expected.loss.item()] * n_fused, rel=1e-6)
+    assert audit(model)["fused"] == n_fused
     assert "_compiled_call_impl" not in vars(model.lm_head)
 
 

@@ -36,7 +36,7 @@ _steps = itertools.count(1)
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Number an optimizer's step: fused ones change parameters without raising a version."""
+    """Number an optimizer's step, in one row with the calls of heads: fused ones change parameters without raising a version."""
     _stepped[optimizer] = next(_steps)
 
 
@@ -80,7 +80,7 @@ class Head:
         self.is_made = self.is_fused = False
         self.lazy: list[weakref.ref[LazyLogits]] = []
         self._versions = [(tensor, _version(tensor)) for tensor in (hidden, *parameters)]
-        self._steps = max(_stepped.values(), default=0)
+        self._step = next(_steps)
         self.requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, *parameters))
 
     def logits(self) -> Tensor:
@@ -97,7 +97,9 @@ class Head:
     def check_unchanged(self, freed: bool = True) -> None:
         """Raise RuntimeError if the logits would not be those of the call any more, or if memory was freed."""
         used = {id(tensor) for tensor, _ in self._versions}
-        since = [optimizer for optimizer, step in _stepped.items() if step > self._steps]
+        # keyrefs() takes them at once: another thread's optimizer may be new.
+        optimizers = [reference() for reference in _stepped.keyrefs()]
+        since = [each for each in optimizers if each is not None and _stepped.get(each, 0) > self._step]
         groups = [group for optimizer in since for group in optimizer.param_groups]
         is_stepped = any(id(parameter) in used for group in groups for parameter in group["params"])
         if is_stepped or any(_version(tensor) != version for tensor, version in self._versions):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +30,14 @@ FEWEST_TOKENS = 2048  # of one of several chunks: half of linear_cross_entropy's
 NOT_USED = "the head was not called, or no cross_entropy of its logits"
 logger = logging.getLogger("vocab_parallel_ce")
 calls: weakref.WeakKeyDictionary[nn.Module, Counter[str]] = weakref.WeakKeyDictionary()
+_counting = threading.Lock()
+
+
+def count(counts: Counter[str], event: str) -> bool:
+    """Count an event, and return whether it is the first of its kind."""
+    with _counting:
+        counts[event] += 1
+        return counts[event] == 1
 
 
 class CallRecord:
@@ -42,7 +51,7 @@ class CallRecord:
     def report(self, event: str) -> None:
         """Note ``"fused"``, or what made the logits."""
         if self.is_over:
-            self.counts["logits made after the call"] += 1
+            count(self.counts, "logits made after the call")
         self.events.append(event)
 
     def end(self) -> None:
@@ -54,9 +63,8 @@ class CallRecord:
         event = made or ("fused" if self.events else NOT_USED)
         if made is not None and "fused" in self.events:
             event = f"fused, but {made} too"
-        self.counts[event] += 1
-        if event != "fused" and self.counts[event] == 1:
-            logger.warning("%s: the logits were made: %s", self.name, event)
+        if count(self.counts, event) and event != "fused":
+            logger.warning("vocab_parallel_ce: %s: the logits were made: %s", self.name, event)
 
 
 class HeadPlan(NamedTuple):
@@ -112,34 +120,82 @@ class HeadCall(Head):
         return fsdp.in_forward_of(module, fused, hidden) if fsdp.has_own_group(module) else fused(hidden)
 
 
+class LazyCall:
+    """What the head of a model runs in place of its own call: lazy in a thread that is in a forward with labels.
+
+    In every other thread it is the head's own call.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        self.head, self.plans = head, dict[int, HeadPlan]()  # of the threads that are in such a forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plan = self.plans.get(threading.get_ident())
+        if plan is None:
+            return self.head._call_impl(*args, **kwargs)
+        why = refusal_of_inputs(self.head, args, kwargs)
+        if why is not None:
+            plan.record.report(why)
+            return self.head._call_impl(*args, **kwargs)
+        return lazy_logits(HeadCall(plan, args[0]), self.head.out_features)
+
+
+class _Patches:
+    """The heads that are patched, until no thread is in a forward: one may have read the patch and not called it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # of this record, never held while a model runs
+        self.n_forwards = 0
+        self.heads: list[nn.Linear] = []
+
+    def patch(self, head: nn.Linear, plan: HeadPlan) -> LazyCall:
+        with self.lock:
+            call: Any = head._compiled_call_impl
+            if not isinstance(call, LazyCall):
+                call = head._compiled_call_impl = LazyCall(head)  # what nn.Module.__call__ runs
+                self.heads.append(head)
+            call.plans[threading.get_ident()] = plan
+        return call
+
+    @contextlib.contextmanager
+    def forward_under_way(self) -> Iterator[None]:
+        with self.lock:
+            self.n_forwards += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.n_forwards -= 1
+                while self.heads and not self.n_forwards:
+                    head = self.heads.pop()
+                    if isinstance(head._compiled_call_impl, LazyCall):
+                        del head._compiled_call_impl
+
+
+_patches = _Patches()
+forward_under_way = _patches.forward_under_way
+
+
 @contextlib.contextmanager
 def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[CallRecord]:
-    """Let the head of ``model`` return lazy logits; the record of the call is to be ended with the call."""
-    head, record = model.get_output_embeddings(), CallRecord(model)
-    if hasattr(getattr(head, "_compiled_call_impl", None), "is_lazy"):  # a call inside a call: the outer one counts
+    """Let the head of ``model`` return lazy logits to this thread; the record is to be ended with the call."""
+    head, record, thread = model.get_output_embeddings(), CallRecord(model), threading.get_ident()
+    current = getattr(head, "_compiled_call_impl", None)
+    if isinstance(current, LazyCall) and thread in current.plans:  # a call inside a call: the outer one counts
         record.is_inner = True
         yield record
         return
     reason, group = refusal(head)
-    plan = HeadPlan(head, group, options, record)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        why = refusal_of_inputs(head, args, kwargs)
-        if why is not None:
-            record.report(why)
-            return head._call_impl(*args, **kwargs)
-        return lazy_logits(HeadCall(plan, args[0]), head.out_features)
-
-    call.is_lazy = True  # type: ignore[attr-defined]
-    if reason is None:
-        head._compiled_call_impl = call  # what nn.Module.__call__ runs instead of forward and hooks
-    else:
+    if reason is not None:
         record.report(reason)
-    try:
         yield record
-    finally:
-        if getattr(head, "_compiled_call_impl", None) is call:  # another thread may have done it
-            vars(head).pop("_compiled_call_impl", None)
+        return
+    with forward_under_way():
+        call = _patches.patch(head, HeadPlan(head, group, options, record))
+        try:
+            yield record
+        finally:
+            del call.plans[thread]
 
 
 def refusal(head: Any) -> tuple[str | None, Any]:
@@ -167,7 +223,7 @@ def refusal_of_module(head: Any) -> str | None:
         return f"the head is a {type(head).__module__}.{type(head).__name__}, not an nn.Linear"
     if hasattr(head.weight, "ds_id"):
         return "DeepSpeed ZeRO-3 has partitioned the head"
-    if head._compiled_call_impl is not None:
+    if not isinstance(head._compiled_call_impl, LazyCall | None):
         return "the head is compiled"
     if head._backward_hooks or head._backward_pre_hooks:
         return "the head has backward hooks"

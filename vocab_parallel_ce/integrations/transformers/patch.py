@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vocab_parallel_ce.integrations.transformers.heads import lazy_head
+from vocab_parallel_ce.integrations.transformers.heads import forward_under_way, lazy_head
 from vocab_parallel_ce.integrations.transformers.rewritten import rewritten_forward
 from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, split_keywords
 from vocab_parallel_ce.linear.plan import check_head_settings
@@ -128,8 +128,11 @@ def lazy_forward(original: Callable[..., Any], options: dict[str, Any]) -> Calla
         labels = kwargs.get("labels")
         if labels is None and position < len(args):
             labels = args[position]
-        if labels is None or torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
             return original(self, *args, **kwargs)
+        if labels is None:
+            with forward_under_way():
+                return original(self, *args, **kwargs)
         with lazy_head(self, options) as record:
             outputs = original(self, *args, **kwargs)
         record.end()
