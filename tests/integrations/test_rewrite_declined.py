@@ -17,6 +17,7 @@ def forward(self, input_ids, labels=None, **kwargs):
         loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
     return Output(loss=loss, logits=logits)
 """
+CAP = "loss = None\n    if self.c is not None:\n        logits = torch.tanh(logits / self.c) * self.c"
 HEAD, NONE, GUARD = "logits = self.lm_head(hidden)", "loss = None", "if labels is not None:"
 LOSS, RETURN = "loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)", "return Output("
 DECLINED = [
@@ -62,6 +63,7 @@ DECLINED = [
     ("composite", "hidden = self.model(", "logits = hidden = self.model("),
     ("conditional logits", NONE, "loss = None\n    if self.scale is not None:\n        logits = logits * self.scale"),
     ("conditional logits", NONE, "loss = None\n    if self.c:\n        logits = torch.tanh(logits / self.c) * self.c"),
+    ("conditional logits", NONE, f"{CAP}\n    else:\n        logits = logits * 2"),
     ("self.training", NONE, "loss = None\n    if not self.training:\n        logits = logits.float()"),
     ("between head and loss", NONE, "loss = None\n    self.count += 1"),
     ("between head and loss", NONE, "loss = None\n    last = kwargs.pop('last')"),
@@ -82,3 +84,8 @@ def test_a_source_is_declined_for_a_reason(reason: str, old: str, new: str) -> N
     assert isinstance(found, Declined) and found.reason.startswith(reason), found
     indented = rewrite_source(textwrap.indent(FORWARD.replace(old, new), "    "))
     assert indented == found
+
+
+def test_a_guarded_softcap_without_an_else_is_rewritten() -> None:
+    new = rewrite_source(FORWARD.replace(NONE, CAP))
+    assert not isinstance(new, Declined) and new.captured.softcap == "self.c"
