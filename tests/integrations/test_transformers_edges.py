@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits  # noqa: E402
 from vocab_parallel_ce.integrations.transformers import audit, install, uninstall  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.audit_models import differs, step  # noqa: E402
+from vocab_parallel_ce.integrations.transformers.patch import WITHOUT_LABELS  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs  # noqa: E402
 
 pytestmark = pytest.mark.reference
@@ -117,6 +118,20 @@ def test_threads_may_call_one_model(llama, how):
     assert not errors and found == pytest.approx([expected.loss.item()] * n_fused, rel=1e-6)
     assert audit(model)["fused"] == n_fused
     assert "_compiled_call_impl" not in vars(model.lm_head)
+
+
+@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
+def test_calls_without_labels_count_if_they_train(llama, mechanism):
+    model, (ids, *_) = llama, tiny_inputs(llama).values()
+    install(Llama, mechanism=mechanism)
+    model.train()
+    with torch.no_grad():
+        model(ids)
+    model.eval()(ids)
+    assert audit(model) == {}
+    model.train()(ids)
+    torch.compile(model, backend="eager", fullgraph=True)(ids)
+    assert audit(model) == {WITHOUT_LABELS: 2}
 
 
 def test_install_checks_the_values_of_its_options(llama):

@@ -13,6 +13,7 @@ from transformers import Gemma2ForCausalLM, LlamaForCausalLM, Trainer, TrainingA
 
 from tests.support.transformers_steps import calls_of
 from vocab_parallel_ce.integrations.transformers import audit, install
+from vocab_parallel_ce.integrations.transformers.patch import COMPILED, WITHOUT_LABELS
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_model
 
 pytestmark = pytest.mark.reference
@@ -103,14 +104,20 @@ def test_same_curve_with_autocast_to_bf16(tmp_path):
     assert audit(model) == {"fused": STEPS * ACCUMULATION}
 
 
-def test_a_compiled_model_runs_its_own_loss(tmp_path):
-    model = same_curve(tmp_path, torch_compile=True, torch_compile_backend="eager", tf32=False)
-    assert audit(model) == {}
-
-
-def test_label_smoothing_takes_its_loss_from_the_logits(tmp_path):
-    model = same_curve(tmp_path, label_smoothing_factor=0.1)
-    assert audit(model) == {}  # Trainer takes the labels away
+@pytest.mark.parametrize(
+    "options,reason",
+    [
+        ({"torch_compile": True, "torch_compile_backend": "eager", "tf32": False}, COMPILED),
+        ({"label_smoothing_factor": 0.1}, WITHOUT_LABELS),  # Trainer takes the labels away
+    ],
+    ids=["torch_compile", "label smoothing"],
+)
+def test_what_is_not_fused_is_said_once_and_counted(tmp_path, caplog, options, reason):
+    model = same_curve(tmp_path, **options)
+    counts = audit(model)
+    assert [*counts] == [reason] and (counts[reason] == STEPS * ACCUMULATION or reason == COMPILED)
+    said = [record.getMessage() for record in caplog.records if record.name == "vocab_parallel_ce"]
+    assert said == [f"vocab_parallel_ce: LlamaForCausalLM: the logits were made: {reason}"]
 
 
 def test_a_loss_of_the_callers_own(tmp_path):

@@ -36,7 +36,7 @@ _steps = itertools.count(1)
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Number an optimizer's step, in one row with the calls of heads: fused ones change parameters without raising a version."""
+    """Number an optimizer's step in one row with calls of heads: fused ones change parameters, and raise no version."""
     _stepped[optimizer] = next(_steps)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ def audit(target: Any = None, *, mechanism: str = "lazy") -> dict[str, Any]:
     """Say which models are fused.
 
     Args:
-        target: an installed model: how many of its calls ran fused, and why the others did not. None: every class
+        target: an installed model: how many of its calls ran fused, and why the others did not; of compiled code
+            (of the model, or of its class if that is installed) each compilation counts once. None: every class
             of transformers' causal language models, each tried in a tiny model on the CPU, which takes minutes.
         mechanism: as in :func:`install`; for ``target=None``.
 
@@ -35,7 +37,9 @@ def audit(target: Any = None, *, mechanism: str = "lazy") -> dict[str, Any]:
         "cannot be built" (without this project; "rewritten, not run" if that can be done all the same).
     """
     if target is not None:
-        return dict(calls.get(owner_of(target), {}))
+        owner = owner_of(target)
+        owners = [owner] if isinstance(owner, type) else [owner, *type(owner).__mro__]
+        return dict(sum((calls.get(each, Counter()) for each in owners), Counter()))
     from vocab_parallel_ce.integrations.transformers.tiny import class_names
 
     return {name: audit_class(name, mechanism) for name in class_names()}

@@ -29,7 +29,7 @@ LINEAR_FORWARD = nn.Linear.forward
 FEWEST_TOKENS = 2048  # of one of several chunks: half of linear_cross_entropy's, for 0.4 % of a step's time
 NOT_USED = "the head was not called, or no cross_entropy of its logits"
 logger = logging.getLogger("vocab_parallel_ce")
-calls: weakref.WeakKeyDictionary[nn.Module, Counter[str]] = weakref.WeakKeyDictionary()
+calls: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()  # of models, and of classes
 _counting = threading.Lock()
 
 
@@ -64,7 +64,17 @@ class CallRecord:
         if made is not None and "fused" in self.events:
             event = f"fused, but {made} too"
         if count(self.counts, event) and event != "fused":
-            logger.warning("vocab_parallel_ce: %s: the logits were made: %s", self.name, event)
+            warn(self.name, event)
+
+
+def warn(name: str, event: str) -> None:
+    logger.warning("vocab_parallel_ce: %s: the logits were made: %s", name, event)
+
+
+def note_unfused(owner: Any, event: str) -> None:
+    """Count a call that no record is made of, and log the first of its kind. ``owner``: a model, or a class."""
+    if count(calls.setdefault(owner, Counter()), event):
+        warn(owner.__name__ if isinstance(owner, type) else type(owner).__name__, event)
 
 
 class HeadPlan(NamedTuple):
@@ -176,12 +186,17 @@ _patches = _Patches()
 forward_under_way = _patches.forward_under_way
 
 
+def is_lazy_here(head: Any) -> bool:
+    """Return whether a call of the head would be lazy in this thread."""
+    call = getattr(head, "_compiled_call_impl", None)
+    return isinstance(call, LazyCall) and threading.get_ident() in call.plans
+
+
 @contextlib.contextmanager
 def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[CallRecord]:
     """Let the head of ``model`` return lazy logits to this thread; the record is to be ended with the call."""
     head, record, thread = model.get_output_embeddings(), CallRecord(model), threading.get_ident()
-    current = getattr(head, "_compiled_call_impl", None)
-    if isinstance(current, LazyCall) and thread in current.plans:  # a call inside a call: the outer one counts
+    if is_lazy_here(head):  # a call inside a call: the outer one counts
         record.is_inner = True
         yield record
         return

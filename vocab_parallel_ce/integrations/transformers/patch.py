@@ -12,13 +12,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vocab_parallel_ce.integrations.transformers.heads import forward_under_way, lazy_head
+from vocab_parallel_ce.integrations.transformers.heads import (
+    calls,
+    forward_under_way,
+    is_lazy_here,
+    lazy_head,
+    note_unfused,
+)
 from vocab_parallel_ce.integrations.transformers.rewritten import rewritten_forward
 from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, split_keywords
 from vocab_parallel_ce.linear.plan import check_head_settings
 from vocab_parallel_ce.options import check_settings
 
 MECHANISMS = ("lazy", "rewrite")
+COMPILED = "torch.compile traced the forward; install(mechanism='rewrite') is fused there"
+WITHOUT_LABELS = (
+    "a call for training had no labels; the loss is computed from its logits (label_smoothing_factor, "
+    "compute_loss_func, a loss of your own)"
+)
 OPTIONS = {name: LOSS_KEYWORDS[name] for name in ("chunk_tokens", "memory_budget", "gradient", "impl")}
 
 
@@ -91,6 +102,8 @@ def uninstall(target: Any = None) -> dict[str, str]:
 
 
 def _restore(owner: Any, replaced: Replaced) -> str:
+    if isinstance(owner, type):
+        calls.pop(owner, None)  # they are of models that compiled the class's forward
     current = vars(owner).get(replaced.name)
     if getattr(current, "__func__", current) is not replaced.after:
         return "left alone: something else has replaced it since"
@@ -119,18 +132,23 @@ def causal_lm_names() -> frozenset[str]:
     return frozenset(names.values())
 
 
-def lazy_forward(original: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def lazy_forward(original: Callable[..., Any], options: dict[str, Any], owner: Any) -> Callable[..., Any]:
     """Return a forward that runs ``original`` with a lazy head, if labels are given."""
-    position = list(inspect.signature(original).parameters).index("labels") - 1  # without self
+    labels_of, note_compiled = _labels_of(original), _noting_compiled(owner)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        labels = kwargs.get("labels")
-        if labels is None and position < len(args):
-            labels = args[position]
-        if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_dynamo_compiling():
+            if labels_of(args, kwargs) is not None:
+                note_compiled(COMPILED)
+            elif self.training and torch.is_grad_enabled():
+                note_compiled(WITHOUT_LABELS)
             return original(self, *args, **kwargs)
-        if labels is None:
+        if torch._C._are_functorch_transforms_active():
+            return original(self, *args, **kwargs)
+        if labels_of(args, kwargs) is None:
+            if self.training and torch.is_grad_enabled() and not is_lazy_here(self.get_output_embeddings()):
+                note_unfused(self, WITHOUT_LABELS)
             with forward_under_way():
                 return original(self, *args, **kwargs)
         with lazy_head(self, options) as record:
@@ -139,6 +157,48 @@ def lazy_forward(original: Callable[..., Any], options: dict[str, Any]) -> Calla
         return outputs
 
     return forward
+
+
+def _rewritten(original: Callable[..., Any], options: dict[str, Any], owner: Any) -> Callable[..., Any]:
+    """Return the rewritten forward, which calls without labels are noted of."""
+    labels_of, note_compiled = _labels_of(original), _noting_compiled(owner)
+    rewritten = rewritten_forward(original, options)
+
+    @functools.wraps(rewritten)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if labels_of(args, kwargs) is None and self.training and torch.is_grad_enabled():
+            if torch.compiler.is_dynamo_compiling():
+                note_compiled(WITHOUT_LABELS)
+            elif not is_lazy_here(self.get_output_embeddings()):
+                note_unfused(self, WITHOUT_LABELS)
+        return rewritten(self, *args, **kwargs)
+
+    return forward
+
+
+def _labels_of(original: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """Return a function that takes the labels out of the arguments of a forward without ``self``."""
+    position = list(inspect.signature(original).parameters).index("labels") - 1
+
+    def labels_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        labels = kwargs.get("labels")
+        return args[position] if labels is None and position < len(args) else labels
+
+    return labels_of
+
+
+def _noting_compiled(owner: Any) -> Callable[[str], None]:
+    """Return what notes, once per compilation, that a forward was compiled. It is no part of the graph."""
+    reference = weakref.ref(owner)
+
+    def note(event: str) -> None:
+        found = reference()
+        if found is not None:
+            note_unfused(found, event)
+
+    # What torch.compiler.assume_constant_result does, which imports the compiler.
+    note._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return note
 
 
 def _install(owner: Any, mechanism: str, options: dict[str, Any]) -> str:
@@ -157,7 +217,7 @@ def _install(owner: Any, mechanism: str, options: dict[str, Any]) -> str:
     if "labels" not in inspect.signature(original).parameters:
         return "its forward takes no labels"
     try:
-        forward = {"lazy": lazy_forward, "rewrite": rewritten_forward}[mechanism](original, options)
+        forward = {"lazy": lazy_forward, "rewrite": _rewritten}[mechanism](original, options, owner)
     except ValueError as error:
         return f"cannot be rewritten: {error}"
     forward.vocab_parallel_ce = (mechanism, options)  # type: ignore[attr-defined]
