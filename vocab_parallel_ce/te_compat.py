@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks, pipeline, verify
+from vocab_parallel_ce import checks, pipeline
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.layout import per_row, row_layout, rows_are_disjoint
 from vocab_parallel_ce.options import Settings
@@ -53,8 +54,7 @@ def parallel_cross_entropy(
     if _input is not None:
         if inp is not None:
             raise TypeError("_input: is the deprecated name of inp, got both")
-        # `public` adds one frame, and verification two more.
-        warnings.warn("_input is deprecated, use inp", FutureWarning, stacklevel=5 if verify.is_on else 3)
+        warnings.warn("_input is deprecated, use inp", FutureWarning, stacklevel=_frames_of_ours())
         inp = _input
     if overwrite_input not in (None, True, False):
         raise TypeError(f"overwrite_input: expected a bool or None, got {overwrite_input!r}")
@@ -112,6 +112,19 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
     launchers.element_mul(_input, per_row(grad_output, _input))
     pipeline.raise_version(_input)
     return _input
+
+
+def _frames_of_ours() -> int:
+    """Return a ``stacklevel`` that points at the caller of this package: verification and the compiler add frames."""
+    if torch.compiler.is_dynamo_compiling():
+        return 3  # the compiler cannot look at frames
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
+        "vocab_parallel_ce",
+        "torch",
+    ):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _gradient(logits: object, reduce_loss: bool, overwrite_input: bool | None) -> str:

@@ -76,9 +76,12 @@ def test_the_deprecated_alias_warns_and_works():
     logits, labels = batch("peaked", rows=3, vocab_size=COLUMNS)
     with pytest.warns(FutureWarning, match="_input is deprecated") as caught:
         actual = vp.parallel_cross_entropy(_input=logits, target=labels)
-    with pytest.warns(FutureWarning, match="_input is deprecated") as verified, vp.verify_calls():
+    assert caught[0].filename == __file__
+    import torch._dynamo  # where the compiler is there, verified calls are kept out of it
+
+    with pytest.warns(FutureWarning, match="_input is deprecated") as caught, vp.verify_calls():
         vp.parallel_cross_entropy(_input=logits, target=labels)
-    assert caught[0].filename == verified[0].filename == __file__
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(actual, vp.parallel_cross_entropy(inp=logits, target=labels))
