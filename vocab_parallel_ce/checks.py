@@ -22,6 +22,11 @@ IN_TRANSFORM = (
     "is_grads_batched); use a plain backward, or torch.nn.functional.cross_entropy"
 )
 
+IN_TRACE = (
+    "cross-entropy: expected a call outside of torch.jit.trace, which cannot record it, got one inside; use "
+    "torch.compile or torch.export, or torch.nn.functional.cross_entropy"
+)
+
 
 @contextmanager
 def naming(**names: str) -> Iterator[None]:
@@ -49,10 +54,22 @@ def check_tensor(name: str, tensor: object) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor that has arrived, got {kind}; pass its wait()")
 
 
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape alone."""
+    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
+
+
+def device_of_values(tensor: Tensor) -> torch.device:
+    """Return where kernels find the values; a FakeTensor has none, whatever device it stands for."""
+    return torch.device("meta") if type(tensor) is not Tensor and has_no_values(tensor) else tensor.device
+
+
 def check_no_transforms(*tensors: Tensor | None) -> None:
-    """That neither a ``torch.func`` transform nor forward-mode AD expects to see through the call."""
+    """That neither a ``torch.func`` transform, forward-mode AD nor ``torch.jit.trace`` expects to see through the call."""
     if torch._C._are_functorch_transforms_active():
         raise TypeError(IN_TRANSFORM)
+    if torch._C._is_tracing():
+        raise TypeError(IN_TRACE)
     # The public unpack_dual takes a microsecond to say that there is no level.
     if getattr(forward_ad, "_current_level", 0) < 0:
         return
@@ -67,7 +84,8 @@ def check_no_double_backward() -> None:
     """That autograd does not record backward."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "cross-entropy: expected backward without create_graph: its gradient cannot be differentiated again"
+            "cross-entropy: expected backward without create_graph, got one with it, though its gradient cannot be "
+            "differentiated again; use torch.nn.functional.cross_entropy for second derivatives"
         )
 
 
@@ -109,8 +127,14 @@ def check_rows(labels: Tensor, logits: Tensor) -> None:
 
 
 def check_hidden(hidden: Tensor) -> None:
-    """A plain, dense tensor ``[..., D]`` of a supported dtype, with a row dimension."""
+    """A plain, dense tensor ``[..., D]`` of a supported dtype, with a row dimension and values."""
     check_tensor("hidden", hidden)
+    if has_no_values(hidden):
+        what = "one on the meta device" if hidden.is_meta else "a FakeTensor"
+        raise TypeError(
+            f"hidden: expected a tensor with values, by which tokens are left out, got {what}; for shapes alone, "
+            "compute the logits and pass them to vocab_parallel_cross_entropy"
+        )
     check_dense("hidden", hidden, HEAD_DTYPES)
     if hidden.dim() < 2 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden: expected at least two dimensions, [..., D], got shape {_shape(hidden)}")
@@ -281,6 +305,9 @@ def check_label_range(
 
     With ``shift`` the caller's labels were at the next positions.
     """
+    if has_no_values(labels):
+        what = f"a {type(labels).__name__} on {labels.device}"
+        raise TypeError(f"{subject}: expected values to check, got {what}, which has none; use check_labels=False")
     labels = labels.long()  # a comparison wraps what does not fit in the labels' dtype
     outside = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
     count = int(outside.sum())

@@ -110,7 +110,7 @@ def plan_of(logits: Tensor, settings: Settings, rank: int, n_ranks: int, class_w
     """Return the plan of a loss over checked ``logits``."""
     mode = gradient_mode(settings.gradient, logits)
     whole_vectors = mode == "in_forward" and has_whole_vectors(logits)
-    of_logits = logits.dtype, logits.shape[-1], logits.device
+    of_logits = logits.dtype, logits.shape[-1], checks.device_of_values(logits)
     return cached_plan(settings, *of_logits, rank, n_ranks, mode, whole_vectors, class_weight)
 
 
