@@ -22,11 +22,6 @@ IN_TRANSFORM = (
     "is_grads_batched); use a plain backward, or torch.nn.functional.cross_entropy"
 )
 
-IN_TRACE = (
-    "cross-entropy: expected a call outside of torch.jit.trace, which cannot record it, got one inside; use "
-    "torch.compile or torch.export, or torch.nn.functional.cross_entropy"
-)
-
 
 @contextmanager
 def naming(**names: str) -> Iterator[None]:
@@ -61,15 +56,13 @@ def has_no_values(tensor: Tensor) -> bool:
 
 def device_of_values(tensor: Tensor) -> torch.device:
     """Return where kernels find the values; a FakeTensor has none, whatever device it stands for."""
-    return torch.device("meta") if type(tensor) is not Tensor and has_no_values(tensor) else tensor.device
+    return torch.device("meta") if has_no_values(tensor) else tensor.device
 
 
 def check_no_transforms(*tensors: Tensor | None) -> None:
-    """That neither a ``torch.func`` transform, forward-mode AD nor ``torch.jit.trace`` expects to see through the call."""
+    """That neither a ``torch.func`` transform nor forward-mode AD expects to see through the call."""
     if torch._C._are_functorch_transforms_active():
         raise TypeError(IN_TRANSFORM)
-    if torch._C._is_tracing():
-        raise TypeError(IN_TRACE)
     # The public unpack_dual takes a microsecond to say that there is no level.
     if getattr(forward_ad, "_current_level", 0) < 0:
         return
@@ -77,6 +70,15 @@ def check_no_transforms(*tensors: Tensor | None) -> None:
         raise TypeError(
             "cross-entropy: expected tensors without a tangent, got a dual tensor of forward-mode AD; use "
             "backward, or torch.nn.functional.cross_entropy"
+        )
+
+
+def check_no_trace() -> None:
+    """That ``torch.jit.trace`` does not record the call: sizes are no numbers there."""
+    if torch._C._is_tracing():
+        raise TypeError(
+            "cross-entropy: expected a call outside of torch.jit.trace, which cannot record it, got one inside; use "
+            "torch.compile or torch.export, or torch.nn.functional.cross_entropy"
         )
 
 

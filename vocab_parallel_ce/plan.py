@@ -110,7 +110,8 @@ def plan_of(logits: Tensor, settings: Settings, rank: int, n_ranks: int, class_w
     """Return the plan of a loss over checked ``logits``."""
     mode = gradient_mode(settings.gradient, logits)
     whole_vectors = mode == "in_forward" and has_whole_vectors(logits)
-    of_logits = logits.dtype, logits.shape[-1], checks.device_of_values(logits)
+    device = logits.device if type(logits) is Tensor else checks.device_of_values(logits)
+    of_logits = logits.dtype, logits.shape[-1], device
     return cached_plan(settings, *of_logits, rank, n_ranks, mode, whole_vectors, class_weight)
 
 
@@ -132,6 +133,7 @@ def _plan_of_fields(*fields: Any) -> Plan:
 
 def make_plan(settings: Settings, kind: Kind) -> Plan:
     """Check ``settings`` against ``kind``, and choose the implementation."""
+    checks.check_no_trace()  # not cached: its sizes are tensors
     shard = shard_of_rank(settings, kind.n_columns, kind.rank, kind.n_ranks)
     options = loss_options(settings, shard.vocab_size, class_weight=kind.class_weight)
     whole_vectors = kind.whole_vectors and shard.n_valid == shard.n_columns

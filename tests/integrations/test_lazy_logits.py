@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from vocab_parallel_ce import linear_cross_entropy
 from vocab_parallel_ce.integrations.lazy_logits import Head, LazyLogits, lazy_logits
@@ -157,14 +158,64 @@ class Double(torch.autograd.Function):
         return 2 * grad
 
 
-def test_a_function_that_hides_the_logits_from_overrides_is_differentiated():
-    gradients = []
+class TripleOfClone(Double):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+def loss_of(logits, labels):
+    return F.cross_entropy((2 * torch.tanh(logits)).view(-1, V), labels.view(-1))
+
+
+def checkpointed(logits, labels):
+    loss = checkpoint(loss_of, logits, labels, use_reentrant=False)
+    assert logits.argmax(-1).shape == labels.shape  # looked at before the checkpoint runs again
+    return loss
+
+
+BEHIND_OVERRIDES = {
+    "a Function": lambda z, y: F.cross_entropy(Double.apply(z.view(-1, V)), y.view(-1)),
+    "a Function that clones": lambda z, y: F.cross_entropy(TripleOfClone.apply(z.view(-1, V)), y.view(-1)),
+    "a checkpoint": checkpointed,
+    "a checkpoint of a loss of its own": lambda z, y: checkpoint(
+        torch.logsumexp, z.tanh(), 0, use_reentrant=False
+    ).sum(),
+    "a reentrant checkpoint": lambda z, y: checkpoint(loss_of, z, y, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND_OVERRIDES)
+def test_what_hides_the_logits_from_overrides_is_differentiated(name):
+    found = []
+    for lazy in (True, False):
+        hidden, weight, labels = inputs(scale=0.5)
+        logits = lazy_logits(Recording(hidden, weight), V) if lazy else F.linear(hidden, weight)
+        loss = BEHIND_OVERRIDES[name](logits, labels)
+        loss.backward()
+        found.append((loss, (hidden.grad, weight.grad)))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_logits_of_a_checkpoint_are_looked_at(use_reentrant):
+    def model(hidden, weight, labels, lazy):
+        logits = lazy_logits(Recording(hidden, weight), V) if lazy else F.linear(hidden, weight)
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1)), logits
+
+    found = []
     for lazy in (True, False):
         hidden, weight, labels = inputs()
-        logits = lazy_logits(Recording(hidden, weight), V) if lazy else F.linear(hidden, weight)
-        F.cross_entropy(Double.apply(logits.view(-1, V)), labels.view(-1)).backward()
-        gradients.append((hidden.grad, weight.grad))
-    assert_equal((torch.ones(1), gradients[0]), (torch.ones(1), gradients[1]))
+        loss, logits = checkpoint(model, hidden, weight, labels, lazy, use_reentrant=use_reentrant)
+        best = logits.argmax(-1)
+        (loss + logits.logsumexp(-1).mean()).backward()
+        found.append((best, (loss, hidden.grad, weight.grad)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert_equal(*found)
 
 
 def lazy_pair():

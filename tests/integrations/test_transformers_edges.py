@@ -7,13 +7,14 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 transformers = pytest.importorskip("transformers")
 
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits  # noqa: E402
 from vocab_parallel_ce.integrations.transformers import audit, install, uninstall  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.audit_models import differs, step  # noqa: E402
-from vocab_parallel_ce.integrations.transformers.patch import WITHOUT_LABELS  # noqa: E402
+from vocab_parallel_ce.integrations.transformers.patch import TRACED, WITHOUT_LABELS  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs  # noqa: E402
 
 pytestmark = pytest.mark.reference
@@ -132,6 +133,35 @@ def test_calls_without_labels_count_if_they_train(llama, mechanism):
     model.train()(ids)
     torch.compile(model, backend="eager", fullgraph=True)(ids)
     assert audit(model) == {WITHOUT_LABELS: 2}
+
+
+class Loss(nn.Module):
+    """A model for ``torch.jit.trace``, which takes tensors and returns them."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, labels):
+        return self.model(ids, labels=labels, use_cache=False).loss
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_jit_trace_records_the_models_own_loss(llama):
+    (ids, labels, *_) = tiny_inputs(llama).values()
+    expected = Loss(llama)(ids, labels)
+    install(llama)
+    traced = torch.jit.trace(Loss(llama), (ids, labels), check_trace=False)
+    torch.testing.assert_close(traced(ids, labels), expected, rtol=1e-5, atol=0.0)
+    assert audit(llama) == {TRACED: 1}
+
+
+def test_fake_tensors_run_the_models_own_loss(llama):
+    install(llama)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        outputs = llama(**{name: mode.from_tensor(v) for name, v in list(tiny_inputs(llama).items())[:2]})
+        assert outputs.loss.shape == () and outputs.logits.argmax(-1).shape == (2, 12)
+    assert audit(llama) == {"hidden states without values, FakeTensor on cpu": 1}
 
 
 def test_install_checks_the_values_of_its_options(llama):

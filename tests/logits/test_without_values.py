@@ -1,4 +1,4 @@
-"""Tensors that have a shape alone, and recorders of graphs: shapes and dtypes are right, or the refusal says what to do."""
+"""Tensors that have a shape alone, and recorders of graphs: shapes are right, or the refusal says what to do."""
 
 import pytest
 import torch

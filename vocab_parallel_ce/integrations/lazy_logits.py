@@ -7,6 +7,7 @@ the head would have made them, and works on those.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import weakref
@@ -17,11 +18,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from vocab_parallel_ce.options import REDUCTIONS
+from vocab_parallel_ce.plan import top_saved_tensor_hooks
 
 METADATA = {
     *("shape", "dtype", "device", "layout", "ndim", "dim", "size", "numel", "nelement", "element_size", "stride"),
@@ -41,6 +44,28 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 register_optimizer_step_post_hook(_note_step)
+
+
+def checkpoint_hook() -> object:
+    """Return the hook of the checkpoint that is entered (with ``use_reentrant=False``), or None."""
+    hooks: Any = None if top_saved_tensor_hooks is None else top_saved_tensor_hooks(True)
+    return hooks[0] if hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else None
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _WithHistory(torch.autograd.Function):
+    """The values of one tensor, with the autograd history of another."""
+
+    @staticmethod
+    def forward(ctx: Any, history: Tensor, values: Tensor) -> Tensor:
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
 
 
 class Modes(NamedTuple):
@@ -67,7 +92,9 @@ class Modes(NamedTuple):
 
     def run(self, function: Callable[[], Tensor]) -> Tensor:
         """Call ``function`` as if it had been called then."""
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self.autocasting():
+        # A checkpoint around this would not run it again: what it saves is not the checkpoint's.
+        saving = saved_tensors_hooks(_as_it_is, _as_it_is) if checkpoint_hook() else contextlib.nullcontext()
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self.autocasting(), saving:
             return function()
 
 
@@ -78,6 +105,7 @@ class Head:
         """``hidden [..., D]`` is what the head was called with, ``parameters`` what it uses."""
         self.hidden, self.modes = hidden, Modes.now(hidden.device.type)
         self.is_made = self.is_fused = False
+        self.checkpoint = checkpoint_hook()
         self.lazy: list[weakref.ref[LazyLogits]] = []
         self._versions = [(tensor, _version(tensor)) for tensor in (hidden, *parameters)]
         self._step = next(_steps)
@@ -171,6 +199,9 @@ class LazyLogits(Tensor):
     def _real(self) -> Tensor:
         if self._made is None:
             self._made = self._modes.run(self._make)
+            with torch._C.DisableTorchFunctionSubclass():
+                if self.grad_fn is not None:  # an autograd Function returned it
+                    self._made = _WithHistory.apply(self, self._made)
             for hook in self._hooks.values():
                 self._made.register_hook(hook)
         return self._made
@@ -195,12 +226,11 @@ class LazyLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if self.grad_fn is not None:
-                raise RuntimeError(
-                    "logits: an autograd Function returned them as they were, so its backward would be skipped; call "
-                    "it with outputs.logits.make()"
-                )
+            has_history = self.grad_fn is not None  # of an autograd Function, which the fused loss would skip
             hides_gradient = self.requires_grad and not torch.is_grad_enabled()
+        # A checkpoint runs its region again: it must find these logits as they were, real ones.
+        if has_history or checkpoint_hook() not in (None, self._head.checkpoint):
+            return NotImplemented
         if name == "register_hook" and getattr(args[1], "__module__", "").startswith("torch.distributed."):
             handle = RemovableHandle(self._hooks)  # FSDP's, which gathers weights for a backward through the logits
             self._hooks[handle.id] = args[1]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vocab_parallel_ce.checks import HEAD_DTYPES
+from vocab_parallel_ce.checks import HEAD_DTYPES, has_no_values
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.integrations.lazy_logits import Head, lazy_logits
@@ -254,6 +254,8 @@ def refusal_of_inputs(head: nn.Linear, args: Any, kwargs: Any) -> str | None:
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
         return "a head called with other arguments than one tensor"
     (hidden,) = args
+    if has_no_values(hidden):
+        return f"hidden states without values, {type(hidden).__name__} on {hidden.device}"
     autocasts = torch.is_autocast_enabled(hidden.device.type)
     if is_dtensor(hidden) or hidden.dim() < 2 or hidden.dtype not in HEAD_DTYPES:
         return f"hidden states that are {type(hidden).__name__} {hidden.dtype} {tuple(hidden.shape)}"

@@ -26,6 +26,7 @@ from vocab_parallel_ce.options import check_settings
 
 MECHANISMS = ("lazy", "rewrite")
 COMPILED = "torch.compile traced the forward; install(mechanism='rewrite') is fused there"
+TRACED = "torch.jit.trace cannot record the fused loss"
 WITHOUT_LABELS = (
     "a call for training had no labels; the loss is computed from its logits (label_smoothing_factor, "
     "compute_loss_func, a loss of your own)"
@@ -151,6 +152,9 @@ def lazy_forward(original: Callable[..., Any], options: dict[str, Any], owner: A
                 note_unfused(self, WITHOUT_LABELS)
             with forward_under_way():
                 return original(self, *args, **kwargs)
+        if torch._C._is_tracing():
+            note_unfused(self, TRACED)
+            return original(self, *args, **kwargs)
         with lazy_head(self, options) as record:
             outputs = original(self, *args, **kwargs)
         record.end()
