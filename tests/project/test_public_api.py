@@ -4,6 +4,7 @@ import copy
 import inspect
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,6 +147,33 @@ def test_doctor_calls_tested_only_what_ran(monkeypatch):
     for version, words in expected.items():
         monkeypatch.setattr(integrations.metadata, "version", {"megatron-core": version}.__getitem__)
         assert integrations.framework_lines() == [f"megatron-core {version}: {words}"]
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", ["transformers", "trl", "megatron-core"])
+def test_install_warns_once_of_versions_newer_than_the_tests(monkeypatch, caplog, name):
+    module = integrations.__getattr__(name.partition("-")[0])
+    pytest.importorskip("megatron.core" if name == "megatron-core" else name)
+    said = {}
+    for version in (integrations.TESTED[name][-1], "99.1.0"):
+        integrations.warn_if_newer.cache_clear()
+        monkeypatch.setattr(integrations.metadata, "version", lambda _, version=version: version)
+        for _ in range(2):
+            caplog.clear()
+            module.install()
+            module.uninstall()
+            said.setdefault(version, []).extend(record.getMessage() for record in caplog.records)
+    integrations.warn_if_newer.cache_clear()
+    assert [len(messages) for messages in said.values()] == [0, 1]
+    assert said["99.1.0"][0].startswith(f"vocab_parallel_ce: {name} 99.1.0 is newer than the newest tested, ")
+    assert f"{name} 99.1.0: not tested, only" in "\n".join(integrations.framework_lines())
+
+
+@pytest.mark.reference
+def test_extras_of_frameworks_have_no_upper_bounds():
+    project = (Path(package.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    extras = re.findall(r"^(?:huggingface|megatron|lightning) = (.*)$", project, re.M)
+    assert len(extras) == 3 and not re.search("[<~]|==", "".join(extras))
 
 
 @pytest.mark.reference

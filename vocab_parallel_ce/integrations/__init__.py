@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 import re
 from importlib import metadata
 from types import ModuleType
@@ -47,6 +49,20 @@ def framework_lines() -> list[str]:
         is_tested = _key(found) in map(_key, versions)
         lines.append(f"{name} {found}: {'tested' if is_tested else f'not tested, only {tested}'}")
     return lines
+
+
+@functools.cache
+def warn_if_newer(name: str) -> None:
+    """Log, once per process, that the installed version of a framework is newer than those that are tested."""
+    try:
+        found, newest = metadata.version(name), TESTED[name][-1]
+    except (metadata.PackageNotFoundError, KeyError):  # not installed as a package, as in a test
+        return
+    if _key(found) > _key(newest):
+        logging.getLogger("vocab_parallel_ce").warning(
+            "vocab_parallel_ce: %s %s is newer than the newest tested, %s; compare a step with and without install()",
+            *(name, found, newest),
+        )
 
 
 def _key(version: str) -> tuple[int, ...]:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vocab_parallel_ce.integrations import warn_if_newer
+
 PACKAGE = __name__.partition(".")[0]
 
 
@@ -78,6 +80,7 @@ class Switch:
                 left[target] = f"{type(error).__name__}: {error}"
         if not found:
             raise ImportError(f"{self.version}: none of its modules can be imported: {left}")
+        warn_if_newer(self.version.partition(" ")[0].lower())
         self._left, self._rebound = left, [*found.values()]
         for old, new, holders in self._rebound:
             holders += _modules_with(old)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.dtensor import is_dtensor
+from vocab_parallel_ce.integrations import warn_if_newer
 from vocab_parallel_ce.linear.cross_entropy import linear_token_log_probs
 
 TP = "tp"  # the name that transformers and accelerate give tensor parallelism's dimension of a mesh
@@ -57,6 +58,7 @@ def install() -> Report:
     if core is None or [*inspect.signature(core.forward).parameters][1:] != expected or not hasattr(utils, "DTensor"):
         version = importlib.import_module("trl").__version__
         raise ValueError(f"trl: expected the fused head of TRL 1.16, got another in TRL {version}; install trl 1.16")
+    warn_if_newer("trl")
     _calls.clear()
     for name, stand_in in _STAND_INS.items():
         _originals[name] = getattr(utils, name)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from vocab_parallel_ce.integrations import warn_if_newer
 from vocab_parallel_ce.integrations.transformers.heads import (
     calls,
     forward_under_way,
@@ -70,6 +71,7 @@ def install(
     settings, head_settings = split_keywords(options, OPTIONS, install)
     check_head_settings(settings, head_settings)
     check_settings(settings, 1)
+    warn_if_newer("transformers")
     if target is None:
         verdicts = {cls.__name__: _install(cls, mechanism, options) for cls in imported_classes()}
         if imported_later:
