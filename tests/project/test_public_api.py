@@ -129,7 +129,7 @@ def test_doctor_says_what_runs_here_and_why_not_the_rest():
     result = fresh_python("-m", "vocab_parallel_ce", "doctor", TRITON_INTERPRET="0")
     assert result.returncode == 0, result.stderr
     of_cpu = ("cpu, impl='auto': reference", "cpu, impl='triton': no: impl: 'triton'")
-    for line in (f"torch {torch.__version__}", *of_cpu, "gradient='auto': in place"):
+    for line in (f"torch {torch.__version__}", *of_cpu, "gradient='auto': over the logits if nobody"):
         assert line in result.stdout, result.stdout
 
 
