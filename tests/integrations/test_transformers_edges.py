@@ -121,6 +121,22 @@ def test_threads_may_call_one_model(llama, how):
     assert "_compiled_call_impl" not in vars(model.lm_head)
 
 
+def test_the_head_stays_patched_while_a_thread_may_call_it(llama):
+    model, inputs = llama, tiny_inputs(llama)
+    install(model)
+
+    def another_thread_trains(module, args):  # between this thread's look at the patch and its call, at worst
+        handle.remove()
+        thread = threading.Thread(target=lambda: model(**inputs))
+        thread.start()
+        thread.join()
+        assert "_compiled_call_impl" in vars(model.lm_head)
+
+    handle = model.model.layers[0].register_forward_pre_hook(another_thread_trains)
+    assert not isinstance(model(inputs["input_ids"]).logits, LazyLogits)
+    assert "_compiled_call_impl" not in vars(model.lm_head)
+
+
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
 def test_calls_without_labels_count_if_they_train(llama, mechanism):
     model, (ids, *_) = llama, tiny_inputs(llama).values()
