@@ -65,7 +65,8 @@ class WeightGradient:
 def zero_ignored(rows: Tensor, is_ignored: Tensor) -> Tensor:
     """Return a copy of ``rows [n, D]`` with zeros where ``is_ignored [n]``, whatever those rows hold."""
     # Eight bytes at a time: PyTorch fills single elements of 2 bytes at a fraction of the bandwidth.
-    offsets = rows.data_ptr(), rows.storage_offset() * rows.itemsize, rows.shape[1] * rows.itemsize
-    whole = rows.is_contiguous() and math.gcd(*offsets, 8) == 8
+    # One row is contiguous whatever its stride, which view looks at all the same.
+    elements = rows.storage_offset(), rows.shape[1], rows.stride(0)
+    whole = rows.is_contiguous() and math.gcd(rows.data_ptr(), *(n * rows.itemsize for n in elements), 8) == 8
     wide = rows.view(torch.int64) if whole else rows
     return wide.masked_fill(is_ignored.unsqueeze(1), 0).view(rows.dtype)

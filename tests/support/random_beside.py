@@ -1,0 +1,252 @@
+"""What stands beside the logits of a random call: labels, targets or a teacher; the truth, and one call."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import vocab_parallel_ce as vp
+from tests.support.random_call import MATHS, UNITS, Call, Settings, assert_near
+from tests.support.random_inputs import NEG_INF
+from tests.support.random_tables import TENSOR
+from tests.support.random_truth import Numbers, Truth, finite, of_labels, of_targets, of_teacher, of_topk, transformed
+
+LOG_PROBS = ("log_probs", "entropy", "lse", "sum_sq_probs", "mean_logit")
+
+
+class Beside(NamedTuple):
+    """What stands beside the logits: the truth over them, and one call's outputs."""
+
+    compute: Callable[[Tensor, Tensor], Truth]  # of fp64 logits and their rounding
+    invoke: Callable[[Tensor, Settings, int], Numbers]  # of a rank's logits or hidden states
+    check: Callable[[Numbers, Tensor, Tensor], None]  # of what has no gradient, with clean fp64 logits
+
+
+def with_labels(call: Call, labels: Tensor, function: Callable[..., Any], tensors: tuple[Any, ...] = ()) -> Beside:
+    """A loss with labels, or log-probabilities; ``tensors`` are between the inputs and the labels."""
+    draw, is_loss = call.draw, call.function.endswith("cross_entropy")
+    call.common(("ignore_index", "softcap", "logit_scale", *(MATHS if is_loss else ())))
+    for name in ("check_labels", "gradient"):
+        if draw[name] is not None:
+            call.settings[name] = draw[name]
+    if is_loss:
+        call.divisor()
+        call.weights()
+        call.settings |= {name: draw[name] for name in ("return_metrics", "shift") if draw[name] is not None}
+        names = ("loss", *(("predictions", "token_accuracy", "lse", "z_loss") * bool(draw["return_metrics"])))
+    else:
+        names = log_prob_names(call, labels)
+    # That of a mean with class weights is NaN everywhere, if one label's is.
+    shift = bool(draw["shift"])
+
+    def compute(logits: Tensor, rounding: Tensor) -> Truth:
+        own = (logits[..., :-1, :], labels[..., 1:], rounding[..., :-1]) if shift else (logits, labels, rounding)
+        asked = tuple(name for name in names if name not in ("predictions", "token_accuracy"))
+        truth = of_labels(*own[:2], call.of_oracle, asked, own[2])
+        if not shift:
+            return truth
+        pad = torch.nn.functional.pad
+        return truth._replace(of_gradient=lambda upstream: pad(truth.of_gradient(upstream), (0, 0, 0, 1)))
+
+    def invoke(inputs: Tensor, own: Settings, rank: int) -> Numbers:
+        with call.verified():
+            found = function(inputs, *tensors, labels, **call.settings, **own)
+        if isinstance(found, vp.TokenLogProbs):
+            return {name: value for name, value in found._asdict().items() if value is not None}
+        if not isinstance(found, tuple):
+            return {"loss" if is_loss else "log_probs": found}
+        return {"loss": found[0], **found[1]._asdict()} if is_loss else dict(zip(LOG_PROBS, found, strict=False))
+
+    def check(found: Numbers, logits: Tensor, rounding: Tensor) -> None:
+        own = (logits[..., :-1, :], labels[..., 1:], rounding[..., :-1]) if shift else (logits, labels, rounding)
+        check_ids(call, found, *own)
+
+    return Beside(compute, invoke, check)
+
+
+def log_prob_names(call: Call, labels: Tensor) -> tuple[str, ...]:
+    """Take what is asked of log-probabilities, and return the names of the oracle's values."""
+    draw = call.draw
+    asked = [name for name in draw["outputs"] if name != "rank" or call.ranks == 1]
+    draw.rng.shuffle(asked)
+    call.settings |= {"entropy": True} if draw["entropy"] else {"outputs": tuple(asked)} if asked else {}
+    if draw["top_k"] is not None:
+        call.settings["top_k"] = min(draw["top_k"], call.vocab_size)
+    call.of_oracle["temperature"] = call.settings["temperature"] = draw["temperature"]
+    if draw["temperature"] == TENSOR:
+        values = draw.uniform(*labels.shape) * 1.5 + 0.3
+        if draw.has(0.1) and values.numel():
+            values.view(-1)[0] = draw.rng.choice((0.0, float("nan"), -1.0))
+        dtype = draw.rng.choice((torch.float32, torch.float32, torch.bfloat16))
+        values = values[(slice(0, 1),) * values.dim()] if draw.has(0.2) and values.numel() else values
+        values = draw.placed(values.to(dtype), draw.rng.choice(("contiguous", "columns")))
+        call.settings["temperature"], call.of_oracle["temperature"] = values, values.double()
+    names = ["log_probs", *(name for name in LOG_PROBS[1:] if name in asked)]
+    names += ["entropy"] * bool(draw["entropy"])
+    return tuple("lse_of_p" if name == "lse" else name for name in names)
+
+
+def check_ids(call: Call, found: Numbers, logits: Tensor, labels: Tensor, rounding: Tensor) -> None:
+    """Predictions, accuracy, ranks and the largest logits are those of logits that cannot be told from the largest."""
+    options, n_columns = call.of_oracle, logits.shape[-1]
+    z, ignored = transformed(logits, options), labels == options.get("ignore_index", -100)
+    is_exact = options.get("softcap") is None and options.get("logit_scale", 1.0) == 1 and not rounding.any()
+    is_exact = is_exact and not isinstance(options.get("temperature"), Tensor) and options.get("temperature", 1.0) == 1
+    slack = (rounding + finite(z).abs().amax(-1)) * (0 if is_exact else UNITS * 2.0**-23)
+    z_max = z.amax(-1)
+    known = z_max.isfinite() & ~ignored
+    if "predictions" in found:
+        ids = found["predictions"]
+        assert torch.equal(ids >= 0, known), "predictions: known in other rows"
+        at = z.gather(-1, ids.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        assert bool((at >= z_max - slack)[known].all()), "predictions: not the largest"
+        if is_exact:
+            columns = torch.arange(n_columns, device=z.device)
+            first = torch.where(z == z_max.unsqueeze(-1), columns, n_columns).amin(-1)
+            assert torch.equal(ids[known], first[known]), "predictions: not the first of equals"
+        accuracy = ((ids == labels) & known).sum() / (~ignored).sum().clamp(min=1)
+        assert_near("token_accuracy", found["token_accuracy"], accuracy.double(), 1.0)
+    temperature = options.get("temperature", 1.0)
+    if isinstance(temperature, Tensor):
+        known = known & ((temperature > 0) & temperature.isfinite())
+    inside = (labels >= 0) & (labels < n_columns)
+    of_label = logits.gather(-1, labels.clamp(0, n_columns - 1).long().unsqueeze(-1))
+    if "rank" in found:
+        slack_x = (rounding * UNITS * 2.0**-23).unsqueeze(-1)
+        most, least = ((logits > of_label + sign * slack_x).sum(-1) for sign in (-1, 1))
+        rows = known & inside
+        assert bool(((found["rank"] >= least) & (found["rank"] <= most))[rows].all()), "rank"
+        assert bool((found["rank"][ignored] == -1).all()), "rank of ignored tokens"
+    if "is_top1" in found:
+        is_largest = of_label.squeeze(-1) == logits.amax(-1)
+        assert not bool(found["is_top1"][~known | ~inside].any()), "is_top1 where there is none"
+        if is_exact:
+            is_first = is_largest & ~(
+                (logits == of_label) & (torch.arange(n_columns, device=z.device) < labels.unsqueeze(-1))
+            ).any(-1)
+            assert torch.equal(found["is_top1"][known & inside], is_first[known & inside]), "is_top1"
+    if "top_ids" in found:
+        check_top(found, z, known & inside, slack, temperature)
+
+
+def check_top(found: Numbers, z: Tensor, rows: Tensor, slack: Tensor, temperature: Any) -> None:
+    """The k largest, each once."""
+    ids, k = found["top_ids"], found["top_ids"].shape[-1]
+    largest = z.topk(k, dim=-1).values
+    has_id = largest.isfinite()
+    at = z.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, NEG_INF).sort(-1, descending=True).values
+    near = (at - largest).abs() <= slack.unsqueeze(-1)
+    assert bool((near | ~has_id)[rows].all()), "top_ids: not the largest"
+    assert torch.equal((ids >= 0).sum(-1)[rows], has_id.sum(-1)[rows]), "top_ids: another number of ids"
+    in_order = torch.where(ids < 0, -torch.arange(1, k + 1, device=ids.device), ids).sort(-1).values
+    assert bool((in_order[..., 1:] != in_order[..., :-1])[rows].all()), "top_ids: one id twice"
+    t = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
+    log_p = (z / t).log_softmax(-1).topk(k, dim=-1).values
+    bound = finite(z / t).abs().amax(-1, keepdim=True) + 1
+    rows = rows & has_id.all(-1)
+    values = found["top_log_probs"].sort(-1, descending=True).values
+    assert_near("top_log_probs", values[rows], log_p[rows], bound[rows])
+
+
+# ---- targets and teachers ---------------------------------------------------------------------------------------
+
+
+def with_targets(call: Call, logits: Tensor) -> Beside:
+    draw = call.draw
+    call.common(("label_smoothing", "z_loss", "softcap", "logit_scale", "gradient"))
+    call.of_oracle.pop("gradient", None)
+    call.of_oracle = {"softcap": None, **call.of_oracle}
+    call.divisor()
+    call.weights()
+    own = (draw.normal(*logits.shape) * 3).masked_fill(logits == NEG_INF, NEG_INF)
+    targets = own.softmax(-1).nan_to_num(0.0)
+    if draw.has(0.3):
+        targets = torch.nn.functional.one_hot(own.argmax(-1), call.vocab_size).float()
+    targets = targets * draw.rng.choice((1.0, 1.0, 1.7)) * (draw.uniform(*logits.shape) < draw.rng.choice((1.0, 0.7)))
+    targets = draw.shared(targets.to(draw["other_dtype"]), "other_layout")
+    places = [draw.placed(call.shard_of(targets, rank), draw["other_layout"]) for rank in range(call.ranks)]
+
+    def invoke(inputs: Tensor, own: Settings, rank: int) -> Numbers:
+        return {"loss": vp.soft_cross_entropy(inputs, places[rank], **call.settings, **own)}
+
+    return Beside(lambda x, rounding: of_targets(x, targets, call.of_oracle, rounding), invoke, no_check)
+
+
+def no_check(found: Numbers, logits: Tensor, rounding: Tensor) -> None:
+    return None
+
+
+def teacher_options(call: Call) -> Settings:
+    """Take the options of a divergence, without labels."""
+    draw = call.draw
+    call.common(("temperature", "ignore_index"))
+    call.divisor()
+    options: Settings = {name: draw[name] for name in ("check_labels", "gradient") if draw[name] is not None}
+    if draw["divergence"] is not None:
+        call.common(("divergence", "hard_weight"))
+        if draw["divergence"] == "js":
+            options["beta"] = call.of_oracle["beta"] = draw.rng.choice((0.5, 0.1, 0.8))
+    else:
+        options["rest"] = call.of_oracle["rest"] = draw["rest"] if call.vocab_size > draw["k"] else "ignore"
+    return options
+
+
+def with_teacher(call: Call, logits: Tensor, labels: Tensor) -> Beside:
+    draw = call.draw
+    options = teacher_options(call)
+    given = {"labels": labels} if draw["labels"] else {}
+    teacher = draw.normal(*logits.shape) * 3 + finite(logits).float().clamp(-20, 20) * draw.rng.choice((0.0, 0.5, 1.0))
+    teacher = teacher.masked_fill(logits == NEG_INF, NEG_INF)
+    teacher = draw.shared(teacher.to(draw["other_dtype"]), "other_layout")
+    places = [draw.placed(call.shard_of(teacher, rank), draw["other_layout"]) for rank in range(call.ranks)]
+
+    def compute(x: Tensor, rounding: Tensor) -> Truth:
+        return of_teacher(
+            x, teacher.double(), given.get("labels"), call.of_oracle, rounding, torch.zeros_like(rounding)
+        )
+
+    def invoke(inputs: Tensor, own: Settings, rank: int) -> Numbers:
+        return {"loss": vp.distillation_loss(inputs, places[rank], **given, **options, **call.settings, **own)}
+
+    return Beside(compute, invoke, no_check)
+
+
+def with_tokens(call: Call, labels: Tensor, function: Callable[..., Tensor], tensors: tuple[Any, ...] = ()) -> Beside:
+    """A teacher that is known at k tokens."""
+    draw = call.draw
+    k = min(draw["k"], call.vocab_size - (draw["rest"] == "bucket"), call.vocab_size) or 1
+    options = teacher_options(call)
+    given = {"labels": labels} if draw["labels"] else {}
+    ids = draw.uniform(*labels.shape, call.vocab_size).topk(k, dim=-1).indices
+    log_probs = (draw.normal(*ids.shape) * 2).log_softmax(-1) + draw.rng.choice((0.0, -0.3, -2.0))
+    if draw.has(0.3):
+        log_probs = log_probs.masked_fill(draw.uniform(*ids.shape) < 0.3, NEG_INF)
+    if draw.has(0.1) and not draw["check_labels"] and ids.numel():
+        ids.view(-1, k)[0, 0] = draw.rng.choice((-1, call.vocab_size))
+    log_probs = draw.placed(log_probs.to(draw.rng.choice((torch.float32, torch.bfloat16))), "columns")
+    ids = draw.placed(ids.int() if draw["int32"] else ids, draw.rng.choice(("contiguous", "gaps")))
+
+    def compute(x: Tensor, rounding: Tensor) -> Truth:
+        return of_topk(x, ids, log_probs.double(), given.get("labels"), call.of_oracle, rounding)
+
+    def invoke(inputs: Tensor, own: Settings, rank: int) -> Numbers:
+        of_tokens = {"teacher_ids": ids, "teacher_log_probs": log_probs}
+        return {"loss": function(inputs, *tensors, **of_tokens, **given, **options, **call.settings, **own)}
+
+    return Beside(compute, invoke, no_check)
+
+
+def gradients_of(
+    call: Call, beside: Beside, logits: Tensor, rounding: Tensor, found: Numbers, given: Numbers | None = None
+) -> tuple[Truth, Numbers, Tensor]:
+    """The truth, the upstream gradients, those given or new ones, and the gradient of the logits in fp64."""
+    leaf = logits.detach().double().requires_grad_()
+    truth = beside.compute(leaf, rounding)
+    if given is None:
+        is_pair = call.function == "cross_entropy_forward"  # without autograd
+        given = call.upstream(found, [name for name in truth.outputs if is_pair or found[name].requires_grad])
+    outputs = [truth.outputs[name] for name in given]
+    factors = [value.to(output) for value, output in zip(given.values(), outputs, strict=True)]
+    (grad,) = torch.autograd.grad(outputs, leaf, factors)
+    return truth, given, grad

@@ -1,0 +1,188 @@
+"""Random calls over hidden states and a head."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import vocab_parallel_ce as vp
+from tests.support.random_beside import Beside, gradients_of, no_check, teacher_options, with_labels, with_tokens
+from tests.support.random_call import UNITS, WIDTH, Call, Settings, assert_near, half_digit
+from tests.support.random_inputs import NEG_INF
+from tests.support.random_truth import Numbers, Truth, finite, of_teacher
+
+
+class Head(NamedTuple):
+    """Hidden states, and a head whose rows beyond the vocabulary are padding."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+def head_of(call: Call, dtype: torch.dtype, *, is_exact: bool, has_bias: bool) -> Head:
+    """Of 16 bits, products are exact: small multiples of 1/4."""
+    draw, rows = call.draw, call.bounds[0][1]
+    if is_exact:
+        hidden = draw.ids((*call.leading, WIDTH), 3) - 1.0
+        weight, bias = (draw.ids(shape, 17) / 4.0 - 2 for shape in ((rows, WIDTH), (rows,)))
+    else:
+        hidden, weight, bias = draw.normal(*call.leading, WIDTH), draw.normal(rows, WIDTH), draw.normal(rows)
+    if has_bias and draw.has(0.15) and call.function == "linear_token_log_probs":
+        bias = bias.masked_fill(draw.uniform(rows) < 0.1, NEG_INF)
+        bias[0] = 0.0
+    hidden = draw.placed(hidden.to(dtype), draw.rng.choice(("contiguous", "gaps", "transposed", "offset")))
+    weight = draw.placed(weight.to(dtype), draw.rng.choice(("contiguous", "contiguous", "gaps", "offset")))
+    return Head(hidden, weight, bias.to(dtype) if has_bias else None)
+
+
+def logits_of(head: Head, vocab_size: int) -> Tensor:
+    logits = head.hidden.double() @ head.weight[:vocab_size].double().t()
+    return logits if head.bias is None else logits + head.bias[:vocab_size].double()
+
+
+def rounding_of(head: Head, is_exact: bool) -> Tensor:
+    """What a product of fp32 may be off, in last digits of 1."""
+    sizes = finite(head.hidden).abs().double() @ head.weight.abs().double().t()
+    largest = sizes.amax(-1) + (0.0 if head.bias is None else finite(head.bias).abs().max().double())
+    return largest * (not is_exact)
+
+
+def head_settings(call: Call, labels: Tensor, head: Head) -> Tensor | None:
+    """Take the options of a head; return the main_grad."""
+    draw, n_tokens = call.draw, labels.numel()
+    call.settings["reduce_hidden_grad"] = draw["reduce_hidden_grad"]
+    if draw["chunks"] == "tokens":
+        call.settings["chunk_tokens"] = draw.rng.randint(1, max(n_tokens, 1))
+    elif draw["chunks"] == "bytes":
+        call.settings["memory_budget"] = draw.rng.randint(1, max(n_tokens, 1)) * 8 * call.bounds[0][1]
+    if call.function == "linear_distillation_loss":
+        return None
+    call.settings["logits_dtype"] = draw["logits_dtype"]
+    if draw["valid_tokens"]:
+        counted = labels[..., 1:] if draw["shift"] else labels
+        n_valid = int((counted != draw["ignore_index"]).sum())
+        call.settings["valid_tokens"] = n_valid + draw.rng.randint(0, 2)
+    if not draw["main_grad"]:
+        return None
+    call.settings["main_grad"] = draw.normal(*head.weight.shape)
+    return call.settings["main_grad"].clone()
+
+
+def beside_head(call: Call, head: Head, labels: Tensor, is_exact: bool) -> Beside:
+    draw, tensors = call.draw, (head.weight,)
+    if call.function == "linear_distillation_loss":
+        if "rest" in draw.case:
+            return with_tokens(call, labels, of_bias(vp.linear_distillation_loss, "student_bias", head.bias), tensors)
+        return with_two_heads(call, head, labels, is_exact)
+    is_module = draw["is_module"]
+    if is_module:
+        layer = nn.Linear(WIDTH, len(head.weight), bias=head.bias is not None, device="meta")
+        layer.weight, layer.bias = head.weight, head.bias
+
+        def function(hidden: Tensor, labels: Tensor, num_items: Any = None, **keywords: Any) -> Any:
+            return vp.LinearCrossEntropy(layer, **keywords)(hidden, labels, num_items)
+
+        return with_labels(call, labels, function)
+    is_loss = call.function == "linear_cross_entropy"
+    function = vp.linear_cross_entropy if is_loss else vp.linear_token_log_probs
+    return with_labels(call, labels, of_bias(function, "bias", head.bias), tensors)
+
+
+def of_bias(function: Callable[..., Any], name: str, bias: Tensor | None) -> Callable[..., Any]:
+    return lambda *tensors, **keywords: function(*tensors, **{name: bias}, **keywords)
+
+
+def with_two_heads(call: Call, head: Head, labels: Tensor, is_exact: bool) -> Beside:
+    draw, options = call.draw, teacher_options(call)
+    given = {"labels": labels} if draw["labels"] else {}
+    dtype = call.dtype if draw["autocast"] else draw.rng.choice((torch.bfloat16, torch.float32, call.dtype))
+    exact = dtype != torch.float32 or is_exact
+    other = head_of(call, dtype, is_exact=exact, has_bias=draw.has(0.5))
+    teacher = logits_of(other, call.vocab_size)
+    options |= {"teacher_bias": other.bias, "student_bias": head.bias}
+
+    def compute(x: Tensor, rounding: Tensor) -> Truth:
+        of_other = rounding_of(other, exact)
+        return of_teacher(x, teacher, given.get("labels"), call.of_oracle, rounding, of_other)
+
+    def invoke(hidden: Tensor, own: Settings, rank: int) -> Numbers:
+        four = hidden, head.weight, other.hidden, other.weight
+        return {"loss": vp.linear_distillation_loss(*four, **given, **options, **call.settings, **own)}
+
+    return Beside(compute, invoke, no_check)
+
+
+def of_head(call: Call) -> None:
+    draw = call.draw
+    outside = draw["class_weight"] is None or draw["reduction"] != "mean"
+    labels = draw.labels(call.leading, call.vocab_size, may_be_outside=outside)
+    of_product = torch.bfloat16 if draw["autocast"] else call.dtype
+    is_exact = of_product != torch.float32
+    head = head_of(call, call.dtype, is_exact=is_exact, has_bias=draw["bias"])
+    trained = {"hidden": draw["trains"] != "head", "weight": draw["trains"] != "hidden"}
+    trained["bias"] = trained["weight"] and head.bias is not None
+    for name in trained:
+        if getattr(head, name) is not None:
+            head = head._replace(**{name: nn.Parameter(getattr(head, name), trained[name])})
+    logits, rounding = logits_of(head, call.vocab_size).detach(), rounding_of(head, is_exact).detach()
+    main_grad = head_settings(call, labels, head)
+    expected_first = draw["gradient"] == "in_forward" and draw["reduction"] == "none" and draw["num_items"] is None
+    shape = (*call.leading[:-1], call.leading[-1] - 1) if draw["shift"] else call.leading
+    if expected_first:
+        upstream = draw.upstream(shape, torch.float32)
+        call.settings["expected_grad_output"] = upstream * 0.5
+    beside = beside_head(call, head, labels, is_exact)
+    autocast = torch.autocast(draw.device, torch.bfloat16) if draw["autocast"] else nullcontext()
+    with autocast:
+        found = beside.invoke(head.hidden, call.of_rank(0, None), 0)
+    given = {"loss": upstream} if expected_first else None
+    truth, used, grad = gradients_of(call, beside, logits, rounding, found, given)
+    call.check_outputs(found, truth)
+    beside.check(found, logits, rounding)
+    torch.autograd.backward([found[name] for name in used], list(used.values()))
+    check_head(call, head, trained, grad, truth.of_gradient(used), used, of_product, main_grad)
+
+
+def check_head(
+    call: Call,
+    head: Head,
+    trained: dict[str, bool],
+    grad: Tensor,
+    bound: Tensor,
+    upstream: Numbers,
+    of_product: torch.dtype,
+    main_grad: Tensor | None,
+) -> None:
+    """Check the gradients of products of the gradient of the logits, which is rounded to the products' dtype."""
+    valid, flat = call.vocab_size, grad.flatten(0, -2)
+    hidden, weight = head.hidden.detach().double().flatten(0, -2), head.weight.detach().double()[:valid]
+    unit = UNITS * 2.0**-23
+    factor = max((float(value.abs().max()) for value in upstream.values() if value.numel()), default=1.0)
+    half = 0.0 if of_product == torch.float32 else half_digit(grad.to(of_product)) / unit
+    least = 2.0**-24 * max(factor, 1.0) / unit if of_product == torch.float16 else 0.0
+    of_logits = bound.flatten(0, -2) + finite(flat).abs() * (2 * half + 2) + least
+    roundings = 2 if of_product == call.dtype else 3
+    for name, (truth, of_error) in {
+        "hidden": (flat @ weight, of_logits @ weight.abs()),
+        "weight": (flat.t() @ hidden, of_logits.t() @ hidden.abs()),
+        "bias": (flat.sum(0), of_logits.sum(0)),
+    }.items():
+        leaf = getattr(head, name)
+        if not trained.get(name):
+            continue
+        found = leaf.grad
+        if name == "weight" and main_grad is not None:
+            assert found is None, "weight: a gradient beside main_grad"
+            found = call.settings["main_grad"]
+            truth, of_error = truth + main_grad[:valid].double(), of_error + main_grad[:valid].abs().double()
+        assert found is not None, f"{name}: no gradient"
+        found = found.flatten(0, -2) if name == "hidden" else found
+        if name != "hidden":
+            rest = found[valid:] if name == "bias" or main_grad is None else found[valid:] - main_grad[valid:]
+            assert not bool(rest.any()), f"gradient of padded rows of {name}"
+            found = found[:valid]
+        of_error = of_error + half * roundings * finite(truth).abs()
+        assert_near(f"gradient of {name}", found, truth, of_error, factor=factor)

@@ -1,0 +1,169 @@
+"""The configurations of random calls: for each public function a covering array of its options, sizes and layouts.
+
+A configuration decides which kernels run, so that a GPU compiles a bounded number of them. The rest is drawn for each
+call by ``random_calls``.
+"""
+
+import functools
+import itertools
+from typing import Any
+
+import torch
+
+from tests.support.pairs import covering
+
+Case = dict[str, Any]
+TENSOR = "a tensor"  # drawn for each call
+WIDTHS = ("a tile", "tiles", "medium", "large")
+IN_FORWARD = ("contiguous", "transposed")  # no views, which in_forward refuses
+LAYOUTS = ("contiguous", "gaps", "sliced", "transposed", "offset", "expanded", "columns", "leaf")
+BESIDE = ("contiguous", "gaps", "transposed", "offset", "expanded", "columns")
+PLACE = {
+    "width": WIDTHS,
+    "ragged": (False, True),  # rows that are no whole lines of 128 bytes
+    "padding": ("none", "vectors", "odd"),
+    "dtype": (torch.bfloat16, torch.float16, torch.float32),
+}
+LOGITS = {**PLACE, "layout": LAYOUTS, "ranks": (1, 2, 3)}
+UPSTREAM = ("random", "zero first", "expanded", "strided", "one")
+OF_LOSS = {"upstream": UPSTREAM, "reduction": ("mean", "sum", "none"), "num_items": (None, 7, TENSOR)}
+MATHS = {
+    "label_smoothing": (0.0, 0.1),
+    "smoothing_formula": ("torch", "megatron"),
+    "class_weight": (None, "whole", "columns"),
+    "z_loss": (0.0, 0.02),
+    "softcap": (None, 10.0),
+    "logit_scale": (1.0, 0.4),
+    "return_metrics": (False, True),
+    "shift": (False, True),
+    "int32": (False, True),  # labels
+    "check_labels": (False, True),
+    "ignore_index": (-100, 2),
+}
+OUTPUTS = (
+    (),
+    ("lse", "rank"),
+    ("sum_sq_probs",),
+    ("mean_logit",),
+    ("entropy", "lse", "sum_sq_probs", "mean_logit", "is_top1"),
+)
+OF_LOG_PROBS = {
+    "upstream": UPSTREAM,
+    "temperature": (1.0, 0.7, TENSOR),
+    "softcap": (None, 10.0),
+    "logit_scale": (1.0, 0.4),
+    "outputs": OUTPUTS,
+    "entropy": (False, True),
+    "top_k": (None, 3),
+    **{name: MATHS[name] for name in ("int32", "check_labels", "ignore_index")},
+}
+OF_HEAD = {
+    **PLACE,
+    "autocast": (False, True),
+    "bias": (False, True),
+    "main_grad": (False, True),
+    "trains": ("both", "hidden", "head"),
+    "chunks": ("auto", "tokens", "bytes"),
+    "logits_dtype": (None, torch.float32),
+    "valid_tokens": (False, True),
+    "reduce_hidden_grad": (True, False),
+}
+MODES = ("auto", "in_backward", "out_of_place")
+OF_TEACHER = {
+    **OF_LOSS,
+    "temperature": (1.0, 2.5),
+    "labels": (False, True),
+    **{name: MATHS[name] for name in ("int32", "check_labels", "ignore_index")},
+}
+DIVERGENCE = {"divergence": ("forward", "reverse", "js"), "hard_weight": (0.0, 0.3, 1.0)}
+TOPK = {"rest": ("ignore", "bucket"), "k": (1, 5)}
+OF_OTHER = {"other_dtype": (torch.bfloat16, torch.float32), "other_layout": BESIDE}
+OF_TE = {
+    **LOGITS,
+    "padding": ("none",),
+    "layout": ("contiguous", "sliced", "transposed", "offset", "expanded"),
+    "upstream": UPSTREAM,
+}
+OF_TE |= {
+    "label_smoothing": (0.0, 0.1),
+    "reduce_loss": (False, True),
+    "int32": (False, True),
+    "ignore_index": (-100, 2),
+}
+
+FACTORS: dict[str, Case] = {
+    "vocab_parallel_cross_entropy": {
+        **LOGITS,
+        **OF_LOSS,
+        **MATHS,
+        "gradient": (*MODES, "in_forward"),
+        "is_module": (False, True),
+    },
+    "one_pass": {
+        "width": ("large",),
+        "ragged": (False,),
+        "padding": ("none",),
+        "dtype": PLACE["dtype"],
+        "layout": IN_FORWARD,
+        "ranks": (1,),
+        "upstream": UPSTREAM,
+        "reduction": ("mean", "sum"),
+        "num_items": (None, 7, TENSOR),
+        "z_loss": (0.0, 0.02),
+        "gradient": ("in_forward",),
+    },
+    "token_log_probs": {**LOGITS, **OF_LOG_PROBS, "gradient": MODES},
+    "linear_cross_entropy": {
+        **OF_HEAD,
+        **OF_LOSS,
+        **MATHS,
+        "gradient": ("auto", "in_backward", "in_forward"),
+        "is_module": (False, True),
+    },
+    "linear_token_log_probs": {**OF_HEAD, **OF_LOG_PROBS},
+    "soft_cross_entropy": {
+        **LOGITS,
+        **OF_LOSS,
+        **OF_OTHER,
+        **{name: MATHS[name] for name in ("label_smoothing", "class_weight", "z_loss", "softcap", "logit_scale")},
+        "gradient": MODES,
+    },
+    "distillation_loss": {**LOGITS, **OF_TEACHER, **OF_OTHER, **DIVERGENCE, "gradient": MODES},
+    "distillation_loss, k tokens": {**LOGITS, **OF_TEACHER, **TOPK, "gradient": MODES},
+    "linear_distillation_loss": {**OF_HEAD, **OF_TEACHER, **DIVERGENCE},
+    "linear_distillation_loss, k tokens": {**OF_HEAD, **OF_TEACHER, **TOPK},
+    "parallel_cross_entropy": {**OF_TE, "overwrite_input": (None, False, True)},
+    "cross_entropy_forward": {**OF_TE, "is_cg_capturable": (False, True)},
+}
+
+
+def allowed(case: Case) -> bool:
+    """Whether no two chosen values of a configuration exclude each other."""
+
+    def both(**values: Any) -> bool:
+        return all(name in case and case[name] == value for name, value in values.items())
+
+    def any_of(name: str, *values: Any) -> bool:
+        return name in case and case[name] in values
+
+    is_weighted = any_of("class_weight", "whole", "columns")
+    return not (
+        (is_weighted and any_of("z_loss", 0.02) and both(return_metrics=True))
+        or (both(reduction="none") and any_of("num_items", 7, TENSOR))
+        or (both(reduction="none", gradient="in_forward", dtype=torch.float16) and "layout" not in case)
+        or (both(gradient="in_forward") and "layout" in case and case["layout"] not in IN_FORWARD)
+        or (both(label_smoothing=0.0, smoothing_formula="megatron"))
+        or (both(entropy=True) and case.get("outputs"))
+        or (both(labels=False) and any_of("hard_weight", 0.3, 1.0))
+        or (both(labels=False) and both(int32=True))
+        or (both(trains="hidden", main_grad=True))
+        or (both(autocast=True) and any_of("dtype", torch.bfloat16, torch.float16))
+    )
+
+
+@functools.cache
+def configurations() -> list[tuple[str, Case]]:
+    """Every configuration with its function, the functions in turn."""
+    arrays = [[(name, case) for case in covering(allowed, **factors)] for name, factors in FACTORS.items()]
+    rounds = itertools.zip_longest(*arrays)
+    return [each for one_of_each in rounds for each in one_of_each if each is not None]
