@@ -116,3 +116,16 @@ def test_an_ignore_index_that_int32_labels_cannot_hold(impl_device, reduction):
         for same, expected in zip((*narrow.outputs, *narrow[1:3]), (*wide.outputs, *wide[1:3]), strict=True):
             torch.testing.assert_close(same, expected, rtol=0, atol=0, equal_nan=True)
         assert wide.outputs[0].isnan().all() == (valid_tokens == 2)
+
+
+def test_chunks_of_one_token_whose_stride_is_no_multiple_of_8_bytes(impl_device):
+    """One row is contiguous, whatever its stride."""
+    impl, device = impl_device
+    hidden = torch.randn(3, 11).bfloat16()[:, :8].to(device)
+    weight = torch.randn(21, 8).bfloat16().to(device).requires_grad_()
+    labels, gradients = torch.tensor([3, 0, 20], device=device), []
+    for states in (hidden, hidden.contiguous()):
+        linear_cross_entropy(states, weight, labels, impl=impl, chunk_tokens=1).backward()
+        gradients.append(weight.grad)
+        weight.grad = None
+    assert torch.equal(*gradients)

@@ -140,9 +140,9 @@ def of_head(call: Call) -> None:
         found = beside.invoke(head.hidden, call.of_rank(0, None), 0)
     given = {"loss": upstream} if expected_first else None
     truth, used, grad = gradients_of(call, beside, logits, rounding, found, given)
+    torch.autograd.backward([found[name] for name in used], list(used.values()))
     call.check_outputs(found, truth)
     beside.check(found, logits, rounding)
-    torch.autograd.backward([found[name] for name in used], list(used.values()))
     check_head(call, head, trained, grad, truth.of_gradient(used), used, of_product, main_grad)
 
 

@@ -88,6 +88,11 @@ def leaf_of(call: Call, values: Tensor) -> Leaf:
     return Leaf(logits, leaf, grads)
 
 
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Whether both have the same bits, except of NaN."""
+    return torch.equal(a.detach().nan_to_num(7.0), b.detach().nan_to_num(7.0))
+
+
 def of_logits(call: Call) -> None:
     draw = call.draw
     outside = draw["class_weight"] is None or draw["reduction"] != "mean"
@@ -106,19 +111,17 @@ def of_logits(call: Call) -> None:
         return beside.invoke(leaves[rank].logits, own[rank] | {"group": group}, rank)
 
     of_ranks = in_turn(call.ranks, forward)
-    for found in of_ranks[1:]:
-        for name, value in found.items():
-            same = torch.equal(value.nan_to_num(7.0), of_ranks[0][name].nan_to_num(7.0))
-            assert same or name == "gradient", f"{name}: differs between the ranks"
     found = of_ranks[0]
     rounding = torch.zeros(call.leading, dtype=torch.float64, device=draw.device)
     truth, upstream, grad = gradients_of(call, beside, logits, rounding, found)
+    for leaf, of_rank in zip(leaves, of_ranks, strict=True):
+        backward(call, leaf, of_rank, upstream)
     call.check_outputs(found, truth)
     beside.check(found, logits.double(), rounding)
-    for rank, leaf in enumerate(leaves):
-        backward(call, leaf, of_ranks[rank], upstream)
-        if draw["gradient"] == "out_of_place" or draw["overwrite_input"] is False:
-            assert torch.equal(leaf.logits.detach().nan_to_num(7.0), kept[rank].nan_to_num(7.0)), "logits were written"
+    for name in found.keys() - {"gradient"}:
+        assert all(alike(of_rank[name], found[name]) for of_rank in of_ranks), f"{name}: differs between the ranks"
+    if draw["gradient"] == "out_of_place" or draw["overwrite_input"] is False:
+        assert all(alike(leaf.logits, own) for leaf, own in zip(leaves, kept, strict=True)), "logits were written"
     check_gradient(call, leaves, truth.of_gradient(upstream), grad, upstream)
 
 

@@ -135,6 +135,11 @@ FACTORS: dict[str, Case] = {
     "parallel_cross_entropy": {**OF_TE, "overwrite_input": (None, False, True)},
     "cross_entropy_forward": {**OF_TE, "is_cg_capturable": (False, True)},
 }
+# What no pair of values brings about, but tests/test_launches.py asks for.
+TRIPLES = (
+    ("distillation_loss", {"divergence": "js", "ranks": 3, "ragged": False, "padding": "vectors"}),
+    ("token_log_probs", {"outputs": (), "entropy": True, "ranks": 1, "padding": "odd"}),
+)
 
 
 def allowed(case: Case) -> bool:
@@ -165,5 +170,6 @@ def allowed(case: Case) -> bool:
 def configurations() -> list[tuple[str, Case]]:
     """Every configuration with its function, the functions in turn."""
     arrays = [[(name, case) for case in covering(allowed, **factors)] for name, factors in FACTORS.items()]
+    arrays.append([(name, {**dict(arrays[list(FACTORS).index(name)])[name], **values}) for name, values in TRIPLES])
     rounds = itertools.zip_longest(*arrays)
     return [each for one_of_each in rounds for each in one_of_each if each is not None]

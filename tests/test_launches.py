@@ -1,0 +1,65 @@
+"""The random calls launch every kernel with every option over rows of every kind, in both lanes.
+
+``support/launches.py`` reads from the kernels what there is to launch. Their numbers are those of
+``test_random_calls.py``, which makes these calls: here nothing is launched.
+"""
+
+import warnings
+from contextlib import suppress
+
+import pytest
+
+from tests.support.launches import Entry, options_of, recorded, wanted
+from tests.support.random_calls import Where, run_call
+from tests.support.random_tables import configurations
+
+ONE_PASS = "one_pass_kernel"
+# What no call can launch, and why; None stands for all.
+NEVER = {
+    ("element_mul_kernel", None, "padded"): "a gradient of padded columns is 0 already, and it scales whole rows",
+    ("target_statistics_kernel", "loss_options.temperature", None): "of primitives; soft targets have none",
+    ("target_gradient_kernel", "loss_options.temperature", None): "likewise",
+    (ONE_PASS, "loss_options.class_weight", None): "of primitives; selection leaves these options to other kernels",
+    (ONE_PASS, "loss_options.smoothing", None): "likewise",
+}
+
+
+def is_never(entry: Entry) -> bool:
+    kernel, option, rows = entry
+    return bool({(kernel, option, None), (kernel, None, rows)} & NEVER.keys())
+
+
+def launched(where: Where) -> set[Entry]:
+    """What the calls of every configuration launch, once each."""
+    with recorded() as entries, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in range(len(configurations())):
+            with suppress(AssertionError):  # nothing has been computed
+                run_call(seed, where)
+    return entries
+
+
+def check(entries: set[Entry], left_out: set[str]) -> None:
+    asked = {entry for entry in wanted() if entry.kernel not in left_out}
+    missing = sorted(entry for entry in asked - entries if not is_never(entry))
+    assert not missing, "\n".join(map(str, missing))
+    assert not [entry for entry in entries & asked if is_never(entry)], "launched: no exception any more"
+
+
+@pytest.mark.interpreter
+def test_small_calls_launch_everything_that_can_be_interpreted():
+    check(launched(Where("cpu", "triton", small=True)), {ONE_PASS})
+
+
+@pytest.mark.cuda
+def test_wide_calls_launch_everything():
+    check(launched(Where("cuda", "auto", small=False)), set())
+
+
+@pytest.mark.interpreter
+def test_options_are_read_from_kernels_and_the_functions_that_they_call():
+    from vocab_parallel_ce.kernels.online_softmax import online_softmax_kernel
+
+    # In walk_body, in transform, in row_loss, which store_outputs calls; and a tensor that may be None.
+    found = options_of(online_softmax_kernel)
+    assert {"loss_options.sum_sq_probs", "loss_options.softcap", "loss_options.z_loss", "class_weight"} <= found
