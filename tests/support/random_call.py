@@ -91,7 +91,7 @@ class Call:
         if draw["num_items"] is not None:
             n = 0 if draw.has(0.04) else draw.rng.randint(1, 40)
             self.of_oracle["num_items"] = n
-            dtype = draw.rng.choice((torch.int64, torch.int32, torch.float32))
+            dtype = (torch.int64, torch.int32, torch.float32)[draw.index % 3]  # each compiles kernels
             of_tensor = torch.tensor([n], dtype=dtype, device=draw.device)
             self.settings["num_items"] = of_tensor if draw["num_items"] == TENSOR else n
 

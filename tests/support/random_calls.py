@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import time
 import warnings
 from collections import Counter
@@ -20,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support.interpreter import patch_language_once_per_launch
 from tests.support.poison import poisoned_allocations
 from tests.support.random_call import Call
 from tests.support.random_heads import of_head
@@ -69,9 +71,17 @@ def results_of(seeds: Sequence[int], where: Where) -> Iterator[Result]:
 
 
 def _work(connection: Any, seeds: Sequence[int], where: Where) -> None:
+    interpret(where)
     for result in results_of(seeds, where):
         connection.send(result)
     connection.close()
+
+
+def interpret(where: Where) -> None:
+    """Let kernels on the CPU be interpreted, in a process that has imported none yet."""
+    if where.device == "cpu" and where.impl == "triton":
+        os.environ["TRITON_INTERPRET"] = "1"
+        patch_language_once_per_launch()
 
 
 def _in_process(seeds: Sequence[int], where: Where) -> list[Result]:
@@ -88,7 +98,7 @@ def _in_process(seeds: Sequence[int], where: Where) -> list[Result]:
                 results.append(ours.recv())
         except EOFError:
             process.join()
-        if process.exitcode:
+        if process.exitcode and len(results) < len(seeds):
             seed = seeds[len(results)]
             results.append(Result(seed, name_of(seed), f"the process ended with {process.exitcode}"))
     return results
@@ -123,6 +133,8 @@ def main() -> int:
     is_cpu, start = given.device == "cpu", time.monotonic()
     impl = given.impl or ("triton" if is_cpu else "auto")
     where = Where(given.device, impl, given.small or is_cpu, start + given.seconds)
+    if given.only is not None or given.processes == 1:
+        interpret(where)
     if given.only is not None:
         print(name_of(given.only), configurations()[given.only % len(configurations())][1])
         run_call(given.only, where)

@@ -98,7 +98,7 @@ def of_bias(function: Callable[..., Any], name: str, bias: Tensor | None) -> Cal
 def with_two_heads(call: Call, head: Head, labels: Tensor, is_exact: bool) -> Beside:
     draw, options = call.draw, teacher_options(call)
     given = {"labels": labels} if draw["labels"] else {}
-    dtype = call.dtype if draw["autocast"] else draw.rng.choice((torch.bfloat16, torch.float32, call.dtype))
+    dtype = call.dtype if draw["autocast"] or draw.index % 2 else torch.bfloat16
     exact = dtype != torch.float32 or is_exact
     other = head_of(call, dtype, is_exact=exact, has_bias=draw.has(0.5))
     teacher = logits_of(other, call.vocab_size)

@@ -40,7 +40,8 @@ class Draw:
     """The source of one call."""
 
     def __init__(self, seed: int, device: str, small: bool) -> None:
-        self.function, self.case = configurations()[seed % len(configurations())]
+        self.index = seed % len(configurations())
+        self.function, self.case = configurations()[self.index]
         self.rng, self.device, self.small = random.Random(seed), device, small
         self.generator = torch.Generator(device).manual_seed(seed)
 

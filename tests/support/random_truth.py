@@ -16,6 +16,7 @@ from tests.support.random_inputs import NAN, NEG_INF
 
 Numbers = dict[str, Tensor]
 METRICS = ("lse", "z_loss")
+LIMITS = {"lse": NEG_INF, "lse_of_p": NEG_INF, "mean_logit": NEG_INF, "z_loss": math.inf}  # of nothing but -inf
 LOWEST = -1e6  # a logit of probability 0
 
 
@@ -97,13 +98,15 @@ def of_labels(x: Tensor, labels: Tensor, options: dict[str, Any], names: tuple[s
     any_labels = torch.where(outside, int(ignore_index == 0), labels)
     found = oracle.values(clean, any_labels, **{**options, "temperature": t})
     outputs: Numbers = {}
+    excluded, own_rows = bad_x & (x.detach().amax(-1) == NEG_INF), torch.zeros_like(t)
     for name in names:
         field = {"lse_of_p": "lse"}.get(name, name)
         value, is_bad = getattr(found, name), bad
         if name in METRICS:
             is_bad = bad_x & ~ignored & (name == "lse" or bool(options.get("z_loss")))
-        nothing = torch.zeros_like(value, requires_grad=False)
-        outputs[field] = value + nothing.masked_fill(is_bad if value.dim() else is_bad.any(), NAN)
+        at_limit = is_bad & excluded & (bad_x if name in METRICS else ~outside & ~wrong_t)
+        fill = torch.full_like(own_rows, NAN).masked_fill(at_limit, LIMITS.get(name, NAN)).where(is_bad, 0.0)
+        outputs[field] = value + (fill if value.dim() else fill.sum())
 
     own = transformed(clean.detach(), options).masked_fill(ignored.unsqueeze(-1), 0.0) / t.unsqueeze(-1)
     is_rounded = options.get("logit_scale", 1.0) != 1 or options.get("softcap") is not None
@@ -249,6 +252,9 @@ def of_teacher(
     flat = [each.reshape(-1, each.shape[-1]) for each in (clean, teacher)]
     losses = divergences(*flat, labels=None if any_labels is None else any_labels.reshape(-1), **own)
     losses = losses.view(x.shape[:-1])
+    if any_labels is not None and own["hard_weight"]:
+        has_no_label = excluded.gather(-1, any_labels.unsqueeze(-1)).squeeze(-1)
+        losses = losses + torch.zeros_like(losses).masked_fill(has_no_label, math.inf)
     temperature, hard, beta, kind = own["temperature"], own["hard_weight"], own["beta"], own["divergence"]
     is_rounded = temperature != 1
     zs = (clean.detach() / temperature, teacher / temperature)
