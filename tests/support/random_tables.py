@@ -156,6 +156,9 @@ def allowed(case: Case) -> bool:
         (is_weighted and any_of("z_loss", 0.02) and both(return_metrics=True))
         or (both(reduction="none") and any_of("num_items", 7, TENSOR))
         or (both(reduction="none", gradient="in_forward", dtype=torch.float16) and "layout" not in case)
+        or (
+            both(reduction="none", gradient="in_forward", is_module=True) and "layout" not in case
+        )  # expected_grad_output
         or (both(gradient="in_forward") and "layout" in case and case["layout"] not in IN_FORWARD)
         or (both(label_smoothing=0.0, smoothing_formula="megatron"))
         or (both(entropy=True) and case.get("outputs"))

@@ -75,102 +75,107 @@ def transformed(x: Tensor, options: dict[str, Any]) -> Tensor:
     return u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
 
 
-def of_labels(x: Tensor, labels: Tensor, options: dict[str, Any], names: tuple[str, ...], rounding: Tensor) -> Truth:
-    """Truth of a loss with labels, with its metrics, or of log-probabilities. ``rounding [...]`` is that of x."""
-    n_columns, ignore_index = x.shape[-1], options.get("ignore_index", -100)
-    num_items, reduction = options.get("num_items"), options.get("reduction", "none")
-    labels = labels.long()
-    ignored = labels == ignore_index
-    dead = torch.ones_like(ignored) if num_items is not None and float(num_items) == 0 else ignored
-    bad_x = bad_rows(x)
-    outside = ((labels < 0) | (labels >= n_columns)) & ~ignored
-    temperature = options.get("temperature", 1.0)
-    t = (
-        temperature.double()
-        if isinstance(temperature, Tensor)
-        else torch.tensor(temperature, dtype=torch.float64, device=x.device)
-    )
-    t = t.double().expand(labels.shape)
-    wrong_t = ~((t > 0) & t.isfinite())
-    t = t.masked_fill(wrong_t, 1.0)
-    bad = (bad_x | outside | wrong_t) & ~dead
-    clean = with_nan_gradient(x, bad).masked_fill(bad_x.unsqueeze(-1), 0.0)
-    any_labels = torch.where(outside, int(ignore_index == 0), labels)
-    found = oracle.values(clean, any_labels, **{**options, "temperature": t})
-    outputs: Numbers = {}
-    excluded, own_rows = bad_x & (x.detach().amax(-1) == NEG_INF), torch.zeros_like(t)
-    for name in names:
-        field = {"lse_of_p": "lse"}.get(name, name)
-        value, is_bad = getattr(found, name), bad
-        if name in METRICS:
-            is_bad = bad_x & ~ignored & (name == "lse" or bool(options.get("z_loss")))
-        at_limit = is_bad & excluded & (bad_x if name in METRICS else ~outside & ~wrong_t)
-        fill = torch.full_like(own_rows, NAN).masked_fill(at_limit, LIMITS.get(name, NAN)).where(is_bad, 0.0)
-        outputs[field] = value + (fill if value.dim() else fill.sum())
+class _Labels:
+    """The truth of a loss with labels, with its metrics, or of log-probabilities."""
 
-    own = transformed(clean.detach(), options).masked_fill(ignored.unsqueeze(-1), 0.0) / t.unsqueeze(-1)
-    is_rounded = options.get("logit_scale", 1.0) != 1 or options.get("softcap") is not None
-    is_rounded = is_rounded or isinstance(temperature, Tensor) or temperature != 1
-    s = softmax(own, largest(own) * is_rounded + rounding)
-    w = options.get("class_weight")
-    w = torch.ones(n_columns, dtype=x.dtype, device=x.device) if w is None else w.double()
-    index = any_labels.masked_fill(ignored, 0).unsqueeze(-1)
-    w_y = w[index.squeeze(-1)].masked_fill(ignored, 0.0)
-    e = options.get("label_smoothing", 0.0)
-    log_p_y = finite(s.log_p.gather(-1, index).squeeze(-1)).abs()
-    mean_log_p, lse_sq = (w.abs() * finite(s.log_p).abs()).mean(-1), options.get("z_loss", 0.0) * s.lse**2
-    of_loss = w_y.abs() * (
-        4 * log_p_y + s.rounding + 2 * lse_sq + 2 * options.get("z_loss", 0.0) * s.lse.abs() * s.rounding
-    )
-    of_loss = of_loss + (w.abs().mean() * (s.log_sum + s.rounding) + mean_log_p) * bool(e)
-    divisor = num_items if num_items is not None else (w_y.sum() if reduction == "mean" else 1)
-    divisor = torch.as_tensor(float(divisor), dtype=x.dtype, device=x.device)
-    per_item = torch.where(divisor == 0, 0.0, 1 / divisor.abs())
-    spread = (s.p * s.from_max).sum(-1)
-    sum_sq = s.p.square().sum(-1)
-    label_is_largest = own.gather(-1, index).squeeze(-1) == own.amax(-1)  # log_sum has all its digits
-    bounds = {
-        "loss": of_loss,
-        "log_probs": 4 * log_p_y + s.rounding,
-        "entropy": ~label_is_largest + s.log_sum + spread + s.rounding * (2 + 4 * spread),
-        "lse": s.lse.abs() + s.rounding + 1e-3,
-        "sum_sq_probs": sum_sq * (8 + s.rounding),
-        "mean_logit": s.from_max.mean(-1) + own.amax(-1).abs() + s.rounding,
-        "z_loss": w_y.abs() * lse_sq * 4 + 2 * options.get("z_loss", 0.0) * s.lse.abs() * s.rounding,
-    }
-    if reduction != "none":
-        weighs = w_y.abs().sum() * per_item if reduction == "mean" and num_items is None else 1.0
-        for name in ("loss", "z_loss"):
-            bounds[name] = (
-                bounds[name].sum() * per_item + weighs * finite(outputs[name]).abs() * 2 if name in outputs else 0
-            )
+    def __init__(self, x: Tensor, labels: Tensor, options: dict[str, Any], rounding: Tensor) -> None:
+        n_columns, ignore_index = x.shape[-1], options.get("ignore_index", -100)
+        self.options, self.num_items, labels = options, options.get("num_items"), labels.long()
+        self.ignored = labels == ignore_index
+        temperature = options.get("temperature", 1.0)
+        t = torch.as_tensor(temperature, dtype=torch.float64, device=x.device).expand(labels.shape)
+        is_wrong = ~((t > 0) & t.isfinite())
+        is_wrong = is_wrong | ((labels < 0) | (labels >= n_columns)) & ~self.ignored
+        self.t = t.where((t > 0) & t.isfinite(), 1.0)
+        self.is_wrong, self.bad_x = is_wrong, bad_rows(x)
+        self.excluded = x.detach().amax(-1) == NEG_INF
+        is_empty = self.num_items is not None and float(self.num_items) == 0
+        self.bad = (self.bad_x | is_wrong) & ~self.ignored & (not is_empty)
+        clean = with_nan_gradient(x, self.bad).masked_fill(self.bad_x.unsqueeze(-1), 0.0)
+        inside = (labels >= 0) & (labels < n_columns) | self.ignored
+        any_labels = torch.where(inside, labels, int(ignore_index == 0))
+        self.found = oracle.values(clean, any_labels, **{**options, "temperature": self.t})
 
-    def of_gradient(upstream: Numbers) -> Tensor:
-        total = torch.zeros_like(own)
-        g = {name: value.double().abs().expand(value.shape).unsqueeze(-1) for name, value in upstream.items()}
+        own = transformed(clean.detach(), options).masked_fill(self.ignored.unsqueeze(-1), 0.0) / self.t.unsqueeze(-1)
+        is_rounded = options.get("logit_scale", 1.0) != 1 or options.get("softcap") is not None
+        is_rounded = is_rounded or isinstance(temperature, Tensor) or temperature != 1
+        self.z, self.s = own, softmax(own, largest(own) * is_rounded + rounding)
+        w = options.get("class_weight")
+        self.w = torch.ones(n_columns, dtype=x.dtype, device=x.device) if w is None else w.double()
+        self.index = any_labels.masked_fill(self.ignored, 0).unsqueeze(-1)
+        self.w_y = self.w[self.index.squeeze(-1)].masked_fill(self.ignored, 0.0)
+        self.e, self.z_loss = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
+        self.log_p_y = finite(self.s.log_p.gather(-1, self.index).squeeze(-1)).abs()
+        self.spread, self.sum_sq = (self.s.p * self.s.from_max).sum(-1), self.s.p.square().sum(-1)
+        is_mean = options.get("reduction", "none") == "mean"
+        divisor = self.num_items if self.num_items is not None else (self.w_y.sum() if is_mean else 1)
+        self.per_item = 1 / abs(float(divisor)) if float(divisor) else 0.0
+
+    def outputs(self, names: tuple[str, ...]) -> Numbers:
+        outputs: Numbers = {}
+        for name in names:
+            value, is_bad, is_metric = getattr(self.found, name), self.bad, name in METRICS
+            if is_metric:
+                is_bad = self.bad_x & ~self.ignored & (name == "lse" or bool(self.z_loss))
+            at_limit = self.excluded & (is_metric | ~self.is_wrong)
+            fill = torch.full_like(self.t, NAN).masked_fill(at_limit, LIMITS.get(name, NAN)).where(is_bad, 0.0)
+            outputs["lse" if name == "lse_of_p" else name] = value + (fill if value.dim() else fill.sum())
+        return outputs
+
+    def bounds(self, outputs: Numbers) -> Numbers:
+        s, w_y = self.s, self.w_y.abs()
+        of_z_loss = 2 * self.z_loss * s.lse.abs() * (s.lse.abs() + s.rounding)
+        of_loss = w_y * (4 * self.log_p_y + s.rounding + of_z_loss)
+        mean_log_p = (self.w.abs() * finite(s.log_p).abs()).mean(-1)
+        of_loss = of_loss + (self.w.abs().mean() * (s.log_sum + s.rounding) + mean_log_p) * bool(self.e)
+        is_largest = self.z.gather(-1, self.index).squeeze(-1) == self.z.amax(-1)  # log_sum has all its digits
+        bounds = {
+            "loss": of_loss,
+            "log_probs": 4 * self.log_p_y + s.rounding,
+            "entropy": ~is_largest + s.log_sum + self.spread + s.rounding * (2 + 4 * self.spread),
+            "lse": s.lse.abs() + s.rounding + 1e-3,
+            "sum_sq_probs": self.sum_sq * (8 + s.rounding),
+            "mean_logit": s.from_max.mean(-1) + self.z.amax(-1).abs() + s.rounding,
+            "z_loss": w_y * of_z_loss * 2,
+        }
+        reduction = self.options.get("reduction", "none")
+        if reduction != "none":
+            by_weights = reduction == "mean" and self.num_items is None
+            of_divisor = 2 * w_y.sum() * self.per_item if by_weights else 2.0
+            for name in {"loss", "z_loss"} & outputs.keys():
+                bounds[name] = bounds[name].sum() * self.per_item + of_divisor * finite(outputs[name]).abs()
+        return {name: bounds[name] for name in outputs}
+
+    def of_gradient(self, upstream: Numbers) -> Tensor:
+        s, w_y, total = self.s, self.w_y, torch.zeros_like(self.z)
+        g = {name: value.double().abs().unsqueeze(-1) for name, value in upstream.items()}
         if "loss" in g or "log_probs" in g:
-            factor = g["loss"] * per_item if "loss" in g else g["log_probs"]
-            others = w_y * (1 + 2 * options.get("z_loss", 0.0) * (s.lse.abs() + s.rounding))
-            at_label = -torch.expm1(-log_p_y) * (1 + s.from_max.amax(-1) + s.rounding) * w_y.abs() + e
-            of_column = s.error * (others.abs() + e * w.abs().mean()).unsqueeze(-1) + e * w.abs() / n_columns
-            rest = s.error.gather(-1, index).squeeze(-1) * (others - w_y * (1 - e)).abs()
-            of_column = of_column.scatter(-1, index, (at_label + rest).unsqueeze(-1) + e * w.abs().max())
+            factor = g["loss"] * self.per_item if "loss" in g else g["log_probs"]
+            others = w_y * (1 + 2 * self.z_loss * (s.lse.abs() + s.rounding))
+            of_column = s.error * (others.abs() + self.e * self.w.abs().mean()).unsqueeze(-1)
+            of_column = of_column + self.e * self.w.abs() / self.z.shape[-1]
+            # 1 - p keeps its digits.
+            at_label = -torch.expm1(-self.log_p_y) * (1 + s.from_max.amax(-1) + s.rounding) * w_y.abs() + self.e
+            at_label = at_label + s.error.gather(-1, self.index).squeeze(-1) * (others - w_y * (1 - self.e)).abs()
+            of_column = of_column.scatter(-1, self.index, at_label.unsqueeze(-1) + self.e * self.w.abs().max())
             total += factor * of_column
         if "entropy" in g:
-            total += (
-                g["entropy"]
-                * s.error
-                * (finite(s.log_p).abs() + (s.log_sum + spread).unsqueeze(-1) + s.rounding.unsqueeze(-1))
-            )
+            of_row = (s.log_sum + self.spread + s.rounding).unsqueeze(-1)
+            total += g["entropy"] * s.error * (finite(s.log_p).abs() + of_row)
         if "lse" in g:
             total += g["lse"] * s.error
         if "sum_sq_probs" in g:
-            total += g["sum_sq_probs"] * 4 * s.error * (s.p + sum_sq.unsqueeze(-1))
+            total += g["sum_sq_probs"] * 4 * s.error * (s.p + self.sum_sq.unsqueeze(-1))
         if "mean_logit" in g:
-            total += g["mean_logit"] / n_columns
-        return total * (options.get("logit_scale", 1.0) / t).unsqueeze(-1)
+            total += g["mean_logit"] / self.z.shape[-1]
+        return total * (self.options.get("logit_scale", 1.0) / self.t).unsqueeze(-1)
 
-    return Truth(outputs, {name: bounds[name] for name in outputs}, of_gradient)
+
+def of_labels(x: Tensor, labels: Tensor, options: dict[str, Any], names: tuple[str, ...], rounding: Tensor) -> Truth:
+    """Truth of a loss with labels, or of log-probabilities. ``rounding [...]`` is that of x."""
+    truth = _Labels(x, labels, options, rounding)
+    outputs = truth.outputs(names)
+    return Truth(outputs, truth.bounds(outputs), truth.of_gradient)
 
 
 def reduced(losses: Tensor, bounds: Tensor, counted: Tensor, bad: Tensor, options: dict[str, Any]) -> tuple[Any, ...]:
