@@ -54,8 +54,6 @@ def vocab_parallel_cross_entropy(
         vocab_parallel_logits = vocab_parallel_logits.make("another reader")
     for name in ("chunk_tokens", "memory_budget"):
         keywords.pop(name, None)
-    if call is not None and is_watched(call.model):
-        keywords["gradient"] = "out_of_place"
     calls["loss of logits"] += 1
     return cross_entropy(vocab_parallel_logits, target, **keywords)
 
@@ -68,12 +66,6 @@ def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Te
 def te_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp_group: Any, is_cg_capturable: bool = False) -> Tensor:
     """Return :func:`vocab_parallel_cross_entropy`, with the signature of Megatron's call of TransformerEngine."""
     return vocab_parallel_cross_entropy(logits, labels, tp_group=tp_group)
-
-
-def is_watched(model: Any) -> bool:
-    """Whether a hook of the output layer, as distillation registers it, may have kept the logits."""
-    layer = getattr(model, "output_layer", None)
-    return bool(_global_forward_hooks or (layer is not None and layer._forward_hooks))
 
 
 def noted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
