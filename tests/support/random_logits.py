@@ -120,7 +120,7 @@ def of_logits(call: Call) -> None:
     beside.check(found, logits.double(), rounding)
     for name in found.keys() - {"gradient"}:
         assert all(alike(of_rank[name], found[name]) for of_rank in of_ranks), f"{name}: differs between the ranks"
-    if draw["gradient"] == "out_of_place" or draw["overwrite_input"] is False:
+    if draw["gradient"] in ("auto", "out_of_place") or draw["overwrite_input"] is False:
         assert all(alike(leaf.logits, own) for leaf, own in zip(leaves, kept, strict=True)), "logits were written"
     check_gradient(call, leaves, truth.of_gradient(upstream), grad, upstream, logits == NEG_INF)
 
