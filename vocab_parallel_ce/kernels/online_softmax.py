@@ -141,7 +141,7 @@ def walk_body(row, class_weight, loss_options, HAS_EDGES: tl.constexpr):
                 at = columns + (row.first - row.begin).to(tl.int32) if HAS_EDGES else columns
                 weights = tl.load(class_weight + at, inside, other=0.0)
                 shifted_sum += tl.sum(ops.weighted_class(shifted, weights), axis=1)
-                # The select hides the load: Triton moves a sum of what is loaded out of the loop, and up to 3.7 the
+                # The select hides the load: Triton moves a sum of what is loaded out of the loop, and up to 3.8 the
                 # loop then reads n_columns as 0 (docs/triton_reductions.md).
                 n_columns += tl.sum(tl.where(inside, weights, 0.0), axis=1)
             else:
@@ -189,7 +189,10 @@ def first_maximum(row, lanes, loose, target_logit, row_max, loss_options):
 
     Each lane knows the tile that raised its maximum last. Its vector there is read again.
     """
-    columns = lanes.max_tile[:, None] + row.lane_columns
+    VECTOR: tl.constexpr = row.lane_columns.shape[1]
+    # Unchanged: from Triton 3.8 on, the compiler sees only here that the tile's vectors are aligned.
+    max_tile = lanes.max_tile // VECTOR * VECTOR
+    columns = max_tile[:, None] + row.lane_columns
     is_read = (lanes.max == row_max)[:, None] & (columns < row.width)
     z = load_logits(row.logits + row.first + columns, is_read, loss_options)
     columns = tl.where(z == tl.max(z), columns, 2147483647)
