@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from tests.support.interpreter import patch_language_once_per_launch
+from tests.support import interpreter
 from tests.support.lanes import (
     LANES,
     LaneLedger,
@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
     if HOST.interprets:
-        patch_language_once_per_launch()
+        interpreter.mend()
 
 
 @pytest.hookimpl(optionalhook=True)

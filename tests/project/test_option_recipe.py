@@ -42,9 +42,9 @@ EDITS = [
 USE = """
 import torch
 import vocab_parallel_ce as package
-from tests.support.interpreter import patch_language_once_per_launch
+from tests.support import interpreter
 
-patch_language_once_per_launch()
+interpreter.mend()
 assert package.__file__.startswith(PLACE)
 torch.manual_seed(0)
 hidden, weight, labels = torch.randn(2, 8), torch.randn(7, 8), torch.randint(0, 7, (2,))

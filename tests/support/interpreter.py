@@ -1,13 +1,51 @@
-"""Triton's interpreter, made faster for this process."""
+"""Triton's interpreter, mended and made faster for this process."""
+
+import functools
 
 
-def patch_language_once_per_launch() -> None:
+def mend() -> None:
+    """Mend two faults of Triton's interpreter, and make it faster."""
+    from triton.runtime import interpreter
+
+    index_any_shape(interpreter)
+    cast_masks(interpreter)
+    patch_language_once_per_launch(interpreter)
+
+
+def index_any_shape(interpreter) -> None:
+    """Let a tensor of one element be an index. Up to Triton 3.6, numpy 2.4 refuses its array of one dimension."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def cast_masks(interpreter) -> None:
+    """Let loads and stores take every mask. Triton 3.9 refuses its own masks of ``&`` ("unsupported dtype")."""
+
+    def cast(name, position):
+        method = getattr(interpreter.InterpreterBuilder, name)
+
+        @functools.wraps(method)
+        def of_bools(builder, *arguments):
+            mask = arguments[position]
+            as_bool = interpreter.TensorHandle(mask.data.astype(bool, copy=False), mask.dtype)
+            return method(builder, *arguments[:position], as_bool, *arguments[position + 1 :])
+
+        setattr(interpreter.InterpreterBuilder, name, of_bools)
+
+    cast("create_masked_load", 1)
+    cast("create_masked_store", 2)
+
+
+def patch_language_once_per_launch(interpreter) -> None:
     """Let the interpreter patch ``triton.language`` once per launch and module, not at every call of a function.
 
     That halves the time of an interpreted kernel.
     """
-    from triton.runtime import interpreter
-
     launch, patched = interpreter.GridExecutor.__call__, set()
 
     def patched_launch(executor, *args, **kwargs):

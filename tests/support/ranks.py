@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tests.support.interpreter import patch_language_once_per_launch
+from tests.support import interpreter
 from tests.support.lanes import this_host
 from tests.support.poison import poisoned_allocations
 
@@ -224,7 +224,7 @@ def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connectio
     try:
         torch.set_num_threads(1)
         if this_host().interprets:
-            patch_language_once_per_launch()
+            interpreter.mend()
         if sys.platform == "linux":
             # Without it gloo resolves the host's own name, which offline hosts need not be able to.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
