@@ -1,5 +1,9 @@
 """Arguments of options, and which launches take the private path; these tests need no GPU."""
 
+import ast
+import inspect
+import textwrap
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -36,6 +40,10 @@ def test_numbers_have_the_types_that_launches_are_compiled_for():
     assert [type(argument) for argument in arguments[:-1]] == [int, *[float] * 4, *[int] * N_FLAGS]
 
 
+class Compiled:
+    """What a launch of Triton's returns."""
+
+
 class Kernel:
     """A kernel that records its launches, and those of its compiled variants.
 
@@ -49,11 +57,11 @@ class Kernel:
         def run(*arguments, **options):
             self.calls.append(("public", grid, arguments, options))
             variant, self.variants = self.variants, self.variants + 1
-            return SimpleNamespace(
-                run=lambda *arguments: self.calls.append(("private", variant, arguments)),
-                function=f"function {variant}",
-                packed_metadata=f"metadata {variant}",
-            )
+            compiled = Compiled()
+            compiled.run = lambda *arguments: self.calls.append(("private", variant, arguments))
+            compiled.function, compiled.packed_metadata = f"function {variant}", f"metadata {variant}"
+            self.compiled = weakref.ref(compiled)
+            return compiled
 
         return run
 
@@ -93,12 +101,38 @@ def test_a_launch_like_one_before_takes_the_private_way(kernel):
     moved, other = torch.zeros(64), torch.zeros(64)
     launch(9, (moved, None, other), (7, 2**31 - 1))
     first, second = kernel.calls
-    options = {"LANES": 32, "EDGES": False, "num_warps": 4}
+    options = {"LANES": 32, "EDGES": False, "num_warps": 4, "enable_fp_fusion": True}
     assert first == ("public", (3,), (*TENSORS, *VALUES, *SIZES), options)
     addresses = (moved.data_ptr(), None, other.data_ptr())
     hooks = (None, None, None)
     start = (9, 1, 1, STREAM, "function 0", "metadata 0", *hooks)
     assert second == ("private", 0, (*start, *addresses, *VALUES, 7, 2**31 - 1, 32, False))
+
+
+def test_a_remembered_kernel_stays_on_the_gpu(kernel):
+    """From Triton 3.8 on, a kernel that nobody holds is unloaded, for example after its cache was cleared."""
+    launch = launch_of(kernel)
+    launch(3, TENSORS, SIZES)
+    assert kernel.compiled() is not None
+
+
+def test_the_private_way_passes_what_this_tritons_own_launch_passes():
+    """Nothing of it is documented, so each version is read."""
+    from triton.runtime.jit import JITFunction
+
+    tree = ast.parse(textwrap.dedent(inspect.getsource(JITFunction.run)))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "kernel.run"]
+    assert [ast.unparse(argument) for argument in calls[0].args] == [
+        *("grid_0", "grid_1", "grid_2", "stream", "kernel.function", "kernel.packed_metadata"),
+        *("launch_metadata", "knobs.runtime.launch_enter_hook", "knobs.runtime.launch_exit_hook"),
+        "*bound_args.values()",
+    ]
+    # They arrive by position, under these names where the launcher has names for them.
+    launcher = pytest.importorskip("triton.backends.nvidia.driver").CudaLauncher
+    *names, arguments = inspect.signature(launcher.__call__).parameters
+    in_order = ["self", "gridX", "gridY", "gridZ", "stream", "function", "kernel_metadata", "launch_metadata"]
+    in_order += ["launch_enter_hook", "launch_exit_hook"]
+    assert len(calls) == 1 and arguments == "args" and names == in_order[: len(names)]
 
 
 def test_launches_of_other_dtypes_are_others():
@@ -205,7 +239,7 @@ def test_nothing_is_remembered_of_the_interpreter(kernel, monkeypatch):
 
 
 TESTED = [f"{version}.1" for version in TESTED_TRITON]
-OTHER_VERSIONS = ("3.5.1", "3.60.0", "3.8.0+git1", "4.0")
+OTHER_VERSIONS = ("3.5.1", "3.60.0", "3.99.0+git1", "4.0")
 
 
 @pytest.mark.parametrize("hip, version", [*((None, v) for v in (*TESTED, *OTHER_VERSIONS)), ("6.4", TESTED[0])])
@@ -216,8 +250,8 @@ def test_only_tested_versions_without_rocm_take_the_private_way(kernel, monkeypa
     is_private = hip is None and version in TESTED
     assert kinds_of(kernel) == ["public", "private" if is_private else "public"]
     if is_private:
-        assert launch_path() == "private launch, tested with triton 3.6 and 3.7"
+        assert launch_path() == "private launch, as in triton 3.6, 3.7, 3.8, 3.9"
     elif hip:
         assert launch_path().startswith("triton's own launch: ROCm")
     else:
-        assert launch_path() == f"triton's own launch: triton {version} was not tested, only 3.6 and 3.7"
+        assert launch_path() == f"triton's own launch: triton {version} was not tested, only 3.6, 3.7, 3.8, 3.9"

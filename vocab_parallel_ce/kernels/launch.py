@@ -13,11 +13,13 @@ from triton.runtime import driver
 from vocab_parallel_ce.blocks import Block
 from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, RowLayout, aligned_base, row_layout
 from vocab_parallel_ce.spec import PLAIN, LossOptions
+from vocab_parallel_ce.versions import TESTED, minor
 
 Dtypes = tuple[Any, ...]
 Rows = tuple[tuple[int, ...], bool]  # the values of a RowLayout, and whether rows have edges
 
-TESTED_TRITON = ("3.6", "3.7")  # the private launch was tested with these
+# The private launch is what Triton's own launch does in these; tests/kernels/test_launch.py compares them.
+TESTED_TRITON = tuple(minor(row.triton) for row in TESTED)
 # Private: torch.cuda.current_device looks first if CUDA is initialised.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 cache_launches = functools.lru_cache(maxsize=1024)  # per kernel; widths and options repeat every step
@@ -41,7 +43,7 @@ class Launch:
         self.num_warps = num_warps
         self.tail = tuple(constants.values())
         self.is_private = _no_private_launch() is None
-        self.variants: dict[int, tuple[Any, Any, Any]] = {}
+        self.variants: dict[int, tuple[Any, Any, Any, Any]] = {}
 
     def __call__(self, n_programs: int, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> None:
         """Run ``kernel[(n_programs,)](*tensors, *values, *sizes, **constants)`` on the first tensor's device.
@@ -62,14 +64,16 @@ class Launch:
         special = all_bits % VECTOR_BYTES or max(sizes) >= 2**31 or _is_observed()
         variant = self.variants.get(device)
         if special or variant is None:
+            # Triton 3.9 warns that 3.10 fuses nothing by default; fused, a version changes no bits.
             compiled = self.kernel[(n_programs,)](
-                *tensors, *self.values, *sizes, **self.constants, num_warps=self.num_warps
+                *tensors, *self.values, *sizes, **self.constants, num_warps=self.num_warps, enable_fp_fusion=True
             )
             # The interpreter compiles nothing and returns None.
             if self.is_private and not special and compiled is not None:
-                self.variants[device] = (compiled.run, compiled.function, compiled.packed_metadata)
+                # With the kernel itself: from Triton 3.8 on, one that nobody holds is unloaded from the GPU.
+                self.variants[device] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)
             return
-        run, function, metadata = variant
+        run, function, metadata, _ = variant
         stream = driver.active.get_current_stream(device)
         arguments += self.values + sizes + self.tail
         run(n_programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
@@ -79,7 +83,7 @@ def launch_path() -> str:
     """Say which path launches take, and why."""
     reason = _no_private_launch()
     if reason is None:
-        return f"private launch, tested with triton {' and '.join(TESTED_TRITON)}"
+        return f"private launch, as in triton {', '.join(TESTED_TRITON)}"
     return f"triton's own launch: {reason}"
 
 
@@ -89,7 +93,7 @@ def _no_private_launch() -> str | None:
         return "ROCm's variants also depend on whether a tensor has 2 GiB"
     if triton.__version__.startswith(tuple([f"{tested}." for tested in TESTED_TRITON])):
         return None
-    return f"triton {triton.__version__} was not tested, only {' and '.join(TESTED_TRITON)}"
+    return f"triton {triton.__version__} was not tested, only {', '.join(TESTED_TRITON)}"
 
 
 def dtypes_of(tensors: tuple[Tensor | None, ...]) -> tuple[torch.dtype | None, ...]:

@@ -1,0 +1,60 @@
+"""The oldest torch and Triton that the package runs with, and what was run with which of them."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+LOWEST_TORCH = "2.11"
+LOWEST_TRITON = "3.6"
+
+
+class Tested(NamedTuple):
+    """A torch with its Triton, and the outcome of the tests with them."""
+
+    torch: str
+    triton: str
+    python: str
+    quick: str  # bash scripts/test_versions.sh TORCH TRITON
+    compile_only: str  # the same
+    gpu: str
+
+
+TESTED = (
+    Tested("2.11.0", "3.6.0", "3.11", "", "", ""),
+    Tested("2.13.0", "3.7.1", "3.11", "", "", ""),
+    Tested("2.14.1", "3.8.0", "3.11", "", "", ""),
+    Tested("2.15.0", "3.9.0", "3.11", "", "", ""),
+)
+
+
+def minor(version: str) -> str:
+    """Return ``"2.11"`` for ``"2.11.0a0+git1234"``; ``""`` if the version has no such beginning."""
+    found = re.match(r"\d+\.\d+", version)
+    return "" if found is None else found[0]
+
+
+def is_older(version: str, lowest: str) -> bool:
+    """Return whether ``version`` is below ``lowest``, a minor version. What cannot be read is not."""
+    numbers = minor(version).split(".")
+    return numbers != [""] and [int(n) for n in numbers] < [int(n) for n in lowest.split(".")]
+
+
+def require_torch(version: str) -> None:
+    """Raise ImportError with the remedy if ``version`` of torch is too old."""
+    if is_older(version, LOWEST_TORCH):
+        raise ImportError(
+            f"torch: vocab_parallel_ce needs {LOWEST_TORCH} or newer, got {version}; "
+            f"upgrade it: pip install 'torch>={LOWEST_TORCH}'"
+        )
+
+
+def how_tested(torch: str, triton: str | None) -> str:
+    """Say whether the package's tests ran with this torch and this Triton; patch versions count as one."""
+    pairs = [(minor(row.torch), minor(row.triton)) for row in TESTED]
+    known = ", ".join(f"{of_torch} with {of_triton}" for of_torch, of_triton in pairs)
+    if triton is None:
+        tested, what = minor(torch) in [of_torch for of_torch, _ in pairs], f"torch {torch}"
+    else:
+        tested, what = (minor(torch), minor(triton)) in pairs, f"torch {torch} with triton {triton}"
+    return f"{what}: {'tested' if tested else 'not tested'} (tested: {known})"
