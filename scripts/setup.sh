@@ -69,6 +69,11 @@ vpce_index_answers() {
     return "$answer"
 }
 
+# vpce_reason FILE: what pip says last of why it failed.
+vpce_reason() {
+    { grep -i '^ *error' "$1" || cat "$1"; } | tail -n 1
+}
+
 vpce_fingerprint() {
     "$vpce_venv/bin/python" -V 2>/dev/null || return 1
     cat "$vpce_root/pyproject.toml" "$vpce_root/scripts/setup.sh" | cksum
@@ -241,8 +246,8 @@ LOSSES
 vpce_die_without_packages() {
     vpce_pip --version >/dev/null 2>&1 ||
         vpce_die "this Python has no ensurepip (Debian, Ubuntu: apt-get install python3-venv)"
-    vpce_die "torch and pytest are not all here and pip could not get them: run this again with" \
-        "a network, or where python3 has torch, triton and pytest"
+    vpce_die "torch and pytest are not all here and pip could not get them ($1): mend that and run this" \
+        "again, or run it where python3 has torch, triton and pytest"
 }
 
 vpce_use_platform_python() {
@@ -256,7 +261,7 @@ vpce_use_platform_python() {
 
 # vpce_setup_locked PYTHON
 vpce_setup_locked() {
-    local platform=$1 installed=no
+    local platform=$1 installed=no errors=$vpce_venv/setup-errors reason="the package index does not answer"
     # The setup that held the lock before may have done everything.
     if vpce_is_current; then return; fi
     vpce_refuse_to_change
@@ -273,7 +278,12 @@ vpce_setup_locked() {
 
     if vpce_index_answers; then
         vpce_say "installing into $vpce_venv (the first time this takes minutes)"
-        if vpce_install; then installed=yes; fi
+        if vpce_install 2>"$errors"; then
+            installed=yes
+        else
+            cat "$errors" >&2
+            reason=$(vpce_reason "$errors")
+        fi
     elif vpce_install --no-index >/dev/null 2>&1; then
         installed=yes
     fi
@@ -286,8 +296,8 @@ vpce_setup_locked() {
     fi
 
     vpce_imports "$VPCE_PYTHON" torch pytest ||
-        vpce_add_platform_packages "$platform" torch triton pytest || vpce_die_without_packages
-    vpce_say "warning: pip could not install everything; going on with what is here"
+        vpce_add_platform_packages "$platform" torch triton pytest || vpce_die_without_packages "$reason"
+    vpce_say "warning: pip could not install everything ($reason); going on with what is here"
     vpce_link_checkout
     vpce_name_missing "$VPCE_PYTHON"
     rm -f "$vpce_unfinished"

@@ -17,7 +17,7 @@ TIMEOUT_S = 20
 # The platform's python3, and the python of each environment that it makes. Setup's questions about python and files
 # reach the real interpreter; `-m ...` is written to the log. `-m venv` waits while the file `hold` exists.
 STUB = """#!/usr/bin/env bash
-stub={stub}
+stub="{stub}"
 case "$*" in
     "- "*) cat >/dev/null; echo "$stub/python3" ;;
     "-m venv "*)
@@ -25,11 +25,14 @@ case "$*" in
         while [[ -e $stub/hold ]]; do sleep 0.02; done
         mkdir -p "${{!#}}/bin" && cp "$stub/python3" "${{!#}}/bin/python" ;;
     "-m pip "*--version*) ;;
-    "-m pip "*) [[ $* == *" download "* ]] || echo "pip $0" >>"$stub/log" ;;
+    "-m pip "*)
+        [[ $* == *" download "* ]] && exit
+        echo "pip $0" >>"$stub/log"
+        if [[ -e $stub/pip-error ]]; then cat "$stub/pip-error" >&2 && exit 1; fi ;;
     "-m pytest"*) echo "pytest $0" >>"$stub/log" ;;
     *importlib.import_module*) ;;
     *"sysconfig.get_path"*) mkdir -p "${{0%/bin/*}}/site-packages" && echo "${{0%/bin/*}}/site-packages" ;;
-    *) exec {python} "$@" ;;
+    *) exec "{python}" "$@" ;;
 esac
 """
 
@@ -109,6 +112,14 @@ def test_a_setup_makes_the_environment_once(checkout: Checkout) -> None:
     assert checkout.run() == (0, checkout.python, "")
     assert snapshot(checkout.root) == before
     assert len(checkout.log()) == 1 + PIP_CALLS
+
+
+def test_what_pip_says_is_why_something_is_missing(checkout: Checkout) -> None:
+    (checkout.stubs / "pip-error").write_text("ERROR: No matching distribution found for trl>=1.16\n[notice] a new pip\n")
+    status, _, stderr = checkout.run()
+    assert status == 0
+    why = "(ERROR: No matching distribution found for trl>=1.16)"
+    assert f"setup: warning: pip could not install everything {why}; going on with what is here\n" in stderr
 
 
 def test_two_setups_at_once_make_one_environment(checkout: Checkout) -> None:
