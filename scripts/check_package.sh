@@ -21,4 +21,9 @@ assert package.__file__.startswith('$out'), package.__file__
 loss = package.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([1, 2]))
 assert abs(loss.item() - 1.3862944) < 1e-6, loss
 print('imported', package.__version__, 'from the wheel')"
-ls "$out"/*.tar.gz >/dev/null
+# All tests or none: setuptools takes tests/test_*.py by itself, without what they import.
+tar -tzf "$out"/*.tar.gz >files
+if grep /tests/ files; then
+    echo "the sdist has tests: expected none, see MANIFEST.in" >&2
+    exit 1
+fi

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ HOST = this_host()
 UNAVAILABLE = unavailable_lanes(HOST)
 LEDGER = LaneLedger()
 TESTS = Path(__file__).parent
+OPTIONAL = ("transformers", "accelerate", "peft", "trl", "megatron", "lightning", "torchtitan", "tokenizers", "tqdm")
 MARKERS = {
     "no_poison": "allocations of the package keep their contents",
     "quick(n=1)": "a short run that touches everything once; n cases of this test in each lane",
@@ -87,6 +89,23 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
     if HOST.interprets:
         interpreter.mend()
+
+
+class FileOfTests(pytest.Module):
+    """A file of tests, skipped with the reason if it imports an optional package that is not installed."""
+
+    def collect(self):
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            missing = (getattr(error.__cause__, "name", None) or "").partition(".")[0]
+            if missing not in OPTIONAL or find_spec(missing) is not None:
+                raise
+            pytest.skip(f"needs {missing}, which is not installed", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return FileOfTests.from_parent(parent, path=module_path)
 
 
 @pytest.hookimpl(optionalhook=True)
