@@ -69,7 +69,7 @@ def test_results_are_those_of_the_real_grad_output(impl_device, dtype, kind, chu
         loss.backward(FACTOR * mask.to(case.device))
     assert len(in_forward) % 3 == 0 and (len(in_forward) > 3) == (chunk_tokens == 2) and not in_backward
     results = Results((loss.detach().cpu(),), *(leaf.grad.cpu() for leaf in case.leaves))
-    assert_right(results, case.inputs, FACTOR * mask, reduction="none", **options)
+    assert_right(results, case.inputs, FACTOR * mask, **WAY, **options)
     assert all(leaf.grad.dtype == dtype for leaf in case.leaves)
 
 

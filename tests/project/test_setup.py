@@ -115,7 +115,9 @@ def test_a_setup_makes_the_environment_once(checkout: Checkout) -> None:
 
 
 def test_what_pip_says_is_why_something_is_missing(checkout: Checkout) -> None:
-    (checkout.stubs / "pip-error").write_text("ERROR: No matching distribution found for trl>=1.16\n[notice] a new pip\n")
+    (checkout.stubs / "pip-error").write_text(
+        "ERROR: No matching distribution found for trl>=1.16\n[notice] a new pip\n"
+    )
     status, _, stderr = checkout.run()
     assert status == 0
     why = "(ERROR: No matching distribution found for trl>=1.16)"

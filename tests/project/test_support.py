@@ -15,7 +15,7 @@ from tests.support.fresh import fresh_python
 from tests.support.inputs import DTYPES, IGNORE_INDEX, KINDS, batch, padded_shard, shard_of
 from tests.support.lanes import LANES, Host, unavailable_lanes
 from tests.support.layouts import label_layouts, logits_layouts
-from tests.support.oracle import cross_entropy_fp64, metrics_fp64, token_outputs_fp64
+from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype, metrics_fp64, token_outputs_fp64
 from tests.support.pairs import covering
 
 NAN, INF = float("nan"), float("inf")
@@ -108,6 +108,24 @@ def test_an_error_at_the_budget_passes_and_just_above_it_fails():
     assert_within_budget(torch.tensor([1.0, limit]), oracle, peer)
     with pytest.raises(AssertionError, match=r"exceeds .* worst at \(1,\): actual .*, oracle 0, same dtype"):
         assert_within_budget(torch.tensor([1.0, limit * 1.001]), oracle, peer)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_a_gradient_of_16_bits_is_judged_element_by_element(dtype):
+    """One rounding passes, and PyTorch's fp32 before it. What is 1 % too large fails: all, or the small elements."""
+    logits, labels = batch("peaked", rows=6, vocab_size=300)
+    truth = cross_entropy_fp64(logits, labels, reduction="sum").grad
+    fp32 = cross_entropy_same_dtype(logits, labels, reduction="sum").grad
+    for peer in (fp32.to(dtype), fp32):
+        assert_within_budget(fp32.to(dtype), truth, peer)
+        is_small = truth.abs() < truth.abs().max() / 100
+        for wrong in (fp32 * 1.01, fp32.where(~is_small, fp32 * 1.01), fp32.where(is_small, fp32 * 1.01)):
+            with pytest.raises(AssertionError, match=r"exceeds .* = 1 \* rounding"):
+                assert_within_budget(wrong.to(dtype), truth, peer)
+    twice = (fp32.to(dtype) * 0.37).double()
+    assert_within_budget(twice.to(dtype), truth * 0.37, fp32 * 0.37, roundings=2)
+    with pytest.raises(AssertionError, match="exceeds"):
+        assert_within_budget(twice.to(dtype), truth * 0.37, fp32 * 0.37)
 
 
 def test_what_is_not_finite_must_be_matched_exactly_and_excuses_nothing():

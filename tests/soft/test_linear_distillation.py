@@ -21,36 +21,45 @@ FACTORS = torch.linspace(-0.5, 1.5, TOKENS)  # of unreduced losses
 NAMES = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight", "student_bias", "teacher_bias")
 
 
-def inputs(dtype=torch.float32):
+def inputs(columns=COLUMNS):
     """Of both models; the labels ignore two tokens."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (TOKENS, WIDTH), (COLUMNS, WIDTH), (TOKENS, OF_TEACHER), (COLUMNS, OF_TEACHER), (COLUMNS,), (COLUMNS,)
-    made = {n: torch.randn(s, generator=generator).to(dtype) for n, s in zip(NAMES, shapes, strict=True)}
+    shapes = (TOKENS, WIDTH), (columns, WIDTH), (TOKENS, OF_TEACHER), (columns, OF_TEACHER), (columns,), (columns,)
+    made = {n: torch.randn(s, generator=generator) for n, s in zip(NAMES, shapes, strict=True)}
     # Broad distributions: gradients of confident ones are differences of nearly equal numbers.
     made = {n: t * 0.5 if "weight" in n else t for n, t in made.items()}
-    labels = torch.randint(0, COLUMNS, (TOKENS,), generator=generator)
+    labels = torch.randint(0, columns, (TOKENS,), generator=generator)
     labels[3], labels[5] = IGNORE_INDEX, IGNORE_INDEX
     return made, labels
 
 
-def oracle(made, labels, dtype, reduction, masked, num_items=None, bounds=((0, COLUMNS),), **options):
+def oracle(made, labels, dtype, reduction, masked, num_items=None, bounds=None, chunk=TOKENS, **options):
     """``(loss, gradients of student_hidden, student_weight and student_bias)``: fp64, or None for PyTorch's own.
 
     And the magnitudes of what is subtracted on the way to each.
 
     Args:
-        bounds: of the ranks' columns: their parts of the hidden states' gradient are added in its dtype.
+        bounds: of the ranks' columns: their parts of the hidden states' gradient are added in its dtype. None: one.
+        chunk: tokens of a product, whose rounding depends on it.
     """
+    columns = len(made["student_weight"])
+    bounds = bounds or [(0, columns)]
+    # Gradients are not rounded at the end: the budget adds that. Those of logits are, and ranks' parts of a sum.
+    rounded = {who: dtype or made[f"{who}_weight"].dtype for who in ("student", "teacher")}
     made = {
-        name: tensor.to(dtype or tensor.dtype, copy=True).requires_grad_(name.startswith("student"))
+        name: tensor.to(dtype or torch.float32, copy=True).requires_grad_(name.startswith("student"))
         for name, tensor in made.items()
     }
 
     def logits(who):
         hidden, bias = made[f"{who}_hidden"], made.get(f"{who}_bias")
-        parts = [slice(start, min(stop, COLUMNS)) for start, stop in sorted(bounds) if start < COLUMNS]
-        parts = [F.linear(hidden, made[f"{who}_weight"][p], None if bias is None else bias[p]) for p in parts]
-        return torch.cat(parts, -1).to(dtype or torch.float32)
+        parts = [slice(start, min(stop, columns)) for start, stop in sorted(bounds) if start < columns]
+        products = []
+        for part in parts:
+            own = hidden if len(parts) == 1 else hidden.to(rounded[who]).to(hidden.dtype)
+            of_head = made[f"{who}_weight"][part], None if bias is None else bias[part]
+            products.append(torch.cat([F.linear(rows, *of_head) for rows in own.split(chunk)]))
+        return torch.cat(products, -1).to(rounded[who]).to(dtype or torch.float32)
 
     student, teacher = logits("student"), logits("teacher")
     if "teacher_ids" in options:
@@ -79,12 +88,12 @@ def factor_of(reduction):
     return FACTORS if reduction == "none" else torch.tensor(0.75)
 
 
-def check(loss, grads, made, labels, **given):
+def check(loss, grads, made, labels, roundings, **given):
     truth, peer = (oracle(made, labels, dtype, **given) for dtype in (torch.float64, None))
     of_loss, of_grad = truth[2]
     assert_within_budget(loss, truth[0], peer[0], of_loss)
     for grad, *others in zip(grads, truth[1], peer[1], strict=True):
-        assert_within_budget(grad, *others, of_grad)
+        assert_within_budget(grad, *others, of_grad, roundings)
 
 
 DIVISORS = {
@@ -173,7 +182,8 @@ def check_pair(pair, results):
     parts = zip(*(grads[1:] for _, grads, _ in results), strict=True)
     of_head = [assembled(bounds, part, COLUMNS) for part in parts]
     grads = [hidden[0] if pair["reduce_hidden_grad"] else sum(hidden[1:], start=hidden[0]), *of_head]
-    check(results[0][0], grads, made, labels, masked=masked, bounds=bounds, **options)
+    roundings = 2 - is_deferred(pair)  # backward multiplies what forward has written
+    check(results[0][0], grads, made, labels, roundings, masked=masked, bounds=bounds, **options)
     for loss, _, calls in results:
         assert torch.equal(loss, results[0][0])
         n_chunks = 0 if n_ranks == 1 else n_chunks_of(pair, labels, loss.device)

@@ -1,14 +1,17 @@
-"""Triton's interpreter, mended and made faster for this process."""
+"""Triton's interpreter, mended, made faster, and as exact as a GPU, for this process."""
 
 import functools
 
+import torch
+
 
 def mend() -> None:
-    """Mend two faults of Triton's interpreter, and make it faster."""
+    """Mend three faults of Triton's interpreter, and make it faster."""
     from triton.runtime import interpreter
 
     index_any_shape(interpreter)
     cast_masks(interpreter)
+    round_to_nearest(interpreter)
     patch_language_once_per_launch(interpreter)
 
 
@@ -61,3 +64,20 @@ def patch_language_once_per_launch(interpreter) -> None:
 
     interpreter.GridExecutor.__call__ = patched_launch
     interpreter.InterpretedFunction.__call__ = call
+
+
+def round_to_nearest(interpreter) -> None:
+    """Let the interpreter round fp32 to the nearest bf16, as GPUs do; it truncates. That is also faster."""
+    import numpy as np
+    import triton.language as tl
+
+    convert = interpreter._convert_float
+
+    def converted(values, source, target, rounding_mode):
+        if (source, target) == (tl.float32, tl.bfloat16):
+            return torch.tensor(values).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return values.astype(np.uint32) << 16
+        return convert(values, source, target, rounding_mode)
+
+    interpreter._convert_float = converted

@@ -69,7 +69,9 @@ def divergences(
         return (log_p.exp() * (log_p.masked_fill(left_out, 0.0) - log_q.masked_fill(left_out, 0.0))).sum(dim=-1)
 
     if divergence == "js":
-        log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log(1 - beta))
+        # The sum of two -inf has no gradient.
+        filled = (z.masked_fill((log_s == NEG_INF) & (log_t == NEG_INF), 0.0) for z in (log_t, log_s))
+        log_m = torch.logaddexp(next(filled) + math.log(beta), next(filled) + math.log(1 - beta))
         losses = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
     else:
         losses = kl(log_t, log_s) if divergence == "forward" else kl(log_s, log_t)

@@ -1,0 +1,106 @@
+"""Losses against a distribution per token: every option, in rows of every kind of both tensors."""
+
+import torch
+
+from tests.conformance.widths import PLACE, WEIGHTING, beside, class_weight, columns_of, each, made_of, placed, rows_of
+from tests.support.inputs import DTYPES, NEG_INF
+from tests.support.logits import REDUCTIONS
+from tests.support.pairs import covering
+from tests.support.soft import (
+    Case,
+    Results,
+    assert_right,
+    divergences,
+    grad_output_of,
+    soft_losses,
+    soft_targets,
+    topk_losses,
+)
+from vocab_parallel_ce import distillation_loss, soft_cross_entropy
+from vocab_parallel_ce.soft.distillation import DIVERGENCES
+
+OTHER = {"other_dtype": DTYPES, "other_layout": PLACE["layout"]}
+WAYS = {"reduction": REDUCTIONS, "gradient": ("in_backward", "out_of_place")}
+
+
+def check(impl_device, case, made, others=(), **given):
+    """One call over placed logits, and ``others``; ``given`` replaces options of the oracle."""
+    (impl, device), shape = impl_device, rows_of(case)
+    leaf, x = placed(made.logits, case, device)
+    options = {**made.options, **made.ways, **given, "impl": impl, "vocab_size": columns_of(case)[0]}
+    if made.labels is not None:
+        options["labels"] = made.labels.view(shape)
+    options = {name: value.to(device) if torch.is_tensor(value) else value for name, value in options.items()}
+    loss = made.function(x, *others, **options)
+    loss.backward(grad_output_of(made).view_as(loss).to(device))
+    assert_right(made, Results(loss.view(-1) if loss.shape == shape else loss, leaf.grad))
+
+
+SOFT = covering(
+    **PLACE,
+    **OTHER,
+    weighting=tuple(each for each in WEIGHTING if each[0] != "megatron"),
+    z_loss=(0.0, 0.02),
+    softcap=(None, 10.0),
+    logit_scale=(1.0, 0.4),
+    **WAYS,
+)
+
+
+@each(SOFT)
+def test_soft_targets(impl_device, case):
+    logits, _ = made_of(case)
+    targets = soft_targets(logits).to(case["other_dtype"])
+    options = {name: case[name] for name in ("z_loss", "softcap", "logit_scale")}
+    options["label_smoothing"] = 0.1 * (case["weighting"][0] == "torch")
+    known, given = class_weight(case, impl_device[1])
+    ways = {name: case[name] for name in WAYS}
+    made = Case(soft_cross_entropy, soft_losses, logits, targets, options | known, ways)
+    check(impl_device, case, made, [beside(targets, case, impl_device[1])], **given)
+
+
+DISTILLATION = covering(
+    **PLACE,
+    **OTHER,
+    other_padding=(False, True),
+    # Without labels, with them, and an excluded one; each kernel has code for both.
+    kind=tuple((divergence, hard) for divergence in DIVERGENCES for hard in (None, 0.0, 0.3)),
+    is_excluded=(False, True),
+    temperature=(1.0, 2.5),
+    **WAYS,
+)
+
+
+@each(DISTILLATION)
+def test_distillation(impl_device, case):
+    logits, labels = made_of(case)
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
+    teacher = (noise * 3 + logits.float() * 0.3).to(case["other_dtype"])
+    (divergence, hard) = case["kind"]
+    if case["is_excluded"]:  # the hard loss is infinite, the gradient is not
+        logits[1, 0] = teacher[1, 0] = NEG_INF
+    options = {"divergence": divergence, "temperature": case["temperature"]} | ({"hard_weight": hard} if hard else {})
+    ways = {name: case[name] for name in WAYS}
+    made = Case(distillation_loss, divergences, logits, teacher, options, ways, None if hard is None else labels)
+    check(impl_device, case, made, [beside(teacher, case, impl_device[1])])
+
+
+TOP_K = covering(**PLACE, rest=("ignore", "bucket"), k=(1, 3), has_labels=(False, True), temperature=(1.0, 2.5), **WAYS)
+
+
+@each(TOP_K)
+def test_a_teacher_known_at_k_tokens(impl_device, case):
+    logits, labels = made_of(case)
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
+    log_probs, ids = (noise * 2 + logits.float() * 0.3).log_softmax(-1).topk(case["k"])
+    options = {"teacher_ids": ids.flip(-1), "teacher_log_probs": log_probs.flip(-1)}
+    options |= {"rest": case["rest"], "temperature": case["temperature"]}
+    ways = {name: case[name] for name in WAYS}
+    made = Case(_of_topk, topk_losses, logits, logits, options, ways, labels if case["has_labels"] else None)
+    shape = (*rows_of(case), case["k"])
+    given = {name: options[name].view(shape) for name in ("teacher_ids", "teacher_log_probs")}
+    check(impl_device, case, made, **given)
+
+
+def _of_topk(student, **options):
+    return distillation_loss(student, **options)
