@@ -13,7 +13,9 @@ from tests.support import oracle
 from tests.support.budget import assert_fp64_equal, assert_within_budget
 from tests.support.inputs import DTYPES, KINDS, batch
 from tests.support.pairs import covering
+from tests.support.weights import weights
 from vocab_parallel_ce import spec
+from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions
 from vocab_parallel_ce.spec_outputs import outputs_gradient
 
@@ -35,6 +37,7 @@ OPTIONS = {
     "logit_scale": LossOptions(logit_scale=0.25),
     "softcap": LossOptions(softcap=20.0),
     "softcap and logit_scale": LossOptions(softcap=5.0, logit_scale=3.0),
+    "temperature": LossOptions(temperature=True, lse=True),
     "entropy": LossOptions(entropy=True),
     "outputs": LossOptions(lse=True, sum_sq_probs=True, mean_logit=True),
     "all": ALL,
@@ -55,16 +58,39 @@ class Rows(NamedTuple):
     gradient_of_others: Tensor  # of lse + 2 * sum_sq_probs + 3 * mean_logit
 
 
+def tensors_of(options, n_rows, n_columns):
+    """``(class_weight, temperature)`` of options that ask for them: of the columns, and of the rows."""
+    temperature = torch.rand(n_rows, generator=torch.Generator().manual_seed(0)) + 0.5
+    return weights(n_columns) if options.class_weight else None, temperature if options.temperature else None
+
+
+def with_tensors(options, labels, vocab_size, dtype):
+    """The options of ``spec``, and the weights of the vocabulary in the dtype of its arithmetic."""
+    weight, temperature = tensors_of(options, len(labels), vocab_size)
+    dtype = compute_dtype(dtype)
+    options = options._replace(temperature=None if temperature is None else temperature.to(dtype).unsqueeze(-1))
+    return options, None if weight is None else weight.to(dtype)
+
+
 def by_spec(logits, labels, options=PLAIN, shards=1, vocab_size=None):
     """From ``shards`` equal shards; columns at ``vocab_size`` and beyond are padding."""
     width = max(logits.shape[1] // shards, 1)
     vocab_size = logits.shape[1] if vocab_size is None else vocab_size
+    options, weight = with_tensors(options, labels, vocab_size, logits.dtype)
     pieces = [(logits[:, start : start + width], start) for start in range(0, logits.shape[1], width)]
-    known = [spec.local_stats(piece, labels, start, vocab_size, options) for piece, start in pieces]
+    own = [{} if weight is None else {"class_weight": weight[start : start + width]} for _, start in pieces]
+    known = [
+        spec.local_stats(piece, labels, start, vocab_size, options, **of)
+        for (piece, start), of in zip(pieces, own, strict=True)
+    ]
     stats = functools.reduce(spec.merge, known)
 
     def gradient_by(function, *grads):
-        pieced = [function(piece, stats, labels, start, vocab_size, *grads, options) for piece, start in pieces]
+        of_pieces = own if function is spec.gradient else [{}] * len(pieces)
+        pieced = [
+            function(piece, stats, labels, start, vocab_size, *grads, options, **of)
+            for (piece, start), of in zip(pieces, of_pieces, strict=True)
+        ]
         return torch.cat(pieced, dim=1)
 
     one = torch.ones_like(stats.row_max)
@@ -83,9 +109,11 @@ def by_spec(logits, labels, options=PLAIN, shards=1, vocab_size=None):
 
 def _by_oracle(logits, labels, options, dtype=FP64):
     leaf = logits.to(dtype, copy=True).requires_grad_()
+    _, temperature = tensors_of(options, len(labels), logits.shape[1])
     computed = oracle.values(
         leaf,
         labels,
+        temperature=1.0 if temperature is None else temperature,
         reduction="none",
         ignore_index=options.ignore_index,
         label_smoothing=options.smoothing,

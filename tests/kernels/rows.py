@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.core.test_spec import ALL
+from tests.core.test_spec import ALL, tensors_of, with_tensors
 from tests.support.budget import assert_within_budget, of_sum_sq_probs
 from tests.support.layouts import Layout, logits_layouts
 from vocab_parallel_ce import spec
@@ -21,7 +21,13 @@ COPIED = ("every other column", "column-major")  # layouts that no kernel walks
 EVERY_STATISTIC = LossOptions(smoothing=0.1, entropy=True, predictions=True, sum_sq_probs=True)
 OPTIONS = {
     "plain": PLAIN,
-    **{name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields[1:]},
+    **{name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in ALL.beyond_z_loss},
+    "z_loss": LossOptions(z_loss=0.01),
+    "temperature": LossOptions(temperature=True),
+    "temperature and all": ALL._replace(temperature=True, smoothing=0.0, z_loss=0.0),
+    "class_weight": LossOptions(class_weight=True),
+    "class_weight and smoothing": LossOptions(smoothing=0.1, class_weight=True),
+    "class_weight and all": LossOptions(-100, 0.1, 0.01, 0.5, 20.0, predictions=True, class_weight=True),
     "all smoothing": LossOptions(smoothing=1.0),
     "all": ALL,
 }
@@ -38,6 +44,15 @@ def walked_layouts(columns: int, *, disjoint: bool = False, **arguments: Any) ->
     return [layout for layout in layouts if not (disjoint and layout.shares_elements)]
 
 
+def given(options: LossOptions, labels: Tensor, shard: VocabShard) -> dict[str, Any]:
+    """The options of a launcher, and their tensors: weights of the shard's columns, temperatures of the rows."""
+    weight, temperature = tensors_of(options, len(labels), shard.vocab_size)
+    own = None if weight is None else weight[shard.start : shard.start + shard.n_valid].to(labels.device)
+    temperature = None if temperature is None else temperature.to(labels.device)
+    options = options._replace(temperature=None)
+    return {"options": options, "shard": shard, "class_weight": own, "temperature": temperature}
+
+
 def stats_by_kernel(
     logits: Tensor,
     labels: Tensor,
@@ -51,8 +66,8 @@ def stats_by_kernel(
 
     stats = torch.full((1, labels.numel(), len(options.statistics)), NAN, device=logits.device)
     valid_rows = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
-    shard = shard or whole(logits)
-    kernels.online_softmax(logits, labels, stats, 0, valid_rows, outputs, divisor, shard=shard, options=options)
+    own = given(options, labels, shard or whole(logits))
+    kernels.online_softmax(logits, labels, stats, 0, valid_rows, outputs, divisor, **own)
     return stats[0], int(valid_rows)
 
 
@@ -72,7 +87,7 @@ def outputs_by_kernel(
 
     outputs = empty_outputs(labels, options)
     shard = VocabShard(0, vocab_size, vocab_size)
-    kernels.token_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
+    kernels.token_outputs(stats, labels, divisor, outputs, shard=shard, options=options._replace(temperature=None))
     return outputs
 
 
@@ -92,8 +107,8 @@ def gradient_by_kernel(
 
     loss = torch.full((labels.numel(),), NAN, device=logits.device)
     grad = logits if into is None else into
-    shard = shard or whole(logits)
-    kernels.cross_entropy(logits, stats, labels, divisor, of_rows(grads), loss, grad, shard=shard, options=options)
+    own = given(options, labels, shard or whole(logits))
+    kernels.cross_entropy(logits, stats, labels, divisor, of_rows(grads), loss, grad, **own)
     return loss, grad
 
 
@@ -110,7 +125,7 @@ def stats_of_ranks(
     """``[R, N, K]`` statistics, by the launcher of ``kernels`` or of ``reference``."""
     stats = torch.full((len(shards), labels.numel(), len(options.statistics)), NAN, device=labels.device)
     for rank, (logits, shard) in enumerate(zip(pieces, shards, strict=True)):
-        launchers.online_softmax(logits, labels, stats, rank, None, shard=shard, options=options)
+        launchers.online_softmax(logits, labels, stats, rank, None, **given(options, labels, shard))
     return stats
 
 
@@ -118,19 +133,22 @@ def stats_by_spec(
     logits: Tensor, labels: Tensor, options: LossOptions, dtype: torch.dtype, shard: VocabShard | None = None
 ) -> RowStats:
     """Of rows on the CPU, computed in ``dtype``."""
-    start, _, vocab_size = shard or whole(logits)
-    return spec.local_stats(logits.to(dtype), labels, start, vocab_size, options)
+    start, _, vocab_size = shard = shard or whole(logits)
+    options, weight = with_tensors(options, labels, vocab_size, dtype)
+    own = None if weight is None else weight[start : start + shard.n_valid]
+    return spec.local_stats(logits.to(dtype), labels, start, vocab_size, options, class_weight=own)
 
 
 def gradient_by_spec(
     logits: Tensor, labels: Tensor, options: LossOptions, dtype: torch.dtype, **grads: Tensor | None
 ) -> Tensor:
     """Of the whole vocabulary, computed in ``dtype``."""
-    logits, given, vocab_size = logits.to(dtype), of_rows(grads, dtype), logits.shape[-1]
-    stats = spec.local_stats(logits, labels, 0, vocab_size, options)
-    grad = spec.gradient(logits, stats, labels, 0, vocab_size, options)
-    grad = grad if given.loss is None else grad * given.loss.unsqueeze(1)
-    return grad + outputs_gradient(logits, stats, labels, 0, vocab_size, given, options)
+    logits, of_outputs, vocab_size = logits.to(dtype), of_rows(grads, dtype), logits.shape[-1]
+    options, weight = with_tensors(options, labels, vocab_size, dtype)
+    stats = spec.local_stats(logits, labels, 0, vocab_size, options, class_weight=weight)
+    grad = spec.gradient(logits, stats, labels, 0, vocab_size, options, weight)
+    grad = grad if of_outputs.loss is None else grad * of_outputs.loss.unsqueeze(1)
+    return grad + outputs_gradient(logits, stats, labels, 0, vocab_size, of_outputs, options)
 
 
 def grads_of(n_rows: int, options: LossOptions, device: str | torch.device) -> dict[str, Tensor | None]:
@@ -156,14 +174,16 @@ def assert_stats(
     truth = stats_by_spec(rows, labels, options, torch.float64, shard)
     peer = stats_by_spec(rows, labels, options, torch.float32, shard)
     identity = RowStats(*spec.IDENTITY)
-    # A cap rounds the logits before the maximum is subtracted from them.
-    capped = rows.new_zeros(0) if options.softcap is None else spec.transformed(rows.double(), options)[0]
+    # A cap or a temperature rounds the logits before the maximum is subtracted from them.
+    of_spec, _ = with_tensors(options, labels, rows.shape[-1], torch.float64)
+    is_rounded = options.softcap is not None or options.temperature
+    capped = spec.transformed(rows.double(), of_spec)[0] if is_rounded else rows.new_zeros(0)
     magnitude = max(capped.nan_to_num(0.0, 0.0, 0.0).abs().flatten().tolist(), default=0.0)
     for name, column in zip(options.statistics, stats.unbind(-1), strict=True):
         expected, same_dtype = getattr(truth, name), getattr(peer, name)
         if name == "argmax" and options.softcap is not None:
             assert_is_largest(column[live], rows[live], options, shard)
-        elif name in ("n_columns", "argmax"):
+        elif name == "argmax" or (name == "n_columns" and not options.class_weight):
             assert torch.equal(column[live], same_dtype[live]), name
         elif name == "exp_shifted_sum":
             # Its terms are rounded as those of others_sum are, next to which it may be nothing.

@@ -123,7 +123,7 @@ def test_the_only_ranks_outputs_are_those_of_its_statistics(kernel_device, optio
     """Also in rows with edges, and whatever divides the loss."""
     if divisor is not None:
         divisor = torch.tensor([divisor], device=kernel_device)
-    shapes = ((587, torch.float32), (512, torch.bfloat16))
+    shapes = ((1187, torch.float32), (512, torch.bfloat16))
     for columns, dtype in shapes if options is PLAIN else shapes[:1]:
         logits, labels = (t.to(kernel_device) for t in rows_of_every_kind(columns, dtype))
         stats, outputs = stats_and_outputs(logits, labels, options, divisor)
