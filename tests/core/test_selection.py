@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from vocab_parallel_ce import selection, spec
+from vocab_parallel_ce import plan, selection, spec
+from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, Workload, select
 
 pytestmark = pytest.mark.reference
@@ -85,6 +87,17 @@ def test_an_obstacle_leaves_the_call_to_triton_and_is_told(name):
         on_a_gpu("one_pass", workload, gpu)
     needed = str(refused.value).removeprefix(prefix).removesuffix(remedy)
     assert on_a_gpu("auto", workload, gpu) == ("triton", f"a GPU, and triton is installed; one_pass needs {needed}")
+
+
+def test_a_padded_shard_has_no_whole_vectors_for_one_pass(monkeypatch):
+    """It would read the padding, whatever that holds."""
+    asked = []
+    monkeypatch.setattr(plan, "gpu_of", lambda index: GPU)
+    monkeypatch.setattr(plan, "select", lambda *_, workload, **__: asked.append(workload) or select("cpu", "reference"))
+    kind = plan.Kind(torch.bfloat16, 16384, torch.device("cuda", 0), 0, 1, "in_forward", whole_vectors=True)
+    for vocab_size in (None, 16384, 16376):
+        plan.make_plan(Settings(vocab_size=vocab_size), kind)
+    assert asked == [WORKLOAD, WORKLOAD, WORKLOAD._replace(whole_vectors=False)]
 
 
 def test_one_pass_runs_where_nothing_stands_in_its_way():

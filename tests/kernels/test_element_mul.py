@@ -31,6 +31,16 @@ def test_each_row_by_its_own_factor(kernel_device, dtype, columns):
         assert torch.equal(grad, want)
 
 
+def test_more_rows_than_programs(kernel_device):
+    """Each program takes every 512th row; the last has no second one."""
+    from vocab_parallel_ce.kernels.element_mul import PROGRAMS
+
+    factors = torch.arange(1, 2 * PROGRAMS, device=kernel_device) % 7 - 3.0
+    grad = torch.ones(len(factors), 5, device=kernel_device)
+    scale(grad, factors)
+    assert torch.equal(grad, factors[:, None].expand(-1, 5))
+
+
 def test_a_factor_of_1_writes_nothing(kernel_device):
     """Any arithmetic quiets a signalling NaN, a product with 1 as well: its bits show a write."""
     signalling = torch.full((4, 40), 0x7F801234, dtype=torch.int32)

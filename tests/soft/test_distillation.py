@@ -209,6 +209,20 @@ def test_columns_masked_by_the_least_finite_number(impl_device, divergence):
     assert not grad[:, 3:9].signbit().any() or divergence == "forward"
 
 
+@pytest.mark.parametrize("divergence", ("forward", "reverse"))
+def test_an_infinite_divergence_stays_so_beside_a_larger_logit(impl_device, divergence):
+    """Of the same lane or another, later or earlier, also if the first term is nothing beside it: 0 * infinity."""
+    impl, device = impl_device
+    student, teacher = torch.zeros(2, 6, 300)
+    weighing, other = (teacher, student) if divergence == "forward" else (student, teacher)
+    other[:, 130] = -INF
+    for row, column in enumerate((2, 131, 258, 299)):
+        weighing[row, column] = 200.0
+    weighing[4, 258], other[4, 258], other[5, 258] = 200.0, 200.0, 200.0
+    ways = {"divergence": divergence, "reduction": "none", "impl": impl}
+    assert distillation_loss(student.to(device), teacher.to(device), **ways).tolist() == [INF] * 6
+
+
 def test_the_mixture_of_probabilities_that_are_almost_0(impl_device):
     """Half of the least number is 0 in fp32, and its logarithm would be -inf."""
     impl, device = impl_device

@@ -10,7 +10,7 @@ from tests.support.logits import broad_rows
 from tests.support.pairs import covering
 from tests.support.ranks import in_several_ranks
 from tests.support.soft import Case, check, check_ranks, rank_bounds, run_in_rank, topk_losses
-from vocab_parallel_ce import distillation_loss
+from vocab_parallel_ce import distillation_loss, linear_distillation_loss, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS, K = 5, 43, 6
@@ -153,6 +153,46 @@ def test_a_confident_student_keeps_the_digits_of_the_rest(impl_device, gap):
         torch.testing.assert_close(grad, truth.float())
     else:
         assert 0.2 * 70 < losses[0] < losses[1] and grad.isfinite().all()
+
+
+def test_a_rest_below_the_rounding_of_the_k_tokens(impl_device):
+    """fp32 cannot tell it from 0. It counts as half of a last digit, so that the loss is not too large."""
+    impl, device = impl_device
+    leaf = torch.zeros(1, 50).index_fill(1, torch.tensor([7, 8]), 40.0).to(device).requires_grad_()
+    ids, log_probs = torch.tensor([[8, 7]], device=device), torch.tensor([[0.1, 0.7]], device=device).log()
+    given = {"teacher_ids": ids, "teacher_log_probs": log_probs, "rest": "bucket"}
+    loss = distillation_loss(leaf * 1, impl=impl, **given)
+    assert 0.2 * 15 < loss < topk_losses(leaf.double(), None, **given)
+    assert torch.autograd.grad(loss, leaf)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("rest", ("ignore", "bucket"))
+def test_probabilities_above_1_leave_no_rest_and_a_row_of_nothing_is_nan(impl_device, rest):
+    """A rounded teacher's may be 1.01 in all."""
+    impl, device = impl_device
+    made = case_of(k=2)
+    log_probs = torch.tensor([0.7, 0.31]).log().expand(ROWS, 2)
+    given = {"teacher_ids": made.options["teacher_ids"], "teacher_log_probs": log_probs, "rest": rest}
+    function = partial(_on, device)
+    check(impl_device, made._replace(function=function, options=given, ways={"reduction": "none"}))
+    logits = torch.full((ROWS, COLUMNS), -INF)
+    assert _on(device, logits.to(device), None, **given, impl=impl, reduction="none").isnan().all()
+
+
+@pytest.mark.reference
+def test_a_teacher_that_holds_a_gradient_is_refused():
+    made = case_of(k=2)
+    log_probs = (made.options["teacher_log_probs"].clone().requires_grad_()) * 1
+    labels = torch.zeros(ROWS, dtype=torch.int64)
+    vocab_parallel_cross_entropy(log_probs, labels, gradient="in_backward").backward()
+    head = torch.randn(COLUMNS, 3)
+    given = {"teacher_ids": made.options["teacher_ids"], "teacher_log_probs": log_probs.detach()}
+    for call in (
+        lambda: distillation_loss(made.logits, **given),
+        lambda: linear_distillation_loss(torch.randn(ROWS, 3), head, **given),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match="^teacher_log_probs"):
+            call()
 
 
 @pytest.mark.reference

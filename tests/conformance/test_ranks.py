@@ -1,0 +1,63 @@
+"""Three ranks, which are no power of two, in losses over logits and against a distribution; negative class weights."""
+
+import pytest
+import torch
+
+from tests.support import logits_ranks, soft
+from tests.support.inputs import IGNORE_INDEX
+from tests.support.logits import SMOOTHING, broad_rows
+from tests.support.pairs import covering
+from tests.support.ranks import in_ranks
+from tests.support.weights import weights
+from vocab_parallel_ce import distillation_loss, soft_cross_entropy
+from vocab_parallel_ce.soft.distillation import DIVERGENCES
+
+ROWS, VOCAB = 5, 263
+BOUNDS = [(0, 88), (88, 176), (176, 264)]  # the last column is padding
+SENT = {"forward": [20], "reverse": [20], "js": [16, 8], "soft": [16], "top-k": [20]}  # bytes per row
+in_three_ranks = in_ranks((3,), (3,), ())
+
+
+def each(cases):
+    return pytest.mark.parametrize("case", cases, ids=lambda case: "-".join(map(str, case.values())))
+
+
+def made():
+    logits, labels = broad_rows("peaked", ROWS, VOCAB)
+    labels[:4] = torch.tensor([VOCAB - 1, 0, IGNORE_INDEX, VOCAB // 4])  # the last has a negative weight
+    return logits, labels
+
+
+@pytest.mark.interpreted(3)
+@each(covering(smoothing=tuple(SMOOTHING), form=("whole", "columns"), gradient=("in_forward", "out_of_place")))
+@in_three_ranks
+def test_class_weights(rank_pool, impl, case):
+    options = {"class_weight": weights(VOCAB), "gradient": case["gradient"]} | SMOOTHING[case["smoothing"]]
+    call = logits_ranks.Case(*made(), impl, options, BOUNDS, "shard", weight_form=case["form"])
+    logits_ranks.check(call, rank_pool.run(logits_ranks.run, call))
+
+
+@pytest.mark.interpreted(6)
+@each(covering(loss=tuple(SENT), hard=(None, 0.3), reduction=("mean", "none")))
+@in_three_ranks
+def test_losses_against_a_distribution(rank_pool, impl, case):
+    logits, labels = made()
+    teacher = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5)) * 3 + logits * 0.3
+    loss, ways = case["loss"], {"reduction": case["reduction"]}
+    hard = case["hard"] if loss in DIVERGENCES else None
+    given = labels if hard else None
+    if loss == "soft":
+        call = soft.Case(soft_cross_entropy, soft.soft_losses, logits, soft.soft_targets(logits), {}, ways)
+    elif loss == "top-k":
+        log_probs, ids = teacher.log_softmax(-1).topk(3)
+        options = {"teacher_ids": ids, "teacher_log_probs": log_probs, "rest": "bucket"}
+        call = soft.Case(_of_topk, soft.topk_losses, logits, logits, options, ways)
+    else:
+        options = {"divergence": loss} | ({"hard_weight": hard} if hard else {})
+        call = soft.Case(distillation_loss, soft.divergences, logits, teacher, options, ways, given)
+    sent = [SENT[loss][0] + 8 * bool(hard), *SENT[loss][1:]]
+    soft.check_ranks(call, rank_pool.run(soft.run_in_rank, call, impl, BOUNDS), BOUNDS, sent)
+
+
+def _of_topk(student, ignored, **options):
+    return distillation_loss(student, **options)
