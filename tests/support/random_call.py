@@ -21,9 +21,8 @@ Settings = dict[str, Any]
 
 
 def half_digit(tensor: Tensor) -> float:
-    """The relative error of one rounding to the tensor's dtype; Triton's interpreter truncates to bf16."""
-    truncates = tensor.dtype == torch.bfloat16 and not tensor.is_cuda
-    return torch.finfo(tensor.dtype).eps / 2 * 1.01 * (1 + truncates)
+    """The relative error of one rounding to the tensor's dtype."""
+    return torch.finfo(tensor.dtype).eps / 2 * 1.01
 
 
 def assert_near(

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.interpreter import patch_language_once_per_launch
+from tests.support import interpreter
 from tests.support.poison import poisoned_allocations
 from tests.support.random_call import Call
 from tests.support.random_heads import of_head
@@ -81,7 +81,7 @@ def interpret(where: Where) -> None:
     """Let kernels on the CPU be interpreted, in a process that has imported none yet."""
     if where.device == "cpu" and where.impl == "triton":
         os.environ["TRITON_INTERPRET"] = "1"
-        patch_language_once_per_launch()
+        interpreter.mend()
 
 
 def _in_process(seeds: Sequence[int], where: Where) -> list[Result]:
