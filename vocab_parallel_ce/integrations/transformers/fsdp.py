@@ -10,19 +10,30 @@ import torch
 from torch import Tensor, nn
 
 HOOKS = "torch.distributed.fsdp._fully_shard._fsdp_state"
+STATES = "torch.distributed._composable_state"
+UNKNOWN = f"torch {torch.__version__} does not say which weights FSDP gathers"
 
 
 def fsdp_shard(parameter: Tensor) -> Tensor | None:
     """Return the shard that FSDP2 gathers ``parameter`` from, which optimizers change. None if it does not."""
-    states = sys.modules.get("torch.distributed._composable_state")
+    states = sys.modules.get(STATES)
     for reference in list(getattr(states, "_module_state_mapping", {}).values()):
-        state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None)  # before PyTorch 2.12 there was one
-        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
-            for shard in () if group is None else group.fsdp_params:
+        for group in _groups_of(reference()):
+            for shard in group.fsdp_params:
                 if parameter is shard.sharded_param or parameter is getattr(shard, "_unsharded_param", None):
                     return shard.sharded_param
     return None
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return the parameter groups of an FSDP2 state; no other state has any."""
+    if type(state).__module__ != HOOKS:
+        return []
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    if not hasattr(state, "_fsdp_param_group"):  # the only one before PyTorch 2.12
+        raise ValueError(f"{UNKNOWN}: FSDPState has no _fsdp_param_groups; uninstall() trains with the logits")
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def has_own_group(head: nn.Module) -> bool:
@@ -39,6 +50,8 @@ def refusal(head: Any) -> str | None:
     """Return why FSDP rules out the fused loss."""
     if "weight" not in head._parameters:
         return "the head's weight is not its parameter: FSDP1 has flattened it, use fully_shard"
+    if HOOKS in sys.modules and not hasattr(sys.modules.get(STATES), "_module_state_mapping"):
+        return f"{UNKNOWN}: {STATES} has no _module_state_mapping"
     if not torch.is_grad_enabled() and fsdp_shard(head.weight) is not None:
         return "FSDP may free the head's weight after an evaluation, before the logits are looked at"
     if not has_own_group(head):
