@@ -1,5 +1,11 @@
 """Cross-entropy of logits sharded over the vocabulary, without gathering them."""
 
+import torch
+
+from vocab_parallel_ce.versions import require_torch
+
+require_torch(torch.__version__)  # before an older one fails in another way
+
 from vocab_parallel_ce.cross_entropy import LossMetrics, vocab_parallel_cross_entropy
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, linear_token_log_probs
 from vocab_parallel_ce.log_probs import token_log_probs

@@ -15,6 +15,7 @@ from vocab_parallel_ce.linear.chunks import FEWEST_TOKENS, choose_chunk_tokens
 from vocab_parallel_ce.plan import top_saved_tensor_hooks
 from vocab_parallel_ce.selection import IMPLEMENTATIONS, Workload, gpu_of, select, triton_state, triton_version
 from vocab_parallel_ce.sole_owner import can_tell
+from vocab_parallel_ce.versions import how_tested
 
 # The mean on one rank, of rows that suit one launch.
 BY_DEFAULT = Workload(1, "auto", (), whole_vectors=True, fits=True)
@@ -41,8 +42,9 @@ def doctor_lines() -> list[str]:
         f"python {platform.python_version()} ({sys.executable})",
         f"torch {torch.__version__}",
         f"triton {triton_version() or 'not installed'} ({triton_state()})",
+        how_tested(torch.__version__, triton_version()),
     ]
-    if triton_state() != "absent":
+    if triton_state() not in ("absent", "too old"):
         from vocab_parallel_ce.kernels.launch import launch_path
 
         lines.append(launch_path())

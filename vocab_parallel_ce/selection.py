@@ -13,6 +13,7 @@ import torch
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.options import IMPLEMENTATIONS
+from vocab_parallel_ce.versions import LOWEST_TRITON, is_older
 
 
 class Selection(NamedTuple):
@@ -42,9 +43,11 @@ ONE_PASS_SHARED_MEMORY = 227 * 1024
 
 
 def triton_state() -> str:
-    """Return ``"absent"``, ``"compiler"``, or ``"interpreter"`` (slow kernels on the CPU, for tests)."""
+    """Return ``"absent"``, ``"too old"``, ``"compiler"``, or ``"interpreter"`` (slow, on the CPU, for tests)."""
     if not _triton_is_installed():
         return "absent"
+    if is_older(triton_version() or "", LOWEST_TRITON):
+        return "too old"
     interprets = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
     return "interpreter" if interprets else "compiler"
 
@@ -82,10 +85,11 @@ def select(
     if requested == "auto" and device_type != "cuda":
         return Selection("reference", f"{device_type} tensors: plain PyTorch runs on any device")
     triton = triton or triton_state()
-    if triton == "absent":
+    if triton in ("absent", "too old"):
+        lack = "which is not installed; install it" if triton == "absent" else f"got {triton_version()}; upgrade it"
         raise ValueError(
-            f"impl: {requested!r} on {device_type} needs the package triton, which is not installed; "
-            "install it, or ask for impl='reference' (plain PyTorch, several times slower)"
+            f"impl: {requested!r} on {device_type} needs the package triton, {LOWEST_TRITON} or newer, {lack}, "
+            "or ask for impl='reference' (plain PyTorch, several times slower)"
         )
     obstacle = _obstacle(device_type, triton, workload, gpu)
     if requested == "one_pass" and obstacle:
@@ -112,7 +116,7 @@ def _obstacle(device_type: str, triton: str, workload: Workload | None, gpu: Gpu
     memory, options = ONE_PASS_SHARED_MEMORY, ", ".join(workload.options_on)
     conditions = (
         (gpu.is_nvidia, "an NVIDIA GPU, got another maker's"),
-        (gpu.has_gluon, f"a triton with Gluon's asynchronous copies (3.5 or later), got {triton_version()}"),
+        (gpu.has_gluon, f"a triton with Gluon's asynchronous copies, got {triton_version()}"),
         (gpu.shared_memory >= memory, f"{memory} bytes of shared memory a program, got {gpu.shared_memory}"),
         (workload.n_ranks == 1, f"one rank, got {workload.n_ranks}"),
         (workload.gradient == "in_forward", f"gradient 'in_forward', got {workload.gradient!r}"),

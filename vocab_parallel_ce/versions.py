@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import NamedTuple
 
 LOWEST_TORCH = "2.11"
@@ -34,6 +35,7 @@ def minor(version: str) -> str:
     return "" if found is None else found[0]
 
 
+@cache
 def is_older(version: str, lowest: str) -> bool:
     """Return whether ``version`` is below ``lowest``, a minor version. What cannot be read is not."""
     numbers = minor(version).split(".")
@@ -50,11 +52,9 @@ def require_torch(version: str) -> None:
 
 
 def how_tested(torch: str, triton: str | None) -> str:
-    """Say whether the package's tests ran with this torch and this Triton; patch versions count as one."""
+    """Say whether the package's tests ran with this torch and this Triton; the patch version does not count."""
     pairs = [(minor(row.torch), minor(row.triton)) for row in TESTED]
-    known = ", ".join(f"{of_torch} with {of_triton}" for of_torch, of_triton in pairs)
-    if triton is None:
-        tested, what = minor(torch) in [of_torch for of_torch, _ in pairs], f"torch {torch}"
-    else:
-        tested, what = (minor(torch), minor(triton)) in pairs, f"torch {torch} with triton {triton}"
-    return f"{what}: {'tested' if tested else 'not tested'} (tested: {known})"
+    what = f"torch {minor(torch)} with triton {minor(triton or '') or 'none'}"
+    if (minor(torch), minor(triton or "")) in pairs or triton is None and minor(torch) in [pair[0] for pair in pairs]:
+        return f"{what}: tested"
+    return f"{what}: not tested; tested are {', '.join(f'{one} with {other}' for one, other in pairs)}"
