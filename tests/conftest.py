@@ -35,7 +35,7 @@ OPTIONAL = ("transformers", "accelerate", "peft", "trl", "megatron", "lightning"
 MARKERS = {
     "no_poison": "allocations of the package keep their contents",
     "quick(n=1)": "a short run that touches everything once; n cases of this test in each lane",
-    "interpreted(n)": "how many cases of this test are interpreted, if not 1",
+    "interpreted(n, among=None)": "how many cases of this test are interpreted, if not 1, and of which",
 }
 
 

@@ -30,10 +30,10 @@ PLACE = {
 WEIGHTING = tuple((smoothing, form) for smoothing in SMOOTHING for form in (None, "whole", "columns"))
 
 
-def each(cases: list[dict[str, Any]], interpreted: int = 10**4) -> Any:
-    """Every case; under the interpreter so many."""
+def each(cases: list[dict[str, Any]], interpreted: int = 10**4, **among: Any) -> Any:
+    """Every case; under the interpreter so many, ``among`` those with parameters that it takes."""
     mark = pytest.mark.parametrize("case", cases, ids=lambda case: f"{case['width']}-{str(case['dtype'])[6:]}")
-    return lambda test: pytest.mark.interpreted(min(interpreted, len(cases)))(mark(test))
+    return lambda test: pytest.mark.interpreted(min(interpreted, len(cases)), **among)(mark(test))
 
 
 def columns_of(case: dict[str, Any]) -> tuple[int, int]:

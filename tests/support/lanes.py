@@ -96,7 +96,8 @@ def unavailable_lanes(host: Host) -> dict[str, str]:
 def left_to_other_lanes(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """The cases that the interpreter, which is slow, does not run: all except one of each test.
 
-    ``@pytest.mark.interpreted(n)`` keeps n, spread from the first to the last; the kernels' own tests keep all.
+    ``@pytest.mark.interpreted(n)`` keeps n, spread from the first to the last, of those whose parameters ``among``
+    takes, if given; the kernels' own tests keep all.
     The reference runs every case, and a GPU every compiled one.
     """
     tests = defaultdict(list)
@@ -106,8 +107,9 @@ def left_to_other_lanes(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     left_out = set()
     for cases in tests.values():
         marker = cases[0].get_closest_marker("interpreted")
-        n = marker.args[0] if marker else 1
-        kept = {cases[round(i * (len(cases) - 1) / max(n - 1, 1))] for i in range(n)}
+        n, among = marker.args[0] if marker else 1, marker and marker.kwargs.get("among")
+        taken = [case for case in cases if not among or among(case.callspec.params)]
+        kept = {taken[round(i * (len(taken) - 1) / max(n - 1, 1))] for i in range(n)}
         left_out |= set(cases) - kept if n else set()
     return left_out
 

@@ -186,6 +186,8 @@ def linear_same_dtype(
     bounds: Sequence[tuple[int, int]] | None = None,
     weight_dtype: torch.dtype | None = None,
     logits_dtype: torch.dtype | None = None,
+    chunk_tokens: int | str = "auto",
+    gradient: str = "auto",
     **options: Any,
 ) -> Results:
     """What PyTorch gets in the dtype of ``inputs``; gradients of 16 bits are not rounded at the end, if of one rank.
@@ -194,6 +196,8 @@ def linear_same_dtype(
         bounds: of the ranks' columns: their parts of the hidden states' gradient are added in that dtype.
         weight_dtype: of the gradients of weight and bias, where they are not rounded to that of ``inputs``.
         logits_dtype: fp32 logits, whose gradient is rounded.
+        chunk_tokens: of a product, whose rounding depends on it; a CPU leaves out ignored tokens.
+        gradient: "in_forward" computes products before it knows ``grad_output``.
     """
     fp64, same_dtype = _OF_ORACLE[function]
     of_logits = fp64 if inputs.weight.dtype == torch.float64 else same_dtype
@@ -205,6 +209,10 @@ def linear_same_dtype(
     given: dict[str, Any] = {"grad_outputs": grad_outputs}
     if function is not linear_every_output:
         given = dict(zip(_GRAD_OUTPUTS, grad_outputs, strict=False))
+    # The products of forward come before grad_output.
+    is_scaled = gradient == "in_forward" and len(grad_outputs) > 0 and grad_outputs[0].dim() == 0
+    factor = grad_outputs[0].to(dtype) if is_scaled else None
+    given = {} if is_scaled else given
     *outputs, grad = of_logits(logits, inputs.labels, **given, **options)
     grad = grad.reshape(len(rows), len(inputs.weight)).to(dtype)
     d_weight = grad.to(weight_dtype or grad.dtype)
@@ -212,13 +220,18 @@ def linear_same_dtype(
         # The budget adds the last rounding.
         grad, rows, inputs = grad.float(), rows.float(), inputs.to(torch.float32)
         d_weight = d_weight.float()
-    parts = [grad[:, a:b] @ inputs.weight[a:b] for a, b in bounds or [(0, len(inputs.weight))]]
-    return Results(
-        tuple(outputs),
-        sum(parts[1:], start=parts[0]).view(inputs.hidden.shape),
-        d_weight.T @ rows.to(d_weight.dtype),
-        None if inputs.bias is None else d_weight.sum(dim=0),
-    )
+    kept = inputs.labels.reshape(-1) != ignore_index
+    chunks = grad[kept].split(len(rows) if chunk_tokens == "auto" else chunk_tokens)
+    parts = [
+        torch.cat([part[:, a:b] @ inputs.weight[a:b] for part in chunks])
+        for a, b in bounds or [(0, len(inputs.weight))]
+    ]
+    d_hidden = torch.zeros_like(rows).masked_scatter(kept.unsqueeze(1), sum(parts[1:], start=parts[0]))
+    d_bias = None if inputs.bias is None else d_weight.sum(dim=0)
+    gradients = d_hidden.view(inputs.hidden.shape), d_weight.T @ rows.to(d_weight.dtype), d_bias
+    if factor is not None:
+        gradients = [None if g is None else (g * factor).to(g.dtype) for g in gradients]
+    return Results(tuple(outputs), *gradients)
 
 
 def padded_weight(inputs: Projection, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
