@@ -68,8 +68,8 @@ def check_not_overwritten(logits: Tensor) -> None:
 
 def _span(logits: Tensor) -> range:
     """Return the bytes of the storage from the first to the last that ``logits`` use; none if they are empty."""
-    first = int(logits.storage_offset()) * logits.itemsize
-    if logits.numel() == 0:
-        return range(first, first)
-    reach = sum((size - 1) * stride for size, stride in zip(logits.shape, logits.stride(), strict=True)) + 1
+    reach = logits.numel()
+    if reach and not logits.is_contiguous():
+        reach = sum((size - 1) * stride for size, stride in zip(logits.shape, logits.stride(), strict=True)) + 1
+    first = logits.storage_offset() * logits.itemsize
     return range(first, first + reach * logits.itemsize)
