@@ -81,7 +81,7 @@ def test_log_probs(impl_device, case):
         return [value.detach() for value in values], torch.autograd.grad(values, own, [g.to(dtype) for g in grads])[0]
 
     (truth, grad), (peer, peer_grad) = expected(torch.float64), expected(torch.float32)
-    largest = float(logits.double().abs().max()) / (temperature if isinstance(temperature, float) else 0.5)
+    largest = float(logits.detach().double().abs().max()) / (temperature if isinstance(temperature, float) else 0.5)
     for name, *triple in zip(names, outputs, truth, peer, strict=True):
         # Terms of the former are rounded next to 1, those of the others next to a logit.
         assert_within_budget(*triple, 1.0 if name in ("sum_sq_probs", "entropy") else largest)
