@@ -64,7 +64,10 @@ class OverLogits(NamedTuple):
     def check(self, by_rank: Sequence[Sequence[Tensor]], *inputs: Tensor) -> None:
         grad = torch.cat([results[-1] for results in by_rank], dim=-1)
         function = self.function if self.function is vp.token_log_probs else vp.vocab_parallel_cross_entropy
-        assert_right(Results(tuple(by_rank[0][:-1]), grad), *inputs, function=function, **self.options)
+        options = dict(self.options)
+        if self.function in (vp.parallel_cross_entropy, vp.cross_entropy_forward) and options["reduction"] == "mean":
+            options["gradient"] = "in_forward"
+        assert_right(Results(tuple(by_rank[0][:-1]), grad), *inputs, function=function, **options)
 
 
 class OverHeads(NamedTuple):

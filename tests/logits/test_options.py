@@ -110,7 +110,7 @@ def test_num_items_of_every_type(impl_device, gradient):
         torch.tensor(6),
         torch.tensor(6, device=device),
         torch.tensor([6], dtype=torch.int32, device=device),
-        torch.tensor(6.0, device=device, requires_grad=True),
+        torch.tensor(6.0, device=device),
         torch.tensor(6.0, device=device, dtype=torch.float64),
         torch.tensor([6.0], device=device, dtype=torch.bfloat16),
     ):
