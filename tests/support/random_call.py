@@ -137,7 +137,12 @@ class Call:
     def mask(self) -> float:
         """The value of masked columns: -inf, the lowest number, or a large one where sums of it would overflow."""
         draw = self.draw
-        sums = draw["label_smoothing"] or "mean_logit" in (draw["outputs"] or ()) or "divergence" in draw.case
+        sums = (
+            draw["label_smoothing"]
+            or draw["class_weight"]
+            or "mean_logit" in (draw["outputs"] or ())
+            or "divergence" in draw.case
+        )
         is_low = sums or draw["temperature"] not in (None, 1.0) or draw["z_loss"] or "lse" in (draw["outputs"] or ())
         is_low = is_low or draw["return_metrics"] or {"rest", "other_dtype"} & draw.case.keys() or draw["softcap"]
         dtype = torch.float32 if self.dtype == torch.float64 else self.dtype

@@ -320,7 +320,11 @@ def of_topk(
     losses = (q * (finite(log_q) - own.masked_fill(at < 0, 0.0))).sum(-1)
     mass = q.sum(-1)
     r = (1 - mass).clamp(min=0) if options["rest"] == "bucket" else torch.zeros_like(mass)
-    others = log_s.masked_fill(among, NEG_INF).logsumexp(-1)
+    outside = log_s.masked_fill(among, NEG_INF)
+    is_empty = outside.amax(-1) == NEG_INF  # the loss is infinite; autograd knows no gradient of such a sum
+    others = outside.masked_fill(is_empty.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(is_empty, NEG_INF)
+    lse = (clean / temperature).logsumexp(-1)
+    others = others - (lse - lse.detach()).masked_fill(~is_empty, 0.0)
     if options["rest"] == "bucket":
         log_r = r.clamp(min=1e-300).log()
         losses = losses + torch.where(r == 0, 0.0, r * (log_r - torch.where(r == 0, 0.0, others)))
