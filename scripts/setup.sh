@@ -69,8 +69,12 @@ vpce_index_answers() {
     return "$answer"
 }
 
-# vpce_reason FILE: what pip says last of why it failed.
+# vpce_reason FILE: why pip failed, by what it wrote to FILE.
 vpce_reason() {
+    if grep -q 'connection broken' "$1"; then
+        echo "no connection to the package index"
+        return
+    fi
     { grep -i '^ *error' "$1" || cat "$1"; } | tail -n 1
 }
 

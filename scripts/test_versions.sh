@@ -18,7 +18,7 @@ here=$("$VPCE_PYTHON" -c 'import platform, torch; print(platform.python_version(
 root=$PWD
 
 # fetch PACKAGE...: with the pip of the python that gets them
-fetch() { "$python" -m pip --disable-pip-version-check --no-input install --quiet "$@"; }
+fetch() { PIP_RETRIES=${PIP_RETRIES:-2} "$python" -m pip --disable-pip-version-check --no-input install --quiet "$@"; }
 
 install_triton() { fetch --no-deps --target "$place" "triton==$triton"; }
 
@@ -41,9 +41,10 @@ if [[ ! -e $place/complete ]]; then
     mkdir -p "$place"
     if ! $install 2>"$place.errors"; then
         vpce_say "pip could not get torch $torch with triton $triton: $(vpce_reason "$place.errors")"
-        rm -rf "$place"
+        rm -rf "$place" "$place.errors"
         exit 3
     fi
+    rm "$place.errors"
     touch "$place/complete"
 fi
 
