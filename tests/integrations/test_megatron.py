@@ -70,7 +70,8 @@ def test_losses_and_gradients_are_megatrons(rank_pool, impl, name, size, options
             for name, gradient in gradients.items():
                 truth = native[1][name].double()
                 torch.testing.assert_close(gradient.double(), truth, rtol=0, atol=1e-5 * float(truth.abs().max()))
-                assert_within_budget(found_bf16[kind][1][name], truth, native_bf16[1][name])
+                # A model rounds on the way: what Megatron-LM's own loss loses in all, as numbers of fp32.
+                assert_within_budget(found_bf16[kind][1][name], truth, native_bf16[1][name].float())
 
 
 def _curves(rank, group, impl, name, size, options, steps):

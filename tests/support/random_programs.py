@@ -314,7 +314,7 @@ def outcome(case: Case, engine: Package) -> Numbers | str:
 
 def _rounded_on_the_way(case: Case, truth: Tensor) -> float:
     """The magnitude of what is rounded to 16 bits once more than by PyTorch: forward writes it, backward scales it."""
-    if case.dtype.itemsize != 2 or all(use.gradient not in ("in_forward", "auto") for use in case.losses):
+    if case.dtype.itemsize != 2 or all(use.gradient in ("in_backward", "out_of_place") for use in case.losses):
         return 0.0
     largest = float(truth.abs().nan_to_num(0.0, 0.0, 0.0).max()) if truth.numel() else 0.0
     return largest * torch.finfo(case.dtype).eps / 2 / torch.finfo(torch.float32).eps

@@ -82,8 +82,10 @@ def backward(outputs: Sequence[Tensor | None], grads: Sequence[Tensor], **option
 
 def reference(inputs: Policy, dtype: torch.dtype, wanted: Sequence[bool] = (True, True), **options: Any) -> Found:
     """PyTorch's result from leaves of ``dtype``: log-probabilities and entropies, and the gradients of those wanted."""
-    leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in inputs.leaves]
-    logits = F.linear(*leaves) if len(leaves) == 2 else leaves[0]
+    # Gradients of 16 bits are not rounded at the end: the budget adds that. Those of logits are.
+    leaves = [leaf.detach().to(dtype).to(torch.promote_types(dtype, torch.float32)) for leaf in inputs.leaves]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    logits = F.linear(*leaves).to(dtype) if len(leaves) == 2 else leaves[0]
     values = oracle.values(logits if dtype == torch.float64 else logits.float(), inputs.labels, **options)
     outputs = values.log_probs, values.entropy
     backward([out if is_wanted else None for out, is_wanted in zip(outputs, wanted, strict=True)], inputs.grads)
