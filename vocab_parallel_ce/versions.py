@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 LOWEST_TORCH = "2.11"
 LOWEST_TRITON = "3.6"
+NOT_RUN = "not run"
 
 
 class Tested(NamedTuple):
@@ -23,9 +24,9 @@ class Tested(NamedTuple):
 
 TESTED = (
     Tested("2.11.0", "3.6.0", "3.11", "216 passed", "4 passed", "H100, H200"),
-    Tested("2.13.0", "3.7.1", "3.11", "216 passed", "4 passed", "not run"),
-    Tested("2.14.1", "3.8.0", "3.11", "216 passed", "4 passed", "not run"),
-    Tested("2.15.0", "3.9.0", "3.11", "216 passed", "4 passed", "not run"),
+    Tested("2.13.0", "3.7.1", "3.11", "216 passed", "4 passed", NOT_RUN),
+    Tested("2.14.1", "3.8.0", "3.11", "216 passed", "4 passed", NOT_RUN),
+    Tested("2.15.0", "3.9.0", "3.11", "216 passed", "4 passed", NOT_RUN),
 )
 
 
@@ -53,8 +54,10 @@ def require_torch(version: str) -> None:
 
 def how_tested(torch: str, triton: str | None) -> str:
     """Say whether the package's tests ran with this torch and this Triton; the patch version does not count."""
-    pairs = [(minor(row.torch), minor(row.triton)) for row in TESTED]
+    rows = {(minor(row.torch), minor(row.triton)): row for row in TESTED}
+    of_torch = {minor(row.torch): row for row in TESTED}
+    row = of_torch.get(minor(torch)) if triton is None else rows.get((minor(torch), minor(triton)))
     what = f"torch {minor(torch)} with triton {minor(triton or '') or 'none'}"
-    if (minor(torch), minor(triton or "")) in pairs or triton is None and minor(torch) in [pair[0] for pair in pairs]:
-        return f"{what}: tested"
-    return f"{what}: not tested; tested are {', '.join(f'{one} with {other}' for one, other in pairs)}"
+    if row is None:
+        return f"{what}: not tested; tested are {', '.join(f'{one} with {other}' for one, other in rows)}"
+    return f"{what}: tested{', on a CPU only' if row.gpu == NOT_RUN and triton is not None else ''}"

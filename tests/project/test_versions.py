@@ -8,7 +8,7 @@ import torch
 from tests.docs.markdown import ROOT, table
 from tests.support.fresh import fresh_python
 from vocab_parallel_ce import cli, selection
-from vocab_parallel_ce.versions import LOWEST_TORCH, LOWEST_TRITON, TESTED, how_tested, is_older, minor
+from vocab_parallel_ce.versions import LOWEST_TORCH, LOWEST_TRITON, NOT_RUN, TESTED, how_tested, is_older, minor
 
 pytestmark = pytest.mark.reference
 
@@ -50,7 +50,8 @@ def test_an_older_triton_runs_no_kernel_and_doctor_says_why(monkeypatch):
 
 def test_doctor_calls_only_pairs_of_the_table_tested():
     for row in TESTED:
-        assert how_tested(f"{minor(row.torch)}.9+cu1", f"{minor(row.triton)}.9").endswith(": tested")
+        words = ": tested" if row.gpu != NOT_RUN else ": tested, on a CPU only"
+        assert how_tested(f"{minor(row.torch)}.9+cu1", f"{minor(row.triton)}.9").endswith(words)
         assert how_tested(row.torch, None).endswith("with triton none: tested")
     first, last = TESTED[0], TESTED[-1]
     for pair in ((first.torch, last.triton), ("2.99.0", first.triton), ("2.99.0", None)):
