@@ -162,7 +162,7 @@ def assert_gradient(grad: Tensor, logits: Tensor, labels: Tensor, options: LossO
     """The gradient of rows on the CPU is within the budget."""
     truth, peer = (gradient_by_spec(logits, labels, options, d, **grads) for d in (torch.float64, torch.float32))
     magnitude = of_sum_sq_probs(grads.get("grad_sum_sq_probs"))
-    assert_within_budget(grad.reshape(truth.shape), truth, peer.to(grad.dtype), magnitude)
+    assert_within_budget(grad.reshape(truth.shape), truth, peer, magnitude)
 
 
 def assert_stats(

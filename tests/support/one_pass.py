@@ -50,8 +50,8 @@ def check(logits, labels, grad_output=None, impl="one_pass", **options):
     oracle = cross_entropy_fp64(values, labels, grad_output=grad_output, **options)
     peer = cross_entropy_same_dtype(values, labels, grad_output=grad_output, **options)
     assert_within_budget(loss, oracle.loss, peer.loss)
-    is_scaled = grad_output is not None  # backward multiplies what forward has written
-    assert_within_budget(grad, oracle.grad, peer.grad, roundings=1 + is_scaled)
+    # Backward multiplies what forward has written.
+    assert_within_budget(grad, oracle.grad, peer.grad, roundings=1 + (grad_output is not None))
     assert_every_element(grad, oracle.grad, labels)
     ignored = labels.long() == options.get("ignore_index", -100)
     assert not grad[ignored].any()

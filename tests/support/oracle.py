@@ -133,9 +133,8 @@ def _at_least_fp32(logits: Tensor) -> Tensor:
 
 
 def cross_entropy_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> LossAndGradient:
-    """What PyTorch gets in fp32 arithmetic: loss in fp32, gradient rounded once to the logits' dtype."""
-    loss, grad = _cross_entropy(_at_least_fp32(logits), labels, **options)
-    return LossAndGradient(loss, grad.to(logits.dtype))
+    """What PyTorch gets in fp32 arithmetic, of 16-bit logits not rounded to them: the budget adds that."""
+    return _cross_entropy(_at_least_fp32(logits), labels, **options)
 
 
 def metrics_fp64(logits: Tensor, labels: Tensor, **options: Any) -> LossMetrics:
@@ -155,9 +154,8 @@ def token_outputs_fp64(logits: Tensor, labels: Tensor, **options: Any) -> TokenO
 
 
 def token_outputs_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> TokenOutputs:
-    """What PyTorch gets in fp32 arithmetic, the gradient rounded once to the logits' dtype."""
-    log_probs, entropy, grad = _token_outputs(_at_least_fp32(logits), labels, **options)
-    return TokenOutputs(log_probs, entropy, grad.to(logits.dtype))
+    """What PyTorch gets in fp32 arithmetic."""
+    return _token_outputs(_at_least_fp32(logits), labels, **options)
 
 
 def every_output_fp64(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -170,9 +168,8 @@ def every_output_fp64(logits: Tensor, labels: Tensor, **options: Any) -> tuple[T
 
 
 def every_output_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """What PyTorch gets in fp32 arithmetic, the gradient rounded once to the logits' dtype."""
-    *outputs, grad = _every_output(_at_least_fp32(logits), labels, **options)
-    return *outputs, grad.to(logits.dtype)
+    """What PyTorch gets in fp32 arithmetic."""
+    return _every_output(_at_least_fp32(logits), labels, **options)
 
 
 def _every_output(

@@ -173,7 +173,7 @@ def assert_right(case: Case, results: Results) -> None:
         of_loss, of_grad = subtracted(case.logits, case.other, case.options)
         of_grad *= float(grad_output_of(case).abs().max()) / (1 if results.loss.dim() else len(case.logits))
     assert_within_budget(results.loss, truth.loss, peer.loss, of_loss)
-    assert_within_budget(results.grad, truth.grad, peer.grad.to(results.grad.dtype), of_grad)
+    assert_within_budget(results.grad, truth.grad, peer.grad, of_grad)
 
 
 def arguments(case: Case) -> dict[str, Any]:
