@@ -73,7 +73,7 @@ def begin_reduce_scatter(own: Tensor, summed: Tensor, group: Any) -> Any:
     return reduce_scatter(own, summed, group=group, async_op=True)
 
 
-def all_gather_objects(own: Any, group: object, device: torch.device | None) -> list[Any]:
+def all_gather_objects(own: Any, group: Any, device: torch.device | None) -> list[Any]:
     """Return ``own`` of every rank, in the order of the ranks. For debugging: it waits for the device.
 
     NCCL sends objects through the current GPU, so ``device`` becomes current if it is one.

@@ -248,7 +248,8 @@ def test_verify_group_of_ranks_that_pass_different_things(rank_pool, impl):
     for outcomes in rank_pool.run(_group_outcomes):
         for (error, sent, nbytes), start in zip(outcomes, expected, strict=True):
             assert error is None if start is None else error.startswith(start), (error, start)
-            assert sent == ["allgather_"] * 2 and nbytes < 1024
+            # torch 2.15 sends objects in another all_gather.
+            assert sent in (["allgather_"] * 2, ["_allgather_base_"] * 2) and nbytes < 1024
 
 
 @pytest.mark.reference
