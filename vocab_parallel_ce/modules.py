@@ -31,6 +31,7 @@ KEYWORDS_OF_OTHERS = {*LinearLossKeywords.__annotations__, *LinearLogProbKeyword
 GIVEN_ELSEWHERE = {
     "num_items": "at each call of the module",
     "in_features": "when the module is made",
+    "head": "when the module is made",
     "columns": "when the module is made",
     "bias": "as that of the head",
 }
@@ -49,8 +50,12 @@ class _LossModule(nn.Module):
         raise NotImplementedError
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_new = "options" in self.__dict__ and not name.startswith("_") and not hasattr(self, name)
-        if is_new and name in GIVEN_ELSEWHERE:
+        is_made = "options" in self.__dict__
+        if is_made and name == "class_weight" and value is not None:
+            checks.check_class_weight(value)
+        # A subclass may have attributes of any other name.
+        is_new = is_made and "names" in type(self).__dict__ and not name.startswith("_") and not hasattr(self, name)
+        if (is_new and name in GIVEN_ELSEWHERE) or (is_made and name == "head"):
             raise TypeError(
                 f"{name}: expected {GIVEN_ELSEWHERE[name]}, got it as an attribute of {type(self).__name__}"
             )

@@ -1,6 +1,6 @@
 """Remember which logits hold their gradient because a mode was asked for by name: another loss over them is an error.
 
-The record is an attribute of the storage. So it dies with the memory, and every tensor of the memory has it.
+The record is an attribute of the storage. So every tensor of that memory finds it, and it ends with the memory.
 A write to the logits that autograd sees voids it: PyTorch raises the version of a tensor and its views. It misses
 a replayed CUDA graph that fills static logits, but their autograd node is then younger than the loss.
 """

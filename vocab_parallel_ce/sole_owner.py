@@ -1,9 +1,11 @@
 """Whether the running backward is all that can still see the saved logits. Then it may write over them.
 
-Whoever can see a tensor's memory holds one of four counted references: to its Python object, to its C++ object
+Whoever can see a tensor's memory holds a counted reference: to its Python object, also a weak one, to its C++ object
 (other graph nodes do), to its storage (views, ``detach()``, saved outputs and numpy do), or to the storage's Python
-object. For a view the references to its base count too. The right counts depend on the version of PyTorch and Python.
-So they are measured once, on logits that nobody shares. Any other count means that somebody else may read.
+object. For a view the references to its base count too. Other processes that share a storage are seen as well.
+
+The right counts depend on the versions of PyTorch and Python. So they are measured once, on logits that nobody shares.
+Any other count means that somebody else may read.
 
 Cost: about a microsecond per backward.
 """
@@ -11,6 +13,7 @@ Cost: about a microsecond per backward.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +43,7 @@ def measure() -> None:
     # A tracer or a mode may hold what it sees. Counts that are too high would hide a reader later.
     if sys.gettrace() is not None or sys.getprofile() is not None or _modes():
         return
-    with torch.enable_grad():
+    with torch._C.DisableTorchFunction(), torch.enable_grad():  # a function mode may hold them too
         source = torch.ones(2, 2, device="cpu", requires_grad=True)
         for is_view in (False, True):
             loss = _SavesLogits.apply((source * 1).view(1, 4) if is_view else source * 1)
@@ -66,7 +69,9 @@ def _counts(saved: tuple[Any, ...]) -> tuple[Any, ...]:
         logits._use_count(),
         sys.getrefcount(storage),
         _storage_use_count(storage._cdata),
-        storage.resizable(),  # not if the memory is another library's
+        weakref.getweakrefcount(logits),
+        # Not if another library or another process has the memory. Every CUDA storage says that it is shared.
+        storage.resizable() and not (logits.is_cpu and storage.is_shared()),
     )
     if not logits._is_view():
         return counts

@@ -231,7 +231,7 @@ def _check_not_whole(name: str, sampled: Sequence[str | None]) -> None:
     if sampled[0] is not None and len(set(sampled)) == 1:
         raise ValueError(
             f"{name}: expected other columns on each rank, got equal values on all {len(sampled)}; with the whole "
-            "vocabulary on every rank pass group=None, and with shards that are equal vocab_size="
+            "vocabulary on every rank pass group=None, and with shards that are equal, as from one seed, vocab_size="
         )
 
 

@@ -91,3 +91,26 @@ def test_other_attributes_may_be_set_as_of_every_module(kind):
     module.forward = module.forward
     module.eval().train()
     assert module.step == 3 and not module.state_dict()
+
+
+def test_a_head_and_class_weights_that_are_set():
+    """A head that was set was ignored, and class weights of a wrong dtype were taken."""
+    module = module_of("linear")
+    with pytest.raises(TypeError, match="^head: expected when the module is made, got it as an attribute"):
+        module.head = torch.nn.Linear(4, 8)
+    assert list(module.state_dict()) == list(module_of("linear").state_dict())
+    for kind in GIVEN:
+        with pytest.raises(TypeError, match="^class_weight: dtype must be floating point"):
+            module_of(kind).class_weight = torch.ones(len(INPUTS.weight), dtype=torch.int64)
+
+
+def test_a_subclass_has_attributes_of_its_own():
+    class Own(VocabParallelCrossEntropy):
+        def __init__(self):
+            super().__init__(label_smoothing=0.1)
+            self.weight = torch.nn.Parameter(torch.ones(2))
+            self.temperature, self.outputs = 2.0, []
+
+    module = Own()
+    module.z_loss = 0.02
+    assert (module.temperature, module.label_smoothing, module.z_loss) == (2.0, 0.1, 0.02)

@@ -297,6 +297,7 @@ def report(target: GPUTarget, variant: Variant) -> dict:
     compiled = triton.compile(source_of(variant), target=target, options=options)
     moved_sums = compiled.asm["ttgir"].count("efficient_layout")
     entry = {"target": f"{target.backend}:{target.arch}", "kernel": variant.name, "moved_sums": moved_sums}
+    entry["triton"] = [int(part) for part in triton.__version__.split(".")[:2]]
     if target.backend != "cuda":
         return entry | {"bytes": len(compiled.asm["hsaco"])}
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
