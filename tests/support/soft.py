@@ -112,6 +112,14 @@ def subtracted(student: Tensor, teacher: Tensor, options: dict[str, Any]) -> tup
     return float(terms.sum(-1).max()), 0.0 if is_forward else float(terms.max())
 
 
+def in_exponents(case: "Case") -> float:
+    """Magnitude of what is subtracted in exponents: ``p * |z|`` of one column. The rounding of z is relative in p."""
+    z = case.logits.double() * case.options.get("logit_scale", 1.0)
+    softcap = case.options.get("softcap")
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / case.options.get("temperature", 1.0)
+    return float((z.softmax(-1) * z.abs()).nan_to_num(0.0, 0.0, 0.0).max())
+
+
 class Case(NamedTuple):
     """One call over ``logits [N, V]`` and a tensor beside them."""
 
@@ -168,10 +176,11 @@ def assert_right(case: Case, results: Results) -> None:
     truth = expected(case, torch.float64)
     there = tree_map_only(torch.Tensor, lambda t: t.to(results.grad.device), case)
     peer = expected(there, torch.float32)  # a GPU's exponential is less exact than a CPU's
-    of_loss = of_grad = 0.0
+    of_loss, of_grad = 0.0, in_exponents(case)
     if case.losses is divergences:
-        of_loss, of_grad = subtracted(case.logits, case.other, case.options)
-        of_grad *= float(grad_output_of(case).abs().max()) / (1 if results.loss.dim() else len(case.logits))
+        of_loss, of_terms = subtracted(case.logits, case.other, case.options)
+        of_grad = max(of_grad, of_terms)
+    of_grad *= float(grad_output_of(case).abs().max()) / (1 if results.loss.dim() else len(case.logits))
     assert_within_budget(results.loss, truth.loss, peer.loss, of_loss)
     assert_within_budget(results.grad, truth.grad, peer.grad, of_grad)
 
