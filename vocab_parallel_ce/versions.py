@@ -1,4 +1,4 @@
-"""The oldest torch and Triton that the package runs with, and what was run with which of them."""
+"""The oldest torch and Triton that the package runs with, and the tests that ran with each pair."""
 
 from __future__ import annotations
 

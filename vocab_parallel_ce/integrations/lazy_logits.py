@@ -39,7 +39,7 @@ _steps = itertools.count(1)
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Number an optimizer's step in one row with calls of heads: fused ones change parameters, and raise no version."""
+    """Number an optimizer's step, by the counter of the heads' calls: fused steps change parameters and no version."""
     _stepped[optimizer] = next(_steps)
 
 
