@@ -32,6 +32,8 @@ vpce_stamp=$vpce_venv/setup-stamp
 vpce_unfinished=$vpce_venv/setup-unfinished
 vpce_constraints=$vpce_venv/platform-constraints.txt
 vpce_pins=("torch==2.13.0" "triton==3.7.1; platform_system == 'Linux'")
+# The extras have no upper bounds; what the tests say of each class of a framework is of these.
+vpce_tested=("transformers<5.24" "trl<1.17; python_version >= '3.11'" "peft<0.22" "accelerate<2" "megatron-core<0.20" "lightning<3")
 vpce_extras=triton,test,demo,dev,frameworks
 # torchtitan without its dependencies, some of which are older than what transformers needs.
 vpce_alone=("torchtitan==0.3.*; python_version >= '3.11'" "spmd_types==0.2.*; python_version >= '3.11'" docstring_parser "tyro==1.*" typeguard)
@@ -213,7 +215,7 @@ vpce_install() {
     fi
     # One command for torch and the extras, so that pip cannot replace the torch asked for.
     vpce_pip install -qq "$@" "pip>=22.3" "setuptools>=77" &&
-        vpce_pip install -qq "$@" --no-build-isolation "${torch[@]}" \
+        vpce_pip install -qq "$@" --no-build-isolation "${torch[@]}" "${vpce_tested[@]}" \
             --config-settings editable_mode=compat --editable "${vpce_root}[$vpce_extras]" &&
         vpce_pip install -qq "$@" --no-deps "${vpce_alone[@]}"
 }

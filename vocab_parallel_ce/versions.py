@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 LOWEST_TORCH = "2.11"
@@ -36,7 +36,7 @@ def minor(version: str) -> str:
     return "" if found is None else found[0]
 
 
-@cache
+@lru_cache(maxsize=16)
 def is_older(version: str, lowest: str) -> bool:
     """Return whether ``version`` is below ``lowest``, a minor version. What cannot be read is not."""
     numbers = minor(version).split(".")
