@@ -56,8 +56,8 @@ class OnePassConfig(NamedTuple):
 ONE_PASS = (
     (16_384, 40_960, OnePassConfig(4, 8, 48, 4, 2)),
     (40_961, 94_208, OnePassConfig(8, 4, 24, 8, 2)),
-    (94_209, 106_496, OnePassConfig(16, 12, 26, 4, 1)),
-    (106_497, 122_880, OnePassConfig(16, 5, 26, 8, 1)),
+    (94_209, 102_400, OnePassConfig(8, 4, 26, 8, 2)),
+    (102_401, 122_880, OnePassConfig(16, 5, 26, 8, 1)),
     (122_881, 139_264, OnePassConfig(16, 11, 26, 4, 1)),
     (139_265, 212_992, OnePassConfig(16, 8, 26, 4, 1)),
     (212_993, 270_336, OnePassConfig(16, 7, 26, 8, 1)),
