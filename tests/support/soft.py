@@ -179,7 +179,7 @@ def assert_right(case: Case, results: Results) -> None:
     of_loss, of_grad = 0.0, in_exponents(case)
     if case.losses is divergences:
         of_loss, of_terms = subtracted(case.logits, case.other, case.options)
-        of_grad = max(of_grad, of_terms)
+        of_grad += of_terms  # the rounding of both
     of_grad *= float(grad_output_of(case).abs().max()) / (1 if results.loss.dim() else len(case.logits))
     assert_within_budget(results.loss, truth.loss, peer.loss, of_loss)
     assert_within_budget(results.grad, truth.grad, peer.grad, of_grad)
