@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import pipeline, verify
-from vocab_parallel_ce.backward import Refusals, begin, mark_written, run_backward, writes_in_place
+from vocab_parallel_ce import verify
 from vocab_parallel_ce.dtensor import is_dtensor
-from vocab_parallel_ce.layout import flat, overwritable, per_row, source_and_new, walkable
+from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import (
     Function,
     LossKeywords,
@@ -26,21 +25,14 @@ from vocab_parallel_ce.options import (
     keyword_defaults,
     with_keywords,
 )
-from vocab_parallel_ce.overwritten import mark_overwritten
-from vocab_parallel_ce.plan import Call, Plan, plan_call
+from vocab_parallel_ce.run import run as run_loss
 from vocab_parallel_ce.shift import next_labels, without_last
-from vocab_parallel_ce.spec import GradOutputs, TokenOutputs, is_ignored
+from vocab_parallel_ce.spec import Labels, TokenOutputs, is_ignored
 from vocab_parallel_ce.top import Top
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-REFUSALS = Refusals(
-    "cross-entropy: backward ran a second time, but the first had its gradient in the logits' storage and has handed "
-    "it on; ask for gradient='out_of_place' (TransformerEngine's overwrite_input=False) to run backward again",
-    "cross-entropy: the logits, the tensor that they are a view of, or another tensor of the call were overwritten "
-    "before backward read them; if another loss wrote over the logits, ask for gradient='out_of_place' there",
-)
 KEYWORDS = keyword_defaults(LossKeywords)
 # PyTorch 2.11 fails inside Dynamo.
 TRACES_DTENSORS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
@@ -187,7 +179,7 @@ def vocab_parallel_cross_entropy(
     settings = divided_by(num_items, Settings(return_metrics=return_metrics, **keywords))
     if settings.shift:
         labels = next_labels(labels, settings.ignore_index)
-    outputs, divisor = run(logits, labels, settings, group=group, num_items=num_items, class_weight=class_weight)
+    outputs, divisor = run(logits, Labels(labels, class_weight), settings, group=group, num_items=num_items)
     if settings.shift:
         outputs, labels = without_last(outputs, labels.dim() - 1), labels[..., :-1]
     return (outputs.loss, loss_metrics(outputs, labels, settings, divisor)) if return_metrics else outputs.loss
@@ -195,44 +187,19 @@ def vocab_parallel_cross_entropy(
 
 def run(
     logits: Tensor,
-    labels: Tensor,
+    given: Labels,
     settings: Settings,
     *,
     group: Any,
     num_items: float | Tensor | None = None,
-    class_weight: Tensor | None = None,
-    temperature: Tensor | None = None,
     top: Top | None = None,
 ) -> tuple[TokenOutputs, Tensor | None]:
-    """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor.
-
-    Fills ``top``.
-    """
+    """Compute the outputs, and return ``num_items`` as a tensor too. Fills ``top``."""
     if torch.compiler.is_dynamo_compiling():  # of this frame; is_compiling() is of all threads
         from vocab_parallel_ce.operators import losses
 
-        return losses(logits, labels, settings, group, num_items, class_weight, temperature)
-    call = plan_call(logits, labels, settings, group, num_items, class_weight, temperature, top)
-    if torch.is_grad_enabled() and logits.requires_grad:
-        return as_token_outputs(_CrossEntropy.apply(logits, labels, call), call.plan), call.num_items
-    with torch.no_grad():
-        return pipeline.forward(call, walkable(logits), flat(labels), labels.shape)[0], call.num_items
-
-
-def as_returned(ctx: Any, outputs: TokenOutputs, plan: Plan) -> Any:
-    """Return outputs as an autograd Function does: a loss alone, or all in a tuple."""
-    if not plan.other_outputs:
-        return outputs.loss
-    if plan.options.predictions:  # without a gradient, as the lse of the metrics
-        pairs = zip(outputs, plan.options.differentiable, strict=True)
-        ctx.mark_non_differentiable(*[v for v, has_gradient in pairs if v is not None and not has_gradient])
-    last = next(reversed(plan.other_outputs))
-    return outputs[: 1 + TokenOutputs._fields.index(last)]  # a None that is returned takes time
-
-
-def as_token_outputs(returned: Any, plan: Plan) -> TokenOutputs:
-    """Return the outputs that an autograd Function returned."""
-    return TokenOutputs(*returned) if plan.other_outputs else TokenOutputs(returned)
+        return losses(logits, given, settings, group, num_items)
+    return run_loss(LABELS, logits, given, settings, group=group, num_items=num_items, top=top)
 
 
 @torch.no_grad()
@@ -252,50 +219,3 @@ def loss_metrics(outputs: TokenOutputs, labels: Tensor, settings: Settings, divi
             n = divisor.to(z_loss.dtype).reshape(())
             z_loss = torch.where(n == 0, 0.0, z_loss / n)
     return LossMetrics(outputs.predictions, accuracy, outputs.lse, z_loss)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Saved: in_forward the gradient, in the logits' memory; otherwise logits, labels and statistics."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, call: Call) -> Any:
-        begin(ctx, call)
-        mode = call.plan.gradient
-        if mode == "in_forward":
-            version = logits._version
-            outputs, grad = pipeline.forward_in_place(call, logits, labels)
-            if grad is logits:
-                mark_overwritten(logits, version, ctx.age)
-            ctx.save_for_backward(grad)
-        else:
-            kept = logits if mode == "out_of_place" else overwritable(logits)
-            flat_labels = flat(labels)
-            outputs, stats, divisor = pipeline.forward(call, walkable(kept), flat_labels, labels.shape)
-            weights = call.class_weight if call.plan.options.smoothing else None
-            is_plain = weights is None and call.temperature is None  # to save None takes time
-            constants = () if is_plain else (weights, call.temperature)
-            ctx.save_for_backward(kept, flat_labels, stats, divisor, *constants)
-        return as_returned(ctx, outputs, call.plan)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
-        return run_backward(_logits_gradient, ctx, grads, REFUSALS, ctx.call.group), None, None
-
-
-def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Tensor:
-    """Write the gradient over the logits, or into a new tensor."""
-    plan = ctx.call.plan
-    ctx.handed_on = writes_in_place(plan.gradient, saved)
-    kept, *others = saved
-    logits, version = kept.detach(), kept._version
-    if plan.gradient == "in_forward":
-        assert grads.loss is not None
-        grad = logits
-        plan.launchers.element_mul(logits, per_row(grads.loss, logits))
-    else:
-        source, grad = (logits, logits) if ctx.handed_on else source_and_new(logits)
-        labels, stats, divisor, *constants = others
-        pipeline.write_gradient(plan, source, labels, stats, divisor, grads, grad, *constants)
-    if grad is logits:
-        mark_written(ctx, kept, logits, version)
-    return grad

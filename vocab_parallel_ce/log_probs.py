@@ -12,6 +12,7 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import overwrites, public, run
 from vocab_parallel_ce.options import LogProbKeywords, Settings, check_names, keyword_defaults, with_keywords
 from vocab_parallel_ce.outputs import TokenLogProbs, asks_for_top, results_of, settings_of, taken_temperature, top_of
+from vocab_parallel_ce.spec import Labels
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -80,7 +81,8 @@ def token_log_probs(
     settings = Settings(reduction="none", **settings_of(entropy, outputs), **keywords)
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
     top = top_of(settings)
-    found, _ = run(logits, labels, settings, group=group, temperature=temperature, top=top)
+    given = Labels(labels, temperature=temperature)
+    found, _ = run(logits, given, settings, group=group, top=top)
     return results_of(found, labels, outputs, settings.ignore_index, top)
 
 

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from vocab_parallel_ce import checks, pipeline
+from vocab_parallel_ce import checks, run
 from vocab_parallel_ce.collectives import group_named, group_position
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
-from vocab_parallel_ce.layout import compute_dtype, flat, source_and_new, walkable
+from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
 from vocab_parallel_ce.linear import pipeline as linear_pipeline
 from vocab_parallel_ce.linear.plan import (
     Arguments,
@@ -32,10 +32,11 @@ from vocab_parallel_ce.linear.plan import (
     plan_linear_call,
     shard_of_dtensor,
 )
+from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, check_settings, loss_options
-from vocab_parallel_ce.plan import other_outputs, plan_call, plan_of, temperature_of_rows, weights_of_columns
+from vocab_parallel_ce.plan import output_dtype, plan_call, plan_of
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
+from vocab_parallel_ce.spec import GradOutputs, Labels, TokenOutputs
 
 N_SETTINGS, N_OUTPUTS, N_GRADS = len(Settings._fields), len(TokenOutputs._fields), len(GradOutputs._fields)
 TYPES = {"VocabShard | None": "int[]?", "int | str": "SymInt?", "int | None": "int?", "float | None": "float?"}
@@ -86,13 +87,13 @@ class HeadCall(NamedTuple):
         """Whether forward computes gradients."""
         return self.settings.gradient == "in_forward" and any(self.wanted)
 
-    def plan(self) -> tuple[LinearCall, Inputs]:
+    def plan(self) -> tuple[LinearCall, Inputs, Labels]:
         """Plan the call as under the autocast of the code that was compiled."""
         group = group_named(self.group)
-        tensors = self.hidden, self.weight, self.labels, self.bias
-        given = Arguments(*tensors, group, self.num_items, None, None, self.class_weight, self.temperature)
+        beside = Labels(self.labels, self.class_weight, self.temperature)
+        given = Arguments(self.hidden, self.weight, self.bias, self.labels, beside, group, self.num_items)
         with torch.autocast(self.hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            return plan_linear_call(given, self.settings, self.head)
+            return plan_linear_call(LABELS, given, self.settings, self.head)
 
     def new_gradients(self) -> Iterable[Tensor | None]:
         tensors = zip((self.hidden, self.weight, self.bias), self.wanted, strict=True)
@@ -103,15 +104,10 @@ class HeadCall(NamedTuple):
 
 
 def losses(
-    logits: Tensor,
-    labels: Tensor,
-    settings: Settings,
-    group: Any,
-    num_items: float | Tensor | None,
-    class_weight: Tensor | None,
-    temperature: Tensor | None,
+    logits: Tensor, given: Labels, settings: Settings, group: Any, num_items: float | Tensor | None
 ) -> tuple[TokenOutputs, Tensor | None]:
     """Return the outputs of a loss over logits, and the divisor of a sum."""
+    labels, class_weight, temperature = given
     if logits.stride(-1) != 1 or logits.dim() > 4:
         logits = logits.contiguous()  # so that the gradient is laid out as empty_like says
     checks.check_choice("gradient", settings.gradient, GRADIENT_MODES)
@@ -127,7 +123,7 @@ def linear_losses(
     given: Arguments, settings: Settings, head: HeadSettings
 ) -> tuple[TokenOutputs, Tensor | None, Tensor | None]:
     """Return the outputs of a head and its loss, the divisor of a sum, and NaN or 1 for too many valid tokens."""
-    hidden, weight, labels, bias, group, num_items = given[:6]
+    hidden, weight, bias, labels, (_, class_weight, temperature), group, num_items, *_ = given
     if is_dtensor(weight):
         settings = settings._replace(shard=shard_of_dtensor(given, settings, *group_position(group)), vocab_size=None)
         weight = local_rows("weight", weight, group)
@@ -139,8 +135,8 @@ def linear_losses(
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     divisor, values = _divisor(num_items, settings.reduction, hidden), (*_values(settings), *_values(head))
     operator = torch.ops.vocab_parallel_ce.linear_cross_entropy
-    checks.check_constants(given.class_weight, given.temperature, labels)
-    tensors = hidden, weight, bias, labels, divisor, given.class_weight, given.temperature
+    checks.check_constants(class_weight, temperature, labels)
+    tensors = hidden, weight, bias, labels, divisor, class_weight, temperature
     found = operator(*tensors, _name(group), autocast, wanted, *values)
     return _token_outputs(found, settings), divisor, None if head.valid_tokens is None else found[N_OUTPUTS]
 
@@ -201,8 +197,8 @@ def _or_empty(tensors: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, .
 def _new_outputs(call: LogitsCall | HeadCall) -> TokenOutputs:
     settings, labels, dtype = call.settings, call.labels, call[0].dtype
     loss = labels.new_empty(labels.shape if settings.reduction == "none" else (), dtype=compute_dtype(dtype))
-    asked = other_outputs(loss_options(settings, None), dtype)
-    others = {name: labels.new_empty(labels.shape, dtype=each) for name, each in asked.items()}
+    asked = LABELS.outputs(loss_options(settings, None))
+    others = {name: labels.new_empty(labels.shape, dtype=output_dtype(name, dtype)) for name in asked}
     return TokenOutputs(loss, **others)
 
 
@@ -225,10 +221,11 @@ def _new_statistics(call: LogitsCall | HeadCall) -> Tensor:
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     logits, labels, num_items, class_weight, temperature, group, settings = LogitsCall.read(arguments)
-    call = plan_call(logits, labels, settings, group_named(group), num_items, class_weight, temperature)
-    outputs, stats, divisor = pipeline.forward(call, walkable(logits), flat(labels), labels.shape)
+    given = Labels(labels, class_weight, temperature)
+    call, beside = plan_call(LABELS, logits, given, settings, group_named(group), num_items)
+    outputs, stats, divisor = run.forward(call, walkable(logits), beside, labels.shape)
     count = divisor if settings.reduction == "mean" else None  # an operator must not return what it was given
-    return _or_empty((*outputs, stats, count), logits)
+    return _or_empty((*outputs, *stats, count), logits)
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -245,11 +242,11 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
 def _gradient(stats: Tensor, *arguments: Any) -> Tensor:
     grads = GradOutputs(*arguments[:N_GRADS])
     logits, labels, divisor, weights, temperature, group, settings = LogitsCall.read(arguments[N_GRADS:])
-    plan = plan_of(logits, settings, *group_position(group_named(group)), weights is not None)
-    weights = None if weights is None else weights_of_columns(weights, plan.shard, logits)
-    temperature = temperature_of_rows(temperature, labels, logits)
+    given = Labels(labels, weights, temperature)
+    plan = plan_of(LABELS, logits, given, settings, *group_position(group_named(group)))
+    beside = LABELS.beside(given, logits, settings._replace(check_labels=False), plan.shard, plan.rank, plan.n_ranks)
     source, grad = source_and_new(logits)
-    pipeline.write_gradient(plan, source, flat(labels), stats, divisor, grads, grad, weights, temperature)
+    run.write_gradient(plan, source, beside, (stats,), divisor, grads, grad)
     return grad
 
 
@@ -284,14 +281,14 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = HeadCall.read(arguments)
-    linear, inputs = call.plan()
+    linear, inputs, beside = call.plan()
     gradients: Sequence[Tensor | None] = (None, None, None)
     stats = None
     with torch.autocast(call.hidden.device.type, enabled=False):
         if call.has_gradients:
-            outputs, gradients = linear_pipeline.forward_with_gradients(linear, inputs, call.wanted)
+            outputs, gradients = linear_pipeline.forward_with_gradients(linear, inputs, beside, call.wanted)
         else:
-            outputs, stats = linear_pipeline.forward(linear, inputs)
+            outputs, (stats,) = linear_pipeline.forward(linear, inputs, beside)
             # As many rows as labels: how many tokens are left out is known when it runs.
             stats = F.pad(stats, (0, 0, 0, call.labels.numel() - stats.shape[1]))
     shaped = (v if v is None or v.dim() == 0 else v.view(call.labels.shape) for v in outputs)
@@ -310,10 +307,10 @@ def _fake_linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _linear_gradient(stats: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     grads, call = GradOutputs(*arguments[:N_GRADS]), HeadCall.read(arguments[N_GRADS:])
-    linear, inputs = call.plan()
-    stats, divisor = stats[:, : inputs.labels.shape[0]], linear.call.num_items
+    linear, inputs, beside = call.plan()
+    stats, divisor = stats[:, : linear.labels.shape[0]], linear.call.divisor
     with torch.autocast(call.hidden.device.type, enabled=False):
-        gradients = linear_pipeline.backward(linear, inputs, stats, divisor, call.wanted, grads)
+        gradients = linear_pipeline.backward(linear, inputs, beside, (stats,), divisor, call.wanted, grads)
     return _or_empty(_like_inputs(gradients, call), call.hidden)
 
 

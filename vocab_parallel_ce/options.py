@@ -41,6 +41,10 @@ class Settings(NamedTuple):
     softcap: float | None = None
     logit_scale: float = 1.0
     temperature: float = 1.0
+    divergence: str = "forward"
+    beta: float = 0.5
+    hard_weight: float = 0.0
+    rest: str = "ignore"
     entropy: bool = False
     lse: bool = False
     sum_sq_probs: bool = False

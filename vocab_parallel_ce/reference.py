@@ -1,102 +1,120 @@
-"""The implementation in plain PyTorch, for any device: ``spec`` behind the kernels' launchers' signatures.
-
-Each function does what the launcher of the same name in ``kernels`` does, on the same buffers.
-"""
+"""The implementation in plain PyTorch, for any device: a loss's mathematics behind its launchers' signatures."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from vocab_parallel_ce import spec
 from vocab_parallel_ce.layout import compute_dtype
+from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats, TokenOutputs
-from vocab_parallel_ce.spec_outputs import at_temperature, outputs_gradient
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 
-def online_softmax(
-    logits: Tensor,
-    labels: Tensor,
-    stats: Tensor,
-    rank: int,
-    valid_rows: Tensor | None,
-    outputs: TokenOutputs | None = None,
-    divisor: Tensor | None = None,
-    *,
-    shard: VocabShard,
-    options: LossOptions,
-    class_weight: Tensor | None = None,
-    temperature: Tensor | None = None,
-) -> None:
-    """Fill ``stats[rank]`` of ``stats [R, N, K]``, ``valid_rows [1]`` and ``outputs``, where given."""
-    names, of_rows = options.statistics, at_temperature(options, temperature)
-    row_stats = spec.local_stats(_rows(logits), labels, shard.start, shard.vocab_size, of_rows, names, class_weight)
-    stats[rank] = torch.stack([getattr(row_stats, name) for name in names], dim=-1)
-    if valid_rows is not None:
-        valid_rows.copy_((~spec.is_ignored(labels, options.ignore_index)).sum())
-    if outputs is not None:
-        token_outputs(stats, labels, divisor, outputs, shard=shard, options=options)
+def launchers(loss: Loss, options: Any, shard: VocabShard) -> Launchers:
+    """Return the launchers of a loss."""
+    own, exchanges = _Reference(loss, options, shard), loss.exchanges(options)
+    return Launchers(
+        own.statistics,
+        own.outputs,
+        own.gradient,
+        element_mul,
+        widths=tuple(map(len, exchanges)),
+        second=own.second if len(exchanges) > 1 else None,
+        gradient_fills_loss=True,
+        count_larger=functools.partial(count_larger, shard=shard),
+    )
+
+
+class _Reference:
+    """The launchers of one loss; :class:`Launchers` says what each fills."""
+
+    def __init__(self, loss: Loss, options: Any, shard: VocabShard) -> None:
+        self.loss, self.options, self.shard = loss, options, shard
+        self.names = loss.exchanges(options)[0]
+
+    def statistics(
+        self,
+        logits: Tensor,
+        beside: Any,
+        stats: tuple[Tensor, ...],
+        rank: int,
+        count: Tensor | None = None,
+        outputs: TokenOutputs | None = None,
+        divisor: Tensor | None = None,
+    ) -> None:
+        own = self.loss.tile(self._columns(logits), beside, self.shard, self.options)
+        stats[0][rank] = torch.stack([getattr(own, name) for name in self.names], dim=-1)
+        if count is not None:
+            ignored = self.loss.ignored(beside, self.options)
+            assert ignored is not None
+            count.copy_((~ignored).sum())
+        if outputs is not None:
+            if len(stats) > 1:
+                self.second(logits, beside, stats, rank)
+            self.outputs(stats, beside, divisor, outputs)
+
+    def second(self, logits: Tensor, beside: Any, stats: tuple[Tensor, ...], rank: int) -> None:
+        merged = self._merged(stats)
+        stats[1][rank] = self.loss.second(self._columns(logits), beside, merged, self.shard, self.options)
+
+    def outputs(self, stats: tuple[Tensor, ...], beside: Any, divisor: Tensor | None, outputs: TokenOutputs) -> None:
+        given = self._merged(stats), _second(stats), beside, self.shard, self.options
+        for name, output in zip(TokenOutputs._fields, outputs, strict=True):
+            if output is not None:
+                value = self.loss.output(name, *given)
+                output.copy_((_divided(value, divisor) if name == "loss" else value).view(output.shape))
+
+    def gradient(
+        self,
+        logits: Tensor,
+        beside: Any,
+        stats: tuple[Tensor, ...],
+        divisor: Tensor | None,
+        grads: GradOutputs,
+        loss: Tensor | None,
+        grad_logits: Tensor,
+    ) -> None:
+        merged, second, own = self._merged(stats), _second(stats), (self.shard, self.options)
+        if loss is not None:
+            loss.copy_(_divided(self.loss.output("loss", merged, second, beside, *own), divisor))
+        x = self._columns(logits)
+        grad = _divided(self.loss.gradient(x, beside, merged, second, *own), divisor)
+        if grads.loss is not None:
+            grad = grad * grads.loss.unsqueeze(-1)
+        if any(of_output is not None for of_output in grads[1:]):
+            grad += self.loss.outputs_gradient(x, beside, merged, grads, *own)
+        # 0 under an infinite grad_output too.
+        if divisor is not None:
+            grad = torch.where(divisor == 0, 0.0, grad)
+        ignored = self.loss.ignored(beside, self.options)
+        if ignored is not None:
+            grad.masked_fill_(ignored.unsqueeze(-1), 0.0)
+        grad_logits.copy_(F.pad(grad, (0, logits.shape[-1] - grad.shape[-1])).view(grad_logits.shape))
+
+    def _columns(self, logits: Tensor) -> Tensor:
+        """Return ``[N, n]`` of these ``logits [..., C]``."""
+        return _rows(logits)[:, : self.shard.n_valid]
+
+    def _merged(self, stats: tuple[Tensor, ...]) -> Any:
+        """Merge ``stats[0] [R, N, K]`` over the ranks, in the order of the ranks on every rank."""
+        record, nothing = self.loss.Stats, torch.zeros_like(stats[0][0, :, 0])
+
+        def of_rank(packed: Tensor) -> Any:
+            carried = dict(zip(self.names, packed.unbind(-1), strict=True))
+            return record(*(carried.get(name, nothing) for name in record._fields))
+
+        return functools.reduce(functools.partial(self.loss.merge, options=self.options), map(of_rank, stats[0]))
 
 
 def count_larger(logits: Tensor, label_x: Tensor, counts: Tensor, *, shard: VocabShard) -> None:
     """Fill ``counts [N]``: how many logits of a row of ``logits [..., C]`` are larger than its ``label_x [N]``."""
     rows = _rows(logits)[:, : shard.n_valid]
     counts.copy_((rows > label_x.to(rows.dtype).unsqueeze(-1)).sum(dim=-1))  # label_x is one of them: exact
-
-
-def token_outputs(
-    stats: Tensor,
-    labels: Tensor,
-    divisor: Tensor | None,
-    outputs: TokenOutputs,
-    *,
-    shard: VocabShard,
-    options: LossOptions,
-) -> None:
-    """Fill ``outputs``, of any shape, from ``stats [R, N, K]``; ``divisor [1]`` divides the loss if given."""
-    merged, shape = _merged(stats, options), outputs.loss.shape
-    loss = _divided(spec.loss(merged, labels, shard.vocab_size, options), divisor)
-    outputs.loss.copy_(loss.view(shape))
-    for name in GradOutputs._fields[1:]:
-        output = getattr(outputs, name)
-        if output is not None:
-            output.copy_(getattr(spec, name)(merged, labels, shard.vocab_size, options).view(shape))
-    if outputs.predictions is not None:
-        outputs.predictions.copy_(spec.predictions(merged, labels, options).view(shape))
-
-
-def cross_entropy(
-    logits: Tensor,
-    stats: Tensor,
-    labels: Tensor,
-    divisor: Tensor | None,
-    grads: GradOutputs,
-    loss: Tensor | None,
-    grad_logits: Tensor,
-    *,
-    shard: VocabShard,
-    options: LossOptions,
-    class_weight: Tensor | None = None,
-    temperature: Tensor | None = None,
-) -> None:
-    """Fill ``grad_logits [..., C]``, which may be ``logits``, and ``loss [N]`` where given."""
-    merged = _merged(stats, options)
-    if loss is not None:
-        loss.copy_(_divided(spec.loss(merged, labels, shard.vocab_size, options), divisor))
-    options = at_temperature(options, temperature)
-    row = (_rows(logits), merged, labels, shard.start, shard.vocab_size)
-    grad = _divided(spec.gradient(*row, options, class_weight), divisor)
-    if grads.loss is not None:
-        grad = grad * grads.loss.unsqueeze(-1)
-    if any(of_output is not None for of_output in grads[1:]):
-        grad += outputs_gradient(*row, grads, options)
-    # 0 under an infinite grad_output too.
-    grad.masked_fill_(spec.is_ignored(labels, options.ignore_index).unsqueeze(-1), 0.0)
-    grad[:, shard.n_valid :] = 0.0
-    grad_logits.copy_(grad.view(grad_logits.shape))
 
 
 def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:
@@ -110,20 +128,14 @@ def _rows(logits: Tensor) -> Tensor:
     return logits.reshape(-1, logits.shape[-1])
 
 
+def _second(stats: tuple[Tensor, ...]) -> Tensor | None:
+    """Sum ``stats[1] [R, N, K]``, if there is one, over the ranks in their order."""
+    return functools.reduce(torch.add, stats[1]) if len(stats) > 1 else None
+
+
 def _divided(value: Tensor, divisor: Tensor | None) -> Tensor:
     """``value`` by ``divisor [1]``, and 0 where there is nothing to divide among, whatever the value."""
     if divisor is None:
         return value
     n = divisor.to(value.dtype)
     return torch.where(n == 0, 0.0, value / n)
-
-
-def _merged(stats: Tensor, options: LossOptions) -> RowStats:
-    """Merge ``stats [R, N, K]`` over the ranks, in the order of the ranks on every rank."""
-    nothing = torch.zeros_like(stats[0, :, 0])
-
-    def of_rank(packed: Tensor) -> RowStats:
-        carried = dict(zip(options.statistics, packed.unbind(-1), strict=True))
-        return RowStats(*(carried.get(name, nothing) for name in RowStats._fields))
-
-    return functools.reduce(spec.merge, map(of_rank, stats))

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks, pipeline
+from vocab_parallel_ce import checks, reference, run
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.layout import per_row, row_layout, rows_are_disjoint
+from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import Settings
-from vocab_parallel_ce.plan import launchers_of, may_overwrite, plan_call
+from vocab_parallel_ce.plan import kernels_of, may_overwrite, plan_call
 from vocab_parallel_ce.selection import select
+from vocab_parallel_ce.spec import Labels
 
 
 @public(eager_if=lambda keywords: bool(keywords.get("overwrite_input")))
@@ -80,8 +82,9 @@ def cross_entropy_forward(
     itself, the second result is a copy instead. Arguments, collectives, errors: as :func:`parallel_cross_entropy`.
     """
     settings = Settings(ignore_idx, label_smoothing, reduction=_reduction(reduce_loss), gradient="in_forward")
-    call = plan_call(_input, target, settings, group=dist_process_group, may_hold_gradient=True)
-    outputs, grad = pipeline.forward_in_place(call, _input, target)
+    given = Labels(target)
+    call, beside = plan_call(LABELS, _input, given, settings, dist_process_group, may_hold_gradient=True)
+    outputs, grad = run.forward_in_place(call, _input, beside, target.shape)
     return outputs.loss, grad
 
 
@@ -108,9 +111,9 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
             f"share no memory, got shape {tuple(_input.shape)}, strides {_input.stride()}"
         )
     requested = "reference" if _input.dtype == torch.float64 else "auto"
-    launchers, _ = launchers_of(select(_input.device.type, requested).name)
-    launchers.element_mul(_input, per_row(grad_output, _input))
-    pipeline.raise_version(_input)
+    kernels, _ = kernels_of(select(_input.device.type, requested).name)
+    (kernels or reference).element_mul(_input, per_row(grad_output, _input))
+    run.raise_version(_input)
     return _input
 
 

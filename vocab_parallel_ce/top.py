@@ -12,7 +12,7 @@ or temperature the statistics have z of the label and not its logit, which trave
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,10 @@ from torch import Tensor
 
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.collectives import all_gather_stats, begin_all_reduce
+from vocab_parallel_ce.losses.base import Launchers
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
+from vocab_parallel_ce.spec_outputs import at_temperature
 
 
 class Top:
@@ -34,6 +36,13 @@ class Top:
         self.ids: Tensor | None = None  # [N, k] int64
         self.rank: Tensor | None = None  # [N] int32
         self.label_x: list[Tensor] = []  # of each chunk of rows [n], or of all; none where z is the logit
+
+    def run(self, plan: Any, group: object, logits: Tensor, beside: Any, stats: Tensor) -> None:
+        """Find all of a call over logits; fills ``stats [R, N, K]`` from all ranks. ``beside`` has the labels."""
+        self.collect(logits, beside.labels, plan.shard, at_temperature(plan.options, beside.temperature))
+        self.gather(stats, plan.rank, group)
+        if self.wants_rank:
+            self.add_counts(self.count(plan.launchers, logits, stats), plan.n_ranks, group)
 
     def collect(self, logits: Tensor, labels: Tensor, shard: VocabShard, options: LossOptions) -> None:
         """Find the largest of this rank's columns of ``logits [..., C]``, the next rows, and the labels' logits."""
@@ -75,14 +84,15 @@ class Top:
             self.z, place = z.topk(self.k, dim=-1)
             self.ids = ids.gather(-1, place).long()
 
-    def count(self, launchers: ModuleType, logits: Tensor, stats: Tensor, shard: VocabShard, first: int = 0) -> Tensor:
+    def count(self, launchers: Launchers, logits: Tensor, stats: Tensor, first: int = 0) -> Tensor:
         """Return ``[n]`` int32: how many logits of this rank are larger than the label's, in rows from ``first`` on.
 
         ``stats [R, n, K]`` are exchanged already.
         """
         counts = torch.empty_like(stats[0, :, 0], dtype=torch.int32)
         label_x = self.label_x[0][first : first + len(counts)] if self.label_x else stats[:, :, 2].amax(dim=0)
-        launchers.count_larger(logits, label_x, counts, shard=shard)
+        assert launchers.count_larger is not None
+        launchers.count_larger(logits, label_x, counts)
         return counts
 
     def add_counts(self, counts: Tensor, n_ranks: int, group: object) -> None:

@@ -11,10 +11,12 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, split_keywords
 from vocab_parallel_ce.linear.plan import Arguments, plan_linear_call
+from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import DEFAULTS, divided_by
 from vocab_parallel_ce.outputs import settings_of, taken_temperature
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.shift import next_labels
+from vocab_parallel_ce.spec import Labels
 from vocab_parallel_ce.verify import open_call
 
 
@@ -61,10 +63,10 @@ def verify_group(
         settings = divided_by(num_items, settings)
         if settings.shift:
             labels = next_labels(labels, settings.ignore_index)
+        beside = Labels(labels, class_weight, temperature)
         if weight is None:
-            plan = plan_call(logits, labels, settings, group, num_items, class_weight, temperature).plan
+            plan = plan_call(LABELS, logits, beside, settings, group, num_items)[0].plan
         else:
-            constants = None, class_weight, temperature
-            given = Arguments(logits, weight, labels, bias, group, num_items, main_grad, *constants)
-            plan = plan_linear_call(given, settings, head)[0].call.plan
+            given = Arguments(logits, weight, bias, labels, beside, group, num_items, main_grad)
+            plan = plan_linear_call(LABELS, given, settings, head)[0].call.plan
     checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)

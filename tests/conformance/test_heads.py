@@ -9,7 +9,7 @@ from tests.support.inputs import IGNORE_INDEX, padded_shard
 from tests.support.logits import SMOOTHING, grads_of_every_output
 from tests.support.pairs import covering
 from vocab_parallel_ce import linear_distillation_loss
-from vocab_parallel_ce.soft.distillation import DIVERGENCES
+from vocab_parallel_ce.losses.divergences import DIVERGENCES
 
 OF_HEAD = {
     "width": PLACE["width"],

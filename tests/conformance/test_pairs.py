@@ -17,7 +17,7 @@ from tests.support.soft import (
     topk_losses,
 )
 from vocab_parallel_ce import distillation_loss, soft_cross_entropy
-from vocab_parallel_ce.soft.distillation import DIVERGENCES
+from vocab_parallel_ce.losses.divergences import DIVERGENCES
 
 OTHER = {"other_dtype": DTYPES, "other_layout": PLACE["layout"]}
 WAYS = {"reduction": REDUCTIONS, "gradient": ("in_backward", "out_of_place")}

@@ -10,7 +10,7 @@ from tests.support.pairs import covering
 from tests.support.ranks import in_ranks
 from tests.support.weights import weights
 from vocab_parallel_ce import distillation_loss, soft_cross_entropy
-from vocab_parallel_ce.soft.distillation import DIVERGENCES
+from vocab_parallel_ce.losses.divergences import DIVERGENCES
 
 ROWS, VOCAB = 5, 263
 BOUNDS = [(0, 88), (88, 176), (176, 264)]  # the last column is padding

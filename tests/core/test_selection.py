@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vocab_parallel_ce import plan, selection, spec
+from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, Workload, select
 
@@ -97,9 +98,9 @@ def test_a_padded_shard_has_no_whole_vectors_for_one_pass(monkeypatch):
     asked = []
     monkeypatch.setattr(plan, "gpu_of", lambda index: GPU)
     monkeypatch.setattr(plan, "select", lambda *_, workload, **__: asked.append(workload) or select("cpu", "reference"))
-    kind = plan.Kind(torch.bfloat16, 16384, torch.device("cuda", 0), 0, 1, "in_forward", whole_vectors=True)
+    key = plan.PlanKey(torch.bfloat16, 16384, torch.device("cuda", 0), 0, 1, "in_forward", whole_vectors=True)
     for vocab_size in (None, 16384, 16376):
-        plan.make_plan(Settings(vocab_size=vocab_size), kind)
+        plan.make_plan(LABELS, Settings(vocab_size=vocab_size), key)
     assert asked == [WORKLOAD, WORKLOAD, WORKLOAD._replace(whole_vectors=False)]
 
 

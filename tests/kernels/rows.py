@@ -12,8 +12,9 @@ from tests.core.test_spec import ALL, tensors_of, with_tensors
 from tests.support.budget import assert_within_budget, of_sum_sq_probs
 from tests.support.layouts import Layout, logits_layouts
 from vocab_parallel_ce import spec
+from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, RowStats, TokenOutputs
+from vocab_parallel_ce.spec import PLAIN, GradOutputs, Labels, LossOptions, RowStats, TokenOutputs
 from vocab_parallel_ce.spec_outputs import outputs_gradient
 
 NAN, INF = float("nan"), float("inf")
@@ -44,13 +45,13 @@ def walked_layouts(columns: int, *, disjoint: bool = False, **arguments: Any) ->
     return [layout for layout in layouts if not (disjoint and layout.shares_elements)]
 
 
-def given(options: LossOptions, labels: Tensor, shard: VocabShard) -> dict[str, Any]:
-    """The options of a launcher, and their tensors: weights of the shard's columns, temperatures of the rows."""
+def given(options: LossOptions, labels: Tensor, shard: VocabShard) -> tuple[Labels, dict[str, Any]]:
+    """What stands beside the logits, weights of the shard's columns and temperatures of the rows, and the options."""
     weight, temperature = tensors_of(options, len(labels), shard.vocab_size)
     own = None if weight is None else weight[shard.start : shard.start + shard.n_valid].to(labels.device)
     temperature = None if temperature is None else temperature.to(labels.device)
     options = options._replace(temperature=None)
-    return {"options": options, "shard": shard, "class_weight": own, "temperature": temperature}
+    return Labels(labels, own, temperature), {"options": options, "shard": shard}
 
 
 def stats_by_kernel(
@@ -66,8 +67,8 @@ def stats_by_kernel(
 
     stats = torch.full((1, labels.numel(), len(options.statistics)), NAN, device=logits.device)
     valid_rows = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
-    own = given(options, labels, shard or whole(logits))
-    kernels.online_softmax(logits, labels, stats, 0, valid_rows, outputs, divisor, **own)
+    beside, own = given(options, labels, shard or whole(logits))
+    kernels.online_softmax(logits, beside, (stats,), 0, valid_rows, outputs, divisor, **own)
     return stats[0], int(valid_rows)
 
 
@@ -87,7 +88,9 @@ def outputs_by_kernel(
 
     outputs = empty_outputs(labels, options)
     shard = VocabShard(0, vocab_size, vocab_size)
-    kernels.token_outputs(stats, labels, divisor, outputs, shard=shard, options=options._replace(temperature=None))
+    kernels.token_outputs(
+        (stats,), Labels(labels), divisor, outputs, shard=shard, options=options._replace(temperature=None)
+    )
     return outputs
 
 
@@ -107,8 +110,8 @@ def gradient_by_kernel(
 
     loss = torch.full((labels.numel(),), NAN, device=logits.device)
     grad = logits if into is None else into
-    own = given(options, labels, shard or whole(logits))
-    kernels.cross_entropy(logits, stats, labels, divisor, of_rows(grads), loss, grad, **own)
+    beside, own = given(options, labels, shard or whole(logits))
+    kernels.cross_entropy(logits, beside, (stats,), divisor, of_rows(grads), loss, grad, **own)
     return loss, grad
 
 
@@ -120,12 +123,14 @@ def of_rows(grads: dict[str, Tensor | None], dtype: torch.dtype | None = None) -
 
 
 def stats_of_ranks(
-    launchers: Any, pieces: Sequence[Tensor], labels: Tensor, shards: Sequence[VocabShard], options: LossOptions
+    kernels: Any, pieces: Sequence[Tensor], labels: Tensor, shards: Sequence[VocabShard], options: LossOptions
 ) -> Tensor:
-    """``[R, N, K]`` statistics, by the launcher of ``kernels`` or of ``reference``."""
+    """``[R, N, K]`` statistics, by ``kernels``, or by plain PyTorch for None."""
     stats = torch.full((len(shards), labels.numel(), len(options.statistics)), NAN, device=labels.device)
     for rank, (logits, shard) in enumerate(zip(pieces, shards, strict=True)):
-        launchers.online_softmax(logits, labels, stats, rank, None, **given(options, labels, shard))
+        beside, own = given(options, labels, shard)
+        launchers = LABELS.launchers(own["options"], shard, kernels)
+        launchers.statistics(logits, beside, (stats,), rank)
     return stats
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.support.confident import EPS, ROWS, Rows, assert_as_exact_as_fp32, confident_rows, relative_errors, truth_of
-from vocab_parallel_ce import linear_cross_entropy, reference, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce import linear_cross_entropy, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import PLAIN, GradOutputs
+from vocab_parallel_ce.spec import PLAIN, GradOutputs, Labels
 
 
 def rows_for(impl_device):
@@ -28,22 +29,21 @@ def by_ranks(impl_device, logits, labels, n_ranks):
     """From the statistics of each rank's columns, merged as every rank merges them."""
     impl, device = impl_device
     if impl == "reference":
-        launchers = reference
+        kernels = None
     else:
-        from vocab_parallel_ce import kernels as launchers
+        from vocab_parallel_ce import kernels
     labels = labels.to(device)
     shards = [VocabShard.of_rank(logits.shape[1], rank, n_ranks) for rank in range(n_ranks)]
     pieces = [(logits[:, shard.start : shard.stop].contiguous().to(device), shard) for shard in shards]
     stats = torch.full((n_ranks, len(labels), len(PLAIN.statistics)), math.nan, device=device)
     for rank, (x, shard) in enumerate(pieces):
-        launchers.online_softmax(x, labels, stats, rank, None, shard=shard, options=PLAIN)
+        LABELS.launchers(PLAIN, shard, kernels).statistics(x, Labels(labels), (stats,), rank)
     losses, grads = [], []
     for x, shard in pieces:
         losses.append(torch.full((len(labels),), math.nan, device=device))
         grads.append(torch.full_like(x, math.nan))
-        launchers.cross_entropy(
-            x, stats, labels, None, GradOutputs(), losses[-1], grads[-1], shard=shard, options=PLAIN
-        )
+        launchers = LABELS.launchers(PLAIN, shard, kernels)
+        launchers.gradient(x, Labels(labels), (stats,), None, GradOutputs(), losses[-1], grads[-1])
     assert all(torch.equal(loss.nan_to_num(-1.0), losses[0].nan_to_num(-1.0)) for loss in losses)
     return Rows(losses[0].cpu(), torch.cat(grads, dim=1).cpu())
 

@@ -15,7 +15,8 @@ from tests.support.ranks import in_several_ranks, in_two_ranks
 from tests.support.soft import Case, check, check_ranks, rank_bounds, run_in_rank, soft_losses, soft_targets
 from tests.support.weights import WEIGHTS, class_weight, weights
 from vocab_parallel_ce import soft_cross_entropy, verify_calls, vocab_parallel_cross_entropy
-from vocab_parallel_ce.soft import targets_spec
+from vocab_parallel_ce.losses.targets import TARGETS, Targets
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
 
 NAN, INF = float("nan"), float("inf")
@@ -45,11 +46,15 @@ def test_the_mathematics_is_pytorchs(weight, label_smoothing):
     options = LossOptions(smoothing=label_smoothing)
     w = None if weight is None else weight.double()
     truth = F.cross_entropy(logits, targets, w, label_smoothing=label_smoothing, reduction="none")
-    z, t = logits.detach(), targets_spec.smoothed(targets, COLUMNS, options, w)
-    parts = [targets_spec.local_stats(z[:, s], t[:, s]) for s in (slice(0, 20), slice(20, 21), slice(21, COLUMNS))]
-    stats = targets_spec.merge(parts[0], targets_spec.merge(parts[2], parts[1]))
-    torch.testing.assert_close(targets_spec.loss(stats, options), truth, rtol=1e-12, atol=1e-12)
-    grad = targets_spec.gradient(z, 1.0, t, stats, options)
+    x, parts, whole = logits.detach(), [], VocabShard(0, COLUMNS, COLUMNS)
+    for part in (slice(0, 20), slice(20, 21), slice(21, COLUMNS)):
+        beside = Targets(targets[:, part], None if w is None else w[part])
+        parts.append(TARGETS.tile(x[:, part], beside, VocabShard(part.start, part.stop, COLUMNS), options))
+    stats = TARGETS.merge(parts[0], TARGETS.merge(parts[2], parts[1], options), options)
+    beside = Targets(targets, w)
+    loss = TARGETS.output("loss", stats, None, beside, whole, options)
+    torch.testing.assert_close(loss, truth, rtol=1e-12, atol=1e-12)
+    grad = TARGETS.gradient(x, beside, stats, None, whole, options)
     torch.testing.assert_close(grad, torch.autograd.grad(truth.sum(), logits)[0], rtol=1e-12, atol=1e-12)
     own = {"class_weight": weight, "label_smoothing": label_smoothing}
     mean = soft_cross_entropy(logits.float(), targets, **own, impl="reference")

@@ -10,9 +10,8 @@ from tests.support.pairs import covering
 from tests.support.ranks import in_several_ranks
 from tests.support.soft import Case, check, check_ranks, divergences, rank_bounds, run_in_rank
 from vocab_parallel_ce import VocabShard, distillation_loss, vocab_parallel_cross_entropy
-from vocab_parallel_ce.soft import divergence_spec
-from vocab_parallel_ce.soft.distillation import DIVERGENCES
-from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
+from vocab_parallel_ce.losses.divergences import DIVERGENCE, DIVERGENCES, DivergenceOptions, Teacher
+from vocab_parallel_ce.shard import VocabShard
 
 NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS = 5, 43
@@ -51,21 +50,21 @@ def test_the_mathematics_in_fp64_and_how_statistics_merge(divergence, temperatur
     leaf = made.logits.clone().requires_grad_()
     truth = divergences(leaf, made.other, labels=made.labels, **own).where(made.labels != IGNORE_INDEX, 0.0)
     parts = [slice(0, 20), slice(20, 21), slice(21, COLUMNS)]
-    rows = [
-        divergence_spec.local_stats(
-            made.logits[:, part], made.other[:, part], made.labels, part.start, COLUMNS, options
+    shards = [VocabShard(part.start, part.stop, COLUMNS) for part in parts]
+    of_parts = [(made.logits[:, part], Teacher(made.other[:, part], made.labels)) for part in parts]
+    rows = [DIVERGENCE.tile(*own, shard, options) for own, shard in zip(of_parts, shards, strict=True)]
+    stats = DIVERGENCE.merge(rows[0], DIVERGENCE.merge(rows[2], rows[1], options), options)
+    second = None
+    if divergence == "js":
+        second = sum(
+            DIVERGENCE.second(*own, stats, shard, options) for own, shard in zip(of_parts, shards, strict=True)
         )
-        for part in parts
-    ]
-    stats = divergence_spec.merge(rows[0], divergence_spec.merge(rows[2], rows[1], options), options)
-    mixture = sum(
-        divergence_spec.local_mixture(made.logits[:, part], made.other[:, part], stats, part.start, COLUMNS, options)
-        for part in parts
-    )
     close = {"rtol": 1e-11, "atol": 1e-12}
-    loss = divergence_spec.loss(stats, mixture, made.labels, COLUMNS, options)
+    whole, beside = VocabShard(0, COLUMNS, COLUMNS), Teacher(made.other, made.labels)
+    loss = DIVERGENCE.output("loss", stats, second, beside, whole, options)
     torch.testing.assert_close(loss, truth, **close)
-    grad = divergence_spec.gradient(made.logits, made.other, stats, mixture, made.labels, 0, COLUMNS, options)
+    grad = DIVERGENCE.gradient(made.logits, beside, stats, second, whole, options)
+    grad = grad.masked_fill(DIVERGENCE.ignored(beside, options).unsqueeze(-1), 0.0)
     torch.testing.assert_close(grad, torch.autograd.grad(truth.sum(), leaf)[0], **close)
 
 

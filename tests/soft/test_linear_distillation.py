@@ -14,7 +14,7 @@ from tests.support.pairs import covering
 from tests.support.ranks import device_of, in_ranks, in_several_ranks, on_cpu
 from tests.support.soft import divergences, subtracted, topk_losses
 from vocab_parallel_ce import VocabShard, linear_distillation_loss, verify_calls
-from vocab_parallel_ce.soft.distillation import DIVERGENCES
+from vocab_parallel_ce.losses.divergences import DIVERGENCES
 
 TOKENS, WIDTH, OF_TEACHER, COLUMNS = 9, 12, 7, 40
 FACTORS = torch.linspace(-0.5, 1.5, TOKENS)  # of unreduced losses

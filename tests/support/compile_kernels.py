@@ -31,9 +31,8 @@ from triton.runtime.jit import create_function_from_signature
 from vocab_parallel_ce.blocks import ONE_PASS, THREADS_PER_WARP, one_pass_config
 from vocab_parallel_ce.kernels.launch import Launch
 from vocab_parallel_ce.kernels.pairs import PairRows
+from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.soft.distillation import DIVERGENCES
-from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
 from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, TokenOutputs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

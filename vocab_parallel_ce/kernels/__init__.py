@@ -1,12 +1,21 @@
-"""Triton kernels, and the launchers of the two-kernel implementation under the names that ``reference`` has too.
+"""Triton kernels, and the launchers of each loss, which ``losses`` binds.
 
 Only modules in here import triton, and nothing imports this package before a kernel runs.
 """
 
+from vocab_parallel_ce.kernels import distillation, soft_targets
 from vocab_parallel_ce.kernels.count_larger import count_larger
 from vocab_parallel_ce.kernels.cross_entropy import cross_entropy
 from vocab_parallel_ce.kernels.element_mul import element_mul
 from vocab_parallel_ce.kernels.loss import token_outputs
 from vocab_parallel_ce.kernels.online_softmax import online_softmax
 
-__all__ = ["count_larger", "cross_entropy", "element_mul", "online_softmax", "token_outputs"]
+__all__ = [
+    "count_larger",
+    "cross_entropy",
+    "distillation",
+    "element_mul",
+    "online_softmax",
+    "soft_targets",
+    "token_outputs",
+]

@@ -19,7 +19,7 @@ from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choos
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import GradOutputs, LossOptions
+from vocab_parallel_ce.spec import GradOutputs, Labels, LossOptions
 
 
 class RowFactors(NamedTuple):
@@ -234,8 +234,8 @@ def cross_entropy_kernel(
 
 def cross_entropy(
     logits: Tensor,
-    stats: Tensor,
-    labels: Tensor,
+    beside: Labels,
+    stats: tuple[Tensor],
     divisor: Tensor | None,
     grads: GradOutputs,
     loss: Tensor | None,
@@ -243,17 +243,15 @@ def cross_entropy(
     *,
     shard: VocabShard,
     options: LossOptions,
-    class_weight: Tensor | None = None,
-    temperature: Tensor | None = None,
 ) -> None:
     """Fill ``grad_logits``, which has the layout of ``logits [..., C]`` or is it, and ``loss [N]`` if given.
 
     Each of ``grads``, fp32 ``[N]`` of any stride, multiplies the gradient of its output per row. None is 1 for the
     loss, and 0 for the others. They do not change ``loss``.
-    A gradient of another dtype is of fp32 logits and 16 bits. ``class_weight`` and ``temperature`` are those of
-    ``Call``.
+    A gradient of another dtype is of fp32 logits and 16 bits.
     """
-    n_ranks, n_rows, _ = stats.shape
+    labels, class_weight, temperature = beside
+    n_ranks, n_rows, _ = stats[0].shape
     base, rows = row_arguments(logits)
     grad_base = base
     if grad_logits is not logits:
@@ -261,7 +259,7 @@ def cross_entropy(
         assert rows[0] == grad_rows[0], "the gradient is laid out as the logits are"
         rows = grad_rows  # the smaller elements have the longer lines
     of_columns = class_weight if options.smoothing else None
-    tensors = (base, labels, temperature, stats, divisor, *grads, loss, grad_base, of_columns)
+    tensors = (base, labels, temperature, stats[0], divisor, *grads, loss, grad_base, of_columns)
     strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
     launch = _launch(dtypes_of(tensors), rows, strides, n_ranks, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start))

@@ -28,11 +28,20 @@ from vocab_parallel_ce.kernels.divergence import (
     with_tile,
 )
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
-from vocab_parallel_ce.kernels.pairs import PairRows, Sizes, locate_pair, pair_arguments, pair_edges, pair_launch
+from vocab_parallel_ce.kernels.pairs import (
+    PairRows,
+    Sizes,
+    locate_pair,
+    pair_arguments,
+    pair_edges,
+    pair_launch,
+    second_of,
+)
+from vocab_parallel_ce.losses.divergences import DivergenceOptions, Teacher
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
+from vocab_parallel_ce.spec import TokenOutputs
 
-__all__ = ["gradient", "losses", "mix", "statistics"]
+__all__ = ["gradient", "outputs", "second", "statistics"]
 
 LOSS_ROWS = 128
 
@@ -202,57 +211,54 @@ def divergence_loss_kernel(
 
 def statistics(
     student: Tensor,
-    teacher: Tensor,
-    labels: Tensor | None,
-    stats: Tensor,
-    mixture: Tensor | None,
+    beside: Teacher,
+    stats: tuple[Tensor, ...],
     rank: int,
-    loss: Tensor | None,
-    divisor: Tensor | None,
+    count: None = None,
+    outputs: TokenOutputs | None = None,
+    divisor: Tensor | None = None,
     *,
     shard: VocabShard,
     options: DivergenceOptions,
 ) -> None:
-    """Fill ``stats[rank]`` of ``stats [R, N, K]``. ``mixture`` and ``loss``, if given: the rank is the only one."""
-    n_rows = stats.shape[1]
-    base, teacher_base, rows = pair_arguments(student, teacher)
-    tensors = (base, teacher_base, labels, stats, mixture, loss, divisor)
+    """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]``. With ``outputs``, fill all: the rank is the only one."""
+    n_rows = stats[0].shape[1]
+    base, teacher_base, rows = pair_arguments(student, beside.logits)
+    mixture, loss = (None, None) if outputs is None else (second_of(stats), outputs.loss)
+    tensors = (base, teacher_base, beside.labels, stats[0], mixture, loss, divisor)
     launch = _statistics(dtypes_of(tensors), rows, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
 
 
-def mix(
+def second(
     student: Tensor,
-    teacher: Tensor,
-    labels: Tensor | None,
-    stats: Tensor,
-    mixture: Tensor,
+    beside: Teacher,
+    stats: tuple[Tensor, ...],
     rank: int,
     *,
     shard: VocabShard,
     options: DivergenceOptions,
 ) -> None:
-    """Fill ``mixture[rank]`` of ``mixture [R, N, 2]``."""
-    n_ranks, n_rows, _ = stats.shape
-    base, teacher_base, rows = pair_arguments(student, teacher)
-    tensors = (base, teacher_base, labels, stats, mixture)
+    """Fill ``stats[1][rank]`` of ``stats[1] [R, N, 2]``."""
+    n_ranks, n_rows, _ = stats[0].shape
+    base, teacher_base, rows = pair_arguments(student, beside.logits)
+    tensors = (base, teacher_base, beside.labels, *stats)
     launch = _mixture(dtypes_of(tensors), rows, n_ranks, shard, options)
     launch(n_rows, tensors, (n_rows, rank * n_rows))
 
 
-def losses(
-    stats: Tensor,
-    mixture: Tensor | None,
-    labels: Tensor | None,
+def outputs(
+    stats: tuple[Tensor, ...],
+    beside: Teacher,
     divisor: Tensor | None,
-    loss: Tensor,
+    outputs: TokenOutputs,
     *,
     shard: VocabShard,
     options: DivergenceOptions,
 ) -> None:
-    """Fill ``loss``, contiguous, from the statistics of all ranks; ``divisor [1]`` divides it if given."""
-    n_ranks, n_rows, _ = stats.shape
-    tensors = (stats, mixture, labels, divisor, loss)
+    """Fill ``outputs``, contiguous, from the statistics of all ranks; ``divisor [1]`` divides the loss if given."""
+    n_ranks, n_rows, _ = stats[0].shape
+    tensors = (stats[0], second_of(stats), beside.labels, divisor, outputs.loss)
     launch = _losses(dtypes_of(tensors), n_ranks, shard, options)
     launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
 

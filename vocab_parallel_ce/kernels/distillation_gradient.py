@@ -32,12 +32,15 @@ from vocab_parallel_ce.kernels.pairs import (
     Sizes,
     clear_columns,
     locate_pair,
+    loss_factor,
     pair_arguments,
     pair_edges,
     pair_launch,
+    second_of,
 )
+from vocab_parallel_ce.losses.divergences import DivergenceOptions, Teacher
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions
+from vocab_parallel_ce.spec import GradOutputs
 
 
 class Factors(NamedTuple):
@@ -165,25 +168,25 @@ def divergence_gradient_kernel(
 
 def gradient(
     student: Tensor,
-    teacher: Tensor,
-    labels: Tensor | None,
-    stats: Tensor,
-    mixture: Tensor | None,
+    beside: Teacher,
+    stats: tuple[Tensor, ...],
     divisor: Tensor | None,
-    grad_output: Tensor,
+    grads: GradOutputs,
+    loss: None,
     grad_student: Tensor,
     *,
     shard: VocabShard,
     options: DivergenceOptions,
 ) -> None:
-    """Fill ``grad_student``, laid out as ``student [..., C]`` or it; ``grad_output [N]`` multiplies it per row."""
-    n_ranks, n_rows, _ = stats.shape
-    base, teacher_base, rows = pair_arguments(student, teacher)
+    """Fill ``grad_student``, laid out as ``student [..., C]`` or it; ``grads.loss [N]`` multiplies it per row."""
+    n_ranks, n_rows, _ = stats[0].shape
+    base, teacher_base, rows = pair_arguments(student, beside.logits)
     grad_base = base
     if grad_student is not student:
-        grad_base, _, grad_rows = pair_arguments(grad_student, teacher)
+        grad_base, _, grad_rows = pair_arguments(grad_student, beside.logits)
         assert rows == grad_rows, "the gradient is laid out as the logits are"
-    tensors = (base, teacher_base, labels, stats, mixture, divisor, grad_output, grad_base)
+    grad_output = loss_factor(grads, stats)
+    tensors = (base, teacher_base, beside.labels, stats[0], second_of(stats), divisor, grad_output, grad_base)
     launch = _launch(dtypes_of(tensors), rows, grad_output.stride(0), n_ranks, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start))
 

@@ -1,4 +1,4 @@
-"""Jit functions that the kernels of distillation share: statistics of ``soft.divergence_spec`` and their algebra."""
+"""Jit functions that the kernels of distillation share: statistics of ``losses.divergences`` and their algebra."""
 
 # mypy: disable-error-code="arg-type"
 # In a jit function, the literal float("-inf") is a tensor.
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.soft.divergence_spec import DivergenceOptions, DivergenceStats
+from vocab_parallel_ce.losses.divergences import DivergenceOptions, DivergenceStats
 from vocab_parallel_ce.spec import LossOptions
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import LossOptions, TokenOutputs
+from vocab_parallel_ce.spec import Labels, LossOptions, TokenOutputs
 
 LOSS_ROWS = 128
 
@@ -46,17 +46,17 @@ def loss_kernel(
 
 
 def token_outputs(
-    stats: Tensor,
-    labels: Tensor,
+    stats: tuple[Tensor],
+    beside: Labels,
     divisor: Tensor | None,
     outputs: TokenOutputs,
     *,
     shard: VocabShard,
     options: LossOptions,
 ) -> None:
-    """Fill ``outputs``, contiguous, from ``stats [R, N, K]``; ``divisor [1]`` divides the loss if given."""
-    n_ranks, n_rows, _ = stats.shape
-    tensors = (labels, stats, divisor, *outputs)
+    """Fill ``outputs``, contiguous, from ``stats[0] [R, N, K]``; ``divisor [1]`` divides the loss if given."""
+    n_ranks, n_rows, _ = stats[0].shape
+    tensors = (beside.labels, stats[0], divisor, *outputs)
     launch = _launch(dtypes_of(tensors), n_ranks, shard.vocab_size, options)
     launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
 

@@ -21,7 +21,7 @@ from vocab_parallel_ce.blocks import READ, choose_block
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import LossOptions, RowStats, TokenOutputs
+from vocab_parallel_ce.spec import Labels, LossOptions, RowStats, TokenOutputs
 
 
 class Row(NamedTuple):
@@ -331,28 +331,26 @@ def online_softmax_kernel(
 
 def online_softmax(
     logits: Tensor,
-    labels: Tensor,
-    stats: Tensor,
+    beside: Labels,
+    stats: tuple[Tensor],
     rank: int,
-    valid_rows: Tensor | None,
+    count: Tensor | None = None,
     outputs: TokenOutputs | None = None,
     divisor: Tensor | None = None,
     *,
     shard: VocabShard,
     options: LossOptions,
-    class_weight: Tensor | None = None,
-    temperature: Tensor | None = None,
 ) -> None:
-    """Fill ``stats[rank]`` of ``stats [R, N, K]`` for ``logits [..., C]`` and contiguous ``labels [N]``.
+    """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]`` for ``logits [..., C]``.
 
-    ``valid_rows [1]`` int32, if given, gets the number of labels that are not ignored. ``outputs``, if given,
-    are filled as by ``token_outputs``; then the rank must be the only one. ``class_weight`` and ``temperature`` are
-    those of ``Call``.
+    ``count [1]`` int32, if given, gets the number of labels that are not ignored. ``outputs``, if given,
+    are filled as by ``token_outputs``; then the rank must be the only one.
     """
+    labels, class_weight, temperature = beside
     n_rows = labels.shape[0]
     base, rows = row_arguments(logits)
     of_outputs = outputs or [None] * len(TokenOutputs._fields)
-    tensors = (base, labels, temperature, stats, valid_rows, *of_outputs, divisor, class_weight)
+    tensors = (base, labels, temperature, stats[0], count, *of_outputs, divisor, class_weight)
     launch = _launch(dtypes_of(tensors), rows, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
 

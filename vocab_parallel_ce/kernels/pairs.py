@@ -7,6 +7,7 @@ vectors too; otherwise they are single elements.
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +17,7 @@ from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Launch, row_arguments
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import GradOutputs
 
 
 class Pair(NamedTuple):
@@ -87,6 +89,19 @@ def pair_arguments(logits: Tensor, other: Tensor) -> tuple[Tensor, Tensor, PairR
     distances = (a - b for a, b in zip(own, others, strict=True))
     alike = own[1:3] == others[1:3] and all(distance % line == 0 for distance in distances)
     return base, other_base, PairRows(layout, other_layout, has_edges, alike)
+
+
+def second_of(stats: tuple[Tensor, ...]) -> Tensor | None:
+    """Return the statistics of the second exchange, if there is one."""
+    return stats[1] if len(stats) > 1 else None
+
+
+def loss_factor(grads: GradOutputs, stats: tuple[Tensor, ...]) -> Tensor:
+    """Return what multiplies the gradient of each row's loss, ``[N]`` of any stride; None is 1."""
+    if grads.loss is None:
+        return stats[0].new_ones(1, dtype=torch.float32).expand(stats[0].shape[1])
+    factor: Tensor = grads.loss
+    return factor
 
 
 def pair_launch(

@@ -19,16 +19,16 @@ from vocab_parallel_ce.kernels.pairs import (
     Sizes,
     clear_columns,
     locate_pair,
+    loss_factor,
     pair_arguments,
     pair_edges,
     pair_launch,
 )
+from vocab_parallel_ce.losses.targets import Targets, TargetStats
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.soft.targets_spec import N_STATISTICS as PACKED
-from vocab_parallel_ce.soft.targets_spec import TargetStats
-from vocab_parallel_ce.spec import LossOptions
+from vocab_parallel_ce.spec import GradOutputs, LossOptions, TokenOutputs
 
-N_STATISTICS = tl.constexpr(PACKED)
+N_STATISTICS = tl.constexpr(len(TargetStats._fields))
 
 
 @triton.jit
@@ -242,62 +242,60 @@ def target_gradient_kernel(
 
 def statistics(
     logits: Tensor,
-    targets: Tensor,
-    class_weight: Tensor | None,
-    stats: Tensor,
-    mixture: None,
+    beside: Targets,
+    stats: tuple[Tensor],
     rank: int,
-    loss: Tensor | None,
-    divisor: Tensor | None,
+    count: None = None,
+    outputs: TokenOutputs | None = None,
+    divisor: Tensor | None = None,
     *,
     shard: VocabShard,
     options: LossOptions,
 ) -> None:
-    """Fill ``stats[rank]`` of ``stats [R, N, K]``, and ``loss`` if given: then the rank must be the only one."""
-    n_rows = stats.shape[1]
-    base, target_base, rows = pair_arguments(logits, targets)
-    tensors = (base, target_base, stats, loss, divisor, class_weight)
+    """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]``, and ``outputs`` if given: then the rank is the only one."""
+    n_rows = stats[0].shape[1]
+    base, target_base, rows = pair_arguments(logits, beside.probs)
+    tensors = (base, target_base, stats[0], None if outputs is None else outputs.loss, divisor, beside.class_weight)
     _statistics(dtypes_of(tensors), rows, shard, options)(n_rows, tensors, (n_rows, rank * n_rows))
 
 
-def losses(
-    stats: Tensor,
-    mixture: None,
-    class_weight: Tensor | None,
+def outputs(
+    stats: tuple[Tensor],
+    beside: Targets,
     divisor: Tensor | None,
-    loss: Tensor,
+    outputs: TokenOutputs,
     *,
     shard: VocabShard,
     options: LossOptions,
 ) -> None:
-    """Fill ``loss``, contiguous, from ``stats [R, N, K]``; ``divisor [1]`` divides it if given."""
-    n_ranks, n_rows, _ = stats.shape
-    tensors = (stats, divisor, loss)
+    """Fill ``outputs``, contiguous, from ``stats[0] [R, N, K]``; ``divisor [1]`` divides the loss if given."""
+    n_ranks, n_rows, _ = stats[0].shape
+    tensors = (stats[0], divisor, outputs.loss)
     launch = _losses(dtypes_of(tensors), n_ranks, options)
     launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
 
 
 def gradient(
     logits: Tensor,
-    targets: Tensor,
-    class_weight: Tensor | None,
-    stats: Tensor,
-    mixture: None,
+    beside: Targets,
+    stats: tuple[Tensor],
     divisor: Tensor | None,
-    grad_output: Tensor,
+    grads: GradOutputs,
+    loss: None,
     grad_logits: Tensor,
     *,
     shard: VocabShard,
     options: LossOptions,
 ) -> None:
-    """Fill ``grad_logits``, laid out as ``logits [..., C]`` or the same; ``grad_output [N]`` multiplies it per row."""
-    n_ranks, n_rows, _ = stats.shape
-    base, target_base, rows = pair_arguments(logits, targets)
+    """Fill ``grad_logits``, laid out as ``logits [..., C]`` or the same; ``grads.loss [N]`` multiplies it per row."""
+    n_ranks, n_rows, _ = stats[0].shape
+    base, target_base, rows = pair_arguments(logits, beside.probs)
     grad_base = base
     if grad_logits is not logits:
-        grad_base, _, grad_rows = pair_arguments(grad_logits, targets)
+        grad_base, _, grad_rows = pair_arguments(grad_logits, beside.probs)
         assert rows == grad_rows, "the gradient is laid out as the logits are"
-    tensors = (base, target_base, stats, divisor, class_weight, grad_output, grad_base)
+    grad_output = loss_factor(grads, stats)
+    tensors = (base, target_base, stats[0], divisor, beside.class_weight, grad_output, grad_base)
     launch = _gradient(dtypes_of(tensors), rows, grad_output.stride(0), n_ranks, shard, options)
     launch(n_rows, tensors, (n_rows,))
 

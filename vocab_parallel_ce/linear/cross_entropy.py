@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.backward import Refusals, run_backward
-from vocab_parallel_ce.cross_entropy import LossMetrics, as_returned, as_token_outputs, loss_metrics, public
+from vocab_parallel_ce.cross_entropy import LossMetrics, loss_metrics, public
 from vocab_parallel_ce.linear import pipeline
 from vocab_parallel_ce.linear.expected import expected_with_last
 from vocab_parallel_ce.linear.pipeline import Gradients
 from vocab_parallel_ce.linear.plan import Arguments, Inputs, LinearCall, plan_linear_call
+from vocab_parallel_ce.losses.base import Loss
+from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import (
     HeadSettings,
     LinearLogProbKeywords,
@@ -29,8 +31,9 @@ from vocab_parallel_ce.options import (
     with_keywords,
 )
 from vocab_parallel_ce.outputs import TokenLogProbs, asks_for_top, results_of, settings_of, taken_temperature, top_of
+from vocab_parallel_ce.run import as_returned, as_token_outputs, saved_of
 from vocab_parallel_ce.shift import next_labels, without_last
-from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
+from vocab_parallel_ce.spec import GradOutputs, Labels, TokenOutputs
 from vocab_parallel_ce.top import Top
 
 if TYPE_CHECKING:
@@ -132,8 +135,9 @@ def linear_cross_entropy(
     if settings.shift:
         labels = next_labels(labels, settings.ignore_index)
         expected_grad_output = expected_with_last(expected_grad_output, labels)
-    given = Arguments(hidden, weight, labels, bias, group, num_items, main_grad, expected_grad_output, class_weight)
-    outputs, divisor, overflow = run(given, settings, head)
+    beside = Labels(labels, class_weight)
+    given = Arguments(hidden, weight, bias, labels, beside, group, num_items, main_grad, expected_grad_output)
+    outputs, divisor, overflow = run(LABELS, given, settings, head)
     if settings.shift:
         outputs, labels = without_last(outputs, labels.dim() - 1), labels[..., :-1]
     if not return_metrics:
@@ -193,10 +197,11 @@ def linear_token_log_probs(
     """
     fixed = {**settings_of(entropy, outputs), "reduction": "none", "gradient": "in_backward"}
     temperature = taken_temperature(keywords)
-    given = Arguments(hidden, weight, labels, bias, group, None, main_grad, temperature=temperature)
+    beside = Labels(labels, temperature=temperature)
+    given = Arguments(hidden, weight, bias, labels, beside, group, None, main_grad)
     settings, head = split_keywords(keywords, LOG_PROB_KEYWORDS, linear_token_log_probs, **fixed)
     top = top_of(settings)
-    found, _, _ = run(given, settings, head, top)
+    found, _, _ = run(LABELS, given, settings, head, top)
     return results_of(found, labels, outputs, settings.ignore_index, top)
 
 
@@ -211,7 +216,7 @@ def split_keywords(
 
 
 def run(
-    given: Arguments, settings: Settings, head: HeadSettings, top: Top | None = None
+    loss: Loss, given: Arguments, settings: Settings, head: HeadSettings, top: Top | None = None
 ) -> tuple[TokenOutputs, Tensor | None, Tensor | None]:
     """Compute the outputs, those per token of the shape of the labels; under autograd if something needs a gradient.
 
@@ -221,36 +226,44 @@ def run(
         from vocab_parallel_ce.operators import linear_losses
 
         return linear_losses(given, settings, head)
-    linear, inputs = plan_linear_call(given, settings, head)
+    linear, inputs, beside = plan_linear_call(loss, given, settings, head)
     linear = linear._replace(call=linear.call._replace(top=top))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        outputs = as_token_outputs(_LinearCrossEntropy.apply(*inputs, linear), linear.call.plan)
+        if linear.call.plan.gradient != "in_forward":
+            _check_can_be_saved(beside)
+        outputs = as_token_outputs(_OverHead.apply(*inputs, beside, linear), linear.call.plan)
     else:
         with torch.no_grad(), torch.autocast(inputs.hidden.device.type, enabled=False):
-            outputs, _ = pipeline.forward(linear, inputs)
-    loss, *others = (v if v is None or v.dim() == 0 else v.view(given.labels.shape) for v in outputs)
-    assert loss is not None
-    return TokenOutputs(loss, *others), linear.call.num_items, linear.overflow
+            outputs, _ = pipeline.forward(linear, inputs, beside)
+    value, *others = (v if v is None or v.dim() == 0 else v.view(given.labels.shape) for v in outputs)
+    assert value is not None
+    return TokenOutputs(value, *others), linear.call.divisor, linear.overflow
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Saved: in_forward the gradients; otherwise hidden, weight, bias, labels and the statistics of all ranks."""
+def _check_can_be_saved(beside: Any) -> None:
+    """Check that autograd can save what stands beside the logits."""
+    for name, tensor in beside._asdict().items():
+        if tensor is not None and tensor.is_inference():
+            raise ValueError(f"{name}: expected no tensor made in torch.inference_mode(), got one; pass its clone()")
+
+
+class _OverHead(torch.autograd.Function):
+    """Saved: in_forward the gradients; otherwise the head, the divisor, the statistics of all ranks, what is beside."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, linear: LinearCall
-    ) -> Any:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, beside: Any, linear: LinearCall) -> Any:
         ctx.linear, ctx.handed_on, ctx.device, ctx.weight_dtype = linear, False, hidden.device, weight.dtype
+        ctx.record = type(beside)
         ctx.set_materialize_grads(False)
-        inputs, plan = Inputs(hidden, weight, bias, labels), linear.call.plan
+        inputs, plan = Inputs(hidden, weight, bias), linear.call.plan
         with torch.autocast(hidden.device.type, enabled=False):
             if plan.gradient == "in_forward":
-                outputs, gradients = pipeline.forward_with_gradients(linear, inputs, ctx.needs_input_grad[:3])
+                outputs, gradients = pipeline.forward_with_gradients(linear, inputs, beside, ctx.needs_input_grad[:3])
                 ctx.save_for_backward(*gradients)
             else:
-                outputs, stats = pipeline.forward(linear, inputs)
-                call = linear.call
-                ctx.save_for_backward(*inputs, stats, call.num_items, call.class_weight, call.temperature)
+                outputs, stats = pipeline.forward(linear, inputs, beside)
+                kept = saved_of(plan.loss.kept(beside, plan.options))
+                ctx.save_for_backward(*inputs, linear.call.divisor, *stats, *kept)
         return as_returned(ctx, outputs, plan)
 
     @staticmethod
@@ -271,10 +284,9 @@ def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradient
             else:
                 gradients = pipeline.scaled_by_factor(linear, saved, grads.loss, ctx.weight_dtype)
         else:
-            *inputs, stats, divisor, weights, temperature = saved
-            linear = linear._replace(call=linear.call._replace(class_weight=weights, temperature=temperature))
-            wanted = ctx.needs_input_grad[:3]
-            gradients = pipeline.backward(linear, Inputs(*inputs), stats, divisor, wanted, grads)
+            inputs, divisor, n = Inputs(*saved[:3]), saved[3], 4 + len(linear.call.plan.launchers.widths)
+            beside, wanted = ctx.record(*saved[n:]), ctx.needs_input_grad[:3]
+            gradients = pipeline.backward(linear, inputs, beside, saved[4:n], divisor, wanted, grads)
     d_hidden, d_weight, d_bias = gradients
     if d_weight is None or linear.main_grad is None:
         return gradients

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import pipeline
+from vocab_parallel_ce import run
 from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather
 from vocab_parallel_ce.linear.chunks import parts_of
 from vocab_parallel_ce.linear.expected import factor_of
@@ -21,7 +21,8 @@ from vocab_parallel_ce.linear.hidden_states import HiddenStates
 from vocab_parallel_ce.linear.matmul import WeightGradient, fp32_factor, fp32_product, zero_ignored
 from vocab_parallel_ce.linear.plan import Inputs, LinearCall
 from vocab_parallel_ce.plan import Call
-from vocab_parallel_ce.spec import GradOutputs, TokenOutputs, is_ignored, label_weights
+from vocab_parallel_ce.run import Stats
+from vocab_parallel_ce.spec import GradOutputs, Labels, TokenOutputs, is_ignored, label_weights
 from vocab_parallel_ce.spec_outputs import at_temperature
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
@@ -50,7 +51,7 @@ class Products:
             if linear.call.plan.gradient == "in_forward":
                 main_grad = None  # backward adds to it
             self.d_weight = WeightGradient(self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad)
-            self.is_ignored = is_ignored(inputs.labels, linear.call.plan.options.ignore_index)
+            self.is_ignored = is_ignored(linear.labels, linear.ignore_index)
         self.d_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
         self.bias_dtype = None if bias is None else bias.dtype
 
@@ -94,142 +95,157 @@ class Products:
         )
 
 
-def forward(linear: LinearCall, inputs: Inputs) -> tuple[TokenOutputs, Tensor]:
-    """Return the outputs of all tokens, and the ``[R, M, K]`` statistics of all ranks.
+def forward(linear: LinearCall, inputs: Inputs, beside: Any) -> tuple[TokenOutputs, Stats]:
+    """Return the outputs of all tokens, and the statistics of all ranks.
 
-    Collectives: one all_gather of statistics; with sequence parallelism one of hidden states per chunk. For the label's
-    rank, which takes the product a second time, one all_reduce, and one more all_gather of hidden states per chunk.
+    Collectives: one all_gather of statistics, or, of a loss that has a second exchange, two per chunk; with sequence
+    parallelism one of hidden states per chunk. For the label's rank, which takes the product a second time, one
+    all_reduce, and one more all_gather of hidden states per chunk.
     """
-    call, labels, plan = linear.call, inputs.labels, linear.call.plan
-    outputs = pipeline.new_outputs(call, labels.shape, inputs.hidden)
+    call, plan, n_rows = linear.call, linear.call.plan, linear.labels.shape[0]
+    outputs = run.new_outputs(plan, linear.labels.shape, inputs.hidden)
     products = Products(linear, inputs, (False, False, False))
-    stats = inputs.hidden.new_empty((plan.n_ranks, labels.shape[0], plan.n_statistics), dtype=torch.float32)
-    own = stats[plan.rank : plan.rank + 1]
+    stats = run.new_statistics(plan, n_rows, inputs.hidden)
+    own = stats[0][plan.rank : plan.rank + 1]
     for rows, states in products.hidden.chunks():
-        logits, of_chunk = products.logits(states), own[:, rows]
-        temperature = None if call.temperature is None else call.temperature[rows]
-        given: dict[str, Any] = {"shard": plan.shard, "options": plan.options, "class_weight": call.class_weight}
-        plan.launchers.online_softmax(logits, labels[rows], of_chunk, 0, None, temperature=temperature, **given)
+        logits, of_rows = products.logits(states), beside.at(rows)
+        if plan.launchers.second is None:
+            plan.launchers.statistics(logits, of_rows, (own[:, rows],), 0)
+        else:
+            # What the second exchange needs is there while the chunk's logits are.
+            filled = _at(outputs, rows) if plan.is_alone else None
+            found, _ = run.exchanged_statistics(call, logits, of_rows, filled)
+            for each, of_chunk in zip(stats, found, strict=True):
+                each[:, rows] = of_chunk
         if call.top is not None:
-            call.top.collect(logits, labels[rows], plan.shard, at_temperature(plan.options, temperature))
-    if call.top is None:
-        all_gather_stats(stats, plan.rank, call.group)
-    else:
-        call.top.gather(stats, plan.rank, call.group)
-        if call.top.wants_rank:
-            counts = labels.new_zeros(labels.shape, dtype=torch.int32)
-            for rows, states in products.hidden.chunks():
-                logits = products.logits(states)
-                counts[rows] = call.top.count(plan.launchers, logits, stats[:, rows], plan.shard, rows.start)
-            call.top.add_counts(counts, plan.n_ranks, call.group)
-        if linear.order is not None:
-            call.top.reorder(linear.order.to_tokens)
-    divisor = pipeline.divisor_of(call, stats)
-    plan.launchers.token_outputs(stats, labels, divisor, outputs, shard=plan.shard, options=plan.options)
+            options = at_temperature(plan.options, of_rows.temperature)
+            call.top.collect(logits, of_rows.labels, plan.shard, options)
+    if call.top is not None:
+        _find_top(linear, products, stats[0])
+    elif plan.launchers.second is None:
+        all_gather_stats(stats[0], plan.rank, call.group)
+    if plan.launchers.second is None or not plan.is_alone:
+        plan.launchers.outputs(stats, beside, run.divisor_of(call, stats), outputs)
     return _in_token_order(linear, outputs), stats
 
 
-def forward_with_gradients(linear: LinearCall, inputs: Inputs, wanted: Wanted) -> tuple[TokenOutputs, Gradients]:
+def _find_top(linear: LinearCall, products: Products, stats: Tensor) -> None:
+    """Exchange ``stats [R, M, K]`` and what was collected of all chunks, and count the labels' ranks."""
+    call, plan = linear.call, linear.call.plan
+    assert call.top is not None
+    call.top.gather(stats, plan.rank, call.group)
+    if call.top.wants_rank:
+        counts = linear.labels.new_zeros(linear.labels.shape, dtype=torch.int32)
+        for rows, states in products.hidden.chunks():
+            logits = products.logits(states)
+            counts[rows] = call.top.count(plan.launchers, logits, stats[:, rows], rows.start)
+        call.top.add_counts(counts, plan.n_ranks, call.group)
+    if linear.order is not None:
+        call.top.reorder(linear.order.to_tokens)
+
+
+def forward_with_gradients(
+    linear: LinearCall, inputs: Inputs, beside: Any, wanted: Wanted
+) -> tuple[TokenOutputs, Gradients]:
     """Return the outputs of all tokens, and the gradients of the sum of the losses, times expected grad_outputs.
 
     Collectives: one or two all_gathers of statistics per chunk, and those of :class:`HiddenStates`; with class weights
     one all_gather of 4 bytes for a mean.
     """
-    if linear.call.divides_by_weights:
-        linear = linear._replace(call=_with_sum_of_weights(linear.call, inputs.labels))
-    outputs = pipeline.new_outputs(linear.call, inputs.labels.shape, inputs.hidden)
+    if linear.call.weighs:
+        linear = linear._replace(call=_with_sum_of_weights(linear.call, beside))
+    outputs = run.new_outputs(linear.call.plan, linear.labels.shape, inputs.hidden)
     products = Products(linear, inputs, wanted)
     for rows, states in products.hidden.chunks():
-        _chunk_with_gradients(linear, products, states, inputs.labels[rows], _at(outputs, rows), rows)
+        _chunk_with_gradients(linear, products, states, beside, outputs, rows)
     gradients = products.gradients()
     return _in_token_order(linear, outputs), gradients
 
 
-def _with_sum_of_weights(call: Call, labels: Tensor) -> Call:
+def _with_sum_of_weights(call: Call, beside: Labels) -> Call:
     """Return the call of a sum that is divided by the sum of the labels' class weights, before any statistics."""
     plan = call.plan
-    assert call.class_weight is not None
-    own = label_weights(call.class_weight, labels, plan.shard.start, plan.shard.vocab_size, plan.options)
+    assert beside.class_weight is not None
+    own = label_weights(beside.class_weight, beside.labels, plan.shard.start, plan.shard.vocab_size, plan.options)
     sums = own.new_empty(plan.n_ranks, 1, 1)
     sums[plan.rank] = own.sum()
     all_gather_stats(sums, plan.rank, call.group)
-    return call._replace(num_items=sums.sum().reshape(1), divides_by_weights=False)
+    return call._replace(divisor=sums.sum().reshape(1), weighs=False)
 
 
 def _chunk_with_gradients(
-    linear: LinearCall, products: Products, states: Tensor, labels: Tensor, outputs: TokenOutputs, rows: slice
+    linear: LinearCall, products: Products, states: Tensor, beside: Any, outputs: TokenOutputs, rows: slice
 ) -> None:
     """Fill the outputs of one chunk and add its gradients. Nothing refers to the buffer afterwards."""
     begun, call, expected = [], linear.call, linear.expected
-    grad_output = None if expected is None else expected.of_rows[rows]
-    for part in parts_of(states.shape[0], call.plan.n_ranks):
-        logits, own_labels = products.logits(states[part], part.start), labels[part]
-        begun.append((part, logits, own_labels, _begin_exchange(call, logits, own_labels)))
+    plan = call.plan
+    for part in parts_of(states.shape[0], plan.n_ranks):
+        own_rows = slice(rows.start + part.start, rows.start + part.stop)
+        given = products.logits(states[part], part.start), beside.at(own_rows)
+        begun.append((part, own_rows, given, _begin_exchange(call, *given)))
     d_hidden = products.hidden.new_gradient(rows)
-    for part, logits, own_labels, exchange in begun:
-        given, d_logits = (logits, own_labels, _at(outputs, part)), products.d_buffer[part]
-        if call.plan.one_pass is not None:
-            pipeline.forward_with_gradient(call, *given)  # d_logits are in the memory of the logits
-        elif grad_output is not None:
-            stats = _arrived(call, logits, own_labels, exchange)
-            _fill_with_expected_gradient(call, stats, grad_output[part], *given, d_logits)
+    for part, own_rows, given, exchange in begun:
+        found, d_logits = _at(outputs, own_rows), products.d_buffer[part]
+        if plan.launchers.one_pass is not None:
+            run.forward_with_gradient(call, *given, found)  # d_logits are in the memory of the logits
+        elif expected is not None:
+            stats = _arrived(call, *given, exchange, None)
+            plan.launchers.outputs(stats, given[1], None, found)
+            grads = GradOutputs(expected.of_rows[own_rows])
+            run.write_gradient(plan, *given, stats, None, grads, d_logits)
         else:
-            stats = _arrived(call, logits, own_labels, exchange)
-            pipeline.fill_with_gradient(call, stats, call.num_items, *given, d_logits)
+            filled = found if run.fills_outputs_first(plan) else None
+            stats = _arrived(call, *given, exchange, filled)
+            run.fill_with_gradient(plan, stats, call.divisor, *given, found, d_logits)
         products.write_d_hidden(d_logits, None if d_hidden is None else d_hidden[part])
     products.finish_chunk(rows, states, d_hidden)
 
 
-def _begin_exchange(call: Call, logits: Tensor, labels: Tensor) -> tuple[Tensor, Any] | None:
+def _begin_exchange(call: Call, logits: Tensor, beside: Any) -> tuple[Stats, Any] | None:
     """Return a part's statistics, on their way between the ranks, and what waits for them. None for one rank."""
     if call.plan.n_ranks == 1:
         return None
-    stats, _ = pipeline.local_statistics(call, logits, labels)
-    return stats, begin_all_gather(stats, stats.narrow(0, call.plan.rank, 1), call.group)
+    stats, _ = run.local_statistics(call, logits, beside)
+    return stats, begin_all_gather(stats[0], stats[0].narrow(0, call.plan.rank, 1), call.group)
 
 
-def _arrived(call: Call, logits: Tensor, labels: Tensor, exchange: tuple[Tensor, Any] | None) -> Tensor:
-    """Return the statistics of all ranks."""
+def _arrived(
+    call: Call, logits: Tensor, beside: Any, exchange: tuple[Stats, Any] | None, filled: TokenOutputs | None
+) -> Stats:
+    """Return the statistics of all ranks; of one rank with ``filled``, the same launch fills these outputs."""
     if exchange is None:
-        return pipeline.local_statistics(call, logits, labels)[0]
-    exchange[1].wait()
-    return exchange[0]
-
-
-def _fill_with_expected_gradient(
-    call: Call,
-    stats: Tensor,
-    grad_output: Tensor,
-    logits: Tensor,
-    labels: Tensor,
-    outputs: TokenOutputs,
-    d_logits: Tensor,
-) -> None:
-    """Fill ``outputs`` of unreduced losses, and ``d_logits`` with their gradient times ``grad_output [n]``."""
-    plan = call.plan
-    plan.launchers.token_outputs(stats, labels, None, outputs, shard=plan.shard, options=plan.options)
-    pipeline.write_gradient(plan, logits, labels, stats, None, GradOutputs(grad_output), d_logits, call.class_weight)
+        return run.exchanged_statistics(call, logits, beside, filled)[0]
+    stats, handle = exchange
+    handle.wait()
+    run.finish_exchange(call, logits, beside, stats)
+    return stats
 
 
 def backward(
-    linear: LinearCall, inputs: Inputs, stats: Tensor, divisor: Tensor | None, wanted: Wanted, grads: GradOutputs
+    linear: LinearCall,
+    inputs: Inputs,
+    beside: Any,
+    stats: Stats,
+    divisor: Tensor | None,
+    wanted: Wanted,
+    grads: GradOutputs,
 ) -> Gradients:
     """Return the gradients from logits that are computed again, and forward's statistics and divisor."""
     if linear.overflow is not None:
         grads = GradOutputs(*[None if grad is None else grad * linear.overflow for grad in grads])
     if grads.loss is None:
-        grads = grads._replace(loss=stats.new_zeros(()))
-    grads = GradOutputs(*[None if grad is None else to_rows(linear, grad, stats.shape[1]) for grad in grads])
+        grads = grads._replace(loss=stats[0].new_zeros(()))
+    n_rows = stats[0].shape[1]
+    grads = GradOutputs(*[None if grad is None else to_rows(linear, grad, n_rows) for grad in grads])
     call, products = linear.call, Products(linear, inputs, wanted)
-    if call.divides_by_weights:
-        divisor = pipeline.divisor_of(call, stats)
+    if call.weighs:
+        divisor = run.divisor_of(call, stats)
     for rows, states in products.hidden.chunks():
         logits = products.logits(states)
         of_rows = GradOutputs(*[None if grad is None else grad[rows] for grad in grads])
-        own_stats, labels = stats[:, rows].contiguous(), inputs.labels[rows]
+        own_stats = tuple([each[:, rows].contiguous() for each in stats])
         d_logits = products.d_buffer[: states.shape[0]]
-        constants = call.class_weight, None if call.temperature is None else call.temperature[rows]
-        pipeline.write_gradient(call.plan, logits, labels, own_stats, divisor, of_rows, d_logits, *constants)
+        run.write_gradient(call.plan, logits, beside.at(rows), own_stats, divisor, of_rows, d_logits)
         d_hidden = products.hidden.new_gradient(rows)
         products.write_d_hidden(d_logits, d_hidden)
         del logits, d_logits

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
+from vocab_parallel_ce.beside import checked_divisor
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.layout import VECTOR_BYTES, flat
 from vocab_parallel_ce.linear.chunks import TokenOrder, chunk_of, chunks_of, order_of_ranks, order_of_valid
 from vocab_parallel_ce.linear.expected import Expected, check_expected, expected_of, warn_of_misfits
+from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
-from vocab_parallel_ce.plan import (
-    Call,
-    Kind,
-    Plan,
-    cached_plan,
-    checked_divisor,
-    comparable,
-    temperature_of_rows,
-    weights_of_columns,
-)
+from vocab_parallel_ce.plan import Call, Plan, PlanKey, cached_plan, comparable
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import is_ignored
 
@@ -37,23 +29,21 @@ class Arguments(NamedTuple):
 
     hidden: Tensor
     weight: Tensor
-    labels: Tensor
     bias: Tensor | None
+    labels: Tensor
+    beside: Any  # the loss's record of what stands beside the logits
     group: Any
     num_items: float | Tensor | None
-    main_grad: Tensor | None
+    main_grad: Tensor | None = None
     expected_grad_output: Tensor | None = None
-    class_weight: Tensor | None = None
-    temperature: Tensor | None = None
 
 
 class Inputs(NamedTuple):
-    """The local tensors of a call; labels in row order."""
+    """The local tensors of a head."""
 
     hidden: Tensor  # [N, D], with sequence parallelism [N / R, D]
     weight: Tensor  # [C, D]
     bias: Tensor | None  # [C]
-    labels: Tensor  # [M]
 
 
 class LinearCall(NamedTuple):
@@ -64,6 +54,8 @@ class LinearCall(NamedTuple):
     logits_dtype: torch.dtype  # that, or fp32
     chunks: tuple[slice, ...]  # rows
     order: TokenOrder | None  # None: rows are tokens
+    labels: Tensor  # [M]
+    ignore_index: int
     overflow: Tensor | None  # [] fp32: 1, or NaN if more than valid_tokens are valid
     sequence_parallel: bool
     reduces: bool  # d_hidden, over several ranks
@@ -73,14 +65,15 @@ class LinearCall(NamedTuple):
 
 
 def plan_linear_call(
-    given: Arguments, settings: Settings, head: HeadSettings, check: Callable[[Plan], None] | None = None, **own: Any
-) -> tuple[LinearCall, Inputs]:
-    """Check the arguments and plan the call; changes nothing. Verification compares ``own`` too, after ``check``."""
+    loss: Loss, given: Arguments, settings: Settings, head: HeadSettings
+) -> tuple[LinearCall, Inputs, Any]:
+    """Check the arguments and plan the call; changes nothing. Also return what stands beside the rows' logits."""
     hidden, labels, main_grad, expected = given.hidden, given.labels, given.main_grad, given.expected_grad_output
     checks.check_hidden(hidden)
     checks.check_labels(labels, hidden, "hidden")
-    check_head_settings(settings, head, knows_grad_output=given.expected_grad_output is not None)
-    checks.check_no_transforms(*(t for t in (hidden, *given[1:4], *given[-2:]) if isinstance(t, Tensor)))
+    check_head_settings(settings, head, knows_grad_output=expected is not None)
+    tensors = (hidden, given.weight, given.bias, labels, *given.beside)
+    checks.check_no_transforms(*(t for t in tensors if isinstance(t, Tensor)))
     rank, n_ranks = group_position(given.group)
     bias = None if given.bias is None else local_rows("bias", given.bias, given.group)
     weight = local_rows("weight", given.weight, given.group)
@@ -92,32 +85,34 @@ def plan_linear_call(
         checks.check_main_grad(main_grad, weight)
     _check_tokens(given, n_ranks, settings, head)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
-    if given.expected_grad_output is not None:
-        _check_expected(given.expected_grad_output, labels, settings, dtype)
+    if expected is not None:
+        _check_expected(expected, labels, settings, dtype)
     logits_dtype = head.logits_dtype or dtype
-    plan = _plan_of_logits(dtype, logits_dtype, weight.shape[0], given, settings, rank, n_ranks)
-    weights = None if given.class_weight is None else weights_of_columns(given.class_weight, plan.shard, hidden)
+    plan = _plan_of_logits(loss, dtype, logits_dtype, weight.shape[0], given, settings, rank, n_ranks)
     num_items = None if given.num_items is None else checked_divisor(given.num_items, settings.reduction, hidden)
     # Each rank's chunks must be the same, whatever its own width.
     width = -(-plan.shard.vocab_size // n_ranks)
     bytes_per_logit = sum(each.itemsize for each in {dtype, logits_dtype})
     chunk = chunk_of(head, labels.numel(), hidden.shape[-1], width, bytes_per_logit)
     if settings.check_labels:
-        checks.check_label_range(labels, plan.shard.vocab_size, plan.options.ignore_index, shift=settings.shift)
-    rows = flat(labels)
-    is_valid = ~is_ignored(rows, plan.options.ignore_index)
+        checks.check_label_range(labels, plan.shard.vocab_size, settings.ignore_index, shift=settings.shift)
+    rows, ignore_index = flat(labels), int(settings.ignore_index)
+    is_valid = ~is_ignored(rows, ignore_index)
     chunks, order = _chunks_and_order(is_valid, labels.shape, chunk, n_ranks, head)
-    if settings.reduction == "mean" and weights is None:
+    weighs = settings.reduction == "mean" and _has_weights(given)
+    if settings.reduction == "mean" and not weighs:
         num_items = is_valid.sum().reshape(1)
     if order is not None:
-        rows = order.to_rows(rows.long(), plan.options.ignore_index)
-    by_weights = weights is not None and settings.reduction == "mean"
+        rows = order.to_rows(rows.long(), ignore_index)
+    beside = loss.beside_head(given.beside, hidden, settings, plan, order, rows)
     linear = LinearCall(
-        call=Call(plan, given.group, num_items, weights, by_weights, temperature=_temperature(given, order)),
+        call=Call(plan, given.group, num_items, weighs),
         dtype=dtype,
         logits_dtype=logits_dtype,
         chunks=chunks,
         order=order,
+        labels=rows,
+        ignore_index=ignore_index,
         overflow=_overflow(is_valid, head.valid_tokens),
         sequence_parallel=head.sequence_parallel and n_ranks > 1,
         reduces=head.reduce_hidden_grad and n_ranks > 1,
@@ -125,25 +120,22 @@ def plan_linear_call(
         parameter=given.weight if hasattr(given.weight, "grad_added_to_main_grad") else None,
         expected=None if expected is None else expected_of(expected, is_valid, order),
     )
-    if check is not None:
-        check(plan)
     if verify.open_calls:
-        own |= {"main_grad": main_grad is not None, "dtype of the products": dtype}
+        own = {"main_grad": main_grad is not None, "dtype of the products": dtype}
         own["expected_grad_output"] = expected is not None
-        options = comparable(settings, given.num_items, *given[-2:]) | head._asdict() | own
+        own |= loss.compared_head(given.beside)
+        options = comparable(settings, given.num_items) | head._asdict() | own
         verify.compare_call({"hidden": hidden, "weight": weight, "bias": bias}, labels, plan.shard, options)
-    return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows)
+    return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias), beside
+
+
+def _has_weights(given: Arguments) -> bool:
+    return getattr(given.beside, "class_weight", None) is not None
 
 
 def _overflow(is_valid: Tensor, valid_tokens: int | None) -> Tensor | None:
     """Return the factor of the loss ``[]``: NaN if more tokens are valid than the caller said."""
     return None if valid_tokens is None else torch.where(is_valid.sum() > valid_tokens, float("nan"), 1.0)
-
-
-def _temperature(given: Arguments, order: TokenOrder | None) -> Tensor | None:
-    """Return a checked tensor temperature, one for each row."""
-    of_tokens = temperature_of_rows(given.temperature, given.labels, given.hidden)
-    return of_tokens if of_tokens is None or order is None else order.to_rows(of_tokens, 1.0)
 
 
 def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_output: bool = False) -> None:
@@ -237,6 +229,7 @@ def _check_tokens(given: Arguments, n_ranks: int, settings: Settings, head: Head
 
 
 def _plan_of_logits(
+    loss: Loss,
     dtype: torch.dtype,
     logits_dtype: torch.dtype,
     n_columns: int,
@@ -252,7 +245,7 @@ def _plan_of_logits(
         raise ValueError("impl: 'one_pass' writes no 16-bit gradient of fp32 logits, got logits_dtype; use 'auto'")
     # one_pass takes no grad_output, and its gradient has the dtype of the logits.
     fits_one_pass = given.expected_grad_output is None and logits_dtype == dtype
-    kind = Kind(
+    key = PlanKey(
         dtype=logits_dtype,
         n_columns=n_columns,
         device=given.hidden.device,
@@ -260,9 +253,10 @@ def _plan_of_logits(
         n_ranks=n_ranks,
         gradient=gradient,
         whole_vectors=fits_one_pass and n_columns * dtype.itemsize % VECTOR_BYTES == 0,
-        class_weight=given.class_weight is not None,
+        class_weight=_has_weights(given),
     )
-    return cached_plan(settings._replace(vocab_size=None, shard=shard, reduction=reduction, gradient=gradient), *kind)
+    settings = settings._replace(vocab_size=None, shard=shard, reduction=reduction, gradient=gradient)
+    return cached_plan(loss, settings, *key)
 
 
 def gradient_of(settings: Settings, dtype: torch.dtype) -> str:

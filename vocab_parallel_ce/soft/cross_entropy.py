@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.cross_entropy import public
+from vocab_parallel_ce.losses.targets import TARGETS, Targets
 from vocab_parallel_ce.options import Settings, check_names, divided_by, keyword_defaults, with_keywords
-from vocab_parallel_ce.plan import comparable, weights_of_columns
+from vocab_parallel_ce.run import run
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.soft.pairs import PairCall, divisor_of, launchers_of, plan_pair, run
-from vocab_parallel_ce.soft.targets_spec import N_STATISTICS
-
-TARGET_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class SoftKeywords(TypedDict, total=False):
@@ -68,7 +63,7 @@ def soft_cross_entropy(
         target_probs: ``[..., C]`` bf16, fp16, fp32 or fp64, the same columns. Must not require a gradient.
         class_weight: as in :func:`vocab_parallel_cross_entropy`; a mean still divides by the rows.
         reduction: ``"mean"`` over all rows, ``"sum"`` or ``"none"``.
-        gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
+        gradient: as in :func:`vocab_parallel_cross_entropy`.
         impl: ``"triton"``, ``"reference"`` or ``"auto"``.
         others: as in :func:`vocab_parallel_cross_entropy`.
 
@@ -80,28 +75,5 @@ def soft_cross_entropy(
     """
     check_names(keywords, KEYWORDS, soft_cross_entropy)
     settings = divided_by(num_items, Settings(**keywords))
-    checks.check_logits(logits)
-    _check_targets(target_probs, logits)
-    checks.check_no_transforms(class_weight)
-    plan = plan_pair(logits, target_probs, None, "target_probs", settings, group)
-    weights = None if class_weight is None else weights_of_columns(class_weight, plan.shard, logits)
-    divisor = divisor_of(logits, None, settings, num_items)
-    if verify.open_calls:
-        no_labels = torch.empty(0, dtype=torch.int64)
-        options = comparable(settings, num_items, class_weight)
-        verify.compare_call({"logits": logits}, no_labels, plan.shard, options, beside="target_probs")
-    launchers = launchers_of(plan, "targets_reference", "soft_targets")
-    call = PairCall(plan, launchers, plan.options, N_STATISTICS, False, group, divisor)
-    return run(call, logits, target_probs, weights)
-
-
-def _check_targets(targets: Any, logits: Tensor) -> None:
-    """Check that there is a probability per logit."""
-    checks.check_tensor("target_probs", targets)
-    if targets.layout is not torch.strided or targets.dtype not in TARGET_DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TARGET_DTYPES)
-        raise TypeError(f"target_probs: dtype must be one of {names}, dense, got {targets.dtype}, {targets.layout}")
-    if targets.shape != logits.shape:
-        raise ValueError(
-            f"target_probs: shape must be that of logits, {tuple(logits.shape)}, got {tuple(targets.shape)}"
-        )
+    given = Targets(target_probs, class_weight)
+    return run(TARGETS, logits, given, settings, group=group, num_items=num_items)[0].loss

@@ -1,0 +1,73 @@
+"""The tensors that stand beside logits, checked and in the form that launchers take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, shares_storage
+from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.overwritten import check_not_overwritten
+from vocab_parallel_ce.shard import VocabShard
+
+
+def checked_divisor(num_items: float | Tensor, reduction: str, logits: Tensor) -> Tensor:
+    """Return checked ``num_items`` as kernels take it: ``[1]`` on the device of ``logits``."""
+    checks.check_num_items(num_items, reduction, logits)
+    if isinstance(num_items, Tensor) and num_items.device == logits.device:
+        return constant(num_items.detach().reshape(1), logits)
+    return logits.new_full((1,), float(num_items), dtype=compute_dtype(logits.dtype))
+
+
+def weights_of_columns(class_weight: Tensor, shard: VocabShard, logits: Tensor) -> Tensor:
+    """Return checked class weights as kernels take them: of the arithmetic's dtype, of the shard's valid columns.
+
+    ``logits`` or hidden states have its device. It is a view of the caller's if that has the dtype and a 16-byte
+    boundary, and is a ``constant``.
+    """
+    checks.check_class_weight(class_weight)
+    if class_weight.device != logits.device:
+        raise ValueError(f"class_weight: device must be that of the logits, {logits.device}, got {class_weight.device}")
+    shape, start, (whole, own) = tuple(class_weight.shape), 0, (shard.vocab_size, shard.n_columns)
+    if shape == (whole,):
+        start = shard.start
+    elif shape != (own,):
+        expected = f"({whole},)" if whole == own else f"({whole},), or ({own},) for this rank's columns"
+        raise ValueError(f"class_weight: expected shape {expected}, got {shape}")
+    columns = class_weight.detach()[start : start + shard.n_valid].to(compute_dtype(logits.dtype)).contiguous()
+    return columns.clone() if columns.data_ptr() % VECTOR_BYTES else constant(columns, logits)
+
+
+def temperature_of_rows(temperature: Tensor | None, labels: Tensor, logits: Tensor) -> Tensor | None:
+    """Return a checked tensor temperature as kernels take it: contiguous ``[N]``, of the arithmetic's dtype.
+
+    It is a view of the caller's if that is so already, and is a ``constant``. ``logits`` may be hidden states.
+    """
+    if temperature is None:
+        return None
+    checks.check_temperature(temperature, labels)
+    values = temperature.detach().to(compute_dtype(logits.dtype)).reshape(-1)
+    return constant((values.expand(labels.numel()) if values.numel() == 1 else values).contiguous(), logits)
+
+
+def check_beside(name: str, tensor: Tensor, logits: Tensor, settings: Settings) -> None:
+    """Check a tensor that has a number or more beside each row of logits; it gets no gradient, and is never written."""
+    check_no_gradient(name, tensor)
+    needs_gradient = torch.is_grad_enabled() and logits.requires_grad
+    if tensor.is_inference() and needs_gradient:
+        raise ValueError(f"{name}: expected no tensor made in torch.inference_mode(), got one; pass its clone()")
+    if tensor.device != logits.device:
+        raise ValueError(f"{name}: device must be that of the logits, {logits.device}, got {tensor.device}")
+    in_place = settings.gradient in ("in_backward", "in_forward")
+    if in_place and needs_gradient and shares_storage(logits, tensor):
+        raise ValueError(f"{name}: expected memory of its own, got the logits'; use gradient='out_of_place'")
+
+
+def check_no_gradient(name: str, tensor: Tensor) -> None:
+    """Check that a tensor requires no gradient, that no transform sees it, and that it holds none of another call."""
+    checks.check_no_transforms(tensor)
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise TypeError(f"{name}: expected a tensor that requires no gradient, got one that does; pass its detach()")
+    with checks.naming(logits=name):
+        check_not_overwritten(tensor)

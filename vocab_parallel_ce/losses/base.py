@@ -1,0 +1,154 @@
+"""What differs between losses, seen from the path that all of them take.
+
+    check -> plan -> statistics -> exchange -> outputs -> gradient
+
+A :class:`Loss` knows what stands beside the logits, and binds its launchers to the options of a plan. It has the
+mathematics of a row over tensors: the specification, the oracle in fp64, and what runs without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.shard import VocabShard
+
+
+class Launchers(NamedTuple):
+    """What computes a loss in one implementation, for one shard and its options.
+
+    ``stats`` are the statistics of each exchange, ``[R, N, K]``; ``beside`` is the loss's record of tensors;
+    ``outputs`` and ``grads`` are the records ``TokenOutputs`` and ``GradOutputs``.
+    """
+
+    # (logits, beside, stats, rank, count, outputs, divisor): fills stats[0][rank], and count [1] int32 if given. With
+    # outputs the rank is the only one, and all statistics and the outputs are filled.
+    statistics: Callable[..., None]
+    # (stats, beside, divisor, outputs): fills outputs from the statistics of all ranks.
+    outputs: Callable[..., None]
+    # (logits, beside, stats, divisor, grads, loss, grad_logits): fills grad_logits, and loss if given.
+    gradient: Callable[..., None]
+    element_mul: Callable[..., None]  # (grad_logits, grad_output)
+    widths: tuple[int, ...]  # K of each exchange
+    # (logits, beside, stats, rank): fills stats[1][rank] after the first exchange. None: there is one exchange.
+    second: Callable[..., None] | None = None
+    gradient_fills_loss: bool = False  # whether gradient takes a loss
+    count_larger: Callable[..., None] | None = None
+    one_pass: Callable[..., None] | None = None  # if one launch does it all
+
+
+class Loss:
+    """A kind of loss. There is one instance of each.
+
+    The mathematics are functions over rows ``x [N, n]``, this rank's columns without padding. ``stats`` are of the
+    whole vocabulary, except in ``merge``.
+    """
+
+    Beside: type  # the record of the tensors beside the logits; None stands for those that are not given
+    counts: bool = False  # whether the launch of the statistics can count the rows of a mean
+
+    def check(self, given: Any, logits: Tensor, settings: Settings) -> None:
+        """Raise unless the caller's tensors ``given``, a ``Beside``, fit the logits and the settings."""
+        raise NotImplementedError
+
+    def beside(self, given: Any, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int) -> Any:
+        """Return the checked tensors as launchers take them: flat rows, columns of this rank."""
+        raise NotImplementedError
+
+    def beside_head(self, given: Any, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor) -> Any:
+        """Return what stands beside the logits of a head, in row order: a record with ``at(rows)`` and ``labels``.
+
+        ``order`` is the ``TokenOrder``, or None; ``labels [M]`` are in row order already.
+        """
+        raise NotImplementedError
+
+    def options(self, settings: Settings, vocab_size: int, *, class_weight: bool) -> Any:
+        """Check the settings, and return what the mathematics take: hashable."""
+        raise NotImplementedError
+
+    def outputs(self, options: Any) -> dict[str, bool]:
+        """Return the names of the outputs beside the loss that are asked for, and whether they have a gradient."""
+        return {}
+
+    def beyond_one_pass(self, options: Any) -> tuple[str, ...]:
+        """Return the names of what ``one_pass`` cannot do."""
+        return (f"another loss than that of labels, {type(self).__name__}",)
+
+    def launchers(self, options: Any, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
+        """Bind the launchers of ``kernels``, or of plain PyTorch for None."""
+        raise NotImplementedError
+
+    def divisor(self, given: Any, logits: Tensor, settings: Settings) -> Tensor | None:
+        """Return ``[1]``, the rows of a mean, if the launch of the statistics does not count them."""
+        return None
+
+    def kept(self, beside: Any, options: Any) -> Any:
+        """Return what the gradient needs of ``beside``."""
+        return beside
+
+    def compared(self, given: Any) -> dict[str, Any]:
+        """Return what verification compares of ``given``: arguments of :func:`verify.compare_call`."""
+        raise NotImplementedError
+
+    def compared_head(self, given: Any) -> dict[str, Any]:
+        """Return what verification compares of ``given``, beside the logits of a head."""
+        options: dict[str, Any] = self.compared(given)["options"]
+        return options
+
+    # The mathematics.
+
+    Stats: Any  # the record of all statistics, each ``[N]``
+
+    def exchanges(self, options: Any) -> tuple[tuple[str, ...], ...]:
+        """Return for each exchange the names of what travels, in the order in which they are packed."""
+        raise NotImplementedError
+
+    def tile(self, x: Tensor, beside: Any, shard: VocabShard, options: Any) -> Any:
+        """Return the statistics of these columns."""
+        raise NotImplementedError
+
+    def merge(self, a: Any, b: Any, options: Any) -> Any:
+        """Return the statistics of the union of two disjoint sets of columns: associative and commutative."""
+        raise NotImplementedError
+
+    def second(self, x: Tensor, beside: Any, stats: Any, shard: VocabShard, options: Any) -> Tensor:
+        """Return ``[N, K]`` of these columns for the second exchange, which sums them over the ranks."""
+        raise NotImplementedError
+
+    def output(self, name: str, stats: Any, second: Any, beside: Any, shard: VocabShard, options: Any) -> Tensor:
+        """Return ``[N]``, one of ``TokenOutputs``."""
+        raise NotImplementedError
+
+    def gradient(self, x: Tensor, beside: Any, stats: Any, second: Any, shard: VocabShard, options: Any) -> Tensor:
+        """Return the ``[N, n]`` derivative of each row's loss by its logits."""
+        raise NotImplementedError
+
+    def outputs_gradient(
+        self, x: Tensor, beside: Any, stats: Any, grads: Any, shard: VocabShard, options: Any
+    ) -> Tensor:
+        """Return the same of the outputs beside the loss, each times its ``grads``, summed."""
+        raise NotImplementedError
+
+    def ignored(self, beside: Any, options: Any) -> Tensor | None:
+        """Return ``[N]`` bool; None if no row is."""
+        return None
+
+
+def bound(
+    module: ModuleType, options: Any, shard: VocabShard, element_mul: Any, exchanges: tuple[tuple[str, ...], ...]
+) -> Launchers:
+    """Bind a module of kernels that has launchers under the names of :class:`Launchers`."""
+    own = {"shard": shard, "options": options}
+    return Launchers(
+        functools.partial(module.statistics, **own),
+        functools.partial(module.outputs, **own),
+        functools.partial(module.gradient, **own),
+        element_mul,
+        widths=tuple(map(len, exchanges)),
+        second=functools.partial(module.second, **own) if len(exchanges) > 1 else None,
+    )

@@ -1,0 +1,364 @@
+"""The mathematics of distillation, in plain PyTorch: divergences of a student's distribution from a teacher's.
+
+Of student logits ``x`` and teacher logits ``w``, with the temperature ``T``, over the whole vocabulary:
+
+    s = softmax(x / T),  t = softmax(w / T)
+    forward   KL(t || s) = sum_i t_i (log t_i - log s_i)          dx_i = (s_i - t_i) / T
+    reverse   KL(s || t)                                          dx_i = s_i (log s_i - log t_i - KL(s || t)) / T
+    js        beta * KL(t || m) + (1 - beta) * KL(s || m),  m = beta * t + (1 - beta) * s
+                                                      dx_i = (1 - beta) * s_i (log(s_i / m_i) - KL(s || m)) / T
+
+``forward`` is that of Hinton et al. (arXiv:1503.02531), without their factor ``T^2``; the others are those of GKD
+(Agarwal et al., arXiv:2306.13649, equation 1 for ``js``). With labels ``y`` and ``h = hard_weight`` the loss is
+
+    (1 - h) * divergence + h * (lse(x) - x_y)
+
+A rank knows of its columns the largest ``x`` and ``w``, and sums relative to both. With ``a_i = (x_i - x_max) / T`` and
+``b_i = (w_i - w_max) / T``, so that rows far from 0 lose no digits:
+
+    forward   cross = sum_i exp(b_i) * (b_i - a_i),  student_sum = sum_i exp(a_i),  teacher_sum = sum_i exp(b_i)
+              KL = cross / teacher_sum - log(teacher_sum) + log(student_sum)
+
+``reverse`` has student and teacher exchanged. ``js`` needs the normalised probabilities, so its two terms are summed
+after a first exchange, and are exchanged themselves.
+
+Edges. A column that both exclude by ``-inf`` takes no part. If only the student excludes it, ``forward`` is ``inf``; if
+only the teacher does, ``reverse`` is ``inf``, and its gradient is not finite. The gradient is 0 where the student has
+``-inf``, in padded columns, and in rows with ``ignore_index``, whose loss is 0. A label outside ``[0, V)``, NaN or
+``+inf`` in a row: NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vocab_parallel_ce import checks, reference
+from vocab_parallel_ce.beside import check_beside
+from vocab_parallel_ce.layout import compute_dtype, flat, walkable
+from vocab_parallel_ce.losses.base import Launchers, Loss, bound
+from vocab_parallel_ce.options import Settings, loss_options
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import INF, NAN, NEG_INF, _bounded, _finite_or_zero, _outside, _raised_by, is_ignored
+
+DIVERGENCES = ("forward", "reverse", "js")
+
+
+class Teacher(NamedTuple):
+    """What stands beside the student's logits."""
+
+    logits: Tensor  # [..., C']
+    labels: Tensor | None = None  # [N]
+
+
+class TeacherHead(NamedTuple):
+    """What stands beside the logits of a student's head: another head, whose logits are made where they are needed."""
+
+    hidden: Tensor  # [N, D']
+    weight: Tensor  # [C', D']
+    bias: Tensor | None  # [C']
+    labels: Tensor | None = None  # [M]
+    token_of_row: Tensor | None = None  # [M], one past the end for none; None: rows are tokens
+
+    def at(self, rows: slice) -> Teacher:
+        """Make the logits of these rows."""
+        if self.token_of_row is None:
+            states = self.hidden[rows]
+        else:
+            states = self.hidden.index_select(0, self.token_of_row[rows].clamp(max=self.hidden.shape[0] - 1))
+        labels = None if self.labels is None else self.labels[rows]
+        return Teacher(F.linear(states, self.weight, self.bias), labels)
+
+
+class DivergenceOptions(NamedTuple):
+    """What is computed of a row."""
+
+    divergence: str = "forward"
+    temperature: float = 1.0
+    beta: float = 0.5  # of js
+    hard_weight: float = 0.0
+    ignore_index: int = -100
+
+
+class DivergenceStats(NamedTuple):
+    """What a set of columns contributes to each row, each ``[N]``."""
+
+    student_max: Tensor  # largest x
+    student_sum: Tensor  # sum of exp((x - student_max) / T)
+    teacher_max: Tensor
+    teacher_sum: Tensor
+    cross: Tensor  # 0 for js
+    target: Tensor  # the label's x, -inf if it is not in the set
+    hard_sum: Tensor  # sum of exp(x - student_max)
+
+
+IDENTITY = (NEG_INF, 0.0, NEG_INF, 0.0, 0.0, NEG_INF, 0.0)
+
+
+class DivergenceLoss(Loss):
+    """A divergence of the student's distribution from the teacher's."""
+
+    Beside = Teacher
+    Stats = DivergenceStats
+
+    def check(self, given: Teacher, logits: Tensor, settings: Settings) -> None:
+        checks.check_choice("rest (without teacher_ids)", settings.rest, ("ignore",))
+        check_hard_weight(settings, given.labels)
+        check_teacher("teacher_logits", given.logits, "student_logits", logits)
+        check_beside("teacher_logits", given.logits, logits, settings)
+        if given.labels is not None:
+            checks.check_labels(given.labels, logits)
+            checks.check_rows(given.labels, logits)
+
+    def beside(
+        self, given: Teacher, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int
+    ) -> Teacher:
+        n_columns = given.logits.shape[-1]
+        check_columns(n_columns, shard, settings, rank, n_ranks, subject="teacher_logits: last dimension")
+        if given.labels is not None and settings.check_labels:
+            checks.check_label_range(given.labels, shard.vocab_size, settings.ignore_index)
+        return Teacher(walkable(given.logits.detach()), None if given.labels is None else flat(given.labels))
+
+    def beside_head(
+        self, given: TeacherHead, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor
+    ) -> TeacherHead:
+        of_rank = plan.shard, settings, plan.rank, plan.n_ranks
+        check_columns(given.weight.shape[0], *of_rank, subject="teacher_weight: rows")
+        return given._replace(labels=labels, token_of_row=None if order is None else order.token_of_row)
+
+    def options(self, settings: Settings, vocab_size: int, *, class_weight: bool) -> DivergenceOptions:
+        loss_options(settings, vocab_size)
+        return divergence_options(settings)
+
+    def launchers(self, options: DivergenceOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
+        if kernels is None:
+            return reference.launchers(self, options, shard)
+        return bound(kernels.distillation, options, shard, kernels.element_mul, self.exchanges(options))
+
+    def divisor(self, given: Teacher, logits: Tensor, settings: Settings) -> Tensor:
+        return rows_of_mean(given.labels, logits, settings)
+
+    def compared(self, given: Teacher) -> dict[str, Any]:
+        labels = torch.empty(0, dtype=torch.int64) if given.labels is None else given.labels
+        options = {"labels": given.labels is not None}
+        return {"labels": labels, "options": options, "beside": "teacher_logits"}
+
+    def compared_head(self, given: TeacherHead) -> dict[str, Any]:
+        return {"call": "two heads", "teacher_hidden": given.hidden}
+
+    def exchanges(self, options: DivergenceOptions) -> tuple[tuple[str, ...], ...]:
+        is_js = options.divergence == "js"
+        hard = ("target", "hard_sum") if options.hard_weight else ()
+        first = (*DivergenceStats._fields[:4], *(() if is_js else ("cross",)), *hard)
+        return (first, ("of_teacher", "of_student")) if is_js else (first,)
+
+    def tile(self, x: Tensor, beside: Teacher, shard: VocabShard, options: DivergenceOptions) -> DivergenceStats:
+        x, w, labels = *_both(x, beside), beside.labels
+        if x.shape[-1] == 0:
+            return DivergenceStats(*(x.new_full(x.shape[:1], value) for value in IDENTITY))
+        x_max, w_max = x.amax(dim=-1), w.amax(dim=-1)
+        x_shifted = x - _finite_or_zero(x_max).unsqueeze(-1)
+        a, b = x_shifted / options.temperature, (w - _finite_or_zero(w_max).unsqueeze(-1)) / options.temperature
+        cross, target = torch.zeros_like(x_max), torch.full_like(x_max, NEG_INF)
+        if options.divergence == "forward":
+            cross = _cross(b, a)
+        elif options.divergence == "reverse":
+            cross = _cross(a, b)
+        if labels is not None:
+            column = labels.long() - shard.start
+            owned = (column >= 0) & (column < x.shape[-1])
+            at_label = x.gather(-1, torch.where(owned, column, 0).unsqueeze(-1)).squeeze(-1)
+            target = torch.where(owned, at_label, NEG_INF)
+        student_sum, teacher_sum, hard_sum = (value.exp().sum(dim=-1) for value in (a, b, x_shifted))
+        return DivergenceStats(x_max, student_sum, w_max, teacher_sum, cross, target, hard_sum)
+
+    def merge(self, a: DivergenceStats, b: DivergenceStats, options: DivergenceOptions) -> DivergenceStats:
+        student_max, teacher_max = (
+            torch.maximum(a.student_max, b.student_max),
+            torch.maximum(a.teacher_max, b.teacher_max),
+        )
+        student_shift, teacher_shift = _finite_or_zero(student_max), _finite_or_zero(teacher_max)
+
+        def moved(own: DivergenceStats) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            student_raised = _raised_by(own.student_max, student_shift) / options.temperature
+            teacher_raised = _raised_by(own.teacher_max, teacher_shift) / options.temperature
+            student_decay = ((own.student_max - student_shift) / options.temperature).exp()
+            teacher_decay = ((own.teacher_max - teacher_shift) / options.temperature).exp()
+            of_student = (own.student_sum, student_raised, teacher_raised, student_decay)
+            of_teacher = (own.teacher_sum, teacher_raised, student_raised, teacher_decay)
+            cross = _moved(own.cross, *(of_teacher if options.divergence == "forward" else of_student))
+            hard_decay = (own.student_max - student_shift).exp()
+            return own.student_sum * student_decay, own.teacher_sum * teacher_decay, cross, own.hard_sum * hard_decay
+
+        student_sum, teacher_sum, cross, hard_sum = (x + y for x, y in zip(moved(a), moved(b), strict=True))
+        target = torch.maximum(a.target, b.target)
+        return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, target, hard_sum)
+
+    def second(
+        self, x: Tensor, beside: Teacher, stats: DivergenceStats, shard: VocabShard, options: DivergenceOptions
+    ) -> Tensor:
+        """Return the parts of ``KL(t || m)`` and ``KL(s || m)`` of these columns."""
+        s, t, log_s, log_t, log_m = _probabilities(x, beside, stats, options)
+        parts = torch.where(t == 0, 0.0, t * (log_t - log_m)), torch.where(s == 0, 0.0, s * (log_s - log_m))
+        return torch.stack([part.sum(dim=-1) for part in parts], dim=-1)
+
+    def output(
+        self,
+        name: str,
+        stats: DivergenceStats,
+        second: Tensor | None,
+        beside: Teacher,
+        shard: VocabShard,
+        options: DivergenceOptions,
+    ) -> Tensor:
+        log_student, log_teacher = stats.student_sum.log(), stats.teacher_sum.log()
+        if options.divergence == "forward":
+            value = stats.cross / stats.teacher_sum - log_teacher + log_student
+        elif options.divergence == "reverse":
+            value = stats.cross / stats.student_sum - log_student + log_teacher
+        else:
+            assert second is not None
+            value = options.beta * second[:, 0] + (1 - options.beta) * second[:, 1]
+        if options.hard_weight:
+            hard = stats.hard_sum.log() + (stats.student_max - stats.target)
+            value = hard if options.hard_weight == 1 else (1 - options.hard_weight) * value + options.hard_weight * hard
+        if beside.labels is None:
+            return value
+        value = torch.where(_outside(beside.labels, shard.vocab_size), NAN, value)
+        return torch.where(is_ignored(beside.labels, options.ignore_index), 0.0, value)
+
+    def gradient(
+        self,
+        x: Tensor,
+        beside: Teacher,
+        stats: DivergenceStats,
+        second: Tensor | None,
+        shard: VocabShard,
+        options: DivergenceOptions,
+    ) -> Tensor:
+        s, t, log_s, log_t, log_m = _probabilities(x, beside, stats, options)
+        x, labels = _both(x, beside)[0], beside.labels
+        if options.divergence == "forward":
+            grad = s - t
+        elif options.divergence == "reverse":
+            kl = stats.cross / stats.student_sum - stats.student_sum.log() + stats.teacher_sum.log()
+            grad = torch.where(s == 0, 0.0, s * (log_s - log_t - kl.unsqueeze(-1)))
+        else:
+            assert second is not None
+            grad = (1 - options.beta) * torch.where(s == 0, 0.0, s * (log_s - log_m - second[:, 1:]))
+        grad = (
+            grad * ((1 - options.hard_weight) / options.temperature) if options.hard_weight < 1 else grad.new_zeros(())
+        )
+        if options.hard_weight:
+            assert labels is not None
+            p = (x - stats.student_max.unsqueeze(-1)).exp() / stats.hard_sum.unsqueeze(-1)
+            column = torch.arange(shard.start, shard.start + x.shape[-1], device=x.device)
+            grad = grad + options.hard_weight * (p - (column == labels.long().unsqueeze(-1)).to(p))
+        is_finite = (stats.student_sum.isfinite() & (stats.student_max != NEG_INF)).unsqueeze(-1)
+        grad = torch.where((log_s == NEG_INF) & is_finite, 0.0, grad)
+        return grad if labels is None else torch.where(_outside(labels, shard.vocab_size).unsqueeze(-1), NAN, grad)
+
+    def ignored(self, beside: Teacher, options: DivergenceOptions) -> Tensor | None:
+        return None if beside.labels is None else is_ignored(beside.labels, options.ignore_index)
+
+
+DIVERGENCE = DivergenceLoss()
+
+
+def divergence_options(settings: Settings) -> DivergenceOptions:
+    """Check what the mathematics takes."""
+    checks.check_choice("divergence", settings.divergence, DIVERGENCES)
+    checks.check_number("beta", settings.beta)
+    if not 0 < settings.beta < 1:
+        raise ValueError(
+            f"beta: must be above 0 and below 1, got {settings.beta}; its limits are 'forward' and 'reverse'"
+        )
+    if settings.divergence != "js" and settings.beta != 0.5:
+        raise ValueError(f"beta: expected divergence='js' with it, got {settings.divergence!r}")
+    checks.check_number("hard_weight", settings.hard_weight, at_most=1)
+    checks.check_number("temperature", settings.temperature, positive=True)
+    checks.check_number("1 / temperature", 1 / settings.temperature, positive=True)
+    checks.check_integer("ignore_index", settings.ignore_index)
+    numbers = float(settings.temperature), float(settings.beta), float(settings.hard_weight)
+    return DivergenceOptions(settings.divergence, *numbers, int(settings.ignore_index))
+
+
+def rows_of_mean(labels: Tensor | None, logits: Tensor, settings: Settings) -> Tensor:
+    """Return ``[1]``, the rows that are not ignored."""
+    if labels is None:
+        return logits.new_full((1,), logits.shape[:-1].numel(), dtype=compute_dtype(logits.dtype))
+    return (~is_ignored(labels, settings.ignore_index)).sum().reshape(1)
+
+
+def check_hard_weight(settings: Settings, labels: Tensor | None) -> None:
+    """Check that a hard weight has labels."""
+    if settings.hard_weight and labels is None:
+        raise ValueError(f"hard_weight: expected labels with it, got {settings.hard_weight} and labels=None")
+
+
+def check_teacher(name: str, teacher: Any, subject: str, student: Tensor) -> None:
+    """Check that the teacher has a row per row of the student."""
+    checks.check_tensor(name, teacher)
+    checks.check_dense(name, teacher, checks.LOGITS_DTYPES)
+    if teacher.shape[:-1] != student.shape[:-1] or teacher.dim() == 0:
+        expected = f"that of {subject} up to the last dimension, {tuple(student.shape)}"
+        raise ValueError(f"{name}: shape must be {expected}, got {tuple(teacher.shape)}")
+
+
+def check_columns(
+    n_columns: int, shard: VocabShard, settings: Settings, rank: int, n_ranks: int, *, subject: str
+) -> None:
+    """Check that a teacher with ``n_columns``, which ``subject`` has, has the student's columns, except padding."""
+    if n_columns == shard.n_columns:
+        return
+    if settings.vocab_size is None and settings.shard is None:
+        raise ValueError(
+            f"{subject} must be the student's, {shard.n_columns}, if neither vocab_size nor shard says what is "
+            f"padding, got {n_columns}"
+        )
+    if settings.shard is None:
+        own = VocabShard.of_rank(shard.vocab_size, rank, n_ranks, n_columns, subject=subject)
+    else:
+        own = VocabShard(shard.start, shard.start + n_columns, shard.vocab_size)
+    if (own.start, own.n_valid) != (shard.start, shard.n_valid):
+        columns = [f"[{each.start}, {each.start + each.n_valid})" for each in (shard, own)]
+        raise ValueError(f"{subject} must give the student's columns {columns[0]}, got {columns[1]}")
+
+
+def _both(x: Tensor, beside: Teacher) -> tuple[Tensor, Tensor]:
+    """The columns of student and teacher, in the compute dtype of the student's logits."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    teacher = beside.logits.reshape(-1, beside.logits.shape[-1])[:, : x.shape[-1]]
+    return x.to(dtype), teacher.to(dtype)
+
+
+def _probabilities(
+    x: Tensor, beside: Teacher, stats: DivergenceStats, options: DivergenceOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(s, t, log s, log t, log m)`` of columns."""
+    student, teacher = _both(x, beside)
+    logs = []
+    sides = (student, stats.student_max, stats.student_sum), (teacher, stats.teacher_max, stats.teacher_sum)
+    for logits, row_max, sum_exp in sides:
+        shifted = (logits - row_max.unsqueeze(-1)) / options.temperature
+        logs.append(shifted - sum_exp.log().unsqueeze(-1))
+    log_m = torch.logaddexp(logs[0] + math.log1p(-options.beta), logs[1] + math.log(options.beta))
+    return logs[0].exp(), logs[1].exp(), logs[0], logs[1], log_m
+
+
+def _cross(weights: Tensor, others: Tensor) -> Tensor:
+    """``[N]`` sum of ``exp(w) * (w - o)``; an excluded ``w`` counts as 0, an excluded ``o`` beside another as inf."""
+    terms = weights.exp() * (weights - others)
+    terms = torch.where(others == NEG_INF, INF, terms)
+    return torch.where(weights == NEG_INF, 0.0, terms).sum(dim=-1)
+
+
+def _moved(cross: Tensor, weight_sum: Tensor, weight_raised: Tensor, other_raised: Tensor, decay: Tensor) -> Tensor:
+    """``cross`` relative to larger maxima."""
+    shift = torch.where(weight_sum == 0, 0.0, weight_sum * (_bounded(weight_raised) - other_raised))
+    return torch.where(cross == INF, INF, (cross + shift) * decay)

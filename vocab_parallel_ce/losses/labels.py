@@ -1,0 +1,122 @@
+"""Cross-entropy with labels: what stands beside the logits, and its launchers. ``spec`` has the mathematics."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from vocab_parallel_ce import checks, reference, spec, verify
+from vocab_parallel_ce.beside import temperature_of_rows, weights_of_columns
+from vocab_parallel_ce.layout import flat
+from vocab_parallel_ce.losses.base import Launchers, Loss
+from vocab_parallel_ce.options import Settings, loss_options
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import GradOutputs, Labels, LossOptions, RowStats, TokenOutputs
+from vocab_parallel_ce.spec_outputs import at_temperature, outputs_gradient
+
+
+class LabelLoss(Loss):
+    """Cross-entropy with labels, and the outputs beside it."""
+
+    Beside = Labels
+    Stats = RowStats
+    counts = True
+
+    def check(self, given: Labels, logits: Tensor, settings: Settings) -> None:
+        checks.check_labels(given.labels, logits)
+        checks.check_rows(given.labels, logits)
+        checks.check_no_transforms(logits, given.class_weight, given.temperature)
+
+    def beside(
+        self, given: Labels, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int
+    ) -> Labels:
+        labels, class_weight, temperature = given
+        if settings.check_labels:
+            checks.check_label_range(labels, shard.vocab_size, settings.ignore_index, shift=settings.shift)
+        if class_weight is not None:
+            class_weight = weights_of_columns(class_weight, shard, logits)
+        if temperature is not None:
+            temperature = temperature_of_rows(temperature, labels, logits)
+        return Labels(flat(labels), class_weight, temperature)
+
+    def beside_head(
+        self, given: Labels, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor
+    ) -> Labels:
+        weights, temperature = given.class_weight, given.temperature
+        weights = None if weights is None else weights_of_columns(weights, plan.shard, hidden)
+        temperature = temperature_of_rows(temperature, given.labels, hidden)
+        if temperature is not None and order is not None:
+            temperature = order.to_rows(temperature, 1.0)
+        return Labels(labels, weights, temperature)
+
+    def options(self, settings: Settings, vocab_size: int, *, class_weight: bool) -> LossOptions:
+        return loss_options(settings, vocab_size, class_weight=class_weight)
+
+    def outputs(self, options: LossOptions) -> dict[str, bool]:
+        asked = zip(TokenOutputs._fields, options.outputs, options.differentiable, strict=True)
+        return {name: has_gradient for name, is_asked, has_gradient in asked if is_asked and name != "loss"}
+
+    def beyond_one_pass(self, options: LossOptions) -> tuple[str, ...]:
+        return options.beyond_z_loss
+
+    def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
+        if kernels is None:
+            return reference.launchers(self, options, shard)
+        own = {"shard": shard, "options": options}
+        return Launchers(
+            functools.partial(kernels.online_softmax, **own),
+            functools.partial(kernels.token_outputs, **own),
+            functools.partial(kernels.cross_entropy, **own),
+            kernels.element_mul,
+            widths=(len(options.statistics),),
+            gradient_fills_loss=True,
+            count_larger=functools.partial(kernels.count_larger, shard=shard),
+        )
+
+    def kept(self, beside: Labels, options: LossOptions) -> Labels:
+        return beside if options.smoothing or beside.class_weight is None else beside._replace(class_weight=None)
+
+    def compared(self, given: Labels) -> dict[str, Any]:
+        options = {"class_weight": "None" if given.class_weight is None else "a tensor"}
+        if given.temperature is not None:
+            options["temperature"] = verify.shown(given.temperature)
+        return {"labels": given.labels, "options": options}
+
+    def exchanges(self, options: LossOptions) -> tuple[tuple[str, ...], ...]:
+        return (options.statistics,)
+
+    def tile(self, x: Tensor, beside: Labels, shard: VocabShard, options: LossOptions) -> RowStats:
+        of_rows, names = at_temperature(options, beside.temperature), options.statistics
+        return spec.local_stats(x, beside.labels, shard.start, shard.vocab_size, of_rows, names, beside.class_weight)
+
+    def merge(self, a: RowStats, b: RowStats, options: LossOptions) -> RowStats:
+        return spec.merge(a, b)
+
+    def output(
+        self, name: str, stats: RowStats, second: None, beside: Labels, shard: VocabShard, options: LossOptions
+    ) -> Tensor:
+        if name == "predictions":
+            return spec.predictions(stats, beside.labels, options)
+        value: Tensor = getattr(spec, name)(stats, beside.labels, shard.vocab_size, options)
+        return value
+
+    def gradient(
+        self, x: Tensor, beside: Labels, stats: RowStats, second: None, shard: VocabShard, options: LossOptions
+    ) -> Tensor:
+        options = at_temperature(options, beside.temperature)
+        return spec.gradient(x, stats, beside.labels, shard.start, shard.vocab_size, options, beside.class_weight)
+
+    def outputs_gradient(
+        self, x: Tensor, beside: Labels, stats: RowStats, grads: GradOutputs, shard: VocabShard, options: LossOptions
+    ) -> Tensor:
+        options = at_temperature(options, beside.temperature)
+        return outputs_gradient(x, stats, beside.labels, shard.start, shard.vocab_size, grads, options)
+
+    def ignored(self, beside: Labels, options: LossOptions) -> Tensor:
+        return spec.is_ignored(beside.labels, options.ignore_index)
+
+
+LABELS = LabelLoss()

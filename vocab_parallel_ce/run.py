@@ -1,0 +1,267 @@
+"""The path of a call over logits: statistics -> exchange -> outputs, gradient. One autograd Function for all losses.
+
+    logits [N, C] --statistics--> [N, K] --all_gather--> [R, N, K] --> outputs [N], gradient [N, C]
+
+``divisor [1]`` is what every loss and its gradient is divided by: the tokens of a mean, or the sum of their labels'
+class weights; the items of a sum. A loss that needs what the whole vocabulary comes to before it can sum has a second
+exchange.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce.backward import Refusals, begin, mark_written, run_backward, writes_in_place
+from vocab_parallel_ce.collectives import all_gather_stats
+from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
+from vocab_parallel_ce.losses.base import Loss
+from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.overwritten import mark_overwritten
+from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph, plan_call
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
+from vocab_parallel_ce.top import Top
+
+Stats = tuple[Tensor, ...]  # of each exchange, [R, N, K]
+
+REFUSALS = Refusals(
+    "cross-entropy: backward ran a second time, but the first had its gradient in the logits' storage and has handed "
+    "it on; ask for gradient='out_of_place' (TransformerEngine's overwrite_input=False) to run backward again",
+    "cross-entropy: the logits, the tensor that they are a view of, or another tensor of the call were overwritten "
+    "before backward read them; if another loss wrote over the logits, ask for gradient='out_of_place' there",
+)
+
+
+def run(
+    loss: Loss,
+    logits: Tensor,
+    given: Any,
+    settings: Settings,
+    *,
+    group: Any,
+    num_items: float | Tensor | None = None,
+    top: Top | None = None,
+) -> tuple[TokenOutputs, Tensor | None]:
+    """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor.
+
+    ``given`` are the tensors beside the logits, ``loss.Beside``. Fills ``top``.
+    """
+    call, beside = plan_call(loss, logits, given, settings, group, num_items, top)
+    divisor = None if num_items is None else call.divisor
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return as_token_outputs(_OverLogits.apply(logits, beside, call), call.plan), divisor
+    with torch.no_grad():
+        return forward(call, walkable(logits), beside, logits.shape[:-1])[0], divisor
+
+
+def new_outputs(plan: Plan, shape: torch.Size, like: Tensor) -> TokenOutputs:
+    """Allocate the outputs that were asked for.
+
+    An unreduced loss is no view of something larger: autograd forbids to change a view that a Function
+    returns, as ``loss += auxiliary_loss`` does.
+    """
+    loss = like.new_empty(*shape, dtype=plan.dtype)  # PyTorch takes microseconds longer to read a torch.Size
+    if not plan.other_outputs:
+        return TokenOutputs(loss)
+    others = {name: like.new_empty(*shape, dtype=dtype) for name, dtype in plan.other_outputs.items()}
+    return TokenOutputs(loss, **others)
+
+
+def new_statistics(plan: Plan, n_rows: int, like: Tensor) -> Stats:
+    """Allocate the statistics of all ranks."""
+    return tuple([like.new_empty(plan.n_ranks, n_rows, width, dtype=plan.dtype) for width in plan.launchers.widths])
+
+
+def local_statistics(call: Call, logits: Tensor, beside: Any, outputs: TokenOutputs | None = None) -> tuple[Stats, Any]:
+    """Return statistics, of which this rank's first ones are filled, and the divisor that is known without others'.
+
+    The same launch fills ``outputs``, if given, and all statistics: the plan must be alone.
+    """
+    plan = call.plan
+    stats = new_statistics(plan, logits.shape[:-1].numel(), logits)
+    count = logits.new_empty(1, dtype=torch.int32) if plan.counts else None
+    plan.launchers.statistics(logits, beside, stats, plan.rank, count, outputs, call.divisor)
+    return stats, call.divisor if count is None else count
+
+
+def exchanged_statistics(
+    call: Call, logits: Tensor, beside: Any, outputs: TokenOutputs | None = None
+) -> tuple[Stats, Tensor | None]:
+    """Return the statistics of all ranks, after all exchanges, and the divisor. Fills ``outputs`` as above."""
+    stats, divisor = local_statistics(call, logits, beside, outputs)
+    all_gather_stats(stats[0], call.plan.rank, call.group)
+    if outputs is None:
+        finish_exchange(call, logits, beside, stats)
+    return stats, divisor_of(call, stats) if call.weighs else divisor
+
+
+def finish_exchange(call: Call, logits: Tensor, beside: Any, stats: Stats) -> None:
+    """Do what follows the first exchange: the second, if the loss has one."""
+    second = call.plan.launchers.second
+    if second is not None:
+        second(logits, beside, stats, call.plan.rank)
+        all_gather_stats(stats[1], call.plan.rank, call.group)
+
+
+def divisor_of(call: Call, stats: Stats) -> Tensor | None:
+    """Return ``[1]``, the items or the sum of the labels' class weights, which has the same bits on all ranks."""
+    if not call.weighs:
+        return call.divisor
+    return stats[0][..., call.plan.options.statistics.index("target_weight")].sum().reshape(1)
+
+
+def forward(call: Call, logits: Tensor, beside: Any, shape: torch.Size) -> tuple[TokenOutputs, Stats, Tensor | None]:
+    """Return the outputs, of ``shape`` or reduced, and the statistics and divisor. Reads the logits once."""
+    plan, outputs = call.plan, new_outputs(call.plan, shape, logits)
+    stats, divisor = local_statistics(call, logits, beside, outputs if plan.is_alone else None)
+    if call.top is not None:
+        call.top.run(plan, call.group, logits, beside, stats[0])
+    elif plan.n_ranks > 1:
+        all_gather_stats(stats[0], plan.rank, call.group)
+    if not plan.is_alone:
+        finish_exchange(call, logits, beside, stats)
+        if call.weighs:
+            divisor = divisor_of(call, stats)
+        plan.launchers.outputs(stats, beside, divisor, outputs)
+    return _reduced(plan, outputs), stats, divisor
+
+
+def forward_in_place(call: Call, logits: Tensor, beside: Any, shape: torch.Size) -> tuple[TokenOutputs, Tensor]:
+    """Return the outputs, and the gradient in the memory of ``logits``, or in a copy if they cannot be overwritten."""
+    grad = overwritable(logits)
+    outputs = new_outputs(call.plan, shape, grad)
+    forward_with_gradient(call, grad, beside, outputs)
+    raise_version(grad)
+    return _reduced(call.plan, outputs), grad
+
+
+def forward_with_gradient(call: Call, logits: Tensor, beside: Any, outputs: TokenOutputs) -> None:
+    """Fill ``outputs``; the gradient replaces ``logits``, which must be ``layout.overwritable``."""
+    plan = call.plan
+    if plan.launchers.one_pass is not None:
+        counted, losses = plan.reduction == "mean", outputs.loss.view(-1)
+        plan.launchers.one_pass(logits, beside.labels, call.divisor, losses, counted=counted, options=plan.options)
+        return
+    filled = outputs if fills_outputs_first(plan) else None
+    stats, divisor = exchanged_statistics(call, logits, beside, filled)
+    fill_with_gradient(plan, stats, divisor, logits, beside, outputs, logits)
+
+
+def fills_outputs_first(plan: Plan) -> bool:
+    """Whether, if the gradient is wanted too, the launch of the statistics fills the outputs."""
+    return plan.is_alone and not plan.launchers.gradient_fills_loss
+
+
+def fill_with_gradient(
+    plan: Plan,
+    stats: Stats,
+    divisor: Tensor | None,
+    logits: Tensor,
+    beside: Any,
+    outputs: TokenOutputs,
+    grad_logits: Tensor,
+) -> None:
+    """Fill ``outputs``, unless they are, and ``grad_logits``, which may be ``logits``, from all ranks' statistics."""
+    assert len(plan.constants) == len(plan.other_outputs), "in_forward has no gradient of outputs beside the loss"
+    loss = None
+    if plan.launchers.gradient_fills_loss and not plan.other_outputs:
+        loss = outputs.loss.view(-1)
+    elif not fills_outputs_first(plan):
+        plan.launchers.outputs(stats, beside, divisor, outputs)
+    plan.launchers.gradient(logits, beside, stats, divisor, GradOutputs(), loss, grad_logits)
+
+
+def write_gradient(
+    plan: Plan,
+    logits: Tensor,
+    beside: Any,
+    stats: Stats,
+    divisor: Tensor | None,
+    grads: GradOutputs,
+    grad_logits: Tensor,
+) -> None:
+    """Fill ``grad_logits``, a new tensor or the logits themselves, from forward's statistics."""
+    if grads.loss is None:
+        grads = grads._replace(loss=logits.new_zeros(1, dtype=torch.float32))
+    grads = GradOutputs(*[None if grad is None else per_row(grad, logits) for grad in grads])
+    plan.launchers.gradient(logits, beside, stats, divisor, grads, None, grad_logits)
+
+
+def raise_version(overwritten: Tensor) -> None:
+    """Make autograd refuse to use a saved value that was overwritten."""
+    if not is_view_in_graph(overwritten):
+        torch.autograd.graph.increment_version(overwritten)
+
+
+def _reduced(plan: Plan, outputs: TokenOutputs) -> TokenOutputs:
+    """Sum the losses, which are divided already, unless the reduction is none."""
+    return outputs if plan.reduction == "none" else outputs._replace(loss=outputs.loss.sum())
+
+
+def as_returned(ctx: Any, outputs: TokenOutputs, plan: Plan) -> Any:
+    """Return outputs as an autograd Function does: a loss alone, or all in a tuple."""
+    if not plan.other_outputs:
+        return outputs.loss
+    if plan.constants:
+        ctx.mark_non_differentiable(*[getattr(outputs, name) for name in plan.constants])
+    last = next(reversed(plan.other_outputs))
+    return outputs[: 1 + TokenOutputs._fields.index(last)]  # a None that is returned takes time
+
+
+def as_token_outputs(returned: Any, plan: Plan) -> TokenOutputs:
+    """Return the outputs that an autograd Function returned."""
+    return TokenOutputs(*returned) if plan.other_outputs else TokenOutputs(returned)
+
+
+def saved_of(beside: Any) -> tuple[Tensor, ...]:
+    """Return the tensors to save: to save a None at the end takes time."""
+    n = len(beside)
+    while n and beside[n - 1] is None:
+        n -= 1
+    return tuple(beside[:n])
+
+
+class _OverLogits(torch.autograd.Function):
+    """Saved: in_forward the gradient, in the logits' memory; otherwise logits, divisor, statistics, what is beside."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, beside: Any, call: Call) -> Any:
+        begin(ctx, call)
+        plan = call.plan
+        if plan.gradient == "in_forward":
+            version = logits._version
+            outputs, grad = forward_in_place(call, logits, beside, logits.shape[:-1])
+            if grad is logits:
+                mark_overwritten(logits, version, ctx.age)
+            ctx.save_for_backward(grad)
+        else:
+            kept = logits if plan.gradient == "out_of_place" else overwritable(logits)
+            outputs, stats, divisor = forward(call, walkable(kept), beside, logits.shape[:-1])
+            ctx.save_for_backward(kept, divisor, *stats, *saved_of(plan.loss.kept(beside, plan.options)))
+        return as_returned(ctx, outputs, plan)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return run_backward(_logits_gradient, ctx, grads, REFUSALS, ctx.call.group), None, None
+
+
+def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Tensor:
+    """Write the gradient over the logits, or into a new tensor."""
+    plan: Plan = ctx.call.plan
+    ctx.handed_on = writes_in_place(plan.gradient, saved)
+    kept, *others = saved
+    logits, version = kept.detach(), kept._version
+    if plan.gradient == "in_forward":
+        assert grads.loss is not None
+        grad = logits
+        plan.launchers.element_mul(logits, per_row(grads.loss, logits))
+    else:
+        source, grad = (logits, logits) if ctx.handed_on else source_and_new(logits)
+        divisor, n = others[0], 1 + len(plan.launchers.widths)
+        beside = plan.loss.Beside(*others[n:])
+        write_gradient(plan, source, beside, tuple(others[1:n]), divisor, grads, grad)
+    if grad is logits:
+        mark_written(ctx, kept, logits, version)
+    return grad
