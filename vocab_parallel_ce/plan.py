@@ -95,7 +95,7 @@ def plan_call(
         check_not_overwritten(logits)
     if num_items is not None:
         divisor: Tensor | None = checked_divisor(num_items, settings.reduction, logits)
-    elif plan.reduction == "mean" and not plan.weighs:
+    elif plan.reduction == "mean" and not (plan.counts or plan.weighs):
         divisor = loss.divisor(given, logits, settings)
     else:
         divisor = None
@@ -113,8 +113,8 @@ def plan_of(loss: Loss, logits: Tensor, given: Any, settings: Settings, rank: in
     whole_vectors = mode == "in_forward" and has_whole_vectors(logits)
     device = logits.device if type(logits) is Tensor else checks.device_of_values(logits)
     of_logits = logits.dtype, logits.shape[-1], device
-    weighs = getattr(given, "class_weight", None) is not None
-    return cached_plan(loss, settings, *of_logits, rank, n_ranks, mode, whole_vectors, weighs)
+    has_weights = given.class_weight is not None
+    return cached_plan(loss, settings, *of_logits, rank, n_ranks, mode, whole_vectors, has_weights)
 
 
 def cached_plan(loss: Loss, settings: Settings, *key: Any) -> Plan:

@@ -71,7 +71,9 @@ def new_outputs(plan: Plan, shape: torch.Size, like: Tensor) -> TokenOutputs:
 
 def new_statistics(plan: Plan, n_rows: int, like: Tensor) -> Stats:
     """Allocate the statistics of all ranks."""
-    return tuple([like.new_empty(plan.n_ranks, n_rows, width, dtype=plan.dtype) for width in plan.launchers.widths])
+    first, *others = plan.launchers.widths
+    stats = (like.new_empty(plan.n_ranks, n_rows, first, dtype=plan.dtype),)
+    return stats if not others else (*stats, like.new_empty(plan.n_ranks, n_rows, *others, dtype=plan.dtype))
 
 
 def local_statistics(call: Call, logits: Tensor, beside: Any, outputs: TokenOutputs | None = None) -> tuple[Stats, Any]:
@@ -92,17 +94,17 @@ def exchanged_statistics(
     """Return the statistics of all ranks, after all exchanges, and the divisor. Fills ``outputs`` as above."""
     stats, divisor = local_statistics(call, logits, beside, outputs)
     all_gather_stats(stats[0], call.plan.rank, call.group)
-    if outputs is None:
+    if outputs is None and call.plan.launchers.second is not None:
         finish_exchange(call, logits, beside, stats)
     return stats, divisor_of(call, stats) if call.weighs else divisor
 
 
 def finish_exchange(call: Call, logits: Tensor, beside: Any, stats: Stats) -> None:
-    """Do what follows the first exchange: the second, if the loss has one."""
-    second = call.plan.launchers.second
-    if second is not None:
-        second(logits, beside, stats, call.plan.rank)
-        all_gather_stats(stats[1], call.plan.rank, call.group)
+    """Fill and exchange the second statistics, from the first ones of all ranks."""
+    plan = call.plan
+    assert plan.launchers.second is not None
+    plan.launchers.second(logits, beside, stats, plan.rank)
+    all_gather_stats(stats[1], plan.rank, call.group)
 
 
 def divisor_of(call: Call, stats: Stats) -> Tensor | None:
@@ -121,7 +123,8 @@ def forward(call: Call, logits: Tensor, beside: Any, shape: torch.Size) -> tuple
     elif plan.n_ranks > 1:
         all_gather_stats(stats[0], plan.rank, call.group)
     if not plan.is_alone:
-        finish_exchange(call, logits, beside, stats)
+        if plan.launchers.second is not None:
+            finish_exchange(call, logits, beside, stats)
         if call.weighs:
             divisor = divisor_of(call, stats)
         plan.launchers.outputs(stats, beside, divisor, outputs)
@@ -215,14 +218,6 @@ def as_token_outputs(returned: Any, plan: Plan) -> TokenOutputs:
     return TokenOutputs(*returned) if plan.other_outputs else TokenOutputs(returned)
 
 
-def saved_of(beside: Any) -> tuple[Tensor, ...]:
-    """Return the tensors to save: to save a None at the end takes time."""
-    n = len(beside)
-    while n and beside[n - 1] is None:
-        n -= 1
-    return tuple(beside[:n])
-
-
 class _OverLogits(torch.autograd.Function):
     """Saved: in_forward the gradient, in the logits' memory; otherwise logits, divisor, statistics, what is beside."""
 
@@ -239,7 +234,7 @@ class _OverLogits(torch.autograd.Function):
         else:
             kept = logits if plan.gradient == "out_of_place" else overwritable(logits)
             outputs, stats, divisor = forward(call, walkable(kept), beside, logits.shape[:-1])
-            ctx.save_for_backward(kept, divisor, *stats, *saved_of(plan.loss.kept(beside, plan.options)))
+            ctx.save_for_backward(kept, divisor, *stats, *plan.loss.saved(beside, plan.options))
         return as_returned(ctx, outputs, plan)
 
     @staticmethod
@@ -259,7 +254,7 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
         plan.launchers.element_mul(logits, per_row(grads.loss, logits))
     else:
         source, grad = (logits, logits) if ctx.handed_on else source_and_new(logits)
-        divisor, n = others[0], 1 + len(plan.launchers.widths)
+        divisor, n = others[0], 2 if plan.launchers.second is None else 3
         beside = plan.loss.Beside(*others[n:])
         write_gradient(plan, source, beside, tuple(others[1:n]), divisor, grads, grad)
     if grad is logits:

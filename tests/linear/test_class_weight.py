@@ -23,7 +23,12 @@ def test_the_module_has_it_as_a_buffer():
 def test_weights_written_before_backward_are_noticed():
     inputs, weight = projection(rows=ROWS), weights()
     loss = linear_cross_entropy(
-        inputs.hidden.requires_grad_(), inputs.weight, inputs.labels, class_weight=weight, gradient="in_backward"
+        inputs.hidden.requires_grad_(),
+        inputs.weight,
+        inputs.labels,
+        class_weight=weight,
+        label_smoothing=0.1,
+        gradient="in_backward",
     )
     weight += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -105,7 +105,7 @@ PAIRS = covering(
     hard=(None, 0.0, 0.3),  # None: without labels
     padding=((0, 0), (5, 5), (0, 13), (21, 2)),
     kind=("peaked", "far_negative", "shard_edges"),
-    gradient=("in_backward", "out_of_place"),
+    gradient=("in_forward", "in_backward", "out_of_place"),
     dtype=DTYPES,
     teacher_dtype=DTYPES,
     ignore_index=(IGNORE_INDEX, 5),
@@ -300,7 +300,7 @@ def test_refusals_by_name():
         (ValueError, "labels: shape", {"labels": labels[:1]}),
         (ValueError, "labels: must be in", {"labels": labels + 5, "check_labels": True}),
         (ValueError, "temperature: ", {"temperature": 0.0}),
-        (ValueError, "gradient: ", {"gradient": "in_forward"}),
+        (ValueError, "gradient: ", {"gradient": "forward"}),
         (TypeError, "softcap: expected one of student_logits, .* labels, .* temperature", {"softcap": 3.0}),
     ):
         given = {"student_logits": student, "teacher_logits": teacher} | changed

@@ -31,7 +31,7 @@ from vocab_parallel_ce.options import (
     with_keywords,
 )
 from vocab_parallel_ce.outputs import TokenLogProbs, asks_for_top, results_of, settings_of, taken_temperature, top_of
-from vocab_parallel_ce.run import as_returned, as_token_outputs, saved_of
+from vocab_parallel_ce.run import as_returned, as_token_outputs
 from vocab_parallel_ce.shift import next_labels, without_last
 from vocab_parallel_ce.spec import GradOutputs, Labels, TokenOutputs
 from vocab_parallel_ce.top import Top
@@ -262,7 +262,7 @@ class _OverHead(torch.autograd.Function):
                 ctx.save_for_backward(*gradients)
             else:
                 outputs, stats = pipeline.forward(linear, inputs, beside)
-                kept = saved_of(plan.loss.kept(beside, plan.options))
+                kept = plan.loss.saved(beside, plan.options)
                 ctx.save_for_backward(*inputs, linear.call.divisor, *stats, *kept)
         return as_returned(ctx, outputs, plan)
 

@@ -217,7 +217,8 @@ def _arrived(
         return run.exchanged_statistics(call, logits, beside, filled)[0]
     stats, handle = exchange
     handle.wait()
-    run.finish_exchange(call, logits, beside, stats)
+    if call.plan.launchers.second is not None:
+        run.finish_exchange(call, logits, beside, stats)
     return stats
 
 

@@ -99,7 +99,7 @@ def plan_linear_call(
     rows, ignore_index = flat(labels), int(settings.ignore_index)
     is_valid = ~is_ignored(rows, ignore_index)
     chunks, order = _chunks_and_order(is_valid, labels.shape, chunk, n_ranks, head)
-    weighs = settings.reduction == "mean" and _has_weights(given)
+    weighs = settings.reduction == "mean" and given.beside.class_weight is not None
     if settings.reduction == "mean" and not weighs:
         num_items = is_valid.sum().reshape(1)
     if order is not None:
@@ -127,10 +127,6 @@ def plan_linear_call(
         options = comparable(settings, given.num_items) | head._asdict() | own
         verify.compare_call({"hidden": hidden, "weight": weight, "bias": bias}, labels, plan.shard, options)
     return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias), beside
-
-
-def _has_weights(given: Arguments) -> bool:
-    return getattr(given.beside, "class_weight", None) is not None
 
 
 def _overflow(is_valid: Tensor, valid_tokens: int | None) -> Tensor | None:
@@ -253,7 +249,7 @@ def _plan_of_logits(
         n_ranks=n_ranks,
         gradient=gradient,
         whole_vectors=fits_one_pass and n_columns * dtype.itemsize % VECTOR_BYTES == 0,
-        class_weight=_has_weights(given),
+        class_weight=given.beside.class_weight is not None,
     )
     settings = settings._replace(vocab_size=None, shard=shard, reduction=reduction, gradient=gradient)
     return cached_plan(loss, settings, *key)

@@ -87,9 +87,9 @@ class Loss:
         """Return ``[1]``, the rows of a mean, if the launch of the statistics does not count them."""
         return None
 
-    def kept(self, beside: Any, options: Any) -> Any:
-        """Return what the gradient needs of ``beside``."""
-        return beside
+    def saved(self, beside: Any, options: Any) -> tuple[Tensor | None, ...]:
+        """Return the first fields of ``beside``, as the gradient needs them. To save a None takes time."""
+        return tuple(beside)
 
     def compared(self, given: Any) -> dict[str, Any]:
         """Return what verification compares of ``given``: arguments of :func:`verify.compare_call`."""

@@ -55,6 +55,10 @@ class Teacher(NamedTuple):
     logits: Tensor  # [..., C']
     labels: Tensor | None = None  # [N]
 
+    @property
+    def class_weight(self) -> None:
+        """No loss of a teacher has weights."""
+
 
 class TeacherHead(NamedTuple):
     """What stands beside the logits of a student's head: another head, whose logits are made where they are needed."""
@@ -64,6 +68,10 @@ class TeacherHead(NamedTuple):
     bias: Tensor | None  # [C']
     labels: Tensor | None = None  # [M]
     token_of_row: Tensor | None = None  # [M], one past the end for none; None: rows are tokens
+
+    @property
+    def class_weight(self) -> None:
+        """No loss of a teacher has weights."""
 
     def at(self, rows: slice) -> Teacher:
         """Make the logits of these rows."""

@@ -65,6 +65,10 @@ class Tokens(NamedTuple):
     ids: Tensor  # [..., k] global ids; for launchers [N, k] int64 columns of this rank, of known_columns
     labels: Tensor | None = None  # [...]; for launchers they are in the ids
 
+    @property
+    def class_weight(self) -> None:
+        """No loss of a teacher has weights."""
+
     def at(self, rows: slice) -> Tokens:
         """Return what stands beside these rows."""
         return Tokens(self.log_probs[rows], self.ids[rows])

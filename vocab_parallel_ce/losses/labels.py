@@ -76,8 +76,11 @@ class LabelLoss(Loss):
             count_larger=functools.partial(kernels.count_larger, shard=shard),
         )
 
-    def kept(self, beside: Labels, options: LossOptions) -> Labels:
-        return beside if options.smoothing or beside.class_weight is None else beside._replace(class_weight=None)
+    def saved(self, beside: Labels, options: LossOptions) -> tuple[Tensor | None, ...]:
+        labels, weights, temperature = beside
+        if weights is None and temperature is None:
+            return (labels,)
+        return (labels, weights if options.smoothing else None, temperature)
 
     def compared(self, given: Labels) -> dict[str, Any]:
         options = {"class_weight": "None" if given.class_weight is None else "a tensor"}
