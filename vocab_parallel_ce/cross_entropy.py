@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import verify
 from vocab_parallel_ce.dtensor import is_dtensor
-from vocab_parallel_ce.losses.labels import LABELS
+from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import (
     Function,
     LossKeywords,
@@ -27,7 +27,7 @@ from vocab_parallel_ce.options import (
 )
 from vocab_parallel_ce.run import run as run_loss
 from vocab_parallel_ce.shift import next_labels, without_last
-from vocab_parallel_ce.spec import Labels, TokenOutputs, is_ignored
+from vocab_parallel_ce.spec import TokenOutputs, is_ignored
 from vocab_parallel_ce.top import Top
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import overwrites, public, run
+from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.options import LogProbKeywords, Settings, check_names, keyword_defaults, with_keywords
 from vocab_parallel_ce.outputs import TokenLogProbs, asks_for_top, results_of, settings_of, taken_temperature, top_of
-from vocab_parallel_ce.spec import Labels
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

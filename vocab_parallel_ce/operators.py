@@ -32,11 +32,11 @@ from vocab_parallel_ce.linear.plan import (
     plan_linear_call,
     shard_of_dtensor,
 )
-from vocab_parallel_ce.losses.labels import LABELS
+from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, check_settings, loss_options
 from vocab_parallel_ce.plan import output_dtype, plan_call, plan_of
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import GradOutputs, Labels, TokenOutputs
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 N_SETTINGS, N_OUTPUTS, N_GRADS = len(Settings._fields), len(TokenOutputs._fields), len(GradOutputs._fields)
 TYPES = {"VocabShard | None": "int[]?", "int | str": "SymInt?", "int | None": "int?", "float | None": "float?"}

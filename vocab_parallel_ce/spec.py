@@ -62,19 +62,6 @@ INF = float("inf")
 NAN = float("nan")
 
 
-class Labels(NamedTuple):
-    """What stands beside the logits."""
-
-    labels: Tensor  # [N], contiguous
-    class_weight: Tensor | None = None  # of this rank's columns without padding
-    temperature: Tensor | None = None  # [N]; None: that of the options
-
-    def at(self, rows: slice) -> Labels:
-        """Return what stands beside these rows."""
-        temperature = self.temperature
-        return Labels(self.labels[rows], self.class_weight, None if temperature is None else temperature[rows])
-
-
 class RowStats(NamedTuple):
     """What a set of columns contributes to each row, each ``[N]``. All but ``others_sum`` count the label's column."""
 

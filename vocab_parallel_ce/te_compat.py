@@ -16,11 +16,10 @@ from torch import Tensor
 from vocab_parallel_ce import checks, reference, run
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.layout import per_row, row_layout, rows_are_disjoint
-from vocab_parallel_ce.losses.labels import LABELS
+from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.plan import kernels_of, may_overwrite, plan_call
 from vocab_parallel_ce.selection import select
-from vocab_parallel_ce.spec import Labels
 
 
 @public(eager_if=lambda keywords: bool(keywords.get("overwrite_input")))

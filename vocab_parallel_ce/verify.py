@@ -114,13 +114,20 @@ def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def compare_call(
-    tensors: dict[str, Any], labels: Tensor, shard: VocabShard, options: Any, beside: str = "", subject: str = "labels"
+    tensors: dict[str, Any],
+    labels: Tensor,
+    shard: VocabShard,
+    options: dict[str, Any],
+    values: dict[str, Tensor] | None = None,
+    beside: str = "",
+    subject: str = "labels",
 ) -> None:
     """Raise the same ValueError on every rank unless the arguments of a pending call fit together.
 
     ``tensors`` are all that may need a gradient, first ``logits [..., C]`` or ``hidden [..., D]``. ``beside`` names
-    what stands beside them instead of labels, ``subject`` what ``labels`` are. Tensors among ``options`` are hidden
-    states. Without a ``vocab_size`` and a ``shard`` among them, equal logits or heads on all ranks are an error.
+    what stands beside them instead of labels, ``subject`` what ``labels`` are. ``values`` must be equal, as the
+    options. Tensors among ``options`` are hidden states. Without a ``vocab_size`` and a ``shard`` among them, equal
+    logits or heads on all ranks are an error.
     """
     call = _pending_call()
     if call is None:
@@ -136,6 +143,7 @@ def compare_call(
     }
     states = {each: value for each, value in options.items() if isinstance(value, Tensor)}
     facts |= {each: value for each, value in options.items() if each not in (*states, *COLUMNS_ARE_GIVEN)}
+    facts |= {each: shown(value) for each, value in (values or {}).items()}
     facts |= {f"{each}.shape": tuple(value.shape) for each, value in states.items()}
     for each, tensor in tensors.items():
         is_needed = tensor is not None and torch.is_grad_enabled() and tensor.requires_grad

@@ -11,12 +11,11 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, split_keywords
 from vocab_parallel_ce.linear.plan import Arguments, plan_linear_call
-from vocab_parallel_ce.losses.labels import LABELS
+from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import DEFAULTS, divided_by
 from vocab_parallel_ce.outputs import settings_of, taken_temperature
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.shift import next_labels
-from vocab_parallel_ce.spec import Labels
 from vocab_parallel_ce.verify import open_call
 
 

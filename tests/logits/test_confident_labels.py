@@ -7,9 +7,9 @@ import torch
 
 from tests.support.confident import EPS, ROWS, Rows, assert_as_exact_as_fp32, confident_rows, relative_errors, truth_of
 from vocab_parallel_ce import linear_cross_entropy, token_log_probs, vocab_parallel_cross_entropy
-from vocab_parallel_ce.losses.labels import LABELS
+from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import PLAIN, GradOutputs, Labels
+from vocab_parallel_ce.spec import PLAIN, GradOutputs
 
 
 def rows_for(impl_device):

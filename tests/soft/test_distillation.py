@@ -11,7 +11,6 @@ from tests.support.ranks import in_several_ranks
 from tests.support.soft import Case, check, check_ranks, divergences, rank_bounds, run_in_rank
 from vocab_parallel_ce import VocabShard, distillation_loss, vocab_parallel_cross_entropy
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, DIVERGENCES, DivergenceOptions, Teacher
-from vocab_parallel_ce.shard import VocabShard
 
 NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS = 5, 43

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
+from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import Labels, LossOptions, TokenOutputs
+from vocab_parallel_ce.spec import LossOptions, TokenOutputs
 
 LOSS_ROWS = 128
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from vocab_parallel_ce.blocks import READ, choose_block
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
+from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import Labels, LossOptions, RowStats, TokenOutputs
+from vocab_parallel_ce.spec import LossOptions, RowStats, TokenOutputs
 
 
 class Row(NamedTuple):

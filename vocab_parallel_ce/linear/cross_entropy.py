@@ -19,7 +19,7 @@ from vocab_parallel_ce.linear.expected import expected_with_last
 from vocab_parallel_ce.linear.pipeline import Gradients
 from vocab_parallel_ce.linear.plan import Arguments, Inputs, LinearCall, plan_linear_call
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.losses.labels import LABELS
+from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import (
     HeadSettings,
     LinearLogProbKeywords,
@@ -33,7 +33,7 @@ from vocab_parallel_ce.options import (
 from vocab_parallel_ce.outputs import TokenLogProbs, asks_for_top, results_of, settings_of, taken_temperature, top_of
 from vocab_parallel_ce.run import as_returned, as_token_outputs
 from vocab_parallel_ce.shift import next_labels, without_last
-from vocab_parallel_ce.spec import GradOutputs, Labels, TokenOutputs
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.top import Top
 
 if TYPE_CHECKING:

@@ -20,9 +20,10 @@ from vocab_parallel_ce.linear.expected import factor_of
 from vocab_parallel_ce.linear.hidden_states import HiddenStates
 from vocab_parallel_ce.linear.matmul import WeightGradient, fp32_factor, fp32_product, zero_ignored
 from vocab_parallel_ce.linear.plan import Inputs, LinearCall
+from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.run import Stats
-from vocab_parallel_ce.spec import GradOutputs, Labels, TokenOutputs, is_ignored, label_weights
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs, is_ignored, label_weights
 from vocab_parallel_ce.spec_outputs import at_temperature
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias

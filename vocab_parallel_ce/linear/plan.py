@@ -90,10 +90,8 @@ def plan_linear_call(
     logits_dtype = head.logits_dtype or dtype
     plan = _plan_of_logits(loss, dtype, logits_dtype, weight.shape[0], given, settings, rank, n_ranks)
     num_items = None if given.num_items is None else checked_divisor(given.num_items, settings.reduction, hidden)
-    # Each rank's chunks must be the same, whatever its own width.
-    width = -(-plan.shard.vocab_size // n_ranks)
-    bytes_per_logit = sum(each.itemsize for each in {dtype, logits_dtype})
-    chunk = chunk_of(head, labels.numel(), hidden.shape[-1], width, bytes_per_logit)
+    width = -(-plan.shard.vocab_size // n_ranks)  # of every rank, so that the chunks are the same
+    chunk = chunk_of(head, labels.numel(), hidden.shape[-1], width, sum(d.itemsize for d in {dtype, logits_dtype}))
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, settings.ignore_index, shift=settings.shift)
     rows, ignore_index = flat(labels), int(settings.ignore_index)
@@ -120,13 +118,20 @@ def plan_linear_call(
         parameter=given.weight if hasattr(given.weight, "grad_added_to_main_grad") else None,
         expected=None if expected is None else expected_of(expected, is_valid, order),
     )
+    inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
     if verify.open_calls:
-        own = {"main_grad": main_grad is not None, "dtype of the products": dtype}
-        own["expected_grad_output"] = expected is not None
-        own |= loss.compared_head(given.beside)
-        options = comparable(settings, given.num_items) | head._asdict() | own
-        verify.compare_call({"hidden": hidden, "weight": weight, "bias": bias}, labels, plan.shard, options)
-    return linear, Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias), beside
+        _compare(linear, inputs, given, settings, head)
+    return linear, inputs, beside
+
+
+def _compare(linear: LinearCall, inputs: Inputs, given: Arguments, settings: Settings, head: HeadSettings) -> None:
+    """Compare the ranks' arguments."""
+    plan, tensors = linear.call.plan, {**inputs._asdict(), "hidden": given.hidden}
+    compared = plan.loss.compared_head(given.beside)
+    options = comparable(settings, given.num_items) | head._asdict()
+    options |= {"main_grad": given.main_grad is not None, "dtype of the products": linear.dtype}
+    options |= {"expected_grad_output": given.expected_grad_output is not None, **compared["options"]}
+    verify.compare_call(tensors, given.labels, plan.shard, options, compared["values"])
 
 
 def _overflow(is_valid: Tensor, valid_tokens: int | None) -> Tensor | None:

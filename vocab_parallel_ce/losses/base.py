@@ -96,9 +96,9 @@ class Loss:
         raise NotImplementedError
 
     def compared_head(self, given: Any) -> dict[str, Any]:
-        """Return what verification compares of ``given``, beside the logits of a head."""
-        options: dict[str, Any] = self.compared(given)["options"]
-        return options
+        """Return the same of ``given``, beside the logits of a head: options and values."""
+        compared = self.compared(given)
+        return {name: compared.get(name, {}) for name in ("options", "values")}
 
     # The mathematics.
 

@@ -157,7 +157,7 @@ class DivergenceLoss(Loss):
         return {"labels": labels, "options": options, "beside": "teacher_logits"}
 
     def compared_head(self, given: TeacherHead) -> dict[str, Any]:
-        return {"call": "two heads", "teacher_hidden": given.hidden}
+        return {"options": {"call": "two heads", "teacher_hidden": given.hidden}, "values": {}}
 
     def exchanges(self, options: DivergenceOptions) -> tuple[tuple[str, ...], ...]:
         is_js = options.divergence == "js"

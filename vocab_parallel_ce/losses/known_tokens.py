@@ -25,19 +25,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks, spec, verify
+from vocab_parallel_ce import checks, spec
 from vocab_parallel_ce.beside import check_beside
 from vocab_parallel_ce.layout import compute_dtype, flat
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.divergences import divergence_options, rows_of_mean
-from vocab_parallel_ce.losses.labels import LABELS
+from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import (
     NAN,
     NEG_INF,
     GradOutputs,
-    Labels,
     LossOptions,
     TokenOutputs,
     _finite_or_zero,
@@ -224,13 +223,14 @@ class KnownTokensLoss(Loss):
         return rows_of_mean(given.labels, logits, settings)
 
     def compared(self, given: Tokens) -> dict[str, Any]:
-        labels = None if given.labels is None else verify.shown(given.labels)
-        options = {"labels": labels, "teacher_log_probs": verify.shown(given.log_probs)}
-        return {"labels": given.ids, "options": options, "beside": "teacher_ids", "subject": "teacher_ids"}
+        values = {"teacher_log_probs": given.log_probs}
+        values |= {} if given.labels is None else {"labels": given.labels}
+        own = {"options": {}, "values": values}
+        return {"labels": given.ids, "beside": "teacher_ids", "subject": "teacher_ids", **own}
 
     def compared_head(self, given: Tokens) -> dict[str, Any]:
-        tokens = {"teacher_ids": verify.shown(given.ids), "teacher_log_probs": verify.shown(given.log_probs)}
-        return {"call": "a head and teacher_ids", **tokens}
+        values = {"teacher_ids": given.ids, "teacher_log_probs": given.log_probs}
+        return {"options": {"call": "a head and teacher_ids"}, "values": values}
 
 
 KNOWN_TOKENS = KnownTokensLoss()

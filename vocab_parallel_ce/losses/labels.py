@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from vocab_parallel_ce import checks, reference, spec, verify
+from vocab_parallel_ce import checks, reference, spec
 from vocab_parallel_ce.beside import temperature_of_rows, weights_of_columns
 from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import GradOutputs, Labels, LossOptions, RowStats, TokenOutputs
+from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats, TokenOutputs
 from vocab_parallel_ce.spec_outputs import at_temperature, outputs_gradient
+
+
+class Labels(NamedTuple):
+    """What stands beside the logits."""
+
+    labels: Tensor  # [N], contiguous
+    class_weight: Tensor | None = None  # of this rank's columns without padding
+    temperature: Tensor | None = None  # [N]; None: that of the options
+
+    def at(self, rows: slice) -> Labels:
+        """Return what stands beside these rows."""
+        temperature = self.temperature
+        return Labels(self.labels[rows], self.class_weight, None if temperature is None else temperature[rows])
 
 
 class LabelLoss(Loss):
@@ -84,9 +97,8 @@ class LabelLoss(Loss):
 
     def compared(self, given: Labels) -> dict[str, Any]:
         options = {"class_weight": "None" if given.class_weight is None else "a tensor"}
-        if given.temperature is not None:
-            options["temperature"] = verify.shown(given.temperature)
-        return {"labels": given.labels, "options": options}
+        values = {} if given.temperature is None else {"temperature": given.temperature}
+        return {"labels": given.labels, "options": options, "values": values}
 
     def exchanges(self, options: LossOptions) -> tuple[tuple[str, ...], ...]:
         return (options.statistics,)
