@@ -64,10 +64,18 @@ def check_beside(name: str, tensor: Tensor, logits: Tensor, settings: Settings) 
         raise ValueError(f"{name}: expected memory of its own, got the logits'; use gradient='out_of_place'")
 
 
+def check_requires_no_gradient(**tensors: Tensor | None) -> None:
+    """Check tensors, by their names, that get no gradient."""
+    for name, tensor in tensors.items():
+        if tensor is not None and torch.is_grad_enabled() and tensor.requires_grad:
+            raise TypeError(
+                f"{name}: expected a tensor that requires no gradient, got one that does; pass its detach()"
+            )
+
+
 def check_no_gradient(name: str, tensor: Tensor) -> None:
     """Check that a tensor requires no gradient, that no transform sees it, and that it holds none of another call."""
     checks.check_no_transforms(tensor)
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        raise TypeError(f"{name}: expected a tensor that requires no gradient, got one that does; pass its detach()")
+    check_requires_no_gradient(**{name: tensor})
     with checks.naming(logits=name):
         check_not_overwritten(tensor)

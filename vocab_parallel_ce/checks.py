@@ -292,14 +292,6 @@ def check_temperature(temperature: Tensor, labels: Tensor) -> None:
         raise ValueError(f"temperature: expected {expected}, got shape {_shape(temperature)}")
 
 
-def check_constants(class_weight: Tensor | None, temperature: Tensor | None, labels: Tensor) -> None:
-    """Check what an operator takes: it does not see whether a tensor requires a gradient."""
-    if class_weight is not None:
-        check_class_weight(class_weight)
-    if temperature is not None:
-        check_temperature(temperature, labels)
-
-
 def check_label_range(
     labels: Tensor, vocab_size: int, ignore_index: int, *, shift: bool = False, subject: str = "labels"
 ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import verify
 from vocab_parallel_ce.dtensor import is_dtensor
+from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import (
     Function,
@@ -179,27 +180,31 @@ def vocab_parallel_cross_entropy(
     settings = divided_by(num_items, Settings(return_metrics=return_metrics, **keywords))
     if settings.shift:
         labels = next_labels(labels, settings.ignore_index)
-    outputs, divisor = run(logits, Labels(labels, class_weight), settings, group=group, num_items=num_items)
+    outputs, divisor = run(LABELS, logits, Labels(labels, class_weight), settings, group=group, num_items=num_items)
     if settings.shift:
         outputs, labels = without_last(outputs, labels.dim() - 1), labels[..., :-1]
     return (outputs.loss, loss_metrics(outputs, labels, settings, divisor)) if return_metrics else outputs.loss
 
 
 def run(
+    loss: Loss,
     logits: Tensor,
-    given: Labels,
+    given: Any,
     settings: Settings,
     *,
     group: Any,
     num_items: float | Tensor | None = None,
     top: Top | None = None,
 ) -> tuple[TokenOutputs, Tensor | None]:
-    """Compute the outputs, and return ``num_items`` as a tensor too. Fills ``top``."""
+    """Compute the outputs of a loss, as an operator if this is compiled; also return ``num_items`` as a tensor.
+
+    Fills ``top``.
+    """
     if torch.compiler.is_dynamo_compiling():  # of this frame; is_compiling() is of all threads
         from vocab_parallel_ce.operators import losses
 
-        return losses(logits, given, settings, group, num_items)
-    return run_loss(LABELS, logits, given, settings, group=group, num_items=num_items, top=top)
+        return losses(loss, logits, given, settings, group, num_items)
+    return run_loss(loss, logits, given, settings, group=group, num_items=num_items, top=top)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import overwrites, public, run
-from vocab_parallel_ce.losses.labels import Labels
+from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import LogProbKeywords, Settings, check_names, keyword_defaults, with_keywords
 from vocab_parallel_ce.outputs import TokenLogProbs, asks_for_top, results_of, settings_of, taken_temperature, top_of
 
@@ -82,7 +82,7 @@ def token_log_probs(
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
     top = top_of(settings)
     given = Labels(labels, temperature=temperature)
-    found, _ = run(logits, given, settings, group=group, top=top)
+    found, _ = run(LABELS, logits, given, settings, group=group, top=top)
     return results_of(found, labels, outputs, settings.ignore_index, top)
 
 

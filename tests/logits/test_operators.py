@@ -6,8 +6,9 @@ from torch.library import opcheck
 
 from tests.logits.test_compile import VOCABULARY, inputs
 from vocab_parallel_ce import operators
-from vocab_parallel_ce.options import HeadSettings, Settings, loss_options
+from vocab_parallel_ce.options import HeadSettings, Settings
 
+N = 6
 OPTIONS = {
     "mean": {},
     "entropy": {"entropy": True, "reduction": "none"},
@@ -15,35 +16,54 @@ OPTIONS = {
     "metrics": {"return_metrics": True, "z_loss": 0.1, "label_smoothing": 0.1},
     "sum": {"reduction": "sum", "check_labels": True},
     "class weights": {"label_smoothing": 0.1},
+    "targets": {"label_smoothing": 0.1},
+    "divergence": {"divergence": "js", "beta": 0.3, "hard_weight": 0.2},
+    "divergence, none": {"divergence": "reverse", "reduction": "none"},
+    "known_tokens": {"rest": "bucket"},
 }
+
+
+def beside_of(name, labels):
+    """The loss, and what stands beside its logits, and beside those of a head."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(N, VOCABULARY, generator=generator)
+    if name == "targets":
+        return "targets", (rows.softmax(-1), torch.rand(VOCABULARY), None), None
+    if name.startswith("divergence"):
+        head = torch.randn(N, 5, generator=generator), torch.randn(VOCABULARY, 5, generator=generator), None
+        return "divergence", (rows, labels, None), head
+    if name == "known_tokens":
+        tokens = (*rows.log_softmax(-1).topk(3), labels)
+        return "known_tokens", tokens, tokens
+    weights = torch.rand(VOCABULARY) if name == "class weights" else None
+    temperature = torch.rand(N) + 0.5 if name == "outputs" else None
+    return "labels", (labels, weights, temperature), (labels, weights, temperature)
 
 
 @pytest.mark.reference
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_operators_are_what_they_declare(name):
     """Schema, fake kernel, autograd and dynamic shapes, as PyTorch checks them."""
-    x, ops = inputs(n=6), torch.ops.vocab_parallel_ce
+    x, ops = inputs(n=N), torch.ops.vocab_parallel_ce
+    loss, beside, of_head = beside_of(name, x.labels)
     settings = Settings(gradient="out_of_place", **OPTIONS[name])
     logits = (x.hidden @ x.weight.t()).detach().requires_grad_()
     divisor = torch.tensor([7.0]) if settings.reduction == "sum" else None
-    weights = torch.rand(VOCABULARY) if name == "class weights" else None
-    temperature = torch.rand(6) + 0.5 if name == "outputs" else None
-    values = operators._values(settings)
-    opcheck(ops.cross_entropy, (logits, x.labels, divisor, weights, temperature, None, *values))
-    found = ops.cross_entropy(logits, x.labels, divisor, weights, temperature, None, *values)
-    loss, *_, stats, count = (out.detach() for out in found)
-    is_asked = loss_options(settings, None).differentiable[1:-1]
-    grads = torch.rand(loss.shape), *(torch.rand(6) if asked else None for asked in is_asked)
+    own = loss, None, *operators._values(settings)
+    opcheck(ops.loss_of_logits, (logits, *beside, divisor, *own))
+    value, *others, first, second, count = (t.detach() for t in ops.loss_of_logits(logits, *beside, divisor, *own))
+    asked = operators._asked(operators.LOSSES[loss], settings)
+    names = operators.GradOutputs._fields[1:]
+    grads = torch.rand(value.shape), *(torch.rand(N) if asked.get(output) else None for output in names)
     divisor = count if settings.reduction == "mean" else divisor
-    opcheck(
-        ops.cross_entropy_gradient,
-        (stats, *grads, logits.detach(), x.labels, divisor, weights, temperature, None, *values),
-    )
+    opcheck(ops.loss_of_logits_gradient, (first, second, *grads, logits.detach(), *beside, divisor, *own))
+    if of_head is None:
+        return
     for gradient in ("in_backward",) if settings.reduction == "none" else ("in_forward", "in_backward"):
         values = [*operators._values(settings._replace(gradient=gradient)), *operators._values(HeadSettings())]
         num_items = divisor if settings.reduction == "sum" else None
-        given, head = (*x.leaves(), None, x.labels, num_items, weights, temperature), (None, None)
-        opcheck(ops.linear_cross_entropy, (*given, *head, [True, True, False], *values))
-        stats = ops.linear_cross_entropy(*given, *head, [True, True, False], *values)[7].detach()
+        given, head = (*x.leaves(), None, x.labels, *of_head, num_items), (loss, None, None, [True, True, False])
+        opcheck(ops.loss_of_head, (*given, *head, *values))
+        stats = [t.detach() for t in ops.loss_of_head(*given, *head, *values)[7:9]]
     given = tuple(None if t is None else t.detach() for t in given)
-    opcheck(ops.linear_cross_entropy_gradient, (stats, *grads, *given, *head, [True, False, False], *values))
+    opcheck(ops.loss_of_head_gradient, (*stats, *grads, *given, *head[:-1], [True, False, False], *values))

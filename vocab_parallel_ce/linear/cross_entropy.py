@@ -225,7 +225,7 @@ def run(
     if torch.compiler.is_dynamo_compiling():
         from vocab_parallel_ce.operators import linear_losses
 
-        return linear_losses(given, settings, head)
+        return linear_losses(loss, given, settings, head)
     linear, inputs, beside = plan_linear_call(loss, given, settings, head)
     linear = linear._replace(call=linear.call._replace(top=top))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):

@@ -50,6 +50,7 @@ class Loss:
     """
 
     Beside: type  # the record of the tensors beside the logits; None stands for those that are not given
+    BesideHead: type  # the same of a head
     counts: bool = False  # whether the launch of the statistics can count the rows of a mean
 
     def check(self, given: Any, logits: Tensor, settings: Settings) -> None:
@@ -60,6 +61,9 @@ class Loss:
         """Return the checked tensors as launchers take them: flat rows, columns of this rank."""
         raise NotImplementedError
 
+    def check_head(self, given: Any, hidden: Tensor, settings: Settings) -> None:
+        """Raise unless the caller's tensors ``given``, a ``BesideHead``, fit the hidden states and the settings."""
+
     def beside_head(self, given: Any, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor) -> Any:
         """Return what stands beside the logits of a head, in row order: a record with ``at(rows)`` and ``labels``.
 
@@ -67,8 +71,8 @@ class Loss:
         """
         raise NotImplementedError
 
-    def options(self, settings: Settings, vocab_size: int, *, class_weight: bool) -> Any:
-        """Check the settings, and return what the mathematics take: hashable."""
+    def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> Any:
+        """Check the settings, and return what the mathematics take: hashable. ``vocab_size`` may not be known yet."""
         raise NotImplementedError
 
     def outputs(self, options: Any) -> dict[str, bool]:
@@ -81,6 +85,10 @@ class Loss:
 
     def launchers(self, options: Any, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         """Bind the launchers of ``kernels``, or of plain PyTorch for None."""
+        raise NotImplementedError
+
+    def check_constants(self, given: Any) -> None:
+        """Check what an operator takes: it does not see whether a tensor requires a gradient."""
         raise NotImplementedError
 
     def divisor(self, given: Any, logits: Tensor, settings: Settings) -> Tensor | None:

@@ -39,8 +39,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce import checks, reference
-from vocab_parallel_ce.beside import check_beside
-from vocab_parallel_ce.layout import compute_dtype, flat, walkable
+from vocab_parallel_ce.beside import check_beside, check_no_gradient, check_requires_no_gradient
+from vocab_parallel_ce.layout import flat, walkable
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
@@ -111,7 +111,7 @@ IDENTITY = (NEG_INF, 0.0, NEG_INF, 0.0, 0.0, NEG_INF, 0.0)
 class DivergenceLoss(Loss):
     """A divergence of the student's distribution from the teacher's."""
 
-    Beside = Teacher
+    Beside, BesideHead = Teacher, TeacherHead
     Stats = DivergenceStats
 
     def check(self, given: Teacher, logits: Tensor, settings: Settings) -> None:
@@ -132,14 +132,22 @@ class DivergenceLoss(Loss):
             checks.check_label_range(given.labels, shard.vocab_size, settings.ignore_index)
         return Teacher(walkable(given.logits.detach()), None if given.labels is None else flat(given.labels))
 
+    def check_head(self, given: TeacherHead, hidden: Tensor, settings: Settings) -> None:
+        checks.check_choice("rest (without teacher_ids)", settings.rest, ("ignore",))
+        check_hard_weight(settings, given.labels)
+        check_teacher_head(given, hidden)
+
     def beside_head(
         self, given: TeacherHead, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor
     ) -> TeacherHead:
         of_rank = plan.shard, settings, plan.rank, plan.n_ranks
         check_columns(given.weight.shape[0], *of_rank, subject="teacher_weight: rows")
-        return given._replace(labels=labels, token_of_row=None if order is None else order.token_of_row)
+        bias = None if given.bias is None else given.bias.detach()
+        states = given.hidden.detach().reshape(-1, given.hidden.shape[-1])
+        token_of_row = None if order is None else order.token_of_row
+        return TeacherHead(states, given.weight.detach(), bias, labels, token_of_row)
 
-    def options(self, settings: Settings, vocab_size: int, *, class_weight: bool) -> DivergenceOptions:
+    def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> DivergenceOptions:
         loss_options(settings, vocab_size)
         return divergence_options(settings)
 
@@ -150,6 +158,13 @@ class DivergenceLoss(Loss):
 
     def divisor(self, given: Teacher, logits: Tensor, settings: Settings) -> Tensor:
         return rows_of_mean(given.labels, logits, settings)
+
+    def check_constants(self, given: Teacher | TeacherHead) -> None:
+        if isinstance(given, Teacher):
+            check_requires_no_gradient(teacher_logits=given.logits)
+        else:
+            names = {"teacher_hidden": given.hidden, "teacher_weight": given.weight, "teacher_bias": given.bias}
+            check_requires_no_gradient(**names)
 
     def compared(self, given: Teacher) -> dict[str, Any]:
         labels = torch.empty(0, dtype=torch.int64) if given.labels is None else given.labels
@@ -299,7 +314,7 @@ def divergence_options(settings: Settings) -> DivergenceOptions:
 def rows_of_mean(labels: Tensor | None, logits: Tensor, settings: Settings) -> Tensor:
     """Return ``[1]``, the rows that are not ignored."""
     if labels is None:
-        return logits.new_full((1,), logits.shape[:-1].numel(), dtype=compute_dtype(logits.dtype))
+        return logits.new_full((1,), logits.shape[:-1].numel(), dtype=torch.int64)
     return (~is_ignored(labels, settings.ignore_index)).sum().reshape(1)
 
 
@@ -316,6 +331,28 @@ def check_teacher(name: str, teacher: Any, subject: str, student: Tensor) -> Non
     if teacher.shape[:-1] != student.shape[:-1] or teacher.dim() == 0:
         expected = f"that of {subject} up to the last dimension, {tuple(student.shape)}"
         raise ValueError(f"{name}: shape must be {expected}, got {tuple(teacher.shape)}")
+
+
+def check_teacher_head(given: TeacherHead, student: Tensor) -> None:
+    """Check the tensors of a teacher's head beside hidden states of the student."""
+    hidden, weight, bias, *_ = given
+    tensors: dict[str, Any] = {"teacher_hidden": hidden, "teacher_weight": weight, "teacher_bias": bias}
+    for name, tensor in tensors.items():
+        if name == "teacher_bias" and tensor is None:
+            continue
+        checks.check_tensor(name, tensor)
+        checks.check_parameter(name, tensor)
+        check_no_gradient(name, tensor)
+        if tensor.device != student.device or tensor.dtype != hidden.dtype:
+            expected = f"{hidden.dtype} on {student.device} (autocast leaves the teacher as it is)"
+            raise ValueError(f"{name}: expected {expected}, got {tensor.dtype} on {tensor.device}; convert it")
+    if hidden.shape[:-1] != student.shape[:-1] or hidden.dim() < 2:
+        expected = f"that of student_hidden up to the last dimension, {tuple(student.shape)}"
+        raise ValueError(f"teacher_hidden: shape must be {expected}, got {tuple(hidden.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(f"teacher_weight: expected shape [C', {hidden.shape[-1]}], got {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"teacher_bias: expected shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
 
 
 def check_columns(

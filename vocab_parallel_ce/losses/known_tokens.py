@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, spec
-from vocab_parallel_ce.beside import check_beside
+from vocab_parallel_ce.beside import check_beside, check_no_gradient, check_requires_no_gradient
 from vocab_parallel_ce.layout import compute_dtype, flat
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.divergences import divergence_options, rows_of_mean
@@ -179,7 +179,7 @@ class TopK:
 class KnownTokensLoss(Loss):
     """KL(t || s) of a teacher that is known at k tokens."""
 
-    Beside = Tokens
+    Beside = BesideHead = Tokens
 
     def check(self, given: Tokens, logits: Tensor, settings: Settings) -> None:
         check_tokens(given, logits, settings, "student_logits")
@@ -199,6 +199,10 @@ class KnownTokensLoss(Loss):
         log_probs = log_probs.detach().to(compute_dtype(logits.dtype))
         return Tokens(*known_columns(ids, log_probs, labels, shard, settings.ignore_index))
 
+    def check_head(self, given: Tokens, hidden: Tensor, settings: Settings) -> None:
+        check_tokens(given, hidden, settings, "student_hidden")
+        check_no_gradient("teacher_log_probs", given.log_probs)
+
     def beside_head(
         self, given: Tokens, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor
     ) -> Tokens:
@@ -208,7 +212,7 @@ class KnownTokensLoss(Loss):
             return Tokens(log_probs, ids)
         return Tokens(order.to_rows(log_probs, 0.0), order.to_rows(ids, IGNORED))
 
-    def options(self, settings: Settings, vocab_size: int, *, class_weight: bool) -> TopKOptions:
+    def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> TopKOptions:
         loss_options(settings, vocab_size)
         return TopKOptions(settings.rest, divergence_options(settings).temperature)
 
@@ -221,6 +225,12 @@ class KnownTokensLoss(Loss):
 
     def divisor(self, given: Tokens, logits: Tensor, settings: Settings) -> Tensor:
         return rows_of_mean(given.labels, logits, settings)
+
+    def check_constants(self, given: Tokens) -> None:
+        check_requires_no_gradient(teacher_log_probs=given.log_probs)
+
+    def exchanges(self, options: TopKOptions) -> tuple[tuple[str, ...], ...]:
+        return (TopKStats._fields,)
 
     def compared(self, given: Tokens) -> dict[str, Any]:
         values = {"teacher_log_probs": given.log_probs}

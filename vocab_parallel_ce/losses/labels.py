@@ -34,7 +34,7 @@ class Labels(NamedTuple):
 class LabelLoss(Loss):
     """Cross-entropy with labels, and the outputs beside it."""
 
-    Beside = Labels
+    Beside = BesideHead = Labels
     Stats = RowStats
     counts = True
 
@@ -65,7 +65,7 @@ class LabelLoss(Loss):
             temperature = order.to_rows(temperature, 1.0)
         return Labels(labels, weights, temperature)
 
-    def options(self, settings: Settings, vocab_size: int, *, class_weight: bool) -> LossOptions:
+    def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> LossOptions:
         return loss_options(settings, vocab_size, class_weight=class_weight)
 
     def outputs(self, options: LossOptions) -> dict[str, bool]:
@@ -94,6 +94,12 @@ class LabelLoss(Loss):
         if weights is None and temperature is None:
             return (labels,)
         return (labels, weights if options.smoothing else None, temperature)
+
+    def check_constants(self, given: Labels) -> None:
+        if given.class_weight is not None:
+            checks.check_class_weight(given.class_weight)
+        if given.temperature is not None:
+            checks.check_temperature(given.temperature, given.labels)
 
     def compared(self, given: Labels) -> dict[str, Any]:
         options = {"class_weight": "None" if given.class_weight is None else "a tensor"}

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, reference
-from vocab_parallel_ce.beside import check_beside, weights_of_columns
-from vocab_parallel_ce.layout import compute_dtype, walkable
+from vocab_parallel_ce.beside import check_beside, check_requires_no_gradient, weights_of_columns
+from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
@@ -51,7 +51,7 @@ IDENTITY = (NEG_INF, 0.0, 0.0, 0.0)
 class TargetLoss(Loss):
     """Cross-entropy with a probability per column."""
 
-    Beside = Targets
+    Beside = BesideHead = Targets
     Stats = TargetStats
 
     def check(self, given: Targets, logits: Tensor, settings: Settings) -> None:
@@ -73,7 +73,7 @@ class TargetLoss(Loss):
         weights = None if given.class_weight is None else weights_of_columns(given.class_weight, shard, logits)
         return Targets(walkable(given.probs.detach()), weights)
 
-    def options(self, settings: Settings, vocab_size: int, *, class_weight: bool) -> LossOptions:
+    def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> LossOptions:
         return loss_options(settings, vocab_size)
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
@@ -82,7 +82,12 @@ class TargetLoss(Loss):
         return bound(kernels.soft_targets, options, shard, kernels.element_mul, self.exchanges(options))
 
     def divisor(self, given: Targets, logits: Tensor, settings: Settings) -> Tensor:
-        return logits.new_full((1,), logits.shape[:-1].numel(), dtype=compute_dtype(logits.dtype))
+        return logits.new_full((1,), logits.shape[:-1].numel(), dtype=torch.int64)
+
+    def check_constants(self, given: Targets) -> None:
+        check_requires_no_gradient(target_probs=given.probs)
+        if given.class_weight is not None:
+            checks.check_class_weight(given.class_weight)
 
     def compared(self, given: Targets) -> dict[str, Any]:
         options = {"class_weight": "None" if given.class_weight is None else "a tensor"}

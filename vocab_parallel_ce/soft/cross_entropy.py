@@ -6,10 +6,9 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from vocab_parallel_ce.cross_entropy import public
+from vocab_parallel_ce.cross_entropy import overwrites, public, run
 from vocab_parallel_ce.losses.targets import TARGETS, Targets
 from vocab_parallel_ce.options import Settings, check_names, divided_by, keyword_defaults, with_keywords
-from vocab_parallel_ce.run import run
 from vocab_parallel_ce.shard import VocabShard
 
 
@@ -30,7 +29,7 @@ class SoftKeywords(TypedDict, total=False):
 KEYWORDS = keyword_defaults(SoftKeywords)
 
 
-@public(lambda keywords: True)
+@public(overwrites)
 @with_keywords(KEYWORDS)
 def soft_cross_entropy(
     logits: Tensor,
@@ -55,8 +54,7 @@ def soft_cross_entropy(
     Overwrites: by default nothing that anybody can still read, see ``gradient`` of the loss. ``target_probs``
     are never written, and get no gradient.
 
-    Collectives: forward one all_gather of 16 bytes per row from each rank; backward none. ``torch.compile`` breaks
-    the graph here.
+    Collectives: forward one all_gather of 16 bytes per row from each rank; backward none.
 
     Args:
         logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.

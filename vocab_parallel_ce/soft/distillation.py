@@ -7,11 +7,10 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.cross_entropy import public
+from vocab_parallel_ce.cross_entropy import overwrites, public, run
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher
 from vocab_parallel_ce.losses.known_tokens import KNOWN_TOKENS, Tokens
 from vocab_parallel_ce.options import Settings, check_names, divided_by, keyword_defaults, with_keywords
-from vocab_parallel_ce.run import run
 from vocab_parallel_ce.shard import VocabShard
 
 
@@ -35,7 +34,7 @@ class DistillationKeywords(TypedDict, total=False):
 KEYWORDS = keyword_defaults(DistillationKeywords)
 
 
-@public(lambda keywords: True)
+@public(overwrites)
 @checks.naming(logits="student_logits")
 @with_keywords(KEYWORDS)
 def distillation_loss(
@@ -69,8 +68,7 @@ def distillation_loss(
     are never written, and get no gradient.
 
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, with ``K = 5``, 2 more with
-    ``hard_weight``; "js" has ``K = 4``, and a second all_gather of 8 bytes. Backward none. ``torch.compile`` breaks the
-    graph here.
+    ``hard_weight``; "js" has ``K = 4``, and a second all_gather of 8 bytes. Backward none.
 
     Args:
         student_logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.beside import check_no_gradient
 from vocab_parallel_ce.cross_entropy import public
 from vocab_parallel_ce.linear.cross_entropy import run, split_keywords
 from vocab_parallel_ce.linear.plan import Arguments
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.losses.divergences import DIVERGENCE, TeacherHead, check_hard_weight, divergence_options
-from vocab_parallel_ce.losses.known_tokens import KNOWN_TOKENS, Tokens, check_tokens
-from vocab_parallel_ce.options import Settings, divided_by, keyword_defaults, with_keywords
+from vocab_parallel_ce.losses.divergences import DIVERGENCE, TeacherHead
+from vocab_parallel_ce.losses.known_tokens import KNOWN_TOKENS, Tokens
+from vocab_parallel_ce.options import divided_by, keyword_defaults, with_keywords
 from vocab_parallel_ce.shard import VocabShard
 
 
@@ -47,7 +46,7 @@ class LinearDistillationKeywords(TypedDict, total=False):
 KEYWORDS = keyword_defaults(LinearDistillationKeywords)
 
 
-@public(lambda keywords: True)
+@public()
 @checks.naming(hidden="student_hidden", weight="student_weight", bias="student_bias")
 @with_keywords(KEYWORDS)
 def linear_distillation_loss(
@@ -69,10 +68,11 @@ def linear_distillation_loss(
 
     Overwrites nothing. Forward computes the gradients of the student's tensors, and backward scales them, once. For
     ``"none"`` and fp16, backward makes the logits again and computes them, and may run again. The teacher's tensors get
-    none. ``torch.compile`` breaks the graph here.
+    none.
 
-    Collectives: per chunk one all_gather of the statistics of :func:`distillation_loss` ("js": two) in forward, and one
-    all_reduce of the gradient of ``student_hidden`` where that is computed.
+    Collectives: per chunk one all_gather of the statistics of :func:`distillation_loss` ("js": two) in forward; for
+    ``"none"`` and fp16, except "js", one in all. One all_reduce per chunk of the gradient of ``student_hidden`` where
+    that is computed.
 
     Args:
         student_hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank.
@@ -93,52 +93,20 @@ def linear_distillation_loss(
     """
     settings, head = split_keywords(keywords, KEYWORDS, linear_distillation_loss)
     settings = divided_by(num_items, settings)
-    divergence_options(settings)
-    check_hard_weight(settings, labels)
+    checks.check_integer("ignore_index", settings.ignore_index)
     if labels is None:  # nothing is ignored
         settings = settings._replace(ignore_index=-100)
     checks.check_hidden(student_hidden)
-    heads: tuple[Any, ...] = (teacher_hidden, teacher_weight, teacher_bias)
-    tokens: tuple[Any, ...] = (teacher_log_probs, teacher_ids, labels)
     of_rows = student_hidden.new_zeros(student_hidden.shape[:-1], dtype=torch.int64) if labels is None else labels
-    loss: Loss
-    beside: Any
+    heads: tuple[Any, ...] = (teacher_hidden, teacher_weight, teacher_bias, labels)
+    tokens: tuple[Any, ...] = (teacher_log_probs, teacher_ids, labels)
+    loss: Loss = KNOWN_TOKENS
+    beside: Any = Tokens(*tokens)
     if teacher_log_probs is None and teacher_ids is None:
-        checks.check_choice("rest (without teacher_ids)", settings.rest, ("ignore",))
-        loss, beside = DIVERGENCE, _checked_teacher(*heads, student=student_hidden)
+        loss, beside = DIVERGENCE, TeacherHead(*heads)
     else:
-        loss, beside = KNOWN_TOKENS, _checked_tokens(heads, Tokens(*tokens), settings, student_hidden)
+        for name, tensor in zip(("teacher_hidden", "teacher_weight", "teacher_bias"), heads, strict=False):
+            if tensor is not None:
+                raise ValueError(f"{name}: expected None with teacher_ids and teacher_log_probs, got a tensor")
     given = Arguments(student_hidden, student_weight, student_bias, of_rows, beside, group, num_items)
     return run(loss, given, settings, head)[0].loss
-
-
-def _checked_tokens(heads: tuple[Any, ...], tokens: Tokens, settings: Settings, student: Tensor) -> Tokens:
-    """Return a checked teacher that is known at k tokens."""
-    for name, tensor in zip(("teacher_hidden", "teacher_weight", "teacher_bias"), heads, strict=True):
-        if tensor is not None:
-            raise ValueError(f"{name}: expected None with teacher_ids and teacher_log_probs, got a tensor")
-    check_tokens(tokens, student, settings, "student_hidden")
-    check_no_gradient("teacher_log_probs", tokens.log_probs)
-    return tokens
-
-
-def _checked_teacher(hidden: Any, weight: Any, bias: Any, *, student: Tensor) -> TeacherHead:
-    """Check the teacher's tensors."""
-    for name, tensor in {"teacher_hidden": hidden, "teacher_weight": weight, "teacher_bias": bias}.items():
-        if name == "teacher_bias" and tensor is None:
-            continue
-        checks.check_tensor(name, tensor)
-        checks.check_parameter(name, tensor)
-        check_no_gradient(name, tensor)
-        if tensor.device != student.device or tensor.dtype != hidden.dtype:
-            expected = f"{hidden.dtype} on {student.device} (autocast leaves the teacher as it is)"
-            raise ValueError(f"{name}: expected {expected}, got {tensor.dtype} on {tensor.device}; convert it")
-    if hidden.shape[:-1] != student.shape[:-1] or hidden.dim() < 2:
-        expected = f"that of student_hidden up to the last dimension, {tuple(student.shape)}"
-        raise ValueError(f"teacher_hidden: shape must be {expected}, got {tuple(hidden.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(f"teacher_weight: expected shape [C', {hidden.shape[-1]}], got {tuple(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"teacher_bias: expected shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
-    bias = None if bias is None else bias.detach()
-    return TeacherHead(hidden.detach().reshape(-1, hidden.shape[-1]), weight.detach(), bias)

@@ -1,0 +1,47 @@
+"""Losses against a distribution per token under ``torch.compile``: one graph, the bits of an eager call."""
+
+import pytest
+import torch
+
+from vocab_parallel_ce import distillation_loss, linear_distillation_loss, soft_cross_entropy
+
+pytestmark = pytest.mark.reference
+
+N, V, D = 6, 16, 8
+GENERATOR = torch.Generator().manual_seed(0)
+LOGITS, OTHER, HIDDEN, WEIGHT, THEIRS, HEAD = (
+    torch.randn(*shape, generator=GENERATOR) for shape in ((N, V), (N, V), (N, D), (V, D), (N, 5), (V, 5))
+)
+PROBS, LABELS = OTHER.softmax(-1), torch.tensor([1, 2, -100, 3, 4, 5])
+LOG_PROBS, IDS = OTHER.log_softmax(-1).topk(3)
+TOKENS = {"teacher_ids": IDS, "teacher_log_probs": LOG_PROBS}
+JS = {"divergence": "js", "labels": LABELS, "hard_weight": 0.3, "temperature": 2.0}
+STEPS = {
+    "targets": lambda x: soft_cross_entropy(x * 1, PROBS, label_smoothing=0.1, class_weight=PROBS[0]),
+    "targets, none": lambda x: soft_cross_entropy(x * 1, PROBS, reduction="none").sum(),
+    "js": lambda x: distillation_loss(x * 1, OTHER, **JS),
+    "forward": lambda x: distillation_loss(x * 1, OTHER, num_items=3),
+    "k tokens": lambda x: distillation_loss(x * 1, **TOKENS, rest="bucket", labels=LABELS),
+    "head": lambda x: linear_distillation_loss(HIDDEN * x[0, 0], WEIGHT, THEIRS, HEAD, labels=LABELS, chunk_tokens=4),
+    "head, js, none": lambda x: linear_distillation_loss(
+        HIDDEN * x[0, 0], WEIGHT, THEIRS, HEAD, divergence="js", reduction="none"
+    ).sum(),
+    "head, k tokens": lambda x: linear_distillation_loss(HIDDEN * x[0, 0], WEIGHT, **TOKENS),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_one_graph_and_the_same_bits(name):
+    results = []
+    for step in (STEPS[name], torch.compile(STEPS[name], fullgraph=True, backend="aot_eager")):
+        leaf = LOGITS.clone().requires_grad_()
+        loss = step(leaf)
+        loss.backward()
+        results.append((loss.detach(), leaf.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][1].abs().sum() > 0
+
+
+def test_a_teacher_that_requires_a_gradient_is_refused():
+    with pytest.raises(TypeError, match="teacher_logits: expected a tensor that requires no gradient"):
+        torch.compile(distillation_loss, backend="aot_eager")(LOGITS, OTHER.clone().requires_grad_())
