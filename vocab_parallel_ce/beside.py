@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -79,3 +81,53 @@ def check_no_gradient(name: str, tensor: Tensor) -> None:
     check_requires_no_gradient(**{name: tensor})
     with checks.naming(logits=name):
         check_not_overwritten(tensor)
+
+
+def check_teacher(name: str, teacher: Any, subject: str, student: Tensor) -> None:
+    """Check that the teacher has a row per row of the student."""
+    checks.check_tensor(name, teacher)
+    checks.check_dense(name, teacher, checks.LOGITS_DTYPES)
+    if teacher.shape[:-1] != student.shape[:-1] or teacher.dim() == 0:
+        expected = f"that of {subject} up to the last dimension, {tuple(student.shape)}"
+        raise ValueError(f"{name}: shape must be {expected}, got {tuple(teacher.shape)}")
+
+
+def check_teacher_head(hidden: Any, weight: Any, bias: Any, student: Tensor) -> None:
+    """Check the tensors of a teacher's head beside hidden states of the student."""
+    tensors: dict[str, Any] = {"teacher_hidden": hidden, "teacher_weight": weight, "teacher_bias": bias}
+    for name, tensor in tensors.items():
+        if name == "teacher_bias" and tensor is None:
+            continue
+        checks.check_tensor(name, tensor)
+        checks.check_parameter(name, tensor)
+        check_no_gradient(name, tensor)
+        if tensor.device != student.device or tensor.dtype != hidden.dtype:
+            expected = f"{hidden.dtype} on {student.device} (autocast leaves the teacher as it is)"
+            raise ValueError(f"{name}: expected {expected}, got {tensor.dtype} on {tensor.device}; convert it")
+    if hidden.shape[:-1] != student.shape[:-1] or hidden.dim() < 2:
+        expected = f"that of student_hidden up to the last dimension, {tuple(student.shape)}"
+        raise ValueError(f"teacher_hidden: shape must be {expected}, got {tuple(hidden.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(f"teacher_weight: expected shape [C', {hidden.shape[-1]}], got {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"teacher_bias: expected shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+
+
+def check_columns(
+    n_columns: int, shard: VocabShard, settings: Settings, rank: int, n_ranks: int, *, subject: str
+) -> None:
+    """Check that a teacher with ``n_columns``, which ``subject`` has, has the student's columns, except padding."""
+    if n_columns == shard.n_columns:
+        return
+    if settings.vocab_size is None and settings.shard is None:
+        raise ValueError(
+            f"{subject} must be the student's, {shard.n_columns}, if neither vocab_size nor shard says what is "
+            f"padding, got {n_columns}"
+        )
+    if settings.shard is None:
+        own = VocabShard.of_rank(shard.vocab_size, rank, n_ranks, n_columns, subject=subject)
+    else:
+        own = VocabShard(shard.start, shard.start + n_columns, shard.vocab_size)
+    if (own.start, own.n_valid) != (shard.start, shard.n_valid):
+        columns = [f"[{each.start}, {each.start + each.n_valid})" for each in (shard, own)]
+        raise ValueError(f"{subject} must give the student's columns {columns[0]}, got {columns[1]}")

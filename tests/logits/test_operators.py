@@ -1,5 +1,7 @@
 """The custom operators that compiled calls use."""
 
+import importlib
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -8,6 +10,7 @@ from tests.logits.test_compile import VOCABULARY, inputs
 from vocab_parallel_ce import operators
 from vocab_parallel_ce.options import HeadSettings, Settings
 
+importlib.import_module("vocab_parallel_ce.linear.operators")  # defines those of heads
 N = 6
 OPTIONS = {
     "mean": {},
@@ -23,7 +26,7 @@ OPTIONS = {
 }
 
 
-def beside_of(name, labels):
+def beside_for(name, labels):
     """The loss, and what stands beside its logits, and beside those of a head."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(N, VOCABULARY, generator=generator)
@@ -45,14 +48,14 @@ def beside_of(name, labels):
 def test_the_operators_are_what_they_declare(name):
     """Schema, fake kernel, autograd and dynamic shapes, as PyTorch checks them."""
     x, ops = inputs(n=N), torch.ops.vocab_parallel_ce
-    loss, beside, of_head = beside_of(name, x.labels)
+    loss, beside, of_head = beside_for(name, x.labels)
     settings = Settings(gradient="out_of_place", **OPTIONS[name])
     logits = (x.hidden @ x.weight.t()).detach().requires_grad_()
     divisor = torch.tensor([7.0]) if settings.reduction == "sum" else None
-    own = loss, None, *operators._values(settings)
+    own = loss, None, *operators.values_of(settings)
     opcheck(ops.loss_of_logits, (logits, *beside, divisor, *own))
     value, *others, first, second, count = (t.detach() for t in ops.loss_of_logits(logits, *beside, divisor, *own))
-    asked = operators._asked(operators.LOSSES[loss], settings)
+    asked = operators.outputs_asked(operators.LOSSES[loss], settings)
     names = operators.GradOutputs._fields[1:]
     grads = torch.rand(value.shape), *(torch.rand(N) if asked.get(output) else None for output in names)
     divisor = count if settings.reduction == "mean" else divisor
@@ -60,7 +63,7 @@ def test_the_operators_are_what_they_declare(name):
     if of_head is None:
         return
     for gradient in ("in_backward",) if settings.reduction == "none" else ("in_forward", "in_backward"):
-        values = [*operators._values(settings._replace(gradient=gradient)), *operators._values(HeadSettings())]
+        values = [*operators.values_of(settings._replace(gradient=gradient)), *operators.values_of(HeadSettings())]
         num_items = divisor if settings.reduction == "sum" else None
         given, head = (*x.leaves(), None, x.labels, *of_head, num_items), (loss, None, None, [True, True, False])
         opcheck(ops.loss_of_head, (*given, *head, *values))

@@ -223,7 +223,7 @@ def run(
     Also return ``num_items`` as a tensor, and the factor NaN or 1 that tells if more than ``valid_tokens`` are valid.
     """
     if torch.compiler.is_dynamo_compiling():
-        from vocab_parallel_ce.operators import linear_losses
+        from vocab_parallel_ce.linear.operators import linear_losses
 
         return linear_losses(loss, given, settings, head)
     linear, inputs, beside = plan_linear_call(loss, given, settings, head)

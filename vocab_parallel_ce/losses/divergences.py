@@ -39,7 +39,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce import checks, reference
-from vocab_parallel_ce.beside import check_beside, check_no_gradient, check_requires_no_gradient
+from vocab_parallel_ce.beside import (
+    check_beside,
+    check_columns,
+    check_requires_no_gradient,
+    check_teacher,
+    check_teacher_head,
+)
 from vocab_parallel_ce.layout import flat, walkable
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.options import Settings, loss_options
@@ -135,7 +141,7 @@ class DivergenceLoss(Loss):
     def check_head(self, given: TeacherHead, hidden: Tensor, settings: Settings) -> None:
         checks.check_choice("rest (without teacher_ids)", settings.rest, ("ignore",))
         check_hard_weight(settings, given.labels)
-        check_teacher_head(given, hidden)
+        check_teacher_head(*given[:3], hidden)
 
     def beside_head(
         self, given: TeacherHead, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor
@@ -322,57 +328,6 @@ def check_hard_weight(settings: Settings, labels: Tensor | None) -> None:
     """Check that a hard weight has labels."""
     if settings.hard_weight and labels is None:
         raise ValueError(f"hard_weight: expected labels with it, got {settings.hard_weight} and labels=None")
-
-
-def check_teacher(name: str, teacher: Any, subject: str, student: Tensor) -> None:
-    """Check that the teacher has a row per row of the student."""
-    checks.check_tensor(name, teacher)
-    checks.check_dense(name, teacher, checks.LOGITS_DTYPES)
-    if teacher.shape[:-1] != student.shape[:-1] or teacher.dim() == 0:
-        expected = f"that of {subject} up to the last dimension, {tuple(student.shape)}"
-        raise ValueError(f"{name}: shape must be {expected}, got {tuple(teacher.shape)}")
-
-
-def check_teacher_head(given: TeacherHead, student: Tensor) -> None:
-    """Check the tensors of a teacher's head beside hidden states of the student."""
-    hidden, weight, bias, *_ = given
-    tensors: dict[str, Any] = {"teacher_hidden": hidden, "teacher_weight": weight, "teacher_bias": bias}
-    for name, tensor in tensors.items():
-        if name == "teacher_bias" and tensor is None:
-            continue
-        checks.check_tensor(name, tensor)
-        checks.check_parameter(name, tensor)
-        check_no_gradient(name, tensor)
-        if tensor.device != student.device or tensor.dtype != hidden.dtype:
-            expected = f"{hidden.dtype} on {student.device} (autocast leaves the teacher as it is)"
-            raise ValueError(f"{name}: expected {expected}, got {tensor.dtype} on {tensor.device}; convert it")
-    if hidden.shape[:-1] != student.shape[:-1] or hidden.dim() < 2:
-        expected = f"that of student_hidden up to the last dimension, {tuple(student.shape)}"
-        raise ValueError(f"teacher_hidden: shape must be {expected}, got {tuple(hidden.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(f"teacher_weight: expected shape [C', {hidden.shape[-1]}], got {tuple(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"teacher_bias: expected shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
-
-
-def check_columns(
-    n_columns: int, shard: VocabShard, settings: Settings, rank: int, n_ranks: int, *, subject: str
-) -> None:
-    """Check that a teacher with ``n_columns``, which ``subject`` has, has the student's columns, except padding."""
-    if n_columns == shard.n_columns:
-        return
-    if settings.vocab_size is None and settings.shard is None:
-        raise ValueError(
-            f"{subject} must be the student's, {shard.n_columns}, if neither vocab_size nor shard says what is "
-            f"padding, got {n_columns}"
-        )
-    if settings.shard is None:
-        own = VocabShard.of_rank(shard.vocab_size, rank, n_ranks, n_columns, subject=subject)
-    else:
-        own = VocabShard(shard.start, shard.start + n_columns, shard.vocab_size)
-    if (own.start, own.n_valid) != (shard.start, shard.n_valid):
-        columns = [f"[{each.start}, {each.start + each.n_valid})" for each in (shard, own)]
-        raise ValueError(f"{subject} must give the student's columns {columns[0]}, got {columns[1]}")
 
 
 def _both(x: Tensor, beside: Teacher) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,224 @@
+"""The operators of a head and its loss, for ``torch.compile``; ``operators`` has those over logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.collectives import group_named, group_position
+from vocab_parallel_ce.dtensor import is_dtensor, local_rows
+from vocab_parallel_ce.linear import pipeline
+from vocab_parallel_ce.linear.plan import (
+    Arguments,
+    Inputs,
+    LinearCall,
+    check_head_settings,
+    gradient_of,
+    plan_linear_call,
+    shard_of_dtensor,
+)
+from vocab_parallel_ce.losses.base import Loss
+from vocab_parallel_ce.operators import (
+    CONSTANTS,
+    LOSSES,
+    MOST_BESIDE,
+    MOST_EXCHANGES,
+    N_GRADS,
+    N_OUTPUTS,
+    N_SETTINGS,
+    NAMES,
+    OUTPUTS,
+    SAVED,
+    STATS,
+    as_two,
+    beside_of,
+    check_traced,
+    constants_of,
+    define,
+    divisor_of,
+    name_of,
+    new_outputs,
+    new_statistics,
+    of_exchanges,
+    or_empty,
+    record_of,
+    schema_of,
+    settings_of,
+    split,
+    token_outputs,
+    values_of,
+)
+from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
+
+
+class HeadCall(NamedTuple):
+    """Arguments of the operators over hidden states."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    beside: tuple[Tensor | None, ...]  # the first fields of the loss's record
+    num_items: Tensor | None
+    loss: Loss
+    group: str | None
+    autocast: torch.dtype | None
+    wanted: pipeline.Wanted
+    settings: Settings
+    head: HeadSettings
+
+    @classmethod
+    def read(cls, arguments: Sequence[Any]) -> HeadCall:
+        tensors, others = split(arguments, 4)
+        beside, (num_items, loss, group, autocast, wanted, *records) = split(others, MOST_BESIDE)
+        head = HeadSettings(*records[N_SETTINGS:])
+        head = head._replace(chunk_tokens="auto" if head.chunk_tokens is None else head.chunk_tokens)
+        own = LOSSES[loss], group, autocast, wanted, settings_of(records[:N_SETTINGS]), head
+        return cls._make((*tensors, beside, num_items, *own))
+
+    @property
+    def given(self) -> Any:
+        return record_of(self.loss.BesideHead, self.beside)
+
+    @property
+    def rows(self) -> torch.Size:
+        """The shape of an output of each token."""
+        return self.labels.shape
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether forward computes gradients."""
+        return self.settings.gradient == "in_forward" and any(self.wanted)
+
+    def plan(self) -> tuple[LinearCall, Inputs, Any]:
+        """Plan the call as under the autocast of the code that was compiled."""
+        group = group_named(self.group)
+        given = Arguments(self.hidden, self.weight, self.bias, self.labels, self.given, group, self.num_items)
+        with torch.autocast(self.hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            return plan_linear_call(self.loss, given, self.settings, self.head)
+
+    def new_gradients(self) -> Iterable[Tensor | None]:
+        tensors = zip((self.hidden, self.weight, self.bias), self.wanted, strict=True)
+        return (None if t is None or not is_wanted else t.new_empty(t.shape) for t, is_wanted in tensors)
+
+
+def linear_losses(
+    loss: Loss, given: Arguments, settings: Settings, head: HeadSettings
+) -> tuple[TokenOutputs, Tensor | None, Tensor | None]:
+    """Return the outputs of a head and its loss, the divisor of a sum, and NaN or 1 for too many valid tokens."""
+    hidden, weight, bias, labels, beside, group, num_items, *_ = given
+    if is_dtensor(weight):
+        settings = settings._replace(shard=shard_of_dtensor(given, settings, *group_position(group)), vocab_size=None)
+        weight = local_rows("weight", weight, group)
+    if bias is not None:
+        bias = local_rows("bias", bias, group)
+    device_type = hidden.device.type
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    settings = settings._replace(gradient=gradient_of(settings, autocast or hidden.dtype))
+    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    loss.check_constants(beside)
+    divisor, values = divisor_of(num_items, settings.reduction, hidden), (*values_of(settings), *values_of(head))
+    operator = torch.ops.vocab_parallel_ce.loss_of_head
+    tensors = hidden, weight, bias, labels, *beside_of(beside), divisor
+    found = operator(*tensors, NAMES[id(loss)], name_of(group), autocast, wanted, *values)
+    return token_outputs(loss, found, settings), divisor, None if head.valid_tokens is None else found[N_OUTPUTS]
+
+
+# The operators.
+
+
+def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    call = HeadCall.read(arguments)
+    linear, inputs, beside = call.plan()
+    gradients: Sequence[Tensor | None] = (None, None, None)
+    stats: tuple[Tensor, ...] = ()
+    with torch.autocast(call.hidden.device.type, enabled=False):
+        if call.has_gradients:
+            outputs, gradients = pipeline.forward_with_gradients(linear, inputs, beside, call.wanted)
+        else:
+            outputs, stats = pipeline.forward(linear, inputs, beside)
+            # As many rows as labels: how many tokens are left out is known when it runs.
+            n_rows = call.labels.numel()
+            stats = tuple(F.pad(each, (0, 0, 0, n_rows - each.shape[1])) for each in stats)
+    shaped = (v if v is None or v.dim() == 0 else v.view(call.labels.shape) for v in outputs)
+    return or_empty((*shaped, linear.overflow, *as_two(stats), *_like_inputs(gradients, call)), call.hidden)
+
+
+def _fake_linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    call = HeadCall.read(arguments)
+    check_traced(call)
+    check_head_settings(call.settings, call.head._replace(chunk_tokens="auto"))  # a number may be symbolic
+    overflow = None if call.head.valid_tokens is None else call.hidden.new_empty((), dtype=torch.float32)
+    stats = () if call.has_gradients else new_statistics(call)
+    gradients = call.new_gradients() if call.has_gradients else (None, None, None)
+    return or_empty((*new_outputs(call), overflow, *as_two(stats), *gradients), call.hidden)
+
+
+def _linear_gradient(*arguments: Any) -> tuple[Tensor, ...]:
+    stats, others = split(arguments, MOST_EXCHANGES)
+    grads, others = split(others, N_GRADS)
+    call = HeadCall.read(others)
+    linear, inputs, beside = call.plan()
+    own, divisor = tuple(each[:, : linear.labels.shape[0]] for each in of_exchanges(stats)), linear.call.divisor
+    with torch.autocast(call.hidden.device.type, enabled=False):
+        of_outputs = GradOutputs(*grads)
+        gradients = pipeline.backward(linear, inputs, beside, own, divisor, call.wanted, of_outputs)
+    return or_empty(_like_inputs(gradients, call), call.hidden)
+
+
+def _fake_linear_gradient(*arguments: Any) -> tuple[Tensor, ...]:
+    call = HeadCall.read(arguments[MOST_EXCHANGES + N_GRADS :])
+    return or_empty(call.new_gradients(), call.hidden)
+
+
+def _like_inputs(gradients: Sequence[Tensor | None], call: HeadCall) -> tuple[Tensor | None, ...]:
+    d_hidden, *others = gradients
+    return None if d_hidden is None else d_hidden.view(call.hidden.shape), *others
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    call, n_tensors = HeadCall.read(inputs), 5 + MOST_BESIDE
+    ctx.wanted, ctx.has_gradients, ctx.others = call.wanted, call.has_gradients, inputs[n_tensors:]
+    overflow, *others = output[N_OUTPUTS:]
+    stats, gradients = split(others, MOST_EXCHANGES)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*constants_of(call, output))
+    ctx.save_for_backward(*((overflow, *gradients) if call.has_gradients else (*stats, *inputs[:n_tensors])))
+
+
+def _linear_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    checks.check_no_double_backward()
+    gradients: Sequence[Tensor | None] = (None, None, None)
+    if ctx.has_gradients and grads[0] is not None:
+        overflow, *others = ctx.saved_tensors
+        factor = grads[0] * overflow if overflow.numel() else grads[0]
+        # 0 stays 0 under inf, as in element_mul.
+        gradients = [torch.where(grad == 0, 0.0, grad.float() * factor).to(grad.dtype) for grad in others]
+    elif not ctx.has_gradients and any(of_output is not None for of_output in grads[:N_GRADS]):
+        operator = torch.ops.vocab_parallel_ce.loss_of_head_gradient
+        stats, inputs = split(ctx.saved_tensors, MOST_EXCHANGES)
+        gradients = operator(*stats, *grads[:N_GRADS], *inputs, *ctx.others)
+    wanted = (grad if is_wanted else None for grad, is_wanted in zip(gradients, ctx.wanted, strict=True))
+    return *wanted, *(None,) * (2 + MOST_BESIDE + len(ctx.others))
+
+
+HEAD = (
+    f"Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, {CONSTANTS}, "
+    f"ScalarType? autocast, bool[] wanted, {schema_of(Settings)}, {schema_of(HeadSettings)}"
+)
+GRADIENTS = "Tensor d_hidden, Tensor d_weight, Tensor d_bias"
+define(
+    "loss_of_head",
+    f"({HEAD}) -> ({OUTPUTS}, Tensor overflow, {STATS}, {GRADIENTS})",
+    _linear_forward,
+    _fake_linear_forward,
+    _linear_backward,
+    _save_linear,
+)
+define("loss_of_head_gradient", f"({SAVED}, {HEAD}) -> ({GRADIENTS})", _linear_gradient, _fake_linear_gradient)
