@@ -26,6 +26,9 @@ STEPS = {
     "head, js, none": lambda x: linear_distillation_loss(
         HIDDEN * x[0, 0], WEIGHT, THEIRS, HEAD, divergence="js", reduction="none"
     ).sum(),
+    "head, hard weight": lambda x: linear_distillation_loss(
+        HIDDEN * x[0, 0], WEIGHT, THEIRS, HEAD, labels=LABELS, hard_weight=0.4
+    ),
     "head, k tokens": lambda x: linear_distillation_loss(HIDDEN * x[0, 0], WEIGHT, **TOKENS),
 }
 
@@ -45,3 +48,8 @@ def test_one_graph_and_the_same_bits(name):
 def test_a_teacher_that_requires_a_gradient_is_refused():
     with pytest.raises(TypeError, match="teacher_logits: expected a tensor that requires no gradient"):
         torch.compile(distillation_loss, backend="aot_eager")(LOGITS, OTHER.clone().requires_grad_())
+
+
+def test_a_hard_weight_without_labels_is_refused():
+    with pytest.raises(ValueError, match="hard_weight: expected labels"):
+        torch.compile(linear_distillation_loss, backend="aot_eager")(HIDDEN, WEIGHT, THEIRS, HEAD, hard_weight=0.5)

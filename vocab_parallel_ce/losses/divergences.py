@@ -140,7 +140,6 @@ class DivergenceLoss(Loss):
 
     def check_head(self, given: TeacherHead, hidden: Tensor, settings: Settings) -> None:
         checks.check_choice("rest (without teacher_ids)", settings.rest, ("ignore",))
-        check_hard_weight(settings, given.labels)
         check_teacher_head(*given[:3], hidden)
 
     def beside_head(

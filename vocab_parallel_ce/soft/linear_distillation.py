@@ -18,7 +18,7 @@ from vocab_parallel_ce.cross_entropy import public
 from vocab_parallel_ce.linear.cross_entropy import run, split_keywords
 from vocab_parallel_ce.linear.plan import Arguments
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.losses.divergences import DIVERGENCE, TeacherHead
+from vocab_parallel_ce.losses.divergences import DIVERGENCE, TeacherHead, check_hard_weight
 from vocab_parallel_ce.losses.known_tokens import KNOWN_TOKENS, Tokens
 from vocab_parallel_ce.options import divided_by, keyword_defaults, with_keywords
 from vocab_parallel_ce.shard import VocabShard
@@ -93,6 +93,7 @@ def linear_distillation_loss(
     """
     settings, head = split_keywords(keywords, KEYWORDS, linear_distillation_loss)
     settings = divided_by(num_items, settings)
+    check_hard_weight(settings, labels)  # here, because labels of all tokens stand for None below
     checks.check_integer("ignore_index", settings.ignore_index)
     if labels is None:  # nothing is ignored
         settings = settings._replace(ignore_index=-100)
