@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import vocab_parallel_ce as vp
 from tests.support.random_call import MATHS, UNITS, Call, Settings, assert_near
 from tests.support.random_inputs import NEG_INF
 from tests.support.random_tables import TENSOR
@@ -16,15 +15,15 @@ LOG_PROBS = ("log_probs", "entropy", "lse", "sum_sq_probs", "mean_logit")
 
 
 class Beside(NamedTuple):
-    """What stands beside the logits: the truth over them, and one call's outputs."""
+    """What stands beside the logits, and the truth over them."""
 
     compute: Callable[[Tensor, Tensor], Truth]  # of fp64 logits and their rounding
-    invoke: Callable[[Tensor, Settings, int], Numbers]  # of a rank's logits or hidden states
+    tensors: Callable[[int], Settings]  # of a rank: labels, targets or a teacher
     check: Callable[[Numbers, Tensor, Tensor], None]  # of what has no gradient, with clean fp64 logits
 
 
-def with_labels(call: Call, labels: Tensor, function: Callable[..., Any], tensors: tuple[Any, ...] = ()) -> Beside:
-    """A loss with labels, or log-probabilities; ``tensors`` are between the inputs and the labels."""
+def with_labels(call: Call, labels: Tensor) -> Beside:
+    """A loss with labels, or log-probabilities."""
     draw, is_loss = call.draw, call.function.endswith("cross_entropy")
     call.common(("ignore_index", "softcap", "logit_scale", *(MATHS if is_loss else ())))
     for name in ("check_labels", "gradient"):
@@ -49,20 +48,11 @@ def with_labels(call: Call, labels: Tensor, function: Callable[..., Any], tensor
         pad = torch.nn.functional.pad
         return truth._replace(of_gradient=lambda upstream: pad(truth.of_gradient(upstream), (0, 0, 0, 1)))
 
-    def invoke(inputs: Tensor, own: Settings, rank: int) -> Numbers:
-        with call.verified():
-            found = function(inputs, *tensors, labels, **call.settings, **own)
-        if isinstance(found, vp.TokenLogProbs):
-            return {name: value for name, value in found._asdict().items() if value is not None}
-        if not isinstance(found, tuple):
-            return {"loss" if is_loss else "log_probs": found}
-        return {"loss": found[0], **found[1]._asdict()} if is_loss else dict(zip(LOG_PROBS, found, strict=False))
-
     def check(found: Numbers, logits: Tensor, rounding: Tensor) -> None:
         own = (logits[..., :-1, :], labels[..., 1:], rounding[..., :-1]) if shift else (logits, labels, rounding)
         check_ids(call, found, *own)
 
-    return Beside(compute, invoke, check)
+    return Beside(compute, lambda rank: {"labels": labels}, check)
 
 
 def log_prob_names(call: Call, labels: Tensor) -> tuple[str, ...]:
@@ -167,34 +157,34 @@ def with_targets(call: Call, logits: Tensor) -> Beside:
     targets = draw.shared(targets.to(draw["other_dtype"]), "other_layout")
     places = [draw.placed(call.shard_of(targets, rank), draw["other_layout"]) for rank in range(call.ranks)]
 
-    def invoke(inputs: Tensor, own: Settings, rank: int) -> Numbers:
-        return {"loss": vp.soft_cross_entropy(inputs, places[rank], **call.settings, **own)}
+    def compute(x: Tensor, rounding: Tensor) -> Truth:
+        return of_targets(x, targets, call.of_oracle, rounding)
 
-    return Beside(lambda x, rounding: of_targets(x, targets, call.of_oracle, rounding), invoke, no_check)
+    return Beside(compute, lambda rank: {"targets": places[rank]}, no_check)
 
 
 def no_check(found: Numbers, logits: Tensor, rounding: Tensor) -> None:
     return None
 
 
-def teacher_options(call: Call) -> Settings:
+def teacher_options(call: Call) -> None:
     """Take the options of a divergence, without labels."""
     draw = call.draw
     call.common(("temperature", "ignore_index"))
     call.divisor()
-    options: Settings = {name: draw[name] for name in ("check_labels", "gradient") if draw[name] is not None}
+    call.settings |= {name: draw[name] for name in ("check_labels", "gradient") if draw[name] is not None}
     if draw["divergence"] is not None:
         call.common(("divergence", "hard_weight"))
         if draw["divergence"] == "js":
-            options["beta"] = call.of_oracle["beta"] = draw.rng.choice((0.5, 0.1, 0.8))
+            call.settings["beta"] = call.of_oracle["beta"] = draw.rng.choice((0.5, 0.1, 0.8))
     else:
-        options["rest"] = call.of_oracle["rest"] = draw["rest"] if call.vocab_size > draw["k"] else "ignore"
-    return options
+        rest = draw["rest"] if call.vocab_size > draw["k"] else "ignore"
+        call.settings["rest"] = call.of_oracle["rest"] = rest
 
 
 def with_teacher(call: Call, logits: Tensor, labels: Tensor) -> Beside:
     draw = call.draw
-    options = teacher_options(call)
+    teacher_options(call)
     given = {"labels": labels} if draw["labels"] else {}
     teacher = draw.normal(*logits.shape) * 3 + finite(logits).float().clamp(-20, 20) * draw.rng.choice((0.0, 0.5, 1.0))
     teacher = teacher.masked_fill(logits == NEG_INF, NEG_INF)
@@ -206,17 +196,14 @@ def with_teacher(call: Call, logits: Tensor, labels: Tensor) -> Beside:
             x, teacher.double(), given.get("labels"), call.of_oracle, rounding, torch.zeros_like(rounding)
         )
 
-    def invoke(inputs: Tensor, own: Settings, rank: int) -> Numbers:
-        return {"loss": vp.distillation_loss(inputs, places[rank], **given, **options, **call.settings, **own)}
-
-    return Beside(compute, invoke, no_check)
+    return Beside(compute, lambda rank: {"teacher": places[rank], **given}, no_check)
 
 
-def with_tokens(call: Call, labels: Tensor, function: Callable[..., Tensor], tensors: tuple[Any, ...] = ()) -> Beside:
+def with_tokens(call: Call, labels: Tensor) -> Beside:
     """A teacher that is known at k tokens."""
     draw = call.draw
     k = min(draw["k"], call.vocab_size - (draw["rest"] == "bucket"), call.vocab_size) or 1
-    options = teacher_options(call)
+    teacher_options(call)
     given = {"labels": labels} if draw["labels"] else {}
     ids = draw.uniform(*labels.shape, call.vocab_size).topk(k, dim=-1).indices
     log_probs = (draw.normal(*ids.shape) * 2).log_softmax(-1) + draw.rng.choice((0.0, -0.3, -2.0))
@@ -230,11 +217,8 @@ def with_tokens(call: Call, labels: Tensor, function: Callable[..., Tensor], ten
     def compute(x: Tensor, rounding: Tensor) -> Truth:
         return of_topk(x, ids, log_probs.double(), given.get("labels"), call.of_oracle, rounding)
 
-    def invoke(inputs: Tensor, own: Settings, rank: int) -> Numbers:
-        of_tokens = {"teacher_ids": ids, "teacher_log_probs": log_probs}
-        return {"loss": function(inputs, *tensors, **of_tokens, **given, **options, **call.settings, **own)}
-
-    return Beside(compute, invoke, no_check)
+    tensors = {"teacher_ids": ids, "teacher_log_probs": log_probs, **given}
+    return Beside(compute, lambda rank: tensors, no_check)
 
 
 def gradients_of(

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import vocab_parallel_ce as vp
 from tests.support.random_inputs import NAN, NEG_INF, Draw
-from tests.support.random_tables import TENSOR
+from tests.support.random_public import Given, invoke, verified
+from tests.support.random_tables import TENSOR, Case
 from tests.support.random_truth import Numbers, Truth, finite
 
 UNITS = 16  # last digits of fp32 per unit of a bound; of fp64 FP64_UNITS
@@ -57,10 +57,16 @@ def assert_near(
 class Call:
     """What calls of functions with labels, targets or teachers have in common: the draw, and the oracle's options."""
 
-    def __init__(self, seed: int, device: str, impl: str, small: bool) -> None:
-        self.draw = draw = Draw(seed, device, small)
+    def __init__(self, seed: int, device: str, impl: str, small: bool, changes: Case | None = None) -> None:
+        """``changes`` replace values of the seed's configuration."""
+        self.seed, self.draw = seed, Draw(seed, device, small)
+        draw = self.draw
+        draw.case = {**draw.case, **(changes or {})}
         self.function = draw.function.partition(",")[0].replace("one_pass", "vocab_parallel_cross_entropy")
         self.is_head = "trains" in draw.case
+        self.public = self.function  # of random_public
+        if draw["is_module"]:
+            self.public = "LinearCrossEntropy" if self.is_head else "VocabParallelCrossEntropy"
         self.dtype: torch.dtype = draw["dtype"]
         if impl != "reference" and draw.has(0.04) or impl == "reference" and draw.has(0.2):
             self.dtype = self.dtype if self.is_head else torch.float64
@@ -106,19 +112,16 @@ class Call:
         dtype = draw.rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float64))
         self.of_oracle["class_weight"] = weights.to(dtype)
 
-    def of_rank(self, rank: int, group: Any) -> Settings:
+    def of_rank(self, rank: int) -> Settings:
         """The settings that differ between the ranks."""
         draw, (start, stop) = self.draw, self.bounds[rank]
-        own: Settings = {"group": group, "impl": self.impl}
-        shard, is_whole = (
-            vp.VocabShard(start, stop, self.vocab_size),
-            (stop - start, self.ranks) == (self.vocab_size, 1),
-        )
+        own: Settings = {"impl": self.impl}
+        is_whole = (stop - start, self.ranks) == (self.vocab_size, 1)
         way = draw.rng.choice(("vocab_size", "shard", "nothing"))
         if self.ranks == 1 and way == "vocab_size":
             own["vocab_size"] = self.vocab_size
         elif way != "nothing" or not is_whole:
-            own["shard"] = shard
+            own["shard"] = (start, stop, self.vocab_size)
         weights = self.of_oracle.get("class_weight")
         if weights is not None:
             if draw["class_weight"] == "columns" and stop - start != self.vocab_size:
@@ -160,5 +163,7 @@ class Call:
             names = draw.rng.sample(names, draw.rng.randint(1, len(names)))
         return {name: draw.upstream(found[name].shape, found[name].dtype) for name in names}
 
-    def verified(self) -> Any:
-        return vp.verify_calls() if self.ranks == 1 and self.draw.has(0.05) else nullcontext()
+    def invoke(self, given: Given, group: Any) -> Numbers:
+        """Call the public function on one rank, with verification at times."""
+        with verified() if self.ranks == 1 and self.draw.has(0.05) else nullcontext():
+            return invoke(self.public, {**given, "group": group})

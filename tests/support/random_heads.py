@@ -1,16 +1,15 @@
 """Random calls over hidden states and a head."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-import vocab_parallel_ce as vp
 from tests.support.random_beside import Beside, gradients_of, no_check, teacher_options, with_labels, with_tokens
-from tests.support.random_call import UNITS, WIDTH, Call, Settings, assert_near, half_digit
+from tests.support.random_call import UNITS, WIDTH, Call, assert_near, half_digit
 from tests.support.random_inputs import NEG_INF
+from tests.support.random_public import Given
 from tests.support.random_truth import Numbers, Truth, finite, of_teacher
 
 
@@ -21,10 +20,18 @@ class Head(NamedTuple):
     weight: Tensor
     bias: Tensor | None
 
+    def rows(self, start: int, stop: int) -> "Head":
+        """A rank's rows."""
+        return Head(self.hidden, self.weight[start:stop], None if self.bias is None else self.bias[start:stop])
+
+    def leaves(self, trained: dict[str, bool]) -> "Head":
+        tensors = self._asdict().items()
+        return Head(*(None if t is None else nn.Parameter(t, trained[name]) for name, t in tensors))
+
 
 def head_of(call: Call, dtype: torch.dtype, *, is_exact: bool, has_bias: bool) -> Head:
     """Of 16 bits, products are exact: small multiples of 1/4."""
-    draw, rows = call.draw, call.bounds[0][1]
+    draw, rows = call.draw, call.bounds[-1][1]
     if is_exact:
         hidden = draw.ids((*call.leading, WIDTH), 3) - 1.0
         weight, bias = (draw.ids(shape, 17) / 4.0 - 2 for shape in ((rows, WIDTH), (rows,)))
@@ -51,7 +58,7 @@ def rounding_of(head: Head, is_exact: bool) -> Tensor:
 
 
 def head_settings(call: Call, labels: Tensor, head: Head) -> Tensor | None:
-    """Take the options of a head; return the main_grad."""
+    """Take the options of a head; return the main_grad of the vocabulary."""
     draw, n_tokens = call.draw, labels.numel()
     call.settings["reduce_hidden_grad"] = draw["reduce_hidden_grad"]
     if draw["chunks"] == "tokens":
@@ -65,85 +72,87 @@ def head_settings(call: Call, labels: Tensor, head: Head) -> Tensor | None:
         counted = labels[..., 1:] if draw["shift"] else labels
         n_valid = int((counted != draw["ignore_index"]).sum())
         call.settings["valid_tokens"] = n_valid + draw.rng.randint(0, 2)
-    if not draw["main_grad"]:
-        return None
-    call.settings["main_grad"] = draw.normal(*head.weight.shape)
-    return call.settings["main_grad"].clone()
+    return draw.normal(*head.weight.shape) if draw["main_grad"] else None
 
 
 def beside_head(call: Call, head: Head, labels: Tensor, is_exact: bool) -> Beside:
-    draw, tensors = call.draw, (head.weight,)
-    if call.function == "linear_distillation_loss":
-        if "rest" in draw.case:
-            return with_tokens(call, labels, of_bias(vp.linear_distillation_loss, "student_bias", head.bias), tensors)
-        return with_two_heads(call, head, labels, is_exact)
-    is_module = draw["is_module"]
-    if is_module:
-        layer = nn.Linear(WIDTH, len(head.weight), bias=head.bias is not None, device="meta")
-        layer.weight, layer.bias = head.weight, head.bias
-
-        def function(hidden: Tensor, labels: Tensor, num_items: Any = None, **keywords: Any) -> Any:
-            return vp.LinearCrossEntropy(layer, **keywords)(hidden, labels, num_items)
-
-        return with_labels(call, labels, function)
-    is_loss = call.function == "linear_cross_entropy"
-    function = vp.linear_cross_entropy if is_loss else vp.linear_token_log_probs
-    return with_labels(call, labels, of_bias(function, "bias", head.bias), tensors)
+    if call.function != "linear_distillation_loss":
+        return with_labels(call, labels)
+    return with_tokens(call, labels) if "rest" in call.draw.case else with_two_heads(call, labels, is_exact)
 
 
-def of_bias(function: Callable[..., Any], name: str, bias: Tensor | None) -> Callable[..., Any]:
-    return lambda *tensors, **keywords: function(*tensors, **{name: bias}, **keywords)
-
-
-def with_two_heads(call: Call, head: Head, labels: Tensor, is_exact: bool) -> Beside:
-    draw, options = call.draw, teacher_options(call)
+def with_two_heads(call: Call, labels: Tensor, is_exact: bool) -> Beside:
+    draw = call.draw
+    teacher_options(call)
     given = {"labels": labels} if draw["labels"] else {}
     dtype = call.dtype if draw["autocast"] or draw.index % 2 else torch.bfloat16
     exact = dtype != torch.float32 or is_exact
     other = head_of(call, dtype, is_exact=exact, has_bias=draw.has(0.5))
     teacher = logits_of(other, call.vocab_size)
-    options |= {"teacher_bias": other.bias, "student_bias": head.bias}
 
     def compute(x: Tensor, rounding: Tensor) -> Truth:
         of_other = rounding_of(other, exact)
         return of_teacher(x, teacher, given.get("labels"), call.of_oracle, rounding, of_other)
 
-    def invoke(hidden: Tensor, own: Settings, rank: int) -> Numbers:
-        four = hidden, head.weight, other.hidden, other.weight
-        return {"loss": vp.linear_distillation_loss(*four, **given, **options, **call.settings, **own)}
+    def tensors(rank: int) -> Given:
+        own = other.rows(*call.bounds[rank])._asdict()
+        return {**{f"teacher_{name}": tensor for name, tensor in own.items()}, **given}
 
-    return Beside(compute, invoke, no_check)
+    return Beside(compute, tensors, no_check)
 
 
-def of_head(call: Call) -> None:
+class OfHead(NamedTuple):
+    """A call that is ready to be made."""
+
+    head: Head  # of the vocabulary, and its padding
+    beside: Beside
+    heads: list[Head]  # of each rank
+    given: list[Given]  # to each rank
+    trained: dict[str, bool]
+    is_exact: bool
+    upstream: Numbers | None  # where the call must know it
+
+    def autocast(self, call: Call) -> Any:
+        return torch.autocast(call.draw.device, torch.bfloat16) if call.draw["autocast"] else nullcontext()
+
+
+def ready(call: Call) -> OfHead:
     draw = call.draw
     outside = draw["class_weight"] is None or draw["reduction"] != "mean"
     labels = draw.labels(call.leading, call.vocab_size, may_be_outside=outside)
-    of_product = torch.bfloat16 if draw["autocast"] else call.dtype
-    is_exact = of_product != torch.float32
+    is_exact = draw["autocast"] or call.dtype != torch.float32
     head = head_of(call, call.dtype, is_exact=is_exact, has_bias=draw["bias"])
     trained = {"hidden": draw["trains"] != "head", "weight": draw["trains"] != "hidden"}
     trained["bias"] = trained["weight"] and head.bias is not None
-    for name in trained:
-        if getattr(head, name) is not None:
-            head = head._replace(**{name: nn.Parameter(getattr(head, name), trained[name])})
-    logits, rounding = logits_of(head, call.vocab_size).detach(), rounding_of(head, is_exact).detach()
+    heads = [head.rows(start, stop).leaves(trained) for start, stop in call.bounds]
     main_grad = head_settings(call, labels, head)
-    expected_first = draw["gradient"] == "in_forward" and draw["reduction"] == "none" and draw["num_items"] is None
-    shape = (*call.leading[:-1], call.leading[-1] - 1) if draw["shift"] else call.leading
-    if expected_first:
-        upstream = draw.upstream(shape, torch.float32)
-        call.settings["expected_grad_output"] = upstream * 0.5
+    upstream = None
+    if draw["gradient"] == "in_forward" and draw["reduction"] == "none" and draw["num_items"] is None:
+        shape = (*call.leading[:-1], call.leading[-1] - 1) if draw["shift"] else call.leading
+        upstream = {"loss": draw.upstream(shape, torch.float32)}
+        call.settings["expected_grad_output"] = upstream["loss"] * 0.5
     beside = beside_head(call, head, labels, is_exact)
-    autocast = torch.autocast(draw.device, torch.bfloat16) if draw["autocast"] else nullcontext()
-    with autocast:
-        found = beside.invoke(head.hidden, call.of_rank(0, None), 0)
-    given = {"loss": upstream} if expected_first else None
-    truth, used, grad = gradients_of(call, beside, logits, rounding, found, given)
+    given = []
+    for rank, own in enumerate(heads):
+        of_rank = {**own._asdict(), **beside.tensors(rank), **call.settings, **call.of_rank(rank)}
+        given.append(of_rank if main_grad is None else of_rank | {"main_grad": main_grad[slice(*call.bounds[rank])]})
+    return OfHead(head, beside, heads, given, trained, is_exact, upstream)
+
+
+def of_head(call: Call) -> None:
+    case = ready(call)
+    (head,), (given,), beside = case.heads, case.given, case.beside
+    logits, rounding = logits_of(head, call.vocab_size).detach(), rounding_of(head, case.is_exact).detach()
+    before = given["main_grad"].clone() if "main_grad" in given else None
+    with case.autocast(call):
+        found = call.invoke(given, None)
+    truth, used, grad = gradients_of(call, beside, logits, rounding, found, case.upstream)
     torch.autograd.backward([found[name] for name in used], list(used.values()))
     call.check_outputs(found, truth)
     beside.check(found, logits, rounding)
-    check_head(call, head, trained, grad, truth.of_gradient(used), used, of_product, main_grad)
+    of_product = torch.bfloat16 if call.draw["autocast"] else call.dtype
+    main_grads = None if before is None else (before, given["main_grad"])
+    check_head(call, head, case.trained, grad, truth.of_gradient(used), used, of_product, main_grads)
 
 
 def check_head(
@@ -154,7 +163,7 @@ def check_head(
     bound: Tensor,
     upstream: Numbers,
     of_product: torch.dtype,
-    main_grad: Tensor | None,
+    main_grads: tuple[Tensor, Tensor] | None,  # before and after
 ) -> None:
     """Check the gradients of products of the gradient of the logits, which is rounded to the products' dtype."""
     valid, flat = call.vocab_size, grad.flatten(0, -2)
@@ -174,14 +183,14 @@ def check_head(
         if not trained.get(name):
             continue
         found = leaf.grad
-        if name == "weight" and main_grad is not None:
+        if name == "weight" and main_grads is not None:
             assert found is None, "weight: a gradient beside main_grad"
-            found = call.settings["main_grad"]
+            main_grad, found = main_grads
             truth, of_error = truth + main_grad[:valid].double(), of_error + main_grad[:valid].abs().double()
         assert found is not None, f"{name}: no gradient"
         found = found.flatten(0, -2) if name == "hidden" else found
         if name != "hidden":
-            rest = found[valid:] if name == "bias" or main_grad is None else found[valid:] - main_grad[valid:]
+            rest = found[valid:] if name == "bias" or main_grads is None else found[valid:] - main_grad[valid:]
             assert not bool(rest.any()), f"gradient of padded rows of {name}"
             found = found[:valid]
         of_error = of_error + half * roundings * finite(truth).abs()

@@ -1,12 +1,10 @@
 """Random calls over logits, on one rank or several."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-import vocab_parallel_ce as vp
 from tests.support.random_beside import (
     Beside,
     gradients_of,
@@ -16,48 +14,34 @@ from tests.support.random_beside import (
     with_teacher,
     with_tokens,
 )
-from tests.support.random_call import UNITS, Call, Settings, assert_near
+from tests.support.random_call import UNITS, Call, assert_near
 from tests.support.random_inputs import NEG_INF
+from tests.support.random_public import Given, backward_of_pair
 from tests.support.random_tables import IN_FORWARD
-from tests.support.random_truth import Numbers, of_labels
+from tests.support.random_truth import Numbers, Truth, of_labels
 from tests.support.ranks_in_turn import in_turn
-
-LOG_PROBS = ("log_probs", "entropy", "lse", "sum_sq_probs", "mean_logit")
 
 
 def with_te(call: Call, labels: Tensor) -> Beside:
     """TransformerEngine's names."""
     draw = call.draw
     call.common(("label_smoothing", "ignore_index"))
-    call.of_oracle["reduction"] = "mean" if draw["reduce_loss"] else "none"
-    smoothing, ignore_index = draw["label_smoothing"], draw["ignore_index"]
+    call.of_oracle["reduction"] = call.settings["reduction"] = "mean" if draw["reduce_loss"] else "none"
+    if "overwrite_input" in draw.case:
+        call.settings["overwrite_input"] = draw["overwrite_input"]
 
-    def invoke(inputs: Tensor, own: Settings, rank: int) -> Numbers:
-        given = (inputs, labels, smoothing, draw["reduce_loss"], own["group"], ignore_index)
-        if call.function == "parallel_cross_entropy":
-            return {"loss": vp.parallel_cross_entropy(*given, overwrite_input=draw["overwrite_input"])}
-        loss, grad = vp.cross_entropy_forward(*given)
-        return {"loss": loss, "gradient": grad}
+    def compute(x: Tensor, rounding: Tensor) -> Truth:
+        return of_labels(x, labels, call.of_oracle, ("loss",), rounding)
 
-    return Beside(lambda x, rounding: of_labels(x, labels, call.of_oracle, ("loss",), rounding), invoke, no_check)
-
-
-def module_of(call: Call) -> Callable[..., Any]:
-    def function(*tensors: Tensor, num_items: Any = None, impl: str, **keywords: Any) -> Any:
-        return vp.VocabParallelCrossEntropy(impl=impl, **keywords)(*tensors, num_items)
-
-    return function if call.draw["is_module"] else vp.vocab_parallel_cross_entropy
+    return Beside(compute, lambda rank: {"labels": labels}, no_check)
 
 
 def beside_logits(call: Call, logits: Tensor, labels: Tensor) -> Beside:
     if call.function == "soft_cross_entropy":
         return with_targets(call, logits)
     if call.function == "distillation_loss":
-        tokens = "rest" in call.draw.case
-        return with_tokens(call, labels, vp.distillation_loss) if tokens else with_teacher(call, logits, labels)
-    if "reduce_loss" in call.draw.case:
-        return with_te(call, labels)
-    return with_labels(call, labels, vp.token_log_probs if "outputs" in call.draw.case else module_of(call))
+        return with_tokens(call, labels) if "rest" in call.draw.case else with_teacher(call, logits, labels)
+    return with_te(call, labels) if "reduce_loss" in call.draw.case else with_labels(call, labels)
 
 
 class Leaf(NamedTuple):
@@ -93,7 +77,16 @@ def alike(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.detach().nan_to_num(7.0), b.detach().nan_to_num(7.0))
 
 
-def of_logits(call: Call) -> None:
+class OfLogits(NamedTuple):
+    """A call that is ready to be made."""
+
+    logits: Tensor  # of the vocabulary
+    beside: Beside
+    leaves: list[Leaf]  # of each rank
+    given: list[Given]  # to each rank
+
+
+def ready(call: Call) -> OfLogits:
     draw = call.draw
     outside = draw["class_weight"] is None or draw["reduction"] != "mean"
     labels = draw.labels(call.leading, call.vocab_size, may_be_outside=outside)
@@ -104,13 +97,18 @@ def of_logits(call: Call) -> None:
     if not (call.of_oracle.get("num_items") == 0 or "rest" in draw.case):
         logits = draw.with_bad_row(logits)
     leaves = [leaf_of(call, call.shard_of(logits, rank)) for rank in range(call.ranks)]
+    given = [
+        {"logits": leaf.logits, **beside.tensors(rank), **call.settings, **call.of_rank(rank)}
+        for rank, leaf in enumerate(leaves)
+    ]
+    return OfLogits(logits, beside, leaves, given)
+
+
+def of_logits(call: Call) -> None:
+    draw = call.draw
+    logits, beside, leaves, given = ready(call)
     kept = [leaf.logits.detach().clone() for leaf in leaves]
-    own = [call.of_rank(rank, None) for rank in range(call.ranks)]
-
-    def forward(rank: int, group: Any) -> Numbers:
-        return beside.invoke(leaves[rank].logits, own[rank] | {"group": group}, rank)
-
-    of_ranks = in_turn(call.ranks, forward)
+    of_ranks = in_turn(call.ranks, lambda rank, group: call.invoke(given[rank], group))
     found = of_ranks[0]
     rounding = torch.zeros(call.leading, dtype=torch.float64, device=draw.device)
     truth, upstream, grad = gradients_of(call, beside, logits, rounding, found)
@@ -127,8 +125,7 @@ def of_logits(call: Call) -> None:
 
 def backward(call: Call, leaf: Leaf, found: Numbers, upstream: Numbers) -> None:
     if call.function == "cross_entropy_forward":
-        way = {"is_cg_capturable": call.draw["is_cg_capturable"]}
-        leaf.grads.append(vp.cross_entropy_backward(found["gradient"], upstream["loss"], **way))
+        leaf.grads.append(backward_of_pair(found["gradient"], upstream["loss"], call.draw["is_cg_capturable"]))
         return
     torch.autograd.backward([found[name] for name in upstream], list(upstream.values()))
     if leaf.leaf is leaf.logits:

@@ -1,0 +1,122 @@
+"""How a random call is passed to the public functions, and what they return.
+
+Only this one of the files of random calls knows the parameters and results of the package. A case says in its own words
+what it passes on one rank: tensors by name (``logits``, or ``hidden``, ``weight``, ``bias``; ``labels``, ``targets``,
+``teacher``, ``teacher_ids`` and so on), and settings. If a parameter is renamed, the adapter here changes, and no
+case does.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+import vocab_parallel_ce as vp
+
+Given = dict[str, Any]
+Returned = dict[str, Tensor]
+LOG_PROBS = ("log_probs", "entropy")  # of a tuple
+
+
+def invoke(name: str, given: Given) -> Returned:
+    """Call the public function or module; return its outputs by name. A ``shard`` is ``(start, stop, V)``."""
+    given = dict(given)
+    if given.get("shard") is not None:
+        given["shard"] = vp.VocabShard(*given["shard"])
+    return PUBLIC[name](given)
+
+
+def verified() -> Any:
+    return vp.verify_calls()
+
+
+def backward_of_pair(gradient: Tensor, grad_output: Tensor, is_cg_capturable: bool) -> Tensor:
+    return vp.cross_entropy_backward(gradient, grad_output, is_cg_capturable=is_cg_capturable)
+
+
+def _taken(given: Given, *names: str) -> list[Any]:
+    """The first arguments, which are passed by position, where there are such."""
+    return [given.pop(name) for name in names if name in given]
+
+
+def _loss(returned: Any) -> Returned:
+    return {"loss": returned[0], **returned[1]._asdict()} if isinstance(returned, tuple) else {"loss": returned}
+
+
+def _log_probs(returned: Any) -> Returned:
+    if isinstance(returned, vp.TokenLogProbs):
+        return {name: value for name, value in returned._asdict().items() if value is not None}
+    return dict(zip(LOG_PROBS, returned if isinstance(returned, tuple) else (returned,), strict=False))
+
+
+def _cross_entropy(given: Given) -> Returned:
+    return _loss(vp.vocab_parallel_cross_entropy(*_taken(given, "logits", "labels"), **given))
+
+
+def _module(given: Given) -> Returned:
+    tensors, num_items = _taken(given, "logits", "labels"), given.pop("num_items", None)
+    return _loss(vp.VocabParallelCrossEntropy(**given)(*tensors, num_items))
+
+
+def _token_log_probs(given: Given) -> Returned:
+    return _log_probs(vp.token_log_probs(*_taken(given, "logits", "labels"), **given))
+
+
+def _soft_cross_entropy(given: Given) -> Returned:
+    return _loss(vp.soft_cross_entropy(*_taken(given, "logits", "targets"), **given))
+
+
+def _distillation_loss(given: Given) -> Returned:
+    return _loss(vp.distillation_loss(*_taken(given, "logits", "teacher"), **given))
+
+
+def _linear_cross_entropy(given: Given) -> Returned:
+    return _loss(vp.linear_cross_entropy(*_taken(given, "hidden", "weight", "labels"), **given))
+
+
+def _linear_module(given: Given) -> Returned:
+    weight, bias = given.pop("weight"), given.pop("bias")
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight, layer.bias = weight, bias
+    tensors, num_items = _taken(given, "hidden", "labels"), given.pop("num_items", None)
+    return _loss(vp.LinearCrossEntropy(layer, **given)(*tensors, num_items))
+
+
+def _linear_token_log_probs(given: Given) -> Returned:
+    return _log_probs(vp.linear_token_log_probs(*_taken(given, "hidden", "weight", "labels"), **given))
+
+
+def _linear_distillation_loss(given: Given) -> Returned:
+    given["student_bias"] = given.pop("bias")
+    tensors = _taken(given, "hidden", "weight", "teacher_hidden", "teacher_weight")
+    return _loss(vp.linear_distillation_loss(*tensors, **given))
+
+
+def _of_te(given: Given) -> list[Any]:
+    """TransformerEngine's arguments; it has no others."""
+    tensors = _taken(given, "logits", "labels", "label_smoothing")
+    return [*tensors, given["reduction"] == "mean", *_taken(given, "group", "ignore_index")]
+
+
+def _parallel_cross_entropy(given: Given) -> Returned:
+    return _loss(vp.parallel_cross_entropy(*_of_te(given), overwrite_input=given["overwrite_input"]))
+
+
+def _cross_entropy_forward(given: Given) -> Returned:
+    loss, gradient = vp.cross_entropy_forward(*_of_te(given))
+    return {"loss": loss, "gradient": gradient}
+
+
+PUBLIC: dict[str, Callable[[Given], Returned]] = {
+    "vocab_parallel_cross_entropy": _cross_entropy,
+    "VocabParallelCrossEntropy": _module,
+    "token_log_probs": _token_log_probs,
+    "soft_cross_entropy": _soft_cross_entropy,
+    "distillation_loss": _distillation_loss,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "LinearCrossEntropy": _linear_module,
+    "linear_token_log_probs": _linear_token_log_probs,
+    "linear_distillation_loss": _linear_distillation_loss,
+    "parallel_cross_entropy": _parallel_cross_entropy,
+    "cross_entropy_forward": _cross_entropy_forward,
+}

@@ -1,0 +1,315 @@
+"""The bits of random calls of every public function, recorded at one commit and compared with those of another.
+
+    python -m tests.support.record_calls --device cpu --impl reference --ranks 1,2,4 --calls 400 --seed 0 --out X.json
+    python -m tests.support.record_calls --compare BEFORE.json AFTER.json
+
+A seed decides a case, as in ``random_calls``, except the number of ranks, which is one of ``--ranks``. More cases are
+modules, and some heads have sequence parallelism. ``random_public`` alone says how a case is passed to the public
+functions. If their parameters change, edit that file, and keep the configurations of ``random_tables`` until the
+comparison is done. The inputs are recorded too, so that a case that is no longer the same shows as such.
+
+Ranks are threads (``ranks_in_turn``), so that one GPU has any number of them. Recorded of rank 0, and of another rank
+where its bits differ: the loss and all other outputs, every gradient, and which of the tensors passed were written.
+All NaN count as one.
+
+Exits with 1 if a call raised, if a public function had less than 10 of 400 calls, or if bits differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import copy
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support import random_heads, random_logits
+from tests.support.poison import poisoned_allocations
+from tests.support.random_call import Call
+from tests.support.random_calls import Where, interpret
+from tests.support.random_public import PUBLIC, Given
+from tests.support.random_tables import FACTORS, Case, configurations
+from tests.support.random_truth import Numbers
+from tests.support.ranks_in_turn import in_turn
+
+DIFFERENTIABLE = ("entropy", "log_probs", "loss", "lse", "mean_logit", "sum_sq_probs")
+SAMPLES = 64  # values of an output that are kept
+LEAST = 1 / 40  # of the calls, for each public function
+Record = dict[str, Any]
+
+
+@functools.cache
+def positions() -> list[int]:
+    """How many configurations of the same function and teacher stand before each."""
+    before: Counter[tuple[str, Any]] = Counter()
+    found = []
+    for name, case in configurations():
+        found.append(before[name, case.get("divergence")])
+        before[name, case.get("divergence")] += 1
+    return found
+
+
+def changes_of(seed: int, ranks: tuple[int, ...]) -> Case:
+    """What replaces values of the seed's configuration."""
+    n, (name, case) = len(configurations()), configurations()[seed % len(configurations())]
+    position = positions()[seed % n] + seed // n
+    n_ranks = 1 if FACTORS[name].get("ranks") == (1,) else ranks[position % len(ranks)]
+    changes: Case = {"ranks": n_ranks}
+    needs_function = case["reduction"] == "none" and case["gradient"] == "in_forward" if "is_module" in case else True
+    if not needs_function:
+        changes["is_module"] = position % 2 == 1
+    may_cut = case.get("reduce_hidden_grad") and not case.get("valid_tokens") and "hard_weight" not in case
+    if n_ranks > 1 and may_cut and "rest" not in case:
+        changes["sequence_parallel"] = True
+    return changes
+
+
+def with_parts(call: Call, case: random_heads.OfHead) -> random_heads.OfHead:
+    """Give each rank its part of the tokens, if they can be cut into equal ones."""
+    dim, n = len(call.leading) - 1, call.ranks
+    if not call.draw.case.pop("sequence_parallel", False) or call.leading[dim] % n:
+        return case
+    call.draw.case["sequence_parallel"] = True
+    heads = []
+    for rank, (head, given) in enumerate(zip(case.heads, case.given, strict=True)):
+        part = torch.nn.Parameter(head.hidden.detach().chunk(n, dim)[rank], case.trained["hidden"])
+        heads.append(head._replace(hidden=part))
+        given |= {"hidden": part, "sequence_parallel": True, "sequence_dim": dim}
+    return case._replace(heads=heads)
+
+
+# ---- one call ---------------------------------------------------------------------------------------------------
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """On the CPU, contiguous, with one NaN."""
+    own = tensor.detach().cpu().contiguous()
+    return torch.where(own.isnan(), torch.full_like(own, float("nan")), own) if own.is_floating_point() else own
+
+
+def digest(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return hashlib.sha256(repr(value).encode()).hexdigest()
+    own = plain(value)
+    head = f"{own.dtype} {tuple(own.shape)} "
+    return hashlib.sha256(head.encode() + own.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def sampled(flat: Tensor) -> Tensor:
+    """Some values, at places that depend on their number alone; all, if they are few."""
+    n = len(flat)
+    return flat[sorted(random.Random(n).sample(range(n), SAMPLES))] if n > SAMPLES else flat
+
+
+def summary(value: Tensor) -> dict[str, str]:
+    own = plain(value)
+    samples = sampled(own.view(-1)).view(torch.uint8).numpy().tobytes()
+    return {
+        "sha256": digest(own),
+        "kind": f"{str(own.dtype).removeprefix('torch.')} {list(own.shape)}",
+        "sum": own.double().nan_to_num(0.0).sum().item().hex(),
+        "samples": base64.b64encode(samples).decode(),
+    }
+
+
+def tensors_of(given: Given) -> Numbers:
+    return {name: value for name, value in given.items() if isinstance(value, Tensor)}
+
+
+def upstream_of(call: Call, found: Numbers) -> Numbers:
+    """Alike on all ranks: what is drawn here depends on the seed and the outputs' shapes alone."""
+    own = copy.copy(call)
+    own.draw = copy.copy(call.draw)
+    own.draw.rng = random.Random(f"upstream {call.seed}")
+    own.draw.generator = torch.Generator(call.draw.device).manual_seed(call.seed + 2**31)
+    names = [name for name in DIFFERENTIABLE if name in found]
+    if call.function.endswith("cross_entropy") or call.function == "cross_entropy_forward":
+        names = ["loss"]
+    return own.upstream(found, names)
+
+
+def is_alone(call: Call) -> bool:
+    """Whether nobody else has the logits when backward runs, so that the default may overwrite them."""
+    draw = call.draw
+    by_default = draw["gradient"] == "auto" or ("overwrite_input" in draw.case and draw["overwrite_input"] is None)
+    return by_default and not call.is_head and random.Random(f"alone {call.seed}").random() < 0.5
+
+
+def of_rank(call: Call, case: Any, rank: int, group: Any) -> tuple[Numbers, Numbers, list[str]]:
+    """Return outputs, gradients, and what was written, of one rank."""
+    torch.set_num_threads(1)
+    given, before = case.given[rank], {name: digest(t) for name, t in tensors_of(case.given[rank]).items()}
+    places: list[int] = []
+    if call.is_head:
+        with case.autocast(call):
+            found = call.invoke(given, group)
+    else:
+        leaf, place = case.leaves[rank], given["logits"].data_ptr()
+        if leaf.logits is not leaf.leaf and leaf.logits.requires_grad:
+            leaf.logits.register_hook(lambda grad: places.append(grad.data_ptr()))
+        found = call.invoke(given, group)
+    outputs = {name: value.detach().clone() for name, value in found.items()}
+    written = [f"{name} in forward" for name, t in tensors_of(given).items() if digest(t) != before[name]]
+    upstream = getattr(case, "upstream", None) or upstream_of(call, found)
+    with torch.autograd.set_multithreading_enabled(False):  # a rank's collectives in backward are in its own thread
+        if call.is_head:
+            torch.autograd.backward([found[name] for name in upstream], list(upstream.values()))
+            head = case.heads[rank]._asdict()
+            grads = {name: t.grad for name, t in head.items() if t is not None and t.grad is not None}
+            grads |= {name: given[name] for name in ("main_grad",) if name in given}
+        else:
+            if is_alone(call) and leaf.logits is not leaf.leaf:
+                del given["logits"]
+                case.leaves[rank] = leaf = leaf._replace(logits=None)
+            random_logits.backward(call, leaf, found, upstream)
+            grads = {"logits": leaf.grads[0]}
+    written += [name for name, t in tensors_of(given).items() if digest(t) != before[name]]
+    written += ["logits hold their gradient"] * (place in places if not call.is_head else 0)
+    return outputs, {f"gradient of {name}": grad for name, grad in grads.items()}, written
+
+
+def options_of(call: Call) -> str:
+    shown = {name: getattr(value, "__name__", value) for name, value in call.draw.case.items() if value is not None}
+    return " ".join(f"{name}={str(value).removeprefix('torch.').replace(' ', '')}" for name, value in shown.items())
+
+
+def label_of(call: Call) -> str:
+    """The public name, and which teacher."""
+    kind = call.draw["divergence"] or ("k tokens" if "rest" in call.draw.case else "")
+    return f"{call.public}, {kind}" if kind else call.public
+
+
+def record_of(seed: int, where: Where, ranks: tuple[int, ...] = (1, 2, 4)) -> Record:
+    """Make the call of a seed, and record it."""
+    call = Call(seed, where.device, where.impl, where.small, changes_of(seed, ranks))
+    case = with_parts(call, random_heads.ready(call)) if call.is_head else random_logits.ready(call)
+    inputs = [sorted((name, digest(value)) for name, value in given.items()) for given in case.given]
+    record = {"function": label_of(call), "ranks": call.ranks, "options": options_of(call), "inputs": digest(inputs)}
+    try:
+        with poisoned_allocations(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            of_ranks = in_turn(call.ranks, lambda rank, group: of_rank(call, case, rank, group))
+    except Exception as error:
+        return record | {"error": f"{type(error).__name__}: {error}"[:600]}
+    found: Record = {}
+    for rank, (outputs, grads, written) in enumerate(of_ranks):
+        own: Record = {name: summary(value) for name, value in sorted((outputs | grads).items())}
+        own["written"] = written
+        suffix = f" of rank {rank}" if rank else ""
+        found |= {name + suffix: value for name, value in own.items() if not rank or value != found.get(name)}
+    return record | {"found": found}
+
+
+# ---- all calls --------------------------------------------------------------------------------------------------
+
+
+def differences(before: dict[str, Record], after: dict[str, Record]) -> Iterator[str]:
+    """Each output whose bits differ, with its case."""
+    for seed in sorted(before.keys() | after.keys(), key=int):
+        a, b = before.get(seed), after.get(seed)
+        if a is None or b is None:
+            yield f"{seed}: only in one of both records"
+            continue
+        case = f"{seed}: {a['function']}, {a['ranks']} ranks, {a['options']}"
+        if a["inputs"] != b["inputs"]:
+            yield f"{case}\n    another case: its inputs differ"
+        if a.get("error") != b.get("error"):
+            yield f"{case}\n    error: {a.get('error')} before, {b.get('error')} after"
+            continue
+        x, y = a.get("found", {}), b.get("found", {})
+        names = [name for name in sorted(x | y) if x.get(name) != y.get(name)]
+        if names:
+            yield "\n".join([case, *(f"    {name}: {difference(x.get(name), y.get(name))}" for name in names)])
+
+
+def difference(a: Any, b: Any) -> str:
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return f"{shown(a)} before, {shown(b)} after"
+    if a["kind"] != b["kind"]:
+        return f"{a['kind']} before, {b['kind']} after"
+    x, y = (values_of(each) for each in (a, b))
+    off = (x - y).abs().masked_fill((x == y) | (x.isnan() & y.isnan()), 0.0)
+    n, sums = int((off != 0).sum()), [float.fromhex(each["sum"]) for each in (a, b)]
+    largest = f", by at most {float(off.max()):.3g} beside values up to {float(x.abs().max()):.3g}" if n else ""
+    return f"{a['kind']}: {n} of {len(x)} samples differ{largest}; sums {sums[0]:.9g} and {sums[1]:.9g}"
+
+
+def shown(entry: Any) -> str:
+    return entry["kind"] if isinstance(entry, dict) else str(entry)
+
+
+def values_of(entry: dict[str, str]) -> Tensor:
+    dtype, data = getattr(torch, entry["kind"].split()[0]), bytearray(base64.b64decode(entry["samples"]))
+    return torch.frombuffer(data, dtype=dtype).double() if data else torch.zeros(0, dtype=torch.float64)
+
+
+def prepare(where: Where) -> None:
+    """For a process that has run no kernel yet."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else its products may differ between two runs
+    interpret(where)
+
+
+def records_of(seeds: Sequence[int], where: Where, ranks: tuple[int, ...], processes: int) -> dict[str, Record]:
+    record = functools.partial(record_of, where=where, ranks=ranks)
+    if processes == 1:
+        prepare(where)
+        return {str(seed): record(seed) for seed in seeds}
+    with multiprocessing.get_context("spawn").Pool(processes, prepare, (where,)) as pool:
+        return dict(zip(map(str, seeds), pool.map(record, seeds, chunksize=1), strict=True))
+
+
+def compare(before: Path, after: Path) -> int:
+    of_both = [json.loads(path.read_text(encoding="ascii")) for path in (before, after)]
+    found = list(differences(*(each["calls"] for each in of_both)))
+    print("\n".join([*found, f"{len(of_both[0]['calls'])} calls, {len(found)} differ"]))
+    return int(bool(found))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--impl", default="reference", choices=("reference", "triton", "auto"), help="auto: one_pass too"
+    )
+    parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--calls", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.compare:
+        return compare(*given.compare)
+    start, ranks = time.monotonic(), tuple(int(n) for n in given.ranks.split(","))
+    where, seeds = Where(given.device, given.impl, given.device == "cpu"), range(given.seed, given.seed + given.calls)
+    calls = records_of(seeds, where, ranks, given.processes)
+    if given.out is not None:
+        about = {**where._asdict(), "until": None, "ranks": ranks, "torch": torch.__version__}
+        given.out.write_text(json.dumps({"about": about, "calls": calls}, indent=0) + "\n", encoding="ascii")
+    made = Counter((call["function"], call["ranks"]) for call in calls.values())
+    for function in sorted({name for name, _ in made}):
+        print(f"{function:40}", *(f"{made[function, n]:4} on {n}" for n in ranks))
+    errors = [f"{seed}: {call['function']}: {call['error']}" for seed, call in calls.items() if "error" in call]
+    of_public = Counter(call["function"].partition(",")[0] for call in calls.values())
+    rare = [name for name in PUBLIC if of_public[name] < int(LEAST * given.calls)]
+    print("\n".join([*errors, *(f"{name}: only {of_public[name]} calls" for name in rare)]))
+    print(f"{len(calls)} calls, {len(errors)} raised, {time.monotonic() - start:.0f} s")
+    return int(bool(errors or rare))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
