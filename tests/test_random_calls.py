@@ -11,6 +11,7 @@ import pytest
 
 import vocab_parallel_ce as vp
 from tests.support.random_calls import Where, failures, name_of, run
+from tests.support.random_public import PUBLIC
 from tests.support.random_tables import FACTORS, configurations
 
 N_CALLS = len(configurations())  # test_launches.py says what they launch
@@ -68,6 +69,7 @@ def test_every_function_and_option_is_drawn():
     public = {name for name in vp.__all__ if callable(getattr(vp, name))}
     modules = {"VocabParallelCrossEntropy", "LinearCrossEntropy", "verify_calls"}  # is_module, and some calls
     assert public - modules - NOT_DRAWN == drawn - {"one_pass"}
+    assert public - NOT_DRAWN - {"verify_calls"} == PUBLIC.keys()
     for name in drawn - {"one_pass"}:
         parameters = inspect.signature(getattr(vp, name)).parameters.values()
         options = {p.name for p in parameters if p.default is not p.empty} - ELSEWHERE.keys()

@@ -30,6 +30,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -148,37 +149,47 @@ def is_alone(call: Call) -> bool:
     return by_default and not call.is_head and random.Random(f"alone {call.seed}").random() < 0.5
 
 
-def of_rank(call: Call, case: Any, rank: int, group: Any) -> tuple[Numbers, Numbers, list[str]]:
-    """Return outputs, gradients, and what was written, of one rank."""
+def changed(given: Given, before: dict[str, str]) -> list[str]:
+    return [name for name, tensor in tensors_of(given).items() if digest(tensor) != before[name]]
+
+
+def of_rank(call: Call, case: Any, rank: int, group: Any) -> Record:
+    """Make the call on one rank, and return what is recorded."""
     torch.set_num_threads(1)
-    given, before = case.given[rank], {name: digest(t) for name, t in tensors_of(case.given[rank]).items()}
-    places: list[int] = []
-    if call.is_head:
-        with case.autocast(call):
-            found = call.invoke(given, group)
-    else:
-        leaf, place = case.leaves[rank], given["logits"].data_ptr()
-        if leaf.logits is not leaf.leaf and leaf.logits.requires_grad:
-            leaf.logits.register_hook(lambda grad: places.append(grad.data_ptr()))
+    given = case.given[rank]
+    before = {name: digest(tensor) for name, tensor in tensors_of(given).items()}
+    with case.autocast(call) if call.is_head else nullcontext():
         found = call.invoke(given, group)
-    outputs = {name: value.detach().clone() for name, value in found.items()}
-    written = [f"{name} in forward" for name, t in tensors_of(given).items() if digest(t) != before[name]]
+    record: Record = {name: summary(value) for name, value in sorted(found.items())}
+    written = [f"{name} in forward" for name in changed(given, before)]
     upstream = getattr(case, "upstream", None) or upstream_of(call, found)
-    with torch.autograd.set_multithreading_enabled(False):  # a rank's collectives in backward are in its own thread
+
+    with torch.autograd.set_multithreading_enabled(False):  # backward may wait for the other ranks' threads
         if call.is_head:
             torch.autograd.backward([found[name] for name in upstream], list(upstream.values()))
-            head = case.heads[rank]._asdict()
-            grads = {name: t.grad for name, t in head.items() if t is not None and t.grad is not None}
-            grads |= {name: given[name] for name in ("main_grad",) if name in given}
+            leaves = case.heads[rank]._asdict().items()
+            grads = {name: leaf.grad for name, leaf in leaves if leaf is not None and leaf.grad is not None}
+            grads |= {"main_grad": given["main_grad"]} if "main_grad" in given else {}
         else:
-            if is_alone(call) and leaf.logits is not leaf.leaf:
-                del given["logits"]
-                case.leaves[rank] = leaf = leaf._replace(logits=None)
-            random_logits.backward(call, leaf, found, upstream)
-            grads = {"logits": leaf.grads[0]}
-    written += [name for name, t in tensors_of(given).items() if digest(t) != before[name]]
-    written += ["logits hold their gradient"] * (place in places if not call.is_head else 0)
-    return outputs, {f"gradient of {name}": grad for name, grad in grads.items()}, written
+            grads, more = logits_backward(call, case, rank, found, upstream)
+            written += more
+    record |= {f"gradient of {name}": summary(grad) for name, grad in sorted(grads.items())}
+    return record | {"written": sorted(written + changed(given, before))}
+
+
+def logits_backward(
+    call: Call, case: random_logits.OfLogits, rank: int, found: Numbers, upstream: Numbers
+) -> tuple[Numbers, list[str]]:
+    """Return the gradient, and whether it is in the logits' memory; forget the logits if nobody else has them."""
+    given, leaf, places = case.given[rank], case.leaves[rank], []
+    place, is_made = leaf.logits.data_ptr(), leaf.logits is not leaf.leaf
+    if is_made:
+        leaf.logits.register_hook(lambda grad: places.append(grad.data_ptr()))
+    if is_made and is_alone(call):
+        del given["logits"]
+        case.leaves[rank] = leaf = leaf._replace(logits=None)  # type: ignore[arg-type]
+    random_logits.backward(call, leaf, found, upstream)
+    return {"logits": leaf.grads[0]}, ["logits hold their gradient"] * (place in places)
 
 
 def options_of(call: Call) -> str:
@@ -205,9 +216,7 @@ def record_of(seed: int, where: Where, ranks: tuple[int, ...] = (1, 2, 4)) -> Re
     except Exception as error:
         return record | {"error": f"{type(error).__name__}: {error}"[:600]}
     found: Record = {}
-    for rank, (outputs, grads, written) in enumerate(of_ranks):
-        own: Record = {name: summary(value) for name, value in sorted((outputs | grads).items())}
-        own["written"] = written
+    for rank, own in enumerate(of_ranks):
         suffix = f" of rank {rank}" if rank else ""
         found |= {name + suffix: value for name, value in own.items() if not rank or value != found.get(name)}
     return record | {"found": found}
