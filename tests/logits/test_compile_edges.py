@@ -124,7 +124,9 @@ def test_what_overwrites_by_name_and_verification_run_eagerly():
     for name, step in {
         "vocab_parallel_cross_entropy": in_backward,
         "linear_cross_entropy": with_main_grad,
-        "soft_cross_entropy": lambda x: soft_cross_entropy(x.hidden, x.hidden.detach().softmax(-1)),
+        "soft_cross_entropy": lambda x: soft_cross_entropy(
+            x.hidden, x.hidden.detach().softmax(-1), gradient="in_backward"
+        ),
     }.items():
         torch._dynamo.reset()
         message = f"vocab_parallel_ce: {name} has no operator for this call .* compile without fullgraph=True"
