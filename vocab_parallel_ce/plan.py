@@ -89,6 +89,7 @@ def plan_call(
     Changes nothing. ``may_hold_gradient``: do not look whether an earlier call has overwritten the logits.
     """
     checks.check_logits(logits)
+    checks.check_no_transforms(logits)
     loss.check(given, logits, settings)
     plan = plan_of(loss, logits, given, settings, *group_position(group))
     if not may_hold_gradient:

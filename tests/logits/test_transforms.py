@@ -24,6 +24,11 @@ FUNCTIONS = {
     "mean": lambda x, w, y, **impl: vp.vocab_parallel_cross_entropy(x, y, **impl),
     "none": lambda x, w, y, **impl: vp.vocab_parallel_cross_entropy(x, y, reduction="none", **impl).sum(),
     "log-probs": lambda x, w, y, **impl: vp.token_log_probs(x, y, **impl).sum(),
+    "targets": lambda x, w, y, **impl: vp.soft_cross_entropy(x, w.t()[:1].expand(x.shape).softmax(-1), **impl),
+    "divergence": lambda x, w, y, **impl: vp.distillation_loss(x, w.t()[:1].expand(x.shape), **impl),
+    "known tokens": lambda x, w, y, **impl: vp.distillation_loss(
+        x, teacher_ids=y.view(-1, 1), teacher_log_probs=w[:ROWS, :1].clamp(max=-0.1), **impl
+    ),
     "linear": vp.linear_cross_entropy,
     "linear log-probs": lambda h, w, y, **impl: vp.linear_token_log_probs(h, w, y, **impl).sum(),
 }

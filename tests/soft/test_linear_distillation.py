@@ -279,3 +279,29 @@ def test_refusals_by_name():
     ):
         with pytest.raises(error, match=f"^{words}"):
             linear_distillation_loss(**(made | changed))
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("is_known", (False, True), ids=("head", "k tokens"))
+def test_labels_written_before_backward_are_noticed(is_known):
+    made, labels = inputs()
+    labels = labels.clamp(min=0)  # with ignored tokens their copy is kept
+    ids = labels.new_zeros(len(labels), 1)
+    tokens = {"teacher_ids": ids, "teacher_log_probs": torch.full(ids.shape, -0.3)}
+    teacher = tokens if is_known else {n: t for n, t in made.items() if n.startswith("teacher")}
+    student = {n: t.clone().requires_grad_() for n, t in made.items() if n.startswith("student")}
+    loss = linear_distillation_loss(**student, **teacher, labels=labels, reduction="none")
+    labels.fill_(-100)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+
+
+@pytest.mark.reference
+def test_a_teacher_of_inference_mode_is_refused_where_backward_needs_it():
+    made, labels = inputs()
+    with torch.inference_mode():
+        made["teacher_weight"] = made["teacher_weight"].clone()
+    made["student_hidden"].requires_grad_()
+    linear_distillation_loss(**made, labels=labels).backward()
+    with pytest.raises(ValueError, match=r"^teacher_weight: expected .* pass its clone\(\)"):
+        linear_distillation_loss(**made, labels=labels, reduction="none")

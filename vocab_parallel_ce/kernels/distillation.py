@@ -1,4 +1,4 @@
-"""Divergence of a student's distribution from a teacher's: the statistics and losses of ``soft.divergence_spec``.
+"""Divergence of a student's distribution from a teacher's: the statistics and losses of ``losses.divergences``.
 
     forward   KL = cross / teacher_sum - log(teacher_sum) + log(student_sum)
     reverse   KL = cross / student_sum - log(student_sum) + log(teacher_sum)

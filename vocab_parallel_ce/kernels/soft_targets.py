@@ -1,4 +1,4 @@
-"""Cross-entropy with probability targets: statistics, losses and gradient of ``soft.targets_spec``.
+"""Cross-entropy with probability targets: statistics, losses and gradient of ``losses.targets``.
 
     loss = T' * log(sum_exp) - target_shifted + z_loss * lse^2
     dz_i = p_i * (T' + 2 * z_loss * lse) - t'_i
@@ -95,7 +95,7 @@ def merged_ranks(pointers, mask):
 
 @triton.jit
 def target_loss(stats, divisor, loss_options):
-    """Return the loss, as ``targets_spec.loss``, for one row or a vector of rows; ``divisor`` divides it."""
+    """Return the loss, as ``TargetLoss.output``, for one row or a vector of rows; ``divisor`` divides it."""
     log_sum = tl.log(stats.sum_exp)
     value = stats.target_sum * log_sum - stats.target_shifted
     if loss_options.z_loss is not None:

@@ -229,8 +229,6 @@ def run(
     linear, inputs, beside = plan_linear_call(loss, given, settings, head)
     linear = linear._replace(call=linear.call._replace(top=top))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        if linear.call.plan.gradient != "in_forward":
-            _check_can_be_saved(beside)
         outputs = as_token_outputs(_OverHead.apply(*inputs, beside, linear), linear.call.plan)
     else:
         with torch.no_grad(), torch.autocast(inputs.hidden.device.type, enabled=False):
@@ -240,15 +238,8 @@ def run(
     return TokenOutputs(value, *others), linear.call.divisor, linear.overflow
 
 
-def _check_can_be_saved(beside: Any) -> None:
-    """Check that autograd can save what stands beside the logits."""
-    for name, tensor in beside._asdict().items():
-        if tensor is not None and tensor.is_inference():
-            raise ValueError(f"{name}: expected no tensor made in torch.inference_mode(), got one; pass its clone()")
-
-
 class _OverHead(torch.autograd.Function):
-    """Saved: in_forward the gradients; otherwise the head, the divisor, the statistics of all ranks, what is beside."""
+    """Saved: in_forward the gradients; otherwise the head, labels, divisor, statistics of all ranks, what is beside."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, beside: Any, linear: LinearCall) -> Any:
@@ -263,7 +254,7 @@ class _OverHead(torch.autograd.Function):
             else:
                 outputs, stats = pipeline.forward(linear, inputs, beside)
                 kept = plan.loss.saved(beside, plan.options)
-                ctx.save_for_backward(*inputs, linear.call.divisor, *stats, *kept)
+                ctx.save_for_backward(*inputs, linear.labels, linear.call.divisor, *stats, *kept)
         return as_returned(ctx, outputs, plan)
 
     @staticmethod
@@ -284,9 +275,9 @@ def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradient
             else:
                 gradients = pipeline.scaled_by_factor(linear, saved, grads.loss, ctx.weight_dtype)
         else:
-            inputs, divisor, n = Inputs(*saved[:3]), saved[3], 4 + len(linear.call.plan.launchers.widths)
-            beside, wanted = ctx.record(*saved[n:]), ctx.needs_input_grad[:3]
-            gradients = pipeline.backward(linear, inputs, beside, saved[4:n], divisor, wanted, grads)
+            inputs, linear, divisor = Inputs(*saved[:3]), linear._replace(labels=saved[3]), saved[4]
+            n, wanted = 5 + len(linear.call.plan.launchers.widths), ctx.needs_input_grad[:3]
+            gradients = pipeline.backward(linear, inputs, ctx.record(*saved[n:]), saved[5:n], divisor, wanted, grads)
     d_hidden, d_weight, d_bias = gradients
     if d_weight is None or linear.main_grad is None:
         return gradients

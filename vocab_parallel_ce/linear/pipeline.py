@@ -121,6 +121,7 @@ def forward(linear: LinearCall, inputs: Inputs, beside: Any) -> tuple[TokenOutpu
         if call.top is not None:
             options = at_temperature(plan.options, of_rows.temperature)
             call.top.collect(logits, of_rows.labels, plan.shard, options)
+        del logits, of_rows  # a teacher's head makes the next ones
     if call.top is not None:
         _find_top(linear, products, stats[0])
     elif plan.launchers.second is None:

@@ -104,6 +104,8 @@ def plan_linear_call(
     if order is not None:
         rows = order.to_rows(rows.long(), ignore_index)
     beside = loss.beside_head(given.beside, hidden, settings, plan, order, rows)
+    if plan.gradient != "in_forward" and torch.is_grad_enabled() and any(map(_needs_gradient, (hidden, weight, bias))):
+        loss.check_can_be_saved(beside)
     linear = LinearCall(
         call=Call(plan, given.group, num_items, weighs),
         dtype=dtype,
@@ -123,6 +125,10 @@ def plan_linear_call(
     if verify.open_calls:
         _compare(linear, inputs, given, settings, head)
     return linear, inputs, beside
+
+
+def _needs_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
 
 
 def _compare(linear: LinearCall, inputs: Inputs, given: Arguments, settings: Settings, head: HeadSettings) -> None:

@@ -3,7 +3,8 @@
     check -> plan -> statistics -> exchange -> outputs -> gradient
 
 A :class:`Loss` knows what stands beside the logits, and binds its launchers to the options of a plan. It has the
-mathematics of a row over tensors: the specification, the oracle in fp64, and what runs without a GPU.
+mathematics of a row over tensors: the specification, the oracle in fp64, and what runs without a GPU. A loss may bring
+launchers in place of the mathematics, as that of known tokens does, whose launchers call those of labels.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -38,8 +39,9 @@ class Launchers(NamedTuple):
     # (logits, beside, stats, rank): fills stats[1][rank] after the first exchange. None: there is one exchange.
     second: Callable[..., None] | None = None
     gradient_fills_loss: bool = False  # whether gradient takes a loss
-    count_larger: Callable[..., None] | None = None
-    one_pass: Callable[..., None] | None = None  # if one launch does it all
+    count_larger: Callable[..., None] | None = None  # (logits, label_x, counts), for the label's rank
+    # (logits, labels, divisor, loss, counted=, options=): fills loss and overwrites the logits with the gradient.
+    one_pass: Callable[..., None] | None = None
 
 
 class Loss:
@@ -51,6 +53,7 @@ class Loss:
 
     Beside: type  # the record of the tensors beside the logits; None stands for those that are not given
     BesideHead: type  # the same of a head
+    names: ClassVar[dict[str, str]] = {}  # the caller's, of fields of BesideHead that have others
     counts: bool = False  # whether the launch of the statistics can count the rows of a mean
 
     def check(self, given: Any, logits: Tensor, settings: Settings) -> None:
@@ -63,6 +66,15 @@ class Loss:
 
     def check_head(self, given: Any, hidden: Tensor, settings: Settings) -> None:
         """Raise unless the caller's tensors ``given``, a ``BesideHead``, fit the hidden states and the settings."""
+
+    def check_can_be_saved(self, beside: Any) -> None:
+        """Check that autograd can save what stands beside the logits of a head."""
+        for field, tensor in beside._asdict().items():
+            if tensor is not None and tensor.is_inference():
+                name = self.names.get(field, field)
+                raise ValueError(
+                    f"{name}: expected no tensor made in torch.inference_mode(), got one; pass its clone()"
+                )
 
     def beside_head(self, given: Any, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor) -> Any:
         """Return what stands beside the logits of a head, in row order: a record with ``at(rows)`` and ``labels``.

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +118,7 @@ class DivergenceLoss(Loss):
     """A divergence of the student's distribution from the teacher's."""
 
     Beside, BesideHead = Teacher, TeacherHead
+    names: ClassVar[dict[str, str]] = {name: f"teacher_{name}" for name in ("hidden", "weight", "bias")}
     Stats = DivergenceStats
 
     def check(self, given: Teacher, logits: Tensor, settings: Settings) -> None:
@@ -153,8 +154,9 @@ class DivergenceLoss(Loss):
         return TeacherHead(states, given.weight.detach(), bias, labels, token_of_row)
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> DivergenceOptions:
+        options = divergence_options(settings)
         loss_options(settings, vocab_size)
-        return divergence_options(settings)
+        return options
 
     def launchers(self, options: DivergenceOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
@@ -177,7 +179,8 @@ class DivergenceLoss(Loss):
         return {"labels": labels, "options": options, "beside": "teacher_logits"}
 
     def compared_head(self, given: TeacherHead) -> dict[str, Any]:
-        return {"options": {"call": "two heads", "teacher_hidden": given.hidden}, "values": {}}
+        options = {"call": "two heads", "teacher_hidden": given.hidden, "labels": given.labels is not None}
+        return {"options": options, "values": {}}
 
     def exchanges(self, options: DivergenceOptions) -> tuple[tuple[str, ...], ...]:
         is_js = options.divergence == "js"
@@ -326,6 +329,7 @@ def rows_of_mean(labels: Tensor | None, logits: Tensor, settings: Settings) -> T
 def check_hard_weight(settings: Settings, labels: Tensor | None) -> None:
     """Check that a hard weight has labels."""
     if settings.hard_weight and labels is None:
+        divergence_options(settings)  # a wrong number is named first
         raise ValueError(f"hard_weight: expected labels with it, got {settings.hard_weight} and labels=None")
 
 

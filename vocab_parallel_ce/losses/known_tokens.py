@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -180,6 +180,7 @@ class KnownTokensLoss(Loss):
     """KL(t || s) of a teacher that is known at k tokens."""
 
     Beside = BesideHead = Tokens
+    names: ClassVar[dict[str, str]] = {"log_probs": "teacher_log_probs", "ids": "teacher_ids"}
 
     def check(self, given: Tokens, logits: Tensor, settings: Settings) -> None:
         check_tokens(given, logits, settings, "student_logits")
@@ -213,8 +214,9 @@ class KnownTokensLoss(Loss):
         return Tokens(order.to_rows(log_probs, 0.0), order.to_rows(ids, IGNORED))
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> TopKOptions:
+        temperature = divergence_options(settings).temperature
         loss_options(settings, vocab_size)
-        return TopKOptions(settings.rest, divergence_options(settings).temperature)
+        return TopKOptions(settings.rest, temperature)
 
     def launchers(self, options: TopKOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         softmax = LABELS.launchers(options.of_logits, shard, kernels)
@@ -240,7 +242,8 @@ class KnownTokensLoss(Loss):
 
     def compared_head(self, given: Tokens) -> dict[str, Any]:
         values = {"teacher_ids": given.ids, "teacher_log_probs": given.log_probs}
-        return {"options": {"call": "a head and teacher_ids"}, "values": values}
+        options = {"call": "a head and teacher_ids", "labels": given.labels is not None}
+        return {"options": options, "values": values}
 
 
 KNOWN_TOKENS = KnownTokensLoss()
@@ -251,6 +254,7 @@ def check_tokens(given: Tokens, student: Tensor, settings: Settings, subject: st
     log_probs, ids, _ = given
     checks.check_choice("rest", settings.rest, ("ignore", "bucket"))
     if settings.divergence != "forward" or settings.hard_weight:
+        divergence_options(settings)  # a wrong one is named first
         asked = f"divergence={settings.divergence!r} and hard_weight={settings.hard_weight:g}"
         raise ValueError(f"teacher_ids: expected divergence='forward' and hard_weight=0, got {asked}")
     checks.check_tensor("teacher_ids", ids)

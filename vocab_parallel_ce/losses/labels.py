@@ -41,7 +41,8 @@ class LabelLoss(Loss):
     def check(self, given: Labels, logits: Tensor, settings: Settings) -> None:
         checks.check_labels(given.labels, logits)
         checks.check_rows(given.labels, logits)
-        checks.check_no_transforms(logits, given.class_weight, given.temperature)
+        if given.class_weight is not None or given.temperature is not None:
+            checks.check_no_transforms(given.class_weight, given.temperature)
 
     def beside(
         self, given: Labels, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int

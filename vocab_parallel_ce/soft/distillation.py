@@ -95,13 +95,10 @@ def distillation_loss(
     """
     check_names(keywords, KEYWORDS, distillation_loss)
     settings = divided_by(num_items, Settings(**keywords))
-    given: Any
     if teacher_ids is None and teacher_log_probs is None:
-        given = teacher_logits, labels
-        teacher = Teacher(*given)
+        teacher = Teacher(teacher_logits, labels)  # type: ignore[arg-type]  # run checks it
         return run(DIVERGENCE, student_logits, teacher, settings, group=group, num_items=num_items)[0].loss
     if teacher_logits is not None:
         raise ValueError("teacher_logits: expected None with teacher_ids and teacher_log_probs, got a tensor")
-    given = teacher_log_probs, teacher_ids, labels
-    tokens = Tokens(*given)
+    tokens = Tokens(teacher_log_probs, teacher_ids, labels)  # type: ignore[arg-type]  # run checks them
     return run(KNOWN_TOKENS, student_logits, tokens, settings, group=group, num_items=num_items)[0].loss

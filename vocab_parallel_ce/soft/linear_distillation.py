@@ -70,9 +70,8 @@ def linear_distillation_loss(
     ``"none"`` and fp16, backward makes the logits again and computes them, and may run again. The teacher's tensors get
     none.
 
-    Collectives: per chunk one all_gather of the statistics of :func:`distillation_loss` ("js": two) in forward; for
-    ``"none"`` and fp16, except "js", one in all. One all_reduce per chunk of the gradient of ``student_hidden`` where
-    that is computed.
+    Collectives: those of :func:`linear_cross_entropy`, of the statistics of :func:`distillation_loss`. "js" has twice
+    as many all_gathers of statistics, two per chunk where the others have one in all.
 
     Args:
         student_hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank.
