@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.support import random_heads, random_logits
 from tests.support.poison import poisoned_allocations
@@ -181,15 +182,16 @@ def logits_backward(
     call: Call, case: random_logits.OfLogits, rank: int, found: Numbers, upstream: Numbers
 ) -> tuple[Numbers, list[str]]:
     """Return the gradient, and whether it is in the logits' memory; forget the logits if nobody else has them."""
-    given, leaf, places = case.given[rank], case.leaves[rank], []
-    place, is_made = leaf.logits.data_ptr(), leaf.logits is not leaf.leaf
+    given, leaf, in_place = case.given[rank], case.leaves[rank], []
+    # Not an address, which a new tensor may get once the logits are freed; and no reference that the package counts.
+    memory, is_made = StorageWeakRef(leaf.logits.untyped_storage()), leaf.logits is not leaf.leaf
     if is_made:
-        leaf.logits.register_hook(lambda grad: places.append(grad.data_ptr()))
+        leaf.logits.register_hook(lambda grad: in_place.append(grad.untyped_storage()._cdata == memory.cdata))
     if is_made and is_alone(call):
         del given["logits"]
         case.leaves[rank] = leaf = leaf._replace(logits=None)  # type: ignore[arg-type]
     random_logits.backward(call, leaf, found, upstream)
-    return {"logits": leaf.grads[0]}, ["logits hold their gradient"] * (place in places)
+    return {"logits": leaf.grads[0]}, ["logits hold their gradient"] * any(in_place)
 
 
 def options_of(call: Call) -> str:
