@@ -13,7 +13,7 @@ workers=()
 if vpce_imports "$VPCE_PYTHON" xdist; then
     workers=(-n auto)
     # Every worker holds a CUDA context, and a GPU host has more cores than its GPUs take contexts.
-    if [[ $vpce_gpu == yes && -z ${PYTEST_XDIST_AUTO_NUM_WORKERS:-} ]]; then
+    if [[ -z ${PYTEST_XDIST_AUTO_NUM_WORKERS:-} && $(nvidia-smi -L 2>/dev/null) == GPU* ]]; then
         cores=$("$VPCE_PYTHON" -c 'import os; print(os.cpu_count())')
         export PYTEST_XDIST_AUTO_NUM_WORKERS=$((cores < 8 ? cores : 8))
     fi

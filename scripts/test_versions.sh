@@ -39,12 +39,11 @@ if [[ ! -e $place/complete ]]; then
     vpce_say "fetching torch $torch with triton $triton into $place"
     rm -rf "$place"
     mkdir -p "$place"
-    if ! $install 2>"$place.errors"; then
-        vpce_say "pip could not get torch $torch with triton $triton: $(vpce_reason "$place.errors")"
-        rm -rf "$place" "$place.errors"
+    if ! $install; then
+        vpce_say "pip could not get torch $torch with triton $triton, for the reason above"
+        rm -rf "$place"
         exit 3
     fi
-    rm "$place.errors"
     touch "$place/complete"
 fi
 
