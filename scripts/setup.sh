@@ -39,7 +39,6 @@ vpce_install() {
     local on_gpu='import torch; assert torch.cuda.is_available(); print(torch.__version__.partition("+")[0])'
     if version=$("$1" -c "$on_gpu" 2>/dev/null); then pins=("torch==$version") options=(--system-site-packages); fi
 
-    vpce_say "installing into $vpce_venv with $1 (the first time this takes minutes)"
     if ! vpce_pip --version >/dev/null 2>&1; then
         rm -rf "${vpce_venv:?}"/{bin,lib,lib64}
         "$1" -m venv ${options[@]+"${options[@]}"} "$vpce_venv" || return 1
@@ -56,21 +55,27 @@ vpce_install() {
 
 # vpce_setup_locked PYTHON, with the folder of the environment as descriptor 9
 vpce_setup_locked() {
-    ! type -P flock >/dev/null || flock -n 9 || { vpce_say "another setup is running here; waiting for it" && flock 9; }
+    if type -P flock >/dev/null && ! flock -n 9; then
+        vpce_say "another setup is running here; waiting for it"
+        flock 9
+    fi
     if vpce_is_current; then return; fi
     [[ -e $vpce_stamp || -z $(ls -A "$vpce_venv") ]] || vpce_die "$vpce_venv was not made by this script, which leaves" \
         "it as it is: set VPCE_VENV to another place, for example: export VPCE_VENV=.venv-vpce"
     : >"$vpce_stamp"
     echo '*' >"$vpce_venv/.gitignore"
-    if vpce_install "$1"; then
+    vpce_say "installing into $vpce_venv with $1 (the first time this takes minutes)"
+    # Shown after an error only, whose cause may be in a warning: no connection, for example.
+    if vpce_install "$1" >"$vpce_venv/setup-log" 2>&1; then
         vpce_fingerprint >"$vpce_stamp"
         return
     fi
+    cat "$vpce_venv/setup-log" >&2
     for VPCE_PYTHON in "$VPCE_PYTHON" "$1" ""; do
         ! vpce_imports "$VPCE_PYTHON" torch pytest || break
     done
-    [[ $VPCE_PYTHON ]] || vpce_die "$vpce_venv is not complete, for the reason above, and $1 has no torch and pytest to" \
-        "go on with: mend that and run this again"
+    [[ $VPCE_PYTHON ]] || vpce_die "$vpce_venv is not complete, for the reason above, and $1 has no torch and pytest" \
+        "to go on with: mend that and run this again"
     vpce_say "warning: $vpce_venv is not complete, for the reason above; going on with $VPCE_PYTHON as it is"
 }
 
