@@ -60,8 +60,8 @@ vpce_setup_locked() {
         flock 9
     fi
     if vpce_is_current; then return; fi
-    [[ -e $vpce_stamp || -z $(ls -A "$vpce_venv") ]] || vpce_die "$vpce_venv was not made by this script, which leaves" \
-        "it as it is: set VPCE_VENV to another place, for example: export VPCE_VENV=.venv-vpce"
+    [[ -e $vpce_stamp || -z $(ls -A "$vpce_venv") ]] || vpce_die "$vpce_venv was not made by this script, which" \
+        "leaves it as it is: set VPCE_VENV to another place, for example: export VPCE_VENV=.venv-vpce"
     : >"$vpce_stamp"
     echo '*' >"$vpce_venv/.gitignore"
     vpce_say "installing into $vpce_venv with $1 (the first time this takes minutes)"
