@@ -14,10 +14,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 20
 
-# A python3, and the python of each environment that it makes, without a GPU. `-m ...` is written to the log, and
-# `-m venv` waits while the file `hold` exists. It has torch and pytest if the file `$0.packages` exists.
+# A python3, and the python of each environment that it makes. `-m ...` is written to the log, and `-m venv` waits while
+# the file `hold` exists. It has torch and pytest if the file `$0.packages` exists, and the torch of a GPU that the file
+# `gpu-torch` names.
 STUB = """#!/usr/bin/env bash
 stub="{stub}"
+echo "$*" >>"$stub/arguments"
 case "$*" in
     "-m venv "*)
         echo "venv ${{!#}}" >>"$stub/log"
@@ -29,7 +31,7 @@ case "$*" in
         if [[ -e $stub/pip-error ]]; then cat "$stub/pip-error" >&2 && exit 1; fi ;;
     "-m pytest"*) echo "pytest $0" >>"$stub/log" ;;
     *"import torch,pytest") [[ -e $0.packages ]] ;;
-    *"import torch;"*) exit 1 ;;
+    *"import torch;"*) cat "$stub/gpu-torch" 2>/dev/null ;;
     *) exec "{python}" "$@" ;;
 esac
 """
@@ -101,6 +103,15 @@ def test_a_setup_makes_the_environment_once(checkout: Checkout) -> None:
     assert checkout.run() == (0, str(checkout.python), "")
     assert snapshot(checkout.root) == before
     assert len(checkout.log()) == 1 + PIP_CALLS
+
+
+@pytest.mark.parametrize("gpu_torch", [None, "2.11.0"])
+def test_a_torch_that_runs_on_a_gpu_is_kept(checkout: Checkout, gpu_torch: str | None) -> None:
+    if gpu_torch is not None:
+        (checkout.stubs / "gpu-torch").write_text(gpu_torch)
+    assert checkout.run()[0] == 0
+    arguments = (checkout.stubs / "arguments").read_text()
+    assert (f"torch=={gpu_torch}" in arguments) == ("--system-site-packages" in arguments) == (gpu_torch is not None)
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "scripts/constraints.txt", ".venv/setup-stamp"])
