@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 20
 
 # A python3, and the python of each environment that it makes. `-m ...` is written to the log, and `-m venv` waits while
-# the file `hold` exists. It has torch and pytest if the file `$0.packages` exists, and the torch of a GPU that the file
-# `gpu-torch` names.
+# the file `hold` exists. The file `packages` names the one that has torch and pytest, `gpu-torch` the version of a torch
+# that runs on a GPU.
 STUB = """#!/usr/bin/env bash
 stub="{stub}"
 echo "$*" >>"$stub/arguments"
@@ -30,7 +30,7 @@ case "$*" in
         echo "pip $0" >>"$stub/log"
         if [[ -e $stub/pip-error ]]; then cat "$stub/pip-error" >&2 && exit 1; fi ;;
     "-m pytest"*) echo "pytest $0" >>"$stub/log" ;;
-    *"import torch,pytest") [[ -e $0.packages ]] ;;
+    *"import torch,pytest") grep -qsxF "$0" "$stub/packages" ;;
     *"import torch;"*) cat "$stub/gpu-torch" 2>/dev/null ;;
     *) exec "{python}" "$@" ;;
 esac
@@ -133,12 +133,9 @@ def test_an_environment_whose_python_cannot_start_is_made_anew(checkout: Checkou
 
 @pytest.mark.parametrize("has_packages", [".venv", "python3", "none"])
 def test_if_pip_fails_what_has_torch_and_pytest_is_used(checkout: Checkout, has_packages: str) -> None:
-    checkout.run()
-    (checkout.venv / "setup-stamp").write_text("")
     (checkout.stubs / "pip-error").write_text("ERROR: No matching distribution found for trl>=1.16\n")
     python = {".venv": checkout.python, "python3": checkout.stubs / "python3"}.get(has_packages)
-    if python is not None:
-        Path(f"{python}.packages").touch()
+    (checkout.stubs / "packages").write_text(f"{python}\n")
     expected = "python3" if has_packages == "python3" else python
     for _ in range(2):  # it is tried again
         status, stdout, stderr = checkout.run()
