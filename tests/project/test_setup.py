@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 20
 
 # A python3, and the python of each environment that it makes. `-m ...` is written to the log, and `-m venv` waits while
-# the file `hold` exists. The file `packages` names the one that has torch and pytest, `gpu-torch` the version of a torch
-# that runs on a GPU.
+# the file `hold` exists. `packages` names the one that has torch and pytest, `gpu-torch` the version of a torch that
+# runs on a GPU.
 STUB = """#!/usr/bin/env bash
 stub="{stub}"
 echo "$*" >>"$stub/arguments"
