@@ -57,13 +57,26 @@ def check_beside(name: str, tensor: Tensor, logits: Tensor, settings: Settings) 
     """Check a tensor that has a number or more beside each row of logits; it gets no gradient, and is never written."""
     check_no_gradient(name, tensor)
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
-    if tensor.is_inference() and needs_gradient:
-        raise ValueError(f"{name}: expected no tensor made in torch.inference_mode(), got one; pass its clone()")
+    if needs_gradient:
+        check_can_be_saved(name, tensor)
     if tensor.device != logits.device:
         raise ValueError(f"{name}: device must be that of the logits, {logits.device}, got {tensor.device}")
     in_place = settings.gradient in ("in_backward", "in_forward")
     if in_place and needs_gradient and shares_storage(logits, tensor):
         raise ValueError(f"{name}: expected memory of its own, got the logits'; use gradient='out_of_place'")
+
+
+def check_can_be_saved(name: str, tensor: Tensor) -> None:
+    """Check that autograd can save a tensor for backward."""
+    if tensor.is_inference():
+        raise ValueError(f"{name}: expected no tensor made in torch.inference_mode(), got one; pass its clone()")
+
+
+def check_labels_beside(labels: Tensor | None, logits: Tensor) -> None:
+    """Check the labels, if there are any, of a loss that needs none."""
+    if labels is not None:
+        checks.check_labels(labels, logits)
+        checks.check_rows(labels, logits)
 
 
 def check_requires_no_gradient(**tensors: Tensor | None) -> None:

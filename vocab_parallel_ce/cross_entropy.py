@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import verify
 from vocab_parallel_ce.dtensor import is_dtensor
+from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import (
@@ -26,7 +27,8 @@ from vocab_parallel_ce.options import (
     keyword_defaults,
     with_keywords,
 )
-from vocab_parallel_ce.run import run as run_loss
+from vocab_parallel_ce.plan import plan_call
+from vocab_parallel_ce.run import OverLogits, as_token_outputs, forward
 from vocab_parallel_ce.shift import next_labels, without_last
 from vocab_parallel_ce.spec import TokenOutputs, is_ignored
 from vocab_parallel_ce.top import Top
@@ -196,15 +198,20 @@ def run(
     num_items: float | Tensor | None = None,
     top: Top | None = None,
 ) -> tuple[TokenOutputs, Tensor | None]:
-    """Compute the outputs of a loss, as an operator if this is compiled; also return ``num_items`` as a tensor.
+    """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor.
 
-    Fills ``top``.
+    ``given`` are the tensors beside the logits, ``loss.Beside``. Fills ``top``. Compiled code gets an operator.
     """
     if torch.compiler.is_dynamo_compiling():  # of this frame; is_compiling() is of all threads
         from vocab_parallel_ce.operators import losses
 
         return losses(loss, logits, given, settings, group, num_items)
-    return run_loss(loss, logits, given, settings, group=group, num_items=num_items, top=top)
+    call, beside = plan_call(loss, logits, given, settings, group, num_items, top)
+    divisor = None if num_items is None else call.divisor
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return as_token_outputs(OverLogits.apply(logits, beside, call), call.plan), divisor
+    with torch.no_grad():
+        return forward(call, walkable(logits), beside, logits.shape[:-1])[0], divisor
 
 
 @torch.no_grad()

@@ -17,12 +17,9 @@ from torch import Tensor
 from vocab_parallel_ce.backward import Refusals, begin, mark_written, run_backward, writes_in_place
 from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
-from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.overwritten import mark_overwritten
-from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph, plan_call
+from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
-from vocab_parallel_ce.top import Top
 
 Stats = tuple[Tensor, ...]  # of each exchange, [R, N, K]
 
@@ -32,28 +29,6 @@ REFUSALS = Refusals(
     "cross-entropy: the logits, the tensor that they are a view of, or another tensor of the call were overwritten "
     "before backward read them; if another loss wrote over the logits, ask for gradient='out_of_place' there",
 )
-
-
-def run(
-    loss: Loss,
-    logits: Tensor,
-    given: Any,
-    settings: Settings,
-    *,
-    group: Any,
-    num_items: float | Tensor | None = None,
-    top: Top | None = None,
-) -> tuple[TokenOutputs, Tensor | None]:
-    """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor.
-
-    ``given`` are the tensors beside the logits, ``loss.Beside``. Fills ``top``.
-    """
-    call, beside = plan_call(loss, logits, given, settings, group, num_items, top)
-    divisor = None if num_items is None else call.divisor
-    if torch.is_grad_enabled() and logits.requires_grad:
-        return as_token_outputs(_OverLogits.apply(logits, beside, call), call.plan), divisor
-    with torch.no_grad():
-        return forward(call, walkable(logits), beside, logits.shape[:-1])[0], divisor
 
 
 def new_outputs(plan: Plan, shape: torch.Size, like: Tensor) -> TokenOutputs:
@@ -79,7 +54,7 @@ def new_statistics(plan: Plan, n_rows: int, like: Tensor) -> Stats:
 def local_statistics(call: Call, logits: Tensor, beside: Any, outputs: TokenOutputs | None = None) -> tuple[Stats, Any]:
     """Return statistics, of which this rank's first ones are filled, and the divisor that is known without others'.
 
-    The same launch fills ``outputs``, if given, and all statistics: the plan must be alone.
+    With ``outputs`` the same launch fills them and all statistics; the plan must be ``is_alone``.
     """
     plan = call.plan
     stats = new_statistics(plan, logits.shape[:-1].numel(), logits)
@@ -218,7 +193,7 @@ def as_token_outputs(returned: Any, plan: Plan) -> TokenOutputs:
     return TokenOutputs(*returned) if plan.other_outputs else TokenOutputs(returned)
 
 
-class _OverLogits(torch.autograd.Function):
+class OverLogits(torch.autograd.Function):
     """Saved: in_forward the gradient, in the logits' memory; otherwise logits, divisor, statistics, what is beside."""
 
     @staticmethod

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from vocab_parallel_ce.beside import check_can_be_saved
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.shard import VocabShard
 
@@ -70,11 +71,8 @@ class Loss:
     def check_can_be_saved(self, beside: Any) -> None:
         """Check that autograd can save what stands beside the logits of a head."""
         for field, tensor in beside._asdict().items():
-            if tensor is not None and tensor.is_inference():
-                name = self.names.get(field, field)
-                raise ValueError(
-                    f"{name}: expected no tensor made in torch.inference_mode(), got one; pass its clone()"
-                )
+            if tensor is not None:
+                check_can_be_saved(self.names.get(field, field), tensor)
 
     def beside_head(self, given: Any, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor) -> Any:
         """Return what stands beside the logits of a head, in row order: a record with ``at(rows)`` and ``labels``.

@@ -42,6 +42,7 @@ from vocab_parallel_ce import checks, reference
 from vocab_parallel_ce.beside import (
     check_beside,
     check_columns,
+    check_labels_beside,
     check_requires_no_gradient,
     check_teacher,
     check_teacher_head,
@@ -126,9 +127,7 @@ class DivergenceLoss(Loss):
         check_hard_weight(settings, given.labels)
         check_teacher("teacher_logits", given.logits, "student_logits", logits)
         check_beside("teacher_logits", given.logits, logits, settings)
-        if given.labels is not None:
-            checks.check_labels(given.labels, logits)
-            checks.check_rows(given.labels, logits)
+        check_labels_beside(given.labels, logits)
 
     def beside(
         self, given: Teacher, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int

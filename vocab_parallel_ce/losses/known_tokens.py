@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, spec
-from vocab_parallel_ce.beside import check_beside, check_no_gradient, check_requires_no_gradient
+from vocab_parallel_ce.beside import check_beside, check_labels_beside, check_no_gradient, check_requires_no_gradient
 from vocab_parallel_ce.layout import compute_dtype, flat
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.divergences import divergence_options, rows_of_mean
@@ -185,20 +185,14 @@ class KnownTokensLoss(Loss):
     def check(self, given: Tokens, logits: Tensor, settings: Settings) -> None:
         check_tokens(given, logits, settings, "student_logits")
         check_beside("teacher_log_probs", given.log_probs, logits, settings)
-        if given.labels is not None:
-            checks.check_labels(given.labels, logits)
-            checks.check_rows(given.labels, logits)
+        check_labels_beside(given.labels, logits)
 
     def beside(
         self, given: Tokens, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int
     ) -> Tokens:
-        log_probs, ids, labels = given
-        if settings.check_labels:
-            _check_ids(ids, log_probs, labels, settings.ignore_index, shard.vocab_size)
-            if labels is not None:
-                checks.check_label_range(labels, shard.vocab_size, settings.ignore_index)
-        log_probs = log_probs.detach().to(compute_dtype(logits.dtype))
-        return Tokens(*known_columns(ids, log_probs, labels, shard, settings.ignore_index))
+        if settings.check_labels and given.labels is not None:
+            checks.check_label_range(given.labels, shard.vocab_size, settings.ignore_index)
+        return _of_rank(given, logits, settings, shard)
 
     def check_head(self, given: Tokens, hidden: Tensor, settings: Settings) -> None:
         check_tokens(given, hidden, settings, "student_hidden")
@@ -207,11 +201,10 @@ class KnownTokensLoss(Loss):
     def beside_head(
         self, given: Tokens, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor
     ) -> Tokens:
-        # The range of the labels is checked already.
-        log_probs, ids, _ = self.beside(given, hidden, settings, plan.shard, plan.rank, plan.n_ranks)
+        tokens = _of_rank(given, hidden, settings, plan.shard)
         if order is None:
-            return Tokens(log_probs, ids)
-        return Tokens(order.to_rows(log_probs, 0.0), order.to_rows(ids, IGNORED))
+            return tokens
+        return Tokens(order.to_rows(tokens.log_probs, 0.0), order.to_rows(tokens.ids, IGNORED))
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> TopKOptions:
         temperature = divergence_options(settings).temperature
@@ -222,7 +215,11 @@ class KnownTokensLoss(Loss):
         softmax = LABELS.launchers(options.of_logits, shard, kernels)
         own = TopK(softmax, options, shard)
         return Launchers(
-            own.statistics, own.outputs, own.gradient, softmax.element_mul, widths=(len(TopKStats._fields),)
+            own.statistics,
+            own.outputs,
+            own.gradient,
+            softmax.element_mul,
+            widths=tuple(map(len, self.exchanges(options))),
         )
 
     def divisor(self, given: Tokens, logits: Tensor, settings: Settings) -> Tensor:
@@ -275,6 +272,15 @@ def check_tokens(given: Tokens, student: Tensor, settings: Settings, subject: st
             raise ValueError(f"{name}: device must be that of {subject}, {student.device}, got {tensor.device}")
         if tensor.layout is not torch.strided:
             raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
+
+
+def _of_rank(given: Tokens, logits: Tensor, settings: Settings, shard: VocabShard) -> Tokens:
+    """Return checked tokens as launchers take them; ``logits`` may be hidden states."""
+    log_probs, ids, labels = given
+    if settings.check_labels:
+        _check_ids(ids, log_probs, labels, settings.ignore_index, shard.vocab_size)
+    log_probs = log_probs.detach().to(compute_dtype(logits.dtype))
+    return Tokens(*known_columns(ids, log_probs, labels, shard, settings.ignore_index))
 
 
 def _check_ids(ids: Tensor, log_probs: Tensor, labels: Tensor | None, ignore_index: int, vocab_size: int) -> None:
