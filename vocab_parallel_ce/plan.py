@@ -113,12 +113,12 @@ def plan_of(loss: Loss, logits: Tensor, given: Any, settings: Settings, rank: in
     mode = gradient_mode(settings.gradient, logits)
     whole_vectors = mode == "in_forward" and has_whole_vectors(logits)
     device = logits.device if type(logits) is Tensor else checks.device_of_values(logits)
-    of_logits = logits.dtype, logits.shape[-1], device
     has_weights = given.class_weight is not None
-    return cached_plan(loss, settings, *of_logits, rank, n_ranks, mode, whole_vectors, has_weights)
+    key = logits.dtype, logits.shape[-1], device, rank, n_ranks, mode, whole_vectors, has_weights  # a PlanKey's
+    return cached_plan(loss, settings, key)
 
 
-def cached_plan(loss: Loss, settings: Settings, *key: Any) -> Plan:
+def cached_plan(loss: Loss, settings: Settings, key: tuple[Any, ...]) -> Plan:
     """Return the plan of a loss, its settings and the fields of a :class:`PlanKey`, checked and made once."""
     try:
         return _plan_of_fields(loss, *(() if settings.shard is None else settings.shard), *settings, *key)

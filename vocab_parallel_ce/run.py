@@ -9,6 +9,7 @@ exchange.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ REFUSALS = Refusals(
 )
 
 
-def new_outputs(plan: Plan, shape: torch.Size, like: Tensor) -> TokenOutputs:
+def new_outputs(plan: Plan, shape: Sequence[int], like: Tensor) -> TokenOutputs:
     """Allocate the outputs that were asked for.
 
     An unreduced loss is no view of something larger: autograd forbids to change a view that a Function
@@ -46,9 +47,9 @@ def new_outputs(plan: Plan, shape: torch.Size, like: Tensor) -> TokenOutputs:
 
 def new_statistics(plan: Plan, n_rows: int, like: Tensor) -> Stats:
     """Allocate the statistics of all ranks."""
-    first, *others = plan.launchers.widths
-    stats = (like.new_empty(plan.n_ranks, n_rows, first, dtype=plan.dtype),)
-    return stats if not others else (*stats, like.new_empty(plan.n_ranks, n_rows, *others, dtype=plan.dtype))
+    widths = plan.launchers.widths
+    first = like.new_empty(plan.n_ranks, n_rows, widths[0], dtype=plan.dtype)
+    return (first,) if len(widths) == 1 else (first, like.new_empty(plan.n_ranks, n_rows, widths[1], dtype=plan.dtype))
 
 
 def local_statistics(call: Call, logits: Tensor, beside: Any, outputs: TokenOutputs | None = None) -> tuple[Stats, Any]:
@@ -57,7 +58,7 @@ def local_statistics(call: Call, logits: Tensor, beside: Any, outputs: TokenOutp
     With ``outputs`` the same launch fills them and all statistics; the plan must be ``is_alone``.
     """
     plan = call.plan
-    stats = new_statistics(plan, logits.shape[:-1].numel(), logits)
+    stats = new_statistics(plan, logits.numel() // logits.shape[-1], logits)
     count = logits.new_empty(1, dtype=torch.int32) if plan.counts else None
     plan.launchers.statistics(logits, beside, stats, plan.rank, count, outputs, call.divisor)
     return stats, call.divisor if count is None else count
@@ -89,7 +90,7 @@ def divisor_of(call: Call, stats: Stats) -> Tensor | None:
     return stats[0][..., call.plan.options.statistics.index("target_weight")].sum().reshape(1)
 
 
-def forward(call: Call, logits: Tensor, beside: Any, shape: torch.Size) -> tuple[TokenOutputs, Stats, Tensor | None]:
+def forward(call: Call, logits: Tensor, beside: Any, shape: Sequence[int]) -> tuple[TokenOutputs, Stats, Tensor | None]:
     """Return the outputs, of ``shape`` or reduced, and the statistics and divisor. Reads the logits once."""
     plan, outputs = call.plan, new_outputs(call.plan, shape, logits)
     stats, divisor = local_statistics(call, logits, beside, outputs if plan.is_alone else None)
@@ -106,7 +107,7 @@ def forward(call: Call, logits: Tensor, beside: Any, shape: torch.Size) -> tuple
     return _reduced(plan, outputs), stats, divisor
 
 
-def forward_in_place(call: Call, logits: Tensor, beside: Any, shape: torch.Size) -> tuple[TokenOutputs, Tensor]:
+def forward_in_place(call: Call, logits: Tensor, beside: Any, shape: Sequence[int]) -> tuple[TokenOutputs, Tensor]:
     """Return the outputs, and the gradient in the memory of ``logits``, or in a copy if they cannot be overwritten."""
     grad = overwritable(logits)
     outputs = new_outputs(call.plan, shape, grad)
@@ -161,10 +162,11 @@ def write_gradient(
     grad_logits: Tensor,
 ) -> None:
     """Fill ``grad_logits``, a new tensor or the logits themselves, from forward's statistics."""
-    if grads.loss is None:
-        grads = grads._replace(loss=logits.new_zeros(1, dtype=torch.float32))
-    grads = GradOutputs(*[None if grad is None else per_row(grad, logits) for grad in grads])
-    plan.launchers.gradient(logits, beside, stats, divisor, grads, None, grad_logits)
+    loss = logits.new_zeros(1, dtype=torch.float32) if grads.loss is None else grads.loss
+    of_rows: list[Tensor | None] = [per_row(loss, logits)]
+    if plan.other_outputs:
+        of_rows += [None if grad is None else per_row(grad, logits) for grad in grads[1:]]
+    plan.launchers.gradient(logits, beside, stats, divisor, GradOutputs(*of_rows), None, grad_logits)
 
 
 def raise_version(overwritten: Tensor) -> None:
@@ -175,7 +177,7 @@ def raise_version(overwritten: Tensor) -> None:
 
 def _reduced(plan: Plan, outputs: TokenOutputs) -> TokenOutputs:
     """Sum the losses, which are divided already, unless the reduction is none."""
-    return outputs if plan.reduction == "none" else outputs._replace(loss=outputs.loss.sum())
+    return outputs if plan.reduction == "none" else TokenOutputs(outputs.loss.sum(), *outputs[1:])
 
 
 def as_returned(ctx: Any, outputs: TokenOutputs, plan: Plan) -> Any:
@@ -200,15 +202,16 @@ class OverLogits(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, beside: Any, call: Call) -> Any:
         begin(ctx, call)
         plan = call.plan
+        *shape, _ = logits.shape  # to cut a torch.Size takes longer
         if plan.gradient == "in_forward":
             version = logits._version
-            outputs, grad = forward_in_place(call, logits, beside, logits.shape[:-1])
+            outputs, grad = forward_in_place(call, logits, beside, shape)
             if grad is logits:
                 mark_overwritten(logits, version, ctx.age)
             ctx.save_for_backward(grad)
         else:
             kept = logits if plan.gradient == "out_of_place" else overwritable(logits)
-            outputs, stats, divisor = forward(call, walkable(kept), beside, logits.shape[:-1])
+            outputs, stats, divisor = forward(call, walkable(kept), beside, shape)
             ctx.save_for_backward(kept, divisor, *stats, *plan.loss.saved(beside, plan.options))
         return as_returned(ctx, outputs, plan)
 
@@ -221,7 +224,7 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
     """Write the gradient over the logits, or into a new tensor."""
     plan: Plan = ctx.call.plan
     ctx.handed_on = writes_in_place(plan.gradient, saved)
-    kept, *others = saved
+    kept: Tensor = saved[0]
     logits, version = kept.detach(), kept._version
     if plan.gradient == "in_forward":
         assert grads.loss is not None
@@ -229,9 +232,8 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
         plan.launchers.element_mul(logits, per_row(grads.loss, logits))
     else:
         source, grad = (logits, logits) if ctx.handed_on else source_and_new(logits)
-        divisor, n = others[0], 2 if plan.launchers.second is None else 3
-        beside = plan.loss.Beside(*others[n:])
-        write_gradient(plan, source, beside, tuple(others[1:n]), divisor, grads, grad)
+        n = 2 + len(plan.launchers.widths)
+        write_gradient(plan, source, plan.loss.Beside(*saved[n:]), saved[2:n], saved[1], grads, grad)
     if grad is logits:
         mark_written(ctx, kept, logits, version)
     return grad

@@ -264,7 +264,7 @@ def _plan_of_logits(
         class_weight=given.beside.class_weight is not None,
     )
     settings = settings._replace(vocab_size=None, shard=shard, reduction=reduction, gradient=gradient)
-    return cached_plan(loss, settings, *key)
+    return cached_plan(loss, settings, key)
 
 
 def gradient_of(settings: Settings, dtype: torch.dtype) -> str:

@@ -48,13 +48,16 @@ class LabelLoss(Loss):
         self, given: Labels, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int
     ) -> Labels:
         labels, class_weight, temperature = given
+        rows = flat(labels)
         if settings.check_labels:
             checks.check_label_range(labels, shard.vocab_size, settings.ignore_index, shift=settings.shift)
+        if class_weight is None and temperature is None:
+            return given if rows is labels else Labels(rows)
         if class_weight is not None:
             class_weight = weights_of_columns(class_weight, shard, logits)
         if temperature is not None:
             temperature = temperature_of_rows(temperature, labels, logits)
-        return Labels(flat(labels), class_weight, temperature)
+        return Labels(rows, class_weight, temperature)
 
     def beside_head(
         self, given: Labels, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor
