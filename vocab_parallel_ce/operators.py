@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -35,8 +35,8 @@ LOSSES: dict[str, Loss] = {"labels": LABELS, "targets": TARGETS, "divergence": D
 NAMES = {id(loss): name for name, loss in LOSSES.items()}
 MOST_BESIDE, MOST_EXCHANGES = 3, 2
 N_SETTINGS, N_OUTPUTS, N_GRADS = len(Settings._fields), len(TokenOutputs._fields), len(GradOutputs._fields)
-TYPES = {"VocabShard | None": "int[]?", "int | str": "SymInt?", "int | None": "int?", "float | None": "float?"}
-TYPES |= {"torch.dtype | None": "ScalarType?"}
+TYPES: dict[Any, str] = {float: "float", int: "int", bool: "bool", str: "str", VocabShard | None: "int[]?"}
+TYPES |= {float | None: "float?", int | None: "int?", int | str: "SymInt?", torch.dtype | None: "ScalarType?"}
 
 
 class LogitsCall(NamedTuple):
@@ -259,8 +259,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def schema_of(record: Any) -> str:
     """Return the fields of a record of settings as arguments of an operator."""
-    types = {name: getattr(type_, "__forward_arg__", type_) for name, type_ in record.__annotations__.items()}
-    return ", ".join(f"{TYPES.get(type_, type_)} {name}" for name, type_ in types.items())
+    return ", ".join(f"{TYPES[type_]} {name}" for name, type_ in get_type_hints(record).items())
 
 
 def define(name: str, schema: str, function: Any, fake: Any, *autograd: Any) -> None:

@@ -13,14 +13,8 @@ PACKAGE = "vocab_parallel_ce"
 
 # Each edit is (file of the package or page, line to find, lines to put after it). A factor of the loss:
 OPTION = [
-    ("options.py", "    logit_scale: float = 1.0\n", "    loss_weight: float = 1.0\n"),
+    ("options.py", "    logit_scale: Positive = 1.0\n", "    loss_weight: Positive = 1.0\n"),
     ("options.py", "    label_smoothing: float\n", "    loss_weight: float\n"),
-    (
-        "options.py",
-        '    checks.check_number("z_loss", settings.z_loss)\n',
-        '    checks.check_number("loss_weight", settings.loss_weight, positive=True)\n',
-    ),
-    ("options.py", "        z_loss=float(settings.z_loss),\n", "        loss_weight=float(settings.loss_weight),\n"),
     ("spec.py", "    predictions: bool = False\n", "    loss_weight: float = 1.0\n"),
     (
         "spec.py",
@@ -186,7 +180,7 @@ def assert_works(folder, edits, program):
 def test_the_recipe_names_the_files_that_an_option_touches():
     """Edits of the recipe are in the order of its list, and it names no other file of the package."""
     files = list(dict.fromkeys(name for name, _, _ in OPTION))
-    assert len(OPTION) <= 10
+    assert len(OPTION) <= 8
     assert len(files) <= 5
     named = re.findall(
         r"`((?:options|spec|kernels/\w+|plan|run|checks|modules)\.py|docs/options\.md)`", recipe("an option")
