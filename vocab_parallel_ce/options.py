@@ -25,8 +25,11 @@ OF_OTHER_LIBRARIES = {
     "dist_process_group": "group",
     "final_logit_softcapping": "softcap",
     "ignore_idx": "ignore_index",
+    "inplace_backward": "gradient",
     "lse_square_scale": "z_loss",
+    "num_items_in_batch": "num_items",
     "process_group": "group",
+    "return_z_loss": "return_metrics",
     "weight": "class_weight",
 }
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
