@@ -11,6 +11,8 @@ from torch import Tensor
 
 from vocab_parallel_ce.shard import VocabShard
 
+PROCESS_GROUP: Any = dist.ProcessGroup if dist.is_available() else ()
+
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is a DTensor, without importing DTensor."""
@@ -23,7 +25,7 @@ def process_group_of(group: Any) -> Any:
     Raises:
         ValueError: the mesh has more dimensions, other ranks, or ranks that do not ascend.
     """
-    if group is None or not dist.is_available() or isinstance(group, dist.ProcessGroup):
+    if group is None or isinstance(group, PROCESS_GROUP) or not dist.is_available():
         return group
     from torch.distributed.device_mesh import DeviceMesh
 
