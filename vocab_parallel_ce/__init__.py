@@ -40,3 +40,8 @@ __all__ = [
     "verify_group",
     "vocab_parallel_cross_entropy",
 ]
+
+
+def __dir__() -> list[str]:
+    """Names for users: completion does not offer modules such as ``cross_entropy`` as if they were losses."""
+    return [*__all__, "__version__", "integrations"]

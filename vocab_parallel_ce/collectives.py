@@ -24,7 +24,10 @@ def group_position(group: object) -> tuple[int, int]:
             raise ValueError("group: this rank must be a member of it, got a group of other ranks")
         if isinstance(group, dist.ProcessGroup):
             return group.rank(), group.size()
-    raise TypeError(f"group: expected a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
+    raise TypeError(
+        "group: expected a torch.distributed.ProcessGroup or None, or a DeviceMesh of one dimension, got "
+        f"{type(group).__name__}"
+    )
 
 
 def group_named(name: str | None) -> Any:

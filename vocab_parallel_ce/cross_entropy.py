@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import verify
-from vocab_parallel_ce.dtensor import is_dtensor
+from vocab_parallel_ce.dtensor import is_dtensor, process_group_of
 from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.labels import LABELS, Labels
@@ -75,6 +75,8 @@ def public(
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if "group" in kwargs:
+                kwargs["group"] = process_group_of(kwargs["group"])
             compiles = torch.compiler.is_dynamo_compiling()
             if (compiles or "torch._dynamo" in sys.modules) and (
                 verify.is_on

@@ -11,10 +11,39 @@ from torch import Tensor
 
 from vocab_parallel_ce.shard import VocabShard
 
+PROCESS_GROUP: Any = dist.ProcessGroup if dist.is_available() else ()
+
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is a DTensor, without importing DTensor."""
     return hasattr(tensor, "placements")
+
+
+def process_group_of(group: Any) -> Any:
+    """Return the process group of a one-dimensional ``DeviceMesh``; anything else as it is.
+
+    Raises:
+        ValueError: the mesh has more dimensions, other ranks, or ranks that do not ascend.
+    """
+    if group is None or isinstance(group, PROCESS_GROUP) or not dist.is_available():
+        return group
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(group, DeviceMesh):
+        return group
+    mesh = group
+    if mesh.ndim != 1:
+        name = (mesh.mesh_dim_names or ("tp",))[-1]
+        names = "" if mesh.mesh_dim_names is None else f", {mesh.mesh_dim_names}"
+        remedy = f'pass that of the vocabulary, as mesh["{name}"]'
+        raise ValueError(f"group: expected a mesh of one dimension, got {mesh.ndim}{names}; {remedy}")
+    if mesh.get_coordinate() is None:
+        raise ValueError("group: this rank must be in the mesh, got a mesh of other ranks")
+    ranks, own = ranks_along(mesh, (0,)), mesh.get_group()
+    # PyTorch sorts a group's ranks: columns would be cut by another position than that in the mesh.
+    if tuple(dist.get_process_group_ranks(own)) != ranks:
+        raise ValueError(f"group: expected a mesh of ascending ranks, got {ranks}; make it of those")
+    return own
 
 
 class LocalColumns(NamedTuple):

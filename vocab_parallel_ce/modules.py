@@ -11,10 +11,11 @@ from torch.nn.utils import parametrize
 from vocab_parallel_ce import checks, cross_entropy
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
-from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks
+from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks, process_group_of
 from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, linear_cross_entropy, split_keywords
 from vocab_parallel_ce.linear.plan import check_head_settings
 from vocab_parallel_ce.options import (
+    OF_OTHER_LIBRARIES,
     LinearLogProbKeywords,
     LinearLossKeywords,
     Settings,
@@ -28,6 +29,7 @@ from vocab_parallel_ce.options import (
 WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 # What a caller may think is an option of a module, and where it belongs instead, if anywhere.
 KEYWORDS_OF_OTHERS = {*LinearLossKeywords.__annotations__, *LinearLogProbKeywords.__annotations__, "entropy", "outputs"}
+KEYWORDS_OF_OTHERS |= OF_OTHER_LIBRARIES.keys()
 GIVEN_ELSEWHERE = {
     "num_items": "at each call of the module",
     "in_features": "when the module is made",
@@ -109,6 +111,7 @@ class VocabParallelCrossEntropy(_LossModule):
 
     def set_options(self, options: dict[str, Any]) -> None:
         """Check all options together and take them."""
+        options = {**options, "group": process_group_of(options["group"])}
         settings = {name: value for name, value in options.items() if name != "group"}
         n_ranks = group_position(options["group"])[1]
         check_settings(Settings(**settings), n_ranks)
@@ -123,7 +126,7 @@ class VocabParallelCrossEntropy(_LossModule):
         return vocab_parallel_cross_entropy(logits, labels, **given, **self.options)
 
     def extra_repr(self) -> str:
-        return _shown(self.n_ranks, cross_entropy.KEYWORDS | self.options)
+        return _shown(self, self.n_ranks)
 
 
 @_with_attributes(group=None, return_metrics=False, main_grad=None, **LOSS_KEYWORDS)
@@ -164,7 +167,8 @@ class LinearCrossEntropy(_LossModule):
     ) -> None:
         super().__init__()
         _register_class_weight(self, class_weight)
-        options = {"group": group, "return_metrics": return_metrics, "main_grad": main_grad, **keywords}
+        options = {"group": process_group_of(group), "return_metrics": return_metrics, "main_grad": main_grad}
+        options |= keywords
         _check_options(options, type(self))
         checks.check_bool("bias", bias)
         if head is None and in_features is None and columns is None:
@@ -183,6 +187,7 @@ class LinearCrossEntropy(_LossModule):
 
     def set_options(self, options: dict[str, Any]) -> None:
         """Check all options together and take them."""
+        options = {**options, "group": process_group_of(options["group"])}
         _check_options(options, type(self))
         self.options = options
 
@@ -211,8 +216,7 @@ class LinearCrossEntropy(_LossModule):
         return linear_cross_entropy(hidden, self.head.weight, labels, num_items=num_items, **options)
 
     def extra_repr(self) -> str:
-        size = {"weight": tuple(self.head.weight.shape)}
-        return _shown(group_position(self.group)[1], size | LOSS_KEYWORDS | self.options)
+        return _shown(self, group_position(self.group)[1], weight=tuple(self.head.weight.shape))
 
 
 def _check_options(options: dict[str, Any], module: type[LinearCrossEntropy]) -> None:
@@ -230,10 +234,13 @@ def _register_class_weight(module: nn.Module, class_weight: Tensor | None) -> No
     module.register_buffer("class_weight", class_weight)
 
 
-def _shown(n_ranks: int, options: dict[str, Any]) -> str:
-    ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
-    hidden = ("group", "main_grad")
-    return ", ".join([ranks, *(f"{name}={value!r}" for name, value in options.items() if name not in hidden)])
+def _shown(module: _LossModule, n_ranks: int, **others: Any) -> str:
+    """Return the ranks, ``others``, and the options that are not their defaults; of class weights the shape."""
+    options = {name: value for name, value in module.options.items() if name not in ("group", "main_grad")}
+    shown = others | {name: value for name, value in options.items() if value != module.names[name]}
+    if module.class_weight is not None:
+        shown["class_weight"] = tuple(module.class_weight.shape)
+    return ", ".join(["1 rank" if n_ranks == 1 else f"{n_ranks} ranks", *(f"{n}={v!r}" for n, v in shown.items())])
 
 
 def _check_head(head: Any) -> None:

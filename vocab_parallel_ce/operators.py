@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,22 +21,16 @@ from torch.autograd import forward_ad
 from vocab_parallel_ce import checks, run
 from vocab_parallel_ce.collectives import group_named, group_position
 from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
-from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.losses.divergences import DIVERGENCE
-from vocab_parallel_ce.losses.known_tokens import KNOWN_TOKENS
-from vocab_parallel_ce.losses.labels import LABELS
-from vocab_parallel_ce.losses.targets import TARGETS
+from vocab_parallel_ce.losses.base import LOSSES, Loss
 from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, check_settings
 from vocab_parallel_ce.plan import output_dtype, plan_call, plan_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
-LOSSES: dict[str, Loss] = {"labels": LABELS, "targets": TARGETS, "divergence": DIVERGENCE, "known_tokens": KNOWN_TOKENS}
-NAMES = {id(loss): name for name, loss in LOSSES.items()}
 MOST_BESIDE, MOST_EXCHANGES = 3, 2
 N_SETTINGS, N_OUTPUTS, N_GRADS = len(Settings._fields), len(TokenOutputs._fields), len(GradOutputs._fields)
-TYPES = {"VocabShard | None": "int[]?", "int | str": "SymInt?", "int | None": "int?", "float | None": "float?"}
-TYPES |= {"torch.dtype | None": "ScalarType?"}
+TYPES: dict[Any, str] = {float: "float", int: "int", bool: "bool", str: "str", VocabShard | None: "int[]?"}
+TYPES |= {float | None: "float?", int | None: "int?", int | str: "SymInt?", torch.dtype | None: "ScalarType?"}
 
 
 class LogitsCall(NamedTuple):
@@ -79,7 +73,7 @@ def losses(
     loss.check_constants(given)
     divisor = divisor_of(num_items, settings.reduction, logits)
     operator = torch.ops.vocab_parallel_ce.loss_of_logits
-    found = operator(logits, *beside_of(given), divisor, NAMES[id(loss)], name_of(group), *values_of(settings))
+    found = operator(logits, *beside_of(given), divisor, loss.name, name_of(group), *values_of(settings))
     return token_outputs(loss, found, settings), divisor
 
 
@@ -259,8 +253,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def schema_of(record: Any) -> str:
     """Return the fields of a record of settings as arguments of an operator."""
-    types = {name: getattr(type_, "__forward_arg__", type_) for name, type_ in record.__annotations__.items()}
-    return ", ".join(f"{TYPES.get(type_, type_)} {name}" for name, type_ in types.items())
+    return ", ".join(f"{TYPES[type_]} {name}" for name, type_ in get_type_hints(record).items())
 
 
 def define(name: str, schema: str, function: Any, fake: Any, *autograd: Any) -> None:

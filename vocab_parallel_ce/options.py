@@ -1,4 +1,4 @@
-"""The settings of a call: every keyword that is no tensor and no group, with its default and its check.
+"""The settings of a call: every keyword that is no tensor and no group, declared with its default and its check.
 
 Functions and modules share them. :func:`loss_options` makes of them what the mathematics and the kernels take.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from functools import partial
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -24,41 +25,54 @@ OF_OTHER_LIBRARIES = {
     "dist_process_group": "group",
     "final_logit_softcapping": "softcap",
     "ignore_idx": "ignore_index",
+    "inplace_backward": "gradient",
     "lse_square_scale": "z_loss",
+    "num_items_in_batch": "num_items",
     "process_group": "group",
+    "return_z_loss": "return_metrics",
     "weight": "class_weight",
 }
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
+
+# Types of settings with their checks: functions of a name and a value.
+Integer = Annotated[int, checks.check_integer]
+Flag = Annotated[bool, checks.check_bool]
+NotNegative = Annotated[float, checks.check_number]
+Share = Annotated[float, partial(checks.check_number, at_most=1)]
+Positive = Annotated[float, partial(checks.check_number, positive=True)]
+Formula = Annotated[str, partial(checks.check_choice, choices=("torch", "megatron"))]
+Reduction = Annotated[str, partial(checks.check_choice, choices=REDUCTIONS)]
+GradientMode = Annotated[str, partial(checks.check_choice, choices=GRADIENT_MODES)]
 
 
 class Settings(NamedTuple):
     """What a caller asks for; :func:`vocab_parallel_cross_entropy` and :func:`token_log_probs` say what."""
 
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    smoothing_formula: str = "torch"
-    z_loss: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    temperature: float = 1.0
+    ignore_index: Integer = -100
+    label_smoothing: Share = 0.0
+    smoothing_formula: Formula = "torch"
+    z_loss: NotNegative = 0.0
+    softcap: Positive | None = None
+    logit_scale: Positive = 1.0
+    temperature: Positive = 1.0
     divergence: str = "forward"
     beta: float = 0.5
     hard_weight: float = 0.0
     rest: str = "ignore"
-    entropy: bool = False
+    entropy: Flag = False
     lse: bool = False
     sum_sq_probs: bool = False
     mean_logit: bool = False
     rank: bool = False
     top_k: int | None = None
-    reduction: str = "mean"
-    return_metrics: bool = False
-    gradient: str = "auto"
+    reduction: Reduction = "mean"
+    return_metrics: Flag = False
+    gradient: GradientMode = "auto"
     impl: str = "auto"
-    check_labels: bool = False
+    check_labels: Flag = False
     vocab_size: int | None = None
     shard: VocabShard | None = None
-    shift: bool = False
+    shift: Flag = False
 
 
 class CommonKeywords(TypedDict, total=False):
@@ -128,6 +142,24 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 DEFAULTS: dict[str, Any] = {**Settings._field_defaults, **HeadSettings._field_defaults}
 
 
+def _checks_of(record: type) -> dict[str, Callable[[str, Any], object]]:
+    """Return the checks of the fields of a record that are declared with one; None passes where it is allowed."""
+
+    def unless_none(check: Callable[[str, Any], object], name: str, value: Any) -> None:
+        if value is not None:
+            check(name, value)
+
+    found: dict[str, Callable[[str, Any], object]] = {}
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        for of_value in (hint, *get_args(hint)):
+            for check in getattr(of_value, "__metadata__", ()):
+                found[name] = check if of_value is hint else partial(unless_none, check)
+    return found
+
+
+CHECKS = _checks_of(Settings)
+
+
 def keyword_defaults(keywords: type) -> dict[str, Any]:
     """Return the settings that a class above names, with their defaults."""
     return {name: DEFAULTS[name] for name in DEFAULTS if name in keywords.__annotations__}
@@ -172,18 +204,8 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
     ``class_weight`` says whether there is one. ``vocab_size`` is None if it is not known yet. A temperature divides z:
     ``softcap * tanh(u / softcap) / T`` is that of ``u / T`` and ``softcap / T``.
     """
-    checks.check_choice("reduction", settings.reduction, REDUCTIONS)
-    checks.check_choice("gradient", settings.gradient, GRADIENT_MODES)
-    checks.check_integer("ignore_index", settings.ignore_index)
-    checks.check_number("label_smoothing", settings.label_smoothing, at_most=1)
-    checks.check_choice("smoothing_formula", settings.smoothing_formula, ("torch", "megatron"))
-    checks.check_number("z_loss", settings.z_loss)
-    checks.check_number("logit_scale", settings.logit_scale, positive=True)
-    checks.check_number("temperature", settings.temperature, positive=True)
-    if settings.softcap is not None:
-        checks.check_number("softcap", settings.softcap, positive=True)
-    for name in ("return_metrics", "entropy", "check_labels", "shift"):
-        checks.check_bool(name, getattr(settings, name))
+    for name, check in CHECKS.items():
+        check(name, getattr(settings, name))
     smoothing, softcap = float(settings.label_smoothing), settings.softcap
     if settings.return_metrics and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
         raise ValueError(f"vocab_size: must be at most 2**24 with return_metrics or is_top1, got {vocab_size}")
@@ -200,19 +222,21 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
     if softcap is not None:
         softcap = float(softcap / settings.temperature)
         checks.check_number("softcap / temperature", softcap, positive=True)
-    return LossOptions(
-        ignore_index=int(settings.ignore_index),
-        smoothing=smoothing,
-        z_loss=float(settings.z_loss),
-        logit_scale=float(logit_scale),
-        softcap=softcap,
-        entropy=settings.entropy,
-        predictions=settings.return_metrics,
-        class_weight=class_weight,
-        lse=settings.lse or settings.rank or settings.top_k is not None,
-        sum_sq_probs=settings.sum_sq_probs,
-        mean_logit=settings.mean_logit,
-    )
+    derived: dict[str, Any] = {
+        "smoothing": smoothing,
+        "logit_scale": float(logit_scale),
+        "softcap": softcap,
+        "temperature": None,  # in logit_scale and softcap
+        "predictions": settings.return_metrics,
+        "class_weight": class_weight,
+        "lse": settings.lse or settings.rank or settings.top_k is not None,
+    }
+    same = {
+        name: type(default)(getattr(settings, name))  # NumPy's numbers become Python's
+        for name, default in LossOptions._field_defaults.items()
+        if name not in derived
+    }
+    return LossOptions(**derived, **same)
 
 
 def divided_by(num_items: object, settings: Settings) -> Settings:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, run
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
+from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.layout import per_row, row_layout, rows_are_disjoint
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings
@@ -81,8 +82,8 @@ def cross_entropy_forward(
     itself, the second result is a copy instead. Arguments, collectives, errors: as :func:`parallel_cross_entropy`.
     """
     settings = Settings(ignore_idx, label_smoothing, reduction=_reduction(reduce_loss), gradient="in_forward")
-    given = Labels(target)
-    call, beside = plan_call(LABELS, _input, given, settings, dist_process_group, may_hold_gradient=True)
+    given, group = Labels(target), process_group_of(dist_process_group)
+    call, beside = plan_call(LABELS, _input, given, settings, group, may_hold_gradient=True)
     outputs, grad = run.forward_in_place(call, _input, beside, target.shape)
     return outputs.loss, grad
 

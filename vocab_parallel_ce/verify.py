@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.collectives import all_gather_objects, group_position
+from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.shard import VocabShard
 
 ERRORS = {error.__name__: error for error in (TypeError, ValueError, RuntimeError)}
@@ -109,7 +110,7 @@ def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     module = given.get("self")
     group = given.get("group", given.get("dist_process_group")) if module is None else module.group
     device = next((value.device for value in given.values() if isinstance(value, Tensor)), None)
-    with open_call(group, device):
+    with open_call(process_group_of(group), device):
         return function(*args, **kwargs)
 
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
+from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, split_keywords
 from vocab_parallel_ce.linear.plan import Arguments, plan_linear_call
 from vocab_parallel_ce.losses.labels import LABELS, Labels
-from vocab_parallel_ce.options import DEFAULTS, divided_by
+from vocab_parallel_ce.options import DEFAULTS, check_names, divided_by
 from vocab_parallel_ce.outputs import settings_of, taken_temperature
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.shift import next_labels
@@ -47,10 +48,10 @@ def verify_group(
             have every column once; or a label is neither in ``[0, V)`` nor ``ignore_index``.
     """
     function: Any = vocab_parallel_cross_entropy if weight is None else linear_cross_entropy
-    known = signature(function).parameters.keys() | {"temperature", "entropy", "outputs"}
+    known = {**signature(function).parameters, **dict.fromkeys(("temperature", "entropy", "outputs"))}
+    group = process_group_of(group)
     with open_call(group, logits.device if isinstance(logits, Tensor) else None):
-        for name in sorted(options.keys() - known):
-            raise TypeError(f"{name}: must be an option of {function.__name__} or its log-probs")
+        check_names(options, known, function)
         names = "num_items", "class_weight", "main_grad"
         num_items, class_weight, main_grad = (options.pop(name, None) for name in names)
         temperature = taken_temperature(options)

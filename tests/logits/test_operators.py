@@ -8,6 +8,7 @@ from torch.library import opcheck
 
 from tests.logits.test_compile import VOCABULARY, inputs
 from vocab_parallel_ce import operators
+from vocab_parallel_ce.losses.base import LOSSES
 from vocab_parallel_ce.options import HeadSettings, Settings
 
 importlib.import_module("vocab_parallel_ce.linear.operators")  # defines those of heads
@@ -34,7 +35,7 @@ def beside_for(name, labels):
         return "targets", (rows.softmax(-1), torch.rand(VOCABULARY), None), None
     if name.startswith("divergence"):
         head = torch.randn(N, 5, generator=generator), torch.randn(VOCABULARY, 5, generator=generator), None
-        return "divergence", (rows, labels, None), head
+        return "divergences", (rows, labels, None), head
     if name == "known_tokens":
         tokens = (*rows.log_softmax(-1).topk(3), labels)
         return "known_tokens", tokens, tokens
@@ -55,7 +56,7 @@ def test_the_operators_are_what_they_declare(name):
     own = loss, None, *operators.values_of(settings)
     opcheck(ops.loss_of_logits, (logits, *beside, divisor, *own))
     value, *others, first, second, count = (t.detach() for t in ops.loss_of_logits(logits, *beside, divisor, *own))
-    asked = operators.outputs_asked(operators.LOSSES[loss], settings)
+    asked = operators.outputs_asked(LOSSES[loss], settings)
     names = operators.GradOutputs._fields[1:]
     grads = torch.rand(value.shape), *(torch.rand(N) if asked.get(output) else None for output in names)
     divisor = count if settings.reduction == "mean" else divisor

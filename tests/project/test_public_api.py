@@ -80,6 +80,10 @@ def test_transformer_engines_signatures():
     assert _defaults(package.cross_entropy_backward)["is_cg_capturable"] is False
 
 
+def test_completion_offers_public_names_alone():
+    assert set(dir(package)) == {*package.__all__, "__version__", "integrations"}
+
+
 def test_public_names_are_documented():
     assert {function.__name__ for function, *_ in SIGNATURES} < set(package.__all__)
     for name in package.__all__:
@@ -118,10 +122,35 @@ def test_a_module_is_the_function_with_its_options_fixed(impl_device, family):
 
 @pytest.mark.reference
 def test_the_module_shows_its_options():
-    shown = repr(package.VocabParallelCrossEntropy(label_smoothing=0.1, ignore_index=3, vocab_size=50, softcap=30))
-    assert shown.startswith("VocabParallelCrossEntropy(")
-    for part in ("1 rank", "label_smoothing=0.1", "ignore_index=3", "reduction='mean'", "50", "softcap=30"):
-        assert part in shown, shown
+    """Only those that are not the defaults, so that they are seen."""
+    options = {"label_smoothing": 0.1, "ignore_index": 3, "reduction": "mean", "z_loss": 0.0, "softcap": 30}
+    module = package.VocabParallelCrossEntropy(class_weight=torch.ones(5), **options)
+    shown = "1 rank, label_smoothing=0.1, ignore_index=3, softcap=30, class_weight=(5,)"
+    assert repr(module) == f"VocabParallelCrossEntropy({shown})"
+    module.label_smoothing = 0.0
+    assert "label_smoothing" not in repr(module)
+    module = package.LinearCrossEntropy(torch.nn.Linear(4, 7), chunk_tokens=8)
+    assert repr(module) == "LinearCrossEntropy(1 rank, weight=(7, 4), chunk_tokens=8)"
+
+
+THEIRS = {"weight": "class_weight", "lse_square_scale": "z_loss", "ignore_idx": "ignore_index"}
+THEIRS |= {"inplace_backward": "gradient", "return_z_loss": "return_metrics", "num_items_in_batch": "num_items"}
+THEIRS |= {"lable_smoothing": "label_smoothing"}
+LOGITS_AND_LABELS = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", THEIRS)
+def test_an_unknown_name_says_which_function_and_what_is_meant(name):
+    message = f"^{name}: .*, got no such name in vocab_parallel_cross_entropy; did you mean {THEIRS[name]}[?]$"
+    functions = [package.vocab_parallel_cross_entropy]
+    if name != "weight":  # of a head there
+        functions.append(package.verify_group)
+    for function in functions:
+        with pytest.raises(TypeError, match=message):
+            function(*LOGITS_AND_LABELS, group=None, **{name: None})
+    with pytest.raises(TypeError, match="^alpha: .* in distillation_loss; did you mean hard_weight[?]$"):
+        package.distillation_loss(*LOGITS_AND_LABELS, alpha=0.5)
 
 
 @pytest.mark.quick

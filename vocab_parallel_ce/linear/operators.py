@@ -22,16 +22,14 @@ from vocab_parallel_ce.linear.plan import (
     plan_linear_call,
     shard_of_dtensor,
 )
-from vocab_parallel_ce.losses.base import Loss
+from vocab_parallel_ce.losses.base import LOSSES, Loss
 from vocab_parallel_ce.operators import (
     CONSTANTS,
-    LOSSES,
     MOST_BESIDE,
     MOST_EXCHANGES,
     N_GRADS,
     N_OUTPUTS,
     N_SETTINGS,
-    NAMES,
     OUTPUTS,
     SAVED,
     STATS,
@@ -126,7 +124,7 @@ def linear_losses(
     divisor, values = divisor_of(num_items, settings.reduction, hidden), (*values_of(settings), *values_of(head))
     operator = torch.ops.vocab_parallel_ce.loss_of_head
     tensors = hidden, weight, bias, labels, *beside_of(beside), divisor
-    found = operator(*tensors, NAMES[id(loss)], name_of(group), autocast, wanted, *values)
+    found = operator(*tensors, loss.name, name_of(group), autocast, wanted, *values)
     return token_outputs(loss, found, settings), divisor, None if head.valid_tokens is None else found[N_OUTPUTS]
 
 

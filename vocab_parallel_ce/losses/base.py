@@ -45,8 +45,11 @@ class Launchers(NamedTuple):
     one_pass: Callable[..., None] | None = None
 
 
+LOSSES: dict[str, Loss] = {}  # by the names of their files, by which operators know them
+
+
 class Loss:
-    """A kind of loss. There is one instance of each.
+    """A kind of loss. There is one instance of each, in a file of its own.
 
     The mathematics are functions over rows ``x [N, n]``, this rank's columns without padding. ``stats`` are of the
     whole vocabulary, except in ``merge``.
@@ -56,6 +59,10 @@ class Loss:
     BesideHead: type  # the same of a head
     names: ClassVar[dict[str, str]] = {}  # the caller's, of fields of BesideHead that have others
     counts: bool = False  # whether the launch of the statistics can count the rows of a mean
+
+    def __init__(self) -> None:
+        self.name = type(self).__module__.rpartition(".")[2]
+        LOSSES[self.name] = self
 
     def check(self, given: Any, logits: Tensor, settings: Settings) -> None:
         """Raise unless the caller's tensors ``given``, a ``Beside``, fit the logits and the settings."""

@@ -1,0 +1,84 @@
+"""A one-dimensional DeviceMesh in the place of a group."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import vocab_parallel_ce as package
+from tests.support.collectives import error_of
+from tests.support.ranks import device_of, in_ranks
+from vocab_parallel_ce import verify_calls
+
+TOKENS, WIDTH, COLUMNS = 5, 6, 4  # columns of each rank
+
+
+def _with_mesh_and_group(rank, group, impl):
+    """Return the results of each function with a mesh and with its group, and what other meshes raise."""
+    device, n_ranks = device_of(rank, group), group.size()
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(TOKENS, WIDTH, device=device), torch.arange(TOKENS, device=device)
+    weight = torch.randn(n_ranks, COLUMNS, WIDTH, device=device)[rank]
+    logits, head = hidden @ weight.t(), nn.Linear(WIDTH, COLUMNS, bias=False, device=device)
+    head.weight.data.copy_(weight)
+    heads = hidden, weight, hidden, weight
+
+    def module(group):
+        module = package.VocabParallelCrossEntropy()
+        module.group = group
+        return module(logits, labels)
+
+    functions = {
+        "loss": lambda group: package.vocab_parallel_cross_entropy(logits, labels, group=group, impl=impl),
+        "log-probs": lambda group: package.token_log_probs(logits, labels, group=group, outputs=("lse", "rank"))[:7],
+        "head": lambda group: package.linear_cross_entropy(hidden, weight, labels, group=group, impl=impl),
+        "head, log-probs": lambda group: package.linear_token_log_probs(hidden, weight, labels, group=group),
+        "soft": lambda group: package.soft_cross_entropy(logits, logits.softmax(-1), group=group),
+        "distillation": lambda group: package.distillation_loss(logits, logits * 2, group=group),
+        "heads": lambda group: package.linear_distillation_loss(*heads, group=group),
+        "module": lambda group: package.VocabParallelCrossEntropy(group=group)(logits, labels),
+        "module, set": module,
+        "module of a head": lambda group: package.LinearCrossEntropy(head, group=group)(hidden, labels),
+        "TransformerEngine": lambda group: package.parallel_cross_entropy(logits, labels, 0.0, False, group),
+        "its first step": lambda group: package.cross_entropy_forward(logits * 1, labels, 0.0, True, group, -100),
+        "verify_group": lambda group: package.verify_group(logits, labels, group),
+        "compiled": torch.compile(
+            lambda group: package.vocab_parallel_cross_entropy(logits, labels, group=group, impl=impl),
+            fullgraph=True,
+            backend="aot_eager",
+        ),
+    }
+    mesh = init_device_mesh(device.type, (n_ranks,), mesh_dim_names=("tp",))
+    found = {name: [_flat(call(each)) for each in (group, mesh)] for name, call in functions.items()}
+    with verify_calls():
+        both = [_flat(functions[name](mesh)) for name in ("loss", "TransformerEngine", "module of a head")]
+    wrong = {
+        "two": init_device_mesh(device.type, (1, n_ranks), mesh_dim_names=("dp", "tp")),
+        "two, no names": init_device_mesh(device.type, (1, n_ranks)),
+        "descending": DeviceMesh(device.type, list(reversed(range(n_ranks)))),
+    }
+    calls = ("loss", "module", "module, set", "TransformerEngine", "verify_group")
+    errors = {name: {error_of(functions[call], each) for call in calls} for name, each in wrong.items()}
+    of_submesh = _flat(functions["loss"](wrong["two"]["tp"]))
+    return found, both, errors, of_submesh
+
+
+def _flat(found):
+    found = found if isinstance(found, tuple) else (found,)
+    return [tensor.detach().cpu() for tensor in found if tensor is not None]
+
+
+@in_ranks((2,), (), ())
+def test_a_mesh_of_one_dimension_is_its_group(rank_pool, impl):
+    for found, verified, errors, of_submesh in rank_pool.run(_with_mesh_and_group, impl):
+        for name, (of_group, of_mesh) in found.items():
+            assert len(of_group) == len(of_mesh), name
+            assert all(map(torch.equal, of_group, of_mesh)), name
+        assert torch.equal(of_submesh[0], found["loss"][0][0])
+        for name, of_mesh in zip(("loss", "TransformerEngine", "module of a head"), verified, strict=True):
+            assert torch.equal(of_mesh[0], found[name][0][0]), name
+        two, no_names, descending = errors.values()
+        expected = "ValueError: group: expected a mesh of one dimension, got 2"
+        remedy = "pass that of the vocabulary, as mesh["
+        assert two == {f"{expected}, ('dp', 'tp'); {remedy}\"tp\"]"}
+        assert no_names == {f'{expected}; {remedy}"tp"]'}
+        assert descending == {"ValueError: group: expected a mesh of ascending ranks, got (1, 0); make it of those"}
