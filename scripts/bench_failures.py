@@ -99,7 +99,11 @@ def measure(failure: str, verifies: bool, words: argparse.Namespace) -> dict[str
             given += ["--backend", words.backend, "--timeout", str(words.timeout)]
             with log.open("w") as errors:
                 process = subprocess.Popen(
-                    [sys.executable, __file__, *given], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+                    [sys.executable, __file__, *given],
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    env=environment,
                 )
             processes.append(process)
         try:

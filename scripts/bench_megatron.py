@@ -2,13 +2,13 @@
 
     torchrun --nproc-per-node 2 scripts/bench_megatron.py --json results.json
 
-Forward and backward of one model of random weights, in bf16. The providers take turns in every round. ``--curves`` trains
-20 steps with each instead. ``--plot results.json`` only draws.
+Forward and backward of one model of random weights, in bf16. The providers take turns in every round. ``--curves``
+trains 20 steps with each instead. ``--plot results.json`` only draws.
 
-First with tensor parallelism over all ranks, and ``forward`` given the loss mask or not. Then with data parallelism over
-all ranks, where each has its share of the tokens, Megatron's distributed optimizer takes a step too, and its collectives
-overlap with the computation or do not. With tensor parallelism over all ranks there is nothing to overlap: a group of
-data parallelism has one rank.
+First with tensor parallelism over all ranks, and ``forward`` given the loss mask or not. Then with data parallelism
+over all ranks: each has its share of the tokens, Megatron's distributed optimizer takes a step too, and its collectives
+overlap with the computation or do not. With tensor parallelism over all ranks there would be nothing to overlap, since
+a group of data parallelism has one rank.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ def main() -> None:
                 save(head_of("megatron_curves", modules) | {"shape": example.SMALL, "curves": curves}, words.json)
             parallel_state.destroy_model_parallel()
             return
+
         def measure_case(case: Case) -> dict[str, Any]:
             size = ranks.size if case.overlaps is None else 1
             if parallel_state.get_tensor_model_parallel_world_size() != size:
