@@ -83,7 +83,8 @@ def data_parallel(model: Any, overlaps: bool) -> tuple[Any, Callable[[], object]
 
 
 def measure(model: Any, case: Case, shape: dict[str, Any], ranks: Ranks, rounds: int) -> dict[str, Any]:
-    rows, seed, trained, end = case.rows, 0, model, nothing
+    end: Callable[[], object] = nothing
+    rows, seed, trained = case.rows, 0, model
     if case.overlaps is not None:
         rows, seed = rows // ranks.size, ranks.rank
         trained, end = data_parallel(model, case.overlaps)
