@@ -1,10 +1,12 @@
-"""Measures class weights, soft targets, distillation, outputs of log-probabilities and fp32 logits. bf16, one GPU.
+"""Measures class weights, soft targets, distillation, outputs of log-probabilities and fp32 logits, in bf16.
 
     python scripts/bench_losses.py --json scripts/results/losses_1gpu.json
+    torchrun --nproc-per-node 2 scripts/bench_losses.py --json scripts/results/losses_2gpu.json
 
 Forward and backward, the gradient over the logits, device time. The providers take turns in every round. ``ratio`` is
 to the first of them: ``copy`` is one read and one write of the logits. A step over logits is four calls, each on its
-own. A machine without a GPU can try it with ``--tiny``.
+own. Several ranks cut the vocabulary; all of them have the same numbers in their logits. A machine without a GPU can
+try it with ``--tiny``.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench_lib.cases import divided
 from bench_lib.options import baseline_package
 from bench_lib.steps import head_of, measured, parser_of, run
 from bench_lib.timing import Ranks, joined_ranks
@@ -33,26 +36,27 @@ from vocab_parallel_ce import (
 )
 
 LOGITS, LINEAR = ((4096, 128256), (8192, 32064)), ((4096, 4096, 128256), (16384, 4096, 128256))
-TINY = ((16, 100),), ((16, 8, 100),)
+TINY = ((16, 200),), ((16, 8, 200),)
 OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "is_top1", "rank")
 CALLS, TOP = 4, 64
 Providers = dict[str, Callable[..., Any]]
 Made = Callable[[], list[list[Tensor]]]  # the tensors of each call
 
 
-def over_logits(n_tokens: int, vocab_size: int, device: torch.device) -> tuple[Providers, Made]:
+def over_logits(n_tokens: int, vocab_size: int, ranks: Ranks) -> tuple[Providers, Made]:
     """Return the providers, of logits, and what makes these anew."""
+    device, group, n_columns = ranks.device, ranks.group, divided(vocab_size, ranks.size)
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, generator=generator)
 
-    source, teacher = (random(n_tokens, vocab_size).mul_(3).bfloat16() for _ in range(2))
-    probs, out = teacher.softmax(-1), torch.empty_like(source)
+    source, teacher = (random(n_tokens, n_columns).mul_(3).bfloat16() for _ in range(2))
+    probs, out = teacher.softmax(-1) / ranks.size, torch.empty_like(source)
     labels = torch.randint(0, vocab_size, (n_tokens,), device=device, generator=generator)
-    class_weight, temperature = random(vocab_size).abs(), random(n_tokens).abs() + 0.5
-    in_place: Any = {"gradient": "in_backward"}
-    loss = partial(vocab_parallel_cross_entropy, labels=labels)
+    class_weight, temperature = random(n_columns).abs(), random(n_tokens).abs() + 0.5
+    in_place: Any = {"gradient": "in_backward", "group": group}
+    loss = partial(vocab_parallel_cross_entropy, labels=labels, group=group)
     log_probs = partial(token_log_probs, labels=labels, **in_place)
     soft = partial(soft_cross_entropy, target_probs=probs, **in_place)
     distillation = partial(distillation_loss, teacher_logits=teacher, **in_place)
@@ -85,25 +89,33 @@ def over_logits(n_tokens: int, vocab_size: int, device: torch.device) -> tuple[P
     return providers, lambda: [[source.clone().requires_grad_()] for _ in range(CALLS)]
 
 
-def of_heads(n_tokens: int, width: int, vocab_size: int, device: torch.device, baseline: Any) -> tuple[Providers, Made]:
+def of_heads(n_tokens: int, width: int, vocab_size: int, ranks: Ranks, baseline: Any) -> tuple[Providers, Made]:
     """Return the providers, of hidden states and a weight, and what makes these anew."""
+    device, n_columns = ranks.device, divided(vocab_size, ranks.size)
+    cut: Any = {"group": ranks.group}
     generator = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(n_tokens, width, device=device, generator=generator).bfloat16()
-    weight = torch.randn(vocab_size, width, device=device, generator=generator).mul_(0.05).bfloat16()
+    weight = torch.randn(n_columns, width, device=device, generator=generator).mul_(0.05).bfloat16()
     labels = torch.randint(0, vocab_size, (n_tokens,), device=device, generator=generator)
-    class_weight = torch.rand(vocab_size, device=device, generator=generator)
+    class_weight = torch.rand(n_columns, device=device, generator=generator)
     teacher = hidden.flip(0), weight.flip(1)
     wide: Any = {"logits_dtype": torch.float32}
-    loss, log_probs = (partial(function, labels=labels) for function in (linear_cross_entropy, linear_token_log_probs))
+    loss, log_probs = (partial(of, labels=labels, **cut) for of in (linear_cross_entropy, linear_token_log_probs))
     providers: Providers = {
         "linear": loss,
         "linear, logits_dtype": partial(loss, **wide),
         "linear, class_weight": partial(loss, class_weight=class_weight),
-        "linear, distillation": lambda *student: linear_distillation_loss(student[0], student[1], *teacher),
-        "two matmuls and distillation": lambda *student: distillation_loss(F.linear(*student), F.linear(*teacher)),
+        "linear, distillation": lambda *student: linear_distillation_loss(student[0], student[1], *teacher, **cut),
+        "two matmuls and distillation": lambda *student: distillation_loss(
+            F.linear(*student), F.linear(*teacher), **cut
+        ),
         "linear, log_probs": log_probs,
         "linear, log_probs, logits_dtype": partial(log_probs, **wide),
     }
+    if ranks.size > 1:
+        providers["linear, sequence_parallel"] = lambda hidden, weight: loss(
+            hidden.chunk(ranks.size)[ranks.rank], weight, sequence_parallel=True
+        )
     if baseline is not None:
         providers["linear, baseline"] = partial(baseline.linear_cross_entropy, labels=labels)
         providers["linear, log_probs, baseline"] = partial(baseline.linear_token_log_probs, labels=labels)
@@ -112,7 +124,7 @@ def of_heads(n_tokens: int, width: int, vocab_size: int, device: torch.device, b
 
 def measure(shape: tuple[int, ...], ranks: Ranks, rounds: int, baseline: Any) -> dict[str, Any]:
     of_shape: Any = over_logits if len(shape) == 2 else partial(of_heads, baseline=baseline)
-    providers, made = of_shape(*shape, ranks.device)
+    providers, made = of_shape(*shape, ranks)
     calls: list[list[Tensor]] = []
     ones = {shape: torch.ones(shape, device=ranks.device) for shape in (torch.Size(), torch.Size(shape[:1]))}
 

@@ -2,23 +2,30 @@
 
     torchrun --nproc-per-node 2 scripts/bench_megatron.py --json results.json
 
-Forward and backward of one model of random weights, in bf16, with tensor parallelism over all ranks. The providers take
-turns in every round. ``--curves`` trains 20 steps with each instead. ``--plot results.json`` only draws.
+Forward and backward of one model of random weights, in bf16. The providers take turns in every round. ``--curves``
+trains 20 steps with each instead. ``--plot results.json`` only draws.
+
+First with tensor parallelism over all ranks, and ``forward`` given the loss mask or not. Then with data parallelism
+over all ranks: each has its share of the tokens, Megatron's distributed optimizer takes a step too, and its collectives
+overlap with the computation or do not. With tensor parallelism over all ranks there would be nothing to overlap, since
+a group of data parallelism has one rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from bench_lib.steps import head_of, measured, parser_of, run, save
-from bench_lib.timing import Ranks, joined_ranks
+from bench_lib.timing import Ranks, joined_ranks, nothing
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from vocab_parallel_ce.integrations import megatron
 
@@ -33,6 +40,25 @@ PROVIDERS: dict[str, Any] = {
 }
 
 
+class Case(NamedTuple):
+    """``rows`` are those of all ranks together."""
+
+    rows: int
+    gives_mask: bool = True
+    overlaps: bool | None = None  # None: without data parallelism
+
+
+TENSOR_PARALLEL = [Case(rows, gives_mask) for gives_mask in (True, False) for rows in ROWS]
+DATA_PARALLEL = [Case(rows, overlaps=overlaps) for overlaps in (False, True) for rows in ROWS]
+
+
+def name_of(case: Case, length: int) -> str:
+    name = f"{case.rows * length} tokens"
+    if case.overlaps is not None:
+        return f"{name}, data parallel{', overlap' if case.overlaps else ''}"
+    return name if case.gives_mask else f"{name}, forward without loss_mask"
+
+
 @contextlib.contextmanager
 def provided(name: str, model: Any) -> Iterator[None]:
     model.config.cross_entropy_loss_fusion = name.endswith("fused")
@@ -41,19 +67,44 @@ def provided(name: str, model: Any) -> Iterator[None]:
         yield
 
 
-def measure(model: Any, rows: int, shape: dict[str, Any], ranks: Ranks, rounds: int) -> dict[str, Any]:
-    inputs = example.batch(shape["columns"], (rows, shape["length"]), ranks.device, seed=0)
+def data_parallel(model: Any, overlaps: bool) -> tuple[Any, Callable[[], object]]:
+    """Return the model in Megatron's wrapper, and what ends a step: the gradients' sum, and a step of rate 0."""
+    overlap = {"overlap_param_gather": overlaps, "use_distributed_optimizer": True}
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlaps, **overlap)
+    wrapped = DistributedDataParallel(model.config, config, model)
+    wanted = OptimizerConfig(optimizer="adam", lr=0.0, bf16=True, params_dtype=torch.bfloat16, **overlap)
+    optimizer = get_megatron_optimizer(wanted, [wrapped], use_gloo_process_groups=False)
+
+    def end() -> None:
+        wrapped.finish_grad_sync()
+        optimizer.step()
+
+    return wrapped, end
+
+
+def measure(model: Any, case: Case, shape: dict[str, Any], ranks: Ranks, rounds: int) -> dict[str, Any]:
+    end: Callable[[], object] = nothing
+    rows, seed, trained = case.rows, 0, model
+    if case.overlaps is not None:
+        rows, seed = rows // ranks.size, ranks.rank
+        trained, end = data_parallel(model, case.overlaps)
+    inputs = example.batch(shape["columns"], (rows, shape["length"]), ranks.device, seed=seed)
+    mask = inputs["loss_mask"]
+    given = {name: value for name, value in inputs.items() if case.gives_mask or name != "loss_mask"}
 
     def step(name: str) -> torch.Tensor:
-        loss = example.loss_of(model, inputs)
+        loss = example.loss_of(trained, given, mask)
         loss.backward()
+        end()
         return loss.detach()
 
     def forget() -> None:
         model.zero_grad(set_to_none=True)
+        if trained is not model:
+            trained.zero_grad_buffer()
 
     contexts = {name: partial(provided, name, model) for name in PROVIDERS}
-    return measured(f"{rows * shape['length']} tokens", contexts, step, forget, ranks.timer(), rounds)
+    return measured(name_of(case, shape["length"]), contexts, step, forget, ranks.timer(), rounds)
 
 
 def main() -> None:
@@ -68,9 +119,18 @@ def main() -> None:
             curves = example.compare(20, ranks.device)
             if ranks.is_first:
                 save(head_of("megatron_curves", modules) | {"shape": example.SMALL, "curves": curves}, words.json)
-        else:
-            model, head = example.build(**SHAPE), head_of("megatron", modules) | {"shape": SHAPE}
-            run(head, ROWS, lambda rows: measure(model, rows, SHAPE, ranks, words.rounds), ranks, words.json)
+            parallel_state.destroy_model_parallel()
+            return
+
+        def measure_case(case: Case) -> dict[str, Any]:
+            size = ranks.size if case.overlaps is None else 1
+            if parallel_state.get_tensor_model_parallel_world_size() != size:
+                parallel_state.destroy_model_parallel()
+                parallel_state.initialize_model_parallel(size)
+            return measure(example.build(**SHAPE), case, SHAPE, ranks, words.rounds)
+
+        head = head_of("megatron", modules) | {"shape": SHAPE}
+        run(head, [*TENSOR_PARALLEL, *DATA_PARALLEL], measure_case, ranks, words.json)
         parallel_state.destroy_model_parallel()
 
 

@@ -20,7 +20,15 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "results"
 LOSSES = "losses_1gpu.json"  # of scripts/bench_losses.py
 KINDS = ["table", "options", "sweep_tokens", "sweep_vocabulary", "linear_table", "linear_memory", "linear_profile"]
-STEPS = ["transformers_step_1gpu", "compile_1gpu", "rl_1gpu", "losses_1gpu", "megatron_2gpu", "frameworks_2gpu"]
+STEPS = [
+    "transformers_step_1gpu",
+    "compile_1gpu",
+    "rl_1gpu",
+    "losses_1gpu",
+    "losses_2gpu",
+    "megatron_2gpu",
+    "frameworks_2gpu",
+]
 # In the hosts of documents of steps.
 STEP_PACKAGES = ["transformers", "liger-kernel", "verl", "trl", "openrlhf", "flash-attn", "megatron-core"]
 STEP_PACKAGES += ["torchtitan", "nemo-rl"]

@@ -271,6 +271,11 @@ def _megatron(megatron: Any) -> LossOf:
     return lambda x, y, r, g: reduced(loss(x[:, None], y[:, None], g or group_of_one()).view(-1), r)
 
 
+def _megatron_unfused(megatron: Any) -> LossOf:
+    loss = megatron.vocab_parallel_cross_entropy
+    return lambda x, y, r, g: reduced(loss(x[:, None], y[:, None], tp_group=g or group_of_one()).view(-1), r)
+
+
 def _cut(cut: Any, **options: Any) -> LossOf:
     return lambda h, w, y, r, g: cut.linear_cross_entropy(h, w, y, reduction=r, **options)
 
@@ -300,6 +305,9 @@ LOGITS_PROVIDERS: tuple[Provider, ...] = (
     Provider("flash-attn", _flash, FLASH, "flash-attn"),
     # Before transformer-engine: it looks for that when it is imported.
     Provider("megatron-core", _megatron, MEGATRON, "megatron-core"),
+    Provider(
+        "megatron-core (unfused)", _megatron_unfused, "megatron.core.tensor_parallel.cross_entropy", "megatron-core"
+    ),
     _engines("transformer-engine", _engine),
     _engines("transformer-engine (overwrite)", partial(_engine, overwrite_input=True)),
 )

@@ -60,10 +60,10 @@ def batch(columns: int, shape: tuple[int, int], device: Any, seed: int) -> dict[
     return {name: value.to(device) for name, value in made.items()}
 
 
-def loss_of(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def loss_of(model: Any, inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
     """Return the mean of the losses that the mask leaves, as Megatron's training script does."""
     losses = model(**inputs)
-    return (losses.float() * inputs["loss_mask"]).sum() / inputs["loss_mask"].sum()
+    return (losses.float() * mask).sum() / mask.sum()
 
 
 def train(steps: int, device: Any, shape: dict[str, Any], **options: Any) -> list[float]:
@@ -72,7 +72,8 @@ def train(steps: int, device: Any, shape: dict[str, Any], **options: Any) -> lis
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     losses = []
     for step in range(steps):
-        loss = loss_of(model, batch(shape["columns"], (4, shape["length"]), device, step % 4))
+        inputs = batch(shape["columns"], (4, shape["length"]), device, step % 4)
+        loss = loss_of(model, inputs, inputs["loss_mask"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

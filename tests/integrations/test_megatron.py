@@ -1,6 +1,7 @@
 """Megatron-Core's losses, computed by this package in its real models: loss, gradients and curves of its own."""
 
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
@@ -109,19 +110,27 @@ def _example(rank, group):
         sys.path.remove(str(SCRIPTS))
     device = device_of(rank, group)
     shape = {"columns": 64, "width": 16, "heads": 2, "length": 8}
+    ranks = bench.Ranks(rank, 2, group, device.type)
+    providers = {name: options for name, options in bench.PROVIDERS.items() if not name.endswith("fused")}
+    own_losses = partial(patch.object, bench, "PROVIDERS", providers)
     with stubs.megatron_ranks(rank, group, 2):
         curves = example.compare(4, device, shape, use_cpu_initialization=True)
         model = example.build(**shape, use_cpu_initialization=True)
-        ranks = bench.Ranks(rank, 2, group, device.type)
-        with patch.object(bench, "PROVIDERS", {n: o for n, o in bench.PROVIDERS.items() if not n.endswith("fused")}):
-            return curves, bench.measure(model, 2, shape, ranks, 1)
+        with own_losses():
+            cases = [bench.measure(model, case, shape, ranks, 1) for case in (bench.Case(2), bench.Case(2, False))]
+    with stubs.megatron_ranks(rank, group, 1):
+        model = example.build(**shape, use_cpu_initialization=True)
+        # The optimizer needs a GPU.
+        with own_losses(), patch.object(bench, "get_megatron_optimizer"):
+            return curves, [*cases, bench.measure(model, bench.Case(2, overlaps=True), shape, ranks, 1)]
 
 
 @in_ranks((2,), (), ())
 def test_the_example_and_the_benchmark(rank_pool, impl):
     """Megatron's fused loss is left out: its compilation takes longer than all of this."""
-    curves, case = rank_pool.run(_example)[0]
+    curves, cases = rank_pool.run(_example)[0]
     for kind in ("logits", "linear"):
         torch.testing.assert_close(curves[kind], curves["native"], rtol=2e-3, atol=0)
-    assert [result["provider"] for result in case["results"]][1:] == list(OURS)
-    torch.testing.assert_close(*[result["loss"] for result in case["results"][::2]], rtol=1e-3, atol=0)
+    for case in cases:
+        assert [result["provider"] for result in case["results"]][1:] == list(OURS)
+        torch.testing.assert_close(*[result["loss"] for result in case["results"][::2]], rtol=1e-3, atol=0)
