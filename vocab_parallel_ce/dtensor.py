@@ -14,9 +14,9 @@ from vocab_parallel_ce.shard import VocabShard
 PROCESS_GROUP: Any = dist.ProcessGroup if dist.is_available() else ()
 
 
-def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor, without importing DTensor."""
-    return hasattr(tensor, "placements")
+def is_dtensor(value: Any) -> bool:
+    """Return whether ``value`` is a DTensor, without importing DTensor."""
+    return isinstance(value, Tensor) and hasattr(value, "placements")  # Dynamo cannot ask a group for an attribute
 
 
 def process_group_of(group: Any) -> Any:

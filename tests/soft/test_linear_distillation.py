@@ -138,7 +138,7 @@ def given_of(pair):
 
 
 def _in_rank(rank, group, pair, impl, device=None):
-    """``(loss, gradients, collectives)`` with this rank's rows of both heads; the padding is large."""
+    """``(loss, gradients, collectives, device)`` with this rank's rows of both heads; the padding is large."""
     n_ranks, device = (1, device) if group is None else (group.size(), device_of(rank, group))
     made, labels, options = given_of(pair)
     start, stop = BOUNDS[pair["columns"]].get(n_ranks, even(COLUMNS // n_ranks, n_ranks))[rank]
@@ -157,7 +157,7 @@ def _in_rank(rank, group, pair, impl, device=None):
     with pytest.raises(RuntimeError, match="second time|second backward|backward through the graph"):
         loss.backward(torch.ones_like(loss))
     grads = [own[n].grad for n in NAMES if n.startswith("student") and n in own]
-    return loss, grads, [call.name for call in calls + in_backward]
+    return loss, grads, [call.name for call in calls + in_backward], str(device)
 
 
 def is_deferred(pair):
@@ -167,7 +167,7 @@ def is_deferred(pair):
 
 def n_chunks_of(pair, labels, device):
     """On a CPU, ignored tokens are left out."""
-    is_left_out = pair["hard"] is not None and device.type == "cpu"
+    is_left_out = pair["hard"] is not None and device == "cpu"
     n_rows = int((labels != pair["ignore_index"]).sum()) if is_left_out else TOKENS
     return 1 if pair["chunk_tokens"] == "auto" else -(-n_rows // pair["chunk_tokens"])
 
@@ -176,17 +176,17 @@ def check_pair(pair, results):
     made, labels, options = given_of(pair)
     masked, n_ranks = pair["hard"] is not None, len(results)
     bounds = BOUNDS[pair["columns"]].get(n_ranks, even(COLUMNS // n_ranks, n_ranks))
-    hidden = [grads[0] for _, grads, _ in results]
+    hidden = [grads[0] for _, grads, *_ in results]
     if pair["reduce_hidden_grad"]:
         assert all(torch.equal(grad, hidden[0]) for grad in hidden)
-    parts = zip(*(grads[1:] for _, grads, _ in results), strict=True)
+    parts = zip(*(grads[1:] for _, grads, *_ in results), strict=True)
     of_head = [assembled(bounds, part, COLUMNS) for part in parts]
     grads = [hidden[0] if pair["reduce_hidden_grad"] else sum(hidden[1:], start=hidden[0]), *of_head]
     roundings = 2 - is_deferred(pair)  # backward multiplies what forward has written
     check(results[0][0], grads, made, labels, roundings, masked=masked, bounds=bounds, **options)
-    for loss, _, calls in results:
+    for loss, _, calls, device in results:
         assert torch.equal(loss, results[0][0])
-        n_chunks = 0 if n_ranks == 1 else n_chunks_of(pair, labels, loss.device)
+        n_chunks = 0 if n_ranks == 1 else n_chunks_of(pair, labels, device)
         n_gathers = 2 * n_chunks if options.get("divergence") == "js" else n_chunks
         if is_deferred(pair) and options.get("divergence") != "js":
             n_gathers = min(n_chunks, 1)  # of all chunks
