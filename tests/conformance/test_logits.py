@@ -2,14 +2,14 @@
 
 import torch
 
-from tests.conformance.widths import PLACE, WEIGHTING, class_weight, columns_of, each, made_of, placed, rows_of
+from tests.conformance.widths import HARD, PLACE, WEIGHTING, class_weight, columns_of, each, made_of, placed, rows_of
 from tests.support import oracle
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.logits import (
+    DIVISORS,
     GRADIENTS,
     OUTPUTS,
-    REDUCTIONS,
     SMOOTHING,
     Results,
     assert_right,
@@ -26,7 +26,9 @@ LOSS = covering(
     z_loss=(0.0, 0.02),
     softcap=(None, 10.0),
     logit_scale=(1.0, 0.4),
-    reduction=REDUCTIONS,
+    kind=(*HARD, "times_1000"),
+    ignore_index=(IGNORE_INDEX, 2),
+    divisor=tuple(DIVISORS),
     return_metrics=(False, True),
     gradient=GRADIENTS,
 )
@@ -35,10 +37,10 @@ LOSS = covering(
 @each(LOSS)
 def test_the_loss(impl_device, case):
     (impl, device), (logits, labels), shape = impl_device, made_of(case), rows_of(case)
-    names = ("z_loss", "softcap", "logit_scale", "reduction", "return_metrics", "gradient")
-    options = {name: case[name] for name in names} | SMOOTHING[case["weighting"][0]]
+    names = ("z_loss", "softcap", "logit_scale", "ignore_index", "return_metrics", "gradient")
+    options = {name: case[name] for name in names} | SMOOTHING[case["weighting"][0]] | DIVISORS[case["divisor"]]
     known, given = class_weight(case, device)
-    grad_output = random_grad_output(len(labels)) if case["reduction"] == "none" else torch.tensor(0.75)
+    grad_output = random_grad_output(len(labels)) if case["divisor"] == "none" else torch.tensor(0.75)
     leaf, x = placed(logits, case, device)
     ways = {"impl": impl, "vocab_size": columns_of(case)[0]}
     outputs = flat_outputs(vocab_parallel_cross_entropy(x, labels.view(shape).to(device), **options, **given, **ways))
@@ -49,6 +51,7 @@ def test_the_loss(impl_device, case):
 
 LOG_PROBS = covering(
     **PLACE,
+    kind=HARD[:2],
     temperature=(1.0, 0.7, "tokens"),
     softcap=(None, 10.0),
     logit_scale=(1.0, 0.4),

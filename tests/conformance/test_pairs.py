@@ -2,7 +2,18 @@
 
 import torch
 
-from tests.conformance.widths import PLACE, WEIGHTING, beside, class_weight, columns_of, each, made_of, placed, rows_of
+from tests.conformance.widths import (
+    HARD,
+    PLACE,
+    WEIGHTING,
+    beside,
+    class_weight,
+    columns_of,
+    each,
+    made_of,
+    placed,
+    rows_of,
+)
 from tests.support.inputs import DTYPES, NEG_INF
 from tests.support.logits import REDUCTIONS
 from tests.support.pairs import covering
@@ -38,6 +49,7 @@ def check(impl_device, case, made, others=(), **given):
 
 SOFT = covering(
     **PLACE,
+    kind=HARD,
     **OTHER,
     weighting=tuple(each for each in WEIGHTING if each[0] != "megatron"),
     z_loss=(0.0, 0.02),
@@ -64,7 +76,8 @@ DISTILLATION = covering(
     **OTHER,
     other_padding=(False, True),
     # Without labels, with them, and an excluded one; each kernel has code for both.
-    kind=tuple((divergence, hard) for divergence in DIVERGENCES for hard in (None, 0.0, 0.3)),
+    loss=tuple((divergence, hard) for divergence in (*DIVERGENCES, "js 0.2") for hard in (None, 0.0, 0.3)),
+    kind=HARD,
     is_excluded=(False, True),
     temperature=(1.0, 2.5),
     **WAYS,
@@ -76,16 +89,19 @@ def test_distillation(impl_device, case):
     logits, labels = made_of(case)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
     teacher = (noise * 3 + logits.float() * 0.3).to(case["other_dtype"])
-    (divergence, hard) = case["kind"]
+    (divergence, _, beta), hard = case["loss"][0].partition(" "), case["loss"][1]
     if case["is_excluded"]:  # the hard loss is infinite, the gradient is not
         logits[1, 0] = teacher[1, 0] = NEG_INF
     options = {"divergence": divergence, "temperature": case["temperature"]} | ({"hard_weight": hard} if hard else {})
+    options |= {"beta": 0.2} if beta else {}
     ways = {name: case[name] for name in WAYS}
     made = Case(distillation_loss, divergences, logits, teacher, options, ways, None if hard is None else labels)
     check(impl_device, case, made, [beside(teacher, case, impl_device[1])])
 
 
-TOP_K = covering(**PLACE, rest=("ignore", "bucket"), k=(1, 3), has_labels=(False, True), temperature=(1.0, 2.5), **WAYS)
+TOP_K = covering(
+    **PLACE, kind=HARD, rest=("ignore", "bucket"), k=(1, 3), has_labels=(False, True), temperature=(1.0, 2.5), **WAYS
+)
 
 
 @each(TOP_K)

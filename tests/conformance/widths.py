@@ -26,6 +26,7 @@ PLACE = {
     "layout": ("dense", "off a boundary", "three levels"),
     "padding": (0, 5, "in a vector"),
 }
+HARD = ("peaked", "confident", "far_negative")  # rows of tests/support/inputs.py
 # Together, not two factors: their kernels have code of their own.
 WEIGHTING = tuple((smoothing, form) for smoothing in SMOOTHING for form in (None, "whole", "columns"))
 
@@ -54,8 +55,8 @@ def rows_of(case: dict[str, Any]) -> tuple[int, ...]:
 def made_of(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """``[N, V]`` logits and labels: at both ends, ignored, of a negative weight, and random."""
     rows, vocab_size = torch.Size(rows_of(case)).numel(), columns_of(case)[0]
-    logits, labels = broad_rows("peaked", rows, vocab_size, dtype=case["dtype"])
-    labels[:4] = torch.tensor([vocab_size - 1, 0, IGNORE_INDEX, vocab_size // 4])
+    logits, labels = broad_rows(case.get("kind", "peaked"), rows, vocab_size, dtype=case["dtype"])
+    labels[:4] = torch.tensor([vocab_size - 1, 0, case.get("ignore_index", IGNORE_INDEX), vocab_size // 4])
     return logits, labels
 
 

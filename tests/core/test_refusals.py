@@ -281,6 +281,9 @@ def test_caches_are_bounded_and_a_call_like_one_before_is_found_in_them():
 
     for cache in of_calls:  # earlier tests may have filled them
         cache.cache_clear()
+    vocab_parallel_cross_entropy(*CALL, z_loss=1)
+    with pytest.raises(TypeError, match="^z_loss: "):  # equal to 1, and no number
+        vocab_parallel_cross_entropy(*CALL, z_loss=True)
     vocab_parallel_cross_entropy(*CALL, z_loss=0.1)
     before = entries()
     for step in range(3):

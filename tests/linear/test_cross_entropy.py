@@ -26,16 +26,6 @@ from tests.support.pairs import covering
 from vocab_parallel_ce import linear_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
-HARD = covering(kind=linear.LINEAR_KINDS, dtype=DTYPES, way=tuple(WAYS), bias=(False, True), chunk=("auto", 2))
-
-
-@pytest.mark.quick(2)
-@pytest.mark.interpreted(4)
-@pytest.mark.parametrize("case", HARD, ids=lambda case: f"{case['kind']}-{case['way']}")
-def test_hard_rows_of_every_dtype(impl_device, case):
-    way = WAYS[case["way"]]
-    inputs = linear.projection(case["kind"], dtype=case["dtype"], bias=case["bias"])
-    check(impl_device, inputs, grad_output_of(way), chunk_tokens=case["chunk"], **way)
 
 
 @pytest.mark.parametrize("chunk", ["auto", 4])

@@ -1,4 +1,4 @@
-"""fp64 logits: plain PyTorch, fp64 from the statistics to the gradient. ``tests/arrays`` has them on ranks."""
+"""fp64 logits: plain PyTorch, fp64 from the statistics to the gradient. Random calls have them on ranks."""
 
 import pytest
 import torch

@@ -240,3 +240,15 @@ def test_a_backward_that_needs_nothing_of_the_loss_looks_at_nothing(impl_device)
     before = case.source.grad.clone()
     loss.backward(case.grad_output(loss))
     assert len(n_backwards) == 2 and torch.equal(case.source.grad, before)
+
+
+@pytest.mark.interpreted(2)
+@pytest.mark.parametrize("gradient", ("in_forward", "in_backward"))
+def test_a_saved_value_that_a_gradient_has_replaced_is_refused(impl_device, gradient):
+    """A kernel writes without a trace that autograd sees. The exponential's own backward needs its result."""
+    made = batch("peaked", rows=3, vocab_size=16)
+    logits = made.logits.to(impl_device[1]).requires_grad_().exp()
+    total, labels = logits.sum(), made.labels.to(impl_device[1])
+    loss = vocab_parallel_cross_entropy(logits, labels, gradient=gradient, impl=impl_device[0])
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        (total if gradient == "in_forward" else loss).backward()

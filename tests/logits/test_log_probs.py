@@ -8,9 +8,8 @@ import torch
 
 from tests.support import logits as of_logits
 from tests.support.budget import assert_within_budget
-from tests.support.inputs import DTYPES, IGNORE_INDEX, KINDS, batch, grad_output_layouts
+from tests.support.inputs import IGNORE_INDEX, batch, grad_output_layouts
 from tests.support.logits import COLUMNS, ROWS, broad_rows, random_grad_output
-from tests.support.pairs import covering
 from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
 
 GRADIENTS = ("in_backward", "out_of_place")
@@ -29,27 +28,6 @@ run = partial(of_logits.run, function=token_log_probs, entropy=True)
 def _grad_outputs(rows=ROWS, used="both"):
     first, second = random_grad_output(rows), random_grad_output(rows, seed=1)
     return {"both": (first, second), "log_probs": (first, None), "entropy": (None, second)}[used]
-
-
-CASES = covering(
-    kind=tuple(KINDS),
-    dtype=DTYPES,
-    transform=tuple(TRANSFORMS),
-    used=("both", "log_probs", "entropy"),
-    gradient=GRADIENTS,
-    padding=(0, 1, 11),
-)
-
-
-@pytest.mark.quick(3)
-@pytest.mark.interpreted(8)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['kind']}-{case['transform']}-{case['used']}")
-def test_every_pair_of_what_a_call_can_be(impl_device, case):
-    """Gaps above 100, excluded columns, ignored rows. The cap comes before the temperature."""
-    rows = 9 if case["kind"] == "mixture" else ROWS
-    made = broad_rows(case["kind"], rows, dtype=case["dtype"])
-    options = {"gradient": case["gradient"], "padding": case["padding"], **TRANSFORMS[case["transform"]]}
-    check(impl_device, *made, *_grad_outputs(rows, case["used"]), **options)
 
 
 def test_grad_outputs_of_every_layout(impl_device):

@@ -1,5 +1,7 @@
 """Loss and gradient through the public function: shapes, labels, grad_outputs, and what callers do."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -52,7 +54,7 @@ def test_one_column(impl_device):
         assert loss.item() == 0.0 and torch.equal(leaf.grad.cpu(), torch.zeros(4, 1))
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (1, 4), (4, 1)])
+@pytest.mark.parametrize("shape", [(5,), (2, 3), (1, 4), (4, 1)])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_labels_of_every_layout_and_width(impl_device, reduction, shape):
     """Shifted labels are not evenly spaced, nor on a 16-byte boundary; a size of 1 has any stride."""
@@ -109,9 +111,12 @@ def test_all_ignored_is_0_finite_and_attached(impl_device, reduction):
 
 
 @pytest.mark.interpreted(3)
-@pytest.mark.parametrize("label", [COLUMNS, -1, 2**31 - 1, -(2**31)])
-@pytest.mark.parametrize("label_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(
+    ("label", "label_dtype"),
+    [*product((COLUMNS, -1, 2**31 - 1, -(2**31)), (torch.int64, torch.int32)), (2**32 + 3, torch.int64)],
+)
 def test_a_label_outside_the_vocabulary_is_nan(impl_device, label, label_dtype):
+    """In int32, the last one would be 3."""
     logits, labels = batch("peaked", rows=5, vocab_size=COLUMNS)
     labels[1] = label
     for gradient in GRADIENTS:

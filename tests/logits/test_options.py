@@ -1,52 +1,15 @@
-"""Every option of the loss alone: loss and gradient are the oracle's. tests/arrays has every pair of options."""
+"""What options have beside the numbers of ``tests/conformance``: padding, divisors, and values that change nothing."""
 
 import pytest
 import torch
 
 from tests.support.budget import assert_within_budget
-from tests.support.inputs import DTYPES, IGNORE_INDEX, KINDS, batch
-from tests.support.logits import (
-    COLUMNS,
-    EVERY,
-    GRADIENTS,
-    REDUCTIONS,
-    ROWS,
-    SMOOTHING,
-    Results,
-    assert_right,
-    broad_rows,
-    check,
-    random_grad_output,
-    run,
-)
+from tests.support.inputs import IGNORE_INDEX, batch
+from tests.support.logits import COLUMNS, EVERY, GRADIENTS, REDUCTIONS, Results, assert_right, broad_rows, check, run
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from tests.support.pairs import covering
 from vocab_parallel_ce import VocabShard
 
 NAN, INF = float("nan"), float("inf")
-OPTIONS = {
-    "plain": {},
-    "torch": SMOOTHING["torch"],
-    "megatron": SMOOTHING["megatron"],
-    "z_loss": {"z_loss": 0.02},
-    "softcap": {"softcap": 10.0},
-    "logit_scale": {"logit_scale": 0.4},
-    "full smoothing": {"label_smoothing": 1},
-}
-
-
-HARD = covering(option=tuple(OPTIONS), kind=tuple(KINDS), dtype=DTYPES, reduction=REDUCTIONS, gradient=GRADIENTS)
-
-
-@pytest.mark.quick(7)
-@pytest.mark.interpreted(8)
-@pytest.mark.parametrize("case", HARD, ids=lambda case: f"{case['option']}-{case['kind']}")
-def test_each_option_on_hard_rows_of_every_dtype(impl_device, case):
-    rows = 9 if case["kind"] == "mixture" else ROWS
-    made = broad_rows(case["kind"], rows, dtype=case["dtype"])
-    grad_output = random_grad_output(rows) if case["reduction"] == "none" else torch.tensor(0.75)
-    ways = {"reduction": case["reduction"], "gradient": case["gradient"]}
-    check(impl_device, *made, grad_output, **ways, **OPTIONS[case["option"]])
 
 
 def test_options_given_at_their_off_values_change_no_bit(impl_device):

@@ -1,5 +1,6 @@
 """TransformerEngine's names: the same loss, its gradient where TransformerEngine writes it, refusals."""
 
+import math
 import warnings
 
 import pytest
@@ -126,3 +127,14 @@ def test_the_second_step_refuses_what_it_cannot_scale_by(grad_output, error, mes
     with pytest.raises(error, match=f"^{message}"):
         vp.cross_entropy_backward(gradient, grad_output)
     assert torch.equal(gradient, before) and gradient._version == version
+
+
+@pytest.mark.reference
+def test_a_mean_of_fp16_keeps_gradients_that_only_a_loss_scale_makes_large_enough():
+    """Written in forward, exp(-16) / 4 would be 0 in fp16."""
+    leaf = torch.zeros(4, 16, dtype=torch.float16)
+    leaf[:, 0] = 16
+    leaf.requires_grad_()
+    loss = vp.parallel_cross_entropy(leaf * 1, torch.zeros(4, dtype=torch.int64), reduce_loss=True)
+    (loss * 2.0**16).backward()
+    torch.testing.assert_close(leaf.grad[:, 1:], torch.full((4, 15), 2.0**14 * math.exp(-16)).half())

@@ -8,10 +8,9 @@ import torch
 from tests.support import linear
 from tests.support import logits as of_logits
 from tests.support.gpu import assert_host_never_waits
-from tests.support.inputs import DTYPES, IGNORE_INDEX
+from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import linear_every_output, projection
 from tests.support.logits import OUTPUTS, ROWS, broad_rows, every_output, grads_of_every_output
-from tests.support.pairs import covering
 from vocab_parallel_ce import linear_token_log_probs, token_log_probs
 
 NAN, INF = float("nan"), float("inf")
@@ -31,48 +30,6 @@ def check(module, impl_device, made, grads, temperature, **options):
     grad = {"grad": results.grad[:, : made[0].shape[-1]]} if module is of_logits else {}
     module.assert_right(results._replace(**grad), *made, *grads, temperature=temperature, **of_oracle)
     return results
-
-
-CASES = covering(
-    kind=("peaked", "confident", "some_ignored", "excluded_columns", "times_1000"),
-    dtype=DTYPES,
-    transform=tuple(TRANSFORMS),
-    form=tuple(FORMS),
-    used=("all", 0, 1, 3),
-    gradient=("in_backward", "out_of_place"),
-    padding=(0, 11),
-)
-
-
-@pytest.mark.quick(3)
-@pytest.mark.interpreted(6)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['kind']}-{case['transform']}-{case['form']}")
-def test_every_pair_of_what_a_call_can_be(impl_device, case):
-    made = broad_rows(case["kind"], dtype=case["dtype"])
-    options = {"gradient": case["gradient"], "padding": case["padding"], **TRANSFORMS[case["transform"]]}
-    grads = grads_of_every_output(ROWS, case["used"])
-    check(of_logits, impl_device, made, grads, temperatures(case["form"]), function=every_output, **options)
-
-
-LINEAR_CASES = covering(
-    kind=("peaked", "some_ignored"),
-    dtype=DTYPES,
-    transform=tuple(TRANSFORMS),
-    form=("tokens", "one"),
-    chunk_tokens=(2, 100),
-    valid_tokens=(None, linear.ROWS, 100),
-    logits_dtype=(None, torch.float32),
-)
-
-
-@pytest.mark.interpreted(3)
-@pytest.mark.parametrize("case", LINEAR_CASES, ids=lambda case: f"{case['kind']}-{case['transform']}-{case['form']}")
-def test_every_pair_of_a_heads_call(impl_device, case):
-    inputs = projection(case["kind"], dtype=case["dtype"])
-    options = {name: case[name] for name in ("chunk_tokens", "valid_tokens", "logits_dtype")}
-    grads = grads_of_every_output(linear.ROWS)
-    given = {"function": linear_every_output, **options, **TRANSFORMS[case["transform"]]}
-    check(linear, impl_device, (inputs,), grads, temperatures(case["form"], linear.ROWS), **given)
 
 
 def test_few_valid_tokens_have_their_own_temperatures(impl_device):

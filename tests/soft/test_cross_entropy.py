@@ -6,14 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.inputs import DTYPES, batch
-from tests.support.layouts import logits_layouts
+from tests.support.inputs import batch
 from tests.support.logits import broad_rows
 from tests.support.logits_ranks import even
-from tests.support.pairs import covering
-from tests.support.ranks import in_several_ranks, in_two_ranks
-from tests.support.soft import Case, check, check_ranks, rank_bounds, run_in_rank, soft_losses, soft_targets
-from tests.support.weights import WEIGHTS, class_weight, weights
+from tests.support.ranks import in_two_ranks
+from tests.support.soft import Case, check_ranks, run_in_rank, soft_losses, soft_targets
+from tests.support.weights import weights
 from vocab_parallel_ce import soft_cross_entropy, verify_calls, vocab_parallel_cross_entropy
 from vocab_parallel_ce.losses.targets import TARGETS, Targets
 from vocab_parallel_ce.shard import VocabShard
@@ -22,13 +20,6 @@ from vocab_parallel_ce.spec import LossOptions
 NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS = 5, 43
 EVERY = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 10.0, "logit_scale": 0.4}
-DIVISORS = {
-    "mean": {"reduction": "mean"},
-    "none": {"reduction": "none"},
-    "sum": {"reduction": "sum"},
-    "items": {"reduction": "sum", "num_items": torch.tensor(6.5)},
-    "mean / int": {"num_items": 7},
-}
 
 
 def case_of(kind="peaked", dtype=torch.float32, target_dtype=torch.float32, columns=COLUMNS, options=None, **ways):
@@ -69,73 +60,6 @@ def test_the_worked_example_of_the_kernels(impl_device):
     loss.backward()
     torch.testing.assert_close(loss.cpu(), torch.tensor(0.9076060))
     torch.testing.assert_close(leaf.grad.cpu(), torch.tensor([[0.0900306, 0.1652410, -0.2552715]]))
-
-
-PAIRS = covering(
-    divisor=tuple(DIVISORS),
-    label_smoothing=(0.0, 0.1),
-    z_loss=(0.0, 0.02),
-    softcap=(None, 10.0),
-    logit_scale=(1.0, 0.4),
-    padding=((0, 0), (5, 5)),
-    kind=("peaked", "far_negative", "shard_edges", "confident"),
-    gradient=("in_forward", "in_backward", "out_of_place"),
-    dtype=DTYPES,
-    target_dtype=(torch.float32, torch.bfloat16, torch.float64, torch.float16),
-    weights=(None, *WEIGHTS),
-)
-
-
-EACH = pytest.mark.parametrize("pair", PAIRS, ids=map(str, range(len(PAIRS))))
-
-
-def case_of_pair(pair):
-    own, form = class_weight(pair["weights"], COLUMNS)
-    options = {name: pair[name] for name in EVERY} | own
-    ways = {**DIVISORS[pair["divisor"]], "gradient": pair["gradient"]}
-    made = case_of(pair["kind"], pair["dtype"], pair["target_dtype"], options=options, **ways)
-    return made._replace(padding=pair["padding"], weight_form=form)
-
-
-@pytest.mark.quick(3)
-@pytest.mark.interpreted(6)
-@EACH
-def test_every_pair_of_options_on_together(impl_device, pair):
-    check(impl_device, case_of_pair(pair))
-
-
-@pytest.mark.quick(3)
-@pytest.mark.interpreted(3)
-@EACH
-@in_several_ranks
-def test_every_pair_on_ranks(rank_pool, impl, pair):
-    case = case_of_pair(pair)
-    bounds = rank_bounds(case, rank_pool.world_size)
-    results = rank_pool.run(run_in_rank, case, impl, bounds)
-    check_ranks(case, results, bounds, [16])
-
-
-@pytest.mark.interpreted(3)
-@pytest.mark.parametrize("columns", (1, 7, 64, 128, 257, 4099))
-@pytest.mark.parametrize("dtypes", ((torch.float32,) * 2, (torch.bfloat16, torch.float32)), ids=("fp32", "bf16"))
-def test_every_width(impl_device, columns, dtypes):
-    own = {**EVERY, "class_weight": weights(columns)}
-    for options in (EVERY, own):
-        check(impl_device, case_of("peaked", *dtypes, columns, options, reduction="none"))
-
-
-@pytest.mark.parametrize("columns", (24, 64))
-def test_every_layout_of_both_tensors(impl_device, columns):
-    """Rows of the two that begin at different positions of a line, too."""
-    impl, device = impl_device
-    for index, layout in enumerate(logits_layouts(columns, device=device)):
-        values = layout.view.cpu().contiguous()
-        targets = soft_targets(values.view(-1, columns)).view(values.shape)
-        off = index % 3
-        storage = torch.full((targets.numel() + off,), NAN, device=device)
-        given = layout.view, storage[off:].view(targets.shape).copy_(targets)
-        loss = soft_cross_entropy(*given, reduction="none", impl=impl)
-        torch.testing.assert_close(loss.cpu(), soft_losses(values.double(), targets).float())
 
 
 def test_a_layout_the_kernels_walk_and_one_they_do_not(impl_device):

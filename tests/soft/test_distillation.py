@@ -4,23 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.inputs import DTYPES, IGNORE_INDEX
+from tests.support.inputs import IGNORE_INDEX
 from tests.support.logits import broad_rows
-from tests.support.pairs import covering
-from tests.support.ranks import in_several_ranks
-from tests.support.soft import Case, check, check_ranks, divergences, rank_bounds, run_in_rank
+from tests.support.ranks_in_turn import in_turn
+from tests.support.soft import Case, divergences
 from vocab_parallel_ce import VocabShard, distillation_loss, vocab_parallel_cross_entropy
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, DIVERGENCES, DivergenceOptions, Teacher
 
 NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS = 5, 43
-DIVISORS = {
-    "mean": {"reduction": "mean"},
-    "none": {"reduction": "none"},
-    "sum": {"reduction": "sum"},
-    "items": {"reduction": "sum", "num_items": torch.tensor(6.5)},
-    "mean / int": {"num_items": 7},
-}
 
 
 def case_of(
@@ -97,66 +89,6 @@ def test_the_worked_examples_of_the_kernels(impl_device, divergence, expected):
         torch.testing.assert_close(leaf.grad.cpu(), torch.tensor([[-0.3807971, 0.3807971]]))
 
 
-PAIRS = covering(
-    divergence=(*DIVERGENCES, "js 0.2"),
-    divisor=tuple(DIVISORS),
-    temperature=(1.0, 2.5),
-    hard=(None, 0.0, 0.3),  # None: without labels
-    padding=((0, 0), (5, 5), (0, 13), (21, 2)),
-    kind=("peaked", "far_negative", "shard_edges"),
-    gradient=("in_forward", "in_backward", "out_of_place"),
-    dtype=DTYPES,
-    teacher_dtype=DTYPES,
-    ignore_index=(IGNORE_INDEX, 5),
-)
-
-
-EACH = pytest.mark.parametrize("pair", PAIRS, ids=map(str, range(len(PAIRS))))
-
-
-def case_of_pair(pair):
-    divergence, _, beta = pair["divergence"].partition(" ")
-    options = {"divergence": divergence, "temperature": pair["temperature"]} | ({"beta": 0.2} if beta else {})
-    options |= {"hard_weight": pair["hard"]} if pair["hard"] else {}
-    ways = {**DIVISORS[pair["divisor"]], "gradient": pair["gradient"]}
-    labels = pair["hard"] is not None
-    made = case_of(pair["kind"], pair["dtype"], pair["teacher_dtype"], labels=labels, options=options, **ways)
-    if labels:
-        options["ignore_index"] = pair["ignore_index"]
-        made.labels[2] = pair["ignore_index"]
-        made.logits[2], made.other[2] = NAN, NAN  # an ignored row
-        clean = made._replace(logits=made.logits.nan_to_num(0.0), other=made.other.nan_to_num(0.0))
-        made = made._replace(oracle=clean)
-    return made._replace(padding=pair["padding"])
-
-
-@pytest.mark.quick(3)
-@pytest.mark.interpreted(8)
-@EACH
-def test_every_pair_of_options_on_together(impl_device, pair):
-    check(impl_device, case_of_pair(pair))
-
-
-@pytest.mark.quick(3)
-@pytest.mark.interpreted(4)
-@EACH
-@in_several_ranks
-def test_every_pair_on_ranks(rank_pool, impl, pair):
-    case = case_of_pair(pair)
-    bounds = rank_bounds(case, rank_pool.world_size)
-    of_hard = 8 if pair["hard"] else 0
-    sent = [16 + of_hard, 8] if pair["divergence"].startswith("js") else [20 + of_hard]
-    check_ranks(case, rank_pool.run(run_in_rank, case, impl, bounds), bounds, sent)
-
-
-@pytest.mark.interpreted(3)
-@pytest.mark.parametrize("columns", (1, 7, 64, 257, 4099))
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_every_width(impl_device, columns, divergence):
-    options = {"divergence": divergence, "temperature": 0.7, "hard_weight": 0.5}
-    check(impl_device, case_of("peaked", torch.bfloat16, None, columns, True, options, reduction="none"))
-
-
 @pytest.mark.interpreted(3)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_edge_rows(impl_device, divergence):
@@ -209,7 +141,7 @@ def test_columns_masked_by_the_least_finite_number(impl_device, divergence):
 
 @pytest.mark.parametrize("divergence", ("forward", "reverse"))
 def test_an_infinite_divergence_stays_so_beside_a_larger_logit(impl_device, divergence):
-    """Of the same lane or another, later or earlier, also if the first term is nothing beside it: 0 * infinity."""
+    """Of the same lane or rank or another, earlier or later, also if its first term is nothing beside it: 0 * inf."""
     impl, device = impl_device
     student, teacher = torch.zeros(2, 6, 300)
     weighing, other = (teacher, student) if divergence == "forward" else (student, teacher)
@@ -218,7 +150,15 @@ def test_an_infinite_divergence_stays_so_beside_a_larger_logit(impl_device, dive
         weighing[row, column] = 200.0
     weighing[4, 258], other[4, 258], other[5, 258] = 200.0, 200.0, 200.0
     ways = {"divergence": divergence, "reduction": "none", "impl": impl}
-    assert distillation_loss(student.to(device), teacher.to(device), **ways).tolist() == [INF] * 6
+    for n in (1, 2, 3):
+
+        def of_rank(rank, group, n=n):
+            columns = slice(100 * rank * 3 // n, 100 * (rank + 1) * 3 // n)
+            return distillation_loss(
+                student[:, columns].to(device), teacher[:, columns].to(device), group=group, **ways
+            )
+
+        assert [loss.tolist() for loss in in_turn(n, of_rank)] == [[INF] * 6] * n
 
 
 def test_the_mixture_of_probabilities_that_are_almost_0(impl_device):

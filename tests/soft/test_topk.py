@@ -5,11 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support.inputs import DTYPES, IGNORE_INDEX
+from tests.support.inputs import IGNORE_INDEX
 from tests.support.logits import broad_rows
-from tests.support.pairs import covering
-from tests.support.ranks import in_several_ranks
-from tests.support.soft import Case, check, check_ranks, rank_bounds, run_in_rank, topk_losses
+from tests.support.soft import Case, check, topk_losses
 from vocab_parallel_ce import distillation_loss, linear_distillation_loss, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
@@ -31,47 +29,6 @@ def case_of(kind="peaked", dtype=torch.float32, columns=COLUMNS, labels=False, k
     options = {"teacher_ids": ids, "teacher_log_probs": log_probs, **(options or {})}
     given = made.labels.clone().index_fill_(0, torch.tensor([2]), IGNORE_INDEX) if labels else None
     return Case(topk_loss, topk_losses, made.logits, made.logits, options, ways, given)
-
-
-PAIRS = covering(
-    rest=("ignore", "bucket"),
-    temperature=(1.0, 2.5),
-    labels=(False, True),
-    padding=((0, 0), (5, 5)),
-    kind=("peaked", "far_negative", "shard_edges"),
-    k=(1, 6),
-    way=("mean", "none", "items"),
-    gradient=("in_backward", "out_of_place"),
-    dtype=DTYPES,
-)
-WAYS = {"mean": {}, "none": {"reduction": "none"}, "items": {"reduction": "sum", "num_items": 7}}
-EACH = pytest.mark.parametrize("pair", PAIRS, ids=map(str, range(len(PAIRS))))
-
-
-def case_of_pair(pair):
-    options = {"rest": pair["rest"], "temperature": pair["temperature"]}
-    ways = {**WAYS[pair["way"]], "gradient": pair["gradient"]}
-    made = case_of(pair["kind"], pair["dtype"], labels=pair["labels"], k=pair["k"], options=options, **ways)
-    return made._replace(padding=pair["padding"])
-
-
-@pytest.mark.quick(3)
-@pytest.mark.interpreted(4)
-@EACH
-def test_every_pair_of_options_on_together(impl_device, pair):
-    device = impl_device[1]
-    function = partial(_on, device) if device != "cpu" else topk_loss
-    check(impl_device, case_of_pair(pair)._replace(function=function))
-
-
-@pytest.mark.quick(3)
-@pytest.mark.interpreted(3)
-@EACH
-@in_several_ranks
-def test_every_pair_on_ranks(rank_pool, impl, pair):
-    case = case_of_pair(pair)
-    bounds = rank_bounds(case, rank_pool.world_size)
-    check_ranks(case, rank_pool.run(run_in_rank, case, impl, bounds), bounds, [20])
 
 
 def _on(device, student, ignored, **options):

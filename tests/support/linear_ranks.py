@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support import linear
 from tests.support.collectives import Collective
+from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import LEAVES, Projection, Results, assert_right, grad_output_of, padded_weight
 from tests.support.logits_ranks import assembled, assert_same_outputs, even, n_statistics, own_tensors, with_collectives
 from tests.support.ranks import device_of, on_cpu, subgroups
@@ -200,8 +201,8 @@ def check_sent(case: Case, results: Sequence[Result], leaves_out: bool) -> None:
         expected["_allgather_base_"] = (2 - in_forward) * hidden.nbytes // len(results)
         expected["_reduce_scatter_base_"] = hidden.nbytes
     else:
-        n_valid = int((labels != options["ignore_index"]).sum())
-        kept = min(options["valid_tokens"] or (n_valid if leaves_out else kept), kept)
+        n_valid = int((labels != options.get("ignore_index", IGNORE_INDEX)).sum())
+        kept = min(options.get("valid_tokens") or (n_valid if leaves_out else kept), kept)
         expected["allreduce_"] = (
             options.get("reduce_hidden_grad", True) * kept * hidden.shape[-1] * hidden.element_size()
         )

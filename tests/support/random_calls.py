@@ -26,7 +26,9 @@ from tests.support.poison import poisoned_allocations
 from tests.support.random_call import Call
 from tests.support.random_heads import of_head
 from tests.support.random_logits import of_logits
-from tests.support.random_tables import configurations
+from tests.support.random_tables import changes_of, configurations
+
+RANKS = (1, 2, 3)  # of heads; logits have a factor
 
 
 class Where(NamedTuple):
@@ -48,9 +50,14 @@ def name_of(seed: int) -> str:
     return configurations()[seed % len(configurations())][0]
 
 
+def is_head(seed: int) -> bool:
+    return "trains" in configurations()[seed % len(configurations())][1]
+
+
 def run_call(seed: int, where: Where) -> None:
     """Make the call of a seed, and check all that it returns."""
-    call = Call(seed, where.device, where.impl, where.small)
+    of_ranks = {name: value for name, value in changes_of(seed, RANKS).items() if name != "is_module"}
+    call = Call(seed, where.device, where.impl, where.small, of_ranks if is_head(seed) else None)
     (of_head if call.is_head else of_logits)(call)
 
 

@@ -1,5 +1,6 @@
 """Random calls over hidden states and a head."""
 
+import functools
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from tests.support.random_beside import Beside, gradients_of, no_check, teacher_options, with_labels, with_tokens
 from tests.support.random_call import UNITS, WIDTH, Call, assert_near, half_digit
 from tests.support.random_inputs import NEG_INF
+from tests.support.random_logits import alike
 from tests.support.random_public import Given
 from tests.support.random_truth import Numbers, Truth, finite, of_teacher
+from tests.support.ranks_in_turn import in_turn
 
 
 class Head(NamedTuple):
@@ -139,26 +142,70 @@ def ready(call: Call) -> OfHead:
     return OfHead(head, beside, heads, given, trained, is_exact, upstream)
 
 
+def with_parts(call: Call, case: OfHead) -> OfHead:
+    """Give each rank its part of the tokens, if they can be cut into equal ones."""
+    dim, n = len(call.leading) - 1, call.ranks
+    if not call.draw.case.pop("sequence_parallel", False) or call.leading[dim] % n:
+        return case
+    call.draw.case["sequence_parallel"] = True
+    heads = []
+    for rank, (head, given) in enumerate(zip(case.heads, case.given, strict=True)):
+        part = nn.Parameter(head.hidden.detach().chunk(n, dim)[rank], case.trained["hidden"])
+        heads.append(head._replace(hidden=part))
+        given |= {"hidden": part, "sequence_parallel": True, "sequence_dim": dim}
+    return case._replace(heads=heads)
+
+
 def of_head(call: Call) -> None:
-    case = ready(call)
-    (head,), (given,), beside = case.heads, case.given, case.beside
-    logits, rounding = logits_of(head, call.vocab_size).detach(), rounding_of(head, case.is_exact).detach()
-    before = given["main_grad"].clone() if "main_grad" in given else None
-    with case.autocast(call):
-        found = call.invoke(given, None)
-    truth, used, grad = gradients_of(call, beside, logits, rounding, found, case.upstream)
-    torch.autograd.backward([found[name] for name in used], list(used.values()))
+    case = with_parts(call, ready(call))
+    beside, given = case.beside, case.given
+    logits, rounding = logits_of(case.head, call.vocab_size).detach(), rounding_of(case.head, case.is_exact).detach()
+    before = [own["main_grad"].clone() for own in given if "main_grad" in own]
+
+    made: list[tuple[Truth, Numbers, Tensor]] = []  # by the rank that comes first
+
+    def of_rank(rank: int, group: Any) -> Numbers:
+        with case.autocast(call):
+            found = call.invoke(given[rank], group)
+        if not made:
+            made.append(gradients_of(call, beside, logits, rounding, found, case.upstream))
+        used = made[0][1]
+        with torch.autograd.set_multithreading_enabled(False):  # backward may wait for the other ranks' threads
+            torch.autograd.backward([found[name] for name in used], list(used.values()))
+        return found
+
+    found, *others = in_turn(call.ranks, of_rank)
+    truth, used, grad = made[0]
     call.check_outputs(found, truth)
     beside.check(found, logits, rounding)
+    for name in found:
+        assert all(alike(other[name], found[name]) for other in others), f"{name}: differs between the ranks"
     of_product = torch.bfloat16 if call.draw["autocast"] else call.dtype
-    main_grads = None if before is None else (before, given["main_grad"])
-    check_head(call, head, case.trained, grad, truth.of_gradient(used), used, of_product, main_grads)
+    main_grads = (torch.cat(before), torch.cat([own["main_grad"] for own in given])) if before else None
+    check_head(call, case, whole_gradients(call, case), grad, truth.of_gradient(used), used, of_product, main_grads)
+
+
+def whole_gradients(call: Call, case: OfHead) -> Head:
+    """The gradients of the vocabulary, and of all tokens."""
+    of_ranks = [Head(*(None if leaf is None else leaf.grad for leaf in head)) for head in case.heads]
+    hidden = [own.hidden for own in of_ranks]
+    if hidden[0] is None or call.ranks == 1:
+        whole = hidden[0]
+    elif call.draw["sequence_parallel"]:
+        whole = torch.cat(hidden, len(call.leading) - 1)
+    elif call.draw["reduce_hidden_grad"]:
+        whole = hidden[0]
+        assert all(alike(own, whole) for own in hidden), "gradient of hidden: differs between the ranks"
+    else:
+        whole = functools.reduce(torch.add, [own.double() for own in hidden]).to(call.dtype)
+    rows = [[own.weight for own in of_ranks], [own.bias for own in of_ranks]]
+    return Head(whole, *(None if parts[0] is None else torch.cat(parts) for parts in rows))
 
 
 def check_head(
     call: Call,
-    head: Head,
-    trained: dict[str, bool],
+    case: OfHead,
+    found_of: Head,
     grad: Tensor,
     bound: Tensor,
     upstream: Numbers,
@@ -166,7 +213,7 @@ def check_head(
     main_grads: tuple[Tensor, Tensor] | None,  # before and after
 ) -> None:
     """Check the gradients of products of the gradient of the logits, which is rounded to the products' dtype."""
-    valid, flat = call.vocab_size, grad.flatten(0, -2)
+    valid, flat, head, trained = call.vocab_size, grad.flatten(0, -2), case.head, case.trained
     hidden, weight = head.hidden.detach().double().flatten(0, -2), head.weight.detach().double()[:valid]
     unit = UNITS * 2.0**-23
     factor = max((float(value.abs().max()) for value in upstream.values() if value.numel()), default=1.0)
@@ -174,15 +221,15 @@ def check_head(
     least = 2.0**-24 * max(factor, 1.0) / unit if of_product == torch.float16 else 0.0
     of_logits = bound.flatten(0, -2) + finite(flat).abs() * (2 * half + 2) + least
     roundings = 2 if of_product == call.dtype else 3
+    of_sum = finite(flat).abs() * half * (call.ranks - 1)  # each rank rounds its part of the hidden states' gradient
     for name, (truth, of_error) in {
-        "hidden": (flat @ weight, of_logits @ weight.abs()),
+        "hidden": (flat @ weight, (of_logits + of_sum) @ weight.abs()),
         "weight": (flat.t() @ hidden, of_logits.t() @ hidden.abs()),
         "bias": (flat.sum(0), of_logits.sum(0)),
     }.items():
-        leaf = getattr(head, name)
         if not trained.get(name):
             continue
-        found = leaf.grad
+        found = getattr(found_of, name)
         if name == "weight" and main_grads is not None:
             assert found is None, "weight: a gradient beside main_grad"
             main_grad, found = main_grads

@@ -6,6 +6,7 @@ call by ``random_calls``.
 
 import functools
 import itertools
+from collections import Counter
 from typing import Any
 
 import torch
@@ -176,3 +177,29 @@ def configurations() -> list[tuple[str, Case]]:
     arrays.append([(name, {**dict(arrays[list(FACTORS).index(name)])[name], **values}) for name, values in TRIPLES])
     rounds = itertools.zip_longest(*arrays)
     return [each for one_of_each in rounds for each in one_of_each if each is not None]
+
+
+@functools.cache
+def positions() -> list[int]:
+    """How many configurations of the same function and teacher stand before each."""
+    before: Counter[tuple[str, Any]] = Counter()
+    found = []
+    for name, case in configurations():
+        found.append(before[name, case.get("divergence")])
+        before[name, case.get("divergence")] += 1
+    return found
+
+
+def changes_of(seed: int, ranks: tuple[int, ...]) -> Case:
+    """What replaces values of the seed's configuration, for calls on so many ranks in turn."""
+    n, (name, case) = len(configurations()), configurations()[seed % len(configurations())]
+    position = positions()[seed % n] + seed // n
+    n_ranks = 1 if FACTORS[name].get("ranks") == (1,) else ranks[position % len(ranks)]
+    changes: Case = {"ranks": n_ranks}
+    needs_function = case["reduction"] == "none" and case["gradient"] == "in_forward" if "is_module" in case else True
+    if not needs_function:
+        changes["is_module"] = position % 2 == 1
+    may_cut = case.get("reduce_hidden_grad") and not case.get("valid_tokens") and "hard_weight" not in case
+    if n_ranks > 1 and may_cut and "rest" not in case:
+        changes["sequence_parallel"] = True
+    return changes

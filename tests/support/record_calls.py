@@ -43,7 +43,7 @@ from tests.support.poison import poisoned_allocations
 from tests.support.random_call import Call
 from tests.support.random_calls import Where, interpret
 from tests.support.random_public import PUBLIC, Given
-from tests.support.random_tables import FACTORS, Case, configurations
+from tests.support.random_tables import changes_of
 from tests.support.random_truth import Numbers
 from tests.support.ranks_in_turn import in_turn
 
@@ -51,46 +51,6 @@ DIFFERENTIABLE = ("entropy", "log_probs", "loss", "lse", "mean_logit", "sum_sq_p
 SAMPLES = 64  # values of an output that are kept
 LEAST = 1 / 40  # of the calls, for each public function
 Record = dict[str, Any]
-
-
-@functools.cache
-def positions() -> list[int]:
-    """How many configurations of the same function and teacher stand before each."""
-    before: Counter[tuple[str, Any]] = Counter()
-    found = []
-    for name, case in configurations():
-        found.append(before[name, case.get("divergence")])
-        before[name, case.get("divergence")] += 1
-    return found
-
-
-def changes_of(seed: int, ranks: tuple[int, ...]) -> Case:
-    """What replaces values of the seed's configuration."""
-    n, (name, case) = len(configurations()), configurations()[seed % len(configurations())]
-    position = positions()[seed % n] + seed // n
-    n_ranks = 1 if FACTORS[name].get("ranks") == (1,) else ranks[position % len(ranks)]
-    changes: Case = {"ranks": n_ranks}
-    needs_function = case["reduction"] == "none" and case["gradient"] == "in_forward" if "is_module" in case else True
-    if not needs_function:
-        changes["is_module"] = position % 2 == 1
-    may_cut = case.get("reduce_hidden_grad") and not case.get("valid_tokens") and "hard_weight" not in case
-    if n_ranks > 1 and may_cut and "rest" not in case:
-        changes["sequence_parallel"] = True
-    return changes
-
-
-def with_parts(call: Call, case: random_heads.OfHead) -> random_heads.OfHead:
-    """Give each rank its part of the tokens, if they can be cut into equal ones."""
-    dim, n = len(call.leading) - 1, call.ranks
-    if not call.draw.case.pop("sequence_parallel", False) or call.leading[dim] % n:
-        return case
-    call.draw.case["sequence_parallel"] = True
-    heads = []
-    for rank, (head, given) in enumerate(zip(case.heads, case.given, strict=True)):
-        part = torch.nn.Parameter(head.hidden.detach().chunk(n, dim)[rank], case.trained["hidden"])
-        heads.append(head._replace(hidden=part))
-        given |= {"hidden": part, "sequence_parallel": True, "sequence_dim": dim}
-    return case._replace(heads=heads)
 
 
 # ---- one call ---------------------------------------------------------------------------------------------------
@@ -208,7 +168,7 @@ def label_of(call: Call) -> str:
 def record_of(seed: int, where: Where, ranks: tuple[int, ...] = (1, 2, 4)) -> Record:
     """Make the call of a seed, and record it."""
     call = Call(seed, where.device, where.impl, where.small, changes_of(seed, ranks))
-    case = with_parts(call, random_heads.ready(call)) if call.is_head else random_logits.ready(call)
+    case = random_heads.with_parts(call, random_heads.ready(call)) if call.is_head else random_logits.ready(call)
     inputs = [sorted((name, digest(value)) for name, value in given.items()) for given in case.given]
     record = {"function": label_of(call), "ranks": call.ranks, "options": options_of(call), "inputs": digest(inputs)}
     try:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import Collective
 from tests.support.inputs import NAN, NEG_INF, padded_shard
-from tests.support.logits_ranks import assembled, assert_same_outputs, chunked, even, own_tensors, with_collectives
+from tests.support.logits_ranks import assembled, assert_same_outputs, own_tensors, with_collectives
 from tests.support.ranks import device_of
 from vocab_parallel_ce import VocabShard
 
@@ -241,9 +241,3 @@ def check_ranks(case: Case, results: Sequence[RankResult], bounds: Sequence[tupl
         assert [call.name for call in result.in_forward] == ["_allgather_base_"] * len(sent)
         assert [call.nbytes for call in result.in_forward] == [n * case.logits.shape[0] for n in sent]
         assert result.in_backward == []
-
-
-def rank_bounds(case: Case, n_ranks: int) -> list[tuple[int, int]]:
-    """As ``torch.chunk`` cuts, or equal with padding if the case has some."""
-    width = -(-case.logits.shape[-1] // n_ranks) + any(case.padding)
-    return even(width, n_ranks) if any(case.padding) else chunked(case.logits.shape[-1], n_ranks)

@@ -1,0 +1,157 @@
+"""Which tests find small faults of the package: ``faults.txt`` has the faults.
+
+    python -m tests.support.mutations --jobs 2
+    python -m tests.support.mutations --only "z-loss 1 % off" -- tests/conformance -n 0
+    python -m tests.support.mutations --in kernels/ --json found.json -- tests -m cuda -n 0
+
+Each fault is put into a copy of the package and its tests. There pytest runs until the first failure, with the given
+arguments, or with the tests that ``SUITES`` has for the file. On a CPU kernels are interpreted. Exits with 1 if less
+than ``FLOOR`` of the faults are killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PACKAGE, FAULTS = ROOT / "vocab_parallel_ce", Path(__file__).with_name("faults.txt")
+COPIED = ("vocab_parallel_ce", "tests", "scripts", "docs", "README.md", "CONTRIBUTING.md", "pyproject.toml")
+FLOOR = 0.9
+INTERPRETED = "-m interpreter"
+NUMBERS = "tests/conformance/test_logits.py tests/kernels tests/conformance/test_ranks.py tests/test_random_calls.py"
+EDGES = "tests/logits/test_option_edges.py tests/logits/test_losses.py tests/logits/test_options.py tests/logits"
+OF_PAIRS = "tests/conformance/test_pairs.py tests/conformance/test_ranks.py tests/soft tests/test_random_calls.py"
+OF_HEADS = "tests/conformance/test_heads.py tests/linear tests/ranks/test_linear.py tests/test_random_calls.py"
+MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py tests/logits/test_sole_owner.py"
+SUITES = {  # of files that begin so, the first that fits; what finds a fault soonest comes first
+    "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_system.py tests/test_random_calls.py",
+    "kernels/pairs": f"{INTERPRETED} {OF_PAIRS}",
+    "kernels/soft_targets": f"{INTERPRETED} {OF_PAIRS}",
+    "kernels/di": f"{INTERPRETED} {OF_PAIRS}",
+    "kernels/launch": "tests/conformance/test_logits.py tests/kernels tests/test_random_calls.py",
+    "kernels/": f"{INTERPRETED} {NUMBERS} {EDGES}",
+    "losses/labels": f"-m reference tests/conformance {OF_HEADS}",
+    "losses/": f"-m reference {OF_PAIRS}",
+    "reference": f"-m reference {NUMBERS} {EDGES}",
+    "spec": f"-m reference {NUMBERS} tests/core {EDGES}",
+    "linear/": OF_HEADS,
+    "integrations/verl": "tests/integrations/test_verl.py",
+    "integrations/openrlhf": "tests/integrations/test_openrlhf.py",
+    "integrations/nemo": "tests/integrations/test_nemo_rl.py",
+    "integrations/trl": "tests/integrations/test_trl.py",
+    "integrations/megatron": "tests/integrations/test_megatron_calls.py tests/integrations/test_megatron.py",
+    "integrations/torchtitan": "tests/integrations/test_torchtitan.py",
+    "integrations/": "tests/integrations",
+    "shard": "tests/core/test_shard.py tests/ranks/test_options.py",
+    "collectives": "tests/ranks/test_cross_entropy.py tests/ranks/test_linear.py",
+    "verify": "tests/ranks/test_verify.py tests/ranks/test_verify_whole.py",
+    "top": "tests/conformance/test_logits.py tests/logits/test_outputs.py tests/ranks/test_options.py",
+    "shift": "tests/logits/test_shift.py",
+    "operators": "tests/logits/test_compile.py tests/logits/test_compile_edges.py tests/logits/test_operators.py",
+    "te_compat": "tests/logits/test_te_compat.py",
+    "options": f"tests/core tests/logits/test_module_options.py {OF_HEADS}",
+    "cross_entropy": "tests/logits/test_metrics.py tests/conformance/test_logits.py",
+    "": f"{MODES} tests/logits tests/linear tests/core tests/soft tests/ranks",
+}
+
+
+class Fault(NamedTuple):
+    name: str
+    file: str  # in the package
+    old: str
+    new: str
+
+
+class Outcome(NamedTuple):
+    name: str
+    killed_by: str | None  # a test; None: it survived
+    seconds: float
+
+
+def faults() -> Iterator[Fault]:
+    """Read the table: ``# file``, and for each fault its name, ``- `` before old lines and ``+ `` before new ones."""
+    for part in re.split(r"^# ", FAULTS.read_text(encoding="ascii"), flags=re.MULTILINE)[1:]:
+        file, _, others = part.partition("\n")
+        for text in others.strip("\n").split("\n\n"):
+            name, *lines = text.split("\n")
+            old, new = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
+            yield Fault(name, file, old, new)
+
+
+def apply(fault: Fault, package: Path) -> None:
+    """Put a fault into a package, in which its old text occurs once."""
+    path = package / fault.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(fault.old) != 1:
+        raise ValueError(f"{fault.name}: expected its old text once in {fault.file}, got {text.count(fault.old)} times")
+    path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+
+
+def arguments_for(fault: Fault, given: Sequence[str]) -> list[str]:
+    suites = next(suites for beginning, suites in SUITES.items() if fault.file.startswith(beginning))
+    return list(given) or ["-n", "0", *suites.split()]
+
+
+def outcome(fault: Fault, given: Sequence[str], timeout: float) -> Outcome:
+    """Run the tests over a copy with the fault."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            put = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            put(ROOT / name, copy / name)
+        apply(fault, copy / "vocab_parallel_ce")
+        # Compiled kernels are those of this fault; bytecode of equal size and time would be another's.
+        own = {"PYTHONPATH": folder, "TRITON_CACHE_DIR": f"{folder}/triton", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments_for(fault, given)]
+        process = subprocess.Popen(
+            command, cwd=copy, env=os.environ | own, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        try:
+            output = process.communicate(timeout=timeout)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output = process.communicate()[0] + f"\nFAILED no end after {timeout:g} s"
+    if process.returncode not in (0, 1, 2, -9, -11) or "no tests ran" in output:
+        raise RuntimeError(f"{fault.name}: pytest ended with {process.returncode}\n{output[-2000:]}")
+    found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, flags=re.MULTILINE)
+    killer = found[1] if found else "the process" if process.returncode else None
+    return Outcome(fault.name, killer, round(time.monotonic() - start, 1))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="NAME", help="this fault; may be repeated")
+    parser.add_argument("--in", default="", dest="within", metavar="FILE", help="the beginning of the faults' files")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of a fault, which it kills")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
+    given = parser.parse_args()
+    chosen = [f for f in faults() if f.file.startswith(given.within) and f.name in (given.only or [f.name])]
+    outcomes: list[Outcome] = []
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for found in pool.map(lambda fault: outcome(fault, given.pytest, given.timeout), chosen):
+            print(f"{found.seconds:6.1f} s  {found.name}: {found.killed_by or 'SURVIVED'}", flush=True)
+            outcomes.append(found)
+            if given.json is not None:
+                given.json.write_text(json.dumps([each._asdict() for each in outcomes], indent=1) + "\n")
+    killed = sum(found.killed_by is not None for found in outcomes)
+    print(f"{killed} of {len(outcomes)} faults killed")
+    return int(killed < FLOOR * len(outcomes))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
