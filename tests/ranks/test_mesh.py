@@ -1,5 +1,6 @@
 """A one-dimensional DeviceMesh in the place of a group."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -67,6 +68,7 @@ def _flat(found):
     return [tensor.detach().cpu() for tensor in found if tensor is not None]
 
 
+@pytest.mark.quick  # other versions of PyTorch trace it differently
 @in_ranks((2,), (), ())
 def test_a_mesh_of_one_dimension_is_its_group(rank_pool, impl):
     for found, verified, errors, of_submesh in rank_pool.run(_with_mesh_and_group, impl):
