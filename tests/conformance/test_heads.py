@@ -1,5 +1,6 @@
 """The losses of a head, in several chunks: every option, in rows of every kind of the logits that it makes."""
 
+import pytest
 import torch
 
 from tests.conformance.widths import PLACE, WEIGHTING, class_weight, columns_of, each
@@ -56,6 +57,7 @@ LOSS = covering(
 )
 
 
+@pytest.mark.quick(6)
 @each(LOSS, interpreted=16, among=is_narrow)
 def test_the_loss(impl_device, case):
     way = linear.WAYS[case["way"]]
@@ -72,6 +74,7 @@ LOG_PROBS = covering(
 )
 
 
+@pytest.mark.quick(6)
 @each(LOG_PROBS, interpreted=6, among=is_narrow)
 def test_log_probs(impl_device, case):
     options = ways_of(case, "softcap", "logit_scale", "temperature")
@@ -88,6 +91,7 @@ DISTILLATION = covering(
 )
 
 
+@pytest.mark.quick(6)
 @each(DISTILLATION, interpreted=8, among=is_narrow)
 def test_distillation(impl_device, case):
     """The padding of both heads is large."""

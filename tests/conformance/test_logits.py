@@ -1,5 +1,6 @@
 """The loss over logits and log-probabilities: every option, in rows of every kind."""
 
+import pytest
 import torch
 
 from tests.conformance.widths import HARD, PLACE, WEIGHTING, class_weight, columns_of, each, made_of, placed, rows_of
@@ -34,6 +35,7 @@ LOSS = covering(
 )
 
 
+@pytest.mark.quick(6)
 @each(LOSS)
 def test_the_loss(impl_device, case):
     (impl, device), (logits, labels), shape = impl_device, made_of(case), rows_of(case)
@@ -61,6 +63,7 @@ LOG_PROBS = covering(
 )
 
 
+@pytest.mark.quick(6)
 @each(LOG_PROBS)
 def test_log_probs(impl_device, case):
     (impl, device), (logits, labels), shape = impl_device, made_of(case), rows_of(case)

@@ -1,5 +1,6 @@
 """Losses against a distribution per token: every option, in rows of every kind of both tensors."""
 
+import pytest
 import torch
 
 from tests.conformance.widths import (
@@ -59,6 +60,7 @@ SOFT = covering(
 )
 
 
+@pytest.mark.quick(6)
 @each(SOFT)
 def test_soft_targets(impl_device, case):
     logits, _ = made_of(case)
@@ -84,6 +86,7 @@ DISTILLATION = covering(
 )
 
 
+@pytest.mark.quick(6)
 @each(DISTILLATION)
 def test_distillation(impl_device, case):
     logits, labels = made_of(case)
@@ -104,6 +107,7 @@ TOP_K = covering(
 )
 
 
+@pytest.mark.quick(6)
 @each(TOP_K)
 def test_a_teacher_known_at_k_tokens(impl_device, case):
     logits, labels = made_of(case)

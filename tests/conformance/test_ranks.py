@@ -28,6 +28,7 @@ def made():
     return logits, labels
 
 
+@pytest.mark.quick(3)
 @pytest.mark.interpreted(3)
 @each(covering(smoothing=tuple(SMOOTHING), form=("whole", "columns"), gradient=("in_forward", "out_of_place")))
 @in_three_ranks
@@ -37,6 +38,7 @@ def test_class_weights(rank_pool, impl, case):
     logits_ranks.check(call, rank_pool.run(logits_ranks.run, call))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.interpreted(6)
 @each(covering(loss=tuple(SENT), hard=(None, 0.3), reduction=("mean", "none")))
 @in_three_ranks
