@@ -53,6 +53,14 @@ def test_what_eager_code_refuses_is_refused(options, message):
 
 
 @pytest.mark.reference
+@pytest.mark.parametrize("option", [{"chunk_tokens": True}, {"valid_tokens": True}, {"reduce_hidden_grad": 1}], ids=str)
+def test_a_head_takes_no_bool_for_a_number_and_no_number_for_a_bool(option):
+    """PyTorch's dispatcher makes the one of the other before an operator sees it."""
+    with pytest.raises(Exception, match=f"{next(iter(option))}: expected (an int|no bool|a bool), got"):
+        torch.compile(linear_cross_entropy, backend="aot_eager")(*test_compile.inputs(), **option)
+
+
+@pytest.mark.reference
 def test_a_chunk_that_follows_the_number_of_tokens():
     def step(x):
         return (linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_tokens=x.hidden.shape[0] // 2),)
