@@ -39,13 +39,14 @@ def test_padding_is_not_looked_at(kernel_device, n_valid, dtype, columns):
 
 @pytest.mark.parametrize("options", (of_rows.EVERY_STATISTIC, of_rows.ALL), ids=("statistics", "all"))
 def test_nan_and_infinity_reach_the_sums(kernel_device, options):
-    """Also through a cap, which would bound infinity."""
-    logits = torch.randn(5, 40)
+    """Also through a cap, which would bound infinity, and from the label alone, whose NaN a GPU's maxima drop."""
+    logits = torch.randn(6, 40)
     logits[0, 17], logits[1, 3], logits[2], logits[3] = of_rows.NAN, of_rows.INF, of_rows.NAN, -of_rows.INF
-    labels = torch.ones(5, dtype=torch.int64, device=kernel_device)
+    logits[5, 1] = of_rows.NAN
+    labels = torch.ones(6, dtype=torch.int64, device=kernel_device)
     stats = of_rows.stats_by_kernel(logits.to(kernel_device), labels, options)[0].cpu()
-    assert stats[:, 1].isnan().tolist() == [True, True, True, False, False]
-    assert stats[:, 5].isnan().tolist() == [True, True, True, False, False]
+    assert stats[:, 1].isnan().tolist() == [True, True, True, False, False, True]
+    assert stats[:, 5].isnan().tolist() == [True, True, True, False, False, True]
     assert stats[3].tolist() == [-of_rows.INF, 0, -of_rows.INF, -of_rows.INF, 40, 0, of_rows.INF, 0]
 
 

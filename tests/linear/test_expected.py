@@ -22,9 +22,9 @@ MISFIT = "expected_grad_output: the losses of a call"
 
 
 def mask_of(rows, kind="mask"):
-    """Zeros, among them the first token, and ones; or numbers of both signs."""
+    """Zeros, among them the first token, and ones; or numbers of both signs, or of one."""
     numbers = linear.zero_first_grad_output(rows)
-    return numbers if kind == "numbers" else (numbers > 0).float()
+    return {"mask": (numbers > 0).float(), "numbers": numbers, "negative": -numbers.abs()}[kind]
 
 
 class Case:
@@ -58,7 +58,7 @@ def misfit_is_warned_of(case, is_misfit=True):
 
 
 @BY_DTYPE
-@pytest.mark.parametrize("kind", ["mask", "numbers"])
+@pytest.mark.parametrize("kind", ["mask", "numbers", "negative"])
 @pytest.mark.parametrize("chunk_tokens", ["auto", 2])
 def test_results_are_those_of_the_real_grad_output(impl_device, dtype, kind, chunk_tokens):
     case, mask = Case(impl_device, dtype), mask_of(ROWS, kind)
@@ -155,8 +155,10 @@ def test_autocast_rounds_no_fp32_gradient(impl_device):
 
 def test_metrics_and_a_bound_of_valid_tokens(impl_device):
     case, mask = Case(impl_device), mask_of(ROWS)
-    n_valid = int((case.inputs.labels != -100).sum())
+    ignored = case.labels == -100
+    n_valid = int((~ignored).sum())
     loss, metrics = case.loss(mask, return_metrics=True, valid_tokens=n_valid)
+    assert torch.equal(metrics.predictions == -1, ignored)
     gradients = torch.autograd.grad(loss, case.leaves, FACTOR * mask.to(case.device))
     results = Results((loss.detach().cpu(),), *(g.cpu() for g in gradients))
     assert_right(results, case.inputs, FACTOR * mask, reduction="none")

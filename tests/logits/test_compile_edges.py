@@ -43,6 +43,7 @@ def test_a_gradient_of_0_stays_0_under_an_infinite_upstream_gradient():
     ],
 )
 def test_what_eager_code_refuses_is_refused(options, message):
+    torch.compiler.reset()  # past a number of compilations of one function its calls are eager
     x = test_compile.inputs()
     for function, args in (
         (vocab_parallel_cross_entropy, ((x.hidden @ x.weight.t()).detach(), x.labels)),
@@ -50,6 +51,18 @@ def test_what_eager_code_refuses_is_refused(options, message):
     ):
         with pytest.raises(Exception, match=message):
             torch.compile(function, backend="aot_eager")(*args, **options)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("option", [{"chunk_tokens": True}, {"valid_tokens": True}, {"reduce_hidden_grad": 1}], ids=str)
+def test_a_head_takes_no_bool_for_a_number_and_no_number_for_a_bool(option):
+    """PyTorch's dispatcher makes the one of the other before an operator sees it."""
+
+    def step(*given):
+        return linear_cross_entropy(*given, **option)
+
+    with pytest.raises(Exception, match=f"{next(iter(option))}: expected (no|a) bool, got"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(*test_compile.inputs())
 
 
 @pytest.mark.reference

@@ -139,6 +139,16 @@ def test_the_largest_and_the_rank(impl_device, options, dtype):
     assert not values[3].any() and values[4].isnan().all()
 
 
+def test_the_rank_in_a_vocabulary_that_ends_within_a_vector(impl_device):
+    """Rows that begin at a line and have whole vectors, the last of which is partly padding."""
+    impl, device = impl_device
+    logits = torch.arange(64.0, device=device).expand(3, 64).contiguous()
+    found = token_log_probs(
+        logits, torch.tensor([0, 59, 61], device=device), outputs=("rank",), vocab_size=62, impl=impl
+    )
+    assert found.rank.tolist() == [61, 2, 0]
+
+
 def test_equal_logits_are_not_larger(impl_device):
     """A kernel's tanh has other digits than PyTorch's."""
     impl, device = impl_device

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,7 +52,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "integrations/openrlhf": "tests/integrations/test_openrlhf.py",
     "integrations/nemo": "tests/integrations/test_nemo_rl.py",
     "integrations/trl": "tests/integrations/test_trl.py",
-    "integrations/megatron": "tests/integrations/test_megatron_calls.py tests/integrations/test_megatron.py",
+    "integrations/megatron": "tests/integrations/test_megatron_install.py tests/integrations/test_megatron_calls.py",
     "integrations/torchtitan": "tests/integrations/test_torchtitan.py",
     "integrations/": "tests/integrations",
     "shard": "tests/core/test_shard.py tests/ranks/test_options.py",
@@ -78,6 +79,7 @@ class Outcome(NamedTuple):
     name: str
     killed_by: str | None  # a test; None: it survived
     seconds: float
+    ended: bool = True  # whether the tests did; a test that hangs fails by the timeout of pytest
 
 
 def faults() -> Iterator[Fault]:
@@ -117,13 +119,20 @@ def outcome(fault: Fault, given: Sequence[str], timeout: float) -> Outcome:
         own = {"PYTHONPATH": folder, "TRITON_CACHE_DIR": f"{folder}/triton", "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments_for(fault, given)]
         process = subprocess.Popen(
-            command, cwd=copy, env=os.environ | own, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command,
+            cwd=copy,
+            env=os.environ | own,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             output = process.communicate(timeout=timeout)[0]
         except subprocess.TimeoutExpired:
-            process.kill()
-            output = process.communicate()[0] + f"\nFAILED no end after {timeout:g} s"
+            os.killpg(process.pid, signal.SIGKILL)  # with its ranks, which may wait for each other
+            process.communicate()
+            return Outcome(fault.name, None, timeout, ended=False)
     if process.returncode not in (0, 1, 2, -9, -11) or "no tests ran" in output:
         raise RuntimeError(f"{fault.name}: pytest ended with {process.returncode}\n{output[-2000:]}")
     found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, flags=re.MULTILINE)
@@ -136,7 +145,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", metavar="NAME", help="this fault; may be repeated")
     parser.add_argument("--in", default="", dest="within", metavar="FILE", help="the beginning of the faults' files")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of a fault, which it kills")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of the tests of a fault")
     parser.add_argument("--json", type=Path)
     parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
     given = parser.parse_args()
@@ -144,7 +153,8 @@ def main() -> int:
     outcomes: list[Outcome] = []
     with ThreadPoolExecutor(given.jobs) as pool:
         for found in pool.map(lambda fault: outcome(fault, given.pytest, given.timeout), chosen):
-            print(f"{found.seconds:6.1f} s  {found.name}: {found.killed_by or 'SURVIVED'}", flush=True)
+            result = found.killed_by or ("SURVIVED" if found.ended else "NO END, which says nothing")
+            print(f"{found.seconds:6.1f} s  {found.name}: {result}", flush=True)
             outcomes.append(found)
             if given.json is not None:
                 given.json.write_text(json.dumps([each._asdict() for each in outcomes], indent=1) + "\n")
