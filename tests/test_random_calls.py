@@ -25,7 +25,7 @@ ELSEWHERE = {
     "impl": "the command's",
     "shard": "of every call's columns",
     "vocab_size": "likewise",
-    "sequence_parallel": "needs ranks in processes",
+    "sequence_parallel": "of heads on several ranks, where tokens can be cut",
     "sequence_dim": "likewise",
     "beta": "drawn for js",
     "memory_budget": "the factor chunks",

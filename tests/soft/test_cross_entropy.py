@@ -1,4 +1,4 @@
-"""Cross-entropy with probability targets: PyTorch's number, every pair of options, edges, refusals, ranks."""
+"""Probability targets: PyTorch's number, edges, refusals, ranks. ``tests/conformance`` has the pairs of options."""
 
 from functools import partial
 

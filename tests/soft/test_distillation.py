@@ -1,4 +1,4 @@
-"""Distillation: every divergence against fp64 and TRL, every pair of options, edges, refusals, ranks."""
+"""Distillation against fp64 and TRL: edges, refusals. ``tests/conformance`` has the pairs of options, also on ranks."""
 
 import pytest
 import torch
