@@ -2,8 +2,8 @@
 
     python scripts/bench_failures.py --json scripts/results/failures_2gpu.json
 
-Each case has two processes of its own. They make one right call, then rank 1 fails, and rank 0's error is reported. An
-error that ends the process instead of raising is what it last wrote. ``--backend gloo`` runs on CPUs.
+Each case has two processes of its own. They make one right call, then rank 1 fails, and rank 0's error is reported. If
+a process ends without an exception, its error is the last line that it wrote. ``--backend gloo`` runs on CPUs.
 """
 
 from __future__ import annotations

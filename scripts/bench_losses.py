@@ -106,19 +106,20 @@ def of_heads(n_tokens: int, width: int, vocab_size: int, ranks: Ranks, baseline:
         "linear, logits_dtype": partial(loss, **wide),
         "linear, class_weight": partial(loss, class_weight=class_weight),
         "linear, distillation": lambda *student: linear_distillation_loss(student[0], student[1], *teacher, **cut),
-        "two matmuls and distillation": lambda *student: distillation_loss(
-            F.linear(*student), F.linear(*teacher), **cut
-        ),
         "linear, log_probs": log_probs,
         "linear, log_probs, logits_dtype": partial(log_probs, **wide),
     }
-    if ranks.size > 1:
+    if ranks.size == 1:  # on several, the gradient of the hidden states would need an all_reduce too
+        providers["two matmuls and distillation"] = lambda *student: distillation_loss(
+            F.linear(*student), F.linear(*teacher)
+        )
+    else:
         providers["linear, sequence_parallel"] = lambda hidden, weight: loss(
             hidden.chunk(ranks.size)[ranks.rank], weight, sequence_parallel=True
         )
     if baseline is not None:
-        providers["linear, baseline"] = partial(baseline.linear_cross_entropy, labels=labels)
-        providers["linear, log_probs, baseline"] = partial(baseline.linear_token_log_probs, labels=labels)
+        providers["linear, baseline"] = partial(baseline.linear_cross_entropy, labels=labels, **cut)
+        providers["linear, log_probs, baseline"] = partial(baseline.linear_token_log_probs, labels=labels, **cut)
     return providers, lambda: [[hidden.requires_grad_(), weight.requires_grad_()]]
 
 

@@ -15,7 +15,7 @@ from vocab_parallel_ce.sole_owner import is_sole_owner, measure
 from vocab_parallel_ce.spec import GradOutputs
 
 Found = TypeVar("Found")
-N_GRAD_OUTPUTS = len(GradOutputs._fields)  # the outputs after these have no gradient
+N_GRADS = len(GradOutputs._fields)  # the outputs after these have no gradient
 
 _in_transform = torch._C._are_functorch_transforms_active
 _is_batch = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched makes them
@@ -71,7 +71,7 @@ def _run(
         if refusals.overwritten is not None and "inplace operation" in str(error):
             raise RuntimeError(f"{refusals.overwritten} ({error})") from error
         raise
-    of_outputs = GradOutputs(*grads[:N_GRAD_OUTPUTS])
+    of_outputs = GradOutputs(*grads[:N_GRADS])
     if verify.open_calls:
         verify.compare_backward(**of_outputs._asdict())
     return gradient(ctx, saved, of_outputs) if used else None

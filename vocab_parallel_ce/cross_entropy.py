@@ -142,8 +142,9 @@ def vocab_parallel_cross_entropy(
         logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides. For fp64, as for a gradient
             check, plain PyTorch runs, in fp64 throughout; so is the loss.
         labels: ``[...]`` int64 or int32 ids in the *global* vocabulary, the same on every rank.
-        group: the ``ProcessGroup`` of the ranks that share a vocabulary; None for logits that hold all of it. All
-            of its ranks call, with arguments that fit together; :func:`verify_calls` checks that.
+        group: the ``ProcessGroup`` of the ranks that share a vocabulary, or a ``DeviceMesh`` of one dimension; None for
+            logits that hold all of it. All of its ranks call, with arguments that fit together; :func:`verify_calls`
+            checks that.
         ignore_index: rows with this label have loss 0 and gradient 0, and do not count in the mean.
         label_smoothing: ``e``, in [0, 1].
         smoothing_formula: ``"torch"``, or ``"megatron"``, for which ``e`` is ``V / (V - 1)`` times ``label_smoothing``.

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from vocab_parallel_ce import checks, run
+from vocab_parallel_ce.backward import N_GRADS
 from vocab_parallel_ce.collectives import group_named, group_position
 from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
 from vocab_parallel_ce.losses.base import LOSSES, Loss
@@ -28,7 +29,7 @@ from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 MOST_BESIDE, MOST_EXCHANGES = 3, 2
-N_SETTINGS, N_OUTPUTS, N_GRADS = len(Settings._fields), len(TokenOutputs._fields), len(GradOutputs._fields)
+N_SETTINGS, N_OUTPUTS = len(Settings._fields), len(TokenOutputs._fields)
 TYPES: dict[Any, str] = {float: "float", int: "int", bool: "bool", str: "str", VocabShard | None: "int[]?"}
 TYPES |= {float | None: "float?", int | None: "int?", int | str: "SymInt?", torch.dtype | None: "ScalarType?"}
 

@@ -48,7 +48,7 @@ def verify_group(
             have every column once; or a label is neither in ``[0, V)`` nor ``ignore_index``.
     """
     function: Any = vocab_parallel_cross_entropy if weight is None else linear_cross_entropy
-    known = {**signature(function).parameters, **dict.fromkeys(("temperature", "entropy", "outputs"))}
+    known = {**signature(function).parameters, **dict.fromkeys(("temperature", "entropy", "outputs", "top_k"))}
     group = process_group_of(group)
     with open_call(group, logits.device if isinstance(logits, Tensor) else None):
         check_names(options, known, function)

@@ -9,6 +9,7 @@ from torch.library import opcheck
 from tests.logits.test_compile import VOCABULARY, inputs
 from vocab_parallel_ce import operators
 from vocab_parallel_ce.losses.base import LOSSES
+from vocab_parallel_ce.losses.labels import LABELS, LabelLoss
 from vocab_parallel_ce.options import HeadSettings, Settings
 
 importlib.import_module("vocab_parallel_ce.linear.operators")  # defines those of heads
@@ -71,3 +72,12 @@ def test_the_operators_are_what_they_declare(name):
         stats = [t.detach() for t in ops.loss_of_head(*given, *head, *values)[7:9]]
     given = tuple(None if t is None else t.detach() for t in given)
     opcheck(ops.loss_of_head_gradient, (*stats, *grads, *given, *head[:-1], [True, False, False], *values))
+
+
+@pytest.mark.reference
+def test_two_losses_of_one_name_are_refused():
+    """Operators know a loss by its file's name: the later one would replace the other in compiled code."""
+    kind = type("Other", (LabelLoss,), {"__module__": "another.labels"})
+    with pytest.raises(ValueError, match="Other: expected a file of its own name, got labels"):
+        kind()
+    assert LOSSES["labels"] is LABELS

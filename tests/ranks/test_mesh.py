@@ -1,5 +1,8 @@
 """A one-dimensional DeviceMesh in the place of a group."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -54,6 +57,7 @@ def _with_mesh_and_group(rank, group, impl):
         both = [_flat(functions[name](mesh)) for name in ("loss", "TransformerEngine", "module of a head")]
     wrong = {
         "two": init_device_mesh(device.type, (1, n_ranks), mesh_dim_names=("dp", "tp")),
+        "two, its name last but one": init_device_mesh(device.type, (n_ranks, 1), mesh_dim_names=("tp", "dp")),
         "two, no names": init_device_mesh(device.type, (1, n_ranks)),
         "descending": DeviceMesh(device.type, list(reversed(range(n_ranks)))),
     }
@@ -78,9 +82,27 @@ def test_a_mesh_of_one_dimension_is_its_group(rank_pool, impl):
         assert torch.equal(of_submesh[0], found["loss"][0][0])
         for name, of_mesh in zip(("loss", "TransformerEngine", "module of a head"), verified, strict=True):
             assert torch.equal(of_mesh[0], found[name][0][0]), name
-        two, no_names, descending = errors.values()
+        two, other_order, no_names, descending = errors.values()
         expected = "ValueError: group: expected a mesh of one dimension, got 2"
-        remedy = "pass that of the vocabulary, as mesh["
-        assert two == {f"{expected}, ('dp', 'tp'); {remedy}\"tp\"]"}
-        assert no_names == {f'{expected}; {remedy}"tp"]'}
+        remedy = "pass that of the vocabulary, as mesh"
+        assert two == {f"{expected}, ('dp', 'tp'); {remedy}[\"tp\"]"}
+        assert other_order == {f"{expected}, ('tp', 'dp'); {remedy}[\"tp\"]"}
+        assert no_names == {f"{expected}; {remedy}.get_group(dimension)"}
         assert descending == {"ValueError: group: expected a mesh of ascending ranks, got (1, 0); make it of those"}
+
+
+def _is_released(rank, group):
+    """In a rank: whether nothing keeps a mesh that was a group."""
+    mesh = init_device_mesh("cpu", (group.size(),))
+    alive = weakref.ref(mesh)
+    logits = torch.zeros(TOKENS, COLUMNS)
+    package.vocab_parallel_cross_entropy(logits, torch.zeros(TOKENS, dtype=torch.int64), group=mesh)
+    del mesh
+    gc.collect()
+    return alive() is None
+
+
+@in_ranks((2,), (), ())
+def test_a_call_does_not_keep_the_mesh(rank_pool, impl):
+    """A mesh keeps its groups: their threads would outlive ``destroy_process_group``."""
+    assert all(rank_pool.run(_is_released))

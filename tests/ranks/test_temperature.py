@@ -2,19 +2,44 @@
 
 from functools import partial
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.logits.test_temperature import temperatures
+from tests.support import linear_ranks
 from tests.support.collectives import error_of
-from tests.support.logits import broad_rows
-from tests.support.logits_ranks import Case, run
-from tests.support.ranks import device_of, in_ranks
+from tests.support.inputs import NAN
+from tests.support.linear import linear_every_output, projection
+from tests.support.logits import broad_rows, every_output, grads_of_every_output
+from tests.support.logits_ranks import Case, check, run
+from tests.support.ranks import device_of, in_ranks, in_several_ranks, in_two_ranks
 from vocab_parallel_ce import token_log_probs, verify_calls
 from vocab_parallel_ce.integrations import dtensor
 
 VOCAB, ROWS = 40, 6
+
+
+@in_several_ranks
+def test_every_output_in_one_exchange(rank_pool, impl):
+    """Ignored rows may hold a NaN temperature."""
+    logits, labels = broad_rows("some_ignored", ROWS, VOCAB)
+    options = {"temperature": temperatures(rows=ROWS).masked_fill(labels < 0, NAN), "logit_scale": 0.4, "softcap": 10.0}
+    grads = tuple(grads_of_every_output(ROWS))
+    case = Case(logits, labels, impl, options, grad_outputs=grads, function=every_output)
+    check(case, rank_pool.run(run, case))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@in_two_ranks
+def test_every_output_of_a_head(rank_pool, impl, sequence_parallel):
+    """With sequence parallelism each chunk has tokens of both ranks."""
+    inputs = projection("shard_edges", ROWS, VOCAB, shards=2)
+    options = {"temperature": temperatures(rows=ROWS), "chunk_tokens": 4, "sequence_parallel": sequence_parallel}
+    grads = tuple(grads_of_every_output(ROWS))
+    case = linear_ranks.Case(inputs, impl, options, grad_outputs=grads, function=linear_every_output)
+    linear_ranks.check(case, rank_pool.run(linear_ranks.run, case))
 
 
 def _verified(rank, group, case):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.integrations.rebind import Switch
 from vocab_parallel_ce.linear.cross_entropy import linear_token_log_probs
 from vocab_parallel_ce.log_probs import token_log_probs
@@ -50,7 +51,7 @@ class DistributedLogprob:
         Raises:
             ValueError: the columns are others.
         """
-        group = dist.group.WORLD if group is None else group  # as torch.distributed takes it
+        group = dist.group.WORLD if group is None else process_group_of(group)  # as torch.distributed takes it
         _check_columns(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], group)
         with torch.no_grad() if inference_only else nullcontext():
             return token_log_probs(vocab_parallel_logits, target, group=group, gradient="out_of_place")

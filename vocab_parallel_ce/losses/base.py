@@ -45,7 +45,7 @@ class Launchers(NamedTuple):
     one_pass: Callable[..., None] | None = None
 
 
-LOSSES: dict[str, Loss] = {}  # by the names of their files, by which operators know them
+LOSSES: dict[str, Loss] = {}  # Keys: names of the losses' files, as operators pass them.
 
 
 class Loss:
@@ -61,8 +61,13 @@ class Loss:
     counts: bool = False  # whether the launch of the statistics can count the rows of a mean
 
     def __init__(self) -> None:
-        self.name = type(self).__module__.rpartition(".")[2]
-        LOSSES[self.name] = self
+        kind = type(self)
+        self.name = kind.__module__.rpartition(".")[2]
+        other = type(LOSSES.setdefault(self.name, self))
+        if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
+            raise ValueError(
+                f"{kind.__qualname__}: expected a file of its own name, got {self.name}, which {other} has"
+            )
 
     def check(self, given: Any, logits: Tensor, settings: Settings) -> None:
         """Raise unless the caller's tensors ``given``, a ``Beside``, fit the logits and the settings."""
