@@ -45,7 +45,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "kernels/di": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/launch": "tests/conformance/test_logits.py tests/kernels tests/test_random_calls.py",
     "kernels/": f"{INTERPRETED} {NUMBERS} {EDGES}",
-    "losses/labels": f"-m 'reference or gloo' tests/conformance {OF_HEADS}",
+    "losses/labels": f"-m 'reference or gloo' tests/conformance {OF_HEADS} tests/ranks/test_temperature.py",
     "losses/": f"-m 'reference or gloo' {OF_PAIRS}",
     "reference": f"-m 'reference or gloo' {NUMBERS} {EDGES}",
     "spec": f"-m 'reference or gloo' {NUMBERS} tests/core {EDGES}",
