@@ -78,6 +78,9 @@ class Call:
         self.impl = "auto" if self.dtype == torch.float64 else impl
         columns = self.vocab_size if self.is_head else self.bounds[-1][1]
         self.leading = draw.leading(columns, draw["layout"])
+        if draw.case.get("sequence_parallel"):  # tokens that ranks can cut, of one sequence or of two
+            *sequences, n = self.leading
+            self.leading = (*(sequences or [2] * (draw.index % 2)), n - n % self.ranks or self.ranks)
         self.settings: Settings = {}  # of the call, alike on all ranks
         self.of_oracle: Settings = {}
 

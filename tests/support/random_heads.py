@@ -143,9 +143,9 @@ def ready(call: Call) -> OfHead:
 
 
 def with_parts(call: Call, case: OfHead) -> OfHead:
-    """Give each rank its part of the tokens, if they can be cut into equal ones."""
+    """Give each rank its part of the tokens."""
     dim, n = len(call.leading) - 1, call.ranks
-    if not call.draw.case.pop("sequence_parallel", False) or call.leading[dim] % n:
+    if not call.draw.case.pop("sequence_parallel", False):
         return case
     call.draw.case["sequence_parallel"] = True
     heads = []
