@@ -224,9 +224,9 @@ def ranks_along(mesh: Any, dims: tuple[int, ...]) -> tuple[int, ...]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()
-    own = tuple(slice(None) if d in dims else position for d, position in enumerate(coordinate))
     found, key = _RANKS.setdefault(mesh, {}), (dims, tuple(coordinate))
     if key not in found:
+        own = tuple(slice(None) if d in dims else position for d, position in enumerate(coordinate))
         found[key] = tuple(mesh.mesh[own].flatten().tolist())
     return found[key]
 

@@ -143,12 +143,10 @@ def ready(call: Call) -> OfHead:
 
 
 def with_parts(call: Call, case: OfHead) -> OfHead:
-    """Give each rank its part of the tokens."""
-    dim, n = len(call.leading) - 1, call.ranks
-    if not call.draw.case.pop("sequence_parallel", False):
+    """Give each rank its part of the tokens, if the call is sequence parallel."""
+    if not call.draw.case.get("sequence_parallel"):
         return case
-    call.draw.case["sequence_parallel"] = True
-    heads = []
+    dim, n, heads = len(call.leading) - 1, call.ranks, []
     for rank, (head, given) in enumerate(zip(case.heads, case.given, strict=True)):
         part = nn.Parameter(head.hidden.detach().chunk(n, dim)[rank], case.trained["hidden"])
         heads.append(head._replace(hidden=part))
