@@ -6,25 +6,22 @@ from vocab_parallel_ce.versions import require_torch
 
 require_torch(torch.__version__)  # before an older one fails in another way
 
-from vocab_parallel_ce.cross_entropy import LossMetrics, vocab_parallel_cross_entropy
-from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy, linear_token_log_probs
-from vocab_parallel_ce.log_probs import token_log_probs
-from vocab_parallel_ce.modules import LinearCrossEntropy, VocabParallelCrossEntropy
-from vocab_parallel_ce.outputs import TokenLogProbs
+from vocab_parallel_ce.api.distillation import Head, TopKTeacher, distillation_loss, linear_distillation_loss
+from vocab_parallel_ce.api.heads import linear_cross_entropy, linear_token_log_probs
+from vocab_parallel_ce.api.logits import token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce.api.modules import LinearCrossEntropy, VocabParallelCrossEntropy
+from vocab_parallel_ce.api.outputs import Outputs
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.soft.cross_entropy import soft_cross_entropy
-from vocab_parallel_ce.soft.distillation import distillation_loss
-from vocab_parallel_ce.soft.linear_distillation import linear_distillation_loss
 from vocab_parallel_ce.te_compat import cross_entropy_backward, cross_entropy_forward, parallel_cross_entropy
 from vocab_parallel_ce.verify import verify_calls
-from vocab_parallel_ce.verify_group import verify_group
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Head",
     "LinearCrossEntropy",
-    "LossMetrics",
-    "TokenLogProbs",
+    "Outputs",
+    "TopKTeacher",
     "VocabParallelCrossEntropy",
     "VocabShard",
     "cross_entropy_backward",
@@ -34,14 +31,12 @@ __all__ = [
     "linear_distillation_loss",
     "linear_token_log_probs",
     "parallel_cross_entropy",
-    "soft_cross_entropy",
     "token_log_probs",
     "verify_calls",
-    "verify_group",
     "vocab_parallel_cross_entropy",
 ]
 
 
 def __dir__() -> list[str]:
-    """Names for users: completion does not offer modules such as ``cross_entropy`` as if they were losses."""
+    """Names for users: completion does not offer modules."""
     return [*__all__, "__version__", "integrations"]

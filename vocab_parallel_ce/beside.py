@@ -107,9 +107,9 @@ def check_teacher(name: str, teacher: Any, subject: str, student: Tensor) -> Non
 
 def check_teacher_head(hidden: Any, weight: Any, bias: Any, student: Tensor) -> None:
     """Check the tensors of a teacher's head beside hidden states of the student."""
-    tensors: dict[str, Any] = {"teacher_hidden": hidden, "teacher_weight": weight, "teacher_bias": bias}
+    tensors: dict[str, Any] = {"teacher.hidden": hidden, "teacher.weight": weight, "teacher.bias": bias}
     for name, tensor in tensors.items():
-        if name == "teacher_bias" and tensor is None:
+        if name == "teacher.bias" and tensor is None:
             continue
         checks.check_tensor(name, tensor)
         checks.check_parameter(name, tensor)
@@ -118,12 +118,12 @@ def check_teacher_head(hidden: Any, weight: Any, bias: Any, student: Tensor) -> 
             expected = f"{hidden.dtype} on {student.device} (autocast leaves the teacher as it is)"
             raise ValueError(f"{name}: expected {expected}, got {tensor.dtype} on {tensor.device}; convert it")
     if hidden.shape[:-1] != student.shape[:-1] or hidden.dim() < 2:
-        expected = f"that of student_hidden up to the last dimension, {tuple(student.shape)}"
-        raise ValueError(f"teacher_hidden: shape must be {expected}, got {tuple(hidden.shape)}")
+        expected = f"that of student.hidden up to the last dimension, {tuple(student.shape)}"
+        raise ValueError(f"teacher.hidden: shape must be {expected}, got {tuple(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(f"teacher_weight: expected shape [C', {hidden.shape[-1]}], got {tuple(weight.shape)}")
+        raise ValueError(f"teacher.weight: expected shape [C', {hidden.shape[-1]}], got {tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"teacher_bias: expected shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+        raise ValueError(f"teacher.bias: expected shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
 
 
 def check_columns(
@@ -132,15 +132,15 @@ def check_columns(
     """Check that a teacher with ``n_columns``, which ``subject`` has, has the student's columns, except padding."""
     if n_columns == shard.n_columns:
         return
-    if settings.vocab_size is None and settings.shard is None:
+    if settings.vocab_size is None:
         raise ValueError(
-            f"{subject} must be the student's, {shard.n_columns}, if neither vocab_size nor shard says what is "
-            f"padding, got {n_columns}"
+            f"{subject} must be the student's, {shard.n_columns}, if vocab_size does not say what is padding, "
+            f"got {n_columns}"
         )
-    if settings.shard is None:
-        own = VocabShard.of_rank(shard.vocab_size, rank, n_ranks, n_columns, subject=subject)
-    else:
+    if isinstance(settings.vocab_size, VocabShard):
         own = VocabShard(shard.start, shard.start + n_columns, shard.vocab_size)
+    else:
+        own = VocabShard.of_rank(shard.vocab_size, rank, n_ranks, n_columns, subject=subject)
     if (own.start, own.n_valid) != (shard.start, shard.n_valid):
         columns = [f"[{each.start}, {each.start + each.n_valid})" for each in (shard, own)]
         raise ValueError(f"{subject} must give the student's columns {columns[0]}, got {columns[1]}")

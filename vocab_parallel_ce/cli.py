@@ -10,8 +10,8 @@ import torch
 
 import vocab_parallel_ce
 from vocab_parallel_ce.collectives import available_backends
+from vocab_parallel_ce.head.chunks import FEWEST_TOKENS, choose_chunk_tokens
 from vocab_parallel_ce.integrations import framework_lines
-from vocab_parallel_ce.linear.chunks import FEWEST_TOKENS, choose_chunk_tokens
 from vocab_parallel_ce.plan import top_saved_tensor_hooks
 from vocab_parallel_ce.selection import IMPLEMENTATIONS, Workload, gpu_of, select, triton_state, triton_version
 from vocab_parallel_ce.sole_owner import can_tell

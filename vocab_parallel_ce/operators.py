@@ -23,15 +23,16 @@ from vocab_parallel_ce.backward import N_GRADS
 from vocab_parallel_ce.collectives import group_named, group_position
 from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
 from vocab_parallel_ce.losses.base import LOSSES, Loss
-from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, check_settings
+from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, bytes_of, check_settings
 from vocab_parallel_ce.plan import output_dtype, plan_call, plan_of
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 MOST_BESIDE, MOST_EXCHANGES = 3, 2
 N_SETTINGS, N_OUTPUTS = len(Settings._fields), len(TokenOutputs._fields)
-TYPES: dict[Any, str] = {float: "float", int: "int", bool: "bool", str: "str", VocabShard | None: "int[]?"}
-TYPES |= {float | None: "float?", int | None: "int?", int | str: "SymInt?", torch.dtype | None: "ScalarType?"}
+TYPES: dict[Any, str] = {float: "float", int: "int", bool: "bool", str: "str", tuple[str, ...]: "str[]"}
+TYPES |= {float | None: "float?", int | None: "int?", torch.dtype | None: "ScalarType?"}
+TYPES |= {int | VocabShard | None: "int[]?", int | str: "SymInt"}  # values_of says how they are passed
 
 
 class LogitsCall(NamedTuple):
@@ -113,20 +114,31 @@ def values_of(record: Settings | HeadSettings) -> list[Any]:
         if isinstance(value, bool) != isinstance(default, bool):
             expected = "a bool" if isinstance(default, bool) else "no bool"
             raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    values: list[Any] = list(record)
+    named = record._asdict()
     if isinstance(record, HeadSettings):
-        tokens = record.chunk_tokens
-        if isinstance(tokens, str) and tokens != "auto":
-            raise ValueError(f"chunk_tokens: expected 'auto' or a number of tokens, got {tokens!r}")
-        values[HeadSettings._fields.index("chunk_tokens")] = None if tokens == "auto" else tokens
-    elif record.shard is not None:
-        values[Settings._fields.index("shard")] = list(record.shard)
-    return values
+        size = record.chunk_size  # tokens, bytes below 0, or 0 for "auto"
+        named["chunk_size"] = size if not isinstance(size, str) else 0 if size == "auto" else -bytes_of(size)
+    elif record.vocab_size is not None:
+        size = record.vocab_size
+        named["vocab_size"] = list(size) if isinstance(size, VocabShard) else [size]
+    return list(named.values())
 
 
 def settings_of(values: Sequence[Any]) -> Settings:
+    """Return the settings of :func:`values_of`."""
     settings = Settings(*values)
-    return settings if settings.shard is None else settings._replace(shard=VocabShard(*settings.shard))
+    settings = settings._replace(outputs=tuple(settings.outputs))
+    if settings.vocab_size is None:
+        return settings
+    size: Any = settings.vocab_size
+    return settings._replace(vocab_size=VocabShard(*size) if len(size) > 1 else size[0])
+
+
+def head_of(values: Sequence[Any]) -> HeadSettings:
+    """Return the settings of a head of :func:`values_of`; a number of tokens may be symbolic."""
+    head = HeadSettings(*values)
+    size: Any = head.chunk_size
+    return head._replace(chunk_size=size if size > 0 else "auto" if size == 0 else f"{-size}B")
 
 
 def _options(loss: Loss, settings: Settings, *, class_weight: bool = False) -> Any:
@@ -135,7 +147,10 @@ def _options(loss: Loss, settings: Settings, *, class_weight: bool = False) -> A
 
 def outputs_asked(loss: Loss, settings: Settings) -> dict[str, bool]:
     """Return the names of the outputs that are asked for, and whether they have a gradient."""
-    return {"loss": True, **loss.outputs(_options(loss, settings))}
+    outputs = loss.outputs(_options(loss, settings))
+    return {"loss": True} | {
+        name: has_gradient and settings.gradient != "in_forward" for name, has_gradient in outputs.items()
+    }
 
 
 def token_outputs(loss: Loss, found: Sequence[Tensor], settings: Settings) -> TokenOutputs:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
@@ -29,10 +30,13 @@ OF_OTHER_LIBRARIES = {
     "lse_square_scale": "z_loss",
     "num_items_in_batch": "num_items",
     "process_group": "group",
-    "return_z_loss": "return_metrics",
+    "return_z_loss": "outputs",
     "weight": "class_weight",
 }
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
+DIFFERENTIABLE = ("entropy", "lse", "sum_sq_probs", "mean_logit")  # outputs with a gradient of their own
+OUTPUTS = (*DIFFERENTIABLE, "predictions", "token_accuracy", "z_loss", "rank")
+BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 # Types of settings with their checks: functions of a name and a value.
 Integer = Annotated[int, checks.check_integer]
@@ -59,71 +63,19 @@ class Settings(NamedTuple):
     beta: float = 0.5
     hard_weight: float = 0.0
     rest: str = "ignore"
-    entropy: Flag = False
-    lse: bool = False
-    sum_sq_probs: bool = False
-    mean_logit: bool = False
-    rank: bool = False
+    outputs: tuple[str, ...] = ()
     top_k: int | None = None
     reduction: Reduction = "mean"
-    return_metrics: Flag = False
     gradient: GradientMode = "auto"
     impl: str = "auto"
     check_labels: Flag = False
-    vocab_size: int | None = None
-    shard: VocabShard | None = None
+    vocab_size: int | VocabShard | None = None
     shift: Flag = False
 
-
-class CommonKeywords(TypedDict, total=False):
-    """Keywords of every function, as type checkers see them; :class:`Settings` has their defaults."""
-
-    group: Any
-    ignore_index: int
-    softcap: float | None
-    logit_scale: float
-    impl: str
-    check_labels: bool
-    vocab_size: int | None
-    shard: VocabShard | None
-
-
-class LossKeywords(CommonKeywords, total=False):
-    label_smoothing: float
-    smoothing_formula: str
-    z_loss: float
-    reduction: str
-    num_items: float | Tensor | None
-    class_weight: Tensor | None
-    gradient: str
-    shift: bool
-
-
-class LogProbKeywords(CommonKeywords, total=False):
-    temperature: float | Tensor
-    top_k: int | None
-    gradient: str
-
-
-class HeadKeywords(TypedDict, total=False):
-    bias: Tensor | None
-    main_grad: Tensor | None
-    sequence_parallel: bool
-    sequence_dim: int
-    reduce_hidden_grad: bool
-    chunk_tokens: int | str
-    memory_budget: int | None
-    logits_dtype: torch.dtype | None
-    valid_tokens: int | None
-
-
-class LinearLossKeywords(LossKeywords, HeadKeywords, total=False):
-    expected_grad_output: Tensor | None
-
-
-class LinearLogProbKeywords(CommonKeywords, HeadKeywords, total=False):
-    temperature: float | Tensor
-    top_k: int | None
+    @property
+    def wants_gradients_of_outputs(self) -> bool:
+        """Whether an output beside the loss has a gradient."""
+        return self.top_k is not None or any(name in self.outputs for name in (*DIFFERENTIABLE, "rank"))
 
 
 class HeadSettings(NamedTuple):
@@ -133,9 +85,86 @@ class HeadSettings(NamedTuple):
     sequence_dim: int = 0
     reduce_hidden_grad: bool = True
     valid_tokens: int | None = None
-    chunk_tokens: int | str = "auto"
-    memory_budget: int | None = None
+    chunk_size: int | str = "auto"
     logits_dtype: torch.dtype | None = None
+
+
+class Advanced(NamedTuple):
+    """What few callers need: Megatron-LM's integration, and trainers that know the gradient in advance.
+
+    Pass it as ``advanced=``. A function refuses the fields that it has no use for.
+    """
+
+    smoothing_formula: str = "torch"  # or "megatron": label_smoothing times V / (V - 1)
+    # Of heads:
+    main_grad: Tensor | None = None  # [C, D] fp32, contiguous: backward adds the gradient of weight to it
+    reduce_hidden_grad: bool = True  # False leaves the gradient of hidden this rank's share of the sum
+    expected_grad_output: Tensor | None = None  # [...]: what will multiply each loss, except one factor for all
+    valid_tokens: int | None = None  # upper bound on labels that are not ignore_index; the rest skip the matmul
+
+
+class CommonKeywords(TypedDict, total=False):
+    """Keywords of every function, as type checkers see them; the records above have their defaults."""
+
+    group: Any
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    impl: str
+    check_labels: bool
+    vocab_size: int | VocabShard | None
+
+
+class LossKeywords(CommonKeywords, total=False):
+    label_smoothing: float
+    z_loss: float
+    reduction: str
+    num_items: float | Tensor | None
+    class_weight: Tensor | None
+    gradient: str
+    shift: bool
+    advanced: Advanced | None
+
+
+class LogProbKeywords(CommonKeywords, total=False):
+    temperature: float | Tensor
+    gradient: str
+
+
+class HeadKeywords(TypedDict, total=False):
+    bias: Tensor | None
+    sequence_parallel: bool
+    sequence_dim: int
+    chunk_size: int | str
+    logits_dtype: torch.dtype | None
+    advanced: Advanced | None
+
+
+class LinearLossKeywords(LossKeywords, HeadKeywords, total=False):
+    pass
+
+
+class LinearLogProbKeywords(CommonKeywords, HeadKeywords, total=False):
+    temperature: float | Tensor
+
+
+class DistillationKeywords(TypedDict, total=False):
+    """Of both losses of a teacher; they take no softcap and no scale."""
+
+    divergence: str
+    beta: float
+    hard_weight: float
+    ignore_index: int
+    temperature: float
+    reduction: str
+    gradient: str
+    impl: str
+    check_labels: bool
+    vocab_size: int | VocabShard | None
+
+
+class LinearDistillationKeywords(DistillationKeywords, total=False):
+    chunk_size: int | str
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -207,16 +236,24 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
     for name, check in CHECKS.items():
         check(name, getattr(settings, name))
     smoothing, softcap = float(settings.label_smoothing), settings.softcap
-    if settings.return_metrics and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
-        raise ValueError(f"vocab_size: must be at most 2**24 with return_metrics or is_top1, got {vocab_size}")
+    asked = set(checked_outputs(settings.outputs))
+    predictions = not asked.isdisjoint(("predictions", "token_accuracy"))
+    if predictions and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
+        raise ValueError(f"vocab_size: must be at most 2**24 with outputs of predictions, got {vocab_size}")
     if settings.top_k is not None:
         k = checks.checked_count("top_k", settings.top_k)
         if vocab_size is not None and k > vocab_size:
             raise ValueError(f"top_k: must be at most the vocab_size {vocab_size}, got {k}")
     if vocab_size is not None and settings.smoothing_formula == "megatron":
         smoothing = checks.checked_megatron_smoothing(smoothing, vocab_size)
-    if class_weight and settings.return_metrics and settings.z_loss:
-        raise ValueError("return_metrics: expected no z_loss with class_weight, whose metric is not weighted, got both")
+    has_z_loss = "z_loss" in asked and bool(settings.z_loss)
+    if class_weight and has_z_loss:
+        raise ValueError("outputs: expected no 'z_loss' with class_weight, because it is not weighted, got both")
+    if settings.gradient == "in_forward" and settings.wants_gradients_of_outputs:
+        names = [name for name in settings.outputs if name in (*DIFFERENTIABLE, "rank")] or ["top_k"]
+        raise ValueError(
+            f"gradient: 'in_forward' cannot know the gradients of other outputs, got {names[0]!r}; use another mode"
+        )
     logit_scale = settings.logit_scale / settings.temperature
     checks.check_number("logit_scale / temperature", logit_scale, positive=True)
     if softcap is not None:
@@ -227,9 +264,10 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         "logit_scale": float(logit_scale),
         "softcap": softcap,
         "temperature": None,  # in logit_scale and softcap
-        "predictions": settings.return_metrics,
         "class_weight": class_weight,
-        "lse": settings.lse or settings.rank or settings.top_k is not None,
+        "predictions": predictions,
+        "lse": has_z_loss or settings.top_k is not None or not asked.isdisjoint(("lse", "rank")),
+        **{name: name in asked for name in DIFFERENTIABLE if name != "lse"},
     }
     same = {
         # NumPy's numbers become Python's.
@@ -240,6 +278,23 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
     return LossOptions(**derived, **same)
 
 
+def checked_outputs(outputs: object) -> tuple[str, ...]:
+    """Return a caller's ``outputs``, a tuple or list of names in ``OUTPUTS``, as a tuple."""
+    if not isinstance(outputs, tuple | list):
+        raise TypeError(f"outputs: expected a tuple of names, got {type(outputs).__name__}")
+    for name in outputs:
+        checks.check_choice("outputs", name, OUTPUTS)
+    return tuple(outputs)
+
+
+def bytes_of(chunk_size: str) -> int:
+    """Return the bytes that a text such as ``"256MiB"`` says."""
+    found = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB)", chunk_size)
+    if found is None or not int(found[1]):
+        raise ValueError(f"chunk_size: expected 'auto', a number of tokens, or bytes as '256MiB', got {chunk_size!r}")
+    return int(found[1]) * BYTES[found[2]]
+
+
 def divided_by(num_items: object, settings: Settings) -> Settings:
     """Return ``settings``; those of a sum for a mean if ``num_items`` takes the place of the number of tokens."""
     return settings if num_items is None or settings.reduction != "mean" else settings._replace(reduction="sum")
@@ -248,27 +303,19 @@ def divided_by(num_items: object, settings: Settings) -> Settings:
 def check_settings(settings: Settings, n_ranks: int) -> None:
     """Check all that needs no tensor, for a module's constructor."""
     size = settings.vocab_size
-    if settings.shard is not None:
-        size = _given_shard(settings, None, n_ranks).vocab_size
+    if isinstance(size, VocabShard):
+        size = size.checked(None, n_ranks).vocab_size
     elif size is not None:
-        checks.checked_count("vocab_size", size)
+        size = checks.checked_count("vocab_size", size)
     loss_options(settings, size)
     checks.check_choice("impl", settings.impl, ("auto", *IMPLEMENTATIONS))
 
 
 def shard_of_rank(settings: Settings, n_columns: int, rank: int, n_ranks: int, *, subject: str = LOGITS) -> VocabShard:
     """Return the given shard, or that of ``vocab_size``, or an equal one. ``subject`` has the ``n_columns``."""
-    if settings.shard is not None:
-        return _given_shard(settings, n_columns, n_ranks, subject)
-    if settings.vocab_size is not None:
-        return VocabShard.of_rank(settings.vocab_size, rank, n_ranks, n_columns, subject=subject)
-    return VocabShard.even(n_columns, rank, n_ranks)
-
-
-def _given_shard(settings: Settings, n_columns: int | None, n_ranks: int, subject: str = LOGITS) -> VocabShard:
-    """Return the checked shard; ``n_columns`` is None if it is not known yet."""
-    if not isinstance(settings.shard, VocabShard):
-        raise TypeError(f"shard: expected a VocabShard, got {type(settings.shard).__name__}")
-    if settings.vocab_size is not None:
-        raise ValueError("shard: has a vocab_size itself, got vocab_size too")
-    return settings.shard.checked(n_columns, n_ranks, subject=subject)
+    given = settings.vocab_size
+    if isinstance(given, VocabShard):
+        return given.checked(n_columns, n_ranks, subject=subject)
+    if given is None:
+        return VocabShard.even(n_columns, rank, n_ranks)
+    return VocabShard.of_rank(given, rank, n_ranks, n_columns, subject=subject)

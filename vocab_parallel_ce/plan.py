@@ -121,7 +121,8 @@ def plan_of(loss: Loss, logits: Tensor, given: Any, settings: Settings, rank: in
 def cached_plan(loss: Loss, settings: Settings, key: tuple[Any, ...]) -> Plan:
     """Return the plan of a loss, its settings and the fields of a :class:`PlanKey`, checked and made once."""
     try:
-        return _plan_of_fields(loss, *(() if settings.shard is None else settings.shard), *settings, *key)
+        given = settings.vocab_size
+        return _plan_of_fields(loss, *(given if isinstance(given, VocabShard) else ()), *settings, *key)
     except TypeError:  # refused, or cannot be hashed, or is no shard: make_plan says so by name
         pass
     return make_plan(loss, settings, PlanKey(*key))
@@ -149,6 +150,10 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         impl = "reference"
     kernels, one_pass = kernels_of(select(key.device.type, impl, workload=workload, gpu=gpu).name)
     outputs, is_mean = loss.outputs(options), settings.reduction == "mean"
+    # The settings refuse outputs with a gradient where forward computes it.
+    constants = tuple(
+        name for name, has_gradient in outputs.items() if not has_gradient or key.gradient == "in_forward"
+    )
     weighs = is_mean and loss.counts and key.class_weight
     counts = is_mean and loss.counts and not weighs
     return Plan(
@@ -162,7 +167,7 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         gradient=key.gradient,
         dtype=compute_dtype(key.dtype),
         other_outputs={name: output_dtype(name, key.dtype) for name in outputs},
-        constants=tuple(name for name, has_gradient in outputs.items() if not has_gradient),
+        constants=constants,
         counts=counts,
         weighs=weighs,
         is_alone=key.n_ranks == 1 and not counts and not weighs,

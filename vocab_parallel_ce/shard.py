@@ -96,5 +96,5 @@ class VocabShard(NamedTuple):
             cut = f"{shard.n_columns}, or " if all_have_columns else ""
             padded = f"with padding at least {widest} and less than {vocab_size}"
             expected = f"{cut}{padded}, on rank {rank} of {n_ranks} for vocab_size {vocab_size}"
-            remedy = "whole logits take group=None, other shards shard=VocabShard(...)"
+            remedy = "whole logits take group=None, other shards vocab_size=VocabShard(...)"
         raise ValueError(f"{subject} must be {expected}, got {n_columns}; {remedy}")

@@ -81,7 +81,7 @@ IDENTITY = (NEG_INF, 0.0, NEG_INF, 0.0, 0.0, 0.0, INF, 0.0, 0.0)
 
 
 class LossOptions(NamedTuple):
-    """What is computed of a row; the flags ask for outputs and statistics, ``predictions`` for the metrics."""
+    """What is computed of a row; the flags ask for outputs and statistics."""
 
     ignore_index: int = -100
     smoothing: float = 0.0  # e of the formulas
@@ -120,9 +120,8 @@ class LossOptions(NamedTuple):
 
     @property
     def outputs(self) -> tuple[bool, ...]:
-        """Which of :class:`TokenOutputs` are asked for; the metrics have an lse without a gradient."""
-        lse = self.lse or self.predictions
-        return (True, self.entropy, lse, self.sum_sq_probs, self.mean_logit, self.predictions)
+        """Which of :class:`TokenOutputs` are asked for."""
+        return (True, self.entropy, self.lse, self.sum_sq_probs, self.mean_logit, self.predictions)
 
 
 PLAIN = LossOptions()
@@ -255,11 +254,8 @@ def entropy(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptio
 
 
 def lse(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions = PLAIN) -> Tensor:
-    """``[N]`` log-sum-exp of z, 0 in ignored rows. That of the metrics is a number in rows of any other label."""
-    value = stats.row_max + log_sum_exp(stats)
-    if options.lse:
-        return _at_the_edges(value, labels, vocab_size, options)
-    return torch.where(is_ignored(labels, options.ignore_index), 0.0, value)
+    """``[N]`` log-sum-exp of z."""
+    return _at_the_edges(stats.row_max + log_sum_exp(stats), labels, vocab_size, options)
 
 
 def sum_sq_probs(stats: RowStats, labels: Tensor, vocab_size: int, options: LossOptions = PLAIN) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, run
-from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
+from vocab_parallel_ce.api.call import public
+from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.layout import per_row, row_layout, rows_are_disjoint
 from vocab_parallel_ce.losses.labels import LABELS, Labels
@@ -58,6 +59,8 @@ def parallel_cross_entropy(
             raise TypeError("_input: is the deprecated name of inp, got both")
         warnings.warn("_input is deprecated, use inp", FutureWarning, stacklevel=_frames_of_ours())
         inp = _input
+    if isinstance(target, Tensor) and target.is_floating_point():
+        raise TypeError(f"target: dtype must be int64 or int32, got {target.dtype}")
     if overwrite_input not in (None, True, False):
         raise TypeError(f"overwrite_input: expected a bool or None, got {overwrite_input!r}")
     return vocab_parallel_cross_entropy(
@@ -81,7 +84,12 @@ def cross_entropy_forward(
     Overwrites ``_input`` whether or not it requires a gradient. If its last dimension is not dense, or it overlaps
     itself, the second result is a copy instead. Arguments, collectives, errors: as :func:`parallel_cross_entropy`.
     """
-    settings = Settings(ignore_idx, label_smoothing, reduction=_reduction(reduce_loss), gradient="in_forward")
+    settings = Settings(
+        ignore_index=ignore_idx,
+        label_smoothing=label_smoothing,
+        reduction=_reduction(reduce_loss),
+        gradient="in_forward",
+    )
     given, group = Labels(target), process_group_of(dist_process_group)
     call, beside = plan_call(LABELS, _input, given, settings, group, may_hold_gradient=True)
     outputs, grad = run.forward_in_place(call, _input, beside, target.shape)

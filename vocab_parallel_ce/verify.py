@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -24,7 +24,7 @@ from vocab_parallel_ce.shard import VocabShard
 
 ERRORS = {error.__name__: error for error in (TypeError, ValueError, RuntimeError)}
 TOLERANCE = 0.03  # of the norm: more than bf16 rounds off, far less than another dropout mask changes
-COLUMNS_ARE_GIVEN = ("vocab_size", "shard")  # options that say which columns a rank has: they differ by rank
+COLUMNS_ARE_GIVEN = ("vocab_size",)  # options that say which columns a rank has: a shard differs by rank
 
 
 class _Call:
@@ -101,6 +101,12 @@ def _pending_call() -> _Call | None:
     return calls[-1] if calls and calls[-1].is_pending else None
 
 
+def members(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield each value, and those of a record in its place."""
+    for value in values:
+        yield from value if isinstance(value, tuple) else (value,)
+
+
 def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return ``function(*args, **kwargs)``, run in an open call. It is a public function or a forward."""
     try:
@@ -109,7 +115,7 @@ def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         given = kwargs
     module = given.get("self")
     group = given.get("group", given.get("dist_process_group")) if module is None else module.group
-    device = next((value.device for value in given.values() if isinstance(value, Tensor)), None)
+    device = next((value.device for value in members(given.values()) if isinstance(value, Tensor)), None)
     with open_call(process_group_of(group), device):
         return function(*args, **kwargs)
 
@@ -127,7 +133,7 @@ def compare_call(
 
     ``tensors`` are all that may need a gradient, first ``logits [..., C]`` or ``hidden [..., D]``. ``beside`` names
     what stands beside them instead of labels, ``subject`` what ``labels`` are. ``values`` must be equal, as the
-    options. Tensors among ``options`` are hidden states. Without a ``vocab_size`` and a ``shard`` among them, equal
+    options. Tensors among ``options`` are hidden states. Without a ``vocab_size`` among them, equal
     logits or heads on all ranks are an error.
     """
     call = _pending_call()
@@ -227,7 +233,7 @@ def _compare_shards(shards: Sequence[VocabShard]) -> None:
     """Raise ValueError unless every column of one vocabulary is in exactly one shard."""
     sizes, vocab_size = [own.vocab_size for own in shards], shards[0].vocab_size
     shown = [f"{own.vocab_size} with a shard of {own.n_columns} columns" for own in shards]
-    _compare("vocab_size", sizes, shown, "; pass the same vocab_size= on every rank, or shard=")
+    _compare("vocab_size", sizes, shown, "; pass the same vocab_size= on every rank, or a VocabShard")
     columns = [(own.start, own.start + own.n_valid) for own in shards]
     parts = sorted((start, stop) for start, stop in columns if start < stop)
     if [start for start, _ in parts] + [vocab_size] != [0] + [stop for _, stop in parts]:

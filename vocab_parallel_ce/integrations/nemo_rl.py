@@ -19,11 +19,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from vocab_parallel_ce.api.heads import linear_token_log_probs
+from vocab_parallel_ce.api.logits import token_log_probs
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.integrations.rebind import Switch
-from vocab_parallel_ce.linear.cross_entropy import linear_token_log_probs
-from vocab_parallel_ce.log_probs import token_log_probs
 
 
 class DistributedLogprob:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from vocab_parallel_ce.api.logits import output_of, token_log_probs
 from vocab_parallel_ce.integrations.rebind import Switch
-from vocab_parallel_ce.log_probs import output_of, token_log_probs
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
+from vocab_parallel_ce.api.heads import linear_token_log_probs
+from vocab_parallel_ce.api.logits import output_of, token_log_probs
 from vocab_parallel_ce.integrations.rebind import Switch
-from vocab_parallel_ce.linear.cross_entropy import linear_token_log_probs
-from vocab_parallel_ce.log_probs import output_of, token_log_probs
 from vocab_parallel_ce.options import REDUCTIONS
 
 

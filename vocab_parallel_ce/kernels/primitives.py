@@ -320,10 +320,8 @@ def store_outputs(outputs, rows, inside, stats, label, divisor, vocab_size, loss
         tl.store(outputs.entropy + rows, at_the_edges(value, label, vocab_size, loss_options), inside)
     live = label != loss_options.ignore_index
     if outputs.lse is not None:
-        value = tl.where(live, stats.row_max + log_sum_exp(stats), 0.0)
-        if loss_options.lse is not None:
-            value = at_the_edges(value, label, vocab_size, loss_options)
-        tl.store(outputs.lse + rows, value, inside)
+        value = stats.row_max + log_sum_exp(stats)
+        tl.store(outputs.lse + rows, at_the_edges(value, label, vocab_size, loss_options), inside)
     if outputs.sum_sq_probs is not None:
         value = stats.sum_exp_sq / (all_sum * all_sum)
         tl.store(outputs.sum_sq_probs + rows, at_the_edges(value, label, vocab_size, loss_options), inside)

@@ -119,34 +119,32 @@ class DivergenceLoss(Loss):
     """A divergence of the student's distribution from the teacher's."""
 
     Beside, BesideHead = Teacher, TeacherHead
-    names: ClassVar[dict[str, str]] = {name: f"teacher_{name}" for name in ("hidden", "weight", "bias")}
+    names: ClassVar[dict[str, str]] = {name: f"teacher.{name}" for name in ("hidden", "weight", "bias")}
     Stats = DivergenceStats
 
     def check(self, given: Teacher, logits: Tensor, settings: Settings) -> None:
-        checks.check_choice("rest (without teacher_ids)", settings.rest, ("ignore",))
         check_hard_weight(settings, given.labels)
-        check_teacher("teacher_logits", given.logits, "student_logits", logits)
-        check_beside("teacher_logits", given.logits, logits, settings)
+        check_teacher("teacher", given.logits, "student_logits", logits)
+        check_beside("teacher", given.logits, logits, settings)
         check_labels_beside(given.labels, logits)
 
     def beside(
         self, given: Teacher, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int
     ) -> Teacher:
         n_columns = given.logits.shape[-1]
-        check_columns(n_columns, shard, settings, rank, n_ranks, subject="teacher_logits: last dimension")
+        check_columns(n_columns, shard, settings, rank, n_ranks, subject="teacher: last dimension")
         if given.labels is not None and settings.check_labels:
             checks.check_label_range(given.labels, shard.vocab_size, settings.ignore_index)
         return Teacher(walkable(given.logits.detach()), None if given.labels is None else flat(given.labels))
 
     def check_head(self, given: TeacherHead, hidden: Tensor, settings: Settings) -> None:
-        checks.check_choice("rest (without teacher_ids)", settings.rest, ("ignore",))
         check_teacher_head(*given[:3], hidden)
 
     def beside_head(
         self, given: TeacherHead, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor
     ) -> TeacherHead:
         of_rank = plan.shard, settings, plan.rank, plan.n_ranks
-        check_columns(given.weight.shape[0], *of_rank, subject="teacher_weight: rows")
+        check_columns(given.weight.shape[0], *of_rank, subject="teacher.weight: rows")
         bias = None if given.bias is None else given.bias.detach()
         states = given.hidden.detach().reshape(-1, given.hidden.shape[-1])
         token_of_row = None if order is None else order.token_of_row
@@ -167,18 +165,18 @@ class DivergenceLoss(Loss):
 
     def check_constants(self, given: Teacher | TeacherHead) -> None:
         if isinstance(given, Teacher):
-            check_requires_no_gradient(teacher_logits=given.logits)
+            check_requires_no_gradient(teacher=given.logits)
         else:
-            names = {"teacher_hidden": given.hidden, "teacher_weight": given.weight, "teacher_bias": given.bias}
+            names = {"teacher.hidden": given.hidden, "teacher.weight": given.weight, "teacher.bias": given.bias}
             check_requires_no_gradient(**names)
 
     def compared(self, given: Teacher) -> dict[str, Any]:
         labels = torch.empty(0, dtype=torch.int64) if given.labels is None else given.labels
         options = {"labels": given.labels is not None}
-        return {"labels": labels, "options": options, "beside": "teacher_logits"}
+        return {"labels": labels, "options": options, "beside": "teacher"}
 
     def compared_head(self, given: TeacherHead) -> dict[str, Any]:
-        options = {"call": "two heads", "teacher_hidden": given.hidden, "labels": given.labels is not None}
+        options = {"call": "two heads", "teacher.hidden": given.hidden, "labels": given.labels is not None}
         return {"options": options, "values": {}}
 
     def exchanges(self, options: DivergenceOptions) -> tuple[tuple[str, ...], ...]:

@@ -1,6 +1,6 @@
 """Distillation from a teacher's k most probable tokens: statistics, losses and gradient.
 
-With ``q_k = exp(teacher_log_probs)`` of the tokens ``teacher_ids``, ``Q = sum_k q_k``, ``s = softmax(x / T)`` and
+With ``q_k = exp(log_probs)`` of the tokens ``ids``, ``Q = sum_k q_k``, ``s = softmax(x / T)`` and
 ``S = sum_k s_k``:
 
     rest="ignore"   loss = sum_k q_k (log q_k - log s_k)
@@ -180,11 +180,11 @@ class KnownTokensLoss(Loss):
     """KL(t || s) of a teacher that is known at k tokens."""
 
     Beside = BesideHead = Tokens
-    names: ClassVar[dict[str, str]] = {"log_probs": "teacher_log_probs", "ids": "teacher_ids"}
+    names: ClassVar[dict[str, str]] = {"log_probs": "teacher.log_probs", "ids": "teacher.ids"}
 
     def check(self, given: Tokens, logits: Tensor, settings: Settings) -> None:
         check_tokens(given, logits, settings, "student_logits")
-        check_beside("teacher_log_probs", given.log_probs, logits, settings)
+        check_beside("teacher.log_probs", given.log_probs, logits, settings)
         check_labels_beside(given.labels, logits)
 
     def beside(
@@ -195,8 +195,8 @@ class KnownTokensLoss(Loss):
         return _of_rank(given, logits, settings, shard)
 
     def check_head(self, given: Tokens, hidden: Tensor, settings: Settings) -> None:
-        check_tokens(given, hidden, settings, "student_hidden")
-        check_no_gradient("teacher_log_probs", given.log_probs)
+        check_tokens(given, hidden, settings, "student.hidden")
+        check_no_gradient("teacher.log_probs", given.log_probs)
 
     def beside_head(
         self, given: Tokens, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor
@@ -226,20 +226,20 @@ class KnownTokensLoss(Loss):
         return rows_of_mean(given.labels, logits, settings)
 
     def check_constants(self, given: Tokens) -> None:
-        check_requires_no_gradient(teacher_log_probs=given.log_probs)
+        check_requires_no_gradient(**{"teacher.log_probs": given.log_probs})
 
     def exchanges(self, options: TopKOptions) -> tuple[tuple[str, ...], ...]:
         return (TopKStats._fields,)
 
     def compared(self, given: Tokens) -> dict[str, Any]:
-        values = {"teacher_log_probs": given.log_probs}
+        values = {"teacher.log_probs": given.log_probs}
         values |= {} if given.labels is None else {"labels": given.labels}
         own = {"options": {}, "values": values}
-        return {"labels": given.ids, "beside": "teacher_ids", "subject": "teacher_ids", **own}
+        return {"labels": given.ids, "beside": "teacher.ids", "subject": "teacher.ids", **own}
 
     def compared_head(self, given: Tokens) -> dict[str, Any]:
-        values = {"teacher_ids": given.ids, "teacher_log_probs": given.log_probs}
-        options = {"call": "a head and teacher_ids", "labels": given.labels is not None}
+        values = {"teacher.ids": given.ids, "teacher.log_probs": given.log_probs}
+        options = {"call": "a head and a TopKTeacher", "labels": given.labels is not None}
         return {"options": options, "values": values}
 
 
@@ -249,25 +249,25 @@ KNOWN_TOKENS = KnownTokensLoss()
 def check_tokens(given: Tokens, student: Tensor, settings: Settings, subject: str) -> None:
     """Check that there are k ids and log-probabilities per row of ``student``, which is ``subject``."""
     log_probs, ids, _ = given
-    checks.check_choice("rest", settings.rest, ("ignore", "bucket"))
+    checks.check_choice("teacher.rest", settings.rest, ("ignore", "bucket"))
     if settings.divergence != "forward" or settings.hard_weight:
         divergence_options(settings)  # a wrong one is named first
         asked = f"divergence={settings.divergence!r} and hard_weight={settings.hard_weight:g}"
-        raise ValueError(f"teacher_ids: expected divergence='forward' and hard_weight=0, got {asked}")
-    checks.check_tensor("teacher_ids", ids)
-    checks.check_tensor("teacher_log_probs", log_probs)
+        raise ValueError(f"teacher.ids: expected divergence='forward' and hard_weight=0, got {asked}")
+    checks.check_tensor("teacher.ids", ids)
+    checks.check_tensor("teacher.log_probs", log_probs)
     if ids.dtype not in checks.LABEL_DTYPES:
-        raise TypeError(f"teacher_ids: dtype must be int64 or int32, got {ids.dtype}")
+        raise TypeError(f"teacher.ids: dtype must be int64 or int32, got {ids.dtype}")
     if not log_probs.is_floating_point():
-        raise TypeError(f"teacher_log_probs: dtype must be floating point, got {log_probs.dtype}")
-    for name, tensor in {"teacher_ids": ids, "teacher_log_probs": log_probs}.items():
+        raise TypeError(f"teacher.log_probs: dtype must be floating point, got {log_probs.dtype}")
+    for name, tensor in {"teacher.ids": ids, "teacher.log_probs": log_probs}.items():
         if tensor.dim() == 0 or tensor.shape[:-1] != student.shape[:-1] or tensor.shape[-1] == 0:
             expected = f"{tuple(student.shape[:-1])} and k, for {subject} {tuple(student.shape)}"
             raise ValueError(f"{name}: shape must be {expected}, got {tuple(tensor.shape)}")
     if ids.shape != log_probs.shape:
-        expected = f"that of teacher_log_probs, {tuple(log_probs.shape)}"
-        raise ValueError(f"teacher_ids: shape must be {expected}, got {tuple(ids.shape)}")
-    for name, tensor in {"teacher_ids": ids, "teacher_log_probs": log_probs}.items():
+        expected = f"that of teacher.log_probs, {tuple(log_probs.shape)}"
+        raise ValueError(f"teacher.ids: shape must be {expected}, got {tuple(ids.shape)}")
+    for name, tensor in {"teacher.ids": ids, "teacher.log_probs": log_probs}.items():
         if tensor.device != student.device:
             raise ValueError(f"{name}: device must be that of {subject}, {student.device}, got {tensor.device}")
         if tensor.layout is not torch.strided:
@@ -289,10 +289,10 @@ def _check_ids(ids: Tensor, log_probs: Tensor, labels: Tensor | None, ignore_ind
     if labels is not None:
         known = torch.where(is_ignored(labels, ignore_index).unsqueeze(-1), IGNORED, known)
     known = known.reshape(-1, ids.shape[-1])
-    checks.check_label_range(known, vocab_size, IGNORED, subject="teacher_ids")
+    checks.check_label_range(known, vocab_size, IGNORED, subject="teacher.ids")
     in_order = known.sort(dim=-1).values
     if bool(((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != IGNORED)).any()):
-        raise ValueError("teacher_ids: must be different in a row, got an id twice")
+        raise ValueError("teacher.ids: must be different in a row, got an id twice")
 
 
 def _logits_at(logits: Tensor, columns: Tensor, options: TopKOptions) -> Tensor:

@@ -26,6 +26,7 @@ from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NEG_INF, LossOptions, _finite_or_zero, _raised_by, transformed
 
+NOT_OF_TARGETS = ("ignore_index", "outputs", "top_k", "check_labels", "shift")
 TARGET_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -56,16 +57,19 @@ class TargetLoss(Loss):
 
     def check(self, given: Targets, logits: Tensor, settings: Settings) -> None:
         targets = given.probs
-        checks.check_tensor("target_probs", targets)
+        checks.check_tensor("labels", targets)
         if targets.layout is not torch.strided or targets.dtype not in TARGET_DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TARGET_DTYPES)
-            raise TypeError(f"target_probs: dtype must be one of {names}, dense, got {targets.dtype}, {targets.layout}")
+            expected = f"int64, int32 or, of probabilities, {names}, dense"
+            raise TypeError(f"labels: dtype must be {expected}, got {targets.dtype}, {targets.layout}")
         if targets.shape != logits.shape:
-            raise ValueError(
-                f"target_probs: shape must be that of logits, {tuple(logits.shape)}, got {tuple(targets.shape)}"
-            )
+            expected = f"that of logits, {tuple(logits.shape)}"
+            raise ValueError(f"labels: shape of probabilities must be {expected}, got {tuple(targets.shape)}")
         checks.check_no_transforms(given.class_weight)
-        check_beside("target_probs", targets, logits, settings)
+        for name in NOT_OF_TARGETS:
+            if getattr(settings, name) != Settings._field_defaults[name]:
+                raise ValueError(f"{name}: has no use with probabilities as labels, got {getattr(settings, name)!r}")
+        check_beside("labels", targets, logits, settings)
 
     def beside(
         self, given: Targets, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int
@@ -85,13 +89,13 @@ class TargetLoss(Loss):
         return logits.new_full((1,), logits.shape[:-1].numel(), dtype=torch.int64)
 
     def check_constants(self, given: Targets) -> None:
-        check_requires_no_gradient(target_probs=given.probs)
+        check_requires_no_gradient(labels=given.probs)
         if given.class_weight is not None:
             checks.check_class_weight(given.class_weight)
 
     def compared(self, given: Targets) -> dict[str, Any]:
         options = {"class_weight": "None" if given.class_weight is None else "a tensor"}
-        return {"labels": torch.empty(0, dtype=torch.int64), "options": options, "beside": "target_probs"}
+        return {"labels": torch.empty(0, dtype=torch.int64), "options": options, "beside": "probabilities"}
 
     def exchanges(self, options: LossOptions) -> tuple[tuple[str, ...], ...]:
         return (TargetStats._fields,)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.checks import HEAD_DTYPES
 from vocab_parallel_ce.integrations.lazy_logits import Head, LazyLogits, Recorded
-from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy
 
 calls: Counter[str] = Counter()  # of this package's losses, and what made logits
 

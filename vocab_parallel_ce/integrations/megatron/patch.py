@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from vocab_parallel_ce.checks import check_bool, check_choice
+from vocab_parallel_ce.head.plan import check_head_settings
 from vocab_parallel_ce.integrations.megatron import linear, losses
 from vocab_parallel_ce.integrations.rebind import Around, Switch, copy_of
 from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, split_keywords
-from vocab_parallel_ce.linear.plan import check_head_settings
 from vocab_parallel_ce.options import check_settings
 
 CORE = "megatron.core"

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.checks import HEAD_DTYPES, has_no_values
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor
+from vocab_parallel_ce.head.chunks import choose_chunk_tokens
 from vocab_parallel_ce.integrations.lazy_logits import Head, lazy_logits
 from vocab_parallel_ce.integrations.transformers import fsdp
 from vocab_parallel_ce.integrations.transformers.tensor_parallel import tensor_parallel_group
-from vocab_parallel_ce.linear.chunks import choose_chunk_tokens
-from vocab_parallel_ce.linear.cross_entropy import linear_cross_entropy
 
 _modules = torch.nn.modules.module
 GLOBAL_HOOKS = [_modules._global_forward_hooks, _modules._global_forward_pre_hooks]

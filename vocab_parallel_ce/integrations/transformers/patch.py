@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from vocab_parallel_ce.head.plan import check_head_settings
 from vocab_parallel_ce.integrations import warn_if_newer
 from vocab_parallel_ce.integrations.transformers.heads import (
     calls,
@@ -22,7 +23,6 @@ from vocab_parallel_ce.integrations.transformers.heads import (
 )
 from vocab_parallel_ce.integrations.transformers.rewritten import rewritten_forward
 from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, split_keywords
-from vocab_parallel_ce.linear.plan import check_head_settings
 from vocab_parallel_ce.options import check_settings
 
 MECHANISMS = ("lazy", "rewrite")

@@ -12,8 +12,8 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.collectives import group_named, group_position
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
-from vocab_parallel_ce.linear import pipeline
-from vocab_parallel_ce.linear.plan import (
+from vocab_parallel_ce.head import loops
+from vocab_parallel_ce.head.plan import (
     Arguments,
     Inputs,
     LinearCall,
@@ -39,6 +39,7 @@ from vocab_parallel_ce.operators import (
     constants_of,
     define,
     divisor_of,
+    head_of,
     name_of,
     new_outputs,
     new_statistics,
@@ -67,7 +68,7 @@ class HeadCall(NamedTuple):
     loss: Loss
     group: str | None
     autocast: torch.dtype | None
-    wanted: pipeline.Wanted
+    wanted: loops.Wanted
     settings: Settings
     head: HeadSettings
 
@@ -75,9 +76,7 @@ class HeadCall(NamedTuple):
     def read(cls, arguments: Sequence[Any]) -> HeadCall:
         tensors, others = split(arguments, 4)
         beside, (num_items, loss, group, autocast, wanted, *records) = split(others, MOST_BESIDE)
-        head = HeadSettings(*records[N_SETTINGS:])
-        head = head._replace(chunk_tokens="auto" if head.chunk_tokens is None else head.chunk_tokens)
-        own = LOSSES[loss], group, autocast, wanted, settings_of(records[:N_SETTINGS]), head
+        own = LOSSES[loss], group, autocast, wanted, settings_of(records[:N_SETTINGS]), head_of(records[N_SETTINGS:])
         return cls._make((*tensors, beside, num_items, *own))
 
     @property
@@ -112,7 +111,7 @@ def linear_losses(
     """Return the outputs of a head and its loss, the divisor of a sum, and NaN or 1 for too many valid tokens."""
     hidden, weight, bias, labels, beside, group, num_items, *_ = given
     if is_dtensor(weight):
-        settings = settings._replace(shard=shard_of_dtensor(given, settings, *group_position(group)), vocab_size=None)
+        settings = settings._replace(vocab_size=shard_of_dtensor(given, settings, *group_position(group)))
         weight = local_rows("weight", weight, group)
     if bias is not None:
         bias = local_rows("bias", bias, group)
@@ -138,9 +137,9 @@ def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
     stats: tuple[Tensor, ...] = ()
     with torch.autocast(call.hidden.device.type, enabled=False):
         if call.has_gradients:
-            outputs, gradients = pipeline.forward_with_gradients(linear, inputs, beside, call.wanted)
+            outputs, gradients = loops.forward_with_gradients(linear, inputs, beside, call.wanted)
         else:
-            outputs, stats = pipeline.forward(linear, inputs, beside)
+            outputs, stats = loops.forward(linear, inputs, beside)
             # As many rows as labels: how many tokens are left out is known when it runs.
             n_rows = call.labels.numel()
             stats = tuple(F.pad(each, (0, 0, 0, n_rows - each.shape[1])) for each in stats)
@@ -151,7 +150,7 @@ def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
 def _fake_linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = HeadCall.read(arguments)
     check_traced(call)
-    check_head_settings(call.settings, call.head._replace(chunk_tokens="auto"))  # a number may be symbolic
+    check_head_settings(call.settings, call.head._replace(chunk_size="auto"))  # a number may be symbolic
     overflow = None if call.head.valid_tokens is None else call.hidden.new_empty((), dtype=torch.float32)
     stats = () if call.has_gradients else new_statistics(call)
     gradients = call.new_gradients() if call.has_gradients else (None, None, None)
@@ -166,7 +165,7 @@ def _linear_gradient(*arguments: Any) -> tuple[Tensor, ...]:
     own, divisor = tuple(each[:, : linear.labels.shape[0]] for each in of_exchanges(stats)), linear.call.divisor
     with torch.autocast(call.hidden.device.type, enabled=False):
         of_outputs = GradOutputs(*grads)
-        gradients = pipeline.backward(linear, inputs, beside, own, divisor, call.wanted, of_outputs)
+        gradients = loops.backward(linear, inputs, beside, own, divisor, call.wanted, of_outputs)
     return or_empty(_like_inputs(gradients, call), call.hidden)
 
 

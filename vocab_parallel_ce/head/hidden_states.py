@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.collectives import begin_all_gather, begin_all_reduce, begin_reduce_scatter
-from vocab_parallel_ce.linear.chunks import part_of_rank
-from vocab_parallel_ce.linear.plan import LinearCall
+from vocab_parallel_ce.head.chunks import part_of_rank
+from vocab_parallel_ce.head.plan import LinearCall
 
 
 class HiddenStates:

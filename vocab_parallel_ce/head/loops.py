@@ -15,11 +15,11 @@ from torch import Tensor
 
 from vocab_parallel_ce import run
 from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather
-from vocab_parallel_ce.linear.chunks import parts_of
-from vocab_parallel_ce.linear.expected import factor_of
-from vocab_parallel_ce.linear.hidden_states import HiddenStates
-from vocab_parallel_ce.linear.matmul import WeightGradient, fp32_factor, fp32_product, zero_ignored
-from vocab_parallel_ce.linear.plan import Inputs, LinearCall
+from vocab_parallel_ce.head.chunks import parts_of
+from vocab_parallel_ce.head.expected import factor_of
+from vocab_parallel_ce.head.hidden_states import HiddenStates
+from vocab_parallel_ce.head.matmul import WeightGradient, fp32_factor, fp32_product, zero_ignored
+from vocab_parallel_ce.head.plan import Inputs, LinearCall
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.run import Stats

@@ -11,9 +11,9 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.beside import checked_divisor
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
+from vocab_parallel_ce.head.chunks import TokenOrder, chunk_of, chunks_of, order_of_ranks, order_of_valid
+from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.layout import VECTOR_BYTES, flat
-from vocab_parallel_ce.linear.chunks import TokenOrder, chunk_of, chunks_of, order_of_ranks, order_of_valid
-from vocab_parallel_ce.linear.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
 from vocab_parallel_ce.plan import Call, Plan, PlanKey, cached_plan, comparable
@@ -79,7 +79,7 @@ def plan_linear_call(
     bias = None if given.bias is None else local_rows("bias", given.bias, given.group)
     weight = local_rows("weight", given.weight, given.group)
     if is_dtensor(given.weight):
-        settings = settings._replace(shard=shard_of_dtensor(given, settings, rank, n_ranks), vocab_size=None)
+        settings = settings._replace(vocab_size=shard_of_dtensor(given, settings, rank, n_ranks))
     autocasts = torch.is_autocast_enabled(hidden.device.type)
     checks.check_head(weight, bias, hidden, None if autocasts else hidden.dtype)
     if main_grad is not None:
@@ -201,8 +201,10 @@ def shard_of_dtensor(given: Arguments, settings: Settings, rank: int, n_ranks: i
     """Return this rank's columns from sizes that all ranks know, so that all of them raise or none."""
     n_rows, bias, vocab_size = given.weight.shape[0], given.bias, settings.vocab_size
     cut = VocabShard.of_rank(n_rows, rank, n_ranks)
-    if settings.shard is not None:
-        raise ValueError(f"shard: expected None with a DTensor weight, which has its own, {cut}, got {settings.shard}")
+    if isinstance(vocab_size, VocabShard):
+        raise ValueError(
+            f"vocab_size: expected a number or None with a DTensor weight, whose shard is {cut}, got {vocab_size}"
+        )
     if bias is not None and is_dtensor(bias) and bias.shape[0] != n_rows:
         raise ValueError(f"bias: expected shape ({n_rows},), got {tuple(bias.shape)}")
     if vocab_size is None:
@@ -263,7 +265,7 @@ def _plan_of_logits(
         whole_vectors=fits_one_pass and n_columns * dtype.itemsize % VECTOR_BYTES == 0,
         class_weight=given.beside.class_weight is not None,
     )
-    settings = settings._replace(vocab_size=None, shard=shard, reduction=reduction, gradient=gradient)
+    settings = settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient)
     return cached_plan(loss, settings, key)
 
 
@@ -272,7 +274,8 @@ def gradient_of(settings: Settings, dtype: torch.dtype) -> str:
     if settings.gradient != "auto":
         return settings.gradient
     # fp16 has no room for a gradient that the loss scale has not multiplied yet.
-    return "in_backward" if settings.reduction == "none" or dtype == torch.float16 else "in_forward"
+    waits = settings.reduction == "none" or dtype == torch.float16 or settings.wants_gradients_of_outputs
+    return "in_backward" if waits else "in_forward"
 
 
 def _chunks_and_order(

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from vocab_parallel_ce import checks, cross_entropy
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.api import heads, logits
+from vocab_parallel_ce.api.call import checked_advanced, public, settings_of
+from vocab_parallel_ce.api.heads import linear_cross_entropy
+from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
+from vocab_parallel_ce.api.outputs import asked_for
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.cross_entropy import public, vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks, process_group_of
-from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, linear_cross_entropy, split_keywords
-from vocab_parallel_ce.linear.plan import check_head_settings
+from vocab_parallel_ce.head.plan import check_head_settings
 from vocab_parallel_ce.options import (
     OF_OTHER_LIBRARIES,
+    Advanced,
     LinearLogProbKeywords,
     LinearLossKeywords,
     Settings,
@@ -28,7 +32,7 @@ from vocab_parallel_ce.options import (
 # By name, because torch.distributed is not imported here.
 WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 # What a caller may think is an option of a module, and where it belongs instead, if anywhere.
-KEYWORDS_OF_OTHERS = {*LinearLossKeywords.__annotations__, *LinearLogProbKeywords.__annotations__, "entropy", "outputs"}
+KEYWORDS_OF_OTHERS = {*LinearLossKeywords.__annotations__, *LinearLogProbKeywords.__annotations__}
 KEYWORDS_OF_OTHERS |= OF_OTHER_LIBRARIES.keys()
 GIVEN_ELSEWHERE = {
     "num_items": "at each call of the module",
@@ -92,7 +96,7 @@ def _with_attributes(**names: Any) -> Callable[[Module], Module]:
     return decorate
 
 
-@_with_attributes(group=None, return_metrics=False, **cross_entropy.KEYWORDS)
+@_with_attributes(group=None, outputs=(), top_k=None, advanced=None, **logits.KEYWORDS)
 class VocabParallelCrossEntropy(_LossModule):
     """:func:`vocab_parallel_cross_entropy` with its options checked; it has no parameters.
 
@@ -100,25 +104,34 @@ class VocabParallelCrossEntropy(_LossModule):
     ``class_weight`` is a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
     """
 
-    @with_keywords(cross_entropy.KEYWORDS)
+    @with_keywords(logits.KEYWORDS)
     def __init__(
-        self, *, group: Any = None, class_weight: Tensor | None = None, return_metrics: bool = False, **keywords: Any
+        self,
+        *,
+        group: Any = None,
+        class_weight: Tensor | None = None,
+        outputs: Sequence[str] = (),
+        top_k: int | None = None,
+        advanced: Advanced | None = None,
+        **keywords: Any,
     ) -> None:
         super().__init__()
         _register_class_weight(self, class_weight)
-        check_names(keywords, cross_entropy.KEYWORDS, type(self))
-        self.set_options({"group": group, "return_metrics": return_metrics, **keywords})
+        check_names(keywords, logits.KEYWORDS, type(self))
+        self.set_options({"group": group, "outputs": outputs, "top_k": top_k, "advanced": advanced, **keywords})
 
     def set_options(self, options: dict[str, Any]) -> None:
         """Check all options together and take them."""
         options = {**options, "group": process_group_of(options["group"])}
-        settings = {name: value for name, value in options.items() if name != "group"}
+        settings = {name: value for name, value in options.items() if name not in ("group", "advanced")}
+        settings |= asked_for(options["outputs"], options["top_k"])
+        settings["smoothing_formula"] = checked_advanced(options["advanced"], "smoothing_formula").smoothing_formula
         n_ranks = group_position(options["group"])[1]
         check_settings(Settings(**settings), n_ranks)
         self.n_ranks, self.options = n_ranks, options
 
     def forward(self, logits: Tensor, labels: Tensor, num_items: float | Tensor | None = None) -> Any:
-        """Loss of ``logits [..., C]`` and ``labels [...]``: fp32, ``[]`` or ``[...]``; metrics if asked for.
+        """Loss of ``logits [..., C]`` and ``labels [...]``, or :class:`Outputs` if some are asked for.
 
         ``num_items``, what the sum is divided by, changes from step to step and therefore comes here.
         """
@@ -129,7 +142,7 @@ class VocabParallelCrossEntropy(_LossModule):
         return _shown(self, self.n_ranks)
 
 
-@_with_attributes(group=None, return_metrics=False, main_grad=None, **LOSS_KEYWORDS)
+@_with_attributes(group=None, outputs=(), top_k=None, advanced=None, **heads.KEYWORDS)
 class LinearCrossEntropy(_LossModule):
     """:func:`linear_cross_entropy` with its head fixed, and its options checked.
 
@@ -151,7 +164,7 @@ class LinearCrossEntropy(_LossModule):
         ValueError: the head is parametrised, has hooks, or FSDP wraps the head itself.
     """
 
-    @with_keywords(LOSS_KEYWORDS)
+    @with_keywords(heads.KEYWORDS)
     def __init__(
         self,
         head: nn.Linear | nn.Embedding | None = None,
@@ -161,14 +174,15 @@ class LinearCrossEntropy(_LossModule):
         bias: bool = False,
         group: Any = None,
         class_weight: Tensor | None = None,
-        return_metrics: bool = False,
-        main_grad: Tensor | None = None,
+        outputs: Sequence[str] = (),
+        top_k: int | None = None,
+        advanced: Advanced | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__()
         _register_class_weight(self, class_weight)
-        options = {"group": process_group_of(group), "return_metrics": return_metrics, "main_grad": main_grad}
-        options |= keywords
+        options: dict[str, Any] = {"group": process_group_of(group), "outputs": outputs, "top_k": top_k}
+        options |= {"advanced": advanced, **keywords}
         _check_options(options, type(self))
         checks.check_bool("bias", bias)
         if head is None and in_features is None and columns is None:
@@ -209,7 +223,7 @@ class LinearCrossEntropy(_LossModule):
 
     @public()
     def forward(self, hidden: Tensor, labels: Tensor, num_items: float | Tensor | None = None) -> Any:
-        """Loss of ``hidden [..., D]`` and ``labels [...]``, and metrics if asked for."""
+        """Loss of ``hidden [..., D]`` and ``labels [...]``, or :class:`Outputs` if some are asked for."""
         _check_head(self.head)
         options = {**self.options, "bias": getattr(self.head, "bias", None), "group": self.group}
         options["class_weight"] = self.class_weight
@@ -221,10 +235,13 @@ class LinearCrossEntropy(_LossModule):
 
 def _check_options(options: dict[str, Any], module: type[LinearCrossEntropy]) -> None:
     """Check the options of a head and its loss."""
-    keywords = {name: value for name, value in options.items() if name not in ("group", "return_metrics", "main_grad")}
-    fixed = {"return_metrics": options["return_metrics"]}
-    settings, head_settings = split_keywords(keywords, LOSS_KEYWORDS, module, **fixed)
-    check_head_settings(settings, head_settings)
+    not_settings = ("group", "outputs", "top_k", "advanced")
+    keywords = {name: value for name, value in options.items() if name not in not_settings}
+    advanced = checked_advanced(options["advanced"], *Advanced._fields)
+    asked = asked_for(options["outputs"], options["top_k"])
+    fixed: dict[str, Any] = {**asked, "smoothing_formula": advanced.smoothing_formula}
+    settings, head_settings = settings_of(keywords, heads.KEYWORDS, module, advanced, **fixed)
+    check_head_settings(settings, head_settings, knows_grad_output=advanced.expected_grad_output is not None)
     check_settings(settings, group_position(options["group"])[1])
 
 
@@ -236,8 +253,11 @@ def _register_class_weight(module: nn.Module, class_weight: Tensor | None) -> No
 
 def _shown(module: _LossModule, n_ranks: int, **others: Any) -> str:
     """Return the ranks, ``others``, and the options that are not their defaults; of class weights the shape."""
-    options = {name: value for name, value in module.options.items() if name not in ("group", "main_grad")}
+    options = {name: value for name, value in module.options.items() if name not in ("group", "advanced")}
     shown = others | {name: value for name, value in options.items() if value != module.names[name]}
+    for name, value in (module.options["advanced"] or Advanced())._asdict().items():
+        if not isinstance(value, Tensor) and value != Advanced._field_defaults[name]:
+            shown[name] = value
     if module.class_weight is not None:
         shown["class_weight"] = tuple(module.class_weight.shape)
     return ", ".join(["1 rank" if n_ranks == 1 else f"{n_ranks} ranks", *(f"{n}={v!r}" for n, v in shown.items())])

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vocab_parallel_ce.head.chunks import TokenOrder
 from vocab_parallel_ce.layout import flat
-from vocab_parallel_ce.linear.chunks import TokenOrder
 
 TOLERANCE = 2.0**-20  # relative: some roundings of fp32
 MISFIT = (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.options import HeadSettings
+from vocab_parallel_ce.options import HeadSettings, bytes_of
 
 FEWEST_TOKENS = 4096  # docs/design.md has what fewer cost
 SMALL_BYTES = 256 * 2**20  # logits that are worth no more chunks
@@ -39,18 +39,14 @@ def equal_chunk(n_tokens: int, most: int) -> int:
 
 def chunk_of(head: HeadSettings, n_tokens: int, hidden_size: int, n_columns: int, element_size: int) -> int:
     """Return the tokens of a chunk that a caller asks for: ``"auto"``, a number, or bytes for the logits."""
-    asked, budget = head.chunk_tokens, head.memory_budget
-    if budget is None:
-        if asked == "auto":
-            return choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, FEWEST_TOKENS)
-        if isinstance(asked, str):
-            raise ValueError(f"chunk_tokens: expected 'auto' or a number of tokens, got {asked!r}")
-        return checks.checked_count("chunk_tokens", asked)
-    if asked != "auto":
-        raise ValueError(f"memory_budget: expected chunk_tokens='auto' with it, got {asked!r}")
-    most = checks.checked_count("memory_budget", budget) // (n_columns * element_size)
+    asked, token_bytes = head.chunk_size, n_columns * element_size
+    if asked == "auto":
+        return choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, FEWEST_TOKENS)
+    if not isinstance(asked, str):
+        return checks.checked_count("chunk_size", asked)
+    most = bytes_of(asked) // token_bytes
     if most == 0:
-        raise ValueError(f"memory_budget: must hold a token's logits, {n_columns * element_size} bytes, got {budget}")
+        raise ValueError(f"chunk_size: must hold a token's logits, {token_bytes} bytes, got {asked!r}")
     return equal_chunk(n_tokens, most)
 
 

@@ -1,0 +1,177 @@
+"""Distillation from a teacher, over logits and over heads: the public functions.
+
+Over heads, both products of a chunk of tokens are made, the student's into the buffer of ``head.loops``, and the
+gradient replaces the student's logits there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.api.call import checked_advanced, over_head, over_logits, overwrites, public, settings_of
+from vocab_parallel_ce.head.plan import Arguments
+from vocab_parallel_ce.losses.base import Loss
+from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead, check_hard_weight
+from vocab_parallel_ce.losses.known_tokens import KNOWN_TOKENS, Tokens
+from vocab_parallel_ce.options import (
+    Advanced,
+    DistillationKeywords,
+    LinearDistillationKeywords,
+    Settings,
+    check_names,
+    divided_by,
+    keyword_defaults,
+    with_keywords,
+)
+
+KEYWORDS = keyword_defaults(DistillationKeywords)
+LINEAR_KEYWORDS = keyword_defaults(LinearDistillationKeywords)
+
+
+class TopKTeacher(NamedTuple):
+    """A teacher that is known at ``k`` tokens, the same on every rank; it gets no gradient."""
+
+    ids: Tensor  # [..., k] int64 or int32 global ids, different in a row
+    log_probs: Tensor  # [..., k] floating point, at the temperature of the loss; -inf leaves an id out
+    # "ignore": nothing else counts. "bucket": all other tokens are one, of probability 1 - sum_k q_k.
+    rest: str = "ignore"
+
+
+class Head(NamedTuple):
+    """What makes the logits ``hidden @ weight.T + bias`` of a shard."""
+
+    hidden: Tensor  # [..., D] bf16, fp16 or fp32, the same on every rank
+    weight: Tensor  # [C, D], this rank's rows; the student's may be a DTensor
+    bias: Tensor | None = None  # [C]
+
+
+@public(overwrites)
+@checks.naming(logits="student_logits")
+@with_keywords(KEYWORDS)
+def distillation_loss(
+    student_logits: Tensor,
+    teacher: Tensor | TopKTeacher,
+    *,
+    group: Any = None,
+    labels: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    **keywords: Any,
+) -> Tensor:
+    """Divergence of a student's distribution from a teacher's, over sharded logits of both.
+
+    In fp32, with ``s`` and ``t`` the softmax of the student's and the teacher's logits divided by ``temperature``,
+    over the whole vocabulary:
+
+        "forward"   KL(t || s)
+        "reverse"   KL(s || t)
+        "js"        beta * KL(t || m) + (1 - beta) * KL(s || m),  m = beta * t + (1 - beta) * s
+        loss        (1 - hard_weight) * divergence + hard_weight * cross_entropy(student_logits, labels)
+
+    "forward" is Hinton et al.'s (arXiv:1503.02531), "js" GKD's (arXiv:2306.13649, equation 1). Nothing multiplies by
+    ``temperature ** 2``, as Hinton et al. do: do it yourself. docs/distillation.md has more.
+
+    A :class:`TopKTeacher` is known at ``k`` tokens: ``sum_k q_k (log q_k - log s_k)`` with ``q = exp(log_probs)``,
+    "forward" only, without ``hard_weight``.
+
+    Overwrites: by default nothing that anybody can still read, see ``gradient`` of the loss. The teacher's
+    are never written, and get no gradient.
+
+    Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, with ``K = 5``, 2 more with
+    ``hard_weight``; "js" has ``K = 4``, and a second all_gather of 8 bytes. Backward none.
+
+    Args:
+        student_logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.
+        teacher: logits ``[..., C']`` bf16, fp16, fp32 or fp64, from the same column on, or a :class:`TopKTeacher`.
+            ``C'`` may differ from ``C`` by padding, if ``vocab_size`` says what is. Must not require a gradient.
+        divergence, beta: as above; ``0 < beta < 1``, for "js" alone.
+        labels: ``[...]`` int64 or int32 global ids, or None. Rows with ``ignore_index`` have loss and gradient 0.
+        hard_weight: in [0, 1]; above 0 it needs ``labels``. The cross-entropy has temperature 1.
+        reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or ``"none"``.
+        gradient: as in :func:`vocab_parallel_cross_entropy`.
+        impl: ``"triton"``, ``"reference"`` or ``"auto"``.
+        others: as in :func:`vocab_parallel_cross_entropy`, of the student's logits.
+
+    Returns:
+        fp32 loss, fp64 for fp64 logits, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`vocab_parallel_cross_entropy`.
+    """
+    check_names(keywords, KEYWORDS, distillation_loss)
+    settings = divided_by(num_items, Settings(**keywords))
+    loss: Loss = DIVERGENCE
+    beside: Any = None
+    if isinstance(teacher, TopKTeacher):
+        loss, settings = KNOWN_TOKENS, settings._replace(rest=teacher.rest)
+        beside = Tokens(teacher.log_probs, teacher.ids, labels)
+    elif isinstance(teacher, Head):
+        raise TypeError("teacher: expected logits or a TopKTeacher, got a Head; call linear_distillation_loss")
+    else:
+        beside = Teacher(teacher, labels)
+    return over_logits(loss, student_logits, beside, settings, group=group, num_items=num_items)[0].loss
+
+
+@public()
+@checks.naming(hidden="student.hidden", weight="student.weight", bias="student.bias")
+@with_keywords(LINEAR_KEYWORDS)
+def linear_distillation_loss(
+    student: Head,
+    teacher: Head | TopKTeacher,
+    *,
+    group: Any = None,
+    labels: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    advanced: Advanced | None = None,
+    **keywords: Any,
+) -> Tensor:
+    """:func:`distillation_loss` of ``hidden @ weight.T + bias`` of two heads, which are made in chunks of tokens.
+
+    Overwrites nothing. Forward computes the gradients of the student's tensors, and backward scales them, once. For
+    ``"none"`` and fp16, backward makes the logits again and computes them, and may run again. The teacher's tensors get
+    none.
+
+    Collectives: those of :func:`linear_cross_entropy`, of the statistics of :func:`distillation_loss`. "js" has twice
+    as many all_gathers of statistics, two per chunk where the others have one in all.
+
+    Args:
+        student: a :class:`Head`: the tensors that :func:`linear_cross_entropy` takes.
+        teacher: a :class:`Head` of any hidden size, of the same leading dimensions and from the same column on, whose
+            tensors must not require a gradient; or a :class:`TopKTeacher`.
+        gradient: as in :func:`linear_cross_entropy`.
+        chunk_size: as there, of the student's logits.
+        advanced: ``reduce_hidden_grad`` of :func:`linear_cross_entropy`.
+        others: as in :func:`distillation_loss`.
+
+    Returns:
+        fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``.
+
+    Raises:
+        TypeError, ValueError: as :func:`linear_cross_entropy`.
+        RuntimeError: from backward, if it runs again over scaled gradients, or with ``create_graph``.
+    """
+    of_head = checked_advanced(advanced, "reduce_hidden_grad")
+    settings, head = settings_of(keywords, LINEAR_KEYWORDS, linear_distillation_loss, of_head)
+    settings = divided_by(num_items, settings)
+    if not isinstance(student, Head):
+        raise TypeError(f"student: expected a Head, got {type(student).__name__}")
+    loss: Loss = DIVERGENCE
+    beside: Any = None
+    if isinstance(teacher, TopKTeacher):
+        loss, settings = KNOWN_TOKENS, settings._replace(rest=teacher.rest)
+        beside = Tokens(teacher.log_probs, teacher.ids, labels)
+    elif isinstance(teacher, Head):
+        beside = TeacherHead(*teacher, labels)
+    else:
+        raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}")
+    check_hard_weight(settings, labels)  # here, because labels of all tokens stand for None below
+    checks.check_integer("ignore_index", settings.ignore_index)
+    checks.check_hidden(student.hidden)
+    if labels is None:  # nothing is ignored
+        settings = settings._replace(ignore_index=-100)
+        labels = student.hidden.new_zeros(student.hidden.shape[:-1], dtype=torch.int64)
+    given = Arguments(*student, labels, beside, group, num_items)
+    return over_head(loss, given, settings, head)[0].loss

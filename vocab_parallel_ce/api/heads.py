@@ -1,0 +1,210 @@
+"""Losses and log-probabilities of a head, whose logits are made in chunks of tokens: the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from torch import Tensor
+
+from vocab_parallel_ce.api.call import checked_advanced, over_head, public, settings_of
+from vocab_parallel_ce.api.outputs import (
+    Outputs,
+    asked_for,
+    asks_for_top,
+    log_probs_of,
+    loss_of,
+    taken_temperature,
+    top_of,
+)
+from vocab_parallel_ce.api.shift import next_labels, without_last
+from vocab_parallel_ce.head.expected import expected_with_last
+from vocab_parallel_ce.head.plan import Arguments
+from vocab_parallel_ce.losses.labels import LABELS, Labels
+from vocab_parallel_ce.options import (
+    Advanced,
+    LinearLogProbKeywords,
+    LinearLossKeywords,
+    divided_by,
+    keyword_defaults,
+    with_keywords,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+KEYWORDS = keyword_defaults(LinearLossKeywords)
+LOG_PROB_KEYWORDS = keyword_defaults(LinearLogProbKeywords)
+OF_LOG_PROBS = ("main_grad", "reduce_hidden_grad", "valid_tokens")  # fields of Advanced
+
+
+def needs_eager(keywords: dict[str, Any]) -> bool:
+    """Return whether backward writes to a tensor of the caller's, or warns, or a call has no operator."""
+    advanced = keywords.get("advanced")
+    of_head = advanced if isinstance(advanced, Advanced) else Advanced()
+    return of_head.main_grad is not None or of_head.expected_grad_output is not None or asks_for_top(keywords)
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    outputs: tuple[()] = (),
+    top_k: None = None,
+    **keywords: Unpack[LinearLossKeywords],
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    outputs: Sequence[str] = (),
+    top_k: int | None = None,
+    **keywords: Unpack[LinearLossKeywords],
+) -> Outputs: ...
+@public(needs_eager)
+@with_keywords(KEYWORDS)
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    group: Any = None,
+    num_items: float | Tensor | None = None,
+    class_weight: Tensor | None = None,
+    outputs: Sequence[str] = (),
+    top_k: int | None = None,
+    advanced: Advanced | None = None,
+    **keywords: Any,
+) -> Tensor | Outputs:
+    """:func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, which is made in chunks of tokens.
+
+    Overwrites nothing. Under ``torch.autocast`` the products have its dtype, and each gradient has its tensor's.
+    docs/linear.md has more on every argument, on memory, DTensor, FSDP and Megatron-LM.
+
+    Collectives: all_gathers of ``4 * K`` bytes per token from each rank: with gradients in forward two per chunk (one
+    for 128 tokens or fewer), otherwise one in all. The pass that computes gradients also runs one all_reduce of
+    ``d_hidden`` per chunk. With ``sequence_parallel`` that is a reduce_scatter, and each pass all_gathers ``hidden``.
+    With ``class_weight`` a mean with gradients in forward all_gathers 4 bytes. All ranks must agree on what needs a
+    gradient.
+
+    Args:
+        hidden: ``[..., D]`` bf16, fp16 or fp32, at least two dimensions, the same on every rank, or its part.
+        weight: ``[C, D]``, this rank's rows of the head, of the dtype of ``hidden``, or a DTensor. Its gradient is
+            summed in fp32 and rounded once.
+        labels: ``[...]`` int64 or int32 ids in the global vocabulary, the same on every rank.
+        bias: ``[C]``, this rank's, or a DTensor as ``weight`` is, or None.
+        group: the ranks that share the vocabulary, or None; a DTensor needs it.
+        gradient: ``"in_forward"``: forward computes the gradients, and backward scales them; for ``"none"`` only with
+            ``expected_grad_output``.
+            ``"in_backward"``: backward makes the logits again, and may run again. ``"auto"``: in_forward for mean
+            and sum of bf16 and fp32 without outputs that have a gradient, otherwise in_backward.
+        sequence_parallel: ``hidden`` and its gradient are this rank's part along dimension ``sequence_dim``, by
+            default the first, and ``labels`` are of all tokens; needs a group.
+        chunk_size: tokens per chunk, or the bytes of a chunk's logits as ``"256MiB"``, or ``"auto"``.
+        logits_dtype: ``torch.float32``: 16-bit products accumulate and stay in fp32, and the gradient of the logits
+            is rounded once to 16 bits for the products that follow. None: logits are rounded to 16 bits.
+        outputs, top_k: as in :func:`vocab_parallel_cross_entropy`. ``"rank"`` makes the logits again in forward.
+        advanced: an ``options.Advanced``. ``main_grad`` ``[C, D]`` fp32, contiguous: backward adds the gradient of
+            ``weight`` to it, and ``weight`` gets none, or zeros if it has ``grad_added_to_main_grad``, which becomes
+            True. ``reduce_hidden_grad=False`` leaves the gradient of ``hidden`` this rank's share of the sum.
+            ``valid_tokens``: upper bound on labels that are not ``ignore_index``; the rest skip the matmul. Exceeding
+            it gives a NaN loss. ``expected_grad_output`` ``[...]``, the same on every rank: what will multiply each
+            loss, except one factor for all, for reduction ``"none"`` with ``"in_forward"``. If that does not hold in
+            backward, the gradients are NaN, and a later call warns. ``smoothing_formula`` as over logits.
+        others: as in :func:`vocab_parallel_cross_entropy`, of these logits. A DTensor brings its shard.
+
+    Returns:
+        as :func:`vocab_parallel_cross_entropy`.
+
+    Raises:
+        TypeError, ValueError: as there; also for a quantised weight.
+        RuntimeError: from backward, if it runs again over gradients of ``"in_forward"``, or with ``create_graph``.
+    """
+    of_head = checked_advanced(advanced, *Advanced._fields)
+    asked = {**asked_for(outputs, top_k), "smoothing_formula": of_head.smoothing_formula}
+    settings, head = settings_of(keywords, KEYWORDS, linear_cross_entropy, of_head, **asked)
+    settings = divided_by(num_items, settings)
+    expected = of_head.expected_grad_output
+    if settings.shift:
+        labels = next_labels(labels, settings.ignore_index)
+        expected = expected_with_last(expected, labels)
+    beside, top = Labels(labels, class_weight), top_of(settings)
+    given = Arguments(hidden, weight, bias, labels, beside, group, num_items, of_head.main_grad, expected)
+    found, divisor, overflow = over_head(LABELS, given, settings, head, top)
+    if settings.shift:
+        found, labels = without_last(found, labels.dim() - 1), labels[..., :-1]
+    return _or_nan(loss_of(found, labels, settings, top, divisor), overflow)
+
+
+@overload
+def linear_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    outputs: tuple[()] = (),
+    top_k: None = None,
+    **keywords: Unpack[LinearLogProbKeywords],
+) -> Tensor: ...
+@overload
+def linear_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    outputs: Sequence[str] = (),
+    top_k: int | None = None,
+    **keywords: Unpack[LinearLogProbKeywords],
+) -> Outputs: ...
+@public(needs_eager)
+@with_keywords(LOG_PROB_KEYWORDS)
+def linear_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    group: Any = None,
+    outputs: Sequence[str] = (),
+    top_k: int | None = None,
+    advanced: Advanced | None = None,
+    **keywords: Any,
+) -> Tensor | Outputs:
+    """:func:`token_log_probs` of ``hidden @ weight.T + bias``, which is made in chunks of tokens.
+
+    Backward computes the logits again and the gradients of all outputs together. The output ``"rank"`` computes them
+    again in forward.
+
+    Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``; of ``"rank"`` and ``top_k``
+    those of :func:`token_log_probs`.
+
+    Args:
+        temperature, outputs, top_k: as in :func:`token_log_probs`.
+        advanced: ``main_grad``, ``reduce_hidden_grad`` and ``valid_tokens`` of :func:`linear_cross_entropy`.
+        others: as in :func:`linear_cross_entropy`.
+
+    Returns:
+        as :func:`token_log_probs`.
+    """
+    of_head = checked_advanced(advanced, *OF_LOG_PROBS)
+    asked = {**asked_for(outputs, top_k, of_loss=False), "reduction": "none", "gradient": "in_backward"}
+    temperature = taken_temperature(keywords)
+    settings, head = settings_of(keywords, LOG_PROB_KEYWORDS, linear_token_log_probs, of_head, **asked)
+    beside, top = Labels(labels, temperature=temperature), top_of(settings)
+    given = Arguments(hidden, weight, bias, labels, beside, group, None, of_head.main_grad)
+    found, _, overflow = over_head(LABELS, given, settings, head, top)
+    return _or_nan(log_probs_of(found, labels, settings, top), overflow)
+
+
+def _or_nan(results: Tensor | Outputs, overflow: Tensor | None) -> Tensor | Outputs:
+    """Make NaN what was computed of too few tokens and is not yet: ids cannot be."""
+    if overflow is None or not isinstance(results, Outputs):
+        return results
+    names = ("token_accuracy", "z_loss")
+    own = {name: getattr(results, name) for name in names}
+    return results._replace(**{name: value * overflow for name, value in own.items() if value is not None})

@@ -1,0 +1,245 @@
+"""Losses and log-probabilities over logits: the public functions. ``spec`` has the mathematics and the legend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.api.call import checked_advanced, over_logits, overwrites, public
+from vocab_parallel_ce.api.outputs import (
+    Outputs,
+    asked_for,
+    asks_for_top,
+    log_probs_of,
+    loss_of,
+    taken_temperature,
+    top_of,
+)
+from vocab_parallel_ce.api.shift import next_labels, without_last
+from vocab_parallel_ce.losses.base import Loss
+from vocab_parallel_ce.losses.labels import LABELS, Labels
+from vocab_parallel_ce.losses.targets import TARGETS, Targets
+from vocab_parallel_ce.options import (
+    Advanced,
+    LogProbKeywords,
+    LossKeywords,
+    Settings,
+    check_names,
+    divided_by,
+    keyword_defaults,
+    with_keywords,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+KEYWORDS = keyword_defaults(LossKeywords)
+LOG_PROB_KEYWORDS = keyword_defaults(LogProbKeywords)
+
+
+def needs_eager(keywords: dict[str, Any]) -> bool:
+    """Return whether a call has no operator."""
+    return overwrites(keywords) or asks_for_top(keywords)
+
+
+@overload
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    outputs: tuple[()] = (),
+    top_k: None = None,
+    **keywords: Unpack[LossKeywords],
+) -> Tensor: ...
+@overload
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    outputs: Sequence[str] = (),
+    top_k: int | None = None,
+    **keywords: Unpack[LossKeywords],
+) -> Outputs: ...
+@public(needs_eager)
+@with_keywords(KEYWORDS)
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    group: Any = None,
+    num_items: float | Tensor | None = None,
+    class_weight: Tensor | None = None,
+    outputs: Sequence[str] = (),
+    top_k: int | None = None,
+    advanced: Advanced | None = None,
+    **keywords: Any,
+) -> Tensor | Outputs:
+    """Cross-entropy of logits that are sharded over the vocabulary, without gathering them.
+
+    In fp32, with ``lse`` and the mean over the whole vocabulary of ``V`` columns, for the ``R`` ranks of ``group``:
+
+        z    = softcap * tanh(logit_scale * x / softcap), or logit_scale * x without softcap
+        loss = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
+
+    Without options this is ``torch.nn.functional.cross_entropy``. docs/options.md has every option in detail. Labels
+    may be probabilities, as in PyTorch, ``t_i`` of each column; with ``w = class_weight``, or 1:
+
+        t'   = w * ((1 - e) * t + e / V)
+        loss = sum_i t'_i * (lse - z_i) + z_loss * lse^2
+
+    Overwrites: by default nothing that anybody can still read; see ``gradient``. Nothing is overwritten if no gradient
+    is needed. Logits are copied, and stay as they are, if their last dimension is not dense, if they overlap
+    themselves (expanded), or if more than three leading strides do not merge.
+
+    Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, on the current stream; backward
+    none. ``K`` is 3, with label smoothing 2 more, with class weights 1 more; 4 with probabilities.
+    Outputs add to it: 1 each for ``"entropy"``, ``"sum_sq_probs"`` and predictions, 2 for ``"mean_logit"`` without
+    smoothing, ``2 * k`` for ``top_k``. ``"rank"`` is counted afterwards: one all_reduce of 4 bytes per row, and 4 bytes
+    more in the all_gather if ``z`` is not the logit. The host waits for the device only with ``check_labels``; every
+    path can be captured in a CUDA graph. Under ``torch.compile`` it is one operator, and the
+    gradient is out of place, unless ``gradient`` names another mode: then the graph breaks (docs/compile.md).
+
+    Args:
+        logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides. For fp64, as for a gradient
+            check, plain PyTorch runs, in fp64 throughout; so is the loss.
+        labels: ``[...]`` int64 or int32 ids in the *global* vocabulary, the same on every rank. Or probabilities
+            ``[..., C]`` of the same columns, bf16, fp16, fp32 or fp64, taken as they are, also if they do not sum to 1.
+            They get no gradient, a mean divides by all rows, and a ``-inf`` logit is excluded where ``t'`` is 0.
+        group: the ``ProcessGroup`` of the ranks that share a vocabulary, or a ``DeviceMesh`` of one dimension; None for
+            logits that hold all of it. All of its ranks call, with arguments that fit together; :func:`verify_calls`
+            checks that.
+        ignore_index: rows with this label have loss 0 and gradient 0, and do not count in the mean.
+        label_smoothing: ``e``, in [0, 1].
+        z_loss: coefficient of ``lse^2`` (PaLM, arXiv:2204.02311, section 5).
+        softcap: bound of the logits (Gemma 2, arXiv:2408.00118, section 2), or None.
+        logit_scale: positive factor of the logits.
+        reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or ``"none"``.
+        num_items: divides the sum, also for ``"mean"``, in the place of the number of rows; 0 items give 0. A
+            number, or a tensor of one element, which the host reads only on the CPU.
+        class_weight: ``[V]``, or ``[C]`` for this rank's columns, of any floating dtype: PyTorch's ``weight``. A mean
+            is divided by the sum of the labels' weights.
+        outputs: names of fields of :class:`Outputs` to return beside the loss, such as ``("entropy", "predictions")``;
+            ``V`` is at most 2**24 for predictions. Not for probabilities.
+        top_k: also return the ids and log-probabilities of so many columns.
+        gradient: where it is written. ``"auto"``: over the logits if nobody else can see them when backward runs,
+            otherwise into a new tensor (docs/gradients.md). ``"out_of_place"``: into a new tensor. ``"in_backward"``:
+            over the logits, whoever holds them. ``"in_forward"``: the same in this call, and backward scales it, which
+            rounds again if ``grad_output`` is not 1; for logits that are no view in the graph. The last two are not
+            safe under saved-tensor hooks. ``"in_forward"`` takes no outputs that have a gradient.
+        impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``: the first of them that can run.
+        check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``; otherwise its row is NaN.
+        vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns and the last has the rest, or all have ``C``
+            columns, of which those beyond ``V`` are padding: no part of the softmax, gradient 0. If neither holds, a
+            :class:`VocabShard` that says which columns this rank has. None: ``R * C``.
+        shift: token t predicts the label at t + 1 of the last dimension, ``T``; unreduced losses and outputs are
+            ``[..., T - 1]``.
+        advanced: an ``options.Advanced``, of which this function uses ``smoothing_formula``: ``"megatron"`` makes ``e``
+            ``V / (V - 1)`` times ``label_smoothing``.
+
+    Returns:
+        fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``. With ``outputs`` or ``top_k``,
+        an :class:`Outputs`.
+
+    Raises:
+        TypeError: a type or dtype does not fit, or inside a ``torch.func`` transform or forward-mode AD.
+        ValueError: shapes, devices or values do not fit, ``impl`` cannot run here, or an earlier call has
+            left its gradient in ``logits``.
+        RuntimeError: from backward, if it runs again over a gradient in place, with ``create_graph`` or
+            ``is_grads_batched``, or if something else has written to the logits.
+    """
+    check_names(keywords, KEYWORDS, vocab_parallel_cross_entropy)
+    if advanced is not None:
+        keywords["smoothing_formula"] = checked_advanced(advanced, "smoothing_formula").smoothing_formula
+    if outputs or top_k is not None:
+        keywords |= asked_for(outputs, top_k)
+    settings = divided_by(num_items, Settings(**keywords))
+    loss: Loss = LABELS
+    given: Any = Labels(labels, class_weight)
+    if isinstance(labels, Tensor) and labels.is_floating_point():
+        loss, given = TARGETS, Targets(labels, class_weight)
+    elif settings.shift:
+        labels = next_labels(labels, settings.ignore_index)
+        given = Labels(labels, class_weight)
+    top = top_of(settings)
+    found, divisor = over_logits(loss, logits, given, settings, group=group, num_items=num_items, top=top)
+    if settings.shift:
+        found, labels = without_last(found, labels.dim() - 1), labels[..., :-1]
+    return loss_of(found, labels, settings, top, divisor)
+
+
+@overload
+def token_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    outputs: tuple[()] = (),
+    top_k: None = None,
+    **keywords: Unpack[LogProbKeywords],
+) -> Tensor: ...
+@overload
+def token_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    outputs: Sequence[str] = (),
+    top_k: int | None = None,
+    **keywords: Unpack[LogProbKeywords],
+) -> Outputs: ...
+@public(needs_eager)
+@with_keywords(LOG_PROB_KEYWORDS)
+def token_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    group: Any = None,
+    outputs: Sequence[str] = (),
+    top_k: int | None = None,
+    **keywords: Any,
+) -> Tensor | Outputs:
+    """Log-probability of each label, and what else is asked of the whole distribution, from one read of the logits.
+
+        p = softmax(z),  log_prob = log p_y,  entropy = -sum_i p_i log p_i
+
+    in fp32, with ``z`` the scaled and capped logits of :func:`vocab_parallel_cross_entropy`, divided by the
+    temperature. All fp32 outputs except ``top_log_probs`` are differentiable; one pass computes their gradients.
+
+    Overwrites: by default nothing that anybody can still read, see ``gradient`` of the loss.
+
+    Collectives: those of :func:`vocab_parallel_cross_entropy`.
+
+    Args:
+        temperature: positive; divides the logits after the cap. A number, or a floating-point tensor of one element, or
+            of one for each label, without a gradient. The host does not read a tensor: where it is not positive and
+            finite in fp32, outputs and gradient are NaN, except of ignored tokens.
+        outputs: names of fields of :class:`Outputs`, as in the loss; there is no ``"z_loss"``.
+        top_k: also return the ids and log-probabilities of so many columns.
+        ignore_index: tokens with this label have outputs and gradient 0.
+        gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
+        others: as in :func:`vocab_parallel_cross_entropy`.
+
+    Returns:
+        ``[...]`` fp32 log-probabilities, equal bit for bit on all ranks; with ``outputs`` or ``top_k``, an
+        :class:`Outputs`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`vocab_parallel_cross_entropy`.
+    """
+    check_names(keywords, LOG_PROB_KEYWORDS, token_log_probs)
+    temperature = taken_temperature(keywords)
+    settings = Settings(reduction="none", **asked_for(outputs, top_k, of_loss=False), **keywords)
+    checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
+    given, top = Labels(labels, temperature=temperature), top_of(settings)
+    found, _ = over_logits(LABELS, logits, given, settings, group=group, top=top)
+    return log_probs_of(found, labels, settings, top)
+
+
+def output_of(name: str, logits: Tensor, group: Any = None) -> Tensor:
+    """Return one of the fp32 ``outputs`` ``[...]`` of ``logits [..., C]``, without labels. Overwrites nothing."""
+    any_labels = torch.zeros(logits.shape[:-1], dtype=torch.int32, device=logits.device)
+    found = token_log_probs(logits, any_labels, group=group, outputs=(name,), gradient="out_of_place")
+    value: Tensor = getattr(found, name)
+    return value

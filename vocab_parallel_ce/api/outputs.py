@@ -1,0 +1,121 @@
+"""What a loss and log-probabilities return beside themselves, if it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce.options import DIFFERENTIABLE, Settings, checked_outputs
+from vocab_parallel_ce.spec import TokenOutputs, is_ignored
+from vocab_parallel_ce.top import Top
+
+
+class Outputs(NamedTuple):
+    """The loss or the log-probabilities, and the outputs that were asked for. What was not is None.
+
+    Per token, of the shape of the labels, except where it says otherwise. fp32 (fp64 for fp64 logits) if no other dtype
+    is named. ``z`` are the scaled and capped logits, divided by the temperature. In ignored tokens numbers are 0, and
+    ids and ``rank`` -1. Tokens whose label is outside the vocabulary are NaN, except in ``predictions``.
+    The first six have a gradient.
+    """
+
+    loss: Tensor | None = None  # as the function returns it without outputs
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None  # in nats
+    lse: Tensor | None = None  # log-sum-exp of z
+    sum_sq_probs: Tensor | None = None  # sum_i p_i^2
+    mean_logit: Tensor | None = None  # mean of z over the vocabulary
+    predictions: Tensor | None = None  # int64 global id of the largest z, the lowest of equals; -1 if there is none
+    token_accuracy: Tensor | None = None  # [], the share of the labels that are predicted; ignored ones do not count
+    z_loss: Tensor | None = None  # the part of the loss that is z_loss * lse^2, reduced as the loss is
+    rank: Tensor | None = None  # int64: how many logits are larger than the label's
+    top_ids: Tensor | None = None  # [..., k] int64; -1 where no z is finite; equals in any order
+    top_log_probs: Tensor | None = None  # [..., k]
+
+
+def asked_for(outputs: Any, top_k: int | None, *, of_loss: bool = True) -> dict[str, Any]:
+    """Return the settings that ask for ``outputs`` of a loss, or of log-probabilities."""
+    outputs = checked_outputs(outputs)
+    if not of_loss and "z_loss" in outputs:
+        raise ValueError("outputs: expected no 'z_loss' of log-probabilities, which have no such part, got it")
+    return {"outputs": outputs, "top_k": top_k}
+
+
+def asks_for_top(keywords: dict[str, Any]) -> bool:
+    """Return whether the keywords ask for what no operator of ``torch.compile`` returns."""
+    outputs = keywords.get("outputs", ())
+    return keywords.get("top_k") is not None or (isinstance(outputs, tuple | list) and "rank" in outputs)
+
+
+def top_of(settings: Settings) -> Top | None:
+    """Return what finds the largest logits and the rank, if they are asked for."""
+    wants_rank = "rank" in settings.outputs
+    if not wants_rank and settings.top_k is None:
+        return None
+    if settings.shift:
+        raise ValueError("shift: expected no top_k and no output 'rank' with it, got one; shift the labels yourself")
+    return Top(settings.top_k, wants_rank)
+
+
+def taken_temperature(keywords: dict[str, Any]) -> Tensor | None:
+    """Take a ``temperature`` that is a tensor out of ``keywords``: it is no setting."""
+    return keywords.pop("temperature") if isinstance(keywords.get("temperature"), Tensor) else None
+
+
+def loss_of(
+    found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None, divisor: Tensor | None
+) -> Tensor | Outputs:
+    """Return the loss, or the record of all that was asked for; ``divisor`` is that of a sum."""
+    if not settings.outputs and top is None:
+        return found.loss
+    return Outputs(loss=found.loss, **_others(found, labels, settings, top, divisor))
+
+
+def log_probs_of(found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None) -> Tensor | Outputs:
+    """Return the log-probabilities, or the record of all that was asked for."""
+    log_probs = torch.rsub(found.loss, 0.0)  # 0 - loss, since a negated 0 would be -0; the operator takes longer
+    if not settings.outputs and top is None:
+        return log_probs
+    return Outputs(log_probs=log_probs, **_others(found, labels, settings, top, None))
+
+
+def _others(
+    found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None, divisor: Tensor | None
+) -> dict[str, Any]:
+    asked = settings.outputs
+    named: dict[str, Any] = {name: getattr(found, name) for name in (*DIFFERENTIABLE, "predictions") if name in asked}
+    with torch.no_grad():
+        if "token_accuracy" in asked:
+            named["token_accuracy"] = _accuracy(found.predictions, labels, settings.ignore_index)
+        if "z_loss" in asked:
+            named["z_loss"] = _z_loss(found, labels, settings, divisor)
+        if top is not None:
+            assert found.lse is not None
+            named |= top.results(found.lse, is_ignored(labels, settings.ignore_index))
+    return named
+
+
+def _accuracy(predictions: Tensor | None, labels: Tensor, ignore_index: int) -> Tensor:
+    assert predictions is not None
+    n_tokens = (~is_ignored(labels, ignore_index)).sum()
+    is_right = (predictions == labels) & (predictions >= 0)
+    return is_right.sum() / n_tokens.clamp(min=1)
+
+
+def _z_loss(found: TokenOutputs, labels: Tensor, settings: Settings, divisor: Tensor | None) -> Tensor:
+    """Return the part of the loss that is ``z_loss * lse^2``, reduced as the loss is."""
+    if not settings.z_loss:
+        return torch.zeros_like(found.loss)
+    assert found.lse is not None
+    z_loss = float(settings.z_loss) * found.lse**2
+    if settings.reduction == "none":
+        return z_loss
+    if settings.reduction == "mean":
+        divisor = (~is_ignored(labels, settings.ignore_index)).sum()
+    z_loss = z_loss.sum()
+    if divisor is None:
+        return z_loss
+    n = divisor.to(z_loss.dtype).reshape(())
+    return torch.where(n == 0, 0.0, z_loss / n)

@@ -1,0 +1,74 @@
+"""The path of a call over hidden states: its autograd Function. ``loops`` has the loops over chunks.
+
+A reduced loss of bf16 or fp32 computes its gradients in forward, with three products in all. Others keep 4 K R
+bytes per token on each rank, and compute the logits again in backward, with grad_output in the one rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce.backward import Refusals, run_backward
+from vocab_parallel_ce.head import loops
+from vocab_parallel_ce.head.loops import Gradients
+from vocab_parallel_ce.head.plan import Inputs, LinearCall
+from vocab_parallel_ce.run import as_returned
+from vocab_parallel_ce.spec import GradOutputs
+
+REFUSALS = Refusals(
+    "linear cross-entropy: backward ran a second time, but the first has handed its gradients on; ask for "
+    "gradient='in_backward' to run backward again"
+)
+
+
+class OverHead(torch.autograd.Function):
+    """Saved: in_forward the gradients; otherwise the head, labels, divisor, statistics of all ranks, what is beside."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, beside: Any, linear: LinearCall) -> Any:
+        ctx.linear, ctx.handed_on, ctx.device, ctx.weight_dtype = linear, False, hidden.device, weight.dtype
+        ctx.record = type(beside)
+        ctx.set_materialize_grads(False)
+        inputs, plan = Inputs(hidden, weight, bias), linear.call.plan
+        with torch.autocast(hidden.device.type, enabled=False):
+            if plan.gradient == "in_forward":
+                outputs, gradients = loops.forward_with_gradients(linear, inputs, beside, ctx.needs_input_grad[:3])
+                ctx.save_for_backward(*gradients)
+            else:
+                outputs, stats = loops.forward(linear, inputs, beside)
+                kept = plan.loss.saved(beside, plan.options)
+                ctx.save_for_backward(*inputs, linear.labels, linear.call.divisor, *stats, *kept)
+        return as_returned(ctx, outputs, plan)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        gradients = run_backward(_gradients, ctx, grads, REFUSALS, ctx.linear.call.group, ctx.device)
+        return *(gradients or (None, None, None)), None, None
+
+
+def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradients:
+    """Return the gradients of hidden, weight and bias."""
+    linear: LinearCall = ctx.linear
+    with torch.autocast(ctx.device.type, enabled=False):
+        if linear.call.plan.gradient == "in_forward":
+            assert grads.loss is not None
+            ctx.handed_on = True
+            if linear.expected is None:
+                gradients = loops.scaled(linear, saved, grads.loss)
+            else:
+                gradients = loops.scaled_by_factor(linear, saved, grads.loss, ctx.weight_dtype)
+        else:
+            inputs, linear, divisor = Inputs(*saved[:3]), linear._replace(labels=saved[3]), saved[4]
+            n, wanted = 5 + len(linear.call.plan.launchers.widths), ctx.needs_input_grad[:3]
+            gradients = loops.backward(linear, inputs, ctx.record(*saved[n:]), saved[5:n], divisor, wanted, grads)
+    d_hidden, d_weight, d_bias = gradients
+    if d_weight is None or linear.main_grad is None:
+        return gradients
+    if linear.parameter is None:
+        return d_hidden, None, d_bias
+    # Megatron-LM's hooks wait for a gradient.
+    linear.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return d_hidden, torch.zeros_like(d_weight, dtype=linear.parameter.dtype), d_bias

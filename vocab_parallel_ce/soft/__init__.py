@@ -1,1 +1,0 @@
-"""Losses against a distribution per token: probability targets and distillation."""
