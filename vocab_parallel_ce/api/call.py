@@ -137,13 +137,13 @@ def over_head(
         from vocab_parallel_ce.head.operators import linear_losses
 
         return linear_losses(loss, given, settings, head)
-    linear, inputs, beside = plan_linear_call(loss, given, settings, head)
+    linear, local, beside = plan_linear_call(loss, given, settings, head)
     linear = linear._replace(call=linear.call._replace(top=top))
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        outputs = as_token_outputs(OverHead.apply(*inputs, beside, linear), linear.call.plan)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in local):
+        outputs = as_token_outputs(OverHead.apply(*local, beside, linear), linear.call.plan)
     else:
-        with torch.no_grad(), torch.autocast(inputs.hidden.device.type, enabled=False):
-            outputs, _ = loops.forward(linear, inputs, beside)
+        with torch.no_grad(), torch.autocast(local.hidden.device.type, enabled=False):
+            outputs, _ = loops.forward(linear, local, beside)
     value, *others = (v if v is None or v.dim() == 0 else v.view(given.labels.shape) for v in outputs)
     assert value is not None
     return TokenOutputs(value, *others), linear.call.divisor, linear.overflow
