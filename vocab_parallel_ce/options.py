@@ -23,14 +23,23 @@ REDUCTIONS = ("mean", "sum", "none")
 GRADIENT_MODES = ("auto", "in_forward", "in_backward", "out_of_place")
 OF_OTHER_LIBRARIES = {
     "alpha": "hard_weight",
+    "chunk_tokens": "chunk_size",
     "dist_process_group": "group",
+    "entropy": "outputs",
     "final_logit_softcapping": "softcap",
     "ignore_idx": "ignore_index",
     "inplace_backward": "gradient",
     "lse_square_scale": "z_loss",
+    "main_grad": "advanced",
+    "memory_budget": "chunk_size",
     "num_items_in_batch": "num_items",
     "process_group": "group",
+    "return_entropy": "outputs",
+    "return_metrics": "outputs",
+    "return_token_accuracy": "outputs",
     "return_z_loss": "outputs",
+    "shard": "vocab_size",
+    "valid_tokens": "advanced",
     "weight": "class_weight",
 }
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
