@@ -15,7 +15,7 @@ from tests.support.fresh import fresh_python
 from tests.support.inputs import DTYPES, IGNORE_INDEX, KINDS, batch, padded_shard, shard_of
 from tests.support.lanes import LANES, Host, unavailable_lanes
 from tests.support.layouts import label_layouts, logits_layouts
-from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype, metrics_fp64, token_outputs_fp64
+from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype, metrics_fp64, values
 from tests.support.pairs import covering
 
 NAN, INF = float("nan"), float("inf")
@@ -182,11 +182,11 @@ def test_the_oracles_options_of_a_row_worked_by_hand():
     # Megatron's formula in its own words: 0.9 to the label, 0.1 to the other V - 1 columns.
     megatron = loss(logits[:, :2], label_smoothing=0.1, smoothing_formula="megatron")
     assert megatron == pytest.approx(0.9 * nll + 0.1 * math.log(4))
-    log_probs, entropy, _ = token_outputs_fp64(logits, labels)
-    assert log_probs.item() == pytest.approx(math.log(3 / 4))
-    assert entropy.item() == pytest.approx(0.25 * math.log(4) + 0.75 * math.log(4 / 3))
+    plain = values(logits, labels)
+    assert plain.log_probs.item() == pytest.approx(math.log(3 / 4))
+    assert plain.entropy.item() == pytest.approx(0.25 * math.log(4) + 0.75 * math.log(4 / 3))
     # The temperature divides what the cap leaves: tanh(ln 3) / 0.5 = 1.6.
-    capped = token_outputs_fp64(logits, labels, softcap=1, temperature=0.5)
+    capped = values(logits, labels, softcap=1, temperature=0.5)
     assert capped.log_probs.item() == pytest.approx(-math.log1p(math.exp(-1.6)))
 
 
