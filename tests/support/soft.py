@@ -13,6 +13,7 @@ from tests.support.budget import assert_within_budget
 from tests.support.collectives import Collective
 from tests.support.inputs import NAN, NEG_INF, padded_shard
 from tests.support.logits_ranks import assembled, assert_same_outputs, own_tensors, with_collectives
+from tests.support.oracle import transformed
 from tests.support.ranks import device_of
 from vocab_parallel_ce import VocabShard
 
@@ -41,8 +42,7 @@ def soft_losses(
 ) -> Tensor:
     """Differentiable unreduced losses in the dtype of ``logits [N, V]``."""
     # A filled element has no gradient: -inf columns get none.
-    u = logits.masked_fill(logits == NEG_INF, NEG_INF) * logit_scale
-    z = u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
+    z = transformed(logits.masked_fill(logits == NEG_INF, NEG_INF), logit_scale, softcap)
     log_p, t = z.log_softmax(dim=-1), targets.to(z.dtype)
     t = (1 - label_smoothing) * t + label_smoothing / z.shape[-1]
     t = t if class_weight is None else t * class_weight.to(t)
@@ -114,9 +114,8 @@ def subtracted(student: Tensor, teacher: Tensor, options: dict[str, Any]) -> tup
 
 def in_exponents(case: "Case") -> float:
     """Magnitude of what is subtracted in exponents: ``p * |z|`` of one column. The rounding of z is relative in p."""
-    z = case.logits.double() * case.options.get("logit_scale", 1.0)
-    softcap = case.options.get("softcap")
-    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / case.options.get("temperature", 1.0)
+    ways = {name: case.options[name] for name in ("logit_scale", "softcap") if name in case.options}
+    z = transformed(case.logits.double(), **ways) / case.options.get("temperature", 1.0)
     return float((z.softmax(-1) * z.abs()).nan_to_num(0.0, 0.0, 0.0).max())
 
 
