@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import Collective
 from tests.support.inputs import NAN, NEG_INF, padded_shard
+from tests.support.logits import Results
 from tests.support.logits_ranks import assembled, assert_same_outputs, own_tensors, with_collectives
 from tests.support.oracle import transformed
 from tests.support.ranks import device_of
@@ -134,17 +135,6 @@ class Case(NamedTuple):
     weight_form: str = "whole"  # or "columns": class_weight is that of this rank's
 
 
-class Results(NamedTuple):
-    """What a call returned, and the gradient of the logits over the whole vocabulary."""
-
-    loss: Tensor
-    grad: Tensor
-
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        return (self.loss,)
-
-
 def grad_output_of(case: Case) -> Tensor:
     if case.ways.get("reduction") != "none":
         return torch.tensor(0.75)
@@ -168,7 +158,7 @@ def expected(case: Case, dtype: torch.dtype) -> Results:
     if num_items is not None or reduction == "mean":
         loss = loss / float(counted.sum() if num_items is None else num_items)
     (grad,) = torch.autograd.grad(loss, leaf, grad_output_of(case).to(leaf).expand(loss.shape))
-    return Results(loss.detach(), grad)
+    return Results((loss.detach(),), grad)
 
 
 def assert_right(case: Case, results: Results) -> None:
@@ -204,7 +194,7 @@ def check(impl_device: tuple[str, str], case: Case) -> Results:
     assert torch.equal(other.nan_to_num(7.0), kept.nan_to_num(7.0)), "the second tensor was written"
     grad, rest = leaf.grad.cpu().split((vocab_size, of_logits), dim=-1)
     assert not rest.any(), "gradient of padded columns"
-    results = Results(loss.detach().cpu(), grad)
+    results = Results((loss.detach().cpu(),), grad)
     assert_right(case, results)
     return results
 
@@ -235,7 +225,7 @@ def check_ranks(case: Case, results: Sequence[RankResult], bounds: Sequence[tupl
     assert_same_outputs(results)
     gradients = [result.grad.movedim(-1, 0) for result in results]
     grad = assembled(bounds, gradients, case.logits.shape[-1]).movedim(0, -1)
-    assert_right(case, Results(results[0].outputs[0], grad))
+    assert_right(case, Results(results[0].outputs, grad))
     for result in results:
         assert [call.name for call in result.in_forward] == ["_allgather_base_"] * len(sent)
         assert [call.nbytes for call in result.in_forward] == [n * case.logits.shape[0] for n in sent]
