@@ -48,18 +48,22 @@ def by_ranks(impl_device, logits, labels, n_ranks):
     return Rows(losses[0].cpu(), torch.cat(grads, dim=1).cpu())
 
 
-@pytest.mark.parametrize("vocab_size", [10, 33, 1024])
-def test_loss_and_gradient(impl_device, vocab_size):
-    logits, labels = confident_rows(vocab_size, rows_for(impl_device))
-    actual = by_the_loss(impl_device, logits, labels, reduction="none")
-    assert_as_exact_as_fp32(actual, logits, labels)
-
-
 @pytest.mark.parametrize("n_ranks", [2, 3, 4])
 @pytest.mark.interpreted(1)
 def test_merged_ranks(impl_device, n_ranks):
     logits, labels = confident_rows(99, rows_for(impl_device))
     assert_as_exact_as_fp32(by_ranks(impl_device, logits, labels, n_ranks), logits, labels)
+
+
+@pytest.mark.parametrize("vocab_size", [10, 1024])
+@pytest.mark.parametrize("options", [{}, {"class_weight": 1.5}], ids=["", "class_weight"])
+def test_loss_and_gradient(impl_device, vocab_size, options):
+    """A weight scales both."""
+    logits, labels = confident_rows(vocab_size, rows_for(impl_device))
+    weight = {name: torch.full((vocab_size,), value, device=impl_device[1]) for name, value in options.items()}
+    actual = by_the_loss(impl_device, logits, labels, reduction="none", **weight)
+    scale = options.get("class_weight", 1.0)
+    assert_as_exact_as_fp32(Rows(actual.loss / scale, actual.grad / scale), logits, labels)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -3,17 +3,14 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from tests.support import oracle
 from tests.support.budget import assert_fp64_equal
 from tests.support.inputs import batch
-from tests.support.logits import EVERY, GRADIENTS, REDUCTIONS, flat_outputs, random_grad_output
+from tests.support.logits import flat_outputs
 from vocab_parallel_ce import (
     cross_entropy_backward,
     cross_entropy_forward,
-    soft_cross_entropy,
-    token_log_probs,
     vocab_parallel_cross_entropy,
 )
 
@@ -30,36 +27,6 @@ def assert_exact(loss: Tensor, grad: Tensor, grad_output: Tensor, options: dict)
     truth = oracle.cross_entropy_fp64(LOGITS, LABELS, grad_output=grad_output, **given)
     assert_fp64_equal(loss, truth.loss, 200.0)
     assert_fp64_equal(grad, truth.grad, 20.0)
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_every_option_in_fp64(gradient, reduction):
-    options = {**EVERY, **DIVISORS[reduction], "gradient": gradient}
-    grad_output = random_grad_output(ROWS).double() if reduction == "none" else torch.tensor(1 / 7, dtype=torch.float64)
-    leaf = LOGITS.clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(leaf, LABELS, **options)
-    loss.backward(grad_output)
-    assert_exact(loss.detach(), leaf.grad, grad_output, options)
-
-
-@pytest.mark.reference
-def test_gradcheck_of_log_probs_and_entropy():
-    leaf, labels = LOGITS[:3].clone().requires_grad_(), LABELS[:3]
-    assert torch.autograd.gradcheck(
-        lambda x: token_log_probs(x, labels, entropy=True, temperature=0.7, gradient="out_of_place"), leaf
-    )
-
-
-@pytest.mark.reference
-def test_soft_targets():
-    leaf, targets = LOGITS[:3].clone().requires_grad_(), (LOGITS[1:4] / 3).softmax(-1)
-    options = {"label_smoothing": 0.1, "gradient": "out_of_place"}
-    loss = soft_cross_entropy(leaf, targets, num_items=7, **options)
-    truth = cross_entropy(leaf, targets, label_smoothing=0.1, reduction="sum") / 7
-    assert_fp64_equal(loss.detach(), truth.detach(), 200.0)
-    assert torch.autograd.gradcheck(lambda x: soft_cross_entropy(x, targets, **options), leaf)
 
 
 def test_transformer_engines_pair_of_steps(impl_device):

@@ -73,17 +73,6 @@ def test_what_is_no_temperature_gives_nan_and_ignored_tokens_0(impl_device, opti
     assert not found.is_top1[:11].any()
 
 
-def test_the_largest_and_the_rank_are_those_of_each_row_alone(impl_device):
-    impl, device = impl_device
-    logits, labels = (tensor.to(device) for tensor in broad_rows("peaked"))
-    given = {"outputs": ("rank",), "top_k": 3, "impl": impl, "softcap": 8.0}
-    found = token_log_probs(logits, labels, temperature=temperatures().to(device), **given)
-    for row, t in enumerate(temperatures().tolist()):
-        alone = token_log_probs(logits[row : row + 1], labels[row : row + 1], temperature=t, **given)
-        assert torch.equal(found.rank[row], alone.rank[0]) and torch.equal(found.top_ids[row], alone.top_ids[0])
-        torch.testing.assert_close(found.top_log_probs[row], alone.top_log_probs[0], rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.reference
 def test_fp64_logits_leading_dimensions_and_a_changed_temperature():
     logits, labels = broad_rows("peaked", 6)
