@@ -261,17 +261,6 @@ def test_one_of_two_losses_is_the_last_to_see_them(impl_device):
     program.check(False, True)
 
 
-def test_a_producer_that_saved_its_output(impl_device):
-    program = Program(impl_device)
-    logits = (program.hidden @ program.weight.t()).tanh()
-    loss = program.loss(logits)
-    del logits
-    loss.backward()
-    expected = program.weight.detach().double().requires_grad_()
-    F.cross_entropy((program.hidden.double() @ expected.t()).tanh(), program.labels).backward()
-    torch.testing.assert_close(program.weight.grad.double(), expected.grad, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.reference
 def test_a_metric_after_backward_is_the_same_with_and_without_the_compiler():
     """It printed 1.0, 0.0, 1.0."""
