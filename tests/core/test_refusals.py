@@ -57,6 +57,10 @@ OF_BOTH = [
     ({"shard": VocabShard(0, 21, 21.0)}, TypeError, "shard: vocab_size: expected an int, got float"),
 ]
 OF_THE_LOSS = [
+    ({"class_weight": [1.0] * COLUMNS}, TypeError, "class_weight: expected a torch.Tensor, got list"),
+    ({"class_weight": torch.ones(COLUMNS).long()}, TypeError, "class_weight: dtype must be floating point, dense"),
+    ({"class_weight": torch.ones(COLUMNS).to_sparse()}, TypeError, "class_weight: dtype must be floating point, dense"),
+    ({"class_weight": torch.ones(COLUMNS, requires_grad=True)}, TypeError, "class_weight: expected a constant"),
     *(
         ({"label_smoothing": value}, ValueError, rf"label_smoothing: must be in \[0, 1\], got {value}")
         for value in (1.01, NAN)
@@ -112,6 +116,16 @@ TENSORS = [
     ({"impl": "one_pass"}, ValueError, "impl: 'one_pass' needs a GPU and triton's compiler, got cpu"),
     ({"group": "tp"}, TypeError, "group: .*ProcessGroup or None.*str"),
 ]
+OF_WEIGHTS = [
+    ({"class_weight": torch.ones(COLUMNS + 1)}, ValueError, r"class_weight: expected shape \(21,\), got \(22,\)"),
+    ({"class_weight": torch.ones(())}, ValueError, r"class_weight: expected shape .*, got \(\)"),
+    ({"class_weight": torch.ones(COLUMNS, device="meta")}, ValueError, "class_weight: device .*cpu, got meta"),
+    (
+        {"class_weight": torch.ones(COLUMNS), "return_metrics": True, "z_loss": 0.1},
+        ValueError,
+        "return_metrics: expected no z_loss with class_weight",
+    ),
+]
 PADDED = {"labels": torch.tensor([[0, 19, 20], [0, 0, 0]]), "vocab_size": 20, "check_labels": True}
 OF_PADDING = [(PADDED, ValueError, r"labels: must be in \[0, 20\) .* 1 outside.*\(0, 2\): 20$")]
 # Megatron's formula divides by V - 1. A prediction travels as fp32, which has no 2**24 + 1.
@@ -126,7 +140,10 @@ OF_SIZES = [
     ),
 ]
 CASES = [
-    *((vocab_parallel_cross_entropy, *case) for case in [*OF_BOTH, *TENSORS, *OF_PADDING, *OF_THE_LOSS, *OF_SIZES]),
+    *(
+        (vocab_parallel_cross_entropy, *case)
+        for case in [*OF_BOTH, *TENSORS, *OF_PADDING, *OF_THE_LOSS, *OF_SIZES, *OF_WEIGHTS]
+    ),
     *((token_log_probs, *case) for case in [*OF_BOTH, *TENSORS[::4], *OF_PADDING, *OF_LOG_PROBS]),
 ]
 

@@ -167,13 +167,13 @@ def test_rows_that_are_not_finite(kernel_device, n_ranks):
     assert_within_budget(outputs.lse.cpu(), expected.lse, expected.lse.float())
 
 
-def test_predictions_are_exact_up_to_the_largest_vocabulary(kernel_device):
+def test_predictions_are_exact_up_to_the_largest_vocabulary_and_the_first_of_equals(kernel_device):
     """Ids travel as fp32, which has every integer up to 2**24."""
     last = 2**24 - 1
-    stats = torch.tensor([[[2.0, 1.0, -INF, last - 1]], [[3.0, 1.0, 3.0, last]]], device=kernel_device)
-    labels = torch.tensor([last], device=kernel_device)
+    of_ranks = [[2.0, 1.0, -INF, last - 1], [3.0, 1.0, -INF, 5]], [[3.0, 1.0, 3.0, last], [3.0, 1.0, 3.0, 9]]
+    stats, labels = torch.tensor(of_ranks, device=kernel_device), torch.tensor([last, 9], device=kernel_device)
     outputs = of_rows.outputs_by_kernel(stats, labels, 2**24, LossOptions(predictions=True))
-    assert outputs.predictions.tolist() == [last]
+    assert outputs.predictions.tolist() == [last, 5]
 
 
 @pytest.mark.parametrize("by_ranks", (False, True))

@@ -79,31 +79,6 @@ def test_the_module_has_it_as_a_buffer():
     assert torch.equal(module(logits, labels), vocab_parallel_cross_entropy(logits, labels, label_smoothing=0.1))
 
 
-WRONG = [
-    ([1.0] * COLUMNS, TypeError, "expected a torch.Tensor, got list"),
-    (torch.ones(COLUMNS, dtype=torch.int64), TypeError, "dtype must be floating point, dense, got torch.int64"),
-    (torch.ones(COLUMNS).to_sparse(), TypeError, "dtype must be floating point, dense, got torch.float32"),
-    (torch.ones(COLUMNS, requires_grad=True), TypeError, "expected a constant, got a tensor that requires"),
-    (torch.ones(COLUMNS + 1), ValueError, r"expected shape \(21,\), got \(22,\)"),
-    (torch.ones(COLUMNS, 1), ValueError, r"expected shape .*, got \(21, 1\)"),
-    (torch.ones(()), ValueError, r"expected shape .*, got \(\)"),
-    (torch.ones(COLUMNS, device="meta"), ValueError, "device must be that of the logits, cpu, got meta"),
-]
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize(("wrong", "error", "message"), WRONG)
-def test_refused_before_anything_changes(wrong, error, message):
-    logits, labels = broad_rows("peaked", 3)
-    before = logits.clone()
-    with pytest.raises(error, match=f"^class_weight: {message}"):
-        vocab_parallel_cross_entropy(logits, labels, class_weight=wrong, gradient="in_forward")
-    assert torch.equal(logits, before)
-    if error is TypeError:
-        with pytest.raises(error, match=f"^class_weight: {message}"):
-            VocabParallelCrossEntropy(class_weight=wrong)
-
-
 def test_weights_written_before_backward_are_noticed(impl_device):
     """With smoothing backward reads them again."""
     case, weight = Case(impl_device), weights(75).to(impl_device[1])
@@ -111,13 +86,6 @@ def test_weights_written_before_backward_are_noticed(impl_device):
     weight += 1
     with pytest.raises(RuntimeError, match="overwritten before backward"):
         loss.backward()
-
-
-@pytest.mark.reference
-def test_metrics_have_no_weighted_z_loss():
-    options = {"class_weight": weights(), "return_metrics": True, "z_loss": 0.1}
-    with pytest.raises(ValueError, match="^return_metrics: expected no z_loss with class_weight"):
-        vocab_parallel_cross_entropy(*broad_rows("peaked", 3), **options)
 
 
 def _step(logits, labels, weight):

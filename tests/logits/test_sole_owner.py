@@ -329,31 +329,6 @@ def test_what_cannot_be_counted_is_not_overwritten(monkeypatch, case):
     program.check(False)
 
 
-@pytest.mark.reference
-@pytest.mark.parametrize("wrapper", ("full backward hook", "forward hook", "compiled model", "parametrised"))
-def test_a_module_that_is_wrapped(wrapper):
-    """Where backward puts the gradient is the wrapper's business; that it is right, and what is kept, is ours."""
-    torch.manual_seed(0)
-    model, kept = nn.Linear(WIDTH, COLUMNS), []
-    if wrapper == "full backward hook":
-        model.register_full_backward_hook(lambda module, grad_inputs, grad_outputs: None)
-    elif wrapper == "forward hook":
-        model.register_forward_hook(lambda module, args, output: kept.append(output))
-    elif wrapper == "compiled model":
-        model = torch.compile(model, backend="aot_eager")
-    else:
-        nn.utils.parametrizations.weight_norm(model)
-    hidden, labels = torch.randn(ROWS, WIDTH), torch.arange(ROWS)
-    vp.vocab_parallel_cross_entropy(model(hidden), labels).backward()
-    found = [p.grad.clone() for p in model.parameters()]
-    if kept:
-        torch.testing.assert_close(kept[0], model(hidden))
-    model.zero_grad()
-    F.cross_entropy(model(hidden), labels).backward()
-    for grad, parameter in zip(found, model.parameters(), strict=True):
-        torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-6)
-
-
 @on_each_device
 def test_threads_at_once(impl_device):
     """Counts are of objects, so other threads' logits do not disturb them, nor do they see each other's."""

@@ -1,6 +1,5 @@
 """A tensor temperature, of one element or one per token: the oracle's results, edges, refusals, memory."""
 
-
 import pytest
 import torch
 

@@ -44,7 +44,7 @@ HOOKED_CASES += covering(wrapper=COMPILED, other=tuple(OTHERS), loss=("auto", "l
 # Hidden states are never overwritten, so compiled wrappers add nothing to what tests of compiled calls have.
 LINEAR_CASES = covering(wrapper=(*WITHOUT_HOOKS, *SIMPLE), other=tuple(OTHERS), loss=tuple(OVER_HEADS))
 # Reentrant checkpoints and no wrapper at all: autograd sees what is overwritten by name.
-SEEN = ("auto", "in_backward", "out_of_place", "module", "log_probs", "te, none")
+SEEN = ("auto", "in_backward", "log_probs", "te, none")
 
 
 def program(family, wrapper, other, function, gradient, reduction, **options):
