@@ -127,6 +127,22 @@ def test_small_grad_output_is_rounded_once(kernel_device):
     assert float(relative.max()) <= 2**-8 + 1e-5
 
 
+def test_excluded_columns_have_gradient_0_and_ignored_rows_whatever_comes_from_above(kernel_device):
+    """Under smoothing without a cap, whose slope there is 0."""
+    logits, labels = batch("excluded_columns", rows=6, vocab_size=150)
+    excluded = logits == -INF
+    labels[0] = -100
+    grads = {
+        name: grad for name, grad in of_rows.grads_of(6, EVERY_STATISTIC, kernel_device).items() if grad is not None
+    }
+    for grad in grads.values():
+        grad[0] = INF
+    logits, labels = logits.to(kernel_device), labels.to(kernel_device)
+    stats, _ = of_rows.stats_by_kernel(logits, labels, EVERY_STATISTIC)
+    grad = of_rows.gradient_by_kernel(logits, stats[None], labels, EVERY_STATISTIC, **grads)[1].cpu()
+    assert not grad[0].any() and not grad[excluded].any() and grad.isfinite().all()
+
+
 def test_rows_of_nan_are_0_in_the_padding(kernel_device):
     shard = VocabShard(0, 50, 37)
     logits = torch.full((3, 50), NAN, device=kernel_device)
