@@ -147,7 +147,7 @@ def test_grad_outputs_of_every_layout(impl_device, shape, gradient):
         assert torch.equal(grad_output, before), name
 
 
-@pytest.mark.parametrize(("reduction", "gradient"), zip(REDUCTIONS, GRADIENTS, strict=True))
+@pytest.mark.parametrize(("reduction", "gradient"), [*zip(REDUCTIONS, GRADIENTS, strict=True)])
 def test_an_auxiliary_loss_is_added_in_place(impl_device, gradient, reduction):
     """A loss that autograd takes for a view of something refuses ``+=``."""
     case = Case(impl_device)
