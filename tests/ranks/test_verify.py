@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import vocab_parallel_ce as vp
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import error_of, record_collectives
-from tests.support.inputs import IGNORE_INDEX, batch, shard_of
+from tests.support.inputs import IGNORE_INDEX, NAN, batch, shard_of
 from tests.support.logits_ranks import with_collectives
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from tests.support.ranks import device_of, in_ranks, subgroups
@@ -142,7 +142,6 @@ CASES = [
     _options("linear/linear log-probs/linear module/verify_group", "softcap", ("5.0", "None"), softcap=5.0),
     _options("/".join(LINEAR), "chunk_tokens", ("2", "auto"), chunk_tokens=2),
     _options("loss", "TypeError: unknown: expected one of logits, .* class_weight, .* got no such name", unknown=3),
-    _options("verify_group", "TypeError: unknown: expected one of .*, got no such name", unknown=3),
     _options("verify_group", "ValueError: logits: .* width 9 of .*, got 10", shard=VocabShard(0, 9, 20)),
     _options("log-probs", "ValueError: gradient: expected one of .*", gradient="in_forward"),
     _options("transformer engine", "TypeError: overwrite_input: expected a bool .*", overwrite_input="yes"),
@@ -182,7 +181,7 @@ def test_a_rank_that_differs_is_the_same_error_on_every_rank(rank_pool, impl, fu
     n_ranks = rank_pool.world_size
     names = {function, rank_pool.backend if function == "verify_group" else ""}
     chosen = [index for index, case in enumerate(CASES) if names & set(case.functions)]
-    calls = [(index, odd) for index in chosen for odd in (0, n_ranks - 1)]
+    calls = [(index, (n_ranks - 1) * (i % 2)) for i, index in enumerate(chosen)]
     results = rank_pool.run(_errors, function, calls)
     for (index, odd), *errors in zip(calls, *(errors for errors, _ in results), strict=True):
         expected = CASES[index].expected(odd, n_ranks)
@@ -252,30 +251,61 @@ def test_verify_group_of_ranks_that_pass_different_things(rank_pool, impl):
             assert sent in (["allgather_"] * 2, ["_allgather_base_"] * 2) and nbytes < 1024
 
 
-@pytest.mark.reference
-@pytest.mark.parametrize(("values", "odd", "usual"), [("5666", 0, 1), ("5665", 1, 0), ("5676", 0, 1)])
-def test_most_ranks_are_right_and_of_a_tie_the_side_of_the_lowest(values, odd, usual):
-    others = "the others have 6" if values == "5666" else f"rank {usual} has {values[usual]}"
-    error = error_of(verify._compare, "x", values, (), "; do")
-    assert error == f"ValueError: x: rank {odd} of 4 has {values[odd]}, {others}; do"
-    prints = [(float(value), float(value) * 0.1) for value in values]
-    assert error_of(verify._compare_hidden, "hidden", prints).startswith(f"ValueError: hidden: rank {odd} ")
+def _close(rank, group):
+    """Errors of hidden states that are 1 % off, 10 % off, and no numbers."""
+    with verify_calls():
+        given = [Arguments(rank, group).changed(hidden=lambda h, by=by: h * by**rank) for by in (1.01, 1.1, NAN)]
+        return [error_of(FUNCTIONS["linear"], a) for a in given]
 
 
-@pytest.mark.reference
-def test_hidden_states_that_rounding_or_nan_sets_apart_are_not_compared():
-    for other in ((100.9, 52.0), (float("nan"), 0.0), (float("inf"), float("-inf"))):
-        verify._compare_hidden("hidden", [(100.0, 50.0), other, (99.0, 50.0)])
-    assert error_of(verify._compare_hidden, "hidden", [(100.0, 50.0), (100.0, 54.0)])
+@in_two_ranks
+def test_hidden_states_that_rounding_or_nan_sets_apart_are_not_compared(rank_pool, impl):
+    for rounded, other, nan in rank_pool.run(_close):
+        assert rounded is nan is None and other.startswith("ValueError: hidden: rank 1 of 2 has values of ")
 
 
-@pytest.mark.reference
-def test_shards_that_overlap_or_leave_columns_out():
-    """Padding holds no column, and the order of the ranks does not matter."""
-    verify._compare_shards([VocabShard(*own, 40) for own in ((20, 45), (0, 20), (45, 50))])
-    for starts in ((0, 10, 10, 30), (0, 10, 20, 9), (5, 10, 20, 30), (0, 10, 22, 30), (0, 10, 20, 40)):
-        error = error_of(verify._compare_shards, [VocabShard(start, start + 10, 40) for start in starts])
-        assert error.startswith("ValueError: shard: must have every column of [0, 40) on exactly one rank")
+def _beside(rank, group):
+    """Errors of class weights on the first rank alone, and of three pairs of temperatures."""
+    a, errors = Arguments(rank, group), []
+    t = torch.linspace(0.5, 2.0, 6, device=a.logits.device).view(2, 3)
+    with verify_calls():
+        weight = {} if rank else {"class_weight": torch.ones(COLUMNS * 2, device=t.device)}
+        errors.append(error_of(FUNCTIONS["loss"], a.changed(options=weight)))
+        for own in (t, t + rank, 0.7 if rank else t):
+            errors.append(error_of(FUNCTIONS["log-probs"], a.changed(options={"temperature": own})))
+    return errors
+
+
+@in_two_ranks
+def test_tensors_of_options_are_compared(rank_pool, impl):
+    for weight, same, other, number in rank_pool.run(_beside):
+        assert weight == "ValueError: class_weight: rank 1 of 2 has None, rank 0 has a tensor" and same is None
+        assert other.startswith("ValueError: temperature: rank 1 of 2 has shape (2, 3), norm "), other
+        assert number.startswith("ValueError: temperature: rank 1 of 2 has 0.7, rank 0 has shape (2, 3)"), number
+
+
+def _whole(rank, group, function):
+    """Errors of equal logits and heads: alone, with what says that they are shards, and of zeros."""
+
+    def the_same(x):
+        return x * 0 + torch.linspace(-2, 3, x.numel(), device=x.device).view_as(x)
+
+    options = [{}] if function == "transformer engine" else [{}, {"vocab_size": COLUMNS * group.size()}]
+    given = [{"logits": the_same, "weight": the_same, "options": own} for own in options]
+    given.append({"logits": lambda x: x * 0, "weight": lambda w: w * 0})
+    with verify_calls():
+        return [error_of(_call, function, Arguments(rank, group).changed(**changes)) for changes in given]
+
+
+@in_two_or_three_ranks
+@pytest.mark.parametrize("function", ["loss", "log-probs", "transformer engine", "verify_group", "linear"])
+def test_whole_logits_and_heads_with_a_group_are_refused(rank_pool, impl, function):
+    """Without verification the loss is too large by the logarithm of the number of ranks."""
+    of_columns, n_ranks = "weight" if function in LINEAR else "logits", rank_pool.world_size
+    expected = f"ValueError: {of_columns}: expected other columns on each rank, got equal values on all {n_ranks}; "
+    for whole, *passed in rank_pool.run(_whole, function):
+        assert whole.startswith(expected) and "group=None" in whole and "vocab_size=" in whole
+        assert not any(passed)
 
 
 def _counted(rank, group):
