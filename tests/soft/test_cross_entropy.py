@@ -128,6 +128,7 @@ def test_refusals_by_name():
 
 
 @in_two_ranks
-def test_a_shard_that_is_excluded(rank_pool, impl):
-    case, bounds = case_of("excluded_shard", columns=40, reduction="sum", num_items=7), even(20, 2)
-    check_ranks(case, rank_pool.run(run_in_rank, case, impl, bounds), bounds, [16])
+def test_a_shard_that_is_excluded_and_smoothing_over_all_columns(rank_pool, impl):
+    for kind, options in (("excluded_shard", {}), ("peaked", {"label_smoothing": 0.1})):
+        case = case_of(kind, columns=40, reduction="sum", num_items=7)._replace(options=options)
+        check_ranks(case, rank_pool.run(run_in_rank, case, impl, even(20, 2)), even(20, 2), [16])
