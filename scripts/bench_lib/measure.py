@@ -379,7 +379,6 @@ def graph_numbers(
     subject: Subject, provider: Provider, yardstick: Call | None, timer: DeviceTimer, wanted: bool
 ) -> Result:
     """Of replays of the captured calls: one provider at a time, since its graphs hold on to memory."""
-    timer.release()
     count, reason = subject.effort.calls, "not asked for"
 
     def timed(name: str, run: Run, prepare: Run) -> float:
@@ -387,6 +386,7 @@ def graph_numbers(
 
     try:
         if wanted and yardstick is not None:
+            timer.release()
             calls: dict[str, Call] = {YARDSTICK: yardstick, provider.name: partial(subject.captured, provider)}
             restored = partial(subject.operands, count, fresh=False)
             replays = {name: Timed(timer.captured(call, restored()), restored) for name, call in calls.items()}

@@ -160,6 +160,8 @@ class CpuTimer(DeviceTimer):
     def captured(self, call: Callable[[Any], object], operands: Iterable[Any]) -> Run:
         raise RuntimeError("CUDA graphs need a GPU")
 
+    def release(self) -> None: ...
+
     def extra_peak_bytes(self, run: Run) -> int | None:
         run()
         return None
@@ -175,6 +177,8 @@ class CpuTimer(DeviceTimer):
 
 class HostTimer(DeviceTimer):
     """This process's CPU time, while the launches of kernels launch nothing. One rank only."""
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def __init__(self, launches: Sequence[type]) -> None:
         super().__init__(ranks=1)
@@ -195,6 +199,8 @@ class HostTimer(DeviceTimer):
     def extra_peak_bytes(self, run: Run) -> int | None:
         run()
         return None
+
+    def release(self) -> None: ...
 
     def _synchronize(self) -> None:
         if torch.cuda.is_available():
