@@ -171,7 +171,7 @@ def measure_command(options: argparse.Namespace) -> None:
 
 
 def page_command(options: argparse.Namespace) -> int:
-    """Measure step by step in processes of their own. A document is moved when its step has ended, all at one commit."""
+    """Measure each step in a process of its own, all at one commit. A document is copied when its step has ended."""
     unknown = set(options.steps) - STEPS.keys()
     if unknown:
         raise SystemExit(f"page: expected some of {', '.join(STEPS)}, got {', '.join(sorted(unknown))}")

@@ -10,6 +10,7 @@ import importlib
 import shutil
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def names_of(package: Any) -> Names:
     return OldNames(package) if hasattr(package, "soft_cross_entropy") else NewNames(package)
 
 
+@cache
 def baseline_package(checkout: Path) -> Any:
     """The package of another checkout, imported under a name of its own."""
     name = f"baseline_{OURS}"

@@ -138,7 +138,7 @@ SHAPES: dict[str, list[str]] = {
     "rl": ["1024x32000", "8192x128256", "1024x32000x2048", "8192x128256x4096"],
     "compile": ["1024x32000x2048", "8192x128256x2048", "32768x32000x2048"],
     "frameworks": ["1024x32000", "8192x128256", "16384x128256"],
-    "host": ["16x512", "16x512x64"],
+    "host": ["8x256", "8x256x64"],
 }
 OF_EACH_REDUCTION = ("table", "tokens", "vocabulary", "head")
 OF_A_MEAN = ("memory", "profile")

@@ -293,8 +293,10 @@ def measure(subject: Subject, providers: Sequence[Provider], timer: DeviceTimer,
     base = next(iter(timed), "") if yardstick is None else YARDSTICK
 
     def runs(count: int) -> dict[str, Timed]:
-        made = {} if yardstick is None else {YARDSTICK: Calls(subject, yardstick, count, fresh=False)}
-        of = {YARDSTICK: Timed(run, run.prepare) for run in made.values()}
+        of: dict[str, Timed] = {}
+        if yardstick is not None:
+            run = Calls(subject, yardstick, count, fresh=False)
+            of[YARDSTICK] = Timed(run, run.prepare)
         for name, provider in timed.items():
             run = Calls(subject, partial(subject.call, provider), count, fresh=True)
             of[name] = Timed(run, run.prepare, provider.context)

@@ -375,7 +375,9 @@ def row_providers(case: Case, baseline: Path | None = None) -> list[Provider]:
     if baseline is not None:
         packages[BASELINE] = baseline_package(baseline)
     found = []
+    interpreted = {"impl": "triton"} if case.kind == "host" and not torch.cuda.is_available() else {}
     for name, row in rows_of(case).items():
+        row = row._replace(options=row.options | interpreted)
         for suffix, package in packages.items():
             losses_of = partial(_row_losses, row, names_of(package))
             found.append(
