@@ -116,7 +116,8 @@ def _loss_parallel(parallel: Any, dtype: torch.dtype = torch.float32) -> LossOf:
 
     def loss_of(logits: Any, labels: Tensor) -> Any:
         replicated: Any = DTensor.from_local(labels.flatten(), logits.device_mesh, [Replicate()])
-        return F.cross_entropy(logits.flatten(0, 1).to(dtype), replicated, reduction="sum").to_local()
+        loss: Any = F.cross_entropy(logits.flatten(0, 1).to(dtype), replicated, reduction="sum")
+        return loss.to_local()
 
     return of_dtensor(loss_of)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class Truth:
             rows = slice(start, start + max(1, CHUNK_ELEMENTS // (self.n_columns * self._ranks)))
             own = (self.whole if self.hidden is None else self.hidden)[rows].double().requires_grad_()
             logits = own if leaf is None else own @ leaf.T
-            found = outputs_fp64(row, logits, lambda name, rows=rows: self._given(name, rows, vectors))
+            found = outputs_fp64(row, logits, partial(self._given, rows, vectors))
             total = torch.stack([self._weighted(output, rows) for output in found]).sum() / divisor
             grads = torch.autograd.grad(total, (own,) if leaf is None else (own, leaf))
             outputs.append([output.detach() for output in found])
@@ -134,7 +135,7 @@ class Truth:
     def _whole(self, name: str) -> Tensor:
         return of_all_ranks(self.inputs.alongside(name), 0, self.group).double()
 
-    def _given(self, name: str, rows: slice, vectors: dict[str, Tensor]) -> Any:
+    def _given(self, rows: slice, vectors: dict[str, Tensor], name: str) -> Any:
         if name in vectors:
             return vectors[name]
         if name == "labels":

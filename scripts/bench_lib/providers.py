@@ -383,7 +383,7 @@ def row_providers(case: Case, baseline: Path | None = None) -> list[Provider]:
             found.append(
                 Provider(
                     name + suffix,
-                    lambda m, losses_of=losses_of: through_autograd(losses_of),
+                    partial(_row_step, losses_of),
                     OURS,
                     OUR_PACKAGE,
                     takes="head" if case.is_head else "logits",
@@ -394,6 +394,10 @@ def row_providers(case: Case, baseline: Path | None = None) -> list[Provider]:
                 )
             )
     return found
+
+
+def _row_step(losses_of: Callable[[Inputs, str, Any], Any], ours: Any) -> Step:
+    return through_autograd(losses_of)
 
 
 def _row_losses(row: Row, names: Any, inputs: Inputs, reduction: str, group: Any) -> tuple[Tensor, ...]:
