@@ -35,8 +35,9 @@ from bench_lib.documents import (
 )
 from bench_lib.frameworks import COMPILE_PROVIDERS, FRAMEWORK_PROVIDERS, RL_PROVIDERS
 from bench_lib.measure import attempt, measure, subject_of
+from bench_lib.own import row_providers
 from bench_lib.profile import profiled
-from bench_lib.providers import BASELINE, OUR_PACKAGE, PROVIDERS, Provider, chosen, row_providers
+from bench_lib.providers import BASELINE, OUR_PACKAGE, PROVIDERS, Provider, chosen
 from bench_lib.steps import parser_of, quiet, run
 from bench_lib.timing import DeviceTimer, HostTimer, Ranks, joined_ranks
 

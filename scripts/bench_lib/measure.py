@@ -27,7 +27,6 @@ from bench_lib.timing import DeviceTimer, Ranks, Run, nothing
 
 YARDSTICK = "yardstick"
 WARM_UP_ROUNDS = 2
-SAME_LOSS = 0.02  # of whole steps, relative to the first provider's
 Result: TypeAlias = dict[str, Any]
 Times: TypeAlias = dict[str, list[float]]
 Call: TypeAlias = Callable[[Any], object]
@@ -223,33 +222,6 @@ class HeadSubject(LossSubject):
         times = 1 if self.case.kind in REDUCTIONS else 4
         ours = (times * eps / 16 + SUMS, times * eps + SUMS, times * eps + SUMS)
         return ours if provider.is_ours else (0.05, 0.05, 0.1)
-
-
-class StepSubject(Subject):
-    """Whole steps of a model, beside those of the first provider.
-
-    ``step`` runs one and returns its loss, and ``forget`` drops the gradients.
-    """
-
-    def __init__(self, name: str, ranks: Ranks, rounds: int, step: Callable[[], Tensor], forget: Run) -> None:
-        super().__init__(name, ranks, {"case": name})
-        self.effort = Effort(1, rounds, is_queued=False)
-        self.step, self.forget = step, forget
-        self._first: float | None = None
-
-    def call(self, provider: Provider, inputs: Any) -> tuple[Tensor, ...]:
-        return (self.step(),)
-
-    def operands(self, count: int, *, fresh: bool) -> list[Any]:
-        self.forget()
-        return [None] * count
-
-    def check(self, provider: Provider) -> Result:
-        self.forget()
-        loss = float(self.step().detach())
-        self._first = loss if self._first is None else self._first
-        require({"loss": abs(loss - self._first) / max(abs(self._first), 1e-6)}, (SAME_LOSS,))
-        return {"loss": loss}
 
 
 def subject_of(case: Case, ranks: Ranks, rounds: int) -> LossSubject:

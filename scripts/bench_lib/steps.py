@@ -13,10 +13,41 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
+from bench_lib.cases import Effort
 from bench_lib.documents import Document, Result, new_document, write_document
-from bench_lib.measure import StepSubject, measure
+from bench_lib.measure import Subject, measure
+from bench_lib.oracle import require
 from bench_lib.providers import Provider, version_of
 from bench_lib.timing import Ranks, Run
+
+SAME_LOSS = 0.02  # of whole steps, relative to the first provider's
+
+
+class StepSubject(Subject):
+    """Whole steps of a model, beside those of the first provider.
+
+    ``step`` runs one and returns its loss, and ``forget`` drops the gradients.
+    """
+
+    def __init__(self, name: str, ranks: Ranks, rounds: int, step: Callable[[], Tensor], forget: Run) -> None:
+        super().__init__(name, ranks, {"case": name})
+        self.effort = Effort(1, rounds, is_queued=False)
+        self.step, self.forget = step, forget
+        self._first: float | None = None
+
+    def call(self, provider: Provider, inputs: Any) -> tuple[Tensor, ...]:
+        return (self.step(),)
+
+    def operands(self, count: int, *, fresh: bool) -> list[Any]:
+        self.forget()
+        return [None] * count
+
+    def check(self, provider: Provider) -> Result:
+        self.forget()
+        loss = float(self.step().detach())
+        self._first = loss if self._first is None else self._first
+        require({"loss": abs(loss - self._first) / max(abs(self._first), 1e-6)}, (SAME_LOSS,))
+        return {"loss": loss}
 
 
 def parser_of(description: str | None, rounds: int = 10, *, add_help: bool = True) -> argparse.ArgumentParser:
