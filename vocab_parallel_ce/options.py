@@ -259,6 +259,8 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
     has_z_loss = "z_loss" in asked and bool(settings.z_loss)
     if class_weight and has_z_loss:
         raise ValueError("outputs: expected no 'z_loss' with class_weight, because it is not weighted, got both")
+    if class_weight and "mean_logit" in asked:  # the sum of logits has the weights
+        raise ValueError("outputs: expected no 'mean_logit' with class_weight, because its sum has them, got both")
     if settings.gradient == "in_forward" and settings.wants_gradients_of_outputs:
         names = [name for name in settings.outputs if name in NOT_IN_FORWARD] or ["top_k"]
         raise ValueError(

@@ -32,8 +32,8 @@ def with_labels(call: Call, labels: Tensor) -> Beside:
     if is_loss:
         call.divisor()
         call.weights()
-        call.settings |= {name: draw[name] for name in ("return_metrics", "shift") if draw[name] is not None}
-        names = ("loss", *(("predictions", "token_accuracy", "lse", "z_loss") * bool(draw["return_metrics"])))
+        call.settings |= {"shift": draw["shift"]} if draw["shift"] is not None else {}
+        names = ("loss", *asked_of_loss(call))
     else:
         names = log_prob_names(call, labels)
     # That of a mean with class weights is NaN everywhere, if one label's is.
@@ -57,12 +57,24 @@ def with_labels(call: Call, labels: Tensor) -> Beside:
     return Beside(compute, lambda rank: {"labels": labels}, check)
 
 
+def asked_of_loss(call: Call) -> list[str]:
+    """Take what is asked beside a loss, except what the package refuses; return the names."""
+    draw = call.draw
+    asked = list(draw["outputs"] or ())
+    if draw["gradient"] == "in_forward":
+        asked = [name for name in asked if name in ("predictions", "token_accuracy", "z_loss")]
+    if draw["shift"] or call.ranks > 1:
+        asked = [name for name in asked if name != "rank"]
+    call.settings |= {"outputs": tuple(asked)} if asked else {}
+    return [name for name in asked if name != "rank"]
+
+
 def log_prob_names(call: Call, labels: Tensor) -> tuple[str, ...]:
     """Take what is asked of log-probabilities, and return the names of the oracle's values."""
     draw = call.draw
     asked = [name for name in draw["outputs"] if name != "rank" or call.ranks == 1]
     draw.rng.shuffle(asked)
-    call.settings |= {"entropy": True} if draw["entropy"] else {"outputs": tuple(asked)} if asked else {}
+    call.settings |= {"outputs": tuple(asked)} if asked else {}
     if draw["top_k"] is not None:
         call.settings["top_k"] = min(draw["top_k"], call.vocab_size)
     call.of_oracle["temperature"] = call.settings["temperature"] = draw["temperature"]
@@ -74,9 +86,7 @@ def log_prob_names(call: Call, labels: Tensor) -> tuple[str, ...]:
         values = values[(slice(0, 1),) * values.dim()] if draw.has(0.2) and values.numel() else values
         values = draw.placed(values.to(dtype), draw.rng.choice(("contiguous", "columns")))
         call.settings["temperature"], call.of_oracle["temperature"] = values, values.double()
-    names = ["log_probs", *(name for name in LOG_PROBS[1:] if name in asked)]
-    names += ["entropy"] * bool(draw["entropy"])
-    return tuple(names)
+    return ("log_probs", *(name for name in LOG_PROBS[1:] if name in asked))
 
 
 def check_ids(call: Call, found: Numbers, logits: Tensor, labels: Tensor, rounding: Tensor) -> None:
@@ -86,8 +96,10 @@ def check_ids(call: Call, found: Numbers, logits: Tensor, labels: Tensor, roundi
     is_exact = options.get("softcap") is None and options.get("logit_scale", 1.0) == 1 and not rounding.any()
     is_exact = is_exact and not isinstance(options.get("temperature"), Tensor) and options.get("temperature", 1.0) == 1
     slack = (rounding + finite(z).abs().amax(-1)) * (0 if is_exact else UNITS * 2.0**-23)
-    z_max = z.amax(-1)
+    z_max, temperature = z.amax(-1), options.get("temperature", 1.0)
     known = z_max.isfinite() & ~ignored
+    if isinstance(temperature, Tensor):
+        known = known & ((temperature > 0) & temperature.isfinite())
     if "predictions" in found:
         ids = found["predictions"]
         assert torch.equal(ids >= 0, known), "predictions: known in other rows"
@@ -97,11 +109,9 @@ def check_ids(call: Call, found: Numbers, logits: Tensor, labels: Tensor, roundi
             columns = torch.arange(n_columns, device=z.device)
             first = torch.where(z == z_max.unsqueeze(-1), columns, n_columns).amin(-1)
             assert torch.equal(ids[known], first[known]), "predictions: not the first of equals"
-        accuracy = ((ids == labels) & known).sum() / (~ignored).sum().clamp(min=1)
-        assert_near("token_accuracy", found["token_accuracy"], accuracy.double(), 1.0)
-    temperature = options.get("temperature", 1.0)
-    if isinstance(temperature, Tensor):
-        known = known & ((temperature > 0) & temperature.isfinite())
+        if "token_accuracy" in found:
+            accuracy = ((ids == labels) & known).sum() / (~ignored).sum().clamp(min=1)
+            assert_near("token_accuracy", found["token_accuracy"], accuracy.double(), 1.0)
     inside = (labels >= 0) & (labels < n_columns)
     of_label = logits.gather(-1, labels.clamp(0, n_columns - 1).long().unsqueeze(-1))
     if "rank" in found:
@@ -110,14 +120,6 @@ def check_ids(call: Call, found: Numbers, logits: Tensor, labels: Tensor, roundi
         rows = known & inside
         assert bool(((found["rank"] >= least) & (found["rank"] <= most))[rows].all()), "rank"
         assert bool((found["rank"][ignored] == -1).all()), "rank of ignored tokens"
-    if "is_top1" in found:
-        is_largest = of_label.squeeze(-1) == logits.amax(-1)
-        assert not bool(found["is_top1"][~known | ~inside].any()), "is_top1 where there is none"
-        if is_exact:
-            is_first = is_largest & ~(
-                (logits == of_label) & (torch.arange(n_columns, device=z.device) < labels.unsqueeze(-1))
-            ).any(-1)
-            assert torch.equal(found["is_top1"][known & inside], is_first[known & inside]), "is_top1"
     if "top_ids" in found:
         check_top(found, z, known & inside, slack, temperature)
 

@@ -150,7 +150,12 @@ class Call:
             or "divergence" in draw.case
         )
         is_low = sums or draw["temperature"] not in (None, 1.0) or draw["z_loss"] or "lse" in (draw["outputs"] or ())
-        is_low = is_low or draw["return_metrics"] or {"rest", "other_dtype"} & draw.case.keys() or draw["softcap"]
+        is_low = (
+            is_low
+            or "predictions" in (draw["outputs"] or ())
+            or {"rest", "other_dtype"} & draw.case.keys()
+            or draw["softcap"]
+        )
         dtype = torch.float32 if self.dtype == torch.float64 else self.dtype
         lowest = -1e4 if is_low else torch.finfo(dtype).min
         return draw.rng.choice((NEG_INF, lowest)) if not self.is_head else 0.0

@@ -209,10 +209,10 @@ class Player:
         n_columns = self.case.columns if self.is_linear else tensors[0].shape[-1]
         labels = self._labels(use, step, tensors[0].shape[:-1], n_columns)
 
-        targets = ("log_probs", "entropy")[: 1 + use.options.get("entropy", False)]
+        targets = ("log_probs", *use.options.get("outputs", ()))
         others: tuple[str, ...] = ()
         if use.function != "log_probs":
-            targets, others = ("loss",), ("z_loss",) * use.options.get("return_metrics", False)
+            targets, others = ("loss",), use.options.get("outputs", ())
         if self.is_linear and self.case.head != "module" and use.function == "module":
             use = use._replace(function="loss")
 

@@ -16,7 +16,6 @@ from vocab_parallel_ce.options import Advanced
 
 Given = dict[str, Any]
 Returned = dict[str, Tensor]
-METRICS = ("predictions", "token_accuracy", "z_loss")
 
 
 def invoke(name: str, given: Given) -> Returned:
@@ -36,14 +35,7 @@ def _in_words_of_the_package(given: Given) -> Given:
     advanced = {name: given.pop(name) for name in Advanced._fields if name in given}
     if advanced:
         given["advanced"] = Advanced(**advanced)
-    if given.pop("return_metrics", False):
-        # The log-sum-exp has a gradient, which takes another mode where forward computes gradients.
-        has_lse = "logits" in given and given.get("gradient") != "in_forward"
-        given["outputs"] = (*METRICS, *(("lse",) if has_lse else ()))
-    if given.pop("entropy", False):
-        given["outputs"] = ("entropy",)
-    given["outputs"] = tuple("predictions" if name == "is_top1" else name for name in given.get("outputs", ()))
-    return given if given["outputs"] else {name: value for name, value in given.items() if name != "outputs"}
+    return given
 
 
 def verified() -> Any:
@@ -65,14 +57,9 @@ def _loss(returned: Any) -> Returned:
     return {name: value for name, value in returned._asdict().items() if value is not None}
 
 
-def _log_probs(returned: Any, labels: Tensor) -> Returned:
+def _log_probs(returned: Any) -> Returned:
     found = _loss(returned)
-    if "log_probs" not in found:
-        return {"log_probs": found["loss"]}
-    if "predictions" in found:
-        predictions = found.pop("predictions")
-        found["is_top1"] = (predictions == labels) & (predictions >= 0)
-    return found
+    return found if "log_probs" in found else {"log_probs": found["loss"]}
 
 
 def _cross_entropy(given: Given) -> Returned:
@@ -85,8 +72,7 @@ def _module(given: Given) -> Returned:
 
 
 def _token_log_probs(given: Given) -> Returned:
-    labels = given["labels"]
-    return _log_probs(vp.token_log_probs(*_taken(given, "logits", "labels"), **given), labels)
+    return _log_probs(vp.token_log_probs(*_taken(given, "logits", "labels"), **given))
 
 
 def _soft_cross_entropy(given: Given) -> Returned:
@@ -120,8 +106,7 @@ def _linear_module(given: Given) -> Returned:
 
 
 def _linear_token_log_probs(given: Given) -> Returned:
-    labels = given["labels"]
-    return _log_probs(vp.linear_token_log_probs(*_taken(given, "hidden", "weight", "labels"), **given), labels)
+    return _log_probs(vp.linear_token_log_probs(*_taken(given, "hidden", "weight", "labels"), **given))
 
 
 def _linear_distillation_loss(given: Given) -> Returned:

@@ -26,6 +26,13 @@ PLACE = {
     "dtype": (torch.bfloat16, torch.float16, torch.float32),
 }
 LOGITS = {**PLACE, "layout": LAYOUTS, "ranks": (1, 2, 3)}
+OF_A_LOSS = (
+    (),
+    ("predictions", "token_accuracy", "z_loss"),
+    ("entropy", "lse"),
+    ("lse", "predictions", "rank"),
+    ("sum_sq_probs", "mean_logit", "z_loss"),
+)
 UPSTREAM = ("random", "zero first", "expanded", "strided", "one")
 OF_LOSS = {"upstream": UPSTREAM, "reduction": ("mean", "sum", "none"), "num_items": (None, 7, TENSOR)}
 MATHS = {
@@ -35,7 +42,7 @@ MATHS = {
     "z_loss": (0.0, 0.02),
     "softcap": (None, 10.0),
     "logit_scale": (1.0, 0.4),
-    "return_metrics": (False, True),
+    "outputs": OF_A_LOSS,
     "shift": (False, True),
     "int32": (False, True),  # labels
     "check_labels": (False, True),
@@ -44,9 +51,10 @@ MATHS = {
 OUTPUTS = (
     (),
     ("lse", "rank"),
+    ("entropy",),
     ("sum_sq_probs",),
     ("mean_logit",),
-    ("entropy", "lse", "sum_sq_probs", "mean_logit", "is_top1"),
+    ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions"),
 )
 OF_LOG_PROBS = {
     "upstream": UPSTREAM,
@@ -54,7 +62,6 @@ OF_LOG_PROBS = {
     "softcap": (None, 10.0),
     "logit_scale": (1.0, 0.4),
     "outputs": OUTPUTS,
-    "entropy": (False, True),
     "top_k": (None, 3),
     **{name: MATHS[name] for name in ("int32", "check_labels", "ignore_index")},
 }
@@ -139,7 +146,7 @@ FACTORS: dict[str, Case] = {
 # What no pair of values brings about, but tests/test_launches.py asks for.
 TRIPLES = (
     ("distillation_loss", {"divergence": "js", "ranks": 3, "ragged": False, "padding": "vectors"}),
-    ("token_log_probs", {"outputs": (), "entropy": True, "ranks": 1, "padding": "odd"}),
+    ("token_log_probs", {"outputs": ("entropy",), "ranks": 1, "padding": "odd"}),
 )
 
 
@@ -154,7 +161,7 @@ def allowed(case: Case) -> bool:
 
     is_weighted = any_of("class_weight", "whole", "columns")
     return not (
-        (is_weighted and any_of("z_loss", 0.02) and both(return_metrics=True))
+        (is_weighted and not {"z_loss", "mean_logit"}.isdisjoint(case.get("outputs", ())))
         or (both(reduction="none") and any_of("num_items", 7, TENSOR))
         or (both(reduction="none", gradient="in_forward", dtype=torch.float16) and "layout" not in case)
         or (

@@ -272,13 +272,13 @@ def _use(rng: random.Random, family: str) -> Use:
     options["reduction"] = rng.choice(["mean", "none"] + ["sum"] * (function != "te"))
     if function == "log_probs":
         options["reduction"] = "none"
-        options.update(_some(rng, temperature=0.7, entropy=True, softcap=8.0, logit_scale=0.6))
+        options.update(_some(rng, temperature=0.7, outputs=("entropy",), softcap=8.0, logit_scale=0.6))
         gradient = "auto" if gradient == "in_forward" else gradient
     elif function == "te":
         options.update(_some(rng, label_smoothing=0.1))
     else:
         options.update(_some(rng, label_smoothing=0.1, z_loss=0.02, softcap=8.0, logit_scale=0.6))
-        options.update(_some(rng, return_metrics=True))
+        options.update(_some(rng, outputs=("z_loss",)))
         if "label_smoothing" in options:
             options.update(_some(rng, smoothing_formula="megatron"))
         if options["reduction"] == "sum":
