@@ -78,11 +78,11 @@ def test_a_class_that_was_uninstalled_stays_so_while_the_others_are_installed():
 
 
 def test_other_options_are_refused_until_uninstall(llama):
-    install(llama, chunk_tokens=4)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM: has mechanism and options .*chunk_tokens.* uninstall\(\)"):
-        install(llama, chunk_tokens=8)
+    install(llama, chunk_size=4)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: has mechanism and options .*chunk_size.* uninstall\(\)"):
+        install(llama, chunk_size=8)
     uninstall(llama)
-    assert install(llama, chunk_tokens=8) == {"LlamaForCausalLM": "installed"}
+    assert install(llama, chunk_size=8) == {"LlamaForCausalLM": "installed"}
     with pytest.raises(TypeError, match="reduction"):
         install(llama, reduction="sum")
     with pytest.raises(ValueError, match="mechanism: expected one of lazy, rewrite, got 'eager'"):
