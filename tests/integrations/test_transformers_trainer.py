@@ -112,26 +112,6 @@ def test_what_is_not_fused_is_said_once_and_counted(tmp_path, caplog, options, r
     assert said == [f"vocab_parallel_ce: LlamaForCausalLM: the logits were made: {reason}"]
 
 
-def test_a_loss_of_the_callers_own(tmp_path):
-    class Own(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            outputs = model(**inputs)
-            loss = outputs.loss + 0.01 * outputs.logits.logsumexp(-1).square().mean()
-            return (loss, outputs) if return_outputs else loss
-
-    losses = []
-    native = tiny_model(LlamaForCausalLM)
-    fused = copy.deepcopy(native)
-    install(fused)
-    for model in (native, fused):
-        arguments = trainer_of(model, tmp_path).args
-        trainer = Own(model, arguments, train_dataset=examples())
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
-    assert calls_of(fused) == {"fused": STEPS * ACCUMULATION}
-
-
 def test_a_run_that_is_saved_and_resumed(tmp_path):
     native = tiny_model(LlamaForCausalLM)
     fused, again = copy.deepcopy(native), copy.deepcopy(native)
