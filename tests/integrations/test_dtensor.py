@@ -371,14 +371,14 @@ def test_a_rank_outside_of_the_mesh(rank_pool, impl):
     assert "logits: this rank must be in the mesh of the DTensor" in rank_pool.run(_outside)[1]
 
 
-def _compiled(rank, group, impl, function, fullgraph):
+def _compiled(rank, group, impl, function, outputs, fullgraph):
     """Compiled and eager: the loss and this rank's part of the gradient."""
     device, found = device_of(rank, group), []
     mesh = init_device_mesh(device.type, (2,))
     logits, labels = (tensor.to(device) for tensor in batch("some_ignored", rows=6, vocab_size=21))
 
     def step(leaf):
-        return function(leaf * 1.0, labels, impl=impl).sum()
+        return sum(value.sum() for value in _given(function(leaf * 1.0, labels, impl=impl, outputs=outputs)))
 
     torch._dynamo.reset()
     backend = "inductor" if device.type == "cuda" else "aot_eager"
@@ -390,9 +390,9 @@ def _compiled(rank, group, impl, function, fullgraph):
     return found
 
 
-@pytest.mark.parametrize("function", [cross_entropy, token_log_probs])
+@pytest.mark.parametrize(("function", "outputs"), [(cross_entropy, ()), (token_log_probs, ("entropy",))])
 @in_two_ranks
-def test_compiled_calls_are_one_graph(rank_pool, impl, function):
-    for compiled, eager in rank_pool.run(_compiled, impl, function, TRACES_DTENSORS):
+def test_compiled_calls_are_one_graph(rank_pool, impl, function, outputs):
+    for compiled, eager in rank_pool.run(_compiled, impl, function, outputs, TRACES_DTENSORS):
         torch.testing.assert_close(compiled[0], eager[0], rtol=1e-6, atol=0)  # the compiler adds up log-probabilities
         assert torch.equal(compiled[1], eager[1])
