@@ -25,6 +25,7 @@ from vocab_parallel_ce.top import Top
 
 # PyTorch 2.11 fails inside Dynamo.
 TRACES_DTENSORS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
+DEFAULTS = Advanced()
 
 
 def public(
@@ -90,7 +91,7 @@ def settings_of(
 def checked_advanced(advanced: object, *used: str) -> Advanced:
     """Return the record, or that of the defaults for None; raise for a field that is set and not among ``used``."""
     if advanced is None:
-        return Advanced()
+        return DEFAULTS
     if not isinstance(advanced, Advanced):
         raise TypeError(f"advanced: expected an Advanced or None, got {type(advanced).__name__}")
     for name, value in advanced._asdict().items():
