@@ -18,17 +18,17 @@ from tests.support import oracle
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import assert_refused, messages_of, record_collectives
 from tests.support.inputs import batch
-from tests.support.logits import EVERY, Results, assert_right, broad_rows, flat_outputs, random_grad_output
+from tests.support.logits import EVERY, broad_rows, random_grad_output
 from tests.support.ranks import device_of, in_ranks
-from vocab_parallel_ce import token_log_probs as plain_token_log_probs
-from vocab_parallel_ce import verify_calls, vocab_parallel_cross_entropy
-from vocab_parallel_ce.cross_entropy import TRACES_DTENSORS
+from vocab_parallel_ce import Outputs, verify_calls, vocab_parallel_cross_entropy
+from vocab_parallel_ce.api.call import TRACES_DTENSORS
 from vocab_parallel_ce.integrations.dtensor import cross_entropy, token_log_probs
+from vocab_parallel_ce.options import DIFFERENTIABLE, Advanced
 
 in_two_ranks = in_ranks((2,), (2,), (2,))
 in_four_ranks = in_ranks((4,), (), (4,))
 V, T, S, R = "vocabulary", "tokens", "sequence", "replicate"
-FUNCTIONS = {cross_entropy: vocab_parallel_cross_entropy, token_log_probs: plain_token_log_probs}
+_ORACLES = ("label_smoothing", "z_loss", "softcap", "logit_scale", "reduction", "num_items", "temperature")
 
 
 class Case(NamedTuple):
@@ -49,12 +49,36 @@ class Case(NamedTuple):
         logits, labels = broad_rows(self.kind, rows, self.vocab_size, dtype=self.dtype)
         return logits.view(*self.shape, -1), labels.view(self.shape)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the fields of :class:`Outputs` that are not None; the first ones have a gradient."""
+        first = "log_probs" if self.function is token_log_probs else "loss"
+        return first, *(name for name in Outputs._fields if name in self.options.get("outputs", ()))
+
     def grad_outputs(self) -> list[torch.Tensor]:
+        count = 1 + len(set(DIFFERENTIABLE) & set(self.names))
+        grads = [random_grad_output(torch.Size(self.shape).numel(), seed).view(self.shape) for seed in range(count)]
         per_token = self.function is token_log_probs or self.options.get("reduction") == "none"
-        if not per_token:
-            return [torch.tensor(0.75)]
-        count = 1 + self.options.get("entropy", False)
-        return [random_grad_output(torch.Size(self.shape).numel(), seed).view(self.shape) for seed in range(count)]
+        return grads if per_token else [torch.tensor(0.75), *grads[1:]]
+
+    def assert_right(self, outputs, grad, part=slice(None)) -> None:
+        """The outputs, in the order of their names, and the gradient of the tokens of ``part`` are PyTorch's."""
+        logits, labels = (tensor[part] for tensor in self.inputs())
+        given = {name: value for name, value in self.options.items() if name in _ORACLES}
+        formula = self.options.get("advanced", Advanced()).smoothing_formula
+        truth, peer = (logits.to(dtype).requires_grad_() for dtype in (torch.float64, torch.float32))
+        expected = []
+        for leaf in (truth, peer):
+            found = oracle.values(leaf, labels, smoothing_formula=formula, **given)
+            expected.append([getattr(found, name) for name in self.names])
+            grads = [g[part] if g.dim() else g for g in self.grad_outputs()]
+            torch.autograd.backward(expected[-1][: len(grads)], [g.to(leaf.dtype) for g in grads])
+        for name, value, *beside in zip(self.names, outputs, *expected, strict=True):
+            if name == "predictions":
+                assert torch.equal(value.cpu(), beside[0])
+            else:
+                assert_within_budget(value, *(other.detach() for other in beside))
+        assert_within_budget(grad, truth.grad, peer.grad)
 
 
 def _placements(cuts, ndim):
@@ -67,7 +91,7 @@ class Result(NamedTuple):
 
     outputs: tuple[torch.Tensor, ...]
     grad: torch.Tensor
-    placements: list[Any]  # of what is differentiable
+    placements: list[Any]  # of the outputs
     of_tokens: list[Any]
     forward: list[Any]
     backward: list[Any]
@@ -87,7 +111,7 @@ def _call(rank, group, impl, case):
         labels = labels.to_local()
     with record_collectives() as forward:
         returned = case.function(leaf * 1.0, labels, impl=impl, **case.options)
-    outputs = flat_outputs(returned)
+    outputs = _given(returned)
     grads = []
     for grad in case.grad_outputs():
         grad = distribute_tensor(grad.to(device), mesh, of_tokens if grad.dim() else [Replicate()] * mesh.ndim)
@@ -99,13 +123,17 @@ def _call(rank, group, impl, case):
     return Result(
         tuple(_whole(output, mesh, of_tokens, case) for output in outputs),
         leaf.grad.full_tensor(),
-        [None if case.plain else output.placements for output in outputs[: len(grads)]],
+        [None if case.plain else output.placements for output in outputs],
         of_tokens,
         [tuple(call) for call in forward],
         [tuple(call) for call in backward],
         tuple(torch.distributed.get_process_group_ranks(mesh.get_group(case.cuts.index(V)))),
         (labels if case.plain else labels.to_local()).numel(),
     )
+
+
+def _given(returned):
+    return [value for value in returned if value is not None] if isinstance(returned, Outputs) else [returned]
 
 
 def _whole(output, mesh, of_tokens, case):
@@ -122,42 +150,37 @@ def _whole(output, mesh, of_tokens, case):
 
 def _check(rank_pool, impl, case):
     results = rank_pool.run(_call, impl, case)
-    logits, labels = case.inputs()
-    given = {"function": FUNCTIONS[case.function], **case.options}
     for result in results:
         assert all(map(torch.equal, result.outputs, results[0].outputs))
-        assert_right(Results(result.outputs, result.grad), logits, labels, *case.grad_outputs(), **given)
+        case.assert_right(result.outputs, result.grad)
         statistics = 3 + 2 * bool(case.options.get("label_smoothing"))
-        statistics += bool(case.options.get("return_metrics") or case.options.get("entropy"))
+        statistics += len({"entropy", "predictions"} & set(case.names))
         sent = ("_allgather_base_", result.group, 4 * statistics * result.n_tokens)
         assert result.forward == ([sent] if len(result.group) > 1 and result.n_tokens else [])
         assert result.backward == []
-        per_token = case.function is token_log_probs or case.options.get("reduction") == "none"
-        summed = [Partial() if placement.is_shard() else placement for placement in result.of_tokens]
-        expected = None if case.plain else tuple(result.of_tokens if per_token else summed)
-        assert set(result.placements) == {expected}
+        summed = tuple(Partial() if placement.is_shard() else placement for placement in result.of_tokens)
+        for output, placements in zip(result.outputs, result.placements, strict=True):
+            expected = tuple(result.of_tokens) if output.dim() else summed
+            assert placements == (None if case.plain else expected)
 
 
 SUM, NONE = {"reduction": "sum"}, {"reduction": "none"}
-ENTROPY = {"entropy": True, "temperature": 0.7}
-METRICS = {"return_metrics": True, "z_loss": 0.02}
+ENTROPY = {"outputs": ("entropy",), "temperature": 0.7}
+METRICS = {"outputs": ("token_accuracy", "z_loss", "predictions", "entropy"), "z_loss": 0.02}
 HALF = torch.bfloat16
 ONE, CUT = ((V,), (2,)), ((T, V), (2, 1))
 OF_TWO = {
     "uneven, mean": Case(*ONE, 1003),
-    "uneven, plain labels": Case(*ONE, 1003, kind="some_ignored", plain=True),
     "uneven, bf16": Case(*ONE, 1003, NONE, "confident", HALF, (2, 3)),
     "every option": Case(*ONE, 21, {**EVERY, **SUM, "num_items": 7}, "some_ignored"),
-    "megatron's smoothing": Case(*ONE, 21, {"label_smoothing": 0.1, "smoothing_formula": "megatron"}),
+    "megatron's smoothing": Case(*ONE, 21, {"label_smoothing": 0.1, "advanced": Advanced("megatron")}),
     "metrics": Case(*ONE, 21, METRICS, "some_ignored"),
     "metrics of each token": Case(*ONE, 21, METRICS | NONE, shape=(2, 3), plain=True),
-    "all ignored": Case(*ONE, 21, kind="all_ignored"),
     "in place": Case(*ONE, 21, NONE | {"gradient": "in_backward"}, dtype=HALF),
     "log-probabilities": Case(*ONE, 21, ENTROPY, "some_ignored", function=token_log_probs),
     "plain log-probabilities": Case(*ONE, 21, dtype=HALF, shape=(2, 3), function=token_log_probs, plain=True),
     "no column": Case(*ONE, 1, METRICS | {"label_smoothing": 0.1}, plain=True),
     "one rank": Case(*CUT, 21, NONE),
-    "one rank, plain labels": Case(*CUT, 21, SUM | {"num_items": 5}, shape=(3, 2), plain=True),
 }
 
 
@@ -171,13 +194,13 @@ OF_FOUR = {
     "no column on the last": Case((V,), (4,), 5, {"label_smoothing": 0.1, "softcap": 4.0}, "some_ignored"),
     "no column on two": Case((V,), (4,), 2, NONE | METRICS, plain=True),
     "no column, log-probabilities": Case((V,), (4,), 5, ENTROPY, function=token_log_probs),
-    "no column, in place": Case((V,), (4,), 5, {"gradient": "in_backward"}, dtype=HALF),
-    "tokens, sum": Case((T, V), (2, 2), 1003, SUM | {"z_loss": 0.02}, "some_ignored"),
+    "tokens, sum": Case(
+        (T, V), (2, 2), 1003, SUM | {"z_loss": 0.02, "outputs": ("entropy", "predictions", "z_loss")}, "some_ignored"
+    ),
     "tokens, each": Case((T, V), (2, 2), 7, NONE, dtype=HALF, shape=(5,)),
     "tokens, plain labels": Case((T, V), (2, 2), 21, NONE, "some_ignored", shape=(3, 2), plain=True),
     "tokens on the second dimension": Case((V, T), (2, 2), 21, SUM, shape=(4, 2)),
     "sequence": Case((S, V), (2, 2), 21, {}, shape=(2, 5), function=token_log_probs),
-    "sequence and tokens": Case((S, T, V), (2, 1, 2), 21, SUM, shape=(2, 4)),
     "fewer tokens than ranks": Case((T, V), (2, 2), 21, NONE, shape=(1,)),
     "replicas": Case((R, V), (2, 2), 21, METRICS, "some_ignored"),
     "replicas, plain labels": Case((V, R), (2, 2), 3, {}, plain=True),
@@ -190,25 +213,26 @@ def test_logits_cut_over_a_mesh_of_four_ranks(rank_pool, impl, name):
     _check(rank_pool, impl, OF_FOUR[name])
 
 
+OF_CUT_TOKENS = Case((T, V), (2, 2), 21, {"outputs": ("predictions", "token_accuracy")}, "some_ignored")
+
+
 def _plain_labels_of_this_rank(rank, group, impl):
-    """The mean and the metrics of this rank's tokens."""
+    """The mean and the accuracy of this rank's tokens."""
     device = device_of(rank, group)
     mesh = init_device_mesh(device.type, (2, 2))
-    logits, labels = batch("some_ignored", rows=6, vocab_size=21)
+    logits, labels = OF_CUT_TOKENS.inputs()
     leaf = distribute_tensor(logits.to(device), mesh, [Shard(0), Shard(1)]).requires_grad_()
     part = mesh.get_coordinate()[0]
     own = labels.chunk(2)[part].to(device)
-    loss, metrics = cross_entropy(leaf, own, return_metrics=True, impl=impl)
-    loss.backward()
-    return part, (loss, *metrics), leaf.grad.full_tensor().chunk(2)[part]
+    found = cross_entropy(leaf, own, impl=impl, **OF_CUT_TOKENS.options)
+    (0.75 * found.loss).backward()
+    return part, _given(found), leaf.grad.full_tensor().chunk(2)[part]
 
 
 @in_four_ranks
 def test_plain_labels_give_the_mean_of_this_ranks_tokens(rank_pool, impl):
-    logits, labels = batch("some_ignored", rows=6, vocab_size=21)
     for part, outputs, grad in rank_pool.run(_plain_labels_of_this_rank, impl):
-        own = logits.chunk(2)[part], labels.chunk(2)[part]
-        assert_right(Results(flat_outputs(outputs), grad), *own, return_metrics=True)
+        OF_CUT_TOKENS.assert_right(outputs, grad, slice(3 * part, 3 * part + 3))
 
 
 def _around_the_loss(rank, group, impl, how):
@@ -228,21 +252,12 @@ def _around_the_loss(rank, group, impl, how):
         cut = leaf * 1.0
         squares = cut.pow(2).sum().full_tensor()  # made before the loss, so that its backward runs after
         (cross_entropy(cut, labels, impl=impl) + 0.1 * squares).backward()
-    elif how == "checkpoint":
-        checkpoint(lambda x: cross_entropy(x * 1.0, labels, impl=impl), leaf, use_reentrant=False).backward()
-    elif how == "again":
-        loss = cross_entropy(leaf * 1.0, labels, impl=impl)
-        for _ in range(2):
-            loss.backward(retain_graph=True)
     else:
-        with torch.no_grad():
-            loss = cross_entropy(leaf, labels, impl=impl, gradient="in_backward")
-        assert not loss.requires_grad
-        leaf.grad = leaf.detach()  # which is as it was
+        checkpoint(lambda x: cross_entropy(x * 1.0, labels, impl=impl), leaf, use_reentrant=False).backward()
     return cross_entropy(leaf, labels, impl=impl), leaf.grad.full_tensor()
 
 
-@pytest.mark.parametrize("how", ["under way", "another reader", "checkpoint", "again", "no_grad"])
+@pytest.mark.parametrize("how", ["under way", "another reader", "checkpoint"])
 @in_two_ranks
 def test_what_users_put_around_the_loss(rank_pool, impl, how):
     """By default nothing is overwritten: autograd would not notice it in the memory of a DTensor."""
@@ -250,12 +265,8 @@ def test_what_users_put_around_the_loss(rank_pool, impl, how):
     truth, peer = (compute(logits, labels) for compute in (oracle.cross_entropy_fp64, oracle.cross_entropy_same_dtype))
     for loss, grad in rank_pool.run(_around_the_loss, impl, how):
         assert_within_budget(loss, truth.loss, peer.loss)
-        if how == "no_grad":
-            assert torch.equal(grad, logits)
-            continue
-        times, added = 2 if how == "again" else 1, 0.2 if how == "another reader" else 0.0
-        expected = times * truth.grad + added * logits.double(), times * peer.grad + added * logits
-        assert_within_budget(grad, *expected)
+        added = 0.2 if how == "another reader" else 0.0
+        assert_within_budget(grad, truth.grad + added * logits.double(), peer.grad + added * logits)
 
 
 def _transformed(rank, group, impl):
@@ -304,24 +315,20 @@ def _refusals(rank, group, impl):
     attempts = {
         "plain": lambda: cross_entropy(logits, labels),
         "whole": lambda: call(Replicate(), Replicate()),
-        "tokens alone": lambda: call(Shard(0), Replicate()),
         "another order": lambda: cross_entropy(DTensor.from_local(logits, descending, [Shard(1)]), labels),
         "twice": lambda: call(Shard(1), Shard(1)),
         "partial": lambda: cross_entropy(DTensor.from_local(logits, mesh, [Partial(), Shard(1)]), labels),
         "strided": lambda: cross_entropy(strided(), labels),
-        "strided and cut": lambda: cross_entropy(
-            DTensor.from_local(logits, mesh, [StridedShard(0, split_factor=2), Shard(1)]), labels
-        ),
         "another width": lambda: cross_entropy(
             DTensor.from_local(logits, other, [Shard(1)], shape=torch.Size((4, 40)), stride=(40, 1)), labels
         ),
         "labels elsewhere": lambda: call(Shard(0), Shard(1), labels=place(labels, mesh, [Shard(0)] * 2)),
         "labels of another mesh": lambda: call(Replicate(), Shard(1), labels=place(labels, other, [Replicate()])),
-        "whole labels": lambda: call(Shard(0), Shard(1)),
         "mean": lambda: call(Shard(0), Shard(1), labels=cut),
-        "metrics": lambda: call(Shard(0), Shard(1), labels=cut, reduction="sum", return_metrics=True),
+        "accuracy": lambda: call(Shard(0), Shard(1), labels=cut, reduction="sum", outputs=("token_accuracy",)),
+        "probabilities": lambda: call(Replicate(), Shard(1), labels=logits[:, :4].softmax(-1)),
+        "top_k": lambda: call(Replicate(), Shard(1), function=token_log_probs, top_k=2),
         "group": lambda: call(Replicate(), Shard(1), group=group),
-        "shard": lambda: call(Replicate(), Shard(1), function=token_log_probs, vocab_size=8),
         "items": lambda: call(Replicate(), Shard(1), reduction="sum", num_items=cut),
         "the loss itself": lambda: vocab_parallel_cross_entropy(
             place(logits, mesh, [Replicate(), Shard(1)]), labels, group=group
@@ -336,20 +343,18 @@ def test_other_placements_are_refused_with_what_to_do(rank_pool, impl):
     expected = {
         "plain": "TypeError: logits: expected a DTensor, got a plain torch.Tensor; .*vocab_parallel_ce, with group=",
         "whole": rf"{layout}\(Replicate\(\), Replicate\(\)\); every rank has .*to_local",
-        "tokens alone": rf"{layout}\(Shard\(dim=0\), Replicate\(\)\); redistribute it first$",
         "another order": r"ValueError: logits: expected a mesh of ascending ranks along dimension 0, got \(3, 2, 1",
         "twice": rf"{layout}.*; flatten these dimensions",
         "partial": rf"{layout}\(Partial.*; redistribute it first: its values are sums",
         "strided": rf"{layout}\(_StridedShard.*; redistribute it first$",
-        "strided and cut": rf"{layout}\(_StridedShard.*; redistribute it first$",
         "another width": "ValueError: logits: expected a local tensor with 10 of 40 columns at position .* got 8",
         "labels elsewhere": r"ValueError: labels: expected .*\(Shard\(dim=0\), Replicate\(\)\), got .*redistribute",
         "labels of another mesh": "ValueError: labels: expected a DTensor with the mesh of logits",
-        "whole labels": r"ValueError: labels: shape must be .*\(2,\), got \(4,\)",
         "mean": "ValueError: reduction: expected no mean of tokens that are on several ranks.* num_items=",
-        "metrics": "ValueError: return_metrics: .*local tensors of labels",
+        "accuracy": "ValueError: outputs: expected no mean .*'token_accuracy'; pass the local tensors of labels",
+        "probabilities": "TypeError: labels: dtype must be ",
+        "top_k": "TypeError: top_k: expected one of logits, labels, ",
         "group": "TypeError: group: expected one of logits, labels, ",
-        "shard": "TypeError: vocab_size: expected one of logits, labels, ",
         "items": "TypeError: num_items: expected .*to_local",
         "the loss itself": "TypeError: logits: .*; pass its to_local.*vocab_parallel_ce.integrations.dtensor",
     }
@@ -366,14 +371,14 @@ def test_a_rank_outside_of_the_mesh(rank_pool, impl):
     assert "logits: this rank must be in the mesh of the DTensor" in rank_pool.run(_outside)[1]
 
 
-def _compiled(rank, group, impl, function, fullgraph):
+def _compiled(rank, group, impl, function, outputs, fullgraph):
     """Compiled and eager: the loss and this rank's part of the gradient."""
     device, found = device_of(rank, group), []
     mesh = init_device_mesh(device.type, (2,))
     logits, labels = (tensor.to(device) for tensor in batch("some_ignored", rows=6, vocab_size=21))
 
     def step(leaf):
-        return function(leaf * 1.0, labels, impl=impl).sum()
+        return sum(value.sum() for value in _given(function(leaf * 1.0, labels, impl=impl, outputs=outputs)))
 
     torch._dynamo.reset()
     backend = "inductor" if device.type == "cuda" else "aot_eager"
@@ -385,9 +390,9 @@ def _compiled(rank, group, impl, function, fullgraph):
     return found
 
 
-@pytest.mark.parametrize("function", [cross_entropy, token_log_probs])
+@pytest.mark.parametrize(("function", "outputs"), [(cross_entropy, ()), (token_log_probs, ("entropy",))])
 @in_two_ranks
-def test_compiled_calls_are_one_graph(rank_pool, impl, function):
-    for compiled, eager in rank_pool.run(_compiled, impl, function, TRACES_DTENSORS):
+def test_compiled_calls_are_one_graph(rank_pool, impl, function, outputs):
+    for compiled, eager in rank_pool.run(_compiled, impl, function, outputs, TRACES_DTENSORS):
         torch.testing.assert_close(compiled[0], eager[0], rtol=1e-6, atol=0)  # the compiler adds up log-probabilities
         assert torch.equal(compiled[1], eager[1])

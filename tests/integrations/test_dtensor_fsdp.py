@@ -95,7 +95,7 @@ CASES = {
     "mixed precision": ("module", True, True, 1, {"label_smoothing": 0.1}),
     "mixed precision, each token": ("module", True, True, 1, {"reduction": "none"}),
     "function": ("function", False, True, 1, {"softcap": 4.0}),
-    "function, chunks": ("function", True, True, 1, {"chunk_tokens": 2, "reduction": "sum", "num_items": 5}),
+    "function, chunks": ("function", True, True, 1, {"chunk_size": 2, "reduction": "sum", "num_items": 5}),
     "logits": ("logits", False, True, 1, {"z_loss": 0.02}),
     "logits, mixed precision": ("logits", True, True, 1, {"reduction": "none"}),
     "accumulated": ("module", False, True, 2, {}),
@@ -109,7 +109,7 @@ def test_gradients_are_the_mean_of_both_replicas(rank_pool, impl, name):
     how, half, reshard, steps, options = CASES[name]
     of_replicas = _inputs(torch.bfloat16 if half else torch.float32)
     ones = [torch.ones(ROWS)] if options.get("reduction") == "none" else []
-    expected = {name: value for name, value in options.items() if name not in ("gradient", "chunk_tokens")}
+    expected = {name: value for name, value in options.items() if name not in ("gradient", "chunk_size")}
     truths, peers = (
         [compute(inputs, *ones, **expected) for inputs in of_replicas] for compute in (linear_fp64, linear_same_dtype)
     )

@@ -91,7 +91,7 @@ def _curves(rank, group, impl, name, size, options, steps):
 
 
 @in_two_ranks
-@pytest.mark.parametrize("name,size,options", CASES[:-1])
+@pytest.mark.parametrize("name,size,options", CASES[1:3])
 def test_twenty_steps_have_the_same_curve(rank_pool, impl, name, size, options):
     """Ours is as near to that of fp32 as Megatron's is."""
     for curves in rank_pool.run(_curves, impl, name, size, options, 20):

@@ -16,9 +16,9 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from tests.support import megatron_stubs as stubs
+from vocab_parallel_ce.head import expected
 from vocab_parallel_ce.integrations import megatron
 from vocab_parallel_ce.integrations.megatron import losses
-from vocab_parallel_ce.linear import expected
 
 in_two_ranks = in_ranks((2,), (), (2,))
 LINEAR = {"linear": True}

@@ -128,8 +128,8 @@ def test_transformer_engines_name_is_rebound_if_it_is_there(monkeypatch):
         ({"reduction": "mean"}, TypeError, "reduction: expected one of linear,"),
         ({"z_loss": -1.0}, ValueError, "z_loss"),
         ({"gradient": "later"}, ValueError, "gradient"),
-        ({"linear": True, "chunk_tokens": 0}, ValueError, "chunk_tokens"),
-        ({"chunk_tokens": 8}, ValueError, "chunk_tokens: expected linear=True"),
+        ({"linear": True, "chunk_size": 0}, ValueError, "chunk_size"),
+        ({"chunk_size": 8}, ValueError, "chunk_size: expected linear=True"),
         ({"linear": True, "gradient": "out_of_place"}, ValueError, "gradient"),
     ],
 )

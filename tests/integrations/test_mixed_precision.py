@@ -21,7 +21,7 @@ LOSSES = {
     "logits, out_of_place": ("logits", {"gradient": "out_of_place"}),
     "linear": ("linear", {}),
     "linear, in_forward": ("linear", {"gradient": "in_forward"}),
-    "linear, in_backward": ("linear", {"gradient": "in_backward", "chunk_tokens": 4}),
+    "linear, in_backward": ("linear", {"gradient": "in_backward", "chunk_size": 4}),
 }
 TOO_LARGE, ENOUGH = 2.0**40, 2.0**10  # loss scales: fp16 ends at 2**16
 

@@ -139,23 +139,6 @@ def test_of_hidden_states(rank_pool, impl, dtype):
     assert_right(found, _without_the_last(inputs))
 
 
-def _outside(rank, group):
-    device = device_of(rank, group)
-    logits = torch.randn(3, COLUMNS // group.size(), device=device).requires_grad_()
-    log_probs = nemo_rl.DistributedLogprob.apply(
-        logits, torch.tensor([COLUMNS, -100, 0], device=device), *_columns(rank, group), group
-    )
-    log_probs.backward(torch.ones_like(log_probs))
-    return log_probs, logits.grad
-
-
-@in_two_ranks
-def test_a_target_outside_the_vocabulary_is_nan_and_ignored_ones_have_no_gradient(rank_pool, impl):
-    for log_probs, grad in rank_pool.run(_outside):
-        assert log_probs[0].isnan() and grad[0].isnan().all()
-        assert log_probs[1] == 0 and not grad[1].any() and log_probs[2] < 0 and grad[2].abs().all()
-
-
 def _refusals(rank, group):
     device = device_of(rank, group)
     logits, target = torch.randn(2, 4, 10, device=device), torch.zeros(2, 4, dtype=torch.int64, device=device)

@@ -18,7 +18,6 @@ from tests.support.rl import (
     on_devices,
     policy,
     real_module,
-    reference,
 )
 from vocab_parallel_ce.integrations import openrlhf
 
@@ -78,17 +77,6 @@ def test_both_of_the_same_logits_in_either_order(device, order):
     found, logits = _found(_functions(openrlhf), inputs, order)
     assert torch.equal(logits, inputs.leaves[0])
     assert_right(found, inputs)
-
-
-@pytest.mark.reference
-def test_without_gradients():
-    inputs = policy()
-    expected = reference(inputs, torch.float32)
-    with torch.inference_mode():
-        logits = inputs.leaves[0].clone()
-        found = openrlhf.log_probs_from_logits(logits, inputs.labels), openrlhf.compute_entropy(logits)
-    assert torch.equal(logits, inputs.leaves[0]) and not any(value.requires_grad for value in found)
-    assert_right(Found(found[0], None, (None,)), inputs, expected)
 
 
 @on_devices

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, MixtralForCausalLM, PreTrainedModel
+from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
 from tests.support.fresh import fresh_python
 from tests.support.transformers_steps import FUSED, calls_of, own_step, same_step
@@ -78,11 +78,11 @@ def test_a_class_that_was_uninstalled_stays_so_while_the_others_are_installed():
 
 
 def test_other_options_are_refused_until_uninstall(llama):
-    install(llama, chunk_tokens=4)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM: has mechanism and options .*chunk_tokens.* uninstall\(\)"):
-        install(llama, chunk_tokens=8)
+    install(llama, chunk_size=4)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: has mechanism and options .*chunk_size.* uninstall\(\)"):
+        install(llama, chunk_size=8)
     uninstall(llama)
-    assert install(llama, chunk_tokens=8) == {"LlamaForCausalLM": "installed"}
+    assert install(llama, chunk_size=8) == {"LlamaForCausalLM": "installed"}
     with pytest.raises(TypeError, match="reduction"):
         install(llama, reduction="sum")
     with pytest.raises(ValueError, match="mechanism: expected one of lazy, rewrite, got 'eager'"):
@@ -210,23 +210,6 @@ def test_the_variable_installs_when_the_integration_is_imported():
 # Ways to call a model
 
 
-@pytest.mark.parametrize("num_items", [7, 7.5, torch.tensor(7), torch.tensor(7.0)])
-def test_num_items_in_batch(llama, num_items):
-    plain = step(llama, tiny_inputs(llama)).loss
-    assert same_step(llama, num_items_in_batch=num_items) == FUSED
-    assert not torch.allclose(step(llama, tiny_inputs(llama) | {"num_items_in_batch": num_items}).loss, plain, rtol=0.1)
-
-
-@pytest.mark.parametrize("cls", [LlamaForCausalLM, Gemma2ForCausalLM, MixtralForCausalLM])
-def test_shift_labels(cls):
-    model = tiny_model(cls)
-    plain = step(model, tiny_inputs(model)).loss
-    shift_labels = tiny_inputs(model)["labels"].roll(3, dims=1)
-    assert same_step(model, shift_labels=shift_labels) == FUSED
-    found = step(model, tiny_inputs(model) | {"shift_labels": shift_labels}).loss
-    assert not torch.allclose(found, plain, rtol=0.01)
-
-
 def test_logits_to_keep(llama):
     labels = tiny_inputs(llama)["labels"]
     assert same_step(llama, logits_to_keep=5, labels=labels[:, -5:]) == FUSED
@@ -242,12 +225,13 @@ def test_a_mean_over_no_label_is_0_instead_of_nan(llama):
     assert found.loss == 0.0 and not any(grad.any() for grad in found.gradients.values())
 
 
-def test_tuples_and_positional_labels(llama):
+@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
+def test_tuples_and_positional_labels(llama, mechanism):
     inputs = tiny_inputs(llama)
     order = [name for name in inspect.signature(llama.forward).parameters if name != "kwargs"]
     arguments = [inputs.get(name) for name in order[: order.index("labels") + 1]]
     expected = llama(*arguments, return_dict=False)
-    install(llama)
+    install(llama, mechanism=mechanism)
     found = llama(*arguments, return_dict=False)
     assert type(found) is tuple and len(found) == len(expected) and audit(llama) == FUSED
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0.0)

@@ -184,7 +184,7 @@ def test_install_checks_the_values_of_its_options(llama):
     model = llama
     for options, subject in (
         ({"impl": "foo"}, "impl"),
-        ({"chunk_tokens": -1}, "chunk_tokens"),
+        ({"chunk_size": -1}, "chunk_size"),
         ({"gradient": "x"}, "gradient"),
     ):
         with pytest.raises(ValueError, match=f"^{subject}"):

@@ -4,9 +4,7 @@ Each step is compared with the same model's before install(): loss, every gradie
 """
 
 import copy
-import io
 import logging
-import pickle
 
 import pytest
 import torch
@@ -240,32 +238,6 @@ def test_logits_are_made_when_they_are_looked_at(llama):
     assert torch.equal(logits, native.logits) and torch.equal(logits[:, -1], native.logits[:, -1])
     assert logits.detach().numpy().shape == (2, 12, 99) and repr(logits) == repr(logits.make())
     assert audit(llama) == FUSED | {"logits made after the call": 1}
-
-
-COPIES = {
-    "pickle": lambda logits: pickle.loads(pickle.dumps(logits)),
-    "deepcopy": copy.deepcopy,
-    "numpy": lambda logits: torch.from_numpy(logits.numpy()),
-    "list": lambda logits: torch.tensor(logits.tolist()),
-}
-
-
-def saved(logits):
-    file = io.BytesIO()
-    torch.save({"logits": logits}, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)["logits"]
-
-
-@pytest.mark.parametrize("how", [*COPIES, "save"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_logits_are_copied_as_a_plain_tensor(llama, how, mode):
-    with mode():
-        expected = llama(**tiny_inputs(llama)).logits
-        logits = outputs_of(llama).logits
-        assert type(logits) is LazyLogits and audit(llama) == FUSED and not logits.requires_grad
-    copied = COPIES.get(how, saved)(logits)
-    assert type(copied) is torch.Tensor and torch.equal(copied, expected)
 
 
 def assign_weight(model):

@@ -62,9 +62,9 @@ def _tensor_parallel(rank, group, impl, path, name, options, fused):
 
 CASES = [
     ("plan", "llama", False, {}),
-    ("plan", "llama", True, {"chunk_tokens": 16}),
+    ("plan", "llama", True, {"chunk_size": 16}),
     ("plan", "gemma2", True, {}),
-    ("head", "llama", False, {"chunk_tokens": 16}),
+    ("head", "llama", False, {"chunk_size": 16}),
     ("head", "llama", True, {}),
     ("head", "gemma2", False, {}),
 ]
@@ -84,7 +84,7 @@ def test_a_cut_head_trains_as_a_whole_one_without_its_logits(rank_pool, impl, tm
         # The first and the last call's logits were looked at.
         assert counts == {"fused": STEPS + 2, "logits made after the call": 2}
         # The embedding's gradient has VOCABULARY * WIDTH elements before it is cut.
-        chunk = fused.get("chunk_tokens", TOKENS[0] * TOKENS[1])
+        chunk = fused.get("chunk_size", TOKENS[0] * TOKENS[1])
         assert found.largest <= max(HALF * chunk, VOCABULARY * WIDTH) < LOGITS
 
 

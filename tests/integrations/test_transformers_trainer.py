@@ -73,7 +73,6 @@ CURVES = {
     "no accumulation": {"gradient_accumulation_steps": 1},
     "gradient checkpointing": {"gradient_checkpointing": True},
     "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-    "tokens are counted": {"include_num_input_tokens_seen": "all"},
     "evaluated in between": {"eval_strategy": "steps", "eval_steps": 1},
 }
 
@@ -89,13 +88,6 @@ def test_same_curve(tmp_path, cls, case):
     calls = STEPS * options.get("gradient_accumulation_steps", ACCUMULATION)
     calls += 3 * STEPS if "eval_strategy" in options else 0
     assert audit(model) == {"fused": calls}  # and no logits were made
-
-
-def test_a_curve_without_the_softcap_is_another_one(tmp_path):
-    model = tiny_model(Gemma2ForCausalLM)
-    other = copy.deepcopy(model)
-    other.config.final_logit_softcapping = None
-    assert not np.allclose(curve(other, tmp_path), curve(model, tmp_path), rtol=0.01)
 
 
 def test_same_curve_with_autocast_to_bf16(tmp_path):
@@ -118,26 +110,6 @@ def test_what_is_not_fused_is_said_once_and_counted(tmp_path, caplog, options, r
     assert [*counts] == [reason] and (counts[reason] == STEPS * ACCUMULATION or reason == COMPILED)
     said = [record.getMessage() for record in caplog.records if record.name == "vocab_parallel_ce"]
     assert said == [f"vocab_parallel_ce: LlamaForCausalLM: the logits were made: {reason}"]
-
-
-def test_a_loss_of_the_callers_own(tmp_path):
-    class Own(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            outputs = model(**inputs)
-            loss = outputs.loss + 0.01 * outputs.logits.logsumexp(-1).square().mean()
-            return (loss, outputs) if return_outputs else loss
-
-    losses = []
-    native = tiny_model(LlamaForCausalLM)
-    fused = copy.deepcopy(native)
-    install(fused)
-    for model in (native, fused):
-        arguments = trainer_of(model, tmp_path).args
-        trainer = Own(model, arguments, train_dataset=examples())
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
-    assert calls_of(fused) == {"fused": STEPS * ACCUMULATION}
 
 
 def test_a_run_that_is_saved_and_resumed(tmp_path):
@@ -173,7 +145,6 @@ def hits_of_best(prediction):
 
 EVALUATIONS = {
     "metrics": {"compute_metrics": accuracy},
-    "accumulated": {"compute_metrics": accuracy, "eval_accumulation_steps": 1},
     "batches": {"compute_metrics": accuracy, "batch_eval_metrics": True},
     "preprocessed": {"compute_metrics": hits_of_best, "preprocess_logits_for_metrics": best},
     "bf16": {"compute_metrics": accuracy, "bf16": True},

@@ -4,14 +4,11 @@ verl needs ray and tensordict, and its shards Megatron-Core, and is not in CI. T
 the formulas do not. Its fused kernel needs a GPU and a hidden size that 128 divides.
 """
 
-from functools import partial
-
 import pytest
 import torch
 
 from tests.support.budget import assert_within_budget, of_sum_sq_probs
 from tests.support.collectives import record_collectives
-from tests.support.gpu import extra_peak_bytes
 from tests.support.inputs import DTYPES
 from tests.support.ranks import device_of
 from tests.support.rl import (
@@ -53,46 +50,6 @@ def test_log_probs(device, dtype, options):
     assert found.log_probs.dtype == torch.float32
     assert_right(found, inputs)
     assert torch.equal(logits, inputs.leaves[0])  # the test holds them
-
-
-def _own_entropy(logits):
-    """The formula of ``entropy_from_logits``, which saves the logits."""
-    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
-
-
-def _with_own_entropy(inputs, entropy_first, log_probs_of):
-    leaves = leaves_of(inputs)
-    (logits,) = activations(leaves)
-    entropy = _own_entropy(logits) if entropy_first else None
-    log_probs = log_probs_of(logits, inputs.labels)
-    outputs = log_probs, entropy if entropy_first else _own_entropy(logits)
-    backward(outputs, inputs.grads)
-    return Found(*(output.detach() for output in outputs), (leaves[0].grad,))
-
-
-def _gathered(logits, labels):
-    return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-
-
-@on_devices
-@pytest.mark.parametrize("entropy_first", [True, False])
-def test_an_entropy_of_the_same_logits(device, entropy_first):
-    """verl passes False then; it is right with True too."""
-    inputs = policy(kind="peaked", device=device)
-    peer = _with_own_entropy(inputs, entropy_first, _gathered)
-    for inplace in (False, True):
-        function = partial(verl.logprobs_from_logits, inplace_backward=inplace)
-        assert_right(_with_own_entropy(inputs, entropy_first, function), inputs, peer)
-
-
-@pytest.mark.reference
-def test_without_gradients():
-    inputs = policy()
-    with torch.inference_mode():
-        logits = inputs.leaves[0].clone()
-        found = verl.logprobs_from_logits(logits, inputs.labels)
-        assert torch.equal(logits, inputs.leaves[0])
-    assert_right(Found(found, None, (None,)), inputs)
 
 
 @on_devices
@@ -244,25 +201,6 @@ def test_the_fused_kernel_on_shards(rank_pool, impl):
     assert_right(whole([found for found, _ in results]), inputs, temperature=0.7)
     (found, share), _ = results
     assert not torch.allclose(share, found.grads[0], rtol=0.1)
-
-
-@pytest.mark.cuda
-@pytest.mark.no_poison
-@pytest.mark.parametrize("name", ["log_probs", "entropy"])
-def test_nothing_of_the_logits_size_is_kept(monkeypatch, name):
-    monkeypatch.setattr(verl, "_tensor_parallel_group", lambda: None)
-    logits = torch.randn(512, 64000, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    labels = torch.zeros(512, dtype=torch.int64, device="cuda")
-
-    def forward():
-        if name == "entropy":
-            return verl.vocab_parallel_entropy(logits)
-        return verl.vocab_parallel_log_probs_from_logits(logits, labels)
-
-    forward().sum().backward()  # compiles
-    logits.grad = None
-    assert extra_peak_bytes(forward) < 0.01 * logits.nbytes
-    assert extra_peak_bytes(lambda: forward().sum().backward()) < 1.01 * logits.nbytes
 
 
 # With verl itself.

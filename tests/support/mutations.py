@@ -50,6 +50,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "reference": f"-m 'reference or gloo' {NUMBERS} {EDGES}",
     "spec": f"-m 'reference or gloo' {NUMBERS} tests/core {EDGES}",
     "linear/": OF_HEADS,
+    "integrations/dtensor": "tests/integrations/test_dtensor.py",
     "integrations/verl": "tests/integrations/test_verl.py",
     "integrations/openrlhf": "tests/integrations/test_openrlhf.py",
     "integrations/nemo": "tests/integrations/test_nemo_rl.py",

@@ -13,24 +13,27 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce import cross_entropy as over_logits
-from vocab_parallel_ce import log_probs as over_tokens
-from vocab_parallel_ce.cross_entropy import LossMetrics, public, vocab_parallel_cross_entropy
+from vocab_parallel_ce.api import logits as over_logits
+from vocab_parallel_ce.api.call import public
+from vocab_parallel_ce.api.outputs import Outputs
 from vocab_parallel_ce.dtensor import is_dtensor, local_columns
-from vocab_parallel_ce.options import Settings, check_names, divided_by, with_keywords
-from vocab_parallel_ce.outputs import TokenLogProbs
+from vocab_parallel_ce.options import Advanced, Settings, check_names, divided_by, with_keywords
 
-OF_THE_DTENSOR = ("vocab_size", "shard", "shift")  # with the group, what a DTensor says; its tokens may be cut
+OF_THE_DTENSOR = ("vocab_size", "shift")  # with the group, what a DTensor says; its tokens may be cut
 LOSS_KEYWORDS = {name: value for name, value in over_logits.KEYWORDS.items() if name not in OF_THE_DTENSOR}
-LOG_PROB_KEYWORDS = {
-    name: value for name, value in over_tokens.KEYWORDS.items() if name not in (*OF_THE_DTENSOR, "top_k")
-}
+LOG_PROB_KEYWORDS = {name: value for name, value in over_logits.LOG_PROB_KEYWORDS.items() if name not in OF_THE_DTENSOR}
 
 
 @public(verifies=False)
 @with_keywords(LOSS_KEYWORDS)
 def cross_entropy(
-    logits: Any, labels: Any, *, num_items: float | Tensor | None = None, return_metrics: bool = False, **keywords: Any
+    logits: Any,
+    labels: Any,
+    *,
+    num_items: float | Tensor | None = None,
+    outputs: Sequence[str] = (),
+    advanced: Advanced | None = None,
+    **keywords: Any,
 ) -> Any:
     """Compute the loss of ``logits``, a DTensor with ``Shard(-1)`` on exactly one dimension of its mesh.
 
@@ -55,15 +58,15 @@ def cross_entropy(
         logits: ``[..., V]``, of a dtype of that function.
         labels: ``[...]`` int64 or int32 global ids, plain or a DTensor.
         num_items: plain; the same on every rank if ``labels`` are a DTensor.
-        others: as in that function, except ``group``, ``vocab_size``, ``shard`` and ``shift``.
+        others: as in that function, except ``group``, ``vocab_size``, ``class_weight``, ``top_k`` and ``shift``.
 
     Returns:
-        As that function, with plain tensors or DTensors.
+        As that function, with plain tensors or DTensors: those of each token are as the labels are.
 
     Raises:
-        TypeError: ``logits`` are no DTensor, or an option is not known.
-        ValueError: ``logits`` or ``labels`` have other placements; or a mean or metrics are asked for of all tokens,
-            which are on several ranks.
+        TypeError: ``logits`` are no DTensor, ``labels`` are no ids, or an option is not known.
+        ValueError: ``logits`` or ``labels`` have other placements; or a mean or ``"token_accuracy"`` is asked for of
+            all tokens, which are on several ranks.
         others: as that function.
     """
     check_names(keywords, LOSS_KEYWORDS, cross_entropy)
@@ -71,27 +74,17 @@ def cross_entropy(
         checks.check_tensor("num_items", num_items)
     local = _Local.of(logits, labels)
     reduction = divided_by(num_items, Settings(reduction=keywords.get("reduction", "mean"))).reduction
-    if local.tokens_are_cut and (reduction == "mean" or return_metrics):
-        what, remedy = "return_metrics", "pass the local tensors of labels, for the metrics of this rank's tokens"
-        if reduction == "mean":
-            what, remedy = "reduction", "pass num_items= of all ranks"
-        raise ValueError(f"{what}: expected no mean of tokens that are on several ranks, got {reduction!r}; {remedy}")
-    options = local.options | keywords | {"num_items": num_items, "return_metrics": return_metrics}
-    result: Any = vocab_parallel_cross_entropy(local.logits, local.labels, **options)
-    reduced = local.per_token if reduction == "none" else local.summed
-    if not return_metrics:
-        return reduced(result)
-    loss, metrics = result
-    predictions, accuracy, lse, z_loss = metrics
-    metrics = LossMetrics(local.per_token(predictions), local.summed(accuracy), local.per_token(lse), reduced(z_loss))
-    return reduced(loss), metrics
+    if reduction == "mean":
+        local.refuse_mean("reduction", reduction, "pass num_items= of all ranks")
+    if "token_accuracy" in outputs:
+        local.refuse_mean("outputs", "token_accuracy", "pass the local tensors of labels, for this rank's")
+    options = local.options | keywords | {"num_items": num_items, "outputs": outputs, "advanced": advanced}
+    return local.placed(over_logits.vocab_parallel_cross_entropy(local.logits, local.labels, **options))
 
 
 @public(verifies=False)
 @with_keywords(LOG_PROB_KEYWORDS)
-def token_log_probs(
-    logits: Any, labels: Any, *, entropy: bool = False, outputs: Sequence[str] = (), **keywords: Any
-) -> Any:
+def token_log_probs(logits: Any, labels: Any, *, outputs: Sequence[str] = (), **keywords: Any) -> Any:
     """Compute :func:`vocab_parallel_ce.token_log_probs` of ``logits`` as :func:`cross_entropy` takes them.
 
     Overwrites: nothing, by default, as :func:`cross_entropy`.
@@ -101,7 +94,7 @@ def token_log_probs(
     Args:
         logits, labels: as in :func:`cross_entropy`.
         temperature: a tensor is plain, with one element or the shape of this rank's labels.
-        others: as in that function, except ``group``, ``vocab_size`` and ``shard``.
+        others: as in that function, except ``group``, ``vocab_size`` and ``top_k``.
 
     Returns:
         as :func:`vocab_parallel_ce.token_log_probs`. Plain if ``labels`` are. Otherwise DTensors with
@@ -112,12 +105,8 @@ def token_log_probs(
     """
     check_names(keywords, LOG_PROB_KEYWORDS, token_log_probs)
     local = _Local.of(logits, labels)
-    options = local.options | keywords | {"entropy": entropy, "outputs": outputs}
-    result: Any = over_tokens.token_log_probs(local.logits, local.labels, **options)
-    if isinstance(result, torch.Tensor):
-        return local.per_token(result)
-    values = tuple(None if value is None else local.per_token(value) for value in result)
-    return TokenLogProbs._make(values) if outputs else values
+    options = local.options | keywords | {"outputs": outputs}
+    return local.placed(over_logits.token_log_probs(local.logits, local.labels, **options))
 
 
 class _Local(NamedTuple):
@@ -125,7 +114,7 @@ class _Local(NamedTuple):
 
     logits: Tensor
     labels: Tensor
-    options: dict[str, Any]  # group and shard
+    options: dict[str, Any]  # group, and the columns as vocab_size
     given: Any  # the labels as they were given
 
     @classmethod
@@ -150,29 +139,33 @@ class _Local(NamedTuple):
                     "rank's part as a plain tensor"
                 )
             of_labels = labels.to_local()
-        return cls(columns.logits, of_labels, {"group": columns.group, "shard": columns.shard}, labels)
+        checks.check_labels(of_labels, columns.logits)  # probabilities would be as DTensors of logits' shape
+        return cls(columns.logits, of_labels, {"group": columns.group, "vocab_size": columns.shard}, labels)
 
     @property
     def tokens_are_cut(self) -> bool:
         """Whether a result of all tokens is asked for, and no rank has all of them."""
         return is_dtensor(self.given) and any(placement.is_shard() for placement in self.given.placements)
 
-    def per_token(self, result: Tensor) -> Any:
-        """Return the result of each token as the labels are: plain, or a DTensor."""
-        return result if not is_dtensor(self.given) else self._as_dtensor(result, self.given.placements)
+    def refuse_mean(self, subject: str, what: str, remedy: str) -> None:
+        """Raise for what needs all tokens, if no rank has them."""
+        if self.tokens_are_cut:
+            raise ValueError(f"{subject}: expected no mean of tokens that are on several ranks, got {what!r}; {remedy}")
 
-    def summed(self, result: Tensor) -> Any:
-        """Return a result of all tokens, which is a sum if they are cut."""
+    def placed(self, result: Tensor | Outputs) -> Any:
+        """Return the results as the labels are: plain, or DTensors."""
         if not is_dtensor(self.given):
             return result
-        from torch.distributed.tensor import Partial
+        if isinstance(result, Outputs):
+            return Outputs(*(None if value is None else self._as_dtensor(value) for value in result))
+        return self._as_dtensor(result)
 
-        return self._as_dtensor(result, [Partial() if p.is_shard() else p for p in self.given.placements])
+    def _as_dtensor(self, result: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor, Partial
 
-    def _as_dtensor(self, result: Tensor, placements: Any) -> Any:
-        from torch.distributed.tensor import DTensor
-
-        shape = self.given.shape if result.dim() else result.shape
+        shape, placements = self.given.shape, self.given.placements
+        if not result.dim():  # of all tokens: a sum, if they are cut
+            shape, placements = result.shape, [Partial() if p.is_shard() else p for p in placements]
         stride = torch.empty(shape, device="meta").stride()
         mesh = self.given.device_mesh
         return DTensor.from_local(result, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -127,7 +127,7 @@ def cross_entropy_loss(pred: Any, labels: Any, *, global_vocab_size: int | None 
             "CrossEntropyLoss.Config or to install(vocab_size=)"
         )
     local, shard = with_a_column("pred", pred, vocab_size, group.rank(), group.size())
-    return vocab_parallel_cross_entropy(local, labels, group=group, shard=shard, **options)
+    return vocab_parallel_cross_entropy(local, labels, group=group, vocab_size=shard, **options)
 
 
 def compute_logprobs(logits: Any, labels: Any, *, return_entropy: bool = False) -> Any:
@@ -142,17 +142,17 @@ def compute_logprobs(logits: Any, labels: Any, *, return_entropy: bool = False) 
     """
     if _left_to_torchtitan(logits, has_vocab_size=_options.get("vocab_size") is not None):
         return _own["compute_logprobs"](logits, labels, return_entropy=return_entropy)
-    options = {"gradient": _options["gradient"], "impl": _options["impl"], "entropy": return_entropy}
+    options = {"gradient": _options["gradient"], "impl": _options["impl"]}
     group = None if is_dtensor(logits) else _vocabulary_group()
     function: Any = dtensor.token_log_probs if is_dtensor(logits) else token_log_probs
     if group is not None:
         logits, shard = with_a_column("logits", logits, _options["vocab_size"], group.rank(), group.size())
-        options |= {"group": group, "shard": shard}
+        options |= {"group": group, "vocab_size": shard}
     if not return_entropy:
         return function(logits, labels, **options)
     ignored = labels == -100
-    log_probs, entropy = function(logits, labels.masked_fill(ignored, 0), **options)
-    return log_probs.masked_fill(ignored, 0.0), entropy.detach()
+    found = function(logits, labels.masked_fill(ignored, 0), outputs=("entropy",), **options)
+    return found.log_probs.masked_fill(ignored, 0.0), found.entropy.detach()
 
 
 _switch = Switch(

@@ -23,7 +23,7 @@ from vocab_parallel_ce.integrations import warn_if_newer
 
 TP = "tp"  # the name that transformers and accelerate give tensor parallelism's dimension of a mesh
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-OWN_NAMES = {"log_sum_sq_probs": "sum_sq_probs", "mean_logits": "mean_logit"}
+OWN_NAMES = {"log_sum_sq_probs": "sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "predictions"}
 LEFT_TO_TRL = (
     f"outputs other than {', '.join(OUTPUTS)}",
     "temperature, logit_scale or softcap is not positive",
@@ -162,7 +162,8 @@ class _Core:
         )
         # As TRL's own, these two have no gradient.
         sums, mean = (None if t is None else t.detach() for t in (found.sum_sq_probs, found.mean_logit))
-        return found.log_probs, found.entropy, None if sums is None else sums.log(), mean, found.is_top1
+        is_top1 = None if found.predictions is None else found.predictions == targets
+        return found.log_probs, found.entropy, None if sums is None else sums.log(), mean, is_top1
 
 
 _STAND_INS = {"_ChunkedLogProbFunction": _Core, "DTensor": _NoTensor}

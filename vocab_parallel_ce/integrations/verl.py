@@ -21,7 +21,7 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.logits import output_of, token_log_probs
 from vocab_parallel_ce.integrations.rebind import Switch
-from vocab_parallel_ce.options import REDUCTIONS
+from vocab_parallel_ce.options import REDUCTIONS, Advanced
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
@@ -95,10 +95,10 @@ class FusedLinearForPPO(torch.nn.Module):
         package's.
         """
         labels = input_ids.to(torch.int64)
-        log_probs, entropy = linear_token_log_probs(
-            hidden_states, vocab_weights, labels, temperature=temperature, entropy=True
+        found: Any = linear_token_log_probs(
+            hidden_states, vocab_weights, labels, temperature=temperature, outputs=("entropy",)
         )
-        return log_probs, entropy.to(hidden_states.dtype)
+        return found.log_probs, found.entropy.to(hidden_states.dtype)
 
 
 def linear_cross_entropy(
@@ -126,19 +126,20 @@ def linear_cross_entropy(
     checks.check_choice("reduction", reduction, REDUCTIONS)
     tokens, group = hidden.reshape(-1, hidden.shape[-1]), dist_process_group
     is_whole, labels = group is None, labels.reshape(-1)
-    log_probs, entropy = linear_token_log_probs(
+    found: Any = linear_token_log_probs(
         tokens,
         weight,
         labels,
         group=group,
         temperature=temperature,
-        entropy=True,
-        reduce_hidden_grad=is_whole,
+        outputs=("entropy",),
         logits_dtype=torch.float32,
+        advanced=Advanced(reduce_hidden_grad=is_whole),
     )
+    log_probs = found.log_probs
     if reduction != "none":
         log_probs = log_probs.sum() if reduction == "sum" else log_probs.mean()
-    return log_probs, entropy
+    return log_probs, found.entropy
 
 
 def _tensor_parallel_group() -> Any:

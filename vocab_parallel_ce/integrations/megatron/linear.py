@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.checks import HEAD_DTYPES
 from vocab_parallel_ce.integrations.lazy_logits import Head, LazyLogits, Recorded
+from vocab_parallel_ce.options import Advanced
 
 calls: Counter[str] = Counter()  # of this package's losses, and what made logits
 
@@ -107,7 +108,9 @@ class HeadCall(Head):
         return main_grad if main_grad is not None and main_grad.dtype == torch.float32 else None
 
 
-def linear_loss(lazy: LazyLogits, target: Tensor, labels: Tensor | None, keywords: dict[str, Any]) -> Tensor | None:
+def linear_loss(
+    lazy: LazyLogits, target: Tensor, labels: Tensor | None, advanced: Advanced, keywords: dict[str, Any]
+) -> Tensor | None:
     """Return the loss ``[s, b]`` of lazy logits, or None if it needs the logits."""
     head, recorded = lazy._head, lazy._recorded
     if not isinstance(head, HeadCall) or head.is_made or recorded.hidden is not head.stand_in:
@@ -117,15 +120,17 @@ def linear_loss(lazy: LazyLogits, target: Tensor, labels: Tensor | None, keyword
     if is_auto and head.requires_grad and lazy.dtype != torch.float16:
         expected = head.call.mask_of_head(labels, head.number)
     if expected is not None:
-        keywords |= {"gradient": "in_forward", "expected_grad_output": expected.transpose(0, 1)}
-    given, main_grad = (head.hidden, head.weight, target), head.main_grad()
+        keywords["gradient"] = "in_forward"
+        advanced = advanced._replace(expected_grad_output=expected.transpose(0, 1))
+    keywords["advanced"] = advanced._replace(main_grad=head.main_grad())
+    given = head.hidden, head.weight, target
     head.check_unchanged(freed=False)
     with head.modes.autocasting():
         if labels is head.call.labels:
-            loss = linear_cross_entropy(*given, main_grad=main_grad, **keywords)
+            loss = linear_cross_entropy(*given, **keywords)
         else:  # Megatron counts which tokens multi-token prediction has right
-            loss, metrics = linear_cross_entropy(*given, main_grad=main_grad, return_metrics=True, **keywords)
-            head.predictions = metrics.predictions
+            found = linear_cross_entropy(*given, outputs=("predictions",), **keywords)
+            loss, head.predictions = found.loss, found.predictions
     head.is_fused = True
     calls[f"linear loss, gradients in {'backward' if expected is None else 'forward'}"] += 1
     return loss

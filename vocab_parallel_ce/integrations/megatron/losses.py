@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce.cross_entropy import vocab_parallel_cross_entropy as cross_entropy
+from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy as cross_entropy
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
 from vocab_parallel_ce.integrations.megatron.linear import calls, linear_loss
+from vocab_parallel_ce.options import Advanced
 
 IGNORED = -100
+SMOOTHING = Advanced(smoothing_formula="megatron")
 _global_forward_hooks = torch.nn.modules.module._global_forward_hooks
 
 options: dict[str, Any] = {}  # of install()
@@ -42,20 +44,19 @@ def vocab_parallel_cross_entropy(
         tp_group = get_tensor_model_parallel_group()
     target = target.masked_fill(target < 0, IGNORED)
     keywords = {"group": tp_group, "reduction": "none", "label_smoothing": label_smoothing, **options}
-    keywords["smoothing_formula"] = "megatron"
     call = _loss_calls[-1] if _loss_calls else None
     if keywords.get("z_loss") and (call is None or not call.model.training):
         del keywords["z_loss"]  # it is a part of the training loss alone
         calls["without z_loss: in eval(), or not called by compute_language_model_loss"] += 1
     if isinstance(vocab_parallel_logits, LazyLogits):
-        loss = linear_loss(vocab_parallel_logits, target, None if call is None else call.labels, keywords)
+        labels = None if call is None else call.labels
+        loss = linear_loss(vocab_parallel_logits, target, labels, SMOOTHING, keywords)
         if loss is not None:
             return loss
         vocab_parallel_logits = vocab_parallel_logits.make("another reader")
-    for name in ("chunk_tokens", "memory_budget"):
-        keywords.pop(name, None)
+    keywords.pop("chunk_size", None)
     calls["loss of logits"] += 1
-    return cross_entropy(vocab_parallel_logits, target, **keywords)
+    return cross_entropy(vocab_parallel_logits, target, advanced=SMOOTHING, **keywords)
 
 
 def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any) -> Tensor:

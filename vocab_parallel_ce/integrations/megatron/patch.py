@@ -7,12 +7,13 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from vocab_parallel_ce.api.call import settings_of
+from vocab_parallel_ce.api.heads import KEYWORDS
 from vocab_parallel_ce.checks import check_bool, check_choice
 from vocab_parallel_ce.head.plan import check_head_settings
 from vocab_parallel_ce.integrations.megatron import linear, losses
 from vocab_parallel_ce.integrations.rebind import Around, Switch, copy_of
-from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, split_keywords
-from vocab_parallel_ce.options import check_settings
+from vocab_parallel_ce.options import Advanced, check_settings
 
 CORE = "megatron.core"
 LANGUAGE_MODULE = f"{CORE}.models.common.language_module.language_module"
@@ -36,10 +37,7 @@ LINEAR = {  # optional: no version has all of them, and MambaModel may inherit i
         linear.with_predictions, optional=True
     ),
 }
-OPTIONS = {
-    name: LOSS_KEYWORDS[name]
-    for name in ("z_loss", "gradient", "impl", "check_labels", "vocab_size", "chunk_tokens", "memory_budget")
-}
+OPTIONS = {name: KEYWORDS[name] for name in ("z_loss", "gradient", "impl", "check_labels", "vocab_size", "chunk_size")}
 
 
 class Report(NamedTuple):
@@ -62,8 +60,8 @@ def install(*, linear: bool = False, **options: Any) -> Report:
             heads of multi-token prediction, so that the logits of all tokens never exist. Where ``forward`` is given
             ``loss_mask``, the gradients are computed in forward.
         options: ``z_loss``, ``gradient``, ``impl``, ``check_labels`` and ``vocab_size`` of
-            :func:`vocab_parallel_cross_entropy`; of :func:`linear_cross_entropy` also ``chunk_tokens`` and
-            ``memory_budget``. ``gradient="in_backward"`` is for losses that more than ``loss_mask`` multiplies.
+            :func:`vocab_parallel_cross_entropy`; of :func:`linear_cross_entropy` also ``chunk_size``.
+            ``gradient="in_backward"`` is for losses that more than ``loss_mask`` multiplies.
 
     Returns:
         the report, with the names that were rebound.
@@ -74,11 +72,10 @@ def install(*, linear: bool = False, **options: Any) -> Report:
         ValueError: it is installed with other options.
     """
     check_bool("linear", linear)
-    settings, head_settings = split_keywords(options, OPTIONS, install)
+    settings, head_settings = settings_of(options, OPTIONS, install, Advanced())
     check_settings(settings, 1)
-    not_linear = [name for name in ("chunk_tokens", "memory_budget") if name in options and not linear]
-    if not_linear:
-        raise ValueError(f"{not_linear[0]}: expected linear=True with it, got linear=False")
+    if "chunk_size" in options and not linear:
+        raise ValueError("chunk_size: expected linear=True with it, got linear=False")
     known = ("auto", "in_backward") if linear else ("auto", "in_backward", "out_of_place")
     check_choice("gradient", settings.gradient, known)
     if linear:

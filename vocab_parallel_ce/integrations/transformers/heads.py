@@ -116,13 +116,13 @@ class HeadCall(Head):
 
     def loss(self, hidden: Tensor, labels: Tensor, n_columns: int, **options: Any) -> Tensor:
         module, group = self.plan.module, self.plan.group
-        if not {"chunk_tokens", "memory_budget"} & self.plan.options.keys():
-            width = -(-module.out_features // group_position(group)[1])
-            size = self.modes.dtype_of(hidden).itemsize
-            options["chunk_tokens"] = choose_chunk_tokens(hidden.shape[0], hidden.shape[1], width, size, FEWEST_TOKENS)
         # PyTorch raises for such labels too; on a GPU the check would wait for the device.
         checks = hidden.device.type == "cpu"
         options |= {"vocab_size": n_columns, "group": group, "check_labels": checks, **self.plan.options}
+        if options.get("chunk_size", "auto") == "auto":
+            width = -(-module.out_features // group_position(group)[1])
+            size = self.modes.dtype_of(hidden).itemsize
+            options["chunk_size"] = choose_chunk_tokens(hidden.shape[0], hidden.shape[1], width, size, FEWEST_TOKENS)
 
         def fused(hidden: Tensor) -> Tensor:
             return linear_cross_entropy(hidden, module.weight, labels, bias=module.bias, **options)

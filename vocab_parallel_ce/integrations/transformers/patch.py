@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from vocab_parallel_ce.api.call import settings_of
+from vocab_parallel_ce.api.heads import KEYWORDS
 from vocab_parallel_ce.head.plan import check_head_settings
 from vocab_parallel_ce.integrations import warn_if_newer
 from vocab_parallel_ce.integrations.transformers.heads import (
@@ -22,8 +24,7 @@ from vocab_parallel_ce.integrations.transformers.heads import (
     note_unfused,
 )
 from vocab_parallel_ce.integrations.transformers.rewritten import rewritten_forward
-from vocab_parallel_ce.linear.cross_entropy import LOSS_KEYWORDS, split_keywords
-from vocab_parallel_ce.options import check_settings
+from vocab_parallel_ce.options import Advanced, check_settings
 
 MECHANISMS = ("lazy", "rewrite")
 COMPILED = "torch.compile traced the forward; install(mechanism='rewrite') is fused there"
@@ -32,7 +33,7 @@ WITHOUT_LABELS = (
     "a call for training had no labels; the loss is computed from its logits (label_smoothing_factor, "
     "compute_loss_func, a loss of your own)"
 )
-OPTIONS = {name: LOSS_KEYWORDS[name] for name in ("chunk_tokens", "memory_budget", "gradient", "impl")}
+OPTIONS = {name: KEYWORDS[name] for name in ("chunk_size", "gradient", "impl")}
 
 
 class Replaced(NamedTuple):
@@ -57,7 +58,7 @@ def install(
         mechanism: ``"lazy"``: the model's own forward runs, and its head returns logits that are made only if
             somebody looks at them. ``"rewrite"``: a forward made from its source, which can be compiled.
         imported_later: with ``target=None``, also classes that are imported after this call.
-        options: ``chunk_tokens``, ``memory_budget``, ``gradient`` and ``impl`` of :func:`linear_cross_entropy`.
+        options: ``chunk_size``, ``gradient`` and ``impl`` of :func:`linear_cross_entropy`.
 
     Returns:
         For each class ``"installed"``, or why its forward was left alone.
@@ -68,7 +69,7 @@ def install(
     """
     if mechanism not in MECHANISMS:
         raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {mechanism!r}")
-    settings, head_settings = split_keywords(options, OPTIONS, install)
+    settings, head_settings = settings_of(options, OPTIONS, install, Advanced())
     check_head_settings(settings, head_settings)
     check_settings(settings, 1)
     warn_if_newer("transformers")
