@@ -118,12 +118,3 @@ def test_a_view_in_a_graph_goes_to_two_launches():
     vocab_parallel_cross_entropy(view, labels[:-1]).backward()
     _, expected = run(logits[:-1].clone(), labels[:-1], impl="triton", gradient="in_backward")
     assert torch.equal(source.grad[:-1], expected)
-
-
-def test_a_second_backward_names_the_remedy():
-    logits, labels = made("peaked", 20, COLUMNS)
-    leaf = logits.requires_grad_()
-    loss = vocab_parallel_cross_entropy(leaf, labels, impl="one_pass", gradient="in_forward")
-    torch.autograd.grad(loss, leaf, retain_graph=True)
-    with pytest.raises(RuntimeError, match="out_of_place"):
-        torch.autograd.grad(loss, leaf)

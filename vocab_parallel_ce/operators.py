@@ -116,8 +116,8 @@ def values_of(record: Settings | HeadSettings) -> list[Any]:
             raise TypeError(f"{name}: expected {expected}, got {value!r}")
     named = record._asdict()
     if isinstance(record, HeadSettings):
-        size = record.chunk_size  # tokens, bytes below 0, or 0 for "auto"
-        named["chunk_size"] = size if not isinstance(size, str) else 0 if size == "auto" else -bytes_of(size)
+        chunk = record.chunk_size  # tokens, bytes below 0, or 0 for "auto"
+        named["chunk_size"] = chunk if not isinstance(chunk, str) else 0 if chunk == "auto" else -bytes_of(chunk)
     elif record.vocab_size is not None:
         size = record.vocab_size
         named["vocab_size"] = list(size) if isinstance(size, VocabShard) else [size]

@@ -23,18 +23,28 @@ REDUCTIONS = ("mean", "sum", "none")
 GRADIENT_MODES = ("auto", "in_forward", "in_backward", "out_of_place")
 OF_OTHER_LIBRARIES = {
     "alpha": "hard_weight",
+    "chunk_tokens": "chunk_size",
     "dist_process_group": "group",
+    "entropy": "outputs",
     "final_logit_softcapping": "softcap",
     "ignore_idx": "ignore_index",
     "inplace_backward": "gradient",
     "lse_square_scale": "z_loss",
+    "main_grad": "advanced",
+    "memory_budget": "chunk_size",
     "num_items_in_batch": "num_items",
     "process_group": "group",
+    "return_entropy": "outputs",
+    "return_metrics": "outputs",
+    "return_token_accuracy": "outputs",
     "return_z_loss": "outputs",
+    "shard": "vocab_size",
+    "valid_tokens": "advanced",
     "weight": "class_weight",
 }
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
 DIFFERENTIABLE = ("entropy", "lse", "sum_sq_probs", "mean_logit")  # outputs with a gradient of their own
+NOT_IN_FORWARD = {*DIFFERENTIABLE, "rank"}  # what gradient="in_forward" refuses
 OUTPUTS = (*DIFFERENTIABLE, "predictions", "token_accuracy", "z_loss", "rank")
 BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -75,7 +85,7 @@ class Settings(NamedTuple):
     @property
     def wants_gradients_of_outputs(self) -> bool:
         """Whether an output beside the loss has a gradient."""
-        return self.top_k is not None or any(name in self.outputs for name in (*DIFFERENTIABLE, "rank"))
+        return self.top_k is not None or not NOT_IN_FORWARD.isdisjoint(self.outputs)
 
 
 class HeadSettings(NamedTuple):
@@ -250,7 +260,7 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
     if class_weight and has_z_loss:
         raise ValueError("outputs: expected no 'z_loss' with class_weight, because it is not weighted, got both")
     if settings.gradient == "in_forward" and settings.wants_gradients_of_outputs:
-        names = [name for name in settings.outputs if name in (*DIFFERENTIABLE, "rank")] or ["top_k"]
+        names = [name for name in settings.outputs if name in NOT_IN_FORWARD] or ["top_k"]
         raise ValueError(
             f"gradient: 'in_forward' cannot know the gradients of other outputs, got {names[0]!r}; use another mode"
         )

@@ -80,13 +80,12 @@ def test_log_probs(impl_device, case):
     outputs = [getattr(found, name).view(-1) for name in names]
     torch.autograd.backward(outputs, [grad.to(device) for grad in grads])
 
-    def expected(dtype):
-        own = logits.to(dtype).requires_grad_()
-        made = oracle.values(own, labels, temperature=temperature, **options)
-        values = [made.lse_of_p if name == "lse" else getattr(made, name) for name in names]
-        return [value.detach() for value in values], torch.autograd.grad(values, own, [g.to(dtype) for g in grads])[0]
+    def asked(made):
+        return tuple(made.lse_of_p if name == "lse" else getattr(made, name) for name in names)
 
-    (truth, grad), (peer, peer_grad) = expected(torch.float64), expected(torch.float32)
+    options["temperature"] = temperature
+    *truth, grad = oracle.with_gradient(asked, logits.double(), labels, *grads, **options)
+    *peer, peer_grad = oracle.with_gradient(asked, logits.float(), labels, *grads, **options)
     largest = float(logits.detach().double().abs().max()) / (temperature if isinstance(temperature, float) else 0.5)
     for name, *triple in zip(names, outputs, truth, peer, strict=True):
         # Terms of the former are rounded next to 1, those of the others next to a logit.

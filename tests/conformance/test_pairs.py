@@ -16,11 +16,10 @@ from tests.conformance.widths import (
     rows_of,
 )
 from tests.support.inputs import DTYPES, NEG_INF
-from tests.support.logits import REDUCTIONS
+from tests.support.logits import REDUCTIONS, Results
 from tests.support.pairs import covering
 from tests.support.soft import (
     Case,
-    Results,
     assert_right,
     divergences,
     grad_output_of,
@@ -45,7 +44,7 @@ def check(impl_device, case, made, others=(), **given):
     options = {name: value.to(device) if torch.is_tensor(value) else value for name, value in options.items()}
     loss = made.function(x, *others, **options)
     loss.backward(grad_output_of(made).view_as(loss).to(device))
-    assert_right(made, Results(loss.view(-1) if loss.shape == shape else loss, leaf.grad))
+    assert_right(made, Results((loss.view(-1) if loss.shape == shape else loss,), leaf.grad))
 
 
 SOFT = covering(

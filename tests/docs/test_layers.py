@@ -108,19 +108,13 @@ SOURCES = {
     "kernels/rows.py": "from .. import spec\nfrom . import more",
     "kernels/more.py": "",
 }
-PLANTED = [
-    ("spec.py", "from vocab_parallel_ce import loss", "spec.py:1: spec imports loss"),
+PLANTED = [  # of each kind of breach one
     ("spec.py", "def f():\n    import vocab_parallel_ce.kernels.rows", "spec.py:2: spec imports kernels/"),
     ("kernels/more.py", "from ..linear import plan", "kernels/more.py:1: kernels/ imports linear/plan"),
-    ("linear/plan.py", "from ..loss import f", "linear/plan.py:1: linear/plan imports loss"),
     ("loss.py", "import vocab_parallel_ce", "loss.py:1: loss imports __init__"),
-    ("newcomer.py", "", "newcomer.py: is not in the table"),
-    ("loss.py", "def f():\n    import triton.language as tl", "loss.py:2: loss uses triton"),
-    ("cli.py", "from torch import distributed as dist", "cli.py:1: cli uses torch.distributed"),
-    ("cli.py", "def f():\n    import transformers", "cli.py:2: cli uses transformers"),
-    ("spec.py", "import torch\ntorch.distributed.barrier()", "spec.py:2: spec uses torch.distributed"),
     ("linear/newcomer.py", "", "linear/newcomer.py: is not in the table"),
-    ("linear/__init__.py", "from vocab_parallel_ce import spec", "linear/__init__.py: is not in the table"),
+    ("loss.py", "def f():\n    import triton.language as tl", "loss.py:2: loss uses triton"),
+    ("spec.py", "import torch\ntorch.distributed.barrier()", "spec.py:2: spec uses torch.distributed"),
     ("cli.py", None, "cli: is in the table and not in the package"),
 ]
 

@@ -1,4 +1,4 @@
-"""The suite's own tools: lanes, the error budget, the oracle, hard inputs, poisoned memory."""
+"""The suite's own tools: lanes, the error budget, the oracle, layouts, poisoned memory."""
 
 import json
 import math
@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from tests.support.budget import K, assert_within_budget
 from tests.support.fresh import fresh_python
-from tests.support.inputs import DTYPES, IGNORE_INDEX, KINDS, batch, padded_shard, shard_of
+from tests.support.inputs import batch
 from tests.support.lanes import LANES, Host, unavailable_lanes
-from tests.support.layouts import label_layouts, logits_layouts
-from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype, metrics_fp64, token_outputs_fp64
+from tests.support.layouts import logits_layouts
+from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype, metrics_fp64, values
 from tests.support.pairs import covering
 
 NAN, INF = float("nan"), float("inf")
@@ -98,9 +98,6 @@ def test_a_run_adds_up_the_workers_reports_and_an_idle_lane_fails_a_full_run_alo
     assert quick.returncode == 0 and "2 passed" in quick.stdout.replace("1 passed, 1 skipped", "2 passed")
 
 
-ORACLE = torch.tensor([[1.0, -2.0], [0.25, 8.0]], dtype=torch.float64)
-
-
 def test_an_error_at_the_budget_passes_and_just_above_it_fails():
     oracle = torch.tensor([1.0, 0.0], dtype=torch.float64)
     peer = torch.tensor([1.0, 2.0**-20], dtype=torch.float32)
@@ -128,22 +125,19 @@ def test_a_gradient_of_16_bits_is_judged_element_by_element(dtype):
         assert_within_budget(twice.to(dtype), truth * 0.37, fp32 * 0.37)
 
 
-def test_what_is_not_finite_must_be_matched_exactly_and_excuses_nothing():
-    for truth in (1.0, NAN, INF, -INF):
-        oracle = ORACLE.clone()
-        oracle[0, 1] = truth
-        assert_within_budget(oracle.float(), oracle, oracle.float())
-        for other in (NAN, INF, -INF):
-            actual = oracle.float()
-            actual[0, 1] = other
-            if torch.equal(actual.nan_to_num(7.5), oracle.float().nan_to_num(7.5)):
-                continue
-            with pytest.raises(AssertionError, match=r"non-finite elements differ; first at \(0, 1\)"):
-                assert_within_budget(actual, oracle, oracle.float())
-    overflown = ORACLE.float()
-    overflown[1, 1] = INF
+@pytest.mark.parametrize("truth", (1.0, NAN, INF, -INF))
+def test_what_is_not_finite_must_be_matched_exactly_and_excuses_nothing(truth):
+    oracle = torch.tensor([[1.0, truth], [0.25, 8.0]], dtype=torch.float64)
+    assert_within_budget(oracle.float(), oracle, oracle.float())
+    for wrong in (value for value in (1.0, NAN, INF, -INF) if str(value) != str(truth)):
+        actual = oracle.float()
+        actual[0, 1] = wrong
+        with pytest.raises(AssertionError, match=r"non-finite elements differ; first at \(0, 1\)"):
+            assert_within_budget(actual, oracle, oracle.float())
+    overflown, wrong = oracle.float(), oracle.float()
+    overflown[1, 1], wrong[1, 0] = INF, 0.3
     with pytest.raises(AssertionError, match="exceeds"):
-        assert_within_budget(ORACLE.float() * 1.1, ORACLE, overflown)
+        assert_within_budget(wrong, oracle, overflown)
 
 
 @pytest.mark.quick
@@ -182,11 +176,11 @@ def test_the_oracles_options_of_a_row_worked_by_hand():
     # Megatron's formula in its own words: 0.9 to the label, 0.1 to the other V - 1 columns.
     megatron = loss(logits[:, :2], label_smoothing=0.1, smoothing_formula="megatron")
     assert megatron == pytest.approx(0.9 * nll + 0.1 * math.log(4))
-    log_probs, entropy, _ = token_outputs_fp64(logits, labels)
-    assert log_probs.item() == pytest.approx(math.log(3 / 4))
-    assert entropy.item() == pytest.approx(0.25 * math.log(4) + 0.75 * math.log(4 / 3))
+    plain = values(logits, labels)
+    assert plain.log_probs.item() == pytest.approx(math.log(3 / 4))
+    assert plain.entropy.item() == pytest.approx(0.25 * math.log(4) + 0.75 * math.log(4 / 3))
     # The temperature divides what the cap leaves: tanh(ln 3) / 0.5 = 1.6.
-    capped = token_outputs_fp64(logits, labels, softcap=1, temperature=0.5)
+    capped = values(logits, labels, softcap=1, temperature=0.5)
     assert capped.log_probs.item() == pytest.approx(-math.log1p(math.exp(-1.6)))
 
 
@@ -207,34 +201,12 @@ def test_the_oracle_at_the_edges():
     assert none.loss.item() == 0 and not none.grad.any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_inputs_are_reproducible_finite_and_not_nearly_uniform(kind):
-    for dtype in DTYPES:
-        made, again = (batch(kind, rows=12, vocab_size=48, shards=3, dtype=dtype) for _ in range(2))
-        assert torch.equal(made.logits, again.logits) and torch.equal(made.labels, again.labels)
-        assert float(made.logits.softmax(-1).max()) > 10 / 48
-        in_vocabulary = (made.labels >= 0) & (made.labels < 48)
-        assert bool((in_vocabulary | (made.labels == IGNORE_INDEX)).all())
-        assert cross_entropy_fp64(*made, reduction="none").loss.isfinite().all()
-    assert batch(kind, rows=1, vocab_size=7).logits.shape == (1, 7)
-    if kind == "excluded_shard":
-        lost = [shard_of(made.logits, shard, 3).eq(-INF).all(1) for shard in range(3)]
-        assert torch.stack(lost).sum(0).eq(1).all()
-
-
-def test_shards_layouts_and_covering_arrays():
-    logits = torch.arange(20.0).view(2, 10)
-    shards = torch.cat([padded_shard(logits, start, start + 4, fill=-1.0) for start in (0, 4, 8, 12)], dim=1)
-    assert torch.equal(shards[:, :10], logits) and bool((shards[:, 10:] == -1).all())
-    layouts = logits_layouts(37)
-    assert {layout.view.dim() for layout in layouts} == {2, 3, 4}
-    for layout in layouts:
+def test_layouts_show_what_was_written_outside_and_arrays_cover_pairs():
+    for layout in logits_layouts(37):
         assert layout.view.isfinite().all() and layout.outside_is_untouched(), layout.name
-    layout = next(x for x in layouts if x.name == "all but the last token")
+    layout = next(x for x in logits_layouts(37) if x.name == "all but the last token")
     layout.base[0, -1, 0] = 0.0
     assert not layout.outside_is_untouched()
-    labels = torch.randint(0, 50, (2, 3))
-    assert all(torch.equal(view.long(), labels) for _, view in label_layouts(labels))
     cases = covering(a=(0, 1, 2, 3), b=(None, "x"), c=(0.5, 1.5, 2.5))
     assert len({(case["a"], case["c"]) for case in cases}) == 12 and len(cases) < 20
 

@@ -9,10 +9,10 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.inputs import batch
+from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 
 EPS = torch.finfo(torch.float32).eps
 # 1 - p_y of the rows in turn.
@@ -35,20 +35,8 @@ def confident_rows(vocab_size, rows=ROWS, dtype=torch.float32, seed=0):
 
 
 def truth_of(logits, labels):
-    """In fp64, by the log-odds of the label: nothing cancels."""
-    x, at_label = logits.double().cpu(), labels.cpu().unsqueeze(1)
-    others = x.scatter(1, at_label, -math.inf).logsumexp(dim=1)
-    odds = others - x.gather(1, at_label).squeeze(1)
-    grad = x.softmax(dim=1).scatter(1, at_label, -odds.sigmoid().unsqueeze(1))
-    return Rows(F.softplus(odds), grad)
-
-
-def by_pytorch(logits, labels):
-    """In fp32."""
-    leaf = logits.float().detach().requires_grad_()
-    loss = F.cross_entropy(leaf, labels, reduction="none")
-    (grad,) = torch.autograd.grad(loss.sum(), leaf)
-    return Rows(loss.detach().cpu(), grad.cpu())
+    """In fp64, whose digits are enough for a 1 - p_y of 1e-7."""
+    return Rows(*cross_entropy_fp64(logits.cpu(), labels.cpu(), reduction="none"))
 
 
 def relative_errors(actual, truth, labels):
@@ -75,7 +63,8 @@ def assert_as_exact_as_fp32(actual, logits, labels):
     """
     truth = truth_of(logits, labels)
     errors = relative_errors(actual, truth, labels)
-    peer_errors = relative_errors(by_pytorch(logits, labels), truth, labels)
+    peer = Rows(*cross_entropy_same_dtype(logits.float(), labels, reduction="none"))
+    peer_errors = relative_errors(peer, truth, labels)
     for name, error in errors.items():
         assert float(error.max()) <= 32 * EPS, (name, int(error.argmax()), float(error.max()))
         for turn, remainder in enumerate(REMAINDERS if name != "others" else ()):

@@ -45,12 +45,7 @@ def linear_every_output(hidden: Tensor, weight: Tensor, labels: Tensor, **option
     return of_every_output(linear_token_log_probs(hidden, weight, labels, outputs=outputs, **options))
 
 
-_OF_ORACLE = {
-    linear_cross_entropy: (oracle.cross_entropy_fp64, oracle.cross_entropy_same_dtype),
-    linear_token_log_probs: (oracle.token_outputs_fp64, oracle.token_outputs_same_dtype),
-    linear_every_output: (oracle.every_output_fp64, oracle.every_output_same_dtype),
-}
-_GRAD_OUTPUTS = ("grad_output", "grad_entropy")
+_OF_ORACLE = {linear_token_log_probs: oracle.of_log_probs, linear_every_output: oracle.of_every_output}
 # What calls of the tests are made of, and the ways of a reduction to compute its gradients.
 ROWS, COLUMNS, WIDTH = 5, 21, 8
 LEAVES = ("hidden", "weight", "bias")
@@ -199,21 +194,17 @@ def linear_same_dtype(
         chunk_tokens: of a product, whose rounding depends on it; a CPU leaves out ignored tokens.
         gradient: "in_forward" computes products before it knows ``grad_output``.
     """
-    fp64, same_dtype = _OF_ORACLE[function]
-    of_logits = fp64 if inputs.weight.dtype == torch.float64 else same_dtype
     options = of_oracle(options)
     ignore_index = options.get("ignore_index", IGNORE_INDEX)
     dtype = inputs.weight.dtype
     wide = inputs.to(torch.promote_types(logits_dtype or dtype, dtype))
-    rows, logits = inputs.rows(ignore_index), wide.logits(ignore_index)
-    given: dict[str, Any] = {"grad_outputs": grad_outputs}
-    if function is not linear_every_output:
-        given = dict(zip(_GRAD_OUTPUTS, grad_outputs, strict=False))
+    rows, logits = inputs.rows(ignore_index), oracle.at_least_fp32(wide.logits(ignore_index))
     # The products of forward come before grad_output.
     is_scaled = gradient == "in_forward" and len(grad_outputs) > 0 and grad_outputs[0].dim() == 0
     factor = grad_outputs[0].to(dtype) if is_scaled else None
-    given = {} if is_scaled else given
-    *outputs, grad = of_logits(logits, inputs.labels, **given, **options)
+    given = () if is_scaled else grad_outputs
+    of = _OF_ORACLE.get(function, oracle.of_loss)
+    *outputs, grad = oracle.with_gradient(of, logits, inputs.labels, *given, **options)
     grad = grad.reshape(len(rows), len(inputs.weight)).to(dtype)
     d_weight = grad.to(weight_dtype or grad.dtype)
     if dtype.itemsize == 2 and len(bounds or [0]) == 1:

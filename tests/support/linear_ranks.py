@@ -15,7 +15,7 @@ from tests.support.collectives import Collective
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import LEAVES, Projection, Results, assert_right, grad_output_of, padded_weight
 from tests.support.logits_ranks import assembled, assert_same_outputs, even, n_statistics, own_tensors, with_collectives
-from tests.support.ranks import device_of, on_cpu, subgroups
+from tests.support.ranks import device_of, subgroups
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
 COLUMNS, ROWS = 20, 6
@@ -78,18 +78,8 @@ def run(
         (group,) = subgroups(members)
         if rank not in members:
             return None
-    return run_on(device_of(rank, torch.distributed.group.WORLD), group, case, as_dtensors)
-
-
-def run_alone(impl_device: tuple[str, str], case: Case) -> list[Result]:
-    """In this process: one call without a group."""
-    impl, device = impl_device
-    return [on_cpu(run_on(torch.device(device), None, case._replace(impl=impl)))]
-
-
-def run_on(device: torch.device, group: Any, case: Case, as_dtensors: bool = False) -> Result:
-    """In a rank: one call and its backward."""
-    rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
+    device = device_of(rank, torch.distributed.group.WORLD)
+    rank, n_ranks = group.rank(), group.size()
     start, stop = bounds_of(case, n_ranks)[rank]
     vocab_size = len(case.inputs.weight)
     weight, bias = padded_weight(case.inputs, start, stop)

@@ -67,6 +67,9 @@ def every_output(logits: Tensor, labels: Tensor, rank: bool = False, **options: 
     return of_every_output(token_log_probs(logits, labels, outputs=OUTPUTS + ("rank",) * rank, **options))
 
 
+OF_ORACLE = {token_log_probs: oracle.of_log_probs, every_output: oracle.of_every_output}  # others have a loss
+
+
 def of_oracle(options: dict[str, Any]) -> dict[str, Any]:
     """The options that change what is right; the others say how it is computed."""
     return {name: value for name, value in options.items() if name in _ORACLE_OPTIONS}
@@ -159,18 +162,11 @@ def assert_right(
     if options.pop("shift", False):
         assert not results.grad[..., -1, :].any(), "gradient of the last token, which predicts nothing"
         results, logits, labels = results._replace(grad=results.grad[..., :-1, :]), logits[..., :-1, :], labels[..., 1:]
-    given = of_oracle(options)
+    given, of = of_oracle(options), OF_ORACLE.get(function, oracle.of_loss)
     if function is token_log_probs:
         assert len(results.outputs) == 1 + options.get("entropy", False)
-        grads = dict(zip(("grad_output", "grad_entropy"), grad_outputs, strict=False))
-        oracles = (oracle.token_outputs_fp64, oracle.token_outputs_same_dtype)
-    elif function is every_output:
-        grads = {"grad_outputs": grad_outputs}
-        oracles = (oracle.every_output_fp64, oracle.every_output_same_dtype)
-    else:
-        grads = {"grad_output": grad_outputs[0] if grad_outputs else None}
-        oracles = (oracle.cross_entropy_fp64, oracle.cross_entropy_same_dtype)
-    (*truth, truth_grad), (*peer, peer_grad) = (compute(logits, labels, **grads, **given) for compute in oracles)
+    *truth, truth_grad = oracle.with_gradient(of, logits.double(), labels, *grad_outputs, **given)
+    *peer, peer_grad = oracle.with_gradient(of, oracle.at_least_fp32(logits), labels, *grad_outputs, **given)
     for triple in zip(results.outputs, truth, peer, strict=False):
         assert_within_budget(*triple)
     magnitude = of_sum_sq_probs(grad_outputs[3]) if function is every_output else 0.0

@@ -14,7 +14,7 @@ from tests.support.collectives import Collective, record_collectives
 from tests.support.inputs import NAN, padded_shard
 from tests.support.linear import linear_every_output
 from tests.support.logits import Results, assert_right, backward, every_output, flat_outputs, random_grad_output
-from tests.support.ranks import device_of, on_cpu, subgroups
+from tests.support.ranks import device_of, subgroups
 from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
 
 BOUNDS = {  # of the columns of each rank of 40, by the number of ranks
@@ -99,24 +99,6 @@ def grad_outputs_of(case: Case) -> tuple[torch.Tensor | None, ...]:
     return (random_grad_output(losses.numel()).view(losses.shape),)
 
 
-def run(
-    rank: int, group: Any, case: Case, member_sets: Sequence[Sequence[int]] | None = None, with_alone: bool = False
-) -> Result | None:
-    """In a rank: one call and its backward, in that group of ``member_sets`` it is in, or None."""
-    if member_sets is not None:
-        groups = zip(subgroups(*member_sets), member_sets, strict=True)
-        group = next((made for made, members in groups if rank in members), None)
-        if group is None:
-            return None
-    return run_on(device_of(rank, torch.distributed.group.WORLD), group, case, with_alone)
-
-
-def run_alone(impl_device: tuple[str, str], case: Case) -> list[Result]:
-    """In this process: one call without a group."""
-    impl, device = impl_device
-    return [on_cpu(run_on(torch.device(device), None, case._replace(impl=impl)))]
-
-
 def own_tensors(case: Any, start: int, stop: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Options that are tensors, on the device; ``class_weight`` whole, or of those columns, NaN in the padding."""
     names = ("class_weight", "expected_grad_output", "temperature")
@@ -126,9 +108,17 @@ def own_tensors(case: Any, start: int, stop: int, device: torch.device) -> dict[
     return {name: value.to(device) for name, value in given.items()}
 
 
-def run_on(device: torch.device, group: Any, case: Case, with_alone: bool = False) -> Result:
-    """In a rank: one call and its backward."""
-    rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
+def run(
+    rank: int, group: Any, case: Case, member_sets: Sequence[Sequence[int]] | None = None, with_alone: bool = False
+) -> Result | None:
+    """In a rank: one call and its backward, in that group of ``member_sets`` it is in, or None."""
+    if member_sets is not None:
+        groups = zip(subgroups(*member_sets), member_sets, strict=True)
+        group = next((made for made, members in groups if rank in members), None)
+        if group is None:
+            return None
+    device = device_of(rank, torch.distributed.group.WORLD)
+    rank, n_ranks = group.rank(), group.size()
     start, stop = bounds_of(case, n_ranks)[rank]
     vocab_size = case.logits.shape[-1]
     leaf = padded_shard(case.logits, start, stop).to(device).requires_grad_()

@@ -6,7 +6,7 @@ gradient 0 at ``-inf`` columns and in ignored rows, NaN for a label outside the 
 it), loss 0 if there is nothing to divide by. Logits have no padded columns here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,12 +40,10 @@ class LossAndGradient(NamedTuple):
     grad: Tensor
 
 
-class TokenOutputs(NamedTuple):
-    """Log-probabilities and entropies, and the gradient of ``(each * its grad_output).sum()``."""
-
-    log_probs: Tensor
-    entropy: Tensor
-    grad: Tensor
+def transformed(x: Tensor, logit_scale: float = 1.0, softcap: float | None = None) -> Tensor:
+    """Logits after their scale and their cap."""
+    u = x * logit_scale
+    return u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
 
 
 def values(
@@ -74,14 +72,12 @@ def values(
     outside = ((targets < 0) | (targets >= vocab_size)) & ~left_out
     one_or_nan = torch.ones_like(targets, dtype=x.dtype).masked_fill(outside, NAN)
 
-    def transformed(x: Tensor, filled: Tensor) -> Tensor:
+    def clean(x: Tensor, filled: Tensor) -> Tensor:
         # A filled element has no gradient: neither rows left out, nor -inf columns beside others, get one.
         x = x.masked_fill(filled.unsqueeze(1), 0.0)
-        x = x.masked_fill((x == NEG_INF) & (x.amax(dim=-1, keepdim=True) != NEG_INF), NEG_INF)
-        u = x * logit_scale
-        return u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
+        return x.masked_fill((x == NEG_INF) & (x.amax(dim=-1, keepdim=True) != NEG_INF), NEG_INF)
 
-    z = transformed(x, left_out)
+    z = transformed(clean(x, left_out), logit_scale, softcap)
     temperature = temperature.to(x).reshape(-1, 1) if isinstance(temperature, Tensor) else temperature
     log_p = (z / temperature).log_softmax(dim=-1)
     lse = z.logsumexp(dim=-1).masked_fill(left_out, 0.0)
@@ -98,7 +94,7 @@ def values(
         (value * one_or_nan).masked_fill(left_out, 0.0).reshape(labels.shape)
         for value in (losses, log_probs, entropy, *of_p)
     )
-    z = transformed(x.detach(), ignored)
+    z = transformed(clean(x.detach(), ignored), logit_scale, softcap)
     known = z.amax(dim=-1).isfinite() & ~ignored
     predictions = z.argmax(dim=-1).masked_fill(~known, -1)  # of equal values the first
     lse = z.logsumexp(dim=-1).masked_fill(ignored, 0.0).reshape(labels.shape)
@@ -119,22 +115,56 @@ def _times(weight: Tensor, log_p: Tensor) -> Tensor:
     return weight * log_p.masked_fill((weight == 0) & log_p.isinf(), 0.0)
 
 
-def cross_entropy_fp64(logits: Tensor, labels: Tensor, **options: Any) -> LossAndGradient:
-    """fp64 loss and gradient for ``logits [..., V]`` of any dtype; options as of :func:`values`.
+def of_loss(found: Values) -> tuple[Tensor, ...]:
+    return (found.loss,)
 
-    ``grad_output`` is the gradient of the loss, of the loss's shape; None is ones.
+
+def of_log_probs(found: Values) -> tuple[Tensor, ...]:
+    return found.log_probs, found.entropy
+
+
+def of_every_output(found: Values) -> tuple[Tensor, ...]:
+    """log_probs, entropy, lse, ``1 + sum_sq_probs`` and ``[..., 2]`` lse and mean_logit.
+
+    The terms of sum_sq_probs are rounded next to 1, those of the mean next to the lse.
     """
-    return _cross_entropy(logits.double(), labels, **options)
+    both = torch.stack([found.lse_of_p, found.mean_logit], dim=-1)
+    return found.log_probs, found.entropy, found.lse_of_p, 1 + found.sum_sq_probs, both
 
 
-def _at_least_fp32(logits: Tensor) -> Tensor:
-    """fp32 arithmetic, of fp64 logits fp64."""
+def at_least_fp32(logits: Tensor) -> Tensor:
+    """For fp32 arithmetic, of fp64 logits fp64; 16 bits are not rounded to, because the budget adds that."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def cross_entropy_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> LossAndGradient:
-    """What PyTorch gets in fp32 arithmetic, of 16-bit logits not rounded to them: the budget adds that."""
-    return _cross_entropy(_at_least_fp32(logits), labels, **options)
+def with_gradient(
+    of: Callable[[Values], tuple[Tensor, ...]], x: Tensor, labels: Tensor, *grad_outputs: Tensor | None, **options: Any
+) -> tuple[Tensor, ...]:
+    """The outputs ``of`` the values, and the gradient of ``x``, in its dtype; options as of :func:`values`.
+
+    ``grad_outputs`` are of these outputs; without any, that of the first is 1, and an output with None is not used.
+    """
+    leaf = x.detach().clone().requires_grad_()
+    outputs = of(values(leaf, labels, **options))
+    given = zip(outputs, grad_outputs or (torch.ones(()),), strict=False)
+    used = [(output, grad.to(output).expand_as(output)) for output, grad in given if grad is not None]
+    (grad,) = torch.autograd.grad([output for output, _ in used], leaf, [grad for _, grad in used])
+    return *(output.detach() for output in outputs), grad
+
+
+def cross_entropy_fp64(
+    logits: Tensor, labels: Tensor, *, grad_output: Tensor | None = None, **options: Any
+) -> LossAndGradient:
+    """fp64 loss and gradient for ``logits [..., V]`` of any dtype; a ``grad_output`` of None is ones."""
+    return cross_entropy_same_dtype(logits.double(), labels, grad_output=grad_output, **options)
+
+
+def cross_entropy_same_dtype(
+    logits: Tensor, labels: Tensor, *, grad_output: Tensor | None = None, **options: Any
+) -> LossAndGradient:
+    """What PyTorch gets in fp32 arithmetic."""
+    grad_outputs = () if grad_output is None else (grad_output,)
+    return LossAndGradient(*with_gradient(of_loss, at_least_fp32(logits), labels, *grad_outputs, **options))
 
 
 def metrics_fp64(logits: Tensor, labels: Tensor, **options: Any) -> LossMetrics:
@@ -144,65 +174,8 @@ def metrics_fp64(logits: Tensor, labels: Tensor, **options: Any) -> LossMetrics:
 
 def metrics_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> LossMetrics:
     """The metrics that PyTorch gets in fp32 arithmetic."""
-    metrics = LossMetrics(*values(_at_least_fp32(logits.detach()), labels, **options)[6:])
+    metrics = LossMetrics(*values(at_least_fp32(logits.detach()), labels, **options)[6:])
     return metrics._replace(token_accuracy=metrics.token_accuracy.float())
-
-
-def token_outputs_fp64(logits: Tensor, labels: Tensor, **options: Any) -> TokenOutputs:
-    """fp64 log-probabilities, entropies and gradient; a ``grad_output`` or ``grad_entropy`` of None is 0."""
-    return _token_outputs(logits.double(), labels, **options)
-
-
-def token_outputs_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> TokenOutputs:
-    """What PyTorch gets in fp32 arithmetic."""
-    return _token_outputs(_at_least_fp32(logits), labels, **options)
-
-
-def every_output_fp64(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """fp64 log_probs, entropy, lse, ``1 + sum_sq_probs`` and ``[..., 2]`` lse and mean_logit; and the gradient.
-
-    ``grad_outputs`` are of these; None is 0. The terms of sum_sq_probs are rounded next to 1, those of the mean next to
-    the lse.
-    """
-    return _every_output(logits.double(), labels, **options)
-
-
-def every_output_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """What PyTorch gets in fp32 arithmetic."""
-    return _every_output(_at_least_fp32(logits), labels, **options)
-
-
-def _every_output(
-    x: Tensor, labels: Tensor, *, grad_outputs: Sequence[Tensor | None], **options: Any
-) -> tuple[Tensor, ...]:
-    leaf = x.detach().clone().requires_grad_()
-    found = values(leaf, labels, **options)
-    both = torch.stack([found.lse_of_p, found.mean_logit], dim=-1)
-    outputs = found.log_probs, found.entropy, found.lse_of_p, 1 + found.sum_sq_probs, both
-    used = [(output, grad) for output, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
-    given = [grad.to(output).expand_as(output) for output, grad in used]
-    (grad,) = torch.autograd.grad([output for output, _ in used], leaf, given)
-    return *(output.detach() for output in outputs), grad
-
-
-def _cross_entropy(x: Tensor, labels: Tensor, *, grad_output: Tensor | None = None, **options: Any) -> LossAndGradient:
-    leaf = x.detach().clone().requires_grad_()
-    loss = values(leaf, labels, **options).loss
-    grad_output = torch.ones_like(loss) if grad_output is None else grad_output.to(loss)
-    (grad,) = torch.autograd.grad(loss, leaf, grad_output)
-    return LossAndGradient(loss.detach(), grad)
-
-
-def _token_outputs(
-    x: Tensor, labels: Tensor, *, grad_output: Tensor | None = None, grad_entropy: Tensor | None = None, **options: Any
-) -> TokenOutputs:
-    leaf = x.detach().clone().requires_grad_()
-    _, log_probs, entropy, *_ = values(leaf, labels, **options)
-    grad_outputs = [
-        torch.zeros_like(log_probs) if given is None else given.to(log_probs) for given in (grad_output, grad_entropy)
-    ]
-    (grad,) = torch.autograd.grad([log_probs, entropy], leaf, grad_outputs)
-    return TokenOutputs(log_probs.detach(), entropy.detach(), grad)
 
 
 def _reduced(losses: Tensor, reduction: str, num_items: int | float | Tensor | None, counted: Tensor) -> Tensor:

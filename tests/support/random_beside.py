@@ -39,18 +39,20 @@ def with_labels(call: Call, labels: Tensor) -> Beside:
     # That of a mean with class weights is NaN everywhere, if one label's is.
     shift = bool(draw["shift"])
 
+    def shifted(logits: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return (logits[..., :-1, :], labels[..., 1:], rounding[..., :-1]) if shift else (logits, labels, rounding)
+
     def compute(logits: Tensor, rounding: Tensor) -> Truth:
-        own = (logits[..., :-1, :], labels[..., 1:], rounding[..., :-1]) if shift else (logits, labels, rounding)
+        x, y, of_x = shifted(logits, rounding)
         asked = tuple(name for name in names if name not in ("predictions", "token_accuracy"))
-        truth = of_labels(*own[:2], call.of_oracle, asked, own[2])
+        truth = of_labels(x, y, call.of_oracle, asked, of_x)
         if not shift:
             return truth
         pad = torch.nn.functional.pad
         return truth._replace(of_gradient=lambda upstream: pad(truth.of_gradient(upstream), (0, 0, 0, 1)))
 
     def check(found: Numbers, logits: Tensor, rounding: Tensor) -> None:
-        own = (logits[..., :-1, :], labels[..., 1:], rounding[..., :-1]) if shift else (logits, labels, rounding)
-        check_ids(call, found, *own)
+        check_ids(call, found, *shifted(logits, rounding))
 
     return Beside(compute, lambda rank: {"labels": labels}, check)
 
@@ -167,8 +169,8 @@ def no_check(found: Numbers, logits: Tensor, rounding: Tensor) -> None:
     return None
 
 
-def teacher_options(call: Call) -> None:
-    """Take the options of a divergence, without labels."""
+def teacher_options(call: Call, labels: Tensor) -> Settings:
+    """Take the options of a divergence; return the labels, if the call has them."""
     draw = call.draw
     call.common(("temperature", "ignore_index"))
     call.divisor()
@@ -180,12 +182,12 @@ def teacher_options(call: Call) -> None:
     else:
         rest = draw["rest"] if call.vocab_size > draw["k"] else "ignore"
         call.settings["rest"] = call.of_oracle["rest"] = rest
+    return {"labels": labels} if draw["labels"] else {}
 
 
 def with_teacher(call: Call, logits: Tensor, labels: Tensor) -> Beside:
     draw = call.draw
-    teacher_options(call)
-    given = {"labels": labels} if draw["labels"] else {}
+    given = teacher_options(call, labels)
     teacher = draw.normal(*logits.shape) * 3 + finite(logits).float().clamp(-20, 20) * draw.rng.choice((0.0, 0.5, 1.0))
     teacher = teacher.masked_fill(logits == NEG_INF, NEG_INF)
     teacher = draw.shared(teacher.to(draw["other_dtype"]), "other_layout")
@@ -203,8 +205,7 @@ def with_tokens(call: Call, labels: Tensor) -> Beside:
     """A teacher that is known at k tokens."""
     draw = call.draw
     k = min(draw["k"], call.vocab_size - (draw["rest"] == "bucket"), call.vocab_size) or 1
-    teacher_options(call)
-    given = {"labels": labels} if draw["labels"] else {}
+    given = teacher_options(call, labels)
     ids = draw.uniform(*labels.shape, call.vocab_size).topk(k, dim=-1).indices
     log_probs = (draw.normal(*ids.shape) * 2).log_softmax(-1) + draw.rng.choice((0.0, -0.3, -2.0))
     if draw.has(0.3):

@@ -86,8 +86,7 @@ def beside_head(call: Call, head: Head, labels: Tensor, is_exact: bool) -> Besid
 
 def with_two_heads(call: Call, labels: Tensor, is_exact: bool) -> Beside:
     draw = call.draw
-    teacher_options(call)
-    given = {"labels": labels} if draw["labels"] else {}
+    given = teacher_options(call, labels)
     dtype = call.dtype if draw["autocast"] or draw.index % 2 else torch.bfloat16
     exact = dtype != torch.float32 or is_exact
     other = head_of(call, dtype, is_exact=exact, has_bias=draw.has(0.5))

@@ -8,13 +8,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import vocab_parallel_ce as vp
 from tests.support.budget import assert_within_budget
 from tests.support.logits import of_oracle
-from tests.support.oracle import values
+from tests.support.oracle import at_least_fp32, values
+from tests.support.random_public import invoke
 from tests.support.random_wrappers import OF_ONE_LEAF, REGULARISERS, SOURCES, VIEWS, WIDTH, Case, Use, must_run, wrapped
 
 Numbers = dict[str, Tensor]
+Head = tuple[Tensor, Tensor]  # weight and bias
+OVER_LOGITS = {
+    "loss": "vocab_parallel_cross_entropy",
+    "module": "VocabParallelCrossEntropy",
+    "log_probs": "token_log_probs",
+    "te": "parallel_cross_entropy",
+}
+OVER_HEADS = {
+    "loss": "linear_cross_entropy",
+    "module": "LinearCrossEntropy",
+    "log_probs": "linear_token_log_probs",
+}
 REFUSALS = (TypeError, ValueError, RuntimeError)
 
 
@@ -27,28 +39,20 @@ class Package(NamedTuple):
     ranks: tuple[int, ...] = (0,)
     group: Any = None
 
-    def call(self, use: Use, shared: Sequence[Tensor], heads: Sequence[Any], labels: Tensor) -> Any:
+    def call(self, use: Use, shared: Sequence[Tensor], heads: Sequence[Head], labels: Tensor) -> Numbers:
         """What the loss returns, over a rank's logits, or over hidden states and a rank's head."""
-        options = {**use.options, "group": self.group, "impl": self.impl, "gradient": use.gradient}
         (inputs,) = shared
+        given = {**use.options, "labels": labels, "group": self.group, "impl": self.impl, "gradient": use.gradient}
         if use.function == "te":
-            mean, smoothing = options["reduction"] == "mean", options.get("label_smoothing", 0.0)
-            given = (smoothing, mean, self.group, options.get("ignore_index", -100))
-            return vp.parallel_cross_entropy(inputs, labels, *given, overwrite_input=use.gradient)
-        if use.function == "module" and (not heads or isinstance(heads[0], nn.Module)):
-            num_items = options.pop("num_items", None)
-            module = vp.LinearCrossEntropy(heads[0], **options) if heads else vp.VocabParallelCrossEntropy(**options)
-            return module(inputs, labels, num_items)
-        tensors = [inputs]
-        if heads:
-            weight, options["bias"] = heads[0]
-            tensors.append(weight)
+            given = {"label_smoothing": 0.0, "ignore_index": -100, "overwrite_input": use.gradient, **given}
+        elif use.function == "log_probs":
+            del given["reduction"]
+        if not heads:
+            return invoke(OVER_LOGITS[use.function], {"logits": inputs, **given})
         if use.function == "log_probs":
-            del options["reduction"]
-            if heads:
-                del options["gradient"]
-            return (vp.linear_token_log_probs if heads else vp.token_log_probs)(*tensors, labels, **options)
-        return (vp.linear_cross_entropy if heads else vp.vocab_parallel_cross_entropy)(*tensors, labels, **options)
+            del given["gradient"]
+        ((weight, bias),) = heads
+        return invoke(OVER_HEADS[use.function], {"hidden": inputs, "weight": weight, "bias": bias, **given})
 
 
 class Torch(NamedTuple):
@@ -58,21 +62,15 @@ class Torch(NamedTuple):
     dtype: torch.dtype
     ranks: tuple[int, ...]
 
-    def call(self, use: Use, shared: Sequence[Tensor], heads: Sequence[Any], labels: Tensor) -> Any:
+    def call(self, use: Use, shared: Sequence[Tensor], heads: Sequence[Head], labels: Tensor) -> Numbers:
         if heads:
             (hidden,) = shared
-            pairs = [(h.weight, h.bias) if isinstance(h, nn.Module) else h for h in heads]
             rows = hidden.reshape(-1, hidden.shape[-1])
             # Not F.linear, which rounds bf16 logits twice if hidden has gaps.
-            logits = [torch.addmm(b, rows, w.t()) for w, b in pairs]
+            logits = [torch.addmm(bias, rows, weight.t()) for weight, bias in heads]
             shared = [x.view(*hidden.shape[:-1], -1) for x in logits]
-        logits = torch.cat(list(shared), -1)
         # PyTorch computes what is narrower in fp32.
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        computed = values(logits, labels, **of_oracle(use.options))
-        if use.function == "log_probs":
-            return (computed.log_probs, computed.entropy) if use.options.get("entropy") else computed.log_probs
-        return (computed.loss, computed[6:]) if use.options.get("return_metrics") else computed.loss
+        return values(at_least_fp32(torch.cat(list(shared), -1)), labels, **of_oracle(use.options))._asdict()
 
 
 class Player:
@@ -86,7 +84,7 @@ class Player:
         self.leaves = self._leaves()
 
     def _leaves(self) -> dict[str, nn.Parameter]:
-        case = self.case
+        case, engine = self.case, self.engine
         generator = torch.Generator().manual_seed(random.Random(case.name).randrange(2**31))
         is_product = case.source not in OF_ONE_LEAF
         wide, values = (*case.leading, WIDTH), {}
@@ -95,23 +93,20 @@ class Player:
             if is_product:
                 values["u"] = torch.randn(WIDTH, WIDTH, generator=generator) * 0.3
         product = torch.randn(wide, generator=generator) * 0.7
+        names = "wb" if self.is_linear else "hw" if is_product else "p"
+        n_rows = case.columns + (case.head == "rows")
         for rank in range(case.ranks):
-            n_rows = case.columns + (case.head == "rows")
-            w = torch.randn(n_rows, WIDTH, generator=generator) * 0.8
-            p = torch.randn(*case.leading, case.columns, generator=generator) * 2
-            b = torch.randn(n_rows, generator=generator)
-            if rank not in self.engine.ranks:
-                continue
-            if self.is_linear:
-                values |= {f"w@{rank}": w, f"b@{rank}": b}
-            elif is_product:
-                values |= {f"h@{rank}": product, f"w@{rank}": w}
-            else:
-                values |= {f"p@{rank}": p}
-        dtype, device = self.engine.dtype, self.engine.device
-        values = {name: value.to(case.dtype).to(dtype).to(device, copy=True) for name, value in values.items()}
+            of_rank = {
+                "w": torch.randn(n_rows, WIDTH, generator=generator) * 0.8,
+                "p": torch.randn(*case.leading, case.columns, generator=generator) * 2,
+                "b": torch.randn(n_rows, generator=generator),
+                "h": product,
+            }
+            if rank in engine.ranks:
+                values |= {f"{name}@{rank}": of_rank[name] for name in names}
+        values = {name: x.to(case.dtype).to(engine.dtype).to(engine.device, copy=True) for name, x in values.items()}
         is_frozen = case.head == "frozen"
-        return {name: nn.Parameter(value, not (is_frozen and name[0] == "w")) for name, value in values.items()}
+        return {name: nn.Parameter(x, not (is_frozen and name[0] == "w")) for name, x in values.items()}
 
     def play(self) -> Numbers:
         for step in range(self.case.steps):
@@ -195,19 +190,13 @@ class Player:
             return {f"@{r}": source(leaves[f"h@{r}"] @ leaves[f"w@{r}"].t()) for r in self.engine.ranks}
         return {f"@{r}": source(leaves[f"p@{r}"]) for r in self.engine.ranks}
 
-    def _heads(self, leaves: dict[str, Tensor], use: Use) -> list[Any]:
-        heads: list[Any] = []
-        for rank in self.engine.ranks if self.is_linear else ():
-            weight, bias = leaves[f"w@{rank}"], leaves[f"b@{rank}"]
-            if self.case.head == "module" and use.function == "module":
-                head = nn.Linear(WIDTH, self.case.columns, device="meta")
-                head.weight, head.bias = self.leaves[f"w@{rank}"], self.leaves[f"b@{rank}"]
-                heads.append(head)
-            elif self.case.head == "rows":
-                heads.append((weight[1:], bias[1:]))
-            else:
-                heads.append((weight * 1.1 if self.case.head == "scaled" else weight, bias))
-        return heads
+    def _heads(self, leaves: dict[str, Tensor]) -> list[Head]:
+        case = self.case
+        leaves = self.leaves if case.head == "module" else leaves  # a module has no others
+        heads = [(leaves[f"w@{rank}"], leaves[f"b@{rank}"]) for rank in self.engine.ranks if self.is_linear]
+        if case.head == "rows":
+            return [(weight[1:], bias[1:]) for weight, bias in heads]
+        return [(weight * 1.1 if case.head == "scaled" else weight, bias) for weight, bias in heads]
 
     def _labels(self, use: Use, step: int, shape: torch.Size, n_columns: int) -> Tensor:
         generator = torch.Generator().manual_seed(use.labels + step)
@@ -220,20 +209,23 @@ class Player:
         n_columns = self.case.columns if self.is_linear else tensors[0].shape[-1]
         labels = self._labels(use, step, tensors[0].shape[:-1], n_columns)
 
+        targets = ("log_probs", "entropy")[: 1 + use.options.get("entropy", False)]
+        others: tuple[str, ...] = ()
+        if use.function != "log_probs":
+            targets, others = ("loss",), ("lse", "z_loss") * use.options.get("return_metrics", False)
+        if self.is_linear and self.case.head != "module" and use.function == "module":
+            use = use._replace(function="loss")
+
         def call(*inputs: Tensor) -> tuple[Tensor, ...]:
-            heads = self._heads(dict(zip(leaves, inputs[len(tensors) :], strict=False)), use)
+            heads = self._heads(dict(zip(leaves, inputs[len(tensors) :], strict=False)))
             returned = self.engine.call(use, inputs[: len(tensors)], heads, labels)
-            if use.options.get("return_metrics"):
-                return returned[0], *returned[1][2:]  # predictions may be tied
-            return returned if isinstance(returned, tuple) else (returned,)
+            return tuple(returned[name] for name in targets + others)  # predictions may be tied
 
         is_wrapped = around == "losses" or (around == "first" and index == 0)
         inputs = [*tensors, *(leaves.values() if self.is_linear else ())]
         outputs = self._wrapped(around if is_wrapped else "", call, *inputs)
-        names = ("target loss", "lse", "z_loss")
-        if use.function == "log_probs":
-            names = ("target log_probs", "target entropy")
-        return {f"{name} {index}": value for name, value in zip(names, outputs, strict=False)}
+        names = [f"target {name} {index}" for name in targets] + [f"{name} {index}" for name in others]
+        return dict(zip(names, outputs, strict=True))
 
     def _evaluate(self, step: int, shared: dict[str, Tensor], leaves: dict[str, Tensor]) -> Numbers:
         use = self.case.losses[0]
@@ -260,9 +252,7 @@ class Player:
 
     def _read(self, shared: dict[str, Tensor]) -> Numbers:
         with torch.no_grad():
-            return {
-                f"read{at}": x.to(torch.promote_types(x.dtype, torch.float32)).logsumexp(-1) for at, x in shared.items()
-            }
+            return {f"read{at}": at_least_fp32(x).logsumexp(-1) for at, x in shared.items()}
 
     def _backward(self, targets: Numbers) -> None:
         plan, rng = self.case.plan, random.Random(self.case.name)
@@ -296,8 +286,6 @@ class Player:
             "factor": torch.full(shape, factor),
             "random": torch.randn(shape, generator=generator),
             "expanded": torch.tensor(factor).expand(shape),
-            "zero": torch.zeros(shape),
-            "strided": torch.randn(*shape, 2, generator=generator)[..., 0],
         }
         return values[kind].to(target)
 

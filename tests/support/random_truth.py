@@ -70,9 +70,7 @@ def softmax(z: Tensor, rounding: Tensor) -> Softmax:
 
 
 def transformed(x: Tensor, options: dict[str, Any]) -> Tensor:
-    scale, softcap = options.get("logit_scale", 1.0), options.get("softcap")
-    u = x * scale
-    return u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
+    return oracle.transformed(x, options.get("logit_scale", 1.0), options.get("softcap"))
 
 
 class _Labels:
@@ -89,8 +87,7 @@ class _Labels:
         self.t = t.where((t > 0) & t.isfinite(), 1.0)
         self.is_wrong, self.bad_x = is_wrong, bad_rows(x)
         self.excluded = x.detach().amax(-1) == NEG_INF
-        is_empty = self.num_items is not None and float(self.num_items) == 0
-        self.bad = (self.bad_x | is_wrong) & ~self.ignored & (not is_empty)
+        self.bad = (self.bad_x | is_wrong) & ~self.ignored & (not divides_by_0(options))
         clean = with_nan_gradient(x, self.bad).masked_fill(self.bad_x.unsqueeze(-1), 0.0)
         inside = (labels >= 0) & (labels < n_columns) | self.ignored
         any_labels = torch.where(inside, labels, int(ignore_index == 0))
@@ -178,17 +175,27 @@ def of_labels(x: Tensor, labels: Tensor, options: dict[str, Any], names: tuple[s
     return Truth(outputs, truth.bounds(outputs), truth.of_gradient)
 
 
-def reduced(losses: Tensor, bounds: Tensor, counted: Tensor, bad: Tensor, options: dict[str, Any]) -> tuple[Any, ...]:
-    """Loss, its bound, and the factor of each row's gradient, for unreduced losses, 0 where they do not count."""
+def divides_by_0(options: dict[str, Any]) -> bool:
+    """Then no row counts, whatever it holds."""
+    return options.get("num_items") is not None and float(options["num_items"]) == 0
+
+
+def reduced(
+    losses: Tensor, bounds: Tensor, terms: Tensor, counted: Tensor, bad: Tensor, options: dict[str, Any]
+) -> Truth:
+    """Truth from unreduced losses, 0 where they do not count, and their bounds; ``terms`` are of a row's gradient."""
     num_items, reduction = options.get("num_items"), options["reduction"]
-    is_empty = num_items is not None and float(num_items) == 0
-    losses = losses + torch.zeros_like(losses).masked_fill(bad, NAN)
-    if reduction == "none":
-        return losses, bounds, 1.0
-    n = float(num_items) if num_items is not None else float(counted.sum()) if reduction == "mean" else 1.0
-    if is_empty or n == 0:
-        return (losses * 0).nan_to_num().sum(), bounds.sum() * 0, 0.0
-    return losses.sum() / n, bounds.where(counted, 0.0).sum() / n + finite(losses).abs().sum() / n, 1 / n
+    losses, factor = losses + torch.zeros_like(losses).masked_fill(bad, NAN), 1.0
+    if reduction != "none":
+        n = float(num_items) if num_items is not None else float(counted.sum()) if reduction == "mean" else 1.0
+        factor = abs(1 / n) if n else 0.0
+        bounds = bounds.where(counted, 0.0).sum() / n + finite(losses).abs().sum() / n if n else bounds.sum() * 0
+        losses = losses.sum() / n if n else (losses * 0).nan_to_num().sum()
+
+    def of_gradient(upstream: Numbers) -> Tensor:
+        return upstream["loss"].double().abs().unsqueeze(-1) * factor * terms
+
+    return Truth({"loss": losses}, {"loss": bounds}, of_gradient)
 
 
 def of_targets(x: Tensor, targets: Tensor, options: dict[str, Any], rounding: Tensor) -> Truth:
@@ -196,9 +203,8 @@ def of_targets(x: Tensor, targets: Tensor, options: dict[str, Any], rounding: Te
     from tests.support.soft import soft_losses
 
     ways = ("reduction", "num_items")
-    dead = options.get("num_items") is not None and float(options["num_items"]) == 0
     bad_x = bad_rows(x)
-    bad = bad_x & (not dead)
+    bad = bad_x & (not divides_by_0(options))
     clean = with_nan_gradient(x, bad).masked_fill(bad_x.unsqueeze(-1), 0.0)
     losses = soft_losses(clean, targets, **{name: v for name, v in options.items() if name not in ways})
     z = transformed(clean.detach(), options)
@@ -208,14 +214,9 @@ def of_targets(x: Tensor, targets: Tensor, options: dict[str, Any], rounding: Te
     mass = t.abs().sum(-1)
     of_loss = mass * (1 + s.log_sum + s.rounding) + (t.abs() * s.from_max).sum(-1) + 4 * options["z_loss"] * s.lse**2
     of_loss = of_loss + 2 * options["z_loss"] * s.lse.abs() * s.rounding
-    loss, bound, factor = reduced(losses, of_loss, torch.ones_like(bad), bad, options)
-
-    def of_gradient(upstream: Numbers) -> Tensor:
-        g = upstream["loss"].double().abs().unsqueeze(-1) * abs(factor) * options["logit_scale"]
-        pull = mass + 2 * options["z_loss"] * (s.lse.abs() + s.rounding)
-        return g * (s.error * pull.unsqueeze(-1) + t.abs())
-
-    return Truth({"loss": loss}, {"loss": bound}, of_gradient)
+    pull = mass + 2 * options["z_loss"] * (s.lse.abs() + s.rounding)
+    terms = (s.error * pull.unsqueeze(-1) + t.abs()) * options["logit_scale"]
+    return reduced(losses, of_loss, terms, torch.ones_like(bad), bad, options)
 
 
 class Rows(NamedTuple):
@@ -232,8 +233,7 @@ def rows_of(x: Tensor, teacher: Tensor, labels: Tensor | None, options: dict[str
     if labels is not None:
         counted = labels != options.get("ignore_index", -100)
         outside = (labels < 0) | (labels >= x.shape[-1])
-    dead = options.get("num_items") is not None and float(options["num_items"]) == 0
-    return Rows(counted, (bad_x | outside) & counted & (not dead), bad_x)
+    return Rows(counted, (bad_x | outside) & counted & (not divides_by_0(options)), bad_x)
 
 
 def of_teacher(
@@ -286,12 +286,7 @@ def of_teacher(
             -1, any_labels.unsqueeze(-1), torch.full_like(of_loss, hard).unsqueeze(-1)
         )
     losses = losses.masked_fill(~rows.counted, 0.0)
-    loss, bound, factor = reduced(losses, of_loss, rows.counted, rows.bad, options)
-
-    def of_gradient(upstream: Numbers) -> Tensor:
-        return upstream["loss"].double().abs().unsqueeze(-1) * abs(factor) * terms
-
-    return Truth({"loss": loss}, {"loss": bound}, of_gradient)
+    return reduced(losses, of_loss, terms, rows.counted, rows.bad, options)
 
 
 def oracle_mixture(s: Softmax, t: Softmax, beta: float) -> Tensor:
@@ -307,8 +302,7 @@ def of_topk(
     is_wrong = (((ids < 0) | (ids >= n_columns)) & known).any(-1)
     rows = rows_of(x, torch.zeros_like(x[..., :1]), labels, options)
     counted = rows.counted & known.any(-1)  # the others are rows of a mean all the same
-    dead = options.get("num_items") is not None and float(options["num_items"]) == 0
-    bad = (rows.bad | is_wrong) & counted & (not dead)
+    bad = (rows.bad | is_wrong) & counted & (not divides_by_0(options))
     clean = with_nan_gradient(x, bad).masked_fill((rows.bad_x | ~counted).unsqueeze(-1), 0.0)
     clean = clean.masked_fill(clean == NEG_INF, NEG_INF)
     log_s = (clean / temperature).log_softmax(-1)
@@ -338,13 +332,8 @@ def of_topk(
     of_rest = (r + 0.1) * (finite(r.clamp(min=1e-7).log()).abs() + others.detach().abs() + ratio + 1)
     of_loss = logs + (of_rest if is_bucket else 0.0)
     losses = losses.masked_fill(~counted, 0.0)
-    loss, bound, factor = reduced(losses, of_loss, rows.counted, bad, options)
-
-    def of_gradient(upstream: Numbers) -> Tensor:
-        g = upstream["loss"].double().abs().unsqueeze(-1) * abs(factor) / temperature
-        of_q = torch.zeros_like(s.p).scatter_add(-1, at.clamp(min=0), q)
-        column = s.error * (mass + r + is_bucket).unsqueeze(-1) + of_q
-        outside = (s.error * ((r + is_bucket * 1e-1) * (1 + ratio) / rest).unsqueeze(-1)).masked_fill(among, 0.0)
-        return g * (column + (outside if is_bucket else 0.0))
-
-    return Truth({"loss": loss}, {"loss": bound}, of_gradient)
+    terms = s.error * (mass + r + is_bucket).unsqueeze(-1) + torch.zeros_like(s.p).scatter_add(-1, at.clamp(min=0), q)
+    if is_bucket:
+        of_outside = s.error * ((r + 0.1) * (1 + ratio) / rest).unsqueeze(-1)
+        terms = terms + of_outside.masked_fill(among, 0.0)
+    return reduced(losses, of_loss, terms / temperature, rows.counted, bad, options)

@@ -12,7 +12,9 @@ from torch.utils._pytree import tree_map_only
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import Collective
 from tests.support.inputs import NAN, NEG_INF, padded_shard
+from tests.support.logits import Results
 from tests.support.logits_ranks import assembled, assert_same_outputs, own_tensors, with_collectives
+from tests.support.oracle import transformed
 from tests.support.ranks import device_of
 from vocab_parallel_ce import VocabShard
 
@@ -41,8 +43,7 @@ def soft_losses(
 ) -> Tensor:
     """Differentiable unreduced losses in the dtype of ``logits [N, V]``."""
     # A filled element has no gradient: -inf columns get none.
-    u = logits.masked_fill(logits == NEG_INF, NEG_INF) * logit_scale
-    z = u if softcap is None else torch.where(u.isinf(), u, softcap * torch.tanh(u / softcap))
+    z = transformed(logits.masked_fill(logits == NEG_INF, NEG_INF), logit_scale, softcap)
     log_p, t = z.log_softmax(dim=-1), targets.to(z.dtype)
     t = (1 - label_smoothing) * t + label_smoothing / z.shape[-1]
     t = t if class_weight is None else t * class_weight.to(t)
@@ -114,9 +115,8 @@ def subtracted(student: Tensor, teacher: Tensor, options: dict[str, Any]) -> tup
 
 def in_exponents(case: "Case") -> float:
     """Magnitude of what is subtracted in exponents: ``p * |z|`` of one column. The rounding of z is relative in p."""
-    z = case.logits.double() * case.options.get("logit_scale", 1.0)
-    softcap = case.options.get("softcap")
-    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / case.options.get("temperature", 1.0)
+    ways = {name: case.options[name] for name in ("logit_scale", "softcap") if name in case.options}
+    z = transformed(case.logits.double(), **ways) / case.options.get("temperature", 1.0)
     return float((z.softmax(-1) * z.abs()).nan_to_num(0.0, 0.0, 0.0).max())
 
 
@@ -133,17 +133,6 @@ class Case(NamedTuple):
     padding: tuple[int, int] = (0, 0)  # columns after the vocabulary, of logits and other
     oracle: Any = None  # the case that the oracle computes, if it cannot compute this one
     weight_form: str = "whole"  # or "columns": class_weight is that of this rank's
-
-
-class Results(NamedTuple):
-    """What a call returned, and the gradient of the logits over the whole vocabulary."""
-
-    loss: Tensor
-    grad: Tensor
-
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        return (self.loss,)
 
 
 def grad_output_of(case: Case) -> Tensor:
@@ -169,7 +158,7 @@ def expected(case: Case, dtype: torch.dtype) -> Results:
     if num_items is not None or reduction == "mean":
         loss = loss / float(counted.sum() if num_items is None else num_items)
     (grad,) = torch.autograd.grad(loss, leaf, grad_output_of(case).to(leaf).expand(loss.shape))
-    return Results(loss.detach(), grad)
+    return Results((loss.detach(),), grad)
 
 
 def assert_right(case: Case, results: Results) -> None:
@@ -205,7 +194,7 @@ def check(impl_device: tuple[str, str], case: Case) -> Results:
     assert torch.equal(other.nan_to_num(7.0), kept.nan_to_num(7.0)), "the second tensor was written"
     grad, rest = leaf.grad.cpu().split((vocab_size, of_logits), dim=-1)
     assert not rest.any(), "gradient of padded columns"
-    results = Results(loss.detach().cpu(), grad)
+    results = Results((loss.detach().cpu(),), grad)
     assert_right(case, results)
     return results
 
@@ -236,7 +225,7 @@ def check_ranks(case: Case, results: Sequence[RankResult], bounds: Sequence[tupl
     assert_same_outputs(results)
     gradients = [result.grad.movedim(-1, 0) for result in results]
     grad = assembled(bounds, gradients, case.logits.shape[-1]).movedim(0, -1)
-    assert_right(case, Results(results[0].outputs[0], grad))
+    assert_right(case, Results(results[0].outputs, grad))
     for result in results:
         assert [call.name for call in result.in_forward] == ["_allgather_base_"] * len(sent)
         assert [call.nbytes for call in result.in_forward] == [n * case.logits.shape[0] for n in sent]

@@ -25,6 +25,7 @@ from vocab_parallel_ce.top import Top
 
 # PyTorch 2.11 fails inside Dynamo.
 TRACES_DTENSORS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
+DEFAULTS = Advanced()
 
 
 def public(
@@ -90,7 +91,7 @@ def settings_of(
 def checked_advanced(advanced: object, *used: str) -> Advanced:
     """Return the record, or that of the defaults for None; raise for a field that is set and not among ``used``."""
     if advanced is None:
-        return Advanced()
+        return DEFAULTS
     if not isinstance(advanced, Advanced):
         raise TypeError(f"advanced: expected an Advanced or None, got {type(advanced).__name__}")
     for name, value in advanced._asdict().items():
@@ -137,13 +138,13 @@ def over_head(
         from vocab_parallel_ce.head.operators import linear_losses
 
         return linear_losses(loss, given, settings, head)
-    linear, inputs, beside = plan_linear_call(loss, given, settings, head)
+    linear, local, beside = plan_linear_call(loss, given, settings, head)
     linear = linear._replace(call=linear.call._replace(top=top))
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        outputs = as_token_outputs(OverHead.apply(*inputs, beside, linear), linear.call.plan)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in local):
+        outputs = as_token_outputs(OverHead.apply(*local, beside, linear), linear.call.plan)
     else:
-        with torch.no_grad(), torch.autocast(inputs.hidden.device.type, enabled=False):
-            outputs, _ = loops.forward(linear, inputs, beside)
+        with torch.no_grad(), torch.autocast(local.hidden.device.type, enabled=False):
+            outputs, _ = loops.forward(linear, local, beside)
     value, *others = (v if v is None or v.dim() == 0 else v.view(given.labels.shape) for v in outputs)
     assert value is not None
     return TokenOutputs(value, *others), linear.call.divisor, linear.overflow

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.call import checked_advanced, over_head, over_logits, overwrites, public, settings_of
-from vocab_parallel_ce.head.plan import Arguments
+from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead, check_hard_weight
 from vocab_parallel_ce.losses.known_tokens import KNOWN_TOKENS, Tokens
@@ -39,14 +39,6 @@ class TopKTeacher(NamedTuple):
     log_probs: Tensor  # [..., k] floating point, at the temperature of the loss; -inf leaves an id out
     # "ignore": nothing else counts. "bucket": all other tokens are one, of probability 1 - sum_k q_k.
     rest: str = "ignore"
-
-
-class Head(NamedTuple):
-    """What makes the logits ``hidden @ weight.T + bias`` of a shard."""
-
-    hidden: Tensor  # [..., D] bf16, fp16 or fp32, the same on every rank
-    weight: Tensor  # [C, D], this rank's rows; the student's may be a DTensor
-    bias: Tensor | None = None  # [C]
 
 
 @public(overwrites)
@@ -173,5 +165,5 @@ def linear_distillation_loss(
     if labels is None:  # nothing is ignored
         settings = settings._replace(ignore_index=-100)
         labels = student.hidden.new_zeros(student.hidden.shape[:-1], dtype=torch.int64)
-    given = Arguments(*student, labels, beside, group, num_items)
+    given = Arguments(student, labels, beside, group, num_items)
     return over_head(loss, given, settings, head)[0].loss

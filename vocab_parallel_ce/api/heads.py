@@ -19,7 +19,7 @@ from vocab_parallel_ce.api.outputs import (
 )
 from vocab_parallel_ce.api.shift import next_labels, without_last
 from vocab_parallel_ce.head.expected import expected_with_last
-from vocab_parallel_ce.head.plan import Arguments
+from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import (
     Advanced,
@@ -134,7 +134,7 @@ def linear_cross_entropy(
         labels = next_labels(labels, settings.ignore_index)
         expected = expected_with_last(expected, labels)
     beside, top = Labels(labels, class_weight), top_of(settings)
-    given = Arguments(hidden, weight, bias, labels, beside, group, num_items, of_head.main_grad, expected)
+    given = Arguments(Head(hidden, weight, bias), labels, beside, group, num_items, of_head.main_grad, expected)
     found, divisor, overflow = over_head(LABELS, given, settings, head, top)
     if settings.shift:
         found, labels = without_last(found, labels.dim() - 1), labels[..., :-1]
@@ -196,7 +196,7 @@ def linear_token_log_probs(
     temperature = taken_temperature(keywords)
     settings, head = settings_of(keywords, LOG_PROB_KEYWORDS, linear_token_log_probs, of_head, **asked)
     beside, top = Labels(labels, temperature=temperature), top_of(settings)
-    given = Arguments(hidden, weight, bias, labels, beside, group, None, of_head.main_grad)
+    given = Arguments(Head(hidden, weight, bias), labels, beside, group, None, of_head.main_grad)
     found, _, overflow = over_head(LABELS, given, settings, head, top)
     return _or_nan(log_probs_of(found, labels, settings, top), overflow)
 

@@ -154,7 +154,8 @@ def vocab_parallel_cross_entropy(
     check_names(keywords, KEYWORDS, vocab_parallel_cross_entropy)
     if advanced is not None:
         keywords["smoothing_formula"] = checked_advanced(advanced, "smoothing_formula").smoothing_formula
-    if outputs or top_k is not None:
+    asks = bool(outputs) or top_k is not None
+    if asks:
         keywords |= asked_for(outputs, top_k)
     settings = divided_by(num_items, Settings(**keywords))
     loss: Loss = LABELS
@@ -164,11 +165,11 @@ def vocab_parallel_cross_entropy(
     elif settings.shift:
         labels = next_labels(labels, settings.ignore_index)
         given = Labels(labels, class_weight)
-    top = top_of(settings)
+    top = top_of(settings) if asks else None
     found, divisor = over_logits(loss, logits, given, settings, group=group, num_items=num_items, top=top)
     if settings.shift:
         found, labels = without_last(found, labels.dim() - 1), labels[..., :-1]
-    return loss_of(found, labels, settings, top, divisor)
+    return loss_of(found, labels, settings, top, divisor) if asks else found.loss
 
 
 @overload

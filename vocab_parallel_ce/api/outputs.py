@@ -37,7 +37,7 @@ class Outputs(NamedTuple):
 
 def asked_for(outputs: Any, top_k: int | None, *, of_loss: bool = True) -> dict[str, Any]:
     """Return the settings that ask for ``outputs`` of a loss, or of log-probabilities."""
-    outputs = checked_outputs(outputs)
+    outputs = checked_outputs(outputs) if outputs else ()
     if not of_loss and "z_loss" in outputs:
         raise ValueError("outputs: expected no 'z_loss' of log-probabilities, which have no such part, got it")
     return {"outputs": outputs, "top_k": top_k}

@@ -19,7 +19,7 @@ from vocab_parallel_ce.head.chunks import parts_of
 from vocab_parallel_ce.head.expected import factor_of
 from vocab_parallel_ce.head.hidden_states import HiddenStates
 from vocab_parallel_ce.head.matmul import WeightGradient, fp32_factor, fp32_product, zero_ignored
-from vocab_parallel_ce.head.plan import Inputs, LinearCall
+from vocab_parallel_ce.head.plan import Head, LinearCall
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.run import Stats
@@ -33,11 +33,11 @@ Wanted = tuple[bool, bool, bool]  # which of these
 class Products:
     """The matrix products of one walk over the chunks, and the gradients."""
 
-    def __init__(self, linear: LinearCall, inputs: Inputs, wanted: Wanted) -> None:
-        weight, bias, main_grad = inputs.weight, inputs.bias, linear.main_grad
+    def __init__(self, linear: LinearCall, local: Head, wanted: Wanted) -> None:
+        weight, bias, main_grad = local.weight, local.bias, linear.main_grad
         self.weight = weight.to(linear.dtype)
         self.bias = None if bias is None else bias.to(linear.logits_dtype)
-        self.hidden = HiddenStates(linear, inputs.hidden, wanted[0])
+        self.hidden = HiddenStates(linear, local.hidden, wanted[0])
         longest = max((rows.stop - rows.start for rows in linear.chunks), default=0)
         self.buffer = self.weight.new_empty(longest, weight.shape[0], dtype=linear.logits_dtype)
         self.d_buffer = self.buffer  # the gradient of the logits
@@ -96,7 +96,7 @@ class Products:
         )
 
 
-def forward(linear: LinearCall, inputs: Inputs, beside: Any) -> tuple[TokenOutputs, Stats]:
+def forward(linear: LinearCall, local: Head, beside: Any) -> tuple[TokenOutputs, Stats]:
     """Return the outputs of all tokens, and the statistics of all ranks.
 
     Collectives: one all_gather of statistics, or, of a loss that has a second exchange, two per chunk; with sequence
@@ -104,9 +104,9 @@ def forward(linear: LinearCall, inputs: Inputs, beside: Any) -> tuple[TokenOutpu
     all_reduce, and one more all_gather of hidden states per chunk.
     """
     call, plan, n_rows = linear.call, linear.call.plan, linear.labels.shape[0]
-    outputs = run.new_outputs(plan, linear.labels.shape, inputs.hidden)
-    products = Products(linear, inputs, (False, False, False))
-    stats = run.new_statistics(plan, n_rows, inputs.hidden)
+    outputs = run.new_outputs(plan, linear.labels.shape, local.hidden)
+    products = Products(linear, local, (False, False, False))
+    stats = run.new_statistics(plan, n_rows, local.hidden)
     own = stats[0][plan.rank : plan.rank + 1]
     for rows, states in products.hidden.chunks():
         logits, of_rows = products.logits(states), beside.at(rows)
@@ -147,7 +147,7 @@ def _find_top(linear: LinearCall, products: Products, stats: Tensor) -> None:
 
 
 def forward_with_gradients(
-    linear: LinearCall, inputs: Inputs, beside: Any, wanted: Wanted
+    linear: LinearCall, local: Head, beside: Any, wanted: Wanted
 ) -> tuple[TokenOutputs, Gradients]:
     """Return the outputs of all tokens, and the gradients of the sum of the losses, times expected grad_outputs.
 
@@ -156,8 +156,8 @@ def forward_with_gradients(
     """
     if linear.call.weighs:
         linear = linear._replace(call=_with_sum_of_weights(linear.call, beside))
-    outputs = run.new_outputs(linear.call.plan, linear.labels.shape, inputs.hidden)
-    products = Products(linear, inputs, wanted)
+    outputs = run.new_outputs(linear.call.plan, linear.labels.shape, local.hidden)
+    products = Products(linear, local, wanted)
     for rows, states in products.hidden.chunks():
         _chunk_with_gradients(linear, products, states, beside, outputs, rows)
     gradients = products.gradients()
@@ -226,7 +226,7 @@ def _arrived(
 
 def backward(
     linear: LinearCall,
-    inputs: Inputs,
+    local: Head,
     beside: Any,
     stats: Stats,
     divisor: Tensor | None,
@@ -240,7 +240,7 @@ def backward(
         grads = grads._replace(loss=stats[0].new_zeros(()))
     n_rows = stats[0].shape[1]
     grads = GradOutputs(*[None if grad is None else to_rows(linear, grad, n_rows) for grad in grads])
-    call, products = linear.call, Products(linear, inputs, wanted)
+    call, products = linear.call, Products(linear, local, wanted)
     if call.weighs:
         divisor = run.divisor_of(call, stats)
     for rows, states in products.hidden.chunks():

@@ -15,7 +15,7 @@ from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.plan import (
     Arguments,
-    Inputs,
+    Head,
     LinearCall,
     check_head_settings,
     gradient_of,
@@ -93,10 +93,11 @@ class HeadCall(NamedTuple):
         """Whether forward computes gradients."""
         return self.settings.gradient == "in_forward" and any(self.wanted)
 
-    def plan(self) -> tuple[LinearCall, Inputs, Any]:
+    def plan(self) -> tuple[LinearCall, Head, Any]:
         """Plan the call as under the autocast of the code that was compiled."""
         group = group_named(self.group)
-        given = Arguments(self.hidden, self.weight, self.bias, self.labels, self.given, group, self.num_items)
+        head = Head(self.hidden, self.weight, self.bias)
+        given = Arguments(head, self.labels, self.given, group, self.num_items)
         with torch.autocast(self.hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             return plan_linear_call(self.loss, given, self.settings, self.head)
 
@@ -109,7 +110,7 @@ def linear_losses(
     loss: Loss, given: Arguments, settings: Settings, head: HeadSettings
 ) -> tuple[TokenOutputs, Tensor | None, Tensor | None]:
     """Return the outputs of a head and its loss, the divisor of a sum, and NaN or 1 for too many valid tokens."""
-    hidden, weight, bias, labels, beside, group, num_items, *_ = given
+    (hidden, weight, bias), labels, beside, group, num_items, *_ = given
     if is_dtensor(weight):
         settings = settings._replace(vocab_size=shard_of_dtensor(given, settings, *group_position(group)))
         weight = local_rows("weight", weight, group)
@@ -132,14 +133,14 @@ def linear_losses(
 
 def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = HeadCall.read(arguments)
-    linear, inputs, beside = call.plan()
+    linear, local, beside = call.plan()
     gradients: Sequence[Tensor | None] = (None, None, None)
     stats: tuple[Tensor, ...] = ()
     with torch.autocast(call.hidden.device.type, enabled=False):
         if call.has_gradients:
-            outputs, gradients = loops.forward_with_gradients(linear, inputs, beside, call.wanted)
+            outputs, gradients = loops.forward_with_gradients(linear, local, beside, call.wanted)
         else:
-            outputs, stats = loops.forward(linear, inputs, beside)
+            outputs, stats = loops.forward(linear, local, beside)
             # As many rows as labels: how many tokens are left out is known when it runs.
             n_rows = call.labels.numel()
             stats = tuple(F.pad(each, (0, 0, 0, n_rows - each.shape[1])) for each in stats)
@@ -161,11 +162,11 @@ def _linear_gradient(*arguments: Any) -> tuple[Tensor, ...]:
     stats, others = split(arguments, MOST_EXCHANGES)
     grads, others = split(others, N_GRADS)
     call = HeadCall.read(others)
-    linear, inputs, beside = call.plan()
+    linear, local, beside = call.plan()
     own, divisor = tuple(each[:, : linear.labels.shape[0]] for each in of_exchanges(stats)), linear.call.divisor
     with torch.autocast(call.hidden.device.type, enabled=False):
         of_outputs = GradOutputs(*grads)
-        gradients = loops.backward(linear, inputs, beside, own, divisor, call.wanted, of_outputs)
+        gradients = loops.backward(linear, local, beside, own, divisor, call.wanted, of_outputs)
     return or_empty(_like_inputs(gradients, call), call.hidden)
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a head and its loss: checked, and planned as a :class:`LinearCall` and its inputs."""
+"""The arguments of a head and its loss: checked, and planned as a :class:`LinearCall` and a local :class:`Head`."""
 
 from __future__ import annotations
 
@@ -24,26 +24,24 @@ GRADIENTS = ("auto", "in_forward", "in_backward")
 MOST_KEPT = 0.9  # share of valid tokens above which it does not pay to leave out the ignored ones
 
 
+class Head(NamedTuple):
+    """What makes the logits ``hidden @ weight.T + bias`` of a shard."""
+
+    hidden: Tensor  # [..., D] bf16, fp16 or fp32, the same on every rank
+    weight: Tensor  # [C, D], this rank's rows; may be a DTensor, except a teacher's
+    bias: Tensor | None = None  # [C]
+
+
 class Arguments(NamedTuple):
     """What a caller passes, except options."""
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    head: Head
     labels: Tensor
     beside: Any  # the loss's record of what stands beside the logits
     group: Any
     num_items: float | Tensor | None
     main_grad: Tensor | None = None
     expected_grad_output: Tensor | None = None
-
-
-class Inputs(NamedTuple):
-    """The local tensors of a head."""
-
-    hidden: Tensor  # [N, D], with sequence parallelism [N / R, D]
-    weight: Tensor  # [C, D]
-    bias: Tensor | None  # [C]
 
 
 class LinearCall(NamedTuple):
@@ -66,19 +64,19 @@ class LinearCall(NamedTuple):
 
 def plan_linear_call(
     loss: Loss, given: Arguments, settings: Settings, head: HeadSettings
-) -> tuple[LinearCall, Inputs, Any]:
+) -> tuple[LinearCall, Head, Any]:
     """Check the arguments and plan the call; changes nothing. Also return what stands beside the rows' logits."""
-    hidden, labels, main_grad, expected = given.hidden, given.labels, given.main_grad, given.expected_grad_output
+    hidden, labels, main_grad, expected = given.head.hidden, given.labels, given.main_grad, given.expected_grad_output
     checks.check_hidden(hidden)
     loss.check_head(given.beside, hidden, settings)
     checks.check_labels(labels, hidden, "hidden")
     check_head_settings(settings, head, knows_grad_output=expected is not None)
-    tensors = (hidden, given.weight, given.bias, labels, *given.beside)
+    tensors = (*given.head, labels, *given.beside)
     checks.check_no_transforms(*(t for t in tensors if isinstance(t, Tensor)))
     rank, n_ranks = group_position(given.group)
-    bias = None if given.bias is None else local_rows("bias", given.bias, given.group)
-    weight = local_rows("weight", given.weight, given.group)
-    if is_dtensor(given.weight):
+    bias = None if given.head.bias is None else local_rows("bias", given.head.bias, given.group)
+    weight = local_rows("weight", given.head.weight, given.group)
+    if is_dtensor(given.head.weight):
         settings = settings._replace(vocab_size=shard_of_dtensor(given, settings, rank, n_ranks))
     autocasts = torch.is_autocast_enabled(hidden.device.type)
     checks.check_head(weight, bias, hidden, None if autocasts else hidden.dtype)
@@ -118,22 +116,22 @@ def plan_linear_call(
         sequence_parallel=head.sequence_parallel and n_ranks > 1,
         reduces=head.reduce_hidden_grad and n_ranks > 1,
         main_grad=main_grad,
-        parameter=given.weight if hasattr(given.weight, "grad_added_to_main_grad") else None,
+        parameter=given.head.weight if hasattr(given.head.weight, "grad_added_to_main_grad") else None,
         expected=None if expected is None else expected_of(expected, is_valid, order),
     )
-    inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+    local = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
     if verify.open_calls:
-        _compare(linear, inputs, given, settings, head)
-    return linear, inputs, beside
+        _compare(linear, local, given, settings, head)
+    return linear, local, beside
 
 
 def _needs_gradient(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
 
 
-def _compare(linear: LinearCall, inputs: Inputs, given: Arguments, settings: Settings, head: HeadSettings) -> None:
+def _compare(linear: LinearCall, local: Head, given: Arguments, settings: Settings, head: HeadSettings) -> None:
     """Compare the ranks' arguments."""
-    plan, tensors = linear.call.plan, {**inputs._asdict(), "hidden": given.hidden}
+    plan, tensors = linear.call.plan, {**local._asdict(), "hidden": given.head.hidden}
     compared = plan.loss.compared_head(given.beside)
     options = comparable(settings, given.num_items) | head._asdict()
     options |= {"main_grad": given.main_grad is not None, "dtype of the products": linear.dtype}
@@ -199,7 +197,7 @@ def _check_expected(expected: Any, labels: Tensor, settings: Settings, dtype: to
 
 def shard_of_dtensor(given: Arguments, settings: Settings, rank: int, n_ranks: int) -> VocabShard:
     """Return this rank's columns from sizes that all ranks know, so that all of them raise or none."""
-    n_rows, bias, vocab_size = given.weight.shape[0], given.bias, settings.vocab_size
+    n_rows, bias, vocab_size = given.head.weight.shape[0], given.head.bias, settings.vocab_size
     cut = VocabShard.of_rank(n_rows, rank, n_ranks)
     if isinstance(vocab_size, VocabShard):
         raise ValueError(
@@ -217,7 +215,7 @@ def shard_of_dtensor(given: Arguments, settings: Settings, rank: int, n_ranks: i
 
 def _check_tokens(given: Arguments, n_ranks: int, settings: Settings, head: HeadSettings) -> None:
     """Check that there is a label per token."""
-    hidden, labels = given.hidden, given.labels
+    hidden, labels = given.head.hidden, given.labels
     expected, of_all = tuple(hidden.shape[:-1]), ""
     if head.sequence_parallel:
         if given.group is None:
@@ -258,7 +256,7 @@ def _plan_of_logits(
     key = PlanKey(
         dtype=logits_dtype,
         n_columns=n_columns,
-        device=given.hidden.device,
+        device=given.head.hidden.device,
         rank=rank,
         n_ranks=n_ranks,
         gradient=gradient,

@@ -14,7 +14,7 @@ from torch import Tensor
 from vocab_parallel_ce.backward import Refusals, run_backward
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.loops import Gradients
-from vocab_parallel_ce.head.plan import Inputs, LinearCall
+from vocab_parallel_ce.head.plan import Head, LinearCall
 from vocab_parallel_ce.run import as_returned
 from vocab_parallel_ce.spec import GradOutputs
 
@@ -32,15 +32,15 @@ class OverHead(torch.autograd.Function):
         ctx.linear, ctx.handed_on, ctx.device, ctx.weight_dtype = linear, False, hidden.device, weight.dtype
         ctx.record = type(beside)
         ctx.set_materialize_grads(False)
-        inputs, plan = Inputs(hidden, weight, bias), linear.call.plan
+        local, plan = Head(hidden, weight, bias), linear.call.plan
         with torch.autocast(hidden.device.type, enabled=False):
             if plan.gradient == "in_forward":
-                outputs, gradients = loops.forward_with_gradients(linear, inputs, beside, ctx.needs_input_grad[:3])
+                outputs, gradients = loops.forward_with_gradients(linear, local, beside, ctx.needs_input_grad[:3])
                 ctx.save_for_backward(*gradients)
             else:
-                outputs, stats = loops.forward(linear, inputs, beside)
+                outputs, stats = loops.forward(linear, local, beside)
                 kept = plan.loss.saved(beside, plan.options)
-                ctx.save_for_backward(*inputs, linear.labels, linear.call.divisor, *stats, *kept)
+                ctx.save_for_backward(*local, linear.labels, linear.call.divisor, *stats, *kept)
         return as_returned(ctx, outputs, plan)
 
     @staticmethod
@@ -61,9 +61,9 @@ def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradient
             else:
                 gradients = loops.scaled_by_factor(linear, saved, grads.loss, ctx.weight_dtype)
         else:
-            inputs, linear, divisor = Inputs(*saved[:3]), linear._replace(labels=saved[3]), saved[4]
+            local, linear, divisor = Head(*saved[:3]), linear._replace(labels=saved[3]), saved[4]
             n, wanted = 5 + len(linear.call.plan.launchers.widths), ctx.needs_input_grad[:3]
-            gradients = loops.backward(linear, inputs, ctx.record(*saved[n:]), saved[5:n], divisor, wanted, grads)
+            gradients = loops.backward(linear, local, ctx.record(*saved[n:]), saved[5:n], divisor, wanted, grads)
     d_hidden, d_weight, d_bias = gradients
     if d_weight is None or linear.main_grad is None:
         return gradients
