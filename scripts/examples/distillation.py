@@ -1,10 +1,10 @@
 """Distils a small language model from a larger one, on real text. The vocabulary is cut over the ranks.
 
     torchrun --nproc-per-node 2 scripts/examples/distillation.py --json out/distillation.json
-    torchrun --nproc-per-node 2 scripts/examples/distillation.py --linear     # neither model's logits exist
+    torchrun --nproc-per-node 2 scripts/examples/distillation.py --linear     # materialises neither model's logits
 
-A teacher learns from the text. Then a smaller student learns from the teacher and the labels, and beside it the same
-student, of the same weights and batches, from the labels alone. The text is the running Python's standard library. It
+A teacher learns from the text. Then a smaller student learns from the teacher and the labels. The same student, of the
+same weights and batches, learns from the labels alone. The text is the running Python's standard library. It
 runs on GPUs with NCCL, one per rank, or without GPUs on the CPU with gloo.
 """
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vocab_parallel_ce import distillation_loss, linear_distillation_loss, vocab_parallel_cross_entropy
+from vocab_parallel_ce import Head, distillation_loss, linear_distillation_loss, vocab_parallel_cross_entropy
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
@@ -62,7 +62,7 @@ def distilling_from(teacher: LanguageModel, *, linear: bool) -> LossOf:
             known = teacher.hidden(ids)
         hidden, own, others = student.hidden(ids), student.vocabulary, teacher.vocabulary
         if linear:
-            heads = hidden, own.weight, known, others.weight.detach()
+            heads = Head(hidden, own.weight), Head(known, others.weight.detach())
             return multiple * linear_distillation_loss(*heads, labels=labels, **options)
         return multiple * distillation_loss(own.logits(hidden), others.logits(known).detach(), labels=labels, **options)
 

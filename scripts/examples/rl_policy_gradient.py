@@ -45,7 +45,8 @@ def reward_of(states: Tensor, actions: Tensor) -> Tensor:
 def log_probs_and_entropy(hidden: Tensor, head: Tensor, actions: Tensor, group: Any) -> tuple[Tensor, Tensor]:
     """Return fp32 ``[N]`` log-probabilities of the actions, and entropies. One call gives both."""
     options: Any = {"group": group, "vocab_size": VOCABULARY, "logits_dtype": torch.float32}
-    return linear_token_log_probs(hidden, head, actions, entropy=True, **options)
+    found = linear_token_log_probs(hidden, head, actions, outputs=("entropy",), **options)
+    return found.log_probs, found.entropy
 
 
 def policy_loss(log_probs: Tensor, entropy: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from vocab_parallel_ce.api.call import over_head, over_logits, overwrites, public, settings_of
-from vocab_parallel_ce.head.plan import Arguments
+from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.losses.brier import BRIER, Answers
 from vocab_parallel_ce.options import Advanced, CommonKeywords, HeadKeywords, Settings, keyword_defaults, with_keywords
 
@@ -29,5 +29,5 @@ def linear_brier_score(
 ) -> Tensor:
     """:func:`brier_score` of ``hidden @ weight.T + bias``, which is made in chunks of tokens."""
     settings, head = settings_of(keywords, HEAD_KEYWORDS, linear_brier_score, Advanced())
-    given = Arguments(hidden, weight, bias, labels, Answers(labels), group, None)
+    given = Arguments(Head(hidden, weight, bias), labels, Answers(labels), group, None)
     return over_head(BRIER, given, settings, head)[0].loss
