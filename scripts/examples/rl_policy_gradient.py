@@ -42,18 +42,17 @@ def reward_of(states: Tensor, actions: Tensor) -> Tensor:
     return 1 - sum((differs >> bit & 1 for bit in range(8)), start=torch.zeros_like(states)) / 8
 
 
-def log_probs_and_entropy(hidden: Tensor, head: Tensor, actions: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Return fp32 ``[N]`` log-probabilities of the actions, and entropies. One call gives both."""
+def log_probs_and_entropy(hidden: Tensor, head: Tensor, actions: Tensor, group: Any) -> Any:
+    """Return a record of fp32 ``[N]`` log-probabilities of the actions, and entropies. One call gives both."""
     options: Any = {"group": group, "vocab_size": VOCABULARY, "logits_dtype": torch.float32}
-    found = linear_token_log_probs(hidden, head, actions, outputs=("entropy",), **options)
-    return found.log_probs, found.entropy
+    return linear_token_log_probs(hidden, head, actions, outputs=("entropy",), **options)
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Tensor:
+def policy_loss(found: Any, old_log_probs: Tensor, advantages: Tensor) -> Tensor:
     """Return PPO's clipped loss with an entropy bonus."""
-    ratio = (log_probs - old_log_probs).exp()
+    ratio = (found.log_probs - old_log_probs).exp()
     clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    return -(clipped + 0.001 * entropy).mean()
+    return -(clipped + 0.001 * found.entropy).mean()
 
 
 def train(steps: int, rank: int, n_ranks: int, group: Any, device: torch.device) -> list[float]:
@@ -68,11 +67,11 @@ def train(steps: int, rank: int, n_ranks: int, group: Any, device: torch.device)
         hidden, weight = states(asked), head.bfloat16()
         with torch.no_grad():
             actions = sample(hidden.float() @ weight.float().t(), rank, group)
-            old_log_probs, _ = log_probs_and_entropy(hidden, weight, actions, group)
+            old_log_probs = log_probs_and_entropy(hidden, weight, actions, group).log_probs
             reward = reward_of(asked, actions)
             mean_of_state = reward.view(STATES, -1).mean(dim=1).repeat_interleave(16)
-        log_probs, entropy = log_probs_and_entropy(hidden, weight, actions, group)
-        loss = policy_loss(log_probs, entropy, old_log_probs, reward - mean_of_state)
+        found = log_probs_and_entropy(hidden, weight, actions, group)
+        loss = policy_loss(found, old_log_probs, reward - mean_of_state)
         (gradient,) = torch.autograd.grad(loss, head)
         with torch.no_grad():
             head -= 20 * gradient
