@@ -1,141 +1,222 @@
-"""Measures the losses beside other projects', and reports what was measured.
+"""Measures this project beside others, and reports what was measured.
 
 ``docs/performance.md`` says how it is measured, and with which commands. ``torchrun --nproc-per-node R`` in
 place of ``python`` cuts the vocabulary over R GPUs. A machine without a GPU can try a run on small shapes, such
-as ``--shape 64x512``.
+as ``--shape 64x512``, or ``--shape 64x512x32`` of heads.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import logging
+import os
+import subprocess
 import sys
-import warnings
+import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from bench_lib import cases, pages, plot, report
-from bench_lib.documents import RESULTS, ROOT, host_description, read_documents, read_steps, write_document
-from bench_lib.measure import Result, attempt, measure, subject_of
-from bench_lib.options import option_providers
+from bench_lib.adapters import baseline_package
+from bench_lib.documents import (
+    RESULTS,
+    ROOT,
+    Document,
+    Result,
+    host_description,
+    name_of,
+    new_document,
+    read_document,
+    read_documents,
+    upgraded,
+)
+from bench_lib.frameworks import COMPILE_PROVIDERS, FRAMEWORK_PROVIDERS, RL_PROVIDERS
+from bench_lib.measure import attempt, measure, subject_of
+from bench_lib.own import row_providers
 from bench_lib.profile import profiled
-from bench_lib.providers import LINEAR_PROVIDERS, LOGITS_PROVIDERS, Provider, chosen
-from bench_lib.timing import Ranks, joined_ranks
-from tqdm import tqdm
+from bench_lib.providers import BASELINE, OUR_PACKAGE, PROVIDERS, Provider, chosen
+from bench_lib.steps import parser_of, quiet, run
+from bench_lib.timing import DeviceTimer, HostTimer, Ranks, joined_ranks
 
-MEMORY_PROVIDERS = f"{cases.OURS},torch eager,liger-kernel,cut-cross-entropy"
+COMMANDS = {
+    "table": "the loss over logits, beside other projects'",
+    "head": "a head and its loss, beside other projects'",
+    "options": "every option of the loss over logits",
+    "losses": "class weights, soft targets, distillation and log-probabilities, over logits and of heads",
+    "rl": "log-probabilities and entropies, as frameworks for reinforcement learning call for them",
+    "compile": "a head and its loss, compiled by torch.compile and not",
+    "frameworks": "what frameworks call on shards of the vocabulary; several GPUs",
+    "memory": "only the peak memory of heads against tokens",
+    "profile": "only what overlaps in one head of this project",
+    "host": "only the time of the host, of every call over logits and of heads; nothing is launched",
+}
+OF_ROWS = ("options", "losses", "host")
+SWEEP_PROVIDERS = f"{cases.OURS},{cases.IN_FORWARD},quack-kernels,flash-attn,liger-kernel"
+DEFAULT_PROVIDERS = {
+    "tokens": SWEEP_PROVIDERS,
+    "vocabulary": SWEEP_PROVIDERS,
+    "memory": f"{cases.OURS},torch eager,liger-kernel,cut-cross-entropy",
+    "profile": cases.OURS,
+}
+# What one GPU measures, in the order of what README prints. A document of "rl" needs every framework.
+STEPS = {
+    "table": ["bench.py", "table"],
+    "head": ["bench.py", "head"],
+    "transformers": ["bench_transformers.py"],
+    "compile": ["bench.py", "compile"],
+    "losses": ["bench.py", "losses"],
+    "memory": ["bench.py", "memory"],
+    "options": ["bench.py", "options"],
+    "tokens": ["bench.py", "sweep", "tokens"],
+    "vocabulary": ["bench.py", "sweep", "vocabulary"],
+    "rl": ["bench.py", "rl"],
+}
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    measured = argparse.ArgumentParser(add_help=False)
-    measured.add_argument("--shape", action="append", metavar="RxC", help="instead of the table's")
+    measured = parser_of(None, rounds=15, add_help=False)
+    measured.add_argument("--shape", action="append", metavar="NxV[xD]", help="tokens, vocabulary, hidden size")
     measured.add_argument("--providers", metavar="NAMES", help="comma-separated; all: the default ones")
-    measured.add_argument("--rounds", type=int, default=15, help="timed rounds of each case")
-    measured.add_argument("--json", type=Path, metavar="PATH", help="write the document here")
-    table = commands.add_parser("table", parents=[measured], help="the loss over logits; C: a rank's columns")
-    table.add_argument("--sweep", choices=cases.SWEEPS)
-    table.add_argument("--graphs", choices=("ours", "all"), default="ours", help="whose CUDA graphs to time")
-    options = commands.add_parser("options", parents=[measured], help="each option; C: a rank's columns")
-    options.add_argument("--baseline", type=Path, metavar="DIR", help="another checkout of this project")
-    linear = commands.add_parser("linear", parents=[measured], help="shapes TOKENSxVOCABULARY[xHIDDEN]")
-    what = linear.add_mutually_exclusive_group()
-    what.add_argument("--memory-curve", action="store_true", help="only peak memory against tokens")
-    what.add_argument("--profile", action="store_true", help="only what overlaps in one case of this project")
-    for command in (table, linear):
-        command.add_argument("--reduction", choices=cases.REDUCTIONS)
-    pages = commands.add_parser("report", help="prints the page; --write writes it")
-    how = pages.add_mutually_exclusive_group()
-    how.add_argument("--write", action="store_true", help="the page, the tables of the others and the picture")
+    texts = COMMANDS | {"sweep": "the loss over logits, of other sizes"}
+    made = {name: commands.add_parser(name, parents=[measured], help=text) for name, text in texts.items()}
+    made["sweep"].add_argument("over", choices=("tokens", "vocabulary"))
+    for name in ("table", "sweep", "head"):
+        made[name].add_argument("--reduction", choices=cases.REDUCTIONS)
+    for name in ("table", "sweep"):
+        made[name].add_argument("--graphs", choices=("ours", "all"), default="ours", help="whose CUDA graphs to time")
+    for name in OF_ROWS:
+        made[name].add_argument("--baseline", type=Path, metavar="DIR", help="another checkout, for the same calls")
+    page = commands.add_parser("page", help="measures all that the pages print of one GPU, at one commit")
+    page.add_argument("steps", nargs="*", help=f"only these, of {', '.join(STEPS)}")
+    page.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="the folder of the documents")
+    page.add_argument("--rounds", type=int, default=7)
+    page.add_argument("--minutes", type=float, default=9, help="end after so many, and name the steps that are left")
+    reported = commands.add_parser("report", help="prints the page; --write writes it")
+    how = reported.add_mutually_exclusive_group()
+    how.add_argument("--write", action="store_true", help="the page, the tables of the others and the pictures")
     how.add_argument("--check", action="store_true", help="exit with 1 and name what is stale")
-    pages.add_argument("--root", type=Path, default=ROOT, help="the folder of README.md and docs/")
-    pages.add_argument("--results", type=Path, default=RESULTS, help="the folder of the documents")
+    reported.add_argument("--root", type=Path, default=ROOT, help="the folder of README.md and docs/")
+    reported.add_argument("--results", type=Path, default=RESULTS, help="the folder of the documents")
     comparison = commands.add_parser("compare", help="the ratios of two runs")
     comparison.add_argument("old", type=Path, help="a document, as --json writes it")
     comparison.add_argument("new", type=Path, help="another, of the same command")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    options.command = getattr(options, "over", options.command)
+    return options
 
 
-def quiet() -> None:
-    """Silence other projects' warnings, which say nothing about a time."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+def known_providers(command: str, case: cases.Case, baseline: Path | None) -> list[Provider]:
+    if command in OF_ROWS:
+        return row_providers(case, baseline)
+    every = {"rl": RL_PROVIDERS, "compile": COMPILE_PROVIDERS, "frameworks": FRAMEWORK_PROVIDERS}
+    return [each for each in every.get(command, PROVIDERS) if (each.takes == "head") == case.is_head]
 
 
-def present(known: Sequence[Provider], names: str | None, ranks: Ranks, document: Result) -> list[Provider]:
+def present(known: Sequence[Provider], names: str | None, ranks: Ranks, document: Document) -> list[Provider]:
     """The providers that run here; the document has their versions, and why the others are absent."""
     wanted = chosen(names, known)
     absent = {provider.name: provider.absent(ranks.size) for provider in wanted}
     quiet()  # an import may have set warning filters
-    document["absent"] = {name: reason for name, reason in absent.items() if reason is not None}
+    document["absent"] |= {name: reason for name, reason in absent.items() if reason is not None}
     found = [provider for provider in wanted if absent[provider.name] is None]
-    document["host"]["providers"] = {provider.name: provider.version for provider in found}
+    others = {each.distribution: each for each in found if each.distribution not in (OUR_PACKAGE, "torch")}
+    document["host"]["packages"] |= {name: provider.version for name, provider in others.items()}
     return found
 
 
-def setting(options: argparse.Namespace, size: int) -> tuple[Sequence[Provider], Sequence[cases.Case]]:
-    """The command's providers and cases."""
-    shapes = options.shape
-    if options.command == "table":
-        return LOGITS_PROVIDERS, cases.logits_cases(size, shapes, options.sweep, options.reduction)
-    if options.command == "options":
-        shapes = shapes or (cases.OPTIONS_SHAPES if size == 1 else [f"4096x{128256 // size}"])
-        return option_providers(options.baseline), cases.logits_cases(size, shapes, None, cases.OPTIONS)
-    if options.memory_curve or options.profile:
-        options.providers = options.providers or (cases.OURS if options.profile else MEMORY_PROVIDERS)
-        options.reduction = options.reduction or "mean"
-        shapes = shapes or (cases.MEMORY_SHAPES if options.memory_curve else [cases.PROFILE_SHAPE])
-    return LINEAR_PROVIDERS, cases.linear_cases(size, shapes, options.reduction)
+def timer_of(options: argparse.Namespace, ranks: Ranks) -> DeviceTimer:
+    if options.command != "host":
+        return ranks.timer()
+    packages = [cases.OURS] if options.baseline is None else [cases.OURS, baseline_package(options.baseline).__name__]
+    return HostTimer([importlib.import_module(f"{name}.kernels.launch").Launch for name in packages])
 
 
-def measure_cases(options: argparse.Namespace, ranks: Ranks, document: Result) -> None:
-    """Fill the document case by case, and write it after each."""
-    known, found = setting(options, ranks.size)
-    if not found:
-        raise SystemExit(f"bench: no case of this reduction for {ranks.size} ranks: pass --shape")
-    providers, timer = present(known, options.providers, ranks, document), ranks.timer()
-    for case in tqdm(found, unit="case", disable=not ranks.is_first):
-        subject = subject_of(case, ranks, options.rounds)
-        if getattr(options, "profile", False):
-            document["case"] = case._asdict() | {"provider": providers[0].name}
-            step = partial(subject.call, providers[0], subject.inputs)
-            document["ranks"] = ranks.gathered(profiled(step, timer))
-        elif getattr(options, "memory_curve", False):
-            for provider in providers:
-                point = case._asdict() | {"provider": provider.name, "gradient_bytes": case.gradient_bytes}
-                document.setdefault("points", []).append(point | attempt(subject, provider, timer))
-        else:
-            results = measure(subject, providers, timer, getattr(options, "graphs", "none"))
-            document.setdefault("results", []).extend(results)
-        del subject  # before the next case takes memory
-        if ranks.is_first:
-            write_document(document, options.json)
+def measure_case(
+    options: argparse.Namespace, ranks: Ranks, timer: DeviceTimer, document: Document, case: cases.Case
+) -> list[Result]:
+    known = known_providers(options.command, case, getattr(options, "baseline", None))
+    providers = present(known, options.providers or DEFAULT_PROVIDERS.get(options.command), ranks, document)
+    if not providers:
+        return []
+    subject = subject_of(case, ranks, options.rounds)
+    if options.command == "profile":
+        document["case"] = case._asdict() | {"provider": providers[0].name}
+        step = partial(subject.call, providers[0], subject.inputs)
+        document["ranks"] = ranks.gathered(profiled(step, timer))
+        return []
+    if options.command == "memory":
+        fields = subject.fields | {"gradient_bytes": case.gradient_bytes}
+        return [fields | {"provider": each.name} | attempt(subject, each, timer) for each in providers]
+    return measure(subject, providers, timer, getattr(options, "graphs", "none"))
 
 
-def run(options: argparse.Namespace) -> None:
+def measure_command(options: argparse.Namespace) -> None:
     """Measure, print one line per result and write the document."""
-    quiet()
+    if options.command == "host":
+        os.environ.setdefault("TRITON_INTERPRET", "1" if not cases.torch.cuda.is_available() else "0")
     with joined_ranks() as ranks:
-        document: Result = {"host": host_description(), "finished": False}
-        measure_cases(options, ranks, document)
-        document["finished"] = True
-        if ranks.is_first:
-            write_document(document, options.json)
-            for result in document.get("results") or document.get("points") or document["ranks"]:
-                print("  ".join(f"{name}={value}" for name, value in result.items()))
-            for name, reason in document["absent"].items():
-                print(f"absent: {name}: {reason}")
+        found = cases.cases_of(options.command, ranks.size, options.shape, getattr(options, "reduction", None))
+        if not found:
+            raise SystemExit(f"bench: no case of this reduction for {ranks.size} ranks: pass --shape")
+        document, timer = new_document(options.command), timer_of(options, ranks)
+        run(document, found, partial(measure_case, options, ranks, timer, document), ranks, options.json)
+        if not document["results"] and "ranks" not in document:
+            raise SystemExit("bench: no provider is here")
+        if ranks.is_first and getattr(options, "baseline", None):
+            print(report.beside_baseline(document, BASELINE))
+
+
+def page_command(options: argparse.Namespace) -> int:
+    """Measure each step in a process of its own, all at one commit. A document is copied when its step has ended."""
+    unknown = set(options.steps) - STEPS.keys()
+    if unknown:
+        raise SystemExit(f"page: expected some of {', '.join(STEPS)}, got {', '.join(sorted(unknown))}")
+    commit, ends, left = host_description()["commit"], time.monotonic() + 60 * options.minutes, []
+    scripts = Path(__file__).parent
+    environment = os.environ | {"VPCE_COMMIT": commit or "", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+    with tempfile.TemporaryDirectory() as folder:
+        for step in options.steps or STEPS:
+            began, name = time.monotonic(), f"{name_of(step, 1)}.json"
+            path = Path(folder) / name
+            words = [sys.executable, str(scripts / STEPS[step][0]), *STEPS[step][1:], "--rounds", str(options.rounds)]
+            said = ended([*words, "--json", str(path)], environment, ends - began)
+            if said is None and step == "rl" and read_document(path)["absent"]:
+                said = "not every framework is installed"
+            if said is None:
+                options.out.mkdir(parents=True, exist_ok=True)
+                (options.out / name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+            else:
+                left.append(step)
+                print(said)
+            print(
+                f"{step}: {'' if said is None else 'not '}finished after {time.monotonic() - began:.0f} s", flush=True
+            )
+    print(f"left: {' '.join(left) or 'nothing'}")
+    return 1 if left else 0
+
+
+def ended(words: list[str], environment: dict[str, str], seconds: float) -> str | None:
+    """Run a command. Return the last lines that it wrote if it failed or took too long, otherwise None."""
+    if seconds <= 0:
+        return "no time is left"
+    try:
+        done = subprocess.run(words, env=environment, timeout=seconds, capture_output=True, text=True)
+    except subprocess.TimeoutExpired:
+        return "it took too long"
+    return None if done.returncode == 0 else "\n".join((done.stdout + done.stderr).splitlines()[-5:])
 
 
 def report_command(options: argparse.Namespace) -> int:
-    """Print the page, write it with the tables of the other pages and the picture, or name what is stale."""
-    documents, picture = read_documents(options.results), options.results / report.PICTURE
+    """Print the page, write it with the tables of the other pages and the pictures, or name what is stale."""
+    documents = read_documents(options.results)
     page, readme = options.root / "docs" / "performance.md", options.root / "README.md"
     texts = {page: report.page(documents)}
-    made = pages.blocks(documents, read_steps(options.results))
+    made = pages.blocks(documents)
     for path in (readme, *sorted(page.parent.glob("*.md"))):
         if path != page:
             text = path.read_text(encoding="utf-8")
@@ -143,17 +224,16 @@ def report_command(options: argparse.Namespace) -> int:
             texts[path] = pages.with_blocks(text, made, path.name, needed)
     if options.check:
         stale = [p for p, text in texts.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
-        stale += [] if plot.is_drawn_from(picture, documents) else [picture]
-        for path in stale:
+        for path in (*stale, *plot.stale(documents, options.results)):
             print(f"stale: {path.name}; python scripts/bench.py report --write renews it")
-        return 1 if stale else 0
+        return 1 if stale or plot.stale(documents, options.results) else 0
     if not options.write:
         print(texts[page])
         return 0
     for path, text in texts.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    plot.draw(documents, picture)
+    plot.draw_all(documents, options.results)
     return 0
 
 
@@ -161,11 +241,13 @@ def main(words: Sequence[str] | None = None) -> int:
     options = arguments(words)
     if options.command == "report":
         return report_command(options)
+    if options.command == "page":
+        return page_command(options)
     if options.command == "compare":
-        documents = (json.loads(path.read_text(encoding="utf-8")) for path in (options.old, options.new))
+        documents = (upgraded(json.loads(path.read_text(encoding="utf-8"))) for path in (options.old, options.new))
         print(report.compared(*documents))
         return 0
-    run(options)
+    measure_command(options)
     return 0
 
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 scripts/bench_megatron.py --json results.json
 
 Forward and backward of one model of random weights, in bf16. The providers take turns in every round. ``--curves``
-trains 20 steps with each instead. ``--plot results.json`` only draws.
+trains 20 steps with each instead.
 
 First with tensor parallelism over all ranks, and ``forward`` given the loss mask or not. Then with data parallelism
 over all ranks: each has its share of the tokens, Megatron's distributed optimizer takes a step too, and its collectives
@@ -21,7 +21,8 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from bench_lib.steps import head_of, measured, parser_of, run, save
+from bench_lib.documents import Result, write_document
+from bench_lib.steps import document_of, measured, parser_of, run
 from bench_lib.timing import Ranks, joined_ranks, nothing
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -82,7 +83,7 @@ def data_parallel(model: Any, overlaps: bool) -> tuple[Any, Callable[[], object]
     return wrapped, end
 
 
-def measure(model: Any, case: Case, shape: dict[str, Any], ranks: Ranks, rounds: int) -> dict[str, Any]:
+def measure(model: Any, case: Case, shape: dict[str, Any], ranks: Ranks, rounds: int) -> list[Result]:
     end: Callable[[], object] = nothing
     rows, seed, trained = case.rows, 0, model
     if case.overlaps is not None:
@@ -92,7 +93,7 @@ def measure(model: Any, case: Case, shape: dict[str, Any], ranks: Ranks, rounds:
     mask = inputs["loss_mask"]
     given = {name: value for name, value in inputs.items() if case.gives_mask or name != "loss_mask"}
 
-    def step(name: str) -> torch.Tensor:
+    def step() -> torch.Tensor:
         loss = example.loss_of(trained, given, mask)
         loss.backward()
         end()
@@ -104,11 +105,11 @@ def measure(model: Any, case: Case, shape: dict[str, Any], ranks: Ranks, rounds:
             trained.zero_grad_buffer()
 
     contexts = {name: partial(provided, name, model) for name in PROVIDERS}
-    return measured(name_of(case, shape["length"]), contexts, step, forget, ranks.timer(), rounds)
+    return measured(name_of(case, shape["length"]), contexts, step, forget, ranks, rounds)
 
 
 def main() -> None:
-    parser = parser_of(__doc__, has_tiny=False)
+    parser = parser_of(__doc__)
     parser.add_argument("--curves", action="store_true", help="20 steps of a small model with each loss")
     words = parser.parse_args()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron asks for
@@ -118,19 +119,20 @@ def main() -> None:
         if words.curves:
             curves = example.compare(20, ranks.device)
             if ranks.is_first:
-                save(head_of("megatron_curves", modules) | {"shape": example.SMALL, "curves": curves}, words.json)
+                document = document_of("megatron_curves", modules) | {"shape": example.SMALL, "curves": curves}
+                write_document(document | {"finished": True}, words.json)
             parallel_state.destroy_model_parallel()
             return
 
-        def measure_case(case: Case) -> dict[str, Any]:
+        def measure_case(case: Case) -> list[Result]:
             size = ranks.size if case.overlaps is None else 1
             if parallel_state.get_tensor_model_parallel_world_size() != size:
                 parallel_state.destroy_model_parallel()
                 parallel_state.initialize_model_parallel(size)
             return measure(example.build(**SHAPE), case, SHAPE, ranks, words.rounds)
 
-        head = head_of("megatron", modules) | {"shape": SHAPE}
-        run(head, [*TENSOR_PARALLEL, *DATA_PARALLEL], measure_case, ranks, words.json)
+        document = document_of("megatron", modules) | {"shape": SHAPE}
+        run(document, [*TENSOR_PARALLEL, *DATA_PARALLEL], measure_case, ranks, words.json)
         parallel_state.destroy_model_parallel()
 
 

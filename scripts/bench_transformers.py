@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from bench_lib.cases import OURS
-from bench_lib.steps import head_of, measured, parser_of, run
+from bench_lib.documents import Result
+from bench_lib.steps import document_of, measured, parser_of, run
 from bench_lib.timing import Ranks, joined_ranks
 
 from vocab_parallel_ce.integrations.transformers import install, uninstall
@@ -37,11 +38,12 @@ class Case(NamedTuple):
     batch: int
     tokens: int
     checkpointed: bool = False
+    gib: int = 0  # what a GPU must have
 
 
 CASES = (
     Case("Llama-3.2-1B, 4 x 2048", "Llama", LLAMA, 4, 2048),
-    Case("Llama-3.2-1B, 8 x 4096", "Llama", LLAMA, 8, 4096),
+    Case("Llama-3.2-1B, 8 x 4096", "Llama", LLAMA, 8, 4096, gib=110),
     Case("Gemma 2 2B, 6 layers, 4 x 2048, checkpointed", "Gemma2", GEMMA, 4, 2048, checkpointed=True),
 )
 
@@ -92,10 +94,10 @@ def build(case: Case, ranks: Ranks, tiny: bool) -> tuple[Any, dict[str, Any]]:
     return model.train(), {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-def measure(case: Case, ranks: Ranks, rounds: int, providers: list[str], tiny: bool) -> dict[str, Any]:
+def measure(case: Case, ranks: Ranks, rounds: int, providers: list[str], tiny: bool) -> list[Result]:
     model, inputs = build(case, ranks, tiny)
 
-    def step(name: str) -> torch.Tensor:
+    def step() -> torch.Tensor:
         loss = model(**inputs).loss
         loss.backward()
         return loss.detach()
@@ -104,19 +106,27 @@ def measure(case: Case, ranks: Ranks, rounds: int, providers: list[str], tiny: b
         model.zero_grad(set_to_none=True)
 
     contexts = {name: partial(PROVIDERS[name], model) for name in providers}
-    return measured(case.name, contexts, step, forget, ranks.timer(), rounds)
+    return measured(case.name, contexts, step, forget, ranks, rounds)
+
+
+def fits(case: Case) -> bool:
+    if not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_properties(0).total_memory >= case.gib * 2**30
 
 
 def main() -> None:
     parser = parser_of(__doc__)
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--providers", default=",".join(PROVIDERS))
-    parser.add_argument("--case", type=int, action="append", help="only these, by number")
+    parser.add_argument("--case", type=int, action="append", help="only these, by number; otherwise those that fit")
     words = parser.parse_args()
-    cases = CASES if words.case is None else [CASES[number] for number in words.case]
+    cases = [case for case in CASES if fits(case)] if words.case is None else [CASES[number] for number in words.case]
     names = words.providers.split(",")
     with joined_ranks() as ranks:
-        head = head_of("transformers", {name: MODULES[name] for name in MODULES if name in ("transformers", *names)})
-        run(head, cases, lambda case: measure(case, ranks, words.rounds, names, words.tiny), ranks, words.json)
+        modules = {name: MODULES[name] for name in MODULES if name in ("transformers", *names)}
+        document = document_of("transformers", modules)
+        run(document, cases, lambda case: measure(case, ranks, words.rounds, names, words.tiny), ranks, words.json)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""What is measured: the cases of both losses, their targets, one rank's inputs and how often to measure."""
+"""What is measured: one table of cases, their targets, one rank's inputs and how often to measure."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,16 +12,17 @@ from torch import Tensor
 OURS = "vocab_parallel_ce"
 IN_FORWARD = f"{OURS}[in_forward]"
 REDUCTIONS = ("mean", "none")
-OPTIONS = "options"  # stands for the reduction in cases that compare the loss's options
 IGNORE_INDEX = -100
-IGNORED_SHARE = 0.1  # of the linear cases' labels
+IGNORED_SHARE = 0.1  # of the labels of heads that are compared with other projects'
 HIDDEN_SIZE = 4096
-WEIGHT_STD = 0.02
+WEIGHT_STD, WIDE_WEIGHT_STD = 0.02, 0.05
+TOP = 64  # tokens of a teacher, and of top_k
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 MOST_BUFFERS, MOST_EAGER_CALLS = 16, 100
 BYTES_IN_ROTATION = 256 * 2**20  # several times the L2 cache of any GPU here
 HUGE_BYTES = 2 * 2**30  # from this shard size on, two buffers are enough
+HOST_CALLS = 50
 
 
 class Effort(NamedTuple):
@@ -30,27 +32,52 @@ class Effort(NamedTuple):
     rounds: int
     eager_calls: int = 0  # 0: no eager and no CUDA graph times
     eager_rounds: int = 0
+    is_queued: bool = True  # False: the time that is compared includes the host's
 
 
-class LogitsCase(NamedTuple):
-    """The loss over logits of ``rows`` tokens; ``columns`` is one rank's share of the vocabulary."""
+class Case(NamedTuple):
+    """``tokens`` beside the ``vocabulary`` of all ranks together; over logits if there is no ``hidden_size``.
 
-    reduction: str
-    rows: int
-    columns: int
+    ``kind`` is the reduction, or the command whose calls are compared.
+    """
+
+    kind: str
+    tokens: int
+    vocabulary: int
     ranks: int
+    hidden_size: int = 0
     dtype: str = "bfloat16"
 
     @property
-    def vocabulary(self) -> int:
-        return self.columns * self.ranks
+    def columns(self) -> int:
+        """Those of one rank."""
+        if self.vocabulary % self.ranks:
+            raise ValueError(f"vocabulary: expected a multiple of the {self.ranks} ranks, got {self.vocabulary}")
+        return self.vocabulary // self.ranks
+
+    @property
+    def is_head(self) -> bool:
+        return self.hidden_size > 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Those of both gradients of a head."""
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return itemsize * self.hidden_size * (self.tokens + self.columns)
 
     def __str__(self) -> str:
-        return f"{self.reduction} {self.rows} x {self.vocabulary} {SHORT_DTYPES[self.dtype]}"
+        size = f"x {self.hidden_size}" if self.is_head else SHORT_DTYPES[self.dtype]
+        return f"{self.kind} {self.tokens} x {self.vocabulary} {size}"
 
     def effort(self, rounds: int) -> Effort:
         """Use enough buffers that no call finds its logits in the L2 cache."""
-        shard_bytes = self.rows * self.columns * getattr(torch, self.dtype).itemsize
+        if self.kind == "host":
+            return Effort(HOST_CALLS, rounds)
+        if self.kind in WITH_HOST:
+            return Effort(1, rounds, is_queued=False)
+        if self.is_head:
+            return Effort(1, rounds)
+        shard_bytes = self.tokens * self.columns * getattr(torch, self.dtype).itemsize
         fewest = 2 if shard_bytes >= HUGE_BYTES else 4
         buffers = min(MOST_BUFFERS, max(fewest, math.ceil(BYTES_IN_ROTATION / shard_bytes)))
         # Small shards wait for the host: with enough calls the last one's device time hardly counts.
@@ -58,152 +85,177 @@ class LogitsCase(NamedTuple):
         return Effort(buffers, rounds, eager_calls, min(rounds, max(5, rounds // 2)))
 
 
-class LinearCase(NamedTuple):
-    """The loss of ``hidden @ weight.T``; ``vocabulary`` is that of all ranks together."""
-
-    reduction: str
-    tokens: int
-    vocabulary: int
-    hidden_size: int
-    ranks: int
-    dtype: str = "bfloat16"
-
-    @property
-    def columns(self) -> int:
-        return divided(self.vocabulary, self.ranks)
-
-    @property
-    def gradient_bytes(self) -> int:
-        itemsize: int = getattr(torch, self.dtype).itemsize
-        return itemsize * self.hidden_size * (self.tokens + self.columns)
-
-    def __str__(self) -> str:
-        return f"{self.reduction} {self.tokens} x {self.vocabulary} x {self.hidden_size}"
-
-    def effort(self, rounds: int) -> Effort:
-        return Effort(1, rounds)
-
-
-Case: TypeAlias = LogitsCase | LinearCase
-# The table's cases, and what the fields of their results must not exceed. A mean's bounds are those of the
-# provider IN_FORWARD. The columns are one rank's.
-LOGITS_TARGETS: dict[LogitsCase, dict[str, float]] = {
-    LogitsCase("mean", 8192, 32064, 1): {"ratio": 1.25},
-    LogitsCase("none", 8192, 32064, 1): {"ratio": 1.58},
-    LogitsCase("mean", 4096, 128256, 1): {"ratio": 1.40},
-    LogitsCase("none", 4096, 128256, 1): {"ratio": 1.58},
-    LogitsCase("mean", 8192, 50304, 1): {"ratio": 1.30},
-    LogitsCase("none", 8192, 50304, 1): {},
-    LogitsCase("mean", 8192, 64128, 1): {"ratio": 1.20},
-    LogitsCase("none", 8192, 64128, 1): {"ratio": 1.58},
-    LogitsCase("none", 4096, 50257, 1): {"ratio": 1.75},
-    LogitsCase("none", 1024, 32000, 1): {"microseconds_eager": 90, "ratio_graph": 1.90},
-    LogitsCase("none", 4096, 64128, 1, "float32"): {"ratio": 1.58},
-    LogitsCase("none", 16384, 64128, 2): {"ratio": 1.60},
-    LogitsCase("none", 4096, 64128, 2): {"ratio": 1.70},
-    LogitsCase("none", 1024, 16000, 2): {"microseconds_eager": 110, "microseconds_graph": 60},
-    LogitsCase("none", 16384, 32064, 4): {"ratio": 1.65},
-    LogitsCase("none", 4096, 32064, 4): {"ratio": 1.90},
-    LogitsCase("none", 1024, 8000, 4): {},
+WITH_HOST = ("rl", "compile", "frameworks")  # what frameworks call waits for the device, or compiles
+# The cases of other projects' losses, and what the fields of their results must not exceed. A mean's bounds over
+# logits are those of the provider IN_FORWARD.
+TARGETS: dict[Case, dict[str, float]] = {
+    Case("mean", 8192, 32064, 1): {"ratio": 1.25},
+    Case("none", 8192, 32064, 1): {"ratio": 1.58},
+    Case("mean", 4096, 128256, 1): {"ratio": 1.40},
+    Case("none", 4096, 128256, 1): {"ratio": 1.58},
+    Case("mean", 8192, 50304, 1): {"ratio": 1.30},
+    Case("none", 8192, 50304, 1): {},
+    Case("mean", 8192, 64128, 1): {"ratio": 1.20},
+    Case("none", 8192, 64128, 1): {"ratio": 1.58},
+    Case("none", 4096, 50257, 1): {"ratio": 1.75},
+    Case("none", 1024, 32000, 1): {"microseconds_eager": 90, "ratio_graph": 1.90},
+    Case("none", 4096, 64128, 1, dtype="float32"): {"ratio": 1.58},
+    Case("none", 16384, 128256, 2): {"ratio": 1.60},
+    Case("none", 4096, 128256, 2): {"ratio": 1.70},
+    Case("none", 1024, 32000, 2): {"microseconds_eager": 110, "microseconds_graph": 60},
+    Case("none", 16384, 128256, 4): {"ratio": 1.65},
+    Case("none", 4096, 128256, 4): {"ratio": 1.90},
+    Case("none", 1024, 32000, 4): {},
+    # Of heads the second field is peak memory beyond an fp32 gradient of the weight.
+    Case("mean", 4096, 128256, 1, HIDDEN_SIZE): {"ratio": 1.06, "gib_over_fp32_weight_gradient": 1.06},
+    Case("mean", 16384, 32064, 1, HIDDEN_SIZE): {"ratio": 1.07, "gib_over_fp32_weight_gradient": 0.50},
+    Case("mean", 32768, 128256, 1, HIDDEN_SIZE): {},
+    Case("none", 4096, 128256, 1, HIDDEN_SIZE): {"ratio": 1.42},
+    Case("mean", 16384, 128256, 2, HIDDEN_SIZE): {},
+    Case("mean", 4096, 128256, 2, HIDDEN_SIZE): {},
+    Case("mean", 16384, 128256, 4, HIDDEN_SIZE): {"ratio": 1.07, "gib_over_fp32_weight_gradient": 0.50},
+    Case("mean", 4096, 128256, 4, HIDDEN_SIZE): {"ratio": 1.12},
 }
-# Here the second field is peak memory beyond an fp32 gradient of the weight.
-LINEAR_TARGETS: dict[LinearCase, dict[str, float]] = {
-    LinearCase("mean", 4096, 128256, 4096, 1): {"ratio": 1.06, "gib_over_fp32_weight_gradient": 1.06},
-    LinearCase("mean", 16384, 32064, 4096, 1): {"ratio": 1.07, "gib_over_fp32_weight_gradient": 0.50},
-    LinearCase("mean", 32768, 128256, 4096, 1): {},
-    LinearCase("none", 4096, 128256, 4096, 1): {"ratio": 1.42},
-    LinearCase("mean", 16384, 128256, 4096, 2): {},
-    LinearCase("mean", 4096, 128256, 4096, 2): {},
-    LinearCase("mean", 16384, 128256, 4096, 4): {"ratio": 1.07, "gib_over_fp32_weight_gradient": 0.50},
-    LinearCase("mean", 4096, 128256, 4096, 4): {"ratio": 1.12},
-}
-# Of scripts/bench_losses.py: a provider, whose time is over that of another, and the most that it may be.
+# Of the command "losses": a provider, whose time is over that of another, and the most that it may be.
 LOSSES_TARGETS = [
     ("mean, class_weight", "mean", 1.03),
     ("soft_cross_entropy", "copy", 2.75),
     *(
         (f"distillation, {name}", "copy", 2.75)
-        for name in ("forward", "reverse", "js", "top 64", "forward, hard_weight")
+        for name in ("forward", "reverse", "js", f"top {TOP}", "forward, hard_weight")
     ),
     *((f"token_log_probs, {name}", "token_log_probs", 1.05) for name in ("lse", "sum_sq_probs")),
     ("linear, logits_dtype", "linear", 1.10),
 ]
-SWEEPS = {
-    "tokens": [(tokens, 128256) for tokens in (64, 256, 1024, 4096, 16384, 32768)],
-    "vocabulary": [(4096, 2**k) for k in range(13, 19)],
+# Of every other command, TOKENSxVOCABULARY of logits and TOKENSxVOCABULARYxHIDDEN of heads.
+SHAPES: dict[str, list[str]] = {
+    "tokens": [f"{tokens}x128256" for tokens in (64, 256, 1024, 4096, 16384, 32768)],
+    "vocabulary": [f"4096x{2**k}" for k in range(13, 19)],
+    "options": ["4096x128256", "8192x64128", "8192x32064"],
+    "memory": [f"{tokens}x128256x{HIDDEN_SIZE}" for tokens in (4096, 8192, 16384, 32768, 65536)],
+    "profile": [f"16384x128256x{HIDDEN_SIZE}"],
+    "losses": ["4096x128256", "8192x32064", "4096x128256x4096", "16384x128256x4096"],
+    "rl": ["1024x32000", "8192x128256", "1024x32000x2048", "8192x128256x4096"],
+    "compile": ["1024x32000x2048", "8192x128256x2048", "32768x32000x2048"],
+    "frameworks": ["1024x32000", "8192x128256", "16384x128256"],
+    "host": ["8x256", "8x256x64"],
 }
-OPTIONS_SHAPES = ["4096x128256", "8192x64128", "8192x32064"]
-MEMORY_SHAPES = [f"{tokens}x128256" for tokens in (4096, 8192, 16384, 32768, 65536)]
-PROFILE_SHAPE = "16384x128256"
+OF_EACH_REDUCTION = ("table", "tokens", "vocabulary", "head")
+OF_A_MEAN = ("memory", "profile")
 
 
-def divided(vocabulary: int, ranks: int) -> int:
-    if vocabulary % ranks:
-        raise ValueError(f"vocabulary: expected a multiple of the {ranks} ranks, got {vocabulary}")
-    return vocabulary // ranks
+def label_of(case: Case) -> str | None:
+    """How a table calls a case, if not by all of its fields."""
+    size = f"{case.tokens} x {case.vocabulary}"
+    if case.kind == "losses":
+        return f"{case.tokens} x {case.hidden_size} x {case.vocabulary}" if case.is_head else size
+    if case.kind in WITH_HOST and case.is_head:
+        return f"{size}, D = {case.hidden_size}"
+    return {"rl": f"{size}, logits", "frameworks": size}.get(case.kind)
 
 
-def parsed_shape(text: str, form: str) -> list[int]:
-    """``"4096x128256"`` as numbers; ``form`` is what is expected, such as ``"ROWSxCOLUMNS"``."""
+def cases_of(command: str, ranks: int, shapes: list[str] | None = None, reduction: str | None = None) -> list[Case]:
+    """A command's cases, or those of named shapes."""
+    if command in ("table", "head") and not shapes:
+        kinds = REDUCTIONS if reduction is None else (reduction,)
+        of_command = [case for case in TARGETS if case.is_head == (command == "head") and case.ranks == ranks]
+        return [case for case in of_command if case.kind in kinds]
+    kinds = ("mean",) if command in OF_A_MEAN else REDUCTIONS if command in OF_EACH_REDUCTION else (command,)
+    kinds = kinds if reduction is None else (reduction,)
+    sizes = [parsed_shape(shape) for shape in shapes or SHAPES[command]]
+    if command == "head":
+        sizes = [(tokens, vocabulary, hidden or HIDDEN_SIZE) for tokens, vocabulary, hidden in sizes]
+    found = [Case(kind, tokens, vocabulary, ranks, hidden) for tokens, vocabulary, hidden in sizes for kind in kinds]
+    for case in found:
+        case.columns  # noqa: B018  # which must be a whole number
+    return found
+
+
+def parsed_shape(text: str) -> tuple[int, int, int]:
+    """``"4096x128256"`` or ``"4096x128256x2048"`` as numbers; the last is 0 if it is not there."""
     sizes = text.split("x")
-    if len(sizes) != form.count("x") + 1 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise ValueError(f"shape: expected {form} such as 4096x128256, got {text!r}")
-    return list(map(int, sizes))
-
-
-def logits_cases(
-    ranks: int, shapes: list[str] | None = None, sweep: str | None = None, reduction: str | None = None
-) -> list[LogitsCase]:
-    """The table's cases, or a sweep's, or those of ``ROWSxCOLUMNS`` shapes whose columns are one rank's."""
-    sizes = [parsed_shape(shape, "ROWSxCOLUMNS") for shape in shapes or ()]
-    if sweep:
-        sizes += [[rows, divided(vocabulary, ranks)] for rows, vocabulary in SWEEPS[sweep]]
-    kinds = (reduction,) if reduction else REDUCTIONS
-    named = [LogitsCase(kind, rows, columns, ranks) for rows, columns in sizes for kind in kinds]
-    return named or [case for case in LOGITS_TARGETS if case.ranks == ranks and case.reduction in kinds]
-
-
-def linear_cases(ranks: int, shapes: list[str] | None = None, reduction: str | None = None) -> list[LinearCase]:
-    """The table's cases, or ``TOKENSxVOCABULARY[xHIDDEN]`` shapes whose vocabulary is that of all ranks."""
-    full = [shape if shape.count("x") > 1 else f"{shape}x{HIDDEN_SIZE}" for shape in shapes or ()]
-    sizes = [parsed_shape(shape, "TOKENSxVOCABULARYxHIDDEN") for shape in full]
-    kinds = (reduction,) if reduction else REDUCTIONS
-    named = [LinearCase(kind, rows, size, hidden, ranks) for rows, size, hidden in sizes for kind in kinds]
-    return named or [case for case in LINEAR_TARGETS if case.ranks == ranks and case.reduction in kinds]
+    if len(sizes) not in (2, 3) or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise ValueError(f"shape: expected TOKENSxVOCABULARY[xHIDDEN] such as 4096x128256, got {text!r}")
+    tokens, vocabulary, hidden = map(int, [*sizes, "0"][:3])
+    return tokens, vocabulary, hidden
 
 
 class Inputs(NamedTuple):
     """One rank's; ``tensors`` get a gradient: ``(logits,)`` or ``(hidden, weight)``.
 
-    ``upstreams`` is the gradient of the loss in each dtype that a loss may have; None stands for ones.
+    ``alongside`` returns what else a loss takes, by name. ``upstreams`` is the gradient of the loss in each dtype that
+    a loss may have; None stands for ones.
     """
 
     tensors: tuple[Tensor, ...]
     labels: Tensor
+    alongside: Callable[[str], Any]
     upstreams: dict[torch.dtype, Tensor] | None = None
 
 
-def logits_inputs(case: LogitsCase, rank: int, device: Any) -> Inputs:
-    """Random logits, different on each rank; labels are the same on all ranks."""
-    generator = torch.Generator(device).manual_seed(rank)
-    logits = torch.randn(case.rows, case.columns, generator=generator, device=device).mul_(3)
-    generator.manual_seed(1000)
-    labels = torch.randint(0, case.vocabulary, (case.rows,), generator=generator, device=device)
-    return Inputs((logits.to(getattr(torch, case.dtype)),), labels)
+class Alongside:
+    """What a loss takes beside logits or a head and labels; each is made when it is first asked for."""
+
+    OF_COLUMNS = ("class_weight",)  # the others have a row of each token
+
+    def __init__(self, case: Case, tensors: tuple[Tensor, ...], rank: int) -> None:
+        self._case, self._tensors, self._rank = case, tensors, rank
+        self._made: dict[str, Any] = {}
+
+    def __call__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = getattr(self, name)()
+        return self._made[name]
+
+    def _random(self, *shape: int, seed: int) -> Tensor:
+        device = self._tensors[0].device
+        return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed))
+
+    def class_weight(self) -> Tensor:
+        return self._random(self._case.columns, seed=2000 + self._rank).abs()
+
+    def temperature(self) -> Tensor:
+        return self._random(self._case.tokens, seed=3000).abs() + 0.5
+
+    def teacher(self) -> Any:
+        """Its logits, or its hidden states and weight."""
+        if self._case.is_head:
+            hidden, weight = (tensor.detach() for tensor in self._tensors)
+            return hidden.flip(0), weight.flip(1)
+        shape, dtype = self._tensors[0].shape, self._tensors[0].dtype
+        return self._random(*shape, seed=4000 + self._rank).mul_(3).to(dtype)
+
+    def probabilities(self) -> Tensor:
+        return self("teacher").softmax(-1) / self._case.ranks
+
+    def ids(self) -> Tensor:
+        """Which tokens the teacher knows does not matter."""
+        known = torch.arange(min(TOP, self._case.columns), device=self._tensors[0].device)
+        return known.expand(self._case.tokens, -1)
+
+    def log_probs(self) -> Tensor:
+        return self._random(*self("ids").shape, seed=5000).log_softmax(-1)
 
 
-def linear_inputs(case: LinearCase, rank: int, device: Any) -> Inputs:
-    """Hidden states of variance 1, a freshly initialised weight, and random upstream gradients for none."""
+def inputs_of(case: Case, rank: int, device: Any) -> Inputs:
+    """One rank's inputs. Weights and logits differ between the ranks; labels and hidden states are the same."""
     dtype = getattr(torch, case.dtype)
     own = torch.Generator(device).manual_seed(rank)
     common = torch.Generator(device).manual_seed(1000)
-    tokens = (case.tokens,)
-    weight = torch.randn(case.columns, case.hidden_size, generator=own, device=device).mul_(WEIGHT_STD)
+    if not case.is_head:
+        logits = torch.randn(case.tokens, case.columns, generator=own, device=device).mul_(3).to(dtype)
+        labels = torch.randint(0, case.vocabulary, (case.tokens,), generator=common, device=device)
+        return Inputs((logits,), labels, Alongside(case, (logits,), rank))
+    is_compared = case.kind in REDUCTIONS
+    std = WEIGHT_STD if is_compared else WIDE_WEIGHT_STD
+    weight = torch.randn(case.columns, case.hidden_size, generator=own, device=device).mul_(std)
     hidden = torch.randn(case.tokens, case.hidden_size, generator=common, device=device)
-    labels = torch.randint(0, case.vocabulary, tokens, generator=common, device=device)
-    labels[torch.rand(tokens, generator=common, device=device) < IGNORED_SHARE] = IGNORE_INDEX
-    upstream = torch.ones((), device=device)
-    if case.reduction == "none":
-        upstream = torch.randn(tokens, generator=common, device=device).to(dtype).float()
+    labels = torch.randint(0, case.vocabulary, (case.tokens,), generator=common, device=device)
+    upstreams = None
+    if is_compared:
+        labels[torch.rand(labels.shape, generator=common, device=device) < IGNORED_SHARE] = IGNORE_INDEX
+    if case.kind == "none":  # random, and the same in both dtypes
+        upstream = torch.randn(labels.shape, generator=common, device=device).to(dtype)
+        upstreams = {kind: upstream.to(kind) for kind in (torch.float32, dtype)}
     tensors = (hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_())
-    return Inputs(tensors, labels, {kind: upstream.to(kind) for kind in (torch.float32, dtype)})
+    return Inputs(tensors, labels, Alongside(case, tensors, rank), upstreams)

@@ -6,30 +6,38 @@ import importlib
 import json
 import os
 import platform
+import statistics
 import subprocess
-from importlib import metadata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from bench_lib.cases import OURS, Case, LinearCase, LogitsCase
+from bench_lib.cases import OURS, Case
 from bench_lib.timing import GRAPH_MIXING
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "results"
-LOSSES = "losses_1gpu.json"  # of scripts/bench_losses.py
-KINDS = ["table", "options", "sweep_tokens", "sweep_vocabulary", "linear_table", "linear_memory", "linear_profile"]
-STEPS = [
-    "transformers_step_1gpu",
-    "compile_1gpu",
-    "rl_1gpu",
-    "losses_1gpu",
-    "losses_2gpu",
-    "megatron_2gpu",
-    "frameworks_2gpu",
-]
-# In the hosts of documents of steps.
+# The file of what each command measures, without the number of GPUs.
+FILES = {
+    "table": "bench_table",
+    "options": "bench_options",
+    "tokens": "bench_sweep_tokens",
+    "vocabulary": "bench_sweep_vocabulary",
+    "head": "linear_table",
+    "memory": "linear_memory",
+    "profile": "linear_profile",
+    "losses": "losses",
+    "compile": "compile",
+    "rl": "rl",
+    "frameworks": "frameworks",
+    "transformers": "transformers_step",
+    "megatron": "megatron",
+}
+# Documents of one GPU that stand beside newer ones, and their commits, until they are measured again.
+OLDER = {"rl_1gpu": "5604c27298"}
+# In the hosts of documents from before they had "packages".
 STEP_PACKAGES = ["transformers", "liger-kernel", "verl", "trl", "openrlhf", "flash-attn", "megatron-core"]
 STEP_PACKAGES += ["torchtitan", "nemo-rl"]
 Document: TypeAlias = dict[str, Any]
@@ -56,22 +64,14 @@ def host_description() -> dict[str, Any]:
     }
 
 
-def version_of(package: str, module: str) -> str:
-    """Return the version of an installed package; of one that is only sources on the path, what they say, or "source".
-
-    Raises:
-        ImportError: there is neither.
-    """
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        found: str = getattr(importlib.import_module(module), "__version__", "source")
-        return found.partition("+")[0]  # NeMo-RL adds the commit of whatever repository its sources lie in
+def new_document(kind: str) -> Document:
+    """The beginning of a document: what is measured, where and at which commit."""
+    return {"kind": kind, "host": host_description() | {"packages": {}}, "finished": False, "absent": {}, "results": []}
 
 
-def name_of(kind: str, ranks: int) -> str:
-    """The committed file of a kind of document: ``bench_table_1gpu.json``."""
-    return f"{kind if kind.startswith('linear') else f'bench_{kind}'}_{ranks}gpu.json"
+def name_of(command: str, ranks: int) -> str:
+    """The committed document of a command, by the name of its file: ``bench_table_1gpu``."""
+    return f"{FILES[command]}_{ranks}gpu"
 
 
 def dumped(document: Document) -> str:
@@ -97,12 +97,11 @@ def read_document(path: Path, ranks: int | None = None) -> Document:
     Raises:
         ValueError: it has no commit, is of an unfinished run, or is of another number of GPUs.
     """
-    document: Document = json.loads(path.read_text(encoding="utf-8"))
+    document = upgraded(json.loads(path.read_text(encoding="utf-8")))
     host = document["host"]
     if not host["commit"]:
         raise ValueError(f"{path.name}: host.commit must name the commit measured, got nothing")
-    # Documents from before there was the field have predictions at their end.
-    if not document.get("finished", "predictions" in document) or document.get("missing"):
+    if not document["finished"] or document.get("missing"):
         raise ValueError(f"{path.name}: expected the document of a finished run")
     if ranks is not None and host["gpus_used"] != ranks:
         raise ValueError(f"{path.name}: host.gpus_used must be {ranks}, got {host['gpus_used']}")
@@ -110,28 +109,65 @@ def read_document(path: Path, ranks: int | None = None) -> Document:
 
 
 def read_documents(results: Path) -> dict[str, Document]:
-    """The committed documents by file name, in the order of ``KINDS``."""
-    names = {name_of(kind, ranks): ranks for kind in KINDS for ranks in (1, 2, 4)}
-    found = {name: read_document(results / name, ranks) for name, ranks in names.items() if (results / name).exists()}
-    if (results / LOSSES).exists():
-        found[LOSSES] = json.loads((results / LOSSES).read_text(encoding="utf-8"))
-    return found
+    """The committed documents by the names of their files, in the order of ``FILES``."""
+    names = {name_of(command, ranks): ranks for command in FILES for ranks in (1, 2, 4)}
+    paths = {results / f"{name}.json": ranks for name, ranks in names.items()}
+    return {path.stem: read_document(path, ranks) for path, ranks in paths.items() if path.exists()}
 
 
-def read_steps(results: Path) -> dict[str, Document]:
-    """The committed documents of steps, by file name without its ending."""
-    paths = [path for name in STEPS if (path := results / f"{name}.json").exists()]
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+def upgraded(document: Document) -> Document:
+    """A document of any age in the form of those that are written today; numbers stay, in their new units."""
+    of_cases = document.pop("cases", None)
+    if of_cases is not None:
+        document["results"] = [{"case": case["case"]} | each for case in of_cases for each in case["results"]]
+    points = document.pop("points", None)
+    document["results"] = [_upgraded(each) for each in points or document.get("results", [])]
+    # Documents of steps had no such field, and those from before it have predictions at their end.
+    document.setdefault("finished", of_cases is not None or "predictions" in document)
+    document.setdefault("absent", {})
+    if "case" in document:
+        document["case"] = _upgraded(document["case"])
+    return document
 
 
-def case_of(result: Result) -> Case:
-    kind = LinearCase if "hidden_size" in result else LogitsCase
-    return kind(*(result[field] for field in kind._fields))
+def _upgraded(result: Result) -> Result:
+    new = dict(result)
+    if "columns" in new:
+        new["tokens"], new["vocabulary"] = new.pop("rows"), new.pop("columns") * new["ranks"]
+    if "reduction" in new:
+        new["kind"] = new.pop("reduction")
+    if "microseconds" in new:
+        new["ms"] = new.pop("microseconds") / 1e3
+    if "extra_peak_bytes_per_row" in new:
+        new["peak_bytes"] = new.pop("extra_peak_bytes_per_row") * new["tokens"]
+    for old, name in (("milliseconds", "ms"), ("extra_peak_bytes", "peak_bytes")):
+        if old in new:
+            new[name] = new.pop(old)
+    if "peak_gib" in new:
+        new["peak_bytes"] = new.pop("peak_gib") * 2**30
+    if "ms_all" in new:
+        new["ms_quartiles"] = quartiles(new.pop("ms_all"))
+    return new
 
 
-def results_by_case(document: Document) -> dict[Case, dict[str, Result]]:
+def quartiles(times: Sequence[float]) -> list[float]:
+    """The lower and the upper one. What disturbs a host only adds: to compare two checkouts, take the lower."""
+    if len(times) < 2:
+        return [times[0], times[0]]
+    lower, _, upper = statistics.quantiles(times, n=4, method="inclusive")
+    return [lower, upper]
+
+
+def case_of(result: Result) -> Case | str:
+    """The case of a result, or how a table calls it."""
+    if "case" in result:
+        return str(result["case"])
+    return Case(**{field: result[field] for field in Case._fields if field in result})
+
+
+def results_by_case(document: Document) -> dict[Any, dict[str, Result]]:
     """Every case's results by provider, in the order in which they were measured."""
-    cases: dict[Case, dict[str, Result]] = {}
+    cases: dict[Any, dict[str, Result]] = {}
     for result in document["results"]:
         found = cases.setdefault(case_of(result), {})
         if result["provider"] in found:
@@ -153,7 +189,29 @@ def package_versions(document: Document) -> list[str]:
     host = document["host"]
     found = dict(host.get("packages", {}))
     found |= {name: host[name] for name in STEP_PACKAGES if name in host}
-    for name, version in host.get("providers", {}).items():
+    for name, version in host.get("providers", {}).items():  # of documents from before there were packages
         if not is_ours(name) and "torch" not in name and name != "loss_parallel":
             found[name.partition(" (")[0]] = version
     return [f"{package} {version}" for package, version in found.items()]
+
+
+def short_commit(document: Document) -> str:
+    return str(document["host"]["commit"])[:12]
+
+
+def require_one_commit(where: str, documents: Mapping[str, Document]) -> None:
+    """Refuse documents of one GPU and of several commits side by side, except what ``OLDER`` names.
+
+    Those of several GPUs are of other machines.
+
+    Raises:
+        ValueError: there are some.
+    """
+    commits: dict[str, list[str]] = {}
+    for name, document in documents.items():
+        host = document["host"]
+        if host["gpus_used"] == 1 and not (name in OLDER and host["commit"].startswith(OLDER[name])):
+            commits.setdefault(host["commit"], []).append(name)
+    if len(commits) > 1:
+        said = "; ".join(f"{commit[:12]}: {', '.join(names)}" for commit, names in commits.items())
+        raise ValueError(f"{where}: expected documents of one commit, got {said}; measure them again together")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from bench_lib.cases import IGNORE_INDEX, Inputs, LinearCase
+from bench_lib.cases import IGNORE_INDEX, Alongside, Inputs
+from bench_lib.rows import Row
 
 CHECKED_ROWS = 64
 SUMS = 64 * 2.0**-23  # the error of sums in fp32
 CHUNK_ELEMENTS = 2**27  # logits in fp64 that exist at a time: 1 GiB
+Given = Callable[[str], Any]  # what a loss takes, by name, in fp64, of all ranks
 
 
 def of_all_ranks(shard: Tensor, dim: int, group: Any) -> Tensor:
@@ -25,58 +29,126 @@ def of_all_ranks(shard: Tensor, dim: int, group: Any) -> Tensor:
     return torch.cat(parts, dim=dim)
 
 
-def losses_fp64(logits: Tensor, labels: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The outputs of this project's losses by PyTorch's own; token_log_probs if there is no ``reduction``."""
+def outputs_fp64(row: Row, logits: Tensor, given: Given) -> list[Tensor]:
+    """The outputs of each token, by PyTorch's own functions; a mean's divisor is left to the caller."""
+    options = row.options
     z = logits * options.get("logit_scale", 1.0)
     if options.get("softcap"):
         z = options["softcap"] * torch.tanh(z / options["softcap"])
-    if "reduction" not in options:
-        log_p = functional.log_softmax(z / options.get("temperature", 1.0), -1)
-        picked = log_p.gather(1, labels[:, None])[:, 0]
-        return (picked, -(log_p.exp() * log_p).sum(-1)) if options.get("entropy") else (picked,)
+    if row.loss == "log_probs":
+        temperature = given("temperature")[:, None] if "temperature" in row.given else options.get("temperature", 1.0)
+        return _log_probs(row.outputs, z / temperature, given("labels"))
+    if row.loss == "top_k":
+        known = given("log_probs")
+        return [(known.exp() * (known - z.log_softmax(-1).gather(1, given("ids")))).sum(-1)]
+    if row.loss == "distillation":
+        hard = options.get("hard_weight", 0.0)
+        divergence = _divergence(options.get("divergence", "forward"), given("teacher"), z)
+        of_labels = functional.cross_entropy(z, given("labels"), reduction="none") if hard else 0.0
+        return [(1 - hard) * divergence + hard * of_labels]
+    targets = given("probabilities" if row.loss == "soft" else "labels")
+    weight = given("class_weight") if "class_weight" in row.given else None
     smoothing = options.get("label_smoothing", 0.0)
-    if options.get("smoothing_formula") == "megatron":
-        smoothing *= z.shape[1] / (z.shape[1] - 1)
-    losses = functional.cross_entropy(z, labels, label_smoothing=smoothing, reduction="none")
-    losses = losses + options.get("z_loss", 0.0) * torch.logsumexp(z, -1).square()
-    if options["reduction"] == "none":
-        return (losses,)
-    items = len(labels) if options["reduction"] == "mean" else options.get("num_items", 1)
-    return (losses.sum() / items,)
+    losses = functional.cross_entropy(z, targets, weight, label_smoothing=smoothing, reduction="none")
+    return [losses + options.get("z_loss", 0.0) * torch.logsumexp(z, -1).square()]
 
 
-def expected_logits(shard: Tensor, labels: Tensor, options: dict[str, Any], group: Any) -> list[Tensor]:
-    """Losses, then this rank's part of the gradient of their sums. Collectives: one all_gather."""
-    source = of_all_ranks(shard.detach(), 1, group).double().requires_grad_()
-    losses = losses_fp64(source, labels, options)
-    (grad,) = torch.autograd.grad([loss.sum() for loss in losses], source)
-    first = 0 if group is None else dist.get_rank(group) * shard.shape[1]
-    return [*(loss.detach() for loss in losses), grad[:, first : first + shard.shape[1]]]
+def _log_probs(outputs: tuple[str, ...], z: Tensor, labels: Tensor) -> list[Tensor]:
+    log_p = z.log_softmax(-1)
+    every = {
+        "log_probs": lambda: log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0],
+        "entropy": lambda: -(log_p.exp() * log_p).sum(-1),
+        "lse": lambda: torch.logsumexp(z, -1),
+        "sum_sq_probs": lambda: log_p.exp().square().sum(-1),
+        "mean_logit": lambda: z.mean(-1),
+    }
+    return [every[name]() for name in outputs]
 
 
-def expected_linear(case: LinearCase, inputs: Inputs, group: Any) -> list[Tensor]:
-    """Loss and gradients of hidden and weight, chunk by chunk; each rank computes with the whole weight."""
-    hidden, shard = (tensor.detach() for tensor in inputs.tensors)
-    weight = of_all_ranks(shard, 0, group).double().requires_grad_()
-    valid = inputs.labels != IGNORE_INDEX
-    assert inputs.upstreams is not None
-    upstream = inputs.upstreams[torch.float32].double().expand(case.tokens)
-    if case.reduction == "mean":
-        upstream = upstream / valid.sum()
-    losses, d_hidden, d_weight = [], [], torch.zeros_like(weight)
-    chunk = max(1, CHUNK_ELEMENTS // case.vocabulary)
-    for start in range(0, case.tokens, chunk):
-        rows = slice(start, start + chunk)
-        part = hidden[rows].double().requires_grad_()
-        loss = functional.cross_entropy(part @ weight.T, inputs.labels[rows], reduction="none")
-        of_hidden, of_weight = torch.autograd.grad(loss, (part, weight), upstream[rows])
-        losses.append(loss.detach())
-        d_hidden.append(of_hidden)
-        d_weight += of_weight
-    loss = torch.cat(losses)
-    first = 0 if group is None else dist.get_rank(group) * case.columns
-    total = loss.sum() / valid.sum() if case.reduction == "mean" else loss
-    return [total, torch.cat(d_hidden), d_weight[first : first + case.columns].clone()]
+def _divergence(name: str, teacher: Tensor, student: Tensor) -> Tensor:
+    log_t, log_s = teacher.log_softmax(-1), student.log_softmax(-1)
+
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        return (log_a.exp() * (log_a - log_b)).sum(-1)
+
+    if name == "js":  # of beta 0.5
+        log_m = ((log_t.exp() + log_s.exp()) / 2).log()
+        return (kl(log_t, log_m) + kl(log_s, log_m)) / 2
+    return kl(log_t, log_s) if name == "forward" else kl(log_s, log_t)
+
+
+class Truth:
+    """Losses and gradients of one rank's inputs; what each token takes is read in chunks of tokens."""
+
+    def __init__(self, inputs: Inputs, group: Any, n_tokens: int) -> None:
+        *of_tokens, shard = (tensor.detach() for tensor in inputs.tensors)
+        self.is_head, self.group, self.n_tokens = bool(of_tokens), group, n_tokens
+        self.inputs, self.labels, self.n_columns = inputs, inputs.labels[:n_tokens], shard.shape[0 if of_tokens else 1]
+        self.sharded = shard if of_tokens else shard[:n_tokens]
+        self.hidden = of_tokens[0][:n_tokens] if of_tokens else None
+        self.whole = of_all_ranks(self.sharded, 0 if of_tokens else 1, group)
+
+    def expected(self, row: Row) -> list[Tensor]:
+        """The outputs of a row, then the gradients of their sums. Collectives: all_gathers."""
+        vectors = {name: self._whole(name) for name in row.given if name in Alongside.OF_COLUMNS}
+        divisor = self._divisor(row, vectors)
+        leaf = self.whole.double().requires_grad_() if self.is_head else None
+        outputs, of_tokens, d_weight = [], [], None if leaf is None else torch.zeros_like(leaf)
+        for start in range(0, self.n_tokens, max(1, CHUNK_ELEMENTS // (self.n_columns * self._ranks))):
+            rows = slice(start, start + max(1, CHUNK_ELEMENTS // (self.n_columns * self._ranks)))
+            own = (self.whole if self.hidden is None else self.hidden)[rows].double().requires_grad_()
+            logits = own if leaf is None else own @ leaf.T
+            found = outputs_fp64(row, logits, partial(self._given, rows, vectors))
+            total = torch.stack([self._weighted(output, rows) for output in found]).sum() / divisor
+            grads = torch.autograd.grad(total, (own,) if leaf is None else (own, leaf))
+            outputs.append([output.detach() for output in found])
+            of_tokens.append(grads[0])
+            if d_weight is not None:
+                d_weight += grads[1]
+        together = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+        if row.reduction != "none":
+            together = [output.sum() / divisor for output in together]
+        first = self.n_columns * (0 if self.group is None else dist.get_rank(self.group))
+        d_tokens, own_columns = torch.cat(of_tokens), slice(first, first + self.n_columns)
+        if d_weight is None:
+            return [*together, d_tokens[:, own_columns]]
+        return [*together, d_tokens, d_weight[own_columns].clone()]
+
+    @property
+    def _ranks(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def _divisor(self, row: Row, vectors: dict[str, Tensor]) -> Any:
+        if row.reduction != "mean":
+            return row.options.get("num_items", 1)
+        if row.loss != "cross_entropy":
+            return self.n_tokens
+        counted = self.labels[self.labels != IGNORE_INDEX]
+        return vectors["class_weight"][counted].sum() if vectors else len(counted)
+
+    def _weighted(self, output: Tensor, rows: slice) -> Tensor:
+        """The sum, by the gradient that the loss is given."""
+        if self.inputs.upstreams is None:
+            return output.sum()
+        return (output * self.inputs.upstreams[torch.float32][rows].double()).sum()
+
+    def _whole(self, name: str) -> Tensor:
+        return of_all_ranks(self.inputs.alongside(name), 0, self.group).double()
+
+    def _given(self, rows: slice, vectors: dict[str, Tensor], name: str) -> Any:
+        if name in vectors:
+            return vectors[name]
+        if name == "labels":
+            return self.labels[rows]
+        value = self.inputs.alongside(name)
+        rows = slice(rows.start, min(rows.stop, self.n_tokens))
+        if isinstance(value, tuple):
+            hidden, weight = value
+            return hidden[rows].double() @ of_all_ranks(weight, 0, self.group).double().T
+        if name == "ids":
+            return value[rows]
+        whole = of_all_ranks(value[rows], 1, self.group) if name in ("teacher", "probabilities") else value[rows]
+        return whole.double()
 
 
 @torch.no_grad()
@@ -93,7 +165,7 @@ def errors_of(actual: tuple[Tensor, ...], right: list[Tensor], gradients: tuple[
         norms = norm(right_grad, dim=1)
         # A row that must be zero counts as one far smaller than the others.
         smallest = float(norms[norms > 0].median()) * 1e-3 if bool(norms.any()) else 1e-30
-        relative = norm(grad - right_grad, dim=1) / norms.clamp(min=smallest)
+        relative = norm(grad.reshape(right_grad.shape) - right_grad, dim=1) / norms.clamp(min=smallest)
         errors[name] = float(relative.square().mean().sqrt())
     return errors
 

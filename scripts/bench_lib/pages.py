@@ -7,16 +7,23 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from bench_lib.cases import OURS, LinearCase
-from bench_lib.documents import Document, Result, is_timed, name_of, results_by_case
+from bench_lib.cases import OURS, Case
+from bench_lib.documents import (
+    Document,
+    Result,
+    is_timed,
+    name_of,
+    require_one_commit,
+    results_by_case,
+    short_commit,
+)
 from bench_lib.report import gib, host_line, readme_block, table
 
 MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
-HEAD = LinearCase("mean", 32768, 128256, 4096, 1)  # of README
+HEAD = Case("mean", 32768, 128256, 1, 4096)  # of README
 LESS = 1.02  # memory differs if one has so many times the other's
 
 
@@ -117,15 +124,6 @@ FRAMEWORKS = (
 )
 
 
-def quartiles(result: Result) -> tuple[float, float]:
-    """The lower and the upper quartile of a provider's milliseconds."""
-    times = result["ms_all"]
-    if len(times) < 2:
-        return result["ms"], result["ms"]
-    lower, _, upper = statistics.quantiles(times, n=4, method="inclusive")
-    return lower, upper
-
-
 def milliseconds(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
@@ -135,17 +133,13 @@ def cost(result: Result) -> str:
 
 
 def gib_of(result: Result) -> str:
-    return f"{result['peak_gib']:.2f}"
-
-
-def by_case(document: Document) -> dict[str, dict[str, Result]]:
-    return {case["case"]: {each["provider"]: each for each in case["results"]} for case in document["cases"]}
+    return gib(result["peak_bytes"])
 
 
 def steps_block(document: Document) -> str:
     """One table for all cases that have the same providers: time with its quartiles, and memory."""
     groups: dict[tuple[str, ...], list[str]] = {}
-    cases = by_case(document)
+    cases = results_by_case(document)
     for case, results in cases.items():
         groups.setdefault(tuple(results), []).append(case)
     parts = [f"{host_line(document)} Milliseconds (quartiles), and GiB of new memory at the peak:"]
@@ -156,50 +150,57 @@ def steps_block(document: Document) -> str:
 
 
 def steps_cell(result: Result) -> str:
-    lower, upper = map(milliseconds, quartiles(result))
+    lower, upper = map(milliseconds, result["ms_quartiles"])
     return f"{milliseconds(result['ms'])} ({lower}-{upper}), {gib_of(result)}"
 
 
 def losses_block(document: Document) -> str:
     """Losses over logits in copies of them, and beside the call without the last option; then those of heads."""
-    cases = by_case(document)
-    of_logits = {case: results for case, results in cases.items() if "copy" in results}
+    cases = results_by_case(document)
+    of_logits = {case: results for case, results in cases.items() if case.count(" x ") == 1}
     names = [name for name in next(iter(of_logits.values())) if name != "copy"]
     rows = []
     for name in names:
         base = name.rpartition(", ")[0]
         cells, memory = [], []
         for case, results in of_logits.items():
-            ratio = results[name]["ms"] / results["copy"]["ms"]
+            ratio = results[name]["ratio"]
             over = 100 * (results[name]["ms"] / results[base]["ms"] - 1) if base in results else None
             cells.append(f"{ratio:.2f}" if over is None else f"{ratio:.2f} ({over:+.1f} %)")
-            memory.append(f"{results[name]['peak_gib'] * 2**30 / int(case.partition(' ')[0]):.0f}")
+            memory.append(f"{results[name]['peak_bytes'] / int(case.partition(' ')[0]):.0f}")
         rows.append([f"`{name}`", *cells, ", ".join(dict.fromkeys(memory))])
     title = f"{host_line(document)} Time over a copy of the logits, and over the same call without the last option:"
-    heads = document | {"cases": [case for case in document["cases"] if case["case"] not in of_logits]}
+    heads = document | {"results": [each for each in document["results"] if each["case"] not in of_logits]}
     of_heads = steps_block(heads).partition("\n\n")
     return f"{title}\n\n{table(['call', *of_logits, 'bytes per row'], rows)}\n\nHeads, in ms and GiB:\n\n{of_heads[2]}"
 
 
 def frameworks_block(documents: Mapping[str, Document]) -> str:
     """Time and memory without and with this package, the fused peers, and where this package loses."""
-    rows = []
+    rows, used = [], {row.document: documents[row.document] for row in FRAMEWORKS}
+    require_one_commit("README", used)
     for row in FRAMEWORKS:
         document = documents[row.document]
-        results = by_case(document)[row.case]
+        results = results_by_case(document)[row.case]
         peers = [f"{peer}: {cost(results[peer])}" for peer in row.peers if peer in results]
         is_same = not worse(results[row.without], results[row.given], "ms")
         is_same &= not worse(results[row.given], results[row.without], "ms")
         given = cost(results[row.given]) + (": time within the noise" if is_same else "")
         cells = [row.name, row.line, row.setting + row.case, cost(results[row.without]), given]
-        rows.append([*cells, "; ".join(peers) or "-", where_it_loses(row, by_case(document))])
-    return table(["framework", "the line", "case", "without", "with", "beside", "where it loses"], rows)
+        rows.append([*cells, "; ".join(peers) or "-", where_it_loses(row, results_by_case(document))])
+    every = table(["framework", "the line", "case", "without", "with", "beside", "where it loses"], rows)
+    commits: dict[str, list[str]] = {}
+    for row in FRAMEWORKS:
+        name = row.name.partition("]")[0].lstrip("[")
+        commits.setdefault(short_commit(used[row.document]), []).append(name)
+    first, *others = (f"{commit} ({', '.join(names)})" for commit, names in commits.items())
+    return f"{every}\n\n{'Commits' if others else 'Commit'} {'; '.join([first, *others])}."
 
 
 def where_it_loses(row: Framework, cases: dict[str, dict[str, Result]]) -> str:
     """The worst case by time, and the worst by memory, beside what the row names; "-" if there is none."""
     said = []
-    for key, unit, text in (("ms", "ms", milliseconds), ("peak_gib", "GiB", "{:.2f}".format)):
+    for key, unit, text in (("ms", "ms", milliseconds), ("peak_bytes", "GiB", gib)):
         found = [
             (results[own][key] / results[other][key], case, own, other)
             for case, results in cases.items()
@@ -216,30 +217,30 @@ def where_it_loses(row: Framework, cases: dict[str, dict[str, Result]]) -> str:
 def worse(result: Result, other: Result, key: str) -> bool:
     """Whether a provider takes more: time beyond the quartiles, or memory."""
     if key == "ms":
-        return quartiles(result)[0] > quartiles(other)[1]
-    return bool(result["peak_gib"] > LESS * other["peak_gib"] + 0.01)
+        return result["ms_quartiles"][0] > other["ms_quartiles"][1]
+    return bool(result["peak_bytes"] > LESS * other["peak_bytes"] + 0.01 * 2**30)
 
 
 def head_block(document: Document) -> str:
     """The head and its loss beside fused peers, from the least memory to the most."""
     results = {name: each for name, each in results_by_case(document)[HEAD].items() if is_timed(each)}
-    order = sorted(results, key=lambda name: results[name]["extra_peak_bytes"])
+    order = sorted(results, key=lambda name: results[name]["peak_bytes"])
     rows = []
     for name in order:
         each = results[name]
-        numbers = [f"{each['milliseconds']:.0f}", f"{each['ratio']:.2f}", gib(each["extra_peak_bytes"])]
+        numbers = [f"{each['ms']:.0f}", f"{each['ratio']:.2f}", gib(each["peak_bytes"])]
         rows.append([name if name != OURS else "linear_cross_entropy", *numbers])
     return table([f"{HEAD.tokens} x {HEAD.vocabulary}, D = {HEAD.hidden_size}", "ms", "/ matmuls", "GiB"], rows)
 
 
-def blocks(documents: dict[str, Document], steps: Mapping[str, Document]) -> dict[str, Callable[[], str]]:
+def blocks(documents: dict[str, Document]) -> dict[str, Callable[[], str]]:
     """What makes each block, by name."""
     made: dict[str, Callable[[], str]] = {
         "speed": lambda: readme_block(documents),
-        "head": lambda: head_block(documents[name_of("linear_table", 1)]),
-        "frameworks": lambda: frameworks_block(steps),
+        "head": lambda: head_block(documents[name_of("head", 1)]),
+        "frameworks": lambda: frameworks_block(documents),
     }
-    for name, document in steps.items():
+    for name, document in documents.items():
         kind = losses_block if name.startswith("losses") else steps_block
         made[name] = lambda kind=kind, document=document: kind(document)  # type: ignore[misc]
     return made

@@ -1,8 +1,9 @@
-"""Everything that is measured: this project, PyTorch and other projects, for logits and for a linear head.
+"""Everything that is measured: this project, PyTorch and other projects, for logits and for a head.
 
-A provider is imported when it is first used. If that fails, it is absent, with the reason. Each is called
-alike: ``step(inputs, reduction, group)`` returns the losses and then the gradients of ``inputs.tensors``, as
-``torch.autograd.grad`` returns them to a training step. Logits may be overwritten.
+A provider is a name, what it takes, what it returns and what it needs installed. It is imported when it is first used.
+If that fails, it is absent, with the reason. Each is called alike: ``step(inputs, reduction, group)`` returns the
+losses and then the gradients of ``inputs.tensors``, as ``torch.autograd.grad`` returns them to a training step. Logits
+may be overwritten.
 
 In the lambdas: m the module, x logits, h hidden, w weight, y labels, r the reduction, g the group.
 """
@@ -10,10 +11,11 @@ In the lambdas: m the module, x logits, h hidden, w weight, y labels, r the redu
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from importlib import metadata
 from typing import Any, TypeAlias
 
 import torch
@@ -22,9 +24,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench_lib.cases import IGNORE_INDEX, IN_FORWARD, OURS, REDUCTIONS, Case, Inputs
+from bench_lib.rows import Row
 
 QUACK_CHUNK_TOKENS = 4096  # its own default
 FP32_LOGITS, FP32 = f"{OURS}[fp32 logits]", {"logits_dtype": torch.float32}
+OUR_PACKAGE, BASELINE = "vocab-parallel-ce", ", baseline"
 LossOf: TypeAlias = Callable[..., Any]  # of (*tensors, labels, reduction, group)
 Step: TypeAlias = Callable[[Inputs, str, Any], tuple[Tensor, ...]]
 
@@ -35,14 +39,14 @@ def ones(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones(shape, dtype=dtype, device=device)
 
 
-def through_autograd(loss_of: LossOf, *, reduces_hidden: bool = True) -> Step:
-    """Losses and gradients of ``loss_of``, which may return several losses.
+def through_autograd(losses_of: Callable[[Inputs, str, Any], Any], *, reduces_hidden: bool = True) -> Step:
+    """Losses and gradients of ``losses_of``, which may return several losses.
 
     If not ``reduces_hidden``, the gradient of hidden is summed over the ranks afterwards.
     """
 
     def step(inputs: Inputs, reduction: str, group: Any) -> tuple[Tensor, ...]:
-        loss = loss_of(*inputs.tensors, inputs.labels, reduction, group)
+        loss = losses_of(inputs, reduction, group)
         losses = loss if isinstance(loss, tuple) else (loss,)
         if inputs.upstreams is None:
             upstream = [ones(each.shape, each.dtype, each.device) for each in losses]
@@ -60,25 +64,29 @@ def through_autograd(loss_of: LossOf, *, reduces_hidden: bool = True) -> Step:
 class Provider:
     """One way to compute a loss and its gradients.
 
-    ``loss_from`` makes the loss from the imported ``module``; if ``is_step``, it makes the whole step.
-    ``refuses`` gives the reason to refuse a case, or None. ``checked_as`` is the reduction whose gradient is
-    returned, if not the one asked for. ``gradient`` says when this project writes it. ``options`` are those
-    that the check needs beside the reduction.
+    ``takes`` is ``"logits"`` or ``"head"``. ``returns`` is what it computes, if not the cross-entropy of the reduction
+    asked for. ``module`` and ``distribution`` are what it needs installed. ``loss_from`` makes the loss from the
+    imported module; if ``is_step``, the whole step. ``context`` is around its calls. ``refuses`` gives the reason to
+    refuse a case, or None. ``gradient`` says when this project writes it. ``baseline`` names the same call of another
+    commit. If not ``is_whole``, its gradients are parts, which are not compared.
     """
 
     name: str
     loss_from: Callable[[Any], Any]
     module: str
     distribution: str
+    takes: str = "logits"
+    returns: Row | None = None
     of_one_rank: bool = True
     of_several: bool = True
     is_default: bool = True
     is_step: bool = False
+    is_whole: bool = True
     reduces_hidden: bool = True
     refuses: Callable[[Case], str | None] = lambda case: None
-    checked_as: str | None = None
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
     gradient: str | None = None
-    options: dict[str, Any] | None = None
+    baseline: str | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -101,14 +109,30 @@ class Provider:
     @cached_property
     def step(self) -> Step:
         made = self.loss_from(importlib.import_module(self.module))
-        return made if self.is_step else through_autograd(made, reduces_hidden=self.reduces_hidden)
+        if self.is_step:
+            return made
+
+        def losses_of(inputs: Inputs, reduction: str, group: Any) -> Any:
+            return made(*inputs.tensors, inputs.labels, reduction, group)
+
+        return through_autograd(losses_of, reduces_hidden=self.reduces_hidden)
 
     @property
     def version(self) -> str:
-        try:
-            return importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return str(getattr(importlib.import_module(self.module), "__version__", "unknown"))
+        return version_of(self.distribution, self.module.partition(".")[0])
+
+
+def version_of(package: str, module: str) -> str:
+    """Return the version of an installed package; of one that is only sources on the path, what they say, or "source".
+
+    Raises:
+        ImportError: there is neither.
+    """
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        found: str = getattr(importlib.import_module(module), "__version__", "source")
+        return found.partition("+")[0]  # NeMo-RL adds the commit of whatever repository its sources lie in
 
 
 def first_line(error: BaseException) -> str:
@@ -132,12 +156,12 @@ def reduced(losses: Tensor, reduction: str) -> Tensor:
 
 
 def _is_reduced(case: Case) -> str | None:
-    is_reduced = case.reduction != "none"
+    is_reduced = case.kind != "none"
     return None if is_reduced else "in_forward is for reduced losses: the grad_output of each token comes after forward"
 
 
 def _is_mean(case: Case) -> str | None:
-    return None if case.reduction == "mean" else "the kernel takes no grad_output: timed with the means"
+    return None if case.kind == "mean" else "the kernel takes no grad_output: timed with the means"
 
 
 def _ours(name: str, gradient: str = "in_backward", **options: str) -> Provider:
@@ -147,7 +171,7 @@ def _ours(name: str, gradient: str = "in_backward", **options: str) -> Provider:
         name,
         lambda m: lambda x, y, r, g: m.vocab_parallel_cross_entropy(x, y, group=g, reduction=r, **options),
         OURS,
-        "vocab-parallel-ce",
+        OUR_PACKAGE,
         of_several=options.get("impl") != "one_pass",
         is_default="impl" not in options,
         refuses=_is_reduced if gradient == "in_forward" else lambda case: None,
@@ -283,13 +307,16 @@ def _cut(cut: Any, **options: Any) -> LossOf:
 FLASH, LIGER = "flash_attn.ops.triton.cross_entropy", "liger_kernel.transformers"
 MEGATRON, LOSS_PARALLEL = "megatron.core.fusions.fused_cross_entropy", "torch.distributed.tensor.parallel"
 QUACK, ENGINE = "quack.cross_entropy", "transformer_engine.pytorch.cross_entropy"
-_linear = partial(Provider, module=OURS, distribution="vocab-parallel-ce")
+_head = partial(Provider, takes="head")
+_linear = partial(_head, module=OURS, distribution=OUR_PACKAGE)
 _torch = partial(Provider, module="torch.nn", distribution="torch", of_several=False)
+_torch_head = partial(_torch, takes="head")
 _quacks = partial(Provider, distribution="quack-kernels", of_several=False)
+_quack_head = partial(_quacks, takes="head")
 _engines = partial(Provider, module=ENGINE, distribution="transformer-engine")
-_cuts = partial(Provider, module="cut_cross_entropy", distribution="cut-cross-entropy", of_several=False)
+_cuts = partial(_head, module="cut_cross_entropy", distribution="cut-cross-entropy", of_several=False)
 
-LOGITS_PROVIDERS: tuple[Provider, ...] = (
+PROVIDERS: tuple[Provider, ...] = (
     _ours(OURS),
     _ours(IN_FORWARD, gradient="in_forward"),
     _ours(f"{OURS}[triton]", impl="triton"),
@@ -301,7 +328,14 @@ LOGITS_PROVIDERS: tuple[Provider, ...] = (
     Provider("liger-kernel", _liger, LIGER, "liger-kernel"),
     _quacks("quack-kernels", partial(_quack, in_place=True), QUACK),
     _quacks("quack-kernels (out of place)", partial(_quack, in_place=False), QUACK),
-    _quacks("quack-kernels (kernel alone)", _quack_kernel, QUACK, is_step=True, refuses=_is_mean, checked_as="none"),
+    _quacks(
+        "quack-kernels (kernel alone)",
+        _quack_kernel,
+        QUACK,
+        is_step=True,
+        refuses=_is_mean,
+        returns=Row("cross_entropy", {"reduction": "none"}),
+    ),
     Provider("flash-attn", _flash, FLASH, "flash-attn"),
     # Before transformer-engine: it looks for that when it is imported.
     Provider("megatron-core", _megatron, MEGATRON, "megatron-core"),
@@ -310,18 +344,16 @@ LOGITS_PROVIDERS: tuple[Provider, ...] = (
     ),
     _engines("transformer-engine", _engine),
     _engines("transformer-engine (overwrite)", partial(_engine, overwrite_input=True)),
-)
-LINEAR_PROVIDERS: tuple[Provider, ...] = (
     _linear(OURS, lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r)),
     _linear(FP32_LOGITS, lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r, **FP32)),
     _linear(f"F.linear + {OURS}", _unfused, reduces_hidden=False),
-    _torch("torch eager", lambda m: _eager_linear),
-    _torch("torch.compile", lambda m: torch.compile(_eager_linear, dynamic=False)),
-    _torch("F.linear_cross_entropy", _torch_fused),
-    Provider("F.linear + flash-attn", _flash_linear, FLASH, "flash-attn", reduces_hidden=False),
-    Provider("liger-kernel", _liger_linear, LIGER, "liger-kernel", of_several=False),
+    _torch_head("torch eager", lambda m: _eager_linear),
+    _torch_head("torch.compile", lambda m: torch.compile(_eager_linear, dynamic=False)),
+    _torch_head("F.linear_cross_entropy", _torch_fused),
+    _head("F.linear + flash-attn", _flash_linear, FLASH, "flash-attn", reduces_hidden=False),
+    _head("liger-kernel", _liger_linear, LIGER, "liger-kernel", of_several=False),
     # It sums the weight's gradient in bf16, unless told not to.
-    Provider(
+    _head(
         "liger-kernel (fp32 sum)",
         partial(_liger_linear, accum_dtype=torch.float32),
         LIGER,
@@ -331,5 +363,5 @@ LINEAR_PROVIDERS: tuple[Provider, ...] = (
     # It leaves blocks of small probabilities out of the gradients, unless told not to.
     _cuts("cut-cross-entropy", _cut),
     _cuts("cut-cross-entropy (exact)", partial(_cut, filter_eps=None)),
-    _quacks("quack-kernels", _quack_linear, "quack.linear_cross_entropy"),
+    _quack_head("quack-kernels", _quack_linear, "quack.linear_cross_entropy"),
 )

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_lib.cases import IN_FORWARD, LINEAR_TARGETS, LOGITS_TARGETS, LOSSES_TARGETS, OPTIONS, OURS, Case, LogitsCase
+from bench_lib.cases import IN_FORWARD, LOSSES_TARGETS, OURS, TARGETS, Case
 from bench_lib.documents import (
-    LOSSES,
+    FILES,
     Document,
     Result,
     case_of,
@@ -21,7 +21,9 @@ from bench_lib.documents import (
     is_timed,
     name_of,
     package_versions,
+    require_one_commit,
     results_by_case,
+    short_commit,
 )
 
 TEMPLATE = Path(__file__).with_name("performance.template.md")
@@ -35,9 +37,9 @@ UNITS = {
     "gib_over_fp32_weight_gradient": "GiB over an fp32 gradient of the weight",
 }
 SHOWN = ("ratio", "microseconds", "microseconds_eager", "microseconds_graph")
-README_CASES = [(LogitsCase("mean", 4096, 128256, 1), provider) for provider in (OURS, IN_FORWARD)]
-README_SHAPES = ((4096, 128256, 1), (8192, 32064, 1), (16384, 64128, 2), (16384, 32064, 4))
-README_CASES += [(LogitsCase("none", *shape), OURS) for shape in README_SHAPES]
+README_CASES = [(Case("mean", 4096, 128256, 1), provider) for provider in (OURS, IN_FORWARD)]
+README_SHAPES = ((4096, 128256, 1), (8192, 32064, 1), (16384, 128256, 2), (16384, 128256, 4))
+README_CASES += [(Case("none", *shape), OURS) for shape in README_SHAPES]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -56,6 +58,11 @@ def shown(metric: str, value: float | None) -> str:
 
 def gib(n_bytes: float) -> str:
     return f"{n_bytes / GIB:.2f}"
+
+
+def per_row(result: Result) -> str:
+    """Bytes of new memory for each token."""
+    return f"{result['peak_bytes'] / result['tokens']:.1f}"
 
 
 def gpus(count: int) -> str:
@@ -81,7 +88,9 @@ def number(result: Result | None, metric: str) -> float | None:
         return None
     if metric == "gib_over_fp32_weight_gradient":
         weight = result["vocabulary"] // result["ranks"] * result["hidden_size"]
-        return float(result["extra_peak_bytes"] - 4 * weight) / GIB
+        return float(result["peak_bytes"] - 4 * weight) / GIB
+    if metric == "microseconds":
+        return round(1e3 * result["ms"], 2)
     return result.get(metric)
 
 
@@ -92,11 +101,13 @@ def best_other(results: dict[str, Result], metric: str) -> tuple[str, float] | N
     return min(found, key=lambda pair: (pair[1], pair[0]), default=None)
 
 
-def host_line(document: Document) -> str:
+def host_line(document: Document, commit: str | None = None) -> str:
+    """The machine, the versions, and the commit if it is not the one that the page says at its top."""
     host = document["host"]
     versions = f"torch {host['torch']}, Triton {host['triton']}, CUDA {host['cuda']}, Python {host['python']}"
     packages = ", ".join(package_versions(document)) or "no other package"
-    return f"{host['gpus_used']} x {host['gpu']}; {versions}; {packages}; commit {host['commit'][:12]}."
+    own = "" if host["commit"] == commit else f"; commit {short_commit(document)}"
+    return f"{host['gpus_used']} x {host['gpu']}; {versions}; {packages}{own}."
 
 
 def providers_of(cases: dict[Any, dict[str, Result]]) -> list[str]:
@@ -114,7 +125,7 @@ def notes(document: Document) -> str:
     said = [(f"absent: {one_line(reason)}", name) for name, reason in document["absent"].items()]
     for result in document["results"]:
         name = result["provider"]
-        if not is_timed(result) and (name, result["reduction"]) != (IN_FORWARD, "none"):  # the page says that
+        if not is_timed(result) and (name, result.get("kind")) != (IN_FORWARD, "none"):  # the page says that
             said.append((f"refused in some or all cases: {one_line(result['refused'])}", name))
         elif not result.get("queued", True):
             said.append(("waits for the device, so its time includes the host's", name))
@@ -153,7 +164,7 @@ def faster_elsewhere(cases: dict[Case, dict[str, Result]]) -> str:
     return table(header, rows)
 
 
-def logits_part(document: Document) -> str:
+def logits_part(document: Document, commit: str | None = None) -> str:
     """The tables of one number of GPUs."""
     cases = results_by_case(document)
     rows, spreads = [], [0.0]
@@ -163,14 +174,14 @@ def logits_part(document: Document) -> str:
             if result is None or not is_timed(result):
                 continue
             other = best_other(results, "ratio")
-            numbers = [shown(metric, result[metric]) for metric in SHOWN]
+            numbers = [shown(metric, number(result, metric)) for metric in SHOWN]
             spreads.append((result["ratio_spread"][1] - result["ratio_spread"][0]) / result["ratio"])
-            numbers.append(f"{result['extra_peak_bytes_per_row']:.1f}")
+            numbers.append(per_row(result))
             best = f"{other[0]} {shown('ratio', other[1])}" if other else "-"
             rows.append([row_name(case, provider), *numbers, best])
     header = ["tokens x vocabulary", "time / copy", "us", "eager us", "CUDA graph us", "extra B/row"]
     parts = [
-        f"{host_line(document)} This project's ratios vary by {100 * max(spreads):.1f} % or less.",
+        f"{host_line(document, commit)} This project's ratios vary by {100 * max(spreads):.1f} % or less.",
         table([*header, "best other"], rows),
         provider_table(cases, "All providers, time / copy:", "tokens x vocabulary"),
         faster_elsewhere(cases),
@@ -179,8 +190,8 @@ def logits_part(document: Document) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def sweep_part(document: Document) -> str:
-    title = f"{host_line(document)} Time / copy:"
+def sweep_part(document: Document, commit: str | None = None) -> str:
+    title = f"{host_line(document, commit)} Time / copy:"
     every = provider_table(results_by_case(document), title, "tokens x vocabulary")
     said = notes(document)
     if any(each["provider"] == OURS and "gradient" not in each for each in document["results"]):
@@ -188,53 +199,52 @@ def sweep_part(document: Document) -> str:
     return f"{every}\n\n{said.strip()}"
 
 
-def options_part(documents: Sequence[Document]) -> str:
+def options_part(documents: Sequence[Document], commit: str | None = None) -> str:
     """One row per call: its ratio to the copy, and in brackets to the same reduction without options."""
     columns: dict[str, dict[str, Result]] = {}
     for document in documents:
         for case, results in results_by_case(document).items():
-            columns[f"{str(case).removeprefix(OPTIONS)}, {gpus(case.ranks)}".strip()] = results
+            columns[f"{str(case).removeprefix('options')}, {gpus(case.ranks)}".strip()] = results
     names = list(dict.fromkeys(name for results in columns.values() for name in results))
     rows = []
     for name in names:
         plain = "none" if name.startswith(("none", "token")) else "mean"
         found = [(results.get(name), results[plain]["ratio"]) for results in columns.values()]
         cells = [f"{r['ratio']:.2f} ({r['ratio'] / without:.2f})" if r else "-" for r, without in found]
-        memory = next(r["extra_peak_bytes_per_row"] for r, _ in found if r)
-        rows.append([name, *cells, f"{memory:.1f}"])
-    hosts = "\n".join(f"- {host_line(document)}" for document in documents)
+        memory = next(per_row(r) for r, _ in found if r)
+        rows.append([name, *cells, memory])
+    hosts = "\n".join(f"- {host_line(document, commit)}" for document in documents)
     return f"{hosts}\n\n{table(['call', *columns, 'extra B/row'], rows)}"
 
 
-def linear_part(document: Document) -> str:
+def linear_part(document: Document, commit: str | None = None) -> str:
     """This project's numbers, then every provider's."""
 
     def cell(result: Result) -> str:
-        return f"{result['ratio']:.3f}, {gib(result['extra_peak_bytes'])}"
+        return f"{result['ratio']:.3f}, {gib(result['peak_bytes'])}"
 
     cases, rows = results_by_case(document), []
     for case, results in cases.items():
         ours, other = results[OURS], best_other(results, "ratio")
-        numbers = [f"{ours['ratio']:.3f}", f"{ours['milliseconds']:.2f}", gib(ours["extra_peak_bytes"])]
+        numbers = [f"{ours['ratio']:.3f}", f"{ours['ms']:.2f}", gib(ours["peak_bytes"])]
         rows.append([str(case), *numbers, f"{other[0]} {cell(results[other[0]])} GiB" if other else "-"])
     header = ["case", "time / matmuls", "ms", "extra GiB", "best other"]
     every = provider_table(cases, "All providers, time / matmuls and extra GiB:", "case", cell)
-    return "\n\n".join([host_line(document), table(header, rows), every, notes(document)])
+    return "\n\n".join([host_line(document, commit), table(header, rows), every, notes(document)])
 
 
-def memory_part(document: Document) -> str:
+def memory_part(document: Document, commit: str | None = None) -> str:
     """Extra peak memory in GiB, one row per number of tokens."""
-    points = document["points"]
-    names = list(dict.fromkeys(point["provider"] for point in points))
+    names = list(dict.fromkeys(result["provider"] for result in document["results"]))
     rows = []
-    for case, results in results_by_case({"results": points}).items():
-        cells = [gib(results[n]["extra_peak_bytes"]) if is_timed(results[n]) else "-" for n in names]
+    for case, results in results_by_case(document).items():
+        cells = [gib(results[n]["peak_bytes"]) if is_timed(results[n]) else "-" for n in names]
         rows.append([str(case), gib(next(iter(results.values()))["gradient_bytes"]), *cells])
     every = table(["extra GiB", "both gradients alone", *names], rows)
-    return "\n\n".join(filter(None, [host_line(document), every, notes(document | {"results": points})]))
+    return "\n\n".join(filter(None, [host_line(document, commit), every, notes(document)]))
 
 
-def profile_part(document: Document) -> str:
+def profile_part(document: Document, commit: str | None = None) -> str:
     """One row per rank, in ms."""
     rows = []
     for rank, summary in enumerate(document["ranks"]):
@@ -243,53 +253,89 @@ def profile_part(document: Document) -> str:
         numbers = [summary[name] for name in names] + [of["matmul"], of["loss"]]
         rows.append([str(rank), *(f"{value / 1e3:.2f}" for value in numbers)])
     header = ["rank", "step", "NCCL", "of it beside other kernels", "exposed", "idle", "matmuls", "loss"]
-    title = f"{host_line(document)} {case_of(document['case'])}, medians of several steps, in ms:"
+    title = f"{host_line(document, commit)} {case_of(document['case'])}, medians of several steps, in ms:"
     return f"{title}\n\n{table(header, rows)}"
 
 
 def targets_part(documents: dict[str, Document]) -> str:
     """Every target, and whether it is met."""
     rows = []
-    for kind, targets in (("table", LOGITS_TARGETS), ("linear_table", LINEAR_TARGETS)):
-        for case, bounds in targets.items():
-            document = documents.get(name_of(kind, case.ranks))
-            results = results_by_case(document).get(case, {}) if document else {}
-            provider = IN_FORWARD if kind == "table" and case.reduction == "mean" else OURS
-            for metric, bound in bounds.items():
-                value = number(results.get(provider), metric)
-                met = "not measured" if value is None else "met" if value <= bound else "**missed**"
-                unit = UNITS[metric].replace("copy", "matmuls" if kind == "linear_table" else "copy")
-                measured = "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
-                rows.append([row_name(case, provider, case.ranks), f"<= {bound:g} {unit}", measured, met])
-    cases = documents.get(LOSSES, {"cases": []})["cases"]
-    times = {case["case"]: {result["provider"]: result["ms"] for result in case["results"]} for case in cases}
+    for case, bounds in TARGETS.items():
+        document = documents.get(name_of("head" if case.is_head else "table", case.ranks))
+        results = results_by_case(document).get(case, {}) if document else {}
+        provider = IN_FORWARD if case.kind == "mean" and not case.is_head else OURS
+        for metric, bound in bounds.items():
+            value = number(results.get(provider), metric)
+            unit = UNITS[metric].replace("copy", "matmuls" if case.is_head else "copy")
+            measured = "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
+            name = row_name(case, provider, case.ranks)
+            rows.append([name, f"<= {bound:g} {unit}", measured, is_met([] if value is None else [value], bound)])
+    losses = documents.get(name_of("losses", 1))
+    cases = results_by_case(losses) if losses else {}
     for provider, base, bound in LOSSES_TARGETS:
-        found = {name: of[provider] / of[base] for name, of in times.items() if provider in of}
+        found = {case: beside(results, provider, base) for case, results in cases.items() if provider in results}
         measured = ", ".join(f"{value:.3f} ({name})" for name, value in found.items()) or "-"
-        met = "not measured" if not found else "met" if max(found.values()) <= bound else "**missed**"
-        rows.append([f"{provider}, 1 GPU", f"<= {bound:g} x {base}", measured, met])
+        rows.append([f"{provider}, 1 GPU", f"<= {bound:g} x {base}", measured, is_met(list(found.values()), bound)])
     count = sum(row[-1] == "met" for row in rows)
     return f"{count} of {len(rows)} targets are met.\n\n{table(['case', 'target', 'measured', ''], rows)}"
 
 
+def is_met(values: Sequence[float], bound: float) -> str:
+    return "not measured" if not values else "met" if max(values) <= bound else "**missed**"
+
+
+def beside(results: dict[str, Result], provider: str, base: str) -> float:
+    """A provider's time over another's, or over the copy's."""
+    own, other = results[provider], results.get(base)
+    return float(own["ratio"] if other is None else own["ms"] / other["ms"])
+
+
+def beside_baseline(document: Document, suffix: str) -> str:
+    """Each call's time over that of another checkout in the same rounds: the median, and its range."""
+    rows = []
+    for result in document["results"]:
+        cells = []
+        for field in ("over_baseline", "over_baseline_eager"):
+            found = result.get(field)
+            cells.append("-" if found is None else f"{found[0]:.3f} ({found[1]:.3f}-{found[2]:.3f})")
+        if not result["provider"].endswith(suffix):
+            rows.append([str(case_of(result)), result["provider"], *cells])
+    return table(["case", "call", "time / baseline", "eager"], rows)
+
+
+def with_parts(text: str, documents: dict[str, Document]) -> str:
+    """The template with each ``{{part}}`` in its place, and the commit at the top.
+
+    Raises:
+        ValueError: a section has documents of several commits.
+    """
+    kinds = {"table": logits_part, "tokens": sweep_part, "vocabulary": sweep_part, "head": linear_part}
+    kinds |= {"memory": memory_part, "profile": profile_part}
+    options = {name: each for name, each in documents.items() if name.startswith(FILES["options"])}
+    first = documents.get(name_of("table", 1)) or next(iter(documents.values()))
+    commit, sections = first["host"]["commit"], []
+    for section in re.split(r"^(?=#)", text, flags=re.MULTILINE):
+        named = {name: each for name, each in documents.items() if "{{" + name + "}}" in section}
+        require_one_commit(section.partition("\n")[0], named | (options if "{{options}}" in section else {}))
+        for name, document in named.items():
+            part = next(part for kind, part in kinds.items() if name.startswith(FILES[kind]))
+            section = section.replace("{{" + name + "}}", part(document, commit))
+        sections.append(section)
+    text = "".join(sections).replace("{{commit}}", short_commit(first))
+    return text.replace("{{options}}", options_part(list(options.values()), commit))
+
+
 def page(documents: dict[str, Document]) -> str:
-    """``docs/performance.md``: the template with each ``{{part}}`` in its place."""
-    text = TEMPLATE.read_text(encoding="utf-8")
-    kinds = {"table": logits_part, "sweep": sweep_part, "linear_table": linear_part}
-    kinds |= {"linear_memory": memory_part, "linear_profile": profile_part}
-    for name, document in documents.items():
-        stem = name.removesuffix(".json")
-        part = next((p for kind, p in kinds.items() if stem.removeprefix("bench_").startswith(kind)), None)
-        if part is not None:
-            text = text.replace("{{" + stem + "}}", part(document))
-    options = [document for name, document in documents.items() if "options" in name]
-    text = text.replace("{{options}}", options_part(options))
+    """``docs/performance.md``."""
+    text = with_parts(TEMPLATE.read_text(encoding="utf-8"), documents)
     return text.replace("{{targets}}", targets_part(documents))
 
 
 def readme_block(documents: dict[str, Document]) -> str:
     """Six rows and a picture."""
     rows = []
+    names = [name_of("table", ranks) for ranks in (1, 2, 4)]
+    require_one_commit("README", {name: documents[name] for name in names})
     for case, provider in README_CASES:
         results = results_by_case(documents[name_of("table", case.ranks)])[case]
         other = best_other(results, "ratio")
@@ -307,7 +353,7 @@ def compared(old: Document, new: Document) -> str:
         for name, result in results.items():
             was = before.get(case, {}).get(name)
             # The default once wrote a mean's gradient in forward: no comparison with that.
-            if was is not None and case.reduction == "mean" and was.get("gradient") != result.get("gradient"):
+            if was is not None and case.kind == "mean" and was.get("gradient") != result.get("gradient"):
                 was = None
             old_ratio, ratio = number(was, "ratio"), number(result, "ratio")
             cells = ["-" if each is None else f"{each:.3f}" for each in (old_ratio, ratio)]

@@ -1,173 +1,120 @@
-"""Times whole training steps, which providers take in turns: arguments, measurements, documents and pictures."""
+"""Runs cases one after the other into one document, and times whole training steps as cases."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from tqdm import tqdm
 
-from bench_lib.documents import Document, host_description, version_of, write_document
-from bench_lib.timing import DeviceTimer, Ranks
+from bench_lib.cases import Effort
+from bench_lib.documents import Document, Result, new_document, write_document
+from bench_lib.measure import Subject, measure
+from bench_lib.oracle import require
+from bench_lib.providers import Provider, version_of
+from bench_lib.timing import Ranks, Run
+
+SAME_LOSS = 0.02  # of whole steps, relative to the first provider's
 
 
-class _Plot(argparse.Action):
-    """Draws a document beside it, and ends the program."""
+class StepSubject(Subject):
+    """Whole steps of a model, beside those of the first provider.
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        draw(json.loads(values.read_text()), values.with_suffix(".png"))
-        parser.exit()
+    ``step`` runs one and returns its loss, and ``forget`` drops the gradients.
+    """
+
+    def __init__(self, name: str, ranks: Ranks, rounds: int, step: Callable[[], Tensor], forget: Run) -> None:
+        super().__init__(name, ranks, {"case": name})
+        self.effort = Effort(1, rounds, is_queued=False)
+        self.step, self.forget = step, forget
+        self._first: float | None = None
+
+    def call(self, provider: Provider, inputs: Any) -> tuple[Tensor, ...]:
+        return (self.step(),)
+
+    def operands(self, count: int, *, fresh: bool) -> list[Any]:
+        self.forget()
+        return [None] * count
+
+    def check(self, provider: Provider) -> Result:
+        self.forget()
+        loss = float(self.step().detach())
+        self._first = loss if self._first is None else self._first
+        require({"loss": abs(loss - self._first) / max(abs(self._first), 1e-6)}, (SAME_LOSS,))
+        return {"loss": loss}
 
 
-def parser_of(description: str | None, *, rounds: int = 10, has_tiny: bool = True) -> argparse.ArgumentParser:
+def parser_of(description: str | None, rounds: int = 10, *, add_help: bool = True) -> argparse.ArgumentParser:
     """Return a parser of the arguments that all scripts of steps have."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    lines = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=lines, add_help=add_help)
     parser.add_argument("--rounds", type=int, default=rounds)
-    if has_tiny:
-        parser.add_argument("--tiny", action="store_true")
-    whole = "write the document here, and draw it beside it"
-    parser.add_argument("--json", "--out", type=Path, metavar="PATH", help=whole)
-    parser.add_argument("--plot", type=Path, action=_Plot, metavar="DOCUMENT", help="only draw a document, beside it")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here")
     return parser
 
 
+def quiet() -> None:
+    """Silence other projects' warnings, which say nothing about a time."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
 def run(
-    head: Document, cases: Iterable[Any], measure: Callable[[Any], Document], ranks: Ranks, path: Path | None
+    document: Document,
+    cases: Iterable[Any],
+    measure_case: Callable[[Any], list[Result]],
+    ranks: Ranks,
+    path: Path | None,
 ) -> None:
-    """Measure the cases. The first rank shows each, writes what there is until then, and draws all at the end."""
-    document = head | {"cases": []}
-    for case in cases:
-        document["cases"].append(measure(case))
+    """Fill the document case by case; the first rank shows each, and writes what there is until then."""
+    quiet()
+    for case in tqdm(list(cases), unit="case", disable=not ranks.is_first):
+        found = measure_case(case)
+        document["results"] += found
         if ranks.is_first:
             write_document(document, path)
-            show(document["cases"][-1])
+            show(found)
+    document["finished"] = True
     if ranks.is_first:
-        save(document, path)
+        write_document(document, path)
+        for name, reason in document["absent"].items():
+            print(f"absent: {name}: {reason}")
 
 
-def head_of(kind: str, modules: Mapping[str, str] | None = None) -> Document:
+def show(results: Iterable[Result]) -> None:
+    for result in results:
+        print("  ".join(f"{name}={value}" for name, value in result.items()), flush=True)
+
+
+def document_of(kind: str, modules: Mapping[str, str]) -> Document:
     """Return the beginning of a document, with the versions of the packages that have these ``modules``."""
-    versions = {package: version_of(package, module) for package, module in (modules or {}).items()}
-    return {"kind": kind, "host": host_description() | versions}
+    document = new_document(kind)
+    document["host"]["packages"] = {package: version_of(package, module) for package, module in modules.items()}
+    return document
 
 
 def measured(
     case: str,
-    providers: Mapping[str, Callable[[], AbstractContextManager[Any]]],
-    step: Callable[[str], Tensor],
-    forget: Callable[[], None],
-    timer: DeviceTimer,
+    contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]],
+    step: Callable[[], Tensor],
+    forget: Run,
+    ranks: Ranks,
     rounds: int,
-    *,
-    is_queued: bool = False,
-) -> Document:
-    """Return of each provider the median milliseconds, the peak memory beyond what was there, and the loss.
-
-    ``ratio`` is to the milliseconds of the first provider.
+) -> list[Result]:
+    """Return the results of one case: steps in the context of each provider, by name.
 
     Args:
-        providers: of each name, what makes the context of its steps.
-        step: runs one step of a provider and returns its loss.
+        step: runs one step and returns its loss.
         forget: drops the gradients; not timed.
-        is_queued: time the device alone, for steps that are shorter than what the host does for them.
     """
-    timed = timer.queued if is_queued else timer.eager
-    names = list(providers)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    peaks, losses = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
-    for number in tqdm(range(rounds + 1), desc=case, disable=None):
-        turns = names[number % len(names) :] + names[: number % len(names)]
-        if number // len(names) % 2:  # or one would always follow the same other, which may leave the device hotter
-            turns.reverse()
-        for name in turns:
-            with providers[name]():
-                forget()
-                if number == 0:
-                    losses[name] = step(name).item()  # compiles
-                    forget()
-                    timer.release()
-                    peaks[name] = timer.slowest(timer.extra_peak_bytes(partial(step, name)) or 0)[0]
-                else:
-                    times[name].append(timed(name, partial(step, name), forget))
-            forget()
-    return {
-        "case": case,
-        "results": [
-            {
-                "provider": name,
-                "ms": round(statistics.median(times[name]), 3),
-                "ratio": round(statistics.median(times[name]) / statistics.median(times[names[0]]), 3),
-                "ms_all": [round(each, 3) for each in times[name]],
-                "peak_gib": round(peaks[name] / 2**30, 6),
-                "loss": losses[name],
-            }
-            for name in names
-        ],
-    }
-
-
-def show(case: Document) -> None:
-    for result in case["results"]:
-        print(case["case"], {key: value for key, value in result.items() if key != "ms_all"}, flush=True)
-
-
-def save(document: Document, path: Path | None) -> None:
-    """Write the document and draw it, or say why not."""
-    write_document(document, path)
-    if path is None:
-        return
-    try:
-        draw(document, path.with_suffix(".png"))
-    except ImportError as error:
-        print(f"not drawn: {error}; --plot {path} draws it")
-
-
-def draw(document: Document, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure = _curves(pyplot, document["curves"]) if "curves" in document else _bars(pyplot, document["cases"])
-    figure.savefig(path, dpi=110)
-
-
-def _bars(pyplot: Any, cases: Sequence[Document]) -> Any:
-    """Return a figure with a bar of each provider and case."""
-    found = [{result["provider"]: result for result in case["results"]} for case in cases]
-    providers = [*dict.fromkeys(provider for results in found for provider in results)]
-    size = 12, 1 + max(0.9, 0.14 * len(providers)) * len(cases)
-    figure, axes = pyplot.subplots(1, 2, figsize=size, layout="constrained")
-    height = 0.85 / len(providers)
-    labels = ("step, ms", "new memory at the peak, GiB")
-    for axis, key, label in zip(axes, ("ms", "peak_gib"), labels, strict=True):
-        axis.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
-        for index, provider in enumerate(providers):
-            values = [results.get(provider, {}).get(key, math.nan) for results in found]
-            bars = axis.barh([number + height * index for number in range(len(cases))], values, height, label=provider)
-            axis.bar_label(bars, fmt="%.4g", fontsize=7)
-        axis.set(xlabel=label, yticks=[number + 0.4 for number in range(len(cases))])
-        axis.set_yticklabels([case["case"] for case in cases] if key == "ms" else [], fontsize=7)
-        axis.invert_yaxis()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-    return figure
-
-
-def _curves(pyplot: Any, curves: Mapping[str, Sequence[float]]) -> Any:
-    """Return a figure of the losses of each step, and of how far they are from the native ones."""
-    figure, (whole, rest) = pyplot.subplots(1, 2, figsize=(11, 3.2), layout="constrained")
-    for name, losses in curves.items():
-        whole.plot(losses, label=name, linestyle="-" if name == "native" else "--")
-        rest.plot([own - other for own, other in zip(losses, curves["native"], strict=True)], label=name)
-    whole.set(xlabel="step", ylabel="loss")
-    rest.set(xlabel="step", ylabel="loss, less Megatron's")
-    rest.legend(fontsize=7)
-    return figure
+    providers = [
+        Provider(name, lambda m: None, "torch", "torch", is_step=True, context=context)
+        for name, context in contexts.items()
+    ]
+    return measure(StepSubject(case, ranks, rounds, step, forget), providers, ranks.timer())

@@ -8,10 +8,11 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -159,6 +160,8 @@ class CpuTimer(DeviceTimer):
     def captured(self, call: Callable[[Any], object], operands: Iterable[Any]) -> Run:
         raise RuntimeError("CUDA graphs need a GPU")
 
+    def release(self) -> None: ...
+
     def extra_peak_bytes(self, run: Run) -> int | None:
         run()
         return None
@@ -170,6 +173,41 @@ class CpuTimer(DeviceTimer):
         began = time.perf_counter()
         run()
         return 1e3 * (time.perf_counter() - began), 0.0
+
+
+class HostTimer(DeviceTimer):
+    """This process's CPU time, while the launches of kernels launch nothing. One rank only."""
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def __init__(self, launches: Sequence[type]) -> None:
+        super().__init__(ranks=1)
+        self._launches = launches
+
+    def queued(self, name: str, run: Run, prepare: Run = nothing) -> float:
+        prepare()
+        self._synchronize()
+        gc.disable()
+        with ExitStack() as stack:
+            stack.callback(gc.enable)
+            for launch in self._launches:
+                stack.enter_context(patch.object(launch, "__call__", nothing_launched))
+            began = time.process_time()
+            run()
+            return 1e3 * (time.process_time() - began)
+
+    def extra_peak_bytes(self, run: Run) -> int | None:
+        run()
+        return None
+
+    def release(self) -> None: ...
+
+    def _synchronize(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def nothing_launched(self: object, *given: object) -> None: ...
 
 
 class Ranks(NamedTuple):

@@ -14,8 +14,8 @@ from bench_lib import cases, measure, providers, timing  # noqa: E402
 # Few calls are enough for these tests.
 cases.MOST_BUFFERS, cases.MOST_EAGER_CALLS = 4, 20
 OURS, IN_FORWARD = cases.OURS, cases.IN_FORWARD
-LOGITS = cases.LogitsCase("none", 96, 40, 1, "float32")
-LINEAR = cases.LinearCase("mean", 48, 64, 32, 1, "float32")
+LOGITS = cases.Case("none", 96, 40, 1, dtype="float32")
+HEAD = cases.Case("mean", 48, 64, 1, 32, "float32")
 ALONE = timing.Ranks(0, 1, None, "cpu")
 
 
@@ -54,7 +54,7 @@ class ScriptedTimer(timing.CpuTimer):
 
 
 def measured(names, timer=None, case=LOGITS, extra=(), graphs="ours", rounds=3):
-    known = providers.LINEAR_PROVIDERS if isinstance(case, cases.LinearCase) else providers.LOGITS_PROVIDERS
+    known = [each for each in providers.PROVIDERS if (each.takes == "head") == case.is_head]
     chosen = [*(providers.chosen(",".join(names), known) if names else ()), *extra]
     subject = measure.subject_of(case, ALONE, rounds)
     return {each["provider"]: each for each in measure.measure(subject, chosen, timer or ScriptedTimer(), graphs)}
@@ -71,12 +71,11 @@ def eager(logits, labels, reduction, group):
 
 def result(provider, ratio, case=LOGITS, **changes):
     numbers = {"ratio": ratio, "ratio_spread": [ratio, ratio], "queued": True}
-    if isinstance(case, cases.LinearCase):
-        numbers |= {"milliseconds": 20 * ratio, "extra_peak_bytes": 2**31}
+    if case.is_head:
+        numbers |= {"ms": 20 * ratio, "peak_bytes": 2**31}
     else:
-        numbers |= {"microseconds": 40.0 * ratio, "microseconds_eager": 50.0 * ratio}
+        numbers |= {"ms": 0.04 * ratio, "microseconds_eager": 50.0 * ratio, "peak_bytes": 16.25 * case.tokens}
         numbers |= {"microseconds_graph": 41.0 * ratio, "ratio_graph": 1.1 * ratio}
-        numbers |= {"copy_microseconds": 40.0, "extra_peak_bytes_per_row": 16.25}
     return case._asdict() | {"provider": provider} | numbers | changes
 
 
@@ -87,6 +86,6 @@ def refusal(provider, why, case=LOGITS):
 def document(*results, gpus=1):
     host = {"gpu": "Imaginary GPU", "gpus_used": gpus, "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}
     host |= {"python": "3.12.3", "commit": "0123456789abcdef"}
-    host["providers"] = {result["provider"]: "0.6.5" for result in results}
+    host["packages"] = {"quack-kernels": "0.6.5"}
     absent = {"flash-attn": "not installed: No module named 'flash_attn'"}
     return {"host": host, "finished": True, "absent": absent, "results": list(results)}

@@ -1,22 +1,24 @@
 """``scripts/bench.py`` from end to end on the CPU, its cases and its profile of a made-up trace."""
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.bench.support import IN_FORWARD, OURS, SCRIPTS
+from tests.bench.support import IN_FORWARD, OURS, SCRIPTS, document
 
 import bench  # isort: skip
-from bench_lib import cases, documents, options, profile, steps, timing  # isort: skip
+from bench_lib import adapters, cases, documents, profile, providers, rows, steps, timing  # isort: skip
 
 pytestmark = pytest.mark.reference
 
 
 def run(tmp_path, *words):
     path = tmp_path / "document.json"
-    assert bench.main([*words, "--rounds", "2", "--json", str(path)]) == 0
+    assert bench.main([*words, "--rounds", "1", "--json", str(path)]) == 0
     return documents.read_document(path, ranks=1)
 
 
@@ -28,29 +30,78 @@ def test_table(tmp_path, capsys, monkeypatch):
     document = run(tmp_path, "table", "--shape", "8x64", "--reduction", "mean", "--providers", names)
     assert document["host"]["commit"] == "abcdef0" and document["host"]["gpu"] is None
     assert document["absent"] == {"flash-attn": "not installed: No module named 'flash_attn'"}
-    results = documents.results_by_case(document)[cases.LogitsCase("mean", 8, 64, 1)]
-    assert list(results) == [OURS, IN_FORWARD, "torch eager"] == list(document["host"]["providers"])
+    results = documents.results_by_case(document)[cases.Case("mean", 8, 64, 1)]
+    assert list(results) == [OURS, IN_FORWARD, "torch eager"]
     for result in results.values():
         assert result["ratio"] > 0 and result["microseconds_eager"] > 0
-        assert result["extra_peak_bytes_per_row"] is None and result["microseconds_graph"] is None
+        assert result["peak_bytes"] is None and result["microseconds_graph"] is None
     assert "absent: flash-attn: not installed" in capsys.readouterr().out
 
 
-def test_linear_and_its_memory_curve(tmp_path):
+def test_heads_and_their_memory(tmp_path):
     shape = ["--shape", "8x64x32", "--providers", f"{OURS},torch eager"]
-    document = run(tmp_path, "linear", "--reduction", "none", *shape)
-    assert list(documents.results_by_case(document)) == [cases.LinearCase("none", 8, 64, 32, 1)]
-    points = run(tmp_path, "linear", "--memory-curve", *shape)["points"]
+    document = run(tmp_path, "head", "--reduction", "none", *shape)
+    assert list(documents.results_by_case(document)) == [cases.Case("none", 8, 64, 1, 32)]
+    points = run(tmp_path, "memory", *shape)["results"]
     assert [point["provider"] for point in points] == [OURS, "torch eager"]
     assert points[0]["gradient_bytes"] == 2 * 32 * (8 + 64)
 
 
-def test_options_beside_another_checkout(tmp_path):
+@pytest.mark.parametrize("command, shape", [("options", "4x100"), ("losses", "4x100"), ("losses", "8x100x8")])
+def test_every_row_is_right_beside_the_same_call_of_another_checkout(tmp_path, capsys, command, shape):
     """The baseline is this checkout: a copy of the package under another name."""
-    document = run(tmp_path, "options", "--shape", "4x64", "--baseline", str(SCRIPTS.parent))
-    results = next(iter(documents.results_by_case(document).values()))
-    assert list(results) == [*options.OPTION_CALLS, *(f"{name}, baseline" for name in options.BASELINES)]
-    assert options.baseline_package(SCRIPTS.parent).__name__ == f"baseline_{OURS}"
+    document = run(tmp_path, command, "--shape", shape, "--baseline", str(SCRIPTS.parent))
+    (results,) = documents.results_by_case(document).values()
+    expected = rows.rows_of(cases.cases_of(command, 1, [shape])[0])
+    assert list(results) == [f"{name}{suffix}" for name in expected for suffix in ("", ", baseline")]
+    assert all(len(results[name]["over_baseline"]) == 3 for name in expected)
+    assert adapters.baseline_package(SCRIPTS.parent).__name__ == f"baseline_{OURS}"
+    assert "| call | time / baseline | eager |" in capsys.readouterr().out
+
+
+def test_a_wrong_row_is_an_error(tmp_path, monkeypatch):
+    """Twice the loss, in any of the adapters, is seen by the check."""
+    right = adapters.OldNames.soft
+    monkeypatch.setattr(adapters.OldNames, "soft", lambda *given, **options: 2 * right(*given, **options))
+    with pytest.raises(RuntimeError, match="soft_cross_entropy: wrong: loss: relative error 1"):
+        run(tmp_path, "losses", "--shape", "4x100")
+
+
+def test_the_time_of_the_host_launches_nothing(monkeypatch):
+    class Launch:
+        def __call__(self):
+            raise AssertionError("launched")
+
+    prepared, launch = [], Launch()
+    assert timing.HostTimer([Launch]).queued("a", launch, lambda: prepared.append(1)) >= 0 and prepared
+    with pytest.raises(AssertionError, match="launched"):
+        launch()
+
+
+def test_a_page_has_documents_of_steps_that_ended(tmp_path, capsys, monkeypatch):
+    def ended(words, environment, seconds):
+        if seconds <= 0 or "compile" in words:
+            return "no GPU"
+        assert environment["VPCE_COMMIT"] == "abcdef0"
+        documents.write_document(document() | {"absent": {"verl": "not installed"}}, Path(words[-1]))
+        return None
+
+    monkeypatch.setenv("VPCE_COMMIT", "abcdef0")
+    monkeypatch.setattr(bench, "ended", ended)
+    assert bench.main(["page", "--out", str(tmp_path)]) == 1
+    expected = {documents.name_of(step, 1) for step in bench.STEPS} - {"compile_1gpu", "rl_1gpu"}
+    assert {path.stem for path in tmp_path.iterdir()} == expected
+    said = capsys.readouterr().out
+    assert said.endswith("left: compile rl\n") and "no GPU" in said and "not every framework is installed" in said
+    assert bench.main(["page", "losses", "--minutes", "0", "--out", str(tmp_path)]) == 1
+    with pytest.raises(SystemExit, match="page: expected some of table, .*got nothing"):
+        bench.main(["page", "nothing"])
+
+
+def test_a_step_that_fails_or_takes_too_long_says_why():
+    assert bench.ended([sys.executable, "-c", "print(1)"], os.environ, 60) is None
+    assert bench.ended([sys.executable, "-c", "raise SystemExit('no GPU')"], os.environ, 60) == "no GPU"
+    assert bench.ended([sys.executable, "-c", "input()"], os.environ, 0) == "no time is left"
 
 
 def test_a_failed_measurement_is_an_error_and_leaves_no_finished_document(tmp_path, monkeypatch):
@@ -70,25 +121,23 @@ def test_the_version_of_a_package_that_is_only_sources(tmp_path, monkeypatch, so
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "some_sources", raising=False)
     (tmp_path / "some_sources.py").write_text(source)
-    head = steps.head_of("frameworks", {"some-sources": "some_sources", "pytest": "some_sources"})
-    assert head["host"].items() >= {"some-sources": says, "pytest": pytest.__version__}.items()
+    head = steps.document_of("frameworks", {"some-sources": "some_sources", "pytest": "some_sources"})
+    assert head["host"]["packages"] == {"some-sources": says, "pytest": pytest.__version__}
     with pytest.raises(ImportError, match="absent"):
-        documents.version_of("some-sources", "absent")
+        providers.version_of("some-sources", "absent")
 
 
 def test_cases_are_the_tables_a_sweeps_or_those_named():
-    assert len(cases.logits_cases(1)) == 11 and len(cases.logits_cases(1, reduction="mean")) == 4
-    assert {case.vocabulary for case in cases.logits_cases(4)} == {128256, 32000}
-    assert cases.logits_cases(2, sweep="tokens")[0] == cases.LogitsCase("mean", 64, 64128, 2)
-    named = cases.linear_cases(2, ["512x8064", "8x64x32"], "mean")
-    assert named == [cases.LinearCase("mean", 512, 8064, 4096, 2), cases.LinearCase("mean", 8, 64, 32, 2)]
+    assert len(cases.cases_of("table", 1)) == 11 and len(cases.cases_of("table", 1, reduction="mean")) == 4
+    assert {case.vocabulary for case in cases.cases_of("table", 4)} == {128256, 32000}
+    assert cases.cases_of("tokens", 2)[0] == cases.Case("mean", 64, 128256, 2)
+    named = cases.cases_of("head", 2, ["512x8064", "8x64x32"], "mean")
+    assert named == [cases.Case("mean", 512, 8064, 2, 4096), cases.Case("mean", 8, 64, 2, 32)]
     for shape in ("8", "0x64", "8x64x", "axb"):
-        with pytest.raises(ValueError, match="shape: expected ROWSxCOLUMNS such as 4096x128256"):
-            cases.logits_cases(1, [shape])
+        with pytest.raises(ValueError, match="shape: expected TOKENSxVOCABULARY"):
+            cases.cases_of("table", 1, [shape])
     with pytest.raises(ValueError, match="vocabulary: expected a multiple of the 3 ranks, got 64"):
-        cases.linear_cases(3, ["8x64"])[0].columns  # noqa: B018
-    with pytest.raises(SystemExit, match="no case of this reduction for 8 ranks: pass --shape"):
-        bench.measure_cases(bench.arguments(["table"]), timing.Ranks(0, 8, None, "cpu"), {})
+        cases.cases_of("head", 3, ["8x64"])
 
 
 def test_a_profile_tells_hidden_from_exposed_communication():
@@ -113,7 +162,7 @@ def test_a_profile_tells_hidden_from_exposed_communication():
     assert len(profile.step_of(trace, ranks=1)) == 6
 
 
-@pytest.mark.parametrize("command", ["table", "options", "linear", "report", "compare"])
+@pytest.mark.parametrize("command", [*bench.COMMANDS, "sweep", "page", "report", "compare"])
 def test_help(command, capsys):
     with pytest.raises(SystemExit, match="^0$"):
         bench.main([command, "--help"])

@@ -7,10 +7,11 @@ import torch
 from torch.nn import functional
 
 from tests.bench import support
-from tests.bench.support import IN_FORWARD, LINEAR, LOGITS, OURS, ScriptedTimer, eager, measured, provider_of
+from tests.bench.support import HEAD, IN_FORWARD, LOGITS, OURS, ScriptedTimer, eager, measured, provider_of
 from tests.support.ranks import in_ranks
 
 from bench_lib import cases, measure, oracle, providers, timing  # isort: skip
+from bench_lib.rows import Row  # isort: skip
 
 pytestmark = pytest.mark.reference
 
@@ -22,22 +23,22 @@ def test_numbers_of_the_loss_over_logits():
     results = measured(RIGHT, graphs="ours")
     json.dumps(results, allow_nan=False)
     ours, expected = results[OURS], {"ratio": 1.5, "ratio_spread": [1.5, 1.5], "ratio_eager": 1.5, "ratio_graph": 1.5}
-    expected |= {"microseconds": 750.0, "copy_microseconds": 500.0, "extra_peak_bytes_per_row": 2.0, "queued": True}
+    expected |= {"ms": 0.75, "ms_quartiles": [0.75, 0.75], "yardstick_ms": 0.5, "peak_bytes": 192, "queued": True}
     expected |= {"microseconds_eager": 150.0, "microseconds_graph": 750.0}
     assert {name: ours[name] for name in expected} == expected
-    assert "graph_error" not in ours and ours["max_error"] < 1e-6
+    assert "graph_error" not in ours and max(ours["errors"].values()) < 1e-6
     assert not results["torch eager"]["queued"] and results["torch eager"]["graph_error"] == "not asked for"
 
 
 def test_rounds_are_interleaved_and_the_ratio_is_the_median_of_those_of_each_round():
     yardstick = measure.YARDSTICK
     timer = ScriptedTimer({yardstick: [9, 9, 2, 4, 2], "torch eager": [9, 9, 3, 8, 5]})
-    result = measured(("torch eager",), timer, case=LINEAR)["torch eager"]
+    result = measured(("torch eager",), timer, case=HEAD)["torch eager"]
     rounds = set(zip(timer.order[::2], timer.order[1::2], strict=True))
     assert len(timer.order) == 10 and rounds == {(yardstick, "torch eager"), ("torch eager", yardstick)}
     # Two rounds warm up. Then 3 / 2, 8 / 4 and 5 / 2; the median of the times is 5.
-    assert result["ratio"] == 2.0 and result["ratio_spread"] == [1.5, 2.5] and result["milliseconds"] == 5
-    assert result["extra_peak_bytes"] == 192 and result["errors"].keys() == {"loss", "d_hidden", "d_weight"}
+    assert result["ratio"] == 2.0 and result["ratio_spread"] == [1.5, 2.5] and result["ms"] == 5
+    assert result["peak_bytes"] == 192 and result["errors"].keys() == {"loss", "d_hidden", "d_weight"}
 
 
 def test_each_call_has_fresh_logits_that_are_no_leaf_and_that_no_call_has_overwritten():
@@ -72,7 +73,7 @@ def test_the_copy_writes_far_from_what_it_reads_and_the_matmuls_into_memory_that
     changed = [i for i, buffer in enumerate(subject.buffers) if not torch.equal(buffer, subject.source)]
     far = 3 + len(subject.buffers) // 2
     assert changed == [3, far] and torch.equal(subject.buffers[far], subject.buffers[3])
-    linear, shapes = measure.subject_of(LINEAR, support.ALONE, 3), []
+    linear, shapes = measure.subject_of(HEAD, support.ALONE, 3), []
     matmuls, mm = linear.yardstick(), torch.mm
     monkeypatch.setattr(torch, "mm", lambda *given, out: shapes.append(out.shape) or mm(*given, out=out))
     matmuls(linear.inputs)
@@ -98,14 +99,16 @@ def test_a_wrong_provider_is_refused_before_it_is_timed_and_this_project_must_be
     def unweighted(logits, labels, reduction, group):
         return eager(logits, labels, "none", group)
 
-    mean = LOGITS._replace(reduction="mean")
+    mean = LOGITS._replace(kind="mean")
     assert "refused" in other(unweighted, case=mean)
-    assert other(unweighted, case=mean, checked_as="none")["max_error"] < 1e-6
+    assert (
+        other(unweighted, case=mean, returns=Row("cross_entropy", {"reduction": "none"}))["errors"]["gradient"] < 1e-6
+    )
 
     def over_all_labels(hidden, weight, labels, reduction, group):
         return functional.cross_entropy(hidden @ weight.T, labels, reduction="sum") / labels.numel()
 
-    assert other(over_all_labels, case=LINEAR)["refused"].startswith("wrong: loss: relative error 0.")
+    assert other(over_all_labels, case=HEAD)["refused"].startswith("wrong: loss: relative error 0.")
 
     def almost(*given):
         return eager(*given) * 1.001
@@ -118,7 +121,7 @@ def test_a_wrong_provider_is_refused_before_it_is_timed_and_this_project_must_be
 def test_what_a_provider_raises_is_why_it_is_refused():
     def refusal(error, **fields):
         def raising(logits, *given):
-            if len(logits) == LOGITS.rows:  # not in the check
+            if len(logits) == LOGITS.tokens:  # not in the check
                 raise error
             return eager(logits, *given)
 
@@ -126,7 +129,7 @@ def test_what_a_provider_raises_is_why_it_is_refused():
 
     assert refusal(torch.OutOfMemoryError("tried to allocate")) == "out of memory"
     assert refusal(ValueError("\n  width: odd\nstack")) == "ValueError: width: odd"
-    assert refusal(ValueError(), refuses=lambda case: "few rows" if case.rows == 96 else None) == "few rows"
+    assert refusal(ValueError(), refuses=lambda case: "few rows" if case.tokens == 96 else None) == "few rows"
     with pytest.raises(RuntimeError, match="ValueError: width"):
         refusal(ValueError("width"), is_ours=True)
     assert refusal(ValueError("width"), is_ours=True, is_default=False) == "ValueError: width"
@@ -134,8 +137,8 @@ def test_what_a_provider_raises_is_why_it_is_refused():
 
 @pytest.mark.parametrize(("name", "reduction"), [(OURS, "mean"), (OURS, "none"), (IN_FORWARD, "mean")])
 def test_this_project_writes_in_place_at_the_time_that_the_result_names(name, reduction, monkeypatch):
-    subject = measure.subject_of(LOGITS._replace(reduction=reduction), support.ALONE, 3)
-    (provider,) = providers.chosen(name, providers.LOGITS_PROVIDERS)
+    subject = measure.subject_of(LOGITS._replace(kind=reduction), support.ALONE, 3)
+    (provider,) = providers.chosen(name, providers.PROVIDERS[:16])
     backward, before_backward = torch.autograd.grad, []
 
     def watched(*given, **named):
@@ -150,24 +153,24 @@ def test_this_project_writes_in_place_at_the_time_that_the_result_names(name, re
 
 
 def test_both_ways_are_timed_by_default_and_absent_providers_say_why():
-    default = [provider.name for provider in providers.chosen(None, providers.LOGITS_PROVIDERS)]
+    default = [provider.name for provider in providers.chosen(None, providers.PROVIDERS[:16])]
     assert default[:2] == [OURS, IN_FORWARD] and f"{OURS}[triton]" not in default
     assert measured((IN_FORWARD,))[IN_FORWARD]["refused"].startswith("in_forward is for reduced losses")
-    by_name = {provider.name: provider for provider in providers.LOGITS_PROVIDERS}
+    by_name = {provider.name: provider for provider in providers.PROVIDERS[:16]}
     assert by_name["torch eager"].absent(2) == "needs the whole vocabulary on one rank"
     assert by_name["loss_parallel"].absent(1) == "needs several ranks" and by_name[OURS].absent(1) is None
     with pytest.raises(ValueError, match="providers: expected all or some of .*got 'torch'"):
-        providers.chosen("torch", providers.LOGITS_PROVIDERS)
+        providers.chosen("torch", providers.PROVIDERS[:16])
 
 
 def test_the_linear_oracle_is_pytorchs_whatever_its_chunks(monkeypatch):
-    case = LINEAR._replace(reduction="none")
-    inputs = cases.linear_inputs(case, 0, "cpu")
+    case = HEAD._replace(kind="none")
+    inputs = cases.inputs_of(case, 0, "cpu")
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in inputs.tensors)
     loss = functional.cross_entropy(hidden @ weight.T, inputs.labels, reduction="none")
     grads = torch.autograd.grad(loss, (hidden, weight), inputs.upstreams[torch.float32].double())
     monkeypatch.setattr(oracle, "CHUNK_ELEMENTS", 64 * 10)
-    right = oracle.expected_linear(case, inputs, None)
+    right = oracle.Truth(inputs, None, case.tokens).expected(Row("cross_entropy", {"reduction": "none"}))
     assert max(oracle.errors_of((loss, *grads), right, ("d_hidden", "d_weight")).values()) < 1e-13
     with pytest.raises(AssertionError, match="loss: relative error nan, at most 0.1"):
         oracle.require({"loss": float("nan")}, (0.1,))
@@ -194,22 +197,22 @@ def test_the_device_sleeps_until_all_calls_are_queued(monkeypatch):
 
 
 def test_one_rank_refuses_for_all_and_the_largest_memory_counts(monkeypatch):
-    (torch_eager,) = providers.chosen("torch eager", providers.LOGITS_PROVIDERS)
+    (torch_eager,) = providers.chosen("torch eager", providers.PROVIDERS[:16])
 
     def found(other):
         monkeypatch.setattr(timing.Ranks, "gathered", lambda ranks, own: [own, other])
         return measure.attempt(measure.subject_of(LOGITS, support.ALONE, 3), torch_eager, ScriptedTimer())
 
     assert found(("out of memory", {})) == {"refused": "out of memory"}
-    assert found((None, {"extra_peak_bytes": 960}))["extra_peak_bytes"] == 960
+    assert found((None, {"peak_bytes": 960}))["peak_bytes"] == 960
 
 
 def times_of(rank, group):
-    timer, case = timing.CpuTimer(ranks=2), cases.LogitsCase("none", 96, 20, 2, "float32")
+    timer, case = timing.CpuTimer(ranks=2), cases.Case("none", 96, 40, 2, dtype="float32")
     subject = measure.subject_of(case, timing.Ranks(rank, 2, group, "cpu"), 1)
     subject.effort = cases.Effort(calls=1, rounds=1, eager_calls=1, eager_rounds=1)
-    results = measure.measure(subject, providers.chosen(f"{OURS},loss_parallel", providers.LOGITS_PROVIDERS), timer)
-    return timer.slowest(3.0 + rank, 9.0 - rank), [result["microseconds"] for result in results]
+    results = measure.measure(subject, providers.chosen(f"{OURS},loss_parallel", providers.PROVIDERS[:16]), timer)
+    return timer.slowest(3.0 + rank, 9.0 - rank), [result["ms"] for result in results]
 
 
 @in_ranks((2,), (), ())

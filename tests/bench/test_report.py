@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.bench.support import IN_FORWARD, LINEAR, OURS, SCRIPTS, document, refusal, result
+from tests.bench.support import HEAD, IN_FORWARD, OURS, SCRIPTS, document, refusal, result
 
 import bench  # isort: skip
 from bench_lib import cases, documents, report  # isort: skip
@@ -13,7 +13,7 @@ from bench_lib import cases, documents, report  # isort: skip
 pytestmark = pytest.mark.reference
 
 ROOT = SCRIPTS.parent
-MEAN, NONE = (cases.LogitsCase(kind, 8192, 32064, 1) for kind in ("mean", "none"))
+MEAN, NONE = (cases.Case(kind, 8192, 32064, 1) for kind in ("mean", "none"))
 COMMITTED = documents.read_documents(documents.RESULTS)
 
 
@@ -57,12 +57,11 @@ def test_the_part_of_one_number_of_gpus():
 
 
 def test_targets_are_compared_with_the_number_itself_and_a_means_with_in_forward():
-    linear = cases.LinearCase("mean", 16384, 32064, 4096, 1)
-    found = {"bench_table_1gpu.json": both_ways()}
-    found["linear_table_1gpu.json"] = document(result(OURS, 1.0701, linear))
-    copy, losses = {"provider": "copy", "ms": 2.0}, [{"provider": "soft_cross_entropy", "ms": ms} for ms in (5.5, 5.6)]
-    of_shapes = [{"case": case, "results": [copy, own]} for case, own in zip("ab", losses, strict=True)]
-    found[report.LOSSES] = {"cases": of_shapes}
+    linear = cases.Case("mean", 16384, 32064, 1, 4096)
+    found = {"bench_table_1gpu": both_ways()}
+    found["linear_table_1gpu"] = document(result(OURS, 1.0701, linear))
+    of_cases = [{"case": case, "provider": "soft_cross_entropy", "ratio": r} for case, r in (("a", 2.75), ("b", 2.8))]
+    found["losses_1gpu"] = document() | {"results": of_cases}
     text = report.targets_part(found)
     assert "| soft_cross_entropy, 1 GPU | <= 2.75 x copy | 2.750 (a), 2.800 (b) | **missed** |" in text
     assert "| mean 8192 x 32064 bf16, 1 GPU, in_forward | <= 1.25 x copy | 1.204 | met |" in text
@@ -74,18 +73,18 @@ def test_targets_are_compared_with_the_number_itself_and_a_means_with_in_forward
 
 
 def test_the_parts_of_options_the_linear_loss_and_memory():
-    case = cases.LogitsCase(cases.OPTIONS, 4096, 1000, 1)
+    case = cases.Case("options", 4096, 1000, 1)
     calls = document(result("mean", 1.6, case), result("mean, softcap", 2.8, case))
     text = report.options_part([calls])
     assert "| mean, softcap | 2.80 (1.75) | 16.2 |" in text and "| call | 4096 x 1000 bf16, 1 GPU |" in text
-    linear = document(result(OURS, 1.034, LINEAR), result("liger-kernel", 2.8331, LINEAR))
+    linear = document(result(OURS, 1.034, HEAD), result("liger-kernel", 2.8331, HEAD))
     text = report.linear_part(linear)
     assert "| mean 48 x 64 x 32 | 1.034 | 20.68 | 2.00 | liger-kernel 2.833, 2.00 GiB |" in text
     assert "| mean 48 x 64 x 32 | **1.034, 2.00** | 2.833, 2.00 |" in text
-    point = LINEAR._asdict() | {"gradient_bytes": 2**29}
-    points = [point | {"provider": OURS, "extra_peak_bytes": 2**30}]
+    point = HEAD._asdict() | {"gradient_bytes": 2**29}
+    points = [point | {"provider": OURS, "peak_bytes": 2**30}]
     points.append(point | {"provider": "torch eager", "refused": "out of memory"})
-    text = report.memory_part(document() | {"points": points})
+    text = report.memory_part(document(*points))
     assert "| mean 48 x 64 x 32 | 0.50 | 1.00 | - |" in text and "cases: `out of memory`." in text
 
 
@@ -122,19 +121,31 @@ def test_runs_are_compared_case_by_case(tmp_path, capsys):
 
 def test_the_committed_documents_are_complete():
     """Every case of the tables, each with every provider, and this project timed in each."""
-    ones = ["table", "options", "sweep_tokens", "sweep_vocabulary", "linear_table", "linear_memory"]
-    kinds = {1: ones, 2: ["table", "options"], 4: ["table", "linear_table", "linear_profile"]}
+    ones = ["table", "options", "tokens", "vocabulary", "head", "memory", "losses", "compile", "rl", "transformers"]
+    kinds = {1: ones, 2: ["table", "options", "frameworks", "megatron"], 4: ["table", "head", "profile"]}
     expected = {documents.name_of(kind, ranks) for ranks, found in kinds.items() for kind in found}
     assert expected <= COMMITTED.keys()
     for name, content in COMMITTED.items():
-        if "results" not in content:
-            continue
         found = documents.results_by_case(content)
-        assert len({frozenset(results) for results in found.values()}) == 1, name
         if "table" in name:
-            make = cases.linear_cases if name.startswith("linear") else cases.logits_cases
-            assert set(make(content["host"]["gpus_used"])) == set(found), name
+            assert len({frozenset(results) for results in found.values()}) == 1, name
+            command = "head" if name.startswith("linear") else "table"
+            assert set(cases.cases_of(command, content["host"]["gpus_used"])) == set(found), name
             assert all(documents.is_timed(results[OURS]) for results in found.values()), name
+
+
+def test_documents_of_several_commits_in_one_section_are_refused(monkeypatch):
+    text, others = "# a\n{{bench_table_1gpu}}\n# b\n{{linear_table_1gpu}} {{bench_table_2gpu}}\n{{commit}}", both_ways()
+    head, two = document(result(OURS, 1.0, HEAD)), document(result(OURS, 1.5), gpus=2)
+    head["host"]["commit"] = two["host"]["commit"] = "fedcba987654321"
+    found = {"bench_table_1gpu": others, "linear_table_1gpu": head, "bench_table_2gpu": two}
+    made = report.with_parts(text, found)
+    assert made.endswith("0123456789ab") and made.count("commit fedcba987654") == 2 and "commit 0123" not in made
+    with pytest.raises(ValueError, match="# a: .* 0123456789ab: bench_table_1gpu; fedcba987654: linear_table_1gpu"):
+        report.with_parts(text.replace("\n# b", ""), found)
+    with monkeypatch.context() as patched:
+        patched.setattr(documents, "OLDER", {"linear_table_1gpu": "fedcba"})
+        assert report.with_parts(text.replace("\n# b", ""), found).endswith("0123456789ab")
 
 
 def test_the_page_the_readme_and_the_picture_are_those_of_the_documents():

@@ -16,7 +16,7 @@ OF_HEAD = {
     "width": PLACE["width"],
     "dtype": PLACE["dtype"],
     "padding": PLACE["padding"],
-    "chunk_tokens": (2, "auto"),
+    "chunk_size": (2, "auto"),
     "bias": (False, True),
     "logits_dtype": (None, torch.float32),
 }
@@ -37,7 +37,7 @@ def is_narrow(parameters):
 
 def ways_of(case, *names):
     n = columns_of(case)
-    return {name: case[name] for name in ("chunk_tokens", "logits_dtype", *names)} | {"padding": n[1] - n[0]}
+    return {name: case[name] for name in ("chunk_size", "logits_dtype", *names)} | {"padding": n[1] - n[0]}
 
 
 def allowed(case):
@@ -107,8 +107,8 @@ def test_distillation(impl_device, case):
     options = {"divergence": divergence, "reduction": case["reduction"], "temperature": case["temperature"]}
     options |= {"hard_weight": hard} if hard else {}
     given = {"labels": None if hard is None else labels.to(device), "vocab_size": vocab_size, "impl": impl}
-    chunk = 4 if case["chunk_tokens"] == 2 else of_teacher.TOKENS
-    loss = linear_distillation_loss(**own, **options, **given, chunk_tokens=chunk)
+    chunk = 4 if case["chunk_size"] == 2 else of_teacher.TOKENS
+    loss = linear_distillation_loss(**own, **options, **given, chunk_size=chunk)
     loss.backward(of_teacher.factor_of(case["reduction"]).to(device))
     grads = [t.grad for n, t in own.items() if n.startswith("student")]
     assert not any(grad[vocab_size:].any() for grad in grads[1:]), "gradient of padded rows"

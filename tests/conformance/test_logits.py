@@ -18,7 +18,7 @@ from tests.support.logits import (
     random_grad_output,
 )
 from tests.support.pairs import covering
-from vocab_parallel_ce import TokenLogProbs, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce import Outputs, token_log_probs, vocab_parallel_cross_entropy
 
 LOSS = covering(
     lambda case: not (case.get("z_loss") and case.get("return_metrics") and case.get("weighting", "  ")[1]),
@@ -74,7 +74,7 @@ def test_log_probs(impl_device, case):
     leaf, x = placed(logits, case, device)
     there = {"temperature": there, "impl": impl, **options, **ways}
     found = token_log_probs(x, labels.view(shape).to(device), **there)
-    found = found if isinstance(found, TokenLogProbs) else TokenLogProbs(found, *[None] * 8)
+    found = found if isinstance(found, Outputs) else Outputs(found, *[None] * 8)
     names = [n for n in ("log_probs", "entropy", "lse", "sum_sq_probs", "mean_logit") if getattr(found, n) is not None]
     grads = [random_grad_output(len(labels), seed=i) for i in range(len(names))]
     outputs = [getattr(found, name).view(-1) for name in names]

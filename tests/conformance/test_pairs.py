@@ -27,7 +27,7 @@ from tests.support.soft import (
     soft_targets,
     topk_losses,
 )
-from vocab_parallel_ce import distillation_loss, soft_cross_entropy
+from vocab_parallel_ce import distillation_loss, vocab_parallel_cross_entropy
 from vocab_parallel_ce.losses.divergences import DIVERGENCES
 
 OTHER = {"other_dtype": DTYPES, "other_layout": PLACE["layout"]}
@@ -68,7 +68,7 @@ def test_soft_targets(impl_device, case):
     options["label_smoothing"] = 0.1 * (case["weighting"][0] == "torch")
     known, given = class_weight(case, impl_device[1])
     ways = {name: case[name] for name in WAYS}
-    made = Case(soft_cross_entropy, soft_losses, logits, targets, options | known, ways)
+    made = Case(vocab_parallel_cross_entropy, soft_losses, logits, targets, options | known, ways)
     check(impl_device, case, made, [beside(targets, case, impl_device[1])], **given)
 
 

@@ -9,7 +9,7 @@ from tests.support.logits import SMOOTHING, broad_rows
 from tests.support.pairs import covering
 from tests.support.ranks import in_ranks
 from tests.support.weights import weights
-from vocab_parallel_ce import distillation_loss, soft_cross_entropy
+from vocab_parallel_ce import distillation_loss, vocab_parallel_cross_entropy
 from vocab_parallel_ce.losses.divergences import DIVERGENCES
 
 ROWS, VOCAB = 5, 263
@@ -49,7 +49,7 @@ def test_losses_against_a_distribution(rank_pool, impl, case):
     hard = case["hard"] if loss in DIVERGENCES else None
     given = labels if hard else None
     if loss == "soft":
-        call = soft.Case(soft_cross_entropy, soft.soft_losses, logits, soft.soft_targets(logits), {}, ways)
+        call = soft.Case(vocab_parallel_cross_entropy, soft.soft_losses, logits, soft.soft_targets(logits), {}, ways)
     elif loss == "top-k":
         log_probs, ids = teacher.log_softmax(-1).topk(3)
         options = {"teacher_ids": ids, "teacher_log_probs": log_probs, "rest": "bucket"}

@@ -28,7 +28,7 @@ def _positive(name):
     Kernels compute in fp32, where 1e39 is infinite and 1e-46 is 0.
     """
     message = f"{name}: must be positive and finite.*, got"
-    wrong = (0, -1.5, NAN, INF, 1e39, 1e-46)
+    wrong = (0, NAN, 1e39, 1e-46)
     return [
         *(({name: value}, ValueError, f"{message} {re.escape(str(value))}$") for value in wrong),
         ({name: "1"}, TypeError, f"{name}: expected a number, got str"),
@@ -40,16 +40,12 @@ OF_BOTH = [
     *_positive("softcap"),
     *_positive("logit_scale"),
     ({"softcap": torch.tensor(1.0)}, TypeError, "softcap: expected a number, got Tensor"),
-    ({"logit_scale": torch.tensor(1.0)}, TypeError, "logit_scale: expected a number, got Tensor"),
     ({"logit_scale": None}, TypeError, "logit_scale: expected a number, got NoneType"),
     ({"ignore_index": -100.0}, TypeError, "ignore_index: expected an int, got float"),
-    ({"ignore_index": {1}}, TypeError, "ignore_index: expected an int, got set"),
     ({"check_labels": 1}, TypeError, "check_labels: expected a bool, got int"),
     ({"gradient": "inplace"}, ValueError, "gradient: expected one of .*, got 'inplace'"),
-    ({"gradient": ["auto"]}, ValueError, r"gradient: expected one of .* got \['auto'\]"),
     ({"vocab_size": 0}, ValueError, "vocab_size: must be positive, got 0"),
     ({"vocab_size": 21.0}, TypeError, "vocab_size: expected an int, got float"),
-    ({"vocab_size": True}, TypeError, "vocab_size: expected an int, got bool"),
     ({"vocab_size": 22}, ValueError, "logits: last dimension must be .*22.*, got 21"),
     ({"shard": (0, 21, 21)}, TypeError, "shard: expected a VocabShard, got tuple"),
     ({"shard": VocabShard(0, 21, 21), "vocab_size": 21}, ValueError, "shard: has a vocab_size itself"),
@@ -59,36 +55,32 @@ OF_BOTH = [
     ({"shard": VocabShard(-21, 0, 21)}, ValueError, "shard: .*0 <= start < stop, got"),
     ({"shard": VocabShard(0, 21, 0)}, ValueError, "shard: must be columns of a vocabulary"),
     ({"shard": VocabShard(0, 21, 21.0)}, TypeError, "shard: vocab_size: expected an int, got float"),
-    ({"shard": VocabShard(0.0, 21, 21)}, TypeError, "shard: start: expected an int, got float"),
-    ({"shard": VocabShard(0, "21", 21)}, TypeError, "shard: stop: expected an int, got str"),
 ]
 OF_THE_LOSS = [
+    ({"class_weight": [1.0] * COLUMNS}, TypeError, "class_weight: expected a torch.Tensor, got list"),
+    ({"class_weight": torch.ones(COLUMNS).long()}, TypeError, "class_weight: dtype must be floating point, dense"),
+    ({"class_weight": torch.ones(COLUMNS).to_sparse()}, TypeError, "class_weight: dtype must be floating point, dense"),
+    ({"class_weight": torch.ones(COLUMNS, requires_grad=True)}, TypeError, "class_weight: expected a constant"),
     *(
         ({"label_smoothing": value}, ValueError, rf"label_smoothing: must be in \[0, 1\], got {value}")
-        for value in (1.01, -0.1, INF, NAN)
+        for value in (1.01, NAN)
     ),
     ({"label_smoothing": torch.tensor(0.1)}, TypeError, "label_smoothing: expected a number, got Tensor"),
-    ({"label_smoothing": True}, TypeError, "label_smoothing: expected a number, got bool"),
-    ({"label_smoothing": [0.1]}, TypeError, "label_smoothing: expected a number, got list"),
     ({"shift": 1}, TypeError, "shift: expected a bool, got int"),
     ({"smoothing_formula": "tf"}, ValueError, "smoothing_formula: expected one of 'torch', 'megatron'"),
-    ({"smoothing_formula": None}, ValueError, "smoothing_formula: expected one of .*, got None"),
     *(
         ({"z_loss": value}, ValueError, f"z_loss: must be at least 0.* got {re.escape(str(value))}$")
-        for value in (-0.1, NAN, INF, 1e39, 10**400)
+        for value in (-0.1, NAN, 10**400)
     ),
     ({"z_loss": None}, TypeError, "z_loss: expected a number, got NoneType"),
-    ({"z_loss": torch.tensor(0.1)}, TypeError, "z_loss: expected a number, got Tensor"),
     ({"return_metrics": 1}, TypeError, "return_metrics: expected a bool, got int"),
     ({"reduction": "batchmean"}, ValueError, "reduction: expected one of 'mean'.* got 'batchmean'"),
-    ({"reduction": ["mean"]}, ValueError, r"reduction: expected one of .* got \['mean'\]"),
     ({"num_items": 3, "reduction": "none"}, ValueError, "num_items: expected reduction 'mean' or 'sum' .* got 'none'"),
     *(
         ({"num_items": value, **ITEMS}, ValueError, f"num_items: must be at least 0.* got {value}")
-        for value in (-1, -0.5, NAN, INF)
+        for value in (-1, NAN)
     ),
     ({"num_items": torch.tensor(-2), **ITEMS}, ValueError, "num_items: must be at least 0"),
-    ({"num_items": torch.tensor(NAN), **ITEMS}, ValueError, "num_items: must be at least 0"),
     *(
         ({"num_items": value, **ITEMS}, TypeError, f"num_items: expected a number or a tensor of .* got {name}")
         for value, name in ((True, "bool"), ("3", "str"))
@@ -100,7 +92,6 @@ OF_THE_LOSS = [
     ),
     ({"num_items": torch.ones(2), **ITEMS}, ValueError, r"num_items: expected 1 element, got .*\(2,\)"),
     ({"num_items": torch.tensor(True), **ITEMS}, TypeError, "num_items: dtype .*torch.bool"),
-    ({"num_items": torch.tensor(1j), **ITEMS}, TypeError, "num_items: dtype .*complex64"),
     ({"num_items": torch.ones((), device="meta"), **ITEMS}, ValueError, "num_items: device .*cpu.*meta"),
 ]
 OF_LOG_PROBS = [
@@ -113,23 +104,27 @@ LOGITS, LABELS = torch.randn(2, 3, COLUMNS), torch.zeros(2, 3, dtype=torch.int64
 TENSORS = [
     ({"logits": [1.0]}, TypeError, "logits: .*Tensor.*list"),
     ({"logits": LOGITS.to(torch.complex64)}, TypeError, "logits: dtype .*complex64"),
-    ({"logits": LOGITS.long()}, TypeError, "logits: dtype .*int64"),
     ({"logits": LOGITS[0, 0], "labels": LABELS[0, 0]}, ValueError, r"logits: .*\(21,\)"),
-    ({"logits": LOGITS[0, 0, 0], "labels": LABELS[0, 0]}, ValueError, r"logits: .*\(\)"),
     ({"logits": LOGITS[..., :0]}, ValueError, r"logits: .*\(2, 3, 0\)"),
     ({"labels": None}, TypeError, "labels: .*Tensor.*NoneType"),
     ({"labels": LABELS.short()}, TypeError, "labels: dtype .*int64.*int16"),
-    ({"labels": LABELS.float()}, TypeError, "labels: dtype .*float32"),
-    ({"labels": LABELS.bool()}, TypeError, "labels: dtype .*bool"),
-    ({"labels": LABELS.view(6)}, ValueError, r"labels: .*\(2, 3\).*\(6,\)"),
     ({"labels": LABELS.t()}, ValueError, r"labels: .*\(2, 3\).*\(3, 2\)"),
     ({"labels": LABELS.unsqueeze(-1).expand(2, 3, COLUMNS)}, ValueError, r"labels: .*\(2, 3\).*\(2, 3, 21\)"),
     ({"labels": LABELS.to("meta")}, ValueError, "labels: device .*cpu.*meta"),
     ({"labels": LABELS + COLUMNS, "check_labels": True}, ValueError, "labels: .*6 outside"),
     ({"impl": "cuda"}, ValueError, "impl: .*'reference'.*'cuda'"),
     ({"impl": "one_pass"}, ValueError, "impl: 'one_pass' needs a GPU and triton's compiler, got cpu"),
-    ({"impl": ["auto"]}, ValueError, r"impl: expected one of .* got \['auto'\]"),
     ({"group": "tp"}, TypeError, "group: .*ProcessGroup or None.*str"),
+]
+OF_WEIGHTS = [
+    ({"class_weight": torch.ones(COLUMNS + 1)}, ValueError, r"class_weight: expected shape \(21,\), got \(22,\)"),
+    ({"class_weight": torch.ones(())}, ValueError, r"class_weight: expected shape .*, got \(\)"),
+    ({"class_weight": torch.ones(COLUMNS, device="meta")}, ValueError, "class_weight: device .*cpu, got meta"),
+    (
+        {"class_weight": torch.ones(COLUMNS), "return_metrics": True, "z_loss": 0.1},
+        ValueError,
+        "return_metrics: expected no z_loss with class_weight",
+    ),
 ]
 PADDED = {"labels": torch.tensor([[0, 19, 20], [0, 0, 0]]), "vocab_size": 20, "check_labels": True}
 OF_PADDING = [(PADDED, ValueError, r"labels: must be in \[0, 20\) .* 1 outside.*\(0, 2\): 20$")]
@@ -137,7 +132,6 @@ OF_PADDING = [(PADDED, ValueError, r"labels: must be in \[0, 20\) .* 1 outside.*
 ONE, MANY = LOGITS[..., :1], torch.empty(2, 3, 2**24 + 1, device="meta")
 MEGATRON = {"logits": ONE, "smoothing_formula": "megatron"}
 OF_SIZES = [
-    (MEGATRON, ValueError, "smoothing_formula: 'megatron' needs .* at least 2, got 1$"),
     ({**MEGATRON, "label_smoothing": 0.1}, ValueError, "smoothing_formula: 'megatron' needs .* at least 2, got 1$"),
     (
         {"logits": MANY, "labels": LABELS.to("meta"), "return_metrics": True},
@@ -146,7 +140,10 @@ OF_SIZES = [
     ),
 ]
 CASES = [
-    *((vocab_parallel_cross_entropy, *case) for case in [*OF_BOTH, *TENSORS, *OF_PADDING, *OF_THE_LOSS, *OF_SIZES]),
+    *(
+        (vocab_parallel_cross_entropy, *case)
+        for case in [*OF_BOTH, *TENSORS, *OF_PADDING, *OF_THE_LOSS, *OF_SIZES, *OF_WEIGHTS]
+    ),
     *((token_log_probs, *case) for case in [*OF_BOTH, *TENSORS[::4], *OF_PADDING, *OF_LOG_PROBS]),
 ]
 
@@ -201,7 +198,7 @@ def test_an_unknown_name_says_of_which_function_and_what_was_meant(function, nam
         function(*tensors, **{name: 0.1})
 
 
-@pytest.mark.parametrize("columns", (2, 3, 33))
+@pytest.mark.parametrize("columns", (2, 33))
 def test_megatrons_formula_stays_a_mixture(columns):
     """``e = label_smoothing * V / (V - 1)`` above 1 would give the label a negative weight."""
     logits, labels = torch.randn(2, columns), torch.tensor([0, 1])
@@ -223,17 +220,11 @@ CALL = (torch.randn(2, 12), torch.tensor([0, 1]))
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        *(
-            ({name: one}, {name: True})
-            for name, one in (("label_smoothing", 1.0), ("z_loss", 1), ("softcap", 1.0), ("ignore_index", 1))
-        ),
+        ({"z_loss": 1}, {"z_loss": True}),
         ({"ignore_index": 1}, {"ignore_index": 1.0}),
         ({"check_labels": True}, {"check_labels": 1}),
-        ({"check_labels": False}, {"check_labels": 0}),
-        ({"return_metrics": True}, {"return_metrics": 1}),
         ({"vocab_size": 12}, {"vocab_size": 12.0}),
         ({"shard": VocabShard(0, 12, 12)}, {"shard": VocabShard(False, 12, 12)}),
-        ({"shard": VocabShard(0, 12, 12)}, {"shard": VocabShard(0, 12, 12.0)}),
     ],
     ids=str,
 )

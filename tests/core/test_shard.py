@@ -23,8 +23,8 @@ def _accepted(vocab_size, n_ranks, widths):
         return None
 
 
-@pytest.mark.parametrize("vocab_size", (1, 5, 7, 8, 1003, 50257))
-@pytest.mark.parametrize("n_ranks", (1, 2, 3, 4, 7, 16))
+@pytest.mark.parametrize("vocab_size", (1, 7, 8, 1003))
+@pytest.mark.parametrize("n_ranks", (1, 2, 3, 16))
 def test_the_cut_is_that_of_torch_chunk(vocab_size, n_ranks):
     chunks = torch.arange(vocab_size).chunk(n_ranks)
     if len(chunks) < n_ranks:

@@ -8,30 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.core.test_spec import ALL, tensors_of, with_tensors
+from tests.core.test_spec import by_spec, tensors_of, with_tensors
 from tests.support.budget import assert_within_budget, of_sum_sq_probs
 from tests.support.layouts import Layout, logits_layouts
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, RowStats, TokenOutputs
+from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, TokenOutputs
 from vocab_parallel_ce.spec_outputs import outputs_gradient
 
 NAN, INF = float("nan"), float("inf")
 COPIED = ("every other column", "column-major")  # layouts that no kernel walks
 EVERY_STATISTIC = LossOptions(smoothing=0.1, entropy=True, predictions=True, sum_sq_probs=True)
-OPTIONS = {
-    "plain": PLAIN,
-    **{name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in ALL.beyond_z_loss},
-    "z_loss": LossOptions(z_loss=0.01),
-    "temperature": LossOptions(temperature=True),
-    "temperature and all": ALL._replace(temperature=True, smoothing=0.0, z_loss=0.0),
-    "class_weight": LossOptions(class_weight=True),
-    "class_weight and smoothing": LossOptions(smoothing=0.1, class_weight=True),
-    "class_weight and all": LossOptions(-100, 0.1, 0.01, 0.5, 20.0, predictions=True, class_weight=True),
-    "all smoothing": LossOptions(smoothing=1.0),
-    "all": ALL,
-}
 
 
 def whole(logits: Tensor) -> VocabShard:
@@ -134,16 +122,6 @@ def stats_of_ranks(
     return stats
 
 
-def stats_by_spec(
-    logits: Tensor, labels: Tensor, options: LossOptions, dtype: torch.dtype, shard: VocabShard | None = None
-) -> RowStats:
-    """Of rows on the CPU, computed in ``dtype``."""
-    start, _, vocab_size = shard = shard or whole(logits)
-    options, weight = with_tensors(options, labels, vocab_size, dtype)
-    own = None if weight is None else weight[start : start + shard.n_valid]
-    return spec.local_stats(logits.to(dtype), labels, start, vocab_size, options, class_weight=own)
-
-
 def gradient_by_spec(
     logits: Tensor, labels: Tensor, options: LossOptions, dtype: torch.dtype, **grads: Tensor | None
 ) -> Tensor:
@@ -170,41 +148,34 @@ def assert_gradient(grad: Tensor, logits: Tensor, labels: Tensor, options: LossO
     assert_within_budget(grad.reshape(truth.shape), truth, peer, magnitude)
 
 
-def assert_stats(
-    stats: Tensor, logits: Tensor, labels: Tensor, options: LossOptions, shard: VocabShard | None = None
-) -> None:
-    """Each statistic within the budget; rows that are ignored hold the identity."""
-    rows, labels, stats = logits.cpu().reshape(-1, logits.shape[-1]), labels.cpu().reshape(-1), stats.cpu()
-    live = labels != options.ignore_index
-    truth = stats_by_spec(rows, labels, options, torch.float64, shard)
-    peer = stats_by_spec(rows, labels, options, torch.float32, shard)
-    identity = RowStats(*spec.IDENTITY)
-    # A cap or a temperature rounds the logits before the maximum is subtracted from them.
-    of_spec, _ = with_tensors(options, labels, rows.shape[-1], torch.float64)
-    is_rounded = options.softcap is not None or options.temperature
-    capped = spec.transformed(rows.double(), of_spec)[0] if is_rounded else rows.new_zeros(0)
-    magnitude = max(capped.nan_to_num(0.0, 0.0, 0.0).abs().flatten().tolist(), default=0.0)
-    for name, column in zip(options.statistics, stats.unbind(-1), strict=True):
-        expected, same_dtype = getattr(truth, name), getattr(peer, name)
-        if name == "argmax" and options.softcap is not None:
-            assert_is_largest(column[live], rows[live], options, shard)
-        elif name == "argmax" or (name == "n_columns" and not options.class_weight):
-            assert torch.equal(column[live], same_dtype[live]), name
-        elif name == "exp_shifted_sum":
-            # Its terms are rounded as those of others_sum are, next to which it may be nothing.
-            sums = (stats[:, 1] - column, truth.others_sum - expected, peer.others_sum - same_dtype)
-            assert_within_budget(*(value[live] for value in sums))
-        else:
-            assert_within_budget(column[live], expected[live], same_dtype[live], magnitude * ("sum" in name))
-        assert torch.equal(column[~live], torch.full_like(column[~live], getattr(identity, name))), name
-
-
-def assert_is_largest(argmax: Tensor, rows: Tensor, options: LossOptions, shard: VocabShard | None = None) -> None:
+def assert_is_largest(argmax: Tensor, rows: Tensor, options: LossOptions) -> None:
     """Whether z there is the largest, up to rounding: a cap makes near ties of logits far above it."""
-    start, _, vocab_size = shard or whole(rows)
-    z, _ = spec.transformed(rows[:, : max(vocab_size - start, 0)].double(), options)
+    z, _ = spec.transformed(rows.double(), options)
     for row, column in zip(z, argmax.tolist(), strict=True):
-        if row.numel() == 0 or not row.isfinite().any() or bool((row.isnan() | (row == INF)).any()):
+        if not row.isfinite().any() or bool((row.isnan() | (row == INF)).any()):
             assert column in (INF, -1)
         else:
-            assert float(row.max() - row[int(column) - start]) <= 8 * torch.finfo(torch.float32).eps * 20.0
+            assert float(row.max() - row[int(column)]) <= 8 * torch.finfo(torch.float32).eps * 20.0
+
+
+def assert_outputs(outputs: TokenOutputs, logits: Tensor, labels: Tensor, options: LossOptions) -> None:
+    """Each output that was asked for, against the whole vocabulary."""
+    truth, peer = (by_spec(logits.to(dtype), labels, options) for dtype in (torch.float64, torch.float32))
+    assert_within_budget(outputs.loss.cpu(), truth.loss, peer.loss)
+    assert_within_budget(outputs.lse.cpu(), truth.lse, peer.lse)
+    # Their terms are rounded next to 1, beside which they may be nothing.
+    if options.entropy:
+        assert_within_budget(outputs.entropy.cpu() + 1, truth.entropy + 1, peer.entropy + 1)
+    if options.sum_sq_probs:
+        assert_within_budget(*(made.sum_sq_probs.cpu() + 1 for made in (outputs, truth, peer)))
+    if options.mean_logit:
+        # The largest logit is rounded, beside which the mean may be nothing.
+        assert_within_budget(*((made.lse - made.mean_logit).cpu() for made in (outputs, truth, peer)))
+    if options.predictions:
+        predicted = outputs.predictions.cpu()
+        live = labels != options.ignore_index
+        assert torch.equal(predicted[~live], torch.full_like(predicted[~live], -1))
+        if options.softcap is None:
+            assert torch.equal(predicted, truth.predictions)
+        else:
+            assert_is_largest(predicted[live], logits[live], options)

@@ -23,12 +23,6 @@ def test_every_width_has_a_block_of_16_byte_vectors(table, element_size):
         widest = block.num_warps
 
 
-def test_measured_choices():
-    assert choose_block(READ, 128256, 2) == (8, 512, 8)
-    assert choose_block(READ_AND_WRITE, 128256, 2) == (16, 2048, 8)
-    assert choose_block(READ_AND_WRITE, 64128, 4) == (16, 2048, 4)
-
-
 def test_every_width_of_the_one_pass_table_has_one_configuration():
     """The ranges follow each other; there is none outside them."""
     edges = [(least, most) for least, most, _ in ONE_PASS]

@@ -112,8 +112,11 @@ def test_a_launch_like_one_before_takes_the_private_way(kernel):
 def test_a_remembered_kernel_stays_on_the_gpu(kernel):
     """From Triton 3.8 on, a kernel that nobody holds is unloaded, for example after its cache was cleared."""
     launch = launch_of(kernel)
+    launch(0, TENSORS, SIZES)  # no programs are no launch
+    assert kernel.calls == []
     launch(3, TENSORS, SIZES)
     assert kernel.compiled() is not None
+    assert kinds_of(kernel, 1) == ["public", "public"]  # another launch has variants of its own
 
 
 def test_the_private_way_passes_what_this_tritons_own_launch_passes():
@@ -146,16 +149,6 @@ def test_launches_of_other_dtypes_are_others():
         (BUFFER, OTHER, None),
     ):
         assert dtypes_of(different) != dtypes_of(TENSORS)
-
-
-def test_no_programs_are_no_launch(kernel):
-    launch_of(kernel)(0, TENSORS, SIZES)
-    assert kernel.calls == []
-
-
-def test_launches_do_not_share_variants(kernel):
-    kinds_of(kernel, 1)
-    assert kinds_of(kernel, 1) == ["public", "public"]
 
 
 class OnDevice(torch.Tensor):

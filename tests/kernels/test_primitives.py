@@ -39,14 +39,8 @@ def test_tanh_on_a_dense_grid(kernel_device):
     # A GPU's exp2 and division are not exact.
     allowed = 2 if kernel_device == "cpu" else 4
     assert float(units[worst]) <= allowed, (float(x[worst]), float(actual[worst]), float(truth[worst]))
-    assert bool((actual.abs() <= 1).all())
-
-
-def test_tanh_of_what_is_no_number(kernel_device):
-    x = torch.tensor([INF, -INF, NAN, 0.5], device=kernel_device)
-    inf, minus_inf, nan, half = jit_functions.elementwise("tanh", x).tolist()
-    assert (inf, minus_inf) == (1, -1) and nan != nan
-    assert half == pytest.approx(0.4621172, abs=5e-8)
+    assert bool((actual.abs() <= 1).all()) and actual[-6] == 1 and actual[-1] == -1
+    assert jit_functions.elementwise("tanh", torch.full((1,), NAN, device=kernel_device)).isnan()
 
 
 def test_log1p_on_a_dense_grid(kernel_device):
@@ -98,13 +92,6 @@ def test_head_body_and_tail_are_every_column_once(kernel_device, vector):
     seen.scatter_add_(2, offset, inside.to(torch.int8))
     is_column = (position >= begin.unsqueeze(1)) & (position < (begin + width).unsqueeze(2))
     assert torch.equal(seen, is_column.to(torch.int8))
-
-
-def test_worked_example_of_a_row(kernel_device):
-    """85 columns at 60, vectors of 8."""
-    first, body, offset, inside = (t[84, 60] for t in jit_functions.row_parts(96, 64, 8, kernel_device))
-    assert (int(first), int(body)) == (64, 80)
-    assert offset[inside.bool()].tolist() == [60, 61, 62, 63, 144]
 
 
 @pytest.mark.parametrize("n_rows", (0, 1, 511, 512, 513, 1100))

@@ -5,11 +5,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import linear
-from tests.support.linear import BY_WAY, COLUMNS, TWO_WAYS, WAYS, WIDTH, Results, assert_right, check, record_matmuls
+from tests.support.linear import COLUMNS, TWO_WAYS, WAYS, WIDTH, Results, assert_right, check, record_matmuls
 from tests.support.logits import EVERY
+from tests.support.weights import weights
 from vocab_parallel_ce import linear_cross_entropy
 
 ROWS = 6
+MOMENTS = ("mean", "mean, in_backward", "none")
+AT_ANY_MOMENT = pytest.mark.parametrize("way", [WAYS[name] for name in MOMENTS], ids=MOMENTS)
 
 
 class Case:
@@ -36,12 +39,11 @@ class Case:
 
 
 FROZEN = [
-    ((), {"mean": 3, "sum": 3, "mean, in_backward": 4, "sum, in_backward": 4, "none": 4}),
+    ((), {"mean": 3, "sum, in_backward": 4, "none": 4}),
     (("weight",), {"mean": 2, "mean, in_backward": 3, "none": 3}),
-    (("weight", "bias"), {"sum": 2, "none": 3}),
     (("hidden",), {"mean": 2, "none": 3}),
     (("hidden", "weight"), {"mean": 1, "none": 2}),
-    (("hidden", "weight", "bias"), {"mean": 1, "sum": 1, "none": 1}),
+    (("hidden", "weight", "bias"), {"mean": 1, "none": 1}),
 ]
 
 
@@ -64,72 +66,68 @@ def test_only_the_matmuls_that_are_needed(impl_device, frozen, way, expected):
     check(impl_device, case.inputs, case.grad_output(loss).cpu(), frozen=frozen, **WAYS[way])
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_auto_computes_gradients_in_forward_where_reduced(impl_device, reduction, dtype):
+@pytest.mark.parametrize(
+    ("reduction", "dtype", "counts"),
+    [("mean", torch.bfloat16, (3, 0)), ("sum", torch.float16, (1, 3)), ("none", torch.bfloat16, (1, 3))],
+)
+def test_auto_computes_gradients_in_forward_where_reduced(impl_device, reduction, dtype, counts):
     """But in backward of fp16, which has no room for a gradient that no loss scale has multiplied yet."""
     case = Case(impl_device, dtype=dtype)
     with record_matmuls() as in_forward:
         loss = case.loss(reduction=reduction)
     with record_matmuls() as in_backward:
         loss.backward(case.grad_output(loss))
-    recomputed = reduction == "none" or dtype == torch.float16
-    assert (len(in_forward), len(in_backward)) == ((1, 3) if recomputed else (3, 0))
+    assert (len(in_forward), len(in_backward)) == counts
 
 
-@BY_WAY
-@pytest.mark.parametrize("context", ["no_grad", "inference_mode", "requires_grad=False"])
-def test_without_a_gradient_there_are_the_logits_and_nothing_else(impl_device, context, way):
-    case = Case(impl_device, frozen=("hidden", "weight", "bias") if context == "requires_grad=False" else ())
-    no_gradient = torch.enable_grad() if context == "requires_grad=False" else getattr(torch, context)()
-    with no_gradient, record_matmuls() as matmuls:
-        loss = case.loss(**way)
-    assert len(matmuls) == 1 and not loss.requires_grad
-    case.assert_gradients(loss, (None, None, None), case.grad_output(loss), **way)
+@TWO_WAYS
+def test_without_a_gradient_there_are_the_logits_and_nothing_else(impl_device, way):
+    case = Case(impl_device)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context(), record_matmuls() as matmuls:
+            loss = case.loss(**way)
+        assert len(matmuls) == 1 and not loss.requires_grad
+        case.assert_gradients(loss, (None, None, None), case.grad_output(loss), **way)
 
 
-@pytest.mark.parametrize("rows_of_logits", [1, 2, 5])
-def test_a_budget_of_memory_bounds_the_logits_that_exist_at_a_time(impl_device, rows_of_logits):
-    case = Case(impl_device, "peaked", dtype=torch.bfloat16)
-    options = {"memory_budget": rows_of_logits * COLUMNS * 2 + 1, "reduction": "sum"}
-    with record_matmuls() as matmuls:
-        case.loss(**options)
-    assert len(matmuls) % 3 == 0 and len(matmuls) >= 3 * -(-ROWS // rows_of_logits)
-    check(impl_device, case.inputs, **options)
+@pytest.mark.parametrize(("options", "of_a_logit"), [({}, 2), ({"logits_dtype": torch.float32}, 6)])
+def test_a_budget_of_memory_bounds_the_logits_that_exist_at_a_time(impl_device, options, of_a_logit):
+    case, of_a_token = Case(impl_device, "peaked", dtype=torch.bfloat16), of_a_logit * COLUMNS
+    for n_chunks, budget in ((1, ROWS * of_a_token), (2, 3 * of_a_token), (3, 3 * of_a_token - 1), (ROWS, of_a_token)):
+        with record_matmuls() as matmuls:
+            case.loss(memory_budget=budget, **options)
+        assert len(matmuls) == 3 * n_chunks
+    with pytest.raises(ValueError, match=f"^memory_budget: .* {of_a_token} bytes"):
+        case.loss(memory_budget=of_a_token - 1, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@BY_WAY
-def test_the_weights_gradient_is_added_to_main_grad(impl_device, way, dtype):
-    """In fp32 and by backward alone; autograd then gets none, so that nobody adds it a second time."""
+@pytest.mark.parametrize(("dtype", "says_so"), [(torch.float32, False), (torch.bfloat16, True)])
+@AT_ANY_MOMENT
+def test_the_weights_gradient_is_added_to_main_grad(impl_device, way, dtype, says_so):
+    """In fp32 and by backward alone; autograd then gets none, so that nobody adds it a second time.
+
+    Or zeros, if the parameter says whether it was added: Megatron's optimizer adds the gradient unless that is True.
+    """
     case = Case(impl_device, dtype=dtype)
     main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
     for step in (1, 2):
         before = main_grad.clone()
+        if says_so:
+            case.weight.grad_added_to_main_grad = False
         loss = case.loss(main_grad=main_grad, chunk_tokens=2, **way)
         assert torch.equal(main_grad, before), "written by forward"
+        assert not getattr(case.weight, "grad_added_to_main_grad", False)
         grad_output = case.grad_output(loss)
         loss.backward(grad_output)
+        assert getattr(case.weight, "grad_added_to_main_grad", False) is says_so
         assert_right(Results((), None, main_grad.to(dtype), None), case.inputs, step * grad_output.cpu(), **way)
-    assert case.weight.grad is None and case.bias.grad is not None and case.hidden.grad is not None
+    assert not case.weight.grad.any() if says_so else case.weight.grad is None
+    assert case.bias.grad is not None and case.hidden.grad is not None
     assert not torch.equal(main_grad, main_grad.bfloat16().float()), "rounded on the way"
 
 
-@TWO_WAYS
-def test_main_grad_of_a_parameter_that_says_whether_it_was_added(impl_device, way):
-    """Megatron's optimizer adds the gradient itself unless the attribute is True."""
-    case = Case(impl_device)
-    case.weight.grad_added_to_main_grad = False
-    main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
-    loss = case.loss(main_grad=main_grad, **way)
-    assert case.weight.grad_added_to_main_grad is False
-    loss.backward(case.grad_output(loss))
-    assert case.weight.grad_added_to_main_grad is True
-    case.assert_gradients(loss, (case.hidden.grad, main_grad, case.bias.grad), case.grad_output(loss), **way)
-
-
 @pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
-@BY_WAY
+@TWO_WAYS
 def test_autocast_multiplies_in_its_dtype_and_leaves_fp32_gradients_unrounded(impl_device, way, hidden_dtype):
     case = Case(impl_device)
     case.hidden = case.hidden.detach().to(hidden_dtype).requires_grad_()
@@ -148,7 +146,7 @@ def test_autocast_multiplies_in_its_dtype_and_leaves_fp32_gradients_unrounded(im
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@BY_WAY
+@TWO_WAYS
 def test_checkpointed_recomputation(impl_device, way, use_reentrant):
     """Forward runs twice, once without a graph where it is reentrant; main_grad is added to once."""
     expected, got = [], []
@@ -184,7 +182,7 @@ def test_compiled_caller(impl_device, way):
     assert all(map(torch.equal, *results))
 
 
-@BY_WAY
+@AT_ANY_MOMENT
 def test_a_second_backward_gives_the_same_again_or_names_the_remedy(impl_device, way):
     """Others scale their saved buffer twice, silently."""
     case = Case(impl_device, dtype=torch.bfloat16)
@@ -209,9 +207,8 @@ def test_a_second_backward_gives_the_same_again_or_names_the_remedy(impl_device,
         torch.autograd.grad(case.loss(**way), case.leaves, grad_output, create_graph=True)
 
 
-@BY_WAY
+@AT_ANY_MOMENT
 def test_other_tensors_of_the_caller_are_never_written(impl_device, way):
-    """Nor are they kept to be changed by a later optimizer step unnoticed: autograd reports that."""
     case = Case(impl_device)
     hidden = case.hidden * 1
     loss = case.loss(hidden, **way)
@@ -221,9 +218,15 @@ def test_other_tensors_of_the_caller_are_never_written(impl_device, way):
     assert torch.equal(grad_output, kept) and grad_output._version == version
     assert hidden._version == case.weight._version == case.bias._version == case.labels._version == 0
     assert torch.equal(hidden, case.hidden) and torch.equal(case.hidden.cpu(), case.inputs.hidden)
-    if way.get("gradient") != "in_forward":
-        loss = case.loss(**way)
-        with torch.no_grad():
-            case.weight.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward(grad_output)
+
+
+@pytest.mark.parametrize("name", ["weight", "num_items", "class_weight"])
+def test_what_changes_before_backward_is_noticed(impl_device, name):
+    """By an optimizer's step, or counted up in place over a step's batches."""
+    case = Case(impl_device)
+    given = {"num_items": torch.tensor(5.0, device=case.device), "class_weight": weights().to(case.device)}
+    loss = case.loss(reduction="sum", gradient="in_backward", label_smoothing=0.1, **given)
+    with torch.no_grad():
+        {"weight": case.weight, **given}[name].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

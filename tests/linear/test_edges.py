@@ -1,29 +1,223 @@
-"""Where a fused projection and loss has gone wrong before: casts, divisors, promises, memory layouts."""
+"""Edges of a fused projection and loss: what lies in memory, what ignored tokens hold, divisors, casts, chunks."""
 
 import weakref
+from itertools import product
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.linear.test_autograd import ROWS, Case
-from tests.support.budget import assert_within_budget
-from tests.support.linear import BY_WAY, COLUMNS, WIDTH, linear_fp64, linear_same_dtype, many_tokens, projection, run
-from vocab_parallel_ce import linear_cross_entropy
-from vocab_parallel_ce.linear.matmul import WeightGradient
-from vocab_parallel_ce.linear.pipeline import Products
+from tests.linear.test_autograd import AT_ANY_MOMENT, ROWS, Case
+from tests.support import linear
+from tests.support.budget import K, assert_within_budget
+from tests.support.inputs import DTYPES, IGNORE_INDEX
+from tests.support.layouts import label_layouts, logits_layouts
+from tests.support.linear import COLUMNS, TWO_WAYS, WAYS, WIDTH, Results, assert_right, check, grad_output_of, run
+from tests.support.logits import REDUCTIONS
+from tests.support.pairs import covering
+from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
-INF = float("inf")
+NAN, INF = float("nan"), float("inf")
+FP32 = {"logits_dtype": torch.float32}
+TOLERANCE = {"rtol": 1.3e-6, "atol": 1e-5}
 
 
-def test_a_divisor_that_changes_before_backward_is_noticed(impl_device):
-    """Counted up in place over a step's batches; the loss was divided by what it was then."""
-    case = Case(impl_device)
-    num_items = torch.tensor(5.0, device=case.device)
-    loss = case.loss(reduction="sum", num_items=num_items, gradient="in_backward")
-    num_items += 1
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+@pytest.mark.parametrize("way", [WAYS["sum"], WAYS["none"]], ids=str)
+def test_hidden_states_of_every_layout(impl_device, way):
+    """Transposed, shifted, expanded and size-1 views against the contiguous copy of the same values."""
+    impl, device = impl_device
+    weight = torch.randn(COLUMNS, WIDTH, generator=torch.Generator().manual_seed(1))
+    layouts = logits_layouts(WIDTH, device=device)
+    # Kernels see the dense logits alone: interpreted, a few layouts are enough.
+    for layout in layouts[::5] if impl_device == ("triton", "cpu") else layouts:
+        values = layout.view.detach().cpu().contiguous()
+        # The least likely column: a gradient near 1, next to which one rounding of p is small.
+        inputs = linear.Projection(values, weight, (values @ weight.T).argmin(dim=-1))
+        grad_output = torch.tensor(0.5)
+        if way["reduction"] == "none":
+            grad_output = torch.rand(inputs.labels.shape, generator=torch.Generator().manual_seed(2)) + 0.5
+        leaves = layout.view.detach().requires_grad_(), weight.to(device).requires_grad_()
+        options = {**way, "label_smoothing": 0.1}
+        loss = linear_cross_entropy(*leaves, inputs.labels.to(device), impl=impl, **options)
+        gradients = torch.autograd.grad(loss, leaves, grad_output.to(device))
+        assert_right(Results((loss,), *gradients, None), inputs, grad_output, **options)
+        assert layout.outside_is_untouched() and torch.equal(layout.view.cpu(), values), layout.name
+
+
+def test_weights_of_every_layout(impl_device):
+    """Rows of a wider tensor, every other row, and column-major, as a weight that is stored transposed."""
+    impl, device = impl_device
+    inputs = linear.projection("some_ignored", dtype=torch.bfloat16)
+    wide, tall, turned = inputs.weight.new_full((3, 2 * COLUMNS, WIDTH + 3), NAN).to(device)
+    views = [wide[:COLUMNS, 3:], tall[::2, :WIDTH], turned.view(-1)[: COLUMNS * WIDTH].view(WIDTH, -1).t()]
+    for view, way in product(views, WAYS.values()):
+        view.copy_(inputs.weight)
+        hidden, weight = inputs.hidden.to(device).requires_grad_(), view.detach().requires_grad_()
+        loss = linear_cross_entropy(hidden, weight, inputs.labels.to(device), impl=impl, **way)
+        gradients = torch.autograd.grad(loss, (hidden, weight), torch.ones_like(loss))
+        assert_right(Results((loss,), *gradients, None), inputs, **way)
+        assert torch.equal(view.cpu(), inputs.weight)
+
+
+@TWO_WAYS
+def test_labels_of_every_layout_and_width(impl_device, way):
+    impl, device = impl_device
+    for shape in ((2, 3), (1, 4), (4, 1)):
+        inputs, results = linear.projection("some_ignored", torch.Size(shape).numel()).shaped(*shape), []
+        for name, view in label_layouts(inputs.labels.to(device)):
+            before, version = view.clone(), view._version
+            leaves = [x.to(device).requires_grad_() for x in (inputs.hidden.clone(), inputs.weight.clone())]
+            loss = linear_cross_entropy(*leaves, view, impl=impl, **way)
+            results.append((loss, *torch.autograd.grad(loss.sum(), leaves)))
+            assert torch.equal(view, before) and view._version == version, name
+        for result in results:
+            assert all(map(torch.equal, result, results[0]))
+
+
+def test_chunks_of_one_token_whose_stride_is_no_multiple_of_8_bytes(impl_device):
+    """One row is contiguous, whatever its stride."""
+    impl, device = impl_device
+    hidden = torch.randn(3, 11).bfloat16()[:, :8].to(device)
+    weight = torch.randn(21, 8).bfloat16().to(device).requires_grad_()
+    labels, gradients = torch.tensor([3, 0, 20], device=device), []
+    for states in (hidden, hidden.contiguous()):
+        linear_cross_entropy(states, weight, labels, impl=impl, chunk_tokens=1).backward()
+        gradients.append(weight.grad)
+        weight.grad = None
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("leading", [(2, 1, 3), (1,)])
+def test_shapes_and_dtypes(impl_device, leading):
+    for dtype, reduction in zip(DTYPES, REDUCTIONS, strict=True):
+        inputs = linear.projection("peaked", torch.Size(leading).numel(), dtype=dtype, bias=True).shaped(*leading)
+        (loss,), *gradients = run(impl_device, inputs, reduction=reduction)
+        assert loss.shape == (leading if reduction == "none" else ()) and loss.dtype == torch.float32
+        for gradient, tensor in zip(gradients, (inputs.hidden, inputs.weight, inputs.bias), strict=True):
+            assert gradient.shape == tensor.shape and gradient.dtype == dtype
+
+
+@TWO_WAYS
+def test_no_tokens(impl_device, way):
+    inputs = linear.Projection(torch.zeros(0, 3, WIDTH), torch.randn(COLUMNS, WIDTH), torch.zeros(0, 3).long())
+    (loss,), hidden, weight, _ = run(impl_device, inputs, **way)
+    assert loss.shape == ((0, 3) if way["reduction"] == "none" else ()) and loss.sum().item() == 0
+    assert hidden.shape == (0, 3, WIDTH) and torch.equal(weight, torch.zeros(COLUMNS, WIDTH))
+
+
+@AT_ANY_MOMENT
+def test_1024_chunks_lose_no_more_of_the_weights_gradient_than_one(impl_device, way):
+    """Accumulated in bf16 from chunk to chunk it would lose most of its digits."""
+    if impl_device == ("triton", "cpu"):
+        pytest.skip("thousands of interpreted launches")
+    inputs = linear.many_tokens(1024, 16, torch.bfloat16)
+    grad_output = grad_output_of(way, 1024)
+    truth = linear.linear_fp64(inputs, grad_output, **way).weight
+    one, many = (
+        run(impl_device, inputs, grad_output, chunk_tokens=chunk, **way).weight.double() for chunk in (1024, 1)
+    )
+    assert (many - truth).norm() <= K * (one - truth).norm()
+    assert (many - truth).abs().max() <= K * (one - truth).abs().max()
+
+
+EXACT = covering(dtype=DTYPES, way=tuple(WAYS), ones=((5,), (5, 4, 3)), bias=(False, True), chunk=("auto", 3))
+
+
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: f"{case['way']}-{len(case['ones'])}")
+def test_what_every_dtype_can_hold_is_computed_without_any_error(impl_device, case):
+    """Hidden states of 0 and 1, and probabilities that are 0 or powers of two: see :func:`cube`."""
+    inputs, way = linear.cube(case["dtype"], case["ones"], case["bias"]), WAYS[case["way"]]
+    grad_output = torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(4) if case["way"] == "none" else torch.tensor(0.5)
+    options = {"chunk_tokens": case["chunk"], **way}
+    result = check(impl_device, inputs, grad_output, **options)
+    truth = linear.linear_fp64(inputs, grad_output, **options)
+    for gradient, expected in zip(result[1:], truth[1:], strict=True):
+        assert gradient is expected is None or torch.equal(gradient, expected.to(gradient.dtype))
+    if case["ones"] == (5,):
+        # One column has all of the probability: the loss is a difference of two integers.
+        assert torch.equal(result.outputs[0], truth.outputs[0].float())
+
+
+@TWO_WAYS
+def test_the_gradient_of_a_confident_label_keeps_its_digits(impl_device, way):
+    """At p = 0.999 the label's gradient is -0.001: p rounded to bf16 first would lose all of it."""
+    for dtype in (torch.bfloat16, torch.float16):
+        inputs = linear.projection("confident", dtype=dtype, exact=True, broad=False, gaps=(6.9,))
+        _, *gradients = run(impl_device, inputs, grad_output_of(way), **way)
+        assert_right(Results((), *gradients), inputs, grad_output_of(way), **way)
+
+
+@AT_ANY_MOMENT
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_what_ignored_tokens_hold_is_seen_by_nobody(impl_device, bad, way):
+    """0 times NaN in the matmul of the weight's gradient would be NaN, as would the grad_output's.
+
+    A promise of how many tokens count leaves the others out, and changes nothing else.
+    """
+    for valid_tokens, chunk in ((None, "auto"), (None, 2), (3, "auto"), (3, 2), (4, 3), (1000, 100)):
+        inputs = linear.projection("peaked", bias=True)
+        inputs.hidden[0], inputs.hidden[2, 3] = bad, bad
+        inputs.labels[[0, 2]] = IGNORE_INDEX
+        grad_output = grad_output_of(way)
+        if grad_output.dim():
+            grad_output[2] = bad
+        result = check(impl_device, inputs, grad_output, valid_tokens=valid_tokens, chunk_tokens=chunk, **way)
+        assert not result.hidden[[0, 2]].any() and result.weight.isfinite().all()
+
+
+@AT_ANY_MOMENT
+@pytest.mark.parametrize("valid_tokens", [0, ROWS - 1])
+def test_more_labels_than_were_promised_make_every_value_nan(impl_device, valid_tokens, way):
+    """Also the loss of a token that was left out, where a 0 would pass for one, and the accuracy of the others."""
+    inputs = linear.projection("peaked", ROWS, bias=True)
+    results = run(impl_device, inputs, valid_tokens=valid_tokens, return_metrics=True, **way)
+    loss, _, *metrics = results.outputs
+    for tensor in (loss, *metrics, results.weight, results.bias):
+        assert tensor.isnan().all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_ignore_index_that_int32_labels_cannot_hold(impl_device, reduction):
+    """No label is it: all of them count, and there are more than were promised."""
+    inputs = linear.projection("peaked", ROWS)
+    options = {"reduction": reduction, "ignore_index": 2**40}
+    for valid_tokens in (2, ROWS, None):
+        narrow, wide = (
+            run(impl_device, inputs._replace(labels=labels), valid_tokens=valid_tokens, **options)
+            for labels in (inputs.labels.int(), inputs.labels)
+        )
+        for same, expected in zip((*narrow.outputs, *narrow[1:3]), (*wide.outputs, *wide[1:3]), strict=True):
+            torch.testing.assert_close(same, expected, rtol=0, atol=0, equal_nan=True)
+        assert wide.outputs[0].isnan().all() == (valid_tokens == 2)
+
+
+@AT_ANY_MOMENT
+def test_a_label_outside_the_vocabulary_is_nan(impl_device, way):
+    inputs = linear.projection("peaked")
+    inputs.labels[1], inputs.labels[3] = -1, COLUMNS
+    (loss,), hidden, _, _ = check(impl_device, inputs, chunk_tokens=2, **way)
+    assert loss.isnan().any() and hidden.isnan().any(dim=1).tolist() == [False, True, False, True, False]
+    with pytest.raises(ValueError, match=r"^labels: .* 2 outside.*\(1,\): -1$"):
+        run(impl_device, inputs, check_labels=True, **way)
+
+
+@AT_ANY_MOMENT
+def test_nothing_to_learn_from_is_0_whatever_comes_for_it(impl_device, way):
+    """A loss scale that has overflowed: 0 times inf would be NaN in ``main_grad``, which is kept."""
+    inputs = linear.projection("all_ignored", ROWS, bias=True, broad=False)
+    for options in ({}, {"valid_tokens": ROWS}, {"valid_tokens": 0}, {"chunk_tokens": 2, "label_smoothing": 0.1}):
+        for main_grad in (None, torch.zeros(COLUMNS, WIDTH, device=impl_device[1])):
+            results = run(impl_device, inputs, torch.tensor(INF), main_grad=main_grad, **options, **way)
+            d_weight = results.weight if main_grad is None else main_grad.cpu()
+            for tensor in (*results.outputs, results.hidden, d_weight, results.bias):
+                assert torch.equal(tensor, torch.zeros_like(tensor))
+
+
+def test_a_divisor_of_0_items_gives_no_loss_and_no_gradient(impl_device):
+    inputs = linear.projection("peaked")
+    inputs.labels[1] = COLUMNS
+    for num_items, gradient in product((0, torch.tensor(0)), ("in_forward", "in_backward")):
+        (loss,), hidden, weight, _ = run(impl_device, inputs, reduction="sum", num_items=num_items, gradient=gradient)
+        assert loss.item() == 0 and not hidden.any() and not weight.any()
 
 
 def test_a_weight_that_was_cast_for_the_call_lives_no_longer(impl_device):
@@ -38,27 +232,6 @@ def test_a_weight_that_was_cast_for_the_call_lives_no_longer(impl_device):
     assert case.weight.grad.any()
 
 
-@pytest.mark.reference
-@pytest.mark.parametrize("gradient", ["in_forward", "in_backward"])
-def test_a_chunks_logits_are_freed_before_the_weights_gradient_is_rounded(gradient, monkeypatch):
-    """A loop variable held a view of the buffer: a third more memory than documented."""
-    case, buffers, freed = Case(("reference", "cpu")), [], []
-    make, rounded = Products.logits, WeightGradient.rounded
-
-    def watched(self, *args):
-        buffers.append(StorageWeakRef(self.buffer.untyped_storage()))
-        return make(self, *args)
-
-    def checked(self):
-        freed.append(all(buffer.expired() for buffer in buffers))
-        return rounded(self)
-
-    monkeypatch.setattr(Products, "logits", watched)
-    monkeypatch.setattr(WeightGradient, "rounded", checked)
-    case.loss(gradient=gradient, chunk_tokens=2).backward()
-    assert buffers and freed == [True]
-
-
 @pytest.mark.parametrize("gradient", ["in_forward", "in_backward"])
 @pytest.mark.parametrize(
     ("dtype", "other"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)], ids=str
@@ -66,7 +239,7 @@ def test_a_chunks_logits_are_freed_before_the_weights_gradient_is_rounded(gradie
 def test_autocast_to_the_other_16_bits_sums_the_weights_gradient_in_fp32(impl_device, dtype, other, gradient):
     """One chunk, whose product is of another dtype than the gradient: a GPU does not multiply into that."""
     impl, device = impl_device
-    inputs = many_tokens(ROWS, COLUMNS, dtype)
+    inputs = linear.many_tokens(ROWS, COLUMNS, dtype)
     # Logits of a usual size, whose gradients fp16 cannot hold; those of the weight it can.
     inputs = inputs._replace(hidden=inputs.hidden * 1024, weight=inputs.weight / 1024)
     options = {"reduction": "sum", "num_items": 2**23 if dtype == torch.float16 else 1}
@@ -74,58 +247,39 @@ def test_autocast_to_the_other_16_bits_sums_the_weights_gradient_in_fp32(impl_de
     with torch.autocast(device, other):
         loss = linear_cross_entropy(*leaves, inputs.labels.to(device), impl=impl, gradient=gradient, **options)
     loss.backward()
-    truth = linear_fp64(inputs, **options)
-    peer = linear_same_dtype(inputs.to(other), weight_dtype=torch.float32, **options)
+    truth = linear.linear_fp64(inputs, **options)
+    peer = linear.linear_same_dtype(inputs.to(other), weight_dtype=torch.float32, **options)
     for leaf, name in zip(leaves, ("hidden", "weight"), strict=True):
         assert_within_budget(leaf.grad, getattr(truth, name), getattr(peer, name).to(dtype))
 
 
-@BY_WAY
-def test_nothing_to_learn_from_is_0_whatever_comes_for_it(impl_device, way):
-    """A loss scale that has overflowed: 0 times inf would be NaN in ``main_grad``, which is kept."""
-    inputs = projection("all_ignored", ROWS, bias=True, broad=False)
-    for options in ({}, {"valid_tokens": ROWS}, {"valid_tokens": 0}, {"chunk_tokens": 2, "label_smoothing": 0.1}):
-        for main_grad in (None, torch.zeros(COLUMNS, WIDTH, device=impl_device[1])):
-            results = run(impl_device, inputs, torch.tensor(INF), main_grad=main_grad, **options, **way)
-            d_weight = results.weight if main_grad is None else main_grad.cpu()
-            for tensor in (*results.outputs, results.hidden, d_weight, results.bias):
-                assert torch.equal(tensor, torch.zeros_like(tensor))
-
-
-@BY_WAY
-@pytest.mark.parametrize("valid_tokens", [0, 1, ROWS - 1])
-def test_more_labels_than_were_promised_make_every_value_nan(impl_device, valid_tokens, way):
-    """Also the loss of a token that was left out, where a 0 would pass for one, and the accuracy of the others."""
-    inputs = projection("peaked", ROWS, bias=True)
-    results = run(impl_device, inputs, valid_tokens=valid_tokens, return_metrics=True, **way)
-    loss, _, *metrics = results.outputs
-    for tensor in (loss, *metrics, results.weight, results.bias):
-        assert tensor.isnan().all()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_an_ignore_index_that_int32_labels_cannot_hold(impl_device, reduction):
-    """No label is it: all of them count, and there are more than were promised."""
-    inputs = projection("peaked", ROWS)
-    options = {"reduction": reduction, "ignore_index": 2**40}
-    for valid_tokens in (2, ROWS, None):
-        narrow, wide = (
-            run(impl_device, inputs._replace(labels=labels), valid_tokens=valid_tokens, **options)
-            for labels in (inputs.labels.int(), inputs.labels)
-        )
-        for same, expected in zip((*narrow.outputs, *narrow[1:3]), (*wide.outputs, *wide[1:3]), strict=True):
-            torch.testing.assert_close(same, expected, rtol=0, atol=0, equal_nan=True)
-        assert wide.outputs[0].isnan().all() == (valid_tokens == 2)
-
-
-def test_chunks_of_one_token_whose_stride_is_no_multiple_of_8_bytes(impl_device):
-    """One row is contiguous, whatever its stride."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_log_probs_of_fp32_logits_are_those_of_an_fp32_head_and_the_default_ones_are_not(impl_device, dtype, autocast):
     impl, device = impl_device
-    hidden = torch.randn(3, 11).bfloat16()[:, :8].to(device)
-    weight = torch.randn(21, 8).bfloat16().to(device).requires_grad_()
-    labels, gradients = torch.tensor([3, 0, 20], device=device), []
-    for states in (hidden, hidden.contiguous()):
-        linear_cross_entropy(states, weight, labels, impl=impl, chunk_tokens=1).backward()
-        gradients.append(weight.grad)
-        weight.grad = None
-    assert torch.equal(*gradients)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((24, 32), (200, 32), (200,)))
+    labels = torch.randint(0, 200, (24,), generator=generator).to(device)
+    short = [t.to(device, dtype) for t in (hidden, weight, bias)]
+    options = {"impl": impl, "temperature": 0.7, "entropy": True}
+    *exact, added = (t.float() for t in short)
+    added = bias.to(device) if autocast else added  # which autocast need not round
+    given = (*exact, added) if autocast else short
+    truth = linear_token_log_probs(*exact, labels, bias=added, **options)
+    with torch.autocast(device, dtype, enabled=autocast):
+        found = linear_token_log_probs(*given[:2], labels, bias=given[2], **options, **FP32)
+        rounded = linear_token_log_probs(*given[:2], labels, bias=given[2], **options)
+    for value, default, expected in zip(found, rounded, truth, strict=True):
+        torch.testing.assert_close(value, expected, **TOLERANCE)
+        assert (default - expected).abs().max() > 100 * TOLERANCE["atol"]
+
+
+@TWO_WAYS
+def test_the_gradient_of_fp32_logits_is_rounded_once(impl_device, way):
+    """Also if it is summed over chunks into main_grad."""
+    inputs = linear.many_tokens(40, COLUMNS, torch.bfloat16)
+    main_grad, grad_output = torch.zeros(COLUMNS, WIDTH, device=impl_device[1]), grad_output_of(way, 40)
+    run(impl_device, inputs, grad_output, main_grad=main_grad, chunk_tokens=16, **way, **FP32)
+    truth = linear.linear_fp64(inputs, grad_output, **way)
+    peer = linear.linear_same_dtype(inputs, grad_output, weight_dtype=torch.float32, **way, **FP32)
+    assert_within_budget(main_grad, truth.weight, peer.weight)

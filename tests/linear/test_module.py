@@ -10,7 +10,8 @@ from torch import nn
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import COLUMNS, WIDTH, Results, assert_right, projection
-from vocab_parallel_ce import LinearCrossEntropy
+from tests.support.weights import weights
+from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
 
 
 def _inputs(device, **settings):
@@ -26,7 +27,6 @@ def _linear(inputs, device):
 
 SHARED = {
     "linear": _linear,
-    "linear without a bias": lambda inputs, device: _linear(inputs._replace(bias=None), device),
     "embedding": lambda inputs, device: nn.Embedding.from_pretrained(inputs.weight.clone(), freeze=False).to(device),
 }
 
@@ -48,21 +48,29 @@ def test_a_head_that_is_shared_gets_its_gradient_and_stays_its_owners(impl_devic
     assert_right(results, inputs, label_smoothing=0.1, reduction="sum", num_items=3)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_head_of_its_own_is_in_its_state(impl_device, bias):
+def test_a_head_of_its_own_is_in_its_state(impl_device):
     impl, device = impl_device
-    inputs, hidden, labels = _inputs(device, bias=bias)
-    module = LinearCrossEntropy(None, in_features=WIDTH, columns=COLUMNS, bias=bias, impl=impl).to(device)
-    state = module.state_dict()
-    shapes = [(COLUMNS, WIDTH), (COLUMNS,)][: 1 + bias]
-    assert [tuple(value.shape) for value in state.values()] == shapes
-    assert all(parameter.requires_grad for parameter in module.parameters())
-    values = [inputs.weight, inputs.bias][: 1 + bias]
-    module.load_state_dict(dict(zip(state, values, strict=True)))
-    loss = module(hidden, labels)
-    loss.backward()
-    gradients = [parameter.grad for parameter in module.parameters()] + [None]
-    assert_right(Results((loss,), hidden.grad, *gradients[:2]), inputs)
+    for bias in (False, True):
+        inputs, hidden, labels = _inputs(device, bias=bias)
+        module = LinearCrossEntropy(None, in_features=WIDTH, columns=COLUMNS, bias=bias, impl=impl).to(device)
+        state = module.state_dict()
+        assert [tuple(value.shape) for value in state.values()] == [(COLUMNS, WIDTH), (COLUMNS,)][: 1 + bias]
+        assert all(parameter.requires_grad for parameter in module.parameters())
+        module.load_state_dict(dict(zip(state, (inputs.weight, inputs.bias), strict=False)))
+        loss = module(hidden, labels)
+        loss.backward()
+        gradients = [parameter.grad for parameter in module.parameters()] + [None]
+        assert_right(Results((loss,), hidden.grad, *gradients[:2]), inputs)
+
+
+@pytest.mark.reference
+def test_class_weights_are_a_buffer():
+    inputs, head = projection(), nn.Linear(WIDTH, COLUMNS, bias=False)
+    given = {"class_weight": weights(), "label_smoothing": 0.1}
+    module = LinearCrossEntropy(head, **given)
+    assert module.state_dict().keys() == {"class_weight"} and not list(module.parameters())
+    expected = linear_cross_entropy(inputs.hidden, head.weight, inputs.labels, **given)
+    assert torch.equal(module(inputs.hidden, inputs.labels), expected)
 
 
 class TiedModel(nn.Module):
@@ -106,21 +114,21 @@ def test_a_tied_embedding_gets_the_gradient_of_both_of_its_uses(impl_device):
     assert [name for name, _ in model.named_parameters()] == ["embedding.weight"]
 
 
+@pytest.mark.reference
 def test_a_copy_of_a_model_shares_its_own_embedding():
     tokens = torch.tensor([3, 1, 4])
     model = TiedModel()
     twin = copy.deepcopy(model)
     twin(tokens, tokens).backward()
     assert model.embedding.weight.grad is None and twin.embedding.weight.grad.any()
-    with torch.no_grad():
-        twin.embedding.weight.zero_()
-    assert twin(tokens, tokens).item() == pytest.approx(torch.tensor(float(COLUMNS)).log().item())
     # What is cast, moved, or replaced is looked up anew.
     twin = twin.to(torch.bfloat16)
     twin(tokens, tokens).backward()
     twin.embedding.weight = nn.Parameter(torch.zeros(COLUMNS, WIDTH))
-    twin(tokens, tokens).backward()
+    loss = twin(tokens, tokens)
+    loss.backward()
     assert twin.embedding.weight.grad is not None
+    assert loss.item() == pytest.approx(torch.tensor(float(COLUMNS)).log().item())
 
 
 SWAPS = {
@@ -130,11 +138,10 @@ SWAPS = {
 
 
 @pytest.mark.parametrize("swap", SWAPS)
-@pytest.mark.parametrize("kind", ["linear without a bias", "embedding"])
 @pytest.mark.reference
-def test_a_weight_in_the_place_of_the_first_is_the_one_that_is_trained(kind, swap):
+def test_a_weight_in_the_place_of_the_first_is_the_one_that_is_trained(swap):
     inputs, hidden, labels = _inputs("cpu")
-    head = SHARED[kind](inputs._replace(weight=torch.full_like(inputs.weight, 7.0)), "cpu")
+    head = SHARED["embedding"](inputs._replace(weight=torch.full_like(inputs.weight, 7.0)), "cpu")
     module, first = LinearCrossEntropy(head), head.weight
     SWAPS[swap](head, inputs.weight.clone())
     assert head.weight is not first

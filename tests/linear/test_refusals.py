@@ -8,13 +8,11 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_map
 
-from tests.core.test_refusals import OF_BOTH, OF_LOG_PROBS, OF_THE_LOSS
 from tests.support.linear import COLUMNS, WIDTH
 from vocab_parallel_ce import LinearCrossEntropy, VocabShard, linear_cross_entropy, linear_token_log_probs
 
 pytestmark = pytest.mark.reference
 
-FUNCTIONS = (linear_cross_entropy, linear_token_log_probs)
 EITHER = (TypeError, ValueError)
 
 
@@ -48,23 +46,19 @@ def _valid():
 
 HIDDEN, WEIGHT, LABELS, BIAS = _valid().values()
 QUANTISED = QuantisedWeight(torch.ones(COLUMNS, WIDTH, dtype=torch.int8), torch.tensor(0.1))
-META = torch.device("meta")
-TENSORS = [
+META, PADDED = torch.device("meta"), torch.tensor([[0, 19, 20], [-100, 1, 2]])
+OF_BOTH = [
     ({"hidden": [1.0]}, TypeError, "hidden: .*Tensor.*list"),
     ({"hidden": HIDDEN.double()}, TypeError, "hidden: dtype .*float64"),
-    ({"hidden": HIDDEN.long()}, TypeError, "hidden: dtype .*int64"),
     ({"hidden": HIDDEN[0, 0], "labels": LABELS[0, 0]}, ValueError, r"hidden: .*\(8,\)"),
     ({"hidden": HIDDEN[..., :0], "weight": WEIGHT[:, :0]}, ValueError, r"hidden: .*\(2, 3, 0\)"),
-    ({"weight": None}, TypeError, "weight: .*Tensor.*NoneType"),
+    ({"hidden": HIDDEN.bfloat16()}, TypeError, "weight: dtype .*bfloat16.*float32"),
     ({"weight": nn.Linear(WIDTH, COLUMNS)}, TypeError, "weight: .*Tensor.*Linear"),
     ({"weight": WEIGHT[0]}, ValueError, r"weight: .*\(8,\)"),
-    ({"weight": WEIGHT.unsqueeze(0)}, ValueError, r"weight: .*\(1, 21, 8\)"),
     ({"weight": WEIGHT.t()}, ValueError, r"weight: .*8.*\(8, 21\)"),
     ({"weight": WEIGHT[:0], "bias": None}, ValueError, r"weight: .*\(0, 8\)"),
     ({"weight": WEIGHT.to(torch.int8)}, TypeError, "weight: dtype .*int8"),
     ({"weight": WEIGHT.to(torch.float8_e4m3fn)}, TypeError, "weight: dtype .*float8_e4m3fn"),
-    ({"weight": WEIGHT.bfloat16()}, TypeError, "weight: dtype .*float32.*bfloat16"),
-    ({"hidden": HIDDEN.bfloat16()}, TypeError, "weight: dtype .*bfloat16.*float32"),
     ({"weight": QUANTISED}, TypeError, "weight: .*QuantisedWeight"),
     ({"weight": nn.Parameter(QUANTISED, requires_grad=False)}, TypeError, "weight: .*QuantisedWeight"),
     ({"weight": WEIGHT.to(META)}, ValueError, "weight: device .*cpu.*meta"),
@@ -74,96 +68,76 @@ TENSORS = [
     ({"bias": BIAS.to(META)}, ValueError, "bias: device .*cpu.*meta"),
     ({"labels": None}, TypeError, "labels: .*Tensor.*NoneType"),
     ({"labels": LABELS.short()}, TypeError, "labels: dtype .*int64.*int16"),
-    ({"labels": LABELS.view(6)}, ValueError, r"labels: .*\(2, 3\).*\(6,\)"),
     ({"labels": LABELS.t()}, ValueError, r"labels: .*\(2, 3\).*\(3, 2\)"),
     ({"labels": LABELS.to(META)}, ValueError, "labels: device .*cpu.*meta"),
-]
-SETTINGS = [
+    ({"labels": PADDED, "vocab_size": 20, "check_labels": True}, ValueError, r"labels: .*\[0, 20\) .*\(0, 2\): 20$"),
+    ({"main_grad": True}, TypeError, "main_grad: .*Tensor.*bool"),
     ({"main_grad": WEIGHT.bfloat16()}, TypeError, "main_grad: dtype .*float32.*bfloat16"),
     ({"main_grad": WEIGHT.t()}, ValueError, r"main_grad: .*\(21, 8\).*\(8, 21\)"),
     ({"main_grad": WEIGHT.to(META)}, ValueError, "main_grad: .*cpu.*meta"),
-    ({"main_grad": True}, TypeError, "main_grad: .*Tensor.*bool"),
-    *(
-        ({name: value}, ValueError, f"{name}: .* got {value}")
-        for name, values in {"chunk_tokens": (0, -1), "memory_budget": (0, -1, COLUMNS * 4 - 1)}.items()
-        for value in values
-    ),
-    *(
-        ({name: value}, EITHER, f"{name}: expected .*got .*{got}")
-        for name in ("chunk_tokens", "memory_budget")
-        for value, got in (("x", "x|str"), (True, "bool|True"), (2.5, "float|2.5"))
-    ),
+    ({"chunk_tokens": 0}, ValueError, "chunk_tokens: .* got 0"),
+    ({"chunk_tokens": True}, EITHER, "chunk_tokens: expected .*got .*(bool|True)"),
     ({"chunk_tokens": None}, EITHER, "chunk_tokens: expected .*None"),
+    ({"memory_budget": COLUMNS * 4 - 1}, ValueError, "memory_budget: .* got 83"),
+    ({"memory_budget": 2.5}, EITHER, "memory_budget: expected .*got .*(float|2.5)"),
     (
         {"chunk_tokens": 2, "memory_budget": 10**6},
         ValueError,
-        "(chunk_tokens|memory_budget): .*(memory_budget|chunk_tokens)",
+        "(chunk_tokens|memory_budget): ",
     ),
     ({"sequence_parallel": 1}, TypeError, "sequence_parallel: expected a bool, got int"),
+    ({"sequence_parallel": True}, ValueError, "sequence_parallel: .*group"),
     ({"sequence_dim": 1.0}, TypeError, "sequence_dim: expected an int, got float"),
     ({"sequence_dim": -1}, ValueError, "sequence_dim: must be at least 0, got -1"),
-    ({"sequence_dim": 1}, ValueError, "sequence_dim: expected sequence_parallel=True with it, got 1 without"),
-    ({"sequence_parallel": True}, ValueError, "sequence_parallel: .*group"),
+    ({"sequence_dim": 1}, ValueError, "sequence_dim: expected sequence_parallel=True"),
     ({"reduce_hidden_grad": 0}, TypeError, "reduce_hidden_grad: expected a bool, got int"),
     ({"logits_dtype": torch.bfloat16}, ValueError, "logits_dtype: expected None or torch.float32, got torch.bfloat16"),
-    ({"logits_dtype": "float32"}, ValueError, "logits_dtype: expected None or torch.float32, got 'float32'"),
-    ({"gradient": "out_of_place"}, ValueError, "gradient: expected one of 'auto', 'in_forward', 'in_backward'"),
-    ({"gradient": "in_forward", "reduction": "none"}, ValueError, "gradient: 'in_forward' .*none"),
+    ({"logits_dtype": torch.float32, "impl": "one_pass"}, ValueError, "impl: 'one_pass'"),
     ({"valid_tokens": -1}, ValueError, "valid_tokens: .*got -1"),
-    *(
-        ({"valid_tokens": value}, TypeError, f"valid_tokens: expected an int.*got {type(value).__name__}")
-        for value in (True, 2.5, "3", torch.tensor(3))
-    ),
+    ({"valid_tokens": torch.tensor(3)}, TypeError, "valid_tokens: expected an int.*got Tensor"),
+    ({"valid_tokens": True}, TypeError, "valid_tokens: expected an int.*got bool"),
+    ({"softcap": 0}, ValueError, "softcap: must be positive"),
     ({"vocab_size": 22}, ValueError, r"(weight|vocab_size): .*22.*21"),
-    ({"vocab_size": True}, TypeError, "vocab_size: expected an int, got bool"),
     ({"shard": VocabShard(0, 20, 20)}, ValueError, r"(weight|shard): .*20.*21"),
     ({"shard": VocabShard(0, 21, 42)}, ValueError, "shard: .*one rank"),
     ({"group": "tp"}, TypeError, "group: .*ProcessGroup or None.*str"),
     ({"impl": "cuda"}, ValueError, "impl: .*'reference'.*'cuda'"),
+    ({"unknown": 3}, TypeError, "unknown: expected one of"),
 ]
+OF_ONE = {
+    linear_cross_entropy: [
+        ({"gradient": "out_of_place"}, ValueError, "gradient: expected one of 'auto', 'in_forward', 'in_backward'"),
+        ({"gradient": "in_forward", "reduction": "none"}, ValueError, "gradient: 'in_forward' .*none"),
+        ({"label_smoothing": 1.01}, ValueError, "label_smoothing: must be in"),
+        ({"num_items": 3, "reduction": "none"}, ValueError, "num_items: expected reduction"),
+    ],
+    linear_token_log_probs: [
+        ({"temperature": 0.0}, ValueError, "temperature: must be positive"),
+        ({"entropy": 1}, TypeError, "entropy: expected a bool, got int"),
+    ],
+}
 
 
-def _cases(function):
-    """All that ``function`` has an argument for, except what is about sizes of logits."""
-    cases = [*TENSORS, *SETTINGS]
-    of_options = OF_THE_LOSS
-    if function is linear_token_log_probs:
-        cases = [case for case in cases[::3] if "gradient" not in case[0]]
-        of_options = OF_LOG_PROBS
-    cases += [case for case in [*OF_BOTH, *of_options] if not {"vocab_size", "shard", "gradient"} & set(case[0])]
-    return [(function, *case) for case in cases]
+@pytest.mark.parametrize("function", OF_ONE)
+def test_refused_before_anything_is_changed(function):
+    for changed, error, message in OF_BOTH + OF_ONE[function]:
+        arguments = _valid() | changed
+        tensors = [value for value in arguments.values() if type(value) is torch.Tensor and not value.is_meta]
+        before = [(tensor.clone(), tensor._version) for tensor in tensors]
+        with pytest.raises(error, match=f"^{message}") as raised:
+            function(**arguments)
+        assert raised.value.__suppress_context__ or raised.value.__context__ is None, changed
+        for tensor, (values, version) in zip(tensors, before, strict=True):
+            assert tensor._version == version and torch.equal(tensor, values), changed
 
 
-@pytest.mark.parametrize(
-    ("function", "changed", "error", "message"), [case for function in FUNCTIONS for case in _cases(function)]
-)
-def test_refused_before_anything_is_changed(function, changed, error, message):
-    arguments = _valid() | changed
-    tensors = [value for value in arguments.values() if type(value) is torch.Tensor and not value.is_meta]
-    before = [(tensor.clone(), tensor._version) for tensor in tensors]
-    with pytest.raises(error, match=f"^{message}") as raised:
-        function(**arguments)
-    assert raised.value.__suppress_context__ or raised.value.__context__ is None
-    for tensor, (values, version) in zip(tensors, before, strict=True):
-        assert tensor._version == version
-        torch.testing.assert_close(tensor, values, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", OF_ONE)
 def test_parameters_and_their_views_are_plain_tensors(function):
     parameter = nn.Parameter(WEIGHT.clone())
     for weight in (parameter, parameter * 2, parameter[:, :], parameter.t().contiguous().t()):
         parameter.grad = None
         function(**_valid() | {"weight": weight}).sum().backward()
         assert parameter.grad.any()
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_checked_label_of_a_padded_column_is_outside(function):
-    arguments = _valid() | {"labels": torch.tensor([[0, 19, 20], [-100, 1, 2]])}
-    with pytest.raises(ValueError, match=r"^labels: must be in \[0, 20\) .* 1 outside.*\(0, 2\): 20$"):
-        function(**arguments, vocab_size=20, check_labels=True)
-    function(**arguments, vocab_size=21, check_labels=True)
 
 
 class LoraLinear(nn.Module):
@@ -209,13 +183,11 @@ def _linear():
 
 HEADS = {
     "LoRA around the head": (lambda: LoraLinear(_linear()), "LoraLinear"),
-    "int8 weight": (lambda: Int8Linear(WIDTH, COLUMNS), "Int8Linear|int8"),
     "another forward": (lambda: ScaledLinear(WIDTH, COLUMNS), "ScaledLinear"),
+    "int8 weight": (lambda: Int8Linear(WIDTH, COLUMNS), "Int8Linear|int8"),
     "a sequence": (lambda: nn.Sequential(_linear()), "Sequential"),
     "a parameter": (lambda: _linear().weight, "Parameter.*linear_cross_entropy"),
     "a tensor": (lambda: WEIGHT, "Tensor.*linear_cross_entropy"),
-    "a 1-D parameter": (lambda: nn.Parameter(torch.ones(WIDTH)), "Parameter.*linear_cross_entropy"),
-    "a name": (lambda: "lm_head", "str"),
 }
 # Adapters and hooks are added to a head that exists; wrappers replace ``forward`` in the instance.
 CHANGES = {
@@ -263,24 +235,22 @@ def test_a_head_that_becomes_more_than_its_weight_is_refused_when_it_is_used(nam
 
 
 OWN = {"in_features": WIDTH, "columns": COLUMNS}
-MODULE_SETTINGS = {
-    "no head": (None, {}, EITHER, "(head|in_features|columns): "),
-    "no columns": (None, {"in_features": WIDTH}, EITHER, "(head|in_features|columns): "),
-    "no width": (None, OWN | {"in_features": 0}, ValueError, "in_features: .*0"),
-    "negative columns": (None, OWN | {"columns": -1}, ValueError, "columns: .*-1"),
-    "a float": (None, OWN | {"in_features": 8.0}, TypeError, "in_features: .*float"),
-    "two heads": (_linear(), OWN, EITHER, "(head|in_features|columns): "),
-    "a bias beside a head": (_linear(), {"bias": True}, EITHER, "(head|bias): "),
-    "reduction": (_linear(), {"reduction": "max"}, ValueError, "reduction: "),
-    "gradient": (_linear(), {"gradient": "out_of_place"}, ValueError, "gradient: "),
-    "smoothing": (_linear(), {"label_smoothing": 3}, ValueError, "label_smoothing: "),
-    "chunks": (_linear(), {"chunk_tokens": 0}, ValueError, "chunk_tokens: "),
-    "sequence_parallel": (_linear(), {"sequence_parallel": "yes"}, TypeError, "sequence_parallel: "),
-    "no option": (_linear(), {"soft_cap": 3.0}, TypeError, ".*soft_cap"),
-}
+MODULE_SETTINGS = [
+    (None, {}, EITHER, "(head|in_features|columns): "),
+    (None, {"in_features": WIDTH}, EITHER, "(head|in_features|columns): "),
+    (None, OWN | {"in_features": 0}, ValueError, "in_features: .*0"),
+    (None, OWN | {"columns": -1}, ValueError, "columns: .*-1"),
+    (None, OWN | {"in_features": 8.0}, TypeError, "in_features: .*float"),
+    (_linear(), OWN, EITHER, "(head|in_features|columns): "),
+    (_linear(), {"bias": True}, EITHER, "(head|bias): "),
+    (_linear(), {"reduction": "max"}, ValueError, "reduction: "),
+    (_linear(), {"gradient": "out_of_place"}, ValueError, "gradient: "),
+    (_linear(), {"chunk_tokens": 0}, ValueError, "chunk_tokens: "),
+    (_linear(), {"soft_cap": 3.0}, TypeError, ".*soft_cap"),
+]
 
 
-@pytest.mark.parametrize(("head", "settings", "error", "message"), MODULE_SETTINGS.values(), ids=MODULE_SETTINGS)
-def test_the_module_refuses_wrong_settings_when_it_is_made(head, settings, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        LinearCrossEntropy(head, **settings)
+def test_the_module_refuses_wrong_settings_when_it_is_made():
+    for head, settings, error, message in MODULE_SETTINGS:
+        with pytest.raises(error, match=f"^{message}"):
+            LinearCrossEntropy(head, **settings)

@@ -31,14 +31,8 @@ def test_a_gradient_of_0_stays_0_under_an_infinite_upstream_gradient():
     ("options", "message"),
     [
         ({"label_smoothing": 2.0}, r"label_smoothing: must be in \[0, 1\], got 2.0"),
-        ({"reduction": "average"}, "reduction: expected one of"),
-        ({"gradient": "foo"}, "gradient: expected one of 'auto'"),
-        ({"reduction": "none", "num_items": 3}, "num_items: expected reduction 'mean' or 'sum'"),
-        ({"reduction": "sum", "num_items": True}, "num_items: expected a number"),
         ({"reduction": "sum", "num_items": -2}, "num_items: must be at least 0 and finite in fp32, got -2"),
         ({"label_smoothing": True}, "label_smoothing: expected "),
-        ({"check_labels": 1}, "check_labels: expected a bool"),
-        ({"impl": "one_pass"}, "impl: 'one_pass' needs"),
         ({"smoothing": 0.1}, "smoothing: expected one of .* label_smoothing"),
     ],
 )
@@ -54,7 +48,7 @@ def test_what_eager_code_refuses_is_refused(options, message):
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize("option", [{"chunk_tokens": True}, {"valid_tokens": True}, {"reduce_hidden_grad": 1}], ids=str)
+@pytest.mark.parametrize("option", [{"chunk_tokens": True}, {"reduce_hidden_grad": 1}], ids=str)
 def test_a_head_takes_no_bool_for_a_number_and_no_number_for_a_bool(option):
     """PyTorch's dispatcher makes the one of the other before an operator sees it."""
 
@@ -79,7 +73,7 @@ def test_a_chunk_that_follows_the_number_of_tokens():
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize("step", [test_compile.logits_none, test_compile.linear_mean, test_compile.log_probs])
+@pytest.mark.parametrize("step", [test_compile.logits_none, test_compile.linear_mean])
 def test_transforms_and_double_backward_are_refused(step):
     x = test_compile.inputs()
 

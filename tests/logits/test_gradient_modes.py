@@ -1,37 +1,159 @@
-"""Where the gradient is written and when; what survives; what a repeated backward does."""
+"""Where the gradient is written and when; what survives; what a repeated backward does. Of every loss."""
+
+from functools import partial
 
 import pytest
 import torch
 
+import vocab_parallel_ce as vp
 from tests.support.inputs import batch
 from tests.support.layouts import logits_layouts
-from tests.support.logits import EVERY, GRADIENTS, REDUCTIONS, Case, Results, assert_right
-from tests.support.oracle import cross_entropy_fp64
+from tests.support.logits import GRADIENTS, REDUCTIONS, Case, Results, assert_right
+from tests.support.pairs import covering
 from tests.support.random_wrappers import VIEWS
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 
+def teacher_of(z):
+    return torch.linspace(-3, 3, z.shape[-1], device=z.device).expand(z.shape).contiguous()
+
+
+def known_tokens(z, y, **options):
+    log_probs, ids = teacher_of(z).log_softmax(-1).topk(3)
+    return vp.distillation_loss(z, teacher_ids=ids, teacher_log_probs=log_probs, labels=y, **options)
+
+
+LOSSES = {
+    "labels": vocab_parallel_cross_entropy,
+    "log-probs": lambda z, y, reduction, **options: sum(vp.token_log_probs(z, y, entropy=True, **options)),
+    "targets": lambda z, y, **options: vp.soft_cross_entropy(z, teacher_of(z).softmax(-1), **options),
+    "divergence": lambda z, y, **options: vp.distillation_loss(z, teacher_of(z), labels=y, **options),
+    "known tokens": known_tokens,
+}
+
+
+def allowed(case):
+    """Log-probabilities are never reduced, nor written in forward."""
+    is_unreduced = case.get("name") == "log-probs"
+    return not (is_unreduced and (case.get("gradient") == "in_forward" or case.get("reduction", "none") != "none"))
+
+
+WAYS = covering(allowed, name=tuple(LOSSES), gradient=(*GRADIENTS, "auto"), reduction=REDUCTIONS)
+each_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
+
+
+def started(impl_device, way, **changes):
+    """Logits that the case holds, and the loss over them."""
+    case, options = Case(impl_device), way | changes
+    return case, LOSSES[options.pop("name")](case.logits, case.labels, impl=case.impl, **options)
+
+
 @pytest.mark.quick(9)
-@pytest.mark.interpreted(4)
-@pytest.mark.parametrize("label_smoothing", (0.0, 0.1))
-@pytest.mark.parametrize("gradient", (*GRADIENTS, "auto"))
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_gradient_of_every_way(impl_device, gradient, reduction, label_smoothing):
-    """A scale or a token taken for all shows in random grad_outputs. Metrics after the loss read logits."""
-    case = Case(impl_device)
-    options = {"reduction": reduction, "label_smoothing": label_smoothing}
-    loss = case.loss(gradient=gradient, **options)
-    if gradient != "in_forward":
+@pytest.mark.interpreted(8)
+@each_way
+def test_where_the_gradient_is_written(impl_device, way):
+    """A scale or a token taken for all shows in random grad_outputs."""
+    case, loss = started(impl_device, way)
+    if way["gradient"] != "in_forward":
         assert case.logits_are_untouched() and case.logits._version == 0
     labels, grad_output = case.labels.clone(), case.grad_output(loss)
     kept = grad_output.clone()
     (grad,) = torch.autograd.grad(loss, case.logits, grad_output)
-    case.assert_right(loss, grad, grad_output, **options)
-    is_seen = gradient in ("out_of_place", "auto")  # the case holds its logits
+    is_seen = way["gradient"] in ("out_of_place", "auto")  # the case holds its logits
     assert (grad.data_ptr() == case.logits.data_ptr()) != is_seen
     assert case.logits_are_untouched() == is_seen
     assert torch.equal(case.labels, labels) and case.labels._version == 0
     assert torch.equal(grad_output, kept) and grad_output._version == 0
+    if way["name"] == "labels":
+        case.assert_right(loss, grad, grad_output, reduction=way["reduction"])
+    other, same_loss = started(impl_device, way, gradient="out_of_place")
+    torch.testing.assert_close(loss, same_loss, rtol=0, atol=0)
+    (expected,) = torch.autograd.grad(same_loss, other.logits, grad_output)
+    torch.testing.assert_close(grad, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.interpreted(8)
+@each_way
+def test_second_and_double_backward(impl_device, way):
+    """In place a second backward names the remedy: others scale their saved buffer twice, silently.
+
+    A gradient that pretends to be a constant would be silently wrong when it is differentiated again.
+    """
+    case, loss = started(impl_device, way)
+    grad_output = case.grad_output(loss)
+    (first,) = torch.autograd.grad(loss, case.logits, grad_output, retain_graph=True)
+    after_first = case.logits.detach().clone()
+    if way["gradient"] in ("auto", "out_of_place"):
+        (second,) = torch.autograd.grad(loss, case.logits, grad_output, retain_graph=True)
+        assert torch.equal(first, second) and first.data_ptr() != second.data_ptr()
+        loss.backward(grad_output, retain_graph=True)
+        loss.backward(grad_output)
+        torch.testing.assert_close(case.source.grad, 2 * first, rtol=0, atol=0)
+    else:
+        with pytest.raises(RuntimeError, match="out_of_place"):
+            torch.autograd.grad(loss, case.logits, grad_output)
+    assert torch.equal(case.logits, after_first)
+    case, loss = started(impl_device, way)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(loss, case.logits, torch.ones_like(loss), create_graph=True)
+
+
+@pytest.mark.parametrize("first, second", ((0, 1), (1, 0)))
+def test_a_second_backward_through_another_output(impl_device, first, second):
+    for gradient in ("in_backward", "out_of_place"):
+        case = Case(impl_device)
+        options = {"entropy": True, "impl": case.impl, "gradient": gradient}
+        outputs = vp.token_log_probs(case.logits, case.labels, **options)
+        torch.autograd.grad(outputs[first].sum(), case.logits, retain_graph=True)
+        after_first = case.logits.detach().clone()
+        if gradient == "in_backward":
+            with pytest.raises(RuntimeError, match="out_of_place"):
+                torch.autograd.grad(outputs[second].sum(), case.logits)
+        else:
+            torch.autograd.grad(outputs[second].sum(), case.logits)
+        assert torch.equal(case.logits, after_first)
+
+
+@pytest.mark.interpreted(4)
+@each_way
+def test_without_a_gradient_logits_are_never_touched(impl_device, way):
+    case, expected = started(impl_device, way, gradient="out_of_place")
+    options = dict(way)
+    call = partial(LOSSES[options.pop("name")], impl=case.impl, **options)
+    with torch.no_grad():
+        loss = call(case.logits, case.labels)
+    with torch.inference_mode():
+        assert torch.equal(call(case.logits, case.labels), expected)
+    assert torch.equal(call(case.logits.detach(), case.labels), expected)
+    assert case.logits._version == 0 and case.logits_are_untouched()
+    assert not loss.requires_grad and torch.equal(loss, expected)
+
+
+COLUMNS, SHAPE = 21, (8, 4)  # of the labels
+
+
+@pytest.mark.interpreted(2)
+@pytest.mark.parametrize("gradient", ("auto", "out_of_place"))
+@pytest.mark.parametrize("name, dim, retained", (("labels", 0, False), ("labels", -2, True), ("log-probs", 0, True)))
+def test_losses_over_parts_have_the_gradient_of_the_whole(impl_device, name, dim, retained, gradient):
+    """The whole may still have a reader, or not. By default the first backward wrote over all parts, and raised."""
+    impl, device = impl_device
+    values, labels = batch("some_ignored", rows=32, vocab_size=COLUMNS)
+    of_whole, of_parts = (values.to(device).requires_grad_() for _ in range(2))
+    options = {"reduction": "sum", "gradient": gradient, "impl": impl}
+    labels = labels.to(device).view(SHAPE)
+    expected = LOSSES[name]((of_whole * 1).view(*SHAPE, COLUMNS), labels, **options).sum()
+    expected.backward()
+    logits = (of_parts * 1).view(*SHAPE, COLUMNS)
+    parts, kept = logits.chunk(4, dim), logits.detach() if retained else None
+    del logits
+    of_labels = labels.chunk(4, 0 if dim == 0 else -1)
+    loss = sum(LOSSES[name](z, y, **options).sum() for z, y in zip(parts, of_labels, strict=True))
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(of_parts.grad, of_whole.grad, rtol=1e-6, atol=1e-7)
+    if kept is not None:
+        assert torch.equal(kept.view(-1, COLUMNS), values.to(device)), "logits that are still read were written"
 
 
 # Of [2, 4, V]; "" is the tensor itself.
@@ -61,8 +183,7 @@ def test_a_leaf_and_a_view_of_one_keep_their_values(impl_device, view, reduction
 
 
 @pytest.mark.parametrize("view", ROW_VIEWS)
-@pytest.mark.parametrize("gradient", ("auto", "in_backward", "out_of_place"))
-@pytest.mark.parametrize("reduction", ("mean", "none"))
+@pytest.mark.parametrize("reduction, gradient", (("mean", "auto"), ("none", "in_backward"), ("mean", "out_of_place")))
 def test_logits_that_are_a_view_in_the_graph(impl_device, gradient, view, reduction):
     """A raised version makes autograd rebuild a view's node: hooks on the old one are lost, or crash."""
     impl, device = impl_device
@@ -109,21 +230,6 @@ def test_memory_that_no_graph_knows_is_not_overwritten():
     assert torch.equal(local, kept)
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("context", ("no_grad", "inference_mode", "requires_grad=False"))
-def test_without_a_gradient_logits_are_never_touched(impl_device, gradient, context):
-    case = Case(impl_device)
-    if context == "requires_grad=False":
-        case.logits = case.logits.detach()
-        loss = case.loss(gradient=gradient)
-    else:
-        with getattr(torch, context)():
-            loss = case.loss(gradient=gradient)
-    assert case.logits._version == 0 and case.logits_are_untouched()
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss.cpu().double(), cross_entropy_fp64(*case.made).loss, rtol=1e-6, atol=0)
-
-
 def test_two_losses_over_the_same_logits(impl_device):
     case = Case(impl_device)
     total = case.loss(gradient="in_backward") + case.loss(gradient="in_backward")
@@ -135,36 +241,6 @@ def test_two_losses_over_the_same_logits(impl_device):
         first = case.loss(gradient=gradient)
         (grad,) = torch.autograd.grad(first + 2 * case.loss(gradient=gradient), case.logits)
         case.assert_right(first, grad, torch.tensor(3.0))
-
-
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_second_and_double_backward(impl_device, gradient, reduction):
-    """In place a second backward names the remedy: others scale their saved buffer twice, silently.
-
-    A gradient that pretends to be a constant would be silently wrong when it is differentiated again.
-    """
-    case = Case(impl_device)
-    loss = case.loss(gradient=gradient, reduction=reduction)
-    grad_output = case.grad_output(loss)
-    (first,) = torch.autograd.grad(loss, case.logits, grad_output, retain_graph=True)
-    after_first = case.logits.detach().clone()
-    if gradient == "out_of_place":
-        (second,) = torch.autograd.grad(loss, case.logits, grad_output)
-        assert torch.equal(first, second) and first.data_ptr() != second.data_ptr()
-        loss = case.loss(gradient=gradient, reduction=reduction)
-        loss.backward(grad_output, retain_graph=True)
-        loss.backward(grad_output)
-        torch.testing.assert_close(case.source.grad, 2 * first, rtol=0, atol=0)
-    else:
-        with pytest.raises(RuntimeError, match="out_of_place"):
-            torch.autograd.grad(loss, case.logits, grad_output)
-    assert torch.equal(case.logits, after_first)
-
-    case = Case(impl_device)
-    loss = case.loss(gradient=gradient, reduction=reduction)
-    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
-        torch.autograd.grad(loss, case.logits, torch.ones_like(loss), create_graph=True)
 
 
 def test_auto_leaves_fp16_to_backward(impl_device):
@@ -180,8 +256,7 @@ def test_auto_leaves_fp16_to_backward(impl_device):
 
 
 @pytest.mark.interpreted(1)
-@pytest.mark.parametrize("gradient", ("in_backward", "in_forward", "out_of_place"))
-@pytest.mark.parametrize("columns", (21, 24))
+@pytest.mark.parametrize("columns, gradient", ((21, "in_backward"), (24, "in_forward"), (24, "out_of_place")))
 def test_every_layout(impl_device, gradient, columns):
     """Transposed, shifted, expanded and size-1 views against the contiguous copy of the same values."""
     impl, device = impl_device
@@ -200,22 +275,6 @@ def test_every_layout(impl_device, gradient, columns):
         overwritten = grad.data_ptr() == logits.data_ptr()
         assert overwritten == (gradient != "out_of_place" and not copied), layout.name
         assert torch.equal(layout.view, values) != overwritten, layout.name
-
-
-def test_compiled_caller(impl_device):
-    """Options are Python floats, which compiled kernels take for fp64; the graph breaks before them."""
-    case = Case(impl_device)
-
-    def step(source, labels):
-        loss, metrics = case.loss(source * 2, labels, return_metrics=True, **EVERY)
-        return loss * 3 + metrics.token_accuracy
-
-    backend = "inductor" if case.source.is_cuda else "aot_eager"
-    loss = torch.compile(step, backend=backend)(case.source, case.labels)
-    (grad,) = torch.autograd.grad(loss, case.source)
-    eager = step(case.source, case.labels)
-    assert torch.equal(loss, eager)
-    assert torch.equal(grad, torch.autograd.grad(eager, case.source)[0])
 
 
 class Drop(torch.autograd.Function):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.support.logits import check, run
-from tests.support.oracle import metrics_fp64
 from vocab_parallel_ce import soft_cross_entropy, token_log_probs, vocab_parallel_cross_entropy
 
 INF, NAN = float("inf"), float("nan")
@@ -60,17 +59,6 @@ def test_log_probs_and_entropies_of_huge_logits(impl_device, options, temperatur
     grad_outputs = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(1))
     given = {"entropy": True, "temperature": temperature, "function": token_log_probs}
     check(impl_device, logits, labels, *grad_outputs, **given, **options)
-
-
-@pytest.mark.parametrize("options", [CAPS["above 1"], CAPS["below 1"], CAPS["alone"]], ids=str)
-def test_metrics_of_huge_logits(impl_device, options):
-    logits, labels = _huge_rows()
-    _, predictions, _, lse, _ = run(impl_device, logits, labels, return_metrics=True, **options).outputs
-    expected = metrics_fp64(logits, labels, **options)
-    # Logits far beyond the cap come to the same z; which of the others is the largest, rounding decides.
-    sure = torch.tensor([0, 1, 2, 4, 5])
-    assert torch.equal(predictions[sure], expected.predictions[sure])
-    torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("bad", [INF, NAN])

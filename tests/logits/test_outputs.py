@@ -1,43 +1,35 @@
 """What log-probabilities return beside themselves: values, one gradient for all, edges, names."""
 
+import math
 from functools import partial
 
 import pytest
 import torch
 
 from tests.support import logits as of_logits
-from tests.support.inputs import DTYPES, IGNORE_INDEX, KINDS
-from tests.support.logits import COLUMNS, OUTPUTS, ROWS, broad_rows, every_output, grads_of_every_output
-from tests.support.pairs import covering
-from vocab_parallel_ce import TokenLogProbs, token_log_probs, verify_group
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import IGNORE_INDEX
+from tests.support.logits import COLUMNS, OUTPUTS, broad_rows, every_output, grads_of_every_output, random_grad_output
+from vocab_parallel_ce import TokenLogProbs, token_log_probs, verify_group, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
-TRANSFORMS = {
-    "plain": {},
-    "temperature": {"temperature": 3},
-    "both": {"softcap": 10, "logit_scale": 0.4, "temperature": 2},
-}
 check = partial(of_logits.check, function=every_output)
+of_pair = partial(of_logits.check, function=token_log_probs, entropy=True)
 
 
-CASES = covering(
-    kind=tuple(kind for kind in KINDS if kind != "all_ignored"),
-    dtype=DTYPES,
-    transform=tuple(TRANSFORMS),
-    used=("all", 2, 3, 4),
-    gradient=("in_backward", "out_of_place"),
-    padding=(0, 11),
-)
-
-
-@pytest.mark.quick(3)
-@pytest.mark.interpreted(8)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['kind']}-{case['transform']}-{case['used']}")
-def test_every_pair_of_what_a_call_can_be(impl_device, case):
-    rows = 9 if case["kind"] == "mixture" else ROWS
-    made = broad_rows(case["kind"], rows, dtype=case["dtype"])
-    options = {"gradient": case["gradient"], "padding": case["padding"], **TRANSFORMS[case["transform"]]}
-    check(impl_device, *made, *grads_of_every_output(rows, case["used"]), **options)
+@pytest.mark.parametrize("leading", [(2, 3), (4,), (2, 1, 2), (1, 1), (0, 3)])
+def test_shapes_and_dtypes_and_the_value_of_the_loss(impl_device, leading):
+    impl, device = impl_device
+    logits = torch.randn(*leading, COLUMNS, device=device, dtype=torch.bfloat16)
+    labels = torch.zeros(leading, dtype=torch.int32, device=device)
+    options = {"softcap": 10.0, "logit_scale": 0.4, "impl": impl}
+    log_probs = token_log_probs(logits, labels, **options)
+    outputs = token_log_probs(logits, labels, entropy=True, **options)
+    assert isinstance(log_probs, torch.Tensor) and len(outputs) == 2
+    for output in (log_probs, *outputs):
+        assert output.shape == leading and output.dtype == torch.float32
+    loss = vocab_parallel_cross_entropy(logits, labels, reduction="none", **options)
+    assert torch.equal(log_probs, -loss)
 
 
 def test_each_output_by_itself_has_the_values_of_all_together(impl_device):
@@ -55,22 +47,25 @@ def test_each_output_by_itself_has_the_values_of_all_together(impl_device):
 
 
 @pytest.mark.interpreted(2)
+@pytest.mark.parametrize("used", ["all", 0, 1, 4])
 @pytest.mark.parametrize("bad", [NAN, INF])
-def test_ignored_tokens_are_positive_zero_and_labels_outside_the_vocabulary_nan(impl_device, bad):
+def test_ignored_tokens_are_positive_zero_and_labels_outside_the_vocabulary_nan(impl_device, bad, used):
+    """Whatever rows of prompts and padding hold, and whatever comes from grad_output for them."""
     logits, labels = broad_rows("peaked", 6)
     logits[0, 3], logits[2] = bad, bad
     labels[[0, 2]], labels[1], labels[3] = IGNORE_INDEX, -1, COLUMNS
-    grad_outputs = grads_of_every_output(6)
+    grad_outputs = grads_of_every_output(6, used)
     for grad in grad_outputs:
-        grad[0] = bad
-    _, grad = check(impl_device, logits, labels, *grad_outputs, temperature=0.7)
-    impl, device = impl_device
-    *outputs, is_top1 = token_log_probs(logits.to(device), labels.to(device), outputs=OUTPUTS, impl=impl)[:6]
-    for result in (*outputs, grad):
-        assert not result[[0, 2]].any() and not result[[0, 2]].signbit().any()
-        is_nan = result.isnan().view(6, -1)
-        assert is_nan.all(1).tolist() == is_nan.any(1).tolist() == [False, True, False, True, False, False]
-    assert is_top1.tolist()[:4] == [False] * 4
+        if grad is not None:
+            grad[[0, 2]] = bad
+    for options in ({}, {"softcap": 10, "logit_scale": 0.4, "temperature": 0.7}):
+        (*outputs, is_top1), grad = check(impl_device, logits, labels, *grad_outputs, **options)
+        outputs[3] = outputs[3] - 1  # sum_sq_probs, as the oracle has it
+        for result in (*outputs, grad):
+            assert not result[[0, 2]].any() and not result[[0, 2]].signbit().any()
+            is_nan = result.isnan().view(6, -1)
+            assert is_nan.all(1).tolist() == is_nan.any(1).tolist() == [False, True, False, True, False, False]
+        assert is_top1.tolist()[:4] == [False] * 4
 
 
 def test_is_top1(impl_device):
@@ -82,16 +77,6 @@ def test_is_top1(impl_device):
     found = token_log_probs(logits, labels, outputs=("is_top1", "lse"), impl=impl)
     assert found.is_top1.dtype == torch.bool and not found.is_top1.requires_grad and found.lse.requires_grad
     assert found.is_top1.tolist() == [True, False, True, False, False, False]
-
-
-@pytest.mark.reference
-def test_a_users_z_loss_is_that_of_the_loss():
-    logits, labels = broad_rows("peaked")
-    leaves = [logits.clone().requires_grad_() for _ in range(2)]
-    found = token_log_probs(leaves[0], labels, outputs=("lse",))
-    (0.01 * found.lse**2 - found.log_probs).sum().backward()
-    of_logits.vocab_parallel_cross_entropy(leaves[1], labels, z_loss=0.01, reduction="sum").backward()
-    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
 
 
 @pytest.mark.reference
@@ -107,45 +92,11 @@ def test_names_that_are_refused_and_their_verification():
     verify_group(logits, labels, None, outputs=("lse",), temperature=0.7)
 
 
-def _by_torch(logits, labels, k, softcap=None, temperature=1.0):
-    """Rank of the label, and ids and log-probabilities of the ``k`` largest, in fp64."""
-    z = logits.double() / temperature if softcap is None else softcap * (logits.double() / softcap).tanh() / temperature
-    log_p = z.log_softmax(-1)
-    top = log_p.topk(k, dim=-1)
-    return (z > z.gather(-1, labels.clamp(0).unsqueeze(-1))).sum(-1), top.indices, top.values
-
-
-@pytest.mark.interpreted(3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"softcap": 20.0, "temperature": 0.7}], ids=["plain", "capped"])
-def test_the_largest_and_the_rank(impl_device, options, dtype):
-    """Of columns that are all different; ids of columns in the padding are never returned."""
-    impl, device = impl_device
-    # In steps that are the same in bf16: no two columns of a row are equal.
-    logits = (
-        torch.stack([torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(i)) for i in range(6)]) / 4 - 2
-    )
-    labels = torch.tensor([0, 3, 20, IGNORE_INDEX, COLUMNS, 5])
-    rank, ids, log_probs = _by_torch(logits, labels % COLUMNS, 5, **options)
-    padded = torch.cat([logits, torch.full((6, 3), INF)], dim=1).to(device, dtype)
-    given = {"impl": impl, "vocab_size": COLUMNS, **options}
-    found = token_log_probs(padded.requires_grad_() * 1, labels.to(device), outputs=("rank",), top_k=5, **given)
-    valid = [0, 1, 2, 5]
-    assert found.rank.dtype == found.top_ids.dtype == torch.int64 and not found.top_log_probs.requires_grad
-    assert torch.equal(found.rank.cpu()[valid], rank[valid]) and found.rank.cpu()[[3, 4]].tolist() == [-1, -1]
-    assert torch.equal(found.top_ids.cpu()[valid], ids[valid]) and (found.top_ids.cpu()[[3, 4]] == -1).all()
-    values = found.top_log_probs.cpu()
-    torch.testing.assert_close(values[valid].double(), log_probs[valid], rtol=0, atol=2e-6)
-    assert not values[3].any() and values[4].isnan().all()
-
-
 def test_the_rank_in_a_vocabulary_that_ends_within_a_vector(impl_device):
     """Rows that begin at a line and have whole vectors, the last of which is partly padding."""
     impl, device = impl_device
-    logits = torch.arange(64.0, device=device).expand(3, 64).contiguous()
-    found = token_log_probs(
-        logits, torch.tensor([0, 59, 61], device=device), outputs=("rank",), vocab_size=62, impl=impl
-    )
+    logits, labels = torch.arange(64.0, device=device).expand(3, 64).contiguous(), torch.tensor([0, 59, 61])
+    found = token_log_probs(logits, labels.to(device), outputs=("rank",), vocab_size=62, impl=impl)
     assert found.rank.tolist() == [61, 2, 0]
 
 
@@ -166,6 +117,10 @@ def test_rows_with_fewer_numbers_than_are_asked_for_or_none():
     assert found.top_ids[0].tolist() == [1, 3, -1] and found.top_log_probs[0, 2] == -INF and found.rank[0] == 2
     assert (found.top_ids[1:] == -1).all() and found.top_log_probs[1:].isnan().all()
     assert found.rank[1:].tolist() == [-1, -1, -1]
+    found = token_log_probs(logits[:1].expand(2, 4), torch.tensor([IGNORE_INDEX, 4]), outputs=("rank",), top_k=2)
+    assert found.rank.dtype == found.top_ids.dtype == torch.int64 and not found.top_log_probs.requires_grad
+    assert found.rank.tolist() == [-1, -1] and (found.top_ids == -1).all()
+    assert not found.top_log_probs[0].any() and found.top_log_probs[1].isnan().all()
     empty = token_log_probs(logits[:0], torch.empty(0, dtype=torch.int64), outputs=("rank",), top_k=3)
     assert empty.top_ids.shape == (0, 3) and empty.rank.shape == (0,)
 
@@ -187,3 +142,31 @@ def test_an_infinite_gradient_beside_mean_logit(impl_device):
     found = token_log_probs(leaf * 1, torch.tensor([1], device=device), outputs=("mean_logit",), impl=impl)
     (found.log_probs * torch.inf + found.mean_logit).sum().backward()
     assert leaf.grad.tolist() == [[-torch.inf, torch.inf, -torch.inf]]
+
+
+def test_entropy_of_distributions_that_are_known(impl_device):
+    """Uniform, one-hot, uniform over a few columns, and two columns of 3/4 and 1/4."""
+    logits = torch.zeros(6, 64)
+    logits[1] = -700.0
+    logits[2, 5] = 1e4
+    logits[3, 7:] = -INF
+    logits[4] = -INF
+    logits[4, 63] = -5.0
+    logits[5], logits[5, 1], logits[5, 2] = -INF, math.log(3.0) - 9, -9.0
+    labels = torch.tensor([0, 1, 5, 2, 63, 2])
+    mixed = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
+    known = torch.tensor([math.log(64), math.log(64), 0.0, math.log(7), 0.0, mixed]).double()
+    (_, entropy), grad = of_pair(impl_device, logits, labels, None, torch.ones(6))
+    assert_within_budget(entropy, known, known.float())
+    assert float(grad[5].abs().max()) > 0.1 and not grad[logits == -INF].any()
+
+
+def test_entropy_of_rows_far_from_zero_keeps_its_digits(impl_device):
+    """``lse - sum p x`` would subtract two numbers near 10000."""
+    logits, labels = broad_rows("peaked", 4)
+    steps = (logits * 64).round() / 64
+    grads = random_grad_output(), random_grad_output(seed=1)
+    near = of_pair(impl_device, steps, labels, *grads)
+    for shift in (-8192.0, 8192.0):
+        far = of_pair(impl_device, steps + shift, labels, *grads)
+        torch.testing.assert_close(far, near, rtol=0, atol=0)

@@ -5,55 +5,39 @@ import torch
 
 import vocab_parallel_ce as vp
 from tests.support import linear, logits
-from tests.support.inputs import DTYPES, IGNORE_INDEX
+from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import record_matmuls
-from tests.support.pairs import covering
 from vocab_parallel_ce.integrations import dtensor
 
 SHAPES = {(1, 6): (1, 5), (2, 3): (2, 2), (1, 3, 2): (1, 3, 1)}  # of labels, and of unreduced losses
-DIVISORS = {"mean": {}, "none": {"reduction": "none"}, "items": {"reduction": "sum", "num_items": 3}}
-PAIRS = covering(
-    head=(False, True),
-    shape=tuple(SHAPES),
-    divisor=tuple(DIVISORS),
-    dtype=DTYPES,
-    return_metrics=(False, True),
-    gradient=("auto", "in_backward"),
-    int32=(False, True),
-    z_loss=(0.0, 0.02),
+OPTIONS = (
+    {"return_metrics": True, "z_loss": 0.02},
+    {"reduction": "none", "return_metrics": True},
+    {"reduction": "sum", "num_items": 3},
 )
-
-
-def grad_output_of(divisor, shape):
-    return torch.arange(1.0, 1 + shape.numel()).view(shape) if divisor == "none" else torch.tensor(0.75)
 
 
 @pytest.mark.quick(2)
 @pytest.mark.interpreted(4)
-@pytest.mark.parametrize("case", PAIRS, ids=map(str, range(len(PAIRS))))
-def test_results_are_those_of_labels_one_ahead(impl_device, case):
-    shape, dtype = case["shape"], case["dtype"]
-    options = {name: case[name] for name in ("return_metrics", "gradient", "z_loss")} | DIVISORS[case["divisor"]]
-    grad_output = grad_output_of(case["divisor"], torch.Size(SHAPES[shape]))
-    inputs = linear.projection("some_ignored", 6, dtype=dtype, exact=True)
+@pytest.mark.parametrize("shape, options", [*zip(SHAPES, OPTIONS, strict=True)], ids=("mean", "none", "items"))
+@pytest.mark.parametrize("is_head", (False, True), ids=("logits", "head"))
+def test_results_are_those_of_labels_one_ahead(impl_device, is_head, shape, options):
+    is_reduced = options.get("reduction") != "none"
+    grad_output = torch.tensor(0.75) if is_reduced else torch.arange(1.0, 5).view(2, 2)
+    given = linear.projection("some_ignored", 6, exact=True).shaped(*shape)
     kept = (..., slice(0, -1), slice(None))
-    if case["head"]:
-        given = inputs.shaped(*shape)
-        options |= {"chunk_tokens": 4, "valid_tokens": int((given.labels[..., 1:] != IGNORE_INDEX).sum())}
-        labels = given.labels.int() if case["int32"] else given.labels
-        found = linear.run(impl_device, given._replace(labels=labels), grad_output, shift=True, **options)
+    if is_head:
+        n_valid = int((given.labels[..., 1:] != IGNORE_INDEX).sum())
+        options = {**options, "chunk_tokens": 4, "valid_tokens": n_valid}
+        found = linear.run(impl_device, given, grad_output, shift=True, **options)
         assert not found.hidden[..., -1, :].any()
         ahead = given._replace(hidden=given.hidden[kept], labels=given.labels[..., 1:])
         linear.assert_right(found._replace(hidden=found.hidden[kept]), ahead, grad_output, **options)
     else:
-        given, labels = inputs.logits().view(*shape, -1), inputs.labels.view(shape)
-        labels = labels.int() if case["int32"] else labels
-        found = logits.run(impl_device, given, labels, grad_output, shift=True, **options)
-        assert not found.grad[..., -1, :].any()
-        results = found._replace(grad=found.grad[kept])
-        logits.assert_right(results, given[kept], labels[..., 1:], grad_output, **options)
-    per_token = found.outputs[1::2] if case["return_metrics"] else found.outputs[:0]  # predictions, lse
-    for output in (*found.outputs[: case["divisor"] == "none"], *per_token):
+        found = logits.run(impl_device, values := given.logits(), given.labels, grad_output, shift=True, **options)
+        logits.assert_right(found, values, given.labels, grad_output, shift=True, **options)
+    per_token = found.outputs[1::2] if "return_metrics" in options else found.outputs[:0]  # predictions, lse
+    for output in (*found.outputs[: not is_reduced], *per_token):
         assert output.shape == SHAPES[shape]
 
 
@@ -109,25 +93,23 @@ def test_labels_are_checked_where_the_caller_has_them():
 @pytest.mark.reference
 def test_what_has_no_next_token_is_refused():
     weight = torch.randn(9, 4)
-    for shape in ((3, 1), (3, 0)):
-        hidden, labels = torch.randn(*shape, 4), torch.zeros(shape, dtype=torch.int64)
+    for shape, error, message in (
+        ((3, 1), ValueError, "^shift: expected labels whose last dimension has at least 2 tokens"),
+        ((3, 0), ValueError, "^shift: expected labels whose last dimension has at least 2 tokens"),
+        ((6,), ValueError, r"^shift: expected labels of at least two dimensions.*\(6,\).*\[1, T\]$"),
+        ((2, 3), TypeError, "^labels: dtype must be"),
+    ):
+        hidden = torch.randn(*shape, 4)
+        labels = torch.zeros(shape, dtype=torch.float32 if error is TypeError else torch.int64)
         for call in (
             lambda h=hidden, y=labels: vp.vocab_parallel_cross_entropy(h @ weight.t(), y, shift=True),
             lambda h=hidden, y=labels: vp.linear_cross_entropy(h, weight, y, shift=True),
         ):
-            with pytest.raises(ValueError, match=r"^shift: expected labels whose last dimension has at least 2 tokens"):
+            with pytest.raises(error, match=message):
                 call()
     with pytest.raises(ValueError, match=r"got shape \(\)"):
         vp.vocab_parallel_cross_entropy(torch.randn(2, 3), torch.tensor(1), shift=True)
-    flat, hidden = torch.zeros(6).long(), torch.randn(6, 4)
-    for call in (
-        lambda: vp.vocab_parallel_cross_entropy(hidden @ weight.t(), flat, shift=True),
-        lambda: vp.linear_cross_entropy(hidden, weight, flat, shift=True),
-        lambda: vp.verify_group(hidden @ weight.t(), flat, None, shift=True),
-    ):
-        with pytest.raises(ValueError, match=r"^shift: expected labels of at least two dimensions.*\(6,\).*\[1, T\]$"):
-            call()
+    with pytest.raises(ValueError, match="^shift: expected labels of at least two dimensions"):
+        vp.verify_group(torch.randn(6, 9), torch.zeros(6).long(), None, shift=True)
     with pytest.raises(TypeError, match="shift: expected one of logits, labels, num_items"):
         dtensor.cross_entropy(torch.randn(2, 3), torch.zeros(2).long(), shift=True)
-    with pytest.raises(TypeError, match="labels: dtype must be"):
-        vp.vocab_parallel_cross_entropy(torch.randn(1, 2, 3), torch.zeros(1, 2), shift=True)

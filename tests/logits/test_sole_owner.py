@@ -261,17 +261,6 @@ def test_one_of_two_losses_is_the_last_to_see_them(impl_device):
     program.check(False, True)
 
 
-def test_a_producer_that_saved_its_output(impl_device):
-    program = Program(impl_device)
-    logits = (program.hidden @ program.weight.t()).tanh()
-    loss = program.loss(logits)
-    del logits
-    loss.backward()
-    expected = program.weight.detach().double().requires_grad_()
-    F.cross_entropy((program.hidden.double() @ expected.t()).tanh(), program.labels).backward()
-    torch.testing.assert_close(program.weight.grad.double(), expected.grad, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.reference
 def test_a_metric_after_backward_is_the_same_with_and_without_the_compiler():
     """It printed 1.0, 0.0, 1.0."""
@@ -338,31 +327,6 @@ def test_what_cannot_be_counted_is_not_overwritten(monkeypatch, case):
         monkeypatch.setattr("vocab_parallel_ce.backward.measure", lambda: None)
     program.loss(program.logits()).backward()
     program.check(False)
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize("wrapper", ("full backward hook", "forward hook", "compiled model", "parametrised"))
-def test_a_module_that_is_wrapped(wrapper):
-    """Where backward puts the gradient is the wrapper's business; that it is right, and what is kept, is ours."""
-    torch.manual_seed(0)
-    model, kept = nn.Linear(WIDTH, COLUMNS), []
-    if wrapper == "full backward hook":
-        model.register_full_backward_hook(lambda module, grad_inputs, grad_outputs: None)
-    elif wrapper == "forward hook":
-        model.register_forward_hook(lambda module, args, output: kept.append(output))
-    elif wrapper == "compiled model":
-        model = torch.compile(model, backend="aot_eager")
-    else:
-        nn.utils.parametrizations.weight_norm(model)
-    hidden, labels = torch.randn(ROWS, WIDTH), torch.arange(ROWS)
-    vp.vocab_parallel_cross_entropy(model(hidden), labels).backward()
-    found = [p.grad.clone() for p in model.parameters()]
-    if kept:
-        torch.testing.assert_close(kept[0], model(hidden))
-    model.zero_grad()
-    F.cross_entropy(model(hidden), labels).backward()
-    for grad, parameter in zip(found, model.parameters(), strict=True):
-        torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 @on_each_device

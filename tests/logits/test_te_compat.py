@@ -62,17 +62,6 @@ def test_the_two_step_pair_on_inference_tensors_and_on_a_view(impl_device):
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize("reduce_loss", [True, False])
-def test_the_positional_call_is_the_same_loss(reduce_loss):
-    logits, labels = batch("some_ignored", rows=6, vocab_size=COLUMNS)
-    ignored = labels[1].item()
-    options = {"ignore_index": ignored, "label_smoothing": 0.1, "reduction": REDUCTION[reduce_loss]}
-    expected = vp.vocab_parallel_cross_entropy(logits, labels, **options)
-    actual = vp.parallel_cross_entropy(logits, labels, 0.1, reduce_loss, None, ignored, True, overwrite_input=False)
-    assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
-
-
-@pytest.mark.reference
 def test_the_deprecated_alias_warns_and_works():
     logits, labels = batch("peaked", rows=3, vocab_size=COLUMNS)
     with pytest.warns(FutureWarning, match="_input is deprecated") as caught:

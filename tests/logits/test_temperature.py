@@ -1,7 +1,5 @@
 """A tensor temperature, of one element or one per token: the oracle's results, edges, refusals, memory."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -23,21 +21,14 @@ def temperatures(form="tokens", rows=ROWS):
     return torch.tensor(0.5) if form == "one" else torch.linspace(0.4, 1.9, rows).to(FORMS[form])
 
 
-def check(module, impl_device, made, grads, temperature, **options):
-    """The results over the device of ``impl_device`` are the oracle's; ``module`` is ``logits`` or ``linear``."""
-    results = module.run(impl_device, *made, *grads, temperature=temperature.to(impl_device[1]), **options)
-    of_oracle = {name: value for name, value in options.items() if name != "padding"}
-    grad = {"grad": results.grad[:, : made[0].shape[-1]]} if module is of_logits else {}
-    module.assert_right(results._replace(**grad), *made, *grads, temperature=temperature, **of_oracle)
-    return results
-
-
 def test_few_valid_tokens_have_their_own_temperatures(impl_device):
     """Ignored tokens, which are left out, come first."""
-    inputs = projection("peaked")
+    inputs, t = projection("peaked"), temperatures(rows=linear.ROWS)
     inputs.labels[[0, 2]] = IGNORE_INDEX
-    grads, given = grads_of_every_output(linear.ROWS), {"function": linear_every_output, "valid_tokens": 3}
-    check(linear, impl_device, (inputs,), grads, temperatures(rows=linear.ROWS), chunk_tokens=2, **given)
+    grads = grads_of_every_output(linear.ROWS)
+    options = {"function": linear_every_output, "valid_tokens": 3, "chunk_tokens": 2}
+    results = linear.run(impl_device, inputs, *grads, temperature=t.to(impl_device[1]), **options)
+    linear.assert_right(results, inputs, *grads, temperature=t, **options)
 
 
 @pytest.mark.parametrize("module", [of_logits, linear], ids=["logits", "linear"])
@@ -73,29 +64,16 @@ def test_what_is_no_temperature_gives_nan_and_ignored_tokens_0(impl_device, opti
     assert not found.is_top1[:11].any()
 
 
-def test_the_largest_and_the_rank_are_those_of_each_row_alone(impl_device):
-    impl, device = impl_device
-    logits, labels = (tensor.to(device) for tensor in broad_rows("peaked"))
-    given = {"outputs": ("rank",), "top_k": 3, "impl": impl, "softcap": 8.0}
-    found = token_log_probs(logits, labels, temperature=temperatures().to(device), **given)
-    for row, t in enumerate(temperatures().tolist()):
-        alone = token_log_probs(logits[row : row + 1], labels[row : row + 1], temperature=t, **given)
-        assert torch.equal(found.rank[row], alone.rank[0]) and torch.equal(found.top_ids[row], alone.top_ids[0])
-        torch.testing.assert_close(found.top_log_probs[row], alone.top_log_probs[0], rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.reference
-def test_fp64_logits_leading_dimensions_and_a_changed_temperature():
+def test_leading_dimensions_and_a_changed_temperature():
     logits, labels = broad_rows("peaked", 6)
-    leaf, t = logits.double().requires_grad_(), temperatures(rows=6).double()
-    function = partial(token_log_probs, labels=labels, temperature=t, gradient="out_of_place")
-    assert torch.autograd.gradcheck(function, leaf)
-    strided = t.view(3, 2).t()
-    shaped = token_log_probs(leaf.view(2, 3, -1), labels.view(2, 3), temperature=strided)
-    assert torch.equal(shaped.flatten(), token_log_probs(leaf, labels, temperature=strided.flatten()))
+    strided = (t := temperatures(rows=6)).view(3, 2).t()
+    shaped = token_log_probs(logits.view(2, 3, -1), labels.view(2, 3), temperature=strided)
+    assert torch.equal(shaped.flatten(), token_log_probs(logits, labels, temperature=strided.flatten()))
+    head = torch.randn(4, logits.shape[1])
     for loss in (
-        token_log_probs(logits.requires_grad_() * 1, labels, temperature=(t := t.float())),
-        linear_token_log_probs(logits.requires_grad_(), torch.randn(4, logits.shape[1]), labels % 4, temperature=t),
+        token_log_probs(logits.requires_grad_() * 1, labels, temperature=t),
+        linear_token_log_probs(logits, head, labels % 4, temperature=t),
     ):
         t += 1
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

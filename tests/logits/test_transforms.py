@@ -1,37 +1,49 @@
-"""Transforms that would have to see through the loss: refused, alike in every implementation."""
+"""What cannot see through a loss, or has no values: transforms, recorders of graphs, tensors that are a shape alone.
+
+Shapes are right, or the refusal says what to do, alike for every loss and in every implementation.
+"""
 
 import pytest
 import torch
 from torch import func
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import vocab_parallel_ce as vp
 from tests.support.pairs import covering
 
-ROWS, WIDTH, COLUMNS = 4, 5, 12
+TOKENS, WIDTH, COLUMNS = 4, 5, 12
 
 
-def _tensors(device):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(ROWS, COLUMNS, generator=generator).to(device)
-    hidden = torch.randn(ROWS, WIDTH, generator=generator).to(device)
-    weight = torch.randn(COLUMNS, WIDTH, generator=generator).to(device)
-    return x, hidden, weight, torch.arange(ROWS, device=device)
+def rows_like(z):
+    """What stands beside the logits: the same row for each token, without values where they have none."""
+    return z.detach().new_ones(COLUMNS).expand(z.shape[-2:])
 
 
-# Of the logits or the hidden states alone, unreduced and reduced.
-FUNCTIONS = {
-    "mean": lambda x, w, y, **impl: vp.vocab_parallel_cross_entropy(x, y, **impl),
-    "none": lambda x, w, y, **impl: vp.vocab_parallel_cross_entropy(x, y, reduction="none", **impl).sum(),
-    "log-probs": lambda x, w, y, **impl: vp.token_log_probs(x, y, **impl).sum(),
-    "targets": lambda x, w, y, **impl: vp.soft_cross_entropy(x, w.t()[:1].expand(x.shape).softmax(-1), **impl),
-    "divergence": lambda x, w, y, **impl: vp.distillation_loss(x, w.t()[:1].expand(x.shape), **impl),
-    "known tokens": lambda x, w, y, **impl: vp.distillation_loss(
-        x, teacher_ids=y.view(-1, 1), teacher_log_probs=w[:ROWS, :1].clamp(max=-0.1), **impl
-    ),
-    "linear": vp.linear_cross_entropy,
-    "linear log-probs": lambda h, w, y, **impl: vp.linear_token_log_probs(h, w, y, **impl).sum(),
+def head(hidden):
+    return hidden.new_full((COLUMNS, hidden.shape[-1]), 0.5)
+
+
+def known(y, **options):
+    tokens = y.view(-1, 1)
+    return {"teacher_ids": tokens, "teacher_log_probs": tokens * 0.0 - 0.1, **options}
+
+
+OF_LOGITS = {
+    "mean": vp.vocab_parallel_cross_entropy,
+    "none": lambda z, y, **k: vp.vocab_parallel_cross_entropy(z, y, reduction="none", **k).sum(),
+    "log-probs": lambda z, y, **k: vp.token_log_probs(z, y, **k).sum(),
+    "targets": lambda z, y, **k: vp.soft_cross_entropy(z, rows_like(z) / COLUMNS, **k),
+    "divergence": lambda z, y, **k: vp.distillation_loss(z, rows_like(z), **k),
+    "known tokens": lambda z, y, **k: vp.distillation_loss(z, **known(y, **k)),
 }
+OF_HEADS = {
+    "linear": lambda h, y, **k: vp.linear_cross_entropy(h, head(h), y, **k),
+    "linear log-probs": lambda h, y, **k: vp.linear_token_log_probs(h, head(h), y, **k).sum(),
+    "linear divergence": lambda h, y, **k: vp.linear_distillation_loss(h, head(h), h.detach() / 2, head(h), **k),
+}
+FUNCTIONS = OF_LOGITS | OF_HEADS
+by_function = pytest.mark.parametrize("function", FUNCTIONS)
 
 
 def forward_mode(f, x):
@@ -49,6 +61,14 @@ TRANSFORMS = {
     "forward mode": forward_mode,
 }
 CASES = covering(transform=tuple(TRANSFORMS), function=tuple(FUNCTIONS), requires_grad=(False, True))
+RECORDERS = {"meta": torch.device("meta"), "FakeTensor": FakeTensorMode()}
+by_recorder = pytest.mark.parametrize("recorder", RECORDERS)
+
+
+def arguments(function, device="cpu"):
+    width = COLUMNS if function in OF_LOGITS else WIDTH
+    values = torch.randn(TOKENS, width, generator=torch.Generator().manual_seed(0))
+    return values.to(device).requires_grad_(), torch.arange(TOKENS, device=device)
 
 
 @pytest.mark.quick(4)
@@ -58,33 +78,69 @@ def test_a_transform_is_refused(impl_device, case):
     """Forward mode gave no tangent in one implementation and the right one in another; vmap likewise."""
     impl, device = impl_device
     transform, function, requires_grad = case.values()
-    x, hidden, weight, labels = _tensors(device)
-    given = (hidden if function.startswith("linear") else x).requires_grad_(requires_grad)
+    given, labels = arguments(function, device)
+    given.requires_grad_(requires_grad)
     kept = given.detach().clone()
     with pytest.raises(TypeError, match="^cross-entropy: expected .* torch.nn.functional.cross_entropy"):
-        TRANSFORMS[transform](lambda t: FUNCTIONS[function](t, weight, labels, impl=impl), given)
+        TRANSFORMS[transform](lambda t: FUNCTIONS[function](t, labels, impl=impl), given)
     assert torch.equal(given, kept)
 
 
 @pytest.mark.parametrize("name", ("weight", "bias"))
 def test_a_tangent_of_the_head_is_refused(impl_device, name):
     impl, device = impl_device
-    _, hidden, weight, labels = _tensors(device)
-    head = {"weight": weight, "bias": torch.zeros(COLUMNS, device=device)}
+    hidden, labels = arguments("linear", device)
+    given = {"weight": head(hidden), "bias": torch.zeros(COLUMNS, device=device)}
     with forward_ad.dual_level():
-        vp.linear_cross_entropy(hidden, **head, labels=labels, impl=impl)
-        head[name] = forward_ad.make_dual(head[name], torch.ones_like(head[name]))
+        vp.linear_cross_entropy(hidden, **given, labels=labels, impl=impl)
+        given[name] = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
         with pytest.raises(TypeError, match="without a tangent"):
-            vp.linear_cross_entropy(hidden, **head, labels=labels, impl=impl)
+            vp.linear_cross_entropy(hidden, **given, labels=labels, impl=impl)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_batched_grad_outputs_are_refused(impl_device, function):
+@by_function
+def test_batched_grad_outputs_and_second_derivatives_are_refused(impl_device, function):
     """``is_grads_batched`` runs backward inside vmap."""
     impl, device = impl_device
-    x, hidden, weight, labels = _tensors(device)
-    given = (hidden if function.startswith("linear") else x).requires_grad_()
-    loss = FUNCTIONS[function](given, weight, labels, impl=impl)
-    grad_output = torch.ones(3, device=device)
-    with pytest.raises(RuntimeError, match="is_grads_batched"):
-        torch.autograd.grad(loss, given, grad_output, is_grads_batched=True)
+    for options, said in (({"is_grads_batched": True}, "is_grads_batched"), ({"create_graph": True}, "create_graph")):
+        given, labels = arguments(function, device)
+        loss = FUNCTIONS[function](given * 1.0, labels, impl=impl)
+        grad_output = torch.ones(3, device=device) if said == "is_grads_batched" else None
+        with pytest.raises(RuntimeError, match=said):
+            torch.autograd.grad(loss, given, grad_output, **options)
+
+
+@pytest.mark.reference
+@by_recorder
+@by_function
+def test_shapes_of_losses_over_logits_and_heads_that_need_values(function, recorder):
+    with RECORDERS[recorder]:
+        given, labels = torch.randn(TOKENS, COLUMNS, requires_grad=True), torch.arange(TOKENS)
+        if function in OF_HEADS:
+            with pytest.raises(TypeError, match="hidden: expected a tensor with values.*compute the logits"):
+                FUNCTIONS[function](given, labels)
+            return
+        loss = FUNCTIONS[function](given * 1.0, labels)
+        loss.backward()
+        assert loss.shape == () and loss.dtype == torch.float32 and loss.device == given.device
+        assert given.grad.shape == given.shape and given.grad.device == given.device
+        if function == "mean":
+            with pytest.raises(TypeError, match="labels: expected values to check.*check_labels=False"):
+                FUNCTIONS[function](given, labels, check_labels=True)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("function", OF_LOGITS)
+def test_kernels_are_not_launched_on_fake_tensors(function):
+    with FakeTensorMode():
+        logits, labels = torch.randn(TOKENS, COLUMNS), torch.arange(TOKENS)
+        with pytest.raises(ValueError, match="impl: 'triton' needs .* got tensors on meta"):
+            FUNCTIONS[function](logits, labels, impl="triton")
+
+
+@pytest.mark.reference
+@by_function
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_jit_trace_is_refused(function):
+    with pytest.raises(TypeError, match="expected a call outside of torch.jit.trace.*use torch.compile"):
+        torch.jit.trace(FUNCTIONS[function], arguments(function))

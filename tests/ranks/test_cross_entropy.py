@@ -1,75 +1,112 @@
-"""The loss on R ranks in real processes: the oracle's on the whole vocabulary, bit-equal on every rank."""
+"""Losses and token outputs on R ranks in real processes: those of the whole vocabulary, in one collective."""
 
 from functools import partial
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support.collectives import assert_refused, messages_of
-from tests.support.inputs import IGNORE_INDEX, batch, grad_output_layouts
-from tests.support.logits import GRADIENTS, REDUCTIONS
-from tests.support.logits_ranks import Case, check, run
+from tests.support.collectives import assert_refused, error_of, messages_of, record_collectives
+from tests.support.inputs import IGNORE_INDEX, NAN, batch, grad_output_layouts
+from tests.support.logits import EVERY as ALL_NUMBERS
+from tests.support.logits import GRADIENTS, REDUCTIONS, broad_rows, every_output, grads_of_every_output
+from tests.support.logits_ranks import Case, check, chunked, even, run
 from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
-from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
+from tests.support.weights import weights
+from vocab_parallel_ce import VocabShard, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce.integrations import dtensor
 
 COLUMNS, ROWS = 40, 6
+EVERY = {**ALL_NUMBERS, "smoothing_formula": "megatron", "return_metrics": True}
+OPTIONS = {
+    "every": EVERY,
+    "metrics": {"return_metrics": True},
+    "class_weight": {"class_weight": weights(2 * COLUMNS)},
+    "shift": {"shift": True, "ignore_index": 5},
+    "num_items": {"reduction": "sum", "num_items": torch.tensor(7)},
+    "every, in_backward": {**EVERY, "reduction": "sum", "num_items": 7, "gradient": "in_backward"},
+    "every, out_of_place": {**EVERY, "reduction": "none", "gradient": "out_of_place"},
+}
+TEMPERATURES = torch.linspace(0.4, 2.0, ROWS)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("label_smoothing", [0.1, 0.0])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@in_ranks((1, 2, 3, 4), (2,), (2, 4))
-def test_loss_and_gradient_are_those_of_the_whole_vocabulary(rank_pool, impl, reduction, label_smoothing):
+@in_ranks((1, 2, 4), (2,), (2, 4))
+def test_loss_and_gradient_are_those_of_the_whole_vocabulary(rank_pool, impl, reduction):
     """Peaked rows, ignored rows and confident labels; one all_gather forward, none backward.
 
     With smoothing, a loss from the shard's own sum of logits would differ from rank to rank. The
     number of rows that count is not the number of rows of the gather.
     """
     world = rank_pool.world_size
-    for dtype, kind in ((torch.bfloat16, "peaked"), (torch.bfloat16, "some_ignored"), (torch.float32, "confident")):
+    for dtype, kind, label_smoothing in (
+        (torch.bfloat16, "peaked", 0.1),
+        (torch.bfloat16, "some_ignored", 0.0),
+        (torch.float32, "some_ignored", 0.1),
+        (torch.float32, "confident", 0.0),
+    ):
         made = batch(kind, rows=ROWS, vocab_size=COLUMNS * world, shards=world, dtype=dtype)
         case = Case(*made, impl, {"reduction": reduction, "label_smoothing": label_smoothing})
         check(case, rank_pool.run(run, case))
 
 
-@pytest.mark.parametrize("kind", ["excluded_shard", "far_negative", "excluded_columns", "shard_edges", "times_1000"])
+@pytest.mark.quick(7)
+@pytest.mark.parametrize("name", OPTIONS)
 @in_several_ranks
-def test_rows_far_from_zero_masked_or_at_the_edges_of_shards(rank_pool, impl, kind):
+def test_options_that_change_what_travels_or_is_divided(rank_pool, impl, name):
+    logits, labels = broad_rows("some_ignored", ROWS, COLUMNS * 2, shards=rank_pool.world_size)
+    if name == "shift":
+        logits, labels = logits[None], labels[None]
+    case = Case(logits, labels, impl, OPTIONS[name])
+    check(case, rank_pool.run(run, case))
+
+
+@pytest.mark.parametrize(
+    "kinds", [("excluded_shard", "shard_edges"), ("far_negative", "excluded_columns", "times_1000")]
+)
+@in_several_ranks
+def test_rows_far_from_zero_masked_or_at_the_edges_of_shards(rank_pool, impl, kinds):
     """A shard that is -inf throughout, labels in the first and last column of each, gaps above 100.
 
     The first token's grad_output is 0: a kernel that read it for every row would return 0.
     """
     world = rank_pool.world_size
-    for dtype in (torch.float16, torch.float32):
-        made = batch(kind, rows=2 * world, vocab_size=COLUMNS * world, shards=world, dtype=dtype)
-        grad_output = dict(grad_output_layouts((2 * world,)))["zero in the first token"]
-        case = Case(*made, impl, {"reduction": "none"}, grad_outputs=(grad_output,))
-        check(case, rank_pool.run(run, case))
+    for kind in kinds:
+        for dtype in (torch.float16, torch.float32):
+            made = batch(kind, rows=2 * world, vocab_size=COLUMNS * world, shards=world, dtype=dtype)
+            grad_output = dict(grad_output_layouts((2 * world,)))["zero in the first token"]
+            case = Case(*made, impl, {"reduction": "none"}, grad_outputs=(grad_output,))
+            check(case, rank_pool.run(run, case))
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @in_several_ranks
-def test_a_label_outside_and_a_logit_that_is_no_number_are_nan_on_every_rank(rank_pool, impl, bad, reduction):
+def test_a_label_outside_and_a_logit_that_is_no_number_are_nan_on_every_rank(rank_pool, impl):
     """Not 0 on one rank and the log-sum-exp on several; -1 and V are outside on each of them."""
     vocab_size = COLUMNS * rank_pool.world_size
-    logits, labels = batch("peaked", rows=ROWS, vocab_size=vocab_size)
-    labels[0], labels[2], labels[3] = -1, IGNORE_INDEX, vocab_size
-    logits[1, -1] = logits[2, 0] = bad
-    case = Case(logits, labels, impl, {"reduction": reduction})
-    whole = check(case, rank_pool.run(run, case))
-    expected = [True, True, False, True, False, False] if reduction == "none" else True
-    assert whole.loss.isnan().tolist() == expected
+    for bad, reduction in ((NAN, "none"), (float("inf"), "none"), (NAN, "mean")):
+        logits, labels = batch("peaked", rows=ROWS, vocab_size=vocab_size)
+        labels[0], labels[2], labels[3] = -1, IGNORE_INDEX, vocab_size
+        logits[1, -1] = logits[2, 0] = bad
+        case = Case(logits, labels, impl, {"reduction": reduction})
+        whole = check(case, rank_pool.run(run, case))
+        expected = [True, True, False, True, False, False] if reduction == "none" else True
+        assert whole.loss.isnan().tolist() == expected
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(
+    "options", [{"reduction": "mean"}, {"reduction": "sum", "num_items": torch.tensor(0)}], ids=str
+)
 @in_two_ranks
-def test_all_ignored_is_zero_on_every_rank_and_no_rows_need_no_collective(rank_pool, impl, reduction):
-    """No row counts: a division by their number would spread NaN to every rank's parameters."""
-    made = batch("all_ignored", rows=4, vocab_size=COLUMNS * 2, dtype=torch.bfloat16)
-    case = Case(*made, impl, {"reduction": reduction, "label_smoothing": 0.1})
+def test_nothing_that_counts_is_zero_on_every_rank_and_no_rows_need_no_collective(rank_pool, impl, options):
+    """A division by their number would spread NaN to every rank's parameters."""
+    made = batch("peaked" if "num_items" in options else "all_ignored", rows=4, vocab_size=COLUMNS * 2)
+    case = Case(*made, impl, {**EVERY, **options})
     for result in rank_pool.run(run, case):
-        assert not result.outputs[0].any() and torch.equal(result.grad, torch.zeros_like(result.grad))
+        loss, predictions, accuracy, lse, z_loss = result.outputs
+        assert loss.item() == z_loss.item() == 0 and not result.grad.any()
+        assert lse.isfinite().all() and accuracy.isfinite() and predictions.dtype == torch.int64
     case = case._replace(logits=made.logits[:0], labels=made.labels[:0], grad_outputs=(torch.ones(()),))
     for result in rank_pool.run(run, case):
         assert result.outputs[0].sum().item() == 0.0 and result.grad.shape == (0, COLUMNS)
@@ -77,14 +114,62 @@ def test_all_ignored_is_zero_on_every_rank_and_no_rows_need_no_collective(rank_p
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
 @in_two_ranks
-def test_every_way_of_writing_the_gradient_gathers_once(rank_pool, impl, reduction, gradient):
+def test_every_way_of_writing_the_gradient_gathers_once(rank_pool, impl, gradient):
     logits, labels = batch("mixture", rows=8, vocab_size=2 * COLUMNS, shards=2)
-    grad_output = torch.tensor(0.75) if reduction == "mean" else dict(grad_output_layouts((2, 4)))["transposed"]
-    options = {"reduction": reduction, "gradient": gradient, "label_smoothing": 0.1}
-    case = Case(logits.view(2, 4, -1), labels.view(2, 4), impl, options, grad_outputs=(grad_output,))
-    assert check(case, rank_pool.run(run, case)).loss.shape == (() if reduction == "mean" else (2, 4))
+    for reduction, grad_output in (
+        ("mean", torch.tensor(0.75)),
+        ("none", dict(grad_output_layouts((2, 4)))["transposed"]),
+    ):
+        options = {"reduction": reduction, "gradient": gradient, "label_smoothing": 0.1}
+        case = Case(logits.view(2, 4, -1), labels.view(2, 4), impl, options, grad_outputs=(grad_output,))
+        assert check(case, rank_pool.run(run, case)).loss.shape == (() if reduction == "mean" else (2, 4))
+
+
+@in_several_ranks
+def test_of_equal_logits_the_lowest_global_id_is_predicted(rank_pool, impl):
+    """Whichever ranks hold them, and in whatever order ranks hold the columns."""
+    world = rank_pool.world_size
+    vocab_size = COLUMNS * world
+    logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(0)) - 9
+    tied = [[0, vocab_size - 1], [COLUMNS - 1, COLUMNS], [3, 7], [vocab_size - 2, vocab_size - 1], [COLUMNS]]
+    for row, columns in enumerate(tied):
+        logits[row, columns] = 2.0
+    logits[5] = 1.0
+    labels = torch.tensor([0, COLUMNS, 3, vocab_size - 2, COLUMNS, 0])
+    ranks = even(COLUMNS, world)
+    for bounds in (ranks, ranks[::-1]):
+        case = Case(logits, labels, impl, {"return_metrics": True}, bounds, "shard")
+        _, predictions, accuracy, *_ = check(case, rank_pool.run(run, case)).outputs
+        assert predictions.tolist() == [0, COLUMNS - 1, 3, vocab_size - 2, COLUMNS, 0]
+        assert torch.equal(accuracy, torch.tensor(5 / 6))
+
+
+@in_several_ranks
+def test_a_last_shard_that_is_all_padding(rank_pool, impl):
+    """128 columns a rank; a label of padding is outside on every rank. With 4 ranks three own none of 100 columns.
+
+    300 columns are padded to 512, a multiple of 128 * R as Megatron pads, and equal shards follow from their number.
+    """
+    bounds = even(128, rank_pool.world_size)
+    for vocab_size, size in ((100, "shard"), (300, "vocab_size"))[: rank_pool.world_size // 2]:
+        assert bounds[-1][0] >= vocab_size
+        logits, labels = broad_rows("shard_edges", ROWS, vocab_size)
+        labels[0], labels[1] = vocab_size, vocab_size - 1
+        case = Case(logits, labels, impl, {**EVERY, "reduction": "none"}, bounds, size)
+        whole = check(case, rank_pool.run(run, case, None, True))
+        assert whole.loss.isnan().tolist() == [True] + [False] * (ROWS - 1)
+
+
+@in_several_ranks
+def test_shards_in_another_order_than_the_ranks(rank_pool, impl):
+    """And of different widths: who holds which columns, the shards say and not the ranks."""
+    ends = [7, 31, 40, 64][: rank_pool.world_size]
+    bounds = list(zip([0, *ends[:-1]], ends, strict=True))
+    bounds = bounds[1:] + bounds[:1]
+    made = broad_rows("excluded_columns", ROWS, ends[-1])
+    case = Case(*made, impl, {**EVERY, "label_smoothing": 0.0}, bounds, "shard")
+    check(case, rank_pool.run(run, case))
 
 
 @pytest.mark.parametrize("member_sets", [((0, 1), (2, 3)), ((1, 3),), ((3, 0, 2),)])
@@ -92,13 +177,17 @@ def test_every_way_of_writing_the_gradient_gathers_once(rank_pool, impl, reducti
 def test_a_subgroup_is_a_vocabulary_of_its_own(rank_pool, impl, member_sets):
     """The rank within the group decides which columns are owned, not the rank within the world."""
     size = len(member_sets[0])
-    made = batch("shard_edges", rows=2 * size, vocab_size=COLUMNS * size, shards=size)
-    case = Case(*made, impl, {"reduction": "mean", "label_smoothing": 0.1})
-    results = rank_pool.run(run, case, member_sets)
-    for members in member_sets:
-        check(case, [results[rank] for rank in sorted(members)], sorted(members))
-    outside = set(range(4)) - {rank for members in member_sets for rank in members}
-    assert all(results[rank] is None for rank in outside)
+    made = batch("shard_edges", rows=2 * size, vocab_size=COLUMNS * size - 3, shards=size)
+    case = Case(*made, impl, {"label_smoothing": 0.1}, chunked(COLUMNS * size - 3, size), "vocab_size")
+    of_tokens = case._replace(
+        options={"temperature": 0.6}, grad_outputs=tuple(grads_of_every_output(2 * size)), function=every_output
+    )
+    for each in (case, of_tokens):
+        results = rank_pool.run(run, each, member_sets)
+        for members in member_sets:
+            check(each, [results[rank] for rank in sorted(members)], sorted(members))
+        outside = set(range(4)) - {rank for members in member_sets for rank in members}
+        assert all(results[rank] is None for rank in outside)
 
 
 @in_two_ranks
@@ -106,6 +195,69 @@ def test_a_group_of_one_rank_communicates_nothing(rank_pool, impl):
     case = Case(*batch("peaked", rows=ROWS, vocab_size=COLUMNS), impl, {"reduction": "mean"})
     for rank, result in enumerate(rank_pool.run(run, case, ((0,), (1,)))):
         check(case, [result], [rank])
+
+
+def _largest(rank, group, logits, labels, impl, temperature):
+    """The results of this rank's columns, and the collectives of the call."""
+    device = device_of(rank, group)
+    shard = VocabShard.of_rank(logits.shape[-1], rank, group.size())
+    own, labels = logits[:, shard.start : shard.stop].to(device), labels.to(device)
+    options = {"vocab_size": logits.shape[-1], "temperature": temperature, "impl": impl}
+    with record_collectives() as collectives:
+        found = token_log_probs(own, labels, group=group, outputs=("rank",), top_k=5, **options)
+    return [found.rank.cpu(), found.top_ids.cpu(), found.top_log_probs.cpu()], collectives
+
+
+@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.7), (torch.float64, 1.0)], ids=str)
+@in_several_ranks
+def test_the_largest_travel_with_the_statistics_and_the_rank_is_counted_afterwards(rank_pool, impl, dtype, temperature):
+    """A last shard narrower than the five that are asked for; in fp64 words of 8 bytes beside an odd number of 4."""
+    if dtype == torch.float64:
+        impl = "reference"  # the only one of fp64
+    generators = (torch.Generator().manual_seed(i) for i in range(5))
+    logits = torch.stack([torch.randperm(21, generator=generator) for generator in generators]).to(dtype) / 3
+    labels = torch.tensor([0, 20, IGNORE_INDEX, 7, 3])
+    whole = token_log_probs(logits, labels, outputs=("rank",), top_k=5, temperature=temperature)
+    for found, collectives in rank_pool.run(_largest, logits, labels, impl, temperature):
+        assert torch.equal(found[0], whole.rank) and torch.equal(found[1], whole.top_ids)
+        torch.testing.assert_close(found[2], whole.top_log_probs, rtol=1e-6, atol=1e-6)
+        sizes = [(call.name, call.nbytes) for call in collectives]
+        assert sizes == [
+            ("_allgather_base_", (dtype.itemsize * (3 + 5 + (temperature != 1)) + 4 * 5) * len(labels)),
+            ("allreduce_", 4 * len(labels)),
+        ]
+
+
+@in_several_ranks
+def test_every_output_with_a_temperature_per_token_in_one_exchange(rank_pool, impl):
+    """Ignored rows may hold a NaN temperature."""
+    logits, labels = broad_rows("some_ignored", ROWS, COLUMNS)
+    options = {"temperature": TEMPERATURES.masked_fill(labels < 0, NAN), "logit_scale": 0.4, "softcap": 10.0}
+    grads = tuple(grads_of_every_output(ROWS))
+    case = Case(logits, labels, impl, options, grad_outputs=grads, function=every_output)
+    check(case, rank_pool.run(run, case))
+
+
+def _dtensors(rank, group, case):
+    """In a rank: log-probs with plain and DTensor labels, and the errors of temperatures that are not plain."""
+    device, given = device_of(rank, group), {"impl": case.impl}
+    mesh = DeviceMesh.from_group(group, device.type)
+    logits = distribute_tensor(case.logits.to(device), mesh, [Shard(1)])
+    labels, t = case.labels.to(device), case.options["temperature"].to(device)
+    whole, of_rows = (distribute_tensor(tensor, mesh, [Replicate()]) for tensor in (labels, t))
+    found = [dtensor.token_log_probs(logits, each, temperature=t, **given) for each in (labels, whole)]
+    error = error_of(partial(dtensor.token_log_probs, logits, whole, temperature=of_rows))
+    return found[0].cpu(), found[1].to_local().cpu(), error
+
+
+@in_ranks((2,), (), (2,))
+def test_the_function_over_dtensors_takes_plain_temperatures(rank_pool, impl):
+    case = Case(*broad_rows("peaked", ROWS, COLUMNS), impl, {"temperature": TEMPERATURES})
+    expected = token_log_probs(case.logits, case.labels, **case.options)
+    for plain, distributed, error in rank_pool.run(_dtensors, case):
+        torch.testing.assert_close(plain, expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(plain, distributed)
+        assert error.startswith("TypeError: temperature: expected this rank's part as a plain torch.Tensor"), error
 
 
 def _refusals(rank, group, impl):

@@ -1,6 +1,5 @@
 """A projection and its loss on R ranks: results of the whole vocabulary, and the collectives they took."""
 
-from collections import Counter
 from functools import partial
 
 import pytest
@@ -9,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.collectives import assert_refused, messages_of
 from tests.support.inputs import IGNORE_INDEX, grad_output_layouts
-from tests.support.linear import WIDTH, many_tokens, projection, zero_first_grad_output
+from tests.support.linear import TWO_WAYS, WIDTH, linear_every_output, many_tokens, projection, zero_first_grad_output
 from tests.support.linear_ranks import (
     BY_WAY,
     COLUMNS,
@@ -22,6 +21,7 @@ from tests.support.linear_ranks import (
     distributed,
     run,
 )
+from tests.support.logits import grads_of_every_output
 from tests.support.logits_ranks import chunked, even
 from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
 from tests.support.weights import weights
@@ -34,28 +34,27 @@ def made(world, kind="some_ignored", rows=ROWS, **settings):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("label_smoothing", [0.1, 0.0])
 @BY_WAY
 @in_ranks((2, 3), (2,), (2, 4))
-def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way, label_smoothing):
+def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way):
     """One all_gather and one all_reduce a chunk; without a gradient in forward one all_gather in all."""
     world = rank_pool.world_size
-    for kind, dtype, chunk in (
+    for kind, dtype, options in (
         ("some_ignored", torch.float16, {"chunk_tokens": 1}),
-        ("some_ignored", torch.float32, {"class_weight": weights(COLUMNS * world)}),
+        ("some_ignored", torch.float32, {"class_weight": weights(COLUMNS * world), "label_smoothing": 0.1}),
         ("peaked", torch.float32, {"chunk_tokens": 4}),
-        ("shard_edges", torch.bfloat16, {"chunk_tokens": 4, "logits_dtype": torch.float32}),
+        ("shard_edges", torch.bfloat16, {"chunk_tokens": 4, "logits_dtype": torch.float32, "label_smoothing": 0.1}),
     ):
         inputs = made(world, kind, dtype=dtype, bias=kind == "peaked")
-        case = Case(inputs, impl, {**way, **chunk, "label_smoothing": label_smoothing})
+        case = Case(inputs, impl, {**way, **options})
         results = rank_pool.run(run, case)
         check(case, results)
         check_sent(case, results, leaves_out=rank_pool.backend == "gloo")
         if kind != "some_ignored":  # whose tokens may be left out
-            check_collectives(case, results, extra=2 * (label_smoothing > 0))
+            check_collectives(case, results, extra=2 * ("label_smoothing" in options))
 
 
-@BY_WAY
+@TWO_WAYS
 @in_ranks((2,), (), (2,))
 def test_a_chunk_of_many_tokens_sends_its_statistics_in_two_parts(rank_pool, impl, way):
     """Each travels beside the other's products. 300 tokens in chunks of 200: 128 and 72, then 100."""
@@ -89,72 +88,71 @@ def test_uneven_and_padded_shards(rank_pool, impl, vocab_size, size, bounds_of):
         check(case, rank_pool.run(run, case))
 
 
-NEEDED = [({"reduce_hidden_grad": False, "chunk_tokens": 4}, ())]
-NEEDED += [({}, frozen) for frozen in (("weight",), ("hidden",), ("hidden", "weight", "bias"))]
-
-
-@pytest.mark.parametrize(("options", "frozen"), NEEDED, ids=str)
-@BY_WAY
 @in_two_ranks
-def test_a_gradient_that_nobody_needs_or_a_framework_reduces_is_not_sent(rank_pool, impl, way, options, frozen):
+def test_class_weights_of_shards_that_are_all_padding(rank_pool, impl):
+    """The first rank's columns are as many as the vocabulary: the two forms are one there."""
+    options = {"class_weight": weights(13), "gradient": "in_forward"}
+    case = Case(projection(vocab_size=13), impl, options, [(0, 13), (13, 20)], "shard")
+    for form in ("whole", "columns"):
+        case = case._replace(weight_form=form)
+        check(case, rank_pool.run(run, case))
+
+
+@TWO_WAYS
+@in_two_ranks
+def test_a_gradient_that_nobody_needs_or_a_framework_reduces_is_not_sent(rank_pool, impl, way):
     inputs = made(rank_pool.world_size, "peaked", dtype=torch.bfloat16, bias=True)
-    case = Case(inputs, impl, {**way, **options}, frozen=frozen)
+    for options, frozen in (
+        ({"reduce_hidden_grad": False, "chunk_tokens": 4}, ()),
+        ({}, ("weight",)),
+        ({}, ("hidden",)),
+        ({}, ("hidden", "weight", "bias")),
+    ):
+        case = Case(inputs, impl, {**way, **options}, frozen=frozen)
+        results = rank_pool.run(run, case)
+        check(case, results)
+        check_collectives(case, results)
+
+
+PARTS = {  # shape of the tokens, the dimension that is cut, and options by the number of ranks
+    "one chunk": lambda n: ((2 * n, 2), 0, {}),
+    "chunks": lambda n: ((2 * n, 2), 0, {"chunk_tokens": n, "logits_dtype": torch.float32}),
+    "of sequences": lambda n: ((3, 2 * n), 1, {"chunk_tokens": 6 * n}),
+    "chunks of sequences": lambda n: ((3, 2 * n), 1, {"chunk_tokens": 3 * n}),
+    "inner": lambda n: ((2, n, 2), 1, {"chunk_tokens": 3 * n}),
+    "last": lambda n: ((2, 2, 2 * n), 2, {"chunk_tokens": 3 * n}),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@BY_WAY
+@in_several_ranks
+def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl, way, name):
+    """Of several sequences each is cut. In one chunk too, the tokens are then not in their order."""
+    world = rank_pool.world_size
+    shape, dim, more = PARTS[name](world)
+    rows = torch.Size(shape).numel()
+    inputs = many_tokens(rows, COLUMNS * world, torch.bfloat16 if more else torch.float32).shaped(*shape)
+    inputs.labels.view(-1)[[1, -2]] = IGNORE_INDEX
+    options = {**way, **more, "sequence_parallel": True, "sequence_dim": dim, "label_smoothing": 0.1}
+    given = zero_first_grad_output(rows).view(shape)
+    if name == "one chunk":
+        given = dict(grad_output_layouts(shape))["transposed"]
+    case = Case(inputs, impl, options, grad_outputs=(given if way["reduction"] == "none" else torch.tensor(0.75),))
     results = rank_pool.run(run, case)
     check(case, results)
-    check_collectives(case, results)
+    # Hidden states are gathered in each pass over them, statistics once, gradients scattered once.
+    check_sent(case, results, leaves_out=False)
 
 
-@BY_WAY
-@in_several_ranks
-def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl, way):
-    world = rank_pool.world_size
-    shape = (2 * world, 2)
-    rows = shape[0] * shape[1]
-    grad_output = dict(grad_output_layouts(shape))["transposed"] if way["reduction"] == "none" else torch.tensor(0.75)
-    for dtype, chunk in (
-        (torch.float32, {}),
-        (torch.bfloat16, {"chunk_tokens": world}),
-        (torch.bfloat16, {"chunk_tokens": 3 * world, "logits_dtype": torch.float32}),
-    ):
-        inputs = many_tokens(rows, COLUMNS * world, dtype).shaped(*shape)
-        inputs.labels[0, 1] = inputs.labels[-1, 0] = IGNORE_INDEX
-        options = {**way, **chunk, "sequence_parallel": True, "label_smoothing": 0.1}
-        case = Case(inputs, impl, options, grad_outputs=(grad_output,))
-        results = rank_pool.run(run, case)
-        check(case, results)
-        # Hidden states are gathered in each pass over them, statistics once, gradients scattered once.
-        whole, passes = inputs.hidden.nbytes, 1 if way.get("gradient") == "in_forward" else 2
-        gathered = passes * whole // world + 4 * 5 * rows
-        for result in results:
-            sent = Counter()
-            for call in result.in_forward + result.in_backward:
-                sent[call.name] += call.nbytes
-            assert sent == {"_allgather_base_": gathered, "_reduce_scatter_base_": whole}
-
-
-@BY_WAY
-@in_several_ranks
-def test_parts_of_the_sequences_of_a_batch(rank_pool, impl, way):
-    """Hidden states [b, s / R, D]: every sequence is cut. In one chunk too, the tokens are not in their order."""
-    world, dtype = rank_pool.world_size, torch.bfloat16
-    shapes = {"one chunk": (3, 2 * world), "chunks": (3, 2 * world), "inner": (2, world, 2), "last": (2, 2, 2 * world)}
-    for name, shape in shapes.items():
-        rows, dim = torch.Size(shape).numel(), 2 if name == "last" else 1
-        inputs = many_tokens(rows, COLUMNS * world, dtype).shaped(*shape)
-        inputs.labels.view(-1)[[1, -2]] = IGNORE_INDEX
-        options = {**way, "sequence_parallel": True, "sequence_dim": dim}
-        options["chunk_tokens"] = rows if name == "one chunk" else 3 * world
-        given = zero_first_grad_output(rows).view(shape) if way["reduction"] == "none" else torch.tensor(0.75)
-        case = Case(inputs, impl, options, grad_outputs=(given,))
-        results = rank_pool.run(run, case)
-        check(case, results)
-        passes = 1 if way.get("gradient") == "in_forward" else 2
-        for result in results:
-            sent = Counter()
-            for call in result.in_forward + result.in_backward:
-                sent[call.name] += call.nbytes
-            gathered = passes * inputs.hidden.nbytes // world + 4 * 3 * rows
-            assert sent == {"_allgather_base_": gathered, "_reduce_scatter_base_": inputs.hidden.nbytes}
+@in_two_ranks
+def test_temperatures_of_parts_of_the_sequence(rank_pool, impl):
+    """Each chunk has tokens of both ranks."""
+    inputs = projection("shard_edges", ROWS, 2 * COLUMNS, shards=2)
+    options = {"temperature": torch.linspace(0.4, 2.0, ROWS), "chunk_tokens": 4, "sequence_parallel": True}
+    grads = tuple(grads_of_every_output(ROWS))
+    case = Case(inputs, impl, options, grad_outputs=grads, function=linear_every_output)
+    check(case, rank_pool.run(run, case))
 
 
 @in_four_ranks
@@ -168,8 +166,8 @@ def test_a_subgroup_is_a_vocabulary_of_its_own(rank_pool, impl):
         check(case, [results[rank] for rank in members])
 
 
-@pytest.mark.parametrize(("vocab_size", "main_grad"), [(24, False), (49, False), (49, True)])
-@BY_WAY
+@pytest.mark.parametrize(("vocab_size", "main_grad"), [(24, False), (49, True)])
+@TWO_WAYS
 @in_several_ranks
 def test_a_dtensor_knows_its_rows_and_gets_a_dtensor(rank_pool, impl, way, vocab_size, main_grad):
     """49 rows are uneven on any number of ranks, which the width of a shard does not tell."""
@@ -179,7 +177,7 @@ def test_a_dtensor_knows_its_rows_and_gets_a_dtensor(rank_pool, impl, way, vocab
     check(case, rank_pool.run(run, case, None, True))
 
 
-@BY_WAY
+@TWO_WAYS
 @in_two_ranks
 def test_padded_rows_of_a_dtensor_are_those_beyond_the_vocabulary(rank_pool, impl, way):
     """A cut of 7 rows is 4 and 3; of a vocabulary of 6 it would be 3 and 3, on the second rank alone."""
@@ -187,6 +185,108 @@ def test_padded_rows_of_a_dtensor_are_those_beyond_the_vocabulary(rank_pool, imp
     rows, vocab_size = 4 * world - 1, 4 * world - 2
     case = Case(projection("shard_edges", ROWS, vocab_size), impl, way, chunked(rows, world), "vocab_size")
     check(case, rank_pool.run(run, case, None, True))
+
+
+def _check_chunks(rank_pool, impl, way, bounds, chunk, **options):
+    """64 tokens in the chunks that a memory budget gives, on every rank."""
+    case = Case(many_tokens(64, bounds[-1][1]), impl, {**way, **options}, bounds, "shard")
+    results = rank_pool.run(run, case)
+    check(case, results)
+    check_collectives(case._replace(options={**case.options, "chunk_tokens": chunk}), results)
+
+
+@TWO_WAYS
+@in_two_ranks
+def test_ranks_of_unequal_shards_cut_the_tokens_alike(rank_pool, impl, way):
+    """16 and 8 columns: 26 tokens' logits of 12 columns fit, on the narrow rank 40 of its own would."""
+    _check_chunks(rank_pool, impl, way, [(0, 16), (16, 24)], 26, memory_budget=1280)
+
+
+@TWO_WAYS
+@in_four_ranks
+def test_a_last_rank_of_fewer_columns_cuts_the_tokens_as_the_others(rank_pool, impl, way):
+    _check_chunks(rank_pool, impl, way, chunked(7, 4), 20, memory_budget=160)
+
+
+class _Sent:
+    """Counts works that were begun and that nobody has waited for yet."""
+
+    def __init__(self, begin):
+        self.begin, self.in_flight, self.most, self.begun = begin, 0, 0, 0
+
+    def __call__(self, *args, **kwargs):
+        work, wait = self.begin(*args, **kwargs), self.waited
+        self.begun, self.in_flight = self.begun + 1, self.in_flight + 1
+        self.most = max(self.most, self.in_flight)
+        return type("Work", (), {"wait": lambda _: wait(work)})()
+
+    def waited(self, work):
+        self.in_flight -= 1
+        return work.wait()
+
+
+def _works_in_flight(rank, group, case):
+    sent = torch.distributed.all_reduce = _Sent(torch.distributed.all_reduce)
+    try:
+        result = run(rank, group, case)
+    finally:
+        torch.distributed.all_reduce = sent.begin
+    return result, sent.begun, sent.most, sent.in_flight
+
+
+@TWO_WAYS
+@in_two_ranks
+def test_gradients_of_two_chunks_at_most_are_on_their_way(rank_pool, impl, way):
+    """Each keeps its memory until it has arrived."""
+    case = Case(many_tokens(16, 2 * COLUMNS), impl, {**way, "chunk_tokens": 2})
+    results, *counts = zip(*rank_pool.run(_works_in_flight, case), strict=True)
+    check(case, results)
+    assert counts == [(8, 8), (2, 2), (0, 0)]
+
+
+@TWO_WAYS
+@in_two_ranks
+def test_no_tokens_of_a_sequence_that_ranks_share(rank_pool, impl, way):
+    none = made(rank_pool.world_size, bias=True)
+    none = none._replace(hidden=none.hidden[:0].view(0, 2, WIDTH), labels=none.labels[:0].view(0, 2))
+    case = Case(none, impl, {**way, "sequence_parallel": True}, grad_outputs=(torch.ones(()),))
+    for result in rank_pool.run(run, case):
+        assert result.outputs[0].shape == ((0, 2) if way["reduction"] == "none" else ())
+        assert result.hidden.shape == (0, 2, WIDTH) and result.weight.shape == (COLUMNS, WIDTH)
+        for tensor in (result.outputs[0], result.weight, result.bias):
+            assert torch.equal(tensor, torch.zeros_like(tensor))
+        assert not result.in_forward + result.in_backward
+
+
+def _attempts_on_a_dtensor(rank, group, impl, attempts):
+    device = device_of(rank, group)
+    weight = distributed(torch.ones(5, WIDTH), device, group)
+    tokens = torch.ones(4, WIDTH, device=device), weight, torch.zeros(4, device=device).long()
+    call = partial(linear_cross_entropy, *tokens, impl=impl, group=group)
+    return messages_of({name: partial(call, **options) for name, options in attempts.items()})
+
+
+@in_four_ranks
+def test_a_dtensor_that_leaves_a_rank_without_rows_is_refused_on_every_rank(rank_pool, impl):
+    """2, 2, 1 and 0 rows: refused by the last rank alone it would leave the others waiting."""
+    attempts = {"alone": {}, "with its size": {"vocab_size": 5}, "with less": {"vocab_size": 4}}
+    expected = dict.fromkeys(attempts, "ValueError: vocab_size: must leave a column to the last of 4 ranks")
+    assert_refused(rank_pool.run(_attempts_on_a_dtensor, impl, attempts), expected)
+
+
+@TWO_WAYS
+@in_two_ranks
+def test_chunks_of_a_sequence_with_an_ignore_index_that_int32_labels_cannot_hold(rank_pool, impl, way):
+    """No label is it, and labels that are put in the order of the chunks are none of it either."""
+    world = rank_pool.world_size
+    inputs = many_tokens(4 * world, COLUMNS * world)
+    options = {**way, "sequence_parallel": True, "chunk_tokens": 2 * world, "ignore_index": 2**40}
+    case = Case(inputs, impl, options)
+    wide = rank_pool.run(run, case)
+    check(case, wide)
+    narrow = rank_pool.run(run, case._replace(inputs=inputs._replace(labels=inputs.labels.int())))
+    for result, expected in zip(narrow, wide, strict=True):
+        assert all(map(torch.equal, (*result.outputs, *result[1:3]), (*expected.outputs, *expected[1:3])))
 
 
 def _refusals(rank, group, impl):

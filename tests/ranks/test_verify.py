@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 import threading
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
 from tests.support.budget import assert_within_budget
-from tests.support.collectives import error_of, record_collectives
-from tests.support.inputs import IGNORE_INDEX, batch, shard_of
+from tests.support.collectives import error_of
+from tests.support.inputs import IGNORE_INDEX, NAN, batch, shard_of
 from tests.support.logits_ranks import with_collectives
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from tests.support.ranks import device_of, in_ranks, subgroups
+from tests.support.ranks import device_of, in_ranks
 from vocab_parallel_ce import VocabShard, verify, verify_calls
 
 WIDTH, COLUMNS = 8, 10  # hidden size, and columns per rank
@@ -78,7 +77,6 @@ def _linear(a, **options):
 FUNCTIONS = {
     "loss": lambda a: vp.vocab_parallel_cross_entropy(a.logits, a.labels, **a.given),
     "log-probs": lambda a: -vp.token_log_probs(a.logits, a.labels, **a.given).sum(),
-    "module": lambda a: vp.VocabParallelCrossEntropy(**a.given)(a.logits, a.labels),
     "transformer engine": lambda a: vp.parallel_cross_entropy(
         a.logits, a.labels, reduce_loss=True, dist_process_group=a.group, **a.options
     ),
@@ -89,8 +87,8 @@ FUNCTIONS = {
     "linear module": _linear_module,
     "verify_group linear": lambda a: vp.verify_group(a.hidden, a.labels, weight=a.weight, **a.given),
 }
-ALL, OVER_LOGITS, LINEAR = list(FUNCTIONS), list(FUNCTIONS)[:5], list(FUNCTIONS)[5:]
-TRAINED, GRADIENT = OVER_LOGITS[:4] + LINEAR[:4], r"shape .*, norm [\d.]+, checksum \w{12}"
+ALL, OVER_LOGITS, LINEAR = list(FUNCTIONS), list(FUNCTIONS)[:4], list(FUNCTIONS)[4:]
+TRAINED, GRADIENT = OVER_LOGITS[:3] + LINEAR[:4], r"shape .*, norm [\d.]+, checksum \w{12}"
 
 
 class Case(NamedTuple):
@@ -136,16 +134,13 @@ CASES = [
     Case(["loss"], {"logits": lambda x: x[..., 1:]}, "vocab_size", (".* of 9 columns", ".* of 10 columns.*")),
     _options("loss/log-probs/verify_group", "vocab_size", ("15 .*", ".0 .*"), vocab_size=15),
     _options("loss/linear/verify_group", "ignore_index", ("-1", "-100"), ignore_index=-1),
-    _options("loss/module/verify_group", "label_smoothing", ("0.1", "0.0"), label_smoothing=0.1),
-    _options("loss/module/linear/linear module", "reduction", ("sum", "mean"), reduction="sum"),
+    _options("loss/verify_group", "label_smoothing", ("0.1", "0.0"), label_smoothing=0.1),
+    _options("loss/linear/linear module", "reduction", ("sum", "mean"), reduction="sum"),
     _options("log-probs/verify_group linear", "temperature", ("2.0", "1.0"), temperature=2.0),
-    _options("linear/linear log-probs/linear module/verify_group", "softcap", ("5.0", "None"), softcap=5.0),
     _options("/".join(LINEAR), "chunk_tokens", ("2", "auto"), chunk_tokens=2),
     _options("loss", "TypeError: unknown: expected one of logits, .* class_weight, .* got no such name", unknown=3),
-    _options("verify_group", "TypeError: unknown: expected one of .*, got no such name", unknown=3),
     _options("verify_group", "ValueError: logits: .* width 9 of .*, got 10", shard=VocabShard(0, 9, 20)),
     _options("log-probs", "ValueError: gradient: expected one of .*", gradient="in_forward"),
-    _options("transformer engine", "TypeError: overwrite_input: expected a bool .*", overwrite_input="yes"),
     _options("linear", "ValueError: labels: expected shape .*", sequence_parallel=True),
     Case(OVER_LOGITS, {"logits": Tensor.tolist}, "TypeError: logits: expected a torch.Tensor, got list"),
     Case(["verify_group"], _all(lambda x: x.to("meta")), "RuntimeError: NotImplementedError: .*"),
@@ -182,7 +177,7 @@ def test_a_rank_that_differs_is_the_same_error_on_every_rank(rank_pool, impl, fu
     n_ranks = rank_pool.world_size
     names = {function, rank_pool.backend if function == "verify_group" else ""}
     chosen = [index for index, case in enumerate(CASES) if names & set(case.functions)]
-    calls = [(index, odd) for index in chosen for odd in (0, n_ranks - 1)]
+    calls = [(index, (n_ranks - 1) * (i % 2)) for i, index in enumerate(chosen)]
     results = rank_pool.run(_errors, function, calls)
     for (index, odd), *errors in zip(calls, *(errors for errors, _ in results), strict=True):
         expected = CASES[index].expected(odd, n_ranks)
@@ -191,91 +186,61 @@ def test_a_rank_that_differs_is_the_same_error_on_every_rank(rank_pool, impl, fu
     _check_loss([loss for _, loss in results], n_ranks)
 
 
-def _pad(rank, odd):
-    return {"logits": lambda x: torch.nn.functional.pad(x, (0, 2)) if rank == odd else x}
+def _close(rank, group):
+    """Errors of hidden states that are 1 % off, 10 % off, and no numbers."""
+    with verify_calls():
+        given = [Arguments(rank, group).changed(hidden=lambda h, by=by: h * by**rank) for by in (1.01, 1.1, NAN)]
+        return [error_of(FUNCTIONS["linear"], a) for a in given]
 
 
-def _shard(rank, n, size):
-    """The last rank has the first columns."""
-    return {"options": {"shard": VocabShard(10 * (n - 1 - rank), 10 * (n - rank), size)}}
+@in_two_ranks
+def test_hidden_states_that_rounding_or_nan_sets_apart_are_not_compared(rank_pool, impl):
+    for rounded, other, nan in rank_pool.run(_close):
+        assert rounded is nan is None and other.startswith("ValueError: hidden: rank 1 of 2 has values of ")
 
 
-# Of ranks that pass different things, changes of rank ``r`` of ``n``: those that fit, and those that do not.
-FITTING = [
-    lambda r, n: {},
-    lambda r, n: {"options": {"vocab_size": 10 * n - 3}},  # padded
-    lambda r, n: {"logits": lambda x: x[..., : 10 - r // (n - 1)], "options": {"vocab_size": 10 * n - 1}},
-    lambda r, n: _shard(r, n, 10 * n),
-    lambda r, n: _shard(r, n, 10 * n - 10),  # rank 0 has padding alone
-    lambda r, n: {"options": {"z_loss": 1.0} if r else {"z_loss": 1, "vocab_size": 10 * n}},
-    lambda r, n: {"labels": lambda y: y if r else y.t().contiguous().t()},
-    lambda r, n: _all(lambda x: x[:0]),
-    lambda r, n: {"logits": Tensor.half, "labels": Tensor.int},
-    lambda r, n: {"labels": lambda y: y.where(y >= 0, -7), "options": {"ignore_index": -7}},
-]
-COVER = "shard: must have every column of [0, {V}) on exactly one rank, got by rank [0, 1"
-OUTSIDE = "labels: must be in [0, {}) or ignore_index {}, got 1 outside, the first at position {}"
-FAILING = [
-    (COVER + "2), ", lambda r, n: _pad(r, 0) | {"options": {"vocab_size": 10 * n}}),
-    (COVER + "0), ", lambda r, n: _pad(r, n - 1) | {"options": {"vocab_size": 10 * n}}),
-    (OUTSIDE.format("{V}", -100, "(1, 1): {V}"), lambda r, n: _label(10 * n)),
-    (OUTSIDE.format("{V}", 0, "(0, 1): -100"), lambda r, n: {"options": {"ignore_index": 0}}),
-    (OUTSIDE.format(15, -100, "(1, 1): 15"), lambda r, n: _label(15) | {"options": {"vocab_size": 15}}),
-    ("rank 1 of {n}: labels: shape ", lambda r, n: {"labels": Tensor.t} if r else {"logits": Tensor.float}),
-    ("labels: shape must be that of logits", lambda r, n: {"labels": Tensor.t}),
-]
+def _beside(rank, group):
+    """Errors of class weights on the first rank alone, and of three pairs of temperatures."""
+    a, errors = Arguments(rank, group), []
+    t = torch.linspace(0.5, 2.0, 6, device=a.logits.device).view(2, 3)
+    with verify_calls():
+        weight = {} if rank else {"class_weight": torch.ones(COLUMNS * 2, device=t.device)}
+        errors.append(error_of(FUNCTIONS["loss"], a.changed(options=weight)))
+        for own in (t, t + rank, 0.7 if rank else t):
+            errors.append(error_of(FUNCTIONS["log-probs"], a.changed(options={"temperature": own})))
+    return errors
 
 
-def _group_outcomes(rank, group):
-    """Errors and collectives of verify_group, which leaves its arguments as they are."""
-    outcomes = []
-    for changes in FITTING + [changes for _, changes in FAILING]:
-        a = Arguments(rank, group).changed(labels=lambda y: y.clamp(max=4))
-        a.changed(**changes(rank, group.size()))
-        before = a.logits.clone(), a.labels.clone(), a.logits._version
-        # NCCL must not send from the GPU that happens to be current.
-        with record_collectives() as sent, torch.cuda.device(0) if a.logits.is_cuda else nullcontext():
-            error = error_of(FUNCTIONS["verify_group"], a)
-        assert all(map(torch.equal, (a.logits, a.labels), before)) and a.logits._version == before[2]
-        outcomes.append((error, [call.name for call in sent], sum(call.nbytes for call in sent)))
-    return outcomes
+@in_two_ranks
+def test_tensors_of_options_are_compared(rank_pool, impl):
+    for weight, same, other, number in rank_pool.run(_beside):
+        assert weight == "ValueError: class_weight: rank 1 of 2 has None, rank 0 has a tensor" and same is None
+        assert other.startswith("ValueError: temperature: rank 1 of 2 has shape (2, 3), norm "), other
+        assert number.startswith("ValueError: temperature: rank 1 of 2 has 0.7, rank 0 has shape (2, 3)"), number
+
+
+def _whole(rank, group, function):
+    """Errors of equal logits and heads: alone, with what says that they are shards, and of zeros."""
+
+    def the_same(x):
+        return x * 0 + torch.linspace(-2, 3, x.numel(), device=x.device).view_as(x)
+
+    options = [{}] if function == "transformer engine" else [{}, {"vocab_size": COLUMNS * group.size()}]
+    given = [{"logits": the_same, "weight": the_same, "options": own} for own in options]
+    given.append({"logits": lambda x: x * 0, "weight": lambda w: w * 0})
+    with verify_calls():
+        return [error_of(_call, function, Arguments(rank, group).changed(**changes)) for changes in given]
 
 
 @in_two_or_three_ranks
-def test_verify_group_of_ranks_that_pass_different_things(rank_pool, impl):
-    n = rank_pool.world_size
-    expected = [None] * len(FITTING) + ["ValueError: " + error.format(V=10 * n, n=n) for error, _ in FAILING]
-    for outcomes in rank_pool.run(_group_outcomes):
-        for (error, sent, nbytes), start in zip(outcomes, expected, strict=True):
-            assert error is None if start is None else error.startswith(start), (error, start)
-            # torch 2.15 sends objects in another all_gather.
-            assert sent in (["allgather_"] * 2, ["_allgather_base_"] * 2) and nbytes < 1024
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize(("values", "odd", "usual"), [("5666", 0, 1), ("5665", 1, 0), ("5676", 0, 1)])
-def test_most_ranks_are_right_and_of_a_tie_the_side_of_the_lowest(values, odd, usual):
-    others = "the others have 6" if values == "5666" else f"rank {usual} has {values[usual]}"
-    error = error_of(verify._compare, "x", values, (), "; do")
-    assert error == f"ValueError: x: rank {odd} of 4 has {values[odd]}, {others}; do"
-    prints = [(float(value), float(value) * 0.1) for value in values]
-    assert error_of(verify._compare_hidden, "hidden", prints).startswith(f"ValueError: hidden: rank {odd} ")
-
-
-@pytest.mark.reference
-def test_hidden_states_that_rounding_or_nan_sets_apart_are_not_compared():
-    for other in ((100.9, 52.0), (float("nan"), 0.0), (float("inf"), float("-inf"))):
-        verify._compare_hidden("hidden", [(100.0, 50.0), other, (99.0, 50.0)])
-    assert error_of(verify._compare_hidden, "hidden", [(100.0, 50.0), (100.0, 54.0)])
-
-
-@pytest.mark.reference
-def test_shards_that_overlap_or_leave_columns_out():
-    """Padding holds no column, and the order of the ranks does not matter."""
-    verify._compare_shards([VocabShard(*own, 40) for own in ((20, 45), (0, 20), (45, 50))])
-    for starts in ((0, 10, 10, 30), (0, 10, 20, 9), (5, 10, 20, 30), (0, 10, 22, 30), (0, 10, 20, 40)):
-        error = error_of(verify._compare_shards, [VocabShard(start, start + 10, 40) for start in starts])
-        assert error.startswith("ValueError: shard: must have every column of [0, 40) on exactly one rank")
+@pytest.mark.parametrize("function", ["loss", "log-probs", "transformer engine", "verify_group", "linear"])
+def test_whole_logits_and_heads_with_a_group_are_refused(rank_pool, impl, function):
+    """Without verification the loss is too large by the logarithm of the number of ranks."""
+    of_columns, n_ranks = "weight" if function in LINEAR else "logits", rank_pool.world_size
+    expected = f"ValueError: {of_columns}: expected other columns on each rank, got equal values on all {n_ranks}; "
+    for whole, *passed in rank_pool.run(_whole, function):
+        assert whole.startswith(expected) and "group=None" in whole and "vocab_size=" in whole
+        assert not any(passed)
 
 
 def _counted(rank, group):
@@ -305,6 +270,8 @@ def _different_calls(rank, group):
         errors += [error_of(whole if rank else partial(FUNCTIONS["loss"], a)), error_of(partial(whole, labels=labels))]
         errors += [error_of(few if rank else whole), error_of(few)]
         errors += [error_of(vp.cross_entropy_forward, a.logits, a.labels, 0.1 * rank, True, group, -100)]
+        of_targets = partial(vp.soft_cross_entropy, a.logits, a.logits.detach().softmax(-1), group=group)
+        errors += [error_of(partial(of_targets, z_loss=0.1 * rank))]
     for function in ("loss", "linear", "linear in backward"):
         loss = FUNCTIONS[function](Arguments(rank, group)) * (1.0 + rank)
         with verify_calls():
@@ -317,7 +284,7 @@ def _different_calls(rank, group):
 @in_two_ranks
 def test_calls_of_different_functions_and_a_backward_alone_in_any_thread(rank_pool, impl):
     first, second = rank_pool.run(_different_calls)
-    call, function, labels, teacher, ids, label_smoothing, *backwards = first
+    call, function, labels, teacher, ids, label_smoothing, z_loss, *backwards = first
     assert first == second and len(backwards) == 3
     assert call == "ValueError: call: rank 1 of 2 has a loss over logits, rank 0 has a loss over hidden"
     assert function.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher_logits, rank 0 has ")
@@ -325,6 +292,7 @@ def test_calls_of_different_functions_and_a_backward_alone_in_any_thread(rank_po
     assert teacher.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher_ids, rank 0 has ")
     assert ids == "ValueError: teacher_ids[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
     assert label_smoothing == "ValueError: label_smoothing: rank 1 of 2 has 0.1, rank 0 has 0.0"
+    assert z_loss == "ValueError: z_loss: rank 1 of 2 has 0.1, rank 0 has 0.0"
     assert all(error.startswith("ValueError: gradient of loss: rank 1 of 2 has ") for error in backwards)
 
 
@@ -353,36 +321,11 @@ def test_it_works_in_a_checkpoint(rank_pool, impl):
         assert all(error.startswith("ValueError: gradient of loss: rank 1 of 2 ") for error in errors[1::2])
 
 
-def _in_subgroups(rank, group):
-    """Errors of no group, of this rank's alone, of another rank's, of no process group, of ranks 0 and 2."""
-    *alone, two = subgroups((0,), (1,), (2,), (0, 2))
-    given = [Arguments(0, chosen, 1) for chosen in (None, alone[rank], alone[rank - 1], "tensor parallel")]
-    given += [Arguments(0, chosen, 1).changed(**_label(10)) for chosen in (None, alone[rank])]
-    with record_collectives() as sent:
-        errors = [error_of(FUNCTIONS["verify_group"], a) for a in given]
-    a = Arguments(rank // 2, two, 2).changed(**_label(7) if rank == 2 else {})
-    return errors, sent, error_of(FUNCTIONS["verify_group"], a)
-
-
-@in_ranks((3,), (), ())
-def test_one_rank_sends_nothing_and_ranks_are_counted_within_the_group(rank_pool, impl):
-    results = rank_pool.run(_in_subgroups)
-    not_in_it = "ValueError: group: this rank must be a member"
-    for (*passed, not_a_member, not_a_group, outside, also), sent, _ in results:
-        assert passed == [None, None] and sent == []
-        assert not_a_member.startswith(not_in_it)
-        assert not_a_group.startswith("TypeError: group: expected")
-        assert outside == also and outside.startswith("ValueError: labels: must be in [0, 10)")
-    first, outside, last = (error for *_, error in results)
-    assert first == last == "ValueError: labels[1, 1]: rank 1 of 2 has 7, rank 0 has 4"
-    assert outside.startswith(not_in_it)
-
-
 @pytest.mark.reference
-@pytest.mark.parametrize(("value", "is_on"), [("1", True), ("0", False), ("", False), ("False", False)])
-def test_the_variable_switches_it_on_for_a_program(monkeypatch, value, is_on):
-    monkeypatch.setenv("VOCAB_PARALLEL_CE_VERIFY", value)
-    assert runpy.run_path(verify.__file__)["is_on"] is is_on
+def test_the_variable_switches_it_on_for_a_program(monkeypatch):
+    for value, is_on in (("1", True), ("0", False), ("", False), ("False", False)):
+        monkeypatch.setenv("VOCAB_PARALLEL_CE_VERIFY", value)
+        assert runpy.run_path(verify.__file__)["is_on"] is is_on
 
 
 @pytest.mark.reference

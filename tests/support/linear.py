@@ -20,6 +20,7 @@ from tests.support.budget import assert_within_budget, of_sum_sq_probs
 from tests.support.collectives import recorded
 from tests.support.inputs import IGNORE_INDEX, KINDS, batch, with_a_broad_row
 from tests.support.logits import (
+    METRICS,
     OUTPUTS,
     assert_metrics,
     backward,
@@ -28,6 +29,7 @@ from tests.support.logits import (
     of_oracle,
     random_grad_output,
 )
+from tests.support.words import package_options
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
 # No product with a hidden state is -inf: columns are excluded by a bias of -inf.
@@ -181,7 +183,7 @@ def linear_same_dtype(
     bounds: Sequence[tuple[int, int]] | None = None,
     weight_dtype: torch.dtype | None = None,
     logits_dtype: torch.dtype | None = None,
-    chunk_tokens: int | str = "auto",
+    chunk_size: int | str = "auto",
     gradient: str = "auto",
     **options: Any,
 ) -> Results:
@@ -191,7 +193,7 @@ def linear_same_dtype(
         bounds: of the ranks' columns: their parts of the hidden states' gradient are added in that dtype.
         weight_dtype: of the gradients of weight and bias, where they are not rounded to that of ``inputs``.
         logits_dtype: fp32 logits, whose gradient is rounded.
-        chunk_tokens: of a product, whose rounding depends on it; a CPU leaves out ignored tokens.
+        chunk_size: of a product, whose rounding depends on it; a CPU leaves out ignored tokens.
         gradient: "in_forward" computes products before it knows ``grad_output``.
     """
     options = of_oracle(options)
@@ -212,7 +214,7 @@ def linear_same_dtype(
         grad, rows, inputs = grad.float(), rows.float(), inputs.to(torch.float32)
         d_weight = d_weight.float()
     kept = inputs.labels.reshape(-1) != ignore_index
-    chunks = grad[kept].split(len(rows) if chunk_tokens == "auto" else chunk_tokens)
+    chunks = grad[kept].split(len(rows) if chunk_size == "auto" else chunk_size)
     parts = [
         torch.cat([part[:, a:b] @ inputs.weight[a:b] for part in chunks])
         for a, b in bounds or [(0, len(inputs.weight))]
@@ -262,7 +264,7 @@ def run(
     for name, leaf in zip(LEAVES, leaves, strict=True):
         if leaf is not None:
             leaf.requires_grad_(name not in frozen)
-    outputs = flat_outputs(function(*copies[:3], bias=copies.bias, impl=impl, **options))
+    outputs = flat_outputs(function(*copies[:3], bias=copies.bias, impl=impl, **package_options(options)))
     backward(outputs, grad_outputs)
     for name, copy in copies._asdict().items():
         if copy is not None:
@@ -308,7 +310,7 @@ def assert_right(
     peer = linear_same_dtype(inputs, *grad_outputs, bounds=bounds, **options)
     # Backward multiplies what forward has written.
     assert_results(results, truth, peer, magnitudes, roundings=1 + (options.get("gradient") == "in_forward"))
-    if options.get("return_metrics"):
+    if options.get("outputs") == METRICS:
         given, ignored = of_oracle(options), options.get("ignore_index", IGNORE_INDEX)
         truth = oracle.metrics_fp64(inputs.to(torch.float64).logits(ignored), inputs.labels, **given)
         peer = oracle.metrics_same_dtype(inputs.logits(ignored), inputs.labels, **given)

@@ -16,6 +16,7 @@ from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import LEAVES, Projection, Results, assert_right, grad_output_of, padded_weight
 from tests.support.logits_ranks import assembled, assert_same_outputs, even, n_statistics, own_tensors, with_collectives
 from tests.support.ranks import device_of, subgroups
+from tests.support.words import package_options
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
 COLUMNS, ROWS = 20, 6
@@ -96,13 +97,13 @@ def run(
         leaves[1].grad_added_to_main_grad = False
     options = {**case.options, "bias": leaves[2], "group": group, "impl": case.impl}
     size = {"shard": VocabShard(start, stop, vocab_size), "vocab_size": vocab_size}
-    options |= {name: value for name, value in size.items() if name == case.size}
+    options["vocab_size"] = size.get(case.size)
     options |= own_tensors(case, start, stop, device)
     main_grad = torch.zeros(weight.shape, device=device) if case.main_grad else None
     if main_grad is not None:
         options["main_grad"] = main_grad
     labels = case.inputs.labels.to(device)
-    call = partial(case.function, *leaves[:2], labels, **options)
+    call = partial(case.function, *leaves[:2], labels, **package_options(options))
     outputs, *collectives = with_collectives(call, grad_outputs_of(case))
     gradients = [None if leaf is None else leaf.grad for leaf in leaves]
     if as_dtensors:
@@ -154,7 +155,7 @@ def check_collectives(case: Case, results: Sequence[Result], extra: int = 0) -> 
     Tokens that are ignored may be left out: there should be none.
     """
     rows, hidden = case.inputs.labels.numel(), case.inputs.hidden
-    size = min(case.options.get("chunk_tokens", rows), rows)
+    size = min(case.options.get("chunk_size", rows), rows)
     chunks = [min(size, rows - start) for start in range(0, rows, size)]
     in_forward = case.options.get("gradient") == "in_forward"
     gathers = Counter(("_allgather_base_", 4 * (3 + extra) * n) for n in (chunks if in_forward else [rows]))

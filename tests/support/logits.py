@@ -10,7 +10,8 @@ from torch import Tensor
 from tests.support import oracle
 from tests.support.budget import assert_within_budget, of_sum_sq_probs
 from tests.support.inputs import NAN, Batch, batch, grad_output_layouts, padded_shard, with_a_broad_row
-from vocab_parallel_ce import TokenLogProbs, token_log_probs, vocab_parallel_cross_entropy
+from tests.support.words import package_options
+from vocab_parallel_ce import Outputs, token_log_probs, vocab_parallel_cross_entropy
 
 # Few rows: the interpreter takes tens of milliseconds for each.
 COLUMNS, ROWS = 21, 4
@@ -45,14 +46,14 @@ class Results(NamedTuple):
         return self.outputs[0]
 
 
-OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "is_top1")
+OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions")
+METRICS = ("predictions", "token_accuracy", "z_loss")  # outputs of a loss that have no gradient
 
 
-def of_every_output(found: TokenLogProbs) -> tuple[Tensor, ...]:
-    """What the oracle's ``every_output`` returns, and ``is_top1``; rank and the largest, if they were asked for."""
-    log_probs, entropy, lse, sum_sq_probs = found[:4]
-    both, others = torch.stack([found.lse, found.mean_logit], dim=-1), [v for v in found[6:] if v is not None]
-    return log_probs, entropy, lse, 1 + sum_sq_probs, both, found.is_top1, *others
+def of_every_output(found: Outputs) -> tuple[Tensor, ...]:
+    """What the oracle's ``every_output`` returns, and predictions; rank and the largest, if they were asked for."""
+    both, others = torch.stack([found.lse, found.mean_logit], dim=-1), [v for v in found[9:] if v is not None]
+    return found.log_probs, found.entropy, found.lse, 1 + found.sum_sq_probs, both, found.predictions, *others
 
 
 def grads_of_every_output(rows: int, used: str | int = "all") -> list[Tensor | None]:
@@ -79,7 +80,7 @@ def flat_outputs(result: Any) -> tuple[Tensor, ...]:
     """The tensors of what a function returned: loss and metrics, or log-probabilities and entropy."""
     if isinstance(result, Tensor):
         return (result,)
-    return tuple(tensor for part in result for tensor in flat_outputs(part))
+    return tuple(tensor for part in result if part is not None for tensor in flat_outputs(part))
 
 
 def backward(outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]) -> None:
@@ -128,7 +129,7 @@ def run(
     leaf = logits.clone().to(device).requires_grad_()
     on_device = labels.to(device)
     before, version = on_device.clone(), on_device._version
-    outputs = flat_outputs(function(leaf, on_device, impl=impl, **options))
+    outputs = flat_outputs(function(leaf, on_device, impl=impl, **package_options(options)))
     backward(outputs, grad_outputs)
     assert torch.equal(on_device, before) and on_device._version == version, "labels were written"
     return Results(tuple(output.detach().cpu() for output in outputs), leaf.grad.cpu())
@@ -164,7 +165,7 @@ def assert_right(
         results, logits, labels = results._replace(grad=results.grad[..., :-1, :]), logits[..., :-1, :], labels[..., 1:]
     given, of = of_oracle(options), OF_ORACLE.get(function, oracle.of_loss)
     if function is token_log_probs:
-        assert len(results.outputs) == 1 + options.get("entropy", False)
+        assert len(results.outputs) == 1 + len(options.get("outputs", ()))
     *truth, truth_grad = oracle.with_gradient(of, logits.double(), labels, *grad_outputs, **given)
     *peer, peer_grad = oracle.with_gradient(of, oracle.at_least_fp32(logits), labels, *grad_outputs, **given)
     for triple in zip(results.outputs, truth, peer, strict=False):
@@ -172,7 +173,7 @@ def assert_right(
     magnitude = of_sum_sq_probs(grad_outputs[3]) if function is every_output else 0.0
     roundings = 1 + (options.get("gradient") == "in_forward")  # backward multiplies what forward has written
     assert_within_budget(results.grad, truth_grad, peer_grad, magnitude, roundings)
-    if options.get("return_metrics"):
+    if options.get("outputs") == METRICS:
         metrics = (compute(logits, labels, **given) for compute in (oracle.metrics_fp64, oracle.metrics_same_dtype))
         assert_metrics(results.outputs[1:], *metrics)
 
@@ -199,7 +200,7 @@ class Case:
         """Of all logits, or of those and of as many of the first labels."""
         logits = self.logits if logits is None else logits
         labels = self.labels[: logits.shape[0]] if labels is None else labels
-        return vocab_parallel_cross_entropy(logits, labels, impl=self.impl, **options)
+        return vocab_parallel_cross_entropy(logits, labels, impl=self.impl, **package_options(options))
 
     def grad_output(self, loss: Tensor) -> Tensor:
         return torch.rand(loss.shape, generator=torch.Generator().manual_seed(3)).to(loss.device)

@@ -15,6 +15,7 @@ from tests.support.inputs import NAN, padded_shard
 from tests.support.linear import linear_every_output
 from tests.support.logits import Results, assert_right, backward, every_output, flat_outputs, random_grad_output
 from tests.support.ranks import device_of, subgroups
+from tests.support.words import package_options
 from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
 
 BOUNDS = {  # of the columns of each rank of 40, by the number of ranks
@@ -124,16 +125,16 @@ def run(
     leaf = padded_shard(case.logits, start, stop).to(device).requires_grad_()
     labels = case.labels.to(device)
     size = {"shard": VocabShard(start, stop, vocab_size), "vocab_size": vocab_size}
-    options = {**case.options, **{name: size[name] for name in size if name == case.size}, "impl": case.impl}
+    options = {**case.options, "impl": case.impl, "vocab_size": size.get(case.size)}
     options |= own_tensors(case, start, stop, device)
-    call = partial(case.function, leaf, labels, group=group, **options)
+    call = partial(case.function, leaf, labels, group=group, **package_options(options))
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         outputs, *collectives = with_collectives(call, grad_outputs_of(case))
     assert torch.equal(labels.cpu(), case.labels), "labels were written"
     alone = None
     if with_alone and rank == 0:
-        whole = case.function(case.logits.to(device), labels, **case.options, impl=case.impl)
+        whole = case.function(case.logits.to(device), labels, **package_options(case.options), impl=case.impl)
         alone = flat_outputs(whole)[0]
     return Result(outputs, leaf.grad, *collectives, alone)
 
@@ -141,7 +142,9 @@ def run(
 def n_statistics(case: Any) -> int:
     """How many each rank sends of a row."""
     options, number = case.options, 3
-    number += 2 * bool(options.get("label_smoothing")) + bool(options.get("return_metrics") or options.get("entropy"))
+    asked = options.get("outputs", ())
+    number += 2 * bool(options.get("label_smoothing")) + ("entropy" in asked)
+    number += "predictions" in asked or "token_accuracy" in asked
     number += options.get("class_weight") is not None
     number += 2 * (options.get("top_k") or 0)
     if options.get("rank"):  # the label's logit, where z is another number

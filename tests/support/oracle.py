@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import LossMetrics
-
 NAN = float("nan")
 NEG_INF = float("-inf")
 
@@ -24,12 +22,11 @@ class Values(NamedTuple):
     loss: Tensor  # of the labels' shape, or () if reduced
     log_probs: Tensor  # the rest: of the labels' shape, except the accuracy and a reduced z_loss
     entropy: Tensor
-    lse_of_p: Tensor  # after the temperature, NaN for a label outside, as the next two
+    lse: Tensor  # after the temperature
     sum_sq_probs: Tensor
     mean_logit: Tensor
     predictions: Tensor  # int64, -1 in rows that are ignored or hold no number
     token_accuracy: Tensor
-    lse: Tensor
     z_loss: Tensor
 
 
@@ -68,46 +65,56 @@ def values(
     vocab_size = logits.shape[-1]
     x, targets = logits.reshape(-1, vocab_size), labels.reshape(-1).long()
     ignored = targets == ignore_index
-    left_out = torch.ones_like(ignored) if num_items is not None and float(num_items) == 0 else ignored
-    outside = ((targets < 0) | (targets >= vocab_size)) & ~left_out
-    one_or_nan = torch.ones_like(targets, dtype=x.dtype).masked_fill(outside, NAN)
-
-    def clean(x: Tensor, filled: Tensor) -> Tensor:
-        # A filled element has no gradient: neither rows left out, nor -inf columns beside others, get one.
-        x = x.masked_fill(filled.unsqueeze(1), 0.0)
-        return x.masked_fill((x == NEG_INF) & (x.amax(dim=-1, keepdim=True) != NEG_INF), NEG_INF)
-
-    z = transformed(clean(x, left_out), logit_scale, softcap)
+    is_empty = num_items is not None and float(num_items) == 0
+    left_out = torch.ones_like(ignored) if is_empty else ignored
+    outside = ((targets < 0) | (targets >= vocab_size)) & ~ignored
+    any_target = targets.masked_fill(ignored | outside, 0).unsqueeze(1)
     temperature = temperature.to(x).reshape(-1, 1) if isinstance(temperature, Tensor) else temperature
+
+    def per_token(value: Tensor, filled: Tensor) -> Tensor:
+        one_or_nan = torch.ones_like(value).masked_fill(outside & ~filled, NAN)
+        return (value * one_or_nan).masked_fill(filled, 0.0).reshape(labels.shape)
+
+    z = transformed(_clean(x, left_out), logit_scale, softcap)
     log_p = (z / temperature).log_softmax(dim=-1)
-    lse = z.logsumexp(dim=-1).masked_fill(left_out, 0.0)
-    any_target = targets.masked_fill(left_out | outside, 0)
-    log_probs = log_p.gather(1, any_target.unsqueeze(1)).squeeze(1)
     e = label_smoothing * (vocab_size / (vocab_size - 1) if smoothing_formula == "megatron" else 1.0)
     w = torch.ones(vocab_size).to(x) if class_weight is None else class_weight.to(x)
-    w_target = w[any_target].masked_fill(ignored, 0.0)
-    losses = (1 - e) * -_times(w_target, log_probs) - (e * _times(w, log_p).mean(dim=-1) if e else 0.0)
-    losses = losses + (w_target * z_loss * lse**2 if z_loss else 0.0)
-    entropy = -(log_p.exp() * log_p.masked_fill(log_p == NEG_INF, 0.0)).sum(dim=-1)
-    of_p = ((z / temperature).logsumexp(dim=-1), log_p.exp().square().sum(dim=-1), (z / temperature).mean(dim=-1))
-    losses, log_probs, entropy, *of_p = (
-        (value * one_or_nan).masked_fill(left_out, 0.0).reshape(labels.shape)
-        for value in (losses, log_probs, entropy, *of_p)
+    w_target = w[any_target.squeeze(1)].masked_fill(ignored, 0.0)
+    of_labels = -_times(w_target, log_p.gather(1, any_target).squeeze(1))
+    of_z = (
+        w_target * z_loss * z.logsumexp(dim=-1).masked_fill(left_out, 0.0) ** 2
+        if z_loss
+        else torch.zeros_like(w_target)
     )
-    z = transformed(clean(x.detach(), ignored), logit_scale, softcap)
+    losses = (1 - e) * of_labels - (e * _times(w, log_p).mean(dim=-1) if e else 0.0) + of_z
+
+    # What num_items divides is the loss alone.
+    z = transformed(_clean(x, ignored), logit_scale, softcap)
     known = z.amax(dim=-1).isfinite() & ~ignored
-    predictions = z.argmax(dim=-1).masked_fill(~known, -1)  # of equal values the first
-    lse = z.logsumexp(dim=-1).masked_fill(ignored, 0.0).reshape(labels.shape)
+    predictions = z.detach().argmax(dim=-1).masked_fill(~known, -1)  # of equal values the first
+    z = z / temperature
+    log_p = z.log_softmax(dim=-1)
+    of_tokens = (
+        log_p.gather(1, any_target).squeeze(1),
+        -(log_p.exp() * log_p.masked_fill(log_p == NEG_INF, 0.0)).sum(dim=-1),
+        z.logsumexp(dim=-1),
+        log_p.exp().square().sum(dim=-1),
+        z.mean(dim=-1),
+    )
+    of_reduction = reduction, num_items, w_target
     return Values(
-        _reduced(losses, reduction, num_items, w_target),
-        log_probs,
-        entropy,
-        *of_p,
+        _reduced(per_token(losses, left_out), *of_reduction),
+        *(per_token(value, ignored) for value in of_tokens),
         predictions.reshape(labels.shape),
         ((predictions == targets) & known).sum().to(x) / (~ignored).sum().clamp(min=1),
-        lse,
-        _reduced(w_target.reshape(labels.shape) * z_loss * lse**2, reduction, num_items, w_target),
+        _reduced(per_token(of_z.detach(), left_out), *of_reduction),
     )
+
+
+def _clean(x: Tensor, filled: Tensor) -> Tensor:
+    """A filled element has no gradient: neither rows left out, nor -inf columns beside others, get one."""
+    x = x.masked_fill(filled.unsqueeze(1), 0.0)
+    return x.masked_fill((x == NEG_INF) & (x.amax(dim=-1, keepdim=True) != NEG_INF), NEG_INF)
 
 
 def _times(weight: Tensor, log_p: Tensor) -> Tensor:
@@ -128,8 +135,8 @@ def of_every_output(found: Values) -> tuple[Tensor, ...]:
 
     The terms of sum_sq_probs are rounded next to 1, those of the mean next to the lse.
     """
-    both = torch.stack([found.lse_of_p, found.mean_logit], dim=-1)
-    return found.log_probs, found.entropy, found.lse_of_p, 1 + found.sum_sq_probs, both
+    both = torch.stack([found.lse, found.mean_logit], dim=-1)
+    return found.log_probs, found.entropy, found.lse, 1 + found.sum_sq_probs, both
 
 
 def at_least_fp32(logits: Tensor) -> Tensor:
@@ -167,15 +174,15 @@ def cross_entropy_same_dtype(
     return LossAndGradient(*with_gradient(of_loss, at_least_fp32(logits), labels, *grad_outputs, **options))
 
 
-def metrics_fp64(logits: Tensor, labels: Tensor, **options: Any) -> LossMetrics:
-    """fp64 metrics of the loss with the same options."""
-    return LossMetrics(*values(logits.detach().double(), labels, **options)[6:])
+def metrics_fp64(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """fp64 predictions, accuracy and part of z-loss of the loss with the same options."""
+    return values(logits.detach().double(), labels, **options)[6:]
 
 
-def metrics_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> LossMetrics:
-    """The metrics that PyTorch gets in fp32 arithmetic."""
-    metrics = LossMetrics(*values(at_least_fp32(logits.detach()), labels, **options)[6:])
-    return metrics._replace(token_accuracy=metrics.token_accuracy.float())
+def metrics_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """What PyTorch gets of these in fp32 arithmetic."""
+    predictions, accuracy, z_loss = values(at_least_fp32(logits.detach()), labels, **options)[6:]
+    return predictions, accuracy.float(), z_loss
 
 
 def _reduced(losses: Tensor, reduction: str, num_items: int | float | Tensor | None, counted: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def log_prob_names(call: Call, labels: Tensor) -> tuple[str, ...]:
         call.settings["temperature"], call.of_oracle["temperature"] = values, values.double()
     names = ["log_probs", *(name for name in LOG_PROBS[1:] if name in asked)]
     names += ["entropy"] * bool(draw["entropy"])
-    return tuple("lse_of_p" if name == "lse" else name for name in names)
+    return tuple(names)
 
 
 def check_ids(call: Call, found: Numbers, logits: Tensor, labels: Tensor, rounding: Tensor) -> None:

@@ -212,7 +212,7 @@ class Player:
         targets = ("log_probs", "entropy")[: 1 + use.options.get("entropy", False)]
         others: tuple[str, ...] = ()
         if use.function != "log_probs":
-            targets, others = ("loss",), ("lse", "z_loss") * use.options.get("return_metrics", False)
+            targets, others = ("loss",), ("z_loss",) * use.options.get("return_metrics", False)
         if self.is_linear and self.case.head != "module" and use.function == "module":
             use = use._replace(function="loss")
 

@@ -12,18 +12,38 @@ from typing import Any
 from torch import Tensor, nn
 
 import vocab_parallel_ce as vp
+from vocab_parallel_ce.options import Advanced
 
 Given = dict[str, Any]
 Returned = dict[str, Tensor]
-LOG_PROBS = ("log_probs", "entropy")  # of a tuple
+METRICS = ("predictions", "token_accuracy", "z_loss")
 
 
 def invoke(name: str, given: Given) -> Returned:
     """Call the public function or module; return its outputs by name. A ``shard`` is ``(start, stop, V)``."""
+    return PUBLIC[name](_in_words_of_the_package(given))
+
+
+def _in_words_of_the_package(given: Given) -> Given:
     given = dict(given)
-    if given.get("shard") is not None:
-        given["shard"] = vp.VocabShard(*given["shard"])
-    return PUBLIC[name](given)
+    shard, budget = given.pop("shard", None), given.pop("memory_budget", None)
+    if shard is not None:
+        given["vocab_size"] = vp.VocabShard(*shard)
+    if budget is not None:
+        given["chunk_size"] = f"{budget}B"
+    if "chunk_tokens" in given:
+        given["chunk_size"] = given.pop("chunk_tokens")
+    advanced = {name: given.pop(name) for name in Advanced._fields if name in given}
+    if advanced:
+        given["advanced"] = Advanced(**advanced)
+    if given.pop("return_metrics", False):
+        # The log-sum-exp has a gradient, which takes another mode where forward computes gradients.
+        has_lse = "logits" in given and given.get("gradient") != "in_forward"
+        given["outputs"] = (*METRICS, *(("lse",) if has_lse else ()))
+    if given.pop("entropy", False):
+        given["outputs"] = ("entropy",)
+    given["outputs"] = tuple("predictions" if name == "is_top1" else name for name in given.get("outputs", ()))
+    return given if given["outputs"] else {name: value for name, value in given.items() if name != "outputs"}
 
 
 def verified() -> Any:
@@ -40,13 +60,19 @@ def _taken(given: Given, *names: str) -> list[Any]:
 
 
 def _loss(returned: Any) -> Returned:
-    return {"loss": returned[0], **returned[1]._asdict()} if isinstance(returned, tuple) else {"loss": returned}
+    if not isinstance(returned, vp.Outputs):
+        return {"loss": returned}
+    return {name: value for name, value in returned._asdict().items() if value is not None}
 
 
-def _log_probs(returned: Any) -> Returned:
-    if isinstance(returned, vp.TokenLogProbs):
-        return {name: value for name, value in returned._asdict().items() if value is not None}
-    return dict(zip(LOG_PROBS, returned if isinstance(returned, tuple) else (returned,), strict=False))
+def _log_probs(returned: Any, labels: Tensor) -> Returned:
+    found = _loss(returned)
+    if "log_probs" not in found:
+        return {"log_probs": found["loss"]}
+    if "predictions" in found:
+        predictions = found.pop("predictions")
+        found["is_top1"] = (predictions == labels) & (predictions >= 0)
+    return found
 
 
 def _cross_entropy(given: Given) -> Returned:
@@ -59,15 +85,26 @@ def _module(given: Given) -> Returned:
 
 
 def _token_log_probs(given: Given) -> Returned:
-    return _log_probs(vp.token_log_probs(*_taken(given, "logits", "labels"), **given))
+    labels = given["labels"]
+    return _log_probs(vp.token_log_probs(*_taken(given, "logits", "labels"), **given), labels)
 
 
 def _soft_cross_entropy(given: Given) -> Returned:
-    return _loss(vp.soft_cross_entropy(*_taken(given, "logits", "targets"), **given))
+    return _loss(vp.vocab_parallel_cross_entropy(*_taken(given, "logits", "targets"), **given))
+
+
+def _top_k_teacher(given: Given) -> vp.TopKTeacher | None:
+    if "teacher_ids" not in given:
+        return None
+    rest = {"rest": given.pop("rest")} if "rest" in given else {}
+    return vp.TopKTeacher(given.pop("teacher_ids"), given.pop("teacher_log_probs"), **rest)
 
 
 def _distillation_loss(given: Given) -> Returned:
-    return _loss(vp.distillation_loss(*_taken(given, "logits", "teacher"), **given))
+    teacher = _top_k_teacher(given)
+    if teacher is None:
+        teacher = given.pop("teacher")
+    return _loss(vp.distillation_loss(given.pop("logits"), teacher, **given))
 
 
 def _linear_cross_entropy(given: Given) -> Returned:
@@ -83,13 +120,15 @@ def _linear_module(given: Given) -> Returned:
 
 
 def _linear_token_log_probs(given: Given) -> Returned:
-    return _log_probs(vp.linear_token_log_probs(*_taken(given, "hidden", "weight", "labels"), **given))
+    labels = given["labels"]
+    return _log_probs(vp.linear_token_log_probs(*_taken(given, "hidden", "weight", "labels"), **given), labels)
 
 
 def _linear_distillation_loss(given: Given) -> Returned:
-    given["student_bias"] = given.pop("bias")
-    tensors = _taken(given, "hidden", "weight", "teacher_hidden", "teacher_weight")
-    return _loss(vp.linear_distillation_loss(*tensors, **given))
+    student, teacher = vp.Head(*_taken(given, "hidden", "weight", "bias")), _top_k_teacher(given)
+    if teacher is None:
+        teacher = vp.Head(*(given.pop(f"teacher_{name}", None) for name in vp.Head._fields))
+    return _loss(vp.linear_distillation_loss(student, teacher, **given))
 
 
 def _of_te(given: Given) -> list[Any]:

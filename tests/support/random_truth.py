@@ -15,8 +15,8 @@ from tests.support import oracle
 from tests.support.random_inputs import NAN, NEG_INF
 
 Numbers = dict[str, Tensor]
-METRICS = ("lse", "z_loss")
-LIMITS = {"lse": NEG_INF, "lse_of_p": NEG_INF, "mean_logit": NEG_INF, "z_loss": math.inf}  # of nothing but -inf
+METRICS = ("z_loss",)
+LIMITS = {"lse": NEG_INF, "mean_logit": NEG_INF, "z_loss": math.inf}  # of nothing but -inf
 LOWEST = -1e6  # a logit of probability 0
 
 
@@ -113,10 +113,10 @@ class _Labels:
         for name in names:
             value, is_bad, is_metric = getattr(self.found, name), self.bad, name in METRICS
             if is_metric:
-                is_bad = self.bad_x & ~self.ignored & (name == "lse" or bool(self.z_loss))
+                is_bad = self.bad & bool(self.z_loss)
             at_limit = self.excluded & (is_metric | ~self.is_wrong)
             fill = torch.full_like(self.t, NAN).masked_fill(at_limit, LIMITS.get(name, NAN)).where(is_bad, 0.0)
-            outputs["lse" if name == "lse_of_p" else name] = value + (fill if value.dim() else fill.sum())
+            outputs[name] = value + (fill if value.dim() else fill.sum())
         return outputs
 
     def bounds(self, outputs: Numbers) -> Numbers:

@@ -1,0 +1,92 @@
+"""How this project's functions are called at a commit: the only place that knows their names.
+
+A call here has the tensors that get a gradient, ``(logits,)`` or ``(hidden, weight)``, and then what its loss takes.
+``outputs=`` asks for more than the loss or the log-probabilities, and ``group=`` is the ranks', everywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from bench_lib.cases import OURS
+
+Tensors = tuple[Tensor, ...]
+
+
+class Names:
+    """Calls of which all commits have the same names."""
+
+    def __init__(self, package: Any) -> None:
+        self.package = package
+
+    def cross_entropy(self, tensors: Tensors, labels: Tensor, **options: Any) -> Any:
+        of = self.package.linear_cross_entropy if len(tensors) == 2 else self.package.vocab_parallel_cross_entropy
+        return of(*tensors, labels, **options)
+
+    def log_probs(self, tensors: Tensors, labels: Tensor, **options: Any) -> Any:
+        of = self.package.linear_token_log_probs if len(tensors) == 2 else self.package.token_log_probs
+        return of(*tensors, labels, **options)
+
+
+class NewNames(Names):
+    """Probabilities are labels, a teacher is one argument, and ``outputs`` asks for every output."""
+
+    def soft(self, tensors: Tensors, probabilities: Tensor, **options: Any) -> Any:
+        return self.package.vocab_parallel_cross_entropy(*tensors, probabilities, **options)
+
+    def distillation(self, tensors: Tensors, teacher: Any, **options: Any) -> Any:
+        if len(tensors) == 2:
+            heads = self.package.Head(*tensors), self.package.Head(*teacher)
+            return self.package.linear_distillation_loss(*heads, **options)
+        return self.package.distillation_loss(*tensors, teacher, **options)
+
+    def top_k(self, tensors: Tensors, ids: Tensor, log_probs: Tensor, **options: Any) -> Any:
+        teacher = self.package.TopKTeacher(ids, log_probs, "ignore")
+        return self.package.distillation_loss(*tensors, teacher, **options)
+
+
+class OldNames(Names):
+    """Those of commits that have ``soft_cross_entropy``: to be deleted with the last such baseline."""
+
+    def cross_entropy(self, tensors: Tensors, labels: Tensor, *, outputs: Any = (), **options: Any) -> Any:
+        metrics = {"return_metrics": True} if outputs else {}
+        return super().cross_entropy(tensors, labels, **metrics, **options)
+
+    def log_probs(self, tensors: Tensors, labels: Tensor, *, outputs: Any = (), **options: Any) -> Any:
+        old = tuple("is_top1" if name == "predictions" else name for name in outputs)
+        return super().log_probs(tensors, labels, **({"outputs": old} if old else {}), **options)
+
+    def soft(self, tensors: Tensors, probabilities: Tensor, **options: Any) -> Any:
+        return self.package.soft_cross_entropy(*tensors, probabilities, **options)
+
+    def distillation(self, tensors: Tensors, teacher: Any, **options: Any) -> Any:
+        if len(tensors) == 2:
+            return self.package.linear_distillation_loss(*tensors, *teacher, **options)
+        return self.package.distillation_loss(*tensors, teacher, **options)
+
+    def top_k(self, tensors: Tensors, ids: Tensor, log_probs: Tensor, **options: Any) -> Any:
+        return self.package.distillation_loss(*tensors, teacher_ids=ids, teacher_log_probs=log_probs, **options)
+
+
+def names_of(package: Any) -> Names:
+    return OldNames(package) if hasattr(package, "soft_cross_entropy") else NewNames(package)
+
+
+@cache
+def baseline_package(checkout: Path) -> Any:
+    """The package of another checkout, imported under a name of its own."""
+    name = f"baseline_{OURS}"
+    parent = Path(tempfile.mkdtemp())
+    shutil.copytree(checkout / OURS, parent / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for source in (parent / name).rglob("*.py"):
+        source.write_text(source.read_text().replace(OURS, name))
+    sys.path.insert(0, str(parent))
+    return importlib.import_module(name)

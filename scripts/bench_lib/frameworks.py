@@ -1,0 +1,227 @@
+"""What frameworks call for losses and log-probabilities, without and with this project, and what torch.compile makes.
+
+Providers as in ``providers``, with the same letters in the lambdas. A framework is measured if it can be imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench_lib.cases import OURS
+from bench_lib.providers import OUR_PACKAGE, LossOf, Provider, group_of_one
+from bench_lib.rows import ENTROPY, Row
+
+LOG_PROBS, BOTH = Row("log_probs", {}), Row("log_probs", {"outputs": ENTROPY})
+SUM, SUM_OF_LOG_PROBS = Row("cross_entropy", {"reduction": "sum"}), Row("log_probs", {"reduction": "sum"})
+MEAN = Row("cross_entropy", {"reduction": "mean"})
+TRL_COLUMNS = 32768  # of a chunk of the vocabulary, as TRL's trainers ask for
+GRAPHS: dict[str, Any] = {"fullgraph": True, "mode": "reduce-overhead"}
+
+
+def both(name: str, loss_from: Callable[[Any], LossOf], integration: str, module: str, **fields: Any) -> list[Provider]:
+    """A framework's own function, without and with ``install()`` of this project's integration."""
+
+    def installed() -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = importlib.import_module(f"{OURS}.integrations.{integration}").installed()
+        return context
+
+    distribution = fields.pop("distribution", integration)
+    own = Provider(name, loss_from, module, distribution, **fields)
+    return [own, Provider(f"{name}, installed", loss_from, module, distribution, context=installed, **fields)]
+
+
+def _openrlhf(utils: Any) -> LossOf:
+    def log_probs(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> tuple[Tensor, Tensor]:
+        """As its actor: in fp32, the entropy first."""
+        wide = logits[None].float()
+        entropy = utils.compute_entropy(wide)
+        return utils.log_probs_from_logits(wide, labels[None])[0], entropy[0]
+
+    return log_probs
+
+
+def _trl(utils: Any) -> LossOf:
+    def log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> tuple[Tensor, ...]:
+        given = hidden, weight, None, labels, 1.0, TRL_COLUMNS, None, 1.0
+        found: tuple[Tensor, ...] = utils._ChunkedLogProbFunction.apply(*given, ("log_probs", "entropy"))
+        return found[:2]
+
+    return log_probs
+
+
+def _verl_ppo(verl: Any) -> LossOf:
+    head = verl.FusedLinearForPPO()
+    return lambda h, w, y, r, g: tuple(head(h, w, y))
+
+
+RL_PROVIDERS = (
+    *both(
+        "verl FusedLinearForPPO",
+        _verl_ppo,
+        "verl",
+        "verl.utils.experimental.torch_functional",
+        takes="head",
+        returns=BOTH,
+    ),
+    *both(
+        "verl linear_cross_entropy",
+        lambda m: lambda h, w, y, r, g: tuple(m.linear_cross_entropy(h, w, y)),
+        "verl",
+        "verl.utils.kernel.linear_cross_entropy",
+        takes="head",
+        returns=BOTH,
+    ),
+    *both(
+        "verl logits",
+        lambda m: lambda x, y, r, g: m.logprobs_from_logits(x[None], y[None])[0],
+        "verl",
+        "verl.utils.torch_functional",
+        returns=LOG_PROBS,
+    ),
+    *both("OpenRLHF logits", _openrlhf, "openrlhf", "openrlhf.models.utils", returns=BOTH),
+    *both("TRL fused head", _trl, "trl", "trl.trainer.utils", takes="head", returns=BOTH),
+)
+
+
+@cache
+def _mesh_of(group: Any, device: str) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group or group_of_one(), device)
+
+
+def sharded(logits: Tensor, group: Any) -> Any:
+    """Logits ``[1, N, C]`` of this rank as a DTensor of all of them."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(logits[None], _mesh_of(group, logits.device.type), [Shard(2)], run_check=False)
+
+
+def of_dtensor(loss_of: Callable[[Any, Tensor], Any]) -> LossOf:
+    """A loss of DTensor logits and of labels ``[1, N]``."""
+    return lambda x, y, r, g: loss_of(sharded(x, g), y[None])
+
+
+def _loss_parallel(parallel: Any, dtype: torch.dtype = torch.float32) -> LossOf:
+    """The sum; in bf16 the log-probabilities are rounded to it. Its backward runs within the context too."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def loss_of(logits: Any, labels: Tensor) -> Any:
+        replicated: Any = DTensor.from_local(labels.flatten(), logits.device_mesh, [Replicate()])
+        loss: Any = F.cross_entropy(logits.flatten(0, 1).to(dtype), replicated, reduction="sum")
+        return loss.to_local()
+
+    return of_dtensor(loss_of)
+
+
+def _in_loss_parallel() -> AbstractContextManager[Any]:
+    context: AbstractContextManager[Any] = importlib.import_module("torch.distributed.tensor.parallel").loss_parallel()
+    return context
+
+
+def _dtensor(ours: Any, **options: Any) -> LossOf:
+    dtensor = importlib.import_module(f"{OURS}.integrations.dtensor")
+    return of_dtensor(lambda x, y: dtensor.cross_entropy(x, y, reduction="sum", **options))
+
+
+def _titan(titan: Any) -> Any:
+    importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
+    return titan
+
+
+def _nemo(nemo: Any) -> LossOf:
+    def log_probs(logits: Any, labels: Tensor) -> Tensor:
+        group, local = logits.device_mesh.get_group(), logits.to_local()
+        start = group.rank() * local.shape[-1]
+        stop = start + local.shape[-1]
+        return nemo.from_parallel_logits_to_logprobs(local, labels, start, stop, group).sum()
+
+    return of_dtensor(log_probs)
+
+
+@cache
+def _verl_on_ranks() -> None:
+    state: Any = importlib.import_module("megatron.core.parallel_state")
+    state.initialize_model_parallel(tensor_model_parallel_size=torch.distributed.get_world_size())
+
+
+def _verl(functions: Any) -> LossOf:
+    _verl_on_ranks()
+    return lambda x, y, r, g: functions.vocab_parallel_log_probs_from_logits(x[None], y[None]).sum()
+
+
+def _verl_with_entropy(functions: Any) -> LossOf:
+    _verl_on_ranks()
+
+    def log_probs(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> tuple[Tensor, Tensor]:
+        """As verl's engine: log-probabilities from a copy."""
+        kept = logits[None].clone()
+        entropy = functions.vocab_parallel_entropy(logits[None])
+        return functions.vocab_parallel_log_probs_from_logits(kept, labels[None])[0], entropy[0]
+
+    return log_probs
+
+
+PARALLEL, TITAN = "torch.distributed.tensor.parallel", "torchtitan.components.loss"
+NEMO, VERL = "nemo_rl.distributed.model_utils", "verl.utils.megatron.tensor_parallel"
+_torch = partial(Provider, module=PARALLEL, distribution="torch", context=_in_loss_parallel, returns=SUM)
+_ours = partial(Provider, module=OURS, distribution=OUR_PACKAGE, returns=SUM)
+FRAMEWORK_PROVIDERS = (
+    _torch("torch loss_parallel", _loss_parallel),
+    _torch("torch loss_parallel, bf16", partial(_loss_parallel, dtype=torch.bfloat16)),
+    _ours("DTensor loss", _dtensor),
+    _ours("DTensor loss, in_backward", partial(_dtensor, gradient="in_backward")),
+    *both("torchtitan loss", lambda m: of_dtensor(_titan(m).cross_entropy_loss), "torchtitan", TITAN, returns=SUM),
+    *both(
+        "torchtitan log-probs",
+        lambda m: of_dtensor(lambda x, y: _titan(m).compute_logprobs(x, y).sum()),
+        "torchtitan",
+        TITAN,
+        returns=SUM_OF_LOG_PROBS,
+    ),
+    *both("NeMo-RL log-probs", _nemo, "nemo_rl", NEMO, distribution="nemo-rl", returns=SUM_OF_LOG_PROBS),
+    *both("verl log-probs", _verl, "verl", VERL, returns=SUM_OF_LOG_PROBS),
+    *both("verl log-probs and entropy", _verl_with_entropy, "verl", VERL, returns=BOTH),
+)
+
+
+def _pytorch_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy((hidden @ weight.t()).float(), labels)
+
+
+def _over_logits(ours: Any, gradient: str = "auto") -> Callable[..., Tensor]:
+    def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = ours.vocab_parallel_cross_entropy(hidden @ weight.t(), labels, gradient=gradient)
+        return loss
+
+    return loss_of
+
+
+def _mean(loss_of: Callable[..., Tensor]) -> LossOf:
+    def marked(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return loss_of(hidden, weight, labels)
+
+    return marked
+
+
+_compile = partial(torch.compile, fullgraph=True)
+_of_torch = partial(Provider, module="torch", distribution="torch", takes="head", returns=MEAN, of_several=False)
+_of_ours = partial(_of_torch, module=OURS, distribution=OUR_PACKAGE)
+COMPILE_PROVIDERS = (
+    _of_torch("PyTorch, compiled", lambda m: _mean(_compile(_pytorch_head))),
+    _of_ours(OURS, lambda m: _mean(_over_logits(m))),
+    _of_ours(f"{OURS}, out_of_place", lambda m: _mean(_over_logits(m, "out_of_place"))),
+    _of_ours(f"{OURS}, compiled", lambda m: _mean(_compile(_over_logits(m)))),
+    _of_ours(f"{OURS}, reduce-overhead", lambda m: _mean(torch.compile(_over_logits(m), **GRAPHS))),
+    _of_ours(f"{OURS}, linear", lambda m: _mean(m.linear_cross_entropy)),
+    _of_ours(f"{OURS}, linear, compiled", lambda m: _mean(_compile(m.linear_cross_entropy))),
+)

@@ -1,0 +1,251 @@
+"""The kernels of losses with labels, called as the autograd function calls them, against ``spec`` in fp64.
+
+Numbers of every option, width and layout are those of ``tests/conformance`` and of random calls.
+"""
+
+import importlib
+
+import pytest
+import torch
+
+from tests.core.test_spec import ALL, by_spec
+from tests.kernels import rows as of_rows
+from tests.kernels.rows import EVERY_STATISTIC, INF, NAN
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import KINDS, batch
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import PLAIN, LossOptions
+
+# (columns of the vocabulary, ranks, columns of a rank or None for torch.chunk's)
+CUTS = ((103, 3, None), (103, 4, 26), (103, 3, 48), (96, 4, 32), (90, 5, 32), (5, 4, 4))
+LOWEST = torch.finfo(torch.float32).min
+
+
+def test_worked_examples(kernel_device):
+    """Of the three kernels' docstrings."""
+
+    def assert_close(actual, expected):
+        torch.testing.assert_close(actual.cpu(), torch.tensor(expected), rtol=0, atol=1e-6)
+
+    logits, labels = torch.tensor([[1.0, 3.0, 2.0]], device=kernel_device), torch.tensor([1], device=kernel_device)
+    stats, valid_rows = of_rows.stats_by_kernel(logits, labels, EVERY_STATISTIC)
+    assert_close(stats, [[3, 0.5032147, 3, -3, 3, -0.6385501, 1, 1.1536512]])
+    assert valid_rows == 1
+    loss, grad = of_rows.gradient_by_kernel(logits, stats[None, :, :3].contiguous(), labels)
+    assert_close(loss, [0.4076059])
+    assert_close(grad, [[0.0900306, -0.3347590, 0.2447285]])
+    of_ranks = torch.tensor([[[3, 0.5032147, 3]], [[2, 1, -INF]]], device=kernel_device)
+    assert_close(of_rows.outputs_by_kernel(of_ranks, labels - 1, 4, PLAIN).loss, [0.6265234])
+
+
+def padded_pieces(logits, shards):
+    """Each shard's columns of ``logits [N, V]``, with padding that would show in any result."""
+    pieces = []
+    hostile = torch.tensor([NAN, INF, 30000.0, -INF])
+    for shard in shards:
+        padding = hostile.repeat(shard.n_columns)[: shard.n_columns - shard.n_valid].to(logits.dtype)
+        own = logits[:, shard.start : shard.start + shard.n_valid]
+        pieces.append(torch.cat([own, padding.expand(len(own), -1)], dim=1))
+    return pieces
+
+
+def assert_ranks_agree_with_the_whole(logits, labels, shards, options, device):
+    """Statistics, outputs and gradients by the kernels, from every rank's columns."""
+    from vocab_parallel_ce import kernels
+
+    grads = of_rows.grads_of(len(labels), options, device)
+    pieces = [piece.to(device) for piece in padded_pieces(logits, shards)]
+    on_device = labels.to(device)
+    stats = of_rows.stats_of_ranks(kernels, pieces, on_device, shards, options)
+    outputs = of_rows.outputs_by_kernel(stats, on_device, logits.shape[1], options)
+    of_rows.assert_outputs(outputs, logits, labels, options)
+    gradient = torch.full_like(logits, NAN)
+    for x, shard in zip(pieces, shards, strict=True):
+        loss, grad = of_rows.gradient_by_kernel(x, stats, on_device, options, shard, **grads)
+        torch.testing.assert_close(loss, outputs.loss, rtol=1e-6, atol=1e-6, equal_nan=True)
+        padding = grad[:, shard.n_valid :].cpu()
+        assert torch.equal(padding, torch.zeros_like(padding))
+        gradient[:, shard.start : shard.start + shard.n_valid] = grad[:, : shard.n_valid].cpu()
+    of_rows.assert_gradient(gradient, logits, labels, options, **grads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_ranks, options", ((1, PLAIN), (2, ALL)), ids=("plain", "all"))
+def test_hard_rows(kernel_device, kind, n_ranks, options):
+    """With a cap of the size of the logits: there is no gradient beyond."""
+    if kind == "times_1000" and options is ALL:
+        options = ALL._replace(z_loss=1e-6, softcap=2e4)
+    logits, labels = batch(kind, rows=5, vocab_size=300, shards=n_ranks)
+    shards = [VocabShard.even(300 // n_ranks, rank, n_ranks) for rank in range(n_ranks)]
+    assert_ranks_agree_with_the_whole(logits, labels, shards, options, kernel_device)
+
+
+@pytest.mark.parametrize("vocab_size, n_ranks, width", CUTS)
+@pytest.mark.parametrize("dtype, options", ((torch.float32, PLAIN), (torch.bfloat16, ALL)), ids=("plain", "all"))
+def test_any_cut_gives_the_whole(kernel_device, vocab_size, n_ranks, width, dtype, options):
+    shards = [VocabShard.of_rank(vocab_size, rank, n_ranks, width) for rank in range(n_ranks)]
+    logits, labels = batch("some_ignored", rows=3, vocab_size=vocab_size, dtype=dtype)
+    labels[1:] = torch.tensor([0, vocab_size - 1])
+    assert_ranks_agree_with_the_whole(logits, labels, shards, options, kernel_device)
+
+
+@pytest.mark.parametrize("options", (LossOptions(smoothing=0.1), LossOptions(softcap=20.0)), ids=("sum", "cap"))
+def test_shards_of_any_order_and_width(kernel_device, options):
+    """The last columns first, one of a single column, one of padding alone."""
+    shards = [VocabShard(41, 60, 60), VocabShard(0, 40, 60), VocabShard(40, 41, 60), VocabShard(640, 656, 60)]
+    logits, labels = batch("peaked", rows=4, vocab_size=60)
+    labels[:3] = torch.tensor([40, 41, 59])
+    assert_ranks_agree_with_the_whole(logits, labels, shards, options, kernel_device)
+
+
+@pytest.mark.parametrize("columns", (7, 96, 2080))
+@pytest.mark.parametrize("dtype, options", ((torch.bfloat16, PLAIN), (torch.float16, ALL)), ids=("plain", "all"))
+def test_a_16_bit_gradient_of_fp32_logits(kernel_device, columns, dtype, options):
+    """Rows of 96 columns are whole lines of fp32 and not of 16 bits."""
+    logits, labels = batch("peaked", rows=3, vocab_size=columns)
+    there, on_device = logits.to(kernel_device), labels.to(kernel_device)
+    grads = of_rows.grads_of(3, options, kernel_device)
+    storage = torch.full((logits.numel() + 64,), NAN, dtype=dtype, device=kernel_device)
+    into = storage[: logits.numel()].view_as(logits)
+    stats, _ = of_rows.stats_by_kernel(there, on_device, options)
+    _, grad = of_rows.gradient_by_kernel(there, stats[None], on_device, options, into=into, **grads)
+    assert torch.equal(there.cpu(), logits) and storage[logits.numel() :].isnan().all()
+    of_rows.assert_gradient(grad.cpu(), logits, labels, options, **grads)
+
+
+def test_small_grad_output_is_rounded_once(kernel_device):
+    """A gradient stored in bf16 and scaled afterwards is rounded twice."""
+    logits, labels = (t.to(kernel_device) for t in batch("peaked", rows=12, vocab_size=300, dtype=torch.bfloat16))
+    grad_output = torch.full((12,), 1.2345e-6, device=kernel_device)
+    stats, _ = of_rows.stats_by_kernel(logits, labels)
+    given = {"grad_output": grad_output, "into": torch.empty_like(logits)}
+    _, grad = of_rows.gradient_by_kernel(logits, stats[None], labels, **given)
+    truth = of_rows.gradient_by_spec(logits.cpu(), labels.cpu(), PLAIN, torch.float64, grad_output=grad_output)
+    # 2**-8 is half a unit in the last digit of bf16: two roundings to nearest reach 1.5 of it.
+    live = truth.abs() > 1e-30
+    relative = ((grad.cpu().double() - truth) / truth).abs()[live]
+    assert float(relative.max()) <= 2**-8 + 1e-5
+
+
+def test_excluded_columns_have_gradient_0_and_ignored_rows_whatever_comes_from_above(kernel_device):
+    """Under smoothing without a cap, whose slope there is 0."""
+    logits, labels = batch("excluded_columns", rows=6, vocab_size=150)
+    excluded = logits == -INF
+    labels[0] = -100
+    grads = {
+        name: grad for name, grad in of_rows.grads_of(6, EVERY_STATISTIC, kernel_device).items() if grad is not None
+    }
+    for grad in grads.values():
+        grad[0] = INF
+    logits, labels = logits.to(kernel_device), labels.to(kernel_device)
+    stats, _ = of_rows.stats_by_kernel(logits, labels, EVERY_STATISTIC)
+    grad = of_rows.gradient_by_kernel(logits, stats[None], labels, EVERY_STATISTIC, **grads)[1].cpu()
+    assert not grad[0].any() and not grad[excluded].any() and grad.isfinite().all()
+
+
+def test_rows_of_nan_are_0_in_the_padding(kernel_device):
+    shard = VocabShard(0, 50, 37)
+    logits = torch.full((3, 50), NAN, device=kernel_device)
+    labels = torch.tensor([1, 37, -100], device=kernel_device)
+    stats, _ = of_rows.stats_by_kernel(logits, labels, ALL, shard)
+    grads = dict.fromkeys(of_rows.grads_of(3, ALL, "cpu"), torch.full((3,), INF, device=kernel_device))
+    _, grad = of_rows.gradient_by_kernel(logits, stats[None], labels, ALL, shard, **grads)
+    assert torch.equal(grad[:, 37:].cpu(), torch.zeros(3, 13))
+    assert grad[:2, :37].isnan().all() and not grad[2].any()
+
+
+def finish(logits, labels, options, n_ranks, device):
+    """The outputs by the kernel, of statistics of ranks by plain PyTorch."""
+    shards = [VocabShard.of_rank(logits.shape[1], rank, n_ranks) for rank in range(n_ranks)]
+    stats = of_rows.stats_of_ranks(None, logits.chunk(n_ranks, dim=1), labels, shards, options)
+    return of_rows.outputs_by_kernel(stats.to(device), labels.to(device), logits.shape[1], options)
+
+
+def test_more_rows_than_a_program_finishes(kernel_device):
+    logits, labels = batch("peaked", rows=300, vocab_size=20)
+    of_rows.assert_outputs(finish(logits, labels, ALL, 2, kernel_device), logits, labels, ALL)
+
+
+@pytest.mark.parametrize("n_ranks", (1, 5))
+def test_rows_that_are_not_finite(kernel_device, n_ranks):
+    """NaN, +inf, all -inf, the same three ignored, labels outside, and a row that is well."""
+    logits, _ = batch("peaked", rows=9, vocab_size=60)
+    for rows, bad in (((0, 3), NAN), ((1, 4), INF)):
+        logits[list(rows), 30] = bad
+    logits[[2, 5]] = -INF
+    labels = torch.tensor([1, 1, 1, -100, -100, -100, -1, 60, 1])
+    outputs = finish(logits, labels, ALL, n_ranks, kernel_device)
+    for value in (outputs.loss, outputs.entropy):
+        assert value.isnan().tolist() == [True] * 3 + [False] * 3 + [True] * 2 + [False]
+        assert value[3:6].tolist() == [0, 0, 0] and value[8] > 0
+    expected = by_spec(logits.double(), labels, ALL)
+    assert torch.equal(outputs.predictions.cpu(), expected.predictions)
+    assert_within_budget(outputs.lse.cpu(), expected.lse, expected.lse.float())
+
+
+def test_predictions_are_exact_up_to_the_largest_vocabulary_and_the_first_of_equals(kernel_device):
+    """Ids travel as fp32, which has every integer up to 2**24."""
+    last = 2**24 - 1
+    of_ranks = [[2.0, 1.0, -INF, last - 1], [3.0, 1.0, -INF, 5]], [[3.0, 1.0, 3.0, last], [3.0, 1.0, 3.0, 9]]
+    stats, labels = torch.tensor(of_ranks, device=kernel_device), torch.tensor([last, 9], device=kernel_device)
+    outputs = of_rows.outputs_by_kernel(stats, labels, 2**24, LossOptions(predictions=True))
+    assert outputs.predictions.tolist() == [last, 5]
+
+
+@pytest.mark.parametrize("by_ranks", (False, True))
+def test_columns_masked_with_the_lowest_number_leave_no_trace(kernel_device, by_ranks):
+    """Those of a lane's first vectors, or of a rank, sum to -inf, and -inf * 0 is NaN."""
+    logits, labels = batch("peaked", rows=4, vocab_size=2400)
+    excluded, lowest = logits.clone(), logits.clone()
+    labels[:] = 2200
+    excluded[:, :2100], lowest[:, :2100] = -INF, LOWEST
+    options = LossOptions(entropy=True, predictions=True)
+    if by_ranks:
+        made = [finish(x, labels, options, 2, kernel_device).entropy for x in (lowest, excluded)]
+    else:
+        there = labels.to(kernel_device)
+        made = [of_rows.stats_by_kernel(x.to(kernel_device), there, options)[0] for x in (lowest, excluded)]
+    assert torch.equal(*made)
+
+
+def assert_same_bits(outputs, expected):
+    """But a compiler may fuse what two kernels have in common in two ways."""
+    for actual, want in zip(outputs, expected, strict=True):
+        assert (actual is None) == (want is None)
+        if actual is None:
+            continue
+        if actual.is_cuda and actual.is_floating_point():
+            torch.testing.assert_close(actual, want, rtol=1e-6, atol=1e-6, equal_nan=True)
+        else:
+            assert torch.equal(actual.isnan(), want.isnan())
+            assert torch.equal(actual.nan_to_num(7), want.nan_to_num(7))
+
+
+@pytest.mark.parametrize("options, divisor", ((PLAIN, None), (ALL, None), (ALL, 0), (ALL, 2.5)))
+def test_the_only_ranks_outputs_are_those_of_its_statistics(kernel_device, options, divisor):
+    """In hard rows, ignored ones, with labels outside and in the padding, in rows that are not finite."""
+    n_valid, n_columns = (512, 512) if options is PLAIN else (1187, 1190)
+    logits, labels = batch("mixture", rows=17, vocab_size=n_valid)
+    logits[[8, 11], n_valid // 2], logits[[9, 12], 0], logits[[10, 13]] = NAN, INF, -INF
+    labels[[2, 11, 12, 13, 16]] = -100
+    labels[14], labels[15] = -1, n_valid
+    (logits,) = padded_pieces(logits, [shard := VocabShard(0, n_columns, n_valid)])
+    divisor = None if divisor is None else torch.tensor([divisor], device=kernel_device)
+    logits, labels = logits.to(kernel_device), labels.to(kernel_device)
+    outputs = of_rows.empty_outputs(labels, options)
+    stats, _ = of_rows.stats_by_kernel(logits, labels, options, shard, outputs, divisor)
+    plain_stats, _ = of_rows.stats_by_kernel(logits, labels, options, shard)
+    assert torch.equal(stats.nan_to_num(), plain_stats.nan_to_num())
+    assert_same_bits(outputs, of_rows.outputs_by_kernel(stats[None], labels, n_valid, options, divisor))
+    assert not outputs.loss[labels == -100].any()
+
+
+def test_the_private_launch_and_tritons_own_give_equal_results(kernel_device, monkeypatch):
+    online_softmax = importlib.import_module("vocab_parallel_ce.kernels.online_softmax")
+    logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(kernel_device)
+    labels = torch.tensor([0, 5, -100, 63], device=kernel_device)
+    expected = [of_rows.stats_by_kernel(logits, labels, ALL)[0] for _ in range(2)]
+    monkeypatch.setattr("triton.__version__", "9.9.0")
+    monkeypatch.setattr(online_softmax, "_launch", online_softmax._launch.__wrapped__)
+    for want in expected:
+        assert torch.equal(of_rows.stats_by_kernel(logits, labels, ALL)[0], want)
