@@ -1,10 +1,10 @@
 """Distils a small language model from a larger one, on real text. The vocabulary is cut over the ranks.
 
     torchrun --nproc-per-node 2 scripts/examples/distillation.py --json out/distillation.json
-    torchrun --nproc-per-node 2 scripts/examples/distillation.py --linear     # neither model's logits exist
+    torchrun --nproc-per-node 2 scripts/examples/distillation.py --linear     # materialises neither model's logits
 
-A teacher learns from the text. Then a smaller student learns from the teacher and the labels, and beside it the same
-student, of the same weights and batches, from the labels alone. The text is the running Python's standard library. It
+A teacher learns from the text. Then a smaller student learns from the teacher and the labels. The same student, of the
+same weights and batches, learns from the labels alone. The text is the running Python's standard library. It
 runs on GPUs with NCCL, one per rank, or without GPUs on the CPU with gloo.
 """
 

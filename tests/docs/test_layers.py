@@ -96,13 +96,13 @@ def test_the_table_is_what_the_imports_say():
     assert not found, "\n".join(found)
 
 
-ROWS = [["users", "`cli` `__init__`"], ["loss", "`linear/plan` `loss`"], ["below", "`spec` `kernels/`"]]
+ROWS = [["users", "`cli` `__init__`"], ["loss", "`head/plan` `loss`"], ["below", "`spec` `kernels/`"]]
 SOURCES = {
     "__init__.py": "from vocab_parallel_ce.loss import f",
     "cli.py": "import vocab_parallel_ce.loss\nimport torch",
-    "loss.py": "from vocab_parallel_ce.linear import plan\nfrom . import spec",
-    "linear/__init__.py": "",
-    "linear/plan.py": "def f():\n    from ..kernels.rows import g",
+    "loss.py": "from vocab_parallel_ce.head import plan\nfrom . import spec",
+    "head/__init__.py": "",
+    "head/plan.py": "def f():\n    from ..kernels.rows import g",
     "spec.py": "",
     "kernels/__init__.py": "",
     "kernels/rows.py": "from .. import spec\nfrom . import more",
@@ -110,9 +110,9 @@ SOURCES = {
 }
 PLANTED = [  # of each kind of breach one
     ("spec.py", "def f():\n    import vocab_parallel_ce.kernels.rows", "spec.py:2: spec imports kernels/"),
-    ("kernels/more.py", "from ..linear import plan", "kernels/more.py:1: kernels/ imports linear/plan"),
+    ("kernels/more.py", "from ..head import plan", "kernels/more.py:1: kernels/ imports head/plan"),
     ("loss.py", "import vocab_parallel_ce", "loss.py:1: loss imports __init__"),
-    ("linear/newcomer.py", "", "linear/newcomer.py: is not in the table"),
+    ("head/newcomer.py", "", "head/newcomer.py: is not in the table"),
     ("loss.py", "def f():\n    import triton.language as tl", "loss.py:2: loss uses triton"),
     ("spec.py", "import torch\ntorch.distributed.barrier()", "spec.py:2: spec uses torch.distributed"),
     ("cli.py", None, "cli: is in the table and not in the package"),

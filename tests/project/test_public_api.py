@@ -16,37 +16,37 @@ from tests.support.linear import COLUMNS, WIDTH, projection
 from tests.support.logits import EVERY
 from vocab_parallel_ce import integrations
 from vocab_parallel_ce.cli import main
+from vocab_parallel_ce.options import Advanced
 
 OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 1.0, "impl": "auto"}
-OF_BOTH |= {"check_labels": False, "vocab_size": None, "shard": None}
-OF_THE_LOSS = {"label_smoothing": 0.0, "smoothing_formula": "torch", "z_loss": 0.0, "reduction": "mean", **OF_BOTH}
-OF_THE_LOSS |= {"num_items": None, "class_weight": None, "return_metrics": False, "gradient": "auto"}
-OF_THE_LOSS |= {"shift": False}
-OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "entropy": False, "outputs": (), "top_k": None}
-OF_HEADS = {"bias": None, "sequence_parallel": False, "reduce_hidden_grad": True, "main_grad": None}
-OF_HEADS |= {"sequence_dim": 0}
-OF_HEADS |= {"chunk_tokens": "auto", "memory_budget": None, "logits_dtype": None, "valid_tokens": None}
-OF_SOFT_TARGETS = {"group": None, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0}
-OF_SOFT_TARGETS |= {"reduction": "mean", "num_items": None, "class_weight": None, "gradient": "auto", "impl": "auto"}
-OF_SOFT_TARGETS |= {"vocab_size": None, "shard": None}
+OF_BOTH |= {"check_labels": False, "vocab_size": None, "outputs": (), "top_k": None}
+OF_THE_LOSS = {"label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean", **OF_BOTH, "num_items": None}
+OF_THE_LOSS |= {"class_weight": None, "gradient": "auto", "shift": False, "advanced": None}
+OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0}
+OF_HEADS = {"bias": None, "sequence_parallel": False, "sequence_dim": 0, "chunk_size": "auto", "logits_dtype": None}
+OF_HEADS |= {"advanced": None}
 OF_DISTILLATION = {"divergence": "forward", "beta": 0.5, "labels": None, "hard_weight": 0.0, "num_items": None}
 OF_DISTILLATION |= {"group": None, "ignore_index": -100, "temperature": 1.0, "reduction": "mean", "gradient": "auto"}
-OF_DISTILLATION |= {"teacher_ids": None, "teacher_log_probs": None, "rest": "ignore"}
-OF_DISTILLATION |= {"impl": "auto", "check_labels": False, "vocab_size": None, "shard": None}
-OF_HEADS_DISTILLATION = {name: value for name, value in OF_DISTILLATION.items() if name != "gradient"}
-OF_HEADS_DISTILLATION |= {"student_bias": None, "teacher_bias": None, "reduce_hidden_grad": True}
-OF_HEADS_DISTILLATION |= {"chunk_tokens": "auto", "memory_budget": None}
-HEADS = ["student_hidden", "student_weight", "teacher_hidden", "teacher_weight"]
+OF_DISTILLATION |= {"impl": "auto", "check_labels": False, "vocab_size": None}
 LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]
 SIGNATURES = [
     (package.vocab_parallel_cross_entropy, LOGITS, OF_THE_LOSS),
     (package.token_log_probs, LOGITS, {**OF_LOG_PROBS, "gradient": "auto"}),
-    (package.linear_cross_entropy, LINEAR, OF_THE_LOSS | OF_HEADS | {"expected_grad_output": None}),
-    (package.soft_cross_entropy, ["logits", "target_probs"], OF_SOFT_TARGETS),
-    (package.distillation_loss, ["student_logits", "teacher_logits"], OF_DISTILLATION),
-    (package.linear_distillation_loss, HEADS, OF_HEADS_DISTILLATION),
+    (package.linear_cross_entropy, LINEAR, OF_THE_LOSS | OF_HEADS),
     (package.linear_token_log_probs, LINEAR, {**OF_LOG_PROBS, **OF_HEADS}),
+    (package.distillation_loss, ["student_logits", "teacher"], OF_DISTILLATION),
+    (
+        package.linear_distillation_loss,
+        ["student", "teacher"],
+        {**OF_DISTILLATION, "chunk_size": "auto", "advanced": None},
+    ),
 ]
+RECORDS = {
+    package.Head: ("hidden", "weight", "bias"),
+    package.TopKTeacher: ("ids", "log_probs", "rest"),
+    Advanced: ("smoothing_formula", "main_grad", "reduce_hidden_grad", "expected_grad_output", "valid_tokens"),
+}
+PER_TOKEN = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions", "token_accuracy", "z_loss", "rank")
 
 
 def _defaults(function):
@@ -59,6 +59,32 @@ def test_the_functions_take_tensors_by_position_and_options_by_name(function, te
     parameters = inspect.signature(function).parameters
     assert {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY} == expected
     assert [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == tensors
+
+
+def test_the_fields_of_the_records():
+    """In this order: callers pass them by position."""
+    assert {record: record._fields for record in RECORDS} == RECORDS
+    assert package.Outputs._fields == ("loss", "log_probs", *PER_TOKEN, "top_ids", "top_log_probs")
+
+
+@pytest.mark.parametrize("function", [function for function, _, expected in SIGNATURES if "advanced" in expected])
+def test_a_field_of_advanced_that_has_no_use_is_refused(function):
+    given = {"smoothing_formula": "megatron", "main_grad": torch.ones(1), "reduce_hidden_grad": False}
+    given |= {"expected_grad_output": torch.ones(1), "valid_tokens": 1}
+    assert set(given) == set(Advanced._fields)
+    used = {
+        package.vocab_parallel_cross_entropy: {"smoothing_formula"},
+        package.linear_cross_entropy: set(given),
+        package.linear_token_log_probs: {"main_grad", "reduce_hidden_grad", "valid_tokens"},
+        package.linear_distillation_loss: {"reduce_hidden_grad"},
+    }[function]
+    n_tensors = len(next(tensors for each, tensors, _ in SIGNATURES if each is function))
+    tensors = [torch.zeros(2, 3)] * n_tensors
+    for name in set(given) - used:
+        with pytest.raises(ValueError, match=f"^advanced: {name} has no use in this function, expected one of "):
+            function(*tensors, advanced=Advanced(**{name: given[name]}))
+    with pytest.raises(TypeError, match="^advanced: expected an Advanced or None, got dict$"):
+        function(*tensors, advanced={})
 
 
 def test_the_module_takes_the_options_of_the_function():
@@ -97,11 +123,11 @@ def test_a_module_is_the_function_with_its_options_fixed(impl_device, family):
     impl, device = impl_device
     inputs = projection(bias=True)
     hidden, labels = inputs.hidden.to(device), inputs.labels.clamp(max=COLUMNS - 3).to(device)
-    options = {**EVERY, "smoothing_formula": "megatron", "vocab_size": COLUMNS - 2, "impl": impl}
+    options = {**EVERY, "advanced": Advanced(smoothing_formula="megatron"), "vocab_size": COLUMNS - 2, "impl": impl}
     if family == "linear":
         head = torch.nn.Linear(WIDTH, COLUMNS)
         head.load_state_dict({"weight": inputs.weight, "bias": inputs.bias})
-        options |= {"gradient": "in_backward", "chunk_tokens": 2}
+        options |= {"gradient": "in_backward", "chunk_size": 2}
         make = partial(package.LinearCrossEntropy, head.to(device))
         given = hidden, labels
         function = partial(package.linear_cross_entropy, hidden, head.weight, labels, bias=head.bias)
@@ -116,8 +142,9 @@ def test_a_module_is_the_function_with_its_options_fixed(impl_device, family):
             assert torch.equal(each(*given, num_items), expected)
             assert torch.equal(each(*given, num_items=num_items), expected)
         assert not list(module.parameters()) and not module.state_dict()
-    loss, metrics = make(return_metrics=True, **options)(*given, 4)
-    assert torch.equal(loss, expected) and isinstance(metrics, package.LossMetrics)
+    found = make(outputs=("predictions",), **options)(*given, 4)
+    assert isinstance(found, package.Outputs) and torch.equal(found.loss, expected)
+    assert torch.equal(found.predictions, function(num_items=4, outputs=("predictions",), **options).predictions)
 
 
 @pytest.mark.reference
@@ -129,13 +156,14 @@ def test_the_module_shows_its_options():
     assert repr(module) == f"VocabParallelCrossEntropy({shown})"
     module.label_smoothing = 0.0
     assert "label_smoothing" not in repr(module)
-    module = package.LinearCrossEntropy(torch.nn.Linear(4, 7), chunk_tokens=8)
-    assert repr(module) == "LinearCrossEntropy(1 rank, weight=(7, 4), chunk_tokens=8)"
+    module = package.LinearCrossEntropy(torch.nn.Linear(4, 7), chunk_size=8, advanced=Advanced(valid_tokens=2))
+    assert repr(module) == "LinearCrossEntropy(1 rank, weight=(7, 4), chunk_size=8, valid_tokens=2)"
 
 
 THEIRS = {"weight": "class_weight", "lse_square_scale": "z_loss", "ignore_idx": "ignore_index"}
-THEIRS |= {"inplace_backward": "gradient", "return_z_loss": "return_metrics", "num_items_in_batch": "num_items"}
-THEIRS |= {"lable_smoothing": "label_smoothing"}
+THEIRS |= {"inplace_backward": "gradient", "return_z_loss": "outputs", "num_items_in_batch": "num_items"}
+THEIRS |= {"lable_smoothing": "label_smoothing", "return_metrics": "outputs", "shard": "vocab_size"}
+THEIRS |= {"main_grad": "advanced", "entropy": "outputs"}
 LOGITS_AND_LABELS = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
 
 
@@ -143,12 +171,8 @@ LOGITS_AND_LABELS = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
 @pytest.mark.parametrize("name", THEIRS)
 def test_an_unknown_name_says_which_function_and_what_is_meant(name):
     message = f"^{name}: .*, got no such name in vocab_parallel_cross_entropy; did you mean {THEIRS[name]}[?]$"
-    functions = [package.vocab_parallel_cross_entropy]
-    if name != "weight":  # of a head there
-        functions.append(package.verify_group)
-    for function in functions:
-        with pytest.raises(TypeError, match=message):
-            function(*LOGITS_AND_LABELS, group=None, **{name: None})
+    with pytest.raises(TypeError, match=message):
+        package.vocab_parallel_cross_entropy(*LOGITS_AND_LABELS, group=None, **{name: None})
     with pytest.raises(TypeError, match="^alpha: .* in distillation_loss; did you mean hard_weight[?]$"):
         package.distillation_loss(*LOGITS_AND_LABELS, alpha=0.5)
 

@@ -77,15 +77,15 @@ print("done")
 
 
 # A squared error of the probabilities. Its own files are those in ``recipe/``.
-LOSS_FILES = {"brier.py": "losses/brier.py", "brier_score.py": "brier_score.py"}
+LOSS_FILES = {"brier.py": "losses/brier.py", "api_brier.py": "api/brier.py"}
 LOSS = [
     (
         "__init__.py",
         "require_torch(torch",
-        "from vocab_parallel_ce.brier_score import brier_score, linear_brier_score\n",
+        "from vocab_parallel_ce.api.brier import brier_score, linear_brier_score\n",
     ),
     ("__init__.py", '    "VocabShard",', '    "brier_score",\n    "linear_brier_score",\n'),
-    ("docs/design.md", "| public, over both losses |", "| a new public loss | `brier_score` |\n"),
+    ("docs/design.md", "| the package | `__init__` |", "| a new public loss | `api/brier` |\n"),
     ("docs/design.md", "| kernels, the machine, the ranks |", "| a new loss | `losses/brier` |\n"),
 ]
 
@@ -117,7 +117,7 @@ def over_logits(logits, **keywords):
     return package.brier_score(logits * 1, labels, **OPTIONS, **keywords)
 
 def over_head(hidden, weight, bias, **keywords):
-    return package.linear_brier_score(hidden, weight, labels, bias=bias, chunk_tokens=4, **OPTIONS, **keywords)
+    return package.linear_brier_score(hidden, weight, labels, bias=bias, chunk_size=4, **OPTIONS, **keywords)
 
 def check(found, expected):
     for a, b in zip(found, expected, strict=True):
