@@ -93,20 +93,20 @@ def empty(at_label, LANES: tl.constexpr):
 
 @triton.jit
 def tile(stats, tile, own):
-    options = own.loss_options
+    loss_options = own.loss_options
     x, w = load_logits(own.logits + tile.offset, tile.inside), load_logits(own.other + tile.other, tile.inside)
     student_max = tl.maximum(stats.student_max, tl.max(x, axis=1))
     teacher_max = tl.maximum(stats.teacher_max, tl.max(w, axis=1))
-    student_sum, teacher_sum, cross, hard_sum = raised_to(stats, student_max, teacher_max, options)
+    student_sum, teacher_sum, cross, hard_sum = raised_to(stats, student_max, teacher_max, loss_options)
     x_shifted = x - ops.finite_or_zero(student_max)[:, None]
-    a = cooled(x_shifted, options)
-    b = cooled(w - ops.finite_or_zero(teacher_max)[:, None], options)
+    a = cooled(x_shifted, loss_options)
+    b = cooled(w - ops.finite_or_zero(teacher_max)[:, None], loss_options)
     a_exp, b_exp = ops.exp_shifted(a, 0.0), ops.exp_shifted(b, 0.0)
-    if options.reverse is not None:
+    if loss_options.reverse is not None:
         cross += tl.sum(cross_terms(a_exp, a, b), axis=1)
-    elif options.beta is None:
+    elif loss_options.beta is None:
         cross += tl.sum(cross_terms(b_exp, b, a), axis=1)
-    if options.hard_weight is not None:
+    if loss_options.hard_weight is not None:
         hard_sum += tl.sum(ops.exp_shifted(x_shifted, 0.0), axis=1)
     student_sum += tl.sum(a_exp, axis=1)
     teacher_sum += tl.sum(b_exp, axis=1)
@@ -198,12 +198,12 @@ def log2_mixture(s, t, loss_options):
 def mixture(sums, tile, row):
     """Add a tile's parts of ``KL(t || m)`` and ``KL(s || m)``, over log(2)."""
     own, stats = row
-    options = own.loss_options
+    loss_options = own.loss_options
     x, w = load_logits(own.logits + tile.offset, tile.inside), load_logits(own.other + tile.other, tile.inside)
-    student_log = log2_probs(x, stats.student_max, tl.log2(stats.student_sum), options)
-    teacher_log = log2_probs(w, stats.teacher_max, tl.log2(stats.teacher_sum), options)
+    student_log = log2_probs(x, stats.student_max, tl.log2(stats.student_sum), loss_options)
+    teacher_log = log2_probs(w, stats.teacher_max, tl.log2(stats.teacher_sum), loss_options)
     s, t = tl.exp2(student_log), tl.exp2(teacher_log)
-    mixture_log = log2_mixture(s, t, options)
+    mixture_log = log2_mixture(s, t, loss_options)
     # Of -inf the term is 0, of what is outside too.
     of_teacher = t * ops.bounded(teacher_log - mixture_log)
     of_student = s * ops.bounded(student_log - mixture_log)
@@ -237,25 +237,25 @@ def factors(stats, second, weight, live, loss_options):
 
 @triton.jit
 def gradient(factors, tile, own):
-    options = own.loss_options
+    loss_options = own.loss_options
     x, w = load_logits(own.logits + tile.offset, tile.inside), load_logits(own.other + tile.other, tile.inside)
-    if options.beta is not None:
-        student_log = log2_probs(x, factors.student_max, tl.log2(factors.student_sum), options)
-        teacher_log = log2_probs(w, factors.teacher_max, tl.log2(factors.teacher_sum), options)
+    if loss_options.beta is not None:
+        student_log = log2_probs(x, factors.student_max, tl.log2(factors.student_sum), loss_options)
+        teacher_log = log2_probs(w, factors.teacher_max, tl.log2(factors.teacher_sum), loss_options)
         s, t = tl.exp2(student_log), tl.exp2(teacher_log)
-        log_ratio = (student_log - log2_mixture(s, t, options)) * 0.6931471805599453
-        grad = tl.where(s == 0, 0.0, (1 - options.beta) * s * (log_ratio - factors.offset))
+        log_ratio = (student_log - log2_mixture(s, t, loss_options)) * 0.6931471805599453
+        grad = tl.where(s == 0, 0.0, (1 - loss_options.beta) * s * (log_ratio - factors.offset))
     else:
-        a, b = cooled(x - factors.student_max, options), cooled(w - factors.teacher_max, options)
+        a, b = cooled(x - factors.student_max, loss_options), cooled(w - factors.teacher_max, loss_options)
         s = ops.exp_shifted(a, 0.0) * (1.0 / factors.student_sum)
-        if options.reverse is not None:
+        if loss_options.reverse is not None:
             grad = tl.where(s == 0, 0.0, s * (a - b - factors.offset))
         else:
             t = ops.exp_shifted(b, 0.0) * (1.0 / factors.teacher_sum)
             grad = s - tl.where(x == float("-inf"), 0.0, t)
-    grad = cooled(grad, options)
-    if options.hard_weight is not None:
-        h = options.hard_weight
+    grad = cooled(grad, loss_options)
+    if loss_options.hard_weight is not None:
+        h = loss_options.hard_weight
         hard = ops.exp_shifted(x, factors.student_max) * factors.hard_inverse
         hard -= tl.where((tile.column == own.label_column) & (x != float("-inf")), 1.0, 0.0)
         grad = tl.where(h == 1, 0.0, (1 - h) * grad) + h * hard
@@ -270,4 +270,6 @@ def kernel_options(options: DivergenceOptions) -> KernelOptions:
     inverse = None if options.temperature == 1 else 1 / options.temperature
     reverse, beta = 1 if options.divergence == "reverse" else None, options.beta
     hard_weight = options.hard_weight or None
-    return KernelOptions(inverse, reverse, beta if options.divergence == "js" else None, hard_weight, options.ignore_index)
+    return KernelOptions(
+        inverse, reverse, beta if options.divergence == "js" else None, hard_weight, options.ignore_index
+    )

@@ -388,7 +388,9 @@ def _second_of(stats: tuple[Tensor, ...]) -> Tensor | None:
 
 
 @cache_launches
-def _statistics(dtypes: Dtypes, rows: PairRows, width: int, algebra: Algebra, shard: VocabShard, options: Any) -> Launch:
+def _statistics(
+    dtypes: Dtypes, rows: PairRows, width: int, algebra: Algebra, shard: VocabShard, options: Any
+) -> Launch:
     values, constants = (Sizes.of(shard), options), {"LOSS": algebra, "WIDTH": width}
     return pair_launch(row_statistics_kernel, rows, values, shard, dtypes[0], **constants)
 

@@ -1,7 +1,7 @@
 """Cross-entropy with probability targets: the algebra of ``losses.targets`` for ``row_loss``.
 
-    loss = T' * log(sum_exp) - target_shifted + z_loss * lse^2
-    dz_i = p_i * (T' + 2 * z_loss * lse) - t'_i
+loss = T' * log(sum_exp) - target_shifted + z_loss * lse^2
+dz_i = p_i * (T' + 2 * z_loss * lse) - t'_i
 """
 
 from typing import NamedTuple
@@ -31,10 +31,10 @@ def times(target, shifted):
 @triton.jit
 def load_targets(tile, own):
     """Return ``t'`` of a tile, fp32, 0 outside."""
-    options = own.loss_options
+    loss_options = own.loss_options
     t = tl.load(own.other + tile.other, tile.inside, other=0.0).to(tl.float32)
-    if options.smoothing is not None:
-        t = tl.where(tile.inside, (1 - options.smoothing) * t + options.smoothing / own.vocab_size, 0.0)
+    if loss_options.smoothing is not None:
+        t = tl.where(tile.inside, (1 - loss_options.smoothing) * t + loss_options.smoothing / own.vocab_size, 0.0)
     if own.class_weight is not None:
         t *= tl.load(own.class_weight + tile.column, tile.inside, other=0.0)
     return t
@@ -111,11 +111,11 @@ def factors(stats, second, weight, live, loss_options):
 
 @triton.jit
 def gradient(factors, tile, own):
-    t, options = load_targets(tile, own), own.loss_options
-    z, slope = ops.transform(load_logits(own.logits + tile.offset, tile.inside), options)
+    t, loss_options = load_targets(tile, own), own.loss_options
+    z, slope = ops.transform(load_logits(own.logits + tile.offset, tile.inside), loss_options)
     grad = ops.exp_shifted(z, factors.row_max) * factors.of_exp - tl.where(z == float("-inf"), 0.0, t)
     grad *= factors.weight
-    if options.softcap is not None or options.logit_scale is not None:
+    if loss_options.softcap is not None or loss_options.logit_scale is not None:
         grad *= slope
     return grad
 
