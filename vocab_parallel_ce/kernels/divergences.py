@@ -238,6 +238,7 @@ def factors(stats, second, weight, live, loss_options):
 @triton.jit
 def gradient(factors, tile, own):
     loss_options = own.loss_options
+    is_target = tile.offset == own.target  # compared here: later, the offsets would stay in registers
     x, w = load_logits(own.logits + tile.offset, tile.inside), load_logits(own.other + tile.other, tile.inside)
     if loss_options.beta is not None:
         student_log = log2_probs(x, factors.student_max, tl.log2(factors.student_sum), loss_options)
@@ -257,7 +258,7 @@ def gradient(factors, tile, own):
     if loss_options.hard_weight is not None:
         h = loss_options.hard_weight
         hard = ops.exp_shifted(x, factors.student_max) * factors.hard_inverse
-        hard -= tl.where((tile.column == own.label_column) & (x != float("-inf")), 1.0, 0.0)
+        hard -= tl.where(is_target & (x != float("-inf")), 1.0, 0.0)
         grad = tl.where(h == 1, 0.0, (1 - h) * grad) + h * hard
     return grad * factors.weight
 

@@ -60,7 +60,7 @@ class Row(NamedTuple):
     logits: tl.tensor  # the base
     other: tl.tensor  # the base of what stands beside the logits
     class_weight: tl.tensor  # the pointer, or None
-    label_column: tl.tensor  # among this rank's columns, or outside of them; -1 if there are no labels
+    target: tl.tensor  # offset of the label's logit from the base; outside of the row if this rank has none
     vocab_size: tl.tensor
     loss_options: tl.tuple
 
@@ -163,8 +163,8 @@ def row_statistics_kernel(
         n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
         column = label - shard_start
     place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR)
-    own = Row(logits, other, class_weight, column, sizes.vocab_size, loss_options)
-    at_label = load_logits(logits + place.begin + column, (column >= 0) & (column < n_columns))
+    own = Row(logits, other, class_weight, place.begin + column, sizes.vocab_size, loss_options)
+    at_label = load_logits(logits + own.target, (column >= 0) & (column < n_columns))
     lanes = walk(place, LOSS.empty(at_label, LANES), own, None, None, LOSS.tile, HAS_EDGES, LANES, VECTOR)
     found = LOSS.merge(lanes, loss_options)
     LOSS.store(stats + (stats_start + row) * WIDTH, found, loss_options)
@@ -207,7 +207,7 @@ def row_second_kernel(
         label = tl.load(labels + row).to(tl.int64)
         n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR)
-    own = Row(logits, other, class_weight, tl.full((), -1, tl.int64), sizes.vocab_size, loss_options)
+    own = Row(logits, other, class_weight, place.begin - 1, sizes.vocab_size, loss_options)
     second_of_row(place, own, found, second + 2 * (second_start + row), LOSS, HAS_EDGES, LANES, VECTOR)
 
 
@@ -291,7 +291,7 @@ def row_gradient_kernel(
         column = label - shard_start
     factors = LOSS.factors(found, sums, weight, live, loss_options)
     place = locate(row, layout, other_layout, sizes.n_valid, ALIKE, VECTOR)
-    own = Row(logits, other, class_weight, column, sizes.vocab_size, loss_options)
+    own = Row(logits, other, class_weight, place.begin + column, sizes.vocab_size, loss_options)
     walk(place, factors, own, grad_logits, live, LOSS.gradient, HAS_EDGES, LANES, VECTOR)
     clear_columns(grad_logits, place.begin, sizes.n_valid, sizes.n_columns, LANES)
 
