@@ -21,7 +21,7 @@ PAIRS = (
     "target_statistics",
     "target_gradient",
     "divergence_statistics",
-    "mixture",
+    "divergence_second",
     "divergence_gradient",
 )  # that walk two tensors together
 

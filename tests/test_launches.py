@@ -17,16 +17,25 @@ ONE_PASS = "one_pass_kernel"
 # What no call can launch, and why; None stands for all.
 NEVER = {
     ("element_mul_kernel", None, "padded"): "a gradient of padded columns is 0 already, and it scales whole rows",
-    ("target_statistics_kernel", "loss_options.temperature", None): "of primitives; soft targets have none",
-    ("target_gradient_kernel", "loss_options.temperature", None): "likewise",
+    ("row_statistics_kernel of targets", "loss_options.temperature", None): "of primitives; soft targets have none",
+    ("row_gradient_kernel of targets", "loss_options.temperature", None): "likewise",
+    ("row_second_kernel of targets", None, None): "soft targets have one exchange",
+    ("row_second_kernel of divergences", "loss_options.reverse", None): "js alone has a second exchange",
     (ONE_PASS, "loss_options.class_weight", None): "of primitives; selection leaves these options to other kernels",
     (ONE_PASS, "loss_options.smoothing", None): "likewise",
+}
+NOT_BESIDE = {"targets": ("labels", "second"), "divergences": ("class_weight",)}
+NEVER |= {
+    (f"row_{kernel}_kernel of {loss}", tensor, None): "the loss has no such tensor"
+    for kernel in ("statistics", "second", "outputs", "gradient")
+    for loss, tensors in NOT_BESIDE.items()
+    for tensor in tensors
 }
 
 
 def is_never(entry: Entry) -> bool:
     kernel, option, rows = entry
-    return bool({(kernel, option, None), (kernel, None, rows)} & NEVER.keys())
+    return bool({(kernel, option, None), (kernel, None, rows), (kernel, None, None)} & NEVER.keys())
 
 
 def launched(where: Where) -> set[Entry]:

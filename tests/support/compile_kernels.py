@@ -29,8 +29,10 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from vocab_parallel_ce.blocks import ONE_PASS, THREADS_PER_WARP, one_pass_config
+from vocab_parallel_ce.kernels import divergences, targets
 from vocab_parallel_ce.kernels.launch import Launch
-from vocab_parallel_ce.kernels.pairs import PairRows
+from vocab_parallel_ce.kernels.row_loss import Algebra
+from vocab_parallel_ce.kernels.walk import PairRows
 from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, TokenOutputs
@@ -130,8 +132,8 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
         yield gradient("fp32", edges, option, of=of)
     for option, ranks in product(OPTIONS, (1, 4)):
         yield finish(option, ranks)
-    for dtype, target, edges, option in product(DTYPES, DTYPES, (False, True), ("plain", "all", "all_weighted")):
-        yield from of_targets(dtype, target, edges, option)
+    for dtype, of_target, edges, option in product(DTYPES, DTYPES, (False, True), ("plain", "all", "all_weighted")):
+        yield from of_targets(dtype, of_target, edges, option)
     for dtype, edges, kind, values in product(DTYPES, (False, True), DIVERGENCES, ((1.0, 0.5, 0.0), (2.0, 0.5, 0.5))):
         yield from of_divergence(dtype, edges, DivergenceOptions(kind, *values))
     if has_one_pass(target):
@@ -210,40 +212,51 @@ def finish(option: str, ranks: int) -> Variant:
 
 
 def of_targets(dtype: str, target: str, edges: bool, option: str) -> Iterator[Variant]:
-    """Yield the three kernels of probability targets; rows of both tensors begin at the same position of a line."""
+    """Yield the kernels of probability targets."""
     options = OPTIONS[option]._replace(entropy=False, predictions=False)
-    logits, targets, fp32 = DTYPES[dtype], DTYPES[target], torch.float32
-    rows, shard = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    name, weights = f"{dtype}-{target}{'-edges' * edges}-{option}-", fp32 if options.class_weight else None
-    dtypes: tuple[torch.dtype | None, ...] = (logits, targets, fp32, fp32, None, weights)
-    launch = launch_of("soft_targets", dtypes, rows, shard, options, maker="_statistics")
-    yield Variant(f"target_statistics-{name}", launch, dtypes)
-    dtypes = (logits, targets, fp32, None, weights, fp32, logits)
-    launch = launch_of("soft_targets", dtypes, rows, 1, 4, shard, options, maker="_gradient")
-    yield Variant(f"target_gradient-{name}", launch, dtypes)
-    dtypes = (fp32, fp32, fp32)
-    launch = launch_of("soft_targets", dtypes, 4, options, maker="_losses")
-    yield Variant(f"target_loss-{name}", launch, dtypes)
+    beside = DTYPES[target], None, torch.float32 if options.class_weight else None
+    name = f"target_{{}}-{dtype}-{target}{'-edges' * edges}-{option}-"
+    yield from of_algebra(name, targets.ALGEBRA, DTYPES[dtype], beside, edges, (4,), options)
 
 
 def of_divergence(dtype: str, edges: bool, options: DivergenceOptions) -> Iterator[Variant]:
     """Yield the kernels of distillation, with labels if there is a hard weight."""
-    logits, fp32, of_labels = DTYPES[dtype], torch.float32, torch.int64 if options.hard_weight else None
+    beside = DTYPES[dtype], torch.int64 if options.hard_weight else None, None
+    is_js = options.divergence == "js"
+    widths = (4 + (not is_js) + 2 * bool(options.hard_weight), *((2,) if is_js else ()))
+    name = f"divergence_{{}}-{dtype}{'-edges' * edges}-{options.divergence}-"
+    own = divergences.kernel_options(options)
+    yield from of_algebra(name, divergences.ALGEBRA, DTYPES[dtype], beside, edges, widths, own)
+
+
+def of_algebra(
+    name: str,
+    algebra: Algebra,
+    logits: torch.dtype,
+    beside: tuple[torch.dtype | None, ...],
+    edges: bool,
+    widths: tuple[int, ...],
+    options: Any,
+) -> Iterator[Variant]:
+    """Yield the kernels of a loss of two tensors; rows of both begin at the same position of a line.
+
+    ``beside`` are what stands beside the logits, labels and class weights; ``widths`` those of the exchanges.
+    """
     rows, shard = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    name, of_mixture = f"{dtype}{'-edges' * edges}-{options.divergence}-", fp32 if options.divergence == "js" else None
-    dtypes: tuple[torch.dtype | None, ...] = (logits, logits, of_labels, fp32, of_mixture, fp32, None)
-    launch = launch_of("distillation", dtypes, rows, shard, options, maker="_statistics")
-    yield Variant(f"divergence_statistics-{name}", launch, dtypes)
-    dtypes = (logits, logits, of_labels, fp32, of_mixture, None, fp32, logits)
-    launch = launch_of("distillation_gradient", dtypes, rows, 1, 4, shard, options)
-    yield Variant(f"divergence_gradient-{name}", launch, dtypes)
-    dtypes = (fp32, of_mixture, of_labels, fp32, fp32)
-    launch = launch_of("distillation", dtypes, 4, shard, options, maker="_losses")
-    yield Variant(f"divergence_loss-{name}", launch, dtypes)
-    if of_mixture:
-        dtypes = (logits, logits, of_labels, fp32, fp32)
-        launch = launch_of("distillation", dtypes, rows, 4, shard, options, maker="_mixture")
-        yield Variant(f"mixture-{name}", launch, dtypes)
+    fp32, second, own = torch.float32, torch.float32 if len(widths) > 1 else None, (algebra, shard, options)
+    dtypes: tuple[torch.dtype | None, ...] = (logits, *beside, fp32, second, fp32, None)
+    launch = launch_of("row_loss", dtypes, rows, widths[0], *own, maker="_statistics")
+    yield Variant(name.format("statistics"), launch, dtypes)
+    dtypes = (logits, *beside, fp32, second, None, fp32, logits)
+    launch = launch_of("row_loss", dtypes, rows, 1, (4, widths[0]), *own, maker="_gradient")
+    yield Variant(name.format("gradient"), launch, dtypes)
+    dtypes = (fp32, second, beside[1], fp32, fp32)
+    launch = launch_of("row_loss", dtypes, (4, widths[0]), *own, maker="_outputs")
+    yield Variant(name.format("loss"), launch, dtypes)
+    if second:
+        dtypes = (logits, *beside, fp32, fp32)
+        launch = launch_of("row_loss", dtypes, rows, (4, widths[0]), *own, maker="_second")
+        yield Variant(name.format("second"), launch, dtypes)
 
 
 def one_pass(dtype: str, row_bytes: int, option: str, call: str) -> Variant:

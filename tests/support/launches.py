@@ -1,7 +1,8 @@
 """A ledger of launches: with which options, and over rows of which kind, each kernel was launched.
 
-What there is to launch is read from the kernels: an option is a field of ``loss_options`` or ``weights`` that a kernel
-or a function that it calls compares with None, a tensor that may be None, a kind, or three ranks.
+What there is to launch is read from the kernels: an option is a field of ``loss_options`` that a kernel or a function
+that it calls compares with None, a tensor that may be None, or three ranks. A kernel that takes an algebra, ``LOSS``,
+is one kernel for each loss.
 """
 
 import ast
@@ -27,58 +28,65 @@ class Entry(NamedTuple):
     rows: str  # one of ROWS, or PLAIN of a kernel that walks no rows
 
 
-def kernels() -> dict[str, Any]:
-    """Every kernel of the package."""
+def kernels() -> dict[str, tuple[Any, Any]]:
+    """Every kernel of the package, and the algebra of a loss, for each that the kernel takes, or None."""
     from vocab_parallel_ce import kernels as package
 
-    found = {}
+    found, algebras = {}, []
     for module in pkgutil.iter_modules(package.__path__):
         members = vars(importlib.import_module(f"{package.__name__}.{module.name}"))
         found |= {name: value for name, value in members.items() if name.endswith("_kernel") and hasattr(value, "fn")}
-    return found
+        algebras += [members["ALGEBRA"]] if "ALGEBRA" in members else []
+    pairs = [(kernel, loss) for kernel in found.values() for loss in (algebras if takes(kernel, "LOSS") else [None])]
+    return {name_of(*pair): pair for pair in pairs}
+
+
+def takes(kernel: Any, parameter: str) -> bool:
+    return parameter in inspect.signature(kernel.fn).parameters
+
+
+def name_of(kernel: Any, algebra: Any) -> str:
+    name: str = kernel.fn.__name__
+    return name if algebra is None else f"{name} of {algebra.loss.fn.__module__.rpartition('.')[2]}"
 
 
 @functools.cache
-def _compared(function: Any) -> frozenset[tuple[str, str]]:
-    """``(owner, name)`` of what a jit function and those it calls compare with None, and ``("KIND", kind)``."""
+def _compared(function: Any, algebra: Any) -> frozenset[tuple[str, str]]:
+    """``(owner, name)`` of what a jit function and those it calls or passes on compare with None."""
     found: set[tuple[str, str]] = set()
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
         if isinstance(node, ast.Compare):
-            left, right = node.left, node.comparators[0]
+            left = node.left
             if isinstance(left, ast.Attribute) and isinstance(left.value, ast.Name):
                 found.add((left.value.id, left.attr))
-            elif isinstance(left, ast.Name) and isinstance(right, ast.Constant) and isinstance(right.value, str):
-                found.add((left.id, right.value))
-        if isinstance(node, ast.Call):
-            owner = function.__globals__
-            called = None
-            if isinstance(node.func, ast.Name):
-                called = owner.get(node.func.id)
-            elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
-                called = getattr(owner.get(node.func.value.id), node.func.attr, None)
-            if hasattr(called, "fn") and str(getattr(called.fn, "__module__", "")).startswith("vocab_parallel_ce"):
-                found |= _compared(called.fn)
+        used = None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            used = function.__globals__.get(node.func.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = algebra if node.value.id == "LOSS" else function.__globals__.get(node.value.id)
+            used = getattr(owner, node.attr, None)
+        if hasattr(used, "fn") and str(getattr(used.fn, "__module__", "")).startswith("vocab_parallel_ce"):
+            found |= _compared(used.fn, algebra)
     return frozenset(found)
 
 
-def options_of(kernel: Any) -> set[str]:
+def options_of(kernel: Any, algebra: Any = None) -> set[str]:
     """The options of a kernel, ``"none"`` among them."""
     source, parameters = inspect.getsource(kernel.fn), set(inspect.signature(kernel.fn).parameters)
     found = {"none"} | {f"ranks={n}" for n in (2, 3) if "RANKS" in parameters}
     found |= set(re.findall(r"^    (\w+),  # \[.*\bNone\b", source, re.MULTILINE)) & parameters  # pointers
-    for owner, name in _compared(kernel.fn):
-        if owner in ("loss_options", "weights", "KIND") and owner in parameters:
-            found.add(f"{owner}.{name}")
+    if "loss_options" in parameters:
+        options = {name for owner, name in _compared(kernel.fn, algebra) if owner == "loss_options"}
+        found |= {f"loss_options.{name}" for name in options}
     return found
 
 
 def wanted() -> set[Entry]:
     """Everything that there is to launch."""
     entries = set()
-    for name, kernel in kernels().items():
-        walks = "HAS_EDGES" in inspect.signature(kernel.fn).parameters
-        for option in options_of(kernel):
-            entries |= {Entry(name, option, rows) for rows in (ROWS if walks else (PLAIN,))}
+    for name, (kernel, algebra) in kernels().items():
+        for option in options_of(kernel, algebra):
+            entries |= {Entry(name, option, rows) for rows in (ROWS if takes(kernel, "HAS_EDGES") else (PLAIN,))}
     return entries
 
 
@@ -87,12 +95,12 @@ def entries_of(launch: Any, tensors: tuple[Any, ...]) -> set[Entry]:
     parameters = list(inspect.signature(launch.kernel.fn).parameters)
     given = dict(zip(parameters, (*tensors, *launch.values), strict=False)) | launch.constants
     options = {"none"} | {name for name, value in given.items() if isinstance(value, Tensor)}
-    for owner in {"loss_options", "weights"} & given.keys():
-        options |= {f"{owner}.{name}" for name, value in given[owner]._asdict().items() if value is not None}
+    if "loss_options" in given:
+        options |= {f"loss_options.{name}" for name, v in given["loss_options"]._asdict().items() if v is not None}
     if given.get("temperature") is not None:
         options.add("loss_options.temperature")
-    options |= {f"KIND.{given.get('KIND')}", f"ranks={given.get('n_ranks')}"}
-    name = launch.kernel.fn.__name__
+    options.add(f"ranks={given.get('n_ranks')}")
+    name = name_of(launch.kernel, given.get("LOSS"))
     return {Entry(name, option, rows) for option in options for rows in _rows(given, tensors)}
 
 

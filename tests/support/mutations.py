@@ -40,9 +40,10 @@ OF_HEADS = "tests/conformance/test_heads.py tests/linear tests/ranks/test_linear
 MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py tests/logits/test_sole_owner.py"
 SUITES = {  # of files that begin so, the first that fits; what finds a fault soonest comes first
     "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_system.py tests/test_random_calls.py",
-    "kernels/pairs": f"{INTERPRETED} {OF_PAIRS}",
-    "kernels/soft_targets": f"{INTERPRETED} {OF_PAIRS}",
-    "kernels/di": f"{INTERPRETED} {OF_PAIRS}",
+    "kernels/walk": f"{INTERPRETED} {OF_PAIRS}",
+    "kernels/row_loss": f"{INTERPRETED} {OF_PAIRS}",
+    "kernels/targets": f"{INTERPRETED} {OF_PAIRS}",
+    "kernels/divergences": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/launch": "tests/conformance/test_logits.py tests/kernels tests/test_random_calls.py",
     "kernels/": f"{INTERPRETED} {NUMBERS} {EDGES}",
     "losses/labels": f"-m 'reference or gloo' tests/conformance {OF_HEADS}",

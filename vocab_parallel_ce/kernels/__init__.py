@@ -3,7 +3,7 @@
 Only modules in here import triton, and nothing imports this package before a kernel runs.
 """
 
-from vocab_parallel_ce.kernels import distillation, soft_targets
+from vocab_parallel_ce.kernels import divergences, row_loss, targets
 from vocab_parallel_ce.kernels.count_larger import count_larger
 from vocab_parallel_ce.kernels.cross_entropy import cross_entropy
 from vocab_parallel_ce.kernels.element_mul import element_mul
@@ -13,9 +13,10 @@ from vocab_parallel_ce.kernels.online_softmax import online_softmax
 __all__ = [
     "count_larger",
     "cross_entropy",
-    "distillation",
+    "divergences",
     "element_mul",
     "online_softmax",
-    "soft_targets",
+    "row_loss",
+    "targets",
     "token_outputs",
 ]

@@ -10,9 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ, choose_block
-from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
+from vocab_parallel_ce.kernels.walk import locate, walk
 from vocab_parallel_ce.shard import VocabShard
+
+
+@triton.jit
+def add_larger(found, tile, own):
+    """Return each lane's count with one more tile."""
+    logits, label_x = own
+    x = tl.load(logits + tile.offset, tile.inside, other=float("-inf"))
+    return found + tl.sum((x.to(tl.float32) > label_x).to(tl.int32), axis=1)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -29,18 +37,9 @@ def count_larger_kernel(
 ):
     """Example: ``x = [1, 3, 2]`` and ``label_x = 1`` give 2."""
     row = tl.program_id(0).to(tl.int64)
-    own, begin = tl.load(label_x + row), ops.row_begin(row, layout)
-    first, width = ops.row_body(begin, n_columns, VECTOR)
-    lane_columns = ops.tile_columns(LANES, VECTOR)
-    found = tl.zeros([LANES], tl.int32)
-    for tile in range(0, width, LANES * VECTOR):
-        columns = tile + lane_columns
-        x = tl.load(logits + first + columns, columns < width, other=float("-inf"))
-        found += tl.sum((x.to(tl.float32) > own).to(tl.int32), axis=1)
-    if HAS_EDGES:
-        offset, inside = ops.edge_offsets(lane_columns, begin, n_columns, first, width, VECTOR)
-        x = tl.load(logits + offset, inside & (lane_columns < 16 * VECTOR), other=float("-inf"))
-        found += tl.sum((x.to(tl.float32) > own).to(tl.int32), axis=1)
+    own = logits, tl.load(label_x + row)
+    place = locate(row, layout, None, n_columns, False, VECTOR)
+    found = walk(place, tl.zeros([LANES], tl.int32), own, None, None, add_larger, HAS_EDGES, LANES, VECTOR)
     tl.store(counts + row, tl.sum(found, axis=0))
 
 

@@ -12,15 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
-from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
+from vocab_parallel_ce.kernels.walk import locate, walk
 
 PROGRAMS = 512  # fills a GPU, and starts and ends in 2 us
 
 
 @triton.jit
-def scaled(grad, factor):
-    """Return ``grad * factor``, and 0 if ``grad`` is 0: an ignored row stays 0 under an infinite factor."""
+def scaled(factor, tile, grad_logits):
+    """Return a tile times ``factor``, 0 where it is 0: an ignored row stays 0 under an infinite factor."""
+    grad = tl.load(grad_logits + tile.offset, tile.inside).to(tl.float32)
     return tl.where(grad == 0, 0.0, grad * factor)
 
 
@@ -37,7 +38,6 @@ def element_mul_kernel(
     VECTOR: tl.constexpr,
 ):
     """Example: ``[1, 2, 3]`` with grad_output 0.5 becomes ``[0.5, 1, 1.5]``."""
-    lane_columns = ops.tile_columns(LANES, VECTOR)
     row = tl.program_id(0).to(tl.int64)
     if grad_output_stride == 0:
         if tl.load(grad_output).to(tl.float32) == 1.0:
@@ -45,19 +45,8 @@ def element_mul_kernel(
     while row < n_rows:
         factor = tl.load(grad_output + row * grad_output_stride).to(tl.float32)
         if factor != 1.0:
-            begin = ops.row_begin(row, layout)
-            first, width = ops.row_body(begin, n_columns, VECTOR)
-            for tile in range(0, width, LANES * VECTOR):
-                columns = tile + lane_columns
-                inside = columns < width
-                pointers = grad_logits + first + columns
-                grad = scaled(tl.load(pointers, inside).to(tl.float32), factor)
-                tl.store(pointers, grad.to(grad_logits.dtype.element_ty), inside)
-            if HAS_EDGES:
-                lane = tl.arange(0, 16 * VECTOR)
-                offset, inside = ops.edge_offsets(lane, begin, n_columns, first, width, VECTOR)
-                grad = scaled(tl.load(grad_logits + offset, inside).to(tl.float32), factor)
-                tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)
+            place = locate(row, layout, None, n_columns, False, VECTOR)
+            walk(place, factor, grad_logits, grad_logits, None, scaled, HAS_EDGES, LANES, VECTOR)
         row += tl.num_programs(0)
 
 

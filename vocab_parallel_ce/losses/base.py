@@ -170,15 +170,15 @@ class Loss:
 
 
 def bound(
-    module: ModuleType, options: Any, shard: VocabShard, element_mul: Any, exchanges: tuple[tuple[str, ...], ...]
+    kernels: ModuleType, algebra: Any, options: Any, shard: VocabShard, exchanges: tuple[tuple[str, ...], ...]
 ) -> Launchers:
-    """Bind a module of kernels that has launchers under the names of :class:`Launchers`."""
-    own = {"shard": shard, "options": options}
+    """Bind the launchers of ``kernels.row_loss`` to a loss's algebra, and to its options as kernels take them."""
+    own = {"algebra": algebra, "shard": shard, "options": options}
     return Launchers(
-        functools.partial(module.statistics, **own),
-        functools.partial(module.outputs, **own),
-        functools.partial(module.gradient, **own),
-        element_mul,
+        functools.partial(kernels.row_loss.statistics, **own),
+        functools.partial(kernels.row_loss.outputs, **own),
+        functools.partial(kernels.row_loss.gradient, **own),
+        kernels.element_mul,
         widths=tuple(map(len, exchanges)),
-        second=functools.partial(module.second, **own) if len(exchanges) > 1 else None,
+        second=functools.partial(kernels.row_loss.second, **own) if len(exchanges) > 1 else None,
     )

@@ -158,7 +158,8 @@ class DivergenceLoss(Loss):
     def launchers(self, options: DivergenceOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
             return reference.launchers(self, options, shard)
-        return bound(kernels.distillation, options, shard, kernels.element_mul, self.exchanges(options))
+        own = kernels.divergences.kernel_options(options)
+        return bound(kernels, kernels.divergences.ALGEBRA, own, shard, self.exchanges(options))
 
     def divisor(self, given: Teacher, logits: Tensor, settings: Settings) -> Tensor:
         return rows_of_mean(given.labels, logits, settings)

@@ -36,6 +36,10 @@ class Targets(NamedTuple):
     probs: Tensor  # [..., C]
     class_weight: Tensor | None = None  # of this rank's columns without padding
 
+    @property
+    def labels(self) -> None:
+        """Targets are in the place of labels."""
+
 
 class TargetStats(NamedTuple):
     """What a set of columns contributes to each row, each ``[N]``."""
@@ -83,7 +87,7 @@ class TargetLoss(Loss):
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
             return reference.launchers(self, options, shard)
-        return bound(kernels.soft_targets, options, shard, kernels.element_mul, self.exchanges(options))
+        return bound(kernels, kernels.targets.ALGEBRA, options, shard, self.exchanges(options))
 
     def divisor(self, given: Targets, logits: Tensor, settings: Settings) -> Tensor:
         return logits.new_full((1,), logits.shape[:-1].numel(), dtype=torch.int64)

@@ -1,0 +1,48 @@
+"""Kernels take a loss as a record of jit functions: an edit of one of them must reach the compiled kernel."""
+
+import shutil
+
+import pytest
+
+from tests.support.fresh import ROOT, fresh_python
+
+pytestmark = pytest.mark.compile_only
+
+PACKAGE, FILE = "vocab_parallel_ce", "kernels/targets.py"
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from tests.support import compile_kernels
+from vocab_parallel_ce.kernels import targets
+
+assert targets.__file__.startswith(PLACE)
+variants = compile_kernels.of_targets("bf16", "bf16", False, "plain")
+outputs = next(variant for variant in variants if variant.name.startswith("target_loss"))
+print(triton.compile(compile_kernels.source_of(outputs), target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+"""
+EDITS = {  # of functions of the algebra: of one itself, and of one that another calls
+    "loss": ("log_sum = tl.log(stats.sum_exp)\n", "log_sum = tl.log(stats.sum_exp) + 12345.0\n"),
+    "times": ("tl.where(target == 0, 0.0, target * shifted)", "tl.where(target == 0, 12345.0, target * shifted)"),
+}
+NUMBER = "0f4640E400"  # 12345
+
+
+def test_an_edited_function_of_an_algebra_is_compiled_again(tmp_path):
+    """Triton's cache on disk would return what was compiled before the edit, which has the same name."""
+    shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / PACKAGE / FILE
+    original = path.read_text(encoding="utf-8")
+
+    def compiled(text):
+        path.write_text(text, encoding="utf-8")
+        variables = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+        variables |= {"TRITON_INTERPRET": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+        result = fresh_python("-c", f"PLACE = {str(tmp_path)!r}\n{COMPILE}", cwd=tmp_path, **variables)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    first = compiled(original)
+    assert NUMBER not in first and compiled(original) == first
+    for old, new in EDITS.values():
+        assert original.count(old) == 1
+        assert NUMBER in compiled(original.replace(old, new))

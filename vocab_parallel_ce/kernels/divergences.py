@@ -1,0 +1,276 @@
+"""Divergence of a student's distribution from a teacher's: the algebra of ``losses.divergences`` for ``row_loss``.
+
+    forward   KL = cross / teacher_sum - log(teacher_sum) + log(student_sum)     dx_i = (s_i - t_i) / T
+    reverse   KL = cross / student_sum - log(student_sum) + log(teacher_sum)     dx_i = s_i (log(s_i / t_i) - KL) / T
+    js        beta * KL(t || m) + (1 - beta) * KL(s || m)       dx_i = (1 - beta) s_i (log(s_i / m_i) - KL(s || m)) / T
+    with hard_weight h:  (1 - h) * dx_i + h * (softmax(x)_i - [i == y])
+
+The two terms of js are the second exchange. Their walk is bound by arithmetic.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.row_loss import Algebra, load_logits
+from vocab_parallel_ce.losses.divergences import DivergenceOptions, DivergenceStats
+
+
+class KernelOptions(NamedTuple):
+    """``DivergenceOptions`` for a kernel; None if off. A kind is what is on: beta is js's, forward has neither."""
+
+    inverse_temperature: float | None
+    reverse: int | None
+    beta: float | None
+    hard_weight: float | None
+    ignore_index: int
+
+
+class Factors(NamedTuple):
+    """What the gradients of a row's columns share."""
+
+    student_max: tl.tensor
+    teacher_max: tl.tensor
+    student_sum: tl.tensor
+    teacher_sum: tl.tensor
+    offset: tl.tensor  # reverse: KL + log(student_sum) - log(teacher_sum); js: KL(s || m)
+    hard_inverse: tl.tensor  # 1 / hard_sum
+    weight: tl.tensor  # grad_output / divisor
+
+
+@triton.jit
+def cooled(shifted, loss_options):
+    """Return ``shifted / T``."""
+    if loss_options.inverse_temperature is not None:
+        shifted = shifted * loss_options.inverse_temperature
+    return shifted
+
+
+@triton.jit
+def cross_terms(weight_exp, weight, other):
+    """Return ``exp(weight) * (weight - other)``; 0 where ``weight`` is -inf, otherwise inf where ``other`` is."""
+    difference = tl.where(weight == float("-inf"), 0.0, weight - other)
+    # An exponential of 0 times inf is NaN.
+    return tl.where(difference == float("inf"), 1.0, weight_exp) * difference
+
+
+@triton.jit
+def moved(cross, weight_sum, weight_raised, other_raised, decay):
+    """Return ``cross`` relative to larger maxima; inf stays."""
+    shift = tl.where(weight_sum == 0, 0.0, weight_sum * (ops.bounded(weight_raised) - other_raised))
+    return tl.where(cross == float("inf"), cross, (cross + shift) * decay)
+
+
+@triton.jit
+def raised_to(stats, student_max, teacher_max, loss_options):
+    """Return the sums relative to larger maxima: ``(student_sum, teacher_sum, cross, hard_sum)``."""
+    student_shift = ops.finite_or_zero(student_max)
+    teacher_shift = ops.finite_or_zero(teacher_max)
+    student_decay = ops.exp_shifted(cooled(stats.student_max - student_shift, loss_options), 0.0)
+    teacher_decay = ops.exp_shifted(cooled(stats.teacher_max - teacher_shift, loss_options), 0.0)
+    cross = stats.cross
+    if loss_options.beta is None:
+        student_raised = cooled(ops.raised_by(stats.student_max, student_shift), loss_options)
+        teacher_raised = cooled(ops.raised_by(stats.teacher_max, teacher_shift), loss_options)
+        if loss_options.reverse is None:
+            cross = moved(cross, stats.teacher_sum, teacher_raised, student_raised, teacher_decay)
+        else:
+            cross = moved(cross, stats.student_sum, student_raised, teacher_raised, student_decay)
+    hard_sum = stats.hard_sum
+    if loss_options.hard_weight is not None:
+        hard_sum *= ops.exp_shifted(stats.student_max, student_shift)
+    return stats.student_sum * student_decay, stats.teacher_sum * teacher_decay, cross, hard_sum
+
+
+@triton.jit
+def empty(at_label, LANES: tl.constexpr):
+    zeros = tl.zeros([LANES], tl.float32)
+    lowest = tl.full([LANES], float("-inf"), tl.float32)
+    return DivergenceStats(lowest, zeros, lowest, zeros, zeros, at_label, zeros)
+
+
+@triton.jit
+def tile(stats, tile, own):
+    loss_options = own.loss_options
+    x, w = load_logits(own.logits + tile.offset, tile.inside), load_logits(own.other + tile.other, tile.inside)
+    student_max = tl.maximum(stats.student_max, tl.max(x, axis=1))
+    teacher_max = tl.maximum(stats.teacher_max, tl.max(w, axis=1))
+    student_sum, teacher_sum, cross, hard_sum = raised_to(stats, student_max, teacher_max, loss_options)
+    x_shifted = x - ops.finite_or_zero(student_max)[:, None]
+    a = cooled(x_shifted, loss_options)
+    b = cooled(w - ops.finite_or_zero(teacher_max)[:, None], loss_options)
+    a_exp, b_exp = ops.exp_shifted(a, 0.0), ops.exp_shifted(b, 0.0)
+    if loss_options.reverse is not None:
+        cross += tl.sum(cross_terms(a_exp, a, b), axis=1)
+    elif loss_options.beta is None:
+        cross += tl.sum(cross_terms(b_exp, b, a), axis=1)
+    if loss_options.hard_weight is not None:
+        hard_sum += tl.sum(ops.exp_shifted(x_shifted, 0.0), axis=1)
+    student_sum += tl.sum(a_exp, axis=1)
+    teacher_sum += tl.sum(b_exp, axis=1)
+    return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, stats.target, hard_sum)
+
+
+@triton.jit
+def merge(stats, loss_options):
+    """The label's logit is merged already: lanes have one together."""
+    student_max, teacher_max = tl.max(stats.student_max, axis=0), tl.max(stats.teacher_max, axis=0)
+    student_sum, teacher_sum, cross, hard_sum = raised_to(stats, student_max, teacher_max, loss_options)
+    return DivergenceStats(
+        student_max,
+        tl.sum(student_sum, axis=0),
+        teacher_max,
+        tl.sum(teacher_sum, axis=0),
+        tl.sum(cross, axis=0),
+        stats.target,
+        tl.sum(hard_sum, axis=0),
+    )
+
+
+@triton.jit
+def load(pointers, mask, loss_options):
+    """The label's logit is merged."""
+    student_max = tl.load(pointers, mask, other=float("-inf"))
+    student_sum = tl.load(pointers + 1, mask, other=0.0)
+    teacher_max = tl.load(pointers + 2, mask, other=float("-inf"))
+    teacher_sum = tl.load(pointers + 3, mask, other=0.0)
+    pointers += 4
+    cross = tl.zeros_like(student_sum)
+    hard_sum = tl.zeros_like(student_sum)
+    target = hard_sum
+    if loss_options.beta is None:
+        cross = tl.load(pointers, mask, other=0.0)
+        pointers += 1
+    if loss_options.hard_weight is not None:
+        target = tl.max(tl.load(pointers, mask, other=float("-inf")), axis=0)
+        hard_sum = tl.load(pointers + 1, mask, other=0.0)
+    return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, target, hard_sum)
+
+
+@triton.jit
+def store(pointer, stats, loss_options):
+    tl.store(pointer, stats.student_max)
+    tl.store(pointer + 1, stats.student_sum)
+    tl.store(pointer + 2, stats.teacher_max)
+    tl.store(pointer + 3, stats.teacher_sum)
+    pointer += 4
+    if loss_options.beta is None:
+        tl.store(pointer, stats.cross)
+        pointer += 1
+    if loss_options.hard_weight is not None:
+        tl.store(pointer, stats.target)
+        tl.store(pointer + 1, stats.hard_sum)
+
+
+@triton.jit
+def loss(stats, second, loss_options):
+    student_log = tl.log(stats.student_sum)
+    teacher_log = tl.log(stats.teacher_sum)
+    if loss_options.beta is not None:
+        of_teacher, of_student = second
+        value = loss_options.beta * of_teacher + (1 - loss_options.beta) * of_student
+    elif loss_options.reverse is not None:
+        value = stats.cross / stats.student_sum - student_log + teacher_log
+    else:
+        value = stats.cross / stats.teacher_sum - teacher_log + student_log
+    if loss_options.hard_weight is not None:
+        h = loss_options.hard_weight
+        hard = tl.log(stats.hard_sum) + (stats.student_max - stats.target)
+        value = tl.where(h == 1, 0.0, (1 - h) * value) + h * hard
+    return value
+
+
+@triton.jit
+def log2_probs(logits, row_max, log2_sum, loss_options):
+    """Return log2 of the probabilities; ``log2_sum`` is that of the row's sum."""
+    return cooled(logits - row_max, loss_options) * 1.4426950408889634 - log2_sum
+
+
+@triton.jit
+def log2_mixture(s, t, loss_options):
+    """Return ``log2(m)``, ``m = beta * t + (1 - beta) * s``, at least that of the least normal number; not NaN."""
+    return ops.log2_normal(loss_options.beta * t + ((1 - loss_options.beta) * s + 1.1754943508222875e-38))
+
+
+@triton.jit
+def mixture(sums, tile, row):
+    """Add a tile's parts of ``KL(t || m)`` and ``KL(s || m)``, over log(2)."""
+    own, stats = row
+    loss_options = own.loss_options
+    x, w = load_logits(own.logits + tile.offset, tile.inside), load_logits(own.other + tile.other, tile.inside)
+    student_log = log2_probs(x, stats.student_max, tl.log2(stats.student_sum), loss_options)
+    teacher_log = log2_probs(w, stats.teacher_max, tl.log2(stats.teacher_sum), loss_options)
+    s, t = tl.exp2(student_log), tl.exp2(teacher_log)
+    mixture_log = log2_mixture(s, t, loss_options)
+    # Of -inf the term is 0, of what is outside too.
+    of_teacher = t * ops.bounded(teacher_log - mixture_log)
+    of_student = s * ops.bounded(student_log - mixture_log)
+    return sums[0] + tl.sum(of_teacher, axis=1), sums[1] + tl.sum(of_student, axis=1)
+
+
+@triton.jit
+def merge_mixture(sums):
+    return tl.sum(sums[0], axis=0) * 0.6931471805599453, tl.sum(sums[1], axis=0) * 0.6931471805599453
+
+
+@triton.jit
+def factors(stats, second, weight, live, loss_options):
+    """Factors are 0 if the row is not ``live``, and the sums 1."""
+    offset = stats.cross
+    if loss_options.reverse is not None:
+        offset = stats.cross / stats.student_sum  # KL + log(student_sum) - log(teacher_sum)
+    if second is not None:
+        of_teacher, of_student = second
+        offset = tl.where(of_teacher != of_teacher, of_teacher, of_student)  # NaN: log2_mixture hides it
+    return Factors(
+        tl.where(live, stats.student_max, 0.0),
+        tl.where(live, stats.teacher_max, 0.0),
+        tl.where(live, stats.student_sum, 1.0),
+        tl.where(live, stats.teacher_sum, 1.0),
+        tl.where(live, offset, 0.0),
+        tl.where(live, 1.0 / stats.hard_sum, 0.0),
+        tl.where(live, weight, 0.0),
+    )
+
+
+@triton.jit
+def gradient(factors, tile, own):
+    loss_options = own.loss_options
+    is_target = tile.offset == own.target  # compared here: later, the offsets would stay in registers
+    x, w = load_logits(own.logits + tile.offset, tile.inside), load_logits(own.other + tile.other, tile.inside)
+    if loss_options.beta is not None:
+        student_log = log2_probs(x, factors.student_max, tl.log2(factors.student_sum), loss_options)
+        teacher_log = log2_probs(w, factors.teacher_max, tl.log2(factors.teacher_sum), loss_options)
+        s, t = tl.exp2(student_log), tl.exp2(teacher_log)
+        log_ratio = (student_log - log2_mixture(s, t, loss_options)) * 0.6931471805599453
+        grad = tl.where(s == 0, 0.0, (1 - loss_options.beta) * s * (log_ratio - factors.offset))
+    else:
+        a, b = cooled(x - factors.student_max, loss_options), cooled(w - factors.teacher_max, loss_options)
+        s = ops.exp_shifted(a, 0.0) * (1.0 / factors.student_sum)
+        if loss_options.reverse is not None:
+            grad = tl.where(s == 0, 0.0, s * (a - b - factors.offset))
+        else:
+            t = ops.exp_shifted(b, 0.0) * (1.0 / factors.teacher_sum)
+            grad = s - tl.where(x == float("-inf"), 0.0, t)
+    grad = cooled(grad, loss_options)
+    if loss_options.hard_weight is not None:
+        h = loss_options.hard_weight
+        hard = ops.exp_shifted(x, factors.student_max) * factors.hard_inverse
+        hard -= tl.where(is_target & (x != float("-inf")), 1.0, 0.0)
+        grad = tl.where(h == 1, 0.0, (1 - h) * grad) + h * hard
+    return grad * factors.weight
+
+
+ALGEBRA = Algebra(empty, tile, merge, load, store, loss, factors, gradient, mixture, merge_mixture)
+
+
+def kernel_options(options: DivergenceOptions) -> KernelOptions:
+    """Return what kernels take."""
+    inverse = None if options.temperature == 1 else 1 / options.temperature
+    reverse, beta = 1 if options.divergence == "reverse" else None, options.beta
+    hard_weight = options.hard_weight or None
+    return KernelOptions(
+        inverse, reverse, beta if options.divergence == "js" else None, hard_weight, options.ignore_index
+    )

@@ -1,0 +1,429 @@
+"""Kernels and launchers of every loss of two tensors: logits, and a number beside each logit.
+
+    statistics   walk a row of both shards: what this rank's columns contribute, and on one rank also the losses
+    second       the same of a second exchange, of sums over columns that need the statistics of all ranks
+    outputs      merge the ranks, and write the losses; does not read the logits
+    gradient     merge the ranks, walk a row of both shards, and write the gradient, over the logits or elsewhere
+
+A loss is an :class:`Algebra` of jit functions, in a file of its own: ``targets``, ``divergences``. One program does one
+row, of ``outputs`` 128. Regime: bound by memory, five passes over a shard in all, of a loss with a second exchange
+seven; 1 K to 256 K columns. Rows with ``ignore_index`` are not read. ``grad_output`` and the divisor are one fp32
+factor per row, so the gradient is rounded once.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
+from vocab_parallel_ce.kernels.loss import LOSS_ROWS
+from vocab_parallel_ce.kernels.walk import PairRows, clear_columns, locate, pair_arguments, pair_launch, walk
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
+
+
+class Algebra(NamedTuple):
+    """A loss as kernels take it, a ``tl.constexpr``: the mathematics of its file in ``losses``, as jit functions.
+
+    ``stats`` is the loss's record of statistics, ``tile`` a ``walk.Tile``, ``own`` a :class:`Row`. ``options`` is the
+    argument ``loss_options``. Options that are off are None.
+    """
+
+    empty: Any  # (at_label, LANES): stats of lanes that have seen nothing; at_label is the label's logit, -inf if none
+    tile: Any  # (stats, tile, own): each lane's stats with one more tile
+    merge: Any  # (stats, options): of one row; over axis 0, lanes or ranks
+    load: Any  # (pointers, mask, options): packed stats; ranks that mask excludes have no columns
+    store: Any  # (pointer, stats, options): pack them
+    loss: Any  # (stats, second, options): of a row or a vector of rows; second are the sums of the second exchange
+    factors: Any  # (stats, second, weight, live, options): what all columns' gradients share; finite if not live
+    gradient: Any  # (factors, tile, own): fp32 of each column; 0 if all logits are -inf and factors are not live
+    second: Any = None  # (sums, (tile's) tile, (own, stats)): each lane's two sums with one more tile
+    merge_second: Any = None  # (sums): over axis 0, lanes
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton's cache on disk knows this by. By its ``str`` it would load what an edited function was."""
+        return "-".join([function.cache_key for function in self if function is not None])
+
+    def __hash__(self) -> int:
+        """Hash the object: the functions' hashes take a lock each, at every launch."""
+        return id(self)
+
+
+class Row(NamedTuple):
+    """What the walk of a row passes to the functions of a loss."""
+
+    logits: tl.tensor  # the base
+    other: tl.tensor  # the base of what stands beside the logits
+    class_weight: tl.tensor  # the pointer, or None
+    target: tl.tensor  # offset of the label's logit from the base; outside of the row if this rank has none
+    vocab_size: tl.tensor
+    loss_options: tl.tuple
+
+
+class Sizes(NamedTuple):
+    """Numbers that are the same in every step."""
+
+    n_columns: int
+    n_valid: int  # columns that are not padding
+    vocab_size: int
+
+    @classmethod
+    def of(cls, shard: VocabShard) -> "Sizes":
+        return cls(shard.n_columns, shard.n_valid, shard.vocab_size)
+
+
+@triton.jit
+def load_logits(pointers, inside):
+    """Return the logits in fp32, -inf outside."""
+    return tl.load(pointers, inside, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def merged_ranks(stats, rows, ranks, mask, n_rows, loss_options, LOSS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the statistics of ``rows``, merged over axis 0, the ranks."""
+    pointers = stats + (ranks.to(tl.int64) * n_rows + rows) * WIDTH
+    return LOSS.merge(LOSS.load(pointers, mask, loss_options), loss_options)
+
+
+@triton.jit
+def summed_ranks(second, rows, ranks, mask, n_rows):
+    """Return the two sums of ``rows`` in the second exchange, over axis 0, the ranks."""
+    pointers = second + 2 * (ranks.to(tl.int64) * n_rows + rows)
+    return tl.sum(tl.load(pointers, mask, other=0.0), axis=0), tl.sum(tl.load(pointers + 1, mask, other=0.0), axis=0)
+
+
+@triton.jit
+def second_of_row(
+    place,
+    own,
+    stats,
+    pointer,
+    LOSS: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Store a row's two sums for the second exchange at ``pointer``, and return them."""
+    zeros = tl.zeros([LANES], tl.float32)
+    lanes = walk(place, (zeros, zeros), (own, stats), None, None, LOSS.second, HAS_EDGES, LANES, VECTOR)
+    sums = LOSS.merge_second(lanes)
+    tl.store(pointer, sums[0])
+    tl.store(pointer + 1, sums[1])
+    return sums
+
+
+@triton.jit
+def output(stats, second, label, divisor, sizes, loss_options, LOSS: tl.constexpr):
+    """Return the loss of one row or of a vector of rows; ``label`` is None if there are no labels."""
+    value = LOSS.loss(stats, second, loss_options)
+    if label is not None:
+        value = ops.at_the_edges(value, label, sizes.vocab_size, loss_options)
+    if divisor is not None:
+        value = ops.weighted(value, ops.divisor_weight(divisor))
+    return value
+
+
+@triton.jit(do_not_specialize=["n_rows", "shard_start", "stats_start"])
+def row_statistics_kernel(
+    logits,  # [N, C] bf16|fp16|fp32
+    other,  # [N, C'], what stands beside the logits
+    labels,  # [N] int64|int32, or None
+    class_weight,  # [sizes.n_valid] fp32, or None: all 1
+    stats,  # [R, N, K] fp32, out: this rank's rows
+    second,  # [1, N, 2] fp32, out, or None: no second exchange, or other ranks
+    loss,  # [N] fp32, out; None if there are other ranks
+    divisor,  # [1] of loss, integer or floating point, or None: 1
+    layout,  # RowLayout of logits
+    other_layout,
+    sizes,  # Sizes
+    loss_options,  # option_arguments, or the loss's own
+    n_rows,
+    shard_start,
+    stats_start,  # this rank's first row in stats
+    LOSS: tl.constexpr,  # Algebra
+    WIDTH: tl.constexpr,  # K
+    HAS_EDGES: tl.constexpr,
+    ALIKE: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Example: targets, ``x = [1, 3, 2]``, ``t = [0, 0.5, 0.5]``: ``(3, 1.5032, 1, -0.5)``, loss 0.9076."""
+    row = tl.program_id(0).to(tl.int64)
+    label = None
+    n_columns = sizes.n_valid
+    column = tl.full((), -1, tl.int64)
+    if labels is not None:
+        label = tl.load(labels + row).to(tl.int64)
+        # An ignored row counts as a row of no columns: nothing is read.
+        n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
+        column = label - shard_start
+    place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR)
+    own = Row(logits, other, class_weight, place.begin + column, sizes.vocab_size, loss_options)
+    at_label = load_logits(logits + own.target, (column >= 0) & (column < n_columns))
+    lanes = walk(place, LOSS.empty(at_label, LANES), own, None, None, LOSS.tile, HAS_EDGES, LANES, VECTOR)
+    found = LOSS.merge(lanes, loss_options)
+    LOSS.store(stats + (stats_start + row) * WIDTH, found, loss_options)
+    sums = None
+    if second is not None:
+        sums = second_of_row(place, own, found, second + 2 * row, LOSS, HAS_EDGES, LANES, VECTOR)
+    if loss is not None:
+        tl.store(loss + row, output(found, sums, label, divisor, sizes, loss_options, LOSS))
+
+
+@triton.jit(do_not_specialize=["n_rows", "second_start"])
+def row_second_kernel(
+    logits,  # [N, C] bf16|fp16|fp32
+    other,  # [N, C'], what stands beside the logits
+    labels,  # [N] int64|int32, or None
+    class_weight,  # [sizes.n_valid] fp32, or None: all 1
+    stats,  # [R, N, K] fp32
+    second,  # [R, N, 2] fp32, out: this rank's rows
+    layout,  # RowLayout of logits
+    other_layout,
+    sizes,  # Sizes
+    n_ranks,
+    loss_options,  # option_arguments, or the loss's own
+    n_rows,
+    second_start,  # this rank's first row in second
+    LOSS: tl.constexpr,  # Algebra
+    WIDTH: tl.constexpr,  # K
+    RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    HAS_EDGES: tl.constexpr,
+    ALIKE: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Example: js, ``x = [1, 3]``, ``w = [2, 2]``, beta 0.5: 0.0783 and 0.1008."""
+    row = tl.program_id(0).to(tl.int64)
+    ranks = tl.arange(0, RANKS)
+    found = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
+    n_columns = sizes.n_valid
+    if labels is not None:
+        label = tl.load(labels + row).to(tl.int64)
+        n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
+    place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR)
+    own = Row(logits, other, class_weight, place.begin - 1, sizes.vocab_size, loss_options)
+    second_of_row(place, own, found, second + 2 * (second_start + row), LOSS, HAS_EDGES, LANES, VECTOR)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def row_outputs_kernel(
+    stats,  # [R, N, K] fp32
+    second,  # [R, N, 2] fp32, or None
+    labels,  # [N] int64|int32, or None
+    divisor,  # [1], or None: 1
+    loss,  # [N] fp32, out
+    n_ranks,
+    sizes,  # Sizes
+    loss_options,  # option_arguments, or the loss's own
+    n_rows,
+    LOSS: tl.constexpr,  # Algebra
+    WIDTH: tl.constexpr,  # K
+    RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    ROWS: tl.constexpr,
+):
+    """Example: targets, ranks with ``(3, 1.1353, 0.5, 0)`` and ``(2, 1, 0.5, 0)``: loss 0.9076."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = rows < n_rows
+    label = None
+    if labels is not None:
+        label = tl.load(labels + rows, inside, other=0).to(tl.int64)
+    ranks = tl.arange(0, RANKS)[:, None]
+    mask = (ranks < n_ranks) & inside[None, :]
+    found = merged_ranks(stats, rows[None, :], ranks, mask, n_rows, loss_options, LOSS, WIDTH)
+    sums = None
+    if second is not None:
+        sums = summed_ranks(second, rows[None, :], ranks, mask, n_rows)
+    tl.store(loss + rows, output(found, sums, label, divisor, sizes, loss_options, LOSS), inside)
+
+
+@triton.jit(do_not_specialize=["n_rows", "shard_start"])
+def row_gradient_kernel(
+    logits,  # [N, C] bf16|fp16|fp32
+    other,  # [N, C'], what stands beside the logits
+    labels,  # [N] int64|int32, or None
+    class_weight,  # [sizes.n_valid] fp32, or None: all 1
+    stats,  # [R, N, K] fp32
+    second,  # [R, N, 2] fp32, or None
+    divisor,  # [1], or None: 1
+    grad_output,  # [N] fp32
+    grad_logits,  # [N, C] logits' dtype, out; may be logits
+    layout,  # RowLayout of logits and of grad_logits
+    other_layout,
+    grad_stride,  # of grad_output
+    sizes,  # Sizes
+    n_ranks,
+    loss_options,  # option_arguments, or the loss's own
+    n_rows,
+    shard_start,
+    LOSS: tl.constexpr,  # Algebra
+    WIDTH: tl.constexpr,  # K
+    RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    HAS_EDGES: tl.constexpr,
+    ALIKE: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Example: targets, ``x = [1, 3, 2]``, ``t = [0, 0.5, 0.5]``: ``[0.0900, 0.1652, -0.2553]``."""
+    # Last rows first: the kernel before has just left them in the L2 cache.
+    row = (n_rows - 1 - tl.program_id(0)).to(tl.int64)
+    ranks = tl.arange(0, RANKS)
+    found = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
+    sums = None
+    if second is not None:
+        sums = summed_ranks(second, row, ranks, ranks < n_ranks, n_rows)
+    weight = tl.load(grad_output + row * grad_stride)
+    live = row >= 0
+    if divisor is not None:
+        share = ops.divisor_weight(divisor)
+        weight *= share
+        live &= share != 0
+    column = tl.full((), -1, tl.int64)
+    if labels is not None:
+        label = tl.load(labels + row).to(tl.int64)
+        live &= label != loss_options.ignore_index
+        weight = tl.where((label < 0) | (label >= sizes.vocab_size), float("nan"), weight)
+        column = label - shard_start
+    factors = LOSS.factors(found, sums, weight, live, loss_options)
+    place = locate(row, layout, other_layout, sizes.n_valid, ALIKE, VECTOR)
+    own = Row(logits, other, class_weight, place.begin + column, sizes.vocab_size, loss_options)
+    walk(place, factors, own, grad_logits, live, LOSS.gradient, HAS_EDGES, LANES, VECTOR)
+    clear_columns(grad_logits, place.begin, sizes.n_valid, sizes.n_columns, LANES)
+
+
+def statistics(
+    logits: Tensor,
+    beside: Any,
+    stats: tuple[Tensor, ...],
+    rank: int,
+    count: None = None,
+    outputs: TokenOutputs | None = None,
+    divisor: Tensor | None = None,
+    *,
+    algebra: Algebra,
+    shard: VocabShard,
+    options: Any,
+) -> None:
+    """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]``. With ``outputs``, fill all: the rank is the only one."""
+    _, n_rows, width = stats[0].shape
+    base, other_base, rows = pair_arguments(logits, beside[0])
+    filled = (None, None) if outputs is None else (_second_of(stats), outputs.loss)
+    tensors = (base, other_base, beside.labels, beside.class_weight, stats[0], *filled, divisor)
+    launch = _statistics(dtypes_of(tensors), rows, width, algebra, shard, options)
+    launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
+
+
+def second(
+    logits: Tensor,
+    beside: Any,
+    stats: tuple[Tensor, ...],
+    rank: int,
+    *,
+    algebra: Algebra,
+    shard: VocabShard,
+    options: Any,
+) -> None:
+    """Fill ``stats[1][rank]`` of ``stats[1] [R, N, 2]``."""
+    n_ranks, n_rows, width = stats[0].shape
+    base, other_base, rows = pair_arguments(logits, beside[0])
+    tensors = (base, other_base, beside.labels, beside.class_weight, *stats)
+    launch = _second(dtypes_of(tensors), rows, (n_ranks, width), algebra, shard, options)
+    launch(n_rows, tensors, (n_rows, rank * n_rows))
+
+
+def outputs(
+    stats: tuple[Tensor, ...],
+    beside: Any,
+    divisor: Tensor | None,
+    outputs: TokenOutputs,
+    *,
+    algebra: Algebra,
+    shard: VocabShard,
+    options: Any,
+) -> None:
+    """Fill ``outputs``, contiguous, from the statistics of all ranks; ``divisor [1]`` divides the loss if given."""
+    n_ranks, n_rows, width = stats[0].shape
+    tensors = (stats[0], _second_of(stats), beside.labels, divisor, outputs.loss)
+    launch = _outputs(dtypes_of(tensors), (n_ranks, width), algebra, shard, options)
+    launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
+
+
+def gradient(
+    logits: Tensor,
+    beside: Any,
+    stats: tuple[Tensor, ...],
+    divisor: Tensor | None,
+    grads: GradOutputs,
+    loss: None,
+    grad_logits: Tensor,
+    *,
+    algebra: Algebra,
+    shard: VocabShard,
+    options: Any,
+) -> None:
+    """Fill ``grad_logits``, laid out as ``logits [..., C]`` or it; ``grads.loss [N]`` multiplies it per row."""
+    n_ranks, n_rows, width = stats[0].shape
+    base, other_base, rows = pair_arguments(logits, beside[0])
+    grad_base = base
+    if grad_logits is not logits:
+        grad_base, _, grad_rows = pair_arguments(grad_logits, beside[0])
+        assert rows == grad_rows, "the gradient is laid out as the logits are"
+    grad_output: Any = grads.loss
+    if grad_output is None:
+        grad_output = stats[0].new_ones(1, dtype=torch.float32).expand(n_rows)
+    tensors = (base, other_base, beside.labels, beside.class_weight, stats[0], _second_of(stats), divisor)
+    tensors += (grad_output, grad_base)
+    launch = _gradient(dtypes_of(tensors), rows, grad_output.stride(0), (n_ranks, width), algebra, shard, options)
+    launch(n_rows, tensors, (n_rows, shard.start))
+
+
+def _second_of(stats: tuple[Tensor, ...]) -> Tensor | None:
+    """Return the statistics of the second exchange, if there is one."""
+    return stats[1] if len(stats) > 1 else None
+
+
+@cache_launches
+def _statistics(
+    dtypes: Dtypes, rows: PairRows, width: int, algebra: Algebra, shard: VocabShard, options: Any
+) -> Launch:
+    values, constants = (Sizes.of(shard), options), {"LOSS": algebra, "WIDTH": width}
+    return pair_launch(row_statistics_kernel, rows, values, shard, dtypes[0], **constants)
+
+
+@cache_launches
+def _second(
+    dtypes: Dtypes, rows: PairRows, gathered: tuple[int, int], algebra: Algebra, shard: VocabShard, options: Any
+) -> Launch:
+    values = (Sizes.of(shard), gathered[0], options)
+    return pair_launch(row_second_kernel, rows, values, shard, dtypes[0], **_of_ranks(gathered, algebra))
+
+
+@cache_launches
+def _outputs(dtypes: Dtypes, gathered: tuple[int, int], algebra: Algebra, shard: VocabShard, options: Any) -> Launch:
+    constants = {**_of_ranks(gathered, algebra), "ROWS": LOSS_ROWS}
+    return Launch(row_outputs_kernel, (gathered[0], Sizes.of(shard), options), constants, num_warps=4)
+
+
+@cache_launches
+def _gradient(
+    dtypes: Dtypes,
+    rows: PairRows,
+    grad_stride: int,
+    gathered: tuple[int, int],
+    algebra: Algebra,
+    shard: VocabShard,
+    options: Any,
+) -> Launch:
+    values = (grad_stride, Sizes.of(shard), gathered[0], options)
+    return pair_launch(row_gradient_kernel, rows, values, shard, dtypes[0], **_of_ranks(gathered, algebra))
+
+
+def _of_ranks(gathered: tuple[int, int], algebra: Algebra) -> dict[str, Any]:
+    """Return the constants of a kernel that merges ``(ranks, statistics)``."""
+    n_ranks, width = gathered
+    return {"LOSS": algebra, "WIDTH": width, "RANKS": triton.next_power_of_2(n_ranks)}

@@ -1,0 +1,140 @@
+"""Walk the rows of one tensor, or of two together: logits, and what stands beside each logit.
+
+Column ``i`` of one row stands beside column ``i`` of the other. Their strides and dtypes may differ. The walk's
+vectors are those of the first tensor. If both rows begin at the same position of a line, accesses of the second are
+vectors too; otherwise they are single elements.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vocab_parallel_ce.blocks import READ_PAIRS, choose_block
+from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.launch import Launch, row_arguments
+from vocab_parallel_ce.layout import RowLayout
+from vocab_parallel_ce.shard import VocabShard
+
+
+class Place(NamedTuple):
+    """Where the rows lie, in elements from their bases."""
+
+    begin: tl.tensor
+    n_columns: tl.tensor  # to walk
+    first: tl.tensor  # of the body
+    width: tl.tensor  # of the body
+    other_first: tl.tensor
+    other_shift: tl.tensor  # from an element of one row to that of the other
+
+
+class Tile(NamedTuple):
+    """Some columns of a row: the body's ``[LANES, VECTOR]``, or those of its edges."""
+
+    offset: tl.tensor  # from the first tensor's base
+    other: tl.tensor  # from the other's
+    column: tl.tensor
+    inside: tl.tensor  # whether there is such a column, and it is read
+
+
+class PairRows(NamedTuple):
+    """How the rows of two tensors lie, as a part of a launch's key."""
+
+    layout: tuple[int, ...]
+    other_layout: tuple[int, ...]
+    has_edges: bool
+    alike: bool  # each two rows begin at the same position of a line
+
+
+@triton.jit
+def locate(row, layout, other_layout, n_columns, ALIKE: tl.constexpr, VECTOR: tl.constexpr):
+    """Return the ``Place`` of ``row`` (int64); ``other_layout`` is None if there is one tensor."""
+    begin = ops.row_begin(row, layout)
+    first, width = ops.row_body(begin, n_columns, VECTOR)
+    other_begin, other_first = begin, first
+    if other_layout is not None:
+        other_begin = ops.row_begin(row, other_layout)
+        other_first = other_begin + (first - begin)
+        if ALIKE:
+            # The same number, and the compiler sees that it is a multiple.
+            other_first, _ = ops.row_body(other_begin, n_columns, VECTOR)
+    return Place(begin, n_columns, first, width, other_first, other_begin - begin)
+
+
+@triton.jit
+def walk(
+    place,
+    state,
+    own,
+    out,
+    live,
+    TILE: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Return ``state = TILE(state, tile, own)`` after all tiles of a row, whose lanes keep their own states.
+
+    With ``out``, a pointer to the first tensor or one like it, ``TILE(state, tile, own)`` is what is stored there. A
+    row that is not ``live`` is then not read; None is always.
+    """
+    lane_columns = ops.tile_columns(LANES, VECTOR)
+    for begin in range(0, place.width, LANES * VECTOR):
+        columns = begin + lane_columns
+        offset, inside = place.first + columns, columns < place.width
+        is_read = inside if live is None else inside & live
+        # Without edges the body begins with column 0, and the compiler sees that columns are aligned.
+        column = columns + (place.first - place.begin) if HAS_EDGES else columns
+        tile = Tile(offset, place.other_first + columns, column, is_read)
+        if out is None:
+            state = TILE(state, tile, own)
+        else:
+            tl.store(out + offset, TILE(state, tile, own).to(out.dtype.element_ty), inside)
+    if HAS_EDGES:
+        # 16 vectors. States have a lane for each row of a tile, so their tile is a whole one.
+        lane = lane_columns if out is None else tl.arange(0, 16 * VECTOR)
+        offset, inside = ops.edge_offsets(lane, place.begin, place.n_columns, place.first, place.width, VECTOR)
+        if out is None:
+            inside &= lane < 16 * VECTOR
+        is_read = inside if live is None else inside & live
+        tile = Tile(offset, offset + place.other_shift, offset - place.begin, is_read)
+        if out is None:
+            state = TILE(state, tile, own)
+        else:
+            tl.store(out + offset, TILE(state, tile, own).to(out.dtype.element_ty), inside)
+    return state
+
+
+@triton.jit
+def clear_columns(out, begin, n_valid, n_columns, LANES: tl.constexpr):
+    """Store 0 in the padded columns of a row."""
+    for tile in range(n_valid, n_columns, LANES):
+        columns = tile + tl.arange(0, LANES)
+        tl.store(out + begin + columns, tl.zeros([LANES], out.dtype.element_ty), columns < n_columns)
+
+
+def pair_arguments(logits: Tensor, other: Tensor) -> tuple[Tensor, Tensor, PairRows]:
+    """Return the bases of two tensors ``[..., C]`` of equal leading dimensions, and their ``PairRows``."""
+    base, (layout, has_edges) = row_arguments(logits)
+    other_base, (other_layout, _) = row_arguments(other)
+    line = 128 // logits.element_size()  # 8 vectors of the walk
+    own, others = RowLayout(*layout), RowLayout(*other_layout)
+    distances = (a - b for a, b in zip(own, others, strict=True))
+    alike = own[1:3] == others[1:3] and all(distance % line == 0 for distance in distances)
+    return base, other_base, PairRows(layout, other_layout, has_edges, alike)
+
+
+def pair_launch(
+    kernel: Any, rows: PairRows, values: tuple[Any, ...], shard: VocabShard, dtype: torch.dtype, **constants: Any
+) -> Launch:
+    """Return the Launch of a kernel that walks two tensors: both layouts come first, HAS_EDGES after ``constants``.
+
+    ``dtype`` is that of the first tensor.
+    """
+    block = choose_block(READ_PAIRS, shard.n_columns, dtype.itemsize)
+    has_edges = rows.has_edges or shard.n_valid % block.vector != 0
+    constants |= {"HAS_EDGES": has_edges, "ALIKE": rows.alike, "LANES": block.lanes, "VECTOR": block.vector}
+    layouts = RowLayout(*rows.layout), RowLayout(*rows.other_layout)
+    return Launch(kernel, (*layouts, *values), constants, num_warps=block.num_warps)
