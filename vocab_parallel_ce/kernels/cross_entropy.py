@@ -16,27 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
+from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, LossOptions
-
-
-class RowFactors(NamedTuple):
-    """What the gradient of a row's every column is made of, gradients of the outputs included; 0 if no option needs it.
-
-    ``exp`` is that of the shifted logits. Every term of a column is in ``target_grad`` too.
-    """
-
-    shift: tl.tensor  # row_max
-    of_exp: tl.tensor  # of the loss and of lse
-    of_exp_sq: tl.tensor  # of sum_sq_probs
-    of_entropy: tl.tensor  # of exp * (mean_shifted - shifted)
-    mean_shifted: tl.tensor
-    of_uniform: tl.tensor  # of smoothing; subtracted
-    of_mean: tl.tensor  # of mean_logit; added
-    target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label
 
 
 class ShardSizes(NamedTuple):
@@ -45,106 +30,6 @@ class ShardSizes(NamedTuple):
     n_columns: int
     n_valid: int | None  # columns that are not padding; None: all
     vocab_size: int
-
-
-@triton.jit
-def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, loss_options):
-    """Return the ``RowFactors`` of a row; all are 0 if it is not ``live``, so that its NaN stays unseen.
-
-    ``weight`` is 1 / divisor. ``grads`` and ``strides`` are ``GradOutputs`` of pointers, and of numbers, or None.
-    """
-    if grads.loss is not None:
-        weight *= tl.load(grads.loss + row * strides.loss)
-    weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
-    all_sum = ops.sum_exp(stats)
-    inverse_sum = 1.0 / all_sum
-    target_exp = ops.label_exp(stats.row_max, stats.target_logit)
-    p_factor, z_factor, of_uniform = 1.0, 0.0, 0.0
-    target_grad = -stats.others_sum / all_sum
-    if loss_options.z_loss is not None:
-        z_factor = 2 * loss_options.z_loss * (stats.row_max + ops.log_sum_exp(stats))
-        p_factor += z_factor
-    if loss_options.smoothing is not None and loss_options.class_weight is not None:
-        uniform_p = loss_options.smoothing / vocab_size
-        of_uniform = uniform_p * weight
-        of_label = (1 - loss_options.smoothing) * stats.target_weight
-        of_all = uniform_p * stats.n_columns + stats.target_weight * z_factor
-        p_factor = of_label + of_all
-        target_grad = of_label * target_grad + of_all * (target_exp / all_sum) - uniform_p * stats.target_weight
-    else:
-        if loss_options.z_loss is not None:
-            target_grad += target_exp * inverse_sum * z_factor
-        if loss_options.smoothing is not None:
-            uniform_p = loss_options.smoothing / vocab_size
-            of_uniform = uniform_p * weight
-            target_grad += loss_options.smoothing - uniform_p
-        elif loss_options.class_weight is not None:
-            weight *= stats.target_weight
-    of_exp = inverse_sum * p_factor * weight
-    target_grad *= weight
-    of_exp_sq, of_entropy, mean_shifted, of_mean, others = 0.0, 0.0, 0.0, 0.0, 0.0
-    if grads.entropy is not None:
-        mean_shifted = stats.exp_shifted_sum / all_sum
-        of_entropy = inverse_sum * tl.load(grads.entropy + row * strides.entropy)
-        shifted = ops.bounded(stats.target_logit - stats.row_max)
-        target_grad += target_exp * (mean_shifted - shifted) * of_entropy
-    if grads.lse is not None:
-        others = tl.load(grads.lse + row * strides.lse) * inverse_sum
-    if grads.sum_sq_probs is not None:
-        of_row = 2 * tl.load(grads.sum_sq_probs + row * strides.sum_sq_probs)
-        of_exp_sq = of_row * inverse_sum * inverse_sum
-        others -= of_row * (stats.sum_exp_sq / (all_sum * all_sum)) * inverse_sum
-    if grads.mean_logit is not None:
-        of_mean = tl.load(grads.mean_logit + row * strides.mean_logit) / vocab_size
-        target_grad += of_mean
-    if grads.lse is not None or grads.sum_sq_probs is not None:
-        target_grad += target_exp * (target_exp * of_exp_sq + others)
-        of_exp += others
-    return RowFactors(
-        tl.where(live, stats.row_max, 0.0),
-        tl.where(live, of_exp, 0.0),
-        tl.where(live, of_exp_sq, 0.0),
-        tl.where(live, of_entropy, 0.0),
-        tl.where(live, mean_shifted, 0.0),
-        tl.where(live, of_uniform, 0.0),
-        tl.where(live, of_mean, 0.0),
-        tl.where(live, target_grad, 0.0),
-    )
-
-
-@triton.jit
-def uniform_part(class_weight, columns, inside, n_valid, factors):
-    """Return what smoothing takes from the gradient of ``columns``; ``class_weight`` and ``n_valid`` may be None."""
-    uniform = factors.of_uniform
-    if class_weight is not None:
-        if n_valid is not None:
-            inside &= columns < n_valid
-        uniform *= tl.load(class_weight + columns, inside, other=0.0)
-    return uniform
-
-
-@triton.jit
-def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
-    """Return the gradient of one row at logits ``x``; exactly 0 in an excluded column.
-
-    ``uniform`` is the :func:`uniform_part`. It includes that of each other output that ``grads`` has.
-    """
-    z, slope = ops.transform(x, loss_options)
-    exp = ops.exp_shifted(z, factors.shift)
-    grad = exp * factors.of_exp
-    if grads.sum_sq_probs is not None:
-        grad = exp * (exp * factors.of_exp_sq + factors.of_exp)
-    if grads.entropy is not None:
-        grad += exp * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.of_entropy
-    if loss_options.smoothing is not None:
-        grad = tl.where(z == float("-inf"), grad, grad - uniform)
-    if grads.mean_logit is not None:
-        grad = tl.where(z == float("-inf"), grad, grad + factors.of_mean)
-    grad = tl.where(is_target, factors.target_grad, grad)
-    has_slope = loss_options.softcap is not None or loss_options.logit_scale is not None
-    if has_slope or loss_options.temperature is not None:
-        grad *= slope
-    return grad
 
 
 @triton.jit(do_not_specialize=["shard_start", "n_rows"])
@@ -183,19 +68,21 @@ def cross_entropy_kernel(
         t = ops.row_temperature(temperature, row, live)
         loss_options = LossOptions(*loss_options[:-1], t)  # type: ignore[call-arg]
     ranks = tl.arange(0, RANKS)
-    pointers = ops.stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
-    merged = ops.merge_ranks(pointers, ranks < n_ranks, loss_options)
+    pointers = of_labels.stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
+    merged = of_labels.merge_ranks(pointers, ranks < n_ranks, loss_options)
     weight = 1.0
     if divisor is not None:
         weight = ops.divisor_weight(divisor, loss_options.class_weight)
         live &= weight != 0
     if loss is not None:
-        value = ops.row_loss(merged, label, sizes.vocab_size, loss_options)
+        value = of_labels.loss(merged, label, sizes.vocab_size, loss_options)
         if divisor is not None:
             value = ops.weighted(value, weight)
         tl.store(loss + row, value)
     grads = GradOutputs(grad_loss, grad_entropy, grad_lse, grad_sum_sq_probs, grad_mean_logit)
-    factors = row_factors(merged, label, live, weight, grads, grad_strides, row, sizes.vocab_size, loss_options)
+    factors = of_labels.row_factors(
+        merged, label, live, weight, grads, grad_strides, row, sizes.vocab_size, loss_options
+    )
     # A label in an excluded column is no column's target.
     label = tl.where(merged.target_logit == float("-inf"), -1, label)
 
@@ -217,8 +104,8 @@ def cross_entropy_kernel(
         x = tl.load(logits + first + columns, is_read, other=float("-inf")).to(tl.float32)
         # Without edges the body begins with column 0, and the compiler sees that weights are aligned.
         at = columns + (first - begin).to(tl.int32) if HAS_EDGES else columns
-        uniform = uniform_part(class_weight, at, is_read, sizes.n_valid, factors)
-        grad = logits_gradient(x, columns == target, uniform, factors, grads, loss_options)
+        uniform = of_labels.uniform_part(class_weight, at, is_read, sizes.n_valid, factors)
+        grad = of_labels.logits_gradient(x, columns == target, uniform, factors, grads, loss_options)
         if sizes.n_valid is not None:
             grad = tl.where(columns < valid_width, grad, 0.0)
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
@@ -226,8 +113,10 @@ def cross_entropy_kernel(
         lane = tl.arange(0, 16 * VECTOR)
         offset, inside = ops.edge_offsets(lane, begin, sizes.n_columns, first, width, VECTOR)
         x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
-        uniform = uniform_part(class_weight, offset - begin, inside & live, sizes.n_valid, factors)
-        grad = logits_gradient(x, offset == begin + label - shard_start, uniform, factors, grads, loss_options)
+        uniform = of_labels.uniform_part(class_weight, offset - begin, inside & live, sizes.n_valid, factors)
+        grad = of_labels.logits_gradient(
+            x, offset == begin + label - shard_start, uniform, factors, grads, loss_options
+        )
         if sizes.n_valid is not None:
             grad = tl.where(offset < begin + sizes.n_valid, grad, 0.0)
         tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)

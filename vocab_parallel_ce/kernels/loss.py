@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
@@ -40,10 +40,10 @@ def loss_kernel(
     inside = rows < n_rows
     label = tl.load(labels + rows, inside, other=0).to(tl.int64)
     ranks = tl.arange(0, RANKS)[:, None]
-    pointers = ops.stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
-    merged = ops.merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
+    pointers = of_labels.stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
+    merged = of_labels.merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
     outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
-    ops.store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, loss_options)
+    of_labels.store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, loss_options)
 
 
 def token_outputs(

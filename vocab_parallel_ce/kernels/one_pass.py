@@ -31,6 +31,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from vocab_parallel_ce.blocks import THREADS_PER_WARP, one_pass_config
+from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments
 from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout
@@ -211,16 +212,16 @@ def finish_row(others_max, others_sum, target, column, weight, n_columns, loss_o
     """
     row_max = gl.maximum(others_max, target)
     others_sum *= ops.exp_shifted(others_max, ops.finite_or_zero(row_max))
-    sum_exp = others_sum + ops.label_exp(row_max, target)
+    sum_exp = others_sum + of_labels.label_exp(row_max, target)
     stats = RowStats(row_max, others_sum, target, None, None, None, None, None, None)
     weight = gl.where(column >= 0, weight, float("nan"))
-    value = ops.row_loss(stats, column, n_columns, loss_options) * weight
+    value = of_labels.loss(stats, column, n_columns, loss_options) * weight
     z_factor = 0.0
     if loss_options.z_loss is not None:
-        z_factor = 2 * loss_options.z_loss * (row_max + ops.log_sum_exp(stats))
+        z_factor = 2 * loss_options.z_loss * (row_max + of_labels.log_sum_exp(stats))
     # An ignored row was not read: the buffer holds zeros for it.
     scale = gl.where(column == -2, 0.0, weight * (1 + z_factor) / sum_exp)
-    target_grad = (ops.label_exp(row_max, target) * z_factor - others_sum) / sum_exp * weight
+    target_grad = (of_labels.label_exp(row_max, target) * z_factor - others_sum) / sum_exp * weight
     return gl.where(column == -2, 0.0, value), row_max, scale, target_grad
 
 

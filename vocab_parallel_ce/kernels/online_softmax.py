@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ, choose_block
+from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
 from vocab_parallel_ce.losses.labels import Labels
@@ -324,10 +325,10 @@ def online_softmax_kernel(
     if class_weight is not None:
         target_weight = label_weight(class_weight, label, label - shard_start, row.owned, vocab_size, loss_options)
     merged = merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, shard_start, loss_options)
-    store_stats(ops.stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
+    store_stats(of_labels.stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
     if loss is not None:
         outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
-        ops.store_outputs(outputs, index, None, merged, label, divisor, vocab_size, loss_options)
+        of_labels.store_outputs(outputs, index, None, merged, label, divisor, vocab_size, loss_options)
 
 
 def online_softmax(

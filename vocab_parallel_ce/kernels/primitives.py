@@ -1,12 +1,10 @@
-"""Jit functions that several kernels share: the position of a row, and the algebra of its statistics.
+"""Jit functions that several kernels share: the position of a row, and arithmetic.
 
 Constants are literals: on its own launch path, Triton compares each global of a kernel with its compiled value.
 """
 
 import triton
 import triton.language as tl
-
-from vocab_parallel_ce.spec import RowStats
 
 
 @triton.jit
@@ -176,117 +174,10 @@ def row_temperature(temperature, row, live):
 
 
 @triton.jit
-def label_exp(row_max, target_logit):
-    """Return ``exp(z_y - row_max)``: 1 if the label has the largest z, 0 if it is not among the columns."""
-    return exp_shifted(target_logit, finite_or_zero(row_max))
-
-
-@triton.jit
-def sum_exp(stats):
-    """Return the sum of ``exp(z - row_max)`` over all columns."""
-    return stats.others_sum + label_exp(stats.row_max, stats.target_logit)
-
-
-@triton.jit
-def log_sum_exp(stats):
-    """Return ``spec.log_sum_exp``."""
-    return log1p(stats.others_sum + (label_exp(stats.row_max, stats.target_logit) - 1.0))
-
-
-@triton.jit
-def stats_of_row(stats, row, loss_options):
-    """Return a pointer to the K packed statistics of ``row``, in the order of ``LossOptions.statistics``."""
-    n_smoothing = 2 * (loss_options.smoothing is not None or loss_options.mean_logit is not None)
-    n_others = (loss_options.entropy is not None) + (loss_options.predictions is not None)
-    n_others += loss_options.class_weight is not None
-    n_others += loss_options.sum_sq_probs is not None
-    return stats + row * (3 + n_smoothing + n_others)
-
-
-@triton.jit
-def merge_ranks(pointers, mask, loss_options):
-    """Merge the statistics at ``pointers`` over axis 0, the ranks, to a ``RowStats``.
-
-    Ranks that ``mask`` excludes count as the identity. Statistics that no option needs are 0: Triton 3.6 cannot
-    return None in a tuple. Every rank merges the same numbers in the same order, so all ranks get the same bits.
-    """
-    row_max = tl.load(pointers, mask, other=float("-inf"))
-    others_sum = tl.load(pointers + 1, mask, other=0.0)
-    target_logit = tl.load(pointers + 2, mask, other=float("-inf"))
-    merged_max = tl.max(row_max, axis=0)
-    shift = finite_or_zero(merged_max)
-    scale = exp_shifted(row_max, shift)
-    merged_sum = tl.sum(others_sum * scale, axis=0)
-    shifted_sum = 0.0
-    all_columns = 0.0  # the merged number is vocab_size; only that of weights is needed
-    exp_shifted_sum = 0.0
-    argmax = 0.0
-    target_weight = 0.0
-    sum_exp_sq = 0.0
-    pointers += 3
-    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
-        shifted = tl.load(pointers, mask, other=0.0)
-        n_columns = tl.load(pointers + 1, mask, other=0.0)
-        shifted_sum = tl.sum(shifted + n_columns * raised_by(row_max, shift), axis=0)
-        if loss_options.class_weight is not None:
-            all_columns = tl.sum(n_columns, axis=0)
-        pointers += 2
-    if loss_options.entropy is not None:
-        exp_times_shifted = tl.load(pointers, mask, other=0.0)
-        all_sum = others_sum + label_exp(row_max, target_logit)
-        moved = exp_times_shifted + all_sum * bounded(raised_by(row_max, shift))
-        exp_shifted_sum = tl.sum(moved * scale, axis=0)
-        pointers += 1
-    if loss_options.predictions is not None:
-        first = tl.load(pointers, mask, other=float("inf"))
-        argmax = tl.min(tl.where(row_max == merged_max, first, float("inf")), axis=0)
-        pointers += 1
-    if loss_options.class_weight is not None:
-        target_weight = tl.sum(tl.load(pointers, mask, other=0.0), axis=0)
-        pointers += 1
-    if loss_options.sum_sq_probs is not None:
-        sum_exp_sq = tl.sum(tl.load(pointers, mask, other=0.0) * scale * scale, axis=0)
-    merged_target = tl.max(target_logit, axis=0)
-    return RowStats(
-        merged_max,
-        merged_sum,
-        merged_target,
-        shifted_sum,
-        all_columns,
-        exp_shifted_sum,
-        argmax,
-        target_weight,
-        sum_exp_sq,
-    )
-
-
-@triton.jit
 def at_the_edges(value, label, vocab_size, loss_options):
     """Return ``value``; NaN if the label is outside the vocabulary, 0 if it is ``ignore_index``."""
     value = tl.where((label < 0) | (label >= vocab_size), float("nan"), value)
     return tl.where(label == loss_options.ignore_index, 0.0, value)
-
-
-@triton.jit
-def row_loss(stats, label, vocab_size, loss_options):
-    """Return the unreduced loss, as ``spec.loss``, for one row or a vector of rows."""
-    log_sum = log_sum_exp(stats)
-    value = log_sum + (stats.row_max - stats.target_logit)
-    if loss_options.class_weight is not None:
-        value = weighted_class(value, stats.target_weight)
-    if loss_options.smoothing is not None:
-        if loss_options.class_weight is not None:
-            smoothed = (stats.n_columns * log_sum - stats.shifted_sum) / vocab_size
-        else:
-            smoothed = log_sum - stats.shifted_sum / vocab_size
-        value = (1 - loss_options.smoothing) * value + loss_options.smoothing * smoothed
-    if loss_options.z_loss is not None:
-        lse = stats.row_max + log_sum
-        if loss_options.class_weight is not None:
-            value += loss_options.z_loss * lse * lse * stats.target_weight
-        else:
-            value += loss_options.z_loss * lse * lse
-    return at_the_edges(value, label, vocab_size, loss_options)
 
 
 @triton.jit
@@ -302,32 +193,3 @@ def divisor_weight(divisor, class_weight=None):
 def weighted(value, weight):
     """Return ``value * weight``, 0 for a weight of 0."""
     return tl.where(weight == 0, 0.0, value * weight)
-
-
-@triton.jit
-def store_outputs(outputs, rows, inside, stats, label, divisor, vocab_size, loss_options):
-    """Store ``outputs``, a ``spec.TokenOutputs`` of pointers or None, for one row or a vector of rows.
-
-    ``divisor`` divides the loss; None is 1. ``inside`` masks a vector of rows; None is all.
-    """
-    all_sum = sum_exp(stats)
-    value = row_loss(stats, label, vocab_size, loss_options)
-    if divisor is not None:
-        value = weighted(value, divisor_weight(divisor, loss_options.class_weight))
-    tl.store(outputs.loss + rows, value, inside)
-    if outputs.entropy is not None:
-        value = log_sum_exp(stats) - stats.exp_shifted_sum / all_sum
-        tl.store(outputs.entropy + rows, at_the_edges(value, label, vocab_size, loss_options), inside)
-    live = label != loss_options.ignore_index
-    if outputs.lse is not None:
-        value = stats.row_max + log_sum_exp(stats)
-        tl.store(outputs.lse + rows, at_the_edges(value, label, vocab_size, loss_options), inside)
-    if outputs.sum_sq_probs is not None:
-        value = stats.sum_exp_sq / (all_sum * all_sum)
-        tl.store(outputs.sum_sq_probs + rows, at_the_edges(value, label, vocab_size, loss_options), inside)
-    if outputs.mean_logit is not None:
-        value = stats.row_max + stats.shifted_sum / vocab_size
-        tl.store(outputs.mean_logit + rows, at_the_edges(value, label, vocab_size, loss_options), inside)
-    if outputs.predictions is not None:
-        known = live & (all_sum < float("inf")) & (stats.argmax < float("inf"))
-        tl.store(outputs.predictions + rows, tl.where(known, stats.argmax, -1.0).to(tl.int64), inside)

@@ -1,0 +1,264 @@
+"""Cross-entropy with labels: its statistics, outputs and gradient, as ``spec`` has them, as jit functions.
+
+An option's terms are here. ``online_softmax``, ``loss``, ``cross_entropy`` and ``one_pass`` call these functions.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.spec import RowStats
+
+
+class RowFactors(NamedTuple):
+    """What the gradient of a row's every column is made of, gradients of the outputs included; 0 if no option needs it.
+
+    ``exp`` is that of the shifted logits. Every term of a column is in ``target_grad`` too.
+    """
+
+    shift: tl.tensor  # row_max
+    of_exp: tl.tensor  # of the loss and of lse
+    of_exp_sq: tl.tensor  # of sum_sq_probs
+    of_entropy: tl.tensor  # of exp * (mean_shifted - shifted)
+    mean_shifted: tl.tensor
+    of_uniform: tl.tensor  # of smoothing; subtracted
+    of_mean: tl.tensor  # of mean_logit; added
+    target_grad: tl.tensor  # gradient at the label; p - 1 would lose the digits of a confident label
+
+
+@triton.jit
+def label_exp(row_max, target_logit):
+    """Return ``exp(z_y - row_max)``: 1 if the label has the largest z, 0 if it is not among the columns."""
+    return ops.exp_shifted(target_logit, ops.finite_or_zero(row_max))
+
+
+@triton.jit
+def sum_exp(stats):
+    """Return the sum of ``exp(z - row_max)`` over all columns."""
+    return stats.others_sum + label_exp(stats.row_max, stats.target_logit)
+
+
+@triton.jit
+def log_sum_exp(stats):
+    """Return ``spec.log_sum_exp``."""
+    return ops.log1p(stats.others_sum + (label_exp(stats.row_max, stats.target_logit) - 1.0))
+
+
+@triton.jit
+def stats_of_row(stats, row, loss_options):
+    """Return a pointer to the K packed statistics of ``row``, in the order of ``LossOptions.statistics``."""
+    n_smoothing = 2 * (loss_options.smoothing is not None or loss_options.mean_logit is not None)
+    n_others = (loss_options.entropy is not None) + (loss_options.predictions is not None)
+    n_others += loss_options.class_weight is not None
+    n_others += loss_options.sum_sq_probs is not None
+    return stats + row * (3 + n_smoothing + n_others)
+
+
+@triton.jit
+def merge_ranks(pointers, mask, loss_options):
+    """Merge the statistics at ``pointers`` over axis 0, the ranks, to a ``RowStats``.
+
+    Ranks that ``mask`` excludes count as the identity. Statistics that no option needs are 0: Triton 3.6 cannot
+    return None in a tuple. Every rank merges the same numbers in the same order, so all ranks get the same bits.
+    """
+    row_max = tl.load(pointers, mask, other=float("-inf"))
+    others_sum = tl.load(pointers + 1, mask, other=0.0)
+    target_logit = tl.load(pointers + 2, mask, other=float("-inf"))
+    merged_max = tl.max(row_max, axis=0)
+    shift = ops.finite_or_zero(merged_max)
+    scale = ops.exp_shifted(row_max, shift)
+    merged_sum = tl.sum(others_sum * scale, axis=0)
+    shifted_sum = 0.0
+    all_columns = 0.0  # the merged number is vocab_size; only that of weights is needed
+    exp_shifted_sum = 0.0
+    argmax = 0.0
+    target_weight = 0.0
+    sum_exp_sq = 0.0
+    pointers += 3
+    if loss_options.smoothing is not None or loss_options.mean_logit is not None:
+        shifted = tl.load(pointers, mask, other=0.0)
+        n_columns = tl.load(pointers + 1, mask, other=0.0)
+        shifted_sum = tl.sum(shifted + n_columns * ops.raised_by(row_max, shift), axis=0)
+        if loss_options.class_weight is not None:
+            all_columns = tl.sum(n_columns, axis=0)
+        pointers += 2
+    if loss_options.entropy is not None:
+        exp_times_shifted = tl.load(pointers, mask, other=0.0)
+        all_sum = others_sum + label_exp(row_max, target_logit)
+        moved = exp_times_shifted + all_sum * ops.bounded(ops.raised_by(row_max, shift))
+        exp_shifted_sum = tl.sum(moved * scale, axis=0)
+        pointers += 1
+    if loss_options.predictions is not None:
+        first = tl.load(pointers, mask, other=float("inf"))
+        argmax = tl.min(tl.where(row_max == merged_max, first, float("inf")), axis=0)
+        pointers += 1
+    if loss_options.class_weight is not None:
+        target_weight = tl.sum(tl.load(pointers, mask, other=0.0), axis=0)
+        pointers += 1
+    if loss_options.sum_sq_probs is not None:
+        sum_exp_sq = tl.sum(tl.load(pointers, mask, other=0.0) * scale * scale, axis=0)
+    merged_target = tl.max(target_logit, axis=0)
+    return RowStats(
+        merged_max,
+        merged_sum,
+        merged_target,
+        shifted_sum,
+        all_columns,
+        exp_shifted_sum,
+        argmax,
+        target_weight,
+        sum_exp_sq,
+    )
+
+
+@triton.jit
+def loss(stats, label, vocab_size, loss_options):
+    """Return the unreduced loss, as ``spec.loss``, for one row or a vector of rows."""
+    log_sum = log_sum_exp(stats)
+    value = log_sum + (stats.row_max - stats.target_logit)
+    if loss_options.class_weight is not None:
+        value = ops.weighted_class(value, stats.target_weight)
+    if loss_options.smoothing is not None:
+        if loss_options.class_weight is not None:
+            smoothed = (stats.n_columns * log_sum - stats.shifted_sum) / vocab_size
+        else:
+            smoothed = log_sum - stats.shifted_sum / vocab_size
+        value = (1 - loss_options.smoothing) * value + loss_options.smoothing * smoothed
+    if loss_options.z_loss is not None:
+        lse = stats.row_max + log_sum
+        if loss_options.class_weight is not None:
+            value += loss_options.z_loss * lse * lse * stats.target_weight
+        else:
+            value += loss_options.z_loss * lse * lse
+    return ops.at_the_edges(value, label, vocab_size, loss_options)
+
+
+@triton.jit
+def store_outputs(outputs, rows, inside, stats, label, divisor, vocab_size, loss_options):
+    """Store ``outputs``, a ``spec.TokenOutputs`` of pointers or None, for one row or a vector of rows.
+
+    ``divisor`` divides the loss; None is 1. ``inside`` masks a vector of rows; None is all.
+    """
+    all_sum = sum_exp(stats)
+    value = loss(stats, label, vocab_size, loss_options)
+    if divisor is not None:
+        value = ops.weighted(value, ops.divisor_weight(divisor, loss_options.class_weight))
+    tl.store(outputs.loss + rows, value, inside)
+    if outputs.entropy is not None:
+        value = log_sum_exp(stats) - stats.exp_shifted_sum / all_sum
+        tl.store(outputs.entropy + rows, ops.at_the_edges(value, label, vocab_size, loss_options), inside)
+    live = label != loss_options.ignore_index
+    if outputs.lse is not None:
+        value = stats.row_max + log_sum_exp(stats)
+        tl.store(outputs.lse + rows, ops.at_the_edges(value, label, vocab_size, loss_options), inside)
+    if outputs.sum_sq_probs is not None:
+        value = stats.sum_exp_sq / (all_sum * all_sum)
+        tl.store(outputs.sum_sq_probs + rows, ops.at_the_edges(value, label, vocab_size, loss_options), inside)
+    if outputs.mean_logit is not None:
+        value = stats.row_max + stats.shifted_sum / vocab_size
+        tl.store(outputs.mean_logit + rows, ops.at_the_edges(value, label, vocab_size, loss_options), inside)
+    if outputs.predictions is not None:
+        known = live & (all_sum < float("inf")) & (stats.argmax < float("inf"))
+        tl.store(outputs.predictions + rows, tl.where(known, stats.argmax, -1.0).to(tl.int64), inside)
+
+
+@triton.jit
+def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, loss_options):
+    """Return the ``RowFactors`` of a row; all are 0 if it is not ``live``, so that its NaN stays unseen.
+
+    ``weight`` is 1 / divisor. ``grads`` and ``strides`` are ``GradOutputs`` of pointers, and of numbers, or None.
+    """
+    if grads.loss is not None:
+        weight *= tl.load(grads.loss + row * strides.loss)
+    weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
+    all_sum = sum_exp(stats)
+    inverse_sum = 1.0 / all_sum
+    target_exp = label_exp(stats.row_max, stats.target_logit)
+    p_factor, z_factor, of_uniform = 1.0, 0.0, 0.0
+    target_grad = -stats.others_sum / all_sum
+    if loss_options.z_loss is not None:
+        z_factor = 2 * loss_options.z_loss * (stats.row_max + log_sum_exp(stats))
+        p_factor += z_factor
+    if loss_options.smoothing is not None and loss_options.class_weight is not None:
+        uniform_p = loss_options.smoothing / vocab_size
+        of_uniform = uniform_p * weight
+        of_label = (1 - loss_options.smoothing) * stats.target_weight
+        of_all = uniform_p * stats.n_columns + stats.target_weight * z_factor
+        p_factor = of_label + of_all
+        target_grad = of_label * target_grad + of_all * (target_exp / all_sum) - uniform_p * stats.target_weight
+    else:
+        if loss_options.z_loss is not None:
+            target_grad += target_exp * inverse_sum * z_factor
+        if loss_options.smoothing is not None:
+            uniform_p = loss_options.smoothing / vocab_size
+            of_uniform = uniform_p * weight
+            target_grad += loss_options.smoothing - uniform_p
+        elif loss_options.class_weight is not None:
+            weight *= stats.target_weight
+    of_exp = inverse_sum * p_factor * weight
+    target_grad *= weight
+    of_exp_sq, of_entropy, mean_shifted, of_mean, others = 0.0, 0.0, 0.0, 0.0, 0.0
+    if grads.entropy is not None:
+        mean_shifted = stats.exp_shifted_sum / all_sum
+        of_entropy = inverse_sum * tl.load(grads.entropy + row * strides.entropy)
+        shifted = ops.bounded(stats.target_logit - stats.row_max)
+        target_grad += target_exp * (mean_shifted - shifted) * of_entropy
+    if grads.lse is not None:
+        others = tl.load(grads.lse + row * strides.lse) * inverse_sum
+    if grads.sum_sq_probs is not None:
+        of_row = 2 * tl.load(grads.sum_sq_probs + row * strides.sum_sq_probs)
+        of_exp_sq = of_row * inverse_sum * inverse_sum
+        others -= of_row * (stats.sum_exp_sq / (all_sum * all_sum)) * inverse_sum
+    if grads.mean_logit is not None:
+        of_mean = tl.load(grads.mean_logit + row * strides.mean_logit) / vocab_size
+        target_grad += of_mean
+    if grads.lse is not None or grads.sum_sq_probs is not None:
+        target_grad += target_exp * (target_exp * of_exp_sq + others)
+        of_exp += others
+    return RowFactors(
+        tl.where(live, stats.row_max, 0.0),
+        tl.where(live, of_exp, 0.0),
+        tl.where(live, of_exp_sq, 0.0),
+        tl.where(live, of_entropy, 0.0),
+        tl.where(live, mean_shifted, 0.0),
+        tl.where(live, of_uniform, 0.0),
+        tl.where(live, of_mean, 0.0),
+        tl.where(live, target_grad, 0.0),
+    )
+
+
+@triton.jit
+def uniform_part(class_weight, columns, inside, n_valid, factors):
+    """Return what smoothing takes from the gradient of ``columns``; ``class_weight`` and ``n_valid`` may be None."""
+    uniform = factors.of_uniform
+    if class_weight is not None:
+        if n_valid is not None:
+            inside &= columns < n_valid
+        uniform *= tl.load(class_weight + columns, inside, other=0.0)
+    return uniform
+
+
+@triton.jit
+def logits_gradient(x, is_target, uniform, factors, grads, loss_options):
+    """Return the gradient of one row at logits ``x``; exactly 0 in an excluded column.
+
+    ``uniform`` is the :func:`uniform_part`. It includes that of each other output that ``grads`` has.
+    """
+    z, slope = ops.transform(x, loss_options)
+    exp = ops.exp_shifted(z, factors.shift)
+    grad = exp * factors.of_exp
+    if grads.sum_sq_probs is not None:
+        grad = exp * (exp * factors.of_exp_sq + factors.of_exp)
+    if grads.entropy is not None:
+        grad += exp * (factors.mean_shifted - ops.bounded(z - factors.shift)) * factors.of_entropy
+    if loss_options.smoothing is not None:
+        grad = tl.where(z == float("-inf"), grad, grad - uniform)
+    if grads.mean_logit is not None:
+        grad = tl.where(z == float("-inf"), grad, grad + factors.of_mean)
+    grad = tl.where(is_target, factors.target_grad, grad)
+    has_slope = loss_options.softcap is not None or loss_options.logit_scale is not None
+    if has_slope or loss_options.temperature is not None:
+        grad *= slope
+    return grad
