@@ -376,8 +376,8 @@ def gradient(
     grad_output: Any = grads.loss
     if grad_output is None:
         grad_output = stats[0].new_ones(1, dtype=torch.float32).expand(n_rows)
-    tensors = (base, other_base, beside.labels, beside.class_weight, stats[0], _second_of(stats), divisor)
-    tensors += (grad_output, grad_base)
+    merged = (stats[0], _second_of(stats), divisor)
+    tensors = (base, other_base, beside.labels, beside.class_weight, *merged, grad_output, grad_base)
     launch = _gradient(dtypes_of(tensors), rows, grad_output.stride(0), (n_ranks, width), algebra, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start))
 
