@@ -30,8 +30,8 @@ from triton.runtime.jit import create_function_from_signature
 
 from vocab_parallel_ce.blocks import ONE_PASS, THREADS_PER_WARP, one_pass_config
 from vocab_parallel_ce.kernels import divergences, targets
+from vocab_parallel_ce.kernels.algebra import Algebra
 from vocab_parallel_ce.kernels.launch import Launch
-from vocab_parallel_ce.kernels.row_loss import Algebra
 from vocab_parallel_ce.kernels.walk import PairRows
 from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
 from vocab_parallel_ce.shard import VocabShard

@@ -5,7 +5,7 @@
     outputs      merge the ranks, and write the losses; does not read the logits
     gradient     merge the ranks, walk a row of both shards, and write the gradient, over the logits or elsewhere
 
-A loss is an :class:`Algebra` of jit functions, in a file of its own: ``targets``, ``divergences``. One program does one
+A loss is an ``Algebra`` of jit functions, in a file of its own: ``targets``, ``divergences``. One program does one
 row, of ``outputs`` 128. Regime: bound by memory, five passes over a shard in all, of a loss with a second exchange
 seven; 1 K to 256 K columns. Rows with ``ignore_index`` are not read. ``grad_output`` and the divisor are one fp32
 factor per row, so the gradient is rounded once.
@@ -19,50 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.algebra import Algebra, Row, load_logits
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
 from vocab_parallel_ce.kernels.loss import LOSS_ROWS
 from vocab_parallel_ce.kernels.walk import PairRows, clear_columns, locate, pair_arguments, pair_launch, walk
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
-
-
-class Algebra(NamedTuple):
-    """A loss as kernels take it, a ``tl.constexpr``: the mathematics of its file in ``losses``, as jit functions.
-
-    ``stats`` is the loss's record of statistics, ``tile`` a ``walk.Tile``, ``own`` a :class:`Row`. ``options`` is the
-    argument ``loss_options``. Options that are off are None.
-    """
-
-    empty: Any  # (at_label, LANES): stats of lanes that have seen nothing; at_label is the label's logit, -inf if none
-    tile: Any  # (stats, tile, own): each lane's stats with one more tile
-    merge: Any  # (stats, options): of one row; over axis 0, lanes or ranks
-    load: Any  # (pointers, mask, options): packed stats; ranks that mask excludes have no columns
-    store: Any  # (pointer, stats, options): pack them
-    loss: Any  # (stats, second, options): of a row or a vector of rows; second are the sums of the second exchange
-    factors: Any  # (stats, second, weight, live, options): what all columns' gradients share; finite if not live
-    gradient: Any  # (factors, tile, own): fp32 of each column; 0 if all logits are -inf and factors are not live
-    second: Any = None  # (sums, (tile's) tile, (own, stats)): each lane's two sums with one more tile
-    merge_second: Any = None  # (sums): over axis 0, lanes
-
-    @property
-    def cache_key(self) -> str:
-        """What Triton's cache on disk knows this by. By its ``str`` it would load what an edited function was."""
-        return "-".join([function.cache_key for function in self if function is not None])
-
-    def __hash__(self) -> int:
-        """Hash the object: the functions' hashes take a lock each, at every launch."""
-        return id(self)
-
-
-class Row(NamedTuple):
-    """What the walk of a row passes to the functions of a loss."""
-
-    logits: tl.tensor  # the base
-    other: tl.tensor  # the base of what stands beside the logits
-    class_weight: tl.tensor  # the pointer, or None
-    target: tl.tensor  # offset of the label's logit from the base; outside of the row if this rank has none
-    vocab_size: tl.tensor
-    loss_options: tl.tuple
 
 
 class Sizes(NamedTuple):
@@ -75,12 +37,6 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, shard: VocabShard) -> "Sizes":
         return cls(shard.n_columns, shard.n_valid, shard.vocab_size)
-
-
-@triton.jit
-def load_logits(pointers, inside):
-    """Return the logits in fp32, -inf outside."""
-    return tl.load(pointers, inside, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.row_loss import Algebra, load_logits
+from vocab_parallel_ce.kernels.algebra import Algebra, load_logits
 from vocab_parallel_ce.losses.targets import TargetStats
 
 
