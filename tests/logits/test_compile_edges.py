@@ -122,7 +122,10 @@ def test_what_overwrites_by_name_and_verification_run_eagerly():
         return vocab_parallel_cross_entropy(logits, x.labels, gradient="in_backward"), logits
 
     def with_main_grad(x):
-        return (linear_cross_entropy(x.hidden, x.weight, x.labels, advanced=Advanced(main_grad=main_grad)) + x.weight.sum() * 0,)
+        return (
+            linear_cross_entropy(x.hidden, x.weight, x.labels, advanced=Advanced(main_grad=main_grad))
+            + x.weight.sum() * 0,
+        )
 
     loss, logits = torch.compile(in_backward, backend="aot_eager")(x)
     before = logits.detach().clone()
