@@ -267,7 +267,7 @@ REFUSED = {
     "wide": (WIDE + 8, {}, "rows of a width in its table"),
     "smoothing": (NARROW, {"label_smoothing": 0.1}, "no option but .* got smoothing"),
     "softcap": (NARROW, {"softcap": 30.0}, "no option but .* got softcap"),
-    "metrics": (NARROW, {"return_metrics": True}, "no option but .* got predictions"),
+    "metrics": (NARROW, {"outputs": ("predictions",)}, "no option but .* got predictions"),
     "in backward": (NARROW, {"gradient": "in_backward"}, "gradient 'in_forward', got 'in_backward'"),
     "out of place": (NARROW, {"gradient": "out_of_place"}, "gradient 'in_forward', got 'out_of_place'"),
 }

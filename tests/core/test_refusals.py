@@ -14,6 +14,7 @@ import torch
 
 import vocab_parallel_ce as package
 from vocab_parallel_ce import VocabParallelCrossEntropy, VocabShard, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce.options import Advanced
 
 pytestmark = pytest.mark.reference
 
@@ -47,14 +48,13 @@ OF_BOTH = [
     ({"vocab_size": 0}, ValueError, "vocab_size: must be positive, got 0"),
     ({"vocab_size": 21.0}, TypeError, "vocab_size: expected an int, got float"),
     ({"vocab_size": 22}, ValueError, "logits: last dimension must be .*22.*, got 21"),
-    ({"shard": (0, 21, 21)}, TypeError, "shard: expected a VocabShard, got tuple"),
-    ({"shard": VocabShard(0, 21, 21), "vocab_size": 21}, ValueError, "shard: has a vocab_size itself"),
-    ({"shard": VocabShard(0, 20, 20)}, ValueError, "logits: last dimension must be .*width 20.*, got 21$"),
-    ({"shard": VocabShard(21, 42, 42)}, ValueError, "shard: .* one rank, got VocabShard.*start=21"),
-    ({"shard": VocabShard(0, 21, 42)}, ValueError, "shard: .* one rank, got VocabShard.*vocab_size=42"),
-    ({"shard": VocabShard(-21, 0, 21)}, ValueError, "shard: .*0 <= start < stop, got"),
-    ({"shard": VocabShard(0, 21, 0)}, ValueError, "shard: must be columns of a vocabulary"),
-    ({"shard": VocabShard(0, 21, 21.0)}, TypeError, "shard: vocab_size: expected an int, got float"),
+    ({"vocab_size": (0, 21, 21)}, TypeError, "vocab_size: expected an int, got tuple"),
+    ({"vocab_size": VocabShard(0, 20, 20)}, ValueError, "logits: last dimension must be .*width 20.*, got 21$"),
+    ({"vocab_size": VocabShard(21, 42, 42)}, ValueError, "shard: .* one rank, got VocabShard.*start=21"),
+    ({"vocab_size": VocabShard(0, 21, 42)}, ValueError, "shard: .* one rank, got VocabShard.*vocab_size=42"),
+    ({"vocab_size": VocabShard(-21, 0, 21)}, ValueError, "shard: .*0 <= start < stop, got"),
+    ({"vocab_size": VocabShard(0, 21, 0)}, ValueError, "shard: must be columns of a vocabulary"),
+    ({"vocab_size": VocabShard(0, 21, 21.0)}, TypeError, "shard: vocab_size: expected an int, got float"),
 ]
 OF_THE_LOSS = [
     ({"class_weight": [1.0] * COLUMNS}, TypeError, "class_weight: expected a torch.Tensor, got list"),
@@ -67,13 +67,28 @@ OF_THE_LOSS = [
     ),
     ({"label_smoothing": torch.tensor(0.1)}, TypeError, "label_smoothing: expected a number, got Tensor"),
     ({"shift": 1}, TypeError, "shift: expected a bool, got int"),
-    ({"smoothing_formula": "tf"}, ValueError, "smoothing_formula: expected one of 'torch', 'megatron'"),
+    (
+        {"advanced": Advanced(smoothing_formula="tf")},
+        ValueError,
+        "smoothing_formula: expected one of 'torch', 'megatron'",
+    ),
     *(
         ({"z_loss": value}, ValueError, f"z_loss: must be at least 0.* got {re.escape(str(value))}$")
         for value in (-0.1, NAN, 10**400)
     ),
     ({"z_loss": None}, TypeError, "z_loss: expected a number, got NoneType"),
-    ({"return_metrics": 1}, TypeError, "return_metrics: expected a bool, got int"),
+    ({"outputs": 1}, TypeError, "outputs: expected a tuple of names, got int"),
+    ({"advanced": {}}, TypeError, "advanced: expected an Advanced or None, got dict"),
+    ({"advanced": Advanced(valid_tokens=3)}, ValueError, "advanced: valid_tokens has no use in this function"),
+    *(
+        (
+            {"gradient": "in_forward", "outputs": ("predictions", name)},
+            ValueError,
+            f"gradient: 'in_forward' .* got '{name}'",
+        )
+        for name in ("entropy", "lse", "sum_sq_probs", "mean_logit", "rank")
+    ),
+    ({"gradient": "in_forward", "top_k": 2}, ValueError, "gradient: 'in_forward' .* got 'top_k'"),
     ({"reduction": "batchmean"}, ValueError, "reduction: expected one of 'mean'.* got 'batchmean'"),
     ({"num_items": 3, "reduction": "none"}, ValueError, "num_items: expected reduction 'mean' or 'sum' .* got 'none'"),
     *(
@@ -96,7 +111,8 @@ OF_THE_LOSS = [
 ]
 OF_LOG_PROBS = [
     *_positive("temperature"),
-    ({"entropy": 1}, TypeError, "entropy: expected a bool, got int"),
+    ({"outputs": "entropy"}, TypeError, "outputs: expected a tuple of names, got str"),
+    ({"outputs": ("z_loss",)}, ValueError, "outputs: expected no 'z_loss' of log-probabilities"),
     ({"gradient": "in_forward"}, ValueError, "gradient: expected one of 'auto', 'in_backward', .*in_forward"),
     ({"temperature": 1e-38, "logit_scale": 4.0}, ValueError, "temperature: must be positive and finite"),
 ]
@@ -121,20 +137,25 @@ OF_WEIGHTS = [
     ({"class_weight": torch.ones(())}, ValueError, r"class_weight: expected shape .*, got \(\)"),
     ({"class_weight": torch.ones(COLUMNS, device="meta")}, ValueError, "class_weight: device .*cpu, got meta"),
     (
-        {"class_weight": torch.ones(COLUMNS), "return_metrics": True, "z_loss": 0.1},
+        {"class_weight": torch.ones(COLUMNS), "outputs": ("z_loss",), "z_loss": 0.1},
         ValueError,
-        "return_metrics: expected no z_loss with class_weight",
+        "outputs: expected no 'z_loss' with class_weight",
+    ),
+    (
+        {"class_weight": torch.ones(COLUMNS), "outputs": ("lse", "mean_logit")},
+        ValueError,
+        "outputs: expected no 'mean_logit' with class_weight",
     ),
 ]
 PADDED = {"labels": torch.tensor([[0, 19, 20], [0, 0, 0]]), "vocab_size": 20, "check_labels": True}
 OF_PADDING = [(PADDED, ValueError, r"labels: must be in \[0, 20\) .* 1 outside.*\(0, 2\): 20$")]
 # Megatron's formula divides by V - 1. A prediction travels as fp32, which has no 2**24 + 1.
 ONE, MANY = LOGITS[..., :1], torch.empty(2, 3, 2**24 + 1, device="meta")
-MEGATRON = {"logits": ONE, "smoothing_formula": "megatron"}
+MEGATRON = {"logits": ONE, "advanced": Advanced(smoothing_formula="megatron")}
 OF_SIZES = [
     ({**MEGATRON, "label_smoothing": 0.1}, ValueError, "smoothing_formula: 'megatron' needs .* at least 2, got 1$"),
     (
-        {"logits": MANY, "labels": LABELS.to("meta"), "return_metrics": True},
+        {"logits": MANY, "labels": LABELS.to("meta"), "outputs": ("predictions",)},
         ValueError,
         r"vocab_size: must be at most 2\*\*24 .*got 16777217$",
     ),
@@ -164,14 +185,16 @@ def test_refused_before_anything_is_changed(function, changed, error, message):
     [
         case
         for case in [*OF_BOTH, *OF_THE_LOSS]
-        if not {"num_items", "shard"} & set(case[0]) and case[0].get("vocab_size") != 22
+        if "num_items" not in case[0] and not isinstance(size := case[0].get("vocab_size"), VocabShard) and size != 22
     ]
     + [
-        ({"shard": 3}, TypeError, "shard: expected a VocabShard"),
-        ({"shard": VocabShard(0, 9, 9), "vocab_size": 9}, ValueError, "shard: has a vocab_size"),
-        ({"shard": VocabShard(0, 12, None)}, TypeError, "shard: vocab_size: expected an int, got NoneType"),
-        ({"smoothing_formula": "megatron", "vocab_size": 1}, ValueError, "smoothing_formula: 'megatron'"),
-        ({"return_metrics": True, "vocab_size": 2**25}, ValueError, "vocab_size: must be at most"),
+        ({"vocab_size": VocabShard(0, 12, None)}, TypeError, "shard: vocab_size: expected an int, got NoneType"),
+        (
+            {"advanced": Advanced(smoothing_formula="megatron"), "vocab_size": 1},
+            ValueError,
+            "smoothing_formula: 'megatron'",
+        ),
+        ({"outputs": ("predictions",), "vocab_size": 2**25}, ValueError, "vocab_size: must be at most"),
     ],
 )
 def test_the_module_refuses_them_when_it_is_made(options, error, message):
@@ -203,7 +226,7 @@ def test_megatrons_formula_stays_a_mixture(columns):
     """``e = label_smoothing * V / (V - 1)`` above 1 would give the label a negative weight."""
     logits, labels = torch.randn(2, columns), torch.tensor([0, 1])
     largest = (columns - 1) / columns
-    options = {"smoothing_formula": "megatron", "vocab_size": columns}
+    options = {"advanced": Advanced(smoothing_formula="megatron"), "vocab_size": columns}
     for loss in (
         lambda e: vocab_parallel_cross_entropy(logits, labels, label_smoothing=e, **options),
         lambda e: VocabParallelCrossEntropy(label_smoothing=e, **options),
@@ -224,13 +247,15 @@ CALL = (torch.randn(2, 12), torch.tensor([0, 1]))
         ({"ignore_index": 1}, {"ignore_index": 1.0}),
         ({"check_labels": True}, {"check_labels": 1}),
         ({"vocab_size": 12}, {"vocab_size": 12.0}),
-        ({"shard": VocabShard(0, 12, 12)}, {"shard": VocabShard(False, 12, 12)}),
+        ({"vocab_size": VocabShard(0, 12, 12)}, {"vocab_size": VocabShard(False, 12, 12)}),
     ],
     ids=str,
 )
 def test_an_equal_value_of_another_type_is_refused_before_and_after_the_right_one(right, wrong):
     """``True == 1``, and both have one hash: what was checked for one must not let the other pass."""
-    message = f"^{next(iter(wrong))}: .*expected (an int|a number|a bool), got "
+    [(name, value)] = wrong.items()
+    subject = "shard" if isinstance(value, VocabShard) else name
+    message = f"^{subject}: .*expected (an int|a number|a bool), got "
     for _ in range(2):
         with pytest.raises(TypeError, match=message) as raised:
             vocab_parallel_cross_entropy(*CALL, **wrong)
@@ -240,7 +265,7 @@ def test_an_equal_value_of_another_type_is_refused_before_and_after_the_right_on
 
 def test_fields_of_a_shard_may_be_numpy_integers():
     shard = VocabShard(*map(numpy.int64, (0, 12, 11)))
-    loss = vocab_parallel_cross_entropy(*CALL, shard=shard)
+    loss = vocab_parallel_cross_entropy(*CALL, vocab_size=shard)
     expected = torch.nn.functional.cross_entropy(CALL[0][:, :11].double(), CALL[1])
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
 

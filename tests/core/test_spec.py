@@ -123,10 +123,9 @@ def _by_oracle(logits, labels, options, dtype=FP64):
     )
     (gradient,) = torch.autograd.grad(computed.loss.sum(), leaf, retain_graph=True)
     (entropy_gradient,) = torch.autograd.grad(computed.entropy.sum(), leaf, retain_graph=True)
-    others = computed.lse_of_p + 2 * computed.sum_sq_probs + 3 * computed.mean_logit
+    others = computed.lse + 2 * computed.sum_sq_probs + 3 * computed.mean_logit
     (gradient_of_others,) = torch.autograd.grad(others.sum(), leaf)
-    lse = computed.lse_of_p if options.lse else computed.lse
-    values = (lse, computed.predictions, computed.sum_sq_probs, computed.mean_logit)
+    values = (computed.lse, computed.predictions, computed.sum_sq_probs, computed.mean_logit)
     loss, entropy, *values = (value.detach() for value in (computed.loss, computed.entropy, *values))
     return Rows(loss, gradient, entropy, entropy_gradient, *values, gradient_of_others)
 

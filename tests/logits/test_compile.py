@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import vocab_parallel_ce as vp
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.ranks import device_of, in_ranks
-from vocab_parallel_ce.cross_entropy import TRACES_DTENSORS
+from vocab_parallel_ce.api.call import TRACES_DTENSORS
+from vocab_parallel_ce.options import Advanced
 
 N, WIDTH, VOCABULARY = 12, 8, 48
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0, "logit_scale": 0.9}
@@ -45,10 +46,8 @@ def inputs(
 
 
 def logits_mean(x, **options):
-    loss, metrics = vp.vocab_parallel_cross_entropy(
-        x.hidden @ x.weight.t(), x.labels, return_metrics=True, **SMOOTHED, **options
-    )
-    return loss, metrics.token_accuracy, metrics.lse, metrics.predictions  # the compiler fuses the sum of z_loss
+    options["outputs"] = ("lse", "predictions", "token_accuracy")  # the compiler fuses the sum of z_loss
+    return vp.vocab_parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, **SMOOTHED, **options)
 
 
 def logits_none(x, **options):
@@ -62,11 +61,11 @@ def logits_transposed(x, **options):
 
 
 def log_probs(x, **options):
-    return vp.token_log_probs(x.hidden @ x.weight.t(), x.labels, entropy=True, temperature=0.7, **options)
+    return vp.token_log_probs(x.hidden @ x.weight.t(), x.labels, outputs=("entropy",), temperature=0.7, **options)
 
 
 def every_output(x, **options):
-    options["outputs"] = ("entropy", "lse", "sum_sq_probs", "mean_logit", "is_top1")
+    options["outputs"] = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions")
     options["temperature"] = 0.5 + x.labels.abs() * 0.125  # exact: the compiler fuses it
     return vp.token_log_probs(x.hidden @ x.weight.t(), x.labels, **options)
 
@@ -76,33 +75,36 @@ def of_transformer_engine(x, impl=None, group=None):
 
 
 def linear_mean(x, **options):
-    loss, metrics = vp.linear_cross_entropy(
-        x.hidden, x.weight, x.labels, chunk_tokens=5, return_metrics=True, **SMOOTHED, **options
-    )
-    return loss, metrics.token_accuracy, metrics.lse
+    options["outputs"] = ("predictions", "token_accuracy")
+    return vp.linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_size=5, **SMOOTHED, **options)
+
+
+def linear_outputs(x, **options):
+    options |= {"outputs": ("entropy", "lse", "predictions"), "reduction": "sum"}
+    return vp.linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_size=5, **options)
 
 
 def linear_valid_tokens(x, **options):
     n_items = (x.labels != IGNORE_INDEX).sum()
-    options |= {"reduction": "sum", "num_items": n_items, "valid_tokens": N - 1, "bias": x.weight.detach()[:, 0]}
-    return (vp.linear_cross_entropy(x.hidden, x.weight, x.labels, **options),)
+    options |= {"reduction": "sum", "num_items": n_items, "bias": x.weight.detach()[:, 0]}
+    return (vp.linear_cross_entropy(x.hidden, x.weight, x.labels, advanced=Advanced(valid_tokens=N - 1), **options),)
 
 
 def shifted(x, **options):
     labels, kept = x.labels.view(2, -1), {"reduction": "none", "shift": True, **options}
-    losses, metrics = vp.linear_cross_entropy(
-        x.hidden.view(2, -1, WIDTH), x.weight, labels, return_metrics=True, chunk_tokens=5, **kept
-    )
+    asked = {"outputs": ("predictions", "token_accuracy"), "chunk_size": 5}
+    found = vp.linear_cross_entropy(x.hidden.view(2, -1, WIDTH), x.weight, labels, **asked, **kept)
     logits = (x.hidden @ x.weight.t()).view(2, -1, VOCABULARY)
-    return losses, metrics.token_accuracy, metrics.predictions, vp.vocab_parallel_cross_entropy(logits, labels, **kept)
+    return *found, vp.vocab_parallel_cross_entropy(logits, labels, **kept)
 
 
 def linear_none(x, **options):
-    return (vp.linear_cross_entropy(x.hidden, x.weight, x.labels, reduction="none", chunk_tokens=5, **options),)
+    return (vp.linear_cross_entropy(x.hidden, x.weight, x.labels, reduction="none", chunk_size=5, **options),)
 
 
 def linear_log_probs(x, **options):
-    options |= {"outputs": ("entropy", "mean_logit"), "temperature": 0.5 + x.labels.abs() * 0.125, "valid_tokens": 100}
+    options |= {"outputs": ("entropy", "mean_logit"), "temperature": 0.5 + x.labels.abs() * 0.125}
+    options["advanced"] = Advanced(valid_tokens=100)
     return vp.linear_token_log_probs(x.hidden, x.weight, x.labels, **options)
 
 
@@ -114,7 +116,7 @@ def linear_autocast(x, **options):
 def class_weights(x, **options):
     options |= {"class_weight": x.weight.detach()[:, 0].abs(), "label_smoothing": 0.1}
     loss = vp.vocab_parallel_cross_entropy(x.hidden @ x.weight.t(), x.labels, **options)
-    return loss, vp.linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_tokens=5, **options)
+    return loss, vp.linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_size=5, **options)
 
 
 def checkpointed(x, **options):
@@ -128,7 +130,7 @@ def checkpointed(x, **options):
 
 STEPS = (
     *(logits_mean, logits_none, logits_transposed, log_probs, every_output, of_transformer_engine),
-    *(linear_mean, linear_valid_tokens, linear_none, linear_log_probs, linear_autocast),
+    *(linear_mean, linear_outputs, linear_valid_tokens, linear_none, linear_log_probs, linear_autocast),
     *(checkpointed, class_weights, shifted),
 )
 BY_STEP = pytest.mark.parametrize("step", STEPS, ids=[step.__name__ for step in STEPS])

@@ -8,11 +8,11 @@ import torch
 from tests.logits import test_compile
 from vocab_parallel_ce import (
     linear_cross_entropy,
-    soft_cross_entropy,
     token_log_probs,
     verify_calls,
     vocab_parallel_cross_entropy,
 )
+from vocab_parallel_ce.options import Advanced
 
 
 @pytest.mark.reference
@@ -48,28 +48,31 @@ def test_what_eager_code_refuses_is_refused(options, message):
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize("option", [{"chunk_tokens": True}, {"reduce_hidden_grad": 1}], ids=str)
-def test_a_head_takes_no_bool_for_a_number_and_no_number_for_a_bool(option):
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("chunk_size", {"chunk_size": True}), ("reduce_hidden_grad", {"advanced": Advanced(reduce_hidden_grad=1)})],
+)
+def test_a_head_takes_no_bool_for_a_number_and_no_number_for_a_bool(name, option):
     """PyTorch's dispatcher makes the one of the other before an operator sees it."""
 
     def step(*given):
         return linear_cross_entropy(*given, **option)
 
-    with pytest.raises(Exception, match=f"{next(iter(option))}: expected (no|a) bool, got"):
+    with pytest.raises(Exception, match=f"{name}: expected (no|a) bool, got"):
         torch.compile(step, fullgraph=True, backend="aot_eager")(*test_compile.inputs())
 
 
 @pytest.mark.reference
 def test_a_chunk_that_follows_the_number_of_tokens():
     def step(x):
-        return (linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_tokens=x.hidden.shape[0] // 2),)
+        return (linear_cross_entropy(x.hidden, x.weight, x.labels, chunk_size=x.hidden.shape[0] // 2),)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for n in (12, 16, 30):
         x = test_compile.inputs(n=n)
         test_compile.assert_same_bits(test_compile.results(compiled, x), test_compile.results(step, x))
-    with pytest.raises(ValueError, match="chunk_tokens: expected 'auto' or a number of tokens, got 'all'"):
-        torch.compile(linear_cross_entropy, backend="aot_eager")(*test_compile.inputs(), chunk_tokens="all")
+    with pytest.raises(ValueError, match="chunk_size: expected 'auto' or a number of tokens, got 'all'"):
+        torch.compile(linear_cross_entropy, backend="aot_eager")(*test_compile.inputs(), chunk_size="all")
 
 
 @pytest.mark.reference
@@ -102,7 +105,7 @@ def test_eager_calls_beside_a_compilation_stay_eager():
     compiling.start()
     try:
         assert began.wait(60)
-        linear_cross_entropy(x.hidden, x.weight, x.labels, main_grad=main_grad).backward()
+        linear_cross_entropy(x.hidden, x.weight, x.labels, advanced=Advanced(main_grad=main_grad)).backward()
     finally:
         ended.set()
         compiling.join()
@@ -119,7 +122,10 @@ def test_what_overwrites_by_name_and_verification_run_eagerly():
         return vocab_parallel_cross_entropy(logits, x.labels, gradient="in_backward"), logits
 
     def with_main_grad(x):
-        return (linear_cross_entropy(x.hidden, x.weight, x.labels, main_grad=main_grad) + x.weight.sum() * 0,)
+        return (
+            linear_cross_entropy(x.hidden, x.weight, x.labels, advanced=Advanced(main_grad=main_grad))
+            + x.weight.sum() * 0,
+        )
 
     loss, logits = torch.compile(in_backward, backend="aot_eager")(x)
     before = logits.detach().clone()
@@ -128,13 +134,15 @@ def test_what_overwrites_by_name_and_verification_run_eagerly():
     expected = test_compile.results(lambda x: (linear_cross_entropy(x.hidden, x.weight, x.labels),), x)[-1]
     test_compile.results(torch.compile(with_main_grad, backend="aot_eager"), x)
     assert torch.equal(main_grad, expected)
-    for name, step in {
-        "vocab_parallel_cross_entropy": in_backward,
-        "linear_cross_entropy": with_main_grad,
-        "soft_cross_entropy": lambda x: soft_cross_entropy(
-            x.hidden, x.hidden.detach().softmax(-1), gradient="in_backward"
-        ),
-    }.items():
+
+    def of_probabilities(x):
+        return vocab_parallel_cross_entropy(x.hidden, x.hidden.detach().softmax(-1), gradient="in_backward")
+
+    for name, step in (
+        ("vocab_parallel_cross_entropy", in_backward),
+        ("linear_cross_entropy", with_main_grad),
+        ("vocab_parallel_cross_entropy", of_probabilities),
+    ):
         torch._dynamo.reset()
         message = f"vocab_parallel_ce: {name} has no operator for this call .* compile without fullgraph=True"
         with pytest.raises(torch._dynamo.exc.Unsupported, match=message) as raised:
@@ -156,7 +164,7 @@ def test_options_without_an_operator_hold_where_the_compiler_skips_the_outermost
     logits, main_grad = (x.hidden @ x.weight.t()).detach(), torch.zeros_like(x.weight)
 
     def step(logits, hidden):
-        linear_cross_entropy(hidden, x.weight, x.labels, main_grad=main_grad).backward()
+        linear_cross_entropy(hidden, x.weight, x.labels, advanced=Advanced(main_grad=main_grad)).backward()
         return token_log_probs(logits, x.labels, top_k=2).top_ids
 
     top_ids = torch.compile(step, backend="eager")(logits, x.hidden)

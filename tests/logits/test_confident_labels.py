@@ -83,13 +83,13 @@ def test_log_probs_and_entropy(impl_device):
     """The entropy of a confident row is as small as its loss."""
     impl, device = impl_device
     logits, labels = confident_rows(200)
-    log_probs, entropy = token_log_probs(logits.to(device), labels.to(device), entropy=True, impl=impl)
+    found = token_log_probs(logits.to(device), labels.to(device), outputs=("entropy",), impl=impl)
     x = logits.double()
     truth = truth_of(logits, labels)
     log_p = x.log_softmax(dim=1).scatter(1, labels.unsqueeze(1), -truth.loss.unsqueeze(1))
     true_entropy = -(log_p.exp() * log_p).sum(dim=1)
-    assert float((-log_probs.double().cpu() / truth.loss - 1).abs().max()) <= 32 * EPS
-    assert float((entropy.double().cpu() / true_entropy - 1).abs().max()) <= 32 * EPS
+    assert float((-found.log_probs.double().cpu() / truth.loss - 1).abs().max()) <= 32 * EPS
+    assert float((found.entropy.double().cpu() / true_entropy - 1).abs().max()) <= 32 * EPS
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

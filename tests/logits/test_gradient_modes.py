@@ -1,5 +1,6 @@
 """Where the gradient is written and when; what survives; what a repeated backward does. Of every loss."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -20,13 +21,18 @@ def teacher_of(z):
 
 def known_tokens(z, y, **options):
     log_probs, ids = teacher_of(z).log_softmax(-1).topk(3)
-    return vp.distillation_loss(z, teacher_ids=ids, teacher_log_probs=log_probs, labels=y, **options)
+    return vp.distillation_loss(z, vp.TopKTeacher(ids, log_probs), labels=y, **options)
+
+
+def with_entropy(z, y, reduction, **options):
+    found = vp.token_log_probs(z, y, outputs=("entropy",), **options)
+    return found.log_probs + found.entropy
 
 
 LOSSES = {
     "labels": vocab_parallel_cross_entropy,
-    "log-probs": lambda z, y, reduction, **options: sum(vp.token_log_probs(z, y, entropy=True, **options)),
-    "targets": lambda z, y, **options: vp.soft_cross_entropy(z, teacher_of(z).softmax(-1), **options),
+    "log-probs": with_entropy,
+    "targets": lambda z, y, **options: vp.vocab_parallel_cross_entropy(z, teacher_of(z).softmax(-1), **options),
     "divergence": lambda z, y, **options: vp.distillation_loss(z, teacher_of(z), labels=y, **options),
     "known tokens": known_tokens,
 }
@@ -98,12 +104,15 @@ def test_second_and_double_backward(impl_device, way):
         torch.autograd.grad(loss, case.logits, torch.ones_like(loss), create_graph=True)
 
 
+PER_TOKEN = vp.token_log_probs, partial(vocab_parallel_cross_entropy, reduction="none")
+
+
 @pytest.mark.parametrize("first, second", ((0, 1), (1, 0)))
 def test_a_second_backward_through_another_output(impl_device, first, second):
-    for gradient in ("in_backward", "out_of_place"):
+    for gradient, function in itertools.product(("in_backward", "out_of_place"), PER_TOKEN):
         case = Case(impl_device)
-        options = {"entropy": True, "impl": case.impl, "gradient": gradient}
-        outputs = vp.token_log_probs(case.logits, case.labels, **options)
+        options = {"outputs": ("entropy",), "impl": case.impl, "gradient": gradient}
+        outputs = [v for v in function(case.logits, case.labels, **options) if v is not None]
         torch.autograd.grad(outputs[first].sum(), case.logits, retain_graph=True)
         after_first = case.logits.detach().clone()
         if gradient == "in_backward":

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.inputs import DTYPES, IGNORE_INDEX, batch, grad_output_layouts
 from tests.support.layouts import label_layouts
-from tests.support.logits import COLUMNS, EVERY, GRADIENTS, REDUCTIONS, Case, check, run
+from tests.support.logits import COLUMNS, EVERY, GRADIENTS, METRICS, REDUCTIONS, Case, check, run
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
@@ -58,7 +58,7 @@ def test_labels_of_every_layout_and_width(impl_device, reduction, shape):
     logits, labels = batch("some_ignored", rows=torch.Size(shape).numel(), vocab_size=COLUMNS)
     logits, labels = logits.view(*shape, COLUMNS), labels.view(shape)
     grad_output = torch.randn(shape) if reduction == "none" else torch.tensor(0.75)
-    expected = check(impl_device, logits, labels, grad_output, reduction=reduction, z_loss=0.02, return_metrics=True)
+    expected = check(impl_device, logits, labels, grad_output, reduction=reduction, z_loss=0.02, outputs=METRICS)
     for name, view in label_layouts(labels.to(impl_device[1])):
         version = view._version
         (loss,), grad = run(impl_device, logits, view, grad_output, reduction=reduction, z_loss=0.02)
@@ -79,7 +79,7 @@ def test_any_ignore_index(impl_device, ignore_index):
     if abs(ignore_index) < 2**31:
         labels[::3] = ignore_index
     for made in (labels.int(), labels):
-        check(impl_device, logits, made, ignore_index=ignore_index, return_metrics=True, check_labels=True)
+        check(impl_device, logits, made, ignore_index=ignore_index, outputs=METRICS, check_labels=True)
 
 
 @pytest.mark.interpreted(3)
@@ -91,7 +91,7 @@ def test_ignored_rows_are_zero_whatever_they_hold_and_whatever_comes_for_them(im
     logits[0, 3], labels[0] = bad, IGNORE_INDEX
     logits[4], labels[4] = bad, IGNORE_INDEX
     grad_output = torch.tensor([bad, 1.0, 2.0, -0.5, 1.0, 3.0])
-    for options in ({}, {**EVERY, "padding": 4, "return_metrics": True}):
+    for options in ({}, {**EVERY, "padding": 4, "outputs": METRICS}):
         for reduction in REDUCTIONS:
             given = (grad_output,) if reduction == "none" else ()
             results = check(impl_device, logits, labels, *given, reduction=reduction, gradient=gradient, **options)

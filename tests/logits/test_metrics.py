@@ -1,22 +1,21 @@
-"""What a loss is returned with: predictions, token accuracy, lse and z-loss, from the same read."""
+"""What a loss returns beside itself: predictions, token accuracy, lse and z-loss, from the same read."""
 
 import pytest
 import torch
 
 from tests.support.inputs import IGNORE_INDEX, batch
-from tests.support.logits import COLUMNS
-from vocab_parallel_ce import LossMetrics, vocab_parallel_cross_entropy
+from tests.support.logits import COLUMNS, METRICS
+from vocab_parallel_ce import Outputs, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
+NAMES = ("lse", *METRICS)
 
 
 def _metrics(impl_device, logits, labels, **options):
     impl, device = impl_device
-    loss, metrics = vocab_parallel_cross_entropy(
-        logits.to(device), labels.to(device), impl=impl, return_metrics=True, **options
-    )
-    assert isinstance(metrics, LossMetrics) and loss.dtype == torch.float32
-    return LossMetrics(*(value.cpu() for value in metrics))
+    found = vocab_parallel_cross_entropy(logits.to(device), labels.to(device), impl=impl, outputs=NAMES, **options)
+    assert isinstance(found, Outputs) and found.loss.dtype == torch.float32
+    return Outputs(**{name: getattr(found, name).cpu() for name in NAMES})
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -72,4 +71,5 @@ def test_no_tokens_have_an_accuracy_of_0_and_rows_keep_their_metrics_in_a_sum_ov
     assert _metrics(impl_device, *made).token_accuracy == 0
     logits, labels = batch("some_ignored", rows=6, vocab_size=COLUMNS)
     over_none, plain = (_metrics(impl_device, logits, labels, reduction="sum", **n) for n in ({"num_items": 0}, {}))
-    assert all(map(torch.equal, over_none, plain)) and bool((over_none.lse != 0).any())
+    assert all(torch.equal(getattr(over_none, name), getattr(plain, name)) for name in NAMES)
+    assert (over_none.lse != 0).any()

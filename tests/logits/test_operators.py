@@ -7,18 +7,19 @@ import torch
 from torch.library import opcheck
 
 from tests.logits.test_compile import VOCABULARY, inputs
+from tests.support.logits import METRICS
 from vocab_parallel_ce import operators
 from vocab_parallel_ce.losses.base import LOSSES
 from vocab_parallel_ce.losses.labels import LABELS, LabelLoss
 from vocab_parallel_ce.options import HeadSettings, Settings
 
-importlib.import_module("vocab_parallel_ce.linear.operators")  # defines those of heads
+importlib.import_module("vocab_parallel_ce.head.operators")  # defines those of heads
 N = 6
 OPTIONS = {
     "mean": {},
-    "entropy": {"entropy": True, "reduction": "none"},
-    "outputs": {"lse": True, "sum_sq_probs": True, "mean_logit": True, "reduction": "none"},
-    "metrics": {"return_metrics": True, "z_loss": 0.1, "label_smoothing": 0.1},
+    "entropy": {"outputs": ("entropy",), "reduction": "none"},
+    "outputs": {"outputs": ("lse", "sum_sq_probs", "mean_logit"), "reduction": "none"},
+    "metrics": {"outputs": METRICS, "z_loss": 0.1, "label_smoothing": 0.1},
     "sum": {"reduction": "sum", "check_labels": True},
     "class weights": {"label_smoothing": 0.1},
     "targets": {"label_smoothing": 0.1},

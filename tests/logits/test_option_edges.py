@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.logits import check, run
-from vocab_parallel_ce import soft_cross_entropy, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
 
 INF, NAN = float("inf"), float("nan")
 HUGE = 3e38
@@ -57,7 +57,7 @@ def test_log_probs_and_entropies_of_huge_logits(impl_device, options, temperatur
     if options["softcap"] > 1e30:
         logits, labels, temperature = logits[[0, 1, 5]], labels[[0, 1, 5]], max(temperature, 1.0)
     grad_outputs = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(1))
-    given = {"entropy": True, "temperature": temperature, "function": token_log_probs}
+    given = {"outputs": ("entropy",), "temperature": temperature, "function": token_log_probs}
     check(impl_device, logits, labels, *grad_outputs, **given, **options)
 
 
@@ -97,8 +97,8 @@ def test_constants_in_the_logits_memory_or_of_inference_mode(impl_device):
         outside = leaf.detach()[3].clone()
     loss = partial(vocab_parallel_cross_entropy, label_smoothing=0.1, reduction="sum")
     of_logits = (loss, "class_weight", 40), (loss, "num_items", 1), (token_log_probs, "temperature", 4)
-    for call, name, size in (*of_logits, (soft_cross_entropy, "class_weight", 40)):
-        found, beside = [], leaf.detach().flip(0) if call is soft_cross_entropy else labels
+    for call, name, size in (*of_logits, (vocab_parallel_cross_entropy, "class_weight", 40)):
+        found, beside = [], leaf.detach().flip(0) if call is vocab_parallel_cross_entropy else labels
         for values in (None, outside, outside + 0):
             logits = leaf * 1
             constant = {name: (logits.detach()[3] if values is None else values)[:size]}

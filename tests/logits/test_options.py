@@ -5,7 +5,7 @@ import torch
 
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import IGNORE_INDEX, batch
-from tests.support.logits import COLUMNS, EVERY, GRADIENTS, REDUCTIONS, broad_rows, check, run
+from tests.support.logits import COLUMNS, EVERY, GRADIENTS, METRICS, REDUCTIONS, broad_rows, check, run
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from vocab_parallel_ce import VocabShard
 
@@ -20,8 +20,9 @@ def test_options_given_at_their_off_values_change_no_bit(impl_device):
         "softcap": None,
         "logit_scale": 1,
         "num_items": None,
-        "return_metrics": False,
-        "shard": VocabShard(0, COLUMNS, COLUMNS),
+        "outputs": (),
+        "top_k": None,
+        "vocab_size": VocabShard(0, COLUMNS, COLUMNS),
     }
     made = batch("some_ignored", rows=2, vocab_size=COLUMNS, dtype=torch.bfloat16)
     for reduction in REDUCTIONS:
@@ -60,7 +61,7 @@ def test_the_gradient_of_padded_columns_is_zero_in_every_row(impl_device, vocab_
 def test_num_items_of_every_type(impl_device):
     """The z-loss that is returned is fp32 and a scalar, whatever the divisor is."""
     device, made = impl_device[1], broad_rows("some_ignored", 3)
-    options = {"reduction": "sum", "z_loss": 0.02, "return_metrics": True}
+    options = {"reduction": "sum", "z_loss": 0.02, "outputs": METRICS}
     expected = check(impl_device, *made, num_items=6, **options)
     for num_items in (
         6.0,
@@ -70,7 +71,7 @@ def test_num_items_of_every_type(impl_device):
         torch.tensor([6.0], device=device, dtype=torch.bfloat16),
     ):
         results = run(impl_device, *made, num_items=num_items, **options)
-        assert results.loss.shape == results.outputs[4].shape == () and results.outputs[4].dtype == torch.float32
+        assert results.loss.shape == results.outputs[3].shape == () and results.outputs[3].dtype == torch.float32
         torch.testing.assert_close(results, expected, rtol=0, atol=0)
 
 
@@ -78,10 +79,10 @@ def test_num_items_of_every_type(impl_device):
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_no_items_give_no_loss_and_no_gradient_whatever_the_rows_hold(impl_device, gradient):
     """An empty step divides by 0; 0 times the infinite loss of a masked label is NaN."""
-    options = {"reduction": "sum", "z_loss": 0.02, "return_metrics": True, "gradient": gradient}
+    options = {"reduction": "sum", "z_loss": 0.02, "outputs": METRICS, "gradient": gradient}
     for num_items in (0, torch.tensor(0), torch.tensor(0.0), torch.tensor([0], dtype=torch.int32)):
         logits, labels = batch("all_ignored" if isinstance(num_items, int) else "peaked", rows=4, vocab_size=COLUMNS)
         logits[0, 4], labels[1] = NAN, COLUMNS
         logits[2, labels[2].clamp(min=0)] = -INF
         results = run(impl_device, logits, labels, num_items=num_items, **options)
-        assert results.loss.item() == results.outputs[4].item() == 0 and not results.grad.any()
+        assert results.loss.item() == results.outputs[3].item() == 0 and not results.grad.any()

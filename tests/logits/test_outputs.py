@@ -1,4 +1,4 @@
-"""What log-probabilities return beside themselves: values, one gradient for all, edges, names."""
+"""What losses and log-probabilities return beside themselves: values, one gradient for all, edges, names."""
 
 import math
 from functools import partial
@@ -10,11 +10,11 @@ from tests.support import logits as of_logits
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.logits import COLUMNS, OUTPUTS, broad_rows, every_output, grads_of_every_output, random_grad_output
-from vocab_parallel_ce import TokenLogProbs, token_log_probs, verify_group, vocab_parallel_cross_entropy
+from vocab_parallel_ce import Outputs, token_log_probs, verify_calls, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
 check = partial(of_logits.check, function=every_output)
-of_pair = partial(of_logits.check, function=token_log_probs, entropy=True)
+of_pair = partial(of_logits.check, function=token_log_probs, outputs=("entropy",))
 
 
 @pytest.mark.parametrize("leading", [(2, 3), (4,), (2, 1, 2), (1, 1), (0, 3)])
@@ -24,9 +24,9 @@ def test_shapes_and_dtypes_and_the_value_of_the_loss(impl_device, leading):
     labels = torch.zeros(leading, dtype=torch.int32, device=device)
     options = {"softcap": 10.0, "logit_scale": 0.4, "impl": impl}
     log_probs = token_log_probs(logits, labels, **options)
-    outputs = token_log_probs(logits, labels, entropy=True, **options)
-    assert isinstance(log_probs, torch.Tensor) and len(outputs) == 2
-    for output in (log_probs, *outputs):
+    found = token_log_probs(logits, labels, outputs=("entropy",), **options)
+    assert isinstance(log_probs, torch.Tensor) and torch.equal(found.log_probs, log_probs)
+    for output in (log_probs, found.entropy):
         assert output.shape == leading and output.dtype == torch.float32
     loss = vocab_parallel_cross_entropy(logits, labels, reduction="none", **options)
     assert torch.equal(log_probs, -loss)
@@ -37,9 +37,7 @@ def test_each_output_by_itself_has_the_values_of_all_together(impl_device):
     impl, device = impl_device
     logits, labels = (tensor.to(device) for tensor in broad_rows("peaked"))
     every = token_log_probs(logits, labels, outputs=OUTPUTS, impl=impl)
-    assert type(every) is TokenLogProbs and every._fields[1:6] == OUTPUTS
-    pair = token_log_probs(logits, labels, entropy=True, impl=impl)
-    assert torch.equal(pair[0], every.log_probs) and torch.equal(pair[1], every.entropy)
+    assert type(every) is Outputs and every._fields[2:7] == OUTPUTS
     for name in OUTPUTS:
         alone = token_log_probs(logits, labels, outputs=[name], impl=impl)
         assert [field for field, value in alone._asdict().items() if value is not None] == ["log_probs", name]
@@ -59,37 +57,39 @@ def test_ignored_tokens_are_positive_zero_and_labels_outside_the_vocabulary_nan(
         if grad is not None:
             grad[[0, 2]] = bad
     for options in ({}, {"softcap": 10, "logit_scale": 0.4, "temperature": 0.7}):
-        (*outputs, is_top1), grad = check(impl_device, logits, labels, *grad_outputs, **options)
+        (*outputs, predictions), grad = check(impl_device, logits, labels, *grad_outputs, **options)
         outputs[3] = outputs[3] - 1  # sum_sq_probs, as the oracle has it
         for result in (*outputs, grad):
             assert not result[[0, 2]].any() and not result[[0, 2]].signbit().any()
             is_nan = result.isnan().view(6, -1)
             assert is_nan.all(1).tolist() == is_nan.any(1).tolist() == [False, True, False, True, False, False]
-        assert is_top1.tolist()[:4] == [False] * 4
+        assert predictions[[0, 2]].tolist() == [-1, -1]
 
 
-def test_is_top1(impl_device):
-    """The first of equals; False in rows without a finite largest logit."""
+def test_predictions_of_log_probs(impl_device):
+    """The first of equals; -1 in rows without a finite largest logit."""
     impl, device = impl_device
     logits = torch.tensor([[0.0, 2, 2], [0, 2, 2], [1, 0, 0], [NAN, 1, 0], [-INF, -INF, -INF], [5, 0, 0]])
     labels = torch.tensor([1, 2, 0, 1, 0, IGNORE_INDEX], device=device)
     logits = logits.to(device).requires_grad_() * 1
-    found = token_log_probs(logits, labels, outputs=("is_top1", "lse"), impl=impl)
-    assert found.is_top1.dtype == torch.bool and not found.is_top1.requires_grad and found.lse.requires_grad
-    assert found.is_top1.tolist() == [True, False, True, False, False, False]
+    found = token_log_probs(logits, labels, outputs=("predictions", "lse"), impl=impl)
+    assert found.predictions.dtype == torch.int64 and not found.predictions.requires_grad and found.lse.requires_grad
+    assert found.predictions.tolist() == [1, 1, 0, -1, -1, -1]
 
 
 @pytest.mark.reference
 def test_names_that_are_refused_and_their_verification():
     logits, labels = torch.randn(2, 5), torch.tensor([1, 2])
-    for outputs, error in (("lse", TypeError), (("loss",), ValueError), (None, TypeError), ((1,), ValueError)):
-        with pytest.raises(error, match=r"^outputs: expected"):
-            token_log_probs(logits, labels, outputs=outputs)
-    with pytest.raises(ValueError, match=r"^entropy: expected False with outputs"):
-        token_log_probs(logits, labels, entropy=True, outputs=("lse",))
-    with pytest.raises(ValueError, match=r"^outputs: expected one of"):
-        verify_group(logits, labels, None, outputs=("loss",))
-    verify_group(logits, labels, None, outputs=("lse",), temperature=0.7)
+    for outputs, error in (("lse", TypeError), (("loss",), ValueError), (True, TypeError), ((1,), ValueError)):
+        for function in (token_log_probs, vocab_parallel_cross_entropy):
+            with pytest.raises(error, match=r"^outputs: expected"):
+                function(logits, labels, outputs=outputs)
+    with pytest.raises(ValueError, match=r"^outputs: expected no 'z_loss' of log-probabilities"):
+        token_log_probs(logits, labels, outputs=("z_loss",))
+    with verify_calls():
+        with pytest.raises(ValueError, match=r"^outputs: expected one of"):
+            token_log_probs(logits, labels, outputs=("loss",))
+        assert token_log_probs(logits, labels, outputs=("lse",), temperature=0.7).lse.shape == (2,)
 
 
 def test_the_rank_in_a_vocabulary_that_ends_within_a_vector(impl_device):

@@ -7,12 +7,13 @@ import vocab_parallel_ce as vp
 from tests.support import linear, logits
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import record_matmuls
+from tests.support.logits import METRICS
 from vocab_parallel_ce.integrations import dtensor
 
 SHAPES = {(1, 6): (1, 5), (2, 3): (2, 2), (1, 3, 2): (1, 3, 1)}  # of labels, and of unreduced losses
 OPTIONS = (
-    {"return_metrics": True, "z_loss": 0.02},
-    {"reduction": "none", "return_metrics": True},
+    {"outputs": METRICS, "z_loss": 0.02},
+    {"reduction": "none", "outputs": METRICS},
     {"reduction": "sum", "num_items": 3},
 )
 
@@ -28,7 +29,7 @@ def test_results_are_those_of_labels_one_ahead(impl_device, is_head, shape, opti
     kept = (..., slice(0, -1), slice(None))
     if is_head:
         n_valid = int((given.labels[..., 1:] != IGNORE_INDEX).sum())
-        options = {**options, "chunk_tokens": 4, "valid_tokens": n_valid}
+        options = {**options, "chunk_size": 4, "valid_tokens": n_valid}
         found = linear.run(impl_device, given, grad_output, shift=True, **options)
         assert not found.hidden[..., -1, :].any()
         ahead = given._replace(hidden=given.hidden[kept], labels=given.labels[..., 1:])
@@ -36,8 +37,9 @@ def test_results_are_those_of_labels_one_ahead(impl_device, is_head, shape, opti
     else:
         found = logits.run(impl_device, values := given.logits(), given.labels, grad_output, shift=True, **options)
         logits.assert_right(found, values, given.labels, grad_output, shift=True, **options)
-    per_token = found.outputs[1::2] if "return_metrics" in options else found.outputs[:0]  # predictions, lse
-    for output in (*found.outputs[: not is_reduced], *per_token):
+    loss_and_z_loss = found.outputs[::3]
+    predictions = found.outputs[1:2]
+    for output in (*predictions, *(() if is_reduced else loss_and_z_loss)):
         assert output.shape == SHAPES[shape]
 
 
@@ -83,11 +85,12 @@ def test_labels_are_checked_where_the_caller_has_them():
         with pytest.raises(ValueError, match=r"1 outside, the first at position \(1, 2\): 99$"):
             function(*tensors, labels, **options)
         labels[1, 2] = 0
-    vp.verify_group(values, labels, None, shift=True)
-    vp.verify_group(inputs.hidden, labels, None, weight=inputs.weight, shift=True)
-    labels[0, 1] = 99
-    with pytest.raises(ValueError, match=r"position \(0, 1\): 99$"):
-        vp.verify_group(values, labels, None, shift=True)
+    with vp.verify_calls():
+        vp.vocab_parallel_cross_entropy(values, labels, **options)
+        vp.linear_cross_entropy(*given, labels, **options)
+        labels[0, 1] = 99
+        with pytest.raises(ValueError, match=r"position \(0, 1\): 99$"):
+            vp.vocab_parallel_cross_entropy(values, labels, **options)
 
 
 @pytest.mark.reference
@@ -100,7 +103,7 @@ def test_what_has_no_next_token_is_refused():
         ((2, 3), TypeError, "^labels: dtype must be"),
     ):
         hidden = torch.randn(*shape, 4)
-        labels = torch.zeros(shape, dtype=torch.float32 if error is TypeError else torch.int64)
+        labels = torch.zeros(shape, dtype=torch.int16 if error is TypeError else torch.int64)
         for call in (
             lambda h=hidden, y=labels: vp.vocab_parallel_cross_entropy(h @ weight.t(), y, shift=True),
             lambda h=hidden, y=labels: vp.linear_cross_entropy(h, weight, y, shift=True),
@@ -109,7 +112,7 @@ def test_what_has_no_next_token_is_refused():
                 call()
     with pytest.raises(ValueError, match=r"got shape \(\)"):
         vp.vocab_parallel_cross_entropy(torch.randn(2, 3), torch.tensor(1), shift=True)
-    with pytest.raises(ValueError, match="^shift: expected labels of at least two dimensions"):
-        vp.verify_group(torch.randn(6, 9), torch.zeros(6).long(), None, shift=True)
+    with vp.verify_calls(), pytest.raises(ValueError, match="^shift: expected labels of at least two dimensions"):
+        vp.vocab_parallel_cross_entropy(torch.randn(6, 9), torch.zeros(6).long(), shift=True)
     with pytest.raises(TypeError, match="shift: expected one of logits, labels, num_items"):
         dtensor.cross_entropy(torch.randn(2, 3), torch.zeros(2).long(), shift=True)

@@ -57,7 +57,7 @@ class Program:
         if self.function == "log_probs":
             return -vp.token_log_probs(logits, labels, **options).mean()
         if self.function == "soft":
-            return vp.soft_cross_entropy(logits, targets, **options)
+            return vp.vocab_parallel_cross_entropy(logits, targets, **options)
         if self.function == "distillation":
             return vp.distillation_loss(logits, targets.log(), **options)
         return vp.vocab_parallel_cross_entropy(logits, labels, **options)

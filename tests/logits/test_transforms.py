@@ -24,23 +24,25 @@ def head(hidden):
     return hidden.new_full((COLUMNS, hidden.shape[-1]), 0.5)
 
 
-def known(y, **options):
+def known(y):
     tokens = y.view(-1, 1)
-    return {"teacher_ids": tokens, "teacher_log_probs": tokens * 0.0 - 0.1, **options}
+    return vp.TopKTeacher(tokens, tokens * 0.0 - 0.1)
 
 
 OF_LOGITS = {
     "mean": vp.vocab_parallel_cross_entropy,
     "none": lambda z, y, **k: vp.vocab_parallel_cross_entropy(z, y, reduction="none", **k).sum(),
     "log-probs": lambda z, y, **k: vp.token_log_probs(z, y, **k).sum(),
-    "targets": lambda z, y, **k: vp.soft_cross_entropy(z, rows_like(z) / COLUMNS, **k),
+    "targets": lambda z, y, **k: vp.vocab_parallel_cross_entropy(z, rows_like(z) / COLUMNS, **k),
     "divergence": lambda z, y, **k: vp.distillation_loss(z, rows_like(z), **k),
-    "known tokens": lambda z, y, **k: vp.distillation_loss(z, **known(y, **k)),
+    "known tokens": lambda z, y, **k: vp.distillation_loss(z, known(y), **k),
 }
 OF_HEADS = {
     "linear": lambda h, y, **k: vp.linear_cross_entropy(h, head(h), y, **k),
     "linear log-probs": lambda h, y, **k: vp.linear_token_log_probs(h, head(h), y, **k).sum(),
-    "linear divergence": lambda h, y, **k: vp.linear_distillation_loss(h, head(h), h.detach() / 2, head(h), **k),
+    "linear divergence": lambda h, y, **k: vp.linear_distillation_loss(
+        vp.Head(h, head(h)), vp.Head(h.detach() / 2, head(h)), **k
+    ),
 }
 FUNCTIONS = OF_LOGITS | OF_HEADS
 by_function = pytest.mark.parametrize("function", FUNCTIONS)

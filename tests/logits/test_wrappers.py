@@ -76,7 +76,7 @@ def test_under_hooks_the_loss_over_logits_is_right(impl_device, wrapper, other, 
 @by_case(LINEAR_CASES)
 def test_the_linear_loss_is_right_in_every_wrapper(impl_device, wrapper, other, loss):
     """Hidden states and weight are never overwritten."""
-    check(impl_device, program("linear", wrapper, other, *OVER_HEADS[loss], chunk_tokens=3))
+    check(impl_device, program("linear", wrapper, other, *OVER_HEADS[loss], chunk_size=3))
 
 
 @pytest.mark.interpreted(4)
