@@ -55,7 +55,7 @@ def test_only_the_matmuls_that_are_needed(impl_device, frozen, way, expected):
     """Gradients that somebody wants: in forward, or after the logits were computed again in backward."""
     case, chunks = Case(impl_device, "peaked", frozen=frozen), 2
     with record_matmuls() as in_forward:
-        loss = case.loss(chunk_tokens=ROWS // chunks, **WAYS[way])
+        loss = case.loss(chunk_size=ROWS // chunks, **WAYS[way])
     assert loss.requires_grad == bool(case.leaves)
     with record_matmuls() as in_backward:
         if case.leaves:
@@ -114,7 +114,7 @@ def test_the_weights_gradient_is_added_to_main_grad(impl_device, way, dtype, say
         before = main_grad.clone()
         if says_so:
             case.weight.grad_added_to_main_grad = False
-        loss = case.loss(main_grad=main_grad, chunk_tokens=2, **way)
+        loss = case.loss(main_grad=main_grad, chunk_size=2, **way)
         assert torch.equal(main_grad, before), "written by forward"
         assert not getattr(case.weight, "grad_added_to_main_grad", False)
         grad_output = case.grad_output(loss)
@@ -133,7 +133,7 @@ def test_autocast_multiplies_in_its_dtype_and_leaves_fp32_gradients_unrounded(im
     case.hidden = case.hidden.detach().to(hidden_dtype).requires_grad_()
     case.inputs = case.inputs._replace(hidden=case.hidden.detach().float().cpu())
     with torch.autocast(case.device, torch.bfloat16):
-        loss = case.loss(chunk_tokens=2, **way)
+        loss = case.loss(chunk_size=2, **way)
     grad_output = case.grad_output(loss)
     loss.backward(grad_output)
     truth = linear.linear_fp64(case.inputs, grad_output.cpu(), **way)
@@ -173,7 +173,7 @@ def test_compiled_caller(impl_device, way):
     case = Case(impl_device)
 
     def step(hidden):
-        loss, metrics = case.loss(hidden * 2, return_metrics=True, chunk_tokens=2, **EVERY, **way)
+        loss, metrics = case.loss(hidden * 2, return_metrics=True, chunk_size=2, **EVERY, **way)
         return loss * 2, metrics.token_accuracy  # exact, however it is compiled
 
     compiled = torch.compile(step, backend="inductor" if case.hidden.is_cuda else "aot_eager")

@@ -12,7 +12,7 @@ from tests.support.linear import COLUMNS, WIDTH, Results, assert_right, record_m
 from tests.support.logits import EVERY
 from tests.support.ranks import in_several_ranks
 from vocab_parallel_ce import linear_cross_entropy
-from vocab_parallel_ce.linear import expected as module
+from vocab_parallel_ce.head import expected as module
 
 ROWS, FACTOR = 6, -0.37
 WAY = {"reduction": "none", "gradient": "in_forward"}
@@ -59,12 +59,12 @@ def misfit_is_warned_of(case, is_misfit=True):
 @pytest.mark.parametrize("kind", ["mask", "numbers", "negative"])
 def test_results_are_those_of_the_real_grad_output(impl_device, dtype, kind):
     case, mask = Case(impl_device, dtype), mask_of(ROWS, kind)
-    for options in (EVERY, {"chunk_tokens": 2, **EVERY}, {"logits_dtype": torch.float32}):
+    for options in (EVERY, {"chunk_size": 2, **EVERY}, {"logits_dtype": torch.float32}):
         with record_matmuls() as in_forward:
             loss = case.loss(mask, **options)
         with record_matmuls() as in_backward:
             gradients = torch.autograd.grad(loss, case.leaves, FACTOR * mask.to(case.device))
-        assert len(in_forward) % 3 == 0 and (len(in_forward) > 3) == ("chunk_tokens" in options) and not in_backward
+        assert len(in_forward) % 3 == 0 and (len(in_forward) > 3) == ("chunk_size" in options) and not in_backward
         results = Results((loss.detach().cpu(),), *(gradient.cpu() for gradient in gradients))
         assert_right(results, case.inputs, FACTOR * mask, **WAY, **options)
         assert all(gradient.dtype == dtype for gradient in gradients)
@@ -77,7 +77,7 @@ def test_main_grad_over_several_micro_batches(impl_device, dtype):
     case.leaves[1].grad_added_to_main_grad = False
     main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
     for step in (1, 2, 3):
-        before, loss = main_grad.clone(), case.loss(mask, main_grad=main_grad, chunk_tokens=4)
+        before, loss = main_grad.clone(), case.loss(mask, main_grad=main_grad, chunk_size=4)
         assert torch.equal(main_grad, before), "written by forward"
         _, dummy, _ = torch.autograd.grad(loss, case.leaves, FACTOR * mask.to(case.device))
         assert case.leaves[1].grad_added_to_main_grad is True and dummy.dtype == dtype and not dummy.any()
@@ -85,7 +85,7 @@ def test_main_grad_over_several_micro_batches(impl_device, dtype):
         assert_right(results, case.inputs, step * FACTOR * mask, reduction="none")
         if step == 1:
             assert not torch.equal(main_grad, main_grad.bfloat16().float())
-            assert torch.equal(case.gradients(mask, FACTOR * mask, chunk_tokens=4)[1], main_grad.to(dtype))
+            assert torch.equal(case.gradients(mask, FACTOR * mask, chunk_size=4)[1], main_grad.to(dtype))
 
 
 @pytest.mark.parametrize("row", [0, ROWS - 1])
@@ -189,7 +189,7 @@ def test_the_host_never_waits(impl):
 
     def step():
         case.gradients(mask, FACTOR * mask)
-        case.gradients(mask, FACTOR * mask, main_grad=main_grad, chunk_tokens=2)
+        case.gradients(mask, FACTOR * mask, main_grad=main_grad, chunk_size=2)
 
     assert_host_never_waits(step)
 
@@ -220,7 +220,7 @@ def _with_mask(hidden, weight, labels, **options):
 @pytest.mark.parametrize(("sequence_parallel", "main_grad"), [(False, True), (True, False)])
 def test_several_ranks_find_the_same_factor(rank_pool, impl, sequence_parallel, main_grad):
     inputs = linear.projection("some_ignored", 8, linear_ranks.COLUMNS, dtype=torch.bfloat16)
-    options = {**WAY, "sequence_parallel": sequence_parallel, "chunk_tokens": 4}
+    options = {**WAY, "sequence_parallel": sequence_parallel, "chunk_size": 4}
     grad_outputs = (FACTOR * mask_of(8),)
     case = linear_ranks.Case(inputs, impl, options, grad_outputs=grad_outputs, function=_with_mask, main_grad=main_grad)
     results = rank_pool.run(linear_ranks.run, case)

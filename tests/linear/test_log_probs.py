@@ -22,7 +22,7 @@ def _grad_outputs(rows=ROWS, used="both"):
 
 def test_log_probs_are_those_of_the_loss(impl_device):
     inputs = projection("peaked", dtype=torch.bfloat16, bias=True)
-    options = {"softcap": 10.0, "logit_scale": 0.4, "chunk_tokens": 2}
+    options = {"softcap": 10.0, "logit_scale": 0.4, "chunk_size": 2}
     log_probs = run(impl_device, inputs, torch.tensor(-1.0), **options)
     loss = linear.run(impl_device, inputs, reduction="none", function=linear_cross_entropy, **options)
     assert torch.equal(log_probs.outputs[0], -loss.outputs[0])
@@ -39,7 +39,7 @@ def test_ignored_tokens_are_positive_zero_and_may_hold_anything(impl_device, use
         for grad_output, row in zip(grad_outputs, (0, 2), strict=True):
             if grad_output is not None:
                 grad_output[row] = bad
-        options = {"entropy": True, "chunk_tokens": chunk, "valid_tokens": valid_tokens}
+        options = {"entropy": True, "chunk_size": chunk, "valid_tokens": valid_tokens}
         outputs, hidden, weight, _ = check(impl_device, inputs, *grad_outputs, **options)
         for values in (*outputs, hidden):
             assert not values[[0, 2]].any() and not values[[0, 2]].signbit().any()
@@ -62,7 +62,7 @@ def _leaves(impl_device, inputs):
 
 def test_four_matmuls_a_chunk_and_one_without_gradients(impl_device):
     hidden, weight, labels = _leaves(impl_device, projection("peaked"))
-    options = {"entropy": True, "impl": impl_device[0], "chunk_tokens": 3}
+    options = {"entropy": True, "impl": impl_device[0], "chunk_size": 3}
     with record_matmuls() as matmuls:
         log_probs, entropy = linear_token_log_probs(hidden, weight, labels, **options)
         assert len(matmuls) == 2

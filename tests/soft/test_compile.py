@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vocab_parallel_ce import distillation_loss, linear_distillation_loss, soft_cross_entropy
+from vocab_parallel_ce import distillation_loss, linear_distillation_loss, vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.reference
 
@@ -17,10 +17,10 @@ LOG_PROBS, IDS = OTHER.log_softmax(-1).topk(3)
 TOKENS = {"teacher_ids": IDS, "teacher_log_probs": LOG_PROBS}
 JS = {"divergence": "js", "labels": LABELS, "hard_weight": 0.3, "temperature": 2.0}
 STEPS = {
-    "targets": lambda x: soft_cross_entropy(x * 1, PROBS, label_smoothing=0.1, class_weight=PROBS[0]),
+    "targets": lambda x: vocab_parallel_cross_entropy(x * 1, PROBS, label_smoothing=0.1, class_weight=PROBS[0]),
     "js": lambda x: distillation_loss(x * 1, OTHER, **JS),
     "k tokens": lambda x: distillation_loss(x * 1, **TOKENS, rest="bucket", labels=LABELS),
-    "head": lambda x: linear_distillation_loss(HIDDEN * x[0, 0], WEIGHT, THEIRS, HEAD, labels=LABELS, chunk_tokens=4),
+    "head": lambda x: linear_distillation_loss(HIDDEN * x[0, 0], WEIGHT, THEIRS, HEAD, labels=LABELS, chunk_size=4),
     "head, hard weight": lambda x: linear_distillation_loss(
         HIDDEN * x[0, 0], WEIGHT, THEIRS, HEAD, labels=LABELS, hard_weight=0.4
     ),

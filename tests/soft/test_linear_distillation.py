@@ -102,7 +102,7 @@ PAIRS = covering(  # tests/conformance has more options on one rank, random call
     divisor=tuple(DIVISORS),
     hard=(None, 0.3),  # None: without labels
     columns=tuple(BOUNDS),
-    chunk_tokens=(4, "auto"),
+    chunk_size=(4, "auto"),
     reduce_hidden_grad=(True, False),
     dtype=(torch.float32, torch.bfloat16, torch.float16),
 )
@@ -135,7 +135,7 @@ def _in_rank(rank, group, pair, impl, device=None):
     if "teacher_ids" in options:
         own = {n: t for n, t in own.items() if n.startswith("student")}
         options |= {n: options[n].to(device) for n in ("teacher_ids", "teacher_log_probs")}
-    options |= {name: pair[name] for name in ("chunk_tokens", "reduce_hidden_grad")}
+    options |= {name: pair[name] for name in ("chunk_size", "reduce_hidden_grad")}
     options |= {"labels": None if pair["hard"] is None else labels.to(device), "group": group, "impl": impl}
     with record_collectives() as calls:
         loss = linear_distillation_loss(**own, **options, shard=VocabShard(start, stop, COLUMNS))
@@ -157,7 +157,7 @@ def n_chunks_of(pair, labels, device):
     """On a CPU, ignored tokens are left out."""
     is_left_out = pair["hard"] is not None and device == "cpu"
     n_rows = int((labels != IGNORE_INDEX).sum()) if is_left_out else TOKENS
-    return 1 if pair["chunk_tokens"] == "auto" else -(-n_rows // pair["chunk_tokens"])
+    return 1 if pair["chunk_size"] == "auto" else -(-n_rows // pair["chunk_size"])
 
 
 def check_pair(pair, results):
