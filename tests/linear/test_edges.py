@@ -167,7 +167,7 @@ def test_what_ignored_tokens_hold_is_seen_by_nobody(impl_device, bad, way):
 def test_more_labels_than_were_promised_make_every_value_nan(impl_device, valid_tokens, way):
     """Also the loss of a token that was left out, where a 0 would pass for one, and the accuracy of the others."""
     inputs = linear.projection("peaked", ROWS, bias=True)
-    results = run(impl_device, inputs, valid_tokens=valid_tokens, return_metrics=True, **way)
+    results = run(impl_device, inputs, valid_tokens=valid_tokens, outputs=METRICS, **way)
     loss, _, *metrics = results.outputs
     for tensor in (loss, *metrics, results.weight, results.bias):
         assert tensor.isnan().all()
@@ -259,7 +259,7 @@ def test_log_probs_of_fp32_logits_are_those_of_an_fp32_head_and_the_default_ones
     hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((24, 32), (200, 32), (200,)))
     labels = torch.randint(0, 200, (24,), generator=generator).to(device)
     short = [t.to(device, dtype) for t in (hidden, weight, bias)]
-    options = {"impl": impl, "temperature": 0.7, "entropy": True}
+    options = {"impl": impl, "temperature": 0.7, "outputs": ("entropy",)}
     *exact, added = (t.float() for t in short)
     added = bias.to(device) if autocast else added  # which autocast need not round
     given = (*exact, added) if autocast else short
@@ -267,7 +267,7 @@ def test_log_probs_of_fp32_logits_are_those_of_an_fp32_head_and_the_default_ones
     with torch.autocast(device, dtype, enabled=autocast):
         found = linear_token_log_probs(*given[:2], labels, bias=given[2], **options, **FP32)
         rounded = linear_token_log_probs(*given[:2], labels, bias=given[2], **options)
-    for value, default, expected in zip(found, rounded, truth, strict=True):
+    for value, default, expected in zip(*map(flat_outputs, (found, rounded, truth)), strict=True):
         torch.testing.assert_close(value, expected, **TOLERANCE)
         assert (default - expected).abs().max() > 100 * TOLERANCE["atol"]
 

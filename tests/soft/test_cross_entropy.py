@@ -101,7 +101,7 @@ def test_where_the_gradient_is_written():
     kept = logits.detach().clone()
     (grad,) = torch.autograd.grad(loss, logits)
     assert torch.equal(logits, kept) and grad.data_ptr() != logits.data_ptr()
-    with pytest.raises(ValueError, match="^target_probs: expected memory of its own"):
+    with pytest.raises(ValueError, match="^labels: expected memory of its own"):
         vocab_parallel_cross_entropy(logits, logits.detach(), gradient="in_backward")
 
 
@@ -109,20 +109,24 @@ def test_where_the_gradient_is_written():
 def test_refusals_by_name():
     logits, targets = torch.randn(2, 5, requires_grad=True), torch.rand(2, 5)
     for error, words, changed in (
-        (TypeError, "target_probs: .*requires no gradient", {"target_probs": targets.clone().requires_grad_()}),
-        (TypeError, "target_probs: dtype", {"target_probs": torch.zeros(2, 5, dtype=torch.int64)}),
-        (ValueError, "target_probs: shape", {"target_probs": targets[:, :4]}),
-        (TypeError, "target_probs: expected a torch.Tensor", {"target_probs": 3}),
+        (TypeError, "labels: .*requires no gradient", {"labels": targets.clone().requires_grad_()}),
+        (ValueError, "labels: .*shape", {"labels": torch.zeros(2, 5, dtype=torch.int64)}),  # ids, which have no columns
+        (ValueError, "labels: shape", {"labels": targets[:, :4]}),
+        (TypeError, "labels: expected a torch.Tensor", {"labels": 3}),
         (ValueError, "gradient: ", {"gradient": "forward"}),
         (ValueError, "reduction: ", {"reduction": "batchmean"}),
-        (TypeError, "ignore_index: expected one of", {"ignore_index": 3}),
+        (ValueError, "ignore_index: ", {"ignore_index": 3}),
+        (ValueError, "outputs: ", {"outputs": ("entropy",)}),
+        (ValueError, "top_k: ", {"top_k": 2}),
+        (ValueError, "check_labels: ", {"check_labels": True}),
+        (ValueError, "shift: ", {"shift": True}),
         (ValueError, "class_weight: expected shape", {"class_weight": torch.ones(4)}),
         (TypeError, "class_weight: expected a constant", {"class_weight": torch.ones(5, requires_grad=True)}),
         (ValueError, "num_items: ", {"num_items": -1, "reduction": "sum"}),
         (ValueError, "logits: last dimension", {"vocab_size": 9}),
         (ValueError, "impl: 'one_pass'", {"impl": "one_pass"}),
     ):
-        given = {"logits": logits, "target_probs": targets} | changed
+        given = {"logits": logits, "labels": targets} | changed
         with pytest.raises(error, match=f"^{words}"):
             vocab_parallel_cross_entropy(**given)
 
