@@ -19,7 +19,7 @@ PARTS = 6  # tests, for the workers
 SECONDS = 120.0  # on a GPU
 PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 2))
 # No options of a call: modules and what they are made of, results, and what runs or compares calls.
-NOT_DRAWN = {"LossMetrics", "TokenLogProbs", "VocabShard", "verify_group", "cross_entropy_backward"}
+NOT_DRAWN = {"Outputs", "Outputs", "VocabShard", "verify_group", "cross_entropy_backward"}
 ELSEWHERE = {
     "group": "each rank's, by the factor ranks",
     "impl": "the command's",
@@ -29,7 +29,7 @@ ELSEWHERE = {
     "sequence_dim": "likewise",
     "beta": "drawn for js",
     "memory_budget": "the factor chunks",
-    "chunk_tokens": "likewise",
+    "chunk_size": "likewise",
     "expected_grad_output": "drawn where gradients are in forward and the reduction is none",
     "dist_process_group": "group",
     "ignore_idx": "ignore_index",

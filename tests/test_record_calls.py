@@ -32,21 +32,23 @@ def test_recorded_twice_calls_have_the_same_bits_in_any_order():
 
 def test_what_differs_is_reported(monkeypatch, tmp_path, capsys):
     functions = list(FACTORS)
-    seeds = [functions.index(name) for name in ("soft_cross_entropy", "distillation_loss, k tokens")]
+    seeds = [functions.index(name) for name in ("vocab_parallel_cross_entropy", "distillation_loss, k tokens")]
     before, after = (tmp_path / name for name in ("before.json", "after.json"))
     before.write_text(json.dumps({"calls": recorded(seeds)}))
-    own = random_public.PUBLIC["soft_cross_entropy"]
+    own = random_public.PUBLIC["vocab_parallel_cross_entropy"]
 
     def refuse(given):
         raise ValueError("teacher: refused")
 
-    monkeypatch.setitem(random_public.PUBLIC, "soft_cross_entropy", lambda given: {"loss": own(given)["loss"] + 0.25})
+    monkeypatch.setitem(
+        random_public.PUBLIC, "vocab_parallel_cross_entropy", lambda given: {"loss": own(given)["loss"] + 0.25}
+    )
     monkeypatch.setitem(random_public.PUBLIC, "distillation_loss", refuse)
     after.write_text(json.dumps({"calls": recorded(seeds)}))
     assert record_calls.compare(before, before) == 0
     assert record_calls.compare(before, after) == 1
     said = capsys.readouterr().out
-    assert f"{seeds[0]}: soft_cross_entropy, 2 ranks, width=" in said
+    assert f"{seeds[0]}: vocab_parallel_cross_entropy, 2 ranks, width=" in said
     assert "loss: float32 []: 1 of 1 samples differ, by at most 0.25 beside" in said
     assert "error: None before, ValueError: teacher: refused after" in said
     assert "gradient of" not in said and "2 calls, 2 differ" in said

@@ -7,10 +7,11 @@ from tests.conformance.widths import PLACE, WEIGHTING, class_weight, columns_of,
 from tests.soft import test_linear_distillation as of_teacher
 from tests.support import linear
 from tests.support.inputs import IGNORE_INDEX, padded_shard
-from tests.support.logits import SMOOTHING, grads_of_every_output
+from tests.support.logits import METRICS, OUTPUTS, SMOOTHING, grads_of_every_output
 from tests.support.pairs import covering
-from vocab_parallel_ce import linear_distillation_loss
+from vocab_parallel_ce import linear_cross_entropy, linear_distillation_loss
 from vocab_parallel_ce.losses.divergences import DIVERGENCES
+from vocab_parallel_ce.options import DIFFERENTIABLE
 
 OF_HEAD = {
     "width": PLACE["width"],
@@ -40,10 +41,20 @@ def ways_of(case, *names):
     return {name: case[name] for name in ("chunk_size", "logits_dtype", *names)} | {"padding": n[1] - n[0]}
 
 
+BESIDE_THE_LOSS = ((), METRICS, ("entropy", "lse"), OUTPUTS)
+
+
 def allowed(case):
-    """What forward computes of a mean over so many columns is too small for fp16, which needs a loss scale."""
+    """What forward computes of a mean over so many columns is too small for fp16, which needs a loss scale.
+
+    What has a gradient is none of in_forward; the parts of a sum that has class weights are not returned.
+    """
+    outputs, has_weights = case.get("outputs", ()), case.get("weighting", (None, None))[1]
     is_small = case.get("dtype") == torch.float16 and case.get("width") == "two tiles of 2048"
-    return not (is_small and linear.WAYS[case.get("way", "none")].get("gradient") == "in_forward")
+    is_in_forward = linear.WAYS[case.get("way", "none")].get("gradient") == "in_forward"
+    if is_in_forward and (is_small or not set(DIFFERENTIABLE).isdisjoint(outputs)):
+        return False
+    return not has_weights or ("mean_logit" not in outputs and not (case.get("z_loss") and "z_loss" in outputs))
 
 
 LOSS = covering(
@@ -53,6 +64,7 @@ LOSS = covering(
     z_loss=(0.0, 0.02),
     softcap=(None, 10.0),
     logit_scale=(1.0, 0.4),
+    outputs=BESIDE_THE_LOSS,
     way=tuple(linear.WAYS),
 )
 
@@ -61,12 +73,16 @@ LOSS = covering(
 @each(LOSS, interpreted=16, among=is_narrow)
 def test_the_loss(impl_device, case):
     way = linear.WAYS[case["way"]]
-    options = ways_of(case, "z_loss", "softcap", "logit_scale") | SMOOTHING[case["weighting"][0]] | way
+    options = ways_of(case, "z_loss", "softcap", "logit_scale", "outputs") | SMOOTHING[case["weighting"][0]] | way
     known, given = class_weight(case, impl_device[1])
-    inputs, grad_output = made_of(case), linear.grad_output_of(way)
-    found = linear.run(impl_device, inputs, grad_output, **options, **given)
+    inputs, grads = made_of(case), [linear.grad_output_of(way)]
+    function = linear_cross_entropy
+    if not set(DIFFERENTIABLE).isdisjoint(case["outputs"]):
+        function = linear.linear_loss_and_outputs
+        grads += grads_of_every_output(linear.ROWS)[1 : 5 if case["outputs"] == OUTPUTS else 3]
+    found = linear.run(impl_device, inputs, *grads, function=function, **options, **given)
     options.pop("padding")
-    linear.assert_right(found, inputs, grad_output, **options, **known)
+    linear.assert_right(found, inputs, *grads, function=function, **options, **known)
 
 
 LOG_PROBS = covering(
@@ -108,7 +124,7 @@ def test_distillation(impl_device, case):
     options |= {"hard_weight": hard} if hard else {}
     given = {"labels": None if hard is None else labels.to(device), "vocab_size": vocab_size, "impl": impl}
     chunk = 4 if case["chunk_size"] == 2 else of_teacher.TOKENS
-    loss = linear_distillation_loss(**own, **options, **given, chunk_size=chunk)
+    loss = linear_distillation_loss(*of_teacher.heads_of(own), **options, **given, chunk_size=chunk)
     loss.backward(of_teacher.factor_of(case["reduction"]).to(device))
     grads = [t.grad for n, t in own.items() if n.startswith("student")]
     assert not any(grad[vocab_size:].any() for grad in grads[1:]), "gradient of padded rows"

@@ -10,18 +10,34 @@ from tests.support.inputs import IGNORE_INDEX
 from tests.support.logits import (
     DIVISORS,
     GRADIENTS,
+    METRICS,
     OUTPUTS,
     SMOOTHING,
     Results,
     assert_right,
+    backward,
     flat_outputs,
+    of_oracle,
     random_grad_output,
 )
 from tests.support.pairs import covering
+from tests.support.words import package_options
 from vocab_parallel_ce import Outputs, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce.options import DIFFERENTIABLE
+
+BESIDE_THE_LOSS = ((), METRICS, ("entropy", "lse"), ("sum_sq_probs", "mean_logit", "predictions"))
+
+
+def allowed(case):
+    """What has a gradient is none of in_forward; the parts of a sum that has class weights are not returned."""
+    outputs, has_weights = case.get("outputs", ()), case.get("weighting", (None, None))[1]
+    if case.get("gradient") == "in_forward" and not set(DIFFERENTIABLE).isdisjoint(outputs):
+        return False
+    return not has_weights or ("mean_logit" not in outputs and not (case.get("z_loss") and "z_loss" in outputs))
+
 
 LOSS = covering(
-    lambda case: not (case.get("z_loss") and case.get("return_metrics") and case.get("weighting", "  ")[1]),
+    allowed,
     **PLACE,
     weighting=WEIGHTING,
     z_loss=(0.0, 0.02),
@@ -30,7 +46,7 @@ LOSS = covering(
     kind=(*HARD, "times_1000"),
     ignore_index=(IGNORE_INDEX, 2),
     divisor=tuple(DIVISORS),
-    return_metrics=(False, True),
+    outputs=BESIDE_THE_LOSS,
     gradient=GRADIENTS,
 )
 
@@ -39,15 +55,27 @@ LOSS = covering(
 @each(LOSS)
 def test_the_loss(impl_device, case):
     (impl, device), (logits, labels), shape = impl_device, made_of(case), rows_of(case)
-    names = ("z_loss", "softcap", "logit_scale", "ignore_index", "return_metrics", "gradient")
+    names = ("z_loss", "softcap", "logit_scale", "ignore_index", "outputs", "gradient")
     options = {name: case[name] for name in names} | SMOOTHING[case["weighting"][0]] | DIVISORS[case["divisor"]]
     known, given = class_weight(case, device)
     grad_output = random_grad_output(len(labels)) if case["divisor"] == "none" else torch.tensor(0.75)
     leaf, x = placed(logits, case, device)
-    ways = {"impl": impl, "vocab_size": columns_of(case)[0]}
-    outputs = flat_outputs(vocab_parallel_cross_entropy(x, labels.view(shape).to(device), **options, **given, **ways))
-    outputs[0].backward(grad_output.view_as(outputs[0]).to(device))
-    outputs = tuple(each.view(-1) if each.shape == shape else each for each in outputs)
+    ways = package_options({**options, **given, "impl": impl, "vocab_size": columns_of(case)[0]})
+    found = vocab_parallel_cross_entropy(x, labels.view(shape).to(device), **ways)
+    found = found if isinstance(found, Outputs) else Outputs(loss=found)
+    names = [name for name in DIFFERENTIABLE if getattr(found, name) is not None]
+    assert names == [name for name in DIFFERENTIABLE if name in case["outputs"]]
+    grads = [grad_output, *(random_grad_output(len(labels), seed=i) for i in range(1, 1 + len(names)))]
+    values = [getattr(found, name) for name in ("loss", *names)]
+    backward(values, [grad.view_as(value) for grad, value in zip(grads, values, strict=True)])
+    if names:
+        values = [value if value.dim() == 0 else value.view(-1) for value in values]
+        check_differentiable(["loss", *names], values, leaf.grad, logits, labels, grads, **of_oracle(options | known))
+        if found.predictions is not None:
+            truth = oracle.values(logits.double(), labels, **of_oracle(options | known)).predictions
+            assert torch.equal(found.predictions.cpu().view(-1), truth)
+        return
+    outputs = tuple(each.view(-1) if each.shape == shape else each for each in flat_outputs(found))
     assert_right(Results(outputs, leaf.grad), logits, labels, grad_output, **options, **known)
 
 
@@ -74,34 +102,40 @@ def test_log_probs(impl_device, case):
     leaf, x = placed(logits, case, device)
     there = {"temperature": there, "impl": impl, **options, **ways}
     found = token_log_probs(x, labels.view(shape).to(device), **there)
-    found = found if isinstance(found, Outputs) else Outputs(found, *[None] * 8)
-    names = [n for n in ("log_probs", "entropy", "lse", "sum_sq_probs", "mean_logit") if getattr(found, n) is not None]
+    found = found if isinstance(found, Outputs) else Outputs(log_probs=found)
+    names = [name for name in ("log_probs", *DIFFERENTIABLE) if getattr(found, name) is not None]
     grads = [random_grad_output(len(labels), seed=i) for i in range(len(names))]
     outputs = [getattr(found, name).view(-1) for name in names]
-    torch.autograd.backward(outputs, [grad.to(device) for grad in grads])
-
-    def asked(made):
-        return tuple(made.lse_of_p if name == "lse" else getattr(made, name) for name in names)
-
+    backward(outputs, grads)
     options["temperature"] = temperature
-    *truth, grad = oracle.with_gradient(asked, logits.double(), labels, *grads, **options)
-    *peer, peer_grad = oracle.with_gradient(asked, logits.float(), labels, *grads, **options)
-    largest = float(logits.detach().double().abs().max()) / (temperature if isinstance(temperature, float) else 0.5)
-    for name, *triple in zip(names, outputs, truth, peer, strict=True):
-        # Terms of the former are rounded next to 1, those of the others next to a logit.
-        assert_within_budget(*triple, 1.0 if name in ("sum_sq_probs", "entropy") else largest)
-    magnitude = 8.0 if "sum_sq_probs" in names else 0.0
-    assert_within_budget(leaf.grad, grad, peer_grad, magnitude)
+    check_differentiable(names, outputs, leaf.grad, logits, labels, grads, **options)
     check_largest(found, logits.double(), labels)
 
 
+def check_differentiable(names, outputs, gradient, logits, labels, grad_outputs, **options):
+    """Outputs with a gradient, and that of the logits, are the oracle's."""
+
+    def asked(made):
+        return tuple(getattr(made, name) for name in names)
+
+    temperature = options.get("temperature", 1.0)
+    *truth, grad = oracle.with_gradient(asked, logits.double(), labels, *grad_outputs, **options)
+    *peer, peer_grad = oracle.with_gradient(asked, logits.float(), labels, *grad_outputs, **options)
+    largest = float(logits.detach().double().abs().max()) / (temperature if isinstance(temperature, float) else 0.5)
+    # Terms of these are rounded next to 1, those of the others next to a logit.
+    magnitudes = {"sum_sq_probs": 1.0, "entropy": 1.0, "loss": 0.0}
+    for name, *triple in zip(names, outputs, truth, peer, strict=True):
+        assert_within_budget(*triple, magnitudes.get(name, largest))
+    assert_within_budget(gradient, grad, peer_grad, 8.0 if "sum_sq_probs" in names else 0.0)
+
+
 def check_largest(found, x, labels):
-    """The rank, the largest, and whether the label is."""
+    """The rank, the largest, and the prediction."""
     live, own = labels != IGNORE_INDEX, x.gather(1, labels.clamp(min=0).unsqueeze(1))
     if found.rank is not None:
         assert torch.equal(found.rank.cpu().view(-1), (x > own).sum(1).where(live, -1))
     if found.top_ids is not None:
         ids = found.top_ids.cpu().view(len(x), -1)
         assert torch.equal(x.gather(1, ids.clamp(min=0))[live], x.topk(3).values[live])
-    if found.is_top1 is not None:
-        assert torch.equal(found.is_top1.cpu().view(-1), (x.argmax(1) == labels) & live)
+    if found.predictions is not None:
+        assert torch.equal(found.predictions.cpu().view(-1), x.argmax(1).where(live, -1))

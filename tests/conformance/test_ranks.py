@@ -53,13 +53,9 @@ def test_losses_against_a_distribution(rank_pool, impl, case):
     elif loss == "top-k":
         log_probs, ids = teacher.log_softmax(-1).topk(3)
         options = {"teacher_ids": ids, "teacher_log_probs": log_probs, "rest": "bucket"}
-        call = soft.Case(_of_topk, soft.topk_losses, logits, logits, options, ways)
+        call = soft.Case(soft.topk_loss, soft.topk_losses, logits, logits, options, ways)
     else:
         options = {"divergence": loss} | ({"hard_weight": hard} if hard else {})
         call = soft.Case(distillation_loss, soft.divergences, logits, teacher, options, ways, given)
     sent = [SENT[loss][0] + 8 * bool(hard), *SENT[loss][1:]]
     soft.check_ranks(call, rank_pool.run(soft.run_in_rank, call, impl, BOUNDS), BOUNDS, sent)
-
-
-def _of_topk(student, ignored, **options):
-    return distillation_loss(student, **options)

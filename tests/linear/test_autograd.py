@@ -8,6 +8,7 @@ from tests.support import linear
 from tests.support.linear import COLUMNS, TWO_WAYS, WAYS, WIDTH, Results, assert_right, check, record_matmuls
 from tests.support.logits import EVERY
 from tests.support.weights import weights
+from tests.support.words import package_options
 from vocab_parallel_ce import linear_cross_entropy
 
 ROWS = 6
@@ -28,7 +29,8 @@ class Case:
 
     def loss(self, hidden=None, **options):
         hidden = self.hidden if hidden is None else hidden
-        return linear_cross_entropy(hidden, self.weight, self.labels, bias=self.bias, impl=self.impl, **options)
+        options = package_options({"bias": self.bias, "impl": self.impl, **options})
+        return linear_cross_entropy(hidden, self.weight, self.labels, **options)
 
     def grad_output(self, loss):
         return linear.grad_output_of({"reduction": "none" if loss.dim() else "mean"}, ROWS).to(self.device)
@@ -55,7 +57,7 @@ def test_only_the_matmuls_that_are_needed(impl_device, frozen, way, expected):
     """Gradients that somebody wants: in forward, or after the logits were computed again in backward."""
     case, chunks = Case(impl_device, "peaked", frozen=frozen), 2
     with record_matmuls() as in_forward:
-        loss = case.loss(chunk_tokens=ROWS // chunks, **WAYS[way])
+        loss = case.loss(chunk_size=ROWS // chunks, **WAYS[way])
     assert loss.requires_grad == bool(case.leaves)
     with record_matmuls() as in_backward:
         if case.leaves:
@@ -80,6 +82,26 @@ def test_auto_computes_gradients_in_forward_where_reduced(impl_device, reduction
     assert (len(in_forward), len(in_backward)) == counts
 
 
+def test_auto_computes_gradients_in_backward_beside_outputs_that_have_one(impl_device):
+    """Their grad_outputs are not known in forward, which is told that it cannot compute them."""
+    case, grads = Case(impl_device), linear.grads_of_every_output(ROWS)[1:3]
+    for outputs, counts in ((("predictions", "token_accuracy"), (3, 0)), (("entropy", "lse"), (1, 3))):
+        with record_matmuls() as in_forward:
+            found = case.loss(outputs=outputs)
+        with record_matmuls() as in_backward:
+            loss, *values = (found.loss, found.entropy, found.lse) if "lse" in outputs else (found.loss,)
+            linear.backward((loss, *values), (torch.tensor(0.75), *grads))
+        assert (len(in_forward), len(in_backward)) == counts
+    gradients = (case.hidden.grad, case.weight.grad, case.bias.grad)
+    ways = {"function": linear.linear_loss_and_outputs, "outputs": ("entropy", "lse")}
+    first = linear.run(impl_device, case.inputs, torch.tensor(0.75))
+    gradients = [both - one.to(both.device) for both, one in zip(gradients, first[1:], strict=True)]
+    case.assert_gradients(loss, gradients, torch.tensor(0.75), **ways)
+    for name in ("entropy", "lse", "sum_sq_probs", "mean_logit", "rank"):
+        with pytest.raises(ValueError, match=f"^gradient: 'in_forward' .*got '{name}'"):
+            case.loss(outputs=(name,), gradient="in_forward")
+
+
 @TWO_WAYS
 def test_without_a_gradient_there_are_the_logits_and_nothing_else(impl_device, way):
     case = Case(impl_device)
@@ -95,10 +117,10 @@ def test_a_budget_of_memory_bounds_the_logits_that_exist_at_a_time(impl_device, 
     case, of_a_token = Case(impl_device, "peaked", dtype=torch.bfloat16), of_a_logit * COLUMNS
     for n_chunks, budget in ((1, ROWS * of_a_token), (2, 3 * of_a_token), (3, 3 * of_a_token - 1), (ROWS, of_a_token)):
         with record_matmuls() as matmuls:
-            case.loss(memory_budget=budget, **options)
+            case.loss(chunk_size=f"{budget}B", **options)
         assert len(matmuls) == 3 * n_chunks
-    with pytest.raises(ValueError, match=f"^memory_budget: .* {of_a_token} bytes"):
-        case.loss(memory_budget=of_a_token - 1, **options)
+    with pytest.raises(ValueError, match=f"^chunk_size: .* {of_a_token} bytes"):
+        case.loss(chunk_size=f"{of_a_token - 1}B", **options)
 
 
 @pytest.mark.parametrize(("dtype", "says_so"), [(torch.float32, False), (torch.bfloat16, True)])
@@ -114,7 +136,7 @@ def test_the_weights_gradient_is_added_to_main_grad(impl_device, way, dtype, say
         before = main_grad.clone()
         if says_so:
             case.weight.grad_added_to_main_grad = False
-        loss = case.loss(main_grad=main_grad, chunk_tokens=2, **way)
+        loss = case.loss(main_grad=main_grad, chunk_size=2, **way)
         assert torch.equal(main_grad, before), "written by forward"
         assert not getattr(case.weight, "grad_added_to_main_grad", False)
         grad_output = case.grad_output(loss)
@@ -133,7 +155,7 @@ def test_autocast_multiplies_in_its_dtype_and_leaves_fp32_gradients_unrounded(im
     case.hidden = case.hidden.detach().to(hidden_dtype).requires_grad_()
     case.inputs = case.inputs._replace(hidden=case.hidden.detach().float().cpu())
     with torch.autocast(case.device, torch.bfloat16):
-        loss = case.loss(chunk_tokens=2, **way)
+        loss = case.loss(chunk_size=2, **way)
     grad_output = case.grad_output(loss)
     loss.backward(grad_output)
     truth = linear.linear_fp64(case.inputs, grad_output.cpu(), **way)
@@ -173,8 +195,8 @@ def test_compiled_caller(impl_device, way):
     case = Case(impl_device)
 
     def step(hidden):
-        loss, metrics = case.loss(hidden * 2, return_metrics=True, chunk_tokens=2, **EVERY, **way)
-        return loss * 2, metrics.token_accuracy  # exact, however it is compiled
+        found = case.loss(hidden * 2, outputs=("token_accuracy",), chunk_size=2, **EVERY, **way)
+        return found.loss * 2, found.token_accuracy  # exact, however it is compiled
 
     compiled = torch.compile(step, backend="inductor" if case.hidden.is_cuda else "aot_eager")
     outputs = compiled(case.hidden), step(case.hidden)

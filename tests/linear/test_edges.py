@@ -80,7 +80,7 @@ def test_chunks_of_one_token_whose_stride_is_no_multiple_of_8_bytes(impl_device)
     weight = torch.randn(21, 8).bfloat16().to(device).requires_grad_()
     labels, gradients = torch.tensor([3, 0, 20], device=device), []
     for states in (hidden, hidden.contiguous()):
-        linear_cross_entropy(states, weight, labels, impl=impl, chunk_tokens=1).backward()
+        linear_cross_entropy(states, weight, labels, impl=impl, chunk_size=1).backward()
         gradients.append(weight.grad)
         weight.grad = None
     assert torch.equal(*gradients)
@@ -112,9 +112,7 @@ def test_1024_chunks_lose_no_more_of_the_weights_gradient_than_one(impl_device, 
     inputs = linear.many_tokens(1024, 16, torch.bfloat16)
     grad_output = grad_output_of(way, 1024)
     truth = linear.linear_fp64(inputs, grad_output, **way).weight
-    one, many = (
-        run(impl_device, inputs, grad_output, chunk_tokens=chunk, **way).weight.double() for chunk in (1024, 1)
-    )
+    one, many = (run(impl_device, inputs, grad_output, chunk_size=chunk, **way).weight.double() for chunk in (1024, 1))
     assert (many - truth).norm() <= K * (one - truth).norm()
     assert (many - truth).abs().max() <= K * (one - truth).abs().max()
 
@@ -127,7 +125,7 @@ def test_what_every_dtype_can_hold_is_computed_without_any_error(impl_device, ca
     """Hidden states of 0 and 1, and probabilities that are 0 or powers of two: see :func:`cube`."""
     inputs, way = linear.cube(case["dtype"], case["ones"], case["bias"]), WAYS[case["way"]]
     grad_output = torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(4) if case["way"] == "none" else torch.tensor(0.5)
-    options = {"chunk_tokens": case["chunk"], **way}
+    options = {"chunk_size": case["chunk"], **way}
     result = check(impl_device, inputs, grad_output, **options)
     truth = linear.linear_fp64(inputs, grad_output, **options)
     for gradient, expected in zip(result[1:], truth[1:], strict=True):
@@ -160,7 +158,7 @@ def test_what_ignored_tokens_hold_is_seen_by_nobody(impl_device, bad, way):
         grad_output = grad_output_of(way)
         if grad_output.dim():
             grad_output[2] = bad
-        result = check(impl_device, inputs, grad_output, valid_tokens=valid_tokens, chunk_tokens=chunk, **way)
+        result = check(impl_device, inputs, grad_output, valid_tokens=valid_tokens, chunk_size=chunk, **way)
         assert not result.hidden[[0, 2]].any() and result.weight.isfinite().all()
 
 
@@ -169,7 +167,7 @@ def test_what_ignored_tokens_hold_is_seen_by_nobody(impl_device, bad, way):
 def test_more_labels_than_were_promised_make_every_value_nan(impl_device, valid_tokens, way):
     """Also the loss of a token that was left out, where a 0 would pass for one, and the accuracy of the others."""
     inputs = linear.projection("peaked", ROWS, bias=True)
-    results = run(impl_device, inputs, valid_tokens=valid_tokens, return_metrics=True, **way)
+    results = run(impl_device, inputs, valid_tokens=valid_tokens, outputs=METRICS, **way)
     loss, _, *metrics = results.outputs
     for tensor in (loss, *metrics, results.weight, results.bias):
         assert tensor.isnan().all()
@@ -194,7 +192,7 @@ def test_an_ignore_index_that_int32_labels_cannot_hold(impl_device, reduction):
 def test_a_label_outside_the_vocabulary_is_nan(impl_device, way):
     inputs = linear.projection("peaked")
     inputs.labels[1], inputs.labels[3] = -1, COLUMNS
-    (loss,), hidden, _, _ = check(impl_device, inputs, chunk_tokens=2, **way)
+    (loss,), hidden, _, _ = check(impl_device, inputs, chunk_size=2, **way)
     assert loss.isnan().any() and hidden.isnan().any(dim=1).tolist() == [False, True, False, True, False]
     with pytest.raises(ValueError, match=r"^labels: .* 2 outside.*\(1,\): -1$"):
         run(impl_device, inputs, check_labels=True, **way)
@@ -204,7 +202,7 @@ def test_a_label_outside_the_vocabulary_is_nan(impl_device, way):
 def test_nothing_to_learn_from_is_0_whatever_comes_for_it(impl_device, way):
     """A loss scale that has overflowed: 0 times inf would be NaN in ``main_grad``, which is kept."""
     inputs = linear.projection("all_ignored", ROWS, bias=True, broad=False)
-    for options in ({}, {"valid_tokens": ROWS}, {"valid_tokens": 0}, {"chunk_tokens": 2, "label_smoothing": 0.1}):
+    for options in ({}, {"valid_tokens": ROWS}, {"valid_tokens": 0}, {"chunk_size": 2, "label_smoothing": 0.1}):
         for main_grad in (None, torch.zeros(COLUMNS, WIDTH, device=impl_device[1])):
             results = run(impl_device, inputs, torch.tensor(INF), main_grad=main_grad, **options, **way)
             d_weight = results.weight if main_grad is None else main_grad.cpu()
@@ -261,7 +259,7 @@ def test_log_probs_of_fp32_logits_are_those_of_an_fp32_head_and_the_default_ones
     hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((24, 32), (200, 32), (200,)))
     labels = torch.randint(0, 200, (24,), generator=generator).to(device)
     short = [t.to(device, dtype) for t in (hidden, weight, bias)]
-    options = {"impl": impl, "temperature": 0.7, "entropy": True}
+    options = {"impl": impl, "temperature": 0.7, "outputs": ("entropy",)}
     *exact, added = (t.float() for t in short)
     added = bias.to(device) if autocast else added  # which autocast need not round
     given = (*exact, added) if autocast else short
@@ -269,7 +267,7 @@ def test_log_probs_of_fp32_logits_are_those_of_an_fp32_head_and_the_default_ones
     with torch.autocast(device, dtype, enabled=autocast):
         found = linear_token_log_probs(*given[:2], labels, bias=given[2], **options, **FP32)
         rounded = linear_token_log_probs(*given[:2], labels, bias=given[2], **options)
-    for value, default, expected in zip(found, rounded, truth, strict=True):
+    for value, default, expected in zip(*map(flat_outputs, (found, rounded, truth)), strict=True):
         torch.testing.assert_close(value, expected, **TOLERANCE)
         assert (default - expected).abs().max() > 100 * TOLERANCE["atol"]
 
@@ -279,7 +277,7 @@ def test_the_gradient_of_fp32_logits_is_rounded_once(impl_device, way):
     """Also if it is summed over chunks into main_grad."""
     inputs = linear.many_tokens(40, COLUMNS, torch.bfloat16)
     main_grad, grad_output = torch.zeros(COLUMNS, WIDTH, device=impl_device[1]), grad_output_of(way, 40)
-    run(impl_device, inputs, grad_output, main_grad=main_grad, chunk_tokens=16, **way, **FP32)
+    run(impl_device, inputs, grad_output, main_grad=main_grad, chunk_size=16, **way, **FP32)
     truth = linear.linear_fp64(inputs, grad_output, **way)
     peer = linear.linear_same_dtype(inputs, grad_output, weight_dtype=torch.float32, **way, **FP32)
     assert_within_budget(main_grad, truth.weight, peer.weight)

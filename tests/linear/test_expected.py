@@ -9,10 +9,12 @@ import torch
 from tests.support import linear, linear_ranks
 from tests.support.gpu import assert_graph_replays, assert_host_never_waits
 from tests.support.linear import COLUMNS, WIDTH, Results, assert_right, record_matmuls
-from tests.support.logits import EVERY
+from tests.support.logits import EVERY, flat_outputs
 from tests.support.ranks import in_several_ranks
+from tests.support.words import package_options
 from vocab_parallel_ce import linear_cross_entropy
-from vocab_parallel_ce.linear import expected as module
+from vocab_parallel_ce.head import expected as module
+from vocab_parallel_ce.options import Advanced
 
 ROWS, FACTOR = 6, -0.37
 WAY = {"reduction": "none", "gradient": "in_forward"}
@@ -36,7 +38,7 @@ class Case:
     def loss(self, expected, **options):
         hidden, weight, bias = self.leaves
         options = {"expected_grad_output": expected.to(self.device), "impl": self.impl, **WAY, **options}
-        return linear_cross_entropy(hidden, weight, self.labels, bias=bias, **options)
+        return linear_cross_entropy(hidden, weight, self.labels, bias=bias, **package_options(options))
 
     def gradients(self, expected, grad_output, **options):
         return torch.autograd.grad(self.loss(expected, **options), self.leaves, grad_output.to(self.device))
@@ -59,12 +61,12 @@ def misfit_is_warned_of(case, is_misfit=True):
 @pytest.mark.parametrize("kind", ["mask", "numbers", "negative"])
 def test_results_are_those_of_the_real_grad_output(impl_device, dtype, kind):
     case, mask = Case(impl_device, dtype), mask_of(ROWS, kind)
-    for options in (EVERY, {"chunk_tokens": 2, **EVERY}, {"logits_dtype": torch.float32}):
+    for options in (EVERY, {"chunk_size": 2, **EVERY}, {"logits_dtype": torch.float32}):
         with record_matmuls() as in_forward:
             loss = case.loss(mask, **options)
         with record_matmuls() as in_backward:
             gradients = torch.autograd.grad(loss, case.leaves, FACTOR * mask.to(case.device))
-        assert len(in_forward) % 3 == 0 and (len(in_forward) > 3) == ("chunk_tokens" in options) and not in_backward
+        assert len(in_forward) % 3 == 0 and (len(in_forward) > 3) == ("chunk_size" in options) and not in_backward
         results = Results((loss.detach().cpu(),), *(gradient.cpu() for gradient in gradients))
         assert_right(results, case.inputs, FACTOR * mask, **WAY, **options)
         assert all(gradient.dtype == dtype for gradient in gradients)
@@ -77,7 +79,7 @@ def test_main_grad_over_several_micro_batches(impl_device, dtype):
     case.leaves[1].grad_added_to_main_grad = False
     main_grad = torch.zeros(COLUMNS, WIDTH, device=case.device)
     for step in (1, 2, 3):
-        before, loss = main_grad.clone(), case.loss(mask, main_grad=main_grad, chunk_tokens=4)
+        before, loss = main_grad.clone(), case.loss(mask, main_grad=main_grad, chunk_size=4)
         assert torch.equal(main_grad, before), "written by forward"
         _, dummy, _ = torch.autograd.grad(loss, case.leaves, FACTOR * mask.to(case.device))
         assert case.leaves[1].grad_added_to_main_grad is True and dummy.dtype == dtype and not dummy.any()
@@ -85,7 +87,7 @@ def test_main_grad_over_several_micro_batches(impl_device, dtype):
         assert_right(results, case.inputs, step * FACTOR * mask, reduction="none")
         if step == 1:
             assert not torch.equal(main_grad, main_grad.bfloat16().float())
-            assert torch.equal(case.gradients(mask, FACTOR * mask, chunk_tokens=4)[1], main_grad.to(dtype))
+            assert torch.equal(case.gradients(mask, FACTOR * mask, chunk_size=4)[1], main_grad.to(dtype))
 
 
 @pytest.mark.parametrize("row", [0, ROWS - 1])
@@ -137,9 +139,9 @@ def test_metrics_and_a_bound_of_valid_tokens(impl_device):
     case, mask = Case(impl_device), mask_of(ROWS)
     ignored = case.labels == -100
     n_valid = int((~ignored).sum())
-    loss, metrics = case.loss(mask, return_metrics=True, valid_tokens=n_valid)
-    assert torch.equal(metrics.predictions == -1, ignored)
-    assert torch.equal(metrics.predictions, case.loss(mask, return_metrics=True)[1].predictions)
+    loss, predictions = flat_outputs(case.loss(mask, outputs=("predictions",), valid_tokens=n_valid))
+    assert torch.equal(predictions == -1, ignored)
+    assert torch.equal(predictions, case.loss(mask, outputs=("predictions",)).predictions)
     gradients = torch.autograd.grad(loss, case.leaves, FACTOR * mask.to(case.device))
     assert_right(Results((loss.detach(),), *gradients), case.inputs, FACTOR * mask, reduction="none")
     loss = case.loss(mask, valid_tokens=n_valid - 1)
@@ -152,7 +154,7 @@ def test_no_tokens_and_a_second_backward(impl_device):
     empty = torch.zeros(0, WIDTH, device=case.device, requires_grad=True)
     labels = torch.zeros(0, dtype=torch.int64, device=case.device)
     options = {"expected_grad_output": labels.float(), "impl": case.impl, **WAY}
-    linear_cross_entropy(empty, case.leaves[1], labels, **options).sum().backward()
+    linear_cross_entropy(empty, case.leaves[1], labels, **package_options(options)).sum().backward()
     assert empty.grad.shape == (0, WIDTH) and not case.leaves[1].grad.any()
     loss = case.loss(mask)
     loss.backward(mask.to(case.device), retain_graph=True)
@@ -176,7 +178,7 @@ def test_refused():
     for options, kind, message in REFUSED:
         given = {"expected_grad_output": torch.ones(ROWS), **WAY, **options}
         with pytest.raises(kind, match=f"(?s){message}"):
-            linear_cross_entropy(*case.leaves[:2], case.labels, **given)
+            linear_cross_entropy(*case.leaves[:2], case.labels, **package_options(given))
     with pytest.raises(ValueError, match="expected bf16 or fp32"):
         Case(("reference", "cpu"), torch.float16).loss(torch.ones(ROWS))
 
@@ -189,7 +191,7 @@ def test_the_host_never_waits(impl):
 
     def step():
         case.gradients(mask, FACTOR * mask)
-        case.gradients(mask, FACTOR * mask, main_grad=main_grad, chunk_tokens=2)
+        case.gradients(mask, FACTOR * mask, main_grad=main_grad, chunk_size=2)
 
     assert_host_never_waits(step)
 
@@ -202,7 +204,7 @@ def test_a_captured_graph_finds_the_factor_of_each_replay():
     def step(hidden, mask, grad_output):
         hidden = hidden.detach().requires_grad_()
         options = {"expected_grad_output": mask, "impl": "triton", **WAY}
-        loss = linear_cross_entropy(hidden, weight, case.labels, **options)
+        loss = linear_cross_entropy(hidden, weight, case.labels, **package_options(options))
         return loss.detach(), *torch.autograd.grad(loss, [hidden], grad_output)
 
     masks = [mask_of(ROWS, kind).cuda() for kind in ("mask", "numbers")]
@@ -211,16 +213,17 @@ def test_a_captured_graph_finds_the_factor_of_each_replay():
     assert_graph_replays(step, (hidden.clone(), masks[0].clone(), masks[0].clone()), batches)
 
 
-def _with_mask(hidden, weight, labels, **options):
+def _with_mask(hidden, weight, labels, advanced=None, **options):
     mask = mask_of(labels.numel()).to(labels.device)
-    return linear_cross_entropy(hidden, weight, labels, expected_grad_output=mask, **options)
+    advanced = (advanced or Advanced())._replace(expected_grad_output=mask)
+    return linear_cross_entropy(hidden, weight, labels, advanced=advanced, **options)
 
 
 @in_several_ranks
 @pytest.mark.parametrize(("sequence_parallel", "main_grad"), [(False, True), (True, False)])
 def test_several_ranks_find_the_same_factor(rank_pool, impl, sequence_parallel, main_grad):
     inputs = linear.projection("some_ignored", 8, linear_ranks.COLUMNS, dtype=torch.bfloat16)
-    options = {**WAY, "sequence_parallel": sequence_parallel, "chunk_tokens": 4}
+    options = {**WAY, "sequence_parallel": sequence_parallel, "chunk_size": 4}
     grad_outputs = (FACTOR * mask_of(8),)
     case = linear_ranks.Case(inputs, impl, options, grad_outputs=grad_outputs, function=_with_mask, main_grad=main_grad)
     results = rank_pool.run(linear_ranks.run, case)

@@ -8,6 +8,7 @@ import torch
 from tests.support import linear
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import ROWS, Results, assert_right, projection, record_matmuls
+from tests.support.logits import flat_outputs
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
 NAN, INF = float("nan"), float("inf")
@@ -22,7 +23,7 @@ def _grad_outputs(rows=ROWS, used="both"):
 
 def test_log_probs_are_those_of_the_loss(impl_device):
     inputs = projection("peaked", dtype=torch.bfloat16, bias=True)
-    options = {"softcap": 10.0, "logit_scale": 0.4, "chunk_tokens": 2}
+    options = {"softcap": 10.0, "logit_scale": 0.4, "chunk_size": 2}
     log_probs = run(impl_device, inputs, torch.tensor(-1.0), **options)
     loss = linear.run(impl_device, inputs, reduction="none", function=linear_cross_entropy, **options)
     assert torch.equal(log_probs.outputs[0], -loss.outputs[0])
@@ -39,7 +40,7 @@ def test_ignored_tokens_are_positive_zero_and_may_hold_anything(impl_device, use
         for grad_output, row in zip(grad_outputs, (0, 2), strict=True):
             if grad_output is not None:
                 grad_output[row] = bad
-        options = {"entropy": True, "chunk_tokens": chunk, "valid_tokens": valid_tokens}
+        options = {"outputs": ("entropy",), "chunk_size": chunk, "valid_tokens": valid_tokens}
         outputs, hidden, weight, _ = check(impl_device, inputs, *grad_outputs, **options)
         for values in (*outputs, hidden):
             assert not values[[0, 2]].any() and not values[[0, 2]].signbit().any()
@@ -49,7 +50,7 @@ def test_ignored_tokens_are_positive_zero_and_may_hold_anything(impl_device, use
 @pytest.mark.parametrize("used", ["both", "log_probs", "entropy"])
 def test_more_labels_than_were_promised_make_everything_nan(impl_device, used):
     inputs = projection("peaked", bias=True)
-    results = run(impl_device, inputs, *_grad_outputs(used=used), entropy=True, valid_tokens=ROWS - 1)
+    results = run(impl_device, inputs, *_grad_outputs(used=used), outputs=("entropy",), valid_tokens=ROWS - 1)
     for tensor in (*results.outputs, results.weight, results.bias):
         assert tensor.isnan().all()
 
@@ -62,24 +63,24 @@ def _leaves(impl_device, inputs):
 
 def test_four_matmuls_a_chunk_and_one_without_gradients(impl_device):
     hidden, weight, labels = _leaves(impl_device, projection("peaked"))
-    options = {"entropy": True, "impl": impl_device[0], "chunk_tokens": 3}
+    options = {"outputs": ("entropy",), "impl": impl_device[0], "chunk_size": 3}
     with record_matmuls() as matmuls:
-        log_probs, entropy = linear_token_log_probs(hidden, weight, labels, **options)
+        found = linear_token_log_probs(hidden, weight, labels, **options)
         assert len(matmuls) == 2
-        (log_probs + entropy).sum().backward()
+        (found.log_probs + found.entropy).sum().backward()
     assert len(matmuls) == 4 * 2
     for context in (torch.no_grad, torch.inference_mode):
         with context(), record_matmuls() as matmuls:
             outputs = linear_token_log_probs(hidden, weight, labels, **options)
-        assert len(matmuls) == 2 and not any(out.requires_grad for out in outputs)
-        assert torch.equal(outputs[0], log_probs) and torch.equal(outputs[1], entropy)
+        assert len(matmuls) == 2 and not outputs.log_probs.requires_grad and not outputs.entropy.requires_grad
+        assert torch.equal(outputs.log_probs, found.log_probs) and torch.equal(outputs.entropy, found.entropy)
 
 
 def test_each_output_may_be_differentiated_by_itself_and_again(impl_device):
     """The logits are computed anew each time, so that nothing is consumed by a backward."""
     inputs = projection()
     hidden, weight, labels = _leaves(impl_device, inputs)
-    outputs = linear_token_log_probs(hidden, weight, labels, entropy=True, impl=impl_device[0])
+    outputs = flat_outputs(linear_token_log_probs(hidden, weight, labels, outputs=("entropy",), impl=impl_device[0]))
     for used, output in zip(("log_probs", "entropy", "log_probs"), (*outputs, outputs[0]), strict=True):
         grad_outputs = _grad_outputs(used=used)
         (grad_output,) = (given for given in grad_outputs if given is not None)

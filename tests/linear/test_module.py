@@ -103,7 +103,7 @@ def _assert_tied(loss, gradient, *given):
 def test_a_tied_embedding_gets_the_gradient_of_both_of_its_uses(impl_device):
     impl, device = impl_device
     torch.manual_seed(0)
-    model = TiedModel(impl=impl, chunk_tokens=2).to(device)
+    model = TiedModel(impl=impl, chunk_size=2).to(device)
     tokens = torch.tensor([[3, 1, 4], [1, 5, 9]], device=device)
     labels = torch.tensor([[1, 4, IGNORE_INDEX], [5, 9, 2]], device=device)
     weight = model.embedding.weight

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_map
 
 from tests.support.linear import COLUMNS, WIDTH
+from tests.support.words import package_options
 from vocab_parallel_ce import LinearCrossEntropy, VocabShard, linear_cross_entropy, linear_token_log_probs
 
 pytestmark = pytest.mark.reference
@@ -75,15 +76,14 @@ OF_BOTH = [
     ({"main_grad": WEIGHT.bfloat16()}, TypeError, "main_grad: dtype .*float32.*bfloat16"),
     ({"main_grad": WEIGHT.t()}, ValueError, r"main_grad: .*\(21, 8\).*\(8, 21\)"),
     ({"main_grad": WEIGHT.to(META)}, ValueError, "main_grad: .*cpu.*meta"),
-    ({"chunk_tokens": 0}, ValueError, "chunk_tokens: .* got 0"),
-    ({"chunk_tokens": True}, EITHER, "chunk_tokens: expected .*got .*(bool|True)"),
-    ({"chunk_tokens": None}, EITHER, "chunk_tokens: expected .*None"),
-    ({"memory_budget": COLUMNS * 4 - 1}, ValueError, "memory_budget: .* got 83"),
-    ({"memory_budget": 2.5}, EITHER, "memory_budget: expected .*got .*(float|2.5)"),
-    (
-        {"chunk_tokens": 2, "memory_budget": 10**6},
-        ValueError,
-        "(chunk_tokens|memory_budget): ",
+    ({"chunk_size": 0}, ValueError, "chunk_size: .* got 0"),
+    ({"chunk_size": True}, EITHER, "chunk_size: expected .*got .*(bool|True)"),
+    ({"chunk_size": None}, EITHER, "chunk_size: expected .*None"),
+    ({"chunk_size": f"{COLUMNS * 4 - 1}B"}, ValueError, "chunk_size: .* got 83"),
+    ({"chunk_size": 2.5}, EITHER, "chunk_size: expected .*got .*(float|2.5)"),
+    *(
+        ({"chunk_size": text}, ValueError, f"chunk_size: expected 'auto', .*bytes as '256MiB', got '{text}'$")
+        for text in ("0KiB", "1KB", "1.5MiB", "-1B", "64", "")
     ),
     ({"sequence_parallel": 1}, TypeError, "sequence_parallel: expected a bool, got int"),
     ({"sequence_parallel": True}, ValueError, "sequence_parallel: .*group"),
@@ -98,8 +98,8 @@ OF_BOTH = [
     ({"valid_tokens": True}, TypeError, "valid_tokens: expected an int.*got bool"),
     ({"softcap": 0}, ValueError, "softcap: must be positive"),
     ({"vocab_size": 22}, ValueError, r"(weight|vocab_size): .*22.*21"),
-    ({"shard": VocabShard(0, 20, 20)}, ValueError, r"(weight|shard): .*20.*21"),
-    ({"shard": VocabShard(0, 21, 42)}, ValueError, "shard: .*one rank"),
+    ({"vocab_size": VocabShard(0, 20, 20)}, ValueError, r"(weight|vocab_size): .*20.*21"),
+    ({"vocab_size": VocabShard(0, 21, 42)}, ValueError, "vocab_size: .*one rank"),
     ({"group": "tp"}, TypeError, "group: .*ProcessGroup or None.*str"),
     ({"impl": "cuda"}, ValueError, "impl: .*'reference'.*'cuda'"),
     ({"unknown": 3}, TypeError, "unknown: expected one of"),
@@ -113,7 +113,9 @@ OF_ONE = {
     ],
     linear_token_log_probs: [
         ({"temperature": 0.0}, ValueError, "temperature: must be positive"),
-        ({"entropy": 1}, TypeError, "entropy: expected a bool, got int"),
+        ({"outputs": "entropy"}, TypeError, "outputs: expected a tuple of names, got str"),
+        ({"outputs": ("z_loss",)}, ValueError, "outputs: expected no 'z_loss' of log-probabilities"),
+        ({"smoothing_formula": "megatron"}, ValueError, "advanced: smoothing_formula has no use"),
     ],
 }
 
@@ -125,7 +127,7 @@ def test_refused_before_anything_is_changed(function):
         tensors = [value for value in arguments.values() if type(value) is torch.Tensor and not value.is_meta]
         before = [(tensor.clone(), tensor._version) for tensor in tensors]
         with pytest.raises(error, match=f"^{message}") as raised:
-            function(**arguments)
+            function(**package_options(arguments))
         assert raised.value.__suppress_context__ or raised.value.__context__ is None, changed
         for tensor, (values, version) in zip(tensors, before, strict=True):
             assert tensor._version == version and torch.equal(tensor, values), changed
@@ -245,7 +247,7 @@ MODULE_SETTINGS = [
     (_linear(), {"bias": True}, EITHER, "(head|bias): "),
     (_linear(), {"reduction": "max"}, ValueError, "reduction: "),
     (_linear(), {"gradient": "out_of_place"}, ValueError, "gradient: "),
-    (_linear(), {"chunk_tokens": 0}, ValueError, "chunk_tokens: "),
+    (_linear(), {"chunk_size": 0}, ValueError, "chunk_size: "),
     (_linear(), {"soft_cap": 3.0}, TypeError, ".*soft_cap"),
 ]
 

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from vocab_parallel_ce import distillation_loss, linear_distillation_loss, soft_cross_entropy
+from vocab_parallel_ce import (
+    Head,
+    TopKTeacher,
+    distillation_loss,
+    linear_distillation_loss,
+    vocab_parallel_cross_entropy,
+)
 
 pytestmark = pytest.mark.reference
 
@@ -14,17 +20,19 @@ LOGITS, OTHER, HIDDEN, WEIGHT, THEIRS, HEAD = (
 )
 PROBS, LABELS = OTHER.softmax(-1), torch.tensor([1, 2, -100, 3, 4, 5])
 LOG_PROBS, IDS = OTHER.log_softmax(-1).topk(3)
-TOKENS = {"teacher_ids": IDS, "teacher_log_probs": LOG_PROBS}
+TEACHER = Head(THEIRS, HEAD)
 JS = {"divergence": "js", "labels": LABELS, "hard_weight": 0.3, "temperature": 2.0}
 STEPS = {
-    "targets": lambda x: soft_cross_entropy(x * 1, PROBS, label_smoothing=0.1, class_weight=PROBS[0]),
+    "targets": lambda x: vocab_parallel_cross_entropy(x * 1, PROBS, label_smoothing=0.1, class_weight=PROBS[0]),
     "js": lambda x: distillation_loss(x * 1, OTHER, **JS),
-    "k tokens": lambda x: distillation_loss(x * 1, **TOKENS, rest="bucket", labels=LABELS),
-    "head": lambda x: linear_distillation_loss(HIDDEN * x[0, 0], WEIGHT, THEIRS, HEAD, labels=LABELS, chunk_tokens=4),
+    "k tokens": lambda x: distillation_loss(x * 1, TopKTeacher(IDS, LOG_PROBS, "bucket"), labels=LABELS),
+    "head": lambda x: linear_distillation_loss(Head(HIDDEN * x[0, 0], WEIGHT), TEACHER, labels=LABELS, chunk_size=4),
     "head, hard weight": lambda x: linear_distillation_loss(
-        HIDDEN * x[0, 0], WEIGHT, THEIRS, HEAD, labels=LABELS, hard_weight=0.4
+        Head(HIDDEN * x[0, 0], WEIGHT), TEACHER, labels=LABELS, hard_weight=0.4
     ),
-    "head, k tokens": lambda x: linear_distillation_loss(HIDDEN * x[0, 0], WEIGHT, **TOKENS, reduction="none").sum(),
+    "head, k tokens": lambda x: linear_distillation_loss(
+        Head(HIDDEN * x[0, 0], WEIGHT), TopKTeacher(IDS, LOG_PROBS), reduction="none"
+    ).sum(),
 }
 
 
@@ -41,7 +49,7 @@ def test_one_graph_and_the_same_bits(name):
 
 
 def test_refusals():
-    with pytest.raises(TypeError, match="teacher_logits: expected a tensor that requires no gradient"):
+    with pytest.raises(TypeError, match="teacher: expected a tensor that requires no gradient"):
         torch.compile(distillation_loss, backend="aot_eager")(LOGITS, OTHER.clone().requires_grad_())
     with pytest.raises(ValueError, match="hard_weight: expected labels"):
-        torch.compile(linear_distillation_loss, backend="aot_eager")(HIDDEN, WEIGHT, THEIRS, HEAD, hard_weight=0.5)
+        torch.compile(linear_distillation_loss, backend="aot_eager")(Head(HIDDEN, WEIGHT), TEACHER, hard_weight=0.5)

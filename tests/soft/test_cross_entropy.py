@@ -10,7 +10,7 @@ from tests.support.logits_ranks import even
 from tests.support.ranks import in_two_ranks
 from tests.support.soft import Case, check_ranks, run_in_rank, soft_losses, soft_targets
 from tests.support.weights import weights
-from vocab_parallel_ce import soft_cross_entropy
+from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS = 5, 43
@@ -18,7 +18,7 @@ ROWS, COLUMNS = 5, 43
 
 def case_of(kind="peaked", columns=COLUMNS, **ways):
     logits = broad_rows(kind, ROWS, columns, shards=2).logits
-    return Case(soft_cross_entropy, soft_losses, logits, soft_targets(logits), {}, ways)
+    return Case(vocab_parallel_cross_entropy, soft_losses, logits, soft_targets(logits), {}, ways)
 
 
 @pytest.mark.reference
@@ -29,7 +29,7 @@ def test_pytorchs_numbers(weight):
     targets = soft_targets(logits).double()
     for label_smoothing in (0.0, 0.1, 1.0):
         own = {"class_weight": None if weight is None else weight.double(), "label_smoothing": label_smoothing}
-        loss = soft_cross_entropy(logits * 1, targets, **own)
+        loss = vocab_parallel_cross_entropy(logits * 1, targets, **own)
         truth = F.cross_entropy(logits, targets, own["class_weight"], label_smoothing=label_smoothing)
         torch.testing.assert_close(loss, truth, rtol=1e-12, atol=1e-12)
         grads = (torch.autograd.grad(each, logits)[0] for each in (loss, truth))
@@ -47,7 +47,7 @@ def test_edge_rows(impl_device, gradient):
     logits[2, 3], logits[3, 3], logits[4], targets[5] = NAN, INF, -INF, 0.0
     leaf = logits.to(device).requires_grad_()
     options = {"reduction": "none", "gradient": gradient, "impl": impl}
-    loss = soft_cross_entropy(leaf * 1, targets.to(device), **options)
+    loss = vocab_parallel_cross_entropy(leaf * 1, targets.to(device), **options)
     (grad,) = torch.autograd.grad(loss.sum(), leaf)
     loss, grad = loss.detach().cpu(), grad.cpu()
     expected = soft_losses(logits[[0, 5]].double(), targets[[0, 5]]).float()
@@ -55,7 +55,7 @@ def test_edge_rows(impl_device, gradient):
     assert loss[1] == INF and loss[2:5].isnan().all() and loss[5] == 0
     assert not grad[:2, 4].any() and grad[:2].isfinite().all() and grad[2:5].isnan().all()
     own = {"label_smoothing": 0.1, "class_weight": weight.to(device)}  # excluded by a weight of 0
-    loss = soft_cross_entropy(leaf * 1, targets.to(device), **options, **own)
+    loss = vocab_parallel_cross_entropy(leaf * 1, targets.to(device), **options, **own)
     (grad,) = torch.autograd.grad(loss.sum(), leaf)
     left = [column for column in range(30) if column != 4]
     expected = soft_losses(logits[:2, left].double(), targets[:2, left], label_smoothing=0.1)
@@ -63,7 +63,7 @@ def test_edge_rows(impl_device, gradient):
     torch.testing.assert_close(loss.detach()[:2].cpu(), expected.float())
     assert grad[:2].isfinite().all() and not grad[:2, 4].any()
     items = {**options, "reduction": "sum", "num_items": 0}
-    loss = soft_cross_entropy(leaf * 1, targets.to(device), **items)
+    loss = vocab_parallel_cross_entropy(leaf * 1, targets.to(device), **items)
     assert loss == 0 and not torch.autograd.grad(loss, leaf, torch.tensor(INF, device=device))[0].any()
     assert made.function(leaf[:0] * 1, targets[:0].to(device), impl=impl) == 0  # no rows
 
@@ -74,57 +74,61 @@ def test_where_the_gradient_is_written():
     made = case_of()
     leaf = made.logits.clone().requires_grad_()
     logits = leaf * 1
-    loss = soft_cross_entropy(logits, made.other, gradient="in_backward")
+    loss = vocab_parallel_cross_entropy(logits, made.other, gradient="in_backward")
     (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
     assert grad.data_ptr() == logits.data_ptr()
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, logits)
     with pytest.raises(ValueError, match="has left its gradient"):
-        soft_cross_entropy(logits, made.other)
+        vocab_parallel_cross_entropy(logits, made.other)
     logits = leaf * 1
-    loss = soft_cross_entropy(logits, made.other.clone())
+    loss = vocab_parallel_cross_entropy(logits, made.other.clone())
     logits.mul_(2)
     with pytest.raises(RuntimeError, match="were overwritten before backward"):
         loss.backward()
     targets = made.other.clone()
-    loss = soft_cross_entropy(leaf * 1, targets)
+    loss = vocab_parallel_cross_entropy(leaf * 1, targets)
     targets.mul_(2)
     with pytest.raises(RuntimeError, match="or another tensor of the call were overwritten before backward"):
         loss.backward()
     weight = weights(COLUMNS)
-    loss = soft_cross_entropy(leaf * 1, made.other, class_weight=weight)
+    loss = vocab_parallel_cross_entropy(leaf * 1, made.other, class_weight=weight)
     weight.mul_(2)
     with pytest.raises(RuntimeError, match="or another tensor of the call were overwritten before backward"):
         loss.backward()
     logits = leaf * 1
-    loss = soft_cross_entropy(logits, logits.detach())
+    loss = vocab_parallel_cross_entropy(logits, logits.detach())
     kept = logits.detach().clone()
     (grad,) = torch.autograd.grad(loss, logits)
     assert torch.equal(logits, kept) and grad.data_ptr() != logits.data_ptr()
-    with pytest.raises(ValueError, match="^target_probs: expected memory of its own"):
-        soft_cross_entropy(logits, logits.detach(), gradient="in_backward")
+    with pytest.raises(ValueError, match="^labels: expected memory of its own"):
+        vocab_parallel_cross_entropy(logits, logits.detach(), gradient="in_backward")
 
 
 @pytest.mark.reference
 def test_refusals_by_name():
     logits, targets = torch.randn(2, 5, requires_grad=True), torch.rand(2, 5)
     for error, words, changed in (
-        (TypeError, "target_probs: .*requires no gradient", {"target_probs": targets.clone().requires_grad_()}),
-        (TypeError, "target_probs: dtype", {"target_probs": torch.zeros(2, 5, dtype=torch.int64)}),
-        (ValueError, "target_probs: shape", {"target_probs": targets[:, :4]}),
-        (TypeError, "target_probs: expected a torch.Tensor", {"target_probs": 3}),
+        (TypeError, "labels: .*requires no gradient", {"labels": targets.clone().requires_grad_()}),
+        (ValueError, "labels: .*shape", {"labels": torch.zeros(2, 5, dtype=torch.int64)}),  # ids, which have no columns
+        (ValueError, "labels: shape", {"labels": targets[:, :4]}),
+        (TypeError, "labels: expected a torch.Tensor", {"labels": 3}),
         (ValueError, "gradient: ", {"gradient": "forward"}),
         (ValueError, "reduction: ", {"reduction": "batchmean"}),
-        (TypeError, "ignore_index: expected one of", {"ignore_index": 3}),
+        (ValueError, "ignore_index: ", {"ignore_index": 3}),
+        (ValueError, "outputs: ", {"outputs": ("entropy",)}),
+        (ValueError, "top_k: ", {"top_k": 2}),
+        (ValueError, "check_labels: ", {"check_labels": True}),
+        (ValueError, "shift: ", {"shift": True}),
         (ValueError, "class_weight: expected shape", {"class_weight": torch.ones(4)}),
         (TypeError, "class_weight: expected a constant", {"class_weight": torch.ones(5, requires_grad=True)}),
         (ValueError, "num_items: ", {"num_items": -1, "reduction": "sum"}),
         (ValueError, "logits: last dimension", {"vocab_size": 9}),
         (ValueError, "impl: 'one_pass'", {"impl": "one_pass"}),
     ):
-        given = {"logits": logits, "target_probs": targets} | changed
+        given = {"logits": logits, "labels": targets} | changed
         with pytest.raises(error, match=f"^{words}"):
-            soft_cross_entropy(**given)
+            vocab_parallel_cross_entropy(**given)
 
 
 @in_two_ranks

@@ -180,13 +180,13 @@ def test_refusals_by_name():
         of_inference = teacher.clone()
     labels, narrow = torch.tensor([1, 2]), VocabShard(0, 6, 5)
     for error, words, changed in (
-        (TypeError, "teacher_logits: .*requires no gradient", {"teacher_logits": teacher.clone().requires_grad_()}),
-        (TypeError, "teacher_logits: dtype", {"teacher_logits": teacher.long()}),
-        (ValueError, "teacher_logits: expected .*clone", {"teacher_logits": of_inference}),
-        (ValueError, "teacher_logits: shape", {"teacher_logits": teacher[:1]}),
-        (ValueError, "teacher_logits: last dimension .*neither", {"teacher_logits": teacher[:, :5]}),
-        (ValueError, "teacher_logits: last dimension", {"teacher_logits": teacher[:, :4], "vocab_size": 5}),
-        (ValueError, "teacher_logits: last dimension must give", {"teacher_logits": teacher[:, :4], "shard": narrow}),
+        (TypeError, "teacher: .*requires no gradient", {"teacher": teacher.clone().requires_grad_()}),
+        (TypeError, "teacher: dtype", {"teacher": teacher.long()}),
+        (ValueError, "teacher: expected .*clone", {"teacher": of_inference}),
+        (ValueError, "teacher: shape", {"teacher": teacher[:1]}),
+        (ValueError, "teacher: last dimension .*neither", {"teacher": teacher[:, :5]}),
+        (ValueError, "teacher: last dimension", {"teacher": teacher[:, :4], "vocab_size": 5}),
+        (ValueError, "teacher: last dimension must give", {"teacher": teacher[:, :4], "vocab_size": narrow}),
         (TypeError, "student_logits: expected a torch.Tensor, got list", {"student_logits": [1.0]}),
         (ValueError, "student_logits: last dimension must be", {"vocab_size": 7}),
         (ValueError, "divergence: ", {"divergence": "kl"}),
@@ -200,7 +200,7 @@ def test_refusals_by_name():
         (ValueError, "gradient: ", {"gradient": "forward"}),
         (TypeError, "softcap: expected one of student_logits, .* labels, .* temperature", {"softcap": 3.0}),
     ):
-        given = {"student_logits": student, "teacher_logits": teacher} | changed
+        given = {"student_logits": student, "teacher": teacher} | changed
         with pytest.raises(error, match=f"^{words}"):
             distillation_loss(**given)
 
@@ -209,8 +209,8 @@ def _other_padding(rank, group):
     """On each of two ranks: a teacher padded more than the student on the last, and one that starts elsewhere."""
     student, teacher = torch.randn(3, 6), torch.randn(3, 6 + 2 * rank)
     shard = VocabShard(6 * rank, 6 * rank + 6, 11)
-    distillation_loss(student, teacher, group=group, shard=shard)
-    with pytest.raises(ValueError, match="^teacher_logits: last dimension must give the student's columns"):
+    distillation_loss(student, teacher, group=group, vocab_size=shard)
+    with pytest.raises(ValueError, match="^teacher: last dimension must give the student's columns"):
         distillation_loss(student, torch.randn(3, 7), group=group, vocab_size=11)
     return True
 

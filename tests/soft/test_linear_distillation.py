@@ -13,7 +13,9 @@ from tests.support.logits_ranks import BOUNDS, assembled, even
 from tests.support.pairs import covering
 from tests.support.ranks import device_of, in_ranks, in_several_ranks
 from tests.support.soft import divergences, subtracted, topk_losses
-from vocab_parallel_ce import VocabShard, linear_distillation_loss, verify_calls
+from tests.support.words import package_options
+from vocab_parallel_ce import Head, TopKTeacher, VocabShard, linear_distillation_loss, verify_calls
+from vocab_parallel_ce.options import Advanced
 
 TOKENS, WIDTH, OF_TEACHER, COLUMNS = 9, 12, 7, 40
 FACTORS = torch.linspace(-0.5, 1.5, TOKENS)  # of unreduced losses
@@ -30,6 +32,12 @@ def inputs(columns=COLUMNS):
     labels = torch.randint(0, columns, (TOKENS,), generator=generator)
     labels[3], labels[5] = IGNORE_INDEX, IGNORE_INDEX
     return made, labels
+
+
+def heads_of(made):
+    """The student's and the teacher's."""
+    tensors = ("hidden", "weight", "bias")
+    return [Head(*(made.get(f"{who}_{name}") for name in tensors)) for who in ("student", "teacher")]
 
 
 def oracle(made, labels, dtype, reduction, masked, num_items=None, bounds=None, chunk=TOKENS, **options):
@@ -97,12 +105,15 @@ DIVISORS = {
     "none": {"reduction": "none"},
     "sum / fp32": {"reduction": "sum", "num_items": torch.tensor(6.5)},
 }
+GRADIENTS = ("auto", "in_forward", "in_backward")
 PAIRS = covering(  # tests/conformance has more options on one rank, random calls all of them on several
+    lambda case: not (case.get("gradient") == "in_forward" and case.get("divisor") == "none"),
     divergence=("forward", "js 0.2", "top-k bucket"),
     divisor=tuple(DIVISORS),
     hard=(None, 0.3),  # None: without labels
     columns=tuple(BOUNDS),
-    chunk_tokens=(4, "auto"),
+    chunk_size=(4, "auto"),
+    gradient=GRADIENTS,
     reduce_hidden_grad=(True, False),
     dtype=(torch.float32, torch.bfloat16, torch.float16),
 )
@@ -132,13 +143,15 @@ def _in_rank(rank, group, pair, impl, device=None):
     start, stop = BOUNDS[pair["columns"]].get(n_ranks, even(COLUMNS // n_ranks, n_ranks))[rank]
     own = {n: t if "hidden" in n else padded_shard(t.t(), start, stop, 300.0).t().contiguous() for n, t in made.items()}
     own = {n: t.clone().to(device).requires_grad_(n.startswith("student")) for n, t in own.items()}
+    student, teacher = heads_of(own)
     if "teacher_ids" in options:
-        own = {n: t for n, t in own.items() if n.startswith("student")}
-        options |= {n: options[n].to(device) for n in ("teacher_ids", "teacher_log_probs")}
-    options |= {name: pair[name] for name in ("chunk_tokens", "reduce_hidden_grad")}
+        tensors = (options.pop(name).to(device) for name in ("teacher_ids", "teacher_log_probs"))
+        teacher = TopKTeacher(*tensors, options.pop("rest"))
+    options |= {name: pair[name] for name in ("chunk_size", "gradient", "reduce_hidden_grad")}
     options |= {"labels": None if pair["hard"] is None else labels.to(device), "group": group, "impl": impl}
+    options["vocab_size"] = VocabShard(start, stop, COLUMNS)
     with record_collectives() as calls:
-        loss = linear_distillation_loss(**own, **options, shard=VocabShard(start, stop, COLUMNS))
+        loss = linear_distillation_loss(student, teacher, **package_options(options))
     with record_collectives() as in_backward:
         loss.backward(factor_of(options["reduction"]).to(device))
     assert {call.name for call in in_backward} <= ({"allreduce_"} if is_deferred(pair) else set())
@@ -150,14 +163,15 @@ def _in_rank(rank, group, pair, impl, device=None):
 
 def is_deferred(pair):
     """Whether gradients are computed in backward."""
-    return pair["divisor"] == "none" or pair["dtype"] == torch.float16
+    is_auto = pair["gradient"] == "auto" and (pair["divisor"] == "none" or pair["dtype"] == torch.float16)
+    return is_auto or pair["gradient"] == "in_backward"
 
 
 def n_chunks_of(pair, labels, device):
     """On a CPU, ignored tokens are left out."""
     is_left_out = pair["hard"] is not None and device == "cpu"
     n_rows = int((labels != IGNORE_INDEX).sum()) if is_left_out else TOKENS
-    return 1 if pair["chunk_tokens"] == "auto" else -(-n_rows // pair["chunk_tokens"])
+    return 1 if pair["chunk_size"] == "auto" else -(-n_rows // pair["chunk_size"])
 
 
 def check_pair(pair, results):
@@ -198,15 +212,15 @@ def _verified(rank, group):
     same = {"labels": labels, "group": group, "hard_weight": 0.1}
 
     def call(**own):
-        return linear_distillation_loss(**made | same | own)
+        tensors = {name: own.pop(name) for name in NAMES if name in own}
+        return linear_distillation_loss(*heads_of(made | tensors), **same | own)
 
     with verify_calls():
         differing = ({"hard_weight": 0.1 * (rank + 1)}, {"temperature": 1.0 + rank}, {"teacher_hidden": 0})
         differing[2]["teacher_hidden"] = made["teacher_hidden"] * (1 + rank)
         errors = [error_of(lambda own=own: call(**own)) for own in differing]
-        tokens = {"teacher_ids": torch.zeros(TOKENS, 1).long(), "teacher_log_probs": -torch.ones(TOKENS, 1) - rank}
-        of_student = {n: t for n, t in made.items() if n.startswith("student")}
-        errors.append(error_of(lambda: linear_distillation_loss(**of_student, **tokens, group=group)))
+        tokens = TopKTeacher(torch.zeros(TOKENS, 1).long(), -torch.ones(TOKENS, 1) - rank)
+        errors.append(error_of(lambda: linear_distillation_loss(heads_of(made)[0], tokens, group=group)))
         # Rounding does not differ, nor do rows that are ignored.
         close = made["teacher_hidden"] * (1 + 1e-3 * rank)
         loss = call(teacher_hidden=close.index_fill(0, torch.tensor([3, 5]), rank)) * (1.0 + rank)
@@ -216,7 +230,7 @@ def _verified(rank, group):
 @in_ranks((2,), (), ())
 def test_verification_compares_the_ranks(rank_pool, impl):
     first, second = rank_pool.run(_verified)
-    names = ("hard_weight", "temperature", "teacher_hidden", "teacher_log_probs", "gradient of loss")
+    names = ("hard_weight", "temperature", "teacher.hidden", "teacher.log_probs", "gradient of loss")
     assert first == second and all(f"ValueError: {n}: rank 1 of 2 has " in e for n, e in zip(names, first, strict=True))
 
 
@@ -224,10 +238,11 @@ def test_verification_compares_the_ranks(rank_pool, impl):
 def test_no_tokens_and_without_labels_nothing_is_ignored():
     made, _ = inputs()
     few = {name: tensor[:0] if "hidden" in name else tensor for name, tensor in made.items()}
-    assert linear_distillation_loss(**few) == 0
+    assert linear_distillation_loss(*heads_of(few)) == 0
     logits = (F.linear(*(made[f"{who}_{n}"] for n in ("hidden", "weight", "bias"))) for who in ("student", "teacher"))
     truth = divergences(*(z.double() for z in logits)).mean()
-    torch.testing.assert_close(linear_distillation_loss(**made, ignore_index=0), truth.float(), rtol=1e-5, atol=1e-5)
+    found = linear_distillation_loss(*heads_of(made), ignore_index=0)
+    torch.testing.assert_close(found, truth.float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.reference
@@ -235,24 +250,29 @@ def test_refusals_by_name():
     made, labels = inputs()
     made["student_weight"].requires_grad_()
     for error, words, changed in (
-        (TypeError, "teacher_weight: .*detach", {"teacher_weight": made["teacher_weight"].clone().requires_grad_()}),
-        (ValueError, "teacher_hidden: shape", {"teacher_hidden": made["teacher_hidden"][:3]}),
-        (ValueError, "teacher_weight: expected", {"teacher_weight": made["teacher_weight"].double().bfloat16()}),
-        (ValueError, "teacher_weight: expected shape", {"teacher_weight": made["teacher_weight"][:, :3]}),
-        (ValueError, "teacher_bias: expected shape", {"teacher_bias": made["teacher_bias"][:3]}),
-        (ValueError, "teacher_weight: rows", {"teacher_weight": made["teacher_weight"][:9], "teacher_bias": None}),
-        (ValueError, "student_weight: rows must be", {"vocab_size": 999}),
-        (TypeError, "student_bias: expected a torch.Tensor", {"student_bias": 1}),
-        (TypeError, "teacher_hidden: expected a torch.Tensor, got list$", {"teacher_hidden": [1]}),
+        (TypeError, "teacher.weight: .*detach", {"teacher_weight": made["teacher_weight"].clone().requires_grad_()}),
+        (ValueError, "teacher.hidden: shape", {"teacher_hidden": made["teacher_hidden"][:3]}),
+        (ValueError, "teacher.weight: expected", {"teacher_weight": made["teacher_weight"].double().bfloat16()}),
+        (ValueError, "teacher.weight: expected shape", {"teacher_weight": made["teacher_weight"][:, :3]}),
+        (ValueError, "teacher.bias: expected shape", {"teacher_bias": made["teacher_bias"][:3]}),
+        (ValueError, "teacher.weight: rows", {"teacher_weight": made["teacher_weight"][:9], "teacher_bias": None}),
+        (ValueError, "student.weight: rows must be", {"vocab_size": 999}),
+        (TypeError, "student.bias: expected a torch.Tensor", {"student_bias": 1}),
+        (TypeError, "teacher.hidden: expected a torch.Tensor, got list$", {"teacher_hidden": [1]}),
         (TypeError, "ignore_index: ", {"ignore_index": "x"}),
         (ValueError, "hard_weight: expected labels", {"hard_weight": 0.5}),
-        (ValueError, "teacher_hidden: expected None", {"teacher_ids": labels, "teacher_log_probs": labels}),
-        (ValueError, r"rest \(without teacher_ids\): ", {"rest": "bucket"}),
+        (ValueError, "gradient: expected one of 'auto', 'in_forward', 'in_backward'", {"gradient": "out_of_place"}),
+        (ValueError, "gradient: 'in_forward' .*none", {"gradient": "in_forward", "reduction": "none"}),
+        (ValueError, "advanced: valid_tokens has no use", {"advanced": Advanced(valid_tokens=3)}),
+        (TypeError, "teacher: expected a Head or a TopKTeacher, got Tensor", {"teacher": labels}),
+        (TypeError, "student: expected a Head, got Tensor", {"student": labels}),
         (TypeError, "sequence_parallel: expected one of", {"sequence_parallel": True}),
         (ValueError, "labels: expected shape", {"labels": labels[:2]}),
     ):
         with pytest.raises(error, match=f"^{words}"):
-            linear_distillation_loss(**(made | changed))
+            student, teacher = heads_of(made | changed)
+            options = {name: value for name, value in changed.items() if name not in NAMES}
+            linear_distillation_loss(**{"student": student, "teacher": teacher} | options)
 
 
 @pytest.mark.reference
@@ -261,10 +281,10 @@ def test_labels_written_before_backward_are_noticed(is_known):
     made, labels = inputs()
     labels = labels.clamp(min=0)  # with ignored tokens their copy is kept
     ids = labels.new_zeros(len(labels), 1)
-    tokens = {"teacher_ids": ids, "teacher_log_probs": torch.full(ids.shape, -0.3)}
-    teacher = tokens if is_known else {n: t for n, t in made.items() if n.startswith("teacher")}
-    student = {n: t.clone().requires_grad_() for n, t in made.items() if n.startswith("student")}
-    loss = linear_distillation_loss(**student, **teacher, labels=labels, reduction="none")
+    student, teacher = heads_of(made)
+    student = Head(*(tensor.clone().requires_grad_() for tensor in student))
+    teacher = TopKTeacher(ids, torch.full(ids.shape, -0.3)) if is_known else teacher
+    loss = linear_distillation_loss(student, teacher, labels=labels, reduction="none")
     labels.fill_(-100)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.sum().backward()
@@ -276,6 +296,6 @@ def test_a_teacher_of_inference_mode_is_refused_where_backward_needs_it():
     with torch.inference_mode():
         made["teacher_weight"] = made["teacher_weight"].clone()
     made["student_hidden"].requires_grad_()
-    linear_distillation_loss(**made, labels=labels).backward()
-    with pytest.raises(ValueError, match=r"^teacher_weight: expected .* pass its clone\(\)"):
-        linear_distillation_loss(**made, labels=labels, reduction="none")
+    linear_distillation_loss(*heads_of(made), labels=labels).backward()
+    with pytest.raises(ValueError, match=r"^teacher.weight: expected .* pass its clone\(\)"):
+        linear_distillation_loss(*heads_of(made), labels=labels, reduction="none")

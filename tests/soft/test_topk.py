@@ -7,16 +7,17 @@ import torch
 
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.logits import broad_rows
-from tests.support.soft import Case, check, topk_losses
-from vocab_parallel_ce import distillation_loss, linear_distillation_loss, vocab_parallel_cross_entropy
+from tests.support.soft import Case, check, topk_loss, topk_losses
+from vocab_parallel_ce import (
+    Head,
+    TopKTeacher,
+    distillation_loss,
+    linear_distillation_loss,
+    vocab_parallel_cross_entropy,
+)
 
 NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS, K = 5, 43, 6
-
-
-def topk_loss(student, ignored, **options):
-    """A call of the loss that has the teacher among its options."""
-    return distillation_loss(student, **options)
 
 
 def case_of(kind="peaked", dtype=torch.float32, columns=COLUMNS, labels=False, k=K, options=None, **ways):
@@ -49,7 +50,7 @@ def test_edges(impl_device, rest):
     log_probs[4], student[3] = -INF, -INF if rest == "bucket" else student[3]
     leaf, given = student.to(device).requires_grad_(), {"teacher_ids": ids, "teacher_log_probs": log_probs}
     given = {name: tensor.to(device) for name, tensor in given.items()}
-    loss = distillation_loss(leaf * 1, **given, **ways)
+    loss = topk_loss(leaf * 1, None, **given, **ways)
     (grad,) = torch.autograd.grad(loss.sum(), leaf)
     loss, grad, kept = loss.detach().cpu(), grad.cpu(), [0, 1, 3, 4, 5]
     first = {"teacher_ids": ids[:1, kept], "teacher_log_probs": log_probs[:1, kept]}
@@ -59,19 +60,19 @@ def test_edges(impl_device, rest):
     assert loss[2:4].isnan().all() and grad[2:4].isnan().all() and loss[4] == 0 and not grad[4].any()
     known = {**given, "teacher_ids": made.options["teacher_ids"].to(device)}
     leaf = made.logits.index_fill(1, torch.tensor([0, 3]), INF).to(device).requires_grad_()
-    (grad,) = torch.autograd.grad(distillation_loss(leaf * 1, **known, **ways).sum(), leaf)
+    (grad,) = torch.autograd.grad(topk_loss(leaf * 1, None, **known, **ways).sum(), leaf)
     assert grad[:4].isnan().all() and not grad[4].any()
     ways_of_none = ways | {"reduction": "sum", "num_items": torch.tensor(0, device=device)}
-    loss = distillation_loss(leaf * 1, **known, **ways_of_none)
+    loss = topk_loss(leaf * 1, None, **known, **ways_of_none)
     assert loss == 0 and not torch.autograd.grad(loss, leaf)[0].any()
     ignored, outside = (torch.full((ROWS,), label, device=device) for label in (IGNORE_INDEX, 20))
-    loss = distillation_loss(leaf * 1, **given, **ways, labels=ignored)
+    loss = topk_loss(leaf * 1, None, **given, **ways, labels=ignored)
     assert not loss.any() and not torch.autograd.grad(loss.sum(), leaf)[0].any()
     given["teacher_log_probs"] = made.options["teacher_log_probs"].to(device)
-    assert distillation_loss(leaf, **given, **ways, labels=outside).isnan().all()
+    assert topk_loss(leaf, None, **given, **ways, labels=outside).isnan().all()
     logits, teacher = made.logits.to(device), torch.randn(ROWS, 20, device=device).log_softmax(-1)
     ids = torch.arange(20, device=device).expand(ROWS, 20)
-    loss = distillation_loss(logits, teacher_ids=ids, teacher_log_probs=teacher, rest=rest, impl=impl)
+    loss = distillation_loss(logits, TopKTeacher(ids, teacher, rest), impl=impl)
     torch.testing.assert_close(loss, distillation_loss(logits, teacher, impl=impl), rtol=1e-5, atol=1e-5)
 
 
@@ -84,11 +85,11 @@ def test_padded_ids_are_left_out_and_no_rows_are_a_loss_of_0():
     left, q = log_probs != -INF, log_probs.double().exp()
     log_s = student.double().log_softmax(-1).gather(-1, ids.clamp(0, 11))
     truth = (q * (q.log() - log_s))[left].sum() / 2
-    torch.testing.assert_close(distillation_loss(student, teacher_ids=ids, **given), truth.float())
-    with pytest.raises(ValueError, match=r"^teacher_ids: must be in \[0, 12\), got 1 outside, the first at .*: -77"):
-        distillation_loss(student, teacher_ids=torch.tensor([[3, 1, 2, -77], [7, 0, 4, 5]]), **given)
+    torch.testing.assert_close(topk_loss(student, None, teacher_ids=ids, **given), truth.float())
+    with pytest.raises(ValueError, match=r"^teacher.ids: must be in \[0, 12\), got 1 outside, the first at .*: -77"):
+        topk_loss(student, None, teacher_ids=torch.tensor([[3, 1, 2, -77], [7, 0, 4, 5]]), **given)
     none = student[:0].requires_grad_()
-    loss = distillation_loss(none * 1, teacher_ids=ids[:0], teacher_log_probs=log_probs[:0])
+    loss = distillation_loss(none * 1, TopKTeacher(ids[:0], log_probs[:0]))
     loss.backward()
     assert loss == 0 and none.grad.shape == (0, 12)
 
@@ -118,7 +119,7 @@ def test_a_rest_below_the_rounding_of_the_k_tokens(impl_device):
     leaf = torch.zeros(1, 50).index_fill(1, torch.tensor([7, 8]), 40.0).to(device).requires_grad_()
     ids, log_probs = torch.tensor([[8, 7]], device=device), torch.tensor([[0.1, 0.7]], device=device).log()
     given = {"teacher_ids": ids, "teacher_log_probs": log_probs, "rest": "bucket"}
-    loss = distillation_loss(leaf * 1, impl=impl, **given)
+    loss = topk_loss(leaf * 1, None, impl=impl, **given)
     assert 0.2 * 15 < loss < topk_losses(leaf.double(), None, **given)
     assert torch.autograd.grad(loss, leaf)[0].isfinite().all()
 
@@ -143,12 +144,12 @@ def test_a_teacher_that_holds_a_gradient_is_refused():
     labels = torch.zeros(ROWS, dtype=torch.int64)
     vocab_parallel_cross_entropy(log_probs, labels, gradient="in_backward").backward()
     head = torch.randn(COLUMNS, 3)
-    given = {"teacher_ids": made.options["teacher_ids"], "teacher_log_probs": log_probs.detach()}
+    teacher = TopKTeacher(made.options["teacher_ids"], log_probs.detach())
     for call in (
-        lambda: distillation_loss(made.logits, **given),
-        lambda: linear_distillation_loss(torch.randn(ROWS, 3), head, **given),
+        lambda: distillation_loss(made.logits, teacher),
+        lambda: linear_distillation_loss(Head(torch.randn(ROWS, 3), head), teacher),
     ):
-        with pytest.raises((ValueError), match="^teacher_log_probs"):
+        with pytest.raises((ValueError), match="^teacher.log_probs"):
             call()
 
 
@@ -158,30 +159,29 @@ def test_an_fp64_student_has_fp64_arithmetic():
     for rest in ("ignore", "bucket"):
         given = {**made.options, "teacher_log_probs": made.options["teacher_log_probs"].double(), "rest": rest}
         truth = topk_losses(made.logits, None, **given).mean()
-        torch.testing.assert_close(distillation_loss(made.logits, **given), truth, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(topk_loss(made.logits, None, **given), truth, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.reference
 def test_refusals_by_name():
     student, ids, log_probs = torch.randn(2, 6), torch.tensor([[1, 2], [3, 3]]), torch.randn(2, 2)
-    for error, words, changed in (
-        (ValueError, "teacher_logits: expected None", {"teacher_logits": student}),
-        (TypeError, "teacher_ids: expected a torch.Tensor", {"teacher_ids": None}),
-        (TypeError, "teacher_log_probs: expected a torch.Tensor", {"teacher_log_probs": None}),
-        (TypeError, "teacher_ids: dtype", {"teacher_ids": log_probs}),
-        (TypeError, "teacher_log_probs: dtype", {"teacher_log_probs": ids}),
-        (TypeError, "teacher_log_probs: .*no gradient", {"teacher_log_probs": log_probs.clone().requires_grad_()}),
-        (ValueError, "teacher_ids: shape", {"teacher_ids": ids[:1]}),
-        (ValueError, "teacher_ids: shape", {"teacher_ids": ids[:, :1]}),
-        (ValueError, "teacher_ids: expected divergence='forward'", {"divergence": "reverse"}),
-        (ValueError, "rest: expected one of", {"rest": "drop"}),
-        (ValueError, "teacher_ids: must be different", {"check_labels": True}),
-        (ValueError, "teacher_ids: must be in", {"check_labels": True, "teacher_ids": ids + 3}),
+    teacher = TopKTeacher(ids, log_probs)
+    for error, words, changed, options in (
+        (TypeError, "teacher.ids: expected a torch.Tensor", {"ids": None}, {}),
+        (TypeError, "teacher.log_probs: expected a torch.Tensor", {"log_probs": None}, {}),
+        (TypeError, "teacher.ids: dtype", {"ids": log_probs}, {}),
+        (TypeError, "teacher.log_probs: dtype", {"log_probs": ids}, {}),
+        (TypeError, "teacher.log_probs: .*no gradient", {"log_probs": log_probs.clone().requires_grad_()}, {}),
+        (ValueError, "teacher.ids: shape", {"ids": ids[:1]}, {}),
+        (ValueError, "teacher.ids: shape", {"ids": ids[:, :1]}, {}),
+        (ValueError, "divergence: expected 'forward'", {}, {"divergence": "reverse"}),
+        (ValueError, "teacher.rest: expected one of", {"rest": "drop"}, {}),
+        (ValueError, "teacher.ids: must be different", {}, {"check_labels": True}),
+        (ValueError, "teacher.ids: must be in", {"ids": ids + 3}, {"check_labels": True}),
     ):
-        given = {"student_logits": student, "teacher_ids": ids, "teacher_log_probs": log_probs} | changed
         with pytest.raises(error, match=f"^{words}"):
-            distillation_loss(**given)
-    with pytest.raises(ValueError, match="^rest"):
-        distillation_loss(student, student.clone(), rest="bucket")
-    with pytest.raises(TypeError, match="^teacher_logits: expected a torch.Tensor"):
-        distillation_loss(student)
+            distillation_loss(student, teacher._replace(**changed), **options)
+    with pytest.raises(TypeError, match="^teacher: expected logits or a TopKTeacher, got a Head"):
+        distillation_loss(student, Head(student, student))
+    with pytest.raises(TypeError, match="^teacher: expected a torch.Tensor"):
+        distillation_loss(student, (ids, log_probs))

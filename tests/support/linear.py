@@ -47,7 +47,19 @@ def linear_every_output(hidden: Tensor, weight: Tensor, labels: Tensor, **option
     return of_every_output(linear_token_log_probs(hidden, weight, labels, outputs=outputs, **options))
 
 
-_OF_ORACLE = {linear_token_log_probs: oracle.of_log_probs, linear_every_output: oracle.of_every_output}
+def linear_loss_and_outputs(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """The loss, entropy and lse; and, if they are among ``outputs``, the others as :func:`of_every_output` says."""
+    found = linear_cross_entropy(hidden, weight, labels, **options)
+    if found.sum_sq_probs is None:
+        return found.loss, found.entropy, found.lse
+    return of_every_output(found._replace(log_probs=found.loss))
+
+
+_OF_ORACLE = {
+    linear_token_log_probs: oracle.of_log_probs,
+    linear_every_output: oracle.of_every_output,
+    linear_loss_and_outputs: oracle.of_loss_and_every_output,
+}
 # What calls of the tests are made of, and the ways of a reduction to compute its gradients.
 ROWS, COLUMNS, WIDTH = 5, 21, 8
 LEAVES = ("hidden", "weight", "bias")

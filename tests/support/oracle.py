@@ -139,6 +139,11 @@ def of_every_output(found: Values) -> tuple[Tensor, ...]:
     return found.log_probs, found.entropy, found.lse, 1 + found.sum_sq_probs, both
 
 
+def of_loss_and_every_output(found: Values) -> tuple[Tensor, ...]:
+    """Those of :func:`of_every_output`, with the loss in the place of log_probs."""
+    return found.loss, *of_every_output(found)[1:]
+
+
 def at_least_fp32(logits: Tensor) -> Tensor:
     """For fp32 arithmetic, of fp64 logits fp64; 16 bits are not rounded to, because the budget adds that."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -16,7 +16,7 @@ from tests.support.logits import Results
 from tests.support.logits_ranks import assembled, assert_same_outputs, own_tensors, with_collectives
 from tests.support.oracle import transformed
 from tests.support.ranks import device_of
-from vocab_parallel_ce import VocabShard
+from vocab_parallel_ce import TopKTeacher, VocabShard, distillation_loss
 
 
 def soft_targets(logits: Tensor, seed: int = 0) -> Tensor:
@@ -102,6 +102,19 @@ def topk_losses(
         others = log_s.scatter(-1, teacher_ids, NEG_INF).logsumexp(-1)
         losses = losses + torch.where(r == 0, 0.0, r * (r.clamp(min=1e-300).log() - others))
     return losses
+
+
+def topk_loss(
+    student: Tensor,
+    ignored: Any,
+    *,
+    teacher_ids: Tensor,
+    teacher_log_probs: Tensor,
+    rest: str = "ignore",
+    **options: Any,
+) -> Tensor:
+    """A call of the loss in the words of :func:`topk_losses`."""
+    return distillation_loss(student, TopKTeacher(teacher_ids, teacher_log_probs, rest), **options)
 
 
 def subtracted(student: Tensor, teacher: Tensor, options: dict[str, Any]) -> tuple[float, float]:
@@ -212,7 +225,7 @@ def run_in_rank(rank: int, group: Any, case: Case, impl: str, bounds: Sequence[t
     leaf, other = (padded_shard(t, start, stop, NAN).to(device) for t in (case.logits, case.other))
     leaf.requires_grad_()
     shard = VocabShard(start, stop, case.logits.shape[-1])
-    given = arguments(case) | {"group": group, "shard": shard, "impl": impl}
+    given = arguments(case) | {"group": group, "vocab_size": shard, "impl": impl}
     given = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in given.items()}
     given |= own_tensors(case, start, stop, device)
     grad_outputs = (grad_output_of(case).to(device),)
