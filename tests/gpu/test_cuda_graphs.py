@@ -86,7 +86,7 @@ class OverHeads(NamedTuple):
 
     def step(self, group: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
         leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        result = self.function(*leaves, labels, group=group, chunk_tokens=CHUNK, **self.options)
+        result = self.function(*leaves, labels, group=group, chunk_size=CHUNK, **self.options)
         outputs = flat_outputs(result)
         return *outputs, *torch.autograd.grad(outputs, leaves, grads)
 

@@ -21,7 +21,7 @@ def test_the_host_never_waits():
     def every_path():
         for case in cases:
             for way in WAYS.values():
-                for options in ({}, {"chunk_tokens": 2}, {"valid_tokens": ROWS, "return_metrics": True}):
+                for options in ({}, {"chunk_size": 2}, {"valid_tokens": ROWS, "return_metrics": True}):
                     result = case.loss(**options, **way)
                     loss = result[0] if isinstance(result, tuple) else result
                     torch.autograd.grad(loss, case.leaves, torch.ones_like(loss))
@@ -41,7 +41,7 @@ def test_memory_grows_with_the_hidden_states_gradient_alone(reduction):
         labels = torch.randint(0, columns, (rows,), device="cuda")
 
         def step():
-            loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk_tokens=1024)
+            loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk_size=1024)
             torch.autograd.grad(loss, (hidden, weight), torch.ones_like(loss))
 
         return extra_peak_bytes(step)

@@ -23,7 +23,7 @@ from vocab_parallel_ce import (
     cross_entropy_forward,
     distillation_loss,
     parallel_cross_entropy,
-    soft_cross_entropy,
+    vocab_parallel_cross_entropy,
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
@@ -67,7 +67,7 @@ def step_of_soft_losses(logits, labels, numbers):
     log_probs, ids = teacher.float().log_softmax(-1).topk(4)
     known = {"labels": labels, "teacher_ids": ids, "teacher_log_probs": log_probs}
     js = distillation_loss(leaf * 1, teacher, divergence="js", labels=labels, hard_weight=0.5)
-    losses = [js, soft_cross_entropy(leaf * 1, teacher.softmax(-1))]
+    losses = [js, vocab_parallel_cross_entropy(leaf * 1, teacher.softmax(-1))]
     losses += [distillation_loss(leaf * 1, rest=rest, **known) for rest in ("ignore", "bucket")]
     return *(loss.detach() for loss in losses), *torch.autograd.grad(sum(losses), leaf)
 

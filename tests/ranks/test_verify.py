@@ -137,7 +137,7 @@ CASES = [
     _options("loss/verify_group", "label_smoothing", ("0.1", "0.0"), label_smoothing=0.1),
     _options("loss/linear/linear module", "reduction", ("sum", "mean"), reduction="sum"),
     _options("log-probs/verify_group linear", "temperature", ("2.0", "1.0"), temperature=2.0),
-    _options("/".join(LINEAR), "chunk_tokens", ("2", "auto"), chunk_tokens=2),
+    _options("/".join(LINEAR), "chunk_size", ("2", "auto"), chunk_size=2),
     _options("loss", "TypeError: unknown: expected one of logits, .* class_weight, .* got no such name", unknown=3),
     _options("verify_group", "ValueError: logits: .* width 9 of .*, got 10", shard=VocabShard(0, 9, 20)),
     _options("log-probs", "ValueError: gradient: expected one of .*", gradient="in_forward"),
@@ -270,7 +270,7 @@ def _different_calls(rank, group):
         errors += [error_of(whole if rank else partial(FUNCTIONS["loss"], a)), error_of(partial(whole, labels=labels))]
         errors += [error_of(few if rank else whole), error_of(few)]
         errors += [error_of(vp.cross_entropy_forward, a.logits, a.labels, 0.1 * rank, True, group, -100)]
-        of_targets = partial(vp.soft_cross_entropy, a.logits, a.logits.detach().softmax(-1), group=group)
+        of_targets = partial(vp.vocab_parallel_cross_entropy, a.logits, a.logits.detach().softmax(-1), group=group)
         errors += [error_of(partial(of_targets, z_loss=0.1 * rank))]
     for function in ("loss", "linear", "linear in backward"):
         loss = FUNCTIONS[function](Arguments(rank, group)) * (1.0 + rank)
