@@ -26,6 +26,7 @@ from tests.support.logits_ranks import chunked, even
 from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
 from tests.support.weights import weights
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
+from vocab_parallel_ce.options import Advanced
 
 
 def made(world, kind="some_ignored", rows=ROWS, **settings):
@@ -199,13 +200,13 @@ def _check_chunks(rank_pool, impl, way, bounds, chunk, **options):
 @in_two_ranks
 def test_ranks_of_unequal_shards_cut_the_tokens_alike(rank_pool, impl, way):
     """16 and 8 columns: 26 tokens' logits of 12 columns fit, on the narrow rank 40 of its own would."""
-    _check_chunks(rank_pool, impl, way, [(0, 16), (16, 24)], 26, memory_budget=1280)
+    _check_chunks(rank_pool, impl, way, [(0, 16), (16, 24)], 26, chunk_size="1280B")
 
 
 @TWO_WAYS
 @in_four_ranks
 def test_a_last_rank_of_fewer_columns_cuts_the_tokens_as_the_others(rank_pool, impl, way):
-    _check_chunks(rank_pool, impl, way, chunked(7, 4), 20, memory_budget=160)
+    _check_chunks(rank_pool, impl, way, chunked(7, 4), 20, chunk_size="160B")
 
 
 class _Sent:
@@ -302,11 +303,11 @@ def _refusals(rank, group, impl):
         "in columns": {"weight": distributed(whole, device, group, Shard(1))},
         "bias of a DTensor": {"weight": cut, "bias": distributed(whole[:8, 0], device, group)},
         "vocab_size of a DTensor": {"weight": cut, "vocab_size": 8},
-        "shard of a DTensor": {"weight": cut, "shard": VocabShard(0, 4, 7)},
-        "small budget": {"weight": whole[: uneven.n_columns], "shard": uneven, "memory_budget": 7},
+        "shard of a DTensor": {"weight": cut, "vocab_size": VocabShard(0, 4, 7)},
+        "small budget": {"weight": whole[: uneven.n_columns], "vocab_size": uneven, "chunk_size": "7B"},
         "not a member": {"group": others},
         "labels of a part": {"sequence_parallel": True},
-        "valid tokens of a part": {"sequence_parallel": True, "labels": labels.repeat(2), "valid_tokens": 3},
+        "valid tokens of a part": {"sequence_parallel": True, "labels": labels.repeat(2), "advanced": Advanced(valid_tokens=3)},
         "whole weight": {"weight": whole, "vocab_size": 24},
         "no such dimension": {"sequence_parallel": True, "sequence_dim": 1, "labels": labels.repeat(2)},
         "shift of a part": {

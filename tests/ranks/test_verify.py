@@ -5,21 +5,23 @@ from __future__ import annotations
 import re
 import runpy
 import threading
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
 from tests.support.budget import assert_within_budget
-from tests.support.collectives import error_of
+from tests.support.collectives import error_of, record_collectives
 from tests.support.inputs import IGNORE_INDEX, NAN, batch, shard_of
 from tests.support.logits_ranks import with_collectives
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from tests.support.ranks import device_of, in_ranks
+from tests.support.ranks import device_of, in_ranks, subgroups
 from vocab_parallel_ce import VocabShard, verify, verify_calls
 
 WIDTH, COLUMNS = 8, 10  # hidden size, and columns per rank
@@ -80,15 +82,13 @@ FUNCTIONS = {
     "transformer engine": lambda a: vp.parallel_cross_entropy(
         a.logits, a.labels, reduce_loss=True, dist_process_group=a.group, **a.options
     ),
-    "verify_group": lambda a: vp.verify_group(a.logits, a.labels, **a.given),
     "linear": _linear,
     "linear in backward": lambda a: _linear(a, gradient="in_backward"),
     "linear log-probs": lambda a: vp.linear_token_log_probs(a.hidden, a.weight, a.labels, **a.given).sum(),
     "linear module": _linear_module,
-    "verify_group linear": lambda a: vp.verify_group(a.hidden, a.labels, weight=a.weight, **a.given),
 }
-ALL, OVER_LOGITS, LINEAR = list(FUNCTIONS), list(FUNCTIONS)[:4], list(FUNCTIONS)[4:]
-TRAINED, GRADIENT = OVER_LOGITS[:3] + LINEAR[:4], r"shape .*, norm [\d.]+, checksum \w{12}"
+ALL, OVER_LOGITS, LINEAR = list(FUNCTIONS), list(FUNCTIONS)[:3], list(FUNCTIONS)[3:]
+GRADIENT = r"shape .*, norm [\d.]+, checksum \w{12}"
 
 
 class Case(NamedTuple):
@@ -132,23 +132,23 @@ CASES = [
     Case(LINEAR, _all(lambda x: x[:, 1:]), "hidden.shape.*", (r"\(2, 2\)", r"\(2, 3\)")),
     Case(LINEAR, {"hidden": lambda h: h.flip(1)}, "hidden", ("values of .*",) * 2),
     Case(["loss"], {"logits": lambda x: x[..., 1:]}, "vocab_size", (".* of 9 columns", ".* of 10 columns.*")),
-    _options("loss/log-probs/verify_group", "vocab_size", ("15 .*", ".0 .*"), vocab_size=15),
-    _options("loss/linear/verify_group", "ignore_index", ("-1", "-100"), ignore_index=-1),
-    _options("loss/verify_group", "label_smoothing", ("0.1", "0.0"), label_smoothing=0.1),
+    _options("loss/log-probs", "vocab_size", ("15 .*", ".0 .*"), vocab_size=15),
+    _options("loss/linear", "ignore_index", ("-1", "-100"), ignore_index=-1),
+    _options("loss", "label_smoothing", ("0.1", "0.0"), label_smoothing=0.1),
     _options("loss/linear/linear module", "reduction", ("sum", "mean"), reduction="sum"),
-    _options("log-probs/verify_group linear", "temperature", ("2.0", "1.0"), temperature=2.0),
+    _options("log-probs/linear log-probs", "temperature", ("2.0", "1.0"), temperature=2.0),
     _options("/".join(LINEAR), "chunk_size", ("2", "auto"), chunk_size=2),
     _options("loss", "TypeError: unknown: expected one of logits, .* class_weight, .* got no such name", unknown=3),
-    _options("verify_group", "ValueError: logits: .* width 9 of .*, got 10", shard=VocabShard(0, 9, 20)),
+    _options("loss", "ValueError: logits: .* width 9 of .*, got 10", vocab_size=VocabShard(0, 9, 20)),
     _options("log-probs", "ValueError: gradient: expected one of .*", gradient="in_forward"),
     _options("linear", "ValueError: labels: expected shape .*", sequence_parallel=True),
     Case(OVER_LOGITS, {"logits": Tensor.tolist}, "TypeError: logits: expected a torch.Tensor, got list"),
-    Case(["verify_group"], _all(lambda x: x.to("meta")), "RuntimeError: NotImplementedError: .*"),
+    Case(["loss"], _all(lambda x: x.to("meta")), "RuntimeError: NotImplementedError: .*"),
     Case(["nccl"], _all(Tensor.cpu), "logits.device.type", ("cpu", "cuda")),
     Case(ALL, {"labels": Tensor.float}, "TypeError: labels: dtype must be .*"),
     Case(LINEAR, {"weight": lambda w: w[:, :-1]}, "ValueError: weight: expected shape .*"),
     Case(["linear module"], {"has_hook": True}, "ValueError: head: .*"),
-    Case(TRAINED, {"scale": 2.0}, "gradient of loss", (GRADIENT,) * 2),
+    Case(ALL, {"scale": 2.0}, "gradient of loss", (GRADIENT,) * 2),
 ]
 
 
@@ -175,7 +175,7 @@ def _errors(rank, group, function, calls):
 def test_a_rank_that_differs_is_the_same_error_on_every_rank(rank_pool, impl, function):
     """Without verification these return a number, abort gloo or wait for half an hour."""
     n_ranks = rank_pool.world_size
-    names = {function, rank_pool.backend if function == "verify_group" else ""}
+    names = {function, rank_pool.backend if function == "loss" else ""}
     chosen = [index for index, case in enumerate(CASES) if names & set(case.functions)]
     calls = [(index, (n_ranks - 1) * (i % 2)) for i, index in enumerate(chosen)]
     results = rank_pool.run(_errors, function, calls)
@@ -184,6 +184,91 @@ def test_a_rank_that_differs_is_the_same_error_on_every_rank(rank_pool, impl, fu
         assert errors[0] and re.match(expected, errors[0]), (errors[0], expected)
         assert errors == errors[:1] * n_ranks
     _check_loss([loss for _, loss in results], n_ranks)
+
+
+def _shard(rank, n, size):
+    """The last rank has the first columns."""
+    return {"options": {"vocab_size": VocabShard(10 * (n - 1 - rank), 10 * (n - rank), size)}}
+
+
+# Of ranks that pass different things, changes of rank ``r`` of ``n``: those that fit, and those that do not.
+FITTING = [
+    lambda r, n: {"options": {"vocab_size": 10 * n - 3}},  # padded
+    lambda r, n: {"logits": lambda x: x[..., : 10 - r // (n - 1)], "options": {"vocab_size": 10 * n - 1}},
+    lambda r, n: _shard(r, n, 10 * n - 10),  # rank 0 has padding alone
+    lambda r, n: {"options": {"z_loss": 1.0} if r else {"z_loss": 1, "vocab_size": 10 * n}},
+    lambda r, n: {"labels": lambda y: y if r else y.t().contiguous().t()},
+    lambda r, n: _all(lambda x: x[:0]),
+    lambda r, n: {"logits": Tensor.half, "labels": Tensor.int},
+    lambda r, n: {"labels": lambda y: y.where(y >= 0, -7), "options": {"ignore_index": -7}},
+]
+COVER = "shard: must have every column of [0, {V}) on exactly one rank, got by rank [0, 1"
+OUTSIDE = "labels: must be in [0, {}) or ignore_index {}, got 1 outside, the first at position {}"
+FAILING = [
+    (
+        COVER + "0), ",
+        lambda r, n: {"logits": lambda x: pad(x, (0, 2 * (r == n - 1))), "options": {"vocab_size": 10 * n}},
+    ),
+    (OUTSIDE.format("{V}", -100, "(1, 1): {V}"), lambda r, n: _label(10 * n)),
+    (OUTSIDE.format("{V}", 0, "(0, 1): -100"), lambda r, n: {"options": {"ignore_index": 0}}),
+    (OUTSIDE.format(15, -100, "(1, 1): 15"), lambda r, n: _label(15) | {"options": {"vocab_size": 15}}),
+    ("rank 1 of {n}: labels: shape ", lambda r, n: {"labels": Tensor.t} if r else {"logits": Tensor.float}),
+    ("labels: shape must be that of logits", lambda r, n: {"labels": Tensor.t}),
+]
+
+
+def _checked(a):
+    """The error of the check before a training: a loss of which nothing stays."""
+    with verify_calls(), torch.no_grad():
+        return error_of(partial(vp.vocab_parallel_cross_entropy, a.logits, a.labels, check_labels=True, **a.given))
+
+
+def _group_outcomes(rank, group):
+    """Errors of the check, which leaves its arguments as they are."""
+    errors = []
+    for changes in FITTING + [changes for _, changes in FAILING]:
+        a = Arguments(rank, group).changed(labels=lambda y: y.clamp(max=4))
+        a.changed(**changes(rank, group.size()))
+        before = a.logits.clone(), a.labels.clone(), a.logits._version
+        # NCCL must not send from the GPU that happens to be current.
+        with torch.cuda.device(0) if a.logits.is_cuda else nullcontext():
+            errors.append(_checked(a))
+        assert all(map(torch.equal, (a.logits, a.labels), before)) and a.logits._version == before[2]
+    return errors
+
+
+@in_two_or_three_ranks
+def test_ranks_that_pass_different_things_fit_or_not(rank_pool, impl):
+    n = rank_pool.world_size
+    expected = [None] * len(FITTING) + ["ValueError: " + error.format(V=10 * n, n=n) for error, _ in FAILING]
+    for errors in rank_pool.run(_group_outcomes):
+        for error, start in zip(errors, expected, strict=True):
+            assert error is None if start is None else error and error.startswith(start), (error, start)
+
+
+def _in_subgroups(rank, group):
+    """Errors of no group, of this rank's alone, of another rank's, of no process group, of ranks 0 and 2."""
+    *alone, two = subgroups((0,), (1,), (2,), (0, 2))
+    given = [Arguments(0, chosen, 1) for chosen in (None, alone[rank], alone[rank - 1], "tensor parallel")]
+    given += [Arguments(0, chosen, 1).changed(**_label(10)) for chosen in (None, alone[rank])]
+    with record_collectives() as sent:
+        errors = [_checked(a) for a in given]
+    a = Arguments(rank // 2, two, 2).changed(**_label(7) if rank == 2 else {})
+    return errors, sent, _checked(a)
+
+
+@in_ranks((3,), (), ())
+def test_one_rank_sends_nothing_and_ranks_are_counted_within_the_group(rank_pool, impl):
+    results = rank_pool.run(_in_subgroups)
+    not_in_it = "ValueError: group: this rank must be a member"
+    for (*passed, not_a_member, not_a_group, outside, also), sent, _ in results:
+        assert passed == [None, None] and sent == []
+        assert not_a_member.startswith(not_in_it)
+        assert not_a_group.startswith("TypeError: group: expected")
+        assert outside == also and outside.startswith("ValueError: labels: must be in [0, 10)")
+    first, outside, last = (error for *_, error in results)
+    assert first == last == "ValueError: labels[1, 1]: rank 1 of 2 has 7, rank 0 has 4"
+    assert outside.startswith(not_in_it)
 
 
 def _close(rank, group):
@@ -233,7 +318,7 @@ def _whole(rank, group, function):
 
 
 @in_two_or_three_ranks
-@pytest.mark.parametrize("function", ["loss", "log-probs", "transformer engine", "verify_group", "linear"])
+@pytest.mark.parametrize("function", ["loss", "log-probs", "transformer engine", "linear"])
 def test_whole_logits_and_heads_with_a_group_are_refused(rank_pool, impl, function):
     """Without verification the loss is too large by the logarithm of the number of ranks."""
     of_columns, n_ranks = "weight" if function in LINEAR else "logits", rank_pool.world_size
@@ -263,8 +348,8 @@ def _different_calls(rank, group):
     """Errors of two functions, TransformerEngine's first step, and backwards in other threads."""
     a, labels = Arguments(rank, group), Arguments(rank, group).changed(**_label(3 + rank)).labels
     whole = partial(vp.distillation_loss, a.logits, a.logits.detach().neg(), group=group)
-    ids = {"teacher_ids": labels[..., None], "teacher_log_probs": torch.zeros_like(labels[..., None]).float()}
-    few = partial(vp.distillation_loss, a.logits, group=group, **ids)
+    known = vp.TopKTeacher(labels[..., None], torch.zeros_like(labels[..., None]).float())
+    few = partial(vp.distillation_loss, a.logits, known, group=group)
     with verify_calls():
         errors = [error_of(FUNCTIONS["loss" if rank else "linear"], a)]
         errors += [error_of(whole if rank else partial(FUNCTIONS["loss"], a)), error_of(partial(whole, labels=labels))]
@@ -287,10 +372,10 @@ def test_calls_of_different_functions_and_a_backward_alone_in_any_thread(rank_po
     call, function, labels, teacher, ids, label_smoothing, z_loss, *backwards = first
     assert first == second and len(backwards) == 3
     assert call == "ValueError: call: rank 1 of 2 has a loss over logits, rank 0 has a loss over hidden"
-    assert function.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher_logits, rank 0 has ")
+    assert function.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher, rank 0 has ")
     assert labels == "ValueError: labels[1, 1]: rank 1 of 2 has 4, rank 0 has 3"
-    assert teacher.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher_ids, rank 0 has ")
-    assert ids == "ValueError: teacher_ids[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
+    assert teacher.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher.ids, rank 0 has ")
+    assert ids == "ValueError: teacher.ids[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
     assert label_smoothing == "ValueError: label_smoothing: rank 1 of 2 has 0.1, rank 0 has 0.0"
     assert z_loss == "ValueError: z_loss: rank 1 of 2 has 0.1, rank 0 has 0.0"
     assert all(error.startswith("ValueError: gradient of loss: rank 1 of 2 has ") for error in backwards)
