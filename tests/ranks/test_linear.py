@@ -307,7 +307,11 @@ def _refusals(rank, group, impl):
         "small budget": {"weight": whole[: uneven.n_columns], "vocab_size": uneven, "chunk_size": "7B"},
         "not a member": {"group": others},
         "labels of a part": {"sequence_parallel": True},
-        "valid tokens of a part": {"sequence_parallel": True, "labels": labels.repeat(2), "advanced": Advanced(valid_tokens=3)},
+        "valid tokens of a part": {
+            "sequence_parallel": True,
+            "labels": labels.repeat(2),
+            "advanced": Advanced(valid_tokens=3),
+        },
         "whole weight": {"weight": whole, "vocab_size": 24},
         "no such dimension": {"sequence_parallel": True, "sequence_dim": 1, "labels": labels.repeat(2)},
         "shift of a part": {
@@ -330,8 +334,8 @@ def test_what_does_not_fit_the_group_is_refused(rank_pool, impl):
         "in columns": r"ValueError: weight: .*Shard.0.* got \(Shard.dim=1.*plain tensor",
         "bias of a DTensor": r"ValueError: bias: expected shape \(7,\), got \(8,\)",
         "vocab_size of a DTensor": "ValueError: vocab_size: must be at most 7, the rows of weight, got 8",
-        "shard of a DTensor": "ValueError: shard: expected None with a DTensor weight, .*got VocabShard",
-        "small budget": "ValueError: memory_budget: must hold a token's logits, 8 bytes",
+        "shard of a DTensor": "ValueError: vocab_size: expected a number or None with a DTensor weight, .*got VocabShard",
+        "small budget": "ValueError: chunk_size: must hold a token's logits, 8 bytes, got '7B'",
         "not a member": "ValueError: group: this rank must be a member",
         "labels of a part": r"ValueError: labels: .*\(8,\).*\(4,\)",
         "valid tokens of a part": "ValueError: valid_tokens: .*sequence_parallel",

@@ -60,7 +60,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "integrations/": "tests/integrations",
     "shard": "tests/core/test_shard.py tests/ranks/test_cross_entropy.py",
     "collectives": "tests/ranks/test_cross_entropy.py tests/ranks/test_linear.py",
-    "verify": "tests/ranks/test_verify.py",
+    "verify": "tests/ranks/test_verify.py tests/ranks/test_verify_fitting.py",
     "top": "tests/conformance/test_logits.py tests/logits/test_outputs.py tests/ranks/test_cross_entropy.py",
     "api/shift": "tests/logits/test_shift.py",
     "operators": "tests/logits/test_compile.py tests/logits/test_compile_edges.py tests/logits/test_operators.py",

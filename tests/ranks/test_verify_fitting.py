@@ -1,0 +1,98 @@
+"""The check before a training: what fits, what does not, and groups of fewer ranks than the world."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tests.ranks.test_verify import Arguments, _all, _label, in_two_or_three_ranks
+from tests.support.collectives import error_of, record_collectives
+from tests.support.ranks import in_ranks, subgroups
+from vocab_parallel_ce import VocabShard, verify_calls, vocab_parallel_cross_entropy
+
+
+def _shard(rank, n, size):
+    """The last rank has the first columns."""
+    return {"options": {"vocab_size": VocabShard(10 * (n - 1 - rank), 10 * (n - rank), size)}}
+
+
+# Of ranks that pass different things, changes of rank ``r`` of ``n``: those that fit, and those that do not.
+FITTING = [
+    lambda r, n: {"options": {"vocab_size": 10 * n - 3}},  # padded
+    lambda r, n: {"logits": lambda x: x[..., : 10 - r // (n - 1)], "options": {"vocab_size": 10 * n - 1}},
+    lambda r, n: _shard(r, n, 10 * n - 10),  # rank 0 has padding alone
+    lambda r, n: {"options": {"z_loss": 1.0} if r else {"z_loss": 1, "vocab_size": 10 * n}},
+    lambda r, n: {"labels": lambda y: y if r else y.t().contiguous().t()},
+    lambda r, n: _all(lambda x: x[:0]),
+    lambda r, n: {"logits": Tensor.half, "labels": Tensor.int},
+    lambda r, n: {"labels": lambda y: y.where(y >= 0, -7), "options": {"ignore_index": -7}},
+]
+COVER = "shard: must have every column of [0, {V}) on exactly one rank, got by rank [0, 1"
+OUTSIDE = "labels: must be in [0, {}) or ignore_index {}, got 1 outside, the first at position {}"
+FAILING = [
+    (
+        COVER + "0), ",
+        lambda r, n: {"logits": lambda x: pad(x, (0, 2 * (r == n - 1))), "options": {"vocab_size": 10 * n}},
+    ),
+    (OUTSIDE.format("{V}", -100, "(1, 1): {V}"), lambda r, n: _label(10 * n)),
+    (OUTSIDE.format("{V}", 0, "(0, 1): -100"), lambda r, n: {"options": {"ignore_index": 0}}),
+    (OUTSIDE.format(15, -100, "(1, 1): 15"), lambda r, n: _label(15) | {"options": {"vocab_size": 15}}),
+    ("rank 1 of {n}: labels: shape ", lambda r, n: {"labels": Tensor.t} if r else {"logits": Tensor.float}),
+    ("labels: shape must be that of logits", lambda r, n: {"labels": Tensor.t}),
+]
+
+
+def _checked(a):
+    """The error of the check before a training: a loss of which nothing stays."""
+    with verify_calls(), torch.no_grad():
+        return error_of(partial(vocab_parallel_cross_entropy, a.logits, a.labels, check_labels=True, **a.given))
+
+
+def _group_outcomes(rank, group):
+    """Errors of the check, which leaves its arguments as they are."""
+    errors = []
+    for changes in FITTING + [changes for _, changes in FAILING]:
+        a = Arguments(rank, group).changed(labels=lambda y: y.clamp(max=4))
+        a.changed(**changes(rank, group.size()))
+        before = a.logits.clone(), a.labels.clone(), a.logits._version
+        # NCCL must not send from the GPU that happens to be current.
+        with torch.cuda.device(0) if a.logits.is_cuda else nullcontext():
+            errors.append(_checked(a))
+        assert all(map(torch.equal, (a.logits, a.labels), before)) and a.logits._version == before[2]
+    return errors
+
+
+@in_two_or_three_ranks
+def test_ranks_that_pass_different_things_fit_or_not(rank_pool, impl):
+    n = rank_pool.world_size
+    expected = [None] * len(FITTING) + ["ValueError: " + error.format(V=10 * n, n=n) for error, _ in FAILING]
+    for errors in rank_pool.run(_group_outcomes):
+        for error, start in zip(errors, expected, strict=True):
+            assert error is None if start is None else error and error.startswith(start), (error, start)
+
+
+def _in_subgroups(rank, group):
+    """Errors of no group, of this rank's alone, of another rank's, of no process group, of ranks 0 and 2."""
+    *alone, two = subgroups((0,), (1,), (2,), (0, 2))
+    given = [Arguments(0, chosen, 1) for chosen in (None, alone[rank], alone[rank - 1], "tensor parallel")]
+    given += [Arguments(0, chosen, 1).changed(**_label(10)) for chosen in (None, alone[rank])]
+    with record_collectives() as sent:
+        errors = [_checked(a) for a in given]
+    a = Arguments(rank // 2, two, 2).changed(**_label(7) if rank == 2 else {})
+    return errors, sent, _checked(a)
+
+
+@in_ranks((3,), (), ())
+def test_one_rank_sends_nothing_and_ranks_are_counted_within_the_group(rank_pool, impl):
+    results = rank_pool.run(_in_subgroups)
+    not_in_it = "ValueError: group: this rank must be a member"
+    for (*passed, not_a_member, not_a_group, outside, also), sent, _ in results:
+        assert passed == [None, None] and sent == []
+        assert not_a_member.startswith(not_in_it)
+        assert not_a_group.startswith("TypeError: group: expected")
+        assert outside == also and outside.startswith("ValueError: labels: must be in [0, 10)")
+    first, outside, last = (error for *_, error in results)
+    assert first == last == "ValueError: labels[1, 1]: rank 1 of 2 has 7, rank 0 has 4"
+    assert outside.startswith(not_in_it)
