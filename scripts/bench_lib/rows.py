@@ -80,7 +80,7 @@ def _row(loss: str, *given: str, gradient: str = "in_backward", **options: Any) 
 WIDE, ENTROPY = {"logits_dtype": torch.float32}, ("entropy",)
 OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions", "rank")
 ALL: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "logit_scale": 0.0625}
-METRICS: dict[str, Any] = {"outputs": ("predictions", "lse")}
+METRICS: dict[str, Any] = {"outputs": ("predictions", "token_accuracy", "z_loss")}
 OPTION_ROWS = {
     "mean": _row("cross_entropy"),
     "mean, in_forward": _row("cross_entropy", gradient="in_forward"),

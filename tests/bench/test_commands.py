@@ -61,8 +61,8 @@ def test_every_row_is_right_beside_the_same_call_of_another_checkout(tmp_path, c
 
 def test_a_wrong_row_is_an_error(tmp_path, monkeypatch):
     """Twice the loss, in any of the adapters, is seen by the check."""
-    right = adapters.OldNames.soft
-    monkeypatch.setattr(adapters.OldNames, "soft", lambda *given, **options: 2 * right(*given, **options))
+    right = adapters.NewNames.soft
+    monkeypatch.setattr(adapters.NewNames, "soft", lambda *given, **options: 2 * right(*given, **options))
     with pytest.raises(RuntimeError, match="soft_cross_entropy: wrong: loss: relative error 1"):
         run(tmp_path, "losses", "--shape", "4x100")
 

@@ -31,7 +31,7 @@ def grad_outputs_of(options: dict[str, Any], seed: int) -> tuple[Tensor, ...]:
     """Of every output: one number for a mean, otherwise one per token, the first of which is 0."""
     if options.get("reduction", "none") == "mean":
         return (0.5 + torch.rand((), generator=torch.Generator().manual_seed(seed)),)
-    n_outputs = 1 + options.get("entropy", False)
+    n_outputs = 1 + len(options.get("outputs", ()))
     return tuple(random_grad_output(ROWS, 10 * seed + i, "zero in the first token") for i in range(n_outputs))
 
 
@@ -86,7 +86,7 @@ class OverHeads(NamedTuple):
 
     def step(self, group: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
         leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        result = self.function(*leaves, labels, group=group, chunk_tokens=CHUNK, **self.options)
+        result = self.function(*leaves, labels, group=group, chunk_size=CHUNK, **self.options)
         outputs = flat_outputs(result)
         return *outputs, *torch.autograd.grad(outputs, leaves, grads)
 
@@ -118,13 +118,13 @@ PROGRAMS: dict[str, OverLogits | OverHeads] = {
 }
 PROGRAMS |= {
     "one_pass": of_loss("in_forward", "mean", ONE_PASS_COLUMNS),
-    "log-probs": OverLogits(vp.token_log_probs, {"entropy": True, "temperature": 0.7}),
+    "log-probs": OverLogits(vp.token_log_probs, {"outputs": ("entropy",), "temperature": 0.7}),
     "te, mean": OverLogits(vp.parallel_cross_entropy, {"reduction": "mean"}),
     "te, none": OverLogits(vp.parallel_cross_entropy, {"reduction": "none"}),
     "te, pair": OverLogits(vp.cross_entropy_forward, {"reduction": "mean"}),
     "linear, mean": OverHeads(vp.linear_cross_entropy, {"gradient": "in_forward", "reduction": "mean"}),
     "linear, none": OverHeads(vp.linear_cross_entropy, {"gradient": "in_backward", "reduction": "none"}),
-    "linear, log-probs": OverHeads(vp.linear_token_log_probs, {"entropy": True}),
+    "linear, log-probs": OverHeads(vp.linear_token_log_probs, {"outputs": ("entropy",)}),
 }
 
 

@@ -9,7 +9,9 @@ from tests.linear.test_autograd import ROWS, Case
 from tests.support.gpu import assert_host_never_waits, extra_peak_bytes
 from tests.support.inputs import DTYPES
 from tests.support.linear import WAYS
-from vocab_parallel_ce import linear_cross_entropy
+from tests.support.logits import METRICS
+from vocab_parallel_ce import Outputs, linear_cross_entropy
+from vocab_parallel_ce.options import Advanced
 
 pytestmark = pytest.mark.cuda
 
@@ -21,9 +23,9 @@ def test_the_host_never_waits():
     def every_path():
         for case in cases:
             for way in WAYS.values():
-                for options in ({}, {"chunk_tokens": 2}, {"valid_tokens": ROWS, "return_metrics": True}):
+                for options in ({}, {"chunk_size": 2}, {"advanced": Advanced(valid_tokens=ROWS), "outputs": METRICS}):
                     result = case.loss(**options, **way)
-                    loss = result[0] if isinstance(result, tuple) else result
+                    loss = result.loss if isinstance(result, Outputs) else result
                     torch.autograd.grad(loss, case.leaves, torch.ones_like(loss))
 
     assert_host_never_waits(every_path)
@@ -41,7 +43,7 @@ def test_memory_grows_with_the_hidden_states_gradient_alone(reduction):
         labels = torch.randint(0, columns, (rows,), device="cuda")
 
         def step():
-            loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk_tokens=1024)
+            loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk_size=1024)
             torch.autograd.grad(loss, (hidden, weight), torch.ones_like(loss))
 
         return extra_peak_bytes(step)

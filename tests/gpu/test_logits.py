@@ -17,16 +17,17 @@ from tests.support.gpu import (
     extra_peak_bytes,
 )
 from tests.support.inputs import batch
-from tests.support.logits import EVERY, GRADIENTS, REDUCTIONS, Results, assert_right, check
+from tests.support.logits import EVERY, GRADIENTS, METRICS, REDUCTIONS, Results, assert_right, check, flat_outputs
 from vocab_parallel_ce import (
+    TopKTeacher,
     cross_entropy_backward,
     cross_entropy_forward,
     distillation_loss,
     parallel_cross_entropy,
-    soft_cross_entropy,
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
+from vocab_parallel_ce.options import Advanced
 
 pytestmark = pytest.mark.cuda
 
@@ -49,26 +50,26 @@ def plain_step(logits, labels, numbers, **options):
 def step_with_every_option(logits, labels, numbers, num_items=None):
     """The number of items is read by the device, at each replay."""
     source = pad(logits, (0, PADDING), value=float("nan")).requires_grad_()
-    options = {**EVERY, "smoothing_formula": "megatron", "reduction": "sum", "return_metrics": True}
+    options = {**EVERY, "advanced": Advanced(smoothing_formula="megatron"), "reduction": "sum", "outputs": METRICS}
     options["num_items"] = 40 + numbers[0] if num_items is None else num_items
-    loss, metrics = vocab_parallel_cross_entropy(source, labels, vocab_size=COLUMNS, **options)
-    return loss, *metrics, *torch.autograd.grad(loss, source, torch.ones_like(loss))
+    outputs = flat_outputs(vocab_parallel_cross_entropy(source, labels, vocab_size=COLUMNS, **options))
+    return *outputs, *torch.autograd.grad(outputs[0], source, torch.ones_like(outputs[0]))
 
 
 def step_of_log_probs(logits, labels, numbers):
     source = pad(logits, (0, PADDING), value=float("nan")).requires_grad_()
-    options = {"entropy": True, "temperature": 0.7, "softcap": 20.0, "vocab_size": COLUMNS}
-    outputs = token_log_probs(source, labels, **options)
+    options = {"outputs": ("entropy",), "temperature": 0.7, "softcap": 20.0, "vocab_size": COLUMNS}
+    outputs = flat_outputs(token_log_probs(source, labels, **options))
     return *outputs, *torch.autograd.grad(outputs, source, [numbers[:1].expand(ROWS), numbers])
 
 
 def step_of_soft_losses(logits, labels, numbers):
     leaf, teacher = logits.detach().requires_grad_(), logits.detach().flip(-1)
     log_probs, ids = teacher.float().log_softmax(-1).topk(4)
-    known = {"labels": labels, "teacher_ids": ids, "teacher_log_probs": log_probs}
     js = distillation_loss(leaf * 1, teacher, divergence="js", labels=labels, hard_weight=0.5)
-    losses = [js, soft_cross_entropy(leaf * 1, teacher.softmax(-1))]
-    losses += [distillation_loss(leaf * 1, rest=rest, **known) for rest in ("ignore", "bucket")]
+    losses = [js, vocab_parallel_cross_entropy(leaf * 1, teacher.softmax(-1))]
+    known = (TopKTeacher(ids, log_probs, rest) for rest in ("ignore", "bucket"))
+    losses += [distillation_loss(leaf * 1, each, labels=labels) for each in known]
     return *(loss.detach() for loss in losses), *torch.autograd.grad(sum(losses), leaf)
 
 
@@ -103,7 +104,7 @@ def test_the_host_never_waits():
 OF_LOGITS = {
     "mean": vocab_parallel_cross_entropy,
     "none": partial(vocab_parallel_cross_entropy, reduction="none"),
-    "log-probs": partial(token_log_probs, entropy=True, temperature=0.7),
+    "log-probs": partial(token_log_probs, outputs=("entropy",), temperature=0.7),
 }
 IN_PLACE = [*product(("mean", "none"), (32000, 32001)), ("log-probs", 64128), ("log-probs", 50257)]
 
@@ -133,7 +134,7 @@ def test_extra_peak_memory(name, columns, is_held):
     def step():
         logits = Made.apply(anchor, values)
         result = OF_LOGITS[name](logits, labels)
-        outputs = result if isinstance(result, tuple) else (result,)
+        outputs = flat_outputs(result)
         held = [logits] * is_held
         del logits, result
         torch.autograd.backward(outputs, [one.expand(output.shape) for output in outputs])

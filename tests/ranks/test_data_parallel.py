@@ -20,7 +20,7 @@ LOSSES = {
     "torch": ("torch", {}),
     "logits": ("logits", {}),
     "logits, in_forward": ("logits", {"gradient": "in_forward"}),
-    "linear": ("linear", {"chunk_tokens": 4}),
+    "linear": ("linear", {"chunk_size": 4}),
     "linear, in_backward": ("linear", {"gradient": "in_backward"}),
 }
 WRAPS = {

@@ -287,7 +287,7 @@ def _on_both_dimensions(rank, group, impl, inputs, way):
     cut = [Shard(0), Shard(0)]
     weight, bias = (distribute_tensor(x.to(device), mesh, cut).requires_grad_() for x in inputs[1:4:2])
     hidden, labels = inputs.hidden.clone().to(device).requires_grad_(), inputs.labels.to(device)
-    options = {"bias": bias, "group": mesh._flatten("tp").get_group(), "impl": impl, "chunk_tokens": 4, **way}
+    options = {"bias": bias, "group": mesh._flatten("tp").get_group(), "impl": impl, "chunk_size": 4, **way}
     loss = linear_cross_entropy(hidden, weight, labels, vocab_size=len(inputs.weight) - 1, **options)
     loss.backward(grad_output_of(way, ROWS).to(device))
     assert weight.grad.placements == bias.grad.placements == tuple(cut) and weight.grad.device_mesh == mesh

@@ -26,6 +26,7 @@ from tests.support.logits_ranks import chunked, even
 from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
 from tests.support.weights import weights
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
+from vocab_parallel_ce.options import Advanced
 
 
 def made(world, kind="some_ignored", rows=ROWS, **settings):
@@ -40,10 +41,10 @@ def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way):
     """One all_gather and one all_reduce a chunk; without a gradient in forward one all_gather in all."""
     world = rank_pool.world_size
     for kind, dtype, options in (
-        ("some_ignored", torch.float16, {"chunk_tokens": 1}),
+        ("some_ignored", torch.float16, {"chunk_size": 1}),
         ("some_ignored", torch.float32, {"class_weight": weights(COLUMNS * world), "label_smoothing": 0.1}),
-        ("peaked", torch.float32, {"chunk_tokens": 4}),
-        ("shard_edges", torch.bfloat16, {"chunk_tokens": 4, "logits_dtype": torch.float32, "label_smoothing": 0.1}),
+        ("peaked", torch.float32, {"chunk_size": 4}),
+        ("shard_edges", torch.bfloat16, {"chunk_size": 4, "logits_dtype": torch.float32, "label_smoothing": 0.1}),
     ):
         inputs = made(world, kind, dtype=dtype, bias=kind == "peaked")
         case = Case(inputs, impl, {**way, **options})
@@ -58,7 +59,7 @@ def test_results_are_those_of_the_whole_vocabulary(rank_pool, impl, way):
 @in_ranks((2,), (), (2,))
 def test_a_chunk_of_many_tokens_sends_its_statistics_in_two_parts(rank_pool, impl, way):
     """Each travels beside the other's products. 300 tokens in chunks of 200: 128 and 72, then 100."""
-    case = Case(many_tokens(300, COLUMNS * rank_pool.world_size), impl, {**way, "chunk_tokens": 200})
+    case = Case(many_tokens(300, COLUMNS * rank_pool.world_size), impl, {**way, "chunk_size": 200})
     results = rank_pool.run(run, case)
     check(case, results)
     parts = [128, 72, 100] if way.get("gradient") == "in_forward" else [300]
@@ -103,7 +104,7 @@ def test_class_weights_of_shards_that_are_all_padding(rank_pool, impl):
 def test_a_gradient_that_nobody_needs_or_a_framework_reduces_is_not_sent(rank_pool, impl, way):
     inputs = made(rank_pool.world_size, "peaked", dtype=torch.bfloat16, bias=True)
     for options, frozen in (
-        ({"reduce_hidden_grad": False, "chunk_tokens": 4}, ()),
+        ({"reduce_hidden_grad": False, "chunk_size": 4}, ()),
         ({}, ("weight",)),
         ({}, ("hidden",)),
         ({}, ("hidden", "weight", "bias")),
@@ -116,11 +117,11 @@ def test_a_gradient_that_nobody_needs_or_a_framework_reduces_is_not_sent(rank_po
 
 PARTS = {  # shape of the tokens, the dimension that is cut, and options by the number of ranks
     "one chunk": lambda n: ((2 * n, 2), 0, {}),
-    "chunks": lambda n: ((2 * n, 2), 0, {"chunk_tokens": n, "logits_dtype": torch.float32}),
-    "of sequences": lambda n: ((3, 2 * n), 1, {"chunk_tokens": 6 * n}),
-    "chunks of sequences": lambda n: ((3, 2 * n), 1, {"chunk_tokens": 3 * n}),
-    "inner": lambda n: ((2, n, 2), 1, {"chunk_tokens": 3 * n}),
-    "last": lambda n: ((2, 2, 2 * n), 2, {"chunk_tokens": 3 * n}),
+    "chunks": lambda n: ((2 * n, 2), 0, {"chunk_size": n, "logits_dtype": torch.float32}),
+    "of sequences": lambda n: ((3, 2 * n), 1, {"chunk_size": 6 * n}),
+    "chunks of sequences": lambda n: ((3, 2 * n), 1, {"chunk_size": 3 * n}),
+    "inner": lambda n: ((2, n, 2), 1, {"chunk_size": 3 * n}),
+    "last": lambda n: ((2, 2, 2 * n), 2, {"chunk_size": 3 * n}),
 }
 
 
@@ -149,7 +150,7 @@ def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl
 def test_temperatures_of_parts_of_the_sequence(rank_pool, impl):
     """Each chunk has tokens of both ranks."""
     inputs = projection("shard_edges", ROWS, 2 * COLUMNS, shards=2)
-    options = {"temperature": torch.linspace(0.4, 2.0, ROWS), "chunk_tokens": 4, "sequence_parallel": True}
+    options = {"temperature": torch.linspace(0.4, 2.0, ROWS), "chunk_size": 4, "sequence_parallel": True}
     grads = tuple(grads_of_every_output(ROWS))
     case = Case(inputs, impl, options, grad_outputs=grads, function=linear_every_output)
     check(case, rank_pool.run(run, case))
@@ -173,7 +174,7 @@ def test_a_dtensor_knows_its_rows_and_gets_a_dtensor(rank_pool, impl, way, vocab
     """49 rows are uneven on any number of ranks, which the width of a shard does not tell."""
     inputs = projection("shard_edges", ROWS, vocab_size, dtype=torch.bfloat16, bias=True)
     bounds = chunked(vocab_size, rank_pool.world_size)
-    case = Case(inputs, impl, {**way, "chunk_tokens": 4}, bounds, main_grad=main_grad)
+    case = Case(inputs, impl, {**way, "chunk_size": 4}, bounds, main_grad=main_grad)
     check(case, rank_pool.run(run, case, None, True))
 
 
@@ -192,20 +193,20 @@ def _check_chunks(rank_pool, impl, way, bounds, chunk, **options):
     case = Case(many_tokens(64, bounds[-1][1]), impl, {**way, **options}, bounds, "shard")
     results = rank_pool.run(run, case)
     check(case, results)
-    check_collectives(case._replace(options={**case.options, "chunk_tokens": chunk}), results)
+    check_collectives(case._replace(options={**case.options, "chunk_size": chunk}), results)
 
 
 @TWO_WAYS
 @in_two_ranks
 def test_ranks_of_unequal_shards_cut_the_tokens_alike(rank_pool, impl, way):
     """16 and 8 columns: 26 tokens' logits of 12 columns fit, on the narrow rank 40 of its own would."""
-    _check_chunks(rank_pool, impl, way, [(0, 16), (16, 24)], 26, memory_budget=1280)
+    _check_chunks(rank_pool, impl, way, [(0, 16), (16, 24)], 26, chunk_size="1280B")
 
 
 @TWO_WAYS
 @in_four_ranks
 def test_a_last_rank_of_fewer_columns_cuts_the_tokens_as_the_others(rank_pool, impl, way):
-    _check_chunks(rank_pool, impl, way, chunked(7, 4), 20, memory_budget=160)
+    _check_chunks(rank_pool, impl, way, chunked(7, 4), 20, chunk_size="160B")
 
 
 class _Sent:
@@ -238,7 +239,7 @@ def _works_in_flight(rank, group, case):
 @in_two_ranks
 def test_gradients_of_two_chunks_at_most_are_on_their_way(rank_pool, impl, way):
     """Each keeps its memory until it has arrived."""
-    case = Case(many_tokens(16, 2 * COLUMNS), impl, {**way, "chunk_tokens": 2})
+    case = Case(many_tokens(16, 2 * COLUMNS), impl, {**way, "chunk_size": 2})
     results, *counts = zip(*rank_pool.run(_works_in_flight, case), strict=True)
     check(case, results)
     assert counts == [(8, 8), (2, 2), (0, 0)]
@@ -280,7 +281,7 @@ def test_chunks_of_a_sequence_with_an_ignore_index_that_int32_labels_cannot_hold
     """No label is it, and labels that are put in the order of the chunks are none of it either."""
     world = rank_pool.world_size
     inputs = many_tokens(4 * world, COLUMNS * world)
-    options = {**way, "sequence_parallel": True, "chunk_tokens": 2 * world, "ignore_index": 2**40}
+    options = {**way, "sequence_parallel": True, "chunk_size": 2 * world, "ignore_index": 2**40}
     case = Case(inputs, impl, options)
     wide = rank_pool.run(run, case)
     check(case, wide)
@@ -302,11 +303,15 @@ def _refusals(rank, group, impl):
         "in columns": {"weight": distributed(whole, device, group, Shard(1))},
         "bias of a DTensor": {"weight": cut, "bias": distributed(whole[:8, 0], device, group)},
         "vocab_size of a DTensor": {"weight": cut, "vocab_size": 8},
-        "shard of a DTensor": {"weight": cut, "shard": VocabShard(0, 4, 7)},
-        "small budget": {"weight": whole[: uneven.n_columns], "shard": uneven, "memory_budget": 7},
+        "shard of a DTensor": {"weight": cut, "vocab_size": VocabShard(0, 4, 7)},
+        "small budget": {"weight": whole[: uneven.n_columns], "vocab_size": uneven, "chunk_size": "7B"},
         "not a member": {"group": others},
         "labels of a part": {"sequence_parallel": True},
-        "valid tokens of a part": {"sequence_parallel": True, "labels": labels.repeat(2), "valid_tokens": 3},
+        "valid tokens of a part": {
+            "sequence_parallel": True,
+            "labels": labels.repeat(2),
+            "advanced": Advanced(valid_tokens=3),
+        },
         "whole weight": {"weight": whole, "vocab_size": 24},
         "no such dimension": {"sequence_parallel": True, "sequence_dim": 1, "labels": labels.repeat(2)},
         "shift of a part": {
@@ -329,8 +334,8 @@ def test_what_does_not_fit_the_group_is_refused(rank_pool, impl):
         "in columns": r"ValueError: weight: .*Shard.0.* got \(Shard.dim=1.*plain tensor",
         "bias of a DTensor": r"ValueError: bias: expected shape \(7,\), got \(8,\)",
         "vocab_size of a DTensor": "ValueError: vocab_size: must be at most 7, the rows of weight, got 8",
-        "shard of a DTensor": "ValueError: shard: expected None with a DTensor weight, .*got VocabShard",
-        "small budget": "ValueError: memory_budget: must hold a token's logits, 8 bytes",
+        "shard of a DTensor": "ValueError: vocab_size: expected a number or None with a DTensor weight, .*got VocabShard",
+        "small budget": "ValueError: chunk_size: must hold a token's logits, 8 bytes, got '7B'",
         "not a member": "ValueError: group: this rank must be a member",
         "labels of a part": r"ValueError: labels: .*\(8,\).*\(4,\)",
         "valid tokens of a part": "ValueError: valid_tokens: .*sequence_parallel",

@@ -80,15 +80,13 @@ FUNCTIONS = {
     "transformer engine": lambda a: vp.parallel_cross_entropy(
         a.logits, a.labels, reduce_loss=True, dist_process_group=a.group, **a.options
     ),
-    "verify_group": lambda a: vp.verify_group(a.logits, a.labels, **a.given),
     "linear": _linear,
     "linear in backward": lambda a: _linear(a, gradient="in_backward"),
     "linear log-probs": lambda a: vp.linear_token_log_probs(a.hidden, a.weight, a.labels, **a.given).sum(),
     "linear module": _linear_module,
-    "verify_group linear": lambda a: vp.verify_group(a.hidden, a.labels, weight=a.weight, **a.given),
 }
-ALL, OVER_LOGITS, LINEAR = list(FUNCTIONS), list(FUNCTIONS)[:4], list(FUNCTIONS)[4:]
-TRAINED, GRADIENT = OVER_LOGITS[:3] + LINEAR[:4], r"shape .*, norm [\d.]+, checksum \w{12}"
+ALL, OVER_LOGITS, LINEAR = list(FUNCTIONS), list(FUNCTIONS)[:3], list(FUNCTIONS)[3:]
+GRADIENT = r"shape .*, norm [\d.]+, checksum \w{12}"
 
 
 class Case(NamedTuple):
@@ -132,23 +130,25 @@ CASES = [
     Case(LINEAR, _all(lambda x: x[:, 1:]), "hidden.shape.*", (r"\(2, 2\)", r"\(2, 3\)")),
     Case(LINEAR, {"hidden": lambda h: h.flip(1)}, "hidden", ("values of .*",) * 2),
     Case(["loss"], {"logits": lambda x: x[..., 1:]}, "vocab_size", (".* of 9 columns", ".* of 10 columns.*")),
-    _options("loss/log-probs/verify_group", "vocab_size", ("15 .*", ".0 .*"), vocab_size=15),
-    _options("loss/linear/verify_group", "ignore_index", ("-1", "-100"), ignore_index=-1),
-    _options("loss/verify_group", "label_smoothing", ("0.1", "0.0"), label_smoothing=0.1),
+    _options("loss/log-probs", "vocab_size", ("15 .*", ".0 .*"), vocab_size=15),
+    _options("loss/linear", "ignore_index", ("-1", "-100"), ignore_index=-1),
+    _options("loss", "label_smoothing", ("0.1", "0.0"), label_smoothing=0.1),
     _options("loss/linear/linear module", "reduction", ("sum", "mean"), reduction="sum"),
-    _options("log-probs/verify_group linear", "temperature", ("2.0", "1.0"), temperature=2.0),
-    _options("/".join(LINEAR), "chunk_tokens", ("2", "auto"), chunk_tokens=2),
+    _options("log-probs/linear log-probs", "temperature", ("2.0", "1.0"), temperature=2.0),
+    _options("/".join(LINEAR), "chunk_size", ("2", "auto"), chunk_size=2),
     _options("loss", "TypeError: unknown: expected one of logits, .* class_weight, .* got no such name", unknown=3),
-    _options("verify_group", "ValueError: logits: .* width 9 of .*, got 10", shard=VocabShard(0, 9, 20)),
+    _options("loss", "ValueError: logits: .* width 9 of .*, got 10", vocab_size=VocabShard(0, 9, 20)),
     _options("log-probs", "ValueError: gradient: expected one of .*", gradient="in_forward"),
     _options("linear", "ValueError: labels: expected shape .*", sequence_parallel=True),
     Case(OVER_LOGITS, {"logits": Tensor.tolist}, "TypeError: logits: expected a torch.Tensor, got list"),
-    Case(["verify_group"], _all(lambda x: x.to("meta")), "RuntimeError: NotImplementedError: .*"),
+    Case(["loss"], _all(lambda x: x.to("meta")), "RuntimeError: NotImplementedError: .*"),
     Case(["nccl"], _all(Tensor.cpu), "logits.device.type", ("cpu", "cuda")),
-    Case(ALL, {"labels": Tensor.float}, "TypeError: labels: dtype must be .*"),
+    Case(["loss"], {"labels": Tensor.float}, "ValueError: labels: shape of probabilities must be .*"),
+    Case(["transformer engine"], {"labels": Tensor.float}, "TypeError: target: dtype must be .*"),
+    Case(["log-probs", *LINEAR], {"labels": Tensor.float}, "TypeError: labels: dtype must be .*"),
     Case(LINEAR, {"weight": lambda w: w[:, :-1]}, "ValueError: weight: expected shape .*"),
     Case(["linear module"], {"has_hook": True}, "ValueError: head: .*"),
-    Case(TRAINED, {"scale": 2.0}, "gradient of loss", (GRADIENT,) * 2),
+    Case(ALL, {"scale": 2.0}, "gradient of loss", (GRADIENT,) * 2),
 ]
 
 
@@ -175,7 +175,7 @@ def _errors(rank, group, function, calls):
 def test_a_rank_that_differs_is_the_same_error_on_every_rank(rank_pool, impl, function):
     """Without verification these return a number, abort gloo or wait for half an hour."""
     n_ranks = rank_pool.world_size
-    names = {function, rank_pool.backend if function == "verify_group" else ""}
+    names = {function, rank_pool.backend if function == "loss" else ""}
     chosen = [index for index, case in enumerate(CASES) if names & set(case.functions)]
     calls = [(index, (n_ranks - 1) * (i % 2)) for i, index in enumerate(chosen)]
     results = rank_pool.run(_errors, function, calls)
@@ -233,7 +233,7 @@ def _whole(rank, group, function):
 
 
 @in_two_or_three_ranks
-@pytest.mark.parametrize("function", ["loss", "log-probs", "transformer engine", "verify_group", "linear"])
+@pytest.mark.parametrize("function", ["loss", "log-probs", "transformer engine", "linear"])
 def test_whole_logits_and_heads_with_a_group_are_refused(rank_pool, impl, function):
     """Without verification the loss is too large by the logarithm of the number of ranks."""
     of_columns, n_ranks = "weight" if function in LINEAR else "logits", rank_pool.world_size
@@ -263,14 +263,14 @@ def _different_calls(rank, group):
     """Errors of two functions, TransformerEngine's first step, and backwards in other threads."""
     a, labels = Arguments(rank, group), Arguments(rank, group).changed(**_label(3 + rank)).labels
     whole = partial(vp.distillation_loss, a.logits, a.logits.detach().neg(), group=group)
-    ids = {"teacher_ids": labels[..., None], "teacher_log_probs": torch.zeros_like(labels[..., None]).float()}
-    few = partial(vp.distillation_loss, a.logits, group=group, **ids)
+    known = vp.TopKTeacher(labels[..., None], torch.zeros_like(labels[..., None]).float())
+    few = partial(vp.distillation_loss, a.logits, known, group=group)
     with verify_calls():
         errors = [error_of(FUNCTIONS["loss" if rank else "linear"], a)]
         errors += [error_of(whole if rank else partial(FUNCTIONS["loss"], a)), error_of(partial(whole, labels=labels))]
         errors += [error_of(few if rank else whole), error_of(few)]
         errors += [error_of(vp.cross_entropy_forward, a.logits, a.labels, 0.1 * rank, True, group, -100)]
-        of_targets = partial(vp.soft_cross_entropy, a.logits, a.logits.detach().softmax(-1), group=group)
+        of_targets = partial(vp.vocab_parallel_cross_entropy, a.logits, a.logits.detach().softmax(-1), group=group)
         errors += [error_of(partial(of_targets, z_loss=0.1 * rank))]
     for function in ("loss", "linear", "linear in backward"):
         loss = FUNCTIONS[function](Arguments(rank, group)) * (1.0 + rank)
@@ -287,10 +287,10 @@ def test_calls_of_different_functions_and_a_backward_alone_in_any_thread(rank_po
     call, function, labels, teacher, ids, label_smoothing, z_loss, *backwards = first
     assert first == second and len(backwards) == 3
     assert call == "ValueError: call: rank 1 of 2 has a loss over logits, rank 0 has a loss over hidden"
-    assert function.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher_logits, rank 0 has ")
+    assert function.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher, rank 0 has ")
     assert labels == "ValueError: labels[1, 1]: rank 1 of 2 has 4, rank 0 has 3"
-    assert teacher.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher_ids, rank 0 has ")
-    assert ids == "ValueError: teacher_ids[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
+    assert teacher.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher.ids, rank 0 has ")
+    assert ids == "ValueError: teacher.ids[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
     assert label_smoothing == "ValueError: label_smoothing: rank 1 of 2 has 0.1, rank 0 has 0.0"
     assert z_loss == "ValueError: z_loss: rank 1 of 2 has 0.1, rank 0 has 0.0"
     assert all(error.startswith("ValueError: gradient of loss: rank 1 of 2 has ") for error in backwards)

@@ -226,7 +226,7 @@ def linear_same_dtype(
         grad, rows, inputs = grad.float(), rows.float(), inputs.to(torch.float32)
         d_weight = d_weight.float()
     kept = inputs.labels.reshape(-1) != ignore_index
-    chunks = grad[kept].split(len(rows) if chunk_size == "auto" else chunk_size)
+    chunks = grad[kept].split(chunk_size if isinstance(chunk_size, int) else len(rows))
     parts = [
         torch.cat([part[:, a:b] @ inputs.weight[a:b] for part in chunks])
         for a, b in bounds or [(0, len(inputs.weight))]
