@@ -334,7 +334,7 @@ def test_what_does_not_fit_the_group_is_refused(rank_pool, impl):
         "in columns": r"ValueError: weight: .*Shard.0.* got \(Shard.dim=1.*plain tensor",
         "bias of a DTensor": r"ValueError: bias: expected shape \(7,\), got \(8,\)",
         "vocab_size of a DTensor": "ValueError: vocab_size: must be at most 7, the rows of weight, got 8",
-        "shard of a DTensor": "ValueError: vocab_size: expected a number or None with a DTensor weight, .*got VocabShard",
+        "shard of a DTensor": "ValueError: vocab_size: expected a number or None with a DTensor .*got VocabShard",
         "small budget": "ValueError: chunk_size: must hold a token's logits, 8 bytes, got '7B'",
         "not a member": "ValueError: group: this rank must be a member",
         "labels of a part": r"ValueError: labels: .*\(8,\).*\(4,\)",
