@@ -12,7 +12,7 @@ from tests.support.budget import K, assert_within_budget
 from tests.support.inputs import DTYPES, IGNORE_INDEX
 from tests.support.layouts import label_layouts, logits_layouts
 from tests.support.linear import COLUMNS, TWO_WAYS, WAYS, WIDTH, Results, assert_right, check, grad_output_of, run
-from tests.support.logits import REDUCTIONS
+from tests.support.logits import METRICS, REDUCTIONS, flat_outputs
 from tests.support.pairs import covering
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 

@@ -269,9 +269,9 @@ def test_refusals_by_name():
         (TypeError, "sequence_parallel: expected one of", {"sequence_parallel": True}),
         (ValueError, "labels: expected shape", {"labels": labels[:2]}),
     ):
+        student, teacher = heads_of(made | changed)
+        options = {name: value for name, value in changed.items() if name not in NAMES}
         with pytest.raises(error, match=f"^{words}"):
-            student, teacher = heads_of(made | changed)
-            options = {name: value for name, value in changed.items() if name not in NAMES}
             linear_distillation_loss(**{"student": student, "teacher": teacher} | options)
 
 
