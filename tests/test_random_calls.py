@@ -13,29 +13,35 @@ import vocab_parallel_ce as vp
 from tests.support.random_calls import Where, failures, name_of, run
 from tests.support.random_public import PUBLIC
 from tests.support.random_tables import FACTORS, configurations
+from vocab_parallel_ce.options import Advanced
 
 N_CALLS = len(configurations())  # test_launches.py says what they launch
 PARTS = 6  # tests, for the workers
 SECONDS = 120.0  # on a GPU
 PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 2))
 # No options of a call: modules and what they are made of, results, and what runs or compares calls.
-NOT_DRAWN = {"Outputs", "VocabShard", "Head", "TopKTeacher", "verify_calls", "cross_entropy_backward"}
+NOT_DRAWN = {"Outputs", "Head", "TopKTeacher", "VocabShard", "cross_entropy_backward"}
+CONFIGURED_AGAIN = {"one_pass", "soft_cross_entropy"}  # the loss over logits
 ELSEWHERE = {
     "group": "each rank's, by the factor ranks",
     "impl": "the command's",
-    "shard": "of every call's columns",
-    "vocab_size": "likewise",
+    "advanced": "its fields, by factors of their names",
+    "vocab_size": "of every call's columns",
     "sequence_parallel": "of heads on several ranks, where tokens can be cut",
     "sequence_dim": "likewise",
     "beta": "drawn for js",
-    "memory_budget": "the factor chunks",
-    "chunk_size": "likewise",
-    "expected_grad_output": "drawn where gradients are in forward and the reduction is none",
+    "chunk_size": "the factor chunks",
     "dist_process_group": "group",
     "ignore_idx": "ignore_index",
     "is_cg_capturable": "drawn for the pair",
     "in_features": "of a module's own head",
     "columns": "likewise",
+}
+# Options of one function that no factor varies, and where they are tested.
+NOT_VARIED = {
+    ("vocab_parallel_cross_entropy", "top_k"): "drawn of log-probabilities, whose code it is",
+    ("linear_cross_entropy", "top_k"): "likewise",
+    ("linear_distillation_loss", "gradient"): "every mode in tests/soft/test_linear_distillation.py",
 }
 
 
@@ -68,13 +74,14 @@ def test_every_function_and_option_is_drawn():
     drawn = {name.partition(",")[0] for name in FACTORS}
     public = {name for name in vp.__all__ if callable(getattr(vp, name))}
     modules = {"VocabParallelCrossEntropy", "LinearCrossEntropy", "verify_calls"}  # is_module, and some calls
-    assert public - modules - NOT_DRAWN == drawn - {"one_pass"}
-    assert public - NOT_DRAWN - {"verify_calls"} == PUBLIC.keys()
-    for name in drawn - {"one_pass"}:
+    assert public - modules - NOT_DRAWN == drawn - CONFIGURED_AGAIN
+    assert public - NOT_DRAWN - {"verify_calls"} == PUBLIC.keys() - CONFIGURED_AGAIN
+    for name in drawn - CONFIGURED_AGAIN:
         parameters = inspect.signature(getattr(vp, name)).parameters.values()
         options = {p.name for p in parameters if p.default is not p.empty} - ELSEWHERE.keys()
         factors = set().union(*(case for function, case in configurations() if function.startswith(name)))
-        beside = {"student_bias": "bias", "teacher_bias": "bias", "teacher_ids": "k", "teacher_log_probs": "k"}
-        given = {"inp", "target", "_input", "teacher_logits", "teacher_hidden", "teacher_weight"}
-        missing = {beside.get(option, option) for option in options - given} - factors
+        tensors = {"inp", "target", "_input"}
+        missing = {option for option in options - tensors - factors if (name, option) not in NOT_VARIED}
         assert not missing, (name, missing)
+    fields = set().union(*(case for _, case in configurations()))
+    assert set(Advanced._fields) - fields == {"expected_grad_output"}  # drawn where gradients are known in forward

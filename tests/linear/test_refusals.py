@@ -79,7 +79,7 @@ OF_BOTH = [
     ({"chunk_size": 0}, ValueError, "chunk_size: .* got 0"),
     ({"chunk_size": True}, EITHER, "chunk_size: expected .*got .*(bool|True)"),
     ({"chunk_size": None}, EITHER, "chunk_size: expected .*None"),
-    ({"chunk_size": f"{COLUMNS * 4 - 1}B"}, ValueError, "chunk_size: .* got 83"),
+    ({"chunk_size": f"{COLUMNS * 4 - 1}B"}, ValueError, "chunk_size: .* 84 bytes, got '83B'"),
     ({"chunk_size": 2.5}, EITHER, "chunk_size: expected .*got .*(float|2.5)"),
     *(
         ({"chunk_size": text}, ValueError, f"chunk_size: expected 'auto', .*bytes as '256MiB', got '{text}'$")

@@ -184,7 +184,11 @@ def test_refusals_by_name():
         (TypeError, "teacher: dtype", {"teacher": teacher.long()}),
         (ValueError, "teacher: expected .*clone", {"teacher": of_inference}),
         (ValueError, "teacher: shape", {"teacher": teacher[:1]}),
-        (ValueError, "teacher: last dimension .*neither", {"teacher": teacher[:, :5]}),
+        (
+            ValueError,
+            "teacher: last dimension must be the student's, 6, if vocab_size does not say",
+            {"teacher": teacher[:, :5]},
+        ),
         (ValueError, "teacher: last dimension", {"teacher": teacher[:, :4], "vocab_size": 5}),
         (ValueError, "teacher: last dimension must give", {"teacher": teacher[:, :4], "vocab_size": narrow}),
         (TypeError, "student_logits: expected a torch.Tensor, got list", {"student_logits": [1.0]}),

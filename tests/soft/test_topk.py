@@ -104,7 +104,7 @@ def test_a_confident_student_keeps_the_digits_of_the_rest(impl_device, gap):
     ids, log_probs = torch.tensor([[8, 7]], device=device), torch.tensor([[0.1, 0.7]], device=device).log()
     given = {"teacher_ids": ids, "teacher_log_probs": log_probs, "rest": "bucket"}
     leaves = logits.requires_grad_(), logits.detach().double().requires_grad_()
-    losses = distillation_loss(leaves[0] * 1, impl=impl, **given), topk_losses(leaves[1], None, **given)[0]
+    losses = topk_loss(leaves[0] * 1, None, impl=impl, **given), topk_losses(leaves[1], None, **given)[0]
     grad, truth = (torch.autograd.grad(loss, leaf)[0] for loss, leaf in zip(losses, leaves, strict=True))
     if gap < 76:
         torch.testing.assert_close(losses[0], losses[1].float())
@@ -174,7 +174,7 @@ def test_refusals_by_name():
         (TypeError, "teacher.log_probs: .*no gradient", {"log_probs": log_probs.clone().requires_grad_()}, {}),
         (ValueError, "teacher.ids: shape", {"ids": ids[:1]}, {}),
         (ValueError, "teacher.ids: shape", {"ids": ids[:, :1]}, {}),
-        (ValueError, "divergence: expected 'forward'", {}, {"divergence": "reverse"}),
+        (ValueError, "teacher.ids: expected divergence='forward'", {}, {"divergence": "reverse"}),
         (ValueError, "teacher.rest: expected one of", {"rest": "drop"}, {}),
         (ValueError, "teacher.ids: must be different", {}, {"check_labels": True}),
         (ValueError, "teacher.ids: must be in", {"ids": ids + 3}, {"check_labels": True}),
