@@ -71,7 +71,9 @@ def test_a_chunk_that_follows_the_number_of_tokens():
     for n in (12, 16, 30):
         x = test_compile.inputs(n=n)
         test_compile.assert_same_bits(test_compile.results(compiled, x), test_compile.results(step, x))
-    with pytest.raises(ValueError, match="chunk_size: expected 'auto' or a number of tokens, got 'all'"):
+    with pytest.raises(
+        ValueError, match="chunk_size: expected 'auto', a number of tokens, or bytes as '256MiB', got 'all'"
+    ):
         torch.compile(linear_cross_entropy, backend="aot_eager")(*test_compile.inputs(), chunk_size="all")
 
 

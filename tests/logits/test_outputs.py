@@ -64,6 +64,7 @@ def test_ignored_tokens_are_positive_zero_and_labels_outside_the_vocabulary_nan(
             is_nan = result.isnan().view(6, -1)
             assert is_nan.all(1).tolist() == is_nan.any(1).tolist() == [False, True, False, True, False, False]
         assert predictions[[0, 2]].tolist() == [-1, -1]
+        assert torch.equal(predictions[[1, 3]], logits[[1, 3]].argmax(-1))
 
 
 def test_predictions_of_log_probs(impl_device):

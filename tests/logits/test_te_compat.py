@@ -91,6 +91,7 @@ LOGITS, LABELS = torch.randn(2, 3, COLUMNS), torch.zeros(2, 3, dtype=torch.int64
         ({"label_smoothing": 2.0}, ValueError, r"label_smoothing: .*2\.0"),
         ({"dist_process_group": 4}, TypeError, "group: .*int"),
         ({"target": None}, TypeError, "labels: .*NoneType"),
+        ({"target": torch.rand(2, 3, COLUMNS)}, TypeError, "target: dtype must be int64 or int32, got torch.float32"),
         ({"inp": None}, TypeError, "logits: .*NoneType"),
     ],
 )
