@@ -81,11 +81,8 @@ def values(
     w = torch.ones(vocab_size).to(x) if class_weight is None else class_weight.to(x)
     w_target = w[any_target.squeeze(1)].masked_fill(ignored, 0.0)
     of_labels = -_times(w_target, log_p.gather(1, any_target).squeeze(1))
-    of_z = (
-        w_target * z_loss * z.logsumexp(dim=-1).masked_fill(left_out, 0.0) ** 2
-        if z_loss
-        else torch.zeros_like(w_target)
-    )
+    squared_lse = z.logsumexp(dim=-1).masked_fill(left_out, 0.0) ** 2
+    of_z = w_target * z_loss * squared_lse if z_loss else torch.zeros_like(w_target)
     losses = (1 - e) * of_labels - (e * _times(w, log_p).mean(dim=-1) if e else 0.0) + of_z
 
     # What num_items divides is the loss alone.
