@@ -1,4 +1,4 @@
-"""The settings of a call: every keyword that is no tensor and no group, declared with its default and its check.
+"""The settings of a call: every keyword that is no tensor and no group, with its default, and most with their checks.
 
 Functions and modules share them. :func:`loss_options` makes of them what the mathematics and the kernels take.
 """
@@ -21,11 +21,12 @@ from vocab_parallel_ce.spec import LossOptions
 
 REDUCTIONS = ("mean", "sum", "none")
 GRADIENT_MODES = ("auto", "in_forward", "in_backward", "out_of_place")
-OF_OTHER_LIBRARIES = {
+OTHER_NAMES = {  # of other libraries, and of earlier versions of this one
     "alpha": "hard_weight",
     "chunk_tokens": "chunk_size",
     "dist_process_group": "group",
     "entropy": "outputs",
+    "expected_grad_output": "advanced",
     "final_logit_softcapping": "softcap",
     "ignore_idx": "ignore_index",
     "inplace_backward": "gradient",
@@ -34,14 +35,22 @@ OF_OTHER_LIBRARIES = {
     "memory_budget": "chunk_size",
     "num_items_in_batch": "num_items",
     "process_group": "group",
+    "reduce_hidden_grad": "advanced",
+    "rest": "teacher",
     "return_entropy": "outputs",
     "return_metrics": "outputs",
     "return_token_accuracy": "outputs",
     "return_z_loss": "outputs",
     "shard": "vocab_size",
+    "smoothing": "label_smoothing",
+    "smoothing_formula": "advanced",
+    "teacher_bias": "teacher",
+    "teacher_ids": "teacher",
+    "teacher_log_probs": "teacher",
     "valid_tokens": "advanced",
     "weight": "class_weight",
 }
+FORMS = {"outputs": "outputs=('entropy',)", "advanced": "advanced=Advanced(...) of vocab_parallel_ce.options"}
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
 DIFFERENTIABLE = ("entropy", "lse", "sum_sq_probs", "mean_logit")  # outputs with a gradient of their own
 NOT_IN_FORWARD = {*DIFFERENTIABLE, "rank"}  # what gradient="in_forward" refuses
@@ -83,8 +92,8 @@ class Settings(NamedTuple):
     shift: Flag = False
 
     @property
-    def wants_gradients_of_outputs(self) -> bool:
-        """Whether an output beside the loss has a gradient."""
+    def asks_beyond_forward(self) -> bool:
+        """Whether an output is asked for that has a gradient, or is found after the statistics: rank and top_k."""
         return self.top_k is not None or not NOT_IN_FORWARD.isdisjoint(self.outputs)
 
 
@@ -224,7 +233,7 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Any], function: Ca
             named = [p.name for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
             names = list(dict.fromkeys([*named, *known]))
             meant = meant_by(name, names)
-            hint = "" if meant is None else f"; did you mean {meant}?"
+            hint = "" if meant is None else f"; did you mean {FORMS.get(meant, meant)}?"
             raise TypeError(
                 f"{name}: expected one of {', '.join(names)}, got no such name in {function.__name__}{hint}"
             )
@@ -232,7 +241,7 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Any], function: Ca
 
 def meant_by(name: str, names: Collection[str]) -> str | None:
     """Return which of ``names`` is that of another library's ``name``, or is written almost like it."""
-    theirs = OF_OTHER_LIBRARIES.get(name)
+    theirs = OTHER_NAMES.get(name)
     close = [theirs] if theirs in names else difflib.get_close_matches(name, names, 1, 0.8)
     return close[0] if close else None
 
@@ -261,10 +270,11 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         raise ValueError("outputs: expected no 'z_loss' with class_weight, because it is not weighted, got both")
     if class_weight and "mean_logit" in asked:  # the sum of logits has the weights
         raise ValueError("outputs: expected no 'mean_logit' with class_weight, because its sum has them, got both")
-    if settings.gradient == "in_forward" and settings.wants_gradients_of_outputs:
+    if settings.gradient == "in_forward" and settings.asks_beyond_forward:
         names = [name for name in settings.outputs if name in NOT_IN_FORWARD] or ["top_k"]
         raise ValueError(
-            f"gradient: 'in_forward' cannot know the gradients of other outputs, got {names[0]!r}; use another mode"
+            "gradient: 'in_forward' takes no top_k, no 'rank' and no outputs whose gradients it would have to know, "
+            f"got {names[0]!r}; use another mode"
         )
     logit_scale = settings.logit_scale / settings.temperature
     checks.check_number("logit_scale / temperature", logit_scale, positive=True)
@@ -293,7 +303,7 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
 def checked_outputs(outputs: object) -> tuple[str, ...]:
     """Return a caller's ``outputs``, a tuple or list of names in ``OUTPUTS``, as a tuple."""
     if not isinstance(outputs, tuple | list):
-        raise TypeError(f"outputs: expected a tuple of names, got {type(outputs).__name__}")
+        raise TypeError(f"outputs: expected a tuple of names, such as ('entropy',), got {outputs!r}")
     for name in outputs:
         checks.check_choice("outputs", name, OUTPUTS)
     return tuple(outputs)

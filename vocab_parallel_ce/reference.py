@@ -86,11 +86,11 @@ class _Reference:
         grad = _divided(self.loss.gradient(x, beside, merged, second, *own), divisor)
         if grads.loss is not None:
             grad = grad * grads.loss.unsqueeze(-1)
-        if any(of_output is not None for of_output in grads[1:]):
-            grad += self.loss.outputs_gradient(x, beside, merged, grads, *own)
-        # 0 under an infinite grad_output too.
+        # 0 under an infinite grad_output too. It divides the loss alone.
         if divisor is not None:
             grad = torch.where(divisor == 0, 0.0, grad)
+        if any(of_output is not None for of_output in grads[1:]):
+            grad = grad + self.loss.outputs_gradient(x, beside, merged, grads, *own)
         ignored = self.loss.ignored(beside, self.options)
         if ignored is not None:
             grad.masked_fill_(ignored.unsqueeze(-1), 0.0)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vocab_parallel_ce.checks import check_bool
 from vocab_parallel_ce.collectives import all_gather_objects, group_position
 from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.shard import VocabShard
@@ -69,6 +70,7 @@ def verify_calls(enabled: bool = True) -> Iterator[None]:
     None for one rank.
     """
     global is_on
+    check_bool("enabled", enabled)
     before, is_on = is_on, enabled
     try:
         yield
@@ -238,7 +240,7 @@ def _compare_shards(shards: Sequence[VocabShard]) -> None:
     parts = sorted((start, stop) for start, stop in columns if start < stop)
     if [start for start, _ in parts] + [vocab_size] != [0] + [stop for _, stop in parts]:
         expected = f"must have every column of [0, {vocab_size}) on exactly one rank"
-        raise ValueError(f"shard: {expected}, got by rank {', '.join(f'[{a}, {b})' for a, b in columns)}")
+        raise ValueError(f"vocab_size: shards {expected}, got by rank {', '.join(f'[{a}, {b})' for a, b in columns)}")
 
 
 def _check_not_whole(name: str, sampled: Sequence[str | None]) -> None:

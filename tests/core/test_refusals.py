@@ -50,11 +50,11 @@ OF_BOTH = [
     ({"vocab_size": 22}, ValueError, "logits: last dimension must be .*22.*, got 21"),
     ({"vocab_size": (0, 21, 21)}, TypeError, "vocab_size: expected an int, got tuple"),
     ({"vocab_size": VocabShard(0, 20, 20)}, ValueError, "logits: last dimension must be .*width 20.*, got 21$"),
-    ({"vocab_size": VocabShard(21, 42, 42)}, ValueError, "shard: .* one rank, got VocabShard.*start=21"),
-    ({"vocab_size": VocabShard(0, 21, 42)}, ValueError, "shard: .* one rank, got VocabShard.*vocab_size=42"),
-    ({"vocab_size": VocabShard(-21, 0, 21)}, ValueError, "shard: .*0 <= start < stop, got"),
-    ({"vocab_size": VocabShard(0, 21, 0)}, ValueError, "shard: must be columns of a vocabulary"),
-    ({"vocab_size": VocabShard(0, 21, 21.0)}, TypeError, "shard: vocab_size: expected an int, got float"),
+    ({"vocab_size": VocabShard(21, 42, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*start=21"),
+    ({"vocab_size": VocabShard(0, 21, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*vocab_size=42"),
+    ({"vocab_size": VocabShard(-21, 0, 21)}, ValueError, "vocab_size: .*0 <= start < stop, got"),
+    ({"vocab_size": VocabShard(0, 21, 0)}, ValueError, "vocab_size: a shard must be columns of a vocabulary"),
+    ({"vocab_size": VocabShard(0, 21, 21.0)}, TypeError, "vocab_size: vocab_size: expected an int, got float"),
 ]
 OF_THE_LOSS = [
     ({"class_weight": [1.0] * COLUMNS}, TypeError, "class_weight: expected a torch.Tensor, got list"),
@@ -77,7 +77,7 @@ OF_THE_LOSS = [
         for value in (-0.1, NAN, 10**400)
     ),
     ({"z_loss": None}, TypeError, "z_loss: expected a number, got NoneType"),
-    ({"outputs": 1}, TypeError, "outputs: expected a tuple of names, got int"),
+    ({"outputs": 1}, TypeError, "outputs: expected a tuple of names, .* got 1"),
     ({"advanced": {}}, TypeError, "advanced: expected an Advanced or None, got dict"),
     ({"advanced": Advanced(valid_tokens=3)}, ValueError, "advanced: valid_tokens has no use in this function"),
     *(
@@ -111,7 +111,7 @@ OF_THE_LOSS = [
 ]
 OF_LOG_PROBS = [
     *_positive("temperature"),
-    ({"outputs": "entropy"}, TypeError, "outputs: expected a tuple of names, got str"),
+    ({"outputs": "entropy"}, TypeError, "outputs: expected a tuple of names, .* got 'entropy'"),
     ({"outputs": ("z_loss",)}, ValueError, "outputs: expected no 'z_loss' of log-probabilities"),
     ({"gradient": "in_forward"}, ValueError, "gradient: expected one of 'auto', 'in_backward', .*in_forward"),
     ({"temperature": 1e-38, "logit_scale": 4.0}, ValueError, "temperature: must be positive and finite"),
@@ -188,7 +188,7 @@ def test_refused_before_anything_is_changed(function, changed, error, message):
         if "num_items" not in case[0] and not isinstance(size := case[0].get("vocab_size"), VocabShard) and size != 22
     ]
     + [
-        ({"vocab_size": VocabShard(0, 12, None)}, TypeError, "shard: vocab_size: expected an int, got NoneType"),
+        ({"vocab_size": VocabShard(0, 12, None)}, TypeError, "vocab_size: vocab_size: expected an int, got NoneType"),
         (
             {"advanced": Advanced(smoothing_formula="megatron"), "vocab_size": 1},
             ValueError,
@@ -253,9 +253,8 @@ CALL = (torch.randn(2, 12), torch.tensor([0, 1]))
 )
 def test_an_equal_value_of_another_type_is_refused_before_and_after_the_right_one(right, wrong):
     """``True == 1``, and both have one hash: what was checked for one must not let the other pass."""
-    [(name, value)] = wrong.items()
-    subject = "shard" if isinstance(value, VocabShard) else name
-    message = f"^{subject}: .*expected (an int|a number|a bool), got "
+    (name,) = wrong
+    message = f"^{name}: .*expected (an int|a number|a bool), got "
     for _ in range(2):
         with pytest.raises(TypeError, match=message) as raised:
             vocab_parallel_cross_entropy(*CALL, **wrong)

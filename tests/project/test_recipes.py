@@ -29,7 +29,7 @@ OPTION = [
     ),
     (
         "kernels/labels.py",
-        "        weight *= tl.load(grads.loss + row * strides.loss)\n",
+        "        weight = ops.weighted(tl.load(grads.loss + row * strides.loss), weight)\n",
         "    if loss_options.loss_weight is not None:\n        weight *= loss_options.loss_weight\n",
     ),
     ("docs/options.md", "| `z_loss=0.0` |", "| `loss_weight=1.0` | factor of the loss |\n"),

@@ -29,7 +29,7 @@ FITTING = [
     lambda r, n: {"logits": Tensor.half, "labels": Tensor.int},
     lambda r, n: {"labels": lambda y: y.where(y >= 0, -7), "options": {"ignore_index": -7}},
 ]
-COVER = "shard: must have every column of [0, {V}) on exactly one rank, got by rank [0, 1"
+COVER = "vocab_size: shards must have every column of [0, {V}) on exactly one rank, got by rank [0, 1"
 OUTSIDE = "labels: must be in [0, {}) or ignore_index {}, got 1 outside, the first at position {}"
 FAILING = [
     (

@@ -147,6 +147,11 @@ FACTORS: dict[str, Case] = {
 TRIPLES = (
     ("distillation_loss", {"divergence": "js", "ranks": 3, "ragged": False, "padding": "vectors"}),
     ("token_log_probs", {"outputs": ("entropy",), "ranks": 1, "padding": "odd"}),
+    (
+        "vocab_parallel_cross_entropy",
+        {"reduction": "mean", "num_items": None, "class_weight": None, "ragged": False, "padding": "vectors"}
+        | {"outputs": (), "gradient": "auto"},
+    ),
 )
 
 

@@ -93,11 +93,14 @@ def checked_advanced(advanced: object, *used: str) -> Advanced:
     if advanced is None:
         return DEFAULTS
     if not isinstance(advanced, Advanced):
-        raise TypeError(f"advanced: expected an Advanced or None, got {type(advanced).__name__}")
+        got = type(advanced).__name__
+        raise TypeError(
+            f"advanced: expected an Advanced or None, got {got}; pass vocab_parallel_ce.options.Advanced(...)"
+        )
     for name, value in advanced._asdict().items():
         default = Advanced._field_defaults[name]
         if name not in used and value is not default and (isinstance(value, Tensor) or value != default):
-            raise ValueError(f"advanced: {name} has no use in this function, expected one of {', '.join(used)}")
+            raise ValueError(f"advanced: {name} has no use in this function, expected one of {', '.join(used)}, got it")
     return advanced
 
 

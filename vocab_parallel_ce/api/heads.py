@@ -102,7 +102,8 @@ def linear_cross_entropy(
         gradient: ``"in_forward"``: forward computes the gradients, and backward scales them; for ``"none"`` only with
             ``expected_grad_output``.
             ``"in_backward"``: backward makes the logits again, and may run again. ``"auto"``: in_forward for mean
-            and sum of bf16 and fp32 without outputs that have a gradient, otherwise in_backward.
+            and sum of bf16 and fp32 without ``top_k``, ``"rank"`` and outputs that have a gradient, otherwise
+            in_backward.
         sequence_parallel: ``hidden`` and its gradient are this rank's part along dimension ``sequence_dim``, by
             default the first, and ``labels`` are of all tokens; needs a group.
         chunk_size: tokens per chunk, or the bytes of a chunk's logits as ``"256MiB"``, or ``"auto"``.

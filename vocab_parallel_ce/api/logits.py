@@ -129,7 +129,8 @@ def vocab_parallel_cross_entropy(
             otherwise into a new tensor (docs/gradients.md). ``"out_of_place"``: into a new tensor. ``"in_backward"``:
             over the logits, whoever holds them. ``"in_forward"``: the same in this call, and backward scales it, which
             rounds again if ``grad_output`` is not 1; for logits that are no view in the graph. The last two are not
-            safe under saved-tensor hooks. ``"in_forward"`` takes no outputs that have a gradient.
+            safe under saved-tensor hooks. ``"in_forward"`` takes no ``top_k``, no
+            ``"rank"``, and no outputs that have a gradient.
         impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``: the first of them that can run.
         check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``; otherwise its row is NaN.
         vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns and the last has the rest, or all have ``C``
@@ -154,7 +155,7 @@ def vocab_parallel_cross_entropy(
     check_names(keywords, KEYWORDS, vocab_parallel_cross_entropy)
     if advanced is not None:
         keywords["smoothing_formula"] = checked_advanced(advanced, "smoothing_formula").smoothing_formula
-    asks = bool(outputs) or top_k is not None
+    asks = outputs != () or top_k is not None
     if asks:
         keywords |= asked_for(outputs, top_k)
     settings = divided_by(num_items, Settings(**keywords))

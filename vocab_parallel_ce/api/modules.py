@@ -13,12 +13,12 @@ from vocab_parallel_ce.api import heads, logits
 from vocab_parallel_ce.api.call import checked_advanced, public, settings_of
 from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
-from vocab_parallel_ce.api.outputs import asked_for
+from vocab_parallel_ce.api.outputs import asked_for, top_of
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks, process_group_of
 from vocab_parallel_ce.head.plan import check_head_settings
 from vocab_parallel_ce.options import (
-    OF_OTHER_LIBRARIES,
+    OTHER_NAMES,
     Advanced,
     LinearLogProbKeywords,
     LinearLossKeywords,
@@ -33,7 +33,7 @@ from vocab_parallel_ce.options import (
 WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 # What a caller may think is an option of a module, and where it belongs instead, if anywhere.
 KEYWORDS_OF_OTHERS = {*LinearLossKeywords.__annotations__, *LinearLogProbKeywords.__annotations__}
-KEYWORDS_OF_OTHERS |= OF_OTHER_LIBRARIES.keys()
+KEYWORDS_OF_OTHERS |= OTHER_NAMES.keys() | set(Advanced._fields)
 GIVEN_ELSEWHERE = {
     "num_items": "at each call of the module",
     "in_features": "when the module is made",
@@ -125,8 +125,10 @@ class VocabParallelCrossEntropy(_LossModule):
         options = {**options, "group": process_group_of(options["group"])}
         settings = {name: value for name, value in options.items() if name not in ("group", "advanced")}
         settings |= asked_for(options["outputs"], options["top_k"])
+        options["outputs"] = settings["outputs"]
         settings["smoothing_formula"] = checked_advanced(options["advanced"], "smoothing_formula").smoothing_formula
         n_ranks = group_position(options["group"])[1]
+        top_of(Settings(**settings))
         check_settings(Settings(**settings), n_ranks)
         self.n_ranks, self.options = n_ranks, options
 
@@ -239,9 +241,11 @@ def _check_options(options: dict[str, Any], module: type[LinearCrossEntropy]) ->
     keywords = {name: value for name, value in options.items() if name not in not_settings}
     advanced = checked_advanced(options["advanced"], *Advanced._fields)
     asked = asked_for(options["outputs"], options["top_k"])
+    options["outputs"] = asked["outputs"]
     fixed: dict[str, Any] = {**asked, "smoothing_formula": advanced.smoothing_formula}
     settings, head_settings = settings_of(keywords, heads.KEYWORDS, module, advanced, **fixed)
     check_head_settings(settings, head_settings, knows_grad_output=advanced.expected_grad_output is not None)
+    top_of(settings)
     check_settings(settings, group_position(options["group"])[1])
 
 

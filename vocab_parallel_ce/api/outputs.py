@@ -17,7 +17,7 @@ class Outputs(NamedTuple):
 
     Per token, of the shape of the labels, except where it says otherwise. fp32 (fp64 for fp64 logits) if no other dtype
     is named. ``z`` are the scaled and capped logits, divided by the temperature. In ignored tokens numbers are 0, and
-    ids and ``rank`` -1. Tokens whose label is outside the vocabulary are NaN, except in ``predictions``.
+    ids and ``rank`` -1. In tokens whose label is outside the vocabulary the first six are NaN, and ``rank`` is -1.
     The first six have a gradient.
     """
 
@@ -37,7 +37,7 @@ class Outputs(NamedTuple):
 
 def asked_for(outputs: Any, top_k: int | None, *, of_loss: bool = True) -> dict[str, Any]:
     """Return the settings that ask for ``outputs`` of a loss, or of log-probabilities."""
-    outputs = checked_outputs(outputs) if outputs else ()
+    outputs = checked_outputs(outputs)
     if not of_loss and "z_loss" in outputs:
         raise ValueError("outputs: expected no 'z_loss' of log-probabilities, which have no such part, got it")
     return {"outputs": outputs, "top_k": top_k}

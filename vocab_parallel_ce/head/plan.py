@@ -272,7 +272,7 @@ def gradient_of(settings: Settings, dtype: torch.dtype) -> str:
     if settings.gradient != "auto":
         return settings.gradient
     # fp16 has no room for a gradient that the loss scale has not multiplied yet.
-    waits = settings.reduction == "none" or dtype == torch.float16 or settings.wants_gradients_of_outputs
+    waits = settings.reduction == "none" or dtype == torch.float16 or settings.asks_beyond_forward
     return "in_backward" if waits else "in_forward"
 
 

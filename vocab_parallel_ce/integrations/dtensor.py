@@ -72,12 +72,10 @@ def cross_entropy(
     check_names(keywords, LOSS_KEYWORDS, cross_entropy)
     if num_items is not None and isinstance(num_items, Tensor):
         checks.check_tensor("num_items", num_items)
-    local = _Local.of(logits, labels)
+    local = _Local.of(logits, labels, outputs)
     reduction = divided_by(num_items, Settings(reduction=keywords.get("reduction", "mean"))).reduction
     if reduction == "mean":
         local.refuse_mean("reduction", reduction, "pass num_items= of all ranks")
-    if "token_accuracy" in outputs:
-        local.refuse_mean("outputs", "token_accuracy", "pass the local tensors of labels, for this rank's")
     options = local.options | keywords | {"num_items": num_items, "outputs": outputs, "advanced": advanced}
     return local.placed(over_logits.vocab_parallel_cross_entropy(local.logits, local.labels, **options))
 
@@ -104,7 +102,7 @@ def token_log_probs(logits: Any, labels: Any, *, outputs: Sequence[str] = (), **
         TypeError, ValueError: as :func:`cross_entropy`.
     """
     check_names(keywords, LOG_PROB_KEYWORDS, token_log_probs)
-    local = _Local.of(logits, labels)
+    local = _Local.of(logits, labels, outputs)
     options = local.options | keywords | {"outputs": outputs}
     return local.placed(over_logits.token_log_probs(local.logits, local.labels, **options))
 
@@ -118,7 +116,7 @@ class _Local(NamedTuple):
     given: Any  # the labels as they were given
 
     @classmethod
-    def of(cls, logits: Any, labels: Any) -> _Local:
+    def of(cls, logits: Any, labels: Any, outputs: Any) -> _Local:
         """Check the placements, and return the local tensors."""
         checks.check_no_transforms()  # inside them a DTensor cannot be seen
         if not is_dtensor(logits):
@@ -140,7 +138,10 @@ class _Local(NamedTuple):
                 )
             of_labels = labels.to_local()
         checks.check_labels(of_labels, columns.logits)  # probabilities would be as DTensors of logits' shape
-        return cls(columns.logits, of_labels, {"group": columns.group, "vocab_size": columns.shard}, labels)
+        local = cls(columns.logits, of_labels, {"group": columns.group, "vocab_size": columns.shard}, labels)
+        if isinstance(outputs, tuple | list) and "token_accuracy" in outputs:
+            local.refuse_mean("outputs", "token_accuracy", "pass the local tensors of labels, for this rank's")
+        return local
 
     @property
     def tokens_are_cut(self) -> bool:

@@ -162,7 +162,9 @@ class _Core:
         )
         # As TRL's own, these two have no gradient.
         sums, mean = (None if t is None else t.detach() for t in (found.sum_sq_probs, found.mean_logit))
-        is_top1 = None if found.predictions is None else found.predictions == targets
+        is_top1 = None
+        if found.predictions is not None:
+            is_top1 = (found.predictions == targets) & (found.predictions >= 0)
         return found.log_probs, found.entropy, None if sums is None else sums.log(), mean, is_top1
 
 

@@ -73,7 +73,8 @@ def cross_entropy_kernel(
     weight = 1.0
     if divisor is not None:
         weight = ops.divisor_weight(divisor, loss_options.class_weight)
-        live &= weight != 0
+        if (grad_entropy is None and grad_lse is None) and (grad_sum_sq_probs is None and grad_mean_logit is None):
+            live &= weight != 0  # it divides the loss alone
     if loss is not None:
         value = of_labels.loss(merged, label, sizes.vocab_size, loss_options)
         if divisor is not None:

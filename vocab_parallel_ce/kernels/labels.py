@@ -168,10 +168,11 @@ def store_outputs(outputs, rows, inside, stats, label, divisor, vocab_size, loss
 def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, loss_options):
     """Return the ``RowFactors`` of a row; all are 0 if it is not ``live``, so that its NaN stays unseen.
 
-    ``weight`` is 1 / divisor. ``grads`` and ``strides`` are ``GradOutputs`` of pointers, and of numbers, or None.
+    ``weight`` is 1 / divisor. Where it is 0, so is the loss's part. ``grads`` and ``strides`` are ``GradOutputs`` of
+    pointers, and of numbers, or None.
     """
     if grads.loss is not None:
-        weight *= tl.load(grads.loss + row * strides.loss)
+        weight = ops.weighted(tl.load(grads.loss + row * strides.loss), weight)
     weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
     all_sum = sum_exp(stats)
     inverse_sum = 1.0 / all_sum

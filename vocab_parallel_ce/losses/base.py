@@ -55,8 +55,10 @@ class Loss:
     whole vocabulary, except in ``merge``.
     """
 
-    Beside: type  # the record of the tensors beside the logits; None stands for those that are not given
-    BesideHead: type  # the same of a head
+    # The record of the tensors beside the logits, None for those not given. It has ``labels`` and ``class_weight``,
+    # None if the loss has none; that of a head, BesideHead, also ``at(rows)``.
+    Beside: type
+    BesideHead: type
     names: ClassVar[dict[str, str]] = {}  # the caller's, of fields of BesideHead that have others
     counts: bool = False  # whether the launch of the statistics can count the rows of a mean
 
@@ -147,7 +149,7 @@ class Loss:
         raise NotImplementedError
 
     def second(self, x: Tensor, beside: Any, stats: Any, shard: VocabShard, options: Any) -> Tensor:
-        """Return ``[N, K]`` of these columns for the second exchange, which sums them over the ranks."""
+        """Return ``[N, K]`` of these columns for the second exchange; every rank sums those of all ranks."""
         raise NotImplementedError
 
     def output(self, name: str, stats: Any, second: Any, beside: Any, shard: VocabShard, options: Any) -> Tensor:

@@ -293,6 +293,9 @@ def _check_ids(ids: Tensor, log_probs: Tensor, labels: Tensor | None, ignore_ind
     in_order = known.sort(dim=-1).values
     if bool(((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != IGNORED)).any()):
         raise ValueError("teacher.ids: must be different in a row, got an id twice")
+    if bool((log_probs > 1e-3).any()):
+        most = float(log_probs.max())
+        raise ValueError(f"teacher.log_probs: must be at most 0, got {most:g}; pass log-probabilities, not logits")
 
 
 def _logits_at(logits: Tensor, columns: Tensor, options: TopKOptions) -> Tensor:

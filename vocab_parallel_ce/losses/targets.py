@@ -68,7 +68,8 @@ class TargetLoss(Loss):
             raise TypeError(f"labels: dtype must be {expected}, got {targets.dtype}, {targets.layout}")
         if targets.shape != logits.shape:
             expected = f"that of logits, {tuple(logits.shape)}"
-            raise ValueError(f"labels: shape of probabilities must be {expected}, got {tuple(targets.shape)}")
+            got = f"{tuple(targets.shape)}; ids are int64 or int32"
+            raise ValueError(f"labels: shape of probabilities must be {expected}, got {got}")
         checks.check_no_transforms(given.class_weight)
         for name in NOT_OF_TARGETS:
             if getattr(settings, name) != Settings._field_defaults[name]:
