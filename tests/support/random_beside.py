@@ -103,6 +103,7 @@ def check_ids(call: Call, found: Numbers, logits: Tensor, labels: Tensor, roundi
     if "predictions" in found:
         ids = found["predictions"]
         assert torch.equal(ids >= 0, known), "predictions: known in other rows"
+        assert bool((ids < z.shape[-1]).all()), "predictions: outside the vocabulary"
         at = z.gather(-1, ids.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         assert bool((at >= z_max - slack)[known].all()), "predictions: not the largest"
         if is_exact:

@@ -147,11 +147,7 @@ FACTORS: dict[str, Case] = {
 TRIPLES = (
     ("distillation_loss", {"divergence": "js", "ranks": 3, "ragged": False, "padding": "vectors"}),
     ("token_log_probs", {"outputs": ("entropy",), "ranks": 1, "padding": "odd"}),
-    (
-        "vocab_parallel_cross_entropy",
-        {"reduction": "mean", "num_items": None, "class_weight": None, "ragged": False, "padding": "vectors"}
-        | {"outputs": (), "gradient": "auto"},
-    ),
+    ("vocab_parallel_cross_entropy", {"reduction": "mean", "num_items": None, "ranks": 1, "padding": "odd"}),
 )
 
 
@@ -174,7 +170,6 @@ def allowed(case: Case) -> bool:
         )  # expected_grad_output
         or (both(gradient="in_forward") and "layout" in case and case["layout"] not in IN_FORWARD)
         or (both(label_smoothing=0.0, smoothing_formula="megatron"))
-        or (both(entropy=True) and case.get("outputs"))
         or (both(labels=False) and any_of("hard_weight", 0.3, 1.0))
         or (both(labels=False) and both(int32=True))
         or (both(trains="hidden", main_grad=True))
