@@ -99,7 +99,7 @@ OF_BOTH = [
     ({"softcap": 0}, ValueError, "softcap: must be positive"),
     ({"vocab_size": 22}, ValueError, r"(weight|vocab_size): .*22.*21"),
     ({"vocab_size": VocabShard(0, 20, 20)}, ValueError, r"(weight|vocab_size): .*20.*21"),
-    ({"vocab_size": VocabShard(0, 21, 42)}, ValueError, "shard: .*one rank"),
+    ({"vocab_size": VocabShard(0, 21, 42)}, ValueError, "vocab_size: .*one rank"),
     ({"group": "tp"}, TypeError, "group: .*ProcessGroup or None.*str"),
     ({"impl": "cuda"}, ValueError, "impl: .*'reference'.*'cuda'"),
     ({"unknown": 3}, TypeError, "unknown: expected one of"),
