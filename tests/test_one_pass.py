@@ -102,6 +102,26 @@ def test_no_rows():
         assert loss.sum() == 0 and grad.shape == logits.shape
 
 
+ITEMS = (7, torch.tensor(11), torch.tensor([2.5]), 0, torch.tensor(0.0))
+REDUCTIONS = [("mean", None), ("sum", None), ("none", None), *(("sum", n_items) for n_items in ITEMS)]
+
+
+@pytest.mark.parametrize("z_loss", (0.0, 1e-3))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float16), ids=str)
+@pytest.mark.parametrize("reduction, n_items", REDUCTIONS, ids=str)
+def test_reductions_and_grad_output(reduction, n_items, dtype, z_loss):
+    """A grad_output of 1 writes nothing; others differ per row."""
+    options = {"z_loss": z_loss, "reduction": reduction}
+    if n_items is not None:
+        options["num_items"] = n_items.cuda() if isinstance(n_items, torch.Tensor) else n_items
+    logits, labels = made("some_ignored", 40, NARROW, dtype)
+    loss, grad = check(logits.clone(), labels, **options)
+    if n_items is not None and float(n_items) == 0:
+        assert not loss.any() and not grad.any()
+    grad_output = torch.rand(loss.shape, generator=torch.Generator().manual_seed(3)).cuda() + 0.25
+    check(logits, labels, grad_output, **options)
+
+
 def test_numbers_that_change_from_step_to_step():
     """A launch is known by its arguments: none that changes may come from an earlier one."""
     logits, labels = made("some_ignored", 20, NARROW)
@@ -142,6 +162,15 @@ def test_ignored_rows(one_multiprocessor, name, columns):
         assert_equal(run(logits.clone(), labels, reduction=reduction), expected)
 
 
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_a_label_outside_is_nan_in_its_row_alone(reduction):
+    logits, labels = made("peaked", 9, NARROW)
+    labels[1], labels[3], labels[5], labels[7] = -1, NARROW, 2**40, -(2**40)
+    _, grad = check(logits, labels, reduction=reduction)
+    assert grad.isnan().all(dim=1).tolist() == [False, True] * 4 + [False]
+    assert grad[::2].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", (torch.int64, torch.int32), ids=str)
 @pytest.mark.parametrize("ignore_index", (-100, -1, -2, 0, 1, 16, NARROW, NARROW - 1, 2**40, -(2**63)), ids=str)
 def test_labels_and_ignore_index(dtype, ignore_index):
@@ -163,8 +192,7 @@ def test_hard_rows(kind, dtype, columns):
     if kind == "times_1000" and dtype == torch.float16:
         pytest.skip("a thousand times the logits is past fp16's range")
     logits, labels = made(kind, 10, columns, dtype)
-    grad_output = torch.rand(10, generator=torch.Generator().manual_seed(3)).cuda() + 0.25
-    check(logits.clone(), labels, grad_output, reduction="none")
+    check(logits.clone(), labels, reduction="none")
     check(logits.clone(), labels, z_loss=1e-3)
     check(logits + 500, labels, reduction="sum")
 
@@ -184,6 +212,17 @@ def test_rows_of_excluded_columns(z_loss):
     assert loss[3] == INF and grad[3, labels[3]] == 0 and grad[3].isfinite().all()
     if not z_loss:
         assert not loss[:2].any() and not grad[:2].any()
+
+
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+@pytest.mark.parametrize("column", (0, 5000, NARROW - 1))
+def test_rows_that_are_not_finite(reduction, column):
+    """NaN and +inf anywhere, in the label's column too, reach their own row alone."""
+    logits, labels = made("peaked", 6, NARROW)
+    logits[1, column], logits[3, column] = NAN, INF
+    logits[4, labels[4]] = INF
+    _, grad = check(logits, labels, reduction=reduction)
+    assert grad.isnan().all(dim=1).tolist() == [False, True, False, True, True, False]
 
 
 def views(columns):

@@ -206,6 +206,8 @@ def _or_nan(results: Tensor | Outputs, overflow: Tensor | None) -> Tensor | Outp
     """Make NaN what was computed of too few tokens and is not yet: ids cannot be."""
     if overflow is None or not isinstance(results, Outputs):
         return results
-    names = ("token_accuracy", "z_loss")
-    own = {name: getattr(results, name) for name in names}
-    return results._replace(**{name: value * overflow for name, value in own.items() if value is not None})
+    named = {name: value for name, value in zip(Outputs._fields, results, strict=True) if value is not None}
+    for name in ("token_accuracy", "z_loss"):
+        if name in named:
+            named[name] = named[name] * overflow
+    return Outputs(**named)  # PyTorch 2.11 cannot return from compiled code what _replace makes
