@@ -116,7 +116,9 @@ def values_of(record: Settings | HeadSettings) -> list[Any]:
             raise TypeError(f"{name}: expected {expected}, got {value!r}")
     named = record._asdict()
     if isinstance(record, HeadSettings):
-        chunk = record.chunk_size  # tokens, bytes below 0, or 0 for "auto"
+        chunk = record.chunk_size  # passed as tokens, bytes below 0, or 0 for "auto"
+        if not isinstance(chunk, str) and chunk < 1:
+            raise ValueError(f"chunk_size: must be positive, got {chunk}")
         named["chunk_size"] = chunk if not isinstance(chunk, str) else 0 if chunk == "auto" else -bytes_of(chunk)
     elif record.vocab_size is not None:
         size = record.vocab_size

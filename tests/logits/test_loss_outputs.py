@@ -67,3 +67,18 @@ def test_probabilities_of_another_shape_are_refused():
         ValueError, match=r"^labels: shape of probabilities must be that of logits, \(2, 5\), got \(2,\)"
     ):
         vocab_parallel_cross_entropy(torch.randn(2, 5), torch.ones(2))
+
+
+@pytest.mark.parametrize("nothing", [{"num_items": 0}, {"class_weight": torch.zeros(40)}], ids=["items", "weights"])
+def test_a_divisor_of_0_takes_the_gradient_of_the_loss_alone(impl_device, nothing):
+    impl, device = impl_device
+    x, labels = torch.randn(4, 40, generator=torch.Generator().manual_seed(0)), torch.tensor([3, 0, -100, 39])
+    given = {name: value.to(device) if torch.is_tensor(value) else value for name, value in nothing.items()}
+    leaf = x.clone().to(device).requires_grad_()
+    found = vocab_parallel_cross_entropy(leaf * 1, labels.to(device), outputs=("entropy",), impl=impl, **given)
+    (found.entropy.sum() + found.loss * float("inf")).backward()
+    exact = x.double().requires_grad_()
+    log_p = exact.log_softmax(-1)
+    (-(log_p.exp() * log_p).sum(-1) * (labels >= 0)).sum().backward()
+    torch.testing.assert_close(leaf.grad.cpu().double(), exact.grad, rtol=1e-5, atol=1e-7)
+    assert exact.grad[0].any()

@@ -185,3 +185,13 @@ def test_refusals_by_name():
         distillation_loss(student, Head(student, student))
     with pytest.raises(TypeError, match="^teacher: expected a torch.Tensor"):
         distillation_loss(student, (ids, log_probs))
+
+
+@pytest.mark.reference
+def test_logits_in_the_place_of_log_probs_are_refused_where_they_count():
+    logits, labels = torch.randn(2, 9), torch.tensor([3, -100])
+    ids, log_probs = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[-1.0, -2.0], [7.0, float("nan")]])
+    options = {"labels": labels, "check_labels": True}
+    assert distillation_loss(logits, TopKTeacher(ids, log_probs), **options).isfinite()  # nobody reads an ignored row
+    with pytest.raises(ValueError, match="^teacher.log_probs: must be at most 0, got 7; pass log-probabilities"):
+        distillation_loss(logits, TopKTeacher(ids, log_probs.flip(0).nan_to_num(-1.0)), **options)
