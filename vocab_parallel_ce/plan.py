@@ -149,11 +149,7 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         checks.check_choice("impl, of fp64 logits, for which there are no kernels", impl, ("auto", "reference"))
         impl = "reference"
     kernels, one_pass = kernels_of(select(key.device.type, impl, workload=workload, gpu=gpu).name)
-    outputs, is_mean = loss.outputs(options), settings.reduction == "mean"
-    # The settings refuse outputs with a gradient where forward computes it.
-    constants = tuple(
-        name for name, has_gradient in outputs.items() if not has_gradient or key.gradient == "in_forward"
-    )
+    outputs, is_mean = outputs_beside(loss, options, key.gradient), settings.reduction == "mean"
     weighs = is_mean and loss.counts and key.class_weight
     counts = is_mean and loss.counts and not weighs
     return Plan(
@@ -167,11 +163,20 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         gradient=key.gradient,
         dtype=compute_dtype(key.dtype),
         other_outputs={name: output_dtype(name, key.dtype) for name in outputs},
-        constants=constants,
+        constants=tuple(name for name, has_gradient in outputs.items() if not has_gradient),
         counts=counts,
         weighs=weighs,
         is_alone=key.n_ranks == 1 and not counts and not weighs,
     )
+
+
+def outputs_beside(loss: Loss, options: Any, gradient: str) -> dict[str, bool]:
+    """Return the names of the outputs beside the loss, and whether they have a gradient: none where forward writes it.
+
+    The settings refuse outputs with a gradient there.
+    """
+    later = gradient != "in_forward"
+    return {name: has_gradient and later for name, has_gradient in loss.outputs(options).items()}
 
 
 def output_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

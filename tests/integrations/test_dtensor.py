@@ -326,6 +326,9 @@ def _refusals(rank, group, impl):
         "labels of another mesh": lambda: call(Replicate(), Shard(1), labels=place(labels, other, [Replicate()])),
         "mean": lambda: call(Shard(0), Shard(1), labels=cut),
         "accuracy": lambda: call(Shard(0), Shard(1), labels=cut, reduction="sum", outputs=("token_accuracy",)),
+        "accuracy of log-probs": lambda: call(
+            Shard(0), Shard(1), labels=cut, function=token_log_probs, outputs=("token_accuracy",)
+        ),
         "probabilities": lambda: call(Replicate(), Shard(1), labels=logits[:, :4].softmax(-1)),
         "top_k": lambda: call(Replicate(), Shard(1), function=token_log_probs, top_k=2),
         "group": lambda: call(Replicate(), Shard(1), group=group),
@@ -352,6 +355,7 @@ def test_other_placements_are_refused_with_what_to_do(rank_pool, impl):
         "labels of another mesh": "ValueError: labels: expected a DTensor with the mesh of logits",
         "mean": "ValueError: reduction: expected no mean of tokens that are on several ranks.* num_items=",
         "accuracy": "ValueError: outputs: expected no mean .*'token_accuracy'; pass the local tensors of labels",
+        "accuracy of log-probs": "ValueError: outputs: expected no mean .*'token_accuracy'; pass the local tensors",
         "probabilities": "TypeError: labels: dtype must be ",
         "top_k": "TypeError: top_k: expected one of logits, labels, ",
         "group": "TypeError: group: expected one of logits, labels, ",

@@ -48,6 +48,15 @@ def test_what_eager_code_refuses_is_refused(options, message):
 
 
 @pytest.mark.reference
+@pytest.mark.parametrize("chunk_size", [0, -64])
+def test_a_chunk_size_below_1_is_refused_in_compiled_code(chunk_size):
+    """An operator gets bytes as a number below 0, and "auto" as 0."""
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=f"chunk_size: must be positive, got {chunk_size}"):
+        torch.compile(linear_cross_entropy, backend="aot_eager")(*test_compile.inputs(), chunk_size=chunk_size)
+
+
+@pytest.mark.reference
 @pytest.mark.parametrize(
     ("name", "option"),
     [("chunk_size", {"chunk_size": True}), ("reduce_hidden_grad", {"advanced": Advanced(reduce_hidden_grad=1)})],
