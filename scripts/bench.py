@@ -1,4 +1,4 @@
-"""Measures this project beside others, and reports what was measured.
+"""Measures this project alongside others, and reports what was measured.
 
 ``docs/performance.md`` says how it is measured, and with which commands. ``torchrun --nproc-per-node R`` in
 place of ``python`` cuts the vocabulary over R GPUs. A machine without a GPU can try a run on small shapes, such
@@ -42,8 +42,8 @@ from bench_lib.steps import parser_of, quiet, run
 from bench_lib.timing import DeviceTimer, HostTimer, Ranks, joined_ranks
 
 COMMANDS = {
-    "table": "the loss over logits, beside other projects'",
-    "head": "a head and its loss, beside other projects'",
+    "table": "the loss over logits, alongside other projects'",
+    "head": "a head and its loss, alongside other projects'",
     "options": "every option of the loss over logits",
     "losses": "class weights, soft targets, distillation and log-probabilities, over logits and of heads",
     "rl": "log-probabilities and entropies, as frameworks for reinforcement learning call for them",
@@ -58,6 +58,7 @@ SWEEP_PROVIDERS = f"{cases.OURS},{cases.IN_FORWARD},quack-kernels,flash-attn,lig
 DEFAULT_PROVIDERS = {
     "tokens": SWEEP_PROVIDERS,
     "vocabulary": SWEEP_PROVIDERS,
+    "few": SWEEP_PROVIDERS,
     "memory": f"{cases.OURS},torch eager,liger-kernel,cut-cross-entropy",
     "profile": cases.OURS,
 }
@@ -72,6 +73,7 @@ STEPS = {
     "options": ["bench.py", "options"],
     "tokens": ["bench.py", "sweep", "tokens"],
     "vocabulary": ["bench.py", "sweep", "vocabulary"],
+    "few": ["bench.py", "sweep", "few", "--graphs", "all"],
     "rl": ["bench.py", "rl"],
 }
 
@@ -84,7 +86,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     measured.add_argument("--providers", metavar="NAMES", help="comma-separated; all: the default ones")
     texts = COMMANDS | {"sweep": "the loss over logits, of other sizes"}
     made = {name: commands.add_parser(name, parents=[measured], help=text) for name, text in texts.items()}
-    made["sweep"].add_argument("over", choices=("tokens", "vocabulary"))
+    made["sweep"].add_argument("over", choices=("tokens", "vocabulary", "few"))
     for name in ("table", "sweep", "head"):
         made[name].add_argument("--reduction", choices=cases.REDUCTIONS)
     for name in ("table", "sweep"):

@@ -33,7 +33,7 @@ FAILURES = {
     "raises in the call: labels of a wrong dtype": "raise",
     "skips the call, and makes the next one of other tokens": "skip",
 }
-COLUMNS, STARTS_WITHIN, ENDS_WITHIN = 16000, 60, 60  # seconds, beside the group's timeout
+COLUMNS, STARTS_WITHIN, ENDS_WITHIN = 16000, 60, 60  # seconds, besides the group's timeout
 BEGAN = "began"
 
 

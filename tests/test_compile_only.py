@@ -16,7 +16,7 @@ from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
 pytestmark = [pytest.mark.compile_only, pytest.mark.timeout(3600)]
 
 REGISTERS = 65_536  # of a multiprocessor
-READS, WALKS = ("online_softmax", "count_larger"), ("cross_entropy", "element_mul")
+READS, WALKS = ("online_softmax", "part", "count_larger"), ("cross_entropy", "element_mul")
 PAIRS = (
     "target_statistics",
     "target_gradient",
@@ -49,6 +49,7 @@ def test_every_kernel_compiles_and_its_arguments_bind(target):
         *READS,
         *WALKS,
         *PAIRS,
+        "merged_parts",
         "loss",
         "target_loss",
         "divergence_loss",

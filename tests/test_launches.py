@@ -6,9 +6,11 @@
 
 import warnings
 from contextlib import suppress
+from itertools import product
 
 import pytest
 
+from tests.support.launch_shapes import ONE, SEVERAL
 from tests.support.launches import Entry, options_of, recorded, wanted
 from tests.support.random_calls import Where, run_call
 from tests.support.random_tables import configurations
@@ -42,9 +44,9 @@ def launched(where: Where) -> set[Entry]:
     """What the calls of every configuration launch, once each."""
     with recorded() as entries, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for seed in range(len(configurations())):
+        for seed, kind in product(range(len(configurations())), (ONE, SEVERAL)):
             with suppress(AssertionError):  # nothing has been computed
-                run_call(seed, where)
+                run_call(seed, where, kind)
     return entries
 
 

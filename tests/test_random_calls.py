@@ -31,6 +31,7 @@ ELSEWHERE = {
     "sequence_dim": "likewise",
     "beta": "drawn for js",
     "chunk_size": "the factor chunks",
+    "keep_logits": "of every other call of a head whose backward computes the gradients",
     "dist_process_group": "group",
     "ignore_idx": "ignore_index",
     "is_cg_capturable": "drawn for the pair",

@@ -1,4 +1,4 @@
-"""The tensors that stand beside logits, checked and in the form that launchers take."""
+"""The tensors that stand alongside logits, checked and in the form that launchers take."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def temperature_of_rows(temperature: Tensor | None, labels: Tensor, logits: Tens
 
 
 def check_beside(name: str, tensor: Tensor, logits: Tensor, settings: Settings) -> None:
-    """Check a tensor that has a number or more beside each row of logits; it gets no gradient, and is never written."""
+    """Check a tensor that has numbers alongside each row of logits; it gets no gradient, and is never written."""
     check_no_gradient(name, tensor)
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     if needs_gradient:
@@ -106,7 +106,7 @@ def check_teacher(name: str, teacher: Any, subject: str, student: Tensor) -> Non
 
 
 def check_teacher_head(hidden: Any, weight: Any, bias: Any, student: Tensor) -> None:
-    """Check the tensors of a teacher's head beside hidden states of the student."""
+    """Check the tensors of a teacher's head alongside hidden states of the student."""
     tensors: dict[str, Any] = {"teacher.hidden": hidden, "teacher.weight": weight, "teacher.bias": bias}
     for name, tensor in tensors.items():
         if name == "teacher.bias" and tensor is None:

@@ -23,6 +23,10 @@ READ_PAIRS = ((2_048, 1, 1), (16_384, 4, 2), (1 << 62, 8, 1))  # kernels that re
 READ_AND_WRITE = ((2_048, 1, 1), (40_960, 8, 2), (1 << 62, 16, 4))
 # For rows with edges: one more program per multiprocessor hides the latency of the edges.
 READ_AND_WRITE_EDGES = ((2_048, 1, 1), (1 << 62, 8, 2))
+# For gradients whose programs write one tile each.
+WRITE_TILES = ((2_048, 1, 1), (1 << 62, 4, 4))
+WRITE_SMALL_TILES = ((2_048, 1, 1), (1 << 62, 4, 2))  # for columns that need more registers
+ALL_TILES = 1 << 31
 
 
 class Block(NamedTuple):
@@ -31,6 +35,51 @@ class Block(NamedTuple):
     num_warps: int
     lanes: int  # rows of the tile
     vector: int  # elements of 16 bytes
+
+
+class StatisticsBlock(NamedTuple):
+    """Launch shape of the kernels of statistics. A row's bits depend on it, so it depends on the row's bytes alone."""
+
+    num_warps: int
+    lanes: int  # of a tile: threads, with a vector each
+    vector: int  # elements of 16 bytes
+    tiles: int  # of a part
+
+    def parts_of(self, n_columns: int) -> int:
+        """Return the parts of a row."""
+        return -(-n_columns // (self.lanes * self.vector * self.tiles))
+
+
+# (row bytes up to, warps, tiles of a part)
+STATISTICS = ((2_048, 1, 2), (16_384, 4, 2), (1 << 62, 8, 2))
+PARTS_AT_ONCE = 8  # that a program loads together if there are few
+# The most rows, and the fewest parts of a row, of which each part has a program of its own.
+CUT_ROWS, CUT_PARTS = 96, 12
+FEW_ROWS = 1024
+MOST_PROGRAMS = 4096  # of a gradient, if its rows have several each
+
+
+def is_cut(n_rows: int, n_parts: int) -> bool:
+    """Return whether each part of a row has a program of its own."""
+    return n_rows <= CUT_ROWS and n_parts >= CUT_PARTS
+
+
+def is_few(n_rows: int) -> bool:
+    """Return whether rows are so few that a program should have more loads in flight."""
+    return n_rows <= FEW_ROWS
+
+
+def programs_of_row(n_rows: int, n_tiles: int, fewest: int) -> int:
+    """Return how many programs write the gradient of a row: more than ``fewest`` if there are few rows."""
+    return min(n_tiles, max(fewest, MOST_PROGRAMS // max(n_rows, 1)))
+
+
+@functools.lru_cache
+def statistics_block(n_columns: int, element_size: int) -> StatisticsBlock:
+    """Return the launch shape of statistics for rows of ``n_columns`` elements of ``element_size`` bytes."""
+    row_bytes = n_columns * element_size
+    num_warps, tiles = next((warps, tiles) for most, warps, tiles in STATISTICS if row_bytes <= most)
+    return StatisticsBlock(num_warps, THREADS_PER_WARP * num_warps, VECTOR_BYTES // element_size, tiles)
 
 
 @functools.lru_cache

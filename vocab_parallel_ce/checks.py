@@ -17,6 +17,10 @@ HEAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOGITS_DTYPES = (*HEAD_DTYPES, torch.float64)
 LABEL_DTYPES = (torch.int64, torch.int32)
 FP32 = torch.finfo(torch.float32)
+NOT_ONE_HOT = (
+    "pass the global id of each token, or one-hot labels as probabilities of a floating-point dtype to "
+    "vocab_parallel_cross_entropy"
+)
 IN_TRANSFORM = (
     "cross-entropy: expected a call outside of torch.func transforms, got one inside (grad, jvp, vmap, or "
     "is_grads_batched); use a plain backward, or torch.nn.functional.cross_entropy"
@@ -115,7 +119,10 @@ def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits") -> Non
     if type(labels) is not Tensor:
         check_tensor("labels", labels)
     if labels.dtype not in LABEL_DTYPES:
-        raise TypeError(f"labels: dtype must be {_names(LABEL_DTYPES)}, got {labels.dtype}")
+        remedy = "pass ids as labels.long()"
+        if labels.is_floating_point():
+            remedy = "only vocab_parallel_cross_entropy takes probabilities"
+        raise TypeError(f"labels: dtype must be {_names(LABEL_DTYPES)}, got {labels.dtype}; {remedy}")
     if labels.device != tokens.device:
         raise ValueError(f"labels: device must be that of {subject}, {tokens.device}, got {labels.device}")
 
@@ -125,7 +132,8 @@ def check_rows(labels: Tensor, logits: Tensor) -> None:
     shape = logits.shape
     if (*labels.shape, shape[-1]) != shape:
         expected = f"that of logits without the last dimension, {tuple(shape[:-1])}"
-        raise ValueError(f"labels: shape must be {expected}, got {tuple(labels.shape)}")
+        remedy = f"; {NOT_ONE_HOT}" if labels.dim() == len(shape) else ""
+        raise ValueError(f"labels: shape must be {expected}, got {tuple(labels.shape)}{remedy}")
 
 
 def check_hidden(hidden: Tensor) -> None:
@@ -165,7 +173,10 @@ def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None
 def check_parameter(name: str, tensor: object) -> None:
     """A dense floating-point tensor or parameter that means what it holds."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; pass its weight")
+        own = name.rpartition(".")[2]
+        or_none = (" or None", ", or None if it has none") if own == "bias" else ("", "")
+        got = type(tensor).__name__
+        raise TypeError(f"{name}: expected a torch.Tensor{or_none[0]}, got {got}; pass the head's {own}{or_none[1]}")
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         raise TypeError(
             f"{name}: expected a plain tensor or parameter, got a {type(tensor).__name__}, whose values a product may "

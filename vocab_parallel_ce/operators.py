@@ -88,7 +88,7 @@ def record_of(record: Any, beside: tuple[Tensor | None, ...]) -> Any:
 
 
 def beside_of(given: Any) -> tuple[Tensor | None, ...]:
-    """Return what stands beside the logits as an operator takes it."""
+    """Return what stands alongside the logits as an operator takes it."""
     return (*given, *(None,) * MOST_BESIDE)[:MOST_BESIDE]
 
 

@@ -98,7 +98,7 @@ class Settings(NamedTuple):
 
 
 class HeadSettings(NamedTuple):
-    """What a caller asks for of a head, beside the loss's :class:`Settings`."""
+    """What a caller asks for of a head, besides the loss's :class:`Settings`."""
 
     sequence_parallel: bool = False
     sequence_dim: int = 0
@@ -106,6 +106,7 @@ class HeadSettings(NamedTuple):
     valid_tokens: int | None = None
     chunk_size: int | str = "auto"
     logits_dtype: torch.dtype | None = None
+    keep_logits: str = "none"
 
 
 class Advanced(NamedTuple):
@@ -156,6 +157,7 @@ class HeadKeywords(TypedDict, total=False):
     sequence_dim: int
     chunk_size: int | str
     logits_dtype: torch.dtype | None
+    keep_logits: str
     advanced: Advanced | None
 
 
@@ -184,6 +186,7 @@ class DistillationKeywords(TypedDict, total=False):
 
 class LinearDistillationKeywords(DistillationKeywords, total=False):
     chunk_size: int | str
+    keep_logits: str
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -309,11 +312,11 @@ def checked_outputs(outputs: object) -> tuple[str, ...]:
     return tuple(outputs)
 
 
-def bytes_of(chunk_size: str) -> int:
-    """Return the bytes that a text such as ``"256MiB"`` says."""
-    found = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB)", chunk_size)
+def bytes_of(text: str, name: str = "chunk_size", others: str = "'auto', a number of tokens") -> int:
+    """Return the bytes that a text such as ``"256MiB"`` says; ``others`` are what else ``name`` may be."""
+    found = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB)", text)
     if found is None or not int(found[1]):
-        raise ValueError(f"chunk_size: expected 'auto', a number of tokens, or bytes as '256MiB', got {chunk_size!r}")
+        raise ValueError(f"{name}: expected {others}, or bytes as '256MiB', got {text!r}")
     return int(found[1]) * BYTES[found[2]]
 
 

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     reduction: str
     gradient: str  # "auto" if backward decides
     dtype: torch.dtype  # of the arithmetic, the statistics and the loss
-    other_outputs: dict[str, torch.dtype]  # those of TokenOutputs beside the loss that are asked for, in their order
+    other_outputs: dict[str, torch.dtype]  # fields of TokenOutputs alongside the loss that are asked for, in order
     constants: tuple[str, ...]  # of the other outputs: those without a gradient
     counts: bool  # whether the launch of the statistics counts the rows of a mean
     weighs: bool  # whether a mean is divided by the sum of the labels' class weights
@@ -61,7 +61,7 @@ class Call(NamedTuple):
 
 
 class PlanKey(NamedTuple):
-    """What a plan depends on beside the loss and its :class:`Settings`."""
+    """What a plan depends on besides the loss and its :class:`Settings`."""
 
     dtype: torch.dtype
     n_columns: int
@@ -84,7 +84,7 @@ def plan_call(
     *,
     may_hold_gradient: bool = False,
 ) -> tuple[Call, Any]:
-    """Check the arguments of a loss over logits, and return its call and what stands beside the logits.
+    """Check the arguments of a loss over logits, and return its call and what stands alongside the logits.
 
     Changes nothing. ``may_hold_gradient``: do not look whether an earlier call has overwritten the logits.
     """
@@ -171,7 +171,7 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
 
 
 def outputs_beside(loss: Loss, options: Any, gradient: str) -> dict[str, bool]:
-    """Return the names of the outputs beside the loss, and whether they have a gradient: none where forward writes it.
+    """Return the names of the outputs alongside the loss, and whether they have a gradient: none if forward writes it.
 
     The settings refuse outputs with a gradient there.
     """
@@ -221,7 +221,12 @@ def may_overwrite(owner: Tensor) -> bool:
     It does not for a leaf, or a view of one: the memory belongs to a parameter, or to a tensor outside the graph (a
     DTensor's local one). Nor under saved-tensor hooks: autograd compares no version of what went through them.
     """
-    return not owner.is_leaf and top_saved_tensor_hooks is not None and top_saved_tensor_hooks(True) is None
+    return not owner.is_leaf and has_no_hooks()
+
+
+def has_no_hooks() -> bool:
+    """Whether there are surely no saved-tensor hooks."""
+    return top_saved_tensor_hooks is not None and top_saved_tensor_hooks(True) is None
 
 
 def is_view_in_graph(tensor: Tensor) -> bool:

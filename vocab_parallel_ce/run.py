@@ -98,12 +98,16 @@ def forward(call: Call, logits: Tensor, beside: Any, shape: Sequence[int]) -> tu
         call.top.run(plan, call.group, logits, beside, stats[0])
     elif plan.n_ranks > 1:
         all_gather_stats(stats[0], plan.rank, call.group)
-    if not plan.is_alone:
-        if plan.launchers.second is not None:
-            finish_exchange(call, logits, beside, stats)
-        if call.weighs:
-            divisor = divisor_of(call, stats)
-        plan.launchers.outputs(stats, beside, divisor, outputs)
+    if plan.is_alone:
+        return _reduced(plan, outputs), stats, divisor
+    if plan.launchers.second is not None:
+        finish_exchange(call, logits, beside, stats)
+    if call.weighs:
+        divisor = divisor_of(call, stats)
+    if plan.reduction != "none" and plan.launchers.summed_outputs is not None:
+        total = plan.launchers.summed_outputs(stats, beside, divisor, outputs)
+        return TokenOutputs(total, *outputs[1:]), stats, divisor
+    plan.launchers.outputs(stats, beside, divisor, outputs)
     return _reduced(plan, outputs), stats, divisor
 
 
@@ -143,7 +147,7 @@ def fill_with_gradient(
     grad_logits: Tensor,
 ) -> None:
     """Fill ``outputs``, unless they are, and ``grad_logits``, which may be ``logits``, from all ranks' statistics."""
-    assert len(plan.constants) == len(plan.other_outputs), "in_forward has no gradient of outputs beside the loss"
+    assert len(plan.constants) == len(plan.other_outputs), "in_forward has no gradient of outputs alongside the loss"
     loss = None
     if plan.launchers.gradient_fills_loss and not plan.other_outputs:
         loss = outputs.loss.view(-1)
@@ -196,7 +200,7 @@ def as_token_outputs(returned: Any, plan: Plan) -> TokenOutputs:
 
 
 class OverLogits(torch.autograd.Function):
-    """Saved: in_forward the gradient, in the logits' memory; otherwise logits, divisor, statistics, what is beside."""
+    """Saved: in_forward the gradient, in the logits' memory; else logits, divisor, statistics, what is alongside."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, beside: Any, call: Call) -> Any:

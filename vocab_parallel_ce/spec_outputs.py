@@ -1,4 +1,4 @@
-"""The gradient of the outputs beside the loss, and temperatures of rows; see ``spec`` for the mathematics."""
+"""The gradient of the outputs alongside the loss, and temperatures of rows; see ``spec`` for the mathematics."""
 
 from __future__ import annotations
 

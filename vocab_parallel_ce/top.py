@@ -6,7 +6,7 @@ Each rank finds the ``k`` largest z of its columns. They travel in the all_gathe
 
 The largest ``k`` of the ``R * k`` are those of the vocabulary. A rank is counted afterwards: how many logits are larger
 than the label's. That is a second read of the logits and a second exchange, of 4 bytes per token. With a softcap, scale
-or temperature the statistics have z of the label and not its logit, which travels beside them: 4 bytes.
+or temperature the statistics have z of the label and not its logit, which travels alongside them: 4 bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vocab_parallel_ce.spec_outputs import at_temperature
 
 
 class Top:
-    """What one call finds beside its statistics; rows are those of the statistics."""
+    """What one call finds alongside its statistics; rows are those of the statistics."""
 
     def __init__(self, k: int | None, wants_rank: bool) -> None:
         self.k, self.wants_rank = k, wants_rank

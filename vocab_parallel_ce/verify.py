@@ -134,7 +134,7 @@ def compare_call(
     """Raise the same ValueError on every rank unless the arguments of a pending call fit together.
 
     ``tensors`` are all that may need a gradient, first ``logits [..., C]`` or ``hidden [..., D]``. ``beside`` names
-    what stands beside them instead of labels, ``subject`` what ``labels`` are. ``values`` must be equal, as the
+    what stands alongside them instead of labels, ``subject`` what ``labels`` are. ``values`` must be equal, as the
     options. Tensors among ``options`` are hidden states. Without a ``vocab_size`` among them, equal
     logits or heads on all ranks are an error.
     """

@@ -36,7 +36,7 @@ class Effort(NamedTuple):
 
 
 class Case(NamedTuple):
-    """``tokens`` beside the ``vocabulary`` of all ranks together; over logits if there is no ``hidden_size``.
+    """``tokens`` alongside the ``vocabulary`` of all ranks together; over logits if there is no ``hidden_size``.
 
     ``kind`` is the reduction, or the command whose calls are compared.
     """
@@ -131,6 +131,7 @@ LOSSES_TARGETS = [
 SHAPES: dict[str, list[str]] = {
     "tokens": [f"{tokens}x128256" for tokens in (64, 256, 1024, 4096, 16384, 32768)],
     "vocabulary": [f"4096x{2**k}" for k in range(13, 19)],
+    "few": [f"{tokens}x128256" for tokens in (16, 64, 256, 512)] + ["64x256000", "16x32064", "64x32064"],
     "options": ["4096x128256", "8192x64128", "8192x32064"],
     "memory": [f"{tokens}x128256x{HIDDEN_SIZE}" for tokens in (4096, 8192, 16384, 32768, 65536)],
     "profile": [f"16384x128256x{HIDDEN_SIZE}"],
@@ -140,7 +141,7 @@ SHAPES: dict[str, list[str]] = {
     "frameworks": ["1024x32000", "8192x128256", "16384x128256"],
     "host": ["8x256", "8x256x64"],
 }
-OF_EACH_REDUCTION = ("table", "tokens", "vocabulary", "head")
+OF_EACH_REDUCTION = ("table", "tokens", "vocabulary", "few", "head")
 OF_A_MEAN = ("memory", "profile")
 
 
@@ -194,7 +195,7 @@ class Inputs(NamedTuple):
 
 
 class Alongside:
-    """What a loss takes beside logits or a head and labels; each is made when it is first asked for."""
+    """What a loss takes alongside logits or a head and labels; each is made when it is first asked for."""
 
     OF_COLUMNS = ("class_weight",)  # the others have a row of each token
 

@@ -24,6 +24,7 @@ FILES = {
     "table": "bench_table",
     "options": "bench_options",
     "tokens": "bench_sweep_tokens",
+    "few": "bench_sweep_few",
     "vocabulary": "bench_sweep_vocabulary",
     "head": "linear_table",
     "memory": "linear_memory",
@@ -35,7 +36,7 @@ FILES = {
     "transformers": "transformers_step",
     "megatron": "megatron",
 }
-# Documents of one GPU that stand beside newer ones, and their commits, until they are measured again.
+# Documents of one GPU that stand alongside newer ones, and their commits, until they are measured again.
 OLDER = {"rl_1gpu": "5604c27298"}
 # In the hosts of documents from before they had "packages".
 STEP_PACKAGES = ["transformers", "liger-kernel", "verl", "trl", "openrlhf", "flash-attn", "megatron-core"]

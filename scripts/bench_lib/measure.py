@@ -139,7 +139,7 @@ class LossSubject(Subject):
 
 
 class LogitsSubject(LossSubject):
-    """The loss over logits, beside ``out.copy_(logits)``. Each call of a round has a buffer of its own."""
+    """The loss over logits, alongside ``out.copy_(logits)``. Each call of a round has a buffer of its own."""
 
     gradients = ("gradient",)
 
@@ -181,7 +181,7 @@ class LogitsSubject(LossSubject):
 
 
 class HeadSubject(LossSubject):
-    """The loss of hidden states and a weight, beside the three matmuls that every way needs.
+    """The loss of hidden states and a weight, alongside the three matmuls that every way needs.
 
     ``hidden @ weight.T``, ``grad @ weight`` and ``grad.T @ hidden`` go into memory that is there; several
     ranks then all-reduce the gradient of hidden. The gradient is the softmax: a GPU multiplies zeros faster.
@@ -217,7 +217,7 @@ class HeadSubject(LossSubject):
         return self.inputs, self.case.tokens
 
     def allowed(self, provider: Provider, actual: tuple[Tensor, ...]) -> tuple[float, ...]:
-        """Logits are rounded too: of a larger weight, and of a teacher beside the student, they are further away."""
+        """Logits are rounded too: of a larger weight, and of a teacher alongside the student, they are further away."""
         eps = torch.finfo(actual[-1].dtype).eps
         times = 1 if self.case.kind in REDUCTIONS else 4
         ours = (times * eps / 16 + SUMS, times * eps + SUMS, times * eps + SUMS)

@@ -28,7 +28,7 @@ LESS = 1.02  # memory differs if one has so many times the other's
 
 
 class Framework(NamedTuple):
-    """A row of README: what a framework takes without and with this package, and fused peers beside."""
+    """A row of README: what a framework takes without and with this package, and fused peers alongside."""
 
     name: str
     line: str
@@ -81,7 +81,7 @@ FRAMEWORKS = (
         without="torch loss_parallel",
         given="DTensor loss",
         peers=("torch loss_parallel, bf16",),
-        **TWO | {"setting": "2 GPUs, beside `loss_parallel` of `logits.float()`, "},
+        **TWO | {"setting": "2 GPUs, against `loss_parallel` of `logits.float()`, "},
     ),
     installed(
         "[torchtitan](docs/dtensor.md#torchtitan)",
@@ -155,7 +155,7 @@ def steps_cell(result: Result) -> str:
 
 
 def losses_block(document: Document) -> str:
-    """Losses over logits in copies of them, and beside the call without the last option; then those of heads."""
+    """Losses over logits in copies of them, and alongside the call without the last option; then those of heads."""
     cases = results_by_case(document)
     of_logits = {case: results for case, results in cases.items() if case.count(" x ") == 1}
     names = [name for name in next(iter(of_logits.values())) if name != "copy"]
@@ -188,7 +188,7 @@ def frameworks_block(documents: Mapping[str, Document]) -> str:
         given = cost(results[row.given]) + (": time within the noise" if is_same else "")
         cells = [row.name, row.line, row.setting + row.case, cost(results[row.without]), given]
         rows.append([*cells, "; ".join(peers) or "-", where_it_loses(row, results_by_case(document))])
-    every = table(["framework", "the line", "case", "without", "with", "beside", "where it loses"], rows)
+    every = table(["framework", "the line", "case", "without", "with", "fused peers", "where it loses"], rows)
     commits: dict[str, list[str]] = {}
     for row in FRAMEWORKS:
         name = row.name.partition("]")[0].lstrip("[")
@@ -198,7 +198,7 @@ def frameworks_block(documents: Mapping[str, Document]) -> str:
 
 
 def where_it_loses(row: Framework, cases: dict[str, dict[str, Result]]) -> str:
-    """The worst case by time, and the worst by memory, beside what the row names; "-" if there is none."""
+    """The worst case by time, and the worst by memory, of those that the row compares; "-" if there is none."""
     said = []
     for key, unit, text in (("ms", "ms", milliseconds), ("peak_bytes", "GiB", gib)):
         found = [
@@ -222,7 +222,7 @@ def worse(result: Result, other: Result, key: str) -> bool:
 
 
 def head_block(document: Document) -> str:
-    """The head and its loss beside fused peers, from the least memory to the most."""
+    """The head and its loss alongside fused peers, from the least memory to the most."""
     results = {name: each for name, each in results_by_case(document)[HEAD].items() if is_timed(each)}
     order = sorted(results, key=lambda name: results[name]["peak_bytes"])
     rows = []

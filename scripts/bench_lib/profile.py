@@ -67,7 +67,7 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def summary_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The time of each category, and of NCCL's what runs beside other kernels and what does not."""
+    """The time of each category, and of NCCL's what runs alongside other kernels and what does not."""
     spans: dict[str, list[Span]] = {name: [] for name in CATEGORIES}
     for event in events:
         spans[category_of(event["name"])].append((event["ts"], event["ts"] + event["dur"]))

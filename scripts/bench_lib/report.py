@@ -199,6 +199,24 @@ def sweep_part(document: Document, commit: str | None = None) -> str:
     return f"{every}\n\n{said.strip()}"
 
 
+def few_part(document: Document, commit: str | None = None) -> str:
+    """Microseconds of a CUDA graph's replay of each provider and of the copy."""
+    cases = results_by_case(document)
+    names = list(dict.fromkeys(name for results in cases.values() for name in results))
+
+    def cell(result: Result | None) -> str:
+        microseconds = number(result, "microseconds_graph")
+        return "-" if microseconds is None else f"{microseconds:.1f}"
+
+    rows = []
+    for case, results in cases.items():
+        ours = results[OURS]
+        copy = ours["microseconds_graph"] / ours["ratio_graph"]
+        rows.append([str(case), f"{copy:.1f}", *(cell(results.get(name)) for name in names)])
+    title = f"{host_line(document, commit)} Microseconds of a CUDA graph's replay:"
+    return "\n\n".join([title, table(["tokens x vocabulary", "copy", *names], rows), notes(document)]).strip()
+
+
 def options_part(documents: Sequence[Document], commit: str | None = None) -> str:
     """One row per call: its ratio to the copy, and in brackets to the same reduction without options."""
     columns: dict[str, dict[str, Result]] = {}
@@ -252,7 +270,7 @@ def profile_part(document: Document, commit: str | None = None) -> str:
         of = summary["by_category"]
         numbers = [summary[name] for name in names] + [of["matmul"], of["loss"]]
         rows.append([str(rank), *(f"{value / 1e3:.2f}" for value in numbers)])
-    header = ["rank", "step", "NCCL", "of it beside other kernels", "exposed", "idle", "matmuls", "loss"]
+    header = ["rank", "step", "NCCL", "of it alongside other kernels", "exposed", "idle", "matmuls", "loss"]
     title = f"{host_line(document, commit)} {case_of(document['case'])}, medians of several steps, in ms:"
     return f"{title}\n\n{table(header, rows)}"
 
@@ -309,7 +327,7 @@ def with_parts(text: str, documents: dict[str, Document]) -> str:
     Raises:
         ValueError: a section has documents of several commits.
     """
-    kinds = {"table": logits_part, "tokens": sweep_part, "vocabulary": sweep_part, "head": linear_part}
+    kinds = {"table": logits_part, "tokens": sweep_part, "vocabulary": sweep_part, "few": few_part, "head": linear_part}
     kinds |= {"memory": memory_part, "profile": profile_part}
     options = {name: each for name, each in documents.items() if name.startswith(FILES["options"])}
     first = documents.get(name_of("table", 1)) or next(iter(documents.values()))

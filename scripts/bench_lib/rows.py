@@ -1,4 +1,4 @@
-"""The calls of this project that are measured beside each other: every option, loss, output and head."""
+"""The calls of this project that are measured alongside each other: every option, loss, output and head."""
 
 from __future__ import annotations
 

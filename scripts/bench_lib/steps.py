@@ -24,7 +24,7 @@ SAME_LOSS = 0.02  # of whole steps, relative to the first provider's
 
 
 class StepSubject(Subject):
-    """Whole steps of a model, beside those of the first provider.
+    """Whole steps of a model, alongside those of the first provider.
 
     ``step`` runs one and returns its loss, and ``forget`` drops the gradients.
     """

@@ -127,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120, help="of each student")
     parser.add_argument("--linear", action="store_true", help="linear_distillation_loss instead of distillation_loss")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the curves here, and draw them beside it")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the curves here, and draw them next to it")
     words = parser.parse_args()
     torch.backends.cuda.enable_mem_efficient_sdp(False)  # adds in no fixed order, and ranks must not differ
     with joined_ranks() as ranks:

@@ -1,4 +1,4 @@
-"""Trains a small GPTModel of Megatron-Core with tensor parallelism: Megatron's own loss beside this package's.
+"""Trains a small GPTModel of Megatron-Core with tensor parallelism: Megatron's own loss alongside this package's.
 
     torchrun --nproc-per-node 2 scripts/examples/megatron_gpt.py --steps 20
 

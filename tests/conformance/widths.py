@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.inputs import DTYPES, IGNORE_INDEX, NAN
+from tests.support.launch_shapes import ONE, SEVERAL
 from tests.support.logits import SMOOTHING, broad_rows
 from tests.support.weights import weights
 
@@ -25,6 +26,7 @@ PLACE = {
     "dtype": DTYPES,
     "layout": ("dense", "off a boundary", "three levels"),
     "padding": (0, 5, "in a vector"),
+    "programs": (ONE, SEVERAL),
 }
 HARD = ("peaked", "confident", "far_negative")  # rows of tests/support/inputs.py
 # Together, not two factors: their kernels have code of their own.

@@ -125,7 +125,11 @@ TENSORS = [
     ({"labels": None}, TypeError, "labels: .*Tensor.*NoneType"),
     ({"labels": LABELS.short()}, TypeError, "labels: dtype .*int64.*int16"),
     ({"labels": LABELS.t()}, ValueError, r"labels: .*\(2, 3\).*\(3, 2\)"),
-    ({"labels": LABELS.unsqueeze(-1).expand(2, 3, COLUMNS)}, ValueError, r"labels: .*\(2, 3\).*\(2, 3, 21\)"),
+    (
+        {"labels": LABELS.unsqueeze(-1).expand(2, 3, COLUMNS)},
+        ValueError,
+        r"labels: .*\(2, 3\), got \(2, 3, 21\); .*id.*probabilities",
+    ),
     ({"labels": LABELS.to("meta")}, ValueError, "labels: device .*cpu.*meta"),
     ({"labels": LABELS + COLUMNS, "check_labels": True}, ValueError, "labels: .*6 outside"),
     ({"impl": "cuda"}, ValueError, "impl: .*'reference'.*'cuda'"),

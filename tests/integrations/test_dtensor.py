@@ -311,7 +311,7 @@ def _refusals(rank, group, impl):
         return DTensor.from_local(rows.to_local().t(), mesh, [StridedShard(1, split_factor=2), Replicate()])
 
     cut = place(labels, mesh, [Shard(0), Replicate()])
-    descending = DeviceMesh(device.type, [3, 2, 1, 0])
+    descending, accuracy = DeviceMesh(device.type, [3, 2, 1, 0]), {"outputs": ("token_accuracy",)}
     attempts = {
         "plain": lambda: cross_entropy(logits, labels),
         "whole": lambda: call(Replicate(), Replicate()),
@@ -325,10 +325,8 @@ def _refusals(rank, group, impl):
         "labels elsewhere": lambda: call(Shard(0), Shard(1), labels=place(labels, mesh, [Shard(0)] * 2)),
         "labels of another mesh": lambda: call(Replicate(), Shard(1), labels=place(labels, other, [Replicate()])),
         "mean": lambda: call(Shard(0), Shard(1), labels=cut),
-        "accuracy": lambda: call(Shard(0), Shard(1), labels=cut, reduction="sum", outputs=("token_accuracy",)),
-        "accuracy of log-probs": lambda: call(
-            Shard(0), Shard(1), labels=cut, function=token_log_probs, outputs=("token_accuracy",)
-        ),
+        "accuracy": lambda: call(Shard(0), Shard(1), labels=cut, reduction="sum", **accuracy),
+        "accuracy of log-probs": lambda: call(Shard(0), Shard(1), labels=cut, function=token_log_probs, **accuracy),
         "probabilities": lambda: call(Replicate(), Shard(1), labels=logits[:, :4].softmax(-1)),
         "top_k": lambda: call(Replicate(), Shard(1), function=token_log_probs, top_k=2),
         "group": lambda: call(Replicate(), Shard(1), group=group),

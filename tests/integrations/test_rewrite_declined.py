@@ -42,7 +42,7 @@ DECLINED = [
     ("else: ", LOSS, f"{LOSS}\n    else:\n        self.count = 0"),
     ("loss: expected one name", "loss = self.loss", "self.loss = self.loss"),
     ("loss: expected (logits", "self.vocab_size, ", "self.vocab_size, 9, "),
-    ("loss: beside", LOSS, f"labels = labels.clone()\n        {LOSS}"),
+    ("loss: alongside", LOSS, f"labels = labels.clone()\n        {LOSS}"),
     ("aliased labels", "(logits, labels,", "(logits, targets,"),
     ("changed labels", NONE, "loss = None\n    labels = input_ids"),
     ("read or changed logits", LOSS, f"{LOSS}\n        loss = loss + logits.logsumexp(-1).mean()"),

@@ -12,11 +12,11 @@ PACKAGE, FILE = "vocab_parallel_ce", "kernels/targets.py"
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
-from tests.support import compile_kernels
+from tests.support import compile_kernels, kernel_variants
 from vocab_parallel_ce.kernels import targets
 
 assert targets.__file__.startswith(PLACE)
-variants = compile_kernels.of_targets("bf16", "bf16", False, "plain")
+variants = kernel_variants.of_targets("bf16", "bf16", False, "plain")
 outputs = next(variant for variant in variants if variant.name.startswith("target_loss"))
 print(triton.compile(compile_kernels.source_of(outputs), target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 """

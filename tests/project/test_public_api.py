@@ -24,6 +24,7 @@ OF_THE_LOSS = {"label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean", **OF_
 OF_THE_LOSS |= {"class_weight": None, "gradient": "auto", "shift": False, "advanced": None}
 OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0}
 OF_HEADS = {"bias": None, "sequence_parallel": False, "sequence_dim": 0, "chunk_size": "auto", "logits_dtype": None}
+OF_HEADS |= {"keep_logits": "none"}
 OF_HEADS |= {"advanced": None}
 OF_DISTILLATION = {"divergence": "forward", "beta": 0.5, "labels": None, "hard_weight": 0.0, "num_items": None}
 OF_DISTILLATION |= {"group": None, "ignore_index": -100, "temperature": 1.0, "reduction": "mean", "gradient": "auto"}
@@ -38,7 +39,7 @@ SIGNATURES = [
     (
         package.linear_distillation_loss,
         ["student", "teacher"],
-        {**OF_DISTILLATION, "chunk_size": "auto", "advanced": None},
+        {**OF_DISTILLATION, "chunk_size": "auto", "keep_logits": "none", "advanced": None},
     ),
 ]
 RECORDS = {

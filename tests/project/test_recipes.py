@@ -147,6 +147,17 @@ for function, reduction in itertools.product(modes, ("mean", "sum", "none")):
         check(on_ranks(n_ranks, function, reduction, gradient), truth)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     check(results(lambda *t: compiled(*t, reduction=reduction), *tensors), truth)
+
+OF_OTHERS = {"label_smoothing": 0.1, "z_loss": 0.1, "temperature": 2.0, "shift": True, "outputs": (), "impl": "triton"}
+for (function, tensors), (name, value) in itertools.product(
+    {over_logits: (logits,), over_head: (hidden, weight, bias)}.items(), OF_OTHERS.items()
+):
+    try:
+        function(*tensors, **{name: value})
+    except (TypeError, ValueError) as error:
+        assert str(error).startswith(f"{name}: expected one of "), error
+    else:
+        raise AssertionError(f"{name}, which the loss has no use for, was taken")
 print("done")
 """
 
@@ -193,7 +204,10 @@ def test_an_option_added_by_the_recipe_works_everywhere(tmp_path):
 
 @pytest.mark.reference
 def test_a_loss_added_by_the_recipe_works_everywhere(tmp_path):
-    """Over logits and heads, on ranks, in each reduction and mode, compiled; and it stands in the table of layers."""
+    """Over logits and heads, on ranks, in each reduction and mode, compiled; it refuses settings of other losses.
+
+    And it stands in the table of layers.
+    """
     assert len(LOSS) + len(LOSS_FILES) - 1 <= 5  # elsewhere than in its file in losses/
     assert_works(tmp_path, LOSS, USE_LOSS)
     rows = table((tmp_path / "docs/design.md").read_text(encoding="utf-8"), "| layer | modules |")

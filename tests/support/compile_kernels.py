@@ -8,7 +8,6 @@ with one entry per variant: a representative set, or with ``all-variants`` every
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -17,9 +16,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -28,245 +27,11 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from vocab_parallel_ce.blocks import ONE_PASS, THREADS_PER_WARP, one_pass_config
-from vocab_parallel_ce.kernels import divergences, targets
-from vocab_parallel_ce.kernels.algebra import Algebra
-from vocab_parallel_ce.kernels.launch import Launch
-from vocab_parallel_ce.kernels.walk import PairRows
-from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
-from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, TokenOutputs
+from tests.support.kernel_variants import DTYPES, Variant, all_variants, variants
+from vocab_parallel_ce.blocks import THREADS_PER_WARP
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRITON_NAMES = {torch.int64: "i64", torch.int32: "i32"} | {dtype: name for name, dtype in DTYPES.items()}
-ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True, False, True, True, True)  # that calls have together
-APART = ("ignore_index", "class_weight", "temperature")
-ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields if name not in APART}
-WEIGHTED = PLAIN._replace(class_weight=True)
-OPTIONS = {"plain": PLAIN, **ALONE, "all": ALL, "class_weight": WEIGHTED}
-OPTIONS |= {
-    "weighted_smoothing": WEIGHTED._replace(smoothing=0.1),
-    "all_weighted": ALL._replace(entropy=False, class_weight=True),
-}
-N_COLUMNS = 32064
 ASYNCHRONOUS_COPY = r"(cp\.async\.c[ag]\S*) \[[^\]]*\], \[[^\]]*\], (\w+)"
-
-
-class Variant(NamedTuple):
-    """A kernel as one kind of call launches it."""
-
-    name: str
-    launch: Launch
-    dtypes: tuple[torch.dtype | None, ...]  # of its tensors
-    programs_per_sm: int | None = None
-
-
-# The layout of rows without and with edges, and whether they have edges.
-ROWS = (((0, 1, 1, N_COLUMNS, 0, 0), False), ((0, 1, 1, N_COLUMNS + 3, 0, 0), True))
-
-
-def launch_of(kernel: str, dtypes: tuple[torch.dtype | None, ...], *key: Any, maker: str = "_launch") -> Any:
-    """Return what the launcher of ``kernel`` makes for ``key``."""
-    return getattr(importlib.import_module(f"vocab_parallel_ce.kernels.{kernel}"), maker)(dtypes, *key)
-
-
-def variants(target: GPUTarget) -> Iterator[Variant]:
-    """Yield what calls launch: for sm_90 every option alone, for other targets all options together."""
-    is_sm_90 = target.backend == "cuda" and target.arch == 90
-    if has_one_pass(target):
-        # The slowest to compile are first.
-        for _, most, _ in reversed(ONE_PASS if is_sm_90 else ONE_PASS[:1]):
-            yield one_pass("bf16", most, "z_loss" if most > 200_000 else "plain", "mean")
-    yield stats("bf16", True, "all", outputs=True)
-    yield gradient("bf16", True, "all", call="padded")
-    yield scaled("bf16", edges=True)
-    yield counted_larger("bf16", edges=True)
-    yield finish("all", 4)
-    yield from of_targets("bf16", "fp32", False, "all")
-    yield from of_divergence("bf16", True, DivergenceOptions("js", 2.0, 0.3, 0.5))
-    yield stats("bf16", True, "all_weighted", outputs=True)
-    yield stats("bf16", True, "all", temperature=True)
-    yield gradient("bf16", True, "all_weighted", call="padded")
-    yield gradient("bf16", True, "all", temperature=True)
-    yield finish("all_weighted", 4)
-    if not is_sm_90:
-        return
-    yield from of_targets("bf16", "bf16", False, "plain")
-    yield from of_targets("bf16", "bf16", True, "all")
-    yield from of_targets("bf16", "bf16", False, "weighted_smoothing")
-    yield from of_divergence("bf16", False, DivergenceOptions("forward"))
-    yield from of_divergence("bf16", False, DivergenceOptions("reverse", 2.0, hard_weight=0.5))
-    weighted = ("class_weight", "weighted_smoothing")
-    for option in ("smoothing", "softcap", "entropy", "sum_sq_probs", "mean_logit", "predictions", "all", *weighted):
-        yield stats("bf16", False, option, outputs=True)
-    for option in (name for name in OPTIONS if name != "predictions"):
-        yield gradient("bf16", False, option)
-    yield stats("bf16", False, "plain", temperature=True)
-    yield gradient("bf16", False, "plain", temperature=True)
-    yield stats("bf16", False, "plain", counted=True)
-    yield stats("bf16", True, "plain", outputs=True)
-    yield gradient("bf16", False, "plain", call="in_forward", ranks=1)
-    yield gradient("bf16", True, "plain")
-    yield gradient("fp32", False, "plain", of="bf16")
-    yield gradient("fp32", True, "all", of="bf16")
-    yield scaled("fp32", edges=False)
-    yield counted_larger("bf16", edges=False)
-
-
-def all_variants(target: GPUTarget) -> Iterator[Variant]:
-    """Yield the product of dtypes, edges, options and kinds of calls."""
-    for dtype, edges in product(DTYPES, (False, True)):
-        yield scaled(dtype, edges)
-        yield counted_larger(dtype, edges)
-        yield stats(dtype, edges, "plain", counted=True)
-        yield gradient(dtype, edges, "plain", call="in_forward", ranks=1)
-        yield gradient(dtype, edges, "all", call="in_forward")
-        yield gradient(dtype, edges, "all", call="padded")
-        for option in OPTIONS:
-            yield stats(dtype, edges, option)
-            yield stats(dtype, edges, option, outputs=True)
-            yield gradient(dtype, edges, option)
-            yield stats(dtype, edges, option, temperature=True)
-            yield gradient(dtype, edges, option, temperature=True)
-    for of, edges, option in product(("bf16", "fp16"), (False, True), OPTIONS):
-        yield gradient("fp32", edges, option, of=of)
-    for option, ranks in product(OPTIONS, (1, 4)):
-        yield finish(option, ranks)
-    for dtype, of_target, edges, option in product(DTYPES, DTYPES, (False, True), ("plain", "all", "all_weighted")):
-        yield from of_targets(dtype, of_target, edges, option)
-    for dtype, edges, kind, values in product(DTYPES, (False, True), DIVERGENCES, ((1.0, 0.5, 0.0), (2.0, 0.5, 0.5))):
-        yield from of_divergence(dtype, edges, DivergenceOptions(kind, *values))
-    if has_one_pass(target):
-        calls = product(DTYPES, ONE_PASS, ("plain", "z_loss"), ("mean", "sum", "num_items"))
-        for dtype, (_, most, _), option, call in calls:
-            yield one_pass(dtype, most, option, call)
-
-
-def has_one_pass(target: GPUTarget) -> bool:
-    """Return whether the target has asynchronous copies and enough shared memory."""
-    return target.backend == "cuda" and target.arch >= 90
-
-
-def output_dtypes(options: LossOptions) -> tuple[torch.dtype | None, ...]:
-    *others, predictions = options.outputs
-    return (*(torch.float32 if is_wanted else None for is_wanted in others), torch.int64 if predictions else None)
-
-
-def stats(
-    dtype: str, edges: bool, option: str, outputs: bool = False, counted: bool = False, temperature: bool = False
-) -> Variant:
-    options = OPTIONS[option]
-    of_outputs = output_dtypes(options) if outputs else (None,) * len(TokenOutputs._fields)
-    of_rows = torch.float32 if temperature else None
-    dtypes = (DTYPES[dtype], torch.int64, of_rows, torch.float32, torch.int32 if counted else None, *of_outputs, None)
-    dtypes += (torch.float32 if options.class_weight else None,)
-    shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    launch = launch_of("online_softmax", dtypes, ROWS[edges], shard, options)
-    name = f"online_softmax-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}{'-outputs' * outputs}"
-    return Variant(name + "-temperature" * temperature, launch, dtypes)
-
-
-def gradient(
-    dtype: str,
-    edges: bool,
-    option: str,
-    call: str = "in_backward",
-    ranks: int = 4,
-    of: str | None = None,
-    temperature: bool = False,
-) -> Variant:
-    """``in_forward`` writes the loss too; ``padded`` divides, and its shard has padding; ``of`` is the gradient's."""
-    options = OPTIONS[option]
-    fp32, in_forward = torch.float32, call == "in_forward"
-    loss = fp32 if in_forward else None
-    others = options.differentiable[1:-1] if call == "in_backward" else (False,) * 4
-    grads = [fp32 if is_given else None for is_given in (not in_forward, *others)]
-    divisor = None if call == "in_backward" else torch.int32
-    weights = fp32 if options.class_weight and options.smoothing else None
-    pointers = (fp32, divisor, *grads, loss, DTYPES[of or dtype], weights)
-    dtypes = (DTYPES[dtype], torch.int64, fp32 if temperature else None, *pointers)
-    shard = VocabShard(0, N_COLUMNS, N_COLUMNS - 100 if call == "padded" else 4 * N_COLUMNS)
-    strides = GradOutputs(*(None if grad is None else 3 for grad in grads))
-    launch = launch_of("cross_entropy", dtypes, ROWS[edges], strides, ranks, shard, options)
-    name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}{'-temperature' * temperature}"
-    return Variant(name if of is None else f"{name}-to-{of}", launch, dtypes)
-
-
-def scaled(dtype: str, edges: bool) -> Variant:
-    dtypes = (DTYPES[dtype], torch.float32)
-    launch = launch_of("element_mul", dtypes, ROWS[edges], N_COLUMNS, 3)
-    return Variant(f"element_mul-{dtype}{'-edges' * edges}", launch, dtypes)
-
-
-def counted_larger(dtype: str, edges: bool) -> Variant:
-    dtypes = (DTYPES[dtype], torch.float32, torch.int32)
-    shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    return Variant(
-        f"count_larger-{dtype}{'-edges' * edges}", launch_of("count_larger", dtypes, ROWS[edges], shard), dtypes
-    )
-
-
-def finish(option: str, ranks: int) -> Variant:
-    dtypes = (torch.int64, torch.float32, torch.int32, *output_dtypes(OPTIONS[option]))
-    return Variant(f"loss-{option}-R{ranks}", launch_of("loss", dtypes, ranks, 131072, OPTIONS[option]), dtypes)
-
-
-def of_targets(dtype: str, target: str, edges: bool, option: str) -> Iterator[Variant]:
-    """Yield the kernels of probability targets."""
-    options = OPTIONS[option]._replace(entropy=False, predictions=False)
-    beside = DTYPES[target], None, torch.float32 if options.class_weight else None
-    name = f"target_{{}}-{dtype}-{target}{'-edges' * edges}-{option}-"
-    yield from of_algebra(name, targets.ALGEBRA, DTYPES[dtype], beside, edges, (4,), options)
-
-
-def of_divergence(dtype: str, edges: bool, options: DivergenceOptions) -> Iterator[Variant]:
-    """Yield the kernels of distillation, with labels if there is a hard weight."""
-    beside = DTYPES[dtype], torch.int64 if options.hard_weight else None, None
-    is_js = options.divergence == "js"
-    widths = (4 + (not is_js) + 2 * bool(options.hard_weight), *((2,) if is_js else ()))
-    name = f"divergence_{{}}-{dtype}{'-edges' * edges}-{options.divergence}-"
-    own = divergences.kernel_options(options)
-    yield from of_algebra(name, divergences.ALGEBRA, DTYPES[dtype], beside, edges, widths, own)
-
-
-def of_algebra(
-    name: str,
-    algebra: Algebra,
-    logits: torch.dtype,
-    beside: tuple[torch.dtype | None, ...],
-    edges: bool,
-    widths: tuple[int, ...],
-    options: Any,
-) -> Iterator[Variant]:
-    """Yield the kernels of a loss of two tensors; rows of both begin at the same position of a line.
-
-    ``beside`` are what stands beside the logits, labels and class weights; ``widths`` those of the exchanges.
-    """
-    rows, shard = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    fp32, second, own = torch.float32, torch.float32 if len(widths) > 1 else None, (algebra, shard, options)
-    dtypes: tuple[torch.dtype | None, ...] = (logits, *beside, fp32, second, fp32, None)
-    launch = launch_of("row_loss", dtypes, rows, widths[0], *own, maker="_statistics")
-    yield Variant(name.format("statistics"), launch, dtypes)
-    dtypes = (logits, *beside, fp32, second, None, fp32, logits)
-    launch = launch_of("row_loss", dtypes, rows, 1, (4, widths[0]), *own, maker="_gradient")
-    yield Variant(name.format("gradient"), launch, dtypes)
-    dtypes = (fp32, second, beside[1], fp32, fp32)
-    launch = launch_of("row_loss", dtypes, (4, widths[0]), *own, maker="_outputs")
-    yield Variant(name.format("loss"), launch, dtypes)
-    if second:
-        dtypes = (logits, *beside, fp32, fp32)
-        launch = launch_of("row_loss", dtypes, rows, (4, widths[0]), *own, maker="_second")
-        yield Variant(name.format("second"), launch, dtypes)
-
-
-def one_pass(dtype: str, row_bytes: int, option: str, call: str) -> Variant:
-    """Rows of at most ``row_bytes``."""
-    dtypes = (DTYPES[dtype], torch.int64, torch.int32 if call == "num_items" else None, torch.float32)
-    n_columns = row_bytes // 16 * 16 // DTYPES[dtype].itemsize
-    layout = (0, 1, 1, n_columns, 0, 0)
-    launch, programs = launch_of("one_pass", dtypes, n_columns, layout, call == "mean", OPTIONS[option])
-    assert one_pass_config(row_bytes) is not None
-    return Variant(f"one_pass-{dtype}-{option}-{call}-{row_bytes}", launch, dtypes, programs)
 
 
 def source_of(variant: Variant) -> ASTSource:

@@ -18,10 +18,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.support import interpreter
+from tests.support.launch_shapes import ONE, SEVERAL, programs
 from tests.support.poison import poisoned_allocations
 from tests.support.random_call import Call
 from tests.support.random_heads import of_head
@@ -54,11 +56,14 @@ def is_head(seed: int) -> bool:
     return "trains" in configurations()[seed % len(configurations())][1]
 
 
-def run_call(seed: int, where: Where) -> None:
-    """Make the call of a seed, and check all that it returns."""
+def run_call(seed: int, where: Where, kind: str | None = None) -> None:
+    """Make the call of a seed, and check all that it returns; ``kind`` of programs, if it is not the seed's."""
     of_ranks = {name: value for name, value in changes_of(seed, RANKS).items() if name != "is_module"}
     call = Call(seed, where.device, where.impl, where.small, of_ranks if is_head(seed) else None)
-    (of_head if call.is_head else of_logits)(call)
+    # Small rows have several programs in every other round of the configurations; wide ones if they are few.
+    kind = (ONE, SEVERAL)[(seed + seed // len(configurations())) % 2] if kind is None else kind
+    with programs(kind) if where.small else nullcontext():
+        (of_head if call.is_head else of_logits)(call)
 
 
 def results_of(seeds: Sequence[int], where: Where) -> Iterator[Result]:

@@ -68,6 +68,9 @@ def head_settings(call: Call, labels: Tensor, head: Head) -> Tensor | None:
         call.settings["chunk_tokens"] = draw.rng.randint(1, max(n_tokens, 1))
     elif draw["chunks"] == "bytes":
         call.settings["memory_budget"] = draw.rng.randint(1, max(n_tokens, 1)) * 8 * call.bounds[0][1]
+    is_none = draw["reduction"] == "none" or "log_probs" in call.function
+    if draw["gradient"] == "in_backward" or (is_none and draw["gradient"] != "in_forward"):
+        call.settings["keep_logits"] = ("none", "all")[draw.index % 2]
     if call.function == "linear_distillation_loss":
         return None
     call.settings["logits_dtype"] = draw["logits_dtype"]

@@ -147,7 +147,17 @@ FACTORS: dict[str, Case] = {
 TRIPLES = (
     ("distillation_loss", {"divergence": "js", "ranks": 3, "ragged": False, "padding": "vectors"}),
     ("token_log_probs", {"outputs": ("entropy",), "ranks": 1, "padding": "odd"}),
-    ("vocab_parallel_cross_entropy", {"reduction": "mean", "num_items": None, "ranks": 1, "padding": "odd"}),
+    (
+        "vocab_parallel_cross_entropy",
+        {
+            "reduction": "mean",
+            "num_items": None,
+            "ranks": 1,
+            "padding": "odd",
+            "width": "large",
+            "dtype": torch.float32,
+        },
+    ),
 )
 
 

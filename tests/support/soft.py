@@ -126,6 +126,13 @@ def subtracted(student: Tensor, teacher: Tensor, options: dict[str, Any]) -> tup
     return float(terms.sum(-1).max()), 0.0 if is_forward else float(terms.max())
 
 
+def subtracted_at_known(student: Tensor, options: dict[str, Any]) -> float:
+    """Magnitude of what the loss of a top-k teacher subtracts: ``q * (|log s| + |log q|)`` of the worst row."""
+    log_s = (student.double() / options.get("temperature", 1.0)).log_softmax(-1)
+    log_q = options["teacher_log_probs"].double()
+    return float((log_q.exp() * (log_s.gather(-1, options["teacher_ids"]).abs() + log_q.abs())).sum(-1).max())
+
+
 def in_exponents(case: "Case") -> float:
     """Magnitude of what is subtracted in exponents: ``p * |z|`` of one column. The rounding of z is relative in p."""
     ways = {name: case.options[name] for name in ("logit_scale", "softcap") if name in case.options}
@@ -182,6 +189,8 @@ def assert_right(case: Case, results: Results) -> None:
     if case.losses is divergences:
         of_loss, of_terms = subtracted(case.logits, case.other, case.options)
         of_grad += of_terms  # the rounding of both
+    if case.losses is topk_losses:
+        of_loss = subtracted_at_known(case.logits, case.options)
     of_grad *= float(grad_output_of(case).abs().max()) / (1 if results.loss.dim() else len(case.logits))
     assert_within_budget(results.loss, truth.loss, peer.loss, of_loss)
     roundings = 2 if case.ways.get("gradient") == "in_forward" else 1  # backward multiplies what forward has written

@@ -116,7 +116,7 @@ def over_logits(
 ) -> tuple[TokenOutputs, Tensor | None]:
     """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor.
 
-    ``given`` are the tensors beside the logits, ``loss.Beside``. Fills ``top``. Compiled code gets an operator.
+    ``given`` are the tensors alongside the logits, ``loss.Beside``. Fills ``top``. Compiled code gets an operator.
     """
     if torch.compiler.is_dynamo_compiling():  # of this frame; is_compiling() is of all threads
         from vocab_parallel_ce.operators import losses
@@ -147,7 +147,7 @@ def over_head(
         outputs = as_token_outputs(OverHead.apply(*local, beside, linear), linear.call.plan)
     else:
         with torch.no_grad(), torch.autocast(local.hidden.device.type, enabled=False):
-            outputs, _ = loops.forward(linear, local, beside)
+            outputs, *_ = loops.forward(linear, local, beside)
     value, *others = (v if v is None or v.dim() == 0 else v.view(given.labels.shape) for v in outputs)
     assert value is not None
     return TokenOutputs(value, *others), linear.call.divisor, linear.overflow

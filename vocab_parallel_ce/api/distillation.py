@@ -134,7 +134,7 @@ def linear_distillation_loss(
         teacher: a :class:`Head` of any hidden size, of the same leading dimensions and from the same column on, whose
             tensors must not require a gradient; or a :class:`TopKTeacher`.
         gradient: as in :func:`linear_cross_entropy`.
-        chunk_size: as there, of the student's logits.
+        chunk_size, keep_logits: as in :func:`linear_cross_entropy`, of the student's logits.
         advanced: ``reduce_hidden_grad`` of :func:`linear_cross_entropy`.
         others: as in :func:`distillation_loss`.
 

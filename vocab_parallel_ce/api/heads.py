@@ -107,6 +107,9 @@ def linear_cross_entropy(
         sequence_parallel: ``hidden`` and its gradient are this rank's part along dimension ``sequence_dim``, by
             default the first, and ``labels`` are of all tokens; needs a group.
         chunk_size: tokens per chunk, or the bytes of a chunk's logits as ``"256MiB"``, or ``"auto"``.
+        keep_logits: logits to keep for a backward that computes the gradients, which otherwise makes them again:
+            ``"none"``, ``"all"``, or those of the first chunks that fit in so many bytes, as ``"2GiB"``. Backward
+            overwrites them. Under saved-tensor hooks none are kept.
         logits_dtype: ``torch.float32``: 16-bit products accumulate and stay in fp32, and the gradient of the logits
             is rounded once to 16 bits for the products that follow. None: logits are rounded to 16 bits.
         outputs, top_k: as in :func:`vocab_parallel_cross_entropy`. ``"rank"`` makes the logits again in forward.

@@ -122,7 +122,7 @@ def vocab_parallel_cross_entropy(
             number, or a tensor of one element, which the host reads only on the CPU.
         class_weight: ``[V]``, or ``[C]`` for this rank's columns, of any floating dtype: PyTorch's ``weight``. A mean
             is divided by the sum of the labels' weights.
-        outputs: names of fields of :class:`Outputs` to return beside the loss, such as ``("entropy", "predictions")``;
+        outputs: names of fields of :class:`Outputs` to return alongside the loss: ``("entropy", "predictions")``.
             ``V`` is at most 2**24 for predictions. Not for probabilities.
         top_k: also return the ids and log-probabilities of so many columns.
         gradient: where it is written. ``"auto"``: over the logits if nobody else can see them when backward runs,

@@ -193,7 +193,10 @@ class LinearCrossEntropy(_LossModule):
             n_features = checks.checked_count("in_features", in_features)
             self.own = nn.Linear(n_features, checks.checked_count("columns", columns), bias=bias)
         elif in_features is not None or columns is not None or bias:
-            raise ValueError("head: expected None with in_features, columns and bias, got both")
+            raise ValueError(
+                "head: expected it, or in_features, columns and bias of one of its own, got both; pass the head alone, "
+                "which has its own bias"
+            )
         # In a tuple: what is shared is no submodule of this module.
         self.shared = () if head is None else (head,)
         _check_head(self.head)
@@ -279,7 +282,12 @@ def _check_head(head: Any) -> None:
             "head: FSDP wraps it, so its weight is whole only in its own forward, which this loss would skip; "
             "wrap the module that holds the head and the loss instead, and call it inside the module that FSDP wraps"
         )
-    if isinstance(head, nn.Module) and parametrize.is_parametrized(head):
+    if not isinstance(head, nn.Module):
+        raise TypeError(
+            f"head: expected an nn.Linear or nn.Embedding, got {type(head).__name__}; pass the module, or in_features= "
+            "and columns= for a head of its own"
+        )
+    if parametrize.is_parametrized(head):
         raise ValueError("head: expected no parametrizations, got some; remove them")
     if type(head) not in (nn.Linear, nn.Embedding):
         raise TypeError(
@@ -292,7 +300,7 @@ def _check_head(head: Any) -> None:
         checks.check_parameter("weight", head.weight)
 
 
-def _check_hooks(head: nn.Linear | nn.Embedding) -> None:
+def _check_hooks(head: nn.Module) -> None:
     """Check that it has no hooks, except those of tensor parallelism, which the loss does itself."""
     forward_hooks = head._forward_hooks or head._forward_pre_hooks
     parallel = parallel_hooks(head) if forward_hooks else None

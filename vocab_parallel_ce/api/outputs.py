@@ -1,4 +1,4 @@
-"""What a loss and log-probabilities return beside themselves, if it is asked for."""
+"""What a loss and log-probabilities return alongside themselves, if it is asked for."""
 
 from __future__ import annotations
 

@@ -37,11 +37,17 @@ def equal_chunk(n_tokens: int, most: int) -> int:
     return min(most, -(-even // MULTIPLE) * MULTIPLE)
 
 
-def chunk_of(head: HeadSettings, n_tokens: int, hidden_size: int, n_columns: int, element_size: int) -> int:
-    """Return the tokens of a chunk that a caller asks for: ``"auto"``, a number, or bytes for the logits."""
+def chunk_of(
+    head: HeadSettings, n_tokens: int, hidden_size: int, n_columns: int, element_size: int, kept_bytes: int
+) -> int:
+    """Return the tokens of a chunk that a caller asks for: ``"auto"``, a number, or bytes for the logits.
+
+    ``kept_bytes`` are those of a token's kept logits: an automatic chunk has as many tokens as may be kept, or fewer.
+    """
     asked, token_bytes = head.chunk_size, n_columns * element_size
     if asked == "auto":
-        return choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, FEWEST_TOKENS)
+        chosen = choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, FEWEST_TOKENS)
+        return min(chosen, max(1, most_kept(head.keep_logits, kept_bytes, chosen)))
     if not isinstance(asked, str):
         return checks.checked_count("chunk_size", asked)
     most = bytes_of(asked) // token_bytes
@@ -53,6 +59,26 @@ def chunk_of(head: HeadSettings, n_tokens: int, hidden_size: int, n_columns: int
 def chunks_of(n_tokens: int, chunk: int) -> tuple[slice, ...]:
     """Return the rows of every chunk: 5 tokens by 2 are 0:2, 2:4 and 4:5."""
     return tuple(slice(start, min(start + chunk, n_tokens)) for start in range(0, n_tokens, chunk))
+
+
+def most_kept(keep_logits: str, token_bytes: int, n_tokens: int) -> int:
+    """Return how many of ``n_tokens`` tokens' logits may be kept; all, if none are to be."""
+    if keep_logits in ("none", "all"):
+        return n_tokens
+    return min(n_tokens, bytes_of(keep_logits, "keep_logits", "'none', 'all'") // token_bytes)
+
+
+def kept_rows(keep_logits: str, chunks: Sequence[slice], token_bytes: int) -> int:
+    """Return the number of rows whose logits are kept: those of whole chunks, from the first on."""
+    if keep_logits == "none" or not chunks:
+        return 0
+    most, first = most_kept(keep_logits, token_bytes, chunks[-1].stop), chunks[0].stop
+    if most < first:
+        raise ValueError(
+            f"keep_logits: must hold the logits of a chunk, {first} tokens of {token_bytes} bytes, got "
+            f"{keep_logits!r}; pass more, or a smaller chunk_size"
+        )
+    return max(rows.stop for rows in chunks if rows.stop <= most)
 
 
 def parts_of(n_tokens: int, n_ranks: int) -> list[slice]:

@@ -1,7 +1,7 @@
 """A head and its loss chunk by chunk: the loops over chunks, without and with gradients.
 
-logits   [n, C] = hidden @ weight.T + bias      in a buffer that all chunks share
-logits -> statistics -> exchange -> outputs, gradient over the buffer, or in one of 16 bits beside fp32 logits
+logits   [n, C] = hidden @ weight.T + bias      in a buffer that all chunks share, unless they are kept
+logits -> statistics -> exchange -> outputs, gradient over the buffer, or in one of 16 bits alongside fp32 logits
 d_hidden [n, D] = d_logits @ weight             summed over the ranks while the next products run
 d_weight [C, D] = sum over chunks of d_logits.T @ hidden,  d_bias [C] = sum of d_logits
 """
@@ -33,12 +33,19 @@ Wanted = tuple[bool, bool, bool]  # which of these
 class Products:
     """The matrix products of one walk over the chunks, and the gradients."""
 
-    def __init__(self, linear: LinearCall, local: Head, wanted: Wanted) -> None:
+    def __init__(
+        self, linear: LinearCall, local: Head, wanted: Wanted, *, keeps: bool = False, kept: Tensor | None = None
+    ) -> None:
+        """``keeps``: allocate memory for logits that are kept. ``kept``: the kept logits."""
         weight, bias, main_grad = local.weight, local.bias, linear.main_grad
         self.weight = weight.to(linear.dtype)
         self.bias = None if bias is None else bias.to(linear.logits_dtype)
         self.hidden = HiddenStates(linear, local.hidden, wanted[0])
-        longest = max((rows.stop - rows.start for rows in linear.chunks), default=0)
+        if keeps and linear.n_kept:
+            kept = weight.new_empty(linear.n_kept, weight.shape[0], dtype=linear.logits_dtype)
+        self.kept = kept  # [n, C]
+        n_kept = 0 if kept is None or linear.logits_dtype != linear.dtype else kept.shape[0]
+        longest = max((rows.stop - rows.start for rows in linear.chunks if rows.stop > n_kept), default=0)
         self.buffer = self.weight.new_empty(longest, weight.shape[0], dtype=linear.logits_dtype)
         self.d_buffer = self.buffer  # the gradient of the logits
         if linear.logits_dtype != linear.dtype:
@@ -56,9 +63,24 @@ class Products:
         self.d_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
         self.bias_dtype = None if bias is None else bias.dtype
 
-    def logits(self, states: Tensor, first: int = 0) -> Tensor:
-        """Return the logits of hidden states, in the buffer from its row ``first``."""
-        logits = self.buffer[first : first + states.shape[0]]
+    def logits_of(self, rows: slice, states: Tensor, *, again: bool = False) -> Tensor:
+        """Return the logits of a chunk. Kept ones have memory of their own, which is filled already if ``again``."""
+        if self.kept is None or rows.stop > self.kept.shape[0]:
+            return self.logits(states)
+        if not again:
+            return self.logits(states, into=self.kept[rows])
+        if self.d_buffer is self.buffer:
+            return self.kept[rows]
+        # Their gradient has memory of another dtype, laid out as the buffer's.
+        return self.buffer[: states.shape[0]].copy_(self.kept[rows])
+
+    def d_logits_of(self, logits: Tensor) -> Tensor:
+        """Return memory for the gradient of a chunk's logits: theirs, unless they have another dtype."""
+        return logits if self.d_buffer is self.buffer else self.d_buffer[: logits.shape[0]]
+
+    def logits(self, states: Tensor, first: int = 0, into: Tensor | None = None) -> Tensor:
+        """Return the logits of hidden states, ``into`` or in the buffer from its row ``first``."""
+        logits = self.buffer[first : first + states.shape[0]] if into is None else into
         if logits.dtype != states.dtype:
             fp32_product(states, self.weight_of_logits.t(), logits)
             return logits if self.bias is None else logits.add_(self.bias)
@@ -75,11 +97,10 @@ class Products:
         else:
             d_hidden.copy_(torch.mm(d_logits, self.weight))
 
-    def finish_chunk(self, rows: slice, states: Tensor, d_hidden: Tensor | None) -> None:
-        """Reduce ``d_hidden``, and meanwhile add the chunk, whose d_logits d_buffer holds, to d_weight and d_bias."""
+    def finish_chunk(self, rows: slice, states: Tensor, d_hidden: Tensor | None, d_logits: Tensor) -> None:
+        """Reduce ``d_hidden``, and meanwhile add the chunk to d_weight and d_bias."""
         if d_hidden is not None:
             self.hidden.begin_reduce(rows, d_hidden)
-        d_logits = self.d_buffer[: states.shape[0]]
         if self.d_weight is not None:
             # An ignored token's gradient is 0, and 0 times a NaN in its hidden state would not be.
             self.d_weight.add(d_logits, zero_ignored(states, self.is_ignored[rows]))
@@ -87,8 +108,8 @@ class Products:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
 
     def gradients(self) -> Gradients:
-        """Return the gradients of all chunks, each in its tensor's dtype. Frees the buffers."""
-        del self.buffer, self.d_buffer
+        """Return the gradients of all chunks, each in its tensor's dtype. Drops the buffers."""
+        del self.buffer, self.d_buffer, self.kept
         return (
             self.hidden.gradient(),
             None if self.d_weight is None else self.d_weight.rounded(),
@@ -96,8 +117,10 @@ class Products:
         )
 
 
-def forward(linear: LinearCall, local: Head, beside: Any) -> tuple[TokenOutputs, Stats]:
-    """Return the outputs of all tokens, and the statistics of all ranks.
+def forward(
+    linear: LinearCall, local: Head, beside: Any, *, keeps: bool = False
+) -> tuple[TokenOutputs, Stats, Tensor | None]:
+    """Return the outputs of all tokens, the statistics of all ranks, and with ``keeps`` the logits that are kept.
 
     Collectives: one all_gather of statistics, or, of a loss that has a second exchange, two per chunk; with sequence
     parallelism one of hidden states per chunk. For the label's rank, which takes the product a second time, one
@@ -105,11 +128,11 @@ def forward(linear: LinearCall, local: Head, beside: Any) -> tuple[TokenOutputs,
     """
     call, plan, n_rows = linear.call, linear.call.plan, linear.labels.shape[0]
     outputs = run.new_outputs(plan, linear.labels.shape, local.hidden)
-    products = Products(linear, local, (False, False, False))
+    products = Products(linear, local, (False, False, False), keeps=keeps)
     stats = run.new_statistics(plan, n_rows, local.hidden)
     own = stats[0][plan.rank : plan.rank + 1]
     for rows, states in products.hidden.chunks():
-        logits, of_rows = products.logits(states), beside.at(rows)
+        logits, of_rows = products.logits_of(rows, states), beside.at(rows)
         if plan.launchers.second is None:
             plan.launchers.statistics(logits, of_rows, (own[:, rows],), 0)
         else:
@@ -128,7 +151,7 @@ def forward(linear: LinearCall, local: Head, beside: Any) -> tuple[TokenOutputs,
         all_gather_stats(stats[0], plan.rank, call.group)
     if plan.launchers.second is None or not plan.is_alone:
         plan.launchers.outputs(stats, beside, run.divisor_of(call, stats), outputs)
-    return _in_token_order(linear, outputs), stats
+    return _in_token_order(linear, outputs), stats, products.kept
 
 
 def _find_top(linear: LinearCall, products: Products, stats: Tensor) -> None:
@@ -139,7 +162,7 @@ def _find_top(linear: LinearCall, products: Products, stats: Tensor) -> None:
     if call.top.wants_rank:
         counts = linear.labels.new_zeros(linear.labels.shape, dtype=torch.int32)
         for rows, states in products.hidden.chunks():
-            logits = products.logits(states)
+            logits = products.logits_of(rows, states, again=True)
             counts[rows] = call.top.count(plan.launchers, logits, stats[:, rows], rows.start)
         call.top.add_counts(counts, plan.n_ranks, call.group)
     if linear.order is not None:
@@ -200,7 +223,7 @@ def _chunk_with_gradients(
             stats = _arrived(call, *given, exchange, filled)
             run.fill_with_gradient(plan, stats, call.divisor, *given, found, d_logits)
         products.write_d_hidden(d_logits, None if d_hidden is None else d_hidden[part])
-    products.finish_chunk(rows, states, d_hidden)
+    products.finish_chunk(rows, states, d_hidden, products.d_buffer[: states.shape[0]])
 
 
 def _begin_exchange(call: Call, logits: Tensor, beside: Any) -> tuple[Stats, Any] | None:
@@ -232,27 +255,32 @@ def backward(
     divisor: Tensor | None,
     wanted: Wanted,
     grads: GradOutputs,
+    kept: Tensor | None = None,
 ) -> Gradients:
-    """Return the gradients from logits that are computed again, and forward's statistics and divisor."""
+    """Return the gradients from forward's statistics and divisor, and logits: kept ones, or computed again.
+
+    Overwrites ``kept``.
+    """
     if linear.overflow is not None:
         grads = GradOutputs(*[None if grad is None else grad * linear.overflow for grad in grads])
     if grads.loss is None:
         grads = grads._replace(loss=stats[0].new_zeros(()))
     n_rows = stats[0].shape[1]
     grads = GradOutputs(*[None if grad is None else to_rows(linear, grad, n_rows) for grad in grads])
-    call, products = linear.call, Products(linear, local, wanted)
+    call, products = linear.call, Products(linear, local, wanted, kept=kept)
     if call.weighs:
         divisor = run.divisor_of(call, stats)
     for rows, states in products.hidden.chunks():
-        logits = products.logits(states)
+        logits = products.logits_of(rows, states, again=True)
         of_rows = GradOutputs(*[None if grad is None else grad[rows] for grad in grads])
         own_stats = tuple([each[:, rows].contiguous() for each in stats])
-        d_logits = products.d_buffer[: states.shape[0]]
+        d_logits = products.d_logits_of(logits)
         run.write_gradient(call.plan, logits, beside.at(rows), own_stats, divisor, of_rows, d_logits)
         d_hidden = products.hidden.new_gradient(rows)
         products.write_d_hidden(d_logits, d_hidden)
-        del logits, d_logits
-        products.finish_chunk(rows, states, d_hidden)
+        del logits
+        products.finish_chunk(rows, states, d_hidden, d_logits)
+        del d_logits
     return products.gradients()
 
 

@@ -111,6 +111,11 @@ def linear_losses(
 ) -> tuple[TokenOutputs, Tensor | None, Tensor | None]:
     """Return the outputs of a head and its loss, the divisor of a sum, and NaN or 1 for too many valid tokens."""
     (hidden, weight, bias), labels, beside, group, num_items, *_ = given
+    if head.keep_logits != "none":
+        raise ValueError(
+            f"keep_logits: expected 'none' in compiled code, whose backward makes the logits again, got "
+            f"{head.keep_logits!r}; call the loss outside of torch.compile to keep them"
+        )
     if is_dtensor(weight):
         settings = settings._replace(vocab_size=shard_of_dtensor(given, settings, *group_position(group)))
         weight = local_rows("weight", weight, group)
@@ -140,7 +145,7 @@ def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
         if call.has_gradients:
             outputs, gradients = loops.forward_with_gradients(linear, local, beside, call.wanted)
         else:
-            outputs, stats = loops.forward(linear, local, beside)
+            outputs, stats, _ = loops.forward(linear, local, beside)
             # As many rows as labels: how many tokens are left out is known when it runs.
             n_rows = call.labels.numel()
             stats = tuple(F.pad(each, (0, 0, 0, n_rows - each.shape[1])) for each in stats)

@@ -11,7 +11,15 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.beside import checked_divisor
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
-from vocab_parallel_ce.head.chunks import TokenOrder, chunk_of, chunks_of, order_of_ranks, order_of_valid
+from vocab_parallel_ce.head.chunks import (
+    TokenOrder,
+    chunk_of,
+    chunks_of,
+    kept_rows,
+    most_kept,
+    order_of_ranks,
+    order_of_valid,
+)
 from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
 from vocab_parallel_ce.layout import VECTOR_BYTES, flat
 from vocab_parallel_ce.losses.base import Loss
@@ -37,7 +45,7 @@ class Arguments(NamedTuple):
 
     head: Head
     labels: Tensor
-    beside: Any  # the loss's record of what stands beside the logits
+    beside: Any  # the loss's record of what stands alongside the logits
     group: Any
     num_items: float | Tensor | None
     main_grad: Tensor | None = None
@@ -60,12 +68,13 @@ class LinearCall(NamedTuple):
     main_grad: Tensor | None
     parameter: Tensor | None  # the caller's weight, if it wants to know that main_grad has its gradient
     expected: Expected | None  # of reduction "none", whose gradients forward computes
+    n_kept: int  # number of rows whose logits are kept for backward
 
 
 def plan_linear_call(
     loss: Loss, given: Arguments, settings: Settings, head: HeadSettings
 ) -> tuple[LinearCall, Head, Any]:
-    """Check the arguments and plan the call; changes nothing. Also return what stands beside the rows' logits."""
+    """Check the arguments and plan the call; changes nothing. Also return what stands alongside the rows' logits."""
     hidden, labels, main_grad, expected = given.head.hidden, given.labels, given.main_grad, given.expected_grad_output
     checks.check_hidden(hidden)
     loss.check_head(given.beside, hidden, settings)
@@ -79,25 +88,24 @@ def plan_linear_call(
     if is_dtensor(given.head.weight):
         settings = settings._replace(vocab_size=shard_of_dtensor(given, settings, rank, n_ranks))
     autocasts = torch.is_autocast_enabled(hidden.device.type)
-    checks.check_head(weight, bias, hidden, None if autocasts else hidden.dtype)
+    dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
+    checks.check_head(weight, bias, hidden, None if autocasts else dtype)
     if main_grad is not None:
         checks.check_main_grad(main_grad, weight)
     _check_tokens(given, n_ranks, settings, head)
-    dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
     if expected is not None:
         _check_expected(expected, labels, settings, dtype)
     logits_dtype = head.logits_dtype or dtype
     plan = _plan_of_logits(loss, dtype, logits_dtype, weight.shape[0], given, settings, rank, n_ranks)
     num_items = None if given.num_items is None else checked_divisor(given.num_items, settings.reduction, hidden)
-    width = -(-plan.shard.vocab_size // n_ranks)  # of every rank, so that the chunks are the same
-    chunk = chunk_of(head, labels.numel(), hidden.shape[-1], width, sum(d.itemsize for d in {dtype, logits_dtype}))
+    chunk, kept_bytes = _chunk_tokens(plan, head, labels, hidden, dtype, logits_dtype)
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, settings.ignore_index, shift=settings.shift)
     rows, ignore_index = flat(labels), int(settings.ignore_index)
     is_valid = ~is_ignored(rows, ignore_index)
     chunks, order = _chunks_and_order(is_valid, labels.shape, chunk, n_ranks, head)
-    weighs = settings.reduction == "mean" and given.beside.class_weight is not None
-    if settings.reduction == "mean" and not weighs:
+    is_mean, has_weights = settings.reduction == "mean", given.beside.class_weight is not None
+    if is_mean and not has_weights:
         num_items = is_valid.sum().reshape(1)
     if order is not None:
         rows = order.to_rows(rows.long(), ignore_index)
@@ -105,7 +113,7 @@ def plan_linear_call(
     if plan.gradient != "in_forward" and torch.is_grad_enabled() and any(map(_needs_gradient, (hidden, weight, bias))):
         loss.check_can_be_saved(beside)
     linear = LinearCall(
-        call=Call(plan, given.group, num_items, weighs),
+        call=Call(plan, given.group, num_items, is_mean and has_weights),
         dtype=dtype,
         logits_dtype=logits_dtype,
         chunks=chunks,
@@ -118,11 +126,23 @@ def plan_linear_call(
         main_grad=main_grad,
         parameter=given.head.weight if hasattr(given.head.weight, "grad_added_to_main_grad") else None,
         expected=None if expected is None else expected_of(expected, is_valid, order),
+        n_kept=kept_rows(head.keep_logits, chunks, kept_bytes),
     )
     local = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
     if verify.open_calls:
         _compare(linear, local, given, settings, head)
     return linear, local, beside
+
+
+def _chunk_tokens(
+    plan: Plan, head: HeadSettings, labels: Tensor, hidden: Tensor, dtype: torch.dtype, logits_dtype: torch.dtype
+) -> tuple[int, int]:
+    """Return the tokens of a chunk, and the bytes of a token's kept logits."""
+    check_keeps(head, plan.gradient)
+    width = -(-plan.shard.vocab_size // plan.n_ranks)  # of every rank, so that the chunks are the same
+    kept_bytes = width * logits_dtype.itemsize
+    of_chunk = sum(d.itemsize for d in {dtype, logits_dtype})
+    return chunk_of(head, labels.numel(), hidden.shape[-1], width, of_chunk, kept_bytes), kept_bytes
 
 
 def _needs_gradient(tensor: Tensor | None) -> bool:
@@ -148,12 +168,16 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
     """Check what can be checked without tensors; ``knows_grad_output`` if there is an ``expected_grad_output``."""
     checks.check_choice("reduction", settings.reduction, REDUCTIONS)
     checks.check_choice("gradient", settings.gradient, GRADIENTS)
+    if not isinstance(head.keep_logits, str):
+        raise TypeError(f"keep_logits: expected 'none', 'all', or bytes as '2GiB', got {head.keep_logits!r}")
+    most_kept(head.keep_logits, 1, 1)
+    check_keeps(head, settings.gradient)
     checks.check_bool("sequence_parallel", head.sequence_parallel)
     checks.check_bool("reduce_hidden_grad", head.reduce_hidden_grad)
     check_sequence_dim(head)
     if head.logits_dtype not in (None, torch.float32):
         raise ValueError(f"logits_dtype: expected None or torch.float32, got {head.logits_dtype!r}")
-    chunk_of(head, 1, 1, 1, 1)
+    chunk_of(head, 1, 1, 1, 1, 1)
     if settings.gradient == "in_forward" and settings.reduction == "none" and not knows_grad_output:
         raise ValueError(
             "gradient: 'in_forward' cannot know the grad_output of reduction 'none', got both; use 'in_backward', or "
@@ -170,6 +194,15 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
         raise ValueError(
             "valid_tokens: expected None with sequence_parallel, whose ranks hold parts that are cut "
             f"already, got {head.valid_tokens}"
+        )
+
+
+def check_keeps(head: HeadSettings, gradient: str) -> None:
+    """Check that backward reads logits if they are kept."""
+    if head.keep_logits != "none" and gradient == "in_forward":
+        raise ValueError(
+            "keep_logits: expected 'none' if forward computes the gradients, because backward reads no logits then, "
+            f"got {head.keep_logits!r}; pass gradient='in_backward', or leave it out"
         )
 
 
@@ -233,7 +266,8 @@ def _check_tokens(given: Arguments, n_ranks: int, settings: Settings, head: Head
             ", that of all ranks' tokens",
         )
     if tuple(labels.shape) != expected:
-        raise ValueError(f"labels: expected shape {expected}{of_all}, got {tuple(labels.shape)}")
+        remedy = f"; {checks.NOT_ONE_HOT}" if labels.dim() == hidden.dim() else ""
+        raise ValueError(f"labels: expected shape {expected}{of_all}, got {tuple(labels.shape)}{remedy}")
 
 
 def _plan_of_logits(

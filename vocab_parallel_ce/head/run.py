@@ -1,7 +1,8 @@
 """The path of a call over hidden states: its autograd Function. ``loops`` has the loops over chunks.
 
 A reduced loss of bf16 or fp32 computes its gradients in forward, with three products in all. Others keep 4 K R
-bytes per token on each rank, and compute the logits again in backward, with grad_output in the one rounding.
+bytes per token on each rank, and compute the logits again in backward, except kept ones, with grad_output in the one
+rounding.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vocab_parallel_ce.backward import Refusals, run_backward
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.loops import Gradients
 from vocab_parallel_ce.head.plan import Head, LinearCall
+from vocab_parallel_ce.plan import has_no_hooks
 from vocab_parallel_ce.run import as_returned
 from vocab_parallel_ce.spec import GradOutputs
 
@@ -25,12 +27,12 @@ REFUSALS = Refusals(
 
 
 class OverHead(torch.autograd.Function):
-    """Saved: in_forward the gradients; otherwise the head, labels, divisor, statistics of all ranks, what is beside."""
+    """Saved: in_forward the gradients; else head, labels, divisor, kept logits, statistics, what is alongside."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, beside: Any, linear: LinearCall) -> Any:
         ctx.linear, ctx.handed_on, ctx.device, ctx.weight_dtype = linear, False, hidden.device, weight.dtype
-        ctx.record = type(beside)
+        ctx.record, ctx.has_overwritten = type(beside), False
         ctx.set_materialize_grads(False)
         local, plan = Head(hidden, weight, bias), linear.call.plan
         with torch.autocast(hidden.device.type, enabled=False):
@@ -38,9 +40,11 @@ class OverHead(torch.autograd.Function):
                 outputs, gradients = loops.forward_with_gradients(linear, local, beside, ctx.needs_input_grad[:3])
                 ctx.save_for_backward(*gradients)
             else:
-                outputs, stats = loops.forward(linear, local, beside)
+                # Backward overwrites kept logits, which saved-tensor hooks would see.
+                keeps = any(ctx.needs_input_grad[:3]) and has_no_hooks()
+                outputs, stats, logits = loops.forward(linear, local, beside, keeps=keeps)
                 kept = plan.loss.saved(beside, plan.options)
-                ctx.save_for_backward(*local, linear.labels, linear.call.divisor, *stats, *kept)
+                ctx.save_for_backward(*local, linear.labels, linear.call.divisor, logits, *stats, *kept)
         return as_returned(ctx, outputs, plan)
 
     @staticmethod
@@ -61,9 +65,13 @@ def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradient
             else:
                 gradients = loops.scaled_by_factor(linear, saved, grads.loss, ctx.weight_dtype)
         else:
-            local, linear, divisor = Head(*saved[:3]), linear._replace(labels=saved[3]), saved[4]
-            n, wanted = 5 + len(linear.call.plan.launchers.widths), ctx.needs_input_grad[:3]
-            gradients = loops.backward(linear, local, ctx.record(*saved[n:]), saved[5:n], divisor, wanted, grads)
+            local, linear, (divisor, kept) = Head(*saved[:3]), linear._replace(labels=saved[3]), saved[4:6]
+            n, wanted = 6 + len(linear.call.plan.launchers.widths), ctx.needs_input_grad[:3]
+            # A later backward makes the logits again. Of ``data``, autograd counts no versions.
+            kept = None if kept is None or ctx.has_overwritten else kept.data
+            ctx.has_overwritten = True
+            beside = ctx.record(*saved[n:])
+            gradients = loops.backward(linear, local, beside, saved[6:n], divisor, wanted, grads, kept)
     d_hidden, d_weight, d_bias = gradients
     if d_weight is None or linear.main_grad is None:
         return gradients

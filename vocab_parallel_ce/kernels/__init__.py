@@ -7,7 +7,7 @@ from vocab_parallel_ce.kernels import divergences, row_loss, targets
 from vocab_parallel_ce.kernels.count_larger import count_larger
 from vocab_parallel_ce.kernels.cross_entropy import cross_entropy
 from vocab_parallel_ce.kernels.element_mul import element_mul
-from vocab_parallel_ce.kernels.loss import token_outputs
+from vocab_parallel_ce.kernels.loss import summed_outputs, token_outputs
 from vocab_parallel_ce.kernels.online_softmax import online_softmax
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "element_mul",
     "online_softmax",
     "row_loss",
+    "summed_outputs",
     "targets",
     "token_outputs",
 ]

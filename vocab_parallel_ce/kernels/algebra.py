@@ -38,7 +38,7 @@ class Row(NamedTuple):
     """What the walk of a row passes to the functions of a loss."""
 
     logits: tl.tensor  # the base
-    other: tl.tensor  # the base of what stands beside the logits
+    other: tl.tensor  # the base of what stands alongside the logits
     class_weight: tl.tensor  # the pointer, or None
     target: tl.tensor  # offset of the label's logit from the base; outside of the row if this rank has none
     vocab_size: tl.tensor

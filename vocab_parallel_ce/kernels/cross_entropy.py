@@ -3,19 +3,31 @@
     dx_i = (dloss/dz_i * grad_loss / divisor + the sum of dO/dz_i * grad_O of each other output O) * dz_i/dx_i
     p_y - 1 = -others_sum / sum_exp
 
-``spec`` has the derivatives. One program per row merges the R statistics, writes the loss if requested, and writes
-the gradient, over the logits or elsewhere. Regime: bound by memory; it reads the shard once and writes it once.
-``grad_loss`` and the divisor are one fp32 factor per row, so the gradient is rounded once. Padded columns become 0,
-whatever they hold.
+``spec`` has the derivatives. Each program merges the R statistics of a row, and writes the gradient of all or some of
+its tiles, over the logits or elsewhere; the first one also the loss, if requested. Regime: bound by memory; it reads
+the shard once and writes it once. ``grad_loss`` and the divisor are one fp32 factor per row, so the gradient is rounded
+once. Padded columns become 0, whatever they hold.
 """
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
+from vocab_parallel_ce.blocks import (
+    ALL_TILES,
+    READ_AND_WRITE,
+    READ_AND_WRITE_EDGES,
+    WRITE_SMALL_TILES,
+    WRITE_TILES,
+    Block,
+    Table,
+    choose_block,
+    is_few,
+    programs_of_row,
+)
 from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
@@ -32,7 +44,19 @@ class ShardSizes(NamedTuple):
     vocab_size: int
 
 
-@triton.jit(do_not_specialize=["shard_start", "n_rows"])
+@triton.jit
+def tiles_of_program(n_rows, n_programs, IS_CUT: tl.constexpr, WIDTH: tl.constexpr):
+    """Return a program's row (int64), its first tile, and the step to its next tile."""
+    program, begin_tile, step = tl.program_id(0), 0, WIDTH
+    if IS_CUT:
+        begin_tile = program % n_programs * WIDTH
+        program //= n_programs
+        step = n_programs * WIDTH
+    # Last rows first: the statistics kernel has just left them in the L2 cache.
+    return (n_rows - 1 - program).to(tl.int64), begin_tile, step
+
+
+@triton.jit(do_not_specialize=["shard_start", "n_rows", "n_programs"])
 def cross_entropy_kernel(
     logits,  # [N, C] bf16|fp16|fp32
     labels,  # [N] int64|int32
@@ -54,14 +78,15 @@ def cross_entropy_kernel(
     loss_options,  # option_arguments
     n_rows,
     shard_start,
+    n_programs,  # of a row; each writes every n_programs-th tile
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    IS_CUT: tl.constexpr,  # whether n_programs is not 1
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]``, label 1: loss 0.4076, gradient ``[0.0900, -0.3348, 0.2447]``."""
-    # Last rows first: the statistics kernel has just left them in the L2 cache.
-    row = (n_rows - 1 - tl.program_id(0)).to(tl.int64)
+    row, begin_tile, step = tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
     label = tl.load(labels + row).to(tl.int64)
     live = label != loss_options.ignore_index
     if temperature is not None:
@@ -79,7 +104,7 @@ def cross_entropy_kernel(
         value = of_labels.loss(merged, label, sizes.vocab_size, loss_options)
         if divisor is not None:
             value = ops.weighted(value, weight)
-        tl.store(loss + row, value)
+        tl.store(loss + row, value, begin_tile == 0)
     grads = GradOutputs(grad_loss, grad_entropy, grad_lse, grad_sum_sq_probs, grad_mean_logit)
     factors = of_labels.row_factors(
         merged, label, live, weight, grads, grad_strides, row, sizes.vocab_size, loss_options
@@ -96,7 +121,7 @@ def cross_entropy_kernel(
         valid_width = (begin + sizes.n_valid - first).to(tl.int32)
         readable = (valid_width + VECTOR - 1) // VECTOR * VECTOR
     lane_columns = ops.tile_columns(LANES, VECTOR)
-    for tile in range(0, width, LANES * VECTOR):
+    for tile in range(begin_tile, width, step):
         columns = tile + lane_columns
         inside = columns < width
         is_read = inside & live
@@ -113,6 +138,7 @@ def cross_entropy_kernel(
     if HAS_EDGES:
         lane = tl.arange(0, 16 * VECTOR)
         offset, inside = ops.edge_offsets(lane, begin, sizes.n_columns, first, width, VECTOR)
+        inside &= begin_tile == 0
         x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
         uniform = of_labels.uniform_part(class_weight, offset - begin, inside & live, sizes.n_valid, factors)
         grad = of_labels.logits_gradient(
@@ -152,19 +178,52 @@ def cross_entropy(
     of_columns = class_weight if options.smoothing else None
     tensors = (base, labels, temperature, stats[0], divisor, *grads, loss, grad_base, of_columns)
     strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
-    launch = _launch(dtypes_of(tensors), rows, strides, n_ranks, shard, options)
-    launch(n_rows, tensors, (n_rows, shard.start))
+    has_factors = options.entropy or options.sum_sq_probs or temperature is not None
+    block, n_programs = _shape(rows, base.dtype, grad_base.dtype, n_rows, shard.n_columns, options, has_factors)
+    launch = _launch(dtypes_of(tensors), rows, block, n_programs > 1, strides, n_ranks, shard, options)
+    launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
+
+
+def _shape(
+    rows: Rows,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    n_rows: int,
+    n_columns: int,
+    options: LossOptions,
+    has_factors: bool,
+) -> tuple[Block, int]:
+    """Return the block, and the programs of a row. No bit depends on them.
+
+    ``has_factors``: each column needs more registers, for an output with a gradient or the row's temperature.
+    """
+    programs = 1
+    table: Table = READ_AND_WRITE_EDGES
+    if dtype == grad_dtype and options.softcap is not None:
+        programs = 2
+    elif dtype == grad_dtype and (options.smoothing or options.mean_logit):
+        # Several programs of the larger block would take 99 registers: one at a time on a multiprocessor.
+        if not rows[1] and not is_few(n_rows):
+            table = READ_AND_WRITE
+    elif dtype == grad_dtype:
+        table, programs = WRITE_SMALL_TILES if has_factors else WRITE_TILES, ALL_TILES
+    block = choose_block(table, n_columns, grad_dtype.itemsize)
+    n_tiles = -(-n_columns // (block.lanes * block.vector))
+    return block, programs_of_row(n_rows, n_tiles, programs)
 
 
 @cache_launches
 def _launch(
-    dtypes: Dtypes, rows: Rows, strides: tuple[int | None, ...], n_ranks: int, shard: VocabShard, options: LossOptions
+    dtypes: Dtypes,
+    rows: Rows,
+    block: Block,
+    is_cut: bool,
+    strides: tuple[int | None, ...],
+    n_ranks: int,
+    shard: VocabShard,
+    options: LossOptions,
 ) -> Launch:
-    # With the larger block these would take 77 registers: one row at a time on a multiprocessor.
-    of_logits, of_grad = dtypes[0], dtypes[-2]
-    is_small = rows[1] or of_logits != of_grad or options.softcap is not None
-    block = choose_block(READ_AND_WRITE_EDGES if is_small else READ_AND_WRITE, shard.n_columns, of_grad.itemsize)
     n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid
     sizes = ShardSizes(shard.n_columns, n_valid, shard.vocab_size)
-    values = (GradOutputs(*strides), sizes, n_ranks, options)
-    return walk_launch(cross_entropy_kernel, rows, values, block, RANKS=triton.next_power_of_2(n_ranks))
+    constants = {"RANKS": triton.next_power_of_2(n_ranks), "IS_CUT": is_cut}
+    return walk_launch(cross_entropy_kernel, rows, (GradOutputs(*strides), sizes, n_ranks, options), block, **constants)

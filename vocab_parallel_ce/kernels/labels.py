@@ -139,13 +139,13 @@ def loss(stats, label, vocab_size, loss_options):
 def store_outputs(outputs, rows, inside, stats, label, divisor, vocab_size, loss_options):
     """Store ``outputs``, a ``spec.TokenOutputs`` of pointers or None, for one row or a vector of rows.
 
-    ``divisor`` divides the loss; None is 1. ``inside`` masks a vector of rows; None is all.
+    ``divisor`` divides the loss; None is 1. ``inside`` masks a vector of rows; None is all. Returns the losses.
     """
     all_sum = sum_exp(stats)
-    value = loss(stats, label, vocab_size, loss_options)
+    losses = loss(stats, label, vocab_size, loss_options)
     if divisor is not None:
-        value = ops.weighted(value, ops.divisor_weight(divisor, loss_options.class_weight))
-    tl.store(outputs.loss + rows, value, inside)
+        losses = ops.weighted(losses, ops.divisor_weight(divisor, loss_options.class_weight))
+    tl.store(outputs.loss + rows, losses, inside)
     if outputs.entropy is not None:
         value = log_sum_exp(stats) - stats.exp_shifted_sum / all_sum
         tl.store(outputs.entropy + rows, ops.at_the_edges(value, label, vocab_size, loss_options), inside)
@@ -162,6 +162,7 @@ def store_outputs(outputs, rows, inside, stats, label, divisor, vocab_size, loss
     if outputs.predictions is not None:
         known = live & (all_sum < float("inf")) & (stats.argmax < float("inf"))
         tl.store(outputs.predictions + rows, tl.where(known, stats.argmax, -1.0).to(tl.int64), inside)
+    return losses
 
 
 @triton.jit

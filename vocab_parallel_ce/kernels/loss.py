@@ -1,7 +1,7 @@
 """Per-token outputs from the gathered statistics of all ranks: the loss of ``spec``, and what else is requested.
 
-One program does 128 rows. It reads 4 K R bytes per row and writes 4 bytes per output (predictions 8). It
-does not read the logits.
+One program does 128 rows; with up to 1024 rows, one program does all and also writes the sum of the losses. It reads
+4 K R bytes per row and writes 4 bytes per output (predictions 8). It does not read the logits.
 """
 
 import triton
@@ -14,7 +14,7 @@ from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, TokenOutputs
 
-LOSS_ROWS = 128
+LOSS_ROWS, SUMMED_ROWS = 128, 1024
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -28,6 +28,7 @@ def loss_kernel(
     sum_sq_probs,  # [N] fp32, out, or None
     mean_logit,  # [N] fp32, out, or None
     predictions,  # [N] int64, out, or None
+    total,  # [] fp32, out: the sum of the losses of a single program; or None
     n_ranks,
     vocab_size,
     loss_options,  # option_arguments
@@ -43,7 +44,9 @@ def loss_kernel(
     pointers = of_labels.stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
     merged = of_labels.merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
     outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
-    of_labels.store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, loss_options)
+    losses = of_labels.store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, loss_options)
+    if total is not None:
+        tl.store(total, tl.sum(tl.where(inside, losses, 0.0)))
 
 
 def token_outputs(
@@ -56,13 +59,44 @@ def token_outputs(
     options: LossOptions,
 ) -> None:
     """Fill ``outputs``, contiguous, from ``stats[0] [R, N, K]``; ``divisor [1]`` divides the loss if given."""
-    n_ranks, n_rows, _ = stats[0].shape
-    tensors = (beside.labels, stats[0], divisor, *outputs)
-    launch = _launch(dtypes_of(tensors), n_ranks, shard.vocab_size, options)
-    launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
+    _fill(stats[0], beside, divisor, outputs, None, shard, options)
+
+
+def summed_outputs(
+    stats: tuple[Tensor],
+    beside: Labels,
+    divisor: Tensor | None,
+    outputs: TokenOutputs,
+    *,
+    shard: VocabShard,
+    options: LossOptions,
+) -> Tensor:
+    """Do what :func:`token_outputs` does, and return the sum of the losses; up to SUMMED_ROWS rows in one launch."""
+    if not 0 < stats[0].shape[1] <= SUMMED_ROWS:
+        _fill(stats[0], beside, divisor, outputs, None, shard, options)
+        return outputs.loss.sum()
+    total = outputs.loss.new_empty(())
+    _fill(stats[0], beside, divisor, outputs, total, shard, options)
+    return total
+
+
+def _fill(
+    stats: Tensor,
+    beside: Labels,
+    divisor: Tensor | None,
+    outputs: TokenOutputs,
+    total: Tensor | None,
+    shard: VocabShard,
+    options: LossOptions,
+) -> None:
+    n_ranks, n_rows, _ = stats.shape
+    block = LOSS_ROWS if total is None else max(LOSS_ROWS, triton.next_power_of_2(n_rows))
+    tensors = (beside.labels, stats, divisor, *outputs, total)
+    launch = _launch(dtypes_of(tensors), block, n_ranks, shard.vocab_size, options)
+    launch(-(-n_rows // block), tensors, (n_rows,))
 
 
 @cache_launches
-def _launch(dtypes: Dtypes, n_ranks: int, vocab_size: int, options: LossOptions) -> Launch:
-    constants = {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": LOSS_ROWS}
-    return Launch(loss_kernel, (n_ranks, vocab_size, options), constants, num_warps=4)
+def _launch(dtypes: Dtypes, block: int, n_ranks: int, vocab_size: int, options: LossOptions) -> Launch:
+    constants = {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": block}
+    return Launch(loss_kernel, (n_ranks, vocab_size, options), constants, num_warps=block // 32)

@@ -1,55 +1,30 @@
 """Statistics of every row of a vocabulary shard, in one read of it: a ``spec.RowStats`` of the options' statistics.
 
-One program per row. Each lane walks the row in 16-byte vectors and has its own maximum and sums. It rescales
-the sums if its maximum grows. The lanes are merged once, at the end of the row. Next to the label's own term,
-a sum would lose digits. So the walk leaves out the label's vector, and the kernel reads it afterwards.
+One program per row. Each lane has its own maximum and sums (``lanes``), which are merged once, at the end of the row.
+Next to the label's own term, a sum would lose digits. So the walk leaves out the label's vector, and the kernel reads
+it afterwards. If there are few rows, each part of a row has a program of its own, which stores what its lanes know.
+The kernel then merges these parts, in the order in which it merges them if it walks the row itself: the same bits.
 
 Regime: 1 K to 256 K columns, any number of rows, bound by memory. The kernel reads the shard once and writes 4 K
-bytes per row. It does not read ignored rows or padding. If there is one rank, it also writes the outputs of ``loss``.
+bytes per row, and of few rows 1 KiB per part and field. It does not read ignored rows or padding. If there is one rank,
+it also writes the outputs of ``loss``.
 """
 
-# mypy: disable-error-code="arg-type"
-# In a jit function, the literal 0.0 is a tensor.
-
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import READ, choose_block
+from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsBlock, is_cut, is_few, statistics_block
 from vocab_parallel_ce.kernels import labels as of_labels
+from vocab_parallel_ce.kernels import lanes as of_lanes
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments
+from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowStats, TokenOutputs
-
-
-class Row(NamedTuple):
-    """Where a row lies, in elements from the base."""
-
-    logits: tl.tensor  # the base
-    begin: tl.tensor
-    n_columns: tl.tensor  # not padding; 0 in an ignored row
-    first: tl.tensor  # of the body
-    width: tl.tensor  # of the body
-    target: tl.tensor  # the label's logit
-    owned: tl.tensor  # whether the label is among the columns
-    target_vector: tl.tensor  # begin of the label's vector, from first; negative if it is not in the body
-    lane_columns: tl.tensor  # tile_columns
-
-
-class LaneStats(NamedTuple):
-    """What each lane knows of the columns that it has walked; 0 if no option needs it."""
-
-    max: tl.tensor
-    sum: tl.tensor
-    shifted_sum: tl.tensor
-    n_columns: tl.tensor  # the sum of their class weights, if there are
-    exp_shifted_sum: tl.tensor
-    sum_exp_sq: tl.tensor
-    max_tile: tl.tensor  # the tile that raised the maximum last
 
 
 class LooseColumns(NamedTuple):
@@ -58,19 +33,6 @@ class LooseColumns(NamedTuple):
     z: tl.tensor
     offset: tl.tensor
     inside: tl.tensor
-
-
-@triton.jit
-def exp_times_shifted(z, shift):
-    """Return ``exp(z - shift) * (z - shift)``, 0 in an excluded column."""
-    return ops.exp_shifted(z, shift) * ops.bounded(z - shift)
-
-
-@triton.jit
-def exp_squared(z, shift):
-    """Return ``exp(2 * (z - shift))``."""
-    exp = ops.exp_shifted(z, shift)
-    return exp * exp
 
 
 @triton.jit
@@ -86,12 +48,6 @@ def count_labels(labels, n_rows, ignore_index):
 
 
 @triton.jit
-def load_logits(pointers, inside, loss_options):
-    """Return the transformed logits, -inf outside."""
-    return ops.transform(tl.load(pointers, inside, other=float("-inf")).to(tl.float32), loss_options)[0]
-
-
-@triton.jit
 def locate_row(logits, row, layout, n_columns, column, LANES: tl.constexpr, VECTOR: tl.constexpr):
     """Return the ``Row`` whose label is in ``column``, which may be outside ``[0, n_columns)``."""
     begin = ops.row_begin(row, layout)
@@ -102,7 +58,7 @@ def locate_row(logits, row, layout, n_columns, column, LANES: tl.constexpr, VECT
     in_body = owned & (target >= first) & (target_vector < width)
     target_vector = tl.where(in_body, target_vector, -VECTOR).to(tl.int32)
     lane_columns = ops.tile_columns(LANES, VECTOR)
-    return Row(logits, begin, n_columns, first, width, target, owned, target_vector, lane_columns)
+    return of_lanes.Row(logits, begin, n_columns, first, width, target, owned, target_vector, lane_columns)
 
 
 @triton.jit
@@ -110,58 +66,6 @@ def label_weight(class_weight, label, column, owned, vocab_size, loss_options):
     """Return ``spec.label_weights`` of one row. ``owned`` is false if the label is ``ignore_index``."""
     weight = tl.load(class_weight + column, owned, other=0.0)
     return ops.at_the_edges(weight, label, vocab_size, loss_options)
-
-
-@triton.jit
-def walk_body(row, class_weight, loss_options, HAS_EDGES: tl.constexpr):
-    """Return the ``LaneStats`` of a row's body, except the label's vector."""
-    LANES: tl.constexpr = row.lane_columns.shape[0]
-    VECTOR: tl.constexpr = row.lane_columns.shape[1]
-    lane_vectors = tl.arange(0, LANES) * VECTOR
-    lane_max = tl.full([LANES], float("-inf"), tl.float32)
-    lane_sum = tl.zeros([LANES], tl.float32)
-    shifted_sum = tl.zeros([LANES], tl.float32)
-    n_columns = tl.zeros([LANES], tl.float32)
-    exp_shifted_sum = tl.zeros([LANES], tl.float32)
-    sum_exp_sq = tl.zeros([LANES], tl.float32)
-    max_tile = tl.zeros([LANES], tl.int32)
-    for tile in range(0, row.width, LANES * VECTOR):
-        columns = tile + row.lane_columns
-        lane_inside = (tile + lane_vectors < row.width) & (tile + lane_vectors != row.target_vector)
-        inside = lane_inside[:, None] & (columns < row.width)
-        z = load_logits(row.logits + row.first + columns, inside, loss_options)
-        tile_max = tl.max(z, axis=1)
-        new_max = tl.maximum(lane_max, tile_max)
-        shift = ops.finite_or_zero(new_max)
-        decay = ops.exp_shifted(lane_max, shift)
-        # Move the sums from the old maximum to the new one, then add the tile.
-        if loss_options.smoothing is not None or loss_options.mean_logit is not None:
-            shifted_sum += n_columns * ops.raised_by(lane_max, shift)
-            shifted = tl.where(inside, z - shift[:, None], 0.0)
-            if class_weight is not None:
-                # Without edges the body begins with column 0, and the compiler sees that it is aligned.
-                at = columns + (row.first - row.begin).to(tl.int32) if HAS_EDGES else columns
-                weights = tl.load(class_weight + at, inside, other=0.0)
-                shifted_sum += tl.sum(ops.weighted_class(shifted, weights), axis=1)
-                # The select hides the load: Triton moves a sum of what is loaded out of the loop, and up to 3.8 the
-                # loop then reads n_columns as 0 (docs/triton_reductions.md).
-                n_columns += tl.sum(tl.where(inside, weights, 0.0), axis=1)
-            else:
-                shifted_sum += tl.sum(shifted, axis=1)
-                n_columns += tl.where(lane_inside, float(VECTOR), 0.0)
-        if loss_options.entropy is not None:
-            exp_shifted_sum += lane_sum * ops.bounded(ops.raised_by(lane_max, shift))
-            tile_sum = tl.sum(exp_times_shifted(z, shift[:, None]), axis=1)
-            exp_shifted_sum = exp_shifted_sum * decay + tile_sum
-        if loss_options.sum_sq_probs is not None:
-            sum_exp_sq *= decay * decay
-            sum_exp_sq += tl.sum(exp_squared(z, shift[:, None]), axis=1)
-        if loss_options.predictions is not None:
-            max_tile = tl.where(tile_max > lane_max, tile, max_tile)
-        lane_sum *= decay
-        lane_sum += tl.sum(ops.exp_shifted(z, shift[:, None]), axis=1)
-        lane_max = new_max
-    return LaneStats(lane_max, lane_sum, shifted_sum, n_columns, exp_shifted_sum, sum_exp_sq, max_tile)
 
 
 @triton.jit
@@ -182,21 +86,21 @@ def load_loose_columns(row, loss_options, HAS_EDGES: tl.constexpr):
         offset = vector + lane
         inside = (lane < VECTOR) & (row.target_vector >= 0)
     inside &= offset != row.target
-    return LooseColumns(load_logits(row.logits + offset, inside, loss_options), offset, inside)
+    return LooseColumns(of_lanes.load_logits(row.logits + offset, inside, loss_options), offset, inside)
 
 
 @triton.jit
 def first_maximum(row, lanes, loose, target_logit, row_max, loss_options):
     """Return the row's first column with ``row_max``, int64.
 
-    Each lane knows the tile that raised its maximum last. Its vector there is read again.
+    Each lane knows the first tile with its maximum. Its vector there is read again.
     """
     VECTOR: tl.constexpr = row.lane_columns.shape[1]
     # Unchanged: from Triton 3.8 on, the compiler sees only here that the tile's vectors are aligned.
     max_tile = lanes.max_tile // VECTOR * VECTOR
     columns = max_tile[:, None] + row.lane_columns
     is_read = (lanes.max == row_max)[:, None] & (columns < row.width)
-    z = load_logits(row.logits + row.first + columns, is_read, loss_options)
+    z = of_lanes.load_logits(row.logits + row.first + columns, is_read, loss_options)
     columns = tl.where(z == tl.max(z), columns, 2147483647)
     argmax = tl.min(tl.where(is_read, columns, 2147483647)) + (row.first - row.begin)
     loose_columns = tl.where(loose.z == row_max, loose.offset - row.begin, 2147483647)
@@ -235,10 +139,12 @@ def merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, 
     if loss_options.entropy is not None:
         lane_shift = ops.bounded(ops.raised_by(lanes.max, shift))
         exp_shifted_sum = tl.sum((lanes.exp_shifted_sum + lanes.sum * lane_shift) * decay)
-        exp_shifted_sum += tl.sum(exp_times_shifted(loose.z, shift)) + exp_times_shifted(target_logit, shift)
+        exp_shifted_sum += tl.sum(of_lanes.exp_times_shifted(loose.z, shift)) + of_lanes.exp_times_shifted(
+            target_logit, shift
+        )
     if loss_options.sum_sq_probs is not None:
         sum_exp_sq = tl.sum(lanes.sum_exp_sq * decay * decay)
-        sum_exp_sq += tl.sum(exp_squared(loose.z, shift)) + exp_squared(target_logit, shift)
+        sum_exp_sq += tl.sum(of_lanes.exp_squared(loose.z, shift)) + of_lanes.exp_squared(target_logit, shift)
     if loss_options.predictions is not None:
         column = first_maximum(row, lanes, loose, target_logit, row_max, loss_options)
         is_finite = tl.abs(row_max) < float("inf")
@@ -275,11 +181,49 @@ def store_stats(pointer, stats, loss_options):
         tl.store(pointer, stats.sum_exp_sq)
 
 
+@triton.jit(do_not_specialize=["n_rows", "shard_start"])
+def part_kernel(
+    logits,  # [N, C] bf16|fp16|fp32
+    labels,  # [N] int64|int32
+    temperature,  # [N] fp32, or None: 1
+    parts,  # [N, n_parts, fields, LANES] fp32, out: LaneStats
+    valid_rows,  # [1] int32, out: number of labels that are not ignored; or None
+    class_weight,  # [n_columns] fp32, or None
+    layout,  # RowLayout of logits
+    n_columns,  # that are not padding
+    n_parts,
+    loss_options,  # option_arguments
+    n_rows,
+    shard_start,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Example: ``x = [1, 3, 2]`` is no vector, so each lane has a maximum of -inf and sums of 0."""
+    program = tl.program_id(0)
+    if valid_rows is not None:
+        if program == n_rows * n_parts:
+            tl.store(valid_rows, count_labels(labels, n_rows, loss_options.ignore_index))
+            return
+    index = (program // n_parts).to(tl.int64)
+    label = tl.load(labels + index).to(tl.int64)
+    if temperature is not None:
+        t = ops.row_temperature(temperature, index, label != loss_options.ignore_index)
+        loss_options = LossOptions(*loss_options[:-1], t)  # type: ignore[call-arg]
+    n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
+    row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
+    first = (program % n_parts) * (LANES * VECTOR * TILES)
+    lanes = of_lanes.part_stats(row, first, class_weight, loss_options, HAS_EDGES, TILES)
+    of_lanes.store_lanes(of_lanes.lane_pointers(parts, program, loss_options, LANES), lanes, loss_options)
+
+
 @triton.jit(do_not_specialize=["shard_start", "n_rows", "stats_start"])
 def online_softmax_kernel(
     logits,  # [N, C] bf16|fp16|fp32
     labels,  # [N] int64|int32
     temperature,  # [N] fp32, or None: 1
+    parts,  # [N, n_parts, fields, LANES] fp32, LaneStats; or None: this kernel walks the rows
     stats,  # [R, N, K] fp32, out: this rank's rows
     valid_rows,  # [1] int32, out: number of labels that are not ignored; or None
     loss,  # [N] fp32, out; None if there are other ranks
@@ -292,6 +236,7 @@ def online_softmax_kernel(
     class_weight,  # [n_columns] fp32, or None
     layout,  # RowLayout of logits
     n_columns,  # that are not padding
+    n_parts,
     vocab_size,
     loss_options,  # option_arguments
     n_rows,
@@ -300,6 +245,8 @@ def online_softmax_kernel(
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
+    TILES: tl.constexpr,
+    UNROLLED: tl.constexpr,  # parts that are loaded together
 ):
     """Example: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 0.5032, 3)``.
 
@@ -308,9 +255,10 @@ def online_softmax_kernel(
     """
     index = tl.program_id(0).to(tl.int64)
     if valid_rows is not None:
-        # One program counts the labels while the others read logits: no launch, no atomics.
-        if index == 0:
+        # The last program counts the labels while the others read logits: no launch, no atomics.
+        if index == n_rows:
             tl.store(valid_rows, count_labels(labels, n_rows, loss_options.ignore_index))
+            return
     label = tl.load(labels + index).to(tl.int64)
     # An ignored row counts as a row of no columns: nothing is read, and the result is the identity.
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
@@ -318,9 +266,12 @@ def online_softmax_kernel(
         t = ops.row_temperature(temperature, index, label != loss_options.ignore_index)
         loss_options = LossOptions(*loss_options[:-1], t)  # type: ignore[call-arg]
     row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
-    lanes = walk_body(row, class_weight, loss_options, HAS_EDGES)
+    if parts is None:
+        lanes = of_lanes.walk_parts(row, class_weight, loss_options, HAS_EDGES, TILES, UNROLLED)
+    else:
+        lanes = of_lanes.merge_parts(parts, index * n_parts, n_parts, loss_options, LANES, UNROLLED)
     loose = load_loose_columns(row, loss_options, HAS_EDGES)
-    target_logit = load_logits(logits + row.target, row.owned, loss_options)
+    target_logit = of_lanes.load_logits(logits + row.target, row.owned, loss_options)
     target_weight = 0.0
     if class_weight is not None:
         target_weight = label_weight(class_weight, label, label - shard_start, row.owned, vocab_size, loss_options)
@@ -351,15 +302,47 @@ def online_softmax(
     labels, class_weight, temperature = beside
     n_rows = labels.shape[0]
     base, rows = row_arguments(logits)
+    block = statistics_block(shard.n_valid, base.element_size())
+    parts, counted = None, count
+    n_parts = block.parts_of(shard.n_valid)
+    if is_cut(n_rows, n_parts):
+        parts = stats[0].new_empty(n_rows, n_parts, n_lane_fields(options), block.lanes)
+        tensors: tuple[Tensor | None, ...] = (base, labels, temperature, parts, count, class_weight)
+        launch = _launch_of_parts(dtypes_of(tensors), rows, block, shard, options)
+        launch(n_rows * n_parts + (count is not None), tensors, (n_rows, shard.start))
+        counted = None
     of_outputs = outputs or [None] * len(TokenOutputs._fields)
-    tensors = (base, labels, temperature, stats[0], count, *of_outputs, divisor, class_weight)
-    launch = _launch(dtypes_of(tensors), rows, shard, options)
-    launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
+    tensors = (base, labels, temperature, parts, stats[0], counted, *of_outputs, divisor, class_weight)
+    unrolled = PARTS_AT_ONCE if is_few(n_rows) else 1
+    launch = _launch(dtypes_of(tensors), rows, block, unrolled, shard, options)
+    launch(n_rows + (counted is not None), tensors, (n_rows, shard.start, rank * n_rows))
+
+
+def n_lane_fields(options: LossOptions) -> int:
+    """Return how many fields of ``LaneStats`` the options need."""
+    smoothed = bool(options.smoothing) or options.mean_logit
+    return 2 + 2 * smoothed + options.entropy + options.sum_sq_probs + options.predictions
 
 
 @cache_launches
-def _launch(dtypes: Dtypes, rows: Rows, shard: VocabShard, options: LossOptions) -> Launch:
-    block = choose_block(READ, shard.n_columns, dtypes[0].itemsize)
+def _launch(
+    dtypes: Dtypes, rows: Rows, block: StatisticsBlock, unrolled: int, shard: VocabShard, options: LossOptions
+) -> Launch:
+    values = (shard.n_valid, block.parts_of(shard.n_valid), shard.vocab_size, options)
+    return _walk_launch(online_softmax_kernel, rows, values, block, shard, UNROLLED=unrolled)
+
+
+@cache_launches
+def _launch_of_parts(
+    dtypes: Dtypes, rows: Rows, block: StatisticsBlock, shard: VocabShard, options: LossOptions
+) -> Launch:
+    return _walk_launch(part_kernel, rows, (shard.n_valid, block.parts_of(shard.n_valid), options), block, shard)
+
+
+def _walk_launch(
+    kernel: Any, rows: Rows, values: tuple[Any, ...], block: StatisticsBlock, shard: VocabShard, **more: int
+) -> Launch:
     layout, has_edges = rows
-    rows = (layout, has_edges or shard.n_valid % block.vector != 0)
-    return walk_launch(online_softmax_kernel, rows, (shard.n_valid, shard.vocab_size, options), block)
+    constants = {"HAS_EDGES": has_edges or shard.n_valid % block.vector != 0, "LANES": block.lanes}
+    constants |= {"VECTOR": block.vector, "TILES": block.tiles} | more
+    return Launch(kernel, (RowLayout(*layout), *values), constants, num_warps=block.num_warps)

@@ -1,4 +1,4 @@
-"""Kernels and launchers of every loss of two tensors: logits, and a number beside each logit.
+"""Kernels and launchers of every loss of two tensors: logits, and a number alongside each logit.
 
     statistics   walk a row of both shards: what this rank's columns contribute, and on one rank also the losses
     second       the same of a second exchange, of sums over columns that need the statistics of all ranks
@@ -87,7 +87,7 @@ def output(stats, second, label, divisor, sizes, loss_options, LOSS: tl.constexp
 @triton.jit(do_not_specialize=["n_rows", "shard_start", "stats_start"])
 def row_statistics_kernel(
     logits,  # [N, C] bf16|fp16|fp32
-    other,  # [N, C'], what stands beside the logits
+    other,  # [N, C'], what stands alongside the logits
     labels,  # [N] int64|int32, or None
     class_weight,  # [sizes.n_valid] fp32, or None: all 1
     stats,  # [R, N, K] fp32, out: this rank's rows
@@ -134,7 +134,7 @@ def row_statistics_kernel(
 @triton.jit(do_not_specialize=["n_rows", "second_start"])
 def row_second_kernel(
     logits,  # [N, C] bf16|fp16|fp32
-    other,  # [N, C'], what stands beside the logits
+    other,  # [N, C'], what stands alongside the logits
     labels,  # [N] int64|int32, or None
     class_weight,  # [sizes.n_valid] fp32, or None: all 1
     stats,  # [R, N, K] fp32
@@ -201,7 +201,7 @@ def row_outputs_kernel(
 @triton.jit(do_not_specialize=["n_rows", "shard_start"])
 def row_gradient_kernel(
     logits,  # [N, C] bf16|fp16|fp32
-    other,  # [N, C'], what stands beside the logits
+    other,  # [N, C'], what stands alongside the logits
     labels,  # [N] int64|int32, or None
     class_weight,  # [sizes.n_valid] fp32, or None: all 1
     stats,  # [R, N, K] fp32

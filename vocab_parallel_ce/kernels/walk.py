@@ -1,6 +1,6 @@
-"""Walk the rows of one tensor, or of two together: logits, and what stands beside each logit.
+"""Walk the rows of one tensor, or of two together: logits, and what stands alongside each logit.
 
-Column ``i`` of one row stands beside column ``i`` of the other. Their strides and dtypes may differ. The walk's
+Column ``i`` of one row stands alongside column ``i`` of the other. Their strides and dtypes may differ. The walk's
 vectors are those of the first tensor. If both rows begin at the same position of a line, accesses of the second are
 vectors too; otherwise they are single elements.
 """

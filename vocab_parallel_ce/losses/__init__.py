@@ -1,1 +1,1 @@
-"""The losses: for each what it checks, what stands beside the logits, and its launchers."""
+"""The losses: for each what it checks, what stands alongside the logits, and its launchers."""

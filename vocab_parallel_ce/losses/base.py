@@ -2,7 +2,7 @@
 
     check -> plan -> statistics -> exchange -> outputs -> gradient
 
-A :class:`Loss` knows what stands beside the logits, and binds its launchers to the options of a plan. It has the
+A :class:`Loss` knows what stands alongside the logits, and binds its launchers to the options of a plan. It has the
 mathematics of a row over tensors: the specification, the oracle in fp64, and what runs without a GPU. A loss may bring
 launchers in place of the mathematics, as that of known tokens does, whose launchers call those of labels.
 """
@@ -41,6 +41,7 @@ class Launchers(NamedTuple):
     second: Callable[..., None] | None = None
     gradient_fills_loss: bool = False  # whether gradient takes a loss
     count_larger: Callable[..., None] | None = None  # (logits, label_x, counts), for the label's rank
+    summed_outputs: Callable[..., Tensor] | None = None  # as outputs, and returns the sum of the losses
     # (logits, labels, divisor, loss, counted=, options=): fills loss and overwrites the logits with the gradient.
     one_pass: Callable[..., None] | None = None
 
@@ -55,7 +56,7 @@ class Loss:
     whole vocabulary, except in ``merge``.
     """
 
-    # The record of the tensors beside the logits, None for those not given. It has ``labels`` and ``class_weight``,
+    # The record of the tensors alongside the logits, None for those not given. It has ``labels`` and ``class_weight``,
     # None if the loss has none; that of a head, BesideHead, also ``at(rows)``.
     Beside: type
     BesideHead: type
@@ -83,13 +84,13 @@ class Loss:
         """Raise unless the caller's tensors ``given``, a ``BesideHead``, fit the hidden states and the settings."""
 
     def check_can_be_saved(self, beside: Any) -> None:
-        """Check that autograd can save what stands beside the logits of a head."""
+        """Check that autograd can save what stands alongside the logits of a head."""
         for field, tensor in beside._asdict().items():
             if tensor is not None:
                 check_can_be_saved(self.names.get(field, field), tensor)
 
     def beside_head(self, given: Any, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor) -> Any:
-        """Return what stands beside the logits of a head, in row order: a record with ``at(rows)`` and ``labels``.
+        """Return what stands alongside the logits of a head, in row order: a record with ``at(rows)`` and ``labels``.
 
         ``order`` is the ``TokenOrder``, or None; ``labels [M]`` are in row order already.
         """
@@ -100,7 +101,7 @@ class Loss:
         raise NotImplementedError
 
     def outputs(self, options: Any) -> dict[str, bool]:
-        """Return the names of the outputs beside the loss that are asked for, and whether they have a gradient."""
+        """Return the names of the outputs alongside the loss that are asked for, and whether they have a gradient."""
         return {}
 
     def beyond_one_pass(self, options: Any) -> tuple[str, ...]:
@@ -128,7 +129,7 @@ class Loss:
         raise NotImplementedError
 
     def compared_head(self, given: Any) -> dict[str, Any]:
-        """Return the same of ``given``, beside the logits of a head: options and values."""
+        """Return the same of ``given``, alongside the logits of a head: options and values."""
         compared = self.compared(given)
         return {name: compared.get(name, {}) for name in ("options", "values")}
 
@@ -163,7 +164,7 @@ class Loss:
     def outputs_gradient(
         self, x: Tensor, beside: Any, stats: Any, grads: Any, shard: VocabShard, options: Any
     ) -> Tensor:
-        """Return the same of the outputs beside the loss, each times its ``grads``, summed."""
+        """Return the same of the outputs alongside the loss, each times its ``grads``, summed."""
         raise NotImplementedError
 
     def ignored(self, beside: Any, options: Any) -> Tensor | None:

@@ -57,7 +57,7 @@ DIVERGENCES = ("forward", "reverse", "js")
 
 
 class Teacher(NamedTuple):
-    """What stands beside the student's logits."""
+    """What stands alongside the student's logits."""
 
     logits: Tensor  # [..., C']
     labels: Tensor | None = None  # [N]
@@ -68,7 +68,7 @@ class Teacher(NamedTuple):
 
 
 class TeacherHead(NamedTuple):
-    """What stands beside the logits of a student's head: another head, whose logits are made where they are needed."""
+    """What stands alongside the logits of a student's head: another head, whose logits are made when needed."""
 
     hidden: Tensor  # [N, D']
     weight: Tensor  # [C', D']
@@ -353,7 +353,7 @@ def _probabilities(
 
 
 def _cross(weights: Tensor, others: Tensor) -> Tensor:
-    """``[N]`` sum of ``exp(w) * (w - o)``; an excluded ``w`` counts as 0, an excluded ``o`` beside another as inf."""
+    """``[N]`` sum of ``exp(w) * (w - o)``; an excluded ``w`` counts as 0, an excluded ``o`` of another as inf."""
     terms = weights.exp() * (weights - others)
     terms = torch.where(others == NEG_INF, INF, terms)
     return torch.where(weights == NEG_INF, 0.0, terms).sum(dim=-1)

@@ -58,7 +58,7 @@ class TopKStats(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What stands beside the student's logits."""
+    """What stands alongside the student's logits."""
 
     log_probs: Tensor  # [..., k]; for launchers [N, k]
     ids: Tensor  # [..., k] global ids; for launchers [N, k] int64 columns of this rank, of known_columns
@@ -69,7 +69,7 @@ class Tokens(NamedTuple):
         """No loss of a teacher has weights."""
 
     def at(self, rows: slice) -> Tokens:
-        """Return what stands beside these rows."""
+        """Return what stands alongside these rows."""
         return Tokens(self.log_probs[rows], self.ids[rows])
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy with labels: what stands beside the logits, and its launchers. ``spec`` has the mathematics."""
+"""Cross-entropy with labels: what stands alongside the logits, and its launchers. ``spec`` has the mathematics."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from vocab_parallel_ce.spec_outputs import at_temperature, outputs_gradient
 
 
 class Labels(NamedTuple):
-    """What stands beside the logits."""
+    """What stands alongside the logits."""
 
     labels: Tensor  # [N], contiguous
     class_weight: Tensor | None = None  # of this rank's columns without padding
     temperature: Tensor | None = None  # [N]; None: that of the options
 
     def at(self, rows: slice) -> Labels:
-        """Return what stands beside these rows."""
+        """Return what stands alongside these rows."""
         temperature = self.temperature
         return Labels(self.labels[rows], self.class_weight, None if temperature is None else temperature[rows])
 
 
 class LabelLoss(Loss):
-    """Cross-entropy with labels, and the outputs beside it."""
+    """Cross-entropy with labels, and the outputs alongside it."""
 
     Beside = BesideHead = Labels
     Stats = RowStats
@@ -91,6 +91,7 @@ class LabelLoss(Loss):
             widths=(len(options.statistics),),
             gradient_fills_loss=True,
             count_larger=functools.partial(kernels.count_larger, shard=shard),
+            summed_outputs=functools.partial(kernels.summed_outputs, **own),
         )
 
     def saved(self, beside: Labels, options: LossOptions) -> tuple[Tensor | None, ...]:

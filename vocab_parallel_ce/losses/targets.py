@@ -31,7 +31,7 @@ TARGET_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Targets(NamedTuple):
-    """What stands beside the logits."""
+    """What stands alongside the logits."""
 
     probs: Tensor  # [..., C]
     class_weight: Tensor | None = None  # of this rank's columns without padding

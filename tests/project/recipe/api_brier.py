@@ -9,7 +9,15 @@ from torch import Tensor
 from vocab_parallel_ce.api.call import over_head, over_logits, overwrites, public, settings_of
 from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.losses.brier import BRIER, Answers
-from vocab_parallel_ce.options import Advanced, CommonKeywords, HeadKeywords, Settings, keyword_defaults, with_keywords
+from vocab_parallel_ce.options import (
+    Advanced,
+    CommonKeywords,
+    HeadKeywords,
+    Settings,
+    check_names,
+    keyword_defaults,
+    with_keywords,
+)
 
 KEYWORDS = keyword_defaults(CommonKeywords) | {"reduction": "mean", "gradient": "auto"}
 HEAD_KEYWORDS = KEYWORDS | keyword_defaults(HeadKeywords)
@@ -19,6 +27,7 @@ HEAD_KEYWORDS = KEYWORDS | keyword_defaults(HeadKeywords)
 @with_keywords(KEYWORDS)
 def brier_score(logits: Tensor, labels: Tensor, *, group: Any = None, **keywords: Any) -> Tensor:
     """Squared error of the probabilities of sharded logits ``[..., C]``."""
+    check_names(keywords, KEYWORDS, brier_score)
     return over_logits(BRIER, logits, Answers(labels), Settings(**keywords), group=group)[0].loss
 
 

@@ -72,10 +72,11 @@ class BrierLoss(Loss):
         return Answers(labels)
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> LossOptions:
+        checks.check_choice("impl", settings.impl, ("auto", "reference"))  # it has no kernels
         return loss_options(settings, vocab_size)
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
-        return reference.launchers(self, options, shard)  # it has no kernels
+        return reference.launchers(self, options, shard)
 
     def check_constants(self, given: Answers) -> None:
         """Labels have no gradient."""

@@ -143,7 +143,7 @@ def refusal(layer: Any, weight: Tensor, hidden: Tensor) -> str | None:
     if type(layer) is not ColumnParallelLinear:
         return f"is a {type(layer).__module__}.{type(layer).__name__}, not a ColumnParallelLinear (LoRA, FP8, ...)"
     if type(weight) not in (Tensor, nn.Parameter) or hidden.dtype not in HEAD_DTYPES:
-        return f"has a weight that is a {type(weight).__name__}, beside hidden states of {hidden.dtype}"
+        return f"has a weight that is a {type(weight).__name__}, alongside hidden states of {hidden.dtype}"
     holds = {
         "has a bias": layer.bias is not None,
         "has backward hooks": bool(layer._backward_hooks or layer._backward_pre_hooks),

@@ -261,5 +261,5 @@ def refusal_of_inputs(head: nn.Linear, args: Any, kwargs: Any) -> str | None:
         return f"hidden states that are {type(hidden).__name__} {hidden.dtype} {tuple(hidden.shape)}"
     dtype = fsdp.dtype_in_forward(head) if fsdp.has_own_group(head) else head.weight.dtype
     if hidden.device != head.weight.device or not (autocasts or hidden.dtype == dtype):
-        return f"hidden states of {hidden.dtype} on {hidden.device}, beside a head of {dtype}"
+        return f"hidden states of {hidden.dtype} on {hidden.device}, alongside a head of {dtype}"
     return None

@@ -104,7 +104,7 @@ def _find_loss(function: ast.FunctionDef) -> Loss:
     for other in guard.body:
         if other is not statement:
             what = "read or changed logits" if _reads_or_binds(other, logits) else "loss"
-            raise NotUnderstood(f"{what}: beside self.loss_function stands {_quote(other)}")
+            raise NotUnderstood(f"{what}: alongside self.loss_function stands {_quote(other)}")
     return Loss(guard, name, logits, arguments)
 
 

@@ -1,0 +1,189 @@
+"""Logits that backward finds: the bits of those that it makes again, with a product less."""
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from vocab_parallel_ce import Head, LinearCrossEntropy, linear_cross_entropy, linear_distillation_loss
+from vocab_parallel_ce import linear_token_log_probs as log_probs
+from vocab_parallel_ce.options import Advanced
+
+pytestmark = pytest.mark.reference
+
+ROWS, COLUMNS, WIDTH = 7, 24, 5
+TOKEN = 4 * COLUMNS  # bytes of the logits of a token
+CHUNKED = {"chunk_size": 2}
+KEPT = ("all", f"{2 * TOKEN}B", f"{5 * TOKEN}B", f"{70 * TOKEN}B")
+N_KEPT = dict(zip(KEPT, (3, 1, 2, 3), strict=True))  # of the 3 chunks of tokens that are not ignored
+
+
+class Products(TorchDispatchMode):
+    """Counts products whose result has a column for each logit."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        is_product = function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        self.count += is_product and found.shape[-1] == COLUMNS
+        return found
+
+
+def inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight, bias = (
+        (torch.randn(*shape, generator=generator) * 2).to(dtype).requires_grad_()
+        for shape in ((ROWS, WIDTH), (COLUMNS, WIDTH), (COLUMNS,))
+    )
+    labels = torch.randint(0, COLUMNS, (ROWS,), generator=generator)
+    labels[3] = -100
+    return (hidden, weight, bias), labels
+
+
+CALLS = {
+    "none": lambda h, w, b, labels, **own: linear_cross_entropy(h, w, labels, bias=b, reduction="none", **own),
+    "mean": lambda h, w, b, labels, **own: linear_cross_entropy(
+        h, w, labels, bias=b, gradient="in_backward", label_smoothing=0.1, class_weight=torch.arange(24.0), **own
+    ),
+    "log-probs": lambda h, w, b, labels, **own: log_probs(
+        h, w, labels, bias=b, outputs=("entropy", "rank"), softcap=9.0, **own
+    ),
+    "valid tokens": lambda h, w, b, labels, **own: linear_cross_entropy(
+        h, w, labels, bias=b, reduction="none", advanced=Advanced(valid_tokens=6), **own
+    ),
+    "distillation": lambda h, w, b, labels, **own: linear_distillation_loss(
+        Head(h, w, b), Head(h.detach().flip(0), w.detach().flip(1)), divergence="js", reduction="none", **own
+    ),
+}
+
+
+def results(name, *, times=1, dtype=torch.float32, **own):
+    """The outputs, and the gradients of each of so many backward passes."""
+    leaves, labels = inputs(dtype)
+    found = CALLS[name](*leaves, labels, **own)
+    outputs = [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
+    differentiable = [t for t in outputs if t.requires_grad]
+    made = [t.detach() for t in outputs]
+    for index in range(times):
+        grads = [torch.linspace(-1, 2, t.numel()).view_as(t) if t.dim() else torch.tensor(0.7) for t in differentiable]
+        made += torch.autograd.grad(differentiable, leaves, grads, retain_graph=index + 1 < times)
+    return made
+
+
+def assert_equal(found, expected):
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("keep", KEPT)
+@pytest.mark.parametrize("name", CALLS)
+def test_the_bits_are_those_of_logits_that_are_made_again(name, keep, dtype):
+    expected = results(name, dtype=dtype, **CHUNKED)
+    assert_equal(results(name, dtype=dtype, **CHUNKED, keep_logits=keep), expected)
+
+
+def test_fp32_logits_of_16_bit_heads():
+    options = {"dtype": torch.bfloat16, "logits_dtype": torch.float32, **CHUNKED}
+    assert_equal(results("log-probs", **options, keep_logits="all"), results("log-probs", **options))
+
+
+@pytest.mark.parametrize("keep", KEPT)
+def test_a_kept_chunk_is_a_product_less(keep):
+    counts = []
+    for kept in ("none", keep):
+        with Products() as products:
+            results("none", **CHUNKED, keep_logits=kept)
+        counts.append(products.count)
+    assert counts == [6, 6 - N_KEPT[keep]]
+
+
+def test_an_automatic_chunk_is_what_may_be_kept():
+    with Products() as products:
+        results("none", keep_logits=f"{4 * TOKEN}B")
+    assert products.count == 3  # chunks of 4 and 2 tokens, of which the second is made again
+
+
+@pytest.mark.parametrize("name", ("none", "log-probs"))
+def test_later_backwards_make_the_logits_again(name):
+    expected = results(name, **CHUNKED, times=4)
+    assert_equal(results(name, **CHUNKED, times=4, keep_logits="all"), expected)
+
+
+def test_what_hooks_see_is_not_overwritten():
+    seen, (leaves, labels) = [], inputs()
+    with saved_tensors_hooks(lambda t: seen.append((t, t.clone())) or t, lambda t: t):
+        losses = CALLS["none"](*leaves, labels, **CHUNKED, keep_logits="all")
+    losses.sum().backward()
+    assert all(torch.equal(now, before) for now, before in seen)
+
+
+@pytest.mark.parametrize("wrapper", ("hooks", "checkpoint", "reentrant"))
+def test_wrappers(wrapper):
+    def gradients(keep):
+        leaves, labels = inputs()
+
+        def call(h, w, b):
+            return CALLS["none"](h, w, b, labels, **CHUNKED, keep_logits=keep) * 2
+
+        if wrapper == "hooks":
+            with save_on_cpu():
+                losses = call(*leaves)
+        else:
+            losses = checkpoint(call, *leaves, use_reentrant=wrapper == "reentrant")
+        return torch.autograd.grad(losses.sum(), leaves) if wrapper != "reentrant" else backward(losses, leaves)
+
+    assert_equal(gradients("all"), gradients("none"))
+
+
+def backward(losses, leaves):
+    losses.sum().backward()
+    return [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    (
+        (
+            {"reduction": "mean"},
+            ValueError,
+            "keep_logits: expected 'none' if forward computes the gradients.*got 'all'",
+        ),
+        ({"keep_logits": "much"}, ValueError, "keep_logits: expected 'none', 'all', or bytes as '256MiB', got 'much'"),
+        ({"keep_logits": 5}, TypeError, "keep_logits: expected 'none', 'all', or bytes as '2GiB', got 5"),
+        (
+            {"keep_logits": "all", "gradient": "in_forward"},
+            ValueError,
+            "keep_logits: expected 'none' if forward computes",
+        ),
+        ({"keep_logits": "95B"}, ValueError, "keep_logits: must hold the logits of a chunk, 2 tokens of 96 bytes"),
+    ),
+)
+def test_refusals(options, error, message):
+    (hidden, weight, _), labels = inputs()
+    options = {"reduction": "none", "keep_logits": "all", **CHUNKED, **options}
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(hidden, weight, labels, **options)
+
+
+def test_compiled_code_refuses_it():
+    (hidden, weight, _), labels = inputs()
+    torch.compiler.reset()
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="keep_logits: expected 'none' in compiled code"):
+        compiled(hidden, weight, labels, reduction="none", keep_logits="all")
+
+
+def test_a_module_has_it_and_needs_no_gradient():
+    (hidden, weight, bias), labels = inputs()
+    head = torch.nn.Linear(WIDTH, COLUMNS)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.copy_(bias)
+        module = LinearCrossEntropy(head, reduction="none", keep_logits="all")
+        expected = linear_cross_entropy(hidden, weight, labels, bias=bias, reduction="none")
+        assert torch.equal(module(hidden, labels), expected)
+    assert module.keep_logits == "all"

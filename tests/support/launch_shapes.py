@@ -1,0 +1,28 @@
+"""How many programs a row has: set for a test, because only wide rows have several by themselves."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from vocab_parallel_ce import blocks
+
+MANY = 1 << 30
+ONE, SEVERAL = "uncut rows", "rows in parts"
+LIMITS = {
+    ONE: {"CUT_PARTS": MANY, "MOST_PROGRAMS": 0, "FEW_ROWS": 0},
+    SEVERAL: {"CUT_ROWS": MANY, "CUT_PARTS": 2, "MOST_PROGRAMS": MANY, "FEW_ROWS": MANY},
+}
+
+
+@contextmanager
+def programs(kind: str) -> Iterator[None]:
+    """Let rows have ONE program, except of gradients that always have a program per tile, or SEVERAL."""
+    with patch.multiple(blocks, **LIMITS[kind]):
+        yield
+
+
+@contextmanager
+def programs_by_rows() -> Iterator[None]:
+    """Let 1 or 2 rows have several programs, 3 or 4 load several parts at once, and others neither."""
+    with patch.multiple(blocks, CUT_ROWS=2, CUT_PARTS=2, MOST_PROGRAMS=8, FEW_ROWS=4):
+        yield
