@@ -56,6 +56,12 @@ def impl_device(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 @pytest.fixture(autouse=True)
+def _seeded():
+    """A test draws the same numbers alone and after others."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _poisoned_memory(request: pytest.FixtureRequest):
     with nullcontext() if request.node.get_closest_marker("no_poison") else poisoned_allocations():
         yield
