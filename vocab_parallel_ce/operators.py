@@ -177,7 +177,8 @@ def of_exchanges(stats: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def new_outputs(call: Any) -> TokenOutputs:
     settings, like, dtype = call.settings, call[0], call[0].dtype
-    value = like.new_empty(call.rows if settings.reduction == "none" else (), dtype=compute_dtype(dtype))
+    shape = (*call.rows, *call.loss.row_shape(_options(call.loss, settings)))
+    value = like.new_empty(shape if settings.reduction == "none" else (), dtype=compute_dtype(dtype))
     others = {
         name: like.new_empty(call.rows, dtype=output_dtype(name, dtype)) for name in outputs_asked(call.loss, settings)
     }

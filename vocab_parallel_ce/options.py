@@ -84,6 +84,8 @@ class Settings(NamedTuple):
     rest: str = "ignore"
     outputs: tuple[str, ...] = ()
     top_k: int | None = None
+    n_ids: int = 0  # given ids per token; labels have none
+    n_known: int = 0  # how many of them have a rest
     reduction: Reduction = "mean"
     gradient: GradientMode = "auto"
     impl: str = "auto"

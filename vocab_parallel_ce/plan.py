@@ -40,6 +40,7 @@ class Plan(NamedTuple):
     n_ranks: int
     shard: VocabShard
     options: Any  # of the mathematics: hashable
+    row_shape: tuple[int, ...]  # of a row's loss
     reduction: str
     gradient: str  # "auto" if backward decides
     dtype: torch.dtype  # of the arithmetic, the statistics and the loss
@@ -159,6 +160,7 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         n_ranks=key.n_ranks,
         shard=shard,
         options=options,
+        row_shape=loss.row_shape(options),
         reduction=settings.reduction,
         gradient=key.gradient,
         dtype=compute_dtype(key.dtype),

@@ -38,7 +38,9 @@ def new_outputs(plan: Plan, shape: Sequence[int], like: Tensor) -> TokenOutputs:
     An unreduced loss is no view of something larger: autograd forbids to change a view that a Function
     returns, as ``loss += auxiliary_loss`` does.
     """
-    loss = like.new_empty(*shape, dtype=plan.dtype)  # PyTorch takes microseconds longer to read a torch.Size
+    loss = like.new_empty(
+        *shape, *plan.row_shape, dtype=plan.dtype
+    )  # PyTorch takes microseconds longer to read a torch.Size
     if not plan.other_outputs:
         return TokenOutputs(loss)
     others = {name: like.new_empty(*shape, dtype=dtype) for name, dtype in plan.other_outputs.items()}
@@ -167,7 +169,7 @@ def write_gradient(
 ) -> None:
     """Fill ``grad_logits``, a new tensor or the logits themselves, from forward's statistics."""
     loss = logits.new_zeros(1, dtype=torch.float32) if grads.loss is None else grads.loss
-    of_rows: list[Tensor | None] = [per_row(loss, logits)]
+    of_rows: list[Tensor | None] = [loss.reshape(-1, *plan.row_shape) if plan.row_shape else per_row(loss, logits)]
     if plan.other_outputs:
         of_rows += [None if grad is None else per_row(grad, logits) for grad in grads[1:]]
     plan.launchers.gradient(logits, beside, stats, divisor, GradOutputs(*of_rows), None, grad_logits)

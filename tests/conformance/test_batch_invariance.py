@@ -40,6 +40,9 @@ CALLS: dict[str, Call] = {
         x, labels, reduction="none", label_smoothing=0.1, class_weight=weights(x), **own
     ),
     "log-probs": lambda x, labels, other, own: token_log_probs(x, labels, outputs=OUTPUTS, top_k=2, **own),
+    "given ids": lambda x, labels, other, own: token_log_probs(
+        x, labels[:, None] - torch.arange(5).to(x.device), **own
+    ),
     "probabilities": lambda x, labels, other, own: vocab_parallel_cross_entropy(
         x, (other * 0.1).exp(), reduction="none", **own
     ),
@@ -49,6 +52,9 @@ CALLS: dict[str, Call] = {
     ),
     "top-k teacher": lambda x, labels, other, own: distillation_loss(
         x, top_3(other, own.get("vocab_size")), reduction="none", **own
+    ),
+    "js of a top-k teacher": lambda x, labels, other, own: distillation_loss(
+        x, top_3(other, own.get("vocab_size"))._replace(rest="bucket"), divergence="js", reduction="none", **own
     ),
 }
 

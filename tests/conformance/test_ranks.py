@@ -14,7 +14,7 @@ from vocab_parallel_ce.losses.divergences import DIVERGENCES
 
 ROWS, VOCAB = 5, 263
 BOUNDS = [(0, 88), (88, 176), (176, 264)]  # the last column is padding
-SENT = {"forward": [20], "reverse": [20], "js": [16, 8], "soft": [16], "top-k": [20]}  # bytes per row
+SENT = {"forward": [20], "reverse": [20], "js": [16, 8], "soft": [16], "top-k": [20], "top-k js": [20]}  # bytes per row
 in_three_ranks = in_ranks((3,), (3,), ())
 
 
@@ -50,9 +50,10 @@ def test_losses_against_a_distribution(rank_pool, impl, case):
     given = labels if hard else None
     if loss == "soft":
         call = soft.Case(vocab_parallel_cross_entropy, soft.soft_losses, logits, soft.soft_targets(logits), {}, ways)
-    elif loss == "top-k":
+    elif loss in ("top-k", "top-k js"):
         log_probs, ids = teacher.log_softmax(-1).topk(3)
         options = {"teacher_ids": ids, "teacher_log_probs": log_probs, "rest": "bucket"}
+        options |= {"divergence": "js", "beta": 0.3} if loss == "top-k js" else {}
         call = soft.Case(soft.topk_loss, soft.topk_losses, logits, logits, options, ways)
     else:
         options = {"divergence": loss} | ({"hard_weight": hard} if hard else {})

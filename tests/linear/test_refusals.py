@@ -71,7 +71,6 @@ OF_BOTH = [
     ({"labels": None}, TypeError, "labels: .*Tensor.*NoneType"),
     ({"labels": LABELS.short()}, TypeError, "labels: dtype .*int64.*int16"),
     ({"labels": LABELS.t()}, ValueError, r"labels: .*\(2, 3\).*\(3, 2\)"),
-    ({"labels": LABELS.unsqueeze(-1)}, ValueError, r"labels: .*\(2, 3\), got \(2, 3, 1\); .*id.*probabilities"),
     ({"labels": BIAS.expand(2, 3, COLUMNS)}, TypeError, "labels: dtype .*float32; .*vocab_parallel_cross_entropy"),
     ({"labels": LABELS.to(META)}, ValueError, "labels: device .*cpu.*meta"),
     ({"labels": PADDED, "vocab_size": 20, "check_labels": True}, ValueError, r"labels: .*\[0, 20\) .*\(0, 2\): 20$"),
@@ -113,8 +112,14 @@ OF_ONE = {
         ({"gradient": "in_forward", "reduction": "none"}, ValueError, "gradient: 'in_forward' .*none"),
         ({"label_smoothing": 1.01}, ValueError, "label_smoothing: must be in"),
         ({"num_items": 3, "reduction": "none"}, ValueError, "num_items: expected reduction"),
+        ({"labels": LABELS.unsqueeze(-1)}, ValueError, r"labels: .*\(2, 3\), got \(2, 3, 1\); .*id.*probabilities"),
     ],
     linear_token_log_probs: [
+        (
+            {"labels": LABELS.unsqueeze(-1).expand(2, 3, COLUMNS)},
+            ValueError,
+            "labels: .*fewer given ids.*probabilities",
+        ),
         ({"temperature": 0.0}, ValueError, "temperature: must be positive"),
         ({"outputs": "entropy"}, TypeError, "outputs: expected a tuple of names, .* got 'entropy'"),
         ({"outputs": ("z_loss",)}, ValueError, "outputs: expected no 'z_loss' of log-probabilities"),

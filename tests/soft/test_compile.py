@@ -8,6 +8,8 @@ from vocab_parallel_ce import (
     TopKTeacher,
     distillation_loss,
     linear_distillation_loss,
+    linear_token_log_probs,
+    token_log_probs,
     vocab_parallel_cross_entropy,
 )
 
@@ -20,6 +22,7 @@ LOGITS, OTHER, HIDDEN, WEIGHT, THEIRS, HEAD = (
 )
 PROBS, LABELS = OTHER.softmax(-1), torch.tensor([1, 2, -100, 3, 4, 5])
 LOG_PROBS, IDS = OTHER.log_softmax(-1).topk(3)
+KNOWN, TEMPERATURE = TopKTeacher(IDS, LOG_PROBS, "bucket"), torch.linspace(0.5, 1.5, N)
 TEACHER = Head(THEIRS, HEAD)
 JS = {"divergence": "js", "labels": LABELS, "hard_weight": 0.3, "temperature": 2.0}
 STEPS = {
@@ -33,6 +36,14 @@ STEPS = {
     "head, k tokens": lambda x: linear_distillation_loss(
         Head(HIDDEN * x[0, 0], WEIGHT), TopKTeacher(IDS, LOG_PROBS), reduction="none"
     ).sum(),
+    "k tokens, reverse, hard weight": lambda x: distillation_loss(
+        x * 1, KNOWN, divergence="reverse", labels=LABELS, hard_weight=0.4, reduction="sum", num_items=3
+    ),
+    "head, k tokens, js": lambda x: linear_distillation_loss(
+        Head(HIDDEN * x[0, 0], WEIGHT), KNOWN, labels=LABELS, divergence="js", chunk_size=4
+    ),
+    "given ids": lambda x: (token_log_probs(x * 1, IDS, softcap=5.0, temperature=TEMPERATURE) * LOG_PROBS).sum(),
+    "head, given ids": lambda x: (linear_token_log_probs(HIDDEN * x[0, 0], WEIGHT, IDS) * LOG_PROBS).sum(),
 }
 
 
@@ -53,3 +64,8 @@ def test_refusals():
         torch.compile(distillation_loss, backend="aot_eager")(LOGITS, OTHER.clone().requires_grad_())
     with pytest.raises(ValueError, match="hard_weight: expected labels"):
         torch.compile(linear_distillation_loss, backend="aot_eager")(Head(HIDDEN, WEIGHT), TEACHER, hard_weight=0.5)
+    js, known = {"divergence": "js"}, KNOWN._replace(log_probs=LOG_PROBS.clone().requires_grad_())
+    with pytest.raises(Exception, match="check_labels: expected False in compiled code with a TopKTeacher"):
+        torch.compile(distillation_loss, backend="aot_eager", fullgraph=True)(LOGITS, KNOWN, check_labels=True, **js)
+    with pytest.raises(TypeError, match="teacher.log_probs: expected a tensor that requires no gradient"):
+        torch.compile(distillation_loss, backend="aot_eager")(LOGITS, known, **js)

@@ -7,6 +7,7 @@ import torch
 
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.logits import broad_rows
+from tests.support.pairs import covering
 from tests.support.soft import Case, check, topk_loss, topk_losses
 from vocab_parallel_ce import (
     Head,
@@ -18,6 +19,8 @@ from vocab_parallel_ce import (
 
 NAN, INF = float("nan"), float("inf")
 ROWS, COLUMNS, K = 5, 43, 6
+OUTSIDE = {"ids": torch.tensor([[1, 2], [3, 6]]), "log_probs": -torch.ones(2, 2)}
+HARD = {"hard_weight": 0.5, "labels": torch.tensor([1, 2])}
 
 
 def case_of(kind="peaked", dtype=torch.float32, columns=COLUMNS, labels=False, k=K, options=None, **ways):
@@ -34,6 +37,55 @@ def case_of(kind="peaked", dtype=torch.float32, columns=COLUMNS, labels=False, k
 
 def _on(device, student, ignored, **options):
     return topk_loss(student, ignored, **{n: v.to(device) if torch.is_tensor(v) else v for n, v in options.items()})
+
+
+BEYOND_FORWARD = covering(
+    divergence=("forward", "reverse", "js"),
+    rest=("ignore", "bucket"),
+    hard=(None, 0.0, 0.3),  # None: without labels
+    reduction=("mean", "sum", "none"),
+    gradient=("auto", "in_backward", "out_of_place"),
+    kind=("peaked", "confident", "far_negative"),
+    dtype=(torch.float32, torch.bfloat16),
+    temperature=(1.0, 2.5),
+)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.interpreted(12)
+@pytest.mark.parametrize("case", BEYOND_FORWARD, ids=map(str, range(len(BEYOND_FORWARD))))
+def test_divergences_at_known_tokens(impl_device, case):
+    options = {name: case[name] for name in ("rest", "divergence", "temperature")}
+    options |= {"hard_weight": case["hard"], "temperature": 1.0} if case["hard"] else {}
+    ways = {name: case[name] for name in ("reduction", "gradient")}
+    made = case_of(case["kind"], case["dtype"], labels=case["hard"] is not None, options=options, **ways)
+    check(impl_device, made)
+
+
+@pytest.mark.parametrize("divergence", ("reverse", "js"))
+@pytest.mark.parametrize("rest", ("ignore", "bucket"))
+def test_edges_beyond_forward(impl_device, rest, divergence):
+    """A token left out, one that the student excludes, NaN, an id and a label outside, a row of nothing, ignored."""
+    impl, device = impl_device
+    made = case_of(columns=20)
+    ids, log_probs = (made.options[name].clone() for name in ("teacher_ids", "teacher_log_probs"))
+    student, labels = made.logits.clone(), torch.tensor([3, 4, 20, 5, IGNORE_INDEX])
+    log_probs[0, 2], student[1, ids[1, 0]], log_probs[3] = -INF, -INF, -INF
+    ids[0, 2], student[4] = ids[0, 2] if rest == "bucket" else -7, NAN
+    given = {"teacher_ids": ids.to(device), "teacher_log_probs": log_probs.to(device), "rest": rest}
+    leaf, ways = student.to(device).requires_grad_(), {"divergence": divergence, "impl": impl, "reduction": "none"}
+    loss = topk_loss(leaf * 1, None, **given, **ways, labels=labels.to(device))
+    (grad,) = torch.autograd.grad(loss.sum(), leaf)
+    loss, grad = loss.detach().cpu(), grad.cpu()
+    assert loss[2].isnan() and grad[2].isnan().all()
+    assert not loss[3:].any() and not grad[3:].any()
+    for row, kept in ((0, [0, 1, 3, 4, 5]), (1, list(range(K)))):
+        known = {"teacher_ids": ids[row : row + 1, kept], "teacher_log_probs": log_probs[row : row + 1, kept]}
+        own = student[row : row + 1].double().requires_grad_()
+        truth = topk_losses(own, None, **known, rest=rest, divergence=divergence)
+        torch.testing.assert_close(loss[row : row + 1], truth.float())
+        truth = torch.autograd.grad(truth, own)[0].nan_to_num(0.0).float()
+        torch.testing.assert_close(grad[row : row + 1], truth, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rest", ("ignore", "bucket"))
@@ -174,7 +226,15 @@ def test_refusals_by_name():
         (TypeError, "teacher.log_probs: .*no gradient", {"log_probs": log_probs.clone().requires_grad_()}, {}),
         (ValueError, "teacher.ids: shape", {"ids": ids[:1]}, {}),
         (ValueError, "teacher.ids: shape", {"ids": ids[:, :1]}, {}),
-        (ValueError, "teacher.ids: expected divergence='forward'", {}, {"divergence": "reverse"}),
+        (ValueError, "divergence: expected one of", {}, {"divergence": "backward"}),
+        (ValueError, "gradient: 'in_forward' takes", {}, {"divergence": "reverse", "gradient": "in_forward"}),
+        (ValueError, "hard_weight: expected labels", {}, {"hard_weight": 0.5}),
+        (ValueError, "hard_weight: expected temperature=1", {}, HARD | {"temperature": 2.0}),
+        (ValueError, "beta: must be above 0", {}, {"divergence": "js", "beta": 1.0}),
+        (ValueError, "reduction: expected one of", {}, {"divergence": "js", "reduction": "max"}),
+        (ValueError, "teacher.ids: must be different", {}, {"divergence": "js", "check_labels": True}),
+        (ValueError, "teacher.ids, labels: must be in", OUTSIDE, {"divergence": "js", "check_labels": True}),
+        (TypeError, "teacher.log_probs: .*no gradient", {"log_probs": log_probs.clone().requires_grad_()}, HARD),
         (ValueError, "teacher.rest: expected one of", {"rest": "drop"}, {}),
         (ValueError, "teacher.ids: must be different", {}, {"check_labels": True}),
         (ValueError, "teacher.ids: must be in", {"ids": ids + 3}, {"check_labels": True}),

@@ -91,17 +91,33 @@ def topk_losses(
     teacher_log_probs: Tensor,
     rest: str = "ignore",
     temperature: float = 1.0,
+    divergence: str = "forward",
+    beta: float = 0.5,
+    hard_weight: float = 0.0,
+    labels: Tensor | None = None,
 ) -> Tensor:
     """Differentiable unreduced losses in the dtype of ``student [N, V]``."""
     log_s = (student / temperature).log_softmax(-1)
     log_q = teacher_log_probs.to(student.dtype)
-    q, own = log_q.exp(), log_s.gather(-1, teacher_ids)
-    losses = (q * (log_q - own)).sum(-1)
+    own = log_s.gather(-1, teacher_ids)
     if rest == "bucket":
-        r = (1 - q.sum(-1)).clamp(min=0)
-        others = log_s.scatter(-1, teacher_ids, NEG_INF).logsumexp(-1)
-        losses = losses + torch.where(r == 0, 0.0, r * (r.clamp(min=1e-300).log() - others))
-    return losses
+        r = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=0)
+        others = log_s.scatter(-1, teacher_ids, NEG_INF).logsumexp(-1, keepdim=True)
+        own, log_q = torch.cat([own, others], -1), torch.cat([log_q, r.log()], -1)
+
+    def kl(log_p: Tensor, log_t: Tensor) -> Tensor:
+        left_out = log_p == NEG_INF
+        terms = log_p.exp() * (log_p.masked_fill(left_out, 0.0) - log_t.masked_fill(left_out, 0.0))
+        return terms.masked_fill(left_out, 0.0).sum(-1)
+
+    if divergence == "js":
+        log_m = torch.logaddexp(log_q + math.log(beta), own + math.log(1 - beta))
+        losses = beta * kl(log_q, log_m) + (1 - beta) * kl(own, log_m)
+    else:
+        losses = kl(log_q, own) if divergence == "forward" else kl(own, log_q)
+    if not hard_weight:
+        return losses
+    return (1 - hard_weight) * losses + hard_weight * F.cross_entropy(student, labels, reduction="none")
 
 
 def topk_loss(
@@ -130,7 +146,10 @@ def subtracted_at_known(student: Tensor, options: dict[str, Any]) -> float:
     """Magnitude of what the loss of a top-k teacher subtracts: ``q * (|log s| + |log q|)`` of the worst row."""
     log_s = (student.double() / options.get("temperature", 1.0)).log_softmax(-1)
     log_q = options["teacher_log_probs"].double()
-    return float((log_q.exp() * (log_s.gather(-1, options["teacher_ids"]).abs() + log_q.abs())).sum(-1).max())
+    own = log_s.gather(-1, options["teacher_ids"])
+    if options.get("divergence", "forward") == "forward" and not options.get("hard_weight"):
+        return float((log_q.exp() * (own.abs() + log_q.abs())).sum(-1).max())
+    return float((torch.maximum(log_q, own).exp() * (own.abs() + log_q.abs())).sum(-1).max()) + 1.0
 
 
 def in_exponents(case: "Case") -> float:

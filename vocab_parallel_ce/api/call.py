@@ -148,6 +148,7 @@ def over_head(
     else:
         with torch.no_grad(), torch.autocast(local.hidden.device.type, enabled=False):
             outputs, *_ = loops.forward(linear, local, beside)
-    value, *others = (v if v is None or v.dim() == 0 else v.view(given.labels.shape) for v in outputs)
+    shape = given.labels.shape
+    value, *others = (v if v is None or v.dim() == 0 else v.view(*shape, *v.shape[1:]) for v in outputs)
     assert value is not None
     return TokenOutputs(value, *others), linear.call.divisor, linear.overflow

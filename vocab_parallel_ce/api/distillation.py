@@ -6,12 +6,14 @@ gradient replaces the student's logits there.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
+from vocab_parallel_ce.api import given_ids, known_tokens
 from vocab_parallel_ce.api.call import checked_advanced, over_head, over_logits, overwrites, public, settings_of
 from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.losses.base import Loss
@@ -66,14 +68,15 @@ def distillation_loss(
     "forward" is Hinton et al.'s (arXiv:1503.02531), "js" GKD's (arXiv:2306.13649, equation 1). Nothing multiplies by
     ``temperature ** 2``, as Hinton et al. do: do it yourself. docs/distillation.md has more.
 
-    A :class:`TopKTeacher` is known at ``k`` tokens: ``sum_k q_k (log q_k - log s_k)`` with ``q = exp(log_probs)``,
-    "forward" only, without ``hard_weight``.
+    A :class:`TopKTeacher` is known at ``k`` tokens: the sums run over these, with ``t = exp(log_probs)``, and over the
+    rest as one more. With ``hard_weight`` its temperature must be 1.
 
     Overwrites: by default nothing that anybody can still read, see ``gradient`` of the loss. The teacher's
     are never written, and get no gradient.
 
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, with ``K = 5``, 2 more with
-    ``hard_weight``; "js" has ``K = 4``, and a second all_gather of 8 bytes. Backward none.
+    ``hard_weight``; "js" has ``K = 4``, and a second all_gather of 8 bytes. A :class:`TopKTeacher` has one of
+    ``K = k + 2``, 1 more with ``labels``; 5 for "forward" without ``hard_weight``. Backward none.
 
     Args:
         student_logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.
@@ -83,7 +86,8 @@ def distillation_loss(
         labels: ``[...]`` int64 or int32 global ids, or None. Rows with ``ignore_index`` have loss and gradient 0.
         hard_weight: in [0, 1]; above 0 it needs ``labels``. The cross-entropy has temperature 1.
         reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or ``"none"``.
-        gradient: as in :func:`vocab_parallel_cross_entropy`.
+        gradient: as in :func:`vocab_parallel_cross_entropy`. A :class:`TopKTeacher` takes ``"in_forward"`` with "forward"
+            and no ``hard_weight`` alone.
         impl: ``"triton"``, ``"reference"`` or ``"auto"``.
         others: as in :func:`vocab_parallel_cross_entropy`, of the student's logits.
 
@@ -100,6 +104,9 @@ def distillation_loss(
     if isinstance(teacher, TopKTeacher):
         loss, settings = KNOWN_TOKENS, settings._replace(rest=teacher.rest)
         beside = Tokens(teacher.log_probs, teacher.ids, labels)
+        if not known_tokens.has_own_loss(settings):
+            at = functools.partial(given_ids.of_logits, student_logits, group=group)
+            return known_tokens.divergence(beside, student_logits, "student_logits", settings, num_items, at)
     elif isinstance(teacher, Head):
         raise TypeError("teacher: expected logits or a TopKTeacher, got a Head; call linear_distillation_loss")
     else:
@@ -159,6 +166,9 @@ def linear_distillation_loss(
         beside = TeacherHead(*teacher, labels)
     else:
         raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}")
+    if isinstance(beside, Tokens) and not known_tokens.has_own_loss(settings):
+        at = functools.partial(given_ids.of_head, student, head=head, group=group)
+        return known_tokens.divergence(beside, student.hidden, "student.hidden", settings, num_items, at)
     check_hard_weight(settings, labels)  # here, because labels of all tokens stand for None below
     checks.check_integer("ignore_index", settings.ignore_index)
     checks.check_hidden(student.hidden)

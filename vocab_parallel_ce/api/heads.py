@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
+from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import checked_advanced, over_head, public, settings_of
+from vocab_parallel_ce.api.given_ids import gives_ids
 from vocab_parallel_ce.api.outputs import (
     Outputs,
     asked_for,
@@ -20,6 +22,7 @@ from vocab_parallel_ce.api.outputs import (
 from vocab_parallel_ce.api.shift import next_labels, without_last
 from vocab_parallel_ce.head.expected import expected_with_last
 from vocab_parallel_ce.head.plan import Arguments, Head
+from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import (
     Advanced,
@@ -199,8 +202,12 @@ def linear_token_log_probs(
     asked = {**asked_for(outputs, top_k, of_loss=False), "reduction": "none", "gradient": "in_backward"}
     temperature = taken_temperature(keywords)
     settings, head = settings_of(keywords, LOG_PROB_KEYWORDS, linear_token_log_probs, of_head, **asked)
+    tensors = Head(hidden, weight, bias)
+    if gives_ids(labels, hidden, outputs, top_k):
+        of_ids = Ids(labels, temperature)
+        return given_ids.of_head(tensors, of_ids, settings, head, group=group, main_grad=of_head.main_grad)
     beside, top = Labels(labels, temperature=temperature), top_of(settings)
-    given = Arguments(Head(hidden, weight, bias), labels, beside, group, None, of_head.main_grad)
+    given = Arguments(tensors, labels, beside, group, None, of_head.main_grad)
     found, _, overflow = over_head(LABELS, given, settings, head, top)
     return _or_nan(log_probs_of(found, labels, settings, top), overflow)
 

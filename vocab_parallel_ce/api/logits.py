@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
+from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import checked_advanced, over_logits, overwrites, public
+from vocab_parallel_ce.api.given_ids import gives_ids
 from vocab_parallel_ce.api.outputs import (
     Outputs,
     asked_for,
@@ -21,6 +23,7 @@ from vocab_parallel_ce.api.outputs import (
 )
 from vocab_parallel_ce.api.shift import next_labels, without_last
 from vocab_parallel_ce.losses.base import Loss
+from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.losses.targets import TARGETS, Targets
 from vocab_parallel_ce.options import (
@@ -209,11 +212,17 @@ def token_log_probs(
     in fp32, with ``z`` the scaled and capped logits of :func:`vocab_parallel_cross_entropy`, divided by the
     temperature. All fp32 outputs except ``top_log_probs`` are differentiable; one pass computes their gradients.
 
+    Labels of as many dimensions as the logits are ``k`` given ids per token, whose log-probabilities are returned. An
+    id may be given twice. Their gradient is one pass too.
+
     Overwrites: by default nothing that anybody can still read, see ``gradient`` of the loss.
 
-    Collectives: those of :func:`vocab_parallel_cross_entropy`.
+    Collectives: those of :func:`vocab_parallel_cross_entropy`; of given ids, ``K`` is ``k + 2``.
 
     Args:
+        labels: ``[...]`` int64 or int32 global ids, the same on every rank. Or ``[..., k]`` given ids, ``k`` not ``C``:
+            one that is ``ignore_index`` has log-probability 0. One outside ``[0, V)`` has NaN, as the gradient of its
+            token. They take no ``outputs`` and no ``top_k``.
         temperature: positive; divides the logits after the cap. A number, or a floating-point tensor of one element, or
             of one for each label, without a gradient. The host does not read a tensor: where it is not positive and
             finite in fp32, outputs and gradient are NaN, except of ignored tokens.
@@ -224,7 +233,7 @@ def token_log_probs(
         others: as in :func:`vocab_parallel_cross_entropy`.
 
     Returns:
-        ``[...]`` fp32 log-probabilities, equal bit for bit on all ranks; with ``outputs`` or ``top_k``, an
+        fp32 log-probabilities of the labels' shape, equal bit for bit on all ranks; with ``outputs`` or ``top_k``, an
         :class:`Outputs`.
 
     Raises:
@@ -234,6 +243,8 @@ def token_log_probs(
     temperature = taken_temperature(keywords)
     settings = Settings(reduction="none", **asked_for(outputs, top_k, of_loss=False), **keywords)
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
+    if gives_ids(labels, logits, outputs, top_k):
+        return given_ids.of_logits(logits, Ids(labels, temperature), settings, group=group)
     given, top = Labels(labels, temperature=temperature), top_of(settings)
     found, _ = over_logits(LABELS, logits, given, settings, group=group, top=top)
     return log_probs_of(found, labels, settings, top)

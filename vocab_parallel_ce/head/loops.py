@@ -337,8 +337,8 @@ def _at(outputs: TokenOutputs, rows: slice) -> TokenOutputs:
 
 
 def to_rows(linear: LinearCall, grad_output: Tensor, n_rows: int) -> Tensor:
-    """Return ``[M]``: a grad_output of one element for all rows, or of one per token."""
+    """Return ``[M]``, or ``[M, k]`` of a loss of k values: a grad_output of one element for all, or of each token."""
     if grad_output.dim() == 0:
         return grad_output.reshape(1).expand(n_rows)
-    grad_output = grad_output.reshape(-1)
+    grad_output = grad_output.reshape(-1, *linear.call.plan.row_shape)
     return grad_output if linear.order is None else linear.order.to_rows(grad_output, 0.0)

@@ -149,7 +149,7 @@ def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
             # As many rows as labels: how many tokens are left out is known when it runs.
             n_rows = call.labels.numel()
             stats = tuple(F.pad(each, (0, 0, 0, n_rows - each.shape[1])) for each in stats)
-    shaped = (v if v is None or v.dim() == 0 else v.view(call.labels.shape) for v in outputs)
+    shaped = (v if v is None or v.dim() == 0 else v.view(*call.labels.shape, *v.shape[1:]) for v in outputs)
     return or_empty((*shaped, linear.overflow, *as_two(stats), *_like_inputs(gradients, call)), call.hidden)
 
 

@@ -104,6 +104,10 @@ class Loss:
         """Return the names of the outputs alongside the loss that are asked for, and whether they have a gradient."""
         return {}
 
+    def row_shape(self, options: Any) -> tuple[int, ...]:
+        """Return the shape of a row's loss: ``()``, or ``(k,)`` of a loss that has k values, which are not reduced."""
+        return ()
+
     def beyond_one_pass(self, options: Any) -> tuple[str, ...]:
         """Return the names of what ``one_pass`` cannot do."""
         return (f"another loss than that of labels, {type(self).__name__}",)

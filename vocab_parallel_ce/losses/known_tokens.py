@@ -30,7 +30,15 @@ from vocab_parallel_ce.beside import check_beside, check_labels_beside, check_no
 from vocab_parallel_ce.layout import compute_dtype, flat
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.divergences import divergence_options, rows_of_mean
-from vocab_parallel_ce.losses.labels import LABELS, Labels
+from vocab_parallel_ce.losses.given_ids import (
+    IGNORED,
+    at_least_rounding,
+    is_dead,
+    logits_at,
+    sums_without,
+    write_columns,
+)
+from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import (
@@ -43,8 +51,6 @@ from vocab_parallel_ce.spec import (
     _raised_by,
     is_ignored,
 )
-
-IGNORED = -(2**62)  # the columns of a row that is ignored
 
 
 class TopKStats(NamedTuple):
@@ -101,22 +107,14 @@ class TopK:
         divisor: Tensor | None = None,
     ) -> None:
         log_probs, columns, _ = beside
-        others = columns < 0
-        z = _logits_at(logits, columns, self.options).masked_fill_(others, NEG_INF)
-        place = z.argmax(dim=-1, keepdim=True)
-        label = (
-            (columns.gather(-1, place) + self.shard.start).masked_fill_(columns[:, :1] == IGNORED, IGNORED).squeeze(-1)
-        )
-        softmax = stats[0].new_empty(1, stats[0].shape[1], 3)
-        self.softmax.statistics(logits, Labels(label), (softmax,), 0)
-        row_max, without_label, _ = softmax[0].unbind(-1)
+        z, _ = logits_at(logits, columns, self.options.of_logits)
+        row_max, without_best = sums_without(self.softmax, logits, z, columns, is_dead(columns), self.shard)
         shifted = z - _finite_or_zero(row_max).unsqueeze(-1)
-        terms, q = shifted.exp(), log_probs.exp().masked_fill_(others, 0.0)
+        terms, q = shifted.exp(), log_probs.exp().masked_fill_(columns < 0, 0.0)
         cross = (q * (shifted - log_probs)).masked_fill_(q == 0, 0.0).sum(dim=-1)
-        inside, limits = terms.sum(dim=-1), torch.finfo(terms.dtype)
-        outside = without_label - terms.scatter_(-1, place, 0.0).sum(dim=-1)
-        outside = torch.maximum(outside, without_label * (limits.eps / 2))
-        outside = torch.where(row_max == NEG_INF, outside, outside.clamp(min=limits.tiny * 2**16))
+        inside, best = terms.sum(dim=-1), z.argmax(dim=-1, keepdim=True)
+        outside = without_best - terms.scatter_(-1, best, 0.0).sum(dim=-1)
+        outside = at_least_rounding(outside, without_best, row_max)
         torch.stack(TopKStats(row_max, outside, inside, cross, q.sum(dim=-1)), dim=-1, out=stats[0][rank])
         if outputs is not None:
             self.outputs(stats, beside, divisor, outputs)
@@ -144,7 +142,7 @@ class TopK:
         grad_logits: Tensor,
     ) -> None:
         log_probs, columns, _ = beside
-        merged, dead = _merged(stats[0]), columns[:, 0] == IGNORED
+        merged, dead = _merged(stats[0]), is_dead(columns)
         weight = torch.ones_like(merged.mass) if grads.loss is None else grads.loss
         if divisor is not None:
             weight, dead = weight / divisor, dead | (divisor == 0)
@@ -156,24 +154,12 @@ class TopK:
             of_others = mass - r * sum_exp / merged.outside
         of_known = weight / self.options.temperature
         finite_max = merged.row_max.masked_fill(merged.row_max.isinf(), NAN)  # such a row is NaN
-        shifted = _logits_at(logits, columns, self.options) - finite_max.unsqueeze(-1)
+        shifted = logits_at(logits, columns, self.options.of_logits)[0] - finite_max.unsqueeze(-1)
         values = shifted.exp() * (of_known * mass / sum_exp).unsqueeze(-1) - log_probs.exp() * of_known.unsqueeze(-1)
         values.masked_fill_((shifted == NEG_INF) | dead.unsqueeze(-1), 0.0)
         softmax = torch.stack([merged.row_max, sum_exp, torch.full_like(sum_exp, NEG_INF)], dim=-1).unsqueeze(0)
-        # The label's column is written again below. If none of the tokens is owned, it is another rank's.
-        last, place = columns.max(dim=-1, keepdim=True)
-        label = (last + self.shard.start).masked_fill_(
-            last < 0, (self.shard.start + self.shard.n_valid) % self.shard.vocab_size
-        )
-        label, grads = label.squeeze(-1).masked_fill_(dead, IGNORED), GradOutputs(weight * of_others)
-        self.softmax.gradient(logits, Labels(label), (softmax,), None, grads, None, grad_logits)
-        # Without waiting for the device: a token that is not owned writes what the last owned token writes. If there
-        # is none, column 0 stays.
-        values, owned = values.to(grad_logits.dtype), columns >= 0
-        of_last = torch.where(last < 0, grad_logits[..., :1].reshape(-1, 1), values.gather(-1, place))
-        values, columns = torch.where(owned, values, of_last), torch.where(owned, columns, last.clamp(min=0))
-        shape = *grad_logits.shape[:-1], columns.shape[-1]
-        grad_logits.scatter_(-1, columns.view(shape), values.view(shape))
+        weight = weight * of_others
+        write_columns(self.softmax, logits, columns, dead, self.shard, softmax, weight, values, grad_logits)
 
 
 class KnownTokensLoss(Loss):
@@ -250,10 +236,6 @@ def check_tokens(given: Tokens, student: Tensor, settings: Settings, subject: st
     """Check that there are k ids and log-probabilities per row of ``student``, which is ``subject``."""
     log_probs, ids, _ = given
     checks.check_choice("teacher.rest", settings.rest, ("ignore", "bucket"))
-    if settings.divergence != "forward" or settings.hard_weight:
-        divergence_options(settings)  # a wrong one is named first
-        asked = f"divergence={settings.divergence!r} and hard_weight={settings.hard_weight:g}"
-        raise ValueError(f"teacher.ids: expected divergence='forward' and hard_weight=0, got {asked}")
     checks.check_tensor("teacher.ids", ids)
     checks.check_tensor("teacher.log_probs", log_probs)
     if ids.dtype not in checks.LABEL_DTYPES:
@@ -278,30 +260,29 @@ def _of_rank(given: Tokens, logits: Tensor, settings: Settings, shard: VocabShar
     """Return checked tokens as launchers take them; ``logits`` may be hidden states."""
     log_probs, ids, labels = given
     if settings.check_labels:
-        _check_ids(ids, log_probs, labels, settings.ignore_index, shard.vocab_size)
+        check_values(given, settings.ignore_index, shard.vocab_size)
     log_probs = log_probs.detach().to(compute_dtype(logits.dtype))
     return Tokens(*known_columns(ids, log_probs, labels, shard, settings.ignore_index))
 
 
-def _check_ids(ids: Tensor, log_probs: Tensor, labels: Tensor | None, ignore_index: int, vocab_size: int) -> None:
-    """Wait for the device; raise ValueError for an id outside the vocabulary, or twice in a row, or a log above 0."""
+def check_values(given: Tokens, ignore_index: int, vocab_size: int | None) -> None:
+    """Wait for the device; raise ValueError for an id outside the vocabulary, or twice in a row, or a log above 0.
+
+    Without a ``vocab_size`` ids may be any numbers.
+    """
+    log_probs, ids, labels = given
     known = torch.where(log_probs == NEG_INF, IGNORED, ids.long().clamp(min=IGNORED + 1))
     if labels is not None:
         known = torch.where(is_ignored(labels, ignore_index).unsqueeze(-1), IGNORED, known)
     known = known.reshape(-1, ids.shape[-1])
-    checks.check_label_range(known, vocab_size, IGNORED, subject="teacher.ids")
+    if vocab_size is not None:
+        checks.check_label_range(known, vocab_size, IGNORED, subject="teacher.ids")
     in_order = known.sort(dim=-1).values
     if bool(((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != IGNORED)).any()):
         raise ValueError("teacher.ids: must be different in a row, got an id twice")
     most = log_probs.reshape(known.shape).masked_fill(known == IGNORED, NEG_INF).amax() if known.numel() else 0.0
     if most > 1e-3:  # beyond rounding
         raise ValueError(f"teacher.log_probs: must be at most 0, got {most:g}; pass log-probabilities, not logits")
-
-
-def _logits_at(logits: Tensor, columns: Tensor, options: TopKOptions) -> Tensor:
-    """Return ``[N, k]`` logits at ``columns``, divided by the temperature; those of column 0 for a negative one."""
-    index = columns.clamp(min=0).view(*logits.shape[:-1], columns.shape[-1])
-    return spec.transformed(logits.gather(-1, index).view(columns.shape), options.of_logits)[0]
 
 
 def _merged(stats: Tensor) -> TopKStats:

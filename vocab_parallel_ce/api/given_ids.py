@@ -1,0 +1,61 @@
+"""Log-probabilities at k given ids per token, from calls that pass labels of one more dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.api.call import over_head, over_logits
+from vocab_parallel_ce.head.plan import Arguments, Head
+from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, IGNORED, Ids
+from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.spec import is_ignored
+
+
+def gives_ids(labels: Any, tokens: Any, outputs: Sequence[str], top_k: int | None) -> bool:
+    """Return whether ``labels [..., k]`` are given ids of ``tokens``, logits or hidden states of as many dimensions."""
+    if not (isinstance(labels, Tensor) and isinstance(tokens, Tensor) and labels.dim() == tokens.dim() > 1):
+        return False
+    if labels.dtype in checks.LABEL_DTYPES and (outputs != () or top_k is not None):
+        got = f"outputs={outputs!r}" if outputs != () else f"top_k={top_k!r}"
+        raise ValueError(
+            f"labels: expected one per token with outputs or top_k, {tuple(tokens.shape[:-1])}, got "
+            f"{tuple(labels.shape)}, given ids, and {got}; ask for them in a call of their own"
+        )
+    return labels.dtype in checks.LABEL_DTYPES
+
+
+def of_logits(logits: Tensor, given: Ids, settings: Settings, *, group: Any, n_known: int = 0) -> Tensor:
+    """Return ``[..., k]`` log-probabilities at ``given.ids``, and one more of the rest of the first ``n_known``."""
+    given, settings = _of_call(given, settings, n_known)
+    return over_logits(GIVEN_IDS, logits, given, settings, group=group)[0].loss
+
+
+def of_head(
+    tensors: Head,
+    given: Ids,
+    settings: Settings,
+    head: HeadSettings,
+    *,
+    group: Any,
+    n_known: int = 0,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """Return the same of the logits of a head."""
+    given, settings = _of_call(given, settings, n_known)
+    # The labels that a head knows say which tokens are left out.
+    labels = torch.where((given.ids == IGNORED).all(dim=-1), IGNORED, 0)
+    arguments = Arguments(tensors, labels, given, group, None, main_grad)
+    return over_head(GIVEN_IDS, arguments, settings, head)[0].loss
+
+
+def _of_call(given: Ids, settings: Settings, n_known: int) -> tuple[Ids, Settings]:
+    """Return ids whose ignored ones no other can be, and the settings of the call."""
+    checks.check_integer("ignore_index", settings.ignore_index)
+    ids = given.ids.long().masked_fill(is_ignored(given.ids, settings.ignore_index), IGNORED)
+    settings = settings._replace(reduction="none", ignore_index=IGNORED, n_ids=ids.shape[-1], n_known=n_known)
+    return given._replace(ids=ids), settings

@@ -1,0 +1,129 @@
+"""Divergences from a teacher that is known at k tokens, out of the student's log-probabilities at these.
+
+The forward divergence alone has a loss of its own, ``losses.known_tokens``, whose statistics are sums: it exchanges
+less, and a head can compute its gradient in forward. The others need each log-probability:
+
+    forward   sum_k q_k (log q_k - log s_k)
+    reverse   sum_k s_k (log s_k - log q_k)
+    js        sum_k beta q_k (log q_k - log m_k) + (1 - beta) s_k (log s_k - log m_k),  m = beta q + (1 - beta) s
+
+With ``rest="bucket"`` the other tokens are one more, of ``1 - sum_k s_k`` and ``1 - sum_k q_k``, which counts as at
+least half an eps. A hard label is one more given id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce import checks
+from vocab_parallel_ce.beside import check_beside, check_labels_beside, check_requires_no_gradient, checked_divisor
+from vocab_parallel_ce.layout import compute_dtype
+from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, rows_of_mean
+from vocab_parallel_ce.losses.given_ids import IGNORED, Ids
+from vocab_parallel_ce.losses.known_tokens import Tokens, check_tokens, check_values
+from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.spec import NAN, NEG_INF, is_ignored
+
+LogProbsAt = Callable[..., Tensor]  # (given ids, settings=, n_known=) -> log-probabilities
+
+
+def has_own_loss(settings: Settings) -> bool:
+    """Return whether ``losses.known_tokens`` computes the divergence."""
+    return settings.divergence == "forward" and settings.hard_weight == 0
+
+
+def divergence(
+    given: Tokens, student: Tensor, subject: str, settings: Settings, num_items: Any, log_probs_at: LogProbsAt
+) -> Tensor:
+    """Return the loss of ``student``, logits or hidden states, which ``subject`` is."""
+    check_given(given, student, subject, settings)
+    labels = given.labels
+    divisor = None if num_items is None else _divisor(num_items, settings.reduction, student)
+    log_q = given.log_probs.detach().to(compute_dtype(student.dtype))
+    left_out = log_q == NEG_INF
+    if labels is not None:
+        left_out = left_out | is_ignored(labels, settings.ignore_index).unsqueeze(-1)
+    ids, k = given.ids.long().masked_fill(left_out, IGNORED), given.ids.shape[-1]
+    if labels is not None:
+        hard = labels.long().masked_fill(is_ignored(labels, settings.ignore_index), IGNORED)
+        ids = torch.cat([ids, hard.unsqueeze(-1)], dim=-1)
+    n_known = k if settings.rest == "bucket" else 0
+    beside, inner = Ids(ids, log_probs=given.log_probs), settings._replace(ignore_index=IGNORED)
+    found = log_probs_at(beside, settings=inner, n_known=n_known)
+    rows = _terms(found[..., :k], log_q, left_out, settings).sum(dim=-1)
+    if n_known:
+        log_r = (1 - log_q.masked_fill(left_out, NEG_INF).exp().sum(dim=-1)).clamp(min=torch.finfo(log_q.dtype).eps / 2)
+        rows = rows + _terms(found[..., -1], log_r.log(), left_out.all(dim=-1), settings)
+    if labels is not None:
+        of_label, hard_weight = found[..., k], float(settings.hard_weight)
+        if hard_weight:
+            rows = (1 - hard_weight) * rows - hard_weight * of_label
+        rows = torch.where(of_label.isnan(), NAN, rows)  # a label outside the vocabulary
+    if settings.reduction == "none":
+        return rows
+    if settings.reduction == "mean":
+        divisor = rows_of_mean(labels, student, settings)
+    total = rows.sum()
+    return total if divisor is None else torch.where(divisor == 0, 0.0, total / divisor).reshape(())
+
+
+def check_given(given: Tokens, student: Tensor, subject: str, settings: Settings) -> None:
+    """Check what this way takes, besides what the student's log-probabilities check."""
+    divergence_options(settings)
+    check_hard_weight(settings, given.labels)
+    checks.check_choice("reduction", settings.reduction, ("mean", "sum", "none"))
+    check_tokens(given, student, settings, subject)
+    if torch.compiler.is_dynamo_compiling():
+        check_requires_no_gradient(**{"teacher.log_probs": given.log_probs})
+    else:
+        check_beside("teacher.log_probs", given.log_probs, student, settings)
+    check_labels_beside(given.labels, student)
+    if settings.hard_weight and settings.temperature != 1:
+        raise ValueError(
+            f"hard_weight: expected temperature=1 with a TopKTeacher, got {settings.temperature}; add "
+            "vocab_parallel_cross_entropy yourself"
+        )
+    if settings.gradient == "in_forward":
+        raise ValueError(
+            "gradient: 'in_forward' takes a TopKTeacher with divergence='forward' and no hard_weight, got "
+            f"divergence={settings.divergence!r} and hard_weight={settings.hard_weight:g}; use another mode"
+        )
+    if settings.check_labels and torch.compiler.is_dynamo_compiling():
+        raise ValueError(
+            "check_labels: expected False in compiled code with a TopKTeacher, except for divergence='forward' without "
+            "hard_weight, because the check waits for the device, got True"
+        )
+    if settings.check_labels:
+        check_values(given, settings.ignore_index, None)  # their range is that of given ids
+
+
+def _divisor(num_items: Any, reduction: str, student: Tensor) -> Tensor | None:
+    if torch.compiler.is_dynamo_compiling():
+        from vocab_parallel_ce.operators import divisor_of
+
+        return divisor_of(num_items, reduction, student)
+    return checked_divisor(num_items, reduction, student)
+
+
+def _terms(log_s: Tensor, log_q: Tensor, left_out: Tensor, settings: Settings) -> Tensor:
+    """Return the terms of a divergence; 0 where an outcome is left out."""
+    log_q, log_s = log_q.masked_fill(left_out, 0.0), log_s.masked_fill(left_out, 0.0)
+    q = log_q.exp()
+    # An outcome that the student excludes, by a logit of -inf, must not make its gradient NaN.
+    excluded = log_s == NEG_INF
+    own = log_s.masked_fill(excluded, 0.0)
+    if settings.divergence == "forward":
+        terms = q * (log_q - log_s)
+    elif settings.divergence == "reverse":
+        terms = (own.exp() * (own - log_q)).masked_fill(excluded, 0.0)
+    else:
+        beta = float(settings.beta)
+        log_m = torch.logaddexp(log_q + math.log(beta), log_s + math.log1p(-beta))
+        of_student = (own.exp() * (own - log_m)).masked_fill(excluded, 0.0)
+        terms = beta * q * (log_q - log_m) + (1 - beta) * of_student
+    return terms.masked_fill(left_out, 0.0)

@@ -1,0 +1,358 @@
+"""Log-probabilities at k given ids of each token: statistics, values and gradient.
+
+With ``s = softmax(z)``, ``g_k`` the gradient of the k-th log-probability and ``G = sum_k g_k``:
+
+    value_k = z_k - lse
+    dz_i    = sum_k [id_k = i] g_k - s_i G
+
+The first ``n_known`` ids may have a rest: ``S`` is the sum of their ``s``, and with ``g_r`` of one more value
+
+    value_r = log(1 - S)
+    dz_i    = sum_k [id_k = i] g_k - s_i (G + g_r) + [i is none of them] s_i g_r / (1 - S)
+
+The passes over the shard are those of cross-entropy: its kernels find the sums, and write the columns that are not
+among the ids. What there is of k ids is small, and plain PyTorch. Each rank takes its largest of the given logits as
+its label, so that the digits of ``1 - s`` survive where that is close to 1. ``1 - S`` is at least 2^-24 of the sum
+without that label, because less is rounding, and 2^-110 of the rank's largest, so that its inverse times a loss scale
+of 2^16 is finite. In fp64, 2^-53 and 2^-1006.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocab_parallel_ce import checks, spec
+from vocab_parallel_ce.beside import temperature_of_rows
+from vocab_parallel_ce.losses.base import Launchers, Loss
+from vocab_parallel_ce.losses.labels import LABELS, Labels
+from vocab_parallel_ce.options import Settings, loss_options
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import NAN, NEG_INF, GradOutputs, LossOptions, TokenOutputs, _finite_or_zero
+from vocab_parallel_ce.spec_outputs import at_temperature
+
+# What stands for a column that this rank does not own.
+ELSEWHERE = -1
+OUTSIDE = -2  # of the vocabulary
+IGNORED = -(2**62)
+
+
+class Ids(NamedTuple):
+    """What stands alongside the logits."""
+
+    ids: Tensor  # [..., k] global ids; for launchers [N, k] int64 columns of this rank, or one of the above
+    temperature: Tensor | None = None  # [N]; None: that of the options
+    log_probs: Tensor | None = None  # [..., k] of a teacher, for verification alone
+
+    @property
+    def class_weight(self) -> None:
+        """Log-probabilities have no weights."""
+
+    def at(self, rows: slice) -> Ids:
+        """Return what stands alongside these rows."""
+        return Ids(self.ids[rows], None if self.temperature is None else self.temperature[rows])
+
+
+class IdsOptions(NamedTuple):
+    """What is computed of a row."""
+
+    n_ids: int
+    n_known: int  # how many of the ids have a rest; 0: there is none
+    of_logits: LossOptions
+
+
+class Known(NamedTuple):
+    """What the statistics of all ranks come to."""
+
+    row_max: Tensor  # [N] largest z
+    z: Tensor  # [N, k], -inf for an id that is not in the vocabulary
+    best: Tensor  # [N] largest of these
+    others: Tensor  # [N] sum of exp(z - row_max) over the columns except one that has the largest given z
+    outside: Tensor | None  # [N] the same over the columns that are not among the known ids
+
+    @property
+    def sum_exp(self) -> Tensor:
+        return self.others + (self.best - _finite_or_zero(self.row_max)).exp()
+
+    @property
+    def log_sum(self) -> Tensor:
+        """Log of the sum: the digits of ``others`` survive if a given id has ``row_max``."""
+        return (self.others + ((self.best - _finite_or_zero(self.row_max)).exp() - 1)).log1p()
+
+
+class GivenIds:
+    """The launchers of this loss, over those of cross-entropy; :class:`Launchers` says what each fills."""
+
+    def __init__(self, softmax: Launchers, options: IdsOptions, shard: VocabShard) -> None:
+        self.softmax, self.options, self.shard = softmax, options, shard
+
+    def statistics(
+        self,
+        logits: Tensor,
+        beside: Ids,
+        stats: tuple[Tensor],
+        rank: int,
+        count: None = None,
+        outputs: TokenOutputs | None = None,
+        divisor: None = None,
+    ) -> None:
+        columns, temperature, _ = beside
+        dead = is_dead(columns)
+        z, _ = logits_at(logits, columns, at_temperature(self.options.of_logits, temperature))
+        row_max, without_best = sums_without(self.softmax, logits, z, columns, dead, self.shard, temperature)
+        torch.cat([row_max.unsqueeze(-1), without_best.unsqueeze(-1), z], dim=-1, out=stats[0][rank])
+        if outputs is not None:
+            self.outputs(stats, beside, divisor, outputs)
+
+    def outputs(self, stats: tuple[Tensor], beside: Ids, divisor: None, outputs: TokenOutputs) -> None:
+        columns, known = beside.ids, self.merged(stats[0])
+        values = (known.z - known.row_max.unsqueeze(-1)) - known.log_sum.unsqueeze(-1)
+        values = values.masked_fill_(columns == OUTSIDE, NAN).masked_fill_(columns == IGNORED, 0.0)
+        if known.outside is not None:
+            rest = (known.outside.log() - known.log_sum).masked_fill_((columns == OUTSIDE).any(dim=-1), NAN)
+            values = torch.cat([values, rest.masked_fill_(is_dead(columns), 0.0).unsqueeze(-1)], dim=-1)
+        outputs.loss.copy_(values.view(outputs.loss.shape))
+
+    def gradient(
+        self,
+        logits: Tensor,
+        beside: Ids,
+        stats: tuple[Tensor],
+        divisor: None,
+        grads: GradOutputs,
+        loss: None,
+        grad_logits: Tensor,
+    ) -> None:
+        (columns, temperature, _), known = beside, self.merged(stats[0])
+        assert grads.loss is not None
+        dead, given, sum_exp = is_dead(columns), grads.loss[:, : columns.shape[-1]], known.sum_exp
+        given = given.masked_fill(columns == IGNORED, 0.0)
+        total = given.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
+        of_others = -total
+        if known.outside is not None:
+            of_rest = grads.loss[:, -1]
+            total = total + of_rest
+            of_others = of_rest * (sum_exp / known.outside) - total
+        z, slope = logits_at(logits, columns, at_temperature(self.options.of_logits, temperature))
+        shifted = z - known.row_max.masked_fill(known.row_max.isinf(), NAN).unsqueeze(-1)  # such a row is NaN
+        of_equals = sum_of_equals(columns, given)
+        s = shifted.exp() / sum_exp.unsqueeze(-1)
+        values = of_equals - s * total.unsqueeze(-1)
+        # Of the best, 1 - s: the digits that s rounds away.
+        of_best = (known.others / sum_exp * total).unsqueeze(-1) - (total.unsqueeze(-1) - of_equals)
+        values = torch.where(z == known.best.unsqueeze(-1), of_best, values)
+        if known.outside is not None:
+            n = self.options.n_known
+            of_known = (columns[:, n:].unsqueeze(-1) == columns[:, None, :n]).any(dim=-1)
+            values[:, n:] += torch.where(of_known, 0.0, s[:, n:] * (of_others + total).unsqueeze(-1))
+        values = values * slope
+        values.masked_fill_((shifted == NEG_INF) | dead.unsqueeze(-1), 0.0)
+        merged = torch.stack([known.row_max, sum_exp, torch.full_like(sum_exp, NEG_INF)], dim=-1).unsqueeze(0)
+        write_columns(
+            self.softmax, logits, columns, dead, self.shard, merged, of_others, values, grad_logits, temperature
+        )
+
+    def merged(self, stats: Tensor) -> Known:
+        """Merge ``stats [R, N, 2 + k]``, in the order of the ranks on every rank."""
+        own_max, without_best, own_z = stats[..., 0], stats[..., 1], stats[..., 2:]
+        row_max, own_best = own_max.amax(dim=0), own_z.amax(dim=-1)
+        shift, z = _finite_or_zero(row_max), own_z.amax(dim=0)
+        decay, best_terms = (own_max - shift).exp(), (own_best - shift).exp()
+        # One rank's best is the best of all: its term is not among the others'.
+        is_best = torch.zeros_like(best_terms, dtype=torch.bool).scatter_(0, own_best.argmax(0, keepdim=True), True)
+        others = (without_best * decay + best_terms.masked_fill(is_best, 0.0)).sum(dim=0)
+        outside = None
+        if self.options.n_known:
+            outside = (_outside_known(without_best, own_z, own_max, self.options.n_known) * decay).sum(dim=0)
+        return Known(row_max, z, z.amax(dim=-1), others, outside)
+
+
+class GivenIdsLoss(Loss):
+    """Log-probabilities at given ids."""
+
+    Beside = BesideHead = Ids
+
+    def check(self, given: Ids, logits: Tensor, settings: Settings) -> None:
+        checks.check_labels(given.ids, logits)
+        check_ids(given.ids, logits.shape, logits.shape[-1], "logits")
+
+    def beside(self, given: Ids, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int) -> Ids:
+        of_tokens = given.ids[..., 0]
+        columns = columns_of(given, settings, shard)
+        return Ids(columns, temperature_of_rows(given.temperature, of_tokens, logits))
+
+    def check_head(self, given: Ids, hidden: Tensor, settings: Settings) -> None:
+        checks.check_labels(given.ids, hidden, "hidden")
+
+    def beside_head(self, given: Ids, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor) -> Ids:
+        check_ids(given.ids, (*given.ids.shape[:-1], 0), plan.shard.n_columns, "weight")
+        columns = columns_of(given, settings, plan.shard)
+        temperature = temperature_of_rows(given.temperature, given.ids[..., 0], hidden)
+        if order is None:
+            return Ids(columns, temperature)
+        return Ids(order.to_rows(columns, IGNORED), None if temperature is None else order.to_rows(temperature, 1.0))
+
+    def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> IdsOptions:
+        of_logits = loss_options(settings, vocab_size)._replace(ignore_index=IGNORED)
+        return IdsOptions(settings.n_ids, settings.n_known, of_logits)
+
+    def row_shape(self, options: IdsOptions) -> tuple[int, ...]:
+        return (options.n_ids + bool(options.n_known),)
+
+    def launchers(self, options: IdsOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
+        softmax = LABELS.launchers(options.of_logits, shard, kernels)
+        own = GivenIds(softmax, options, shard)
+        widths = tuple(map(len, self.exchanges(options)))
+        return Launchers(own.statistics, own.outputs, own.gradient, softmax.element_mul, widths=widths)
+
+    def saved(self, beside: Ids, options: IdsOptions) -> tuple[Tensor | None, ...]:
+        return beside[:2]
+
+    def check_constants(self, given: Ids) -> None:
+        if given.temperature is not None:
+            checks.check_temperature(given.temperature, given.ids[..., 0])
+
+    def exchanges(self, options: IdsOptions) -> tuple[tuple[str, ...], ...]:
+        return (("row_max", "without_best", *(f"z_{k}" for k in range(options.n_ids))),)
+
+    def compared(self, given: Ids) -> dict[str, Any]:
+        return {"labels": given.ids, "options": {}, "values": _values(None, *given[1:])}
+
+    def compared_head(self, given: Ids) -> dict[str, Any]:
+        return {"options": {}, "values": _values(*given)}
+
+
+GIVEN_IDS = GivenIdsLoss()
+
+
+def _values(ids: Tensor | None, temperature: Tensor | None, log_probs: Tensor | None) -> dict[str, Tensor]:
+    """Return the tensors that must be equal on all ranks, by the caller's names."""
+    named = {"labels": ids, "temperature": temperature, "teacher.log_probs": log_probs}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def check_ids(ids: Tensor, shape: tuple[int, ...], n_columns: int, subject: str) -> None:
+    """Check that there are k ids for each row of a tensor of ``shape``, and not one for each column."""
+    if ids.shape[:-1] != shape[:-1] or ids.shape[-1] == 0:
+        raise ValueError(f"labels: shape must be {tuple(shape[:-1])} and k given ids, got {tuple(ids.shape)}")
+    if ids.shape[-1] == n_columns:
+        raise ValueError(
+            f"labels: expected fewer given ids per token than {subject} has columns, {n_columns}, got as many; "
+            f"{checks.NOT_ONE_HOT}"
+        )
+
+
+def columns_of(given: Ids, settings: Settings, shard: VocabShard) -> Tensor:
+    """Return ``[N, k]`` columns as launchers take them."""
+    ids = given.ids
+    if settings.check_labels:
+        subject = "labels" if given.log_probs is None else "teacher.ids, labels"
+        checks.check_label_range(ids, shard.vocab_size, settings.ignore_index, subject=subject)
+    ids = ids.reshape(-1, ids.shape[-1])
+    columns = ids.long() - shard.start
+    columns.masked_fill_(spec._outside(columns, shard.n_valid), ELSEWHERE)
+    columns.masked_fill_(spec._outside(ids, shard.vocab_size), OUTSIDE)
+    return columns.masked_fill_(spec.is_ignored(ids, settings.ignore_index), IGNORED)
+
+
+# What this loss and that of a teacher known at k tokens share; ``columns`` are ``[N, k]``, negative if not owned.
+
+
+def is_dead(columns: Tensor) -> Tensor:
+    """``[N]`` bool: all ids of the row are ignored."""
+    return columns.amax(dim=-1) == IGNORED
+
+
+def logits_at(logits: Tensor, columns: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | float]:
+    """Return ``[N, k]`` z at ``columns``, -inf where they are not owned, and its derivative by the logits."""
+    index = columns.clamp(min=0).view(*logits.shape[:-1], columns.shape[-1])
+    z, slope = spec.transformed(logits.gather(-1, index).view(columns.shape), options)
+    return torch.where(columns < 0, NEG_INF, z), slope
+
+
+def sums_without(
+    softmax: Launchers,
+    logits: Tensor,
+    z: Tensor,
+    columns: Tensor,
+    dead: Tensor,
+    shard: VocabShard,
+    temperature: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return ``[N]`` the largest z of the shard, and the sum of exp(z - it) without the column of the largest ``z``."""
+    place = z.argmax(dim=-1, keepdim=True)
+    label = columns.gather(-1, place).squeeze(-1).clamp(min=ELSEWHERE) + shard.start
+    found = z.new_empty(1, z.shape[0], 3)
+    softmax.statistics(logits, Labels(label.masked_fill_(dead, IGNORED), temperature=temperature), (found,), 0)
+    row_max, without, _ = found[0].unbind(-1)
+    return row_max, without
+
+
+def write_columns(
+    softmax: Launchers,
+    logits: Tensor,
+    columns: Tensor,
+    dead: Tensor,
+    shard: VocabShard,
+    stats: Tensor,
+    weight: Tensor,
+    values: Tensor,
+    grad_logits: Tensor,
+    temperature: Tensor | None = None,
+) -> None:
+    """Fill ``grad_logits``: ``values [N, k]`` at ``columns``, and ``weight [N]`` times the softmax elsewhere.
+
+    ``stats [1, N, 3]`` are cross-entropy's, of the whole vocabulary. Equal columns must have equal values.
+    """
+    # The label's column is written again below. If none of the columns is owned, it is another rank's.
+    last, place = columns.max(dim=-1, keepdim=True)
+    label = last + shard.start
+    label = label.masked_fill_(last < 0, (shard.start + shard.n_valid) % shard.vocab_size).squeeze(-1)
+    of_rows = Labels(label.masked_fill_(dead, IGNORED), temperature=temperature)
+    softmax.gradient(logits, of_rows, (stats,), None, GradOutputs(weight), None, grad_logits)
+    # Without waiting for the device: a column that is not owned writes what the last owned one writes. If there is
+    # none, column 0 stays.
+    values, owned = values.to(grad_logits.dtype), columns >= 0
+    of_last = torch.where(last < 0, grad_logits[..., :1].reshape(-1, 1), values.gather(-1, place))
+    values, columns = torch.where(owned, values, of_last), torch.where(owned, columns, last.clamp(min=0))
+    shape = *grad_logits.shape[:-1], columns.shape[-1]
+    grad_logits.scatter_(-1, columns.view(shape), values.view(shape))
+
+
+def sum_of_equals(columns: Tensor, values: Tensor) -> Tensor:
+    """Return ``[N, k]``: at each place the sum of the values of its row that have the same column.
+
+    In one order, so that the bits are the same every time.
+    """
+    n = columns.shape[-1]
+    if n == 1:
+        return values
+    in_order, order = columns.sort(dim=-1, stable=True)
+    sums, step = values.gather(-1, order), 1
+    while step < n:  # after it, a place has the sum of up to 2 * step equals before it
+        is_equal = in_order[:, step:] == in_order[:, :-step]
+        sums = torch.cat([sums[:, :step], sums[:, step:] + torch.where(is_equal, sums[:, :-step], 0.0)], dim=-1)
+        step *= 2
+    last = torch.searchsorted(in_order, columns, right=True) - 1
+    return sums.gather(-1, last)
+
+
+def _outside_known(without_best: Tensor, own_z: Tensor, own_max: Tensor, n_known: int) -> Tensor:
+    """``[R, N]`` sum of exp(z - max) over a rank's columns that are not among the first ``n_known`` ids."""
+    terms = (own_z - _finite_or_zero(own_max).unsqueeze(-1)).exp()
+    place = own_z.argmax(dim=-1, keepdim=True)  # the first of equals, as in the sum
+    is_best = torch.arange(own_z.shape[-1], device=place.device) == place
+    # The best id is out of the sum already; if it is none of the known ones, it belongs there.
+    all_others = without_best + torch.where(is_best, terms, 0.0)[..., n_known:].sum(dim=-1)
+    known = terms.masked_fill(is_best, 0.0)[..., :n_known].sum(dim=-1)
+    return at_least_rounding(all_others - known, all_others, own_max)
+
+
+def at_least_rounding(outside: Tensor, without: Tensor, row_max: Tensor) -> Tensor:
+    """Return ``outside``, at least what rounding makes of ``without``, from which it was subtracted."""
+    limits = torch.finfo(outside.dtype)
+    outside = torch.maximum(outside, without * (limits.eps / 2))
+    return torch.where(row_max == NEG_INF, outside, outside.clamp(min=limits.tiny * 2**16))
