@@ -52,6 +52,9 @@ class NewNames(Names):
         teacher = self.package.TopKTeacher(ids, log_probs, "ignore")
         return self.package.distillation_loss(*tensors, teacher, **options)
 
+    def given_ids(self, tensors: Tensors, ids: Tensor, log_probs: Tensor, **options: Any) -> Any:
+        return (self.log_probs(tensors, ids, **options) * log_probs).sum(-1)
+
 
 class OldNames(Names):
     """Those of commits that have ``soft_cross_entropy``: to be deleted with the last such baseline."""

@@ -38,9 +38,12 @@ def outputs_fp64(row: Row, logits: Tensor, given: Given) -> list[Tensor]:
     if row.loss == "log_probs":
         temperature = given("temperature")[:, None] if "temperature" in row.given else options.get("temperature", 1.0)
         return _log_probs(row.outputs, z / temperature, given("labels"))
-    if row.loss == "top_k":
-        known = given("log_probs")
-        return [(known.exp() * (known - z.log_softmax(-1).gather(1, given("ids")))).sum(-1)]
+    if row.loss in ("top_k", "given_ids"):
+        known, own = given("log_probs"), z.log_softmax(-1).gather(1, given("ids"))
+        if row.loss == "given_ids":
+            return [(own * known).sum(-1)]
+        of_student = options.get("divergence") == "reverse"
+        return [(own.exp() * (own - known) if of_student else known.exp() * (known - own)).sum(-1)]
     if row.loss == "distillation":
         hard = options.get("hard_weight", 0.0)
         divergence = _divergence(options.get("divergence", "forward"), given("teacher"), z)

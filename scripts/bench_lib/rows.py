@@ -18,6 +18,7 @@ TAKES = {
     "soft": ("probabilities",),
     "distillation": ("teacher",),
     "top_k": ("ids", "log_probs"),
+    "given_ids": ("ids", "log_probs"),
 }
 
 
@@ -43,7 +44,7 @@ class Row(NamedTuple):
 
     @property
     def reduction(self) -> str:
-        default: str = "none" if self.loss == "log_probs" else "mean"
+        default: str = "none" if self.loss in ("log_probs", "given_ids") else "mean"
         found: str = self.options.get("reduction", default)
         return found
 
@@ -105,6 +106,8 @@ LOSS_ROWS = {
     **{f"distillation, {name}": _row("distillation", divergence=name) for name in ("forward", "reverse", "js")},
     "distillation, forward, hard_weight": _row("distillation", "labels", divergence="forward", hard_weight=0.5),
     f"distillation, top {TOP}": _row("top_k"),
+    f"distillation, top {TOP}, reverse": _row("top_k", divergence="reverse"),
+    f"token_log_probs, {TOP} given ids": _row("given_ids"),
     "token_log_probs": _row("log_probs"),
     **{f"token_log_probs, {name}": _row("log_probs", outputs=(name,)) for name in OUTPUTS},
     f"token_log_probs, top_k={TOP}": _row("log_probs", top_k=TOP),

@@ -86,8 +86,8 @@ def distillation_loss(
         labels: ``[...]`` int64 or int32 global ids, or None. Rows with ``ignore_index`` have loss and gradient 0.
         hard_weight: in [0, 1]; above 0 it needs ``labels``. The cross-entropy has temperature 1.
         reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or ``"none"``.
-        gradient: as in :func:`vocab_parallel_cross_entropy`. A :class:`TopKTeacher` takes ``"in_forward"`` with "forward"
-            and no ``hard_weight`` alone.
+        gradient: as in :func:`vocab_parallel_cross_entropy`. A :class:`TopKTeacher` takes ``"in_forward"`` with
+            "forward" and no ``hard_weight`` alone.
         impl: ``"triton"``, ``"reference"`` or ``"auto"``.
         others: as in :func:`vocab_parallel_cross_entropy`, of the student's logits.
 
