@@ -28,6 +28,7 @@ from bench_lib.rows import Row
 
 QUACK_CHUNK_TOKENS = 4096  # its own default
 FP32_LOGITS, FP32 = f"{OURS}[fp32 logits]", {"logits_dtype": torch.float32}
+KEPT_LOGITS, KEPT = f"{OURS}[kept logits]", {"keep_logits": "all"}
 OUR_PACKAGE, BASELINE = "vocab-parallel-ce", ", baseline"
 LossOf: TypeAlias = Callable[..., Any]  # of (*tensors, labels, reduction, group)
 Step: TypeAlias = Callable[[Inputs, str, Any], tuple[Tensor, ...]]
@@ -162,6 +163,10 @@ def _is_reduced(case: Case) -> str | None:
 
 def _is_mean(case: Case) -> str | None:
     return None if case.kind == "mean" else "the kernel takes no grad_output: timed with the means"
+
+
+def _is_unreduced(case: Case) -> str | None:
+    return None if case.kind == "none" else "a reduced loss makes its logits once: there are none to keep"
 
 
 def _ours(name: str, gradient: str = "in_backward", **options: str) -> Provider:
@@ -346,6 +351,11 @@ PROVIDERS: tuple[Provider, ...] = (
     _engines("transformer-engine (overwrite)", partial(_engine, overwrite_input=True)),
     _linear(OURS, lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r)),
     _linear(FP32_LOGITS, lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r, **FP32)),
+    _linear(
+        KEPT_LOGITS,
+        lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r, **KEPT),
+        refuses=_is_unreduced,
+    ),
     _linear(f"F.linear + {OURS}", _unfused, reduces_hidden=False),
     _torch_head("torch eager", lambda m: _eager_linear),
     _torch_head("torch.compile", lambda m: torch.compile(_eager_linear, dynamic=False)),

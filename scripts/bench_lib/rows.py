@@ -120,6 +120,8 @@ HEAD_ROWS = {
     "linear, distillation": Row("distillation", {}),
     "linear, log_probs": Row("log_probs", {}),
     "linear, log_probs, logits_dtype": Row("log_probs", WIDE),
+    "linear, log_probs, entropy": Row("log_probs", {"outputs": ENTROPY}),
+    "linear, log_probs, entropy, keep_logits": Row("log_probs", {"outputs": ENTROPY, "keep_logits": "all"}),
 }
 ALONE = {"two matmuls and distillation": Row("distillation", {}, is_unfused=True)}
 # On several ranks the gradient of the hidden states of two matmuls would need an all_reduce too.
