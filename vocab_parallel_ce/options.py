@@ -84,6 +84,8 @@ class Settings(NamedTuple):
     rest: str = "ignore"
     outputs: tuple[str, ...] = ()
     top_k: int | None = None
+    sample_k: int | None = None  # Sampling.top_k
+    sample_p: float = 1.0  # Sampling.top_p
     n_ids: int = 0  # given ids per token; labels have none
     n_known: int = 0  # how many of them have a rest
     reduction: Reduction = "mean"
@@ -123,6 +125,17 @@ class Advanced(NamedTuple):
     reduce_hidden_grad: bool = True  # False leaves the gradient of hidden this rank's share of the sum
     expected_grad_output: Tensor | None = None  # [...]: what will multiply each loss, except one factor for all
     valid_tokens: int | None = None  # upper bound on labels that are not ignore_index; the rest skip the matmul
+
+
+class Sampling(NamedTuple):
+    """How tokens were drawn: from the ``top_k`` largest logits of a row, and then from its nucleus ``top_p``.
+
+    As samplers do, ``top_k`` first; the nucleus is the smallest set of the largest logits that has at least ``top_p``
+    of what ``top_k`` leaves (Holtzman et al., arXiv:1904.09751). Logits that are equal stay in or go together.
+    """
+
+    top_k: int | None = None  # None: all
+    top_p: float = 1.0  # above 0
 
 
 class CommonKeywords(TypedDict, total=False):
@@ -291,6 +304,7 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         "logit_scale": float(logit_scale),
         "softcap": softcap,
         "temperature": None,  # in logit_scale and softcap
+        "threshold": None,
         "class_weight": class_weight,
         "predictions": predictions,
         "lse": has_z_loss or settings.top_k is not None or not asked.isdisjoint(("lse", "rank")),
@@ -325,6 +339,27 @@ def bytes_of(text: str, name: str = "chunk_size", others: str = "'auto', a numbe
 def divided_by(num_items: object, settings: Settings) -> Settings:
     """Return ``settings``; those of a sum for a mean if ``num_items`` takes the place of the number of tokens."""
     return settings if num_items is None or settings.reduction != "mean" else settings._replace(reduction="sum")
+
+
+def sampling_of(settings: Settings, vocab_size: int) -> Sampling | None:
+    """Return the checked :class:`Sampling` of settings, None if it leaves all columns."""
+    k, p = settings.sample_k, settings.sample_p
+    k = None if k is None else checks.checked_count("sampling.top_k", k)
+    checks.check_number("sampling.top_p", p, positive=True, at_most=1)
+    return None if (k is None or k >= vocab_size) and p == 1 else Sampling(k, float(p))
+
+
+def settings_of_sampling(sampling: object, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a caller's ``sampling``; ``asked`` are those of the outputs."""
+    if sampling is None:
+        return {}
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling: expected a Sampling or None, got {type(sampling).__name__}")
+    refused = [name for name in asked["outputs"] if name in ("mean_logit", "rank")]
+    if refused or asked["top_k"] is not None:
+        got = f"output {refused[0]!r}" if refused else f"top_k={asked['top_k']!r}"
+        raise ValueError(f"sampling: expected no 'mean_logit', no 'rank' and no top_k with it, got {got}")
+    return {"sample_k": sampling.top_k, "sample_p": sampling.top_p}
 
 
 def check_settings(settings: Settings, n_ranks: int) -> None:

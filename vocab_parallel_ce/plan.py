@@ -19,7 +19,7 @@ from vocab_parallel_ce.blocks import one_pass_config
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.layout import compute_dtype, has_whole_vectors
 from vocab_parallel_ce.losses.base import Launchers, Loss
-from vocab_parallel_ce.options import Settings, shard_of_rank
+from vocab_parallel_ce.options import Sampling, Settings, sampling_of, shard_of_rank
 from vocab_parallel_ce.overwritten import check_not_overwritten
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
@@ -41,6 +41,7 @@ class Plan(NamedTuple):
     shard: VocabShard
     options: Any  # of the mathematics: hashable
     row_shape: tuple[int, ...]  # of a row's loss
+    sampling: Sampling | None  # how forward finds a threshold of each row
     reduction: str
     gradient: str  # "auto" if backward decides
     dtype: torch.dtype  # of the arithmetic, the statistics and the loss
@@ -161,6 +162,7 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         shard=shard,
         options=options,
         row_shape=loss.row_shape(options),
+        sampling=sampling_of(settings, shard.vocab_size),
         reduction=settings.reduction,
         gradient=key.gradient,
         dtype=compute_dtype(key.dtype),

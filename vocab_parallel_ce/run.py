@@ -20,6 +20,7 @@ from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.overwritten import mark_overwritten
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
+from vocab_parallel_ce.sampling import fill_thresholds
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 Stats = tuple[Tensor, ...]  # of each exchange, [R, N, K]
@@ -95,6 +96,8 @@ def divisor_of(call: Call, stats: Stats) -> Tensor | None:
 def forward(call: Call, logits: Tensor, beside: Any, shape: Sequence[int]) -> tuple[TokenOutputs, Stats, Tensor | None]:
     """Return the outputs, of ``shape`` or reduced, and the statistics and divisor. Reads the logits once."""
     plan, outputs = call.plan, new_outputs(call.plan, shape, logits)
+    if plan.sampling is not None:
+        fill_thresholds(plan.sampling, plan, call.group, logits, beside)
     stats, divisor = local_statistics(call, logits, beside, outputs if plan.is_alone else None)
     if call.top is not None:
         call.top.run(plan, call.group, logits, beside, stats[0])

@@ -94,7 +94,9 @@ class LossOptions(NamedTuple):
     lse: bool = False
     sum_sq_probs: bool = False
     mean_logit: bool = False
-    temperature: Any = None  # t of rows, [N, 1], in a kernel of one; never in a plan
+    # Of rows, [N, 1], in a kernel of one; never in a plan.
+    temperature: Any = None  # t
+    threshold: Any = None  # smaller logits are excluded, as if they were -inf
 
     @property
     def beyond_z_loss(self) -> tuple[str, ...]:
@@ -313,6 +315,8 @@ def gradient(
 def transformed(logits: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | float]:
     """``(z, dz/dx)`` in the compute dtype. Softcap leaves infinite logits infinite, and bounds all others."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if options.threshold is not None:
+        x = torch.where(x < options.threshold, NEG_INF, x)
     scale, cap, t = options.logit_scale, options.softcap, options.temperature
     if cap is None:
         slope = scale if t is None else scale / t

@@ -20,8 +20,13 @@ from vocab_parallel_ce.spec import (
 )
 
 
-def at_temperature(options: LossOptions, temperature: Tensor | None) -> LossOptions:
-    """The options of rows whose z is divided by ``temperature [N]``, and NaN where it is not positive and finite."""
+def at_rows(options: LossOptions, temperature: Tensor | None, threshold: Tensor | None = None) -> LossOptions:
+    """The options of rows whose z is divided by ``temperature [N]``, and NaN where it is not positive and finite.
+
+    Logits below ``threshold [N]`` are excluded.
+    """
+    if threshold is not None:
+        options = options._replace(threshold=threshold.unsqueeze(-1))
     if temperature is None:
         return options
     inverse = 1 / temperature

@@ -23,7 +23,7 @@ from vocab_parallel_ce.collectives import all_gather_stats, begin_all_reduce
 from vocab_parallel_ce.losses.base import Launchers
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions
-from vocab_parallel_ce.spec_outputs import at_temperature
+from vocab_parallel_ce.spec_outputs import at_rows
 
 
 class Top:
@@ -39,7 +39,7 @@ class Top:
 
     def run(self, plan: Any, group: object, logits: Tensor, beside: Any, stats: Tensor) -> None:
         """Find all of a call over logits; fills ``stats [R, N, K]`` from all ranks. ``beside`` has the labels."""
-        self.collect(logits, beside.labels, plan.shard, at_temperature(plan.options, beside.temperature))
+        self.collect(logits, beside.labels, plan.shard, at_rows(plan.options, beside.temperature))
         self.gather(stats, plan.rank, group)
         if self.wants_rank:
             self.add_counts(self.count(plan.launchers, logits, stats), plan.n_ranks, group)

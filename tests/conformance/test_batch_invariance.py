@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.inputs import batch
 from tests.support.launch_shapes import programs_by_rows
-from vocab_parallel_ce import TopKTeacher, distillation_loss, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce import Sampling, TopKTeacher, distillation_loss, token_log_probs, vocab_parallel_cross_entropy
 
 # Rows of several parts and tiles of every table; padded; with a tail.
 WIDTHS = ((5056, 5056), (9 * 2048, 9 * 2048), (20544, 20544), (8200, 8320), (8197, 8320))
@@ -40,6 +40,7 @@ CALLS: dict[str, Call] = {
         x, labels, reduction="none", label_smoothing=0.1, class_weight=weights(x), **own
     ),
     "log-probs": lambda x, labels, other, own: token_log_probs(x, labels, outputs=OUTPUTS, top_k=2, **own),
+    "sampling": lambda x, labels, other, own: token_log_probs(x, labels, sampling=Sampling(50, 0.9), **own),
     "given ids": lambda x, labels, other, own: token_log_probs(
         x, labels[:, None] - torch.arange(5).to(x.device), **own
     ),

@@ -22,7 +22,7 @@ OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 
 OF_BOTH |= {"check_labels": False, "vocab_size": None, "outputs": (), "top_k": None}
 OF_THE_LOSS = {"label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean", **OF_BOTH, "num_items": None}
 OF_THE_LOSS |= {"class_weight": None, "gradient": "auto", "shift": False, "advanced": None}
-OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0}
+OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "sampling": None}
 OF_HEADS = {"bias": None, "sequence_parallel": False, "sequence_dim": 0, "chunk_size": "auto", "logits_dtype": None}
 OF_HEADS |= {"keep_logits": "none"}
 OF_HEADS |= {"advanced": None}
@@ -45,6 +45,7 @@ SIGNATURES = [
 RECORDS = {
     package.Head: ("hidden", "weight", "bias"),
     package.TopKTeacher: ("ids", "log_probs", "rest"),
+    package.Sampling: ("top_k", "top_p"),
     Advanced: ("smoothing_formula", "main_grad", "reduce_hidden_grad", "expected_grad_output", "valid_tokens"),
 }
 PER_TOKEN = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions", "token_accuracy", "z_loss", "rank")

@@ -57,6 +57,7 @@ BEYOND_FORWARD = covering(
 def test_divergences_at_known_tokens(impl_device, case):
     options = {name: case[name] for name in ("rest", "divergence", "temperature")}
     options |= {"hard_weight": case["hard"], "temperature": 1.0} if case["hard"] else {}
+    options |= {"beta": 0.2} if case["divergence"] == "js" else {}
     ways = {name: case[name] for name in ("reduction", "gradient")}
     made = case_of(case["kind"], case["dtype"], labels=case["hard"] is not None, options=options, **ways)
     check(impl_device, made)

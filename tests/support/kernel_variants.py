@@ -21,7 +21,8 @@ from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, TokenOutputs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True, False, True, True, True)  # that calls have together
-APART = ("ignore_index", "class_weight", "temperature")
+OF_ROWS = ("temperature", "threshold")  # tensors of a number per row
+APART = ("ignore_index", "class_weight", *OF_ROWS)
 ALONE = {name: PLAIN._replace(**{name: getattr(ALL, name)}) for name in LossOptions._fields if name not in APART}
 WEIGHTED = PLAIN._replace(class_weight=True)
 OPTIONS = {"plain": PLAIN, **ALONE, "all": ALL, "class_weight": WEIGHTED}
@@ -68,9 +69,9 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield from of_targets("bf16", "fp32", False, "all")
     yield from of_divergence("bf16", True, DivergenceOptions("js", 2.0, 0.3, 0.5))
     yield stats("bf16", True, "all_weighted", outputs=True)
-    yield stats("bf16", True, "all", temperature=True)
+    yield stats("bf16", True, "all", rows=("temperature",))
     yield gradient("bf16", True, "all_weighted", call="padded")
-    yield gradient("bf16", True, "all", temperature=True)
+    yield gradient("bf16", True, "all", rows=("temperature",))
     yield finish("all_weighted", 4)
     if not is_sm_90:
         return
@@ -84,8 +85,10 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
         yield stats("bf16", False, option, outputs=True)
     for option in (name for name in OPTIONS if name != "predictions"):
         yield gradient("bf16", False, option)
-    yield stats("bf16", False, "plain", temperature=True)
-    yield gradient("bf16", False, "plain", temperature=True)
+    yield stats("bf16", False, "plain", rows=("temperature",))
+    yield gradient("bf16", False, "plain", rows=("temperature",))
+    yield stats("bf16", False, "entropy", rows=("threshold",))
+    yield gradient("bf16", False, "entropy", rows=("threshold",))
     yield stats("bf16", False, "plain", counted=True)
     yield stats("bf16", True, "plain", outputs=True)
     yield stats("bf16", False, "plain", outputs=True, at_once=8)
@@ -114,10 +117,13 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
             yield stats(dtype, edges, option)
             yield stats(dtype, edges, option, outputs=True)
             yield gradient(dtype, edges, option)
-            yield stats(dtype, edges, option, temperature=True)
-            yield part(dtype, edges, option, temperature=True)
+            yield stats(dtype, edges, option, rows=("temperature",))
+            yield part(dtype, edges, option, rows=("temperature",))
+            yield part(dtype, edges, option, rows=OF_ROWS)
+            yield stats(dtype, edges, option, rows=OF_ROWS)
+            yield gradient(dtype, edges, option, rows=OF_ROWS)
             yield stats(dtype, edges, option, outputs=True, merged=True)
-            yield gradient(dtype, edges, option, temperature=True)
+            yield gradient(dtype, edges, option, rows=("temperature",))
     for of, edges, option in product(("bf16", "fp16"), (False, True), OPTIONS):
         yield gradient("fp32", edges, option, of=of)
     for option, ranks in product(OPTIONS, (1, 4)):
@@ -142,22 +148,26 @@ def output_dtypes(options: LossOptions) -> tuple[torch.dtype | None, ...]:
     return (*(torch.float32 if is_wanted else None for is_wanted in others), torch.int64 if predictions else None)
 
 
+def given_of(rows: tuple[str, ...]) -> tuple[torch.dtype | None, ...]:
+    """Return the dtypes of ``OF_ROWS``, of which ``rows`` are given."""
+    return tuple(torch.float32 if name in rows else None for name in OF_ROWS)
+
+
 def stats(
     dtype: str,
     edges: bool,
     option: str,
     outputs: bool = False,
     counted: bool = False,
-    temperature: bool = False,
+    rows: tuple[str, ...] = (),
     merged: bool = False,
     at_once: int = 1,
 ) -> Variant:
     """``merged``: of parts that other programs have read; ``at_once``: parts that a program loads together."""
     options = OPTIONS[option]
     of_outputs = output_dtypes(options) if outputs else (None,) * len(TokenOutputs._fields)
-    of_rows = torch.float32 if temperature else None
     of_parts = torch.float32 if merged else None
-    dtypes = (DTYPES[dtype], torch.int64, of_rows, of_parts, torch.float32, torch.int32 if counted else None)
+    dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), of_parts, torch.float32, torch.int32 if counted else None)
     dtypes += (*of_outputs, None)
     dtypes += (torch.float32 if options.class_weight else None,)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
@@ -166,17 +176,17 @@ def stats(
     name = "merged_parts" if merged else "online_softmax"
     name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}{'-outputs' * outputs}"
     name += f"-{at_once}" * (at_once > 1)
-    return Variant(name + "-temperature" * temperature, launch, dtypes)
+    return Variant("-".join((name, *rows)), launch, dtypes)
 
 
-def part(dtype: str, edges: bool, option: str, temperature: bool = False) -> Variant:
+def part(dtype: str, edges: bool, option: str, rows: tuple[str, ...] = ()) -> Variant:
     options = OPTIONS[option]
-    of_rows, weights = (torch.float32 if is_given else None for is_given in (temperature, options.class_weight))
-    dtypes = (DTYPES[dtype], torch.int64, of_rows, torch.float32, torch.int32, weights)
+    weights = torch.float32 if options.class_weight else None
+    dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), torch.float32, torch.int32, weights)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     block = statistics_block(N_COLUMNS, DTYPES[dtype].itemsize)
     launch = launch_of("online_softmax", dtypes, ROWS[edges], block, shard, options, maker="_launch_of_parts")
-    return Variant(f"part-{dtype}{'-edges' * edges}-{option}{'-temperature' * temperature}", launch, dtypes)
+    return Variant("-".join((f"part-{dtype}{'-edges' * edges}-{option}", *rows)), launch, dtypes)
 
 
 def gradient(
@@ -186,7 +196,7 @@ def gradient(
     call: str = "in_backward",
     ranks: int = 4,
     of: str | None = None,
-    temperature: bool = False,
+    rows: tuple[str, ...] = (),
     n_rows: int = 8192,
 ) -> Variant:
     """``in_forward`` writes the loss too; ``padded`` divides, and its shard has padding; ``of`` is the gradient's."""
@@ -198,17 +208,17 @@ def gradient(
     divisor = None if call == "in_backward" else torch.int32
     weights = fp32 if options.class_weight and options.smoothing else None
     pointers = (fp32, divisor, *grads, loss, DTYPES[of or dtype], weights)
-    dtypes = (DTYPES[dtype], torch.int64, fp32 if temperature else None, *pointers)
+    dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), *pointers)
     shard = VocabShard(0, N_COLUMNS, N_COLUMNS - 100 if call == "padded" else 4 * N_COLUMNS)
     strides = GradOutputs(*(None if grad is None else 3 for grad in grads))
     of_grad = DTYPES[of or dtype]
-    has_factors = options.entropy or options.sum_sq_probs or temperature
+    has_factors = options.entropy or options.sum_sq_probs or rows != ()
     shape = (ROWS[edges], DTYPES[dtype], of_grad, n_rows, shard.n_columns, options, has_factors)
     block, programs = importlib.import_module("vocab_parallel_ce.kernels.cross_entropy")._shape(*shape)
     key = (ROWS[edges], block, programs > 1, strides, ranks, shard, options)
     launch = launch_of("cross_entropy", dtypes, *key)
-    name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}{'-temperature' * temperature}"
-    name += "-few" * (n_rows < 8192)
+    name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}"
+    name = "-".join((name, *rows, *(("few",) * (n_rows < 8192))))
     return Variant(name if of is None else f"{name}-to-{of}", launch, dtypes)
 
 

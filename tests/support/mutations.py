@@ -47,6 +47,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "kernels/launch": "tests/conformance/test_logits.py tests/kernels tests/test_random_calls.py",
     "kernels/": f"{INTERPRETED} {NUMBERS} {EDGES}",
     "losses/labels": f"-m 'reference or gloo' tests/conformance {OF_HEADS}",
+    "sampling": "-m 'reference or gloo' tests/logits/test_sampling.py",
     "losses/given_ids": f"-m 'reference or gloo' tests/logits/test_given_ids.py tests/soft/test_topk.py {OF_PAIRS}",
     "losses/": f"-m 'reference or gloo' {OF_PAIRS}",
     "reference": f"-m 'reference or gloo' {NUMBERS} {EDGES}",

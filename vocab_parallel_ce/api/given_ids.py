@@ -16,15 +16,16 @@ from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.spec import is_ignored
 
 
-def gives_ids(labels: Any, tokens: Any, outputs: Sequence[str], top_k: int | None) -> bool:
+def gives_ids(labels: Any, tokens: Any, outputs: Sequence[str], top_k: int | None, sampling: Any) -> bool:
     """Return whether ``labels [..., k]`` are given ids of ``tokens``, logits or hidden states of as many dimensions."""
     if not (isinstance(labels, Tensor) and isinstance(tokens, Tensor) and labels.dim() == tokens.dim() > 1):
         return False
-    if labels.dtype in checks.LABEL_DTYPES and (outputs != () or top_k is not None):
-        got = f"outputs={outputs!r}" if outputs != () else f"top_k={top_k!r}"
+    refused = {"outputs": outputs or None, "top_k": top_k, "sampling": sampling}
+    got = [f"{name}={value!r}" for name, value in refused.items() if value is not None]
+    if labels.dtype in checks.LABEL_DTYPES and got:
         raise ValueError(
-            f"labels: expected one per token with outputs or top_k, {tuple(tokens.shape[:-1])}, got "
-            f"{tuple(labels.shape)}, given ids, and {got}; ask for them in a call of their own"
+            f"labels: expected one per token with outputs, top_k or sampling, {tuple(tokens.shape[:-1])}, got "
+            f"{tuple(labels.shape)}, given ids, and {got[0]}; ask for them in a call of their own"
         )
     return labels.dtype in checks.LABEL_DTYPES
 

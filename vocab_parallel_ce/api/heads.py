@@ -28,8 +28,10 @@ from vocab_parallel_ce.options import (
     Advanced,
     LinearLogProbKeywords,
     LinearLossKeywords,
+    Sampling,
     divided_by,
     keyword_defaults,
+    settings_of_sampling,
     with_keywords,
 )
 
@@ -45,7 +47,8 @@ def needs_eager(keywords: dict[str, Any]) -> bool:
     """Return whether backward writes to a tensor of the caller's, or warns, or a call has no operator."""
     advanced = keywords.get("advanced")
     of_head = advanced if isinstance(advanced, Advanced) else Advanced()
-    return of_head.main_grad is not None or of_head.expected_grad_output is not None or asks_for_top(keywords)
+    writes = of_head.main_grad is not None or of_head.expected_grad_output is not None
+    return writes or asks_for_top(keywords) or keywords.get("sampling") is not None
 
 
 @overload
@@ -179,6 +182,7 @@ def linear_token_log_probs(
     group: Any = None,
     outputs: Sequence[str] = (),
     top_k: int | None = None,
+    sampling: Sampling | None = None,
     advanced: Advanced | None = None,
     **keywords: Any,
 ) -> Tensor | Outputs:
@@ -191,7 +195,7 @@ def linear_token_log_probs(
     those of :func:`token_log_probs`.
 
     Args:
-        temperature, outputs, top_k: as in :func:`token_log_probs`.
+        temperature, outputs, top_k, sampling: as in :func:`token_log_probs`.
         advanced: ``main_grad``, ``reduce_hidden_grad`` and ``valid_tokens`` of :func:`linear_cross_entropy`.
         others: as in :func:`linear_cross_entropy`.
 
@@ -199,11 +203,12 @@ def linear_token_log_probs(
         as :func:`token_log_probs`.
     """
     of_head = checked_advanced(advanced, *OF_LOG_PROBS)
-    asked = {**asked_for(outputs, top_k, of_loss=False), "reduction": "none", "gradient": "in_backward"}
+    asked = asked_for(outputs, top_k, of_loss=False)
+    asked |= settings_of_sampling(sampling, asked) | {"reduction": "none", "gradient": "in_backward"}
     temperature = taken_temperature(keywords)
     settings, head = settings_of(keywords, LOG_PROB_KEYWORDS, linear_token_log_probs, of_head, **asked)
     tensors = Head(hidden, weight, bias)
-    if gives_ids(labels, hidden, outputs, top_k):
+    if gives_ids(labels, hidden, outputs, top_k, sampling):
         of_ids = Ids(labels, temperature)
         return given_ids.of_head(tensors, of_ids, settings, head, group=group, main_grad=of_head.main_grad)
     beside, top = Labels(labels, temperature=temperature), top_of(settings)

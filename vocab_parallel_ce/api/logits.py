@@ -30,10 +30,12 @@ from vocab_parallel_ce.options import (
     Advanced,
     LogProbKeywords,
     LossKeywords,
+    Sampling,
     Settings,
     check_names,
     divided_by,
     keyword_defaults,
+    settings_of_sampling,
     with_keywords,
 )
 
@@ -46,7 +48,7 @@ LOG_PROB_KEYWORDS = keyword_defaults(LogProbKeywords)
 
 def needs_eager(keywords: dict[str, Any]) -> bool:
     """Return whether a call has no operator."""
-    return overwrites(keywords) or asks_for_top(keywords)
+    return overwrites(keywords) or asks_for_top(keywords) or keywords.get("sampling") is not None
 
 
 @overload
@@ -203,6 +205,7 @@ def token_log_probs(
     group: Any = None,
     outputs: Sequence[str] = (),
     top_k: int | None = None,
+    sampling: Sampling | None = None,
     **keywords: Any,
 ) -> Tensor | Outputs:
     """Log-probability of each label, and what else is asked of the whole distribution, from one read of the logits.
@@ -217,7 +220,9 @@ def token_log_probs(
 
     Overwrites: by default nothing that anybody can still read, see ``gradient`` of the loss.
 
-    Collectives: those of :func:`vocab_parallel_cross_entropy`; of given ids, ``K`` is ``k + 2``.
+    Collectives: those of :func:`vocab_parallel_cross_entropy`; of given ids, ``K`` is ``k + 2``. ``sampling``
+    adds 17 all_gathers of 4 bytes per row for its ``top_k`` and 18 of ``4 * K`` for its ``top_p``; 33 and 34 of fp32
+    logits, and reads the logits as often.
 
     Args:
         labels: ``[...]`` int64 or int32 global ids, the same on every rank. Or ``[..., k]`` given ids, ``k`` not ``C``:
@@ -228,6 +233,8 @@ def token_log_probs(
             finite in fp32, outputs and gradient are NaN, except of ignored tokens.
         outputs: names of fields of :class:`Outputs`, as in the loss; there is no ``"z_loss"``.
         top_k: also return the ids and log-probabilities of so many columns.
+        sampling: an ``options.Sampling``: log-probabilities and outputs of the distribution that a sampler used, which
+            drops logits. A dropped label has ``-inf``. Not with given ids, ``"mean_logit"``, ``"rank"`` and ``top_k``.
         ignore_index: tokens with this label have outputs and gradient 0.
         gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
         others: as in :func:`vocab_parallel_cross_entropy`.
@@ -241,9 +248,10 @@ def token_log_probs(
     """
     check_names(keywords, LOG_PROB_KEYWORDS, token_log_probs)
     temperature = taken_temperature(keywords)
-    settings = Settings(reduction="none", **asked_for(outputs, top_k, of_loss=False), **keywords)
+    asked = asked_for(outputs, top_k, of_loss=False)
+    settings = Settings(reduction="none", **asked, **settings_of_sampling(sampling, asked), **keywords)
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
-    if gives_ids(labels, logits, outputs, top_k):
+    if gives_ids(labels, logits, outputs, top_k, sampling):
         return given_ids.of_logits(logits, Ids(labels, temperature), settings, group=group)
     given, top = Labels(labels, temperature=temperature), top_of(settings)
     found, _ = over_logits(LABELS, logits, given, settings, group=group, top=top)

@@ -23,8 +23,9 @@ from vocab_parallel_ce.head.plan import Head, LinearCall
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.run import Stats
+from vocab_parallel_ce.sampling import fill_thresholds
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs, is_ignored, label_weights
-from vocab_parallel_ce.spec_outputs import at_temperature
+from vocab_parallel_ce.spec_outputs import at_rows
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 Wanted = tuple[bool, bool, bool]  # which of these
@@ -133,6 +134,8 @@ def forward(
     own = stats[0][plan.rank : plan.rank + 1]
     for rows, states in products.hidden.chunks():
         logits, of_rows = products.logits_of(rows, states), beside.at(rows)
+        if plan.sampling is not None:
+            fill_thresholds(plan.sampling, plan, call.group, logits, of_rows)
         if plan.launchers.second is None:
             plan.launchers.statistics(logits, of_rows, (own[:, rows],), 0)
         else:
@@ -142,7 +145,7 @@ def forward(
             for each, of_chunk in zip(stats, found, strict=True):
                 each[:, rows] = of_chunk
         if call.top is not None:
-            options = at_temperature(plan.options, of_rows.temperature)
+            options = at_rows(plan.options, of_rows.temperature)
             call.top.collect(logits, of_rows.labels, plan.shard, options)
         del logits, of_rows  # a teacher's head makes the next ones
     if call.top is not None:

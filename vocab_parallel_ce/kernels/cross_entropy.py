@@ -61,6 +61,7 @@ def cross_entropy_kernel(
     logits,  # [N, C] bf16|fp16|fp32
     labels,  # [N] int64|int32
     temperature,  # [N] fp32, or None: 1
+    threshold,  # [N] fp32, smaller logits are excluded; or None
     stats,  # [R, N, K] fp32
     divisor,  # [1] integer or floating point, or None: 1
     grad_loss,  # [N] fp32, or None: 1
@@ -89,9 +90,7 @@ def cross_entropy_kernel(
     row, begin_tile, step = tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
     label = tl.load(labels + row).to(tl.int64)
     live = label != loss_options.ignore_index
-    if temperature is not None:
-        t = ops.row_temperature(temperature, row, live)
-        loss_options = LossOptions(*loss_options[:-1], t)  # type: ignore[call-arg]
+    loss_options = ops.at_row(loss_options, temperature, threshold, row, live)
     ranks = tl.arange(0, RANKS)
     pointers = of_labels.stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
     merged = of_labels.merge_ranks(pointers, ranks < n_ranks, loss_options)
@@ -167,7 +166,7 @@ def cross_entropy(
     loss, and 0 for the others. They do not change ``loss``.
     A gradient of another dtype is of fp32 logits and 16 bits.
     """
-    labels, class_weight, temperature = beside
+    labels, class_weight, temperature, threshold = beside
     n_ranks, n_rows, _ = stats[0].shape
     base, rows = row_arguments(logits)
     grad_base = base
@@ -176,9 +175,9 @@ def cross_entropy(
         assert rows[0] == grad_rows[0], "the gradient is laid out as the logits are"
         rows = grad_rows  # the smaller elements have the longer lines
     of_columns = class_weight if options.smoothing else None
-    tensors = (base, labels, temperature, stats[0], divisor, *grads, loss, grad_base, of_columns)
+    tensors = (base, labels, temperature, threshold, stats[0], divisor, *grads, loss, grad_base, of_columns)
     strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
-    has_factors = options.entropy or options.sum_sq_probs or temperature is not None
+    has_factors = options.entropy or options.sum_sq_probs or temperature is not None or threshold is not None
     block, n_programs = _shape(rows, base.dtype, grad_base.dtype, n_rows, shard.n_columns, options, has_factors)
     launch = _launch(dtypes_of(tensors), rows, block, n_programs > 1, strides, n_ranks, shard, options)
     launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))

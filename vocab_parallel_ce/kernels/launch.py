@@ -15,7 +15,7 @@ from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, RowLayout, aligne
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 from vocab_parallel_ce.versions import TESTED, minor
 
-assert LossOptions._fields[-1] == "temperature", "a kernel of temperatures per row replaces the last field"
+assert LossOptions._fields[-2:] == ("temperature", "threshold"), "kernels of values per row replace the last fields"
 Dtypes = tuple[Any, ...]
 Rows = tuple[tuple[int, ...], bool]  # the values of a RowLayout, and whether rows have edges
 

@@ -186,6 +186,7 @@ def part_kernel(
     logits,  # [N, C] bf16|fp16|fp32
     labels,  # [N] int64|int32
     temperature,  # [N] fp32, or None: 1
+    threshold,  # [N] fp32, smaller logits are excluded; or None
     parts,  # [N, n_parts, fields, LANES] fp32, out: LaneStats
     valid_rows,  # [1] int32, out: number of labels that are not ignored; or None
     class_weight,  # [n_columns] fp32, or None
@@ -208,9 +209,7 @@ def part_kernel(
             return
     index = (program // n_parts).to(tl.int64)
     label = tl.load(labels + index).to(tl.int64)
-    if temperature is not None:
-        t = ops.row_temperature(temperature, index, label != loss_options.ignore_index)
-        loss_options = LossOptions(*loss_options[:-1], t)  # type: ignore[call-arg]
+    loss_options = ops.at_row(loss_options, temperature, threshold, index, label != loss_options.ignore_index)
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
     first = (program % n_parts) * (LANES * VECTOR * TILES)
@@ -223,6 +222,7 @@ def online_softmax_kernel(
     logits,  # [N, C] bf16|fp16|fp32
     labels,  # [N] int64|int32
     temperature,  # [N] fp32, or None: 1
+    threshold,  # [N] fp32, smaller logits are excluded; or None
     parts,  # [N, n_parts, fields, LANES] fp32, LaneStats; or None: this kernel walks the rows
     stats,  # [R, N, K] fp32, out: this rank's rows
     valid_rows,  # [1] int32, out: number of labels that are not ignored; or None
@@ -262,9 +262,7 @@ def online_softmax_kernel(
     label = tl.load(labels + index).to(tl.int64)
     # An ignored row counts as a row of no columns: nothing is read, and the result is the identity.
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
-    if temperature is not None:
-        t = ops.row_temperature(temperature, index, label != loss_options.ignore_index)
-        loss_options = LossOptions(*loss_options[:-1], t)  # type: ignore[call-arg]
+    loss_options = ops.at_row(loss_options, temperature, threshold, index, label != loss_options.ignore_index)
     row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
     if parts is None:
         lanes = of_lanes.walk_parts(row, class_weight, loss_options, HAS_EDGES, TILES, UNROLLED)
@@ -299,7 +297,7 @@ def online_softmax(
     ``count [1]`` int32, if given, gets the number of labels that are not ignored. ``outputs``, if given,
     are filled as by ``token_outputs``; then the rank must be the only one.
     """
-    labels, class_weight, temperature = beside
+    labels, class_weight, temperature, threshold = beside
     n_rows = labels.shape[0]
     base, rows = row_arguments(logits)
     block = statistics_block(shard.n_valid, base.element_size())
@@ -307,12 +305,12 @@ def online_softmax(
     n_parts = block.parts_of(shard.n_valid)
     if is_cut(n_rows, n_parts):
         parts = stats[0].new_empty(n_rows, n_parts, n_lane_fields(options), block.lanes)
-        tensors: tuple[Tensor | None, ...] = (base, labels, temperature, parts, count, class_weight)
+        tensors: tuple[Tensor | None, ...] = (base, labels, temperature, threshold, parts, count, class_weight)
         launch = _launch_of_parts(dtypes_of(tensors), rows, block, shard, options)
         launch(n_rows * n_parts + (count is not None), tensors, (n_rows, shard.start))
         counted = None
     of_outputs = outputs or [None] * len(TokenOutputs._fields)
-    tensors = (base, labels, temperature, parts, stats[0], counted, *of_outputs, divisor, class_weight)
+    tensors = (base, labels, temperature, threshold, parts, stats[0], counted, *of_outputs, divisor, class_weight)
     unrolled = PARTS_AT_ONCE if is_few(n_rows) else 1
     launch = _launch(dtypes_of(tensors), rows, block, unrolled, shard, options)
     launch(n_rows + (counted is not None), tensors, (n_rows, shard.start, rank * n_rows))

@@ -32,7 +32,7 @@ from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NAN, NEG_INF, GradOutputs, LossOptions, TokenOutputs, _finite_or_zero
-from vocab_parallel_ce.spec_outputs import at_temperature
+from vocab_parallel_ce.spec_outputs import at_rows
 
 # What stands for a column that this rank does not own.
 ELSEWHERE = -1
@@ -101,7 +101,7 @@ class GivenIds:
     ) -> None:
         columns, temperature, _ = beside
         dead = is_dead(columns)
-        z, _ = logits_at(logits, columns, at_temperature(self.options.of_logits, temperature))
+        z, _ = logits_at(logits, columns, at_rows(self.options.of_logits, temperature))
         row_max, without_best = sums_without(self.softmax, logits, z, columns, dead, self.shard, temperature)
         torch.cat([row_max.unsqueeze(-1), without_best.unsqueeze(-1), z], dim=-1, out=stats[0][rank])
         if outputs is not None:
@@ -136,7 +136,7 @@ class GivenIds:
             of_rest = grads.loss[:, -1]
             total = total + of_rest
             of_others = of_rest * (sum_exp / known.outside) - total
-        z, slope = logits_at(logits, columns, at_temperature(self.options.of_logits, temperature))
+        z, slope = logits_at(logits, columns, at_rows(self.options.of_logits, temperature))
         shifted = z - known.row_max.masked_fill(known.row_max.isinf(), NAN).unsqueeze(-1)  # such a row is NaN
         of_equals = sum_of_equals(columns, given)
         s = shifted.exp() / sum_exp.unsqueeze(-1)

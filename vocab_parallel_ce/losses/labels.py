@@ -10,12 +10,12 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, spec
 from vocab_parallel_ce.beside import temperature_of_rows, weights_of_columns
-from vocab_parallel_ce.layout import flat
+from vocab_parallel_ce.layout import compute_dtype, flat
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats, TokenOutputs
-from vocab_parallel_ce.spec_outputs import at_temperature, outputs_gradient
+from vocab_parallel_ce.spec import NEG_INF, GradOutputs, LossOptions, RowStats, TokenOutputs
+from vocab_parallel_ce.spec_outputs import at_rows, outputs_gradient
 
 
 class Labels(NamedTuple):
@@ -24,11 +24,12 @@ class Labels(NamedTuple):
     labels: Tensor  # [N], contiguous
     class_weight: Tensor | None = None  # of this rank's columns without padding
     temperature: Tensor | None = None  # [N]; None: that of the options
+    threshold: Tensor | None = None  # [N], filled by ``sampling``: smaller logits are excluded
 
     def at(self, rows: slice) -> Labels:
         """Return what stands alongside these rows."""
-        temperature = self.temperature
-        return Labels(self.labels[rows], self.class_weight, None if temperature is None else temperature[rows])
+        of_rows = [None if values is None else values[rows] for values in self[2:]]
+        return Labels(self.labels[rows], self.class_weight, *of_rows)
 
 
 class LabelLoss(Loss):
@@ -47,17 +48,17 @@ class LabelLoss(Loss):
     def beside(
         self, given: Labels, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int
     ) -> Labels:
-        labels, class_weight, temperature = given
-        rows = flat(labels)
+        labels, class_weight, temperature, _ = given
+        rows, threshold = flat(labels), _thresholds(settings, logits, labels.numel())
         if settings.check_labels:
             checks.check_label_range(labels, shard.vocab_size, settings.ignore_index, shift=settings.shift)
-        if class_weight is None and temperature is None:
+        if class_weight is None and temperature is None and threshold is None:
             return given if rows is labels else Labels(rows)
         if class_weight is not None:
             class_weight = weights_of_columns(class_weight, shard, logits)
         if temperature is not None:
             temperature = temperature_of_rows(temperature, labels, logits)
-        return Labels(rows, class_weight, temperature)
+        return Labels(rows, class_weight, temperature, threshold)
 
     def beside_head(
         self, given: Labels, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor
@@ -67,7 +68,7 @@ class LabelLoss(Loss):
         temperature = temperature_of_rows(temperature, given.labels, hidden)
         if temperature is not None and order is not None:
             temperature = order.to_rows(temperature, 1.0)
-        return Labels(labels, weights, temperature)
+        return Labels(labels, weights, temperature, _thresholds(settings, hidden, labels.shape[0]))
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> LossOptions:
         return loss_options(settings, vocab_size, class_weight=class_weight)
@@ -95,10 +96,10 @@ class LabelLoss(Loss):
         )
 
     def saved(self, beside: Labels, options: LossOptions) -> tuple[Tensor | None, ...]:
-        labels, weights, temperature = beside
-        if weights is None and temperature is None:
+        labels, weights, temperature, threshold = beside
+        if weights is None and temperature is None and threshold is None:
             return (labels,)
-        return (labels, weights if options.smoothing else None, temperature)
+        return (labels, weights if options.smoothing else None, temperature, threshold)
 
     def check_constants(self, given: Labels) -> None:
         if given.class_weight is not None:
@@ -115,7 +116,7 @@ class LabelLoss(Loss):
         return (options.statistics,)
 
     def tile(self, x: Tensor, beside: Labels, shard: VocabShard, options: LossOptions) -> RowStats:
-        of_rows, names = at_temperature(options, beside.temperature), options.statistics
+        of_rows, names = at_rows(options, *beside[2:]), options.statistics
         return spec.local_stats(x, beside.labels, shard.start, shard.vocab_size, of_rows, names, beside.class_weight)
 
     def merge(self, a: RowStats, b: RowStats, options: LossOptions) -> RowStats:
@@ -132,13 +133,13 @@ class LabelLoss(Loss):
     def gradient(
         self, x: Tensor, beside: Labels, stats: RowStats, second: None, shard: VocabShard, options: LossOptions
     ) -> Tensor:
-        options = at_temperature(options, beside.temperature)
+        options = at_rows(options, *beside[2:])
         return spec.gradient(x, stats, beside.labels, shard.start, shard.vocab_size, options, beside.class_weight)
 
     def outputs_gradient(
         self, x: Tensor, beside: Labels, stats: RowStats, grads: GradOutputs, shard: VocabShard, options: LossOptions
     ) -> Tensor:
-        options = at_temperature(options, beside.temperature)
+        options = at_rows(options, *beside[2:])
         return outputs_gradient(x, stats, beside.labels, shard.start, shard.vocab_size, grads, options)
 
     def ignored(self, beside: Labels, options: LossOptions) -> Tensor:
@@ -146,3 +147,10 @@ class LabelLoss(Loss):
 
 
 LABELS = LabelLoss()
+
+
+def _thresholds(settings: Settings, like: Tensor, n_rows: int) -> Tensor | None:
+    """Return memory for what ``sampling`` finds, if it is asked for."""
+    if settings.sample_k is None and settings.sample_p == 1:
+        return None
+    return like.new_full((n_rows,), NEG_INF, dtype=compute_dtype(like.dtype))

@@ -1,0 +1,213 @@
+"""Log-probabilities of the distribution that a sampler used: top-k and top-p, over the whole vocabulary."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.conformance.widths import PLACE, columns_of, each, made_of, placed, rows_of
+from tests.support import soft
+from tests.support.budget import assert_within_budget
+from tests.support.collectives import record_collectives
+from tests.support.inputs import IGNORE_INDEX
+from tests.support.logits import broad_rows
+from tests.support.oracle import transformed
+from tests.support.pairs import covering
+from tests.support.ranks import device_of, in_several_ranks
+from vocab_parallel_ce import Sampling, linear_token_log_probs, token_log_probs
+
+INF, NAN = float("inf"), float("nan")
+SAMPLINGS = {
+    "top-k": Sampling(top_k=5),
+    "top-p": Sampling(top_p=0.9),
+    "both": Sampling(7, 0.6),
+    "the largest": Sampling(1),
+    "a small nucleus": Sampling(top_p=1e-6),
+    "no fewer": Sampling(10**6, 0.999),
+}
+
+
+def kept_by(z, sampling):
+    """``[N, V]``: what a sampler keeps, by sorting; ties stay in. In fp64."""
+    z, n = z.double(), z.shape[-1]
+    in_order = z.sort(-1, descending=True).values
+    kept = torch.ones_like(z, dtype=torch.bool)
+    if sampling.top_k is not None:
+        kept = z >= in_order[:, min(sampling.top_k, n) - 1 : min(sampling.top_k, n)]
+    if sampling.top_p < 1:
+        masses = in_order.masked_fill(in_order < z.masked_fill(~kept, INF).amin(-1, keepdim=True), -INF).softmax(-1)
+        last = (masses.cumsum(-1) < sampling.top_p).sum(-1, keepdim=True).clamp(max=n - 1)
+        kept &= z >= in_order.gather(-1, last)
+    return kept
+
+
+def outputs_of(logits, labels, sampling, temperature=1.0, **options):
+    """Log-probabilities and entropies ``[N]`` in the dtype of the logits, 0 for ignored labels."""
+    temperature = temperature.to(logits).unsqueeze(-1) if torch.is_tensor(temperature) else temperature
+    z = transformed(logits, **options) / temperature
+    exact = transformed(logits.detach().double(), **options) / (
+        temperature.double() if torch.is_tensor(temperature) else temperature
+    )
+    kept, ignored = kept_by(exact, sampling), labels == IGNORE_INDEX
+    log_p = z.masked_fill(~kept, -INF).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(~kept, 0.0)).sum(-1)
+    found = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return found.masked_fill(ignored, 0.0), entropy.masked_fill(ignored, 0.0)
+
+
+LOGITS = covering(
+    **PLACE,
+    kind=("peaked", "confident"),
+    sampling=tuple(SAMPLINGS),
+    temperature=(1.0, 0.7, "tokens"),
+    softcap=(None, 10.0),
+    outputs=((), ("entropy",)),
+)
+
+
+@pytest.mark.quick(3)
+@each(LOGITS, interpreted=12)
+def test_logits(impl_device, case):
+    (impl, device), (logits, labels), shape = impl_device, made_of(case), rows_of(case)
+    sampling, live = SAMPLINGS[case["sampling"]], labels != IGNORE_INDEX
+    labels[live] = torch.where(torch.arange(len(labels)) % 2 == 0, logits.float().argmax(-1), labels)[live]
+    temperature = torch.rand(len(labels)) + 0.5 if case["temperature"] == "tokens" else case["temperature"]
+    there = temperature.view(shape).to(device) if torch.is_tensor(temperature) else temperature
+    leaf, x = placed(logits, case, device)
+    ways = {"temperature": there, "impl": impl, "outputs": case["outputs"], "vocab_size": columns_of(case)[0]}
+    found = token_log_probs(x, labels.view(shape).to(device), sampling=sampling, softcap=case["softcap"], **ways)
+    found = [found.log_probs, found.entropy] if case["outputs"] else [found]
+    options = {"temperature": temperature, "softcap": case["softcap"]}
+
+    def expected(dtype, grads):
+        leaf = logits.detach().to(dtype).requires_grad_()
+        values = outputs_of(leaf, labels, sampling, **options)[: len(found)]
+        (grad,) = torch.autograd.grad(values, leaf, [g.to(dtype) for g in grads])
+        return [value.detach() for value in values], grad
+
+    grads = [torch.randn(len(labels), generator=torch.Generator().manual_seed(i)) for i in range(len(found))]
+    dropped = outputs_of(logits.double(), labels, sampling, **options)[0] == -INF
+    grads[0][dropped] = 0.0  # what a trainer does with a token that its sampler could not draw
+    torch.autograd.backward(found, [g.view(shape).to(device) for g in grads])
+    truth, peer = expected(torch.float64, grads), expected(torch.float32, grads)
+    largest = float(transformed(logits.double(), softcap=case["softcap"]).abs().max()) / 0.5
+    for name, *triple in zip(("log_probs", "entropy"), found, truth[0], peer[0], strict=False):
+        value, *others = (each.detach().view(-1).cpu() for each in triple)
+        assert_within_budget(value, *others, largest if name == "log_probs" else 1.0 + largest)
+    assert bool((found[0].detach().cpu().view(-1)[dropped] == -INF).all())
+    assert_within_budget(leaf.grad, truth[1].nan_to_num(0.0), peer[1].nan_to_num(0.0), largest)
+
+
+def test_equal_logits_and_edges(impl_device):
+    """Equals stay in or go together; -inf columns, NaN, +inf, a row of nothing and zeros of both signs."""
+    impl, device = impl_device
+    logits = torch.tensor([[3.0, 1.0, 3.0, 2.0], [0.0, -0.0, -1.0, 5.0], [-INF, 1.0, -INF, 0.0], [NAN, 1.0, 2.0, 0.0]])
+    logits = torch.cat([logits, torch.tensor([[INF, 1.0, 2.0, 0.0], [-INF] * 4])]).to(device)
+    labels = torch.tensor([0, 1, 1, 1, 1, 1], device=device)
+
+    def found(**sampling):
+        return token_log_probs(logits, labels, sampling=Sampling(**sampling), impl=impl).exp().cpu()
+
+    first, second = found(top_k=1), found(top_k=2)
+    assert first[0] == 0.5 and first[1] == 0 and first[2] == 1
+    assert second[0] == 0.5 and torch.isclose(second[1], 1 / (2 + torch.tensor(5.0).exp()))
+    assert torch.isclose(found(top_k=3, top_p=0.5)[0], torch.tensor(0.5))
+    assert torch.isclose(found(top_k=4)[2], 1 / (1 + torch.tensor(-1.0).exp()))
+    for probs in (first, second, found(top_p=0.3)):
+        assert probs[3:].isnan().all()
+
+
+@pytest.mark.parametrize("keep_logits", ("none", "all"))
+def test_heads(impl_device, keep_logits):
+    """In chunks, with ignored tokens left out and a temperature per token."""
+    impl, device = impl_device
+    hidden, weight, sampling = torch.randn(9, 12), torch.randn(43, 12), Sampling(9, 0.8)
+    temperature, labels = torch.rand(9) + 0.5, (hidden @ weight.t()).argmax(-1)
+    labels[4] = IGNORE_INDEX
+    grad_output = torch.randn(9)
+
+    def gradients(function, dtype, device):
+        leaves = [t.to(device, dtype, copy=True).requires_grad_() for t in (hidden, weight)]
+        found = function(*leaves)
+        return found.detach(), *torch.autograd.grad(found, leaves, grad_output.to(found))
+
+    def ours(h, w):
+        ways = {"impl": impl, "chunk_size": 2, "keep_logits": keep_logits, "temperature": temperature.to(device)}
+        return linear_token_log_probs(h, w, labels.to(device), sampling=sampling, **ways)
+
+    found = gradients(ours, torch.float32, device)
+    oracle = partial(lambda h, w: outputs_of(h @ w.t(), labels, sampling, temperature)[0])
+    truth, peer = (gradients(oracle, dtype, "cpu") for dtype in (torch.float64, torch.float32))
+    for triple in zip(found, truth, peer, strict=True):
+        assert_within_budget(*triple, 30.0)
+
+
+def _sampled(student, ignored, *, labels, top_k, top_p, temperature, reduction, **options):
+    sampling = Sampling(top_k, top_p)
+    return token_log_probs(student, labels, sampling=sampling, temperature=temperature, **options)
+
+
+def _losses(student, ignored, *, labels, top_k, top_p, temperature):
+    return outputs_of(student, labels, Sampling(top_k, top_p), temperature)[0]
+
+
+@pytest.mark.quick(2)
+@pytest.mark.interpreted(2)
+@in_several_ranks
+def test_ranks(rank_pool, impl):
+    """The thresholds are of the whole vocabulary, and the same on all ranks: 33 exchanges of 4 bytes, 35 of 12."""
+    logits, _ = broad_rows("peaked", 6, 61)
+    n = rank_pool.world_size
+    width = -(-64 // n)
+    bounds = [(rank * width, (rank + 1) * width) for rank in range(n)]
+    options = {"labels": logits.argmax(-1), "top_k": 9, "top_p": 0.8, "temperature": 0.7}
+    case = soft.Case(_sampled, _losses, logits, logits, options, {"reduction": "none"})
+    sent = [4] * 33 + [12] * (1 + 33 + 1)
+    soft.check_ranks(case, rank_pool.run(soft.run_in_rank, case, impl, bounds), bounds, sent)
+
+
+def _head_in_rank(rank, group, impl, given):
+    hidden, weight, labels = (t.to(device_of(rank, group)) for t in given)
+    width = len(weight) // group.size()
+    own = weight[rank * width : (rank + 1) * width].clone().requires_grad_()
+    with record_collectives() as calls:
+        found = linear_token_log_probs(
+            hidden, own, labels, group=group, chunk_size=4, impl=impl, sampling=Sampling(top_p=0.7)
+        )
+    found.sum().backward()
+    return found.detach().cpu(), own.grad.cpu(), len(calls)
+
+
+@pytest.mark.interpreted(1)
+@in_several_ranks
+def test_heads_of_ranks(rank_pool, impl):
+    hidden, weight = torch.randn(9, 12), torch.randn(40, 12)
+    labels = (hidden @ weight.t()).argmax(-1)
+    leaf = weight.double().requires_grad_()
+    truth, _ = outputs_of(hidden.double() @ leaf.t(), labels, Sampling(top_p=0.7))
+    truth.sum().backward()
+    results = rank_pool.run(_head_in_rank, impl, (hidden, weight, labels))
+    for found, _, n_calls in results:
+        assert torch.equal(found, results[0][0]) and n_calls == 3 * 34 + 1
+        torch.testing.assert_close(found, truth.float(), rtol=1e-5, atol=1e-5)
+    d_weight = torch.cat([grad for _, grad, _ in results])
+    torch.testing.assert_close(d_weight, leaf.grad.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.reference
+def test_refusals_by_name():
+    logits, labels = torch.randn(4, 9), torch.randint(0, 9, (4,))
+    for error, words, changed in (
+        (TypeError, "sampling: expected a Sampling or None, got dict", {"sampling": {"top_p": 0.9}}),
+        (ValueError, "sampling.top_p: must be", {"sampling": Sampling(top_p=0.0)}),
+        (ValueError, "sampling.top_p: must be", {"sampling": Sampling(top_p=1.1)}),
+        (ValueError, "sampling.top_k: must be", {"sampling": Sampling(0)}),
+        (ValueError, "sampling: expected no 'mean_logit'.* got output 'rank'", {"outputs": ("entropy", "rank")}),
+        (ValueError, "sampling: expected no 'mean_logit'.* got top_k=3", {"top_k": 3}),
+        (ValueError, "labels: expected one per token with outputs, top_k or sampling", {"labels": labels[:, None]}),
+    ):
+        given = {"logits": logits, "labels": labels, "sampling": Sampling(3)} | changed
+        with pytest.raises(error, match=f"^{words}"):
+            token_log_probs(**given)
+    no_fewer = token_log_probs(logits, labels, sampling=Sampling(9, 1.0))
+    assert torch.equal(no_fewer, token_log_probs(logits, labels))
