@@ -21,6 +21,7 @@ release = version = vocab_parallel_ce.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
 include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/*.md"]
+exclude_patterns = [".*", "out", "build", "dist"]  # not looked into: .venv has many files
 html_extra_path = ["site"]  # index.html, which leads to the first page
 html_theme = "furo"
 html_title = f"{project} {version}"

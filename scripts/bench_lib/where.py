@@ -33,8 +33,9 @@ def blocks(results: Path) -> dict[str, Callable[[], str]]:
 
 
 def lanes(results: Path) -> dict[str, dict[str, Any]]:
-    """The documents that ``--lanes-json`` wrote, by name."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("lanes_*.json"))}
+    """The documents that ``--lanes-json`` wrote on GPUs, by name."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("lanes_*.json"))}
+    return {name: document for name, document in found.items() if document["gpu_model"] is not None}
 
 
 def pairs_block() -> str:
@@ -60,7 +61,12 @@ def lanes_block(documents: dict[str, dict[str, Any]]) -> str:
 def architectures_block(compiled: str, documents: dict[str, dict[str, Any]]) -> str:
     """For each target of the compiling tests: its GPUs, and whether a lane ran on one of them."""
     found = re.findall(r'"(?:cuda:(\d+)|hip:(gfx\w+))"', compiled)
-    targets = sorted({f"sm_{cuda}" if cuda else hip for cuda, hip in found}, key=[*ARCHITECTURES].index)
+    named = {f"sm_{cuda}" if cuda else hip for cuda, hip in found}
+    if unknown := named - ARCHITECTURES.keys():
+        raise ValueError(
+            f"ARCHITECTURES: expected the GPUs of {', '.join(sorted(unknown))} too, got no such entry; add it"
+        )
+    targets = sorted(named, key=[*ARCHITECTURES].index)
     models = {document["gpu_model"].split()[1] for document in documents.values()}
     rows = []
     for target in targets:
