@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bench_lib import cases, pages, plot, report
+from bench_lib import cases, pages, plot, report, where
 from bench_lib.adapters import baseline_package
 from bench_lib.documents import (
     RESULTS,
@@ -218,7 +218,7 @@ def report_command(options: argparse.Namespace) -> int:
     documents = read_documents(options.results)
     page, readme = options.root / "docs" / "performance.md", options.root / "README.md"
     texts = {page: report.page(documents)}
-    made = pages.blocks(documents)
+    made = pages.blocks(documents) | where.blocks(options.results)
     for path in (readme, *sorted(page.parent.glob("*.md"))):
         if path != page:
             text = path.read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.te_compat import cross_entropy_backward, cross_entropy_forward, parallel_cross_entropy
 from vocab_parallel_ce.verify import verify_calls
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Head",

@@ -117,14 +117,21 @@ class Advanced(NamedTuple):
     """What few callers need: Megatron-LM's integration, and trainers that know the gradient in advance.
 
     Pass it as ``advanced=``. A function refuses the fields that it has no use for.
+
+    Example:
+        >>> from vocab_parallel_ce import linear_cross_entropy
+        >>> from vocab_parallel_ce.options import Advanced
+        >>> hidden, head, labels = torch.ones(2, 3), torch.zeros(4, 3), torch.tensor([0, -100])
+        >>> round(linear_cross_entropy(hidden, head, labels, advanced=Advanced(valid_tokens=1)).item(), 4)
+        1.3863
     """
 
-    smoothing_formula: str = "torch"  # or "megatron": label_smoothing times V / (V - 1)
+    smoothing_formula: str = "torch"  #: or "megatron": label_smoothing times V / (V - 1)
     # Of heads:
-    main_grad: Tensor | None = None  # [C, D] fp32, contiguous: backward adds the gradient of weight to it
-    reduce_hidden_grad: bool = True  # False leaves the gradient of hidden this rank's share of the sum
-    expected_grad_output: Tensor | None = None  # [...]: what will multiply each loss, except one factor for all
-    valid_tokens: int | None = None  # upper bound on labels that are not ignore_index; the rest skip the matmul
+    main_grad: Tensor | None = None  #: [C, D] fp32, contiguous: backward adds the gradient of weight to it
+    reduce_hidden_grad: bool = True  #: False leaves the gradient of hidden this rank's share of the sum
+    expected_grad_output: Tensor | None = None  #: [...]: what will multiply each loss, except one factor for all
+    valid_tokens: int | None = None  #: upper bound on labels that are not ignore_index; the rest skip the matmul
 
 
 class Sampling(NamedTuple):

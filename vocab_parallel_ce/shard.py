@@ -15,13 +15,18 @@ class VocabShard(NamedTuple):
     Columns at ``vocab_size`` and above are padding: outside the softmax, with gradient exactly 0. A shard may
     be all padding. The shards of a group must have every column once.
 
-    Example: 1003 columns over 3 ranks are ``(0, 335, 1003)``, ``(335, 670, 1003)`` and ``(670, 1003, 1003)``.
-    Padded to 384 per rank, the last is ``(768, 1152, 1003)``, and 235 of its columns count.
+    Example:
+        >>> from vocab_parallel_ce import VocabShard
+        >>> VocabShard.of_rank(1003, 2, 3)  # the last of 3 ranks
+        VocabShard(start=670, stop=1003, vocab_size=1003)
+        >>> padded = VocabShard.of_rank(1003, 2, 3, n_columns=384)
+        >>> padded, padded.n_valid
+        (VocabShard(start=768, stop=1152, vocab_size=1003), 235)
     """
 
-    start: int
-    stop: int
-    vocab_size: int
+    start: int  #: the first column
+    stop: int  #: the one after the last
+    vocab_size: int  #: of the whole vocabulary
 
     @property
     def n_columns(self) -> int:

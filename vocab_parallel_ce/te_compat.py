@@ -53,6 +53,14 @@ def parallel_cross_entropy(
             ``gradient="auto"``.
 
     Returns, Collectives, Raises: as :func:`vocab_parallel_cross_entropy`.
+
+    Example:
+        >>> from vocab_parallel_ce import parallel_cross_entropy
+        >>> logits, labels = torch.zeros(2, 4), torch.tensor([1, 2])
+        >>> parallel_cross_entropy(logits, labels)
+        tensor([1.3863, 1.3863])
+        >>> round(parallel_cross_entropy(logits, labels, reduce_loss=True).item(), 4)
+        1.3863
     """
     if _input is not None:
         if inp is not None:
@@ -83,6 +91,14 @@ def cross_entropy_forward(
 
     Overwrites ``_input`` whether or not it requires a gradient. If its last dimension is not dense, or it overlaps
     itself, the second result is a copy instead. Arguments, collectives, errors: as :func:`parallel_cross_entropy`.
+
+    Example:
+        >>> from vocab_parallel_ce import cross_entropy_forward
+        >>> loss, grad = cross_entropy_forward(torch.zeros(1, 4), torch.tensor([1]), 0.0, True, None, -100)
+        >>> round(loss.item(), 4)
+        1.3863
+        >>> grad
+        tensor([[ 0.2500, -0.7500,  0.2500,  0.2500]])
     """
     settings = Settings(
         ignore_index=ignore_idx,
@@ -110,6 +126,12 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
 
     Raises:
         TypeError, ValueError: ``_input`` or ``grad_output`` is not as described.
+
+    Example:
+        >>> from vocab_parallel_ce import cross_entropy_backward, cross_entropy_forward
+        >>> loss, grad = cross_entropy_forward(torch.zeros(1, 4), torch.tensor([1]), 0.0, True, None, -100)
+        >>> cross_entropy_backward(grad, torch.tensor(2.0))
+        tensor([[ 0.5000, -1.5000,  0.5000,  0.5000]])
     """
     checks.check_logits(_input)
     checks.check_grad_output(grad_output, _input)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.bench.support import OURS, document
 
-from bench_lib import pages  # isort: skip
+from bench_lib import pages, where  # isort: skip
 
 pytestmark = pytest.mark.reference
 
@@ -75,3 +75,27 @@ def test_markers(tmp_path):
             pages.with_blocks(wrong, made, "page.md", needed)
     with pytest.raises(ValueError, match="expected one begin and end of 'a', one of b"):
         pages.with_blocks(text, {"b": made["b"]}, "page.md")
+
+
+def lanes_of(model):
+    document = {"gpu_count": 2, "gpu_model": model, "torch": "2.11.0+cu130", "triton": "3.6.0", "python": "3.12.3"}
+    none = {"passed": 0, "failed": 0, "skipped": 7}
+    lanes = {"cuda": none, "nccl": {"passed": 40, "failed": 1, "skipped": 2}}
+    return document | {"commit": "0123456789", "lanes": lanes}
+
+
+def test_where_it_runs_says_what_ran_and_what_never_did():
+    documents = {"lanes_2gpu": lanes_of("NVIDIA H100 80GB HBM3")}
+    (row,) = where.lanes_block(documents).splitlines()[2:]
+    assert row.startswith("| 2 x H100 | 2.11.0 | 3.6.0 | 3.12.3 | nccl | 40 passed, 1 failed, 2 skipped | 0123456 |")
+    found = where.architectures_block('("hip:gfx950", "cuda:90", "cuda:120")', documents).splitlines()[2:]
+    assert [row.split(" | ")[0] for row in found] == ["| sm_90", "| sm_120", "| gfx950"]
+    assert [row.endswith("| never |") for row in found] == [False, True, True] and "yes: H100 |" in found[0]
+    with pytest.raises(ValueError, match="^ARCHITECTURES: expected the GPUs of gfx999 too"):
+        where.architectures_block('"hip:gfx999"', documents)
+
+
+def test_where_it_runs_takes_documents_of_gpus_alone(tmp_path):
+    (tmp_path / "lanes_cpu.json").write_text('{"gpu_model": null}')
+    (tmp_path / "lanes_1gpu.json").write_text('{"gpu_model": "NVIDIA H200"}')
+    assert list(where.lanes(tmp_path)) == ["lanes_1gpu"]

@@ -16,11 +16,18 @@ from tests.support.fresh import fresh_python
 OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 BLOCKS = {name_of(page): python_blocks(page.read_text(encoding="utf-8")) for page in PAGES}
 WITH_BLOCKS = [name for name, blocks in BLOCKS.items() if blocks]
+
+
+def is_of_ranks(block):
+    """Whether it starts ranks by itself; a script with a guard is run by its own test (test_tutorial.py)."""
+    return "init_process_group" in block and "__main__" not in block
+
+
 OF_RANKS = {
     f"{name}, block {index}": block
     for name, blocks in BLOCKS.items()
     for index, block in enumerate(blocks)
-    if "init_process_group" in block
+    if is_of_ranks(block)
 }
 (OPTIONS_SETUP,) = [block for block in python_blocks(OPTIONS) if "as ce\n" in block]
 OPTION_LINES = [
@@ -42,7 +49,7 @@ def test_the_examples_of_a_page_in_their_order(page):
     torch.manual_seed(0)
     names: dict[str, object] = {}
     for example in BLOCKS[page]:
-        if "init_process_group" not in example and not _absent_frameworks(example):
+        if not is_of_ranks(example) and not _absent_frameworks(example):
             exec(example, names)
     if "install" in names:
         from vocab_parallel_ce.integrations.transformers import uninstall

@@ -60,10 +60,10 @@ def test_doctor_calls_only_pairs_of_the_table_tested():
 
 
 def test_the_page_has_the_table_and_the_lowest_versions_stand_in_every_file():
-    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
-    assert table(page, "| torch | Triton | Python | quick lane | compile-only lane | GPU |") == [
-        list(row) for row in TESTED
-    ]
+    page = (ROOT / "docs" / "where_it_runs.md").read_text(encoding="utf-8")
+    found = table(page, "| torch | Triton | Python | quick lane | compile-only lane | GPU | repeat it |")
+    assert [row[:-1] for row in found] == [list(row) for row in TESTED]
+    assert [row[-1] for row in found] == [f"`bash scripts/test_versions.sh {row.torch} {row.triton}`" for row in TESTED]
     lowest = TESTED[0]
     assert (minor(lowest.torch), minor(lowest.triton)) == (LOWEST_TORCH, LOWEST_TRITON)
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

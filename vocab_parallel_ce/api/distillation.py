@@ -35,11 +35,18 @@ LINEAR_KEYWORDS = keyword_defaults(LinearDistillationKeywords)
 
 
 class TopKTeacher(NamedTuple):
-    """A teacher that is known at ``k`` tokens, the same on every rank; it gets no gradient."""
+    """A teacher that is known at ``k`` tokens, the same on every rank; it gets no gradient.
 
-    ids: Tensor  # [..., k] int64 or int32 global ids, different in a row
-    log_probs: Tensor  # [..., k] floating point, at the temperature of the loss; -inf leaves an id out
-    # "ignore": nothing else counts. "bucket": all other tokens are one, of probability 1 - sum_k q_k.
+    Example:
+        >>> from vocab_parallel_ce import TopKTeacher, distillation_loss
+        >>> teacher = TopKTeacher(ids=torch.tensor([[0, 1]]), log_probs=torch.tensor([[0.5, 0.5]]).log())
+        >>> round(distillation_loss(torch.zeros(1, 4), teacher).item(), 4)  # log 4 - log 2
+        0.6931
+    """
+
+    ids: Tensor  #: [..., k] int64 or int32 global ids, different in a row
+    log_probs: Tensor  #: [..., k] floating point, at the temperature of the loss; -inf leaves an id out
+    #: "ignore": nothing else counts. "bucket": all other tokens are one, of probability 1 - sum_k q_k.
     rest: str = "ignore"
 
 
@@ -58,7 +65,7 @@ def distillation_loss(
     """Divergence of a student's distribution from a teacher's, over sharded logits of both.
 
     In fp32, with ``s`` and ``t`` the softmax of the student's and the teacher's logits divided by ``temperature``,
-    over the whole vocabulary:
+    over the whole vocabulary::
 
         "forward"   KL(t || s)
         "reverse"   KL(s || t)
@@ -96,6 +103,16 @@ def distillation_loss(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`vocab_parallel_cross_entropy`.
+
+    Example:
+        >>> from vocab_parallel_ce import distillation_loss
+        >>> student = torch.zeros(1, 2, requires_grad=True)
+        >>> loss = distillation_loss(student, torch.tensor([[1.0, 0.0]]))
+        >>> round(loss.item(), 4)
+        0.1109
+        >>> loss.backward()
+        >>> student.grad
+        tensor([[-0.2311,  0.2311]])
     """
     check_names(keywords, KEYWORDS, distillation_loss)
     settings = divided_by(num_items, Settings(**keywords))
@@ -151,6 +168,17 @@ def linear_distillation_loss(
     Raises:
         TypeError, ValueError: as :func:`linear_cross_entropy`.
         RuntimeError: from backward, if it runs again over scaled gradients, or with ``create_graph``.
+
+    Example:
+        >>> from vocab_parallel_ce import Head, linear_distillation_loss
+        >>> student = Head(torch.ones(2, 3, requires_grad=True), torch.zeros(4, 3, requires_grad=True))
+        >>> teacher = Head(torch.ones(2, 1), torch.tensor([[2.0], [0.0], [0.0], [0.0]]))
+        >>> loss = linear_distillation_loss(student, teacher)
+        >>> round(loss.item(), 4)
+        0.468
+        >>> loss.backward()
+        >>> student.weight.grad.shape
+        torch.Size([4, 3])
     """
     of_head = checked_advanced(advanced, "reduce_hidden_grad")
     settings, head = settings_of(keywords, LINEAR_KEYWORDS, linear_distillation_loss, of_head)

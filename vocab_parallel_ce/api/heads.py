@@ -134,6 +134,16 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: as there; also for a quantised weight.
         RuntimeError: from backward, if it runs again over gradients of ``"in_forward"``, or with ``create_graph``.
+
+    Example:
+        >>> from vocab_parallel_ce import linear_cross_entropy
+        >>> hidden, head = torch.ones(2, 3, requires_grad=True), torch.eye(4, 3, requires_grad=True)
+        >>> loss = linear_cross_entropy(hidden, head, torch.tensor([0, 3]))
+        >>> round(loss.item(), 4)
+        1.7143
+        >>> loss.backward()
+        >>> hidden.grad.shape, head.grad.shape
+        (torch.Size([2, 3]), torch.Size([4, 3]))
     """
     of_head = checked_advanced(advanced, *Advanced._fields)
     asked = {**asked_for(outputs, top_k), "smoothing_formula": of_head.smoothing_formula}
@@ -201,6 +211,12 @@ def linear_token_log_probs(
 
     Returns:
         as :func:`token_log_probs`.
+
+    Example:
+        >>> from vocab_parallel_ce import linear_token_log_probs
+        >>> hidden, head = torch.ones(2, 3), torch.zeros(4, 3)
+        >>> linear_token_log_probs(hidden, head, torch.tensor([0, 3]))
+        tensor([-1.3863, -1.3863])
     """
     of_head = checked_advanced(advanced, *OF_LOG_PROBS)
     asked = asked_for(outputs, top_k, of_loss=False)

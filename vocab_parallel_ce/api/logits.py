@@ -85,13 +85,13 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor | Outputs:
     """Cross-entropy of logits that are sharded over the vocabulary, without gathering them.
 
-    In fp32, with ``lse`` and the mean over the whole vocabulary of ``V`` columns, for the ``R`` ranks of ``group``:
+    In fp32, with ``lse`` and the mean over the whole vocabulary of ``V`` columns, for the ``R`` ranks of ``group``::
 
         z    = softcap * tanh(logit_scale * x / softcap), or logit_scale * x without softcap
         loss = (1 - e) * (lse - z_y) + e * (lse - mean_i z_i) + z_loss * lse^2
 
     Without options this is ``torch.nn.functional.cross_entropy``. docs/options.md has every option in detail. Labels
-    may be probabilities, as in PyTorch, ``t_i`` of each column; with ``w = class_weight``, or 1:
+    may be probabilities, as in PyTorch, ``t_i`` of each column; with ``w = class_weight``, or 1::
 
         t'   = w * ((1 - e) * t + e / V)
         loss = sum_i t'_i * (lse - z_i) + z_loss * lse^2
@@ -156,6 +156,18 @@ def vocab_parallel_cross_entropy(
             left its gradient in ``logits``.
         RuntimeError: from backward, if it runs again over a gradient in place, with ``create_graph`` or
             ``is_grads_batched``, or if something else has written to the logits.
+
+    Example:
+        >>> from vocab_parallel_ce import vocab_parallel_cross_entropy
+        >>> logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 3.0]], requires_grad=True)
+        >>> labels = torch.tensor([0, -100])  # the second row is ignored
+        >>> loss = vocab_parallel_cross_entropy(logits, labels)
+        >>> round(loss.item(), 4)
+        0.2395
+        >>> loss.backward()
+        >>> logits.grad
+        tensor([[-0.2130,  0.1065,  0.1065],
+                [ 0.0000,  0.0000,  0.0000]])
     """
     check_names(keywords, KEYWORDS, vocab_parallel_cross_entropy)
     if advanced is not None:
@@ -210,6 +222,8 @@ def token_log_probs(
 ) -> Tensor | Outputs:
     """Log-probability of each label, and what else is asked of the whole distribution, from one read of the logits.
 
+    Computes::
+
         p = softmax(z),  log_prob = log p_y,  entropy = -sum_i p_i log p_i
 
     in fp32, with ``z`` the scaled and capped logits of :func:`vocab_parallel_cross_entropy`, divided by the
@@ -245,6 +259,14 @@ def token_log_probs(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`vocab_parallel_cross_entropy`.
+
+    Example:
+        >>> from vocab_parallel_ce import token_log_probs
+        >>> found = token_log_probs(torch.zeros(2, 4), torch.tensor([1, 3]), outputs=("entropy",))
+        >>> found.log_probs
+        tensor([-1.3863, -1.3863])
+        >>> found.entropy
+        tensor([1.3863, 1.3863])
     """
     check_names(keywords, LOG_PROB_KEYWORDS, token_log_probs)
     temperature = taken_temperature(keywords)

@@ -102,6 +102,14 @@ class VocabParallelCrossEntropy(_LossModule):
 
     The options are attributes; one that is set is checked, and used from the next call on.
     ``class_weight`` is a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
+
+    Example:
+        >>> from vocab_parallel_ce import VocabParallelCrossEntropy
+        >>> loss_of = VocabParallelCrossEntropy(label_smoothing=0.1)
+        >>> loss_of
+        VocabParallelCrossEntropy(1 rank, label_smoothing=0.1)
+        >>> round(loss_of(torch.zeros(2, 4), torch.tensor([1, 2])).item(), 4)
+        1.3863
     """
 
     @with_keywords(logits.KEYWORDS)
@@ -164,6 +172,14 @@ class LinearCrossEntropy(_LossModule):
     Raises:
         TypeError: the head is not a module, or does more than its weight says (LoRA, quantisation, a subclass).
         ValueError: the head is parametrised, has hooks, or FSDP wraps the head itself.
+
+    Example:
+        >>> from vocab_parallel_ce import LinearCrossEntropy
+        >>> head = torch.nn.Embedding(4, 3, _weight=torch.eye(4, 3))
+        >>> loss_of = LinearCrossEntropy(head, reduction="sum")
+        >>> loss = loss_of(torch.ones(2, 3), torch.tensor([0, 3]))
+        >>> round(loss.item(), 4)
+        3.4286
     """
 
     @with_keywords(heads.KEYWORDS)

@@ -19,20 +19,31 @@ class Outputs(NamedTuple):
     is named. ``z`` are the scaled and capped logits, divided by the temperature. In ignored tokens numbers are 0, and
     ids and ``rank`` -1. In tokens whose label is outside the vocabulary the first six are NaN, and ``rank`` is -1.
     The first six have a gradient.
+
+    Example:
+        >>> from vocab_parallel_ce import vocab_parallel_cross_entropy
+        >>> logits, labels = torch.eye(3), torch.tensor([0, 1, 0])
+        >>> found = vocab_parallel_cross_entropy(logits, labels, outputs=("predictions", "token_accuracy"))
+        >>> found.predictions
+        tensor([0, 1, 2])
+        >>> round(found.token_accuracy.item(), 4)
+        0.6667
+        >>> found.entropy is None
+        True
     """
 
-    loss: Tensor | None = None  # as the function returns it without outputs
-    log_probs: Tensor | None = None
-    entropy: Tensor | None = None  # in nats
-    lse: Tensor | None = None  # log-sum-exp of z
-    sum_sq_probs: Tensor | None = None  # sum_i p_i^2
-    mean_logit: Tensor | None = None  # mean of z over the vocabulary
-    predictions: Tensor | None = None  # int64 global id of the largest z, the lowest of equals; -1 if there is none
-    token_accuracy: Tensor | None = None  # [], the share of the labels that are predicted; ignored ones do not count
-    z_loss: Tensor | None = None  # the part of the loss that is z_loss * lse^2, reduced as the loss is
-    rank: Tensor | None = None  # int64: how many logits are larger than the label's
-    top_ids: Tensor | None = None  # [..., k] int64; -1 where no z is finite; equals in any order
-    top_log_probs: Tensor | None = None  # [..., k]
+    loss: Tensor | None = None  #: as the function returns it without outputs
+    log_probs: Tensor | None = None  #: of the labels
+    entropy: Tensor | None = None  #: in nats
+    lse: Tensor | None = None  #: log-sum-exp of z
+    sum_sq_probs: Tensor | None = None  #: sum_i p_i^2
+    mean_logit: Tensor | None = None  #: mean of z over the vocabulary
+    predictions: Tensor | None = None  #: int64 global id of the largest z, the lowest of equals; -1 if there is none
+    token_accuracy: Tensor | None = None  #: [], the share of the labels that are predicted; ignored ones do not count
+    z_loss: Tensor | None = None  #: the part of the loss that is z_loss * lse^2, reduced as the loss is
+    rank: Tensor | None = None  #: int64: how many logits are larger than the label's
+    top_ids: Tensor | None = None  #: [..., k] int64; -1 where no z is finite; equals in any order
+    top_log_probs: Tensor | None = None  #: [..., k]
 
 
 def asked_for(outputs: Any, top_k: int | None, *, of_loss: bool = True) -> dict[str, Any]:

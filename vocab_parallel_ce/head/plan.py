@@ -33,11 +33,18 @@ MOST_KEPT = 0.9  # share of valid tokens above which it does not pay to leave ou
 
 
 class Head(NamedTuple):
-    """What makes the logits ``hidden @ weight.T + bias`` of a shard."""
+    """What makes the logits ``hidden @ weight.T + bias`` of a shard.
 
-    hidden: Tensor  # [..., D] bf16, fp16 or fp32, the same on every rank
-    weight: Tensor  # [C, D], this rank's rows; may be a DTensor, except a teacher's
-    bias: Tensor | None = None  # [C]
+    Example:
+        >>> from vocab_parallel_ce import Head
+        >>> teacher = Head(hidden=torch.ones(2, 3), weight=torch.zeros(4, 3))
+        >>> teacher.bias is None
+        True
+    """
+
+    hidden: Tensor  #: [..., D] bf16, fp16 or fp32, the same on every rank
+    weight: Tensor  #: [C, D], this rank's rows; may be a DTensor, except a teacher's
+    bias: Tensor | None = None  #: [C]
 
 
 class Arguments(NamedTuple):

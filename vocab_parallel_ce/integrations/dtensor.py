@@ -68,6 +68,16 @@ def cross_entropy(
         ValueError: ``logits`` or ``labels`` have other placements; or a mean or ``"token_accuracy"`` is asked for of
             all tokens, which are on several ranks.
         others: as that function.
+
+    Example:
+        >>> from torch.distributed.tensor import DTensor, Shard
+        >>> from vocab_parallel_ce.integrations import dtensor
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> logits = DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(-1)])
+        >>> round(dtensor.cross_entropy(logits, torch.tensor([1, 2])).item(), 4)
+        1.3863
+        >>> torch.distributed.destroy_process_group()
     """
     check_names(keywords, LOSS_KEYWORDS, cross_entropy)
     if num_items is not None and isinstance(num_items, Tensor):
@@ -100,6 +110,16 @@ def token_log_probs(logits: Any, labels: Any, *, outputs: Sequence[str] = (), **
 
     Raises:
         TypeError, ValueError: as :func:`cross_entropy`.
+
+    Example:
+        >>> from torch.distributed.tensor import DTensor, Shard
+        >>> from vocab_parallel_ce.integrations import dtensor
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> logits = DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(-1)])
+        >>> dtensor.token_log_probs(logits, torch.tensor([1, 2]))
+        tensor([-1.3863, -1.3863])
+        >>> torch.distributed.destroy_process_group()
     """
     check_names(keywords, LOG_PROB_KEYWORDS, token_log_probs)
     local = _Local.of(logits, labels, outputs)

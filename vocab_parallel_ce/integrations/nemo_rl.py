@@ -27,7 +27,13 @@ from vocab_parallel_ce.integrations.rebind import Switch
 
 
 class DistributedLogprob:
-    """Has ``apply``, as an autograd Function has."""
+    """Has ``apply``, as an autograd Function has.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import nemo_rl
+        >>> nemo_rl.DistributedLogprob.apply(torch.zeros(2, 4), torch.tensor([1, 3]), 0, 4, None)
+        tensor([-1.3863, -1.3863])
+    """
 
     @staticmethod
     def apply(
@@ -58,7 +64,13 @@ class DistributedLogprob:
 
 
 class ChunkedDistributedLogprob:
-    """Has ``apply``, as an autograd Function has."""
+    """Has ``apply``, as an autograd Function has.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import nemo_rl
+        >>> nemo_rl.ChunkedDistributedLogprob.apply(torch.zeros(2, 4), torch.tensor([1, 3]), 0, 4, 1024, None)
+        tensor([-1.3863, -1.3863])
+    """
 
     @staticmethod
     def apply(
@@ -92,6 +104,12 @@ def from_parallel_logits_to_logprobs(
 
     Raises:
         ValueError: context parallelism, or top-k or top-p filtering; call :func:`install` and NeMo-RL's own function.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import nemo_rl
+        >>> tokens = torch.tensor([[0, 3, 1]])
+        >>> nemo_rl.from_parallel_logits_to_logprobs(torch.zeros(1, 3, 4), tokens, 0, 4, None)
+        tensor([[-1.3863, -1.3863]])
     """
     _check_no_context_parallelism(cp_group, "install() and NeMo-RL's own function")
     if sampling_params is not None and ((sampling_params.top_k or 0) > 0 or sampling_params.top_p not in (None, 1.0)):
@@ -127,6 +145,12 @@ def from_parallel_hidden_states_to_logprobs(
     Raises:
         ValueError: context parallelism, which NeMo-RL does not support here either, or columns that are not this
             rank's ``[rank * C, (rank + 1) * C)``.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import nemo_rl
+        >>> hidden, head, tokens = torch.ones(3, 1, 5), torch.zeros(4, 5), torch.tensor([[0, 3, 1]])
+        >>> nemo_rl.from_parallel_hidden_states_to_logprobs(hidden, head, None, tokens, 0, 4, None)
+        tensor([[-1.3863, -1.3863]])
     """
     _check_no_context_parallelism(cp_group, "the logits' function")
     group = dist.group.WORLD if tp_group is None else tp_group

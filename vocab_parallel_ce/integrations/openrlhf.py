@@ -17,13 +17,24 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1
     """Return ``[...]`` log-probabilities of ``labels [...]``, for ``logits [..., V]``, in their dtype.
 
     The arithmetic is fp32. OpenRLHF divides the logits themselves by ``temperature``; here they stay as they are.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import openrlhf
+        >>> openrlhf.log_probs_from_logits(torch.zeros(2, 4), torch.tensor([1, 3]), temperature=0.5)
+        tensor([-1.3863, -1.3863])
     """
     log_probs = token_log_probs(logits, labels, temperature=temperature, gradient="out_of_place")
     return log_probs.to(logits.dtype)
 
 
 def compute_entropy(logits: Tensor) -> Tensor:
-    """Return the entropies ``[...]`` of ``logits [..., V]``, in their dtype; the arithmetic is fp32."""
+    """Return the entropies ``[...]`` of ``logits [..., V]``, in their dtype; the arithmetic is fp32.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import openrlhf
+        >>> openrlhf.compute_entropy(torch.zeros(2, 4))
+        tensor([1.3863, 1.3863])
+    """
     return output_of("entropy", logits).to(logits.dtype)
 
 

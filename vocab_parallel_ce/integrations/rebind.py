@@ -21,8 +21,8 @@ PACKAGE = __name__.partition(".")[0]
 class Report(NamedTuple):
     """What :meth:`Switch.install` did."""
 
-    rebound: tuple[str, ...]  # names that stand for this package's functions, with their modules
-    left: dict[str, str]  # names that do not, because they or their modules are not there -> why
+    rebound: tuple[str, ...]  #: names that stand for this package's functions, with their modules
+    left: dict[str, str]  #: names that do not, because they or their modules are not there -> why
 
 
 class Around(NamedTuple):

@@ -36,9 +36,9 @@ class Report(NamedTuple):
     """What :func:`install` replaced, and the calls since then; calls inside a compiled region do not count."""
 
     installed: bool
-    rebound: tuple[str, ...]  # names that stand for this package's functions, with their modules
-    fused: int  # calls that this package computed
-    own: dict[str, int]  # calls that torchtitan's own functions computed, by reason
+    rebound: tuple[str, ...]  #: names that stand for this package's functions, with their modules
+    fused: int  #: calls that this package computed
+    own: dict[str, int]  #: calls that torchtitan's own functions computed, by reason
 
 
 def install(*, vocab_size: int | None = None, gradient: str = "auto", impl: str = "auto") -> Report:

@@ -37,10 +37,10 @@ class Report(NamedTuple):
     """What :func:`install` changed, and the calls of the fused head since then."""
 
     installed: bool
-    outputs: tuple[str, ...]  # that this package computes
-    left_to_trl: tuple[str, ...]  # calls that TRL's own Function computes, after it gathered the head
-    fused: int  # calls that this package computed
-    own: dict[str, int]  # calls that TRL's own Function computed, by their reason in left_to_trl
+    outputs: tuple[str, ...]  #: that this package computes
+    left_to_trl: tuple[str, ...]  #: calls that TRL's own Function computes, after it gathered the head
+    fused: int  #: calls that this package computed
+    own: dict[str, int]  #: calls that TRL's own Function computed, by their reason in left_to_trl
 
 
 def install() -> Report:

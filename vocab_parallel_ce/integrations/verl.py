@@ -31,6 +31,11 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     logits.
 
     Overwrites: with ``inplace_backward``, backward writes the gradient over ``logits`` if nobody else can see them.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import verl
+        >>> verl.logprobs_from_logits(torch.zeros(2, 4), torch.tensor([1, -100]))
+        tensor([-1.3863,  0.0000])
     """
     return token_log_probs(logits, labels, gradient="auto" if inplace_backward else "out_of_place")
 
@@ -64,6 +69,11 @@ def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
     """Return the sums of squared probabilities ``[...]`` of ``logits [..., V]``, in their dtype.
 
     The arithmetic is fp32; verl's is that of the logits. Overwrites nothing.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import verl
+        >>> verl.calculate_sum_pi_squared_from_logits(torch.zeros(2, 4))
+        tensor([0.2500, 0.2500])
     """
     return output_of("sum_sq_probs", logits).to(logits.dtype)
 
@@ -80,7 +90,14 @@ def vocab_parallel_sum_pi_squared(vocab_parallel_logits: Tensor) -> Tensor:
 
 
 class FusedLinearForPPO(torch.nn.Module):
-    """The head and its log-probabilities; the backends of verl do the same here."""
+    """The head and its log-probabilities; the backends of verl do the same here.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import verl
+        >>> log_probs, entropy = verl.FusedLinearForPPO()(torch.ones(2, 3), torch.zeros(4, 3), torch.tensor([0, 3]))
+        >>> log_probs
+        tensor([-1.3863, -1.3863])
+    """
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
@@ -121,6 +138,12 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: ``reduction`` is another word.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import verl
+        >>> log_probs, entropy = verl.linear_cross_entropy(torch.ones(2, 3), torch.zeros(4, 3), torch.tensor([0, 3]))
+        >>> entropy
+        tensor([1.3863, 1.3863])
     """
     reduction = reduction.lower()
     checks.check_choice("reduction", reduction, REDUCTIONS)

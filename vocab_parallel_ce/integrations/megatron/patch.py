@@ -44,8 +44,8 @@ class Report(NamedTuple):
     """What :func:`install` rebound, and what was called since then."""
 
     installed: bool
-    rebound: tuple[str, ...]  # full names
-    calls: dict[str, int]  # of the loss of logits and of the linear loss, and what made its logits
+    rebound: tuple[str, ...]  #: full names
+    calls: dict[str, int]  #: of the loss of logits and of the linear loss, and what made its logits
 
 
 _switch = Switch("Megatron-Core 0.16 to 0.19", LOSSES)

@@ -1,0 +1,74 @@
+"""Every public function, class and record ends in an example that runs on a CPU and prints what it says."""
+
+import doctest
+import importlib
+import inspect
+
+import pytest
+import torch
+
+import vocab_parallel_ce as package
+from vocab_parallel_ce import integrations, options
+from vocab_parallel_ce.integrations import rebind
+
+pytestmark = pytest.mark.reference
+
+NEED_THEIR_FRAMEWORK = {  # the pages of the integrations have examples of these
+    **dict.fromkeys(("transformers", "trl", "megatron"), "every name"),
+    "torchtitan": "every name",
+    "verl": "vocab_parallel_",  # which ask Megatron-Core for the group
+}
+IN_EVERY_SWITCH = ("install", "uninstall", "installed", "report")
+
+
+def public_names() -> dict[str, object]:
+    found = {name: getattr(package, name) for name in package.__all__} | {"options.Advanced": options.Advanced}
+    for module_name in integrations.MODULES:
+        module = importlib.import_module(f"{integrations.__name__}.{module_name}")
+        exempt = NEED_THEIR_FRAMEWORK.get(module_name)
+        for name, value in vars(module).items():
+            is_own = callable(value) and not name.startswith("_") and inspect.getmodule(value) is module
+            if is_own and name not in IN_EVERY_SWITCH and exempt != "every name" and not name.startswith(exempt or "?"):
+                found[f"{module_name}.{name}"] = value
+    return found
+
+
+PUBLIC = public_names()
+
+
+def example_of(value: object, name: str) -> doctest.DocTest:
+    text = inspect.getdoc(value) or ""
+    _, found, example = text.partition("\nExample:\n")
+    return doctest.DocTestParser().get_doctest(example if found else "", {"torch": torch}, name, None, None)
+
+
+def test_the_public_names_of_integrations_are_found():
+    expected = {"dtensor.cross_entropy", "verl.FusedLinearForPPO", "openrlhf.compute_entropy", "options.Advanced"}
+    assert expected <= set(PUBLIC) and "verl.vocab_parallel_entropy" not in PUBLIC
+    assert not any(inspect.getmodule(value) is rebind for value in PUBLIC.values())
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_example_of_a_docstring(name):
+    example = example_of(PUBLIC[name], name)
+    assert example.examples, f"{name}: expected an example at the end of its docstring, got none"
+    assert len(example.examples) <= 8, f"{name}: expected at most 8 statements, got {len(example.examples)}"
+    said: list[str] = []
+    failed, _ = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(example, out=said.append)
+    assert not failed, "".join(said)
+
+
+def test_a_missing_and_a_wrong_example_are_found():
+    def without() -> None:
+        """Return nothing."""
+
+    def wrong() -> None:
+        """Return nothing.
+
+        Example:
+            >>> 1 + 1
+            3
+        """
+
+    assert not example_of(without, "without").examples
+    assert doctest.DocTestRunner().run(example_of(wrong, "wrong"), out=lambda text: None).failed == 1
