@@ -41,6 +41,7 @@ SIGNATURES = [
         ["student", "teacher"],
         {**OF_DISTILLATION, "chunk_size": "auto", "keep_logits": "none", "advanced": None},
     ),
+    (package.next_labels, ["labels"], {"ignore_index": -100, "cu_seqlens": None, "group": None, "layout": None}),
 ]
 RECORDS = {
     package.Head: ("hidden", "weight", "bias"),
