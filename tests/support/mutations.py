@@ -62,6 +62,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "shard": "tests/core/test_shard.py tests/ranks/test_cross_entropy.py",
     "collectives": "tests/ranks/test_cross_entropy.py tests/ranks/test_linear.py",
     "verify": "tests/ranks/test_verify.py tests/ranks/test_verify_fitting.py",
+    "selection": "tests/core/test_selection.py",
     "top": "tests/conformance/test_logits.py tests/logits/test_outputs.py tests/ranks/test_cross_entropy.py",
     "api/shift": "tests/logits/test_next_labels.py tests/logits/test_shift.py tests/ranks/test_next_labels.py",
     "operators": "tests/logits/test_compile.py tests/logits/test_compile_edges.py tests/logits/test_operators.py",
