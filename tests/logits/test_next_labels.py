@@ -20,8 +20,8 @@ WRONG = {  # for 8 labels: [n + 1], and what is said of it
     "late": ([1, 3, 8], "0 at the beginning"),
     "decreasing": ([0, 5, 3, 8], "no value below the one before"),
     "negative": ([0, -4, 8], "no value below the one before"),
-    "long": ([0, 3, 9], "at most 8 at the end, the labels of all ranks"),
-    "far": ([0, 2**40], "at most 8 at the end, the labels of all ranks"),
+    "long": ([0, 3, 9], "at most 8, the labels, at the end"),
+    "far": ([0, 2**40], "at most 8, the labels, at the end"),
 }
 
 
@@ -32,7 +32,7 @@ def packed_rows(draw):
     multiple = 1 if n_ranks == 1 else n_ranks * (1 + (layout == "zigzag"))
     lengths = draw(st.lists(st.integers(0, 3).map(lambda n: n * multiple), max_size=5))
     sequences = [draw(st.lists(IDS, min_size=length, max_size=length)) for length in lengths]
-    return Packed(sequences, draw(st.integers(0, 2))), n_ranks, layout
+    return Packed(sequences, draw(st.integers(0, 2)) if n_ranks == 1 else 0), n_ranks, layout
 
 
 @pytest.mark.quick
@@ -219,7 +219,11 @@ def test_a_layout_that_does_not_fit_is_refused_on_every_rank():
         ),
         (
             {"labels": labels, "cu_seqlens": torch.tensor([0, 16]), "layout": "zigzag"},
-            "cu_seqlens: expected at most 12 at the end, the labels of all ranks",
+            r"cu_seqlens: expected 12, the labels of all 2 ranks, also of padding, at the end, got \[0, 16\]",
+        ),
+        (
+            {"labels": labels, "cu_seqlens": torch.tensor([0, 2, 6]), "layout": "contiguous"},  # a rank's own
+            r"cu_seqlens: expected 12, the labels of all 2 ranks, also of padding, at the end, got \[0, 2, 6\]",
         ),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):

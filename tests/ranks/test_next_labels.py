@@ -15,15 +15,15 @@ from tests.support.ranks import device_of, in_ranks
 
 COLUMNS = 11
 # In units of what a layout needs. One is empty, and of four ranks with two chunks some are of one token a chunk.
-ROWS = [((2,), 0), ((1, 0, 3), 0), ((1, 2, 0, 0, 1), 3)]
+ROWS = [(2,), (1, 0, 3), (1, 2, 0, 0, 1)]
 
 
-def _packed(layout, n_ranks, lengths, n_padding):
+def _packed(layout, n_ranks, lengths):
     multiple = n_ranks * (1 + (layout == "zigzag"))
     generator = torch.Generator().manual_seed(len(lengths))
     ids = [torch.randint(0, COLUMNS, (length * multiple,), generator=generator).tolist() for length in lengths]
     ids[0][-1] = IGNORE_INDEX
-    return Packed(ids, n_padding)
+    return Packed(ids)
 
 
 def _packed_and_rows(rank, group):
@@ -31,8 +31,8 @@ def _packed_and_rows(rank, group):
     device, n_ranks, found, given = device_of(rank, group), group.size(), {}, {}
     mesh = init_device_mesh(device.type, (n_ranks,))
     for layout in LAYOUTS:
-        for lengths, n_padding in ROWS:
-            row = _packed(layout, n_ranks, lengths, n_padding)
+        for lengths in ROWS:
+            row = _packed(layout, n_ranks, lengths)
             labels = torch.tensor(row.held(layout, rank, n_ranks), device=device)
             given[layout, len(lengths)] = (labels, {"cu_seqlens": row.cu_seqlens()})
             given[layout, len(lengths), "on its device"] = (labels, {"cu_seqlens": row.cu_seqlens().to(device)})
@@ -61,8 +61,8 @@ def test_one_exchange_of_the_first_label_of_each_run(rank_pool, impl):
     for rank, (found, of_mesh, verified, calls) in enumerate(rank_pool.run(_packed_and_rows)):
         expected, sent = {}, []
         for layout in LAYOUTS:
-            for lengths, n_padding in ROWS:
-                row = _packed(layout, n_ranks, lengths, n_padding)
+            for lengths in ROWS:
+                row = _packed(layout, n_ranks, lengths)
                 for name in ((layout, len(lengths)), (layout, len(lengths), "on its device")):
                     expected[name] = row.ahead(IGNORE_INDEX, layout, rank, n_ranks)
                     sent.append(8 * len(lengths) * (1 + (layout == "zigzag")))
@@ -92,7 +92,7 @@ def _share_of_the_loss(rank, group, layout, hidden, weight, row, n_items):
 def test_shares_of_the_loss_sum_to_that_of_the_sequences(rank_pool, impl, layout):
     """Each rank divides by the number of all labels that predict, and gradients are those of whole sequences."""
     n_ranks = rank_pool.world_size
-    row = _packed(layout, n_ranks, (1, 0, 2, 1), 0)
+    row = _packed(layout, n_ranks, (1, 0, 2, 1))
     torch.manual_seed(3)
     hidden, weight = torch.randn(sum(map(len, row.sequences)), 6), torch.randn(COLUMNS, 6)
     logits = hidden @ weight.t()

@@ -48,9 +48,10 @@ def next_labels(
         cu_seqlens: ``[n + 1]`` int32 or int64, as FlashAttention takes it: sequence i of one packed row is
             ``[cu_seqlens[i], cu_seqlens[i + 1])``. With a group, of the whole row over all ranks, as Megatron-Core
             passes it: ``cu_seqlens_q_padded`` if sequences are padded. The labels of padding within a sequence must be
-            ``ignore_index``. Tokens after ``cu_seqlens[-1]`` are padding and get ``ignore_index``. On the CPU its
-            values are checked. On the device of the labels nobody reads them: if they are wrong, every label is
-            outside of any vocabulary, so that the loss is NaN, or raises with ``check_labels``.
+            ``ignore_index``. On one rank, tokens after ``cu_seqlens[-1]`` are padding and get ``ignore_index``; on
+            several, ``cu_seqlens`` ends with the tokens of all of them. On the CPU its values are checked. On the
+            device of the labels nobody reads them: if they are wrong, every label is outside of any vocabulary, so
+            that the loss is NaN, or raises with ``check_labels``.
         group: the context-parallel ``ProcessGroup``, or a ``DeviceMesh`` of one dimension. Each of its ``R`` ranks
             holds an equal part of every sequence. None if this rank holds all. Not the loss's ``group``.
         layout: which part; needed if there are several ranks. ``"contiguous"``: slice r of ``R`` of each sequence.
@@ -134,14 +135,17 @@ def _checked_bounds(cu_seqlens: Tensor, labels: Tensor, n_ranks: int, n_runs: in
     if cu_seqlens.device != labels.device and cu_seqlens.device.type != "cpu":
         raise ValueError(f"cu_seqlens: device must be cpu or that of labels, {labels.device}, got {cu_seqlens.device}")
     whole = cu_seqlens.long()
-    lengths, multiple = whole[1:] - whole[:-1], n_ranks * n_runs if n_ranks > 1 else 1
+    lengths, n_labels = whole[1:] - whole[:-1], n_ranks * labels.numel()
     conditions = {
         "0 at the beginning": whole[:1] == 0,
         "no value below the one before": lengths >= 0,
-        f"sequences padded to a multiple of {multiple} tokens": lengths % multiple == 0,
-        f"at most {n_ranks * labels.numel()} at the end, the labels of all ranks": whole[-1:]
-        <= n_ranks * labels.numel(),
     }
+    if n_ranks == 1:
+        conditions[f"at most {n_labels}, the labels, at the end"] = whole[-1:] <= n_labels
+    else:
+        multiple, of_all = n_ranks * n_runs, f"the labels of all {n_ranks} ranks, also of padding,"
+        conditions[f"sequences padded to a multiple of {multiple} tokens"] = lengths % multiple == 0
+        conditions[f"{n_labels}, {of_all} at the end"] = whole[-1:] == n_labels
     bounds = (whole // n_ranks).to(labels.device, non_blocking=True)
     if cu_seqlens.device.type != "cpu" or checks.has_no_values(cu_seqlens) or torch.compiler.is_dynamo_compiling():
         return bounds, torch.cat(list(conditions.values())).all().to(labels.device)
