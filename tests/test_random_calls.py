@@ -19,8 +19,8 @@ N_CALLS = len(configurations())  # test_launches.py says what they launch
 PARTS = 6  # tests, for the workers
 SECONDS = 120.0  # on a GPU
 PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 2))
-# No options of a call: modules and what they are made of, results, and what runs or compares calls.
-NOT_DRAWN = {"Outputs", "Head", "TopKTeacher", "VocabShard", "cross_entropy_backward"}
+# No options of a call: modules and what they are made of, results, labels, and what runs or compares calls.
+NOT_DRAWN = {"Outputs", "Head", "TopKTeacher", "VocabShard", "cross_entropy_backward", "next_labels"}
 CONFIGURED_AGAIN = {"one_pass", "soft_cross_entropy"}  # the loss over logits
 ELSEWHERE = {
     "group": "each rank's, by the factor ranks",

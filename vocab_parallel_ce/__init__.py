@@ -11,6 +11,7 @@ from vocab_parallel_ce.api.heads import linear_cross_entropy, linear_token_log_p
 from vocab_parallel_ce.api.logits import token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.api.modules import LinearCrossEntropy, VocabParallelCrossEntropy
 from vocab_parallel_ce.api.outputs import Outputs
+from vocab_parallel_ce.api.shift import next_labels
 from vocab_parallel_ce.options import Sampling
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.te_compat import cross_entropy_backward, cross_entropy_forward, parallel_cross_entropy
@@ -32,6 +33,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_distillation_loss",
     "linear_token_log_probs",
+    "next_labels",
     "parallel_cross_entropy",
     "token_log_probs",
     "verify_calls",

@@ -53,10 +53,11 @@ def doctor_lines() -> list[str]:
     for index, gpu in enumerate(gpus):
         size = f"{gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} multiprocessors"
         lines.append(f"gpu {index}: {gpu.name}, {size}")
-    if not gpus:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         lines.append("gpu: none that torch can use")
     lines.append(f"torch.distributed: {', '.join(available_backends()) or 'not in this build of torch'}")
-    for device in ["cuda", "cpu"] if gpus else ["cpu"]:
+    for device in ["cpu"] if accelerator is None else [accelerator.type, "cpu"]:
         for requested in ("auto", *IMPLEMENTATIONS):
             workload = FOR_ONE_LAUNCH if requested == "one_pass" else BY_DEFAULT
             lines.append(f"{device}, impl={requested!r}: {_outcome(device, requested, workload)}")

@@ -69,7 +69,7 @@ def select(
     workload: Workload | None = None,
     gpu: Gpu | None = None,
 ) -> Selection:
-    """Choose the implementation for tensors on ``device_type``: ``"cpu"``, or ``"cuda"``, also for ROCm.
+    """Choose the implementation for tensors on ``device_type``: ``"cpu"``, ``"cuda"``, also for ROCm, or another.
 
     ``auto`` is ``one_pass`` if one launch on a GPU can do ``workload``, otherwise ``triton`` on a GPU and
     ``reference`` elsewhere. Nothing falls back: what cannot run raises ValueError with the remedy, also ``auto`` on a
@@ -84,6 +84,11 @@ def select(
         return Selection("reference", "asked for")
     if requested == "auto" and device_type != "cuda":
         return Selection("reference", f"{device_type} tensors: plain PyTorch runs on any device")
+    if device_type not in ("cuda", "cpu"):  # first: no package helps there
+        raise ValueError(
+            f"impl: {requested!r} needs tensors on a CUDA or ROCm GPU, got tensors on {device_type}, for which there "
+            "are no kernels; use impl='auto' (plain PyTorch there)"
+        )
     triton = triton or triton_state()
     if triton in ("absent", "too old"):
         lack = "which is not installed; install it" if triton == "absent" else f"got {triton_version()}; upgrade it"
@@ -102,8 +107,8 @@ def select(
     if device_type == "cpu" and triton == "interpreter":
         return Selection("triton", "asked for, under triton's interpreter")
     raise ValueError(
-        f"impl: 'triton' needs tensors on a CUDA or ROCm GPU, or on the CPU with TRITON_INTERPRET=1 "
-        f"set before triton is imported, got tensors on {device_type}"
+        "impl: 'triton' needs tensors on a CUDA or ROCm GPU, or on the CPU with TRITON_INTERPRET=1 "
+        "set before triton is imported, got tensors on cpu"
     )
 
 

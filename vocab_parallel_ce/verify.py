@@ -185,13 +185,16 @@ def compare_call(
 
 def compare_backward(**grad_outputs: Tensor | None) -> None:
     """Raise the same ValueError on every rank unless the grad_outputs of a pending backward are equal."""
+    compare_arguments("backward", {f"gradient of {name}": grad for name, grad in grad_outputs.items()})
+
+
+def compare_arguments(name: str, tensors: dict[str, Tensor | None], **others: Any) -> None:
+    """Raise the same ValueError on every rank unless the arguments of the pending call ``name`` are equal."""
     call = _pending_call()
     if call is None:
         return
-    facts = {"call": "backward"}
-    for name, grad in grad_outputs.items():
-        facts[f"gradient of {name}"] = "None" if grad is None else shown(grad)
-    call.exchange(facts)
+    facts = {each: "None" if tensor is None else shown(tensor) for each, tensor in tensors.items()}
+    call.exchange({"call": name, **others, **facts})
 
 
 def shown(values: Tensor) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from tests.support.fresh import fresh_python
 from vocab_parallel_ce import plan, selection, spec
 from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import Settings
@@ -15,6 +18,7 @@ pytestmark = pytest.mark.reference
 WORKLOAD = Workload(n_ranks=1, gradient="in_forward", options_on=(), whole_vectors=True, fits=True)
 GPU = Gpu(is_nvidia=True, shared_memory=ONE_PASS_SHARED_MEMORY, has_gluon=True)
 ON = ("smoothing", "softcap")
+OTHERS = ("mps", "xpu", "npu", "privateuseone")  # devices without kernels, which installing triton does not change
 
 # What of a call or a GPU keeps one launch from doing it: (changes to WORKLOAD, to GPU, what is said of it).
 OBSTACLES = {
@@ -50,6 +54,9 @@ def on_a_gpu(requested: str, workload: Workload = WORKLOAD, gpu: Gpu = GPU) -> s
         ("cpu", "auto", "too old", "reference"),
         ("cpu", "triton", "interpreter", "triton"),
         ("meta", "auto", "compiler", "reference"),
+        *((device, "auto", "compiler", "reference") for device in OTHERS),
+        *((device, "auto", "absent", "reference") for device in OTHERS),
+        ("mps", "reference", "absent", "reference"),
     ],
 )
 def test_selection_without_a_call_names_what_runs_and_why(device, requested, triton, expected):
@@ -66,7 +73,8 @@ def test_selection_without_a_call_names_what_runs_and_why(device, requested, tri
         ("cuda", "auto", "too old", "needs the package triton, 3.6 or newer, got .*; upgrade it"),
         ("cpu", "triton", "too old", "needs the package triton, 3.6 or newer, got .*; upgrade it"),
         ("cpu", "triton", "compiler", "TRITON_INTERPRET=1"),
-        ("xpu", "triton", "compiler", "got tensors on xpu"),
+        *((device, "triton", "compiler", f"got tensors on {device}, .*use impl='auto'") for device in OTHERS),
+        *((device, "one_pass", "absent", f"got tensors on {device}, .*use impl='auto'") for device in OTHERS),
         ("cpu", "one_pass", "compiler", "'one_pass' needs a GPU and triton's compiler, got cpu"),
         ("cuda", "one_pass", "interpreter", "'one_pass' needs a GPU .* got cuda and triton's interpreter"),
         ("cuda", "one_pass", "compiler", "'one_pass' needs a call to decide about"),
@@ -124,3 +132,20 @@ def test_a_triton_without_gluon_is_no_error(monkeypatch):
     for find_spec in (no_parent, lambda name: None):
         monkeypatch.setattr(selection.importlib.util, "find_spec", find_spec)
         assert selection._has_gluon() is False
+
+
+def test_every_function_runs_on_a_device_without_kernels_and_without_float64():
+    """Forward and backward stay on it: MPS has no float64, and a tensor on the CPU would not mix."""
+    backend_registration = pytest.importorskip("torch.utils.backend_registration")
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this PyTorch has no spare backend without C++")
+    result = fresh_python("-m", "tests.support.other_device")
+    assert result.returncode == 0, result.stderr[-2000:]
+    report = json.loads(result.stdout)
+    assert len(report) == 44
+    dtypes = ("bool", "int32", "int64", "float32", "bfloat16")
+    expected = {f"{device}torch.{dtype}" for device in ("npu ", "") for dtype in dtypes}
+    for name, found in report.items():
+        assert {"npu torch.float32"} <= set(found["kinds"]) <= expected, (name, found)
+        assert found["triton"].startswith("ValueError: impl: 'triton' needs "), (name, found)
+        assert "got tensors on npu, for which there are no kernels" in found["triton"], (name, found)

@@ -15,7 +15,7 @@ from tests.support.fresh import fresh_python
 from tests.support.linear import COLUMNS, WIDTH, projection
 from tests.support.logits import EVERY
 from vocab_parallel_ce import integrations
-from vocab_parallel_ce.cli import main
+from vocab_parallel_ce.cli import doctor_lines, main
 from vocab_parallel_ce.options import Advanced
 
 OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 1.0, "impl": "auto"}
@@ -41,6 +41,7 @@ SIGNATURES = [
         ["student", "teacher"],
         {**OF_DISTILLATION, "chunk_size": "auto", "keep_logits": "none", "advanced": None},
     ),
+    (package.next_labels, ["labels"], {"ignore_index": -100, "cu_seqlens": None, "group": None, "layout": None}),
 ]
 RECORDS = {
     package.Head: ("hidden", "weight", "bias"),
@@ -186,6 +187,16 @@ def test_doctor_says_what_runs_here_and_why_not_the_rest():
     of_cpu = ("cpu, impl='auto': reference", "cpu, impl='triton': no: impl: 'triton'")
     for line in (f"torch {torch.__version__}", *of_cpu, "gradient='auto': over the logits if nobody"):
         assert line in result.stdout, result.stdout
+
+
+@pytest.mark.reference
+def test_doctor_says_that_a_device_without_kernels_takes_plain_pytorch(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("mps"))
+    lines = doctor_lines()
+    assert "mps, impl='auto': reference (mps tensors: plain PyTorch runs on any device)" in lines
+    assert any(
+        line.startswith("mps, impl='triton': no: impl: 'triton' needs tensors on a CUDA or ROCm") for line in lines
+    )
 
 
 @pytest.mark.reference

@@ -139,8 +139,8 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
 
 
 def has_one_pass(target: GPUTarget) -> bool:
-    """Return whether the target has asynchronous copies and enough shared memory."""
-    return target.backend == "cuda" and target.arch >= 90
+    """Return whether the target has asynchronous copies and enough shared memory: sm_120 has 99 KB per program."""
+    return target.backend == "cuda" and 90 <= target.arch < 120
 
 
 def output_dtypes(options: LossOptions) -> tuple[torch.dtype | None, ...]:

@@ -19,7 +19,7 @@ from vocab_parallel_ce.api.outputs import (
     taken_temperature,
     top_of,
 )
-from vocab_parallel_ce.api.shift import next_labels, without_last
+from vocab_parallel_ce.api.shift import shifted_labels, without_last
 from vocab_parallel_ce.head.expected import expected_with_last
 from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.losses.given_ids import Ids
@@ -151,7 +151,7 @@ def linear_cross_entropy(
     settings = divided_by(num_items, settings)
     expected = of_head.expected_grad_output
     if settings.shift:
-        labels = next_labels(labels, settings.ignore_index)
+        labels = shifted_labels(labels, settings.ignore_index)
         expected = expected_with_last(expected, labels)
     beside, top = Labels(labels, class_weight), top_of(settings)
     given = Arguments(Head(hidden, weight, bias), labels, beside, group, num_items, of_head.main_grad, expected)

@@ -21,7 +21,7 @@ from vocab_parallel_ce.api.outputs import (
     taken_temperature,
     top_of,
 )
-from vocab_parallel_ce.api.shift import next_labels, without_last
+from vocab_parallel_ce.api.shift import shifted_labels, without_last
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
@@ -142,7 +142,8 @@ def vocab_parallel_cross_entropy(
             columns, of which those beyond ``V`` are padding: no part of the softmax, gradient 0. If neither holds, a
             :class:`VocabShard` that says which columns this rank has. None: ``R * C``.
         shift: token t predicts the label at t + 1 of the last dimension, ``T``; unreduced losses and outputs are
-            ``[..., T - 1]``.
+            ``[..., T - 1]``. Each row must be one sequence: for packed ones pass :func:`next_labels` with
+            ``cu_seqlens`` as the labels, without ``shift``.
         advanced: an ``options.Advanced``, of which this function uses ``smoothing_formula``: ``"megatron"`` makes ``e``
             ``V / (V - 1)`` times ``label_smoothing``.
 
@@ -181,7 +182,7 @@ def vocab_parallel_cross_entropy(
     if isinstance(labels, Tensor) and labels.is_floating_point():
         loss, given = TARGETS, Targets(labels, class_weight)
     elif settings.shift:
-        labels = next_labels(labels, settings.ignore_index)
+        labels = shifted_labels(labels, settings.ignore_index)
         given = Labels(labels, class_weight)
     top = top_of(settings) if asks else None
     found, divisor = over_logits(loss, logits, given, settings, group=group, num_items=num_items, top=top)

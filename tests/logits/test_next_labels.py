@@ -1,0 +1,230 @@
+"""``next_labels``: one ahead in each sequence, of rows and of packed rows, on one rank and on several."""
+
+import pytest
+import torch
+
+import vocab_parallel_ce as vp
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import IGNORE_INDEX
+from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
+from tests.support.packed import LAYOUTS, Packed, held
+from tests.support.ranks_in_turn import in_turn
+from vocab_parallel_ce.api import shift
+
+hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+st = hypothesis.strategies
+every_cut = hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+IDS = st.sampled_from([0, 1, 5, 9, IGNORE_INDEX])
+WRONG = {  # for 8 labels: [n + 1], and what is said of it
+    "late": ([1, 3, 8], "0 at the beginning"),
+    "decreasing": ([0, 5, 3, 8], "no value below the one before"),
+    "negative": ([0, -4, 8], "no value below the one before"),
+    "long": ([0, 3, 9], "at most 8, the labels, at the end"),
+    "far": ([0, 2**40], "at most 8, the labels, at the end"),
+}
+
+
+@st.composite
+def packed_rows(draw):
+    """Sequences whose lengths suit a layout on so many ranks."""
+    n_ranks, layout = draw(st.integers(1, 4)), draw(st.sampled_from(LAYOUTS))
+    multiple = 1 if n_ranks == 1 else n_ranks * (1 + (layout == "zigzag"))
+    lengths = draw(st.lists(st.integers(0, 3).map(lambda n: n * multiple), max_size=5))
+    sequences = [draw(st.lists(IDS, min_size=length, max_size=length)) for length in lengths]
+    return Packed(sequences, draw(st.integers(0, 2)) if n_ranks == 1 else 0), n_ranks, layout
+
+
+@pytest.mark.quick
+@pytest.mark.reference
+@every_cut
+@hypothesis.given(
+    packed_rows(),
+    st.sampled_from([torch.int32, torch.int64]),
+    st.sampled_from([torch.int32, torch.int64]),
+    st.sampled_from([IGNORE_INDEX, 5, shift.NO_LABEL]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_packed_rows_on_any_number_of_ranks(packed, dtype, of_cu_seqlens, ignore_index, is_flat, is_read):
+    row, n_ranks, layout = packed
+
+    def of_rank(rank, group):
+        labels = torch.tensor(row.held(layout, rank, n_ranks), dtype=dtype)
+        given = {"ignore_index": ignore_index, "group": group, "layout": layout if group else None}
+        found = vp.next_labels(labels if is_flat else labels.unsqueeze(0), cu_seqlens=cu_seqlens, **given)
+        assert found.shape == (labels.shape if is_flat else (1, *labels.shape)) and found.dtype == torch.int64
+        return found.flatten().tolist()
+
+    cu_seqlens = row.cu_seqlens(of_cu_seqlens)
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_read:
+            patch.setattr(shift.checks, "has_no_values", lambda tensor: True)
+        found = in_turn(n_ranks, of_rank)
+    assert found == [row.ahead(ignore_index, layout, rank, n_ranks) for rank in range(n_ranks)]
+
+
+@pytest.mark.quick
+@pytest.mark.reference
+@every_cut
+@hypothesis.given(
+    st.integers(1, 4),
+    st.sampled_from(LAYOUTS),
+    st.integers(0, 3),
+    st.sampled_from([(1,), (3,), (2, 2), (0,)]),
+    st.data(),
+)
+def test_rows_on_any_number_of_ranks(n_ranks, layout, size, leading, data):
+    length = size * n_ranks * 2
+    n_rows = torch.Size(leading).numel()
+    rows = [data.draw(st.lists(IDS, min_size=length, max_size=length)) for _ in range(n_rows)]
+
+    def of_rank(rank, group):
+        labels = torch.tensor([held(row, layout, rank, n_ranks) for row in rows]).long()
+        labels = labels.view(*leading, length // n_ranks)
+        return vp.next_labels(labels, group=group, layout=layout).view(n_rows, length // n_ranks).tolist()
+
+    for rank, found in enumerate(in_turn(n_ranks, of_rank)):
+        assert found == [Packed([row]).ahead(IGNORE_INDEX, layout, rank, n_ranks) for row in rows]
+
+
+@pytest.mark.reference
+def test_zigzag_is_the_cut_of_megatron_core(monkeypatch):
+    utils = pytest.importorskip("megatron.core.utils")
+    monkeypatch.setattr(utils, "get_pg_size", lambda group: group.size())
+    monkeypatch.setattr(utils, "get_pg_rank", lambda group: group.rank())
+    whole = torch.arange(24).view(2, 12)
+
+    def of_rank(rank, group):
+        group = group or torch.distributed.ProcessGroup(0, 1)
+        cut = utils.get_batch_on_this_cp_rank({"tokens": whole, "labels": whole + 1}, cp_group=group)
+        ahead = vp.next_labels(cut["tokens"], group=group, layout="zigzag")
+        expected = cut["labels"].masked_fill(cut["tokens"] % 12 == 11, IGNORE_INDEX)
+        return ahead.tolist() == expected.tolist()
+
+    for n_ranks in (1, 2, 3):
+        assert all(in_turn(n_ranks, of_rank))
+
+
+@pytest.mark.quick
+@pytest.mark.interpreted(2)
+@pytest.mark.parametrize("is_head", (False, True), ids=("logits", "head"))
+def test_the_loss_of_a_packed_row_is_that_of_its_sequences(impl_device, is_head):
+    """``shift=True`` of ``[1, total]`` predicts the first token of each next sequence, without an error."""
+    impl, device = impl_device
+    torch.manual_seed(0)
+    lengths, n_columns, n_tokens = (3, 1, 0, 4, 2), 13, 12
+    hidden, weight = torch.randn(1, n_tokens, 8), torch.randn(n_columns, 8)
+    ids = torch.randint(0, n_columns, (1, n_tokens))
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    logits = hidden @ weight.t()
+    # The oracle takes each sequence by itself. Tokens 10 and 11 are padding.
+    pieces = [
+        (logits[0, a : b - 1], ids[0, a + 1 : b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a + 1
+    ]
+    kept = torch.cat([rows for rows, _ in pieces]), torch.cat([labels for _, labels in pieces])
+    truth, peer = (call(*kept, reduction="mean") for call in (cross_entropy_fp64, cross_entropy_same_dtype))
+    is_kept = torch.tensor([0, 1, 4, 5, 6, 8])
+    given = (hidden, weight) if is_head else (logits,)
+    given = tuple(tensor.to(device).requires_grad_() for tensor in given)
+    function = vp.linear_cross_entropy if is_head else vp.vocab_parallel_cross_entropy
+
+    labels = vp.next_labels(ids.to(device), cu_seqlens=bounds.to(device))
+    loss = function(*given, labels, impl=impl)
+    assert_within_budget(loss, truth.loss, peer.loss)
+    loss.backward()
+    grad = torch.zeros(n_tokens, n_columns, dtype=torch.float64).index_copy(0, is_kept, truth.grad)
+    if is_head:
+        torch.testing.assert_close(given[0].grad[0].cpu(), (grad @ weight.double()).float())
+        torch.testing.assert_close(given[1].grad.cpu(), (grad.t() @ hidden[0].double()).float())
+    else:
+        assert_within_budget(given[0].grad[0].index_select(0, is_kept.to(device)), truth.grad, peer.grad)
+        assert not given[0].grad[0, [2, 3, 7, 9, 10, 11]].any()
+    across = function(*(tensor.detach() for tensor in given), ids.to(device), impl=impl, shift=True)
+    assert abs(float(across) - float(truth.loss)) > 0.1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_cu_seqlens_raise_or_make_the_loss_nan(impl_device, monkeypatch, name):
+    impl, device = impl_device
+    values, message = WRONG[name]
+    labels, logits = torch.arange(8, device=device), torch.randn(8, 9, device=device)
+    with pytest.raises(ValueError, match=rf"^cu_seqlens: expected {message}, got \[{', '.join(map(str, values))}\]$"):
+        vp.next_labels(labels, cu_seqlens=torch.tensor(values))
+    monkeypatch.setattr(shift.checks, "has_no_values", lambda tensor: True)
+    for ignore_index in (IGNORE_INDEX, shift.NO_LABEL):
+        wrong = vp.next_labels(labels, cu_seqlens=torch.tensor(values, device=device), ignore_index=ignore_index)
+        monkeypatch.undo()
+        given = {"ignore_index": ignore_index, "impl": impl}
+        assert vp.vocab_parallel_cross_entropy(logits, wrong, reduction="none", **given).isnan().all()
+        with pytest.raises(ValueError, match="8 outside"):
+            vp.vocab_parallel_cross_entropy(logits, wrong, check_labels=True, **given)
+        monkeypatch.setattr(shift.checks, "has_no_values", lambda tensor: True)
+
+
+@pytest.mark.reference
+def test_compiled_code_has_the_same_labels_and_breaks_at_a_group():
+    labels, compiled = (
+        torch.arange(8),
+        torch.compile(lambda labels, **given: vp.next_labels(labels, **given), fullgraph=True, backend="aot_eager"),
+    )
+    bounds = torch.tensor([0, 3, 3, 7])
+    assert torch.equal(compiled(labels, cu_seqlens=bounds), vp.next_labels(labels, cu_seqlens=bounds))
+    assert torch.equal(compiled(labels.view(2, 4)), vp.next_labels(labels.view(2, 4)))
+    assert (compiled(labels, cu_seqlens=bounds.flip(0)) == shift.NO_LABEL).all()
+    with pytest.raises(Exception, match="next_labels has no operator for this call"):
+        compiled(labels.view(2, 4), group=object())
+
+
+@pytest.mark.reference
+def test_what_does_not_fit_is_refused():
+    labels, bounds = torch.zeros(6).long(), torch.tensor([0, 6])
+    for given, error, message in (
+        ({}, ValueError, r"labels: expected at least two dimensions.*\(6,\); pass cu_seqlens, or .* as \[1, T\]$"),
+        ({"labels": labels[0]}, ValueError, r"labels: expected at least two dimensions.*got shape \(\)"),
+        ({"labels": labels.short()}, TypeError, "labels: dtype must be"),
+        ({"labels": [1, 2]}, TypeError, "labels: expected a torch.Tensor"),
+        ({"labels": labels.view(2, 3), "cu_seqlens": bounds}, ValueError, r"labels: expected one row.*\(2, 3\)"),
+        ({"labels": labels[0], "cu_seqlens": bounds}, ValueError, r"labels: expected one row.*\(\)"),
+        ({"cu_seqlens": [0, 6]}, TypeError, "cu_seqlens: expected a torch.Tensor, got list"),
+        ({"cu_seqlens": bounds.float()}, TypeError, "cu_seqlens: dtype must be int64 or int32, got"),
+        ({"cu_seqlens": bounds.view(1, 2)}, ValueError, r"cu_seqlens: expected shape \[n \+ 1\], got \(1, 2\)"),
+        ({"cu_seqlens": bounds[:0]}, ValueError, r"cu_seqlens: expected shape \[n \+ 1\], got \(0,\)"),
+        ({"cu_seqlens": bounds.to("meta")}, ValueError, "cu_seqlens: device must be cpu or that of labels, cpu, got"),
+        ({"cu_seqlens": torch.arange(40)}, ValueError, r"cu_seqlens: .*, got \[0, 1, 2.* 15, ...\]$"),
+        ({"cu_seqlens": bounds, "ignore_index": None}, TypeError, "ignore_index: expected an int"),
+        ({"cu_seqlens": bounds, "layout": "ring"}, ValueError, "layout: expected one of 'contiguous', 'zigzag', got"),
+        ({"cu_seqlens": bounds, "group": 3}, TypeError, "group: expected a torch.distributed.ProcessGroup"),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            vp.next_labels(**{"labels": labels, **given})
+
+
+@pytest.mark.reference
+def test_a_layout_that_does_not_fit_is_refused_on_every_rank():
+    labels, rows = torch.zeros(6).long(), torch.zeros(2, 3).long()
+    for given, message in (
+        ({"labels": rows}, "layout: expected 'contiguous' or 'zigzag' with a group of 2 ranks, got None"),
+        ({"labels": labels}, "layout: expected 'contiguous'"),
+        ({"labels": rows, "layout": "zigzag"}, r"labels: last dimension must be even with layout 'zigzag'.*\(2, 3\)"),
+        ({"labels": labels, "layout": "zigzag"}, "labels: expected at least two dimensions"),
+        (
+            {"labels": labels, "cu_seqlens": torch.tensor([0, 4, 10]), "layout": "zigzag"},
+            r"cu_seqlens: expected sequences padded to a multiple of 4 tokens, got \[0, 4, 10\]",
+        ),
+        (
+            {"labels": labels, "cu_seqlens": torch.tensor([0, 3]), "layout": "contiguous"},
+            "cu_seqlens: expected sequences padded to a multiple of 2 tokens",
+        ),
+        (
+            {"labels": labels, "cu_seqlens": torch.tensor([0, 16]), "layout": "zigzag"},
+            r"cu_seqlens: expected 12, the labels of all 2 ranks, also of padding, at the end, got \[0, 16\]",
+        ),
+        (
+            {"labels": labels, "cu_seqlens": torch.tensor([0, 2, 6]), "layout": "contiguous"},  # a rank's own
+            r"cu_seqlens: expected 12, the labels of all 2 ranks, also of padding, at the end, got \[0, 2, 6\]",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            in_turn(2, lambda rank, group, given=given: vp.next_labels(**given, group=group))
