@@ -88,6 +88,24 @@ def test_edges_beyond_forward(impl_device, rest, divergence):
         torch.testing.assert_close(grad[row : row + 1], truth, rtol=1e-5, atol=1e-6)
 
 
+def _of_head(hidden, teacher, **options):
+    return linear_distillation_loss(Head(hidden, torch.eye(hidden.shape[-1]).to(hidden)), teacher, **options)
+
+
+@pytest.mark.parametrize("function", (distillation_loss, _of_head))
+@pytest.mark.parametrize("divergence", ("reverse", "js"))
+def test_no_items_leave_a_gradient_of_0(impl_device, function, divergence):
+    impl, device = impl_device
+    leaf, (log_probs, ids) = (
+        torch.randn(4, 9, device=device, requires_grad=True),
+        torch.randn(4, 9).log_softmax(-1).topk(3),
+    )
+    for num_items in (0, torch.tensor(0, device=device)):
+        teacher = TopKTeacher(ids.to(device), log_probs.to(device))
+        loss = function(leaf * 1, teacher, divergence=divergence, num_items=num_items, impl=impl)
+        assert loss == 0 and not torch.autograd.grad(loss, leaf)[0].any()
+
+
 @pytest.mark.parametrize("rest", ("ignore", "bucket"))
 def test_edges(impl_device, rest):
     """Tokens left out, an excluded token, NaN, ids outside, ignored rows, and the whole vocabulary as k."""

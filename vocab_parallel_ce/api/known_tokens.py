@@ -69,7 +69,10 @@ def divergence(
     if settings.reduction == "mean":
         divisor = rows_of_mean(labels, student, settings)
     total = rows.sum()
-    return total if divisor is None else torch.where(divisor == 0, 0.0, total / divisor).reshape(())
+    if divisor is None:
+        return total
+    is_none = divisor == 0  # of which autograd must see no quotient: 0 / 0 is NaN
+    return torch.where(is_none, 0.0, total / divisor.masked_fill(is_none, 1)).reshape(())
 
 
 def check_given(given: Tokens, student: Tensor, subject: str, settings: Settings) -> None:
