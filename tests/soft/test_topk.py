@@ -106,6 +106,18 @@ def test_no_items_leave_a_gradient_of_0(impl_device, function, divergence):
         assert loss == 0 and not torch.autograd.grad(loss, leaf)[0].any()
 
 
+@pytest.mark.parametrize("function", (distillation_loss, _of_head))
+def test_the_whole_vocabulary_as_k(impl_device, function):
+    """As many ids as columns, also with the label's, are no one-hot labels."""
+    impl, device = impl_device
+    student, teacher = torch.randn(4, 9, device=device), torch.randn(4, 9, device=device).log_softmax(-1)
+    ids, labels = torch.arange(9, device=device).expand(4, 9), torch.tensor([1, 2, IGNORE_INDEX, 3], device=device)
+    for k, given in ((9, None), (9, labels), (8, labels)):
+        known, ways = TopKTeacher(ids[:, :k], teacher[:, :k], "bucket"), {"labels": given, "divergence": "reverse"}
+        truth = distillation_loss(student, teacher, **ways, impl=impl)
+        torch.testing.assert_close(function(student, known, **ways, impl=impl), truth, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rest", ("ignore", "bucket"))
 def test_edges(impl_device, rest):
     """Tokens left out, an excluded token, NaN, ids outside, ignored rows, and the whole vocabulary as k."""

@@ -45,7 +45,7 @@ class Ids(NamedTuple):
 
     ids: Tensor  # [..., k] global ids; for launchers [N, k] int64 columns of this rank, or one of the above
     temperature: Tensor | None = None  # [N]; None: that of the options
-    log_probs: Tensor | None = None  # [..., k] of a teacher, for verification alone
+    log_probs: Tensor | None = None  # [..., k] of a teacher, for checks and verification alone
 
     @property
     def class_weight(self) -> None:
@@ -177,7 +177,7 @@ class GivenIdsLoss(Loss):
 
     def check(self, given: Ids, logits: Tensor, settings: Settings) -> None:
         checks.check_labels(given.ids, logits)
-        check_ids(given.ids, logits.shape, logits.shape[-1], "logits")
+        check_ids(given, logits.shape, logits.shape[-1], "logits")
 
     def beside(self, given: Ids, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int) -> Ids:
         of_tokens = given.ids[..., 0]
@@ -188,7 +188,7 @@ class GivenIdsLoss(Loss):
         checks.check_labels(given.ids, hidden, "hidden")
 
     def beside_head(self, given: Ids, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor) -> Ids:
-        check_ids(given.ids, (*given.ids.shape[:-1], 0), plan.shard.n_columns, "weight")
+        check_ids(given, (*given.ids.shape[:-1], 0), plan.shard.n_columns, "weight")
         columns = columns_of(given, settings, plan.shard)
         temperature = temperature_of_rows(given.temperature, given.ids[..., 0], hidden)
         if order is None:
@@ -234,11 +234,15 @@ def _values(ids: Tensor | None, temperature: Tensor | None, log_probs: Tensor | 
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def check_ids(ids: Tensor, shape: tuple[int, ...], n_columns: int, subject: str) -> None:
-    """Check that there are k ids for each row of a tensor of ``shape``, and not one for each column."""
+def check_ids(given: Ids, shape: tuple[int, ...], n_columns: int, subject: str) -> None:
+    """Check that there are k ids for each row of a tensor of ``shape``; labels, that they are not one for each column.
+
+    A teacher may be known at as many tokens as there are columns.
+    """
+    ids = given.ids
     if ids.shape[:-1] != shape[:-1] or ids.shape[-1] == 0:
         raise ValueError(f"labels: shape must be {tuple(shape[:-1])} and k given ids, got {tuple(ids.shape)}")
-    if ids.shape[-1] == n_columns:
+    if ids.shape[-1] == n_columns and given.log_probs is None:
         raise ValueError(
             f"labels: expected fewer given ids per token than {subject} has columns, {n_columns}, got as many; "
             f"{checks.NOT_ONE_HOT}"
