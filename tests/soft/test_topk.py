@@ -118,6 +118,23 @@ def test_the_whole_vocabulary_as_k(impl_device, function):
         torch.testing.assert_close(function(student, known, **ways, impl=impl), truth, rtol=1e-5, atol=1e-5)
 
 
+def test_a_hard_weight_of_1_is_the_cross_entropy_alone(impl_device):
+    """Also if the divergence is infinite."""
+    impl, device = impl_device
+    student, ids = torch.randn(2, 9), torch.tensor([[1, 2], [3, 4]])
+    student[0, 1] = -INF
+    leaf, truth = student.to(device).requires_grad_(), student.double().requires_grad_()
+    labels, teacher = torch.tensor([5, 6]), TopKTeacher(ids.to(device), torch.full((2, 2), -1.0, device=device))
+    losses = distillation_loss(
+        leaf * 1, teacher, labels=labels.to(device), hard_weight=1.0, reduction="none", impl=impl
+    )
+    expected = torch.nn.functional.cross_entropy(truth, labels, reduction="none")
+    torch.testing.assert_close(losses.cpu(), expected.float())
+    torch.testing.assert_close(
+        torch.autograd.grad(losses.sum(), leaf)[0].cpu(), torch.autograd.grad(expected.sum(), truth)[0].float()
+    )
+
+
 @pytest.mark.parametrize("rest", ("ignore", "bucket"))
 def test_edges(impl_device, rest):
     """Tokens left out, an excluded token, NaN, ids outside, ignored rows, and the whole vocabulary as k."""

@@ -61,6 +61,8 @@ def divergence(
         rows = rows + _terms(found[..., -1], log_r.log(), left_out.all(dim=-1), settings)
     if labels is not None:
         of_label, hard_weight = found[..., k], float(settings.hard_weight)
+        if hard_weight == 1:
+            rows = rows.masked_fill(rows.isinf(), 0.0)  # times 0 it would be NaN
         if hard_weight:
             rows = (1 - hard_weight) * rows - hard_weight * of_label
         rows = torch.where(of_label.isnan(), NAN, rows)  # a label outside the vocabulary
