@@ -88,6 +88,10 @@ def test_edges_beyond_forward(impl_device, rest, divergence):
         torch.testing.assert_close(grad[row : row + 1], truth, rtol=1e-5, atol=1e-6)
 
 
+def _of_nothing(hidden, teacher, **options):
+    return linear_distillation_loss(Head(hidden, torch.eye(3)), teacher, **options)
+
+
 def _of_head(hidden, teacher, **options):
     return linear_distillation_loss(Head(hidden, torch.eye(hidden.shape[-1]).to(hidden)), teacher, **options)
 
@@ -288,6 +292,9 @@ def test_refusals_by_name():
     ):
         with pytest.raises(error, match=f"^{words}"):
             distillation_loss(student, teacher._replace(**changed), **options)
+    for call, name in ((distillation_loss, "student_logits"), (_of_nothing, "student.hidden")):
+        with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor, got NoneType"):
+            call(None, teacher, divergence="js")
     with pytest.raises(TypeError, match="^teacher: expected logits or a TopKTeacher, got a Head"):
         distillation_loss(student, Head(student, student))
     with pytest.raises(TypeError, match="^teacher: expected a torch.Tensor"):

@@ -79,6 +79,7 @@ def divergence(
 
 def check_given(given: Tokens, student: Tensor, subject: str, settings: Settings) -> None:
     """Check what this way takes, besides what the student's log-probabilities check."""
+    checks.check_tensor(subject, student)
     divergence_options(settings)
     check_hard_weight(settings, given.labels)
     checks.check_choice("reduction", settings.reduction, ("mean", "sum", "none"))
