@@ -130,20 +130,21 @@ class GivenIds:
         assert grads.loss is not None
         dead, given, sum_exp = is_dead(columns), grads.loss[:, : columns.shape[-1]], known.sum_exp
         given = given.masked_fill(columns == IGNORED, 0.0)
+        z, slope = logits_at(logits, columns, at_temperature(self.options.of_logits, temperature))
+        is_best = columns == columns.gather(-1, z.argmax(dim=-1, keepdim=True))
+        without_best = given.masked_fill(is_best, 0.0).sum(dim=-1)
         total = given.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
         of_others = -total
         if known.outside is not None:
             of_rest = grads.loss[:, -1]
-            total = total + of_rest
+            total, without_best = total + of_rest, without_best + of_rest
             of_others = of_rest * (sum_exp / known.outside) - total
-        z, slope = logits_at(logits, columns, at_temperature(self.options.of_logits, temperature))
         shifted = z - known.row_max.masked_fill(known.row_max.isinf(), NAN).unsqueeze(-1)  # such a row is NaN
-        of_equals = sum_of_equals(columns, given)
         s = shifted.exp() / sum_exp.unsqueeze(-1)
-        values = of_equals - s * total.unsqueeze(-1)
-        # Of the best, 1 - s: the digits that s rounds away.
-        of_best = (known.others / sum_exp * total).unsqueeze(-1) - (total.unsqueeze(-1) - of_equals)
-        values = torch.where(z == known.best.unsqueeze(-1), of_best, values)
+        values = sum_of_equals(columns, given) - s * total.unsqueeze(-1)
+        # Of the best, 1 - s and the sum of the other gradients: the digits that s and the total round away.
+        of_best = (known.others / sum_exp * total - without_best).unsqueeze(-1)
+        values = torch.where(is_best & (z == known.best.unsqueeze(-1)), of_best, values)
         if known.outside is not None:
             n = self.options.n_known
             of_known = (columns[:, n:].unsqueeze(-1) == columns[:, None, :n]).any(dim=-1)
