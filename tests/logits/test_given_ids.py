@@ -122,6 +122,18 @@ def test_the_digits_of_a_confident_id(impl_device):
     torch.testing.assert_close(leaves[0].grad.cpu(), leaves[1].grad.float(), rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.parametrize("k", (3, 9))
+def test_the_digits_of_a_confident_id_among_others(impl_device, k):
+    """Given many times, and beside gradients that are far below its own's last digit."""
+    impl, device = impl_device
+    logits, ids, grad_output = torch.randn(2, 50), torch.full((2, k), 7), torch.rand(2, k) + 0.5
+    logits[:, 7], ids[1, 1:], grad_output[1, 1:] = 22.0, torch.arange(8, 7 + k), 1e-9 * torch.randn(k - 1)
+    leaves = logits.to(device, copy=True).requires_grad_(), logits.double().requires_grad_()
+    token_log_probs(leaves[0] * 1, ids.to(device), impl=impl).backward(grad_output.to(device))
+    log_probs_at(leaves[1], ids).backward(grad_output.double())
+    torch.testing.assert_close(leaves[0].grad.cpu(), leaves[1].grad.float(), rtol=1e-5, atol=0.0)
+
+
 def test_edges(impl_device):
     """An excluded id, one outside the vocabulary, NaN, +inf, a row of nothing, and ignored ids beside NaN."""
     impl, device = impl_device

@@ -89,6 +89,57 @@ def test_edges_beyond_forward(impl_device, rest, divergence):
         torch.testing.assert_close(grad[row : row + 1], truth, rtol=1e-5, atol=1e-6)
 
 
+def _of_nothing(hidden, teacher, **options):
+    return linear_distillation_loss(Head(hidden, torch.eye(3)), teacher, **options)
+
+
+def _of_head(hidden, teacher, **options):
+    return linear_distillation_loss(Head(hidden, torch.eye(hidden.shape[-1]).to(hidden)), teacher, **options)
+
+
+@pytest.mark.parametrize("function", (distillation_loss, _of_head))
+@pytest.mark.parametrize("divergence", ("reverse", "js"))
+def test_no_items_leave_a_gradient_of_0(impl_device, function, divergence):
+    impl, device = impl_device
+    leaf, (log_probs, ids) = (
+        torch.randn(4, 9, device=device, requires_grad=True),
+        torch.randn(4, 9).log_softmax(-1).topk(3),
+    )
+    for num_items in (0, torch.tensor(0, device=device)):
+        teacher = TopKTeacher(ids.to(device), log_probs.to(device))
+        loss = function(leaf * 1, teacher, divergence=divergence, num_items=num_items, impl=impl)
+        assert loss == 0 and not torch.autograd.grad(loss, leaf)[0].any()
+
+
+@pytest.mark.parametrize("function", (distillation_loss, _of_head))
+def test_the_whole_vocabulary_as_k(impl_device, function):
+    """As many ids as columns, also with the label's, are no one-hot labels."""
+    impl, device = impl_device
+    student, teacher = torch.randn(4, 9, device=device), torch.randn(4, 9, device=device).log_softmax(-1)
+    ids, labels = torch.arange(9, device=device).expand(4, 9), torch.tensor([1, 2, IGNORE_INDEX, 3], device=device)
+    for k, given in ((9, None), (9, labels), (8, labels)):
+        known, ways = TopKTeacher(ids[:, :k], teacher[:, :k], "bucket"), {"labels": given, "divergence": "reverse"}
+        truth = distillation_loss(student, teacher, **ways, impl=impl)
+        torch.testing.assert_close(function(student, known, **ways, impl=impl), truth, rtol=1e-5, atol=1e-5)
+
+
+def test_a_hard_weight_of_1_is_the_cross_entropy_alone(impl_device):
+    """Also if the divergence is infinite."""
+    impl, device = impl_device
+    student, ids = torch.randn(2, 9), torch.tensor([[1, 2], [3, 4]])
+    student[0, 1] = -INF
+    leaf, truth = student.to(device).requires_grad_(), student.double().requires_grad_()
+    labels, teacher = torch.tensor([5, 6]), TopKTeacher(ids.to(device), torch.full((2, 2), -1.0, device=device))
+    losses = distillation_loss(
+        leaf * 1, teacher, labels=labels.to(device), hard_weight=1.0, reduction="none", impl=impl
+    )
+    expected = torch.nn.functional.cross_entropy(truth, labels, reduction="none")
+    torch.testing.assert_close(losses.cpu(), expected.float())
+    torch.testing.assert_close(
+        torch.autograd.grad(losses.sum(), leaf)[0].cpu(), torch.autograd.grad(expected.sum(), truth)[0].float()
+    )
+
+
 @pytest.mark.parametrize("rest", ("ignore", "bucket"))
 def test_edges(impl_device, rest):
     """Tokens left out, an excluded token, NaN, ids outside, ignored rows, and the whole vocabulary as k."""
@@ -242,6 +293,9 @@ def test_refusals_by_name():
     ):
         with pytest.raises(error, match=f"^{words}"):
             distillation_loss(student, teacher._replace(**changed), **options)
+    for call, name in ((distillation_loss, "student_logits"), (_of_nothing, "student.hidden")):
+        with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor, got NoneType"):
+            call(None, teacher, divergence="js")
     with pytest.raises(TypeError, match="^teacher: expected logits or a TopKTeacher, got a Head"):
         distillation_loss(student, Head(student, student))
     with pytest.raises(TypeError, match="^teacher: expected a torch.Tensor"):

@@ -61,6 +61,8 @@ def divergence(
         rows = rows + _terms(found[..., -1], log_r.log(), left_out.all(dim=-1), settings)
     if labels is not None:
         of_label, hard_weight = found[..., k], float(settings.hard_weight)
+        if hard_weight == 1:
+            rows = rows.masked_fill(rows.isinf(), 0.0)  # times 0 it would be NaN
         if hard_weight:
             rows = (1 - hard_weight) * rows - hard_weight * of_label
         rows = torch.where(of_label.isnan(), NAN, rows)  # a label outside the vocabulary
@@ -69,11 +71,15 @@ def divergence(
     if settings.reduction == "mean":
         divisor = rows_of_mean(labels, student, settings)
     total = rows.sum()
-    return total if divisor is None else torch.where(divisor == 0, 0.0, total / divisor).reshape(())
+    if divisor is None:
+        return total
+    is_none = divisor == 0  # of which autograd must see no quotient: 0 / 0 is NaN
+    return torch.where(is_none, 0.0, total / divisor.masked_fill(is_none, 1)).reshape(())
 
 
 def check_given(given: Tokens, student: Tensor, subject: str, settings: Settings) -> None:
     """Check what this way takes, besides what the student's log-probabilities check."""
+    checks.check_tensor(subject, student)
     divergence_options(settings)
     check_hard_weight(settings, given.labels)
     checks.check_choice("reduction", settings.reduction, ("mean", "sum", "none"))

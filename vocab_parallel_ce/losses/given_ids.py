@@ -45,7 +45,7 @@ class Ids(NamedTuple):
 
     ids: Tensor  # [..., k] global ids; for launchers [N, k] int64 columns of this rank, or one of the above
     temperature: Tensor | None = None  # [N]; None: that of the options
-    log_probs: Tensor | None = None  # [..., k] of a teacher, for verification alone
+    log_probs: Tensor | None = None  # [..., k] of a teacher, for checks and verification alone
 
     @property
     def class_weight(self) -> None:
@@ -130,20 +130,21 @@ class GivenIds:
         assert grads.loss is not None
         dead, given, sum_exp = is_dead(columns), grads.loss[:, : columns.shape[-1]], known.sum_exp
         given = given.masked_fill(columns == IGNORED, 0.0)
+        z, slope = logits_at(logits, columns, at_rows(self.options.of_logits, temperature))
+        is_best = columns == columns.gather(-1, z.argmax(dim=-1, keepdim=True))
+        without_best = given.masked_fill(is_best, 0.0).sum(dim=-1)
         total = given.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
         of_others = -total
         if known.outside is not None:
             of_rest = grads.loss[:, -1]
-            total = total + of_rest
+            total, without_best = total + of_rest, without_best + of_rest
             of_others = of_rest * (sum_exp / known.outside) - total
-        z, slope = logits_at(logits, columns, at_rows(self.options.of_logits, temperature))
         shifted = z - known.row_max.masked_fill(known.row_max.isinf(), NAN).unsqueeze(-1)  # such a row is NaN
-        of_equals = sum_of_equals(columns, given)
         s = shifted.exp() / sum_exp.unsqueeze(-1)
-        values = of_equals - s * total.unsqueeze(-1)
-        # Of the best, 1 - s: the digits that s rounds away.
-        of_best = (known.others / sum_exp * total).unsqueeze(-1) - (total.unsqueeze(-1) - of_equals)
-        values = torch.where(z == known.best.unsqueeze(-1), of_best, values)
+        values = sum_of_equals(columns, given) - s * total.unsqueeze(-1)
+        # Of the best, 1 - s and the sum of the other gradients: the digits that s and the total round away.
+        of_best = (known.others / sum_exp * total - without_best).unsqueeze(-1)
+        values = torch.where(is_best & (z == known.best.unsqueeze(-1)), of_best, values)
         if known.outside is not None:
             n = self.options.n_known
             of_known = (columns[:, n:].unsqueeze(-1) == columns[:, None, :n]).any(dim=-1)
@@ -177,7 +178,7 @@ class GivenIdsLoss(Loss):
 
     def check(self, given: Ids, logits: Tensor, settings: Settings) -> None:
         checks.check_labels(given.ids, logits)
-        check_ids(given.ids, logits.shape, logits.shape[-1], "logits")
+        check_ids(given, logits.shape, logits.shape[-1], "logits")
 
     def beside(self, given: Ids, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int) -> Ids:
         of_tokens = given.ids[..., 0]
@@ -188,7 +189,7 @@ class GivenIdsLoss(Loss):
         checks.check_labels(given.ids, hidden, "hidden")
 
     def beside_head(self, given: Ids, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor) -> Ids:
-        check_ids(given.ids, (*given.ids.shape[:-1], 0), plan.shard.n_columns, "weight")
+        check_ids(given, (*given.ids.shape[:-1], 0), plan.shard.n_columns, "weight")
         columns = columns_of(given, settings, plan.shard)
         temperature = temperature_of_rows(given.temperature, given.ids[..., 0], hidden)
         if order is None:
@@ -234,11 +235,15 @@ def _values(ids: Tensor | None, temperature: Tensor | None, log_probs: Tensor | 
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def check_ids(ids: Tensor, shape: tuple[int, ...], n_columns: int, subject: str) -> None:
-    """Check that there are k ids for each row of a tensor of ``shape``, and not one for each column."""
+def check_ids(given: Ids, shape: tuple[int, ...], n_columns: int, subject: str) -> None:
+    """Check that there are k ids for each row of a tensor of ``shape``; labels, that they are not one for each column.
+
+    A teacher may be known at as many tokens as there are columns.
+    """
+    ids = given.ids
     if ids.shape[:-1] != shape[:-1] or ids.shape[-1] == 0:
         raise ValueError(f"labels: shape must be {tuple(shape[:-1])} and k given ids, got {tuple(ids.shape)}")
-    if ids.shape[-1] == n_columns:
+    if ids.shape[-1] == n_columns and given.log_probs is None:
         raise ValueError(
             f"labels: expected fewer given ids per token than {subject} has columns, {n_columns}, got as many; "
             f"{checks.NOT_ONE_HOT}"
