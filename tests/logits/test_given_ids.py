@@ -231,8 +231,12 @@ def test_heads_of_ranks(rank_pool, impl):
 def test_refusals_by_name():
     logits, ids = torch.randn(4, 9), torch.randint(0, 9, (4, 2))
     for error, words, changed in (
-        (ValueError, r"labels: expected one per token with outputs or top_k, \(4,\), got", {"outputs": ("entropy",)}),
-        (ValueError, "labels: expected one per token with outputs or top_k", {"top_k": 2}),
+        (
+            ValueError,
+            r"labels: expected one per token with outputs, top_k or sampling, \(4,\), got",
+            {"outputs": ("entropy",)},
+        ),
+        (ValueError, "labels: expected one per token with outputs, top_k or sampling", {"top_k": 2}),
         (ValueError, "labels: shape must be", {"labels": ids[:3]}),
         (ValueError, "labels: shape must be", {"labels": ids[:, :0]}),
         (ValueError, "labels: expected fewer given ids per token than logits", {"labels": torch.zeros(4, 9).long()}),
