@@ -139,6 +139,12 @@ class Sampling(NamedTuple):
 
     As samplers do, ``top_k`` first; the nucleus is the smallest set of the largest logits that has at least ``top_p``
     of what ``top_k`` leaves (Holtzman et al., arXiv:1904.09751). Logits that are equal stay in or go together.
+
+    Example:
+        >>> from vocab_parallel_ce import Sampling, token_log_probs
+        >>> logits, labels = torch.tensor([[3.0, 3.0, 1.0, 0.0]]), torch.tensor([0])
+        >>> token_log_probs(logits, labels, sampling=Sampling(top_k=2)).exp()
+        tensor([0.5000])
     """
 
     top_k: int | None = None  # None: all

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import vocab_parallel_ce as package
+from tests.docs.markdown import ROOT
 from vocab_parallel_ce import integrations, options
 from vocab_parallel_ce.integrations import rebind
 
@@ -46,6 +47,11 @@ def test_the_public_names_of_integrations_are_found():
     expected = {"dtensor.cross_entropy", "verl.FusedLinearForPPO", "openrlhf.compute_entropy", "options.Advanced"}
     assert expected <= set(PUBLIC) and "verl.vocab_parallel_entropy" not in PUBLIC
     assert not any(inspect.getmodule(value) is rebind for value in PUBLIC.values())
+
+
+def test_the_reference_has_every_public_name():
+    reference = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    assert [name for name in package.__all__ if f":: {name}\n" not in reference] == []
 
 
 @pytest.mark.parametrize("name", PUBLIC)

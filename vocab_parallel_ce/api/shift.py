@@ -65,6 +65,11 @@ def next_labels(
     Raises:
         TypeError: a type or dtype does not fit.
         ValueError: a shape, a device, the layout, or ``cu_seqlens`` on the CPU does not fit.
+
+    Example:
+        >>> from vocab_parallel_ce import next_labels
+        >>> next_labels(torch.tensor([10, 11, 12, 20, 21]), cu_seqlens=torch.tensor([0, 3, 5]))
+        tensor([  11,   12, -100,   21, -100])
     """
     checks.check_labels(labels, labels)
     checks.check_integer("ignore_index", ignore_index)
