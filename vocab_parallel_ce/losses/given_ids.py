@@ -8,7 +8,8 @@ With ``s = softmax(z)``, ``g_k`` the gradient of the k-th log-probability and ``
 The first ``n_known`` ids may have a rest: ``S`` is the sum of their ``s``, and with ``g_r`` of one more value
 
     value_r = log(1 - S)
-    dz_i    = sum_k [id_k = i] g_k - s_i (G + g_r) + [i is none of them] s_i g_r / (1 - S)
+    dz_i    = sum_k [id_k = i] g_k - s_i G - s_i g_r            for one of them
+    dz_i    = sum_k [id_k = i] g_k - s_i G + s_i g_r S / (1 - S)  for another
 
 The passes over the shard are those of cross-entropy: its kernels find the sums, and write the columns that are not
 among the ids. What there is of k ids is small, and plain PyTorch. Each rank takes its largest of the given logits as
@@ -77,6 +78,10 @@ class Known(NamedTuple):
     def sum_exp(self) -> Tensor:
         return self.others + (self.best - _finite_or_zero(self.row_max)).exp()
 
+    def inside(self, n_known: int) -> Tensor:
+        """``[N]`` sum of exp(z - row_max) over the known ids."""
+        return (self.z[:, :n_known] - _finite_or_zero(self.row_max).unsqueeze(-1)).exp().sum(dim=-1)
+
     @property
     def log_sum(self) -> Tensor:
         """Log of the sum: the digits of ``others`` survive if a given id has ``row_max``."""
@@ -132,19 +137,19 @@ class GivenIds:
         given = given.masked_fill(columns == IGNORED, 0.0)
         z, slope = logits_at(logits, columns, at_temperature(self.options.of_logits, temperature))
         is_best = columns == columns.gather(-1, z.argmax(dim=-1, keepdim=True))
-        without_best = given.masked_fill(is_best, 0.0).sum(dim=-1)
+        of_other_ids = given.masked_fill(is_best, 0.0).sum(dim=-1)
         total = given.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
         of_others = -total
         if known.outside is not None:
             of_rest = grads.loss[:, -1]
-            total, without_best = total + of_rest, without_best + of_rest
-            of_others = of_rest * (sum_exp / known.outside) - total
+            of_others = of_rest * (known.inside(self.options.n_known) / known.outside) - total
+            total, of_other_ids = total + of_rest, of_other_ids + of_rest
         shifted = z - known.row_max.masked_fill(known.row_max.isinf(), NAN).unsqueeze(-1)  # such a row is NaN
         s = shifted.exp() / sum_exp.unsqueeze(-1)
         values = sum_of_equals(columns, given) - s * total.unsqueeze(-1)
-        # Of the best, 1 - s and the sum of the other gradients: the digits that s and the total round away.
-        of_best = (known.others / sum_exp * total - without_best).unsqueeze(-1)
-        values = torch.where(is_best & (z == known.best.unsqueeze(-1)), of_best, values)
+        # Of a confident id, 1 - s and the sum of the other gradients: the digits that s and the total round away.
+        of_best = (known.others / sum_exp * total - of_other_ids).unsqueeze(-1)
+        values = torch.where(s > 0.5, of_best, values)
         if known.outside is not None:
             n = self.options.n_known
             of_known = (columns[:, n:].unsqueeze(-1) == columns[:, None, :n]).any(dim=-1)
