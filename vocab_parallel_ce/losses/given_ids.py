@@ -47,6 +47,7 @@ class Ids(NamedTuple):
     ids: Tensor  # [..., k] global ids; for launchers [N, k] int64 columns of this rank, or one of the above
     temperature: Tensor | None = None  # [N]; None: that of the options
     log_probs: Tensor | None = None  # [..., k] of a teacher, for checks and verification alone
+    compared: dict[str, Any] | None = None  # options of a divergence, for verification alone
 
     @property
     def class_weight(self) -> None:
@@ -104,7 +105,7 @@ class GivenIds:
         outputs: TokenOutputs | None = None,
         divisor: None = None,
     ) -> None:
-        columns, temperature, _ = beside
+        columns, temperature, *_ = beside
         dead = is_dead(columns)
         z, _ = logits_at(logits, columns, at_temperature(self.options.of_logits, temperature))
         row_max, without_best = sums_without(self.softmax, logits, z, columns, dead, self.shard, temperature)
@@ -131,7 +132,7 @@ class GivenIds:
         loss: None,
         grad_logits: Tensor,
     ) -> None:
-        (columns, temperature, _), known = beside, self.merged(stats[0])
+        (columns, temperature, *_), known = beside, self.merged(stats[0])
         assert grads.loss is not None
         dead, given, sum_exp = is_dead(columns), grads.loss[:, : columns.shape[-1]], known.sum_exp
         given = given.masked_fill(columns == IGNORED, 0.0)
@@ -225,18 +226,24 @@ class GivenIdsLoss(Loss):
         return (("row_max", "without_best", *(f"z_{k}" for k in range(options.n_ids))),)
 
     def compared(self, given: Ids) -> dict[str, Any]:
-        return {"labels": given.ids, "options": {}, "values": _values(None, *given[1:])}
+        of_ids = {"labels": given.ids, "subject": _subject(given)}
+        return {**of_ids, "options": given.compared or {}, "values": _values(given)}
 
     def compared_head(self, given: Ids) -> dict[str, Any]:
-        return {"options": {}, "values": _values(*given)}
+        return {"options": given.compared or {}, "values": {_subject(given): given.ids, **_values(given)}}
 
 
 GIVEN_IDS = GivenIdsLoss()
 
 
-def _values(ids: Tensor | None, temperature: Tensor | None, log_probs: Tensor | None) -> dict[str, Tensor]:
-    """Return the tensors that must be equal on all ranks, by the caller's names."""
-    named = {"labels": ids, "temperature": temperature, "teacher.log_probs": log_probs}
+def _subject(given: Ids) -> str:
+    """Return the caller's name of the ids: a teacher's may have a label among them."""
+    return "labels" if given.log_probs is None else "teacher.ids, labels"
+
+
+def _values(given: Ids) -> dict[str, Tensor]:
+    """Return the tensors beside the ids that must be equal on all ranks, by the caller's names."""
+    named = {"temperature": given.temperature, "teacher.log_probs": given.log_probs}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
@@ -259,8 +266,7 @@ def columns_of(given: Ids, settings: Settings, shard: VocabShard) -> Tensor:
     """Return ``[N, k]`` columns as launchers take them."""
     ids = given.ids
     if settings.check_labels:
-        subject = "labels" if given.log_probs is None else "teacher.ids, labels"
-        checks.check_label_range(ids, shard.vocab_size, settings.ignore_index, subject=subject)
+        checks.check_label_range(ids, shard.vocab_size, settings.ignore_index, subject=_subject(given))
     ids = ids.reshape(-1, ids.shape[-1])
     columns = ids.long() - shard.start
     columns.masked_fill_(spec._outside(columns, shard.n_valid), ELSEWHERE)
