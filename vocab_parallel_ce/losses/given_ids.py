@@ -266,7 +266,9 @@ def columns_of(given: Ids, settings: Settings, shard: VocabShard) -> Tensor:
     """Return ``[N, k]`` columns as launchers take them."""
     ids = given.ids
     if settings.check_labels:
-        checks.check_label_range(ids, shard.vocab_size, settings.ignore_index, subject=_subject(given))
+        checks.check_label_range(
+            ids, shard.vocab_size, settings.ignore_index, subject=_subject(given), names_ignored=False
+        )
     ids = ids.reshape(-1, ids.shape[-1])
     columns = ids.long() - shard.start
     columns.masked_fill_(spec._outside(columns, shard.n_valid), ELSEWHERE)
