@@ -243,6 +243,7 @@ def test_refusals_by_name():
     ):
         with pytest.raises(error, match=f"^{words}"):
             token_log_probs(**({"logits": logits, "labels": ids} | changed))
+    assert token_log_probs(logits, ids, outputs=[]).shape == ids.shape
     hidden, weight = torch.randn(4, 5), torch.randn(9, 5)
     for words, changed in (
         ("labels: expected fewer given ids per token than weight", {"labels": torch.zeros(4, 9).long()}),

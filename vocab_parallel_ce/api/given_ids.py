@@ -20,8 +20,8 @@ def gives_ids(labels: Any, tokens: Any, outputs: Sequence[str], top_k: int | Non
     """Return whether ``labels [..., k]`` are given ids of ``tokens``, logits or hidden states of as many dimensions."""
     if not (isinstance(labels, Tensor) and isinstance(tokens, Tensor) and labels.dim() == tokens.dim() > 1):
         return False
-    if labels.dtype in checks.LABEL_DTYPES and (outputs != () or top_k is not None):
-        got = f"outputs={outputs!r}" if outputs != () else f"top_k={top_k!r}"
+    if labels.dtype in checks.LABEL_DTYPES and (outputs or top_k is not None):
+        got = f"outputs={outputs!r}" if outputs else f"top_k={top_k!r}"
         raise ValueError(
             f"labels: expected one per token with outputs or top_k, {tuple(tokens.shape[:-1])}, got "
             f"{tuple(labels.shape)}, given ids, and {got}; ask for them in a call of their own"
