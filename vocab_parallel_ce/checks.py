@@ -304,11 +304,17 @@ def check_temperature(temperature: Tensor, labels: Tensor) -> None:
 
 
 def check_label_range(
-    labels: Tensor, vocab_size: int, ignore_index: int, *, shift: bool = False, subject: str = "labels"
+    labels: Tensor,
+    vocab_size: int,
+    ignore_index: int,
+    *,
+    shift: bool = False,
+    subject: str = "labels",
+    names_ignored: bool = True,
 ) -> None:
     """Raise ValueError for the first label outside ``[0, vocab_size)``. Waits for the device.
 
-    With ``shift`` the caller's labels were at the next positions.
+    With ``shift`` the caller's labels were at the next positions. ``names_ignored``: ``ignore_index`` is the caller's.
     """
     if has_no_values(labels):
         what = f"a {type(labels).__name__} on {labels.device}"
@@ -321,7 +327,7 @@ def check_label_range(
         value = int(labels[tuple(position)])
         position[-1] += shift
         found = f"{count} outside, the first at position {tuple(position)}: {value}"
-        others = f" or ignore_index {ignore_index}" if subject == "labels" else ""
+        others = f" or ignore_index {ignore_index}" if names_ignored else ""
         raise ValueError(f"{subject}: must be in [0, {vocab_size}){others}, got {found}")
 
 

@@ -39,9 +39,8 @@ def new_outputs(plan: Plan, shape: Sequence[int], like: Tensor) -> TokenOutputs:
     An unreduced loss is no view of something larger: autograd forbids to change a view that a Function
     returns, as ``loss += auxiliary_loss`` does.
     """
-    loss = like.new_empty(
-        *shape, *plan.row_shape, dtype=plan.dtype
-    )  # PyTorch takes microseconds longer to read a torch.Size
+    # PyTorch takes microseconds longer to read a torch.Size.
+    loss = like.new_empty(*shape, *plan.row_shape, dtype=plan.dtype)
     if not plan.other_outputs:
         return TokenOutputs(loss)
     others = {name: like.new_empty(*shape, dtype=dtype) for name, dtype in plan.other_outputs.items()}

@@ -240,13 +240,14 @@ def test_refusals_by_name():
         (ValueError, "labels: shape must be", {"labels": ids[:3]}),
         (ValueError, "labels: shape must be", {"labels": ids[:, :0]}),
         (ValueError, "labels: expected fewer given ids per token than logits", {"labels": torch.zeros(4, 9).long()}),
-        (ValueError, "labels: must be in", {"labels": ids + 9, "check_labels": True}),
+        (ValueError, r"labels: must be in \[0, 9\), got 8 outside", {"labels": ids + 9, "check_labels": True}),
         (ValueError, "gradient: expected one of", {"gradient": "in_forward"}),
         (TypeError, "labels: dtype", {"labels": ids.float()}),
         (ValueError, "temperature", {"temperature": torch.ones(3)}),
     ):
         with pytest.raises(error, match=f"^{words}"):
             token_log_probs(**({"logits": logits, "labels": ids} | changed))
+    assert token_log_probs(logits, ids, outputs=[]).shape == ids.shape
     hidden, weight = torch.randn(4, 5), torch.randn(9, 5)
     for words, changed in (
         ("labels: expected fewer given ids per token than weight", {"labels": torch.zeros(4, 9).long()}),

@@ -272,6 +272,17 @@ def _different_calls(rank, group):
         other = vp.TopKTeacher(a.labels[..., None], known.log_probs - rank)
         errors += [error_of(partial(vp.distillation_loss, a.logits, other, divergence="js", group=group))]
         errors += [error_of(partial(vp.token_log_probs, a.logits, labels[..., None], group=group))]
+        js, of_head = partial(few, divergence="js"), vp.linear_distillation_loss
+        same = vp.TopKTeacher(a.labels[..., None], known.log_probs)
+        head = partial(of_head, vp.Head(a.hidden.detach(), a.weight.detach()), same, divergence="js", group=group)
+        errors += [
+            error_of(js),
+            error_of(partial(js.func, a.logits, same, divergence="js", num_items=3 + rank, group=group)),
+        ]
+        errors += [
+            error_of(partial(head, reduction=("sum", "mean")[rank])),
+            error_of(partial(head, num_items=3 + rank)),
+        ]
         errors += [error_of(vp.cross_entropy_forward, a.logits, a.labels, 0.1 * rank, True, group, -100)]
         of_targets = partial(vp.vocab_parallel_cross_entropy, a.logits, a.logits.detach().softmax(-1), group=group)
         errors += [error_of(partial(of_targets, z_loss=0.1 * rank))]
@@ -287,8 +298,9 @@ def _different_calls(rank, group):
 @in_two_ranks
 def test_calls_of_different_functions_and_a_backward_alone_in_any_thread(rank_pool, impl):
     first, second = rank_pool.run(_different_calls)
-    call, function, labels, teacher, ids, log_probs, given_ids, label_smoothing, z_loss, *backwards = first
-    assert first == second and len(backwards) == 3
+    call, function, labels, teacher, ids, log_probs, given_ids, *of_js, label_smoothing, z_loss = first[:-3]
+    backwards = first[-3:]
+    assert first == second
     assert call == "ValueError: call: rank 1 of 2 has a loss over logits, rank 0 has a loss over hidden"
     assert function.startswith("ValueError: call: rank 1 of 2 has a loss over logits and teacher, rank 0 has ")
     assert labels == "ValueError: labels[1, 1]: rank 1 of 2 has 4, rank 0 has 3"
@@ -296,6 +308,10 @@ def test_calls_of_different_functions_and_a_backward_alone_in_any_thread(rank_po
     assert ids == "ValueError: teacher.ids[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
     assert log_probs.startswith("ValueError: teacher.log_probs: rank 1 of 2 has ")
     assert given_ids == "ValueError: labels[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
+    js_ids, num_items, head_reduction, head_num_items = of_js
+    assert js_ids == "ValueError: teacher.ids, labels[1, 1, 0]: rank 1 of 2 has 4, rank 0 has 3"
+    assert num_items == head_num_items == "ValueError: num_items: rank 1 of 2 has 4.0, rank 0 has 3.0"
+    assert head_reduction == "ValueError: reduction: rank 1 of 2 has mean, rank 0 has sum"
     assert label_smoothing == "ValueError: label_smoothing: rank 1 of 2 has 0.1, rank 0 has 0.0"
     assert z_loss == "ValueError: z_loss: rank 1 of 2 has 0.1, rank 0 has 0.0"
     assert all(error.startswith("ValueError: gradient of loss: rank 1 of 2 has ") for error in backwards)

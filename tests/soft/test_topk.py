@@ -140,6 +140,21 @@ def test_a_hard_weight_of_1_is_the_cross_entropy_alone(impl_device):
     )
 
 
+@pytest.mark.parametrize("gap", (22.0, -22.0))
+def test_gradients_beyond_forward_keep_their_digits(impl_device, gap):
+    """Of a student that is sure of a known token, or that all known tokens have almost no probability."""
+    impl, device = impl_device
+    logits, ids = torch.randn(1, 50), torch.tensor([[7, 3, 4]])
+    logits[0, ids[0, : 1 if gap > 0 else 3]] += gap
+    leaf, own = logits.to(device, copy=True).requires_grad_(), logits.double().requires_grad_()
+    known = {"teacher_ids": ids, "teacher_log_probs": torch.tensor([[0.5, 0.2, 0.1]]).log()}
+    options = {"divergence": "reverse", "rest": "bucket"}
+    given = {name: tensor.to(device) for name, tensor in known.items()}
+    topk_loss(leaf * 1, None, **given, **options, impl=impl).backward()
+    topk_losses(own, None, **known, **options).sum().backward()
+    torch.testing.assert_close(leaf.grad.cpu(), own.grad.float(), rtol=1e-4, atol=0.0)
+
+
 @pytest.mark.parametrize("rest", ("ignore", "bucket"))
 def test_edges(impl_device, rest):
     """Tokens left out, an excluded token, NaN, ids outside, ignored rows, and the whole vocabulary as k."""

@@ -147,8 +147,8 @@ def linear_distillation_loss(
     """:func:`distillation_loss` of ``hidden @ weight.T + bias`` of two heads, which are made in chunks of tokens.
 
     Overwrites nothing. Forward computes the gradients of the student's tensors, and backward scales them, once. For
-    ``"none"`` and fp16, backward makes the logits again and computes them, and may run again. The teacher's tensors get
-    none.
+    ``"none"``, fp16, and a :class:`TopKTeacher` beyond "forward" without ``hard_weight``, backward makes the logits
+    again and computes them, and may run again. The teacher's tensors get none.
 
     Collectives: those of :func:`linear_cross_entropy`, of the statistics of :func:`distillation_loss`. "js" has twice
     as many all_gathers of statistics, two per chunk where the others have one in all.

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks
+from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.beside import check_beside, check_labels_beside, check_requires_no_gradient, checked_divisor
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, rows_of_mean
 from vocab_parallel_ce.losses.given_ids import IGNORED, Ids
 from vocab_parallel_ce.losses.known_tokens import Tokens, check_tokens, check_values
 from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.plan import comparable
 from vocab_parallel_ce.spec import NAN, NEG_INF, is_ignored
 
 LogProbsAt = Callable[..., Tensor]  # (given ids, settings=, n_known=) -> log-probabilities
@@ -53,7 +54,11 @@ def divergence(
         hard = labels.long().masked_fill(is_ignored(labels, settings.ignore_index), IGNORED)
         ids = torch.cat([ids, hard.unsqueeze(-1)], dim=-1)
     n_known = k if settings.rest == "bucket" else 0
-    beside, inner = Ids(ids, log_probs=given.log_probs), settings._replace(ignore_index=IGNORED)
+    compared = None
+    if verify.open_calls:
+        options = comparable(settings, num_items)
+        compared = {name: options[name] for name in ("reduction", "num_items")}
+    beside, inner = Ids(ids, None, given.log_probs, compared), settings._replace(ignore_index=IGNORED)
     found = log_probs_at(beside, settings=inner, n_known=n_known)
     rows = _terms(found[..., :k], log_q, left_out, settings).sum(dim=-1)
     if n_known:

@@ -8,7 +8,8 @@ With ``s = softmax(z)``, ``g_k`` the gradient of the k-th log-probability and ``
 The first ``n_known`` ids may have a rest: ``S`` is the sum of their ``s``, and with ``g_r`` of one more value
 
     value_r = log(1 - S)
-    dz_i    = sum_k [id_k = i] g_k - s_i (G + g_r) + [i is none of them] s_i g_r / (1 - S)
+    dz_i    = sum_k [id_k = i] g_k - s_i G - s_i g_r            for one of them
+    dz_i    = sum_k [id_k = i] g_k - s_i G + s_i g_r S / (1 - S)  for another
 
 The passes over the shard are those of cross-entropy: its kernels find the sums, and write the columns that are not
 among the ids. What there is of k ids is small, and plain PyTorch. Each rank takes its largest of the given logits as
@@ -46,6 +47,7 @@ class Ids(NamedTuple):
     ids: Tensor  # [..., k] global ids; for launchers [N, k] int64 columns of this rank, or one of the above
     temperature: Tensor | None = None  # [N]; None: that of the options
     log_probs: Tensor | None = None  # [..., k] of a teacher, for checks and verification alone
+    compared: dict[str, Any] | None = None  # options of a divergence, for verification alone
 
     @property
     def class_weight(self) -> None:
@@ -77,6 +79,10 @@ class Known(NamedTuple):
     def sum_exp(self) -> Tensor:
         return self.others + (self.best - _finite_or_zero(self.row_max)).exp()
 
+    def inside(self, n_known: int) -> Tensor:
+        """``[N]`` sum of exp(z - row_max) over the known ids."""
+        return (self.z[:, :n_known] - _finite_or_zero(self.row_max).unsqueeze(-1)).exp().sum(dim=-1)
+
     @property
     def log_sum(self) -> Tensor:
         """Log of the sum: the digits of ``others`` survive if a given id has ``row_max``."""
@@ -99,7 +105,7 @@ class GivenIds:
         outputs: TokenOutputs | None = None,
         divisor: None = None,
     ) -> None:
-        columns, temperature, _ = beside
+        columns, temperature, *_ = beside
         dead = is_dead(columns)
         z, _ = logits_at(logits, columns, at_rows(self.options.of_logits, temperature))
         row_max, without_best = sums_without(self.softmax, logits, z, columns, dead, self.shard, temperature)
@@ -126,25 +132,25 @@ class GivenIds:
         loss: None,
         grad_logits: Tensor,
     ) -> None:
-        (columns, temperature, _), known = beside, self.merged(stats[0])
+        (columns, temperature, *_), known = beside, self.merged(stats[0])
         assert grads.loss is not None
         dead, given, sum_exp = is_dead(columns), grads.loss[:, : columns.shape[-1]], known.sum_exp
         given = given.masked_fill(columns == IGNORED, 0.0)
         z, slope = logits_at(logits, columns, at_rows(self.options.of_logits, temperature))
         is_best = columns == columns.gather(-1, z.argmax(dim=-1, keepdim=True))
-        without_best = given.masked_fill(is_best, 0.0).sum(dim=-1)
+        of_other_ids = given.masked_fill(is_best, 0.0).sum(dim=-1)
         total = given.sum(dim=-1).masked_fill((columns == OUTSIDE).any(dim=-1), NAN)
         of_others = -total
         if known.outside is not None:
             of_rest = grads.loss[:, -1]
-            total, without_best = total + of_rest, without_best + of_rest
-            of_others = of_rest * (sum_exp / known.outside) - total
+            of_others = of_rest * (known.inside(self.options.n_known) / known.outside) - total
+            total, of_other_ids = total + of_rest, of_other_ids + of_rest
         shifted = z - known.row_max.masked_fill(known.row_max.isinf(), NAN).unsqueeze(-1)  # such a row is NaN
         s = shifted.exp() / sum_exp.unsqueeze(-1)
         values = sum_of_equals(columns, given) - s * total.unsqueeze(-1)
-        # Of the best, 1 - s and the sum of the other gradients: the digits that s and the total round away.
-        of_best = (known.others / sum_exp * total - without_best).unsqueeze(-1)
-        values = torch.where(is_best & (z == known.best.unsqueeze(-1)), of_best, values)
+        # Of a confident id, 1 - s and the sum of the other gradients: the digits that s and the total round away.
+        of_best = (known.others / sum_exp * total - of_other_ids).unsqueeze(-1)
+        values = torch.where(s > 0.5, of_best, values)
         if known.outside is not None:
             n = self.options.n_known
             of_known = (columns[:, n:].unsqueeze(-1) == columns[:, None, :n]).any(dim=-1)
@@ -220,18 +226,24 @@ class GivenIdsLoss(Loss):
         return (("row_max", "without_best", *(f"z_{k}" for k in range(options.n_ids))),)
 
     def compared(self, given: Ids) -> dict[str, Any]:
-        return {"labels": given.ids, "options": {}, "values": _values(None, *given[1:])}
+        of_ids = {"labels": given.ids, "subject": _subject(given)}
+        return {**of_ids, "options": given.compared or {}, "values": _values(given)}
 
     def compared_head(self, given: Ids) -> dict[str, Any]:
-        return {"options": {}, "values": _values(*given)}
+        return {"options": given.compared or {}, "values": {_subject(given): given.ids, **_values(given)}}
 
 
 GIVEN_IDS = GivenIdsLoss()
 
 
-def _values(ids: Tensor | None, temperature: Tensor | None, log_probs: Tensor | None) -> dict[str, Tensor]:
-    """Return the tensors that must be equal on all ranks, by the caller's names."""
-    named = {"labels": ids, "temperature": temperature, "teacher.log_probs": log_probs}
+def _subject(given: Ids) -> str:
+    """Return the caller's name of the ids: a teacher's may have a label among them."""
+    return "labels" if given.log_probs is None else "teacher.ids, labels"
+
+
+def _values(given: Ids) -> dict[str, Tensor]:
+    """Return the tensors beside the ids that must be equal on all ranks, by the caller's names."""
+    named = {"temperature": given.temperature, "teacher.log_probs": given.log_probs}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
@@ -254,8 +266,9 @@ def columns_of(given: Ids, settings: Settings, shard: VocabShard) -> Tensor:
     """Return ``[N, k]`` columns as launchers take them."""
     ids = given.ids
     if settings.check_labels:
-        subject = "labels" if given.log_probs is None else "teacher.ids, labels"
-        checks.check_label_range(ids, shard.vocab_size, settings.ignore_index, subject=subject)
+        checks.check_label_range(
+            ids, shard.vocab_size, settings.ignore_index, subject=_subject(given), names_ignored=False
+        )
     ids = ids.reshape(-1, ids.shape[-1])
     columns = ids.long() - shard.start
     columns.masked_fill_(spec._outside(columns, shard.n_valid), ELSEWHERE)

@@ -276,7 +276,7 @@ def check_values(given: Tokens, ignore_index: int, vocab_size: int | None) -> No
         known = torch.where(is_ignored(labels, ignore_index).unsqueeze(-1), IGNORED, known)
     known = known.reshape(-1, ids.shape[-1])
     if vocab_size is not None:
-        checks.check_label_range(known, vocab_size, IGNORED, subject="teacher.ids")
+        checks.check_label_range(known, vocab_size, IGNORED, subject="teacher.ids", names_ignored=False)
     in_order = known.sort(dim=-1).values
     if bool(((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != IGNORED)).any()):
         raise ValueError("teacher.ids: must be different in a row, got an id twice")
