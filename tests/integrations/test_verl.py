@@ -261,7 +261,7 @@ def _beside_verl(rank, group, inputs):
     try:
         found.append(both())
         with verl.installed() as report:
-            assert not report.left and f"{MEGATRON}.vocab_parallel_entropy" in report.rebound
+            assert report.left == verl.LEFT and f"{MEGATRON}.vocab_parallel_entropy" in report.rebound
             found.append(both())
     finally:
         state.destroy_model_parallel()

@@ -226,6 +226,22 @@ def test_install_warns_once_of_versions_newer_than_the_tests(monkeypatch, caplog
 
 
 @pytest.mark.reference
+@pytest.mark.parametrize("name", integrations.MODULES)
+def test_install_says_in_one_line_what_it_leaves_to_the_framework(caplog, name):
+    if name == "dtensor":
+        pytest.skip("it has nothing to install")
+    module = integrations.__getattr__(name)
+    caplog.set_level("INFO", "vocab_parallel_ce")
+    try:
+        module.install()
+    except ImportError as error:
+        pytest.skip(f"{name} cannot be imported: {error}")
+    module.uninstall()
+    (said,) = [line for record in caplog.records if "computes" in (line := record.getMessage())]
+    assert said.startswith("vocab_parallel_ce: ") and re.search(r"; left to the framework: \w.+ \(.+\)", said), said
+
+
+@pytest.mark.reference
 def test_extras_of_frameworks_have_no_upper_bounds():
     project = (Path(package.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     extras = re.findall(r"^(?:huggingface|megatron|lightning) = (.*)$", project, re.M)

@@ -166,5 +166,9 @@ _switch = Switch(
         f"{_MODULE}:ChunkedDistributedLogprob": ChunkedDistributedLogprob,
         f"{_MODULE}:from_parallel_hidden_states_to_logprobs": from_parallel_hidden_states_to_logprobs,
     },
+    {
+        "top-k and top-p filtering": "it changes the logits, and has cores of its own",
+        "context parallelism and packed sequences": "they are NeMo-RL's code around these functions",
+    },
 )
 install, uninstall, installed, report = _switch.install, _switch.uninstall, _switch.installed, _switch.report

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vocab_parallel_ce.integrations import warn_if_newer
+from vocab_parallel_ce.integrations import log_installed, warn_if_newer
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -22,7 +22,7 @@ class Report(NamedTuple):
     """What :meth:`Switch.install` did."""
 
     rebound: tuple[str, ...]  # names that stand for this package's functions, with their modules
-    left: dict[str, str]  # names that do not, because they or their modules are not there -> why
+    left: dict[str, str]  # what the framework still computes, or a name that is not there -> why
 
 
 class Around(NamedTuple):
@@ -46,11 +46,13 @@ class Switch:
     Args:
         version: the framework and the versions that have these names, for messages.
         stand_ins: ``"module:name"`` or ``"module:Class.name"`` -> what shall compute it, or :class:`Around`.
+        left: what the framework still computes -> why.
     """
 
-    def __init__(self, version: str, stand_ins: Mapping[str, Any]) -> None:
+    def __init__(self, version: str, stand_ins: Mapping[str, Any], left: Mapping[str, str] | None = None) -> None:
         self.version = version
         self.stand_ins = stand_ins
+        self.left = left or {}
         self._rebound: list[Rebound] = []
         self._left: dict[str, str] = {}
 
@@ -81,10 +83,11 @@ class Switch:
         if not found:
             raise ImportError(f"{self.version}: none of its modules can be imported: {left}")
         warn_if_newer(self.version.partition(" ")[0].lower())
-        self._left, self._rebound = left, [*found.values()]
+        self._left, self._rebound = {**self.left, **left}, [*found.values()]
         for old, new, holders in self._rebound:
             holders += _modules_with(old)
             _bind(holders, new)
+        log_installed(self.version, [holders[0][1] for _, _, holders in self._rebound], self._left)
         return self.report()
 
     def uninstall(self) -> None:
@@ -113,7 +116,7 @@ class Switch:
                 self.uninstall()
 
     def report(self) -> Report:
-        """Return which names stand for this package's functions now, and which do not."""
+        """Return which names stand for this package's functions now, and what does not, and why."""
         holders = [each.holders[0] for each in self._rebound] + _modules_with(*(each.new for each in self._rebound))
         names = {f"{_path(owner)}.{name}" for owner, name in holders}
         return Report(tuple(sorted(names)), dict(self._left) if names else {})
@@ -121,6 +124,10 @@ class Switch:
     def originals(self) -> dict[str, Any]:
         """Return what each name stood for."""
         return {holders[0][1]: old for old, _, holders in self._rebound}
+
+    def own(self, module: str, name: str) -> Any:
+        """Return the framework's own function of that name, installed or not."""
+        return self.originals().get(name) or getattr(importlib.import_module(module), name)
 
     def _looked_up(self, target: str, stand_in: Any) -> Rebound:
         """Return what a target is now, and its own copy of the stand-in, which nothing else has."""

@@ -26,6 +26,12 @@ GRADIENTS = ("auto", "in_backward", "out_of_place")
 UNCUT = "DTensors whose vocabulary is not cut"
 TYPES = "spmd_types checks types (debug.spmd_typechecking)"
 UNKNOWN = "log-probabilities of plain shards without install(vocab_size=)"
+LEFT = {
+    UNCUT: "nothing is to be gathered there",
+    TYPES: "this package's operators have no types to check",
+    UNKNOWN: "nothing else says how wide the vocabulary is; torchtitan gathers them",
+    "the head": "the model makes its logits",
+}
 _own: dict[str, Any] = {}  # torchtitan's functions, kept for losses that were built while ours were installed
 _titan: dict[str, Any] = {}  # what ours need of torchtitan
 _options: dict[str, Any] = {}  # of install(); empty: nothing is installed
@@ -38,7 +44,8 @@ class Report(NamedTuple):
     installed: bool
     rebound: tuple[str, ...]  # names that stand for this package's functions, with their modules
     fused: int  # calls that this package computed
-    own: dict[str, int]  # calls that torchtitan's own functions computed, by reason
+    own: dict[str, int]  # calls that torchtitan's own functions computed, by what of left they are
+    left: dict[str, str]  # what torchtitan computes itself -> why
 
 
 def install(*, vocab_size: int | None = None, gradient: str = "auto", impl: str = "auto") -> Report:
@@ -99,7 +106,8 @@ def installed(**options: Any) -> Iterator[Report]:
 def report() -> Report:
     """Return what is installed, and how many calls this package and torchtitan's own functions computed."""
     own = {reason: _calls[reason] for reason in (UNCUT, TYPES, UNKNOWN) if _calls[reason]}
-    return Report(bool(_options), _switch.report().rebound, _calls["fused"], own)
+    rebound, left = _switch.report()
+    return Report(bool(_options), rebound, _calls["fused"], own, left)
 
 
 def cross_entropy_loss(pred: Any, labels: Any, *, global_vocab_size: int | None = None) -> Any:
@@ -156,7 +164,9 @@ def compute_logprobs(logits: Any, labels: Any, *, return_entropy: bool = False) 
 
 
 _switch = Switch(
-    "torchtitan 0.3", {f"{LOSS}:{function.__name__}": function for function in (cross_entropy_loss, compute_logprobs)}
+    "torchtitan 0.3",
+    {f"{LOSS}:{function.__name__}": function for function in (cross_entropy_loss, compute_logprobs)},
+    LEFT,
 )
 
 

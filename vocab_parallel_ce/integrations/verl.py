@@ -23,6 +23,11 @@ from vocab_parallel_ce.api.logits import output_of, token_log_probs
 from vocab_parallel_ce.integrations.rebind import Switch
 from vocab_parallel_ce.options import REDUCTIONS, Advanced
 
+LEFT = {
+    "the head without use_fused_kernels": "the model makes its logits",
+    "logits of a DTensor in the FSDP engine": "verl gathers them before it calls anything",
+}
+
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """Return ``[...]`` fp32 log-probabilities of ``labels [...]``, for ``logits [..., V]``.
@@ -159,6 +164,7 @@ _switch = Switch(
         "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward": FusedLinearForPPO.forward,
         "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy": linear_cross_entropy,
     },
+    LEFT,
 )
 install, uninstall, installed, report = _switch.install, _switch.uninstall, _switch.installed, _switch.report
 
