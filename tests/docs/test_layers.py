@@ -20,7 +20,7 @@ pytestmark = pytest.mark.reference
 PACKAGE = "vocab_parallel_ce"
 FRAMEWORKS = (
     *("transformers", "trl", "peft", "megatron", "torchtitan", "verl", "nemo_rl", "openrlhf", "lightning"),
-    "deepspeed",
+    *("deepspeed", "swift", "nemo_automodel", "skyrl", "areal"),
 )
 OWNERS = {"triton": {"kernels/"}, "torch.distributed": {"collectives", "dtensor", "integrations/"}}
 OWNERS |= {framework: {"integrations/"} for framework in FRAMEWORKS}

@@ -20,13 +20,20 @@ TESTED = {
     "nemo-rl": ("0.7.0",),
     "openrlhf": ("0.11.2",),
     "deepspeed": ("0.19.8",),
+    "ms-swift": ("4.6.0",),
+    "nemo-automodel": ("0.7.0",),
+    "skyrl": ("0.4.0",),
+    "areal": ("1.0.4",),
     "lightning": ("2.6.6",),
     "accelerate": ("1.15.0",),
 }
 
 logger = logging.getLogger("vocab_parallel_ce")
 
-MODULES = ("deepspeed", "dtensor", "megatron", "nemo_rl", "openrlhf", "torchtitan", "transformers", "trl", "verl")
+MODULES = (
+    *("areal", "deepspeed", "dtensor", "megatron", "nemo_automodel", "nemo_rl", "openrlhf", "skyrl", "swift"),
+    *("torchtitan", "transformers", "trl", "verl"),
+)
 
 
 def __getattr__(name: str) -> ModuleType:

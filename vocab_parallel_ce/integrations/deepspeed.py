@@ -64,7 +64,7 @@ def vocab_parallel_cross_entropy(
     """
     bounds = vocab_start_index, vocab_end_index, global_vocab_size
     if backend != "torch":
-        own = _switch.own(LOSS, "vocab_parallel_cross_entropy")
+        own = _switch.own(f"{LOSS}:vocab_parallel_cross_entropy")
         given = vocab_parallel_logits, target, tp_group, sp_group, *bounds, ignore_index
         result: Tensor = own(*given, reduction, gather_sequence_loss, backend)
         return result
@@ -155,7 +155,7 @@ def vocab_parallel_logprobs(
     """
     bounds = vocab_start_index, vocab_end_index, global_vocab_size
     if index.shape != vocab_parallel_logits.shape[:-1]:
-        own = _switch.own(OPS, "vocab_parallel_logprobs")
+        own = _switch.own(f"{OPS}:vocab_parallel_logprobs")
         result: Tensor = own(vocab_parallel_logits, index, tp_group, *bounds, ignore_index)
         return result
     shard = _shard(vocab_parallel_logits.shape[-1], bounds, tp_group, vocab_parallel_logits.device)
@@ -183,7 +183,7 @@ def vocab_parallel_kl_div(
     Overwrites nothing.
     """
     if teacher_logits.requires_grad and torch.is_grad_enabled():
-        own = _switch.own(OPS, "vocab_parallel_kl_div")
+        own = _switch.own(f"{OPS}:vocab_parallel_kl_div")
         result: Tensor = own(student_logits, teacher_logits, reverse, tp_group)
         return result
     return distillation_loss(

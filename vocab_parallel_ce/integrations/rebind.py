@@ -35,6 +35,7 @@ class Around(NamedTuple):
 class Rebound(NamedTuple):
     """What a name stood and stands for, and where."""
 
+    target: str
     old: Any
     new: Any
     holders: list[tuple[Any, str]]  # modules or classes, and their names for it; first the one that defines it
@@ -84,10 +85,10 @@ class Switch:
             raise ImportError(f"{self.version}: none of its modules can be imported: {left}")
         warn_if_newer(self.version.partition(" ")[0].lower())
         self._left, self._rebound = {**self.left, **left}, [*found.values()]
-        for old, new, holders in self._rebound:
+        for _, old, new, holders in self._rebound:
             holders += _modules_with(old)
             _bind(holders, new)
-        log_installed(self.version, [holders[0][1] for _, _, holders in self._rebound], self._left)
+        log_installed(self.version, [holders[0][1] for *_, holders in self._rebound], self._left)
         return self.report()
 
     def uninstall(self) -> None:
@@ -96,13 +97,13 @@ class Switch:
         Raises:
             RuntimeError: something else has replaced a name since. Nothing has changed then.
         """
-        for _, new, holders in self._rebound:
+        for _, _, new, holders in self._rebound:
             for owner, name in holders:
                 if vars(owner).get(name) is not new:
                     where = f"{_path(owner)}.{name}"
                     raise RuntimeError(f"{where}: something else replaced it after install(); undo that first")
         while self._rebound:
-            old, new, holders = self._rebound.pop()
+            _, old, new, holders = self._rebound.pop()
             _bind([*holders, *_modules_with(new)], old)
 
     @contextmanager
@@ -123,25 +124,26 @@ class Switch:
 
     def originals(self) -> dict[str, Any]:
         """Return what each name stood for."""
-        return {holders[0][1]: old for old, _, holders in self._rebound}
+        return {each.holders[0][1]: each.old for each in self._rebound}
 
-    def own(self, module: str, name: str) -> Any:
-        """Return the framework's own function of that name, installed or not."""
-        return self.originals().get(name) or getattr(importlib.import_module(module), name)
+    def own(self, target: str) -> Any:
+        """Return the framework's own function that ``target`` names, as in ``stand_ins``, installed or not."""
+        for each in self._rebound:
+            if each.target == target:
+                return each.old
+        owner, name = _owner(target)
+        return getattr(owner, name)
 
     def _looked_up(self, target: str, stand_in: Any) -> Rebound:
         """Return what a target is now, and its own copy of the stand-in, which nothing else has."""
         module, _, path = target.partition(":")
-        *classes, name = path.split(".")
-        owner: Any = importlib.import_module(module)
-        for part in classes:
-            owner = getattr(owner, part, None)
+        owner, name = _owner(target)
         old = None if owner is None else vars(owner).get(name)
         if isinstance(stand_in, Around):
             if old is None:
                 error = ImportError if stand_in.optional else ValueError
                 raise error(f"{module}.{path}: expected that of {self.version}, got no such name")
-            return Rebound(old, stand_in.make(old), [(owner, name)])
+            return Rebound(target, old, stand_in.make(old), [(owner, name)])
         expected = _parameters(stand_in)
         got = None if old is None else _parameters(old)
         if got != expected:
@@ -149,7 +151,17 @@ class Switch:
                 f"{module}.{path}: expected the parameters of {self.version}, {expected}, "
                 f"got {got or 'no such name'}; install that version, or call this package's functions yourself"
             )
-        return Rebound(old, copy_of(stand_in), [(owner, name)])
+        return Rebound(target, old, copy_of(stand_in), [(owner, name)])
+
+
+def _owner(target: str) -> tuple[Any, str]:
+    """Return the module or class that a target is of, None if there is no such class, and its name there."""
+    module, _, path = target.partition(":")
+    *classes, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for part in classes:
+        owner = getattr(owner, part, None)
+    return owner, name
 
 
 def copy_of(stand_in: Any) -> Any:

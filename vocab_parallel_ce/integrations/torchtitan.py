@@ -18,6 +18,7 @@ import torch
 from vocab_parallel_ce import checks, token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import is_dtensor, with_a_column
 from vocab_parallel_ce.integrations import dtensor
+from vocab_parallel_ce.integrations.log_probs import with_entropies
 from vocab_parallel_ce.integrations.rebind import Switch
 from vocab_parallel_ce.options import IMPLEMENTATIONS
 
@@ -158,9 +159,8 @@ def compute_logprobs(logits: Any, labels: Any, *, return_entropy: bool = False) 
         options |= {"group": group, "vocab_size": shard}
     if not return_entropy:
         return function(logits, labels, **options)
-    ignored = labels == -100
-    found = function(logits, labels.masked_fill(ignored, 0), outputs=("entropy",), **options)
-    return found.log_probs.masked_fill(ignored, 0.0), found.entropy.detach()
+    log_probs, entropy = with_entropies(logits, labels, function, **options)
+    return log_probs, entropy.detach()
 
 
 _switch = Switch(
