@@ -5,6 +5,7 @@ import inspect
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.docs.markdown import PAGES
 from tests.support.fresh import fresh_python
 from tests.support.linear import COLUMNS, WIDTH, projection
 from tests.support.logits import EVERY
-from vocab_parallel_ce import integrations
+from vocab_parallel_ce import cli, integrations
 from vocab_parallel_ce.cli import main
 from vocab_parallel_ce.options import Advanced
 
@@ -185,6 +186,19 @@ def test_doctor_says_what_runs_here_and_why_not_the_rest():
     of_cpu = ("cpu, impl='auto': reference", "cpu, impl='triton': no: impl: 'triton'")
     for line in (f"torch {torch.__version__}", *of_cpu, "gradient='auto': over the logits if nobody"):
         assert line in result.stdout, result.stdout
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("is_here", [True, False])
+def test_doctor_names_the_peers_that_are_here(monkeypatch, tmp_path, is_here):
+    functional = SimpleNamespace(**{"linear_cross_entropy": None} if is_here else {})
+    monkeypatch.setattr(cli.torch.nn, "functional", functional)
+    (tmp_path / "trl" / ("kernels" if is_here else "trainer")).mkdir(parents=True)
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "trl")])
+    monkeypatch.setattr(cli.importlib.util, "find_spec", {"trl": found}.get)
+    linear, trl = cli.peer_lines()
+    assert ("LinearCrossEntropyOptions()" in linear) is is_here and ("2.13 has it" in linear) is not is_here
+    assert ("which is gathered" in trl) is is_here and ("TRL 1.16 has them" in trl) is not is_here
 
 
 @pytest.mark.reference
