@@ -18,7 +18,10 @@ from tests.docs.markdown import ROOT, table
 pytestmark = pytest.mark.reference
 
 PACKAGE = "vocab_parallel_ce"
-FRAMEWORKS = ("transformers", "trl", "peft", "megatron", "torchtitan", "verl", "nemo_rl", "openrlhf", "lightning")
+FRAMEWORKS = (
+    *("transformers", "trl", "peft", "megatron", "torchtitan", "verl", "nemo_rl", "openrlhf", "lightning"),
+    *("deepspeed", "swift", "nemo_automodel", "skyrl", "areal"),
+)
 OWNERS = {"triton": {"kernels/"}, "torch.distributed": {"collectives", "dtensor", "integrations/"}}
 OWNERS |= {framework: {"integrations/"} for framework in FRAMEWORKS}
 TABLE = table((ROOT / "docs" / "design.md").read_text(encoding="utf-8"), "| layer | modules |")

@@ -195,7 +195,7 @@ def _beside(rank, group, inputs, head):
 
     chosen.append(every())
     with nemo_rl.installed() as report:
-        assert len(report.rebound) >= 3 and not report.left
+        assert len(report.rebound) >= 3 and report.left == nemo_rl._switch.left
         chosen.append(every())
     return chosen
 

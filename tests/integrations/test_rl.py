@@ -108,6 +108,19 @@ def test_names_are_rebound_wherever_a_module_has_them_and_given_back(shop):
 
 
 @pytest.mark.reference
+def test_one_line_says_what_is_computed_and_what_is_left_and_why(shop, caplog):
+    caplog.set_level("INFO", "vocab_parallel_ce")
+    switch = Switch("shop 1", STAND_INS, {"the cellar": "it has no door"})
+    report = switch.install()
+    switch.install()
+    switch.uninstall()
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "vocab_parallel_ce"]
+    assert said.startswith("vocab_parallel_ce: shop 1: computes Scale, forward, price, weigh; left to the framework: ")
+    assert "the cellar (it has no door); shop.needs:price (ModuleNotFoundError: No module named" in said
+    assert report.left.keys() == {"the cellar", "shop.needs:price"} and not switch.report().left
+
+
+@pytest.mark.reference
 def test_direct_imports_of_the_stand_ins_stay(shop, monkeypatch):
     """Neither what the package's modules have, nor what a user imported from them."""
     switch = Switch("shop 1", STAND_INS)

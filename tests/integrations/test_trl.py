@@ -177,7 +177,7 @@ def test_what_is_left_to_trl_is_counted_and_its_own_to_the_bit(reason, outputs, 
     assert all(torch.equal(found[name], own[name]) for name in own)
     report = fused.report()
     assert report.fused == 0 and list(report.own.values()) == [1] and reason in next(iter(report.own))
-    assert set(report.own) <= set(report.left_to_trl)
+    assert set(report.own) <= set(report.left)
 
 
 @pytest.mark.reference

@@ -56,7 +56,7 @@ def test_log_probs(device, dtype, options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["calculate_sum_pi_squared_from_logits", "vocab_parallel_sum_pi_squared"])
 def test_sums_of_squared_probabilities(monkeypatch, device, dtype, name):
-    monkeypatch.setattr(verl, "_tensor_parallel_group", lambda: None)
+    monkeypatch.setattr(verl, "tensor_parallel_group", lambda: None)
     inputs = policy(dtype, "confident", device=device)
     (leaf,), (peer,), true = leaves_of(inputs), leaves_of(inputs), inputs.leaves[0].double().requires_grad_()
     found = getattr(verl, name)(leaf), _squares(peer.float()).to(dtype), _squares(true)
@@ -137,7 +137,7 @@ def test_the_fused_kernels_logits_are_fp32(device):
 
 def _sharded(rank, group, inputs, names):
     """In a rank: log-probabilities, or entropies, or both from the same logits; and the collectives."""
-    verl._tensor_parallel_group = lambda: group
+    verl.tensor_parallel_group = lambda: group
     inputs = shards(inputs, rank, group.size(), device_of(rank, group))
     leaves = leaves_of(inputs)
     (logits,) = activations(leaves)
@@ -169,7 +169,7 @@ def test_shards(rank_pool, impl, names, dtype):
 
 
 def _sharded_squares(rank, group, inputs):
-    verl._tensor_parallel_group = lambda: group
+    verl.tensor_parallel_group = lambda: group
     (logits,) = shards(inputs, rank, group.size(), device_of(rank, group)).leaves
     with record_collectives() as collectives:
         found = verl.vocab_parallel_sum_pi_squared(logits)
@@ -261,7 +261,7 @@ def _beside_verl(rank, group, inputs):
     try:
         found.append(both())
         with verl.installed() as report:
-            assert not report.left and f"{MEGATRON}.vocab_parallel_entropy" in report.rebound
+            assert report.left == verl.LEFT and f"{MEGATRON}.vocab_parallel_entropy" in report.rebound
             found.append(both())
     finally:
         state.destroy_model_parallel()

@@ -5,6 +5,7 @@ import inspect
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.docs.markdown import PAGES
 from tests.support.fresh import fresh_python
 from tests.support.linear import COLUMNS, WIDTH, projection
 from tests.support.logits import EVERY
-from vocab_parallel_ce import integrations
+from vocab_parallel_ce import cli, integrations
 from vocab_parallel_ce.cli import doctor_lines, main
 from vocab_parallel_ce.options import Advanced
 
@@ -199,6 +200,18 @@ def test_doctor_says_that_a_device_without_kernels_takes_plain_pytorch(monkeypat
     )
 
 
+@pytest.mark.parametrize("is_here", [True, False])
+def test_doctor_names_the_peers_that_are_here(monkeypatch, tmp_path, is_here):
+    functional = SimpleNamespace(**{"linear_cross_entropy": None} if is_here else {})
+    monkeypatch.setattr(cli.torch.nn, "functional", functional)
+    (tmp_path / "trl" / ("kernels" if is_here else "trainer")).mkdir(parents=True)
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "trl")])
+    monkeypatch.setattr(cli.importlib.util, "find_spec", {"trl": found}.get)
+    linear, trl = cli.peer_lines()
+    assert ("LinearCrossEntropyOptions()" in linear) is is_here and ("2.13 has it" in linear) is not is_here
+    assert ("which is gathered" in trl) is is_here and ("TRL 1.16 has them" in trl) is not is_here
+
+
 @pytest.mark.reference
 def test_integrations_are_attributes():
     assert integrations.__getattr__("trl").__name__ == "vocab_parallel_ce.integrations.trl"
@@ -235,6 +248,22 @@ def test_install_warns_once_of_versions_newer_than_the_tests(monkeypatch, caplog
     assert [len(messages) for messages in said.values()] == [0, 1]
     assert said["99.1.0"][0].startswith(f"vocab_parallel_ce: {name} 99.1.0 is newer than the newest tested, ")
     assert f"{name} 99.1.0: not tested, only" in "\n".join(integrations.framework_lines())
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", integrations.MODULES)
+def test_install_says_in_one_line_what_it_leaves_to_the_framework(caplog, name):
+    if name == "dtensor":
+        pytest.skip("it has nothing to install")
+    module = integrations.__getattr__(name)
+    caplog.set_level("INFO", "vocab_parallel_ce")
+    try:
+        module.install()
+    except ImportError as error:
+        pytest.skip(f"{name} cannot be imported: {error}")
+    module.uninstall()
+    (said,) = [line for record in caplog.records if "computes" in (line := record.getMessage())]
+    assert said.startswith("vocab_parallel_ce: ") and re.search(r"; left to the framework: \w.+ \(.+\)", said), said
 
 
 @pytest.mark.reference

@@ -7,7 +7,7 @@ the framework's own function.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +19,7 @@ from tests.support import oracle
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import batch, with_a_broad_row
 from tests.support.logits_ranks import assembled, even
-from tests.support.ranks import in_ranks
+from tests.support.ranks import device_of, in_ranks
 
 SEQUENCES, LENGTH, COLUMNS, WIDTH = 2, 4, 20, 16
 in_two_ranks = in_ranks((2,), (), (2,))
@@ -113,26 +113,69 @@ def assert_right(found: Found, inputs: Policy, own: Found | None = None, *, roun
             assert_within_budget(grad, true, other, roundings=roundings)
 
 
-def shards(inputs: Policy, rank: int, n_ranks: int, device: Any) -> Policy:
-    """In a rank: with its columns of the last leaf, which are equal for all ranks."""
+def shards(
+    inputs: Policy, rank: int, n_ranks: int, device: Any, bounds: Sequence[tuple[int, int]] | None = None
+) -> Policy:
+    """In a rank: with its columns of the last leaf, which are equal for all ranks unless ``bounds`` say which."""
     *others, last = inputs.leaves
-    dim = -1 if not others else 0
-    return inputs._replace(leaves=(*others, last.chunk(n_ranks, dim)[rank].contiguous())).to(device)
+    start, stop = (bounds or even(COLUMNS // n_ranks, n_ranks))[rank]
+    part = last.narrow(-1 if not others else 0, start, stop - start).contiguous()
+    return inputs._replace(leaves=(*others, part)).to(device)
 
 
-def whole(results: Sequence[Found]) -> Found:
+def whole(results: Sequence[Found], bounds: Sequence[tuple[int, int]] | None = None) -> Found:
     """What the ranks got together: the same outputs, bit for bit, and the gradient of all columns."""
     for found in results:
         for value, first in zip(found[:2], results[0][:2], strict=True):
             assert (value is None and first is None) or torch.equal(value, first)
     *_, grads = results[0]
     parts = [found.grads[-1] for found in results]
-    bounds = even(COLUMNS // len(results), len(results))
+    bounds = bounds or even(COLUMNS // len(results), len(results))
     if len(grads) == 1:
         return results[0]._replace(
             grads=(assembled(bounds, [part.movedim(-1, 0) for part in parts], COLUMNS).movedim(0, -1),)
         )
     return results[0]._replace(grads=(*grads[:-1], assembled(bounds, parts, COLUMNS)))
+
+
+UNEVEN = {1: [(0, COLUMNS)], 2: [(0, 13), (13, COLUMNS)]}  # columns of each rank, by the number of ranks
+
+
+def curve(
+    rank: int, group: Any, loss_of: Callable[[Tensor, Tensor, Tensor], Tensor], bounds: Any = None, steps: int = 20
+) -> Tensor:
+    """In a rank: the losses of so many steps of a small model, whose head is cut over the ranks.
+
+    ``loss_of`` takes hidden states ``[2, 4, D]``, this rank's rows of the head, and labels, and returns a mean.
+    """
+    inputs, device = policy(head=True), device_of(rank, group)
+    generator = torch.Generator().manual_seed(2)
+    embedding = torch.randn(COLUMNS, WIDTH, generator=generator).to(device).requires_grad_()
+    (_, weight), labels = shards(inputs, rank, group.size(), device, bounds)[:2]
+    weight.requires_grad_()
+    tokens, losses = labels.clamp(min=0).flip(-1), []
+    optimizer = torch.optim.AdamW([embedding, weight], lr=0.05)
+    for _ in range(steps):
+        loss = loss_of(F.embedding(tokens, embedding).tanh(), weight, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    assert losses[-1] < losses[0] / 2
+    return torch.stack(losses)
+
+
+def summed_grad(hidden: Tensor, group: Any) -> Tensor:
+    """Hidden states whose gradient is the sum over the ranks, as before a column-parallel head."""
+
+    def summed(grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        torch.distributed.all_reduce(grad, group=group)
+        return grad
+
+    hidden = hidden * 1
+    hidden.register_hook(summed)
+    return hidden
 
 
 def real_module(name: str) -> Any:

@@ -6,6 +6,7 @@ import functools
 import importlib
 import logging
 import re
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from types import ModuleType
 
@@ -18,12 +19,21 @@ TESTED = {
     "verl": ("0.9.1",),
     "nemo-rl": ("0.7.0",),
     "openrlhf": ("0.11.2",),
+    "deepspeed": ("0.19.8",),
+    "ms-swift": ("4.6.0",),
+    "nemo-automodel": ("0.7.0",),
+    "skyrl": ("0.4.0",),
+    "areal": ("1.0.4",),
     "lightning": ("2.6.6",),
     "accelerate": ("1.15.0",),
 }
 
+logger = logging.getLogger("vocab_parallel_ce")
 
-MODULES = ("dtensor", "megatron", "nemo_rl", "openrlhf", "torchtitan", "transformers", "trl", "verl")
+MODULES = (
+    *("areal", "deepspeed", "dtensor", "megatron", "nemo_automodel", "nemo_rl", "openrlhf", "skyrl", "swift"),
+    *("torchtitan", "transformers", "trl", "verl"),
+)
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -59,10 +69,17 @@ def warn_if_newer(name: str) -> None:
     except (metadata.PackageNotFoundError, KeyError):  # not installed as a package, as in a test
         return
     if _key(found) > _key(newest):
-        logging.getLogger("vocab_parallel_ce").warning(
+        logger.warning(
             "vocab_parallel_ce: %s %s is newer than the newest tested, %s; compare a step with and without install()",
             *(name, found, newest),
         )
+
+
+def log_installed(framework: str, computed: Iterable[str], left: Mapping[str, str]) -> None:
+    """Log, in one line, what of a framework this package computes from now on, and what it does not, and why."""
+    what = ", ".join(sorted(computed)) or "nothing"
+    why = "; ".join(f"{name} ({reason})" for name, reason in left.items()) or "nothing"
+    logger.info("vocab_parallel_ce: %s: computes %s; left to the framework: %s", framework, what, why)
 
 
 def _key(version: str) -> tuple[int, ...]:

@@ -20,71 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce.api.heads import linear_token_log_probs
-from vocab_parallel_ce.api.logits import token_log_probs
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.dtensor import process_group_of
+from vocab_parallel_ce.integrations.log_probs import ChunkedDistributedLogprob, DistributedLogprob, check_columns
 from vocab_parallel_ce.integrations.rebind import Switch
-
-
-class DistributedLogprob:
-    """Has ``apply``, as an autograd Function has.
-
-    Example:
-        >>> from vocab_parallel_ce.integrations import nemo_rl
-        >>> nemo_rl.DistributedLogprob.apply(torch.zeros(2, 4), torch.tensor([1, 3]), 0, 4, None)
-        tensor([-1.3863, -1.3863])
-    """
-
-    @staticmethod
-    def apply(
-        vocab_parallel_logits: Tensor,
-        target: Tensor,
-        vocab_start_index: int,
-        vocab_end_index: int,
-        group: Any,
-        inference_only: bool = False,
-    ) -> Tensor:
-        """Return ``[...]`` fp32 log-probabilities of ``target [...]``, for this rank's ``[..., C]`` logits.
-
-        Overwrites nothing; backward writes the gradient into a new tensor. Nothing of the logits' size is kept for it.
-
-        Collectives: one all_gather of 12 bytes per token; none in backward.
-
-        Args:
-            vocab_start_index, vocab_end_index: this rank's columns, ``[rank * C, (rank + 1) * C)``.
-            inference_only: build no graph.
-
-        Raises:
-            ValueError: the columns are others.
-        """
-        group = dist.group.WORLD if group is None else process_group_of(group)  # as torch.distributed takes it
-        _check_columns(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], group)
-        with torch.no_grad() if inference_only else nullcontext():
-            return token_log_probs(vocab_parallel_logits, target, group=group, gradient="out_of_place")
-
-
-class ChunkedDistributedLogprob:
-    """Has ``apply``, as an autograd Function has.
-
-    Example:
-        >>> from vocab_parallel_ce.integrations import nemo_rl
-        >>> nemo_rl.ChunkedDistributedLogprob.apply(torch.zeros(2, 4), torch.tensor([1, 3]), 0, 4, 1024, None)
-        tensor([-1.3863, -1.3863])
-    """
-
-    @staticmethod
-    def apply(
-        vocab_parallel_logits: Tensor,
-        target: Tensor,
-        vocab_start_index: int,
-        vocab_end_index: int,
-        chunk_size: int,
-        tp_group: Any,
-        inference_only: bool = False,
-    ) -> Tensor:
-        """Return what :class:`DistributedLogprob` does, which needs no memory that chunks would save."""
-        columns = vocab_start_index, vocab_end_index
-        return DistributedLogprob.apply(vocab_parallel_logits, target, *columns, tp_group, inference_only)
 
 
 def from_parallel_logits_to_logprobs(
@@ -154,7 +92,7 @@ def from_parallel_hidden_states_to_logprobs(
     """
     _check_no_context_parallelism(cp_group, "the logits' function")
     group = dist.group.WORLD if tp_group is None else tp_group
-    _check_columns(vocab_start_index, vocab_end_index, output_weight_layer.shape[0], group)
+    check_columns(vocab_start_index, vocab_end_index, output_weight_layer.shape[0], group)
     with torch.no_grad() if inference_only else nullcontext():
         log_probs = linear_token_log_probs(
             tensor_parallel_hidden_states,
@@ -164,17 +102,6 @@ def from_parallel_hidden_states_to_logprobs(
             sequence_parallel=group_position(group)[1] > 1,
         )
     return log_probs.t()[:, :-1]
-
-
-def _check_columns(start: int, end: int, n_columns: int, group: Any) -> None:
-    """That the shards are equal: of others nobody tells this rank the size of the vocabulary."""
-    rank = group_position(group)[0]
-    expected = rank * n_columns, (rank + 1) * n_columns
-    if (start, end) != expected:
-        raise ValueError(
-            f"vocab_start_index, vocab_end_index: expected {expected}, those of rank {rank} with equal shards of "
-            f"{n_columns} columns, got {(start, end)}; call token_log_probs or linear_token_log_probs with vocab_size="
-        )
 
 
 def _check_no_context_parallelism(cp_group: Any, instead: str) -> None:
@@ -189,6 +116,10 @@ _switch = Switch(
         f"{_MODULE}:DistributedLogprob": DistributedLogprob,
         f"{_MODULE}:ChunkedDistributedLogprob": ChunkedDistributedLogprob,
         f"{_MODULE}:from_parallel_hidden_states_to_logprobs": from_parallel_hidden_states_to_logprobs,
+    },
+    {
+        "top-k and top-p filtering": "it changes the logits, and has cores of its own",
+        "context parallelism and packed sequences": "they are NeMo-RL's code around these functions",
     },
 )
 install, uninstall, installed, report = _switch.install, _switch.uninstall, _switch.installed, _switch.report

@@ -44,5 +44,6 @@ _switch = Switch(
         "openrlhf.models.utils:log_probs_from_logits": log_probs_from_logits,
         "openrlhf.models.utils:compute_entropy": compute_entropy,
     },
+    {"the head": "the actor makes fp32 logits itself"},
 )
 install, uninstall, installed, report = _switch.install, _switch.uninstall, _switch.installed, _switch.report

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vocab_parallel_ce.integrations import warn_if_newer
+from vocab_parallel_ce.integrations import log_installed, warn_if_newer
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -22,7 +22,7 @@ class Report(NamedTuple):
     """What :meth:`Switch.install` did."""
 
     rebound: tuple[str, ...]  #: names that stand for this package's functions, with their modules
-    left: dict[str, str]  #: names that do not, because they or their modules are not there -> why
+    left: dict[str, str]  #: what the framework still computes, or a name that is not there -> why
 
 
 class Around(NamedTuple):
@@ -35,6 +35,7 @@ class Around(NamedTuple):
 class Rebound(NamedTuple):
     """What a name stood and stands for, and where."""
 
+    target: str
     old: Any
     new: Any
     holders: list[tuple[Any, str]]  # modules or classes, and their names for it; first the one that defines it
@@ -46,11 +47,13 @@ class Switch:
     Args:
         version: the framework and the versions that have these names, for messages.
         stand_ins: ``"module:name"`` or ``"module:Class.name"`` -> what shall compute it, or :class:`Around`.
+        left: what the framework still computes -> why.
     """
 
-    def __init__(self, version: str, stand_ins: Mapping[str, Any]) -> None:
+    def __init__(self, version: str, stand_ins: Mapping[str, Any], left: Mapping[str, str] | None = None) -> None:
         self.version = version
         self.stand_ins = stand_ins
+        self.left = left or {}
         self._rebound: list[Rebound] = []
         self._left: dict[str, str] = {}
 
@@ -81,10 +84,11 @@ class Switch:
         if not found:
             raise ImportError(f"{self.version}: none of its modules can be imported: {left}")
         warn_if_newer(self.version.partition(" ")[0].lower())
-        self._left, self._rebound = left, [*found.values()]
-        for old, new, holders in self._rebound:
+        self._left, self._rebound = {**self.left, **left}, [*found.values()]
+        for _, old, new, holders in self._rebound:
             holders += _modules_with(old)
             _bind(holders, new)
+        log_installed(self.version, [holders[0][1] for *_, holders in self._rebound], self._left)
         return self.report()
 
     def uninstall(self) -> None:
@@ -93,13 +97,13 @@ class Switch:
         Raises:
             RuntimeError: something else has replaced a name since. Nothing has changed then.
         """
-        for _, new, holders in self._rebound:
+        for _, _, new, holders in self._rebound:
             for owner, name in holders:
                 if vars(owner).get(name) is not new:
                     where = f"{_path(owner)}.{name}"
                     raise RuntimeError(f"{where}: something else replaced it after install(); undo that first")
         while self._rebound:
-            old, new, holders = self._rebound.pop()
+            _, old, new, holders = self._rebound.pop()
             _bind([*holders, *_modules_with(new)], old)
 
     @contextmanager
@@ -113,28 +117,33 @@ class Switch:
                 self.uninstall()
 
     def report(self) -> Report:
-        """Return which names stand for this package's functions now, and which do not."""
+        """Return which names stand for this package's functions now, and what does not, and why."""
         holders = [each.holders[0] for each in self._rebound] + _modules_with(*(each.new for each in self._rebound))
         names = {f"{_path(owner)}.{name}" for owner, name in holders}
         return Report(tuple(sorted(names)), dict(self._left) if names else {})
 
     def originals(self) -> dict[str, Any]:
         """Return what each name stood for."""
-        return {holders[0][1]: old for old, _, holders in self._rebound}
+        return {each.holders[0][1]: each.old for each in self._rebound}
+
+    def own(self, target: str) -> Any:
+        """Return the framework's own function that ``target`` names, as in ``stand_ins``, installed or not."""
+        for each in self._rebound:
+            if each.target == target:
+                return each.old
+        owner, name = _owner(target)
+        return getattr(owner, name)
 
     def _looked_up(self, target: str, stand_in: Any) -> Rebound:
         """Return what a target is now, and its own copy of the stand-in, which nothing else has."""
         module, _, path = target.partition(":")
-        *classes, name = path.split(".")
-        owner: Any = importlib.import_module(module)
-        for part in classes:
-            owner = getattr(owner, part, None)
+        owner, name = _owner(target)
         old = None if owner is None else vars(owner).get(name)
         if isinstance(stand_in, Around):
             if old is None:
                 error = ImportError if stand_in.optional else ValueError
                 raise error(f"{module}.{path}: expected that of {self.version}, got no such name")
-            return Rebound(old, stand_in.make(old), [(owner, name)])
+            return Rebound(target, old, stand_in.make(old), [(owner, name)])
         expected = _parameters(stand_in)
         got = None if old is None else _parameters(old)
         if got != expected:
@@ -142,7 +151,17 @@ class Switch:
                 f"{module}.{path}: expected the parameters of {self.version}, {expected}, "
                 f"got {got or 'no such name'}; install that version, or call this package's functions yourself"
             )
-        return Rebound(old, copy_of(stand_in), [(owner, name)])
+        return Rebound(target, old, copy_of(stand_in), [(owner, name)])
+
+
+def _owner(target: str) -> tuple[Any, str]:
+    """Return the module or class that a target is of, None if there is no such class, and its name there."""
+    module, _, path = target.partition(":")
+    *classes, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for part in classes:
+        owner = getattr(owner, part, None)
+    return owner, name
 
 
 def copy_of(stand_in: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 from vocab_parallel_ce import checks, token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import is_dtensor, with_a_column
 from vocab_parallel_ce.integrations import dtensor
+from vocab_parallel_ce.integrations.log_probs import with_entropies
 from vocab_parallel_ce.integrations.rebind import Switch
 from vocab_parallel_ce.options import IMPLEMENTATIONS
 
@@ -26,6 +27,12 @@ GRADIENTS = ("auto", "in_backward", "out_of_place")
 UNCUT = "DTensors whose vocabulary is not cut"
 TYPES = "spmd_types checks types (debug.spmd_typechecking)"
 UNKNOWN = "log-probabilities of plain shards without install(vocab_size=)"
+LEFT = {
+    UNCUT: "nothing is to be gathered there",
+    TYPES: "this package's operators have no types to check",
+    UNKNOWN: "nothing else says how wide the vocabulary is; torchtitan gathers them",
+    "the head": "the model makes its logits",
+}
 _own: dict[str, Any] = {}  # torchtitan's functions, kept for losses that were built while ours were installed
 _titan: dict[str, Any] = {}  # what ours need of torchtitan
 _options: dict[str, Any] = {}  # of install(); empty: nothing is installed
@@ -38,7 +45,8 @@ class Report(NamedTuple):
     installed: bool
     rebound: tuple[str, ...]  #: names that stand for this package's functions, with their modules
     fused: int  #: calls that this package computed
-    own: dict[str, int]  #: calls that torchtitan's own functions computed, by reason
+    own: dict[str, int]  #: calls that torchtitan's own functions computed, by what of left they are
+    left: dict[str, str]  #: what torchtitan computes itself -> why
 
 
 def install(*, vocab_size: int | None = None, gradient: str = "auto", impl: str = "auto") -> Report:
@@ -99,7 +107,8 @@ def installed(**options: Any) -> Iterator[Report]:
 def report() -> Report:
     """Return what is installed, and how many calls this package and torchtitan's own functions computed."""
     own = {reason: _calls[reason] for reason in (UNCUT, TYPES, UNKNOWN) if _calls[reason]}
-    return Report(bool(_options), _switch.report().rebound, _calls["fused"], own)
+    rebound, left = _switch.report()
+    return Report(bool(_options), rebound, _calls["fused"], own, left)
 
 
 def cross_entropy_loss(pred: Any, labels: Any, *, global_vocab_size: int | None = None) -> Any:
@@ -150,13 +159,14 @@ def compute_logprobs(logits: Any, labels: Any, *, return_entropy: bool = False) 
         options |= {"group": group, "vocab_size": shard}
     if not return_entropy:
         return function(logits, labels, **options)
-    ignored = labels == -100
-    found = function(logits, labels.masked_fill(ignored, 0), outputs=("entropy",), **options)
-    return found.log_probs.masked_fill(ignored, 0.0), found.entropy.detach()
+    log_probs, entropy = with_entropies(logits, labels, function, **options)
+    return log_probs, entropy.detach()
 
 
 _switch = Switch(
-    "torchtitan 0.3", {f"{LOSS}:{function.__name__}": function for function in (cross_entropy_loss, compute_logprobs)}
+    "torchtitan 0.3",
+    {f"{LOSS}:{function.__name__}": function for function in (cross_entropy_loss, compute_logprobs)},
+    LEFT,
 )
 
 

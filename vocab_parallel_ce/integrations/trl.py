@@ -19,16 +19,16 @@ from torch import Tensor
 
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.dtensor import is_dtensor
-from vocab_parallel_ce.integrations import warn_if_newer
+from vocab_parallel_ce.integrations import log_installed, warn_if_newer
 
 TP = "tp"  # the name that transformers and accelerate give tensor parallelism's dimension of a mesh
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 OWN_NAMES = {"log_sum_sq_probs": "sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "predictions"}
-LEFT_TO_TRL = (
-    f"outputs other than {', '.join(OUTPUTS)}",
-    "temperature, logit_scale or softcap is not positive",
-    "DeepSpeed ZeRO-3, which must gather the head again in backward",
-)
+LEFT = {
+    f"outputs other than {', '.join(OUTPUTS)}": "this package has none of them",
+    "temperature, logit_scale or softcap that is not positive": "this package refuses them",
+    "DeepSpeed ZeRO-3": "the head must be gathered again in backward",
+}
 _originals: dict[str, Any] = {}  # what names of trl.trainer.utils stood for
 _calls: Counter[str] = Counter()
 
@@ -38,9 +38,9 @@ class Report(NamedTuple):
 
     installed: bool
     outputs: tuple[str, ...]  #: that this package computes
-    left_to_trl: tuple[str, ...]  #: calls that TRL's own Function computes, after it gathered the head
+    left: dict[str, str]  #: calls that TRL's own Function computes, after it gathered the head -> why
     fused: int  #: calls that this package computed
-    own: dict[str, int]  #: calls that TRL's own Function computed, by their reason in left_to_trl
+    own: dict[str, int]  #: calls that TRL's own Function computed, by what of left they are
 
 
 def install() -> Report:
@@ -63,6 +63,7 @@ def install() -> Report:
     for name, stand_in in _STAND_INS.items():
         _originals[name] = getattr(utils, name)
         setattr(utils, name, stand_in)
+    log_installed("TRL 1.16", ["the fused head"], LEFT)
     return report()
 
 
@@ -93,8 +94,8 @@ def installed() -> Iterator[Report]:
 
 def report() -> Report:
     """Return what is installed, and how many calls this package and TRL's own Function computed."""
-    own = {reason: _calls[reason] for reason in LEFT_TO_TRL if _calls[reason]}
-    return Report(bool(_originals), OUTPUTS, LEFT_TO_TRL, _calls["fused"], own)
+    own = {what: _calls[what] for what in LEFT if _calls[what]}
+    return Report(bool(_originals), OUTPUTS, LEFT, _calls["fused"], own)
 
 
 class _NoTensor:
@@ -172,10 +173,10 @@ _STAND_INS = {"_ChunkedLogProbFunction": _Core, "DTensor": _NoTensor}
 
 
 def _why_left_to_trl(weight: Tensor, scales: dict[str, Any], outputs: tuple[str, ...]) -> str | None:
-    """Return the first of ``LEFT_TO_TRL`` that holds, or None."""
+    """Return the first of ``LEFT`` that holds, or None."""
     holds = (
         not set(outputs) <= set(OUTPUTS),
         not all(scale is None or scale > 0 for scale in scales.values()),
         hasattr(weight, "ds_id"),
     )
-    return next((reason for reason, is_so in zip(LEFT_TO_TRL, holds, strict=True) if is_so), None)
+    return next((reason for reason, is_so in zip(LEFT, holds, strict=True) if is_so), None)

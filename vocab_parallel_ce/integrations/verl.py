@@ -10,7 +10,6 @@ outside the vocabulary gives NaN. Forward never changes logits.
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 
@@ -20,8 +19,14 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.logits import output_of, token_log_probs
+from vocab_parallel_ce.integrations.log_probs import tensor_parallel_group
 from vocab_parallel_ce.integrations.rebind import Switch
 from vocab_parallel_ce.options import REDUCTIONS, Advanced
+
+LEFT = {
+    "the head without use_fused_kernels": "the model makes its logits",
+    "logits of a DTensor in the FSDP engine": "verl gathers them before it calls anything",
+}
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
@@ -47,7 +52,7 @@ def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tens
 
     Collectives: one all_gather of 12 bytes per token over the tensor-parallel group; verl's has three all_reduces.
     """
-    return token_log_probs(logits, labels, group=_tensor_parallel_group(), gradient="out_of_place")
+    return token_log_probs(logits, labels, group=tensor_parallel_group(), gradient="out_of_place")
 
 
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
@@ -62,7 +67,7 @@ def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
 
 def vocab_parallel_entropy_with_chunking(vocab_parallel_logits: Tensor, chunk_size: int = 2048) -> Tensor:
     """Return :func:`vocab_parallel_entropy` in fp32. It needs no memory that chunks would save."""
-    return output_of("entropy", vocab_parallel_logits, _tensor_parallel_group())
+    return output_of("entropy", vocab_parallel_logits, tensor_parallel_group())
 
 
 def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
@@ -85,7 +90,7 @@ def vocab_parallel_sum_pi_squared(vocab_parallel_logits: Tensor) -> Tensor:
 
     Collectives: one all_gather of 16 bytes per token over the tensor-parallel group; verl's has three all_reduces.
     """
-    sums = output_of("sum_sq_probs", vocab_parallel_logits, _tensor_parallel_group())
+    sums = output_of("sum_sq_probs", vocab_parallel_logits, tensor_parallel_group())
     return sums.to(vocab_parallel_logits.dtype)
 
 
@@ -165,10 +170,6 @@ def linear_cross_entropy(
     return log_probs, found.entropy
 
 
-def _tensor_parallel_group() -> Any:
-    return importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
-
-
 _MEGATRON = "verl.utils.megatron.tensor_parallel"
 _switch = Switch(
     "verl 0.9",
@@ -182,6 +183,7 @@ _switch = Switch(
         "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward": FusedLinearForPPO.forward,
         "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy": linear_cross_entropy,
     },
+    LEFT,
 )
 install, uninstall, installed, report = _switch.install, _switch.uninstall, _switch.installed, _switch.report
 

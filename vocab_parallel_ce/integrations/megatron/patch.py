@@ -37,6 +37,11 @@ LINEAR = {  # optional: no version has all of them, and MambaModel may inherit i
         linear.with_predictions, optional=True
     ),
 }
+LEFT = {"output_layer": "install(linear=True) fuses it with the loss"}
+LEFT_OF_LINEAR = {
+    "output_layer of T5Model and BertModel": "their forward is not replaced; the loss of their logits is",
+    "output_layer in build_schedule_plan": "it does not call forward; the loss of its logits is replaced",
+}
 OPTIONS = {name: KEYWORDS[name] for name in ("z_loss", "gradient", "impl", "check_labels", "vocab_size", "chunk_size")}
 
 
@@ -45,6 +50,7 @@ class Report(NamedTuple):
 
     installed: bool
     rebound: tuple[str, ...]  #: full names
+    left: dict[str, str]  #: what is not fused -> why
     calls: dict[str, int]  #: of the loss of logits and of the linear loss, and what made its logits
 
 
@@ -86,7 +92,7 @@ def install(*, linear: bool = False, **options: Any) -> Report:
             raise ValueError(f"megatron: is installed with {_asked}, got {asked}; uninstall() first")
         return report()
     importlib.import_module(LANGUAGE_MODULE)
-    _switch.stand_ins = LOSSES | LINEAR if linear else LOSSES
+    _switch.stand_ins, _switch.left = (LOSSES | LINEAR, LEFT_OF_LINEAR) if linear else (LOSSES, LEFT)
     _switch.install()
     _asked.update(asked)
     losses.options.update(options)
@@ -118,4 +124,4 @@ def installed(**options: Any) -> Iterator[Report]:
 
 def report() -> Report:
     """Return what is installed, and the calls since then."""
-    return Report(bool(_asked), _switch.report().rebound, dict(losses.calls))
+    return Report(bool(_asked), *_switch.report(), dict(losses.calls))

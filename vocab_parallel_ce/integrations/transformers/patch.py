@@ -15,7 +15,7 @@ from torch import nn
 from vocab_parallel_ce.api.call import settings_of
 from vocab_parallel_ce.api.heads import KEYWORDS
 from vocab_parallel_ce.head.plan import check_head_settings
-from vocab_parallel_ce.integrations import warn_if_newer
+from vocab_parallel_ce.integrations import log_installed, warn_if_newer
 from vocab_parallel_ce.integrations.transformers.heads import (
     calls,
     forward_under_way,
@@ -77,13 +77,23 @@ def install(
         verdicts = {cls.__name__: _install(cls, mechanism, options) for cls in imported_classes()}
         if imported_later:
             _install_when_built(mechanism, options)
+        _log(verdicts, imported_later)
         return verdicts
     owner = owner_of(target)
     verdict = _install(owner, mechanism, options)
     name = _name(owner)
     if verdict != "installed":
         raise ValueError(f"{name}: {verdict}")
+    _log({name: verdict}, False)
     return {name: verdict}
+
+
+def _log(verdicts: dict[str, str], imported_later: bool) -> None:
+    """Log which classes are fused and which not; the log of a call says what of it is not."""
+    computed = [name for name, verdict in verdicts.items() if verdict == "installed"]
+    left = {name: verdict for name, verdict in verdicts.items() if verdict != "installed"}
+    later = ["classes that are imported later"] if imported_later else []
+    log_installed("transformers", computed + later, left | {"calls without labels": "they have no loss to fuse"})
 
 
 def uninstall(target: Any = None) -> dict[str, str]:

@@ -1,0 +1,275 @@
+"""DeepSpeed's losses on shards, uneven ones too: fp64, and its own functions if it is there.
+
+DeepSpeed is not in CI. The tests that need it skip and say so; the others tell the functions the vocabulary, so that
+they do not ask DeepSpeed.
+"""
+
+import os
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.support import soft
+from tests.support.collectives import assert_refused, messages_of, record_collectives
+from tests.support.inputs import DTYPES, batch
+from tests.support.logits import Results
+from tests.support.ranks import device_of, in_ranks
+from tests.support.rl import (
+    COLUMNS,
+    UNEVEN,
+    Found,
+    activations,
+    assert_right,
+    backward,
+    curve,
+    leaves_of,
+    on_devices,
+    policy,
+    real_module,
+    shards,
+    summed_grad,
+    whole,
+)
+from vocab_parallel_ce.integrations import deepspeed
+
+in_two_ranks = in_ranks((2,), (), (2,))
+LOSS, LINEAR, OPS = deepspeed.LOSS, deepspeed.LINEAR, deepspeed.OPS
+NAMES = ("vocab_parallel_cross_entropy", "vocab_parallel_logprobs")
+
+
+def _bounds(rank, n_ranks):
+    start, stop = UNEVEN[n_ranks][rank]
+    return {"vocab_start_index": start, "vocab_end_index": stop, "global_vocab_size": COLUMNS}
+
+
+def _found(functions, name, inputs, group, options):
+    """Log-probabilities, or losses as such, of this rank's columns, and the gradient of the logits."""
+    leaves = leaves_of(inputs)
+    (logits,) = activations(leaves)
+    is_loss = name == NAMES[0]
+    options = options | ({"reduction": "none"} if is_loss else {})
+    with record_collectives() as collectives:
+        outputs = getattr(functions, name)(logits, inputs.labels, tp_group=group, **options)
+    assert outputs.dtype == torch.float32
+    sign = -1 if is_loss else 1
+    backward([outputs], [sign * inputs.grads[0]])
+    assert torch.equal(logits, inputs.leaves[0])
+    return Found(sign * outputs.detach(), None, (leaves[0].grad,)), [call.nbytes for call in collectives]
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank(device, name, dtype):
+    inputs = policy(dtype, device=device)
+    found, _ = _found(deepspeed, name, inputs, None, _bounds(0, 1))
+    assert_right(found, inputs)
+
+
+def _on_shards(rank, group, inputs, name):
+    inputs = shards(inputs, rank, 2, device_of(rank, group), UNEVEN[2])
+    return _found(deepspeed, name, inputs, group, _bounds(rank, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@in_two_ranks
+def test_uneven_shards(rank_pool, impl, name, dtype):
+    inputs = policy(dtype)
+    results = rank_pool.run(_on_shards, inputs, name)
+    assert all(nbytes == [12 * inputs.labels.numel()] for _, nbytes in results)
+    assert_right(whole([found for found, _ in results], UNEVEN[2]), inputs)
+
+
+def _entropies(rank, group, inputs, functions=deepspeed):
+    inputs = shards(inputs, rank, 2, device_of(rank, group), UNEVEN[2])
+    (leaf,) = leaves_of(inputs)
+    entropy = functions.vocab_parallel_entropy(leaf * 1, tp_group=group)
+    backward([entropy], inputs.grads[1:])
+    return Found(None, entropy.detach(), (leaf.grad,))
+
+
+@in_two_ranks
+def test_entropies(rank_pool, impl):
+    inputs = policy(kind="confident")
+    assert_right(whole(rank_pool.run(_entropies, inputs), UNEVEN[2]), inputs)
+
+
+def _divergences(rank, group, case, functions=deepspeed):
+    device, (start, stop) = device_of(rank, group), UNEVEN[2][rank]
+    student, teacher = (tensor[:, start:stop].to(device) for tensor in (case.logits, case.other))
+    student.requires_grad_()
+    is_reverse = case.options["divergence"] == "reverse"
+    found = functions.vocab_parallel_kl_div(student * 1, teacher, is_reverse, group)
+    found.backward(soft.grad_output_of(case).to(device))
+    return Found(found.detach(), None, (student.grad,))
+
+
+@pytest.mark.parametrize("divergence", ["forward", "reverse"])
+@in_two_ranks
+def test_divergences(rank_pool, impl, divergence):
+    student, teacher = (batch(kind, rows=6, vocab_size=COLUMNS).logits for kind in ("peaked", "confident"))
+    case = soft.Case(None, soft.divergences, student, teacher, {"divergence": divergence}, {"reduction": "none"})
+    found = whole(rank_pool.run(_divergences, case), UNEVEN[2])
+    soft.assert_right(case, Results((found.log_probs,), found.grads[0]))
+
+
+def _head(rank, group, inputs, function=deepspeed.vocab_parallel_linear_cross_entropy, **options):
+    """In a rank: losses of its rows of the head. The gradient of the hidden states is the sum."""
+    inputs = shards(inputs, rank, group.size(), device_of(rank, group), UNEVEN[group.size()])
+    leaves = leaves_of(inputs)
+    start, stop = UNEVEN[group.size()][rank]
+    losses = function(*leaves, inputs.labels, None, group, None, start, stop, reduction="none", **options)
+    backward([losses], [-inputs.grads[0]])
+    return Found(-losses.detach(), None, tuple(leaf.grad for leaf in leaves))
+
+
+# With DeepSpeed itself.
+
+
+def _join_deepspeed():
+    """In a rank: give DeepSpeed the process group that there is, and no kernel of its own, which it would compile."""
+    real_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    real_module("deepspeed.comm").init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False)
+
+
+def _both(rank, group, call, *args):
+    """In a rank: what DeepSpeed's own functions get, and ours in their place."""
+    _join_deepspeed()
+    own = call(rank, group, *args)
+    with deepspeed.installed() as report:
+        assert report.left == deepspeed.LEFT and f"{LOSS}.vocab_parallel_cross_entropy" in report.rebound
+        assert "deepspeed.sequence.vocab_parallel_cross_entropy" in report.rebound
+        return own, call(rank, group, *args)
+
+
+def _every_function(rank, group, inputs, head, case):
+    """DeepSpeed's names, whatever they stand for, with bounds that DeepSpeed checks."""
+    ops, bounds = real_module(OPS), {"vocab_start_index": UNEVEN[2][rank][0], "vocab_end_index": UNEVEN[2][rank][1]}
+    given = shards(inputs, rank, 2, device_of(rank, group), UNEVEN[2])
+    return [
+        _found(real_module(LOSS), NAMES[0], given, group, bounds)[0],
+        _found(ops, NAMES[1], given, group, bounds)[0],
+        _head(rank, group, head, real_module(LINEAR).vocab_parallel_linear_cross_entropy),
+        _entropies(rank, group, inputs, ops),
+        _divergences(rank, group, case, ops),
+    ]
+
+
+@in_two_ranks
+def test_beside_deepspeeds_own_functions(rank_pool, impl):
+    real_module(OPS)
+    inputs, head = policy(kind="some_ignored"), policy(head=True)
+    student, teacher = (batch(kind, rows=6, vocab_size=COLUMNS).logits for kind in ("peaked", "confident"))
+    case = soft.Case(None, soft.divergences, student, teacher, {"divergence": "reverse"}, {"reduction": "none"})
+    results = rank_pool.run(_both, _every_function, inputs, head, case)
+    pairs = zip(*(zip(*(result[which] for result in results), strict=True) for which in range(2)), strict=True)
+    for number, (own, found) in enumerate(pairs):
+        own, found = whole(own, UNEVEN[2]), whole(found, UNEVEN[2])
+        if number < 3:
+            assert_right(found, head if number == 2 else inputs, own)
+        torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
+
+
+def _of_sequences(rank, group, inputs):
+    """Each rank has one of the two sequences, and all columns: means, sums and gathered losses, and a gradient."""
+    loss, found = real_module(LOSS), []
+    (logits,), labels = inputs.leaves, inputs.labels
+    for reduction, gathers in (("mean", False), ("sum", False), ("none", True)):
+        leaf = logits[rank].to(device_of(rank, group)).requires_grad_()
+        value = loss.vocab_parallel_cross_entropy(
+            leaf * 1, labels[rank].to(leaf.device), sp_group=group, reduction=reduction, gather_sequence_loss=gathers
+        )
+        (value.sum() * 0.75).backward()
+        found.append((value.detach(), leaf.grad))
+    return found
+
+
+@in_two_ranks
+def test_sequence_parallelism_is_deepspeeds(rank_pool, impl):
+    real_module(LOSS)
+    for own, found in rank_pool.run(_both, _of_sequences, policy()):
+        torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-6)
+
+
+def _curves(rank, group):
+    loss, linear = real_module(LOSS), real_module(LINEAR)
+    start, stop = UNEVEN[2][rank]
+
+    def of_logits(hidden, weight, labels):
+        module = loss.VocabParallelCausalLMLoss(group, None, start, stop)
+        return module(summed_grad(hidden, group) @ weight.t(), shift_labels=labels)
+
+    def of_head(hidden, weight, labels):
+        given = hidden, weight, labels, None, group, None, start, stop
+        return linear.vocab_parallel_linear_cross_entropy(*given)
+
+    return [curve(rank, group, of, UNEVEN[2]) for of in (of_logits, of_head)]
+
+
+@in_two_ranks
+def test_curves_are_deepspeeds(rank_pool, impl):
+    real_module(LINEAR)
+    for own, found in rank_pool.run(_both, _curves):
+        torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-5)
+
+
+def _engine(rank, group, steps=20):
+    """Losses of a model whose head AutoTP cuts into 51 and 50 columns, as DeepSpeed's engine trains it."""
+    models, torch_deepspeed = real_module("transformers"), real_module("deepspeed")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = models.LlamaForCausalLM(models.LlamaConfig(vocab_size=101, num_key_value_heads=4, **sizes))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True},
+    }
+    with patch.dict(os.environ, {"LOCAL_RANK": str(rank)}):
+        engine, *_ = torch_deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    assert model.lm_head.weight.shape[0] == (51, 50)[rank]
+    ids = torch.randint(0, 101, (2, 12), generator=torch.Generator().manual_seed(1)).to(engine.device)
+    losses = []
+    for _ in range(steps):
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    assert losses[-1] < losses[0] / 2
+    return torch.stack(losses)
+
+
+@in_two_ranks
+def test_an_engine_with_autotp_trains_alike(rank_pool, impl):
+    real_module(LOSS), real_module("transformers")
+    for own, found in rank_pool.run(_both, _engine):
+        torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-5)
+
+
+def _refusals(rank, group):
+    """DeepSpeed's errors are errors here too."""
+    logits, labels = torch.randn(2, 3, COLUMNS), torch.full((2, 3), COLUMNS)
+    call = deepspeed.vocab_parallel_cross_entropy
+    bounds = _bounds(0, 1)
+    return messages_of(
+        {
+            "label": lambda: call(logits, labels, **bounds),
+            "bounds": lambda: call(logits, labels, global_vocab_size=COLUMNS),
+            "width": lambda: call(logits[..., 1:], labels, **bounds),
+            "reduction": lambda: call(logits, labels, reduction="batchmean", **bounds),
+            "gathers": lambda: call(logits, labels, gather_sequence_loss=True, **bounds),
+        }
+    )
+
+
+@in_two_ranks
+def test_refusals(rank_pool, impl):
+    expected = {
+        "label": "ValueError: labels: ",
+        "bounds": "ValueError: global_vocab_size: expected vocab_start_index and vocab_end_index with it, got None",
+        "width": "ValueError: logits: last dimension must be the width 20",
+        "reduction": "ValueError: reduction: expected one of 'mean', 'sum', 'none', got 'batchmean'",
+        "gathers": "ValueError: gather_sequence_loss: expected sp_group and reduction='none' with it, got None, 'mean'",
+    }
+    assert_refused(rank_pool.run(_refusals), expected)
