@@ -139,10 +139,16 @@ class Sampling(NamedTuple):
 
     As samplers do, ``top_k`` first; the nucleus is the smallest set of the largest logits that has at least ``top_p``
     of what ``top_k`` leaves (Holtzman et al., arXiv:1904.09751). Logits that are equal stay in or go together.
+
+    Example:
+        >>> from vocab_parallel_ce import Sampling, token_log_probs
+        >>> logits = torch.tensor([[3.0, 3.0, 0.0, 0.0]])
+        >>> token_log_probs(logits, torch.tensor([1]), sampling=Sampling(top_k=2))  # log 1 / 2
+        tensor([-0.6931])
     """
 
-    top_k: int | None = None  # None: all
-    top_p: float = 1.0  # above 0
+    top_k: int | None = None  #: None: all
+    top_p: float = 1.0  #: above 0
 
 
 class CommonKeywords(TypedDict, total=False):

@@ -3,11 +3,13 @@
 import doctest
 import importlib
 import inspect
+import re
 
 import pytest
 import torch
 
 import vocab_parallel_ce as package
+from tests.docs.markdown import ROOT
 from vocab_parallel_ce import integrations, options
 from vocab_parallel_ce.integrations import rebind
 
@@ -46,6 +48,15 @@ def test_the_public_names_of_integrations_are_found():
     expected = {"dtensor.cross_entropy", "verl.FusedLinearForPPO", "openrlhf.compute_entropy", "options.Advanced"}
     assert expected <= set(PUBLIC) and "verl.vocab_parallel_entropy" not in PUBLIC
     assert not any(inspect.getmodule(value) is rebind for value in PUBLIC.values())
+
+
+def test_the_page_of_the_api_has_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert set(re.findall(r":: (?:vocab_parallel_ce\.)?(\w+|options\.Advanced)$", page, re.M)) >= {
+        name for name in PUBLIC if name.partition(".")[0] not in integrations.MODULES
+    }
+    modules = re.findall(r"^\.\. automodule:: vocab_parallel_ce\.integrations\.(\w+)$", page, re.M)
+    assert sorted(modules) == sorted(integrations.MODULES)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
