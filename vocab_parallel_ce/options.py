@@ -142,13 +142,13 @@ class Sampling(NamedTuple):
 
     Example:
         >>> from vocab_parallel_ce import Sampling, token_log_probs
-        >>> logits, labels = torch.tensor([[3.0, 3.0, 1.0, 0.0]]), torch.tensor([0])
-        >>> token_log_probs(logits, labels, sampling=Sampling(top_k=2)).exp()
-        tensor([0.5000])
+        >>> logits = torch.tensor([[3.0, 3.0, 0.0, 0.0]])
+        >>> token_log_probs(logits, torch.tensor([1]), sampling=Sampling(top_k=2))  # log 1 / 2
+        tensor([-0.6931])
     """
 
-    top_k: int | None = None  # None: all
-    top_p: float = 1.0  # above 0
+    top_k: int | None = None  #: None: all
+    top_p: float = 1.0  #: above 0
 
 
 class CommonKeywords(TypedDict, total=False):

@@ -118,7 +118,7 @@ OF_ONE = {
         (
             {"labels": LABELS.unsqueeze(-1).expand(2, 3, COLUMNS)},
             ValueError,
-            "labels: .*fewer given ids.*probabilities",
+            "labels: .*number of given ids.*probabilities",
         ),
         ({"temperature": 0.0}, ValueError, "temperature: must be positive"),
         ({"outputs": "entropy"}, TypeError, "outputs: expected a tuple of names, .* got 'entropy'"),

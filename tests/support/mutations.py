@@ -59,6 +59,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "integrations/nemo": "tests/integrations/test_nemo_rl.py",
     "integrations/trl": "tests/integrations/test_trl.py",
     "integrations/megatron": "tests/integrations/test_megatron_install.py tests/integrations/test_megatron_calls.py",
+    "integrations/log_probs": "tests/integrations/test_rl.py tests/integrations/test_torchtitan.py",
     "integrations/torchtitan": "tests/integrations/test_torchtitan.py",
     "integrations/": "tests/integrations",
     "shard": "tests/core/test_shard.py tests/ranks/test_cross_entropy.py",

@@ -240,7 +240,7 @@ def token_log_probs(
     logits, and reads the logits as often.
 
     Args:
-        labels: ``[...]`` int64 or int32 global ids, the same on every rank. Or ``[..., k]`` given ids, ``k`` not ``C``:
+        labels: ``[...]`` int64 or int32 global ids, the same on every rank. Or ``[..., k]`` given ids:
             one that is ``ignore_index`` has log-probability 0. One outside ``[0, V)`` has NaN, as the gradient of its
             token. They take no ``outputs`` and no ``top_k``.
         temperature: positive; divides the logits after the cap. A number, or a floating-point tensor of one element, or

@@ -33,6 +33,8 @@ def next_labels(
 ) -> Tensor:
     """Return the label of the next token for each token, within its sequence.
 
+    Computes::
+
         next[t] = labels[t + 1], and ignore_index for the last token of a sequence
 
     Pass the result to a loss as its labels, without ``shift``. Labels that a framework has shifted, as Megatron-LM's
@@ -68,8 +70,9 @@ def next_labels(
 
     Example:
         >>> from vocab_parallel_ce import next_labels
-        >>> next_labels(torch.tensor([10, 11, 12, 20, 21]), cu_seqlens=torch.tensor([0, 3, 5]))
-        tensor([  11,   12, -100,   21, -100])
+        >>> ids = torch.tensor([[5, 6, 7, 8, 9]])  # two sequences in one row
+        >>> next_labels(ids, cu_seqlens=torch.tensor([0, 3, 5]))
+        tensor([[   6,    7, -100,    9, -100]])
     """
     checks.check_labels(labels, labels)
     checks.check_integer("ignore_index", ignore_index)

@@ -34,6 +34,11 @@ def gather_logprobs(
     Overwrites: backward writes the gradient over the logits if nobody else can see them.
 
     Collectives: one all_gather of 12 bytes per token over ``tp_group``; AReaL's has three all_reduces per chunk.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import areal
+        >>> areal.gather_logprobs(torch.zeros(2, 4), torch.tensor([1, 3]))
+        tensor([-1.3863, -1.3863])
     """
     return token_log_probs(logits, labels, temperature=temperature, group=tp_group)
 
@@ -44,6 +49,11 @@ def gather_logprobs_entropy(
     """Return :func:`gather_logprobs` and the fp32 entropies ``[...]`` of all tokens, from one read of the logits.
 
     Collectives: one all_gather of 16 bytes per token; AReaL's has four all_reduces per chunk.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import areal
+        >>> areal.gather_logprobs_entropy(torch.zeros(2, 4), torch.tensor([1, 3]))[1]
+        tensor([1.3863, 1.3863])
     """
     return with_entropies(logits, labels, temperature=temperature, group=tp_group)
 

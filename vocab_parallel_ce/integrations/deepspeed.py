@@ -33,7 +33,7 @@ OPS = "deepspeed.sequence.vocab_parallel_ops"
 LEFT = {
     "the logits of AutoTP's vocabulary-parallel head": "the model makes them; call vocab_parallel_linear_cross_entropy",
     "backend='liger'": "it names Liger's kernel, for equal shards",
-    "log-probabilities of k tokens per position": "this package has one per position",
+    "log-probabilities of V or V / R ids per position": "this package takes them for one-hot labels",
     "a KL divergence with a gradient of the teacher": "this package has none",
     "chunked_cross_entropy": "it is of whole logits; call this package's loss",
 }
@@ -61,6 +61,13 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         ValueError: the shards do not fit, or a target is outside of the vocabulary.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import deepspeed
+        >>> logits, target = torch.zeros(2, 4), torch.tensor([1, 3])
+        >>> bounds = {"vocab_start_index": 0, "vocab_end_index": 4, "global_vocab_size": 4}
+        >>> deepspeed.vocab_parallel_cross_entropy(logits, target, **bounds)
+        tensor(1.3863)
     """
     bounds = vocab_start_index, vocab_end_index, global_vocab_size
     if backend != "torch":
@@ -149,16 +156,24 @@ def vocab_parallel_logprobs(
     global_vocab_size: int | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return ``[...]`` fp32 log-probabilities of ``index [...]``; those of ``index [..., k]`` are DeepSpeed's own.
+    """Return fp32 log-probabilities of ``index [...]``, or of ``k`` ids per position, ``index [..., k]``.
 
-    Overwrites nothing.
+    Those of ``V`` ids, or of ``V / R``, rounded up, on ``R`` ranks, are DeepSpeed's own. Overwrites nothing.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import deepspeed
+        >>> bounds = {"vocab_start_index": 0, "vocab_end_index": 4, "global_vocab_size": 4}
+        >>> deepspeed.vocab_parallel_logprobs(torch.zeros(2, 4), torch.tensor([1, 3]), **bounds)
+        tensor([-1.3863, -1.3863])
     """
     bounds = vocab_start_index, vocab_end_index, global_vocab_size
-    if index.shape != vocab_parallel_logits.shape[:-1]:
+    shape, n_ranks = vocab_parallel_logits.shape, group_position(tp_group)[1]
+    shard = _shard(shape[-1], bounds, tp_group, vocab_parallel_logits.device)
+    sizes = shard.vocab_size, -(-shard.vocab_size // n_ranks)
+    if index.shape != shape[:-1] and (index.dim() != len(shape) or index.shape[-1] in sizes):
         own = _switch.own(f"{OPS}:vocab_parallel_logprobs")
         result: Tensor = own(vocab_parallel_logits, index, tp_group, *bounds, ignore_index)
         return result
-    shard = _shard(vocab_parallel_logits.shape[-1], bounds, tp_group, vocab_parallel_logits.device)
     return token_log_probs(
         vocab_parallel_logits,
         index,
@@ -171,7 +186,13 @@ def vocab_parallel_logprobs(
 
 
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor, tp_group: Any = None) -> Tensor:
-    """Return the fp32 entropies ``[...]`` of ``logits [..., C]``. Overwrites nothing."""
+    """Return the fp32 entropies ``[...]`` of ``logits [..., C]``. Overwrites nothing.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import deepspeed
+        >>> deepspeed.vocab_parallel_entropy(torch.zeros(2, 4))
+        tensor([1.3863, 1.3863])
+    """
     return output_of("entropy", vocab_parallel_logits, tp_group)
 
 
@@ -181,6 +202,11 @@ def vocab_parallel_kl_div(
     """Return ``[...]`` fp32 KL(teacher || student), or the reverse; DeepSpeed's own if the teacher needs a gradient.
 
     Overwrites nothing.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import deepspeed
+        >>> deepspeed.vocab_parallel_kl_div(torch.zeros(2, 4), torch.tensor([[0.0, 0.0, 0.0, 9.0]]).expand(2, 4))
+        tensor([1.3826, 1.3826])
     """
     if teacher_logits.requires_grad and torch.is_grad_enabled():
         own = _switch.own(f"{OPS}:vocab_parallel_kl_div")

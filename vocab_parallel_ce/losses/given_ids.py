@@ -184,19 +184,19 @@ class GivenIdsLoss(Loss):
 
     def check(self, given: Ids, logits: Tensor, settings: Settings) -> None:
         checks.check_labels(given.ids, logits)
-        check_ids(given, logits.shape, logits.shape[-1], "logits")
+        if given.ids.shape[:-1] != logits.shape[:-1] or given.ids.shape[-1] == 0:
+            expected = f"{tuple(logits.shape[:-1])} and k given ids"
+            raise ValueError(f"labels: shape must be {expected}, got {tuple(given.ids.shape)}")
 
     def beside(self, given: Ids, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int) -> Ids:
-        of_tokens = given.ids[..., 0]
-        columns = columns_of(given, settings, shard)
-        return Ids(columns, temperature_of_rows(given.temperature, of_tokens, logits))
+        columns = columns_of(given, settings, shard, n_ranks)
+        return Ids(columns, temperature_of_rows(given.temperature, given.ids[..., 0], logits))
 
     def check_head(self, given: Ids, hidden: Tensor, settings: Settings) -> None:
         checks.check_labels(given.ids, hidden, "hidden")
 
     def beside_head(self, given: Ids, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor) -> Ids:
-        check_ids(given, (*given.ids.shape[:-1], 0), plan.shard.n_columns, "weight")
-        columns = columns_of(given, settings, plan.shard)
+        columns = columns_of(given, settings, plan.shard, plan.n_ranks)
         temperature = temperature_of_rows(given.temperature, given.ids[..., 0], hidden)
         if order is None:
             return Ids(columns, temperature)
@@ -247,24 +247,21 @@ def _values(given: Ids) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def check_ids(given: Ids, shape: tuple[int, ...], n_columns: int, subject: str) -> None:
-    """Check that there are k ids for each row of a tensor of ``shape``; labels, that they are not one for each column.
-
-    A teacher may be known at as many tokens as there are columns.
-    """
-    ids = given.ids
-    if ids.shape[:-1] != shape[:-1] or ids.shape[-1] == 0:
-        raise ValueError(f"labels: shape must be {tuple(shape[:-1])} and k given ids, got {tuple(ids.shape)}")
-    if ids.shape[-1] == n_columns and given.log_probs is None:
+def check_not_one_hot(ids: Tensor, shard: VocabShard, n_ranks: int) -> None:
+    """Check, by numbers that all ranks know, that there is not an id for each column of a rank or of the vocabulary."""
+    k = ids.shape[-1]
+    if k in (shard.vocab_size, -(-shard.vocab_size // n_ranks)):
         raise ValueError(
-            f"labels: expected fewer given ids per token than {subject} has columns, {n_columns}, got as many; "
-            f"{checks.NOT_ONE_HOT}"
+            f"labels: expected another number of given ids per token than of columns, got {k} for {shard.vocab_size} "
+            f"columns on {n_ranks} ranks; {checks.NOT_ONE_HOT}"
         )
 
 
-def columns_of(given: Ids, settings: Settings, shard: VocabShard) -> Tensor:
+def columns_of(given: Ids, settings: Settings, shard: VocabShard, n_ranks: int) -> Tensor:
     """Return ``[N, k]`` columns as launchers take them."""
     ids = given.ids
+    if given.log_probs is None:  # a teacher may be known at as many tokens as there are columns
+        check_not_one_hot(ids, shard, n_ranks)
     if settings.check_labels:
         checks.check_label_range(
             ids, shard.vocab_size, settings.ignore_index, subject=_subject(given), names_ignored=False
