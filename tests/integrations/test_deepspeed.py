@@ -172,6 +172,25 @@ def test_beside_deepspeeds_own_functions(rank_pool, impl):
         torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.reference
+def test_what_is_left_to_deepspeed_is_its_own_to_the_bit():
+    loss, ops, bounds = real_module(LOSS), real_module(OPS), _bounds(0, 1)
+    inputs, (teacher,) = policy(), leaves_of(policy(kind="confident"))
+    (logits,), indices = inputs.leaves, inputs.labels.clamp(min=0)[..., None] + torch.arange(3)
+
+    def every():
+        return [
+            loss.vocab_parallel_cross_entropy(logits, inputs.labels, backend="liger", **bounds),
+            ops.vocab_parallel_logprobs(logits, indices.clamp(max=COLUMNS - 1), **bounds),
+            ops.vocab_parallel_kl_div(logits, teacher),
+        ]
+
+    own = every()
+    with deepspeed.installed():
+        found = every()
+    assert all(map(torch.equal, found, own)) and found[2].requires_grad
+
+
 def _of_sequences(rank, group, inputs):
     """Each rank has one of the two sequences, and all columns: means, sums and gathered losses, and a gradient."""
     loss, found = real_module(LOSS), []

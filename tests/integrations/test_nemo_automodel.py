@@ -41,7 +41,7 @@ def _module(**options):
 def _from_logits(function, inputs, *args, grads=None):
     """Log-probabilities of this rank's or all columns, and the gradient."""
     (leaf,) = leaves_of(inputs)
-    losses = function(leaf * 1, inputs.labels, *args)
+    losses = function(leaf * 1, inputs.labels, *args).view(inputs.labels.shape)
     backward([losses], [-inputs.grads[0]])
     return Found(-losses.detach(), None, (leaf.grad,))
 
@@ -73,14 +73,19 @@ def test_masks_weights_and_numbers_of_tokens():
     mask[0, 1] = 0
     before = labels.clone()
     each = ours.masked_cross_entropy(_module(), logits, labels, mask)
+    assert each.shape == (labels.numel(),)
+    each = each.view(labels.shape)
     call = ours.masked_cross_entropy
     assert torch.equal(labels, before) and not each[0, 1] and each[1].any()
     of_sum = _module(reduction="sum")
     torch.testing.assert_close(call(of_sum, logits, labels, mask, 7), each.sum() / 7)
     torch.testing.assert_close(call(of_sum, logits, labels, mask, 7, weights), (each * weights).sum() / 7)
     assert call(of_sum, logits, labels, mask, 0) == call(of_sum, logits, labels, mask, 0, weights) == 0
+    packed = logits.flatten(0, 1)[None], labels.flatten(), mask.flatten(), 7
+    assert torch.equal(call(of_sum, *packed), call(of_sum, logits, labels, mask, 7))
+    torch.testing.assert_close(call(of_sum, *packed, weights.flatten()), (each * weights).sum() / 7)
     other = _module(ignore_index=3)
-    assert not call(other, logits, labels)[(labels == -100) | (labels == 3)].any()
+    assert not call(other, logits, labels)[((labels == -100) | (labels == 3)).flatten()].any()
     for name, given in (("num_label_tokens", (None, 7)), ("loss_weights", (None, None, weights))):
         with pytest.raises(ValueError, match=f"{name}: expected reduction='sum' with it, got 'mean'"):
             call(_module(reduction="mean"), logits, labels, *given)
@@ -163,7 +168,7 @@ def _of_dtensors(rank, group, inputs):
                 losses = built["MaskedCrossEntropy"](leaf * 1, labels.to(mesh.device_type).clone())
             losses.backward(grad.reshape(losses.shape).to(losses))
             names = [call.name for call in collectives]
-            found.append((losses.detach().view(labels.shape), leaf.grad.full_tensor(), names))
+            found.append((losses.detach(), leaf.grad.full_tensor(), names))
         leaf = distribute_tensor(logits.to(mesh.device_type), mesh, [Shard(2)]).requires_grad_()
         loss = built["KDLoss"](leaf.flatten(0, 1), teacher.flatten(0, 1), labels.flatten().to(mesh.device_type))
         loss.backward()

@@ -150,6 +150,20 @@ def test_beside_ms_swifts_own_functions(rank_pool, impl, beta):
         torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.reference
+def test_other_functions_and_a_teacher_with_a_gradient_are_ms_swifts():
+    gkd, case = real_module(GKD), _case(0.3)
+    own = gkd.jsd_loss
+
+    def halved(logits):
+        return (logits / 2).log_softmax(-1)
+
+    with swift.installed():
+        for teacher, functions in ((case.other, (halved, gkd.default_kl_div)), (case.other.requires_grad_(), ())):
+            given = case.logits, teacher, 0.3, *functions
+            assert torch.equal(gkd.jsd_loss(*given), own(*given))
+
+
 def _gkd(rank, group):
     """The whole pipeline, of tokens that are not ignored, and of a teacher that is known at its top k."""
     gkd, utils, helpers = real_module(GKD), real_module(SHARDS), real_module("swift.megatron.trainers.gkd_utils")

@@ -38,7 +38,7 @@ def masked_cross_entropy(
     num_label_tokens: int | None = None,
     loss_weights: Tensor | None = None,
 ) -> Tensor:
-    """Return ``MaskedCrossEntropy``'s loss of ``logits [..., V]`` and ``labels [...]``, in fp32.
+    """Return ``MaskedCrossEntropy``'s fp32 loss of ``logits [..., V]`` and ``labels [...]``; ``[N]`` for ``"none"``.
 
     Overwrites: backward writes the gradient over plain logits if nobody else can see them.
 
@@ -54,7 +54,9 @@ def masked_cross_entropy(
         result: Tensor = own(self, logits, labels, mask, num_label_tokens, loss_weights)
         return result
     local, columns = _columns("logits", logits)
-    return _loss(vocab_parallel_cross_entropy, (local,), self, labels, mask, num_label_tokens, loss_weights, **columns)
+    given = (local,), self, labels, mask, num_label_tokens, loss_weights
+    loss = _loss(vocab_parallel_cross_entropy, *given, **columns)
+    return loss.flatten() if self.reduction == "none" else loss
 
 
 def te_parallel_cross_entropy(
@@ -162,12 +164,15 @@ def _loss(
     labels = labels.masked_fill(labels == -100, ignored)  # as datasets mark padding
     if mask is not None:
         labels = labels.masked_fill(mask.to(labels.device).reshape(labels.shape) == 0, ignored)
+    of_tokens = given[0].shape[:-1]
+    if labels.numel() == of_tokens.numel():  # packed logits are [1, T, V] with labels [T]
+        labels = labels.reshape(of_tokens)
     weighs = loss_weights is not None
     options |= {"ignore_index": ignored, "reduction": "none" if weighs else reduction}
     loss: Tensor = function(*given, labels, num_items=None if weighs else num_label_tokens, **options)
     if loss_weights is None:
         return loss
-    loss = (loss * loss_weights.to(loss)).sum()
+    loss = (loss * loss_weights.to(loss).reshape(loss.shape)).sum()
     return loss if num_label_tokens is None else loss * (1 / num_label_tokens if num_label_tokens else 0.0)
 
 
