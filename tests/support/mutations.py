@@ -62,7 +62,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "integrations/swift": "tests/integrations/test_swift.py",
     "integrations/skyrl": "tests/integrations/test_skyrl.py",
     "integrations/areal": "tests/integrations/test_areal.py",
-    "integrations/log_probs": "tests/integrations/test_torchtitan.py tests/integrations/test_areal.py tests/integrations/test_skyrl.py",
+    "integrations/log_probs": "tests/integrations/test_torchtitan.py tests/integrations/test_skyrl.py",
     "integrations/rebind": "tests/integrations/test_rl.py",
     "integrations/trl": "tests/integrations/test_trl.py",
     "integrations/megatron": "tests/integrations/test_megatron_install.py tests/integrations/test_megatron_calls.py",
