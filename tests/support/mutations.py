@@ -50,6 +50,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "sampling": "-m 'reference or gloo' tests/logits/test_sampling.py",
     "losses/given_ids": f"-m 'reference or gloo' tests/logits/test_given_ids.py tests/soft/test_topk.py {OF_PAIRS}",
     "losses/": f"-m 'reference or gloo' {OF_PAIRS}",
+    "layout": "tests/logits/test_losses.py tests/kernels tests/logits tests/linear",
     "reference": f"-m 'reference or gloo' {NUMBERS} {EDGES}",
     "spec": f"-m 'reference or gloo' {NUMBERS} tests/core {EDGES}",
     "head/": OF_HEADS,
