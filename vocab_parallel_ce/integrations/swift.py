@@ -82,7 +82,9 @@ def jsd_loss(
     is_whole = functions in ((None, None), _functions(GKD, "default_log_softmax", "default_kl_div"))
     if t_logits.requires_grad or not (is_sharded or is_whole):
         own: Any = _switch.own(f"{GKD}:jsd_loss")
-        result: Tensor = own(s_logits, t_logits, beta, *functions, chunk_size)
+        given = {"log_softmax_fn": log_softmax_fn, "kl_div_fn": kl_div_fn}
+        given = {name: function for name, function in given.items() if function is not None}
+        result: Tensor = own(s_logits, t_logits, beta, chunk_size=chunk_size, **given)
         return result
     divergence: dict[str, Any] = {"divergence": "js", "beta": beta}
     if beta in (0, 1):
