@@ -20,7 +20,7 @@ pytestmark = pytest.mark.reference
 STREAM = 77
 
 
-N_FLAGS = len(LossOptions._fields) - 6  # the last is the temperature, which is no flag
+N_FLAGS = len(LossOptions._fields) - 7  # the last two are of rows, and no flags
 
 
 def test_an_option_that_is_off_is_none():
@@ -37,7 +37,7 @@ def test_an_option_that_is_off_is_none():
 def test_numbers_have_the_types_that_launches_are_compiled_for():
     """A float would be a new argument type, and True another kernel than 1."""
     arguments = option_arguments(LossOptions(-100, 1.0, 1.0, 2.0, 1.0, *[True] * N_FLAGS))
-    assert [type(argument) for argument in arguments[:-1]] == [int, *[float] * 4, *[int] * N_FLAGS]
+    assert [type(argument) for argument in arguments[:-2]] == [int, *[float] * 4, *[int] * N_FLAGS]
 
 
 class Compiled:
