@@ -43,7 +43,9 @@ nitpick_ignore_regex = [("py:.*", r"(?!vocab_parallel_ce).*")]
 CONTENTS = {
     "Start": ["docs/tutorial", "docs/which_function", "docs/questions", "docs/where_it_runs"],
     "Losses": ["docs/options", "docs/gradients", "docs/linear", "docs/distillation", "docs/performance"],
-    "Frameworks": [f"docs/{name}" for name in ("transformers", "megatron", "dtensor", "rl", "compile", "training")],
+    "Frameworks": [
+        f"docs/{name}" for name in ("transformers", "megatron", "dtensor", "rl", "frameworks", "compile", "training")
+    ],
     "Reference": ["docs/api", "CHANGELOG", "SECURITY"],
     "For contributors": ["CONTRIBUTING", "docs/design", "docs/triton_reductions"],
 }

@@ -176,12 +176,12 @@ def test_beside_deepspeeds_own_functions(rank_pool, impl):
 def test_what_is_left_to_deepspeed_is_its_own_to_the_bit():
     loss, ops, bounds = real_module(LOSS), real_module(OPS), _bounds(0, 1)
     inputs, (teacher,) = policy(), leaves_of(policy(kind="confident"))
-    (logits,), indices = inputs.leaves, inputs.labels.clamp(min=0)[..., None] + torch.arange(3)
+    (logits,), indices = inputs.leaves, torch.arange(COLUMNS).expand(*inputs.labels.shape, COLUMNS)
 
     def every():
         return [
             loss.vocab_parallel_cross_entropy(logits, inputs.labels, backend="liger", **bounds),
-            ops.vocab_parallel_logprobs(logits, indices.clamp(max=COLUMNS - 1), **bounds),
+            ops.vocab_parallel_logprobs(logits, indices, **bounds),
             ops.vocab_parallel_kl_div(logits, teacher),
         ]
 
@@ -189,6 +189,28 @@ def test_what_is_left_to_deepspeed_is_its_own_to_the_bit():
     with deepspeed.installed():
         found = every()
     assert all(map(torch.equal, found, own)) and found[2].requires_grad
+
+
+def _at_k_ids(rank, group, logits, ids, grad_output):
+    """DeepSpeed's log-probabilities of k ids per position and its gradient, then this package's."""
+    (start, stop), device, found = UNEVEN[2][rank], device_of(rank, group), []
+    for functions in (real_module(OPS), deepspeed):
+        leaf = logits[..., start:stop].to(device).contiguous().requires_grad_()
+        value = functions.vocab_parallel_logprobs(leaf * 1, ids.to(device), group, start, stop, COLUMNS)
+        value.backward(grad_output.to(value))
+        found.append((value.detach().cpu(), leaf.grad.cpu()))
+    return found
+
+
+@in_two_ranks
+def test_log_probabilities_of_k_ids_per_position(rank_pool, impl):
+    real_module(OPS)
+    inputs = policy()
+    ids = (inputs.labels.clamp(min=0)[..., None] + torch.arange(3)).clamp(max=COLUMNS - 1)
+    grad_output = torch.randn(ids.shape)
+    for own, found in rank_pool.run(_at_k_ids, inputs.leaves[0].detach(), ids, grad_output):
+        for theirs, ours in zip(own, found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def _of_sequences(rank, group, inputs):

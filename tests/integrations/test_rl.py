@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from tests.docs.markdown import ROOT, python_blocks
+from tests.linear.test_keep_logits import COLUMNS, Products
 from tests.support.ranks import device_of
 from tests.support.rl import in_two_ranks
 from vocab_parallel_ce.integrations import nemo_rl, openrlhf, verl
+from vocab_parallel_ce.integrations.log_probs import KEEP_LOGITS, FusedLinearChunkedDistributedLogprob
 from vocab_parallel_ce.integrations.rebind import Switch
 
 EXAMPLE = ROOT / "scripts" / "examples" / "rl_policy_gradient.py"
@@ -226,3 +228,25 @@ def test_verls_own_variable_switches_it_on(monkeypatch):
     code = "from verl.utils.torch_functional import logprobs_from_logits as f; print(f.__module__)"
     result = fresh_python("-c", code, **variables)
     assert result.stdout.split()[-1:] == ["vocab_parallel_ce.integrations.verl"], result.stderr
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("core", ("linear_cross_entropy", "FusedLinearForPPO", "SkyRL"))
+def test_heads_keep_their_logits_if_the_environment_says_so(monkeypatch, core):
+    """The bits of those that are made again, with a product less per chunk."""
+    hidden, weight, labels = torch.randn(6, 5), torch.randn(COLUMNS, 5), torch.randint(0, COLUMNS, (6,))
+    calls = {
+        "linear_cross_entropy": lambda h, w: verl.linear_cross_entropy(h, w, labels)[0],
+        "FusedLinearForPPO": lambda h, w: verl.FusedLinearForPPO()(h, w, labels)[0],
+        "SkyRL": lambda h, w: FusedLinearChunkedDistributedLogprob.apply(h, w, labels, 0, COLUMNS, 4, None),
+    }
+    results = []
+    for kept, n_products in (("", 2), ("all", 1)):
+        monkeypatch.setenv(KEEP_LOGITS, kept)
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        with Products() as products:
+            log_probs = calls[core](*leaves)
+            log_probs.sum().backward()
+        assert products.count == n_products
+        results.append((log_probs, *(leaf.grad for leaf in leaves)))
+    assert all(map(torch.equal, *results))

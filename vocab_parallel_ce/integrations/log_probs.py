@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,6 +19,12 @@ from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.options import Advanced
 
 IGNORED = -100
+KEEP_LOGITS = "VOCAB_PARALLEL_CE_KEEP_LOGITS"
+
+
+def kept_logits() -> str:
+    """Return ``keep_logits`` of the heads of RL frameworks, which have no setting for it: the variable's value."""
+    return os.environ.get(KEEP_LOGITS) or "none"
 
 
 def tensor_parallel_group() -> Any:
@@ -115,7 +122,12 @@ class FusedLinearChunkedDistributedLogprob:
         check_columns(vocab_start_index, vocab_end_index, weight.shape[0], group)
         with torch.no_grad() if inference_only else nullcontext():
             return linear_token_log_probs(
-                hidden.to(weight.dtype), weight, target, group=group, advanced=Advanced(reduce_hidden_grad=False)
+                hidden.to(weight.dtype),
+                weight,
+                target,
+                group=group,
+                advanced=Advanced(reduce_hidden_grad=False),
+                keep_logits=kept_logits(),
             )
 
 

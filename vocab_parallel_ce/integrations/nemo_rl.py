@@ -21,7 +21,12 @@ from torch import Tensor
 
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.integrations.log_probs import ChunkedDistributedLogprob, DistributedLogprob, check_columns
+from vocab_parallel_ce.integrations.log_probs import (
+    ChunkedDistributedLogprob,
+    DistributedLogprob,
+    check_columns,
+    kept_logits,
+)
 from vocab_parallel_ce.integrations.rebind import Switch
 
 
@@ -100,6 +105,7 @@ def from_parallel_hidden_states_to_logprobs(
             target.roll(-1, dims=-1).t(),
             group=group,
             sequence_parallel=group_position(group)[1] > 1,
+            keep_logits=kept_logits(),
         )
     return log_probs.t()[:, :-1]
 

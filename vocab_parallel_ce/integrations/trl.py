@@ -20,6 +20,7 @@ from torch import Tensor
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.integrations import log_installed, warn_if_newer
+from vocab_parallel_ce.integrations.log_probs import kept_logits
 
 TP = "tp"  # the name that transformers and accelerate give tensor parallelism's dimension of a mesh
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -159,7 +160,14 @@ class _Core:
         group = weight.device_mesh.get_group(TP) if stays_cut else None
         # lse costs nothing, and makes the result a record also if nothing else is asked for.
         found = linear_token_log_probs(
-            hidden, weight, targets, bias=bias, group=group, outputs=("lse", *asked), **scales
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            group=group,
+            outputs=("lse", *asked),
+            **scales,
+            keep_logits=kept_logits(),
         )
         # As TRL's own, these two have no gradient.
         sums, mean = (None if t is None else t.detach() for t in (found.sum_sq_probs, found.mean_logit))

@@ -19,7 +19,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.logits import output_of, token_log_probs
-from vocab_parallel_ce.integrations.log_probs import tensor_parallel_group
+from vocab_parallel_ce.integrations.log_probs import kept_logits, tensor_parallel_group
 from vocab_parallel_ce.integrations.rebind import Switch
 from vocab_parallel_ce.options import REDUCTIONS, Advanced
 
@@ -118,7 +118,12 @@ class FusedLinearForPPO(torch.nn.Module):
         """
         labels = input_ids.to(torch.int64)
         found: Any = linear_token_log_probs(
-            hidden_states, vocab_weights, labels, temperature=temperature, outputs=("entropy",)
+            hidden_states,
+            vocab_weights,
+            labels,
+            temperature=temperature,
+            outputs=("entropy",),
+            keep_logits=kept_logits(),
         )
         return found.log_probs, found.entropy.to(hidden_states.dtype)
 
@@ -163,6 +168,7 @@ def linear_cross_entropy(
         outputs=("entropy",),
         logits_dtype=torch.float32,
         advanced=Advanced(reduce_hidden_grad=is_whole),
+        keep_logits=kept_logits(),
     )
     log_probs = found.log_probs
     if reduction != "none":
