@@ -1,4 +1,4 @@
-"""The random calls launch every kernel with every option over rows of every kind, in both lanes.
+"""The random calls and those of samplers launch every kernel with every option over rows of every kind, in both lanes.
 
 ``support/launches.py`` reads from the kernels what there is to launch. Their numbers are those of
 ``test_random_calls.py``, which makes these calls: here nothing is launched.
@@ -10,7 +10,8 @@ from itertools import product
 
 import pytest
 
-from tests.support.launch_shapes import ONE, SEVERAL
+from tests.conformance import test_sampling as of_sampling
+from tests.support.launch_shapes import ONE, SEVERAL, programs
 from tests.support.launches import Entry, options_of, recorded, wanted
 from tests.support.random_calls import Where, run_call
 from tests.support.random_tables import configurations
@@ -21,6 +22,8 @@ NEVER = {
     ("element_mul_kernel", None, "padded"): "a gradient of padded columns is 0 already, and it scales whole rows",
     ("row_statistics_kernel of targets", "loss_options.temperature", None): "of primitives; soft targets have none",
     ("row_gradient_kernel of targets", "loss_options.temperature", None): "likewise",
+    ("row_statistics_kernel of targets", "loss_options.threshold", None): "likewise",
+    ("row_gradient_kernel of targets", "loss_options.threshold", None): "likewise",
     ("row_second_kernel of targets", None, None): "soft targets have one exchange",
     ("row_second_kernel of divergences", "loss_options.reverse", None): "js alone has a second exchange",
     (ONE_PASS, "loss_options.class_weight", None): "of primitives; selection leaves these options to other kernels",
@@ -47,6 +50,9 @@ def launched(where: Where) -> set[Entry]:
         for seed, kind in product(range(len(configurations())), (ONE, SEVERAL)):
             with suppress(AssertionError):  # nothing has been computed
                 run_call(seed, where, kind)
+        for case in of_sampling.LOGITS:  # no random call has a threshold
+            with suppress(AssertionError), programs(case["programs"]):
+                of_sampling.test_logits(("triton", where.device), case)
     return entries
 
 

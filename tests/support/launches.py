@@ -97,8 +97,7 @@ def entries_of(launch: Any, tensors: tuple[Any, ...]) -> set[Entry]:
     options = {"none"} | {name for name, value in given.items() if isinstance(value, Tensor)}
     if "loss_options" in given:
         options |= {f"loss_options.{name}" for name, v in given["loss_options"]._asdict().items() if v is not None}
-    if given.get("temperature") is not None:
-        options.add("loss_options.temperature")
+    options |= {f"loss_options.{name}" for name in ("temperature", "threshold") if given.get(name) is not None}
     options.add(f"ranks={given.get('n_ranks')}")
     name = name_of(launch.kernel, given.get("LOSS"))
     return {Entry(name, option, rows) for option in options for rows in _rows(given, tensors)}

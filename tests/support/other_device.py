@@ -9,6 +9,7 @@ what ``impl="triton"`` says. Needs a process of its own, because a process has o
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -98,7 +99,8 @@ def main() -> None:
                     sum(value.float().sum() for value in results if value.requires_grad).backward()
                 kinds = {kind for each in calls for kind in each} | set(found_in(results))
                 report[f"{name}, {dtype}"] = {"kinds": sorted(kinds), "triton": error_of(partial(call, impl="triton"))}
-    print(json.dumps(report))
+    print(json.dumps(report), flush=True)
+    os._exit(0)  # PyTorch may abort while Python ends: docs/options.md#errors
 
 
 if __name__ == "__main__":
