@@ -47,10 +47,15 @@ OTHER_NAMES = {  # of other libraries, and of earlier versions of this one
     "teacher_bias": "teacher",
     "teacher_ids": "teacher",
     "teacher_log_probs": "teacher",
+    "top_p": "sampling",
     "valid_tokens": "advanced",
     "weight": "class_weight",
 }
-FORMS = {"outputs": "outputs=('entropy',)", "advanced": "advanced=Advanced(...) of vocab_parallel_ce.options"}
+FORMS = {
+    "outputs": "outputs=('entropy',)",
+    "sampling": "sampling=Sampling(top_p=...)",
+    "advanced": "advanced=Advanced(...) of vocab_parallel_ce.options",
+}
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
 DIFFERENTIABLE = ("entropy", "lse", "sum_sq_probs", "mean_logit")  # outputs with a gradient of their own
 NOT_IN_FORWARD = {*DIFFERENTIABLE, "rank"}  # what gradient="in_forward" refuses
@@ -138,7 +143,8 @@ class Sampling(NamedTuple):
     """How tokens were drawn: from the ``top_k`` largest logits of a row, and then from its nucleus ``top_p``.
 
     As samplers do, ``top_k`` first; the nucleus is the smallest set of the largest logits that has at least ``top_p``
-    of what ``top_k`` leaves (Holtzman et al., arXiv:1904.09751). Logits that are equal stay in or go together.
+    of what ``top_k`` leaves (Holtzman et al., arXiv:1904.09751). Logits that are equal, before a softcap, stay in or go
+    together.
 
     Example:
         >>> from vocab_parallel_ce import Sampling, token_log_probs
@@ -176,6 +182,7 @@ class LossKeywords(CommonKeywords, total=False):
 
 class LogProbKeywords(CommonKeywords, total=False):
     temperature: float | Tensor
+    sampling: Sampling | None
     gradient: str
 
 
@@ -195,6 +202,7 @@ class LinearLossKeywords(LossKeywords, HeadKeywords, total=False):
 
 class LinearLogProbKeywords(CommonKeywords, HeadKeywords, total=False):
     temperature: float | Tensor
+    sampling: Sampling | None
 
 
 class DistillationKeywords(TypedDict, total=False):
@@ -273,7 +281,9 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Any], function: Ca
 def meant_by(name: str, names: Collection[str]) -> str | None:
     """Return which of ``names`` is that of another library's ``name``, or is written almost like it."""
     theirs = OTHER_NAMES.get(name)
-    close = [theirs] if theirs in names else difflib.get_close_matches(name, names, 1, 0.8)
+    if theirs is not None:
+        return theirs if theirs in names else None
+    close = difflib.get_close_matches(name, names, 1, 0.8)
     return close[0] if close else None
 
 
@@ -357,9 +367,11 @@ def divided_by(num_items: object, settings: Settings) -> Settings:
 def sampling_of(settings: Settings, vocab_size: int) -> Sampling | None:
     """Return the checked :class:`Sampling` of settings, None if it leaves all columns."""
     k, p = settings.sample_k, settings.sample_p
-    k = None if k is None else checks.checked_count("sampling.top_k", k)
+    k = None if k is None else checks.checked_count("sampling.top_k (None: all)", k)
     checks.check_number("sampling.top_p", p, positive=True, at_most=1)
-    return None if (k is None or k >= vocab_size) and p == 1 else Sampling(k, float(p))
+    if k is not None and k >= vocab_size:
+        k = None
+    return None if k is None and p == 1 else Sampling(k, float(p))
 
 
 def settings_of_sampling(sampling: object, asked: Mapping[str, Any]) -> dict[str, Any]:

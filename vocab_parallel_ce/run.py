@@ -93,7 +93,10 @@ def divisor_of(call: Call, stats: Stats) -> Tensor | None:
 
 
 def forward(call: Call, logits: Tensor, beside: Any, shape: Sequence[int]) -> tuple[TokenOutputs, Stats, Tensor | None]:
-    """Return the outputs, of ``shape`` or reduced, and the statistics and divisor. Reads the logits once."""
+    """Return the outputs, of ``shape`` or reduced, and the statistics and divisor. Reads the logits once.
+
+    A sampler's thresholds take more reads.
+    """
     plan, outputs = call.plan, new_outputs(call.plan, shape, logits)
     if plan.sampling is not None:
         fill_thresholds(plan.sampling, plan, call.group, logits, beside)

@@ -44,7 +44,7 @@ class _Search:
     def __init__(self, plan: Any, group: Any, logits: Tensor, beside: Labels) -> None:
         self.plan, self.group, self.logits = plan, group, logits
         self.n_rows, self.dtype = beside.labels.shape[0], logits.dtype
-        # A label of nobody: a sum leaves none out. Ignored rows stay ignored, and are not read.
+        # A label of nobody: a sum leaves none out. Ignored rows stay ignored.
         nobody = plan.shard.vocab_size + (plan.options.ignore_index == plan.shard.vocab_size)
         labels = beside.labels.long()
         nobodys = torch.where(is_ignored(labels, plan.options.ignore_index), labels, nobody)
@@ -56,7 +56,7 @@ class _Search:
 
     def key_of(self, value: float) -> Tensor:
         """Return ``[N]`` int64 keys of a number."""
-        bits = torch.tensor(value, dtype=self.dtype).view(self._integer).long()
+        bits = torch.tensor(value, dtype=self.dtype, device="cpu").view(self._integer).long()
         bits = bits.new_full((self.n_rows,), int(bits), device=self.logits.device)
         return self._flipped(bits)
 
@@ -74,7 +74,7 @@ class _Search:
 
     def first(self, low: Tensor, holds: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the first key from ``low`` on, at most one beyond that of infinity, for which ``holds``."""
-        high = torch.maximum(self.key_of(INF) + 1, low)
+        high = self.key_of(INF) + 1
         for _ in range(8 * self.dtype.itemsize + 1):
             middle = (low >> 1) + (high >> 1) + (low & high & 1)
             found = holds(middle)

@@ -201,10 +201,11 @@ def test_refusals_by_name():
         (TypeError, "sampling: expected a Sampling or None, got dict", {"sampling": {"top_p": 0.9}}),
         (ValueError, "sampling.top_p: must be", {"sampling": Sampling(top_p=0.0)}),
         (ValueError, "sampling.top_p: must be", {"sampling": Sampling(top_p=1.1)}),
-        (ValueError, "sampling.top_k: must be", {"sampling": Sampling(0)}),
+        (ValueError, "sampling.top_k .None: all.: must be", {"sampling": Sampling(0)}),
         (ValueError, "sampling: expected no 'mean_logit'.* got output 'rank'", {"outputs": ("entropy", "rank")}),
         (ValueError, "sampling: expected no 'mean_logit'.* got top_k=3", {"top_k": 3}),
         (ValueError, "labels: expected one per token with outputs, top_k or sampling", {"labels": labels[:, None]}),
+        (TypeError, r"top_p: .*; did you mean sampling=Sampling\(top_p=...\)", {"top_p": 0.9}),
     ):
         given = {"logits": logits, "labels": labels, "sampling": Sampling(3)} | changed
         with pytest.raises(error, match=f"^{words}"):

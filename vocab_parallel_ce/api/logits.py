@@ -247,8 +247,8 @@ def token_log_probs(
             of one for each label, without a gradient. The host does not read a tensor: where it is not positive and
             finite in fp32, outputs and gradient are NaN, except of ignored tokens.
         outputs: names of fields of :class:`Outputs`, as in the loss; there is no ``"z_loss"``.
-        top_k: also return the ids and log-probabilities of so many columns.
-        sampling: an ``options.Sampling``: log-probabilities and outputs of the distribution that a sampler used, which
+        top_k: also return the ids and log-probabilities of so many columns; not a sampler's.
+        sampling: a :class:`Sampling`: log-probabilities and outputs of the distribution that a sampler used, which
             drops logits. A dropped label has ``-inf``. Not with given ids, ``"mean_logit"``, ``"rank"`` and ``top_k``.
         ignore_index: tokens with this label have outputs and gradient 0.
         gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
