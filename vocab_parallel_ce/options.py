@@ -374,19 +374,6 @@ def sampling_of(settings: Settings, vocab_size: int) -> Sampling | None:
     return None if k is None and p == 1 else Sampling(k, float(p))
 
 
-def settings_of_sampling(sampling: object, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a caller's ``sampling``; ``asked`` are those of the outputs."""
-    if sampling is None:
-        return {}
-    if not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling: expected a Sampling or None, got {type(sampling).__name__}")
-    refused = [name for name in asked["outputs"] if name in ("mean_logit", "rank")]
-    if refused or asked["top_k"] is not None:
-        got = f"output {refused[0]!r}" if refused else f"top_k={asked['top_k']!r}"
-        raise ValueError(f"sampling: expected no 'mean_logit', no 'rank' and no top_k with it, got {got}")
-    return {"sample_k": sampling.top_k, "sample_p": sampling.top_p}
-
-
 def check_settings(settings: Settings, n_ranks: int) -> None:
     """Check all that needs no tensor, for a module's constructor."""
     size = settings.vocab_size

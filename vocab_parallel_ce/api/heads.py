@@ -16,6 +16,7 @@ from vocab_parallel_ce.api.outputs import (
     asks_for_top,
     log_probs_of,
     loss_of,
+    settings_of_sampling,
     taken_temperature,
     top_of,
 )
@@ -31,7 +32,6 @@ from vocab_parallel_ce.options import (
     Sampling,
     divided_by,
     keyword_defaults,
-    settings_of_sampling,
     with_keywords,
 )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce.options import DIFFERENTIABLE, Settings, checked_outputs
+from vocab_parallel_ce.options import DIFFERENTIABLE, Sampling, Settings, checked_outputs
 from vocab_parallel_ce.spec import TokenOutputs, is_ignored
 from vocab_parallel_ce.top import Top
 
@@ -52,6 +53,19 @@ def asked_for(outputs: Any, top_k: int | None, *, of_loss: bool = True) -> dict[
     if not of_loss and "z_loss" in outputs:
         raise ValueError("outputs: expected no 'z_loss' of log-probabilities, which have no such part, got it")
     return {"outputs": outputs, "top_k": top_k}
+
+
+def settings_of_sampling(sampling: object, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a caller's ``sampling``; ``asked`` are those of the outputs."""
+    if sampling is None:
+        return {}
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling: expected a Sampling or None, got {type(sampling).__name__}")
+    refused = [name for name in asked["outputs"] if name in ("mean_logit", "rank")]
+    if refused or asked["top_k"] is not None:
+        got = f"output {refused[0]!r}" if refused else f"top_k={asked['top_k']!r}"
+        raise ValueError(f"sampling: expected no 'mean_logit', no 'rank' and no top_k with it, got {got}")
+    return {"sample_k": sampling.top_k, "sample_p": sampling.top_p}
 
 
 def asks_for_top(keywords: dict[str, Any]) -> bool:
