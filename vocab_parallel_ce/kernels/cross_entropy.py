@@ -90,7 +90,12 @@ def cross_entropy_kernel(
     row, begin_tile, step = tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
     label = tl.load(labels + row).to(tl.int64)
     live = label != loss_options.ignore_index
-    loss_options = ops.at_row(loss_options, temperature, threshold, row, live)
+    if temperature is not None:
+        t = ops.row_temperature(temperature, row, live)
+        loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
+    if threshold is not None:
+        least = tl.load(threshold + row, live, other=float("-inf"))
+        loss_options = LossOptions(*loss_options[:-1], least)  # type: ignore[call-arg]
     ranks = tl.arange(0, RANKS)
     pointers = of_labels.stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
     merged = of_labels.merge_ranks(pointers, ranks < n_ranks, loss_options)

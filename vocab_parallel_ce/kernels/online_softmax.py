@@ -209,7 +209,12 @@ def part_kernel(
             return
     index = (program // n_parts).to(tl.int64)
     label = tl.load(labels + index).to(tl.int64)
-    loss_options = ops.at_row(loss_options, temperature, threshold, index, label != loss_options.ignore_index)
+    if temperature is not None:
+        t = ops.row_temperature(temperature, index, label != loss_options.ignore_index)
+        loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
+    if threshold is not None:
+        least = tl.load(threshold + index, label != loss_options.ignore_index, other=float("-inf"))
+        loss_options = LossOptions(*loss_options[:-1], least)  # type: ignore[call-arg]
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
     first = (program % n_parts) * (LANES * VECTOR * TILES)
@@ -262,7 +267,12 @@ def online_softmax_kernel(
     label = tl.load(labels + index).to(tl.int64)
     # An ignored row counts as a row of no columns: nothing is read, and the result is the identity.
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
-    loss_options = ops.at_row(loss_options, temperature, threshold, index, label != loss_options.ignore_index)
+    if temperature is not None:
+        t = ops.row_temperature(temperature, index, label != loss_options.ignore_index)
+        loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
+    if threshold is not None:
+        least = tl.load(threshold + index, label != loss_options.ignore_index, other=float("-inf"))
+        loss_options = LossOptions(*loss_options[:-1], least)  # type: ignore[call-arg]
     row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
     if parts is None:
         lanes = of_lanes.walk_parts(row, class_weight, loss_options, HAS_EDGES, TILES, UNROLLED)

@@ -6,8 +6,6 @@ Constants are literals: on its own launch path, Triton compares each global of a
 import triton
 import triton.language as tl
 
-from vocab_parallel_ce.spec import LossOptions
-
 
 @triton.jit
 def row_begin(row, layout):
@@ -175,18 +173,6 @@ def row_temperature(temperature, row, live):
     t = tl.load(temperature + row, live, other=1.0)
     inverse = 1.0 / t
     return tl.where((inverse > 0) & (inverse < float("inf")), t, float("nan"))
-
-
-@triton.jit
-def at_row(loss_options, temperature, threshold, row, live):
-    """Return the options of a row, with its temperature and its threshold, where there are such."""
-    if temperature is not None:
-        t = row_temperature(temperature, row, live)
-        loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])
-    if threshold is not None:
-        least = tl.load(threshold + row, live, other=float("-inf"))
-        loss_options = LossOptions(*loss_options[:-1], least)
-    return loss_options
 
 
 @triton.jit
