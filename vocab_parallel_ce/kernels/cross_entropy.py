@@ -94,8 +94,7 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
         t = ops.row_temperature(temperature, row, live)
         loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
     if threshold is not None:
-        least = tl.load(threshold + row, live, other=float("-inf"))
-        loss_options = LossOptions(*loss_options[:-1], least)  # type: ignore[call-arg]
+        loss_options = LossOptions(*loss_options[:-1], ops.row_least(threshold, row, live))  # type: ignore[call-arg]
     ranks = tl.arange(0, RANKS)
     pointers = of_labels.stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
     merged = of_labels.merge_ranks(pointers, ranks < n_ranks, loss_options)
@@ -115,7 +114,6 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
     )
     # A label in an excluded column is no column's target.
     label = tl.where(merged.target_logit == float("-inf"), -1, label)
-
     begin = ops.row_begin(row, layout)
     first, width = ops.row_body(begin, sizes.n_columns, VECTOR)
     target = begin - first + label - shard_start
@@ -140,14 +138,12 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
             grad = tl.where(columns < valid_width, grad, 0.0)
         tl.store(grad_logits + first + columns, grad.to(grad_logits.dtype.element_ty), inside)
     if HAS_EDGES:
-        lane = tl.arange(0, 16 * VECTOR)
-        offset, inside = ops.edge_offsets(lane, begin, sizes.n_columns, first, width, VECTOR)
+        offset, inside = ops.edge_offsets(tl.arange(0, 16 * VECTOR), begin, sizes.n_columns, first, width, VECTOR)
         inside &= begin_tile == 0
         x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
         uniform = of_labels.uniform_part(class_weight, offset - begin, inside & live, sizes.n_valid, factors)
-        grad = of_labels.logits_gradient(
-            x, offset == begin + label - shard_start, uniform, factors, grads, loss_options
-        )
+        is_label = offset == begin + label - shard_start
+        grad = of_labels.logits_gradient(x, is_label, uniform, factors, grads, loss_options)
         if sizes.n_valid is not None:
             grad = tl.where(offset < begin + sizes.n_valid, grad, 0.0)
         tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), inside)

@@ -213,7 +213,7 @@ def part_kernel(
         t = ops.row_temperature(temperature, index, label != loss_options.ignore_index)
         loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
     if threshold is not None:
-        least = tl.load(threshold + index, label != loss_options.ignore_index, other=float("-inf"))
+        least = ops.row_least(threshold, index, label != loss_options.ignore_index)
         loss_options = LossOptions(*loss_options[:-1], least)  # type: ignore[call-arg]
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
     row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
@@ -271,7 +271,7 @@ def online_softmax_kernel(
         t = ops.row_temperature(temperature, index, label != loss_options.ignore_index)
         loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
     if threshold is not None:
-        least = tl.load(threshold + index, label != loss_options.ignore_index, other=float("-inf"))
+        least = ops.row_least(threshold, index, label != loss_options.ignore_index)
         loss_options = LossOptions(*loss_options[:-1], least)  # type: ignore[call-arg]
     row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
     if parts is None:

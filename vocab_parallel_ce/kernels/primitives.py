@@ -176,6 +176,12 @@ def row_temperature(temperature, row, live):
 
 
 @triton.jit
+def row_least(threshold, row, live):
+    """Return the row's threshold: -inf if it is not ``live``."""
+    return tl.load(threshold + row, live, other=float("-inf"))
+
+
+@triton.jit
 def at_the_edges(value, label, vocab_size, loss_options):
     """Return ``value``; NaN if the label is outside the vocabulary, 0 if it is ``ignore_index``."""
     value = tl.where((label < 0) | (label >= vocab_size), float("nan"), value)
