@@ -26,7 +26,7 @@ from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, rows_of_mean
 from vocab_parallel_ce.losses.given_ids import IGNORED, Ids
 from vocab_parallel_ce.losses.known_tokens import Tokens, check_tokens, check_values
-from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.options import REDUCTIONS, Settings
 from vocab_parallel_ce.plan import comparable
 from vocab_parallel_ce.spec import NAN, NEG_INF, is_ignored
 
@@ -87,7 +87,7 @@ def check_given(given: Tokens, student: Tensor, subject: str, settings: Settings
     checks.check_tensor(subject, student)
     divergence_options(settings)
     check_hard_weight(settings, given.labels)
-    checks.check_choice("reduction", settings.reduction, ("mean", "sum", "none"))
+    checks.check_choice("reduction", settings.reduction, REDUCTIONS)
     check_tokens(given, student, settings, subject)
     if torch.compiler.is_dynamo_compiling():
         check_requires_no_gradient(**{"teacher.log_probs": given.log_probs})
