@@ -3,8 +3,20 @@
 Constants are literals: on its own launch path, Triton compares each global of a kernel with its compiled value.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Softcap(NamedTuple):
+    """A softcap, as kernels get it."""
+
+    cap: float
+    is_small: int | None  # 1 or None, so that each is compiled on its own
+
+
+SMALL_CAP = 64.0
 
 
 @triton.jit
@@ -129,6 +141,27 @@ def tanh(a):
 
 
 @triton.jit
+def capped(x, factor, softcap):
+    """Return ``(tanh(x * factor), 1 - tanh(x * factor)^2)`` for ``factor > 0``; of NaN some number.
+
+    With a small cap the absolute error counts, 4e-7 of the cap at most, and one exponential and one root are enough:
+    ``tanh(a) = (e - 1) / (e + 1)`` with ``e = exp(2 a)``. The finite factor: infinity times a logit of 0 is NaN.
+    """
+    if softcap.is_small is not None:
+        factor = tl.minimum(factor * 2.8853900817779268, 3.4028234663852886e38)
+        e = tl.exp2(tl.minimum(x * factor, 60.0))
+        root = tl.rsqrt(e + 1.0)
+        inverse = root * root
+        t = (e - 1.0) * inverse
+        inverse *= 2.0 - (e + 1.0) * inverse  # a step of Newton's: its square counts
+        slope = (4.0 * e) * (inverse * inverse)
+    else:
+        t = tanh(x * tl.minimum(factor, 3.4028234663852886e38))
+        slope = 1.0 - t * t
+    return t, slope
+
+
+@triton.jit
 def weighted_class(value, weight):
     """Return ``value * weight``, 0 for infinity times 0."""
     return tl.where((weight == 0) & (tl.abs(value) == float("inf")), 0.0, value * weight)
@@ -148,14 +181,13 @@ def transform(x, loss_options):
         scale = 1.0
         if loss_options.logit_scale is not None:
             scale = loss_options.logit_scale
-        # Finite: infinity times a logit of 0 is NaN.
-        capped = tanh(x * tl.minimum(scale / loss_options.softcap, 3.4028234663852886e38))
-        cap = loss_options.softcap
+        t, slope = capped(x, scale / loss_options.softcap.cap, loss_options.softcap)
+        cap = loss_options.softcap.cap
         if loss_options.temperature is not None:
             scale = tl.div_rn(scale, loss_options.temperature)
             cap = tl.div_rn(cap, loss_options.temperature)
-        slope = scale * (1.0 - capped * capped)
-        x = tl.where(tl.abs(x) == float("inf"), x, cap * capped)
+        slope *= scale
+        x = tl.where(tl.abs(x) < float("inf"), cap * t, x)
     elif loss_options.logit_scale is not None:
         slope = loss_options.logit_scale
         if loss_options.temperature is not None:
