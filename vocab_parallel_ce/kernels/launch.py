@@ -38,11 +38,14 @@ class Launch:
     ``LossOptions`` among ``values`` as :func:`option_arguments` returns them.
     """
 
-    def __init__(self, kernel: Any, values: tuple[Any, ...], constants: dict[str, Any], *, num_warps: int) -> None:
+    def __init__(
+        self, kernel: Any, values: tuple[Any, ...], constants: dict[str, Any], *, num_warps: int, early: bool = False
+    ) -> None:
         self.kernel = kernel
         self.values = tuple([option_arguments(v) if isinstance(v, LossOptions) else v for v in values])
         self.constants = constants
         self.num_warps = num_warps
+        self.more = {"launch_pdl": True} if early else {}
         self.tail = tuple(constants.values())
         self.is_private = _no_private_launch() is None
         self.variants: dict[int, tuple[Any, Any, Any, Any]] = {}
@@ -68,7 +71,7 @@ class Launch:
         if special or variant is None:
             # Triton 3.9 warns that 3.10 fuses nothing by default; fused, a version changes no bits.
             compiled = self.kernel[(n_programs,)](
-                *tensors, *self.values, *sizes, **self.constants, num_warps=self.num_warps, enable_fp_fusion=True
+                *tensors, *self.values, *sizes, **self.constants, num_warps=self.num_warps, enable_fp_fusion=True, **self.more
             )
             # The interpreter compiles nothing and returns None.
             if self.is_private and not special and compiled is not None:
@@ -149,3 +152,12 @@ def option_arguments(options: LossOptions) -> LossOptions:
         small = 1 if options.softcap <= SMALL_CAP else None
         values["softcap"] = None if is_off else Softcap(options.softcap, small)
     return LossOptions(**values)
+
+
+@functools.cache
+def overlap(device: int) -> int:
+    import os
+    mode = int(os.environ.get("VPCE_PDL", "0"))
+    if device < 0 or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
+        return 0
+    return mode
