@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bench_lib.cases import OURS
+from bench_lib.cases import OURS, TOP, TOP_P
 
 Tensors = tuple[Tensor, ...]
 
@@ -54,6 +54,11 @@ class NewNames(Names):
 
     def given_ids(self, tensors: Tensors, ids: Tensor, log_probs: Tensor, **options: Any) -> Any:
         return (self.log_probs(tensors, ids, **options) * log_probs).sum(-1)
+
+    def sampled(self, tensors: Tensors, labels: Tensor, **options: Any) -> Any:
+        """The entropies alone: most labels are none that a sampler takes."""
+        sampling = self.package.Sampling(TOP, TOP_P)
+        return self.log_probs(tensors, labels, sampling=sampling, outputs=("entropy",), **options).entropy
 
 
 class OldNames(Names):

@@ -17,6 +17,7 @@ IGNORED_SHARE = 0.1  # of the labels of heads that are compared with other proje
 HIDDEN_SIZE = 4096
 WEIGHT_STD, WIDE_WEIGHT_STD = 0.02, 0.05
 TOP = 64  # tokens of a teacher, and of top_k
+TOP_P = 0.9
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 MOST_BUFFERS, MOST_EAGER_CALLS = 16, 100
@@ -132,7 +133,7 @@ SHAPES: dict[str, list[str]] = {
     "tokens": [f"{tokens}x128256" for tokens in (64, 256, 1024, 4096, 16384, 32768)],
     "vocabulary": [f"4096x{2**k}" for k in range(13, 19)],
     "few": [f"{tokens}x128256" for tokens in (16, 64, 256, 512)] + ["64x256000", "16x32064", "64x32064"],
-    "options": ["4096x128256", "8192x64128", "8192x32064"],
+    "options": ["4096x128256", "8192x64128", "8192x32064", "4096x50257", "8192x32001", "4096x151936"],
     "memory": [f"{tokens}x128256x{HIDDEN_SIZE}" for tokens in (4096, 8192, 16384, 32768, 65536)],
     "profile": [f"16384x128256x{HIDDEN_SIZE}"],
     "losses": ["4096x128256", "8192x32064", "4096x128256x4096", "16384x128256x4096"],

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from bench_lib.cases import IGNORE_INDEX, Alongside, Inputs
+from bench_lib.cases import IGNORE_INDEX, TOP, TOP_P, Alongside, Inputs
 from bench_lib.rows import Row
 
 CHECKED_ROWS = 64
@@ -38,6 +38,9 @@ def outputs_fp64(row: Row, logits: Tensor, given: Given) -> list[Tensor]:
     if row.loss == "log_probs":
         temperature = given("temperature")[:, None] if "temperature" in row.given else options.get("temperature", 1.0)
         return _log_probs(row.outputs, z / temperature, given("labels"))
+    if row.loss == "sampled":
+        log_p = z.masked_fill(~_sampled(z), -torch.inf).log_softmax(-1)
+        return [-(log_p.exp() * log_p.clamp(min=-1e300)).sum(-1)]
     if row.loss in ("top_k", "given_ids"):
         known, own = given("log_probs"), z.log_softmax(-1).gather(1, given("ids"))
         if row.loss == "given_ids":
@@ -54,6 +57,14 @@ def outputs_fp64(row: Row, logits: Tensor, given: Given) -> list[Tensor]:
     smoothing = options.get("label_smoothing", 0.0)
     losses = functional.cross_entropy(z, targets, weight, label_smoothing=smoothing, reduction="none")
     return [losses + options.get("z_loss", 0.0) * torch.logsumexp(z, -1).square()]
+
+
+def _sampled(z: Tensor) -> Tensor:
+    """Which logits a sampler of TOP and TOP_P keeps, with ties."""
+    in_order = z.detach().sort(-1, descending=True).values
+    in_order = in_order.masked_fill(in_order < in_order[:, min(TOP, z.shape[-1]) - 1, None], -torch.inf)
+    last = (in_order.softmax(-1).cumsum(-1) < TOP_P).sum(-1, keepdim=True)
+    return z >= in_order.gather(-1, last)
 
 
 def _log_probs(outputs: tuple[str, ...], z: Tensor, labels: Tensor) -> list[Tensor]:

@@ -26,7 +26,8 @@ def row_providers(case: Case, baseline: Path | None = None) -> list[Provider]:
     interpreted = {"impl": "triton"} if case.kind == "host" and not torch.cuda.is_available() else {}
     for name, row in rows_of(case).items():
         row = row._replace(options=row.options | interpreted)
-        for suffix, package in packages.items():
+        known = {suffix: package for suffix, package in packages.items() if row.is_known_to(package)}
+        for suffix, package in known.items():
             losses_of = partial(_row_losses, row, names_of(package))
             found.append(
                 Provider(
@@ -38,7 +39,7 @@ def row_providers(case: Case, baseline: Path | None = None) -> list[Provider]:
                     returns=row,
                     is_step=True,
                     is_whole=not row.options.get("sequence_parallel"),
-                    baseline=f"{name}{BASELINE}" if baseline is not None and not suffix else None,
+                    baseline=f"{name}{BASELINE}" if BASELINE in known and not suffix else None,
                 )
             )
     return found

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench_lib.adapters import Names
-from bench_lib.cases import TOP, Case, Inputs
+from bench_lib.cases import TOP, TOP_P, Case, Inputs
 
 # What each loss takes after the tensors that get a gradient.
 TAKES = {
@@ -19,6 +19,7 @@ TAKES = {
     "distillation": ("teacher",),
     "top_k": ("ids", "log_probs"),
     "given_ids": ("ids", "log_probs"),
+    "sampled": ("labels",),
 }
 
 
@@ -44,9 +45,14 @@ class Row(NamedTuple):
 
     @property
     def reduction(self) -> str:
-        default: str = "none" if self.loss in ("log_probs", "given_ids") else "mean"
+        default: str = "none" if self.loss in ("log_probs", "given_ids", "sampled") else "mean"
         found: str = self.options.get("reduction", default)
         return found
+
+    def is_known_to(self, package: Any) -> bool:
+        """Whether a package of any commit has such a call."""
+        is_new = self.loss in ("given_ids", "sampled") or self.loss == "top_k" and "divergence" in self.options
+        return hasattr(package, "Sampling") or not is_new
 
     def of_heads(self) -> Row:
         return self._replace(options={name: value for name, value in self.options.items() if name != "gradient"})
@@ -78,15 +84,21 @@ def _row(loss: str, *given: str, gradient: str = "in_backward", **options: Any) 
     return Row(loss, {"gradient": gradient} | options, given)
 
 
+def _in_forward(*given: str, **options: Any) -> Row:
+    return _row("cross_entropy", *given, gradient="in_forward", **options)
+
+
 WIDE, ENTROPY = {"logits_dtype": torch.float32}, ("entropy",)
 OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions", "rank")
 ALL: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "logit_scale": 0.0625}
 METRICS: dict[str, Any] = {"outputs": ("predictions", "token_accuracy", "z_loss")}
 OPTION_ROWS = {
     "mean": _row("cross_entropy"),
-    "mean, in_forward": _row("cross_entropy", gradient="in_forward"),
+    "mean, in_forward": _in_forward(),
     **{f"mean, {name}": _row("cross_entropy", **{name: value}) for name, value in ALL.items()},
     "mean, return_metrics": _row("cross_entropy", **METRICS),
+    **{f"mean, in_forward, {name}": _in_forward(**{name: ALL[name]}) for name in ("label_smoothing", "softcap")},
+    "mean, in_forward, return_metrics": _in_forward(**METRICS),
     "sum, num_items": _row("cross_entropy", reduction="sum", num_items=1000),
     "none": _row("cross_entropy", reduction="none"),
     "none, all options": _row("cross_entropy", reduction="none", **ALL, **METRICS),
@@ -98,8 +110,9 @@ LOSS_ROWS = {
     "mean, class_weight": _row("cross_entropy", "class_weight"),
     "mean, label_smoothing": _row("cross_entropy", label_smoothing=0.1),
     "mean, class_weight and label_smoothing": _row("cross_entropy", "class_weight", label_smoothing=0.1),
-    "mean, in_forward": _row("cross_entropy", gradient="in_forward"),
-    "mean, in_forward, class_weight": _row("cross_entropy", "class_weight", gradient="in_forward"),
+    "mean, in_forward": _in_forward(),
+    "mean, in_forward, class_weight": _in_forward("class_weight"),
+    "mean, in_forward, class_weight and label_smoothing": _in_forward("class_weight", label_smoothing=0.1),
     "soft_cross_entropy": _row("soft"),
     "soft_cross_entropy, class_weight": _row("soft", "class_weight"),
     "soft_cross_entropy, class_weight and label_smoothing": _row("soft", "class_weight", label_smoothing=0.1),
@@ -111,6 +124,7 @@ LOSS_ROWS = {
     "token_log_probs": _row("log_probs"),
     **{f"token_log_probs, {name}": _row("log_probs", outputs=(name,)) for name in OUTPUTS},
     f"token_log_probs, top_k={TOP}": _row("log_probs", top_k=TOP),
+    f"entropy, sampling of top_k={TOP} and top_p={TOP_P}": _row("sampled"),
     "token_log_probs, a temperature per token": _row("log_probs", "temperature"),
 }
 HEAD_ROWS = {
