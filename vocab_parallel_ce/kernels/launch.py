@@ -11,7 +11,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from vocab_parallel_ce.blocks import Block
-from vocab_parallel_ce.kernels.primitives import SMALL_CAP, Softcap
+from vocab_parallel_ce.kernels.primitives import SMALL_CAP, LargeCap, SmallCap
 from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, RowLayout, aligned_base, row_layout
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 from vocab_parallel_ce.versions import TESTED, minor
@@ -140,7 +140,7 @@ def option_arguments(options: LossOptions) -> LossOptions:
     """Return ``options`` for a kernel: an option that is off is None, so its code is not compiled.
 
     ``ignore_index`` is always on. A flag that is on is 1: Triton compiles another kernel for True. A softcap that
-    changes no fp32 logit is off: its inverse may be 0 in fp32. Any other is a ``Softcap``.
+    changes no fp32 logit is off: its inverse may be 0 in fp32. Any other is a ``SmallCap`` or ``LargeCap``.
     """
     values: dict[str, Any] = {name: None if v == getattr(PLAIN, name) else v for name, v in options._asdict().items()}
     values["ignore_index"] = options.ignore_index
@@ -149,8 +149,9 @@ def option_arguments(options: LossOptions) -> LossOptions:
     if options.softcap is not None:
         largest = torch.finfo(torch.float32).max * options.logit_scale / options.softcap
         is_off = largest <= 2e-4  # tanh(a) = a * (1 - a^2 / 3) is a in fp32
-        small = 1 if options.softcap <= SMALL_CAP else None
-        values["softcap"] = None if is_off else Softcap(options.softcap, small)
+        cap = options.softcap
+        own = SmallCap(cap) if cap <= SMALL_CAP else LargeCap(cap, cap)
+        values["softcap"] = None if is_off else own
     return LossOptions(**values)
 
 
