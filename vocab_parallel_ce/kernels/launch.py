@@ -34,14 +34,19 @@ class Launch:
 
     One Launch serves tensors of the same dtypes and with None at the same positions: :func:`dtypes_of` is the
     key. The kernel must not specialise on ``sizes``, the integers that change from call to call. It gets the
-    ``LossOptions`` among ``values`` as :func:`option_arguments` returns them.
+    ``LossOptions`` among ``values`` as :func:`option_arguments` returns them. ``compiler`` are more options of the
+    compiler.
     """
 
-    def __init__(self, kernel: Any, values: tuple[Any, ...], constants: dict[str, Any], *, num_warps: int) -> None:
+    def __init__(
+        self, kernel: Any, values: tuple[Any, ...], constants: dict[str, Any], *, num_warps: int, **compiler: int
+    ) -> None:
         self.kernel = kernel
         self.values = tuple([option_arguments(v) if isinstance(v, LossOptions) else v for v in values])
         self.constants = constants
         self.num_warps = num_warps
+        # Triton 3.9 warns that 3.10 fuses nothing by default; fused, a version changes no bits.
+        self.compiler = {"num_warps": num_warps, "enable_fp_fusion": True, **compiler}
         self.tail = tuple(constants.values())
         self.is_private = _no_private_launch() is None
         self.variants: dict[int, tuple[Any, Any, Any, Any]] = {}
@@ -65,10 +70,7 @@ class Launch:
         special = all_bits % VECTOR_BYTES or max(sizes) >= 2**31 or _is_observed()
         variant = self.variants.get(device)
         if special or variant is None:
-            # Triton 3.9 warns that 3.10 fuses nothing by default; fused, a version changes no bits.
-            compiled = self.kernel[(n_programs,)](
-                *tensors, *self.values, *sizes, **self.constants, num_warps=self.num_warps, enable_fp_fusion=True
-            )
+            compiled = self.kernel[(n_programs,)](*tensors, *self.values, *sizes, **self.constants, **self.compiler)
             # The interpreter compiles nothing and returns None.
             if self.is_private and not special and compiled is not None:
                 # With the kernel itself: from Triton 3.8 on, one that nobody holds is unloaded from the GPU.

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels import labels as of_labels
+from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
@@ -44,7 +45,10 @@ def loss_kernel(
     pointers = of_labels.stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
     merged = of_labels.merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
     outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
-    losses = of_labels.store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, loss_options)
+    weight = 1.0
+    if divisor is not None:
+        weight = ops.divisor_weight(divisor, loss_options.class_weight)
+    losses = of_labels.store_outputs(outputs, rows, inside, merged, label, weight, vocab_size, loss_options)
     if total is not None:
         tl.store(total, tl.sum(tl.where(inside, losses, 0.0)))
 

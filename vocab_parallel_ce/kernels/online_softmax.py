@@ -287,7 +287,10 @@ def online_softmax_kernel(
     store_stats(of_labels.stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
     if loss is not None:
         outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
-        of_labels.store_outputs(outputs, index, None, merged, label, divisor, vocab_size, loss_options)
+        weight = 1.0
+        if divisor is not None:
+            weight = ops.divisor_weight(divisor, loss_options.class_weight)
+        of_labels.store_outputs(outputs, index, None, merged, label, weight, vocab_size, loss_options)
 
 
 def online_softmax(

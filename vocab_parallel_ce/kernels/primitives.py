@@ -190,8 +190,13 @@ def at_the_edges(value, label, vocab_size, loss_options):
 
 @triton.jit
 def divisor_weight(divisor, class_weight=None):
-    """Return 1 / divisor, a row's weight in a mean or a sum over items; 0 for 0; NaN if class weights sum to inf."""
-    n = tl.load(divisor).to(tl.float32)
+    """Return the ``inverse_divisor`` at a pointer."""
+    return inverse_divisor(tl.load(divisor).to(tl.float32), class_weight)
+
+
+@triton.jit
+def inverse_divisor(n, class_weight=None):
+    """Return 1 / n, a row's weight in a mean or a sum over items; 0 for 0; NaN if class weights sum to inf."""
     if class_weight is not None:
         n = tl.where(n == float("inf"), float("nan"), n)
     return tl.where(n == 0, 0.0, 1.0 / n)
