@@ -25,7 +25,11 @@ OBSTACLES = {
     "several ranks": ({"n_ranks": 2}, {}, "one rank, got 2"),
     "unreduced": ({"gradient": "in_backward"}, {}, "gradient 'in_forward', got 'in_backward'"),
     "out of place": ({"gradient": "out_of_place"}, {}, "gradient 'in_forward', got 'out_of_place'"),
-    "options": ({"beyond": BEYOND}, {}, "the loss of labels without outputs that have a gradient, got entropy, mean_logit"),
+    "options": (
+        {"beyond": BEYOND},
+        {},
+        "the loss of labels without outputs that have a gradient, got entropy, mean_logit",
+    ),
     "padding": ({"has_padding": True}, {}, "logits without padded columns"),
     "off a boundary": ({"is_aligned": False}, {}, "logits in memory that begins at 16 bytes"),
     "width": ({"fits": False}, {}, "rows of a width in its table of measurements"),

@@ -58,6 +58,9 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
         # The slowest to compile are first.
         for _, most, _ in reversed(ONE_PASS if is_sm_90 else ONE_PASS[:1]):
             yield one_pass("bf16", most, "z_loss" if most > 200_000 else "plain", "mean")
+        if is_sm_90:
+            for option in ("weighted_smoothing", "predictions"):
+                yield one_pass("bf16", 102_400, option, "mean", edges=True)
     yield stats("bf16", True, "all", outputs=True)
     yield gradient("bf16", True, "all", call="padded")
     yield scaled("bf16", edges=True)
@@ -136,6 +139,7 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
         calls = product(DTYPES, ONE_PASS, ("plain", "z_loss"), ("mean", "sum", "num_items"))
         for dtype, (_, most, _), option, call in calls:
             yield one_pass(dtype, most, option, call)
+            yield one_pass(dtype, most, option, call, edges=True)
 
 
 def has_one_pass(target: GPUTarget) -> bool:

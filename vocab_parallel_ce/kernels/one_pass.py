@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from vocab_parallel_ce.blocks import THREADS_PER_WARP, one_pass_config
 from vocab_parallel_ce.kernels import labels as of_labels
@@ -83,12 +82,35 @@ def loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, 
 
 @gluon.jit
 def sum_of_weights(class_weight, n_columns, lane_columns, CHUNKS: gl.constexpr):
-    """Return the sum of the class weights of all columns."""
-    total = gl.zeros_like(lane_columns).to(gl.float32)
-    for i in gl.static_range(CHUNKS):
-        columns = i * lane_columns.numel + lane_columns
-        total += gl.load(class_weight + columns, mask=columns < n_columns, other=0.0)
-    return gl.sum(gl.sum(total, axis=1), axis=0)
+    """Return the sum of the class weights of all columns, 0 if there are none."""
+    total = 0.0
+    if class_weight is not None:
+        weights = gl.zeros_like(lane_columns).to(gl.float32)
+        for i in gl.static_range(CHUNKS):
+            columns = i * lane_columns.numel + lane_columns
+            weights += gl.load(class_weight + columns, mask=columns < n_columns, other=0.0)
+        total = gl.sum(gl.sum(weights, axis=1), axis=0)
+    return total
+
+
+@gluon.jit
+def label_weight(class_weight, label, column, n_columns, loss_options):
+    """Return ``spec.label_weights`` of one row, 0 if there are no class weights."""
+    weight = 0.0
+    if class_weight is not None:
+        weight = gl.load(class_weight + column, mask=column >= 0, other=0.0)
+        weight = ops.at_the_edges(weight, label, n_columns, loss_options)
+    return weight
+
+
+@gluon.jit
+def first_label_columns(labels, row, step, n_rows, n_columns, ignore_index, N: gl.constexpr):
+    """Return ``label_column`` of a program's first N rows."""
+    columns = ()
+    for i in gl.static_range(N):
+        label = load_label(labels, row + i * step, n_rows)
+        columns = columns + (label_column(label, row + i * step, n_rows, n_columns, ignore_index),)
+    return columns
 
 
 @gluon.jit
@@ -124,28 +146,21 @@ def one_pass_kernel(
     Loss ``log(1 + 8191 exp(-8)) = 1.3212``. Gradient ``exp(-8) / 3.7478 / 2 = 4.475e-5`` in the other
     columns and ``(0.2668 - 1) / 2 = -0.3666`` at the label.
     """
-    tile: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32, 1], [LANES // 32, 1], [1, 0])
     unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     # Rows after this one that a program fetches from while it works on this one.
     AHEAD: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
-    vector_columns = gl.arange(0, VECTOR, layout=gl.SliceLayout(0, tile))
-    lane_vectors = gl.arange(0, LANES, layout=gl.SliceLayout(1, tile))
-    lane_columns = lane_vectors[:, None] * VECTOR + vector_columns[None, :]
-    element = logits.dtype.element_ty
+    lane_columns = of_rows.chunk_columns(LANES, VECTOR)
     if not HAS_EDGES:
         n_columns = n_columns // VECTOR * VECTOR  # unchanged; now the compiler sees that it is a multiple
-    buffer = gl.allocate_shared_memory(element, [STAGES, LANES, VECTOR], unswizzled)
+    buffer = gl.allocate_shared_memory(logits.dtype.element_ty, [STAGES, LANES, VECTOR], unswizzled)
     of_columns = class_weight if loss_options.smoothing is not None else None
     walk = of_rows.Walk(logits, layout, n_columns, lane_columns, buffer, of_columns)
     sizes: gl.constexpr = of_rows.Sizes(CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT, HAS_EDGES)
     stage = 0
     row = gl.program_id(0)
     step = gl.num_programs(0)
-    label_columns = ()
-    for i in gl.static_range(AHEAD + 1):
-        label = load_label(labels, row + i * step, n_rows)
-        column = label_column(label, row + i * step, n_rows, n_columns, loss_options.ignore_index)
-        label_columns = label_columns + (column,)
+    ignore_index = loss_options.ignore_index
+    label_columns = first_label_columns(labels, row, step, n_rows, n_columns, ignore_index, AHEAD + 1)
     # Labels and loose logits are loaded one row early.
     next_label = load_label(labels, row + (AHEAD + 1) * step, n_rows)
     body = of_rows.locate(walk, row, label_columns[0], HAS_EDGES)
@@ -153,9 +168,7 @@ def one_pass_kernel(
     for i in gl.static_range(STAGES):
         of_rows.fetch(walk, of_rows.Cursor(stage, row, step, label_columns), i, sizes)
     weight = loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, loss_options, COUNTED)
-    all_weights = 0.0
-    if of_columns is not None:
-        all_weights = sum_of_weights(of_columns, n_columns, lane_columns, CHUNKS)
+    all_weights = sum_of_weights(of_columns, n_columns, lane_columns, CHUNKS)
     outputs = TokenOutputs(loss, None, lse, None, None, predictions)
     grads = GradOutputs(None, None, None, None, None)
     while row < n_rows:
@@ -164,12 +177,9 @@ def one_pass_kernel(
         body = of_rows.locate(walk, row, column, HAS_EDGES)
         loose = next_loose
         label = load_label(labels, row, n_rows).to(gl.int64)
-        target_weight = 0.0
-        if class_weight is not None:
-            target_weight = gl.load(class_weight + column, mask=column >= 0, other=0.0)
-            target_weight = ops.at_the_edges(target_weight, label, n_columns, loss_options)
+        target_weight = label_weight(class_weight, label, column, n_columns, loss_options)
         new_row = row + (AHEAD + 1) * step
-        new_column = label_column(next_label, new_row, n_rows, n_columns, loss_options.ignore_index)
+        new_column = label_column(next_label, new_row, n_rows, n_columns, ignore_index)
         others_max, others_sum, first, chunks = of_rows.read_row(walk, cursor, body, loose, loss_options, sizes)
         target = ops.transform(loose.target.to(gl.float32), loss_options)[0]
         row_max = gl.maximum(others_max, target)
@@ -177,30 +187,18 @@ def one_pass_kernel(
         stats = row_stats(row_max, others_sum, target, target_weight, all_weights, 0.0, 0.0)
         live = column != -2
         factors = of_labels.row_factors(stats, label, live, weight, grads, grads, row, n_columns, loss_options)
-        if loss_options.predictions is not None:
-            vector = of_rows.load_maximum(walk, body, first, row_max)
+        first = of_rows.load_maximum(walk, body, first, row_max, loss_options)
         # Not earlier: these loads would take registers while the row fills them.
         next_label = load_label(labels, new_row + step, n_rows)
         next_body = of_rows.locate(walk, row + step, label_columns[1], HAS_EDGES)
         next_loose = of_rows.load_loose(walk, next_body, label_columns[1], HAS_EDGES)
         shifted_sum = of_rows.write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, sizes)
-        argmax = 0.0
-        if loss_options.smoothing is not None:
-            shifted_sum = gl.sum(shifted_sum, axis=0)
-        else:
-            shifted_sum = 0.0
-        if loss_options.predictions is not None:
-            argmax = of_rows.first_maximum(
-                walk, body, loose, column, first, vector, row_max, loss_options, HAS_EDGES
-            )
+        argmax = of_rows.first_maximum(walk, body, loose, column, first, row_max, loss_options, HAS_EDGES)
         stats = row_stats(row_max, others_sum, target, target_weight, all_weights, shifted_sum, argmax)
         of_labels.store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
         # write_row wrote the label's column like every other.
         barrier()
-        at_label = loose.target.to(gl.float32)
-        grad = of_labels.logits_gradient(at_label, True, 0.0, factors, grads, loss_options)
-        # A label in an excluded column is no column's target.
-        gl.store(logits + body.begin + column, grad.to(element), mask=(column >= 0) & (target > float("-inf")))
+        of_rows.write_label(walk, body, loose.target, column, factors, grads, loss_options)
         stage = (stage + CHUNKS) % STAGES
         row += step
         label_columns = label_columns[1:] + (new_column,)

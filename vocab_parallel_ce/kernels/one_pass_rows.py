@@ -110,6 +110,14 @@ def locate(walk, row, column, HAS_EDGES: gl.constexpr):
 
 
 @gluon.jit
+def chunk_columns(LANES: gl.constexpr, VECTOR: gl.constexpr):
+    """Return the columns ``[LANES, VECTOR]`` of a chunk: a vector per thread."""
+    tile: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32, 1], [LANES // 32, 1], [1, 0])
+    vectors = gl.arange(0, LANES, layout=gl.SliceLayout(1, tile))
+    return vectors[:, None] * VECTOR + gl.arange(0, VECTOR, layout=gl.SliceLayout(0, tile))[None, :]
+
+
+@gluon.jit
 def lanes_of(walk):
     """Return the numbers of the lanes."""
     return gl.arange(0, walk.lane_columns.shape[0], layout=gl.SliceLayout(1, walk.lane_columns.type.layout))
@@ -228,36 +236,45 @@ def read_row(walk, cursor, body, loose, loss_options, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def load_maximum(walk, body, first, row_max):
-    """Load, in each lane that has the row's maximum, the first vector that has it; -inf in other lanes."""
+def load_maximum(walk, body, first, row_max, loss_options):
+    """Return ``first``, and in each lane that has the row's maximum the first vector that has it, for predictions.
+
+    It is read again, before the gradient is written over it.
+    """
     own_max, max_chunk = first
-    columns = max_chunk[:, None] * walk.lane_columns.numel + walk.lane_columns
-    is_read = (own_max == row_max)[:, None] & (columns < body.width)
-    return gl.load(walk.logits + body.first + columns, mask=is_read, other=float("-inf"))
+    vector = max_chunk
+    if loss_options.predictions is not None:
+        columns = max_chunk[:, None] * walk.lane_columns.numel + walk.lane_columns
+        is_read = (own_max == row_max)[:, None] & (columns < body.width)
+        vector = gl.load(walk.logits + body.first + columns, mask=is_read, other=float("-inf"))
+    return own_max, max_chunk, vector
 
 
 @gluon.jit
-def first_maximum(walk, body, loose, column, first, vector, row_max, loss_options, HAS_EDGES: gl.constexpr):
-    """Return the first column with ``row_max``, as fp32; inf if that is not finite. ``vector``: load_maximum's."""
-    own_max, max_chunk = first
-    none: gl.constexpr = 2147483647
-    z = ops.transform(vector.to(gl.float32), loss_options)[0]
-    columns = max_chunk[:, None] * walk.lane_columns.numel + walk.lane_columns
-    is_first = (own_max == row_max)[:, None] & (z == gl.max(z, axis=1)[:, None])
-    argmax = gl.min(gl.where(is_first, columns, none), axis=1)
-    ahead = (body.first - body.begin).to(gl.int32)
-    argmax = gl.where(argmax == none, none, argmax + ahead)
-    offset, inside = beside_offsets(walk, body, column)
-    is_first = inside & (ops.transform(loose.beside.to(gl.float32), loss_options)[0] == row_max)
-    argmax = gl.minimum(argmax, gl.where(is_first, (offset - body.begin).to(gl.int32), none))
-    if HAS_EDGES:
-        offset, inside = edge_offsets(walk, body)
-        is_first = inside & (ops.transform(loose.edges.to(gl.float32), loss_options)[0] == row_max)
-        argmax = gl.minimum(argmax, gl.where(is_first, (offset - body.begin).to(gl.int32), none))
-    argmax = gl.min(argmax, axis=0)
-    is_target = (column >= 0) & (ops.transform(loose.target.to(gl.float32), loss_options)[0] == row_max)
-    argmax = gl.where(is_target, gl.minimum(argmax, column), argmax)
-    return gl.where(gl.abs(row_max) < float("inf"), argmax.to(gl.float32), float("inf"))
+def first_maximum(walk, body, loose, column, first, row_max, loss_options, HAS_EDGES: gl.constexpr):
+    """Return the first column with ``row_max``, as fp32; inf if that is not finite. 0 without predictions."""
+    argmax = 0.0
+    if loss_options.predictions is not None:
+        own_max, max_chunk, vector = first
+        none: gl.constexpr = 2147483647
+        z = ops.transform(vector.to(gl.float32), loss_options)[0]
+        columns = max_chunk[:, None] * walk.lane_columns.numel + walk.lane_columns
+        is_first = (own_max == row_max)[:, None] & (z == gl.max(z, axis=1)[:, None])
+        found = gl.min(gl.where(is_first, columns, none), axis=1)
+        ahead = (body.first - body.begin).to(gl.int32)
+        found = gl.where(found == none, none, found + ahead)
+        offset, inside = beside_offsets(walk, body, column)
+        is_first = inside & (ops.transform(loose.beside.to(gl.float32), loss_options)[0] == row_max)
+        found = gl.minimum(found, gl.where(is_first, (offset - body.begin).to(gl.int32), none))
+        if HAS_EDGES:
+            offset, inside = edge_offsets(walk, body)
+            is_first = inside & (ops.transform(loose.edges.to(gl.float32), loss_options)[0] == row_max)
+            found = gl.minimum(found, gl.where(is_first, (offset - body.begin).to(gl.int32), none))
+        found = gl.min(found, axis=0)
+        is_target = (column >= 0) & (ops.transform(loose.target.to(gl.float32), loss_options)[0] == row_max)
+        found = gl.where(is_target, gl.minimum(found, column), found)
+        argmax = gl.where(gl.abs(row_max) < float("inf"), found.to(gl.float32), float("inf"))
+    return argmax
 
 
 @gluon.jit
@@ -280,8 +297,17 @@ def uniform_and_shifted(x, weights, inside, factors, loss_options):
 
 
 @gluon.jit
+def sum_if_smoothed(values, loss_options):
+    """Return the sum over the lanes, 0 without smoothing."""
+    total = 0.0
+    if loss_options.smoothing is not None:
+        total = gl.sum(values, axis=0)
+    return total
+
+
+@gluon.jit
 def write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, SIZES: gl.constexpr):
-    """Write the gradient over every column of a row, and refill the stages; return the ``shifted_sum`` of each lane.
+    """Write the gradient over every column of a row, and refill the stages; return the ``shifted_sum``.
 
     The label gets the gradient of another column. ``shifted_sum`` is that of smoothing, of all columns; 0 without.
     """
@@ -319,7 +345,7 @@ def write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, S
                     fetch(walk, cursor, done + SIZES.STAGES, SIZES)
     if SIZES.HAS_EDGES:
         shifted_sum += write_edges(walk, body, loose.edges, cursor.columns[0] != -2, factors, grads, loss_options)
-    return shifted_sum
+    return sum_if_smoothed(shifted_sum, loss_options)
 
 
 @gluon.jit
@@ -335,6 +361,15 @@ def write_edges(walk, body, edges, live, factors, grads, loss_options):
     grad = of_labels.logits_gradient(x, False, uniform, factors, grads, loss_options)
     gl.store(walk.logits + offset, grad.to(walk.logits.dtype.element_ty), mask=inside)
     return shifted
+
+
+@gluon.jit
+def write_label(walk, body, target, column, factors, grads, loss_options):
+    """Write the label's gradient. A label in an excluded column is no column's target."""
+    x = target.to(gl.float32)
+    is_written = (column >= 0) & (ops.transform(x, loss_options)[0] > float("-inf"))
+    grad = of_labels.logits_gradient(x, True, 0.0, factors, grads, loss_options)
+    gl.store(walk.logits + body.begin + column, grad.to(walk.logits.dtype.element_ty), mask=is_written)
 
 
 @gluon.jit
