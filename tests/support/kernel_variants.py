@@ -59,7 +59,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
         for _, most, _ in reversed(ONE_PASS if is_sm_90 else ONE_PASS[:1]):
             yield one_pass("bf16", most, "z_loss" if most > 200_000 else "plain", "mean")
         if is_sm_90:
-            for option in ("weighted_smoothing", "predictions"):
+            for option in ("class_weight", "predictions"):
                 yield one_pass("bf16", 102_400, option, "mean", edges=True)
     yield stats("bf16", True, "all", outputs=True)
     yield gradient("bf16", True, "all", call="padded")
