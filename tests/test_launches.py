@@ -26,8 +26,11 @@ NEVER = {
     ("row_gradient_kernel of targets", "loss_options.threshold", None): "likewise",
     ("row_second_kernel of targets", None, None): "soft targets have one exchange",
     ("row_second_kernel of divergences", "loss_options.reverse", None): "js alone has a second exchange",
-    (ONE_PASS, "loss_options.class_weight", None): "of primitives; selection leaves these options to other kernels",
-    (ONE_PASS, "loss_options.smoothing", None): "likewise",
+    (ONE_PASS, None, "padded"): "selection leaves padded columns to other kernels",
+}
+NEVER |= {
+    (ONE_PASS, f"loss_options.{name}", None): "in_forward has no such option"
+    for name in ("entropy", "sum_sq_probs", "mean_logit", "temperature", "threshold")
 }
 NOT_BESIDE = {"targets": ("labels", "second"), "divergences": ("class_weight",)}
 NEVER |= {

@@ -20,7 +20,7 @@ from vocab_parallel_ce.sole_owner import can_tell
 from vocab_parallel_ce.versions import how_tested
 
 # The mean on one rank, of rows that suit one launch.
-BY_DEFAULT = Workload(1, "auto", (), whole_vectors=True, fits=True)
+BY_DEFAULT = Workload(1, "auto", (), is_aligned=True, has_padding=False, fits=True)
 FOR_ONE_LAUNCH = BY_DEFAULT._replace(gradient="in_forward")
 
 # Tokens, hidden size and columns per rank: a model of 8 B parameters on one rank and on four.

@@ -48,12 +48,12 @@ def row_layout(logits: Tensor) -> RowLayout | None:
     return RowLayout(0, size1, size2, stride0, stride1, stride2)
 
 
-def has_whole_vectors(logits: Tensor) -> bool:
-    """Whether each row is whole, aligned vectors of 16 bytes on a GPU."""
-    if not logits.is_cuda or logits.shape[-1] * logits.element_size() % VECTOR_BYTES != 0:
+def begins_at_a_boundary(logits: Tensor) -> bool:
+    """Whether :func:`aligned_base` of logits on a GPU is at a boundary of 16 bytes."""
+    if not logits.is_cuda:
         return False
-    layout = row_layout(logits)
-    return layout is not None and math.gcd(logits.data_ptr(), layout.pitch * logits.element_size()) % VECTOR_BYTES == 0
+    misaligned = logits.data_ptr() % VECTOR_BYTES
+    return misaligned == 0 or logits.storage_offset() * logits.element_size() >= misaligned
 
 
 def rows_are_disjoint(logits: Tensor) -> bool:

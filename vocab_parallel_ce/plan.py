@@ -17,7 +17,7 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.beside import checked_divisor
 from vocab_parallel_ce.blocks import one_pass_config
 from vocab_parallel_ce.collectives import group_position
-from vocab_parallel_ce.layout import compute_dtype, has_whole_vectors
+from vocab_parallel_ce.layout import begins_at_a_boundary, compute_dtype
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Sampling, Settings, sampling_of, shard_of_rank
 from vocab_parallel_ce.overwritten import check_not_overwritten
@@ -71,7 +71,7 @@ class PlanKey(NamedTuple):
     rank: int
     n_ranks: int
     gradient: str
-    whole_vectors: bool  # rows suit one_pass
+    is_aligned: bool  # the logits' memory suits one_pass
     class_weight: bool = False  # whether there is one
 
 
@@ -113,10 +113,10 @@ def plan_call(
 def plan_of(loss: Loss, logits: Tensor, given: Any, settings: Settings, rank: int, n_ranks: int) -> Plan:
     """Return the plan of a loss over checked ``logits``."""
     mode = gradient_mode(settings.gradient, logits)
-    whole_vectors = mode == "in_forward" and has_whole_vectors(logits)
+    is_aligned = mode == "in_forward" and begins_at_a_boundary(logits)
     device = logits.device if type(logits) is Tensor else checks.device_of_values(logits)
     has_weights = given.class_weight is not None
-    key = logits.dtype, logits.shape[-1], device, rank, n_ranks, mode, whole_vectors, has_weights  # a PlanKey's
+    key = logits.dtype, logits.shape[-1], device, rank, n_ranks, mode, is_aligned, has_weights  # a PlanKey's
     return cached_plan(loss, settings, key)
 
 
@@ -142,9 +142,9 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
     checks.check_no_trace()  # not cached: its sizes are tensors
     shard = shard_of_rank(settings, key.n_columns, key.rank, key.n_ranks)
     options = loss.options(settings, shard.vocab_size, class_weight=key.class_weight)
-    is_whole = key.whole_vectors and shard.n_valid == shard.n_columns
+    has_padding = shard.n_valid != shard.n_columns
     fits = one_pass_config(key.n_columns * key.dtype.itemsize) is not None
-    workload = Workload(key.n_ranks, key.gradient, loss.beyond_one_pass(options), is_whole, fits)
+    workload = Workload(key.n_ranks, key.gradient, loss.beyond_one_pass(options), key.is_aligned, has_padding, fits)
     gpu = gpu_of(key.device.index) if key.device.type == "cuda" else None
     impl = settings.impl
     if key.dtype == torch.float64:

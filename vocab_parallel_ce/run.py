@@ -131,8 +131,8 @@ def forward_with_gradient(call: Call, logits: Tensor, beside: Any, outputs: Toke
     """Fill ``outputs``; the gradient replaces ``logits``, which must be ``layout.overwritable``."""
     plan = call.plan
     if plan.launchers.one_pass is not None:
-        counted, losses = plan.reduction == "mean", outputs.loss.view(-1)
-        plan.launchers.one_pass(logits, beside.labels, call.divisor, losses, counted=counted, options=plan.options)
+        counted = plan.counts or plan.weighs
+        plan.launchers.one_pass(logits, beside, call.divisor, outputs, counted=counted, options=plan.options)
         return
     filled = outputs if fills_outputs_first(plan) else None
     stats, divisor = exchanged_statistics(call, logits, beside, filled)

@@ -26,8 +26,9 @@ class Workload(NamedTuple):
 
     n_ranks: int
     gradient: str
-    options_on: tuple[str, ...]  # except those that every implementation has
-    whole_vectors: bool  # rows are aligned to 16 bytes and a multiple of them; no padding
+    beyond: tuple[str, ...]  # what of the loss one_pass lacks
+    is_aligned: bool  # the logits' memory begins at a boundary of 16 bytes
+    has_padding: bool
     fits: bool  # the row width is in the table of measurements
 
 
@@ -118,15 +119,16 @@ def _obstacle(device_type: str, triton: str, workload: Workload | None, gpu: Gpu
         return f"a GPU and triton's compiler, got {device_type} and triton's {triton}"
     if gpu is None or workload is None:
         return "a call to decide about, by its shape and options"
-    memory, options = ONE_PASS_SHARED_MEMORY, ", ".join(workload.options_on)
+    memory, beyond = ONE_PASS_SHARED_MEMORY, ", ".join(workload.beyond)
     conditions = (
         (gpu.is_nvidia, "an NVIDIA GPU, got another maker's"),
         (gpu.has_gluon, f"a triton with Gluon's asynchronous copies, got {triton_version()}"),
         (gpu.shared_memory >= memory, f"{memory} bytes of shared memory a program, got {gpu.shared_memory}"),
         (workload.n_ranks == 1, f"one rank, got {workload.n_ranks}"),
         (workload.gradient == "in_forward", f"gradient 'in_forward', got {workload.gradient!r}"),
-        (not options, f"no option but ignore_index and z_loss, got {options}"),
-        (workload.whole_vectors, "rows of whole, aligned 16-byte vectors without padding, got others"),
+        (not beyond, f"the loss of labels without outputs that have a gradient, got {beyond}"),
+        (not workload.has_padding, "logits without padded columns, got some"),
+        (workload.is_aligned, "logits in memory that begins at 16 bytes, and a gradient of their dtype, got others"),
         (workload.fits, "rows of a width in its table of measurements (blocks.py), got another"),
     )
     return next((needed for is_met, needed in conditions if not is_met), None)

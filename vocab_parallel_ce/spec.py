@@ -99,12 +99,6 @@ class LossOptions(NamedTuple):
     threshold: Any = None  # smaller logits are excluded, as if they were -inf
 
     @property
-    def beyond_z_loss(self) -> tuple[str, ...]:
-        """Names of the options that are on, except ``ignore_index`` and ``z_loss``."""
-        others = self._replace(ignore_index=PLAIN.ignore_index, z_loss=PLAIN.z_loss)
-        return tuple(name for name, own, off in zip(self._fields, others, PLAIN, strict=True) if own != off)
-
-    @property
     def statistics(self) -> tuple[str, ...]:
         """Names of the ``K`` statistics that travel, in the order in which they are packed."""
         smoothed = ("shifted_sum", "n_columns") if self.smoothing or self.mean_logit else ()

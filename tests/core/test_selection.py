@@ -15,9 +15,9 @@ from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, Workload, s
 
 pytestmark = pytest.mark.reference
 
-WORKLOAD = Workload(n_ranks=1, gradient="in_forward", options_on=(), whole_vectors=True, fits=True)
+WORKLOAD = Workload(n_ranks=1, gradient="in_forward", beyond=(), is_aligned=True, has_padding=False, fits=True)
 GPU = Gpu(is_nvidia=True, shared_memory=ONE_PASS_SHARED_MEMORY, has_gluon=True)
-ON = ("smoothing", "softcap")
+BEYOND = ("entropy", "mean_logit")
 OTHERS = ("mps", "xpu", "npu", "privateuseone")  # devices without kernels, which installing triton does not change
 
 # What of a call or a GPU keeps one launch from doing it: (changes to WORKLOAD, to GPU, what is said of it).
@@ -25,8 +25,13 @@ OBSTACLES = {
     "several ranks": ({"n_ranks": 2}, {}, "one rank, got 2"),
     "unreduced": ({"gradient": "in_backward"}, {}, "gradient 'in_forward', got 'in_backward'"),
     "out of place": ({"gradient": "out_of_place"}, {}, "gradient 'in_forward', got 'out_of_place'"),
-    "options": ({"options_on": ON}, {}, "no option but ignore_index and z_loss, got smoothing, softcap"),
-    "odd rows": ({"whole_vectors": False}, {}, "rows of whole, aligned 16-byte vectors without padding"),
+    "options": (
+        {"beyond": BEYOND},
+        {},
+        "the loss of labels without outputs that have a gradient, got entropy, mean_logit",
+    ),
+    "padding": ({"has_padding": True}, {}, "logits without padded columns"),
+    "off a boundary": ({"is_aligned": False}, {}, "logits in memory that begins at 16 bytes"),
     "width": ({"fits": False}, {}, "rows of a width in its table of measurements"),
     "another maker": ({}, {"is_nvidia": False}, "an NVIDIA GPU, got another maker's"),
     "old triton": ({}, {"has_gluon": False}, "a triton with Gluon's asynchronous copies, got"),
@@ -97,15 +102,15 @@ def test_an_obstacle_leaves_the_call_to_triton_and_is_told(name):
     assert on_a_gpu("auto", workload, gpu) == ("triton", f"a GPU, and triton is installed; one_pass needs {needed}")
 
 
-def test_a_padded_shard_has_no_whole_vectors_for_one_pass(monkeypatch):
+def test_a_padded_shard_is_not_for_one_pass(monkeypatch):
     """It would read the padding, whatever that holds."""
     asked = []
     monkeypatch.setattr(plan, "gpu_of", lambda index: GPU)
     monkeypatch.setattr(plan, "select", lambda *_, workload, **__: asked.append(workload) or select("cpu", "reference"))
-    key = plan.PlanKey(torch.bfloat16, 16384, torch.device("cuda", 0), 0, 1, "in_forward", whole_vectors=True)
+    key = plan.PlanKey(torch.bfloat16, 16384, torch.device("cuda", 0), 0, 1, "in_forward", is_aligned=True)
     for vocab_size in (None, 16384, 16376):
         plan.make_plan(LABELS, Settings(vocab_size=vocab_size), key)
-    assert asked == [WORKLOAD, WORKLOAD, WORKLOAD._replace(whole_vectors=False)]
+    assert asked == [WORKLOAD, WORKLOAD, WORKLOAD._replace(has_padding=True)]
 
 
 def test_one_pass_runs_where_nothing_stands_in_its_way():
@@ -117,10 +122,10 @@ def test_one_pass_runs_where_nothing_stands_in_its_way():
 
 
 def test_options_that_one_pass_lacks_are_named_and_off_by_default():
-    assert spec.PLAIN.beyond_z_loss == spec.LossOptions(7, z_loss=0.1).beyond_z_loss == ()
-    on = spec.LossOptions(-100, 0.1, 0.1, 0.5, 30.0, True, True)
-    assert on.beyond_z_loss == ("smoothing", "logit_scale", "softcap", "entropy", "predictions")
-    assert spec.PLAIN._replace(class_weight=True).beyond_z_loss == ("class_weight",)
+    on = spec.LossOptions(-100, 0.1, 0.1, 0.5, 30.0, predictions=True, class_weight=True, lse=True)
+    assert LABELS.beyond_one_pass(spec.PLAIN) == LABELS.beyond_one_pass(on) == ()
+    on = on._replace(entropy=True, sum_sq_probs=True, mean_logit=True)
+    assert LABELS.beyond_one_pass(on) == ("entropy", "sum_sq_probs", "mean_logit")
 
 
 def test_a_triton_without_gluon_is_no_error(monkeypatch):

@@ -31,8 +31,10 @@ def test_a_hopper_gpu_runs_one_pass_by_itself():
         (ONE_PASS[0][0], torch.float32, {"z_loss": 0.1, "ignore_index": 3}, True),
         (ONE_PASS[0][0], torch.float16, {}, True),
         (ONE_PASS[0][0], torch.bfloat16, {"gradient": "auto"}, False),
-        (ONE_PASS[0][0], torch.bfloat16, {"softcap": 30.0}, False),
-        (ONE_PASS[0][0] + 2, torch.bfloat16, {}, False),
+        (ONE_PASS[0][0], torch.bfloat16, {"softcap": 30.0, "label_smoothing": 0.1}, True),
+        (ONE_PASS[0][0] + 2, torch.bfloat16, {"outputs": ("predictions",)}, True),
+        (ONE_PASS[0][0] - 2, torch.bfloat16, {}, False),
+        (ONE_PASS[0][0], torch.bfloat16, {"vocab_size": ONE_PASS[0][0] // 2 - 8}, False),
     ],
 )
 def test_auto_takes_one_pass_where_it_can(bytes_a_row, dtype, options, expected):

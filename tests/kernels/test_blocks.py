@@ -81,7 +81,7 @@ class Buffer:
             self.stages[stage] = self.committed
 
     def wait(self, chunk):
-        from vocab_parallel_ce.kernels.one_pass import copies_in_flight
+        from vocab_parallel_ce.kernels.one_pass_rows import copies_in_flight
 
         sizes = (self.chunks, self.register_chunks, self.n_stages, self.chunks_per_wait)
         in_flight = copies_in_flight(chunk, *sizes)

@@ -70,8 +70,7 @@ def report(target: GPUTarget, variant: Variant) -> dict:
     kernel, num_warps = variant.launch.kernel, variant.launch.num_warps
     # A launch does this: an argument named ``options`` compiled, and every launch raised a SyntaxError.
     create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
-    options = {"num_warps": num_warps, "enable_fp_fusion": True}
-    compiled = triton.compile(source_of(variant), target=target, options=options)
+    compiled = triton.compile(source_of(variant), target=target, options=variant.launch.compiler)
     moved_sums = compiled.asm["ttgir"].count("efficient_layout")
     entry = {"target": f"{target.backend}:{target.arch}", "kernel": variant.name, "moved_sums": moved_sums}
     entry["triton"] = [int(part) for part in triton.__version__.split(".")[:2]]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.backends.compiler import GPUTarget
 
-from vocab_parallel_ce.blocks import ONE_PASS, one_pass_config, statistics_block
+from vocab_parallel_ce.blocks import ONE_PASS, statistics_block
 from vocab_parallel_ce.kernels import divergences, targets
 from vocab_parallel_ce.kernels.algebra import Algebra
 from vocab_parallel_ce.kernels.launch import Launch
@@ -58,6 +58,9 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
         # The slowest to compile are first.
         for _, most, _ in reversed(ONE_PASS if is_sm_90 else ONE_PASS[:1]):
             yield one_pass("bf16", most, "z_loss" if most > 200_000 else "plain", "mean")
+        if is_sm_90:
+            for option in ("class_weight", "predictions"):
+                yield one_pass("bf16", 102_400, option, "mean", edges=True)
     yield stats("bf16", True, "all", outputs=True)
     yield gradient("bf16", True, "all", call="padded")
     yield scaled("bf16", edges=True)
@@ -136,6 +139,7 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
         calls = product(DTYPES, ONE_PASS, ("plain", "z_loss"), ("mean", "sum", "num_items"))
         for dtype, (_, most, _), option, call in calls:
             yield one_pass(dtype, most, option, call)
+            yield one_pass(dtype, most, option, call, edges=True)
 
 
 def has_one_pass(target: GPUTarget) -> bool:
@@ -296,11 +300,13 @@ def of_algebra(
         yield Variant(name.format("second"), launch, dtypes)
 
 
-def one_pass(dtype: str, row_bytes: int, option: str, call: str) -> Variant:
-    """Rows of at most ``row_bytes``."""
-    dtypes = (DTYPES[dtype], torch.int64, torch.int32 if call == "num_items" else None, torch.float32)
-    n_columns = row_bytes // 16 * 16 // DTYPES[dtype].itemsize
-    layout = (0, 1, 1, n_columns, 0, 0)
-    launch, programs = launch_of("one_pass", dtypes, n_columns, layout, call == "mean", OPTIONS[option])
-    assert one_pass_config(row_bytes) is not None
-    return Variant(f"one_pass-{dtype}-{option}-{call}-{row_bytes}", launch, dtypes, programs)
+def one_pass(dtype: str, row_bytes: int, option: str, call: str, edges: bool = False) -> Variant:
+    """Rows of at most ``row_bytes``; with ``edges``, of one column less."""
+    options, fp32 = OPTIONS[option], torch.float32
+    outputs = (fp32, fp32 if options.lse else None, torch.int64 if options.predictions else None)
+    divisor = torch.int32 if call == "num_items" else None
+    dtypes = (DTYPES[dtype], torch.int64, divisor, fp32 if options.class_weight else None, *outputs)
+    n_columns = row_bytes // 16 * 16 // DTYPES[dtype].itemsize - edges
+    launch, programs = launch_of("one_pass", dtypes, n_columns, (0, 1, 1, n_columns, 0, 0), call == "mean", options)
+    name = f"one_pass-{dtype}{'-edges' * edges}-{option}-{call}-{row_bytes}"
+    return Variant(name, launch, dtypes, programs)

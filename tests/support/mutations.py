@@ -39,7 +39,7 @@ OF_PAIRS = "tests/conformance/test_pairs.py tests/conformance/test_ranks.py test
 OF_HEADS = "tests/conformance/test_heads.py tests/linear tests/ranks/test_linear.py tests/test_random_calls.py"
 MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py tests/logits/test_sole_owner.py"
 SUITES = {  # of files that begin so, the first that fits; what finds a fault soonest comes first
-    "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_system.py tests/test_random_calls.py",
+    "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_options.py tests/test_one_pass_system.py",
     "kernels/walk": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/row_loss": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/targets": f"{INTERPRETED} {OF_PAIRS}",

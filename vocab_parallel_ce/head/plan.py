@@ -21,7 +21,7 @@ from vocab_parallel_ce.head.chunks import (
     order_of_valid,
 )
 from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
-from vocab_parallel_ce.layout import VECTOR_BYTES, flat
+from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
 from vocab_parallel_ce.plan import Call, Plan, PlanKey, cached_plan, comparable
@@ -301,7 +301,7 @@ def _plan_of_logits(
         rank=rank,
         n_ranks=n_ranks,
         gradient=gradient,
-        whole_vectors=fits_one_pass and n_columns * dtype.itemsize % VECTOR_BYTES == 0,
+        is_aligned=fits_one_pass,
         class_weight=given.beside.class_weight is not None,
     )
     settings = settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient)

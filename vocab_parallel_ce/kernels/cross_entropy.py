@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.blocks import (
     ALL_TILES,
+    CUT_ROWS,
     READ_AND_WRITE,
     READ_AND_WRITE_EDGES,
     WRITE_SMALL_TILES,
@@ -30,8 +31,7 @@ from vocab_parallel_ce.blocks import (
 )
 from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, overlap, row_arguments, walk_launch
-from vocab_parallel_ce.layout import RowLayout
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, can_overlap, dtypes_of, row_arguments, walk_launch
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, LossOptions
@@ -86,7 +86,7 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
-    PDL: tl.constexpr = 0,
+    OVERLAPS: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]``, label 1: loss 0.4076, gradient ``[0.0900, -0.3348, 0.2447]``."""
     row, begin_tile, step = tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
@@ -97,8 +97,7 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
         loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
     if threshold is not None:
         loss_options = LossOptions(*loss_options[:-1], ops.row_least(threshold, row, live))  # type: ignore[call-arg]
-    if PDL > 0:
-        tl.extra.cuda.gdc_wait()
+    ops.wait_for_previous(OVERLAPS)
     ranks = tl.arange(0, RANKS)
     pointers = of_labels.stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
     merged = of_labels.merge_ranks(pointers, ranks < n_ranks, loss_options)
@@ -184,7 +183,8 @@ def cross_entropy(
     strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
     has_factors = options.entropy or options.sum_sq_probs or temperature is not None or threshold is not None
     block, n_programs = _shape(rows, base.dtype, grad_base.dtype, n_rows, shard.n_columns, options, has_factors)
-    launch = _launch(dtypes_of(tensors), rows, block, n_programs > 1, strides, n_ranks, shard, options, overlap(logits.get_device()) if n_rows <= 96 else 0)
+    overlaps = n_rows <= CUT_ROWS and can_overlap(logits.get_device())
+    launch = _launch(dtypes_of(tensors), rows, block, n_programs > 1, strides, n_ranks, shard, options, overlaps)
     launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 
 
@@ -226,10 +226,10 @@ def _launch(
     n_ranks: int,
     shard: VocabShard,
     options: LossOptions,
-    pdl: int = 0,
+    overlaps: bool,
 ) -> Launch:
     n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid
     sizes = ShardSizes(shard.n_columns, n_valid, shard.vocab_size)
-    constants = {"RANKS": triton.next_power_of_2(n_ranks), "IS_CUT": is_cut}
-    made = walk_launch(cross_entropy_kernel, rows, (GradOutputs(*strides), sizes, n_ranks, options), block, **constants)
-    return Launch(made.kernel, (RowLayout(*rows[0]), GradOutputs(*strides), sizes, n_ranks, options), made.constants | {"PDL": pdl}, num_warps=made.num_warps, early=pdl > 0)
+    constants = {"RANKS": triton.next_power_of_2(n_ranks), "IS_CUT": is_cut, "OVERLAPS": overlaps}
+    values = (GradOutputs(*strides), sizes, n_ranks, options)
+    return walk_launch(cross_entropy_kernel, rows, values, block, launch_pdl=overlaps, **constants)

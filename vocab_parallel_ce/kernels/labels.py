@@ -136,15 +136,13 @@ def loss(stats, label, vocab_size, loss_options):
 
 
 @triton.jit
-def store_outputs(outputs, rows, inside, stats, label, divisor, vocab_size, loss_options):
+def store_outputs(outputs, rows, inside, stats, label, weight, vocab_size, loss_options):
     """Store ``outputs``, a ``spec.TokenOutputs`` of pointers or None, for one row or a vector of rows.
 
-    ``divisor`` divides the loss; None is 1. ``inside`` masks a vector of rows; None is all. Returns the losses.
+    ``weight`` multiplies the loss. ``inside`` masks a vector of rows; None is all. Returns the losses.
     """
     all_sum = sum_exp(stats)
-    losses = loss(stats, label, vocab_size, loss_options)
-    if divisor is not None:
-        losses = ops.weighted(losses, ops.divisor_weight(divisor, loss_options.class_weight))
+    losses = ops.weighted(loss(stats, label, vocab_size, loss_options), weight)
     tl.store(outputs.loss + rows, losses, inside)
     if outputs.entropy is not None:
         value = log_sum_exp(stats) - stats.exp_shifted_sum / all_sum

@@ -35,17 +35,19 @@ class Launch:
 
     One Launch serves tensors of the same dtypes and with None at the same positions: :func:`dtypes_of` is the
     key. The kernel must not specialise on ``sizes``, the integers that change from call to call. It gets the
-    ``LossOptions`` among ``values`` as :func:`option_arguments` returns them.
+    ``LossOptions`` among ``values`` as :func:`option_arguments` returns them. ``compiler`` are more options of the
+    compiler.
     """
 
     def __init__(
-        self, kernel: Any, values: tuple[Any, ...], constants: dict[str, Any], *, num_warps: int, early: bool = False
+        self, kernel: Any, values: tuple[Any, ...], constants: dict[str, Any], *, num_warps: int, **compiler: int
     ) -> None:
         self.kernel = kernel
         self.values = tuple([option_arguments(v) if isinstance(v, LossOptions) else v for v in values])
         self.constants = constants
         self.num_warps = num_warps
-        self.more = {"launch_pdl": True} if early else {}
+        # Triton 3.9 warns that 3.10 fuses nothing by default; fused, a version changes no bits.
+        self.compiler = {"num_warps": num_warps, "enable_fp_fusion": True, **compiler}
         self.tail = tuple(constants.values())
         self.is_private = _no_private_launch() is None
         self.variants: dict[int, tuple[Any, Any, Any, Any]] = {}
@@ -69,10 +71,7 @@ class Launch:
         special = all_bits % VECTOR_BYTES or max(sizes) >= 2**31 or _is_observed()
         variant = self.variants.get(device)
         if special or variant is None:
-            # Triton 3.9 warns that 3.10 fuses nothing by default; fused, a version changes no bits.
-            compiled = self.kernel[(n_programs,)](
-                *tensors, *self.values, *sizes, **self.constants, num_warps=self.num_warps, enable_fp_fusion=True, **self.more
-            )
+            compiled = self.kernel[(n_programs,)](*tensors, *self.values, *sizes, **self.constants, **self.compiler)
             # The interpreter compiles nothing and returns None.
             if self.is_private and not special and compiled is not None:
                 # With the kernel itself: from Triton 3.8 on, one that nobody holds is unloaded from the GPU.
@@ -112,11 +111,14 @@ def _is_observed() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def walk_launch(kernel: Any, rows: Rows, values: tuple[Any, ...], block: Block, **constants: Any) -> Launch:
+def walk_launch(
+    kernel: Any, rows: Rows, values: tuple[Any, ...], block: Block, *, launch_pdl: bool = False, **constants: Any
+) -> Launch:
     """Return the Launch of a kernel that walks rows in tiles: its layout comes first, HAS_EDGES after ``constants``."""
     layout, has_edges = rows
     constants |= {"HAS_EDGES": has_edges, "LANES": block.lanes, "VECTOR": block.vector}
-    return Launch(kernel, (RowLayout(*layout), *values), constants, num_warps=block.num_warps)
+    values = (RowLayout(*layout), *values)
+    return Launch(kernel, values, constants, num_warps=block.num_warps, launch_pdl=launch_pdl)
 
 
 def row_arguments(logits: Tensor) -> tuple[Tensor, Rows]:
@@ -156,9 +158,9 @@ def option_arguments(options: LossOptions) -> LossOptions:
 
 
 @functools.cache
-def overlap(device: int) -> int:
-    import os
-    mode = int(os.environ.get("VPCE_PDL", "0"))
-    if device < 0 or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
-        return 0
-    return mode
+def can_overlap(device: int) -> bool:
+    """Return whether a kernel may begin before the one ahead of it has ended: ``launch_pdl``, from sm_90 on.
+
+    It then waits itself, before it reads what that one writes. All of what is earlier has ended by then.
+    """
+    return device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

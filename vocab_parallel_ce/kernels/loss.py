@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.kernels import labels as of_labels
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, overlap
+from vocab_parallel_ce.kernels import primitives as ops
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, can_overlap, dtypes_of
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, TokenOutputs
@@ -35,21 +36,22 @@ def loss_kernel(
     n_rows,
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
     ROWS: tl.constexpr,
-    PDL: tl.constexpr = 0,
+    OVERLAPS: tl.constexpr,
 ):
     """Example: two ranks with ``(3, 0.5032, 3)`` and ``(2, 1, -inf)``, label on the first: loss 0.6265."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     label = tl.load(labels + rows, inside, other=0).to(tl.int64)
-    if PDL > 1:
-        tl.extra.cuda.gdc_launch_dependents()
-    if PDL > 0:
-        tl.extra.cuda.gdc_wait()
+    ops.let_next_begin(OVERLAPS)
+    ops.wait_for_previous(OVERLAPS)
     ranks = tl.arange(0, RANKS)[:, None]
     pointers = of_labels.stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
     merged = of_labels.merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
     outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
-    losses = of_labels.store_outputs(outputs, rows, inside, merged, label, divisor, vocab_size, loss_options)
+    weight = 1.0
+    if divisor is not None:
+        weight = ops.divisor_weight(divisor, loss_options.class_weight)
+    losses = of_labels.store_outputs(outputs, rows, inside, merged, label, weight, vocab_size, loss_options)
     if total is not None:
         tl.store(total, tl.sum(tl.where(inside, losses, 0.0)))
 
@@ -97,11 +99,11 @@ def _fill(
     n_ranks, n_rows, _ = stats.shape
     block = LOSS_ROWS if total is None else max(LOSS_ROWS, triton.next_power_of_2(n_rows))
     tensors = (beside.labels, stats, divisor, *outputs, total)
-    launch = _launch(dtypes_of(tensors), block, n_ranks, shard.vocab_size, options, overlap(stats.get_device()))
+    launch = _launch(dtypes_of(tensors), block, n_ranks, shard.vocab_size, options, can_overlap(stats.get_device()))
     launch(-(-n_rows // block), tensors, (n_rows,))
 
 
 @cache_launches
-def _launch(dtypes: Dtypes, block: int, n_ranks: int, vocab_size: int, options: LossOptions, pdl: int = 0) -> Launch:
-    constants = {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": block, "PDL": pdl}
-    return Launch(loss_kernel, (n_ranks, vocab_size, options), constants, num_warps=block // 32, early=pdl > 0)
+def _launch(dtypes: Dtypes, block: int, n_ranks: int, vocab_size: int, options: LossOptions, overlaps: bool) -> Launch:
+    constants = {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": block, "OVERLAPS": overlaps}
+    return Launch(loss_kernel, (n_ranks, vocab_size, options), constants, num_warps=block // 32, launch_pdl=overlaps)

@@ -20,7 +20,7 @@ from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsBlock, is_cut, is_
 from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import lanes as of_lanes
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, overlap, row_arguments
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, can_overlap, dtypes_of, row_arguments
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
@@ -200,12 +200,11 @@ def part_kernel(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     TILES: tl.constexpr,
-    PDL: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]`` is no vector, so each lane has a maximum of -inf and sums of 0."""
     program = tl.program_id(0)
-    if PDL > 1:
-        tl.extra.cuda.gdc_launch_dependents()
+    ops.let_next_begin(OVERLAPS)
     if valid_rows is not None:
         if program == n_rows * n_parts:
             tl.store(valid_rows, count_labels(labels, n_rows, loss_options.ignore_index))
@@ -255,7 +254,7 @@ def online_softmax_kernel(
     VECTOR: tl.constexpr,
     TILES: tl.constexpr,
     UNROLLED: tl.constexpr,  # parts that are loaded together
-    PDL: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 0.5032, 3)``.
 
@@ -278,10 +277,8 @@ def online_softmax_kernel(
         least = ops.row_least(threshold, index, label != loss_options.ignore_index)
         loss_options = LossOptions(*loss_options[:-1], least)  # type: ignore[call-arg]
     row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
-    if PDL > 1:
-        tl.extra.cuda.gdc_launch_dependents()
-    if PDL > 0 and parts is not None:
-        tl.extra.cuda.gdc_wait()
+    ops.let_next_begin(OVERLAPS)
+    ops.wait_for_previous(OVERLAPS)
     if parts is None:
         lanes = of_lanes.walk_parts(row, class_weight, loss_options, HAS_EDGES, TILES, UNROLLED)
     else:
@@ -295,7 +292,10 @@ def online_softmax_kernel(
     store_stats(of_labels.stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
     if loss is not None:
         outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
-        of_labels.store_outputs(outputs, index, None, merged, label, divisor, vocab_size, loss_options)
+        weight = 1.0
+        if divisor is not None:
+            weight = ops.divisor_weight(divisor, loss_options.class_weight)
+        of_labels.store_outputs(outputs, index, None, merged, label, weight, vocab_size, loss_options)
 
 
 def online_softmax(
@@ -321,18 +321,18 @@ def online_softmax(
     block = statistics_block(shard.n_valid, base.element_size())
     parts, counted = None, count
     n_parts = block.parts_of(shard.n_valid)
-    pdl = 0
+    overlaps = False
     if is_cut(n_rows, n_parts):
-        pdl = overlap(logits.get_device())
+        overlaps = can_overlap(logits.get_device())
         parts = stats[0].new_empty(n_rows, n_parts, n_lane_fields(options), block.lanes)
         tensors: tuple[Tensor | None, ...] = (base, labels, temperature, threshold, parts, count, class_weight)
-        launch = _launch_of_parts(dtypes_of(tensors), rows, block, shard, options, pdl)
+        launch = _launch_of_parts(dtypes_of(tensors), rows, block, shard, options, overlaps)
         launch(n_rows * n_parts + (count is not None), tensors, (n_rows, shard.start))
         counted = None
     of_outputs = outputs or [None] * len(TokenOutputs._fields)
     tensors = (base, labels, temperature, threshold, parts, stats[0], counted, *of_outputs, divisor, class_weight)
     unrolled = PARTS_AT_ONCE if is_few(n_rows) else 1
-    launch = _launch(dtypes_of(tensors), rows, block, unrolled, shard, options, pdl)
+    launch = _launch(dtypes_of(tensors), rows, block, unrolled, shard, options, overlaps)
     launch(n_rows + (counted is not None), tensors, (n_rows, shard.start, rank * n_rows))
 
 
@@ -344,17 +344,17 @@ def n_lane_fields(options: LossOptions) -> int:
 
 @cache_launches
 def _launch(
-    dtypes: Dtypes, rows: Rows, block: StatisticsBlock, unrolled: int, shard: VocabShard, options: LossOptions, pdl: int = 0
+    dtypes: Dtypes, rows: Rows, block: StatisticsBlock, unrolled: int, shard: VocabShard, options: LossOptions, overlaps: bool
 ) -> Launch:
     values = (shard.n_valid, block.parts_of(shard.n_valid), shard.vocab_size, options)
-    return _walk_launch(online_softmax_kernel, rows, values, block, shard, UNROLLED=unrolled, PDL=pdl)
+    return _walk_launch(online_softmax_kernel, rows, values, block, shard, UNROLLED=unrolled, OVERLAPS=overlaps)
 
 
 @cache_launches
 def _launch_of_parts(
-    dtypes: Dtypes, rows: Rows, block: StatisticsBlock, shard: VocabShard, options: LossOptions, pdl: int = 0
+    dtypes: Dtypes, rows: Rows, block: StatisticsBlock, shard: VocabShard, options: LossOptions, overlaps: bool
 ) -> Launch:
-    return _walk_launch(part_kernel, rows, (shard.n_valid, block.parts_of(shard.n_valid), options), block, shard, PDL=pdl)
+    return _walk_launch(part_kernel, rows, (shard.n_valid, block.parts_of(shard.n_valid), options), block, shard, OVERLAPS=overlaps)
 
 
 def _walk_launch(
@@ -363,5 +363,6 @@ def _walk_launch(
     layout, has_edges = rows
     constants = {"HAS_EDGES": has_edges or shard.n_valid % block.vector != 0, "LANES": block.lanes}
     constants |= {"VECTOR": block.vector, "TILES": block.tiles} | more
-    early = kernel is online_softmax_kernel and more["PDL"] > 0
-    return Launch(kernel, (RowLayout(*layout), *values), constants, num_warps=block.num_warps, early=early)
+    # The kernel of parts is the first of those that overlap.
+    launch_pdl = bool(more["OVERLAPS"]) and kernel is online_softmax_kernel
+    return Launch(kernel, (RowLayout(*layout), *values), constants, num_warps=block.num_warps, launch_pdl=launch_pdl)

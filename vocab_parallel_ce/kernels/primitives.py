@@ -26,6 +26,20 @@ SMALL_CAP = 64.0
 
 
 @triton.jit
+def let_next_begin(OVERLAPS: tl.constexpr):
+    """Let the next kernel of the stream begin as soon as all programs have come here, if it was launched to overlap."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(OVERLAPS: tl.constexpr):
+    """Wait until the kernel before this one has ended, and what it wrote can be read."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def row_begin(row, layout):
     """Return the element offset of ``row`` (int64) from the base, as ``layout.py`` defines it."""
     outer = row // layout.size2
@@ -228,8 +242,13 @@ def at_the_edges(value, label, vocab_size, loss_options):
 
 @triton.jit
 def divisor_weight(divisor, class_weight=None):
-    """Return 1 / divisor, a row's weight in a mean or a sum over items; 0 for 0; NaN if class weights sum to inf."""
-    n = tl.load(divisor).to(tl.float32)
+    """Return the ``inverse_divisor`` at a pointer."""
+    return inverse_divisor(tl.load(divisor).to(tl.float32), class_weight)
+
+
+@triton.jit
+def inverse_divisor(n, class_weight=None):
+    """Return 1 / n, a row's weight in a mean or a sum over items; 0 for 0; NaN if class weights sum to inf."""
     if class_weight is not None:
         n = tl.where(n == float("inf"), float("nan"), n)
     return tl.where(n == 0, 0.0, 1.0 / n)

@@ -42,7 +42,7 @@ class Launchers(NamedTuple):
     gradient_fills_loss: bool = False  # whether gradient takes a loss
     count_larger: Callable[..., None] | None = None  # (logits, label_x, counts), for the label's rank
     summed_outputs: Callable[..., Tensor] | None = None  # as outputs, and returns the sum of the losses
-    # (logits, labels, divisor, loss, counted=, options=): fills loss and overwrites the logits with the gradient.
+    # (logits, beside, divisor, outputs, counted=, options=): fills them and overwrites the logits with the gradient.
     one_pass: Callable[..., None] | None = None
 
 

@@ -78,7 +78,8 @@ class LabelLoss(Loss):
         return {name: has_gradient for name, is_asked, has_gradient in asked if is_asked and name != "loss"}
 
     def beyond_one_pass(self, options: LossOptions) -> tuple[str, ...]:
-        return options.beyond_z_loss
+        # The gradients of these would need factors that forward does not know.
+        return tuple(name for name in ("entropy", "sum_sq_probs", "mean_logit") if getattr(options, name))
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:

@@ -1,0 +1,311 @@
+"""Options, edges and wide rows of the one-launch kernel: what it computes besides the plain loss of aligned rows."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests.support.budget import assert_within_budget
+from tests.support.confident import Rows, assert_as_exact_as_fp32, confident_rows
+from tests.support.one_pass import assert_equal, check, made, run, skip_where_it_cannot_run
+from tests.support.oracle import metrics_fp64, metrics_same_dtype
+from vocab_parallel_ce import linear_cross_entropy, vocab_parallel_cross_entropy
+from vocab_parallel_ce.blocks import ONE_PASS
+
+pytestmark = pytest.mark.cuda
+
+INF, NAN = float("inf"), float("nan")
+NARROW = -(-ONE_PASS[0][0] // 16) * 8
+MIDDLE = ONE_PASS[len(ONE_PASS) // 2][1] // 16 * 8
+WIDE = ONE_PASS[-1][1] // 16 * 8
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+METRICS = ("predictions", "token_accuracy", "z_loss")
+
+# "weights": random class weights, some of them 0.
+OPTIONS = {
+    "smoothing": {"label_smoothing": 0.1},
+    "all smoothing": {"label_smoothing": 1.0},
+    "softcap": {"softcap": 5.0},
+    "scale": {"logit_scale": 0.3},
+    "softcap and scale": {"softcap": 5.0, "logit_scale": 0.3},
+    "weights": {"weights": True},
+    "weights and smoothing": {"weights": True, "label_smoothing": 0.2},
+    "all": {"weights": True, "label_smoothing": 0.1, "softcap": 10.0, "logit_scale": 0.5, "z_loss": 1e-3},
+    "all but weights": {"label_smoothing": 0.1, "softcap": 10.0, "logit_scale": 0.5, "z_loss": 1e-3},
+}
+
+
+@pytest.fixture(autouse=True)
+def _runs_here():
+    skip_where_it_cannot_run()
+
+
+@pytest.fixture
+def one_multiprocessor(monkeypatch):
+    """Let few programs walk all rows, so that rows follow each other through the buffer."""
+    monkeypatch.setattr("vocab_parallel_ce.kernels.one_pass._multiprocessors", lambda device: 1)
+
+
+def options_of(name, columns):
+    options = dict(OPTIONS[name])
+    if options.pop("weights", False):
+        weights = torch.rand(columns, generator=torch.Generator().manual_seed(5)) * 2
+        weights[::7] = 0
+        options["class_weight"] = weights.cuda()
+    return options
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", (NARROW, NARROW + 3, MIDDLE - 1), ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(one_multiprocessor, name, columns, dtype):
+    columns //= dtype.itemsize // 2
+    logits, labels = made("some_ignored", 7, columns, dtype)
+    for reduction in ("mean", "none"):
+        check(logits.clone(), labels, reduction=reduction, **options_of(name, columns))
+    num_items = torch.tensor(5, device="cuda")
+    check(logits.clone(), labels, reduction="sum", num_items=num_items, **options_of(name, columns))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("most", [most for _, most, _ in ONE_PASS])
+def test_every_configuration_with_every_option(one_multiprocessor, most, name):
+    for columns in (most // 16 * 8, most // 16 * 8 - 5):
+        check(*made("some_ignored", 3, columns), **options_of(name, columns))
+
+
+def edges_of(columns, rows=17):
+    """Labels at both ends of rows: in heads, in tails, in the first and last vectors of bodies."""
+    at = [*range(0, 8), 31, 32, 55, 56, 57, 62, 63, 64, 65, 71, 72, *range(columns - 20, columns)]
+    labels = torch.tensor(at, device="cuda")
+    return labels.repeat_interleave(rows)[torch.randperm(len(at) * rows, generator=torch.Generator().manual_seed(2))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("excess", (1, 2, 3, 4, 5, 7, 60, 63, 65))
+def test_rows_with_edges_of_every_width(one_multiprocessor, excess, dtype):
+    """Rows begin everywhere in a line; a label is in the head, in the tail, and at both ends of the body."""
+    columns = NARROW // (dtype.itemsize // 2) + excess
+    labels = edges_of(columns, 2)
+    logits, _ = made("peaked", len(labels), columns, dtype)
+    check(logits, labels, reduction="none", z_loss=1e-3)
+
+
+@pytest.mark.parametrize("name", ("weights and smoothing", "softcap", "all"))
+def test_options_at_the_edges(one_multiprocessor, name):
+    columns = NARROW + 5
+    labels = edges_of(columns, 1)
+    labels[::9] = -100
+    logits, _ = made("peaked", len(labels), columns)
+    check(logits, labels, reduction="none", **options_of(name, columns))
+
+
+def body_widths():
+    """Widths whose body ends just before, at and just after a whole number of chunks."""
+    for least, most, config in ONE_PASS:
+        chunk = 256 * config.num_warps
+        whole = (least + most) // 4 // chunk * chunk
+        yield from (n for n in (whole - 1, whole + 1, whole + 7, whole + 63, whole + 71) if least <= 2 * n <= most)
+
+
+@pytest.mark.parametrize("columns", list(body_widths()))
+def test_a_body_that_ends_in_the_last_two_chunks(one_multiprocessor, columns):
+    logits, labels = made("mixture", 9, columns)
+    labels[::4] = -100
+    check(logits.clone(), labels)
+    check(logits, labels, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("columns", (NARROW, NARROW + 1, MIDDLE - 3, WIDE - 1, WIDE))
+def test_ignored_rows_with_edges_and_options(one_multiprocessor, columns):
+    """They are not read: their NaN is in no sum, and their gradient is 0."""
+    logits, labels = made("peaked", 11, columns)
+    labels[::3] = -100
+    values = logits.clone()
+    logits[::3, ::3], logits[::3, 1::3] = NAN, INF
+    for name in ("all", "all but weights"):
+        options = options_of(name, columns)
+        expected = check(values.clone(), labels, **options)
+        assert_equal(run(logits.clone(), labels, **options), expected)
+
+
+def metrics_and_gradient(logits, labels, **options):
+    """Outputs and the gradient, which replaces ``logits``."""
+    leaf = logits.detach().requires_grad_()
+    options = {"impl": "one_pass", "gradient": "in_forward", "outputs": METRICS} | options
+    found = vocab_parallel_cross_entropy(leaf, labels, **options)
+    (grad,) = torch.autograd.grad(found.loss.sum(), leaf)
+    return found, grad
+
+
+def check_metrics(logits, labels, **options):
+    values = logits.clone()
+    loss, grad = run(values.clone(), labels, **options)
+    found, with_outputs = metrics_and_gradient(logits, labels, **options)
+    predictions, accuracy, z_loss = metrics_fp64(values, labels, **options)
+    assert torch.equal(found.predictions, predictions)
+    assert float(found.token_accuracy) == pytest.approx(float(accuracy))
+    assert_within_budget(found.z_loss, z_loss, metrics_same_dtype(values, labels, **options)[2])
+    torch.testing.assert_close(found.loss.detach(), loss, rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(with_outputs.float(), grad.float(), rtol=2**-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", (NARROW, NARROW + 5, MIDDLE - 1, WIDE), ids=str)
+def test_metrics(one_multiprocessor, columns, dtype):
+    columns //= dtype.itemsize // 2
+    for kind in ("some_ignored", "mixture"):
+        logits, labels = made(kind, 9, columns, dtype)
+        check_metrics(logits, labels, z_loss=1e-3, reduction="none")
+    check_metrics(*made("some_ignored", 9, columns, dtype), z_loss=1e-3, softcap=30.0, label_smoothing=0.1)
+
+
+def places_of_maxima(columns):
+    """In head, body, tail, beside the label, at it, in one lane of several chunks, on both sides of the label's."""
+    yield from product((0, 3, 64, 2048, 2049, columns // 2, columns - 1), repeat=2)
+    yield from ((8, 2056), (4096, 8), (2051, 2052), (12, 10), (columns - 3, 4), (2048 * 3 + 5, 5))
+
+
+@pytest.mark.parametrize("columns", (NARROW, NARROW + 3))
+@pytest.mark.parametrize("softcap", (None, 4.0))
+def test_predictions_are_the_first_of_equal_maxima(one_multiprocessor, columns, softcap):
+    pairs = list(places_of_maxima(columns))
+    for label in (0, 5, 11, 2050, 4097, columns - 2):
+        logits, _ = made("peaked", len(pairs), columns)
+        logits = logits.clamp(max=3)
+        for row, pair in enumerate(pairs):
+            logits[row, list(pair)] = 7
+        logits[::2, label] = 7
+        labels = torch.full((len(pairs),), label, device="cuda")
+        expected = torch.tensor([min(pair) for pair in pairs], device="cuda")
+        expected[::2] = expected[::2].clamp(max=label)
+        found, _ = metrics_and_gradient(logits, labels, softcap=softcap)
+        assert torch.equal(found.predictions, expected)
+
+
+def test_predictions_of_rows_that_hold_no_number(one_multiprocessor):
+    logits, labels = made("peaked", 7, NARROW + 1)
+    logits[0], logits[1, 5], logits[2, 6], logits[3, labels[3]] = -INF, NAN, INF, NAN
+    labels[4], labels[5] = -100, NARROW + 1
+    values = logits.clone()
+    found, grad = metrics_and_gradient(logits, labels, reduction="none")
+    expected = metrics_fp64(values, labels, reduction="none")[0]
+    assert torch.equal(found.predictions, expected)
+    assert found.predictions[:5].tolist() == [-1] * 5
+    assert grad.isnan().all(dim=1).tolist() == [True, True, True, True, False, True, False]
+
+
+@pytest.mark.parametrize("columns", (NARROW, NARROW + 1))
+def test_zero_items_leave_no_gradient_and_the_predictions(columns):
+    """Zero divides the loss alone. What the gradient would be, NaN, is seen nowhere."""
+    logits, labels = made("peaked", 6, columns)
+    logits[1, 3] = NAN
+    labels[4], labels[5] = -100, -1
+    expected = metrics_fp64(logits, labels, reduction="none")[0]
+    options = {"reduction": "sum", "num_items": torch.tensor(0, device="cuda")}
+    for more in ({}, {"label_smoothing": 0.1}, options_of("all", columns)):
+        loss, grad = run(logits.clone(), labels, **options, **more)
+        assert loss == 0 and not grad.any()
+    found, grad = metrics_and_gradient(logits.clone(), labels, **options)
+    assert found.loss == 0 and not grad.any()
+    assert torch.equal(found.predictions, expected)
+
+
+@pytest.mark.parametrize("smoothing", (0.0, 0.1))
+def test_a_mean_is_divided_by_the_sum_of_the_labels_weights(smoothing):
+    columns, rows = NARROW + 3, 4500
+    logits, labels = made("some_ignored", rows, columns)
+    options = {"label_smoothing": smoothing, **options_of("weights", columns)}
+    check(logits.clone()[:40], labels[:40], **options)
+    # As many labels as a program counts in several steps, next to the two launches.
+    loss, grad = run(logits.clone(), labels, **options)
+    other, expected = run(logits.clone(), labels, impl="triton", **options)
+    torch.testing.assert_close(loss, other, rtol=2e-6, atol=0)
+    torch.testing.assert_close(grad.float(), expected.float(), rtol=2**-6, atol=1e-12)
+
+
+def test_weights_that_are_zero_infinite_or_missing():
+    columns = NARROW + 1
+    logits, labels = made("peaked", 6, columns)
+    weights = options_of("weights", columns)["class_weight"]
+    outside = labels.clone()
+    outside[2] = columns
+    loss, grad = run(logits.clone(), outside, class_weight=weights)
+    assert loss.isnan() and grad.isnan().all()
+    for smoothing in (0.0, 0.1):
+        loss, grad = run(logits.clone(), labels, class_weight=weights * 0, label_smoothing=smoothing)
+        assert loss == 0 and not grad.any()
+    logits[:, 21] = -INF
+    weights[21] = 0
+    check(logits.clone(), labels.masked_fill(labels == 21, 22), class_weight=weights, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_labels_outside_and_excluded_columns(one_multiprocessor, name):
+    columns = NARROW + 9
+    logits, labels = made("peaked", 8, columns)
+    labels[1], labels[3], labels[5] = -1, columns, 2**40
+    logits[6, 100:200] = -INF
+    labels[6] = 150
+    logits[7, 100:200] = -INF
+    labels[7] = 7
+    options = options_of(name, columns)
+    _, grad = check(logits, labels, reduction="none", **options)
+    assert grad[1::2][:3].isnan().all() and grad[::2][:3].isfinite().all()
+    assert not grad[6, 100:200].any()
+
+
+@pytest.mark.parametrize("columns", (NARROW // 2 + 1, WIDE // 2 - 1))
+def test_confident_labels_in_edges_lose_no_digits(one_multiprocessor, columns):
+    logits, labels = (t.cuda() for t in confident_rows(columns, 32))
+    new_labels = torch.tensor([0, 1, 2, 30, columns - 1, columns - 2, columns - 3, columns - 31], device="cuda")
+    rows = torch.arange(8, device="cuda")
+    at_label, others = logits[rows, labels[:8]], logits[rows, new_labels]
+    logits[rows, labels[:8]], logits[rows, new_labels], labels[:8] = others, at_label, new_labels
+    assert_as_exact_as_fp32(Rows(*run(logits.clone(), labels, reduction="none")), logits, labels)
+
+
+@pytest.mark.parametrize("columns", (NARROW + 1, MIDDLE - 3))
+def test_views_with_edges_and_nothing_beside_them(one_multiprocessor, columns):
+    base = torch.randn(9, columns + 77, generator=torch.Generator().manual_seed(0)).bfloat16().cuda() * 3
+    for first in (0, 1, 3, 8, 64, 77):
+        whole = base.clone()
+        view = whole[:, first : first + columns]
+        labels = torch.randint(0, columns, (9,), generator=torch.Generator().manual_seed(first)).cuda()
+        labels[::4] = -100
+        check(view, labels, label_smoothing=0.1)
+        view.copy_(base[:, first : first + columns])
+        assert torch.equal(whole, base)
+
+
+@pytest.mark.parametrize("columns", (NARROW + 1, WIDE))
+@pytest.mark.parametrize("name", ("all", "weights and smoothing"))
+def test_equal_bits_every_time(columns, name):
+    logits, labels = made("mixture", 150, columns)
+    options = options_of(name, columns)
+    expected = run(logits.clone(), labels, **options)
+    for _ in range(5):
+        assert_equal(run(logits.clone(), labels, **options), expected)
+    # A row's bits are its own.
+    options["reduction"] = "none"
+    loss, grad = run(logits.clone(), labels, **options)
+    assert_equal(run(logits[3:5].clone(), labels[3:5], **options), (loss[3:5], grad[3:5]))
+
+
+@pytest.mark.parametrize("name", ("smoothing", "weights", "softcap"))
+def test_a_head(name):
+    """Its chunks take one launch each, and a width that has edges."""
+    columns = NARROW + 1
+    hidden = torch.randn(300, 64, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
+    weight = torch.randn(columns, 64, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
+    labels = made("some_ignored", 300, columns)[1]
+    found = []
+    for impl in ("one_pass", "triton"):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        options = {"impl": impl, "chunk_size": 128, **options_of(name, columns)}
+        loss = linear_cross_entropy(*leaves, labels, **options)
+        found.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=2**-6, atol=float(expected.abs().max()) / 256)

@@ -1,0 +1,388 @@
+"""How ``one_pass`` reads and writes a row: the circular buffer of its chunks, its edges, and sums over its columns.
+
+A row is a body of whole 16-byte vectors, which are copied to the buffer, and edges before and after the body if rows
+are not aligned. A chunk is one vector per lane, and a lane is a thread. A thread reads only vectors that it copied
+itself. So it waits for its own copies only, and needs no barrier.
+
+Next to the label's own term, ``others_sum`` would lose digits. So the walk leaves out the label's vector. The other
+logits of that vector, and the edges, are loaded separately, one per lane, and the sums begin with them.
+"""
+
+# mypy: disable-error-code="assignment, misc"
+# Tuples grow in loops that the compiler unrolls.
+
+from typing import NamedTuple
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from vocab_parallel_ce.kernels import labels as of_labels
+from vocab_parallel_ce.kernels import primitives as ops
+
+# Triton 3.7 renamed it.
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+class Walk(NamedTuple):
+    """The logits, the buffer, and how a row lies in both; the same for all rows."""
+
+    logits: tl.tensor
+    layout: tl.tuple
+    n_columns: tl.tensor
+    lane_columns: tl.tensor  # [LANES, VECTOR] columns of a body's first chunk
+    buffer: gl.shared_memory_descriptor
+    class_weight: tl.tensor  # pointer, or None
+
+
+class Sizes(NamedTuple):
+    """Constants of the kernel; the numbers are in chunks."""
+
+    CHUNKS: gl.constexpr  # of a row
+    REGISTER_CHUNKS: gl.constexpr
+    STAGES: gl.constexpr
+    CHUNKS_PER_WAIT: gl.constexpr
+    HAS_EDGES: gl.constexpr
+
+
+class Cursor(NamedTuple):
+    """The row that a program works on, and what it knows of its next rows."""
+
+    stage: tl.tensor  # of the row's first chunk
+    row: tl.tensor
+    step: tl.tensor  # from one row of the program to its next
+    columns: tl.tuple  # label_column of this row and of the next ones
+
+
+class Body(NamedTuple):
+    """Where a row lies, in elements from the base."""
+
+    begin: tl.tensor
+    first: tl.tensor  # of the body
+    width: tl.tensor  # of the body
+    target_vector: tl.tensor  # the label's, counted from first; -1 if it is not in the body
+
+
+class Loose(NamedTuple):
+    """A row's logits that no chunk has, as they are in memory, one per lane; -inf in the lanes after them."""
+
+    target: tl.tensor  # the label's
+    beside: tl.tensor  # the others of the label's vector
+    edges: tl.tensor  # of rows that have them; with the label's if it is there
+
+
+@gluon.constexpr_function
+def copies_in_flight(chunk, CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT):
+    """Return how many copies may be in flight while CHUNKS_PER_WAIT chunks from ``chunk`` on must be there.
+
+    STAGES copies were started before the row's first refill, and one by each refill since.
+    """
+    last = min(chunk + CHUNKS_PER_WAIT, CHUNKS) - 1
+    refilled = min(max(chunk - CHUNKS_PER_WAIT, 0), REGISTER_CHUNKS)
+    return STAGES + refilled - last - 1
+
+
+@gluon.jit
+def merge_lanes(max_a, sum_a, max_b, sum_b):
+    """Merge the statistics of two lanes."""
+    row_max = tl.maximum(max_a, max_b)
+    shift = ops.finite_or_zero(row_max)
+    return row_max, sum_a * ops.exp_shifted(max_a, shift) + sum_b * ops.exp_shifted(max_b, shift)
+
+
+@gluon.jit
+def locate(walk, row, column, HAS_EDGES: gl.constexpr):
+    """Return the ``Body`` of a row; the compiler sees that it has whole vectors. ``column`` is the label's."""
+    VECTOR: gl.constexpr = walk.lane_columns.shape[1]
+    begin = ops.row_begin(row.to(gl.int64), walk.layout)
+    if HAS_EDGES:
+        first, width = ops.row_body(begin, walk.n_columns, VECTOR)
+        target = column - (first - begin).to(gl.int32)
+        is_inside = (column >= 0) & (target >= 0) & (target < width)
+        target_vector = gl.where(is_inside, target // VECTOR, -1)
+    else:
+        begin = begin // VECTOR * VECTOR
+        first = begin
+        width = walk.n_columns
+        target_vector = gl.where(column >= 0, column // VECTOR, -1)
+    return Body(begin, first, width, target_vector)
+
+
+@gluon.jit
+def chunk_columns(LANES: gl.constexpr, VECTOR: gl.constexpr):
+    """Return the columns ``[LANES, VECTOR]`` of a chunk: a vector per thread."""
+    tile: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32, 1], [LANES // 32, 1], [1, 0])
+    vectors = gl.arange(0, LANES, layout=gl.SliceLayout(1, tile))
+    return vectors[:, None] * VECTOR + gl.arange(0, VECTOR, layout=gl.SliceLayout(0, tile))[None, :]
+
+
+@gluon.jit
+def lanes_of(walk):
+    """Return the numbers of the lanes."""
+    return gl.arange(0, walk.lane_columns.shape[0], layout=gl.SliceLayout(1, walk.lane_columns.type.layout))
+
+
+@gluon.jit
+def beside_offsets(walk, body, column):
+    """Return the offsets of the other logits of the label's vector, one per lane, and which of them exist."""
+    VECTOR: gl.constexpr = walk.lane_columns.shape[1]
+    lanes = lanes_of(walk)
+    offset = body.first + body.target_vector * VECTOR + lanes
+    return offset, (lanes < VECTOR) & (body.target_vector >= 0) & (offset != body.begin + column)
+
+
+@gluon.jit
+def load_loose(walk, body, column, HAS_EDGES: gl.constexpr):
+    """Load the ``Loose`` logits of a row whose label is in ``column``; of an ignored row none."""
+    lowest: gl.constexpr = float("-inf")
+    target = gl.load(walk.logits + body.begin + column, mask=column >= 0, other=lowest)
+    offset, inside = beside_offsets(walk, body, column)
+    beside = gl.load(walk.logits + offset, mask=inside, other=lowest)
+    edges = beside  # Triton 3.6 cannot return None in a tuple
+    if HAS_EDGES:
+        offset, inside = edge_offsets(walk, body)
+        edges = gl.load(walk.logits + offset, mask=inside & (column != -2), other=lowest)
+    return Loose(target, beside, edges)
+
+
+@gluon.jit
+def edge_offsets(walk, body):
+    """Return the offsets of a row's edges, one per lane, and which of them exist."""
+    VECTOR: gl.constexpr = walk.lane_columns.shape[1]
+    return ops.edge_offsets(lanes_of(walk), body.begin, walk.n_columns, body.first, body.width, VECTOR)
+
+
+@gluon.jit
+def fetch(walk, cursor, chunk: gl.constexpr, SIZES: gl.constexpr):
+    """Start to copy a chunk to its stage; ``chunk`` counts from the cursor's row on, over the next rows too.
+
+    Columns that are not read become 0 in the buffer, those of ignored rows too.
+    """
+    ahead: gl.constexpr = chunk // SIZES.CHUNKS
+    columns = (chunk % SIZES.CHUNKS) * walk.lane_columns.numel + walk.lane_columns
+    body = locate(walk, cursor.row + ahead * cursor.step, -1, SIZES.HAS_EDGES)
+    n_read = gl.where(cursor.columns[ahead] == -2, 0, body.width)
+    stage = (cursor.stage + chunk) % SIZES.STAGES
+    copy_to_shared(walk.buffer.index(stage), walk.logits + body.first + columns, mask=columns < n_read)
+    async_copy.commit_group()
+
+
+@gluon.constexpr_function
+def may_end(chunk, SIZES):
+    """Whether the body may end in ``chunk``. An edge is narrower than a chunk, so it may in the last two."""
+    return chunk >= SIZES.CHUNKS - 1 - SIZES.HAS_EDGES
+
+
+@gluon.jit
+def begin_sums(walk, body, loose, column, loss_options, HAS_EDGES: gl.constexpr):
+    """Return each lane's maximum and sum of the row's loose logits, except the label's."""
+    beside = ops.transform(loose.beside.to(gl.float32), loss_options)[0]
+    lane_max = beside
+    if HAS_EDGES:
+        offset, _ = edge_offsets(walk, body)
+        edges = ops.transform(loose.edges.to(gl.float32), loss_options)[0]
+        edges = gl.where(offset == body.begin + column, float("-inf"), edges)
+        lane_max = gl.maximum(beside, edges)
+    shift = ops.finite_or_zero(lane_max)
+    lane_sum = ops.exp_shifted(beside, shift)
+    if HAS_EDGES:
+        lane_sum += ops.exp_shifted(edges, shift)
+    return lane_max, lane_sum
+
+
+@gluon.jit
+def read_row(walk, cursor, body, loose, loss_options, SIZES: gl.constexpr):
+    """Return ``(row_max, others_sum, first, chunks)``: statistics without the label, and the chunks in registers.
+
+    ``first`` is each lane's maximum of its vectors, and the first chunk that has it, for predictions.
+    """
+    CHUNKS: gl.constexpr = SIZES.CHUNKS
+    CHUNKS_PER_WAIT: gl.constexpr = SIZES.CHUNKS_PER_WAIT
+    lane_columns = walk.lane_columns
+    tile: gl.constexpr = lane_columns.type.layout
+    label_vector = body.target_vector - lanes_of(walk)
+    lane_max, lane_sum = begin_sums(walk, body, loose, cursor.columns[0], loss_options, SIZES.HAS_EDGES)
+    own_max = gl.full_like(lane_max, float("-inf"))
+    max_chunk = gl.zeros_like(label_vector)
+    chunks = ()
+    for i in gl.static_range(CHUNKS):
+        if i % CHUNKS_PER_WAIT == 0:
+            async_copy.wait_group(copies_in_flight(i, CHUNKS, SIZES.REGISTER_CHUNKS, SIZES.STAGES, CHUNKS_PER_WAIT))
+            # Refill the stages that were read before the wait.
+            for done in gl.static_range(i - CHUNKS_PER_WAIT, i):
+                if done >= 0 and done < SIZES.REGISTER_CHUNKS:
+                    fetch(walk, cursor, done + SIZES.STAGES, SIZES)
+        chunk = walk.buffer.index((cursor.stage + i) % SIZES.STAGES).load(tile)
+        if i < SIZES.REGISTER_CHUNKS:
+            chunks = chunks + (chunk,)
+        z = ops.transform(chunk.to(gl.float32), loss_options)[0]
+        if may_end(i, SIZES):
+            z = gl.where(i * lane_columns.numel + lane_columns < body.width, z, float("-inf"))
+        is_other = label_vector != i * lane_columns.shape[0]
+        chunk_max = gl.where(is_other, gl.max(z, axis=1), float("-inf"))
+        new_max = gl.maximum(lane_max, chunk_max)
+        shift = ops.finite_or_zero(new_max)
+        lane_sum *= ops.exp_shifted(lane_max, shift)
+        lane_sum += gl.where(is_other, gl.sum(ops.exp_shifted(z, shift[:, None]), axis=1), 0.0)
+        lane_max = new_max
+        max_chunk = gl.where(chunk_max > own_max, i, max_chunk)
+        own_max = gl.maximum(own_max, chunk_max)
+    row_max, others_sum = gl.reduce((lane_max, lane_sum), 0, merge_lanes)
+    for done in gl.static_range((CHUNKS - 1) // CHUNKS_PER_WAIT * CHUNKS_PER_WAIT, CHUNKS):
+        if done < SIZES.REGISTER_CHUNKS:
+            fetch(walk, cursor, done + SIZES.STAGES, SIZES)
+    return row_max, others_sum, (own_max, max_chunk), chunks
+
+
+@gluon.jit
+def load_maximum(walk, body, first, row_max, loss_options):
+    """Return ``first``, and in each lane that has the row's maximum the first vector that has it, for predictions.
+
+    It is read again, before the gradient is written over it.
+    """
+    own_max, max_chunk = first
+    vector = max_chunk
+    if loss_options.predictions is not None:
+        columns = max_chunk[:, None] * walk.lane_columns.numel + walk.lane_columns
+        is_read = (own_max == row_max)[:, None] & (columns < body.width)
+        vector = gl.load(walk.logits + body.first + columns, mask=is_read, other=float("-inf"))
+    return own_max, max_chunk, vector
+
+
+@gluon.jit
+def first_maximum(walk, body, loose, column, first, row_max, loss_options, HAS_EDGES: gl.constexpr):
+    """Return the first column with ``row_max``, as fp32; inf if that is not finite. 0 without predictions."""
+    argmax = 0.0
+    if loss_options.predictions is not None:
+        own_max, max_chunk, vector = first
+        none: gl.constexpr = 2147483647
+        z = ops.transform(vector.to(gl.float32), loss_options)[0]
+        columns = max_chunk[:, None] * walk.lane_columns.numel + walk.lane_columns
+        is_first = (own_max == row_max)[:, None] & (z == gl.max(z, axis=1)[:, None])
+        found = gl.min(gl.where(is_first, columns, none), axis=1)
+        ahead = (body.first - body.begin).to(gl.int32)
+        found = gl.where(found == none, none, found + ahead)
+        offset, inside = beside_offsets(walk, body, column)
+        is_first = inside & (ops.transform(loose.beside.to(gl.float32), loss_options)[0] == row_max)
+        found = gl.minimum(found, gl.where(is_first, (offset - body.begin).to(gl.int32), none))
+        if HAS_EDGES:
+            offset, inside = edge_offsets(walk, body)
+            is_first = inside & (ops.transform(loose.edges.to(gl.float32), loss_options)[0] == row_max)
+            found = gl.minimum(found, gl.where(is_first, (offset - body.begin).to(gl.int32), none))
+        found = gl.min(found, axis=0)
+        is_target = (column >= 0) & (ops.transform(loose.target.to(gl.float32), loss_options)[0] == row_max)
+        found = gl.where(is_target, gl.minimum(found, column), found)
+        argmax = gl.where(gl.abs(row_max) < float("inf"), found.to(gl.float32), float("inf"))
+    return argmax
+
+
+@gluon.jit
+def load_weights(walk, body, columns, inside):
+    """Load the class weights of columns of the body, 0 outside."""
+    return gl.load(walk.class_weight + ((body.first - body.begin).to(gl.int32) + columns), mask=inside, other=0.0)
+
+
+@gluon.jit
+def uniform_and_shifted(x, weights, inside, factors, loss_options):
+    """Return smoothing's part of the gradient, and the weighted ``z - row_max``. ``weights`` may be None: all 1."""
+    shifted = ops.transform(x, loss_options)[0] - factors.shift
+    uniform = factors.of_uniform
+    if weights is None:
+        shifted = gl.where(inside, shifted, 0.0)
+    else:
+        uniform *= weights
+        shifted = ops.weighted_class(shifted, weights)
+    return uniform, shifted
+
+
+@gluon.jit
+def sum_if_smoothed(values, loss_options):
+    """Return the sum over the lanes, 0 without smoothing."""
+    total = 0.0
+    if loss_options.smoothing is not None:
+        total = gl.sum(values, axis=0)
+    return total
+
+
+@gluon.jit
+def write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, SIZES: gl.constexpr):
+    """Write the gradient over every column of a row, and refill the stages; return the ``shifted_sum``.
+
+    The label gets the gradient of another column. ``shifted_sum`` is that of smoothing, of all columns; 0 without.
+    """
+    logits, lane_columns = walk.logits, walk.lane_columns
+    element = logits.dtype.element_ty
+    n_read = gl.where(cursor.columns[0] == -2, 0, body.width)
+    shifted_sum = gl.zeros_like(loose.beside).to(gl.float32)
+    weights = None
+    if walk.class_weight is not None:
+        weights = load_weights(walk, body, lane_columns, lane_columns < n_read)
+    for i in gl.static_range(SIZES.CHUNKS):
+        if i < SIZES.REGISTER_CHUNKS:
+            chunk = chunks[i]
+        else:
+            chunk = walk.buffer.index((cursor.stage + i) % SIZES.STAGES).load(lane_columns.type.layout)
+        columns = i * lane_columns.numel + lane_columns
+        x, uniform = chunk.to(gl.float32), 0.0
+        if loss_options.smoothing is not None:
+            inside = columns < n_read if may_end(i, SIZES) else True
+            uniform, shifted = uniform_and_shifted(x, weights, inside, factors, loss_options)
+            shifted_sum += gl.sum(shifted, axis=1)
+            if walk.class_weight is not None and i < SIZES.CHUNKS - 1:
+                # Before the store, which the compiler cannot move a load over.
+                after = columns + lane_columns.numel
+                weights = load_weights(walk, body, after, after < n_read)
+        grad = of_labels.logits_gradient(x, False, uniform, factors, grads, loss_options).to(element)
+        if may_end(i, SIZES):
+            gl.store(logits + body.first + columns, grad, mask=columns < body.width)
+        else:
+            gl.store(logits + body.first + columns, grad)
+        if i >= SIZES.REGISTER_CHUNKS:
+            if (i + 1 - SIZES.REGISTER_CHUNKS) % SIZES.CHUNKS_PER_WAIT == 0 or i == SIZES.CHUNKS - 1:
+                # Refill the stages that were read since the last refill.
+                for done in gl.static_range(i - (i - SIZES.REGISTER_CHUNKS) % SIZES.CHUNKS_PER_WAIT, i + 1):
+                    fetch(walk, cursor, done + SIZES.STAGES, SIZES)
+    if SIZES.HAS_EDGES:
+        shifted_sum += write_edges(walk, body, loose.edges, cursor.columns[0] != -2, factors, grads, loss_options)
+    return sum_if_smoothed(shifted_sum, loss_options)
+
+
+@gluon.jit
+def write_edges(walk, body, edges, live, factors, grads, loss_options):
+    """Write the gradient of a row's edges; return their ``shifted_sum``, one per lane, as write_row does."""
+    offset, inside = edge_offsets(walk, body)
+    x, uniform, weights = edges.to(gl.float32), 0.0, None
+    shifted = gl.zeros_like(x)
+    if loss_options.smoothing is not None:
+        if walk.class_weight is not None:
+            weights = gl.load(walk.class_weight + (offset - body.begin), mask=inside & live, other=0.0)
+        uniform, shifted = uniform_and_shifted(x, weights, inside & live, factors, loss_options)
+    grad = of_labels.logits_gradient(x, False, uniform, factors, grads, loss_options)
+    gl.store(walk.logits + offset, grad.to(walk.logits.dtype.element_ty), mask=inside)
+    return shifted
+
+
+@gluon.jit
+def write_label(walk, body, target, column, factors, grads, loss_options):
+    """Write the label's gradient. A label in an excluded column is no column's target."""
+    x = target.to(gl.float32)
+    is_written = (column >= 0) & (ops.transform(x, loss_options)[0] > float("-inf"))
+    grad = of_labels.logits_gradient(x, True, 0.0, factors, grads, loss_options)
+    gl.store(walk.logits + body.begin + column, grad.to(walk.logits.dtype.element_ty), mask=is_written)
+
+
+@gluon.jit
+def clear_rows(walk, row, step, n_rows, SIZES: gl.constexpr):
+    """Write gradient 0 in every row of a program: a sum over no items."""
+    lane_columns = walk.lane_columns
+    zeros = gl.zeros_like(lane_columns).to(walk.logits.dtype.element_ty)
+    while row < n_rows:
+        body = locate(walk, row, -1, SIZES.HAS_EDGES)
+        for i in range(SIZES.CHUNKS):
+            columns = i * lane_columns.numel + lane_columns
+            gl.store(walk.logits + body.first + columns, zeros, mask=columns < body.width)
+        if SIZES.HAS_EDGES:
+            offset, inside = edge_offsets(walk, body)
+            gl.store(walk.logits + offset, gl.zeros_like(lanes_of(walk)).to(zeros.dtype), mask=inside)
+        row += step
