@@ -241,6 +241,10 @@ def is_view_in_graph(tensor: Tensor) -> bool:
     return tensor._is_view() and tensor.grad_fn is not None
 
 
+ASKED_AS = {"sample_k": "sampling.top_k", "sample_p": "sampling.top_p"}  # fields of Settings -> names in a call
+
+
 def comparable(settings: Settings, num_items: float | Tensor | None) -> dict[str, Any]:
     """Return what verification compares of the options, and what says which columns a rank has."""
-    return settings._asdict() | {"num_items": None if num_items is None else float(num_items)}
+    options = {ASKED_AS.get(name, name): value for name, value in settings._asdict().items()}
+    return options | {"num_items": None if num_items is None else float(num_items)}

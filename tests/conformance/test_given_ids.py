@@ -154,6 +154,21 @@ def test_edges(impl_device):
     assert token_log_probs(leaf[:0], ids[:0].to(device), impl=impl).shape == (0, 2)
 
 
+@pytest.mark.reference
+@pytest.mark.parametrize("number", [-(2**62), -(2**62) - 1, -(2**63)])
+def test_an_id_far_below_the_vocabulary_is_outside_of_it(number):
+    """Also the number that stands for an ignored id inside, unless it is ``ignore_index``."""
+    logits, ids = torch.randn(3, 9), torch.tensor([[1, number], [number, number], [2, 3]])
+    head = torch.eye(9)
+    for call in (partial(token_log_probs, logits), partial(linear_token_log_probs, logits, head)):
+        found = call(ids)
+        assert found.isnan().tolist() == [[False, True], [True, True], [False, False]]
+        own = torch.where(ids == number, 0.0, logits.log_softmax(-1).gather(-1, ids.clamp(min=0)))
+        torch.testing.assert_close(call(ids, ignore_index=number), own)
+        with pytest.raises(ValueError, match=r"labels: must be in \[0, 9\)"):
+            call(ids, check_labels=True)
+
+
 def test_equal_ids_are_summed_in_one_order(impl_device):
     """The same bits every time, also of many."""
     impl, device = impl_device

@@ -55,7 +55,9 @@ def test_the_linear_loss_rebinds_the_forwards_too(monkeypatch):
     forward = stubs.GPTModel.forward
     monkeypatch.setattr(f"{CORE}.models.mamba.mamba_model.MambaModel", stubs.GPTModel)  # two names: wrapped once
     with megatron.installed(linear=True) as report:
-        assert f"{CORE}.models.gpt.gpt_model.GPTModel.forward" in report.rebound
+        for name in ("forward", "_postprocess"):
+            assert f"{CORE}.models.gpt.gpt_model.GPTModel.{name}" in report.rebound
+        assert not any("build_schedule_plan" in left for left in report.left)
         hybrid = f"{CORE}.models.hybrid.hybrid_model.HybridModel.forward"
         assert (hybrid in report.rebound) == (stubs.VERSION >= (0, 18))
         assert stubs.GPTModel.forward.__wrapped__ is forward

@@ -317,6 +317,24 @@ def test_calls_of_different_functions_and_a_backward_alone_in_any_thread(rank_po
     assert all(error.startswith("ValueError: gradient of loss: rank 1 of 2 has ") for error in backwards)
 
 
+def _sampled_differently(rank, group):
+    """Errors of log-probabilities of other samplers on each rank, of logits and of a head."""
+    a, errors = Arguments(rank, group), []
+    with verify_calls():
+        for sampling in (vp.Sampling(top_k=2 + rank), vp.Sampling(top_p=(0.5, 0.75)[rank])):
+            of_logits = partial(vp.token_log_probs, a.logits, a.labels)
+            of_head = partial(vp.linear_token_log_probs, a.hidden.detach(), a.weight.detach(), a.labels)
+            errors += [error_of(partial(call, sampling=sampling, group=group)) for call in (of_logits, of_head)]
+    return errors
+
+
+@in_two_ranks
+def test_a_sampler_is_named_as_in_the_call(rank_pool, impl):
+    of_k = "ValueError: sampling.top_k: rank 1 of 2 has 3, rank 0 has 2"
+    of_p = "ValueError: sampling.top_p: rank 1 of 2 has 0.75, rank 0 has 0.5"
+    assert rank_pool.run(_sampled_differently) == 2 * [[of_k, of_k, of_p, of_p]]
+
+
 def _in_a_checkpoint(rank, group):
     losses, errors = [], []
     with verify_calls():

@@ -196,6 +196,20 @@ def test_edges(impl_device, rest):
 
 
 @pytest.mark.reference
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "js"])
+def test_an_id_or_a_label_far_below_the_vocabulary_is_outside_of_it(divergence):
+    """Also the number that stands for what is left out inside."""
+    logits, ids, far = torch.randn(2, 9), torch.tensor([[1, 2], [3, 4]]), -(2**62)
+    loss = partial(distillation_loss, logits, divergence=divergence, reduction="none")
+    log_probs = torch.tensor([0.5, 0.2]).log().expand(2, 2)
+    found = loss(TopKTeacher(ids.index_fill(0, torch.tensor([0]), far), log_probs))
+    assert found.isnan().tolist() == [True, False]
+    for hard_weight in (0.0, 0.5):
+        labels = {"labels": torch.tensor([far, 1]), "hard_weight": hard_weight}
+        assert loss(TopKTeacher(ids, log_probs), **labels).isnan().tolist() == [True, False]
+
+
+@pytest.mark.reference
 def test_padded_ids_are_left_out_and_no_rows_are_a_loss_of_0():
     """Also if ids are checked: what a log-probability of -inf leaves out may be any number, twice."""
     student, ids = torch.randn(2, 12), torch.tensor([[3, -1, -1, 5], [7, 0, 12, 12]])

@@ -43,17 +43,34 @@ def norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -
     return made
 
 
+class NoEvent:
+    """Stands for a CUDA event."""
+
+    def __init__(self, **options: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
 class NoStream:
     """Stands for a CUDA stream."""
+
+    def __init__(self, **options: Any) -> None: ...
 
     def wait_stream(self, other: Any) -> None: ...
 
     def wait_event(self, event: Any) -> None: ...
 
+    def record_event(self) -> NoEvent:
+        return NoEvent()
+
 
 @contextlib.contextmanager
-def megatron_ranks(rank: int, group: Any, tensor_parallel_size: int):
-    """In a rank: Megatron's groups over the world, and on a CPU the stubs."""
+def megatron_ranks(rank: int, group: Any, tensor_parallel_size: int, **sizes: int):
+    """In a rank: Megatron's groups over the world, of other ``sizes`` too, and on a CPU the stubs."""
     is_cpu = device_of(rank, group).type == "cpu"
     with contextlib.ExitStack() as stack:
         if is_cpu:
@@ -66,7 +83,7 @@ def megatron_ranks(rank: int, group: Any, tensor_parallel_size: int):
                 stack.enter_context(patch.object(torch.cuda, name, stub))
             stack.enter_context(patch.object(CudaRNGStatesTracker, "fork", lambda self, name="": nullcontext()))
         stack.enter_context(patch.object(WrappedTorchNorm, "__new__", norm))
-        parallel_state.initialize_model_parallel(tensor_parallel_size)
+        parallel_state.initialize_model_parallel(tensor_parallel_size, **sizes)
         if not is_cpu:
             tensor_parallel.model_parallel_cuda_manual_seed(0)
         try:
@@ -76,7 +93,9 @@ def megatron_ranks(rank: int, group: Any, tensor_parallel_size: int):
             MTPLossLoggingHelper.tracker.clear()
 
 
-def config_of(dtype: torch.dtype, mtp: bool = False, sequence_parallel: bool = False, **options: Any) -> Any:
+def config_of(
+    dtype: torch.dtype, mtp: bool = False, n_mtp: int = 2, sequence_parallel: bool = False, **options: Any
+) -> Any:
     size = parallel_state.get_tensor_model_parallel_world_size()
     known = inspect.signature(TransformerConfig).parameters
     quiet = {"cuda_graph_scope": [], "normalization": "RMSNorm"} if VERSION < (0, 17) else {"normalization": "RMSNorm"}
@@ -92,7 +111,7 @@ def config_of(dtype: torch.dtype, mtp: bool = False, sequence_parallel: bool = F
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=0.3,
-        mtp_num_layers=2 if mtp else None,
+        mtp_num_layers=n_mtp if mtp else None,
         tensor_model_parallel_size=size,
         sequence_parallel=sequence_parallel and size > 1,
         **{name: value for name, value in (quiet | options).items() if name in known},
@@ -116,7 +135,7 @@ def small_model(
 
 
 def gpt_model(config: Any, **arguments: Any) -> Any:
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
     arguments["position_embedding_type"] = "rope"
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
     return GPTModel(config, spec, mtp_block_spec=mtp, **arguments)

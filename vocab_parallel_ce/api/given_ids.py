@@ -11,23 +11,27 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.call import over_head, over_logits
 from vocab_parallel_ce.head.plan import Arguments, Head
-from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, IGNORED, Ids
+from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, IGNORED, Ids, marked
 from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.spec import is_ignored
 
 
-def gives_ids(labels: Any, tokens: Any, outputs: Sequence[str], top_k: int | None, sampling: Any) -> bool:
+def are_given_ids(labels: Any, tokens: Any) -> bool:
     """Return whether ``labels [..., k]`` are given ids of ``tokens``, logits or hidden states of as many dimensions."""
-    if not (isinstance(labels, Tensor) and isinstance(tokens, Tensor) and labels.dim() == tokens.dim() > 1):
+    if not (isinstance(labels, Tensor) and isinstance(tokens, Tensor)):
         return False
+    return labels.dim() == tokens.dim() > 1 and labels.dtype in checks.LABEL_DTYPES
+
+
+def check_ids_alone(labels: Tensor, tokens: Tensor, outputs: Sequence[str], top_k: int | None, sampling: Any) -> None:
+    """Raise ValueError if a call with given ids asks for something else too."""
     refused = {"outputs": outputs or None, "top_k": top_k, "sampling": sampling}
     got = [f"{name}={value!r}" for name, value in refused.items() if value is not None]
-    if labels.dtype in checks.LABEL_DTYPES and got:
+    if got:
         raise ValueError(
             f"labels: expected one per token with outputs, top_k or sampling, {tuple(tokens.shape[:-1])}, got "
             f"{tuple(labels.shape)}, given ids, and {got[0]}; ask for them in a call of their own"
         )
-    return labels.dtype in checks.LABEL_DTYPES
 
 
 def of_logits(logits: Tensor, given: Ids, settings: Settings, *, group: Any, n_known: int = 0) -> Tensor:
@@ -57,6 +61,6 @@ def of_head(
 def _of_call(given: Ids, settings: Settings, n_known: int) -> tuple[Ids, Settings]:
     """Return ids whose ignored ones no other can be, and the settings of the call."""
     checks.check_integer("ignore_index", settings.ignore_index)
-    ids = given.ids.long().masked_fill(is_ignored(given.ids, settings.ignore_index), IGNORED)
+    ids = marked(given.ids, is_ignored(given.ids, settings.ignore_index))
     settings = settings._replace(reduction="none", ignore_index=IGNORED, n_ids=ids.shape[-1], n_known=n_known)
     return given._replace(ids=ids), settings

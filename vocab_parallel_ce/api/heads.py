@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import checked_advanced, over_head, public, settings_of
-from vocab_parallel_ce.api.given_ids import gives_ids
+from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
 from vocab_parallel_ce.api.outputs import (
     Outputs,
     asked_for,
@@ -224,7 +224,8 @@ def linear_token_log_probs(
     temperature = taken_temperature(keywords)
     settings, head = settings_of(keywords, LOG_PROB_KEYWORDS, linear_token_log_probs, of_head, **asked)
     tensors = Head(hidden, weight, bias)
-    if gives_ids(labels, hidden, outputs, top_k, sampling):
+    if are_given_ids(labels, hidden):
+        check_ids_alone(labels, hidden, outputs, top_k, sampling)
         of_ids = Ids(labels, temperature)
         return given_ids.of_head(tensors, of_ids, settings, head, group=group, main_grad=of_head.main_grad)
     beside, top = Labels(labels, temperature=temperature), top_of(settings)

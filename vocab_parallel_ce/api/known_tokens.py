@@ -24,7 +24,7 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.beside import check_beside, check_labels_beside, check_requires_no_gradient, checked_divisor
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, rows_of_mean
-from vocab_parallel_ce.losses.given_ids import IGNORED, Ids
+from vocab_parallel_ce.losses.given_ids import IGNORED, Ids, marked
 from vocab_parallel_ce.losses.known_tokens import Tokens, check_tokens, check_values
 from vocab_parallel_ce.options import REDUCTIONS, Settings
 from vocab_parallel_ce.plan import comparable
@@ -49,9 +49,9 @@ def divergence(
     left_out = log_q == NEG_INF
     if labels is not None:
         left_out = left_out | is_ignored(labels, settings.ignore_index).unsqueeze(-1)
-    ids, k = given.ids.long().masked_fill(left_out, IGNORED), given.ids.shape[-1]
+    ids, k = marked(given.ids, left_out), given.ids.shape[-1]
     if labels is not None:
-        hard = labels.long().masked_fill(is_ignored(labels, settings.ignore_index), IGNORED)
+        hard = marked(labels, is_ignored(labels, settings.ignore_index))
         ids = torch.cat([ids, hard.unsqueeze(-1)], dim=-1)
     n_known = k if settings.rest == "bucket" else 0
     compared = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import checked_advanced, over_logits, overwrites, public
-from vocab_parallel_ce.api.given_ids import gives_ids
+from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
 from vocab_parallel_ce.api.outputs import (
     Outputs,
     asked_for,
@@ -274,7 +274,8 @@ def token_log_probs(
     asked = asked_for(outputs, top_k, of_loss=False)
     settings = Settings(reduction="none", **asked, **settings_of_sampling(sampling, asked), **keywords)
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
-    if gives_ids(labels, logits, outputs, top_k, sampling):
+    if are_given_ids(labels, logits):
+        check_ids_alone(labels, logits, outputs, top_k, sampling)
         return given_ids.of_logits(logits, Ids(labels, temperature), settings, group=group)
     given, top = Labels(labels, temperature=temperature), top_of(settings)
     found, _ = over_logits(LABELS, logits, given, settings, group=group, top=top)

@@ -247,6 +247,14 @@ def _values(given: Ids) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
+def marked(ids: Tensor, ignored: Tensor) -> Tensor:
+    """Return int64 ids that are ``IGNORED`` where ``ignored``, and nowhere else.
+
+    An id of that number or less is another number outside of the vocabulary instead.
+    """
+    return ids.long().clamp(min=IGNORED + 1).masked_fill(ignored, IGNORED)
+
+
 def check_not_one_hot(ids: Tensor, shard: VocabShard, n_ranks: int) -> None:
     """Check, by numbers that all ranks know, that there is not an id for each column of a rank or of the vocabulary."""
     k = ids.shape[-1]

@@ -35,6 +35,7 @@ from vocab_parallel_ce.losses.given_ids import (
     at_least_rounding,
     is_dead,
     logits_at,
+    marked,
     sums_without,
     write_columns,
 )
@@ -271,7 +272,7 @@ def check_values(given: Tokens, ignore_index: int, vocab_size: int | None) -> No
     Without a ``vocab_size`` ids may be any numbers.
     """
     log_probs, ids, labels = given
-    known = torch.where(log_probs == NEG_INF, IGNORED, ids.long().clamp(min=IGNORED + 1))
+    known = marked(ids, log_probs == NEG_INF)
     if labels is not None:
         known = torch.where(is_ignored(labels, ignore_index).unsqueeze(-1), IGNORED, known)
     known = known.reshape(-1, ids.shape[-1])

@@ -30,7 +30,9 @@ LOSSES = {
     f"{LANGUAGE_MODULE}:LanguageModule.compute_language_model_loss": Around(losses.noted),
 }
 LINEAR = {  # optional: no version has all of them, and MambaModel may inherit its forward
+    # The schedule of build_schedule_plan calls _postprocess alone; a subclass may have one of its own, without ours.
     f"{CORE}.models.gpt.gpt_model:GPTModel.forward": Around(linear.with_lazy_logits, optional=True),
+    f"{CORE}.models.gpt.gpt_model:GPTModel._postprocess": Around(linear.with_lazy_logits, optional=True),
     f"{CORE}.models.hybrid.hybrid_model:HybridModel.forward": Around(linear.with_lazy_logits, optional=True),
     f"{CORE}.models.mamba.mamba_model:MambaModel.forward": Around(linear.with_lazy_logits, optional=True),
     f"{CORE}.transformer.multi_token_prediction:_compute_mtp_acceptance_counts": Around(
@@ -40,7 +42,6 @@ LINEAR = {  # optional: no version has all of them, and MambaModel may inherit i
 LEFT = {"output_layer": "install(linear=True) fuses it with the loss"}
 LEFT_OF_LINEAR = {
     "output_layer of T5Model and BertModel": "their forward is not replaced; the loss of their logits is",
-    "output_layer in build_schedule_plan": "it does not call forward; the loss of its logits is replaced",
 }
 OPTIONS = {name: KEYWORDS[name] for name in ("z_loss", "gradient", "impl", "check_labels", "vocab_size", "chunk_size")}
 
