@@ -95,10 +95,11 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield stats("bf16", False, "plain", counted=True)
     yield stats("bf16", True, "plain", outputs=True)
     yield stats("bf16", False, "plain", outputs=True, at_once=8)
-    yield part("bf16", False, "plain")
-    yield stats("bf16", False, "plain", outputs=True, merged=True)
+    yield part("bf16", False, "plain", overlaps=True)
+    yield stats("bf16", False, "plain", outputs=True, merged=True, overlaps=True)
+    yield finish("plain", 1, summed=True, overlaps=True)
     for option in ("plain", "smoothing", "softcap", "all"):
-        yield gradient("bf16", False, option, n_rows=64)
+        yield gradient("bf16", False, option, n_rows=64, overlaps=True)
     yield gradient("bf16", False, "plain", call="in_forward", ranks=1)
     yield gradient("bf16", True, "plain")
     yield gradient("fp32", False, "plain", of="bf16")
@@ -166,6 +167,7 @@ def stats(
     rows: tuple[str, ...] = (),
     merged: bool = False,
     at_once: int = 1,
+    overlaps: bool = False,
 ) -> Variant:
     """``merged``: of parts that other programs have read; ``at_once``: parts that a program loads together."""
     options = OPTIONS[option]
@@ -176,20 +178,22 @@ def stats(
     dtypes += (torch.float32 if options.class_weight else None,)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     block = statistics_block(N_COLUMNS, DTYPES[dtype].itemsize)
-    launch = launch_of("online_softmax", dtypes, ROWS[edges], block, 8 if merged else at_once, shard, options)
+    launch = launch_of("online_softmax", dtypes, ROWS[edges], block, 8 if merged else at_once, shard, options, overlaps)
     name = "merged_parts" if merged else "online_softmax"
     name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}{'-outputs' * outputs}"
     name += f"-{at_once}" * (at_once > 1)
     return Variant("-".join((name, *rows)), launch, dtypes)
 
 
-def part(dtype: str, edges: bool, option: str, rows: tuple[str, ...] = ()) -> Variant:
+def part(
+    dtype: str, edges: bool, option: str, rows: tuple[str, ...] = (), overlaps: bool = False
+) -> Variant:
     options = OPTIONS[option]
     weights = torch.float32 if options.class_weight else None
     dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), torch.float32, torch.int32, weights)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     block = statistics_block(N_COLUMNS, DTYPES[dtype].itemsize)
-    launch = launch_of("online_softmax", dtypes, ROWS[edges], block, shard, options, maker="_launch_of_parts")
+    launch = launch_of("online_softmax", dtypes, ROWS[edges], block, shard, options, overlaps, maker="_launch_of_parts")
     return Variant("-".join((f"part-{dtype}{'-edges' * edges}-{option}", *rows)), launch, dtypes)
 
 
@@ -202,6 +206,7 @@ def gradient(
     of: str | None = None,
     rows: tuple[str, ...] = (),
     n_rows: int = 8192,
+    overlaps: bool = False,
 ) -> Variant:
     """``in_forward`` writes the loss too; ``padded`` divides, and its shard has padding; ``of`` is the gradient's."""
     options = OPTIONS[option]
@@ -219,7 +224,7 @@ def gradient(
     has_factors = options.entropy or options.sum_sq_probs or rows != ()
     shape = (ROWS[edges], DTYPES[dtype], of_grad, n_rows, shard.n_columns, options, has_factors)
     block, programs = importlib.import_module("vocab_parallel_ce.kernels.cross_entropy")._shape(*shape)
-    key = (ROWS[edges], block, programs > 1, strides, ranks, shard, options)
+    key = (ROWS[edges], block, programs > 1, strides, ranks, shard, options, overlaps)
     launch = launch_of("cross_entropy", dtypes, *key)
     name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}"
     name = "-".join((name, *rows, *(("few",) * (n_rows < 8192))))
@@ -240,7 +245,7 @@ def counted_larger(dtype: str, edges: bool) -> Variant:
     )
 
 
-def finish(option: str, ranks: int, summed: bool = False) -> Variant:
+def finish(option: str, ranks: int, summed: bool = False, overlaps: bool = False) -> Variant:
     dtypes = (
         torch.int64,
         torch.float32,
@@ -248,7 +253,7 @@ def finish(option: str, ranks: int, summed: bool = False) -> Variant:
         *output_dtypes(OPTIONS[option]),
         torch.float32 if summed else None,
     )
-    launch = launch_of("loss", dtypes, 1024 if summed else 128, ranks, 131072, OPTIONS[option])
+    launch = launch_of("loss", dtypes, 1024 if summed else 128, ranks, 131072, OPTIONS[option], overlaps)
     return Variant(f"loss-{option}-R{ranks}{'-summed' * summed}", launch, dtypes)
 
 
