@@ -24,6 +24,9 @@ NEVER = {
     ("row_gradient_kernel of targets", "loss_options.temperature", None): "likewise",
     ("row_statistics_kernel of targets", "loss_options.threshold", None): "likewise",
     ("row_gradient_kernel of targets", "loss_options.threshold", None): "likewise",
+    ("row_part_kernel of targets", "loss_options.temperature", None): "likewise",
+    ("row_part_kernel of targets", "loss_options.threshold", None): "likewise",
+    ("row_part_kernel of targets", "stats", None): "soft targets have one exchange",
     ("row_second_kernel of targets", None, None): "soft targets have one exchange",
     ("row_second_kernel of divergences", "loss_options.reverse", None): "js alone has a second exchange",
     (ONE_PASS, "loss_options.class_weight", None): "of primitives; selection leaves these options to other kernels",
@@ -32,7 +35,7 @@ NEVER = {
 NOT_BESIDE = {"targets": ("labels", "second"), "divergences": ("class_weight",)}
 NEVER |= {
     (f"row_{kernel}_kernel of {loss}", tensor, None): "the loss has no such tensor"
-    for kernel in ("statistics", "second", "outputs", "gradient")
+    for kernel in ("statistics", "part", "second", "outputs", "gradient")
     for loss, tensors in NOT_BESIDE.items()
     for tensor in tensors
 }
