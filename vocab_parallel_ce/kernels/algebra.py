@@ -1,4 +1,4 @@
-"""A loss of two tensors, logits and a number alongside each, as the kernels of ``row_loss`` take it."""
+"""A loss of two tensors, logits and a number alongside each, as the kernels of ``row_*`` take it."""
 
 from typing import Any, NamedTuple
 
