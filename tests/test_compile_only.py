@@ -19,11 +19,14 @@ REGISTERS = 65_536  # of a multiprocessor
 READS, WALKS = ("online_softmax", "part", "count_larger"), ("cross_entropy", "element_mul")
 PAIRS = (
     "target_statistics",
+    "target_part",
     "target_gradient",
     "divergence_statistics",
+    "divergence_part",
     "divergence_second",
     "divergence_gradient",
 )  # that walk two tensors together
+MERGED_PAIRS = ("target_merged", "divergence_merged")  # that merge parts of them
 
 
 def compiled(target: str) -> list[dict]:
@@ -50,6 +53,9 @@ def test_every_kernel_compiles_and_its_arguments_bind(target):
         *READS,
         *WALKS,
         *PAIRS,
+        *MERGED_PAIRS,
+        "divergence_part_second",
+        "divergence_merged_second",
         "merged_parts",
         "loss",
         "target_loss",
@@ -73,7 +79,7 @@ def test_sm_90_code_is_wide_and_does_not_spill():
         # options, or of rows with a head and a tail, must fit one row. It may leave two values in memory.
         # So may the statistics of rows with edges under weighted smoothing.
         is_plain = "-plain-" in report["kernel"] and "-edges-" not in report["kernel"]
-        names = ("cross_entropy", *PAIRS)
+        names = ("cross_entropy", *PAIRS, *MERGED_PAIRS)
         is_large = report["kernel"].startswith(names) or "-edges-all_weighted" in report["kernel"]
         fits_two = is_plain or not is_large
         assert report["registers"] <= (64 if fits_two else 128), report

@@ -7,14 +7,17 @@
 import warnings
 from contextlib import suppress
 from itertools import product
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from tests.conformance import test_sampling as of_sampling
 from tests.support.launch_shapes import ONE, SEVERAL, programs
 from tests.support.launches import Entry, options_of, recorded, wanted
 from tests.support.random_calls import Where, run_call
 from tests.support.random_tables import configurations
+from vocab_parallel_ce import distillation_loss
 
 ONE_PASS = "one_pass_kernel"
 # What no call can launch, and why; None stands for all.
@@ -24,6 +27,9 @@ NEVER = {
     ("row_gradient_kernel of targets", "loss_options.temperature", None): "likewise",
     ("row_statistics_kernel of targets", "loss_options.threshold", None): "likewise",
     ("row_gradient_kernel of targets", "loss_options.threshold", None): "likewise",
+    ("row_part_kernel of targets", "loss_options.temperature", None): "likewise",
+    ("row_part_kernel of targets", "loss_options.threshold", None): "likewise",
+    ("row_part_kernel of targets", "stats", None): "soft targets have one exchange",
     ("row_second_kernel of targets", None, None): "soft targets have one exchange",
     ("row_second_kernel of divergences", "loss_options.reverse", None): "js alone has a second exchange",
     (ONE_PASS, None, "padded"): "selection leaves padded columns to other kernels",
@@ -35,7 +41,7 @@ NEVER |= {
 NOT_BESIDE = {"targets": ("labels", "second"), "divergences": ("class_weight",)}
 NEVER |= {
     (f"row_{kernel}_kernel of {loss}", tensor, None): "the loss has no such tensor"
-    for kernel in ("statistics", "second", "outputs", "gradient")
+    for kernel in ("statistics", "part", "second", "outputs", "gradient")
     for loss, tensors in NOT_BESIDE.items()
     for tensor in tensors
 }
@@ -83,3 +89,25 @@ def test_options_are_read_from_kernels_and_the_functions_that_they_call():
     # In walk_body, in transform, in row_loss, which store_outputs calls; and a tensor that may be None.
     found = options_of(online_softmax_kernel)
     assert {"loss_options.sum_sq_probs", "loss_options.softcap", "loss_options.z_loss", "class_weight"} <= found
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("divergence", "cut"),
+    (
+        ("forward", ["part", "statistics", "gradient"]),
+        ("js", ["part", "statistics", "part", "second", "outputs", "gradient"]),
+    ),
+)
+def test_parts_are_one_more_launch_of_each_exchange(divergence, cut):
+    """With other ranks the second exchange and the outputs have launches of their own anyway."""
+    from vocab_parallel_ce.kernels.launch import Launch
+
+    logits, teacher = (torch.randn(2, 8192, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    for kind, expected in ((ONE, ["statistics", "gradient"]), (SEVERAL, cut)):
+        leaf = logits.clone().requires_grad_()
+        with programs(kind), patch.object(Launch, "__call__", autospec=True, side_effect=Launch.__call__) as launch:
+            loss = distillation_loss(leaf * 1, teacher, divergence=divergence, reduction="none", impl="triton")
+            loss.sum().backward()
+        names = [call.args[0].kernel.fn.__name__ for call in launch.call_args_list]
+        assert names == [f"row_{name}_kernel" for name in expected]

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.support.inputs import batch
 from tests.support.launch_shapes import programs_by_rows
 from vocab_parallel_ce import Sampling, TopKTeacher, distillation_loss, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce.losses.divergences import DIVERGENCES
 
 # Rows of several parts and tiles of every table; padded; with a tail.
 WIDTHS = ((5056, 5056), (9 * 2048, 9 * 2048), (20544, 20544), (8200, 8320), (8197, 8320))
@@ -33,6 +34,20 @@ def on_labels(**options: Any) -> Call:
     return lambda x, labels, other, own: vocab_parallel_cross_entropy(x, labels, reduction="none", **options, **own)
 
 
+def on_probabilities(**options: Any) -> Call:
+    return lambda x, labels, other, own: vocab_parallel_cross_entropy(
+        x, (other * 0.1).exp(), reduction="none", **options, **own
+    )
+
+
+def on_teacher(**options: Any) -> Call:
+    def call(x: Tensor, labels: Tensor, other: Tensor, own: dict[str, Any]) -> Any:
+        given = {"labels": labels} if "hard_weight" in options else {}
+        return distillation_loss(x, other, reduction="none", **options, **given, **own)
+
+    return call
+
+
 CALLS: dict[str, Call] = {
     "loss": on_labels(),
     "options": on_labels(label_smoothing=0.1, z_loss=0.01, softcap=20.0, outputs=("predictions", "lse")),
@@ -44,19 +59,22 @@ CALLS: dict[str, Call] = {
     "given ids": lambda x, labels, other, own: token_log_probs(
         x, labels[:, None] - torch.arange(5).to(x.device), **own
     ),
-    "probabilities": lambda x, labels, other, own: vocab_parallel_cross_entropy(
-        x, (other * 0.1).exp(), reduction="none", **own
+    "probabilities": on_probabilities(),
+    "probabilities, options": on_probabilities(label_smoothing=0.1, z_loss=0.01, softcap=20.0),
+    "probabilities, class weights": lambda x, labels, other, own: on_probabilities(class_weight=weights(x))(
+        x, labels, other, own
     ),
-    "js": lambda x, labels, other, own: distillation_loss(x, other, divergence="js", reduction="none", **own),
-    "reverse": lambda x, labels, other, own: distillation_loss(
-        x, other, divergence="reverse", hard_weight=0.5, labels=labels, reduction="none", **own
-    ),
+    **{name: on_teacher(divergence=name) for name in DIVERGENCES},
+    **{f"{name}, hard labels": on_teacher(divergence=name, temperature=2.0, hard_weight=0.5) for name in DIVERGENCES},
     "top-k teacher": lambda x, labels, other, own: distillation_loss(
         x, top_3(other, own.get("vocab_size")), reduction="none", **own
     ),
-    "js of a top-k teacher": lambda x, labels, other, own: distillation_loss(
-        x, top_3(other, own.get("vocab_size"))._replace(rest="bucket"), divergence="js", reduction="none", **own
-    ),
+    **{
+        f"{name} of a top-k teacher": lambda x, labels, other, own, name=name: distillation_loss(
+            x, top_3(other, own.get("vocab_size"))._replace(rest="bucket"), divergence=name, reduction="none", **own
+        )
+        for name in ("reverse", "js")
+    },
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.backends.compiler import GPUTarget
 
-from vocab_parallel_ce.blocks import ONE_PASS, statistics_block
+from vocab_parallel_ce.blocks import ONE_PASS, READ_PAIRS, choose_block, statistics_block
 from vocab_parallel_ce.kernels import divergences, targets
 from vocab_parallel_ce.kernels.algebra import Algebra
 from vocab_parallel_ce.kernels.launch import Launch
@@ -290,19 +290,30 @@ def of_algebra(
     """
     rows, shard = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     fp32, second, own = torch.float32, torch.float32 if len(widths) > 1 else None, (algebra, shard, options)
-    dtypes: tuple[torch.dtype | None, ...] = (logits, *beside, fp32, second, fp32, None)
-    launch = launch_of("row_loss", dtypes, rows, widths[0], *own, maker="_statistics")
-    yield Variant(name.format("statistics"), launch, dtypes)
+    gathered, block = (4, widths[0]), statistics_block(N_COLUMNS, logits.itemsize)
+    dtypes: tuple[torch.dtype | None, ...]
+    for parts in (None, fp32):
+        dtypes = (logits, *beside, parts, fp32, second, fp32, None)
+        if parts is not None and second is not None:  # whose parts follow
+            dtypes = (logits, *beside, parts, fp32, None, None, None)
+        launch = launch_of("row_statistics", dtypes, rows, block, widths[0], *own, maker="_statistics")
+        yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)
+    for stats in (None, fp32) if second else (None,):
+        dtypes = (logits, *beside, stats, fp32)
+        launch = launch_of("row_statistics", dtypes, rows, block, gathered, *own, maker="_launch_of_parts")
+        yield Variant(name.format("part_second" if stats else "part"), launch, dtypes)
     dtypes = (logits, *beside, fp32, second, None, fp32, logits)
-    launch = launch_of("row_loss", dtypes, rows, 1, (4, widths[0]), *own, maker="_gradient")
-    yield Variant(name.format("gradient"), launch, dtypes)
+    for is_cut in (False, True):
+        key = (rows, choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize), is_cut, 1, gathered, *own)
+        launch = launch_of("row_loss", dtypes, *key, maker="_gradient")
+        yield Variant(f"{name.format('gradient')}{'few' * is_cut}", launch, dtypes)
     dtypes = (fp32, second, beside[1], fp32, fp32)
-    launch = launch_of("row_loss", dtypes, (4, widths[0]), *own, maker="_outputs")
+    launch = launch_of("row_loss", dtypes, gathered, *own, maker="_outputs")
     yield Variant(name.format("loss"), launch, dtypes)
-    if second:
-        dtypes = (logits, *beside, fp32, fp32)
-        launch = launch_of("row_loss", dtypes, rows, (4, widths[0]), *own, maker="_second")
-        yield Variant(name.format("second"), launch, dtypes)
+    for parts in (None, fp32) if second else ():
+        dtypes = (logits, *beside, parts, fp32, fp32)
+        launch = launch_of("row_statistics", dtypes, rows, block, gathered, *own, maker="_second")
+        yield Variant(name.format("merged_second" if parts else "second"), launch, dtypes)
 
 
 def one_pass(dtype: str, row_bytes: int, option: str, call: str, edges: bool = False) -> Variant:

@@ -41,7 +41,7 @@ MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py te
 SUITES = {  # of files that begin so, the first that fits; what finds a fault soonest comes first
     "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_options.py tests/test_one_pass_system.py",
     "kernels/walk": f"{INTERPRETED} {OF_PAIRS}",
-    "kernels/row_loss": f"{INTERPRETED} {OF_PAIRS}",
+    "kernels/row_": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/targets": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/divergences": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/launch": "tests/conformance/test_logits.py tests/kernels tests/test_random_calls.py",

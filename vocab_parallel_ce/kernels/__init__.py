@@ -3,7 +3,7 @@
 Only modules in here import triton, and nothing imports this package before a kernel runs.
 """
 
-from vocab_parallel_ce.kernels import divergences, row_loss, targets
+from vocab_parallel_ce.kernels import divergences, row_loss, row_statistics, targets
 from vocab_parallel_ce.kernels.count_larger import count_larger
 from vocab_parallel_ce.kernels.cross_entropy import cross_entropy
 from vocab_parallel_ce.kernels.element_mul import element_mul
@@ -17,6 +17,7 @@ __all__ = [
     "element_mul",
     "online_softmax",
     "row_loss",
+    "row_statistics",
     "summed_outputs",
     "targets",
     "token_outputs",

@@ -1,4 +1,4 @@
-"""A loss of two tensors, logits and a number alongside each, as the kernels of ``row_loss`` take it."""
+"""A loss of two tensors, logits and a number alongside each, as the kernels of ``row_*`` take it."""
 
 from typing import Any, NamedTuple
 
@@ -14,14 +14,15 @@ class Algebra(NamedTuple):
     """
 
     empty: Any  # (at_label, LANES): stats of lanes that have seen nothing; at_label is the label's logit, -inf if none
-    tile: Any  # (stats, tile, own): each lane's stats with one more tile
+    tile: Any  # (stats, tile, own): each lane's stats with one more tile; stats is None for the first one
+    merge_lanes: Any  # (a, b, options): each lane's stats of two sets of columns
     merge: Any  # (stats, options): of one row; over axis 0, lanes or ranks
-    load: Any  # (pointers, mask, options): packed stats; ranks that mask excludes have no columns
-    store: Any  # (pointer, stats, options): pack them
+    load: Any  # (pointers, mask, options, step): packed stats, step apart; what mask excludes has no columns
+    store: Any  # (pointers, stats, options, step): pack them
     loss: Any  # (stats, second, options): of a row or a vector of rows; second are the sums of the second exchange
     factors: Any  # (stats, second, weight, live, options): what all columns' gradients share; finite if not live
     gradient: Any  # (factors, tile, own): fp32 of each column; 0 if all logits are -inf and factors are not live
-    second: Any = None  # (sums, (tile's) tile, (own, stats)): each lane's two sums with one more tile
+    second: Any = None  # (sums, tile, (own, stats)): each lane's two sums with one more tile; None for the first one
     merge_second: Any = None  # (sums): over axis 0, lanes
 
     @property

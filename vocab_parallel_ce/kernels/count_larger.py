@@ -11,16 +11,23 @@ from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ, choose_block
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
-from vocab_parallel_ce.kernels.walk import locate, walk
+from vocab_parallel_ce.kernels.walk import locate, walk_edges, walk_parts
 from vocab_parallel_ce.shard import VocabShard
 
 
 @triton.jit
 def add_larger(found, tile, own):
-    """Return each lane's count with one more tile."""
+    """Return each lane's count with one more tile; ``found`` is None for the first one."""
     logits, label_x = own
     x = tl.load(logits + tile.offset, tile.inside, other=float("-inf"))
-    return found + tl.sum((x.to(tl.float32) > label_x).to(tl.int32), axis=1)
+    count = tl.sum((x.to(tl.float32) > label_x).to(tl.int32), axis=1)
+    return count if found is None else found + count
+
+
+@triton.jit
+def add(a, b, loss_options):
+    """Return the counts of two sets of columns."""
+    return a + b
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -39,7 +46,9 @@ def count_larger_kernel(
     row = tl.program_id(0).to(tl.int64)
     own = logits, tl.load(label_x + row)
     place = locate(row, layout, None, n_columns, False, VECTOR)
-    found = walk(place, tl.zeros([LANES], tl.int32), own, None, None, add_larger, HAS_EDGES, LANES, VECTOR)
+    found = tl.zeros([LANES], tl.int32)
+    found = walk_parts(place, found, own, None, add_larger, add, HAS_EDGES, LANES, VECTOR, 1)
+    found = walk_edges(place, found, own, add_larger, HAS_EDGES, LANES, VECTOR)
     tl.store(counts + row, tl.sum(found, axis=0))
 
 

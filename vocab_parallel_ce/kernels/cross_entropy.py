@@ -45,18 +45,6 @@ class ShardSizes(NamedTuple):
     vocab_size: int
 
 
-@triton.jit
-def tiles_of_program(n_rows, n_programs, IS_CUT: tl.constexpr, WIDTH: tl.constexpr):
-    """Return a program's row (int64), its first tile, and the step to its next tile."""
-    program, begin_tile, step = tl.program_id(0), 0, WIDTH
-    if IS_CUT:
-        begin_tile = program % n_programs * WIDTH
-        program //= n_programs
-        step = n_programs * WIDTH
-    # Last rows first: the statistics kernel has just left them in the L2 cache.
-    return (n_rows - 1 - program).to(tl.int64), begin_tile, step
-
-
 @triton.jit(do_not_specialize=["shard_start", "n_rows", "n_programs"])
 def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read here: Triton 3.6 returns no options
     logits,  # [N, C] bf16|fp16|fp32
@@ -89,7 +77,7 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
     OVERLAPS: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]``, label 1: loss 0.4076, gradient ``[0.0900, -0.3348, 0.2447]``."""
-    row, begin_tile, step = tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
+    row, begin_tile, step = ops.tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
     label = tl.load(labels + row).to(tl.int64)
     live = label != loss_options.ignore_index
     if temperature is not None:

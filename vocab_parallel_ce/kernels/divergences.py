@@ -64,24 +64,30 @@ def moved(cross, weight_sum, weight_raised, other_raised, decay):
 
 
 @triton.jit
-def raised_to(stats, student_max, teacher_max, loss_options):
-    """Return the sums relative to larger maxima: ``(student_sum, teacher_sum, cross, hard_sum)``."""
-    student_shift = ops.finite_or_zero(student_max)
-    teacher_shift = ops.finite_or_zero(teacher_max)
+def plus(found, stats, loss_options):
+    """Return ``found`` and ``stats`` together; the maxima of ``stats`` are not larger. The label's logit is found's.
+
+    Fused multiplications are written out, so that every kernel has the same ones.
+    """
+    student_shift = ops.finite_or_zero(found.student_max)
+    teacher_shift = ops.finite_or_zero(found.teacher_max)
     student_decay = ops.exp_shifted(cooled(stats.student_max - student_shift, loss_options), 0.0)
     teacher_decay = ops.exp_shifted(cooled(stats.teacher_max - teacher_shift, loss_options), 0.0)
-    cross = stats.cross
+    cross, hard_sum = found.cross, found.hard_sum
     if loss_options.beta is None:
         student_raised = cooled(ops.raised_by(stats.student_max, student_shift), loss_options)
         teacher_raised = cooled(ops.raised_by(stats.teacher_max, teacher_shift), loss_options)
         if loss_options.reverse is None:
-            cross = moved(cross, stats.teacher_sum, teacher_raised, student_raised, teacher_decay)
+            cross += moved(stats.cross, stats.teacher_sum, teacher_raised, student_raised, teacher_decay)
         else:
-            cross = moved(cross, stats.student_sum, student_raised, teacher_raised, student_decay)
-    hard_sum = stats.hard_sum
+            cross += moved(stats.cross, stats.student_sum, student_raised, teacher_raised, student_decay)
     if loss_options.hard_weight is not None:
-        hard_sum *= ops.exp_shifted(stats.student_max, student_shift)
-    return stats.student_sum * student_decay, stats.teacher_sum * teacher_decay, cross, hard_sum
+        hard_sum = tl.fma(stats.hard_sum, ops.exp_shifted(stats.student_max, student_shift), hard_sum)
+    student_sum = tl.fma(stats.student_sum, student_decay, found.student_sum)
+    teacher_sum = tl.fma(stats.teacher_sum, teacher_decay, found.teacher_sum)
+    return DivergenceStats(
+        found.student_max, student_sum, found.teacher_max, teacher_sum, cross, found.target, hard_sum
+    )
 
 
 @triton.jit
@@ -95,73 +101,84 @@ def empty(at_label, LANES: tl.constexpr):
 def tile(stats, tile, own):
     loss_options = own.loss_options
     x, w = load_logits(own.logits + tile.offset, tile.inside), load_logits(own.other + tile.other, tile.inside)
-    student_max = tl.maximum(stats.student_max, tl.max(x, axis=1))
-    teacher_max = tl.maximum(stats.teacher_max, tl.max(w, axis=1))
-    student_sum, teacher_sum, cross, hard_sum = raised_to(stats, student_max, teacher_max, loss_options)
+    student_max, teacher_max = tl.max(x, axis=1), tl.max(w, axis=1)
+    cross, target = tl.zeros_like(student_max), tl.full((), float("-inf"), tl.float32)
+    hard_sum = cross
+    if stats is not None:
+        student_max = tl.maximum(stats.student_max, student_max)
+        teacher_max = tl.maximum(stats.teacher_max, teacher_max)
+        target = stats.target
     x_shifted = x - ops.finite_or_zero(student_max)[:, None]
     a = cooled(x_shifted, loss_options)
     b = cooled(w - ops.finite_or_zero(teacher_max)[:, None], loss_options)
     a_exp, b_exp = ops.exp_shifted(a, 0.0), ops.exp_shifted(b, 0.0)
     if loss_options.reverse is not None:
-        cross += tl.sum(cross_terms(a_exp, a, b), axis=1)
+        cross = tl.sum(cross_terms(a_exp, a, b), axis=1)
     elif loss_options.beta is None:
-        cross += tl.sum(cross_terms(b_exp, b, a), axis=1)
+        cross = tl.sum(cross_terms(b_exp, b, a), axis=1)
     if loss_options.hard_weight is not None:
-        hard_sum += tl.sum(ops.exp_shifted(x_shifted, 0.0), axis=1)
-    student_sum += tl.sum(a_exp, axis=1)
-    teacher_sum += tl.sum(b_exp, axis=1)
-    return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, stats.target, hard_sum)
+        hard_sum = tl.sum(ops.exp_shifted(x_shifted, 0.0), axis=1)
+    student_sum, teacher_sum = tl.sum(a_exp, axis=1), tl.sum(b_exp, axis=1)
+    found = DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, target, hard_sum)
+    if stats is not None:
+        found = plus(found, stats, loss_options)
+    return found
+
+
+@triton.jit
+def merge_lanes(a, b, loss_options):
+    """The label's logit is that of ``a``: lanes have one together."""
+    zeros = tl.zeros_like(a.student_sum)
+    student_max, teacher_max = tl.maximum(a.student_max, b.student_max), tl.maximum(a.teacher_max, b.teacher_max)
+    found = DivergenceStats(student_max, zeros, teacher_max, zeros, zeros, a.target, zeros)
+    return plus(plus(found, b, loss_options), a, loss_options)
 
 
 @triton.jit
 def merge(stats, loss_options):
     """The label's logit is merged already: lanes have one together."""
+    zeros = tl.zeros_like(stats.student_sum)
     student_max, teacher_max = tl.max(stats.student_max, axis=0), tl.max(stats.teacher_max, axis=0)
-    student_sum, teacher_sum, cross, hard_sum = raised_to(stats, student_max, teacher_max, loss_options)
-    return DivergenceStats(
-        student_max,
-        tl.sum(student_sum, axis=0),
-        teacher_max,
-        tl.sum(teacher_sum, axis=0),
-        tl.sum(cross, axis=0),
-        stats.target,
-        tl.sum(hard_sum, axis=0),
-    )
+    found = DivergenceStats(student_max, zeros, teacher_max, zeros, zeros, stats.target, zeros)
+    raised = plus(found, stats, loss_options)
+    student_sum, teacher_sum = tl.sum(raised.student_sum, axis=0), tl.sum(raised.teacher_sum, axis=0)
+    cross, hard_sum = tl.sum(raised.cross, axis=0), tl.sum(raised.hard_sum, axis=0)
+    return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, stats.target, hard_sum)
 
 
 @triton.jit
-def load(pointers, mask, loss_options):
+def load(pointers, mask, loss_options, step):
     """The label's logit is merged."""
     student_max = tl.load(pointers, mask, other=float("-inf"))
-    student_sum = tl.load(pointers + 1, mask, other=0.0)
-    teacher_max = tl.load(pointers + 2, mask, other=float("-inf"))
-    teacher_sum = tl.load(pointers + 3, mask, other=0.0)
-    pointers += 4
+    student_sum = tl.load(pointers + step, mask, other=0.0)
+    teacher_max = tl.load(pointers + 2 * step, mask, other=float("-inf"))
+    teacher_sum = tl.load(pointers + 3 * step, mask, other=0.0)
+    pointers += 4 * step
     cross = tl.zeros_like(student_sum)
     hard_sum = tl.zeros_like(student_sum)
     target = hard_sum
     if loss_options.beta is None:
         cross = tl.load(pointers, mask, other=0.0)
-        pointers += 1
+        pointers += step
     if loss_options.hard_weight is not None:
         target = tl.max(tl.load(pointers, mask, other=float("-inf")), axis=0)
-        hard_sum = tl.load(pointers + 1, mask, other=0.0)
+        hard_sum = tl.load(pointers + step, mask, other=0.0)
     return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, target, hard_sum)
 
 
 @triton.jit
-def store(pointer, stats, loss_options):
-    tl.store(pointer, stats.student_max)
-    tl.store(pointer + 1, stats.student_sum)
-    tl.store(pointer + 2, stats.teacher_max)
-    tl.store(pointer + 3, stats.teacher_sum)
-    pointer += 4
+def store(pointers, stats, loss_options, step):
+    tl.store(pointers, stats.student_max)
+    tl.store(pointers + step, stats.student_sum)
+    tl.store(pointers + 2 * step, stats.teacher_max)
+    tl.store(pointers + 3 * step, stats.teacher_sum)
+    pointers += 4 * step
     if loss_options.beta is None:
-        tl.store(pointer, stats.cross)
-        pointer += 1
+        tl.store(pointers, stats.cross)
+        pointers += step
     if loss_options.hard_weight is not None:
-        tl.store(pointer, stats.target)
-        tl.store(pointer + 1, stats.hard_sum)
+        tl.store(pointers, stats.target)
+        tl.store(pointers + step, stats.hard_sum)
 
 
 @triton.jit
@@ -170,7 +187,7 @@ def loss(stats, second, loss_options):
     teacher_log = tl.log(stats.teacher_sum)
     if loss_options.beta is not None:
         of_teacher, of_student = second
-        value = loss_options.beta * of_teacher + (1 - loss_options.beta) * of_student
+        value = tl.fma(loss_options.beta, of_teacher, (1 - loss_options.beta) * of_student)
     elif loss_options.reverse is not None:
         value = stats.cross / stats.student_sum - student_log + teacher_log
     else:
@@ -207,7 +224,10 @@ def mixture(sums, tile, row):
     # Of -inf the term is 0, of what is outside too.
     of_teacher = t * ops.bounded(teacher_log - mixture_log)
     of_student = s * ops.bounded(student_log - mixture_log)
-    return sums[0] + tl.sum(of_teacher, axis=1), sums[1] + tl.sum(of_student, axis=1)
+    found = tl.sum(of_teacher, axis=1), tl.sum(of_student, axis=1)
+    if sums is not None:
+        found = sums[0] + found[0], sums[1] + found[1]
+    return found
 
 
 @triton.jit
@@ -263,7 +283,7 @@ def gradient(factors, tile, own):
     return grad * factors.weight
 
 
-ALGEBRA = Algebra(empty, tile, merge, load, store, loss, factors, gradient, mixture, merge_mixture)
+ALGEBRA = Algebra(empty, tile, merge_lanes, merge, load, store, loss, factors, gradient, mixture, merge_mixture)
 
 
 def kernel_options(options: DivergenceOptions) -> KernelOptions:

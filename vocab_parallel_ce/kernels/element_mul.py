@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ_AND_WRITE, READ_AND_WRITE_EDGES, choose_block
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
-from vocab_parallel_ce.kernels.walk import locate, walk
+from vocab_parallel_ce.kernels.walk import locate, write
 
 PROGRAMS = 512  # fills a GPU, and starts and ends in 2 us
 
@@ -46,7 +46,8 @@ def element_mul_kernel(
         factor = tl.load(grad_output + row * grad_output_stride).to(tl.float32)
         if factor != 1.0:
             place = locate(row, layout, None, n_columns, False, VECTOR)
-            walk(place, factor, grad_logits, grad_logits, None, scaled, HAS_EDGES, LANES, VECTOR)
+            step: tl.constexpr = LANES * VECTOR
+            write(place, factor, grad_logits, grad_logits, None, 0, step, scaled, HAS_EDGES, LANES, VECTOR)
         row += tl.num_programs(0)
 
 

@@ -66,6 +66,18 @@ def row_body(begin, n_columns, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def tiles_of_program(n_rows, n_programs, IS_CUT: tl.constexpr, WIDTH: tl.constexpr):
+    """Return a program's row (int64), its first tile, and the step to its next tile."""
+    program, begin_tile, step = tl.program_id(0), 0, WIDTH
+    if IS_CUT:
+        begin_tile = program % n_programs * WIDTH
+        program //= n_programs
+        step = n_programs * WIDTH
+    # Last rows first: the kernel before has just left them in the L2 cache.
+    return (n_rows - 1 - program).to(tl.int64), begin_tile, step
+
+
+@triton.jit
 def tile_columns(LANES: tl.constexpr, VECTOR: tl.constexpr):
     """Return the columns ``[LANES, VECTOR]`` of a row's first tile: one vector per lane."""
     return tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -138,7 +150,8 @@ def log2_normal(x):
     p = p * f + 0.48091062903404236
     p = p * f - 0.7213473320007324
     p = p * f + 1.4426950216293335
-    return exponent.to(tl.float32) * 1.1920928955078125e-07 + p * f
+    # Fused as written: kernels that would choose themselves may differ.
+    return tl.fma(p, f, exponent.to(tl.float32) * 1.1920928955078125e-07)
 
 
 @triton.jit

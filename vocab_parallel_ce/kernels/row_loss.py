@@ -1,14 +1,13 @@
-"""Kernels and launchers of every loss of two tensors: logits, and a number alongside each logit.
+"""Outputs and gradient of every loss of two tensors: logits, and a number alongside each logit.
 
-    statistics   walk a row of both shards: what this rank's columns contribute, and on one rank also the losses
-    second       the same of a second exchange, of sums over columns that need the statistics of all ranks
     outputs      merge the ranks, and write the losses; does not read the logits
     gradient     merge the ranks, walk a row of both shards, and write the gradient, over the logits or elsewhere
 
-A loss is an ``Algebra`` of jit functions, in a file of its own: ``targets``, ``divergences``. One program does one
-row, of ``outputs`` 128. Regime: bound by memory, five passes over a shard in all, of a loss with a second exchange
-seven; 1 K to 256 K columns. Rows with ``ignore_index`` are not read. ``grad_output`` and the divisor are one fp32
-factor per row, so the gradient is rounded once.
+A loss is an ``Algebra`` of jit functions, in a file of its own: ``targets``, ``divergences``; ``row_statistics`` has
+its statistics. One program of ``outputs`` does 128 rows. A row of a gradient has one program, or several if there are
+few rows. Regime: bound by memory, five passes over a shard in all, of a loss with a second exchange seven; 1 K to 256 K
+columns. Rows with ``ignore_index`` are not read. ``grad_output`` and the divisor are one fp32 factor per row, so the
+gradient is rounded once.
 """
 
 from typing import Any, NamedTuple
@@ -18,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vocab_parallel_ce.blocks import READ_PAIRS, Block, choose_block, programs_of_row
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.algebra import Algebra, Row, load_logits
+from vocab_parallel_ce.kernels.algebra import Algebra, Row
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
 from vocab_parallel_ce.kernels.loss import LOSS_ROWS
-from vocab_parallel_ce.kernels.walk import PairRows, clear_columns, locate, pair_arguments, pair_launch, walk
+from vocab_parallel_ce.kernels.walk import PairRows, clear_columns, locate, pair_arguments, pair_launch, write
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
@@ -43,34 +43,20 @@ class Sizes(NamedTuple):
 def merged_ranks(stats, rows, ranks, mask, n_rows, loss_options, LOSS: tl.constexpr, WIDTH: tl.constexpr):
     """Return the statistics of ``rows``, merged over axis 0, the ranks."""
     pointers = stats + (ranks.to(tl.int64) * n_rows + rows) * WIDTH
-    return LOSS.merge(LOSS.load(pointers, mask, loss_options), loss_options)
+    return LOSS.merge(LOSS.load(pointers, mask, loss_options, 1), loss_options)
+
+
+@triton.jit
+def load_sums(pointers, mask, loss_options, step):
+    """Return the two sums of a second exchange, ``step`` apart."""
+    return tl.load(pointers, mask, other=0.0), tl.load(pointers + step, mask, other=0.0)
 
 
 @triton.jit
 def summed_ranks(second, rows, ranks, mask, n_rows):
     """Return the two sums of ``rows`` in the second exchange, over axis 0, the ranks."""
-    pointers = second + 2 * (ranks.to(tl.int64) * n_rows + rows)
-    return tl.sum(tl.load(pointers, mask, other=0.0), axis=0), tl.sum(tl.load(pointers + 1, mask, other=0.0), axis=0)
-
-
-@triton.jit
-def second_of_row(
-    place,
-    own,
-    stats,
-    pointer,
-    LOSS: tl.constexpr,
-    HAS_EDGES: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Store a row's two sums for the second exchange at ``pointer``, and return them."""
-    zeros = tl.zeros([LANES], tl.float32)
-    lanes = walk(place, (zeros, zeros), (own, stats), None, None, LOSS.second, HAS_EDGES, LANES, VECTOR)
-    sums = LOSS.merge_second(lanes)
-    tl.store(pointer, sums[0])
-    tl.store(pointer + 1, sums[1])
-    return sums
+    of_first, of_second = load_sums(second + 2 * (ranks.to(tl.int64) * n_rows + rows), mask, None, 1)
+    return tl.sum(of_first, axis=0), tl.sum(of_second, axis=0)
 
 
 @triton.jit
@@ -82,89 +68,6 @@ def output(stats, second, label, divisor, sizes, loss_options, LOSS: tl.constexp
     if divisor is not None:
         value = ops.weighted(value, ops.divisor_weight(divisor))
     return value
-
-
-@triton.jit(do_not_specialize=["n_rows", "shard_start", "stats_start"])
-def row_statistics_kernel(
-    logits,  # [N, C] bf16|fp16|fp32
-    other,  # [N, C'], what stands alongside the logits
-    labels,  # [N] int64|int32, or None
-    class_weight,  # [sizes.n_valid] fp32, or None: all 1
-    stats,  # [R, N, K] fp32, out: this rank's rows
-    second,  # [1, N, 2] fp32, out, or None: no second exchange, or other ranks
-    loss,  # [N] fp32, out; None if there are other ranks
-    divisor,  # [1] of loss, integer or floating point, or None: 1
-    layout,  # RowLayout of logits
-    other_layout,
-    sizes,  # Sizes
-    loss_options,  # option_arguments, or the loss's own
-    n_rows,
-    shard_start,
-    stats_start,  # this rank's first row in stats
-    LOSS: tl.constexpr,  # Algebra
-    WIDTH: tl.constexpr,  # K
-    HAS_EDGES: tl.constexpr,
-    ALIKE: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Example: targets, ``x = [1, 3, 2]``, ``t = [0, 0.5, 0.5]``: ``(3, 1.5032, 1, -0.5)``, loss 0.9076."""
-    row = tl.program_id(0).to(tl.int64)
-    label = None
-    n_columns = sizes.n_valid
-    column = tl.full((), -1, tl.int64)
-    if labels is not None:
-        label = tl.load(labels + row).to(tl.int64)
-        # An ignored row counts as a row of no columns: nothing is read.
-        n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
-        column = label - shard_start
-    place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR)
-    own = Row(logits, other, class_weight, place.begin + column, sizes.vocab_size, loss_options)
-    at_label = load_logits(logits + own.target, (column >= 0) & (column < n_columns))
-    lanes = walk(place, LOSS.empty(at_label, LANES), own, None, None, LOSS.tile, HAS_EDGES, LANES, VECTOR)
-    found = LOSS.merge(lanes, loss_options)
-    LOSS.store(stats + (stats_start + row) * WIDTH, found, loss_options)
-    sums = None
-    if second is not None:
-        sums = second_of_row(place, own, found, second + 2 * row, LOSS, HAS_EDGES, LANES, VECTOR)
-    if loss is not None:
-        tl.store(loss + row, output(found, sums, label, divisor, sizes, loss_options, LOSS))
-
-
-@triton.jit(do_not_specialize=["n_rows", "second_start"])
-def row_second_kernel(
-    logits,  # [N, C] bf16|fp16|fp32
-    other,  # [N, C'], what stands alongside the logits
-    labels,  # [N] int64|int32, or None
-    class_weight,  # [sizes.n_valid] fp32, or None: all 1
-    stats,  # [R, N, K] fp32
-    second,  # [R, N, 2] fp32, out: this rank's rows
-    layout,  # RowLayout of logits
-    other_layout,
-    sizes,  # Sizes
-    n_ranks,
-    loss_options,  # option_arguments, or the loss's own
-    n_rows,
-    second_start,  # this rank's first row in second
-    LOSS: tl.constexpr,  # Algebra
-    WIDTH: tl.constexpr,  # K
-    RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
-    HAS_EDGES: tl.constexpr,
-    ALIKE: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Example: js, ``x = [1, 3]``, ``w = [2, 2]``, beta 0.5: 0.0783 and 0.1008."""
-    row = tl.program_id(0).to(tl.int64)
-    ranks = tl.arange(0, RANKS)
-    found = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
-    n_columns = sizes.n_valid
-    if labels is not None:
-        label = tl.load(labels + row).to(tl.int64)
-        n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
-    place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR)
-    own = Row(logits, other, class_weight, place.begin - 1, sizes.vocab_size, loss_options)
-    second_of_row(place, own, found, second + 2 * (second_start + row), LOSS, HAS_EDGES, LANES, VECTOR)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -198,7 +101,7 @@ def row_outputs_kernel(
     tl.store(loss + rows, output(found, sums, label, divisor, sizes, loss_options, LOSS), inside)
 
 
-@triton.jit(do_not_specialize=["n_rows", "shard_start"])
+@triton.jit(do_not_specialize=["n_rows", "shard_start", "n_programs"])
 def row_gradient_kernel(
     logits,  # [N, C] bf16|fp16|fp32
     other,  # [N, C'], what stands alongside the logits
@@ -217,17 +120,18 @@ def row_gradient_kernel(
     loss_options,  # option_arguments, or the loss's own
     n_rows,
     shard_start,
+    n_programs,  # of a row; each writes every n_programs-th tile
     LOSS: tl.constexpr,  # Algebra
     WIDTH: tl.constexpr,  # K
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    IS_CUT: tl.constexpr,  # whether n_programs is not 1
     HAS_EDGES: tl.constexpr,
     ALIKE: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Example: targets, ``x = [1, 3, 2]``, ``t = [0, 0.5, 0.5]``: ``[0.0900, 0.1652, -0.2553]``."""
-    # Last rows first: the kernel before has just left them in the L2 cache.
-    row = (n_rows - 1 - tl.program_id(0)).to(tl.int64)
+    row, begin_tile, step = ops.tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
     ranks = tl.arange(0, RANKS)
     found = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
     sums = None
@@ -248,48 +152,9 @@ def row_gradient_kernel(
     factors = LOSS.factors(found, sums, weight, live, loss_options)
     place = locate(row, layout, other_layout, sizes.n_valid, ALIKE, VECTOR)
     own = Row(logits, other, class_weight, place.begin + column, sizes.vocab_size, loss_options)
-    walk(place, factors, own, grad_logits, live, LOSS.gradient, HAS_EDGES, LANES, VECTOR)
-    clear_columns(grad_logits, place.begin, sizes.n_valid, sizes.n_columns, LANES)
-
-
-def statistics(
-    logits: Tensor,
-    beside: Any,
-    stats: tuple[Tensor, ...],
-    rank: int,
-    count: None = None,
-    outputs: TokenOutputs | None = None,
-    divisor: Tensor | None = None,
-    *,
-    algebra: Algebra,
-    shard: VocabShard,
-    options: Any,
-) -> None:
-    """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]``. With ``outputs``, fill all: the rank is the only one."""
-    _, n_rows, width = stats[0].shape
-    base, other_base, rows = pair_arguments(logits, beside[0])
-    filled = (None, None) if outputs is None else (_second_of(stats), outputs.loss)
-    tensors = (base, other_base, beside.labels, beside.class_weight, stats[0], *filled, divisor)
-    launch = _statistics(dtypes_of(tensors), rows, width, algebra, shard, options)
-    launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
-
-
-def second(
-    logits: Tensor,
-    beside: Any,
-    stats: tuple[Tensor, ...],
-    rank: int,
-    *,
-    algebra: Algebra,
-    shard: VocabShard,
-    options: Any,
-) -> None:
-    """Fill ``stats[1][rank]`` of ``stats[1] [R, N, 2]``."""
-    n_ranks, n_rows, width = stats[0].shape
-    base, other_base, rows = pair_arguments(logits, beside[0])
-    tensors = (base, other_base, beside.labels, beside.class_weight, *stats)
-    launch = _second(dtypes_of(tensors), rows, (n_ranks, width), algebra, shard, options)
-    launch(n_rows, tensors, (n_rows, rank * n_rows))
+    write(place, factors, own, grad_logits, live, begin_tile, step, LOSS.gradient, HAS_EDGES, LANES, VECTOR)
+    if begin_tile == 0:
+        clear_columns(grad_logits, place.begin, sizes.n_valid, sizes.n_columns, LANES)
 
 
 def outputs(
@@ -304,7 +169,7 @@ def outputs(
 ) -> None:
     """Fill ``outputs``, contiguous, from the statistics of all ranks; ``divisor [1]`` divides the loss if given."""
     n_ranks, n_rows, width = stats[0].shape
-    tensors = (stats[0], _second_of(stats), beside.labels, divisor, outputs.loss)
+    tensors = (stats[0], second_of(stats), beside.labels, divisor, outputs.loss)
     launch = _outputs(dtypes_of(tensors), (n_ranks, width), algebra, shard, options)
     launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
 
@@ -332,36 +197,22 @@ def gradient(
     grad_output: Any = grads.loss
     if grad_output is None:
         grad_output = stats[0].new_ones(1, dtype=torch.float32).expand(n_rows)
-    merged = (stats[0], _second_of(stats), divisor)
+    merged = (stats[0], second_of(stats), divisor)
     tensors = (base, other_base, beside.labels, beside.class_weight, *merged, grad_output, grad_base)
-    launch = _gradient(dtypes_of(tensors), rows, grad_output.stride(0), (n_ranks, width), algebra, shard, options)
-    launch(n_rows, tensors, (n_rows, shard.start))
+    block = choose_block(READ_PAIRS, shard.n_columns, base.element_size())
+    n_programs = programs_of_row(n_rows, -(-shard.n_columns // (block.lanes * block.vector)), 1)
+    key = (rows, block, n_programs > 1, grad_output.stride(0), (n_ranks, width), algebra, shard, options)
+    _gradient(dtypes_of(tensors), *key)(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 
 
-def _second_of(stats: tuple[Tensor, ...]) -> Tensor | None:
+def second_of(stats: tuple[Tensor, ...]) -> Tensor | None:
     """Return the statistics of the second exchange, if there is one."""
     return stats[1] if len(stats) > 1 else None
 
 
 @cache_launches
-def _statistics(
-    dtypes: Dtypes, rows: PairRows, width: int, algebra: Algebra, shard: VocabShard, options: Any
-) -> Launch:
-    values, constants = (Sizes.of(shard), options), {"LOSS": algebra, "WIDTH": width}
-    return pair_launch(row_statistics_kernel, rows, values, shard, dtypes[0], **constants)
-
-
-@cache_launches
-def _second(
-    dtypes: Dtypes, rows: PairRows, gathered: tuple[int, int], algebra: Algebra, shard: VocabShard, options: Any
-) -> Launch:
-    values = (Sizes.of(shard), gathered[0], options)
-    return pair_launch(row_second_kernel, rows, values, shard, dtypes[0], **_of_ranks(gathered, algebra))
-
-
-@cache_launches
 def _outputs(dtypes: Dtypes, gathered: tuple[int, int], algebra: Algebra, shard: VocabShard, options: Any) -> Launch:
-    constants = {**_of_ranks(gathered, algebra), "ROWS": LOSS_ROWS}
+    constants = {**of_ranks(gathered, algebra), "ROWS": LOSS_ROWS}
     return Launch(row_outputs_kernel, (gathered[0], Sizes.of(shard), options), constants, num_warps=4)
 
 
@@ -369,6 +220,8 @@ def _outputs(dtypes: Dtypes, gathered: tuple[int, int], algebra: Algebra, shard:
 def _gradient(
     dtypes: Dtypes,
     rows: PairRows,
+    block: Block,
+    is_cut: bool,
     grad_stride: int,
     gathered: tuple[int, int],
     algebra: Algebra,
@@ -376,10 +229,11 @@ def _gradient(
     options: Any,
 ) -> Launch:
     values = (grad_stride, Sizes.of(shard), gathered[0], options)
-    return pair_launch(row_gradient_kernel, rows, values, shard, dtypes[0], **_of_ranks(gathered, algebra))
+    constants = {**of_ranks(gathered, algebra), "IS_CUT": is_cut}
+    return pair_launch(row_gradient_kernel, rows, values, shard, block, **constants)
 
 
-def _of_ranks(gathered: tuple[int, int], algebra: Algebra) -> dict[str, Any]:
+def of_ranks(gathered: tuple[int, int], algebra: Algebra) -> dict[str, Any]:
     """Return the constants of a kernel that merges ``(ranks, statistics)``."""
     n_ranks, width = gathered
     return {"LOSS": algebra, "WIDTH": width, "RANKS": triton.next_power_of_2(n_ranks)}

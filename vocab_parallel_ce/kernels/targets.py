@@ -47,47 +47,65 @@ def empty(at_label, LANES: tl.constexpr):
 
 
 @triton.jit
-def tile(stats, tile, own):
-    t = load_targets(tile, own)
-    z, _ = ops.transform(load_logits(own.logits + tile.offset, tile.inside), own.loss_options)
-    row_max = tl.maximum(stats.row_max, tl.max(z, axis=1))
-    shift = ops.finite_or_zero(row_max)
-    raised = ops.raised_by(stats.row_max, shift)
-    tile_sum = tl.sum(ops.exp_shifted(z, shift[:, None]), axis=1)
-    sum_exp = stats.sum_exp * ops.exp_shifted(stats.row_max, shift) + tile_sum
-    target_shifted = stats.target_shifted + times(stats.target_sum, raised)
-    target_shifted += tl.sum(times(t, z - shift[:, None]), axis=1)
-    # Subtracted: Triton 3.7 fails to compile a sum over tiles that is used more than once.
-    return TargetStats(row_max, sum_exp, stats.target_sum - tl.sum(-t, axis=1), target_shifted)
+def plus(found, stats):
+    """Return ``found`` and ``stats`` together; the maximum of ``stats`` is not larger.
 
-
-@triton.jit
-def merge(stats, loss_options):
-    row_max = tl.max(stats.row_max, axis=0)
-    shift = ops.finite_or_zero(row_max)
-    raised = ops.raised_by(stats.row_max, shift)
+    The fused multiplication is written out, so that every kernel has the same one.
+    """
+    shift = ops.finite_or_zero(found.row_max)
+    moved = stats.target_shifted + times(stats.target_sum, ops.raised_by(stats.row_max, shift))
     return TargetStats(
-        row_max,
-        tl.sum(stats.sum_exp * ops.exp_shifted(stats.row_max, shift), axis=0),
-        tl.sum(stats.target_sum, axis=0),
-        tl.sum(stats.target_shifted + times(stats.target_sum, raised), axis=0),
+        found.row_max,
+        tl.fma(stats.sum_exp, ops.exp_shifted(stats.row_max, shift), found.sum_exp),
+        found.target_sum + stats.target_sum,
+        found.target_shifted + moved,
     )
 
 
 @triton.jit
-def load(pointers, mask, loss_options):
-    row_max = tl.load(pointers, mask, other=float("-inf"))
-    sum_exp = tl.load(pointers + 1, mask, other=0.0)
-    target_sum = tl.load(pointers + 2, mask, other=0.0)
-    return TargetStats(row_max, sum_exp, target_sum, tl.load(pointers + 3, mask, other=0.0))
+def tile(stats, tile, own):
+    t = load_targets(tile, own)
+    z, _ = ops.transform(load_logits(own.logits + tile.offset, tile.inside), own.loss_options)
+    row_max = tl.max(z, axis=1)
+    if stats is not None:
+        row_max = tl.maximum(stats.row_max, row_max)
+    shifted = z - ops.finite_or_zero(row_max)[:, None]
+    sum_exp, target_shifted = tl.sum(ops.exp_shifted(shifted, 0.0), axis=1), tl.sum(times(t, shifted), axis=1)
+    found = TargetStats(row_max, sum_exp, tl.sum(t, axis=1), target_shifted)
+    if stats is not None:
+        found = plus(found, stats)
+    return found
 
 
 @triton.jit
-def store(pointer, stats, loss_options):
-    tl.store(pointer, stats.row_max)
-    tl.store(pointer + 1, stats.sum_exp)
-    tl.store(pointer + 2, stats.target_sum)
-    tl.store(pointer + 3, stats.target_shifted)
+def merge_lanes(a, b, loss_options):
+    zeros = tl.zeros_like(a.sum_exp)
+    return plus(plus(TargetStats(tl.maximum(a.row_max, b.row_max), zeros, zeros, zeros), b), a)
+
+
+@triton.jit
+def merge(stats, loss_options):
+    zeros = tl.zeros_like(stats.sum_exp)
+    row_max = tl.max(stats.row_max, axis=0)
+    raised = plus(TargetStats(row_max, zeros, zeros, zeros), stats)
+    sum_exp, target_sum = tl.sum(raised.sum_exp, axis=0), tl.sum(raised.target_sum, axis=0)
+    return TargetStats(row_max, sum_exp, target_sum, tl.sum(raised.target_shifted, axis=0))
+
+
+@triton.jit
+def load(pointers, mask, loss_options, step):
+    row_max = tl.load(pointers, mask, other=float("-inf"))
+    sum_exp = tl.load(pointers + step, mask, other=0.0)
+    target_sum = tl.load(pointers + 2 * step, mask, other=0.0)
+    return TargetStats(row_max, sum_exp, target_sum, tl.load(pointers + 3 * step, mask, other=0.0))
+
+
+@triton.jit
+def store(pointers, stats, loss_options, step):
+    tl.store(pointers, stats.row_max)
+    tl.store(pointers + step, stats.sum_exp)
+    tl.store(pointers + 2 * step, stats.target_sum)
+    tl.store(pointers + 3 * step, stats.target_shifted)
 
 
 @triton.jit
@@ -120,4 +138,4 @@ def gradient(factors, tile, own):
     return grad
 
 
-ALGEBRA = Algebra(empty, tile, merge, load, store, loss, factors, gradient)
+ALGEBRA = Algebra(empty, tile, merge_lanes, merge, load, store, loss, factors, gradient)

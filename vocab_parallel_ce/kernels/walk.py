@@ -7,12 +7,11 @@ vectors too; otherwise they are single elements.
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import READ_PAIRS, choose_block
+from vocab_parallel_ce.blocks import Block, StatisticsBlock
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Launch, row_arguments
 from vocab_parallel_ce.layout import RowLayout
@@ -64,47 +63,132 @@ def locate(row, layout, other_layout, n_columns, ALIKE: tl.constexpr, VECTOR: tl
 
 
 @triton.jit
-def walk(
+def body_tile(place, begin, live, HAS_EDGES: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """Return the ``Tile`` at ``begin`` of a row's body, and which of its columns there are.
+
+    A row that is not ``live`` is not read; None is always.
+    """
+    columns = begin + ops.tile_columns(LANES, VECTOR)
+    offset, inside = place.first + columns, columns < place.width
+    is_read = inside if live is None else inside & live
+    # Without edges the body begins with column 0, and the compiler sees that columns are aligned.
+    column = columns + (place.first - place.begin) if HAS_EDGES else columns
+    return Tile(offset, place.other_first + columns, column, is_read), inside
+
+
+@triton.jit
+def part_of_row(
+    place,
+    begin,
+    own,
+    TILE: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Return ``state = TILE(state, tile, own)`` after TILES tiles from ``begin`` on, whose lanes keep their own states.
+
+    The first state is None.
+    """
+    tile, _ = body_tile(place, begin, None, HAS_EDGES, LANES, VECTOR)
+    state = TILE(None, tile, own)
+    for i in tl.static_range(1, TILES):
+        tile, _ = body_tile(place, begin + i * (LANES * VECTOR), None, HAS_EDGES, LANES, VECTOR)
+        state = TILE(state, tile, own)
+    return state
+
+
+@triton.jit
+def walk_parts(
     place,
     state,
     own,
-    out,
-    live,
+    loss_options,
+    TILE: tl.constexpr,
+    MERGE: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Return ``state = MERGE(state, part, loss_options)`` after all parts of a row's body."""
+    for begin in range(0, place.width, LANES * VECTOR * TILES):
+        part = part_of_row(place, begin, own, TILE, HAS_EDGES, LANES, VECTOR, TILES)
+        state = MERGE(state, part, loss_options)
+    return state
+
+
+@triton.jit
+def merge_parts(
+    pointers,
+    n_parts,
+    state,
+    loss_options,
+    LOAD: tl.constexpr,
+    MERGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UNROLLED: tl.constexpr,
+):
+    """Return what :func:`walk_parts` does, of parts of WIDTH numbers per lane at ``pointers``, those of the first one.
+
+    Each number has its lanes side by side. UNROLLED parts are loaded together.
+    """
+    LANES: tl.constexpr = pointers.shape[0]
+    for _ in tl.range(0, n_parts, loop_unroll_factor=UNROLLED):
+        state = MERGE(state, LOAD(pointers, True, loss_options, LANES), loss_options)
+        pointers += WIDTH * LANES
+    return state
+
+
+@triton.jit
+def walk_edges(
+    place,
+    state,
+    own,
     TILE: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Return ``state = TILE(state, tile, own)`` after all tiles of a row, whose lanes keep their own states.
-
-    With ``out``, a pointer to the first tensor or one like it, ``TILE(state, tile, own)`` is what is stored there. A
-    row that is not ``live`` is then not read; None is always.
-    """
-    lane_columns = ops.tile_columns(LANES, VECTOR)
-    for begin in range(0, place.width, LANES * VECTOR):
-        columns = begin + lane_columns
-        offset, inside = place.first + columns, columns < place.width
-        is_read = inside if live is None else inside & live
-        # Without edges the body begins with column 0, and the compiler sees that columns are aligned.
-        column = columns + (place.first - place.begin) if HAS_EDGES else columns
-        tile = Tile(offset, place.other_first + columns, column, is_read)
-        if out is None:
-            state = TILE(state, tile, own)
-        else:
-            tl.store(out + offset, TILE(state, tile, own).to(out.dtype.element_ty), inside)
+    """Return ``TILE(state, tile, own)`` of a row's edges."""
     if HAS_EDGES:
         # 16 vectors. States have a lane for each row of a tile, so their tile is a whole one.
-        lane = lane_columns if out is None else tl.arange(0, 16 * VECTOR)
+        lane = ops.tile_columns(LANES, VECTOR)
         offset, inside = ops.edge_offsets(lane, place.begin, place.n_columns, place.first, place.width, VECTOR)
-        if out is None:
-            inside &= lane < 16 * VECTOR
+        inside &= lane < 16 * VECTOR
+        state = TILE(state, Tile(offset, offset + place.other_shift, offset - place.begin, inside), own)
+    return state
+
+
+@triton.jit
+def write(
+    place,
+    state,
+    own,
+    out,
+    live,
+    begin,
+    step,
+    TILE: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Store ``TILE(state, tile, own)`` in the tiles at ``begin``, ``begin + step``, ... of a row; from 0, in its edges.
+
+    ``out`` is a pointer to the first tensor or one like it. A row that is not ``live`` is not read; None is always.
+    """
+    for tile_begin in range(begin, place.width, step):
+        tile, inside = body_tile(place, tile_begin, live, HAS_EDGES, LANES, VECTOR)
+        tl.store(out + tile.offset, TILE(state, tile, own).to(out.dtype.element_ty), inside)
+    if HAS_EDGES:
+        lane = tl.arange(0, 16 * VECTOR)
+        offset, inside = ops.edge_offsets(lane, place.begin, place.n_columns, place.first, place.width, VECTOR)
+        inside &= begin == 0
         is_read = inside if live is None else inside & live
         tile = Tile(offset, offset + place.other_shift, offset - place.begin, is_read)
-        if out is None:
-            state = TILE(state, tile, own)
-        else:
-            tl.store(out + offset, TILE(state, tile, own).to(out.dtype.element_ty), inside)
-    return state
+        tl.store(out + offset, TILE(state, tile, own).to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -127,13 +211,14 @@ def pair_arguments(logits: Tensor, other: Tensor) -> tuple[Tensor, Tensor, PairR
 
 
 def pair_launch(
-    kernel: Any, rows: PairRows, values: tuple[Any, ...], shard: VocabShard, dtype: torch.dtype, **constants: Any
+    kernel: Any,
+    rows: PairRows,
+    values: tuple[Any, ...],
+    shard: VocabShard,
+    block: Block | StatisticsBlock,
+    **constants: Any,
 ) -> Launch:
-    """Return the Launch of a kernel that walks two tensors: both layouts come first, HAS_EDGES after ``constants``.
-
-    ``dtype`` is that of the first tensor.
-    """
-    block = choose_block(READ_PAIRS, shard.n_columns, dtype.itemsize)
+    """Return the Launch of a kernel that walks two tensors: both layouts come first, HAS_EDGES after ``constants``."""
     has_edges = rows.has_edges or shard.n_valid % block.vector != 0
     constants |= {"HAS_EDGES": has_edges, "ALIKE": rows.alike, "LANES": block.lanes, "VECTOR": block.vector}
     layouts = RowLayout(*rows.layout), RowLayout(*rows.other_layout)

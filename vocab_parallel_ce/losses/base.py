@@ -179,13 +179,13 @@ class Loss:
 def bound(
     kernels: ModuleType, algebra: Any, options: Any, shard: VocabShard, exchanges: tuple[tuple[str, ...], ...]
 ) -> Launchers:
-    """Bind the launchers of ``kernels.row_loss`` to a loss's algebra, and to its options as kernels take them."""
+    """Bind the launchers of ``kernels.row_*`` to a loss's algebra, and to its options as kernels take them."""
     own = {"algebra": algebra, "shard": shard, "options": options}
     return Launchers(
-        functools.partial(kernels.row_loss.statistics, **own),
+        functools.partial(kernels.row_statistics.statistics, **own),
         functools.partial(kernels.row_loss.outputs, **own),
         functools.partial(kernels.row_loss.gradient, **own),
         kernels.element_mul,
         widths=tuple(map(len, exchanges)),
-        second=functools.partial(kernels.row_loss.second, **own) if len(exchanges) > 1 else None,
+        second=functools.partial(kernels.row_statistics.second, **own) if len(exchanges) > 1 else None,
     )

@@ -1,0 +1,341 @@
+"""Statistics of every loss of two tensors: logits, and a number alongside each logit.
+
+    statistics   walk a row of both shards: what this rank's columns contribute, and on one rank also the losses
+    second       the same of a second exchange, of sums over columns that need the statistics of all ranks
+
+A loss is an ``Algebra``, as in ``row_loss``. One program per row. Each lane has its own statistics of each part of the
+row, a few tiles, and merges the parts one after the other; lanes are merged once, at the end of the row. If there are
+few rows, each part of a row has a program of its own, ``row_part_kernel``, which stores what its lanes know. The
+kernels above then merge the stored parts, in the order in which they merge them if they walk the row themselves: the
+same bits. Regime: as ``row_loss``; of few rows also 1 KiB per part and statistic.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsBlock, is_cut, statistics_block
+from vocab_parallel_ce.kernels import row_loss
+from vocab_parallel_ce.kernels.algebra import Algebra, Row, load_logits
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
+from vocab_parallel_ce.kernels.row_loss import Sizes, load_sums, merged_ranks, of_ranks, output, second_of
+from vocab_parallel_ce.kernels.walk import (
+    PairRows,
+    locate,
+    merge_parts,
+    pair_arguments,
+    pair_launch,
+    part_of_row,
+    walk_edges,
+    walk_parts,
+)
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import TokenOutputs
+
+
+@triton.jit
+def lane_pointers(parts, index, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """Return pointers to the first of each lane's WIDTH numbers in part ``index``; the others are LANES apart."""
+    return parts + index.to(tl.int64) * (WIDTH * LANES) + tl.arange(0, LANES)
+
+
+@triton.jit
+def add_sums(a, b, loss_options):
+    """Return the two sums of two sets of columns."""
+    return a[0] + b[0], a[1] + b[1]
+
+
+@triton.jit
+def second_of_row(
+    place,
+    own,
+    stats,
+    parts,
+    n_parts,
+    pointer,
+    LOSS: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TILES: tl.constexpr,
+    UNROLLED: tl.constexpr,
+):
+    """Store a row's two sums of the second exchange at ``pointer``, and return them. ``parts``: pointers, or None."""
+    zeros = tl.zeros([LANES], tl.float32)
+    both = (own, stats)
+    if parts is None:
+        sums = walk_parts(place, (zeros, zeros), both, None, LOSS.second, add_sums, HAS_EDGES, LANES, VECTOR, TILES)
+    else:
+        sums = merge_parts(parts, n_parts, (zeros, zeros), None, load_sums, add_sums, 2, UNROLLED)
+    sums = LOSS.merge_second(walk_edges(place, sums, both, LOSS.second, HAS_EDGES, LANES, VECTOR))
+    tl.store(pointer, sums[0])
+    tl.store(pointer + 1, sums[1])
+    return sums
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def row_part_kernel(
+    logits,  # [N, C] bf16|fp16|fp32
+    other,  # [N, C'], what stands alongside the logits
+    labels,  # [N] int64|int32, or None
+    class_weight,  # [sizes.n_valid] fp32, or None: all 1
+    stats,  # [R, N, K] fp32, for the second exchange's parts; or None: the first one's
+    parts,  # [N, n_parts, K or 2, LANES] fp32, out
+    layout,  # RowLayout of logits
+    other_layout,
+    sizes,  # Sizes
+    n_ranks,
+    loss_options,  # option_arguments, or the loss's own
+    n_rows,
+    LOSS: tl.constexpr,  # Algebra
+    WIDTH: tl.constexpr,  # K
+    RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    TILES: tl.constexpr,  # of a part
+    HAS_EDGES: tl.constexpr,
+    ALIKE: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Example: ``x = [1, 3, 2]`` is no vector, so each lane has maxima of -inf and sums of 0."""
+    program = tl.program_id(0)
+    n_parts = tl.cdiv(sizes.n_valid, LANES * VECTOR * TILES)
+    row = (program // n_parts).to(tl.int64)
+    begin = program % n_parts * (LANES * VECTOR * TILES)
+    n_columns = sizes.n_valid
+    if labels is not None:
+        label = tl.load(labels + row).to(tl.int64)
+        n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
+    place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR)
+    own = Row(logits, other, class_weight, place.begin - 1, sizes.vocab_size, loss_options)
+    if stats is None:
+        lanes = part_of_row(place, begin, own, LOSS.tile, HAS_EDGES, LANES, VECTOR, TILES)
+        LOSS.store(lane_pointers(parts, program, WIDTH, LANES), lanes, loss_options, LANES)
+    else:
+        ranks = tl.arange(0, RANKS)
+        found = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
+        sums = part_of_row(place, begin, (own, found), LOSS.second, HAS_EDGES, LANES, VECTOR, TILES)
+        pointers = lane_pointers(parts, program, 2, LANES)
+        tl.store(pointers, sums[0])
+        tl.store(pointers + LANES, sums[1])
+
+
+@triton.jit(do_not_specialize=["n_rows", "shard_start", "stats_start"])
+def row_statistics_kernel(
+    logits,  # [N, C] bf16|fp16|fp32
+    other,  # [N, C'], what stands alongside the logits
+    labels,  # [N] int64|int32, or None
+    class_weight,  # [sizes.n_valid] fp32, or None: all 1
+    parts,  # [N, n_parts, K, LANES] fp32, of row_part_kernel; or None: this kernel walks the rows
+    stats,  # [R, N, K] fp32, out: this rank's rows
+    second,  # [1, N, 2] fp32, out, or None: no second exchange, or other ranks
+    loss,  # [N] fp32, out; None if there are other ranks
+    divisor,  # [1] of loss, integer or floating point, or None: 1
+    layout,  # RowLayout of logits
+    other_layout,
+    sizes,  # Sizes
+    loss_options,  # option_arguments, or the loss's own
+    n_rows,
+    shard_start,
+    stats_start,  # this rank's first row in stats
+    LOSS: tl.constexpr,  # Algebra
+    WIDTH: tl.constexpr,  # K
+    TILES: tl.constexpr,  # of a part
+    UNROLLED: tl.constexpr,  # parts that are loaded together
+    HAS_EDGES: tl.constexpr,
+    ALIKE: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Example: targets, ``x = [1, 3, 2]``, ``t = [0, 0.5, 0.5]``: ``(3, 1.5032, 1, -0.5)``, loss 0.9076."""
+    row = tl.program_id(0).to(tl.int64)
+    label = None
+    n_columns = sizes.n_valid
+    column = tl.full((), -1, tl.int64)
+    if labels is not None:
+        label = tl.load(labels + row).to(tl.int64)
+        # An ignored row counts as a row of no columns: nothing is read.
+        n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
+        column = label - shard_start
+    place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR)
+    own = Row(logits, other, class_weight, place.begin + column, sizes.vocab_size, loss_options)
+    at_label = load_logits(logits + own.target, (column >= 0) & (column < n_columns))
+    lanes = LOSS.empty(at_label, LANES)
+    if parts is None:
+        lanes = walk_parts(
+            place, lanes, own, loss_options, LOSS.tile, LOSS.merge_lanes, HAS_EDGES, LANES, VECTOR, TILES
+        )
+    else:
+        n_parts = tl.cdiv(sizes.n_valid, LANES * VECTOR * TILES)
+        pointers = lane_pointers(parts, row * n_parts, WIDTH, LANES)
+        lanes = merge_parts(pointers, n_parts, lanes, loss_options, LOSS.load, LOSS.merge_lanes, WIDTH, UNROLLED)
+    lanes = walk_edges(place, lanes, own, LOSS.tile, HAS_EDGES, LANES, VECTOR)
+    found = LOSS.merge(lanes, loss_options)
+    LOSS.store(stats + (stats_start + row) * WIDTH, found, loss_options, 1)
+    sums = None
+    if second is not None:
+        sums = second_of_row(
+            place, own, found, None, 0, second + 2 * row, LOSS, HAS_EDGES, LANES, VECTOR, TILES, UNROLLED
+        )
+    if loss is not None:
+        tl.store(loss + row, output(found, sums, label, divisor, sizes, loss_options, LOSS))
+
+
+@triton.jit(do_not_specialize=["n_rows", "second_start"])
+def row_second_kernel(
+    logits,  # [N, C] bf16|fp16|fp32
+    other,  # [N, C'], what stands alongside the logits
+    labels,  # [N] int64|int32, or None
+    class_weight,  # [sizes.n_valid] fp32, or None: all 1
+    parts,  # [N, n_parts, 2, LANES] fp32, of row_part_kernel; or None: this kernel walks the rows
+    stats,  # [R, N, K] fp32
+    second,  # [R, N, 2] fp32, out: this rank's rows
+    layout,  # RowLayout of logits
+    other_layout,
+    sizes,  # Sizes
+    n_ranks,
+    loss_options,  # option_arguments, or the loss's own
+    n_rows,
+    second_start,  # this rank's first row in second
+    LOSS: tl.constexpr,  # Algebra
+    WIDTH: tl.constexpr,  # K
+    RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    TILES: tl.constexpr,  # of a part
+    UNROLLED: tl.constexpr,  # parts that are loaded together
+    HAS_EDGES: tl.constexpr,
+    ALIKE: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Example: js, ``x = [1, 3]``, ``w = [2, 2]``, beta 0.5: 0.0783 and 0.1008."""
+    row = tl.program_id(0).to(tl.int64)
+    ranks = tl.arange(0, RANKS)
+    found = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
+    n_columns = sizes.n_valid
+    if labels is not None:
+        label = tl.load(labels + row).to(tl.int64)
+        n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)
+    place = locate(row, layout, other_layout, n_columns, ALIKE, VECTOR)
+    own = Row(logits, other, class_weight, place.begin - 1, sizes.vocab_size, loss_options)
+    n_parts = tl.cdiv(sizes.n_valid, LANES * VECTOR * TILES)
+    if parts is not None:
+        parts = lane_pointers(parts, row * n_parts, 2, LANES)
+    pointer = second + 2 * (second_start + row)
+    second_of_row(place, own, found, parts, n_parts, pointer, LOSS, HAS_EDGES, LANES, VECTOR, TILES, UNROLLED)
+
+
+def statistics(
+    logits: Tensor,
+    beside: Any,
+    stats: tuple[Tensor, ...],
+    rank: int,
+    count: None = None,
+    outputs: TokenOutputs | None = None,
+    divisor: Tensor | None = None,
+    *,
+    algebra: Algebra,
+    shard: VocabShard,
+    options: Any,
+) -> None:
+    """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]``. With ``outputs``, fill all: the rank is the only one."""
+    _, n_rows, width = stats[0].shape
+    base, other_base, rows = pair_arguments(logits, beside[0])
+    own: dict[str, Any] = {"algebra": algebra, "shard": shard, "options": options}
+    pair = (base, other_base, beside.labels, beside.class_weight)
+    block = statistics_block(shard.n_valid, base.element_size())
+    parts = _parts(pair, rows, block, stats[:1], False, **own)
+    # Programs of parts need the statistics of the row: those of the second exchange follow.
+    is_last = parts is None or len(stats) == 1
+    filled = (None, None) if outputs is None or not is_last else (second_of(stats), outputs.loss)
+    tensors = (*pair, parts, stats[0], *filled, divisor)
+    launch = _statistics(dtypes_of(tensors), rows, block, width, **own)
+    launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
+    if outputs is not None and not is_last:
+        second(logits, beside, stats, rank, **own)
+        row_loss.outputs(stats, beside, divisor, outputs, **own)
+
+
+def second(
+    logits: Tensor,
+    beside: Any,
+    stats: tuple[Tensor, ...],
+    rank: int,
+    *,
+    algebra: Algebra,
+    shard: VocabShard,
+    options: Any,
+) -> None:
+    """Fill ``stats[1][rank]`` of ``stats[1] [R, N, 2]``."""
+    n_ranks, n_rows, width = stats[0].shape
+    base, other_base, rows = pair_arguments(logits, beside[0])
+    own: dict[str, Any] = {"algebra": algebra, "shard": shard, "options": options}
+    pair = (base, other_base, beside.labels, beside.class_weight)
+    block = statistics_block(shard.n_valid, base.element_size())
+    tensors = (*pair, _parts(pair, rows, block, stats, True, **own), *stats)
+    launch = _second(dtypes_of(tensors), rows, block, (n_ranks, width), **own)
+    launch(n_rows, tensors, (n_rows, rank * n_rows))
+
+
+def _parts(
+    pair: tuple[Any, ...],
+    rows: PairRows,
+    block: StatisticsBlock,
+    stats: tuple[Tensor, ...],
+    of_second: bool,
+    **own: Any,
+) -> Tensor | None:
+    """Return what the lanes know of each part of each row, if there are few rows; ``of_second``: for that exchange."""
+    n_ranks, n_rows, width = stats[0].shape
+    n_parts = block.parts_of(own["shard"].n_valid)
+    if not is_cut(n_rows, 2 * n_parts):  # a part of two tensors is two reads
+        return None
+    parts = stats[0].new_empty(n_rows, n_parts, 2 if of_second else width, block.lanes)
+    tensors = (*pair, stats[0] if of_second else None, parts)
+    launch = _launch_of_parts(dtypes_of(tensors), rows, block, (n_ranks, width), **own)
+    launch(n_rows * n_parts, tensors, (n_rows,))
+    return parts
+
+
+@cache_launches
+def _statistics(
+    dtypes: Dtypes,
+    rows: PairRows,
+    block: StatisticsBlock,
+    width: int,
+    algebra: Algebra,
+    shard: VocabShard,
+    options: Any,
+) -> Launch:
+    constants = {"LOSS": algebra, "WIDTH": width, "TILES": block.tiles, "UNROLLED": PARTS_AT_ONCE}
+    return pair_launch(row_statistics_kernel, rows, (Sizes.of(shard), options), shard, block, **constants)
+
+
+@cache_launches
+def _second(
+    dtypes: Dtypes,
+    rows: PairRows,
+    block: StatisticsBlock,
+    gathered: tuple[int, int],
+    algebra: Algebra,
+    shard: VocabShard,
+    options: Any,
+) -> Launch:
+    constants = {**of_ranks(gathered, algebra), "TILES": block.tiles, "UNROLLED": PARTS_AT_ONCE}
+    values = (Sizes.of(shard), gathered[0], options)
+    return pair_launch(row_second_kernel, rows, values, shard, block, **constants)
+
+
+@cache_launches
+def _launch_of_parts(
+    dtypes: Dtypes,
+    rows: PairRows,
+    block: StatisticsBlock,
+    gathered: tuple[int, int],
+    algebra: Algebra,
+    shard: VocabShard,
+    options: Any,
+) -> Launch:
+    constants = {**of_ranks(gathered, algebra), "TILES": block.tiles}
+    values = (Sizes.of(shard), gathered[0], options)
+    return pair_launch(row_part_kernel, rows, values, shard, block, **constants)
