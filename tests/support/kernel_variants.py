@@ -185,9 +185,7 @@ def stats(
     return Variant("-".join((name, *rows)), launch, dtypes)
 
 
-def part(
-    dtype: str, edges: bool, option: str, rows: tuple[str, ...] = (), overlaps: bool = False
-) -> Variant:
+def part(dtype: str, edges: bool, option: str, rows: tuple[str, ...] = (), overlaps: bool = False) -> Variant:
     options = OPTIONS[option]
     weights = torch.float32 if options.class_weight else None
     dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), torch.float32, torch.int32, weights)

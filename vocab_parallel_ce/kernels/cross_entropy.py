@@ -31,7 +31,16 @@ from vocab_parallel_ce.blocks import (
 )
 from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, can_overlap, dtypes_of, row_arguments, walk_launch
+from vocab_parallel_ce.kernels.launch import (
+    Dtypes,
+    Launch,
+    Rows,
+    cache_launches,
+    can_overlap,
+    dtypes_of,
+    row_arguments,
+    walk_launch,
+)
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, LossOptions
@@ -43,6 +52,14 @@ class ShardSizes(NamedTuple):
     n_columns: int
     n_valid: int | None  # columns that are not padding; None: all
     vocab_size: int
+
+
+@triton.jit
+def locate_target(merged, label, begin, first, width, shard_start):
+    """Return the label and its place in the body, each -1 if it is none: an excluded column is no column's target."""
+    label = tl.where(merged.target_logit == float("-inf"), -1, label)
+    target = begin - first + label - shard_start
+    return label, tl.where((target >= 0) & (target < width), target, -1).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["shard_start", "n_rows", "n_programs"])
@@ -103,12 +120,9 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
     factors = of_labels.row_factors(
         merged, label, live, weight, grads, grad_strides, row, sizes.vocab_size, loss_options
     )
-    # A label in an excluded column is no column's target.
-    label = tl.where(merged.target_logit == float("-inf"), -1, label)
     begin = ops.row_begin(row, layout)
     first, width = ops.row_body(begin, sizes.n_columns, VECTOR)
-    target = begin - first + label - shard_start
-    target = tl.where((target >= 0) & (target < width), target, -1).to(tl.int32)
+    label, target = locate_target(merged, label, begin, first, width, shard_start)
     if sizes.n_valid is not None:
         # Loads stay 16 bytes wide: the vector at the border is read whole.
         valid_width = (begin + sizes.n_valid - first).to(tl.int32)

@@ -344,7 +344,13 @@ def n_lane_fields(options: LossOptions) -> int:
 
 @cache_launches
 def _launch(
-    dtypes: Dtypes, rows: Rows, block: StatisticsBlock, unrolled: int, shard: VocabShard, options: LossOptions, overlaps: bool
+    dtypes: Dtypes,
+    rows: Rows,
+    block: StatisticsBlock,
+    unrolled: int,
+    shard: VocabShard,
+    options: LossOptions,
+    overlaps: bool,
 ) -> Launch:
     values = (shard.n_valid, block.parts_of(shard.n_valid), shard.vocab_size, options)
     return _walk_launch(online_softmax_kernel, rows, values, block, shard, UNROLLED=unrolled, OVERLAPS=overlaps)
@@ -354,7 +360,9 @@ def _launch(
 def _launch_of_parts(
     dtypes: Dtypes, rows: Rows, block: StatisticsBlock, shard: VocabShard, options: LossOptions, overlaps: bool
 ) -> Launch:
-    return _walk_launch(part_kernel, rows, (shard.n_valid, block.parts_of(shard.n_valid), options), block, shard, OVERLAPS=overlaps)
+    return _walk_launch(
+        part_kernel, rows, (shard.n_valid, block.parts_of(shard.n_valid), options), block, shard, OVERLAPS=overlaps
+    )
 
 
 def _walk_launch(
