@@ -35,8 +35,8 @@ NEVER = {
     (ONE_PASS, None, "padded"): "selection leaves padded columns to other kernels",
 }
 NEVER |= {
-    (ONE_PASS, f"loss_options.{name}", None): "in_forward has no such option"
-    for name in ("entropy", "sum_sq_probs", "mean_logit", "temperature", "threshold")
+    (ONE_PASS, f"loss_options.{name}", None): "in_forward has no such option, or two kernels are faster"
+    for name in ("entropy", "sum_sq_probs", "mean_logit", "temperature", "threshold", "softcap")
 }
 NOT_BESIDE = {"targets": ("labels", "second"), "divergences": ("class_weight",)}
 NEVER |= {

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.beside import checked_divisor
-from vocab_parallel_ce.blocks import one_pass_config
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.layout import begins_at_a_boundary, compute_dtype
 from vocab_parallel_ce.losses.base import Launchers, Loss
@@ -143,7 +142,7 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
     shard = shard_of_rank(settings, key.n_columns, key.rank, key.n_ranks)
     options = loss.options(settings, shard.vocab_size, class_weight=key.class_weight)
     has_padding = shard.n_valid != shard.n_columns
-    fits = one_pass_config(key.n_columns * key.dtype.itemsize) is not None
+    fits = loss.one_pass_config(options, key.n_columns * key.dtype.itemsize) is not None
     workload = Workload(key.n_ranks, key.gradient, loss.beyond_one_pass(options), key.is_aligned, has_padding, fits)
     gpu = gpu_of(key.device.index) if key.device.type == "cuda" else None
     impl = settings.impl

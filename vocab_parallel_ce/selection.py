@@ -126,7 +126,7 @@ def _obstacle(device_type: str, triton: str, workload: Workload | None, gpu: Gpu
         (gpu.shared_memory >= memory, f"{memory} bytes of shared memory a program, got {gpu.shared_memory}"),
         (workload.n_ranks == 1, f"one rank, got {workload.n_ranks}"),
         (workload.gradient == "in_forward", f"gradient 'in_forward', got {workload.gradient!r}"),
-        (not beyond, f"the loss of labels without outputs that have a gradient, got {beyond}"),
+        (not beyond, f"a loss that it computes, got {beyond}"),
         (not workload.has_padding, "logits without padded columns, got some"),
         (workload.is_aligned, "logits in memory that begins at 16 bytes, and a gradient of their dtype, got others"),
         (workload.fits, "rows of a width in its table of measurements (blocks.py), got another"),

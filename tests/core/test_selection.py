@@ -9,6 +9,7 @@ import torch
 
 from tests.support.fresh import fresh_python
 from vocab_parallel_ce import plan, selection, spec
+from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_MORE
 from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, Workload, select
@@ -28,7 +29,7 @@ OBSTACLES = {
     "options": (
         {"beyond": BEYOND},
         {},
-        "the loss of labels without outputs that have a gradient, got entropy, mean_logit",
+        "a loss that it computes, got entropy, mean_logit",
     ),
     "padding": ({"has_padding": True}, {}, "logits without padded columns"),
     "off a boundary": ({"is_aligned": False}, {}, "logits in memory that begins at 16 bytes"),
@@ -122,10 +123,19 @@ def test_one_pass_runs_where_nothing_stands_in_its_way():
 
 
 def test_options_that_one_pass_lacks_are_named_and_off_by_default():
-    on = spec.LossOptions(-100, 0.1, 0.1, 0.5, 30.0, predictions=True, class_weight=True, lse=True)
+    on = spec.LossOptions(-100, 0.1, 0.1, 0.5, predictions=True, lse=True)
     assert LABELS.beyond_one_pass(spec.PLAIN) == LABELS.beyond_one_pass(on) == ()
-    on = on._replace(entropy=True, sum_sq_probs=True, mean_logit=True)
-    assert LABELS.beyond_one_pass(on) == ("entropy", "sum_sq_probs", "mean_logit")
+    assert LABELS.beyond_one_pass(spec.LossOptions(class_weight=True)) == ()
+    on = on._replace(entropy=True, sum_sq_probs=True, mean_logit=True, softcap=30.0, class_weight=True)
+    outputs = ("entropy", "sum_sq_probs", "mean_logit")
+    assert LABELS.beyond_one_pass(on) == (*outputs, "softcap", "label_smoothing with class_weight")
+
+
+def test_the_widest_rows_have_one_launch_without_smoothing_and_predictions():
+    most, less = (table[-1][1] for table in (ONE_PASS, ONE_PASS_MORE))
+    for options in (spec.LossOptions(smoothing=0.1), spec.LossOptions(predictions=True)):
+        assert LABELS.one_pass_config(options, less) and LABELS.one_pass_config(options, less + 16) is None
+    assert LABELS.one_pass_config(spec.PLAIN, most) and LABELS.one_pass_config(spec.PLAIN, most + 16) is None
 
 
 def test_a_triton_without_gluon_is_no_error(monkeypatch):

@@ -56,8 +56,8 @@ def elementwise(name: str, x: Tensor) -> Tensor:
 
 
 def transform_of(x: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
-    """Return the kernels' ``(z, dz/dx)`` of fp32 ``x [n]``."""
-    z, slope = x.new_full(x.shape, float("nan")), x.new_full(x.shape, float("nan"))
+    """Return the kernels' fp32 ``(z, dz/dx)`` of ``x [n]``."""
+    z, slope = (torch.full_like(x, float("nan"), dtype=torch.float32) for _ in range(2))
     grid = (triton.cdiv(x.numel(), BLOCK),)
     _transform_kernel[grid](x, z, slope, x.numel(), option_arguments(options), BLOCK=BLOCK)
     return z, slope

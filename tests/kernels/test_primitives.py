@@ -77,6 +77,23 @@ def test_transform(kernel_device, options):
     assert bool((slope[:-3] >= 0).all())
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("softcap", (1.0, 30.0, 64.0, 65.0, 1e6))
+def test_softcap_of_16_bit_logits(kernel_device, dtype, softcap):
+    """The error is of the cap, not of the value, and only if the cap is small. Values never fall."""
+    x = torch.cat([torch.linspace(-400, 400, 20001), torch.tensor([1e-3, -1e4, NAN, INF, -INF])]).to(dtype)
+    options = LossOptions(softcap=softcap)
+    z, slope = (value.cpu() for value in jit_functions.transform_of(x.to(kernel_device), options))
+    truth, true_slope = spec.transformed(x.double(), options)
+    peer, peer_slope = spec.transformed(x.float(), options)
+    assert z.dtype == slope.dtype == torch.float32
+    assert_within_budget(z[:-2], truth[:-2], peer[:-2], magnitude=softcap if softcap <= 64 else 0.0)
+    assert z[-2:].tolist() == [INF, -INF]
+    assert_within_budget(slope[:-3], true_slope[:-3], peer_slope[:-3])
+    assert bool((slope[:-3] >= 0).all()) and bool((z[:20000].diff() >= 0).all())
+    assert not slope[:-5][x[:-5].abs() > 20 * softcap].any()
+
+
 @pytest.mark.parametrize("vector", (4, 8))
 def test_head_body_and_tail_are_every_column_once(kernel_device, vector):
     """Rows of every width at every beginning; bodies begin at lines of 128 bytes."""

@@ -169,7 +169,7 @@ def assert_right(
     *truth, truth_grad = oracle.with_gradient(of, logits.double(), labels, *grad_outputs, **given)
     *peer, peer_grad = oracle.with_gradient(of, oracle.at_least_fp32(logits), labels, *grad_outputs, **given)
     for triple in zip(results.outputs, truth, peer, strict=False):
-        assert_within_budget(*triple, magnitude=of_small_cap(options.get("softcap")))
+        assert_within_budget(*triple, magnitude=of_small_cap(logits.dtype, **options))
     magnitude = of_sum_sq_probs(grad_outputs[3]) if function is every_output else 0.0
     roundings = 1 + (options.get("gradient") == "in_forward")  # backward multiplies what forward has written
     assert_within_budget(results.grad, truth_grad, peer_grad, magnitude, roundings)
@@ -178,9 +178,9 @@ def assert_right(
         assert_metrics(results.outputs[1:], *metrics)
 
 
-def of_small_cap(softcap: float | None) -> float:
-    """Kernels take up to twice a small cap (``primitives.SMALL_CAP``) from the cap."""
-    return softcap if softcap is not None and softcap <= 64 else 0.0
+def of_small_cap(dtype: torch.dtype, softcap: float | None = None, temperature: float = 1.0, **_: Any) -> float:
+    """Of 16-bit logits, kernels subtract from a small cap (``primitives.SMALL_CAP``), divided by the temperature."""
+    return softcap / temperature if dtype.itemsize == 2 and softcap is not None and softcap <= 64 else 0.0
 
 
 def assert_metrics(metrics: Sequence[Tensor], truth: Sequence[Tensor], peer: Sequence[Tensor]) -> None:

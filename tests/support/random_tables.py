@@ -120,7 +120,6 @@ FACTORS: dict[str, Case] = {
         "label_smoothing": MATHS["label_smoothing"],
         "class_weight": MATHS["class_weight"],
         "z_loss": MATHS["z_loss"],
-        "softcap": MATHS["softcap"],
         "logit_scale": MATHS["logit_scale"],
         "outputs": OF_A_LOSS[:2],
         "gradient": ("in_forward",),

@@ -134,7 +134,7 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
         is_read = inside & live
         if sizes.n_valid is not None:
             is_read &= columns < readable
-        x = tl.load(logits + first + columns, is_read, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + first + columns, is_read, other=float("-inf"))
         # Without edges the body begins with column 0, and the compiler sees that weights are aligned.
         at = columns + (first - begin).to(tl.int32) if HAS_EDGES else columns
         uniform = of_labels.uniform_part(class_weight, at, is_read, sizes.n_valid, factors)
@@ -145,7 +145,7 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
     if HAS_EDGES:
         offset, inside = ops.edge_offsets(tl.arange(0, 16 * VECTOR), begin, sizes.n_columns, first, width, VECTOR)
         inside &= begin_tile == 0
-        x = tl.load(logits + offset, inside & live, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + offset, inside & live, other=float("-inf"))
         uniform = of_labels.uniform_part(class_weight, offset - begin, inside & live, sizes.n_valid, factors)
         is_label = offset == begin + label - shard_start
         grad = of_labels.logits_gradient(x, is_label, uniform, factors, grads, loss_options)

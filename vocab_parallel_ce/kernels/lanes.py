@@ -58,7 +58,7 @@ def exp_squared(z, shift):
 @triton.jit
 def load_logits(pointers, inside, loss_options):
     """Return the transformed logits, -inf outside."""
-    return ops.transform(tl.load(pointers, inside, other=float("-inf")).to(tl.float32), loss_options)[0]
+    return ops.transform(tl.load(pointers, inside, other=float("-inf")), loss_options)[0]
 
 
 @triton.jit

@@ -10,7 +10,8 @@ time. The first REGISTER_CHUNKS of a row stay in registers, and their stages are
 in the buffer.
 
 The gradient with smoothing does not need the row's ``shifted_sum``. So the loss is computed after the gradient, which
-sees every shifted logit, and every class weight, anyway.
+sees every shifted logit anyway. Softcap, and smoothing with class weights, have none of this: they need more registers
+than a program of wide rows has, and two kernels are faster.
 
 Regime: one rank, rows of 16 to 304 KiB without padding, bound by memory. Ignored rows are not read. The kernel is
 written in Gluon, Triton's language for explicit layouts, which no interpreter runs.
@@ -26,13 +27,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vocab_parallel_ce.blocks import THREADS_PER_WARP, one_pass_config
+from vocab_parallel_ce.blocks import THREADS_PER_WARP
 from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import one_pass_rows as of_rows
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments
 from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout
-from vocab_parallel_ce.losses.labels import Labels
+from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats, TokenOutputs
 
 # Triton 3.7 renamed it.
@@ -81,19 +82,6 @@ def loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, 
 
 
 @gluon.jit
-def sum_of_weights(class_weight, n_columns, lane_columns, CHUNKS: gl.constexpr):
-    """Return the sum of the class weights of all columns, 0 if there are none."""
-    total = 0.0
-    if class_weight is not None:
-        weights = gl.zeros_like(lane_columns).to(gl.float32)
-        for i in gl.static_range(CHUNKS):
-            columns = i * lane_columns.numel + lane_columns
-            weights += gl.load(class_weight + columns, mask=columns < n_columns, other=0.0)
-        total = gl.sum(gl.sum(weights, axis=1), axis=0)
-    return total
-
-
-@gluon.jit
 def label_weight(class_weight, label, column, n_columns, loss_options):
     """Return ``spec.label_weights`` of one row, 0 if there are no class weights."""
     weight = 0.0
@@ -114,9 +102,9 @@ def first_label_columns(labels, row, step, n_rows, n_columns, ignore_index, N: g
 
 
 @gluon.jit
-def row_stats(row_max, others_sum, target, target_weight, all_weights, shifted_sum, argmax):
+def row_stats(row_max, others_sum, target, target_weight, shifted_sum, argmax):
     """Return a ``RowStats``; what forward cannot write the gradient of is 0."""
-    return RowStats(row_max, others_sum, target, shifted_sum, all_weights, 0.0, argmax, target_weight, 0.0)
+    return RowStats(row_max, others_sum, target, shifted_sum, 0.0, 0.0, argmax, target_weight, 0.0)
 
 
 @gluon.jit(do_not_specialize=["n_rows"])
@@ -153,8 +141,7 @@ def one_pass_kernel(
     if not HAS_EDGES:
         n_columns = n_columns // VECTOR * VECTOR  # unchanged; now the compiler sees that it is a multiple
     buffer = gl.allocate_shared_memory(logits.dtype.element_ty, [STAGES, LANES, VECTOR], unswizzled)
-    of_columns = class_weight if loss_options.smoothing is not None else None
-    walk = of_rows.Walk(logits, layout, n_columns, lane_columns, buffer, of_columns)
+    walk = of_rows.Walk(logits, layout, n_columns, lane_columns, buffer)
     sizes: gl.constexpr = of_rows.Sizes(CHUNKS, REGISTER_CHUNKS, STAGES, CHUNKS_PER_WAIT, HAS_EDGES)
     stage = 0
     row = gl.program_id(0)
@@ -168,7 +155,6 @@ def one_pass_kernel(
     for i in gl.static_range(STAGES):
         of_rows.fetch(walk, of_rows.Cursor(stage, row, step, label_columns), i, sizes)
     weight = loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, loss_options, COUNTED)
-    all_weights = sum_of_weights(of_columns, n_columns, lane_columns, CHUNKS)
     outputs = TokenOutputs(loss, None, lse, None, None, predictions)
     grads = GradOutputs(None, None, None, None, None)
     while row < n_rows:
@@ -184,7 +170,7 @@ def one_pass_kernel(
         target = ops.transform(loose.target.to(gl.float32), loss_options)[0]
         row_max = gl.maximum(others_max, target)
         others_sum *= ops.exp_shifted(others_max, ops.finite_or_zero(row_max))
-        stats = row_stats(row_max, others_sum, target, target_weight, all_weights, 0.0, 0.0)
+        stats = row_stats(row_max, others_sum, target, target_weight, 0.0, 0.0)
         live = column != -2
         factors = of_labels.row_factors(stats, label, live, weight, grads, grads, row, n_columns, loss_options)
         first = of_rows.load_maximum(walk, body, first, row_max, loss_options)
@@ -194,7 +180,7 @@ def one_pass_kernel(
         next_loose = of_rows.load_loose(walk, next_body, label_columns[1], HAS_EDGES)
         shifted_sum = of_rows.write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, sizes)
         argmax = of_rows.first_maximum(walk, body, loose, column, first, row_max, loss_options, HAS_EDGES)
-        stats = row_stats(row_max, others_sum, target, target_weight, all_weights, shifted_sum, argmax)
+        stats = row_stats(row_max, others_sum, target, target_weight, shifted_sum, argmax)
         of_labels.store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
         # write_row wrote the label's column like every other.
         barrier()
@@ -239,7 +225,7 @@ def _launch(
 ) -> tuple[Launch, int]:
     """Return the launch, and its programs per multiprocessor."""
     element_size = dtypes[0].itemsize
-    config = one_pass_config(n_columns * element_size)
+    config = LABELS.one_pass_config(options, n_columns * element_size)
     assert config is not None, "selection leaves rows that do not fit to other kernels"
     vector = VECTOR_BYTES // element_size
     lanes = THREADS_PER_WARP * config.num_warps

@@ -33,7 +33,6 @@ class Walk(NamedTuple):
     n_columns: tl.tensor
     lane_columns: tl.tensor  # [LANES, VECTOR] columns of a body's first chunk
     buffer: gl.shared_memory_descriptor
-    class_weight: tl.tensor  # pointer, or None
 
 
 class Sizes(NamedTuple):
@@ -278,22 +277,9 @@ def first_maximum(walk, body, loose, column, first, row_max, loss_options, HAS_E
 
 
 @gluon.jit
-def load_weights(walk, body, columns, inside):
-    """Load the class weights of columns of the body, 0 outside."""
-    return gl.load(walk.class_weight + ((body.first - body.begin).to(gl.int32) + columns), mask=inside, other=0.0)
-
-
-@gluon.jit
-def uniform_and_shifted(x, weights, inside, factors, loss_options):
-    """Return smoothing's part of the gradient, and the weighted ``z - row_max``. ``weights`` may be None: all 1."""
-    shifted = ops.transform(x, loss_options)[0] - factors.shift
-    uniform = factors.of_uniform
-    if weights is None:
-        shifted = gl.where(inside, shifted, 0.0)
-    else:
-        uniform *= weights
-        shifted = ops.weighted_class(shifted, weights)
-    return uniform, shifted
+def shifted_logits(x, inside, factors, loss_options):
+    """Return ``z - row_max`` of smoothing's ``shifted_sum``, 0 outside."""
+    return gl.where(inside, ops.transform(x, loss_options)[0] - factors.shift, 0.0)
 
 
 @gluon.jit
@@ -315,25 +301,17 @@ def write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, S
     element = logits.dtype.element_ty
     n_read = gl.where(cursor.columns[0] == -2, 0, body.width)
     shifted_sum = gl.zeros_like(loose.beside).to(gl.float32)
-    weights = None
-    if walk.class_weight is not None:
-        weights = load_weights(walk, body, lane_columns, lane_columns < n_read)
     for i in gl.static_range(SIZES.CHUNKS):
         if i < SIZES.REGISTER_CHUNKS:
             chunk = chunks[i]
         else:
             chunk = walk.buffer.index((cursor.stage + i) % SIZES.STAGES).load(lane_columns.type.layout)
         columns = i * lane_columns.numel + lane_columns
-        x, uniform = chunk.to(gl.float32), 0.0
+        x = chunk.to(gl.float32)
         if loss_options.smoothing is not None:
             inside = columns < n_read if may_end(i, SIZES) else True
-            uniform, shifted = uniform_and_shifted(x, weights, inside, factors, loss_options)
-            shifted_sum += gl.sum(shifted, axis=1)
-            if walk.class_weight is not None and i < SIZES.CHUNKS - 1:
-                # Before the store, which the compiler cannot move a load over.
-                after = columns + lane_columns.numel
-                weights = load_weights(walk, body, after, after < n_read)
-        grad = of_labels.logits_gradient(x, False, uniform, factors, grads, loss_options).to(element)
+            shifted_sum += gl.sum(shifted_logits(x, inside, factors, loss_options), axis=1)
+        grad = of_labels.logits_gradient(x, False, factors.of_uniform, factors, grads, loss_options).to(element)
         if may_end(i, SIZES):
             gl.store(logits + body.first + columns, grad, mask=columns < body.width)
         else:
@@ -352,13 +330,11 @@ def write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, S
 def write_edges(walk, body, edges, live, factors, grads, loss_options):
     """Write the gradient of a row's edges; return their ``shifted_sum``, one per lane, as write_row does."""
     offset, inside = edge_offsets(walk, body)
-    x, uniform, weights = edges.to(gl.float32), 0.0, None
+    x = edges.to(gl.float32)
     shifted = gl.zeros_like(x)
     if loss_options.smoothing is not None:
-        if walk.class_weight is not None:
-            weights = gl.load(walk.class_weight + (offset - body.begin), mask=inside & live, other=0.0)
-        uniform, shifted = uniform_and_shifted(x, weights, inside & live, factors, loss_options)
-    grad = of_labels.logits_gradient(x, False, uniform, factors, grads, loss_options)
+        shifted = shifted_logits(x, inside & live, factors, loss_options)
+    grad = of_labels.logits_gradient(x, False, factors.of_uniform, factors, grads, loss_options)
     gl.store(walk.logits + offset, grad.to(walk.logits.dtype.element_ty), mask=inside)
     return shifted
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.algebra import Algebra, load_logits
+from vocab_parallel_ce.kernels.algebra import Algebra
 from vocab_parallel_ce.losses.targets import TargetStats
 
 
@@ -65,7 +65,7 @@ def plus(found, stats):
 @triton.jit
 def tile(stats, tile, own):
     t = load_targets(tile, own)
-    z, _ = ops.transform(load_logits(own.logits + tile.offset, tile.inside), own.loss_options)
+    z, _ = ops.transform(tl.load(own.logits + tile.offset, tile.inside, other=float("-inf")), own.loss_options)
     row_max = tl.max(z, axis=1)
     if stats is not None:
         row_max = tl.maximum(stats.row_max, row_max)
@@ -130,7 +130,7 @@ def factors(stats, second, weight, live, loss_options):
 @triton.jit
 def gradient(factors, tile, own):
     t, loss_options = load_targets(tile, own), own.loss_options
-    z, slope = ops.transform(load_logits(own.logits + tile.offset, tile.inside), loss_options)
+    z, slope = ops.transform(tl.load(own.logits + tile.offset, tile.inside, other=float("-inf")), loss_options)
     grad = ops.exp_shifted(z, factors.row_max) * factors.of_exp - tl.where(z == float("-inf"), 0.0, t)
     grad *= factors.weight
     if loss_options.softcap is not None or loss_options.logit_scale is not None:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from vocab_parallel_ce.beside import check_can_be_saved
+from vocab_parallel_ce.blocks import OnePassConfig
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.shard import VocabShard
 
@@ -111,6 +112,10 @@ class Loss:
     def beyond_one_pass(self, options: Any) -> tuple[str, ...]:
         """Return the names of what ``one_pass`` cannot do."""
         return (f"another loss than that of labels, {type(self).__name__}",)
+
+    def one_pass_config(self, options: Any, row_bytes: int) -> OnePassConfig | None:
+        """Return the launch shape of ``one_pass`` for rows of ``row_bytes``; None if it has none."""
+        return None
 
     def launchers(self, options: Any, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         """Bind the launchers of ``kernels``, or of plain PyTorch for None."""

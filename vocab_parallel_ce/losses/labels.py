@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, spec
 from vocab_parallel_ce.beside import temperature_of_rows, weights_of_columns
+from vocab_parallel_ce.blocks import OnePassConfig, one_pass_config
 from vocab_parallel_ce.layout import compute_dtype, flat
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, loss_options
@@ -79,7 +80,16 @@ class LabelLoss(Loss):
 
     def beyond_one_pass(self, options: LossOptions) -> tuple[str, ...]:
         # The gradients of these would need factors that forward does not know.
-        return tuple(name for name in ("entropy", "sum_sq_probs", "mean_logit") if getattr(options, name))
+        lacks = [name for name in ("entropy", "sum_sq_probs", "mean_logit") if getattr(options, name)]
+        # These would need more registers than a program of wide rows has.
+        if options.softcap is not None:
+            lacks.append("softcap")
+        if options.smoothing and options.class_weight:
+            lacks.append("label_smoothing with class_weight")
+        return tuple(lacks)
+
+    def one_pass_config(self, options: LossOptions, row_bytes: int) -> OnePassConfig | None:
+        return one_pass_config(row_bytes, bool(options.smoothing or options.predictions))
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
