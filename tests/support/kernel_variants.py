@@ -78,10 +78,10 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield finish("all_weighted", 4)
     if not is_sm_90:
         return
-    yield from of_targets("bf16", "bf16", False, "plain")
+    yield from of_targets("bf16", "bf16", False, "plain", overlaps=True)
     yield from of_targets("bf16", "bf16", True, "all")
     yield from of_targets("bf16", "bf16", False, "weighted_smoothing")
-    yield from of_divergence("bf16", False, DivergenceOptions("forward"))
+    yield from of_divergence("bf16", False, DivergenceOptions("forward"), overlaps=True)
     yield from of_divergence("bf16", False, DivergenceOptions("reverse", 2.0, hard_weight=0.5))
     weighted = ("class_weight", "weighted_smoothing")
     for option in ("smoothing", "softcap", "entropy", "sum_sq_probs", "mean_logit", "predictions", "all", *weighted):
@@ -255,22 +255,22 @@ def finish(option: str, ranks: int, summed: bool = False, overlaps: bool = False
     return Variant(f"loss-{option}-R{ranks}{'-summed' * summed}", launch, dtypes)
 
 
-def of_targets(dtype: str, target: str, edges: bool, option: str) -> Iterator[Variant]:
+def of_targets(dtype: str, target: str, edges: bool, option: str, overlaps: bool = False) -> Iterator[Variant]:
     """Yield the kernels of probability targets."""
     options = OPTIONS[option]._replace(entropy=False, predictions=False)
     beside = DTYPES[target], None, torch.float32 if options.class_weight else None
     name = f"target_{{}}-{dtype}-{target}{'-edges' * edges}-{option}-"
-    yield from of_algebra(name, targets.ALGEBRA, DTYPES[dtype], beside, edges, (4,), options)
+    yield from of_algebra(name, targets.ALGEBRA, DTYPES[dtype], beside, edges, (4,), options, overlaps)
 
 
-def of_divergence(dtype: str, edges: bool, options: DivergenceOptions) -> Iterator[Variant]:
+def of_divergence(dtype: str, edges: bool, options: DivergenceOptions, overlaps: bool = False) -> Iterator[Variant]:
     """Yield the kernels of distillation, with labels if there is a hard weight."""
     beside = DTYPES[dtype], torch.int64 if options.hard_weight else None, None
     is_js = options.divergence == "js"
     widths = (4 + (not is_js) + 2 * bool(options.hard_weight), *((2,) if is_js else ()))
     name = f"divergence_{{}}-{dtype}{'-edges' * edges}-{options.divergence}-"
     own = divergences.kernel_options(options)
-    yield from of_algebra(name, divergences.ALGEBRA, DTYPES[dtype], beside, edges, widths, own)
+    yield from of_algebra(name, divergences.ALGEBRA, DTYPES[dtype], beside, edges, widths, own, overlaps)
 
 
 def of_algebra(
@@ -281,6 +281,7 @@ def of_algebra(
     edges: bool,
     widths: tuple[int, ...],
     options: Any,
+    overlaps: bool,
 ) -> Iterator[Variant]:
     """Yield the kernels of a loss of two tensors; rows of both begin at the same position of a line.
 
@@ -294,23 +295,35 @@ def of_algebra(
         dtypes = (logits, *beside, parts, fp32, second, fp32, None)
         if parts is not None and second is not None:  # whose parts follow
             dtypes = (logits, *beside, parts, fp32, None, None, None)
-        launch = launch_of("row_statistics", dtypes, rows, block, widths[0], *own, maker="_statistics")
+        launch = launch_of(
+            "row_statistics", dtypes, rows, block, widths[0], *own, overlaps and parts is not None, maker="_statistics"
+        )
         yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)
     for stats in (None, fp32) if second else (None,):
         dtypes = (logits, *beside, stats, fp32)
-        launch = launch_of("row_statistics", dtypes, rows, block, gathered, *own, maker="_launch_of_parts")
+        key = (rows, block, gathered, overlaps, stats is not None, *own)
+        launch = launch_of("row_statistics", dtypes, *key, maker="_launch_of_parts")
         yield Variant(name.format("part_second" if stats else "part"), launch, dtypes)
     dtypes = (logits, *beside, fp32, second, None, fp32, logits)
     for is_cut in (False, True):
-        key = (rows, choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize), is_cut, 1, gathered, *own)
+        key = (
+            rows,
+            choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize),
+            is_cut,
+            1,
+            gathered,
+            *own,
+            overlaps and is_cut,
+        )
         launch = launch_of("row_loss", dtypes, *key, maker="_gradient")
         yield Variant(f"{name.format('gradient')}{'few' * is_cut}", launch, dtypes)
     dtypes = (fp32, second, beside[1], fp32, fp32)
-    launch = launch_of("row_loss", dtypes, gathered, *own, maker="_outputs")
+    launch = launch_of("row_loss", dtypes, gathered, *own, overlaps, maker="_outputs")
     yield Variant(name.format("loss"), launch, dtypes)
     for parts in (None, fp32) if second else ():
         dtypes = (logits, *beside, parts, fp32, fp32)
-        launch = launch_of("row_statistics", dtypes, rows, block, gathered, *own, maker="_second")
+        key = (rows, block, gathered, *own, overlaps and parts is not None)
+        launch = launch_of("row_statistics", dtypes, *key, maker="_second")
         yield Variant(name.format("merged_second" if parts else "second"), launch, dtypes)
 
 

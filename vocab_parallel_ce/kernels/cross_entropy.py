@@ -94,6 +94,7 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
     OVERLAPS: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]``, label 1: loss 0.4076, gradient ``[0.0900, -0.3348, 0.2447]``."""
+    ops.wait_for_previous(OVERLAPS)
     row, begin_tile, step = ops.tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
     label = tl.load(labels + row).to(tl.int64)
     live = label != loss_options.ignore_index
@@ -102,7 +103,6 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
         loss_options = LossOptions(*loss_options[:-2], t, loss_options[-1])  # type: ignore[call-arg]
     if threshold is not None:
         loss_options = LossOptions(*loss_options[:-1], ops.row_least(threshold, row, live))  # type: ignore[call-arg]
-    ops.wait_for_previous(OVERLAPS)
     ranks = tl.arange(0, RANKS)
     pointers = of_labels.stats_of_row(stats, ranks.to(tl.int64) * n_rows + row, loss_options)
     merged = of_labels.merge_ranks(pointers, ranks < n_ranks, loss_options)

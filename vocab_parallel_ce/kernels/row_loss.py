@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import READ_PAIRS, Block, choose_block, programs_of_row
+from vocab_parallel_ce.blocks import CUT_ROWS, READ_PAIRS, Block, choose_block, programs_of_row
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.algebra import Algebra, Row
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, can_overlap, dtypes_of
 from vocab_parallel_ce.kernels.loss import LOSS_ROWS
 from vocab_parallel_ce.kernels.walk import PairRows, clear_columns, locate, pair_arguments, pair_launch, write
 from vocab_parallel_ce.shard import VocabShard
@@ -85,8 +85,11 @@ def row_outputs_kernel(
     WIDTH: tl.constexpr,  # K
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
     ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Example: targets, ranks with ``(3, 1.1353, 0.5, 0)`` and ``(2, 1, 0.5, 0)``: loss 0.9076."""
+    ops.let_next_begin(OVERLAPS)
+    ops.wait_for_previous(OVERLAPS)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     label = None
@@ -125,12 +128,14 @@ def row_gradient_kernel(
     WIDTH: tl.constexpr,  # K
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
     IS_CUT: tl.constexpr,  # whether n_programs is not 1
+    OVERLAPS: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     ALIKE: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Example: targets, ``x = [1, 3, 2]``, ``t = [0, 0.5, 0.5]``: ``[0.0900, 0.1652, -0.2553]``."""
+    ops.wait_for_previous(OVERLAPS)
     row, begin_tile, step = ops.tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
     ranks = tl.arange(0, RANKS)
     found = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
@@ -170,7 +175,8 @@ def outputs(
     """Fill ``outputs``, contiguous, from the statistics of all ranks; ``divisor [1]`` divides the loss if given."""
     n_ranks, n_rows, width = stats[0].shape
     tensors = (stats[0], second_of(stats), beside.labels, divisor, outputs.loss)
-    launch = _outputs(dtypes_of(tensors), (n_ranks, width), algebra, shard, options)
+    overlaps = can_overlap(stats[0].get_device())
+    launch = _outputs(dtypes_of(tensors), (n_ranks, width), algebra, shard, options, overlaps)
     launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
 
 
@@ -201,7 +207,8 @@ def gradient(
     tensors = (base, other_base, beside.labels, beside.class_weight, *merged, grad_output, grad_base)
     block = choose_block(READ_PAIRS, shard.n_columns, base.element_size())
     n_programs = programs_of_row(n_rows, -(-shard.n_columns // (block.lanes * block.vector)), 1)
-    key = (rows, block, n_programs > 1, grad_output.stride(0), (n_ranks, width), algebra, shard, options)
+    overlaps = n_rows <= CUT_ROWS and can_overlap(logits.get_device())
+    key = (rows, block, n_programs > 1, grad_output.stride(0), (n_ranks, width), algebra, shard, options, overlaps)
     _gradient(dtypes_of(tensors), *key)(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 
 
@@ -211,9 +218,12 @@ def second_of(stats: tuple[Tensor, ...]) -> Tensor | None:
 
 
 @cache_launches
-def _outputs(dtypes: Dtypes, gathered: tuple[int, int], algebra: Algebra, shard: VocabShard, options: Any) -> Launch:
-    constants = {**of_ranks(gathered, algebra), "ROWS": LOSS_ROWS}
-    return Launch(row_outputs_kernel, (gathered[0], Sizes.of(shard), options), constants, num_warps=4)
+def _outputs(
+    dtypes: Dtypes, gathered: tuple[int, int], algebra: Algebra, shard: VocabShard, options: Any, overlaps: bool
+) -> Launch:
+    constants = {**of_ranks(gathered, algebra), "ROWS": LOSS_ROWS, "OVERLAPS": overlaps}
+    values = (gathered[0], Sizes.of(shard), options)
+    return Launch(row_outputs_kernel, values, constants, num_warps=4, launch_pdl=overlaps)
 
 
 @cache_launches
@@ -227,10 +237,11 @@ def _gradient(
     algebra: Algebra,
     shard: VocabShard,
     options: Any,
+    overlaps: bool,
 ) -> Launch:
     values = (grad_stride, Sizes.of(shard), gathered[0], options)
-    constants = {**of_ranks(gathered, algebra), "IS_CUT": is_cut}
-    return pair_launch(row_gradient_kernel, rows, values, shard, block, **constants)
+    constants = {**of_ranks(gathered, algebra), "IS_CUT": is_cut, "OVERLAPS": overlaps}
+    return pair_launch(row_gradient_kernel, rows, values, shard, block, launch_pdl=overlaps, **constants)
 
 
 def of_ranks(gathered: tuple[int, int], algebra: Algebra) -> dict[str, Any]:

@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsBlock, is_cut, statistics_block
+from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels import row_loss
 from vocab_parallel_ce.kernels.algebra import Algebra, Row, load_logits
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, can_overlap, dtypes_of
 from vocab_parallel_ce.kernels.row_loss import Sizes, load_sums, merged_ranks, of_ranks, output, second_of
 from vocab_parallel_ce.kernels.walk import (
     PairRows,
@@ -93,12 +94,16 @@ def row_part_kernel(
     WIDTH: tl.constexpr,  # K
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
     TILES: tl.constexpr,  # of a part
+    OVERLAPS: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     ALIKE: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]`` is no vector, so each lane has maxima of -inf and sums of 0."""
+    ops.let_next_begin(OVERLAPS)
+    if stats is not None:
+        ops.wait_for_previous(OVERLAPS)
     program = tl.program_id(0)
     n_parts = tl.cdiv(sizes.n_valid, LANES * VECTOR * TILES)
     row = (program // n_parts).to(tl.int64)
@@ -143,12 +148,15 @@ def row_statistics_kernel(
     WIDTH: tl.constexpr,  # K
     TILES: tl.constexpr,  # of a part
     UNROLLED: tl.constexpr,  # parts that are loaded together
+    OVERLAPS: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     ALIKE: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Example: targets, ``x = [1, 3, 2]``, ``t = [0, 0.5, 0.5]``: ``(3, 1.5032, 1, -0.5)``, loss 0.9076."""
+    ops.let_next_begin(OVERLAPS)
+    ops.wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     label = None
     n_columns = sizes.n_valid
@@ -203,12 +211,15 @@ def row_second_kernel(
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
     TILES: tl.constexpr,  # of a part
     UNROLLED: tl.constexpr,  # parts that are loaded together
+    OVERLAPS: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     ALIKE: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Example: js, ``x = [1, 3]``, ``w = [2, 2]``, beta 0.5: 0.0783 and 0.1008."""
+    ops.let_next_begin(OVERLAPS)
+    ops.wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, RANKS)
     found = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
@@ -249,7 +260,8 @@ def statistics(
     is_last = parts is None or len(stats) == 1
     filled = (None, None) if outputs is None or not is_last else (second_of(stats), outputs.loss)
     tensors = (*pair, parts, stats[0], *filled, divisor)
-    launch = _statistics(dtypes_of(tensors), rows, block, width, **own)
+    overlaps = parts is not None and can_overlap(logits.get_device())
+    launch = _statistics(dtypes_of(tensors), rows, block, width, **own, overlaps=overlaps)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
     if outputs is not None and not is_last:
         second(logits, beside, stats, rank, **own)
@@ -272,8 +284,10 @@ def second(
     own: dict[str, Any] = {"algebra": algebra, "shard": shard, "options": options}
     pair = (base, other_base, beside.labels, beside.class_weight)
     block = statistics_block(shard.n_valid, base.element_size())
-    tensors = (*pair, _parts(pair, rows, block, stats, True, **own), *stats)
-    launch = _second(dtypes_of(tensors), rows, block, (n_ranks, width), **own)
+    parts = _parts(pair, rows, block, stats, True, **own)
+    tensors = (*pair, parts, *stats)
+    overlaps = parts is not None and can_overlap(logits.get_device())
+    launch = _second(dtypes_of(tensors), rows, block, (n_ranks, width), **own, overlaps=overlaps)
     launch(n_rows, tensors, (n_rows, rank * n_rows))
 
 
@@ -292,7 +306,8 @@ def _parts(
         return None
     parts = stats[0].new_empty(n_rows, n_parts, 2 if of_second else width, block.lanes)
     tensors = (*pair, stats[0] if of_second else None, parts)
-    launch = _launch_of_parts(dtypes_of(tensors), rows, block, (n_ranks, width), **own)
+    key = (rows, block, (n_ranks, width), can_overlap(parts.get_device()))
+    launch = _launch_of_parts(dtypes_of(tensors), *key, of_second, **own)
     launch(n_rows * n_parts, tensors, (n_rows,))
     return parts
 
@@ -306,9 +321,11 @@ def _statistics(
     algebra: Algebra,
     shard: VocabShard,
     options: Any,
+    overlaps: bool,
 ) -> Launch:
-    constants = {"LOSS": algebra, "WIDTH": width, "TILES": block.tiles, "UNROLLED": PARTS_AT_ONCE}
-    return pair_launch(row_statistics_kernel, rows, (Sizes.of(shard), options), shard, block, **constants)
+    constants = {"LOSS": algebra, "WIDTH": width, "TILES": block.tiles, "UNROLLED": PARTS_AT_ONCE, "OVERLAPS": overlaps}
+    values = (Sizes.of(shard), options)
+    return pair_launch(row_statistics_kernel, rows, values, shard, block, launch_pdl=overlaps, **constants)
 
 
 @cache_launches
@@ -320,10 +337,11 @@ def _second(
     algebra: Algebra,
     shard: VocabShard,
     options: Any,
+    overlaps: bool,
 ) -> Launch:
-    constants = {**of_ranks(gathered, algebra), "TILES": block.tiles, "UNROLLED": PARTS_AT_ONCE}
+    constants = {**of_ranks(gathered, algebra), "TILES": block.tiles, "UNROLLED": PARTS_AT_ONCE, "OVERLAPS": overlaps}
     values = (Sizes.of(shard), gathered[0], options)
-    return pair_launch(row_second_kernel, rows, values, shard, block, **constants)
+    return pair_launch(row_second_kernel, rows, values, shard, block, launch_pdl=overlaps, **constants)
 
 
 @cache_launches
@@ -332,10 +350,14 @@ def _launch_of_parts(
     rows: PairRows,
     block: StatisticsBlock,
     gathered: tuple[int, int],
+    overlaps: bool,
+    of_second: bool,
     algebra: Algebra,
     shard: VocabShard,
     options: Any,
 ) -> Launch:
-    constants = {**of_ranks(gathered, algebra), "TILES": block.tiles}
+    constants = {**of_ranks(gathered, algebra), "TILES": block.tiles, "OVERLAPS": overlaps}
     values = (Sizes.of(shard), gathered[0], options)
-    return pair_launch(row_part_kernel, rows, values, shard, block, **constants)
+    # The first exchange's kernel of parts is the first of those that overlap.
+    launch_pdl = overlaps and of_second
+    return pair_launch(row_part_kernel, rows, values, shard, block, launch_pdl=launch_pdl, **constants)
