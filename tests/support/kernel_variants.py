@@ -94,7 +94,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield gradient("bf16", False, "entropy", rows=("threshold",))
     yield stats("bf16", False, "plain", counted=True)
     yield stats("bf16", True, "plain", outputs=True)
-    yield stats("bf16", False, "plain", outputs=True, at_once=8)
+    yield stats("bf16", False, "plain", outputs=True, at_once=8, overlaps=True)
     yield part("bf16", False, "plain", overlaps=True)
     yield stats("bf16", False, "plain", outputs=True, merged=True, overlaps=True)
     yield finish("plain", 1, summed=True, overlaps=True)
@@ -178,7 +178,17 @@ def stats(
     dtypes += (torch.float32 if options.class_weight else None,)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     block = statistics_block(N_COLUMNS, DTYPES[dtype].itemsize)
-    launch = launch_of("online_softmax", dtypes, ROWS[edges], block, 8 if merged else at_once, shard, options, overlaps)
+    launch = launch_of(
+        "online_softmax",
+        dtypes,
+        ROWS[edges],
+        block,
+        8 if merged else at_once,
+        shard,
+        options,
+        overlaps,
+        merged and overlaps,
+    )
     name = "merged_parts" if merged else "online_softmax"
     name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}{'-outputs' * outputs}"
     name += f"-{at_once}" * (at_once > 1)

@@ -321,9 +321,8 @@ def online_softmax(
     block = statistics_block(shard.n_valid, base.element_size())
     parts, counted = None, count
     n_parts = block.parts_of(shard.n_valid)
-    overlaps = False
+    overlaps = is_few(n_rows) and can_overlap(logits.get_device())
     if is_cut(n_rows, n_parts):
-        overlaps = can_overlap(logits.get_device())
         parts = stats[0].new_empty(n_rows, n_parts, n_lane_fields(options), block.lanes)
         tensors: tuple[Tensor | None, ...] = (base, labels, temperature, threshold, parts, count, class_weight)
         launch = _launch_of_parts(dtypes_of(tensors), rows, block, shard, options, overlaps)
@@ -332,7 +331,9 @@ def online_softmax(
     of_outputs = outputs or [None] * len(TokenOutputs._fields)
     tensors = (base, labels, temperature, threshold, parts, stats[0], counted, *of_outputs, divisor, class_weight)
     unrolled = PARTS_AT_ONCE if is_few(n_rows) else 1
-    launch = _launch(dtypes_of(tensors), rows, block, unrolled, shard, options, overlaps)
+    # After the kernel of parts; any other kernel before this one may write what is read before the wait.
+    launch_pdl = overlaps and parts is not None
+    launch = _launch(dtypes_of(tensors), rows, block, unrolled, shard, options, overlaps, launch_pdl)
     launch(n_rows + (counted is not None), tensors, (n_rows, shard.start, rank * n_rows))
 
 
@@ -351,26 +352,32 @@ def _launch(
     shard: VocabShard,
     options: LossOptions,
     overlaps: bool,
+    launch_pdl: bool,
 ) -> Launch:
     values = (shard.n_valid, block.parts_of(shard.n_valid), shard.vocab_size, options)
-    return _walk_launch(online_softmax_kernel, rows, values, block, shard, UNROLLED=unrolled, OVERLAPS=overlaps)
+    more = {"UNROLLED": unrolled, "OVERLAPS": overlaps}
+    return _walk_launch(online_softmax_kernel, rows, values, block, shard, launch_pdl=launch_pdl, **more)
 
 
 @cache_launches
 def _launch_of_parts(
     dtypes: Dtypes, rows: Rows, block: StatisticsBlock, shard: VocabShard, options: LossOptions, overlaps: bool
 ) -> Launch:
-    return _walk_launch(
-        part_kernel, rows, (shard.n_valid, block.parts_of(shard.n_valid), options), block, shard, OVERLAPS=overlaps
-    )
+    values = (shard.n_valid, block.parts_of(shard.n_valid), options)
+    return _walk_launch(part_kernel, rows, values, block, shard, OVERLAPS=overlaps)
 
 
 def _walk_launch(
-    kernel: Any, rows: Rows, values: tuple[Any, ...], block: StatisticsBlock, shard: VocabShard, **more: int
+    kernel: Any,
+    rows: Rows,
+    values: tuple[Any, ...],
+    block: StatisticsBlock,
+    shard: VocabShard,
+    *,
+    launch_pdl: bool = False,
+    **more: int,
 ) -> Launch:
     layout, has_edges = rows
     constants = {"HAS_EDGES": has_edges or shard.n_valid % block.vector != 0, "LANES": block.lanes}
     constants |= {"VECTOR": block.vector, "TILES": block.tiles} | more
-    # The kernel of parts is the first of those that overlap.
-    launch_pdl = bool(more["OVERLAPS"]) and kernel is online_softmax_kernel
     return Launch(kernel, (RowLayout(*layout), *values), constants, num_warps=block.num_warps, launch_pdl=launch_pdl)
