@@ -70,6 +70,9 @@ def report(target: GPUTarget, variant: Variant) -> dict:
     kernel, num_warps = variant.launch.kernel, variant.launch.num_warps
     # A launch does this: an argument named ``options`` compiled, and every launch raised a SyntaxError.
     create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
+    # And this: triton.compile ignores an option that the target's compiler lacks, a launch raises a KeyError.
+    unknown = variant.launch.compiler.keys() - vars(make_backend(target).parse_options({})).keys()
+    assert not unknown, f"{variant.name}: {target.backend} has no {sorted(unknown)}"
     compiled = triton.compile(source_of(variant), target=target, options=variant.launch.compiler)
     moved_sums = compiled.asm["ttgir"].count("efficient_layout")
     entry = {"target": f"{target.backend}:{target.arch}", "kernel": variant.name, "moved_sums": moved_sums}

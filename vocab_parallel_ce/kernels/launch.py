@@ -36,7 +36,7 @@ class Launch:
     One Launch serves tensors of the same dtypes and with None at the same positions: :func:`dtypes_of` is the
     key. The kernel must not specialise on ``sizes``, the integers that change from call to call. It gets the
     ``LossOptions`` among ``values`` as :func:`option_arguments` returns them. ``compiler`` are more options of the
-    compiler.
+    compiler; one that is off is not passed: AMD's compiler has no ``launch_pdl``, and refuses it.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class Launch:
         self.constants = constants
         self.num_warps = num_warps
         # Triton 3.9 warns that 3.10 fuses nothing by default; fused, a version changes no bits.
-        self.compiler = {"num_warps": num_warps, "enable_fp_fusion": True, **compiler}
+        on = {name: value for name, value in compiler.items() if value}
+        self.compiler = {"num_warps": num_warps, "enable_fp_fusion": True, **on}
         self.tail = tuple(constants.values())
         self.is_private = _no_private_launch() is None
         self.variants: dict[int, tuple[Any, Any, Any, Any]] = {}
