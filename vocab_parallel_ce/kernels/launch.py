@@ -162,6 +162,7 @@ def option_arguments(options: LossOptions) -> LossOptions:
 def can_overlap(device: int) -> bool:
     """Return whether a kernel may begin before the one ahead of it has ended: ``launch_pdl``, from sm_90 on.
 
-    It then waits itself, before it reads what that one writes. All of what is earlier has ended by then.
+    It waits itself, before it reads what that one writes, and before it writes. After that, all of what is earlier has
+    ended. A gradient waits first of all: the kernel before it may be anybody's, and may have written the labels.
     """
     return device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
