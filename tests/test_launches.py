@@ -86,7 +86,7 @@ def test_wide_calls_launch_everything():
 def test_options_are_read_from_kernels_and_the_functions_that_they_call():
     from vocab_parallel_ce.kernels.online_softmax import online_softmax_kernel
 
-    # In walk_body, in transform, in row_loss, which store_outputs calls; and a tensor that may be None.
+    # In tile_stats, in transform, in row_loss, which store_outputs calls; and a tensor that may be None.
     found = options_of(online_softmax_kernel)
     assert {"loss_options.sum_sq_probs", "loss_options.softcap", "loss_options.z_loss", "class_weight"} <= found
 

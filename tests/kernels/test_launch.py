@@ -13,6 +13,7 @@ import triton
 
 from vocab_parallel_ce.kernels import launch as launching
 from vocab_parallel_ce.kernels.launch import TESTED_TRITON, Launch, dtypes_of, launch_path, option_arguments
+from vocab_parallel_ce.kernels.primitives import SMALL_CAP, LargeCap, SmallCap
 from vocab_parallel_ce.spec import LossOptions
 
 pytestmark = pytest.mark.reference
@@ -28,16 +29,18 @@ def test_an_option_that_is_off_is_none():
     off = option_arguments(LossOptions(7, 0.0, 0.0, 1.0, None))
     assert off == LossOptions(7, *[None] * (len(LossOptions._fields) - 1)) and off.ignore_index == 7
     every = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, *[True] * N_FLAGS)
-    assert option_arguments(every) == every
+    assert option_arguments(every) == every._replace(softcap=SmallCap(30.0))
     # A cap that no fp32 logit reaches.
-    assert option_arguments(LossOptions(logit_scale=1e-3, softcap=3e38)).softcap == 3e38
+    assert option_arguments(LossOptions(logit_scale=1e-3, softcap=3e38)).softcap == LargeCap(3e38, 3e38)
     assert option_arguments(LossOptions(logit_scale=1e-30, softcap=1e30)).softcap is None
 
 
 def test_numbers_have_the_types_that_launches_are_compiled_for():
-    """A float would be a new argument type, and True another kernel than 1."""
-    arguments = option_arguments(LossOptions(-100, 1.0, 1.0, 2.0, 1.0, *[True] * N_FLAGS))
-    assert [type(argument) for argument in arguments[:-2]] == [int, *[float] * 4, *[int] * N_FLAGS]
+    """A float would be a new argument type, and True another kernel than 1. A softcap's type says how large it is."""
+    for cap, kind in ((1.0, SmallCap), (SMALL_CAP, SmallCap), (SMALL_CAP + 1, LargeCap)):
+        arguments = option_arguments(LossOptions(-100, 1.0, 1.0, 2.0, cap, *[True] * N_FLAGS))
+        assert [type(argument) for argument in arguments[:-2]] == [int, *[float] * 3, kind, *[int] * N_FLAGS]
+        assert len(SmallCap._fields) != len(LargeCap._fields) and set(arguments.softcap) == {cap}
 
 
 class Compiled:
@@ -107,6 +110,13 @@ def test_a_launch_like_one_before_takes_the_private_way(kernel):
     hooks = (None, None, None)
     start = (9, 1, 1, STREAM, "function 0", "metadata 0", *hooks)
     assert second == ("private", 0, (*start, *addresses, *VALUES, 7, 2**31 - 1, 32, False))
+
+
+def test_an_option_of_the_compiler_that_is_off_is_not_passed(kernel):
+    """AMD's compiler has no launch_pdl. Every launch there would raise a KeyError."""
+    for value in (False, True):
+        Launch(kernel, VALUES, {}, num_warps=4, launch_pdl=value)(3, TENSORS, SIZES)
+    assert [call[3].get("launch_pdl") for call in kernel.calls] == [None, True]
 
 
 def test_a_remembered_kernel_stays_on_the_gpu(kernel):

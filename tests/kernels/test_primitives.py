@@ -94,6 +94,17 @@ def test_softcap_of_16_bit_logits(kernel_device, dtype, softcap):
     assert not slope[:-5][x[:-5].abs() > 20 * softcap].any()
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("softcap", (1.0, 5.0, 30.0, 64.0))
+def test_a_small_softcap_of_every_16_bit_logit(kernel_device, dtype, softcap):
+    """docs/options.md says how large its error is, and that a larger logit has no smaller value."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    x = every[every.isfinite()].double().sort().values
+    z = jit_functions.transform_of(x.to(dtype).to(kernel_device), LossOptions(softcap=softcap))[0].cpu()
+    assert float((z.double() - softcap * torch.tanh(x / softcap)).abs().max()) <= 3e-7 * softcap
+    assert bool((z.diff() >= 0).all())
+
+
 @pytest.mark.parametrize("vector", (4, 8))
 def test_head_body_and_tail_are_every_column_once(kernel_device, vector):
     """Rows of every width at every beginning; bodies begin at lines of 128 bytes."""

@@ -70,6 +70,9 @@ def report(target: GPUTarget, variant: Variant) -> dict:
     kernel, num_warps = variant.launch.kernel, variant.launch.num_warps
     # A launch does this: an argument named ``options`` compiled, and every launch raised a SyntaxError.
     create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
+    # And this: triton.compile ignores an option that the target's compiler lacks, a launch raises a KeyError.
+    unknown = variant.launch.compiler.keys() - vars(make_backend(target).parse_options({})).keys()
+    assert not unknown, f"{variant.name}: {target.backend} has no {sorted(unknown)}"
     compiled = triton.compile(source_of(variant), target=target, options=variant.launch.compiler)
     moved_sums = compiled.asm["ttgir"].count("efficient_layout")
     entry = {"target": f"{target.backend}:{target.arch}", "kernel": variant.name, "moved_sums": moved_sums}
@@ -77,10 +80,14 @@ def report(target: GPUTarget, variant: Variant) -> dict:
     if target.backend != "cuda":
         return entry | {"bytes": len(compiled.asm["hsaco"])}
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+    overlaps = variant.launch.compiler.get("launch_pdl", False)
+    before_wait = re.findall(r"(ld|st|atom|red)\.global", ptx.partition("griddepcontrol.wait")[0])
     return entry | {
         "bytes": len(cubin),
         "loads": sorted(set(re.findall(r"ld\.global[.\w]*", ptx))),
         "stores": sorted(set(re.findall(r"st\.global[.\w]*", ptx))),
+        # Kinds of accesses while the kernel before may run; None if it has ended.
+        "before_wait": sorted(set(before_wait)) if overlaps else None,
         # Bytes of each kind of copy into shared memory.
         "copies": sorted({f"{kind} {int(n, 0)}" for kind, n in re.findall(ASYNCHRONOUS_COPY, ptx)}),
         "shared_bytes": compiled.metadata.shared,

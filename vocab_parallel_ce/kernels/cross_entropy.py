@@ -56,7 +56,7 @@ class ShardSizes(NamedTuple):
 
 @triton.jit
 def locate_target(merged, label, begin, first, width, shard_start):
-    """Return the label and its place in the body, each -1 if it is none: an excluded column is no column's target."""
+    """Return the label, -1 if its column is excluded, and its column counted from ``first``, -1 outside of the body."""
     label = tl.where(merged.target_logit == float("-inf"), -1, label)
     target = begin - first + label - shard_start
     return label, tl.where((target >= 0) & (target < width), target, -1).to(tl.int32)
@@ -94,7 +94,7 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
     OVERLAPS: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]``, label 1: loss 0.4076, gradient ``[0.0900, -0.3348, 0.2447]``."""
-    ops.wait_for_previous(OVERLAPS)
+    ops.wait_for_previous(OVERLAPS)  # first: the kernel before may have written the labels
     row, begin_tile, step = ops.tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
     label = tl.load(labels + row).to(tl.int64)
     live = label != loss_options.ignore_index

@@ -1,4 +1,4 @@
-"""Divergence of a student's distribution from a teacher's: the algebra of ``losses.divergences`` for ``row_loss``.
+"""Divergence of a student's distribution from a teacher's: the algebra of ``losses.divergences`` for ``row_*``.
 
     forward   KL = cross / teacher_sum - log(teacher_sum) + log(student_sum)     dx_i = (s_i - t_i) / T
     reverse   KL = cross / student_sum - log(student_sum) + log(teacher_sum)     dx_i = s_i (log(s_i / t_i) - KL) / T

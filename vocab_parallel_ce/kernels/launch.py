@@ -36,7 +36,7 @@ class Launch:
     One Launch serves tensors of the same dtypes and with None at the same positions: :func:`dtypes_of` is the
     key. The kernel must not specialise on ``sizes``, the integers that change from call to call. It gets the
     ``LossOptions`` among ``values`` as :func:`option_arguments` returns them. ``compiler`` are more options of the
-    compiler.
+    compiler; one that is off is not passed: AMD's compiler has no ``launch_pdl``, and refuses it.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class Launch:
         self.constants = constants
         self.num_warps = num_warps
         # Triton 3.9 warns that 3.10 fuses nothing by default; fused, a version changes no bits.
-        self.compiler = {"num_warps": num_warps, "enable_fp_fusion": True, **compiler}
+        on = {name: value for name, value in compiler.items() if value}
+        self.compiler = {"num_warps": num_warps, "enable_fp_fusion": True, **on}
         self.tail = tuple(constants.values())
         self.is_private = _no_private_launch() is None
         self.variants: dict[int, tuple[Any, Any, Any, Any]] = {}
@@ -161,6 +162,7 @@ def option_arguments(options: LossOptions) -> LossOptions:
 def can_overlap(device: int) -> bool:
     """Return whether a kernel may begin before the one ahead of it has ended: ``launch_pdl``, from sm_90 on.
 
-    It then waits itself, before it reads what that one writes. All of what is earlier has ended by then.
+    It waits itself, before it reads what that one writes, and before it writes. After that, all of what is earlier has
+    ended. A gradient waits first of all: the kernel before it may be anybody's, and may have written the labels.
     """
     return device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

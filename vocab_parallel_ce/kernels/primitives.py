@@ -177,9 +177,9 @@ def tanh(a):
 def capped(x, factor, IS_FAST: tl.constexpr):
     """Return ``(tanh(x * factor), 1 - tanh(x * factor)^2)`` for ``factor > 0``; of NaN some number.
 
-    IS_FAST takes one exponential and one root, with an absolute error of up to 2e-7: for 16-bit logits, whose own
-    rounding is 1000 times that, and a small cap. The result never falls while x rises: equal logits stay equal, and
-    the first maximum the first. The finite factor: infinity times a logit of 0 is NaN.
+    IS_FAST takes one exponential and one root, with an absolute error of up to 3e-7: for 16-bit logits, whose own
+    rounding near the cap is hundreds of times that, and a small cap. The result never falls while x rises: equal
+    logits stay equal, and the first maximum the first. The finite factor: infinity times a logit of 0 is NaN.
     """
     if IS_FAST:
         a = x * tl.minimum(factor * 2.8853900817779268, 3.4028234663852886e38)

@@ -1,4 +1,4 @@
-"""Cross-entropy with probability targets: the algebra of ``losses.targets`` for ``row_loss``.
+"""Cross-entropy with probability targets: the algebra of ``losses.targets`` for ``row_*``.
 
 loss = T' * log(sum_exp) - target_shifted + z_loss * lse^2
 dz_i = p_i * (T' + 2 * z_loss * lse) - t'_i
