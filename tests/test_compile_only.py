@@ -27,7 +27,15 @@ PAIRS = (
     "divergence_gradient",
 )  # that walk two tensors together
 # What a kernel does while the one before it may still run: at most, it reads the labels.
-BEFORE_WAIT: dict[str, list[str]] = {"merged_parts": ["ld"], "loss": ["ld"], "cross_entropy": []}
+BEFORE_WAIT: dict[str, list[str]] = {
+    "merged_parts": ["ld"],
+    "loss": ["ld"],
+    "cross_entropy": [],
+    **dict.fromkeys(("target_merged", "target_loss", "target_gradient"), []),
+    **dict.fromkeys(
+        (f"divergence_{name}" for name in ("merged", "loss", "gradient", "part_second", "merged_second")), []
+    ),
+}
 MERGED_PAIRS = ("target_merged", "divergence_merged")  # that merge parts of them
 
 
