@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import READ_PAIRS, choose_block
+from vocab_parallel_ce.blocks import READ_SUMS, choose_block
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
 from vocab_parallel_ce.kernels.walk import body_tile, locate, walk_edges
@@ -114,7 +114,7 @@ def of_sums(options: LossOptions) -> LossOptions:
 
 @cache_launches
 def _launch(dtypes: Dtypes, rows: Rows, n_thresholds: int, shard: VocabShard, options: LossOptions) -> Launch:
-    block = choose_block(READ_PAIRS, shard.n_columns, dtypes[0].itemsize)
+    block = choose_block(READ_SUMS, shard.n_columns, dtypes[0].itemsize)
     layout, has_edges = rows
     rows = (layout, has_edges or shard.n_valid % block.vector != 0)
     return walk_launch(sums_above_kernel, rows, (shard.n_valid, options), block, T=n_thresholds)
