@@ -20,6 +20,7 @@ Table = tuple[tuple[int, int, int], ...]
 # fewer warps than one that also writes. The times are in docs/performance.md.
 READ = ((2_048, 1, 1), (16_384, 4, 2), (1 << 62, 8, 2))
 READ_PAIRS = ((2_048, 1, 1), (16_384, 4, 2), (1 << 62, 8, 1))  # kernels that read a row of two tensors
+READ_SUMS = ((2_048, 1, 1), (16_384, 4, 1), (1 << 62, 8, 1))  # an element has 7 sums in registers; not tuned
 READ_AND_WRITE = ((2_048, 1, 1), (40_960, 8, 2), (1 << 62, 16, 4))
 # For rows with edges: one more program per multiprocessor hides the latency of the edges.
 READ_AND_WRITE_EDGES = ((2_048, 1, 1), (1 << 62, 8, 2))

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vocab_parallel_ce import spec
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
+from vocab_parallel_ce.spec import GradOutputs, LossOptions, TokenOutputs
+from vocab_parallel_ce.spec_outputs import at_rows
 
 
 def launchers(loss: Loss, options: Any, shard: VocabShard) -> Launchers:
@@ -115,6 +117,25 @@ def count_larger(logits: Tensor, label_x: Tensor, counts: Tensor, *, shard: Voca
     """Fill ``counts [N]``: how many logits of a row of ``logits [..., C]`` are larger than its ``label_x [N]``."""
     rows = _rows(logits)[:, : shard.n_valid]
     counts.copy_((rows > label_x.to(rows.dtype).unsqueeze(-1)).sum(dim=-1))  # label_x is one of them: exact
+
+
+def sums_above(
+    logits: Tensor,
+    thresholds: Tensor,
+    shift: Tensor | None,
+    temperature: Tensor | None,
+    sums: Tensor,
+    *,
+    shard: VocabShard,
+    options: LossOptions,
+) -> None:
+    """Fill ``sums [N, T]`` of exp(z - shift) of the logits above ``thresholds [N, T]``; counts without ``shift``."""
+    x = _rows(logits)[:, : shard.n_valid].to(thresholds.dtype)
+    exp: Tensor | int = 1
+    if shift is not None:
+        exp = (spec.transformed(x, at_rows(options, temperature))[0] - shift.unsqueeze(-1)).exp()
+    for of_threshold, threshold in zip(sums.unbind(-1), thresholds.unbind(-1), strict=True):
+        of_threshold.copy_(torch.where(x > threshold.unsqueeze(-1), exp, 0).sum(dim=-1))
 
 
 def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:

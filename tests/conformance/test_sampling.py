@@ -61,6 +61,7 @@ LOGITS = covering(
     sampling=tuple(SAMPLINGS),
     temperature=(1.0, 0.7, "tokens"),
     softcap=(None, 10.0),
+    logit_scale=(1.0, 0.5),
     outputs=((), ("entropy",)),
 )
 
@@ -75,9 +76,10 @@ def test_logits(impl_device, case):
     there = temperature.view(shape).to(device) if torch.is_tensor(temperature) else temperature
     leaf, x = placed(logits, case, device)
     ways = {"temperature": there, "impl": impl, "outputs": case["outputs"], "vocab_size": columns_of(case)[0]}
-    found = token_log_probs(x, labels.view(shape).to(device), sampling=sampling, softcap=case["softcap"], **ways)
+    of_z = {name: case[name] for name in ("softcap", "logit_scale")}
+    found = token_log_probs(x, labels.view(shape).to(device), sampling=sampling, **of_z, **ways)
     found = [found.log_probs, found.entropy] if case["outputs"] else [found]
-    options = {"temperature": temperature, "softcap": case["softcap"]}
+    options = {"temperature": temperature, **of_z}
 
     def expected(dtype, grads):
         leaf = logits.detach().to(dtype).requires_grad_()
@@ -90,7 +92,7 @@ def test_logits(impl_device, case):
     grads[0][dropped] = 0.0  # what a trainer does with a token that its sampler could not draw
     torch.autograd.backward(found, [g.view(shape).to(device) for g in grads])
     truth, peer = expected(torch.float64, grads), expected(torch.float32, grads)
-    largest = float(transformed(logits.double(), softcap=case["softcap"]).abs().max()) / 0.5
+    largest = float(transformed(logits.double(), **of_z).abs().max()) / 0.5
     for name, *triple in zip(("log_probs", "entropy"), found, truth[0], peer[0], strict=False):
         value, *others = (each.detach().view(-1).cpu() for each in triple)
         assert_within_budget(value, *others, largest if name == "log_probs" else 1.0 + largest)
@@ -115,6 +117,19 @@ def test_equal_logits_and_edges(impl_device):
     assert torch.isclose(found(top_k=4)[2], 1 / (1 + torch.tensor(-1.0).exp()))
     for probs in (first, second, found(top_p=0.3)):
         assert probs[3:].isnan().all()
+    zeros = torch.tensor([[0.0, -0.0, 0.0, -0.0, 0.01, -1.0]], device=device)
+    of_zero = token_log_probs(zeros, labels[1:2], sampling=Sampling(5, 0.5), impl=impl).exp()
+    assert torch.isclose(of_zero.cpu(), 1 / (4 + torch.tensor(0.01).exp()))
+
+
+@pytest.mark.parametrize("top_k", (300, 700))
+def test_more_logits_than_groups_tell(impl_device, top_k):
+    """The search of ``top_k`` begins far from its end: some groups of columns have several of the largest logits."""
+    impl, device = impl_device
+    logits = torch.randn(3, 1500)
+    found = token_log_probs(logits.to(device), logits.argmax(-1).to(device), sampling=Sampling(top_k), impl=impl)
+    truth, _ = outputs_of(logits.double(), logits.argmax(-1), Sampling(top_k))
+    torch.testing.assert_close(found.cpu(), truth.float(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("keep_logits", ("none", "all"))
@@ -155,14 +170,14 @@ def _losses(student, ignored, *, labels, top_k, top_p, temperature):
 @pytest.mark.interpreted(2)
 @in_several_ranks
 def test_ranks(rank_pool, impl):
-    """The thresholds are of the whole vocabulary, and the same on all ranks: 33 exchanges of 4 bytes, 35 of 12."""
+    """The thresholds are of the whole vocabulary, and the same on all ranks: 22 exchanges of 28 bytes."""
     logits, _ = broad_rows("peaked", 6, 61)
     n = rank_pool.world_size
     width = -(-64 // n)
     bounds = [(rank * width, (rank + 1) * width) for rank in range(n)]
     options = {"labels": logits.argmax(-1), "top_k": 9, "top_p": 0.8, "temperature": 0.7}
     case = soft.Case(_sampled, _losses, logits, logits, options, {"reduction": "none"})
-    sent = [4] * 33 + [12] * (1 + 33 + 1)
+    sent = [8] + [28] * (11 + 11) + [12]
     soft.check_ranks(case, rank_pool.run(soft.run_in_rank, case, impl, bounds), bounds, sent)
 
 
@@ -188,7 +203,7 @@ def test_heads_of_ranks(rank_pool, impl):
     truth.sum().backward()
     results = rank_pool.run(_head_in_rank, impl, (hidden, weight, labels))
     for found, _, n_calls in results:
-        assert torch.equal(found, results[0][0]) and n_calls == 3 * 34 + 1
+        assert torch.equal(found, results[0][0]) and n_calls == 3 * (1 + 11) + 1
         torch.testing.assert_close(found, truth.float(), rtol=1e-5, atol=1e-5)
     d_weight = torch.cat([grad for _, grad, _ in results])
     torch.testing.assert_close(d_weight, leaf.grad.float(), rtol=1e-5, atol=1e-5)

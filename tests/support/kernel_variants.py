@@ -14,8 +14,10 @@ from vocab_parallel_ce.blocks import ONE_PASS, READ_PAIRS, choose_block, statist
 from vocab_parallel_ce.kernels import divergences, targets
 from vocab_parallel_ce.kernels.algebra import Algebra
 from vocab_parallel_ce.kernels.launch import Launch
+from vocab_parallel_ce.kernels.sums_above import of_sums
 from vocab_parallel_ce.kernels.walk import PairRows
 from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
+from vocab_parallel_ce.sampling import N_BITS
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, TokenOutputs
 
@@ -65,6 +67,8 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield gradient("bf16", True, "all", call="padded")
     yield scaled("bf16", edges=True)
     yield counted_larger("bf16", edges=True)
+    yield above("bf16", True, None)
+    yield above("bf16", True, "all", rows=("temperature",))
     yield finish("all", 4)
     yield part("bf16", True, "all")
     yield stats("bf16", True, "all", outputs=True, merged=True)
@@ -107,6 +111,8 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield gradient("fp32", True, "all", of="bf16")
     yield scaled("fp32", edges=False)
     yield counted_larger("bf16", edges=False)
+    for dtype, option in product(("bf16", "fp32"), (None, "plain", "softcap")):
+        yield above(dtype, False, option)
 
 
 def all_variants(target: GPUTarget) -> Iterator[Variant]:
@@ -114,6 +120,9 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
     for dtype, edges in product(DTYPES, (False, True)):
         yield scaled(dtype, edges)
         yield counted_larger(dtype, edges)
+        for option in (None, "plain", "logit_scale", "softcap"):
+            yield above(dtype, edges, option)
+            yield above(dtype, edges, option, rows=("temperature",))
         yield stats(dtype, edges, "plain", counted=True)
         yield gradient(dtype, edges, "plain", call="in_forward", ranks=1)
         yield gradient(dtype, edges, "all", call="in_forward")
@@ -252,6 +261,17 @@ def counted_larger(dtype: str, edges: bool) -> Variant:
     return Variant(
         f"count_larger-{dtype}{'-edges' * edges}", launch_of("count_larger", dtypes, ROWS[edges], shard), dtypes
     )
+
+
+def above(dtype: str, edges: bool, option: str | None, rows: tuple[str, ...] = ()) -> Variant:
+    """``option`` of None counts."""
+    fp32, shard = torch.float32, VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
+    temperature = fp32 if "temperature" in rows else None
+    shift, sums = (None, torch.int32) if option is None else (fp32, fp32)
+    of_z = of_sums(PLAIN if option is None else OPTIONS[option])
+    dtypes = (DTYPES[dtype], fp32, shift, temperature, sums)
+    launch = launch_of("sums_above", dtypes, ROWS[edges], (1 << N_BITS) - 1, shard, of_z)
+    return Variant("-".join((f"sums_above-{dtype}{'-edges' * edges}-{option or 'counts'}", *rows)), launch, dtypes)
 
 
 def finish(option: str, ranks: int, summed: bool = False, overlaps: bool = False) -> Variant:

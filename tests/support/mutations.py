@@ -45,6 +45,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "kernels/targets": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/divergences": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/launch": "tests/conformance/test_logits.py tests/kernels tests/test_random_calls.py",
+    "kernels/sums_above": f"{INTERPRETED} tests/kernels/test_sums_above.py tests/conformance/test_sampling.py",
     "kernels/": f"{INTERPRETED} {NUMBERS} {EDGES}",
     "losses/labels": f"-m 'reference or gloo' tests/conformance {OF_HEADS}",
     "sampling": "-m 'reference or gloo' tests/conformance/test_sampling.py",

@@ -9,6 +9,7 @@ from vocab_parallel_ce.kernels.cross_entropy import cross_entropy
 from vocab_parallel_ce.kernels.element_mul import element_mul
 from vocab_parallel_ce.kernels.loss import summed_outputs, token_outputs
 from vocab_parallel_ce.kernels.online_softmax import online_softmax
+from vocab_parallel_ce.kernels.sums_above import sums_above
 
 __all__ = [
     "count_larger",
@@ -19,6 +20,7 @@ __all__ = [
     "row_loss",
     "row_statistics",
     "summed_outputs",
+    "sums_above",
     "targets",
     "token_outputs",
 ]

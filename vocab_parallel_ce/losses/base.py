@@ -42,6 +42,9 @@ class Launchers(NamedTuple):
     second: Callable[..., None] | None = None
     gradient_fills_loss: bool = False  # whether gradient takes a loss
     count_larger: Callable[..., None] | None = None  # (logits, label_x, counts), for the label's rank
+    # (logits, thresholds, shift, temperature, sums): fills sums [N, T] of exp(z - shift) of the logits above thresholds
+    # [N, T]; int32 counts without shift. For a sampler's thresholds. A row whose first and last are equal may have 0.
+    sums_above: Callable[..., None] | None = None
     summed_outputs: Callable[..., Tensor] | None = None  # as outputs, and returns the sum of the losses
     # (logits, beside, divisor, outputs, counted=, options=): fills them and overwrites the logits with the gradient.
     one_pass: Callable[..., None] | None = None

@@ -93,7 +93,8 @@ class LabelLoss(Loss):
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
-            return reference.launchers(self, options, shard)
+            above = functools.partial(reference.sums_above, shard=shard, options=options)
+            return reference.launchers(self, options, shard)._replace(sums_above=above)
         own = {"shard": shard, "options": options}
         return Launchers(
             functools.partial(kernels.online_softmax, **own),
@@ -103,6 +104,7 @@ class LabelLoss(Loss):
             widths=(len(options.statistics),),
             gradient_fills_loss=True,
             count_larger=functools.partial(kernels.count_larger, shard=shard),
+            sums_above=functools.partial(kernels.sums_above, **own),
             summed_outputs=functools.partial(kernels.summed_outputs, **own),
         )
 
