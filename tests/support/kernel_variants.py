@@ -85,8 +85,8 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield from of_targets("bf16", "bf16", False, "plain", overlaps=True)
     yield from of_targets("bf16", "bf16", True, "all")
     yield from of_targets("bf16", "bf16", False, "weighted_smoothing")
-    yield from of_divergence("bf16", False, DivergenceOptions("forward"), overlaps=True)
-    yield from of_divergence("bf16", False, DivergenceOptions("js"), overlaps=True)
+    for divergence in ("forward", "js"):
+        yield from of_divergence("bf16", False, DivergenceOptions(divergence), overlaps=True)
     yield from of_divergence("bf16", False, DivergenceOptions("reverse", 2.0, hard_weight=0.5))
     weighted = ("class_weight", "weighted_smoothing")
     for option in ("smoothing", "softcap", "entropy", "sum_sq_probs", "mean_logit", "predictions", "all", *weighted):
