@@ -115,15 +115,13 @@ ONE_PASS = (
 )
 
 
-# Smoothing and predictions need more registers. Two kernels win on the widest rows. One H100, Triton 3.6.
-ONE_PASS_MORE = (*ONE_PASS[:-2], (212_993, 270_336, OnePassConfig(16, 5, 28, 4, 1)))
+# Of the widest rows, predictions need more registers. Smoothing has the widths at which two kernels were seen to lose,
+# on one H100 with Triton 3.6; others spill.
+ONE_PASS_PREDICTIONS = (*ONE_PASS[:-2], (212_993, 270_336, OnePassConfig(16, 5, 28, 4, 1)))
+ONE_PASS_SMOOTHING = (ONE_PASS[2], ONE_PASS_PREDICTIONS[-1])
 
 
 @functools.lru_cache
-def one_pass_config(row_bytes: int, needs_more: bool = False) -> OnePassConfig | None:
-    """Return the configuration for rows of ``row_bytes``; None if they do not fit or two kernels win.
-
-    ``needs_more``: smoothing or predictions.
-    """
-    table = ONE_PASS_MORE if needs_more else ONE_PASS
+def one_pass_config(row_bytes: int, table: tuple[tuple[int, int, OnePassConfig], ...]) -> OnePassConfig | None:
+    """Return the configuration for rows of ``row_bytes``; None if they do not fit or two kernels win."""
     return next((config for least, most, config in table if least <= row_bytes <= most), None)

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.fresh import fresh_python
 from vocab_parallel_ce import plan, selection, spec
-from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_MORE
+from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_PREDICTIONS, ONE_PASS_SMOOTHING
 from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, Workload, select
@@ -132,9 +132,12 @@ def test_options_that_one_pass_lacks_are_named_and_off_by_default():
 
 
 def test_the_widest_rows_have_one_launch_without_smoothing_and_predictions():
-    most, less = (table[-1][1] for table in (ONE_PASS, ONE_PASS_MORE))
-    for options in (spec.LossOptions(smoothing=0.1), spec.LossOptions(predictions=True)):
+    most, less = (table[-1][1] for table in (ONE_PASS, ONE_PASS_PREDICTIONS))
+    smoothing, predictions = spec.LossOptions(smoothing=0.1), spec.LossOptions(predictions=True)
+    for options in (smoothing, predictions, smoothing._replace(predictions=True)):
         assert LABELS.one_pass_config(options, less) and LABELS.one_pass_config(options, less + 16) is None
+    between = ONE_PASS_SMOOTHING[0][1] + 16
+    assert LABELS.one_pass_config(predictions, between) and LABELS.one_pass_config(smoothing, between) is None
     assert LABELS.one_pass_config(spec.PLAIN, most) and LABELS.one_pass_config(spec.PLAIN, most + 16) is None
 
 

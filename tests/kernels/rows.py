@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.core.test_spec import by_spec, tensors_of, with_tensors
-from tests.support.budget import assert_within_budget, of_sum_sq_probs
+from tests.support.budget import assert_within_budget, of_small_cap, of_sum_sq_probs
 from tests.support.layouts import Layout, logits_layouts
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.losses.labels import LABELS, Labels
@@ -161,16 +161,17 @@ def assert_is_largest(argmax: Tensor, rows: Tensor, options: LossOptions) -> Non
 def assert_outputs(outputs: TokenOutputs, logits: Tensor, labels: Tensor, options: LossOptions) -> None:
     """Each output that was asked for, against the whole vocabulary."""
     truth, peer = (by_spec(logits.to(dtype), labels, options) for dtype in (torch.float64, torch.float32))
-    assert_within_budget(outputs.loss.cpu(), truth.loss, peer.loss)
-    assert_within_budget(outputs.lse.cpu(), truth.lse, peer.lse)
+    of_cap = of_small_cap(logits.dtype, options.softcap)
+    assert_within_budget(outputs.loss.cpu(), truth.loss, peer.loss, of_cap)
+    assert_within_budget(outputs.lse.cpu(), truth.lse, peer.lse, of_cap)
     # Their terms are rounded next to 1, beside which they may be nothing.
     if options.entropy:
-        assert_within_budget(outputs.entropy.cpu() + 1, truth.entropy + 1, peer.entropy + 1)
+        assert_within_budget(outputs.entropy.cpu() + 1, truth.entropy + 1, peer.entropy + 1, of_cap)
     if options.sum_sq_probs:
         assert_within_budget(*(made.sum_sq_probs.cpu() + 1 for made in (outputs, truth, peer)))
     if options.mean_logit:
         # The largest logit is rounded, beside which the mean may be nothing.
-        assert_within_budget(*((made.lse - made.mean_logit).cpu() for made in (outputs, truth, peer)))
+        assert_within_budget(*((made.lse - made.mean_logit).cpu() for made in (outputs, truth, peer)), of_cap)
     if options.predictions:
         predicted = outputs.predictions.cpu()
         live = labels != options.ignore_index

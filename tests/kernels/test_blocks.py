@@ -29,9 +29,9 @@ def test_every_width_of_the_one_pass_table_has_one_configuration():
     assert all(least <= most for least, most in edges)
     assert [least for least, _ in edges[1:]] == [most + 1 for _, most in edges[:-1]]
     for least, most, config in ONE_PASS:
-        assert one_pass_config(least) == one_pass_config(most) == config
+        assert one_pass_config(least, ONE_PASS) == one_pass_config(most, ONE_PASS) == config
     for row_bytes in (1, edges[0][0] - 1, edges[-1][1] + 1, 1 << 40):
-        assert one_pass_config(row_bytes) is None
+        assert one_pass_config(row_bytes, ONE_PASS) is None
 
 
 def chunks_of(least, most, config):

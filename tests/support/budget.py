@@ -77,6 +77,11 @@ def assert_fp64_equal(actual: Tensor, expected: Tensor, magnitude: float) -> Non
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol, equal_nan=True)
 
 
+def of_small_cap(dtype: torch.dtype, softcap: float | None = None, temperature: float = 1.0, **_: object) -> float:
+    """Of 16-bit logits, kernels subtract from a small cap (``primitives.SMALL_CAP``), divided by the temperature."""
+    return softcap / temperature if dtype.itemsize == 2 and softcap is not None and softcap <= 64 else 0.0
+
+
 def of_sum_sq_probs(grad_output: Tensor | None) -> float:
     """The magnitude of ``2 * p * p * grad_output``, from which ``2 * p * S * grad_output`` is subtracted."""
     return 0.0 if grad_output is None else 2 * float(grad_output.nan_to_num(0.0, 0.0, 0.0).abs().max())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.support import oracle
-from tests.support.budget import assert_within_budget, of_sum_sq_probs
+from tests.support.budget import assert_within_budget, of_small_cap, of_sum_sq_probs
 from tests.support.inputs import NAN, Batch, batch, grad_output_layouts, padded_shard, with_a_broad_row
 from tests.support.words import package_options
 from vocab_parallel_ce import Outputs, token_log_probs, vocab_parallel_cross_entropy
@@ -176,11 +176,6 @@ def assert_right(
     if options.get("outputs") == METRICS:
         metrics = (compute(logits, labels, **given) for compute in (oracle.metrics_fp64, oracle.metrics_same_dtype))
         assert_metrics(results.outputs[1:], *metrics)
-
-
-def of_small_cap(dtype: torch.dtype, softcap: float | None = None, temperature: float = 1.0, **_: Any) -> float:
-    """Of 16-bit logits, kernels subtract from a small cap (``primitives.SMALL_CAP``), divided by the temperature."""
-    return softcap / temperature if dtype.itemsize == 2 and softcap is not None and softcap <= 64 else 0.0
 
 
 def assert_metrics(metrics: Sequence[Tensor], truth: Sequence[Tensor], peer: Sequence[Tensor]) -> None:

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, spec
 from vocab_parallel_ce.beside import temperature_of_rows, weights_of_columns
-from vocab_parallel_ce.blocks import OnePassConfig, one_pass_config
+from vocab_parallel_ce.blocks import (
+    ONE_PASS,
+    ONE_PASS_PREDICTIONS,
+    ONE_PASS_SMOOTHING,
+    OnePassConfig,
+    one_pass_config,
+)
 from vocab_parallel_ce.layout import compute_dtype, flat
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, loss_options
@@ -89,7 +95,8 @@ class LabelLoss(Loss):
         return tuple(lacks)
 
     def one_pass_config(self, options: LossOptions, row_bytes: int) -> OnePassConfig | None:
-        return one_pass_config(row_bytes, bool(options.smoothing or options.predictions))
+        table = ONE_PASS_PREDICTIONS if options.predictions else ONE_PASS
+        return one_pass_config(row_bytes, ONE_PASS_SMOOTHING if options.smoothing else table)
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
