@@ -10,8 +10,8 @@ time. The first REGISTER_CHUNKS of a row stay in registers, and their stages are
 in the buffer.
 
 The gradient with smoothing does not need the row's ``shifted_sum``. So the loss is computed after the gradient, which
-sees every shifted logit anyway. Softcap, and smoothing with class weights, have none of this: they need more registers
-than a program of wide rows has, and two kernels are faster.
+sees every shifted logit anyway. Two kernels do softcap, and smoothing with class weights: these need more registers
+than a program of wide rows has.
 
 Regime: one rank, rows of 16 to 304 KiB without padding, bound by memory. Ignored rows are not read. The kernel is
 written in Gluon, Triton's language for explicit layouts, which no interpreter runs.
