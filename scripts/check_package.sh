@@ -68,7 +68,9 @@ found=$("$python" -c 'import vocab_parallel_ce as package; print(package.__versi
 [[ $found == "$version $packages/vocab_parallel_ce/__init__.py" ]] || vpce_die "expected $version from the wheel, got $found"
 "$python" -m vocab_parallel_ce doctor >/dev/null
 "$python" one_rank.py
-OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 two_ranks.py >printed
+# A file for each rank: an unbuffered print is several writes, and those of two ranks may come between each other.
+OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 --log-dir ranks --redirects 1 two_ranks.py
+cat ranks/*/*/*/stdout.log >printed
 [[ $(cut -d' ' -f1 printed | sort | xargs) == "0 1" && $(cut -d' ' -f2 printed | sort -u | wc -l) == 1 ]] || {
     vpce_die "expected one loss, the same on two ranks, got: $(cat printed)"
 }
