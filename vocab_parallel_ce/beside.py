@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, shares_storage
+from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, flat, shares_storage
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.overwritten import check_not_overwritten
 from vocab_parallel_ce.shard import VocabShard
@@ -49,8 +49,8 @@ def temperature_of_rows(temperature: Tensor | None, labels: Tensor, logits: Tens
     if temperature is None:
         return None
     checks.check_temperature(temperature, labels)
-    values = temperature.detach().to(compute_dtype(logits.dtype)).reshape(-1)
-    return constant((values.expand(labels.numel()) if values.numel() == 1 else values).contiguous(), logits)
+    values = flat(temperature.detach().to(compute_dtype(logits.dtype)))
+    return constant(values.expand(labels.numel()).contiguous() if values.numel() == 1 else values, logits)
 
 
 def check_beside(name: str, tensor: Tensor, logits: Tensor, settings: Settings) -> None:

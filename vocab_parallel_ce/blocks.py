@@ -10,6 +10,7 @@ import functools
 from typing import NamedTuple
 
 from vocab_parallel_ce.layout import VECTOR_BYTES
+from vocab_parallel_ce.shard import VocabShard
 
 THREADS_PER_WARP = 32
 
@@ -45,10 +46,24 @@ class StatisticsBlock(NamedTuple):
     lanes: int  # of a tile: threads, with a vector each
     vector: int  # elements of 16 bytes
     tiles: int  # of a part
+    n_parts: int  # of a row
 
-    def parts_of(self, n_columns: int) -> int:
-        """Return the parts of a row."""
-        return -(-n_columns // (self.lanes * self.vector * self.tiles))
+
+class StatisticsShape(NamedTuple):
+    """Launch shapes of the kernels of statistics for a number of rows. A row's bits depend on the block alone."""
+
+    block: StatisticsBlock
+    is_cut: bool  # each part of a row has a program of its own
+    at_once: int  # parts that a program loads together
+    overlaps: bool  # a kernel begins before the one ahead of it has ended
+
+
+class GradientShape(NamedTuple):
+    """Launch shape of a gradient for a number of rows. No bit depends on it."""
+
+    block: Block
+    n_programs: int  # of a row
+    overlaps: bool  # as in StatisticsShape
 
 
 # (row bytes up to, warps, tiles of a part)
@@ -60,27 +75,38 @@ FEW_ROWS = 1024
 MOST_PROGRAMS = 4096  # of a gradient, if its rows have several each
 
 
-def is_cut(n_rows: int, n_parts: int) -> bool:
-    """Return whether each part of a row has a program of its own."""
-    return n_rows <= CUT_ROWS and n_parts >= CUT_PARTS
-
-
 def is_few(n_rows: int) -> bool:
     """Return whether rows are so few that a program should have more loads in flight."""
     return n_rows <= FEW_ROWS
 
 
-def programs_of_row(n_rows: int, n_tiles: int, fewest: int) -> int:
-    """Return how many programs write the gradient of a row: more than ``fewest`` if there are few rows."""
-    return min(n_tiles, max(fewest, MOST_PROGRAMS // max(n_rows, 1)))
-
-
-@functools.lru_cache
 def statistics_block(n_columns: int, element_size: int) -> StatisticsBlock:
     """Return the launch shape of statistics for rows of ``n_columns`` elements of ``element_size`` bytes."""
     row_bytes = n_columns * element_size
     num_warps, tiles = next((warps, tiles) for most, warps, tiles in STATISTICS if row_bytes <= most)
-    return StatisticsBlock(num_warps, THREADS_PER_WARP * num_warps, VECTOR_BYTES // element_size, tiles)
+    lanes, vector = THREADS_PER_WARP * num_warps, VECTOR_BYTES // element_size
+    return StatisticsBlock(num_warps, lanes, vector, tiles, -(-n_columns // (lanes * vector * tiles)))
+
+
+@functools.lru_cache(maxsize=1024)
+def statistics_shape(
+    n_rows: int, shard: VocabShard, element_size: int, n_tensors: int, can_overlap: bool
+) -> StatisticsShape:
+    """Return the launch shapes of statistics of a shard's rows in ``n_tensors``."""
+    block = statistics_block(shard.n_valid, element_size)
+    is_cut = n_rows <= CUT_ROWS and n_tensors * block.n_parts >= CUT_PARTS  # a part of two tensors is two reads
+    return StatisticsShape(block, is_cut, PARTS_AT_ONCE if is_few(n_rows) else 1, can_overlap and is_few(n_rows))
+
+
+@functools.lru_cache(maxsize=1024)
+def gradient_shape(
+    n_rows: int, shard: VocabShard, element_size: int, table: Table, fewest: int, can_overlap: bool
+) -> GradientShape:
+    """Return the launch shape of a gradient: more than ``fewest`` programs of a row if there are few rows."""
+    block = choose_block(table, shard.n_columns, element_size)
+    n_tiles = -(-shard.n_columns // (block.lanes * block.vector))
+    n_programs = min(n_tiles, max(fewest, MOST_PROGRAMS // max(n_rows, 1)))
+    return GradientShape(block, n_programs, can_overlap and n_rows <= CUT_ROWS)
 
 
 @functools.lru_cache

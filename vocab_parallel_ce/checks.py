@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from numbers import Integral, Real
 from typing import Any
 
@@ -27,16 +26,21 @@ IN_TRANSFORM = (
 )
 
 
-@contextmanager
-def naming(**names: str) -> Iterator[None]:
+class naming(ContextDecorator):
     """Let errors name the caller's parameters: ``names`` of what is checked. Also decorates a function."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
+
+    def __init__(self, **names: str) -> None:
+        self.names = names
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, TypeError | ValueError):
+            return
         subject, rest = re.match(r"(\w*)(.*)", str(error), re.DOTALL).groups()  # type: ignore[union-attr]
-        if subject not in names:
-            raise
-        raise type(error)(names[subject] + rest).with_traceback(error.__traceback__) from None
+        if subject in self.names:
+            raise type(error)(self.names[subject] + rest).with_traceback(error.__traceback__) from None
 
 
 def check_tensor(name: str, tensor: object) -> None:

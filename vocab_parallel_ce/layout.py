@@ -96,10 +96,10 @@ def overwritable(logits: Tensor) -> Tensor:
 
 def source_and_new(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logits to read and a new tensor for their gradient, laid out alike: gaps cost a copy."""
-    grad = torch.empty_like(logits)
-    if row_layout(grad) is None:
+    grad, is_contiguous = torch.empty_like(logits), logits.is_contiguous()
+    if not is_contiguous and row_layout(grad) is None:
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    alike = grad.stride() == logits.stride() and logits.data_ptr() % 16 == grad.data_ptr() % 16
+    alike = (is_contiguous or grad.stride() == logits.stride()) and logits.data_ptr() % 16 == grad.data_ptr() % 16
     return (logits, grad) if alike else (grad.copy_(logits), grad)
 
 
@@ -122,7 +122,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def per_row(grad_output: Tensor, logits: Tensor) -> Tensor:
     """Return ``[N]``, a view of a ``grad_output`` of one element for all rows (stride 0) or one per row."""
     if grad_output.numel() == 1:
-        return grad_output.as_strided((logits.shape[:-1].numel(),), (0,))
+        return grad_output.as_strided((logits.numel() // logits.shape[-1],), (0,))
     return grad_output if grad_output.dim() == 1 else grad_output.reshape(-1)
 
 

@@ -37,7 +37,8 @@ def mark_overwritten(logits: Tensor, version_before: int, age: int) -> None:
     storage = logits.untyped_storage()
     earlier = getattr(storage, _RECORD, None)
     spans = earlier.spans if earlier is not None and earlier.version == version_before else ()
-    age = _OLDEST if (logits if logits._base is None else logits._base).is_leaf else age
+    base = logits._base
+    age = _OLDEST if (logits if base is None else base).is_leaf else age
     setattr(storage, _RECORD, _Record(logits._version, age, (*spans, _span(logits))))
 
 

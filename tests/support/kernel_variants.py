@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from triton.backends.compiler import GPUTarget
 
-from vocab_parallel_ce.blocks import ONE_PASS, READ_PAIRS, choose_block, statistics_block
+from vocab_parallel_ce.blocks import (
+    ONE_PASS,
+    PARTS_AT_ONCE,
+    READ_PAIRS,
+    StatisticsShape,
+    choose_block,
+    gradient_shape,
+    is_few,
+    statistics_block,
+)
 from vocab_parallel_ce.kernels import divergences, targets
 from vocab_parallel_ce.kernels.algebra import Algebra
 from vocab_parallel_ce.kernels.launch import Launch
@@ -188,17 +197,8 @@ def stats(
     dtypes += (torch.float32 if options.class_weight else None,)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     block = statistics_block(N_COLUMNS, DTYPES[dtype].itemsize)
-    launch = launch_of(
-        "online_softmax",
-        dtypes,
-        ROWS[edges],
-        block,
-        8 if merged else at_once,
-        shard,
-        options,
-        overlaps,
-        merged and overlaps,
-    )
+    shape = StatisticsShape(block, merged, PARTS_AT_ONCE if merged else at_once, overlaps)
+    launch = launch_of("online_softmax", dtypes, ROWS[edges], shape, shard, options)
     name = "merged_parts" if merged else "online_softmax"
     name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}{'-outputs' * outputs}"
     name += f"-{at_once}" * (at_once > 1)
@@ -210,8 +210,8 @@ def part(dtype: str, edges: bool, option: str, rows: tuple[str, ...] = (), overl
     weights = torch.float32 if options.class_weight else None
     dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), torch.float32, torch.int32, weights)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    block = statistics_block(N_COLUMNS, DTYPES[dtype].itemsize)
-    launch = launch_of("online_softmax", dtypes, ROWS[edges], block, shard, options, overlaps, maker="_launch_of_parts")
+    shape = StatisticsShape(statistics_block(N_COLUMNS, DTYPES[dtype].itemsize), True, PARTS_AT_ONCE, overlaps)
+    launch = launch_of("online_softmax", dtypes, ROWS[edges], shape, shard, options, maker="_launch_of_parts")
     return Variant("-".join((f"part-{dtype}{'-edges' * edges}-{option}", *rows)), launch, dtypes)
 
 
@@ -239,9 +239,9 @@ def gradient(
     shard = VocabShard(0, N_COLUMNS, N_COLUMNS - 100 if call == "padded" else 4 * N_COLUMNS)
     strides = GradOutputs(*(None if grad is None else 3 for grad in grads))
     of_grad = DTYPES[of or dtype]
-    has_factors = options.entropy or options.sum_sq_probs or rows != ()
-    shape = (ROWS[edges], DTYPES[dtype], of_grad, n_rows, shard.n_columns, options, has_factors)
-    block, programs = importlib.import_module("vocab_parallel_ce.kernels.cross_entropy")._shape(*shape)
+    table_of = importlib.import_module("vocab_parallel_ce.kernels.cross_entropy")._table
+    table, fewest = table_of(edges or is_few(n_rows), DTYPES[dtype] == of_grad, options, rows != ())
+    block, programs, _ = gradient_shape(n_rows, shard, of_grad.itemsize, table, fewest, False)
     key = (ROWS[edges], block, programs > 1, strides, ranks, shard, options, overlaps)
     launch = launch_of("cross_entropy", dtypes, *key)
     name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}"
@@ -321,18 +321,18 @@ def of_algebra(
     rows, shard = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     fp32, second, own = torch.float32, torch.float32 if len(widths) > 1 else None, (algebra, shard, options)
     gathered, block = (4, widths[0]), statistics_block(N_COLUMNS, logits.itemsize)
+    whole, cut = (StatisticsShape(block, is_cut, PARTS_AT_ONCE, overlaps) for is_cut in (False, True))
     dtypes: tuple[torch.dtype | None, ...]
     for parts in (None, fp32):
         dtypes = (logits, *beside, parts, fp32, second, fp32, None)
         if parts is not None and second is not None:  # whose parts follow
             dtypes = (logits, *beside, parts, fp32, None, None, None)
-        launch = launch_of(
-            "row_statistics", dtypes, rows, block, widths[0], *own, overlaps and parts is not None, maker="_statistics"
-        )
+        shape = whole if parts is None else cut
+        launch = launch_of("row_statistics", dtypes, rows, shape, widths[0], *own, maker="_statistics")
         yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)
     for stats in (None, fp32) if second else (None,):
         dtypes = (logits, *beside, stats, fp32)
-        key = (rows, block, gathered, overlaps, stats is not None, *own)
+        key = (rows, cut, gathered, stats is not None, *own)
         launch = launch_of("row_statistics", dtypes, *key, maker="_launch_of_parts")
         yield Variant(name.format("part_second" if stats else "part"), launch, dtypes)
     dtypes = (logits, *beside, fp32, second, None, fp32, logits)
@@ -353,7 +353,7 @@ def of_algebra(
     yield Variant(name.format("loss"), launch, dtypes)
     for parts in (None, fp32) if second else ():
         dtypes = (logits, *beside, parts, fp32, fp32)
-        key = (rows, block, gathered, *own, overlaps and parts is not None)
+        key = (rows, whole if parts is None else cut, gathered, *own)
         launch = launch_of("row_statistics", dtypes, *key, maker="_second")
         yield Variant(name.format("merged_second" if parts else "second"), launch, dtypes)
 

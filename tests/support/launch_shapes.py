@@ -17,12 +17,25 @@ LIMITS = {
 @contextmanager
 def programs(kind: str) -> Iterator[None]:
     """Let rows have ONE program, except of gradients that always have a program per tile, or SEVERAL."""
-    with patch.multiple(blocks, **LIMITS[kind]):
+    with _limits(**LIMITS[kind]):
         yield
 
 
 @contextmanager
 def programs_by_rows() -> Iterator[None]:
     """Let 1 or 2 rows have several programs, 3 or 4 load several parts at once, and others neither."""
-    with patch.multiple(blocks, CUT_ROWS=2, CUT_PARTS=2, MOST_PROGRAMS=8, FEW_ROWS=4):
+    with _limits(CUT_ROWS=2, CUT_PARTS=2, MOST_PROGRAMS=8, FEW_ROWS=4):
         yield
+
+
+@contextmanager
+def _limits(**limits: int) -> Iterator[None]:
+    with patch.multiple(blocks, **limits):
+        _forget_shapes()
+        yield
+    _forget_shapes()
+
+
+def _forget_shapes() -> None:
+    blocks.statistics_shape.cache_clear()
+    blocks.gradient_shape.cache_clear()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce.options import DIFFERENTIABLE, Sampling, Settings, checked_outputs
+from vocab_parallel_ce.options import Sampling, Settings, checked_outputs
 from vocab_parallel_ce.spec import TokenOutputs, is_ignored
 from vocab_parallel_ce.top import Top
 
@@ -110,7 +110,9 @@ def _others(
     found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None, divisor: Tensor | None
 ) -> dict[str, Any]:
     asked = settings.outputs
-    named: dict[str, Any] = {name: getattr(found, name) for name in (*DIFFERENTIABLE, "predictions") if name in asked}
+    named: dict[str, Any] = {name: getattr(found, name) for name in asked if name in TokenOutputs._fields}
+    if len(named) == len(asked) and top is None:
+        return named
     with torch.no_grad():
         if "token_accuracy" in asked:
             named["token_accuracy"] = _accuracy(found.predictions, labels, settings.ignore_index)

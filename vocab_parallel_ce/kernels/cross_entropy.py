@@ -9,25 +9,23 @@ the shard once and writes it once. ``grad_loss`` and the divisor are one fp32 fa
 once. Padded columns become 0, whatever they hold.
 """
 
+import functools
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import (
     ALL_TILES,
-    CUT_ROWS,
     READ_AND_WRITE,
     READ_AND_WRITE_EDGES,
     WRITE_SMALL_TILES,
     WRITE_TILES,
     Block,
     Table,
-    choose_block,
+    gradient_shape,
     is_few,
-    programs_of_row,
 )
 from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import primitives as ops
@@ -183,39 +181,29 @@ def cross_entropy(
     of_columns = class_weight if options.smoothing else None
     tensors = (base, labels, temperature, threshold, stats[0], divisor, *grads, loss, grad_base, of_columns)
     strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
-    has_factors = options.entropy or options.sum_sq_probs or temperature is not None or threshold is not None
-    block, n_programs = _shape(rows, base.dtype, grad_base.dtype, n_rows, shard.n_columns, options, has_factors)
-    overlaps = n_rows <= CUT_ROWS and can_overlap(logits.get_device())
+    of_rows = temperature is not None or threshold is not None
+    table, fewest = _table(rows[1] or is_few(n_rows), base.dtype == grad_base.dtype, options, of_rows)
+    overlaps = can_overlap(logits.get_device())
+    block, n_programs, overlaps = gradient_shape(n_rows, shard, grad_base.element_size(), table, fewest, overlaps)
     launch = _launch(dtypes_of(tensors), rows, block, n_programs > 1, strides, n_ranks, shard, options, overlaps)
     launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 
 
-def _shape(
-    rows: Rows,
-    dtype: torch.dtype,
-    grad_dtype: torch.dtype,
-    n_rows: int,
-    n_columns: int,
-    options: LossOptions,
-    has_factors: bool,
-) -> tuple[Block, int]:
-    """Return the block, and the programs of a row. No bit depends on them.
+@functools.lru_cache(maxsize=1024)
+def _table(is_small: bool, same_dtype: bool, options: LossOptions, of_rows: bool) -> tuple[Table, int]:
+    """Return the table of blocks, and the fewest programs of a row. No bit depends on them.
 
-    ``has_factors``: each column needs more registers, for an output with a gradient or the row's temperature.
+    ``is_small``: rows are few, or have edges. ``of_rows``: they have a temperature or a threshold of their own.
     """
-    programs = 1
-    table: Table = READ_AND_WRITE_EDGES
-    if dtype == grad_dtype and options.softcap is not None:
-        programs = 2
-    elif dtype == grad_dtype and (options.smoothing or options.mean_logit):
+    if not same_dtype:
+        return READ_AND_WRITE_EDGES, 1
+    if options.softcap is not None:
+        return READ_AND_WRITE_EDGES, 2
+    if options.smoothing or options.mean_logit:
         # Several programs of the larger block would take 99 registers: one at a time on a multiprocessor.
-        if not rows[1] and not is_few(n_rows):
-            table = READ_AND_WRITE
-    elif dtype == grad_dtype:
-        table, programs = WRITE_SMALL_TILES if has_factors else WRITE_TILES, ALL_TILES
-    block = choose_block(table, n_columns, grad_dtype.itemsize)
-    n_tiles = -(-n_columns // (block.lanes * block.vector))
-    return block, programs_of_row(n_rows, n_tiles, programs)
+        return READ_AND_WRITE_EDGES if is_small else READ_AND_WRITE, 1
+    has_factors = options.entropy or options.sum_sq_probs or of_rows  # a column needs more registers
+    return WRITE_SMALL_TILES if has_factors else WRITE_TILES, ALL_TILES
 
 
 @cache_launches

@@ -127,16 +127,21 @@ def row_arguments(logits: Tensor) -> tuple[Tensor, Rows]:
 
     Rows that begin at a line of 128 bytes and are whole vectors of 16 bytes have no head and no tail.
     """
-    n_columns = logits.shape[-1]
-    line = LINE_BYTES // logits.element_size()
+    n_columns, size = logits.shape[-1], logits.element_size()
     if logits.is_contiguous() and logits.data_ptr() % VECTOR_BYTES == 0:
-        return logits, ((0, 1, 1, n_columns, 0, 0), n_columns % line != 0)
+        return logits, _contiguous_rows(n_columns, size)
+    line = LINE_BYTES // size
     layout = row_layout(logits)
     assert layout is not None, "rows that kernels cannot walk are copied before any launch"
     base, misaligned = aligned_base(logits)
     layout = layout._replace(offset=misaligned)
-    is_whole = n_columns * logits.element_size() % VECTOR_BYTES == 0
+    is_whole = n_columns * size % VECTOR_BYTES == 0
     return base, (tuple(layout), not is_whole or layout.pitch % line != 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _contiguous_rows(n_columns: int, element_size: int) -> Rows:
+    return (0, 1, 1, n_columns, 0, 0), n_columns * element_size % LINE_BYTES != 0
 
 
 def option_arguments(options: LossOptions) -> LossOptions:

@@ -79,12 +79,9 @@ def summed_outputs(
     options: LossOptions,
 ) -> Tensor:
     """Do what :func:`token_outputs` does, and return the sum of the losses; up to SUMMED_ROWS rows in one launch."""
-    if not 0 < stats[0].shape[1] <= SUMMED_ROWS:
-        _fill(stats[0], beside, divisor, outputs, None, shard, options)
-        return outputs.loss.sum()
-    total = outputs.loss.new_empty(())
+    total = outputs.loss.new_empty(()) if 0 < stats[0].shape[1] <= SUMMED_ROWS else None
     _fill(stats[0], beside, divisor, outputs, total, shard, options)
-    return total
+    return outputs.loss.sum() if total is None else total
 
 
 def _fill(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsBlock, is_cut, is_few, statistics_block
+from vocab_parallel_ce.blocks import StatisticsBlock, StatisticsShape, statistics_shape
 from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import lanes as of_lanes
 from vocab_parallel_ce.kernels import primitives as ops
@@ -318,22 +318,18 @@ def online_softmax(
     labels, class_weight, temperature, threshold = beside
     n_rows = labels.shape[0]
     base, rows = row_arguments(logits)
-    block = statistics_block(shard.n_valid, base.element_size())
+    shape = statistics_shape(n_rows, shard, base.element_size(), 1, can_overlap(logits.get_device()))
     parts, counted = None, count
-    n_parts = block.parts_of(shard.n_valid)
-    overlaps = is_few(n_rows) and can_overlap(logits.get_device())
-    if is_cut(n_rows, n_parts):
-        parts = stats[0].new_empty(n_rows, n_parts, n_lane_fields(options), block.lanes)
+    if shape.is_cut:
+        block = shape.block
+        parts = stats[0].new_empty(n_rows, block.n_parts, n_lane_fields(options), block.lanes)
         tensors: tuple[Tensor | None, ...] = (base, labels, temperature, threshold, parts, count, class_weight)
-        launch = _launch_of_parts(dtypes_of(tensors), rows, block, shard, options, overlaps)
-        launch(n_rows * n_parts + (count is not None), tensors, (n_rows, shard.start))
+        launch = _launch_of_parts(dtypes_of(tensors), rows, shape, shard, options)
+        launch(n_rows * block.n_parts + (count is not None), tensors, (n_rows, shard.start))
         counted = None
     of_outputs = outputs or [None] * len(TokenOutputs._fields)
     tensors = (base, labels, temperature, threshold, parts, stats[0], counted, *of_outputs, divisor, class_weight)
-    unrolled = PARTS_AT_ONCE if is_few(n_rows) else 1
-    # After the kernel of parts; any other kernel before this one may write what is read before the wait.
-    launch_pdl = overlaps and parts is not None
-    launch = _launch(dtypes_of(tensors), rows, block, unrolled, shard, options, overlaps, launch_pdl)
+    launch = _launch(dtypes_of(tensors), rows, shape, shard, options)
     launch(n_rows + (counted is not None), tensors, (n_rows, shard.start, rank * n_rows))
 
 
@@ -344,27 +340,20 @@ def n_lane_fields(options: LossOptions) -> int:
 
 
 @cache_launches
-def _launch(
-    dtypes: Dtypes,
-    rows: Rows,
-    block: StatisticsBlock,
-    unrolled: int,
-    shard: VocabShard,
-    options: LossOptions,
-    overlaps: bool,
-    launch_pdl: bool,
-) -> Launch:
-    values = (shard.n_valid, block.parts_of(shard.n_valid), shard.vocab_size, options)
-    more = {"UNROLLED": unrolled, "OVERLAPS": overlaps}
-    return _walk_launch(online_softmax_kernel, rows, values, block, shard, launch_pdl=launch_pdl, **more)
+def _launch(dtypes: Dtypes, rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions) -> Launch:
+    block, is_cut, at_once, overlaps = shape
+    values = (shard.n_valid, block.n_parts, shard.vocab_size, options)
+    more = {"UNROLLED": at_once, "OVERLAPS": overlaps}
+    # After the kernel of parts; any other kernel before this one may write what is read before the wait.
+    return _walk_launch(online_softmax_kernel, rows, values, block, shard, launch_pdl=overlaps and is_cut, **more)
 
 
 @cache_launches
 def _launch_of_parts(
-    dtypes: Dtypes, rows: Rows, block: StatisticsBlock, shard: VocabShard, options: LossOptions, overlaps: bool
+    dtypes: Dtypes, rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions
 ) -> Launch:
-    values = (shard.n_valid, block.parts_of(shard.n_valid), options)
-    return _walk_launch(part_kernel, rows, values, block, shard, OVERLAPS=overlaps)
+    values = (shard.n_valid, shape.block.n_parts, options)
+    return _walk_launch(part_kernel, rows, values, shape.block, shard, OVERLAPS=shape.overlaps)
 
 
 def _walk_launch(

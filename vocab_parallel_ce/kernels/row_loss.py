@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import CUT_ROWS, READ_PAIRS, Block, choose_block, programs_of_row
+from vocab_parallel_ce.blocks import READ_PAIRS, Block, gradient_shape
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.algebra import Algebra, Row
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, can_overlap, dtypes_of
@@ -205,9 +205,8 @@ def gradient(
         grad_output = stats[0].new_ones(1, dtype=torch.float32).expand(n_rows)
     merged = (stats[0], second_of(stats), divisor)
     tensors = (base, other_base, beside.labels, beside.class_weight, *merged, grad_output, grad_base)
-    block = choose_block(READ_PAIRS, shard.n_columns, base.element_size())
-    n_programs = programs_of_row(n_rows, -(-shard.n_columns // (block.lanes * block.vector)), 1)
-    overlaps = n_rows <= CUT_ROWS and can_overlap(logits.get_device())
+    size, overlaps = base.element_size(), can_overlap(logits.get_device())
+    block, n_programs, overlaps = gradient_shape(n_rows, shard, size, READ_PAIRS, 1, overlaps)
     key = (rows, block, n_programs > 1, grad_output.stride(0), (n_ranks, width), algebra, shard, options, overlaps)
     _gradient(dtypes_of(tensors), *key)(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 

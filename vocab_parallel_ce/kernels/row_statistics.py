@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsBlock, is_cut, statistics_block
+from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsShape, statistics_shape
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels import row_loss
 from vocab_parallel_ce.kernels.algebra import Algebra, Row, load_logits
@@ -254,14 +254,13 @@ def statistics(
     base, other_base, rows = pair_arguments(logits, beside[0])
     own: dict[str, Any] = {"algebra": algebra, "shard": shard, "options": options}
     pair = (base, other_base, beside.labels, beside.class_weight)
-    block = statistics_block(shard.n_valid, base.element_size())
-    parts = _parts(pair, rows, block, stats[:1], False, **own)
+    shape = statistics_shape(n_rows, shard, base.element_size(), 2, can_overlap(logits.get_device()))
+    parts = _parts(pair, rows, shape, stats[:1], False, **own) if shape.is_cut else None
     # Programs of parts need the statistics of the row: those of the second exchange follow.
     is_last = parts is None or len(stats) == 1
     filled = (None, None) if outputs is None or not is_last else (second_of(stats), outputs.loss)
     tensors = (*pair, parts, stats[0], *filled, divisor)
-    overlaps = parts is not None and can_overlap(logits.get_device())
-    launch = _statistics(dtypes_of(tensors), rows, block, width, **own, overlaps=overlaps)
+    launch = _statistics(dtypes_of(tensors), rows, shape, width, algebra, shard, options)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
     if outputs is not None and not is_last:
         second(logits, beside, stats, rank, **own)
@@ -283,31 +282,27 @@ def second(
     base, other_base, rows = pair_arguments(logits, beside[0])
     own: dict[str, Any] = {"algebra": algebra, "shard": shard, "options": options}
     pair = (base, other_base, beside.labels, beside.class_weight)
-    block = statistics_block(shard.n_valid, base.element_size())
-    parts = _parts(pair, rows, block, stats, True, **own)
+    shape = statistics_shape(n_rows, shard, base.element_size(), 2, can_overlap(logits.get_device()))
+    parts = _parts(pair, rows, shape, stats, True, **own) if shape.is_cut else None
     tensors = (*pair, parts, *stats)
-    overlaps = parts is not None and can_overlap(logits.get_device())
-    launch = _second(dtypes_of(tensors), rows, block, (n_ranks, width), **own, overlaps=overlaps)
+    launch = _second(dtypes_of(tensors), rows, shape, (n_ranks, width), algebra, shard, options)
     launch(n_rows, tensors, (n_rows, rank * n_rows))
 
 
 def _parts(
     pair: tuple[Any, ...],
     rows: PairRows,
-    block: StatisticsBlock,
+    shape: StatisticsShape,
     stats: tuple[Tensor, ...],
     of_second: bool,
     **own: Any,
-) -> Tensor | None:
-    """Return what the lanes know of each part of each row, if there are few rows; ``of_second``: for that exchange."""
+) -> Tensor:
+    """Return what the lanes know of each part of each row; ``of_second``: for that exchange."""
     n_ranks, n_rows, width = stats[0].shape
-    n_parts = block.parts_of(own["shard"].n_valid)
-    if not is_cut(n_rows, 2 * n_parts):  # a part of two tensors is two reads
-        return None
-    parts = stats[0].new_empty(n_rows, n_parts, 2 if of_second else width, block.lanes)
+    _, lanes, _, _, n_parts = shape.block
+    parts = stats[0].new_empty(n_rows, n_parts, 2 if of_second else width, lanes)
     tensors = (*pair, stats[0] if of_second else None, parts)
-    key = (rows, block, (n_ranks, width), can_overlap(parts.get_device()))
-    launch = _launch_of_parts(dtypes_of(tensors), *key, of_second, **own)
+    launch = _launch_of_parts(dtypes_of(tensors), rows, shape, (n_ranks, width), of_second, **own)
     launch(n_rows * n_parts, tensors, (n_rows,))
     return parts
 
@@ -316,48 +311,59 @@ def _parts(
 def _statistics(
     dtypes: Dtypes,
     rows: PairRows,
-    block: StatisticsBlock,
+    shape: StatisticsShape,
     width: int,
     algebra: Algebra,
     shard: VocabShard,
     options: Any,
-    overlaps: bool,
 ) -> Launch:
-    constants = {"LOSS": algebra, "WIDTH": width, "TILES": block.tiles, "UNROLLED": PARTS_AT_ONCE, "OVERLAPS": overlaps}
     values = (Sizes.of(shard), options)
-    return pair_launch(row_statistics_kernel, rows, values, shard, block, launch_pdl=overlaps, **constants)
+    return _launch(row_statistics_kernel, rows, values, shard, shape, {"LOSS": algebra, "WIDTH": width})
 
 
 @cache_launches
 def _second(
     dtypes: Dtypes,
     rows: PairRows,
-    block: StatisticsBlock,
+    shape: StatisticsShape,
     gathered: tuple[int, int],
     algebra: Algebra,
     shard: VocabShard,
     options: Any,
-    overlaps: bool,
 ) -> Launch:
-    constants = {**of_ranks(gathered, algebra), "TILES": block.tiles, "UNROLLED": PARTS_AT_ONCE, "OVERLAPS": overlaps}
     values = (Sizes.of(shard), gathered[0], options)
-    return pair_launch(row_second_kernel, rows, values, shard, block, launch_pdl=overlaps, **constants)
+    return _launch(row_second_kernel, rows, values, shard, shape, of_ranks(gathered, algebra))
 
 
 @cache_launches
 def _launch_of_parts(
     dtypes: Dtypes,
     rows: PairRows,
-    block: StatisticsBlock,
+    shape: StatisticsShape,
     gathered: tuple[int, int],
-    overlaps: bool,
     of_second: bool,
     algebra: Algebra,
     shard: VocabShard,
     options: Any,
 ) -> Launch:
+    block, _, _, overlaps = shape
     constants = {**of_ranks(gathered, algebra), "TILES": block.tiles, "OVERLAPS": overlaps}
     values = (Sizes.of(shard), gathered[0], options)
     # The first exchange's kernel of parts is the first of those that overlap.
     launch_pdl = overlaps and of_second
     return pair_launch(row_part_kernel, rows, values, shard, block, launch_pdl=launch_pdl, **constants)
+
+
+def _launch(
+    kernel: Any,
+    rows: PairRows,
+    values: tuple[Any, ...],
+    shard: VocabShard,
+    shape: StatisticsShape,
+    constants: dict[str, Any],
+) -> Launch:
+    """Return the Launch of a kernel that merges parts, or walks the rows; after a kernel of parts alone it overlaps."""
+    block, is_cut, _, overlaps = shape
+    overlaps = overlaps and is_cut
+    constants |= {"TILES": block.tiles, "UNROLLED": PARTS_AT_ONCE, "OVERLAPS": overlaps}
+    return pair_launch(kernel, rows, values, shard, block, launch_pdl=overlaps, **constants)

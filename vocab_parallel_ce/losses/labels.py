@@ -56,7 +56,8 @@ class LabelLoss(Loss):
         self, given: Labels, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int
     ) -> Labels:
         labels, class_weight, temperature, _ = given
-        rows, threshold = flat(labels), _thresholds(settings, logits, labels.numel())
+        rows = flat(labels)
+        threshold = _thresholds(settings, logits, rows)
         if settings.check_labels:
             checks.check_label_range(labels, shard.vocab_size, settings.ignore_index, shift=settings.shift)
         if class_weight is None and temperature is None and threshold is None:
@@ -75,7 +76,7 @@ class LabelLoss(Loss):
         temperature = temperature_of_rows(temperature, given.labels, hidden)
         if temperature is not None and order is not None:
             temperature = order.to_rows(temperature, 1.0)
-        return Labels(labels, weights, temperature, _thresholds(settings, hidden, labels.shape[0]))
+        return Labels(labels, weights, temperature, _thresholds(settings, hidden, labels))
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> LossOptions:
         return loss_options(settings, vocab_size, class_weight=class_weight)
@@ -169,8 +170,8 @@ class LabelLoss(Loss):
 LABELS = LabelLoss()
 
 
-def _thresholds(settings: Settings, like: Tensor, n_rows: int) -> Tensor | None:
+def _thresholds(settings: Settings, like: Tensor, labels: Tensor) -> Tensor | None:
     """Return memory for what ``sampling`` finds, if it is asked for."""
     if settings.sample_k is None and settings.sample_p == 1:
         return None
-    return like.new_full((n_rows,), NEG_INF, dtype=compute_dtype(like.dtype))
+    return like.new_full((labels.shape[0],), NEG_INF, dtype=compute_dtype(like.dtype))

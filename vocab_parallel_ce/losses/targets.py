@@ -71,9 +71,6 @@ class TargetLoss(Loss):
             got = f"{tuple(targets.shape)}; ids are int64 or int32"
             raise ValueError(f"labels: shape of probabilities must be {expected}, got {got}")
         checks.check_no_transforms(given.class_weight)
-        for name in NOT_OF_TARGETS:
-            if getattr(settings, name) != Settings._field_defaults[name]:
-                raise ValueError(f"{name}: has no use with probabilities as labels, got {getattr(settings, name)!r}")
         check_beside("labels", targets, logits, settings)
 
     def beside(
@@ -83,6 +80,9 @@ class TargetLoss(Loss):
         return Targets(walkable(given.probs.detach()), weights)
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> LossOptions:
+        for name in NOT_OF_TARGETS:
+            if getattr(settings, name) != Settings._field_defaults[name]:
+                raise ValueError(f"{name}: has no use with probabilities as labels, got {getattr(settings, name)!r}")
         return loss_options(settings, vocab_size)
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
@@ -91,7 +91,7 @@ class TargetLoss(Loss):
         return bound(kernels, kernels.targets.ALGEBRA, options, shard, self.exchanges(options))
 
     def divisor(self, given: Targets, logits: Tensor, settings: Settings) -> Tensor:
-        return logits.new_full((1,), logits.shape[:-1].numel(), dtype=torch.int64)
+        return logits.new_full((1,), logits.numel() // logits.shape[-1], dtype=torch.int64)
 
     def check_constants(self, given: Targets) -> None:
         check_requires_no_gradient(labels=given.probs)
