@@ -20,6 +20,8 @@ from tests.support.logits_ranks import even
 
 # Two chunks, the first of which two ranks send in two parts. As wide as one_pass takes it.
 ROWS, CHUNK, COLUMNS, ONE_PASS_COLUMNS = 300, 160, 1000, 16384
+# Whose parts have programs of their own, also those of half of the columns: kernels begin before others have ended.
+FEW_ROWS, CUT_COLUMNS = 16, 131072
 SEEDS = (1, 2, 3)
 DEVICE = "cuda"
 on_two_gpus = pytest.mark.parametrize(
@@ -27,12 +29,12 @@ on_two_gpus = pytest.mark.parametrize(
 )
 
 
-def grad_outputs_of(options: dict[str, Any], seed: int) -> tuple[Tensor, ...]:
+def grad_outputs_of(options: dict[str, Any], seed: int, rows: int = ROWS) -> tuple[Tensor, ...]:
     """Of every output: one number for a mean, otherwise one per token, the first of which is 0."""
     if options.get("reduction", "none") == "mean":
         return (0.5 + torch.rand((), generator=torch.Generator().manual_seed(seed)),)
     n_outputs = 1 + len(options.get("outputs", ()))
-    return tuple(random_grad_output(ROWS, 10 * seed + i, "zero in the first token") for i in range(n_outputs))
+    return tuple(random_grad_output(rows, 10 * seed + i, "zero in the first token") for i in range(n_outputs))
 
 
 class OverLogits(NamedTuple):
@@ -41,10 +43,11 @@ class OverLogits(NamedTuple):
     function: Callable[..., Any]
     options: dict[str, Any]
     columns: int = COLUMNS
+    rows: int = ROWS
 
     def inputs(self, seed: int) -> tuple[Tensor, ...]:
-        made = batch("some_ignored", rows=ROWS, vocab_size=self.columns, dtype=torch.bfloat16, seed=seed)
-        return *made, *grad_outputs_of(self.options, seed)
+        made = batch("some_ignored", rows=self.rows, vocab_size=self.columns, dtype=torch.bfloat16, seed=seed)
+        return *made, *grad_outputs_of(self.options, seed, self.rows)
 
     def of_rank(self, rank: int, n_ranks: int, logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         return shard_of(logits, rank, n_ranks), *others
@@ -122,6 +125,13 @@ PROGRAMS |= {
     "te, mean": OverLogits(vp.parallel_cross_entropy, {"reduction": "mean"}),
     "te, none": OverLogits(vp.parallel_cross_entropy, {"reduction": "none"}),
     "te, pair": OverLogits(vp.cross_entropy_forward, {"reduction": "mean"}),
+    **{
+        f"few rows, {reduction}": OverLogits(
+            vp.vocab_parallel_cross_entropy, {"reduction": reduction}, CUT_COLUMNS, FEW_ROWS
+        )
+        for reduction in ("mean", "none")
+    },
+    "few rows, log-probs": OverLogits(vp.token_log_probs, {"outputs": ("entropy",)}, CUT_COLUMNS, FEW_ROWS),
     "linear, mean": OverHeads(vp.linear_cross_entropy, {"gradient": "in_forward", "reduction": "mean"}),
     "linear, none": OverHeads(vp.linear_cross_entropy, {"gradient": "in_backward", "reduction": "none"}),
     "linear, log-probs": OverHeads(vp.linear_token_log_probs, {"outputs": ("entropy",)}),
@@ -148,6 +158,14 @@ def _replays(rank: int, group: Any, name: str) -> list[list[Tensor]]:
     return results
 
 
+def _calls(rank: int, group: Any, name: str) -> list[list[Tensor]]:
+    """The same of eager calls, all queued before the host waits for any."""
+    program = PROGRAMS[name]
+    inputs = [_inputs_of_rank(program, rank, group, seed) for seed in SEEDS]
+    results = [program.step(group, *of_seed) for _ in range(5) for of_seed in inputs]
+    return [[output.detach().cpu() for output in outputs] for outputs in results[-len(SEEDS) :]]
+
+
 def check(program: Any, by_rank: Sequence[Sequence[Sequence[Tensor]]]) -> None:
     """``by_rank`` has a list of results for each rank, of one per seed."""
     for seed, results in zip(SEEDS, zip(*by_rank, strict=True), strict=True):
@@ -165,6 +183,12 @@ def test_a_replay_is_right(name):
 @on_two_gpus
 def test_a_replay_is_right_on_two_ranks(rank_pool, name):
     check(PROGRAMS[name], rank_pool.run(_replays, name))
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("few rows")])
+@on_two_gpus
+def test_calls_of_few_rows_wait_for_the_exchange(rank_pool, name):
+    check(PROGRAMS[name], rank_pool.run(_calls, name))
 
 
 class HeadAndLoss(nn.Module):
