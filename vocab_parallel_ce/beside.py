@@ -92,8 +92,7 @@ def check_no_gradient(name: str, tensor: Tensor) -> None:
     """Check that a tensor requires no gradient, that no transform sees it, and that it holds none of another call."""
     checks.check_no_transforms(tensor)
     check_requires_no_gradient(**{name: tensor})
-    with checks.naming(logits=name):
-        check_not_overwritten(tensor)
+    check_not_overwritten(tensor, name)
 
 
 def check_teacher(name: str, teacher: Any, subject: str, student: Tensor) -> None:

@@ -54,8 +54,8 @@ class StatisticsShape(NamedTuple):
 
     block: StatisticsBlock
     is_cut: bool  # each part of a row has a program of its own
-    at_once: int  # parts that a program loads together
-    overlaps: bool  # a kernel begins before the one ahead of it has ended
+    at_once: int  # parts that a program of labels loads together; of pairs always PARTS_AT_ONCE
+    overlaps: bool  # kernels let the next one begin, and wait for the one before; of pairs only if rows are cut
 
 
 class GradientShape(NamedTuple):
@@ -63,7 +63,7 @@ class GradientShape(NamedTuple):
 
     block: Block
     n_programs: int  # of a row
-    overlaps: bool  # as in StatisticsShape
+    overlaps: bool  # it waits for the kernel before, which may not have ended
 
 
 # (row bytes up to, warps, tiles of a part)
@@ -71,7 +71,7 @@ STATISTICS = ((2_048, 1, 2), (16_384, 4, 2), (1 << 62, 8, 2))
 PARTS_AT_ONCE = 8  # that a program loads together if there are few
 # The most rows, and the fewest parts of a row, of which each part has a program of its own.
 CUT_ROWS, CUT_PARTS = 96, 12
-FEW_ROWS = 1024
+FEW_ROWS = 1024  # no fewer than CUT_ROWS
 MOST_PROGRAMS = 4096  # of a gradient, if its rows have several each
 
 

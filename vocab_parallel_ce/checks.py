@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from contextlib import ContextDecorator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
 
@@ -26,21 +27,16 @@ IN_TRANSFORM = (
 )
 
 
-class naming(ContextDecorator):
+@contextmanager
+def naming(**names: str) -> Iterator[None]:
     """Let errors name the caller's parameters: ``names`` of what is checked. Also decorates a function."""
-
-    def __init__(self, **names: str) -> None:
-        self.names = names
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not isinstance(error, TypeError | ValueError):
-            return
+    try:
+        yield
+    except (TypeError, ValueError) as error:
         subject, rest = re.match(r"(\w*)(.*)", str(error), re.DOTALL).groups()  # type: ignore[union-attr]
-        if subject in self.names:
-            raise type(error)(self.names[subject] + rest).with_traceback(error.__traceback__) from None
+        if subject not in names:
+            raise
+        raise type(error)(names[subject] + rest).with_traceback(error.__traceback__) from None
 
 
 def check_tensor(name: str, tensor: object) -> None:

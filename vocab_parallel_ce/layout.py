@@ -126,9 +126,9 @@ def per_row(grad_output: Tensor, logits: Tensor) -> Tensor:
     return grad_output if grad_output.dim() == 1 else grad_output.reshape(-1)
 
 
-def flat(labels: Tensor) -> Tensor:
-    """Return ``[N]`` contiguous labels: a view if they are contiguous already."""
-    return labels if labels.dim() == 1 and labels.is_contiguous() else labels.reshape(-1).contiguous()
+def flat(values: Tensor) -> Tensor:
+    """Return ``[N]`` contiguous values of rows: a view if they are contiguous already."""
+    return values if values.dim() == 1 and values.is_contiguous() else values.reshape(-1).contiguous()
 
 
 def _merged_levels(logits: Tensor) -> list[tuple[int, int]]:

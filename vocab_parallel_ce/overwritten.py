@@ -42,8 +42,8 @@ def mark_overwritten(logits: Tensor, version_before: int, age: int) -> None:
     setattr(storage, _RECORD, _Record(logits._version, age, (*spans, _span(logits))))
 
 
-def check_not_overwritten(logits: Tensor) -> None:
-    """Raise ValueError if a part of ``logits [..., C]`` holds the gradient of an earlier call.
+def check_not_overwritten(logits: Tensor, name: str = "logits") -> None:
+    """Raise ValueError if a part of ``logits [..., C]``, the caller's ``name``, holds the gradient of an earlier call.
 
     Skips the check while a CUDA graph is captured, and on other streams, where it is warmed up.
     """
@@ -60,7 +60,7 @@ def check_not_overwritten(logits: Tensor) -> None:
     own = _span(logits)
     if any(own.start < written.stop and written.start < own.stop for written in record.spans):
         raise ValueError(
-            "logits: expected logits, got memory in which an earlier call has left its gradient; ask for "
+            f"{name}: expected logits, got memory in which an earlier call has left its gradient; ask for "
             "gradient='out_of_place' (overwrite_input=False) in the earlier call, or compute them again. If "
             "autograd cannot see who wrote new logits there, call "
             "torch.autograd.graph.increment_version(logits) after it"

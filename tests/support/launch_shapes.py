@@ -30,10 +30,12 @@ def programs_by_rows() -> Iterator[None]:
 
 @contextmanager
 def _limits(**limits: int) -> Iterator[None]:
-    with patch.multiple(blocks, **limits):
+    try:
+        with patch.multiple(blocks, **limits):
+            _forget_shapes()
+            yield
+    finally:
         _forget_shapes()
-        yield
-    _forget_shapes()
 
 
 def _forget_shapes() -> None:

@@ -51,7 +51,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "sampling": "-m 'reference or gloo' tests/conformance/test_sampling.py",
     "losses/given_ids": "-m 'reference or gloo' tests/conformance/test_given_ids.py tests/soft/test_topk.py",
     "losses/": f"-m 'reference or gloo' {OF_PAIRS}",
-    "layout": "tests/logits/test_losses.py tests/kernels tests/logits tests/linear",
+    "layout": "tests/logits/test_losses.py tests/kernels tests/conformance tests/logits tests/linear",
     "reference": f"-m 'reference or gloo' {NUMBERS} {EDGES}",
     "spec": f"-m 'reference or gloo' {NUMBERS} tests/core {EDGES}",
     "head/": OF_HEADS,

@@ -362,7 +362,7 @@ def _launch(
     shape: StatisticsShape,
     constants: dict[str, Any],
 ) -> Launch:
-    """Return the Launch of a kernel that merges parts, or walks the rows; after a kernel of parts alone it overlaps."""
+    """Return the Launch of a kernel that walks the rows, or merges parts: then it overlaps with the kernel of parts."""
     block, is_cut, _, overlaps = shape
     overlaps = overlaps and is_cut
     constants |= {"TILES": block.tiles, "UNROLLED": PARTS_AT_ONCE, "OVERLAPS": overlaps}
