@@ -183,8 +183,8 @@ def cross_entropy(
     strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
     of_rows = temperature is not None or threshold is not None
     table, fewest = _table(rows[1] or is_few(n_rows), base.dtype == grad_base.dtype, options, of_rows)
-    overlaps = can_overlap(logits.get_device())
-    block, n_programs, overlaps = gradient_shape(n_rows, shard, grad_base.element_size(), table, fewest, overlaps)
+    size, may_overlap = grad_base.element_size(), can_overlap(logits.get_device())
+    block, n_programs, overlaps = gradient_shape(n_rows, shard, size, table, fewest, may_overlap)
     launch = _launch(dtypes_of(tensors), rows, block, n_programs > 1, strides, n_ranks, shard, options, overlaps)
     launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 

@@ -205,8 +205,8 @@ def gradient(
         grad_output = stats[0].new_ones(1, dtype=torch.float32).expand(n_rows)
     merged = (stats[0], second_of(stats), divisor)
     tensors = (base, other_base, beside.labels, beside.class_weight, *merged, grad_output, grad_base)
-    size, overlaps = base.element_size(), can_overlap(logits.get_device())
-    block, n_programs, overlaps = gradient_shape(n_rows, shard, size, READ_PAIRS, 1, overlaps)
+    size, may_overlap = base.element_size(), can_overlap(logits.get_device())
+    block, n_programs, overlaps = gradient_shape(n_rows, shard, size, READ_PAIRS, 1, may_overlap)
     key = (rows, block, n_programs > 1, grad_output.stride(0), (n_ranks, width), algebra, shard, options, overlaps)
     _gradient(dtypes_of(tensors), *key)(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 

@@ -251,16 +251,13 @@ def statistics(
 ) -> None:
     """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]``. With ``outputs``, fill all: the rank is the only one."""
     _, n_rows, width = stats[0].shape
-    base, other_base, rows = pair_arguments(logits, beside[0])
     own: dict[str, Any] = {"algebra": algebra, "shard": shard, "options": options}
-    pair = (base, other_base, beside.labels, beside.class_weight)
-    shape = statistics_shape(n_rows, shard, base.element_size(), 2, can_overlap(logits.get_device()))
-    parts = _parts(pair, rows, shape, stats[:1], False, **own) if shape.is_cut else None
+    read, rows, shape = _with_parts(logits, beside, stats, False, **own)
     # Programs of parts need the statistics of the row: those of the second exchange follow.
-    is_last = parts is None or len(stats) == 1
+    is_last = not shape.is_cut or len(stats) == 1
     filled = (None, None) if outputs is None or not is_last else (second_of(stats), outputs.loss)
-    tensors = (*pair, parts, stats[0], *filled, divisor)
-    launch = _statistics(dtypes_of(tensors), rows, shape, width, algebra, shard, options)
+    tensors = (*read, stats[0], *filled, divisor)
+    launch = _statistics(dtypes_of(tensors), rows, shape, width, **own)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
     if outputs is not None and not is_last:
         second(logits, beside, stats, rank, **own)
@@ -279,32 +276,33 @@ def second(
 ) -> None:
     """Fill ``stats[1][rank]`` of ``stats[1] [R, N, 2]``."""
     n_ranks, n_rows, width = stats[0].shape
-    base, other_base, rows = pair_arguments(logits, beside[0])
     own: dict[str, Any] = {"algebra": algebra, "shard": shard, "options": options}
-    pair = (base, other_base, beside.labels, beside.class_weight)
-    shape = statistics_shape(n_rows, shard, base.element_size(), 2, can_overlap(logits.get_device()))
-    parts = _parts(pair, rows, shape, stats, True, **own) if shape.is_cut else None
-    tensors = (*pair, parts, *stats)
-    launch = _second(dtypes_of(tensors), rows, shape, (n_ranks, width), algebra, shard, options)
+    read, rows, shape = _with_parts(logits, beside, stats, True, **own)
+    tensors = (*read, *stats)
+    launch = _second(dtypes_of(tensors), rows, shape, (n_ranks, width), **own)
     launch(n_rows, tensors, (n_rows, rank * n_rows))
 
 
-def _parts(
-    pair: tuple[Any, ...],
-    rows: PairRows,
-    shape: StatisticsShape,
-    stats: tuple[Tensor, ...],
-    of_second: bool,
-    **own: Any,
-) -> Tensor:
-    """Return what the lanes know of each part of each row; ``of_second``: for that exchange."""
+def _with_parts(
+    logits: Tensor, beside: Any, stats: tuple[Tensor, ...], of_second: bool, **own: Any
+) -> tuple[tuple[Tensor | None, ...], PairRows, StatisticsShape]:
+    """Return the tensors that are read, the last of which is the parts; their rows; and the launch shapes.
+
+    The parts, None if rows are not cut, are what the lanes know of each part of each row: this launches their kernel.
+    ``of_second``: for that exchange.
+    """
     n_ranks, n_rows, width = stats[0].shape
+    base, other_base, rows = pair_arguments(logits, beside[0])
+    pair = (base, other_base, beside.labels, beside.class_weight)
+    shape = statistics_shape(n_rows, own["shard"], base.element_size(), 2, can_overlap(logits.get_device()))
+    if not shape.is_cut:
+        return (*pair, None), rows, shape
     _, lanes, _, _, n_parts = shape.block
     parts = stats[0].new_empty(n_rows, n_parts, 2 if of_second else width, lanes)
     tensors = (*pair, stats[0] if of_second else None, parts)
     launch = _launch_of_parts(dtypes_of(tensors), rows, shape, (n_ranks, width), of_second, **own)
     launch(n_rows * n_parts, tensors, (n_rows,))
-    return parts
+    return (*pair, parts), rows, shape
 
 
 @cache_launches
