@@ -292,7 +292,9 @@ def gradient(
     at_label = -(stats.others_sum / all_sum).unsqueeze(-1)
     is_label = column == labels.long().unsqueeze(-1)
     if not options.class_weight:
-        grad = torch.where(is_label, at_label + e, p) - e / vocab_size
+        # Not at_label + e: if p_y is small and e near 1, that cancels.
+        at_label = (1 - e) * at_label + e * p
+        grad = torch.where(is_label, at_label, p) - e / vocab_size
     else:
         weight = stats.target_weight.unsqueeze(-1)
         grad = (1 - e) * weight * torch.where(is_label, at_label, p)

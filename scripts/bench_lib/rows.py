@@ -52,6 +52,7 @@ class Row(NamedTuple):
     def is_known_to(self, package: Any) -> bool:
         """Whether a package of any commit has such a call."""
         is_new = self.loss in ("given_ids", "sampled") or self.loss == "top_k" and "divergence" in self.options
+        is_new |= "keep_logits" in self.options
         return hasattr(package, "Sampling") or not is_new
 
     def of_heads(self) -> Row:

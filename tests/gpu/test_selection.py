@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from vocab_parallel_ce import selection, vocab_parallel_cross_entropy
-from vocab_parallel_ce.blocks import ONE_PASS
+from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
 
 pytestmark = pytest.mark.cuda
@@ -31,7 +31,9 @@ def test_a_hopper_gpu_runs_one_pass_by_itself():
         (ONE_PASS[0][0], torch.float32, {"z_loss": 0.1, "ignore_index": 3}, True),
         (ONE_PASS[0][0], torch.float16, {}, True),
         (ONE_PASS[0][0], torch.bfloat16, {"gradient": "auto"}, False),
-        (ONE_PASS[0][0], torch.bfloat16, {"logit_scale": 0.5, "label_smoothing": 0.1}, True),
+        (ONE_PASS[0][0], torch.bfloat16, {"logit_scale": 0.5}, True),
+        (ONE_PASS[0][0], torch.bfloat16, {"label_smoothing": 0.1}, False),
+        (ONE_PASS_SMOOTHING[0][1], torch.bfloat16, {"logit_scale": 0.5, "label_smoothing": 0.1}, True),
         (ONE_PASS[0][0], torch.bfloat16, {"softcap": 30.0}, False),
         (ONE_PASS[0][0] + 2, torch.bfloat16, {"outputs": ("predictions",)}, True),
         (ONE_PASS[0][0] - 2, torch.bfloat16, {}, False),

@@ -6,6 +6,7 @@ import torch
 from tests.support.inputs import DTYPES, IGNORE_INDEX, batch, grad_output_layouts
 from tests.support.layouts import label_layouts
 from tests.support.logits import COLUMNS, EVERY, GRADIENTS, METRICS, REDUCTIONS, Case, check, run
+from tests.support.oracle import cross_entropy_fp64
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
@@ -39,6 +40,19 @@ def test_columns_beyond_the_last_add_nothing(impl_device, columns):
     check(impl_device, logits * 1e-3 - 5, labels, label_smoothing=0.1)
     for padding in (0, 7):
         check(impl_device, logits * 1e-3, labels, softcap=1.0, padding=padding)
+
+
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-3}, {"class_weight": 0.5}], ids=str)
+def test_smoothing_keeps_the_digits_of_an_improbable_label(impl_device, options):
+    """``p_y - 1 + label_smoothing`` has those of 1: of the gradient ``p_y - 1 / V`` few are left."""
+    logits = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(3)
+    options = options | {"label_smoothing": 1.0, "reduction": "none"}
+    if "class_weight" in options:
+        options["class_weight"] = torch.full([4096], options["class_weight"], device=impl_device[1])
+    grad = run(impl_device, logits, labels, **options).grad.cpu().gather(1, labels[:, None])
+    truth = cross_entropy_fp64(logits, labels, **options).grad.gather(1, labels[:, None])
+    torch.testing.assert_close(grad.double(), truth, rtol=1e-5, atol=0)
 
 
 def test_one_column(impl_device):

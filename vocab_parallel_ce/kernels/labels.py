@@ -174,10 +174,10 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
         weight = ops.weighted(tl.load(grads.loss + row * strides.loss), weight)
     weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
     all_sum = sum_exp(stats)
-    inverse_sum = 1.0 / all_sum
+    inverse_sum = tl.div_rn(1.0, all_sum)
     target_exp = label_exp(stats.row_max, stats.target_logit)
     p_factor, z_factor, of_uniform = 1.0, 0.0, 0.0
-    target_grad = -stats.others_sum / all_sum
+    target_grad = tl.div_rn(-stats.others_sum, all_sum)
     if loss_options.z_loss is not None:
         z_factor = 2 * loss_options.z_loss * (stats.row_max + log_sum_exp(stats))
         p_factor += z_factor
@@ -187,16 +187,18 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
         of_label = (1 - loss_options.smoothing) * stats.target_weight
         of_all = uniform_p * stats.n_columns + stats.target_weight * z_factor
         p_factor = of_label + of_all
-        target_grad = of_label * target_grad + of_all * (target_exp / all_sum) - uniform_p * stats.target_weight
+        target_grad = of_label * target_grad + of_all * (target_exp * inverse_sum) - uniform_p * stats.target_weight
     else:
-        if loss_options.z_loss is not None:
-            target_grad += target_exp * inverse_sum * z_factor
         if loss_options.smoothing is not None:
             uniform_p = loss_options.smoothing / vocab_size
             of_uniform = uniform_p * weight
-            target_grad += loss_options.smoothing - uniform_p
+            # Not target_grad + smoothing: if p_y is small and smoothing near 1, that cancels.
+            of_p = loss_options.smoothing * (target_exp * inverse_sum)
+            target_grad = (1 - loss_options.smoothing) * target_grad + of_p - uniform_p
         elif loss_options.class_weight is not None:
             weight *= stats.target_weight
+        if loss_options.z_loss is not None:
+            target_grad += target_exp * inverse_sum * z_factor
     of_exp = inverse_sum * p_factor * weight
     target_grad *= weight
     of_exp_sq, of_entropy, mean_shifted, of_mean, others = 0.0, 0.0, 0.0, 0.0, 0.0

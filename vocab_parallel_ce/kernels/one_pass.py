@@ -56,6 +56,13 @@ def label_column(label, row, n_rows, n_columns, ignore_index):
 
 
 @gluon.jit
+def known_label(column, n_columns, ignore_index):
+    """Return a label with this ``label_column``; loading the row's own would cost a read's latency per row."""
+    outside = gl.where(ignore_index == n_columns, n_columns + 1, n_columns)
+    return gl.where(column == -2, ignore_index, gl.where(column == -1, outside, column)).to(gl.int64)
+
+
+@gluon.jit
 def loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, loss_options, COUNTED: gl.constexpr):
     """Return the weight of a row in the loss; 0 for a division by 0.
 
@@ -138,6 +145,8 @@ def one_pass_kernel(
     # Rows after this one that a program fetches from while it works on this one.
     AHEAD: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
     lane_columns = of_rows.chunk_columns(LANES, VECTOR)
+    # Of smoothing the walk of the gradient sums; of predictions the first maximum takes registers.
+    IS_LATE: gl.constexpr = loss_options.smoothing is not None or loss_options.predictions is not None
     if not HAS_EDGES:
         n_columns = n_columns // VECTOR * VECTOR  # unchanged; now the compiler sees that it is a multiple
     buffer = gl.allocate_shared_memory(logits.dtype.element_ty, [STAGES, LANES, VECTOR], unswizzled)
@@ -162,7 +171,7 @@ def one_pass_kernel(
         column = label_columns[0]
         body = of_rows.locate(walk, row, column, HAS_EDGES)
         loose = next_loose
-        label = load_label(labels, row, n_rows).to(gl.int64)
+        label = known_label(column, n_columns, ignore_index)
         target_weight = label_weight(class_weight, label, column, n_columns, loss_options)
         new_row = row + (AHEAD + 1) * step
         new_column = label_column(next_label, new_row, n_rows, n_columns, ignore_index)
@@ -178,10 +187,13 @@ def one_pass_kernel(
         next_label = load_label(labels, new_row + step, n_rows)
         next_body = of_rows.locate(walk, row + step, label_columns[1], HAS_EDGES)
         next_loose = of_rows.load_loose(walk, next_body, label_columns[1], HAS_EDGES)
+        if not IS_LATE:
+            of_labels.store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
         shifted_sum = of_rows.write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, sizes)
-        argmax = of_rows.first_maximum(walk, body, loose, column, first, row_max, loss_options, HAS_EDGES)
-        stats = row_stats(row_max, others_sum, target, target_weight, shifted_sum, argmax)
-        of_labels.store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
+        if IS_LATE:
+            argmax = of_rows.first_maximum(walk, body, loose, column, first, row_max, loss_options, HAS_EDGES)
+            stats = row_stats(row_max, others_sum, target, target_weight, shifted_sum, argmax)
+            of_labels.store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
         # write_row wrote the label's column like every other.
         barrier()
         of_rows.write_label(walk, body, loose.target, column, factors, grads, loss_options)

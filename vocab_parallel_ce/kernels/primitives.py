@@ -268,7 +268,7 @@ def inverse_divisor(n, class_weight=None):
     """Return 1 / n, a row's weight in a mean or a sum over items; 0 for 0; NaN if class weights sum to inf."""
     if class_weight is not None:
         n = tl.where(n == float("inf"), float("nan"), n)
-    return tl.where(n == 0, 0.0, 1.0 / n)
+    return tl.where(n == 0, 0.0, tl.div_rn(1.0, n))
 
 
 @triton.jit
