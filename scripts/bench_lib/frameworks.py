@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench_lib.cases import OURS
-from bench_lib.providers import OUR_PACKAGE, LossOf, Provider, group_of_one
+from bench_lib.providers import OUR_PACKAGE, TRL_COLUMNS, LossOf, Provider, group_of_one
 from bench_lib.rows import ENTROPY, Row
 
 LOG_PROBS, BOTH = Row("log_probs", {}), Row("log_probs", {"outputs": ENTROPY})
 SUM, SUM_OF_LOG_PROBS = Row("cross_entropy", {"reduction": "sum"}), Row("log_probs", {"reduction": "sum"})
 MEAN = Row("cross_entropy", {"reduction": "mean"})
-TRL_COLUMNS = 32768  # of a chunk of the vocabulary, as TRL's trainers ask for
 GRAPHS: dict[str, Any] = {"fullgraph": True, "mode": "reduce-overhead"}
 
 

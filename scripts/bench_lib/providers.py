@@ -27,6 +27,7 @@ from bench_lib.cases import IGNORE_INDEX, IN_FORWARD, OURS, REDUCTIONS, Case, In
 from bench_lib.rows import Row
 
 QUACK_CHUNK_TOKENS = 4096  # its own default
+TRL_COLUMNS = 32768  # of a chunk of the vocabulary, as TRL's trainers ask for
 FP32_LOGITS, FP32 = f"{OURS}[fp32 logits]", {"logits_dtype": torch.float32}
 KEPT_LOGITS, KEPT = f"{OURS}[kept logits]", {"keep_logits": "all"}
 OUR_PACKAGE, BASELINE = "vocab-parallel-ce", ", baseline"
@@ -165,6 +166,10 @@ def _is_mean(case: Case) -> str | None:
     return None if case.kind == "mean" else "the kernel takes no grad_output: timed with the means"
 
 
+def _is_chunked(case: Case) -> str | None:
+    return None if case.kind == "mean" else "an unreduced loss has one path"
+
+
 def _is_unreduced(case: Case) -> str | None:
     return None if case.kind == "none" else "a reduced loss makes its logits once: there are none to keep"
 
@@ -253,14 +258,26 @@ def _quack_kernel(quack: Any) -> Step:
     return step
 
 
-def _quack_linear(quack: Any) -> LossOf:
+def _quack_linear(quack: Any, **options: bool) -> LossOf:
     """As its module chooses: in chunks, or with the whole logits if nothing is reduced."""
     whole, chunked = quack.linear_cross_entropy_func, quack.chunked_linear_cross_entropy
     return lambda h, w, y, r, g: (
         whole(h, w, None, y, reduction=r, inplace_backward=True)
         if r == "none"
-        else chunked(h, w, y, QUACK_CHUNK_TOKENS, reduction=r, tuned=False)
+        else chunked(h, w, y, QUACK_CHUNK_TOKENS, reduction=r, tuned=False, **options)
     )
+
+
+def _trl_linear(utils: Any) -> LossOf:
+    """Its log-probabilities; its trainers mask labels."""
+
+    def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+        live = labels != IGNORE_INDEX
+        given = hidden, weight, None, labels.clamp(min=0), 1.0, TRL_COLUMNS, None, 1.0, ()
+        losses: Tensor = -utils._ChunkedLogProbFunction.apply(*given)[0].where(live, 0.0)
+        return losses.sum() / live.sum() if reduction == "mean" else losses
+
+    return loss_of
 
 
 def _flash(flash: Any) -> LossOf:
@@ -317,7 +334,7 @@ _linear = partial(_head, module=OURS, distribution=OUR_PACKAGE)
 _torch = partial(Provider, module="torch.nn", distribution="torch", of_several=False)
 _torch_head = partial(_torch, takes="head")
 _quacks = partial(Provider, distribution="quack-kernels", of_several=False)
-_quack_head = partial(_quacks, takes="head")
+_quack_head = partial(_quacks, takes="head", module="quack.linear_cross_entropy")
 _engines = partial(Provider, module=ENGINE, distribution="transformer-engine")
 _cuts = partial(_head, module="cut_cross_entropy", distribution="cut-cross-entropy", of_several=False)
 
@@ -373,5 +390,8 @@ PROVIDERS: tuple[Provider, ...] = (
     # It leaves blocks of small probabilities out of the gradients, unless told not to.
     _cuts("cut-cross-entropy", _cut),
     _cuts("cut-cross-entropy (exact)", partial(_cut, filter_eps=None)),
-    _quack_head("quack-kernels", _quack_linear, "quack.linear_cross_entropy"),
+    # It scales exponentials instead of logits where it can, unless told not to.
+    _quack_head("quack-kernels", _quack_linear),
+    _quack_head("quack-kernels (base)", partial(_quack_linear, use_scaled_exp=False), refuses=_is_chunked),
+    _head("trl", _trl_linear, "trl.trainer.utils", "trl", of_several=False),
 )

@@ -199,10 +199,10 @@ def _table(is_small: bool, same_dtype: bool, options: LossOptions, of_rows: bool
         return READ_AND_WRITE_EDGES, 1
     if options.softcap is not None:
         return READ_AND_WRITE_EDGES, 2
-    if options.smoothing or options.mean_logit:
+    if options.smoothing or options.mean_logit or of_rows:
         # Several programs of the larger block would take 99 registers: one at a time on a multiprocessor.
         return READ_AND_WRITE_EDGES if is_small else READ_AND_WRITE, 1
-    has_factors = options.entropy or options.sum_sq_probs or of_rows  # a column needs more registers
+    has_factors = options.entropy or options.sum_sq_probs  # a column needs more registers
     return WRITE_SMALL_TILES if has_factors else WRITE_TILES, ALL_TILES
 
 
