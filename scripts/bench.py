@@ -37,7 +37,7 @@ from bench_lib.frameworks import COMPILE_PROVIDERS, FRAMEWORK_PROVIDERS, RL_PROV
 from bench_lib.measure import attempt, measure, subject_of
 from bench_lib.own import row_providers
 from bench_lib.profile import profiled
-from bench_lib.providers import BASELINE, OUR_PACKAGE, PROVIDERS, Provider, chosen
+from bench_lib.providers import OUR_PACKAGE, PROVIDERS, Provider, chosen
 from bench_lib.steps import parser_of, quiet, run
 from bench_lib.timing import DeviceTimer, HostTimer, Ranks, joined_ranks
 
@@ -170,7 +170,7 @@ def measure_command(options: argparse.Namespace) -> None:
         if not document["results"] and "ranks" not in document:
             raise SystemExit("bench: no provider is here")
         if ranks.is_first and getattr(options, "baseline", None):
-            print(report.beside_baseline(document, BASELINE))
+            print(report.beside_baseline(document, cases.BASELINE))
 
 
 def page_command(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 OURS = "vocab_parallel_ce"
+BASELINE = ", baseline"  # ends the name of a row of another commit
 IN_FORWARD = f"{OURS}[in_forward]"
 REDUCTIONS = ("mean", "none")
 IGNORE_INDEX = -100

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from bench_lib.cases import OURS, Case
+from bench_lib.cases import BASELINE, OURS, Case
 from bench_lib.timing import GRAPH_MIXING
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +27,7 @@ FILES = {
     "few": "bench_sweep_few",
     "vocabulary": "bench_sweep_vocabulary",
     "head": "linear_table",
+    "shapes": "linear_shapes",  # of "head", with other sizes and peers
     "memory": "linear_memory",
     "profile": "linear_profile",
     "losses": "losses",
@@ -110,10 +111,13 @@ def read_document(path: Path, ranks: int | None = None) -> Document:
 
 
 def read_documents(results: Path) -> dict[str, Document]:
-    """The committed documents by the names of their files, in the order of ``FILES``."""
+    """The committed documents by the names of their files, in the order of ``FILES``; without rows of a baseline."""
     names = {name_of(command, ranks): ranks for command in FILES for ranks in (1, 2, 4)}
     paths = {results / f"{name}.json": ranks for name, ranks in names.items()}
-    return {path.stem: read_document(path, ranks) for path, ranks in paths.items() if path.exists()}
+    found = {path.stem: read_document(path, ranks) for path, ranks in paths.items() if path.exists()}
+    for document in found.values():
+        document["results"] = [each for each in document["results"] if not each.get("provider", "").endswith(BASELINE)]
+    return found
 
 
 def upgraded(document: Document) -> Document:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from bench_lib.adapters import baseline_package, names_of
-from bench_lib.cases import OURS, Case, Inputs
-from bench_lib.providers import BASELINE, OUR_PACKAGE, Provider, Step, through_autograd
+from bench_lib.cases import BASELINE, OURS, Case, Inputs
+from bench_lib.providers import OUR_PACKAGE, Provider, Step, through_autograd
 from bench_lib.rows import Row, called, rows_of
 
 

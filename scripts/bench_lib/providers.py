@@ -30,7 +30,7 @@ QUACK_CHUNK_TOKENS = 4096  # its own default
 TRL_COLUMNS = 32768  # of a chunk of the vocabulary, as TRL's trainers ask for
 FP32_LOGITS, FP32 = f"{OURS}[fp32 logits]", {"logits_dtype": torch.float32}
 KEPT_LOGITS, KEPT = f"{OURS}[kept logits]", {"keep_logits": "all"}
-OUR_PACKAGE, BASELINE = "vocab-parallel-ce", ", baseline"
+OUR_PACKAGE = "vocab-parallel-ce"
 LossOf: TypeAlias = Callable[..., Any]  # of (*tensors, labels, reduction, group)
 Step: TypeAlias = Callable[[Inputs, str, Any], tuple[Tensor, ...]]
 
