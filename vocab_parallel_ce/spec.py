@@ -292,8 +292,8 @@ def gradient(
     at_label = -(stats.others_sum / all_sum).unsqueeze(-1)
     is_label = column == labels.long().unsqueeze(-1)
     if not options.class_weight:
-        # Not at_label + e: if p_y is small and e near 1, that cancels.
-        at_label = (1 - e) * at_label + e * p
+        if e:  # not at_label + e: if p_y is small and e near 1, that cancels
+            at_label = (1 - e) * at_label + e * p
         grad = torch.where(is_label, at_label, p) - e / vocab_size
     else:
         weight = stats.target_weight.unsqueeze(-1)

@@ -163,11 +163,7 @@ def _is_reduced(case: Case) -> str | None:
 
 
 def _is_mean(case: Case) -> str | None:
-    return None if case.kind == "mean" else "the kernel takes no grad_output: timed with the means"
-
-
-def _is_chunked(case: Case) -> str | None:
-    return None if case.kind == "mean" else "an unreduced loss has one path"
+    return None if case.kind == "mean" else "timed with the means alone"
 
 
 def _is_unreduced(case: Case) -> str | None:
@@ -261,21 +257,26 @@ def _quack_kernel(quack: Any) -> Step:
 def _quack_linear(quack: Any, **options: bool) -> LossOf:
     """As its module chooses: in chunks, or with the whole logits if nothing is reduced."""
     whole, chunked = quack.linear_cross_entropy_func, quack.chunked_linear_cross_entropy
-    return lambda h, w, y, r, g: (
-        whole(h, w, None, y, reduction=r, inplace_backward=True)
-        if r == "none"
-        else chunked(h, w, y, QUACK_CHUNK_TOKENS, reduction=r, tuned=False, **options)
-    )
+
+    def loss_of(h: Tensor, w: Tensor, y: Tensor, r: str, g: Any) -> Any:
+        if r == "none":
+            return whole(h, w, None, y, reduction=r, inplace_backward=True)
+        # Its kernel for scaled exponentials refuses chunks of as many tokens as there are hidden elements.
+        chunk = QUACK_CHUNK_TOKENS // (1 if options or h.shape[-1] != QUACK_CHUNK_TOKENS else 2)
+        return chunked(h, w, y, chunk, reduction=r, tuned=False, **options)
+
+    return loss_of
 
 
 def _trl_linear(utils: Any) -> LossOf:
-    """Its log-probabilities; its trainers mask labels."""
+    """Its log-probabilities, of tokens that are not ignored, as its trainers call them."""
 
     def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
         live = labels != IGNORE_INDEX
-        given = hidden, weight, None, labels.clamp(min=0), 1.0, TRL_COLUMNS, None, 1.0, ()
-        losses: Tensor = -utils._ChunkedLogProbFunction.apply(*given)[0].where(live, 0.0)
-        return losses.sum() / live.sum() if reduction == "mean" else losses
+        given = hidden[live], weight, None, labels[live], 1.0, TRL_COLUMNS, None, 1.0, ()
+        losses: Tensor = -utils._ChunkedLogProbFunction.apply(*given)[0]
+        every = torch.zeros_like(labels, dtype=losses.dtype)
+        return losses.mean() if reduction == "mean" else every.masked_scatter(live, losses)
 
     return loss_of
 
@@ -392,6 +393,6 @@ PROVIDERS: tuple[Provider, ...] = (
     _cuts("cut-cross-entropy (exact)", partial(_cut, filter_eps=None)),
     # It scales exponentials instead of logits where it can, unless told not to.
     _quack_head("quack-kernels", _quack_linear),
-    _quack_head("quack-kernels (base)", partial(_quack_linear, use_scaled_exp=False), refuses=_is_chunked),
+    _quack_head("quack-kernels (base)", partial(_quack_linear, use_scaled_exp=False), refuses=_is_mean),
     _head("trl", _trl_linear, "trl.trainer.utils", "trl", of_several=False),
 )

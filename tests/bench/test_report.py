@@ -88,6 +88,14 @@ def test_the_parts_of_options_the_linear_loss_and_memory():
     assert "| mean 48 x 64 x 32 | 0.50 | 1.00 | - |" in text and "cases: `out of memory`." in text
 
 
+def test_pages_have_no_rows_of_a_baseline(tmp_path):
+    content = both_ways()
+    row = content["results"][0]
+    content["results"].append(row | {"provider": row["provider"] + cases.BASELINE})
+    documents.write_document(content, tmp_path / "bench_table_1gpu.json")
+    assert documents.read_documents(tmp_path)["bench_table_1gpu"]["results"] == content["results"][:-1]
+
+
 def test_a_document_without_a_commit_or_of_an_unfinished_run_is_refused(tmp_path):
     path = tmp_path / "bench_table_1gpu.json"
 
