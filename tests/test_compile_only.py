@@ -111,5 +111,5 @@ def assert_fills_a_multiprocessor(report: dict) -> None:
     # The system uses 1 KB of each program's shared memory.
     shared_bytes = (report["shared_bytes"] + 1024) * report["programs_per_sm"]
     assert shared_bytes <= ONE_PASS_SHARED_MEMORY + 1024, report
-    # Of rows with edges and class weights, Triton 3.6 leaves 20 values in memory; of the widest rows, 3.9 leaves 24.
-    assert report["stack_bytes"] <= 96 and report["local_bytes"] == 0, report
+    # Of rows with edges and class weights, Triton 3.7 leaves 14 values in memory; of the widest rows, 3.9 leaves 26.
+    assert report["stack_bytes"] <= 104 and report["local_bytes"] == 0, report

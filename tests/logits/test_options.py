@@ -73,6 +73,8 @@ def test_num_items_of_every_type(impl_device):
         results = run(impl_device, *made, num_items=num_items, **options)
         assert results.loss.shape == results.outputs[3].shape == () and results.outputs[3].dtype == torch.float32
         torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    infinite = run(impl_device, *made, num_items=torch.tensor(INF, device=device), **options)
+    assert infinite.loss.item() == 0 and not infinite.grad.any()
 
 
 @pytest.mark.interpreted(3)

@@ -56,14 +56,7 @@ def label_column(label, row, n_rows, n_columns, ignore_index):
 
 
 @gluon.jit
-def known_label(column, n_columns, ignore_index):
-    """Return a label with this ``label_column``; loading the row's own would cost a read's latency per row."""
-    outside = gl.where(ignore_index == n_columns, n_columns + 1, n_columns)
-    return gl.where(column == -2, ignore_index, gl.where(column == -1, outside, column)).to(gl.int64)
-
-
-@gluon.jit
-def loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, loss_options, COUNTED: gl.constexpr):
+def loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, ignore_index, COUNTED: gl.constexpr):
     """Return the weight of a row in the loss; 0 for a division by 0.
 
     If COUNTED, 1 / the number of labels, or 1 / the sum of their class weights. Else 1 / divisor, else 1.
@@ -75,7 +68,7 @@ def loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, 
         for first_row in range(0, n_rows, lane_columns.numel):
             rows = first_row + lane_columns
             label = load_label(labels, rows, n_rows).to(gl.int64)
-            live = (label != loss_options.ignore_index) & (rows < n_rows)
+            live = (label != ignore_index) & (rows < n_rows)
             if class_weight is not None:
                 inside = live & (label >= 0) & (label < n_columns)
                 weights = gl.load(class_weight + label, mask=inside, other=0.0)
@@ -89,12 +82,12 @@ def loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, 
 
 
 @gluon.jit
-def label_weight(class_weight, label, column, n_columns, loss_options):
+def label_weight(class_weight, column, n_columns, loss_options):
     """Return ``spec.label_weights`` of one row, 0 if there are no class weights."""
     weight = 0.0
     if class_weight is not None:
         weight = gl.load(class_weight + column, mask=column >= 0, other=0.0)
-        weight = ops.at_the_edges(weight, label, n_columns, loss_options)
+        weight = ops.at_the_edges(weight, column, n_columns, loss_options)
     return weight
 
 
@@ -156,6 +149,8 @@ def one_pass_kernel(
     row = gl.program_id(0)
     step = gl.num_programs(0)
     ignore_index = loss_options.ignore_index
+    # From here on a label_column is the label: -2 is ignored, -1 is outside. Loading labels again costs a read per row.
+    loss_options = LossOptions(-2, *loss_options[1:])
     label_columns = first_label_columns(labels, row, step, n_rows, n_columns, ignore_index, AHEAD + 1)
     # Labels and loose logits are loaded one row early.
     next_label = load_label(labels, row + (AHEAD + 1) * step, n_rows)
@@ -163,7 +158,7 @@ def one_pass_kernel(
     next_loose = of_rows.load_loose(walk, body, label_columns[0], HAS_EDGES)
     for i in gl.static_range(STAGES):
         of_rows.fetch(walk, of_rows.Cursor(stage, row, step, label_columns), i, sizes)
-    weight = loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, loss_options, COUNTED)
+    weight = loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, ignore_index, COUNTED)
     outputs = TokenOutputs(loss, None, lse, None, None, predictions)
     grads = GradOutputs(None, None, None, None, None)
     while row < n_rows:
@@ -171,8 +166,7 @@ def one_pass_kernel(
         column = label_columns[0]
         body = of_rows.locate(walk, row, column, HAS_EDGES)
         loose = next_loose
-        label = known_label(column, n_columns, ignore_index)
-        target_weight = label_weight(class_weight, label, column, n_columns, loss_options)
+        target_weight = label_weight(class_weight, column, n_columns, loss_options)
         new_row = row + (AHEAD + 1) * step
         new_column = label_column(next_label, new_row, n_rows, n_columns, ignore_index)
         others_max, others_sum, first, chunks = of_rows.read_row(walk, cursor, body, loose, loss_options, sizes)
@@ -180,20 +174,19 @@ def one_pass_kernel(
         row_max = gl.maximum(others_max, target)
         others_sum *= ops.exp_shifted(others_max, ops.finite_or_zero(row_max))
         stats = row_stats(row_max, others_sum, target, target_weight, 0.0, 0.0)
-        live = column != -2
-        factors = of_labels.row_factors(stats, label, live, weight, grads, grads, row, n_columns, loss_options)
+        factors = of_labels.row_factors(stats, column, column != -2, weight, grads, grads, row, n_columns, loss_options)
         first = of_rows.load_maximum(walk, body, first, row_max, loss_options)
         # Not earlier: these loads would take registers while the row fills them.
         next_label = load_label(labels, new_row + step, n_rows)
         next_body = of_rows.locate(walk, row + step, label_columns[1], HAS_EDGES)
         next_loose = of_rows.load_loose(walk, next_body, label_columns[1], HAS_EDGES)
         if not IS_LATE:
-            of_labels.store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
+            of_labels.store_outputs(outputs, row, None, stats, column, weight, n_columns, loss_options)
         shifted_sum = of_rows.write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, sizes)
         if IS_LATE:
             argmax = of_rows.first_maximum(walk, body, loose, column, first, row_max, loss_options, HAS_EDGES)
             stats = row_stats(row_max, others_sum, target, target_weight, shifted_sum, argmax)
-            of_labels.store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
+            of_labels.store_outputs(outputs, row, None, stats, column, weight, n_columns, loss_options)
         # write_row wrote the label's column like every other.
         barrier()
         of_rows.write_label(walk, body, loose.target, column, factors, grads, loss_options)
