@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from vocab_parallel_ce.blocks import ONE_PASS
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
 
 pytestmark = [pytest.mark.compile_only, pytest.mark.timeout(3600)]
@@ -96,9 +97,9 @@ def test_sm_90_code_is_wide_and_does_not_spill():
         # So may the statistics of rows with edges under weighted smoothing. Sums above thresholds have 8 warps, and
         # numbers of their own per element.
         is_plain = "-plain-" in report["kernel"] and "-edges-" not in report["kernel"]
-        names = ("cross_entropy", "sums_above", *PAIRS, *MERGED_PAIRS)
+        names = ("cross_entropy", *PAIRS, *MERGED_PAIRS)
         is_large = report["kernel"].startswith(names) or "-edges-all_weighted" in report["kernel"]
-        fits_two = is_plain or not is_large
+        fits_two = (is_plain or not is_large) and not report["kernel"].startswith("sums_above")
         assert report["registers"] <= (64 if fits_two else 128), report
         assert report["stack_bytes"] <= (0 if fits_two else 16), report
 
@@ -111,5 +112,6 @@ def assert_fills_a_multiprocessor(report: dict) -> None:
     # The system uses 1 KB of each program's shared memory.
     shared_bytes = (report["shared_bytes"] + 1024) * report["programs_per_sm"]
     assert shared_bytes <= ONE_PASS_SHARED_MEMORY + 1024, report
-    # Of rows with edges and class weights, Triton 3.7 leaves 14 values in memory; of the widest rows, 3.9 leaves 26.
-    assert report["stack_bytes"] <= 104 and report["local_bytes"] == 0, report
+    # The widest rows leave up to 28 values in memory with Triton 3.6 and 3.7, and up to 48 with 3.9; others 24.
+    is_widest = report["kernel"].endswith(f"-{ONE_PASS[-1][1]}")
+    assert report["stack_bytes"] <= (192 if is_widest else 96) and report["local_bytes"] == 0, report
