@@ -113,5 +113,6 @@ def assert_fills_a_multiprocessor(report: dict) -> None:
     shared_bytes = (report["shared_bytes"] + 1024) * report["programs_per_sm"]
     assert shared_bytes <= ONE_PASS_SHARED_MEMORY + 1024, report
     # The widest rows leave up to 28 values in memory with Triton 3.6 and 3.7, and up to 48 with 3.9; others 24.
+    of_widest = 192 if report["triton"] >= [3, 9] else 112
     is_widest = report["kernel"].endswith(f"-{ONE_PASS[-1][1]}")
-    assert report["stack_bytes"] <= (192 if is_widest else 96) and report["local_bytes"] == 0, report
+    assert report["stack_bytes"] <= (of_widest if is_widest else 96) and report["local_bytes"] == 0, report
