@@ -95,13 +95,15 @@ def test_sm_90_code_is_wide_and_does_not_spill():
         # 16 warps of 64 registers: two rows at a time on a multiprocessor of 64 K registers. A gradient with
         # options, or of rows with a head and a tail, must fit one row. It may leave two values in memory.
         # So may the statistics of rows with edges under weighted smoothing. Sums above thresholds have 8 warps, and
-        # numbers of their own per element.
+        # numbers of their own per element. The loss of all options has 4 warps and a few rows at a time; where it is
+        # summed in the same launch, it may leave six values in memory.
         is_plain = "-plain-" in report["kernel"] and "-edges-" not in report["kernel"]
         names = ("cross_entropy", *PAIRS, *MERGED_PAIRS)
         is_large = report["kernel"].startswith(names) or "-edges-all_weighted" in report["kernel"]
-        fits_two = (is_plain or not is_large) and not report["kernel"].startswith("sums_above")
+        is_loss_of_all = report["kernel"].startswith("loss-all")
+        fits_two = (is_plain or not is_large) and not report["kernel"].startswith("sums_above") and not is_loss_of_all
         assert report["registers"] <= (64 if fits_two else 128), report
-        assert report["stack_bytes"] <= (0 if fits_two else 16), report
+        assert report["stack_bytes"] <= (24 if is_loss_of_all else 0 if fits_two else 16), report
 
 
 def assert_fills_a_multiprocessor(report: dict) -> None:
@@ -112,7 +114,10 @@ def assert_fills_a_multiprocessor(report: dict) -> None:
     # The system uses 1 KB of each program's shared memory.
     shared_bytes = (report["shared_bytes"] + 1024) * report["programs_per_sm"]
     assert shared_bytes <= ONE_PASS_SHARED_MEMORY + 1024, report
-    # The widest rows leave up to 28 values in memory with Triton 3.6 and 3.7, and up to 48 with 3.9; others 24.
-    of_widest = 192 if report["triton"] >= [3, 9] else 112
-    is_widest = report["kernel"].endswith(f"-{ONE_PASS[-1][1]}")
-    assert report["stack_bytes"] <= (of_widest if is_widest else 96) and report["local_bytes"] == 0, report
+    # The widest rows leave up to 28 values in memory with Triton 3.6 and 3.7, and up to 48 with 3.9; others with options
+    # 24, and 40. Four values of plain rows of 128,256 bytes took 27 % more time on an H100 with Triton 3.6.
+    is_new = report["triton"] >= [3, 9]
+    most = (160 if is_new else 96) if "-plain-" not in report["kernel"] else 48 if is_new else 0
+    if report["kernel"].endswith(f"-{ONE_PASS[-1][1]}"):
+        most = 192 if is_new else 112
+    assert report["stack_bytes"] <= most and report["local_bytes"] == 0, report

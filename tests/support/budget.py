@@ -8,7 +8,12 @@ FP64_ROUNDINGS = 64
 
 
 def assert_within_budget(
-    actual: Tensor, oracle: Tensor, same_dtype: Tensor, magnitude: float = 0.0, roundings: int = 1
+    actual: Tensor,
+    oracle: Tensor,
+    same_dtype: Tensor,
+    magnitude: float = 0.0,
+    roundings: int = 1,
+    summands: Tensor | None = None,
 ) -> None:
     """Fail unless each element is within its own rounding and what PyTorch's arithmetic makes elsewhere.
 
@@ -24,6 +29,7 @@ def assert_within_budget(
         magnitude: of the largest number that is added or subtracted on the way, in fp32 or fp64; its rounding replaces
             that of the result if it is larger.
         roundings: how often a value is rounded to ``actual``'s dtype on the way.
+        summands: like ``oracle``, the sum of the sizes of numbers that are rounded to ``actual``'s dtype and then added.
     """
     actual, oracle, same_dtype = (t.detach().cpu() for t in (actual, oracle, same_dtype))
     assert oracle.dtype == torch.float64, f"oracle: must be float64, got {oracle.dtype}"
@@ -53,6 +59,8 @@ def assert_within_budget(
     else:
         largest = max(float(size.max()), magnitude) * torch.finfo(torch.float32).eps
     allowed = roundings * rounding + K * (beyond + largest)
+    if summands is not None:
+        allowed += _rounding(actual.dtype) * summands.flatten()
     worst = int((error - allowed).argmax())
     assert error[worst] <= allowed[worst], (
         f"error {float(error[worst]):.3e} exceeds {float(allowed[worst]):.3e} = {roundings} * rounding "

@@ -197,6 +197,7 @@ def linear_same_dtype(
     logits_dtype: torch.dtype | None = None,
     chunk_size: int | str = "auto",
     gradient: str = "auto",
+    adds_sizes: bool = False,
     **options: Any,
 ) -> Results:
     """What PyTorch gets in the dtype of ``inputs``; gradients of 16 bits are not rounded at the end, if of one rank.
@@ -207,6 +208,7 @@ def linear_same_dtype(
         logits_dtype: fp32 logits, whose gradient is rounded.
         chunk_size: of a product, whose rounding depends on it; a CPU leaves out ignored tokens.
         gradient: "in_forward" computes products before it knows ``grad_output``.
+        adds_sizes: the ranks' parts of the hidden states' gradient are added without their signs.
     """
     options = of_oracle(options)
     ignore_index = options.get("ignore_index", IGNORE_INDEX)
@@ -231,6 +233,8 @@ def linear_same_dtype(
         torch.cat([part[:, a:b] @ inputs.weight[a:b] for part in chunks])
         for a, b in bounds or [(0, len(inputs.weight))]
     ]
+    if adds_sizes:
+        parts = [part.abs() for part in parts]
     d_hidden = torch.zeros_like(rows).masked_scatter(kept.unsqueeze(1), sum(parts[1:], start=parts[0]))
     d_bias = None if inputs.bias is None else d_weight.sum(dim=0)
     gradients = d_hidden.view(inputs.hidden.shape), d_weight.T @ rows.to(d_weight.dtype), d_bias
@@ -287,9 +291,17 @@ def run(
 
 
 def assert_results(
-    actual: Results, truth: Results, peer: Results, magnitudes: Sequence[float] = (0, 0, 0), roundings: int = 1
+    actual: Results,
+    truth: Results,
+    peer: Results,
+    magnitudes: Sequence[float] = (0, 0, 0),
+    roundings: int = 1,
+    summands: Tensor | None = None,
 ) -> None:
-    """Within the budget, of gradients with ``magnitudes``, except metrics; what was not computed is None; padding 0."""
+    """Within the budget, of gradients with ``magnitudes``, except metrics; what was not computed is None; padding 0.
+
+    ``summands`` are those of the hidden states' gradient, if ranks add it.
+    """
     differentiable = min(len(actual.outputs), len(truth.outputs))
     of_outputs = (results.outputs[:differentiable] for results in (actual, truth, peer))
     for triple in zip(*of_outputs, strict=True):
@@ -299,7 +311,8 @@ def assert_results(
         if gradient is not None:
             valid = len(gradient) if name == "hidden" else len(truth.weight)
             assert not gradient[valid:].any(), f"gradient of padded rows of the {name}"
-            assert_within_budget(gradient[:valid], expected, getattr(peer, name), magnitude, roundings)
+            added = summands if name == "hidden" else None
+            assert_within_budget(gradient[:valid], expected, getattr(peer, name), magnitude, roundings, added)
 
 
 def assert_right(
@@ -321,7 +334,11 @@ def assert_right(
     magnitudes = [magnitude * float(factor.abs().max()) for factor in factors]
     peer = linear_same_dtype(inputs, *grad_outputs, bounds=bounds, **options)
     # Backward multiplies what forward has written.
-    assert_results(results, truth, peer, magnitudes, roundings=1 + (options.get("gradient") == "in_forward"))
+    roundings = 1 + (options.get("gradient") == "in_forward")
+    summands = None
+    if bounds is not None and len(bounds) > 1:
+        summands = linear_fp64(inputs, *grad_outputs, bounds=bounds, adds_sizes=True, **options).hidden.abs()
+    assert_results(results, truth, peer, magnitudes, roundings, summands)
     if options.get("outputs") == METRICS:
         given, ignored = of_oracle(options), options.get("ignore_index", IGNORE_INDEX)
         truth = oracle.metrics_fp64(inputs.to(torch.float64).logits(ignored), inputs.labels, **given)

@@ -174,10 +174,10 @@ def row_factors(stats, label, live, weight, grads, strides, row, vocab_size, los
         weight = ops.weighted(tl.load(grads.loss + row * strides.loss), weight)
     weight = tl.where((label < 0) | (label >= vocab_size), float("nan"), weight)
     all_sum = sum_exp(stats)
-    inverse_sum = ops.inverse(all_sum)
+    inverse_sum = tl.div_rn(1.0, all_sum)
     target_exp = label_exp(stats.row_max, stats.target_logit)
     p_factor, z_factor, of_uniform = 1.0, 0.0, 0.0
-    target_grad = -stats.others_sum * inverse_sum
+    target_grad = tl.div_rn(-stats.others_sum, all_sum)
     if loss_options.z_loss is not None:
         z_factor = 2 * loss_options.z_loss * (stats.row_max + log_sum_exp(stats))
         p_factor += z_factor

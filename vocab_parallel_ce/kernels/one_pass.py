@@ -9,9 +9,9 @@ in shared memory, so the next rows arrive while the program works on this one. T
 time. The first REGISTER_CHUNKS of a row stay in registers, and their stages are refilled at once. The other chunks stay
 in the buffer.
 
-The gradient with smoothing does not need the row's ``shifted_sum``. So with smoothing the loss is computed after the
-gradient, which sees every shifted logit anyway. Two kernels do softcap, and smoothing with class weights: these need
-more registers than a program of wide rows has.
+The gradient with smoothing does not need the row's ``shifted_sum``. So the loss is computed after the gradient, which
+sees every shifted logit anyway. Two kernels do softcap, and smoothing with class weights: these need more registers
+than a program of wide rows has.
 
 Regime: one rank, rows of 16 to 304 KiB without padding, bound by memory. Ignored rows are not read. The kernel is
 written in Gluon, Triton's language for explicit layouts, which no interpreter runs.
@@ -56,7 +56,14 @@ def label_column(label, row, n_rows, n_columns, ignore_index):
 
 
 @gluon.jit
-def loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, ignore_index, COUNTED: gl.constexpr):
+def known_label(column, n_columns, ignore_index):
+    """Return a label with this ``label_column``; loading the row's own would cost a read's latency per row."""
+    outside = gl.where(ignore_index == n_columns, n_columns + 1, n_columns)
+    return gl.where(column == -2, ignore_index, gl.where(column == -1, outside, column)).to(gl.int64)
+
+
+@gluon.jit
+def loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, loss_options, COUNTED: gl.constexpr):
     """Return the weight of a row in the loss; 0 for a division by 0.
 
     If COUNTED, 1 / the number of labels, or 1 / the sum of their class weights. Else 1 / divisor, else 1.
@@ -68,7 +75,7 @@ def loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, 
         for first_row in range(0, n_rows, lane_columns.numel):
             rows = first_row + lane_columns
             label = load_label(labels, rows, n_rows).to(gl.int64)
-            live = (label != ignore_index) & (rows < n_rows)
+            live = (label != loss_options.ignore_index) & (rows < n_rows)
             if class_weight is not None:
                 inside = live & (label >= 0) & (label < n_columns)
                 weights = gl.load(class_weight + label, mask=inside, other=0.0)
@@ -82,12 +89,12 @@ def loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, 
 
 
 @gluon.jit
-def label_weight(class_weight, column, n_columns, loss_options):
+def label_weight(class_weight, label, column, n_columns, loss_options):
     """Return ``spec.label_weights`` of one row, 0 if there are no class weights."""
     weight = 0.0
     if class_weight is not None:
         weight = gl.load(class_weight + column, mask=column >= 0, other=0.0)
-        weight = ops.at_the_edges(weight, column, n_columns, loss_options)
+        weight = ops.at_the_edges(weight, label, n_columns, loss_options)
     return weight
 
 
@@ -138,7 +145,7 @@ def one_pass_kernel(
     # Rows after this one that a program fetches from while it works on this one.
     AHEAD: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
     lane_columns = of_rows.chunk_columns(LANES, VECTOR)
-    # Smoothing's sum comes from the walk of the gradient. To find the first maximum after it saves registers.
+    # Of smoothing the walk of the gradient sums; of predictions the first maximum takes registers.
     IS_LATE: gl.constexpr = loss_options.smoothing is not None or loss_options.predictions is not None
     if not HAS_EDGES:
         n_columns = n_columns // VECTOR * VECTOR  # unchanged; now the compiler sees that it is a multiple
@@ -149,8 +156,6 @@ def one_pass_kernel(
     row = gl.program_id(0)
     step = gl.num_programs(0)
     ignore_index = loss_options.ignore_index
-    # From here on a label_column is the label: -2 is ignored, -1 is outside. Loading labels again costs a read per row.
-    loss_options = LossOptions(-2, *loss_options[1:])
     label_columns = first_label_columns(labels, row, step, n_rows, n_columns, ignore_index, AHEAD + 1)
     # Labels and loose logits are loaded one row early.
     next_label = load_label(labels, row + (AHEAD + 1) * step, n_rows)
@@ -158,7 +163,7 @@ def one_pass_kernel(
     next_loose = of_rows.load_loose(walk, body, label_columns[0], HAS_EDGES)
     for i in gl.static_range(STAGES):
         of_rows.fetch(walk, of_rows.Cursor(stage, row, step, label_columns), i, sizes)
-    weight = loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, ignore_index, COUNTED)
+    weight = loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, loss_options, COUNTED)
     outputs = TokenOutputs(loss, None, lse, None, None, predictions)
     grads = GradOutputs(None, None, None, None, None)
     while row < n_rows:
@@ -166,7 +171,8 @@ def one_pass_kernel(
         column = label_columns[0]
         body = of_rows.locate(walk, row, column, HAS_EDGES)
         loose = next_loose
-        target_weight = label_weight(class_weight, column, n_columns, loss_options)
+        label = known_label(column, n_columns, ignore_index)
+        target_weight = label_weight(class_weight, label, column, n_columns, loss_options)
         new_row = row + (AHEAD + 1) * step
         new_column = label_column(next_label, new_row, n_rows, n_columns, ignore_index)
         others_max, others_sum, first, chunks = of_rows.read_row(walk, cursor, body, loose, loss_options, sizes)
@@ -174,19 +180,20 @@ def one_pass_kernel(
         row_max = gl.maximum(others_max, target)
         others_sum *= ops.exp_shifted(others_max, ops.finite_or_zero(row_max))
         stats = row_stats(row_max, others_sum, target, target_weight, 0.0, 0.0)
-        factors = of_labels.row_factors(stats, column, column != -2, weight, grads, grads, row, n_columns, loss_options)
+        live = column != -2
+        factors = of_labels.row_factors(stats, label, live, weight, grads, grads, row, n_columns, loss_options)
         first = of_rows.load_maximum(walk, body, first, row_max, loss_options)
         # Not earlier: these loads would take registers while the row fills them.
         next_label = load_label(labels, new_row + step, n_rows)
         next_body = of_rows.locate(walk, row + step, label_columns[1], HAS_EDGES)
         next_loose = of_rows.load_loose(walk, next_body, label_columns[1], HAS_EDGES)
         if not IS_LATE:
-            of_labels.store_outputs(outputs, row, None, stats, column, weight, n_columns, loss_options)
+            of_labels.store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
         shifted_sum = of_rows.write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, sizes)
         if IS_LATE:
             argmax = of_rows.first_maximum(walk, body, loose, column, first, row_max, loss_options, HAS_EDGES)
             stats = row_stats(row_max, others_sum, target, target_weight, shifted_sum, argmax)
-            of_labels.store_outputs(outputs, row, None, stats, column, weight, n_columns, loss_options)
+            of_labels.store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
         # write_row wrote the label's column like every other.
         barrier()
         of_rows.write_label(walk, body, loose.target, column, factors, grads, loss_options)

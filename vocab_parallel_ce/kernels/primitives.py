@@ -264,21 +264,11 @@ def divisor_weight(divisor, class_weight=None):
 
 
 @triton.jit
-def inverse(x):
-    """Return 1 / x, rounded correctly by a step of Newton's; NaN where 1 / x is 0 or infinite.
-
-    ``tl.div_rn`` is a call, which takes registers.
-    """
-    approximate = 1.0 / x
-    return tl.fma(approximate, tl.fma(-x, approximate, 1.0), approximate)
-
-
-@triton.jit
 def inverse_divisor(n, class_weight=None):
-    """Return 1 / n, a row's weight in a mean or a sum over items; 0 for 0 and inf; NaN if class weights sum to inf."""
+    """Return 1 / n, a row's weight in a mean or a sum over items; 0 for 0; NaN if class weights sum to inf."""
     if class_weight is not None:
         n = tl.where(n == float("inf"), float("nan"), n)
-    return tl.where((n == 0) | (n == float("inf")), 0.0, inverse(n))
+    return tl.where(n == 0, 0.0, tl.div_rn(1.0, n))
 
 
 @triton.jit
