@@ -1,5 +1,6 @@
 """What only a GPU shows of a computation: graphs, synchronisation, peak memory, offsets past 2^31."""
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
@@ -58,8 +59,10 @@ def assert_host_never_waits(step: Callable[[], object]) -> None:
 def extra_peak_bytes(step: Callable[[], object]) -> int:
     """The most bytes requested at any moment of ``step()``, beyond those requested before it.
 
-    A block that the allocator reuses may be up to 1 MiB larger than what was requested.
+    A block that the allocator reuses may be up to 1 MiB larger than what was requested. Garbage of earlier tests is
+    collected first: it would be freed meanwhile.
     """
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
