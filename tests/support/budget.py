@@ -29,7 +29,7 @@ def assert_within_budget(
         magnitude: of the largest number that is added or subtracted on the way, in fp32 or fp64; its rounding replaces
             that of the result if it is larger.
         roundings: how often a value is rounded to ``actual``'s dtype on the way.
-        summands: like ``oracle``, the sum of the sizes of numbers that are rounded to ``actual``'s dtype and then added.
+        summands: like ``oracle``, the sum of the sizes of what is rounded to ``actual``'s dtype, and then added.
     """
     actual, oracle, same_dtype = (t.detach().cpu() for t in (actual, oracle, same_dtype))
     assert oracle.dtype == torch.float64, f"oracle: must be float64, got {oracle.dtype}"

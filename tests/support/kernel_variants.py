@@ -68,13 +68,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     is_sm_90 = target.backend == "cuda" and target.arch == 90
     if has_one_pass(target):
         # The slowest to compile are first.
-        for _, most, _ in reversed(ONE_PASS if is_sm_90 else ONE_PASS[:1]):
-            yield one_pass("bf16", most, "z_loss" if most > 200_000 else "plain", "mean")
-        if is_sm_90:
-            for row_bytes in MEASURED_ROW_BYTES:
-                yield one_pass("bf16", row_bytes, "plain", "mean")
-            for option in ("class_weight", "predictions"):
-                yield one_pass("bf16", 102_400, option, "mean", edges=True)
+        yield from of_one_launch(is_sm_90)
     yield stats("bf16", True, "all", outputs=True)
     yield gradient("bf16", True, "all", call="padded")
     yield scaled("bf16", edges=True)
@@ -125,6 +119,16 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield counted_larger("bf16", edges=False)
     for dtype, option in product(("bf16", "fp32"), (None, "plain", "softcap")):
         yield above(dtype, False, option)
+
+
+def of_one_launch(is_sm_90: bool) -> Iterator[Variant]:
+    for _, most, _ in reversed(ONE_PASS if is_sm_90 else ONE_PASS[:1]):
+        yield one_pass("bf16", most, "z_loss" if most > 200_000 else "plain", "mean")
+    if is_sm_90:
+        for row_bytes in MEASURED_ROW_BYTES:
+            yield one_pass("bf16", row_bytes, "plain", "mean")
+        for option in ("class_weight", "predictions"):
+            yield one_pass("bf16", 102_400, option, "mean", edges=True)
 
 
 def all_variants(target: GPUTarget) -> Iterator[Variant]:
