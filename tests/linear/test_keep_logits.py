@@ -169,12 +169,21 @@ def test_refusals(options, error, message):
         linear_cross_entropy(hidden, weight, labels, **options)
 
 
-def test_compiled_code_refuses_it():
-    (hidden, weight, _), labels = inputs()
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_code_leaves_it_to_eager_code(name):
+    (hidden, weight, bias), labels = inputs()
+
+    def step(**options):
+        return CALLS[name](hidden, weight, bias, labels, keep_logits="all", **options)
+
     torch.compiler.reset()
-    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match="keep_logits: expected 'none' in compiled code"):
-        compiled(hidden, weight, labels, reduction="none", keep_logits="all")
+    with pytest.raises(Exception, match="has no operator for this call"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)()
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.testing.assert_close(torch.compile(step, backend="aot_eager")(), step(), rtol=0, atol=0, equal_nan=True)
+    # Of the step and of what wraps the function, and none of the package's inside.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
 def test_a_module_has_it_and_needs_no_gradient():

@@ -59,13 +59,13 @@ def assert_within_budget(
     else:
         largest = max(float(size.max()), magnitude) * torch.finfo(torch.float32).eps
     allowed = roundings * rounding + K * (beyond + largest)
-    if summands is not None:
-        allowed += _rounding(actual.dtype) * summands.flatten()
+    of_summands = torch.zeros_like(truth) if summands is None else _rounding(actual.dtype) * summands.flatten()
+    allowed += of_summands
     worst = int((error - allowed).argmax())
     assert error[worst] <= allowed[worst], (
         f"error {float(error[worst]):.3e} exceeds {float(allowed[worst]):.3e} = {roundings} * rounding "
-        f"{float(rounding[worst]):.3e} + {K:g} * (that of PyTorch {float(beyond):.3e} + {largest:.3e}); worst "
-        f"{_at(actual, worst)}: actual {flat[worst]:.9g}, oracle {truth[worst]:.9g}, same dtype {peer[worst]:.9g}"
+        f"{float(rounding[worst]):.3e} + {K:g} * (that of PyTorch {float(beyond):.3e} + {largest:.3e}) + that of "
+        f"summands {float(of_summands[worst]):.3e}; worst {_at(actual, worst)}: actual {flat[worst]:.9g}, oracle {truth[worst]:.9g}, same dtype {peer[worst]:.9g}"
     )
 
 

@@ -132,7 +132,8 @@ def of_one_launch(is_sm_90: bool) -> Iterator[Variant]:
 
 
 def all_variants(target: GPUTarget) -> Iterator[Variant]:
-    """Yield the product of dtypes, edges, options and kinds of calls."""
+    """Yield ``variants``, and the product of dtypes, edges, options and kinds of calls, which has most of them."""
+    yield from variants(target)
     for dtype, edges in product(DTYPES, (False, True)):
         yield scaled(dtype, edges)
         yield counted_larger(dtype, edges)

@@ -77,6 +77,11 @@ def overwrites(keywords: dict[str, Any]) -> bool:
     return keywords.get("gradient") in ("in_forward", "in_backward")
 
 
+def keeps_logits(keywords: dict[str, Any]) -> bool:
+    """Return whether backward finds logits, which an operator would have to return."""
+    return keywords.get("keep_logits", "none") != "none"
+
+
 def settings_of(
     keywords: dict[str, Any], known: dict[str, Any], function: Callable[..., Any], advanced: Advanced, **fixed: Any
 ) -> tuple[Settings, HeadSettings]:

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api import given_ids, known_tokens
-from vocab_parallel_ce.api.call import checked_advanced, over_head, over_logits, overwrites, public, settings_of
+from vocab_parallel_ce.api.call import (
+    checked_advanced,
+    keeps_logits,
+    over_head,
+    over_logits,
+    overwrites,
+    public,
+    settings_of,
+)
 from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead, check_hard_weight
@@ -131,7 +139,7 @@ def distillation_loss(
     return over_logits(loss, student_logits, beside, settings, group=group, num_items=num_items)[0].loss
 
 
-@public()
+@public(keeps_logits)
 @checks.naming(hidden="student.hidden", weight="student.weight", bias="student.bias")
 @with_keywords(LINEAR_KEYWORDS)
 def linear_distillation_loss(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import Tensor
 
 from vocab_parallel_ce.api import given_ids
-from vocab_parallel_ce.api.call import checked_advanced, over_head, public, settings_of
+from vocab_parallel_ce.api.call import checked_advanced, keeps_logits, over_head, public, settings_of
 from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
 from vocab_parallel_ce.api.outputs import (
     Outputs,
@@ -48,7 +48,7 @@ def needs_eager(keywords: dict[str, Any]) -> bool:
     advanced = keywords.get("advanced")
     of_head = advanced if isinstance(advanced, Advanced) else Advanced()
     writes = of_head.main_grad is not None or of_head.expected_grad_output is not None
-    return writes or asks_for_top(keywords) or keywords.get("sampling") is not None
+    return writes or asks_for_top(keywords) or keywords.get("sampling") is not None or keeps_logits(keywords)
 
 
 @overload

@@ -111,11 +111,6 @@ def linear_losses(
 ) -> tuple[TokenOutputs, Tensor | None, Tensor | None]:
     """Return the outputs of a head and its loss, the divisor of a sum, and NaN or 1 for too many valid tokens."""
     (hidden, weight, bias), labels, beside, group, num_items, *_ = given
-    if head.keep_logits != "none":
-        raise ValueError(
-            f"keep_logits: expected 'none' in compiled code, whose backward makes the logits again, got "
-            f"{head.keep_logits!r}; call the loss outside of torch.compile to keep them"
-        )
     if is_dtensor(weight):
         settings = settings._replace(vocab_size=shard_of_dtensor(given, settings, *group_position(group)))
         weight = local_rows("weight", weight, group)

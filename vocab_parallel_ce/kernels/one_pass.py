@@ -9,9 +9,9 @@ in shared memory, so the next rows arrive while the program works on this one. T
 time. The first REGISTER_CHUNKS of a row stay in registers, and their stages are refilled at once. The other chunks stay
 in the buffer.
 
-The gradient with smoothing does not need the row's ``shifted_sum``. So the loss is computed after the gradient, which
-sees every shifted logit anyway. Two kernels do softcap, and smoothing with class weights: these need more registers
-than a program of wide rows has.
+The gradient with smoothing does not need the row's ``shifted_sum``. So with smoothing the loss is computed after the
+gradient, which sees every shifted logit anyway. Two kernels do softcap, and smoothing with class weights: these need
+more registers than a program of wide rows has.
 
 Regime: one rank, rows of 16 to 304 KiB without padding, bound by memory. Ignored rows are not read. The kernel is
 written in Gluon, Triton's language for explicit layouts, which no interpreter runs.
@@ -145,7 +145,7 @@ def one_pass_kernel(
     # Rows after this one that a program fetches from while it works on this one.
     AHEAD: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
     lane_columns = of_rows.chunk_columns(LANES, VECTOR)
-    # Of smoothing the walk of the gradient sums; of predictions the first maximum takes registers.
+    # Smoothing's sum comes from the walk of the gradient. To find the first maximum after it saves registers.
     IS_LATE: gl.constexpr = loss_options.smoothing is not None or loss_options.predictions is not None
     if not HAS_EDGES:
         n_columns = n_columns // VECTOR * VECTOR  # unchanged; now the compiler sees that it is a multiple
