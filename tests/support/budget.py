@@ -65,7 +65,8 @@ def assert_within_budget(
     assert error[worst] <= allowed[worst], (
         f"error {float(error[worst]):.3e} exceeds {float(allowed[worst]):.3e} = {roundings} * rounding "
         f"{float(rounding[worst]):.3e} + {K:g} * (that of PyTorch {float(beyond):.3e} + {largest:.3e}) + that of "
-        f"summands {float(of_summands[worst]):.3e}; worst {_at(actual, worst)}: actual {flat[worst]:.9g}, oracle {truth[worst]:.9g}, same dtype {peer[worst]:.9g}"
+        f"summands {float(of_summands[worst]):.3e}; worst {_at(actual, worst)}: "
+        f"actual {flat[worst]:.9g}, oracle {truth[worst]:.9g}, same dtype {peer[worst]:.9g}"
     )
 
 
