@@ -1,5 +1,7 @@
 """Logits that backward finds: the bits of those that it makes again, with a product less."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -121,7 +123,7 @@ def test_what_hooks_see_is_not_overwritten():
     assert all(torch.equal(now, before) for now, before in seen)
 
 
-@pytest.mark.parametrize("wrapper", ("hooks", "checkpoint", "reentrant"))
+@pytest.mark.parametrize("wrapper", ("hooks", "checkpoint", "reentrant", "compiled checkpoint"))
 def test_wrappers(wrapper):
     def gradients(keep):
         leaves, labels = inputs()
@@ -133,7 +135,10 @@ def test_wrappers(wrapper):
             with save_on_cpu():
                 losses = call(*leaves)
         else:
-            losses = checkpoint(call, *leaves, use_reentrant=wrapper == "reentrant")
+            run = partial(checkpoint, use_reentrant=wrapper == "reentrant")
+            if wrapper == "compiled checkpoint":
+                run = torch.compile(run, backend="aot_eager")
+            losses = run(call, *leaves)
         return torch.autograd.grad(losses.sum(), leaves) if wrapper != "reentrant" else backward(losses, leaves)
 
     assert_equal(gradients("all"), gradients("none"))
@@ -170,19 +175,17 @@ def test_refusals(options, error, message):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_compiled_code_leaves_it_to_eager_code(name):
-    (hidden, weight, bias), labels = inputs()
-
-    def step(**options):
-        return CALLS[name](hidden, weight, bias, labels, keep_logits="all", **options)
-
+def test_compiled_code_leaves_it_to_eager_code(name, monkeypatch):
+    expected, call = results(name, keep_logits="all"), CALLS[name]
     torch.compiler.reset()
+    monkeypatch.setitem(CALLS, name, torch.compile(call, backend="aot_eager", fullgraph=True))
     with pytest.raises(Exception, match="has no operator for this call"):
-        torch.compile(step, backend="aot_eager", fullgraph=True)()
+        results(name, keep_logits="all")
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    torch.testing.assert_close(torch.compile(step, backend="aot_eager")(), step(), rtol=0, atol=0, equal_nan=True)
-    # Of the step and of what wraps the function, and none of the package's inside.
+    monkeypatch.setitem(CALLS, name, torch.compile(call, backend="aot_eager"))
+    assert_equal(results(name, keep_logits="all"), expected)
+    # Of the call and of what wraps the function, and none of the package's inside.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
