@@ -373,12 +373,12 @@ def _label_exp(stats: RowStats) -> Tensor:
 
 def _finite_or_zero(row_max: Tensor) -> Tensor:
     """``row_max``, 0 where it is -inf: ``exp(-inf - 0)`` is the 0 that ``exp(-inf - -inf)`` is not."""
-    return torch.where(row_max == NEG_INF, 0.0, row_max)
+    return row_max.masked_fill(row_max == NEG_INF, 0.0)
 
 
 def _raised_by(old_max: Tensor, new_shift: Tensor) -> Tensor:
     """``old_max - new_shift``, to move what was summed relative to ``old_max``; 0 where that is -inf."""
-    return torch.where(old_max == NEG_INF, 0.0, old_max - new_shift)
+    return (old_max - new_shift).masked_fill(old_max == NEG_INF, 0.0)
 
 
 def _bounded(shifted: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ def head_settings(call: Call, labels: Tensor, head: Head) -> Tensor | None:
     if draw["chunks"] == "tokens":
         call.settings["chunk_tokens"] = draw.rng.randint(1, max(n_tokens, 1))
     elif draw["chunks"] == "bytes":
-        call.settings["memory_budget"] = draw.rng.randint(1, max(n_tokens, 1)) * 8 * call.bounds[0][1]
+        n_columns = max(stop - start for start, stop in call.bounds)
+        call.settings["memory_budget"] = draw.rng.randint(1, max(n_tokens, 1)) * 8 * n_columns
     is_none = draw["reduction"] == "none" or "log_probs" in call.function
     if draw["gradient"] == "in_backward" or (is_none and draw["gradient"] != "in_forward"):
         call.settings["keep_logits"] = ("none", "all")[draw.index % 2]

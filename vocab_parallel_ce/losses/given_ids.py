@@ -28,6 +28,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, spec
 from vocab_parallel_ce.beside import temperature_of_rows
+from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings, loss_options
@@ -108,7 +109,8 @@ class GivenIds:
         columns, temperature, *_ = beside
         dead = is_dead(columns)
         z, _ = logits_at(logits, columns, at_rows(self.options.of_logits, temperature))
-        row_max, without_best = sums_without(self.softmax, logits, z, columns, dead, self.shard, temperature)
+        place = z.argmax(dim=-1, keepdim=True)
+        row_max, without_best = sums_without(self.softmax, logits, place, columns, dead, self.shard, temperature)
         torch.cat([row_max.unsqueeze(-1), without_best.unsqueeze(-1), z], dim=-1, out=stats[0][rank])
         if outputs is not None:
             self.outputs(stats, beside, divisor, outputs)
@@ -293,22 +295,21 @@ def logits_at(logits: Tensor, columns: Tensor, options: LossOptions) -> tuple[Te
     """Return ``[N, k]`` z at ``columns``, -inf where they are not owned, and its derivative by the logits."""
     index = columns.clamp(min=0).view(*logits.shape[:-1], columns.shape[-1])
     z, slope = spec.transformed(logits.gather(-1, index).view(columns.shape), options)
-    return torch.where(columns < 0, NEG_INF, z), slope
+    return z.masked_fill(columns < 0, NEG_INF), slope
 
 
 def sums_without(
     softmax: Launchers,
     logits: Tensor,
-    z: Tensor,
+    place: Tensor,
     columns: Tensor,
     dead: Tensor,
     shard: VocabShard,
     temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``[N]`` the largest z of the shard, and the sum of exp(z - it) without the column of the largest ``z``."""
-    place = z.argmax(dim=-1, keepdim=True)
+    """Return ``[N]`` the largest z of the shard, and the sum of exp(z - it) without the column at ``place [N, 1]``."""
     label = columns.gather(-1, place).squeeze(-1).clamp(min=ELSEWHERE) + shard.start
-    found = z.new_empty(1, z.shape[0], 3)
+    found = logits.new_empty(1, columns.shape[0], 3, dtype=compute_dtype(logits.dtype))
     softmax.statistics(logits, Labels(label.masked_fill_(dead, IGNORED), temperature=temperature), (found,), 0)
     row_max, without, _ = found[0].unbind(-1)
     return row_max, without

@@ -109,11 +109,12 @@ class TopK:
     ) -> None:
         log_probs, columns, _ = beside
         z, _ = logits_at(logits, columns, self.options.of_logits)
-        row_max, without_best = sums_without(self.softmax, logits, z, columns, is_dead(columns), self.shard)
+        best = z.argmax(dim=-1, keepdim=True)
+        row_max, without_best = sums_without(self.softmax, logits, best, columns, is_dead(columns), self.shard)
         shifted = z - _finite_or_zero(row_max).unsqueeze(-1)
         terms, q = shifted.exp(), log_probs.exp().masked_fill_(columns < 0, 0.0)
         cross = (q * (shifted - log_probs)).masked_fill_(q == 0, 0.0).sum(dim=-1)
-        inside, best = terms.sum(dim=-1), z.argmax(dim=-1, keepdim=True)
+        inside = terms.sum(dim=-1)
         outside = without_best - terms.scatter_(-1, best, 0.0).sum(dim=-1)
         outside = at_least_rounding(outside, without_best, row_max)
         torch.stack(TopKStats(row_max, outside, inside, cross, q.sum(dim=-1)), dim=-1, out=stats[0][rank])
@@ -298,7 +299,8 @@ def merge(a: TopKStats, b: TopKStats) -> TopKStats:
 
     def moved(own: TopKStats) -> tuple[Tensor, Tensor, Tensor]:
         decay, raised = (own.row_max - shift).exp(), _raised_by(own.row_max, shift)
-        return own.outside * decay, own.inside * decay, own.cross + torch.where(own.mass == 0, 0.0, own.mass * raised)
+        cross = own.cross + (own.mass * raised).masked_fill_(own.mass == 0, 0.0)
+        return own.outside * decay, own.inside * decay, cross
 
     outside, inside, cross = (x + y for x, y in zip(moved(a), moved(b), strict=True))
     return TopKStats(row_max, outside, inside, cross, a.mass + b.mass)
