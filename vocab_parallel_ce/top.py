@@ -64,8 +64,9 @@ class Top:
 
     def gather(self, stats: Tensor, rank: int, group: object) -> None:
         """Exchange ``stats [R, N, K]`` and what was collected, in one all_gather."""
-        n_ranks, nothing = stats.shape[0], stats.new_empty(0, self.k or 0)
-        z, ids = (torch.cat(parts) for parts in zip((nothing, nothing.int()), *self.largest, strict=True))
+        n_ranks, k = stats.shape[0], self.k or 0
+        nothing = (stats.new_empty(0, k), stats.new_empty(0, k, dtype=torch.int32))
+        z, ids = (torch.cat(parts) for parts in zip(*self.largest, strict=True)) if self.largest else nothing
         label_x = torch.cat(self.label_x) if self.label_x else stats.new_empty(0)
         if n_ranks > 1:
             own = [stats[rank], label_x, z, ids]
@@ -115,7 +116,7 @@ class Top:
         found, shape, lse = {}, lse.shape, lse.detach()
         is_known = lse.isfinite() & ~is_ignored
         if self.rank is not None:
-            found["rank"] = torch.where(is_known, self.rank.view(shape), -1).long()
+            found["rank"] = self.rank.view(shape).long().masked_fill_(~is_known, -1)
         if self.z is not None and self.ids is not None:
             log_probs = self.z.view(*shape, self.z.shape[-1]) - lse.unsqueeze(-1)
             found["top_log_probs"] = log_probs.masked_fill(is_ignored.unsqueeze(-1), 0.0)
