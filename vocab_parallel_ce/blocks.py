@@ -25,9 +25,9 @@ READ_SUMS = ((2_048, 1, 1), (16_384, 4, 1), (1 << 62, 8, 1))  # an element has 7
 READ_AND_WRITE = ((2_048, 1, 1), (40_960, 8, 2), (1 << 62, 16, 4))
 # For rows with edges: one more program per multiprocessor hides the latency of the edges.
 READ_AND_WRITE_EDGES = ((2_048, 1, 1), (1 << 62, 8, 2))
-# For gradients whose programs write one tile each.
+# For gradients whose programs write a few tiles each: the small ones leave registers for what a row or a column needs.
 WRITE_TILES = ((2_048, 1, 1), (1 << 62, 4, 4))
-WRITE_SMALL_TILES = ((2_048, 1, 1), (1 << 62, 4, 2))  # for columns that need more registers
+WRITE_SMALL_TILES = ((2_048, 1, 1), (1 << 62, 4, 2))
 ALL_TILES = 1 << 31
 
 
@@ -100,12 +100,12 @@ def statistics_shape(
 
 @functools.lru_cache(maxsize=1024)
 def gradient_shape(
-    n_rows: int, shard: VocabShard, element_size: int, table: Table, fewest: int, can_overlap: bool
+    n_rows: int, shard: VocabShard, element_size: int, table: Table, tiles: int, can_overlap: bool
 ) -> GradientShape:
-    """Return the launch shape of a gradient: more than ``fewest`` programs of a row if there are few rows."""
+    """Return the launch shape of a gradient, of programs that write ``tiles`` each; fewer if there are few rows."""
     block = choose_block(table, shard.n_columns, element_size)
     n_tiles = -(-shard.n_columns // (block.lanes * block.vector))
-    n_programs = min(n_tiles, max(fewest, MOST_PROGRAMS // max(n_rows, 1)))
+    n_programs = min(n_tiles, max(-(-n_tiles // tiles), MOST_PROGRAMS // max(n_rows, 1)))
     return GradientShape(block, n_programs, can_overlap and n_rows <= CUT_ROWS)
 
 

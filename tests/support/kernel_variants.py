@@ -17,7 +17,6 @@ from vocab_parallel_ce.blocks import (
     StatisticsShape,
     choose_block,
     gradient_shape,
-    is_few,
     statistics_block,
 )
 from vocab_parallel_ce.kernels import divergences, targets
@@ -248,8 +247,8 @@ def gradient(
     strides = GradOutputs(*(None if grad is None else 3 for grad in grads))
     of_grad = DTYPES[of or dtype]
     table_of = importlib.import_module("vocab_parallel_ce.kernels.cross_entropy")._table
-    table, fewest = table_of(edges or is_few(n_rows), DTYPES[dtype] == of_grad, options, rows != ())
-    block, programs, _ = gradient_shape(n_rows, shard, of_grad.itemsize, table, fewest, False)
+    table, tiles = table_of(DTYPES[dtype] == of_grad, ranks, options, rows != ())
+    block, programs, _ = gradient_shape(n_rows, shard, of_grad.itemsize, table, tiles, False)
     key = (ROWS[edges], block, programs > 1, strides, ranks, shard, options, overlaps)
     launch = launch_of("cross_entropy", dtypes, *key)
     name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}"

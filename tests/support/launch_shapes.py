@@ -16,7 +16,7 @@ LIMITS = {
 
 @contextmanager
 def programs(kind: str) -> Iterator[None]:
-    """Let rows have ONE program, except of gradients that always have a program per tile, or SEVERAL."""
+    """Let rows have ONE program, except of gradients, which have one per few tiles, or SEVERAL."""
     with _limits(**LIMITS[kind]):
         yield
 

@@ -18,14 +18,12 @@ from torch import Tensor
 
 from vocab_parallel_ce.blocks import (
     ALL_TILES,
-    READ_AND_WRITE,
     READ_AND_WRITE_EDGES,
     WRITE_SMALL_TILES,
     WRITE_TILES,
     Block,
     Table,
     gradient_shape,
-    is_few,
 )
 from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import primitives as ops
@@ -182,28 +180,28 @@ def cross_entropy(
     tensors = (base, labels, temperature, threshold, stats[0], divisor, *grads, loss, grad_base, of_columns)
     strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
     of_rows = temperature is not None or threshold is not None
-    table, fewest = _table(rows[1] or is_few(n_rows), base.dtype == grad_base.dtype, options, of_rows)
+    table, tiles = _table(base.dtype == grad_base.dtype, n_ranks, options, of_rows)
     size, may_overlap = grad_base.element_size(), can_overlap(logits.get_device())
-    block, n_programs, overlaps = gradient_shape(n_rows, shard, size, table, fewest, may_overlap)
+    block, n_programs, overlaps = gradient_shape(n_rows, shard, size, table, tiles, may_overlap)
     launch = _launch(dtypes_of(tensors), rows, block, n_programs > 1, strides, n_ranks, shard, options, overlaps)
     launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 
 
 @functools.lru_cache(maxsize=1024)
-def _table(is_small: bool, same_dtype: bool, options: LossOptions, of_rows: bool) -> tuple[Table, int]:
-    """Return the table of blocks, and the fewest programs of a row. No bit depends on them.
+def _table(same_dtype: bool, n_ranks: int, options: LossOptions, of_rows: bool) -> tuple[Table, int]:
+    """Return the table of blocks, and the tiles of a program. No bit depends on them.
 
-    ``is_small``: rows are few, or have edges. ``of_rows``: they have a temperature or a threshold of their own.
+    Each program merges its row's statistics first: the longer that takes, the more tiles must share it.
+    ``of_rows``: rows have a temperature or a threshold of their own.
     """
     if not same_dtype:
-        return READ_AND_WRITE_EDGES, 1
-    if options.softcap is not None:
-        return READ_AND_WRITE_EDGES, 2
-    if options.smoothing or options.mean_logit or of_rows:
-        # Several programs of the larger block would take 99 registers: one at a time on a multiprocessor.
-        return READ_AND_WRITE_EDGES if is_small else READ_AND_WRITE, 1
-    has_factors = options.entropy or options.sum_sq_probs  # a column needs more registers
-    return WRITE_SMALL_TILES if has_factors else WRITE_TILES, ALL_TILES
+        return READ_AND_WRITE_EDGES, ALL_TILES
+    has_sums = options.entropy or options.sum_sq_probs or options.smoothing or options.mean_logit
+    if options.softcap is not None or (has_sums and n_ranks > 1):
+        return WRITE_SMALL_TILES, 4
+    if has_sums or of_rows or n_ranks > 1:
+        return WRITE_SMALL_TILES, 2
+    return WRITE_TILES, 1
 
 
 @cache_launches

@@ -206,9 +206,10 @@ def part_kernel(
     program = tl.program_id(0)
     ops.let_next_begin(OVERLAPS)
     if valid_rows is not None:
-        if program == n_rows * n_parts:
+        if program == 0:
             tl.store(valid_rows, count_labels(labels, n_rows, loss_options.ignore_index))
             return
+        program -= 1
     index = (program // n_parts).to(tl.int64)
     label = tl.load(labels + index).to(tl.int64)
     if temperature is not None:
@@ -263,10 +264,12 @@ def online_softmax_kernel(
     """
     index = tl.program_id(0).to(tl.int64)
     if valid_rows is not None:
-        # The last program counts the labels while the others read logits: no launch, no atomics.
-        if index == n_rows:
+        # The first program counts the labels while the others read logits: no launch, no atomics. The last one would
+        # begin when most have ended.
+        if index == 0:
             tl.store(valid_rows, count_labels(labels, n_rows, loss_options.ignore_index))
             return
+        index -= 1
     label = tl.load(labels + index).to(tl.int64)
     # An ignored row counts as a row of no columns: nothing is read, and the result is the identity.
     n_columns = tl.where(label == loss_options.ignore_index, 0, n_columns)

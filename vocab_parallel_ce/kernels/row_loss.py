@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import READ_PAIRS, Block, gradient_shape
+from vocab_parallel_ce.blocks import ALL_TILES, READ_PAIRS, Block, gradient_shape
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.algebra import Algebra, Row
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, can_overlap, dtypes_of
@@ -206,7 +206,7 @@ def gradient(
     merged = (stats[0], second_of(stats), divisor)
     tensors = (base, other_base, beside.labels, beside.class_weight, *merged, grad_output, grad_base)
     size, may_overlap = base.element_size(), can_overlap(logits.get_device())
-    block, n_programs, overlaps = gradient_shape(n_rows, shard, size, READ_PAIRS, 1, may_overlap)
+    block, n_programs, overlaps = gradient_shape(n_rows, shard, size, READ_PAIRS, ALL_TILES, may_overlap)
     key = (rows, block, n_programs > 1, grad_output.stride(0), (n_ranks, width), algebra, shard, options, overlaps)
     _gradient(dtypes_of(tensors), *key)(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 
