@@ -17,8 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import (
-    ALL_TILES,
-    READ_AND_WRITE_EDGES,
     WRITE_SMALL_TILES,
     WRITE_TILES,
     Block,
@@ -180,7 +178,7 @@ def cross_entropy(
     tensors = (base, labels, temperature, threshold, stats[0], divisor, *grads, loss, grad_base, of_columns)
     strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
     of_rows = temperature is not None or threshold is not None
-    table, tiles = _table(base.dtype == grad_base.dtype, n_ranks, options, of_rows)
+    table, tiles = _table(n_ranks, options, of_rows)
     size, may_overlap = grad_base.element_size(), can_overlap(logits.get_device())
     block, n_programs, overlaps = gradient_shape(n_rows, shard, size, table, tiles, may_overlap)
     launch = _launch(dtypes_of(tensors), rows, block, n_programs > 1, strides, n_ranks, shard, options, overlaps)
@@ -188,14 +186,12 @@ def cross_entropy(
 
 
 @functools.lru_cache(maxsize=1024)
-def _table(same_dtype: bool, n_ranks: int, options: LossOptions, of_rows: bool) -> tuple[Table, int]:
+def _table(n_ranks: int, options: LossOptions, of_rows: bool) -> tuple[Table, int]:
     """Return the table of blocks, and the tiles of a program. No bit depends on them.
 
     Each program merges its row's statistics first: the longer that takes, the more tiles must share it.
     ``of_rows``: rows have a temperature or a threshold of their own.
     """
-    if not same_dtype:
-        return READ_AND_WRITE_EDGES, ALL_TILES
     has_sums = options.entropy or options.sum_sq_probs or options.smoothing or options.mean_logit
     if options.softcap is not None or (has_sums and n_ranks > 1):
         return WRITE_SMALL_TILES, 4
