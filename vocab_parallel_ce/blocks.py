@@ -54,7 +54,7 @@ class StatisticsShape(NamedTuple):
 
     block: StatisticsBlock
     is_cut: bool  # each part of a row has a program of its own
-    at_once: int  # parts that a program of labels loads together; of pairs always PARTS_AT_ONCE
+    at_once: int  # parts of labels that a program reads together; of pairs always PARTS_AT_ONCE
     overlaps: bool  # kernels let the next one begin, and wait for the one before; of pairs only if rows are cut
 
 
@@ -68,16 +68,12 @@ class GradientShape(NamedTuple):
 
 # (row bytes up to, warps, tiles of a part)
 STATISTICS = ((2_048, 1, 2), (16_384, 4, 2), (1 << 62, 8, 2))
-PARTS_AT_ONCE = 8  # that a program loads together if there are few
+PARTS_AT_ONCE = 8  # that a program reads together: of logits if rows are few, or of the sums of other programs
 # The most rows, and the fewest parts of a row, of which each part has a program of its own.
 CUT_ROWS, CUT_PARTS = 96, 12
-FEW_ROWS = 1024  # no fewer than CUT_ROWS
+AT_ONCE_ROWS = 512  # the most rows whose programs read several parts of logits together
+FEW_ROWS = 1024  # the most rows whose kernels overlap; no fewer than CUT_ROWS
 MOST_PROGRAMS = 4096  # of a gradient, if its rows have several each
-
-
-def is_few(n_rows: int) -> bool:
-    """Return whether rows are so few that a program should have more loads in flight."""
-    return n_rows <= FEW_ROWS
 
 
 def statistics_block(n_columns: int, element_size: int) -> StatisticsBlock:
@@ -90,12 +86,16 @@ def statistics_block(n_columns: int, element_size: int) -> StatisticsBlock:
 
 @functools.lru_cache(maxsize=1024)
 def statistics_shape(
-    n_rows: int, shard: VocabShard, element_size: int, n_tensors: int, can_overlap: bool
+    n_rows: int, shard: VocabShard, element_size: int, n_tensors: int, can_overlap: bool, is_light: bool = True
 ) -> StatisticsShape:
-    """Return the launch shapes of statistics of a shard's rows in ``n_tensors``."""
+    """Return the launch shapes of statistics of a shard's rows in ``n_tensors``.
+
+    ``is_light``: an element takes few registers, which leaves some for several parts of logits.
+    """
     block = statistics_block(shard.n_valid, element_size)
     is_cut = n_rows <= CUT_ROWS and n_tensors * block.n_parts >= CUT_PARTS  # a part of two tensors is two reads
-    return StatisticsShape(block, is_cut, PARTS_AT_ONCE if is_few(n_rows) else 1, can_overlap and is_few(n_rows))
+    is_together = is_cut or (is_light and n_rows <= AT_ONCE_ROWS)
+    return StatisticsShape(block, is_cut, PARTS_AT_ONCE if is_together else 1, can_overlap and n_rows <= FEW_ROWS)
 
 
 @functools.lru_cache(maxsize=1024)

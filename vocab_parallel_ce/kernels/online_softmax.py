@@ -321,7 +321,8 @@ def online_softmax(
     labels, class_weight, temperature, threshold = beside
     n_rows = labels.shape[0]
     base, rows = row_arguments(logits)
-    shape = statistics_shape(n_rows, shard, base.element_size(), 1, can_overlap(logits.get_device()))
+    is_light = n_lane_fields(options) == 2 and options.softcap is None
+    shape = statistics_shape(n_rows, shard, base.element_size(), 1, can_overlap(logits.get_device()), is_light)
     parts, counted = None, count
     if shape.is_cut:
         block = shape.block
