@@ -72,7 +72,7 @@ PARTS_AT_ONCE = 8  # that a program reads together: of logits if rows are few, o
 # The most rows, and the fewest parts of a row, of which each part has a program of its own.
 CUT_ROWS, CUT_PARTS = 96, 12
 AT_ONCE_ROWS = 512  # the most rows whose programs read several parts of logits together
-FEW_ROWS = 1024  # the most rows whose kernels overlap; no fewer than CUT_ROWS
+FEW_ROWS = 1024  # the most rows whose kernels of statistics overlap; no fewer than CUT_ROWS
 MOST_PROGRAMS = 4096  # of a gradient, if its rows have several each
 
 
