@@ -140,7 +140,7 @@ def provider_table(cases: dict[Case, dict[str, Result]], title: str, first: str,
     names = [n for n in providers_of(cases) if any(is_timed(r.get(n)) for r in cases.values())]
     rows = []
     for case, results in cases.items():
-        ratios = {name: shown("ratio", number(results[name], "ratio")) for name in names}
+        ratios = {name: shown("ratio", number(results.get(name), "ratio")) for name in names}
         best = min((float(ratio) for ratio in ratios.values() if ratio != "-"), default=None)
         cells = [cell(results[n]) if cell and ratios[n] != "-" else ratios[n] for n in names]
         fastest = [ratios[name] != "-" and float(ratios[name]) == best for name in names]

@@ -56,6 +56,12 @@ def test_the_part_of_one_number_of_gpus():
     assert "- flash-attn: absent: `not installed: No module named 'flash_attn'`." in text
 
 
+def test_a_case_that_a_provider_has_no_result_of_has_a_dash():
+    measured = both_ways()
+    measured["results"].pop()
+    assert "| none 8192 x 32064 bf16 | **1.60** | - | - | - |" in report.logits_part(measured)
+
+
 def test_targets_are_compared_with_the_number_itself_and_a_means_with_in_forward():
     linear = cases.Case("mean", 16384, 32064, 1, 4096)
     found = {"bench_table_1gpu": both_ways()}
