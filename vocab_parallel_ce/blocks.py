@@ -25,7 +25,7 @@ READ_SUMS = ((2_048, 1, 1), (16_384, 4, 1), (1 << 62, 8, 1))  # an element has 7
 READ_AND_WRITE = ((2_048, 1, 1), (40_960, 8, 2), (1 << 62, 16, 4))
 # For rows with edges: one more program per multiprocessor hides the latency of the edges.
 READ_AND_WRITE_EDGES = ((2_048, 1, 1), (1 << 62, 8, 2))
-# For gradients whose programs write a few tiles each: the small ones leave registers for what a row or a column needs.
+# For gradients whose programs write a few tiles each: the small ones leave registers to columns that need more.
 WRITE_TILES = ((2_048, 1, 1), (1 << 62, 4, 4))
 WRITE_SMALL_TILES = ((2_048, 1, 1), (1 << 62, 4, 2))
 ALL_TILES = 1 << 31
@@ -68,7 +68,7 @@ class GradientShape(NamedTuple):
 
 # (row bytes up to, warps, tiles of a part)
 STATISTICS = ((2_048, 1, 2), (16_384, 4, 2), (1 << 62, 8, 2))
-PARTS_AT_ONCE = 8  # that a program reads together: of logits if rows are few, or of the sums of other programs
+PARTS_AT_ONCE = 8  # that a program reads together: of logits if rows are few, or those that other programs stored
 # The most rows, and the fewest parts of a row, of which each part has a program of its own.
 CUT_ROWS, CUT_PARTS = 96, 12
 AT_ONCE_ROWS = 512  # the most rows whose programs read several parts of logits together
@@ -102,7 +102,7 @@ def statistics_shape(
 def gradient_shape(
     n_rows: int, shard: VocabShard, element_size: int, table: Table, tiles: int, can_overlap: bool
 ) -> GradientShape:
-    """Return the launch shape of a gradient, of programs that write ``tiles`` each; fewer if there are few rows."""
+    """Return the launch shape of a gradient, of programs that write ``tiles`` each, or fewer tiles if rows are few."""
     block = choose_block(table, shard.n_columns, element_size)
     n_tiles = -(-shard.n_columns // (block.lanes * block.vector))
     n_programs = min(n_tiles, max(-(-n_tiles // tiles), MOST_PROGRAMS // max(n_rows, 1)))

@@ -41,6 +41,7 @@ OPTIONS |= {
     "all_weighted": ALL._replace(entropy=False, class_weight=True),
 }
 N_COLUMNS = 32064
+NARROW = 2048  # so few that one program writes a row of a gradient
 MEASURED_ROW_BYTES = (64_128, 128_256, 256_512)  # that one launch was timed with
 
 
@@ -96,28 +97,40 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     weighted = ("class_weight", "weighted_smoothing")
     for option in ("smoothing", "softcap", "entropy", "sum_sq_probs", "mean_logit", "predictions", "all", *weighted):
         yield stats("bf16", False, option, outputs=True)
-    for option in (name for name in OPTIONS if name != "predictions"):
-        yield gradient("bf16", False, option)
+    yield from of_gradients()
     yield stats("bf16", False, "plain", rows=("temperature",))
-    yield gradient("bf16", False, "plain", rows=("temperature",))
     yield stats("bf16", False, "entropy", rows=("threshold",))
-    yield gradient("bf16", False, "entropy", rows=("threshold",))
     yield stats("bf16", False, "plain", counted=True)
     yield stats("bf16", True, "plain", outputs=True)
     yield stats("bf16", False, "plain", outputs=True, at_once=8, overlaps=True)
+    yield stats("bf16", False, "plain", counted=True, at_once=8, overlaps=True)
+    yield stats("bf16", False, "all", outputs=True, overlaps=True)
     yield part("bf16", False, "plain", overlaps=True)
     yield stats("bf16", False, "plain", outputs=True, merged=True, overlaps=True)
     yield finish("plain", 1, summed=True, overlaps=True)
-    for option in ("plain", "smoothing", "softcap", "all"):
-        yield gradient("bf16", False, option, n_rows=64, overlaps=True)
-    yield gradient("bf16", False, "plain", call="in_forward", ranks=1)
-    yield gradient("bf16", True, "plain")
-    yield gradient("fp32", False, "plain", of="bf16")
-    yield gradient("fp32", True, "all", of="bf16")
     yield scaled("fp32", edges=False)
     yield counted_larger("bf16", edges=False)
     for dtype, option in product(("bf16", "fp32"), (None, "plain", "softcap")):
         yield above(dtype, False, option)
+
+
+def of_gradients() -> Iterator[Variant]:
+    """Yield gradients of each number of tiles: it depends on the options, and on whether there is one rank."""
+    for option in (name for name in OPTIONS if name != "predictions"):
+        yield gradient("bf16", False, option)
+    for option in ("plain", "z_loss", "logit_scale", "class_weight", "lse", "entropy"):
+        yield gradient("bf16", False, option, ranks=1)
+    for option in ("plain", "smoothing", "softcap", "all"):
+        yield gradient("bf16", False, option, overlaps=True)
+        yield gradient("bf16", True, option, n_columns=NARROW)
+    for call in ("in_forward", "padded"):
+        yield gradient("bf16", False, "plain", call=call, ranks=1)
+    yield gradient("bf16", False, "plain", rows=("temperature",))
+    yield gradient("bf16", False, "entropy", rows=("threshold",))
+    yield gradient("bf16", True, "plain")
+    yield gradient("fp32", False, "plain", ranks=1, of="bf16")
+    yield gradient("fp32", False, "plain", of="bf16")
+    yield gradient("fp32", True, "all", of="bf16")
 
 
 def of_one_launch(is_sm_90: bool) -> Iterator[Variant]:
@@ -141,12 +154,14 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
             yield above(dtype, edges, option, rows=("temperature",))
         yield stats(dtype, edges, "plain", counted=True)
         yield gradient(dtype, edges, "plain", call="in_forward", ranks=1)
+        yield gradient(dtype, edges, "plain", n_columns=NARROW, ranks=1)
         yield gradient(dtype, edges, "all", call="in_forward")
         yield gradient(dtype, edges, "all", call="padded")
         for option in OPTIONS:
             yield stats(dtype, edges, option)
             yield stats(dtype, edges, option, outputs=True)
             yield gradient(dtype, edges, option)
+            yield gradient(dtype, edges, option, ranks=1)
             yield stats(dtype, edges, option, rows=("temperature",))
             yield part(dtype, edges, option, rows=("temperature",))
             yield part(dtype, edges, option, rows=OF_ROWS)
@@ -156,6 +171,7 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
             yield gradient(dtype, edges, option, rows=("temperature",))
     for of, edges, option in product(("bf16", "fp16"), (False, True), OPTIONS):
         yield gradient("fp32", edges, option, of=of)
+        yield gradient("fp32", edges, option, ranks=1, of=of)
     for option, ranks in product(OPTIONS, (1, 4)):
         yield finish(option, ranks)
     for dtype, of_target, edges, option in product(DTYPES, DTYPES, (False, True), ("plain", "all", "all_weighted")):
@@ -208,7 +224,7 @@ def stats(
     launch = launch_of("online_softmax", dtypes, ROWS[edges], shape, shard, options)
     name = "merged_parts" if merged else "online_softmax"
     name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}{'-outputs' * outputs}"
-    name += f"-{at_once}" * (at_once > 1)
+    name += f"-{at_once}" * (at_once > 1) + "-few" * (overlaps and not merged)
     return Variant("-".join((name, *rows)), launch, dtypes)
 
 
@@ -230,7 +246,7 @@ def gradient(
     ranks: int = 4,
     of: str | None = None,
     rows: tuple[str, ...] = (),
-    n_rows: int = 8192,
+    n_columns: int = N_COLUMNS,
     overlaps: bool = False,
 ) -> Variant:
     """``in_forward`` writes the loss too; ``padded`` divides, and its shard has padding; ``of`` is the gradient's."""
@@ -243,16 +259,16 @@ def gradient(
     weights = fp32 if options.class_weight and options.smoothing else None
     pointers = (fp32, divisor, *grads, loss, DTYPES[of or dtype], weights)
     dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), *pointers)
-    shard = VocabShard(0, N_COLUMNS, N_COLUMNS - 100 if call == "padded" else 4 * N_COLUMNS)
+    shard = VocabShard(0, n_columns, n_columns - 100 if call == "padded" else 4 * n_columns)
     strides = GradOutputs(*(None if grad is None else 3 for grad in grads))
     of_grad = DTYPES[of or dtype]
     table_of = importlib.import_module("vocab_parallel_ce.kernels.cross_entropy")._table
     table, tiles = table_of(ranks, options, rows != ())
-    block, programs, _ = gradient_shape(n_rows, shard, of_grad.itemsize, table, tiles, False)
+    block, programs, _ = gradient_shape(8192, shard, of_grad.itemsize, table, tiles, False)
     key = (ROWS[edges], block, programs > 1, strides, ranks, shard, options, overlaps)
     launch = launch_of("cross_entropy", dtypes, *key)
     name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}"
-    name = "-".join((name, *rows, *(("few",) * (n_rows < 8192))))
+    name = "-".join((name, *rows, *(("few",) * overlaps), *(("narrow",) * (programs == 1))))
     return Variant(name if of is None else f"{name}-to-{of}", launch, dtypes)
 
 

@@ -23,7 +23,7 @@ def programs(kind: str) -> Iterator[None]:
 
 @contextmanager
 def programs_by_rows() -> Iterator[None]:
-    """Let 1 or 2 rows have several programs, 3 or 4 load several parts at once, and others neither."""
+    """Let 1 or 2 rows have a program per part, 3 or 4 read several parts at once if options allow, others neither."""
     with _limits(CUT_ROWS=2, CUT_PARTS=2, MOST_PROGRAMS=8, AT_ONCE_ROWS=4, FEW_ROWS=4):
         yield
 

@@ -189,7 +189,7 @@ def cross_entropy(
 def _table(n_ranks: int, options: LossOptions, of_rows: bool) -> tuple[Table, int]:
     """Return the table of blocks, and the tiles of a program. No bit depends on them.
 
-    Each program merges its row's statistics first: the longer that takes, the more tiles must share it.
+    They are those measured as fastest (docs/performance.md). Each program merges its row's statistics first: the longer that takes, the more tiles should share it.
     ``of_rows``: rows have a temperature or a threshold of their own.
     """
     has_sums = options.entropy or options.sum_sq_probs or options.smoothing or options.mean_logit
