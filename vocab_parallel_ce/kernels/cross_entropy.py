@@ -189,8 +189,8 @@ def cross_entropy(
 def _table(n_ranks: int, options: LossOptions, of_rows: bool) -> tuple[Table, int]:
     """Return the table of blocks, and the tiles of a program. No bit depends on them.
 
-    They are those measured as fastest (docs/performance.md). Each program merges its row's statistics first: the longer that takes, the more tiles should share it.
-    ``of_rows``: rows have a temperature or a threshold of their own.
+    They are those measured as fastest (docs/performance.md). Each program merges its row's statistics first: the longer
+    that takes, the more tiles should share it. ``of_rows``: rows have a temperature or a threshold of their own.
     """
     has_sums = options.entropy or options.sum_sq_probs or options.smoothing or options.mean_logit
     if options.softcap is not None or (has_sums and n_ranks > 1):
