@@ -54,7 +54,7 @@ class StatisticsShape(NamedTuple):
 
     block: StatisticsBlock
     is_cut: bool  # each part of a row has a program of its own
-    at_once: int  # parts of labels that a program reads together; of pairs always PARTS_AT_ONCE
+    at_once: int  # parts of labels that a program reads together, if options allow; of pairs always PARTS_AT_ONCE
     overlaps: bool  # kernels let the next one begin, and wait for the one before; of pairs only if rows are cut
 
 
@@ -71,7 +71,7 @@ STATISTICS = ((2_048, 1, 2), (16_384, 4, 2), (1 << 62, 8, 2))
 PARTS_AT_ONCE = 8  # that a program reads together: of logits if rows are few, or those that other programs stored
 # The most rows, and the fewest parts of a row, of which each part has a program of its own.
 CUT_ROWS, CUT_PARTS = 96, 12
-AT_ONCE_ROWS = 512  # the most rows whose programs read several parts of logits together
+AT_ONCE_ROWS = 512  # the most rows whose programs read several parts together; no fewer than CUT_ROWS
 FEW_ROWS = 1024  # the most rows whose kernels of statistics overlap; no fewer than CUT_ROWS
 MOST_PROGRAMS = 4096  # of a gradient, if its rows have several each
 
@@ -86,16 +86,13 @@ def statistics_block(n_columns: int, element_size: int) -> StatisticsBlock:
 
 @functools.lru_cache(maxsize=1024)
 def statistics_shape(
-    n_rows: int, shard: VocabShard, element_size: int, n_tensors: int, can_overlap: bool, is_light: bool = True
+    n_rows: int, shard: VocabShard, element_size: int, n_tensors: int, can_overlap: bool
 ) -> StatisticsShape:
-    """Return the launch shapes of statistics of a shard's rows in ``n_tensors``.
-
-    ``is_light``: an element takes few registers, which leaves some for several parts of logits.
-    """
+    """Return the launch shapes of statistics of a shard's rows in ``n_tensors``."""
     block = statistics_block(shard.n_valid, element_size)
     is_cut = n_rows <= CUT_ROWS and n_tensors * block.n_parts >= CUT_PARTS  # a part of two tensors is two reads
-    is_together = is_cut or (is_light and n_rows <= AT_ONCE_ROWS)
-    return StatisticsShape(block, is_cut, PARTS_AT_ONCE if is_together else 1, can_overlap and n_rows <= FEW_ROWS)
+    at_once = PARTS_AT_ONCE if n_rows <= AT_ONCE_ROWS else 1
+    return StatisticsShape(block, is_cut, at_once, can_overlap and n_rows <= FEW_ROWS)
 
 
 @functools.lru_cache(maxsize=1024)

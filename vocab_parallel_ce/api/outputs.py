@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.options import Sampling, Settings, checked_outputs
-from vocab_parallel_ce.spec import TokenOutputs, is_ignored
+from vocab_parallel_ce.spec import TokenOutputs, count_labels, is_ignored
 from vocab_parallel_ce.top import Top
 
 
@@ -126,7 +126,7 @@ def _others(
 
 def _accuracy(predictions: Tensor | None, labels: Tensor, ignore_index: int) -> Tensor:
     assert predictions is not None
-    n_tokens = (~is_ignored(labels, ignore_index)).sum()
+    n_tokens = count_labels(labels, ignore_index)
     is_right = (predictions == labels) & (predictions >= 0)
     return is_right.sum() / n_tokens.clamp(min=1)
 
@@ -140,7 +140,7 @@ def _z_loss(found: TokenOutputs, labels: Tensor, settings: Settings, divisor: Te
     if settings.reduction == "none":
         return z_loss
     if settings.reduction == "mean":
-        divisor = (~is_ignored(labels, settings.ignore_index)).sum()
+        divisor = count_labels(labels, settings.ignore_index)
     z_loss = z_loss.sum()
     if divisor is None:
         return z_loss

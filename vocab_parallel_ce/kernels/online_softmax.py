@@ -321,8 +321,7 @@ def online_softmax(
     labels, class_weight, temperature, threshold = beside
     n_rows = labels.shape[0]
     base, rows = row_arguments(logits)
-    is_light = n_lane_fields(options) == 2 and options.softcap is None
-    shape = statistics_shape(n_rows, shard, base.element_size(), 1, can_overlap(logits.get_device()), is_light)
+    shape = statistics_shape(n_rows, shard, base.element_size(), 1, can_overlap(logits.get_device()))
     parts, counted = None, count
     if shape.is_cut:
         block = shape.block
@@ -346,6 +345,8 @@ def n_lane_fields(options: LossOptions) -> int:
 @cache_launches
 def _launch(dtypes: Dtypes, rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions) -> Launch:
     block, is_cut, at_once, overlaps = shape
+    if not is_cut and (n_lane_fields(options) > 2 or options.softcap is not None):
+        at_once = 1  # several parts of logits would take too many registers
     values = (shard.n_valid, block.n_parts, shard.vocab_size, options)
     more = {"UNROLLED": at_once, "OVERLAPS": overlaps}
     # After the kernel of parts; any other kernel before this one may write what is read before the wait.

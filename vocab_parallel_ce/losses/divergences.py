@@ -51,7 +51,17 @@ from vocab_parallel_ce.layout import flat, walkable
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import INF, NAN, NEG_INF, _bounded, _finite_or_zero, _outside, _raised_by, is_ignored
+from vocab_parallel_ce.spec import (
+    INF,
+    NAN,
+    NEG_INF,
+    _bounded,
+    _finite_or_zero,
+    _outside,
+    _raised_by,
+    count_labels,
+    is_ignored,
+)
 
 DIVERGENCES = ("forward", "reverse", "js")
 
@@ -321,7 +331,7 @@ def rows_of_mean(labels: Tensor | None, logits: Tensor, settings: Settings) -> T
     """Return ``[1]``, the rows that are not ignored."""
     if labels is None:
         return logits.new_full((1,), logits.shape[:-1].numel(), dtype=torch.int64)
-    return (~is_ignored(labels, settings.ignore_index)).sum().reshape(1)
+    return count_labels(labels, settings.ignore_index).reshape(1)
 
 
 def check_hard_weight(settings: Settings, labels: Tensor | None) -> None:
