@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench_lib.cases import OURS
-from bench_lib.providers import OUR_PACKAGE, TRL_COLUMNS, LossOf, Provider, group_of_one
+from bench_lib.peers import TRL_COLUMNS, LossOf, group_of_one
+from bench_lib.providers import OUR_PACKAGE, Provider
 from bench_lib.rows import ENTROPY, Row
 
 LOG_PROBS, BOTH = Row("log_probs", {}), Row("log_probs", {"outputs": ENTROPY})

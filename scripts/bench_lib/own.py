@@ -13,7 +13,8 @@ from torch import Tensor
 
 from bench_lib.adapters import baseline_package, names_of
 from bench_lib.cases import BASELINE, OURS, Case, Inputs
-from bench_lib.providers import OUR_PACKAGE, Provider, Step, through_autograd
+from bench_lib.peers import Step
+from bench_lib.providers import OUR_PACKAGE, Provider, through_autograd
 from bench_lib.rows import Row, called, rows_of
 
 

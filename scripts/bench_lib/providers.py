@@ -16,23 +16,21 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import metadata
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from bench_lib.cases import IGNORE_INDEX, IN_FORWARD, OURS, REDUCTIONS, Case, Inputs
+from bench_lib import peers
+from bench_lib.cases import IN_FORWARD, OURS, Case, Inputs
+from bench_lib.peers import LossOf, Step
 from bench_lib.rows import Row
 
-QUACK_CHUNK_TOKENS = 4096  # its own default
-TRL_COLUMNS = 32768  # of a chunk of the vocabulary, as TRL's trainers ask for
 FP32_LOGITS, FP32 = f"{OURS}[fp32 logits]", {"logits_dtype": torch.float32}
 KEPT_LOGITS, KEPT = f"{OURS}[kept logits]", {"keep_logits": "all"}
 OUR_PACKAGE = "vocab-parallel-ce"
-LossOf: TypeAlias = Callable[..., Any]  # of (*tensors, labels, reduction, group)
-Step: TypeAlias = Callable[[Inputs, str, Any], tuple[Tensor, ...]]
 
 
 @cache
@@ -152,11 +150,6 @@ def chosen(names: str | None, known: Sequence[Provider]) -> list[Provider]:
     return [provider for provider in known if provider.name in wanted or (provider.is_default and "all" in wanted)]
 
 
-def reduced(losses: Tensor, reduction: str) -> Tensor:
-    """For a loss without a mean of its own: its user takes it."""
-    return losses.mean() if reduction == "mean" else losses
-
-
 def _is_reduced(case: Case) -> str | None:
     is_reduced = case.kind != "none"
     return None if is_reduced else "in_forward is for reduced losses: the grad_output of each token comes after forward"
@@ -193,142 +186,10 @@ def _unfused(ours: Any) -> LossOf:
     )
 
 
-def _eager(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
-    return functional.cross_entropy(logits.float(), labels, reduction=reduction)
-
-
-def _eager_linear(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
-    return functional.cross_entropy(functional.linear(hidden, weight), labels, reduction=reduction)
-
-
-def _loss_parallel(parallel: Any) -> Step:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh_of = cache(DeviceMesh.from_group)
-
-    def step(inputs: Inputs, reduction: str, group: Any) -> tuple[Tensor, ...]:
-        (logits,) = inputs.tensors
-        mesh = mesh_of(group, logits.device.type)
-        shards = DTensor.from_local(logits.float(), mesh, [Shard(1)], run_check=False)
-        with parallel.loss_parallel():
-            loss: Any = functional.cross_entropy(shards, inputs.labels, reduction=reduction)
-            (grad,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))  # the loss is a DTensor
-        return loss.to_local(), grad
-
-    return step
-
-
-def _torch_fused(nn: Any) -> LossOf:
-    """With options given, since only then it works in chunks."""
-    if not hasattr(nn.functional, "linear_cross_entropy"):
-        raise ImportError(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
-    options = nn.LinearCrossEntropyOptions()
-    return lambda h, w, y, r, g: nn.functional.linear_cross_entropy(h, w, y, reduction=r, options=options)
-
-
-def _liger(liger: Any) -> LossOf:
-    sharded = liger.LigerVocabParallelCrossEntropy()
-    whole = {kind: liger.LigerCrossEntropyLoss(reduction=kind) for kind in REDUCTIONS}
-    return lambda x, y, r, g: whole[r](x, y) if g is None else reduced(sharded(x[:, None], y[:, None], g).view(-1), r)
-
-
-def _liger_linear(liger: Any, **options: Any) -> LossOf:
-    modules = {kind: liger.LigerFusedLinearCrossEntropyLoss(reduction=kind, **options) for kind in REDUCTIONS}
-    return lambda h, w, y, r, g: modules[r](w, h, y)
-
-
-def _quack(quack: Any, in_place: bool) -> LossOf:
-    return lambda x, y, r, g: quack.cross_entropy(x, y, reduction=r, inplace_backward=in_place)
-
-
-def _quack_kernel(quack: Any) -> Step:
-    """Loss and gradient of one launch: without autograd, and without the mean's weight."""
-
-    @torch.no_grad()
-    def step(inputs: Inputs, reduction: str, group: Any) -> tuple[Tensor, ...]:
-        logits = inputs.tensors[0].detach()
-        loss, grad = quack.cross_entropy_fwd(logits, inputs.labels, return_dx=True, inplace_backward=True)
-        return loss, grad
-
-    return step
-
-
-def _quack_linear(quack: Any, **options: bool) -> LossOf:
-    """As its module chooses: in chunks, or with the whole logits if nothing is reduced."""
-    whole, chunked = quack.linear_cross_entropy_func, quack.chunked_linear_cross_entropy
-
-    def loss_of(h: Tensor, w: Tensor, y: Tensor, r: str, g: Any) -> Any:
-        if r == "none":
-            return whole(h, w, None, y, reduction=r, inplace_backward=True)
-        # Its kernel for scaled exponentials refuses chunks of as many tokens as there are hidden elements.
-        chunk = QUACK_CHUNK_TOKENS // (1 if options or h.shape[-1] != QUACK_CHUNK_TOKENS else 2)
-        return chunked(h, w, y, chunk, reduction=r, tuned=False, **options)
-
-    return loss_of
-
-
-def _trl_linear(utils: Any) -> LossOf:
-    """Its log-probabilities, of tokens that are not ignored, as its trainers call them."""
-
-    def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
-        live = labels != IGNORE_INDEX
-        given = hidden[live], weight, None, labels[live], 1.0, TRL_COLUMNS, None, 1.0, ()
-        losses: Tensor = -utils._ChunkedLogProbFunction.apply(*given)[0]
-        every = torch.zeros_like(labels, dtype=losses.dtype)
-        return losses.mean() if reduction == "mean" else every.masked_scatter(live, losses)
-
-    return loss_of
-
-
-def _flash(flash: Any) -> LossOf:
-    loss = partial(flash.cross_entropy_loss, inplace_backward=True)
-    return lambda x, y, r, g: reduced(loss(x, y, process_group=g)[0], r)
-
-
-def _flash_linear(flash: Any) -> LossOf:
-    losses_of = _flash(flash)
-
-    def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
-        losses: Tensor = losses_of(functional.linear(hidden, weight), labels, "none", group)
-        return losses.sum() / (labels != IGNORE_INDEX).sum() if reduction == "mean" else losses
-
-    return loss_of
-
-
-def _engine(engine: Any, **options: bool) -> LossOf:
-    def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
-        is_mean = reduction == "mean"
-        loss = engine.parallel_cross_entropy(logits[None], labels[None], 0.0, is_mean, group, **options)
-        return loss.reshape(() if is_mean else -1)
-
-    return loss_of
-
-
-@cache
-def group_of_one() -> Any:
-    """The group of this process alone, for a loss that needs one."""
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return dist.group.WORLD
-
-
-def _megatron(megatron: Any) -> LossOf:
-    loss = megatron.fused_vocab_parallel_cross_entropy
-    return lambda x, y, r, g: reduced(loss(x[:, None], y[:, None], g or group_of_one()).view(-1), r)
-
-
-def _megatron_unfused(megatron: Any) -> LossOf:
-    loss = megatron.vocab_parallel_cross_entropy
-    return lambda x, y, r, g: reduced(loss(x[:, None], y[:, None], tp_group=g or group_of_one()).view(-1), r)
-
-
-def _cut(cut: Any, **options: Any) -> LossOf:
-    return lambda h, w, y, r, g: cut.linear_cross_entropy(h, w, y, reduction=r, **options)
-
-
 FLASH, LIGER = "flash_attn.ops.triton.cross_entropy", "liger_kernel.transformers"
+LIGER_SHARDED = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
 MEGATRON, LOSS_PARALLEL = "megatron.core.fusions.fused_cross_entropy", "torch.distributed.tensor.parallel"
+MEGATRON_UNFUSED = "megatron.core.tensor_parallel.cross_entropy"
 QUACK, ENGINE = "quack.cross_entropy", "transformer_engine.pytorch.cross_entropy"
 _head = partial(Provider, takes="head")
 _linear = partial(_head, module=OURS, distribution=OUR_PACKAGE)
@@ -344,29 +205,27 @@ PROVIDERS: tuple[Provider, ...] = (
     _ours(IN_FORWARD, gradient="in_forward"),
     _ours(f"{OURS}[triton]", impl="triton"),
     _ours(f"{OURS}[one_pass]", impl="one_pass", gradient="in_forward"),
-    _torch("torch eager", lambda m: _eager),
+    _torch("torch eager", lambda m: peers.eager),
     # Without dynamic=False a second shape gets kernels for any number of rows.
-    _torch("torch.compile", lambda m: torch.compile(_eager, dynamic=False)),
-    Provider("loss_parallel", _loss_parallel, LOSS_PARALLEL, "torch", of_one_rank=False, is_step=True),
-    Provider("liger-kernel", _liger, LIGER, "liger-kernel"),
-    _quacks("quack-kernels", partial(_quack, in_place=True), QUACK),
-    _quacks("quack-kernels (out of place)", partial(_quack, in_place=False), QUACK),
+    _torch("torch.compile", lambda m: torch.compile(peers.eager, dynamic=False)),
+    Provider("loss_parallel", peers.loss_parallel, LOSS_PARALLEL, "torch", of_one_rank=False, is_step=True),
+    Provider("liger-kernel", peers.liger_loss, LIGER, "liger-kernel"),
+    _quacks("quack-kernels", partial(peers.quack_loss, in_place=True), QUACK),
+    _quacks("quack-kernels (out of place)", partial(peers.quack_loss, in_place=False), QUACK),
     _quacks(
         "quack-kernels (kernel alone)",
-        _quack_kernel,
+        peers.quack_kernel,
         QUACK,
         is_step=True,
         refuses=_is_mean,
         returns=Row("cross_entropy", {"reduction": "none"}),
     ),
-    Provider("flash-attn", _flash, FLASH, "flash-attn"),
+    Provider("flash-attn", peers.flash_loss, FLASH, "flash-attn"),
     # Before transformer-engine: it looks for that when it is imported.
-    Provider("megatron-core", _megatron, MEGATRON, "megatron-core"),
-    Provider(
-        "megatron-core (unfused)", _megatron_unfused, "megatron.core.tensor_parallel.cross_entropy", "megatron-core"
-    ),
-    _engines("transformer-engine", _engine),
-    _engines("transformer-engine (overwrite)", partial(_engine, overwrite_input=True)),
+    Provider("megatron-core", peers.megatron_loss, MEGATRON, "megatron-core"),
+    Provider("megatron-core (unfused)", peers.megatron_unfused, MEGATRON_UNFUSED, "megatron-core"),
+    _engines("transformer-engine", peers.engine_loss),
+    _engines("transformer-engine (overwrite)", partial(peers.engine_loss, overwrite_input=True)),
     _linear(OURS, lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r)),
     _linear(FP32_LOGITS, lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r, **FP32)),
     _linear(
@@ -375,24 +234,26 @@ PROVIDERS: tuple[Provider, ...] = (
         refuses=_is_unreduced,
     ),
     _linear(f"F.linear + {OURS}", _unfused, reduces_hidden=False),
-    _torch_head("torch eager", lambda m: _eager_linear),
-    _torch_head("torch.compile", lambda m: torch.compile(_eager_linear, dynamic=False)),
-    _torch_head("F.linear_cross_entropy", _torch_fused),
-    _head("F.linear + flash-attn", _flash_linear, FLASH, "flash-attn", reduces_hidden=False),
-    _head("liger-kernel", _liger_linear, LIGER, "liger-kernel", of_several=False),
+    _torch_head("torch eager", lambda m: peers.eager_linear),
+    _torch_head("torch.compile", lambda m: torch.compile(peers.eager_linear, dynamic=False)),
+    _torch_head("F.linear_cross_entropy", peers.torch_linear),
+    _head("F.linear + flash-attn", peers.flash_linear, FLASH, "flash-attn", reduces_hidden=False),
+    _head("liger-kernel", peers.liger_linear, LIGER, "liger-kernel", of_several=False),
     # It sums the weight's gradient in bf16, unless told not to.
     _head(
         "liger-kernel (fp32 sum)",
-        partial(_liger_linear, accum_dtype=torch.float32),
+        partial(peers.liger_linear, accum_dtype=torch.float32),
         LIGER,
         "liger-kernel",
         of_several=False,
     ),
+    _head("liger-kernel (sharded)", peers.liger_sharded, LIGER_SHARDED, "liger-kernel", of_one_rank=False),
+    _head("liger-kernel (NVSHMEM)", peers.liger_native, LIGER_SHARDED, "liger-cute-kernels", of_one_rank=False),
     # It leaves blocks of small probabilities out of the gradients, unless told not to.
-    _cuts("cut-cross-entropy", _cut),
-    _cuts("cut-cross-entropy (exact)", partial(_cut, filter_eps=None)),
+    _cuts("cut-cross-entropy", peers.cut_linear),
+    _cuts("cut-cross-entropy (exact)", partial(peers.cut_linear, filter_eps=None)),
     # It scales exponentials instead of logits where it can, unless told not to.
-    _quack_head("quack-kernels", _quack_linear),
-    _quack_head("quack-kernels (base)", partial(_quack_linear, use_scaled_exp=False), refuses=_is_mean),
-    _head("trl", _trl_linear, "trl.trainer.utils", "trl", of_several=False),
+    _quack_head("quack-kernels", peers.quack_linear),
+    _quack_head("quack-kernels (base)", partial(peers.quack_linear, use_scaled_exp=False), refuses=_is_mean),
+    _head("trl", peers.trl_linear, "trl.trainer.utils", "trl", of_several=False),
 )

@@ -1,0 +1,187 @@
+"""The losses of PyTorch and of other projects, each behind the same call: ``loss(*tensors, labels, reduction, group)``.
+
+Each function is given the imported module. In the lambdas: x logits, h hidden, w weight, y labels, r the reduction,
+g the group.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from bench_lib.cases import IGNORE_INDEX, REDUCTIONS, Inputs
+
+QUACK_CHUNK_TOKENS = 4096  # its own default
+TRL_COLUMNS = 32768  # of a chunk of the vocabulary, as TRL's trainers ask for
+LossOf: TypeAlias = Callable[..., Any]  # of (*tensors, labels, reduction, group)
+Step: TypeAlias = Callable[[Inputs, str, Any], tuple[Tensor, ...]]
+
+
+def reduced(losses: Tensor, reduction: str) -> Tensor:
+    """For a loss without a mean of its own: its user takes it."""
+    return losses.mean() if reduction == "mean" else losses
+
+
+def reduced_over_live(losses: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    """The same, of the tokens that are not ignored."""
+    return losses.sum() / (labels != IGNORE_INDEX).sum() if reduction == "mean" else losses
+
+
+def eager(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+    return functional.cross_entropy(logits.float(), labels, reduction=reduction)
+
+
+def eager_linear(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+    return functional.cross_entropy(functional.linear(hidden, weight), labels, reduction=reduction)
+
+
+def loss_parallel(parallel: Any) -> Step:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh_of = cache(DeviceMesh.from_group)
+
+    def step(inputs: Inputs, reduction: str, group: Any) -> tuple[Tensor, ...]:
+        (logits,) = inputs.tensors
+        mesh = mesh_of(group, logits.device.type)
+        shards = DTensor.from_local(logits.float(), mesh, [Shard(1)], run_check=False)
+        with parallel.loss_parallel():
+            loss: Any = functional.cross_entropy(shards, inputs.labels, reduction=reduction)
+            (grad,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))  # the loss is a DTensor
+        return loss.to_local(), grad
+
+    return step
+
+
+def torch_linear(nn: Any) -> LossOf:
+    """With options given, since only then it works in chunks."""
+    if not hasattr(nn.functional, "linear_cross_entropy"):
+        raise ImportError(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
+    options = nn.LinearCrossEntropyOptions()
+    return lambda h, w, y, r, g: nn.functional.linear_cross_entropy(h, w, y, reduction=r, options=options)
+
+
+def liger_loss(liger: Any) -> LossOf:
+    sharded = liger.LigerVocabParallelCrossEntropy()
+    whole = {kind: liger.LigerCrossEntropyLoss(reduction=kind) for kind in REDUCTIONS}
+    return lambda x, y, r, g: whole[r](x, y) if g is None else reduced(sharded(x[:, None], y[:, None], g).view(-1), r)
+
+
+def liger_linear(liger: Any, **options: Any) -> LossOf:
+    modules = {kind: liger.LigerFusedLinearCrossEntropyLoss(reduction=kind, **options) for kind in REDUCTIONS}
+    return lambda h, w, y, r, g: modules[r](w, h, y)
+
+
+def liger_sharded(ops: Any) -> LossOf:
+    """Its head for several ranks in PyTorch, which it has where the native one does not run."""
+    return lambda h, w, y, r, g: reduced_over_live(ops._apply_tp_fallback(h, w, y, 1.0, IGNORE_INDEX, False, g), y, r)
+
+
+def liger_native(ops: Any) -> LossOf:
+    """Its head for several ranks in CUTLASS and NVSHMEM. The symmetric heap is not in the memory that is measured."""
+    if ops._load_native_tp_function() is None:
+        raise ImportError("liger_cute_kernels has no library that can be loaded")
+    begin = cache(importlib.import_module("liger_cute_kernels.nvshmem").init_from_pg)
+    losses_of = ops.LigerFusedLinearScaledCrossEntropyTPFunction.apply
+
+    def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+        begin(group)
+        return reduced_over_live(losses_of(hidden, weight, labels, group), labels, reduction)
+
+    return loss_of
+
+
+def quack_loss(quack: Any, in_place: bool) -> LossOf:
+    return lambda x, y, r, g: quack.cross_entropy(x, y, reduction=r, inplace_backward=in_place)
+
+
+def quack_kernel(quack: Any) -> Step:
+    """Loss and gradient of one launch: without autograd, and without the mean's weight."""
+
+    @torch.no_grad()
+    def step(inputs: Inputs, reduction: str, group: Any) -> tuple[Tensor, ...]:
+        logits = inputs.tensors[0].detach()
+        loss, grad = quack.cross_entropy_fwd(logits, inputs.labels, return_dx=True, inplace_backward=True)
+        return loss, grad
+
+    return step
+
+
+def quack_linear(quack: Any, **options: bool) -> LossOf:
+    """As its module chooses: in chunks, or with the whole logits if nothing is reduced."""
+    whole, chunked = quack.linear_cross_entropy_func, quack.chunked_linear_cross_entropy
+
+    def loss_of(h: Tensor, w: Tensor, y: Tensor, r: str, g: Any) -> Any:
+        if r == "none":
+            return whole(h, w, None, y, reduction=r, inplace_backward=True)
+        # Its kernel for scaled exponentials refuses chunks of as many tokens as there are hidden elements.
+        chunk = QUACK_CHUNK_TOKENS // (1 if options or h.shape[-1] != QUACK_CHUNK_TOKENS else 2)
+        return chunked(h, w, y, chunk, reduction=r, tuned=False, **options)
+
+    return loss_of
+
+
+def trl_linear(utils: Any) -> LossOf:
+    """Its log-probabilities, of tokens that are not ignored, as its trainers call them."""
+
+    def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+        live = labels != IGNORE_INDEX
+        given = hidden[live], weight, None, labels[live], 1.0, TRL_COLUMNS, None, 1.0, ()
+        losses: Tensor = -utils._ChunkedLogProbFunction.apply(*given)[0]
+        every = torch.zeros_like(labels, dtype=losses.dtype)
+        return losses.mean() if reduction == "mean" else every.masked_scatter(live, losses)
+
+    return loss_of
+
+
+def flash_loss(flash: Any) -> LossOf:
+    loss = partial(flash.cross_entropy_loss, inplace_backward=True)
+    return lambda x, y, r, g: reduced(loss(x, y, process_group=g)[0], r)
+
+
+def flash_linear(flash: Any) -> LossOf:
+    losses_of = flash_loss(flash)
+
+    def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+        losses: Tensor = losses_of(functional.linear(hidden, weight), labels, "none", group)
+        return reduced_over_live(losses, labels, reduction)
+
+    return loss_of
+
+
+def engine_loss(engine: Any, **options: bool) -> LossOf:
+    def loss_of(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Any:
+        is_mean = reduction == "mean"
+        loss = engine.parallel_cross_entropy(logits[None], labels[None], 0.0, is_mean, group, **options)
+        return loss.reshape(() if is_mean else -1)
+
+    return loss_of
+
+
+@cache
+def group_of_one() -> Any:
+    """The group of this process alone, for a loss that needs one."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+def megatron_loss(megatron: Any) -> LossOf:
+    loss = megatron.fused_vocab_parallel_cross_entropy
+    return lambda x, y, r, g: reduced(loss(x[:, None], y[:, None], g or group_of_one()).view(-1), r)
+
+
+def megatron_unfused(megatron: Any) -> LossOf:
+    loss = megatron.vocab_parallel_cross_entropy
+    return lambda x, y, r, g: reduced(loss(x[:, None], y[:, None], tp_group=g or group_of_one()).view(-1), r)
+
+
+def cut_linear(cut: Any, **options: Any) -> LossOf:
+    return lambda h, w, y, r, g: cut.linear_cross_entropy(h, w, y, reduction=r, **options)
