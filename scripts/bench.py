@@ -26,6 +26,7 @@ from bench_lib.documents import (
     ROOT,
     Document,
     Result,
+    commit_of,
     host_description,
     name_of,
     new_document,
@@ -157,6 +158,14 @@ def measure_case(
     return measure(subject, providers, timer, getattr(options, "graphs", "none"))
 
 
+def baseline_commit(checkout: Path) -> str:
+    if (commit := commit_of(checkout, "VPCE_BASELINE_COMMIT")) is None:
+        raise SystemExit(
+            f"--baseline: expected a checkout with git history, got {checkout}; name its commit in VPCE_BASELINE_COMMIT"
+        )
+    return commit
+
+
 def measure_command(options: argparse.Namespace) -> None:
     """Measure, print one line per result and write the document."""
     if options.command == "host":
@@ -166,6 +175,8 @@ def measure_command(options: argparse.Namespace) -> None:
         if not found:
             raise SystemExit(f"bench: no case of this reduction for {ranks.size} ranks: pass --shape")
         document, timer = new_document(options.command), timer_of(options, ranks)
+        if getattr(options, "baseline", None):
+            document["host"]["baseline_commit"] = baseline_commit(options.baseline)
         run(document, found, partial(measure_case, options, ranks, timer, document), ranks, options.json)
         if not document["results"] and "ranks" not in document:
             raise SystemExit("bench: no provider is here")

@@ -92,20 +92,20 @@ def test_sm_90_code_is_wide_and_does_not_spill():
         if report["kernel"].startswith((*WALKS, "target_gradient", "divergence_gradient")):
             assert "st.global.v4.b32" in report["stores"], report
         # 8 warps of 64 registers: four rows at a time on a multiprocessor of 64 K registers, 16 of scaled gradients
-        # two. A gradient has 4 warps: five programs of 96 registers. Kernels of pairs must fit one row, and may leave
-        # two values in memory. So may the statistics of rows with edges under weighted smoothing. Sums above
-        # thresholds have 8 warps, and numbers of their own per element. The loss of all options has 4 warps and a few
-        # rows at a time; where it is summed in the same launch, it may leave six values in memory.
+        # two. Kernels of pairs must fit two rows, and may leave four values in memory. So may the statistics of rows
+        # with edges under all options, and the sums above thresholds. The loss of all options may leave six.
         is_plain = "-plain-" in report["kernel"] and "-edges-" not in report["kernel"]
         is_large = report["kernel"].startswith((*PAIRS, *MERGED_PAIRS)) or "-edges-all_weighted" in report["kernel"]
         registers, stack_bytes = (128, 16) if is_large and not is_plain else (64, 0)
-        # The larger tile of one rank takes more where fp32 logits become 16 bits.
+        # A gradient has 4 warps: seven programs of 72 registers. The large tile of one rank takes them for fp32 logits
+        # that become 16 bits. The same with all options and edges takes more: five programs.
         if report["kernel"].startswith("cross_entropy") and ("-R1-to-" in report["kernel"] or not is_plain):
-            registers, stack_bytes = 96, 0
+            is_most = "-edges-all_weighted" in report["kernel"] and "-to-" in report["kernel"]
+            registers, stack_bytes = (96 if is_most else 72), 0
         if report["kernel"].startswith("sums_above"):
             registers, stack_bytes = 128, 16
         if report["kernel"].startswith("loss-all"):
-            registers, stack_bytes = 96, 24
+            registers, stack_bytes = (64 if report["threads"] == 1024 else 96), 24
         assert report["registers"] <= registers, report
         assert report["stack_bytes"] <= stack_bytes, report
 

@@ -25,7 +25,8 @@ READ_SUMS = ((2_048, 1, 1), (16_384, 4, 1), (1 << 62, 8, 1))  # an element has 7
 READ_AND_WRITE = ((2_048, 1, 1), (40_960, 8, 2), (1 << 62, 16, 4))
 # For rows with edges: one more program per multiprocessor hides the latency of the edges.
 READ_AND_WRITE_EDGES = ((2_048, 1, 1), (1 << 62, 8, 2))
-# For gradients whose programs write a few tiles each: the small ones leave registers to columns that need more.
+# For gradients whose programs write a few tiles each: of the small ones several share a row's merged statistics, and
+# they leave registers to rows that need more.
 WRITE_TILES = ((2_048, 1, 1), (1 << 62, 4, 4))
 WRITE_SMALL_TILES = ((2_048, 1, 1), (1 << 62, 4, 2))
 ALL_TILES = 1 << 31
@@ -54,7 +55,7 @@ class StatisticsShape(NamedTuple):
 
     block: StatisticsBlock
     is_cut: bool  # each part of a row has a program of its own
-    at_once: int  # parts of labels that a program reads together, if options allow; of pairs always PARTS_AT_ONCE
+    at_once: int  # parts of logits that a program reads together, if options allow; of pairs always PARTS_AT_ONCE
     overlaps: bool  # kernels let the next one begin, and wait for the one before; of pairs only if rows are cut
 
 
@@ -73,7 +74,7 @@ PARTS_AT_ONCE = 8  # that a program reads together: of logits if rows are few, o
 CUT_ROWS, CUT_PARTS = 96, 12
 AT_ONCE_ROWS = 512  # the most rows whose programs read several parts together; no fewer than CUT_ROWS
 FEW_ROWS = 1024  # the most rows whose kernels of statistics overlap; no fewer than CUT_ROWS
-MOST_PROGRAMS = 4096  # of a gradient, if its rows have several each
+PROGRAMS_OF_FEW_ROWS = 4096  # of a gradient: with fewer, its programs write fewer tiles than the table says
 
 
 def statistics_block(n_columns: int, element_size: int) -> StatisticsBlock:
@@ -102,7 +103,7 @@ def gradient_shape(
     """Return the launch shape of a gradient, of programs that write ``tiles`` each, or fewer tiles if rows are few."""
     block = choose_block(table, shard.n_columns, element_size)
     n_tiles = -(-shard.n_columns // (block.lanes * block.vector))
-    n_programs = min(n_tiles, max(-(-n_tiles // tiles), MOST_PROGRAMS // max(n_rows, 1)))
+    n_programs = min(n_tiles, max(-(-n_tiles // tiles), PROGRAMS_OF_FEW_ROWS // max(n_rows, 1)))
     return GradientShape(block, n_programs, can_overlap and n_rows <= CUT_ROWS)
 
 

@@ -46,10 +46,16 @@ Document: TypeAlias = dict[str, Any]
 Result: TypeAlias = dict[str, Any]
 
 
+def commit_of(checkout: Path, variable: str) -> str | None:
+    """The commit of a checkout, which an environment variable names if there is no git history."""
+    words = ["git", "rev-parse", "--show-toplevel", "HEAD"]
+    top, _, commit = subprocess.run(words, cwd=checkout, capture_output=True, text=True).stdout.partition("\n")
+    found = commit.strip() if top and Path(top) == checkout.resolve() else None
+    return os.environ.get(variable) or found or None
+
+
 def host_description() -> dict[str, Any]:
     """The machine, the versions and the commit; ``VPCE_COMMIT`` names it if there is no git history."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    commit = os.environ.get("VPCE_COMMIT") or git.stdout.strip()
     try:
         triton_version = importlib.import_module("triton").__version__
     except ImportError:
@@ -62,7 +68,7 @@ def host_description() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "nccl_graph_mixing_support": os.environ.get(GRAPH_MIXING),
-        "commit": commit or None,
+        "commit": commit_of(ROOT, "VPCE_COMMIT"),
     }
 
 

@@ -68,7 +68,7 @@ FRAMEWORKS = (
     Framework(
         "[Megatron-Core](docs/megatron.md)",
         "`X.megatron.install(linear=True)`",
-        "2 layers of 4096, tp 2, ",
+        "2 layers of 4096, 2 GPUs, ",
         "megatron_2gpu",
         "24576 tokens",
         "Megatron-Core",

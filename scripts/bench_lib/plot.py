@@ -108,5 +108,6 @@ def _draw_steps(pyplot: Any, cases: Shown) -> Any:
         axis.set(xlabel=label, yticks=[number + 0.4 for number in range(len(cases))])
         axis.set_yticklabels([] if which else list(cases), fontsize=7)
         axis.invert_yaxis()
+        axis.margins(x=0.12)  # for the numbers of the longest bars
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     return figure

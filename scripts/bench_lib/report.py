@@ -110,6 +110,12 @@ def host_line(document: Document, commit: str | None = None) -> str:
     return f"{host['gpus_used']} x {host['gpu']}; {versions}; {packages}{own}."
 
 
+def place_of(document: Document) -> str:
+    """The GPUs and the commit."""
+    host = document["host"]
+    return f"{host['gpus_used']} x {host['gpu']} ({short_commit(document)})"
+
+
 def providers_of(cases: dict[Any, dict[str, Result]]) -> list[str]:
     """This project's first, then the others from the fastest to the slowest."""
 
@@ -276,11 +282,13 @@ def profile_part(document: Document, commit: str | None = None) -> str:
 
 
 def targets_part(documents: dict[str, Document]) -> str:
-    """Every target, and whether it is met."""
-    rows = []
+    """Every target, whether it is met, and where the documents are from."""
+    rows: list[list[str]] = []
+    used: dict[str, Document] = {}
     for case, bounds in TARGETS.items():
-        document = documents.get(name_of("head" if case.is_head else "table", case.ranks))
-        results = results_by_case(document).get(case, {}) if document else {}
+        name = name_of("head" if case.is_head else "table", case.ranks)
+        used |= {name: documents[name]} if name in documents and bounds else {}
+        results = results_by_case(documents[name]).get(case, {}) if name in documents else {}
         provider = IN_FORWARD if case.kind == "mean" and not case.is_head else OURS
         for metric, bound in bounds.items():
             value = number(results.get(provider), metric)
@@ -288,14 +296,17 @@ def targets_part(documents: dict[str, Document]) -> str:
             measured = "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
             name = row_name(case, provider, case.ranks)
             rows.append([name, f"<= {bound:g} {unit}", measured, is_met([] if value is None else [value], bound)])
-    losses = documents.get(name_of("losses", 1))
-    cases = results_by_case(losses) if losses else {}
-    for provider, base, bound in LOSSES_TARGETS:
-        found = {case: beside(results, provider, base) for case, results in cases.items() if provider in results}
+    losses = {name: documents[name] for name in [name_of("losses", 1)] if name in documents}
+    used |= losses
+    cases = {case: results for each in losses.values() for case, results in results_by_case(each).items()}
+    for own, base, bound in LOSSES_TARGETS:
+        found = {case: beside(results, own, base) for case, results in cases.items() if own in results}
         measured = ", ".join(f"{value:.3f} ({name})" for name, value in found.items()) or "-"
-        rows.append([f"{provider}, 1 GPU", f"<= {bound:g} x {base}", measured, is_met(list(found.values()), bound)])
+        rows.append([f"{own}, 1 GPU", f"<= {bound:g} x {base}", measured, is_met(list(found.values()), bound)])
     count = sum(row[-1] == "met" for row in rows)
-    return f"{count} of {len(rows)} targets are met.\n\n{table(['case', 'target', 'measured', ''], rows)}"
+    places = "; ".join(f"`{name}`, {place_of(document)}" for name, document in used.items())
+    said = f"{count} of {len(rows)} targets are met. The numbers are those of {places}."
+    return f"{said}\n\n{table(['case', 'target', 'measured', ''], rows)}"
 
 
 def is_met(values: Sequence[float], bound: float) -> str:
@@ -360,7 +371,8 @@ def readme_block(documents: dict[str, Document]) -> str:
         best = f"{shown('ratio', other[1])} {other[0]}" if other else "-"
         rows.append([row_name(case, provider, case.ranks), shown("ratio", number(results[provider], "ratio")), best])
     picture = f"![Time over copy of each provider](scripts/results/{PICTURE})"
-    return f"{table(['time / copy', OURS, 'best other'], rows)}\n\n{picture}"
+    hosts = f"Measured on {'; '.join(place_of(documents[name]) for name in names)}."
+    return f"{table(['time / copy', OURS, 'best other'], rows)}\n\n{hosts}\n\n{picture}"
 
 
 def compared(old: Document, new: Document) -> str:

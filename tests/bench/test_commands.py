@@ -48,15 +48,23 @@ def test_heads_and_their_memory(tmp_path):
 
 
 @pytest.mark.parametrize("command, shape", [("options", "4x100"), ("losses", "4x100"), ("losses", "8x100x8")])
-def test_every_row_is_right_beside_the_same_call_of_another_checkout(tmp_path, capsys, command, shape):
+def test_every_row_is_right_beside_the_same_call_of_another_checkout(tmp_path, capsys, monkeypatch, command, shape):
     """The baseline is this checkout: a copy of the package under another name."""
+    monkeypatch.setenv("VPCE_BASELINE_COMMIT", "0123abc")
     document = run(tmp_path, command, "--shape", shape, "--baseline", str(SCRIPTS.parent))
+    assert document["host"]["baseline_commit"] == "0123abc"
     (results,) = documents.results_by_case(document).values()
     expected = rows.rows_of(cases.cases_of(command, 1, [shape])[0])
     assert list(results) == [f"{name}{suffix}" for name in expected for suffix in ("", ", baseline")]
     assert all(len(results[name]["over_baseline"]) == 3 for name in expected)
     assert adapters.baseline_package(SCRIPTS.parent).__name__ == f"baseline_{OURS}"
     assert "| call | time / baseline | eager |" in capsys.readouterr().out
+
+
+def test_a_baseline_of_no_known_commit_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("VPCE_BASELINE_COMMIT", raising=False)
+    with pytest.raises(SystemExit, match="--baseline: expected a checkout with git history, got"):
+        run(tmp_path, "options", "--shape", "4x100", "--baseline", str(SCRIPTS))
 
 
 def test_a_wrong_row_is_an_error(tmp_path, monkeypatch):

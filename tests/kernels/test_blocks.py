@@ -3,14 +3,25 @@
 import pytest
 
 from vocab_parallel_ce import blocks
-from vocab_parallel_ce.blocks import ONE_PASS, READ, READ_AND_WRITE, THREADS_PER_WARP, choose_block, one_pass_config
+from vocab_parallel_ce.blocks import ONE_PASS, THREADS_PER_WARP, choose_block, one_pass_config
 from vocab_parallel_ce.layout import VECTOR_BYTES
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
 
 pytestmark = pytest.mark.reference
 
 
-@pytest.mark.parametrize("table", (READ, READ_AND_WRITE, blocks.READ_PAIRS), ids=("read", "read and write", "pairs"))
+TABLES = (
+    "READ",
+    "READ_PAIRS",
+    "READ_SUMS",
+    "READ_AND_WRITE",
+    "READ_AND_WRITE_EDGES",
+    "WRITE_TILES",
+    "WRITE_SMALL_TILES",
+)
+
+
+@pytest.mark.parametrize("table", [getattr(blocks, name) for name in TABLES], ids=TABLES)
 @pytest.mark.parametrize("element_size", (2, 4))
 def test_every_width_has_a_block_of_16_byte_vectors(table, element_size):
     widest = 0

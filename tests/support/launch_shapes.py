@@ -9,8 +9,8 @@ from vocab_parallel_ce import blocks
 MANY = 1 << 30
 ONE, SEVERAL = "uncut rows", "rows in parts"
 LIMITS = {
-    ONE: {"CUT_PARTS": MANY, "MOST_PROGRAMS": 0, "AT_ONCE_ROWS": 0, "FEW_ROWS": 0},
-    SEVERAL: {"CUT_ROWS": MANY, "CUT_PARTS": 2, "MOST_PROGRAMS": MANY, "AT_ONCE_ROWS": MANY, "FEW_ROWS": MANY},
+    ONE: {"CUT_PARTS": MANY, "PROGRAMS_OF_FEW_ROWS": 0, "AT_ONCE_ROWS": 0, "FEW_ROWS": 0},
+    SEVERAL: {"CUT_ROWS": MANY, "CUT_PARTS": 2, "PROGRAMS_OF_FEW_ROWS": MANY, "AT_ONCE_ROWS": MANY, "FEW_ROWS": MANY},
 }
 
 
@@ -24,7 +24,7 @@ def programs(kind: str) -> Iterator[None]:
 @contextmanager
 def programs_by_rows() -> Iterator[None]:
     """Let 1 or 2 rows have a program per part, 3 or 4 read several parts at once if options allow, others neither."""
-    with _limits(CUT_ROWS=2, CUT_PARTS=2, MOST_PROGRAMS=8, AT_ONCE_ROWS=4, FEW_ROWS=4):
+    with _limits(CUT_ROWS=2, CUT_PARTS=2, PROGRAMS_OF_FEW_ROWS=8, AT_ONCE_ROWS=4, FEW_ROWS=4):
         yield
 
 
