@@ -263,7 +263,7 @@ def gradient(
     strides = GradOutputs(*(None if grad is None else 3 for grad in grads))
     of_grad = DTYPES[of or dtype]
     table_of = importlib.import_module("vocab_parallel_ce.kernels.cross_entropy")._table
-    table, tiles = table_of(ranks, options, rows != () or call == "padded")
+    table, tiles = table_of(ranks, options, rows != (), shard)
     block, programs, _ = gradient_shape(8192, shard, of_grad.itemsize, table, tiles, False)
     key = (ROWS[edges], block, programs > 1, strides, ranks, shard, options, overlaps)
     launch = launch_of("cross_entropy", dtypes, *key)

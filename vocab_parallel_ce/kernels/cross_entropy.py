@@ -177,8 +177,8 @@ def cross_entropy(
     of_columns = class_weight if options.smoothing else None
     tensors = (base, labels, temperature, threshold, stats[0], divisor, *grads, loss, grad_base, of_columns)
     strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
-    rows_need_more = temperature is not None or threshold is not None or shard.n_valid < shard.n_columns
-    table, tiles = _table(n_ranks, options, rows_need_more)
+    of_rows = temperature is not None or threshold is not None
+    table, tiles = _table(n_ranks, options, of_rows, shard)
     size, may_overlap = grad_base.element_size(), can_overlap(logits.get_device())
     block, n_programs, overlaps = gradient_shape(n_rows, shard, size, table, tiles, may_overlap)
     launch = _launch(dtypes_of(tensors), rows, block, n_programs > 1, strides, n_ranks, shard, options, overlaps)
@@ -186,16 +186,16 @@ def cross_entropy(
 
 
 @functools.lru_cache(maxsize=1024)
-def _table(n_ranks: int, options: LossOptions, rows_need_more: bool) -> tuple[Table, int]:
+def _table(n_ranks: int, options: LossOptions, of_rows: bool, shard: VocabShard) -> tuple[Table, int]:
     """Return the table of blocks, and the tiles of a program. No bit depends on them.
 
     By measurement (docs/performance.md). Each program merges its row's statistics first: the longer that takes, the
-    more tiles should share it. ``rows_need_more`` registers: they have a temperature, a threshold or padding.
+    more tiles should share it. ``of_rows``: rows have a temperature or a threshold. That and padding need registers.
     """
     has_sums = options.entropy or options.sum_sq_probs or options.smoothing or options.mean_logit
     if options.softcap is not None or (has_sums and n_ranks > 1):
         return WRITE_SMALL_TILES, 4
-    if has_sums or rows_need_more or n_ranks > 1:
+    if has_sums or of_rows or shard.n_valid < shard.n_columns or n_ranks > 1:
         return WRITE_SMALL_TILES, 2
     return WRITE_TILES, 1
 
