@@ -302,25 +302,21 @@ def attempt(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
     reason = limit = subject.refusal(provider)
     found: Result = {}
     cause: Exception | None = None
-    if reason is None:
-        try:
-            with provider.context():
-                found = subject.check(provider)
-                for inputs in subject.operands(1, fresh=True):
-                    subject.call(provider, inputs)  # compiles whatever it compiles
-                run = Calls(subject, partial(subject.call, provider), 1, fresh=True)
-                run.prepare()
-                timer.release()
-                found["peak_bytes"] = timer.extra_peak_bytes(run)
-        except torch.OutOfMemoryError as error:
-            reason, cause = "out of memory", error
-        except AssertionError as error:
-            reason, cause = f"wrong: {first_line(error)}", error
-        except Exception as error:
-            reason, cause = f"{type(error).__name__}: {first_line(error)}", error
-    timer.release()
-    tried = subject.ranks.gathered((reason, found))
-    reason = next((why for why, _ in tried if why is not None), None)
+    # The ranks agree after each step: one that had failed alone would leave the others waiting in the next.
+    for step in (subject.check, partial(_peak_of_calls, subject, timer=timer)):
+        if reason is None:
+            try:
+                with provider.context():
+                    found |= step(provider)
+            except torch.OutOfMemoryError as error:
+                reason, cause = "out of memory", error
+            except AssertionError as error:
+                reason, cause = f"wrong: {first_line(error)}", error
+            except Exception as error:
+                reason, cause = f"{type(error).__name__}: {first_line(error)}", error
+        timer.release()
+        tried = subject.ranks.gathered((reason, found))
+        reason = next((why for why, _ in tried if why is not None), None)
     if reason is None:
         memory = [fields["peak_bytes"] for _, fields in tried]
         return found | {"peak_bytes": None if None in memory else max(memory)}
@@ -329,6 +325,15 @@ def attempt(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
     if provider.is_ours and not can_refuse:
         raise RuntimeError(f"{subject.name}: {provider.name}: {reason}") from cause
     return {"refused": reason}
+
+
+def _peak_of_calls(subject: Subject, provider: Provider, timer: DeviceTimer) -> Result:
+    for inputs in subject.operands(1, fresh=True):
+        subject.call(provider, inputs)  # compiles whatever it compiles
+    run = Calls(subject, partial(subject.call, provider), 1, fresh=True)
+    run.prepare()
+    timer.release()
+    return {"peak_bytes": timer.extra_peak_bytes(run)}
 
 
 def numbers(times: Times, name: str, base: str, calls: int) -> Result:

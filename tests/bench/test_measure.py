@@ -207,6 +207,34 @@ def test_one_rank_refuses_for_all_and_the_largest_memory_counts(monkeypatch):
     assert found((None, {"peak_bytes": 960}))["peak_bytes"] == 960
 
 
+def refused_by_one(rank, group):
+    """What the ranks say of a loss that only rank 1 finds wrong."""
+
+    class Subject(measure.LogitsSubject):
+        def check(self, provider):
+            found = super().check(provider)
+            if rank == 1:
+                raise AssertionError("gradient")
+            return found
+
+    case = cases.Case("none", 96, 40, 2, dtype="float32")
+    subject = Subject(case, timing.Ranks(rank, 2, group, "cpu"), 1)
+    (loss_parallel,) = providers.chosen("loss_parallel", providers.PROVIDERS[:16])
+    return measure.attempt(subject, loss_parallel, timing.CpuTimer(ranks=2))
+
+
+@in_ranks((2,), (), ())
+def test_a_loss_that_one_rank_finds_wrong_keeps_no_rank_waiting(rank_pool, impl):
+    assert rank_pool.run(refused_by_one, timeout=30) == [{"refused": "wrong: gradient"}] * 2
+
+
+def test_a_row_whose_gradient_cancels_counts_as_zero():
+    right = torch.zeros(8, 4, dtype=torch.float64)
+    right[0, 1], right[1:6] = 1.0, 1e-17  # of fewer than half of the rows that are not zero
+    found = oracle.errors_of((torch.ones(8), right.float().round()), [torch.ones(8), right], ("gradient",))
+    assert found["gradient"] < 1e-13
+
+
 def times_of(rank, group):
     timer, case = timing.CpuTimer(ranks=2), cases.Case("none", 96, 40, 2, dtype="float32")
     subject = measure.subject_of(case, timing.Ranks(rank, 2, group, "cpu"), 1)
