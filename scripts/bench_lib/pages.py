@@ -164,9 +164,9 @@ def losses_block(document: Document) -> str:
         base = name.rpartition(", ")[0]
         cells, memory = [], []
         for case, results in of_logits.items():
-            ratio = results[name]["ratio"]
+            ratio = f"{results[name]['ratio']:.2f}{'' if results[name].get('queued', True) else ' (host)'}"
             over = 100 * (results[name]["ms"] / results[base]["ms"] - 1) if base in results else None
-            cells.append(f"{ratio:.2f}" if over is None else f"{ratio:.2f} ({over:+.1f} %)")
+            cells.append(ratio if over is None else f"{ratio} ({over:+.1f} %)")
             memory.append(f"{results[name]['peak_bytes'] / int(case.partition(' ')[0]):.0f}")
         rows.append([f"`{name}`", *cells, ", ".join(dict.fromkeys(memory))])
     title = f"{host_line(document)} Time over a copy of the logits, and over the same call without the last option:"
