@@ -95,7 +95,7 @@ RL_PROVIDERS = (
 def _mesh_of(group: Any, device: str) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
-    return DeviceMesh.from_group(group or group_of_one(), device)
+    return DeviceMesh.from_group(group or group_of_one(), device, mesh_dim_names=("tp",))
 
 
 def sharded(logits: Tensor, group: Any) -> Any:
@@ -138,11 +138,14 @@ def _titan(titan: Any) -> Any:
 
 
 def _nemo(nemo: Any) -> LossOf:
+    """Of every token: NeMo-RL's functions around it shift the labels, and have one token less."""
+
     def log_probs(logits: Any, labels: Tensor) -> Tensor:
         group, local = logits.device_mesh.get_group(), logits.to_local()
         start = group.rank() * local.shape[-1]
         stop = start + local.shape[-1]
-        return nemo.from_parallel_logits_to_logprobs(local, labels, start, stop, group).sum()
+        found: Tensor = nemo.DistributedLogprob.apply(local, labels, start, stop, group, False)
+        return found.sum()
 
     return of_dtensor(log_probs)
 
@@ -179,7 +182,13 @@ FRAMEWORK_PROVIDERS = (
     _torch("torch loss_parallel, bf16", partial(_loss_parallel, dtype=torch.bfloat16)),
     _ours("DTensor loss", _dtensor),
     _ours("DTensor loss, in_backward", partial(_dtensor, gradient="in_backward")),
-    *both("torchtitan loss", lambda m: of_dtensor(_titan(m).cross_entropy_loss), "torchtitan", TITAN, returns=SUM),
+    *both(
+        "torchtitan loss",
+        lambda m: of_dtensor(lambda x, y: _titan(m).cross_entropy_loss(x, y)),
+        "torchtitan",
+        TITAN,
+        returns=SUM,
+    ),
     *both(
         "torchtitan log-probs",
         lambda m: of_dtensor(lambda x, y: _titan(m).compute_logprobs(x, y).sum()),

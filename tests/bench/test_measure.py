@@ -9,8 +9,9 @@ from torch.nn import functional
 from tests.bench import support
 from tests.bench.support import HEAD, IN_FORWARD, LOGITS, OURS, ScriptedTimer, eager, measured, provider_of
 from tests.support.ranks import in_ranks
+from vocab_parallel_ce.integrations import torchtitan
 
-from bench_lib import cases, measure, oracle, providers, timing  # isort: skip
+from bench_lib import cases, frameworks, measure, oracle, providers, timing  # isort: skip
 from bench_lib.rows import Row  # isort: skip
 
 pytestmark = pytest.mark.reference
@@ -233,6 +234,27 @@ def test_a_row_whose_gradient_cancels_counts_as_zero():
     right[0, 1], right[1:6] = 1.0, 1e-17  # of fewer than half of the rows that are not zero
     found = oracle.errors_of((torch.ones(8), right.float().round()), [torch.ones(8), right], ("gradient",))
     assert found["gradient"] < 1e-13
+
+
+def computed_here(rank, group):
+    """Each of torchtitan's providers of the page, and whether this project computed its call."""
+    subject = measure.subject_of(cases.Case("frameworks", 8, 40, 2), timing.Ranks(rank, 2, group, "cpu"), 1)
+    found = {}
+    for provider in frameworks.FRAMEWORK_PROVIDERS:
+        if provider.distribution == "torchtitan":
+            with provider.context():
+                before = torchtitan.report().fused
+                assert max(subject.check(provider)["errors"].values()) < 0.01
+                found[provider.name] = torchtitan.report().fused - before == 1
+    return found
+
+
+@in_ranks((2,), (), ())
+def test_a_framework_is_measured_without_and_with_this_project(rank_pool, impl):
+    pytest.importorskip("torchtitan")
+    names = ("torchtitan loss", "torchtitan log-probs")
+    without, given = dict.fromkeys(names, False), {f"{name}, installed": True for name in names}
+    assert rank_pool.run(computed_here) == [without | given] * 2
 
 
 def times_of(rank, group):
