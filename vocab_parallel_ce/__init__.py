@@ -6,11 +6,11 @@ from vocab_parallel_ce.versions import require_torch
 
 require_torch(torch.__version__)  # before an older one fails in another way
 
+from vocab_parallel_ce.api.call import Outputs
 from vocab_parallel_ce.api.distillation import Head, TopKTeacher, distillation_loss, linear_distillation_loss
 from vocab_parallel_ce.api.heads import linear_cross_entropy, linear_token_log_probs
 from vocab_parallel_ce.api.logits import token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.api.modules import LinearCrossEntropy, VocabParallelCrossEntropy
-from vocab_parallel_ce.api.outputs import Outputs
 from vocab_parallel_ce.api.shift import next_labels
 from vocab_parallel_ce.options import Sampling
 from vocab_parallel_ce.shard import VocabShard

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, flat, shares_storage
+from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.options import Settings
-from vocab_parallel_ce.overwritten import check_not_overwritten
-from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.shard import VECTOR_BYTES, VocabShard, compute_dtype, constant, flat, shares_storage
 
 
 def checked_divisor(num_items: float | Tensor, reduction: str, logits: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from vocab_parallel_ce.layout import VECTOR_BYTES
-from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.shard import VECTOR_BYTES, VocabShard
 
 THREADS_PER_WARP = 32
 

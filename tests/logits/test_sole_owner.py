@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import vocab_parallel_ce as vp
 from tests.logits.test_te_compat import on_each_device  # Triton's interpreter runs in one thread
 from tests.support.budget import assert_within_budget
-from vocab_parallel_ce import sole_owner
+from vocab_parallel_ce import in_place
 
 ROWS, WIDTH, COLUMNS = 6, 8, 40
 
@@ -290,7 +290,7 @@ class Keeps(TorchFunctionMode):
 @pytest.mark.reference
 def test_a_first_call_under_a_function_mode_measures_nothing_wrong(monkeypatch):
     """The mode's references counted as nobody's: from then on logits that a variable held were overwritten."""
-    monkeypatch.setattr(sole_owner, "_expected", {})
+    monkeypatch.setattr(in_place, "_expected", {})
     first, second = Program(("auto", "cpu")), Program(("auto", "cpu"))
     with Keeps():
         first.loss(first.logits()).backward()
@@ -316,15 +316,15 @@ def test_another_process_may_see_shared_memory():
 def test_what_cannot_be_counted_is_not_overwritten(monkeypatch, case):
     program = Program(("auto", "cpu"))
     if case == "no private function":
-        monkeypatch.setattr(sole_owner, "_keeps_graph", None)
+        monkeypatch.setattr(in_place, "_keeps_graph", None)
     elif case == "a free-threaded Python":
-        monkeypatch.setattr(sole_owner, "_has_gil", False)
-    monkeypatch.setattr(sole_owner, "_expected", {})
+        monkeypatch.setattr(in_place, "_has_gil", False)
+    monkeypatch.setattr(in_place, "_expected", {})
     if case == "a tracer":
         monkeypatch.setattr("sys.gettrace", lambda: print)
     elif case == "never measured":
-        monkeypatch.setattr(sole_owner, "measure", lambda: None)
-        monkeypatch.setattr("vocab_parallel_ce.backward.measure", lambda: None)
+        monkeypatch.setattr(in_place, "measure", lambda: None)
+        monkeypatch.setattr("vocab_parallel_ce.run.measure", lambda: None)
     program.loss(program.logits()).backward()
     program.check(False)
 

@@ -43,7 +43,7 @@ import torch
 sys.modules["triton"] = None  # neither imported nor found
 
 import vocab_parallel_ce as package
-from vocab_parallel_ce import cli
+from vocab_parallel_ce import __main__ as cli
 
 logits = torch.randn(2, 3, 7)
 labels = torch.randint(0, 7, (2, 3))

@@ -15,8 +15,9 @@ from tests.docs.markdown import PAGES
 from tests.support.fresh import fresh_python
 from tests.support.linear import COLUMNS, WIDTH, projection
 from tests.support.logits import EVERY
-from vocab_parallel_ce import cli, integrations
-from vocab_parallel_ce.cli import doctor_lines, main
+from vocab_parallel_ce import __main__ as cli
+from vocab_parallel_ce import integrations
+from vocab_parallel_ce.__main__ import doctor_lines, main
 from vocab_parallel_ce.options import Advanced
 
 OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 1.0, "impl": "auto"}

@@ -20,14 +20,13 @@ from vocab_parallel_ce.blocks import (
     statistics_block,
 )
 from vocab_parallel_ce.kernels import divergences, targets
-from vocab_parallel_ce.kernels.algebra import Algebra
+from vocab_parallel_ce.kernels.counts import of_sums
 from vocab_parallel_ce.kernels.launch import Launch
-from vocab_parallel_ce.kernels.sums_above import of_sums
-from vocab_parallel_ce.kernels.walk import PairRows
+from vocab_parallel_ce.kernels.walk import Algebra, PairRows
 from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
-from vocab_parallel_ce.sampling import N_BITS
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, TokenOutputs
+from vocab_parallel_ce.top import N_BITS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True, False, True, True, True)  # that calls have together
@@ -58,9 +57,9 @@ class Variant(NamedTuple):
 ROWS = (((0, 1, 1, N_COLUMNS, 0, 0), False), ((0, 1, 1, N_COLUMNS + 3, 0, 0), True))
 
 
-def launch_of(kernel: str, dtypes: tuple[torch.dtype | None, ...], *key: Any, maker: str = "_launch") -> Any:
-    """Return what the launcher of ``kernel`` makes for ``key``."""
-    return getattr(importlib.import_module(f"vocab_parallel_ce.kernels.{kernel}"), maker)(dtypes, *key)
+def launch_of(file: str, maker: str, dtypes: tuple[torch.dtype | None, ...], *key: Any) -> Any:
+    """Return what ``maker`` of a file of kernels makes for ``key``."""
+    return getattr(importlib.import_module(f"vocab_parallel_ce.kernels.{file}"), maker)(dtypes, *key)
 
 
 def variants(target: GPUTarget) -> Iterator[Variant]:
@@ -221,7 +220,7 @@ def stats(
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     block = statistics_block(N_COLUMNS, DTYPES[dtype].itemsize)
     shape = StatisticsShape(block, merged, PARTS_AT_ONCE if merged else at_once, overlaps)
-    launch = launch_of("online_softmax", dtypes, ROWS[edges], shape, shard, options)
+    launch = launch_of("online_softmax", "_launch", dtypes, ROWS[edges], shape, shard, options)
     name = "merged_parts" if merged else "online_softmax"
     name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}{'-outputs' * outputs}"
     name += f"-{at_once}" * (at_once > 1) + "-few" * (overlaps and not merged)
@@ -234,7 +233,7 @@ def part(dtype: str, edges: bool, option: str, rows: tuple[str, ...] = (), overl
     dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), torch.float32, torch.int32, weights)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     shape = StatisticsShape(statistics_block(N_COLUMNS, DTYPES[dtype].itemsize), True, PARTS_AT_ONCE, overlaps)
-    launch = launch_of("online_softmax", dtypes, ROWS[edges], shape, shard, options, maker="_launch_of_parts")
+    launch = launch_of("online_softmax", "_launch_of_parts", dtypes, ROWS[edges], shape, shard, options)
     return Variant("-".join((f"part-{dtype}{'-edges' * edges}-{option}", *rows)), launch, dtypes)
 
 
@@ -266,7 +265,7 @@ def gradient(
     table, tiles = table_of(ranks, options, rows != (), shard)
     block, programs, _ = gradient_shape(8192, shard, of_grad.itemsize, table, tiles, False)
     key = (ROWS[edges], block, programs > 1, strides, ranks, shard, options, overlaps)
-    launch = launch_of("cross_entropy", dtypes, *key)
+    launch = launch_of("cross_entropy", "_gradient", dtypes, *key)
     name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}"
     name = "-".join((name, *rows, *(("few",) * overlaps), *(("narrow",) * (programs == 1))))
     return Variant(name if of is None else f"{name}-to-{of}", launch, dtypes)
@@ -274,7 +273,7 @@ def gradient(
 
 def scaled(dtype: str, edges: bool) -> Variant:
     dtypes = (DTYPES[dtype], torch.float32)
-    launch = launch_of("element_mul", dtypes, ROWS[edges], N_COLUMNS, 3)
+    launch = launch_of("cross_entropy", "_scaled", dtypes, ROWS[edges], N_COLUMNS, 3)
     return Variant(f"element_mul-{dtype}{'-edges' * edges}", launch, dtypes)
 
 
@@ -282,7 +281,9 @@ def counted_larger(dtype: str, edges: bool) -> Variant:
     dtypes = (DTYPES[dtype], torch.float32, torch.int32)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     return Variant(
-        f"count_larger-{dtype}{'-edges' * edges}", launch_of("count_larger", dtypes, ROWS[edges], shard), dtypes
+        f"count_larger-{dtype}{'-edges' * edges}",
+        launch_of("counts", "_counts", dtypes, ROWS[edges], shard),
+        dtypes,
     )
 
 
@@ -293,7 +294,7 @@ def above(dtype: str, edges: bool, option: str | None, rows: tuple[str, ...] = (
     shift, sums = (None, torch.int32) if option is None else (fp32, fp32)
     of_z = of_sums(PLAIN if option is None else OPTIONS[option])
     dtypes = (DTYPES[dtype], fp32, shift, temperature, sums)
-    launch = launch_of("sums_above", dtypes, ROWS[edges], (1 << N_BITS) - 1, shard, of_z)
+    launch = launch_of("counts", "_sums", dtypes, ROWS[edges], (1 << N_BITS) - 1, shard, of_z)
     return Variant("-".join((f"sums_above-{dtype}{'-edges' * edges}-{option or 'counts'}", *rows)), launch, dtypes)
 
 
@@ -305,7 +306,9 @@ def finish(option: str, ranks: int, summed: bool = False, overlaps: bool = False
         *output_dtypes(OPTIONS[option]),
         torch.float32 if summed else None,
     )
-    launch = launch_of("loss", dtypes, 1024 if summed else 128, ranks, 131072, OPTIONS[option], overlaps)
+    launch = launch_of(
+        "cross_entropy", "_outputs", dtypes, 1024 if summed else 128, ranks, 131072, OPTIONS[option], overlaps
+    )
     return Variant(f"loss-{option}-R{ranks}{'-summed' * summed}", launch, dtypes)
 
 
@@ -351,12 +354,12 @@ def of_algebra(
         if parts is not None and second is not None:  # whose parts follow
             dtypes = (logits, *beside, parts, fp32, None, None, None)
         shape = whole if parts is None else cut
-        launch = launch_of("row_statistics", dtypes, rows, shape, widths[0], *own, maker="_statistics")
+        launch = launch_of("row_statistics", "_statistics", dtypes, rows, shape, widths[0], *own)
         yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)
     for stats in (None, fp32) if second else (None,):
         dtypes = (logits, *beside, stats, fp32)
         key = (rows, cut, gathered, stats is not None, *own)
-        launch = launch_of("row_statistics", dtypes, *key, maker="_launch_of_parts")
+        launch = launch_of("row_statistics", "_launch_of_parts", dtypes, *key)
         yield Variant(name.format("part_second" if stats else "part"), launch, dtypes)
     dtypes = (logits, *beside, fp32, second, None, fp32, logits)
     for is_cut in (False, True):
@@ -369,15 +372,15 @@ def of_algebra(
             *own,
             overlaps and is_cut,
         )
-        launch = launch_of("row_loss", dtypes, *key, maker="_gradient")
+        launch = launch_of("row_loss", "_gradient", dtypes, *key)
         yield Variant(f"{name.format('gradient')}{'few' * is_cut}", launch, dtypes)
     dtypes = (fp32, second, beside[1], fp32, fp32)
-    launch = launch_of("row_loss", dtypes, gathered, *own, overlaps, maker="_outputs")
+    launch = launch_of("row_loss", "_outputs", dtypes, gathered, *own, overlaps)
     yield Variant(name.format("loss"), launch, dtypes)
     for parts in (None, fp32) if second else ():
         dtypes = (logits, *beside, parts, fp32, fp32)
         key = (rows, whole if parts is None else cut, gathered, *own)
-        launch = launch_of("row_statistics", dtypes, *key, maker="_second")
+        launch = launch_of("row_statistics", "_second", dtypes, *key)
         yield Variant(name.format("merged_second" if parts else "second"), launch, dtypes)
 
 
@@ -388,6 +391,8 @@ def one_pass(dtype: str, row_bytes: int, option: str, call: str, edges: bool = F
     divisor = torch.int32 if call == "num_items" else None
     dtypes = (DTYPES[dtype], torch.int64, divisor, fp32 if options.class_weight else None, *outputs)
     n_columns = row_bytes // 16 * 16 // DTYPES[dtype].itemsize - edges
-    launch, programs = launch_of("one_pass", dtypes, n_columns, (0, 1, 1, n_columns, 0, 0), call == "mean", options)
+    launch, programs = launch_of(
+        "one_pass", "_launch", dtypes, n_columns, (0, 1, 1, n_columns, 0, 0), call == "mean", options
+    )
     name = f"one_pass-{dtype}{'-edges' * edges}-{option}-{call}-{row_bytes}"
     return Variant(name, launch, dtypes, programs)

@@ -37,6 +37,8 @@ NUMBERS = "tests/conformance/test_logits.py tests/kernels tests/conformance/test
 EDGES = "tests/logits/test_option_edges.py tests/logits/test_losses.py tests/logits/test_options.py tests/logits"
 OF_PAIRS = "tests/conformance/test_pairs.py tests/conformance/test_ranks.py tests/soft tests/test_random_calls.py"
 OF_HEADS = "tests/conformance/test_heads.py tests/linear tests/ranks/test_linear.py tests/test_random_calls.py"
+RANKS = "tests/ranks/test_cross_entropy.py"
+OF_SAMPLERS = "-m 'reference or gloo' tests/conformance/test_sampling.py"
 MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py tests/logits/test_sole_owner.py"
 SUITES = {  # of files that begin so, the first that fits; what finds a fault soonest comes first
     "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_options.py tests/test_one_pass_system.py",
@@ -45,13 +47,11 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "kernels/targets": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/divergences": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/launch": "tests/conformance/test_logits.py tests/kernels tests/test_random_calls.py",
-    "kernels/sums_above": f"{INTERPRETED} tests/kernels/test_sums_above.py tests/conformance/test_sampling.py",
+    "kernels/counts": f"{INTERPRETED} tests/kernels tests/conformance/test_sampling.py {NUMBERS} {EDGES}",
     "kernels/": f"{INTERPRETED} {NUMBERS} {EDGES}",
     "losses/labels": f"-m 'reference or gloo' tests/conformance {OF_HEADS}",
-    "sampling": "-m 'reference or gloo' tests/conformance/test_sampling.py",
     "losses/given_ids": "-m 'reference or gloo' tests/conformance/test_given_ids.py tests/soft/test_topk.py",
     "losses/": f"-m 'reference or gloo' {OF_PAIRS}",
-    "layout": "tests/logits/test_losses.py tests/kernels tests/conformance tests/logits tests/linear",
     "reference": f"-m 'reference or gloo' {NUMBERS} {EDGES}",
     "spec": f"-m 'reference or gloo' {NUMBERS} tests/core {EDGES}",
     "head/": OF_HEADS,
@@ -70,11 +70,11 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "integrations/megatron": "tests/integrations/test_megatron_install.py tests/integrations/test_megatron_calls.py",
     "integrations/torchtitan": "tests/integrations/test_torchtitan.py",
     "integrations/": "tests/integrations",
-    "shard": "tests/core/test_shard.py tests/ranks/test_cross_entropy.py",
+    "shard": f"tests/core/test_shard.py {RANKS} {EDGES} tests/kernels tests/conformance tests/linear",
     "collectives": "tests/ranks/test_cross_entropy.py tests/ranks/test_linear.py",
     "verify": "tests/ranks/test_verify.py tests/ranks/test_verify_fitting.py",
     "selection": "tests/core/test_selection.py",
-    "top": "tests/conformance/test_logits.py tests/logits/test_outputs.py tests/ranks/test_cross_entropy.py",
+    "top": f"{OF_SAMPLERS} tests/conformance/test_logits.py tests/logits/test_outputs.py {RANKS}",
     "api/shift": "tests/logits/test_next_labels.py tests/logits/test_shift.py tests/ranks/test_next_labels.py",
     "api/known_tokens": "-m reference tests/soft/test_topk.py",
     "operators": "tests/logits/test_compile.py tests/logits/test_compile_edges.py tests/logits/test_operators.py",

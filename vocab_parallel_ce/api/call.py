@@ -1,11 +1,13 @@
-"""From a public function to the path of all losses: verification, ``torch.compile``, keywords, autograd."""
+"""From a public function to the path of all losses, and what it returns: verification, ``torch.compile``, keywords,
+autograd; the outputs alongside the loss, if it is asked for them.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +17,149 @@ from vocab_parallel_ce.dtensor import is_dtensor, process_group_of
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.plan import Arguments, plan_linear_call
 from vocab_parallel_ce.head.run import OverHead
-from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.options import Advanced, Function, HeadSettings, Settings, check_names
+from vocab_parallel_ce.options import Advanced, Function, HeadSettings, Sampling, Settings, check_names, checked_outputs
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.run import OverLogits, as_token_outputs, forward
-from vocab_parallel_ce.spec import TokenOutputs
+from vocab_parallel_ce.shard import walkable
+from vocab_parallel_ce.spec import TokenOutputs, count_labels, is_ignored
 from vocab_parallel_ce.top import Top
+
+
+class Outputs(NamedTuple):
+    """The loss or the log-probabilities, and the outputs that were asked for. What was not is None.
+
+    Per token, of the shape of the labels, except where it says otherwise. fp32 (fp64 for fp64 logits) if no other dtype
+    is named. ``z`` are the scaled and capped logits, divided by the temperature. In ignored tokens numbers are 0, and
+    ids and ``rank`` -1. In tokens whose label is outside the vocabulary the first six are NaN, and ``rank`` is -1.
+    The first six have a gradient.
+
+    Example:
+        >>> from vocab_parallel_ce import vocab_parallel_cross_entropy
+        >>> logits, labels = torch.eye(3), torch.tensor([0, 1, 0])
+        >>> found = vocab_parallel_cross_entropy(logits, labels, outputs=("predictions", "token_accuracy"))
+        >>> found.predictions
+        tensor([0, 1, 2])
+        >>> round(found.token_accuracy.item(), 4)
+        0.6667
+        >>> found.entropy is None
+        True
+    """
+
+    loss: Tensor | None = None  #: as the function returns it without outputs
+    log_probs: Tensor | None = None  #: of the labels
+    entropy: Tensor | None = None  #: in nats
+    lse: Tensor | None = None  #: log-sum-exp of z
+    sum_sq_probs: Tensor | None = None  #: sum_i p_i^2
+    mean_logit: Tensor | None = None  #: mean of z over the vocabulary
+    predictions: Tensor | None = None  #: int64 global id of the largest z, the lowest of equals; -1 if there is none
+    token_accuracy: Tensor | None = None  #: [], the share of the labels that are predicted; ignored ones do not count
+    z_loss: Tensor | None = None  #: the part of the loss that is z_loss * lse^2, reduced as the loss is
+    rank: Tensor | None = None  #: int64: how many logits are larger than the label's
+    top_ids: Tensor | None = None  #: [..., k] int64; -1 where no z is finite; equals in any order
+    top_log_probs: Tensor | None = None  #: [..., k]
+
+
+def asked_for(outputs: Any, top_k: int | None, *, of_loss: bool = True) -> dict[str, Any]:
+    """Return the settings that ask for ``outputs`` of a loss, or of log-probabilities."""
+    outputs = checked_outputs(outputs)
+    if not of_loss and "z_loss" in outputs:
+        raise ValueError("outputs: expected no 'z_loss' of log-probabilities, which have no such part, got it")
+    return {"outputs": outputs, "top_k": top_k}
+
+
+def settings_of_sampling(sampling: object, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a caller's ``sampling``; ``asked`` are those of the outputs."""
+    if sampling is None:
+        return {}
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling: expected a Sampling or None, got {type(sampling).__name__}")
+    refused = [name for name in asked["outputs"] if name in ("mean_logit", "rank")]
+    if refused or asked["top_k"] is not None:
+        got = f"output {refused[0]!r}" if refused else f"top_k={asked['top_k']!r}"
+        raise ValueError(f"sampling: expected no 'mean_logit', no 'rank' and no top_k with it, got {got}")
+    return {"sample_k": sampling.top_k, "sample_p": sampling.top_p}
+
+
+def asks_for_top(keywords: dict[str, Any]) -> bool:
+    """Return whether the keywords ask for what no operator of ``torch.compile`` returns."""
+    outputs = keywords.get("outputs", ())
+    return keywords.get("top_k") is not None or (isinstance(outputs, tuple | list) and "rank" in outputs)
+
+
+def top_of(settings: Settings) -> Top | None:
+    """Return what finds the largest logits and the rank, if they are asked for."""
+    wants_rank = "rank" in settings.outputs
+    if not wants_rank and settings.top_k is None:
+        return None
+    if settings.shift:
+        raise ValueError("shift: expected no top_k and no output 'rank' with it, got one; shift the labels yourself")
+    return Top(settings.top_k, wants_rank)
+
+
+def taken_temperature(keywords: dict[str, Any]) -> Tensor | None:
+    """Take a ``temperature`` that is a tensor out of ``keywords``: it is no setting."""
+    return keywords.pop("temperature") if isinstance(keywords.get("temperature"), Tensor) else None
+
+
+def loss_of(
+    found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None, divisor: Tensor | None
+) -> Tensor | Outputs:
+    """Return the loss, or the record of all that was asked for; ``divisor`` is that of a sum."""
+    if not settings.outputs and top is None:
+        return found.loss
+    return Outputs(loss=found.loss, **_others(found, labels, settings, top, divisor))
+
+
+def log_probs_of(found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None) -> Tensor | Outputs:
+    """Return the log-probabilities, or the record of all that was asked for."""
+    log_probs = torch.rsub(found.loss, 0.0)  # 0 - loss, since a negated 0 would be -0; the operator takes longer
+    if not settings.outputs and top is None:
+        return log_probs
+    return Outputs(log_probs=log_probs, **_others(found, labels, settings, top, None))
+
+
+def _others(
+    found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None, divisor: Tensor | None
+) -> dict[str, Any]:
+    asked = settings.outputs
+    named: dict[str, Any] = {name: getattr(found, name) for name in asked if name in TokenOutputs._fields}
+    if len(named) == len(asked) and top is None:
+        return named
+    with torch.no_grad():
+        if "token_accuracy" in asked:
+            named["token_accuracy"] = _accuracy(found.predictions, labels, settings.ignore_index)
+        if "z_loss" in asked:
+            named["z_loss"] = _z_loss(found, labels, settings, divisor)
+        if top is not None:
+            assert found.lse is not None
+            named |= top.results(found.lse, is_ignored(labels, settings.ignore_index))
+    return named
+
+
+def _accuracy(predictions: Tensor | None, labels: Tensor, ignore_index: int) -> Tensor:
+    assert predictions is not None
+    n_tokens = count_labels(labels, ignore_index)
+    is_right = (predictions == labels) & (predictions >= 0)
+    return is_right.sum() / n_tokens.clamp(min=1)
+
+
+def _z_loss(found: TokenOutputs, labels: Tensor, settings: Settings, divisor: Tensor | None) -> Tensor:
+    """Return the part of the loss that is ``z_loss * lse^2``, reduced as the loss is."""
+    if not settings.z_loss:
+        return torch.zeros_like(found.loss)
+    assert found.lse is not None
+    z_loss = float(settings.z_loss) * found.lse**2
+    if settings.reduction == "none":
+        return z_loss
+    if settings.reduction == "mean":
+        divisor = count_labels(labels, settings.ignore_index)
+    z_loss = z_loss.sum()
+    if divisor is None:
+        return z_loss
+    n = divisor.to(z_loss.dtype).reshape(())
+    return torch.where(n == 0, 0.0, z_loss / n)
+
 
 # PyTorch 2.11 fails inside Dynamo.
 TRACES_DTENSORS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]

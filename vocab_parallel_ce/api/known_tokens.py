@@ -1,7 +1,8 @@
-"""Divergences from a teacher that is known at k tokens, out of the student's log-probabilities at these.
+"""Log-probabilities at k given ids per token, and divergences from a teacher that is known at k tokens, out of these.
 
-The forward divergence alone has a loss of its own, ``losses.known_tokens``, whose statistics are sums: it exchanges
-less, and a head can compute its gradient in forward. The others need each log-probability:
+Labels of one more dimension than usual are given ids. Of the divergences the forward one alone has a loss of its own,
+``losses.known_tokens``, whose statistics are sums: it exchanges less, and a head can compute its gradient in forward.
+The others need each log-probability:
 
     forward   sum_k q_k (log q_k - log s_k)
     reverse   sum_k s_k (log s_k - log q_k)
@@ -14,23 +15,75 @@ least half an eps. A hard label is one more given id.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
+from vocab_parallel_ce.api.call import over_head, over_logits
 from vocab_parallel_ce.beside import check_beside, check_labels_beside, check_requires_no_gradient, checked_divisor
-from vocab_parallel_ce.layout import compute_dtype
+from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, rows_of_mean
-from vocab_parallel_ce.losses.given_ids import IGNORED, Ids, marked
+from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, IGNORED, Ids, marked
 from vocab_parallel_ce.losses.known_tokens import Tokens, check_tokens, check_values
-from vocab_parallel_ce.options import REDUCTIONS, Settings
+from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings
 from vocab_parallel_ce.plan import comparable
+from vocab_parallel_ce.shard import compute_dtype
 from vocab_parallel_ce.spec import NAN, NEG_INF, is_ignored
 
 LogProbsAt = Callable[..., Tensor]  # (given ids, settings=, n_known=) -> log-probabilities
+
+
+def are_given_ids(labels: Any, tokens: Any) -> bool:
+    """Return whether ``labels [..., k]`` are given ids of ``tokens``, logits or hidden states of as many dimensions."""
+    if not (isinstance(labels, Tensor) and isinstance(tokens, Tensor)):
+        return False
+    return labels.dim() == tokens.dim() > 1 and labels.dtype in checks.LABEL_DTYPES
+
+
+def check_ids_alone(labels: Tensor, tokens: Tensor, outputs: Sequence[str], top_k: int | None, sampling: Any) -> None:
+    """Raise ValueError if a call with given ids asks for something else too."""
+    refused = {"outputs": outputs or None, "top_k": top_k, "sampling": sampling}
+    got = [f"{name}={value!r}" for name, value in refused.items() if value is not None]
+    if got:
+        raise ValueError(
+            f"labels: expected one per token with outputs, top_k or sampling, {tuple(tokens.shape[:-1])}, got "
+            f"{tuple(labels.shape)}, given ids, and {got[0]}; ask for them in a call of their own"
+        )
+
+
+def of_logits(logits: Tensor, given: Ids, settings: Settings, *, group: Any, n_known: int = 0) -> Tensor:
+    """Return ``[..., k]`` log-probabilities at ``given.ids``, and one more of the rest of the first ``n_known``."""
+    given, settings = _of_call(given, settings, n_known)
+    return over_logits(GIVEN_IDS, logits, given, settings, group=group)[0].loss
+
+
+def of_head(
+    tensors: Head,
+    given: Ids,
+    settings: Settings,
+    head: HeadSettings,
+    *,
+    group: Any,
+    n_known: int = 0,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """Return the same of the logits of a head."""
+    given, settings = _of_call(given, settings, n_known)
+    # The labels that a head knows say which tokens are left out.
+    labels = torch.where((given.ids == IGNORED).all(dim=-1), IGNORED, 0)
+    arguments = Arguments(tensors, labels, given, group, None, main_grad)
+    return over_head(GIVEN_IDS, arguments, settings, head)[0].loss
+
+
+def _of_call(given: Ids, settings: Settings, n_known: int) -> tuple[Ids, Settings]:
+    """Return ids whose ignored ones no other can be, and the settings of the call."""
+    checks.check_integer("ignore_index", settings.ignore_index)
+    ids = marked(given.ids, is_ignored(given.ids, settings.ignore_index))
+    settings = settings._replace(reduction="none", ignore_index=IGNORED, n_ids=ids.shape[-1], n_known=n_known)
+    return given._replace(ids=ids), settings
 
 
 def has_own_loss(settings: Settings) -> bool:

@@ -10,10 +10,9 @@ from torch.nn.utils import parametrize
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api import heads, logits
-from vocab_parallel_ce.api.call import checked_advanced, public, settings_of
+from vocab_parallel_ce.api.call import asked_for, checked_advanced, public, settings_of, top_of
 from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
-from vocab_parallel_ce.api.outputs import asked_for, top_of
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks, process_group_of
 from vocab_parallel_ce.head.plan import check_head_settings

@@ -17,15 +17,14 @@ from vocab_parallel_ce import run
 from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather
 from vocab_parallel_ce.head.chunks import parts_of
 from vocab_parallel_ce.head.expected import factor_of
-from vocab_parallel_ce.head.hidden_states import HiddenStates
-from vocab_parallel_ce.head.matmul import WeightGradient, fp32_factor, fp32_product, zero_ignored
 from vocab_parallel_ce.head.plan import Head, LinearCall
+from vocab_parallel_ce.head.products import HiddenStates, WeightGradient, fp32_factor, fp32_product, zero_ignored
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.run import Stats
-from vocab_parallel_ce.sampling import fill_thresholds
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs, is_ignored, label_weights
 from vocab_parallel_ce.spec_outputs import at_rows
+from vocab_parallel_ce.top import fill_thresholds
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 Wanted = tuple[bool, bool, bool]  # which of these

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce.backward import Refusals, run_backward
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.loops import Gradients
 from vocab_parallel_ce.head.plan import Head, LinearCall
 from vocab_parallel_ce.plan import has_no_hooks
-from vocab_parallel_ce.run import as_returned
+from vocab_parallel_ce.run import Refusals, as_returned, run_backward
 from vocab_parallel_ce.spec import GradOutputs
 
 REFUSALS = Refusals(

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api import logits as over_logits
-from vocab_parallel_ce.api.call import public
-from vocab_parallel_ce.api.outputs import Outputs
+from vocab_parallel_ce.api.call import Outputs, public
 from vocab_parallel_ce.dtensor import is_dtensor, local_columns
 from vocab_parallel_ce.options import Advanced, Settings, check_names, divided_by, with_keywords
 

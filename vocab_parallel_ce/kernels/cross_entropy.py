@@ -1,12 +1,21 @@
-"""Gradient, and loss, from the gathered statistics of all ranks.
+"""Outputs and gradient from the gathered statistics of all ranks, and a stored gradient times ``grad_output``.
 
     dx_i = (dloss/dz_i * grad_loss / divisor + the sum of dO/dz_i * grad_O of each other output O) * dz_i/dx_i
     p_y - 1 = -others_sum / sum_exp
 
-``spec`` has the derivatives. Each program merges the R statistics of a row, and writes the gradient of all or some of
-its tiles, over the logits or elsewhere; the first one also the loss, if requested. Regime: bound by memory; it reads
-the shard once and writes it once. ``grad_loss`` and the divisor are one fp32 factor per row, so the gradient is rounded
-once. Padded columns become 0, whatever they hold.
+``spec`` has the loss and the derivatives.
+
+Outputs: one program does 128 rows; with up to 1024 rows, one program does all and also writes the sum of the losses. It
+reads 4 K R bytes per row and writes 4 bytes per output (predictions 8). It does not read the logits.
+
+Gradient: each program merges the R statistics of a row, and writes the gradient of all or some of its tiles, over the
+logits or elsewhere; the first one also the loss, if requested. Regime: bound by memory; it reads the shard once and
+writes it once. ``grad_loss`` and the divisor are one fp32 factor per row, so the gradient is rounded once. Padded
+columns become 0, whatever they hold.
+
+A stored gradient: a fixed number of programs walks the rows. The factor is read on the device, and a row with factor 1
+is left alone. So the usual ``loss.backward()`` of a reduced loss costs one short launch. Otherwise the shard is read
+once and written once, and the gradient is rounded a second time.
 """
 
 import functools
@@ -17,10 +26,13 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import (
+    READ_AND_WRITE,
+    READ_AND_WRITE_EDGES,
     WRITE_SMALL_TILES,
     WRITE_TILES,
     Block,
     Table,
+    choose_block,
     gradient_shape,
 )
 from vocab_parallel_ce.kernels import labels as of_labels
@@ -35,9 +47,102 @@ from vocab_parallel_ce.kernels.launch import (
     row_arguments,
     walk_launch,
 )
+from vocab_parallel_ce.kernels.walk import locate, write
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import GradOutputs, LossOptions
+from vocab_parallel_ce.spec import GradOutputs, LossOptions, TokenOutputs
+
+LOSS_ROWS, SUMMED_ROWS = 128, 1024  # of a program of the outputs; of its only one
+PROGRAMS = 512  # that scale a stored gradient: fills a GPU, and starts and ends in 2 us
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def loss_kernel(
+    labels,  # [N] int64|int32
+    stats,  # [R, N, K] fp32
+    divisor,  # [1] integer or floating point, or None: 1
+    loss,  # [N] fp32, out
+    entropy,  # [N] fp32, out, or None
+    lse,  # [N] fp32, out, or None
+    sum_sq_probs,  # [N] fp32, out, or None
+    mean_logit,  # [N] fp32, out, or None
+    predictions,  # [N] int64, out, or None
+    total,  # [] fp32, out: the sum of the losses of a single program; or None
+    n_ranks,
+    vocab_size,
+    loss_options,  # option_arguments
+    n_rows,
+    RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
+    ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Example: two ranks with ``(3, 0.5032, 3)`` and ``(2, 1, -inf)``, label on the first: loss 0.6265."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = rows < n_rows
+    label = tl.load(labels + rows, inside, other=0).to(tl.int64)
+    ops.let_next_begin(OVERLAPS)
+    ops.wait_for_previous(OVERLAPS)
+    ranks = tl.arange(0, RANKS)[:, None]
+    pointers = of_labels.stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
+    merged = of_labels.merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
+    outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
+    weight = 1.0
+    if divisor is not None:
+        weight = ops.divisor_weight(divisor, loss_options.class_weight)
+    losses = of_labels.store_outputs(outputs, rows, inside, merged, label, weight, vocab_size, loss_options)
+    if total is not None:
+        tl.store(total, tl.sum(tl.where(inside, losses, 0.0)))
+
+
+def token_outputs(
+    stats: tuple[Tensor],
+    beside: Labels,
+    divisor: Tensor | None,
+    outputs: TokenOutputs,
+    *,
+    shard: VocabShard,
+    options: LossOptions,
+) -> None:
+    """Fill ``outputs``, contiguous, from ``stats[0] [R, N, K]``; ``divisor [1]`` divides the loss if given."""
+    _fill_outputs(stats[0], beside, divisor, outputs, None, shard, options)
+
+
+def summed_outputs(
+    stats: tuple[Tensor],
+    beside: Labels,
+    divisor: Tensor | None,
+    outputs: TokenOutputs,
+    *,
+    shard: VocabShard,
+    options: LossOptions,
+) -> Tensor:
+    """Do what :func:`token_outputs` does, and return the sum of the losses; up to SUMMED_ROWS rows in one launch."""
+    total = outputs.loss.new_empty(()) if 0 < stats[0].shape[1] <= SUMMED_ROWS else None
+    _fill_outputs(stats[0], beside, divisor, outputs, total, shard, options)
+    return outputs.loss.sum() if total is None else total
+
+
+def _fill_outputs(
+    stats: Tensor,
+    beside: Labels,
+    divisor: Tensor | None,
+    outputs: TokenOutputs,
+    total: Tensor | None,
+    shard: VocabShard,
+    options: LossOptions,
+) -> None:
+    n_ranks, n_rows, _ = stats.shape
+    # The next power of two; triton.next_power_of_2 takes 3 us.
+    block = LOSS_ROWS if total is None else max(LOSS_ROWS, 1 << (n_rows - 1).bit_length())
+    tensors = (beside.labels, stats, divisor, *outputs, total)
+    launch = _outputs(dtypes_of(tensors), block, n_ranks, shard.vocab_size, options, can_overlap(stats.get_device()))
+    launch(-(-n_rows // block), tensors, (n_rows,))
+
+
+@cache_launches
+def _outputs(dtypes: Dtypes, block: int, n_ranks: int, vocab_size: int, options: LossOptions, overlaps: bool) -> Launch:
+    constants = {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": block, "OVERLAPS": overlaps}
+    return Launch(loss_kernel, (n_ranks, vocab_size, options), constants, num_warps=block // 32, launch_pdl=overlaps)
 
 
 class ShardSizes(NamedTuple):
@@ -181,7 +286,7 @@ def cross_entropy(
     table, tiles = _table(n_ranks, options, of_rows, shard)
     size, may_overlap = grad_base.element_size(), can_overlap(logits.get_device())
     block, n_programs, overlaps = gradient_shape(n_rows, shard, size, table, tiles, may_overlap)
-    launch = _launch(dtypes_of(tensors), rows, block, n_programs > 1, strides, n_ranks, shard, options, overlaps)
+    launch = _gradient(dtypes_of(tensors), rows, block, n_programs > 1, strides, n_ranks, shard, options, overlaps)
     launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 
 
@@ -201,7 +306,7 @@ def _table(n_ranks: int, options: LossOptions, of_rows: bool, shard: VocabShard)
 
 
 @cache_launches
-def _launch(
+def _gradient(
     dtypes: Dtypes,
     rows: Rows,
     block: Block,
@@ -217,3 +322,51 @@ def _launch(
     constants = {"RANKS": triton.next_power_of_2(n_ranks), "IS_CUT": is_cut, "OVERLAPS": overlaps}
     values = (GradOutputs(*strides), sizes, n_ranks, options)
     return walk_launch(cross_entropy_kernel, rows, values, block, launch_pdl=overlaps, **constants)
+
+
+@triton.jit
+def scaled(factor, tile, grad_logits):
+    """Return a tile times ``factor``, 0 where it is 0: an ignored row stays 0 under an infinite factor."""
+    grad = tl.load(grad_logits + tile.offset, tile.inside).to(tl.float32)
+    return tl.where(grad == 0, 0.0, grad * factor)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def element_mul_kernel(
+    grad_logits,  # [N, C] bf16|fp16|fp32, in and out
+    grad_output,  # [N] fp32
+    layout,  # RowLayout of grad_logits
+    grad_output_stride,  # 0: one factor for all rows
+    n_columns,
+    n_rows,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Example: ``[1, 2, 3]`` with grad_output 0.5 becomes ``[0.5, 1, 1.5]``."""
+    row = tl.program_id(0).to(tl.int64)
+    if grad_output_stride == 0:
+        if tl.load(grad_output).to(tl.float32) == 1.0:
+            n_rows *= 0
+    while row < n_rows:
+        factor = tl.load(grad_output + row * grad_output_stride).to(tl.float32)
+        if factor != 1.0:
+            place = locate(row, layout, None, n_columns, False, VECTOR)
+            step: tl.constexpr = LANES * VECTOR
+            write(place, factor, grad_logits, grad_logits, None, 0, step, scaled, HAS_EDGES, LANES, VECTOR)
+        row += tl.num_programs(0)
+
+
+def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:
+    """Multiply, and overwrite, row r of ``grad_logits [..., C]`` by ``grad_output [N]``, of any stride."""
+    n_rows = grad_output.shape[0]
+    base, rows = row_arguments(grad_logits)
+    tensors = (base, grad_output)
+    launch = _scaled(dtypes_of(tensors), rows, grad_logits.shape[-1], grad_output.stride(0))
+    launch(min(n_rows, PROGRAMS), tensors, (n_rows,))
+
+
+@cache_launches
+def _scaled(dtypes: Dtypes, rows: Rows, n_columns: int, stride: int) -> Launch:
+    block = choose_block(READ_AND_WRITE_EDGES if rows[1] else READ_AND_WRITE, n_columns, dtypes[0].itemsize)
+    return walk_launch(element_mul_kernel, rows, (stride, n_columns), block)

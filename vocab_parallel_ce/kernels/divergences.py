@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.algebra import Algebra, load_logits
+from vocab_parallel_ce.kernels.walk import Algebra, load_logits
 from vocab_parallel_ce.losses.divergences import DivergenceOptions, DivergenceStats
 
 

@@ -19,10 +19,18 @@ from torch import Tensor
 
 from vocab_parallel_ce.blocks import ALL_TILES, READ_PAIRS, Block, gradient_shape
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.algebra import Algebra, Row
+from vocab_parallel_ce.kernels.cross_entropy import LOSS_ROWS
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, can_overlap, dtypes_of
-from vocab_parallel_ce.kernels.loss import LOSS_ROWS
-from vocab_parallel_ce.kernels.walk import PairRows, clear_columns, locate, pair_arguments, pair_launch, write
+from vocab_parallel_ce.kernels.walk import (
+    Algebra,
+    PairRows,
+    Row,
+    clear_columns,
+    locate,
+    pair_arguments,
+    pair_launch,
+    write,
+)
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 

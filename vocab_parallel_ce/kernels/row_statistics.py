@@ -19,11 +19,13 @@ from torch import Tensor
 from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsShape, statistics_shape
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels import row_loss
-from vocab_parallel_ce.kernels.algebra import Algebra, Row, load_logits
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, can_overlap, dtypes_of
 from vocab_parallel_ce.kernels.row_loss import Sizes, load_sums, merged_ranks, of_ranks, output, second_of
 from vocab_parallel_ce.kernels.walk import (
+    Algebra,
     PairRows,
+    Row,
+    load_logits,
     locate,
     merge_parts,
     pair_arguments,

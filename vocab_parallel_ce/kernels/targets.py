@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.algebra import Algebra
+from vocab_parallel_ce.kernels.walk import Algebra
 from vocab_parallel_ce.losses.targets import TargetStats
 
 

@@ -17,10 +17,9 @@ from vocab_parallel_ce.blocks import (
     OnePassConfig,
     one_pass_config,
 )
-from vocab_parallel_ce.layout import compute_dtype, flat
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, loss_options
-from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.shard import VocabShard, compute_dtype, flat
 from vocab_parallel_ce.spec import NEG_INF, GradOutputs, LossOptions, RowStats, TokenOutputs
 from vocab_parallel_ce.spec_outputs import at_rows, outputs_gradient
 
@@ -31,7 +30,7 @@ class Labels(NamedTuple):
     labels: Tensor  # [N], contiguous
     class_weight: Tensor | None = None  # of this rank's columns without padding
     temperature: Tensor | None = None  # [N]; None: that of the options
-    threshold: Tensor | None = None  # [N], filled by ``sampling``: smaller logits are excluded
+    threshold: Tensor | None = None  # [N], filled by ``top``: smaller logits are excluded
 
     def at(self, rows: slice) -> Labels:
         """Return what stands alongside these rows."""
@@ -171,7 +170,7 @@ LABELS = LabelLoss()
 
 
 def _thresholds(settings: Settings, like: Tensor, labels: Tensor) -> Tensor | None:
-    """Return memory for what ``sampling`` finds, if it is asked for."""
+    """Return memory for what ``top`` finds, if it is asked for."""
     if settings.sample_k is None and settings.sample_p == 1:
         return None
     return like.new_full((labels.shape[0],), NEG_INF, dtype=compute_dtype(like.dtype))

@@ -1,11 +1,12 @@
-"""Count the logits of each row above several thresholds at once, or sum their exponentials: a step of a search.
+"""How many logits of each row are larger than given numbers, or the sum of their exponentials.
 
-    count_t = sum_i (x_i > threshold_t)                                  int32
+    count = sum_i (x_i > label_x)                                        int32, the label's rank in a shard's columns
+    count_t = sum_i (x_i > threshold_t)                                  int32, a step of a sampler's search
     sum_t   = sum_i (x_i > threshold_t) exp(z_i - shift)                 fp32, z of ``spec``
 
-One read of the shard. One program does one row. A row whose first and last threshold are equal is not read. Regime:
-a threshold takes two instructions per logit, a comparison and an addition, so 7 take about as long as the read of
-16-bit logits.
+One read of the shard. One program does one row. Regime: bound by memory. A threshold takes two instructions per logit,
+a comparison and an addition, so 7 take about as long as the read of 16-bit logits. A row whose first and last threshold
+are equal is not read.
 """
 
 from typing import NamedTuple
@@ -14,12 +15,62 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce.blocks import READ_SUMS, choose_block
+from vocab_parallel_ce.blocks import READ, READ_SUMS, Block, choose_block
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
-from vocab_parallel_ce.kernels.walk import body_tile, locate, walk_edges
+from vocab_parallel_ce.kernels.walk import body_tile, locate, walk_edges, walk_parts
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions
+
+
+@triton.jit
+def add_larger(found, tile, own):
+    """Return each lane's count with one more tile; ``found`` is None for the first one."""
+    logits, label_x = own
+    x = tl.load(logits + tile.offset, tile.inside, other=float("-inf"))
+    count = tl.sum((x.to(tl.float32) > label_x).to(tl.int32), axis=1)
+    return count if found is None else found + count
+
+
+@triton.jit
+def add(a, b, loss_options):
+    """Return the counts of two sets of columns."""
+    return a + b
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def count_larger_kernel(
+    logits,  # [N, C] bf16|fp16|fp32
+    label_x,  # [N] fp32
+    counts,  # [N] int32, out
+    layout,  # RowLayout of logits
+    n_columns,  # that are not padding
+    n_rows,
+    HAS_EDGES: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Example: ``x = [1, 3, 2]`` and ``label_x = 1`` give 2."""
+    row = tl.program_id(0).to(tl.int64)
+    own = logits, tl.load(label_x + row)
+    place = locate(row, layout, None, n_columns, False, VECTOR)
+    found = tl.zeros([LANES], tl.int32)
+    found = walk_parts(place, found, own, None, add_larger, add, HAS_EDGES, LANES, VECTOR, 1)
+    found = walk_edges(place, found, own, add_larger, HAS_EDGES, LANES, VECTOR)
+    tl.store(counts + row, tl.sum(found, axis=0))
+
+
+def count_larger(logits: Tensor, label_x: Tensor, counts: Tensor, *, shard: VocabShard) -> None:
+    """Fill ``counts [N]`` int32 for ``logits [..., C]`` and ``label_x [N]`` fp32, both contiguous."""
+    base, rows = row_arguments(logits)
+    tensors = (base, label_x, counts)
+    _counts(dtypes_of(tensors), rows, shard)(counts.shape[0], tensors, (counts.shape[0],))
+
+
+@cache_launches
+def _counts(dtypes: Dtypes, rows: Rows, shard: VocabShard) -> Launch:
+    block = choose_block(READ, shard.n_columns, dtypes[0].itemsize)
+    return walk_launch(count_larger_kernel, _valid_rows(rows, shard, block), (shard.n_valid,), block)
 
 
 class Row(NamedTuple):
@@ -103,7 +154,7 @@ def sums_above(
     """
     base, rows = row_arguments(logits)
     tensors = (base, thresholds, shift, temperature, sums)
-    launch = _launch(dtypes_of(tensors), rows, sums.shape[-1], shard, of_sums(options))
+    launch = _sums(dtypes_of(tensors), rows, sums.shape[-1], shard, of_sums(options))
     launch(sums.shape[0], tensors, (sums.shape[0],))
 
 
@@ -113,8 +164,13 @@ def of_sums(options: LossOptions) -> LossOptions:
 
 
 @cache_launches
-def _launch(dtypes: Dtypes, rows: Rows, n_thresholds: int, shard: VocabShard, options: LossOptions) -> Launch:
+def _sums(dtypes: Dtypes, rows: Rows, n_thresholds: int, shard: VocabShard, options: LossOptions) -> Launch:
     block = choose_block(READ_SUMS, shard.n_columns, dtypes[0].itemsize)
-    layout, has_edges = rows
-    rows = (layout, has_edges or shard.n_valid % block.vector != 0)
+    rows = _valid_rows(rows, shard, block)
     return walk_launch(sums_above_kernel, rows, (shard.n_valid, options), block, T=n_thresholds)
+
+
+def _valid_rows(rows: Rows, shard: VocabShard, block: Block) -> Rows:
+    """Return rows that end where padding begins: in a vector, that is an edge."""
+    layout, has_edges = rows
+    return layout, has_edges or shard.n_valid % block.vector != 0

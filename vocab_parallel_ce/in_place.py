@@ -1,0 +1,161 @@
+"""Gradients over the logits: which memory holds one, and whether nobody else can see the logits.
+
+If a mode was asked for by name, a record says which logits hold their gradient: another loss over them is an error. The
+record is an attribute of the storage. So every tensor of that memory finds it, and it ends with the memory.
+A write to the logits that autograd sees voids it: PyTorch raises the version of a tensor and its views. It misses
+a replayed CUDA graph that fills static logits, but their autograd node is then younger than the loss.
+
+By default backward writes over the saved logits only if nothing else can still see them (:func:`is_sole_owner`).
+Whoever can see a tensor's memory holds a counted reference: to its Python object, also a weak one, to its C++ object
+(other graph nodes do), to its storage (views, ``detach()``, saved outputs and numpy do), or to the storage's Python
+object. For a view the references to its base count too. Other processes that share a storage are seen as well.
+
+The right counts depend on the versions of PyTorch and Python. So they are measured once, on logits that nobody shares.
+Any other count means that somebody else may read.
+
+Cost: about a microsecond per backward.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Record(NamedTuple):
+    """Gradients in the memory of logits."""
+
+    version: int  # of the logits after the last write
+    age: int  # above the sequence numbers of all autograd nodes that are older than the loss
+    spans: tuple[range, ...]  # the bytes from the first to the last of each gradient
+
+
+_RECORD = "_vocab_parallel_ce_overwritten"
+_OLDEST = 2**63  # for a leaf: its loss may have run in another thread, which counts its own sequence numbers
+# Of this thread: the number of the next autograd node. A private function: without it no node is new.
+current_age: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: _OLDEST)
+
+
+def mark_overwritten(logits: Tensor, version_before: int, age: int) -> None:
+    """Record that ``logits [..., C]``, as autograd saved them, now hold their gradient.
+
+    An earlier record stays valid if it is of ``version_before``, the version before the write. ``age`` is the
+    :func:`current_age` of the loss's forward.
+    """
+    storage = logits.untyped_storage()
+    earlier = getattr(storage, _RECORD, None)
+    spans = earlier.spans if earlier is not None and earlier.version == version_before else ()
+    base = logits._base
+    age = _OLDEST if (logits if base is None else base).is_leaf else age
+    setattr(storage, _RECORD, _Record(logits._version, age, (*spans, _span(logits))))
+
+
+def check_not_overwritten(logits: Tensor, name: str = "logits") -> None:
+    """Raise ValueError if a part of ``logits [..., C]``, the caller's ``name``, holds the gradient of an earlier call.
+
+    Skips the check while a CUDA graph is captured, and on other streams, where it is warmed up.
+    """
+    record: _Record | None = getattr(logits.untyped_storage(), _RECORD, None)
+    if record is None or logits.is_inference() or logits._version > record.version:
+        return
+    node = (logits if logits._base is None else logits._base).grad_fn
+    if node is not None and node._sequence_nr() >= record.age:
+        return
+    if logits.is_cuda:
+        other_stream = torch.cuda.current_stream(logits.device) != torch.cuda.default_stream(logits.device)
+        if other_stream or torch.cuda.is_current_stream_capturing():
+            return
+    own = _span(logits)
+    if any(own.start < written.stop and written.start < own.stop for written in record.spans):
+        raise ValueError(
+            f"{name}: expected logits, got memory in which an earlier call has left its gradient; ask for "
+            "gradient='out_of_place' (overwrite_input=False) in the earlier call, or compute them again. If "
+            "autograd cannot see who wrote new logits there, call "
+            "torch.autograd.graph.increment_version(logits) after it"
+        )
+
+
+def _span(logits: Tensor) -> range:
+    """Return the bytes of the storage from the first to the last that ``logits`` use; none if they are empty."""
+    reach = logits.numel()
+    if reach and not logits.is_contiguous():
+        reach = sum((size - 1) * stride for size, stride in zip(logits.shape, logits.stride(), strict=True)) + 1
+    first = logits.storage_offset() * logits.itemsize
+    return range(first, first + reach * logits.itemsize)
+
+
+# Private functions. Without one of them, nothing is overwritten by default.
+_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+_modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_has_gil: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+_expected: dict[bool, tuple[Any, ...]] = {}  # for logits that are no view, and for a view
+
+
+def can_tell() -> bool:
+    """Return whether this Python and this PyTorch can count references."""
+    found = _storage_use_count, _keeps_graph, _modes, getattr(Tensor, "_use_count", None)
+    return _has_gil and None not in found
+
+
+def measure() -> None:
+    """Measure the counts of logits that nobody shares, unless that was done or something disturbs it."""
+    if len(_expected) == 2 or not can_tell():
+        return
+    assert _modes is not None
+    # A tracer or a mode may hold what it sees. Counts that are too high would hide a reader later.
+    if sys.gettrace() is not None or sys.getprofile() is not None or _modes():
+        return
+    with torch._C.DisableTorchFunction(), torch.enable_grad():  # a function mode may hold them too
+        source = torch.ones(2, 2, device="cpu", requires_grad=True)
+        for is_view in (False, True):
+            loss = _SavesLogits.apply((source * 1).view(1, 4) if is_view else source * 1)
+            _expected[is_view] = _counts(loss.grad_fn.saved_tensors)
+
+
+def is_sole_owner(saved: tuple[Any, ...]) -> bool:
+    """Return whether nobody but the running backward can see ``saved[0]``, now or later.
+
+    ``saved`` is a tuple of ``ctx.saved_tensors``, and the caller must hold its tensors in no other way.
+    """
+    if len(_expected) < 2 or _keeps_graph is None or _keeps_graph():
+        return False
+    return _counts(saved) == _expected[saved[0]._is_view()]
+
+
+def _counts(saved: tuple[Any, ...]) -> tuple[Any, ...]:
+    logits = saved[0]
+    storage = logits.untyped_storage()
+    assert _storage_use_count is not None
+    counts = (
+        sys.getrefcount(logits),
+        logits._use_count(),
+        sys.getrefcount(storage),
+        _storage_use_count(storage._cdata),
+        weakref.getweakrefcount(logits),
+        # Not if another library or another process has the memory. Every CUDA storage says that it is shared.
+        storage.resizable() and not (logits.is_cpu and storage.is_shared()),
+    )
+    if not logits._is_view():
+        return counts
+    base = logits._base
+    return (*counts, sys.getrefcount(base), base._use_count())
+
+
+class _SavesLogits(torch.autograd.Function):
+    """What a loss does with its logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.new_ones(())
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        raise NotImplementedError
