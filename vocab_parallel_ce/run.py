@@ -145,7 +145,7 @@ def forward_in_place(call: Call, logits: Tensor, beside: Any, shape: Sequence[in
 
 
 def forward_with_gradient(call: Call, logits: Tensor, beside: Any, outputs: TokenOutputs) -> None:
-    """Fill ``outputs``; the gradient replaces ``logits``, which must be ``layout.overwritable``."""
+    """Fill ``outputs``; the gradient replaces ``logits``, which must be ``shard.overwritable``."""
     plan = call.plan
     if plan.launchers.one_pass is not None:
         counted = plan.counts or plan.weighs

@@ -1,6 +1,6 @@
 """Cross-entropy with labels: its statistics, outputs and gradient, as ``spec`` has them, as jit functions.
 
-An option's terms are here. ``online_softmax``, ``loss``, ``cross_entropy`` and ``one_pass`` call these functions.
+An option's terms are here. ``online_softmax``, ``cross_entropy`` and ``one_pass`` call these functions.
 """
 
 from typing import NamedTuple

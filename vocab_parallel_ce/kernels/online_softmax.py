@@ -7,7 +7,7 @@ The kernel then merges these parts, in the order in which it merges them if it w
 
 Regime: 1 K to 256 K columns, any number of rows, bound by memory. The kernel reads the shard once and writes 4 K
 bytes per row, and of few rows 1 KiB per part and field. It does not read ignored rows or padding. If there is one rank,
-it also writes the outputs of ``loss``.
+it also writes the outputs, as ``loss_kernel`` does.
 """
 
 from typing import Any, NamedTuple
