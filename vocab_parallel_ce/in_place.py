@@ -13,7 +13,7 @@ object. For a view the references to its base count too. Other processes that sh
 The right counts depend on the versions of PyTorch and Python. So they are measured once, on logits that nobody shares.
 Any other count means that somebody else may read.
 
-Cost: about a microsecond per backward.
+Counting takes about a microsecond per backward.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _span(logits: Tensor) -> range:
     return range(first, first + reach * logits.itemsize)
 
 
-# Private functions. Without one of them, nothing is overwritten by default.
+# Private functions. Without one of these, nothing is overwritten by default.
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 _modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)

@@ -1,10 +1,10 @@
-"""Which columns of the vocabulary a rank owns, and how tensors lie in memory.
+"""Which columns of the vocabulary a rank has, and how its tensors lie in memory.
 
-Rows that kernels can walk, copies if they cannot, views of labels and factors.
-
-A kernel walks a view whose last dimension is dense. It gets the 1-D base tensor and six integers. Row ``r`` of the
-flattened ``[N, C]`` view begins ``offset + i0 * stride0 + i1 * stride1 + i2 * stride2`` elements after the base, with
-``r = (i0 * size1 + i1) * size2 + i2``. Dimensions of size 1 are dropped here, and mergeable ones are merged.
+:class:`RowLayout` says where the rows of a strided tensor lie. What kernels cannot walk is copied, and labels and
+factors are viewed per row. A kernel walks a view whose last dimension is dense. It gets the 1-D base tensor and six
+integers. Row ``r`` of the flattened ``[N, C]`` view begins ``offset + i0 * stride0 + i1 * stride1 + i2 * stride2``
+elements after the base, with ``r = (i0 * size1 + i1) * size2 + i2``. Dimensions of size 1 are dropped here, and
+mergeable ones are merged.
 
 Example: the view ``x[:, :-1]`` of a contiguous ``x [2, 5, 8]`` has its rows at 0, 8, 16, 24, 40, 48,
 56, 64: ``RowLayout(offset=0, size1=4, size2=1, stride0=40, stride1=8, stride2=0)``.

@@ -79,7 +79,7 @@ class Top:
         z, _ = spec.transformed(x, options)
         missing = (0, self.k - x.shape[-1])
         ids = F.pad((column + shard.start).int(), missing, value=-1)
-        self.largest.append((F.pad(z, missing, value=spec.NEG_INF), ids))
+        self.largest.append((F.pad(z, missing, value=NEG_INF), ids))
 
     def gather(self, stats: Tensor, rank: int, group: object) -> None:
         """Exchange ``stats [R, N, K]`` and what was collected, in one all_gather."""
@@ -124,7 +124,7 @@ class Top:
     def reorder(self, to_tokens: Callable[[Tensor, float], Tensor]) -> None:
         """Put what was found of rows into the order of tokens."""
         if self.z is not None and self.ids is not None:
-            self.z, self.ids = to_tokens(self.z, spec.NEG_INF), to_tokens(self.ids, -1)
+            self.z, self.ids = to_tokens(self.z, NEG_INF), to_tokens(self.ids, -1)
         self.rank = None if self.rank is None else to_tokens(self.rank, -1)
 
     def results(self, lse: Tensor, is_ignored: Tensor) -> dict[str, Tensor]:

@@ -177,7 +177,7 @@ def errors_of(actual: tuple[Tensor, ...], right: list[Tensor], gradients: tuple[
     errors = {"loss": float(norm(loss - right_loss) / norm(right_loss))}
     for name, grad, right_grad in zip(gradients, actual[n_losses:], right[n_losses:], strict=True):
         norms = norm(right_grad, dim=1)
-        # A row that must be zero counts as one far smaller than the others; of fp64, sums that cancel leave 1e-17.
+        # A row that must be zero counts as one far smaller than the others. Where its terms cancel, fp64 leaves 1e-17.
         counted = norms[norms > norms.max() * 1e-12]
         smallest = float(counted.median()) * 1e-3 if len(counted) else 1e-30
         relative = norm(grad.reshape(right_grad.shape) - right_grad, dim=1) / norms.clamp(min=smallest)

@@ -164,9 +164,11 @@ def losses_block(document: Document) -> str:
         base = name.rpartition(", ")[0]
         cells, memory = [], []
         for case, results in of_logits.items():
-            ratio = f"{results[name]['ratio']:.2f}{'' if results[name].get('queued', True) else ' (host)'}"
-            over = 100 * (results[name]["ms"] / results[base]["ms"] - 1) if base in results else None
-            cells.append(ratio if over is None else f"{ratio} ({over:+.1f} %)")
+            of_gpu = [each.get("queued", True) for each in (results[name], results.get(base, {}))]
+            cell = f"{results[name]['ratio']:.2f}" + ("" if of_gpu[0] else " (host)")
+            if base in results and all(of_gpu):
+                cell += f" ({100 * (results[name]['ms'] / results[base]['ms'] - 1):+.1f} %)"
+            cells.append(cell)
             memory.append(f"{results[name]['peak_bytes'] / int(case.partition(' ')[0]):.0f}")
         rows.append([f"`{name}`", *cells, ", ".join(dict.fromkeys(memory))])
     title = f"{host_line(document)} Time over a copy of the logits, and over the same call without the last option:"

@@ -76,7 +76,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "selection": "tests/core/test_selection.py",
     "top": f"{OF_SAMPLERS} tests/conformance/test_logits.py tests/logits/test_outputs.py {RANKS}",
     "api/shift": "tests/logits/test_next_labels.py tests/logits/test_shift.py tests/ranks/test_next_labels.py",
-    "api/known_tokens": "-m reference tests/soft/test_topk.py",
+    "api/given_ids": "-m reference tests/soft/test_topk.py",
     "operators": "tests/logits/test_compile.py tests/logits/test_compile_edges.py tests/logits/test_operators.py",
     "te_compat": "tests/logits/test_te_compat.py",
     "options": f"tests/core tests/logits/test_module_options.py {OF_HEADS}",

@@ -1,5 +1,6 @@
-"""From a public function to the path of all losses, and what it returns: verification, ``torch.compile``, keywords,
-autograd; the outputs alongside the loss, if it is asked for them.
+"""From a public function to the path of all losses: verification, ``torch.compile``, keywords, autograd.
+
+:class:`Outputs` is what a call returns alongside the loss, if it is asked for more.
 """
 
 from __future__ import annotations

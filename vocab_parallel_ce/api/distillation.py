@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api import known_tokens
+from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import (
     checked_advanced,
     keeps_logits,
@@ -129,9 +129,9 @@ def distillation_loss(
     if isinstance(teacher, TopKTeacher):
         loss, settings = KNOWN_TOKENS, settings._replace(rest=teacher.rest)
         beside = Tokens(teacher.log_probs, teacher.ids, labels)
-        if not known_tokens.has_own_loss(settings):
-            at = functools.partial(known_tokens.of_logits, student_logits, group=group)
-            return known_tokens.divergence(beside, student_logits, "student_logits", settings, num_items, at)
+        if not given_ids.has_own_loss(settings):
+            at = functools.partial(given_ids.of_logits, student_logits, group=group)
+            return given_ids.divergence(beside, student_logits, "student_logits", settings, num_items, at)
     elif isinstance(teacher, Head):
         raise TypeError("teacher: expected logits or a TopKTeacher, got a Head; call linear_distillation_loss")
     else:
@@ -202,9 +202,9 @@ def linear_distillation_loss(
         beside = TeacherHead(*teacher, labels)
     else:
         raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}")
-    if isinstance(beside, Tokens) and not known_tokens.has_own_loss(settings):
-        at = functools.partial(known_tokens.of_head, student, head=head, group=group)
-        return known_tokens.divergence(beside, student.hidden, "student.hidden", settings, num_items, at)
+    if isinstance(beside, Tokens) and not given_ids.has_own_loss(settings):
+        at = functools.partial(given_ids.of_head, student, head=head, group=group)
+        return given_ids.divergence(beside, student.hidden, "student.hidden", settings, num_items, at)
     check_hard_weight(settings, labels)  # here, because labels of all tokens stand for None below
     checks.check_integer("ignore_index", settings.ignore_index)
     checks.check_hidden(student.hidden)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from vocab_parallel_ce.api import known_tokens
+from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import (
     Outputs,
     asked_for,
@@ -23,7 +23,7 @@ from vocab_parallel_ce.api.call import (
     taken_temperature,
     top_of,
 )
-from vocab_parallel_ce.api.known_tokens import are_given_ids, check_ids_alone
+from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
 from vocab_parallel_ce.api.shift import shifted_labels, without_last
 from vocab_parallel_ce.head.expected import expected_with_last
 from vocab_parallel_ce.head.plan import Arguments, Head
@@ -231,7 +231,7 @@ def linear_token_log_probs(
     if are_given_ids(labels, hidden):
         check_ids_alone(labels, hidden, outputs, top_k, sampling)
         of_ids = Ids(labels, temperature)
-        return known_tokens.of_head(tensors, of_ids, settings, head, group=group, main_grad=of_head.main_grad)
+        return given_ids.of_head(tensors, of_ids, settings, head, group=group, main_grad=of_head.main_grad)
     beside, top = Labels(labels, temperature=temperature), top_of(settings)
     given = Arguments(tensors, labels, beside, group, None, of_head.main_grad)
     found, _, overflow = over_head(LABELS, given, settings, head, top)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api import known_tokens
+from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import (
     Outputs,
     asked_for,
@@ -24,7 +24,7 @@ from vocab_parallel_ce.api.call import (
     taken_temperature,
     top_of,
 )
-from vocab_parallel_ce.api.known_tokens import are_given_ids, check_ids_alone
+from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
 from vocab_parallel_ce.api.shift import shifted_labels, without_last
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.given_ids import Ids
@@ -279,7 +279,7 @@ def token_log_probs(
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
     if are_given_ids(labels, logits):
         check_ids_alone(labels, logits, outputs, top_k, sampling)
-        return known_tokens.of_logits(logits, Ids(labels, temperature), settings, group=group)
+        return given_ids.of_logits(logits, Ids(labels, temperature), settings, group=group)
     given, top = Labels(labels, temperature=temperature), top_of(settings)
     found, _ = over_logits(LABELS, logits, given, settings, group=group, top=top)
     return log_probs_of(found, labels, settings, top)

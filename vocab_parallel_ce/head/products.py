@@ -1,6 +1,8 @@
-"""What the products of a chunk take and give: the hidden states, and where the gradient of each chunk goes.
+"""What the products of a head take and give, chunk by chunk.
 
-Products that are fp32: logits, and the gradient of a head's weight, summed over the chunks and rounded once.
+:class:`HiddenStates` has the tokens of each chunk, which sequence parallelism gathers, and sums their gradients over
+the ranks. :class:`WeightGradient` sums the gradient of the weight over the chunks, in fp32, and rounds it once. Logits
+may be fp32 products of 16-bit factors.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def pair_launch(
 class Algebra(NamedTuple):
     """A loss as kernels take it, a ``tl.constexpr``: the mathematics of its file in ``losses``, as jit functions.
 
-    ``stats`` is the loss's record of statistics, ``tile`` a ``walk.Tile``, ``own`` a :class:`Row`. ``options`` is the
+    ``stats`` is the loss's record of statistics, ``tile`` a :class:`Tile`, ``own`` a :class:`Row`. ``options`` is the
     argument ``loss_options``. Options that are off are None.
     """
 

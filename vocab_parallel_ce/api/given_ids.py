@@ -1,8 +1,8 @@
 """Log-probabilities at k given ids per token, and divergences from a teacher that is known at k tokens, out of these.
 
-Labels of one more dimension than usual are given ids. Of the divergences the forward one alone has a loss of its own,
+Labels of one more dimension than tokens have are given ids. The forward divergence alone has a loss of its own,
 ``losses.known_tokens``, whose statistics are sums: it exchanges less, and a head can compute its gradient in forward.
-The others need each log-probability:
+The other divergences need each log-probability:
 
     forward   sum_k q_k (log q_k - log s_k)
     reverse   sum_k s_k (log s_k - log q_k)
