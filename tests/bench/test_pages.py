@@ -62,6 +62,8 @@ def test_the_tables_of_steps_and_of_losses():
     text = pages.losses_block(steps(**cases))
     assert "| `mean, softcap` | 1.65 (+10.0 %) | 8 |" in text and "| `mean` | 1.50 | 0 |" in text
     assert "| linear | 9.00 (9.00-9.00), 1.00 |" in text
+    of_logits[2]["queued"] = False
+    assert "| `mean, softcap` | 1.65 (host) | 8 |" in pages.losses_block(steps(**cases))
 
 
 def test_markers(tmp_path):
