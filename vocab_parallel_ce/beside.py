@@ -9,8 +9,10 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.in_place import check_not_overwritten
+from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, flat, shares_storage
 from vocab_parallel_ce.options import Settings
-from vocab_parallel_ce.shard import VECTOR_BYTES, VocabShard, compute_dtype, constant, flat, shares_storage
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import INF, NAN, LossOptions
 
 
 def checked_divisor(num_items: float | Tensor, reduction: str, logits: Tensor) -> Tensor:
@@ -142,3 +144,17 @@ def check_columns(
     if (own.start, own.n_valid) != (shard.start, shard.n_valid):
         columns = [f"[{each.start}, {each.start + each.n_valid})" for each in (shard, own)]
         raise ValueError(f"{subject} must give the student's columns {columns[0]}, got {columns[1]}")
+
+
+def at_rows(options: LossOptions, temperature: Tensor | None, threshold: Tensor | None = None) -> LossOptions:
+    """Return the options of rows whose z is divided by ``temperature [N]``; NaN where it is not positive and finite.
+
+    Logits below ``threshold [N]`` are excluded.
+    """
+    if threshold is not None:
+        options = options._replace(threshold=threshold.unsqueeze(-1))
+    if temperature is None:
+        return options
+    inverse = 1 / temperature
+    known = torch.where((inverse > 0) & (inverse < INF), temperature, NAN)
+    return options._replace(temperature=known.unsqueeze(-1))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from vocab_parallel_ce.shard import VECTOR_BYTES, VocabShard
+from vocab_parallel_ce.layout import VECTOR_BYTES
+from vocab_parallel_ce.shard import VocabShard
 
 THREADS_PER_WARP = 32
 

@@ -20,11 +20,12 @@ from torch.autograd import forward_ad
 
 from vocab_parallel_ce import checks, run
 from vocab_parallel_ce.collectives import group_named, group_position
+from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
 from vocab_parallel_ce.losses.base import LOSSES, Loss
 from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, bytes_of, check_settings
 from vocab_parallel_ce.plan import output_dtype, outputs_beside, plan_call, plan_of
 from vocab_parallel_ce.run import N_GRADS
-from vocab_parallel_ce.shard import VocabShard, compute_dtype, source_and_new, walkable
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 MOST_BESIDE, MOST_EXCHANGES = 3, 2

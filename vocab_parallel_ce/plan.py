@@ -17,10 +17,11 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.beside import checked_divisor
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.in_place import check_not_overwritten
+from vocab_parallel_ce.layout import begins_at_a_boundary, compute_dtype
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Sampling, Settings, sampling_of, shard_of_rank
 from vocab_parallel_ce.selection import Workload, gpu_of, select
-from vocab_parallel_ce.shard import VocabShard, begins_at_a_boundary, compute_dtype
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.top import Top
 
 # A private function: None in a PyTorch without it. Then "auto" overwrites nothing.

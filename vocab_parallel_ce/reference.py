@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce import spec
+from vocab_parallel_ce.beside import at_rows
+from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.base import Launchers, Loss
-from vocab_parallel_ce.shard import VocabShard, compute_dtype
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, TokenOutputs
-from vocab_parallel_ce.spec_outputs import at_rows
 
 
 def launchers(loss: Loss, options: Any, shard: VocabShard) -> Launchers:

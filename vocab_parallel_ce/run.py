@@ -21,8 +21,8 @@ from torch.autograd.graph import increment_version
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.in_place import current_age, is_sole_owner, mark_overwritten, measure
+from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
-from vocab_parallel_ce.shard import overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.top import fill_thresholds
 
@@ -145,7 +145,7 @@ def forward_in_place(call: Call, logits: Tensor, beside: Any, shape: Sequence[in
 
 
 def forward_with_gradient(call: Call, logits: Tensor, beside: Any, outputs: TokenOutputs) -> None:
-    """Fill ``outputs``; the gradient replaces ``logits``, which must be ``shard.overwritable``."""
+    """Fill ``outputs``; the gradient replaces ``logits``, which must be ``layout.overwritable``."""
     plan = call.plan
     if plan.launchers.one_pass is not None:
         counted = plan.counts or plan.weighs

@@ -17,11 +17,11 @@ from vocab_parallel_ce import checks, reference, run
 from vocab_parallel_ce.api.call import public
 from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import process_group_of
+from vocab_parallel_ce.layout import per_row, row_layout, rows_are_disjoint
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.plan import kernels_of, may_overwrite, plan_call
 from vocab_parallel_ce.selection import select
-from vocab_parallel_ce.shard import per_row, row_layout, rows_are_disjoint
 
 
 @public(eager_if=lambda keywords: bool(keywords.get("overwrite_input")))

@@ -31,13 +31,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce import spec
+from vocab_parallel_ce.beside import at_rows
 from vocab_parallel_ce.collectives import all_gather_stats, begin_all_reduce
 from vocab_parallel_ce.losses.base import Launchers
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.options import Sampling
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import INF, NEG_INF, LossOptions, is_ignored
-from vocab_parallel_ce.spec_outputs import at_rows
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 N_BITS = 3  # that a step finds: an H100 compares with 7 thresholds while it reads

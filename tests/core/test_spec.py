@@ -15,9 +15,9 @@ from tests.support.inputs import KINDS, batch
 from tests.support.pairs import covering
 from tests.support.weights import weights
 from vocab_parallel_ce import spec
-from vocab_parallel_ce.shard import compute_dtype
+from vocab_parallel_ce.layout import compute_dtype
+from vocab_parallel_ce.losses.labels import outputs_gradient
 from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions
-from vocab_parallel_ce.spec_outputs import outputs_gradient
 
 pytestmark = pytest.mark.reference
 

@@ -12,10 +12,9 @@ from tests.core.test_spec import by_spec, tensors_of, with_tensors
 from tests.support.budget import assert_within_budget, of_small_cap, of_sum_sq_probs
 from tests.support.layouts import Layout, logits_layouts
 from vocab_parallel_ce import spec
-from vocab_parallel_ce.losses.labels import LABELS, Labels
+from vocab_parallel_ce.losses.labels import LABELS, Labels, outputs_gradient
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, TokenOutputs
-from vocab_parallel_ce.spec_outputs import outputs_gradient
 
 NAN, INF = float("nan"), float("inf")
 COPIED = ("every other column", "column-major")  # layouts that no kernel walks

@@ -4,8 +4,8 @@ import pytest
 
 from vocab_parallel_ce import blocks
 from vocab_parallel_ce.blocks import ONE_PASS, THREADS_PER_WARP, choose_block, one_pass_config
+from vocab_parallel_ce.layout import VECTOR_BYTES
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
-from vocab_parallel_ce.shard import VECTOR_BYTES
 
 pytestmark = pytest.mark.reference
 

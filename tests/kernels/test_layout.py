@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.rows import COPIED, walked_layouts
 from tests.support.layouts import logits_layouts
-from vocab_parallel_ce.shard import VECTOR_BYTES, RowLayout, aligned_base, row_layout, rows_are_disjoint
+from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout, aligned_base, row_layout, rows_are_disjoint
 
 COLUMNS = 21
 LAYOUTS = logits_layouts(COLUMNS)

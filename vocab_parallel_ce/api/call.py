@@ -18,11 +18,11 @@ from vocab_parallel_ce.dtensor import is_dtensor, process_group_of
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.plan import Arguments, plan_linear_call
 from vocab_parallel_ce.head.run import OverHead
+from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import Advanced, Function, HeadSettings, Sampling, Settings, check_names, checked_outputs
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.run import OverLogits, as_token_outputs, forward
-from vocab_parallel_ce.shard import walkable
 from vocab_parallel_ce.spec import TokenOutputs, count_labels, is_ignored
 from vocab_parallel_ce.top import Top
 

@@ -25,12 +25,12 @@ from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.api.call import over_head, over_logits
 from vocab_parallel_ce.beside import check_beside, check_labels_beside, check_requires_no_gradient, checked_divisor
 from vocab_parallel_ce.head.plan import Arguments, Head
+from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, rows_of_mean
 from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, IGNORED, Ids, marked
 from vocab_parallel_ce.losses.known_tokens import Tokens, check_tokens, check_values
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings
 from vocab_parallel_ce.plan import comparable
-from vocab_parallel_ce.shard import compute_dtype
 from vocab_parallel_ce.spec import NAN, NEG_INF, is_ignored
 
 LogProbsAt = Callable[..., Tensor]  # (given ids, settings=, n_known=) -> log-probabilities

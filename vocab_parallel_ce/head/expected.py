@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.head.chunks import TokenOrder
-from vocab_parallel_ce.shard import flat
+from vocab_parallel_ce.layout import flat
 
 TOLERANCE = 2.0**-20  # relative: some roundings of fp32
 MISFIT = (

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import run
+from vocab_parallel_ce.beside import at_rows
 from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather
 from vocab_parallel_ce.head.chunks import parts_of
 from vocab_parallel_ce.head.expected import factor_of
@@ -23,7 +24,6 @@ from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.run import Stats
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs, is_ignored, label_weights
-from vocab_parallel_ce.spec_outputs import at_rows
 from vocab_parallel_ce.top import fill_thresholds
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias

@@ -21,10 +21,11 @@ from vocab_parallel_ce.head.chunks import (
     order_of_valid,
 )
 from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
+from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
 from vocab_parallel_ce.plan import Call, Plan, PlanKey, cached_plan, comparable
-from vocab_parallel_ce.shard import VocabShard, flat
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import is_ignored
 
 GRADIENTS = ("auto", "in_forward", "in_backward")

@@ -12,7 +12,7 @@ from triton.runtime import driver
 
 from vocab_parallel_ce.blocks import Block
 from vocab_parallel_ce.kernels.primitives import SMALL_CAP, LargeCap, SmallCap
-from vocab_parallel_ce.shard import LINE_BYTES, VECTOR_BYTES, RowLayout, aligned_base, row_layout
+from vocab_parallel_ce.layout import LINE_BYTES, VECTOR_BYTES, RowLayout, aligned_base, row_layout
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 from vocab_parallel_ce.versions import TESTED, minor
 

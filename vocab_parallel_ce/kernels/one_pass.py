@@ -32,8 +32,8 @@ from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import one_pass_rows as of_rows
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments
+from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout
 from vocab_parallel_ce.losses.labels import LABELS, Labels
-from vocab_parallel_ce.shard import VECTOR_BYTES, RowLayout
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats, TokenOutputs
 
 # Triton 3.7 renamed it.

@@ -21,8 +21,9 @@ from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import lanes as of_lanes
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, can_overlap, dtypes_of, row_arguments
+from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.labels import Labels
-from vocab_parallel_ce.shard import RowLayout, VocabShard
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import LossOptions, RowStats, TokenOutputs
 
 

@@ -41,7 +41,7 @@ def wait_for_previous(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def row_begin(row, layout):
-    """Return the element offset of ``row`` (int64) from the base, as ``shard.py`` defines it."""
+    """Return the element offset of ``row`` (int64) from the base, as ``layout.py`` defines it."""
     outer = row // layout.size2
     return (
         layout.offset

@@ -15,7 +15,8 @@ from torch import Tensor
 from vocab_parallel_ce.blocks import Block, StatisticsBlock
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import Launch, row_arguments
-from vocab_parallel_ce.shard import RowLayout, VocabShard
+from vocab_parallel_ce.layout import RowLayout
+from vocab_parallel_ce.shard import VocabShard
 
 
 class Place(NamedTuple):

@@ -47,9 +47,10 @@ from vocab_parallel_ce.beside import (
     check_teacher,
     check_teacher_head,
 )
+from vocab_parallel_ce.layout import flat, walkable
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.options import Settings, loss_options
-from vocab_parallel_ce.shard import VocabShard, flat, walkable
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import (
     INF,
     NAN,

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, spec
-from vocab_parallel_ce.beside import temperature_of_rows
+from vocab_parallel_ce.beside import at_rows, temperature_of_rows
+from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings, loss_options
-from vocab_parallel_ce.shard import VocabShard, compute_dtype
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NAN, NEG_INF, GradOutputs, LossOptions, TokenOutputs, _finite_or_zero
-from vocab_parallel_ce.spec_outputs import at_rows
 
 # What stands for a column that this rank does not own.
 ELSEWHERE = -1

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, spec
 from vocab_parallel_ce.beside import check_beside, check_labels_beside, check_no_gradient, check_requires_no_gradient
+from vocab_parallel_ce.layout import compute_dtype, flat
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.divergences import divergence_options, rows_of_mean
 from vocab_parallel_ce.losses.given_ids import (
@@ -40,7 +41,7 @@ from vocab_parallel_ce.losses.given_ids import (
 )
 from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import Settings, loss_options
-from vocab_parallel_ce.shard import VocabShard, compute_dtype, flat
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import (
     NAN,
     NEG_INF,

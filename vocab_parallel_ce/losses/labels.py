@@ -1,4 +1,7 @@
-"""Cross-entropy with labels: what stands alongside the logits, and its launchers. ``spec`` has the mathematics."""
+"""Cross-entropy with labels: what stands alongside the logits, and its launchers.
+
+``spec`` has the mathematics, except the gradient of the outputs alongside the loss, which is here.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ import functools
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, spec
-from vocab_parallel_ce.beside import temperature_of_rows, weights_of_columns
+from vocab_parallel_ce.beside import at_rows, temperature_of_rows, weights_of_columns
 from vocab_parallel_ce.blocks import (
     ONE_PASS,
     ONE_PASS_PREDICTIONS,
@@ -17,11 +21,23 @@ from vocab_parallel_ce.blocks import (
     OnePassConfig,
     one_pass_config,
 )
+from vocab_parallel_ce.layout import compute_dtype, flat
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, loss_options
-from vocab_parallel_ce.shard import VocabShard, compute_dtype, flat
-from vocab_parallel_ce.spec import NEG_INF, GradOutputs, LossOptions, RowStats, TokenOutputs
-from vocab_parallel_ce.spec_outputs import at_rows, outputs_gradient
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import (
+    NEG_INF,
+    PLAIN,
+    GradOutputs,
+    LossOptions,
+    RowStats,
+    TokenOutputs,
+    _bounded,
+    _gradient_at_the_edges,
+    _times,
+    sum_exp,
+    transformed,
+)
 
 
 class Labels(NamedTuple):
@@ -174,3 +190,32 @@ def _thresholds(settings: Settings, like: Tensor, labels: Tensor) -> Tensor | No
     if settings.sample_k is None and settings.sample_p == 1:
         return None
     return like.new_full((labels.shape[0],), NEG_INF, dtype=compute_dtype(like.dtype))
+
+
+def outputs_gradient(
+    logits: Tensor,
+    stats: RowStats,
+    labels: Tensor,
+    start: int,
+    vocab_size: int,
+    grads: GradOutputs,
+    options: LossOptions = PLAIN,
+) -> Tensor:
+    """``[N, C]`` derivative by the logits of each row's outputs except the loss, each times its ``grads``, summed."""
+    z, slope = transformed(logits, options)
+    column = torch.arange(start, start + z.shape[-1], device=z.device)
+    shifted = z - stats.row_max.unsqueeze(-1)
+    all_sum = sum_exp(stats).unsqueeze(-1)
+    p = shifted.exp() / all_sum
+    grad = torch.zeros_like(p)
+    if grads.entropy is not None:
+        mean_shifted = stats.exp_shifted_sum.unsqueeze(-1) / all_sum
+        grad = grad + p * (mean_shifted - _bounded(shifted)) * grads.entropy.unsqueeze(-1)
+    if grads.lse is not None:
+        grad = grad + p * grads.lse.unsqueeze(-1)
+    if grads.sum_sq_probs is not None:
+        mean_p = stats.sum_exp_sq.unsqueeze(-1) / all_sum**2
+        grad = grad + 2 * p * (p - mean_p) * grads.sum_sq_probs.unsqueeze(-1)
+    if grads.mean_logit is not None:
+        grad = grad + grads.mean_logit.unsqueeze(-1) / vocab_size
+    return _gradient_at_the_edges(_times(grad, slope), z, stats, labels, column, vocab_size, options)

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, reference
 from vocab_parallel_ce.beside import check_beside, check_requires_no_gradient, weights_of_columns
+from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.options import Settings, loss_options
-from vocab_parallel_ce.shard import VocabShard, walkable
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NEG_INF, LossOptions, _finite_or_zero, _raised_by, transformed
 
 NOT_OF_TARGETS = ("ignore_index", "outputs", "top_k", "check_labels", "shift")

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, reference
+from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, loss_options
-from vocab_parallel_ce.shard import VocabShard, flat
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NAN, NEG_INF, LossOptions, _finite_or_zero, _outside, is_ignored, transformed
 
 
