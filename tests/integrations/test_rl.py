@@ -149,6 +149,21 @@ def test_the_context_manager_undoes_what_it_did(shop):
 
 
 @pytest.mark.reference
+def test_an_interrupt_while_modules_are_searched_changes_nothing(shop, monkeypatch):
+    class Interrupts:
+        @property
+        def __dict__(self):
+            raise KeyboardInterrupt
+
+    switch = Switch("shop 1", STAND_INS)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "shop.interrupts", Interrupts())
+        with pytest.raises(KeyboardInterrupt), switch.installed():
+            pass
+    assert _results(shop) == OWN and switch.report() == ((), {})
+
+
+@pytest.mark.reference
 def test_what_something_else_replaced_is_not_undone(shop, monkeypatch):
     switch = Switch("shop 1", STAND_INS)
     switch.install()

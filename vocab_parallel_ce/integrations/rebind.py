@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -84,9 +85,12 @@ class Switch:
         if not found:
             raise ImportError(f"{self.version}: none of its modules can be imported: {left}")
         warn_if_newer(self.version.partition(" ")[0].lower())
-        self._left, self._rebound = {**self.left, **left}, [*found.values()]
-        for _, old, new, holders in self._rebound:
-            holders += _modules_with(old)
+        rebound = [*found.values()]
+        found_in = _modules_with([old for _, old, _, _ in rebound])
+        for _, old, _, holders in rebound:
+            holders += found_in[id(old)]
+        self._left, self._rebound = {**self.left, **left}, rebound
+        for *_, new, holders in rebound:
             _bind(holders, new)
         log_installed(self.version, [holders[0][1] for *_, holders in self._rebound], self._left)
         return self.report()
@@ -102,9 +106,10 @@ class Switch:
                 if vars(owner).get(name) is not new:
                     where = f"{_path(owner)}.{name}"
                     raise RuntimeError(f"{where}: something else replaced it after install(); undo that first")
+        found_in = _modules_with([new for _, _, new, _ in self._rebound])
         while self._rebound:
             _, old, new, holders = self._rebound.pop()
-            _bind([*holders, *_modules_with(new)], old)
+            _bind([*holders, *found_in[id(new)]], old)
 
     @contextmanager
     def installed(self) -> Iterator[Report]:
@@ -118,7 +123,8 @@ class Switch:
 
     def report(self) -> Report:
         """Return which names stand for this package's functions now, and what does not, and why."""
-        holders = [each.holders[0] for each in self._rebound] + _modules_with(*(each.new for each in self._rebound))
+        holders = [holders[0] for *_, holders in self._rebound]
+        holders += chain(*_modules_with([new for _, _, new, _ in self._rebound]).values())
         names = {f"{_path(owner)}.{name}" for owner, name in holders}
         return Report(tuple(sorted(names)), dict(self._left) if names else {})
 
@@ -190,11 +196,15 @@ def _bind(holders: list[tuple[Any, str]], value: Any) -> None:
         setattr(owner, name, value)
 
 
-def _modules_with(*values: Any) -> list[tuple[Any, str]]:
-    """Return all modules outside of this package that have one of ``values``, with their names for it."""
-    wanted = {id(value) for value in values}
-    modules = [module for path, module in [*sys.modules.items()] if path.partition(".")[0] != PACKAGE]
-    return [(m, name) for m in modules for name, found in [*getattr(m, "__dict__", {}).items()] if id(found) in wanted]
+def _modules_with(values: list[Any]) -> dict[int, list[tuple[Any, str]]]:
+    """Return, by the ``id`` of a value, all modules outside of this package that have it, with their names for it."""
+    holders: dict[int, list[tuple[Any, str]]] = {id(value): [] for value in values}
+    for path, module in [*sys.modules.items()]:
+        if path.partition(".")[0] != PACKAGE:
+            for name, found in [*getattr(module, "__dict__", {}).items()]:
+                if id(found) in holders:
+                    holders[id(found)].append((module, name))
+    return holders
 
 
 def _path(owner: Any) -> str:
