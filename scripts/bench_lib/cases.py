@@ -168,7 +168,7 @@ def label_of(case: Case) -> str | None:
 
 
 def cases_of(command: str, ranks: int, shapes: list[str] | None = None, reduction: str | None = None) -> list[Case]:
-    """A command's cases, or those of named shapes."""
+    """A command's cases, those of its vocabularies that divide by ``ranks``; or those of named shapes."""
     if command in ("table", "head") and not shapes:
         kinds = REDUCTIONS if reduction is None else (reduction,)
         of_command = [case for case in TARGETS if case.is_head == (command == "head") and case.ranks == ranks]
@@ -178,6 +178,8 @@ def cases_of(command: str, ranks: int, shapes: list[str] | None = None, reductio
     sizes = [parsed_shape(shape) for shape in shapes or SHAPES[command]]
     if command == "head":
         sizes = [(tokens, vocabulary, hidden or HIDDEN_SIZE) for tokens, vocabulary, hidden in sizes]
+    if not shapes:
+        sizes = [size for size in sizes if size[1] % ranks == 0]
     found = [Case(kind, tokens, vocabulary, ranks, hidden) for tokens, vocabulary, hidden in sizes for kind in kinds]
     for case in found:
         case.columns  # noqa: B018  # which must be a whole number

@@ -20,7 +20,7 @@ from bench_lib.documents import (
     results_by_case,
     short_commit,
 )
-from bench_lib.report import gib, host_line, readme_block, table
+from bench_lib.report import gib, host_line, place_of, readme_block, table
 
 MARKED = re.compile(r"(<!-- begin: ([\w.]+) -->\n).*?(<!-- end: \2 -->)", flags=re.DOTALL)
 HEAD = Case("mean", 32768, 128256, 1, 4096)  # of README
@@ -190,7 +190,7 @@ def frameworks_block(documents: Mapping[str, Document]) -> str:
         given = cost(results[row.given]) + (": time within the noise" if is_same else "")
         cells = [row.name, row.line, row.setting + row.case, cost(results[row.without]), given]
         rows.append([*cells, "; ".join(peers) or "-", where_it_loses(row, results_by_case(document))])
-    every = table(["framework", "the line", "case", "without", "with", "fused peers", "where it loses"], rows)
+    every = table(["framework", "the line", "case", "without", "with", "others", "where it loses"], rows)
     commits: dict[str, list[str]] = {}
     for row in FRAMEWORKS:
         name = row.name.partition("]")[0].lstrip("[")
@@ -232,7 +232,8 @@ def head_block(document: Document) -> str:
         each = results[name]
         numbers = [f"{each['ms']:.0f}", f"{each['ratio']:.2f}", gib(each["peak_bytes"])]
         rows.append([name if name != OURS else "linear_cross_entropy", *numbers])
-    return table([f"{HEAD.tokens} x {HEAD.vocabulary}, D = {HEAD.hidden_size}", "ms", "/ matmuls", "GiB"], rows)
+    every = table([f"{HEAD.tokens} x {HEAD.vocabulary}, D = {HEAD.hidden_size}", "ms", "/ matmuls", "GiB"], rows)
+    return f"{every}\n\nA mean, forward and backward, on {place_of(document)}."
 
 
 def blocks(documents: dict[str, Document]) -> dict[str, Callable[[], str]]:

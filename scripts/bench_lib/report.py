@@ -165,7 +165,7 @@ def faster_elsewhere(cases: dict[Case, dict[str, Result]]) -> str:
                 numbers = [shown(metric, value) for value in (other[1], ours, forward)]
                 rows.append([str(case), label, f"{other[0]} {numbers[0]}", *numbers[1:]])
     if not rows:
-        return "No other provider is faster in any of these cases, by device time or eagerly."
+        return "No other provider's median is lower in any of these cases, by device time or eagerly."
     header = ["another provider is faster", "by", "the fastest other", OURS, IN_FORWARD]
     return table(header, rows)
 
@@ -226,19 +226,21 @@ def few_part(document: Document, commit: str | None = None) -> str:
 def options_part(documents: Sequence[Document], commit: str | None = None) -> str:
     """One row per call: its ratio to the copy, and in brackets to the same reduction without options."""
     columns: dict[str, dict[str, Result]] = {}
+    first: dict[int, dict[str, Result]] = {}  # by the number of GPUs
     for document in documents:
         for case, results in results_by_case(document).items():
             columns[f"{str(case).removeprefix('options')}, {gpus(case.ranks)}".strip()] = results
+            first.setdefault(case.ranks, results)
     names = list(dict.fromkeys(name for results in columns.values() for name in results))
     rows = []
     for name in names:
         plain = "none" if name.startswith(("none", "token")) else "mean"
         found = [(results.get(name), results[plain]["ratio"]) for results in columns.values()]
         cells = [f"{r['ratio']:.2f} ({r['ratio'] / without:.2f})" if r else "-" for r, without in found]
-        memory = next(per_row(r) for r, _ in found if r)
-        rows.append([name, *cells, memory])
+        rows.append([name, *cells, ", ".join(per_row(r[name]) if name in r else "-" for r in first.values())])
     hosts = "\n".join(f"- {host_line(document, commit)}" for document in documents)
-    return f"{hosts}\n\n{table(['call', *columns, 'extra B/row'], rows)}"
+    memory = f"extra B/row: {', '.join(map(str, first))} GPU{'s' * (len(first) > 1)}"
+    return f"{hosts}\n\n{table(['call', *columns, memory], rows)}"
 
 
 def linear_part(document: Document, commit: str | None = None) -> str:

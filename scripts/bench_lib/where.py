@@ -45,7 +45,7 @@ def pairs_block() -> str:
 
 
 def lanes_block(documents: dict[str, dict[str, Any]]) -> str:
-    """Counts of every lane that ran on GPUs, and the command that runs it."""
+    """Counts of every lane that ran on GPUs, and which frameworks were installed."""
     rows = []
     for name, document in documents.items():
         versions = [document[key].partition("+")[0] for key in ("torch", "triton", "python")]
@@ -53,9 +53,9 @@ def lanes_block(documents: dict[str, dict[str, Any]]) -> str:
         for lane, counts in document["lanes"].items():
             if counts["passed"] + counts["failed"]:
                 said = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))
-                command = f"`bash scripts/test.sh -m {lane}`"
-                rows.append([gpus, *versions, lane, said, document["commit"][:7], f"`{name}`", command])
-    return table(["GPUs", "torch", "Triton", "Python", "lane", "tests", "commit", "document", "repeat it"], rows)
+                here = [line.partition(":")[0] for line in document["frameworks"] if "not installed" not in line]
+                rows.append([gpus, *versions, lane, said, document["commit"][:7], f"`{name}`", ", ".join(here)])
+    return table(["GPUs", "torch", "Triton", "Python", "lane", "tests", "commit", "document", "frameworks there"], rows)
 
 
 def architectures_block(compiled: str, documents: dict[str, dict[str, Any]]) -> str:

@@ -139,6 +139,7 @@ def test_cases_are_the_tables_a_sweeps_or_those_named():
     assert len(cases.cases_of("table", 1)) == 11 and len(cases.cases_of("table", 1, reduction="mean")) == 4
     assert {case.vocabulary for case in cases.cases_of("table", 4)} == {128256, 65536, 32000}
     assert cases.cases_of("tokens", 2)[0] == cases.Case("mean", 64, 128256, 2)
+    assert {case.vocabulary for case in cases.cases_of("options", 2)} == {128256, 64128, 32064, 151936}
     named = cases.cases_of("head", 2, ["512x8064", "8x64x32"], "mean")
     assert named == [cases.Case("mean", 512, 8064, 2, 4096), cases.Case("mean", 8, 64, 2, 32)]
     for shape in ("8", "0x64", "8x64x", "axb"):

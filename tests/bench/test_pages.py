@@ -83,13 +83,15 @@ def lanes_of(model):
     document = {"gpu_count": 2, "gpu_model": model, "torch": "2.11.0+cu130", "triton": "3.6.0", "python": "3.12.3"}
     none = {"passed": 0, "failed": 0, "skipped": 7}
     lanes = {"cuda": none, "nccl": {"passed": 40, "failed": 1, "skipped": 2}}
-    return document | {"commit": "0123456789", "lanes": lanes}
+    frameworks = ["transformers 5.17.0: tested", "trl: not installed (tested with 1.16.0)", "verl 0.9.1: tested"]
+    return document | {"commit": "0123456789", "lanes": lanes, "frameworks": frameworks}
 
 
 def test_where_it_runs_says_what_ran_and_what_never_did():
     documents = {"lanes_2gpu": lanes_of("NVIDIA H100 80GB HBM3")}
     (row,) = where.lanes_block(documents).splitlines()[2:]
     assert row.startswith("| 2 x H100 | 2.11.0 | 3.6.0 | 3.12.3 | nccl | 40 passed, 1 failed, 2 skipped | 0123456 |")
+    assert row.endswith("| `lanes_2gpu` | transformers 5.17.0, verl 0.9.1 |")
     found = where.architectures_block('("hip:gfx950", "cuda:90", "cuda:120")', documents).splitlines()[2:]
     assert [row.split(" | ")[0] for row in found] == ["| sm_90", "| sm_120", "| gfx950"]
     assert [row.endswith("| never |") for row in found] == [False, True, True] and "yes: H100 |" in found[0]

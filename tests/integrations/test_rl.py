@@ -150,16 +150,37 @@ def test_the_context_manager_undoes_what_it_did(shop):
 
 @pytest.mark.reference
 def test_an_interrupt_while_modules_are_searched_changes_nothing(shop, monkeypatch):
-    class Interrupts:
+    class InterruptsOnce:
+        asked = 0
+
         @property
         def __dict__(self):
-            raise KeyboardInterrupt
+            type(self).asked += 1
+            if self.asked == 1:
+                raise KeyboardInterrupt("while searching")
+            return {}
 
     switch = Switch("shop 1", STAND_INS)
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "shop.interrupts", Interrupts())
-        with pytest.raises(KeyboardInterrupt), switch.installed():
-            pass
+    monkeypatch.setitem(sys.modules, "shop.interrupts", InterruptsOnce())
+    with pytest.raises(KeyboardInterrupt, match="while searching"), switch.installed():
+        pass
+    assert _results(shop) == OWN and switch.report() == ((), {}) and InterruptsOnce.asked == 1
+
+
+@pytest.mark.reference
+def test_a_name_that_cannot_be_bound_leaves_all_others_as_they_were(shop):
+    class Sealed(type):
+        def __setattr__(cls, name, value):
+            raise AttributeError(f"{name} is sealed")
+
+    class Vault(metaclass=Sealed):
+        def forward(self, item):
+            return "own"
+
+    shop("shop.core").Vault = Vault
+    switch = Switch("shop 1", {**STAND_INS, "shop.core:Vault.forward": forward})
+    with pytest.raises(AttributeError, match="forward is sealed"), switch.installed():
+        pass
     assert _results(shop) == OWN and switch.report() == ((), {})
 
 

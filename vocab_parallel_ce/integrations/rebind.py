@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -89,11 +89,16 @@ class Switch:
         found_in = _modules_with([old for _, old, _, _ in rebound])
         for _, old, _, holders in rebound:
             holders += found_in[id(old)]
+        try:
+            for *_, new, holders in rebound:
+                _bind(holders, new)
+        except BaseException:
+            for _, old, _, holders in rebound:
+                _bind(holders, old)
+            raise
         self._left, self._rebound = {**self.left, **left}, rebound
-        for *_, new, holders in rebound:
-            _bind(holders, new)
-        log_installed(self.version, [holders[0][1] for *_, holders in self._rebound], self._left)
-        return self.report()
+        log_installed(self.version, [holders[0][1] for *_, holders in rebound], self._left)
+        return self._report(each for *_, holders in rebound for each in holders)
 
     def uninstall(self) -> None:
         """Give the framework its own functions back, also in modules imported since; does nothing if not installed.
@@ -106,7 +111,7 @@ class Switch:
                 if vars(owner).get(name) is not new:
                     where = f"{_path(owner)}.{name}"
                     raise RuntimeError(f"{where}: something else replaced it after install(); undo that first")
-        found_in = _modules_with([new for _, _, new, _ in self._rebound])
+        found_in = self._found_in()
         while self._rebound:
             _, old, new, holders = self._rebound.pop()
             _bind([*holders, *found_in[id(new)]], old)
@@ -123,8 +128,13 @@ class Switch:
 
     def report(self) -> Report:
         """Return which names stand for this package's functions now, and what does not, and why."""
-        holders = [holders[0] for *_, holders in self._rebound]
-        holders += chain(*_modules_with([new for _, _, new, _ in self._rebound]).values())
+        return self._report([*(holders[0] for *_, holders in self._rebound), *chain(*self._found_in().values())])
+
+    def _found_in(self) -> dict[int, list[tuple[Any, str]]]:
+        """Return where modules, also those imported since, have what is installed; searches only if something is."""
+        return _modules_with([new for _, _, new, _ in self._rebound]) if self._rebound else {}
+
+    def _report(self, holders: Iterable[tuple[Any, str]]) -> Report:
         names = {f"{_path(owner)}.{name}" for owner, name in holders}
         return Report(tuple(sorted(names)), dict(self._left) if names else {})
 
