@@ -1,7 +1,7 @@
 """The random calls and those of samplers launch every kernel with every option over rows of every kind, in both lanes.
 
 ``support/launches.py`` reads from the kernels what there is to launch. Their numbers are those of
-``test_random_calls.py``, which makes these calls: here nothing is launched.
+``test_random_calls.py``, which makes these calls: here nothing is launched, so wide calls need no GPU either.
 """
 
 import warnings
@@ -15,9 +15,11 @@ import torch
 from tests.conformance import test_sampling as of_sampling
 from tests.support.launch_shapes import ONE, SEVERAL, programs
 from tests.support.launches import Entry, options_of, recorded, wanted
-from tests.support.random_calls import Where, run_call
+from tests.support.random_calls import KINDS, Where, run_call
 from tests.support.random_tables import configurations
-from vocab_parallel_ce import distillation_loss
+from vocab_parallel_ce import distillation_loss, plan
+from vocab_parallel_ce.layout import VECTOR_BYTES
+from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, select
 
 ONE_PASS = "one_pass_kernel"
 # What no call can launch, and why; None stands for all.
@@ -57,7 +59,7 @@ def launched(where: Where) -> set[Entry]:
     """What the calls of every configuration launch, once each."""
     with recorded() as entries, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for seed, kind in product(range(len(configurations())), (ONE, SEVERAL)):
+        for seed, kind in product(range(len(configurations())), KINDS[where.small]):
             with suppress(AssertionError):  # nothing has been computed
                 run_call(seed, where, kind)
         for case in of_sampling.LOGITS:  # no random call has a threshold
@@ -81,6 +83,30 @@ def test_small_calls_launch_everything_that_can_be_interpreted():
 @pytest.mark.cuda
 def test_wide_calls_launch_everything():
     check(launched(Where("cuda", "auto", small=False)), set())
+
+
+@pytest.fixture
+def chosen_as_on_a_gpu(monkeypatch):
+    """What a Hopper GPU would launch is planned for tensors on the CPU."""
+    from vocab_parallel_ce.kernels import one_pass
+
+    hopper = Gpu(is_nvidia=True, shared_memory=ONE_PASS_SHARED_MEMORY, has_gluon=True)
+
+    def chosen(device, requested, *, workload, gpu):
+        requested = "auto" if requested == "triton" else requested
+        return select("cuda", requested, triton="compiler", workload=workload, gpu=hopper)
+
+    monkeypatch.setattr(plan, "select", chosen)
+    monkeypatch.setattr(plan, "begins_at_a_boundary", lambda logits: logits.data_ptr() % VECTOR_BYTES == 0)
+    monkeypatch.setattr(one_pass, "_multiprocessors", lambda device: 132)
+    plan._plan_of_fields.cache_clear()
+    yield
+    plan._plan_of_fields.cache_clear()
+
+
+@pytest.mark.interpreter
+def test_wide_calls_launch_everything_that_a_gpu_would(chosen_as_on_a_gpu):
+    check(launched(Where("cpu", "triton", small=False)), set())
 
 
 @pytest.mark.interpreter

@@ -1,14 +1,15 @@
 """How many programs a row has: set for a test, because only wide rows have several by themselves."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 from vocab_parallel_ce import blocks
 
 MANY = 1 << 30
-ONE, SEVERAL = "uncut rows", "rows in parts"
-LIMITS = {
+ONE, SEVERAL, BY_SIZE = "uncut rows", "rows in parts", "rows as they are"
+LIMITS: dict[str, dict[str, int]] = {
+    BY_SIZE: {},
     ONE: {"CUT_PARTS": MANY, "PROGRAMS_OF_FEW_ROWS": 0, "AT_ONCE_ROWS": 0, "FEW_ROWS": 0},
     SEVERAL: {"CUT_ROWS": MANY, "CUT_PARTS": 2, "PROGRAMS_OF_FEW_ROWS": MANY, "AT_ONCE_ROWS": MANY, "FEW_ROWS": MANY},
 }
@@ -16,7 +17,7 @@ LIMITS = {
 
 @contextmanager
 def programs(kind: str) -> Iterator[None]:
-    """Let rows have ONE program, except of gradients, which have one per few tiles, or SEVERAL."""
+    """Let rows have ONE program, except of gradients, which have one per few tiles, or SEVERAL, or as many BY_SIZE."""
     with _limits(**LIMITS[kind]):
         yield
 
@@ -31,7 +32,7 @@ def programs_by_rows() -> Iterator[None]:
 @contextmanager
 def _limits(**limits: int) -> Iterator[None]:
     try:
-        with patch.multiple(blocks, **limits):
+        with patch.multiple(blocks, **limits) if limits else nullcontext():
             _forget_shapes()
             yield
     finally:

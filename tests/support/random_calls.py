@@ -18,12 +18,11 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.support import interpreter
-from tests.support.launch_shapes import ONE, SEVERAL, programs
+from tests.support.launch_shapes import BY_SIZE, ONE, SEVERAL, programs
 from tests.support.poison import poisoned_allocations
 from tests.support.random_call import Call
 from tests.support.random_heads import of_head
@@ -31,6 +30,8 @@ from tests.support.random_logits import of_logits
 from tests.support.random_tables import changes_of, configurations
 
 RANKS = (1, 2, 3)  # of heads; logits have a factor
+# How many programs the rows of small and of wide calls have: of itself, a small row has one.
+KINDS = {True: (ONE, SEVERAL), False: (BY_SIZE, ONE, SEVERAL)}
 
 
 class Where(NamedTuple):
@@ -60,9 +61,8 @@ def run_call(seed: int, where: Where, kind: str | None = None) -> None:
     """Make the call of a seed, and check all that it returns; ``kind`` of programs, if it is not the seed's."""
     of_ranks = {name: value for name, value in changes_of(seed, RANKS).items() if name != "is_module"}
     call = Call(seed, where.device, where.impl, where.small, of_ranks if is_head(seed) else None)
-    # Small rows have several programs in every other round of the configurations; wide ones if they are few.
-    kind = (ONE, SEVERAL)[(seed + seed // len(configurations())) % 2] if kind is None else kind
-    with programs(kind) if where.small else nullcontext():
+    kinds = KINDS[where.small] if kind is None else (kind,)
+    with programs(kinds[sum(divmod(seed, len(configurations()))) % len(kinds)]):  # another one in each round
         (of_head if call.is_head else of_logits)(call)
 
 

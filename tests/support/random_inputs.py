@@ -11,6 +11,7 @@ from tests.support.random_tables import configurations
 
 NAN, NEG_INF, INF = float("nan"), float("-inf"), float("inf")
 BYTES = {"a tile": (0, 512), "tiles": (512, 2048), "medium": (2048, 16_384), "large": (16_384, 1 << 30)}
+BYTES["one launch"] = (212_992, 270_336)  # with every option that it has; test_one_pass.py has every width
 MOST_COLUMNS, MOST_INTERPRETED = 262_144, 3_000
 MOST_ROWS, MOST_ELEMENTS = 1_500, 2**20
 LINE = 128  # bytes
@@ -65,7 +66,7 @@ class Draw:
         least, most = (n // itemsize for n in BYTES[self["width"]])
         widest = MOST_INTERPRETED if self.small else MOST_COLUMNS // ranks
         most = min(most, widest)
-        least = min(least + 1, most // 2 + 1)
+        least = least + 1 if least < most else most // 2 + 1
         width, line = int(least * (most / least) ** self.rng.random()), LINE // itemsize
         if self["ragged"]:
             width -= width % 2 == 0 and width > 1

@@ -108,7 +108,7 @@ FACTORS: dict[str, Case] = {
         "is_module": (False, True),
     },
     "one_pass": {
-        "width": ("large",),
+        "width": ("one launch",),
         "ragged": (False, True),
         "padding": ("none",),
         "dtype": PLACE["dtype"],
@@ -147,10 +147,18 @@ FACTORS: dict[str, Case] = {
     "parallel_cross_entropy": {**OF_TE, "overwrite_input": (None, False, True)},
     "cross_entropy_forward": {**OF_TE, "is_cg_capturable": (False, True)},
 }
+SMOOTHED = {
+    "label_smoothing": 0.1,
+    "class_weight": None,
+    "z_loss": 0.02,
+    "logit_scale": 0.4,
+    "outputs": OF_A_LOSS[1],
+}
 # What no pair of values brings about, but tests/test_launches.py asks for.
 TRIPLES = (
     ("distillation_loss", {"divergence": "js", "ranks": 3, "ragged": False, "padding": "vectors"}),
     ("token_log_probs", {"outputs": ("entropy",), "ranks": 1, "padding": "odd"}),
+    *(("one_pass", {**SMOOTHED, "ragged": is_ragged}) for is_ragged in (False, True)),
     (
         "vocab_parallel_cross_entropy",
         {
