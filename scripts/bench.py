@@ -173,7 +173,9 @@ def measure_command(options: argparse.Namespace) -> None:
     with joined_ranks() as ranks:
         found = cases.cases_of(options.command, ranks.size, options.shape, getattr(options, "reduction", None))
         if not found:
-            raise SystemExit(f"bench: no case of this reduction for {ranks.size} ranks: pass --shape")
+            raise SystemExit(
+                f"bench: no case of this reduction with a vocabulary that divides by {ranks.size} ranks: pass --shape"
+            )
         document, timer = new_document(options.command), timer_of(options, ranks)
         if getattr(options, "baseline", None):
             document["host"]["baseline_commit"] = baseline_commit(options.baseline)

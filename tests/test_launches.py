@@ -1,7 +1,8 @@
 """The random calls and those of samplers launch every kernel with every option over rows of every kind, in both lanes.
 
 ``support/launches.py`` reads from the kernels what there is to launch. Their numbers are those of
-``test_random_calls.py``, which makes these calls: here nothing is launched, so wide calls need no GPU either.
+random calls, which run a seed with one kind of programs, and all kinds in as many rounds: here nothing is launched, so
+wide calls need no GPU either.
 """
 
 import warnings
@@ -90,6 +91,8 @@ def chosen_as_on_a_gpu(monkeypatch):
     """What a Hopper GPU would launch is planned for tensors on the CPU."""
     from vocab_parallel_ce.kernels import one_pass
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy host more of them wait for each other
     hopper = Gpu(is_nvidia=True, shared_memory=ONE_PASS_SHARED_MEMORY, has_gluon=True)
 
     def chosen(device, requested, *, workload, gpu):
@@ -102,6 +105,7 @@ def chosen_as_on_a_gpu(monkeypatch):
     plan._plan_of_fields.cache_clear()
     yield
     plan._plan_of_fields.cache_clear()
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.interpreter

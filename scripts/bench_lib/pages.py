@@ -28,7 +28,7 @@ LESS = 1.02  # memory differs if one has so many times the other's
 
 
 class Framework(NamedTuple):
-    """A row of README: what a framework takes without and with this package, and fused peers alongside."""
+    """A row of README: what a framework takes without and with this package, and others alongside."""
 
     name: str
     line: str
@@ -178,7 +178,7 @@ def losses_block(document: Document) -> str:
 
 
 def frameworks_block(documents: Mapping[str, Document]) -> str:
-    """Time and memory without and with this package, the fused peers, and where this package loses."""
+    """Time and memory without and with this package, the others, and where this package loses."""
     rows, used = [], {row.document: documents[row.document] for row in FRAMEWORKS}
     require_one_commit("README", used)
     for row in FRAMEWORKS:

@@ -110,6 +110,16 @@ def test_names_are_rebound_wherever_a_module_has_them_and_given_back(shop):
 
 
 @pytest.mark.reference
+def test_two_names_of_one_function_have_a_stand_in_each(shop):
+    core = shop("shop.core")
+    core.fee = core.price
+    switch = Switch("shop 1", {"shop.core:price": price, "shop.core:fee": lambda item, discount=0: "a fee"})
+    with switch.installed():
+        assert (core.price(1), core.fee(1), shop("shop.trainer").cost(1)) == ("ours", "a fee", "ours")
+    assert core.fee is core.price and _results(shop) == OWN
+
+
+@pytest.mark.reference
 def test_one_line_says_what_is_computed_and_what_is_left_and_why(shop, caplog):
     caplog.set_level("INFO", "vocab_parallel_ce")
     switch = Switch("shop 1", STAND_INS, {"the cellar": "it has no door"})

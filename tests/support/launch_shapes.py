@@ -17,7 +17,7 @@ LIMITS: dict[str, dict[str, int]] = {
 
 @contextmanager
 def programs(kind: str) -> Iterator[None]:
-    """Let rows have ONE program, except of gradients, which have one per few tiles, or SEVERAL, or as many BY_SIZE."""
+    """Let rows have ONE program, of gradients one per few tiles; or SEVERAL; or BY_SIZE, as outside of tests."""
     with _limits(**LIMITS[kind]):
         yield
 

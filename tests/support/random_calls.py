@@ -62,7 +62,8 @@ def run_call(seed: int, where: Where, kind: str | None = None) -> None:
     of_ranks = {name: value for name, value in changes_of(seed, RANKS).items() if name != "is_module"}
     call = Call(seed, where.device, where.impl, where.small, of_ranks if is_head(seed) else None)
     kinds = KINDS[where.small] if kind is None else (kind,)
-    with programs(kinds[sum(divmod(seed, len(configurations()))) % len(kinds)]):  # another one in each round
+    turn, index = divmod(seed, len(configurations()))
+    with programs(kinds[(index + turn + turn // len(RANKS)) % len(kinds)]):  # each with each number of ranks
         (of_head if call.is_head else of_logits)(call)
 
 

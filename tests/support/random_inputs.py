@@ -11,7 +11,7 @@ from tests.support.random_tables import configurations
 
 NAN, NEG_INF, INF = float("nan"), float("-inf"), float("inf")
 BYTES = {"a tile": (0, 512), "tiles": (512, 2048), "medium": (2048, 16_384), "large": (16_384, 1 << 30)}
-BYTES["one launch"] = (212_992, 270_336)  # with every option that it has; test_one_pass.py has every width
+BYTES["one launch"] = (212_992, 270_336)  # takes every option that it has
 MOST_COLUMNS, MOST_INTERPRETED = 262_144, 3_000
 MOST_ROWS, MOST_ELEMENTS = 1_500, 2**20
 LINE = 128  # bytes

@@ -108,7 +108,7 @@ FACTORS: dict[str, Case] = {
         "is_module": (False, True),
     },
     "one_pass": {
-        "width": ("one launch",),
+        "width": ("large", "one launch"),
         "ragged": (False, True),
         "padding": ("none",),
         "dtype": PLACE["dtype"],
@@ -148,6 +148,7 @@ FACTORS: dict[str, Case] = {
     "cross_entropy_forward": {**OF_TE, "is_cg_capturable": (False, True)},
 }
 SMOOTHED = {
+    "width": "one launch",
     "label_smoothing": 0.1,
     "class_weight": None,
     "z_loss": 0.02,

@@ -88,7 +88,7 @@ class Switch:
         rebound = [*found.values()]
         found_in = _modules_with([old for _, old, _, _ in rebound])
         for _, old, _, holders in rebound:
-            holders += found_in[id(old)]
+            holders += [each for each in found_in.pop(id(old), ()) if each not in found]
         try:
             for *_, new, holders in rebound:
                 _bind(holders, new)
