@@ -1,8 +1,7 @@
 """The random calls and those of samplers launch every kernel with every option over rows of every kind, in both lanes.
 
-``support/launches.py`` reads from the kernels what there is to launch. Their numbers are those of
-random calls, which run a seed with one kind of programs, and all kinds in as many rounds: here nothing is launched, so
-wide calls need no GPU either.
+``support/launches.py`` reads from the kernels what there is to launch. Random calls check the numbers, with another
+kind of programs in each round. Here nothing is launched, so wide calls need no GPU.
 """
 
 import warnings

@@ -10,9 +10,9 @@ import time
 import pytest
 
 import vocab_parallel_ce as vp
-from tests.support.random_calls import Where, failures, name_of, run
+from tests.support.random_calls import KINDS, RANKS, Where, failures, is_head, kind_of, name_of, run
 from tests.support.random_public import PUBLIC
-from tests.support.random_tables import FACTORS, configurations
+from tests.support.random_tables import FACTORS, changes_of, configurations
 from vocab_parallel_ce.options import Advanced
 
 N_CALLS = len(configurations())  # test_launches.py says what they launch
@@ -70,6 +70,14 @@ def test_wide_calls_are_right_on_a_gpu():
     where = Where("cuda", "auto", small=False, until=time.monotonic() + SECONDS)
     results = check(range(20_000), where, PROCESSES)
     assert {name_of(result.seed) for result in results} == set(FACTORS), len(results)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_a_head_has_each_kind_of_programs_on_each_number_of_ranks(small):
+    pairs = len(KINDS[small]) * len(RANKS)
+    for first in filter(is_head, range(N_CALLS)):
+        seeds = range(first, pairs * N_CALLS, N_CALLS)
+        assert len({(kind_of(seed, small), changes_of(seed, RANKS)["ranks"]) for seed in seeds}) == pairs, first
 
 
 def test_every_function_and_option_is_drawn():

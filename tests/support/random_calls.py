@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import time
@@ -57,13 +58,18 @@ def is_head(seed: int) -> bool:
     return "trains" in configurations()[seed % len(configurations())][1]
 
 
+def kind_of(seed: int, small: bool) -> str:
+    """Another one in each round of the configurations, and in later rounds each with each number of a head's ranks."""
+    turn, index = divmod(seed, len(configurations()))
+    kinds = KINDS[small]
+    return kinds[(index + turn + turn // math.lcm(len(kinds), len(RANKS))) % len(kinds)]
+
+
 def run_call(seed: int, where: Where, kind: str | None = None) -> None:
     """Make the call of a seed, and check all that it returns; ``kind`` of programs, if it is not the seed's."""
     of_ranks = {name: value for name, value in changes_of(seed, RANKS).items() if name != "is_module"}
     call = Call(seed, where.device, where.impl, where.small, of_ranks if is_head(seed) else None)
-    kinds = KINDS[where.small] if kind is None else (kind,)
-    turn, index = divmod(seed, len(configurations()))
-    with programs(kinds[(index + turn + turn // len(RANKS)) % len(kinds)]):  # each with each number of ranks
+    with programs(kind or kind_of(seed, where.small)):
         (of_head if call.is_head else of_logits)(call)
 
 
