@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bench_lib import cases, pages, plot, report, where
+from bench_lib import cases, modes, pages, plot, report, where
 from bench_lib.adapters import baseline_package
 from bench_lib.documents import (
     RESULTS,
@@ -45,6 +45,7 @@ from bench_lib.timing import DeviceTimer, HostTimer, Ranks, joined_ranks
 COMMANDS = {
     "table": "the loss over logits, alongside other projects'",
     "head": "a head and its loss, alongside other projects'",
+    "modes": "when the gradient is written, from few tokens on; exit with 1 if a mode is slower than another",
     "options": "every option of the loss over logits",
     "losses": "class weights, soft targets, distillation and log-probabilities, over logits and of heads",
     "rl": "log-probabilities and entropies, as frameworks for reinforcement learning call for them",
@@ -60,6 +61,7 @@ DEFAULT_PROVIDERS = {
     "tokens": SWEEP_PROVIDERS,
     "vocabulary": SWEEP_PROVIDERS,
     "few": SWEEP_PROVIDERS,
+    "modes": ",".join((cases.OURS, cases.IN_FORWARD, *cases.BY_NAME)),
     "memory": f"{cases.OURS},torch eager,liger-kernel,cut-cross-entropy",
     "profile": cases.OURS,
 }
@@ -90,6 +92,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     made["sweep"].add_argument("over", choices=("tokens", "vocabulary", "few"))
     for name in ("table", "sweep", "head"):
         made[name].add_argument("--reduction", choices=cases.REDUCTIONS)
+    made["modes"].set_defaults(rounds=7)
+    made["modes"].add_argument("--dtype", choices=tuple(cases.SHORT_DTYPES), default="bfloat16")
     for name in ("table", "sweep"):
         made[name].add_argument("--graphs", choices=("ours", "all"), default="ours", help="whose CUDA graphs to time")
     for name in OF_ROWS:
@@ -146,7 +150,7 @@ def measure_case(
     providers = present(known, options.providers or DEFAULT_PROVIDERS.get(options.command), ranks, document)
     if not providers:
         return []
-    subject = subject_of(case, ranks, options.rounds)
+    subject = subject_of(case, ranks, options.rounds, is_eager=options.command != "modes")
     if options.command == "profile":
         document["case"] = case._asdict() | {"provider": providers[0].name}
         step = partial(subject.call, providers[0], subject.inputs)
@@ -166,8 +170,8 @@ def baseline_commit(checkout: Path) -> str:
     return commit
 
 
-def measure_command(options: argparse.Namespace) -> None:
-    """Measure, print one line per result and write the document."""
+def measure_command(options: argparse.Namespace) -> int:
+    """Measure, print one line per result and write the document. Return 1 if a mode is slower than another."""
     if options.command == "host":
         os.environ.setdefault("TRITON_INTERPRET", "1" if not cases.torch.cuda.is_available() else "0")
     with joined_ranks() as ranks:
@@ -176,6 +180,7 @@ def measure_command(options: argparse.Namespace) -> None:
             raise SystemExit(
                 f"bench: no case of this reduction with a vocabulary that divides by {ranks.size} ranks: pass --shape"
             )
+        found = [case._replace(dtype=getattr(options, "dtype", case.dtype)) for case in found]
         document, timer = new_document(options.command), timer_of(options, ranks)
         if getattr(options, "baseline", None):
             document["host"]["baseline_commit"] = baseline_commit(options.baseline)
@@ -184,6 +189,12 @@ def measure_command(options: argparse.Namespace) -> None:
             raise SystemExit("bench: no provider is here")
         if ranks.is_first and getattr(options, "baseline", None):
             print(report.beside_baseline(document, cases.BASELINE))
+        if options.command != "modes":
+            return 0
+        slower = modes.slower(document)
+        if ranks.is_first:
+            print("\n".join([modes.modes_part(document), *slower]))
+        return 1 if slower else 0
 
 
 def page_command(options: argparse.Namespace) -> int:
@@ -262,8 +273,7 @@ def main(words: Sequence[str] | None = None) -> int:
         documents = (upgraded(json.loads(path.read_text(encoding="utf-8"))) for path in (options.old, options.new))
         print(report.compared(*documents))
         return 0
-    measure_command(options)
-    return 0
+    return measure_command(options)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import Tensor
 OURS = "vocab_parallel_ce"
 BASELINE = ", baseline"  # ends the name of a row of another commit
 IN_FORWARD = f"{OURS}[in_forward]"
+BY_NAME = {f"{OURS}[in_forward: {impl}]": impl for impl in ("triton", "one_pass")}  # what IN_FORWARD chooses from
 REDUCTIONS = ("mean", "none")
 IGNORE_INDEX = -100
 IGNORED_SHARE = 0.1  # of the labels of heads that are compared with other projects'
@@ -71,7 +72,7 @@ class Case(NamedTuple):
         size = f"x {self.hidden_size}" if self.is_head else SHORT_DTYPES[self.dtype]
         return f"{self.kind} {self.tokens} x {self.vocabulary} {size}"
 
-    def effort(self, rounds: int) -> Effort:
+    def effort(self, rounds: int, is_eager: bool = True) -> Effort:
         """Use enough buffers that no call finds its logits in the L2 cache."""
         if self.kind == "host":
             return Effort(HOST_CALLS, rounds)
@@ -82,6 +83,8 @@ class Case(NamedTuple):
         shard_bytes = self.tokens * self.columns * getattr(torch, self.dtype).itemsize
         fewest = 2 if shard_bytes >= HUGE_BYTES else 4
         buffers = min(MOST_BUFFERS, max(fewest, math.ceil(BYTES_IN_ROTATION / shard_bytes)))
+        if not is_eager:
+            return Effort(buffers, rounds)
         # Small shards wait for the host: with enough calls the last one's device time hardly counts.
         eager_calls = max(20, buffers, min(MOST_EAGER_CALLS, HUGE_BYTES // shard_bytes))
         return Effort(buffers, rounds, eager_calls, min(rounds, max(5, rounds // 2)))
@@ -139,11 +142,14 @@ LOSSES_TARGETS = [
     *((f"token_log_probs, {name}", "token_log_probs", 1.05) for name in ("lse", "sum_sq_probs")),
     ("linear, logits_dtype", "linear", 1.10),
 ]
+MODES_TOKENS = (8, 16, 32, 48, 64, 96, 128, 256, 512, 1024)
+MODES_COLUMNS = (8192, 32000, 64128, 128256, 256000)
 # Of every other command, TOKENSxVOCABULARY of logits and TOKENSxVOCABULARYxHIDDEN of heads.
 SHAPES: dict[str, list[str]] = {
     "tokens": [f"{tokens}x128256" for tokens in (64, 256, 1024, 4096, 16384, 32768)],
     "vocabulary": [f"4096x{2**k}" for k in range(13, 19)],
     "few": [f"{tokens}x128256" for tokens in (16, 64, 256, 512)] + ["64x256000", "16x32064", "64x32064"],
+    "modes": [f"{tokens}x{columns}" for columns in MODES_COLUMNS for tokens in MODES_TOKENS],
     "options": ["4096x128256", "8192x64128", "8192x32064", "4096x50257", "8192x32001", "4096x151936"],
     "memory": [f"{tokens}x128256x{HIDDEN_SIZE}" for tokens in (4096, 8192, 16384, 32768, 65536)],
     "profile": [f"16384x128256x{HIDDEN_SIZE}"],
@@ -154,7 +160,7 @@ SHAPES: dict[str, list[str]] = {
     "host": ["8x256", "8x256x64"],
 }
 OF_EACH_REDUCTION = ("table", "tokens", "vocabulary", "few", "head")
-OF_A_MEAN = ("memory", "profile")
+OF_A_MEAN = ("memory", "profile", "modes")
 
 
 def label_of(case: Case) -> str | None:

@@ -23,6 +23,7 @@ RESULTS = ROOT / "scripts" / "results"
 FILES = {
     "table": "bench_table",
     "options": "bench_options",
+    "modes": "bench_modes",
     "tokens": "bench_sweep_tokens",
     "few": "bench_sweep_few",
     "vocabulary": "bench_sweep_vocabulary",

@@ -103,10 +103,10 @@ class LossSubject(Subject):
 
     gradients: tuple[str, ...]
 
-    def __init__(self, case: Case, ranks: Ranks, rounds: int) -> None:
+    def __init__(self, case: Case, ranks: Ranks, effort: Effort) -> None:
         label = label_of(case)
         super().__init__(str(case), ranks, case._asdict() if label is None else {"case": label})
-        self.case, self.effort = case, case.effort(rounds)
+        self.case, self.effort = case, effort
         self.inputs = inputs_of(case, ranks.rank, ranks.device)
         self._truth: Truth | None = None
         self._right: dict[str, list[Tensor]] = {}  # by what is asked of the loss
@@ -143,8 +143,8 @@ class LogitsSubject(LossSubject):
 
     gradients = ("gradient",)
 
-    def __init__(self, case: Case, ranks: Ranks, rounds: int) -> None:
-        super().__init__(case, ranks, rounds)
+    def __init__(self, case: Case, ranks: Ranks, effort: Effort) -> None:
+        super().__init__(case, ranks, effort)
         (self.source,) = self.inputs.tensors
         count = max(2, self.effort.calls, self.effort.eager_calls)
         self.buffers = [self.source.clone() for _ in range(count)]
@@ -224,8 +224,8 @@ class HeadSubject(LossSubject):
         return ours if provider.is_ours else (0.05, 0.05, 0.1)
 
 
-def subject_of(case: Case, ranks: Ranks, rounds: int) -> LossSubject:
-    return (HeadSubject if case.is_head else LogitsSubject)(case, ranks, rounds)
+def subject_of(case: Case, ranks: Ranks, rounds: int, *, is_eager: bool = True) -> LossSubject:
+    return (HeadSubject if case.is_head else LogitsSubject)(case, ranks, case.effort(rounds, is_eager))
 
 
 class Calls:

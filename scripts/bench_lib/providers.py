@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench_lib import peers
-from bench_lib.cases import IN_FORWARD, OURS, Case, Inputs
+from bench_lib.cases import BY_NAME, IN_FORWARD, OURS, Case, Inputs
 from bench_lib.peers import LossOf, Step
 from bench_lib.rows import Row
 
@@ -203,8 +203,7 @@ _cuts = partial(_head, module="cut_cross_entropy", distribution="cut-cross-entro
 PROVIDERS: tuple[Provider, ...] = (
     _ours(OURS),
     _ours(IN_FORWARD, gradient="in_forward"),
-    _ours(f"{OURS}[triton]", impl="triton"),
-    _ours(f"{OURS}[one_pass]", impl="one_pass", gradient="in_forward"),
+    *(_ours(name, gradient="in_forward", impl=impl) for name, impl in BY_NAME.items()),
     _torch("torch eager", lambda m: peers.eager),
     # Without dynamic=False a second shape gets kernels for any number of rows.
     _torch("torch.compile", lambda m: torch.compile(peers.eager, dynamic=False)),

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.bench.support import IN_FORWARD, OURS, SCRIPTS, document
+from tests.bench.support import IN_FORWARD, OURS, SCRIPTS, document, refusal, result
 
 import bench  # isort: skip
-from bench_lib import adapters, cases, documents, profile, providers, rows, steps, timing  # isort: skip
+from bench_lib import adapters, cases, documents, modes, profile, providers, rows, steps, timing  # isort: skip
 
 pytestmark = pytest.mark.reference
+TRITON, ONE_PASS = cases.BY_NAME
 
 
 def run(tmp_path, *words):
@@ -32,9 +33,9 @@ def test_table(tmp_path, capsys, monkeypatch):
     assert document["absent"] == {"flash-attn": "not installed: No module named 'flash_attn'"}
     results = documents.results_by_case(document)[cases.Case("mean", 8, 64, 1)]
     assert list(results) == [OURS, IN_FORWARD, "torch eager"]
-    for result in results.values():
-        assert result["ratio"] > 0 and result["microseconds_eager"] > 0
-        assert result["peak_bytes"] is None and result["microseconds_graph"] is None
+    for found in results.values():
+        assert found["ratio"] > 0 and found["microseconds_eager"] > 0
+        assert found["peak_bytes"] is None and found["microseconds_graph"] is None
     assert "absent: flash-attn: not installed" in capsys.readouterr().out
 
 
@@ -59,6 +60,33 @@ def test_every_row_is_right_beside_the_same_call_of_another_checkout(tmp_path, c
     assert all(len(results[name]["over_baseline"]) == 3 for name in expected)
     assert adapters.baseline_package(SCRIPTS.parent).__name__ == f"baseline_{OURS}"
     assert "| call | time / baseline | eager |" in capsys.readouterr().out
+
+
+def test_modes_of_a_cpu_are_measured_and_the_slower_one_is_an_error(tmp_path, capsys, monkeypatch):
+    """A CPU has no stable times, so the bound is given."""
+    monkeypatch.setattr(modes, "NOISE", 1e9)
+    found = run(tmp_path, "modes", "--shape", "8x64", "--dtype", "float32")
+    ((case, results),) = documents.results_by_case(found).items()
+    assert case == cases.Case("mean", 8, 64, 1, dtype="float32")
+    assert [name for name in results if documents.is_timed(results[name])] == [OURS, IN_FORWARD, TRITON]
+    assert "microseconds_eager" not in results[OURS] and "| copy | vocab_parallel_ce |" in capsys.readouterr().out
+    monkeypatch.setattr(modes, "NOISE", 0.0)
+    with pytest.raises(AssertionError, match="assert 1 == 0"):
+        run(tmp_path, "modes", "--shape", "8x64")
+    assert "slower: mean 8 x 64 bf16: vocab_parallel_ce[in_forward]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("in_forward, by_name, said", [(0.0510, 0.051, []), (0.0511, 0.050, [1.02]), (0.06, 0.03, [2])])
+def test_a_mode_is_compared_with_the_fastest_that_may_run_in_its_place(in_forward, by_name, said):
+    """LANDMINES: a mode asked for by name, slower than the default. Two hundredths are noise."""
+    case = cases.Case("mean", 16, 128256, 1)
+    times = {OURS: 0.055, IN_FORWARD: in_forward, TRITON: by_name}
+    results = [result(name, 1.0, case, ms=ms, yardstick_ms=0.025) for name, ms in times.items()]
+    found = modes.slower(document(*results, refusal(ONE_PASS, "rows of a width", case)))
+    assert found == [
+        f"slower: mean 16 x 128256 bf16: {IN_FORWARD} {1e3 * in_forward:.2f} us, {ratio:.2f} x {TRITON}"
+        for ratio in said
+    ]
 
 
 def test_a_baseline_of_no_known_commit_is_refused(tmp_path, monkeypatch):

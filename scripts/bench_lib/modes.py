@@ -1,0 +1,34 @@
+"""When the gradient is written: is a mode slower than another that may run in its place?"""
+
+from __future__ import annotations
+
+from bench_lib.cases import IN_FORWARD
+from bench_lib.documents import Document, is_timed, results_by_case
+from bench_lib.report import host_line, shown, table
+
+NOISE = 1.02
+
+
+def slower(document: Document) -> list[str]:
+    """One line per case in which ``in_forward`` takes longer than the fastest of the modes measured alongside it."""
+    lines = []
+    for case, results in results_by_case(document).items():
+        times = {name: 1e3 * result["ms"] for name, result in results.items() if is_timed(result)}
+        chosen = times.pop(IN_FORWARD, 0.0)
+        name = min(times, key=lambda other: times[other], default=IN_FORWARD)
+        if chosen > NOISE * times.get(name, chosen):
+            lines.append(f"slower: {case}: {IN_FORWARD} {chosen:.2f} us, {chosen / times[name]:.2f} x {name}")
+    return lines
+
+
+def modes_part(document: Document, commit: str | None = None) -> str:
+    """Microseconds of each mode and of the copy."""
+    cases = results_by_case(document)
+    names = list(dict.fromkeys(name for results in cases.values() for name in results))
+    rows = []
+    for case, results in cases.items():
+        timed = {name: 1e3 * result["ms"] for name, result in results.items() if is_timed(result)}
+        copy = next(1e3 * result["yardstick_ms"] for result in results.values() if is_timed(result))
+        rows.append([str(case), *(shown("microseconds", us) for us in (copy, *map(timed.get, names)))])
+    title = f"{host_line(document, commit)} Microseconds of the device:"
+    return f"{title}\n\n{table(['tokens x vocabulary', 'copy', *names], rows)}"
