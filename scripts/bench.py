@@ -193,7 +193,7 @@ def measure_command(options: argparse.Namespace) -> int:
             return 0
         slower = modes.slower(document)
         if ranks.is_first:
-            print("\n".join([modes.modes_part(document), *slower]))
+            print("\n".join([modes.modes_part(document), *modes.fewest_rows(document), *slower]))
         return 1 if slower else 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench_lib.cases import IN_FORWARD
+from bench_lib.cases import BY_NAME, IN_FORWARD
 from bench_lib.documents import Document, is_timed, results_by_case
 from bench_lib.report import host_line, shown, table
 
@@ -19,6 +19,20 @@ def slower(document: Document) -> list[str]:
         if chosen > NOISE * times.get(name, chosen):
             lines.append(f"slower: {case}: {IN_FORWARD} {chosen:.2f} us, {chosen / times[name]:.2f} x {name}")
     return lines
+
+
+def fewest_rows(document: Document) -> list[str]:
+    """One line per width: the measured rows from which on ``one_pass`` is no slower than ``triton``."""
+    triton, one_pass = BY_NAME
+    faster: dict[int, list[int]] = {}
+    for case, results in sorted(results_by_case(document).items(), reverse=True):
+        if is_timed(results.get(triton)) and is_timed(results.get(one_pass)):
+            rows = faster.setdefault(case.columns, [])
+            is_faster = results[one_pass]["ms"] <= results[triton]["ms"]
+            rows.append(case.tokens if is_faster and 0 not in rows else 0)
+    return [
+        f"one_pass of {n} columns: from {min(filter(None, rows), default='no')} rows on" for n, rows in faster.items()
+    ]
 
 
 def modes_part(document: Document, commit: str | None = None) -> str:

@@ -89,6 +89,17 @@ def test_a_mode_is_compared_with_the_fastest_that_may_run_in_its_place(in_forwar
     ]
 
 
+def test_the_fewest_rows_are_those_from_which_on_one_launch_stays_faster():
+    times = {8: (1.0, 2.0), 64: (2.0, 2.0), 96: (3.0, 4.0), 128: (4.0, 4.0), 256: (9.0, 5.0)}
+    results = []
+    for tokens, (triton, one_pass) in times.items():
+        case = cases.Case("mean", tokens, 8192, 1)
+        results += [result(TRITON, 1.0, case, ms=triton), result(ONE_PASS, 1.0, case, ms=one_pass)]
+    wide = cases.Case("mean", 8, 256000, 1)
+    results += [result(TRITON, 1.0, wide, ms=2.0), refusal(ONE_PASS, "rows of a width", wide)]
+    assert modes.fewest_rows(document(*results)) == ["one_pass of 8192 columns: from 128 rows on"]
+
+
 def test_a_baseline_of_no_known_commit_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("VPCE_BASELINE_COMMIT", raising=False)
     with pytest.raises(SystemExit, match="--baseline: expected a checkout with git history, got"):
