@@ -32,6 +32,7 @@ BEFORE_WAIT: dict[str, list[str]] = {
     "merged_parts": ["ld"],
     "loss": ["ld"],
     "cross_entropy": [],
+    "element_mul": [],
     **dict.fromkeys(("target_merged", "target_loss", "target_gradient"), []),
     **dict.fromkeys(
         (f"divergence_{name}" for name in ("merged", "loss", "gradient", "part_second", "merged_second")), []

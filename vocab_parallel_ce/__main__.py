@@ -97,7 +97,7 @@ def _outcome(device: str, requested: str, workload: Workload) -> str:
     """Return what runs ``workload``, or why nothing does."""
     gpu = gpu_of(torch.cuda.current_device()) if device == "cuda" else None
     try:
-        name, reason = select(device, requested, workload=workload, gpu=gpu)
+        name, reason, _ = select(device, requested, workload=workload, gpu=gpu)
     except ValueError as error:
         return f"no: {error}"
     return f"{name} ({reason})"

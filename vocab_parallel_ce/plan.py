@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.beside import checked_divisor
+from vocab_parallel_ce.blocks import fewest_rows_of_one_pass
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import begins_at_a_boundary, compute_dtype
@@ -142,20 +143,25 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
     shard = shard_of_rank(settings, key.n_columns, key.rank, key.n_ranks)
     options = loss.options(settings, shard.vocab_size, class_weight=key.class_weight)
     has_padding = shard.n_valid != shard.n_columns
-    fits = loss.one_pass_config(options, key.n_columns * key.dtype.itemsize) is not None
-    workload = Workload(key.n_ranks, key.gradient, loss.beyond_one_pass(options), key.is_aligned, has_padding, fits)
+    beyond, row_bytes = loss.beyond_one_pass(options), key.n_columns * key.dtype.itemsize
+    fits = loss.one_pass_config(options, row_bytes) is not None
+    # A loss per row has the same bits among few rows and many.
+    fewest_rows = 0 if settings.reduction == "none" else fewest_rows_of_one_pass(row_bytes)
+    workload = Workload(key.n_ranks, key.gradient, beyond, key.is_aligned, has_padding, fits, fewest_rows)
     gpu = gpu_of(key.device.index) if key.device.type == "cuda" else None
     impl = settings.impl
     if key.dtype == torch.float64:
         checks.check_choice("impl, of fp64 logits, for which there are no kernels", impl, ("auto", "reference"))
         impl = "reference"
-    kernels, one_pass = kernels_of(select(key.device.type, impl, workload=workload, gpu=gpu).name)
+    selected = select(key.device.type, impl, workload=workload, gpu=gpu)
+    kernels, one_pass = kernels_of(selected.name)
+    launchers = loss.launchers(options, shard, kernels)
     outputs, is_mean = outputs_beside(loss, options, key.gradient), settings.reduction == "mean"
     weighs = is_mean and loss.counts and key.class_weight
     counts = is_mean and loss.counts and not weighs
     return Plan(
         loss=loss,
-        launchers=loss.launchers(options, shard, kernels)._replace(one_pass=one_pass),
+        launchers=launchers._replace(one_pass=one_pass, one_pass_rows=selected.fewest_rows),
         rank=key.rank,
         n_ranks=key.n_ranks,
         shard=shard,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from vocab_parallel_ce import checks, verify
+from vocab_parallel_ce import blocks, checks, verify
 from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.in_place import current_age, is_sole_owner, mark_overwritten, measure
 from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
@@ -137,17 +137,30 @@ def forward(call: Call, logits: Tensor, beside: Any, shape: Sequence[int]) -> tu
 
 def forward_in_place(call: Call, logits: Tensor, beside: Any, shape: Sequence[int]) -> tuple[TokenOutputs, Tensor]:
     """Return the outputs, and the gradient in the memory of ``logits``, or in a copy if they cannot be overwritten."""
-    grad = overwritable(logits)
-    outputs = new_outputs(call.plan, shape, grad)
-    forward_with_gradient(call, grad, beside, outputs)
+    plan, grad = call.plan, overwritable(logits)
+    outputs, n_rows = new_outputs(plan, shape, grad), grad.numel() // grad.shape[-1]
+    summed = None if plan.reduction == "none" or n_rows > blocks.FEW_ROWS else plan.launchers.summed_outputs
+    if summed is None or takes_one_pass(plan, n_rows):
+        forward_with_gradient(call, grad, beside, outputs)
+        outputs = _reduced(plan, outputs)
+    else:  # the launches of the default: the sum takes one that begins while the statistics end
+        stats, divisor = exchanged_statistics(call, grad, beside)
+        outputs = outputs._replace(loss=summed(stats, beside, divisor, outputs))
+        plan.launchers.gradient(grad, beside, stats, divisor, GradOutputs(), None, grad)
     raise_version(grad)
-    return _reduced(call.plan, outputs), grad
+    return outputs, grad
+
+
+def takes_one_pass(plan: Plan, n_rows: int) -> bool:
+    """Whether one launch computes the outputs and the gradient of ``n_rows`` rows."""
+    return plan.launchers.one_pass is not None and n_rows >= plan.launchers.one_pass_rows
 
 
 def forward_with_gradient(call: Call, logits: Tensor, beside: Any, outputs: TokenOutputs) -> None:
     """Fill ``outputs``; the gradient replaces ``logits``, which must be ``layout.overwritable``."""
     plan = call.plan
-    if plan.launchers.one_pass is not None:
+    if takes_one_pass(plan, outputs.loss.numel()):
+        assert plan.launchers.one_pass is not None
         counted = plan.counts or plan.weighs
         plan.launchers.one_pass(logits, beside, call.divisor, outputs, counted=counted, options=plan.options)
         return

@@ -19,6 +19,7 @@ from vocab_parallel_ce.versions import LOWEST_TRITON, is_older
 class Selection(NamedTuple):
     name: str
     reason: str
+    fewest_rows: int = 0  # calls of fewer rows run triton
 
 
 class Workload(NamedTuple):
@@ -30,6 +31,7 @@ class Workload(NamedTuple):
     is_aligned: bool  # the logits' memory begins at a boundary of 16 bytes
     has_padding: bool
     fits: bool  # the row width is in the table of measurements
+    fewest_rows: int = 0  # from which on one_pass is the faster one
 
 
 class Gpu(NamedTuple):
@@ -73,8 +75,8 @@ def select(
     """Choose the implementation for tensors on ``device_type``: ``"cpu"``, ``"cuda"``, also for ROCm, or another.
 
     ``auto`` is ``one_pass`` if one launch on a GPU can do ``workload``, otherwise ``triton`` on a GPU and
-    ``reference`` elsewhere. Nothing falls back: what cannot run raises ValueError with the remedy, also ``auto`` on a
-    GPU without triton.
+    ``reference`` elsewhere. Calls of fewer than ``fewest_rows`` rows then run ``triton``, which is faster. Nothing
+    falls back: what cannot run raises ValueError with the remedy, also ``auto`` on a GPU without triton.
 
     Args:
         triton: the result of :func:`triton_state`; None calls it.
@@ -100,8 +102,12 @@ def select(
     obstacle = _obstacle(device_type, triton, workload, gpu)
     if requested == "one_pass" and obstacle:
         raise ValueError(f"impl: 'one_pass' needs {obstacle}; 'auto' chooses what can run")
-    if obstacle is None and requested != "triton":
-        return Selection("one_pass", "asked for" if requested == "one_pass" else "one read and one write")
+    if obstacle is None and requested == "one_pass":
+        return Selection("one_pass", "asked for")
+    if obstacle is None and requested == "auto":
+        assert workload is not None
+        few = f"; triton of fewer than {workload.fewest_rows} rows" if workload.fewest_rows else ""
+        return Selection("one_pass", f"one read and one write{few}", workload.fewest_rows)
     if device_type == "cuda":
         why = f"a GPU, and triton is installed; one_pass needs {obstacle}"
         return Selection("triton", why if requested == "auto" else "asked for")

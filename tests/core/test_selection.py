@@ -9,7 +9,7 @@ import torch
 
 from tests.support.fresh import fresh_python
 from vocab_parallel_ce import plan, selection, spec
-from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_PREDICTIONS, ONE_PASS_SMOOTHING
+from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_PREDICTIONS, ONE_PASS_SMOOTHING, fewest_rows_of_one_pass
 from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, Workload, select
@@ -100,7 +100,8 @@ def test_an_obstacle_leaves_the_call_to_triton_and_is_told(name):
     with pytest.raises(ValueError, match=f"^{prefix}{said}.*{remedy}$") as refused:
         on_a_gpu("one_pass", workload, gpu)
     needed = str(refused.value).removeprefix(prefix).removesuffix(remedy)
-    assert on_a_gpu("auto", workload, gpu) == ("triton", f"a GPU, and triton is installed; one_pass needs {needed}")
+    why = f"a GPU, and triton is installed; one_pass needs {needed}"
+    assert on_a_gpu("auto", workload, gpu) == ("triton", why, 0)
 
 
 def test_a_padded_shard_is_not_for_one_pass(monkeypatch):
@@ -111,14 +112,29 @@ def test_a_padded_shard_is_not_for_one_pass(monkeypatch):
     key = plan.PlanKey(torch.bfloat16, 16384, torch.device("cuda", 0), 0, 1, "in_forward", is_aligned=True)
     for vocab_size in (None, 16384, 16376):
         plan.make_plan(LABELS, Settings(vocab_size=vocab_size), key)
-    assert asked == [WORKLOAD, WORKLOAD, WORKLOAD._replace(has_padding=True)]
+    workload = WORKLOAD._replace(fewest_rows=fewest_rows_of_one_pass(2 * 16384))
+    assert asked == [workload, workload, workload._replace(has_padding=True)]
+
+
+def test_a_loss_per_row_has_the_bits_of_one_implementation(monkeypatch):
+    """Whatever the number of rows; of a reduced loss the faster one runs."""
+    asked = []
+    monkeypatch.setattr(plan, "gpu_of", lambda index: GPU)
+    monkeypatch.setattr(plan, "select", lambda *_, workload, **__: asked.append(workload) or select("cpu", "reference"))
+    key = plan.PlanKey(torch.bfloat16, 16384, torch.device("cuda", 0), 0, 1, "in_forward", is_aligned=True)
+    for reduction in ("none", "sum", "mean"):
+        plan.make_plan(LABELS, Settings(reduction=reduction), key)
+    few = fewest_rows_of_one_pass(2 * 16384)
+    assert few > 1 and [workload.fewest_rows for workload in asked] == [0, few, few]
 
 
 def test_one_pass_runs_where_nothing_stands_in_its_way():
-    assert on_a_gpu("auto") == ("one_pass", "one read and one write")
-    assert on_a_gpu("one_pass") == ("one_pass", "asked for")
-    assert on_a_gpu("triton") == ("triton", "asked for")
-    assert on_a_gpu("reference") == ("reference", "asked for")
+    assert on_a_gpu("auto") == ("one_pass", "one read and one write", 0)
+    by_rows = WORKLOAD._replace(fewest_rows=97)
+    assert on_a_gpu("auto", by_rows) == ("one_pass", "one read and one write; triton of fewer than 97 rows", 97)
+    for workload in (WORKLOAD, by_rows):
+        for name in ("one_pass", "triton", "reference"):
+            assert on_a_gpu(name, workload) == (name, "asked for", 0)
     assert on_a_gpu("auto", gpu=GPU._replace(shared_memory=10**6)).name == "one_pass"
 
 

@@ -120,7 +120,11 @@ PROGRAMS: dict[str, OverLogits | OverHeads] = {
     for reduction in ("mean", "none")
 }
 PROGRAMS |= {
-    "one_pass": of_loss("in_forward", "mean", ONE_PASS_COLUMNS),
+    "one_pass": OverLogits(
+        vp.vocab_parallel_cross_entropy,
+        {"gradient": "in_forward", "reduction": "mean", "impl": "one_pass"},
+        ONE_PASS_COLUMNS,
+    ),
     "log-probs": OverLogits(vp.token_log_probs, {"outputs": ("entropy",), "temperature": 0.7}),
     "te, mean": OverLogits(vp.parallel_cross_entropy, {"reduction": "mean"}),
     "te, none": OverLogits(vp.parallel_cross_entropy, {"reduction": "none"}),

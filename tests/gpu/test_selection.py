@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from vocab_parallel_ce import selection, vocab_parallel_cross_entropy
-from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING
+from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING, fewest_rows_of_one_pass
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
 
 pytestmark = pytest.mark.cuda
@@ -38,6 +38,9 @@ def test_a_hopper_gpu_runs_one_pass_by_itself():
         (ONE_PASS[0][0] + 2, torch.bfloat16, {"outputs": ("predictions",)}, True),
         (ONE_PASS[0][0] - 2, torch.bfloat16, {}, False),
         (ONE_PASS[0][0], torch.bfloat16, {"vocab_size": ONE_PASS[0][0] // 2 - 8}, False),
+        (ONE_PASS[0][0], torch.bfloat16, {"rows": -1}, False),
+        (ONE_PASS[-1][1], torch.bfloat16, {"rows": -1}, False),
+        (ONE_PASS[0][0], torch.bfloat16, {"rows": -1, "impl": "one_pass"}, True),
     ],
 )
 def test_auto_takes_one_pass_where_it_can(bytes_a_row, dtype, options, expected):
@@ -45,8 +48,10 @@ def test_auto_takes_one_pass_where_it_can(bytes_a_row, dtype, options, expected)
     gpu = selection.gpu_of(torch.cuda.current_device())
     if not gpu.is_nvidia or not gpu.has_gluon or gpu.shared_memory < ONE_PASS_SHARED_MEMORY:
         pytest.skip(f"one_pass cannot run here: {gpu}")
-    logits = torch.zeros(2, bytes_a_row // dtype.itemsize, device="cuda", dtype=dtype).requires_grad_() * 1
-    labels = torch.zeros(2, device="cuda", dtype=torch.int64)
+    options = dict(options)
+    rows = fewest_rows_of_one_pass(bytes_a_row) + options.pop("rows", 0)
+    logits = torch.zeros(rows, bytes_a_row // dtype.itemsize, device="cuda", dtype=dtype).requires_grad_() * 1
+    labels = torch.zeros(rows, device="cuda", dtype=torch.int64)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         vocab_parallel_cross_entropy(logits, labels, **{"gradient": "in_forward", **options})
         torch.cuda.synchronize()

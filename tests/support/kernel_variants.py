@@ -108,6 +108,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield stats("bf16", False, "plain", outputs=True, merged=True, overlaps=True)
     yield finish("plain", 1, summed=True, overlaps=True)
     yield scaled("fp32", edges=False)
+    yield scaled("bf16", edges=False, overlaps=True)
     yield counted_larger("bf16", edges=False)
     for dtype, option in product(("bf16", "fp32"), (None, "plain", "softcap")):
         yield above(dtype, False, option)
@@ -271,10 +272,10 @@ def gradient(
     return Variant(name if of is None else f"{name}-to-{of}", launch, dtypes)
 
 
-def scaled(dtype: str, edges: bool) -> Variant:
+def scaled(dtype: str, edges: bool, overlaps: bool = False) -> Variant:
     dtypes = (DTYPES[dtype], torch.float32)
-    launch = launch_of("cross_entropy", "_scaled", dtypes, ROWS[edges], N_COLUMNS, 3)
-    return Variant(f"element_mul-{dtype}{'-edges' * edges}", launch, dtypes)
+    launch = launch_of("cross_entropy", "_scaled", dtypes, ROWS[edges], N_COLUMNS, 3, overlaps)
+    return Variant(f"element_mul-{dtype}{'-edges' * edges}{'-few' * overlaps}", launch, dtypes)
 
 
 def counted_larger(dtype: str, edges: bool) -> Variant:

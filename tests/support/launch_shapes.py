@@ -2,16 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 from unittest.mock import patch
 
-from vocab_parallel_ce import blocks
+from vocab_parallel_ce import blocks, plan
 
 MANY = 1 << 30
 ONE, SEVERAL, BY_SIZE = "uncut rows", "rows in parts", "rows as they are"
-LIMITS: dict[str, dict[str, int]] = {
+ALWAYS, NEVER = ((MANY, 0),), ((MANY, MANY),)
+LIMITS: dict[str, dict[str, Any]] = {
     BY_SIZE: {},
-    ONE: {"CUT_PARTS": MANY, "PROGRAMS_OF_FEW_ROWS": 0, "AT_ONCE_ROWS": 0, "FEW_ROWS": 0},
-    SEVERAL: {"CUT_ROWS": MANY, "CUT_PARTS": 2, "PROGRAMS_OF_FEW_ROWS": MANY, "AT_ONCE_ROWS": MANY, "FEW_ROWS": MANY},
+    ONE: {"CUT_PARTS": MANY, "PROGRAMS_OF_FEW_ROWS": 0, "AT_ONCE_ROWS": 0, "FEW_ROWS": 0, "ONE_PASS_ROWS": ALWAYS},
+    SEVERAL: {"CUT_ROWS": MANY, "CUT_PARTS": 2, "PROGRAMS_OF_FEW_ROWS": MANY, "AT_ONCE_ROWS": MANY, "FEW_ROWS": MANY}
+    | {"ONE_PASS_ROWS": NEVER},
 }
 
 
@@ -30,7 +33,7 @@ def programs_by_rows() -> Iterator[None]:
 
 
 @contextmanager
-def _limits(**limits: int) -> Iterator[None]:
+def _limits(**limits: Any) -> Iterator[None]:
     try:
         with patch.multiple(blocks, **limits) if limits else nullcontext():
             _forget_shapes()
@@ -42,3 +45,4 @@ def _limits(**limits: int) -> Iterator[None]:
 def _forget_shapes() -> None:
     blocks.statistics_shape.cache_clear()
     blocks.gradient_shape.cache_clear()
+    plan._plan_of_fields.cache_clear()

@@ -213,7 +213,7 @@ def _chunk_with_gradients(
     d_hidden = products.hidden.new_gradient(rows)
     for part, own_rows, given, exchange in begun:
         found, d_logits = _at(outputs, own_rows), products.d_buffer[part]
-        if plan.launchers.one_pass is not None:
+        if run.takes_one_pass(plan, given[0].shape[0]):
             run.forward_with_gradient(call, *given, found)  # d_logits are in the memory of the logits
         elif expected is not None:
             stats = _arrived(call, *given, exchange, None)

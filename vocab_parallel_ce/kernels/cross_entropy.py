@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vocab_parallel_ce import blocks
 from vocab_parallel_ce.blocks import (
     READ_AND_WRITE,
     READ_AND_WRITE_EDGES,
@@ -339,11 +340,13 @@ def element_mul_kernel(
     grad_output_stride,  # 0: one factor for all rows
     n_columns,
     n_rows,
+    OVERLAPS: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Example: ``[1, 2, 3]`` with grad_output 0.5 becomes ``[0.5, 1, 1.5]``."""
+    ops.wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     if grad_output_stride == 0:
         if tl.load(grad_output).to(tl.float32) == 1.0:
@@ -362,11 +365,13 @@ def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:
     n_rows = grad_output.shape[0]
     base, rows = row_arguments(grad_logits)
     tensors = (base, grad_output)
-    launch = _scaled(dtypes_of(tensors), rows, grad_logits.shape[-1], grad_output.stride(0))
+    overlaps = n_rows <= blocks.CUT_ROWS and can_overlap(grad_logits.get_device())
+    launch = _scaled(dtypes_of(tensors), rows, grad_logits.shape[-1], grad_output.stride(0), overlaps)
     launch(min(n_rows, PROGRAMS), tensors, (n_rows,))
 
 
 @cache_launches
-def _scaled(dtypes: Dtypes, rows: Rows, n_columns: int, stride: int) -> Launch:
+def _scaled(dtypes: Dtypes, rows: Rows, n_columns: int, stride: int, overlaps: bool) -> Launch:
     block = choose_block(READ_AND_WRITE_EDGES if rows[1] else READ_AND_WRITE, n_columns, dtypes[0].itemsize)
-    return walk_launch(element_mul_kernel, rows, (stride, n_columns), block)
+    values = (stride, n_columns)
+    return walk_launch(element_mul_kernel, rows, values, block, launch_pdl=overlaps, OVERLAPS=overlaps)

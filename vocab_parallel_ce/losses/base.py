@@ -48,6 +48,7 @@ class Launchers(NamedTuple):
     summed_outputs: Callable[..., Tensor] | None = None  # as outputs, and returns the sum of the losses
     # (logits, beside, divisor, outputs, counted=, options=): fills them and overwrites the logits with the gradient.
     one_pass: Callable[..., None] | None = None
+    one_pass_rows: int = 0  # the fewest that one_pass takes
 
 
 LOSSES: dict[str, Loss] = {}  # Keys: names of the losses' files, as operators pass them.

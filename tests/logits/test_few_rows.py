@@ -1,0 +1,112 @@
+"""``gradient="in_forward"`` of few rows is the default's launches and one; ``one_pass`` takes more rows only."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.support.budget import assert_within_budget
+from tests.support.inputs import batch
+from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
+from vocab_parallel_ce import linear_cross_entropy, plan, run, vocab_parallel_cross_entropy
+from vocab_parallel_ce.selection import Selection
+
+pytestmark = pytest.mark.interpreter
+FEWEST = 3  # rows of one_pass here
+
+
+def launches(gradient, logits, labels, grad_output, **options):
+    """(loss, gradient), and the names of the kernels that were launched."""
+    from vocab_parallel_ce.kernels.launch import Launch
+
+    leaf = logits.clone().requires_grad_()
+    with patch.object(Launch, "__call__", autospec=True, side_effect=Launch.__call__) as launch:
+        loss = vocab_parallel_cross_entropy(leaf * 1, labels, gradient=gradient, impl="triton", **options)
+        (grad,) = torch.autograd.grad(loss, leaf, grad_output)
+    return (loss.detach(), grad), [call.args[0].kernel.fn.__name__ for call in launch.call_args_list]
+
+
+@pytest.mark.interpreted(4)
+@pytest.mark.parametrize(
+    "options",
+    ({"z_loss": 0.1}, {"reduction": "sum"}, {"reduction": "sum", "num_items": 7}, {"ignore_index": 3}),
+    ids=str,
+)
+def test_a_mode_by_name_is_no_more_than_the_default_and_a_scale(options):
+    """A sum of the losses by PyTorch was a launch that waits, 2 us of 13; and it had another order."""
+    logits, labels = batch("mixture", rows=5, vocab_size=520, dtype=torch.bfloat16)
+    one = torch.ones(())
+    default, by_default = launches("in_backward", logits, labels, one, **options)
+    found, by_name = launches("in_forward", logits, labels, one, **options)
+    is_mean = options.get("reduction") != "sum"
+    assert by_default == ["online_softmax_kernel", *["loss_kernel"] * is_mean, "cross_entropy_kernel"]
+    assert by_name == ["online_softmax_kernel", "loss_kernel", "cross_entropy_kernel", "element_mul_kernel"]
+    assert torch.equal(found[1], default[1]) and (torch.equal(found[0], default[0]) or not is_mean)
+    oracle, peer = (of(logits, labels, **options) for of in (cross_entropy_fp64, cross_entropy_same_dtype))
+    assert_within_budget(found[0], oracle.loss, peer.loss)
+    assert_within_budget(found[1], oracle.grad, peer.grad)
+
+
+@pytest.fixture
+def one_launch(monkeypatch):
+    """What a GPU would select; returns the rows of each call of ``one_pass``, which computes what ``triton`` does."""
+    from vocab_parallel_ce import kernels
+    from vocab_parallel_ce.kernels import one_pass
+
+    calls = []
+
+    def chosen(device, requested, *, workload, gpu):
+        by_rows = FEWEST if workload.fewest_rows else 0
+        return Selection("one_pass", "", by_rows) if workload.gradient == "in_forward" else Selection("triton", "")
+
+    def in_one_launch(logits, beside, divisor, outputs, *, counted, options):
+        n_rows = beside.labels.shape[0]
+        calls.append(n_rows)
+        shard = plan.VocabShard(0, logits.shape[-1], logits.shape[-1])
+        stats = logits.new_empty(1, n_rows, len(options.statistics), dtype=torch.float32)
+        count = torch.empty(1, dtype=torch.int32) if counted else None
+        kernels.online_softmax(logits, beside, (stats,), 0, count, shard=shard, options=options)
+        divisor = divisor if count is None else count
+        grads = run.GradOutputs()
+        kernels.cross_entropy(
+            logits, beside, (stats,), divisor, grads, outputs.loss, logits, shard=shard, options=options
+        )
+
+    monkeypatch.setattr(plan, "select", chosen)
+    monkeypatch.setattr(one_pass, "one_pass", in_one_launch)
+    plan._plan_of_fields.cache_clear()
+    yield calls
+    plan._plan_of_fields.cache_clear()
+
+
+@pytest.mark.interpreted(3)
+@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
+def test_one_launch_from_the_fewest_rows_on(one_launch, reduction):
+    """A loss per row has the order of one launch whatever the number of rows."""
+    for n_rows in (FEWEST - 1, FEWEST, FEWEST + 2):
+        logits, labels = batch("mixture", rows=n_rows, vocab_size=520, dtype=torch.bfloat16)
+        options = {"reduction": reduction}
+        grad_output = torch.ones(n_rows if reduction == "none" else ())
+        (loss, grad), _ = launches("in_forward", logits, labels, grad_output, **options)
+        oracle, peer = (of(logits, labels, **options) for of in (cross_entropy_fp64, cross_entropy_same_dtype))
+        assert_within_budget(loss, oracle.loss, peer.loss)
+        assert_within_budget(grad, oracle.grad, peer.grad)
+    assert one_launch == ([FEWEST - 1] if reduction == "none" else []) + [FEWEST, FEWEST + 2]
+
+
+def test_each_chunk_of_a_head_by_its_own_rows(one_launch):
+    """Ten tokens in chunks of 4, of which the last has 2."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(10, 16, generator=generator), torch.randn(520, 16, generator=generator)
+    labels = torch.randint(0, 520, (10,), generator=generator)
+
+    def results(loss_of, *leaves):
+        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+        loss = loss_of(*leaves)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    found = results(lambda h, w: linear_cross_entropy(h, w, labels, chunk_size=4, impl="triton"), hidden, weight)
+    assert one_launch == [4, 4]
+    truth = results(lambda h, w: torch.nn.functional.cross_entropy(h @ w.T, labels), hidden.double(), weight.double())
+    for actual, expected in zip(found, truth, strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
