@@ -145,8 +145,8 @@ ONE_PASS_PREDICTIONS = (*ONE_PASS[:-2], (212_993, 270_336, OnePassConfig(16, 5, 
 ONE_PASS_SMOOTHING = (ONE_PASS[2], ONE_PASS_PREDICTIONS[-1])
 
 
-# (row bytes up to, rows). With fewer rows two kernels are faster, whose programs share a row. On one H100, Triton 3.6.
-ONE_PASS_ROWS = ((65_536, 129), (1 << 62, CUT_ROWS + 1))
+# (row bytes up to, rows). With fewer rows two kernels are faster, whose programs share a row. On one H200, Triton 3.6.
+ONE_PASS_ROWS = ((32_768, 1025), (65_536, 129), (1 << 62, CUT_ROWS + 1))
 
 
 def fewest_rows_of_one_pass(row_bytes: int) -> int:
