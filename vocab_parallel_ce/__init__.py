@@ -1,5 +1,8 @@
 """Cross-entropy of logits sharded over the vocabulary, without gathering them."""
 
+import importlib
+from types import ModuleType
+
 import torch
 
 from vocab_parallel_ce.versions import require_torch
@@ -44,3 +47,10 @@ __all__ = [
 def __dir__() -> list[str]:
     """Names for users: completion does not offer modules."""
     return [*__all__, "__version__", "integrations"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import and return ``vocab_parallel_ce.integrations`` when it is used."""
+    if name != "integrations":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")

@@ -214,6 +214,25 @@ def test_doctor_names_the_peers_that_are_here(monkeypatch, tmp_path, is_here):
 
 
 @pytest.mark.reference
+@pytest.mark.reference
+def test_names_that_completion_offers_and_pages_have_are_attributes():
+    """In a fresh process, where no other test has imported a module."""
+    names = {name for page in PAGES for name in re.findall(r"`(vocab_parallel_ce(?:\.\w+)+)", page.read_text("utf-8"))}
+    assert "vocab_parallel_ce.integrations" in names
+    code = f"""
+import sys, vocab_parallel_ce
+assert not any(name.startswith("vocab_parallel_ce.integrations") for name in sys.modules)
+for name in dir(vocab_parallel_ce):
+    getattr(vocab_parallel_ce, name)
+assert callable(vocab_parallel_ce.integrations.openrlhf.install)
+for name in {sorted(names)}:
+    eval(name)
+assert not hasattr(vocab_parallel_ce, "no_such_name")
+"""
+    result = fresh_python("-c", code)
+    assert result.returncode == 0, result.stderr
+
+
 def test_integrations_are_attributes():
     assert integrations.__getattr__("trl").__name__ == "vocab_parallel_ce.integrations.trl"
     assert not hasattr(integrations, "absent")
