@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vocab_parallel_ce import environment
 from vocab_parallel_ce.checks import check_bool
 from vocab_parallel_ce.collectives import all_gather_objects, group_position
 from vocab_parallel_ce.dtensor import process_group_of
@@ -52,7 +52,7 @@ class _Call:
 
 
 # Every call reads these two. All threads share them, because backward has threads of its own.
-is_on = os.environ.get("VOCAB_PARALLEL_CE_VERIFY", "").lower() not in ("", "0", "false", "no", "off")
+is_on = environment.switch(environment.VERIFY)
 open_calls: list[_Call] = []
 
 

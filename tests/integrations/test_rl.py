@@ -15,7 +15,7 @@ from tests.linear.test_keep_logits import COLUMNS, Products
 from tests.support.ranks import device_of
 from tests.support.rl import in_two_ranks
 from vocab_parallel_ce.integrations import nemo_rl, openrlhf, verl
-from vocab_parallel_ce.integrations.log_probs import KEEP_LOGITS, FusedLinearChunkedDistributedLogprob
+from vocab_parallel_ce.integrations.log_probs import FusedLinearChunkedDistributedLogprob
 from vocab_parallel_ce.integrations.rebind import Switch
 
 EXAMPLE = ROOT / "scripts" / "examples" / "rl_policy_gradient.py"
@@ -288,7 +288,7 @@ def test_heads_keep_their_logits_if_the_environment_says_so(monkeypatch, core):
     }
     results = []
     for kept, n_products in (("", 2), ("all", 1)):
-        monkeypatch.setenv(KEEP_LOGITS, kept)
+        monkeypatch.setenv("VOCAB_PARALLEL_CE_KEEP_LOGITS", kept)
         leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
         with Products() as products:
             log_probs = calls[core](*leaves)

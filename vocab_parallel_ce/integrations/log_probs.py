@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,19 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vocab_parallel_ce import environment
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.logits import token_log_probs
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import process_group_of
-from vocab_parallel_ce.options import Advanced
+from vocab_parallel_ce.options import Advanced, bytes_of
 
 IGNORED = -100
-KEEP_LOGITS = "VOCAB_PARALLEL_CE_KEEP_LOGITS"
 
 
 def kept_logits() -> str:
     """Return ``keep_logits`` of the heads of RL frameworks, which have no setting for it: the variable's value."""
-    return os.environ.get(KEEP_LOGITS) or "none"
+    kept = environment.text(environment.KEEP_LOGITS, "none")
+    if kept not in ("none", "all"):
+        bytes_of(kept, environment.KEEP_LOGITS, "'none', 'all'")  # an error that names the variable
+    return kept
 
 
 def tensor_parallel_group() -> Any:

@@ -1,7 +1,7 @@
 """verl's log-probabilities, entropies and sums of squared probabilities from this package: on request, and undoable.
 
 The functions have the names, parameters, shapes and dtypes of verl 0.9. :func:`install` makes verl use them. Importing
-this module does it too if the variable ``VOCAB_PARALLEL_CE_VERL`` is set, and not 0: so verl's own variable
+this module does it too if the variable ``VOCAB_PARALLEL_CE_VERL`` is on: so verl's own variable
 ``VERL_USE_EXTERNAL_MODULES=vocab_parallel_ce.integrations.verl`` switches it on in every process of a program.
 
 What differs from verl in all of them: a label of -100 has log-probability 0, and exactly no gradient; another label
@@ -10,13 +10,12 @@ outside the vocabulary gives NaN. Forward never changes logits.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks
+from vocab_parallel_ce import checks, environment
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.logits import output_of, token_log_probs
 from vocab_parallel_ce.integrations.log_probs import kept_logits, tensor_parallel_group
@@ -193,5 +192,5 @@ _switch = Switch(
 )
 install, uninstall, installed, report = _switch.install, _switch.uninstall, _switch.installed, _switch.report
 
-if os.environ.get("VOCAB_PARALLEL_CE_VERL", "") not in ("", "0"):
+if environment.switch(environment.VERL):
     install()

@@ -1,15 +1,14 @@
 """Hugging Face transformers: head and loss are one, without changing a line of a model.
 
-``install()`` does it; importing this module does it too if the variable ``VOCAB_PARALLEL_CE_TRANSFORMERS`` is 1.
+``install()`` does it; importing this module does it too if the variable ``VOCAB_PARALLEL_CE_TRANSFORMERS`` is on.
 """
 
-import os
-
+from vocab_parallel_ce import environment
 from vocab_parallel_ce.integrations.transformers.audit_models import audit
 from vocab_parallel_ce.integrations.transformers.patch import install, uninstall
 from vocab_parallel_ce.integrations.transformers.tensor_parallel import shard_lm_head
 
 __all__ = ["audit", "install", "shard_lm_head", "uninstall"]
 
-if os.environ.get("VOCAB_PARALLEL_CE_TRANSFORMERS") == "1":
+if environment.switch(environment.TRANSFORMERS):
     install()
