@@ -7,6 +7,7 @@ one GPU or a CPU needs no process group.
 from __future__ import annotations
 
 import functools
+import pickle
 from contextlib import nullcontext
 from typing import Any
 
@@ -79,17 +80,27 @@ def begin_reduce_scatter(own: Tensor, summed: Tensor, group: Any) -> Any:
 def all_gather_objects(own: Any, group: Any, device: torch.device | None) -> list[Any]:
     """Return ``own`` of every rank, in the order of the ranks. For debugging: it waits for the device.
 
-    NCCL sends objects through the current GPU, so ``device`` becomes current if it is one.
+    ``torch.distributed.all_gather_object`` would need NumPy. NCCL sends objects through the current GPU, so ``device``
+    becomes current if it is one.
 
     Collectives: two all_gathers, of sizes and of pickled bytes; none for one rank.
     """
     n_ranks = group_position(group)[1]
     if n_ranks == 1:
         return [own]
-    gathered: list[Any] = [None] * n_ranks
+
+    def gathered(values: Tensor) -> Tensor:
+        of_ranks = values.new_empty(n_ranks * len(values))
+        begin_all_gather(of_ranks, values, group).wait()
+        return of_ranks.view(n_ranks, -1)
+
     with torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext():
-        dist.all_gather_object(gathered, own, group=group)
-    return gathered
+        sends_from = dist.distributed_c10d._get_object_coll_device(group)
+        pickled = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8).to(sends_from)
+        sizes = gathered(torch.tensor([len(pickled)], device=sends_from)).flatten().tolist()
+        padded = torch.nn.functional.pad(pickled, (0, max(sizes) - len(pickled)))
+        rows = gathered(padded).tolist()
+    return [pickle.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
 
 
 def available_backends() -> list[str]:

@@ -65,9 +65,8 @@ def verify_calls(enabled: bool = True) -> Iterator[None]:
     public functions and modules, in all threads. A difference raises the same error on every rank, which names
     the rank and the argument. So does an error in one rank's own checks. docs/options.md says what is compared.
 
-    Collectives: two all_gathers per call and two in backward, of less than 4 KiB per rank, by
-    ``torch.distributed.all_gather_object``, which needs NumPy. Two more with the labels if they differ.
-    None for one rank.
+    Collectives: two all_gathers per call and two in backward, of less than 4 KiB per rank, of
+    pickled objects. Two more with the labels if they differ. None for one rank.
 
     Example:
         >>> from vocab_parallel_ce import verify_calls, vocab_parallel_cross_entropy

@@ -7,6 +7,7 @@ import runpy
 import threading
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -365,6 +366,23 @@ def test_the_variable_switches_it_on_for_a_program(monkeypatch):
     for value, is_on in (("1", True), ("0", False), ("", False), ("False", False)):
         monkeypatch.setenv("VOCAB_PARALLEL_CE_VERIFY", value)
         assert runpy.run_path(verify.__file__)["is_on"] is is_on
+
+
+def _without_numpy(rank, group):
+    """In a rank, whose tensors cannot become arrays: the loss and the error of another label."""
+    arguments, failed = Arguments(rank, group), RuntimeError("Numpy is not available")
+    with mock.patch.object(torch.Tensor, "numpy", side_effect=failed), verify_calls():
+        loss = FUNCTIONS["loss"](arguments.changed())
+        error = error_of(lambda: FUNCTIONS["loss"](arguments.changed(labels=lambda y: y + rank * (y == 4))))
+    return loss.detach(), error
+
+
+@in_ranks((2, 3), (), (2,))
+def test_it_needs_no_numpy(rank_pool, impl):
+    n_ranks = rank_pool.world_size
+    for loss, error in rank_pool.run(_without_numpy):
+        _check_loss([loss], n_ranks)
+        assert re.match(r"ValueError: labels\[\d, \d\]: .* has 5, ", error), error
 
 
 @pytest.mark.reference
