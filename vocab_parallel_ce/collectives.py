@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import pickle
-from contextlib import nullcontext
-from typing import Any
+from contextlib import nullcontext, suppress
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,31 @@ def group_position(group: object) -> tuple[int, int]:
 def group_named(name: str | None) -> Any:
     """Return the group that has this ``group_name``; None for None."""
     return None if name is None else dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+class NamedGroup(NamedTuple):
+    """What stands for a process group in a copy or a pickle of a module, because no group can be copied."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: Any) -> NamedGroup | None:
+        return None if group is None else cls(group.group_name, tuple(dist.get_process_group_ranks(group)))
+
+    def found(self) -> Any:
+        """Return this process's group of that name. Raise ValueError if it has none, or one of other ranks."""
+        ranks: object = "no such group"
+        with suppress(RuntimeError, LookupError):
+            group = group_named(self.name)
+            ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks != self.ranks:
+            raise ValueError(
+                f"group: expected the process group {self.name!r} of the ranks {self.ranks}, which a module that is "
+                f"copied or unpickled looks up by name, got {ranks}; make the same groups before, or set module.group "
+                "to None before it is pickled"
+            )
+        return group
 
 
 def all_gather_stats(gathered: Tensor, rank: int, group: Any) -> None:

@@ -13,7 +13,7 @@ from vocab_parallel_ce.api import heads, logits
 from vocab_parallel_ce.api.call import asked_for, checked_advanced, public, settings_of, top_of
 from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
-from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.collectives import NamedGroup, group_position
 from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks, process_group_of
 from vocab_parallel_ce.head.plan import check_head_settings
 from vocab_parallel_ce.options import (
@@ -67,6 +67,15 @@ class _LossModule(nn.Module):
         if is_new and (name in KEYWORDS_OF_OTHERS or meant_by(name, self.names) is not None):
             check_names({name: value}, self.names, type(self))
         super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle has: the group by its name and ranks."""
+        return {**self.__dict__, "options": {**self.options, "group": NamedGroup.of(self.options["group"])}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        group = state["options"]["group"]
+        options = {**state["options"], "group": None if group is None else group.found()}
+        super().__setstate__({**state, "options": options})
 
     if TYPE_CHECKING:
 
