@@ -220,8 +220,8 @@ def _fingerprint(hidden: Tensor, is_valid: Tensor) -> tuple[float, ...]:
     """Return the norm of the valid rows of ``hidden [..., D]`` and 4 projections of them."""
     rows = hidden.detach().float().flatten(0, -2).masked_fill(~is_valid.reshape(-1, 1), 0.0)
     n_tokens, n_features = rows.shape
-    right = (torch.arange(n_features * 4, device=rows.device) * 2.399963).cos()
-    left = (torch.arange(n_tokens, device=rows.device) * 1.7320508 + 0.5).cos()
+    right = (torch.arange(n_features * 4, device=rows.device, dtype=rows.dtype) * 2.399963).cos()
+    left = (torch.arange(n_tokens, device=rows.device, dtype=rows.dtype) * 1.7320508 + 0.5).cos()
     # The mean square of a cosine is 1 / 2: twice a projection is as large as the difference of the rows.
     return (float(rows.norm()), *(2 * (left @ (rows @ right.view(n_features, -1)))).tolist())
 
@@ -263,7 +263,7 @@ def _check_not_whole(name: str, sampled: Sequence[str | None]) -> None:
 
 def _compare_hidden(name: str, fingerprints: Sequence[tuple[float, ...]]) -> None:
     """Raise ValueError if fingerprints of hidden states differ by more than rounding."""
-    prints = torch.tensor(fingerprints)
+    prints = torch.tensor(fingerprints, dtype=torch.float64)
     difference = (prints.unsqueeze(1) - prints).abs().amax(-1)
     is_close = ~(difference > TOLERANCE * prints[:, 0].max())  # nothing differs from NaN or infinity
     usual = max(range(len(prints)), key=is_close.sum(1).tolist().__getitem__)

@@ -142,7 +142,7 @@ def _accuracy(predictions: Tensor | None, labels: Tensor, ignore_index: int) -> 
     assert predictions is not None
     n_tokens = count_labels(labels, ignore_index)
     is_right = (predictions == labels) & (predictions >= 0)
-    return is_right.sum() / n_tokens.clamp(min=1)
+    return is_right.sum(dtype=torch.float32) / n_tokens.clamp(min=1)
 
 
 def _z_loss(found: TokenOutputs, labels: Tensor, settings: Settings, divisor: Tensor | None) -> Tensor:

@@ -168,7 +168,10 @@ def _compare(linear: LinearCall, local: Head, given: Arguments, settings: Settin
 
 def _overflow(is_valid: Tensor, valid_tokens: int | None) -> Tensor | None:
     """Return the factor of the loss ``[]``: NaN if more tokens are valid than the caller said."""
-    return None if valid_tokens is None else torch.where(is_valid.sum() > valid_tokens, float("nan"), 1.0)
+    if valid_tokens is None:
+        return None
+    factor = is_valid.new_ones((), dtype=torch.float32)
+    return factor.masked_fill_(is_valid.sum() > valid_tokens, float("nan"))
 
 
 def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_output: bool = False) -> None:
