@@ -226,6 +226,23 @@ def test_a_mean_over_no_label_is_0_instead_of_nan(llama):
 
 
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
+@pytest.mark.parametrize("n", [0, torch.tensor(0), torch.tensor(0.0), torch.tensor([0])], ids=repr)
+def test_a_batch_of_no_items_has_loss_0(llama, mechanism, n):
+    """A Trainer passes the number of labels of all micro-batches; 0 / 0 would be NaN."""
+    inputs = tiny_inputs(llama) | {"labels": torch.full((2, 12), -100), "num_items_in_batch": n}
+    assert step(llama, inputs).loss.isnan().all()
+    install(llama, mechanism=mechanism)
+    found = step(llama, inputs)
+    assert (found.loss == 0.0).all() and not any(grad.any() for grad in found.gradients.values())
+    assert audit(llama)["fused"] == 1
+    uninstall()
+    others = tiny_inputs(llama) | {"num_items_in_batch": torch.tensor(17)}
+    expected = step(llama, others).loss
+    install(llama, mechanism=mechanism)
+    torch.testing.assert_close(step(llama, others).loss, expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
 def test_tuples_and_positional_labels(llama, mechanism):
     inputs = tiny_inputs(llama)
     order = [name for name in inspect.signature(llama.forward).parameters if name != "kwargs"]

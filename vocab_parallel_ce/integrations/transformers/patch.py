@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -169,7 +170,7 @@ def lazy_forward(original: Callable[..., Any], options: dict[str, Any], owner: A
             note_unfused(self, TRACED)
             return original(self, *args, **kwargs)
         with lazy_head(self, options) as record:
-            outputs = original(self, *args, **kwargs)
+            outputs = original(self, *args, **_of_no_items(kwargs))
         record.end()
         return outputs
 
@@ -188,9 +189,21 @@ def _rewritten(original: Callable[..., Any], options: dict[str, Any], owner: Any
                 note_compiled(WITHOUT_LABELS)
             elif not is_lazy_here(self.get_output_embeddings()):
                 note_unfused(self, WITHOUT_LABELS)
-        return rewritten(self, *args, **kwargs)
+        return rewritten(self, *args, **_of_no_items(kwargs))
 
     return forward
+
+
+def _of_no_items(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return ``kwargs`` that give the loss of no items, 0 / 0, the value 0: with infinity for ``num_items_in_batch`` 0.
+
+    The model's own loss function divides by it, and on a GPU nobody may look at it.
+    """
+    n = kwargs.get("num_items_in_batch")
+    if isinstance(n, torch.Tensor):
+        n = n if n.is_floating_point() else n.float()  # as the quotient of an fp32 sum and an integer is computed
+        return kwargs | {"num_items_in_batch": n.masked_fill(n == 0, math.inf)}
+    return kwargs if n is None or n else kwargs | {"num_items_in_batch": math.inf}
 
 
 def _labels_of(original: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
