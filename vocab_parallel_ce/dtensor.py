@@ -135,8 +135,11 @@ def _vocabulary_mesh_dim(name: str, placements: tuple[Any, ...], ndim: int) -> i
         return cuts[0]
     if any(placement.is_partial() for placement in placements):
         remedy = "redistribute it first: its values are sums that are still to be taken"
-    elif not cuts and all(placement.is_replicate() for placement in placements):
-        remedy = "every rank has the whole vocabulary: pass its to_local() to the function in vocab_parallel_ce"
+    elif not cuts and all(plain[d] or placement.is_replicate() for d, placement in enumerate(placements)):
+        remedy = (
+            "every rank has the whole vocabulary of its tokens: pass its to_local(), and their labels, to the function "
+            "in vocab_parallel_ce"
+        )
     elif len(cuts) > 1:
         remedy = "flatten these dimensions of the mesh into one, or redistribute it first"
     else:

@@ -314,6 +314,7 @@ def _refusals(rank, group, impl):
     descending, accuracy = DeviceMesh(device.type, [3, 2, 1, 0]), {"outputs": ("token_accuracy",)}
     attempts = {
         "plain": lambda: cross_entropy(logits, labels),
+        "tokens": lambda: call(Shard(0), Replicate()),
         "whole": lambda: call(Replicate(), Replicate()),
         "another order": lambda: cross_entropy(DTensor.from_local(logits, descending, [Shard(1)]), labels),
         "twice": lambda: call(Shard(1), Shard(1)),
@@ -343,6 +344,7 @@ def test_other_placements_are_refused_with_what_to_do(rank_pool, impl):
     layout = r"ValueError: logits: expected a DTensor with Shard\(-1\) on exactly one dimension of its mesh.* got "
     expected = {
         "plain": "TypeError: logits: expected a DTensor, got a plain torch.Tensor; .*vocab_parallel_ce, with group=",
+        "tokens": rf"{layout}\(Shard\(dim=0\), Replicate\(\)\); every rank has the whole .*of its tokens.*to_local",
         "whole": rf"{layout}\(Replicate\(\), Replicate\(\)\); every rank has .*to_local",
         "another order": r"ValueError: logits: expected a mesh of ascending ranks along dimension 0, got \(3, 2, 1",
         "twice": rf"{layout}.*; flatten these dimensions",
