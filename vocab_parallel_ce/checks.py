@@ -207,10 +207,9 @@ def check_number(name: str, value: object, *, positive: bool = False, at_most: f
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     number = float(value) if abs(value) <= FP32.max else math.inf  # type: ignore[operator]
-    if positive and not FP32.tiny <= number <= FP32.max:
-        raise ValueError(f"{name}: must be positive and finite in fp32, got {value}")
-    if not 0 <= number <= min(at_most, FP32.max):
-        expected = "in [0, 1]" if at_most == 1 else "at least 0 and finite in fp32"
+    if not (FP32.tiny if positive else 0) <= number <= min(at_most, FP32.max):
+        least, opening = ("positive", "(") if positive else ("at least 0", "[")
+        expected = f"{least} and finite in fp32" if at_most == math.inf else f"in {opening}0, {at_most:g}]"
         raise ValueError(f"{name}: must be {expected}, got {value}")
 
 

@@ -214,8 +214,8 @@ def test_refusals_by_name():
     logits, labels = torch.randn(4, 9), torch.randint(0, 9, (4,))
     for error, words, changed in (
         (TypeError, "sampling: expected a Sampling or None, got dict", {"sampling": {"top_p": 0.9}}),
-        (ValueError, "sampling.top_p: must be", {"sampling": Sampling(top_p=0.0)}),
-        (ValueError, "sampling.top_p: must be", {"sampling": Sampling(top_p=1.1)}),
+        (ValueError, r"sampling.top_p: must be in \(0, 1\], got 0.0$", {"sampling": Sampling(top_p=0.0)}),
+        (ValueError, r"sampling.top_p: must be in \(0, 1\], got 1.1$", {"sampling": Sampling(top_p=1.1)}),
         (ValueError, "sampling.top_k .None: all.: must be", {"sampling": Sampling(0)}),
         (ValueError, "sampling: expected no 'mean_logit'.* got output 'rank'", {"outputs": ("entropy", "rank")}),
         (ValueError, "sampling: expected no 'mean_logit'.* got top_k=3", {"top_k": 3}),
