@@ -137,17 +137,20 @@ def check_rows(labels: Tensor, logits: Tensor) -> None:
 
 
 def check_hidden(hidden: Tensor) -> None:
-    """A plain, dense tensor ``[..., D]`` of a supported dtype, with a row dimension and values."""
+    """A plain, dense tensor ``[..., D]`` of a supported dtype, with a row dimension."""
     check_tensor("hidden", hidden)
+    check_dense("hidden", hidden, HEAD_DTYPES)
+    if hidden.dim() < 2 or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden: expected at least two dimensions, [..., D], got shape {_shape(hidden)}")
+
+
+def check_has_values(hidden: Tensor) -> None:
     if has_no_values(hidden):
         what = "one on the meta device" if hidden.is_meta else "a FakeTensor"
         raise TypeError(
             f"hidden: expected a tensor with values, by which tokens are left out, got {what}; for shapes alone, "
             "compute the logits and pass them to vocab_parallel_cross_entropy"
         )
-    check_dense("hidden", hidden, HEAD_DTYPES)
-    if hidden.dim() < 2 or hidden.shape[-1] == 0:
-        raise ValueError(f"hidden: expected at least two dimensions, [..., D], got shape {_shape(hidden)}")
 
 
 def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None) -> None:

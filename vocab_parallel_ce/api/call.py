@@ -167,6 +167,12 @@ TRACES_DTENSORS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
 DEFAULTS = Advanced()
 
 
+def is_traced() -> bool:
+    """Return whether this call goes into a graph as an operator: of ``torch.compile``, or of ``torch.export``."""
+    # is_compiling() is of all threads. An export that is not strict runs eager code on tensors without values.
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+
 def public(
     eager_if: Callable[[dict[str, Any]], bool] | None = None, *, verifies: bool = True
 ) -> Callable[[Function], Function]:
@@ -195,6 +201,8 @@ def public(
             if "group" in kwargs:
                 kwargs["group"] = process_group_of(kwargs["group"])
             compiles = torch.compiler.is_dynamo_compiling()
+            if not compiles and torch.compiler.is_exporting() and eager_if and eager_if(kwargs):
+                raise RuntimeError(f"{why}, not torch.export")
             if (compiles or "torch._dynamo" in sys.modules) and (
                 verify.is_on
                 or (eager_if and eager_if(kwargs))
@@ -262,7 +270,7 @@ def over_logits(
 
     ``given`` are the tensors alongside the logits, ``loss.Beside``. Fills ``top``. Compiled code gets an operator.
     """
-    if torch.compiler.is_dynamo_compiling():  # of this frame; is_compiling() is of all threads
+    if is_traced():
         from vocab_parallel_ce.operators import losses
 
         return losses(loss, logits, given, settings, group, num_items)
@@ -281,7 +289,7 @@ def over_head(
 
     Also return ``num_items`` as a tensor, and the factor NaN or 1 that tells if more than ``valid_tokens`` are valid.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if is_traced():
         from vocab_parallel_ce.head.operators import linear_losses
 
         return linear_losses(loss, given, settings, head)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
-from vocab_parallel_ce.api.call import over_head, over_logits
+from vocab_parallel_ce.api.call import is_traced, over_head, over_logits
 from vocab_parallel_ce.beside import check_beside, check_labels_beside, check_requires_no_gradient, checked_divisor
 from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.layout import compute_dtype
@@ -142,7 +142,7 @@ def check_given(given: Tokens, student: Tensor, subject: str, settings: Settings
     check_hard_weight(settings, given.labels)
     checks.check_choice("reduction", settings.reduction, REDUCTIONS)
     check_tokens(given, student, settings, subject)
-    if torch.compiler.is_dynamo_compiling():
+    if is_traced():
         check_requires_no_gradient(**{"teacher.log_probs": given.log_probs})
     else:
         check_beside("teacher.log_probs", given.log_probs, student, settings)
@@ -157,7 +157,7 @@ def check_given(given: Tokens, student: Tensor, subject: str, settings: Settings
             "gradient: 'in_forward' takes a TopKTeacher with divergence='forward' and no hard_weight, got "
             f"divergence={settings.divergence!r} and hard_weight={settings.hard_weight:g}; use another mode"
         )
-    if settings.check_labels and torch.compiler.is_dynamo_compiling():
+    if settings.check_labels and is_traced():
         raise ValueError(
             "check_labels: expected False in compiled code with a TopKTeacher, except for divergence='forward' without "
             "hard_weight, because the check waits for the device, got True"
@@ -167,7 +167,7 @@ def check_given(given: Tokens, student: Tensor, subject: str, settings: Settings
 
 
 def _divisor(num_items: Any, reduction: str, student: Tensor) -> Tensor | None:
-    if torch.compiler.is_dynamo_compiling():
+    if is_traced():
         from vocab_parallel_ce.operators import divisor_of
 
         return divisor_of(num_items, reduction, student)

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api import heads, logits
-from vocab_parallel_ce.api.call import asked_for, checked_advanced, public, settings_of, top_of
+from vocab_parallel_ce.api.call import asked_for, checked_advanced, is_traced, public, settings_of, top_of
 from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
 from vocab_parallel_ce.collectives import NamedGroup, group_position
@@ -320,7 +320,7 @@ def _check_head(head: Any) -> None:
             "VocabParallelCrossEntropy"
         )
     _check_hooks(head)
-    if not is_dtensor(head.weight):
+    if not (is_dtensor(head.weight) or is_traced()):
         checks.check_parameter("weight", head.weight)
 
 

@@ -84,6 +84,7 @@ def plan_linear_call(
     """Check the arguments and plan the call; changes nothing. Also return what stands alongside the rows' logits."""
     hidden, labels, main_grad, expected = given.head.hidden, given.labels, given.main_grad, given.expected_grad_output
     checks.check_hidden(hidden)
+    checks.check_has_values(hidden)
     loss.check_head(given.beside, hidden, settings)
     checks.check_labels(labels, hidden, "hidden")
     check_head_settings(settings, head, knows_grad_output=expected is not None)
