@@ -45,6 +45,10 @@ LINEAR_KEYWORDS = keyword_defaults(LinearDistillationKeywords)
 class TopKTeacher(NamedTuple):
     """A teacher that is known at ``k`` tokens, the same on every rank; it gets no gradient.
 
+    A row whose ``exp(log_probs)`` sum to more than 1.125 is no distribution, beyond rounding: probabilities or logits
+    in the place of ``log_probs``. Its loss and gradient are NaN, as of an id outside the vocabulary, and with
+    ``check_labels=True`` it is a ValueError.
+
     Example:
         >>> from vocab_parallel_ce import TopKTeacher, distillation_loss
         >>> teacher = TopKTeacher(ids=torch.tensor([[0, 1]]), log_probs=torch.tensor([[0.5, 0.5]]).log())

@@ -28,7 +28,7 @@ from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, rows_of_mean
 from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, IGNORED, Ids, marked
-from vocab_parallel_ce.losses.known_tokens import Tokens, check_tokens, check_values
+from vocab_parallel_ce.losses.known_tokens import MOST_MASS, Tokens, check_tokens, check_values
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings
 from vocab_parallel_ce.plan import comparable
 from vocab_parallel_ce.spec import NAN, NEG_INF, is_ignored
@@ -102,6 +102,8 @@ def divergence(
     left_out = log_q == NEG_INF
     if labels is not None:
         left_out = left_out | is_ignored(labels, settings.ignore_index).unsqueeze(-1)
+    mass = log_q.masked_fill(left_out, NEG_INF).exp().sum(dim=-1)
+    log_q = log_q.masked_fill((mass > MOST_MASS).unsqueeze(-1), NAN)
     ids, k = marked(given.ids, left_out), given.ids.shape[-1]
     if labels is not None:
         hard = marked(labels, is_ignored(labels, settings.ignore_index))
@@ -115,7 +117,7 @@ def divergence(
     found = log_probs_at(beside, settings=inner, n_known=n_known)
     rows = _terms(found[..., :k], log_q, left_out, settings).sum(dim=-1)
     if n_known:
-        log_r = (1 - log_q.masked_fill(left_out, NEG_INF).exp().sum(dim=-1)).clamp(min=torch.finfo(log_q.dtype).eps / 2)
+        log_r = (1 - mass).clamp(min=torch.finfo(log_q.dtype).eps / 2)
         rows = rows + _terms(found[..., -1], log_r.log(), left_out.all(dim=-1), settings)
     if labels is not None:
         of_label, hard_weight = found[..., k], float(settings.hard_weight)

@@ -53,6 +53,9 @@ from vocab_parallel_ce.spec import (
     is_ignored,
 )
 
+# Of the probabilities of a row. Log-probabilities of bf16 come to less than 1.03; probabilities in their place to k.
+MOST_MASS = 1.125
+
 
 class TopKStats(NamedTuple):
     """What a set of columns contributes to each row, each ``[N]``."""
@@ -268,7 +271,7 @@ def _of_rank(given: Tokens, logits: Tensor, settings: Settings, shard: VocabShar
 
 
 def check_values(given: Tokens, ignore_index: int, vocab_size: int | None) -> None:
-    """Wait for the device; raise ValueError for an id outside the vocabulary, or twice in a row, or a log above 0.
+    """Wait for the device; raise ValueError for an id outside the vocabulary, or twice in a row, or too much mass.
 
     Without a ``vocab_size`` ids may be any numbers.
     """
@@ -282,14 +285,24 @@ def check_values(given: Tokens, ignore_index: int, vocab_size: int | None) -> No
     in_order = known.sort(dim=-1).values
     if bool(((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != IGNORED)).any()):
         raise ValueError("teacher.ids: must be different in a row, got an id twice")
-    most = log_probs.reshape(known.shape).masked_fill(known == IGNORED, NEG_INF).amax() if known.numel() else 0.0
+    if not known.numel():
+        return
+    log_q = log_probs.reshape(known.shape).float().masked_fill(known == IGNORED, NEG_INF)
+    most, mass = float(log_q.amax()), float(log_q.exp().sum(dim=-1).amax())
+    remedy = "pass log-probabilities, not probabilities or logits"
     if most > 1e-3:  # beyond rounding
-        raise ValueError(f"teacher.log_probs: must be at most 0, got {most:g}; pass log-probabilities, not logits")
+        raise ValueError(f"teacher.log_probs: must be at most 0, got {most:g}; {remedy}")
+    if mass > MOST_MASS:
+        raise ValueError(f"teacher.log_probs: exponentials of a row must sum to at most 1, got {mass:g}; {remedy}")
 
 
 def _merged(stats: Tensor) -> TopKStats:
-    """Merge ``stats [R, N, K]`` over the ranks, in the order of the ranks on every rank."""
-    return functools.reduce(merge, (TopKStats(*packed.unbind(-1)) for packed in stats))
+    """Merge ``stats [R, N, K]`` over the ranks, in the order of the ranks on every rank.
+
+    The mass is NaN in a row that has more than a distribution can, and so is all that is computed of it.
+    """
+    merged = functools.reduce(merge, (TopKStats(*packed.unbind(-1)) for packed in stats))
+    return merged._replace(mass=merged.mass.masked_fill(merged.mass > MOST_MASS, NAN))
 
 
 def merge(a: TopKStats, b: TopKStats) -> TopKStats:
