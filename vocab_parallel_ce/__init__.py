@@ -10,6 +10,7 @@ from vocab_parallel_ce.versions import require_torch
 require_torch(torch.__version__)  # before an older one fails in another way
 
 from vocab_parallel_ce.api.call import Outputs
+from vocab_parallel_ce.api.copy_to_ranks import copy_to_ranks
 from vocab_parallel_ce.api.distillation import Head, TopKTeacher, distillation_loss, linear_distillation_loss
 from vocab_parallel_ce.api.heads import linear_cross_entropy, linear_token_log_probs
 from vocab_parallel_ce.api.logits import token_log_probs, vocab_parallel_cross_entropy
@@ -30,6 +31,7 @@ __all__ = [
     "TopKTeacher",
     "VocabParallelCrossEntropy",
     "VocabShard",
+    "copy_to_ranks",
     "cross_entropy_backward",
     "cross_entropy_forward",
     "distillation_loss",

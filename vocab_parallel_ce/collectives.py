@@ -96,6 +96,13 @@ def begin_all_reduce(summed: Tensor, group: Any) -> Any:
     return dist.all_reduce(summed, group=group, async_op=True)
 
 
+def summed_over_ranks(part: Tensor, group: Any) -> Tensor:
+    """Return the sum of ``part`` over the ranks, in a new tensor."""
+    total = part.clone(memory_format=torch.contiguous_format)
+    begin_all_reduce(total, group).wait()
+    return total
+
+
 def begin_reduce_scatter(own: Tensor, summed: Tensor, group: Any) -> Any:
     """Begin to fill ``own`` with this rank's rows of the sum of ``summed``."""
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from vocab_parallel_ce import checks, run
-from vocab_parallel_ce.collectives import group_named, group_position
+from vocab_parallel_ce.collectives import group_named, group_position, summed_over_ranks
 from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
 from vocab_parallel_ce.losses.base import LOSSES, Loss
 from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, bytes_of, check_settings
@@ -77,6 +77,12 @@ def losses(
     operator = torch.ops.vocab_parallel_ce.loss_of_logits
     found = operator(logits, *beside_of(given), divisor, loss.name, name_of(group), *values_of(settings))
     return token_outputs(loss, found, settings), divisor
+
+
+def sum_over_ranks(part: Tensor, group: str) -> Tensor:
+    """Return the sum of ``part`` over the ranks, as an operator."""
+    total: Tensor = torch.ops.vocab_parallel_ce.sum_over_ranks(part, group)
+    return total
 
 
 def split(values: Sequence[Any], n: int) -> tuple[tuple[Any, ...], Sequence[Any]]:
@@ -291,3 +297,9 @@ LOGITS = f"Tensor logits, {CONSTANTS}, {schema_of(Settings)}"
 LOSS_OF_LOGITS = f"({LOGITS}) -> ({OUTPUTS}, {STATS}, Tensor count)"
 define("loss_of_logits", LOSS_OF_LOGITS, _forward, _fake_forward, _backward, _save)
 define("loss_of_logits_gradient", f"({SAVED}, {LOGITS}) -> Tensor", _gradient, _fake_gradient)
+define(
+    "sum_over_ranks",
+    "(Tensor part, str group) -> Tensor",
+    lambda part, group: summed_over_ranks(part, group_named(group)),
+    lambda part, group: torch.empty_like(part, memory_format=torch.contiguous_format),
+)

@@ -7,7 +7,6 @@ is replicated: all ranks see the same tokens, and the two all_reduces below give
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from vocab_parallel_ce import copy_to_ranks
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,14 @@ class Settings:
         return self.batch_size * self.sequence_length
 
 
-def summed(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = partial.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
 class _SumOverRanks(torch.autograd.Function):
     """Forward: all_reduce. Backward: identity, as every rank holds the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return summed(partial, group)
+        total = partial.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -84,10 +81,7 @@ class Vocabulary(nn.Module):
         return _SumOverRanks.apply(rows, self.group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        if self.group is not None and hidden.requires_grad:
-            # Each rank knows its columns' part of the gradient alone.
-            hidden.register_hook(functools.partial(summed, group=self.group))
-        return F.linear(hidden, self.weight)
+        return F.linear(copy_to_ranks(hidden, self.group), self.weight)
 
 
 class Block(nn.Module):

@@ -43,6 +43,7 @@ SIGNATURES = [
         ["student", "teacher"],
         {**OF_DISTILLATION, "chunk_size": "auto", "keep_logits": "none", "advanced": None},
     ),
+    (package.copy_to_ranks, ["hidden", "group"], {}),
     (package.next_labels, ["labels"], {"ignore_index": -100, "cu_seqlens": None, "group": None, "layout": None}),
 ]
 RECORDS = {
@@ -214,7 +215,6 @@ def test_doctor_names_the_peers_that_are_here(monkeypatch, tmp_path, is_here):
 
 
 @pytest.mark.reference
-@pytest.mark.reference
 def test_names_that_completion_offers_and_pages_have_are_attributes():
     """In a fresh process, where no other test has imported a module."""
     names = {name for page in PAGES for name in re.findall(r"`(vocab_parallel_ce(?:\.\w+)+)", page.read_text("utf-8"))}
@@ -233,6 +233,7 @@ assert not hasattr(vocab_parallel_ce, "no_such_name")
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.reference
 def test_integrations_are_attributes():
     assert integrations.__getattr__("trl").__name__ == "vocab_parallel_ce.integrations.trl"
     assert not hasattr(integrations, "absent")
