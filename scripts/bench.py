@@ -101,7 +101,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     page = commands.add_parser("page", help="measures all that the pages print of one GPU, at one commit")
     page.add_argument("steps", nargs="*", help=f"only these, of {', '.join(STEPS)}")
     page.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="the folder of the documents")
-    page.add_argument("--rounds", type=int, default=7)
+    page.add_argument("--rounds", type=int, default=10)
     page.add_argument("--minutes", type=float, default=9, help="end after so many, and name the steps that are left")
     reported = commands.add_parser("report", help="prints the page; --write writes it")
     how = reported.add_mutually_exclusive_group()
@@ -181,7 +181,7 @@ def measure_command(options: argparse.Namespace) -> int:
                 f"bench: no case of this reduction with a vocabulary that divides by {ranks.size} ranks: pass --shape"
             )
         found = [case._replace(dtype=getattr(options, "dtype", case.dtype)) for case in found]
-        document, timer = new_document(options.command), timer_of(options, ranks)
+        document, timer = new_document(options.command, options.rounds), timer_of(options, ranks)
         if getattr(options, "baseline", None):
             document["host"]["baseline_commit"] = baseline_commit(options.baseline)
         run(document, found, partial(measure_case, options, ranks, timer, document), ranks, options.json)

@@ -19,9 +19,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from bench_lib.documents import Result, write_document
+from bench_lib.peers import engine
+from bench_lib.providers import first_line
 from bench_lib.steps import document_of, measured, parser_of, run
 from bench_lib.timing import Ranks, joined_ranks, nothing
 from megatron.core import parallel_state
@@ -33,9 +36,11 @@ from vocab_parallel_ce.integrations import megatron
 example = import_module("examples.megatron_gpt")
 SHAPE = {"columns": 128256, "width": 4096, "heads": 32, "length": 1024}
 ROWS = (8, 24)  # of that length: 8192 and 24576 tokens
+ENGINE = "Megatron-Core, TransformerEngine's loss"
 PROVIDERS: dict[str, Any] = {
     "Megatron-Core": None,
     "Megatron-Core, fused": None,
+    ENGINE: None,
     "vocab_parallel_ce, logits": {},
     "vocab_parallel_ce, linear": {"linear": True},
 }
@@ -60,11 +65,22 @@ def name_of(case: Case, length: int) -> str:
     return name if case.gives_mask else f"{name}, forward without loss_mask"
 
 
+def engine_loss(logits: Any, labels: Any, group: Any, is_cg_capturable: bool = False) -> Any:
+    """As Megatron-Core calls TransformerEngine's loss, which it imports only with all of TransformerEngine."""
+    return engine().parallel_cross_entropy(logits, labels, 0.0, False, group, -100, is_cg_capturable)
+
+
 @contextlib.contextmanager
 def provided(name: str, model: Any) -> Iterator[None]:
-    model.config.cross_entropy_loss_fusion = name.endswith("fused")
+    model.config.cross_entropy_loss_fusion = name in ("Megatron-Core, fused", ENGINE)
+    model.config.cross_entropy_fusion_impl = "te" if name == ENGINE else "native"
     options = PROVIDERS[name]
-    with contextlib.nullcontext() if options is None else megatron.installed(**options):
+    module = import_module("megatron.core.models.common.language_module.language_module")
+    with contextlib.ExitStack() as stack:
+        if name == ENGINE:
+            stack.enter_context(patch.object(module, "te_parallel_cross_entropy", engine_loss))
+        if options is not None:
+            stack.enter_context(megatron.installed(**options))
         yield
 
 
@@ -131,7 +147,14 @@ def main() -> None:
                 parallel_state.initialize_model_parallel(size)
             return measure(example.build(**SHAPE), case, SHAPE, ranks, words.rounds)
 
-        document = document_of("megatron", modules) | {"shape": SHAPE}
+        absent = {}
+        try:
+            engine()
+            modules["transformer-engine"] = "transformer_engine"
+        except Exception as error:  # another project's import may raise anything; it is reported
+            absent[ENGINE] = f"cannot be imported: {type(error).__name__}: {first_line(error)}"
+            del PROVIDERS[ENGINE]
+        document = document_of("megatron", modules, words.rounds) | {"shape": SHAPE, "absent": absent}
         run(document, [*TENSOR_PARALLEL, *DATA_PARALLEL], measure_case, ranks, words.json)
         parallel_state.destroy_model_parallel()
 

@@ -125,7 +125,7 @@ def main() -> None:
     names = words.providers.split(",")
     with joined_ranks() as ranks:
         modules = {name: MODULES[name] for name in MODULES if name in ("transformers", *names)}
-        document = document_of("transformers", modules)
+        document = document_of("transformers", modules, words.rounds)
         run(document, cases, lambda case: measure(case, ranks, words.rounds, names, words.tiny), ranks, words.json)
 
 

@@ -13,6 +13,10 @@ OURS = "vocab_parallel_ce"
 BASELINE = ", baseline"  # ends the name of a row of another commit
 IN_FORWARD = f"{OURS}[in_forward]"
 BY_NAME = {f"{OURS}[in_forward: {impl}]": impl for impl in ("triton", "one_pass")}  # what IN_FORWARD chooses from
+UNFUSED, UNFUSED_IN_FORWARD = f"F.linear + {OURS}", f"F.linear + {IN_FORWARD}"
+# PyTorch's rows say of which logits they are.
+EAGER, COMPILED, SHARDED = (f"{n} (logits.float())" for n in ("torch eager", "torch.compile", "loss_parallel"))
+EAGER_16, COMPILED_16 = "torch eager (16-bit logits)", "torch.compile (16-bit logits)"
 REDUCTIONS = ("mean", "none")
 IGNORE_INDEX = -100
 IGNORED_SHARE = 0.1  # of the labels of heads that are compared with other projects'

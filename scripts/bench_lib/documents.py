@@ -9,6 +9,7 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,6 +41,7 @@ FILES = {
 }
 # Documents of one GPU that stand alongside newer ones, and their commits, until they are measured again.
 OLDER = {"rl_1gpu": "5604c27298"}
+FEWEST_ROUNDS = 10  # of README's numbers
 # In the hosts of documents from before they had "packages".
 STEP_PACKAGES = ["transformers", "liger-kernel", "verl", "trl", "openrlhf", "flash-attn", "megatron-core"]
 STEP_PACKAGES += ["torchtitan", "nemo-rl"]
@@ -70,12 +72,14 @@ def host_description() -> dict[str, Any]:
         "python": platform.python_version(),
         "nccl_graph_mixing_support": os.environ.get(GRAPH_MIXING),
         "commit": commit_of(ROOT, "VPCE_COMMIT"),
+        "date": datetime.now(timezone.utc).date().isoformat(),
     }
 
 
-def new_document(kind: str) -> Document:
-    """The beginning of a document: what is measured, where and at which commit."""
-    return {"kind": kind, "host": host_description() | {"packages": {}}, "finished": False, "absent": {}, "results": []}
+def new_document(kind: str, rounds: int | None = None) -> Document:
+    """The beginning of a document: what is measured, in how many rounds, where, when and at which commit."""
+    document = {"kind": kind, "rounds": rounds, "host": host_description() | {"packages": {}}}
+    return document | {"finished": False, "absent": {}, "results": []}
 
 
 def name_of(command: str, ranks: int) -> str:
@@ -202,13 +206,30 @@ def package_versions(document: Document) -> list[str]:
     found = dict(host.get("packages", {}))
     found |= {name: host[name] for name in STEP_PACKAGES if name in host}
     for name, version in host.get("providers", {}).items():  # of documents from before there were packages
-        if not is_ours(name) and "torch" not in name and name != "loss_parallel":
+        if not is_ours(name) and "torch" not in name and not name.startswith("loss_parallel"):
             found[name.partition(" (")[0]] = version
     return [f"{package} {version}" for package, version in found.items()]
 
 
 def short_commit(document: Document) -> str:
-    return str(document["host"]["commit"])[:12]
+    """The commit, and the day of the measurement; of documents without it, the day on which they were committed."""
+    host = document["host"]
+    return ", ".join(str(part) for part in (str(host["commit"])[:12], host.get("date")) if part)
+
+
+def require_rounds(where: str, documents: Mapping[str, Document]) -> None:
+    """Refuse documents of fewer rounds than ``FEWEST_ROUNDS``, of which none is a warm-up.
+
+    Raises:
+        ValueError: there are some.
+    """
+    few = [
+        f"{name}: {each['rounds']}"
+        for name, each in documents.items()
+        if (each.get("rounds") or FEWEST_ROUNDS) < FEWEST_ROUNDS
+    ]
+    if few:
+        raise ValueError(f"{where}: expected {FEWEST_ROUNDS} rounds or more, got {'; '.join(few)}; measure them again")
 
 
 def require_one_commit(where: str, documents: Mapping[str, Document]) -> None:

@@ -178,8 +178,8 @@ NEMO, VERL = "nemo_rl.distributed.model_utils", "verl.utils.megatron.tensor_para
 _torch = partial(Provider, module=PARALLEL, distribution="torch", context=_in_loss_parallel, returns=SUM)
 _ours = partial(Provider, module=OURS, distribution=OUR_PACKAGE, returns=SUM)
 FRAMEWORK_PROVIDERS = (
-    _torch("torch loss_parallel", _loss_parallel),
-    _torch("torch loss_parallel, bf16", partial(_loss_parallel, dtype=torch.bfloat16)),
+    _torch("torch loss_parallel (logits.float())", _loss_parallel),
+    _torch("torch loss_parallel (16-bit logits)", partial(_loss_parallel, dtype=torch.bfloat16)),
     _ours("DTensor loss", _dtensor),
     _ours("DTensor loss, in_backward", partial(_dtensor, gradient="in_backward")),
     *both(
@@ -226,7 +226,7 @@ _compile = partial(torch.compile, fullgraph=True)
 _of_torch = partial(Provider, module="torch", distribution="torch", takes="head", returns=MEAN, of_several=False)
 _of_ours = partial(_of_torch, module=OURS, distribution=OUR_PACKAGE)
 COMPILE_PROVIDERS = (
-    _of_torch("PyTorch, compiled", lambda m: _mean(_compile(_pytorch_head))),
+    _of_torch("PyTorch, compiled (logits.float())", lambda m: _mean(_compile(_pytorch_head))),
     _of_ours(OURS, lambda m: _mean(_over_logits(m))),
     _of_ours(f"{OURS}, out_of_place", lambda m: _mean(_over_logits(m, "out_of_place"))),
     _of_ours(f"{OURS}, compiled", lambda m: _mean(_compile(_over_logits(m)))),

@@ -287,7 +287,8 @@ def measure(subject: Subject, providers: Sequence[Provider], timer: DeviceTimer,
         if eager:
             wanted = graphs == "all" or (graphs == "ours" and provider.is_ours)
             found[name] |= extra_numbers(eager, name, base, "eager", effort.eager_calls)
-            found[name] |= graph_numbers(subject, provider, yardstick, timer, wanted)
+            with provider.context():
+                found[name] |= graph_numbers(subject, provider, yardstick, timer, wanted)
         if eager and other in timed:
             found[name]["over_baseline_eager"] = ratio_numbers(eager, name, other)
     return [subject.fields | {"provider": name} | fields for name, fields in found.items()]

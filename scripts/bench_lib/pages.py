@@ -17,6 +17,7 @@ from bench_lib.documents import (
     is_timed,
     name_of,
     require_one_commit,
+    require_rounds,
     results_by_case,
     short_commit,
 )
@@ -78,9 +79,9 @@ FRAMEWORKS = (
     Framework(
         "[DTensor](docs/dtensor.md)",
         "`X.dtensor.cross_entropy(logits, labels)`",
-        without="torch loss_parallel",
+        without="torch loss_parallel (logits.float())",
         given="DTensor loss",
-        peers=("torch loss_parallel, bf16",),
+        peers=("torch loss_parallel (16-bit logits)",),
         **TWO | {"setting": "2 GPUs, against `loss_parallel` of `logits.float()`, "},
     ),
     installed(
@@ -117,7 +118,7 @@ FRAMEWORKS = (
         "head and loss, ",
         "compile_1gpu",
         "8192 x 128256, D = 2048",
-        "PyTorch, compiled",
+        "PyTorch, compiled (logits.float())",
         f"{OURS}, compiled",
         (f"{OURS}, linear, compiled",),
     ),
@@ -181,6 +182,7 @@ def frameworks_block(documents: Mapping[str, Document]) -> str:
     """Time and memory without and with this package, the others, and where this package loses."""
     rows, used = [], {row.document: documents[row.document] for row in FRAMEWORKS}
     require_one_commit("README", used)
+    require_rounds("README", used)
     for row in FRAMEWORKS:
         document = documents[row.document]
         results = results_by_case(document)[row.case]

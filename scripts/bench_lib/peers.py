@@ -7,9 +7,16 @@ g the group.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +26,7 @@ from torch.nn import functional
 from bench_lib.cases import IGNORE_INDEX, REDUCTIONS, Inputs
 
 QUACK_CHUNK_TOKENS = 4096  # its own default
+FLA, ENGINE = "fla.modules.fused_cross_entropy", "transformer_engine.pytorch.cross_entropy"
 TRL_COLUMNS = 32768  # of a chunk of the vocabulary, as TRL's trainers ask for
 LossOf: TypeAlias = Callable[..., Any]  # of (*tensors, labels, reduction, group)
 Step: TypeAlias = Callable[[Inputs, str, Any], tuple[Tensor, ...]]
@@ -39,6 +47,11 @@ def eager(logits: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
 
 
 def eager_linear(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+    return eager(functional.linear(hidden, weight), labels, reduction, group)
+
+
+def eager_linear_16(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, group: Any) -> Tensor:
+    """Of logits that stay in 16 bits: faster, and the loss is rounded to them."""
     return functional.cross_entropy(functional.linear(hidden, weight), labels, reduction=reduction)
 
 
@@ -123,7 +136,7 @@ def quack_linear(quack: Any, **options: bool) -> LossOf:
             return whole(h, w, None, y, reduction=r, inplace_backward=True)
         # Its kernel for scaled exponentials refuses chunks of as many tokens as there are hidden elements.
         chunk = QUACK_CHUNK_TOKENS // (1 if options or h.shape[-1] != QUACK_CHUNK_TOKENS else 2)
-        return chunked(h, w, y, chunk, reduction=r, tuned=False, **options)
+        return chunked(h, w, y, chunk, reduction=r, **options)
 
     return loss_of
 
@@ -154,6 +167,52 @@ def flash_linear(flash: Any) -> LossOf:
         return reduced_over_live(losses, labels, reduction)
 
     return loss_of
+
+
+def fla_loss(fla: Any) -> LossOf:
+    loss = partial(fla.cross_entropy_loss, inplace_backward=True)
+    return lambda x, y, r, g: reduced(loss(x, y, process_group=g)[0], r)
+
+
+def fla_gluon_loss(kernels: Any) -> LossOf:
+    """The same by its kernels in Gluon, which are there if its module of them can be imported."""
+    return fla_loss(importlib.import_module(FLA))
+
+
+def in_gluon() -> AbstractContextManager[Any]:
+    """It looks at the variable in each forward and each backward."""
+    return patch.dict(os.environ, {"FLA_CE_GLUON": "1"})
+
+
+def fla_linear(fla: Any) -> LossOf:
+    loss = fla.fused_linear_cross_entropy_loss
+    return lambda h, w, y, r, g: loss(h, y, w, reduction=r, process_group=g)
+
+
+@cache
+def engine() -> Any:
+    """TransformerEngine's loss, which is Triton: of an installation without the compiled part its files alone.
+
+    What its packages import first would need that part, so empty ones stand for them.
+    """
+    try:
+        return importlib.import_module(ENGINE)
+    except (ImportError, OSError, RuntimeError):
+        spec = importlib.util.find_spec("transformer_engine")
+        if spec is None or not spec.submodule_search_locations:
+            raise
+    for name in ("", ".common", ".common.triton", ".pytorch", ".pytorch.triton"):
+        package = ModuleType(f"transformer_engine{name}")
+        package.__path__ = [str(Path(spec.submodule_search_locations[0], *name.split(".")[1:]))]
+        sys.modules[package.__name__] = package
+    jit: Any = ModuleType("transformer_engine.pytorch.jit")
+    jit.no_torch_dynamo = lambda *_, **__: torch.compiler.disable
+    sys.modules[jit.__name__] = jit
+    return importlib.import_module(ENGINE)
+
+
+def imported(name: str) -> Any:
+    return engine() if name == ENGINE else importlib.import_module(name)
 
 
 def engine_loss(engine: Any, **options: bool) -> LossOf:

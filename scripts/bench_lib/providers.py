@@ -24,7 +24,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench_lib import peers
-from bench_lib.cases import BY_NAME, IN_FORWARD, OURS, Case, Inputs
+from bench_lib.cases import (
+    BY_NAME,
+    COMPILED,
+    COMPILED_16,
+    EAGER,
+    EAGER_16,
+    IN_FORWARD,
+    OURS,
+    SHARDED,
+    UNFUSED,
+    UNFUSED_IN_FORWARD,
+    Case,
+    Inputs,
+)
 from bench_lib.peers import LossOf, Step
 from bench_lib.rows import Row
 
@@ -108,7 +121,7 @@ class Provider:
 
     @cached_property
     def step(self) -> Step:
-        made = self.loss_from(importlib.import_module(self.module))
+        made = self.loss_from(peers.imported(self.module))
         if self.is_step:
             return made
 
@@ -178,11 +191,12 @@ def _ours(name: str, gradient: str = "in_backward", **options: str) -> Provider:
     )
 
 
-def _unfused(ours: Any) -> LossOf:
-    """Nobody else reads the logits, so a reduced loss may write their gradient in forward."""
-    how = {"mean": "in_forward", "none": "auto"}
-    return lambda h, w, y, r, g: ours.vocab_parallel_cross_entropy(
-        functional.linear(h, w), y, group=g, reduction=r, gradient=how[r]
+def _unfused(gradient: str) -> Callable[[Any], LossOf]:
+    """Nobody else reads the logits, so the default writes over them too, in backward."""
+    return lambda m: (
+        lambda h, w, y, r, g: m.vocab_parallel_cross_entropy(
+            functional.linear(h, w), y, group=g, reduction=r, gradient=gradient
+        )
     )
 
 
@@ -190,24 +204,25 @@ FLASH, LIGER = "flash_attn.ops.triton.cross_entropy", "liger_kernel.transformers
 LIGER_SHARDED = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
 MEGATRON, LOSS_PARALLEL = "megatron.core.fusions.fused_cross_entropy", "torch.distributed.tensor.parallel"
 MEGATRON_UNFUSED = "megatron.core.tensor_parallel.cross_entropy"
-QUACK, ENGINE = "quack.cross_entropy", "transformer_engine.pytorch.cross_entropy"
+QUACK, FLA_LINEAR = "quack.cross_entropy", "fla.modules.fused_linear_cross_entropy"
 _head = partial(Provider, takes="head")
 _linear = partial(_head, module=OURS, distribution=OUR_PACKAGE)
 _torch = partial(Provider, module="torch.nn", distribution="torch", of_several=False)
 _torch_head = partial(_torch, takes="head")
 _quacks = partial(Provider, distribution="quack-kernels", of_several=False)
 _quack_head = partial(_quacks, takes="head", module="quack.linear_cross_entropy")
-_engines = partial(Provider, module=ENGINE, distribution="transformer-engine")
+_engines = partial(Provider, module=peers.ENGINE, distribution="transformer-engine")
+_flas = partial(Provider, distribution="fla-core")
 _cuts = partial(_head, module="cut_cross_entropy", distribution="cut-cross-entropy", of_several=False)
 
 PROVIDERS: tuple[Provider, ...] = (
     _ours(OURS),
     _ours(IN_FORWARD, gradient="in_forward"),
     *(_ours(name, gradient="in_forward", impl=impl) for name, impl in BY_NAME.items()),
-    _torch("torch eager", lambda m: peers.eager),
+    _torch(EAGER, lambda m: peers.eager),
     # Without dynamic=False a second shape gets kernels for any number of rows.
-    _torch("torch.compile", lambda m: torch.compile(peers.eager, dynamic=False)),
-    Provider("loss_parallel", peers.loss_parallel, LOSS_PARALLEL, "torch", of_one_rank=False, is_step=True),
+    _torch(COMPILED, lambda m: torch.compile(peers.eager, dynamic=False)),
+    Provider(SHARDED, peers.loss_parallel, LOSS_PARALLEL, "torch", of_one_rank=False, is_step=True),
     Provider("liger-kernel", peers.liger_loss, LIGER, "liger-kernel"),
     _quacks("quack-kernels", partial(peers.quack_loss, in_place=True), QUACK),
     _quacks("quack-kernels (out of place)", partial(peers.quack_loss, in_place=False), QUACK),
@@ -220,6 +235,8 @@ PROVIDERS: tuple[Provider, ...] = (
         returns=Row("cross_entropy", {"reduction": "none"}),
     ),
     Provider("flash-attn", peers.flash_loss, FLASH, "flash-attn"),
+    _flas("fla-core", peers.fla_loss, peers.FLA),
+    _flas("fla-core (Gluon)", peers.fla_gluon_loss, f"{peers.FLA}.gluon", context=peers.in_gluon),
     # Before transformer-engine: it looks for that when it is imported.
     Provider("megatron-core", peers.megatron_loss, MEGATRON, "megatron-core"),
     Provider("megatron-core (unfused)", peers.megatron_unfused, MEGATRON_UNFUSED, "megatron-core"),
@@ -232,9 +249,18 @@ PROVIDERS: tuple[Provider, ...] = (
         lambda m: lambda h, w, y, r, g: m.linear_cross_entropy(h, w, y, group=g, reduction=r, **KEPT),
         refuses=_is_unreduced,
     ),
-    _linear(f"F.linear + {OURS}", _unfused, reduces_hidden=False),
-    _torch_head("torch eager", lambda m: peers.eager_linear),
-    _torch_head("torch.compile", lambda m: torch.compile(peers.eager_linear, dynamic=False)),
+    _linear(UNFUSED, _unfused("auto"), reduces_hidden=False, gradient="auto"),
+    _linear(
+        UNFUSED_IN_FORWARD,
+        _unfused("in_forward"),
+        reduces_hidden=False,
+        refuses=_is_reduced,
+        gradient="in_forward",
+    ),
+    _torch_head(EAGER, lambda m: peers.eager_linear),
+    _torch_head(COMPILED, lambda m: torch.compile(peers.eager_linear, dynamic=False)),
+    _torch_head(EAGER_16, lambda m: peers.eager_linear_16),
+    _torch_head(COMPILED_16, lambda m: torch.compile(peers.eager_linear_16, dynamic=False)),
     _torch_head("F.linear_cross_entropy", peers.torch_linear),
     _head("F.linear + flash-attn", peers.flash_linear, FLASH, "flash-attn", reduces_hidden=False),
     _head("liger-kernel", peers.liger_linear, LIGER, "liger-kernel", of_several=False),
@@ -254,5 +280,6 @@ PROVIDERS: tuple[Provider, ...] = (
     # It scales exponentials instead of logits where it can, unless told not to.
     _quack_head("quack-kernels", peers.quack_linear),
     _quack_head("quack-kernels (base)", partial(peers.quack_linear, use_scaled_exp=False), refuses=_is_mean),
+    _flas("fla-core", peers.fla_linear, FLA_LINEAR, takes="head", refuses=_is_mean),
     _head("trl", peers.trl_linear, "trl.trainer.utils", "trl", of_several=False),
 )

@@ -22,6 +22,7 @@ from bench_lib.documents import (
     name_of,
     package_versions,
     require_one_commit,
+    require_rounds,
     results_by_case,
     short_commit,
 )
@@ -106,8 +107,9 @@ def host_line(document: Document, commit: str | None = None) -> str:
     host = document["host"]
     versions = f"torch {host['torch']}, Triton {host['triton']}, CUDA {host['cuda']}, Python {host['python']}"
     packages = ", ".join(package_versions(document)) or "no other package"
+    rounds = f"; {document['rounds']} rounds" if document.get("rounds") else ""
     own = "" if host["commit"] == commit else f"; commit {short_commit(document)}"
-    return f"{host['gpus_used']} x {host['gpu']}; {versions}; {packages}{own}."
+    return f"{host['gpus_used']} x {host['gpu']}; {versions}; {packages}{rounds}{own}."
 
 
 def place_of(document: Document) -> str:
@@ -366,7 +368,9 @@ def readme_block(documents: dict[str, Document]) -> str:
     """Six rows and a picture."""
     rows = []
     names = [name_of("table", ranks) for ranks in (1, 2, 4)]
-    require_one_commit("README", {name: documents[name] for name in names})
+    of_readme = {name: documents[name] for name in names}
+    require_one_commit("README", of_readme)
+    require_rounds("README", of_readme)
     for case, provider in README_CASES:
         results = results_by_case(documents[name_of("table", case.ranks)])[case]
         other = best_other(results, "ratio")

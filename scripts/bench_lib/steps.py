@@ -92,9 +92,9 @@ def show(results: Iterable[Result]) -> None:
         print("  ".join(f"{name}={value}" for name, value in result.items()), flush=True)
 
 
-def document_of(kind: str, modules: Mapping[str, str]) -> Document:
+def document_of(kind: str, modules: Mapping[str, str], rounds: int | None = None) -> Document:
     """Return the beginning of a document, with the versions of the packages that have these ``modules``."""
-    document = new_document(kind)
+    document = new_document(kind, rounds)
     document["host"]["packages"] = {package: version_of(package, module) for package, module in modules.items()}
     return document
 

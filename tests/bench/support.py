@@ -13,7 +13,8 @@ from bench_lib import cases, measure, providers, timing  # noqa: E402
 
 # Few calls are enough for these tests.
 cases.MOST_BUFFERS, cases.MOST_EAGER_CALLS = 4, 20
-OURS, IN_FORWARD = cases.OURS, cases.IN_FORWARD
+OURS, IN_FORWARD, EAGER, SHARDED = cases.OURS, cases.IN_FORWARD, cases.EAGER, cases.SHARDED
+KNOWN = [each for each in providers.PROVIDERS if each.takes == "logits"]
 LOGITS = cases.Case("none", 96, 40, 1, dtype="float32")
 HEAD = cases.Case("mean", 48, 64, 1, 32, "float32")
 ALONE = timing.Ranks(0, 1, None, "cpu")
@@ -43,7 +44,7 @@ class ScriptedTimer(timing.CpuTimer):
         return self.queued(f"eager {name}", run, prepare)
 
     def was_queued(self, name: str) -> bool:
-        return name != "torch eager"
+        return name != EAGER
 
     def captured(self, call: Callable, operands: list) -> Callable:
         return lambda: [call(operand) for operand in operands]

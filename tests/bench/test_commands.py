@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.bench.support import IN_FORWARD, OURS, SCRIPTS, document, refusal, result
+from tests.bench.support import EAGER, IN_FORWARD, OURS, SCRIPTS, document, refusal, result
 
 import bench  # isort: skip
 from bench_lib import adapters, cases, documents, modes, profile, providers, rows, steps, timing  # isort: skip
@@ -27,12 +27,12 @@ def test_table(tmp_path, capsys, monkeypatch):
     pytest.importorskip("tqdm")
     monkeypatch.setenv("VPCE_COMMIT", "abcdef0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    names = f"{OURS},{IN_FORWARD},torch eager,flash-attn"
+    names = f"{OURS},{IN_FORWARD},{EAGER},flash-attn"
     document = run(tmp_path, "table", "--shape", "8x64", "--reduction", "mean", "--providers", names)
     assert document["host"]["commit"] == "abcdef0" and document["host"]["gpu"] is None
     assert document["absent"] == {"flash-attn": "not installed: No module named 'flash_attn'"}
     results = documents.results_by_case(document)[cases.Case("mean", 8, 64, 1)]
-    assert list(results) == [OURS, IN_FORWARD, "torch eager"]
+    assert list(results) == [OURS, IN_FORWARD, EAGER]
     for found in results.values():
         assert found["ratio"] > 0 and found["microseconds_eager"] > 0
         assert found["peak_bytes"] is None and found["microseconds_graph"] is None
@@ -40,11 +40,11 @@ def test_table(tmp_path, capsys, monkeypatch):
 
 
 def test_heads_and_their_memory(tmp_path):
-    shape = ["--shape", "8x64x32", "--providers", f"{OURS},torch eager"]
+    shape = ["--shape", "8x64x32", "--providers", f"{OURS},{EAGER}"]
     document = run(tmp_path, "head", "--reduction", "none", *shape)
     assert list(documents.results_by_case(document)) == [cases.Case("none", 8, 64, 1, 32)]
     points = run(tmp_path, "memory", *shape)["results"]
-    assert [point["provider"] for point in points] == [OURS, "torch eager"]
+    assert [point["provider"] for point in points] == [OURS, EAGER]
     assert points[0]["gradient_bytes"] == 2 * 32 * (8 + 64)
 
 

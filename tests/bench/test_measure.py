@@ -1,22 +1,37 @@
 """How the benchmark measures: what it checks, what it times, and the arithmetic of its numbers."""
 
 import json
+import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional
 
 from tests.bench import support
-from tests.bench.support import HEAD, IN_FORWARD, LOGITS, OURS, ScriptedTimer, eager, measured, provider_of
+from tests.bench.support import (
+    EAGER,
+    HEAD,
+    IN_FORWARD,
+    KNOWN,
+    LOGITS,
+    OURS,
+    SHARDED,
+    ScriptedTimer,
+    eager,
+    measured,
+    provider_of,
+)
 from tests.support.ranks import in_ranks
 from vocab_parallel_ce.integrations import torchtitan
 
-from bench_lib import cases, frameworks, measure, oracle, providers, timing  # isort: skip
+from bench_lib import cases, frameworks, measure, oracle, peers, providers, timing  # isort: skip
 from bench_lib.rows import Row  # isort: skip
 
 pytestmark = pytest.mark.reference
 
-RIGHT = (OURS, "torch eager")
+RIGHT = (OURS, EAGER)
 
 
 def test_numbers_of_the_loss_over_logits():
@@ -28,15 +43,15 @@ def test_numbers_of_the_loss_over_logits():
     expected |= {"microseconds_eager": 150.0, "microseconds_graph": 750.0}
     assert {name: ours[name] for name in expected} == expected
     assert "graph_error" not in ours and max(ours["errors"].values()) < 1e-6
-    assert not results["torch eager"]["queued"] and results["torch eager"]["graph_error"] == "not asked for"
+    assert not results[EAGER]["queued"] and results[EAGER]["graph_error"] == "not asked for"
 
 
 def test_rounds_are_interleaved_and_the_ratio_is_the_median_of_those_of_each_round():
     yardstick = measure.YARDSTICK
-    timer = ScriptedTimer({yardstick: [9, 9, 2, 4, 2], "torch eager": [9, 9, 3, 8, 5]})
-    result = measured(("torch eager",), timer, case=HEAD)["torch eager"]
+    timer = ScriptedTimer({yardstick: [9, 9, 2, 4, 2], EAGER: [9, 9, 3, 8, 5]})
+    result = measured((EAGER,), timer, case=HEAD)[EAGER]
     rounds = set(zip(timer.order[::2], timer.order[1::2], strict=True))
-    assert len(timer.order) == 10 and rounds == {(yardstick, "torch eager"), ("torch eager", yardstick)}
+    assert len(timer.order) == 10 and rounds == {(yardstick, EAGER), (EAGER, yardstick)}
     # Two rounds warm up. Then 3 / 2, 8 / 4 and 5 / 2; the median of the times is 5.
     assert result["ratio"] == 2.0 and result["ratio_spread"] == [1.5, 2.5] and result["ms"] == 5
     assert result["peak_bytes"] == 192 and result["errors"].keys() == {"loss", "d_hidden", "d_weight"}
@@ -139,7 +154,7 @@ def test_what_a_provider_raises_is_why_it_is_refused():
 @pytest.mark.parametrize(("name", "reduction"), [(OURS, "mean"), (OURS, "none"), (IN_FORWARD, "mean")])
 def test_this_project_writes_in_place_at_the_time_that_the_result_names(name, reduction, monkeypatch):
     subject = measure.subject_of(LOGITS._replace(kind=reduction), support.ALONE, 3)
-    (provider,) = providers.chosen(name, providers.PROVIDERS[:16])
+    (provider,) = providers.chosen(name, KNOWN)
     backward, before_backward = torch.autograd.grad, []
 
     def watched(*given, **named):
@@ -153,15 +168,79 @@ def test_this_project_writes_in_place_at_the_time_that_the_result_names(name, re
     assert provider.gradient == ("in_forward" if name == IN_FORWARD else "in_backward")
 
 
+def test_every_row_says_its_mode_or_its_logits():
+    """F.linear and this loss was in_forward for means alone, PyTorch's of fp32 logits in some tables alone."""
+    for known in (providers.PROVIDERS, frameworks.FRAMEWORK_PROVIDERS, frameworks.COMPILE_PROVIDERS):
+        for each in known:
+            if each.distribution == "torch" and not each.name.startswith("F.linear"):
+                assert each.name.endswith(("(logits.float())", "(16-bit logits)")), each.name
+    unfused = {each.name: each.gradient for each in providers.PROVIDERS if each.is_ours and "F.linear" in each.name}
+    assert unfused == {cases.UNFUSED: "auto", cases.UNFUSED_IN_FORWARD: "in_forward"}
+    half, labels = torch.ones(4, 4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+    for loss_of, dtype in ((peers.eager_linear, torch.float32), (peers.eager_linear_16, torch.bfloat16)):
+        assert loss_of(half, half, labels, "mean", None).dtype == dtype
+    assert peers.eager(half, labels, "mean", None).dtype == torch.float32
+
+
+def test_quack_tunes_as_it_does_by_default():
+    calls = []
+
+    def chunked(hidden, weight, labels, chunk, **options):
+        calls.append((chunk, options))
+        return functional.cross_entropy(functional.linear(hidden, weight), labels)
+
+    quack = SimpleNamespace(linear_cross_entropy_func=None, chunked_linear_cross_entropy=chunked)
+    for given in ({}, {"use_scaled_exp": False}):
+        loss = peers.quack_linear(quack, **given)
+        loss(torch.ones(8, 4096), torch.ones(16, 4096), torch.zeros(8, dtype=torch.int64), "mean", None)
+    assert calls == [(2048, {"reduction": "mean"}), (4096, {"reduction": "mean", "use_scaled_exp": False})]
+
+
+def test_the_other_kernels_of_fla_core_are_asked_for_in_forward_and_backward(monkeypatch):
+    seen = []
+    monkeypatch.delenv("FLA_CE_GLUON", raising=False)
+
+    def loss_of(logits, labels, reduction, group):
+        logits.register_hook(lambda grad: seen.append(os.environ.get("FLA_CE_GLUON")))
+        seen.append(os.environ.get("FLA_CE_GLUON"))
+        return functional.cross_entropy(logits, labels, reduction=reduction)
+
+    measured((), extra=[provider_of(loss_of, "gluon", context=peers.in_gluon)], graphs="all")
+    assert seen and {*seen} == {"1"} and "FLA_CE_GLUON" not in os.environ
+
+
+def test_a_loss_in_triton_is_imported_without_the_compiled_part_of_its_package(tmp_path, monkeypatch):
+    root = tmp_path / "transformer_engine"
+    for name, text in {
+        "__init__.py": "raise OSError('libtransformer_engine.so is not there')",
+        "pytorch/__init__.py": "raise OSError('nor is this')",
+        "pytorch/triton/__init__.py": "raise OSError('nor this')",
+        "pytorch/triton/cross_entropy.py": "LOSS = 3",
+        "pytorch/cross_entropy.py": "import transformer_engine.pytorch.triton.cross_entropy as kernels\n"
+        "from transformer_engine.pytorch.jit import no_torch_dynamo\n"
+        "@no_torch_dynamo()\ndef parallel_cross_entropy():\n    return kernels.LOSS",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = {name: sys.modules.pop(name) for name in [*sys.modules] if name.startswith("transformer_engine")}
+    try:
+        assert peers.engine.__wrapped__().parallel_cross_entropy() == 3
+    finally:
+        for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
 def test_both_ways_are_timed_by_default_and_absent_providers_say_why():
-    default = [provider.name for provider in providers.chosen(None, providers.PROVIDERS[:16])]
+    default = [provider.name for provider in providers.chosen(None, KNOWN)]
     assert default[:2] == [OURS, IN_FORWARD] and not {*cases.BY_NAME} & {*default}
     assert measured((IN_FORWARD,))[IN_FORWARD]["refused"].startswith("in_forward is for reduced losses")
-    by_name = {provider.name: provider for provider in providers.PROVIDERS[:16]}
-    assert by_name["torch eager"].absent(2) == "needs the whole vocabulary on one rank"
-    assert by_name["loss_parallel"].absent(1) == "needs several ranks" and by_name[OURS].absent(1) is None
+    by_name = {provider.name: provider for provider in KNOWN}
+    assert by_name[EAGER].absent(2) == "needs the whole vocabulary on one rank"
+    assert by_name[SHARDED].absent(1) == "needs several ranks" and by_name[OURS].absent(1) is None
     with pytest.raises(ValueError, match="providers: expected all or some of .*got 'torch'"):
-        providers.chosen("torch", providers.PROVIDERS[:16])
+        providers.chosen("torch", KNOWN)
 
 
 def test_the_linear_oracle_is_pytorchs_whatever_its_chunks(monkeypatch):
@@ -198,7 +277,7 @@ def test_the_device_sleeps_until_all_calls_are_queued(monkeypatch):
 
 
 def test_one_rank_refuses_for_all_and_the_largest_memory_counts(monkeypatch):
-    (torch_eager,) = providers.chosen("torch eager", providers.PROVIDERS[:16])
+    (torch_eager,) = providers.chosen(EAGER, KNOWN)
 
     def found(other):
         monkeypatch.setattr(timing.Ranks, "gathered", lambda ranks, own: [own, other])
@@ -220,7 +299,7 @@ def refused_by_one(rank, group):
 
     case = cases.Case("none", 96, 40, 2, dtype="float32")
     subject = Subject(case, timing.Ranks(rank, 2, group, "cpu"), case.effort(1))
-    (loss_parallel,) = providers.chosen("loss_parallel", providers.PROVIDERS[:16])
+    (loss_parallel,) = providers.chosen(SHARDED, KNOWN)
     return measure.attempt(subject, loss_parallel, timing.CpuTimer(ranks=2))
 
 
@@ -261,7 +340,7 @@ def times_of(rank, group):
     timer, case = timing.CpuTimer(ranks=2), cases.Case("none", 96, 40, 2, dtype="float32")
     subject = measure.subject_of(case, timing.Ranks(rank, 2, group, "cpu"), 1)
     subject.effort = cases.Effort(calls=1, rounds=1, eager_calls=1, eager_rounds=1)
-    results = measure.measure(subject, providers.chosen(f"{OURS},loss_parallel", providers.PROVIDERS[:16]), timer)
+    results = measure.measure(subject, providers.chosen(f"{OURS},{SHARDED}", KNOWN), timer)
     return timer.slowest(3.0 + rank, 9.0 - rank), [result["ms"] for result in results]
 
 

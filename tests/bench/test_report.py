@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from tests.bench.support import HEAD, IN_FORWARD, OURS, SCRIPTS, document, refusal, result
+from tests.bench.support import EAGER, HEAD, IN_FORWARD, OURS, SCRIPTS, document, refusal, result
 
 import bench  # isort: skip
-from bench_lib import cases, documents, report  # isort: skip
+from bench_lib import cases, documents, modes, report  # isort: skip
 
 pytestmark = pytest.mark.reference
 
@@ -23,24 +23,24 @@ def both_ways():
         result(OURS, 1.57, MEAN, gradient="in_backward"),
         result(IN_FORWARD, 1.204, MEAN, gradient="in_forward"),
         result("quack-kernels", 1.31, MEAN, microseconds_eager=70.0),
-        result("torch eager", 13.2, MEAN, queued=False),
+        result(EAGER, 13.2, MEAN, queued=False),
         result(OURS, 1.6, NONE, gradient="in_backward"),
         refusal(IN_FORWARD, "for reduced losses", NONE),
         refusal("quack-kernels", "\x1b[91mwidth\x1b[0m | `odd`", NONE),
-        result("torch eager", 13.8, NONE),
+        result(EAGER, 13.8, NONE),
     )
 
 
 def test_the_part_of_one_number_of_gpus():
     text = report.logits_part(both_ways())
     assert "quack-kernels 0.6.5; commit 0123456789ab. This project's ratios vary by 0.0 % or less." in text
-    own = """
+    own = f"""
 | mean 8192 x 32064 bf16 | 1.57 | 62.8 | 78.5 | 64.4 | 16.2 | quack-kernels 1.31 |
 | mean 8192 x 32064 bf16, in_forward | 1.20 | 48.2 | 60.2 | 49.4 | 16.2 | quack-kernels 1.31 |
-| none 8192 x 32064 bf16 | 1.60 | 64.0 | 80.0 | 65.6 | 16.2 | torch eager 13.8 |
+| none 8192 x 32064 bf16 | 1.60 | 64.0 | 80.0 | 65.6 | 16.2 | {EAGER} 13.8 |
 """
     every = f"""
-| tokens x vocabulary | {OURS} | {IN_FORWARD} | quack-kernels | torch eager |
+| tokens x vocabulary | {OURS} | {IN_FORWARD} | quack-kernels | {EAGER} |
 | --- | --- | --- | --- | --- |
 | mean 8192 x 32064 bf16 | 1.57 | **1.20** | 1.31 | 13.2 |
 | none 8192 x 32064 bf16 | **1.60** | - | - | 13.8 |
@@ -51,9 +51,19 @@ def test_the_part_of_one_number_of_gpus():
 
 """
     assert own in text and every in text and faster in text
-    assert "- torch eager: waits for the device, so its time includes the host's." in text
+    assert f"- {EAGER}: waits for the device, so its time includes the host's." in text
     assert "- quack-kernels: refused in some or all cases: `width / 'odd'`." in text
     assert "- flash-attn: absent: `not installed: No module named 'flash_attn'`." in text
+
+
+def test_a_number_says_its_day_and_its_rounds_and_readme_has_ten():
+    dated = both_ways() | {"rounds": 10}
+    dated["host"] |= {"date": "2026-11-26"}
+    assert "0.6.5; 10 rounds; commit 0123456789ab, 2026-11-26." in report.host_line(dated)
+    assert report.place_of(dated) == "1 x Imaginary GPU (0123456789ab, 2026-11-26)"
+    documents.require_rounds("README", {"bench_table_1gpu": dated, "of an older script": both_ways()})
+    with pytest.raises(ValueError, match="README: expected 10 rounds or more, got rl_1gpu: 3; measure"):
+        documents.require_rounds("README", {"bench_table_1gpu": dated, "rl_1gpu": dated | {"rounds": 3}})
 
 
 def test_a_case_that_a_provider_has_no_result_of_has_a_dash():
@@ -89,7 +99,7 @@ def test_the_parts_of_options_the_linear_loss_and_memory():
     assert "| mean 48 x 64 x 32 | **1.034, 2.00** | 2.833, 2.00 |" in text
     point = HEAD._asdict() | {"gradient_bytes": 2**29}
     points = [point | {"provider": OURS, "peak_bytes": 2**30}]
-    points.append(point | {"provider": "torch eager", "refused": "out of memory"})
+    points.append(point | {"provider": EAGER, "refused": "out of memory"})
     text = report.memory_part(document(*points))
     assert "| mean 48 x 64 x 32 | 0.50 | 1.00 | - |" in text and "cases: `out of memory`." in text
 
@@ -122,7 +132,7 @@ def test_a_document_without_a_commit_or_of_an_unfinished_run_is_refused(tmp_path
 
 
 def test_runs_are_compared_case_by_case(tmp_path, capsys):
-    old = document(result(OURS, 1.18, MEAN), result(OURS, 1.62, NONE), result("torch eager", 12.0, MEAN))
+    old = document(result(OURS, 1.18, MEAN), result(OURS, 1.62, NONE), result(EAGER, 12.0, MEAN))
     paths = [tmp_path / "old.json", tmp_path / "new.json"]
     for path, content in zip(paths, (old, both_ways()), strict=True):
         documents.write_document(content, path)
@@ -130,7 +140,7 @@ def test_runs_are_compared_case_by_case(tmp_path, capsys):
     lines = [line.split()[5:] for line in capsys.readouterr().out.splitlines()[1:]]
     assert lines[0] == [OURS, "-", "1.570", "-"]  # the default wrote a mean's gradient in forward once
     assert [OURS, "1.620", "1.600", "-1.2", "%"] in lines
-    assert ["torch", "eager", "12.000", "13.200", "+10.0", "%"] in lines
+    assert [*EAGER.split(), "12.000", "13.200", "+10.0", "%"] in lines
 
 
 def test_the_committed_documents_are_complete():
@@ -142,10 +152,15 @@ def test_the_committed_documents_are_complete():
     for name, content in COMMITTED.items():
         found = documents.results_by_case(content)
         if "table" in name:
-            assert len({frozenset(results) for results in found.values()}) == 1, name
+            kinds = {case.kind for case in found}
+            assert len({(case.kind, frozenset(results)) for case, results in found.items()}) == len(kinds), name
             command = "head" if name.startswith("linear") else "table"
             assert set(cases.cases_of(command, content["host"]["gpus_used"])) == set(found), name
             assert all(documents.is_timed(results[OURS]) for results in found.values()), name
+
+
+def test_no_mode_of_the_committed_document_is_slower_than_another():
+    assert not modes.slower(COMMITTED["bench_modes_1gpu"] if "bench_modes_1gpu" in COMMITTED else document())
 
 
 def test_documents_of_several_commits_in_one_section_are_refused(monkeypatch):
