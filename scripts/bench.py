@@ -56,7 +56,7 @@ COMMANDS = {
     "host": "only the time of the host, of every call over logits and of heads; nothing is launched",
 }
 OF_ROWS = ("options", "losses", "host")
-SWEEP_PROVIDERS = f"{cases.OURS},{cases.IN_FORWARD},quack-kernels,flash-attn,liger-kernel"
+SWEEP_PROVIDERS = f"{cases.OURS},{cases.IN_FORWARD},quack-kernels,flash-attn,fla-core,fla-core (Gluon),liger-kernel"
 DEFAULT_PROVIDERS = {
     "tokens": SWEEP_PROVIDERS,
     "vocabulary": SWEEP_PROVIDERS,
