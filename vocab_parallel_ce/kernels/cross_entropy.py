@@ -365,7 +365,7 @@ def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:
     n_rows = grad_output.shape[0]
     base, rows = row_arguments(grad_logits)
     tensors = (base, grad_output)
-    overlaps = n_rows <= blocks.CUT_ROWS and can_overlap(grad_logits.get_device())
+    overlaps = n_rows <= blocks.FEW_ROWS and can_overlap(grad_logits.get_device())
     launch = _scaled(dtypes_of(tensors), rows, grad_logits.shape[-1], grad_output.stride(0), overlaps)
     launch(min(n_rows, PROGRAMS), tensors, (n_rows,))
 
