@@ -1,5 +1,8 @@
 """Launch shapes are data; these tests need no GPU."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from vocab_parallel_ce import blocks
@@ -43,6 +46,14 @@ def test_every_width_of_the_one_pass_table_has_one_configuration():
         assert one_pass_config(least, ONE_PASS) == one_pass_config(most, ONE_PASS) == config
     for row_bytes in (1, edges[0][0] - 1, edges[-1][1] + 1, 1 << 40):
         assert one_pass_config(row_bytes, ONE_PASS) is None
+
+
+def test_the_fewest_rows_of_one_launch_are_those_of_the_page():
+    """Of every width; docs/options.md has the numbers."""
+    found = [blocks.fewest_rows_of_one_pass(row_bytes) for row_bytes in (1, 32_768, 32_769, 65_536, 65_537, 1 << 40)]
+    assert found == [1025, 1025, 129, 129, 97, 97]
+    page = (Path(__file__).parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
+    assert re.search(r"for 1025 tokens .* up to 32 KB each, for 129 up to 64 KB,\s+and for 97 above", page)
 
 
 def chunks_of(least, most, config):
