@@ -10,9 +10,9 @@ import time
 import pytest
 
 import vocab_parallel_ce as vp
-from tests.support.random_calls import KINDS, RANKS, Where, failures, is_head, kind_of, name_of, run
+from tests.support.random_calls import KINDS, RANKS, Where, failures, is_head, kind_of, name_of, run, run_call
 from tests.support.random_public import PUBLIC
-from tests.support.random_tables import FACTORS, changes_of, configurations
+from tests.support.random_tables import FACTORS, FEWER_THAN_RANKS, changes_of, configurations
 from vocab_parallel_ce.options import Advanced
 
 N_CALLS = len(configurations())  # test_launches.py says what they launch
@@ -61,6 +61,16 @@ def test_random_calls_are_right(impl_device, part):
     n_calls = 12 if (impl, device) == ("triton", "cuda") else N_CALLS  # there, each compiles its kernels
     seeds = range(part, n_calls, PARTS)
     assert len(check(seeds, Where(device, impl, small=True))) == len(seeds)
+
+
+def test_random_calls_on_ranks_without_columns_are_right(impl_device):
+    """Of every 10th configuration, except where there is one rank, or no way to say which columns a rank has."""
+    impl, device = impl_device
+    step = 40 if (impl, device) == ("triton", "cuda") else 10  # there, each compiles its kernels
+    for seed in range(0, N_CALLS, step):
+        if name_of(seed) in ("one_pass", "parallel_cross_entropy", "cross_entropy_forward"):
+            continue
+        run_call(seed, Where(device, impl, small=True), changes={"width": FEWER_THAN_RANKS, "ranks": 4})
 
 
 @pytest.mark.cuda

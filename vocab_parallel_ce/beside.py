@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, flat, shares_storage
-from vocab_parallel_ce.options import Settings
+from vocab_parallel_ce.options import Settings, shard_of_rank
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import INF, NAN, LossOptions
 
@@ -40,6 +41,19 @@ def weights_of_columns(class_weight: Tensor, shard: VocabShard, logits: Tensor) 
         raise ValueError(f"class_weight: expected shape {expected}, got {shape}")
     columns = class_weight.detach()[start : start + shard.n_valid].to(compute_dtype(logits.dtype)).contiguous()
     return columns.clone() if columns.data_ptr() % VECTOR_BYTES else constant(columns, logits)
+
+
+def with_padding(given: Any, settings: Settings, rank: int, n_ranks: int) -> tuple[Any, Settings]:
+    """Return the arguments alongside logits or a weight of no columns, for the column of padding in their place.
+
+    A rank without columns takes part in the collectives: as one that has padding alone.
+    """
+    for name in ("probs", "class_weight"):
+        values = getattr(given, name, None)
+        if isinstance(values, Tensor) and values.shape[-1:] == (0,):
+            given = given._replace(**{name: F.pad(values, (0, 1))})
+    size = shard_of_rank(settings, 0, rank, n_ranks).vocab_size
+    return given, settings._replace(vocab_size=VocabShard(size, size + 1, size))
 
 
 def temperature_of_rows(temperature: Tensor | None, labels: Tensor, logits: Tensor) -> Tensor | None:
@@ -141,7 +155,7 @@ def check_columns(
         own = VocabShard(shard.start, shard.start + n_columns, shard.vocab_size)
     else:
         own = VocabShard.of_rank(shard.vocab_size, rank, n_ranks, n_columns, subject=subject)
-    if (own.start, own.n_valid) != (shard.start, shard.n_valid):
+    if own.n_valid != shard.n_valid or (own.n_valid and own.start != shard.start):
         columns = [f"[{each.start}, {each.start + each.n_valid})" for each in (shard, own)]
         raise ValueError(f"{subject} must give the student's columns {columns[0]}, got {columns[1]}")
 

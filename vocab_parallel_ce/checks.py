@@ -17,6 +17,7 @@ HEAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOGITS_DTYPES = (*HEAD_DTYPES, torch.float64)
 LABEL_DTYPES = (torch.int64, torch.int32)
 FP32 = torch.finfo(torch.float32)
+NO_COLUMNS = "if this rank has none of the vocabulary, pass vocab_size= on every rank"
 NOT_ONE_HOT = (
     "pass the global id of each token, or one-hot labels as probabilities of a floating-point dtype to "
     "vocab_parallel_cross_entropy"
@@ -111,7 +112,7 @@ def check_logits(logits: Tensor) -> None:
     if len(shape) < 2:
         raise ValueError(f"logits: expected shape [..., C] with rows, got {tuple(shape)}")
     if shape[-1] == 0:
-        raise ValueError(f"logits: last dimension must have columns, got {tuple(shape)}")
+        raise ValueError(f"logits: last dimension must have columns, got {tuple(shape)}; {NO_COLUMNS}")
 
 
 def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits") -> None:
@@ -167,8 +168,8 @@ def check_head(weight: Any, bias: Any, hidden: Tensor, dtype: torch.dtype | None
             raise TypeError(f"{name}: dtype must be that of hidden, {dtype}, got {tensor.dtype}; {remedy}")
         if tensor.device != hidden.device:
             raise ValueError(f"{name}: device must be that of hidden, {hidden.device}, got {tensor.device}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
-        raise ValueError(f"weight: expected shape [C, {hidden.shape[-1]}] with rows, got {_shape(weight)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(f"weight: expected shape [C, {hidden.shape[-1]}], got {_shape(weight)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias: expected shape {_shape(weight)[:1]}, got {_shape(bias)}")
 

@@ -61,7 +61,7 @@ def local_columns(name: str, logits: Any) -> LocalColumns:
     """Return this rank's columns of ``logits [..., V]``, a DTensor that errors call ``name``.
 
     The columns follow from ``V`` and the position in the mesh, so that all ranks agree on them; see
-    :func:`with_a_column`. The gradient has the placements of ``logits``.
+    :func:`shard_of_local`. The gradient has the placements of ``logits``.
 
     Raises:
         ValueError: the placements are not ``Shard(-1)`` on exactly one dimension of the mesh, and ``Replicate()`` or
@@ -81,7 +81,8 @@ def local_columns(name: str, logits: Any) -> LocalColumns:
         raise ValueError(
             f"{name}: expected a mesh of ascending ranks along dimension {dim}, got {ranks}; make it of those"
         )
-    local, shard = with_a_column(name, _arrived(logits.to_local()), vocab_size, coordinate[dim], mesh.size(dim))
+    local = _arrived(logits.to_local())
+    shard = shard_of_local(name, local, vocab_size, coordinate[dim], mesh.size(dim))
     of_tokens = tuple(Replicate() if d == dim else placement for d, placement in enumerate(placements))
     return LocalColumns(local, shard, group, of_tokens)
 
@@ -104,24 +105,17 @@ class _Arrived(torch.autograd.Function):
         return grad
 
 
-def with_a_column(name: str, local: Tensor, vocab_size: int, rank: int, n_ranks: int) -> tuple[Tensor, VocabShard]:
-    """Return ``local [..., C]`` and which columns these are, if ``vocab_size`` columns are cut as DTensor cuts.
-
-    Each rank has ``ceil(vocab_size / n_ranks)`` columns, until none are left. A rank without any gets one column of
-    padding, because it must take part in the collective.
+def shard_of_local(name: str, local: Tensor, vocab_size: int, rank: int, n_ranks: int) -> VocabShard:
+    """Return which columns ``local [..., C]`` has, if ``vocab_size`` columns are cut as DTensor cuts.
 
     Raises:
         ValueError: ``C`` is another number.
     """
-    width = -(-vocab_size // n_ranks)
-    start = min(rank * width, vocab_size)
-    stop = min(start + width, vocab_size)
-    if local.shape[-1] != stop - start:
-        expected = f"{stop - start} of {vocab_size} columns at position {rank} of {n_ranks}"
+    shard = VocabShard.of_rank(vocab_size, rank, n_ranks)
+    if local.shape[-1] != shard.n_columns:
+        expected = f"{shard.n_columns} of {vocab_size} columns at position {rank} of {n_ranks}"
         raise ValueError(f"{name}: expected a local tensor with {expected}, as DTensor cuts, got {local.shape[-1]}")
-    if start == stop:
-        local, stop = torch.nn.functional.pad(local, (0, 1)), start + 1
-    return local, VocabShard(start, stop, vocab_size)
+    return shard
 
 
 def _vocabulary_mesh_dim(name: str, placements: tuple[Any, ...], ndim: int) -> int:

@@ -13,7 +13,7 @@ class VocabShard(NamedTuple):
     """The columns ``[start, stop)`` of a rank, of a vocabulary of ``vocab_size``.
 
     Columns at ``vocab_size`` and above are padding: outside the softmax, with gradient exactly 0. A shard may
-    be all padding. The shards of a group must have every column once.
+    be all padding, or have no columns. The shards of a group must have every column once.
 
     Example:
         >>> from vocab_parallel_ce import VocabShard
@@ -48,8 +48,8 @@ class VocabShard(NamedTuple):
         for name, value in self._asdict().items():
             checks.check_integer(f"vocab_size: {name}", value)
         shard = VocabShard(*map(int, self))
-        if not (0 <= shard.start < shard.stop and shard.vocab_size >= 1):
-            raise ValueError(f"vocab_size: a shard must be columns of a vocabulary, 0 <= start < stop, got {shard}")
+        if not (0 <= shard.start <= shard.stop and shard.vocab_size >= 1):
+            raise ValueError(f"vocab_size: a shard must be columns of a vocabulary, 0 <= start <= stop, got {shard}")
         if n_columns not in (None, shard.n_columns):
             raise ValueError(f"{subject} must be the width {shard.n_columns} of {shard}, got {n_columns}")
         if n_ranks == 1 and (shard.start, shard.n_valid) != (0, shard.vocab_size):
@@ -68,14 +68,13 @@ class VocabShard(NamedTuple):
     ) -> VocabShard:
         """Return shard ``rank`` of ``n_ranks``, cut as ``torch.chunk`` and DTensor cut, or padded.
 
-        Each rank has ``ceil(vocab_size / n_ranks)`` columns; the last has the rest. If the logits have
-        ``n_columns``, at least that many, then all ranks have ``n_columns``, and the columns beyond the
-        vocabulary are padding, as in Megatron.
+        Each rank has ``ceil(vocab_size / n_ranks)`` columns until none are left: the last ones may have fewer, or
+        none. If the logits have ``n_columns``, at least that many, then all ranks have ``n_columns``, and the columns
+        beyond the vocabulary are padding, as in Megatron.
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: ``n_columns`` fits neither, or is the whole vocabulary on one of several ranks; or a
-                rank would have no column.
+            ValueError: ``n_columns`` fits neither, or is the whole vocabulary on one of several ranks.
         """
         vocab_size = checks.checked_count("vocab_size", vocab_size)
         checks.check_integer("rank", rank)
@@ -84,22 +83,18 @@ class VocabShard(NamedTuple):
         if not 0 <= rank < n_ranks:
             raise ValueError(f"rank: must be in [0, {n_ranks}), the ranks of the group, got {rank}")
         widest = -(-vocab_size // n_ranks)
-        if n_columns is not None and n_columns >= widest and (n_columns < vocab_size or n_ranks == 1):
+        whole = max(vocab_size, widest + 1)  # a vocabulary of 1 has no part that is less
+        if n_columns is not None and n_columns >= widest and (n_columns < whole or n_ranks == 1):
             return cls(rank * n_columns, (rank + 1) * n_columns, vocab_size)
         start = min(rank * widest, vocab_size)
         shard = cls(start, min(start + widest, vocab_size), vocab_size)
-        all_have_columns = widest * (n_ranks - 1) < vocab_size
-        if all_have_columns and n_columns in (None, shard.n_columns):
+        if n_columns in (None, shard.n_columns):
             return shard
-        if n_columns is None:
-            left = f"a column to the last of {n_ranks} ranks with {widest} each"
-            raise ValueError(f"vocab_size: must leave {left}, got {vocab_size}")
         if n_ranks == 1:
             expected = f"at least vocab_size {vocab_size} without a group of several ranks"
             remedy = "pass group= if they are a shard"
         else:
-            cut = f"{shard.n_columns}, or " if all_have_columns else ""
-            padded = f"with padding at least {widest} and less than {vocab_size}"
-            expected = f"{cut}{padded}, on rank {rank} of {n_ranks} for vocab_size {vocab_size}"
+            padded = f"with padding at least {widest} and less than {whole}"
+            expected = f"{shard.n_columns}, or {padded}, on rank {rank} of {n_ranks} for vocab_size {vocab_size}"
             remedy = "whole logits take group=None, other shards vocab_size=VocabShard(...)"
         raise ValueError(f"{subject} must be {expected}, got {n_columns}; {remedy}")

@@ -52,7 +52,7 @@ OF_BOTH = [
     ({"vocab_size": VocabShard(0, 20, 20)}, ValueError, "logits: last dimension must be .*width 20.*, got 21$"),
     ({"vocab_size": VocabShard(21, 42, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*start=21"),
     ({"vocab_size": VocabShard(0, 21, 42)}, ValueError, "vocab_size: .* one rank, got VocabShard.*vocab_size=42"),
-    ({"vocab_size": VocabShard(-21, 0, 21)}, ValueError, "vocab_size: .*0 <= start < stop, got"),
+    ({"vocab_size": VocabShard(-21, 0, 21)}, ValueError, "vocab_size: .*0 <= start <= stop, got"),
     ({"vocab_size": VocabShard(0, 21, 0)}, ValueError, "vocab_size: a shard must be columns of a vocabulary"),
     ({"vocab_size": VocabShard(0, 21, 21.0)}, TypeError, "vocab_size: vocab_size: expected an int, got float"),
 ]

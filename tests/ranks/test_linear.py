@@ -259,22 +259,6 @@ def test_no_tokens_of_a_sequence_that_ranks_share(rank_pool, impl, way):
         assert not result.in_forward + result.in_backward
 
 
-def _attempts_on_a_dtensor(rank, group, impl, attempts):
-    device = device_of(rank, group)
-    weight = distributed(torch.ones(5, WIDTH), device, group)
-    tokens = torch.ones(4, WIDTH, device=device), weight, torch.zeros(4, device=device).long()
-    call = partial(linear_cross_entropy, *tokens, impl=impl, group=group)
-    return messages_of({name: partial(call, **options) for name, options in attempts.items()})
-
-
-@in_four_ranks
-def test_a_dtensor_that_leaves_a_rank_without_rows_is_refused_on_every_rank(rank_pool, impl):
-    """2, 2, 1 and 0 rows: refused by the last rank alone it would leave the others waiting."""
-    attempts = {"alone": {}, "with its size": {"vocab_size": 5}, "with less": {"vocab_size": 4}}
-    expected = dict.fromkeys(attempts, "ValueError: vocab_size: must leave a column to the last of 4 ranks")
-    assert_refused(rank_pool.run(_attempts_on_a_dtensor, impl, attempts), expected)
-
-
 @TWO_WAYS
 @in_two_ranks
 def test_chunks_of_a_sequence_with_an_ignore_index_that_int32_labels_cannot_hold(rank_pool, impl, way):

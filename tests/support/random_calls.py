@@ -65,10 +65,14 @@ def kind_of(seed: int, small: bool) -> str:
     return kinds[(index + turn + turn // math.lcm(len(kinds), len(RANKS))) % len(kinds)]
 
 
-def run_call(seed: int, where: Where, kind: str | None = None) -> None:
-    """Make the call of a seed, and check all that it returns; ``kind`` of programs, if it is not the seed's."""
+def run_call(seed: int, where: Where, kind: str | None = None, changes: dict[str, Any] | None = None) -> None:
+    """Make the call of a seed, and check all that it returns.
+
+    ``kind`` of programs, if it is not the seed's; ``changes`` replace values of the configuration.
+    """
     of_ranks = {name: value for name, value in changes_of(seed, RANKS).items() if name != "is_module"}
-    call = Call(seed, where.device, where.impl, where.small, of_ranks if is_head(seed) else None)
+    replaced = {**(of_ranks if is_head(seed) else {}), **(changes or {})}
+    call = Call(seed, where.device, where.impl, where.small, replaced)
     with programs(kind or kind_of(seed, where.small)):
         (of_head if call.is_head else of_logits)(call)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.support.random_tables import configurations
+from tests.support.random_tables import FEWER_THAN_RANKS, configurations
 
 NAN, NEG_INF, INF = float("nan"), float("-inf"), float("inf")
 BYTES = {"a tile": (0, 512), "tiles": (512, 2048), "medium": (2048, 16_384), "large": (16_384, 1 << 30)}
@@ -63,6 +63,10 @@ class Draw:
 
     def bounds(self, itemsize: int, ranks: int) -> tuple[int, list[tuple[int, int]]]:
         """The vocabulary, and the columns of each rank; those beyond the vocabulary are padding."""
+        if self["width"] == FEWER_THAN_RANKS:
+            vocab_size = self.rng.randint(1, ranks - 1) if self.has(0.5) else ranks + 1
+            ends = [min(rank * -(-vocab_size // ranks), vocab_size) for rank in range(ranks + 1)]
+            return vocab_size, list(zip(ends, ends[1:], strict=False))
         least, most = (n // itemsize for n in BYTES[self["width"]])
         widest = MOST_INTERPRETED if self.small else MOST_COLUMNS // ranks
         most = min(most, widest)

@@ -16,6 +16,7 @@ from tests.support.pairs import covering
 Case = dict[str, Any]
 TENSOR = "a tensor"  # drawn for each call
 WIDTHS = ("a tile", "tiles", "medium", "large")
+FEWER_THAN_RANKS = "fewer than ranks"  # or one more: cut as torch.chunk cuts, so that the last ranks have no columns
 IN_FORWARD = ("contiguous", "transposed")  # no views, which in_forward refuses
 LAYOUTS = ("contiguous", "gaps", "sliced", "transposed", "offset", "expanded", "columns", "leaf")
 BESIDE = ("contiguous", "gaps", "transposed", "offset", "expanded", "columns")

@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce import verify
+from vocab_parallel_ce.beside import with_padding
+from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, process_group_of
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.plan import Arguments, plan_linear_call
@@ -270,6 +273,9 @@ def over_logits(
 
     ``given`` are the tensors alongside the logits, ``loss.Beside``. Fills ``top``. Compiled code gets an operator.
     """
+    if settings.vocab_size is not None and isinstance(logits, Tensor) and logits.dim() > 1 and not logits.shape[-1]:
+        given, settings = with_padding(given, settings, *group_position(group))
+        logits = F.pad(logits, (0, 1))
     if is_traced():
         from vocab_parallel_ce.operators import losses
 

@@ -141,9 +141,10 @@ def vocab_parallel_cross_entropy(
             ``"rank"``, and no outputs that have a gradient.
         impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``: the first of them that can run.
         check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``; otherwise its row is NaN.
-        vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns and the last has the rest, or all have ``C``
-            columns, of which those beyond ``V`` are padding: no part of the softmax, gradient 0. If neither holds, a
-            :class:`VocabShard` that says which columns this rank has. None: ``R * C``.
+        vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns until none are left, so that the last ones may
+            have fewer, or none; or all have ``C`` columns, of which those beyond ``V`` are padding: no part of the
+            softmax, gradient 0. If neither holds, a :class:`VocabShard` that says which columns this rank has. None:
+            ``R * C``, on every rank.
         shift: token t predicts the label at t + 1 of the last dimension, ``T``; unreduced losses and outputs are
             ``[..., T - 1]``. Each row must be one sequence: for packed ones pass :func:`next_labels` with
             ``cu_seqlens`` as the labels, without ``shift``.

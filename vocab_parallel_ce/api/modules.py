@@ -173,7 +173,8 @@ class LinearCrossEntropy(_LossModule):
         head: the ``nn.Linear`` (its bias too) or ``nn.Embedding`` of this rank's ``C`` rows. It is shared: it
             stays in the ``state_dict`` of its owner alone, and its weight is looked up at each call. None for
             a head of this module's own, ``self.own``.
-        in_features, columns, bias: ``D``, ``C`` and whether there is a bias, of a head of its own.
+        in_features, columns, bias: ``D``, ``C`` and whether there is a bias, of a head of its own. ``C`` may be 0 on a
+            rank with ``vocab_size``.
         class_weight: a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
         others: as in :func:`linear_cross_entropy`.
 
@@ -215,7 +216,9 @@ class LinearCrossEntropy(_LossModule):
             raise TypeError("head: expected a head, or in_features and columns of one of its own, got neither")
         if head is None:
             n_features = checks.checked_count("in_features", in_features)
-            self.own = nn.Linear(n_features, checks.checked_count("columns", columns), bias=bias)
+            no_columns = columns == 0 and keywords.get("vocab_size") is not None  # on this rank of several
+            n_columns = 0 if no_columns else checks.checked_count("columns", columns)
+            self.own = nn.Linear(n_features, n_columns, bias=bias)
         elif in_features is not None or columns is not None or bias:
             raise ValueError(
                 "head: expected it, or in_features, columns and bias of one of its own, got both; pass the head alone, "

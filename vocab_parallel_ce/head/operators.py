@@ -21,6 +21,7 @@ from vocab_parallel_ce.head.plan import (
     gradient_of,
     plan_linear_call,
     shard_of_dtensor,
+    with_a_row,
 )
 from vocab_parallel_ce.losses.base import LOSSES, Loss
 from vocab_parallel_ce.operators import (
@@ -116,6 +117,9 @@ def linear_losses(
         weight = local_rows("weight", weight, group)
     if bias is not None:
         bias = local_rows("bias", bias, group)
+    if isinstance(weight, Tensor) and weight.dim() == 2:
+        weight, bias, given, settings = with_a_row(weight, bias, given, settings, *group_position(group))
+        beside = given.beside
     device_type = hidden.device.type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     settings = settings._replace(gradient=gradient_of(settings, autocast or hidden.dtype))

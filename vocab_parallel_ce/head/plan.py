@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
-from vocab_parallel_ce.beside import checked_divisor
+from vocab_parallel_ce.beside import checked_divisor, with_padding
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.head.chunks import (
@@ -82,7 +83,7 @@ def plan_linear_call(
     loss: Loss, given: Arguments, settings: Settings, head: HeadSettings
 ) -> tuple[LinearCall, Head, Any]:
     """Check the arguments and plan the call; changes nothing. Also return what stands alongside the rows' logits."""
-    hidden, labels, main_grad, expected = given.head.hidden, given.labels, given.main_grad, given.expected_grad_output
+    hidden, labels, expected = given.head.hidden, given.labels, given.expected_grad_output
     checks.check_hidden(hidden)
     checks.check_has_values(hidden)
     loss.check_head(given.beside, hidden, settings)
@@ -98,8 +99,7 @@ def plan_linear_call(
     autocasts = torch.is_autocast_enabled(hidden.device.type)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
     checks.check_head(weight, bias, hidden, None if autocasts else dtype)
-    if main_grad is not None:
-        checks.check_main_grad(main_grad, weight)
+    weight, bias, given, settings = with_a_row(weight, bias, given, settings, rank, n_ranks)
     _check_tokens(given, n_ranks, settings, head)
     if expected is not None:
         _check_expected(expected, labels, settings, dtype)
@@ -131,7 +131,7 @@ def plan_linear_call(
         overflow=_overflow(is_valid, head.valid_tokens),
         sequence_parallel=head.sequence_parallel and n_ranks > 1,
         reduces=head.reduce_hidden_grad and n_ranks > 1,
-        main_grad=main_grad,
+        main_grad=given.main_grad,
         parameter=given.head.weight if hasattr(given.head.weight, "grad_added_to_main_grad") else None,
         expected=None if expected is None else expected_of(expected, is_valid, order),
         n_kept=kept_rows(head.keep_logits, chunks, kept_bytes),
@@ -255,6 +255,23 @@ def shard_of_dtensor(given: Arguments, settings: Settings, rank: int, n_ranks: i
     if vocab_size > n_rows:
         raise ValueError(f"vocab_size: must be at most {n_rows}, the rows of weight, got {vocab_size}")
     return cut._replace(vocab_size=vocab_size)
+
+
+def with_a_row(
+    weight: Tensor, bias: Tensor | None, given: Arguments, settings: Settings, rank: int, n_ranks: int
+) -> tuple[Tensor, Tensor | None, Arguments, Settings]:
+    """Check ``main_grad``, and return the arguments of this rank: without rows one of padding, with no gradient."""
+    if given.main_grad is not None:
+        checks.check_main_grad(given.main_grad, weight)
+    if weight.shape[0]:
+        return weight, bias, given, settings
+    if settings.vocab_size is None:
+        expected = f"[C, {weight.shape[1]}] with rows"
+        raise ValueError(f"weight: expected shape {expected}, got {tuple(weight.shape)}; {checks.NO_COLUMNS}")
+    beside, settings = with_padding(given.beside, settings, rank, n_ranks)
+    weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
+    main_grad = None if given.main_grad is None else torch.zeros_like(weight, dtype=torch.float32)
+    return weight, bias, given._replace(beside=beside, main_grad=main_grad), settings
 
 
 def _check_tokens(given: Arguments, n_ranks: int, settings: Settings, head: HeadSettings) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vocab_parallel_ce import checks, token_log_probs, vocab_parallel_cross_entropy
-from vocab_parallel_ce.dtensor import is_dtensor, with_a_column
+from vocab_parallel_ce.dtensor import is_dtensor, shard_of_local
 from vocab_parallel_ce.integrations import dtensor
 from vocab_parallel_ce.integrations.log_probs import with_entropies
 from vocab_parallel_ce.integrations.rebind import Switch
@@ -135,8 +135,8 @@ def cross_entropy_loss(pred: Any, labels: Any, *, global_vocab_size: int | None 
             "global_vocab_size: expected the size of the vocabulary with plain shards, got None; give it to "
             "CrossEntropyLoss.Config or to install(vocab_size=)"
         )
-    local, shard = with_a_column("pred", pred, vocab_size, group.rank(), group.size())
-    return vocab_parallel_cross_entropy(local, labels, group=group, vocab_size=shard, **options)
+    shard = shard_of_local("pred", pred, vocab_size, group.rank(), group.size())
+    return vocab_parallel_cross_entropy(pred, labels, group=group, vocab_size=shard, **options)
 
 
 def compute_logprobs(logits: Any, labels: Any, *, return_entropy: bool = False) -> Any:
@@ -155,7 +155,7 @@ def compute_logprobs(logits: Any, labels: Any, *, return_entropy: bool = False) 
     group = None if is_dtensor(logits) else _vocabulary_group()
     function: Any = dtensor.token_log_probs if is_dtensor(logits) else token_log_probs
     if group is not None:
-        logits, shard = with_a_column("logits", logits, _options["vocab_size"], group.rank(), group.size())
+        shard = shard_of_local("logits", logits, _options["vocab_size"], group.rank(), group.size())
         options |= {"group": group, "vocab_size": shard}
     if not return_entropy:
         return function(logits, labels, **options)

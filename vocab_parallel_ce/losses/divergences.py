@@ -145,7 +145,8 @@ class DivergenceLoss(Loss):
         check_columns(n_columns, shard, settings, rank, n_ranks, subject="teacher: last dimension")
         if given.labels is not None and settings.check_labels:
             checks.check_label_range(given.labels, shard.vocab_size, settings.ignore_index)
-        return Teacher(walkable(given.logits.detach()), None if given.labels is None else flat(given.labels))
+        logits = given.logits.detach() if n_columns else F.pad(given.logits.detach(), (0, 1))
+        return Teacher(walkable(logits), None if given.labels is None else flat(given.labels))
 
     def check_head(self, given: TeacherHead, hidden: Tensor, settings: Settings) -> None:
         check_teacher_head(*given[:3], hidden)
@@ -155,10 +156,12 @@ class DivergenceLoss(Loss):
     ) -> TeacherHead:
         of_rank = plan.shard, settings, plan.rank, plan.n_ranks
         check_columns(given.weight.shape[0], *of_rank, subject="teacher.weight: rows")
-        bias = None if given.bias is None else given.bias.detach()
+        weight, bias = given.weight.detach(), None if given.bias is None else given.bias.detach()
+        if not len(weight):
+            weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
         states = given.hidden.detach().reshape(-1, given.hidden.shape[-1])
         token_of_row = None if order is None else order.token_of_row
-        return TeacherHead(states, given.weight.detach(), bias, labels, token_of_row)
+        return TeacherHead(states, weight, bias, labels, token_of_row)
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> DivergenceOptions:
         options = divergence_options(settings)
