@@ -2,10 +2,16 @@
 
 ``inp``, ``target``, ``ignore_idx``, ``dist_process_group`` and ``reduce_loss`` are this project's
 ``logits``, ``labels``, ``ignore_index``, ``group`` and ``reduction="mean"``, which error messages use.
+
+:func:`parallel_cross_entropy` is that of 2.20.2. The two steps are those of 2.7 to 2.17, whose first step writes the
+gradient over its input. That of 2.18 writes another tensor, and 2.20.2 saves statistics in its place.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
 import sys
 import warnings
 from typing import Any
@@ -19,78 +25,102 @@ from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.layout import per_row, row_layout, rows_are_disjoint
 from vocab_parallel_ce.losses.labels import LABELS, Labels
-from vocab_parallel_ce.options import Settings
-from vocab_parallel_ce.plan import kernels_of, may_overwrite, plan_call
+from vocab_parallel_ce.options import Function, Settings
+from vocab_parallel_ce.plan import kernels_of, plan_call
 from vocab_parallel_ce.selection import select
 
 
 @public(eager_if=lambda keywords: bool(keywords.get("overwrite_input")))
 def parallel_cross_entropy(
-    inp: Tensor | None = None,
-    target: Tensor | None = None,
+    inp: Tensor,
+    target: Tensor,
     label_smoothing: float = 0.0,
     reduce_loss: bool = False,
     dist_process_group: Any = None,
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
     *,
-    overwrite_input: bool | None = None,
+    overwrite_input: bool = False,
     _input: Tensor | None = None,
 ) -> Tensor:
-    """TransformerEngine's ``parallel_cross_entropy``: :func:`vocab_parallel_cross_entropy` by that library's names.
+    """``parallel_cross_entropy`` of TransformerEngine 2.20.2: :func:`vocab_parallel_cross_entropy` by its names.
 
     Args:
-        inp: ``[..., C]`` this rank's logits. Required. ``_input`` is its deprecated name.
-        target: ``[...]`` global ids. Required.
+        inp: ``[..., C]`` this rank's logits. ``_input`` is its deprecated name; ``inp`` is then None.
+        target: ``[...]`` global ids, or all of them in one dimension.
         label_smoothing: in [0, 1].
-        reduce_loss: True: the mean over the rows that are not ignored, ``[]``; False: ``target``'s shape.
-        dist_process_group: the ranks that share a vocabulary, or None.
+        reduce_loss: True: the mean over the rows that are not ignored; False: the loss of each row.
+        dist_process_group: the ranks that share a vocabulary, with equal shards, or None.
         ignore_idx: rows with this label have loss 0 and gradient 0.
         is_cg_capturable: accepted; every path can be captured in a CUDA graph.
-        overwrite_input: True: backward writes the gradient over ``inp`` (TransformerEngine 2.20's meaning). False:
-            into a new tensor. None: forward writes a mean's gradient over ``inp``, and backward scales it. For an
-            unreduced loss, fp16, a view, a leaf, under saved-tensor hooks and under ``torch.compile``, None is
-            ``gradient="auto"``.
+        overwrite_input: False: ``inp`` stays as it is, and the gradient is a new tensor. True: backward writes the
+            gradient over ``inp``, which nobody may read from then on.
 
-    Returns, Collectives, Raises: as :func:`vocab_parallel_cross_entropy`.
+    Returns:
+        as :func:`vocab_parallel_cross_entropy`, except that a mean is ``[1]``, as that library's is.
+
+    Collectives, Raises: as :func:`vocab_parallel_cross_entropy`.
 
     Example:
         >>> from vocab_parallel_ce import parallel_cross_entropy
         >>> logits, labels = torch.zeros(2, 4), torch.tensor([1, 2])
         >>> parallel_cross_entropy(logits, labels)
         tensor([1.3863, 1.3863])
-        >>> round(parallel_cross_entropy(logits, labels, reduce_loss=True).item(), 4)
-        1.3863
+        >>> parallel_cross_entropy(logits, labels, reduce_loss=True)
+        tensor([1.3863])
     """
     if _input is not None:
-        if inp is not None:
+        if inp is not None and inp is not _input:
             raise TypeError("_input: is the deprecated name of inp, got both")
         warnings.warn("_input is deprecated, use inp", FutureWarning, stacklevel=_frames_of_ours())
         inp = _input
     if isinstance(target, Tensor) and target.is_floating_point():
         raise TypeError(f"target: dtype must be int64 or int32, got {target.dtype}")
-    if overwrite_input not in (None, True, False):
-        raise TypeError(f"overwrite_input: expected a bool or None, got {overwrite_input!r}")
-    return vocab_parallel_cross_entropy(
-        inp,  # type: ignore[arg-type]  # None is refused there, as every other type is
-        target,  # type: ignore[arg-type]
+    checks.check_bool("overwrite_input", overwrite_input)
+    loss = vocab_parallel_cross_entropy(
+        inp,
+        _of_rows(target, inp),
         group=dist_process_group,
         ignore_index=ignore_idx,
         label_smoothing=label_smoothing,
         reduction=_reduction(reduce_loss),
-        gradient=_gradient(inp, reduce_loss, overwrite_input),
+        gradient="in_backward" if overwrite_input else "out_of_place",
     )
+    return loss.reshape(1) if reduce_loss else loss
+
+
+def _of_this_version(function: Function) -> Function:
+    """Decorate a step of the pair: a call in the form of another version gets an error that says so."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            name, expected = function.__name__, ", ".join(signature.parameters)
+            raise TypeError(
+                f"{name}: expected ({expected}), as in TransformerEngine 2.7 to 2.17, got another version's call: "
+                f"{error}; the pair of 2.20.2 saves statistics, not the gradient: call parallel_cross_entropy, which "
+                "is that of 2.20.2"
+            ) from None
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 @public(eager_if=lambda keywords: True)
+@_of_this_version
 @torch.no_grad()
 def cross_entropy_forward(
     _input: Tensor, target: Tensor, label_smoothing: float, reduce_loss: bool, dist_process_group: Any, ignore_idx: int
 ) -> tuple[Tensor, Tensor]:
-    """First step of the pair without autograd: return the fp32 loss, and ``_input`` with its gradient.
+    """First step of TransformerEngine 2.7's pair, up to 2.17: return the fp32 loss, and ``_input`` with its gradient.
 
-    Overwrites ``_input`` whether or not it requires a gradient. If its last dimension is not dense, or it overlaps
-    itself, the second result is a copy instead. Arguments, collectives, errors: as :func:`parallel_cross_entropy`.
+    It is without autograd, and overwrites ``_input`` whether or not it requires a gradient. If its last dimension is
+    not dense, or it overlaps itself, the second result is a copy instead. A mean is ``[]``. Arguments, collectives,
+    errors: as :func:`parallel_cross_entropy`; TypeError for a call in the form of 2.20.2, whose pair returns other
+    tensors.
 
     Example:
         >>> from vocab_parallel_ce import cross_entropy_forward
@@ -100,6 +130,7 @@ def cross_entropy_forward(
         >>> grad
         tensor([[ 0.2500, -0.7500,  0.2500,  0.2500]])
     """
+    target = _of_rows(target, _input)
     settings = Settings(
         ignore_index=ignore_idx,
         label_smoothing=label_smoothing,
@@ -113,6 +144,7 @@ def cross_entropy_forward(
 
 
 @public(eager_if=lambda keywords: True)
+@_of_this_version
 @torch.no_grad()
 def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable: bool = False) -> Tensor:
     """Second step of the pair: scale, in place, and return the gradient that :func:`cross_entropy_forward` returned.
@@ -125,7 +157,8 @@ def cross_entropy_backward(_input: Tensor, grad_output: Tensor, is_cg_capturable
         is_cg_capturable: accepted; nothing here synchronises.
 
     Raises:
-        TypeError, ValueError: ``_input`` or ``grad_output`` is not as described.
+        TypeError, ValueError: ``_input`` or ``grad_output`` is not as described, or the call is in another version's
+            form.
 
     Example:
         >>> from vocab_parallel_ce import cross_entropy_backward, cross_entropy_forward
@@ -160,14 +193,12 @@ def _frames_of_ours() -> int:
     return level
 
 
-def _gradient(logits: object, reduce_loss: bool, overwrite_input: bool | None) -> str:
-    """``gradient=`` of :func:`vocab_parallel_cross_entropy`, which checks ``logits``."""
-    if overwrite_input is not None:
-        return "in_backward" if overwrite_input else "out_of_place"
-    compiles = torch.compiler.is_dynamo_compiling()
-    if compiles or not reduce_loss or not isinstance(logits, Tensor) or logits.dtype == torch.float16:
-        return "auto"
-    return "in_forward" if logits._base is None and may_overwrite(logits) else "auto"
+def _of_rows(target: Any, logits: Any) -> Any:
+    """Return a flattened ``target [N]`` in the shape of the rows of ``logits [..., C]``."""
+    if not (isinstance(target, Tensor) and isinstance(logits, Tensor)) or target.dim() != 1 or logits.dim() < 3:
+        return target
+    rows = logits.shape[:-1]
+    return target.reshape(rows) if target.numel() == math.prod(rows) else target
 
 
 def _reduction(reduce_loss: object) -> str:

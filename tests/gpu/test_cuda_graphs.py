@@ -60,6 +60,7 @@ class OverLogits(NamedTuple):
         if self.function is vp.parallel_cross_entropy:
             is_mean = self.options["reduction"] == "mean"
             loss = vp.parallel_cross_entropy(logits, labels, reduce_loss=is_mean, dist_process_group=group)
+            loss = loss[0] if is_mean else loss
             return loss, *torch.autograd.grad(loss, logits, grad_outputs)
         outputs = flat_outputs(self.function(logits, labels, group=group, **self.options))
         return *outputs, *torch.autograd.grad(outputs, logits, grad_outputs)
@@ -68,7 +69,7 @@ class OverLogits(NamedTuple):
         grad = torch.cat([results[-1] for results in by_rank], dim=-1)
         function = self.function if self.function is vp.token_log_probs else vp.vocab_parallel_cross_entropy
         options = dict(self.options)
-        if self.function in (vp.parallel_cross_entropy, vp.cross_entropy_forward) and options["reduction"] == "mean":
+        if self.function is vp.cross_entropy_forward:
             options["gradient"] = "in_forward"
         assert_right(Results(tuple(by_rank[0][:-1]), grad), *inputs, function=function, **options)
 

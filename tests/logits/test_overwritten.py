@@ -68,7 +68,7 @@ def test_a_second_call_over_a_gradient_is_refused(impl_device, gradient, second)
 @pytest.mark.reference
 def test_a_call_of_transformer_engine_is_refused_and_its_pair_is_not():
     case = Overwritten(("auto", "cpu"))
-    vp.parallel_cross_entropy(case.logits, case.labels, reduce_loss=True)
+    vp.parallel_cross_entropy(case.logits, case.labels, reduce_loss=True, overwrite_input=True).backward()
     with pytest.raises(ValueError, match=REFUSAL):
         vp.parallel_cross_entropy(case.logits, case.labels, reduce_loss=True)
     logits = case.values.clone()

@@ -1,6 +1,6 @@
-"""TransformerEngine's names: the same loss, its gradient where TransformerEngine writes it, refusals."""
+"""TransformerEngine's names: its signatures, the same loss, its gradient where that library writes it, refusals."""
 
-import math
+import inspect
 import warnings
 
 import pytest
@@ -18,20 +18,109 @@ on_each_device = pytest.mark.parametrize(
 REDUCTION = {True: "mean", False: "none"}
 
 
+OF_2_20_2 = (
+    "inp target label_smoothing=0.0 reduce_loss=False dist_process_group=None ignore_idx=-100 is_cg_capturable=False "
+    "*overwrite_input=False *_input=None"
+)
+OF_2_17 = {  # and from 2.7 on
+    "cross_entropy_forward": "_input target label_smoothing reduce_loss dist_process_group ignore_idx",
+    "cross_entropy_backward": "_input grad_output is_cg_capturable=False",
+}
+
+
+def described(function):
+    """The names and defaults of the parameters, and a star for those that are given by name alone."""
+    parameters = inspect.signature(function).parameters.values()
+    stars = {inspect.Parameter.POSITIONAL_OR_KEYWORD: "", inspect.Parameter.KEYWORD_ONLY: "*"}
+    return " ".join(stars[p.kind] + p.name + ("" if p.default is p.empty else f"={p.default!r}") for p in parameters)
+
+
+@pytest.mark.quick
+@pytest.mark.reference
+def test_signatures_are_transformer_engines():
+    assert described(vp.parallel_cross_entropy) == OF_2_20_2
+    assert {name: described(getattr(vp, name)) for name in OF_2_17} == OF_2_17
+
+
+@pytest.mark.reference
+def test_the_recorded_signature_is_that_of_the_installed_library():
+    engine = pytest.importorskip("transformer_engine.pytorch.cross_entropy", reason="needs TransformerEngine")
+    theirs = described(engine.parallel_cross_entropy)
+    assert theirs == OF_2_20_2 or theirs == OF_2_20_2.replace("*overwrite_input=False ", "")  # before 2.20
+
+
 @pytest.mark.quick
 @on_each_device
 @pytest.mark.parametrize("overwrite_input", (None, True, False))
 @pytest.mark.parametrize("reduce_loss", (True, False))
 def test_where_the_gradient_is_written(impl_device, reduce_loss, overwrite_input):
+    """Forward leaves the input as it is; a mean's gradient was there, and the accuracy read from it was 0."""
     case = Case(impl_device, columns=COLUMNS)
-    options = {"reduce_loss": reduce_loss, "overwrite_input": overwrite_input}
+    options = {"reduce_loss": reduce_loss} | ({} if overwrite_input is None else {"overwrite_input": overwrite_input})
     loss = vp.parallel_cross_entropy(case.logits, case.labels, 0.1, **options)
-    assert case.logits_are_untouched() != (overwrite_input is None and reduce_loss)
+    assert loss.shape == ((1,) if reduce_loss else case.labels.shape)
+    assert case.logits_are_untouched()
     grad_output = case.grad_output(loss)
     (grad,) = torch.autograd.grad(loss, case.logits, grad_output)
-    in_place = reduce_loss if overwrite_input is None else overwrite_input  # the case holds its logits
-    assert (grad.data_ptr() == case.logits.data_ptr()) == in_place
+    assert (grad.data_ptr() == case.logits.data_ptr()) == bool(overwrite_input)  # the case holds its logits
+    assert case.logits_are_untouched() != bool(overwrite_input)
+    if reduce_loss:
+        loss, grad_output = loss[0], grad_output.reshape(())
     case.assert_right(loss, grad, grad_output, reduction=REDUCTION[reduce_loss], label_smoothing=0.1)
+
+
+@pytest.mark.reference
+def test_by_default_nothing_is_overwritten_that_nobody_else_sees_either():
+    """That library allocates a tensor for the gradient, whoever holds the input."""
+    made, labels = batch("peaked", rows=3, vocab_size=COLUMNS)
+    logits = made.requires_grad_() * 1
+    address, gradients = logits.data_ptr(), []
+    logits.register_hook(lambda grad: gradients.append(grad.data_ptr()))
+    loss = vp.parallel_cross_entropy(logits, labels)
+    del logits
+    loss.sum().backward()
+    assert gradients and gradients != [address]
+
+
+@pytest.mark.quick
+@on_each_device
+@pytest.mark.parametrize("reduce_loss", (True, False))
+def test_a_flattened_target_is_that_of_the_rows(impl_device, reduce_loss):
+    """A target of as many ids in another shape would give rows the labels of others."""
+    case = Case(impl_device, columns=COLUMNS)
+    rows = len(case.labels.flatten())
+    logits, labels = case.values.reshape(rows // 2, 2, COLUMNS), case.labels.reshape(rows // 2, 2)
+    expected = vp.parallel_cross_entropy(logits, labels, 0.1, reduce_loss)
+    assert torch.equal(vp.parallel_cross_entropy(logits, labels.flatten(), 0.1, reduce_loss), expected)
+    of_pair = [
+        vp.cross_entropy_forward(logits.clone(), target, 0.1, reduce_loss, None, -100)
+        for target in (labels, labels.flatten())
+    ]
+    assert all(map(torch.equal, *of_pair)) and of_pair[1][0].shape == (() if reduce_loss else labels.shape)
+    for call in (vp.parallel_cross_entropy, vp.cross_entropy_forward):
+        with pytest.raises(ValueError, match="^labels: shape must be that of logits without the last dimension"):
+            call(logits, labels.t(), 0.1, reduce_loss, None, -100)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda logits, labels: vp.cross_entropy_forward(logits, labels, 0.0, True, None, -100, False),
+        lambda logits, labels: vp.cross_entropy_forward(logits, labels, 0.0, True, None, -100, overwrite_input=True),
+        lambda logits, labels: vp.cross_entropy_forward(logits, labels, 0.0, True, None),
+        lambda logits, labels: vp.cross_entropy_backward(*[logits] * 4, labels, 0.0, True, 0, 1, -100),
+        lambda logits, labels: vp.cross_entropy_backward(grad_input=logits, grad_output=torch.ones(())),
+    ],
+)
+def test_the_pair_says_that_a_call_is_in_another_versions_form(step):
+    logits = LOGITS.clone()
+    expected = (
+        r"_(forward|backward): expected \(_input, .*\), as in TransformerEngine 2.7 to 2.17, got another version's"
+    )
+    with pytest.raises(TypeError, match=f"^cross_entropy{expected} call: .*; the pair of 2.20.2 saves statistics, "):
+        step(logits, LABELS)
+    assert torch.equal(logits, LOGITS) and logits._version == 0
 
 
 @pytest.mark.quick
@@ -65,18 +154,18 @@ def test_the_two_step_pair_on_inference_tensors_and_on_a_view(impl_device):
 def test_the_deprecated_alias_warns_and_works():
     logits, labels = batch("peaked", rows=3, vocab_size=COLUMNS)
     with pytest.warns(FutureWarning, match="_input is deprecated") as caught:
-        actual = vp.parallel_cross_entropy(_input=logits, target=labels)
+        actual = vp.parallel_cross_entropy(None, labels, _input=logits)
     assert caught[0].filename == __file__
     import torch._dynamo  # where the compiler is there, verified calls are kept out of it
 
     with pytest.warns(FutureWarning, match="_input is deprecated") as caught, vp.verify_calls():
-        vp.parallel_cross_entropy(_input=logits, target=labels)
+        vp.parallel_cross_entropy(None, target=labels, _input=logits)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(actual, vp.parallel_cross_entropy(inp=logits, target=labels))
     with pytest.raises(TypeError, match="^_input: .* both"):
-        vp.parallel_cross_entropy(logits, labels, _input=logits)
+        vp.parallel_cross_entropy(logits.clone(), labels, _input=logits)
 
 
 LOGITS, LABELS = torch.randn(2, 3, COLUMNS), torch.zeros(2, 3, dtype=torch.int64)
@@ -86,7 +175,8 @@ LOGITS, LABELS = torch.randn(2, 3, COLUMNS), torch.zeros(2, 3, dtype=torch.int64
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"overwrite_input": "yes"}, TypeError, "overwrite_input: .*'yes'"),
+        ({"overwrite_input": "yes"}, TypeError, "overwrite_input: expected a bool, got str"),
+        ({"overwrite_input": None}, TypeError, "overwrite_input: expected a bool, got NoneType"),
         ({"reduce_loss": "mean"}, TypeError, "reduce_loss: .*str"),
         ({"label_smoothing": 2.0}, ValueError, r"label_smoothing: .*2\.0"),
         ({"dist_process_group": 4}, TypeError, "group: .*int"),
@@ -117,14 +207,3 @@ def test_the_second_step_refuses_what_it_cannot_scale_by(grad_output, error, mes
     with pytest.raises(error, match=f"^{message}"):
         vp.cross_entropy_backward(gradient, grad_output)
     assert torch.equal(gradient, before) and gradient._version == version
-
-
-@pytest.mark.reference
-def test_a_mean_of_fp16_keeps_gradients_that_only_a_loss_scale_makes_large_enough():
-    """Written in forward, exp(-16) / 4 would be 0 in fp16."""
-    leaf = torch.zeros(4, 16, dtype=torch.float16)
-    leaf[:, 0] = 16
-    leaf.requires_grad_()
-    loss = vp.parallel_cross_entropy(leaf * 1, torch.zeros(4, dtype=torch.int64), reduce_loss=True)
-    (loss * 2.0**16).backward()
-    torch.testing.assert_close(leaf.grad[:, 1:], torch.full((4, 15), 2.0**14 * math.exp(-16)).half())

@@ -99,19 +99,6 @@ def test_the_module_takes_the_options_of_the_function():
     assert _defaults(package.VocabParallelCrossEntropy) == expected
 
 
-@pytest.mark.quick
-def test_transformer_engines_signatures():
-    of_forward = ["target", "label_smoothing", "reduce_loss", "dist_process_group", "ignore_idx"]
-    parameters = _defaults(package.parallel_cross_entropy)
-    assert list(parameters) == ["inp", *of_forward, "is_cg_capturable", "overwrite_input", "_input"]
-    assert list(parameters.values())[2:] == [0.0, False, None, -100, False, None, None]
-    kinds = [p.kind.name for p in inspect.signature(package.parallel_cross_entropy).parameters.values()]
-    assert kinds == ["POSITIONAL_OR_KEYWORD"] * 7 + ["KEYWORD_ONLY"] * 2
-    assert list(_defaults(package.cross_entropy_forward)) == ["_input", *of_forward]
-    assert list(_defaults(package.cross_entropy_backward)) == ["_input", "grad_output", "is_cg_capturable"]
-    assert _defaults(package.cross_entropy_backward)["is_cg_capturable"] is False
-
-
 def test_completion_offers_public_names_alone():
     assert set(dir(package)) == {*package.__all__, "__version__", "integrations"}
 

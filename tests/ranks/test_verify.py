@@ -80,7 +80,7 @@ FUNCTIONS = {
     "log-probs": lambda a: -vp.token_log_probs(a.logits, a.labels, **a.given).sum(),
     "transformer engine": lambda a: vp.parallel_cross_entropy(
         a.logits, a.labels, reduce_loss=True, dist_process_group=a.group, **a.options
-    ),
+    )[0],
     "linear": _linear,
     "linear in backward": lambda a: _linear(a, gradient="in_backward"),
     "linear log-probs": lambda a: vp.linear_token_log_probs(a.hidden, a.weight, a.labels, **a.given).sum(),

@@ -118,7 +118,8 @@ def of_logits(call: Call) -> None:
     beside.check(found, logits.double(), rounding)
     for name in found.keys() - {"gradient"}:
         assert all(alike(of_rank[name], found[name]) for of_rank in of_ranks), f"{name}: differs between the ranks"
-    if draw["gradient"] in ("auto", "out_of_place") or draw["overwrite_input"] is False:
+    preserves = "overwrite_input" in draw.case and not draw["overwrite_input"]
+    if draw["gradient"] in ("auto", "out_of_place") or preserves:
         assert all(alike(leaf.logits, own) for leaf, own in zip(leaves, kept, strict=True)), "logits were written"
     check_gradient(call, leaves, truth.of_gradient(upstream), grad, upstream, logits == NEG_INF)
 
@@ -138,7 +139,7 @@ def check_gradient(
 ) -> None:
     """Of a row that is NaN, a column that is ``excluded`` may be 0."""
     draw = call.draw
-    stays = (draw["overwrite_input"] is not None, draw["gradient"] not in (None, "in_forward"))
+    stays = ("overwrite_input" in draw.case, draw["gradient"] not in (None, "in_forward"))
     in_forward = not any(stays)
     factor = max((float(value.abs().max()) for value in upstream.values() if value.numel()), default=0.0)
     if in_forward and call.dtype == torch.float16:  # forward's gradient may be less than fp16 can hold

@@ -123,7 +123,11 @@ def _of_te(given: Given) -> list[Any]:
 
 
 def _parallel_cross_entropy(given: Given) -> Returned:
-    return _loss(vp.parallel_cross_entropy(*_of_te(given), overwrite_input=given["overwrite_input"]))
+    """``overwrite_input`` None leaves it out. A mean is ``[1]`` there."""
+    is_mean, overwrite = given["reduction"] == "mean", given["overwrite_input"]
+    keywords = {} if overwrite is None else {"overwrite_input": overwrite}
+    loss = vp.parallel_cross_entropy(*_of_te(given), **keywords)
+    return {"loss": loss.squeeze(0) if is_mean else loss}
 
 
 def _cross_entropy_forward(given: Given) -> Returned:
