@@ -47,12 +47,13 @@ def _copies(rank, group):
         for way, copied in ways.items():
             other = copied(model)
             found, expected = other(hidden, labels), model(hidden, labels)
-            equal[name, way] = all(map(torch.equal, found, expected)) and other.loss.group is model.loss.group
+            # Not their bits: a product may depend on where the copied weight lies in memory.
+            equal[name, way] = all(map(torch.allclose, found, expected)) and other.loss.group is model.loss.group
             equal[name, way] &= repr(other) == repr(model) and other.loss.head is other.head
     head = parallelize_module(nn.Linear(WIDTH, group.size() * COLUMNS), mesh, ColwiseParallel())
     module = LinearCrossEntropy(head)
     other = copy.deepcopy(module)
-    equal["head cut by a mesh"] = torch.equal(other(hidden, labels), module(hidden, labels))
+    equal["head cut by a mesh"] = torch.allclose(other(hidden, labels), module(hidden, labels))
     equal["head cut by a mesh"] &= other.head is not head
     ended = dist.new_group(list(range(group.size())))
     module = VocabParallelCrossEntropy(group=ended)
@@ -75,6 +76,6 @@ def test_modules_of_one_rank_are_copied_and_pickled():
     model = Model(reduction="sum")
     given = torch.ones(TOKENS, WIDTH).cumsum(0), torch.arange(TOKENS)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert all(map(torch.equal, other(*given), model(*given)))
+        assert all(map(torch.allclose, other(*given), model(*given)))
         other.loss.reduction = "none"
         assert model.loss.reduction == "sum"
