@@ -108,6 +108,9 @@ def divergence(
     if labels is not None:
         hard = marked(labels, is_ignored(labels, settings.ignore_index))
         ids = torch.cat([ids, hard.unsqueeze(-1)], dim=-1)
+    if divisor is not None:  # of 0 items no row counts: a NaN in one must not reach the gradient as 0 * NaN
+        divisor = divisor.to(log_q.dtype)  # a quotient has the wider dtype of both
+        left_out, ids = left_out | (divisor == 0), ids.masked_fill(divisor == 0, IGNORED)
     n_known = k if settings.rest == "bucket" else 0
     compared = None
     if verify.open_calls:
@@ -129,7 +132,7 @@ def divergence(
     if settings.reduction == "none":
         return rows
     if settings.reduction == "mean":
-        divisor = rows_of_mean(labels, student, settings)
+        divisor = rows_of_mean(labels, student, settings).to(rows.dtype)
     total = rows.sum()
     if divisor is None:
         return total

@@ -132,7 +132,7 @@ class TopK:
             r = (1 - merged.mass).clamp(min=0)
             value += (r * (r.log() - merged.outside.log() + log_sum)).masked_fill_(r == 0, 0.0)
         if divisor is not None:
-            value = (value / divisor).masked_fill_(divisor == 0, 0.0)
+            value = (value / divisor.to(value.dtype)).masked_fill_(divisor == 0, 0.0)
         value = value.masked_fill_(beside.ids[:, 0] == IGNORED, 0.0)
         outputs.loss.copy_(value.view(outputs.loss.shape))
 
@@ -150,7 +150,7 @@ class TopK:
         merged, dead = _merged(stats[0]), is_dead(columns)
         weight = torch.ones_like(merged.mass) if grads.loss is None else grads.loss
         if divisor is not None:
-            weight, dead = weight / divisor, dead | (divisor == 0)
+            weight, dead = weight / divisor.to(merged.mass.dtype), dead | (divisor == 0)
         mass, sum_exp = merged.mass, merged.inside + merged.outside
         of_others = mass
         if self.options.rest == "bucket":
@@ -324,17 +324,18 @@ def known_columns(
 ) -> tuple[Tensor, Tensor]:
     """Return what :class:`TopK` takes: ``[N, k]`` log-probabilities and int64 columns of this rank's shard.
 
-    A token that another rank owns, or that a log-probability of -inf leaves out, has column -1. A row without tokens,
-    or one that labels ignore, has ``IGNORED``. In another, if an id or the label is outside the vocabulary, all
-    log-probabilities are NaN, at column 0 if the shard has one.
+    A token that another rank owns, or that a log-probability of -inf leaves out, has column -1. A row that labels
+    ignore, or without tokens and with no label outside the vocabulary, has ``IGNORED``. In another, if an id or the
+    label is outside, all log-probabilities are NaN, at column 0 if the shard has one.
     """
     ids, log_probs = ids.reshape(-1, ids.shape[-1]).long(), log_probs.reshape(-1, ids.shape[-1])
     is_left_out, columns = log_probs == NEG_INF, ids - shard.start
     is_wrong = (spec._outside(ids, shard.vocab_size) & ~is_left_out).any(dim=-1)
     ignored = is_left_out.all(dim=-1)
     if labels is not None:
-        is_wrong |= spec._outside(flat(labels), shard.vocab_size)
-        ignored |= spec.is_ignored(flat(labels), ignore_index)
+        is_outside = spec._outside(flat(labels), shard.vocab_size)
+        is_wrong |= is_outside
+        ignored = (ignored & ~is_outside) | spec.is_ignored(flat(labels), ignore_index)
     is_wrong = is_wrong.unsqueeze(-1)
     columns.masked_fill_(spec._outside(columns, shard.n_valid) | is_left_out, -1)
     columns.masked_fill_(is_wrong, 0 if shard.n_valid else -1).masked_fill_(ignored.unsqueeze(-1), IGNORED)
