@@ -6,9 +6,12 @@ A write to the logits that autograd sees voids it: PyTorch raises the version of
 a replayed CUDA graph that fills static logits, but their autograd node is then younger than the loss.
 
 By default backward writes over the saved logits only if nothing else can still see them (:func:`is_sole_owner`).
-Whoever can see a tensor's memory holds a counted reference: to its Python object, also a weak one, to its C++ object
+Whoever can see a tensor's memory holds a counted reference: to its Python object, to its C++ object
 (other graph nodes do), to its storage (views, ``detach()``, saved outputs and numpy do), or to the storage's Python
-object. For a view the references to its base count too. Other processes that share a storage are seen as well.
+object. For a view the references to its base count too. Weak references to a Python object count as well. Other
+processes that share a CPU storage are seen. Three readers are not: work queued on another CUDA stream, another process
+with the memory of a CUDA tensor, and weak references of C++ (``StorageWeakRef``). Subclasses of tensors, whose values
+may be another tensor's, are never overwritten (``plan.may_overwrite``).
 
 The right counts depend on the versions of PyTorch and Python. So they are measured once, on logits that nobody shares.
 Any other count means that somebody else may read.
@@ -138,14 +141,14 @@ def _counts(saved: tuple[Any, ...]) -> tuple[Any, ...]:
         logits._use_count(),
         sys.getrefcount(storage),
         _storage_use_count(storage._cdata),
-        weakref.getweakrefcount(logits),
+        weakref.getweakrefcount(logits) + weakref.getweakrefcount(storage),
         # Not if another library or another process has the memory. Every CUDA storage says that it is shared.
         storage.resizable() and not (logits.is_cpu and storage.is_shared()),
     )
     if not logits._is_view():
         return counts
     base = logits._base
-    return (*counts, sys.getrefcount(base), base._use_count())
+    return (*counts, sys.getrefcount(base), base._use_count(), weakref.getweakrefcount(base))
 
 
 class _SavesLogits(torch.autograd.Function):

@@ -228,9 +228,10 @@ def may_overwrite(owner: Tensor) -> bool:
     """Whether autograd sees every reader of ``owner``, the logits or their base.
 
     It does not for a leaf, or a view of one: the memory belongs to a parameter, or to a tensor outside the graph (a
-    DTensor's local one). Nor under saved-tensor hooks: autograd compares no version of what went through them.
+    DTensor's local one). Nor for a subclass, which may wrap a tensor that somebody holds. Nor under saved-tensor hooks:
+    autograd compares no version of what went through them.
     """
-    return not owner.is_leaf and has_no_hooks()
+    return type(owner) is Tensor and not owner.is_leaf and has_no_hooks()
 
 
 def has_no_hooks() -> bool:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal.logging_tensor import LoggingTensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
@@ -155,6 +157,14 @@ def chunks(program):
     sum(losses).backward()
 
 
+def weakly_held_base(program):
+    base = program.logits()
+    loss = program.loss(base.view(2, 3, COLUMNS))
+    program.held.append(weakref.ref(base))
+    del base
+    loss.backward()
+
+
 def frozen_by_a_closure(program):
     logits = program.logits()
     loss = program.loss(logits)
@@ -213,6 +223,8 @@ IN_NEW_TENSORS = {
     "the storage": holds(torch.Tensor.untyped_storage),
     "a view": holds(lambda logits: logits[0]),
     "a weak reference": holds(weakref.ref),
+    "a weak reference to the storage": holds(lambda logits: weakref.ref(logits.untyped_storage())),
+    "a weak reference to a base": weakly_held_base,
     "a base": view_with_its_base,
     "a context": kept_by_a_function,
     "a view of a tensor in no graph": lambda program: program.loss(View.apply(program.logits())).backward(),
@@ -238,6 +250,23 @@ def test_logits_are_overwritten_exactly_if_nobody_sees_them(impl_device, owner, 
     program.check(owner in IN_PLACE)
     if owner in ("a variable", "detach", ".data"):
         assert torch.equal(program.held[0].argmax(-1), program.labels)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("is_view", (False, True))
+@pytest.mark.parametrize("wrapper", (TwoTensor, LoggingTensor))
+def test_a_tensor_that_a_subclass_wraps_keeps_its_values(wrapper, is_view):
+    leaf = wrapper(*(torch.randn(ROWS, COLUMNS) for _ in range(2 if wrapper is TwoTensor else 1))).requires_grad_()
+    logits = leaf * 1
+    wrapped = logits.a if wrapper is TwoTensor else logits.elem
+    before = wrapped.clone()
+    labels = torch.arange(ROWS)
+    if is_view:
+        logits, labels = logits.view(2, 3, COLUMNS), labels.view(2, 3)
+    loss = vp.vocab_parallel_cross_entropy(logits, labels)
+    del logits
+    loss.backward()
+    assert torch.equal(wrapped, before) and leaf.grad is not None
 
 
 @pytest.mark.parametrize("case", SEVERAL)

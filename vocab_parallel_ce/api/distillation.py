@@ -90,8 +90,8 @@ def distillation_loss(
     A :class:`TopKTeacher` is known at ``k`` tokens: the sums run over these, with ``t = exp(log_probs)``, and over the
     rest as one more. With ``hard_weight`` its temperature must be 1.
 
-    Overwrites: by default nothing that anybody can still read, see ``gradient`` of the loss. The teacher's
-    are never written, and get no gradient.
+    Overwrites: as :func:`vocab_parallel_cross_entropy`, by default nothing that a counted reader can still read. The
+    teacher's are never written, and get no gradient.
 
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, with ``K = 5``, 2 more with
     ``hard_weight``; "js" has ``K = 4``, and a second all_gather of 8 bytes. A :class:`TopKTeacher` has one of

@@ -99,8 +99,9 @@ def vocab_parallel_cross_entropy(
         t'   = w * ((1 - e) * t + e / V)
         loss = sum_i t'_i * (lse - z_i) + z_loss * lse^2
 
-    Overwrites: by default nothing that anybody can still read; see ``gradient``. Nothing is overwritten if no gradient
-    is needed. Logits are copied, and stay as they are, if their last dimension is not dense, if they overlap
+    Overwrites: by default nothing that anybody can still read; see ``gradient``. Not counted are work queued on another
+    CUDA stream, other processes with a CUDA tensor's memory, and weak references of C++. Nothing is overwritten if no
+    gradient is needed. Logits are copied, and stay as they are, if their last dimension is not dense, if they overlap
     themselves (expanded), or if more than three leading strides do not merge.
 
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, on the current stream; backward
@@ -237,7 +238,7 @@ def token_log_probs(
     Labels of as many dimensions as the logits are ``k`` given ids per token, whose log-probabilities are returned. An
     id may be given twice. Their gradient is one pass too.
 
-    Overwrites: by default nothing that anybody can still read, see ``gradient`` of the loss.
+    Overwrites: as :func:`vocab_parallel_cross_entropy`, by default nothing that a counted reader can still read.
 
     Collectives: those of :func:`vocab_parallel_cross_entropy`; of given ids, ``K`` is ``k + 2``. ``sampling``
     adds one all_gather of 8 bytes per row, and 6 of 28 bytes for its ``top_k`` and for its ``top_p`` each, 11 of fp32
