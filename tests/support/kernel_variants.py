@@ -79,7 +79,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield stats("bf16", True, "all", outputs=True, merged=True)
     yield finish("all", 4, summed=True)
     yield from of_targets("bf16", "fp32", False, "all")
-    yield from of_divergence("bf16", True, DivergenceOptions("js", 2.0, 0.3, 0.5))
+    yield from of_divergence("bf16", True, DivergenceOptions("js", 2.0, 0.01, 0.5))  # a small share
     yield stats("bf16", True, "all_weighted", outputs=True)
     yield stats("bf16", True, "all", rows=("temperature",))
     yield gradient("bf16", True, "all_weighted", call="padded")
@@ -178,6 +178,8 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
         yield from of_targets(dtype, of_target, edges, option)
     for dtype, edges, kind, values in product(DTYPES, (False, True), DIVERGENCES, ((1.0, 0.5, 0.0), (2.0, 0.5, 0.5))):
         yield from of_divergence(dtype, edges, DivergenceOptions(kind, *values))
+    for dtype, edges in product(DTYPES, (False, True)):
+        yield from of_divergence(dtype, edges, DivergenceOptions("js", beta=0.01))
     if has_one_pass(target):
         calls = product(DTYPES, ONE_PASS, ("plain", "z_loss"), ("mean", "sum", "num_items"))
         for dtype, (_, most, _), option, call in calls:

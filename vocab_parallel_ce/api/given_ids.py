@@ -26,7 +26,7 @@ from vocab_parallel_ce.api.call import is_traced, over_head, over_logits
 from vocab_parallel_ce.beside import check_beside, check_labels_beside, check_requires_no_gradient, checked_divisor
 from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.layout import compute_dtype
-from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, rows_of_mean
+from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, log_ratios, rows_of_mean
 from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, IGNORED, Ids, marked
 from vocab_parallel_ce.losses.known_tokens import MOST_MASS, Tokens, check_tokens, check_values
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings
@@ -192,7 +192,8 @@ def _terms(log_s: Tensor, log_q: Tensor, left_out: Tensor, settings: Settings) -
         terms = (own.exp() * (own - log_q)).masked_fill(excluded, 0.0)
     else:
         beta = float(settings.beta)
-        log_m = torch.logaddexp(log_q + math.log(beta), log_s + math.log1p(-beta))
-        of_student = (own.exp() * (own - log_m)).masked_fill(excluded, 0.0)
-        terms = beta * q * (log_q - log_m) + (1 - beta) * of_student
+        # Constants: what the mixture adds to the gradient of both terms cancels.
+        of_student, of_teacher = log_ratios(own.detach(), log_q, beta)
+        of_student = (own.exp() * of_student).masked_fill(excluded, 0.0)
+        terms = beta * q * of_teacher.masked_fill(excluded, -math.log(beta)) + (1 - beta) * of_student
     return terms.masked_fill(left_out, 0.0)

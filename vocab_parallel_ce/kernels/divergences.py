@@ -17,6 +17,8 @@ from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.walk import Algebra, load_logits
 from vocab_parallel_ce.losses.divergences import DivergenceOptions, DivergenceStats
 
+SMALL_SHARE = 0.125  # of a mixture: a larger one multiplies the rounding of its logarithm by 8 at most
+
 
 class KernelOptions(NamedTuple):
     """``DivergenceOptions`` for a kernel; None if off. A kind is what is on: beta is js's, forward has neither."""
@@ -24,6 +26,8 @@ class KernelOptions(NamedTuple):
     inverse_temperature: float | None
     reverse: int | None
     beta: float | None
+    student_share: float | None  # 1 - beta, which fp32 would round
+    small_share: float | None  # the smaller of the two, if it is below SMALL_SHARE
     hard_weight: float | None
     ignore_index: int
 
@@ -187,7 +191,7 @@ def loss(stats, second, loss_options):
     teacher_log = tl.log(stats.teacher_sum)
     if loss_options.beta is not None:
         of_teacher, of_student = second
-        value = tl.fma(loss_options.beta, of_teacher, (1 - loss_options.beta) * of_student)
+        value = tl.fma(loss_options.beta, of_teacher, loss_options.student_share * of_student)
     elif loss_options.reverse is not None:
         value = stats.cross / stats.student_sum - student_log + teacher_log
     else:
@@ -208,7 +212,34 @@ def log2_probs(logits, row_max, log2_sum, loss_options):
 @triton.jit
 def log2_mixture(s, t, loss_options):
     """Return ``log2(m)``, ``m = beta * t + (1 - beta) * s``, at least that of the least normal number; not NaN."""
-    return ops.log2_normal(loss_options.beta * t + ((1 - loss_options.beta) * s + 1.1754943508222875e-38))
+    return ops.log2_normal(loss_options.beta * t + (loss_options.student_share * s + 1.1754943508222875e-38))
+
+
+@triton.jit
+def log2_ratios(student_log, teacher_log, s, t, loss_options):
+    """Return ``(log2(s / m), log2(t / m))``; finite, also of -inf and NaN.
+
+    Of a small share q, ``log1p(q * (t / s - 1))`` keeps the digits that the logarithm of the mixture rounds away. Its
+    exponent is at most 26 above the one at which q counts as half, and what is beyond it is added.
+    """
+    if loss_options.small_share is not None:
+        share = loss_options.small_share
+        is_teachers = loss_options.beta < loss_options.student_share
+        apart = ops.bounded(teacher_log) - ops.bounded(student_log)
+        apart = tl.where(is_teachers, apart, -apart)
+        kept = tl.minimum(apart, tl.minimum(26.0 - tl.log2(share), 126.0))
+        grown = tl.exp2(kept) - 1.0
+        # Fused as written, and what the sum rounds away from a small one is added to the logarithm.
+        ratio = tl.fma(share, grown, 1.0)
+        lost = tl.where(ratio < 2.0, tl.fma(share, grown, 1.0 - ratio), 0.0)
+        near = tl.fma(lost, 1.4426950408889634, ops.log2_normal(ratio))
+        of_small, of_large = kept - near, -(near + (apart - kept))
+        of_student = tl.where(is_teachers, of_large, of_small)
+        of_teacher = tl.where(is_teachers, of_small, of_large)
+    else:
+        mixture_log = log2_mixture(s, t, loss_options)
+        of_student, of_teacher = ops.bounded(student_log - mixture_log), ops.bounded(teacher_log - mixture_log)
+    return of_student, of_teacher
 
 
 @triton.jit
@@ -220,10 +251,8 @@ def mixture(sums, tile, row):
     student_log = log2_probs(x, stats.student_max, tl.log2(stats.student_sum), loss_options)
     teacher_log = log2_probs(w, stats.teacher_max, tl.log2(stats.teacher_sum), loss_options)
     s, t = tl.exp2(student_log), tl.exp2(teacher_log)
-    mixture_log = log2_mixture(s, t, loss_options)
-    # Of -inf the term is 0, of what is outside too.
-    of_teacher = t * ops.bounded(teacher_log - mixture_log)
-    of_student = s * ops.bounded(student_log - mixture_log)
+    student_ratio, teacher_ratio = log2_ratios(student_log, teacher_log, s, t, loss_options)
+    of_teacher, of_student = t * teacher_ratio, s * student_ratio  # 0 of -inf, and of what is outside
     found = tl.sum(of_teacher, axis=1), tl.sum(of_student, axis=1)
     if sums is not None:
         found = sums[0] + found[0], sums[1] + found[1]
@@ -243,7 +272,7 @@ def factors(stats, second, weight, live, loss_options):
         offset = stats.cross / stats.student_sum  # KL + log(student_sum) - log(teacher_sum)
     if second is not None:
         of_teacher, of_student = second
-        offset = tl.where(of_teacher != of_teacher, of_teacher, of_student)  # NaN: log2_mixture hides it
+        offset = tl.where(of_teacher != of_teacher, of_teacher, of_student)  # NaN: log2_ratios hides it
     return Factors(
         tl.where(live, stats.student_max, 0.0),
         tl.where(live, stats.teacher_max, 0.0),
@@ -264,8 +293,9 @@ def gradient(factors, tile, own):
         student_log = log2_probs(x, factors.student_max, tl.log2(factors.student_sum), loss_options)
         teacher_log = log2_probs(w, factors.teacher_max, tl.log2(factors.teacher_sum), loss_options)
         s, t = tl.exp2(student_log), tl.exp2(teacher_log)
-        log_ratio = (student_log - log2_mixture(s, t, loss_options)) * 0.6931471805599453
-        grad = tl.where(s == 0, 0.0, (1 - loss_options.beta) * s * (log_ratio - factors.offset))
+        student_ratio, _ = log2_ratios(student_log, teacher_log, s, t, loss_options)
+        log_ratio = student_ratio * 0.6931471805599453
+        grad = tl.where(s == 0, 0.0, loss_options.student_share * s * (log_ratio - factors.offset))
     else:
         a, b = cooled(x - factors.student_max, loss_options), cooled(w - factors.teacher_max, loss_options)
         s = ops.exp_shifted(a, 0.0) * (1.0 / factors.student_sum)
@@ -289,8 +319,10 @@ ALGEBRA = Algebra(empty, tile, merge_lanes, merge, load, store, loss, factors, g
 def kernel_options(options: DivergenceOptions) -> KernelOptions:
     """Return what kernels take."""
     inverse = None if options.temperature == 1 else 1 / options.temperature
-    reverse, beta = 1 if options.divergence == "reverse" else None, options.beta
     hard_weight = options.hard_weight or None
-    return KernelOptions(
-        inverse, reverse, beta if options.divergence == "js" else None, hard_weight, options.ignore_index
-    )
+    if options.divergence != "js":
+        reverse = 1 if options.divergence == "reverse" else None
+        return KernelOptions(inverse, reverse, None, None, None, hard_weight, options.ignore_index)
+    shares = options.beta, 1 - options.beta
+    small = max(min(shares), 2.0**-126) if min(shares) < SMALL_SHARE else None
+    return KernelOptions(inverse, None, *shares, small, hard_weight, options.ignore_index)

@@ -245,8 +245,9 @@ class DivergenceLoss(Loss):
         self, x: Tensor, beside: Teacher, stats: DivergenceStats, shard: VocabShard, options: DivergenceOptions
     ) -> Tensor:
         """Return the parts of ``KL(t || m)`` and ``KL(s || m)`` of these columns."""
-        s, t, log_s, log_t, log_m = _probabilities(x, beside, stats, options)
-        parts = torch.where(t == 0, 0.0, t * (log_t - log_m)), torch.where(s == 0, 0.0, s * (log_s - log_m))
+        s, t, log_s, log_t = _probabilities(x, beside, stats, options)
+        of_student, of_teacher = log_ratios(log_s, log_t, options.beta)
+        parts = torch.where(t == 0, 0.0, t * of_teacher), torch.where(s == 0, 0.0, s * of_student)
         return torch.stack([part.sum(dim=-1) for part in parts], dim=-1)
 
     def output(
@@ -283,7 +284,7 @@ class DivergenceLoss(Loss):
         shard: VocabShard,
         options: DivergenceOptions,
     ) -> Tensor:
-        s, t, log_s, log_t, log_m = _probabilities(x, beside, stats, options)
+        s, t, log_s, log_t = _probabilities(x, beside, stats, options)
         x, labels = _both(x, beside)[0], beside.labels
         if options.divergence == "forward":
             grad = s - t
@@ -292,7 +293,8 @@ class DivergenceLoss(Loss):
             grad = torch.where(s == 0, 0.0, s * (log_s - log_t - kl.unsqueeze(-1)))
         else:
             assert second is not None
-            grad = (1 - options.beta) * torch.where(s == 0, 0.0, s * (log_s - log_m - second[:, 1:]))
+            of_student, _ = log_ratios(log_s, log_t, options.beta)
+            grad = (1 - options.beta) * torch.where(s == 0, 0.0, s * (of_student - second[:, 1:]))
         grad = (
             grad * ((1 - options.hard_weight) / options.temperature) if options.hard_weight < 1 else grad.new_zeros(())
         )
@@ -353,16 +355,29 @@ def _both(x: Tensor, beside: Teacher) -> tuple[Tensor, Tensor]:
 
 def _probabilities(
     x: Tensor, beside: Teacher, stats: DivergenceStats, options: DivergenceOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(s, t, log s, log t, log m)`` of columns."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(s, t, log s, log t)`` of columns."""
     student, teacher = _both(x, beside)
     logs = []
     sides = (student, stats.student_max, stats.student_sum), (teacher, stats.teacher_max, stats.teacher_sum)
     for logits, row_max, sum_exp in sides:
         shifted = (logits - row_max.unsqueeze(-1)) / options.temperature
         logs.append(shifted - sum_exp.log().unsqueeze(-1))
-    log_m = torch.logaddexp(logs[0] + math.log1p(-options.beta), logs[1] + math.log(options.beta))
-    return logs[0].exp(), logs[1].exp(), logs[0], logs[1], log_m
+    return logs[0].exp(), logs[1].exp(), logs[0], logs[1]
+
+
+def log_ratios(log_s: Tensor, log_t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """``(log(s / m), log(t / m))`` with ``m = beta * t + (1 - beta) * s``; finite, or NaN if both are 0.
+
+    With the smaller share q, ``log1p(q * (t / s - 1))`` keeps the digits that the logarithm of m rounds away. Its
+    exponent is cut where its 1 is rounded away, and what is beyond it is added.
+    """
+    is_teachers, share, limits = beta <= 0.5, min(beta, 1 - beta), torch.finfo(log_s.dtype)
+    apart = (log_t - log_s if is_teachers else log_s - log_t).clamp(-1e30, 1e30)
+    kept = apart.clamp(max=min(math.log(2 / limits.eps) - math.log(share), math.log(limits.max) - 1))
+    near = (share * kept.expm1()).log1p()
+    of_small, of_large = kept - near, -(near + (apart - kept))
+    return (of_large, of_small) if is_teachers else (of_small, of_large)
 
 
 def _cross(weights: Tensor, others: Tensor) -> Tensor:
