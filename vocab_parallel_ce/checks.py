@@ -124,6 +124,8 @@ def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits") -> Non
         if labels.is_floating_point():
             remedy = "only vocab_parallel_cross_entropy takes probabilities"
         raise TypeError(f"labels: dtype must be {_names(LABEL_DTYPES)}, got {labels.dtype}; {remedy}")
+    if labels.layout is not torch.strided:
+        raise TypeError(f"labels: expected a dense tensor, got layout {labels.layout}")
     if labels.device != tokens.device:
         raise ValueError(f"labels: device must be that of {subject}, {tokens.device}, got {labels.device}")
 
@@ -219,7 +221,9 @@ def check_number(name: str, value: object, *, positive: bool = False, at_most: f
 
 def check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+        kind = type(value)  # NumPy's is named bool, too
+        got = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+        raise TypeError(f"{name}: expected a bool, got {got}; pass True or False")
 
 
 def check_integer(name: str, value: object) -> None:
@@ -266,6 +270,8 @@ def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
         check_number("num_items", num_items)
         return
     check_constant("num_items", num_items)
+    if num_items.layout is not torch.strided:
+        raise TypeError(f"num_items: expected a dense tensor, got layout {num_items.layout}")
     if num_items.numel() != 1:
         raise ValueError(f"num_items: expected 1 element, got shape {_shape(num_items)}")
     if num_items.dtype == torch.bool or num_items.is_complex():

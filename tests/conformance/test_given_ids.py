@@ -253,7 +253,8 @@ def test_refusals_by_name():
         ),
         (ValueError, "labels: expected one per token with outputs, top_k or sampling", {"top_k": 2}),
         (ValueError, "labels: shape must be", {"labels": ids[:3]}),
-        (ValueError, "labels: shape must be", {"labels": ids[:, :0]}),
+        (ValueError, r"labels: expected at least one given id per token, got shape \(4, 0\)", {"labels": ids[:, :0]}),
+        (TypeError, "labels: expected a dense tensor, got layout torch.sparse_coo", {"labels": ids.to_sparse()}),
         (ValueError, "labels: expected another number of given ids", {"labels": torch.zeros(4, 9).long()}),
         (ValueError, r"labels: must be in \[0, 9\), got 8 outside", {"labels": ids + 9, "check_labels": True}),
         (ValueError, "gradient: expected one of", {"gradient": "in_forward"}),
@@ -268,6 +269,8 @@ def test_refusals_by_name():
         ("labels: expected another number of given ids", {"labels": torch.zeros(4, 9).long()}),
         ("labels: expected one per token with outputs", {"outputs": ("lse",)}),
         ("labels: shape must be|labels: expected shape", {"labels": ids[:3]}),
+        (r"labels: expected at least one given id per token, got shape \(4, 0\)", {"labels": ids[:, :0]}),
+        ("labels: expected a dense tensor, got layout torch.sparse_coo", {"labels": ids.to_sparse()}),
     ):
-        with pytest.raises(ValueError, match=f"^{words}"):
+        with pytest.raises((TypeError, ValueError), match=f"^{words}"):
             linear_token_log_probs(**({"hidden": hidden, "weight": weight, "labels": ids} | changed))

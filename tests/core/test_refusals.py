@@ -44,6 +44,7 @@ OF_BOTH = [
     ({"logit_scale": None}, TypeError, "logit_scale: expected a number, got NoneType"),
     ({"ignore_index": -100.0}, TypeError, "ignore_index: expected an int, got float"),
     ({"check_labels": 1}, TypeError, "check_labels: expected a bool, got int"),
+    ({"check_labels": numpy.bool_(True)}, TypeError, "check_labels: expected a bool, got numpy.bool"),
     ({"gradient": "inplace"}, ValueError, "gradient: expected one of .*, got 'inplace'"),
     ({"vocab_size": 0}, ValueError, "vocab_size: must be positive, got 0"),
     ({"vocab_size": 21.0}, TypeError, "vocab_size: expected an int, got float"),
@@ -65,6 +66,7 @@ OF_THE_LOSS = [
         ({"label_smoothing": value}, ValueError, rf"label_smoothing: must be in \[0, 1\], got {value}")
         for value in (1.01, NAN)
     ),
+    ({"num_items": torch.tensor([3]).to_sparse()}, TypeError, "num_items: expected a dense tensor, got layout"),
     ({"label_smoothing": torch.tensor(0.1)}, TypeError, "label_smoothing: expected a number, got Tensor"),
     ({"shift": 1}, TypeError, "shift: expected a bool, got int"),
     (
@@ -135,6 +137,7 @@ TENSORS = [
     ({"impl": "cuda"}, ValueError, "impl: .*'reference'.*'cuda'"),
     ({"impl": "one_pass"}, ValueError, "impl: 'one_pass' needs a GPU and triton's compiler, got cpu"),
     ({"group": "tp"}, TypeError, "group: .*ProcessGroup or None.*str"),
+    ({"labels": LABELS.to_sparse()}, TypeError, "labels: expected a dense tensor, got layout torch.sparse_coo"),
 ]
 OF_WEIGHTS = [
     ({"class_weight": torch.ones(COLUMNS + 1)}, ValueError, r"class_weight: expected shape \(21,\), got \(22,\)"),

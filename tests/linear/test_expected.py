@@ -169,6 +169,7 @@ REFUSED = [
     ({"expected_grad_output": torch.ones(ROWS + 1)}, ValueError, r"shape \(6,\).*got \(7,\)"),
     ({"expected_grad_output": [1.0] * ROWS}, TypeError, "a tensor of real numbers, got list"),
     ({"expected_grad_output": torch.ones(ROWS, dtype=torch.complex64)}, TypeError, "got torch.complex64"),
+    ({"expected_grad_output": torch.ones(ROWS).to_sparse()}, TypeError, "expected a dense tensor, got layout"),
     ({"expected_grad_output": None}, ValueError, "'none', got both.*pass expected_grad_output"),
 ]
 

@@ -56,7 +56,7 @@ def check_ids_alone(labels: Tensor, tokens: Tensor, outputs: Sequence[str], top_
 
 def of_logits(logits: Tensor, given: Ids, settings: Settings, *, group: Any, n_known: int = 0) -> Tensor:
     """Return ``[..., k]`` log-probabilities at ``given.ids``, and one more of the rest of the first ``n_known``."""
-    given, settings = _of_call(given, settings, n_known)
+    given, settings = _of_call(given, logits, "logits", settings, n_known)
     return over_logits(GIVEN_IDS, logits, given, settings, group=group)[0].loss
 
 
@@ -71,16 +71,19 @@ def of_head(
     main_grad: Tensor | None = None,
 ) -> Tensor:
     """Return the same of the logits of a head."""
-    given, settings = _of_call(given, settings, n_known)
+    given, settings = _of_call(given, tensors.hidden, "hidden", settings, n_known)
     # The labels that a head knows say which tokens are left out.
     labels = torch.where((given.ids == IGNORED).all(dim=-1), IGNORED, 0)
     arguments = Arguments(tensors, labels, given, group, None, main_grad)
     return over_head(GIVEN_IDS, arguments, settings, head)[0].loss
 
 
-def _of_call(given: Ids, settings: Settings, n_known: int) -> tuple[Ids, Settings]:
-    """Return ids whose ignored ones no other can be, and the settings of the call."""
+def _of_call(given: Ids, tokens: Tensor, subject: str, settings: Settings, n_known: int) -> tuple[Ids, Settings]:
+    """Return ids whose ignored ones no other can be, and the settings of the call; ``subject`` are the ``tokens``."""
     checks.check_integer("ignore_index", settings.ignore_index)
+    checks.check_labels(given.ids, tokens, subject)
+    if given.ids.shape[-1] == 0:
+        raise ValueError(f"labels: expected at least one given id per token, got shape {tuple(given.ids.shape)}")
     ids = marked(given.ids, is_ignored(given.ids, settings.ignore_index))
     settings = settings._replace(reduction="none", ignore_index=IGNORED, n_ids=ids.shape[-1], n_known=n_known)
     return given._replace(ids=ids), settings

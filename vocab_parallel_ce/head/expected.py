@@ -39,6 +39,8 @@ def check_expected(given: Any, labels: Tensor) -> None:
     if not isinstance(given, Tensor) or given.is_complex():
         got = getattr(given, "dtype", type(given).__name__)
         raise TypeError(f"expected_grad_output: expected a tensor of real numbers, got {got}")
+    if given.layout is not torch.strided:
+        raise TypeError(f"expected_grad_output: expected a dense tensor, got layout {given.layout}")
     if given.shape != labels.shape or given.device != labels.device:
         expected = f"shape {tuple(labels.shape)} on {labels.device}, as labels"
         raise ValueError(f"expected_grad_output: expected {expected}, got {tuple(given.shape)} on {given.device}")

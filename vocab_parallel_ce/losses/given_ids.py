@@ -185,7 +185,7 @@ class GivenIdsLoss(Loss):
 
     def check(self, given: Ids, logits: Tensor, settings: Settings) -> None:
         checks.check_labels(given.ids, logits)
-        if given.ids.shape[:-1] != logits.shape[:-1] or given.ids.shape[-1] == 0:
+        if given.ids.shape[:-1] != logits.shape[:-1]:
             expected = f"{tuple(logits.shape[:-1])} and k given ids"
             raise ValueError(f"labels: shape must be {expected}, got {tuple(given.ids.shape)}")
 
