@@ -161,6 +161,7 @@ def compare_call(
     facts |= {each: shown(value) for each, value in (values or {}).items()}
     facts |= {f"{each}.shape": tuple(value.shape) for each, value in states.items()}
     for each, tensor in tensors.items():
+        facts[each] = "None" if tensor is None else "a tensor"
         is_needed = tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
         facts[f"{each}.requires_grad"] = "True" if is_needed else "False, or under torch.no_grad"
     if name == "hidden" and not options["sequence_parallel"]:

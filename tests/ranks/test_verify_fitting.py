@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tests.ranks.test_verify import Arguments, _all, _label, in_two_or_three_ranks
+from tests.ranks.test_verify import COLUMNS, FUNCTIONS, Arguments, _all, _label, in_two_or_three_ranks
 from tests.support.collectives import error_of, record_collectives
+from tests.support.inputs import IGNORE_INDEX
 from tests.support.ranks import in_ranks, subgroups
-from vocab_parallel_ce import VocabShard, verify_calls, vocab_parallel_cross_entropy
+from vocab_parallel_ce import Head, VocabShard, linear_distillation_loss, verify_calls, vocab_parallel_cross_entropy
+from vocab_parallel_ce.options import Advanced
 
 
 def _shard(rank, n, size):
@@ -71,6 +73,34 @@ def test_ranks_that_pass_different_things_fit_or_not(rank_pool, impl):
     for errors in rank_pool.run(_group_outcomes):
         for error, start in zip(errors, expected, strict=True):
             assert error is None if start is None else error and error.startswith(start), (error, start)
+
+
+@verify_calls()
+def _beside_a_head(rank, group):
+    """Errors of what is alongside a head: grad_outputs that are expected, and biases on the last rank alone."""
+    a, errors = Arguments(rank, group), []
+    ones = torch.ones(2, 3, device=a.hidden.device)
+    loss = FUNCTIONS["linear"]
+    for own in (ones.masked_fill(a.labels == IGNORE_INDEX, rank), ones + rank, None if rank else ones):
+        mode = "in_backward" if own is None else "in_forward"
+        options = {"reduction": "none", "gradient": mode, "advanced": Advanced(expected_grad_output=own)}
+        errors.append(error_of(lambda a: loss(a).sum(), a.changed(options=options)))
+    bias = torch.zeros(COLUMNS, device=a.hidden.device) if rank else None
+    errors.append(error_of(loss, a.changed(options={"bias": bias})))
+    student, teacher = Head(a.hidden, a.weight), Head(a.hidden.detach(), a.weight.detach(), bias)
+    errors.append(error_of(partial(linear_distillation_loss, student, teacher, group=group)))
+    return errors
+
+
+@in_ranks((2,), (), (2,))
+def test_tensors_alongside_a_head_are_compared(rank_pool, impl):
+    """Values of ignored tokens are not. Without a comparison the gradients of hidden states were wrong on both."""
+    for same, other, none, bias, of_teacher in rank_pool.run(_beside_a_head):
+        assert same is None
+        expected = "ValueError: expected_grad_output: rank 1 of 2 has shape (6,), norm 4"
+        assert other.startswith(expected) and "gradient: rank 1 of 2" in none
+        assert bias == "ValueError: bias: rank 1 of 2 has a tensor, rank 0 has None"
+        assert of_teacher == "ValueError: teacher.bias: rank 1 of 2 has a tensor, rank 0 has None"
 
 
 def _in_subgroups(rank, group):

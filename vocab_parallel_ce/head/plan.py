@@ -163,8 +163,9 @@ def _compare(linear: LinearCall, local: Head, given: Arguments, settings: Settin
     compared = plan.loss.compared_head(given.beside)
     options = comparable(settings, given.num_items) | head._asdict()
     options |= {"main_grad": given.main_grad is not None, "dtype of the products": linear.dtype}
-    options |= {"expected_grad_output": given.expected_grad_output is not None, **compared["options"]}
-    verify.compare_call(tensors, given.labels, plan.shard, options, compared["values"])
+    options |= {"expected_grad_output": "None", **compared["options"]}
+    expected = {} if linear.expected is None else {"expected_grad_output": linear.expected.of_tokens}
+    verify.compare_call(tensors, given.labels, plan.shard, options, compared["values"] | expected)
 
 
 def _overflow(is_valid: Tensor, valid_tokens: int | None) -> Tensor | None:

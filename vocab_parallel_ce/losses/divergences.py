@@ -191,6 +191,7 @@ class DivergenceLoss(Loss):
 
     def compared_head(self, given: TeacherHead) -> dict[str, Any]:
         options = {"call": "two heads", "teacher.hidden": given.hidden, "labels": given.labels is not None}
+        options["teacher.bias"] = "None" if given.bias is None else "a tensor"
         return {"options": options, "values": {}}
 
     def exchanges(self, options: DivergenceOptions) -> tuple[tuple[str, ...], ...]:
