@@ -209,6 +209,25 @@ def test_heads_of_ranks(rank_pool, impl):
     torch.testing.assert_close(d_weight, leaf.grad.float(), rtol=1e-5, atol=1e-5)
 
 
+def test_a_dropped_label_under_an_objective_of_exponentials(impl_device):
+    """Columns that are kept are those of a dense filter, the others NaN; replaced before, nothing has a gradient."""
+    impl, device = impl_device
+    logits = torch.tensor([[5.0, 4.0, 3.0, 0.0, -1.0]]).to(device).requires_grad_()
+    for is_replaced in (False, True):
+        dense = logits.where(logits >= 3, -float("inf")).log_softmax(-1)[:, 4]
+        own = token_log_probs(logits * 1, torch.tensor([4], device=device), sampling=Sampling(3), impl=impl)
+        grads = []
+        for log_prob in (own, dense):
+            assert log_prob == -float("inf")
+            apart = -1 - (log_prob.masked_fill(log_prob.isinf(), -1.0) if is_replaced else log_prob)
+            grads += torch.autograd.grad((apart.exp() - apart - 1).sum(), logits)
+        if is_replaced:
+            assert not grads[0].any() and not grads[1].any()
+        else:
+            assert torch.equal(grads[0][:, :3], grads[1][:, :3]) and not grads[0].isfinite().any()
+            assert grads[0][:, 3:].isnan().all() and not grads[1][:, 3:].any()
+
+
 @pytest.mark.reference
 def test_refusals_by_name():
     logits, labels = torch.randn(4, 9), torch.randint(0, 9, (4,))

@@ -254,7 +254,8 @@ def token_log_probs(
         outputs: names of fields of :class:`Outputs`, as in the loss; there is no ``"z_loss"``.
         top_k: also return the ids and log-probabilities of so many columns; not a sampler's.
         sampling: a :class:`Sampling`: log-probabilities and outputs of the distribution that a sampler used, which
-            drops logits. A dropped label has ``-inf``. Not with given ids, ``"mean_logit"``, ``"rank"`` and ``top_k``.
+            drops logits. A dropped label has ``-inf``; if its own gradient is infinite or NaN, that of dropped columns
+            is NaN. Not with given ids, ``"mean_logit"``, ``"rank"`` and ``top_k``.
         ignore_index: tokens with this label have outputs and gradient 0.
         gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
         others: as in :func:`vocab_parallel_cross_entropy`.
