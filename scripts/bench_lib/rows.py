@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from bench_lib.adapters import Names
 from bench_lib.cases import TOP, TOP_P, Case, Inputs
@@ -73,7 +74,7 @@ def called(row: Row, names: Names, inputs: Inputs, group: Any) -> tuple[Tensor, 
     returned = getattr(names, row.loss)(tensors, *values, **given, **options, group=group)
     if isinstance(returned, Tensor):
         return (returned,)
-    return tuple([out for out in returned if isinstance(out, Tensor) and out.requires_grad])
+    return tuple([out for out in tree_leaves(returned) if isinstance(out, Tensor) and out.requires_grad])
 
 
 def _tensor(name: str, inputs: Inputs) -> Any:

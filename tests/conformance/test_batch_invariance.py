@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.support.inputs import batch
 from tests.support.launch_shapes import programs_by_rows
+from tests.support.logits import flat_outputs
 from vocab_parallel_ce import Sampling, TopKTeacher, distillation_loss, token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.losses.divergences import DIVERGENCES
 
@@ -82,7 +83,7 @@ def results(call: Call, logits: Tensor, labels: Tensor, other: Tensor, own: dict
     """The outputs per row, and the gradient."""
     leaf = logits.clone().requires_grad_()
     found = call(leaf * 1, labels, other, own)
-    outputs = [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
+    outputs = flat_outputs(found)
     torch.autograd.backward([each.sum() for each in outputs if each.requires_grad])
     return [*(each.detach() for each in outputs), leaf.grad]
 

@@ -18,7 +18,7 @@ from tests.support import oracle
 from tests.support.budget import assert_within_budget
 from tests.support.collectives import assert_refused, messages_of, record_collectives
 from tests.support.inputs import batch
-from tests.support.logits import EVERY, broad_rows, random_grad_output
+from tests.support.logits import EVERY, broad_rows, flat_outputs, random_grad_output
 from tests.support.ranks import device_of, in_ranks
 from vocab_parallel_ce import Outputs, verify_calls, vocab_parallel_cross_entropy
 from vocab_parallel_ce.api.call import TRACES_DTENSORS
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """Of the fields of :class:`Outputs` that are not None; the first ones have a gradient."""
         first = "log_probs" if self.function is token_log_probs else "loss"
-        return first, *(name for name in Outputs._fields if name in self.options.get("outputs", ()))
+        return first, *(name for name in Outputs.__annotations__ if name in self.options.get("outputs", ()))
 
     def grad_outputs(self) -> list[torch.Tensor]:
         count = 1 + len(set(DIFFERENTIABLE) & set(self.names))
@@ -111,7 +111,7 @@ def _call(rank, group, impl, case):
         labels = labels.to_local()
     with record_collectives() as forward:
         returned = case.function(leaf * 1.0, labels, impl=impl, **case.options)
-    outputs = _given(returned)
+    outputs = flat_outputs(returned)
     grads = []
     for grad in case.grad_outputs():
         grad = distribute_tensor(grad.to(device), mesh, of_tokens if grad.dim() else [Replicate()] * mesh.ndim)
@@ -130,10 +130,6 @@ def _call(rank, group, impl, case):
         tuple(torch.distributed.get_process_group_ranks(mesh.get_group(case.cuts.index(V)))),
         (labels if case.plain else labels.to_local()).numel(),
     )
-
-
-def _given(returned):
-    return [value for value in returned if value is not None] if isinstance(returned, Outputs) else [returned]
 
 
 def _whole(output, mesh, of_tokens, case):
@@ -226,7 +222,7 @@ def _plain_labels_of_this_rank(rank, group, impl):
     own = labels.chunk(2)[part].to(device)
     found = cross_entropy(leaf, own, impl=impl, **OF_CUT_TOKENS.options)
     (0.75 * found.loss).backward()
-    return part, _given(found), leaf.grad.full_tensor().chunk(2)[part]
+    return part, flat_outputs(found), leaf.grad.full_tensor().chunk(2)[part]
 
 
 @in_four_ranks
@@ -382,7 +378,7 @@ def _compiled(rank, group, impl, function, outputs, fullgraph):
     logits, labels = (tensor.to(device) for tensor in batch("some_ignored", rows=6, vocab_size=21))
 
     def step(leaf):
-        return sum(value.sum() for value in _given(function(leaf * 1.0, labels, impl=impl, outputs=outputs)))
+        return sum(value.sum() for value in flat_outputs(function(leaf * 1.0, labels, impl=impl, outputs=outputs)))
 
     torch._dynamo.reset()
     backend = "inductor" if device.type == "cuda" else "aot_eager"

@@ -8,6 +8,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.logits import flat_outputs
 from vocab_parallel_ce import Head, LinearCrossEntropy, linear_cross_entropy, linear_distillation_loss
 from vocab_parallel_ce import linear_token_log_probs as log_probs
 from vocab_parallel_ce.options import Advanced
@@ -67,7 +68,7 @@ def results(name, *, times=1, dtype=torch.float32, **own):
     """The outputs, and the gradients of each of so many backward passes."""
     leaves, labels = inputs(dtype)
     found = CALLS[name](*leaves, labels, **own)
-    outputs = [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
+    outputs = flat_outputs(found)
     differentiable = [t for t in outputs if t.requires_grad]
     made = [t.detach() for t in outputs]
     for index in range(times):

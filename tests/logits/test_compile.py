@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._pytree import tree_structure
 from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
 from tests.support.inputs import IGNORE_INDEX
+from tests.support.logits import flat_outputs
 from tests.support.ranks import device_of, in_ranks
 from vocab_parallel_ce.api.call import TRACES_DTENSORS
 from vocab_parallel_ce.options import Advanced
@@ -95,7 +97,7 @@ def shifted(x, **options):
     asked = {"outputs": ("predictions", "token_accuracy"), "chunk_size": 5}
     found = vp.linear_cross_entropy(x.hidden.view(2, -1, WIDTH), x.weight, labels, **asked, **kept)
     logits = (x.hidden @ x.weight.t()).view(2, -1, VOCABULARY)
-    return *found, vp.vocab_parallel_cross_entropy(logits, labels, **kept)
+    return *flat_outputs(found), vp.vocab_parallel_cross_entropy(logits, labels, **kept)
 
 
 def linear_none(x, **options):
@@ -153,7 +155,7 @@ def with_grads(outputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 def results(step, x: Inputs, **options) -> list[Tensor]:
     """The outputs of a step, and the gradients of a random combination of those that have one."""
-    outputs = [output for output in step(x, **options) if output is not None]
+    outputs = flat_outputs(step(x, **options))
     differentiable, grads = with_grads(outputs)
     return [*(output.detach() for output in outputs), *torch.autograd.grad(differentiable, x.leaves(), grads)]
 
@@ -184,8 +186,8 @@ def test_a_compiled_step_is_one_graph_and_one_for_other_counts_of_tokens(impl_de
     assert graphs == [1, 2, 2, 2][: len(counts)]
     with torch.no_grad():
         found, expected = compiled(x, impl=impl), step(x, impl=impl)
-    assert [out is None for out in found] == [out is None for out in expected]
-    assert_same_bits(*([out for out in each if out is not None] for each in (found, expected)))
+    assert tree_structure(found) == tree_structure(expected)  # the names of an Outputs too
+    assert_same_bits(flat_outputs(found), flat_outputs(expected))
 
 
 @pytest.mark.reference
@@ -203,7 +205,8 @@ def test_numbers_that_change_are_seen():
         options = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": scale}
         options |= {"reduction": "sum", "num_items": items, "ignore_index": ignored}
         logits = x.hidden @ x.weight.t()
-        return vp.vocab_parallel_cross_entropy(logits, x.labels.abs() % 5, **options), *log_probs(x, softcap=softcap)
+        loss = vp.vocab_parallel_cross_entropy(logits, x.labels.abs() % 5, **options)
+        return loss, *flat_outputs(log_probs(x, softcap=softcap))
 
     compiled, x = torch.compile(step, fullgraph=True, backend="aot_eager"), inputs()
     for numbers in ((0.1, 1e-3, 20.0, 0.9, -100, 7), (0.2, 1e-2, 5.0, 1.1, 3, 8), (0.3, 0.1, 7.0, 1.3, 4, 11)):
@@ -259,7 +262,7 @@ def test_compiled_autograd(step, compiles_forward):
     forward = torch.compile(step, fullgraph=True, backend="aot_eager") if compiles_forward else step
     expected = results(step, x)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="inductor")):
-        torch.autograd.backward(*with_grads([output for output in forward(x) if output is not None]))
+        torch.autograd.backward(*with_grads(flat_outputs(forward(x))))
     assert_same_bits([x.hidden.grad, x.weight.grad], expected[-2:])
 
 

@@ -9,7 +9,7 @@ import torch
 import vocab_parallel_ce as vp
 from tests.support.inputs import batch
 from tests.support.layouts import logits_layouts
-from tests.support.logits import GRADIENTS, REDUCTIONS, Case, Results, assert_right
+from tests.support.logits import GRADIENTS, REDUCTIONS, Case, Results, assert_right, flat_outputs
 from tests.support.pairs import covering
 from tests.support.random_wrappers import VIEWS
 from vocab_parallel_ce import vocab_parallel_cross_entropy
@@ -112,7 +112,7 @@ def test_a_second_backward_through_another_output(impl_device, first, second):
     for gradient, function in itertools.product(("in_backward", "out_of_place"), PER_TOKEN):
         case = Case(impl_device)
         options = {"outputs": ("entropy",), "impl": case.impl, "gradient": gradient}
-        outputs = [v for v in function(case.logits, case.labels, **options) if v is not None]
+        outputs = flat_outputs(function(case.logits, case.labels, **options))
         torch.autograd.grad(outputs[first].sum(), case.logits, retain_graph=True)
         after_first = case.logits.detach().clone()
         if gradient == "in_backward":

@@ -1,15 +1,26 @@
 """What losses and log-probabilities return beside themselves: values, one gradient for all, edges, names."""
 
+import copy
 import math
+import pickle
 from functools import partial
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.support import logits as of_logits
 from tests.support.budget import assert_within_budget
 from tests.support.inputs import IGNORE_INDEX
-from tests.support.logits import COLUMNS, OUTPUTS, broad_rows, every_output, grads_of_every_output, random_grad_output
+from tests.support.logits import (
+    COLUMNS,
+    OUTPUTS,
+    broad_rows,
+    every_output,
+    flat_outputs,
+    grads_of_every_output,
+    random_grad_output,
+)
 from vocab_parallel_ce import Outputs, token_log_probs, verify_calls, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")
@@ -37,10 +48,10 @@ def test_each_output_by_itself_has_the_values_of_all_together(impl_device):
     impl, device = impl_device
     logits, labels = (tensor.to(device) for tensor in broad_rows("peaked"))
     every = token_log_probs(logits, labels, outputs=OUTPUTS, impl=impl)
-    assert type(every) is Outputs and every._fields[2:7] == OUTPUTS
+    assert type(every) is Outputs and tuple(vars(every))[2:7] == OUTPUTS
     for name in OUTPUTS:
         alone = token_log_probs(logits, labels, outputs=[name], impl=impl)
-        assert [field for field, value in alone._asdict().items() if value is not None] == ["log_probs", name]
+        assert [field for field, value in vars(alone).items() if value is not None] == ["log_probs", name]
         torch.testing.assert_close(getattr(alone, name), getattr(every, name), rtol=1e-6, atol=1e-6)
 
 
@@ -76,6 +87,21 @@ def test_predictions_of_log_probs(impl_device):
     found = token_log_probs(logits, labels, outputs=("predictions", "lse"), impl=impl)
     assert found.predictions.dtype == torch.int64 and not found.predictions.requires_grad and found.lse.requires_grad
     assert found.predictions.tolist() == [1, 1, 0, -1, -1, -1]
+
+
+@pytest.mark.reference
+def test_fields_are_read_by_name_alone():
+    """By position, or unpacked, they gave None for what was not asked for: here ``loss`` before ``log_probs``."""
+    logits, labels = broad_rows("peaked")
+    found = token_log_probs(logits, labels, outputs=("entropy",))
+    for read in (lambda: found[:2], lambda: found[0], lambda: [*found], lambda: dict(zip("ab", found, strict=False))):
+        with pytest.raises(TypeError, match="^Outputs: expected a field by name.*read the names that were asked for$"):
+            read()
+    leaves, structure = tree_flatten(found)
+    assert len(leaves) == 2 and leaves[0] is found.log_probs and leaves[1] is found.entropy
+    same = tree_unflatten(leaves, structure), pickle.loads(pickle.dumps(found)), copy.deepcopy(found)
+    for other in same:
+        assert type(other) is Outputs and all(map(torch.equal, flat_outputs(other), leaves)) and other.loss is None
 
 
 @pytest.mark.reference
@@ -130,8 +156,8 @@ def test_rows_with_fewer_numbers_than_are_asked_for_or_none():
 def test_a_compiled_call_with_the_largest_breaks_the_graph():
     logits, labels = broad_rows("peaked")
     step = torch.compile(lambda x: token_log_probs(x, labels, top_k=2), backend="eager")
-    for actual, want in zip(step(logits), token_log_probs(logits, labels, top_k=2), strict=True):
-        assert actual is want is None or torch.equal(actual, want)
+    actual, expected = step(logits), token_log_probs(logits, labels, top_k=2)
+    assert all(map(torch.equal, flat_outputs(actual), flat_outputs(expected))) and actual.top_ids.shape[-1] == 2
     for k, error in ((0, ValueError), (COLUMNS + 1, ValueError), (True, TypeError)):
         with pytest.raises(error, match="^top_k: "):
             token_log_probs(logits, labels, top_k=k)

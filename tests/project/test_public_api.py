@@ -1,6 +1,7 @@
 """The public names: signatures, documentation, the module of the loss, the command line."""
 
 import copy
+import dataclasses
 import inspect
 import re
 from functools import partial
@@ -70,7 +71,8 @@ def test_the_functions_take_tensors_by_position_and_options_by_name(function, te
 def test_the_fields_of_the_records():
     """In this order: callers pass them by position."""
     assert {record: record._fields for record in RECORDS} == RECORDS
-    assert package.Outputs._fields == ("loss", "log_probs", *PER_TOKEN, "top_ids", "top_log_probs")
+    fields = [field.name for field in dataclasses.fields(package.Outputs)]
+    assert fields == ["loss", "log_probs", *PER_TOKEN, "top_ids", "top_log_probs"]
 
 
 @pytest.mark.parametrize("function", [function for function, _, expected in SIGNATURES if "advanced" in expected])

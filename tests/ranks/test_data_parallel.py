@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -106,8 +107,6 @@ def _of_a_wrapped_head(rank, group, impl, wrapper, is_held):
     expected = copy.deepcopy(head).double()
     F.cross_entropy(expected(hidden.double()), labels).backward()
     if wrapper == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
         mesh = init_device_mesh(device.type, (group.size(),))
         wrapped = fully_shard(head, mesh=mesh)
     else:
@@ -127,6 +126,42 @@ def _of_a_wrapped_head(rank, group, impl, wrapper, is_held):
     )
 
 
+def _of_a_wrapped_record(rank, group, impl, wrapper, coefficient):
+    """Return the gradients of a model that returns an ``Outputs``, beside PyTorch's of this rank's tokens."""
+    device = device_of(rank, group)
+    tokens, labels = micro_batches(0, rank, device)[0]
+    model, expected = Model("linear", outputs=("lse",), impl=impl).to(device), Model("torch").double().to(device)
+    logits = expected.head(expected.hidden(tokens.double()))
+    lse = logits.logsumexp(-1).masked_fill(labels < 0, 0.0)
+    (F.cross_entropy(logits, labels) + coefficient * lse.square().sum()).backward()
+    if wrapper == "fsdp2":
+        wrapped = fully_shard(model, mesh=init_device_mesh(device.type, (group.size(),)))
+    else:
+        wrapped = DistributedDataParallel(model, **WRAPS[wrapper])
+    for _ in range(2):  # a static graph is known after the first step
+        model.zero_grad()
+        found = wrapped(tokens, labels)
+        (found.loss + coefficient * found.lse.square().sum() if coefficient else found.loss).backward()
+    grads = [p.grad.full_tensor() if wrapper == "fsdp2" else p.grad for p in model.parameters()]
+    return [(g, p.grad) for g, p in zip(grads, expected.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("coefficient", (0.0, 0.01))
+@pytest.mark.parametrize("wrapper", ("static", "unused", "fsdp2"))
+@in_two_ranks
+def test_wrappers_see_the_tensors_of_a_record(rank_pool, impl, wrapper, coefficient):
+    """What a wrapper does not see in what a model returns stays local to each rank."""
+    assert_averaged(rank_pool.run(_of_a_wrapped_record, impl, wrapper, coefficient))
+
+
+def assert_averaged(by_rank):
+    """Gradients are the mean over the ranks of those beside them."""
+    for of_parameter in zip(*by_rank, strict=True):
+        truth = torch.stack([expected for _, expected in of_parameter]).mean(0)
+        for grad, _ in of_parameter:
+            torch.testing.assert_close(grad.double(), truth, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("is_held", (False, True))
 @pytest.mark.parametrize("wrapper", ("ddp", "fsdp2"))
 @in_two_ranks
@@ -134,10 +169,7 @@ def test_logits_of_a_wrapped_head_are_overwritten_if_nobody_holds_them(rank_pool
     results = rank_pool.run(_of_a_wrapped_head, impl, wrapper, is_held)
     for found, is_unchanged, _ in results:
         assert found == [not is_held] and is_unchanged
-    for of_parameter in zip(*[pairs for *_, pairs in results], strict=True):
-        truth = torch.stack([expected for _, expected in of_parameter]).mean(0)
-        for grad, _ in of_parameter:
-            torch.testing.assert_close(grad.double(), truth, rtol=1e-5, atol=1e-6)
+    assert_averaged([pairs for *_, pairs in results])
 
 
 @pytest.mark.parametrize(("name", "use_reentrant"), (("logits", True), ("logits", False), ("linear", False)))

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import vocab_parallel_ce as package
 from tests.support.collectives import error_of
+from tests.support.logits import flat_outputs
 from tests.support.ranks import device_of, in_ranks
 from vocab_parallel_ce import verify_calls
 
@@ -67,8 +68,7 @@ def _with_mesh_and_group(rank, group, impl):
 
 
 def _flat(found):
-    found = found if isinstance(found, tuple) else (found,)
-    return [tensor.detach().cpu() for tensor in found if tensor is not None]
+    return [tensor.detach().cpu() for tensor in flat_outputs(found)]
 
 
 @pytest.mark.quick  # other versions of PyTorch trace it differently

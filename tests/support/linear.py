@@ -7,6 +7,7 @@ Hidden states of ignored tokens count as 0 in both: whatever they hold, nobody m
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ def linear_loss_and_outputs(hidden: Tensor, weight: Tensor, labels: Tensor, **op
     found = linear_cross_entropy(hidden, weight, labels, **options)
     if found.sum_sq_probs is None:
         return found.loss, found.entropy, found.lse
-    return of_every_output(found._replace(log_probs=found.loss))
+    return of_every_output(dataclasses.replace(found, log_probs=found.loss))
 
 
 _OF_ORACLE = {

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tests.support import oracle
 from tests.support.budget import assert_within_budget, of_small_cap, of_sum_sq_probs
@@ -52,7 +53,8 @@ METRICS = ("predictions", "token_accuracy", "z_loss")  # outputs of a loss that 
 
 def of_every_output(found: Outputs) -> tuple[Tensor, ...]:
     """What the oracle's ``every_output`` returns, and predictions; rank and the largest, if they were asked for."""
-    both, others = torch.stack([found.lse, found.mean_logit], dim=-1), [v for v in found[9:] if v is not None]
+    both = torch.stack([found.lse, found.mean_logit], dim=-1)
+    others = [value for value in (found.rank, found.top_ids, found.top_log_probs) if value is not None]
     return found.log_probs, found.entropy, found.lse, 1 + found.sum_sq_probs, both, found.predictions, *others
 
 
@@ -78,9 +80,7 @@ def of_oracle(options: dict[str, Any]) -> dict[str, Any]:
 
 def flat_outputs(result: Any) -> tuple[Tensor, ...]:
     """The tensors of what a function returned: loss and metrics, or log-probabilities and entropy."""
-    if isinstance(result, Tensor):
-        return (result,)
-    return tuple(tensor for part in result if part is not None for tensor in flat_outputs(part))
+    return tuple(tensor for tensor in tree_leaves(result) if tensor is not None)
 
 
 def backward(outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]) -> None:

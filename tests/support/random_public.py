@@ -54,7 +54,7 @@ def _taken(given: Given, *names: str) -> list[Any]:
 def _loss(returned: Any) -> Returned:
     if not isinstance(returned, vp.Outputs):
         return {"loss": returned}
-    return {name: value for name, value in returned._asdict().items() if value is not None}
+    return {name: value for name, value in vars(returned).items() if value is not None}
 
 
 def _log_probs(returned: Any) -> Returned:

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from vocab_parallel_ce import verify
 from vocab_parallel_ce.beside import with_padding
@@ -30,8 +32,12 @@ from vocab_parallel_ce.spec import TokenOutputs, count_labels, is_ignored
 from vocab_parallel_ce.top import Top
 
 
-class Outputs(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class Outputs:
     """The loss or the log-probabilities, and the outputs that were asked for. What was not is None.
+
+    Read its fields by name: it has no positions, and unpacking it raises. PyTorch's trees (compile, DDP, FSDP) see
+    the fields that are not None. A reentrant checkpoint sees none: return tensors from it.
 
     Per token, of the shape of the labels, except where it says otherwise. fp32 (fp64 for fp64 logits) if no other dtype
     is named. ``z`` are the scaled and capped logits, divided by the temperature. In ignored tokens numbers are 0, and
@@ -62,6 +68,29 @@ class Outputs(NamedTuple):
     rank: Tensor | None = None  #: int64: how many logits are larger than the label's
     top_ids: Tensor | None = None  #: [..., k] int64; -1 where no z is finite; equals in any order
     top_log_probs: Tensor | None = None  #: [..., k]
+
+    def __getitem__(self, position: object) -> NoReturn:
+        # Unpacking comes here too. Of all fields in order, it would take None for what was not asked for.
+        raise TypeError(
+            f"Outputs: expected a field by name, as found.loss or found.entropy, got position {position!r}, or an "
+            "unpacking; read the names that were asked for"
+        )
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Outputs))
+
+
+def _flat(record: Outputs) -> tuple[list[Tensor], tuple[str, ...]]:
+    """Return the tensors of a record, and their names."""
+    names = tuple([name for name in FIELDS if getattr(record, name) is not None])
+    return [getattr(record, name) for name in names], names
+
+
+def _record(tensors: Iterable[Any], names: Iterable[str]) -> Outputs:
+    return Outputs(**dict(zip(names, tensors, strict=True)))
+
+
+pytree.register_pytree_node(Outputs, _flat, _record, serialized_type_name="vocab_parallel_ce.Outputs")
 
 
 def asked_for(outputs: Any, top_k: int | None, *, of_loss: bool = True) -> dict[str, Any]:

@@ -239,11 +239,10 @@ def linear_token_log_probs(
 
 
 def _or_nan(results: Tensor | Outputs, overflow: Tensor | None) -> Tensor | Outputs:
-    """Make NaN what was computed of too few tokens and is not yet: ids cannot be."""
-    if overflow is None or not isinstance(results, Outputs):
-        return results
-    named = {name: value for name, value in zip(Outputs._fields, results, strict=True) if value is not None}
-    for name in ("token_accuracy", "z_loss"):
-        if name in named:
-            named[name] = named[name] * overflow
-    return Outputs(**named)  # PyTorch 2.11 cannot return from compiled code what _replace makes
+    """Set to NaN what was computed of too few tokens and is not yet: ids cannot be."""
+    if overflow is not None and isinstance(results, Outputs):
+        for name in ("token_accuracy", "z_loss"):
+            value = getattr(results, name)
+            if value is not None:
+                setattr(results, name, value * overflow)
+    return results

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api import logits as over_logits
@@ -177,7 +178,7 @@ class _Local(NamedTuple):
         if not is_dtensor(self.given):
             return result
         if isinstance(result, Outputs):
-            return Outputs(*(None if value is None else self._as_dtensor(value) for value in result))
+            return tree_map(self._as_dtensor, result)
         return self._as_dtensor(result)
 
     def _as_dtensor(self, result: Tensor) -> Any:
