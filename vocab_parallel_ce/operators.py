@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from vocab_parallel_ce import checks, run
 from vocab_parallel_ce.collectives import group_named, group_position, summed_over_ranks
+from vocab_parallel_ce.head.chunks import check_chunk_tokens
 from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
 from vocab_parallel_ce.losses.base import LOSSES, Loss
 from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, bytes_of, check_settings
@@ -123,8 +124,8 @@ def values_of(record: Settings | HeadSettings) -> list[Any]:
     named = record._asdict()
     if isinstance(record, HeadSettings):
         chunk = record.chunk_size  # passed as tokens, bytes below 0, or 0 for "auto"
-        if not isinstance(chunk, str) and chunk < 1:
-            raise ValueError(f"chunk_size: must be positive, got {chunk}")
+        if not isinstance(chunk, str):
+            check_chunk_tokens(chunk)
         named["chunk_size"] = chunk if not isinstance(chunk, str) else 0 if chunk == "auto" else -bytes_of(chunk)
     elif record.vocab_size is not None:
         size = record.vocab_size

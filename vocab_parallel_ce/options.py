@@ -9,6 +9,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
+from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
@@ -52,6 +53,7 @@ OTHER_NAMES = {  # of other libraries, and of earlier versions of this one
     "weight": "class_weight",
 }
 FORMS = {
+    "memory_budget": "chunk_size='256MiB'",  # a number would be of tokens
     "outputs": "outputs=('entropy',)",
     "sampling": "sampling=Sampling(top_p=...)",
     "advanced": "advanced=Advanced(...) of vocab_parallel_ce.options",
@@ -60,7 +62,7 @@ IMPLEMENTATIONS = ("reference", "triton", "one_pass")
 DIFFERENTIABLE = ("entropy", "lse", "sum_sq_probs", "mean_logit")  # outputs with a gradient of their own
 NOT_IN_FORWARD = {*DIFFERENTIABLE, "rank"}  # what gradient="in_forward" refuses
 OUTPUTS = (*DIFFERENTIABLE, "predictions", "token_accuracy", "z_loss", "rank")
-BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 # Types of settings with their checks: functions of a name and a value.
 Integer = Annotated[int, checks.check_integer]
@@ -272,7 +274,7 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Any], function: Ca
             named = [p.name for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
             names = list(dict.fromkeys([*named, *known]))
             meant = meant_by(name, names)
-            hint = "" if meant is None else f"; did you mean {FORMS.get(meant, meant)}?"
+            hint = "" if meant is None else f"; did you mean {FORMS.get(name, FORMS.get(meant, meant))}?"
             raise TypeError(
                 f"{name}: expected one of {', '.join(names)}, got no such name in {function.__name__}{hint}"
             )
@@ -352,11 +354,12 @@ def checked_outputs(outputs: object) -> tuple[str, ...]:
 
 
 def bytes_of(text: str, name: str = "chunk_size", others: str = "'auto', a number of tokens") -> int:
-    """Return the bytes that a text such as ``"256MiB"`` says; ``others`` are what else ``name`` may be."""
-    found = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB)", text)
-    if found is None or not int(found[1]):
+    """Return the bytes that a text such as ``"256MiB"`` or ``"0.5GB"`` says; ``others`` are what else it may be."""
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({'|'.join(BYTES)})", text)
+    n_bytes = 0 if found is None else int(Fraction(found[1]) * BYTES[found[2]])
+    if not n_bytes:
         raise ValueError(f"{name}: expected {others}, or bytes as '256MiB', got {text!r}")
-    return int(found[1]) * BYTES[found[2]]
+    return n_bytes
 
 
 def divided_by(num_items: object, settings: Settings) -> Settings:

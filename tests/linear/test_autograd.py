@@ -112,9 +112,10 @@ def test_without_a_gradient_there_are_the_logits_and_nothing_else(impl_device, w
 def test_a_budget_of_memory_bounds_the_logits_that_exist_at_a_time(impl_device, options, of_a_logit):
     case, of_a_token = Case(impl_device, "peaked", dtype=torch.bfloat16), of_a_logit * COLUMNS
     for n_chunks, budget in ((1, ROWS * of_a_token), (2, 3 * of_a_token), (3, 3 * of_a_token - 1), (ROWS, of_a_token)):
-        with record_matmuls() as matmuls:
-            case.loss(chunk_size=f"{budget}B", **options)
-        assert len(matmuls) == 3 * n_chunks
+        for text in (f"{budget}B", f"{budget / 1e6:.6f} MB", f"{(budget + 0.5) / 2**10:.6f}KiB"):
+            with record_matmuls() as matmuls:
+                case.loss(chunk_size=text, **options)
+            assert len(matmuls) == 3 * n_chunks, text
     with pytest.raises(ValueError, match=f"^chunk_size: .* {of_a_token} bytes"):
         case.loss(chunk_size=f"{of_a_token - 1}B", **options)
 

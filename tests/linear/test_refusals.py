@@ -85,8 +85,14 @@ OF_BOTH = [
     ({"chunk_size": 2.5}, EITHER, "chunk_size: expected .*got .*(float|2.5)"),
     *(
         ({"chunk_size": text}, ValueError, f"chunk_size: expected 'auto', .*bytes as '256MiB', got '{text}'$")
-        for text in ("0KiB", "1KB", "1.5MiB", "-1B", "64", "")
+        for text in ("0KiB", "0.0MB", "0.001B", "1 kB", ".5MB", "1e3B", "1.MiB", "-1B", "64", "")
     ),
+    (
+        {"chunk_size": 2**28},
+        ValueError,
+        "chunk_size: a number is one of tokens, .*1048576, got 268435456; .*'268435456B'",
+    ),
+    ({"memory_budget": 2**28}, TypeError, "memory_budget: expected one of .*; did you mean chunk_size='256MiB'"),
     ({"sequence_parallel": 1}, TypeError, "sequence_parallel: expected a bool, got int"),
     ({"sequence_parallel": True}, ValueError, "sequence_parallel: .*group"),
     ({"sequence_dim": 1.0}, TypeError, "sequence_dim: expected an int, got float"),
@@ -257,6 +263,7 @@ MODULE_SETTINGS = [
     (_linear(), {"reduction": "max"}, ValueError, "reduction: "),
     (_linear(), {"gradient": "out_of_place"}, ValueError, "gradient: "),
     (_linear(), {"chunk_size": 0}, ValueError, "chunk_size: "),
+    (_linear(), {"chunk_size": 2**20 + 1}, ValueError, "chunk_size: a number is one of tokens"),
     (_linear(), {"soft_cap": 3.0}, TypeError, ".*soft_cap"),
 ]
 

@@ -49,11 +49,14 @@ def test_what_eager_code_refuses_is_refused(options, message):
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize("chunk_size", [0, -64])
-def test_a_chunk_size_below_1_is_refused_in_compiled_code(chunk_size):
+@pytest.mark.parametrize(
+    ("chunk_size", "expected"),
+    [(0, "must be positive"), (-64, "must be positive"), (2**28, "a number is one of tokens")],
+)
+def test_a_chunk_size_of_no_tokens_is_refused_in_compiled_code(chunk_size, expected):
     """An operator gets bytes as a number below 0, and "auto" as 0."""
     torch.compiler.reset()
-    with pytest.raises(Exception, match=f"chunk_size: must be positive, got {chunk_size}"):
+    with pytest.raises(Exception, match=f"chunk_size: {expected}.*, got {chunk_size}"):
         torch.compile(linear_cross_entropy, backend="aot_eager")(*test_compile.inputs(), chunk_size=chunk_size)
 
 

@@ -116,7 +116,8 @@ def linear_cross_entropy(
             in_backward.
         sequence_parallel: ``hidden`` and its gradient are this rank's part along dimension ``sequence_dim``, by
             default the first, and ``labels`` are of all tokens; needs a group.
-        chunk_size: tokens per chunk, or the bytes of a chunk's logits as ``"256MiB"``, or ``"auto"``.
+        chunk_size: tokens per chunk, at most 2**20, or the bytes of a chunk's logits as ``"256MiB"`` or ``"0.5GB"``, or
+            ``"auto"``.
         keep_logits: logits to keep for a backward that computes the gradients, which otherwise makes them again:
             ``"none"``, ``"all"``, or those of the first chunks that fit in so many bytes, as ``"2GiB"``. Backward
             overwrites them. Under saved-tensor hooks none are kept.

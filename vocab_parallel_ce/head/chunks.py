@@ -15,6 +15,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.options import HeadSettings, bytes_of
 
+MOST_TOKENS = 2**20  # of a chunk: a larger number is one of bytes
 FEWEST_TOKENS = 4096  # docs/design.md has what fewer cost
 SMALL_BYTES = 256 * 2**20  # logits that are worth no more chunks
 MULTIPLE = 128  # tokens: whole tiles of a matrix product
@@ -25,7 +26,7 @@ def choose_chunk_tokens(n_tokens: int, hidden_size: int, n_columns: int, element
     # One chunk does without the weight's fp32 gradient, which may take more than all logits.
     if n_tokens * element_size <= 4 * hidden_size:
         return max(1, n_tokens)
-    return equal_chunk(n_tokens, max(fewest, SMALL_BYTES // (n_columns * element_size)))
+    return equal_chunk(n_tokens, max(fewest, min(MOST_TOKENS, SMALL_BYTES // (n_columns * element_size))))
 
 
 def equal_chunk(n_tokens: int, most: int) -> int:
@@ -49,11 +50,24 @@ def chunk_of(
         chosen = choose_chunk_tokens(n_tokens, hidden_size, n_columns, element_size, FEWEST_TOKENS)
         return min(chosen, max(1, most_kept(head.keep_logits, kept_bytes, chosen)))
     if not isinstance(asked, str):
-        return checks.checked_count("chunk_size", asked)
+        n_of_chunk = checks.checked_count("chunk_size", asked)
+        check_chunk_tokens(n_of_chunk)
+        return n_of_chunk
     most = bytes_of(asked) // token_bytes
     if most == 0:
         raise ValueError(f"chunk_size: must hold a token's logits, {token_bytes} bytes, got {asked!r}")
     return equal_chunk(n_tokens, most)
+
+
+def check_chunk_tokens(n_tokens: int) -> None:
+    """Raise unless a chunk may have so many tokens, a number that may be symbolic."""
+    if n_tokens < 1:
+        raise ValueError(f"chunk_size: must be positive, got {n_tokens}")
+    if n_tokens > MOST_TOKENS:
+        raise ValueError(
+            f"chunk_size: a number is one of tokens, expected at most {MOST_TOKENS}, got {n_tokens}; for bytes of "
+            f"logits pass '{n_tokens}B', or as '256MiB'"
+        )
 
 
 def chunks_of(n_tokens: int, chunk: int) -> tuple[slice, ...]:
