@@ -24,7 +24,7 @@ from vocab_parallel_ce.head.chunks import check_chunk_tokens
 from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
 from vocab_parallel_ce.losses.base import LOSSES, Loss
 from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, bytes_of, check_settings
-from vocab_parallel_ce.plan import output_dtype, outputs_beside, plan_call, plan_of
+from vocab_parallel_ce.plan import output_dtype, plan_call, plan_of
 from vocab_parallel_ce.run import N_GRADS
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
@@ -155,8 +155,12 @@ def _options(loss: Loss, settings: Settings, *, class_weight: bool = False) -> A
 
 
 def outputs_asked(loss: Loss, settings: Settings) -> dict[str, bool]:
-    """Return the names of the outputs that are asked for, and whether they have a gradient."""
-    return {"loss": True, **outputs_beside(loss, _options(loss, settings), settings.gradient)}
+    """Return the names of the outputs that are asked for, and whether they have a gradient.
+
+    Beside a gradient that forward computes they have none. Calls that ask for one there are eager or in_backward.
+    """
+    outputs, later = loss.outputs(_options(loss, settings)), settings.gradient != "in_forward"
+    return {"loss": True, **{name: has_gradient and later for name, has_gradient in outputs.items()}}
 
 
 def token_outputs(loss: Loss, found: Sequence[Tensor], settings: Settings) -> TokenOutputs:

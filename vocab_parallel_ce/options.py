@@ -60,7 +60,6 @@ FORMS = {
 }
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
 DIFFERENTIABLE = ("entropy", "lse", "sum_sq_probs", "mean_logit")  # outputs with a gradient of their own
-NOT_IN_FORWARD = {*DIFFERENTIABLE, "rank"}  # what gradient="in_forward" refuses
 OUTPUTS = (*DIFFERENTIABLE, "predictions", "token_accuracy", "z_loss", "rank")
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -103,9 +102,14 @@ class Settings(NamedTuple):
     shift: Flag = False
 
     @property
-    def asks_beyond_forward(self) -> bool:
-        """Whether an output is asked for that has a gradient, or is found after the statistics: rank and top_k."""
-        return self.top_k is not None or not NOT_IN_FORWARD.isdisjoint(self.outputs)
+    def asks_for_top(self) -> bool:
+        """Whether something is asked for that is found after the statistics: top_k or rank."""
+        return self.top_k is not None or "rank" in self.outputs
+
+    @property
+    def asks_for_differentiable(self) -> bool:
+        """Whether an output is asked for that has a gradient of its own."""
+        return not set(DIFFERENTIABLE).isdisjoint(self.outputs)
 
 
 class HeadSettings(NamedTuple):
@@ -313,12 +317,9 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         raise ValueError("outputs: expected no 'z_loss' with class_weight, because it is not weighted, got both")
     if class_weight and "mean_logit" in asked:  # the sum of logits has the weights
         raise ValueError("outputs: expected no 'mean_logit' with class_weight, because its sum has them, got both")
-    if settings.gradient == "in_forward" and settings.asks_beyond_forward:
-        names = [name for name in settings.outputs if name in NOT_IN_FORWARD] or ["top_k"]
-        raise ValueError(
-            "gradient: 'in_forward' takes no top_k, no 'rank' and no outputs whose gradients it would have to know, "
-            f"got {names[0]!r}; use another mode"
-        )
+    if settings.gradient == "in_forward" and settings.asks_for_top:
+        got = "rank" if "rank" in settings.outputs else "top_k"
+        raise ValueError(f"gradient: 'in_forward' takes no top_k and no 'rank', got {got!r}; use another mode")
     logit_scale = settings.logit_scale / settings.temperature
     checks.check_number("logit_scale / temperature", logit_scale, positive=True)
     if softcap is not None:

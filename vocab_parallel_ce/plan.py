@@ -156,7 +156,7 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
     selected = select(key.device.type, impl, workload=workload, gpu=gpu)
     kernels, one_pass = kernels_of(selected.name)
     launchers = loss.launchers(options, shard, kernels)
-    outputs, is_mean = outputs_beside(loss, options, key.gradient), settings.reduction == "mean"
+    outputs, is_mean = loss.outputs(options), settings.reduction == "mean"
     weighs = is_mean and loss.counts and key.class_weight
     counts = is_mean and loss.counts and not weighs
     return Plan(
@@ -177,15 +177,6 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         weighs=weighs,
         is_alone=key.n_ranks == 1 and not counts and not weighs,
     )
-
-
-def outputs_beside(loss: Loss, options: Any, gradient: str) -> dict[str, bool]:
-    """Return the names of the outputs alongside the loss, and whether they have a gradient: none if forward writes it.
-
-    The settings refuse outputs with a gradient there.
-    """
-    later = gradient != "in_forward"
-    return {name: has_gradient and later for name, has_gradient in loss.outputs(options).items()}
 
 
 def output_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -184,7 +184,6 @@ def fill_with_gradient(
     grad_logits: Tensor,
 ) -> None:
     """Fill ``outputs``, unless they are, and ``grad_logits``, which may be ``logits``, from all ranks' statistics."""
-    assert len(plan.constants) == len(plan.other_outputs), "in_forward has no gradient of outputs alongside the loss"
     loss = None
     if plan.launchers.gradient_fills_loss and not plan.other_outputs:
         loss = outputs.loss if outputs.loss.dim() == 1 else outputs.loss.view(-1)
@@ -285,6 +284,16 @@ def _run_backward(
     return gradient(ctx, saved, of_outputs) if used else None
 
 
+def check_loss_alone(grads: GradOutputs) -> None:
+    """Raise if an output besides the loss got a gradient, which forward did not compute."""
+    for name, grad in grads._asdict().items():
+        if name != "loss" and grad is not None:
+            raise RuntimeError(
+                f"outputs: expected no gradient of {name!r} with gradient='in_forward', which computes that of the "
+                "loss alone, got one; use gradient='in_backward', or detach the output"
+            )
+
+
 def begin(ctx: Any, call: Any) -> None:
     """Prepare the context of an autograd Function over logits for :func:`run_backward`."""
     ctx.call, ctx.handed_on = call, False
@@ -335,6 +344,8 @@ class OverLogits(torch.autograd.Function):
 def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Tensor:
     """Write the gradient over the logits, or into a new tensor."""
     plan: Plan = ctx.call.plan
+    if plan.gradient == "in_forward":
+        check_loss_alone(grads)
     ctx.handed_on = writes_in_place(plan.gradient, saved)
     kept: Tensor = saved[0]
     if ctx.handed_on:

@@ -47,7 +47,7 @@ BESIDE_THE_LOSS = ((), METRICS, ("entropy", "lse"), OUTPUTS)
 def allowed(case):
     """What forward computes of a mean over so many columns is too small for fp16, which needs a loss scale.
 
-    What has a gradient is none of in_forward; the parts of a sum that has class weights are not returned.
+    It differentiates no outputs, as is done here; the parts of a sum that has class weights are not returned.
     """
     outputs, has_weights = case.get("outputs", ()), case.get("weighting", (None, None))[1]
     is_small = case.get("dtype") == torch.float16 and case.get("width") == "two tiles of 2048"

@@ -29,7 +29,7 @@ BESIDE_THE_LOSS = ((), METRICS, ("entropy", "lse"), ("sum_sq_probs", "mean_logit
 
 
 def allowed(case):
-    """What has a gradient is none of in_forward; the parts of a sum that has class weights are not returned."""
+    """In forward no outputs are differentiated, as they are here; a sum with class weights has no parts."""
     outputs, has_weights = case.get("outputs", ()), case.get("weighting", (None, None))[1]
     if case.get("gradient") == "in_forward" and not set(DIFFERENTIABLE).isdisjoint(outputs):
         return False

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import linear
 from tests.support.linear import COLUMNS, TWO_WAYS, WAYS, WIDTH, Results, assert_right, check, record_matmuls
-from tests.support.logits import EVERY, grads_of_every_output
+from tests.support.logits import EVERY
 from tests.support.weights import weights
 from tests.support.words import package_options
 from vocab_parallel_ce import linear_cross_entropy
@@ -80,22 +80,6 @@ def test_auto_computes_gradients_in_forward_where_reduced(impl_device, reduction
     with record_matmuls() as in_backward:
         loss.backward(case.grad_output(loss))
     assert (len(in_forward), len(in_backward)) == counts
-
-
-def test_auto_computes_gradients_in_backward_beside_outputs_that_have_one(impl_device):
-    """Their grad_outputs are not known in forward, which is told that it cannot compute them."""
-    case, asked = Case(impl_device), ("entropy", "lse")
-    for outputs, counts in ((("predictions", "token_accuracy"), (3, 0)), (asked, (1, 3))):
-        with record_matmuls() as in_forward:
-            found = case.loss(outputs=outputs)
-        with record_matmuls() as in_backward:
-            found.loss.backward()
-        assert (len(in_forward), len(in_backward)) == counts
-    grads = torch.tensor(0.75), *grads_of_every_output(ROWS)[1:3]
-    check(impl_device, case.inputs, *grads, function=linear.linear_loss_and_outputs, outputs=asked)
-    for name in ("entropy", "lse", "sum_sq_probs", "mean_logit", "rank"):
-        with pytest.raises(ValueError, match=f"^gradient: 'in_forward' .*got '{name}'"):
-            case.loss(outputs=(name,), gradient="in_forward")
 
 
 @TWO_WAYS

@@ -150,20 +150,32 @@ def backward(losses, leaves):
     return [leaf.grad for leaf in leaves]
 
 
+@pytest.mark.parametrize("keep", ("all", f"{TOKEN}B"))
+@pytest.mark.parametrize(("outputs", "n_kept"), (((), 0), (("predictions",), 0), (("entropy",), 3)), ids=str)
+def test_auto_keeps_logits_of_a_reduced_loss_if_its_outputs_may_be_differentiated(outputs, n_kept, keep):
+    """They are in forward's way otherwise: three products without them."""
+    (leaves, labels), results = inputs(), []
+    hidden, weight, bias = leaves
+    own = {"bias": bias, "outputs": outputs, "chunk_size": 1 if n_kept else 2}
+    for options in ({"keep_logits": keep}, {"gradient": "in_backward" if n_kept else "in_forward"}):
+        with Products() as products:
+            found = linear_cross_entropy(hidden, weight, labels, **own, **options)
+            differentiable = [t for t in flat_outputs(found) if t.requires_grad]
+            results.append([*flat_outputs(found), *torch.autograd.grad([t.sum() for t in differentiable], leaves)])
+        if "keep_logits" in options:
+            assert products.count == (3 if not n_kept else 6 if keep == "all" else 11)
+    assert_equal(*results)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     (
-        (
-            {"reduction": "mean"},
-            ValueError,
-            "keep_logits: expected 'none' if forward computes the gradients.*got 'all'",
-        ),
         ({"keep_logits": "much"}, ValueError, "keep_logits: expected 'none', 'all', or bytes as '256MiB', got 'much'"),
         ({"keep_logits": 5}, TypeError, "keep_logits: expected 'none', 'all', or bytes as '2GiB', got 5"),
         (
             {"keep_logits": "all", "gradient": "in_forward"},
             ValueError,
-            "keep_logits: expected 'none' if forward computes",
+            "keep_logits: expected 'none' with gradient='in_forward', .*got 'all'",
         ),
         ({"keep_logits": "95B"}, ValueError, "keep_logits: must hold the logits of a chunk, 2 tokens of 96 bytes"),
     ),

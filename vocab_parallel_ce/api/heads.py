@@ -30,6 +30,7 @@ from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import (
+    DIFFERENTIABLE,
     Advanced,
     LinearLogProbKeywords,
     LinearLossKeywords,
@@ -48,11 +49,15 @@ OF_LOG_PROBS = ("main_grad", "reduce_hidden_grad", "valid_tokens")  # fields of 
 
 
 def needs_eager(keywords: dict[str, Any]) -> bool:
-    """Return whether backward writes to a tensor of the caller's, or warns, or a call has no operator."""
+    """Return whether backward writes to a tensor of the caller's, warns or raises, or a call has no operator."""
     advanced = keywords.get("advanced")
     of_head = advanced if isinstance(advanced, Advanced) else Advanced()
     writes = of_head.main_grad is not None or of_head.expected_grad_output is not None
-    return writes or asks_for_top(keywords) or keywords.get("sampling") is not None or keeps_logits(keywords)
+    outputs = keywords.get("outputs", ())
+    is_named = keywords.get("gradient") == "in_forward" and isinstance(outputs, tuple | list)
+    raises = is_named and any(name in DIFFERENTIABLE for name in outputs)
+    no_operator = asks_for_top(keywords) or keywords.get("sampling") is not None or keeps_logits(keywords)
+    return writes or raises or no_operator
 
 
 @overload
@@ -112,15 +117,16 @@ def linear_cross_entropy(
         gradient: ``"in_forward"``: forward computes the gradients, and backward scales them; for ``"none"`` only with
             ``expected_grad_output``.
             ``"in_backward"``: backward makes the logits again, and may run again. ``"auto"``: in_forward for mean
-            and sum of bf16 and fp32 without ``top_k``, ``"rank"`` and outputs that have a gradient, otherwise
-            in_backward.
+            and sum of bf16 and fp32 without ``top_k`` and ``"rank"``, otherwise in_backward. With outputs that have a
+            gradient, ``"auto"`` also keeps ``4 * K * R`` bytes per token, ``hidden`` and ``weight``: if backward gets
+            a gradient of an output, or runs again, it makes the logits again. ``"in_forward"`` raises then.
         sequence_parallel: ``hidden`` and its gradient are this rank's part along dimension ``sequence_dim``, by
             default the first, and ``labels`` are of all tokens; needs a group.
         chunk_size: tokens per chunk, at most 2**20, or the bytes of a chunk's logits as ``"256MiB"`` or ``"0.5GB"``, or
             ``"auto"``.
         keep_logits: logits to keep for a backward that computes the gradients, which otherwise makes them again:
             ``"none"``, ``"all"``, or those of the first chunks that fit in so many bytes, as ``"2GiB"``. Backward
-            overwrites them. Under saved-tensor hooks none are kept.
+            overwrites them. Under saved-tensor hooks none are kept, nor if ``"auto"`` computes in forward.
         logits_dtype: ``torch.float32``: 16-bit products accumulate and stay in fp32, and the gradient of the logits
             is rounded once to 16 bits for the products that follow. None: logits are rounded to 16 bits.
         outputs, top_k: as in :func:`vocab_parallel_cross_entropy`. ``"rank"`` makes the logits again in forward.
@@ -138,7 +144,8 @@ def linear_cross_entropy(
 
     Raises:
         TypeError, ValueError: as there; also for a quantised weight.
-        RuntimeError: from backward, if it runs again over gradients of ``"in_forward"``, or with ``create_graph``.
+        RuntimeError: from backward, if it runs again over gradients of ``"in_forward"``, or gets a gradient of another
+            output than the loss there, or with ``create_graph``.
 
     Example:
         >>> from vocab_parallel_ce import linear_cross_entropy

@@ -138,8 +138,8 @@ def vocab_parallel_cross_entropy(
             otherwise into a new tensor (docs/gradients.md). ``"out_of_place"``: into a new tensor. ``"in_backward"``:
             over the logits, whoever holds them. ``"in_forward"``: the same in this call, and backward scales it, which
             rounds again if ``grad_output`` is not 1; for logits that are no view in the graph. The last two are not
-            safe under saved-tensor hooks. ``"in_forward"`` takes no ``top_k``, no
-            ``"rank"``, and no outputs that have a gradient.
+            safe under saved-tensor hooks. ``"in_forward"`` takes no ``top_k`` and no ``"rank"``, and backward raises if
+            it gets a gradient of another output than the loss.
         impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``: the first of them that can run.
         check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``; otherwise its row is NaN.
         vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns until none are left, so that the last ones may

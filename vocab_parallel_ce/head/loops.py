@@ -173,8 +173,10 @@ def _find_top(linear: LinearCall, products: Products, stats: Tensor) -> None:
 
 def forward_with_gradients(
     linear: LinearCall, local: Head, beside: Any, wanted: Wanted
-) -> tuple[TokenOutputs, Gradients]:
+) -> tuple[TokenOutputs, Gradients, Stats]:
     """Return the outputs of all tokens, and the gradients of the sum of the losses, times expected grad_outputs.
+
+    Also return the statistics of all ranks, if backward may recompute.
 
     Collectives: one or two all_gathers of statistics per chunk, and those of :class:`HiddenStates`; with class weights
     one all_gather of 4 bytes for a mean.
@@ -183,10 +185,11 @@ def forward_with_gradients(
         linear = linear._replace(call=_with_sum_of_weights(linear.call, beside))
     outputs = run.new_outputs(linear.call.plan, linear.labels.shape, local.hidden)
     products = Products(linear, local, wanted)
+    stats = run.new_statistics(linear.call.plan, linear.labels.shape[0], local.hidden) if linear.recomputes else ()
     for rows, states in products.hidden.chunks():
-        _chunk_with_gradients(linear, products, states, beside, outputs, rows)
+        _chunk_with_gradients(linear, products, states, beside, outputs, stats, rows)
     gradients = products.gradients()
-    return _in_token_order(linear, outputs), gradients
+    return _in_token_order(linear, outputs), gradients, stats
 
 
 def _with_sum_of_weights(call: Call, beside: Labels) -> Call:
@@ -201,9 +204,15 @@ def _with_sum_of_weights(call: Call, beside: Labels) -> Call:
 
 
 def _chunk_with_gradients(
-    linear: LinearCall, products: Products, states: Tensor, beside: Any, outputs: TokenOutputs, rows: slice
+    linear: LinearCall,
+    products: Products,
+    states: Tensor,
+    beside: Any,
+    outputs: TokenOutputs,
+    stats: Stats,
+    rows: slice,
 ) -> None:
-    """Fill the outputs of one chunk and add its gradients. Nothing refers to the buffer afterwards."""
+    """Fill the outputs and the statistics of one chunk, and add its gradients. The buffer is free afterwards."""
     begun, call, expected = [], linear.call, linear.expected
     plan = call.plan
     for part in parts_of(states.shape[0], plan.n_ranks):
@@ -216,14 +225,16 @@ def _chunk_with_gradients(
         if run.takes_one_pass(plan, given[0].shape[0]):
             run.forward_with_gradient(call, *given, found)  # d_logits are in the memory of the logits
         elif expected is not None:
-            stats = _arrived(call, *given, exchange, None)
-            plan.launchers.outputs(stats, given[1], None, found)
+            of_part = _arrived(call, *given, exchange, None)
+            plan.launchers.outputs(of_part, given[1], None, found)
             grads = GradOutputs(expected.of_rows[own_rows])
-            run.write_gradient(plan, *given, stats, None, grads, d_logits)
+            run.write_gradient(plan, *given, of_part, None, grads, d_logits)
         else:
             filled = found if run.fills_outputs_first(plan) else None
-            stats = _arrived(call, *given, exchange, filled)
-            run.fill_with_gradient(plan, stats, call.divisor, *given, found, d_logits)
+            of_part = _arrived(call, *given, exchange, filled)
+            for each, own in zip(stats, of_part, strict=False):
+                each[:, own_rows] = own
+            run.fill_with_gradient(plan, of_part, call.divisor, *given, found, d_logits)
         products.write_d_hidden(d_logits, None if d_hidden is None else d_hidden[part])
     products.finish_chunk(rows, states, d_hidden, products.d_buffer[: states.shape[0]])
 
@@ -290,7 +301,8 @@ def scaled(linear: LinearCall, gradients: Gradients, grad_output: Tensor) -> Gra
     """Multiply the gradients of a reduced loss by its grad_output in place; add the weight's to main_grad."""
     if linear.overflow is not None:
         grad_output = grad_output * linear.overflow
-    d_hidden, d_weight, d_bias = (None if grad is None else grad.detach() for grad in gradients)
+    # Of ``data``, autograd counts no versions: a backward after this one may recompute.
+    d_hidden, d_weight, d_bias = (None if grad is None else grad.data for grad in gradients)
     for grad in (d_hidden, d_weight, None if d_bias is None else d_bias.unsqueeze(0)):
         if grad is not None:
             linear.call.plan.launchers.element_mul(grad, grad_output.reshape(1).expand(grad.shape[0]))

@@ -122,7 +122,10 @@ def linear_losses(
         beside = given.beside
     device_type = hidden.device.type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-    settings = settings._replace(gradient=gradient_of(settings, autocast or hidden.dtype))
+    gradient = gradient_of(settings, head, autocast or hidden.dtype)
+    if settings.asks_for_differentiable:
+        gradient = "in_backward"  # compiled backward has a gradient of each output, be it 0
+    settings = settings._replace(gradient=gradient)
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     loss.check_constants(beside)
     divisor, values = divisor_of(num_items, settings.reduction, hidden), (*values_of(settings), *values_of(head))
@@ -142,7 +145,7 @@ def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
     stats: tuple[Tensor, ...] = ()
     with torch.autocast(call.hidden.device.type, enabled=False):
         if call.has_gradients:
-            outputs, gradients = loops.forward_with_gradients(linear, local, beside, call.wanted)
+            outputs, gradients, _ = loops.forward_with_gradients(linear, local, beside, call.wanted)
         else:
             outputs, stats, _ = loops.forward(linear, local, beside)
             # As many rows as labels: how many tokens are left out is known when it runs.

@@ -77,6 +77,7 @@ class LinearCall(NamedTuple):
     parameter: Tensor | None  # the caller's weight, if it wants to know that main_grad has its gradient
     expected: Expected | None  # of reduction "none", whose gradients forward computes
     n_kept: int  # number of rows whose logits are kept for backward
+    recomputes: bool  # whether backward may compute the gradients: it needs statistics, hidden states and weight
 
 
 def plan_linear_call(
@@ -101,27 +102,26 @@ def plan_linear_call(
     checks.check_head(weight, bias, hidden, None if autocasts else dtype)
     weight, bias, given, settings = with_a_row(weight, bias, given, settings, rank, n_ranks)
     _check_tokens(given, n_ranks, settings, head)
-    if expected is not None:
-        _check_expected(expected, labels, settings, dtype)
+    _check_expected(expected, labels, settings, dtype)
     logits_dtype = head.logits_dtype or dtype
-    plan = _plan_of_logits(loss, dtype, logits_dtype, weight.shape[0], given, settings, rank, n_ranks)
-    num_items = None if given.num_items is None else checked_divisor(given.num_items, settings.reduction, hidden)
-    chunk, kept_bytes = _chunk_tokens(plan, head, labels, hidden, dtype, logits_dtype)
+    gradient = gradient_of(settings, head, dtype)
+    plan = _plan_of_logits(loss, dtype, logits_dtype, weight.shape[0], given, settings, gradient, rank, n_ranks)
+    keeping = head if gradient == "in_backward" else head._replace(keep_logits="none")
+    chunk, kept_bytes = _chunk_tokens(plan, keeping, labels, hidden, dtype, logits_dtype)
     if settings.check_labels:
         checks.check_label_range(labels, plan.shard.vocab_size, settings.ignore_index, shift=settings.shift)
     rows, ignore_index = flat(labels), int(settings.ignore_index)
     is_valid = ~is_ignored(rows, ignore_index)
     chunks, order = _chunks_and_order(is_valid, labels.shape, chunk, n_ranks, head)
-    is_mean, has_weights = settings.reduction == "mean", given.beside.class_weight is not None
-    if is_mean and not has_weights:
-        num_items = is_valid.sum().reshape(1)
+    weighs = settings.reduction == "mean" and given.beside.class_weight is not None
     if order is not None:
         rows = order.to_rows(rows.long(), ignore_index)
     beside = loss.beside_head(given.beside, hidden, settings, plan, order, rows)
-    if plan.gradient != "in_forward" and torch.is_grad_enabled() and any(map(_needs_gradient, (hidden, weight, bias))):
+    recomputes = may_recompute(settings, gradient)
+    if recomputes and torch.is_grad_enabled() and any(map(_needs_gradient, (hidden, weight, bias))):
         loss.check_can_be_saved(beside)
     linear = LinearCall(
-        call=Call(plan, given.group, num_items, is_mean and has_weights),
+        call=Call(plan, given.group, _divisor(given, settings, is_valid, weighs), weighs),
         dtype=dtype,
         logits_dtype=logits_dtype,
         chunks=chunks,
@@ -134,7 +134,8 @@ def plan_linear_call(
         main_grad=given.main_grad,
         parameter=given.head.weight if hasattr(given.head.weight, "grad_added_to_main_grad") else None,
         expected=None if expected is None else expected_of(expected, is_valid, order),
-        n_kept=kept_rows(head.keep_logits, chunks, kept_bytes),
+        n_kept=kept_rows(keeping.keep_logits, chunks, kept_bytes),
+        recomputes=recomputes,
     )
     local = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
     if verify.open_calls:
@@ -146,11 +147,17 @@ def _chunk_tokens(
     plan: Plan, head: HeadSettings, labels: Tensor, hidden: Tensor, dtype: torch.dtype, logits_dtype: torch.dtype
 ) -> tuple[int, int]:
     """Return the tokens of a chunk, and the bytes of a token's kept logits."""
-    check_keeps(head, plan.gradient)
     width = -(-plan.shard.vocab_size // plan.n_ranks)  # of every rank, so that the chunks are the same
     kept_bytes = width * logits_dtype.itemsize
     of_chunk = sum(d.itemsize for d in {dtype, logits_dtype})
     return chunk_of(head, labels.numel(), hidden.shape[-1], width, of_chunk, kept_bytes), kept_bytes
+
+
+def _divisor(given: Arguments, settings: Settings, is_valid: Tensor, weighs: bool) -> Tensor | None:
+    """Return ``[1]``, what divides the sum: ``num_items`` or the valid tokens; None if only the statistics tell."""
+    if given.num_items is not None:
+        return checked_divisor(given.num_items, settings.reduction, given.head.hidden)
+    return is_valid.sum().reshape(1) if settings.reduction == "mean" and not weighs else None
 
 
 def _needs_gradient(tensor: Tensor | None) -> bool:
@@ -210,11 +217,11 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
 
 
 def check_keeps(head: HeadSettings, gradient: str) -> None:
-    """Check that backward reads logits if they are kept."""
+    """Check that a backward which is asked for by name reads logits if they are kept."""
     if head.keep_logits != "none" and gradient == "in_forward":
         raise ValueError(
-            "keep_logits: expected 'none' if forward computes the gradients, because backward reads no logits then, "
-            f"got {head.keep_logits!r}; pass gradient='in_backward', or leave it out"
+            "keep_logits: expected 'none' with gradient='in_forward', because backward reads no logits then, "
+            f"got {head.keep_logits!r}; pass another gradient, or leave it out"
         )
 
 
@@ -227,7 +234,9 @@ def check_sequence_dim(head: HeadSettings) -> None:
 
 
 def _check_expected(expected: Any, labels: Tensor, settings: Settings, dtype: torch.dtype) -> None:
-    """Check an expected grad_output, and that forward may compute gradients with it."""
+    """Check an expected grad_output, if there is one, and that forward may compute gradients with it."""
+    if expected is None:
+        return
     warn_of_misfits()
     check_expected(expected, labels)
     if (settings.reduction, settings.gradient) != ("none", "in_forward"):
@@ -306,16 +315,23 @@ def _plan_of_logits(
     n_columns: int,
     given: Arguments,
     settings: Settings,
+    gradient: str,
     rank: int,
     n_ranks: int,
 ) -> Plan:
     """Plan the loss of a chunk's logits; a mean is a sum that is divided by the number of valid tokens."""
     shard = shard_of_rank(settings, n_columns, rank, n_ranks, subject="weight: rows")
-    reduction, gradient = "none" if settings.reduction == "none" else "sum", gradient_of(settings, dtype)
+    reduction = "none" if settings.reduction == "none" else "sum"
+    recomputes = may_recompute(settings, gradient)
     if settings.impl == "one_pass" and logits_dtype != dtype:
         raise ValueError("impl: 'one_pass' writes no 16-bit gradient of fp32 logits, got logits_dtype; use 'auto'")
+    if settings.impl == "one_pass" and gradient == "in_forward" and recomputes:
+        raise ValueError(
+            "impl: 'one_pass' keeps no statistics, which gradients of the outputs need, got gradient='auto'; use "
+            "impl='auto', or gradient='in_forward', with which only the loss has a gradient"
+        )
     # one_pass takes no grad_output, and its gradient has the dtype of the logits.
-    fits_one_pass = given.expected_grad_output is None and logits_dtype == dtype
+    fits_one_pass = given.expected_grad_output is None and logits_dtype == dtype and not recomputes
     key = PlanKey(
         dtype=logits_dtype,
         n_columns=n_columns,
@@ -330,13 +346,29 @@ def _plan_of_logits(
     return cached_plan(loss, settings, key)
 
 
-def gradient_of(settings: Settings, dtype: torch.dtype) -> str:
+def gradient_of(settings: Settings, head: HeadSettings, dtype: torch.dtype) -> str:
     """Return the mode that runs for products of ``dtype``."""
     if settings.gradient != "auto":
         return settings.gradient
     # fp16 has no room for a gradient that the loss scale has not multiplied yet.
-    waits = settings.reduction == "none" or dtype == torch.float16 or settings.asks_beyond_forward
+    waits = settings.reduction == "none" or dtype == torch.float16 or settings.asks_for_top
+    # With kept logits, backward has three products too, and gradients of the outputs as well.
+    waits = waits or (settings.asks_for_differentiable and head.keep_logits != "none")
     return "in_backward" if waits else "in_forward"
+
+
+def may_recompute(settings: Settings, gradient: str) -> bool:
+    """Return whether backward may compute the gradients in the mode that runs.
+
+    If ``"auto"`` computes those of the loss in forward, an output may still get one: only backward knows.
+    """
+    return gradient == "in_backward" or (settings.gradient == "auto" and settings.asks_for_differentiable)
+
+
+def in_backward(linear: LinearCall, labels: Tensor) -> LinearCall:
+    """Return the call as backward recomputes it, with the ``labels`` that were saved."""
+    plan = linear.call.plan._replace(gradient="in_backward")
+    return linear._replace(labels=labels, call=linear.call._replace(plan=plan))
 
 
 def _chunks_and_order(

@@ -3,6 +3,9 @@
 A reduced loss of bf16 or fp32 computes its gradients in forward, with three products in all. Others keep 4 K R
 bytes per token on each rank, and compute the logits again in backward, except kept ones, with grad_output in the one
 rounding.
+
+A reduced loss with outputs that have a gradient does the first, and keeps what the second needs. If backward gets a
+gradient of an output, or runs again, it recomputes, and does not use the gradients of forward.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from torch import Tensor
 
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.loops import Gradients
-from vocab_parallel_ce.head.plan import Head, LinearCall
+from vocab_parallel_ce.head.plan import Head, LinearCall, in_backward
 from vocab_parallel_ce.plan import has_no_hooks
-from vocab_parallel_ce.run import Refusals, as_returned, run_backward
+from vocab_parallel_ce.run import Refusals, as_returned, check_loss_alone, run_backward
 from vocab_parallel_ce.spec import GradOutputs
 
 REFUSALS = Refusals(
@@ -26,7 +29,7 @@ REFUSALS = Refusals(
 
 
 class OverHead(torch.autograd.Function):
-    """Saved: in_forward the gradients; else head, labels, divisor, kept logits, statistics, what is alongside."""
+    """Saved: in_forward the gradients; to recompute head, labels, divisor, kept logits, statistics, labels' record."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, beside: Any, linear: LinearCall) -> Any:
@@ -36,14 +39,18 @@ class OverHead(torch.autograd.Function):
         local, plan = Head(hidden, weight, bias), linear.call.plan
         with torch.autocast(hidden.device.type, enabled=False):
             if plan.gradient == "in_forward":
-                outputs, gradients = loops.forward_with_gradients(linear, local, beside, ctx.needs_input_grad[:3])
-                ctx.save_for_backward(*gradients)
+                logits, wanted = None, ctx.needs_input_grad[:3]
+                outputs, computed, stats = loops.forward_with_gradients(linear, local, beside, wanted)
             else:
                 # Backward overwrites kept logits, which saved-tensor hooks would see.
                 keeps = any(ctx.needs_input_grad[:3]) and has_no_hooks()
                 outputs, stats, logits = loops.forward(linear, local, beside, keeps=keeps)
-                kept = plan.loss.saved(beside, plan.options)
-                ctx.save_for_backward(*local, linear.labels, linear.call.divisor, logits, *stats, *kept)
+                computed = None
+        saved = list(computed or ())
+        if linear.recomputes:
+            kept = plan.loss.saved(beside, plan.options)
+            saved += [*local, linear.labels, linear.call.divisor, logits, *stats, *kept]
+        ctx.save_for_backward(*saved)
         return as_returned(ctx, outputs, plan)
 
     @staticmethod
@@ -55,20 +62,25 @@ class OverHead(torch.autograd.Function):
 def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradients:
     """Return the gradients of hidden, weight and bias."""
     linear: LinearCall = ctx.linear
+    plan = linear.call.plan
+    n_computed = 3 if plan.gradient == "in_forward" else 0
+    computed, saved = saved[:n_computed], saved[n_computed:]
+    if not linear.recomputes:
+        check_loss_alone(grads)
     with torch.autocast(ctx.device.type, enabled=False):
-        if linear.call.plan.gradient == "in_forward":
+        if computed and not ctx.has_overwritten and all(grad is None for grad in grads[1:]):
             assert grads.loss is not None
-            ctx.handed_on = True
+            ctx.has_overwritten, ctx.handed_on = True, not linear.recomputes
             if linear.expected is None:
-                gradients = loops.scaled(linear, saved, grads.loss)
+                gradients = loops.scaled(linear, computed, grads.loss)
             else:
-                gradients = loops.scaled_by_factor(linear, saved, grads.loss, ctx.weight_dtype)
+                gradients = loops.scaled_by_factor(linear, computed, grads.loss, ctx.weight_dtype)
         else:
-            local, linear, (divisor, kept) = Head(*saved[:3]), linear._replace(labels=saved[3]), saved[4:6]
-            n, wanted = 6 + len(linear.call.plan.launchers.widths), ctx.needs_input_grad[:3]
-            # A later backward makes the logits again. Of ``data``, autograd counts no versions.
-            kept = None if kept is None or ctx.has_overwritten else kept.data
-            ctx.has_overwritten = True
+            local, linear = Head(*saved[:3]), in_backward(linear, labels=saved[3])
+            n, wanted, (divisor, kept) = 6 + len(plan.launchers.widths), ctx.needs_input_grad[:3], saved[4:6]
+            if kept is not None:
+                # A later backward makes the logits again. Of ``data``, autograd counts no versions.
+                kept, ctx.has_overwritten = None if ctx.has_overwritten else kept.data, True
             beside = ctx.record(*saved[n:])
             gradients = loops.backward(linear, local, beside, saved[6:n], divisor, wanted, grads, kept)
     d_hidden, d_weight, d_bias = gradients
