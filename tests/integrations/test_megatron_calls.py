@@ -164,6 +164,54 @@ def test_logits_that_somebody_looks_at_are_real_and_stay(rank_pool, impl):
         assert found["linear"][3] == {"detach made the logits": 1, "loss of logits": 1}
 
 
+# Each option of install(linear=True), with a value that is not the default.
+OPTIONS = [
+    {"gradient": "in_backward"},
+    {"gradient": "in_backward", "chunk_size": 4},
+    {"z_loss": 0.1},
+    {"vocab_size": stubs.REAL_SIZE, "check_labels": True},
+]
+
+
+def _option_on_the_fallback(rank, group, impl, asked, dtype):
+    """A step with ``asked``, and one whose logits a hook keeps: the logits then and after two backwards."""
+    device, kept = device_of(rank, group), []
+    with stubs.megatron_ranks(rank, group, 2):
+        model, inputs = stubs.small_model("gpt", device, dtype=dtype), stubs.batch(device)
+        with megatron.installed(impl=impl, **LINEAR, **asked):
+            fused = stubs.step(model, inputs)
+            model.output_layer.register_forward_hook(lambda module, args, output: kept.append(output[0].detach()))
+            model.zero_grad()
+            losses_, before = model(**inputs), kept[0].clone()
+            loss = stubs.masked_mean(losses_, inputs["loss_mask"])
+            second = asked.get("gradient") == "in_backward"
+            loss.backward(retain_graph=second)
+            if second:
+                loss.backward()
+            gradients = {name: p.grad / (2 if second else 1) for name, p in model.named_parameters()}
+        return fused, (losses_.detach(), gradients), (before, kept[0]), megatron.report().calls
+
+
+@pytest.mark.parametrize(
+    "asked,dtype", [*((asked, torch.float32) for asked in OPTIONS), (OPTIONS[0], torch.bfloat16)], ids=str
+)
+@in_two_ranks
+def test_an_option_of_the_head_on_the_fallback_path(rank_pool, impl, asked, dtype):
+    """It means there what it means to the head: no number changes, and "in_backward" overwrites no logits."""
+    for fused, found, (before, after), calls in rank_pool.run(_option_on_the_fallback, impl, asked, dtype):
+        assert torch.equal(before, after) and calls["loss of logits"] == 1 and calls["detach made the logits"] == 1
+        if dtype == torch.float32:
+            torch.testing.assert_close(found, fused, rtol=1e-4, atol=1e-5)
+        else:
+            torch.testing.assert_close(found[0], fused[0], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.reference
+def test_each_option_is_tried_on_the_fallback_path():
+    tried = {name for asked in OPTIONS for name in asked} | {"impl"}
+    assert tried == set(megatron.patch.OPTIONS)
+
+
 def _deterministic(rank, group, impl):
     device = device_of(rank, group)
     # cuBLAS would ask for a variable of the environment, which is read once in a process.

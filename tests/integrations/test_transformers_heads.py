@@ -15,7 +15,7 @@ from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 from tests.support.transformers_steps import FUSED, calls_of, own_step, same_step
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
-from vocab_parallel_ce.integrations.transformers import install, uninstall
+from vocab_parallel_ce.integrations.transformers import install, patch, uninstall
 from vocab_parallel_ce.integrations.transformers.audit_models import audit, differs, step
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model
 
@@ -299,3 +299,30 @@ def test_a_loss_of_the_logits_besides_the_models_own(llama):
     install(llama)
     for name, grad in losses().items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max().item())
+
+
+OPTIONS = [{"gradient": "in_backward"}, {"gradient": "in_forward"}, {"chunk_size": 4}, {"impl": "reference"}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("looks", ["hook", "logits"])
+def test_an_option_of_the_head_on_the_fallback_path(llama, options, looks):
+    """A head with a hook, or logits that are looked at before the loss: no number changes, and no logits."""
+    inputs, kept = tiny_inputs(llama), []
+
+    def keep(head, args, logits):
+        kept.append(logits.detach())
+
+    def loss_function(logits, labels, vocab_size, **kwargs):
+        keep(None, None, logits)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    if looks == "hook":
+        llama.lm_head.register_forward_hook(keep)
+    else:
+        llama.loss_function = loss_function
+    expected, before = own_step(llama, inputs), kept[0].clone()
+    install(llama, **options)
+    assert differs(step(llama, inputs), expected) is None
+    assert torch.equal(kept[1], before) and "fused" not in calls_of(llama)
+    assert {name for each in OPTIONS for name in each} == set(patch.OPTIONS)

@@ -18,7 +18,8 @@ IGNORED = -100
 SMOOTHING = Advanced(smoothing_formula="megatron")
 _global_forward_hooks = torch.nn.modules.module._global_forward_hooks
 
-options: dict[str, Any] = {}  # of install()
+options: dict[str, Any] = {}  # of install(), as the loss over logits takes them
+head_options: dict[str, Any] = {}  # of install(linear=True), as the head takes them: they may mean another thing there
 
 
 class LossCall(NamedTuple):
@@ -50,11 +51,10 @@ def vocab_parallel_cross_entropy(
         calls["without z_loss: in eval(), or not called by compute_language_model_loss"] += 1
     if isinstance(vocab_parallel_logits, LazyLogits):
         labels = None if call is None else call.labels
-        loss = linear_loss(vocab_parallel_logits, target, labels, SMOOTHING, keywords)
+        loss = linear_loss(vocab_parallel_logits, target, labels, SMOOTHING, keywords | head_options)
         if loss is not None:
             return loss
         vocab_parallel_logits = vocab_parallel_logits.make("another reader")
-    keywords.pop("chunk_size", None)
     calls["loss of logits"] += 1
     return cross_entropy(vocab_parallel_logits, target, advanced=SMOOTHING, **keywords)
 

@@ -44,6 +44,7 @@ LEFT_OF_LINEAR = {
     "output_layer of T5Model and BertModel": "their forward is not replaced; the loss of their logits is",
 }
 OPTIONS = {name: KEYWORDS[name] for name in ("z_loss", "gradient", "impl", "check_labels", "vocab_size", "chunk_size")}
+OF_THE_HEAD = ("gradient", "chunk_size")  # of OPTIONS, with linear=True
 
 
 class Report(NamedTuple):
@@ -68,7 +69,8 @@ def install(*, linear: bool = False, **options: Any) -> Report:
             ``loss_mask``, the gradients are computed in forward.
         options: ``z_loss``, ``gradient``, ``impl``, ``check_labels`` and ``vocab_size`` of
             :func:`vocab_parallel_cross_entropy`; of :func:`linear_cross_entropy` also ``chunk_size``.
-            ``gradient="in_backward"`` is for losses that more than ``loss_mask`` multiplies.
+            With ``linear=True``, ``gradient="in_backward"`` is for losses that more than ``loss_mask`` multiplies, and
+            overwrites no logits that were made. Without it, that name overwrites logits, whoever keeps them.
 
     Returns:
         the report, with the names that were rebound.
@@ -96,7 +98,10 @@ def install(*, linear: bool = False, **options: Any) -> Report:
     _switch.stand_ins, _switch.left = (LOSSES | LINEAR, LEFT_OF_LINEAR) if linear else (LOSSES, LEFT)
     _switch.install()
     _asked.update(asked)
-    losses.options.update(options)
+    for name, value in options.items():
+        (losses.head_options if linear and name in OF_THE_HEAD else losses.options)[name] = value
+    if losses.head_options.get("gradient") == "in_backward":  # of logits that name is "overwrite them"
+        losses.options["gradient"] = "out_of_place"
     losses.calls.clear()
     return report()
 
@@ -110,6 +115,7 @@ def uninstall() -> None:
     _switch.uninstall()
     _asked.clear()
     losses.options.clear()
+    losses.head_options.clear()
 
 
 @contextlib.contextmanager
