@@ -6,9 +6,11 @@ import functools
 import importlib
 import logging
 import re
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from types import ModuleType
+from typing import NamedTuple
 
 # The versions that the tests ran with.
 TESTED = {
@@ -34,6 +36,38 @@ MODULES = (
     *("areal", "deepspeed", "dtensor", "megatron", "nemo_automodel", "nemo_rl", "openrlhf", "skyrl", "swift"),
     *("torchtitan", "transformers", "trl", "verl"),
 )
+
+
+class Report(NamedTuple):
+    """What ``install()`` of an integration did, and what became of the calls since. Its text fits a screen."""
+
+    framework: str
+    rebound: tuple[str, ...]  #: names that stand for this package's functions, with their modules
+    left: dict[str, str]  #: what the framework still computes, or a name that is not there -> why
+    calls: dict[str, int]  #: what became of calls since then -> how many; empty if the integration does not count them
+
+    @property
+    def installed(self) -> bool:
+        """Return whether anything is installed."""
+        return bool(self.rebound)
+
+    def __repr__(self) -> str:
+        if not self.installed:
+            return f"{self.framework}: not installed"
+        calls = [f"{event}: {number}" for event, number in self.calls.items()]
+        left = [f"{what}: {why}" for what, why in self.left.items()]
+        parts = {"computed by this package": self.rebound, "left to the framework": left, "calls so far": calls}
+        lines = [f"{self.framework}: installed"]
+        for part, each in parts.items():
+            shown = [textwrap.shorten(line, 110, placeholder=" ...") for line in each]
+            lines += [f"{part}:", textwrap.indent(_first(shown, "\n"), "  ")] if shown else []
+        return "\n".join(lines)
+
+
+def _first(parts: Sequence[str], separator: str, most: int = 5) -> str:
+    """Return the first of some parts, and how many more there are."""
+    more = [f"and {len(parts) - most} more"] if len(parts) > most else []
+    return separator.join([*parts[:most], *more]) or "nothing"
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -77,8 +111,8 @@ def warn_if_newer(name: str) -> None:
 
 def log_installed(framework: str, computed: Iterable[str], left: Mapping[str, str]) -> None:
     """Log, in one line, what of a framework this package computes from now on, and what it does not, and why."""
-    what = ", ".join(sorted(computed)) or "nothing"
-    why = "; ".join(f"{name} ({reason})" for name, reason in left.items()) or "nothing"
+    what = _first(sorted(computed), ", ")
+    why = _first([f"{name} ({reason})" for name, reason in left.items()], "; ")
     logger.info("vocab_parallel_ce: %s: computes %s; left to the framework: %s", framework, what, why)
 
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -14,16 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vocab_parallel_ce.integrations import log_installed, warn_if_newer
+from vocab_parallel_ce.integrations import Report, log_installed, warn_if_newer
 
 PACKAGE = __name__.partition(".")[0]
-
-
-class Report(NamedTuple):
-    """What :meth:`Switch.install` did."""
-
-    rebound: tuple[str, ...]  #: names that stand for this package's functions, with their modules
-    left: dict[str, str]  #: what the framework still computes, or a name that is not there -> why
 
 
 class Around(NamedTuple):
@@ -49,12 +43,18 @@ class Switch:
         version: the framework and the versions that have these names, for messages.
         stand_ins: ``"module:name"`` or ``"module:Class.name"`` -> what shall compute it, or :class:`Around`.
         left: what the framework still computes -> why.
+        calls: what the integration counts, for the report.
     """
 
-    def __init__(self, version: str, stand_ins: Mapping[str, Any], left: Mapping[str, str] | None = None) -> None:
-        self.version = version
-        self.stand_ins = stand_ins
-        self.left = left or {}
+    def __init__(
+        self,
+        version: str,
+        stand_ins: Mapping[str, Any],
+        left: Mapping[str, str] | None = None,
+        calls: Mapping[str, int] | None = None,
+    ) -> None:
+        self.version, self.stand_ins, self.left = version, stand_ins, left or {}
+        self.calls: Mapping[str, int] = Counter() if calls is None else calls
         self._rebound: list[Rebound] = []
         self._left: dict[str, str] = {}
 
@@ -136,7 +136,7 @@ class Switch:
 
     def _report(self, holders: Iterable[tuple[Any, str]]) -> Report:
         names = {f"{_path(owner)}.{name}" for owner, name in holders}
-        return Report(tuple(sorted(names)), dict(self._left) if names else {})
+        return Report(self.version, tuple(sorted(names)), dict(self._left) if names else {}, dict(self.calls))
 
     def originals(self) -> dict[str, Any]:
         """Return what each name stood for."""

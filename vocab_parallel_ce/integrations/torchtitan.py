@@ -11,13 +11,13 @@ import importlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from vocab_parallel_ce import checks, token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import is_dtensor, shard_of_local
-from vocab_parallel_ce.integrations import dtensor
+from vocab_parallel_ce.integrations import Report, dtensor
 from vocab_parallel_ce.integrations.log_probs import with_entropies
 from vocab_parallel_ce.integrations.rebind import Switch
 from vocab_parallel_ce.options import IMPLEMENTATIONS
@@ -39,18 +39,10 @@ _options: dict[str, Any] = {}  # of install(); empty: nothing is installed
 _calls: Counter[str] = Counter()
 
 
-class Report(NamedTuple):
-    """What :func:`install` replaced, and the calls since then; calls inside a compiled region do not count."""
-
-    installed: bool
-    rebound: tuple[str, ...]  #: names that stand for this package's functions, with their modules
-    fused: int  #: calls that this package computed
-    own: dict[str, int]  #: calls that torchtitan's own functions computed, by what of left they are
-    left: dict[str, str]  #: what torchtitan computes itself -> why
-
-
 def install(*, vocab_size: int | None = None, gradient: str = "auto", impl: str = "auto") -> Report:
     """Replace torchtitan's loss and log-probabilities, and report. A second call changes the options alone.
+
+    The report counts calls as ``"fused"``, or by what of ``left`` they are, except inside a compiled region.
 
     Args:
         vocab_size: of the model. ``compute_logprobs`` is not told it. Without it, its plain shards (the backend
@@ -102,13 +94,6 @@ def installed(**options: Any) -> Iterator[Report]:
             _options.update(before)
         else:
             uninstall()
-
-
-def report() -> Report:
-    """Return what is installed, and how many calls this package and torchtitan's own functions computed."""
-    own = {reason: _calls[reason] for reason in (UNCUT, TYPES, UNKNOWN) if _calls[reason]}
-    rebound, left = _switch.report()
-    return Report(bool(_options), rebound, _calls["fused"], own, left)
 
 
 def cross_entropy_loss(pred: Any, labels: Any, *, global_vocab_size: int | None = None) -> Any:
@@ -167,7 +152,9 @@ _switch = Switch(
     "torchtitan 0.3",
     {f"{LOSS}:{function.__name__}": function for function in (cross_entropy_loss, compute_logprobs)},
     LEFT,
+    _calls,
 )
+report = _switch.report
 
 
 def _vocabulary_group() -> Any:

@@ -12,14 +12,14 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.dtensor import is_dtensor
-from vocab_parallel_ce.integrations import log_installed, warn_if_newer
+from vocab_parallel_ce.integrations import Report, log_installed, warn_if_newer
 from vocab_parallel_ce.integrations.log_probs import kept_logits
 
 TP = "tp"  # the name that transformers and accelerate give tensor parallelism's dimension of a mesh
@@ -34,18 +34,10 @@ _originals: dict[str, Any] = {}  # what names of trl.trainer.utils stood for
 _calls: Counter[str] = Counter()
 
 
-class Report(NamedTuple):
-    """What :func:`install` changed, and the calls of the fused head since then."""
-
-    installed: bool
-    outputs: tuple[str, ...]  #: that this package computes
-    left: dict[str, str]  #: calls that TRL's own Function computes, after it gathered the head -> why
-    fused: int  #: calls that this package computed
-    own: dict[str, int]  #: calls that TRL's own Function computed, by what of left they are
-
-
 def install() -> Report:
     """Replace the core of TRL's fused head, and report; a second call changes nothing.
+
+    The report counts calls of the fused head as ``"fused"``, or by what of ``left`` they are.
 
     Raises:
         ImportError: TRL is not installed.
@@ -95,8 +87,8 @@ def installed() -> Iterator[Report]:
 
 def report() -> Report:
     """Return what is installed, and how many calls this package and TRL's own Function computed."""
-    own = {what: _calls[what] for what in LEFT if _calls[what]}
-    return Report(bool(_originals), OUTPUTS, LEFT, _calls["fused"], own)
+    rebound = tuple(f"trl.trainer.utils.{name}" for name in _originals)
+    return Report("TRL 1.16", rebound, dict(LEFT) if rebound else {}, dict(_calls))
 
 
 class _NoTensor:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from vocab_parallel_ce.integrations.megatron.patch import Report, install, installed, report, uninstall
+from vocab_parallel_ce.integrations.megatron.patch import install, installed, report, uninstall
 
-__all__ = ["Report", "install", "installed", "report", "uninstall"]
+__all__ = ["install", "installed", "report", "uninstall"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from vocab_parallel_ce.api.call import settings_of
 from vocab_parallel_ce.api.heads import KEYWORDS
 from vocab_parallel_ce.checks import check_bool, check_choice
 from vocab_parallel_ce.head.plan import check_head_settings
+from vocab_parallel_ce.integrations import Report
 from vocab_parallel_ce.integrations.megatron import linear, losses
 from vocab_parallel_ce.integrations.rebind import Around, Switch, copy_of
 from vocab_parallel_ce.options import Advanced, check_settings
@@ -47,16 +48,7 @@ OPTIONS = {name: KEYWORDS[name] for name in ("z_loss", "gradient", "impl", "chec
 OF_THE_HEAD = ("gradient", "chunk_size")  # of OPTIONS, with linear=True
 
 
-class Report(NamedTuple):
-    """What :func:`install` rebound, and what was called since then."""
-
-    installed: bool
-    rebound: tuple[str, ...]  #: full names
-    left: dict[str, str]  #: what is not fused -> why
-    calls: dict[str, int]  #: of the loss of logits and of the linear loss, and what made its logits
-
-
-_switch = Switch("Megatron-Core 0.16 to 0.19", LOSSES)
+_switch = Switch("Megatron-Core 0.16 to 0.19", LOSSES, calls=losses.calls)
 _asked: dict[str, Any] = {}  # of install(); empty: nothing is installed
 
 
@@ -73,7 +65,7 @@ def install(*, linear: bool = False, **options: Any) -> Report:
             overwrites no logits that were made. Without it, that name overwrites logits, whoever keeps them.
 
     Returns:
-        the report, with the names that were rebound.
+        the report. Its ``calls`` are of the loss of logits and of the linear loss, and what made logits.
 
     Raises:
         ImportError: Megatron-Core is not installed.
@@ -129,6 +121,4 @@ def installed(**options: Any) -> Iterator[Report]:
             uninstall()
 
 
-def report() -> Report:
-    """Return what is installed, and the calls since then."""
-    return Report(bool(_asked), *_switch.report(), dict(losses.calls))
+report = _switch.report
