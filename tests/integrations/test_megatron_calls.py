@@ -1,6 +1,7 @@
 """Calls of Megatron-Core's losses: labels, padding, hooks, gradient buffers, refusals."""
 
 import copy
+import logging
 import warnings
 
 import pytest
@@ -175,7 +176,10 @@ OPTIONS = [
 
 def _option_on_the_fallback(rank, group, impl, asked, dtype):
     """A step with ``asked``, and one whose logits a hook keeps: the logits then and after two backwards."""
-    device, kept = device_of(rank, group), []
+    device, kept, said = device_of(rank, group), [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("vocab_parallel_ce").addHandler(handler)
     with stubs.megatron_ranks(rank, group, 2):
         model, inputs = stubs.small_model("gpt", device, dtype=dtype), stubs.batch(device)
         with megatron.installed(impl=impl, **LINEAR, **asked):
@@ -189,7 +193,8 @@ def _option_on_the_fallback(rank, group, impl, asked, dtype):
             if second:
                 loss.backward()
             gradients = {name: p.grad / (2 if second else 1) for name, p in model.named_parameters()}
-        return fused, (losses_.detach(), gradients), (before, kept[0]), megatron.report().calls
+    logging.getLogger("vocab_parallel_ce").removeHandler(handler)
+    return fused, (losses_.detach(), gradients), (before, kept[0]), megatron.report().calls, said
 
 
 @pytest.mark.parametrize(
@@ -198,8 +203,10 @@ def _option_on_the_fallback(rank, group, impl, asked, dtype):
 @in_two_ranks
 def test_an_option_of_the_head_on_the_fallback_path(rank_pool, impl, asked, dtype):
     """It means there what it means to the head: no number changes, and "in_backward" overwrites no logits."""
-    for fused, found, (before, after), calls in rank_pool.run(_option_on_the_fallback, impl, asked, dtype):
+    for fused, found, (before, after), calls, said in rank_pool.run(_option_on_the_fallback, impl, asked, dtype):
         assert torch.equal(before, after) and calls["loss of logits"] == 1 and calls["detach made the logits"] == 1
+        (line,) = [each for each in said if "loss is over logits" in each]
+        assert line.endswith("not the linear one: detach made the logits")
         if dtype == torch.float32:
             torch.testing.assert_close(found, fused, rtol=1e-4, atol=1e-5)
         else:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy as cross_entropy
+from vocab_parallel_ce.integrations import logger
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
 from vocab_parallel_ce.integrations.megatron.linear import calls, linear_loss
 from vocab_parallel_ce.options import Advanced
@@ -55,6 +56,9 @@ def vocab_parallel_cross_entropy(
         if loss is not None:
             return loss
         vocab_parallel_logits = vocab_parallel_logits.make("another reader")
+        if not calls["loss of logits"]:
+            made = ", ".join(event for event in calls if event.endswith("made the logits"))
+            logger.warning("vocab_parallel_ce: Megatron-Core: the loss is over logits, not the linear one: %s", made)
     calls["loss of logits"] += 1
     return cross_entropy(vocab_parallel_logits, target, advanced=SMOOTHING, **keywords)
 
