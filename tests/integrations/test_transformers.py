@@ -19,12 +19,16 @@ from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, P
 
 from tests.support.fresh import fresh_python
 from tests.support.transformers_steps import FUSED, calls_of, own_step, same_step
-from vocab_parallel_ce.integrations.transformers import install, uninstall
+from vocab_parallel_ce.integrations.transformers import install, report, uninstall
 from vocab_parallel_ce.integrations.transformers.audit_models import audit, differs, step
-from vocab_parallel_ce.integrations.transformers.patch import COMPILED, imported_classes
+from vocab_parallel_ce.integrations.transformers.patch import COMPILED
+from vocab_parallel_ce.integrations.transformers.targets import imported_classes
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model
 
 pytestmark = pytest.mark.reference
+
+
+LLAMA = "transformers.models.llama.modeling_llama.LlamaForCausalLM"
 
 
 def is_installed(owner):
@@ -37,7 +41,7 @@ def is_installed(owner):
 def test_install_and_uninstall_of_one_model_leave_its_class_and_others_alone(llama):
     forward, other = LlamaForCausalLM.forward, tiny_model(LlamaForCausalLM)
     signature = inspect.signature(llama.forward)
-    assert install(llama) == install(llama) == {"LlamaForCausalLM": "installed"}
+    assert install(llama) == install(llama) and install(llama).rebound == (f"{LLAMA} (one model).forward",)
     assert is_installed(llama) and not is_installed(other) and LlamaForCausalLM.forward is forward
     assert inspect.signature(llama.forward) == signature  # what Trainer reads
     step(llama, tiny_inputs(llama))
@@ -52,21 +56,22 @@ def test_install_of_a_class_is_undone_to_the_same_function(llama):
         pass
 
     forward = LlamaForCausalLM.forward
-    assert install(LlamaForCausalLM) == install(LlamaForCausalLM) == {"LlamaForCausalLM": "installed"}
-    assert install(Mine) == {"Mine": "installed"}
+    assert install(LlamaForCausalLM) == install(LlamaForCausalLM) == install(Mine)
+    assert report().rebound == (f"{LLAMA}.forward",)
     assert is_installed(llama) and not is_installed(Gemma2ForCausalLM)
     assert uninstall(LlamaForCausalLM) == {"LlamaForCausalLM": "restored"}
     assert LlamaForCausalLM.forward is forward and "forward" not in vars(Mine)
 
 
 def test_install_of_everything_is_undone_to_the_same_functions():
-    forwards = {cls: cls.forward for cls in imported_classes()}
+    forwards = {cls: cls.forward for cls in imported_classes() if "forward" in vars(cls)}
     build = PreTrainedModel.__init__
-    verdicts = install()
-    assert len(verdicts) == len(forwards) >= 3 and set(verdicts.values()) == {"installed"}
-    assert install() == verdicts and all(is_installed(cls) for cls in forwards)
+    made = install()
+    assert len(made.rebound) == len(forwards) + 1 >= 4 and list(made.left) == ["calls without labels"]
+    assert install() == made and all(is_installed(cls) for cls in forwards)
     assert all(verdict == "restored" for verdict in uninstall().values())
     assert {cls: cls.forward for cls in forwards} == forwards and PreTrainedModel.__init__ is build
+    assert not report().installed and not report().left
     install(imported_later=False)
     assert PreTrainedModel.__init__ is build
 
@@ -82,7 +87,7 @@ def test_other_options_are_refused_until_uninstall(llama):
     with pytest.raises(ValueError, match=r"LlamaForCausalLM: has mechanism and options .*chunk_size.* uninstall\(\)"):
         install(llama, chunk_size=8)
     uninstall(llama)
-    assert install(llama, chunk_size=8) == {"LlamaForCausalLM": "installed"}
+    assert install(llama, chunk_size=8).installed
     with pytest.raises(TypeError, match="reduction"):
         install(llama, reduction="sum")
     with pytest.raises(ValueError, match="mechanism: expected one of lazy, rewrite, got 'eager'"):
@@ -96,15 +101,23 @@ def loss_of_something_else(self, input_ids=None, labels=None, **kwargs):
     return "something else"
 
 
-def test_a_forward_that_something_else_replaced_before_is_refused_by_name(llama, monkeypatch):
+def test_a_forward_that_something_else_replaced_before_is_refused_by_name(llama, monkeypatch, caplog):
     llama.forward = MethodType(loss_of_something_else, llama)
     with pytest.raises(ValueError, match="LlamaForCausalLM: something else has replaced its forward: install.. before"):
         install(llama)
     monkeypatch.setattr(Gemma2ForCausalLM, "forward", loss_of_something_else)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM: something else has replaced its forward"):
         install(Gemma2ForCausalLM)
-    verdicts = install()
-    assert "something else" in verdicts["Gemma2ForCausalLM"] and verdicts["LlamaForCausalLM"] == "installed"
+    caplog.clear()
+    made = install()
+    ((path, reason),) = [each for each in made.left.items() if "Gemma2ForCausalLM" in each[0]]
+    assert "something else" in reason and f"{LLAMA}.forward" in made.rebound and f"{path}.forward" not in made.rebound
+    install()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == f"vocab_parallel_ce: Gemma2ForCausalLM: its forward is left alone: {reason}"
+    assert audit(Gemma2ForCausalLM) == {reason: 1}
+    uninstall()
+    assert audit(Gemma2ForCausalLM) == {} == report().left
     assert Gemma2ForCausalLM.forward is loss_of_something_else and llama.forward() == "something else"
 
 
@@ -165,10 +178,11 @@ LATER = """
 import sys
 import vocab_parallel_ce.integrations.transformers as integration
 assert "transformers" not in sys.modules, "the integration imports transformers"
+from vocab_parallel_ce.integrations.transformers.patch import WHEN_BUILT
 from transformers import PreTrainedModel
 build = PreTrainedModel.__init__
 assert not hasattr(build, "vocab_parallel_ce"), "importing patches"
-assert integration.install() == {} and "transformers.models.llama" not in sys.modules
+assert integration.install().rebound == (WHEN_BUILT,) and "transformers.models.llama" not in sys.modules
 from vocab_parallel_ce.integrations.transformers.audit_models import audit
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_model, tiny_inputs
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM

@@ -260,6 +260,21 @@ def test_install_warns_once_of_versions_newer_than_the_tests(monkeypatch, caplog
     assert f"{name} 99.1.0: not tested, only" in "\n".join(integrations.framework_lines())
 
 
+def assert_fits_a_screen(report):
+    lines = str(report).splitlines()
+    assert lines[0] == f"{report.framework}: installed" and len(lines) <= 24 and max(map(len, lines)) <= 120, lines
+    assert not re.search("error|fail|cannot|None|not installed", str(report)), lines
+
+
+@pytest.mark.reference
+def test_a_report_of_any_length_fits_a_screen():
+    names = tuple(f"a.module.of_a_framework.name_{number}" for number in range(400))
+    left, calls = {name: "it is long " * 30 for name in names}, dict.fromkeys(names, 3)
+    report = integrations.Report("a framework", names, left, calls)
+    assert_fits_a_screen(report)
+    assert repr(report) == str(report) and str(report).count("and 395 more") == 3 and names[0] in str(report)
+
+
 @pytest.mark.reference
 @pytest.mark.parametrize("name", integrations.MODULES)
 def test_install_says_in_one_line_what_it_leaves_to_the_framework(caplog, name):
@@ -268,10 +283,13 @@ def test_install_says_in_one_line_what_it_leaves_to_the_framework(caplog, name):
     module = integrations.__getattr__(name)
     caplog.set_level("INFO", "vocab_parallel_ce")
     try:
-        module.install()
+        made = module.install()
     except ImportError as error:
         pytest.skip(f"{name} cannot be imported: {error}")
+    assert type(made) is integrations.Report and made == module.report() and made.installed
+    assert_fits_a_screen(made)
     module.uninstall()
+    assert not module.report().installed and str(module.report()) == f"{made.framework}: not installed"
     (said,) = [line for record in caplog.records if "computes" in (line := record.getMessage())]
     assert said.startswith("vocab_parallel_ce: ") and re.search(r"; left to the framework: \w.+ \(.+\)", said), said
 

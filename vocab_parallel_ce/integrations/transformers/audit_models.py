@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.integrations.transformers.heads import calls
-from vocab_parallel_ce.integrations.transformers.patch import install, owner_of, uninstall
+from vocab_parallel_ce.integrations.transformers.patch import calls_inside, install, uninstall
+from vocab_parallel_ce.integrations.transformers.targets import owner_of
 
 TOLERANCE = 1e-4  # of fp32 gradients through a whole model, relative to the largest
 
@@ -38,8 +39,9 @@ def audit(target: Any = None, *, mechanism: str = "lazy") -> dict[str, Any]:
     """
     if target is not None:
         owner = owner_of(target)
-        owners = [owner] if isinstance(owner, type) else [owner, *type(owner).__mro__]
-        return dict(sum((calls.get(each, Counter()) for each in owners), Counter()))
+        is_class = isinstance(owner, type)
+        own = Counter[str]() if is_class else calls_inside(owner)
+        return dict(sum((calls.get(cls, Counter()) for cls in (owner if is_class else type(owner)).__mro__), own))
     from vocab_parallel_ce.integrations.transformers.tiny import class_names
 
     return {name: audit_class(name, mechanism) for name in class_names()}
@@ -78,7 +80,7 @@ def audit_class(name: str, mechanism: str) -> dict[str, str]:
 
 def _can_be_rewritten(cls: Any) -> bool:
     try:
-        return bool(install(cls, mechanism="rewrite"))
+        return install(cls, mechanism="rewrite").installed
     except ValueError:
         return False
     finally:
@@ -101,12 +103,13 @@ def differs(found: Outcome, expected: Outcome) -> str | None:
         return "other logits"
     if not torch.allclose(found.loss, expected.loss, rtol=1e-5, atol=0.0):
         return f"loss {found.loss.item()} instead of {expected.loss.item()}"
-    largest = max((grad.abs().max().item() for grad in expected.gradients.values() if grad is not None), default=0.0)
+    whole = [grad for grad in expected.gradients.values() if grad is not None and grad.numel()]
+    largest = max((grad.abs().max().item() for grad in whole), default=0.0)
     for name, grad in expected.gradients.items():
         own = found.gradients[name]
         if (own is None) != (grad is None):
             return f"{name}: {'no' if own is None else 'a'} gradient"
-        if own is not None and grad is not None:
+        if own is not None and grad is not None and grad.numel():
             error = (own - grad).abs().max().item()
             if not error <= TOLERANCE * grad.abs().max().item() + 1e-7 * largest:
                 return f"{name}: gradient differs by {error:.2g} of {grad.abs().max().item():.2g}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
-import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +18,24 @@ from torch import nn
 from vocab_parallel_ce.api.call import settings_of
 from vocab_parallel_ce.api.heads import KEYWORDS
 from vocab_parallel_ce.head.plan import check_head_settings
-from vocab_parallel_ce.integrations import log_installed, warn_if_newer
+from vocab_parallel_ce.integrations import Report, log_installed, logger, warn_if_newer
 from vocab_parallel_ce.integrations.transformers.heads import (
     calls,
+    count,
     forward_under_way,
     is_lazy_here,
     lazy_head,
     note_unfused,
 )
 from vocab_parallel_ce.integrations.transformers.rewritten import rewritten_forward
+from vocab_parallel_ce.integrations.transformers.targets import (
+    head_of,
+    imported_classes,
+    is_language_model,
+    name_of,
+    owner_of,
+    path_of,
+)
 from vocab_parallel_ce.options import Advanced, check_settings
 
 MECHANISMS = ("lazy", "rewrite")
@@ -34,6 +45,8 @@ WITHOUT_LABELS = (
     "a call for training had no labels; the loss is computed from its logits (label_smoothing_factor, "
     "compute_loss_func, a loss of your own)"
 )
+NO_HEAD = "get_output_embeddings() returns no head"
+WHEN_BUILT = "each other class of language models, when its first model is built"
 OPTIONS = {name: KEYWORDS[name] for name in ("chunk_size", "gradient", "impl")}
 
 
@@ -47,22 +60,23 @@ class Replaced(NamedTuple):
 
 
 _replaced: list[Replaced] = []
+_left = weakref.WeakKeyDictionary[Any, str]()  # classes that install() of everything left alone -> why
+_labelled = threading.local()  # models: those whose call with labels is under way in this thread
 
 
-def install(
-    target: Any = None, *, mechanism: str = "lazy", imported_later: bool = True, **options: Any
-) -> dict[str, str]:
+def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool = True, **options: Any) -> Report:
     """Fuse head and loss of transformers' models, wherever labels are given.
 
     Args:
-        target: a model, a class of models, or None for every class of transformers' causal language models.
+        target: a model, a class of models, or None for every class of language models whose forward takes labels:
+            causal and masked ones, encoder-decoders, those of images and speech, and subclasses of your own.
         mechanism: ``"lazy"``: the model's own forward runs, and its head returns logits that are made only if
             somebody looks at them. ``"rewrite"``: a forward made from its source, which can be compiled.
         imported_later: with ``target=None``, also classes that are imported after this call.
         options: ``chunk_size``, ``gradient`` and ``impl`` of :func:`linear_cross_entropy`.
 
     Returns:
-        For each class ``"installed"``, or why its forward was left alone.
+        The report: which forwards are replaced, which are left and why, and what became of all calls so far.
 
     Raises:
         TypeError: target is neither a model nor a class of models; an option has another name.
@@ -75,44 +89,55 @@ def install(
     check_settings(settings, 1)
     warn_if_newer("transformers")
     if target is None:
-        verdicts = {cls.__name__: _install(cls, mechanism, options) for cls in imported_classes()}
+        for cls in imported_classes():
+            _install_class(cls, mechanism, options)
         if imported_later:
             _install_when_built(mechanism, options)
-        _log(verdicts, imported_later)
-        return verdicts
-    owner = owner_of(target)
-    verdict = _install(owner, mechanism, options)
-    name = _name(owner)
-    if verdict != "installed":
-        raise ValueError(f"{name}: {verdict}")
-    _log({name: verdict}, False)
-    return {name: verdict}
+    else:
+        owner = owner_of(target)
+        reason = _install(owner, mechanism, options)
+        if reason is not None:
+            raise ValueError(f"{name_of(owner)}: {reason}")
+    made = report()
+    log_installed("transformers", made.rebound, made.left)
+    return made
 
 
-def _log(verdicts: dict[str, str], imported_later: bool) -> None:
-    """Log which classes are fused and which not; the log of a call says what of it is not."""
-    computed = [name for name, verdict in verdicts.items() if verdict == "installed"]
-    left = {name: verdict for name, verdict in verdicts.items() if verdict != "installed"}
-    later = ["classes that are imported later"] if imported_later else []
-    log_installed("transformers", computed + later, left | {"calls without labels": "they have no loss to fuse"})
+def report() -> Report:
+    """Return which forwards are replaced now, which are left and why, and what became of all calls so far."""
+    rebound, left = set(), {path_of(cls): reason for cls, reason in _left.items()}
+    for replaced in _replaced:
+        owner, reason = replaced.owner(), _reason(replaced.after)
+        if replaced.name == "__init__":
+            rebound.add(WHEN_BUILT)
+        elif owner is not None and reason is not None:
+            left[path_of(owner)] = reason
+        elif owner is not None:
+            rebound.add(f"{path_of(owner)}.forward")
+    if rebound:
+        left["calls without labels"] = "they have no loss to fuse"
+    return Report("transformers", tuple(sorted(rebound)), left, dict(sum([*calls.values()], Counter[str]())))
 
 
 def uninstall(target: Any = None) -> dict[str, str]:
     """Undo :func:`install` for a model, a class, or everything; return what became of each forward."""
     owner = None if target is None else owner_of(target)
     verdicts = {}
+    for cls in [each for each in _left if owner is None or each is owner]:
+        del _left[cls]
+        calls.pop(cls, None)
     for replaced in reversed(_replaced.copy()):
         its_owner = replaced.owner()
         if its_owner is not None and owner is not None and its_owner is not owner:
             continue
         _replaced.remove(replaced)
         if its_owner is not None:
-            verdicts[_name(its_owner)] = _restore(its_owner, replaced)
+            verdicts[name_of(its_owner)] = _restore(its_owner, replaced)
     if owner is not None and not verdicts and hasattr(vars(owner).get("forward"), "vocab_parallel_ce"):
         del owner.forward  # a copy of an installed model
-        verdicts[_name(owner)] = "restored"
+        verdicts[name_of(owner)] = "restored"
     if owner is not None and not verdicts and hasattr(getattr(owner, "forward", None), "vocab_parallel_ce"):
-        verdicts[_name(owner)] = "left alone: its class is installed; uninstall() the class, or everything"
+        verdicts[name_of(owner)] = "left alone: its class is installed; uninstall() the class, or everything"
     return verdicts
 
 
@@ -127,24 +152,6 @@ def _restore(owner: Any, replaced: Replaced) -> str:
     else:
         setattr(owner, replaced.name, replaced.before)
     return "restored"
-
-
-def imported_classes() -> list[type]:
-    """Return transformers' causal language models whose modules are imported."""
-    names = causal_lm_names()
-    found: dict[str, type] = {}
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("transformers.models.") and ".modeling_" in module_name:
-            found |= {n: c for n, c in vars(module).items() if n in names and c.__module__ == module_name}
-    return [found[name] for name in sorted(found)]
-
-
-@functools.cache
-def causal_lm_names() -> frozenset[str]:
-    """Return the names of the classes that transformers' auto mapping has for causal language models."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
-
-    return frozenset(names.values())
 
 
 def lazy_forward(original: Callable[..., Any], options: dict[str, Any], owner: Any) -> Callable[..., Any]:
@@ -162,14 +169,13 @@ def lazy_forward(original: Callable[..., Any], options: dict[str, Any], owner: A
         if torch._C._are_functorch_transforms_active():
             return original(self, *args, **kwargs)
         if labels_of(args, kwargs) is None:
-            if self.training and torch.is_grad_enabled() and not is_lazy_here(self.get_output_embeddings()):
-                note_unfused(self, WITHOUT_LABELS)
+            _note_without_labels(self)
             with forward_under_way():
                 return original(self, *args, **kwargs)
-        if torch._C._is_tracing():
-            note_unfused(self, TRACED)
-            return original(self, *args, **kwargs)
-        with lazy_head(self, options) as record:
+        if torch._C._is_tracing() or head_of(self) is None:
+            reason = TRACED if torch._C._is_tracing() else NO_HEAD
+            return _counted(original, reason, self, args, kwargs)
+        with _call_with_labels(self), lazy_head(self, options) as record:
             outputs = original(self, *args, **_of_no_items(kwargs))
         record.end()
         return outputs
@@ -184,12 +190,16 @@ def _rewritten(original: Callable[..., Any], options: dict[str, Any], owner: Any
 
     @functools.wraps(rewritten)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if labels_of(args, kwargs) is None and self.training and torch.is_grad_enabled():
-            if torch.compiler.is_dynamo_compiling():
+        is_labelled = labels_of(args, kwargs) is not None
+        if torch.compiler.is_dynamo_compiling():
+            if not is_labelled and self.training and torch.is_grad_enabled():
                 note_compiled(WITHOUT_LABELS)
-            elif not is_lazy_here(self.get_output_embeddings()):
-                note_unfused(self, WITHOUT_LABELS)
-        return rewritten(self, *args, **_of_no_items(kwargs))
+            return rewritten(self, *args, **_of_no_items(kwargs))
+        if not is_labelled:
+            _note_without_labels(self)
+            return rewritten(self, *args, **kwargs)
+        with _call_with_labels(self):
+            return rewritten(self, *args, **_of_no_items(kwargs))
 
     return forward
 
@@ -204,6 +214,58 @@ def _of_no_items(kwargs: dict[str, Any]) -> dict[str, Any]:
         n = n if n.is_floating_point() else n.float()  # as the quotient of an fp32 sum and an integer is computed
         return kwargs | {"num_items_in_batch": n.masked_fill(n == 0, math.inf)}
     return kwargs if n is None or n else kwargs | {"num_items_in_batch": math.inf}
+
+
+def _unfused(original: Callable[..., Any], reason: str, owner: Any) -> Callable[..., Any]:
+    """Return a forward that runs ``original``, and counts its calls with labels."""
+    labels_of, note_compiled = _labels_of(original), _noting_compiled(owner)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            if labels_of(args, kwargs) is not None:
+                note_compiled(reason)
+            return original(self, *args, **kwargs)
+        if labels_of(args, kwargs) is None:
+            _note_without_labels(self)
+            return original(self, *args, **kwargs)
+        return _counted(original, reason, self, args, kwargs)
+
+    return forward
+
+
+def calls_inside(model: nn.Module) -> Counter[str]:
+    """Return what became of the calls of a model, and of models that it is made of."""
+    return sum((calls[each] for each in model.modules() if each in calls), Counter())
+
+
+def _counted(original: Callable[..., Any], reason: str, model: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``original``, and count ``reason`` unless a model inside of this one says what became of its call."""
+    before = sum(calls_inside(model).values())
+    with _call_with_labels(model):
+        outputs = original(model, *args, **kwargs)
+    if sum(calls_inside(model).values()) == before:
+        note_unfused(model, reason)
+    return outputs
+
+
+@contextlib.contextmanager
+def _call_with_labels(model: Any) -> Iterator[None]:
+    models = _labelled.__dict__.setdefault("models", [])
+    models.append(model)
+    try:
+        yield
+    finally:
+        models.pop()
+
+
+def _note_without_labels(model: Any) -> None:
+    """Note a call for training without labels, unless it is a part of one with labels."""
+    if not (model.training and torch.is_grad_enabled()) or is_lazy_here(head_of(model)):
+        return
+    outer = _labelled.__dict__.get("models", ())
+    if not any(module is model for each in outer for module in each.modules()):
+        note_unfused(model, WITHOUT_LABELS)
 
 
 def _labels_of(original: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
@@ -231,14 +293,14 @@ def _noting_compiled(owner: Any) -> Callable[[str], None]:
     return note
 
 
-def _install(owner: Any, mechanism: str, options: dict[str, Any]) -> str:
-    """Replace the forward of a class or a model; return ``"installed"``, or why not."""
+def _install(owner: Any, mechanism: str, options: dict[str, Any], counts: bool = False) -> str | None:
+    """Replace the forward of a class or a model; return why not, or None. ``counts``: one that counts calls, then."""
     cls: Any = owner if isinstance(owner, type) else type(owner)
     current = vars(owner).get("forward") if owner is not cls else None
     if current is None or getattr(current, "__func__", None) is cls.forward:  # or what a pickled model has
         current = cls.forward
     if getattr(current, "vocab_parallel_ce", None) == (mechanism, options):
-        return "installed"
+        return _reason(current)
     if hasattr(current, "vocab_parallel_ce"):
         return f"has mechanism and options {current.vocab_parallel_ce} already: uninstall() them first"
     if current is not cls.forward or inspect.unwrap(cls.forward).__module__ not in {c.__module__ for c in cls.__mro__}:
@@ -246,15 +308,35 @@ def _install(owner: Any, mechanism: str, options: dict[str, Any]) -> str:
     original = cls.forward
     if "labels" not in inspect.signature(original).parameters:
         return "its forward takes no labels"
+    reason = None
     try:
         forward = {"lazy": lazy_forward, "rewrite": _rewritten}[mechanism](original, options, owner)
     except ValueError as error:
-        return f"cannot be rewritten: {error}"
-    forward.vocab_parallel_ce = (mechanism, options)  # type: ignore[attr-defined]
+        reason = f"cannot be rewritten: {error}"
+        if not counts:
+            return reason
+        forward = _unfused(original, reason, owner)
+    forward.vocab_parallel_ce, forward.reason = (mechanism, options), reason  # type: ignore[attr-defined]
     before = vars(owner).get("forward") if owner is cls else None
     _replaced.append(Replaced(weakref.ref(owner), "forward", before, forward))
     owner.forward = forward if owner is cls else forward.__get__(owner)
-    return "installed"
+    return reason
+
+
+def _reason(forward: Any) -> str | None:
+    """Return why a forward of this module does not fuse, or None."""
+    return getattr(forward, "reason", None)
+
+
+def _install_class(cls: Any, mechanism: str, options: dict[str, Any]) -> None:
+    """Replace the forward of a class, or say once why not."""
+    reason = _install(cls, mechanism, options, counts=True)
+    if reason is None or _reason(cls.forward) is not None:  # which counts, and says it at the first call
+        _left.pop(cls, None)
+    elif cls not in _left:
+        _left[cls] = reason
+        count(calls.setdefault(cls, Counter()), reason)
+        logger.warning("vocab_parallel_ce: %s: its forward is left alone: %s", cls.__name__, reason)
 
 
 def _install_when_built(mechanism: str, options: dict[str, Any]) -> None:
@@ -266,38 +348,17 @@ def _install_when_built(mechanism: str, options: dict[str, Any]) -> None:
     if hasattr(original, "vocab_parallel_ce"):
         return
 
-    seen = set(imported_classes())
+    seen = weakref.WeakSet(imported_classes())
 
     @functools.wraps(original)
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
-        for cls in type(self).__mro__:
-            known = cls.__name__ in causal_lm_names() and cls.__module__.startswith("transformers.")
-            if known and cls not in seen:
+        for cls in reversed(type(self).__mro__):
+            if cls not in seen and issubclass(cls, base):
                 seen.add(cls)
-                _install(cls, mechanism, options)
+                if is_language_model(cls):
+                    _install_class(cls, mechanism, options)
         original(self, *args, **kwargs)
 
     build.vocab_parallel_ce = True  # type: ignore[attr-defined]
     _replaced.append(Replaced(weakref.ref(base), "__init__", original, build))
     base.__init__ = build
-
-
-def owner_of(target: Any) -> Any:
-    """Return the class, or the model inside PEFT's, DDP's or a compiler's wrapper."""
-    inner = target
-    while isinstance(inner, nn.Module):
-        target, modules = inner, inner._modules
-        if hasattr(target, "get_base_model"):
-            inner = target.get_base_model()
-        else:
-            inner = modules.get(
-                "_orig_mod", None if hasattr(target, "get_output_embeddings") else modules.get("module")
-            )
-    is_model = isinstance(target, nn.Module) or (isinstance(target, type) and issubclass(target, nn.Module))
-    if not is_model or not hasattr(target, "get_output_embeddings"):
-        raise TypeError(f"target: expected a model of transformers, its class, or None, got {target!r:.80}")
-    return target
-
-
-def _name(owner: Any) -> str:
-    return owner.__name__ if isinstance(owner, type) else type(owner).__name__

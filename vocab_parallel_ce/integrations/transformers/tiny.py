@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from vocab_parallel_ce.integrations.transformers.patch import causal_lm_names
+from vocab_parallel_ce.integrations.transformers.targets import causal_lm_names
 
 VOCABULARY = 99
 LAYERS = 2
@@ -131,6 +131,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Mamba2Config": {"head_dim": 32, "n_groups": 2},
     "MiniCPM3Config": {"dim_model_base": 50},
     "NemotronConfig": {"num_key_value_heads": 2},
+    "Qwen2VLTextConfig": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+    "Qwen2_5_VLTextConfig": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    },
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -144,6 +148,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_layers": ["local", "lsh"],
         "num_hidden_layers": 2,
     },
+    "T5Config": {"decoder_start_token_id": 0},
     "XmodConfig": {"default_language": "en_XX"},
     "Zamba2Config": {"layers_block_type": ["linear_attention", "hybrid"]},
     "ZambaConfig": {"layers_block_type": ["hybrid", "hybrid"]},
