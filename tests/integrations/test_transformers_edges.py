@@ -48,19 +48,25 @@ def test_another_forward_of_every_linear_is_not_skipped(llama, monkeypatch):
     assert differs(step(model, inputs), expected) is None and "fused" not in audit(model)
 
 
+def replace_head(model):
+    model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+
+
+def replace_weight(model):
+    model.lm_head.weight = nn.Parameter(2 * model.lm_head.weight.detach())
+
+
 @pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
-def test_logits_are_not_those_of_another_head(llama, mechanism):
+@pytest.mark.parametrize("replace", [replace_head, replace_weight])
+def test_logits_are_those_of_the_head_that_was_called(llama, mechanism, replace):
     model, inputs = llama, tiny_inputs(llama)
+    expected, head = model(**inputs).logits, model.lm_head.weight
     install(model, mechanism=mechanism)
     outputs = model(**inputs)
-    model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
-    if mechanism == "rewrite":
-        with pytest.raises(RuntimeError, match="logits: looked at after the model was given another head"):
-            outputs.logits.argmax(-1)
-    else:
-        expected = outputs.logits.detach()
-        uninstall(model)
-        assert not torch.equal(model(**inputs).logits, expected)
+    replace(model)
+    assert torch.equal(outputs.logits.detach(), expected)
+    found, gradient = (torch.autograd.grad(z.logsumexp(-1).sum(), head)[0] for z in (outputs.logits, expected))
+    assert torch.equal(found, gradient) and not torch.equal(model(**inputs).logits.detach(), expected)
 
 
 def test_a_forward_that_calls_another_installed_one_is_counted_once(llama, caplog):

@@ -1,145 +1,39 @@
 """Logits that are made only if somebody looks at them.
 
-A head returns a :class:`LazyLogits` instead of its logits. It remembers the hidden states, the head, and what was
-done to the logits. ``F.cross_entropy`` of it calls the fused loss. Every other operation makes the real logits, as
-the head would have made them, and works on those.
+A head returns a :class:`LazyLogits` instead of its logits. It is the output of an autograd Function of the hidden
+states and the head's parameters, so it has its place in the graph, but no values. It remembers what was done to the
+logits, and ``F.cross_entropy`` of it calls the fused loss. Whatever reads it makes the values, as the head would have.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
+import threading
+import types
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
+from vocab_parallel_ce.integrations.lazy_head import Head, checkpoint_hook, saved_as_it_is
 from vocab_parallel_ce.options import REDUCTIONS
-from vocab_parallel_ce.plan import top_saved_tensor_hooks
 
 METADATA = {
     *("shape", "dtype", "device", "layout", "ndim", "dim", "size", "numel", "nelement", "element_size", "stride"),
     *("requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_complex"),
-    *("is_quantized", "is_contiguous", "is_floating_point", "is_inference", "get_device", "_base"),
-    *("__len__", "__hash__"),
+    *("is_quantized", "is_contiguous", "is_floating_point", "is_inference", "get_device", "_base", "storage_offset"),
+    *("__len__", "__hash__", "grad", "retains_grad", "output_nr", "_version", "requires_grad_", "backward"),
 }
+IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__"}  # and names with a last "_"
+METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of C
 MULTIPLY, DIVIDE = ("mul", "multiply", "__mul__", "__rmul__"), ("div", "divide", "true_divide", "__truediv__")
 
-_stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-_steps = itertools.count(1)
-
-
-def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Number an optimizer's step, by the counter of the heads' calls: fused steps change parameters and no version."""
-    _stepped[optimizer] = next(_steps)
-
-
-register_optimizer_step_post_hook(_note_step)
-
-
-def checkpoint_hook() -> object:
-    """Return the hook of the checkpoint that is entered (with ``use_reentrant=False``), or None."""
-    hooks: Any = None if top_saved_tensor_hooks is None else top_saved_tensor_hooks(True)
-    return hooks[0] if hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else None
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-class _WithHistory(torch.autograd.Function):
-    """The values of one tensor, with the autograd history of another."""
-
-    @staticmethod
-    def forward(ctx: Any, history: Tensor, values: Tensor) -> Tensor:
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class Modes(NamedTuple):
-    """PyTorch's modes that decide what an operation computes."""
-
-    grad: bool
-    inference: bool
-    autocast: bool
-    autocast_dtype: torch.dtype
-    device_type: str
-
-    @classmethod
-    def now(cls, device_type: str) -> Modes:
-        autocast = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, device_type)
-
-    def dtype_of(self, hidden: Tensor) -> torch.dtype:
-        """Return the dtype of a product with ``hidden``."""
-        return self.autocast_dtype if self.autocast else hidden.dtype
-
-    def autocasting(self) -> torch.autocast:
-        """Return the autocast of then."""
-        return torch.autocast(self.device_type, dtype=self.autocast_dtype, enabled=self.autocast)
-
-    def run(self, function: Callable[[], Tensor]) -> Tensor:
-        """Call ``function`` as if it had been called then."""
-        # A checkpoint around this would not run it again: what it saves is not the checkpoint's.
-        saving = saved_tensors_hooks(_as_it_is, _as_it_is) if checkpoint_hook() else contextlib.nullcontext()
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self.autocasting(), saving:
-            return function()
-
-
-class Head:
-    """One call of a head that makes no logits yet: subclasses say how to make them, and the loss without them."""
-
-    def __init__(self, hidden: Tensor, parameters: tuple[Tensor, ...]) -> None:
-        """``hidden [..., D]`` is what the head was called with, ``parameters`` what it uses."""
-        self.hidden, self.modes = hidden, Modes.now(hidden.device.type)
-        self.is_made = self.is_fused = False
-        self.checkpoint = checkpoint_hook()
-        self.lazy: list[weakref.ref[LazyLogits]] = []
-        self._versions = [(tensor, _version(tensor)) for tensor in (hidden, *parameters)]
-        self._step = next(_steps)
-        self.requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, *parameters))
-
-    def logits(self) -> Tensor:
-        """Make ``[..., V]``, as the head's own forward does."""
-        raise NotImplementedError
-
-    def loss(self, hidden: Tensor, labels: Tensor, n_columns: int, **options: Any) -> Tensor:
-        """Return the loss of ``hidden [N, D]`` over the first columns, with options of :func:`linear_cross_entropy`."""
-        raise NotImplementedError
-
-    def report(self, event: str) -> None:
-        """Note ``"fused"``, or what made the real logits."""
-
-    def check_unchanged(self, freed: bool = True) -> None:
-        """Raise RuntimeError if the logits would not be those of the call any more, or if memory was freed."""
-        used = {id(tensor) for tensor, _ in self._versions}
-        # keyrefs() takes them at once: another thread's optimizer may be new.
-        optimizers = [reference() for reference in _stepped.keyrefs()]
-        since = [each for each in optimizers if each is not None and _stepped.get(each, 0) > self._step]
-        groups = [group for optimizer in since for group in optimizer.param_groups]
-        is_stepped = any(id(parameter) in used for group in groups for parameter in group["params"])
-        if is_stepped or any(_version(tensor) != version for tensor, version in self._versions):
-            raise RuntimeError(
-                "logits: used after the head's weight or its hidden states have changed (an optimizer's step), which "
-                "would give other logits; use them before, or call the model again"
-            )
-        if freed and any(tensor.untyped_storage().size() == 0 < tensor.numel() for tensor, _ in self._versions):
-            raise RuntimeError(
-                "logits: looked at after the memory of the head's weight was freed (FSDP has resharded it); look at "
-                "them inside the model's forward, or uninstall the lazy logits for this call"
-            )
+without_overrides = torch._C.DisableTorchFunctionSubclass
 
 
 class Recorded(NamedTuple):
@@ -158,134 +52,220 @@ class Recorded(NamedTuple):
 
 
 class LazyLogits(Tensor):
-    """Stands for logits that do not exist. It is pickled, gathered, printed and computed with as real ones."""
+    """Stands for logits that do not exist. It is pickled, gathered, printed and computed with as real ones.
+
+    To autograd it is a tensor like any other: its history is that of the operations that made it.
+    """
 
     _head: Head
-    _recorded: Recorded
-    _make: Callable[[], Tensor]
-    _modes: Modes
-    _made: Tensor | None
-    _hooks: OrderedDict[int, Callable[[Tensor], Any]]
+    _compute: Callable[[], Tensor] | None  # makes the values
+    _real: Tensor | None
+    _recorded: Recorded | None
+    _node: object  # what made it: the fused loss would skip whatever else has a place in its history
 
     @staticmethod
-    def __new__(
-        cls, head: Head, recorded: Recorded, dtype: torch.dtype, make: Callable[[], Tensor], requires_grad: bool
-    ) -> LazyLogits:
-        shape = (*recorded.hidden.shape[:-1], recorded.n_columns)
-        device = recorded.hidden.device
-        # A leaf that requires a gradient: what sees it without overrides still differentiates it.
-        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
-        lazy._head, lazy._recorded, lazy._made, lazy._hooks = head, recorded, None, OrderedDict()
-        lazy._make, lazy._modes = make, Modes.now(device.type)
+    def __new__(cls, head: Head, like: Tensor, compute: Callable[[], Tensor], storage_offset: int = 0) -> LazyLogits:
+        """``like`` is a tensor on ``meta`` of its shape, strides and dtype."""
+        lazy = Tensor._make_wrapper_subclass(
+            cls, like.shape, like.stride(), storage_offset, dtype=like.dtype, device=head.hidden.device
+        )
+        lazy._head, lazy._compute, lazy._real, lazy._recorded, lazy._node = head, compute, None, None, None
         head.lazy.append(weakref.ref(lazy))
-        if requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
-                lazy.register_post_accumulate_grad_hook(_pass_gradient_on)
         return lazy
 
     def make(self, reason: str = "make") -> Tensor:
-        """Return the real logits."""
-        if self._made is None:
-            if not self._head.is_made:
-                self._head.check_unchanged()
-                self._head.report(f"{reason} made the logits")
-                self._head.is_made = True
-            # All that was recorded: it must not see what is written to the real logits from now on.
-            for relative in [self, *(reference() for reference in self._head.lazy)]:
-                if relative is not None:
-                    relative._real()
-        return self._real()
+        """Return the real logits: a plain tensor with the same values and the same autograd history."""
+        self._read(reason)
+        with without_overrides(), torch.enable_grad():
+            return torch.ops.aten.alias(self)
 
-    def _real(self) -> Tensor:
-        if self._made is None:
-            self._made = self._modes.run(self._make)
-            with torch._C.DisableTorchFunctionSubclass():
-                if self.grad_fn is not None:  # an autograd Function returned it
-                    self._made = _WithHistory.apply(self, self._made)
-            for hook in self._hooks.values():
-                self._made.register_hook(hook)
-        return self._made
+    def _read(self, reason: str) -> Tensor:
+        """Return the values, and compute those of all that was recorded before somebody writes to them."""
+        if not self._head.is_made:
+            self._head.check_unchanged()
+            self._head.report(f"{reason} made the logits")
+            self._head.is_made = True
+            for relative in [reference() for reference in self._head.lazy]:
+                if relative is not None:
+                    relative._made()
+        return self._made()
+
+    def _made(self) -> Tensor:
+        if self._compute is not None:
+            modes = self._head.modes
+            with modes._replace(grad=False, autocast=False).again():
+                self._real, self._compute = self._compute(), None
+        assert self._real is not None
+        return self._real
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__
-        if name == "__get__":
-            name = func.__self__.__name__
+        if name in ("__get__", "__set__"):
+            name = func.__self__.__name__ if name == "__get__" else name
         if func is F.cross_entropy and not args:
             args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
         lazy = args[0] if args else None
-        if isinstance(lazy, LazyLogits) and lazy._made is None:
-            result = lazy._answer(func, name, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        return _run_on_real(func, name, args, kwargs)
+        result = lazy._answer(func, name, args, kwargs) if isinstance(lazy, LazyLogits) else NotImplemented
+        if result is not NotImplemented:
+            return result
+        if name in ("grad", "backward"):  # of torch.autograd: these logits may be its inputs
+            return _direct(func, args, kwargs)
+        return func(*_real_of(name, args), **_real_of(name, kwargs))
 
     def _answer(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Return what ``func`` returns if that needs no logits, else NotImplemented."""
-        if name in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            has_history = self.grad_fn is not None  # of an autograd Function, which the fused loss would skip
+        """Return what ``func`` returns if it needs no logits or must have these ones, else NotImplemented."""
+        if name in METADATA or name == "__set__":
+            return _direct(func, args, kwargs)
+        if name in ("register_hook", "retain_grad"):
+            self._check_watched(name, args[1:])
+            return _direct(func, args, kwargs)
+        # What writes must have its place in the history of these logits.
+        if name in IN_PLACE or (name[-1] == "_" != name[-2:-1] and isinstance(func, METHODS)):
+            self._read(name)
+            return _direct(func, (self, *_real_of(name, args[1:])), _real_of(name, kwargs))
+        with without_overrides():
+            is_as_made = self.grad_fn is self._node
             hides_gradient = self.requires_grad and not torch.is_grad_enabled()
         # A checkpoint runs its region again: it must find these logits as they were, real ones.
-        if has_history or checkpoint_hook() not in (None, self._head.checkpoint):
+        other_checkpoint = checkpoint_hook() not in (None, self._head.checkpoint)
+        if self._head.is_made or self._recorded is None or not is_as_made or other_checkpoint:
             return NotImplemented
-        if name == "register_hook" and getattr(args[1], "__module__", "").startswith("torch.distributed."):
-            handle = RemovableHandle(self._hooks)  # FSDP's, which gathers weights for a backward through the logits
-            self._hooks[handle.id] = args[1]
-            return handle
-        if name in ("register_hook", "retain_grad") and self._head.is_fused:
+        # Inside an autograd Function, what is recorded would not be its output. DDP's function clones what it ignores.
+        if hides_gradient and name != "clone":
+            return NotImplemented
+        return _cross_entropy(*args, **kwargs) if func is F.cross_entropy else _record(func, name, args, kwargs)
+
+    def _check_watched(self, name: str, hooks: Any) -> None:
+        """Let the loss use the logits if somebody waits for their gradient; FSDP waits for a backward only."""
+        if hooks and getattr(hooks[0], "__module__", "").startswith("torch.distributed."):
+            return
+        if self._head.is_fused and not self._head.is_made:
             raise RuntimeError(
                 f"logits: {name} would see no gradient, because the loss was fused and did not use them; call it "
                 "before the loss, or uninstall the lazy logits for this call"
             )
-        # Inside an autograd Function, what is recorded would not be its output. DDP's function clones what it ignores.
-        if self._head.is_made or (hides_gradient and name != "clone"):
-            return NotImplemented
-        return _cross_entropy(*args, **kwargs) if func is F.cross_entropy else _record(func, name, args, kwargs)
+        self._read(name)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return _run_on_real(func, func.__name__, args, kwargs or {})
+        if _recording.rows is not None:
+            return _deferred(func, args, kwargs or {}, _recording.rows)
+        lazy_of: dict[int, LazyLogits] = {}
+
+        def values(lazy: LazyLogits) -> Tensor:
+            with enable_reentrant_dispatch():
+                real = lazy._read(func.__name__)
+            lazy_of[id(real)] = lazy
+            return real
+
+        made = func(*tree_map_only(LazyLogits, values, args), **tree_map_only(LazyLogits, values, kwargs or {}))
+        # What writes returns what it wrote to.
+        return tree_map_only(Tensor, lambda tensor: lazy_of.get(id(tensor), tensor), made)
 
 
-def lazy_logits(head: Head, n_columns: int) -> LazyLogits:
-    """Return what stands for the logits ``[..., n_columns]`` of a head's call."""
-    dtype = head.modes.dtype_of(head.hidden)
-    return LazyLogits(head, Recorded(head.hidden, n_columns), dtype, head.logits, head.requires_grad)
+class _Output(torch.autograd.Function):
+    """Makes lazy logits an output of their head's hidden states and parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, head: Head, lazy: list[LazyLogits], *inputs: Tensor) -> LazyLogits:
+        ctx.head = head
+        ctx.set_materialize_grads(False)
+        return lazy[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        n_inputs = 1 + len(ctx.head.parameters)
+        return None, None, *([None] * n_inputs if grad is None else ctx.head.gradients(grad))
 
 
-def _run_on_real(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Call ``func`` with the real logits."""
+def lazy_logits(head: Head, recorded: Recorded) -> LazyLogits:
+    """Return what stands for the logits of a head's call, which ``recorded`` describes."""
+    shape = (*recorded.hidden.shape[:-1], recorded.n_columns)
+    like = torch.empty(shape, dtype=head.modes.dtype_of(head.hidden), device="meta")
 
-    def made(lazy: LazyLogits) -> Tensor:
-        return lazy.make(name)
+    def values() -> Tensor:
+        made = head.values().contiguous()
+        if made.shape != like.shape or made.dtype != like.dtype:
+            raise RuntimeError(f"logits: expected {like.dtype} {shape} of the head, got {made.dtype} {made.shape}")
+        return made
 
-    return func(*tree_map_only(LazyLogits, made, args), **tree_map_only(LazyLogits, made, kwargs))
+    lazy = LazyLogits(head, like, values)
+    if head.requires_grad:
+        lazy = _Output.apply(head, [lazy], head.hidden, *head.parameters)
+    return _as_recorded(lazy, recorded)
+
+
+def _as_recorded(lazy: LazyLogits, recorded: Recorded) -> LazyLogits:
+    with without_overrides():
+        lazy._recorded, lazy._node = recorded, lazy.grad_fn
+    return lazy
+
+
+def _direct(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``func`` with lazy logits as they are: if it reads them, it does so at the dispatcher."""
+    with without_overrides():
+        return func(*args, **kwargs)
+
+
+def _real_of(reason: str, arguments: Any) -> Any:
+    """Return the arguments with real logits in the place of lazy ones."""
+    return tree_map_only(LazyLogits, lambda lazy: lazy.make(reason), arguments)
+
+
+class _Recording(threading.local):
+    """The leading dimensions of what is recorded in this thread, or None: operations are computed."""
+
+    rows: torch.Size | None = None
+
+
+_recording = _Recording()
 
 
 def _record(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Return new lazy logits if the fused loss can do what ``func`` does, else NotImplemented."""
     lazy: LazyLogits = args[0]
     recorded = lazy._recorded
-    dtype: torch.dtype | None = lazy.dtype
+    assert recorded is not None
+    new: Recorded | None = recorded
     if name in MULTIPLY or name in DIVIDE:
         new = _scaled(recorded, args[1:], kwargs, name in DIVIDE)
     elif name == "tanh" and recorded.softcap is None:
         new = recorded._replace(softcap=1.0)
     elif name in ("float", "to", "contiguous", "clone"):
-        new, dtype = recorded, _dtype_after(lazy, name, args[1:], kwargs)
+        new = recorded if _keeps_values(lazy, name, args[1:], kwargs) else None
     elif name in ("view", "reshape", "flatten"):
-        new = _viewed(lazy, func, args, kwargs)
+        new = _viewed(lazy, recorded, func, args, kwargs)
     elif name == "__getitem__":
         new = _indexed(recorded, args[1], lazy.dim())
     else:
         return NotImplemented
-    if new is None or dtype is None:
+    if new is None:
         return NotImplemented
-    requires_grad = lazy.requires_grad and torch.is_grad_enabled()
-    return LazyLogits(lazy._head, new, dtype, lambda: func(lazy._real(), *args[1:], **kwargs), requires_grad)
+    return _as_recorded(_deferring(func, args, kwargs, new.hidden.shape[:-1]), new)
+
+
+def _deferring(func: Any, args: Any, kwargs: Any, rows: torch.Size) -> LazyLogits:
+    """Return what ``func`` returns, with its history and without its values."""
+    with without_overrides(), saved_as_it_is():
+        _recording.rows = rows
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _recording.rows = None
+
+
+def _deferred(func: Any, args: Any, kwargs: Any, rows: torch.Size) -> LazyLogits:
+    """Return the output of an operation of the dispatcher without its values."""
+    lazy: LazyLogits = args[0]
+    meta = torch.empty_strided(lazy.shape, lazy.stride(), dtype=lazy.dtype, device="meta")
+    if func is torch.ops.aten.index.Tensor:  # the last of an index's operations; ids need values
+        like = torch.empty((*rows, lazy.shape[-1]), dtype=meta.dtype, device="meta")
+        return LazyLogits(lazy._head, like, lambda: func(lazy._made(), *args[1:], **kwargs).contiguous())
+    like = func(meta, *args[1:], **{key: value for key, value in kwargs.items() if key != "device"})
+    shares = like.untyped_storage()._cdata == meta.untyped_storage()._cdata
+    offset = lazy.storage_offset() + like.storage_offset() if shares else 0
+    return LazyLogits(lazy._head, like, lambda: func(lazy._made(), *args[1:], **kwargs), offset)
 
 
 def _scaled(recorded: Recorded, others: Any, kwargs: Any, divides: bool) -> Recorded | None:
@@ -298,25 +278,24 @@ def _scaled(recorded: Recorded, others: Any, kwargs: Any, divides: bool) -> Reco
     return recorded.scaled(1.0 / factor if divides else factor)
 
 
-def _dtype_after(lazy: LazyLogits, name: str, others: Any, kwargs: Any) -> torch.dtype | None:
-    """Return the dtype after a cast that changes no value and no device, else None."""
+def _keeps_values(lazy: LazyLogits, name: str, others: Any, kwargs: Any) -> bool:
+    """Return whether a cast changes no value and no device."""
     if name in ("contiguous", "clone"):
-        return lazy.dtype
+        return True
     if name == "float":
-        return torch.float32 if not others and not kwargs else None
-    with torch._C.DisableTorchFunctionSubclass():
+        return not others and not kwargs
+    with without_overrides():
         parsed = torch._C._nn._parse_to(*others, **{k: v for k, v in kwargs.items() if k != "copy"})
     device, dtype = parsed[0] or lazy.device, parsed[1] or lazy.dtype
     same_device = device.type == lazy.device.type and device.index in (None, lazy.device.index)
-    return dtype if same_device and dtype in (lazy.dtype, torch.float32) else None
+    return same_device and dtype in (lazy.dtype, torch.float32)
 
 
-def _viewed(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Recorded | None:
+def _viewed(lazy: LazyLogits, recorded: Recorded, func: Any, args: Any, kwargs: Any) -> Recorded | None:
     """Record a view that keeps the columns together."""
     if any(isinstance(arg, torch.dtype) for arg in (*args[1:], *kwargs.values())):
         return None
     shape = func(torch.empty(lazy.shape, device="meta"), *args[1:], **kwargs).shape
-    recorded = lazy._recorded
     if not shape or shape[-1] != recorded.n_columns or lazy.numel() == 0:
         return None
     return recorded._replace(hidden=recorded.hidden.reshape(*shape[:-1], recorded.hidden.shape[-1]))
@@ -372,17 +351,3 @@ def _cross_entropy(
     head.report("fused")
     is_autocast = torch.is_autocast_enabled(logits.device.type)
     return loss if is_autocast else loss.to(logits.dtype)
-
-
-def _pass_gradient_on(lazy: Tensor) -> None:
-    """Continue a backward that reached lazy logits, from an operation that saw no override, to the real ones."""
-    assert isinstance(lazy, LazyLogits)
-    with torch._C.DisableTorchFunctionSubclass():
-        grad, lazy.grad = lazy.grad, None
-    if grad is not None:  # DistributedDataParallel passes logits on that nobody has used
-        torch.autograd.backward(lazy.make("backward"), grad)
-
-
-def _version(tensor: Tensor) -> tuple[int, int]:
-    """Return what changes with every write, and with every assignment to ``tensor.data``."""
-    return 0 if tensor.is_inference() else tensor._version, tensor.untyped_storage()._cdata

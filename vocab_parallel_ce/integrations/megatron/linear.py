@@ -7,6 +7,7 @@ each head of multi-token prediction, and the loss of lazy logits is :func:`linea
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections import Counter
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.checks import HEAD_DTYPES
-from vocab_parallel_ce.integrations.lazy_logits import Head, LazyLogits, Recorded
+from vocab_parallel_ce.integrations.lazy_head import Head
+from vocab_parallel_ce.integrations.lazy_logits import LazyLogits, Recorded, lazy_logits
 from vocab_parallel_ce.options import Advanced
 
 calls: Counter[str] = Counter()  # of this package's losses, and what made logits
@@ -51,7 +53,7 @@ class ModelCall:
             if gathers and layer.tp_group.size() > 1:
                 calls["logits gathered over the ranks"] += 1
                 return own(input_, weight, runtime_gather_output)
-            return HeadCall(self, own, input_, weight).lazy_logits(), None
+            return HeadCall(self, input_, weight).lazy_logits(), None
 
         forward.is_lazy = True  # type: ignore[attr-defined]
         layer.forward = forward
@@ -81,9 +83,9 @@ class ModelCall:
 class HeadCall(Head):
     """One call of an output layer."""
 
-    def __init__(self, call: ModelCall, forward: Callable[..., Any], hidden: Tensor, weight: Tensor) -> None:
+    def __init__(self, call: ModelCall, hidden: Tensor, weight: Tensor) -> None:
         super().__init__(hidden, (weight,))
-        self.call, self.weight, self.forward, self.number = call, weight, forward, call.n_heads
+        self.call, self.weight, self.number = call, weight, call.n_heads
         self.predictions: Tensor | None = None  # [s, b], if the loss was computed without the logits
         self.layer = call.model.output_layer
         n_parts = self.layer.tp_group.size() if self.layer.sequence_parallel else 1
@@ -91,11 +93,23 @@ class HeadCall(Head):
         self.stand_in = hidden.new_empty(()).expand(hidden.shape[0] * n_parts, *hidden.shape[1:])
 
     def lazy_logits(self) -> LazyLogits:
-        recorded = Recorded(self.stand_in, self.weight.shape[0])
-        return LazyLogits(self, recorded, self.modes.dtype_of(self.hidden), self.logits, self.requires_grad)
+        return lazy_logits(self, Recorded(self.stand_in, self.weight.shape[0]))
 
-    def logits(self) -> Tensor:
-        return self.forward(self.hidden, self.weight, False)[0]
+    def logits(self, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        layer = copy.copy(self.layer)  # without the forward that is lazy
+        layer.gradient_accumulation_fusion = False  # :meth:`gradients` adds to main_grad, as the fused loss does
+        return type(layer).forward(layer, hidden, *parameters, False)[0]
+
+    def gradients(self, grad: Tensor) -> list[Tensor | None]:
+        d_hidden, d_weight = super().gradients(grad)
+        main_grad = self.main_grad()
+        if d_weight is None or main_grad is None:
+            return [d_hidden, d_weight]
+        main_grad.add_(d_weight)
+        if not hasattr(self.weight, "grad_added_to_main_grad"):
+            return [d_hidden, None]
+        self.weight.grad_added_to_main_grad = True
+        return [d_hidden, torch.zeros_like(d_weight)]  # Megatron's hooks wait for a gradient
 
     def report(self, event: str) -> None:
         calls[event] += 1
@@ -113,7 +127,7 @@ def linear_loss(
 ) -> Tensor | None:
     """Return the loss ``[s, b]`` of lazy logits, or None if it needs the logits."""
     head, recorded = lazy._head, lazy._recorded
-    if not isinstance(head, HeadCall) or head.is_made or recorded.hidden is not head.stand_in:
+    if not isinstance(head, HeadCall) or head.is_made or recorded is None or recorded.hidden is not head.stand_in:
         return None
     keywords = keywords | {"logit_scale": recorded.logit_scale, "sequence_parallel": head.layer.sequence_parallel}
     expected, is_auto = None, keywords.pop("gradient", "auto") == "auto"

@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.checks import HEAD_DTYPES, has_no_values
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.head.chunks import choose_chunk_tokens
-from vocab_parallel_ce.integrations.lazy_logits import Head, lazy_logits
+from vocab_parallel_ce.integrations.lazy_head import Head
+from vocab_parallel_ce.integrations.lazy_logits import Recorded, lazy_logits
 from vocab_parallel_ce.integrations.transformers import fsdp
 from vocab_parallel_ce.integrations.transformers.tensor_parallel import tensor_parallel_group
 
@@ -90,29 +93,23 @@ class HeadCall(Head):
     """One call of a head."""
 
     def __init__(self, plan: HeadPlan, hidden: Tensor) -> None:
-        self.plan = plan
-        self.parameters = [parameter for parameter in (plan.module.weight, plan.module.bias) if parameter is not None]
+        self.plan, module = plan, plan.module
+        parameters = tuple(parameter for parameter in (module.weight, module.bias) if parameter is not None)
         # FSDP fills the whole weight again without a trace; what an optimizer changes is the shard.
-        shards = [shard for shard in map(fsdp.fsdp_shard, self.parameters) if shard is not None]
+        shards = [shard for shard in map(fsdp.fsdp_shard, parameters) if shard is not None]
         # The memory that FSDP frees is that of the local tensor.
-        held: list[Any] = [parameter for parameter in (*self.parameters, *shards) if is_dtensor(parameter)]
-        super().__init__(hidden, (*self.parameters, *shards, *(dtensor._local_tensor for dtensor in held)))
+        held: list[Any] = [parameter for parameter in (*parameters, *shards) if is_dtensor(parameter)]
+        super().__init__(hidden, parameters, (*shards, *(dtensor._local_tensor for dtensor in held)))
 
     def report(self, event: str) -> None:
         self.plan.record.report(event)
 
-    def check_unchanged(self, freed: bool = True) -> None:
-        super().check_unchanged(freed)
-        now = (self.plan.module.weight, self.plan.module.bias)
-        if not all(own is other for own, other in zip(self.parameters, now, strict=False)):
-            raise RuntimeError(
-                "logits: looked at after the head was given another weight (functional_call, or an assignment), which "
-                "would give other logits; look at them before, or call the model again"
-            )
-
-    def logits(self) -> Tensor:
-        # With its hooks and its own forward; only the lazy call is skipped.
-        return self.plan.module._call_impl(self.hidden)
+    def logits(self, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        module = self.plan.module
+        if not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)):
+            return F.linear(hidden, *parameters)
+        named = dict(zip(("head.weight", "head.bias"), parameters, strict=False))
+        return functional_call(_NotLazy(module), named, (hidden,))
 
     def loss(self, hidden: Tensor, labels: Tensor, n_columns: int, **options: Any) -> Tensor:
         module, group = self.plan.module, self.plan.group
@@ -128,6 +125,32 @@ class HeadCall(Head):
             return linear_cross_entropy(hidden, module.weight, labels, bias=module.bias, **options)
 
         return fsdp.in_forward_of(module, fused, hidden) if fsdp.has_own_group(module) else fused(hidden)
+
+
+class GatheredHeadCall(HeadCall):
+    """One call of a head that FSDP gathers for its forward: FSDP's hooks give its parameters their gradients."""
+
+    def logits(self, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        self._leaf = hidden.detach().requires_grad_(hidden.requires_grad)
+        return self.plan.module._call_impl(self._leaf)
+
+    def gradients(self, grad: Tensor) -> list[Tensor | None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("logits: of a head that FSDP gathers by itself, which has no second derivatives")
+        torch.autograd.backward(self.graph()[0], grad, retain_graph=True)
+        d_hidden, self._leaf.grad = self._leaf.grad, None
+        return [d_hidden, *[None] * len(self.parameters)]
+
+
+class _NotLazy(nn.Module):
+    """Calls a head with its hooks and its own forward, and skips the lazy call."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.head._call_impl(hidden)
 
 
 class LazyCall:
@@ -147,7 +170,8 @@ class LazyCall:
         if why is not None:
             plan.record.report(why)
             return self.head._call_impl(*args, **kwargs)
-        return lazy_logits(HeadCall(plan, args[0]), self.head.out_features)
+        kind = GatheredHeadCall if fsdp.has_own_group(self.head) else HeadCall
+        return lazy_logits(kind(plan, args[0]), Recorded(args[0], self.head.out_features))
 
 
 class _Patches:
@@ -193,14 +217,20 @@ def is_lazy_here(head: Any) -> bool:
 
 
 @contextlib.contextmanager
-def lazy_head(model: Any, options: dict[str, Any]) -> Iterator[CallRecord]:
-    """Let the head of ``model`` return lazy logits to this thread; the record is to be ended with the call."""
-    head, record, thread = model.get_output_embeddings(), CallRecord(model), threading.get_ident()
-    if is_lazy_here(head):  # a call inside a call: the outer one counts
-        record.is_inner = True
-        yield record
-        return
-    reason, group = refusal(head)
+def lazy_head(model: Any, options: dict[str, Any], *heads: Any) -> Iterator[CallRecord]:
+    """Let the head of ``model`` return lazy logits to this thread; the record is to be ended with the call.
+
+    The head is the first that can be fused: of ``heads``, which may hold it, and the model's output embeddings.
+    """
+    record, thread = CallRecord(model), threading.get_ident()
+    for head in (*heads, model.get_output_embeddings()):
+        if is_lazy_here(head):  # a call inside a call: the outer one counts
+            record.is_inner = True
+            yield record
+            return
+        reason, group = refusal(head)
+        if reason is None:
+            break
     if reason is not None:
         record.report(reason)
         yield record
