@@ -280,6 +280,38 @@ def test_gradient_buffers_over_micro_batches(rank_pool, impl, tied, overlap):
         assert not torch.equal(found["fusion"][weight], found["linear"][weight])  # no rounding to bf16
 
 
+def _beside(rank, group, impl, dtype):
+    """The head's gradient of the loss and of one of kept logits: Megatron's, and ours, added to a buffer or not."""
+    device = device_of(rank, group)
+    with stubs.megatron_ranks(rank, group, 2):
+        model, inputs = stubs.small_model("gpt", device, sequence_parallel=True), stubs.batch(device)
+        weight, kept, found = model.output_layer.weight, [], []
+
+        def keep(layer, args, output):
+            kept.append(output[0])
+            return None if megatron.report().installed else (output[0].clone(), output[1])  # Megatron writes to them
+
+        model.output_layer.register_forward_hook(keep)
+        for asked in (None, LINEAR):
+            model.zero_grad()
+            model.output_layer.gradient_accumulation_fusion = bool(asked)
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=dtype), False
+            with megatron.installed(impl=impl, **asked) if asked else warnings.catch_warnings():
+                loss = stubs.masked_mean(model(**inputs), inputs["loss_mask"])
+            (loss + kept.pop().logsumexp(-1).square().mean()).backward()
+            found.append(weight.grad.clone())
+        return *found, weight.main_grad, weight.grad_added_to_main_grad
+
+
+@in_two_ranks
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_of_kept_logits_adds_to_the_same_buffer(rank_pool, impl, dtype):
+    for native, grad, main_grad, is_added in rank_pool.run(_beside, impl, dtype):
+        full, empty = (main_grad, grad) if dtype == torch.float32 else (grad, main_grad)
+        torch.testing.assert_close(full, native, rtol=1e-4, atol=1e-6)
+        assert not empty.any() and is_added == (dtype == torch.float32)
+
+
 class LoRA(tensor_parallel.ColumnParallelLinear):
     """A head that adds to the product."""
 

@@ -46,6 +46,15 @@ def saved_as_it_is() -> contextlib.AbstractContextManager[Any]:
     return saved_tensors_hooks(_as_it_is, _as_it_is) if _saving_hooks() else contextlib.nullcontext()
 
 
+def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Leave the transforms of ``torch.func`` that are entered: what they make ends with them."""
+    if not torch._C._are_functorch_transforms_active():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
 class Modes(NamedTuple):
     """PyTorch's modes that decide what an operation computes."""
 
@@ -71,7 +80,8 @@ class Modes(NamedTuple):
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Enter these modes, whatever the modes are now."""
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), self.autocasting():
+        inference, autocast = torch.inference_mode(self.inference), self.autocasting()
+        with _outside_of_transforms(), inference, torch.set_grad_enabled(self.grad), autocast:
             yield
 
 

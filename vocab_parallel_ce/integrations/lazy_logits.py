@@ -26,12 +26,14 @@ from vocab_parallel_ce.options import REDUCTIONS
 METADATA = {
     *("shape", "dtype", "device", "layout", "ndim", "dim", "size", "numel", "nelement", "element_size", "stride"),
     *("requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_complex"),
-    *("is_quantized", "is_contiguous", "is_floating_point", "is_inference", "get_device", "_base", "storage_offset"),
-    *("__len__", "__hash__", "grad", "retains_grad", "output_nr", "_version", "requires_grad_", "backward"),
+    *("is_quantized", "is_contiguous", "is_floating_point", "is_inference", "get_device", "_base", "_is_view"),
+    *("__len__", "__hash__", "storage_offset", "_version", "output_nr", "grad", "retains_grad", "requires_grad_"),
+    "backward",
 }
 IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__"}  # and names with a last "_"
 METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of C
 MULTIPLY, DIVIDE = ("mul", "multiply", "__mul__", "__rmul__"), ("div", "divide", "true_divide", "__truediv__")
+POINTWISE = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.tanh.default)
 
 without_overrides = torch._C.DisableTorchFunctionSubclass
 
@@ -115,6 +117,8 @@ class LazyLogits(Tensor):
 
     def _answer(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Return what ``func`` returns if it needs no logits or must have these ones, else NotImplemented."""
+        if name == "__set__" and func.__self__ is Tensor.data:
+            raise RuntimeError("logits: expected no assignment to data, got one; write with copy_()")
         if name in METADATA or name == "__set__":
             return _direct(func, args, kwargs)
         if name in ("register_hook", "retain_grad"):
@@ -262,9 +266,12 @@ def _deferred(func: Any, args: Any, kwargs: Any, rows: torch.Size) -> LazyLogits
     if func is torch.ops.aten.index.Tensor:  # the last of an index's operations; ids need values
         like = torch.empty((*rows, lazy.shape[-1]), dtype=meta.dtype, device="meta")
         return LazyLogits(lazy._head, like, lambda: func(lazy._made(), *args[1:], **kwargs).contiguous())
-    like = func(meta, *args[1:], **{key: value for key, value in kwargs.items() if key != "device"})
+    if func in POINTWISE:  # by a number: on meta they are ten times slower
+        like = torch.empty_like(meta)
+    else:
+        like = func(meta, *args[1:], **{key: value for key, value in kwargs.items() if key != "device"})
     shares = like.untyped_storage()._cdata == meta.untyped_storage()._cdata
-    offset = lazy.storage_offset() + like.storage_offset() if shares else 0
+    offset = int(lazy.storage_offset() + like.storage_offset()) if shares else 0
     return LazyLogits(lazy._head, like, lambda: func(lazy._made(), *args[1:], **kwargs), offset)
 
 

@@ -1,0 +1,189 @@
+"""Lazy logits in autograd: each program gives the numbers, the gradients and the errors of real logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.integrations.test_lazy_logits import Recording, V, inputs, of
+
+pytestmark = pytest.mark.reference
+
+
+class Tripled(torch.autograd.Function):
+    """Writes to its input, or hands it on; its gradient is not that of what it computes."""
+
+    @staticmethod
+    def forward(ctx, logits, writes):
+        if writes:
+            ctx.mark_dirty(logits)
+            logits.mul_(2)
+        return logits
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad, None
+
+
+def written(z):
+    view, copied = z[:, 1:], z.clone()
+    z.mul_(2)
+    view.add_(z[:, :-1].detach())
+    z[0, 0] = 5.0
+    z /= 3
+    return z.exp().sum() * view.sum() + z.clamp_(min=-2).sum() + copied.sum()
+
+
+def written_behind(z):
+    rows, copied = z.view(-1, V), z * 1.0
+    F.dropout(rows, 0.0, inplace=True)
+    z.data.add_(1.0)
+    z.detach()[0] = 2.0
+    return rows.square().sum() + z.exp().sum() + copied.sum()
+
+
+def views_written(z):
+    scaled = z * 2
+    scaled[:, :-1].mul_(2.0)
+    scaled.view(-1, V)[2] = 0
+    return scaled.exp().sum()
+
+
+def without_gradients(z):
+    with torch.no_grad():
+        z.mul_(2)
+        z.view(-1)[:3].zero_()
+    with torch.inference_mode():
+        best = z.argmax(-1)
+    return z.exp().sum() + best.sum()
+
+
+def offloaded(z):
+    with torch.autograd.graph.save_on_cpu():
+        return (z / 2).tanh().exp().sum()
+
+
+def of_func_grad(z):
+    doubled = z * 2
+    return torch.func.grad(lambda factor: (factor * doubled).exp().sum())(torch.tensor(0.5)) + doubled.sum()
+
+
+def with_hook(z):
+    z.register_hook(lambda grad: 2 * grad)
+    return F.cross_entropy(z.view(-1, V), torch.zeros(10, dtype=torch.int64))
+
+
+LOSSES = {
+    "written": written,
+    "written behind it": written_behind,
+    "views written": views_written,
+    "without gradients": without_gradients,
+    "offloaded": offloaded,
+    "func.grad": of_func_grad,
+    "hook": with_hook,
+    "dirty": lambda z: Tripled.apply(z, True).exp().sum() + z.sum(),
+    "handed on": lambda z: F.cross_entropy(Tripled.apply(z.float() * 2, False).view(-1, V), torch.arange(10)),
+    "split": lambda z: (z.split([2, 3], 1)[0].exp().sum() * z.unbind(0)[1].sum()) + z.chunk(2, -1)[0].sum(),
+    "strided": lambda z: torch.as_strided(z, (3, 4), (2, 1), 1).exp().sum(),
+    "stacked": lambda z: torch.stack([z, 2 * z]).logsumexp(0).sum() + torch.cat([z, z]).exp().sum(),
+    "softcap": lambda z: (torch.tanh(z / 3) * 3)[:, :-1].contiguous().view(-1, V).logsumexp(-1).sum(),
+}
+
+
+def of_both(program):
+    """What a program returns of lazy logits, and of real ones, or its error."""
+    found = []
+    for lazy in (True, False):
+        hidden, weight, _ = inputs(scale=0.5)
+        logits = of(Recording(hidden, weight)) if lazy else F.linear(hidden, weight)
+        try:
+            found.append([each.detach() for each in program(logits, hidden, weight)])
+        except RuntimeError as error:
+            found.append(str(error).partition("which is")[0])
+    return found
+
+
+def assert_same(found, expected):
+    if isinstance(expected, str):
+        assert found == expected
+        return
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_gradients_are_those_of_real_logits(name):
+    def program(logits, hidden, weight):
+        loss = LOSSES[name](logits)
+        return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+    assert_same(*of_both(program))
+
+
+def penalty(logits, hidden, weight):
+    (grad,) = torch.autograd.grad(logits.logsumexp(-1).square().sum(), hidden, create_graph=True)
+    return torch.autograd.grad(grad.square().sum(), (hidden, weight))
+
+
+def hooks_run_once(logits, hidden, weight):
+    hidden.register_hook(lambda grad: 2 * grad)
+    weight.register_hook(lambda grad: 3 * grad)
+    logits.retain_grad()
+    logits.logsumexp(-1).sum().backward()
+    return hidden.grad, weight.grad, logits.grad
+
+
+def of_itself(logits, hidden, weight):
+    scaled = logits.float() * 2
+    loss = scaled.exp().sum() + logits.square().sum()
+    return torch.autograd.grad(loss, (scaled, logits, weight))
+
+
+def into_itself(logits, hidden, weight):
+    logits.exp().sum().backward(inputs=[logits, weight])
+    assert hidden.grad is None
+    return logits.grad, weight.grad
+
+
+def never_read(logits, hidden, weight):
+    logits.backward(torch.ones(logits.shape))
+    return hidden.grad, weight.grad
+
+
+def jacobian(logits, hidden, weight):
+    return torch.autograd.grad(logits.exp().sum((0, 1)), (hidden, weight), torch.eye(V), is_grads_batched=True)
+
+
+def saved_and_written(logits, hidden, weight):
+    loss = logits.square().sum()
+    logits.add_(1)
+    return torch.autograd.grad(loss, (hidden, weight))
+
+
+def of_another_weight(logits, hidden, weight):
+    loss = logits.exp().sum()
+    with torch.no_grad():
+        weight.add_(1)
+    return torch.autograd.grad(loss, (hidden,))
+
+
+WAYS = [penalty, hooks_run_once, of_itself, into_itself, never_read, jacobian, saved_and_written, of_another_weight]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_differentiate_are_those_of_real_logits(way):
+    assert_same(*of_both(way))
+
+
+def test_data_cannot_be_assigned():
+    logits = of(Recording(*inputs()[:2]))
+    with pytest.raises(RuntimeError, match="logits: expected no assignment to data"):
+        logits.data = torch.zeros(logits.shape)
+
+
+def test_a_fused_loss_makes_no_values_and_a_history_of_pytorchs_own():
+    logits = of(Recording(*inputs()[:2]))
+    capped = (torch.tanh(logits / 3) * 3)[:, :-1].float()
+    assert [type(node.grad_fn).__name__ for node in (logits, capped)] == ["_OutputBackward", "SliceBackward0"]
+    loss = F.cross_entropy(capped.reshape(-1, V), torch.zeros(8, dtype=torch.int64))
+    assert [each()._real for each in logits._head.lazy if each() is not None].count(None) >= 4
+    loss.backward()
+    assert logits._real is None and logits._head._graph is None
