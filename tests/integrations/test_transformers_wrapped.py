@@ -8,9 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -25,39 +23,13 @@ from tests.support.transformers_ranks import (
     gradients_of,
     halves,
     small_model,
+    wrap,
 )
 from vocab_parallel_ce.integrations.transformers import audit, install, uninstall
 from vocab_parallel_ce.integrations.transformers.heads import refusal
 
 in_two_ranks = in_ranks((2,), (), (2,))
 WRAPS = ("root", "reshard", "own", "own, reshard", "list", "ddp", "ddp, unused", "tied", "outer")
-
-
-class Outer(nn.Module):
-    """A module of the user's own that FSDP wraps, such as PEFT's."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.module = model
-
-    def forward(self, **inputs):
-        return self.module(**inputs)
-
-
-def wrap(model, how, device, mp_policy=None):
-    """Share a model among the ranks of the world."""
-    if how.startswith("ddp"):
-        return DistributedDataParallel(model, find_unused_parameters=how == "ddp, unused")
-    options = {"mesh": init_device_mesh(device.type, (2,)), "mp_policy": mp_policy or MixedPrecisionPolicy()}
-    if "reshard" in how:
-        options["reshard_after_forward"] = True
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    if how.startswith("own"):
-        fully_shard(model.lm_head, **options)
-    if how == "list":
-        fully_shard([model.model.norm, model.lm_head], **options)
-    return fully_shard(Outer(model) if how == "outer" else model, **options)
 
 
 def _data_parallel(rank, group, impl, how, dtype):

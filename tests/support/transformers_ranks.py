@@ -7,8 +7,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -23,6 +26,12 @@ LOGITS = VOCABULARY * TOKENS[0] * TOKENS[1]
 HALF = (VOCABULARY + 1) // 2
 PADDING = 5
 STEPS, RATE = 10, 0.1
+DDP = {
+    "ddp": {},
+    "ddp, static": {"static_graph": True},
+    "ddp, unused": {"find_unused_parameters": True},
+    "ddp, views": {"gradient_as_bucket_view": True},
+}
 MODELS = {"llama": (LlamaForCausalLM, LlamaConfig), "gemma2": (Gemma2ForCausalLM, Gemma2Config)}
 
 
@@ -55,6 +64,33 @@ def tokens(device, part=slice(None)):
     labels = ids.clone()
     labels[0, :5] = -100
     return {"input_ids": ids[part].to(device), "labels": labels[part].to(device)}
+
+
+class Outer(nn.Module):
+    """A module of the user's own that FSDP wraps, such as PEFT's."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+    def forward(self, **inputs):
+        return self.module(**inputs)
+
+
+def wrap(model, how, device, mp_policy=None):
+    """Share a model among the ranks of the world."""
+    if how in DDP:
+        return DistributedDataParallel(model, **DDP[how])
+    options = {"mesh": init_device_mesh(device.type, (2,)), "mp_policy": mp_policy or MixedPrecisionPolicy()}
+    if "reshard" in how:
+        options["reshard_after_forward"] = True
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    if how.startswith("own"):
+        fully_shard(model.lm_head, **options)
+    if how == "list":
+        fully_shard([model.model.norm, model.lm_head], **options)
+    return fully_shard(Outer(model) if how == "outer" else model, **options)
 
 
 def whole(tensor):

@@ -1,0 +1,90 @@
+"""Whoever reads the logits of an installed model, and however, gets the gradients of the model without install()."""
+
+import functools
+import re
+from unittest.mock import patch
+
+import pytest
+from transformers import LlamaForCausalLM, MixtralForCausalLM
+
+from tests.support.logits_readers import (
+    PLACES,
+    READERS,
+    RETAINED,
+    SEES_NO_GRADIENT,
+    WAYS,
+    differentiated,
+    differs,
+    matters,
+    ways_of,
+)
+from vocab_parallel_ce.integrations.transformers import install, uninstall
+from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model
+
+pytestmark = pytest.mark.reference
+CELLS = [(reader, way) for reader in READERS for way in ways_of(reader)]
+
+
+@functools.cache
+def model_of(cls):
+    return tiny_model(cls)
+
+
+def loss_of(model, reader=None, place="beside"):
+    """The loss of a call with labels that a reader's is added to, or that it takes the place of."""
+    inputs = tiny_inputs(model)
+
+    def read(logits, labels, *_, **__):
+        return READERS[reader](logits, labels, None)
+
+    if reader is None:
+        return model(**inputs).loss
+    if place == "inside":
+        with patch.object(model, "_loss_function", read, create=True):
+            return model(**inputs).loss
+    outputs = model(**inputs)
+    return read(outputs.logits, inputs["labels"]) + (outputs.loss if place == "beside" else 0.0)
+
+
+@functools.cache
+def expected(cls, reader=None, place="beside"):
+    model = model_of(cls)
+    return differentiated(model, loss_of(model, reader, place))
+
+
+def installed_for(model, mechanism, way):
+    """A second backward needs gradients that are not computed in forward."""
+    install(model, mechanism=mechanism, gradient="in_backward" if way == RETAINED else "auto")
+
+
+@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("reader,way", CELLS)
+def test_a_reader_gets_the_gradients_of_the_model(reader, way, place, mechanism):
+    model, truth = model_of(LlamaForCausalLM), expected(LlamaForCausalLM, reader, place)
+    assert matters(truth, expected(LlamaForCausalLM), "lm_head.weight")
+    installed_for(model, mechanism, way)
+    try:
+        if reader == "register_hook" and place != "inside":
+            with pytest.raises(RuntimeError, match=re.escape(SEES_NO_GRADIENT)):
+                loss_of(model, reader, place)
+            return
+        assert differs(differentiated(model, loss_of(model, reader, place), way), truth) is None
+    finally:
+        uninstall(model)
+
+
+@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_routers_loss_beside_a_loss_function_of_this_package(way, mechanism, monkeypatch):
+    model, step = model_of(MixtralForCausalLM), ("vocab_parallel_cross_entropy", "inside")
+    router, truths = "model.layers.0.mlp.gate.weight", []
+    for coefficient in (0.0, 10.0):
+        monkeypatch.setattr(model, "router_aux_loss_coef", coefficient)
+        truths.append(differentiated(model, loss_of(model, *step)))
+    assert matters(truths[1], truths[0], router)
+    installed_for(model, mechanism, way)
+    try:
+        assert differs(differentiated(model, loss_of(model, *step), way), truths[1]) is None
+    finally:
+        uninstall(model)

@@ -1,0 +1,55 @@
+"""Whoever reads the logits of a model on several ranks gets the gradients that the model has without install()."""
+
+import contextlib
+import copy
+
+import pytest
+
+from tests.support.logits_readers import PLACES, READERS
+from tests.support.ranks import device_of, in_ranks
+from tests.support.transformers_ranks import DDP, assert_same_gradients, gradients_of, halves, small_model, wrap
+from vocab_parallel_ce.integrations.transformers import install
+
+in_two_ranks = in_ranks((2,), (), (2,))
+STEPS = 2  # DDP(static_graph=True) records the first
+READ_BY = {"kl_div": ["kl_div"], "Functions": ["a Function", "a Function of a slice", "token_log_probs"]}
+
+
+def loss_of(model, batch, readers, place):
+    """The loss of a call that readers take part in."""
+    outputs = model(**batch)
+    if place == "inside":
+        return outputs.loss
+    read = sum(READERS[reader](outputs.logits, batch["labels"], None) for reader in readers)
+    return read + (outputs.loss if place == "beside" else 0.0)
+
+
+def _wrapped(rank, group, impl, how, mechanism, readers, place):
+    """Gradients without install(), of the mean over the ranks, and of each step of a wrapped model with it."""
+    device = device_of(rank, group)
+    model, batches = small_model("llama").to(device), halves(device)
+    if place == "inside":
+        model.loss_function = lambda z, y, *_, **__: sum(READERS[reader](z, y, None) for reader in readers)
+    reference, found = copy.deepcopy(model), []
+    for batch in (batch for part in batches for batch in part):
+        (loss_of(reference, batch, readers, place) / 2).backward()
+    install(model, mechanism=mechanism, impl=impl)
+    wrapped = wrap(model, how, device)
+    for _ in range(STEPS):
+        wrapped.zero_grad()
+        with wrapped.no_sync() if how == "ddp, views" else contextlib.nullcontext():
+            loss_of(wrapped, batches[rank][0], readers, place).backward()
+        loss_of(wrapped, batches[rank][1], readers, place).backward()
+        found.append(gradients_of(wrapped))
+    return gradients_of(reference), found
+
+
+@pytest.mark.parametrize("readers", READ_BY)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
+@pytest.mark.parametrize("how", [*DDP, "root", "own"])
+@in_two_ranks
+def test_gradients_are_averaged(rank_pool, impl, how, mechanism, place, readers):
+    for expected, steps in rank_pool.run(_wrapped, impl, how, mechanism, READ_BY[readers], place):
+        for found in steps:
+            assert_same_gradients(found, expected)
