@@ -15,13 +15,16 @@ STEPS = 2  # DDP(static_graph=True) records the first
 READ_BY = {"kl_div": ["kl_div"], "Functions": ["a Function", "a Function of a slice", "token_log_probs"]}
 
 
+def read(logits, labels, readers):
+    return sum(READERS[reader](logits, labels, None) for reader in readers)
+
+
 def loss_of(model, batch, readers, place):
     """The loss of a call that readers take part in."""
     outputs = model(**batch)
     if place == "inside":
         return outputs.loss
-    read = sum(READERS[reader](outputs.logits, batch["labels"], None) for reader in readers)
-    return read + (outputs.loss if place == "beside" else 0.0)
+    return read(outputs.logits, batch["labels"], readers) + (outputs.loss if place == "beside" else 0.0)
 
 
 def _wrapped(rank, group, impl, how, mechanism, readers, place):
@@ -29,7 +32,7 @@ def _wrapped(rank, group, impl, how, mechanism, readers, place):
     device = device_of(rank, group)
     model, batches = small_model("llama").to(device), halves(device)
     if place == "inside":
-        model.loss_function = lambda z, y, *_, **__: sum(READERS[reader](z, y, None) for reader in readers)
+        model.loss_function = lambda logits, labels, *_, **__: read(logits, labels, readers)
     reference, found = copy.deepcopy(model), []
     for batch in (batch for part in batches for batch in part):
         (loss_of(reference, batch, readers, place) / 2).backward()
