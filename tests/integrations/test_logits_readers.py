@@ -1,21 +1,22 @@
 """Whoever reads the logits of an installed model, and however, gets the gradients of the model without install()."""
 
 import functools
-import re
 from unittest.mock import patch
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 
 from tests.support.logits_readers import (
     PLACES,
     READERS,
     RETAINED,
-    SEES_NO_GRADIENT,
     WAYS,
+    Step,
     differentiated,
     differs,
     matters,
+    refusal_of,
     ways_of,
 )
 from vocab_parallel_ce.integrations.transformers import install, uninstall
@@ -65,8 +66,8 @@ def test_a_reader_gets_the_gradients_of_the_model(reader, way, place, mechanism)
     assert matters(truth, expected(LlamaForCausalLM), "lm_head.weight")
     installed_for(model, mechanism, way)
     try:
-        if reader == "register_hook" and place != "inside":
-            with pytest.raises(RuntimeError, match=re.escape(SEES_NO_GRADIENT)):
+        if refusal_of(reader, place) is not None:
+            with pytest.raises(RuntimeError, match=refusal_of(reader, place)):
                 loss_of(model, reader, place)
             return
         assert differs(differentiated(model, loss_of(model, reader, place), way), truth) is None
@@ -86,5 +87,30 @@ def test_a_routers_loss_beside_a_loss_function_of_this_package(way, mechanism, m
     installed_for(model, mechanism, way)
     try:
         assert differs(differentiated(model, loss_of(model, *step), way), truths[1]) is None
+    finally:
+        uninstall(model)
+
+
+def gradients_of_logits(model, reader):
+    """Of a reader's loss for the logits themselves, alone and with the head's weight."""
+    inputs, weight = tiny_inputs(model), model.lm_head.weight
+    logits = model(**inputs).logits
+    loss = READERS[reader](logits, inputs["labels"], None)
+    (alone,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    return Step(loss, dict(zip("abc", (alone, *torch.autograd.grad(loss, [logits, weight])), strict=True)))
+
+
+@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
+@pytest.mark.parametrize("reader", [reader for reader, way in CELLS if way == RETAINED and (reader, "grad") in CELLS])
+def test_the_gradient_of_the_logits_themselves(reader, mechanism):
+    model = model_of(LlamaForCausalLM)
+    truth = gradients_of_logits(model, reader)
+    install(model, mechanism=mechanism)
+    try:
+        if refusal_of(reader, "alone") is not None:
+            with pytest.raises(RuntimeError, match=refusal_of(reader, "alone")):
+                gradients_of_logits(model, reader)
+            return
+        assert differs(gradients_of_logits(model, reader), truth) is None
     finally:
         uninstall(model)

@@ -17,7 +17,6 @@ from vocab_parallel_ce import distillation_loss, token_log_probs, vocab_parallel
 TOLERANCE = 1e-5  # of the largest element: of two sums in fp32, in another order
 PLACES = ("alone", "beside", "inside")  # of a reader: after forward, alone or beside the model's loss, or in forward
 RETAINED = "retain_graph, twice"
-SEES_NO_GRADIENT = "logits: register_hook would see no gradient, because the loss was fused"
 Named = dict[str, Any]  # parameters, or their gradients
 Reader = Callable[[Tensor, Tensor, Any], Tensor]
 
@@ -134,6 +133,13 @@ def ways_of(reader: str) -> list[str]:
     """The ways that PyTorch has for a reader."""
     ways = ["backward", RETAINED] if reader == BACKWARD_ONLY else list(WAYS)
     return [way for way in ways if way != RETAINED or reader != NOT_RETAINED]
+
+
+def refusal_of(reader: str, place: str) -> str | None:
+    """The message of a reader that no number would be right for, else None: a loss that was fused has no logits."""
+    after = place != "inside"
+    is_hook = reader == "register_hook"
+    return "logits: register_hook would see no gradient, because the loss was fused" if is_hook and after else None
 
 
 class Step(NamedTuple):
