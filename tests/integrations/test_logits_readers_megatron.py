@@ -57,16 +57,16 @@ def _read(rank, group, impl, reader):
     device, wrong = device_of(rank, group), {}
     with stubs.megatron_ranks(rank, group, 2):
         model, inputs = stubs.small_model("gpt", device), stubs.batch(device)
-        own = differentiated(model, loss_of(model, inputs, group))
+        plain = differentiated(model, loss_of(model, inputs, group))
         for place in PLACES:
             expected = differentiated(model, loss_of(model, inputs, group, reader, place))
-            assert matters(expected, own, "output_layer.weight")
+            assert matters(expected, plain, "output_layer.weight")
             for way in ways_of(reader):
                 options = {"gradient": "in_backward"} if way == RETAINED else {}
                 with megatron.installed(linear=True, impl=impl, **options):
                     try:
-                        found = differentiated(model, loss_of(model, inputs, group, reader, place), way)
-                        wrong[place, way] = differs(found, expected)
+                        actual = differentiated(model, loss_of(model, inputs, group, reader, place), way)
+                        wrong[place, way] = differs(actual, expected)
                     except Exception as error:
                         wrong[place, way] = f"{type(error).__name__}: {error}"
     return wrong
@@ -77,9 +77,9 @@ def _read(rank, group, impl, reader):
 def test_a_reader_gets_the_gradients_of_megatron(rank_pool, impl, reader):
     for results in rank_pool.run(_read, impl, reader):
         wrong = []
-        for (place, way), found in results.items():
+        for (place, way), actual in results.items():
             message = refusal_of(reader, place)
-            is_right = found is None if message is None else str(found).startswith(f"RuntimeError: {message}")
+            is_right = actual is None if message is None else str(actual).startswith(f"RuntimeError: {message}")
             if not is_right:
-                wrong.append(f"{place}, {way}: {found}")
+                wrong.append(f"{place}, {way}: {actual}")
         assert not wrong, "\n".join(wrong)

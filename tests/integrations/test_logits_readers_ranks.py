@@ -33,7 +33,7 @@ def _wrapped(rank, group, impl, how, mechanism, readers, place):
     model, batches = small_model("llama").to(device), halves(device)
     if place == "inside":
         model.loss_function = lambda logits, labels, *_, **__: read(logits, labels, readers)
-    reference, found = copy.deepcopy(model), []
+    reference, actual = copy.deepcopy(model), []
     for batch in (batch for part in batches for batch in part):
         (loss_of(reference, batch, readers, place) / 2).backward()
     install(model, mechanism=mechanism, impl=impl)
@@ -43,8 +43,8 @@ def _wrapped(rank, group, impl, how, mechanism, readers, place):
         with wrapped.no_sync() if how == "ddp, views" else contextlib.nullcontext():
             loss_of(wrapped, batches[rank][0], readers, place).backward()
         loss_of(wrapped, batches[rank][1], readers, place).backward()
-        found.append(gradients_of(wrapped))
-    return gradients_of(reference), found
+        actual.append(gradients_of(wrapped))
+    return gradients_of(reference), actual
 
 
 @pytest.mark.parametrize("readers", READ_BY)
@@ -54,5 +54,5 @@ def _wrapped(rank, group, impl, how, mechanism, readers, place):
 @in_two_ranks
 def test_gradients_are_averaged(rank_pool, impl, how, mechanism, place, readers):
     for expected, steps in rank_pool.run(_wrapped, impl, how, mechanism, READ_BY[readers], place):
-        for found in steps:
-            assert_same_gradients(found, expected)
+        for actual in steps:
+            assert_same_gradients(actual, expected)
