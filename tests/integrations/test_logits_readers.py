@@ -114,3 +114,25 @@ def test_the_gradient_of_the_logits_themselves(reader, mechanism):
         assert differs(gradients_of_logits(model, reader), truth) is None
     finally:
         uninstall(model)
+
+
+OF_LOGITS = {
+    "grad": torch.autograd.grad,
+    "unused": functools.partial(torch.autograd.grad, allow_unused=True),
+    "inputs": lambda loss, logits: loss.backward(inputs=[logits]),
+}
+
+
+@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
+@pytest.mark.parametrize("way", OF_LOGITS)
+def test_the_gradient_of_the_logits_beside_a_fused_loss_is_refused(way, mechanism):
+    """The fused loss does not depend on the logits: their gradient would lack its part."""
+    model = model_of(LlamaForCausalLM)
+    install(model, mechanism=mechanism)
+    try:
+        outputs = model(**tiny_inputs(model))
+        loss = outputs.loss + (0 if way == "unused" else outputs.logits.square().sum())
+        with pytest.raises(RuntimeError, match="^logits: their gradient would lack the loss's part"):
+            OF_LOGITS[way](loss, outputs.logits)
+    finally:
+        uninstall(model)

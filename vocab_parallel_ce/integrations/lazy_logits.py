@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vocab_parallel_ce.integrations.lazy_head import Head, checkpoint_hook, saved_as_it_is
 from vocab_parallel_ce.options import REDUCTIONS
@@ -33,6 +33,7 @@ METADATA = {
 IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__"}  # and names with a last "_"
 METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of C
 MULTIPLY, DIVIDE = ("mul", "multiply", "__mul__", "__rmul__"), ("div", "divide", "true_divide", "__truediv__")
+FUSED = "head of a fused loss"  # of the metadata of its node
 POINTWISE = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.tanh.default)
 
 without_overrides = torch._C.DisableTorchFunctionSubclass
@@ -112,6 +113,7 @@ class LazyLogits(Tensor):
         if result is not NotImplemented:
             return result
         if name in ("grad", "backward"):  # of torch.autograd: these logits may be its inputs
+            _check_inputs(*args, **kwargs)
             return _direct(func, args, kwargs)
         return func(*_real_of(name, args), **_real_of(name, kwargs))
 
@@ -204,6 +206,25 @@ def _as_recorded(lazy: LazyLogits, recorded: Recorded) -> LazyLogits:
     with without_overrides():
         lazy._recorded, lazy._node = recorded, lazy.grad_fn
     return lazy
+
+
+def _check_inputs(outputs: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+    """Raise if lazy logits are inputs of ``torch.autograd.grad`` or ``backward``, and a fused loss is in the graph."""
+    inputs = args[0] if inputs is None and args else inputs  # of backward they are always named
+    heads = [leaf._head for leaf in tree_leaves(inputs) if isinstance(leaf, LazyLogits) and leaf._head.is_fused]
+    with without_overrides():
+        nodes = [leaf.grad_fn if isinstance(leaf, Tensor) else leaf.node for leaf in tree_leaves(outputs)]
+    seen = set()
+    while heads and nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if node.metadata.get(FUSED, lambda: None)() in heads:
+                raise RuntimeError(
+                    "logits: their gradient would lack the loss's part, because the loss was fused and did not use "
+                    "them; look at the logits before the loss, or uninstall the lazy logits for this call"
+                )
+            nodes += [following for following, _ in node.next_functions]
 
 
 def _direct(func: Any, args: Any, kwargs: Any) -> Any:
@@ -355,6 +376,8 @@ def _cross_entropy(
     with head.modes.autocasting(), torch.set_grad_enabled(wants_gradient):
         loss = head.loss(recorded.hidden, target, recorded.n_columns, **options)
     head.is_fused = True
+    if loss.grad_fn is not None:
+        loss.grad_fn.metadata[FUSED] = weakref.ref(head)
     head.report("fused")
     is_autocast = torch.is_autocast_enabled(logits.device.type)
     return loss if is_autocast else loss.to(logits.dtype)
