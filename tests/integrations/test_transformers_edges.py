@@ -15,7 +15,7 @@ from vocab_parallel_ce.integrations.lazy_logits import LazyLogits  # noqa: E402
 from vocab_parallel_ce.integrations.transformers import audit, install, uninstall  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.audit_models import differs, step  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.patch import TRACED, WITHOUT_LABELS  # noqa: E402
-from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs  # noqa: E402
+from vocab_parallel_ce.integrations.transformers.tiny import tiny_inputs, tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.reference
 Llama = transformers.LlamaForCausalLM
@@ -67,6 +67,20 @@ def test_logits_are_those_of_the_head_that_was_called(llama, mechanism, replace)
     assert torch.equal(outputs.logits.detach(), expected)
     found, gradient = (torch.autograd.grad(z.logsumexp(-1).sum(), head)[0] for z in (outputs.logits, expected))
     assert torch.equal(found, gradient) and not torch.equal(model(**inputs).logits.detach(), expected)
+
+
+@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
+def test_another_loss_of_the_logits_has_their_softcap(mechanism):
+    model = tiny_model(transformers.Gemma2ForCausalLM)
+    inputs = tiny_inputs(model)
+
+    def loss():
+        logits = model(**inputs).logits.flatten(0, 1)
+        return nn.functional.cross_entropy(logits, inputs["labels"].flatten().clamp(min=0))
+
+    expected = loss()
+    install(model, mechanism=mechanism)
+    torch.testing.assert_close(loss(), expected, rtol=1e-5, atol=0.0)
 
 
 def test_a_forward_that_calls_another_installed_one_is_counted_once(llama, caplog):

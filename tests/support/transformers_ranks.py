@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
+from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
 from vocab_parallel_ce.integrations.transformers import shard_lm_head
 
 IS_5_17 = transformers.__version__.startswith("5.17.")
@@ -109,7 +110,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, LazyLogits) and tensor.device.type != "meta":
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 self.numel = max(self.numel, local.numel())
         return made
