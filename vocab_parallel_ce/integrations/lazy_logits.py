@@ -213,7 +213,7 @@ def _check_inputs(outputs: Any, *args: Any, inputs: Any = None, **kwargs: Any) -
     inputs = args[0] if inputs is None and args else inputs  # of backward they are always named
     heads = [leaf._head for leaf in tree_leaves(inputs) if isinstance(leaf, LazyLogits) and leaf._head.is_fused]
     with without_overrides():
-        nodes = [leaf.grad_fn if isinstance(leaf, Tensor) else leaf.node for leaf in tree_leaves(outputs)]
+        nodes: list[Any] = [leaf.grad_fn if isinstance(leaf, Tensor) else leaf.node for leaf in tree_leaves(outputs)]
     seen = set()
     while heads and nodes:
         node = nodes.pop()
