@@ -25,6 +25,7 @@ FILES = {
     "table": "bench_table",
     "options": "bench_options",
     "modes": "bench_modes",
+    "peers": "bench_peers",  # of "table", with other peers
     "tokens": "bench_sweep_tokens",
     "few": "bench_sweep_few",
     "vocabulary": "bench_sweep_vocabulary",

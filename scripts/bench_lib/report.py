@@ -342,8 +342,11 @@ def with_parts(text: str, documents: dict[str, Document]) -> str:
     Raises:
         ValueError: a section has documents of several commits.
     """
-    kinds = {"table": logits_part, "tokens": sweep_part, "vocabulary": sweep_part, "few": few_part, "head": linear_part}
-    kinds |= {"shapes": linear_part, "memory": memory_part, "profile": profile_part}
+    from bench_lib.modes import modes_part  # which imports this module
+
+    kinds = {"tokens": sweep_part, "vocabulary": sweep_part, "few": few_part, "modes": modes_part}
+    kinds |= {"memory": memory_part, "profile": profile_part}
+    kinds |= dict.fromkeys(("table", "peers"), logits_part) | dict.fromkeys(("head", "shapes"), linear_part)
     options = {name: each for name, each in documents.items() if name.startswith(FILES["options"])}
     first = documents.get(name_of("table", 1)) or next(iter(documents.values()))
     commit, sections = first["host"]["commit"], []

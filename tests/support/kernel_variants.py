@@ -394,8 +394,7 @@ def one_pass(dtype: str, row_bytes: int, option: str, call: str, edges: bool = F
     divisor = torch.int32 if call == "num_items" else None
     dtypes = (DTYPES[dtype], torch.int64, divisor, fp32 if options.class_weight else None, *outputs)
     n_columns = row_bytes // 16 * 16 // DTYPES[dtype].itemsize - edges
-    launch, programs = launch_of(
-        "one_pass", "_launch", dtypes, n_columns, (0, 1, 1, n_columns, 0, 0), call == "mean", options
-    )
+    sizes = (0, 1, 1, n_columns, 0, 0)
+    launch, programs = launch_of("one_pass", "_launch", dtypes, n_columns, sizes, call == "mean", options)
     name = f"one_pass-{dtype}{'-edges' * edges}-{option}-{call}-{row_bytes}"
     return Variant(name, launch, dtypes, programs)

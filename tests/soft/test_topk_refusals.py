@@ -1,0 +1,110 @@
+"""Teachers that are known at their k most probable tokens: what is refused, and what makes a row NaN."""
+
+import pytest
+import torch
+
+from tests.soft.test_topk import case_of
+from tests.support.inputs import IGNORE_INDEX
+from vocab_parallel_ce import Head, TopKTeacher, distillation_loss, linear_distillation_loss
+
+OUTSIDE = {"ids": torch.tensor([[1, 2], [3, 6]]), "log_probs": -torch.ones(2, 2)}
+HARD = {"hard_weight": 0.5, "labels": torch.tensor([1, 2])}
+
+
+def _of_nothing(hidden, teacher, **options):
+    return linear_distillation_loss(Head(hidden, torch.eye(3)), teacher, **options)
+
+
+@pytest.mark.reference
+def test_refusals_by_name():
+    student, ids, log_probs = torch.randn(2, 6), torch.tensor([[1, 2], [3, 3]]), torch.randn(2, 2)
+    teacher = TopKTeacher(ids, log_probs)
+    for error, words, changed, options in (
+        (TypeError, "teacher.ids: expected a torch.Tensor", {"ids": None}, {}),
+        (TypeError, "teacher.log_probs: expected a torch.Tensor", {"log_probs": None}, {}),
+        (TypeError, "teacher.ids: dtype", {"ids": log_probs}, {}),
+        (TypeError, "teacher.log_probs: dtype", {"log_probs": ids}, {}),
+        (TypeError, "teacher.log_probs: .*no gradient", {"log_probs": log_probs.clone().requires_grad_()}, {}),
+        (ValueError, "teacher.ids: shape", {"ids": ids[:1]}, {}),
+        (ValueError, "teacher.ids: shape", {"ids": ids[:, :1]}, {}),
+        (ValueError, "divergence: expected one of", {}, {"divergence": "backward"}),
+        (ValueError, "gradient: 'in_forward' takes", {}, {"divergence": "reverse", "gradient": "in_forward"}),
+        (ValueError, "hard_weight: expected labels", {}, {"hard_weight": 0.5}),
+        (ValueError, "hard_weight: expected temperature=1", {}, HARD | {"temperature": 2.0}),
+        (ValueError, "beta: must be above 0", {}, {"divergence": "js", "beta": 1.0}),
+        (ValueError, "reduction: expected one of", {}, {"divergence": "js", "reduction": "max"}),
+        (ValueError, "teacher.ids: must be different", {}, {"divergence": "js", "check_labels": True}),
+        (ValueError, "teacher.ids, labels: must be in", OUTSIDE, {"divergence": "js", "check_labels": True}),
+        (TypeError, "teacher.log_probs: .*no gradient", {"log_probs": log_probs.clone().requires_grad_()}, HARD),
+        (ValueError, "teacher.rest: expected one of", {"rest": "drop"}, {}),
+        (ValueError, "teacher.ids: must be different", {}, {"check_labels": True}),
+        (ValueError, "teacher.ids: must be in", {"ids": ids + 3}, {"check_labels": True}),
+    ):
+        with pytest.raises(error, match=f"^{words}"):
+            distillation_loss(student, teacher._replace(**changed), **options)
+    for call, name in ((distillation_loss, "student_logits"), (_of_nothing, "student.hidden")):
+        with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor, got NoneType"):
+            call(None, teacher, divergence="js")
+    with pytest.raises(TypeError, match="^teacher: expected logits or a TopKTeacher, got a Head"):
+        distillation_loss(student, Head(student, student))
+    with pytest.raises(TypeError, match="^teacher: expected a torch.Tensor"):
+        distillation_loss(student, (ids, log_probs))
+
+
+@pytest.mark.reference
+def test_logits_in_the_place_of_log_probs_are_refused_where_they_count():
+    logits, labels = torch.randn(2, 9), torch.tensor([3, -100])
+    ids, log_probs = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[-1.0, -2.0], [7.0, float("nan")]])
+    options = {"labels": labels, "check_labels": True}
+    assert distillation_loss(logits, TopKTeacher(ids, log_probs), **options).isfinite()  # nobody reads an ignored row
+    with pytest.raises(ValueError, match="^teacher.log_probs: must be at most 0, got 7; pass log-probabilities"):
+        distillation_loss(logits, TopKTeacher(ids, log_probs.flip(0).nan_to_num(-1.0)), **options)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.interpreted(2)
+@pytest.mark.parametrize("head", (False, True), ids=("logits", "head"))
+@pytest.mark.parametrize("divergence", ("forward", "reverse", "js"))
+@pytest.mark.parametrize("rest", ("ignore", "bucket"))
+def test_probabilities_in_the_place_of_log_probs_make_their_rows_nan(impl_device, rest, divergence, head):
+    """As labels outside of the vocabulary do: the other rows stay what they are, and an ignored one is 0."""
+    impl, device = impl_device
+    made = case_of()
+    logits, ids = made.logits[:4].to(device), made.options["teacher_ids"][:4].to(device)
+    log_probs = made.options["teacher_log_probs"][:4].to(device)
+    labels = torch.tensor([3, 1, IGNORE_INDEX, 0], device=device)
+    wrong = torch.stack([log_probs[0], log_probs[1].exp(), log_probs[2].exp(), log_probs[3] + 3.0])
+    options = {"divergence": divergence, "reduction": "none", "labels": labels, "impl": impl}
+
+    def call(log_probs, **options):
+        teacher = TopKTeacher(ids, log_probs, rest)
+        leaf = (torch.ones(4, 1, device=device) if head else logits.clone()).requires_grad_()
+        student = Head(leaf, logits[0].unsqueeze(1).clone().requires_grad_()) if head else leaf
+        return (linear_distillation_loss if head else distillation_loss)(student, teacher, **options), leaf
+
+    loss, leaf = call(wrong, **options)
+    expected, expected_leaf = call(log_probs, **options)
+    (grad,), (expected_grad,) = (torch.autograd.grad(a.sum(), b) for a, b in ((loss, leaf), (expected, expected_leaf)))
+    assert loss[[1, 3]].isnan().all() and grad[[1, 3]].isnan().all()
+    assert torch.equal(loss[[0, 2]], expected[[0, 2]]) and loss[2] == 0.0
+    assert torch.equal(grad[[0, 2]], expected_grad[[0, 2]]) and not grad[2].any()
+    assert call(wrong, **options | {"reduction": "mean"})[0].isnan()
+    with pytest.raises(
+        ValueError, match="^teacher.log_probs: must be at most 0, got .*; pass log-probabilities, not prob"
+    ):
+        call(wrong, **options, check_labels=True)
+    twice = torch.full_like(log_probs, -0.5)  # no number is above 0
+    with pytest.raises(ValueError, match="^teacher.log_probs: exponentials of a row must sum to at most 1, got 3[.]6"):
+        call(twice, **options, check_labels=True)
+    assert call(twice, **options)[0][[0, 1, 3]].isnan().all()
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("divergence", ("forward", "reverse"))
+def test_rounded_log_probs_are_a_distribution(divergence):
+    """The sum of 4096 log-probabilities of bf16 is off by less than the bound."""
+    student, ids = torch.zeros(2, 4096), torch.arange(4096).expand(2, -1)
+    for log_probs in (torch.zeros(2, 4096).log_softmax(-1), torch.randn(2, 4096).mul(4).log_softmax(-1)):
+        for dtype in (torch.bfloat16, torch.float16):
+            teacher = TopKTeacher(ids, log_probs.to(dtype), "bucket")
+            assert distillation_loss(student, teacher, divergence=divergence, check_labels=True).isfinite()
