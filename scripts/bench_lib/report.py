@@ -344,9 +344,8 @@ def with_parts(text: str, documents: dict[str, Document]) -> str:
     """
     from bench_lib.modes import modes_part  # which imports this module
 
-    kinds = {"tokens": sweep_part, "vocabulary": sweep_part, "few": few_part, "modes": modes_part}
-    kinds |= {"memory": memory_part, "profile": profile_part}
-    kinds |= dict.fromkeys(("table", "peers"), logits_part) | dict.fromkeys(("head", "shapes"), linear_part)
+    parts = {logits_part: ["table", "peers"], linear_part: ["head", "shapes"], sweep_part: ["tokens", "vocabulary"]}
+    parts |= {few_part: ["few"], modes_part: ["modes"], memory_part: ["memory"], profile_part: ["profile"]}
     options = {name: each for name, each in documents.items() if name.startswith(FILES["options"])}
     first = documents.get(name_of("table", 1)) or next(iter(documents.values()))
     commit, sections = first["host"]["commit"], []
@@ -354,7 +353,7 @@ def with_parts(text: str, documents: dict[str, Document]) -> str:
         named = {name: each for name, each in documents.items() if "{{" + name + "}}" in section}
         require_one_commit(section.partition("\n")[0], named | (options if "{{options}}" in section else {}))
         for name, document in named.items():
-            part = next(part for kind, part in kinds.items() if name.startswith(FILES[kind]))
+            part = next(part for part, kinds in parts.items() if name.startswith(tuple(FILES[kind] for kind in kinds)))
             section = section.replace("{{" + name + "}}", part(document, commit))
         sections.append(section)
     text = "".join(sections).replace("{{commit}}", short_commit(first))
