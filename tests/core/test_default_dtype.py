@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import vocab_parallel_ce as vp
 from vocab_parallel_ce import verify
@@ -43,7 +44,7 @@ def results(name, dtype):
     shapes = ((TOKENS, COLUMNS), (TOKENS, WIDTH), (COLUMNS, WIDTH))
     leaves = [torch.randn(s, generator=generator, dtype=torch.float32).to(dtype).requires_grad_() for s in shapes]
     found = LOSSES[name](*leaves)
-    outputs = [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
+    outputs = tree_leaves(found)
     differentiable = [output for output in outputs if output.requires_grad]
     grads = torch.autograd.grad(differentiable, leaves, [t.detach().cos() for t in differentiable], allow_unused=True)
     return [*outputs, *(grad for grad in grads if grad is not None)]

@@ -10,6 +10,7 @@ from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import linear_every_output, projection
 from tests.support.logits import OUTPUTS, ROWS, broad_rows, every_output, grads_of_every_output
 from vocab_parallel_ce import linear_token_log_probs, token_log_probs
+from vocab_parallel_ce.options import DIFFERENTIABLE
 
 NAN, INF = float("nan"), float("inf")
 TRANSFORMS = {"plain": {}, "scaled": {"logit_scale": 0.5}, "capped": {"softcap": 10.0, "logit_scale": 0.4}}
@@ -55,8 +56,9 @@ def test_what_is_no_temperature_gives_nan_and_ignored_tokens_0(impl_device, opti
     leaf = (logits - 90.0).to(device).requires_grad_()  # all negative: none is +inf divided by 0
     options = {"temperature": bad.repeat(2), "impl": impl, **options}
     found = token_log_probs(leaf, labels.to(device), outputs=(*OUTPUTS, "rank"), top_k=2, **options)
-    torch.autograd.backward(found[1:6], [torch.ones(12, device=device)] * 5)
-    for values in (*found[1:6], found.top_log_probs, leaf.grad):
+    differentiable = [getattr(found, name) for name in ("log_probs", *DIFFERENTIABLE)]
+    torch.autograd.backward(differentiable, [torch.ones(12, device=device)] * 5)
+    for values in (*differentiable, found.top_log_probs, leaf.grad):
         values = values.view(12, -1)
         assert not values[:6].any() and values[6:11].isnan().all() and values[11].isfinite().all()
     for ids in (found.predictions, found.rank, found.top_ids):
