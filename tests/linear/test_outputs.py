@@ -60,7 +60,8 @@ def test_outputs_that_are_differentiated_are_right(impl_device, outputs, uses_lo
             continue  # a mean_logit has no weights
         inputs = linear.projection(kind, ROWS, dtype=dtype, bias=True)
         with record_matmuls() as matmuls:
-            found = linear.run(impl_device, inputs, *grads, **given, **options)
+            on_device = {n: v.to(impl_device[1]) if torch.is_tensor(v) else v for n, v in options.items()}
+            found = linear.run(impl_device, inputs, *grads, **given, **on_device)
         assert len(matmuls) == n_products, options
         linear.assert_right(found, inputs, *grads, **given, **options)
 
