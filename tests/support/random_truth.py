@@ -302,7 +302,8 @@ def of_topk(
     is_wrong = (((ids < 0) | (ids >= n_columns)) & known).any(-1)
     rows = rows_of(x, torch.zeros_like(x[..., :1]), labels, options)
     counted = rows.counted & known.any(-1)  # the others are rows of a mean all the same
-    bad = (rows.bad | is_wrong) & counted & (not divides_by_0(options))
+    outside = torch.zeros_like(counted) if labels is None else (labels < 0) | (labels >= n_columns)
+    bad = ((rows.bad | is_wrong) & counted | outside & rows.counted) & (not divides_by_0(options))
     clean = with_nan_gradient(x, bad).masked_fill((rows.bad_x | ~counted).unsqueeze(-1), 0.0)
     clean = clean.masked_fill(clean == NEG_INF, NEG_INF)
     log_s = (clean / temperature).log_softmax(-1)
@@ -314,9 +315,9 @@ def of_topk(
     losses = (q * (finite(log_q) - own.masked_fill(at < 0, 0.0))).sum(-1)
     mass = q.sum(-1)
     r = (1 - mass).clamp(min=0) if options["rest"] == "bucket" else torch.zeros_like(mass)
-    outside = log_s.masked_fill(among, NEG_INF)
-    is_empty = outside.amax(-1) == NEG_INF  # the loss is infinite; autograd knows no gradient of such a sum
-    others = outside.masked_fill(is_empty.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(is_empty, NEG_INF)
+    others_log_s = log_s.masked_fill(among, NEG_INF)
+    is_empty = others_log_s.amax(-1) == NEG_INF  # the loss is infinite; autograd knows no gradient of such a sum
+    others = others_log_s.masked_fill(is_empty.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(is_empty, NEG_INF)
     lse = (clean / temperature).logsumexp(-1)
     others = others - (lse - lse.detach()).masked_fill(~is_empty, 0.0)
     if options["rest"] == "bucket":
