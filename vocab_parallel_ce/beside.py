@@ -12,7 +12,7 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, flat, shares_storage
 from vocab_parallel_ce.options import Settings, shard_of_rank
-from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.shard import LOGITS, VocabShard
 from vocab_parallel_ce.spec import INF, NAN, LossOptions
 
 
@@ -43,7 +43,9 @@ def weights_of_columns(class_weight: Tensor, shard: VocabShard, logits: Tensor) 
     return columns.clone() if columns.data_ptr() % VECTOR_BYTES else constant(columns, logits)
 
 
-def with_padding(given: Any, settings: Settings, rank: int, n_ranks: int) -> tuple[Any, Settings]:
+def with_padding(
+    given: Any, settings: Settings, rank: int, n_ranks: int, subject: str = LOGITS
+) -> tuple[Any, Settings]:
     """Return the arguments alongside logits or a weight of no columns, for the column of padding in their place.
 
     A rank without columns takes part in the collectives: as one that has padding alone.
@@ -52,7 +54,7 @@ def with_padding(given: Any, settings: Settings, rank: int, n_ranks: int) -> tup
         values = getattr(given, name, None)
         if isinstance(values, Tensor) and values.shape[-1:] == (0,):
             given = given._replace(**{name: F.pad(values, (0, 1))})
-    size = shard_of_rank(settings, 0, rank, n_ranks).vocab_size
+    size = shard_of_rank(settings, 0, rank, n_ranks, subject=subject).vocab_size
     return given, settings._replace(vocab_size=VocabShard(size, size + 1, size))
 
 

@@ -106,7 +106,7 @@ def select(
         return Selection("one_pass", "asked for")
     if obstacle is None and requested == "auto":
         assert workload is not None
-        few = f"; triton of fewer than {workload.fewest_rows} rows" if workload.fewest_rows else ""
+        few = f"; triton for fewer than {workload.fewest_rows} rows" if workload.fewest_rows else ""
         return Selection("one_pass", f"one read and one write{few}", workload.fewest_rows)
     if device_type == "cuda":
         why = f"a GPU, and triton is installed; one_pass needs {obstacle}"

@@ -131,7 +131,7 @@ def test_a_loss_per_row_has_the_bits_of_one_implementation(monkeypatch):
 def test_one_pass_runs_where_nothing_stands_in_its_way():
     assert on_a_gpu("auto") == ("one_pass", "one read and one write", 0)
     by_rows = WORKLOAD._replace(fewest_rows=97)
-    assert on_a_gpu("auto", by_rows) == ("one_pass", "one read and one write; triton of fewer than 97 rows", 97)
+    assert on_a_gpu("auto", by_rows) == ("one_pass", "one read and one write; triton for fewer than 97 rows", 97)
     for workload in (WORKLOAD, by_rows):
         for name in ("one_pass", "triton", "reference"):
             assert on_a_gpu(name, workload) == (name, "asked for", 0)

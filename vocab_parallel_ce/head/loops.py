@@ -232,8 +232,9 @@ def _chunk_with_gradients(
         else:
             filled = found if run.fills_outputs_first(plan) else None
             of_part = _arrived(call, *given, exchange, filled)
-            for each, own in zip(stats, of_part, strict=False):
-                each[:, own_rows] = own
+            if stats:
+                for each, part_stats in zip(stats, of_part, strict=True):
+                    each[:, own_rows] = part_stats
             run.fill_with_gradient(plan, of_part, call.divisor, *given, found, d_logits)
         products.write_d_hidden(d_logits, None if d_hidden is None else d_hidden[part])
     products.finish_chunk(rows, states, d_hidden, products.d_buffer[: states.shape[0]])

@@ -31,6 +31,7 @@ from vocab_parallel_ce.spec import is_ignored
 
 GRADIENTS = ("auto", "in_forward", "in_backward")
 MOST_KEPT = 0.9  # share of valid tokens above which it does not pay to leave out the ignored ones
+WEIGHT = "weight: rows"  # what has a rank's columns, for messages
 
 
 class Head(NamedTuple):
@@ -278,7 +279,7 @@ def with_a_row(
     if settings.vocab_size is None:
         expected = f"[C, {weight.shape[1]}] with rows"
         raise ValueError(f"weight: expected shape {expected}, got {tuple(weight.shape)}; {checks.NO_COLUMNS}")
-    beside, settings = with_padding(given.beside, settings, rank, n_ranks)
+    beside, settings = with_padding(given.beside, settings, rank, n_ranks, WEIGHT)
     weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
     main_grad = None if given.main_grad is None else torch.zeros_like(weight, dtype=torch.float32)
     return weight, bias, given._replace(beside=beside, main_grad=main_grad), settings
@@ -320,7 +321,7 @@ def _plan_of_logits(
     n_ranks: int,
 ) -> Plan:
     """Plan the loss of a chunk's logits; a mean is a sum that is divided by the number of valid tokens."""
-    shard = shard_of_rank(settings, n_columns, rank, n_ranks, subject="weight: rows")
+    shard = shard_of_rank(settings, n_columns, rank, n_ranks, subject=WEIGHT)
     reduction = "none" if settings.reduction == "none" else "sum"
     recomputes = may_recompute(settings, gradient)
     if settings.impl == "one_pass" and logits_dtype != dtype:

@@ -101,7 +101,7 @@ class LabelLoss(Loss):
         return {name: has_gradient for name, is_asked, has_gradient in asked if is_asked and name != "loss"}
 
     def beyond_one_pass(self, options: LossOptions) -> tuple[str, ...]:
-        # The gradients of these would need factors that forward does not know.
+        # It has no sums for these.
         lacks = [name for name in ("entropy", "sum_sq_probs", "mean_logit") if getattr(options, name)]
         # These would need more registers than a program of wide rows has.
         if options.softcap is not None:
