@@ -136,3 +136,50 @@ def test_the_gradient_of_the_logits_beside_a_fused_loss_is_refused(way, mechanis
             OF_LOGITS[way](loss, outputs.logits)
     finally:
         uninstall(model)
+
+
+@pytest.mark.parametrize("mechanism", ["lazy", "rewrite"])
+def test_the_gradient_of_what_the_fused_loss_does_not_use(mechanism):
+    """A tensor made of the logits beside the loss is no input of the loss in the model either."""
+
+    def gradient():
+        outputs = model(**tiny_inputs(model))
+        doubled = outputs.logits.float() * 2
+        return torch.autograd.grad(outputs.loss + doubled.square().sum(), doubled)[0]
+
+    model = model_of(LlamaForCausalLM)
+    truth = gradient()
+    install(model, mechanism=mechanism)
+    try:
+        torch.testing.assert_close(gradient(), truth, rtol=1e-5, atol=1e-5)
+    finally:
+        uninstall(model)
+
+
+LATER = {
+    "float": lambda logits: logits.float(),
+    "view": lambda logits: logits.view(-1, logits.shape[-1]),
+    "slice": lambda logits: logits[:, :-1],
+    "times": lambda logits: logits * 2,
+    "clone": lambda logits: logits.clone(),
+    "softmax": lambda logits: logits.softmax(-1),
+    "make": lambda logits: getattr(logits, "make", logits.clone)(),
+    "compiled": torch.compile(lambda logits: logits.float().logsumexp(-1), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("reader", LATER)
+def test_logits_without_gradients_are_read_after_their_mode(reader, mode):
+    def values():
+        with mode():
+            logits = model(**tiny_inputs(model)).logits
+        return LATER[reader](logits)
+
+    model = model_of(LlamaForCausalLM)
+    truth = values()
+    install(model)
+    try:
+        torch.testing.assert_close(values(), truth, rtol=1e-5, atol=1e-5)
+    finally:
+        uninstall(model)

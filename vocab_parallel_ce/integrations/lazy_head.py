@@ -46,6 +46,17 @@ def saved_as_it_is() -> contextlib.AbstractContextManager[Any]:
     return saved_tensors_hooks(_as_it_is, _as_it_is) if _saving_hooks() else contextlib.nullcontext()
 
 
+def history(nodes: list[Any]) -> set[Any]:
+    """Return the nodes of a graph that ends in ``nodes``, which are taken out of their list."""
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return seen
+
+
 def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
     """Leave the transforms of ``torch.func`` that are entered: what they make ends with them."""
     if not torch._C._are_functorch_transforms_active():

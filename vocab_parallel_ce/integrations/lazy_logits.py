@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from vocab_parallel_ce.integrations.lazy_head import Head, checkpoint_hook, saved_as_it_is
+from vocab_parallel_ce.integrations.lazy_head import Head, checkpoint_hook, history, saved_as_it_is
 from vocab_parallel_ce.options import REDUCTIONS
 
 METADATA = {
@@ -33,7 +33,7 @@ METADATA = {
 IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__"}  # and names with a last "_"
 METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)  # of C
 MULTIPLY, DIVIDE = ("mul", "multiply", "__mul__", "__rmul__"), ("div", "divide", "true_divide", "__truediv__")
-FUSED = "head of a fused loss"  # of the metadata of its node
+FUSED = "node of the logits"  # of the metadata of a fused loss's node
 POINTWISE = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.tanh.default)
 
 without_overrides = torch._C.DisableTorchFunctionSubclass
@@ -133,9 +133,10 @@ class LazyLogits(Tensor):
         with without_overrides():
             is_as_made = self.grad_fn is self._node
             hides_gradient = self.requires_grad and not torch.is_grad_enabled()
+            is_read_later = self.is_inference() and not torch.is_inference_mode_enabled()
         # A checkpoint runs its region again: it must find these logits as they were, real ones.
         other_checkpoint = checkpoint_hook() not in (None, self._head.checkpoint)
-        if self._head.is_made or self._recorded is None or not is_as_made or other_checkpoint:
+        if self._head.is_made or self._recorded is None or not is_as_made or other_checkpoint or is_read_later:
             return NotImplemented
         # Inside an autograd Function, what is recorded would not be its output. DDP's function clones what it ignores.
         if hides_gradient and name != "clone":
@@ -168,6 +169,18 @@ class LazyLogits(Tensor):
         made = func(*tree_map_only(LazyLogits, values, args), **tree_map_only(LazyLogits, values, kwargs or {}))
         # What writes returns what it wrote to.
         return tree_map_only(Tensor, lambda tensor: lazy_of.get(id(tensor), tensor), made)
+
+
+def _run_as_it_is(*functions: Any) -> None:
+    """Let Dynamo trace neither functions nor what they call: to trace a call with lazy logits, it looks at them."""
+    api: Any = torch._C._dynamo.eval_frame
+    if hasattr(api, "_FrameExecStrategy"):
+        skip = api._FrameExecStrategy(api._FrameAction.SKIP, api._FrameAction.SKIP)
+        for function in functions:
+            api.set_code_exec_strategy(function.__func__.__code__, skip)
+
+
+_run_as_it_is(LazyLogits.__torch_function__, LazyLogits.__torch_dispatch__)
 
 
 class _Output(torch.autograd.Function):
@@ -209,22 +222,20 @@ def _as_recorded(lazy: LazyLogits, recorded: Recorded) -> LazyLogits:
 
 
 def _check_inputs(outputs: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
-    """Raise if lazy logits are inputs of ``torch.autograd.grad`` or ``backward``, and a fused loss is in the graph."""
+    """Raise if a fused loss in the graph of ``outputs`` would use lazy logits among ``inputs``, and does not."""
     inputs = args[0] if inputs is None and args else inputs  # of backward they are always named
-    heads = [leaf._head for leaf in tree_leaves(inputs) if isinstance(leaf, LazyLogits) and leaf._head.is_fused]
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, LazyLogits) and leaf._head.is_fused]
+    if not leaves:
+        return
     with without_overrides():
-        nodes: list[Any] = [leaf.grad_fn if isinstance(leaf, Tensor) else leaf.node for leaf in tree_leaves(outputs)]
-    seen = set()
-    while heads and nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if node.metadata.get(FUSED, lambda: None)() in heads:
-                raise RuntimeError(
-                    "logits: their gradient would lack the loss's part, because the loss was fused and did not use "
-                    "them; look at the logits before the loss, or uninstall the lazy logits for this call"
-                )
-            nodes += [following for following, _ in node.next_functions]
+        nodes = [leaf.grad_fn if isinstance(leaf, Tensor) else leaf.node for leaf in tree_leaves(outputs)]
+        wanted = {leaf.grad_fn for leaf in leaves}
+    fused = [node.metadata[FUSED] for node in history(nodes) if FUSED in node.metadata]
+    if not wanted.isdisjoint(history(fused)):
+        raise RuntimeError(
+            "logits: their gradient would lack the loss's part, because the loss was fused and did not use them; look "
+            "at the logits before the loss, or uninstall the lazy logits for this call"
+        )
 
 
 def _direct(func: Any, args: Any, kwargs: Any) -> Any:
@@ -377,7 +388,7 @@ def _cross_entropy(
         loss = head.loss(recorded.hidden, target, recorded.n_columns, **options)
     head.is_fused = True
     if loss.grad_fn is not None:
-        loss.grad_fn.metadata[FUSED] = weakref.ref(head)
+        loss.grad_fn.metadata[FUSED] = logits._node
     head.report("fused")
     is_autocast = torch.is_autocast_enabled(logits.device.type)
     return loss if is_autocast else loss.to(logits.dtype)
