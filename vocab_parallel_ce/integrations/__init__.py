@@ -42,7 +42,7 @@ class Report(NamedTuple):
     """What ``install()`` of an integration did, and what became of the calls since. Its text fits a screen."""
 
     framework: str
-    rebound: tuple[str, ...]  #: names that stand for this package's functions, with their modules
+    rebound: tuple[str, ...]  #: names that stand for this package's functions, with their modules, or what they will be
     left: dict[str, str]  #: what the framework still computes, or a name that is not there -> why
     calls: dict[str, int]  #: what became of calls since then -> how many; empty if the integration does not count them
 
@@ -55,7 +55,7 @@ class Report(NamedTuple):
         if not self.installed:
             return f"{self.framework}: not installed"
         calls = [f"{event}: {number}" for event, number in self.calls.items()]
-        left = [f"{what}: {why}" for what, why in self.left.items()]
+        left = [f"{what if ' ' in what else what.rpartition('.')[2]}: {why}" for what, why in self.left.items()]
         parts = {"computed by this package": self.rebound, "left to the framework": left, "calls so far": calls}
         lines = [f"{self.framework}: installed"]
         for part, each in parts.items():
@@ -111,7 +111,7 @@ def warn_if_newer(name: str) -> None:
 
 def log_installed(framework: str, computed: Iterable[str], left: Mapping[str, str]) -> None:
     """Log, in one line, what of a framework this package computes from now on, and what it does not, and why."""
-    what = _first(sorted(computed), ", ")
+    what = _first(sorted(computed, key=lambda name: (" " in name, name)), ", ")  # a sentence is the last
     why = _first([f"{name} ({reason})" for name, reason in left.items()], "; ")
     logger.info("vocab_parallel_ce: %s: computes %s; left to the framework: %s", framework, what, why)
 

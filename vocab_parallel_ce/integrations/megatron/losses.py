@@ -21,6 +21,7 @@ _global_forward_hooks = torch.nn.modules.module._global_forward_hooks
 
 options: dict[str, Any] = {}  # of install(), as the loss over logits takes them
 head_options: dict[str, Any] = {}  # of install(linear=True), as the head takes them: they may mean another thing there
+fallbacks: list[str] = []  # what made the logits of the first linear loss that is one over logits; logged once
 
 
 class LossCall(NamedTuple):
@@ -56,9 +57,10 @@ def vocab_parallel_cross_entropy(
         if loss is not None:
             return loss
         vocab_parallel_logits = vocab_parallel_logits.make("another reader")
-        if not calls["loss of logits"]:
+        if not fallbacks:
             made = ", ".join(event for event in calls if event.endswith("made the logits"))
             logger.warning("vocab_parallel_ce: Megatron-Core: the loss is over logits, not the linear one: %s", made)
+            fallbacks.append(made)
     calls["loss of logits"] += 1
     return cross_entropy(vocab_parallel_logits, target, advanced=SMOOTHING, **keywords)
 

@@ -95,6 +95,7 @@ def install(*, linear: bool = False, **options: Any) -> Report:
     if losses.head_options.get("gradient") == "in_backward":  # of logits that name is "overwrite them"
         losses.options["gradient"] = "out_of_place"
     losses.calls.clear()
+    losses.fallbacks.clear()
     return report()
 
 

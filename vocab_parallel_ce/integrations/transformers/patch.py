@@ -29,6 +29,7 @@ from vocab_parallel_ce.integrations.transformers.heads import (
 )
 from vocab_parallel_ce.integrations.transformers.rewritten import rewritten_forward
 from vocab_parallel_ce.integrations.transformers.targets import (
+    has_other_forward,
     head_of,
     imported_classes,
     is_language_model,
@@ -46,6 +47,7 @@ WITHOUT_LABELS = (
     "compute_loss_func, a loss of your own)"
 )
 NO_HEAD = "get_output_embeddings() returns no head"
+NO_LANGUAGE_MODEL = "its forward takes no labels, or its models have no head that makes logits of tokens"
 WHEN_BUILT = "each other class of language models, when its first model is built"
 OPTIONS = {name: KEYWORDS[name] for name in ("chunk_size", "gradient", "impl")}
 
@@ -89,18 +91,28 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
     check_settings(settings, 1)
     warn_if_newer("transformers")
     if target is None:
+        _check_same(mechanism, options)
         for cls in imported_classes():
             _install_class(cls, mechanism, options)
         if imported_later:
             _install_when_built(mechanism, options)
     else:
         owner = owner_of(target)
-        reason = _install(owner, mechanism, options)
+        is_headless = isinstance(owner, type) and not is_language_model(owner)
+        reason = NO_LANGUAGE_MODEL if is_headless else _install(owner, mechanism, options)
         if reason is not None:
             raise ValueError(f"{name_of(owner)}: {reason}")
     made = report()
     log_installed("transformers", made.rebound, made.left)
     return made
+
+
+def _check_same(mechanism: str, options: dict[str, Any]) -> None:
+    """Raise unless the classes that are installed have this mechanism and these options."""
+    for owner, after in [(each.owner(), each.after) for each in _replaced if each.name == "forward"]:
+        other = getattr(after, "vocab_parallel_ce", None)
+        if isinstance(owner, type) and other != (mechanism, options):
+            raise ValueError(f"{name_of(owner)}: has mechanism and options {other} already: uninstall() them first")
 
 
 def report() -> Report:
@@ -303,7 +315,7 @@ def _install(owner: Any, mechanism: str, options: dict[str, Any], counts: bool =
         return _reason(current)
     if hasattr(current, "vocab_parallel_ce"):
         return f"has mechanism and options {current.vocab_parallel_ce} already: uninstall() them first"
-    if current is not cls.forward or inspect.unwrap(cls.forward).__module__ not in {c.__module__ for c in cls.__mro__}:
+    if current is not cls.forward or has_other_forward(cls):
         return "something else has replaced its forward: install() before that"
     original = cls.forward
     if "labels" not in inspect.signature(original).parameters:

@@ -25,7 +25,7 @@ def is_language_model(cls: Any) -> bool:
     transformers knows the head of a model by its attribute ``lm_head``, or by ``get_output_embeddings`` of its class.
     A model that generates tokens has one, too, perhaps inside of another model.
     """
-    if "labels" not in inspect.signature(cls.forward).parameters:
+    if "labels" not in inspect.signature(cls.forward).parameters and not has_other_forward(cls):
         return False
     from transformers import PreTrainedModel
 
@@ -34,6 +34,11 @@ def is_language_model(cls: Any) -> bool:
     codes = [getattr(vars(base).get("__init__"), "__code__", None) for base in cls.__mro__]
     has_head = any(code is not None and "lm_head" in code.co_names for code in codes)
     return has_head or any(base.__name__ == "GenerationMixin" for base in cls.__mro__)
+
+
+def has_other_forward(cls: Any) -> bool:
+    """Return whether something else has replaced the forward of a class."""
+    return inspect.unwrap(cls.forward).__module__ not in {base.__module__ for base in cls.__mro__}
 
 
 @functools.cache
