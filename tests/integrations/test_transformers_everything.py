@@ -15,7 +15,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from tests.support.transformers_steps import FUSED, calls_of, own_step  # noqa: E402
-from vocab_parallel_ce.integrations.transformers import install, report, uninstall  # noqa: E402
+from vocab_parallel_ce.integrations.transformers import install, patch, report, uninstall  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.audit_models import differs, step  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.heads import NOT_USED  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.patch import NO_HEAD, WHEN_BUILT, WITHOUT_LABELS  # noqa: E402
@@ -263,8 +263,12 @@ def test_a_forward_that_something_else_replaced_is_named(monkeypatch, caplog):
         uninstall()
 
 
+@pytest.mark.parametrize("imported", [True, False])
 @pytest.mark.parametrize("change", [{"mechanism": "rewrite"}, {"chunk_size": 64}], ids=str)
-def test_other_options_for_what_is_installed_are_refused(change):
+def test_other_options_for_what_is_installed_are_refused(change, imported, monkeypatch):
+    """Also if no class is imported yet: the first model of each is built later."""
+    if not imported:
+        monkeypatch.setattr(patch, "imported_classes", list)
     before = install()
     try:
         assert install() == before

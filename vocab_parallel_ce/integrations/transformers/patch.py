@@ -109,7 +109,7 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
 
 def _check_same(mechanism: str, options: dict[str, Any]) -> None:
     """Raise unless the classes that are installed have this mechanism and these options."""
-    for owner, after in [(each.owner(), each.after) for each in _replaced if each.name == "forward"]:
+    for owner, after in [(each.owner(), each.after) for each in _replaced]:
         other = getattr(after, "vocab_parallel_ce", None)
         if isinstance(owner, type) and other != (mechanism, options):
             raise ValueError(f"{name_of(owner)}: has mechanism and options {other} already: uninstall() them first")
@@ -371,6 +371,6 @@ def _install_when_built(mechanism: str, options: dict[str, Any]) -> None:
                     _install_class(cls, mechanism, options)
         original(self, *args, **kwargs)
 
-    build.vocab_parallel_ce = True  # type: ignore[attr-defined]
+    build.vocab_parallel_ce = (mechanism, options)  # type: ignore[attr-defined]
     _replaced.append(Replaced(weakref.ref(base), "__init__", original, build))
     base.__init__ = build
