@@ -62,8 +62,9 @@ def verify_calls(enabled: bool = True) -> Iterator[None]:
 
     For debugging: it waits for the device, and no CUDA graph may be captured meanwhile. All ranks enter it
     together. ``VOCAB_PARALLEL_CE_VERIFY=1``, read at import, does the same for a whole program. It covers all
-    losses and their modules, in all threads. A difference raises the same error on every rank, which names
-    the rank and the argument. So does an error in one rank's own checks. docs/options.md says what is compared.
+    losses and their modules, in all threads, and not :func:`copy_to_ranks`. A difference raises the same error on
+    every rank, which names the rank and the argument. So does an error in one rank's own checks. docs/options.md says
+    what is compared.
 
     Collectives: two all_gathers per call and two in backward, of less than 4 KiB per rank, of
     pickled objects. Two more with the labels if they differ. None for one rank.
