@@ -137,6 +137,7 @@ def upgraded(document: Document) -> Document:
     of_cases = document.pop("cases", None)
     if of_cases is not None:
         document["results"] = [{"case": case["case"]} | each for case in of_cases for each in case["results"]]
+        document.setdefault("rounds", min(len(each.get("ms_all", ())) for each in document["results"]) or None)
     points = document.pop("points", None)
     document["results"] = [_upgraded(each) for each in points or document.get("results", [])]
     # Documents of steps had no such field, and those from before it have predictions at their end.
@@ -218,17 +219,17 @@ def short_commit(document: Document) -> str:
     return ", ".join(str(part) for part in (str(host["commit"])[:12], host.get("date")) if part)
 
 
+def is_of_enough_rounds(document: Document) -> bool:
+    return (document.get("rounds") or FEWEST_ROUNDS) >= FEWEST_ROUNDS
+
+
 def require_rounds(where: str, documents: Mapping[str, Document]) -> None:
     """Refuse documents of fewer rounds than ``FEWEST_ROUNDS``, of which none is a warm-up.
 
     Raises:
         ValueError: there are some.
     """
-    few = [
-        f"{name}: {each['rounds']}"
-        for name, each in documents.items()
-        if (each.get("rounds") or FEWEST_ROUNDS) < FEWEST_ROUNDS
-    ]
+    few = [f"{name}: {each['rounds']}" for name, each in documents.items() if not is_of_enough_rounds(each)]
     if few:
         raise ValueError(f"{where}: expected {FEWEST_ROUNDS} rounds or more, got {'; '.join(few)}; measure them again")
 

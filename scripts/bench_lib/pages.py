@@ -14,10 +14,10 @@ from bench_lib.cases import OURS, Case
 from bench_lib.documents import (
     Document,
     Result,
+    is_of_enough_rounds,
     is_timed,
     name_of,
     require_one_commit,
-    require_rounds,
     results_by_case,
     short_commit,
 )
@@ -74,7 +74,7 @@ FRAMEWORKS = (
         "24576 tokens",
         "Megatron-Core",
         f"{OURS}, linear",
-        ("Megatron-Core, fused", f"{OURS}, logits"),
+        ("Megatron-Core, fused", "Megatron-Core, TransformerEngine's loss", f"{OURS}, logits"),
     ),
     Framework(
         "[DTensor](docs/dtensor.md)",
@@ -179,11 +179,14 @@ def losses_block(document: Document) -> str:
 
 
 def frameworks_block(documents: Mapping[str, Document]) -> str:
-    """Time and memory without and with this package, the others, and where this package loses."""
-    rows, used = [], {row.document: documents[row.document] for row in FRAMEWORKS}
+    """Time and memory without and with this package, the others, and where this package loses.
+
+    A framework that was measured in few rounds is named below the table; its own page has the figures.
+    """
+    enough = [row for row in FRAMEWORKS if is_of_enough_rounds(documents[row.document])]
+    rows, used = [], {row.document: documents[row.document] for row in enough}
     require_one_commit("README", used)
-    require_rounds("README", used)
-    for row in FRAMEWORKS:
+    for row in enough:
         document = documents[row.document]
         results = results_by_case(document)[row.case]
         peers = [f"{peer}: {cost(results[peer])}" for peer in row.peers if peer in results]
@@ -194,11 +197,13 @@ def frameworks_block(documents: Mapping[str, Document]) -> str:
         rows.append([*cells, "; ".join(peers) or "-", where_it_loses(row, results_by_case(document))])
     every = table(["framework", "the line", "case", "without", "with", "others", "where it loses"], rows)
     commits: dict[str, list[str]] = {}
-    for row in FRAMEWORKS:
+    for row in enough:
         name = row.name.partition("]")[0].lstrip("[")
         commits.setdefault(short_commit(used[row.document]), []).append(name)
     first, *others = (f"{commit} ({', '.join(names)})" for commit, names in commits.items())
-    return f"{every}\n\n{'Commits' if others else 'Commit'} {'; '.join([first, *others])}."
+    few = [f"{row.name} ({row.line})" for row in FRAMEWORKS if row not in enough]
+    less = f" In fewer rounds, on their pages: {'; '.join(few)}." if few else ""
+    return f"{every}\n\n{'Commits' if others else 'Commit'} {'; '.join([first, *others])}.{less}"
 
 
 def where_it_loses(row: Framework, cases: dict[str, dict[str, Result]]) -> str:

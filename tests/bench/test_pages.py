@@ -4,7 +4,7 @@ import pytest
 
 from tests.bench.support import OURS, document
 
-from bench_lib import pages, where  # isort: skip
+from bench_lib import documents, pages, where  # isort: skip
 
 pytestmark = pytest.mark.reference
 
@@ -50,6 +50,22 @@ def test_what_else_a_line_replaces_counts_too(monkeypatch):
     row = ROW._replace(pairs=(("head", "head, installed"),))
     found = cells(monkeypatch, steps(many_tokens=[SLOW, FAST, *pair]), row)
     assert found[6] == "many tokens: 4.99 GiB, head 1.26"
+
+
+def test_a_row_of_few_rounds_is_not_in_readme_but_named_below(monkeypatch):
+    row = ROW._replace(name="[B](docs/b.md)", document="b")
+    monkeypatch.setattr(pages, "FRAMEWORKS", (ROW, row))
+    found = {name: steps(many_tokens=[SLOW, FAST]) for name in "ab"}
+    assert "| [B](docs/b.md) |" in pages.frameworks_block(found)
+    found["b"] |= {"rounds": 3}
+    text = pages.frameworks_block(found)
+    assert "| [A](docs/a.md) |" in text and "| [B]" not in text
+    assert text.endswith("(A). In fewer rounds, on their pages: [B](docs/b.md) (`X.a()`).")
+
+
+def test_the_rounds_of_an_older_document_are_counted():
+    old = {"cases": [{"case": "a", "results": [SLOW | {"ms_all": [1.0, 2.0, 3.0]}]}]}
+    assert documents.upgraded(old)["rounds"] == 3
 
 
 def test_the_tables_of_steps_and_of_losses():
