@@ -58,7 +58,7 @@ Record = dict[str, Any]
 
 def plain(tensor: Tensor) -> Tensor:
     """On the CPU, contiguous, with one NaN."""
-    own = tensor.detach().cpu().contiguous()
+    own = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)  # one element may have any stride
     return torch.where(own.isnan(), torch.full_like(own, float("nan")), own) if own.is_floating_point() else own
 
 
