@@ -39,7 +39,7 @@ NEVER = {
 NEVER |= {("sums_above_kernel", "loss_options.threshold", None): "of primitives; what finds thresholds has none"}
 NEVER |= {
     (ONE_PASS, f"loss_options.{name}", None): "in_forward has no such option, or two kernels are faster"
-    for name in ("entropy", "sum_sq_probs", "mean_logit", "temperature", "threshold", "softcap")
+    for name in ("entropy", "sum_sq_probs", "mean_logit", "predictions", "temperature", "threshold", "softcap")
 }
 NOT_BESIDE = {"targets": ("labels", "second"), "divergences": ("class_weight",)}
 NEVER |= {

@@ -302,6 +302,7 @@ REFUSED = {
     "padding": (NARROW, {"vocab_size": NARROW - 8}, "logits without padded columns"),
     "narrow": (NARROW - 8, {}, "rows of a width in its table"),
     "softcap": (NARROW, {"softcap": 30.0}, "a loss that it computes, got softcap"),
+    "predictions": (NARROW, {"outputs": ("predictions",)}, "a loss that it computes, got predictions"),
     "wide": (WIDE + 8, {}, "rows of a width in its table"),
     "in backward": (NARROW, {"gradient": "in_backward"}, "gradient 'in_forward', got 'in_backward'"),
     "out of place": (NARROW, {"gradient": "out_of_place"}, "gradient 'in_forward', got 'out_of_place'"),

@@ -138,11 +138,9 @@ ONE_PASS = (
     (270_337, 311_296, OnePassConfig(16, 10, 28, 4, 1)),
 )
 
-
-# Of the widest rows, predictions need more registers. Smoothing has the widths at which two kernels were seen to lose,
-# on one H100 with Triton 3.6; others spill.
-ONE_PASS_PREDICTIONS = (*ONE_PASS[:-2], (212_993, 270_336, OnePassConfig(16, 5, 28, 4, 1)))
-ONE_PASS_SMOOTHING = (ONE_PASS[2], ONE_PASS_PREDICTIONS[-1])
+# With smoothing, the widths at which two kernels were seen to lose, on one H100 with Triton 3.6. The widest rows keep
+# fewer chunks in registers; other widths spill.
+ONE_PASS_SMOOTHING = (ONE_PASS[2], (212_993, 270_336, OnePassConfig(16, 5, 28, 4, 1)))
 
 
 # (row bytes up to, rows). With fewer rows two kernels are faster, whose programs share a row. On one H200, Triton 3.6.

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.fresh import fresh_python
 from vocab_parallel_ce import plan, selection, spec
-from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_PREDICTIONS, ONE_PASS_SMOOTHING, fewest_rows_of_one_pass
+from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING, fewest_rows_of_one_pass
 from vocab_parallel_ce.losses.labels import LABELS
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, Workload, select
@@ -139,22 +139,20 @@ def test_one_pass_runs_where_nothing_stands_in_its_way():
 
 
 def test_options_that_one_pass_lacks_are_named_and_off_by_default():
-    on = spec.LossOptions(-100, 0.1, 0.1, 0.5, predictions=True, lse=True)
+    on = spec.LossOptions(-100, 0.1, 0.1, 0.5, lse=True)
     assert LABELS.beyond_one_pass(spec.PLAIN) == LABELS.beyond_one_pass(on) == ()
     assert LABELS.beyond_one_pass(spec.LossOptions(class_weight=True)) == ()
-    on = on._replace(entropy=True, sum_sq_probs=True, mean_logit=True, softcap=30.0, class_weight=True)
-    outputs = ("entropy", "sum_sq_probs", "mean_logit")
+    outputs = ("entropy", "sum_sq_probs", "mean_logit", "predictions")
+    on = on._replace(**dict.fromkeys(outputs, True), softcap=30.0, class_weight=True)
     assert LABELS.beyond_one_pass(on) == (*outputs, "softcap", "label_smoothing with class_weight")
 
 
-def test_the_widest_rows_have_one_launch_without_smoothing_and_predictions():
-    most, less = (table[-1][1] for table in (ONE_PASS, ONE_PASS_PREDICTIONS))
-    smoothing, predictions = spec.LossOptions(smoothing=0.1), spec.LossOptions(predictions=True)
-    for options in (smoothing, predictions, smoothing._replace(predictions=True)):
-        assert LABELS.one_pass_config(options, less) and LABELS.one_pass_config(options, less + 16) is None
-    between = ONE_PASS_SMOOTHING[0][1] + 16
-    assert LABELS.one_pass_config(predictions, between) and LABELS.one_pass_config(smoothing, between) is None
-    assert LABELS.one_pass_config(spec.PLAIN, most) and LABELS.one_pass_config(spec.PLAIN, most + 16) is None
+def test_smoothing_has_fewer_widths():
+    smoothing, between = spec.LossOptions(smoothing=0.1), ONE_PASS_SMOOTHING[0][1] + 16
+    assert LABELS.one_pass_config(spec.PLAIN, between) and LABELS.one_pass_config(smoothing, between) is None
+    for options, table in ((spec.PLAIN, ONE_PASS), (smoothing, ONE_PASS_SMOOTHING)):
+        most = table[-1][1]
+        assert LABELS.one_pass_config(options, most) and LABELS.one_pass_config(options, most + 16) is None
 
 
 def test_a_triton_without_gluon_is_no_error(monkeypatch):

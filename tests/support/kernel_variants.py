@@ -139,7 +139,7 @@ def of_one_launch(is_sm_90: bool) -> Iterator[Variant]:
     if is_sm_90:
         for row_bytes in MEASURED_ROW_BYTES:
             yield one_pass("bf16", row_bytes, "plain", "mean")
-        for option in ("class_weight", "predictions"):
+        for option in ("class_weight", "smoothing"):
             yield one_pass("bf16", 102_400, option, "mean", edges=True)
 
 
@@ -390,7 +390,7 @@ def of_algebra(
 def one_pass(dtype: str, row_bytes: int, option: str, call: str, edges: bool = False) -> Variant:
     """Rows of at most ``row_bytes``; with ``edges``, of one column less."""
     options, fp32 = OPTIONS[option], torch.float32
-    outputs = (fp32, fp32 if options.lse else None, torch.int64 if options.predictions else None)
+    outputs = (fp32, fp32 if options.lse else None)
     divisor = torch.int32 if call == "num_items" else None
     dtypes = (DTYPES[dtype], torch.int64, divisor, fp32 if options.class_weight else None, *outputs)
     n_columns = row_bytes // 16 * 16 // DTYPES[dtype].itemsize - edges

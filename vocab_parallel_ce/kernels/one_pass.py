@@ -11,7 +11,7 @@ in the buffer.
 
 The gradient with smoothing does not need the row's ``shifted_sum``. So with smoothing the loss is computed after the
 gradient, which sees every shifted logit anyway. Two kernels do softcap, and smoothing with class weights: these need
-more registers than a program of wide rows has.
+more registers than a program of wide rows has. They do the other outputs, too.
 
 Regime: one rank, rows of 16 to 304 KiB without padding, bound by memory. Ignored rows are not read. The kernel is
 written in Gluon, Triton's language for explicit layouts, which no interpreter runs.
@@ -109,9 +109,9 @@ def first_label_columns(labels, row, step, n_rows, n_columns, ignore_index, N: g
 
 
 @gluon.jit
-def row_stats(row_max, others_sum, target, target_weight, shifted_sum, argmax):
-    """Return a ``RowStats``; what forward cannot write the gradient of is 0."""
-    return RowStats(row_max, others_sum, target, shifted_sum, 0.0, 0.0, argmax, target_weight, 0.0)
+def row_stats(row_max, others_sum, target, target_weight, shifted_sum):
+    """Return a ``RowStats``; statistics that this kernel does not compute are 0."""
+    return RowStats(row_max, others_sum, target, shifted_sum, 0.0, 0.0, 0.0, target_weight, 0.0)
 
 
 @gluon.jit(do_not_specialize=["n_rows"])
@@ -122,7 +122,6 @@ def one_pass_kernel(
     class_weight,  # [C] fp32, or None
     loss,  # [N] fp32, out
     lse,  # [N] fp32, out, or None
-    predictions,  # [N] int64, out, or None
     layout,  # RowLayout of logits
     n_columns,
     loss_options,  # option_arguments
@@ -145,8 +144,6 @@ def one_pass_kernel(
     # Rows after this one that a program fetches from while it works on this one.
     AHEAD: gl.constexpr = (CHUNKS - 1 + STAGES) // CHUNKS
     lane_columns = of_rows.chunk_columns(LANES, VECTOR)
-    # Smoothing's sum comes from the walk of the gradient. To find the first maximum after it saves registers.
-    IS_LATE: gl.constexpr = loss_options.smoothing is not None or loss_options.predictions is not None
     if not HAS_EDGES:
         n_columns = n_columns // VECTOR * VECTOR  # unchanged; now the compiler sees that it is a multiple
     buffer = gl.allocate_shared_memory(logits.dtype.element_ty, [STAGES, LANES, VECTOR], unswizzled)
@@ -164,7 +161,7 @@ def one_pass_kernel(
     for i in gl.static_range(STAGES):
         of_rows.fetch(walk, of_rows.Cursor(stage, row, step, label_columns), i, sizes)
     weight = loss_weight(labels, divisor, class_weight, n_rows, n_columns, lane_columns, loss_options, COUNTED)
-    outputs = TokenOutputs(loss, None, lse, None, None, predictions)
+    outputs = TokenOutputs(loss, None, lse, None, None, None)
     grads = GradOutputs(None, None, None, None, None)
     while row < n_rows:
         cursor = of_rows.Cursor(stage, row, step, label_columns)
@@ -175,24 +172,22 @@ def one_pass_kernel(
         target_weight = label_weight(class_weight, label, column, n_columns, loss_options)
         new_row = row + (AHEAD + 1) * step
         new_column = label_column(next_label, new_row, n_rows, n_columns, ignore_index)
-        others_max, others_sum, first, chunks = of_rows.read_row(walk, cursor, body, loose, loss_options, sizes)
+        others_max, others_sum, chunks = of_rows.read_row(walk, cursor, body, loose, loss_options, sizes)
         target = ops.transform(loose.target.to(gl.float32), loss_options)[0]
         row_max = gl.maximum(others_max, target)
         others_sum *= ops.exp_shifted(others_max, ops.finite_or_zero(row_max))
-        stats = row_stats(row_max, others_sum, target, target_weight, 0.0, 0.0)
+        stats = row_stats(row_max, others_sum, target, target_weight, 0.0)
         live = column != -2
         factors = of_labels.row_factors(stats, label, live, weight, grads, grads, row, n_columns, loss_options)
-        first = of_rows.load_maximum(walk, body, first, row_max, loss_options)
         # Not earlier: these loads would take registers while the row fills them.
         next_label = load_label(labels, new_row + step, n_rows)
         next_body = of_rows.locate(walk, row + step, label_columns[1], HAS_EDGES)
         next_loose = of_rows.load_loose(walk, next_body, label_columns[1], HAS_EDGES)
-        if not IS_LATE:
+        if loss_options.smoothing is None:
             of_labels.store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
         shifted_sum = of_rows.write_row(walk, cursor, body, loose, chunks, factors, grads, loss_options, sizes)
-        if IS_LATE:
-            argmax = of_rows.first_maximum(walk, body, loose, column, first, row_max, loss_options, HAS_EDGES)
-            stats = row_stats(row_max, others_sum, target, target_weight, shifted_sum, argmax)
+        if loss_options.smoothing is not None:
+            stats = row_stats(row_max, others_sum, target, target_weight, shifted_sum)
             of_labels.store_outputs(outputs, row, None, stats, label, weight, n_columns, loss_options)
         # write_row wrote the label's column like every other.
         barrier()
@@ -225,8 +220,7 @@ def one_pass(
     if n_rows == 0:
         return
     base, (layout, _) = row_arguments(logits)
-    loss, _, lse, _, _, predictions = outputs
-    tensors = (base, beside.labels, divisor, beside.class_weight, loss, lse, predictions)
+    tensors = (base, beside.labels, divisor, beside.class_weight, outputs.loss, outputs.lse)
     launch, programs = _launch(dtypes_of(tensors), n_columns, layout, counted, options)
     launch(programs * _multiprocessors(logits.get_device()), tensors, (n_rows,))
 

@@ -192,18 +192,13 @@ def begin_sums(walk, body, loose, column, loss_options, HAS_EDGES: gl.constexpr)
 
 @gluon.jit
 def read_row(walk, cursor, body, loose, loss_options, SIZES: gl.constexpr):
-    """Return ``(row_max, others_sum, first, chunks)``: statistics without the label, and the chunks in registers.
-
-    ``first`` is each lane's maximum of its vectors, and the first chunk that has it, for predictions.
-    """
+    """Return ``(row_max, others_sum, chunks)``: statistics without the label, and the chunks in registers."""
     CHUNKS: gl.constexpr = SIZES.CHUNKS
     CHUNKS_PER_WAIT: gl.constexpr = SIZES.CHUNKS_PER_WAIT
     lane_columns = walk.lane_columns
     tile: gl.constexpr = lane_columns.type.layout
     label_vector = body.target_vector - lanes_of(walk)
     lane_max, lane_sum = begin_sums(walk, body, loose, cursor.columns[0], loss_options, SIZES.HAS_EDGES)
-    own_max = gl.full_like(lane_max, float("-inf"))
-    max_chunk = gl.zeros_like(label_vector)
     chunks = ()
     for i in gl.static_range(CHUNKS):
         if i % CHUNKS_PER_WAIT == 0:
@@ -225,55 +220,11 @@ def read_row(walk, cursor, body, loose, loss_options, SIZES: gl.constexpr):
         lane_sum *= ops.exp_shifted(lane_max, shift)
         lane_sum += gl.where(is_other, gl.sum(ops.exp_shifted(z, shift[:, None]), axis=1), 0.0)
         lane_max = new_max
-        max_chunk = gl.where(chunk_max > own_max, i, max_chunk)
-        own_max = gl.maximum(own_max, chunk_max)
     row_max, others_sum = gl.reduce((lane_max, lane_sum), 0, merge_lanes)
     for done in gl.static_range((CHUNKS - 1) // CHUNKS_PER_WAIT * CHUNKS_PER_WAIT, CHUNKS):
         if done < SIZES.REGISTER_CHUNKS:
             fetch(walk, cursor, done + SIZES.STAGES, SIZES)
-    return row_max, others_sum, (own_max, max_chunk), chunks
-
-
-@gluon.jit
-def load_maximum(walk, body, first, row_max, loss_options):
-    """Return ``first``, and in each lane that has the row's maximum the first vector that has it, for predictions.
-
-    It is read again, before the gradient is written over it.
-    """
-    own_max, max_chunk = first
-    vector = max_chunk
-    if loss_options.predictions is not None:
-        columns = max_chunk[:, None] * walk.lane_columns.numel + walk.lane_columns
-        is_read = (own_max == row_max)[:, None] & (columns < body.width)
-        vector = gl.load(walk.logits + body.first + columns, mask=is_read, other=float("-inf"))
-    return own_max, max_chunk, vector
-
-
-@gluon.jit
-def first_maximum(walk, body, loose, column, first, row_max, loss_options, HAS_EDGES: gl.constexpr):
-    """Return the first column with ``row_max``, as fp32; inf if that is not finite. 0 without predictions."""
-    argmax = 0.0
-    if loss_options.predictions is not None:
-        own_max, max_chunk, vector = first
-        none: gl.constexpr = 2147483647
-        z = ops.transform(vector.to(gl.float32), loss_options)[0]
-        columns = max_chunk[:, None] * walk.lane_columns.numel + walk.lane_columns
-        is_first = (own_max == row_max)[:, None] & (z == gl.max(z, axis=1)[:, None])
-        found = gl.min(gl.where(is_first, columns, none), axis=1)
-        ahead = (body.first - body.begin).to(gl.int32)
-        found = gl.where(found == none, none, found + ahead)
-        offset, inside = beside_offsets(walk, body, column)
-        is_first = inside & (ops.transform(loose.beside.to(gl.float32), loss_options)[0] == row_max)
-        found = gl.minimum(found, gl.where(is_first, (offset - body.begin).to(gl.int32), none))
-        if HAS_EDGES:
-            offset, inside = edge_offsets(walk, body)
-            is_first = inside & (ops.transform(loose.edges.to(gl.float32), loss_options)[0] == row_max)
-            found = gl.minimum(found, gl.where(is_first, (offset - body.begin).to(gl.int32), none))
-        found = gl.min(found, axis=0)
-        is_target = (column >= 0) & (ops.transform(loose.target.to(gl.float32), loss_options)[0] == row_max)
-        found = gl.where(is_target, gl.minimum(found, column), found)
-        argmax = gl.where(gl.abs(row_max) < float("inf"), found.to(gl.float32), float("inf"))
-    return argmax
+    return row_max, others_sum, chunks
 
 
 @gluon.jit

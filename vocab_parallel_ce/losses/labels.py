@@ -14,13 +14,7 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, spec
 from vocab_parallel_ce.beside import at_rows, temperature_of_rows, weights_of_columns
-from vocab_parallel_ce.blocks import (
-    ONE_PASS,
-    ONE_PASS_PREDICTIONS,
-    ONE_PASS_SMOOTHING,
-    OnePassConfig,
-    one_pass_config,
-)
+from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING, OnePassConfig, one_pass_config
 from vocab_parallel_ce.layout import compute_dtype, flat
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, loss_options
@@ -101,8 +95,8 @@ class LabelLoss(Loss):
         return {name: has_gradient for name, is_asked, has_gradient in asked if is_asked and name != "loss"}
 
     def beyond_one_pass(self, options: LossOptions) -> tuple[str, ...]:
-        # It has no sums for these.
-        lacks = [name for name in ("entropy", "sum_sq_probs", "mean_logit") if getattr(options, name)]
+        # It has no statistics for these.
+        lacks = [name for name in ("entropy", "sum_sq_probs", "mean_logit", "predictions") if getattr(options, name)]
         # These would need more registers than a program of wide rows has.
         if options.softcap is not None:
             lacks.append("softcap")
@@ -111,8 +105,7 @@ class LabelLoss(Loss):
         return tuple(lacks)
 
     def one_pass_config(self, options: LossOptions, row_bytes: int) -> OnePassConfig | None:
-        table = ONE_PASS_PREDICTIONS if options.predictions else ONE_PASS
-        return one_pass_config(row_bytes, ONE_PASS_SMOOTHING if options.smoothing else table)
+        return one_pass_config(row_bytes, ONE_PASS_SMOOTHING if options.smoothing else ONE_PASS)
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
