@@ -6,7 +6,7 @@
 class weights; the items of a sum. A loss that needs what the whole vocabulary comes to before it can sum has a second
 exchange.
 
-Before its gradient every backward runs :func:`run_backward`, of a head too: it refuses, and the ranks compare.
+Before its gradient every backward runs :func:`run_backward`, of a head too: it refuses what cannot run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from vocab_parallel_ce import blocks, checks, verify
+from vocab_parallel_ce import blocks, checks
 from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.in_place import current_age, is_sole_owner, mark_overwritten, measure
 from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
@@ -240,35 +240,22 @@ def run_backward(
     ctx: Any,
     grads: tuple[Tensor | None, ...],
     refusals: Refusals,
-    group: Any,
-    device: torch.device | None = None,
 ) -> Found | None:
-    """Return ``gradient(ctx, saved tensors, grads)``; None if no output was used: then only verification reads more.
+    """Return ``gradient(ctx, saved tensors, grads)``; None if no output was used: then nothing is read.
 
-    It runs eagerly, under compiled autograd too, since it may overwrite. Under verification the ranks of ``group``
-    compare ``grads`` first, by all_gathers from ``device``, by default that of ``grads``.
+    It runs eagerly, under compiled autograd too, since it may overwrite.
 
     Raises:
         RuntimeError: in a recorded backward or a transform, even if no output was used, and as ``refusals`` says.
     """
     if torch.compiler.is_dynamo_compiling():
-        return torch.compiler.disable(run_backward)(gradient, ctx, grads, refusals, group, device)
-    if not verify.is_on:
-        return _run_backward(gradient, ctx, grads, refusals)
-    device = device or next((grad.device for grad in grads if grad is not None), None)
-    with verify.open_call(group, device, is_backward=True):
-        return _run_backward(gradient, ctx, grads, refusals)
-
-
-def _run_backward(
-    gradient: Callable[..., Found], ctx: Any, grads: tuple[Tensor | None, ...], refusals: Refusals
-) -> Found | None:
+        return torch.compiler.disable(run_backward)(gradient, ctx, grads, refusals)
     checks.check_no_double_backward()
     # once_differentiable looks at grad_output alone: without requires_grad, a gradient is silently a constant.
     used = [grad for grad in grads if grad is not None]
     if _in_transform() or any(map(_is_batch, used)):
         raise RuntimeError(checks.IN_TRANSFORM)
-    if not used and not verify.open_calls:
+    if not used:
         return None
     if ctx.handed_on:
         raise RuntimeError(refusals.second)
@@ -278,10 +265,7 @@ def _run_backward(
         if refusals.overwritten is not None and "inplace operation" in str(error):
             raise RuntimeError(f"{refusals.overwritten} ({error})") from error
         raise
-    of_outputs = GradOutputs(*grads[:N_GRADS])
-    if verify.open_calls:
-        verify.compare_backward(**of_outputs._asdict())
-    return gradient(ctx, saved, of_outputs) if used else None
+    return gradient(ctx, saved, GradOutputs(*grads[:N_GRADS]))
 
 
 def check_loss_alone(grads: GradOutputs) -> None:
@@ -338,7 +322,7 @@ class OverLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
-        return run_backward(_logits_gradient, ctx, grads, REFUSALS, ctx.call.group), None, None
+        return run_backward(_logits_gradient, ctx, grads, REFUSALS), None, None
 
 
 def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Tensor:

@@ -31,8 +31,8 @@ COLUMNS_ARE_GIVEN = ("vocab_size",)  # options that say which columns a rank has
 class _Call:
     """A call of one thread. It is pending until the other ranks have this rank's report."""
 
-    def __init__(self, group: Any, device: torch.device | None, is_backward: bool) -> None:
-        self.group, self.device, self.is_backward, self.thread = group, device, is_backward, get_ident()
+    def __init__(self, group: Any, device: torch.device | None) -> None:
+        self.group, self.device, self.thread = group, device, get_ident()
         self.is_pending = group_position(group)[1] > 1
 
     def exchange(self, facts: dict[str, Any], **others: Any) -> list[dict[str, Any]]:
@@ -51,23 +51,23 @@ class _Call:
         return reports
 
 
-# Every call reads these two. All threads share them, because backward has threads of its own.
+# Every call reads these two. All threads share them: a checkpoint calls a loss again in a thread of backward.
 is_on = environment.switch(environment.VERIFY)
 open_calls: list[_Call] = []
 
 
 @contextmanager
 def verify_calls(enabled: bool = True) -> Iterator[None]:
-    """Compare what the ranks pass at every call of a loss inside this context, in forward and backward.
+    """Compare what the ranks pass at every call of a loss inside this context.
 
     For debugging: it waits for the device, and no CUDA graph may be captured meanwhile. All ranks enter it
     together. ``VOCAB_PARALLEL_CE_VERIFY=1``, read at import, does the same for a whole program. It covers all
     losses and their modules, in all threads, and not :func:`copy_to_ranks`. A difference raises the same error on
     every rank, which names the rank and the argument. So does an error in one rank's own checks. docs/options.md says
-    what is compared.
+    what is compared: nothing in backward.
 
-    Collectives: two all_gathers per call and two in backward, of less than 4 KiB per rank, of
-    pickled objects. Two more with the labels if they differ. None for one rank.
+    Collectives: two all_gathers per call, of less than 4 KiB per rank, of pickled objects. Two more with the labels if
+    they differ. None for one rank.
 
     Example:
         >>> from vocab_parallel_ce import verify_calls, vocab_parallel_cross_entropy
@@ -86,13 +86,12 @@ def verify_calls(enabled: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def open_call(group: Any, device: torch.device | None, *, is_backward: bool = False) -> Iterator[None]:
+def open_call(group: Any, device: torch.device | None) -> Iterator[None]:
     """Let the ranks of ``group`` compare a call. An error that is raised before they do reaches all ranks."""
-    outer = _pending_call()
-    if outer is not None and not outer.is_backward:
+    if _pending_call() is not None:
         yield  # a module calls a function: one call
         return
-    call = _Call(group, device, is_backward)
+    call = _Call(group, device)
     open_calls.append(call)
     try:
         yield
@@ -182,11 +181,6 @@ def compare_call(
         _compare(f"{subject}{position}", [own[tuple(position)].item() for own in of_ranks])
     for each in states:
         _compare_hidden(each, [report["hidden"][each] for report in reports])
-
-
-def compare_backward(**grad_outputs: Tensor | None) -> None:
-    """Raise the same ValueError on every rank unless the grad_outputs of a pending backward are equal."""
-    compare_arguments("backward", {f"gradient of {name}": grad for name, grad in grad_outputs.items()})
 
 
 def compare_arguments(name: str, tensors: dict[str, Tensor | None], **others: Any) -> None:

@@ -55,7 +55,7 @@ class OverHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        gradients = run_backward(_gradients, ctx, grads, REFUSALS, ctx.linear.call.group, ctx.device)
+        gradients = run_backward(_gradients, ctx, grads, REFUSALS)
         return *(gradients or (None, None, None)), None, None
 
 
