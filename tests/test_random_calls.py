@@ -29,7 +29,6 @@ ELSEWHERE = {
     "advanced": "its fields, by factors of their names",
     "vocab_size": "of every call's columns",
     "sequence_parallel": "of heads on several ranks, where tokens can be cut",
-    "sequence_dim": "likewise",
     "beta": "drawn for js",
     "chunk_size": "the factor chunks",
     "keep_logits": "of every other call of a head whose backward computes the gradients",

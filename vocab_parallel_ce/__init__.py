@@ -15,7 +15,7 @@ from vocab_parallel_ce.api.distillation import Head, TopKTeacher, distillation_l
 from vocab_parallel_ce.api.heads import linear_cross_entropy, linear_token_log_probs
 from vocab_parallel_ce.api.logits import token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.api.modules import LinearCrossEntropy, VocabParallelCrossEntropy
-from vocab_parallel_ce.api.shift import next_labels
+from vocab_parallel_ce.api.next_labels import next_labels
 from vocab_parallel_ce.options import Sampling
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.te_compat import cross_entropy_backward, cross_entropy_forward, parallel_cross_entropy

@@ -317,13 +317,12 @@ def check_label_range(
     vocab_size: int,
     ignore_index: int,
     *,
-    shift: bool = False,
     subject: str = "labels",
     names_ignored: bool = True,
 ) -> None:
     """Raise ValueError for the first label outside ``[0, vocab_size)``. Waits for the device.
 
-    With ``shift`` the caller's labels were at the next positions. ``names_ignored``: ``ignore_index`` is the caller's.
+    ``names_ignored``: ``ignore_index`` is the caller's.
     """
     if has_no_values(labels):
         what = f"a {type(labels).__name__} on {labels.device}"
@@ -334,7 +333,6 @@ def check_label_range(
     if count:
         position = outside.nonzero()[0].tolist()
         value = int(labels[tuple(position)])
-        position[-1] += shift
         found = f"{count} outside, the first at position {tuple(position)}: {value}"
         others = f" or ignore_index {ignore_index}" if names_ignored else ""
         raise ValueError(f"{subject}: must be in [0, {vocab_size}){others}, got {found}")

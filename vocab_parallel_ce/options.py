@@ -99,7 +99,6 @@ class Settings(NamedTuple):
     impl: str = "auto"
     check_labels: Flag = False
     vocab_size: int | VocabShard | None = None
-    shift: Flag = False
 
     @property
     def asks_for_top(self) -> bool:
@@ -116,7 +115,6 @@ class HeadSettings(NamedTuple):
     """What a caller asks for of a head, besides the loss's :class:`Settings`."""
 
     sequence_parallel: bool = False
-    sequence_dim: int = 0
     reduce_hidden_grad: bool = True
     valid_tokens: int | None = None
     chunk_size: int | str = "auto"
@@ -182,7 +180,6 @@ class LossKeywords(CommonKeywords, total=False):
     num_items: float | Tensor | None
     class_weight: Tensor | None
     gradient: str
-    shift: bool
     advanced: Advanced | None
 
 
@@ -195,7 +192,6 @@ class LogProbKeywords(CommonKeywords, total=False):
 class HeadKeywords(TypedDict, total=False):
     bias: Tensor | None
     sequence_parallel: bool
-    sequence_dim: int
     chunk_size: int | str
     logits_dtype: torch.dtype | None
     keep_logits: str

@@ -68,7 +68,6 @@ OF_THE_LOSS = [
     ),
     ({"num_items": torch.tensor([3]).to_sparse()}, TypeError, "num_items: expected a dense tensor, got layout"),
     ({"label_smoothing": torch.tensor(0.1)}, TypeError, "label_smoothing: expected a number, got Tensor"),
-    ({"shift": 1}, TypeError, "shift: expected a bool, got int"),
     (
         {"advanced": Advanced(smoothing_formula="tf")},
         ValueError,

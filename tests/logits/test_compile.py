@@ -92,8 +92,8 @@ def linear_valid_tokens(x, **options):
     return (vp.linear_cross_entropy(x.hidden, x.weight, x.labels, advanced=Advanced(valid_tokens=N - 1), **options),)
 
 
-def shifted(x, **options):
-    labels, kept = x.labels.view(2, -1), {"reduction": "none", "shift": True, **options}
+def next_token(x, **options):
+    labels, kept = vp.next_labels(x.labels.view(2, -1)), {"reduction": "none", **options}
     asked = {"outputs": ("predictions", "token_accuracy"), "chunk_size": 5}
     found = vp.linear_cross_entropy(x.hidden.view(2, -1, WIDTH), x.weight, labels, **asked, **kept)
     logits = (x.hidden @ x.weight.t()).view(2, -1, VOCABULARY)
@@ -133,7 +133,7 @@ def checkpointed(x, **options):
 STEPS = (
     *(logits_mean, logits_none, logits_transposed, log_probs, every_output, of_transformer_engine),
     *(linear_mean, linear_outputs, linear_valid_tokens, linear_none, linear_log_probs, linear_autocast),
-    *(checkpointed, class_weights, shifted),
+    *(checkpointed, class_weights, next_token),
 )
 BY_STEP = pytest.mark.parametrize("step", STEPS, ids=[step.__name__ for step in STEPS])
 
@@ -177,7 +177,7 @@ def test_a_compiled_step_is_one_graph_and_one_for_other_counts_of_tokens(impl_de
         return  # it takes no impl
     counter = CompileCounterWithBackend(backend_of(device))
     compiled = torch.compile(step, fullgraph=True, backend=counter)
-    names_a_count = step in (linear_valid_tokens, logits_transposed, shifted)
+    names_a_count = step in (linear_valid_tokens, logits_transposed, next_token)
     graphs, counts = [], (12,) if names_a_count or impl == "triton" else (12, 16, 31, 7)
     for n in counts:
         x = inputs(device, n=n)

@@ -21,18 +21,15 @@ def of_truth(found):
 @pytest.mark.interpreted(4)
 @pytest.mark.parametrize("gradient", ("auto", "in_backward", "out_of_place"))
 @pytest.mark.parametrize("reduction, options", (("mean", {}), ("none", EVERY), ("sum", {"num_items": 7})))
-@pytest.mark.parametrize("shift", (False, True))
-def test_values_and_the_gradient_of_all_together(impl_device, gradient, reduction, options, shift):
+def test_values_and_the_gradient_of_all_together(impl_device, gradient, reduction, options):
     """Each output has a ``grad_output`` of its own, and one token is ignored."""
     impl, device = impl_device
     logits, labels = (made.view(*SIZE, *made.shape[1:]) for made in broad_rows("peaked", ROWS))
     labels[0, -1] = IGNORE_INDEX
     options = {"reduction": reduction, **options}
     leaf = logits.to(device, copy=True).requires_grad_()
-    given = {"gradient": gradient, "impl": impl, "shift": shift, "outputs": (*DIFFERENTIABLE, "predictions")}
+    given = {"gradient": gradient, "impl": impl, "outputs": (*DIFFERENTIABLE, "predictions")}
     found = vocab_parallel_cross_entropy(leaf * 1, labels.to(device), **given, **options)
-    if shift:
-        logits, labels = logits[:, :-1], labels[:, 1:]
     differentiable = found.loss, *(getattr(found, name) for name in DIFFERENTIABLE)
     assert [output.shape for output in differentiable[1:]] == [labels.shape] * len(DIFFERENTIABLE)
     grads = [random_grad_output(labels.numel(), seed=i).view(labels.shape) for i in range(len(differentiable))]
@@ -44,14 +41,13 @@ def test_values_and_the_gradient_of_all_together(impl_device, gradient, reductio
     magnitudes = {"sum_sq_probs": 1.0, "mean_logit": float(logits.abs().max())}  # what its terms are rounded next to
     for name, *triple in zip(("loss", *DIFFERENTIABLE), differentiable, truth, peer, strict=True):
         assert_within_budget(*triple, magnitudes.get(name, 0.0))
-    assert not leaf.grad[:, labels.shape[1] :].any()
-    assert_within_budget(leaf.grad[:, : labels.shape[1]], grad, peer_grad, of_sum_sq_probs(grads[3]))
+    assert_within_budget(leaf.grad, grad, peer_grad, of_sum_sq_probs(grads[3]))
 
 
 @pytest.mark.reference
 @pytest.mark.parametrize(
     ("name", "value"),
-    (("ignore_index", 0), ("outputs", ("lse",)), ("top_k", 2), ("check_labels", True), ("shift", True)),
+    (("ignore_index", 0), ("outputs", ("lse",)), ("top_k", 2), ("check_labels", True)),
 )
 def test_probabilities_refuse_what_has_no_use_with_them(name, value):
     logits = torch.randn(2, 3, 5)

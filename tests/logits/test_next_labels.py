@@ -9,7 +9,7 @@ from tests.support.inputs import IGNORE_INDEX
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from tests.support.packed import LAYOUTS, Packed, held
 from tests.support.ranks_in_turn import in_turn
-from vocab_parallel_ce.api import shift
+from vocab_parallel_ce.api import next_labels as module
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 st = hypothesis.strategies
@@ -42,7 +42,7 @@ def packed_rows(draw):
     packed_rows(),
     st.sampled_from([torch.int32, torch.int64]),
     st.sampled_from([torch.int32, torch.int64]),
-    st.sampled_from([IGNORE_INDEX, 5, shift.NO_LABEL]),
+    st.sampled_from([IGNORE_INDEX, 5, module.NO_LABEL]),
     st.booleans(),
     st.booleans(),
 )
@@ -59,7 +59,7 @@ def test_packed_rows_on_any_number_of_ranks(packed, dtype, of_cu_seqlens, ignore
     cu_seqlens = row.cu_seqlens(of_cu_seqlens)
     with pytest.MonkeyPatch.context() as patch:
         if not is_read:
-            patch.setattr(shift.checks, "has_no_values", lambda tensor: True)
+            patch.setattr(module.checks, "has_no_values", lambda tensor: True)
         found = in_turn(n_ranks, of_rank)
     assert found == [row.ahead(ignore_index, layout, rank, n_ranks) for rank in range(n_ranks)]
 
@@ -110,7 +110,7 @@ def test_zigzag_is_the_cut_of_megatron_core(monkeypatch):
 @pytest.mark.interpreted(2)
 @pytest.mark.parametrize("is_head", (False, True), ids=("logits", "head"))
 def test_the_loss_of_a_packed_row_is_that_of_its_sequences(impl_device, is_head):
-    """``shift=True`` of ``[1, total]`` predicts the first token of each next sequence, without an error."""
+    """Without ``cu_seqlens``, ``[1, total]`` predicts the first token of each next sequence, without an error."""
     impl, device = impl_device
     torch.manual_seed(0)
     lengths, n_columns, n_tokens = (3, 1, 0, 4, 2), 13, 12
@@ -140,7 +140,7 @@ def test_the_loss_of_a_packed_row_is_that_of_its_sequences(impl_device, is_head)
     else:
         assert_within_budget(given[0].grad[0].index_select(0, is_kept.to(device)), truth.grad, peer.grad)
         assert not given[0].grad[0, [2, 3, 7, 9, 10, 11]].any()
-    across = function(*(tensor.detach() for tensor in given), ids.to(device), impl=impl, shift=True)
+    across = function(*(tensor.detach() for tensor in given), vp.next_labels(ids.to(device)), impl=impl)
     assert abs(float(across) - float(truth.loss)) > 0.1
 
 
@@ -152,15 +152,15 @@ def test_wrong_cu_seqlens_raise_or_make_the_loss_nan(impl_device, monkeypatch, n
     labels, logits = torch.arange(8, device=device), torch.randn(8, 9, device=device)
     with pytest.raises(ValueError, match=rf"^cu_seqlens: expected {message}, got \[{', '.join(map(str, values))}\]$"):
         vp.next_labels(labels, cu_seqlens=torch.tensor(values))
-    monkeypatch.setattr(shift.checks, "has_no_values", lambda tensor: True)
-    for ignore_index in (IGNORE_INDEX, shift.NO_LABEL):
+    monkeypatch.setattr(module.checks, "has_no_values", lambda tensor: True)
+    for ignore_index in (IGNORE_INDEX, module.NO_LABEL):
         wrong = vp.next_labels(labels, cu_seqlens=torch.tensor(values, device=device), ignore_index=ignore_index)
         monkeypatch.undo()
         given = {"ignore_index": ignore_index, "impl": impl}
         assert vp.vocab_parallel_cross_entropy(logits, wrong, reduction="none", **given).isnan().all()
         with pytest.raises(ValueError, match="8 outside"):
             vp.vocab_parallel_cross_entropy(logits, wrong, check_labels=True, **given)
-        monkeypatch.setattr(shift.checks, "has_no_values", lambda tensor: True)
+        monkeypatch.setattr(module.checks, "has_no_values", lambda tensor: True)
 
 
 @pytest.mark.reference
@@ -172,7 +172,7 @@ def test_compiled_code_has_the_same_labels_and_breaks_at_a_group():
     bounds = torch.tensor([0, 3, 3, 7])
     assert torch.equal(compiled(labels, cu_seqlens=bounds), vp.next_labels(labels, cu_seqlens=bounds))
     assert torch.equal(compiled(labels.view(2, 4)), vp.next_labels(labels.view(2, 4)))
-    assert (compiled(labels, cu_seqlens=bounds.flip(0)) == shift.NO_LABEL).all()
+    assert (compiled(labels, cu_seqlens=bounds.flip(0)) == module.NO_LABEL).all()
     with pytest.raises(Exception, match="next_labels has no operator for this call"):
         compiled(labels.view(2, 4), group=object())
 

@@ -24,9 +24,9 @@ from vocab_parallel_ce.options import Advanced
 OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 1.0, "impl": "auto"}
 OF_BOTH |= {"check_labels": False, "vocab_size": None, "outputs": (), "top_k": None}
 OF_THE_LOSS = {"label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean", **OF_BOTH, "num_items": None}
-OF_THE_LOSS |= {"class_weight": None, "gradient": "auto", "shift": False, "advanced": None}
+OF_THE_LOSS |= {"class_weight": None, "gradient": "auto", "advanced": None}
 OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "sampling": None}
-OF_HEADS = {"bias": None, "sequence_parallel": False, "sequence_dim": 0, "chunk_size": "auto", "logits_dtype": None}
+OF_HEADS = {"bias": None, "sequence_parallel": False, "chunk_size": "auto", "logits_dtype": None}
 OF_HEADS |= {"keep_logits": "none"}
 OF_HEADS |= {"advanced": None}
 OF_DISTILLATION = {"divergence": "forward", "beta": 0.5, "labels": None, "hard_weight": 0.0, "num_items": None}

@@ -148,7 +148,7 @@ for function, reduction in itertools.product(modes, ("mean", "sum", "none")):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     check(results(lambda *t: compiled(*t, reduction=reduction), *tensors), truth)
 
-OF_OTHERS = {"label_smoothing": 0.1, "z_loss": 0.1, "temperature": 2.0, "shift": True, "outputs": (), "impl": "triton"}
+OF_OTHERS = {"label_smoothing": 0.1, "z_loss": 0.1, "temperature": 2.0, "num_items": 2, "outputs": (), "impl": "triton"}
 for (function, tensors), (name, value) in itertools.product(
     {over_logits: (logits,), over_head: (hidden, weight, bias)}.items(), OF_OTHERS.items()
 ):

@@ -23,7 +23,6 @@ OPTIONS = {
     "every": EVERY,
     "metrics": {"outputs": METRICS},
     "class_weight": {"class_weight": weights(2 * COLUMNS)},
-    "shift": {"shift": True, "ignore_index": 5},
     "num_items": {"reduction": "sum", "num_items": torch.tensor(7)},
     "every, in_backward": {**EVERY, "reduction": "sum", "num_items": 7, "gradient": "in_backward"},
     "every, out_of_place": {**EVERY, "reduction": "none", "gradient": "out_of_place"},
@@ -57,8 +56,6 @@ def test_loss_and_gradient_are_those_of_the_whole_vocabulary(rank_pool, impl, re
 @in_several_ranks
 def test_options_that_change_what_travels_or_is_divided(rank_pool, impl, name):
     logits, labels = broad_rows("some_ignored", ROWS, COLUMNS * 2, shards=rank_pool.world_size)
-    if name == "shift":
-        logits, labels = logits[None], labels[None]
     case = Case(logits, labels, impl, OPTIONS[name])
     check(case, rank_pool.run(run, case))
 

@@ -115,13 +115,11 @@ def test_a_gradient_that_nobody_needs_or_a_framework_reduces_is_not_sent(rank_po
         check_collectives(case, results)
 
 
-PARTS = {  # shape of the tokens, the dimension that is cut, and options by the number of ranks
-    "one chunk": lambda n: ((2 * n, 2), 0, {}),
-    "chunks": lambda n: ((2 * n, 2), 0, {"chunk_size": n, "logits_dtype": torch.float32}),
-    "of sequences": lambda n: ((3, 2 * n), 1, {"chunk_size": 6 * n}),
-    "chunks of sequences": lambda n: ((3, 2 * n), 1, {"chunk_size": 3 * n}),
-    "inner": lambda n: ((2, n, 2), 1, {"chunk_size": 3 * n}),
-    "last": lambda n: ((2, 2, 2 * n), 2, {"chunk_size": 3 * n}),
+PARTS = {  # shape of the tokens, and options by the number of ranks
+    "one chunk": lambda n: ((2 * n, 2), {}),
+    "chunks": lambda n: ((2 * n, 2), {"chunk_size": n, "logits_dtype": torch.float32}),
+    "chunks of sequences": lambda n: ((2 * n, 3), {"chunk_size": 3 * n}),
+    "three dimensions": lambda n: ((n, 2, 2), {"chunk_size": 3 * n}),
 }
 
 
@@ -129,13 +127,13 @@ PARTS = {  # shape of the tokens, the dimension that is cut, and options by the 
 @BY_WAY
 @in_several_ranks
 def test_sequence_parallel_takes_and_gives_parts_of_the_sequence(rank_pool, impl, way, name):
-    """Of several sequences each is cut. In one chunk too, the tokens are then not in their order."""
+    """In several chunks, the tokens are then not in their order."""
     world = rank_pool.world_size
-    shape, dim, more = PARTS[name](world)
+    shape, more = PARTS[name](world)
     rows = torch.Size(shape).numel()
     inputs = many_tokens(rows, COLUMNS * world, torch.bfloat16 if more else torch.float32).shaped(*shape)
     inputs.labels.view(-1)[[1, -2]] = IGNORE_INDEX
-    options = {**way, **more, "sequence_parallel": True, "sequence_dim": dim, "label_smoothing": 0.1}
+    options = {**way, **more, "sequence_parallel": True, "label_smoothing": 0.1}
     given = zero_first_grad_output(rows).view(shape)
     if name == "one chunk":
         given = dict(grad_output_layouts(shape))["transposed"]
@@ -297,13 +295,6 @@ def _refusals(rank, group, impl):
             "advanced": Advanced(valid_tokens=3),
         },
         "whole weight": {"weight": whole, "vocab_size": 24},
-        "no such dimension": {"sequence_parallel": True, "sequence_dim": 1, "labels": labels.repeat(2)},
-        "shift of a part": {
-            "hidden": hidden[:, None],
-            "sequence_parallel": True,
-            "labels": labels.repeat(2)[:, None].repeat(1, 2),
-            "shift": True,
-        },
         "hidden is a part": {"labels": labels.repeat(2)},
     }
     valid = {"hidden": hidden, "weight": weight, "labels": labels, "group": group, "impl": impl}
@@ -324,8 +315,6 @@ def test_what_does_not_fit_the_group_is_refused(rank_pool, impl):
         "labels of a part": r"ValueError: labels: .*\(8,\).*\(4,\)",
         "valid tokens of a part": "ValueError: valid_tokens: .*sequence_parallel",
         "whole weight": "ValueError: (weight|vocab_size): .*24",
-        "no such dimension": r"ValueError: sequence_dim: hidden must have such a dimension .*got 1 and \(4,\)",
-        "shift of a part": r"ValueError: shift: expected sequence_dim to be the last dimension.* 0 and .*\(8, 2\)",
         "hidden is a part": r"ValueError: labels: .*\(4,\).*\(8,\)",
     }
     assert_refused(rank_pool.run(_refusals, impl), expected)

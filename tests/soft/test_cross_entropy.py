@@ -119,7 +119,6 @@ def test_refusals_by_name():
         (ValueError, "outputs: ", {"outputs": ("entropy",)}),
         (ValueError, "top_k: ", {"top_k": 2}),
         (ValueError, "check_labels: ", {"check_labels": True}),
-        (ValueError, "shift: ", {"shift": True}),
         (ValueError, "class_weight: expected shape", {"class_weight": torch.ones(4)}),
         (TypeError, "class_weight: expected a constant", {"class_weight": torch.ones(5, requires_grad=True)}),
         (ValueError, "num_items: ", {"num_items": -1, "reduction": "sum"}),

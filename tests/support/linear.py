@@ -324,11 +324,6 @@ def assert_right(
     **options: Any,
 ) -> None:
     """``results`` of the call with ``options`` are those of the whole computation, metrics included."""
-    if options.pop("shift", False):
-        if results.hidden is not None:
-            assert not results.hidden[..., -1, :].any(), "gradient of the last token, which predicts nothing"
-            results = results._replace(hidden=results.hidden[..., :-1, :])
-        inputs = inputs._replace(hidden=inputs.hidden[..., :-1, :], labels=inputs.labels[..., 1:])
     truth = linear_fp64(inputs, *grad_outputs, **options)
     magnitude = of_sum_sq_probs(grad_outputs[3] if len(grad_outputs) > 3 else None)
     factors = (inputs.weight, inputs.hidden.nan_to_num(), torch.ones(1))

@@ -45,7 +45,7 @@ def bounds_of(case: Case, n_ranks: int) -> Sequence[tuple[int, int]]:
 
 
 def grad_outputs_of(case: Case) -> tuple[torch.Tensor | None, ...]:
-    labels = case.inputs.labels[..., 1:] if case.options.get("shift") else case.inputs.labels
+    labels = case.inputs.labels
     given = grad_output_of(case.options, labels.numel())
     return case.grad_outputs or (given.view(labels.shape) if given.dim() else given,)
 
@@ -86,7 +86,7 @@ def run(
     weight, bias = padded_weight(case.inputs, start, stop)
     hidden = case.inputs.hidden
     if case.options.get("sequence_parallel"):
-        hidden = hidden.chunk(n_ranks, case.options.get("sequence_dim", 0))[rank]
+        hidden = hidden.chunk(n_ranks)[rank]
     leaves = [
         None if leaf is None else leaf.clone().to(device).requires_grad_(name not in case.frozen)
         for name, leaf in zip(LEAVES, (hidden, weight, bias), strict=True)
@@ -127,7 +127,7 @@ def _hidden_gradient(case: Case, results: Sequence[Result]) -> torch.Tensor | No
     if gradients[0] is None:
         return None
     if case.options.get("sequence_parallel"):
-        return torch.cat(gradients, case.options.get("sequence_dim", 0))
+        return torch.cat(gradients)
     if not case.options.get("reduce_hidden_grad", True):
         return sum(gradients[1:], start=gradients[0])
     for gradient in gradients:
@@ -181,8 +181,6 @@ def check_sent(case: Case, results: Sequence[Result], leaves_out: bool) -> None:
         leaves_out: tokens that are ignored, as a CPU does that counts them.
     """
     options, (hidden, _, labels, _) = case.options, case.inputs
-    if options.get("shift"):
-        labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=options["ignore_index"])
     kept = labels.numel()
     in_forward = options.get("gradient") == "in_forward"
     counts = "reduction" not in options or options["reduction"] == "mean"

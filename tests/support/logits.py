@@ -160,9 +160,6 @@ def assert_right(
     **options: Any,
 ) -> None:
     """``results`` over the whole vocabulary, on any device, are the oracle's of ``logits`` on the CPU."""
-    if options.pop("shift", False):
-        assert not results.grad[..., -1, :].any(), "gradient of the last token, which predicts nothing"
-        results, logits, labels = results._replace(grad=results.grad[..., :-1, :]), logits[..., :-1, :], labels[..., 1:]
     given, of = of_oracle(options), OF_ORACLE.get(function, oracle.of_loss)
     if function is token_log_probs:
         assert len(results.outputs) == 1 + len(options.get("outputs", ()))

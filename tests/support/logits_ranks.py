@@ -96,8 +96,7 @@ def grad_outputs_of(case: Case) -> tuple[torch.Tensor | None, ...]:
         return case.grad_outputs
     if case.options.get("reduction") != "none":
         return (torch.tensor(0.75),)
-    losses = case.labels[..., 1:] if case.options.get("shift") else case.labels
-    return (random_grad_output(losses.numel()).view(losses.shape),)
+    return (random_grad_output(case.labels.numel()).view(case.labels.shape),)
 
 
 def own_tensors(case: Any, start: int, stop: int, device: torch.device) -> dict[str, torch.Tensor]:

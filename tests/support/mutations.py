@@ -77,7 +77,7 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "verify": "tests/ranks/test_verify.py tests/ranks/test_verify_fitting.py",
     "selection": "tests/core/test_selection.py",
     "top": f"{OF_SAMPLERS} tests/conformance/test_logits.py tests/logits/test_outputs.py {RANKS}",
-    "api/shift": "tests/logits/test_next_labels.py tests/logits/test_shift.py tests/ranks/test_next_labels.py",
+    "api/next_labels": "tests/logits/test_next_labels.py tests/ranks/test_next_labels.py",
     "api/given_ids": "-m reference tests/soft/test_topk.py",
     "operators": "tests/logits/test_compile.py tests/logits/test_compile_edges.py tests/logits/test_operators.py",
     "te_compat": "tests/logits/test_te_compat.py",

@@ -56,7 +56,6 @@ def calls_on(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[...
         "in forward": lambda **k: ce(logits * 1, labels, gradient="in_forward", num_items=5, **EVERY, **k),
         "in place": lambda **k: ce(logits * 1, labels, gradient="in_backward", reduction="none", **k),
         "padding": lambda **k: ce(logits * 1, labels, vocab_size=37, advanced=Advanced("megatron"), **k),
-        "shift": lambda **k: ce((logits * 1).view(2, 3, -1), labels.view(2, 3), shift=True, **k),
         "packed": lambda **k: ce(logits * 1, vp.next_labels(labels, cu_seqlens=bounds), **k),
         "probabilities": lambda **k: ce(logits * 1, of_teacher, class_weight=per_class, **EVERY, **k),
         "log-probs": lambda **k: vp.token_log_probs(logits * 1, labels, temperature=per_token, outputs=OUTPUTS, **k),

@@ -32,27 +32,16 @@ def with_labels(call: Call, labels: Tensor) -> Beside:
     if is_loss:
         call.divisor()
         call.weights()
-        call.settings |= {"shift": draw["shift"]} if draw["shift"] is not None else {}
         names = ("loss", *asked_of_loss(call))
     else:
         names = log_prob_names(call, labels)
-    # That of a mean with class weights is NaN everywhere, if one label's is.
-    shift = bool(draw["shift"])
-
-    def shifted(logits: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return (logits[..., :-1, :], labels[..., 1:], rounding[..., :-1]) if shift else (logits, labels, rounding)
 
     def compute(logits: Tensor, rounding: Tensor) -> Truth:
-        x, y, of_x = shifted(logits, rounding)
         asked = tuple(name for name in names if name not in ("predictions", "token_accuracy"))
-        truth = of_labels(x, y, call.of_oracle, asked, of_x)
-        if not shift:
-            return truth
-        pad = torch.nn.functional.pad
-        return truth._replace(of_gradient=lambda upstream: pad(truth.of_gradient(upstream), (0, 0, 0, 1)))
+        return of_labels(logits, labels, call.of_oracle, asked, rounding)
 
     def check(found: Numbers, logits: Tensor, rounding: Tensor) -> None:
-        check_ids(call, found, *shifted(logits, rounding))
+        check_ids(call, found, logits, labels, rounding)
 
     return Beside(compute, lambda rank: {"labels": labels}, check)
 
@@ -63,7 +52,7 @@ def asked_of_loss(call: Call) -> list[str]:
     asked = list(draw["outputs"] or ())
     if draw["gradient"] == "in_forward":
         asked = [name for name in asked if name in ("predictions", "token_accuracy", "z_loss")]
-    if draw["shift"] or call.ranks > 1:
+    if call.ranks > 1:
         asked = [name for name in asked if name != "rank"]
     call.settings |= {"outputs": tuple(asked)} if asked else {}
     return [name for name in asked if name != "rank"]

@@ -80,7 +80,7 @@ class Call:
         self.leading = draw.leading(columns, draw["layout"])
         if draw.case.get("sequence_parallel"):  # tokens that ranks can cut, of one sequence or of two
             *sequences, n = self.leading
-            self.leading = (*(sequences or [2] * (draw.index % 2)), n - n % self.ranks or self.ranks)
+            self.leading = (n - n % self.ranks or self.ranks, *(sequences or [2] * (draw.index % 2)))
         self.settings: Settings = {}  # of the call, alike on all ranks
         self.of_oracle: Settings = {}
 

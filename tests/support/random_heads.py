@@ -76,8 +76,7 @@ def head_settings(call: Call, labels: Tensor, head: Head) -> Tensor | None:
         return None
     call.settings["logits_dtype"] = draw["logits_dtype"]
     if draw["valid_tokens"]:
-        counted = labels[..., 1:] if draw["shift"] else labels
-        n_valid = int((counted != draw["ignore_index"]).sum())
+        n_valid = int((labels != draw["ignore_index"]).sum())
         call.settings["valid_tokens"] = n_valid + draw.rng.randint(0, 2)
     return draw.normal(*head.weight.shape) if draw["main_grad"] else None
 
@@ -134,8 +133,7 @@ def ready(call: Call) -> OfHead:
     main_grad = head_settings(call, labels, head)
     upstream = None
     if draw["gradient"] == "in_forward" and draw["reduction"] == "none" and draw["num_items"] is None:
-        shape = (*call.leading[:-1], call.leading[-1] - 1) if draw["shift"] else call.leading
-        upstream = {"loss": draw.upstream(shape, torch.float32)}
+        upstream = {"loss": draw.upstream(call.leading, torch.float32)}
         call.settings["expected_grad_output"] = upstream["loss"] * 0.5
     beside = beside_head(call, head, labels, is_exact)
     given = []
@@ -149,11 +147,11 @@ def with_parts(call: Call, case: OfHead) -> OfHead:
     """Give each rank its part of the tokens, if the call is sequence parallel."""
     if not call.draw.case.get("sequence_parallel"):
         return case
-    dim, n, heads = len(call.leading) - 1, call.ranks, []
+    heads = []
     for rank, (head, given) in enumerate(zip(case.heads, case.given, strict=True)):
-        part = nn.Parameter(head.hidden.detach().chunk(n, dim)[rank], case.trained["hidden"])
+        part = nn.Parameter(head.hidden.detach().chunk(call.ranks)[rank], case.trained["hidden"])
         heads.append(head._replace(hidden=part))
-        given |= {"hidden": part, "sequence_parallel": True, "sequence_dim": dim}
+        given |= {"hidden": part, "sequence_parallel": True}
     return case._replace(heads=heads)
 
 
@@ -193,7 +191,7 @@ def whole_gradients(call: Call, case: OfHead) -> Head:
     if hidden[0] is None or call.ranks == 1:
         whole = hidden[0]
     elif call.draw["sequence_parallel"]:
-        whole = torch.cat(hidden, len(call.leading) - 1)
+        whole = torch.cat(hidden)
     elif call.draw["reduce_hidden_grad"]:
         whole = hidden[0]
         assert all(alike(own, whole) for own in hidden), "gradient of hidden: differs between the ranks"

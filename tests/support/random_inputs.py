@@ -92,14 +92,12 @@ class Draw:
         most = 6 if self.small else max(1, min(MOST_ROWS, MOST_ELEMENTS // columns))
         if not self.has(0.15):
             most = min(most, 12)
-        if layout in ("contiguous", "leaf") and not self["shift"] and self.has(0.02):
+        if layout in ("contiguous", "leaf") and self.has(0.02):
             return (0,)
         outer = self.rng.randint(1, max(1, int(most**0.5)))
         inner = max(most // outer, 1)
         inner = self.rng.randint(min(2, inner), inner)
-        if self["shift"]:
-            inner = max(inner, 2)
-        if layout in ("sliced", "transposed", "expanded") or self["shift"] or self.has(0.5):
+        if layout in ("sliced", "transposed", "expanded") or self.has(0.5):
             return (outer, 1, inner) if self.has(0.15) else (outer, inner)
         return (outer * inner,)
 

@@ -125,8 +125,6 @@ def top_of(settings: Settings) -> Top | None:
     wants_rank = "rank" in settings.outputs
     if not wants_rank and settings.top_k is None:
         return None
-    if settings.shift:
-        raise ValueError("shift: expected no top_k and no output 'rank' with it, got one; shift the labels yourself")
     return Top(settings.top_k, wants_rank)
 
 

@@ -24,8 +24,6 @@ from vocab_parallel_ce.api.call import (
     top_of,
 )
 from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
-from vocab_parallel_ce.api.shift import shifted_labels, without_last
-from vocab_parallel_ce.head.expected import expected_with_last
 from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
@@ -120,8 +118,8 @@ def linear_cross_entropy(
             and sum of bf16 and fp32 without ``top_k`` and ``"rank"``, otherwise in_backward. With outputs that have a
             gradient, ``"auto"`` also keeps ``4 * K * R`` bytes per token, ``hidden`` and ``weight``: if backward gets
             a gradient of an output, or runs again, it makes the logits again. ``"in_forward"`` raises then.
-        sequence_parallel: ``hidden`` and its gradient are this rank's part along dimension ``sequence_dim``, by
-            default the first, and ``labels`` are of all tokens; needs a group.
+        sequence_parallel: ``hidden`` and its gradient are this rank's part along the first dimension, and ``labels``
+            are of all tokens; needs a group.
         chunk_size: tokens per chunk, at most 2**20, or the bytes of a chunk's logits as ``"256MiB"`` or ``"0.5GB"``, or
             ``"auto"``.
         keep_logits: logits to keep for a backward that computes the gradients, which otherwise makes them again:
@@ -161,15 +159,10 @@ def linear_cross_entropy(
     asked = {**asked_for(outputs, top_k), "smoothing_formula": of_head.smoothing_formula}
     settings, head = settings_of(keywords, KEYWORDS, linear_cross_entropy, of_head, **asked)
     settings = divided_by(num_items, settings)
-    expected = of_head.expected_grad_output
-    if settings.shift:
-        labels = shifted_labels(labels, settings.ignore_index)
-        expected = expected_with_last(expected, labels)
     beside, top = Labels(labels, class_weight), top_of(settings)
-    given = Arguments(Head(hidden, weight, bias), labels, beside, group, num_items, of_head.main_grad, expected)
+    tensors, written = Head(hidden, weight, bias), of_head.main_grad
+    given = Arguments(tensors, labels, beside, group, num_items, written, of_head.expected_grad_output)
     found, divisor, overflow = over_head(LABELS, given, settings, head, top)
-    if settings.shift:
-        found, labels = without_last(found, labels.dim() - 1), labels[..., :-1]
     return _or_nan(loss_of(found, labels, settings, top, divisor), overflow)
 
 

@@ -25,7 +25,6 @@ from vocab_parallel_ce.api.call import (
     top_of,
 )
 from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
-from vocab_parallel_ce.api.shift import shifted_labels, without_last
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
@@ -115,7 +114,8 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: ``[..., C]`` bf16, fp16 or fp32, at least two dimensions, of any strides. For fp64, as for a gradient
             check, plain PyTorch runs, in fp64 throughout; so is the loss.
-        labels: ``[...]`` int64 or int32 ids in the *global* vocabulary, the same on every rank. Or probabilities
+        labels: ``[...]`` int64 or int32 ids in the *global* vocabulary, the same on every rank; :func:`next_labels`
+            makes those of the next token. Or probabilities
             ``[..., C]`` of the same columns, bf16, fp16, fp32 or fp64, taken as they are, also if they do not sum to 1.
             They get no gradient, a mean divides by all rows, and a ``-inf`` logit is excluded where ``t'`` is 0.
         group: the ``ProcessGroup`` of the ranks that share a vocabulary, or a ``DeviceMesh`` of one dimension; None for
@@ -146,9 +146,6 @@ def vocab_parallel_cross_entropy(
             have fewer, or none; or all have ``C`` columns, of which those beyond ``V`` are padding: no part of the
             softmax, gradient 0. If neither holds, a :class:`VocabShard` that says which columns this rank has. None:
             ``R * C``, on every rank.
-        shift: token t predicts the label at t + 1 of the last dimension, ``T``; unreduced losses and outputs are
-            ``[..., T - 1]``. Each row must be one sequence: for packed ones pass :func:`next_labels` with
-            ``cu_seqlens`` as the labels, without ``shift``.
         advanced: an ``options.Advanced``, of which this function uses ``smoothing_formula``: ``"megatron"`` makes ``e``
             ``V / (V - 1)`` times ``label_smoothing``.
 
@@ -186,13 +183,8 @@ def vocab_parallel_cross_entropy(
     given: Any = Labels(labels, class_weight)
     if isinstance(labels, Tensor) and labels.is_floating_point():
         loss, given = TARGETS, Targets(labels, class_weight)
-    elif settings.shift:
-        labels = shifted_labels(labels, settings.ignore_index)
-        given = Labels(labels, class_weight)
     top = top_of(settings) if asks else None
     found, divisor = over_logits(loss, logits, given, settings, group=group, num_items=num_items, top=top)
-    if settings.shift:
-        found, labels = without_last(found, labels.dim() - 1), labels[..., :-1]
     return loss_of(found, labels, settings, top, divisor) if asks else found.loss
 
 

@@ -128,15 +128,10 @@ def order_of_valid(is_valid: Tensor, n_rows: int) -> TokenOrder:
     return TokenOrder(token[:n_rows], row)
 
 
-def order_of_ranks(
-    chunks: Sequence[slice], shape: torch.Size, dim: int, n_ranks: int, device: torch.device
-) -> TokenOrder:
-    """Return the order in which a chunk has the same part of each rank's tokens: 0 1 4 5, 2 3 6 7 on 2 ranks.
-
-    Tokens of ``shape`` are cut along ``dim``, and each rank has its own in their order.
-    """
-    tokens = torch.arange(shape.numel(), device=device)
-    of_rank = tokens.view(shape).unflatten(dim, (n_ranks, -1)).movedim(dim, 0).reshape(n_ranks, -1)
+def order_of_ranks(chunks: Sequence[slice], n_tokens: int, n_ranks: int, device: torch.device) -> TokenOrder:
+    """Return the order in which a chunk has the same part of each rank's tokens: 0 1 4 5, 2 3 6 7 on 2 ranks."""
+    tokens = torch.arange(n_tokens, device=device)
+    of_rank = tokens.view(n_ranks, -1)
     token = torch.cat([of_rank[:, part_of_rank(rows, n_ranks)].reshape(-1) for rows in chunks])
     return TokenOrder(token, torch.empty_like(token).scatter_(0, token, tokens))
 

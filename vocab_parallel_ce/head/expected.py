@@ -46,14 +46,6 @@ def check_expected(given: Any, labels: Tensor) -> None:
         raise ValueError(f"expected_grad_output: expected {expected}, got {tuple(given.shape)} on {given.device}")
 
 
-def expected_with_last(given: Any, labels: Tensor) -> Any:
-    """Return ``given [..., T - 1]``, of shifted ``labels [..., T]``, with 0 for the last token; None stays."""
-    if given is None:
-        return None
-    check_expected(given, labels[..., :-1])
-    return torch.cat([given, given.new_zeros((*labels.shape[:-1], 1))], dim=-1)
-
-
 def expected_of(given: Tensor, is_valid: Tensor, order: TokenOrder | None) -> Expected:
     """Return the checked ``given [...]`` as backward and the chunks need it."""
     of_tokens = torch.where(is_valid, flat(given.detach()).float(), 0.0)

@@ -102,7 +102,7 @@ def plan_linear_call(
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
     checks.check_head(weight, bias, hidden, None if autocasts else dtype)
     weight, bias, given, settings = with_a_row(weight, bias, given, settings, rank, n_ranks)
-    _check_tokens(given, n_ranks, settings, head)
+    _check_tokens(given, n_ranks, head)
     _check_expected(expected, labels, settings, dtype)
     logits_dtype = head.logits_dtype or dtype
     gradient = gradient_of(settings, head, dtype)
@@ -110,10 +110,10 @@ def plan_linear_call(
     keeping = head if gradient == "in_backward" else head._replace(keep_logits="none")
     chunk, kept_bytes = _chunk_tokens(plan, keeping, labels, hidden, dtype, logits_dtype)
     if settings.check_labels:
-        checks.check_label_range(labels, plan.shard.vocab_size, settings.ignore_index, shift=settings.shift)
+        checks.check_label_range(labels, plan.shard.vocab_size, settings.ignore_index)
     rows, ignore_index = flat(labels), int(settings.ignore_index)
     is_valid = ~is_ignored(rows, ignore_index)
-    chunks, order = _chunks_and_order(is_valid, labels.shape, chunk, n_ranks, head)
+    chunks, order = _chunks_and_order(is_valid, chunk, n_ranks, head)
     weighs = settings.reduction == "mean" and given.beside.class_weight is not None
     if order is not None:
         rows = order.to_rows(rows.long(), ignore_index)
@@ -194,7 +194,6 @@ def check_head_settings(settings: Settings, head: HeadSettings, *, knows_grad_ou
     check_keeps(head, settings.gradient)
     checks.check_bool("sequence_parallel", head.sequence_parallel)
     checks.check_bool("reduce_hidden_grad", head.reduce_hidden_grad)
-    check_sequence_dim(head)
     if head.logits_dtype not in (None, torch.float32):
         raise ValueError(f"logits_dtype: expected None or torch.float32, got {head.logits_dtype!r}")
     chunk_of(head, 1, 1, 1, 1, 1)
@@ -224,14 +223,6 @@ def check_keeps(head: HeadSettings, gradient: str) -> None:
             "keep_logits: expected 'none' with gradient='in_forward', because backward reads no logits then, "
             f"got {head.keep_logits!r}; pass another gradient, or leave it out"
         )
-
-
-def check_sequence_dim(head: HeadSettings) -> None:
-    checks.check_integer("sequence_dim", head.sequence_dim)
-    if head.sequence_dim < 0:
-        raise ValueError(f"sequence_dim: must be at least 0, got {head.sequence_dim}")
-    if head.sequence_dim and not head.sequence_parallel:
-        raise ValueError(f"sequence_dim: expected sequence_parallel=True with it, got {head.sequence_dim} without")
 
 
 def _check_expected(expected: Any, labels: Tensor, settings: Settings, dtype: torch.dtype) -> None:
@@ -285,25 +276,14 @@ def with_a_row(
     return weight, bias, given._replace(beside=beside, main_grad=main_grad), settings
 
 
-def _check_tokens(given: Arguments, n_ranks: int, settings: Settings, head: HeadSettings) -> None:
+def _check_tokens(given: Arguments, n_ranks: int, head: HeadSettings) -> None:
     """Check that there is a label per token."""
     hidden, labels = given.head.hidden, given.labels
     expected, of_all = tuple(hidden.shape[:-1]), ""
     if head.sequence_parallel:
         if given.group is None:
             raise ValueError("sequence_parallel: expected the group whose ranks hold the parts, got group=None")
-        if settings.shift and labels.dim() != head.sequence_dim + 1:
-            raise ValueError(
-                "shift: expected sequence_dim to be the last dimension of the labels, which is shifted, got "
-                f"{head.sequence_dim} and labels of shape {tuple(labels.shape)}; shift the labels yourself"
-            )
-        dim = head.sequence_dim
-        if dim >= len(expected):
-            raise ValueError(f"sequence_dim: hidden must have such a dimension of tokens, got {dim} and {expected}")
-        expected, of_all = (
-            (*expected[:dim], expected[dim] * n_ranks, *expected[dim + 1 :]),
-            ", that of all ranks' tokens",
-        )
+        expected, of_all = (expected[0] * n_ranks, *expected[1:]), ", that of all ranks' tokens"
     if tuple(labels.shape) != expected:
         remedy = f"; {checks.NOT_ONE_HOT}" if labels.dim() == hidden.dim() else ""
         raise ValueError(f"labels: expected shape {expected}{of_all}, got {tuple(labels.shape)}{remedy}")
@@ -373,15 +353,13 @@ def in_backward(linear: LinearCall, labels: Tensor) -> LinearCall:
 
 
 def _chunks_and_order(
-    is_valid: Tensor, shape: torch.Size, chunk: int, n_ranks: int, head: HeadSettings
+    is_valid: Tensor, chunk: int, n_ranks: int, head: HeadSettings
 ) -> tuple[tuple[slice, ...], TokenOrder | None]:
     """Return the chunks of rows, and the order of the tokens in them unless it is their own."""
     n_tokens, n_rows = is_valid.shape[0], head.valid_tokens
     if head.sequence_parallel and n_ranks > 1:
         chunks = chunks_of(n_tokens, max(n_ranks, chunk // n_ranks * n_ranks))
-        if len(chunks) <= 1 and head.sequence_dim == 0:
-            return chunks, None
-        return chunks, order_of_ranks(chunks, shape, head.sequence_dim, n_ranks, is_valid.device)
+        return chunks, None if len(chunks) <= 1 else order_of_ranks(chunks, n_tokens, n_ranks, is_valid.device)
     if n_rows is None and is_valid.device.type == "cpu":
         n_rows = int(is_valid.sum())
     if n_rows is None or n_tokens == 0 or n_rows > MOST_KEPT * n_tokens:

@@ -19,7 +19,7 @@ from vocab_parallel_ce.api.call import Outputs, public
 from vocab_parallel_ce.dtensor import is_dtensor, local_columns
 from vocab_parallel_ce.options import Advanced, Settings, check_names, divided_by, with_keywords
 
-OF_THE_DTENSOR = ("vocab_size", "shift")  # with the group, what a DTensor says; its tokens may be cut
+OF_THE_DTENSOR = ("vocab_size",)  # with the group, what a DTensor says
 LOSS_KEYWORDS = {name: value for name, value in over_logits.KEYWORDS.items() if name not in OF_THE_DTENSOR}
 LOG_PROB_KEYWORDS = {name: value for name, value in over_logits.LOG_PROB_KEYWORDS.items() if name not in OF_THE_DTENSOR}
 
@@ -58,7 +58,7 @@ def cross_entropy(
         logits: ``[..., V]``, of a dtype of that function.
         labels: ``[...]`` int64 or int32 global ids, plain or a DTensor.
         num_items: plain; the same on every rank if ``labels`` are a DTensor.
-        others: as in that function, except ``group``, ``vocab_size``, ``class_weight``, ``top_k`` and ``shift``.
+        others: as in that function, except ``group``, ``vocab_size``, ``class_weight`` and ``top_k``.
 
     Returns:
         As that function, with plain tensors or DTensors: those of each token are as the labels are.

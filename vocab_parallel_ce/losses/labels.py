@@ -68,7 +68,7 @@ class LabelLoss(Loss):
         rows = flat(labels)
         threshold = _thresholds(settings, logits, rows)
         if settings.check_labels:
-            checks.check_label_range(labels, shard.vocab_size, settings.ignore_index, shift=settings.shift)
+            checks.check_label_range(labels, shard.vocab_size, settings.ignore_index)
         if class_weight is None and temperature is None and threshold is None:
             return given if rows is labels else Labels(rows)
         if class_weight is not None:

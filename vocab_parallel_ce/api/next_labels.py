@@ -16,7 +16,6 @@ from torch import Tensor
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.api.call import public
 from vocab_parallel_ce.collectives import all_gather_stats, group_position
-from vocab_parallel_ce.spec import TokenOutputs
 
 RUNS = {"contiguous": 1, "zigzag": 2}  # of a sequence on each rank
 NO_LABEL = -(2**31)  # of no vocabulary; fits in 32 bits
@@ -37,7 +36,7 @@ def next_labels(
 
         next[t] = labels[t + 1], and ignore_index for the last token of a sequence
 
-    Pass the result to a loss as its labels, without ``shift``. Labels that a framework has shifted, as Megatron-LM's
+    Pass the result to a loss as its labels. Labels that a framework has shifted, as Megatron-LM's
     data sets do, must not be shifted again.
 
     Collectives: none without a group; otherwise one all_gather of 8 bytes per sequence from each rank, 16 with
@@ -185,30 +184,3 @@ def _first_after_each(firsts: Tensor, rank: int, n_ranks: int, group: Any, ignor
 def _one_ahead(labels: Tensor, ignore_index: int) -> Tensor:
     last = labels.new_full((*labels.shape[:-1], 1), ignore_index, dtype=torch.int64)
     return torch.cat([labels[..., 1:].long(), last], dim=-1)[..., : labels.shape[-1]]
-
-
-def shifted_labels(labels: Tensor, ignore_index: int) -> Tensor:
-    """Return the labels of a loss with ``shift=True``: one ahead in each row.
-
-    Raises:
-        TypeError: ``labels`` are no labels.
-        ValueError: ``T`` is below 2, or there is no such dimension, or no other, so that it may be of many sequences.
-    """
-    checks.check_labels(labels, labels)
-    checks.check_integer("ignore_index", ignore_index)
-    if labels.dim() == 1:
-        raise ValueError(
-            "shift: expected labels of at least two dimensions, [..., T], because flattened labels do not say where a "
-            f"sequence ends, got shape {tuple(labels.shape)}; pass next_labels(labels, cu_seqlens=...) as labels "
-            "without shift, or a single sequence as [1, T]"
-        )
-    if labels.dim() == 0 or labels.shape[-1] < 2:
-        expected = "labels whose last dimension has at least 2 tokens"
-        raise ValueError(f"shift: expected {expected}, got shape {tuple(labels.shape)}")
-    return _one_ahead(labels, ignore_index)
-
-
-def without_last(outputs: TokenOutputs, dim: int) -> TokenOutputs:
-    """Return the outputs of all tokens except the last of dimension ``dim``. What is reduced stays."""
-    found = (v if v is None or v.dim() == 0 else v.narrow(dim, 0, v.shape[dim] - 1) for v in outputs)
-    return TokenOutputs(*found)  # type: ignore[arg-type]
