@@ -67,8 +67,8 @@ class LogitsCall(NamedTuple):
 
 def losses(
     loss: Loss, logits: Tensor, given: Any, settings: Settings, group: Any, num_items: float | Tensor | None
-) -> tuple[TokenOutputs, Tensor | None]:
-    """Return the outputs of a loss over logits, and the divisor of a sum."""
+) -> TokenOutputs:
+    """Return the outputs of a loss over logits."""
     if logits.stride(-1) != 1 or logits.dim() > 4:
         logits = logits.contiguous()  # so that the gradient is laid out as empty_like says
     checks.check_choice("gradient", settings.gradient, GRADIENT_MODES)
@@ -77,7 +77,7 @@ def losses(
     divisor = divisor_of(num_items, settings.reduction, logits)
     operator = torch.ops.vocab_parallel_ce.loss_of_logits
     found = operator(logits, *beside_of(given), divisor, loss.name, name_of(group), *values_of(settings))
-    return token_outputs(loss, found, settings), divisor
+    return token_outputs(loss, found, settings)
 
 
 def sum_over_ranks(part: Tensor, group: str) -> Tensor:

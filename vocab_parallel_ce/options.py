@@ -40,7 +40,6 @@ OTHER_NAMES = {  # of other libraries, and of earlier versions of this one
     "rest": "teacher",
     "return_entropy": "outputs",
     "return_metrics": "outputs",
-    "return_token_accuracy": "outputs",
     "return_z_loss": "outputs",
     "shard": "vocab_size",
     "smoothing": "label_smoothing",
@@ -60,7 +59,7 @@ FORMS = {
 }
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
 DIFFERENTIABLE = ("entropy", "lse", "sum_sq_probs", "mean_logit")  # outputs with a gradient of their own
-OUTPUTS = (*DIFFERENTIABLE, "predictions", "token_accuracy", "z_loss", "rank")
+OUTPUTS = (*DIFFERENTIABLE, "predictions", "rank")
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 # Types of settings with their checks: functions of a name and a value.
@@ -299,7 +298,7 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         check(name, getattr(settings, name))
     smoothing, softcap = float(settings.label_smoothing), settings.softcap
     asked = set(checked_outputs(settings.outputs))
-    predictions = not asked.isdisjoint(("predictions", "token_accuracy"))
+    predictions = "predictions" in asked
     if predictions and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
         raise ValueError(f"vocab_size: must be at most 2**24 with outputs of predictions, got {vocab_size}")
     if settings.top_k is not None:
@@ -308,9 +307,6 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
             raise ValueError(f"top_k: must be at most the vocab_size {vocab_size}, got {k}")
     if vocab_size is not None and settings.smoothing_formula == "megatron":
         smoothing = checks.checked_megatron_smoothing(smoothing, vocab_size)
-    has_z_loss = "z_loss" in asked and bool(settings.z_loss)
-    if class_weight and has_z_loss:
-        raise ValueError("outputs: expected no 'z_loss' with class_weight, because it is not weighted, got both")
     if class_weight and "mean_logit" in asked:  # the sum of logits has the weights
         raise ValueError("outputs: expected no 'mean_logit' with class_weight, because its sum has them, got both")
     if settings.gradient == "in_forward" and settings.asks_for_top:
@@ -329,7 +325,7 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         "threshold": None,
         "class_weight": class_weight,
         "predictions": predictions,
-        "lse": has_z_loss or settings.top_k is not None or not asked.isdisjoint(("lse", "rank")),
+        "lse": settings.top_k is not None or not asked.isdisjoint(("lse", "rank")),
         **{name: name in asked for name in DIFFERENTIABLE if name != "lse"},
     }
     same = {

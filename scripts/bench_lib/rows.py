@@ -93,7 +93,7 @@ def _in_forward(*given: str, **options: Any) -> Row:
 WIDE, ENTROPY = {"logits_dtype": torch.float32}, ("entropy",)
 OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions", "rank")
 ALL: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "logit_scale": 0.0625}
-METRICS: dict[str, Any] = {"outputs": ("predictions", "token_accuracy", "z_loss")}
+METRICS: dict[str, Any] = {"outputs": ("predictions",)}
 OPTION_ROWS = {
     "mean": _row("cross_entropy"),
     "mean, in_forward": _in_forward(),

@@ -54,7 +54,7 @@ def allowed(case):
     is_in_forward = linear.WAYS[case.get("way", "none")].get("gradient") == "in_forward"
     if is_in_forward and (is_small or not set(DIFFERENTIABLE).isdisjoint(outputs)):
         return False
-    return not has_weights or ("mean_logit" not in outputs and not (case.get("z_loss") and "z_loss" in outputs))
+    return not has_weights or "mean_logit" not in outputs
 
 
 LOSS = covering(

@@ -33,7 +33,7 @@ def allowed(case):
     outputs, has_weights = case.get("outputs", ()), case.get("weighting", (None, None))[1]
     if case.get("gradient") == "in_forward" and not set(DIFFERENTIABLE).isdisjoint(outputs):
         return False
-    return not has_weights or ("mean_logit" not in outputs and not (case.get("z_loss") and "z_loss" in outputs))
+    return not has_weights or "mean_logit" not in outputs
 
 
 LOSS = covering(

@@ -106,7 +106,6 @@ OF_THE_LOSS = [
 OF_LOG_PROBS = [
     *_positive("temperature"),
     ({"outputs": "entropy"}, TypeError, "outputs: expected a tuple of names, .* got 'entropy'"),
-    ({"outputs": ("z_loss",)}, ValueError, "outputs: expected no 'z_loss' of log-probabilities"),
     ({"gradient": "in_forward"}, ValueError, "gradient: expected one of 'auto', 'in_backward', .*in_forward"),
     ({"temperature": 1e-38, "logit_scale": 4.0}, ValueError, "temperature: must be positive and finite"),
 ]
@@ -135,11 +134,6 @@ OF_WEIGHTS = [
     ({"class_weight": torch.ones(COLUMNS + 1)}, ValueError, r"class_weight: expected shape \(21,\), got \(22,\)"),
     ({"class_weight": torch.ones(())}, ValueError, r"class_weight: expected shape .*, got \(\)"),
     ({"class_weight": torch.ones(COLUMNS, device="meta")}, ValueError, "class_weight: device .*cpu, got meta"),
-    (
-        {"class_weight": torch.ones(COLUMNS), "outputs": ("z_loss",), "z_loss": 0.1},
-        ValueError,
-        "outputs: expected no 'z_loss' with class_weight",
-    ),
     (
         {"class_weight": torch.ones(COLUMNS), "outputs": ("lse", "mean_logit")},
         ValueError,

@@ -162,7 +162,7 @@ def _check(rank_pool, impl, case):
 
 SUM, NONE = {"reduction": "sum"}, {"reduction": "none"}
 ENTROPY = {"outputs": ("entropy",), "temperature": 0.7}
-METRICS = {"outputs": ("token_accuracy", "z_loss", "predictions", "entropy"), "z_loss": 0.02}
+METRICS = {"outputs": ("predictions", "entropy"), "z_loss": 0.02}
 HALF = torch.bfloat16
 ONE, CUT = ((V,), (2,)), ((T, V), (2, 1))
 OF_TWO = {
@@ -191,7 +191,7 @@ OF_FOUR = {
     "no column on two": Case((V,), (4,), 2, NONE | METRICS, plain=True),
     "no column, log-probabilities": Case((V,), (4,), 5, ENTROPY, function=token_log_probs),
     "tokens, sum": Case(
-        (T, V), (2, 2), 1003, SUM | {"z_loss": 0.02, "outputs": ("entropy", "predictions", "z_loss")}, "some_ignored"
+        (T, V), (2, 2), 1003, SUM | {"z_loss": 0.02, "outputs": ("entropy", "predictions")}, "some_ignored"
     ),
     "tokens, each": Case((T, V), (2, 2), 7, NONE, dtype=HALF, shape=(5,)),
     "tokens, plain labels": Case((T, V), (2, 2), 21, NONE, "some_ignored", shape=(3, 2), plain=True),
@@ -209,7 +209,7 @@ def test_logits_cut_over_a_mesh_of_four_ranks(rank_pool, impl, name):
     _check(rank_pool, impl, OF_FOUR[name])
 
 
-OF_CUT_TOKENS = Case((T, V), (2, 2), 21, {"outputs": ("predictions", "token_accuracy")}, "some_ignored")
+OF_CUT_TOKENS = Case((T, V), (2, 2), 21, {"outputs": ("predictions",)}, "some_ignored")
 
 
 def _plain_labels_of_this_rank(rank, group, impl):
@@ -307,7 +307,7 @@ def _refusals(rank, group, impl):
         return DTensor.from_local(rows.to_local().t(), mesh, [StridedShard(1, split_factor=2), Replicate()])
 
     cut = place(labels, mesh, [Shard(0), Replicate()])
-    descending, accuracy = DeviceMesh(device.type, [3, 2, 1, 0]), {"outputs": ("token_accuracy",)}
+    descending = DeviceMesh(device.type, [3, 2, 1, 0])
     attempts = {
         "plain": lambda: cross_entropy(logits, labels),
         "tokens": lambda: call(Shard(0), Replicate()),
@@ -322,8 +322,6 @@ def _refusals(rank, group, impl):
         "labels elsewhere": lambda: call(Shard(0), Shard(1), labels=place(labels, mesh, [Shard(0)] * 2)),
         "labels of another mesh": lambda: call(Replicate(), Shard(1), labels=place(labels, other, [Replicate()])),
         "mean": lambda: call(Shard(0), Shard(1), labels=cut),
-        "accuracy": lambda: call(Shard(0), Shard(1), labels=cut, reduction="sum", **accuracy),
-        "accuracy of log-probs": lambda: call(Shard(0), Shard(1), labels=cut, function=token_log_probs, **accuracy),
         "probabilities": lambda: call(Replicate(), Shard(1), labels=logits[:, :4].softmax(-1)),
         "top_k": lambda: call(Replicate(), Shard(1), function=token_log_probs, top_k=2),
         "group": lambda: call(Replicate(), Shard(1), group=group),
@@ -350,8 +348,6 @@ def test_other_placements_are_refused_with_what_to_do(rank_pool, impl):
         "labels elsewhere": r"ValueError: labels: expected .*\(Shard\(dim=0\), Replicate\(\)\), got .*redistribute",
         "labels of another mesh": "ValueError: labels: expected a DTensor with the mesh of logits",
         "mean": "ValueError: reduction: expected no mean of tokens that are on several ranks.* num_items=",
-        "accuracy": "ValueError: outputs: expected no mean .*'token_accuracy'; pass the local tensors of labels",
-        "accuracy of log-probs": "ValueError: outputs: expected no mean .*'token_accuracy'; pass the local tensors",
         "probabilities": "TypeError: labels: dtype must be ",
         "top_k": "TypeError: top_k: expected one of logits, labels, ",
         "group": "TypeError: group: expected one of logits, labels, ",

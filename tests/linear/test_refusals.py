@@ -125,7 +125,6 @@ OF_ONE = {
         ),
         ({"temperature": 0.0}, ValueError, "temperature: must be positive"),
         ({"outputs": "entropy"}, TypeError, "outputs: expected a tuple of names, .* got 'entropy'"),
-        ({"outputs": ("z_loss",)}, ValueError, "outputs: expected no 'z_loss' of log-probabilities"),
         ({"smoothing_formula": "megatron"}, ValueError, "advanced: smoothing_formula has no use"),
     ],
 }

@@ -111,8 +111,6 @@ def test_names_that_are_refused_and_their_verification():
         for function in (token_log_probs, vocab_parallel_cross_entropy):
             with pytest.raises(error, match=r"^outputs: expected"):
                 function(logits, labels, outputs=outputs)
-    with pytest.raises(ValueError, match=r"^outputs: expected no 'z_loss' of log-probabilities"):
-        token_log_probs(logits, labels, outputs=("z_loss",))
     with verify_calls():
         with pytest.raises(ValueError, match=r"^outputs: expected one of"):
             token_log_probs(logits, labels, outputs=("loss",))

@@ -53,7 +53,7 @@ RECORDS = {
     package.Sampling: ("top_k", "top_p"),
     Advanced: ("smoothing_formula", "main_grad", "reduce_hidden_grad", "expected_grad_output", "valid_tokens"),
 }
-PER_TOKEN = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions", "token_accuracy", "z_loss", "rank")
+PER_TOKEN = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions", "rank")
 
 
 def _defaults(function):

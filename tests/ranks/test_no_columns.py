@@ -50,7 +50,7 @@ def _over_logits(m, columns, **on):
         "mean": of,
         "every option": partial(of, label_smoothing=0.1, z_loss=0.1, softcap=3.0, class_weight=m["weights"]),
         "weights of columns": partial(of, class_weight=m["weights"][columns], reduction="none"),
-        "in_backward": partial(of, gradient="in_backward", outputs=("mean_logit", "token_accuracy")),
+        "in_backward": partial(of, gradient="in_backward", outputs=("mean_logit", "predictions")),
         "in_forward": lambda logits: of(logits * 1, gradient="in_forward", reduction="sum"),
         "module": partial(vp.VocabParallelCrossEntropy(reduction="sum", **on), labels=m["labels"]),
         "log-probabilities": partial(log_probs, outputs=every, temperature=m["temperature"]),

@@ -23,7 +23,7 @@ from tests.support.inputs import IGNORE_INDEX, KINDS, batch, with_a_broad_row
 from tests.support.logits import (
     METRICS,
     OUTPUTS,
-    assert_metrics,
+    assert_predictions,
     backward,
     flat_outputs,
     of_every_output,
@@ -337,9 +337,8 @@ def assert_right(
     assert_results(results, truth, peer, magnitudes, roundings, summands)
     if options.get("outputs") == METRICS:
         given, ignored = of_oracle(options), options.get("ignore_index", IGNORE_INDEX)
-        truth = oracle.metrics_fp64(inputs.to(torch.float64).logits(ignored), inputs.labels, **given)
-        peer = oracle.metrics_same_dtype(inputs.logits(ignored), inputs.labels, **given)
-        assert_metrics(results.outputs[1:], truth, peer)
+        truth = oracle.predictions_fp64(inputs.to(torch.float64).logits(ignored), inputs.labels, **given)
+        assert_predictions(results.outputs[1], truth)
 
 
 def check(

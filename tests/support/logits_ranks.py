@@ -143,7 +143,7 @@ def n_statistics(case: Any) -> int:
     options, number = case.options, 3
     asked = options.get("outputs", ())
     number += 2 * bool(options.get("label_smoothing")) + ("entropy" in asked)
-    number += "predictions" in asked or "token_accuracy" in asked
+    number += "predictions" in asked
     number += options.get("class_weight") is not None
     number += 2 * (options.get("top_k") or 0)
     if options.get("rank"):  # the label's logit, where z is another number

@@ -20,14 +20,12 @@ class Values(NamedTuple):
     """Everything that a call can return; those before the predictions are differentiable."""
 
     loss: Tensor  # of the labels' shape, or () if reduced
-    log_probs: Tensor  # the rest: of the labels' shape, except the accuracy and a reduced z_loss
+    log_probs: Tensor  # the rest: of the labels' shape
     entropy: Tensor
     lse: Tensor  # after the temperature
     sum_sq_probs: Tensor
     mean_logit: Tensor
     predictions: Tensor  # int64, -1 in rows that are ignored or hold no number
-    token_accuracy: Tensor
-    z_loss: Tensor
 
 
 class LossAndGradient(NamedTuple):
@@ -103,8 +101,6 @@ def values(
         _reduced(per_token(losses, left_out), *of_reduction),
         *(per_token(value, ignored) for value in of_tokens),
         predictions.reshape(labels.shape),
-        ((predictions == targets) & known).sum().to(x) / (~ignored).sum().clamp(min=1),
-        _reduced(per_token(of_z.detach(), left_out), *of_reduction),
     )
 
 
@@ -176,15 +172,8 @@ def cross_entropy_same_dtype(
     return LossAndGradient(*with_gradient(of_loss, at_least_fp32(logits), labels, *grad_outputs, **options))
 
 
-def metrics_fp64(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """fp64 predictions, accuracy and part of z-loss of the loss with the same options."""
-    return values(logits.detach().double(), labels, **options)[6:]
-
-
-def metrics_same_dtype(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """What PyTorch gets of these in fp32 arithmetic."""
-    predictions, accuracy, z_loss = values(at_least_fp32(logits.detach()), labels, **options)[6:]
-    return predictions, accuracy.float(), z_loss
+def predictions_fp64(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return values(logits.detach().double(), labels, **options).predictions
 
 
 def _reduced(losses: Tensor, reduction: str, num_items: int | float | Tensor | None, counted: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def with_labels(call: Call, labels: Tensor) -> Beside:
         names = log_prob_names(call, labels)
 
     def compute(logits: Tensor, rounding: Tensor) -> Truth:
-        asked = tuple(name for name in names if name not in ("predictions", "token_accuracy"))
+        asked = tuple(name for name in names if name != "predictions")
         return of_labels(logits, labels, call.of_oracle, asked, rounding)
 
     def check(found: Numbers, logits: Tensor, rounding: Tensor) -> None:
@@ -51,7 +51,7 @@ def asked_of_loss(call: Call) -> list[str]:
     draw = call.draw
     asked = list(draw["outputs"] or ())
     if draw["gradient"] == "in_forward":
-        asked = [name for name in asked if name in ("predictions", "token_accuracy", "z_loss")]
+        asked = [name for name in asked if name == "predictions"]
     if call.ranks > 1:
         asked = [name for name in asked if name != "rank"]
     call.settings |= {"outputs": tuple(asked)} if asked else {}
@@ -99,9 +99,6 @@ def check_ids(call: Call, found: Numbers, logits: Tensor, labels: Tensor, roundi
             columns = torch.arange(n_columns, device=z.device)
             first = torch.where(z == z_max.unsqueeze(-1), columns, n_columns).amin(-1)
             assert torch.equal(ids[known], first[known]), "predictions: not the first of equals"
-        if "token_accuracy" in found:
-            accuracy = ((ids == labels) & known).sum() / (~ignored).sum().clamp(min=1)
-            assert_near("token_accuracy", found["token_accuracy"], accuracy.double(), 1.0)
     inside = (labels >= 0) & (labels < n_columns)
     of_label = logits.gather(-1, labels.clamp(0, n_columns - 1).long().unsqueeze(-1))
     if "rank" in found:

@@ -15,8 +15,7 @@ from tests.support import oracle
 from tests.support.random_inputs import NAN, NEG_INF
 
 Numbers = dict[str, Tensor]
-METRICS = ("z_loss",)
-LIMITS = {"lse": NEG_INF, "mean_logit": NEG_INF, "z_loss": math.inf}  # of nothing but -inf
+LIMITS = {"lse": NEG_INF, "mean_logit": NEG_INF}  # of nothing but -inf
 LOWEST = -1e6  # a logit of probability 0
 
 
@@ -111,11 +110,8 @@ class _Labels:
     def outputs(self, names: tuple[str, ...]) -> Numbers:
         outputs: Numbers = {}
         for name in names:
-            value, is_bad, is_metric = getattr(self.found, name), self.bad, name in METRICS
-            if is_metric:
-                is_bad = self.bad & bool(self.z_loss)
-            at_limit = self.excluded & (is_metric | ~self.is_wrong)
-            fill = torch.full_like(self.t, NAN).masked_fill(at_limit, LIMITS.get(name, NAN)).where(is_bad, 0.0)
+            value, at_limit = getattr(self.found, name), self.excluded & ~self.is_wrong
+            fill = torch.full_like(self.t, NAN).masked_fill(at_limit, LIMITS.get(name, NAN)).where(self.bad, 0.0)
             outputs[name] = value + (fill if value.dim() else fill.sum())
         return outputs
 
@@ -133,14 +129,13 @@ class _Labels:
             "lse": s.lse.abs() + s.rounding + 1e-3,
             "sum_sq_probs": self.sum_sq * (8 + s.rounding),
             "mean_logit": s.from_max.mean(-1) + self.z.amax(-1).abs() + s.rounding,
-            "z_loss": w_y * of_z_loss * 2,
         }
         reduction = self.options.get("reduction", "none")
         if reduction != "none":
             by_weights = reduction == "mean" and self.num_items is None
             of_divisor = 2 * w_y.sum() * self.per_item if by_weights else 2.0
-            for name in {"loss", "z_loss"} & outputs.keys():
-                bounds[name] = bounds[name].sum() * self.per_item + of_divisor * finite(outputs[name]).abs()
+            if "loss" in outputs:
+                bounds["loss"] = of_loss.sum() * self.per_item + of_divisor * finite(outputs["loss"]).abs()
         return {name: bounds[name] for name in outputs}
 
     def of_gradient(self, upstream: Numbers) -> Tensor:

@@ -278,7 +278,7 @@ def _use(rng: random.Random, family: str) -> Use:
         options.update(_some(rng, label_smoothing=0.1))
     else:
         options.update(_some(rng, label_smoothing=0.1, z_loss=0.02, softcap=8.0, logit_scale=0.6))
-        options.update(_some(rng, outputs=("z_loss",)))
+        options.update(_some(rng, outputs=("predictions",)))
         if "label_smoothing" in options:
             options.update(_some(rng, smoothing_formula="megatron"))
         if options["reduction"] == "sum":

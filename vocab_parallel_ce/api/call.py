@@ -28,7 +28,7 @@ from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import Advanced, Function, HeadSettings, Sampling, Settings, check_names, checked_outputs
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.run import OverLogits, as_token_outputs, forward
-from vocab_parallel_ce.spec import TokenOutputs, count_labels, is_ignored
+from vocab_parallel_ce.spec import TokenOutputs, is_ignored
 from vocab_parallel_ce.top import Top
 
 
@@ -47,11 +47,9 @@ class Outputs:
     Example:
         >>> from vocab_parallel_ce import vocab_parallel_cross_entropy
         >>> logits, labels = torch.eye(3), torch.tensor([0, 1, 0])
-        >>> found = vocab_parallel_cross_entropy(logits, labels, outputs=("predictions", "token_accuracy"))
+        >>> found = vocab_parallel_cross_entropy(logits, labels, outputs=("predictions",))
         >>> found.predictions
         tensor([0, 1, 2])
-        >>> round(found.token_accuracy.item(), 4)
-        0.6667
         >>> found.entropy is None
         True
     """
@@ -63,8 +61,6 @@ class Outputs:
     sum_sq_probs: Tensor | None = None  #: sum_i p_i^2
     mean_logit: Tensor | None = None  #: mean of z over the vocabulary
     predictions: Tensor | None = None  #: int64 global id of the largest z, the lowest of equals; -1 if there is none
-    token_accuracy: Tensor | None = None  #: [], the share of the labels that are predicted; ignored ones do not count
-    z_loss: Tensor | None = None  #: the part of the loss that is z_loss * lse^2, reduced as the loss is
     rank: Tensor | None = None  #: int64: how many logits are larger than the label's
     top_ids: Tensor | None = None  #: [..., k] int64; -1 where no z is finite; equals in any order
     top_log_probs: Tensor | None = None  #: [..., k]
@@ -93,12 +89,9 @@ def _record(tensors: Iterable[Any], names: Iterable[str]) -> Outputs:
 pytree.register_pytree_node(Outputs, _flat, _record, serialized_type_name="vocab_parallel_ce.Outputs")
 
 
-def asked_for(outputs: Any, top_k: int | None, *, of_loss: bool = True) -> dict[str, Any]:
-    """Return the settings that ask for ``outputs`` of a loss, or of log-probabilities."""
-    outputs = checked_outputs(outputs)
-    if not of_loss and "z_loss" in outputs:
-        raise ValueError("outputs: expected no 'z_loss' of log-probabilities, which have no such part, got it")
-    return {"outputs": outputs, "top_k": top_k}
+def asked_for(outputs: Any, top_k: int | None) -> dict[str, Any]:
+    """Return the settings that ask for ``outputs``."""
+    return {"outputs": checked_outputs(outputs), "top_k": top_k}
 
 
 def settings_of_sampling(sampling: object, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,13 +126,11 @@ def taken_temperature(keywords: dict[str, Any]) -> Tensor | None:
     return keywords.pop("temperature") if isinstance(keywords.get("temperature"), Tensor) else None
 
 
-def loss_of(
-    found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None, divisor: Tensor | None
-) -> Tensor | Outputs:
-    """Return the loss, or the record of all that was asked for; ``divisor`` is that of a sum."""
+def loss_of(found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None) -> Tensor | Outputs:
+    """Return the loss, or the record of all that was asked for."""
     if not settings.outputs and top is None:
         return found.loss
-    return Outputs(loss=found.loss, **_others(found, labels, settings, top, divisor))
+    return Outputs(loss=found.loss, **_others(found, labels, settings, top))
 
 
 def log_probs_of(found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None) -> Tensor | Outputs:
@@ -147,49 +138,16 @@ def log_probs_of(found: TokenOutputs, labels: Tensor, settings: Settings, top: T
     log_probs = torch.rsub(found.loss, 0.0)  # 0 - loss, since a negated 0 would be -0; the operator takes longer
     if not settings.outputs and top is None:
         return log_probs
-    return Outputs(log_probs=log_probs, **_others(found, labels, settings, top, None))
+    return Outputs(log_probs=log_probs, **_others(found, labels, settings, top))
 
 
-def _others(
-    found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None, divisor: Tensor | None
-) -> dict[str, Any]:
-    asked = settings.outputs
-    named: dict[str, Any] = {name: getattr(found, name) for name in asked if name in TokenOutputs._fields}
-    if len(named) == len(asked) and top is None:
-        return named
-    with torch.no_grad():
-        if "token_accuracy" in asked:
-            named["token_accuracy"] = _accuracy(found.predictions, labels, settings.ignore_index)
-        if "z_loss" in asked:
-            named["z_loss"] = _z_loss(found, labels, settings, divisor)
-        if top is not None:
-            assert found.lse is not None
+def _others(found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None) -> dict[str, Any]:
+    named = {name: getattr(found, name) for name in settings.outputs if name in TokenOutputs._fields}
+    if top is not None:
+        assert found.lse is not None
+        with torch.no_grad():
             named |= top.results(found.lse, is_ignored(labels, settings.ignore_index))
     return named
-
-
-def _accuracy(predictions: Tensor | None, labels: Tensor, ignore_index: int) -> Tensor:
-    assert predictions is not None
-    n_tokens = count_labels(labels, ignore_index)
-    is_right = (predictions == labels) & (predictions >= 0)
-    return is_right.sum(dtype=torch.float32) / n_tokens.clamp(min=1)
-
-
-def _z_loss(found: TokenOutputs, labels: Tensor, settings: Settings, divisor: Tensor | None) -> Tensor:
-    """Return the part of the loss that is ``z_loss * lse^2``, reduced as the loss is."""
-    if not settings.z_loss:
-        return torch.zeros_like(found.loss)
-    assert found.lse is not None
-    z_loss = float(settings.z_loss) * found.lse**2
-    if settings.reduction == "none":
-        return z_loss
-    if settings.reduction == "mean":
-        divisor = count_labels(labels, settings.ignore_index)
-    z_loss = z_loss.sum()
-    if divisor is None:
-        return z_loss
-    n = divisor.to(z_loss.dtype).reshape(())
-    return torch.where(n == 0, 0.0, z_loss / n)
 
 
 # PyTorch 2.11 fails inside Dynamo.
@@ -295,8 +253,8 @@ def over_logits(
     group: Any,
     num_items: float | Tensor | None = None,
     top: Top | None = None,
-) -> tuple[TokenOutputs, Tensor | None]:
-    """Compute the outputs, under autograd if ``logits`` need a gradient; also return ``num_items`` as a tensor.
+) -> TokenOutputs:
+    """Compute the outputs, under autograd if ``logits`` need a gradient.
 
     ``given`` are the tensors alongside the logits, ``loss.Beside``. Fills ``top``. Compiled code gets an operator.
     """
@@ -308,20 +266,16 @@ def over_logits(
 
         return losses(loss, logits, given, settings, group, num_items)
     call, beside = plan_call(loss, logits, given, settings, group, num_items, top)
-    divisor = None if num_items is None else call.divisor
     if torch.is_grad_enabled() and logits.requires_grad:
-        return as_token_outputs(OverLogits.apply(logits, beside, call), call.plan), divisor
+        return as_token_outputs(OverLogits.apply(logits, beside, call), call.plan)
     with torch.no_grad():
-        return forward(call, walkable(logits), beside, logits.shape[:-1])[0], divisor
+        return forward(call, walkable(logits), beside, logits.shape[:-1])[0]
 
 
 def over_head(
     loss: Loss, given: Arguments, settings: Settings, head: HeadSettings, top: Top | None = None
-) -> tuple[TokenOutputs, Tensor | None, Tensor | None]:
-    """Compute the outputs, those per token of the shape of the labels; under autograd if something needs a gradient.
-
-    Also return ``num_items`` as a tensor, and the factor NaN or 1 that tells if more than ``valid_tokens`` are valid.
-    """
+) -> TokenOutputs:
+    """Compute the outputs, those per token of the shape of the labels; under autograd if something needs a gradient."""
     if is_traced():
         from vocab_parallel_ce.head.operators import linear_losses
 
@@ -336,4 +290,4 @@ def over_head(
     shape = given.labels.shape
     value, *others = (v if v is None or v.dim() == 0 else v.view(*shape, *v.shape[1:]) for v in outputs)
     assert value is not None
-    return TokenOutputs(value, *others), linear.call.divisor, linear.overflow
+    return TokenOutputs(value, *others)

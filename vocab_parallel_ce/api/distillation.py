@@ -140,7 +140,7 @@ def distillation_loss(
         raise TypeError("teacher: expected logits or a TopKTeacher, got a Head; call linear_distillation_loss")
     else:
         beside = Teacher(teacher, labels)
-    return over_logits(loss, student_logits, beside, settings, group=group, num_items=num_items)[0].loss
+    return over_logits(loss, student_logits, beside, settings, group=group, num_items=num_items).loss
 
 
 @public(keeps_logits)
@@ -216,4 +216,4 @@ def linear_distillation_loss(
         settings = settings._replace(ignore_index=-100)
         labels = student.hidden.new_zeros(student.hidden.shape[:-1], dtype=torch.int64)
     given = Arguments(student, labels, beside, group, num_items)
-    return over_head(loss, given, settings, head)[0].loss
+    return over_head(loss, given, settings, head).loss

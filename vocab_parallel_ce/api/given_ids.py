@@ -57,7 +57,7 @@ def check_ids_alone(labels: Tensor, tokens: Tensor, outputs: Sequence[str], top_
 def of_logits(logits: Tensor, given: Ids, settings: Settings, *, group: Any, n_known: int = 0) -> Tensor:
     """Return ``[..., k]`` log-probabilities at ``given.ids``, and one more of the rest of the first ``n_known``."""
     given, settings = _of_call(given, logits, "logits", settings, n_known)
-    return over_logits(GIVEN_IDS, logits, given, settings, group=group)[0].loss
+    return over_logits(GIVEN_IDS, logits, given, settings, group=group).loss
 
 
 def of_head(
@@ -75,7 +75,7 @@ def of_head(
     # The labels that a head knows say which tokens are left out.
     labels = torch.where((given.ids == IGNORED).all(dim=-1), IGNORED, 0)
     arguments = Arguments(tensors, labels, given, group, None, main_grad)
-    return over_head(GIVEN_IDS, arguments, settings, head)[0].loss
+    return over_head(GIVEN_IDS, arguments, settings, head).loss
 
 
 def _of_call(given: Ids, tokens: Tensor, subject: str, settings: Settings, n_known: int) -> tuple[Ids, Settings]:

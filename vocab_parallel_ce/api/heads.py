@@ -162,8 +162,7 @@ def linear_cross_entropy(
     beside, top = Labels(labels, class_weight), top_of(settings)
     tensors, written = Head(hidden, weight, bias), of_head.main_grad
     given = Arguments(tensors, labels, beside, group, num_items, written, of_head.expected_grad_output)
-    found, divisor, overflow = over_head(LABELS, given, settings, head, top)
-    return _or_nan(loss_of(found, labels, settings, top, divisor), overflow)
+    return loss_of(over_head(LABELS, given, settings, head, top), labels, settings, top)
 
 
 @overload
@@ -224,7 +223,7 @@ def linear_token_log_probs(
         tensor([-1.3863, -1.3863])
     """
     of_head = checked_advanced(advanced, *OF_LOG_PROBS)
-    asked = asked_for(outputs, top_k, of_loss=False)
+    asked = asked_for(outputs, top_k)
     asked |= settings_of_sampling(sampling, asked) | {"reduction": "none", "gradient": "in_backward"}
     temperature = taken_temperature(keywords)
     settings, head = settings_of(keywords, LOG_PROB_KEYWORDS, linear_token_log_probs, of_head, **asked)
@@ -235,15 +234,4 @@ def linear_token_log_probs(
         return given_ids.of_head(tensors, of_ids, settings, head, group=group, main_grad=of_head.main_grad)
     beside, top = Labels(labels, temperature=temperature), top_of(settings)
     given = Arguments(tensors, labels, beside, group, None, of_head.main_grad)
-    found, _, overflow = over_head(LABELS, given, settings, head, top)
-    return _or_nan(log_probs_of(found, labels, settings, top), overflow)
-
-
-def _or_nan(results: Tensor | Outputs, overflow: Tensor | None) -> Tensor | Outputs:
-    """Set to NaN what was computed of too few tokens and is not yet: ids cannot be."""
-    if overflow is not None and isinstance(results, Outputs):
-        for name in ("token_accuracy", "z_loss"):
-            value = getattr(results, name)
-            if value is not None:
-                setattr(results, name, value * overflow)
-    return results
+    return log_probs_of(over_head(LABELS, given, settings, head, top), labels, settings, top)

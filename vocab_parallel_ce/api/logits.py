@@ -184,8 +184,8 @@ def vocab_parallel_cross_entropy(
     if isinstance(labels, Tensor) and labels.is_floating_point():
         loss, given = TARGETS, Targets(labels, class_weight)
     top = top_of(settings) if asks else None
-    found, divisor = over_logits(loss, logits, given, settings, group=group, num_items=num_items, top=top)
-    return loss_of(found, labels, settings, top, divisor) if asks else found.loss
+    found = over_logits(loss, logits, given, settings, group=group, num_items=num_items, top=top)
+    return loss_of(found, labels, settings, top) if asks else found.loss
 
 
 @overload
@@ -243,7 +243,7 @@ def token_log_probs(
         temperature: positive; divides the logits after the cap. A number, or a floating-point tensor of one element, or
             of one for each label, without a gradient. The host does not read a tensor: where it is not positive and
             finite in fp32, outputs and gradient are NaN, except of ignored tokens.
-        outputs: names of fields of :class:`Outputs`, as in the loss; there is no ``"z_loss"``.
+        outputs: names of fields of :class:`Outputs`, as in the loss.
         top_k: also return the ids and log-probabilities of so many columns; not a sampler's.
         sampling: a :class:`Sampling`: log-probabilities and outputs of the distribution that a sampler used, which
             drops logits. A dropped label has ``-inf``; if its own gradient is infinite or NaN, that of dropped columns
@@ -269,14 +269,14 @@ def token_log_probs(
     """
     check_names(keywords, LOG_PROB_KEYWORDS, token_log_probs)
     temperature = taken_temperature(keywords)
-    asked = asked_for(outputs, top_k, of_loss=False)
+    asked = asked_for(outputs, top_k)
     settings = Settings(reduction="none", **asked, **settings_of_sampling(sampling, asked), **keywords)
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
     if are_given_ids(labels, logits):
         check_ids_alone(labels, logits, outputs, top_k, sampling)
         return given_ids.of_logits(logits, Ids(labels, temperature), settings, group=group)
     given, top = Labels(labels, temperature=temperature), top_of(settings)
-    found, _ = over_logits(LABELS, logits, given, settings, group=group, top=top)
+    found = over_logits(LABELS, logits, given, settings, group=group, top=top)
     return log_probs_of(found, labels, settings, top)
 
 

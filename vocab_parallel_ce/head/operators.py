@@ -107,10 +107,8 @@ class HeadCall(NamedTuple):
         return (None if t is None or not is_wanted else t.new_empty(t.shape) for t, is_wanted in tensors)
 
 
-def linear_losses(
-    loss: Loss, given: Arguments, settings: Settings, head: HeadSettings
-) -> tuple[TokenOutputs, Tensor | None, Tensor | None]:
-    """Return the outputs of a head and its loss, the divisor of a sum, and NaN or 1 for too many valid tokens."""
+def linear_losses(loss: Loss, given: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
+    """Return the outputs of a head and its loss."""
     (hidden, weight, bias), labels, beside, group, num_items, *_ = given
     if is_dtensor(weight):
         settings = settings._replace(vocab_size=shard_of_dtensor(given, settings, *group_position(group)))
@@ -132,7 +130,7 @@ def linear_losses(
     operator = torch.ops.vocab_parallel_ce.loss_of_head
     tensors = hidden, weight, bias, labels, *beside_of(beside), divisor
     found = operator(*tensors, loss.name, name_of(group), autocast, wanted, *values)
-    return token_outputs(loss, found, settings), divisor, None if head.valid_tokens is None else found[N_OUTPUTS]
+    return token_outputs(loss, found, settings)
 
 
 # The operators.

@@ -65,8 +65,8 @@ def cross_entropy(
 
     Raises:
         TypeError: ``logits`` are no DTensor, ``labels`` are no ids, or an option is not known.
-        ValueError: ``logits`` or ``labels`` have other placements; or a mean or ``"token_accuracy"`` is asked for of
-            all tokens, which are on several ranks.
+        ValueError: ``logits`` or ``labels`` have other placements; or a mean is asked for of all tokens, which
+            are on several ranks.
         others: as that function.
 
     Example:
@@ -82,10 +82,12 @@ def cross_entropy(
     check_names(keywords, LOSS_KEYWORDS, cross_entropy)
     if num_items is not None and isinstance(num_items, Tensor):
         checks.check_tensor("num_items", num_items)
-    local = _Local.of(logits, labels, outputs)
+    local = _Local.of(logits, labels)
     reduction = divided_by(num_items, Settings(reduction=keywords.get("reduction", "mean"))).reduction
-    if reduction == "mean":
-        local.refuse_mean("reduction", reduction, "pass num_items= of all ranks")
+    if reduction == "mean" and local.tokens_are_cut:
+        raise ValueError(
+            "reduction: expected no mean of tokens that are on several ranks, got 'mean'; pass num_items= of all ranks"
+        )
     options = local.options | keywords | {"num_items": num_items, "outputs": outputs, "advanced": advanced}
     return local.placed(over_logits.vocab_parallel_cross_entropy(local.logits, local.labels, **options))
 
@@ -122,7 +124,7 @@ def token_log_probs(logits: Any, labels: Any, *, outputs: Sequence[str] = (), **
         >>> torch.distributed.destroy_process_group()
     """
     check_names(keywords, LOG_PROB_KEYWORDS, token_log_probs)
-    local = _Local.of(logits, labels, outputs)
+    local = _Local.of(logits, labels)
     options = local.options | keywords | {"outputs": outputs}
     return local.placed(over_logits.token_log_probs(local.logits, local.labels, **options))
 
@@ -136,7 +138,7 @@ class _Local(NamedTuple):
     given: Any  # the labels as they were given
 
     @classmethod
-    def of(cls, logits: Any, labels: Any, outputs: Any) -> _Local:
+    def of(cls, logits: Any, labels: Any) -> _Local:
         """Check the placements, and return the local tensors."""
         checks.check_no_transforms()  # inside them a DTensor cannot be seen
         if not is_dtensor(logits):
@@ -158,20 +160,12 @@ class _Local(NamedTuple):
                 )
             of_labels = labels.to_local()
         checks.check_labels(of_labels, columns.logits)  # probabilities would be as DTensors of logits' shape
-        local = cls(columns.logits, of_labels, {"group": columns.group, "vocab_size": columns.shard}, labels)
-        if isinstance(outputs, tuple | list) and "token_accuracy" in outputs:
-            local.refuse_mean("outputs", "token_accuracy", "pass the local tensors of labels, for this rank's")
-        return local
+        return cls(columns.logits, of_labels, {"group": columns.group, "vocab_size": columns.shard}, labels)
 
     @property
     def tokens_are_cut(self) -> bool:
         """Whether a result of all tokens is asked for, and no rank has all of them."""
         return is_dtensor(self.given) and any(placement.is_shard() for placement in self.given.placements)
-
-    def refuse_mean(self, subject: str, what: str, remedy: str) -> None:
-        """Raise for what needs all tokens, if no rank has them."""
-        if self.tokens_are_cut:
-            raise ValueError(f"{subject}: expected no mean of tokens that are on several ranks, got {what!r}; {remedy}")
 
     def placed(self, result: Tensor | Outputs) -> Any:
         """Return the results as the labels are: plain, or DTensors."""
