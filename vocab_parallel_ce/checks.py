@@ -247,19 +247,6 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def checked_megatron_smoothing(label_smoothing: float, vocab_size: int) -> float:
-    """``e = label_smoothing * V / (V - 1)``, in [0, 1]."""
-    if vocab_size < 2:
-        raise ValueError(f"smoothing_formula: 'megatron' needs a vocab_size of at least 2, got {vocab_size}")
-    largest = (vocab_size - 1) / vocab_size
-    if label_smoothing > largest:
-        raise ValueError(
-            f"label_smoothing: must be at most (V - 1) / V = {largest:g} with smoothing_formula='megatron' "
-            f"and vocab_size {vocab_size}, got {label_smoothing}"
-        )
-    return min(1.0, label_smoothing * vocab_size / (vocab_size - 1))
-
-
 def check_num_items(num_items: object, reduction: str, logits: Tensor) -> None:
     """What a sum is divided by: a number, or a tensor of one element that is not looked at."""
     if reduction != "sum":

@@ -43,7 +43,6 @@ OTHER_NAMES = {  # of other libraries, and of earlier versions of this one
     "return_z_loss": "outputs",
     "shard": "vocab_size",
     "smoothing": "label_smoothing",
-    "smoothing_formula": "advanced",
     "teacher_bias": "teacher",
     "teacher_ids": "teacher",
     "teacher_log_probs": "teacher",
@@ -68,7 +67,6 @@ Flag = Annotated[bool, checks.check_bool]
 NotNegative = Annotated[float, checks.check_number]
 Share = Annotated[float, partial(checks.check_number, at_most=1)]
 Positive = Annotated[float, partial(checks.check_number, positive=True)]
-Formula = Annotated[str, partial(checks.check_choice, choices=("torch", "megatron"))]
 Reduction = Annotated[str, partial(checks.check_choice, choices=REDUCTIONS)]
 GradientMode = Annotated[str, partial(checks.check_choice, choices=GRADIENT_MODES)]
 
@@ -78,7 +76,6 @@ class Settings(NamedTuple):
 
     ignore_index: Integer = -100
     label_smoothing: Share = 0.0
-    smoothing_formula: Formula = "torch"
     z_loss: NotNegative = 0.0
     softcap: Positive | None = None
     logit_scale: Positive = 1.0
@@ -134,8 +131,6 @@ class Advanced(NamedTuple):
         1.3863
     """
 
-    smoothing_formula: str = "torch"  #: or "megatron": label_smoothing times V / (V - 1)
-    # Of heads:
     main_grad: Tensor | None = None  #: [C, D] fp32, contiguous: backward adds the gradient of weight to it
     reduce_hidden_grad: bool = True  #: False leaves the gradient of hidden this rank's share of the sum
     expected_grad_output: Tensor | None = None  #: [...]: what will multiply each loss, except one factor for all
@@ -179,7 +174,6 @@ class LossKeywords(CommonKeywords, total=False):
     num_items: float | Tensor | None
     class_weight: Tensor | None
     gradient: str
-    advanced: Advanced | None
 
 
 class LogProbKeywords(CommonKeywords, total=False):
@@ -296,7 +290,7 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
     """
     for name, check in CHECKS.items():
         check(name, getattr(settings, name))
-    smoothing, softcap = float(settings.label_smoothing), settings.softcap
+    softcap = settings.softcap
     asked = set(checked_outputs(settings.outputs))
     predictions = "predictions" in asked
     if predictions and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
@@ -305,8 +299,6 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         k = checks.checked_count("top_k", settings.top_k)
         if vocab_size is not None and k > vocab_size:
             raise ValueError(f"top_k: must be at most the vocab_size {vocab_size}, got {k}")
-    if vocab_size is not None and settings.smoothing_formula == "megatron":
-        smoothing = checks.checked_megatron_smoothing(smoothing, vocab_size)
     if class_weight and "mean_logit" in asked:  # the sum of logits has the weights
         raise ValueError("outputs: expected no 'mean_logit' with class_weight, because its sum has them, got both")
     if settings.gradient == "in_forward" and settings.asks_for_top:
@@ -318,7 +310,7 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         softcap = float(softcap / settings.temperature)
         checks.check_number("softcap / temperature", softcap, positive=True)
     derived: dict[str, Any] = {
-        "smoothing": smoothing,
+        "smoothing": float(settings.label_smoothing),
         "logit_scale": float(logit_scale),
         "softcap": softcap,
         "temperature": None,  # in logit_scale and softcap

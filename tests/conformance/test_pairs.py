@@ -52,7 +52,7 @@ SOFT = covering(
     **PLACE,
     kind=HARD,
     **OTHER,
-    weighting=tuple(each for each in WEIGHTING if each[0] != "megatron"),
+    weighting=WEIGHTING,
     z_loss=(0.0, 0.02),
     softcap=(None, 10.0),
     logit_scale=(1.0, 0.4),

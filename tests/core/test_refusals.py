@@ -14,7 +14,6 @@ import torch
 
 import vocab_parallel_ce as package
 from vocab_parallel_ce import VocabParallelCrossEntropy, VocabShard, token_log_probs, vocab_parallel_cross_entropy
-from vocab_parallel_ce.options import Advanced
 
 pytestmark = pytest.mark.reference
 
@@ -68,19 +67,12 @@ OF_THE_LOSS = [
     ),
     ({"num_items": torch.tensor([3]).to_sparse()}, TypeError, "num_items: expected a dense tensor, got layout"),
     ({"label_smoothing": torch.tensor(0.1)}, TypeError, "label_smoothing: expected a number, got Tensor"),
-    (
-        {"advanced": Advanced(smoothing_formula="tf")},
-        ValueError,
-        "smoothing_formula: expected one of 'torch', 'megatron'",
-    ),
     *(
         ({"z_loss": value}, ValueError, f"z_loss: must be at least 0.* got {re.escape(str(value))}$")
         for value in (-0.1, NAN, 10**400)
     ),
     ({"z_loss": None}, TypeError, "z_loss: expected a number, got NoneType"),
     ({"outputs": 1}, TypeError, "outputs: expected a tuple of names, .* got 1"),
-    ({"advanced": {}}, TypeError, "advanced: expected an Advanced or None, got dict"),
-    ({"advanced": Advanced(valid_tokens=3)}, ValueError, "advanced: valid_tokens has no use in this function"),
     ({"gradient": "in_forward", "outputs": ("lse", "rank")}, ValueError, "gradient: 'in_forward' .* got 'rank'"),
     ({"gradient": "in_forward", "top_k": 2}, ValueError, "gradient: 'in_forward' .* got 'top_k'"),
     ({"reduction": "batchmean"}, ValueError, "reduction: expected one of 'mean'.* got 'batchmean'"),
@@ -142,11 +134,9 @@ OF_WEIGHTS = [
 ]
 PADDED = {"labels": torch.tensor([[0, 19, 20], [0, 0, 0]]), "vocab_size": 20, "check_labels": True}
 OF_PADDING = [(PADDED, ValueError, r"labels: must be in \[0, 20\) .* 1 outside.*\(0, 2\): 20$")]
-# Megatron's formula divides by V - 1. A prediction travels as fp32, which has no 2**24 + 1.
-ONE, MANY = LOGITS[..., :1], torch.empty(2, 3, 2**24 + 1, device="meta")
-MEGATRON = {"logits": ONE, "advanced": Advanced(smoothing_formula="megatron")}
+# A prediction travels as fp32, which has no 2**24 + 1.
+MANY = torch.empty(2, 3, 2**24 + 1, device="meta")
 OF_SIZES = [
-    ({**MEGATRON, "label_smoothing": 0.1}, ValueError, "smoothing_formula: 'megatron' needs .* at least 2, got 1$"),
     (
         {"logits": MANY, "labels": LABELS.to("meta"), "outputs": ("predictions",)},
         ValueError,
@@ -182,11 +172,6 @@ def test_refused_before_anything_is_changed(function, changed, error, message):
     ]
     + [
         ({"vocab_size": VocabShard(0, 12, None)}, TypeError, "vocab_size: vocab_size: expected an int, got NoneType"),
-        (
-            {"advanced": Advanced(smoothing_formula="megatron"), "vocab_size": 1},
-            ValueError,
-            "smoothing_formula: 'megatron'",
-        ),
         ({"outputs": ("predictions",), "vocab_size": 2**25}, ValueError, "vocab_size: must be at most"),
     ],
 )
@@ -212,22 +197,6 @@ def test_an_unknown_name_says_of_which_function_and_what_was_meant(function, nam
     hint = "" if meant is None else rf"; did you mean {meant}\?"
     with pytest.raises(TypeError, match=f"^{name}: expected one of .*, got no such name in {function.__name__}{hint}$"):
         function(*tensors, **{name: 0.1})
-
-
-@pytest.mark.parametrize("columns", (2, 33))
-def test_megatrons_formula_stays_a_mixture(columns):
-    """``e = label_smoothing * V / (V - 1)`` above 1 would give the label a negative weight."""
-    logits, labels = torch.randn(2, columns), torch.tensor([0, 1])
-    largest = (columns - 1) / columns
-    options = {"advanced": Advanced(smoothing_formula="megatron"), "vocab_size": columns}
-    for loss in (
-        lambda e: vocab_parallel_cross_entropy(logits, labels, label_smoothing=e, **options),
-        lambda e: VocabParallelCrossEntropy(label_smoothing=e, **options),
-    ):
-        with pytest.raises(ValueError, match=r"^label_smoothing: must be at most \(V - 1\) / V = "):
-            loss(largest + 1e-6)
-    uniform = vocab_parallel_cross_entropy(logits, labels, label_smoothing=largest, **options)
-    assert torch.equal(uniform, vocab_parallel_cross_entropy(logits, labels, label_smoothing=1.0))
 
 
 CALL = (torch.randn(2, 12), torch.tensor([0, 1]))

@@ -27,7 +27,6 @@ from vocab_parallel_ce import (
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
-from vocab_parallel_ce.options import Advanced
 
 pytestmark = pytest.mark.cuda
 
@@ -50,7 +49,7 @@ def plain_step(logits, labels, numbers, **options):
 def step_with_every_option(logits, labels, numbers, num_items=None):
     """The number of items is read by the device, at each replay."""
     source = pad(logits, (0, PADDING), value=float("nan")).requires_grad_()
-    options = {**EVERY, "advanced": Advanced(smoothing_formula="megatron"), "reduction": "sum", "outputs": METRICS}
+    options = {**EVERY, "reduction": "sum", "outputs": METRICS}
     options["num_items"] = 40 + numbers[0] if num_items is None else num_items
     outputs = flat_outputs(vocab_parallel_cross_entropy(source, labels, vocab_size=COLUMNS, **options))
     return *outputs, *torch.autograd.grad(outputs[0], source, torch.ones_like(outputs[0]))

@@ -23,7 +23,7 @@ from tests.support.ranks import device_of, in_ranks
 from vocab_parallel_ce import Outputs, verify_calls, vocab_parallel_cross_entropy
 from vocab_parallel_ce.api.call import TRACES_DTENSORS
 from vocab_parallel_ce.integrations.dtensor import cross_entropy, token_log_probs
-from vocab_parallel_ce.options import DIFFERENTIABLE, Advanced
+from vocab_parallel_ce.options import DIFFERENTIABLE
 
 in_two_ranks = in_ranks((2,), (2,), (2,))
 in_four_ranks = in_ranks((4,), (), (4,))
@@ -65,11 +65,10 @@ class Case(NamedTuple):
         """The outputs, in the order of their names, and the gradient of the tokens of ``part`` are PyTorch's."""
         logits, labels = (tensor[part] for tensor in self.inputs())
         given = {name: value for name, value in self.options.items() if name in _ORACLES}
-        formula = self.options.get("advanced", Advanced()).smoothing_formula
         truth, peer = (logits.to(dtype).requires_grad_() for dtype in (torch.float64, torch.float32))
         expected = []
         for leaf in (truth, peer):
-            found = oracle.values(leaf, labels, smoothing_formula=formula, **given)
+            found = oracle.values(leaf, labels, **given)
             expected.append([getattr(found, name) for name in self.names])
             grads = [g[part] if g.dim() else g for g in self.grad_outputs()]
             torch.autograd.backward(expected[-1][: len(grads)], [g.to(leaf.dtype) for g in grads])
@@ -169,7 +168,6 @@ OF_TWO = {
     "uneven, mean": Case(*ONE, 1003),
     "uneven, bf16": Case(*ONE, 1003, NONE, "confident", HALF, (2, 3)),
     "every option": Case(*ONE, 21, {**EVERY, **SUM, "num_items": 7}, "some_ignored"),
-    "megatron's smoothing": Case(*ONE, 21, {"label_smoothing": 0.1, "advanced": Advanced("megatron")}),
     "metrics": Case(*ONE, 21, METRICS, "some_ignored"),
     "metrics of each token": Case(*ONE, 21, METRICS | NONE, shape=(2, 3), plain=True),
     "in place": Case(*ONE, 21, NONE | {"gradient": "in_backward"}, dtype=HALF),

@@ -125,7 +125,6 @@ OF_ONE = {
         ),
         ({"temperature": 0.0}, ValueError, "temperature: must be positive"),
         ({"outputs": "entropy"}, TypeError, "outputs: expected a tuple of names, .* got 'entropy'"),
-        ({"smoothing_formula": "megatron"}, ValueError, "advanced: smoothing_formula has no use"),
     ],
 }
 

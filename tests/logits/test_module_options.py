@@ -66,8 +66,6 @@ REFUSED = {
     "group": (3, TypeError, "group: expected a torch.distributed.ProcessGroup or None, or a .*, got int"),
     "ignore_idx": (1, TypeError, "ignore_idx: expected one of .* did you mean ignore_index"),
     "alpha": (0.5, TypeError, "alpha: expected one of .* no such name"),  # another library's, of another loss
-    "smoothing_formula": ("megatron", TypeError, "smoothing_formula: expected one of .* did you mean advanced"),
-    "reduce_hidden_grad": (False, TypeError, "reduce_hidden_grad: expected one of .* did you mean advanced"),
     "num_items": (3, TypeError, "num_items: expected at each call of the module, got it as an attribute"),
     "bias": (torch.zeros(1), TypeError, "bias: expected as that of the head, got it as an attribute"),
 }

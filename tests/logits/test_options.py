@@ -15,7 +15,6 @@ NAN, INF = float("nan"), float("inf")
 def test_options_given_at_their_off_values_change_no_bit(impl_device):
     off = {
         "label_smoothing": 0,
-        "smoothing_formula": "megatron",
         "z_loss": 0,
         "softcap": None,
         "logit_scale": 1,

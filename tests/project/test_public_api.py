@@ -24,7 +24,7 @@ from vocab_parallel_ce.options import Advanced
 OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 1.0, "impl": "auto"}
 OF_BOTH |= {"check_labels": False, "vocab_size": None, "outputs": (), "top_k": None}
 OF_THE_LOSS = {"label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean", **OF_BOTH, "num_items": None}
-OF_THE_LOSS |= {"class_weight": None, "gradient": "auto", "advanced": None}
+OF_THE_LOSS |= {"class_weight": None, "gradient": "auto"}
 OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "sampling": None}
 OF_HEADS = {"bias": None, "sequence_parallel": False, "chunk_size": "auto", "logits_dtype": None}
 OF_HEADS |= {"keep_logits": "none"}
@@ -51,7 +51,7 @@ RECORDS = {
     package.Head: ("hidden", "weight", "bias"),
     package.TopKTeacher: ("ids", "log_probs", "rest"),
     package.Sampling: ("top_k", "top_p"),
-    Advanced: ("smoothing_formula", "main_grad", "reduce_hidden_grad", "expected_grad_output", "valid_tokens"),
+    Advanced: ("main_grad", "reduce_hidden_grad", "expected_grad_output", "valid_tokens"),
 }
 PER_TOKEN = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions", "rank")
 
@@ -73,26 +73,6 @@ def test_the_fields_of_the_records():
     assert {record: record._fields for record in RECORDS} == RECORDS
     fields = [field.name for field in dataclasses.fields(package.Outputs)]
     assert fields == ["loss", "log_probs", *PER_TOKEN, "top_ids", "top_log_probs"]
-
-
-@pytest.mark.parametrize("function", [function for function, _, expected in SIGNATURES if "advanced" in expected])
-def test_a_field_of_advanced_that_has_no_use_is_refused(function):
-    given = {"smoothing_formula": "megatron", "main_grad": torch.ones(1), "reduce_hidden_grad": False}
-    given |= {"expected_grad_output": torch.ones(1), "valid_tokens": 1}
-    assert set(given) == set(Advanced._fields)
-    used = {
-        package.vocab_parallel_cross_entropy: {"smoothing_formula"},
-        package.linear_cross_entropy: set(given),
-        package.linear_token_log_probs: {"main_grad", "reduce_hidden_grad", "valid_tokens"},
-        package.linear_distillation_loss: {"reduce_hidden_grad"},
-    }[function]
-    n_tensors = len(next(tensors for each, tensors, _ in SIGNATURES if each is function))
-    tensors = [torch.zeros(2, 3)] * n_tensors
-    for name in set(given) - used:
-        with pytest.raises(ValueError, match=f"^advanced: {name} has no use in this function, expected one of "):
-            function(*tensors, advanced=Advanced(**{name: given[name]}))
-    with pytest.raises(TypeError, match="^advanced: expected an Advanced or None, got dict; pass "):
-        function(*tensors, advanced={})
 
 
 def test_the_module_takes_the_options_of_the_function():
@@ -118,7 +98,7 @@ def test_a_module_is_the_function_with_its_options_fixed(impl_device, family):
     impl, device = impl_device
     inputs = projection(bias=True)
     hidden, labels = inputs.hidden.to(device), inputs.labels.clamp(max=COLUMNS - 3).to(device)
-    options = {**EVERY, "advanced": Advanced(smoothing_formula="megatron"), "vocab_size": COLUMNS - 2, "impl": impl}
+    options = {**EVERY, "vocab_size": COLUMNS - 2, "impl": impl}
     if family == "linear":
         head = torch.nn.Linear(WIDTH, COLUMNS)
         head.load_state_dict({"weight": inputs.weight, "bias": inputs.bias})
@@ -158,7 +138,7 @@ def test_the_module_shows_its_options():
 THEIRS = {"weight": "class_weight", "lse_square_scale": "z_loss", "ignore_idx": "ignore_index"}
 THEIRS |= {"inplace_backward": "gradient", "return_z_loss": "outputs", "num_items_in_batch": "num_items"}
 THEIRS |= {"lable_smoothing": "label_smoothing", "return_metrics": "outputs", "shard": "vocab_size"}
-THEIRS |= {"main_grad": "advanced", "entropy": "outputs"}
+THEIRS |= {"entropy": "outputs"}
 LOGITS_AND_LABELS = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
 
 

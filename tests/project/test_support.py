@@ -173,9 +173,6 @@ def test_the_oracles_options_of_a_row_worked_by_hand():
     assert loss(softcap=1, logit_scale=2) == pytest.approx(math.log1p(math.exp(-80 / 82)))
     mean = (math.log(4) + nll) / 2  # of -log p, over two columns
     assert loss(logits[:, :2], label_smoothing=0.1) == pytest.approx(0.9 * nll + 0.1 * mean)
-    # Megatron's formula in its own words: 0.9 to the label, 0.1 to the other V - 1 columns.
-    megatron = loss(logits[:, :2], label_smoothing=0.1, smoothing_formula="megatron")
-    assert megatron == pytest.approx(0.9 * nll + 0.1 * math.log(4))
     plain = values(logits, labels)
     assert plain.log_probs.item() == pytest.approx(math.log(3 / 4))
     assert plain.entropy.item() == pytest.approx(0.25 * math.log(4) + 0.75 * math.log(4 / 3))

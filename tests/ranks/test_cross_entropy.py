@@ -18,7 +18,7 @@ from vocab_parallel_ce import VocabShard, token_log_probs, vocab_parallel_cross_
 from vocab_parallel_ce.integrations import dtensor
 
 COLUMNS, ROWS = 40, 6
-EVERY = {**ALL_NUMBERS, "smoothing_formula": "megatron", "outputs": METRICS}
+EVERY = {**ALL_NUMBERS, "outputs": METRICS}
 OPTIONS = {
     "every": EVERY,
     "metrics": {"outputs": METRICS},

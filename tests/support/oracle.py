@@ -47,7 +47,6 @@ def values(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    smoothing_formula: str = "torch",
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -75,7 +74,7 @@ def values(
 
     z = transformed(_clean(x, left_out), logit_scale, softcap)
     log_p = (z / temperature).log_softmax(dim=-1)
-    e = label_smoothing * (vocab_size / (vocab_size - 1) if smoothing_formula == "megatron" else 1.0)
+    e = label_smoothing
     w = torch.ones(vocab_size).to(x) if class_weight is None else class_weight.to(x)
     w_target = w[any_target.squeeze(1)].masked_fill(ignored, 0.0)
     of_labels = -_times(w_target, log_p.gather(1, any_target).squeeze(1))

@@ -55,7 +55,7 @@ def calls_on(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[...
         "outputs": lambda **k: ce(logits * 1, labels, outputs=OUTPUTS, top_k=3, **EVERY, **k),
         "in forward": lambda **k: ce(logits * 1, labels, gradient="in_forward", num_items=5, **EVERY, **k),
         "in place": lambda **k: ce(logits * 1, labels, gradient="in_backward", reduction="none", **k),
-        "padding": lambda **k: ce(logits * 1, labels, vocab_size=37, advanced=Advanced("megatron"), **k),
+        "padding": lambda **k: ce(logits * 1, labels, vocab_size=37, **k),
         "packed": lambda **k: ce(logits * 1, vp.next_labels(labels, cu_seqlens=bounds), **k),
         "probabilities": lambda **k: ce(logits * 1, of_teacher, class_weight=per_class, **EVERY, **k),
         "log-probs": lambda **k: vp.token_log_probs(logits * 1, labels, temperature=per_token, outputs=OUTPUTS, **k),

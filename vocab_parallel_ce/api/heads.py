@@ -134,7 +134,7 @@ def linear_cross_entropy(
             ``valid_tokens``: upper bound on labels that are not ``ignore_index``; the rest skip the matmul. Exceeding
             it gives a NaN loss. ``expected_grad_output`` ``[...]``, the same on every rank: what will multiply each
             loss, except one factor for all, for reduction ``"none"`` with ``"in_forward"``. If that does not hold in
-            backward, the gradients are NaN, and a later call warns. ``smoothing_formula`` as over logits.
+            backward, the gradients are NaN, and a later call warns.
         others: as in :func:`vocab_parallel_cross_entropy`, of these logits. A DTensor brings its shard.
 
     Returns:
@@ -156,8 +156,7 @@ def linear_cross_entropy(
         (torch.Size([2, 3]), torch.Size([4, 3]))
     """
     of_head = checked_advanced(advanced, *Advanced._fields)
-    asked = {**asked_for(outputs, top_k), "smoothing_formula": of_head.smoothing_formula}
-    settings, head = settings_of(keywords, KEYWORDS, linear_cross_entropy, of_head, **asked)
+    settings, head = settings_of(keywords, KEYWORDS, linear_cross_entropy, of_head, **asked_for(outputs, top_k))
     settings = divided_by(num_items, settings)
     beside, top = Labels(labels, class_weight), top_of(settings)
     tensors, written = Head(hidden, weight, bias), of_head.main_grad

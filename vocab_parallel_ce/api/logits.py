@@ -14,7 +14,6 @@ from vocab_parallel_ce.api.call import (
     Outputs,
     asked_for,
     asks_for_top,
-    checked_advanced,
     log_probs_of,
     loss_of,
     over_logits,
@@ -30,7 +29,6 @@ from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.losses.targets import TARGETS, Targets
 from vocab_parallel_ce.options import (
-    Advanced,
     LogProbKeywords,
     LossKeywords,
     Sampling,
@@ -82,7 +80,6 @@ def vocab_parallel_cross_entropy(
     class_weight: Tensor | None = None,
     outputs: Sequence[str] = (),
     top_k: int | None = None,
-    advanced: Advanced | None = None,
     **keywords: Any,
 ) -> Tensor | Outputs:
     """Cross-entropy of logits that are sharded over the vocabulary, without gathering them.
@@ -146,8 +143,6 @@ def vocab_parallel_cross_entropy(
             have fewer, or none; or all have ``C`` columns, of which those beyond ``V`` are padding: no part of the
             softmax, gradient 0. If neither holds, a :class:`VocabShard` that says which columns this rank has. None:
             ``R * C``, on every rank.
-        advanced: an ``options.Advanced``, of which this function uses ``smoothing_formula``: ``"megatron"`` makes ``e``
-            ``V / (V - 1)`` times ``label_smoothing``.
 
     Returns:
         fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``. With ``outputs`` or ``top_k``,
@@ -173,8 +168,6 @@ def vocab_parallel_cross_entropy(
                 [ 0.0000,  0.0000,  0.0000]])
     """
     check_names(keywords, KEYWORDS, vocab_parallel_cross_entropy)
-    if advanced is not None:
-        keywords["smoothing_formula"] = checked_advanced(advanced, "smoothing_formula").smoothing_formula
     asks = outputs != () or top_k is not None
     if asks:
         keywords |= asked_for(outputs, top_k)

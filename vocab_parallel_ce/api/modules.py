@@ -104,7 +104,7 @@ def _with_attributes(**names: Any) -> Callable[[Module], Module]:
     return decorate
 
 
-@_with_attributes(group=None, outputs=(), top_k=None, advanced=None, **logits.KEYWORDS)
+@_with_attributes(group=None, outputs=(), top_k=None, **logits.KEYWORDS)
 class VocabParallelCrossEntropy(_LossModule):
     """:func:`vocab_parallel_cross_entropy` with its options checked; it has no parameters.
 
@@ -128,21 +128,19 @@ class VocabParallelCrossEntropy(_LossModule):
         class_weight: Tensor | None = None,
         outputs: Sequence[str] = (),
         top_k: int | None = None,
-        advanced: Advanced | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__()
         _register_class_weight(self, class_weight)
         check_names(keywords, logits.KEYWORDS, type(self))
-        self.set_options({"group": group, "outputs": outputs, "top_k": top_k, "advanced": advanced, **keywords})
+        self.set_options({"group": group, "outputs": outputs, "top_k": top_k, **keywords})
 
     def set_options(self, options: dict[str, Any]) -> None:
         """Check all options together and take them."""
         options = {**options, "group": process_group_of(options["group"])}
-        settings = {name: value for name, value in options.items() if name not in ("group", "advanced")}
+        settings = {name: value for name, value in options.items() if name != "group"}
         settings |= asked_for(options["outputs"], options["top_k"])
         options["outputs"] = settings["outputs"]
-        settings["smoothing_formula"] = checked_advanced(options["advanced"], "smoothing_formula").smoothing_formula
         n_ranks = group_position(options["group"])[1]
         top_of(Settings(**settings))
         check_settings(Settings(**settings), n_ranks)
@@ -272,8 +270,7 @@ def _check_options(options: dict[str, Any], module: type[LinearCrossEntropy]) ->
     advanced = checked_advanced(options["advanced"], *Advanced._fields)
     asked = asked_for(options["outputs"], options["top_k"])
     options["outputs"] = asked["outputs"]
-    fixed: dict[str, Any] = {**asked, "smoothing_formula": advanced.smoothing_formula}
-    settings, head_settings = settings_of(keywords, heads.KEYWORDS, module, advanced, **fixed)
+    settings, head_settings = settings_of(keywords, heads.KEYWORDS, module, advanced, **asked)
     check_head_settings(settings, head_settings, knows_grad_output=advanced.expected_grad_output is not None)
     top_of(settings)
     check_settings(settings, group_position(options["group"])[1])
@@ -289,7 +286,7 @@ def _shown(module: _LossModule, n_ranks: int, **others: Any) -> str:
     """Return the ranks, ``others``, and the options that are not their defaults; of class weights the shape."""
     options = {name: value for name, value in module.options.items() if name not in ("group", "advanced")}
     shown = others | {name: value for name, value in options.items() if value != module.names[name]}
-    for name, value in (module.options["advanced"] or Advanced())._asdict().items():
+    for name, value in (module.options.get("advanced") or Advanced())._asdict().items():
         if not isinstance(value, Tensor) and value != Advanced._field_defaults[name]:
             shown[name] = value
     if module.class_weight is not None:

@@ -17,7 +17,7 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.api import logits as over_logits
 from vocab_parallel_ce.api.call import Outputs, public
 from vocab_parallel_ce.dtensor import is_dtensor, local_columns
-from vocab_parallel_ce.options import Advanced, Settings, check_names, divided_by, with_keywords
+from vocab_parallel_ce.options import Settings, check_names, divided_by, with_keywords
 
 OF_THE_DTENSOR = ("vocab_size",)  # with the group, what a DTensor says
 LOSS_KEYWORDS = {name: value for name, value in over_logits.KEYWORDS.items() if name not in OF_THE_DTENSOR}
@@ -32,7 +32,6 @@ def cross_entropy(
     *,
     num_items: float | Tensor | None = None,
     outputs: Sequence[str] = (),
-    advanced: Advanced | None = None,
     **keywords: Any,
 ) -> Any:
     """Compute the loss of ``logits``, a DTensor with ``Shard(-1)`` on exactly one dimension of its mesh.
@@ -88,7 +87,7 @@ def cross_entropy(
         raise ValueError(
             "reduction: expected no mean of tokens that are on several ranks, got 'mean'; pass num_items= of all ranks"
         )
-    options = local.options | keywords | {"num_items": num_items, "outputs": outputs, "advanced": advanced}
+    options = local.options | keywords | {"num_items": num_items, "outputs": outputs}
     return local.placed(over_logits.vocab_parallel_cross_entropy(local.logits, local.labels, **options))
 
 

@@ -122,9 +122,7 @@ class HeadCall(Head):
         return main_grad if main_grad is not None and main_grad.dtype == torch.float32 else None
 
 
-def linear_loss(
-    lazy: LazyLogits, target: Tensor, labels: Tensor | None, advanced: Advanced, keywords: dict[str, Any]
-) -> Tensor | None:
+def linear_loss(lazy: LazyLogits, target: Tensor, labels: Tensor | None, keywords: dict[str, Any]) -> Tensor | None:
     """Return the loss ``[s, b]`` of lazy logits, or None if it needs the logits."""
     head, recorded = lazy._head, lazy._recorded
     if not isinstance(head, HeadCall) or head.is_made or recorded is None or recorded.hidden is not head.stand_in:
@@ -135,8 +133,8 @@ def linear_loss(
         expected = head.call.mask_of_head(labels, head.number)
     if expected is not None:
         keywords["gradient"] = "in_forward"
-        advanced = advanced._replace(expected_grad_output=expected.transpose(0, 1))
-    keywords["advanced"] = advanced._replace(main_grad=head.main_grad())
+        expected = expected.transpose(0, 1)
+    keywords["advanced"] = Advanced(expected_grad_output=expected, main_grad=head.main_grad())
     given = head.hidden, head.weight, target
     head.check_unchanged(freed=False)
     with head.modes.autocasting():

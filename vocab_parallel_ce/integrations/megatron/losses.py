@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy as cross_entropy
+from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.integrations import logger
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
 from vocab_parallel_ce.integrations.megatron.linear import calls, linear_loss
-from vocab_parallel_ce.options import Advanced
+from vocab_parallel_ce.options import Settings, shard_of_rank
 
 IGNORED = -100
-SMOOTHING = Advanced(smoothing_formula="megatron")
 _global_forward_hooks = torch.nn.modules.module._global_forward_hooks
 
 options: dict[str, Any] = {}  # of install(), as the loss over logits takes them
@@ -46,6 +46,11 @@ def vocab_parallel_cross_entropy(
 
         tp_group = get_tensor_model_parallel_group()
     target = target.masked_fill(target < 0, IGNORED)
+    if label_smoothing:
+        # Megatron shares it out over the other V - 1 columns, PyTorch over all V.
+        columns = Settings(vocab_size=options.get("vocab_size"))
+        n = shard_of_rank(columns, vocab_parallel_logits.shape[-1], *group_position(tp_group)).vocab_size
+        label_smoothing = label_smoothing * n / (n - 1)
     keywords = {"group": tp_group, "reduction": "none", "label_smoothing": label_smoothing, **options}
     call = _loss_calls[-1] if _loss_calls else None
     if keywords.get("z_loss") and (call is None or not call.model.training):
@@ -53,7 +58,7 @@ def vocab_parallel_cross_entropy(
         calls["without z_loss: in eval(), or not called by compute_language_model_loss"] += 1
     if isinstance(vocab_parallel_logits, LazyLogits):
         labels = None if call is None else call.labels
-        loss = linear_loss(vocab_parallel_logits, target, labels, SMOOTHING, keywords | head_options)
+        loss = linear_loss(vocab_parallel_logits, target, labels, keywords | head_options)
         if loss is not None:
             return loss
         vocab_parallel_logits = vocab_parallel_logits.make("another reader")
@@ -62,7 +67,7 @@ def vocab_parallel_cross_entropy(
             logger.warning("vocab_parallel_ce: Megatron-Core: the loss is over logits, not the linear one: %s", made)
             fallbacks.append(made)
     calls["loss of logits"] += 1
-    return cross_entropy(vocab_parallel_logits, target, advanced=SMOOTHING, **keywords)
+    return cross_entropy(vocab_parallel_logits, target, **keywords)
 
 
 def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any) -> Tensor:
