@@ -83,7 +83,6 @@ class Settings(NamedTuple):
     divergence: str = "forward"
     beta: float = 0.5
     hard_weight: float = 0.0
-    rest: str = "ignore"
     outputs: tuple[str, ...] = ()
     top_k: int | None = None
     sample_k: int | None = None  # Sampling.top_k

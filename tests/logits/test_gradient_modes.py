@@ -39,9 +39,10 @@ LOSSES = {
 
 
 def allowed(case):
-    """Log-probabilities are never reduced, nor written in forward."""
-    is_unreduced = case.get("name") == "log-probs"
-    return not (is_unreduced and (case.get("gradient") == "in_forward" or case.get("reduction", "none") != "none"))
+    """Log-probabilities are never reduced, nor written in forward, nor is what is computed from them."""
+    if case.get("gradient") == "in_forward" and case.get("name") in ("log-probs", "known tokens"):
+        return False
+    return not (case.get("name") == "log-probs" and case.get("reduction", "none") != "none")
 
 
 WAYS = covering(allowed, name=tuple(LOSSES), gradient=(*GRADIENTS, "auto"), reduction=REDUCTIONS)

@@ -25,7 +25,6 @@ OPTIONS = {
     "targets": {"label_smoothing": 0.1},
     "divergence": {"divergence": "js", "beta": 0.3, "hard_weight": 0.2},
     "divergence, none": {"divergence": "reverse", "reduction": "none"},
-    "known_tokens": {"rest": "bucket"},
 }
 
 
@@ -38,9 +37,6 @@ def beside_for(name, labels):
     if name.startswith("divergence"):
         head = torch.randn(N, 5, generator=generator), torch.randn(VOCABULARY, 5, generator=generator), None
         return "divergences", (rows, labels, None), head
-    if name == "known_tokens":
-        tokens = (*rows.log_softmax(-1).topk(3), labels)
-        return "known_tokens", tokens, tokens
     weights = torch.rand(VOCABULARY) if name == "class weights" else None
     temperature = torch.rand(N) + 0.5 if name == "outputs" else None
     return "labels", (labels, weights, temperature), (labels, weights, temperature)

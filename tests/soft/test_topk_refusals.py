@@ -28,7 +28,7 @@ def test_refusals_by_name():
         (ValueError, "teacher.ids: shape", {"ids": ids[:1]}, {}),
         (ValueError, "teacher.ids: shape", {"ids": ids[:, :1]}, {}),
         (ValueError, "divergence: expected one of", {}, {"divergence": "backward"}),
-        (ValueError, "gradient: 'in_forward' takes", {}, {"divergence": "reverse", "gradient": "in_forward"}),
+        (ValueError, "gradient: expected no 'in_forward'", {}, {"gradient": "in_forward"}),
         (ValueError, "hard_weight: expected labels", {}, {"hard_weight": 0.5}),
         (ValueError, "hard_weight: expected temperature=1", {}, HARD | {"temperature": 2.0}),
         (ValueError, "beta: must be above 0", {}, {"divergence": "js", "beta": 1.0}),
@@ -38,10 +38,12 @@ def test_refusals_by_name():
         (TypeError, "teacher.log_probs: .*no gradient", {"log_probs": log_probs.clone().requires_grad_()}, HARD),
         (ValueError, "teacher.rest: expected one of", {"rest": "drop"}, {}),
         (ValueError, "teacher.ids: must be different", {}, {"check_labels": True}),
-        (ValueError, "teacher.ids: must be in", {"ids": ids + 3}, {"check_labels": True}),
+        (ValueError, "teacher.ids, labels: must be in", OUTSIDE, {"check_labels": True}),
     ):
         with pytest.raises(error, match=f"^{words}"):
             distillation_loss(student, teacher._replace(**changed), **options)
+    with pytest.raises(ValueError, match="^gradient: expected no 'in_forward' with a TopKTeacher"):
+        _of_nothing(torch.randn(2, 3), teacher, gradient="in_forward")
     for call, name in ((distillation_loss, "student_logits"), (_of_nothing, "student.hidden")):
         with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor, got NoneType"):
             call(None, teacher, divergence="js")

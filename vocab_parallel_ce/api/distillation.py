@@ -7,7 +7,7 @@ gradient replaces the student's logits there.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,9 @@ from vocab_parallel_ce.api.call import (
     public,
     settings_of,
 )
+from vocab_parallel_ce.api.top_k_teacher import TopKTeacher, divergence
 from vocab_parallel_ce.head.plan import Arguments, Head
-from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead, check_hard_weight
-from vocab_parallel_ce.losses.known_tokens import KNOWN_TOKENS, Tokens
 from vocab_parallel_ce.options import (
     Advanced,
     DistillationKeywords,
@@ -40,26 +39,6 @@ from vocab_parallel_ce.options import (
 
 KEYWORDS = keyword_defaults(DistillationKeywords)
 LINEAR_KEYWORDS = keyword_defaults(LinearDistillationKeywords)
-
-
-class TopKTeacher(NamedTuple):
-    """A teacher that is known at ``k`` tokens, the same on every rank; it gets no gradient.
-
-    A row whose ``exp(log_probs)`` sum to more than 1.125 is no distribution, beyond rounding: probabilities or logits
-    in the place of ``log_probs``. Its loss and gradient are NaN, as of an id outside the vocabulary, and with
-    ``check_labels=True`` it is a ValueError.
-
-    Example:
-        >>> from vocab_parallel_ce import TopKTeacher, distillation_loss
-        >>> teacher = TopKTeacher(ids=torch.tensor([[0, 1]]), log_probs=torch.tensor([[0.5, 0.5]]).log())
-        >>> round(distillation_loss(torch.zeros(1, 4), teacher).item(), 4)  # log 4 - log 2
-        0.6931
-    """
-
-    ids: Tensor  #: [..., k] int64 or int32 global ids, different in a row
-    log_probs: Tensor  #: [..., k] floating point, at the temperature of the loss; -inf leaves an id out
-    #: "ignore": nothing else counts. "bucket": all other tokens are one, of probability 1 - sum_k q_k.
-    rest: str = "ignore"
 
 
 @public(overwrites)
@@ -95,7 +74,7 @@ def distillation_loss(
 
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, with ``K = 5``, 2 more with
     ``hard_weight``; "js" has ``K = 4``, and a second all_gather of 8 bytes. A :class:`TopKTeacher` has one of
-    ``K = k + 2``, 1 more with ``labels``; 5 for "forward" without ``hard_weight``. Backward none.
+    ``K = k + 2``, 1 more with ``labels``. Backward none.
 
     Args:
         student_logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.
@@ -105,8 +84,7 @@ def distillation_loss(
         labels: ``[...]`` int64 or int32 global ids, or None. Rows with ``ignore_index`` have loss and gradient 0.
         hard_weight: in [0, 1]; above 0 it needs ``labels``. The cross-entropy has temperature 1.
         reduction: ``"mean"`` over the rows that are not ignored (0 if there is none), ``"sum"`` or ``"none"``.
-        gradient: as in :func:`vocab_parallel_cross_entropy`. A :class:`TopKTeacher` takes ``"in_forward"`` with
-            "forward" and no ``hard_weight`` alone.
+        gradient: as in :func:`vocab_parallel_cross_entropy`. A :class:`TopKTeacher` takes no ``"in_forward"``.
         impl: ``"triton"``, ``"reference"`` or ``"auto"``.
         others: as in :func:`vocab_parallel_cross_entropy`, of the student's logits.
 
@@ -128,19 +106,13 @@ def distillation_loss(
     """
     check_names(keywords, KEYWORDS, distillation_loss)
     settings = divided_by(num_items, Settings(**keywords))
-    loss: Loss = DIVERGENCE
-    beside: Any = None
     if isinstance(teacher, TopKTeacher):
-        loss, settings = KNOWN_TOKENS, settings._replace(rest=teacher.rest)
-        beside = Tokens(teacher.log_probs, teacher.ids, labels)
-        if not given_ids.has_own_loss(settings):
-            at = functools.partial(given_ids.of_logits, student_logits, group=group)
-            return given_ids.divergence(beside, student_logits, "student_logits", settings, num_items, at)
-    elif isinstance(teacher, Head):
+        at = functools.partial(given_ids.of_logits, student_logits, group=group)
+        return divergence(teacher, labels, student_logits, "student_logits", settings, num_items, at)
+    if isinstance(teacher, Head):
         raise TypeError("teacher: expected logits or a TopKTeacher, got a Head; call linear_distillation_loss")
-    else:
-        beside = Teacher(teacher, labels)
-    return over_logits(loss, student_logits, beside, settings, group=group, num_items=num_items).loss
+    beside = Teacher(teacher, labels)
+    return over_logits(DIVERGENCE, student_logits, beside, settings, group=group, num_items=num_items).loss
 
 
 @public(keeps_logits)
@@ -159,8 +131,8 @@ def linear_distillation_loss(
     """:func:`distillation_loss` of ``hidden @ weight.T + bias`` of two heads, which are made in chunks of tokens.
 
     Overwrites nothing. Forward computes the gradients of the student's tensors, and backward scales them, once. For
-    ``"none"``, fp16, and a :class:`TopKTeacher` beyond "forward" without ``hard_weight``, backward makes the logits
-    again and computes them, and may run again. The teacher's tensors get none.
+    ``"none"``, fp16 and a :class:`TopKTeacher`, backward makes the logits again and computes them, and may run again.
+    The teacher's tensors get none.
 
     Collectives: those of :func:`linear_cross_entropy`, of the statistics of :func:`distillation_loss`. "js" has twice
     as many all_gathers of statistics, two per chunk where the others have one in all.
@@ -169,7 +141,7 @@ def linear_distillation_loss(
         student: a :class:`Head`: the tensors that :func:`linear_cross_entropy` takes.
         teacher: a :class:`Head` of any hidden size, of the same leading dimensions and from the same column on, whose
             tensors must not require a gradient; or a :class:`TopKTeacher`.
-        gradient: as in :func:`linear_cross_entropy`.
+        gradient: as in :func:`linear_cross_entropy`; a :class:`TopKTeacher` takes no ``"in_forward"``.
         chunk_size, keep_logits: as in :func:`linear_cross_entropy`, of the student's logits.
         advanced: ``reduce_hidden_grad`` of :func:`linear_cross_entropy`.
         others: as in :func:`distillation_loss`.
@@ -197,18 +169,12 @@ def linear_distillation_loss(
     settings = divided_by(num_items, settings)
     if not isinstance(student, Head):
         raise TypeError(f"student: expected a Head, got {type(student).__name__}")
-    loss: Loss = DIVERGENCE
-    beside: Any = None
     if isinstance(teacher, TopKTeacher):
-        loss, settings = KNOWN_TOKENS, settings._replace(rest=teacher.rest)
-        beside = Tokens(teacher.log_probs, teacher.ids, labels)
-    elif isinstance(teacher, Head):
-        beside = TeacherHead(*teacher, labels)
-    else:
-        raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}")
-    if isinstance(beside, Tokens) and not given_ids.has_own_loss(settings):
         at = functools.partial(given_ids.of_head, student, head=head, group=group)
-        return given_ids.divergence(beside, student.hidden, "student.hidden", settings, num_items, at)
+        return divergence(teacher, labels, student.hidden, "student.hidden", settings, num_items, at)
+    if not isinstance(teacher, Head):
+        raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}")
+    beside = TeacherHead(*teacher, labels)
     check_hard_weight(settings, labels)  # here, because labels of all tokens stand for None below
     checks.check_integer("ignore_index", settings.ignore_index)
     checks.check_hidden(student.hidden)
@@ -216,4 +182,4 @@ def linear_distillation_loss(
         settings = settings._replace(ignore_index=-100)
         labels = student.hidden.new_zeros(student.hidden.shape[:-1], dtype=torch.int64)
     given = Arguments(student, labels, beside, group, num_items)
-    return over_head(loss, given, settings, head).loss
+    return over_head(DIVERGENCE, given, settings, head).loss

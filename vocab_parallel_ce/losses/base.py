@@ -4,7 +4,7 @@
 
 A :class:`Loss` knows what stands alongside the logits, and binds its launchers to the options of a plan. It has the
 mathematics of a row over tensors: the specification, the oracle in fp64, and what runs without a GPU. A loss may bring
-launchers in place of the mathematics, as that of known tokens does, whose launchers call those of labels.
+launchers in place of the mathematics, as that of given ids does, whose launchers call those of labels.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ def columns_of(given: Ids, settings: Settings, shard: VocabShard, n_ranks: int) 
     return columns.masked_fill_(spec.is_ignored(ids, settings.ignore_index), IGNORED)
 
 
-# What this loss and that of a teacher known at k tokens share; ``columns`` are ``[N, k]``, negative if not owned.
+# Parts of the launchers; ``columns`` are ``[N, k]``, negative if not owned.
 
 
 def is_dead(columns: Tensor) -> Tensor:
@@ -371,11 +371,6 @@ def _outside_known(without_best: Tensor, own_z: Tensor, own_max: Tensor, n_known
     # The best id is out of the sum already; if it is none of the known ones, it belongs there.
     all_others = without_best + torch.where(is_best, terms, 0.0)[..., n_known:].sum(dim=-1)
     known = terms.masked_fill(is_best, 0.0)[..., :n_known].sum(dim=-1)
-    return at_least_rounding(all_others - known, all_others, own_max)
-
-
-def at_least_rounding(outside: Tensor, without: Tensor, row_max: Tensor) -> Tensor:
-    """Return ``outside``, at least what rounding makes of ``without``, from which it was subtracted."""
-    limits = torch.finfo(outside.dtype)
-    outside = torch.maximum(outside, without * (limits.eps / 2))
-    return torch.where(row_max == NEG_INF, outside, outside.clamp(min=limits.tiny * 2**16))
+    outside, limits = all_others - known, torch.finfo(terms.dtype)
+    outside = torch.maximum(outside, all_others * (limits.eps / 2))  # less is rounding
+    return torch.where(own_max == NEG_INF, outside, outside.clamp(min=limits.tiny * 2**16))
