@@ -49,7 +49,6 @@ class Plan(NamedTuple):
     constants: tuple[str, ...]  # of the other outputs: those without a gradient
     counts: bool  # whether the launch of the statistics counts the rows of a mean
     weighs: bool  # whether a mean is divided by the sum of the labels' class weights
-    is_alone: bool  # whether the launch of the statistics fills the outputs: one rank, whose divisor is known
 
 
 class Call(NamedTuple):
@@ -175,7 +174,6 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         constants=tuple(name for name, has_gradient in outputs.items() if not has_gradient),
         counts=counts,
         weighs=weighs,
-        is_alone=key.n_ranks == 1 and not counts and not weighs,
     )
 
 

@@ -27,7 +27,6 @@ def launchers(loss: Loss, options: Any, shard: VocabShard) -> Launchers:
         element_mul,
         widths=tuple(map(len, exchanges)),
         second=own.second if len(exchanges) > 1 else None,
-        gradient_fills_loss=True,
         count_larger=functools.partial(count_larger, shard=shard),
     )
 
@@ -46,8 +45,6 @@ class _Reference:
         stats: tuple[Tensor, ...],
         rank: int,
         count: Tensor | None = None,
-        outputs: TokenOutputs | None = None,
-        divisor: Tensor | None = None,
     ) -> None:
         own = self.loss.tile(self._columns(logits), beside, self.shard, self.options)
         stats[0][rank] = torch.stack([getattr(own, name) for name in self.names], dim=-1)
@@ -55,21 +52,28 @@ class _Reference:
             ignored = self.loss.ignored(beside, self.options)
             assert ignored is not None
             count.copy_((~ignored).sum())
-        if outputs is not None:
-            if len(stats) > 1:
-                self.second(logits, beside, stats, rank)
-            self.outputs(stats, beside, divisor, outputs)
+        if len(stats) > 1 and stats[0].shape[0] == 1:
+            self.second(logits, beside, stats, rank)
 
     def second(self, logits: Tensor, beside: Any, stats: tuple[Tensor, ...], rank: int) -> None:
         merged = self._merged(stats)
         stats[1][rank] = self.loss.second(self._columns(logits), beside, merged, self.shard, self.options)
 
-    def outputs(self, stats: tuple[Tensor, ...], beside: Any, divisor: Tensor | None, outputs: TokenOutputs) -> None:
+    def outputs(
+        self,
+        stats: tuple[Tensor, ...],
+        beside: Any,
+        divisor: Tensor | None,
+        outputs: TokenOutputs,
+        total: Tensor | None = None,
+    ) -> None:
         given = self._merged(stats), _second(stats), beside, self.shard, self.options
         for name, output in zip(TokenOutputs._fields, outputs, strict=True):
             if output is not None:
                 value = self.loss.output(name, *given)
                 output.copy_((_divided(value, divisor) if name == "loss" else value).view(output.shape))
+        if total is not None:
+            sum_losses(outputs.loss, total)
 
     def gradient(
         self,
@@ -78,12 +82,9 @@ class _Reference:
         stats: tuple[Tensor, ...],
         divisor: Tensor | None,
         grads: GradOutputs,
-        loss: Tensor | None,
         grad_logits: Tensor,
     ) -> None:
         merged, second, own = self._merged(stats), _second(stats), (self.shard, self.options)
-        if loss is not None:
-            loss.copy_(_divided(self.loss.output("loss", merged, second, beside, *own), divisor))
         x = self._columns(logits)
         grad = _divided(self.loss.gradient(x, beside, merged, second, *own), divisor)
         if grads.loss is not None:
@@ -111,6 +112,11 @@ class _Reference:
             return record(*(carried.get(name, nothing) for name in record._fields))
 
         return functools.reduce(functools.partial(self.loss.merge, options=self.options), map(of_rank, stats[0]))
+
+
+def sum_losses(losses: Tensor, total: Tensor) -> None:
+    """Fill ``total []`` with the sum of ``losses``, contiguous."""
+    torch.sum(losses.view(-1), 0, out=total)
 
 
 def count_larger(logits: Tensor, label_x: Tensor, counts: Tensor, *, shard: VocabShard) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from vocab_parallel_ce import blocks, checks
+from vocab_parallel_ce import checks
 from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.in_place import current_age, is_sole_owner, mark_overwritten, measure
 from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
@@ -70,43 +70,42 @@ def new_statistics(plan: Plan, n_rows: int, like: Tensor) -> Stats:
     return (first,) if len(widths) == 1 else (first, like.new_empty(plan.n_ranks, n_rows, widths[1], dtype=plan.dtype))
 
 
-def local_statistics(call: Call, logits: Tensor, beside: Any, outputs: TokenOutputs | None = None) -> tuple[Stats, Any]:
-    """Return statistics, of which this rank's first ones are filled, and the divisor that is known without others'.
-
-    With ``outputs`` the same launch fills them and all statistics; the plan must be ``is_alone``.
-    """
+def local_statistics(call: Call, logits: Tensor, beside: Any) -> tuple[Stats, Tensor | None]:
+    """Return the statistics of all ranks, of which this rank's are filled, and the divisor, if they do not give it."""
     plan = call.plan
     stats = new_statistics(plan, logits.numel() // logits.shape[-1], logits)
     count = logits.new_empty(1, dtype=torch.int32) if plan.counts else None
-    plan.launchers.statistics(logits, beside, stats, plan.rank, count, outputs, call.divisor)
+    plan.launchers.statistics(logits, beside, stats, plan.rank, count)
     return stats, call.divisor if count is None else count
 
 
-def exchanged_statistics(
-    call: Call, logits: Tensor, beside: Any, outputs: TokenOutputs | None = None
-) -> tuple[Stats, Tensor | None]:
-    """Return the statistics of all ranks, after all exchanges, and the divisor. Fills ``outputs`` as above."""
-    stats, divisor = local_statistics(call, logits, beside, outputs)
-    all_gather_stats(stats[0], call.plan.rank, call.group)
-    if outputs is None and call.plan.launchers.second is not None:
-        finish_exchange(call, logits, beside, stats)
-    return stats, divisor_of(call, stats) if call.weighs else divisor
-
-
-def finish_exchange(call: Call, logits: Tensor, beside: Any, stats: Stats) -> None:
-    """Fill and exchange the second statistics, from the first ones of all ranks."""
+def exchange(call: Call, logits: Tensor, beside: Any, stats: Stats, begun: Any = None) -> None:
+    """Fill the statistics of all ranks; ``begun`` is the handle of the first all_gather, if it is on its way."""
     plan = call.plan
-    assert plan.launchers.second is not None
-    plan.launchers.second(logits, beside, stats, plan.rank)
-    all_gather_stats(stats[1], plan.rank, call.group)
+    if plan.n_ranks == 1:
+        return
+    if begun is None:
+        all_gather_stats(stats[0], plan.rank, call.group)
+    else:
+        begun.wait()
+    if plan.launchers.second is not None:
+        plan.launchers.second(logits, beside, stats, plan.rank)
+        all_gather_stats(stats[1], plan.rank, call.group)
 
 
-def divisor_of(call: Call, stats: Stats) -> Tensor | None:
-    """Return ``[1]``, the items or the sum of the labels' class weights, which has the same bits on all ranks."""
+def divisor_of(call: Call, stats: Stats, divisor: Tensor | None) -> Tensor | None:
+    """Return ``[1]``: ``divisor``, or the sum of the labels' class weights, which has the same bits on all ranks."""
     if not call.weighs:
-        return call.divisor
+        return divisor
     index = call.plan.options.statistics.index("target_weight")
     return stats[0].select(2, index).sum().view(1)  # to index with ... takes microseconds longer
+
+
+def fill_outputs(plan: Plan, stats: Stats, beside: Any, divisor: Tensor | None, outputs: TokenOutputs) -> TokenOutputs:
+    """Fill ``outputs`` from the statistics of all ranks, and return them; the loss of a reduced call is their sum."""
+    total = None if plan.reduction == "none" else outputs.loss.new_empty(())
+    plan.launchers.outputs(stats, beside, divisor, outputs, total)
+    return outputs if total is None else outputs._replace(loss=total)
 
 
 def forward(call: Call, logits: Tensor, beside: Any, shape: Sequence[int]) -> tuple[TokenOutputs, Stats, Tensor | None]:
@@ -117,36 +116,26 @@ def forward(call: Call, logits: Tensor, beside: Any, shape: Sequence[int]) -> tu
     plan, outputs = call.plan, new_outputs(call.plan, shape, logits)
     if plan.sampling is not None:
         fill_thresholds(plan.sampling, plan, call.group, logits, beside)
-    stats, divisor = local_statistics(call, logits, beside, outputs if plan.is_alone else None)
+    stats, divisor = local_statistics(call, logits, beside)
     if call.top is not None:
         call.top.run(plan, call.group, logits, beside, stats[0])
-    elif plan.n_ranks > 1:
-        all_gather_stats(stats[0], plan.rank, call.group)
-    if plan.is_alone:
-        return _reduced(plan, outputs), stats, divisor
-    if plan.launchers.second is not None:
-        finish_exchange(call, logits, beside, stats)
-    if call.weighs:
-        divisor = divisor_of(call, stats)
-    if plan.reduction != "none" and plan.launchers.summed_outputs is not None:
-        total = plan.launchers.summed_outputs(stats, beside, divisor, outputs)
-        return TokenOutputs(total, *outputs[1:]), stats, divisor
-    plan.launchers.outputs(stats, beside, divisor, outputs)
-    return _reduced(plan, outputs), stats, divisor
+    else:
+        exchange(call, logits, beside, stats)
+    divisor = divisor_of(call, stats, divisor)
+    return fill_outputs(plan, stats, beside, divisor, outputs), stats, divisor
 
 
 def forward_in_place(call: Call, logits: Tensor, beside: Any, shape: Sequence[int]) -> tuple[TokenOutputs, Tensor]:
     """Return the outputs, and the gradient in the memory of ``logits``, or in a copy if they cannot be overwritten."""
     plan, grad = call.plan, overwritable(logits)
-    outputs, n_rows = new_outputs(plan, shape, grad), grad.numel() // grad.shape[-1]
-    summed = None if plan.reduction == "none" or n_rows > blocks.FEW_ROWS else plan.launchers.summed_outputs
-    if summed is None or takes_one_pass(plan, n_rows):
-        forward_with_gradient(call, grad, beside, outputs)
-        outputs = _reduced(plan, outputs)
-    else:  # the launches of the default: the sum takes one that begins while the statistics end
-        stats, divisor = exchanged_statistics(call, grad, beside)
-        outputs = outputs._replace(loss=summed(stats, beside, divisor, outputs))
-        plan.launchers.gradient(grad, beside, stats, divisor, GradOutputs(), None, grad)
+    if takes_one_pass(plan, grad.numel() // grad.shape[-1]):
+        outputs = new_outputs(plan, shape, grad)
+        one_pass(call, grad, beside, outputs)
+        if plan.reduction != "none":
+            outputs = outputs._replace(loss=outputs.loss.sum())
+    else:
+        outputs, stats, divisor = forward(call, grad, beside, shape)
+        plan.launchers.gradient(grad, beside, stats, divisor, GradOutputs(), grad)
     raise_version(grad)
     return outputs, grad
 
@@ -156,40 +145,12 @@ def takes_one_pass(plan: Plan, n_rows: int) -> bool:
     return plan.launchers.one_pass is not None and n_rows >= plan.launchers.one_pass_rows
 
 
-def forward_with_gradient(call: Call, logits: Tensor, beside: Any, outputs: TokenOutputs) -> None:
+def one_pass(call: Call, logits: Tensor, beside: Any, outputs: TokenOutputs) -> None:
     """Fill ``outputs``; the gradient replaces ``logits``, which must be ``layout.overwritable``."""
     plan = call.plan
-    if takes_one_pass(plan, outputs.loss.numel()):
-        assert plan.launchers.one_pass is not None
-        counted = plan.counts or plan.weighs
-        plan.launchers.one_pass(logits, beside, call.divisor, outputs, counted=counted, options=plan.options)
-        return
-    filled = outputs if fills_outputs_first(plan) else None
-    stats, divisor = exchanged_statistics(call, logits, beside, filled)
-    fill_with_gradient(plan, stats, divisor, logits, beside, outputs, logits)
-
-
-def fills_outputs_first(plan: Plan) -> bool:
-    """Whether, if the gradient is wanted too, the launch of the statistics fills the outputs."""
-    return plan.is_alone and not plan.launchers.gradient_fills_loss
-
-
-def fill_with_gradient(
-    plan: Plan,
-    stats: Stats,
-    divisor: Tensor | None,
-    logits: Tensor,
-    beside: Any,
-    outputs: TokenOutputs,
-    grad_logits: Tensor,
-) -> None:
-    """Fill ``outputs``, unless they are, and ``grad_logits``, which may be ``logits``, from all ranks' statistics."""
-    loss = None
-    if plan.launchers.gradient_fills_loss and not plan.other_outputs:
-        loss = outputs.loss if outputs.loss.dim() == 1 else outputs.loss.view(-1)
-    elif not fills_outputs_first(plan):
-        plan.launchers.outputs(stats, beside, divisor, outputs)
-    plan.launchers.gradient(logits, beside, stats, divisor, GradOutputs(), loss, grad_logits)
+    assert plan.launchers.one_pass is not None
+    counted = plan.counts or plan.weighs
+    plan.launchers.one_pass(logits, beside, call.divisor, outputs, counted=counted, options=plan.options)
 
 
 def write_gradient(
@@ -206,18 +167,13 @@ def write_gradient(
     of_rows: list[Tensor | None] = [loss.reshape(-1, *plan.row_shape) if plan.row_shape else per_row(loss, logits)]
     if plan.other_outputs:
         of_rows += [None if grad is None else per_row(grad, logits) for grad in grads[1:]]
-    plan.launchers.gradient(logits, beside, stats, divisor, GradOutputs(*of_rows), None, grad_logits)
+    plan.launchers.gradient(logits, beside, stats, divisor, GradOutputs(*of_rows), grad_logits)
 
 
 def raise_version(overwritten: Tensor) -> None:
     """Make autograd refuse to use a saved value that was overwritten."""
     if not is_view_in_graph(overwritten):
         torch.autograd.graph.increment_version(overwritten)
-
-
-def _reduced(plan: Plan, outputs: TokenOutputs) -> TokenOutputs:
-    """Sum the losses, which are divided already, unless the reduction is none."""
-    return outputs if plan.reduction == "none" else TokenOutputs(outputs.loss.sum(), *outputs[1:])
 
 
 def as_returned(ctx: Any, outputs: TokenOutputs, plan: Plan) -> Any:

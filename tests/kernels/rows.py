@@ -46,16 +46,14 @@ def stats_by_kernel(
     labels: Tensor,
     options: LossOptions = PLAIN,
     shard: VocabShard | None = None,
-    outputs: TokenOutputs | None = None,
-    divisor: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """``[N, K]`` statistics, and the number of rows that count; fills ``outputs``."""
+    """``[N, K]`` statistics, and the number of rows that count."""
     from vocab_parallel_ce import kernels
 
     stats = torch.full((1, labels.numel(), len(options.statistics)), NAN, device=logits.device)
     valid_rows = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
     beside, own = given(options, labels, shard or whole(logits))
-    kernels.online_softmax(logits, beside, (stats,), 0, valid_rows, outputs, divisor, **own)
+    kernels.online_softmax(logits, beside, (stats,), 0, valid_rows, **own)
     return stats[0], int(valid_rows)
 
 
@@ -91,15 +89,14 @@ def gradient_by_kernel(
     divisor: Tensor | None = None,
     into: Tensor | None = None,
     **grads: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(loss, gradient) from ``stats [R, N, K]``; the gradient over the logits, or in ``into``."""
+) -> Tensor:
+    """The gradient from ``stats [R, N, K]``, over the logits, or in ``into``."""
     from vocab_parallel_ce import kernels
 
-    loss = torch.full((labels.numel(),), NAN, device=logits.device)
     grad = logits if into is None else into
     beside, own = given(options, labels, shard or whole(logits))
-    kernels.cross_entropy(logits, beside, (stats,), divisor, of_rows(grads), loss, grad, **own)
-    return loss, grad
+    kernels.cross_entropy(logits, beside, (stats,), divisor, of_rows(grads), grad, **own)
+    return grad
 
 
 def of_rows(grads: dict[str, Tensor | None], dtype: torch.dtype | None = None) -> GradOutputs:

@@ -9,7 +9,7 @@ from tests.support.confident import EPS, ROWS, Rows, assert_as_exact_as_fp32, co
 from vocab_parallel_ce import linear_cross_entropy, token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import PLAIN, GradOutputs
+from vocab_parallel_ce.spec import PLAIN, GradOutputs, TokenOutputs
 
 
 def rows_for(impl_device):
@@ -43,7 +43,8 @@ def by_ranks(impl_device, logits, labels, n_ranks):
         losses.append(torch.full((len(labels),), math.nan, device=device))
         grads.append(torch.full_like(x, math.nan))
         launchers = LABELS.launchers(PLAIN, shard, kernels)
-        launchers.gradient(x, Labels(labels), (stats,), None, GradOutputs(), losses[-1], grads[-1])
+        launchers.outputs((stats,), Labels(labels), None, TokenOutputs(losses[-1]))
+        launchers.gradient(x, Labels(labels), (stats,), None, GradOutputs(), grads[-1])
     assert all(torch.equal(loss.nan_to_num(-1.0), losses[0].nan_to_num(-1.0)) for loss in losses)
     return Rows(losses[0].cpu(), torch.cat(grads, dim=1).cpu())
 

@@ -25,7 +25,7 @@ from vocab_parallel_ce.kernels.launch import Launch
 from vocab_parallel_ce.kernels.walk import Algebra, PairRows
 from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions, TokenOutputs
+from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions
 from vocab_parallel_ce.top import N_BITS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -68,7 +68,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     if has_one_pass(target):
         # The slowest to compile are first.
         yield from of_one_launch(is_sm_90)
-    yield stats("bf16", True, "all", outputs=True)
+    yield stats("bf16", True, "all")
     yield gradient("bf16", True, "all", call="padded")
     yield scaled("bf16", edges=True)
     yield counted_larger("bf16", edges=True)
@@ -76,11 +76,11 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield above("bf16", True, "all", rows=("temperature",))
     yield finish("all", 4)
     yield part("bf16", True, "all")
-    yield stats("bf16", True, "all", outputs=True, merged=True)
+    yield stats("bf16", True, "all", merged=True)
     yield finish("all", 4, summed=True)
     yield from of_targets("bf16", "fp32", False, "all")
     yield from of_divergence("bf16", True, DivergenceOptions("js", 2.0, 0.01, 0.5))  # a small share
-    yield stats("bf16", True, "all_weighted", outputs=True)
+    yield stats("bf16", True, "all_weighted")
     yield stats("bf16", True, "all", rows=("temperature",))
     yield gradient("bf16", True, "all_weighted", call="padded")
     yield gradient("bf16", True, "all", rows=("temperature",))
@@ -95,17 +95,17 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield from of_divergence("bf16", False, DivergenceOptions("reverse", 2.0, hard_weight=0.5))
     weighted = ("class_weight", "weighted_smoothing")
     for option in ("smoothing", "softcap", "entropy", "sum_sq_probs", "mean_logit", "predictions", "all", *weighted):
-        yield stats("bf16", False, option, outputs=True)
+        yield stats("bf16", False, option)
     yield from of_gradients()
     yield stats("bf16", False, "plain", rows=("temperature",))
     yield stats("bf16", False, "entropy", rows=("threshold",))
     yield stats("bf16", False, "plain", counted=True)
-    yield stats("bf16", True, "plain", outputs=True)
-    yield stats("bf16", False, "plain", outputs=True, at_once=8, overlaps=True)
+    yield stats("bf16", True, "plain")
+    yield stats("bf16", False, "plain", at_once=8, overlaps=True)
     yield stats("bf16", False, "plain", counted=True, at_once=8, overlaps=True)
-    yield stats("bf16", False, "all", outputs=True, overlaps=True)
+    yield stats("bf16", False, "all", overlaps=True)
     yield part("bf16", False, "plain", overlaps=True)
-    yield stats("bf16", False, "plain", outputs=True, merged=True, overlaps=True)
+    yield stats("bf16", False, "plain", merged=True, overlaps=True)
     yield finish("plain", 1, summed=True, overlaps=True)
     yield scaled("fp32", edges=False)
     yield scaled("bf16", edges=False, overlaps=True)
@@ -159,7 +159,6 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
         yield gradient(dtype, edges, "all", call="padded")
         for option in OPTIONS:
             yield stats(dtype, edges, option)
-            yield stats(dtype, edges, option, outputs=True)
             yield gradient(dtype, edges, option)
             yield gradient(dtype, edges, option, ranks=1)
             yield stats(dtype, edges, option, rows=("temperature",))
@@ -167,7 +166,7 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
             yield part(dtype, edges, option, rows=OF_ROWS)
             yield stats(dtype, edges, option, rows=OF_ROWS)
             yield gradient(dtype, edges, option, rows=OF_ROWS)
-            yield stats(dtype, edges, option, outputs=True, merged=True)
+            yield stats(dtype, edges, option, merged=True)
             yield gradient(dtype, edges, option, rows=("temperature",))
     for of, edges, option in product(("bf16", "fp16"), (False, True), OPTIONS):
         yield gradient("fp32", edges, option, of=of)
@@ -206,7 +205,6 @@ def stats(
     dtype: str,
     edges: bool,
     option: str,
-    outputs: bool = False,
     counted: bool = False,
     rows: tuple[str, ...] = (),
     merged: bool = False,
@@ -215,17 +213,15 @@ def stats(
 ) -> Variant:
     """``merged``: of parts that other programs have read; ``at_once``: parts that a program loads together."""
     options = OPTIONS[option]
-    of_outputs = output_dtypes(options) if outputs else (None,) * len(TokenOutputs._fields)
     of_parts = torch.float32 if merged else None
     dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), of_parts, torch.float32, torch.int32 if counted else None)
-    dtypes += (*of_outputs, None)
     dtypes += (torch.float32 if options.class_weight else None,)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     block = statistics_block(N_COLUMNS, DTYPES[dtype].itemsize)
     shape = StatisticsShape(block, merged, PARTS_AT_ONCE if merged else at_once, overlaps)
     launch = launch_of("online_softmax", "_launch", dtypes, ROWS[edges], shape, shard, options)
     name = "merged_parts" if merged else "online_softmax"
-    name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}{'-outputs' * outputs}"
+    name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}"
     name += f"-{at_once}" * (at_once > 1) + "-few" * (overlaps and not merged)
     return Variant("-".join((name, *rows)), launch, dtypes)
 
@@ -251,15 +247,14 @@ def gradient(
     n_columns: int = N_COLUMNS,
     overlaps: bool = False,
 ) -> Variant:
-    """``in_forward`` writes the loss too; ``padded`` divides, and its shard has padding; ``of`` is the gradient's."""
+    """``in_forward`` divides; ``padded`` too, and its shard has padding; ``of`` is the gradient's dtype."""
     options = OPTIONS[option]
     fp32, in_forward = torch.float32, call == "in_forward"
-    loss = fp32 if in_forward else None
     others = options.differentiable[1:-1] if call == "in_backward" else (False,) * 4
     grads = [fp32 if is_given else None for is_given in (not in_forward, *others)]
     divisor = None if call == "in_backward" else torch.int32
     weights = fp32 if options.class_weight and options.smoothing else None
-    pointers = (fp32, divisor, *grads, loss, DTYPES[of or dtype], weights)
+    pointers = (fp32, divisor, *grads, DTYPES[of or dtype], weights)
     dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), *pointers)
     shard = VocabShard(0, n_columns, n_columns - 100 if call == "padded" else 4 * n_columns)
     strides = GradOutputs(*(None if grad is None else 3 for grad in grads))
@@ -353,9 +348,8 @@ def of_algebra(
     whole, cut = (StatisticsShape(block, is_cut, PARTS_AT_ONCE, overlaps) for is_cut in (False, True))
     dtypes: tuple[torch.dtype | None, ...]
     for parts in (None, fp32):
-        dtypes = (logits, *beside, parts, fp32, second, fp32, None)
-        if parts is not None and second is not None:  # whose parts follow
-            dtypes = (logits, *beside, parts, fp32, None, None, None)
+        # Of cut rows the parts of the second exchange follow.
+        dtypes = (logits, *beside, parts, fp32, second if parts is None else None)
         shape = whole if parts is None else cut
         launch = launch_of("row_statistics", "_statistics", dtypes, rows, shape, widths[0], *own)
         yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)

@@ -139,8 +139,8 @@ def forward(
             plan.launchers.statistics(logits, of_rows, (own[:, rows],), 0)
         else:
             # What the second exchange needs is there while the chunk's logits are.
-            filled = _at(outputs, rows) if plan.is_alone else None
-            found, _ = run.exchanged_statistics(call, logits, of_rows, filled)
+            found, _ = run.local_statistics(call, logits, of_rows)
+            run.exchange(call, logits, of_rows, found)
             for each, of_chunk in zip(stats, found, strict=True):
                 each[:, rows] = of_chunk
         if call.top is not None:
@@ -151,8 +151,7 @@ def forward(
         _find_top(linear, products, stats[0])
     elif plan.launchers.second is None:
         all_gather_stats(stats[0], plan.rank, call.group)
-    if plan.launchers.second is None or not plan.is_alone:
-        plan.launchers.outputs(stats, beside, run.divisor_of(call, stats), outputs)
+    plan.launchers.outputs(stats, beside, run.divisor_of(call, stats, call.divisor), outputs)
     return _in_token_order(linear, outputs), stats, products.kept
 
 
@@ -222,43 +221,30 @@ def _chunk_with_gradients(
     d_hidden = products.hidden.new_gradient(rows)
     for part, own_rows, given, exchange in begun:
         found, d_logits = _at(outputs, own_rows), products.d_buffer[part]
-        if run.takes_one_pass(plan, given[0].shape[0]):
-            run.forward_with_gradient(call, *given, found)  # d_logits are in the memory of the logits
-        elif expected is not None:
-            of_part = _arrived(call, *given, exchange, None)
-            plan.launchers.outputs(of_part, given[1], None, found)
-            grads = GradOutputs(expected.of_rows[own_rows])
-            run.write_gradient(plan, *given, of_part, None, grads, d_logits)
+        if exchange is None:
+            run.one_pass(call, *given, found)  # d_logits are in the memory of the logits
         else:
-            filled = found if run.fills_outputs_first(plan) else None
-            of_part = _arrived(call, *given, exchange, filled)
+            of_part, handle = exchange
+            run.exchange(call, *given, of_part, handle)
             if stats:
                 for each, part_stats in zip(stats, of_part, strict=True):
                     each[:, own_rows] = part_stats
-            run.fill_with_gradient(plan, of_part, call.divisor, *given, found, d_logits)
+            plan.launchers.outputs(of_part, given[1], call.divisor, found)
+            grads = GradOutputs() if expected is None else GradOutputs(expected.of_rows[own_rows])
+            plan.launchers.gradient(*given, of_part, call.divisor, grads, d_logits)
         products.write_d_hidden(d_logits, None if d_hidden is None else d_hidden[part])
     products.finish_chunk(rows, states, d_hidden, products.d_buffer[: states.shape[0]])
 
 
 def _begin_exchange(call: Call, logits: Tensor, beside: Any) -> tuple[Stats, Any] | None:
-    """Return a part's statistics, on their way between the ranks, and what waits for them. None for one rank."""
-    if call.plan.n_ranks == 1:
+    """Return a part's statistics, and the handle of their exchange, None for one rank; None if one launch does all."""
+    plan = call.plan
+    if run.takes_one_pass(plan, logits.shape[0]):
         return None
     stats, _ = run.local_statistics(call, logits, beside)
-    return stats, begin_all_gather(stats[0], stats[0].narrow(0, call.plan.rank, 1), call.group)
-
-
-def _arrived(
-    call: Call, logits: Tensor, beside: Any, exchange: tuple[Stats, Any] | None, filled: TokenOutputs | None
-) -> Stats:
-    """Return the statistics of all ranks; of one rank with ``filled``, the same launch fills these outputs."""
-    if exchange is None:
-        return run.exchanged_statistics(call, logits, beside, filled)[0]
-    stats, handle = exchange
-    handle.wait()
-    if call.plan.launchers.second is not None:
-        run.finish_exchange(call, logits, beside, stats)
-    return stats
+    if plan.n_ranks == 1:
+        return stats, None
+    return stats, begin_all_gather(stats[0], stats[0].narrow(0, plan.rank, 1), call.group)
 
 
 def backward(
@@ -282,8 +268,7 @@ def backward(
     n_rows = stats[0].shape[1]
     grads = GradOutputs(*[None if grad is None else to_rows(linear, grad, n_rows) for grad in grads])
     call, products = linear.call, Products(linear, local, wanted, kept=kept)
-    if call.weighs:
-        divisor = run.divisor_of(call, stats)
+    divisor = run.divisor_of(call, stats, divisor)
     for rows, states in products.hidden.chunks():
         logits = products.logits_of(rows, states, again=True)
         of_rows = GradOutputs(*[None if grad is None else grad[rows] for grad in grads])

@@ -5,7 +5,7 @@ Only modules in here import triton, and nothing imports this package before a ke
 
 from vocab_parallel_ce.kernels import divergences, row_loss, row_statistics, targets
 from vocab_parallel_ce.kernels.counts import count_larger, sums_above
-from vocab_parallel_ce.kernels.cross_entropy import cross_entropy, element_mul, summed_outputs, token_outputs
+from vocab_parallel_ce.kernels.cross_entropy import cross_entropy, element_mul, token_outputs
 from vocab_parallel_ce.kernels.online_softmax import online_softmax
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "online_softmax",
     "row_loss",
     "row_statistics",
-    "summed_outputs",
     "sums_above",
     "targets",
     "token_outputs",

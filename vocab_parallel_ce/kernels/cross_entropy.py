@@ -9,9 +9,8 @@ Outputs: one program does 128 rows; with up to 1024 rows, one program does all a
 reads 4 K R bytes per row and writes 4 bytes per output (predictions 8). It does not read the logits.
 
 Gradient: each program merges the R statistics of a row, and writes the gradient of all or some of its tiles, over the
-logits or elsewhere; the first one also the loss, if requested. Regime: bound by memory; it reads the shard once and
-writes it once. ``grad_loss`` and the divisor are one fp32 factor per row, so the gradient is rounded once. Padded
-columns become 0, whatever they hold.
+logits or elsewhere. Regime: bound by memory; it reads the shard once and writes it once. ``grad_loss`` and the divisor
+are one fp32 factor per row, so the gradient is rounded once. Padded columns become 0, whatever they hold.
 
 A stored gradient: a fixed number of programs walks the rows. The factor is read on the device, and a row with factor 1
 is left alone. So the usual ``loss.backward()`` of a reduced loss costs one short launch. Otherwise the shard is read
@@ -50,6 +49,7 @@ from vocab_parallel_ce.kernels.launch import (
 )
 from vocab_parallel_ce.kernels.walk import locate, write
 from vocab_parallel_ce.losses.labels import Labels
+from vocab_parallel_ce.reference import sum_losses
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, TokenOutputs
 
@@ -100,44 +100,25 @@ def token_outputs(
     beside: Labels,
     divisor: Tensor | None,
     outputs: TokenOutputs,
+    total: Tensor | None = None,
     *,
     shard: VocabShard,
     options: LossOptions,
 ) -> None:
-    """Fill ``outputs``, contiguous, from ``stats[0] [R, N, K]``; ``divisor [1]`` divides the loss if given."""
-    _fill_outputs(stats[0], beside, divisor, outputs, None, shard, options)
+    """Fill ``outputs``, contiguous, from ``stats[0] [R, N, K]``; ``divisor [1]`` divides the loss if given.
 
-
-def summed_outputs(
-    stats: tuple[Tensor],
-    beside: Labels,
-    divisor: Tensor | None,
-    outputs: TokenOutputs,
-    *,
-    shard: VocabShard,
-    options: LossOptions,
-) -> Tensor:
-    """Do what :func:`token_outputs` does, and return the sum of the losses; up to SUMMED_ROWS rows in one launch."""
-    total = outputs.loss.new_empty(()) if 0 < stats[0].shape[1] <= SUMMED_ROWS else None
-    _fill_outputs(stats[0], beside, divisor, outputs, total, shard, options)
-    return outputs.loss.sum() if total is None else total
-
-
-def _fill_outputs(
-    stats: Tensor,
-    beside: Labels,
-    divisor: Tensor | None,
-    outputs: TokenOutputs,
-    total: Tensor | None,
-    shard: VocabShard,
-    options: LossOptions,
-) -> None:
-    n_ranks, n_rows, _ = stats.shape
+    ``total []``, if given, gets the sum of the losses: of up to SUMMED_ROWS rows in the same launch.
+    """
+    n_ranks, n_rows, _ = stats[0].shape
+    in_launch = total if 0 < n_rows <= SUMMED_ROWS else None
     # The next power of two; triton.next_power_of_2 takes 3 us.
-    block = LOSS_ROWS if total is None else max(LOSS_ROWS, 1 << (n_rows - 1).bit_length())
-    tensors = (beside.labels, stats, divisor, *outputs, total)
-    launch = _outputs(dtypes_of(tensors), block, n_ranks, shard.vocab_size, options, can_overlap(stats.get_device()))
+    block = LOSS_ROWS if in_launch is None else max(LOSS_ROWS, 1 << (n_rows - 1).bit_length())
+    tensors = (beside.labels, stats[0], divisor, *outputs, in_launch)
+    overlaps = can_overlap(stats[0].get_device())
+    launch = _outputs(dtypes_of(tensors), block, n_ranks, shard.vocab_size, options, overlaps)
     launch(-(-n_rows // block), tensors, (n_rows,))
+    if total is not None and in_launch is None:
+        sum_losses(outputs.loss, total)
 
 
 @cache_launches
@@ -163,7 +144,7 @@ def locate_target(merged, label, begin, first, width, shard_start):
 
 
 @triton.jit(do_not_specialize=["shard_start", "n_rows", "n_programs"])
-def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read here: Triton 3.6 returns no options
+def cross_entropy_kernel(
     logits,  # [N, C] bf16|fp16|fp32
     labels,  # [N] int64|int32
     temperature,  # [N] fp32, or None: 1
@@ -175,7 +156,6 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
     grad_lse,  # [N] fp32, or None: 0
     grad_sum_sq_probs,  # [N] fp32, or None: 0
     grad_mean_logit,  # [N] fp32, or None: 0
-    loss,  # [N] fp32, out, or None
     grad_logits,  # [N, C] logits' dtype, out; may be logits; or of 16 bits and of fp32 logits
     class_weight,  # [sizes.n_valid] fp32, or None: all equal, or no smoothing
     layout,  # RowLayout of logits and of grad_logits
@@ -193,7 +173,7 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
     VECTOR: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Example: ``x = [1, 3, 2]``, label 1: loss 0.4076, gradient ``[0.0900, -0.3348, 0.2447]``."""
+    """Example: ``x = [1, 3, 2]``, label 1: ``[0.0900, -0.3348, 0.2447]``."""
     ops.wait_for_previous(OVERLAPS)  # first: the kernel before may have written the labels
     row, begin_tile, step = ops.tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
     label = tl.load(labels + row).to(tl.int64)
@@ -211,11 +191,6 @@ def cross_entropy_kernel(  # noqa: C901 -- what a row has of its own is read her
         weight = ops.divisor_weight(divisor, loss_options.class_weight)
         if (grad_entropy is None and grad_lse is None) and (grad_sum_sq_probs is None and grad_mean_logit is None):
             live &= weight != 0  # it divides the loss alone
-    if loss is not None:
-        value = of_labels.loss(merged, label, sizes.vocab_size, loss_options)
-        if divisor is not None:
-            value = ops.weighted(value, weight)
-        tl.store(loss + row, value, begin_tile == 0)
     grads = GradOutputs(grad_loss, grad_entropy, grad_lse, grad_sum_sq_probs, grad_mean_logit)
     factors = of_labels.row_factors(
         merged, label, live, weight, grads, grad_strides, row, sizes.vocab_size, loss_options
@@ -260,16 +235,15 @@ def cross_entropy(
     stats: tuple[Tensor],
     divisor: Tensor | None,
     grads: GradOutputs,
-    loss: Tensor | None,
     grad_logits: Tensor,
     *,
     shard: VocabShard,
     options: LossOptions,
 ) -> None:
-    """Fill ``grad_logits``, which has the layout of ``logits [..., C]`` or is it, and ``loss [N]`` if given.
+    """Fill ``grad_logits``, which has the layout of ``logits [..., C]`` or is it.
 
     Each of ``grads``, fp32 ``[N]`` of any stride, multiplies the gradient of its output per row. None is 1 for the
-    loss, and 0 for the others. They do not change ``loss``.
+    loss, and 0 for the others.
     A gradient of another dtype is of fp32 logits and 16 bits.
     """
     labels, class_weight, temperature, threshold = beside
@@ -281,7 +255,7 @@ def cross_entropy(
         assert rows[0] == grad_rows[0], "the gradient is laid out as the logits are"
         rows = grad_rows  # the smaller elements have the longer lines
     of_columns = class_weight if options.smoothing else None
-    tensors = (base, labels, temperature, threshold, stats[0], divisor, *grads, loss, grad_base, of_columns)
+    tensors = (base, labels, temperature, threshold, stats[0], divisor, *grads, grad_base, of_columns)
     strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
     of_rows = temperature is not None or threshold is not None
     table, tiles = _table(n_ranks, options, of_rows, shard)

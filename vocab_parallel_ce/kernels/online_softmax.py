@@ -6,8 +6,7 @@ it afterwards. If there are few rows, each part of a row has a program of its ow
 The kernel then merges these parts, in the order in which it merges them if it walks the row itself: the same bits.
 
 Regime: 1 K to 256 K columns, any number of rows, bound by memory. The kernel reads the shard once and writes 4 K
-bytes per row, and of few rows 1 KiB per part and field. It does not read ignored rows or padding. If there is one rank,
-it also writes the outputs, as ``loss_kernel`` does.
+bytes per row, and of few rows 1 KiB per part and field. It does not read ignored rows or padding.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launche
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import LossOptions, RowStats, TokenOutputs
+from vocab_parallel_ce.spec import LossOptions, RowStats
 
 
 class LooseColumns(NamedTuple):
@@ -234,13 +233,6 @@ def online_softmax_kernel(
     parts,  # [N, n_parts, fields, LANES] fp32, LaneStats; or None: this kernel walks the rows
     stats,  # [R, N, K] fp32, out: this rank's rows
     valid_rows,  # [1] int32, out: number of labels that are not ignored; or None
-    loss,  # [N] fp32, out; None if there are other ranks
-    entropy,  # [N] fp32, out, or None
-    lse,  # [N] fp32, out, or None
-    sum_sq_probs,  # [N] fp32, out, or None
-    mean_logit,  # [N] fp32, out, or None
-    predictions,  # [N] int64, out, or None
-    divisor,  # [1] of loss, integer or floating point, or None: 1
     class_weight,  # [n_columns] fp32, or None
     layout,  # RowLayout of logits
     n_columns,  # that are not padding
@@ -293,12 +285,6 @@ def online_softmax_kernel(
         target_weight = label_weight(class_weight, label, label - shard_start, row.owned, vocab_size, loss_options)
     merged = merge_columns(row, lanes, loose, target_logit, class_weight, target_weight, shard_start, loss_options)
     store_stats(of_labels.stats_of_row(stats, stats_start + index, loss_options), merged, loss_options)
-    if loss is not None:
-        outputs = TokenOutputs(loss, entropy, lse, sum_sq_probs, mean_logit, predictions)
-        weight = 1.0
-        if divisor is not None:
-            weight = ops.divisor_weight(divisor, loss_options.class_weight)
-        of_labels.store_outputs(outputs, index, None, merged, label, weight, vocab_size, loss_options)
 
 
 def online_softmax(
@@ -307,16 +293,13 @@ def online_softmax(
     stats: tuple[Tensor],
     rank: int,
     count: Tensor | None = None,
-    outputs: TokenOutputs | None = None,
-    divisor: Tensor | None = None,
     *,
     shard: VocabShard,
     options: LossOptions,
 ) -> None:
     """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]`` for ``logits [..., C]``.
 
-    ``count [1]`` int32, if given, gets the number of labels that are not ignored. ``outputs``, if given,
-    are filled as by ``token_outputs``; then the rank must be the only one.
+    ``count [1]`` int32, if given, gets the number of labels that are not ignored.
     """
     labels, class_weight, temperature, threshold = beside
     n_rows = labels.shape[0]
@@ -330,8 +313,7 @@ def online_softmax(
         launch = _launch_of_parts(dtypes_of(tensors), rows, shape, shard, options)
         launch(n_rows * block.n_parts + (count is not None), tensors, (n_rows, shard.start))
         counted = None
-    of_outputs = outputs or [None] * len(TokenOutputs._fields)
-    tensors = (base, labels, temperature, threshold, parts, stats[0], counted, *of_outputs, divisor, class_weight)
+    tensors = (base, labels, temperature, threshold, parts, stats[0], counted, class_weight)
     launch = _launch(dtypes_of(tensors), rows, shape, shard, options)
     launch(n_rows + (counted is not None), tensors, (n_rows, shard.start, rank * n_rows))
 

@@ -31,6 +31,7 @@ from vocab_parallel_ce.kernels.walk import (
     pair_launch,
     write,
 )
+from vocab_parallel_ce.reference import sum_losses
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
@@ -175,17 +176,23 @@ def outputs(
     beside: Any,
     divisor: Tensor | None,
     outputs: TokenOutputs,
+    total: Tensor | None = None,
     *,
     algebra: Algebra,
     shard: VocabShard,
     options: Any,
 ) -> None:
-    """Fill ``outputs``, contiguous, from the statistics of all ranks; ``divisor [1]`` divides the loss if given."""
+    """Fill ``outputs``, contiguous, from the statistics of all ranks, and ``total []`` with the losses' sum if given.
+
+    ``divisor [1]`` divides the loss if given.
+    """
     n_ranks, n_rows, width = stats[0].shape
     tensors = (stats[0], second_of(stats), beside.labels, divisor, outputs.loss)
     overlaps = can_overlap(stats[0].get_device())
     launch = _outputs(dtypes_of(tensors), (n_ranks, width), algebra, shard, options, overlaps)
     launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
+    if total is not None:
+        sum_losses(outputs.loss, total)
 
 
 def gradient(
@@ -194,7 +201,6 @@ def gradient(
     stats: tuple[Tensor, ...],
     divisor: Tensor | None,
     grads: GradOutputs,
-    loss: None,
     grad_logits: Tensor,
     *,
     algebra: Algebra,

@@ -1,6 +1,6 @@
 """Statistics of every loss of two tensors: logits, and a number alongside each logit.
 
-    statistics   walk a row of both shards: what this rank's columns contribute, and on one rank also the losses
+    statistics   walk a row of both shards: what this rank's columns contribute, on one rank to both exchanges
     second       the same of a second exchange, of sums over columns that need the statistics of all ranks
 
 A loss is an ``Algebra``, as in ``row_loss``. One program per row. Each lane has its own statistics of each part of the
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsShape, statistics_shape
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels import row_loss
 from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, can_overlap, dtypes_of
-from vocab_parallel_ce.kernels.row_loss import Sizes, load_sums, merged_ranks, of_ranks, output, second_of
+from vocab_parallel_ce.kernels.row_loss import Sizes, load_sums, merged_ranks, of_ranks
 from vocab_parallel_ce.kernels.walk import (
     Algebra,
     PairRows,
@@ -35,7 +34,6 @@ from vocab_parallel_ce.kernels.walk import (
     walk_parts,
 )
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import TokenOutputs
 
 
 @triton.jit
@@ -65,7 +63,7 @@ def second_of_row(
     TILES: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
-    """Store a row's two sums of the second exchange at ``pointer``, and return them. ``parts``: pointers, or None."""
+    """Store a row's two sums of the second exchange at ``pointer``. ``parts``: pointers, or None."""
     zeros = tl.zeros([LANES], tl.float32)
     both = (own, stats)
     if parts is None:
@@ -75,7 +73,6 @@ def second_of_row(
     sums = LOSS.merge_second(walk_edges(place, sums, both, LOSS.second, HAS_EDGES, LANES, VECTOR))
     tl.store(pointer, sums[0])
     tl.store(pointer + 1, sums[1])
-    return sums
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -137,8 +134,6 @@ def row_statistics_kernel(
     parts,  # [N, n_parts, K, LANES] fp32, of row_part_kernel; or None: this kernel walks the rows
     stats,  # [R, N, K] fp32, out: this rank's rows
     second,  # [1, N, 2] fp32, out, or None: no second exchange, or other ranks
-    loss,  # [N] fp32, out; None if there are other ranks
-    divisor,  # [1] of loss, integer or floating point, or None: 1
     layout,  # RowLayout of logits
     other_layout,
     sizes,  # Sizes
@@ -156,11 +151,10 @@ def row_statistics_kernel(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Example: targets, ``x = [1, 3, 2]``, ``t = [0, 0.5, 0.5]``: ``(3, 1.5032, 1, -0.5)``, loss 0.9076."""
+    """Example: targets, ``x = [1, 3, 2]``, ``t = [0, 0.5, 0.5]``: ``(3, 1.5032, 1, -0.5)``."""
     ops.let_next_begin(OVERLAPS)
     ops.wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
-    label = None
     n_columns = sizes.n_valid
     column = tl.full((), -1, tl.int64)
     if labels is not None:
@@ -183,13 +177,8 @@ def row_statistics_kernel(
     lanes = walk_edges(place, lanes, own, LOSS.tile, HAS_EDGES, LANES, VECTOR)
     found = LOSS.merge(lanes, loss_options)
     LOSS.store(stats + (stats_start + row) * WIDTH, found, loss_options, 1)
-    sums = None
     if second is not None:
-        sums = second_of_row(
-            place, own, found, None, 0, second + 2 * row, LOSS, HAS_EDGES, LANES, VECTOR, TILES, UNROLLED
-        )
-    if loss is not None:
-        tl.store(loss + row, output(found, sums, label, divisor, sizes, loss_options, LOSS))
+        second_of_row(place, own, found, None, 0, second + 2 * row, LOSS, HAS_EDGES, LANES, VECTOR, TILES, UNROLLED)
 
 
 @triton.jit(do_not_specialize=["n_rows", "second_start"])
@@ -244,26 +233,22 @@ def statistics(
     stats: tuple[Tensor, ...],
     rank: int,
     count: None = None,
-    outputs: TokenOutputs | None = None,
-    divisor: Tensor | None = None,
     *,
     algebra: Algebra,
     shard: VocabShard,
     options: Any,
 ) -> None:
-    """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]``. With ``outputs``, fill all: the rank is the only one."""
-    _, n_rows, width = stats[0].shape
+    """Fill ``stats[0][rank]`` of ``stats[0] [R, N, K]``, and of a single rank those of the second exchange."""
+    n_ranks, n_rows, width = stats[0].shape
     own: dict[str, Any] = {"algebra": algebra, "shard": shard, "options": options}
     read, rows, shape = _with_parts(logits, beside, stats, False, **own)
+    has_both = n_ranks == 1 and len(stats) > 1
     # Programs of parts need the statistics of the row: those of the second exchange follow.
-    is_last = not shape.is_cut or len(stats) == 1
-    filled = (None, None) if outputs is None or not is_last else (second_of(stats), outputs.loss)
-    tensors = (*read, stats[0], *filled, divisor)
+    tensors = (*read, stats[0], stats[1] if has_both and not shape.is_cut else None)
     launch = _statistics(dtypes_of(tensors), rows, shape, width, **own)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
-    if outputs is not None and not is_last:
+    if has_both and shape.is_cut:
         second(logits, beside, stats, rank, **own)
-        row_loss.outputs(stats, beside, divisor, outputs, **own)
 
 
 def second(

@@ -29,23 +29,22 @@ class Launchers(NamedTuple):
     ``outputs`` and ``grads`` are the records ``TokenOutputs`` and ``GradOutputs``.
     """
 
-    # (logits, beside, stats, rank, count, outputs, divisor): fills stats[0][rank], and count [1] int32 if given. With
-    # outputs the rank is the only one, and all statistics and the outputs are filled.
+    # (logits, beside, stats, rank, count): fills stats[0][rank], of a single rank all of them, and count [1] int32 if
+    # given.
     statistics: Callable[..., None]
-    # (stats, beside, divisor, outputs): fills outputs from the statistics of all ranks.
+    # (stats, beside, divisor, outputs, total): fills outputs from the statistics of all ranks, and total [] with the
+    # sum of the losses if given.
     outputs: Callable[..., None]
-    # (logits, beside, stats, divisor, grads, loss, grad_logits): fills grad_logits, and loss if given.
+    # (logits, beside, stats, divisor, grads, grad_logits): fills grad_logits.
     gradient: Callable[..., None]
     element_mul: Callable[..., None]  # (grad_logits, grad_output)
     widths: tuple[int, ...]  # K of each exchange
-    # (logits, beside, stats, rank): fills stats[1][rank] after the first exchange. None: there is one exchange.
+    # (logits, beside, stats, rank): fills stats[1][rank] after the first exchange of several ranks. None: there is one.
     second: Callable[..., None] | None = None
-    gradient_fills_loss: bool = False  # whether gradient takes a loss
     count_larger: Callable[..., None] | None = None  # (logits, label_x, counts), for the label's rank
     # (logits, thresholds, shift, temperature, sums): fills sums [N, T] of exp(z - shift) of the logits above thresholds
     # [N, T]; int32 counts without shift. For a sampler's thresholds. A row whose first and last are equal may have 0.
     sums_above: Callable[..., None] | None = None
-    summed_outputs: Callable[..., Tensor] | None = None  # as outputs, and returns the sum of the losses
     # (logits, beside, divisor, outputs, counted=, options=): fills them and overwrites the logits with the gradient.
     one_pass: Callable[..., None] | None = None
     one_pass_rows: int = 0  # the fewest that one_pass takes

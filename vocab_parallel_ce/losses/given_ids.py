@@ -95,26 +95,17 @@ class GivenIds:
     def __init__(self, softmax: Launchers, options: IdsOptions, shard: VocabShard) -> None:
         self.softmax, self.options, self.shard = softmax, options, shard
 
-    def statistics(
-        self,
-        logits: Tensor,
-        beside: Ids,
-        stats: tuple[Tensor],
-        rank: int,
-        count: None = None,
-        outputs: TokenOutputs | None = None,
-        divisor: None = None,
-    ) -> None:
+    def statistics(self, logits: Tensor, beside: Ids, stats: tuple[Tensor], rank: int, count: None = None) -> None:
         columns, temperature, *_ = beside
         dead = is_dead(columns)
         z, _ = logits_at(logits, columns, at_rows(self.options.of_logits, temperature))
         place = z.argmax(dim=-1, keepdim=True)
         row_max, without_best = sums_without(self.softmax, logits, place, columns, dead, self.shard, temperature)
         torch.cat([row_max.unsqueeze(-1), without_best.unsqueeze(-1), z], dim=-1, out=stats[0][rank])
-        if outputs is not None:
-            self.outputs(stats, beside, divisor, outputs)
 
-    def outputs(self, stats: tuple[Tensor], beside: Ids, divisor: None, outputs: TokenOutputs) -> None:
+    def outputs(
+        self, stats: tuple[Tensor], beside: Ids, divisor: None, outputs: TokenOutputs, total: None = None
+    ) -> None:
         columns, known = beside.ids, self.merged(stats[0])
         values = (known.z - known.row_max.unsqueeze(-1)) - known.log_sum.unsqueeze(-1)
         values = values.masked_fill_(columns == OUTSIDE, NAN).masked_fill_(columns == IGNORED, 0.0)
@@ -130,7 +121,6 @@ class GivenIds:
         stats: tuple[Tensor],
         divisor: None,
         grads: GradOutputs,
-        loss: None,
         grad_logits: Tensor,
     ) -> None:
         (columns, temperature, *_), known = beside, self.merged(stats[0])
@@ -335,7 +325,7 @@ def write_columns(
     label = last + shard.start
     label = label.masked_fill_(last < 0, (shard.start + shard.n_valid) % shard.vocab_size).squeeze(-1)
     of_rows = Labels(label.masked_fill_(dead, IGNORED), temperature=temperature)
-    softmax.gradient(logits, of_rows, (stats,), None, GradOutputs(weight), None, grad_logits)
+    softmax.gradient(logits, of_rows, (stats,), None, GradOutputs(weight), grad_logits)
     # Without waiting for the device: a column that is not owned writes what the last owned one writes. If there is
     # none, column 0 stays.
     values, owned = values.to(grad_logits.dtype), columns >= 0

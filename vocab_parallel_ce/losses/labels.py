@@ -118,10 +118,8 @@ class LabelLoss(Loss):
             functools.partial(kernels.cross_entropy, **own),
             kernels.element_mul,
             widths=(len(options.statistics),),
-            gradient_fills_loss=True,
             count_larger=functools.partial(kernels.count_larger, shard=shard),
             sums_above=functools.partial(kernels.sums_above, **own),
-            summed_outputs=functools.partial(kernels.summed_outputs, **own),
         )
 
     def saved(self, beside: Labels, options: LossOptions) -> tuple[Tensor | None, ...]:
