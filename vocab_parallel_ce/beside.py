@@ -13,7 +13,7 @@ from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import VECTOR_BYTES, compute_dtype, constant, flat, shares_storage
 from vocab_parallel_ce.options import Settings, shard_of_rank
 from vocab_parallel_ce.shard import LOGITS, VocabShard
-from vocab_parallel_ce.spec import INF, NAN, LossOptions
+from vocab_parallel_ce.spec import INF, NAN, LossOptions, count_labels
 
 
 def checked_divisor(num_items: float | Tensor, reduction: str, logits: Tensor) -> Tensor:
@@ -22,6 +22,13 @@ def checked_divisor(num_items: float | Tensor, reduction: str, logits: Tensor) -
     if isinstance(num_items, Tensor) and num_items.device == logits.device:
         return constant(num_items.detach().reshape(1), logits)
     return logits.new_full((1,), float(num_items), dtype=compute_dtype(logits.dtype))
+
+
+def rows_of_mean(labels: Tensor | None, logits: Tensor, settings: Settings) -> Tensor:
+    """Return ``[1]``, the rows of a mean: all without labels, otherwise those that are not ignored."""
+    if labels is None:
+        return logits.new_full((1,), logits.shape[:-1].numel(), dtype=torch.int64)
+    return count_labels(labels, settings.ignore_index).reshape(1)
 
 
 def weights_of_columns(class_weight: Tensor, shard: VocabShard, logits: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
-from vocab_parallel_ce.beside import checked_divisor
+from vocab_parallel_ce.beside import checked_divisor, rows_of_mean
 from vocab_parallel_ce.blocks import fewest_rows_of_one_pass
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.in_place import check_not_overwritten
@@ -98,7 +98,7 @@ def plan_call(
     if num_items is not None:
         divisor: Tensor | None = checked_divisor(num_items, settings.reduction, logits)
     elif plan.reduction == "mean" and not (plan.counts or plan.weighs):
-        divisor = loss.divisor(given, logits, settings)
+        divisor = rows_of_mean(given.labels, logits, settings)
     else:
         divisor = None
     beside = loss.beside(given, logits, settings, plan.shard, plan.rank, plan.n_ranks)

@@ -19,9 +19,15 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.api.call import is_traced
-from vocab_parallel_ce.beside import check_beside, check_labels_beside, check_requires_no_gradient, checked_divisor
+from vocab_parallel_ce.beside import (
+    check_beside,
+    check_labels_beside,
+    check_requires_no_gradient,
+    checked_divisor,
+    rows_of_mean,
+)
 from vocab_parallel_ce.layout import compute_dtype
-from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, log_ratios, rows_of_mean
+from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, log_ratios
 from vocab_parallel_ce.losses.given_ids import IGNORED, Ids, marked
 from vocab_parallel_ce.options import REDUCTIONS, Settings
 from vocab_parallel_ce.plan import comparable

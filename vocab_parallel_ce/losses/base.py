@@ -128,10 +128,6 @@ class Loss:
         """Check what an operator takes: it does not see whether a tensor requires a gradient."""
         raise NotImplementedError
 
-    def divisor(self, given: Any, logits: Tensor, settings: Settings) -> Tensor | None:
-        """Return ``[1]``, the rows of a mean, if the launch of the statistics does not count them."""
-        return None
-
     def saved(self, beside: Any, options: Any) -> tuple[Tensor | None, ...]:
         """Return the first fields of ``beside``, as the gradient needs them. To save a None takes time."""
         return tuple(beside)

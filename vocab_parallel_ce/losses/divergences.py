@@ -59,7 +59,6 @@ from vocab_parallel_ce.spec import (
     _finite_or_zero,
     _outside,
     _raised_by,
-    count_labels,
     is_ignored,
 )
 
@@ -173,9 +172,6 @@ class DivergenceLoss(Loss):
             return reference.launchers(self, options, shard)
         own = kernels.divergences.kernel_options(options)
         return bound(kernels, kernels.divergences.ALGEBRA, own, shard, self.exchanges(options))
-
-    def divisor(self, given: Teacher, logits: Tensor, settings: Settings) -> Tensor:
-        return rows_of_mean(given.labels, logits, settings)
 
     def check_constants(self, given: Teacher | TeacherHead) -> None:
         if isinstance(given, Teacher):
@@ -331,13 +327,6 @@ def divergence_options(settings: Settings) -> DivergenceOptions:
     checks.check_integer("ignore_index", settings.ignore_index)
     numbers = float(settings.temperature), float(settings.beta), float(settings.hard_weight)
     return DivergenceOptions(settings.divergence, *numbers, int(settings.ignore_index))
-
-
-def rows_of_mean(labels: Tensor | None, logits: Tensor, settings: Settings) -> Tensor:
-    """Return ``[1]``, the rows that are not ignored."""
-    if labels is None:
-        return logits.new_full((1,), logits.shape[:-1].numel(), dtype=torch.int64)
-    return count_labels(labels, settings.ignore_index).reshape(1)
 
 
 def check_hard_weight(settings: Settings, labels: Tensor | None) -> None:

@@ -90,9 +90,6 @@ class TargetLoss(Loss):
             return reference.launchers(self, options, shard)
         return bound(kernels, kernels.targets.ALGEBRA, options, shard, self.exchanges(options))
 
-    def divisor(self, given: Targets, logits: Tensor, settings: Settings) -> Tensor:
-        return logits.new_full((1,), logits.numel() // logits.shape[-1], dtype=torch.int64)
-
     def check_constants(self, given: Targets) -> None:
         check_requires_no_gradient(labels=given.probs)
         if given.class_weight is not None:
