@@ -1,8 +1,5 @@
 """Cross-entropy of logits sharded over the vocabulary, without gathering them."""
 
-import importlib
-from types import ModuleType
-
 import torch
 
 from vocab_parallel_ce.versions import require_torch
@@ -16,9 +13,13 @@ from vocab_parallel_ce.api.heads import linear_cross_entropy, linear_token_log_p
 from vocab_parallel_ce.api.logits import token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.api.modules import LinearCrossEntropy, VocabParallelCrossEntropy
 from vocab_parallel_ce.api.next_labels import next_labels
+from vocab_parallel_ce.integrations.transformer_engine import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+    parallel_cross_entropy,
+)
 from vocab_parallel_ce.options import Sampling
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.te_compat import cross_entropy_backward, cross_entropy_forward, parallel_cross_entropy
 from vocab_parallel_ce.verify import verify_calls
 
 __version__ = "0.2.0"
@@ -49,10 +50,3 @@ __all__ = [
 def __dir__() -> list[str]:
     """Names for users: completion does not offer modules."""
     return [*__all__, "__version__", "integrations"]
-
-
-def __getattr__(name: str) -> ModuleType:
-    """Import and return ``vocab_parallel_ce.integrations`` when it is used."""
-    if name != "integrations":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")

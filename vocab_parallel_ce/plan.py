@@ -82,19 +82,16 @@ def plan_call(
     group: Any,
     num_items: float | Tensor | None = None,
     top: Top | None = None,
-    *,
-    may_hold_gradient: bool = False,
 ) -> tuple[Call, Any]:
     """Check the arguments of a loss over logits, and return its call and what stands alongside the logits.
 
-    Changes nothing. ``may_hold_gradient``: do not look whether an earlier call has overwritten the logits.
+    Changes nothing.
     """
     checks.check_logits(logits)
     checks.check_no_transforms(logits)
     loss.check(given, logits, settings)
     plan = plan_of(loss, logits, given, settings, *group_position(group))
-    if not may_hold_gradient:
-        check_not_overwritten(logits)
+    check_not_overwritten(logits)
     if num_items is not None:
         divisor: Tensor | None = checked_divisor(num_items, settings.reduction, logits)
     elif plan.reduction == "mean" and not (plan.counts or plan.weighs):

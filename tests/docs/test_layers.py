@@ -65,10 +65,10 @@ def breaches(package: Path, order: dict[str, tuple[int, int]]) -> list[str]:
 
 
 def unit_of(path: Path, package: Path, order: dict[str, tuple[int, int]]) -> str:
-    """The name in the table of the module at ``path``: ``kernels/`` stands for all modules in it."""
+    """The name in the table of the module at ``path``: ``kernels/`` stands for all modules in it that have no other."""
     name = path.relative_to(package).with_suffix("").as_posix()
     folder = f"{name.partition('/')[0]}/"
-    return folder if "/" in name and folder in order else name
+    return folder if name not in order and "/" in name and folder in order else name
 
 
 def names_used(tree: ast.AST, path: Path, package: Path) -> Iterator[tuple[int, str]]:

@@ -66,11 +66,13 @@ def test_a_second_call_over_a_gradient_is_refused(impl_device, gradient, second)
 
 
 @pytest.mark.reference
-def test_a_call_of_transformer_engine_is_refused_and_its_pair_is_not():
+def test_calls_of_transformer_engine_are_refused_and_its_pair_over_its_gradient_is_not():
     case = Overwritten(("auto", "cpu"))
     vp.parallel_cross_entropy(case.logits, case.labels, reduce_loss=True, overwrite_input=True).backward()
     with pytest.raises(ValueError, match=REFUSAL):
         vp.parallel_cross_entropy(case.logits, case.labels, reduce_loss=True)
+    with pytest.raises(ValueError, match=REFUSAL):
+        vp.cross_entropy_forward(case.logits.detach(), case.labels, 0.0, True, None, -100)
     logits = case.values.clone()
     for _ in range(2):
         _, grad = vp.cross_entropy_forward(logits, case.labels, 0.0, True, None, -100)

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
-from tests.logits.test_te_compat import on_each_device  # Triton's interpreter runs in one thread
+from tests.integrations.test_transformer_engine import on_each_device  # Triton's interpreter runs in one thread
 from tests.support.budget import assert_within_budget
 from vocab_parallel_ce import in_place
 

@@ -138,7 +138,7 @@ def cross_entropy_forward(
         gradient="in_forward",
     )
     given, group = Labels(target), process_group_of(dist_process_group)
-    call, beside = plan_call(LABELS, _input, given, settings, group, may_hold_gradient=True)
+    call, beside = plan_call(LABELS, _input, given, settings, group)
     outputs, grad = run.forward_in_place(call, _input, beside, target.shape)
     return outputs.loss, grad
 
