@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api import logits as over_logits
 from vocab_parallel_ce.api.call import Outputs, public
-from vocab_parallel_ce.dtensor import is_dtensor, local_columns
+from vocab_parallel_ce.dtensor import is_dtensor
+from vocab_parallel_ce.integrations.columns import local_columns
 from vocab_parallel_ce.options import Settings, check_names, divided_by, with_keywords
 
 OF_THE_DTENSOR = ("vocab_size",)  # with the group, what a DTensor says

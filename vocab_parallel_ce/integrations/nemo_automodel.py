@@ -18,7 +18,8 @@ from torch import Tensor
 from vocab_parallel_ce.api.distillation import distillation_loss
 from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
-from vocab_parallel_ce.dtensor import is_dtensor, local_columns
+from vocab_parallel_ce.dtensor import is_dtensor
+from vocab_parallel_ce.integrations.columns import local_columns
 from vocab_parallel_ce.integrations.rebind import Switch
 
 LOSSES = "nemo_automodel.components.loss"

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from vocab_parallel_ce import checks, token_log_probs, vocab_parallel_cross_entropy
-from vocab_parallel_ce.dtensor import is_dtensor, shard_of_local
+from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.integrations import Report, dtensor
+from vocab_parallel_ce.integrations.columns import shard_of_local
 from vocab_parallel_ce.integrations.log_probs import with_entropies
 from vocab_parallel_ce.integrations.rebind import Switch
 from vocab_parallel_ce.options import IMPLEMENTATIONS
