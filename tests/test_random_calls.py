@@ -21,7 +21,7 @@ SECONDS = 120.0  # on a GPU
 PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 2))
 # No options of a call: modules and what they are made of, results, labels, and what runs or compares calls.
 NOT_DRAWN = {"Outputs", "Head", "Sampling", "TopKTeacher", "VocabShard", "cross_entropy_backward", "next_labels"}
-NOT_DRAWN |= {"copy_to_ranks"}  # no loss
+NOT_DRAWN |= {"copy_to_ranks", "top_k"}  # no losses
 CONFIGURED_AGAIN = {"one_pass", "soft_cross_entropy"}  # the loss over logits
 ELSEWHERE = {
     "group": "each rank's, by the factor ranks",

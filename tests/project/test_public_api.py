@@ -44,6 +44,7 @@ SIGNATURES = [
         ["student", "teacher"],
         {**OF_DISTILLATION, "chunk_size": "auto", "keep_logits": "none", "advanced": None},
     ),
+    (package.top_k, ["logits", "k"], {"group": None, "vocab_size": None, "temperature": 1.0}),
     (package.copy_to_ranks, ["hidden", "group"], {}),
     (package.next_labels, ["labels"], {"ignore_index": -100, "cu_seqlens": None, "group": None, "layout": None}),
 ]

@@ -1,0 +1,132 @@
+"""The most probable tokens of sharded logits, with their log-probabilities of the whole vocabulary.
+
+Each rank finds the k largest logits of its columns, and the sum of its exponentials. They travel together:
+
+    sum [N], x [N, k] of the arithmetic's dtype, ids [N, k] int32 -- packed, all_gather --> the same of every rank
+
+The k largest of the R * k are those of the vocabulary. The sums of all ranks are added in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vocab_parallel_ce import checks, verify
+from vocab_parallel_ce.api.call import public
+from vocab_parallel_ce.collectives import all_gather_stats, group_position
+from vocab_parallel_ce.dtensor import process_group_of
+from vocab_parallel_ce.layout import compute_dtype
+from vocab_parallel_ce.options import Settings, shard_of_rank
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import NEG_INF, _finite_or_zero
+
+MOST_ELEMENTS = 2**24  # of logits whose largest are found at once: copies of them take 8 bytes each
+NO_ID = 2**31 - 1  # where a rank has no column; another logit of -inf comes first
+
+
+@public(lambda keywords: True)
+def top_k(
+    logits: Tensor, k: int, *, group: Any = None, vocab_size: int | VocabShard | None = None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The ``k`` most probable tokens of each row of logits that are sharded over the vocabulary.
+
+    They make a :class:`TopKTeacher` of a tensor-parallel teacher. Log-probabilities are ``log_softmax(x / T)`` over the
+    whole vocabulary, with ``T = temperature``, in fp32. They have no gradient. Overwrites nothing.
+
+    Collectives: one all_gather of ``8 * k + 4`` bytes per row from each rank. ``torch.compile`` breaks its graph.
+
+    Args:
+        logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.
+        k: at least 1, at most the size of the vocabulary. It may be larger than ``C``.
+        group, vocab_size: as in :func:`vocab_parallel_cross_entropy`.
+        temperature: positive.
+
+    Returns:
+        Ids ``[..., k]`` int64 in the whole vocabulary, and log-probabilities ``[..., k]`` fp32, fp64 for fp64 logits,
+        the largest first, of equal logits the smallest id; equal bit for bit on all ranks. A row with NaN or ``+inf``,
+        or without a finite logit, has log-probabilities NaN.
+
+    Raises:
+        TypeError, ValueError: a type, dtype or value does not fit.
+
+    Example:
+        >>> from vocab_parallel_ce import TopKTeacher, distillation_loss, top_k
+        >>> ids, log_probs = top_k(torch.tensor([[1.0, 0.0, 1.0, -1.0]]), 2)
+        >>> ids, round(log_probs[0, 0].item(), 4)
+        (tensor([[0, 2]]), -0.9176)
+        >>> round(distillation_loss(torch.zeros(1, 4), TopKTeacher(ids, log_probs, "bucket")).item(), 4)
+        0.1913
+    """
+    checks.check_tensor("logits", logits)
+    k = checks.checked_count("k", k)
+    checks.check_number("temperature", temperature, positive=True)
+    group = process_group_of(group)
+    rank, n_ranks = group_position(group)
+    shard = shard_of_rank(Settings(vocab_size=vocab_size), logits.shape[-1], rank, n_ranks)
+    checks.check_logits(logits if shard.n_columns else F.pad(logits, (0, 1)))
+    checks.check_no_transforms(logits)
+    if k > shard.vocab_size:
+        raise ValueError(f"k: must be at most the vocab_size {shard.vocab_size}, got {k}")
+    if verify.open_calls:
+        shape, dtype = tuple(logits.shape[:-1]), logits.dtype
+        verify.compare_arguments("top_k", {}, shape=shape, dtype=dtype, k=k, temperature=float(temperature))
+    with torch.no_grad():
+        ids, log_probs = _top_k(logits.detach(), k, shard, float(temperature), rank, n_ranks, group)
+    return ids, log_probs
+
+
+def _top_k(
+    logits: Tensor, k: int, shard: VocabShard, temperature: float, rank: int, n_ranks: int, group: Any
+) -> tuple[Tensor, Tensor]:
+    rows = logits.reshape(logits.shape[:-1].numel(), shard.n_columns)[:, : shard.n_valid]
+    step = max(MOST_ELEMENTS // max(shard.n_valid, 1), 1)
+    parts = [_of_columns(part, k, shard.start, temperature) for part in rows.split(step)]
+    sums, x, ids = (torch.cat(each) for each in zip(*parts, strict=True))
+    words = [each.flatten().view(torch.int32) for each in (sums, x, ids)]
+    packed = ids.new_empty(n_ranks, sum(map(len, words)))
+    packed[rank] = torch.cat(words)
+    all_gather_stats(packed, rank, group)
+    of_ranks = zip(packed.split(list(map(len, words)), dim=1), (sums, x, ids), strict=True)
+    sums, x, ids = (part.flatten().view(like.dtype).view(n_ranks, *like.shape) for part, like in of_ranks)
+    rank_max = x[..., 0]
+    row_max = _finite_or_zero(rank_max.amax(dim=0))
+    total = torch.zeros_like(row_max)
+    for of_rank, its_max in zip(sums, rank_max, strict=True):
+        total += of_rank * ((its_max - row_max) / temperature).exp()
+    x, ids = _in_order(*(each.transpose(0, 1).flatten(1) for each in (x, ids)))
+    log_probs = (x[:, :k] - row_max.unsqueeze(-1)) / temperature - total.log().unsqueeze(-1)
+    shape = *logits.shape[:-1], k
+    return ids[:, :k].long().view(shape), log_probs.view(shape)
+
+
+def _of_columns(rows: Tensor, k: int, start: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum of ``exp((x - max) / temperature)`` of ``rows [n, C]``, and the k largest x and their ids."""
+    n_columns, dtype = rows.shape[-1], compute_dtype(rows.dtype)
+    missing = max(k - n_columns, 0)
+    columns = _largest_columns(rows, k - missing)
+    x, ids = _in_order(rows.gather(-1, columns).to(dtype), (columns + start).int())
+    x, ids = F.pad(x, (0, missing), value=NEG_INF), F.pad(ids, (0, missing), value=NO_ID)
+    shifted = rows - _finite_or_zero(x[:, :1])
+    return (shifted / temperature).exp().sum(dim=-1), x, ids
+
+
+def _largest_columns(rows: Tensor, k: int) -> Tensor:
+    """Return ``[n, k]`` columns of the largest of ``rows [n, C]``, of equal ones the first, in any order."""
+    if not k:
+        return torch.empty_like(rows[:, :0], dtype=torch.int64)
+    least = rows.topk(k, dim=-1).values[:, -1:]
+    column = torch.arange(rows.shape[-1], dtype=torch.int32, device=rows.device)
+    # All that are larger, and then those that are equal, in order.
+    position = torch.where(rows > least, -1, column).where(rows >= least, rows.shape[-1])
+    return position.topk(k, dim=-1, largest=False).indices
+
+
+def _in_order(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both ``[n, k]`` with the largest x first, of equal ones the smallest id."""
+    ids, order = ids.sort(dim=-1)
+    x, by_size = x.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return x, ids.gather(-1, by_size)
