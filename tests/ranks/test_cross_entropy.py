@@ -101,9 +101,8 @@ def test_nothing_that_counts_is_zero_on_every_rank_and_no_rows_need_no_collectiv
     made = batch("peaked" if "num_items" in options else "all_ignored", rows=4, vocab_size=COLUMNS * 2)
     case = Case(*made, impl, {**EVERY, **options})
     for result in rank_pool.run(run, case):
-        loss, predictions, accuracy, z_loss = result.outputs
-        assert loss.item() == z_loss.item() == 0 and not result.grad.any()
-        assert accuracy.isfinite() and predictions.dtype == torch.int64
+        loss, predictions = result.outputs
+        assert loss.item() == 0 and not result.grad.any() and predictions.dtype == torch.int64
     case = case._replace(logits=made.logits[:0], labels=made.labels[:0], grad_outputs=(torch.ones(()),))
     for result in rank_pool.run(run, case):
         assert result.outputs[0].sum().item() == 0.0 and result.grad.shape == (0, COLUMNS)
@@ -137,9 +136,8 @@ def test_of_equal_logits_the_lowest_global_id_is_predicted(rank_pool, impl):
     ranks = even(COLUMNS, world)
     for bounds in (ranks, ranks[::-1]):
         case = Case(logits, labels, impl, {"outputs": METRICS}, bounds, "shard")
-        _, predictions, accuracy, *_ = check(case, rank_pool.run(run, case)).outputs
+        _, predictions = check(case, rank_pool.run(run, case)).outputs
         assert predictions.tolist() == [0, COLUMNS - 1, 3, vocab_size - 2, COLUMNS, 0]
-        assert torch.equal(accuracy, torch.tensor(5 / 6))
 
 
 @in_several_ranks
