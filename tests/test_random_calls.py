@@ -13,7 +13,6 @@ import vocab_parallel_ce as vp
 from tests.support.random_calls import KINDS, RANKS, Where, failures, is_head, kind_of, name_of, run, run_call
 from tests.support.random_public import PUBLIC
 from tests.support.random_tables import FACTORS, FEWER_THAN_RANKS, changes_of, configurations
-from vocab_parallel_ce.options import Advanced
 
 N_CALLS = len(configurations())  # test_launches.py says what they launch
 PARTS = 6  # tests, for the workers
@@ -26,10 +25,10 @@ CONFIGURED_AGAIN = {"one_pass", "soft_cross_entropy"}  # the loss over logits
 ELSEWHERE = {
     "group": "each rank's, by the factor ranks",
     "impl": "the command's",
-    "advanced": "its fields, by factors of their names",
     "vocab_size": "of every call's columns",
     "sequence_parallel": "of heads on several ranks, where tokens can be cut",
     "beta": "drawn for js",
+    "expected_grad_output": "drawn where gradients are known in forward",
     "chunk_size": "the factor chunks",
     "keep_logits": "of every other call of a head whose backward computes the gradients",
     "sampling": "every pair of factors in tests/conformance/test_sampling.py",
@@ -103,5 +102,3 @@ def test_every_function_and_option_is_drawn():
         tensors = {"inp", "target", "_input"}
         missing = {option for option in options - tensors - factors if (name, option) not in NOT_VARIED}
         assert not missing, (name, missing)
-    fields = set().union(*(case for _, case in configurations()))
-    assert set(Advanced._fields) - fields == {"expected_grad_output"}  # drawn where gradients are known in forward

@@ -5,16 +5,13 @@ Functions and modules share them. :func:`loss_options` makes of them what the ma
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
-from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import torch
-from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.shard import LOGITS, VocabShard
@@ -22,40 +19,6 @@ from vocab_parallel_ce.spec import LossOptions
 
 REDUCTIONS = ("mean", "sum", "none")
 GRADIENT_MODES = ("auto", "in_forward", "in_backward", "out_of_place")
-OTHER_NAMES = {  # of other libraries, and of earlier versions of this one
-    "alpha": "hard_weight",
-    "chunk_tokens": "chunk_size",
-    "dist_process_group": "group",
-    "entropy": "outputs",
-    "expected_grad_output": "advanced",
-    "final_logit_softcapping": "softcap",
-    "ignore_idx": "ignore_index",
-    "inplace_backward": "gradient",
-    "lse_square_scale": "z_loss",
-    "main_grad": "advanced",
-    "memory_budget": "chunk_size",
-    "num_items_in_batch": "num_items",
-    "process_group": "group",
-    "reduce_hidden_grad": "advanced",
-    "rest": "teacher",
-    "return_entropy": "outputs",
-    "return_metrics": "outputs",
-    "return_z_loss": "outputs",
-    "shard": "vocab_size",
-    "smoothing": "label_smoothing",
-    "teacher_bias": "teacher",
-    "teacher_ids": "teacher",
-    "teacher_log_probs": "teacher",
-    "top_p": "sampling",
-    "valid_tokens": "advanced",
-    "weight": "class_weight",
-}
-FORMS = {
-    "memory_budget": "chunk_size='256MiB'",  # a number would be of tokens
-    "outputs": "outputs=('entropy',)",
-    "sampling": "sampling=Sampling(top_p=...)",
-    "advanced": "advanced=Advanced(...) of vocab_parallel_ce.options",
-}
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
 DIFFERENTIABLE = ("entropy", "lse", "sum_sq_probs", "mean_logit")  # outputs with a gradient of their own
 OUTPUTS = (*DIFFERENTIABLE, "predictions", "rank")
@@ -117,25 +80,6 @@ class HeadSettings(NamedTuple):
     keep_logits: str = "none"
 
 
-class Advanced(NamedTuple):
-    """What few callers need: Megatron-LM's integration, and trainers that know the gradient in advance.
-
-    Pass it as ``advanced=``. A function refuses the fields that it has no use for.
-
-    Example:
-        >>> from vocab_parallel_ce import linear_cross_entropy
-        >>> from vocab_parallel_ce.options import Advanced
-        >>> hidden, head, labels = torch.ones(2, 3), torch.zeros(4, 3), torch.tensor([0, -100])
-        >>> round(linear_cross_entropy(hidden, head, labels, advanced=Advanced(valid_tokens=1)).item(), 4)
-        1.3863
-    """
-
-    main_grad: Tensor | None = None  #: [C, D] fp32, contiguous: backward adds the gradient of weight to it
-    reduce_hidden_grad: bool = True  #: False leaves the gradient of hidden this rank's share of the sum
-    expected_grad_output: Tensor | None = None  #: [...]: what will multiply each loss, except one factor for all
-    valid_tokens: int | None = None  #: upper bound on labels that are not ignore_index; the rest skip the matmul
-
-
 class Sampling(NamedTuple):
     """How tokens were drawn: from the ``top_k`` largest logits of a row, and then from its nucleus ``top_p``.
 
@@ -154,75 +98,6 @@ class Sampling(NamedTuple):
     top_p: float = 1.0  #: above 0
 
 
-class CommonKeywords(TypedDict, total=False):
-    """Keywords of every function, as type checkers see them; the records above have their defaults."""
-
-    group: Any
-    ignore_index: int
-    softcap: float | None
-    logit_scale: float
-    impl: str
-    check_labels: bool
-    vocab_size: int | VocabShard | None
-
-
-class LossKeywords(CommonKeywords, total=False):
-    label_smoothing: float
-    z_loss: float
-    reduction: str
-    num_items: float | Tensor | None
-    class_weight: Tensor | None
-    gradient: str
-
-
-class LogProbKeywords(CommonKeywords, total=False):
-    temperature: float | Tensor
-    sampling: Sampling | None
-    gradient: str
-
-
-class HeadKeywords(TypedDict, total=False):
-    bias: Tensor | None
-    sequence_parallel: bool
-    chunk_size: int | str
-    logits_dtype: torch.dtype | None
-    keep_logits: str
-    advanced: Advanced | None
-
-
-class LinearLossKeywords(LossKeywords, HeadKeywords, total=False):
-    pass
-
-
-class LinearLogProbKeywords(CommonKeywords, HeadKeywords, total=False):
-    temperature: float | Tensor
-    sampling: Sampling | None
-
-
-class DistillationKeywords(TypedDict, total=False):
-    """Of both losses of a teacher; they take no softcap and no scale."""
-
-    divergence: str
-    beta: float
-    hard_weight: float
-    ignore_index: int
-    temperature: float
-    reduction: str
-    gradient: str
-    impl: str
-    check_labels: bool
-    vocab_size: int | VocabShard | None
-
-
-class LinearDistillationKeywords(DistillationKeywords, total=False):
-    chunk_size: int | str
-    keep_logits: str
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-DEFAULTS: dict[str, Any] = {**Settings._field_defaults, **HeadSettings._field_defaults}
-
-
 def _checks_of(record: type) -> dict[str, Callable[[str, Any], object]]:
     """Return the checks of the fields of a record that are declared with one; None passes where it is allowed."""
 
@@ -239,46 +114,6 @@ def _checks_of(record: type) -> dict[str, Callable[[str, Any], object]]:
 
 
 CHECKS = _checks_of(Settings)
-
-
-def keyword_defaults(keywords: type) -> dict[str, Any]:
-    """Return the settings that a class above names, with their defaults."""
-    return {name: DEFAULTS[name] for name in DEFAULTS if name in keywords.__annotations__}
-
-
-def with_keywords(keywords: dict[str, Any]) -> Callable[[Function], Function]:
-    """Decorate a function so that its signature names ``keywords``, with defaults, not ``**keywords``."""
-
-    def decorate(function: Function) -> Function:
-        own = inspect.signature(function)
-        parameters = [p for p in own.parameters.values() if p.kind != p.VAR_KEYWORD]
-        parameters += [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in keywords.items()]
-        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
-def check_names(given: Mapping[str, Any], known: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Raise TypeError for a keyword that is not in ``known``; it lists the parameters of ``function``."""
-    for name in given:
-        if name not in known:
-            named = [p.name for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
-            names = list(dict.fromkeys([*named, *known]))
-            meant = meant_by(name, names)
-            hint = "" if meant is None else f"; did you mean {FORMS.get(name, FORMS.get(meant, meant))}?"
-            raise TypeError(
-                f"{name}: expected one of {', '.join(names)}, got no such name in {function.__name__}{hint}"
-            )
-
-
-def meant_by(name: str, names: Collection[str]) -> str | None:
-    """Return which of ``names`` is that of another library's ``name``, or is written almost like it."""
-    theirs = OTHER_NAMES.get(name)
-    if theirs is not None:
-        return theirs if theirs in names else None
-    close = difflib.get_close_matches(name, names, 1, 0.8)
-    return close[0] if close else None
 
 
 def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bool = False) -> LossOptions:

@@ -21,7 +21,6 @@ from tests.support.logits import (
     random_grad_output,
 )
 from tests.support.pairs import covering
-from tests.support.words import package_options
 from vocab_parallel_ce import Outputs, token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.options import DIFFERENTIABLE
 
@@ -60,7 +59,7 @@ def test_the_loss(impl_device, case):
     known, given = class_weight(case, device)
     grad_output = random_grad_output(len(labels)) if case["divisor"] == "none" else torch.tensor(0.75)
     leaf, x = placed(logits, case, device)
-    ways = package_options({**options, **given, "impl": impl, "vocab_size": columns_of(case)[0]})
+    ways = {**options, **given, "impl": impl, "vocab_size": columns_of(case)[0]}
     found = vocab_parallel_cross_entropy(x, labels.view(shape).to(device), **ways)
     found = found if isinstance(found, Outputs) else Outputs(loss=found)
     names = [name for name in DIFFERENTIABLE if getattr(found, name) is not None]

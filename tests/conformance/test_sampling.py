@@ -239,7 +239,6 @@ def test_refusals_by_name():
         (ValueError, "sampling: expected no 'mean_logit'.* got output 'rank'", {"outputs": ("entropy", "rank")}),
         (ValueError, "sampling: expected no 'mean_logit'.* got top_k=3", {"top_k": 3}),
         (ValueError, "labels: expected one per token with outputs, top_k or sampling", {"labels": labels[:, None]}),
-        (TypeError, r"top_p: .*; did you mean sampling=Sampling\(top_p=...\)", {"top_p": 0.9}),
     ):
         given = {"logits": logits, "labels": labels, "sampling": Sampling(3)} | changed
         with pytest.raises(error, match=f"^{words}"):

@@ -6,7 +6,6 @@ from torch.utils._pytree import tree_leaves
 
 import vocab_parallel_ce as vp
 from vocab_parallel_ce import verify
-from vocab_parallel_ce.options import Advanced
 
 pytestmark = pytest.mark.reference
 TOKENS, WIDTH, COLUMNS = 6, 5, 24
@@ -31,8 +30,8 @@ LOSSES = {
     "head": lambda z, h, w: vp.linear_cross_entropy(
         h, w, LABELS, reduction="none", outputs=OUTPUTS, top_k=2, chunk_size=2
     ),
-    "valid tokens": lambda z, h, w: vp.linear_cross_entropy(h, w, LABELS, advanced=Advanced(valid_tokens=5)),
-    "too many valid tokens": lambda z, h, w: vp.linear_cross_entropy(h, w, LABELS, advanced=Advanced(valid_tokens=4)),
+    "valid tokens": lambda z, h, w: vp.linear_cross_entropy(h, w, LABELS, valid_tokens=5),
+    "too many valid tokens": lambda z, h, w: vp.linear_cross_entropy(h, w, LABELS, valid_tokens=4),
     "head, log-probs": lambda z, h, w: vp.linear_token_log_probs(h, w, LABELS, keep_logits="all"),
     "heads": lambda z, h, w: vp.linear_distillation_loss(vp.Head(h, w), vp.Head(h.detach() / 2, w.detach())),
 }

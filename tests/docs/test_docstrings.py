@@ -10,7 +10,7 @@ import torch
 
 import vocab_parallel_ce as package
 from tests.docs.markdown import ROOT
-from vocab_parallel_ce import integrations, options
+from vocab_parallel_ce import integrations
 from vocab_parallel_ce.integrations import rebind
 
 pytestmark = pytest.mark.reference
@@ -25,7 +25,7 @@ IN_EVERY_SWITCH = ("install", "uninstall", "installed", "report")
 
 
 def public_names() -> dict[str, object]:
-    found = {name: getattr(package, name) for name in package.__all__} | {"options.Advanced": options.Advanced}
+    found = {name: getattr(package, name) for name in package.__all__}
     for module_name in integrations.MODULES:
         module = importlib.import_module(f"{integrations.__name__}.{module_name}")
         exempt = NEED_THEIR_FRAMEWORK.get(module_name)
@@ -46,14 +46,14 @@ def example_of(value: object, name: str) -> doctest.DocTest:
 
 
 def test_the_public_names_of_integrations_are_found():
-    expected = {"dtensor.cross_entropy", "verl.FusedLinearForPPO", "openrlhf.compute_entropy", "options.Advanced"}
+    expected = {"dtensor.cross_entropy", "verl.FusedLinearForPPO", "openrlhf.compute_entropy"}
     assert expected <= set(PUBLIC) and "verl.vocab_parallel_entropy" not in PUBLIC
     assert not any(inspect.getmodule(value) is rebind for value in PUBLIC.values())
 
 
 def test_the_page_of_the_api_has_every_public_name():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    assert set(re.findall(r":: (?:vocab_parallel_ce\.)?(\w+|options\.Advanced)$", page, re.M)) >= {
+    assert set(re.findall(r":: (?:vocab_parallel_ce\.)?(\w+)$", page, re.M)) >= {
         name for name in PUBLIC if name.partition(".")[0] not in integrations.MODULES
     }
     modules = re.findall(r"^\.\. automodule:: vocab_parallel_ce\.integrations\.(\w+)$", page, re.M)

@@ -11,7 +11,6 @@ from tests.support.inputs import DTYPES
 from tests.support.linear import WAYS
 from tests.support.logits import METRICS
 from vocab_parallel_ce import Outputs, linear_cross_entropy
-from vocab_parallel_ce.options import Advanced
 
 pytestmark = pytest.mark.cuda
 
@@ -23,7 +22,7 @@ def test_the_host_never_waits():
     def every_path():
         for case in cases:
             for way in WAYS.values():
-                for options in ({}, {"chunk_size": 2}, {"advanced": Advanced(valid_tokens=ROWS), "outputs": METRICS}):
+                for options in ({}, {"chunk_size": 2}, {"valid_tokens": ROWS, "outputs": METRICS}):
                     result = case.loss(**options, **way)
                     loss = result.loss if isinstance(result, Outputs) else result
                     torch.autograd.grad(loss, case.leaves, torch.ones_like(loss))

@@ -139,7 +139,7 @@ def test_transformer_engines_name_is_rebound_if_it_is_there(monkeypatch):
 @pytest.mark.parametrize(
     "options,kind,message",
     [
-        ({"reduction": "mean"}, TypeError, "reduction: expected one of linear,"),
+        ({"reduction": "mean"}, TypeError, "reduction: expected an option of install\\(\\), one of z_loss,"),
         ({"z_loss": -1.0}, ValueError, "z_loss"),
         ({"gradient": "later"}, ValueError, "gradient"),
         ({"linear": True, "chunk_size": 0}, ValueError, "chunk_size"),

@@ -8,7 +8,6 @@ from tests.support import linear
 from tests.support.linear import COLUMNS, TWO_WAYS, WAYS, WIDTH, Results, assert_right, check, record_matmuls
 from tests.support.logits import EVERY
 from tests.support.weights import weights
-from tests.support.words import package_options
 from vocab_parallel_ce import linear_cross_entropy
 
 ROWS = 6
@@ -29,7 +28,7 @@ class Case:
 
     def loss(self, hidden=None, **options):
         hidden = self.hidden if hidden is None else hidden
-        options = package_options({"bias": self.bias, "impl": self.impl, **options})
+        options = {"bias": self.bias, "impl": self.impl, **options}
         return linear_cross_entropy(hidden, self.weight, self.labels, **options)
 
     def grad_output(self, loss):

@@ -11,10 +11,8 @@ from tests.support.gpu import assert_graph_replays, assert_host_never_waits
 from tests.support.linear import COLUMNS, WIDTH, Results, assert_right, record_matmuls
 from tests.support.logits import EVERY, flat_outputs
 from tests.support.ranks import in_several_ranks
-from tests.support.words import package_options
 from vocab_parallel_ce import linear_cross_entropy
 from vocab_parallel_ce.head import expected as module
-from vocab_parallel_ce.options import Advanced
 
 ROWS, FACTOR = 6, -0.37
 WAY = {"reduction": "none", "gradient": "in_forward"}
@@ -38,7 +36,7 @@ class Case:
     def loss(self, expected, **options):
         hidden, weight, bias = self.leaves
         options = {"expected_grad_output": expected.to(self.device), "impl": self.impl, **WAY, **options}
-        return linear_cross_entropy(hidden, weight, self.labels, bias=bias, **package_options(options))
+        return linear_cross_entropy(hidden, weight, self.labels, bias=bias, **options)
 
     def gradients(self, expected, grad_output, **options):
         loss = self.loss(expected, **options)
@@ -155,7 +153,7 @@ def test_no_tokens_and_a_second_backward(impl_device):
     empty = torch.zeros(0, WIDTH, device=case.device, requires_grad=True)
     labels = torch.zeros(0, dtype=torch.int64, device=case.device)
     options = {"expected_grad_output": labels.float(), "impl": case.impl, **WAY}
-    linear_cross_entropy(empty, case.leaves[1], labels, **package_options(options)).sum().backward()
+    linear_cross_entropy(empty, case.leaves[1], labels, **options).sum().backward()
     assert empty.grad.shape == (0, WIDTH) and not case.leaves[1].grad.any()
     loss = case.loss(mask)
     loss.backward(mask.to(case.device), retain_graph=True)
@@ -180,7 +178,7 @@ def test_refused():
     for options, kind, message in REFUSED:
         given = {"expected_grad_output": torch.ones(ROWS), **WAY, **options}
         with pytest.raises(kind, match=f"(?s){message}"):
-            linear_cross_entropy(*case.leaves[:2], case.labels, **package_options(given))
+            linear_cross_entropy(*case.leaves[:2], case.labels, **given)
     with pytest.raises(ValueError, match="expected bf16 or fp32"):
         Case(("reference", "cpu"), torch.float16).loss(torch.ones(ROWS))
 
@@ -206,7 +204,7 @@ def test_a_captured_graph_finds_the_factor_of_each_replay():
     def step(hidden, mask, grad_output):
         hidden = hidden.detach().requires_grad_()
         options = {"expected_grad_output": mask, "impl": "triton", **WAY}
-        loss = linear_cross_entropy(hidden, weight, case.labels, **package_options(options))
+        loss = linear_cross_entropy(hidden, weight, case.labels, **options)
         return loss.detach(), *torch.autograd.grad(loss, [hidden], grad_output)
 
     masks = [mask_of(ROWS, kind).cuda() for kind in ("mask", "numbers")]
@@ -215,10 +213,9 @@ def test_a_captured_graph_finds_the_factor_of_each_replay():
     assert_graph_replays(step, (hidden.clone(), masks[0].clone(), masks[0].clone()), batches)
 
 
-def _with_mask(hidden, weight, labels, advanced=None, **options):
+def _with_mask(hidden, weight, labels, **options):
     mask = mask_of(labels.numel()).to(labels.device)
-    advanced = (advanced or Advanced())._replace(expected_grad_output=mask)
-    return linear_cross_entropy(hidden, weight, labels, advanced=advanced, **options)
+    return linear_cross_entropy(hidden, weight, labels, expected_grad_output=mask, **options)
 
 
 @in_several_ranks

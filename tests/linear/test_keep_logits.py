@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.logits import flat_outputs
 from vocab_parallel_ce import Head, LinearCrossEntropy, linear_cross_entropy, linear_distillation_loss
 from vocab_parallel_ce import linear_token_log_probs as log_probs
-from vocab_parallel_ce.options import Advanced
 
 pytestmark = pytest.mark.reference
 
@@ -56,7 +55,7 @@ CALLS = {
         h, w, labels, bias=b, outputs=("entropy", "rank"), softcap=9.0, **own
     ),
     "valid tokens": lambda h, w, b, labels, **own: linear_cross_entropy(
-        h, w, labels, bias=b, reduction="none", advanced=Advanced(valid_tokens=6), **own
+        h, w, labels, bias=b, reduction="none", valid_tokens=6, **own
     ),
     "distillation": lambda h, w, b, labels, **own: linear_distillation_loss(
         Head(h, w, b), Head(h.detach().flip(0), w.detach().flip(1)), divergence="js", reduction="none", **own

@@ -20,7 +20,6 @@ from tests.support.inputs import IGNORE_INDEX
 from tests.support.logits import flat_outputs
 from tests.support.ranks import device_of, in_ranks
 from vocab_parallel_ce.api.call import TRACES_DTENSORS
-from vocab_parallel_ce.options import Advanced
 
 N, WIDTH, VOCABULARY = 12, 8, 48
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0, "logit_scale": 0.9}
@@ -89,7 +88,7 @@ def linear_outputs(x, **options):
 def linear_valid_tokens(x, **options):
     n_items = (x.labels != IGNORE_INDEX).sum()
     options |= {"reduction": "sum", "num_items": n_items, "bias": x.weight.detach()[:, 0]}
-    return (vp.linear_cross_entropy(x.hidden, x.weight, x.labels, advanced=Advanced(valid_tokens=N - 1), **options),)
+    return (vp.linear_cross_entropy(x.hidden, x.weight, x.labels, valid_tokens=N - 1, **options),)
 
 
 def next_token(x, **options):
@@ -106,7 +105,7 @@ def linear_none(x, **options):
 
 def linear_log_probs(x, **options):
     options |= {"outputs": ("entropy", "mean_logit"), "temperature": 0.5 + x.labels.abs() * 0.125}
-    options["advanced"] = Advanced(valid_tokens=100)
+    options["valid_tokens"] = 100
     return vp.linear_token_log_probs(x.hidden, x.weight, x.labels, **options)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib
 import inspect
 import re
 from functools import partial
@@ -17,9 +18,9 @@ from tests.support.fresh import fresh_python
 from tests.support.linear import COLUMNS, WIDTH, projection
 from tests.support.logits import EVERY
 from vocab_parallel_ce import __main__ as cli
-from vocab_parallel_ce import integrations
+from vocab_parallel_ce import checks, integrations
 from vocab_parallel_ce.__main__ import doctor_lines, main
-from vocab_parallel_ce.options import Advanced
+from vocab_parallel_ce.options import HeadSettings, Settings
 
 OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 1.0, "impl": "auto"}
 OF_BOTH |= {"check_labels": False, "vocab_size": None, "outputs": (), "top_k": None}
@@ -28,7 +29,7 @@ OF_THE_LOSS |= {"class_weight": None, "gradient": "auto"}
 OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "sampling": None}
 OF_HEADS = {"bias": None, "sequence_parallel": False, "chunk_size": "auto", "logits_dtype": None}
 OF_HEADS |= {"keep_logits": "none"}
-OF_HEADS |= {"advanced": None}
+OF_HEADS |= {"main_grad": None, "reduce_hidden_grad": True, "valid_tokens": None}
 OF_DISTILLATION = {"divergence": "forward", "beta": 0.5, "labels": None, "hard_weight": 0.0, "num_items": None}
 OF_DISTILLATION |= {"group": None, "ignore_index": -100, "temperature": 1.0, "reduction": "mean", "gradient": "auto"}
 OF_DISTILLATION |= {"impl": "auto", "check_labels": False, "vocab_size": None}
@@ -36,13 +37,13 @@ LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]
 SIGNATURES = [
     (package.vocab_parallel_cross_entropy, LOGITS, OF_THE_LOSS),
     (package.token_log_probs, LOGITS, {**OF_LOG_PROBS, "gradient": "auto"}),
-    (package.linear_cross_entropy, LINEAR, OF_THE_LOSS | OF_HEADS),
+    (package.linear_cross_entropy, LINEAR, OF_THE_LOSS | OF_HEADS | {"expected_grad_output": None}),
     (package.linear_token_log_probs, LINEAR, {**OF_LOG_PROBS, **OF_HEADS}),
     (package.distillation_loss, ["student_logits", "teacher"], OF_DISTILLATION),
     (
         package.linear_distillation_loss,
         ["student", "teacher"],
-        {**OF_DISTILLATION, "chunk_size": "auto", "keep_logits": "none", "advanced": None},
+        {**OF_DISTILLATION, "chunk_size": "auto", "keep_logits": "none", "reduce_hidden_grad": True},
     ),
     (package.top_k, ["logits", "k"], {"group": None, "vocab_size": None, "temperature": 1.0}),
     (package.copy_to_ranks, ["hidden", "group"], {}),
@@ -52,7 +53,6 @@ RECORDS = {
     package.Head: ("hidden", "weight", "bias"),
     package.TopKTeacher: ("ids", "log_probs", "rest"),
     package.Sampling: ("top_k", "top_p"),
-    Advanced: ("main_grad", "reduce_hidden_grad", "expected_grad_output", "valid_tokens"),
 }
 PER_TOKEN = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions", "rank")
 
@@ -76,10 +76,65 @@ def test_the_fields_of_the_records():
     assert fields == ["loss", "log_probs", *PER_TOKEN, "top_ids", "top_log_probs"]
 
 
-def test_the_module_takes_the_options_of_the_function():
+def test_the_modules_take_the_options_of_the_functions():
     """All except the number of items, which changes from step to step and comes with the logits."""
     expected = {name: value for name, value in OF_THE_LOSS.items() if name != "num_items"}
     assert _defaults(package.VocabParallelCrossEntropy) == expected
+    own = {"head": None, "in_features": None, "columns": None, "bias": False}
+    expected |= {**OF_HEADS, "expected_grad_output": None, **own}
+    assert _defaults(package.LinearCrossEntropy) == expected
+
+
+TENSORS = {function: tensors for function, tensors, _ in SIGNATURES}
+DERIVED = {"n_ids", "n_known", "sample_k", "sample_p"}  # from labels, a teacher or sampling
+OF_DISTILLATION_ALONE = {"divergence", "beta", "hard_weight"}
+ABSENT = {  # fields of Settings and HeadSettings that a function has no parameter for
+    package.vocab_parallel_cross_entropy: {"temperature", *OF_DISTILLATION_ALONE},
+    package.token_log_probs: {"label_smoothing", "z_loss", "reduction", *OF_DISTILLATION_ALONE},
+    package.linear_cross_entropy: {"temperature", *OF_DISTILLATION_ALONE},
+    package.linear_token_log_probs: {"label_smoothing", "z_loss", "reduction", "gradient", *OF_DISTILLATION_ALONE},
+    package.distillation_loss: {"label_smoothing", "z_loss", "softcap", "logit_scale", "outputs", "top_k"},
+}
+ABSENT[package.linear_distillation_loss] = ABSENT[package.distillation_loss] | {"sequence_parallel"}
+ABSENT[package.linear_distillation_loss] |= {"valid_tokens", "logits_dtype"}
+
+
+@pytest.mark.parametrize("function", ABSENT)
+def test_each_setting_is_a_parameter_with_its_default(function):
+    """Of every function that has a use for it. An option that is added is in all of them, or named above."""
+    settings = Settings._field_defaults | (HeadSettings._field_defaults if "linear" in function.__name__ else {})
+    found = {name: value for name, value in _defaults(function).items() if name in settings}
+    assert settings.keys() - DERIVED - found.keys() == ABSENT[function]
+    assert found == {name: settings[name] for name in found}
+
+
+@pytest.mark.parametrize("function", ABSENT)
+def test_each_parameter_is_passed_on_as_the_setting_of_its_name(monkeypatch, function):
+    """One that is forgotten, or passed on as another, would be ignored without an error."""
+    made, module = {}, importlib.import_module(function.__module__)
+
+    def kept(record):
+        return lambda *values, **named: made.update(record(*values, **named)._asdict()) or record(*values, **named)
+
+    def stop(*args, **kwargs):
+        raise InterruptedError
+
+    monkeypatch.setattr(module, "Settings", kept(Settings))
+    monkeypatch.setattr(module, "HeadSettings", kept(HeadSettings))
+    monkeypatch.setattr(module, "divided_by", lambda num_items, settings: settings)
+    monkeypatch.setattr(module, "over_head" if "linear" in function.__name__ else "over_logits", stop)
+    monkeypatch.setattr(checks, "check_choice", lambda *args: None)
+    monkeypatch.setattr(checks, "check_integer", lambda *args: None)
+    valid = {"outputs": ("lse",), "top_k": 3, "temperature": 2.0, "hard_weight": 0.0}
+    names = [name for name in _defaults(function) if name in Settings._fields + HeadSettings._fields]
+    given = {name: valid.get(name, object()) for name in names}
+    hidden = torch.zeros(2, 3)
+    tensors = [hidden, hidden, torch.zeros(2, dtype=torch.int64)][-len(TENSORS[function]) :]
+    if function is package.linear_distillation_loss:
+        tensors = [package.Head(hidden, hidden)] * 2
+    with pytest.raises(InterruptedError):
+        function(*tensors, **given)
+    assert {name: made[name] for name in names} == given
 
 
 def test_completion_offers_public_names_alone():
@@ -128,29 +183,12 @@ def test_the_module_shows_its_options():
     """Only those that are not the defaults, so that they are seen."""
     options = {"label_smoothing": 0.1, "ignore_index": 3, "reduction": "mean", "z_loss": 0.0, "softcap": 30}
     module = package.VocabParallelCrossEntropy(class_weight=torch.ones(5), **options)
-    shown = "1 rank, label_smoothing=0.1, ignore_index=3, softcap=30, class_weight=(5,)"
+    shown = "1 rank, ignore_index=3, label_smoothing=0.1, softcap=30, class_weight=(5,)"
     assert repr(module) == f"VocabParallelCrossEntropy({shown})"
     module.label_smoothing = 0.0
     assert "label_smoothing" not in repr(module)
-    module = package.LinearCrossEntropy(torch.nn.Linear(4, 7), chunk_size=8, advanced=Advanced(valid_tokens=2))
+    module = package.LinearCrossEntropy(torch.nn.Linear(4, 7), chunk_size=8, valid_tokens=2)
     assert repr(module) == "LinearCrossEntropy(1 rank, weight=(7, 4), chunk_size=8, valid_tokens=2)"
-
-
-THEIRS = {"weight": "class_weight", "lse_square_scale": "z_loss", "ignore_idx": "ignore_index"}
-THEIRS |= {"inplace_backward": "gradient", "return_z_loss": "outputs", "num_items_in_batch": "num_items"}
-THEIRS |= {"lable_smoothing": "label_smoothing", "return_metrics": "outputs", "shard": "vocab_size"}
-THEIRS |= {"entropy": "outputs"}
-LOGITS_AND_LABELS = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize("name", THEIRS)
-def test_an_unknown_name_says_which_function_and_what_is_meant(name):
-    message = f"^{name}: .*, got no such name in vocab_parallel_cross_entropy; did you mean {THEIRS[name]}(=.*)?[?]$"
-    with pytest.raises(TypeError, match=message):
-        package.vocab_parallel_cross_entropy(*LOGITS_AND_LABELS, group=None, **{name: None})
-    with pytest.raises(TypeError, match="^alpha: .* in distillation_loss; did you mean hard_weight[?]$"):
-        package.distillation_loss(*LOGITS_AND_LABELS, alpha=0.5)
 
 
 @pytest.mark.quick

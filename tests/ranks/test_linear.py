@@ -26,7 +26,6 @@ from tests.support.logits_ranks import chunked, even
 from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
 from tests.support.weights import weights
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
-from vocab_parallel_ce.options import Advanced
 
 
 def made(world, kind="some_ignored", rows=ROWS, **settings):
@@ -292,7 +291,7 @@ def _refusals(rank, group, impl):
         "valid tokens of a part": {
             "sequence_parallel": True,
             "labels": labels.repeat(2),
-            "advanced": Advanced(valid_tokens=3),
+            "valid_tokens": 3,
         },
         "whole weight": {"weight": whole, "vocab_size": 24},
         "hidden is a part": {"labels": labels.repeat(2)},

@@ -12,7 +12,6 @@ from tests.support.collectives import error_of, record_collectives
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.ranks import in_ranks, subgroups
 from vocab_parallel_ce import Head, VocabShard, linear_distillation_loss, verify_calls, vocab_parallel_cross_entropy
-from vocab_parallel_ce.options import Advanced
 
 
 def _shard(rank, n, size):
@@ -83,7 +82,7 @@ def _beside_a_head(rank, group):
     loss = FUNCTIONS["linear"]
     for own in (ones.masked_fill(a.labels == IGNORE_INDEX, rank), ones + rank, None if rank else ones):
         mode = "in_backward" if own is None else "in_forward"
-        options = {"reduction": "none", "gradient": mode, "advanced": Advanced(expected_grad_output=own)}
+        options = {"reduction": "none", "gradient": mode, "expected_grad_output": own}
         errors.append(error_of(lambda a: loss(a).sum(), a.changed(options=options)))
     bias = torch.zeros(COLUMNS, device=a.hidden.device) if rank else None
     errors.append(error_of(loss, a.changed(options={"bias": bias})))

@@ -30,7 +30,6 @@ from tests.support.logits import (
     of_oracle,
     random_grad_output,
 )
-from tests.support.words import package_options
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
 # No product with a hidden state is -inf: columns are excluded by a bias of -inf.
@@ -281,7 +280,7 @@ def run(
     for name, leaf in zip(LEAVES, leaves, strict=True):
         if leaf is not None:
             leaf.requires_grad_(name not in frozen)
-    outputs = flat_outputs(function(*copies[:3], bias=copies.bias, impl=impl, **package_options(options)))
+    outputs = flat_outputs(function(*copies[:3], bias=copies.bias, impl=impl, **options))
     backward(outputs, grad_outputs)
     for name, copy in copies._asdict().items():
         if copy is not None:

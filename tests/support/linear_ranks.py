@@ -16,7 +16,6 @@ from tests.support.inputs import IGNORE_INDEX
 from tests.support.linear import LEAVES, Projection, Results, assert_right, grad_output_of, padded_weight
 from tests.support.logits_ranks import assembled, assert_same_outputs, even, n_statistics, own_tensors, with_collectives
 from tests.support.ranks import device_of, subgroups
-from tests.support.words import package_options
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
 COLUMNS, ROWS = 20, 6
@@ -103,7 +102,7 @@ def run(
     if main_grad is not None:
         options["main_grad"] = main_grad
     labels = case.inputs.labels.to(device)
-    call = partial(case.function, *leaves[:2], labels, **package_options(options))
+    call = partial(case.function, *leaves[:2], labels, **options)
     outputs, *collectives = with_collectives(call, grad_outputs_of(case))
     gradients = [None if leaf is None else leaf.grad for leaf in leaves]
     if as_dtensors:

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 from tests.support import oracle
 from tests.support.budget import assert_within_budget, of_small_cap, of_sum_sq_probs
 from tests.support.inputs import NAN, Batch, batch, grad_output_layouts, padded_shard, with_a_broad_row
-from tests.support.words import package_options
 from vocab_parallel_ce import Outputs, token_log_probs, vocab_parallel_cross_entropy
 
 # Few rows: the interpreter takes tens of milliseconds for each.
@@ -125,7 +124,7 @@ def run(
     leaf = logits.clone().to(device).requires_grad_()
     on_device = labels.to(device)
     before, version = on_device.clone(), on_device._version
-    outputs = flat_outputs(function(leaf, on_device, impl=impl, **package_options(options)))
+    outputs = flat_outputs(function(leaf, on_device, impl=impl, **options))
     backward(outputs, grad_outputs)
     assert torch.equal(on_device, before) and on_device._version == version, "labels were written"
     return Results(tuple(output.detach().cpu() for output in outputs), leaf.grad.cpu())
@@ -190,7 +189,7 @@ class Case:
         """Of all logits, or of those and of as many of the first labels."""
         logits = self.logits if logits is None else logits
         labels = self.labels[: logits.shape[0]] if labels is None else labels
-        return vocab_parallel_cross_entropy(logits, labels, impl=self.impl, **package_options(options))
+        return vocab_parallel_cross_entropy(logits, labels, impl=self.impl, **options)
 
     def grad_output(self, loss: Tensor) -> Tensor:
         return torch.rand(loss.shape, generator=torch.Generator().manual_seed(3)).to(loss.device)

@@ -15,7 +15,6 @@ from tests.support.inputs import NAN, padded_shard
 from tests.support.linear import linear_every_output
 from tests.support.logits import Results, assert_right, backward, every_output, flat_outputs, random_grad_output
 from tests.support.ranks import device_of, subgroups
-from tests.support.words import package_options
 from vocab_parallel_ce import VocabShard, vocab_parallel_cross_entropy
 
 BOUNDS = {  # of the columns of each rank of 40, by the number of ranks
@@ -126,14 +125,14 @@ def run(
     size = {"shard": VocabShard(start, stop, vocab_size), "vocab_size": vocab_size}
     options = {**case.options, "impl": case.impl, "vocab_size": size.get(case.size)}
     options |= own_tensors(case, start, stop, device)
-    call = partial(case.function, leaf, labels, group=group, **package_options(options))
+    call = partial(case.function, leaf, labels, group=group, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         outputs, *collectives = with_collectives(call, grad_outputs_of(case))
     assert torch.equal(labels.cpu(), case.labels), "labels were written"
     alone = None
     if with_alone and rank == 0:
-        whole = case.function(case.logits.to(device), labels, **package_options(case.options), impl=case.impl)
+        whole = case.function(case.logits.to(device), labels, **case.options, impl=case.impl)
         alone = flat_outputs(whole)[0]
     return Result(outputs, leaf.grad, *collectives, alone)
 

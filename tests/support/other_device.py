@@ -25,7 +25,6 @@ import vocab_parallel_ce as vp
 from tests.support.collectives import error_of, recorded
 from tests.support.logits import EVERY
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.options import Advanced
 
 NAME, TOKENS, COLUMNS, WIDTH = "npu", 6, 40, 8
 OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions", "rank")
@@ -48,7 +47,6 @@ def calls_on(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[...
     of_teacher = torch.rand(TOKENS, COLUMNS, device=device)
     bounds = torch.arange(0, 7, 3, device=device)
     ce, linear = vp.vocab_parallel_cross_entropy, vp.linear_cross_entropy
-    valid = Advanced(valid_tokens=5)
     student, teacher = vp.Head(hidden, weight, bias), vp.Head(hidden.detach(), weight.detach())
     calls: dict[str, Callable[..., Any]] = {
         "every option": lambda **k: ce(logits * 1, labels, class_weight=per_class, **EVERY, **k),
@@ -62,7 +60,7 @@ def calls_on(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[...
         "head": lambda **k: linear(hidden, weight, labels, bias=bias, chunk_size=4, **EVERY, **k),
         "head, outputs": lambda **k: linear(hidden, weight, labels, outputs=OUTPUTS, chunk_size=4, **k),
         "head, fp32": lambda **k: linear(hidden, weight, labels, logits_dtype=torch.float32, chunk_size=4, **k),
-        "head, valid": lambda **k: linear(hidden, weight, labels, advanced=valid, chunk_size=4, **k),
+        "head, valid": lambda **k: linear(hidden, weight, labels, valid_tokens=5, chunk_size=4, **k),
         "head, kept": lambda **k: linear(hidden, weight, labels, reduction="none", keep_logits="all", **k),
         "head, log-probs": lambda **k: vp.linear_token_log_probs(hidden, weight, labels, temperature=per_token, **k),
         "top-k teacher": lambda **k: vp.distillation_loss(logits * 1, vp.TopKTeacher(ids, ids * -1.0, "bucket"), **k),

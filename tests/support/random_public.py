@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 import vocab_parallel_ce as vp
-from vocab_parallel_ce.options import Advanced
 
 Given = dict[str, Any]
 Returned = dict[str, Tensor]
@@ -32,9 +31,6 @@ def _in_words_of_the_package(given: Given) -> Given:
         given["chunk_size"] = f"{budget}B"
     if "chunk_tokens" in given:
         given["chunk_size"] = given.pop("chunk_tokens")
-    advanced = {name: given.pop(name) for name in Advanced._fields if name in given}
-    if advanced:
-        given["advanced"] = Advanced(**advanced)
     return given
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from vocab_parallel_ce.head.plan import Arguments, plan_linear_call
 from vocab_parallel_ce.head.run import OverHead
 from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.options import Advanced, Function, HeadSettings, Sampling, Settings, check_names, checked_outputs
+from vocab_parallel_ce.options import HeadSettings, Sampling, Settings, checked_outputs
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.run import OverLogits, as_token_outputs, forward
 from vocab_parallel_ce.spec import TokenOutputs, is_ignored
@@ -73,6 +73,8 @@ class Outputs:
         )
 
 
+# Outputs where some are asked for. As Any: a type checker takes the result for the tensor that it mostly is.
+TensorOrOutputs: TypeAlias = Tensor | Any
 FIELDS = tuple(field.name for field in dataclasses.fields(Outputs))
 
 
@@ -121,9 +123,9 @@ def top_of(settings: Settings) -> Top | None:
     return Top(settings.top_k, wants_rank)
 
 
-def taken_temperature(keywords: dict[str, Any]) -> Tensor | None:
-    """Take a ``temperature`` that is a tensor out of ``keywords``: it is no setting."""
-    return keywords.pop("temperature") if isinstance(keywords.get("temperature"), Tensor) else None
+def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:
+    """Return the setting and the tensor: one that is a tensor is no setting."""
+    return (1.0, temperature) if isinstance(temperature, Tensor) else (temperature, None)
 
 
 def loss_of(found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None) -> Tensor | Outputs:
@@ -152,7 +154,7 @@ def _others(found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | 
 
 # PyTorch 2.11 fails inside Dynamo.
 TRACES_DTENSORS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
-DEFAULTS = Advanced()
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def is_traced() -> bool:
@@ -215,33 +217,6 @@ def overwrites(keywords: dict[str, Any]) -> bool:
 def keeps_logits(keywords: dict[str, Any]) -> bool:
     """Return whether backward finds logits, which an operator would have to return."""
     return keywords.get("keep_logits", "none") != "none"
-
-
-def settings_of(
-    keywords: dict[str, Any], known: dict[str, Any], function: Callable[..., Any], advanced: Advanced, **fixed: Any
-) -> tuple[Settings, HeadSettings]:
-    """Return the settings of the loss, with ``fixed``, and those of the head, of ``function``'s keywords."""
-    check_names(keywords, known, function)
-    of_head = {name: value for name, value in keywords.items() if name in HeadSettings._fields}
-    of_loss = {name: value for name, value in keywords.items() if name not in of_head}
-    of_head |= {"reduce_hidden_grad": advanced.reduce_hidden_grad, "valid_tokens": advanced.valid_tokens}
-    return Settings(**of_loss, **fixed), HeadSettings(**of_head)
-
-
-def checked_advanced(advanced: object, *used: str) -> Advanced:
-    """Return the record, or that of the defaults for None; raise for a field that is set and not among ``used``."""
-    if advanced is None:
-        return DEFAULTS
-    if not isinstance(advanced, Advanced):
-        got = type(advanced).__name__
-        raise TypeError(
-            f"advanced: expected an Advanced or None, got {got}; pass vocab_parallel_ce.options.Advanced(...)"
-        )
-    for name, value in advanced._asdict().items():
-        default = Advanced._field_defaults[name]
-        if name not in used and value is not default and (isinstance(value, Tensor) or value != default):
-            raise ValueError(f"advanced: {name} has no use in this function, expected one of {', '.join(used)}, got it")
-    return advanced
 
 
 def over_logits(

@@ -13,45 +13,40 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api import given_ids
+from vocab_parallel_ce.api import given_ids, top_k_teacher
 from vocab_parallel_ce.api.call import (
-    checked_advanced,
     keeps_logits,
     over_head,
     over_logits,
     overwrites,
     public,
-    settings_of,
 )
-from vocab_parallel_ce.api.top_k_teacher import TopKTeacher, divergence
+from vocab_parallel_ce.api.top_k_teacher import TopKTeacher
 from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead, check_hard_weight
-from vocab_parallel_ce.options import (
-    Advanced,
-    DistillationKeywords,
-    LinearDistillationKeywords,
-    Settings,
-    check_names,
-    divided_by,
-    keyword_defaults,
-    with_keywords,
-)
-
-KEYWORDS = keyword_defaults(DistillationKeywords)
-LINEAR_KEYWORDS = keyword_defaults(LinearDistillationKeywords)
+from vocab_parallel_ce.options import HeadSettings, Settings, divided_by
+from vocab_parallel_ce.shard import VocabShard
 
 
 @public(overwrites)
 @checks.naming(logits="student_logits")
-@with_keywords(KEYWORDS)
 def distillation_loss(
     student_logits: Tensor,
     teacher: Tensor | TopKTeacher,
     *,
     group: Any = None,
+    divergence: str = "forward",
+    beta: float = 0.5,
+    temperature: float = 1.0,
     labels: Tensor | None = None,
+    hard_weight: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
     num_items: float | Tensor | None = None,
-    **keywords: Any,
+    gradient: str = "auto",
+    impl: str = "auto",
+    check_labels: bool = False,
+    vocab_size: int | VocabShard | None = None,
 ) -> Tensor:
     """Divergence of a student's distribution from a teacher's, over sharded logits of both.
 
@@ -104,11 +99,22 @@ def distillation_loss(
         >>> student.grad
         tensor([[-0.2311,  0.2311]])
     """
-    check_names(keywords, KEYWORDS, distillation_loss)
-    settings = divided_by(num_items, Settings(**keywords))
+    settings = Settings(
+        divergence=divergence,
+        beta=beta,
+        temperature=temperature,
+        hard_weight=hard_weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        gradient=gradient,
+        impl=impl,
+        check_labels=check_labels,
+        vocab_size=vocab_size,
+    )
+    settings = divided_by(num_items, settings)
     if isinstance(teacher, TopKTeacher):
         at = functools.partial(given_ids.of_logits, student_logits, group=group)
-        return divergence(teacher, labels, student_logits, "student_logits", settings, num_items, at)
+        return top_k_teacher.divergence(teacher, labels, student_logits, "student_logits", settings, num_items, at)
     if isinstance(teacher, Head):
         raise TypeError("teacher: expected logits or a TopKTeacher, got a Head; call linear_distillation_loss")
     beside = Teacher(teacher, labels)
@@ -117,16 +123,26 @@ def distillation_loss(
 
 @public(keeps_logits)
 @checks.naming(hidden="student.hidden", weight="student.weight", bias="student.bias")
-@with_keywords(LINEAR_KEYWORDS)
 def linear_distillation_loss(
     student: Head,
     teacher: Head | TopKTeacher,
     *,
     group: Any = None,
+    divergence: str = "forward",
+    beta: float = 0.5,
+    temperature: float = 1.0,
     labels: Tensor | None = None,
+    hard_weight: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
     num_items: float | Tensor | None = None,
-    advanced: Advanced | None = None,
-    **keywords: Any,
+    gradient: str = "auto",
+    impl: str = "auto",
+    check_labels: bool = False,
+    vocab_size: int | VocabShard | None = None,
+    chunk_size: int | str = "auto",
+    keep_logits: str = "none",
+    reduce_hidden_grad: bool = True,
 ) -> Tensor:
     """:func:`distillation_loss` of ``hidden @ weight.T + bias`` of two heads, which are made in chunks of tokens.
 
@@ -142,8 +158,7 @@ def linear_distillation_loss(
         teacher: a :class:`Head` of any hidden size, of the same leading dimensions and from the same column on, whose
             tensors must not require a gradient; or a :class:`TopKTeacher`.
         gradient: as in :func:`linear_cross_entropy`; a :class:`TopKTeacher` takes no ``"in_forward"``.
-        chunk_size, keep_logits: as in :func:`linear_cross_entropy`, of the student's logits.
-        advanced: ``reduce_hidden_grad`` of :func:`linear_cross_entropy`.
+        chunk_size, keep_logits, reduce_hidden_grad: as in :func:`linear_cross_entropy`, of the student's logits.
         others: as in :func:`distillation_loss`.
 
     Returns:
@@ -164,14 +179,25 @@ def linear_distillation_loss(
         >>> student.weight.grad.shape
         torch.Size([4, 3])
     """
-    of_head = checked_advanced(advanced, "reduce_hidden_grad")
-    settings, head = settings_of(keywords, LINEAR_KEYWORDS, linear_distillation_loss, of_head)
+    settings = Settings(
+        divergence=divergence,
+        beta=beta,
+        temperature=temperature,
+        hard_weight=hard_weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        gradient=gradient,
+        impl=impl,
+        check_labels=check_labels,
+        vocab_size=vocab_size,
+    )
     settings = divided_by(num_items, settings)
+    head = HeadSettings(chunk_size=chunk_size, keep_logits=keep_logits, reduce_hidden_grad=reduce_hidden_grad)
     if not isinstance(student, Head):
         raise TypeError(f"student: expected a Head, got {type(student).__name__}")
     if isinstance(teacher, TopKTeacher):
         at = functools.partial(given_ids.of_head, student, head=head, group=group)
-        return divergence(teacher, labels, student.hidden, "student.hidden", settings, num_items, at)
+        return top_k_teacher.divergence(teacher, labels, student.hidden, "student.hidden", settings, num_items, at)
     if not isinstance(teacher, Head):
         raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}")
     beside = TeacherHead(*teacher, labels)

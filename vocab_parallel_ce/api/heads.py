@@ -3,54 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import (
-    Outputs,
+    TensorOrOutputs,
     asked_for,
     asks_for_top,
-    checked_advanced,
     keeps_logits,
     log_probs_of,
     loss_of,
     over_head,
     public,
-    settings_of,
     settings_of_sampling,
-    taken_temperature,
+    split_temperature,
     top_of,
 )
 from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
 from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
-from vocab_parallel_ce.options import (
-    DIFFERENTIABLE,
-    Advanced,
-    LinearLogProbKeywords,
-    LinearLossKeywords,
-    Sampling,
-    divided_by,
-    keyword_defaults,
-    with_keywords,
-)
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-KEYWORDS = keyword_defaults(LinearLossKeywords)
-LOG_PROB_KEYWORDS = keyword_defaults(LinearLogProbKeywords)
-OF_LOG_PROBS = ("main_grad", "reduce_hidden_grad", "valid_tokens")  # fields of Advanced
+from vocab_parallel_ce.options import DIFFERENTIABLE, HeadSettings, Sampling, Settings, divided_by
+from vocab_parallel_ce.shard import VocabShard
 
 
 def needs_eager(keywords: dict[str, Any]) -> bool:
     """Return whether backward writes to a tensor of the caller's, warns or raises, or a call has no operator."""
-    advanced = keywords.get("advanced")
-    of_head = advanced if isinstance(advanced, Advanced) else Advanced()
-    writes = of_head.main_grad is not None or of_head.expected_grad_output is not None
+    writes = keywords.get("main_grad") is not None or keywords.get("expected_grad_output") is not None
     outputs = keywords.get("outputs", ())
     is_named = keywords.get("gradient") == "in_forward" and isinstance(outputs, tuple | list)
     raises = is_named and any(name in DIFFERENTIABLE for name in outputs)
@@ -58,28 +40,7 @@ def needs_eager(keywords: dict[str, Any]) -> bool:
     return writes or raises or no_operator
 
 
-@overload
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    outputs: tuple[()] = (),
-    top_k: None = None,
-    **keywords: Unpack[LinearLossKeywords],
-) -> Tensor: ...
-@overload
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    outputs: Sequence[str] = (),
-    top_k: int | None = None,
-    **keywords: Unpack[LinearLossKeywords],
-) -> Outputs: ...
 @public(needs_eager)
-@with_keywords(KEYWORDS)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -87,13 +48,29 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     group: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
     num_items: float | Tensor | None = None,
     class_weight: Tensor | None = None,
     outputs: Sequence[str] = (),
     top_k: int | None = None,
-    advanced: Advanced | None = None,
-    **keywords: Any,
-) -> Tensor | Outputs:
+    gradient: str = "auto",
+    impl: str = "auto",
+    check_labels: bool = False,
+    vocab_size: int | VocabShard | None = None,
+    sequence_parallel: bool = False,
+    chunk_size: int | str = "auto",
+    logits_dtype: torch.dtype | None = None,
+    keep_logits: str = "none",
+    main_grad: Tensor | None = None,
+    reduce_hidden_grad: bool = True,
+    expected_grad_output: Tensor | None = None,
+    valid_tokens: int | None = None,
+) -> TensorOrOutputs:
     """:func:`vocab_parallel_cross_entropy` of ``hidden @ weight.T + bias``, which is made in chunks of tokens.
 
     Overwrites nothing. Under ``torch.autocast`` the products have its dtype, and each gradient has its tensor's.
@@ -128,13 +105,14 @@ def linear_cross_entropy(
         logits_dtype: ``torch.float32``: 16-bit products accumulate and stay in fp32, and the gradient of the logits
             is rounded once to 16 bits for the products that follow. None: logits are rounded to 16 bits.
         outputs, top_k: as in :func:`vocab_parallel_cross_entropy`. ``"rank"`` makes the logits again in forward.
-        advanced: an ``options.Advanced``. ``main_grad`` ``[C, D]`` fp32, contiguous: backward adds the gradient of
-            ``weight`` to it, and ``weight`` gets none, or zeros if it has ``grad_added_to_main_grad``, which becomes
-            True. ``reduce_hidden_grad=False`` leaves the gradient of ``hidden`` this rank's share of the sum.
-            ``valid_tokens``: upper bound on labels that are not ``ignore_index``; the rest skip the matmul. Exceeding
-            it gives a NaN loss. ``expected_grad_output`` ``[...]``, the same on every rank: what will multiply each
-            loss, except one factor for all, for reduction ``"none"`` with ``"in_forward"``. If that does not hold in
-            backward, the gradients are NaN, and a later call warns.
+        main_grad: ``[C, D]`` fp32, contiguous: backward adds the gradient of ``weight`` to it, and ``weight`` gets
+            none, or zeros if it has ``grad_added_to_main_grad``, which becomes True.
+        reduce_hidden_grad: False leaves the gradient of ``hidden`` this rank's share of the sum.
+        expected_grad_output: ``[...]``, the same on every rank: what will multiply each loss, except one factor for
+            all, for reduction ``"none"`` with ``"in_forward"``. If that does not hold in backward, the gradients are
+            NaN, and a later call warns.
+        valid_tokens: upper bound on labels that are not ``ignore_index``; the rest skip the matmul. Exceeding it gives
+            a NaN loss.
         others: as in :func:`vocab_parallel_cross_entropy`, of these logits. A DTensor brings its shard.
 
     Returns:
@@ -155,37 +133,28 @@ def linear_cross_entropy(
         >>> hidden.grad.shape, head.grad.shape
         (torch.Size([2, 3]), torch.Size([4, 3]))
     """
-    of_head = checked_advanced(advanced, *Advanced._fields)
-    settings, head = settings_of(keywords, KEYWORDS, linear_cross_entropy, of_head, **asked_for(outputs, top_k))
+    settings = Settings(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        reduction=reduction,
+        gradient=gradient,
+        impl=impl,
+        check_labels=check_labels,
+        vocab_size=vocab_size,
+        **asked_for(outputs, top_k),
+    )
     settings = divided_by(num_items, settings)
+    head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
     beside, top = Labels(labels, class_weight), top_of(settings)
-    tensors, written = Head(hidden, weight, bias), of_head.main_grad
-    given = Arguments(tensors, labels, beside, group, num_items, written, of_head.expected_grad_output)
+    tensors = Head(hidden, weight, bias)
+    given = Arguments(tensors, labels, beside, group, num_items, main_grad, expected_grad_output)
     return loss_of(over_head(LABELS, given, settings, head, top), labels, settings, top)
 
 
-@overload
-def linear_token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    outputs: tuple[()] = (),
-    top_k: None = None,
-    **keywords: Unpack[LinearLogProbKeywords],
-) -> Tensor: ...
-@overload
-def linear_token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    outputs: Sequence[str] = (),
-    top_k: int | None = None,
-    **keywords: Unpack[LinearLogProbKeywords],
-) -> Outputs: ...
 @public(needs_eager)
-@with_keywords(LOG_PROB_KEYWORDS)
 def linear_token_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -193,12 +162,24 @@ def linear_token_log_probs(
     *,
     bias: Tensor | None = None,
     group: Any = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float | Tensor = 1.0,
+    sampling: Sampling | None = None,
     outputs: Sequence[str] = (),
     top_k: int | None = None,
-    sampling: Sampling | None = None,
-    advanced: Advanced | None = None,
-    **keywords: Any,
-) -> Tensor | Outputs:
+    impl: str = "auto",
+    check_labels: bool = False,
+    vocab_size: int | VocabShard | None = None,
+    sequence_parallel: bool = False,
+    chunk_size: int | str = "auto",
+    logits_dtype: torch.dtype | None = None,
+    keep_logits: str = "none",
+    main_grad: Tensor | None = None,
+    reduce_hidden_grad: bool = True,
+    valid_tokens: int | None = None,
+) -> TensorOrOutputs:
     """:func:`token_log_probs` of ``hidden @ weight.T + bias``, which is made in chunks of tokens.
 
     Backward computes the logits again and the gradients of all outputs together. The output ``"rank"`` computes them
@@ -209,7 +190,6 @@ def linear_token_log_probs(
 
     Args:
         temperature, outputs, top_k, sampling: as in :func:`token_log_probs`.
-        advanced: ``main_grad``, ``reduce_hidden_grad`` and ``valid_tokens`` of :func:`linear_cross_entropy`.
         others: as in :func:`linear_cross_entropy`.
 
     Returns:
@@ -221,16 +201,25 @@ def linear_token_log_probs(
         >>> linear_token_log_probs(hidden, head, torch.tensor([0, 3]))
         tensor([-1.3863, -1.3863])
     """
-    of_head = checked_advanced(advanced, *OF_LOG_PROBS)
-    asked = asked_for(outputs, top_k)
-    asked |= settings_of_sampling(sampling, asked) | {"reduction": "none", "gradient": "in_backward"}
-    temperature = taken_temperature(keywords)
-    settings, head = settings_of(keywords, LOG_PROB_KEYWORDS, linear_token_log_probs, of_head, **asked)
+    asked, (number, tensor) = asked_for(outputs, top_k), split_temperature(temperature)
+    settings = Settings(
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=number,
+        reduction="none",
+        gradient="in_backward",
+        impl=impl,
+        check_labels=check_labels,
+        vocab_size=vocab_size,
+        **asked,
+        **settings_of_sampling(sampling, asked),
+    )
+    head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
     tensors = Head(hidden, weight, bias)
     if are_given_ids(labels, hidden):
         check_ids_alone(labels, hidden, outputs, top_k, sampling)
-        of_ids = Ids(labels, temperature)
-        return given_ids.of_head(tensors, of_ids, settings, head, group=group, main_grad=of_head.main_grad)
-    beside, top = Labels(labels, temperature=temperature), top_of(settings)
-    given = Arguments(tensors, labels, beside, group, None, of_head.main_grad)
+        return given_ids.of_head(tensors, Ids(labels, tensor), settings, head, group=group, main_grad=main_grad)
+    beside, top = Labels(labels, temperature=tensor), top_of(settings)
+    given = Arguments(tensors, labels, beside, group, None, main_grad)
     return log_probs_of(over_head(LABELS, given, settings, head, top), labels, settings, top)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import (
-    Outputs,
+    TensorOrOutputs,
     asked_for,
     asks_for_top,
     log_probs_of,
@@ -20,7 +20,7 @@ from vocab_parallel_ce.api.call import (
     overwrites,
     public,
     settings_of_sampling,
-    taken_temperature,
+    split_temperature,
     top_of,
 )
 from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
@@ -28,22 +28,8 @@ from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.losses.targets import TARGETS, Targets
-from vocab_parallel_ce.options import (
-    LogProbKeywords,
-    LossKeywords,
-    Sampling,
-    Settings,
-    check_names,
-    divided_by,
-    keyword_defaults,
-    with_keywords,
-)
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-KEYWORDS = keyword_defaults(LossKeywords)
-LOG_PROB_KEYWORDS = keyword_defaults(LogProbKeywords)
+from vocab_parallel_ce.options import Sampling, Settings, divided_by
+from vocab_parallel_ce.shard import VocabShard
 
 
 def needs_eager(keywords: dict[str, Any]) -> bool:
@@ -51,37 +37,27 @@ def needs_eager(keywords: dict[str, Any]) -> bool:
     return overwrites(keywords) or asks_for_top(keywords) or keywords.get("sampling") is not None
 
 
-@overload
-def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    outputs: tuple[()] = (),
-    top_k: None = None,
-    **keywords: Unpack[LossKeywords],
-) -> Tensor: ...
-@overload
-def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    outputs: Sequence[str] = (),
-    top_k: int | None = None,
-    **keywords: Unpack[LossKeywords],
-) -> Outputs: ...
 @public(needs_eager)
-@with_keywords(KEYWORDS)
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
     *,
     group: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
     num_items: float | Tensor | None = None,
     class_weight: Tensor | None = None,
     outputs: Sequence[str] = (),
     top_k: int | None = None,
-    **keywords: Any,
-) -> Tensor | Outputs:
+    gradient: str = "auto",
+    impl: str = "auto",
+    check_labels: bool = False,
+    vocab_size: int | VocabShard | None = None,
+) -> TensorOrOutputs:
     """Cross-entropy of logits that are sharded over the vocabulary, without gathering them.
 
     In fp32, with ``lse`` and the mean over the whole vocabulary of ``V`` columns, for the ``R`` ranks of ``group``::
@@ -167,50 +143,47 @@ def vocab_parallel_cross_entropy(
         tensor([[-0.2130,  0.1065,  0.1065],
                 [ 0.0000,  0.0000,  0.0000]])
     """
-    check_names(keywords, KEYWORDS, vocab_parallel_cross_entropy)
-    asks = outputs != () or top_k is not None
-    if asks:
-        keywords |= asked_for(outputs, top_k)
-    settings = divided_by(num_items, Settings(**keywords))
+    settings = Settings(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        reduction=reduction,
+        gradient=gradient,
+        impl=impl,
+        check_labels=check_labels,
+        vocab_size=vocab_size,
+        **asked_for(outputs, top_k),
+    )
+    settings = divided_by(num_items, settings)
     loss: Loss = LABELS
     given: Any = Labels(labels, class_weight)
     if isinstance(labels, Tensor) and labels.is_floating_point():
         loss, given = TARGETS, Targets(labels, class_weight)
-    top = top_of(settings) if asks else None
+    top = top_of(settings)
     found = over_logits(loss, logits, given, settings, group=group, num_items=num_items, top=top)
-    return loss_of(found, labels, settings, top) if asks else found.loss
+    return loss_of(found, labels, settings, top)
 
 
-@overload
-def token_log_probs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    outputs: tuple[()] = (),
-    top_k: None = None,
-    **keywords: Unpack[LogProbKeywords],
-) -> Tensor: ...
-@overload
-def token_log_probs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    outputs: Sequence[str] = (),
-    top_k: int | None = None,
-    **keywords: Unpack[LogProbKeywords],
-) -> Outputs: ...
 @public(needs_eager)
-@with_keywords(LOG_PROB_KEYWORDS)
 def token_log_probs(
     logits: Tensor,
     labels: Tensor,
     *,
     group: Any = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float | Tensor = 1.0,
+    sampling: Sampling | None = None,
     outputs: Sequence[str] = (),
     top_k: int | None = None,
-    sampling: Sampling | None = None,
-    **keywords: Any,
-) -> Tensor | Outputs:
+    gradient: str = "auto",
+    impl: str = "auto",
+    check_labels: bool = False,
+    vocab_size: int | VocabShard | None = None,
+) -> TensorOrOutputs:
     """Log-probability of each label, and what else is asked of the whole distribution, from one read of the logits.
 
     Computes::
@@ -260,15 +233,25 @@ def token_log_probs(
         >>> found.entropy
         tensor([1.3863, 1.3863])
     """
-    check_names(keywords, LOG_PROB_KEYWORDS, token_log_probs)
-    temperature = taken_temperature(keywords)
-    asked = asked_for(outputs, top_k)
-    settings = Settings(reduction="none", **asked, **settings_of_sampling(sampling, asked), **keywords)
+    asked, (number, tensor) = asked_for(outputs, top_k), split_temperature(temperature)
+    settings = Settings(
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=number,
+        reduction="none",
+        gradient=gradient,
+        impl=impl,
+        check_labels=check_labels,
+        vocab_size=vocab_size,
+        **asked,
+        **settings_of_sampling(sampling, asked),
+    )
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
     if are_given_ids(labels, logits):
         check_ids_alone(labels, logits, outputs, top_k, sampling)
-        return given_ids.of_logits(logits, Ids(labels, temperature), settings, group=group)
-    given, top = Labels(labels, temperature=temperature), top_of(settings)
+        return given_ids.of_logits(logits, Ids(labels, tensor), settings, group=group)
+    given, top = Labels(labels, temperature=tensor), top_of(settings)
     found = over_logits(LABELS, logits, given, settings, group=group, top=top)
     return log_probs_of(found, labels, settings, top)
 

@@ -2,113 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from vocab_parallel_ce import checks
-from vocab_parallel_ce.api import heads, logits
-from vocab_parallel_ce.api.call import asked_for, checked_advanced, is_traced, public, settings_of, top_of
+from vocab_parallel_ce.api.call import TensorOrOutputs, is_traced, public
 from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
 from vocab_parallel_ce.collectives import NamedGroup, group_position
 from vocab_parallel_ce.dtensor import is_dtensor, parallel_hooks, process_group_of
 from vocab_parallel_ce.head.plan import check_head_settings
-from vocab_parallel_ce.options import (
-    OTHER_NAMES,
-    Advanced,
-    LinearLogProbKeywords,
-    LinearLossKeywords,
-    Settings,
-    check_names,
-    check_settings,
-    meant_by,
-    with_keywords,
-)
+from vocab_parallel_ce.options import HeadSettings, Settings, check_settings, checked_outputs
+from vocab_parallel_ce.shard import VocabShard
 
 # By name, because torch.distributed is not imported here.
 WRAPPED_BY_FSDP = {"FSDPModule", "FullyShardedDataParallel"}
-# What a caller may think is an option of a module, and where it belongs instead, if anywhere.
-KEYWORDS_OF_OTHERS = {*LinearLossKeywords.__annotations__, *LinearLogProbKeywords.__annotations__}
-KEYWORDS_OF_OTHERS |= OTHER_NAMES.keys() | set(Advanced._fields)
-GIVEN_ELSEWHERE = {
-    "num_items": "at each call of the module",
-    "in_features": "when the module is made",
-    "head": "when the module is made",
-    "columns": "when the module is made",
-    "bias": "as that of the head",
-}
-Module = TypeVar("Module", bound=type[nn.Module])
+
+
+def _options_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return a function's options with their defaults, except of what each call of a module takes anew."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in ("num_items", "bias")}
+
+
+def _given(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: arguments[name] for name in names}
 
 
 class _LossModule(nn.Module):
-    """A loss whose options are attributes: what is set is checked, and used from the next call on."""
+    """A loss whose options are attributes; each call takes and checks them as they are then."""
 
-    names: ClassVar[dict[str, Any]]  # the options that are attributes, with their defaults
-    class_weight: Tensor | None  # a buffer
-    options: dict[str, Any]  # those given, except class_weight
+    defaults: ClassVar[dict[str, Any]]  # of the options
+    group: Any
 
-    def set_options(self, options: dict[str, Any]) -> None:
-        """Check all options together and take them."""
-        raise NotImplementedError
+    def _set_options(self, class_weight: Tensor | None, **options: Any) -> None:
+        """Check the options of a new module, and make them attributes."""
+        if class_weight is not None:
+            checks.check_class_weight(class_weight)
+        self.register_buffer("class_weight", class_weight)
+        options["group"] = process_group_of(options["group"])
+        for name, value in options.items():
+            setattr(self, name, value)
+        settings = {name: options[name] for name in Settings._fields if name in options}
+        settings["outputs"] = checked_outputs(options["outputs"])
+        check_settings(Settings(**settings), group_position(options["group"])[1])
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        is_made = "options" in self.__dict__
-        if is_made and name == "class_weight" and value is not None:
-            checks.check_class_weight(value)
-        # A subclass may have attributes of any other name.
-        is_new = is_made and "names" in type(self).__dict__ and not name.startswith("_") and not hasattr(self, name)
-        if (is_new and name in GIVEN_ELSEWHERE) or (is_made and name == "head"):
-            raise TypeError(
-                f"{name}: expected {GIVEN_ELSEWHERE[name]}, got it as an attribute of {type(self).__name__}"
-            )
-        if is_new and (name in KEYWORDS_OF_OTHERS or meant_by(name, self.names) is not None):
-            check_names({name: value}, self.names, type(self))
-        super().__setattr__(name, value)
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.defaults}
+
+    def _shown(self, n_ranks: int, **others: Any) -> str:
+        """Return the ranks, ``others``, and the options that are not their defaults; of class weights the shape."""
+        for name, value in self._options().items():
+            if name == "class_weight" and value is not None:
+                others[name] = tuple(value.shape)
+            elif name != "group" and not isinstance(value, Tensor) and value != self.defaults[name]:
+                others[name] = value
+        return ", ".join(["1 rank" if n_ranks == 1 else f"{n_ranks} ranks", *(f"{n}={v!r}" for n, v in others.items())])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has: the group by its name and ranks."""
-        return {**self.__dict__, "options": {**self.options, "group": NamedGroup.of(self.options["group"])}}
+        return {**self.__dict__, "group": NamedGroup.of(process_group_of(self.group))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        group = state["options"]["group"]
-        options = {**state["options"], "group": None if group is None else group.found()}
-        super().__setstate__({**state, "options": options})
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
+        group = state["group"]
+        super().__setstate__({**state, "group": None if group is None else group.found()})
 
 
-def _with_attributes(**names: Any) -> Callable[[Module], Module]:
-    """Decorate a module with a property for each of its options, of this default."""
-
-    def attribute(name: str, default: Any) -> property:
-        def read(module: Any) -> Any:
-            return module.options.get(name, default)
-
-        def write(module: Any, value: Any) -> None:
-            module.set_options({**module.options, name: value})
-
-        return property(read, write)
-
-    def decorate(cls: Module) -> Module:
-        for name, default in names.items():
-            if not hasattr(cls, name):
-                setattr(cls, name, attribute(name, default))
-        cls.names = {"class_weight": None, **names}  # type: ignore[attr-defined]
-        return cls
-
-    return decorate
-
-
-@_with_attributes(group=None, outputs=(), top_k=None, **logits.KEYWORDS)
 class VocabParallelCrossEntropy(_LossModule):
-    """:func:`vocab_parallel_cross_entropy` with its options checked; it has no parameters.
+    """:func:`vocab_parallel_cross_entropy` with its options fixed; it has no parameters.
 
-    The options are attributes; one that is set is checked, and used from the next call on.
+    The options are checked, and are attributes: each call takes them as they are then.
     ``class_weight`` is a buffer, as ``weight`` is of ``torch.nn.CrossEntropyLoss``.
 
     Example:
@@ -120,49 +88,44 @@ class VocabParallelCrossEntropy(_LossModule):
         1.3863
     """
 
-    @with_keywords(logits.KEYWORDS)
+    defaults = _options_of(vocab_parallel_cross_entropy)
+
     def __init__(
         self,
         *,
         group: Any = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        reduction: str = "mean",
         class_weight: Tensor | None = None,
         outputs: Sequence[str] = (),
         top_k: int | None = None,
-        **keywords: Any,
+        gradient: str = "auto",
+        impl: str = "auto",
+        check_labels: bool = False,
+        vocab_size: int | VocabShard | None = None,
     ) -> None:
         super().__init__()
-        _register_class_weight(self, class_weight)
-        check_names(keywords, logits.KEYWORDS, type(self))
-        self.set_options({"group": group, "outputs": outputs, "top_k": top_k, **keywords})
+        self._set_options(**_given(locals(), self.defaults))
 
-    def set_options(self, options: dict[str, Any]) -> None:
-        """Check all options together and take them."""
-        options = {**options, "group": process_group_of(options["group"])}
-        settings = {name: value for name, value in options.items() if name != "group"}
-        settings |= asked_for(options["outputs"], options["top_k"])
-        options["outputs"] = settings["outputs"]
-        n_ranks = group_position(options["group"])[1]
-        top_of(Settings(**settings))
-        check_settings(Settings(**settings), n_ranks)
-        self.n_ranks, self.options = n_ranks, options
-
-    def forward(self, logits: Tensor, labels: Tensor, num_items: float | Tensor | None = None) -> Any:
+    def forward(self, logits: Tensor, labels: Tensor, num_items: float | Tensor | None = None) -> TensorOrOutputs:
         """Loss of ``logits [..., C]`` and ``labels [...]``, or :class:`Outputs` if some are asked for.
 
         ``num_items``, what the sum is divided by, changes from step to step and therefore comes here.
         """
-        given: dict[str, Any] = {"num_items": num_items, "class_weight": self.class_weight}
-        return vocab_parallel_cross_entropy(logits, labels, **given, **self.options)
+        return vocab_parallel_cross_entropy(logits, labels, num_items=num_items, **self._options())
 
     def extra_repr(self) -> str:
-        return _shown(self, self.n_ranks)
+        return self._shown(group_position(process_group_of(self.group))[1])
 
 
-@_with_attributes(group=None, outputs=(), top_k=None, advanced=None, **heads.KEYWORDS)
 class LinearCrossEntropy(_LossModule):
-    """:func:`linear_cross_entropy` with its head fixed, and its options checked.
+    """:func:`linear_cross_entropy` with its head and options fixed.
 
-    The options are attributes; one that is set is checked, and used from the next call on.
+    The options are checked, and are attributes: each call takes them as they are then.
     Call it inside the forward of the module that FSDP wraps: there the head's weight is whole. A head that
     ``parallelize_module`` cut, by ``ColwiseParallel()`` or an embedding by ``RowwiseParallel()``, needs no
     ``group``: that of its mesh is taken, and ``hidden`` is a plain tensor, the same on every rank.
@@ -189,7 +152,8 @@ class LinearCrossEntropy(_LossModule):
         3.4286
     """
 
-    @with_keywords(heads.KEYWORDS)
+    defaults = _options_of(linear_cross_entropy)
+
     def __init__(
         self,
         head: nn.Linear | nn.Embedding | None = None,
@@ -198,23 +162,40 @@ class LinearCrossEntropy(_LossModule):
         columns: int | None = None,
         bias: bool = False,
         group: Any = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        reduction: str = "mean",
         class_weight: Tensor | None = None,
         outputs: Sequence[str] = (),
         top_k: int | None = None,
-        advanced: Advanced | None = None,
-        **keywords: Any,
+        gradient: str = "auto",
+        impl: str = "auto",
+        check_labels: bool = False,
+        vocab_size: int | VocabShard | None = None,
+        sequence_parallel: bool = False,
+        chunk_size: int | str = "auto",
+        logits_dtype: torch.dtype | None = None,
+        keep_logits: str = "none",
+        main_grad: Tensor | None = None,
+        reduce_hidden_grad: bool = True,
+        expected_grad_output: Tensor | None = None,
+        valid_tokens: int | None = None,
     ) -> None:
+        options = _given(locals(), self.defaults)
         super().__init__()
-        _register_class_weight(self, class_weight)
-        options: dict[str, Any] = {"group": process_group_of(group), "outputs": outputs, "top_k": top_k}
-        options |= {"advanced": advanced, **keywords}
-        _check_options(options, type(self))
+        settings = Settings(reduction=reduction, gradient=gradient)
+        head_settings = HeadSettings(**{name: options[name] for name in HeadSettings._fields})
+        check_head_settings(settings, head_settings, knows_grad_output=expected_grad_output is not None)
+        self._set_options(**options)
         checks.check_bool("bias", bias)
         if head is None and in_features is None and columns is None:
             raise TypeError("head: expected a head, or in_features and columns of one of its own, got neither")
         if head is None:
             n_features = checks.checked_count("in_features", in_features)
-            no_columns = columns == 0 and keywords.get("vocab_size") is not None  # on this rank of several
+            no_columns = columns == 0 and vocab_size is not None  # on this rank of several
             n_columns = 0 if no_columns else checks.checked_count("columns", columns)
             self.own = nn.Linear(n_features, n_columns, bias=bias)
         elif in_features is not None or columns is not None or bias:
@@ -227,71 +208,28 @@ class LinearCrossEntropy(_LossModule):
         _check_head(self.head)
         if self.head.weight.dim() != 2:
             raise ValueError(f"weight: expected shape [C, D], got {tuple(self.head.weight.shape)}")
-        self.options = options
-
-    def set_options(self, options: dict[str, Any]) -> None:
-        """Check all options together and take them."""
-        options = {**options, "group": process_group_of(options["group"])}
-        _check_options(options, type(self))
-        self.options = options
 
     @property
     def head(self) -> Any:
         """The module that the weight and bias belong to: the one given, or this module's own."""
         return self.shared[0] if self.shared else self.own
 
-    @property
-    def group(self) -> Any:
-        """The ranks that share the vocabulary: those given, or those that tensor parallelism cut it over."""
-        group = self.options["group"]
-        parallel = parallel_hooks(self.head) if group is None else None
-        return group if parallel is None else parallel.group
-
-    @group.setter
-    def group(self, group: Any) -> None:
-        self.set_options({**self.options, "group": group})
+    def _group(self) -> Any:
+        """Return the ranks that share the vocabulary: those given, or those that tensor parallelism cut it over."""
+        parallel = parallel_hooks(self.head) if self.group is None else None
+        return process_group_of(self.group) if parallel is None else parallel.group
 
     @public()
-    def forward(self, hidden: Tensor, labels: Tensor, num_items: float | Tensor | None = None) -> Any:
+    def forward(self, hidden: Tensor, labels: Tensor, num_items: float | Tensor | None = None) -> TensorOrOutputs:
         """Loss of ``hidden [..., D]`` and ``labels [...]``, or :class:`Outputs` if some are asked for."""
+        if "head" in self._modules:  # nn.Module keeps what is assigned there, where the property does not look
+            raise TypeError("head: expected when the module is made, got it as an attribute; make a new module")
         _check_head(self.head)
-        options = {**self.options, "bias": getattr(self.head, "bias", None), "group": self.group}
-        options["class_weight"] = self.class_weight
+        options = {**self._options(), "bias": getattr(self.head, "bias", None), "group": self._group()}
         return linear_cross_entropy(hidden, self.head.weight, labels, num_items=num_items, **options)
 
     def extra_repr(self) -> str:
-        return _shown(self, group_position(self.group)[1], weight=tuple(self.head.weight.shape))
-
-
-def _check_options(options: dict[str, Any], module: type[LinearCrossEntropy]) -> None:
-    """Check the options of a head and its loss."""
-    not_settings = ("group", "outputs", "top_k", "advanced")
-    keywords = {name: value for name, value in options.items() if name not in not_settings}
-    advanced = checked_advanced(options["advanced"], *Advanced._fields)
-    asked = asked_for(options["outputs"], options["top_k"])
-    options["outputs"] = asked["outputs"]
-    settings, head_settings = settings_of(keywords, heads.KEYWORDS, module, advanced, **asked)
-    check_head_settings(settings, head_settings, knows_grad_output=advanced.expected_grad_output is not None)
-    top_of(settings)
-    check_settings(settings, group_position(options["group"])[1])
-
-
-def _register_class_weight(module: nn.Module, class_weight: Tensor | None) -> None:
-    if class_weight is not None:
-        checks.check_class_weight(class_weight)
-    module.register_buffer("class_weight", class_weight)
-
-
-def _shown(module: _LossModule, n_ranks: int, **others: Any) -> str:
-    """Return the ranks, ``others``, and the options that are not their defaults; of class weights the shape."""
-    options = {name: value for name, value in module.options.items() if name not in ("group", "advanced")}
-    shown = others | {name: value for name, value in options.items() if value != module.names[name]}
-    for name, value in (module.options.get("advanced") or Advanced())._asdict().items():
-        if not isinstance(value, Tensor) and value != Advanced._field_defaults[name]:
-            shown[name] = value
-    if module.class_weight is not None:
-        shown["class_weight"] = tuple(module.class_weight.shape)
-    return ", ".join(["1 rank" if n_ranks == 1 else f"{n_ranks} ranks", *(f"{n}={v!r}" for n, v in shown.items())])
+        return self._shown(group_position(self._group())[1], weight=tuple(self.head.weight.shape))
 
 
 def _check_head(head: Any) -> None:

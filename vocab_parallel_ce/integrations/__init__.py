@@ -10,7 +10,9 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from vocab_parallel_ce.options import HeadSettings, Settings
 
 # The versions that the tests ran with.
 TESTED = {
@@ -93,6 +95,15 @@ def framework_lines() -> list[str]:
         is_tested = _key(found) in map(_key, versions)
         lines.append(f"{name} {found}: {'tested' if is_tested else f'not tested, only {tested}'}")
     return lines
+
+
+def settings_of(options: Mapping[str, Any], known: Sequence[str]) -> tuple[Settings, HeadSettings]:
+    """Return the ``options`` of an ``install()`` as settings. Raise TypeError for one that is not ``known``."""
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{name}: expected an option of install(), one of {', '.join(known)}, got no such name")
+    of_head = {name: value for name, value in options.items() if name in HeadSettings._fields}
+    return Settings(**{name: options[name] for name in options.keys() - of_head}), HeadSettings(**of_head)
 
 
 @functools.cache

@@ -18,22 +18,25 @@ from vocab_parallel_ce.api import logits as over_logits
 from vocab_parallel_ce.api.call import Outputs, public
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.integrations.columns import local_columns
-from vocab_parallel_ce.options import Settings, check_names, divided_by, with_keywords
-
-OF_THE_DTENSOR = ("vocab_size",)  # with the group, what a DTensor says
-LOSS_KEYWORDS = {name: value for name, value in over_logits.KEYWORDS.items() if name not in OF_THE_DTENSOR}
-LOG_PROB_KEYWORDS = {name: value for name, value in over_logits.LOG_PROB_KEYWORDS.items() if name not in OF_THE_DTENSOR}
+from vocab_parallel_ce.options import Sampling
 
 
 @public(verifies=False)
-@with_keywords(LOSS_KEYWORDS)
 def cross_entropy(
     logits: Any,
     labels: Any,
     *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
     num_items: float | Tensor | None = None,
     outputs: Sequence[str] = (),
-    **keywords: Any,
+    gradient: str = "auto",
+    impl: str = "auto",
+    check_labels: bool = False,
 ) -> Any:
     """Compute the loss of ``logits``, a DTensor with ``Shard(-1)`` on exactly one dimension of its mesh.
 
@@ -79,22 +82,47 @@ def cross_entropy(
         1.3863
         >>> torch.distributed.destroy_process_group()
     """
-    check_names(keywords, LOSS_KEYWORDS, cross_entropy)
     if num_items is not None and isinstance(num_items, Tensor):
         checks.check_tensor("num_items", num_items)
     local = _Local.of(logits, labels)
-    reduction = divided_by(num_items, Settings(reduction=keywords.get("reduction", "mean"))).reduction
-    if reduction == "mean" and local.tokens_are_cut:
+    if reduction == "mean" and num_items is None and local.tokens_are_cut:
         raise ValueError(
             "reduction: expected no mean of tokens that are on several ranks, got 'mean'; pass num_items= of all ranks"
         )
-    options = local.options | keywords | {"num_items": num_items, "outputs": outputs}
-    return local.placed(over_logits.vocab_parallel_cross_entropy(local.logits, local.labels, **options))
+    result = over_logits.vocab_parallel_cross_entropy(
+        local.logits,
+        local.labels,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        reduction=reduction,
+        num_items=num_items,
+        outputs=outputs,
+        gradient=gradient,
+        impl=impl,
+        check_labels=check_labels,
+        **local.options,
+    )
+    return local.placed(result)
 
 
 @public(verifies=False)
-@with_keywords(LOG_PROB_KEYWORDS)
-def token_log_probs(logits: Any, labels: Any, *, outputs: Sequence[str] = (), **keywords: Any) -> Any:
+def token_log_probs(
+    logits: Any,
+    labels: Any,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float | Tensor = 1.0,
+    sampling: Sampling | None = None,
+    outputs: Sequence[str] = (),
+    gradient: str = "auto",
+    impl: str = "auto",
+    check_labels: bool = False,
+) -> Any:
     """Compute :func:`vocab_parallel_ce.token_log_probs` of ``logits`` as :func:`cross_entropy` takes them.
 
     Overwrites: nothing, by default, as :func:`cross_entropy`.
@@ -123,10 +151,22 @@ def token_log_probs(logits: Any, labels: Any, *, outputs: Sequence[str] = (), **
         tensor([-1.3863, -1.3863])
         >>> torch.distributed.destroy_process_group()
     """
-    check_names(keywords, LOG_PROB_KEYWORDS, token_log_probs)
     local = _Local.of(logits, labels)
-    options = local.options | keywords | {"outputs": outputs}
-    return local.placed(over_logits.token_log_probs(local.logits, local.labels, **options))
+    result = over_logits.token_log_probs(
+        local.logits,
+        local.labels,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        sampling=sampling,
+        outputs=outputs,
+        gradient=gradient,
+        impl=impl,
+        check_labels=check_labels,
+        **local.options,
+    )
+    return local.placed(result)
 
 
 class _Local(NamedTuple):

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, reference, run
-from vocab_parallel_ce.api.call import public
+from vocab_parallel_ce.api.call import Function, public
 from vocab_parallel_ce.api.logits import vocab_parallel_cross_entropy
 from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.layout import per_row, row_layout, rows_are_disjoint
 from vocab_parallel_ce.losses.labels import LABELS, Labels
-from vocab_parallel_ce.options import Function, Settings
+from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.plan import kernels_of, plan_call
 from vocab_parallel_ce.selection import select
 

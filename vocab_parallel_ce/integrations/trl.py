@@ -151,7 +151,7 @@ class _Core:
             weight, bias = (None if t is None else t.to(hidden.dtype) for t in (weight, bias))
         group = weight.device_mesh.get_group(TP) if stays_cut else None
         # lse costs nothing, and makes the result a record also if nothing else is asked for.
-        found = linear_token_log_probs(
+        found: Any = linear_token_log_probs(
             hidden,
             weight,
             targets,

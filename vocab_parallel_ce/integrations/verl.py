@@ -20,7 +20,7 @@ from vocab_parallel_ce.api.heads import linear_token_log_probs
 from vocab_parallel_ce.api.logits import output_of, token_log_probs
 from vocab_parallel_ce.integrations.log_probs import kept_logits, tensor_parallel_group
 from vocab_parallel_ce.integrations.rebind import Switch
-from vocab_parallel_ce.options import REDUCTIONS, Advanced
+from vocab_parallel_ce.options import REDUCTIONS
 
 LEFT = {
     "the head without use_fused_kernels": "the model makes its logits",
@@ -166,7 +166,7 @@ def linear_cross_entropy(
         temperature=temperature,
         outputs=("entropy",),
         logits_dtype=torch.float32,
-        advanced=Advanced(reduce_hidden_grad=is_whole),
+        reduce_hidden_grad=is_whole,
         keep_logits=kept_logits(),
     )
     log_probs = found.log_probs

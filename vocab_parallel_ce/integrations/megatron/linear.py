@@ -21,7 +21,6 @@ from vocab_parallel_ce.api.heads import linear_cross_entropy
 from vocab_parallel_ce.checks import HEAD_DTYPES
 from vocab_parallel_ce.integrations.lazy_head import Head
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits, Recorded, lazy_logits
-from vocab_parallel_ce.options import Advanced
 
 calls: Counter[str] = Counter()  # of this package's losses, and what made logits
 
@@ -133,15 +132,15 @@ def linear_loss(lazy: LazyLogits, target: Tensor, labels: Tensor | None, keyword
         expected = head.call.mask_of_head(labels, head.number)
     if expected is not None:
         keywords["gradient"] = "in_forward"
-        expected = expected.transpose(0, 1)
-    keywords["advanced"] = Advanced(expected_grad_output=expected, main_grad=head.main_grad())
+        keywords["expected_grad_output"] = expected.transpose(0, 1)
+    keywords["main_grad"] = head.main_grad()
     given = head.hidden, head.weight, target
     head.check_unchanged(freed=False)
     with head.modes.autocasting():
         if labels is head.call.labels:
             loss = linear_cross_entropy(*given, **keywords)
         else:  # Megatron counts which tokens multi-token prediction has right
-            found = linear_cross_entropy(*given, outputs=("predictions",), **keywords)
+            found: Any = linear_cross_entropy(*given, outputs=("predictions",), **keywords)
             loss, head.predictions = found.loss, found.predictions
     head.is_fused = True
     calls[f"linear loss, gradients in {'backward' if expected is None else 'forward'}"] += 1

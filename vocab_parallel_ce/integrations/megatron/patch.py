@@ -7,14 +7,12 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from vocab_parallel_ce.api.call import settings_of
-from vocab_parallel_ce.api.heads import KEYWORDS
 from vocab_parallel_ce.checks import check_bool, check_choice
 from vocab_parallel_ce.head.plan import check_head_settings
-from vocab_parallel_ce.integrations import Report
+from vocab_parallel_ce.integrations import Report, settings_of
 from vocab_parallel_ce.integrations.megatron import linear, losses
 from vocab_parallel_ce.integrations.rebind import Around, Switch, copy_of
-from vocab_parallel_ce.options import Advanced, check_settings
+from vocab_parallel_ce.options import check_settings
 
 CORE = "megatron.core"
 LANGUAGE_MODULE = f"{CORE}.models.common.language_module.language_module"
@@ -44,7 +42,7 @@ LEFT = {"output_layer": "install(linear=True) fuses it with the loss"}
 LEFT_OF_LINEAR = {
     "output_layer of T5Model and BertModel": "their forward is not replaced; the loss of their logits is",
 }
-OPTIONS = {name: KEYWORDS[name] for name in ("z_loss", "gradient", "impl", "check_labels", "vocab_size", "chunk_size")}
+OPTIONS = ("z_loss", "gradient", "impl", "check_labels", "vocab_size", "chunk_size")
 OF_THE_HEAD = ("gradient", "chunk_size")  # of OPTIONS, with linear=True
 
 
@@ -73,7 +71,7 @@ def install(*, linear: bool = False, **options: Any) -> Report:
         ValueError: it is installed with other options.
     """
     check_bool("linear", linear)
-    settings, head_settings = settings_of(options, OPTIONS, install, Advanced())
+    settings, head_settings = settings_of(options, OPTIONS)
     check_settings(settings, 1)
     if "chunk_size" in options and not linear:
         raise ValueError("chunk_size: expected linear=True with it, got linear=False")

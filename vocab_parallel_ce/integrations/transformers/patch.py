@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vocab_parallel_ce.api.call import settings_of
-from vocab_parallel_ce.api.heads import KEYWORDS
 from vocab_parallel_ce.head.plan import check_head_settings
-from vocab_parallel_ce.integrations import Report, log_installed, logger, warn_if_newer
+from vocab_parallel_ce.integrations import Report, log_installed, logger, settings_of, warn_if_newer
 from vocab_parallel_ce.integrations.transformers.heads import (
     calls,
     count,
@@ -37,7 +35,7 @@ from vocab_parallel_ce.integrations.transformers.targets import (
     owner_of,
     path_of,
 )
-from vocab_parallel_ce.options import Advanced, check_settings
+from vocab_parallel_ce.options import check_settings
 
 MECHANISMS = ("lazy", "rewrite")
 COMPILED = "torch.compile traced the forward; install(mechanism='rewrite') is fused there"
@@ -49,7 +47,7 @@ WITHOUT_LABELS = (
 NO_HEAD = "get_output_embeddings() returns no head"
 NO_LANGUAGE_MODEL = "its forward takes no labels, or its models have no head that makes logits of tokens"
 WHEN_BUILT = "each other class of language models, when its first model is built"
-OPTIONS = {name: KEYWORDS[name] for name in ("chunk_size", "gradient", "impl")}
+OPTIONS = ("chunk_size", "gradient", "impl")
 
 
 class Replaced(NamedTuple):
@@ -86,7 +84,7 @@ def install(target: Any = None, *, mechanism: str = "lazy", imported_later: bool
     """
     if mechanism not in MECHANISMS:
         raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {mechanism!r}")
-    settings, head_settings = settings_of(options, OPTIONS, install, Advanced())
+    settings, head_settings = settings_of(options, OPTIONS)
     check_head_settings(settings, head_settings)
     check_settings(settings, 1)
     warn_if_newer("transformers")
