@@ -177,7 +177,7 @@ def bytes_of(text: str, name: str = "chunk_size", others: str = "'auto', a numbe
     found = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({'|'.join(BYTES)})", text)
     n_bytes = 0 if found is None else int(Fraction(found[1]) * BYTES[found[2]])
     if not n_bytes:
-        raise ValueError(f"{name}: expected {others}, or bytes as '256MiB', got {text!r}")
+        raise ValueError(f"{name}: expected {others}, or bytes as '256MiB' (in {', '.join(BYTES)}), got {text!r}")
     return n_bytes
 
 
