@@ -17,7 +17,7 @@ from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY
 pytestmark = [pytest.mark.compile_only, pytest.mark.timeout(3600)]
 
 REGISTERS = 65_536  # of a multiprocessor
-READS, WALKS = ("online_softmax", "part", "count_larger", "sums_above"), ("cross_entropy", "element_mul")
+READS, WALKS = ("online_softmax", "part", "sums_above"), ("cross_entropy", "element_mul")
 PAIRS = (
     "target_statistics",
     "target_part",

@@ -40,8 +40,6 @@ ELSEWHERE = {
 }
 # Options of one function that no factor varies, and where they are tested.
 NOT_VARIED = {
-    ("vocab_parallel_cross_entropy", "top_k"): "drawn of log-probabilities, whose code it is",
-    ("linear_cross_entropy", "top_k"): "likewise",
     ("linear_distillation_loss", "gradient"): "every mode in tests/soft/test_linear_distillation.py",
 }
 

@@ -21,7 +21,7 @@ REDUCTIONS = ("mean", "sum", "none")
 GRADIENT_MODES = ("auto", "in_forward", "in_backward", "out_of_place")
 IMPLEMENTATIONS = ("reference", "triton", "one_pass")
 DIFFERENTIABLE = ("entropy", "lse", "sum_sq_probs", "mean_logit")  # outputs with a gradient of their own
-OUTPUTS = (*DIFFERENTIABLE, "predictions", "rank")
+OUTPUTS = (*DIFFERENTIABLE, "predictions")
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 # Types of settings with their checks: functions of a name and a value.
@@ -47,7 +47,6 @@ class Settings(NamedTuple):
     beta: float = 0.5
     hard_weight: float = 0.0
     outputs: tuple[str, ...] = ()
-    top_k: int | None = None
     sample_k: int | None = None  # Sampling.top_k
     sample_p: float = 1.0  # Sampling.top_p
     n_ids: int = 0  # given ids per token; labels have none
@@ -57,11 +56,6 @@ class Settings(NamedTuple):
     impl: str = "auto"
     check_labels: Flag = False
     vocab_size: int | VocabShard | None = None
-
-    @property
-    def asks_for_top(self) -> bool:
-        """Whether something is asked for that is found after the statistics: top_k or rank."""
-        return self.top_k is not None or "rank" in self.outputs
 
     @property
     def asks_for_differentiable(self) -> bool:
@@ -129,15 +123,8 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
     predictions = "predictions" in asked
     if predictions and vocab_size is not None and vocab_size > 2**24:  # fp32 cannot hold all ids
         raise ValueError(f"vocab_size: must be at most 2**24 with outputs of predictions, got {vocab_size}")
-    if settings.top_k is not None:
-        k = checks.checked_count("top_k", settings.top_k)
-        if vocab_size is not None and k > vocab_size:
-            raise ValueError(f"top_k: must be at most the vocab_size {vocab_size}, got {k}")
     if class_weight and "mean_logit" in asked:  # the sum of logits has the weights
         raise ValueError("outputs: expected no 'mean_logit' with class_weight, because its sum has them, got both")
-    if settings.gradient == "in_forward" and settings.asks_for_top:
-        got = "rank" if "rank" in settings.outputs else "top_k"
-        raise ValueError(f"gradient: 'in_forward' takes no top_k and no 'rank', got {got!r}; use another mode")
     logit_scale = settings.logit_scale / settings.temperature
     checks.check_number("logit_scale / temperature", logit_scale, positive=True)
     if softcap is not None:
@@ -151,7 +138,7 @@ def loss_options(settings: Settings, vocab_size: int | None, *, class_weight: bo
         "threshold": None,
         "class_weight": class_weight,
         "predictions": predictions,
-        "lse": settings.top_k is not None or not asked.isdisjoint(("lse", "rank")),
+        "lse": "lse" in asked,
         **{name: name in asked for name in DIFFERENTIABLE if name != "lse"},
     }
     same = {

@@ -23,7 +23,6 @@ from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Sampling, Settings, sampling_of, shard_of_rank
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.top import Top
 
 # A private function: None in a PyTorch without it. Then "auto" overwrites nothing.
 top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
@@ -58,7 +57,6 @@ class Call(NamedTuple):
     group: Any
     divisor: Tensor | None  # [1], of the losses, if it is known before the statistics
     weighs: bool = False  # whether the sum of the labels' class weights is the divisor
-    top: Top | None = None  # filled in forward
 
 
 class PlanKey(NamedTuple):
@@ -81,7 +79,6 @@ def plan_call(
     settings: Settings,
     group: Any,
     num_items: float | Tensor | None = None,
-    top: Top | None = None,
 ) -> tuple[Call, Any]:
     """Check the arguments of a loss over logits, and return its call and what stands alongside the logits.
 
@@ -103,7 +100,7 @@ def plan_call(
         compared = loss.compared(given)
         compared["options"] = comparable(settings, num_items) | compared["options"]
         verify.compare_call({"logits": logits}, shard=plan.shard, **compared)
-    return Call(plan, group, divisor, plan.weighs, top), beside
+    return Call(plan, group, divisor, plan.weighs), beside
 
 
 def plan_of(loss: Loss, logits: Tensor, given: Any, settings: Settings, rank: int, n_ranks: int) -> Plan:

@@ -27,7 +27,6 @@ def launchers(loss: Loss, options: Any, shard: VocabShard) -> Launchers:
         element_mul,
         widths=tuple(map(len, exchanges)),
         second=own.second if len(exchanges) > 1 else None,
-        count_larger=functools.partial(count_larger, shard=shard),
     )
 
 
@@ -117,12 +116,6 @@ class _Reference:
 def sum_losses(losses: Tensor, total: Tensor) -> None:
     """Fill ``total []`` with the sum of ``losses``, contiguous."""
     torch.sum(losses.view(-1), 0, out=total)
-
-
-def count_larger(logits: Tensor, label_x: Tensor, counts: Tensor, *, shard: VocabShard) -> None:
-    """Fill ``counts [N]``: how many logits of a row of ``logits [..., C]`` are larger than its ``label_x [N]``."""
-    rows = _rows(logits)[:, : shard.n_valid]
-    counts.copy_((rows > label_x.to(rows.dtype).unsqueeze(-1)).sum(dim=-1))  # label_x is one of them: exact
 
 
 def sums_above(

@@ -117,10 +117,7 @@ def forward(call: Call, logits: Tensor, beside: Any, shape: Sequence[int]) -> tu
     if plan.sampling is not None:
         fill_thresholds(plan.sampling, plan, call.group, logits, beside)
     stats, divisor = local_statistics(call, logits, beside)
-    if call.top is not None:
-        call.top.run(plan, call.group, logits, beside, stats[0])
-    else:
-        exchange(call, logits, beside, stats)
+    exchange(call, logits, beside, stats)
     divisor = divisor_of(call, stats, divisor)
     return fill_outputs(plan, stats, beside, divisor, outputs), stats, divisor
 

@@ -91,7 +91,7 @@ def _in_forward(*given: str, **options: Any) -> Row:
 
 
 WIDE, ENTROPY = {"logits_dtype": torch.float32}, ("entropy",)
-OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions", "rank")
+OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions")
 ALL: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "logit_scale": 0.0625}
 METRICS: dict[str, Any] = {"outputs": ("predictions",)}
 OPTION_ROWS = {
@@ -125,7 +125,6 @@ LOSS_ROWS = {
     f"token_log_probs, {TOP} given ids": _row("given_ids"),
     "token_log_probs": _row("log_probs"),
     **{f"token_log_probs, {name}": _row("log_probs", outputs=(name,)) for name in OUTPUTS},
-    f"token_log_probs, top_k={TOP}": _row("log_probs", top_k=TOP),
     f"entropy, sampling of top_k={TOP} and top_p={TOP_P}": _row("sampled"),
     "token_log_probs, a temperature per token": _row("log_probs", "temperature"),
 }

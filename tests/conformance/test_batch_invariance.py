@@ -55,7 +55,7 @@ CALLS: dict[str, Call] = {
     "class weights": lambda x, labels, other, own: vocab_parallel_cross_entropy(
         x, labels, reduction="none", label_smoothing=0.1, class_weight=weights(x), **own
     ),
-    "log-probs": lambda x, labels, other, own: token_log_probs(x, labels, outputs=OUTPUTS, top_k=2, **own),
+    "log-probs": lambda x, labels, other, own: token_log_probs(x, labels, outputs=OUTPUTS, **own),
     "sampling": lambda x, labels, other, own: token_log_probs(x, labels, sampling=Sampling(50, 0.9), **own),
     "given ids": lambda x, labels, other, own: token_log_probs(
         x, labels[:, None] - torch.arange(5).to(x.device), **own

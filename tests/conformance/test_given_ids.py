@@ -248,10 +248,9 @@ def test_refusals_by_name():
     for error, words, changed in (
         (
             ValueError,
-            r"labels: expected one per token with outputs, top_k or sampling, \(4,\), got",
+            r"labels: expected one per token with outputs or sampling, \(4,\), got",
             {"outputs": ("entropy",)},
         ),
-        (ValueError, "labels: expected one per token with outputs, top_k or sampling", {"top_k": 2}),
         (ValueError, "labels: shape must be", {"labels": ids[:3]}),
         (ValueError, r"labels: expected at least one given id per token, got shape \(4, 0\)", {"labels": ids[:, :0]}),
         (TypeError, "labels: expected a dense tensor, got layout torch.sparse_coo", {"labels": ids.to_sparse()}),

@@ -9,13 +9,13 @@ from vocab_parallel_ce import verify
 
 pytestmark = pytest.mark.reference
 TOKENS, WIDTH, COLUMNS = 6, 5, 24
-OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions", "rank")
+OUTPUTS = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions")
 LABELS, IDS = torch.tensor([3, -100, 0, 23, 7, 7]), torch.tensor([[1, 4], [0, 2], [3, 9], [8, 1], [5, 6], [2, 7]])
 TEACHER = vp.TopKTeacher(IDS, torch.tensor([0.5, 0.3]).log().expand(TOKENS, 2), "bucket")
 SCALES = torch.linspace(0.5, 2.0, TOKENS)
 LOSSES = {
     "outputs": lambda z, h, w: vp.vocab_parallel_cross_entropy(
-        z, LABELS, reduction="none", z_loss=0.1, outputs=OUTPUTS, top_k=2
+        z, LABELS, reduction="none", z_loss=0.1, outputs=OUTPUTS
     ),
     "mean": lambda z, h, w: vp.vocab_parallel_cross_entropy(z, LABELS, z_loss=0.1, outputs=("lse",), softcap=9.0),
     "no items": lambda z, h, w: vp.vocab_parallel_cross_entropy(z, LABELS, num_items=torch.tensor(0)),
@@ -27,9 +27,7 @@ LOSSES = {
     "reverse": lambda z, h, w: vp.distillation_loss(z, z.detach() * 2, divergence="reverse"),
     "top k": lambda z, h, w: vp.distillation_loss(z, TEACHER, labels=LABELS),
     "top k, js": lambda z, h, w: vp.distillation_loss(z, TEACHER, divergence="js", num_items=3),
-    "head": lambda z, h, w: vp.linear_cross_entropy(
-        h, w, LABELS, reduction="none", outputs=OUTPUTS, top_k=2, chunk_size=2
-    ),
+    "head": lambda z, h, w: vp.linear_cross_entropy(h, w, LABELS, reduction="none", outputs=OUTPUTS, chunk_size=2),
     "valid tokens": lambda z, h, w: vp.linear_cross_entropy(h, w, LABELS, valid_tokens=5),
     "too many valid tokens": lambda z, h, w: vp.linear_cross_entropy(h, w, LABELS, valid_tokens=4),
     "head, log-probs": lambda z, h, w: vp.linear_token_log_probs(h, w, LABELS, keep_logits="all"),

@@ -74,8 +74,6 @@ OF_THE_LOSS = [
     ),
     ({"z_loss": None}, TypeError, "z_loss: expected a number, got NoneType"),
     ({"outputs": 1}, TypeError, "outputs: expected a tuple of names, .* got 1"),
-    ({"gradient": "in_forward", "outputs": ("lse", "rank")}, ValueError, "gradient: 'in_forward' .* got 'rank'"),
-    ({"gradient": "in_forward", "top_k": 2}, ValueError, "gradient: 'in_forward' .* got 'top_k'"),
     ({"reduction": "batchmean"}, ValueError, "reduction: expected one of 'mean'.* got 'batchmean'"),
     ({"num_items": 3, "reduction": "none"}, ValueError, "num_items: expected reduction 'mean' or 'sum' .* got 'none'"),
     *(

@@ -321,7 +321,6 @@ def _refusals(rank, group, impl):
         "labels of another mesh": lambda: call(Replicate(), Shard(1), labels=place(labels, other, [Replicate()])),
         "mean": lambda: call(Shard(0), Shard(1), labels=cut),
         "probabilities": lambda: call(Replicate(), Shard(1), labels=logits[:, :4].softmax(-1)),
-        "top_k": lambda: call(Replicate(), Shard(1), function=token_log_probs, top_k=2),
         "group": lambda: call(Replicate(), Shard(1), group=group),
         "items": lambda: call(Replicate(), Shard(1), reduction="sum", num_items=cut),
         "the loss itself": lambda: vocab_parallel_cross_entropy(

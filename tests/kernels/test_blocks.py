@@ -14,7 +14,6 @@ pytestmark = pytest.mark.reference
 
 
 TABLES = (
-    "READ",
     "READ_PAIRS",
     "READ_SUMS",
     "READ_AND_WRITE",

@@ -52,7 +52,7 @@ CALLS = {
         h, w, labels, bias=b, gradient="in_backward", label_smoothing=0.1, class_weight=torch.arange(24.0), **own
     ),
     "log-probs": lambda h, w, b, labels, **own: log_probs(
-        h, w, labels, bias=b, outputs=("entropy", "rank"), softcap=9.0, **own
+        h, w, labels, bias=b, outputs=("entropy",), softcap=9.0, **own
     ),
     "valid tokens": lambda h, w, b, labels, **own: linear_cross_entropy(
         h, w, labels, bias=b, reduction="none", valid_tokens=6, **own

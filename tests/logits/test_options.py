@@ -20,7 +20,6 @@ def test_options_given_at_their_off_values_change_no_bit(impl_device):
         "logit_scale": 1,
         "num_items": None,
         "outputs": (),
-        "top_k": None,
         "vocab_size": VocabShard(0, COLUMNS, COLUMNS),
     }
     made = batch("some_ignored", rows=2, vocab_size=COLUMNS, dtype=torch.bfloat16)

@@ -117,50 +117,6 @@ def test_names_that_are_refused_and_their_verification():
         assert token_log_probs(logits, labels, outputs=("lse",), temperature=0.7).lse.shape == (2,)
 
 
-def test_the_rank_in_a_vocabulary_that_ends_within_a_vector(impl_device):
-    """Rows that begin at a line and have whole vectors, the last of which is partly padding."""
-    impl, device = impl_device
-    logits, labels = torch.arange(64.0, device=device).expand(3, 64).contiguous(), torch.tensor([0, 59, 61])
-    found = token_log_probs(logits, labels.to(device), outputs=("rank",), vocab_size=62, impl=impl)
-    assert found.rank.tolist() == [61, 2, 0]
-
-
-def test_equal_logits_are_not_larger(impl_device):
-    """A kernel's tanh has other digits than PyTorch's."""
-    impl, device = impl_device
-    generator = torch.Generator().manual_seed(0)
-    logits, labels = (torch.randn(48, 4000, generator=generator) * 2).bfloat16(), torch.arange(48)
-    own = logits.gather(-1, labels.unsqueeze(-1))
-    found = token_log_probs(logits.to(device), labels.to(device), outputs=("rank",), softcap=30.0, impl=impl)
-    assert torch.equal(found.rank.cpu(), (logits > own).sum(-1)) and ((logits == own).sum(-1) > 1).any()
-
-
-@pytest.mark.reference
-def test_rows_with_fewer_numbers_than_are_asked_for_or_none():
-    logits = torch.tensor([[-INF, 1.0, -INF, 0.0], [NAN, 1, 2, 3], [-INF] * 4, [INF, 1, 2, 3]])
-    found = token_log_probs(logits, torch.tensor([0, 1, 1, 1]), outputs=("rank",), top_k=3)
-    assert found.top_ids[0].tolist() == [1, 3, -1] and found.top_log_probs[0, 2] == -INF and found.rank[0] == 2
-    assert (found.top_ids[1:] == -1).all() and found.top_log_probs[1:].isnan().all()
-    assert found.rank[1:].tolist() == [-1, -1, -1]
-    found = token_log_probs(logits[:1].expand(2, 4), torch.tensor([IGNORE_INDEX, 4]), outputs=("rank",), top_k=2)
-    assert found.rank.dtype == found.top_ids.dtype == torch.int64 and not found.top_log_probs.requires_grad
-    assert found.rank.tolist() == [-1, -1] and (found.top_ids == -1).all()
-    assert not found.top_log_probs[0].any() and found.top_log_probs[1].isnan().all()
-    empty = token_log_probs(logits[:0], torch.empty(0, dtype=torch.int64), outputs=("rank",), top_k=3)
-    assert empty.top_ids.shape == (0, 3) and empty.rank.shape == (0,)
-
-
-@pytest.mark.reference
-def test_a_compiled_call_with_the_largest_breaks_the_graph():
-    logits, labels = broad_rows("peaked")
-    step = torch.compile(lambda x: token_log_probs(x, labels, top_k=2), backend="eager")
-    actual, expected = step(logits), token_log_probs(logits, labels, top_k=2)
-    assert all(map(torch.equal, flat_outputs(actual), flat_outputs(expected))) and actual.top_ids.shape[-1] == 2
-    for k, error in ((0, ValueError), (COLUMNS + 1, ValueError), (True, TypeError)):
-        with pytest.raises(error, match="^top_k: "):
-            token_log_probs(logits, labels, top_k=k)
-
-
 def test_an_infinite_gradient_beside_mean_logit(impl_device):
     impl, device = impl_device
     leaf = torch.tensor([[1.0, 3.0, 2.0]], device=device, requires_grad=True)

@@ -23,7 +23,7 @@ from vocab_parallel_ce.__main__ import doctor_lines, main
 from vocab_parallel_ce.options import HeadSettings, Settings
 
 OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 1.0, "impl": "auto"}
-OF_BOTH |= {"check_labels": False, "vocab_size": None, "outputs": (), "top_k": None}
+OF_BOTH |= {"check_labels": False, "vocab_size": None, "outputs": ()}
 OF_THE_LOSS = {"label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean", **OF_BOTH, "num_items": None}
 OF_THE_LOSS |= {"class_weight": None, "gradient": "auto"}
 OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "sampling": None}
@@ -54,7 +54,7 @@ RECORDS = {
     package.TopKTeacher: ("ids", "log_probs", "rest"),
     package.Sampling: ("top_k", "top_p"),
 }
-PER_TOKEN = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions", "rank")
+PER_TOKEN = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions")
 
 
 def _defaults(function):
@@ -73,7 +73,7 @@ def test_the_fields_of_the_records():
     """In this order: callers pass them by position."""
     assert {record: record._fields for record in RECORDS} == RECORDS
     fields = [field.name for field in dataclasses.fields(package.Outputs)]
-    assert fields == ["loss", "log_probs", *PER_TOKEN, "top_ids", "top_log_probs"]
+    assert fields == ["loss", "log_probs", *PER_TOKEN]
 
 
 def test_the_modules_take_the_options_of_the_functions():
@@ -93,7 +93,7 @@ ABSENT = {  # fields of Settings and HeadSettings that a function has no paramet
     package.token_log_probs: {"label_smoothing", "z_loss", "reduction", *OF_DISTILLATION_ALONE},
     package.linear_cross_entropy: {"temperature", *OF_DISTILLATION_ALONE},
     package.linear_token_log_probs: {"label_smoothing", "z_loss", "reduction", "gradient", *OF_DISTILLATION_ALONE},
-    package.distillation_loss: {"label_smoothing", "z_loss", "softcap", "logit_scale", "outputs", "top_k"},
+    package.distillation_loss: {"label_smoothing", "z_loss", "softcap", "logit_scale", "outputs"},
 }
 ABSENT[package.linear_distillation_loss] = ABSENT[package.distillation_loss] | {"sequence_parallel"}
 ABSENT[package.linear_distillation_loss] |= {"valid_tokens", "logits_dtype"}
@@ -120,12 +120,12 @@ def test_each_parameter_is_passed_on_as_the_setting_of_its_name(monkeypatch, fun
         raise InterruptedError
 
     monkeypatch.setattr(module, "Settings", kept(Settings))
-    monkeypatch.setattr(module, "HeadSettings", kept(HeadSettings))
+    monkeypatch.setattr(module, "HeadSettings", kept(HeadSettings), raising=False)
     monkeypatch.setattr(module, "divided_by", lambda num_items, settings: settings)
     monkeypatch.setattr(module, "over_head" if "linear" in function.__name__ else "over_logits", stop)
     monkeypatch.setattr(checks, "check_choice", lambda *args: None)
     monkeypatch.setattr(checks, "check_integer", lambda *args: None)
-    valid = {"outputs": ("lse",), "top_k": 3, "temperature": 2.0, "hard_weight": 0.0}
+    valid = {"outputs": ("lse",), "temperature": 2.0, "hard_weight": 0.0}
     names = [name for name in _defaults(function) if name in Settings._fields + HeadSettings._fields]
     given = {name: valid.get(name, object()) for name in names}
     hidden = torch.zeros(2, 3)

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support.collectives import assert_refused, error_of, messages_of, record_collectives
+from tests.support.collectives import assert_refused, error_of, messages_of
 from tests.support.inputs import IGNORE_INDEX, NAN, batch, grad_output_layouts
 from tests.support.logits import EVERY as ALL_NUMBERS
 from tests.support.logits import GRADIENTS, METRICS, REDUCTIONS, broad_rows, every_output, grads_of_every_output
@@ -190,37 +190,6 @@ def test_a_group_of_one_rank_communicates_nothing(rank_pool, impl):
     case = Case(*batch("peaked", rows=ROWS, vocab_size=COLUMNS), impl, {"reduction": "mean"})
     for rank, result in enumerate(rank_pool.run(run, case, ((0,), (1,)))):
         check(case, [result], [rank])
-
-
-def _largest(rank, group, logits, labels, impl, temperature):
-    """The results of this rank's columns, and the collectives of the call."""
-    device = device_of(rank, group)
-    shard = VocabShard.of_rank(logits.shape[-1], rank, group.size())
-    own, labels = logits[:, shard.start : shard.stop].to(device), labels.to(device)
-    options = {"vocab_size": logits.shape[-1], "temperature": temperature, "impl": impl}
-    with record_collectives() as collectives:
-        found = token_log_probs(own, labels, group=group, outputs=("rank",), top_k=5, **options)
-    return [found.rank.cpu(), found.top_ids.cpu(), found.top_log_probs.cpu()], collectives
-
-
-@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.7), (torch.float64, 1.0)], ids=str)
-@in_several_ranks
-def test_the_largest_travel_with_the_statistics_and_the_rank_is_counted_afterwards(rank_pool, impl, dtype, temperature):
-    """A last shard narrower than the five that are asked for; in fp64 words of 8 bytes beside an odd number of 4."""
-    if dtype == torch.float64:
-        impl = "reference"  # the only one of fp64
-    generators = (torch.Generator().manual_seed(i) for i in range(5))
-    logits = torch.stack([torch.randperm(21, generator=generator) for generator in generators]).to(dtype) / 3
-    labels = torch.tensor([0, 20, IGNORE_INDEX, 7, 3])
-    whole = token_log_probs(logits, labels, outputs=("rank",), top_k=5, temperature=temperature)
-    for found, collectives in rank_pool.run(_largest, logits, labels, impl, temperature):
-        assert torch.equal(found[0], whole.rank) and torch.equal(found[1], whole.top_ids)
-        torch.testing.assert_close(found[2], whole.top_log_probs, rtol=1e-6, atol=1e-6)
-        sizes = [(call.name, call.nbytes) for call in collectives]
-        assert sizes == [
-            ("_allgather_base_", (dtype.itemsize * (3 + 5 + (temperature != 1)) + 4 * 5) * len(labels)),
-            ("allreduce_", 4 * len(labels)),
-        ]
 
 
 @in_several_ranks

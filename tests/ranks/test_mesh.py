@@ -34,7 +34,7 @@ def _with_mesh_and_group(rank, group, impl):
 
     functions = {
         "loss": lambda group: package.vocab_parallel_cross_entropy(logits, labels, group=group, impl=impl),
-        "log-probs": lambda group: package.token_log_probs(logits, labels, group=group, outputs=("lse", "rank")),
+        "log-probs": lambda group: package.token_log_probs(logits, labels, group=group, outputs=("lse", "entropy")),
         "head": lambda group: package.linear_cross_entropy(hidden, weight, labels, group=group, impl=impl),
         "head, log-probs": lambda group: package.linear_token_log_probs(hidden, weight, labels, group=group),
         "soft": lambda group: package.vocab_parallel_cross_entropy(logits, logits.softmax(-1), group=group),

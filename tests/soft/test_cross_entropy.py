@@ -117,7 +117,6 @@ def test_refusals_by_name():
         (ValueError, "reduction: ", {"reduction": "batchmean"}),
         (ValueError, "ignore_index: ", {"ignore_index": 3}),
         (ValueError, "outputs: ", {"outputs": ("entropy",)}),
-        (ValueError, "top_k: ", {"top_k": 2}),
         (ValueError, "check_labels: ", {"check_labels": True}),
         (ValueError, "class_weight: expected shape", {"class_weight": torch.ones(4)}),
         (TypeError, "class_weight: expected a constant", {"class_weight": torch.ones(5, requires_grad=True)}),

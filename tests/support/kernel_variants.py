@@ -71,7 +71,6 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield stats("bf16", True, "all")
     yield gradient("bf16", True, "all", call="padded")
     yield scaled("bf16", edges=True)
-    yield counted_larger("bf16", edges=True)
     yield above("bf16", True, None)
     yield above("bf16", True, "all", rows=("temperature",))
     yield finish("all", 4)
@@ -109,7 +108,6 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield finish("plain", 1, summed=True, overlaps=True)
     yield scaled("fp32", edges=False)
     yield scaled("bf16", edges=False, overlaps=True)
-    yield counted_larger("bf16", edges=False)
     for dtype, option in product(("bf16", "fp32"), (None, "plain", "softcap")):
         yield above(dtype, False, option)
 
@@ -148,7 +146,6 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
     yield from variants(target)
     for dtype, edges in product(DTYPES, (False, True)):
         yield scaled(dtype, edges)
-        yield counted_larger(dtype, edges)
         for option in (None, "plain", "logit_scale", "softcap"):
             yield above(dtype, edges, option)
             yield above(dtype, edges, option, rows=("temperature",))
@@ -273,16 +270,6 @@ def scaled(dtype: str, edges: bool, overlaps: bool = False) -> Variant:
     dtypes = (DTYPES[dtype], torch.float32)
     launch = launch_of("cross_entropy", "_scaled", dtypes, ROWS[edges], N_COLUMNS, 3, overlaps)
     return Variant(f"element_mul-{dtype}{'-edges' * edges}{'-few' * overlaps}", launch, dtypes)
-
-
-def counted_larger(dtype: str, edges: bool) -> Variant:
-    dtypes = (DTYPES[dtype], torch.float32, torch.int32)
-    shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    return Variant(
-        f"count_larger-{dtype}{'-edges' * edges}",
-        launch_of("counts", "_counts", dtypes, ROWS[edges], shard),
-        dtypes,
-    )
 
 
 def above(dtype: str, edges: bool, option: str | None, rows: tuple[str, ...] = ()) -> Variant:

@@ -43,8 +43,7 @@ _MATMULS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "matmul", "li
 
 def linear_every_output(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """Every output of :func:`linear_token_log_probs`, as :func:`of_every_output` says."""
-    outputs = OUTPUTS + ("rank",) * options.pop("rank", False)
-    return of_every_output(linear_token_log_probs(hidden, weight, labels, outputs=outputs, **options))
+    return of_every_output(linear_token_log_probs(hidden, weight, labels, outputs=OUTPUTS, **options))
 
 
 def linear_loss_and_outputs(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:

@@ -47,10 +47,9 @@ METRICS = ("predictions",)  # outputs that have no gradient
 
 
 def of_every_output(found: Outputs) -> tuple[Tensor, ...]:
-    """What the oracle's ``every_output`` returns, and predictions; rank and the largest, if they were asked for."""
+    """What the oracle's ``every_output`` returns, and predictions."""
     both = torch.stack([found.lse, found.mean_logit], dim=-1)
-    others = [value for value in (found.rank, found.top_ids, found.top_log_probs) if value is not None]
-    return found.log_probs, found.entropy, found.lse, 1 + found.sum_sq_probs, both, found.predictions, *others
+    return found.log_probs, found.entropy, found.lse, 1 + found.sum_sq_probs, both, found.predictions
 
 
 def grads_of_every_output(rows: int, used: str | int = "all") -> list[Tensor | None]:
@@ -60,9 +59,9 @@ def grads_of_every_output(rows: int, used: str | int = "all") -> list[Tensor | N
     return [grad if used in ("all", i) else None for i, grad in enumerate(grads)]
 
 
-def every_output(logits: Tensor, labels: Tensor, rank: bool = False, **options: Any) -> tuple[Tensor, ...]:
+def every_output(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """Every output of :func:`token_log_probs`, as :func:`of_every_output` says."""
-    return of_every_output(token_log_probs(logits, labels, outputs=OUTPUTS + ("rank",) * rank, **options))
+    return of_every_output(token_log_probs(logits, labels, outputs=OUTPUTS, **options))
 
 
 OF_ORACLE = {token_log_probs: oracle.of_log_probs, every_output: oracle.of_every_output}  # others have a loss

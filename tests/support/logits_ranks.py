@@ -144,10 +144,6 @@ def n_statistics(case: Any) -> int:
     number += 2 * bool(options.get("label_smoothing")) + ("entropy" in asked)
     number += "predictions" in asked
     number += options.get("class_weight") is not None
-    number += 2 * (options.get("top_k") or 0)
-    if options.get("rank"):  # the label's logit, where z is another number
-        given = map(options.get, ("softcap", "logit_scale", "temperature"))
-        number += any(isinstance(value, torch.Tensor) or value not in (None, 1.0) for value in given)
     return number + 5 * (case.function in (every_output, linear_every_output))
 
 
@@ -168,11 +164,8 @@ def check(case: Case, results: Sequence[Result], ranks: Sequence[int] | None = N
             given = {"function": case.function, **case.options}
             assert_right(each, case.logits, case.labels, *grad_outputs_of(case), **given)
     ranks = tuple(ranks or range(len(results)))
-    size, n_ids = max(4, case.logits.itemsize), case.options.get("top_k") or 0  # an id has 4 bytes
-    of_row = size * (n_statistics(case) - n_ids) + 4 * n_ids
+    of_row = max(4, case.logits.itemsize) * n_statistics(case)
     expected = [("_allgather_base_", ranks, of_row * case.labels.numel())]
-    if case.options.get("rank"):
-        expected.append(("allreduce_", ranks, 4 * case.labels.numel()))
     for result in results:
         assert [tuple(call) for call in result.in_forward] == (expected if len(ranks) > 1 else [])
         assert result.in_backward == []

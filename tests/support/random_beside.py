@@ -1,12 +1,12 @@
 """What stands beside the logits of a random call: labels, targets or a teacher; the truth, and one call."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tests.support.random_call import MATHS, UNITS, Call, Settings, assert_near
+from tests.support.random_call import MATHS, UNITS, Call, Settings
 from tests.support.random_inputs import NEG_INF
 from tests.support.random_tables import TENSOR
 from tests.support.random_truth import Numbers, Truth, finite, of_labels, of_targets, of_teacher, of_topk, transformed
@@ -52,20 +52,16 @@ def asked_of_loss(call: Call) -> list[str]:
     asked = list(draw["outputs"] or ())
     if draw["gradient"] == "in_forward":
         asked = [name for name in asked if name == "predictions"]
-    if call.ranks > 1:
-        asked = [name for name in asked if name != "rank"]
     call.settings |= {"outputs": tuple(asked)} if asked else {}
-    return [name for name in asked if name != "rank"]
+    return asked
 
 
 def log_prob_names(call: Call, labels: Tensor) -> tuple[str, ...]:
     """Take what is asked of log-probabilities, and return the names of the oracle's values."""
     draw = call.draw
-    asked = [name for name in draw["outputs"] if name != "rank" or call.ranks == 1]
+    asked = list(draw["outputs"])
     draw.rng.shuffle(asked)
     call.settings |= {"outputs": tuple(asked)} if asked else {}
-    if draw["top_k"] is not None:
-        call.settings["top_k"] = min(draw["top_k"], call.vocab_size)
     call.of_oracle["temperature"] = call.settings["temperature"] = draw["temperature"]
     if draw["temperature"] == TENSOR:
         values = draw.uniform(*labels.shape) * 1.5 + 0.3
@@ -79,7 +75,7 @@ def log_prob_names(call: Call, labels: Tensor) -> tuple[str, ...]:
 
 
 def check_ids(call: Call, found: Numbers, logits: Tensor, labels: Tensor, rounding: Tensor) -> None:
-    """Predictions, accuracy, ranks and the largest logits are those of logits that cannot be told from the largest."""
+    """Predictions and accuracy are those of logits that cannot be told from the largest."""
     options, n_columns = call.of_oracle, logits.shape[-1]
     z, ignored = transformed(logits, options), labels == options.get("ignore_index", -100)
     is_exact = options.get("softcap") is None and options.get("logit_scale", 1.0) == 1 and not rounding.any()
@@ -99,35 +95,6 @@ def check_ids(call: Call, found: Numbers, logits: Tensor, labels: Tensor, roundi
             columns = torch.arange(n_columns, device=z.device)
             first = torch.where(z == z_max.unsqueeze(-1), columns, n_columns).amin(-1)
             assert torch.equal(ids[known], first[known]), "predictions: not the first of equals"
-    inside = (labels >= 0) & (labels < n_columns)
-    of_label = logits.gather(-1, labels.clamp(0, n_columns - 1).long().unsqueeze(-1))
-    if "rank" in found:
-        slack_x = (rounding * UNITS * 2.0**-23).unsqueeze(-1)
-        most, least = ((logits > of_label + sign * slack_x).sum(-1) for sign in (-1, 1))
-        rows = known & inside
-        assert bool(((found["rank"] >= least) & (found["rank"] <= most))[rows].all()), "rank"
-        assert bool((found["rank"][ignored] == -1).all()), "rank of ignored tokens"
-    if "top_ids" in found:
-        check_top(found, z, known & inside, slack, temperature)
-
-
-def check_top(found: Numbers, z: Tensor, rows: Tensor, slack: Tensor, temperature: Any) -> None:
-    """The k largest, each once."""
-    ids, k = found["top_ids"], found["top_ids"].shape[-1]
-    largest = z.topk(k, dim=-1).values
-    has_id = largest.isfinite()
-    at = z.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, NEG_INF).sort(-1, descending=True).values
-    near = (at - largest).abs() <= slack.unsqueeze(-1)
-    assert bool((near | ~has_id)[rows].all()), "top_ids: not the largest"
-    assert torch.equal((ids >= 0).sum(-1)[rows], has_id.sum(-1)[rows]), "top_ids: another number of ids"
-    in_order = torch.where(ids < 0, -torch.arange(1, k + 1, device=ids.device), ids).sort(-1).values
-    assert bool((in_order[..., 1:] != in_order[..., :-1])[rows].all()), "top_ids: one id twice"
-    t = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
-    log_p = (z / t).log_softmax(-1).topk(k, dim=-1).values
-    bound = finite(z / t).abs().amax(-1, keepdim=True) + 1
-    rows = rows & has_id.all(-1)
-    values = found["top_log_probs"].sort(-1, descending=True).values
-    assert_near("top_log_probs", values[rows], log_p[rows], bound[rows])
 
 
 # ---- targets and teachers ---------------------------------------------------------------------------------------

@@ -28,8 +28,7 @@ from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import HeadSettings, Sampling, Settings, checked_outputs
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.run import OverLogits, as_token_outputs, forward
-from vocab_parallel_ce.spec import TokenOutputs, is_ignored
-from vocab_parallel_ce.top import Top
+from vocab_parallel_ce.spec import TokenOutputs
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,8 +40,7 @@ class Outputs:
 
     Per token, of the shape of the labels, except where it says otherwise. fp32 (fp64 for fp64 logits) if no other dtype
     is named. ``z`` are the scaled and capped logits, divided by the temperature. In ignored tokens numbers are 0, and
-    ids and ``rank`` -1. In tokens whose label is outside the vocabulary the first six are NaN, and ``rank`` is -1.
-    The first six have a gradient.
+    ids -1. In tokens whose label is outside the vocabulary the first six are NaN. The first six have a gradient.
 
     Example:
         >>> from vocab_parallel_ce import vocab_parallel_cross_entropy
@@ -61,9 +59,6 @@ class Outputs:
     sum_sq_probs: Tensor | None = None  #: sum_i p_i^2
     mean_logit: Tensor | None = None  #: mean of z over the vocabulary
     predictions: Tensor | None = None  #: int64 global id of the largest z, the lowest of equals; -1 if there is none
-    rank: Tensor | None = None  #: int64: how many logits are larger than the label's
-    top_ids: Tensor | None = None  #: [..., k] int64; -1 where no z is finite; equals in any order
-    top_log_probs: Tensor | None = None  #: [..., k]
 
     def __getitem__(self, position: object) -> NoReturn:
         # Unpacking comes here too. Of all fields in order, it would take None for what was not asked for.
@@ -91,9 +86,9 @@ def _record(tensors: Iterable[Any], names: Iterable[str]) -> Outputs:
 pytree.register_pytree_node(Outputs, _flat, _record, serialized_type_name="vocab_parallel_ce.Outputs")
 
 
-def asked_for(outputs: Any, top_k: int | None) -> dict[str, Any]:
+def asked_for(outputs: Any) -> dict[str, Any]:
     """Return the settings that ask for ``outputs``."""
-    return {"outputs": checked_outputs(outputs), "top_k": top_k}
+    return {"outputs": checked_outputs(outputs)}
 
 
 def settings_of_sampling(sampling: object, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,25 +97,9 @@ def settings_of_sampling(sampling: object, asked: Mapping[str, Any]) -> dict[str
         return {}
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling: expected a Sampling or None, got {type(sampling).__name__}")
-    refused = [name for name in asked["outputs"] if name in ("mean_logit", "rank")]
-    if refused or asked["top_k"] is not None:
-        got = f"output {refused[0]!r}" if refused else f"top_k={asked['top_k']!r}"
-        raise ValueError(f"sampling: expected no 'mean_logit', no 'rank' and no top_k with it, got {got}")
+    if "mean_logit" in asked["outputs"]:
+        raise ValueError("sampling: expected no output 'mean_logit' with it, because it drops logits, got both")
     return {"sample_k": sampling.top_k, "sample_p": sampling.top_p}
-
-
-def asks_for_top(keywords: dict[str, Any]) -> bool:
-    """Return whether the keywords ask for what no operator of ``torch.compile`` returns."""
-    outputs = keywords.get("outputs", ())
-    return keywords.get("top_k") is not None or (isinstance(outputs, tuple | list) and "rank" in outputs)
-
-
-def top_of(settings: Settings) -> Top | None:
-    """Return what finds the largest logits and the rank, if they are asked for."""
-    wants_rank = "rank" in settings.outputs
-    if not wants_rank and settings.top_k is None:
-        return None
-    return Top(settings.top_k, wants_rank)
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:
@@ -128,28 +107,23 @@ def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None
     return (1.0, temperature) if isinstance(temperature, Tensor) else (temperature, None)
 
 
-def loss_of(found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None) -> Tensor | Outputs:
+def loss_of(found: TokenOutputs, labels: Tensor, settings: Settings) -> Tensor | Outputs:
     """Return the loss, or the record of all that was asked for."""
-    if not settings.outputs and top is None:
+    if not settings.outputs:
         return found.loss
-    return Outputs(loss=found.loss, **_others(found, labels, settings, top))
+    return Outputs(loss=found.loss, **_others(found, settings))
 
 
-def log_probs_of(found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None) -> Tensor | Outputs:
+def log_probs_of(found: TokenOutputs, labels: Tensor, settings: Settings) -> Tensor | Outputs:
     """Return the log-probabilities, or the record of all that was asked for."""
     log_probs = torch.rsub(found.loss, 0.0)  # 0 - loss, since a negated 0 would be -0; the operator takes longer
-    if not settings.outputs and top is None:
+    if not settings.outputs:
         return log_probs
-    return Outputs(log_probs=log_probs, **_others(found, labels, settings, top))
+    return Outputs(log_probs=log_probs, **_others(found, settings))
 
 
-def _others(found: TokenOutputs, labels: Tensor, settings: Settings, top: Top | None) -> dict[str, Any]:
-    named = {name: getattr(found, name) for name in settings.outputs if name in TokenOutputs._fields}
-    if top is not None:
-        assert found.lse is not None
-        with torch.no_grad():
-            named |= top.results(found.lse, is_ignored(labels, settings.ignore_index))
-    return named
+def _others(found: TokenOutputs, settings: Settings) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in settings.outputs}
 
 
 # PyTorch 2.11 fails inside Dynamo.
@@ -227,11 +201,10 @@ def over_logits(
     *,
     group: Any,
     num_items: float | Tensor | None = None,
-    top: Top | None = None,
 ) -> TokenOutputs:
     """Compute the outputs, under autograd if ``logits`` need a gradient.
 
-    ``given`` are the tensors alongside the logits, ``loss.Beside``. Fills ``top``. Compiled code gets an operator.
+    ``given`` are the tensors alongside the logits, ``loss.Beside``. Compiled code gets an operator.
     """
     if settings.vocab_size is not None and isinstance(logits, Tensor) and logits.dim() > 1 and not logits.shape[-1]:
         given, settings = with_padding(given, settings, *group_position(group))
@@ -240,23 +213,20 @@ def over_logits(
         from vocab_parallel_ce.operators import losses
 
         return losses(loss, logits, given, settings, group, num_items)
-    call, beside = plan_call(loss, logits, given, settings, group, num_items, top)
+    call, beside = plan_call(loss, logits, given, settings, group, num_items)
     if torch.is_grad_enabled() and logits.requires_grad:
         return as_token_outputs(OverLogits.apply(logits, beside, call), call.plan)
     with torch.no_grad():
         return forward(call, walkable(logits), beside, logits.shape[:-1])[0]
 
 
-def over_head(
-    loss: Loss, given: Arguments, settings: Settings, head: HeadSettings, top: Top | None = None
-) -> TokenOutputs:
+def over_head(loss: Loss, given: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
     """Compute the outputs, those per token of the shape of the labels; under autograd if something needs a gradient."""
     if is_traced():
         from vocab_parallel_ce.head.operators import linear_losses
 
         return linear_losses(loss, given, settings, head)
     linear, local, beside = plan_linear_call(loss, given, settings, head)
-    linear = linear._replace(call=linear.call._replace(top=top))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in local):
         outputs = as_token_outputs(OverHead.apply(*local, beside, linear), linear.call.plan)
     else:

@@ -23,13 +23,13 @@ def are_given_ids(labels: Any, tokens: Any) -> bool:
     return labels.dim() == tokens.dim() > 1 and labels.dtype in checks.LABEL_DTYPES
 
 
-def check_ids_alone(labels: Tensor, tokens: Tensor, outputs: Sequence[str], top_k: int | None, sampling: Any) -> None:
+def check_ids_alone(labels: Tensor, tokens: Tensor, outputs: Sequence[str], sampling: Any) -> None:
     """Raise ValueError if a call with given ids asks for something else too."""
-    refused = {"outputs": outputs or None, "top_k": top_k, "sampling": sampling}
+    refused = {"outputs": outputs or None, "sampling": sampling}
     got = [f"{name}={value!r}" for name, value in refused.items() if value is not None]
     if got:
         raise ValueError(
-            f"labels: expected one per token with outputs, top_k or sampling, {tuple(tokens.shape[:-1])}, got "
+            f"labels: expected one per token with outputs or sampling, {tuple(tokens.shape[:-1])}, got "
             f"{tuple(labels.shape)}, given ids, and {got[0]}; ask for them in a call of their own"
         )
 

@@ -12,7 +12,6 @@ from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import (
     TensorOrOutputs,
     asked_for,
-    asks_for_top,
     keeps_logits,
     log_probs_of,
     loss_of,
@@ -20,7 +19,6 @@ from vocab_parallel_ce.api.call import (
     public,
     settings_of_sampling,
     split_temperature,
-    top_of,
 )
 from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
 from vocab_parallel_ce.head.plan import Arguments, Head
@@ -36,7 +34,7 @@ def needs_eager(keywords: dict[str, Any]) -> bool:
     outputs = keywords.get("outputs", ())
     is_named = keywords.get("gradient") == "in_forward" and isinstance(outputs, tuple | list)
     raises = is_named and any(name in DIFFERENTIABLE for name in outputs)
-    no_operator = asks_for_top(keywords) or keywords.get("sampling") is not None or keeps_logits(keywords)
+    no_operator = keywords.get("sampling") is not None or keeps_logits(keywords)
     return writes or raises or no_operator
 
 
@@ -57,7 +55,6 @@ def linear_cross_entropy(
     num_items: float | Tensor | None = None,
     class_weight: Tensor | None = None,
     outputs: Sequence[str] = (),
-    top_k: int | None = None,
     gradient: str = "auto",
     impl: str = "auto",
     check_labels: bool = False,
@@ -92,7 +89,7 @@ def linear_cross_entropy(
         gradient: ``"in_forward"``: forward computes the gradients, and backward scales them; for ``"none"`` only with
             ``expected_grad_output``.
             ``"in_backward"``: backward makes the logits again, and may run again. ``"auto"``: in_forward for mean
-            and sum of bf16 and fp32 without ``top_k`` and ``"rank"``, otherwise in_backward. With outputs that have a
+            and sum of bf16 and fp32, otherwise in_backward. With outputs that have a
             gradient, ``"auto"`` also keeps ``4 * K * R`` bytes per token, ``hidden`` and ``weight``: if backward gets
             a gradient of an output, or runs again, it makes the logits again. ``"in_forward"`` raises then.
         sequence_parallel: ``hidden`` and its gradient are this rank's part along the first dimension, and ``labels``
@@ -104,7 +101,7 @@ def linear_cross_entropy(
             overwrites them. Under saved-tensor hooks none are kept, nor if ``"auto"`` computes in forward.
         logits_dtype: ``torch.float32``: 16-bit products accumulate and stay in fp32, and the gradient of the logits
             is rounded once to 16 bits for the products that follow. None: logits are rounded to 16 bits.
-        outputs, top_k: as in :func:`vocab_parallel_cross_entropy`. ``"rank"`` makes the logits again in forward.
+        outputs: as in :func:`vocab_parallel_cross_entropy`.
         main_grad: ``[C, D]`` fp32, contiguous: backward adds the gradient of ``weight`` to it, and ``weight`` gets
             none, or zeros if it has ``grad_added_to_main_grad``, which becomes True.
         reduce_hidden_grad: False leaves the gradient of ``hidden`` this rank's share of the sum.
@@ -144,14 +141,14 @@ def linear_cross_entropy(
         impl=impl,
         check_labels=check_labels,
         vocab_size=vocab_size,
-        **asked_for(outputs, top_k),
+        **asked_for(outputs),
     )
     settings = divided_by(num_items, settings)
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
-    beside, top = Labels(labels, class_weight), top_of(settings)
+    beside = Labels(labels, class_weight)
     tensors = Head(hidden, weight, bias)
     given = Arguments(tensors, labels, beside, group, num_items, main_grad, expected_grad_output)
-    return loss_of(over_head(LABELS, given, settings, head, top), labels, settings, top)
+    return loss_of(over_head(LABELS, given, settings, head), labels, settings)
 
 
 @public(needs_eager)
@@ -168,7 +165,6 @@ def linear_token_log_probs(
     temperature: float | Tensor = 1.0,
     sampling: Sampling | None = None,
     outputs: Sequence[str] = (),
-    top_k: int | None = None,
     impl: str = "auto",
     check_labels: bool = False,
     vocab_size: int | VocabShard | None = None,
@@ -182,14 +178,12 @@ def linear_token_log_probs(
 ) -> TensorOrOutputs:
     """:func:`token_log_probs` of ``hidden @ weight.T + bias``, which is made in chunks of tokens.
 
-    Backward computes the logits again and the gradients of all outputs together. The output ``"rank"`` computes them
-    again in forward.
+    Backward computes the logits again and the gradients of all outputs together.
 
-    Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``; of ``"rank"`` and ``top_k``
-    those of :func:`token_log_probs`.
+    Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``.
 
     Args:
-        temperature, outputs, top_k, sampling: as in :func:`token_log_probs`.
+        temperature, outputs, sampling: as in :func:`token_log_probs`.
         others: as in :func:`linear_cross_entropy`.
 
     Returns:
@@ -201,7 +195,7 @@ def linear_token_log_probs(
         >>> linear_token_log_probs(hidden, head, torch.tensor([0, 3]))
         tensor([-1.3863, -1.3863])
     """
-    asked, (number, tensor) = asked_for(outputs, top_k), split_temperature(temperature)
+    asked, (number, tensor) = asked_for(outputs), split_temperature(temperature)
     settings = Settings(
         ignore_index=ignore_index,
         softcap=softcap,
@@ -218,8 +212,8 @@ def linear_token_log_probs(
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
     tensors = Head(hidden, weight, bias)
     if are_given_ids(labels, hidden):
-        check_ids_alone(labels, hidden, outputs, top_k, sampling)
+        check_ids_alone(labels, hidden, outputs, sampling)
         return given_ids.of_head(tensors, Ids(labels, tensor), settings, head, group=group, main_grad=main_grad)
-    beside, top = Labels(labels, temperature=tensor), top_of(settings)
+    beside = Labels(labels, temperature=tensor)
     given = Arguments(tensors, labels, beside, group, None, main_grad)
-    return log_probs_of(over_head(LABELS, given, settings, head, top), labels, settings, top)
+    return log_probs_of(over_head(LABELS, given, settings, head), labels, settings)

@@ -13,7 +13,6 @@ from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import (
     TensorOrOutputs,
     asked_for,
-    asks_for_top,
     log_probs_of,
     loss_of,
     over_logits,
@@ -21,7 +20,6 @@ from vocab_parallel_ce.api.call import (
     public,
     settings_of_sampling,
     split_temperature,
-    top_of,
 )
 from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
 from vocab_parallel_ce.losses.base import Loss
@@ -34,7 +32,7 @@ from vocab_parallel_ce.shard import VocabShard
 
 def needs_eager(keywords: dict[str, Any]) -> bool:
     """Return whether a call has no operator."""
-    return overwrites(keywords) or asks_for_top(keywords) or keywords.get("sampling") is not None
+    return overwrites(keywords) or keywords.get("sampling") is not None
 
 
 @public(needs_eager)
@@ -52,7 +50,6 @@ def vocab_parallel_cross_entropy(
     num_items: float | Tensor | None = None,
     class_weight: Tensor | None = None,
     outputs: Sequence[str] = (),
-    top_k: int | None = None,
     gradient: str = "auto",
     impl: str = "auto",
     check_labels: bool = False,
@@ -79,8 +76,7 @@ def vocab_parallel_cross_entropy(
     Collectives: forward one all_gather of ``4 * K`` bytes per row from each rank, on the current stream; backward
     none. ``K`` is 3, with label smoothing 2 more, with class weights 1 more; 4 with probabilities.
     Outputs add to it: 1 each for ``"entropy"``, ``"sum_sq_probs"`` and predictions, 2 for ``"mean_logit"`` without
-    smoothing, ``2 * k`` for ``top_k``. ``"rank"`` is counted afterwards: one all_reduce of 4 bytes per row, and 4 bytes
-    more in the all_gather if ``z`` is not the logit. The host waits for the device only with ``check_labels``; every
+    smoothing. The host waits for the device only with ``check_labels``; every
     path can be captured in a CUDA graph. Under ``torch.compile`` it is one operator, and the
     gradient is out of place, unless ``gradient`` names another mode: then the graph breaks (docs/compile.md).
 
@@ -106,13 +102,12 @@ def vocab_parallel_cross_entropy(
             is divided by the sum of the labels' weights.
         outputs: names of fields of :class:`Outputs` to return alongside the loss: ``("entropy", "predictions")``.
             ``V`` is at most 2**24 for predictions. Not for probabilities.
-        top_k: also return the ids and log-probabilities of so many columns.
         gradient: where it is written. ``"auto"``: over the logits if nobody else can see them when backward runs,
             otherwise into a new tensor (docs/gradients.md). ``"out_of_place"``: into a new tensor. ``"in_backward"``:
             over the logits, whoever holds them. ``"in_forward"``: the same in this call, and backward scales it, which
             rounds again if ``grad_output`` is not 1; for logits that are no view in the graph. The last two are not
-            safe under saved-tensor hooks. ``"in_forward"`` takes no ``top_k`` and no ``"rank"``, and backward raises if
-            it gets a gradient of another output than the loss.
+            safe under saved-tensor hooks. With ``"in_forward"`` backward raises if it gets a
+            gradient of another output than the loss.
         impl: ``"one_pass"``, ``"triton"``, ``"reference"``, or ``"auto"``: the first of them that can run.
         check_labels: raise for a label outside ``[0, V)`` that is not ``ignore_index``; otherwise its row is NaN.
         vocab_size: ``V``. Either each rank has ``ceil(V / R)`` columns until none are left, so that the last ones may
@@ -121,8 +116,8 @@ def vocab_parallel_cross_entropy(
             ``R * C``, on every rank.
 
     Returns:
-        fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``. With ``outputs`` or ``top_k``,
-        an :class:`Outputs`.
+        fp32 loss, equal bit for bit on all ranks: ``[]``, or ``[...]`` for ``"none"``. With ``outputs``, an
+        :class:`Outputs`.
 
     Raises:
         TypeError: a type or dtype does not fit, or inside a ``torch.func`` transform or forward-mode AD.
@@ -154,16 +149,15 @@ def vocab_parallel_cross_entropy(
         impl=impl,
         check_labels=check_labels,
         vocab_size=vocab_size,
-        **asked_for(outputs, top_k),
+        **asked_for(outputs),
     )
     settings = divided_by(num_items, settings)
     loss: Loss = LABELS
     given: Any = Labels(labels, class_weight)
     if isinstance(labels, Tensor) and labels.is_floating_point():
         loss, given = TARGETS, Targets(labels, class_weight)
-    top = top_of(settings)
-    found = over_logits(loss, logits, given, settings, group=group, num_items=num_items, top=top)
-    return loss_of(found, labels, settings, top)
+    found = over_logits(loss, logits, given, settings, group=group, num_items=num_items)
+    return loss_of(found, labels, settings)
 
 
 @public(needs_eager)
@@ -178,7 +172,6 @@ def token_log_probs(
     temperature: float | Tensor = 1.0,
     sampling: Sampling | None = None,
     outputs: Sequence[str] = (),
-    top_k: int | None = None,
     gradient: str = "auto",
     impl: str = "auto",
     check_labels: bool = False,
@@ -191,7 +184,7 @@ def token_log_probs(
         p = softmax(z),  log_prob = log p_y,  entropy = -sum_i p_i log p_i
 
     in fp32, with ``z`` the scaled and capped logits of :func:`vocab_parallel_cross_entropy`, divided by the
-    temperature. All fp32 outputs except ``top_log_probs`` are differentiable; one pass computes their gradients.
+    temperature. All fp32 outputs are differentiable; one pass computes their gradients.
 
     Labels of as many dimensions as the logits are ``k`` given ids per token, whose log-probabilities are returned. An
     id may be given twice. Their gradient is one pass too.
@@ -205,21 +198,20 @@ def token_log_probs(
     Args:
         labels: ``[...]`` int64 or int32 global ids, the same on every rank. Or ``[..., k]`` given ids:
             one that is ``ignore_index`` has log-probability 0. One outside ``[0, V)`` has NaN, as the gradient of its
-            token. They take no ``outputs`` and no ``top_k``.
+            token. They take no ``outputs``.
         temperature: positive; divides the logits after the cap. A number, or a floating-point tensor of one element, or
             of one for each label, without a gradient. The host does not read a tensor: where it is not positive and
             finite in fp32, outputs and gradient are NaN, except of ignored tokens.
         outputs: names of fields of :class:`Outputs`, as in the loss.
-        top_k: also return the ids and log-probabilities of so many columns; not a sampler's.
         sampling: a :class:`Sampling`: log-probabilities and outputs of the distribution that a sampler used, which
             drops logits. A dropped label has ``-inf``; if its own gradient is infinite or NaN, that of dropped columns
-            is NaN. Not with given ids, ``"mean_logit"``, ``"rank"`` and ``top_k``.
+            is NaN. Not with given ids and ``"mean_logit"``.
         ignore_index: tokens with this label have outputs and gradient 0.
         gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
         others: as in :func:`vocab_parallel_cross_entropy`.
 
     Returns:
-        fp32 log-probabilities of the labels' shape, equal bit for bit on all ranks; with ``outputs`` or ``top_k``, an
+        fp32 log-probabilities of the labels' shape, equal bit for bit on all ranks; with ``outputs``, an
         :class:`Outputs`.
 
     Raises:
@@ -233,7 +225,7 @@ def token_log_probs(
         >>> found.entropy
         tensor([1.3863, 1.3863])
     """
-    asked, (number, tensor) = asked_for(outputs, top_k), split_temperature(temperature)
+    asked, (number, tensor) = asked_for(outputs), split_temperature(temperature)
     settings = Settings(
         ignore_index=ignore_index,
         softcap=softcap,
@@ -249,11 +241,11 @@ def token_log_probs(
     )
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
     if are_given_ids(labels, logits):
-        check_ids_alone(labels, logits, outputs, top_k, sampling)
+        check_ids_alone(labels, logits, outputs, sampling)
         return given_ids.of_logits(logits, Ids(labels, tensor), settings, group=group)
-    given, top = Labels(labels, temperature=tensor), top_of(settings)
-    found = over_logits(LABELS, logits, given, settings, group=group, top=top)
-    return log_probs_of(found, labels, settings, top)
+    given = Labels(labels, temperature=tensor)
+    found = over_logits(LABELS, logits, given, settings, group=group)
+    return log_probs_of(found, labels, settings)
 
 
 def output_of(name: str, logits: Tensor, group: Any = None) -> Tensor:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import run
-from vocab_parallel_ce.beside import at_rows
 from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather
 from vocab_parallel_ce.head.chunks import parts_of
 from vocab_parallel_ce.head.expected import factor_of
@@ -123,8 +122,7 @@ def forward(
     """Return the outputs of all tokens, the statistics of all ranks, and with ``keeps`` the logits that are kept.
 
     Collectives: one all_gather of statistics, or, of a loss that has a second exchange, two per chunk; with sequence
-    parallelism one of hidden states per chunk. For the label's rank, which takes the product a second time, one
-    all_reduce, and one more all_gather of hidden states per chunk.
+    parallelism one of hidden states per chunk.
     """
     call, plan, n_rows = linear.call, linear.call.plan, linear.labels.shape[0]
     outputs = run.new_outputs(plan, linear.labels.shape, local.hidden)
@@ -143,31 +141,11 @@ def forward(
             run.exchange(call, logits, of_rows, found)
             for each, of_chunk in zip(stats, found, strict=True):
                 each[:, rows] = of_chunk
-        if call.top is not None:
-            options = at_rows(plan.options, of_rows.temperature)
-            call.top.collect(logits, of_rows.labels, plan.shard, options)
         del logits, of_rows  # a teacher's head makes the next ones
-    if call.top is not None:
-        _find_top(linear, products, stats[0])
-    elif plan.launchers.second is None:
+    if plan.launchers.second is None:
         all_gather_stats(stats[0], plan.rank, call.group)
     plan.launchers.outputs(stats, beside, run.divisor_of(call, stats, call.divisor), outputs)
     return _in_token_order(linear, outputs), stats, products.kept
-
-
-def _find_top(linear: LinearCall, products: Products, stats: Tensor) -> None:
-    """Exchange ``stats [R, M, K]`` and what was collected of all chunks, and count the labels' ranks."""
-    call, plan = linear.call, linear.call.plan
-    assert call.top is not None
-    call.top.gather(stats, plan.rank, call.group)
-    if call.top.wants_rank:
-        counts = linear.labels.new_zeros(linear.labels.shape, dtype=torch.int32)
-        for rows, states in products.hidden.chunks():
-            logits = products.logits_of(rows, states, again=True)
-            counts[rows] = call.top.count(plan.launchers, logits, stats[:, rows], rows.start)
-        call.top.add_counts(counts, plan.n_ranks, call.group)
-    if linear.order is not None:
-        call.top.reorder(linear.order.to_tokens)
 
 
 def forward_with_gradients(

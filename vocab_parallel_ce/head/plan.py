@@ -332,7 +332,7 @@ def gradient_of(settings: Settings, head: HeadSettings, dtype: torch.dtype) -> s
     if settings.gradient != "auto":
         return settings.gradient
     # fp16 has no room for a gradient that the loss scale has not multiplied yet.
-    waits = settings.reduction == "none" or dtype == torch.float16 or settings.asks_for_top
+    waits = settings.reduction == "none" or dtype == torch.float16
     # With kept logits, backward has three products too, and gradients of the outputs as well.
     waits = waits or (settings.asks_for_differentiable and head.keep_logits != "none")
     return "in_backward" if waits else "in_forward"

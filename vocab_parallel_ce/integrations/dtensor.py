@@ -61,7 +61,7 @@ def cross_entropy(
         logits: ``[..., V]``, of a dtype of that function.
         labels: ``[...]`` int64 or int32 global ids, plain or a DTensor.
         num_items: plain; the same on every rank if ``labels`` are a DTensor.
-        others: as in that function, except ``group``, ``vocab_size``, ``class_weight`` and ``top_k``.
+        others: as in that function, except ``group``, ``vocab_size`` and ``class_weight``.
 
     Returns:
         As that function, with plain tensors or DTensors: those of each token are as the labels are.
@@ -132,7 +132,7 @@ def token_log_probs(
     Args:
         logits, labels: as in :func:`cross_entropy`.
         temperature: a tensor is plain, with one element or the shape of this rank's labels.
-        others: as in that function, except ``group``, ``vocab_size`` and ``top_k``.
+        others: as in that function, except ``group`` and ``vocab_size``.
 
     Returns:
         as :func:`vocab_parallel_ce.token_log_probs`. Plain if ``labels`` are. Otherwise DTensors with

@@ -4,12 +4,11 @@ Only modules in here import triton, and nothing imports this package before a ke
 """
 
 from vocab_parallel_ce.kernels import divergences, row_loss, row_statistics, targets
-from vocab_parallel_ce.kernels.counts import count_larger, sums_above
+from vocab_parallel_ce.kernels.counts import sums_above
 from vocab_parallel_ce.kernels.cross_entropy import cross_entropy, element_mul, token_outputs
 from vocab_parallel_ce.kernels.online_softmax import online_softmax
 
 __all__ = [
-    "count_larger",
     "cross_entropy",
     "divergences",
     "element_mul",

@@ -41,7 +41,6 @@ class Launchers(NamedTuple):
     widths: tuple[int, ...]  # K of each exchange
     # (logits, beside, stats, rank): fills stats[1][rank] after the first exchange of several ranks. None: there is one.
     second: Callable[..., None] | None = None
-    count_larger: Callable[..., None] | None = None  # (logits, label_x, counts), for the label's rank
     # (logits, thresholds, shift, temperature, sums): fills sums [N, T] of exp(z - shift) of the logits above thresholds
     # [N, T]; int32 counts without shift. For a sampler's thresholds. A row whose first and last are equal may have 0.
     sums_above: Callable[..., None] | None = None

@@ -118,7 +118,6 @@ class LabelLoss(Loss):
             functools.partial(kernels.cross_entropy, **own),
             kernels.element_mul,
             widths=(len(options.statistics),),
-            count_larger=functools.partial(kernels.count_larger, shard=shard),
             sums_above=functools.partial(kernels.sums_above, **own),
         )
 

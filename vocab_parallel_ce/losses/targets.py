@@ -26,7 +26,7 @@ from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NEG_INF, LossOptions, _finite_or_zero, _raised_by, transformed
 
-NOT_OF_TARGETS = ("ignore_index", "outputs", "top_k", "check_labels")
+NOT_OF_TARGETS = ("ignore_index", "outputs", "check_labels")
 TARGET_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
