@@ -15,9 +15,9 @@ from tests.support.linear_ranks import Case as OnRanks
 from tests.support.linear_ranks import check as check_ranks
 from tests.support.linear_ranks import run
 from tests.support.logits import METRICS, OUTPUTS, grads_of_every_output
-from tests.support.ranks import device_of, in_several_ranks, in_two_ranks
+from tests.support.ranks import in_several_ranks
 from tests.support.weights import weights
-from vocab_parallel_ce import linear_cross_entropy, verify_calls, vocab_parallel_cross_entropy
+from vocab_parallel_ce import linear_cross_entropy, vocab_parallel_cross_entropy
 from vocab_parallel_ce.options import DIFFERENTIABLE
 
 ROWS = 6
@@ -212,21 +212,3 @@ def test_ranks(rank_pool, impl, part, uses_outputs):
     for result, other in zip(results, recomputing, strict=True):
         sent = [[(call.name, call.nbytes) for call in each.in_backward] for each in (result, other)]
         assert sent[0] == (sent[1] if uses_outputs else [])
-
-
-def _one_rank_differentiates(rank, group):
-    case = Case(("reference", str(device_of(rank, group))))
-    with verify_calls():
-        found = case.loss(outputs=("lse",), group=group, vocab_size=COLUMNS * group.size())
-        try:
-            objective(found, ("lse",) * (rank == 1)).backward()
-        except ValueError as error:
-            return str(error)
-    return None
-
-
-@in_two_ranks
-def test_verification_sees_that_one_rank_alone_differentiates_an_output(rank_pool, impl):
-    """It would wait for the others in a sum over the ranks."""
-    errors = rank_pool.run(_one_rank_differentiates)
-    assert all(error.startswith("gradient of lse: rank 1 of 2 has shape (6,)") for error in errors)
