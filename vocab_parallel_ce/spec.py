@@ -124,7 +124,7 @@ PLAIN = LossOptions()
 
 
 class TokenOutputs(NamedTuple):
-    """What a row comes to: a value, or a buffer for it, of what is asked for."""
+    """Per-token outputs, or buffers to fill; None if not requested."""
 
     loss: Tensor  # [...] fp32
     entropy: Tensor | None = None  # [...] fp32
