@@ -60,7 +60,7 @@ class Settings(NamedTuple):
     @property
     def asks_for_differentiable(self) -> bool:
         """Whether an output is asked for that has a gradient of its own."""
-        return not set(DIFFERENTIABLE).isdisjoint(self.outputs)
+        return any(name in DIFFERENTIABLE for name in self.outputs)
 
 
 class HeadSettings(NamedTuple):

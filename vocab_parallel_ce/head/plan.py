@@ -106,7 +106,10 @@ def plan_linear_call(
     _check_expected(expected, labels, settings, dtype)
     logits_dtype = head.logits_dtype or dtype
     gradient = gradient_of(settings, head, dtype)
-    plan = _plan_of_logits(loss, dtype, logits_dtype, weight.shape[0], given, settings, gradient, rank, n_ranks)
+    recomputes = may_recompute(settings, gradient)
+    plan = _plan_of_logits(
+        loss, dtype, logits_dtype, weight.shape[0], given, settings, gradient, recomputes, rank, n_ranks
+    )
     keeping = head if gradient == "in_backward" else head._replace(keep_logits="none")
     chunk, kept_bytes = _chunk_tokens(plan, keeping, labels, hidden, dtype, logits_dtype)
     if settings.check_labels:
@@ -118,7 +121,6 @@ def plan_linear_call(
     if order is not None:
         rows = order.to_rows(rows.long(), ignore_index)
     beside = loss.beside_head(given.beside, hidden, settings, plan, order, rows)
-    recomputes = may_recompute(settings, gradient)
     if recomputes and torch.is_grad_enabled() and any(map(_needs_gradient, (hidden, weight, bias))):
         loss.check_can_be_saved(beside)
     linear = LinearCall(
@@ -297,13 +299,13 @@ def _plan_of_logits(
     given: Arguments,
     settings: Settings,
     gradient: str,
+    recomputes: bool,
     rank: int,
     n_ranks: int,
 ) -> Plan:
     """Plan the loss of a chunk's logits; a mean is a sum that is divided by the number of valid tokens."""
     shard = shard_of_rank(settings, n_columns, rank, n_ranks, subject=WEIGHT)
     reduction = "none" if settings.reduction == "none" else "sum"
-    recomputes = may_recompute(settings, gradient)
     if settings.impl == "one_pass" and logits_dtype != dtype:
         raise ValueError("impl: 'one_pass' writes no 16-bit gradient of fp32 logits, got logits_dtype; use 'auto'")
     if settings.impl == "one_pass" and gradient == "in_forward" and recomputes:
