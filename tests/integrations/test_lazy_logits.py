@@ -335,6 +335,23 @@ def test_after_a_fused_loss_there_is_no_gradient_to_see(name):
         getattr(lazy, name)(*[print] * (name == "register_hook"))
 
 
+@pytest.mark.parametrize("is_frozen", (True, False))
+def test_backward_computes_no_gradient_that_nobody_needs(monkeypatch, is_frozen):
+    """Of a weight that is frozen when the head is called, or when backward runs; as autograd of real logits."""
+    gradients, computed = [], []
+    for lazy in (True, False):
+        hidden, weight, _ = inputs()
+        head = Recording(hidden, weight.requires_grad_(not is_frozen))
+        compute = head.gradients
+        monkeypatch.setattr(head, "gradients", lambda *args, of=compute: computed.append(of(*args)) or computed[0])
+        logits = of(head) if lazy else F.linear(hidden, weight)
+        weight.requires_grad_(is_frozen)
+        logits.square().sum().backward()
+        gradients.append((hidden.grad, weight.grad))
+    assert [grad is None for grad in computed[0]] == [False, True]
+    assert torch.equal(gradients[0][0], gradients[1][0]) and gradients[0][1] is gradients[1][1] is None
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_logits_made_without_gradients_have_none_later(mode):
     hidden, weight, labels = inputs()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -142,13 +142,17 @@ class Head:
         assert self._graph is not None
         return self._graph
 
-    def gradients(self, grad: Tensor) -> list[Tensor | None]:
-        """Return the gradients of hidden states and parameters, as the head's own backward does."""
+    def gradients(self, grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+        """Return the gradients of hidden states and parameters, as the head's own backward does, or None.
+
+        ``needed`` are those that the call needed. One that is frozen since has none either.
+        """
         edge, inputs = self.graph()
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        found = torch.autograd.grad(edge, wanted, grad, retain_graph=True, create_graph=torch.is_grad_enabled())
-        gradients = iter(found)
-        return [next(gradients) if tensor.requires_grad else None for tensor in inputs]
+        computed = [each and tensor.requires_grad for each, tensor in zip(needed, inputs, strict=True)]
+        wanted = [tensor for tensor, is_computed in zip(inputs, computed, strict=True) if is_computed]
+        again = {"retain_graph": True, "create_graph": torch.is_grad_enabled()}
+        found = iter(torch.autograd.grad(edge, wanted, grad, **again) if wanted else ())
+        return [next(found) if is_computed else None for is_computed in computed]
 
     def check_unchanged(self, freed: bool = True) -> None:
         """Raise RuntimeError if the logits would not be those of the call any more, or if memory was freed."""

@@ -194,8 +194,8 @@ class _Output(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        n_inputs = 1 + len(ctx.head.parameters)
-        return None, None, *([None] * n_inputs if grad is None else ctx.head.gradients(grad))
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *([None] * len(needed) if grad is None else ctx.head.gradients(grad, needed))
 
 
 def lazy_logits(head: Head, recorded: Recorded) -> LazyLogits:

@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -99,8 +99,8 @@ class HeadCall(Head):
         layer.gradient_accumulation_fusion = False  # :meth:`gradients` adds to main_grad, as the fused loss does
         return type(layer).forward(layer, hidden, *parameters, False)[0]
 
-    def gradients(self, grad: Tensor) -> list[Tensor | None]:
-        d_hidden, d_weight = super().gradients(grad)
+    def gradients(self, grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+        d_hidden, d_weight = super().gradients(grad, needed)
         main_grad = self.main_grad()
         if d_weight is None or main_grad is None:
             return [d_hidden, d_weight]

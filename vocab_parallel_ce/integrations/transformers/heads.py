@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -134,7 +134,7 @@ class GatheredHeadCall(HeadCall):
         self._leaf = hidden.detach().requires_grad_(hidden.requires_grad)
         return self.plan.module._call_impl(self._leaf)
 
-    def gradients(self, grad: Tensor) -> list[Tensor | None]:
+    def gradients(self, grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
         if torch.is_grad_enabled():
             raise RuntimeError("logits: of a head that FSDP gathers by itself, which has no second derivatives")
         torch.autograd.backward(self.graph()[0], grad, retain_graph=True)
