@@ -33,7 +33,7 @@ myst_heading_anchors = 4  # as GitHub makes them
 
 highlight_language = "none"  # of formulas; blocks of code name theirs
 
-autodoc_typehints = "none"  # docstrings have shapes, dtypes and units, which types do not; all keywords, not overloads
+autodoc_typehints = "none"  # docstrings have shapes, dtypes and units, which types do not
 autodoc_member_order = "bysource"
 toc_object_entries_show_parents = "hide"
 napoleon_google_docstring, napoleon_numpy_docstring, napoleon_use_rtype = True, False, False

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support import training
-from vocab_parallel_ce import vocab_parallel_cross_entropy
+from vocab_parallel_ce import next_labels, vocab_parallel_cross_entropy
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,7 +41,7 @@ def tiny():
 
 
 def of_outputs(outputs, labels, num_items_in_batch=None):
-    return watched(outputs.logits, labels, shift=True)
+    return watched(outputs.logits, next_labels(labels))
 
 
 def transformers_outputs(folder, keep=False):
@@ -55,7 +55,7 @@ def transformers_outputs(folder, keep=False):
 
 def transformers_loss_function(folder):
     model, inputs = tiny()
-    model.loss_function = lambda logits, labels, vocab_size, **kwargs: watched(logits, labels, shift=True)
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: watched(logits, next_labels(labels))
     model(**inputs).loss.backward()
 
 

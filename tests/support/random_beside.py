@@ -51,7 +51,7 @@ def asked_of_loss(call: Call) -> list[str]:
     draw = call.draw
     asked = list(draw["outputs"] or ())
     if draw["gradient"] == "in_forward":
-        asked = [name for name in asked if name == "predictions"]
+        asked = [name for name in asked if name in ("predictions", "lse")]
     call.settings |= {"outputs": tuple(asked)} if asked else {}
     return asked
 
@@ -186,7 +186,10 @@ def gradients_of(
     truth = beside.compute(leaf, rounding)
     if given is None:
         is_pair = call.function == "cross_entropy_forward"  # without autograd
-        given = call.upstream(found, [name for name in truth.outputs if is_pair or found[name].requires_grad])
+        names = [name for name in truth.outputs if is_pair or found[name].requires_grad]
+        if call.draw["gradient"] == "in_forward":  # which knows the loss's gradient alone
+            names = ["loss"]
+        given = call.upstream(found, names)
     outputs = [truth.outputs[name] for name in given]
     factors = [value.to(output) for value, output in zip(given.values(), outputs, strict=True)]
     (grad,) = torch.autograd.grad(outputs, leaf, factors)

@@ -153,22 +153,23 @@ SMOOTHED = {
     "logit_scale": 0.4,
     "outputs": ("lse",),
 }
+MEAN = {
+    "reduction": "mean",
+    "num_items": None,
+    "class_weight": None,
+    "ranks": 1,
+    "ragged": False,
+    "width": "large",
+    "dtype": torch.float32,
+    "layout": "contiguous",
+    "gradient": "auto",
+}
 # What no pair of values brings about, but tests/test_launches.py asks for.
 TRIPLES = (
     ("distillation_loss", {"divergence": "js", "ranks": 3, "ragged": False, "padding": "vectors"}),
     ("token_log_probs", {"outputs": ("entropy",), "ranks": 1, "padding": "odd"}),
     *(("one_pass", {**SMOOTHED, "ragged": is_ragged}) for is_ragged in (False, True)),
-    (
-        "vocab_parallel_cross_entropy",
-        {
-            "reduction": "mean",
-            "num_items": None,
-            "ranks": 1,
-            "padding": "odd",
-            "width": "large",
-            "dtype": torch.float32,
-        },
-    ),
+    *(("vocab_parallel_cross_entropy", {**MEAN, "padding": padding}) for padding in ("odd", "none")),
 )
 
 

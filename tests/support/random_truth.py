@@ -86,8 +86,11 @@ class _Labels:
         self.t = t.where((t > 0) & t.isfinite(), 1.0)
         self.is_wrong, self.bad_x = is_wrong, bad_rows(x)
         self.excluded = x.detach().amax(-1) == NEG_INF
-        self.bad = (self.bad_x | is_wrong) & ~self.ignored & (not divides_by_0(options))
+        self.bad_outputs = (self.bad_x | is_wrong) & ~self.ignored
+        self.bad = self.bad_outputs & (not divides_by_0(options))  # which divides the loss alone
         clean = with_nan_gradient(x, self.bad).masked_fill(self.bad_x.unsqueeze(-1), 0.0)
+        finite_x = with_nan_gradient(x, self.bad_outputs).masked_fill(~x.detach().isfinite(), 0.0)
+        self.no_number = (finite_x * 0).sum(-1)  # 0, whose gradient is NaN in bad rows
         inside = (labels >= 0) & (labels < n_columns) | self.ignored
         any_labels = torch.where(inside, labels, int(ignore_index == 0))
         self.found = oracle.values(clean, any_labels, **{**options, "temperature": self.t})
@@ -111,7 +114,9 @@ class _Labels:
         outputs: Numbers = {}
         for name in names:
             value, at_limit = getattr(self.found, name), self.excluded & ~self.is_wrong
-            fill = torch.full_like(self.t, NAN).masked_fill(at_limit, LIMITS.get(name, NAN)).where(self.bad, 0.0)
+            bad = self.bad if name == "loss" else self.bad_outputs
+            value = value if name == "loss" else value + self.no_number
+            fill = torch.full_like(self.t, NAN).masked_fill(at_limit, LIMITS.get(name, NAN)).where(bad, 0.0)
             outputs[name] = value + (fill if value.dim() else fill.sum())
         return outputs
 
