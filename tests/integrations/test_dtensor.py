@@ -346,7 +346,6 @@ def test_other_placements_are_refused_with_what_to_do(rank_pool, impl):
         "labels of another mesh": "ValueError: labels: expected a DTensor with the mesh of logits",
         "mean": "ValueError: reduction: expected no mean of tokens that are on several ranks.* num_items=",
         "probabilities": "TypeError: labels: dtype must be ",
-        "top_k": "TypeError: .*unexpected keyword argument 'top_k'",
         "group": "TypeError: .*unexpected keyword argument 'group'",
         "items": "TypeError: num_items: expected .*to_local",
         "the loss itself": "TypeError: logits: .*; pass its to_local.*vocab_parallel_ce.integrations.dtensor",

@@ -47,7 +47,7 @@ def test_values_and_the_gradient_of_all_together(impl_device, gradient, reductio
 @pytest.mark.reference
 @pytest.mark.parametrize(
     ("name", "value"),
-    (("ignore_index", 0), ("outputs", ("lse",)), ("top_k", 2), ("check_labels", True)),
+    (("ignore_index", 0), ("outputs", ("lse",)), ("check_labels", True)),
 )
 def test_probabilities_refuse_what_has_no_use_with_them(name, value):
     logits = torch.randn(2, 3, 5)

@@ -278,7 +278,7 @@ def _use(rng: random.Random, family: str) -> Use:
         options.update(_some(rng, label_smoothing=0.1))
     else:
         options.update(_some(rng, label_smoothing=0.1, z_loss=0.02, softcap=8.0, logit_scale=0.6))
-        options.update(_some(rng, outputs=("predictions",)))
+        options.update(_some(rng, outputs=("lse",)) if gradient != "in_forward" else {})  # which has no other gradient
         if options["reduction"] == "sum":
             options.update(_some(rng, num_items=rng.choice([5, torch.tensor(5), 0])))
     if family == "linear":

@@ -91,8 +91,7 @@ def plan_linear_call(
     loss.check_head(given.beside, hidden, settings)
     checks.check_labels(labels, hidden, "hidden")
     check_head_settings(settings, head, knows_grad_output=expected is not None)
-    tensors = (*given.head, labels, *given.beside)
-    checks.check_no_transforms(*(t for t in tensors if isinstance(t, Tensor)))
+    checks.check_no_transforms(*(t for t in (*given.head, labels, *given.beside) if isinstance(t, Tensor)))
     rank, n_ranks = group_position(given.group)
     bias = None if given.head.bias is None else local_rows("bias", given.head.bias, given.group)
     weight = local_rows("weight", given.head.weight, given.group)
@@ -118,8 +117,7 @@ def plan_linear_call(
     is_valid = ~is_ignored(rows, ignore_index)
     chunks, order = _chunks_and_order(is_valid, chunk, n_ranks, head)
     weighs = settings.reduction == "mean" and given.beside.class_weight is not None
-    if order is not None:
-        rows = order.to_rows(rows.long(), ignore_index)
+    rows = rows if order is None else order.to_rows(rows.long(), ignore_index)
     beside = loss.beside_head(given.beside, hidden, settings, plan, order, rows)
     if recomputes and torch.is_grad_enabled() and any(map(_needs_gradient, (hidden, weight, bias))):
         loss.check_can_be_saved(beside)
