@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from vocab_parallel_ce.head.plan import Arguments, plan_linear_call
 from vocab_parallel_ce.head.run import OverHead
 from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.options import HeadSettings, Sampling, Settings, checked_outputs
+from vocab_parallel_ce.options import HeadSettings, Sampling, Settings
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.run import OverLogits, as_token_outputs, forward
 from vocab_parallel_ce.spec import TokenOutputs
@@ -86,18 +86,13 @@ def _record(tensors: Iterable[Any], names: Iterable[str]) -> Outputs:
 pytree.register_pytree_node(Outputs, _flat, _record, serialized_type_name="vocab_parallel_ce.Outputs")
 
 
-def asked_for(outputs: Any) -> dict[str, Any]:
-    """Return the settings that ask for ``outputs``."""
-    return {"outputs": checked_outputs(outputs)}
-
-
-def settings_of_sampling(sampling: object, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a caller's ``sampling``; ``asked`` are those of the outputs."""
+def settings_of_sampling(sampling: object, outputs: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a caller's ``sampling``, which fits the checked ``outputs``."""
     if sampling is None:
         return {}
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling: expected a Sampling or None, got {type(sampling).__name__}")
-    if "mean_logit" in asked["outputs"]:
+    if "mean_logit" in outputs:
         raise ValueError("sampling: expected no output 'mean_logit' with it, because it drops logits, got both")
     return {"sample_k": sampling.top_k, "sample_p": sampling.top_p}
 
@@ -107,14 +102,14 @@ def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None
     return (1.0, temperature) if isinstance(temperature, Tensor) else (temperature, None)
 
 
-def loss_of(found: TokenOutputs, labels: Tensor, settings: Settings) -> Tensor | Outputs:
+def loss_of(found: TokenOutputs, settings: Settings) -> Tensor | Outputs:
     """Return the loss, or the record of all that was asked for."""
     if not settings.outputs:
         return found.loss
     return Outputs(loss=found.loss, **_others(found, settings))
 
 
-def log_probs_of(found: TokenOutputs, labels: Tensor, settings: Settings) -> Tensor | Outputs:
+def log_probs_of(found: TokenOutputs, settings: Settings) -> Tensor | Outputs:
     """Return the log-probabilities, or the record of all that was asked for."""
     log_probs = torch.rsub(found.loss, 0.0)  # 0 - loss, since a negated 0 would be -0; the operator takes longer
     if not settings.outputs:

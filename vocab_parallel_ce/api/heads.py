@@ -11,7 +11,6 @@ from torch import Tensor
 from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import (
     TensorOrOutputs,
-    asked_for,
     keeps_logits,
     log_probs_of,
     loss_of,
@@ -24,7 +23,7 @@ from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
 from vocab_parallel_ce.head.plan import Arguments, Head
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
-from vocab_parallel_ce.options import DIFFERENTIABLE, HeadSettings, Sampling, Settings, divided_by
+from vocab_parallel_ce.options import DIFFERENTIABLE, HeadSettings, Sampling, Settings, checked_outputs, divided_by
 from vocab_parallel_ce.shard import VocabShard
 
 
@@ -141,14 +140,14 @@ def linear_cross_entropy(
         impl=impl,
         check_labels=check_labels,
         vocab_size=vocab_size,
-        **asked_for(outputs),
+        outputs=checked_outputs(outputs),
     )
     settings = divided_by(num_items, settings)
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
     beside = Labels(labels, class_weight)
     tensors = Head(hidden, weight, bias)
     given = Arguments(tensors, labels, beside, group, num_items, main_grad, expected_grad_output)
-    return loss_of(over_head(LABELS, given, settings, head), labels, settings)
+    return loss_of(over_head(LABELS, given, settings, head), settings)
 
 
 @public(needs_eager)
@@ -195,7 +194,7 @@ def linear_token_log_probs(
         >>> linear_token_log_probs(hidden, head, torch.tensor([0, 3]))
         tensor([-1.3863, -1.3863])
     """
-    asked, (number, tensor) = asked_for(outputs), split_temperature(temperature)
+    asked, (number, tensor) = checked_outputs(outputs), split_temperature(temperature)
     settings = Settings(
         ignore_index=ignore_index,
         softcap=softcap,
@@ -206,7 +205,7 @@ def linear_token_log_probs(
         impl=impl,
         check_labels=check_labels,
         vocab_size=vocab_size,
-        **asked,
+        outputs=asked,
         **settings_of_sampling(sampling, asked),
     )
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
@@ -216,4 +215,4 @@ def linear_token_log_probs(
         return given_ids.of_head(tensors, Ids(labels, tensor), settings, head, group=group, main_grad=main_grad)
     beside = Labels(labels, temperature=tensor)
     given = Arguments(tensors, labels, beside, group, None, main_grad)
-    return log_probs_of(over_head(LABELS, given, settings, head), labels, settings)
+    return log_probs_of(over_head(LABELS, given, settings, head), settings)

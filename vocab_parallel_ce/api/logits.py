@@ -12,7 +12,6 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import (
     TensorOrOutputs,
-    asked_for,
     log_probs_of,
     loss_of,
     over_logits,
@@ -26,7 +25,7 @@ from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.losses.targets import TARGETS, Targets
-from vocab_parallel_ce.options import Sampling, Settings, divided_by
+from vocab_parallel_ce.options import Sampling, Settings, checked_outputs, divided_by
 from vocab_parallel_ce.shard import VocabShard
 
 
@@ -149,7 +148,7 @@ def vocab_parallel_cross_entropy(
         impl=impl,
         check_labels=check_labels,
         vocab_size=vocab_size,
-        **asked_for(outputs),
+        outputs=checked_outputs(outputs),
     )
     settings = divided_by(num_items, settings)
     loss: Loss = LABELS
@@ -157,7 +156,7 @@ def vocab_parallel_cross_entropy(
     if isinstance(labels, Tensor) and labels.is_floating_point():
         loss, given = TARGETS, Targets(labels, class_weight)
     found = over_logits(loss, logits, given, settings, group=group, num_items=num_items)
-    return loss_of(found, labels, settings)
+    return loss_of(found, settings)
 
 
 @public(needs_eager)
@@ -225,7 +224,7 @@ def token_log_probs(
         >>> found.entropy
         tensor([1.3863, 1.3863])
     """
-    asked, (number, tensor) = asked_for(outputs), split_temperature(temperature)
+    asked, (number, tensor) = checked_outputs(outputs), split_temperature(temperature)
     settings = Settings(
         ignore_index=ignore_index,
         softcap=softcap,
@@ -236,7 +235,7 @@ def token_log_probs(
         impl=impl,
         check_labels=check_labels,
         vocab_size=vocab_size,
-        **asked,
+        outputs=asked,
         **settings_of_sampling(sampling, asked),
     )
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
@@ -245,7 +244,7 @@ def token_log_probs(
         return given_ids.of_logits(logits, Ids(labels, tensor), settings, group=group)
     given = Labels(labels, temperature=tensor)
     found = over_logits(LABELS, logits, given, settings, group=group)
-    return log_probs_of(found, labels, settings)
+    return log_probs_of(found, settings)
 
 
 def output_of(name: str, logits: Tensor, group: Any = None) -> Tensor:
