@@ -100,6 +100,17 @@ def test_label_smoothing_is_shared_out_over_the_other_columns(monkeypatch, optio
 
 
 @pytest.mark.reference
+@pytest.mark.parametrize(("smoothing", "most"), ((0.1, 0), (0.9, 0.75)))
+def test_label_smoothing_that_the_other_columns_cannot_take_is_refused(monkeypatch, smoothing, most):
+    """A vocabulary of one column has no others."""
+    monkeypatch.setattr(losses, "group_position", lambda group: (0, 1))
+    logits, target = torch.zeros(1, 1, 4 if most else 1), torch.zeros(1, 1).long()
+    words = rf"label_smoothing: must be at most \(V - 1\) / V = {most:g} .* got {smoothing}$"
+    with megatron.installed(), pytest.raises(ValueError, match=words):
+        losses.vocab_parallel_cross_entropy(logits, target, smoothing, "a group")
+
+
+@pytest.mark.reference
 def test_modules_that_are_imported_later(monkeypatch):
     """They bind our function, and get Megatron's own at the end."""
     own = tensor_parallel.vocab_parallel_cross_entropy

@@ -50,6 +50,9 @@ def vocab_parallel_cross_entropy(
         # Megatron shares it out over the other V - 1 columns, PyTorch over all V.
         columns = Settings(vocab_size=options.get("vocab_size"))
         n = shard_of_rank(columns, vocab_parallel_logits.shape[-1], *group_position(tp_group)).vocab_size
+        if label_smoothing > (n - 1) / n:
+            most = f"(V - 1) / V = {(n - 1) / n:g} of the {n} columns"
+            raise ValueError(f"label_smoothing: must be at most {most}, got {label_smoothing}")
         label_smoothing = label_smoothing * n / (n - 1)
     keywords = {"group": tp_group, "reduction": "none", "label_smoothing": label_smoothing, **options}
     call = _loss_calls[-1] if _loss_calls else None
