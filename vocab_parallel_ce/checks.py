@@ -71,7 +71,7 @@ def check_no_transforms(*tensors: Tensor | None) -> None:
     # The public unpack_dual takes a microsecond to say that there is no level.
     if getattr(forward_ad, "_current_level", 0) < 0:
         return
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise TypeError(
             "cross-entropy: expected tensors without a tangent, got a dual tensor of forward-mode AD; use "
             "backward, or torch.nn.functional.cross_entropy"
@@ -126,16 +126,14 @@ def check_labels(labels: Tensor, tokens: Tensor, subject: str = "logits") -> Non
         raise TypeError(f"labels: dtype must be {_names(LABEL_DTYPES)}, got {labels.dtype}; {remedy}")
     if labels.layout is not torch.strided:
         raise TypeError(f"labels: expected a dense tensor, got layout {labels.layout}")
-    if labels.device != tokens.device:
-        raise ValueError(f"labels: device must be that of {subject}, {tokens.device}, got {labels.device}")
+    check_device("labels", labels, tokens, subject)
 
 
-def check_rows(labels: Tensor, logits: Tensor) -> None:
-    """One label for each row."""
-    shape = logits.shape
-    if (*labels.shape, shape[-1]) != shape:
-        expected = f"that of logits without the last dimension, {tuple(shape[:-1])}"
-        remedy = f"; {NOT_ONE_HOT}" if labels.dim() == len(shape) else ""
+def check_rows(labels: Tensor, shape: tuple[int, ...], subject: str = "logits") -> None:
+    """One label for each token of ``subject``, whose tokens are of ``shape``."""
+    if labels.shape != shape:
+        remedy = f"; {NOT_ONE_HOT}" if labels.dim() == len(shape) + 1 else ""
+        expected = f"that of the tokens of {subject}, {tuple(shape)}"
         raise ValueError(f"labels: shape must be {expected}, got {tuple(labels.shape)}{remedy}")
 
 
@@ -275,28 +273,26 @@ def check_constant(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name}: expected a constant, got a tensor that requires a gradient; pass its detach()")
 
 
-def check_class_weight(class_weight: object) -> None:
-    """A dense floating-point tensor that needs no gradient."""
-    check_tensor("class_weight", class_weight)
-    assert isinstance(class_weight, Tensor)
-    if not class_weight.is_floating_point() or class_weight.layout is not torch.strided:
-        expected = "dtype must be floating point, dense"
-        raise TypeError(f"class_weight: {expected}, got {class_weight.dtype}, {class_weight.layout}")
-    check_constant("class_weight", class_weight)
+def check_floating(name: str, tensor: object, tokens: Tensor) -> None:
+    """A dense floating-point tensor on the device of ``tokens``."""
+    check_tensor(name, tensor)
+    assert isinstance(tensor, Tensor)
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: dtype must be floating point, dense, got {tensor.dtype}, {tensor.layout}")
+    check_device(name, tensor, tokens, "the logits")
 
 
-def check_temperature(temperature: Tensor, labels: Tensor) -> None:
-    """One floating-point number, or one for each label, that needs no gradient; its values are not looked at."""
-    check_tensor("temperature", temperature)
-    if not temperature.is_floating_point() or temperature.layout is not torch.strided:
-        expected = "dtype must be floating point, dense"
-        raise TypeError(f"temperature: {expected}, got {temperature.dtype}, {temperature.layout}")
-    check_constant("temperature", temperature)
-    if temperature.device != labels.device:
-        raise ValueError(f"temperature: device must be that of labels, {labels.device}, got {temperature.device}")
-    if temperature.numel() != 1 and temperature.shape != labels.shape:
-        expected = f"1 element, or the shape of the labels, {_shape(labels)}"
-        raise ValueError(f"temperature: expected {expected}, got shape {_shape(temperature)}")
+def check_device(name: str, tensor: Tensor, tokens: Tensor, subject: str) -> None:
+    if tensor.device != tokens.device:
+        raise ValueError(f"{name}: device must be that of {subject}, {tokens.device}, got {tensor.device}")
+
+
+def check_row_numbers(name: str, numbers: Tensor, tokens: Tensor, shape: tuple[int, ...]) -> None:
+    """One floating-point number, or one for each token; the values are not looked at."""
+    check_floating(name, numbers, tokens)
+    if numbers.numel() != 1 and numbers.shape != shape:
+        expected = f"1 element, or the shape of the labels, {tuple(shape)}"
+        raise ValueError(f"{name}: expected {expected}, got shape {_shape(numbers)}")
 
 
 def check_label_range(

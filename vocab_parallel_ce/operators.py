@@ -24,12 +24,13 @@ from vocab_parallel_ce.head.chunks import check_chunk_tokens
 from vocab_parallel_ce.layout import compute_dtype, source_and_new, walkable
 from vocab_parallel_ce.losses.base import LOSSES, Loss
 from vocab_parallel_ce.options import GRADIENT_MODES, HeadSettings, Settings, bytes_of, check_settings
-from vocab_parallel_ce.plan import output_dtype, plan_call, plan_of
+from vocab_parallel_ce.plan import has_weights, output_dtype, plan_call, plan_of
 from vocab_parallel_ce.run import N_GRADS
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
+from vocab_parallel_ce.targets import Tokens, check, check_requires_no_gradient, local, passed
 
-MOST_BESIDE, MOST_EXCHANGES = 3, 2
+MOST_TARGETS, MOST_EXCHANGES = 4, 2
 N_SETTINGS, N_OUTPUTS = len(Settings._fields), len(TokenOutputs._fields)
 TYPES: dict[Any, str] = {float: "float", int: "int", bool: "bool", str: "str", tuple[str, ...]: "str[]"}
 TYPES |= {float | None: "float?", int | None: "int?", torch.dtype | None: "ScalarType?"}
@@ -40,7 +41,7 @@ class LogitsCall(NamedTuple):
     """Arguments of the operators over logits; an operator takes the settings one by one."""
 
     logits: Tensor
-    beside: tuple[Tensor | None, ...]  # the first fields of the loss's record
+    targets: Any  # the loss's
     num_items: Tensor | None  # of the gradient: what the loss was divided by
     loss: Loss
     group: str | None
@@ -48,13 +49,10 @@ class LogitsCall(NamedTuple):
 
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> LogitsCall:
-        logits, (beside, others) = arguments[0], split(arguments[1:], MOST_BESIDE)
-        num_items, loss, group, *settings = others
-        return cls(logits, beside, num_items, LOSSES[loss], group, settings_of(settings))
-
-    @property
-    def given(self) -> Any:
-        return record_of(self.loss.Beside, self.beside)
+        logits, (tensors, others) = arguments[0], split(arguments[1:], MOST_TARGETS)
+        num_items, name, group, *settings = others
+        loss = LOSSES[name]
+        return cls(logits, record_of(loss.Targets, tensors), num_items, loss, group, settings_of(settings))
 
     @property
     def rows(self) -> torch.Size:
@@ -66,17 +64,17 @@ class LogitsCall(NamedTuple):
 
 
 def losses(
-    loss: Loss, logits: Tensor, given: Any, settings: Settings, group: Any, num_items: float | Tensor | None
+    loss: Loss, logits: Tensor, targets: Any, settings: Settings, group: Any, num_items: float | Tensor | None
 ) -> TokenOutputs:
     """Return the outputs of a loss over logits."""
     if logits.stride(-1) != 1 or logits.dim() > 4:
         logits = logits.contiguous()  # so that the gradient is laid out as empty_like says
     checks.check_choice("gradient", settings.gradient, GRADIENT_MODES)
     settings = settings._replace(gradient="out_of_place")
-    loss.check_constants(given)
+    check_constants(targets)
     divisor = divisor_of(num_items, settings.reduction, logits)
     operator = torch.ops.vocab_parallel_ce.loss_of_logits
-    found = operator(logits, *beside_of(given), divisor, loss.name, name_of(group), *values_of(settings))
+    found = operator(logits, *tensors_of(targets), divisor, loss.name, name_of(group), *values_of(settings))
     return token_outputs(loss, found, settings)
 
 
@@ -90,13 +88,20 @@ def split(values: Sequence[Any], n: int) -> tuple[tuple[Any, ...], Sequence[Any]
     return tuple(values[:n]), values[n:]
 
 
-def record_of(record: Any, beside: tuple[Tensor | None, ...]) -> Any:
-    return record(*beside[: len(record._fields)])
+def record_of(kind: Any, tensors: tuple[Tensor | None, ...]) -> Any:
+    """Return targets as a loss takes them."""
+    return kind(*tensors[: len(kind._fields)])
 
 
-def beside_of(given: Any) -> tuple[Tensor | None, ...]:
-    """Return what stands alongside the logits as an operator takes it."""
-    return (*given, *(None,) * MOST_BESIDE)[:MOST_BESIDE]
+def tensors_of(targets: Any) -> tuple[Tensor | None, ...]:
+    """Return targets as an operator takes them; what it has no room for is None."""
+    return (*targets, *(None,) * MOST_TARGETS)[:MOST_TARGETS]
+
+
+def check_constants(targets: Any) -> None:
+    """Check what an operator takes: it does not see whether a tensor requires a gradient."""
+    for name, target, _ in passed(targets):
+        check_requires_no_gradient(name, target)
 
 
 def divisor_of(num_items: float | Tensor | None, reduction: str, like: Tensor) -> Tensor | None:
@@ -208,7 +213,7 @@ def _n_ranks(call: Any) -> int:
 
 
 def new_statistics(call: Any) -> tuple[Tensor, ...]:
-    options = _options(call.loss, call.settings, class_weight=call.given.class_weight is not None)
+    options = _options(call.loss, call.settings, class_weight=has_weights(call.targets))
     shape = _n_ranks(call), math.prod(call.rows)  # Size.numel() would fix the number of rows
     dtype = compute_dtype(call[0].dtype)
     return tuple(call[0].new_empty(*shape, len(names), dtype=dtype) for names in call.loss.exchanges(options))
@@ -217,8 +222,8 @@ def new_statistics(call: Any) -> tuple[Tensor, ...]:
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     given = LogitsCall.read(arguments)
     logits, group = given.logits, group_named(given.group)
-    call, beside = plan_call(given.loss, logits, given.given, given.settings, group, given.num_items)
-    outputs, stats, divisor = run.forward(call, walkable(logits), beside, given.rows)
+    call, targets = plan_call(given.loss, logits, given.targets, given.settings, group, given.num_items)
+    outputs, stats, divisor = run.forward(call, walkable(logits), targets, given.rows)
     count = divisor if given.settings.reduction == "mean" else None  # an operator must not return what it was given
     return or_empty((*outputs, *as_two(stats), count), logits)
 
@@ -227,12 +232,14 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = LogitsCall.read(arguments)
     check_traced(call)
     checks.check_logits(call.logits)
-    call.loss.check(call.given, call.logits, call.settings)
+    tokens = Tokens(call.logits, "logits", call.rows)
+    check(call.targets, tokens, call.settings)
+    call.loss.check(call.targets, tokens, call.settings)
     count = None
     if call.settings.reduction == "mean":
-        has_weights = call.loss.counts and call.given.class_weight is not None
+        is_weighted = call.loss.counts and has_weights(call.targets)
         dtype = torch.int32 if call.loss.counts else torch.int64
-        count = call.logits.new_empty(1, dtype=compute_dtype(call.logits.dtype) if has_weights else dtype)
+        count = call.logits.new_empty(1, dtype=compute_dtype(call.logits.dtype) if is_weighted else dtype)
     return or_empty((*new_outputs(call), *as_two(new_statistics(call)), count), call.logits)
 
 
@@ -242,10 +249,10 @@ def _gradient(*arguments: Any) -> Tensor:
     call = LogitsCall.read(others)
     loss, logits, settings = call.loss, call.logits, call.settings._replace(check_labels=False)
     position = group_position(group_named(call.group))
-    plan = plan_of(loss, logits, call.given, call.settings, *position)
-    beside = loss.beside(call.given, logits, settings, plan.shard, *position)
+    plan = plan_of(loss, logits, call.targets, call.settings, *position)
+    targets = local(call.targets, Tokens(logits, "logits", call.rows), settings, plan)
     source, grad = source_and_new(logits)
-    run.write_gradient(plan, source, beside, of_exchanges(stats), call.num_items, GradOutputs(*grads), grad)
+    run.write_gradient(plan, source, targets, of_exchanges(stats), call.num_items, GradOutputs(*grads), grad)
     return grad
 
 
@@ -255,11 +262,11 @@ def _fake_gradient(*arguments: Any) -> Tensor:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call, (*stats, count) = LogitsCall.read(inputs), output[N_OUTPUTS:]
-    ctx.others = inputs[2 + MOST_BESIDE :]  # those that are no tensors
+    ctx.others = inputs[2 + MOST_TARGETS :]  # those that are no tensors
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*constants_of(call, output))
     divisor = count if call.settings.reduction == "mean" else call.num_items
-    ctx.save_for_backward(*stats, call.logits, *call.beside, divisor)
+    ctx.save_for_backward(*stats, call.logits, *inputs[1 : 1 + MOST_TARGETS], divisor)
 
 
 def constants_of(call: Any, output: tuple[Tensor, ...]) -> list[Tensor]:
@@ -275,7 +282,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     if any(of_output is not None for of_output in grads[:N_GRADS]):
         operator = torch.ops.vocab_parallel_ce.loss_of_logits_gradient
         grad = operator(*stats, *grads[:N_GRADS], *inputs, *ctx.others)
-    return grad, *(None,) * (1 + MOST_BESIDE + len(ctx.others))
+    return grad, *(None,) * (1 + MOST_TARGETS + len(ctx.others))
 
 
 def schema_of(record: Any) -> str:
@@ -296,8 +303,8 @@ library = torch.library.Library("vocab_parallel_ce", "DEF")
 OUTPUTS = ", ".join(f"Tensor {name}" for name in TokenOutputs._fields)
 STATS = ", ".join(f"Tensor stats_{i}" for i in range(MOST_EXCHANGES))
 SAVED = ", ".join([STATS, *(f"Tensor? grad_{name}" for name in GradOutputs._fields)])
-BESIDE = ", ".join(f"Tensor? beside_{i}" for i in range(MOST_BESIDE))
-CONSTANTS = f"{BESIDE}, Tensor? num_items, str loss, str? group"
+TARGETS = ", ".join(f"Tensor? target_{i}" for i in range(MOST_TARGETS))
+CONSTANTS = f"{TARGETS}, Tensor? num_items, str loss, str? group"
 LOGITS = f"Tensor logits, {CONSTANTS}, {schema_of(Settings)}"
 LOSS_OF_LOGITS = f"({LOGITS}) -> ({OUTPUTS}, {STATS}, Tensor count)"
 define("loss_of_logits", LOSS_OF_LOGITS, _forward, _fake_forward, _backward, _save)

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
-from vocab_parallel_ce.beside import checked_divisor, rows_of_mean
 from vocab_parallel_ce.blocks import fewest_rows_of_one_pass
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.in_place import check_not_overwritten
-from vocab_parallel_ce.layout import begins_at_a_boundary, compute_dtype
+from vocab_parallel_ce.layout import begins_at_a_boundary, compute_dtype, constant
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Sampling, Settings, sampling_of, shard_of_rank
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.targets import Tokens, check, local
 
 # A private function: None in a PyTorch without it. Then "auto" overwrites nothing.
 top_saved_tensor_hooks: Callable[[bool], object] | None = getattr(
@@ -46,8 +46,7 @@ class Plan(NamedTuple):
     dtype: torch.dtype  # of the arithmetic, the statistics and the loss
     other_outputs: dict[str, torch.dtype]  # fields of TokenOutputs alongside the loss that are asked for, in order
     constants: tuple[str, ...]  # of the other outputs: those without a gradient
-    counts: bool  # whether the launch of the statistics counts the rows of a mean
-    weighs: bool  # whether a mean is divided by the sum of the labels' class weights
+    mean_over: str  # "rows" that are not ignored, or their labels' class "weights"; "" if it is no mean
 
 
 class Call(NamedTuple):
@@ -55,8 +54,7 @@ class Call(NamedTuple):
 
     plan: Plan
     group: Any
-    divisor: Tensor | None  # [1], of the losses, if it is known before the statistics
-    weighs: bool = False  # whether the sum of the labels' class weights is the divisor
+    divisor: Tensor | None  # [1], of the losses of a sum
 
 
 class PlanKey(NamedTuple):
@@ -75,59 +73,72 @@ class PlanKey(NamedTuple):
 def plan_call(
     loss: Loss,
     logits: Tensor,
-    given: Any,
+    targets: Any,
     settings: Settings,
     group: Any,
     num_items: float | Tensor | None = None,
 ) -> tuple[Call, Any]:
-    """Check the arguments of a loss over logits, and return its call and what stands alongside the logits.
+    """Check the arguments of a loss over logits, and return its call and the targets as launchers take them.
 
     Changes nothing.
     """
     checks.check_logits(logits)
-    checks.check_no_transforms(logits)
-    loss.check(given, logits, settings)
-    plan = plan_of(loss, logits, given, settings, *group_position(group))
+    checks.check_no_transforms(logits, *targets)
+    tokens = Tokens(logits, "logits", logits.shape[:-1])
+    check(targets, tokens, settings)
+    loss.check(targets, tokens, settings)
+    plan = plan_of(loss, logits, targets, settings, *group_position(group))
     check_not_overwritten(logits)
-    if num_items is not None:
-        divisor: Tensor | None = checked_divisor(num_items, settings.reduction, logits)
-    elif plan.reduction == "mean" and not (plan.counts or plan.weighs):
-        divisor = rows_of_mean(given.labels, logits, settings)
-    else:
-        divisor = None
-    beside = loss.beside(given, logits, settings, plan.shard, plan.rank, plan.n_ranks)
+    divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
+    local_targets = local(targets, tokens, settings, plan)
+    if plan.sampling is not None:  # memory for what top finds
+        threshold = logits.new_full(tokens.shape, -torch.inf, dtype=plan.dtype).reshape(-1)
+        local_targets = local_targets._replace(threshold=threshold)
     if verify.open_calls:
-        compared = loss.compared(given)
-        compared["options"] = comparable(settings, num_items) | compared["options"]
-        verify.compare_call({"logits": logits}, shard=plan.shard, **compared)
-    return Call(plan, group, divisor, plan.weighs), beside
+        verify.compare_call({"logits": logits}, targets, plan.shard, comparable(settings, num_items))
+    return Call(plan, group, divisor), local_targets
 
 
-def plan_of(loss: Loss, logits: Tensor, given: Any, settings: Settings, rank: int, n_ranks: int) -> Plan:
+def checked_divisor(num_items: float | Tensor, reduction: str, tokens: Tensor) -> Tensor:
+    """Return checked ``num_items`` as kernels take it: ``[1]`` on the device of ``tokens``."""
+    checks.check_num_items(num_items, reduction, tokens)
+    if isinstance(num_items, Tensor) and num_items.device == tokens.device:
+        return constant(num_items.detach().reshape(1), tokens)
+    return tokens.new_full((1,), float(num_items), dtype=compute_dtype(tokens.dtype))
+
+
+def has_weights(targets: Any) -> bool:
+    """Whether there is a class weight among the targets."""
+    return getattr(targets, "class_weight", None) is not None
+
+
+def plan_of(loss: Loss, logits: Tensor, targets: Any, settings: Settings, rank: int, n_ranks: int) -> Plan:
     """Return the plan of a loss over checked ``logits``."""
     mode = gradient_mode(settings.gradient, logits)
     is_aligned = mode == "in_forward" and begins_at_a_boundary(logits)
     device = logits.device if type(logits) is Tensor else checks.device_of_values(logits)
-    has_weights = given.class_weight is not None
-    key = logits.dtype, logits.shape[-1], device, rank, n_ranks, mode, is_aligned, has_weights  # a PlanKey's
+    key = PlanKey(logits.dtype, logits.shape[-1], device, rank, n_ranks, mode, is_aligned, has_weights(targets))
     return cached_plan(loss, settings, key)
 
 
-def cached_plan(loss: Loss, settings: Settings, key: tuple[Any, ...]) -> Plan:
-    """Return the plan of a loss, its settings and the fields of a :class:`PlanKey`, checked and made once."""
+def cached_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
+    """Return the plan of a loss, checked and made once."""
     try:
-        given = settings.vocab_size
-        return _plan_of_fields(loss, *(given if isinstance(given, VocabShard) else ()), *settings, *key)
-    except TypeError:  # refused, or cannot be hashed, or is no shard: make_plan says so by name
+        return _cached_plan(types_of(settings), loss, settings, key)
+    except TypeError:  # refused, or cannot be hashed: make_plan says so by name
         pass
-    return make_plan(loss, settings, PlanKey(*key))
+    return make_plan(loss, settings, key)
 
 
-@functools.lru_cache(maxsize=1024, typed=True)  # 1, 1.0 and True are equal: typed, which sees no fields of a record
-def _plan_of_fields(loss: Loss, *fields: Any) -> Plan:
-    """Make a plan of the fields of a shard, of :class:`Settings` and of a :class:`PlanKey`."""
-    n = len(PlanKey._fields)
-    return make_plan(loss, Settings(*fields[-n - len(Settings._fields) : -n]), PlanKey(*fields[-n:]))
+def types_of(settings: Settings, *others: Any) -> tuple[type, ...]:
+    """Return the types of the fields, and of ``others``, for a cache: 1, 1.0 and True are equal."""
+    size = settings.vocab_size
+    return tuple(map(type, (*settings, *(size if isinstance(size, VocabShard) else ()), *others)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_plan(types: tuple[type, ...], loss: Loss, settings: Settings, key: PlanKey) -> Plan:
+    return make_plan(loss, settings, key)
 
 
 def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
@@ -149,9 +160,9 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
     selected = select(key.device.type, impl, workload=workload, gpu=gpu)
     kernels, one_pass = kernels_of(selected.name)
     launchers = loss.launchers(options, shard, kernels)
-    outputs, is_mean = loss.outputs(options), settings.reduction == "mean"
-    weighs = is_mean and loss.counts and key.class_weight
-    counts = is_mean and loss.counts and not weighs
+    outputs, mean_over = loss.outputs(options), ""
+    if settings.reduction == "mean":
+        mean_over = "weights" if key.class_weight and loss.counts else "rows"
     return Plan(
         loss=loss,
         launchers=launchers._replace(one_pass=one_pass, one_pass_rows=selected.fewest_rows),
@@ -166,8 +177,7 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         dtype=compute_dtype(key.dtype),
         other_outputs={name: output_dtype(name, key.dtype) for name in outputs},
         constants=tuple(name for name, has_gradient in outputs.items() if not has_gradient),
-        counts=counts,
-        weighs=weighs,
+        mean_over=mean_over,
     )
 
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce import spec
-from vocab_parallel_ce.beside import at_rows
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, TokenOutputs
+from vocab_parallel_ce.targets import at_rows
 
 
 def launchers(loss: Loss, options: Any, shard: VocabShard) -> Launchers:
@@ -40,33 +40,33 @@ class _Reference:
     def statistics(
         self,
         logits: Tensor,
-        beside: Any,
+        targets: Any,
         stats: tuple[Tensor, ...],
         rank: int,
         count: Tensor | None = None,
     ) -> None:
-        own = self.loss.tile(self._columns(logits), beside, self.shard, self.options)
+        own = self.loss.tile(self._columns(logits), targets, self.shard, self.options)
         stats[0][rank] = torch.stack([getattr(own, name) for name in self.names], dim=-1)
         if count is not None:
-            ignored = self.loss.ignored(beside, self.options)
+            ignored = self.loss.ignored(targets, self.options)
             assert ignored is not None
             count.copy_((~ignored).sum())
         if len(stats) > 1 and stats[0].shape[0] == 1:
-            self.second(logits, beside, stats, rank)
+            self.second(logits, targets, stats, rank)
 
-    def second(self, logits: Tensor, beside: Any, stats: tuple[Tensor, ...], rank: int) -> None:
+    def second(self, logits: Tensor, targets: Any, stats: tuple[Tensor, ...], rank: int) -> None:
         merged = self._merged(stats)
-        stats[1][rank] = self.loss.second(self._columns(logits), beside, merged, self.shard, self.options)
+        stats[1][rank] = self.loss.second(self._columns(logits), targets, merged, self.shard, self.options)
 
     def outputs(
         self,
         stats: tuple[Tensor, ...],
-        beside: Any,
+        targets: Any,
         divisor: Tensor | None,
         outputs: TokenOutputs,
         total: Tensor | None = None,
     ) -> None:
-        given = self._merged(stats), _second(stats), beside, self.shard, self.options
+        given = self._merged(stats), _second(stats), targets, self.shard, self.options
         for name, output in zip(TokenOutputs._fields, outputs, strict=True):
             if output is not None:
                 value = self.loss.output(name, *given)
@@ -77,7 +77,7 @@ class _Reference:
     def gradient(
         self,
         logits: Tensor,
-        beside: Any,
+        targets: Any,
         stats: tuple[Tensor, ...],
         divisor: Tensor | None,
         grads: GradOutputs,
@@ -85,15 +85,15 @@ class _Reference:
     ) -> None:
         merged, second, own = self._merged(stats), _second(stats), (self.shard, self.options)
         x = self._columns(logits)
-        grad = _divided(self.loss.gradient(x, beside, merged, second, *own), divisor)
+        grad = _divided(self.loss.gradient(x, targets, merged, second, *own), divisor)
         if grads.loss is not None:
             grad = grad * grads.loss.unsqueeze(-1)
         # 0 under an infinite grad_output too. It divides the loss alone.
         if divisor is not None:
             grad = torch.where(divisor == 0, 0.0, grad)
         if any(of_output is not None for of_output in grads[1:]):
-            grad = grad + self.loss.outputs_gradient(x, beside, merged, grads, *own)
-        ignored = self.loss.ignored(beside, self.options)
+            grad = grad + self.loss.outputs_gradient(x, targets, merged, grads, *own)
+        ignored = self.loss.ignored(targets, self.options)
         if ignored is not None:
             grad.masked_fill_(ignored.unsqueeze(-1), 0.0)
         grad_logits.copy_(F.pad(grad, (0, logits.shape[-1] - grad.shape[-1])).view(grad_logits.shape))

@@ -70,16 +70,15 @@ def new_statistics(plan: Plan, n_rows: int, like: Tensor) -> Stats:
     return (first,) if len(widths) == 1 else (first, like.new_empty(plan.n_ranks, n_rows, widths[1], dtype=plan.dtype))
 
 
-def local_statistics(call: Call, logits: Tensor, beside: Any) -> tuple[Stats, Tensor | None]:
-    """Return the statistics of all ranks, of which this rank's are filled, and the divisor, if they do not give it."""
-    plan = call.plan
+def local_statistics(plan: Plan, logits: Tensor, targets: Any) -> tuple[Stats, Tensor | None]:
+    """Return the statistics of all ranks, of which this rank's are filled, and ``[1]`` rows that it has counted."""
     stats = new_statistics(plan, logits.numel() // logits.shape[-1], logits)
-    count = logits.new_empty(1, dtype=torch.int32) if plan.counts else None
-    plan.launchers.statistics(logits, beside, stats, plan.rank, count)
-    return stats, call.divisor if count is None else count
+    count = logits.new_empty(1, dtype=torch.int32) if plan.mean_over == "rows" and plan.loss.counts else None
+    plan.launchers.statistics(logits, targets, stats, plan.rank, count)
+    return stats, count
 
 
-def exchange(call: Call, logits: Tensor, beside: Any, stats: Stats, begun: Any = None) -> None:
+def exchange(call: Call, logits: Tensor, targets: Any, stats: Stats, begun: Any = None) -> None:
     """Fill the statistics of all ranks; ``begun`` is the handle of the first all_gather, if it is on its way."""
     plan = call.plan
     if plan.n_ranks == 1:
@@ -89,50 +88,62 @@ def exchange(call: Call, logits: Tensor, beside: Any, stats: Stats, begun: Any =
     else:
         begun.wait()
     if plan.launchers.second is not None:
-        plan.launchers.second(logits, beside, stats, plan.rank)
+        plan.launchers.second(logits, targets, stats, plan.rank)
         all_gather_stats(stats[1], plan.rank, call.group)
 
 
-def divisor_of(call: Call, stats: Stats, divisor: Tensor | None) -> Tensor | None:
-    """Return ``[1]``: ``divisor``, or the sum of the labels' class weights, which has the same bits on all ranks."""
-    if not call.weighs:
-        return divisor
-    index = call.plan.options.statistics.index("target_weight")
-    return stats[0].select(2, index).sum().view(1)  # to index with ... takes microseconds longer
+def divisor_of(call: Call, targets: Any, stats: Stats, count: Tensor | None) -> Tensor | None:
+    """Return ``[1]``, what divides the losses, of the same bits on all ranks. None: nothing does."""
+    plan = call.plan
+    if plan.mean_over == "weights":
+        index = plan.options.statistics.index("target_weight")
+        return stats[0].select(2, index).sum().view(1)  # to index with ... takes microseconds longer
+    if plan.mean_over == "rows" and count is None:
+        return rows_of_mean(plan.loss.ignored(targets, plan.options), stats[0][0, :, 0])
+    return call.divisor if count is None else count
 
 
-def fill_outputs(plan: Plan, stats: Stats, beside: Any, divisor: Tensor | None, outputs: TokenOutputs) -> TokenOutputs:
+def rows_of_mean(ignored: Tensor | None, rows: Tensor) -> Tensor:
+    """Return ``[1]``, how many of ``rows [...]`` are not ``ignored [...]``."""
+    if ignored is None:
+        return rows.new_full((1,), rows.numel(), dtype=torch.int64)
+    return (~ignored).sum().reshape(1)
+
+
+def fill_outputs(plan: Plan, stats: Stats, targets: Any, divisor: Tensor | None, outputs: TokenOutputs) -> TokenOutputs:
     """Fill ``outputs`` from the statistics of all ranks, and return them; the loss of a reduced call is their sum."""
     total = None if plan.reduction == "none" else outputs.loss.new_empty(())
-    plan.launchers.outputs(stats, beside, divisor, outputs, total)
+    plan.launchers.outputs(stats, targets, divisor, outputs, total)
     return outputs if total is None else outputs._replace(loss=total)
 
 
-def forward(call: Call, logits: Tensor, beside: Any, shape: Sequence[int]) -> tuple[TokenOutputs, Stats, Tensor | None]:
+def forward(
+    call: Call, logits: Tensor, targets: Any, shape: Sequence[int]
+) -> tuple[TokenOutputs, Stats, Tensor | None]:
     """Return the outputs, of ``shape`` or reduced, and the statistics and divisor. Reads the logits once.
 
     A sampler's thresholds take more reads.
     """
     plan, outputs = call.plan, new_outputs(call.plan, shape, logits)
     if plan.sampling is not None:
-        fill_thresholds(plan.sampling, plan, call.group, logits, beside)
-    stats, divisor = local_statistics(call, logits, beside)
-    exchange(call, logits, beside, stats)
-    divisor = divisor_of(call, stats, divisor)
-    return fill_outputs(plan, stats, beside, divisor, outputs), stats, divisor
+        fill_thresholds(plan.sampling, plan, call.group, logits, targets)
+    stats, count = local_statistics(plan, logits, targets)
+    exchange(call, logits, targets, stats)
+    divisor = divisor_of(call, targets, stats, count)
+    return fill_outputs(plan, stats, targets, divisor, outputs), stats, divisor
 
 
-def forward_in_place(call: Call, logits: Tensor, beside: Any, shape: Sequence[int]) -> tuple[TokenOutputs, Tensor]:
+def forward_in_place(call: Call, logits: Tensor, targets: Any, shape: Sequence[int]) -> tuple[TokenOutputs, Tensor]:
     """Return the outputs, and the gradient in the memory of ``logits``, or in a copy if they cannot be overwritten."""
     plan, grad = call.plan, overwritable(logits)
     if takes_one_pass(plan, grad.numel() // grad.shape[-1]):
         outputs = new_outputs(plan, shape, grad)
-        one_pass(call, grad, beside, outputs)
+        one_pass(call, grad, targets, outputs)
         if plan.reduction != "none":
             outputs = outputs._replace(loss=outputs.loss.sum())
     else:
-        outputs, stats, divisor = forward(call, grad, beside, shape)
-        plan.launchers.gradient(grad, beside, stats, divisor, GradOutputs(), grad)
+        outputs, stats, divisor = forward(call, grad, targets, shape)
+        plan.launchers.gradient(grad, targets, stats, divisor, GradOutputs(), grad)
     raise_version(grad)
     return outputs, grad
 
@@ -142,18 +153,18 @@ def takes_one_pass(plan: Plan, n_rows: int) -> bool:
     return plan.launchers.one_pass is not None and n_rows >= plan.launchers.one_pass_rows
 
 
-def one_pass(call: Call, logits: Tensor, beside: Any, outputs: TokenOutputs) -> None:
+def one_pass(call: Call, logits: Tensor, targets: Any, outputs: TokenOutputs) -> None:
     """Fill ``outputs``; the gradient replaces ``logits``, which must be ``layout.overwritable``."""
     plan = call.plan
     assert plan.launchers.one_pass is not None
-    counted = plan.counts or plan.weighs
-    plan.launchers.one_pass(logits, beside, call.divisor, outputs, counted=counted, options=plan.options)
+    counted = plan.mean_over != ""
+    plan.launchers.one_pass(logits, targets, call.divisor, outputs, counted=counted, options=plan.options)
 
 
 def write_gradient(
     plan: Plan,
     logits: Tensor,
-    beside: Any,
+    targets: Any,
     stats: Stats,
     divisor: Tensor | None,
     grads: GradOutputs,
@@ -164,7 +175,7 @@ def write_gradient(
     of_rows: list[Tensor | None] = [loss.reshape(-1, *plan.row_shape) if plan.row_shape else per_row(loss, logits)]
     if plan.other_outputs:
         of_rows += [None if grad is None else per_row(grad, logits) for grad in grads[1:]]
-    plan.launchers.gradient(logits, beside, stats, divisor, GradOutputs(*of_rows), grad_logits)
+    plan.launchers.gradient(logits, targets, stats, divisor, GradOutputs(*of_rows), grad_logits)
 
 
 def raise_version(overwritten: Tensor) -> None:
@@ -254,23 +265,23 @@ def mark_written(ctx: Any, kept: Tensor, logits: Tensor, version_before: int) ->
 
 
 class OverLogits(torch.autograd.Function):
-    """Saved: in_forward the gradient, in the logits' memory; else logits, divisor, statistics, what is alongside."""
+    """Saved: in_forward the gradient, in the logits' memory; else logits, divisor, statistics, targets."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, beside: Any, call: Call) -> Any:
+    def forward(ctx: Any, logits: Tensor, targets: Any, call: Call) -> Any:
         begin(ctx, call)
         plan = call.plan
         *shape, _ = logits.shape  # to cut a torch.Size takes longer
         if plan.gradient == "in_forward":
             version = logits._version
-            outputs, grad = forward_in_place(call, logits, beside, shape)
+            outputs, grad = forward_in_place(call, logits, targets, shape)
             if grad is logits:
                 mark_overwritten(logits, version, ctx.age)
             ctx.save_for_backward(grad)
         else:
             kept = logits if plan.gradient == "out_of_place" else overwritable(logits)
-            outputs, stats, divisor = forward(call, walkable(kept), beside, shape)
-            ctx.save_for_backward(kept, divisor, *stats, *plan.loss.saved(beside, plan.options))
+            outputs, stats, divisor = forward(call, walkable(kept), targets, shape)
+            ctx.save_for_backward(kept, divisor, *stats, *targets)
         return as_returned(ctx, outputs, plan)
 
     @staticmethod
@@ -295,7 +306,7 @@ def _logits_gradient(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Te
         plan.launchers.element_mul(grad, per_row(grads.loss, grad))
     else:
         n = 2 + len(plan.launchers.widths)
-        write_gradient(plan, source, plan.loss.Beside(*saved[n:]), saved[2:n], saved[1], grads, grad)
+        write_gradient(plan, source, plan.loss.Targets(*saved[n:]), saved[2:n], saved[1], grads, grad)
     if ctx.handed_on:
         mark_written(ctx, kept, grad, version)
     return grad

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from vocab_parallel_ce import spec
-from vocab_parallel_ce.beside import at_rows
 from vocab_parallel_ce.collectives import all_gather_stats
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.options import Sampling
 from vocab_parallel_ce.spec import INF, NEG_INF, is_ignored
+from vocab_parallel_ce.targets import at_rows
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 N_BITS = 3  # that a step finds: an H100 compares with 7 thresholds while it reads
@@ -31,48 +31,48 @@ LONGEST = (1 << 64 - N_BITS) - 1  # segment: a difference of 64-bit keys has no 
 N_GROUPS = 512  # of a rank's columns
 
 
-def fill_thresholds(sampling: Sampling, plan: Any, group: Any, logits: Tensor, beside: Labels) -> None:
-    """Fill ``beside.threshold [N]``, the same on all ranks."""
-    assert beside.threshold is not None
-    search = _Search(plan, group, logits, beside, sampling.top_k)
+def fill_thresholds(sampling: Sampling, plan: Any, group: Any, logits: Tensor, targets: Labels) -> None:
+    """Fill ``targets.threshold [N]``, the same on all ranks."""
+    assert targets.threshold is not None
+    search = _Search(plan, group, logits, targets, sampling.top_k)
     if sampling.top_k is not None:
         search.narrow(top_k=sampling.top_k)
     if sampling.top_p < 1:
         search.narrow(top_p=sampling.top_p)
-    beside.threshold.copy_(search.value_of(search.least))
+    targets.threshold.copy_(search.value_of(search.least))
 
 
 class _Search:
     """Searches for ``least [N]``, among keys, which stand for numbers of the logits' dtype."""
 
-    def __init__(self, plan: Any, group: Any, logits: Tensor, beside: Labels, top_k: int | None) -> None:
-        self.plan, self.group, self.logits, self.beside = plan, group, logits, beside
+    def __init__(self, plan: Any, group: Any, logits: Tensor, targets: Labels, top_k: int | None) -> None:
+        self.plan, self.group, self.logits, self.targets = plan, group, logits, targets
         self.dtype, self.integer = logits.dtype, INTEGERS[logits.itemsize]
         self.lowest = self.key_of(NEG_INF)
         self.n_keys = self.key_of(INF) - self.lowest + 1
         low, high = self._bounds(top_k)
-        of_rows = at_rows(plan.options, beside.temperature)
+        of_rows = at_rows(plan.options, targets.temperature)
         self.row_max = spec.transformed(high.unsqueeze(-1), of_rows)[0].squeeze(-1)
         self.largest = self.keys_of(high)
         self.least = torch.minimum(self.keys_of(low), self.largest)
         # Ignored rows have nothing to search in.
-        self.largest = torch.where(is_ignored(beside.labels, plan.options.ignore_index), self.least, self.largest)
+        self.largest = torch.where(is_ignored(targets.labels, plan.options.ignore_index), self.least, self.largest)
 
     def _bounds(self, top_k: int | None) -> tuple[Tensor, Tensor]:
         """Return ``[N]`` a number that ``top_k`` logits reach, and the largest logit; infinity for NaN.
 
         Collectives: an all_gather of 8 bytes per row.
         """
-        plan, beside = self.plan, self.beside
+        plan, targets = self.plan, self.targets
         x = self.logits[..., : plan.shard.n_valid]
         n_columns = x.shape[-1] // N_GROUPS * N_GROUPS
         largest = x[..., n_columns:]
         if n_columns:
             of_groups = x[..., :n_columns].unflatten(-1, (-1, N_GROUPS)).amax(dim=-2)
             largest = torch.cat([of_groups, largest], dim=-1)
-        largest = largest.reshape(len(beside.labels), largest.shape[-1])
-        assert beside.threshold is not None
-        bounds = beside.threshold.new_full((plan.n_ranks, 2, len(largest)), NEG_INF)
+        largest = largest.reshape(len(targets.labels), largest.shape[-1])
+        assert targets.threshold is not None
+        bounds = targets.threshold.new_full((plan.n_ranks, 2, len(largest)), NEG_INF)
         own = bounds[plan.rank]
         n_of_rank = 0 if top_k is None else -(-top_k // plan.n_ranks)
         if 0 < n_of_rank <= largest.shape[-1]:
@@ -128,11 +128,11 @@ class _Search:
 
     def _sums_above(self, keys: Tensor, row_max: Tensor | None) -> Tensor:
         """Return ``[N, T]`` sums above keys ``[N, T]``, or counts; 0 or the same for rows whose keys are equal."""
-        plan, beside = self.plan, self.beside
+        plan, targets = self.plan, self.targets
         thresholds = self.value_of(keys).to(self.row_max.dtype)
         dtype = torch.int32 if row_max is None else thresholds.dtype
         sums = thresholds.new_empty(plan.n_ranks, *keys.shape, dtype=dtype)
-        plan.launchers.sums_above(self.logits, thresholds, row_max, beside.temperature, sums[plan.rank])
+        plan.launchers.sums_above(self.logits, thresholds, row_max, targets.temperature, sums[plan.rank])
         if plan.n_ranks == 1:
             return sums[0]
         all_gather_stats(sums, plan.rank, self.group)

@@ -22,6 +22,7 @@ from vocab_parallel_ce.checks import check_bool
 from vocab_parallel_ce.collectives import all_gather_objects, group_position
 from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.targets import ROLES, Grid, HeadStates, Role, RowIds, RowNumbers, passed
 
 ERRORS = {error.__name__: error for error in (TypeError, ValueError, RuntimeError)}
 TOLERANCE = 0.03  # of the norm: more than bf16 rounds off, far less than another dropout mask changes
@@ -34,6 +35,7 @@ class _Call:
     def __init__(self, group: Any, device: torch.device | None) -> None:
         self.group, self.device, self.thread = group, device, get_ident()
         self.is_pending = group_position(group)[1] > 1
+        self.others: dict[str, Any] = {}  # facts that also_compare has added
 
     def exchange(self, facts: dict[str, Any], **others: Any) -> list[dict[str, Any]]:
         """Return the reports of all ranks. Raise the first error of a rank, or ValueError if facts differ."""
@@ -128,59 +130,76 @@ def verified(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return function(*args, **kwargs)
 
 
-def compare_call(
-    tensors: dict[str, Any],
-    labels: Tensor,
-    shard: VocabShard,
-    options: dict[str, Any],
-    values: dict[str, Tensor] | None = None,
-    beside: str = "",
-    subject: str = "labels",
-) -> None:
+def compare_call(tensors: dict[str, Any], targets: Any, shard: VocabShard, options: dict[str, Any]) -> None:
     """Raise the same ValueError on every rank unless the arguments of a pending call fit together.
 
-    ``tensors`` are all that may need a gradient, first ``logits [..., C]`` or ``hidden [..., D]``. ``beside`` names
-    what stands alongside them instead of labels, ``subject`` what ``labels`` are. ``values`` must be equal, as the
-    options. Tensors among ``options`` are hidden states. Without a ``vocab_size`` among them, equal
-    logits or heads on all ranks are an error.
+    ``tensors`` are all that may need a gradient, first ``logits [..., C]`` or ``hidden [..., D]``. The roles of
+    ``targets`` say how they are compared: ids and numbers of rows must be equal, of columns and grids there must be
+    some or none, and hidden states may differ by rounding. ``options`` must be equal. Without a ``vocab_size`` among
+    them, equal logits or heads on all ranks are an error.
     """
     call = _pending_call()
     if call is None:
         return
     name, first = next(iter(tensors.items()))
     facts: dict[str, Any] = {
-        "call": f"a loss over {name}" + (f" and {beside}" if beside else ""),
+        "call": " and ".join([f"a loss over {name}", *_names(targets, Grid), *_names(targets, HeadStates)]),
         f"{name}.shape[:-1]": tuple(first.shape[:-1]),
         f"{name}.dtype": first.dtype,
         f"{name}.device.type": first.device.type,
-        f"{subject}.dtype": labels.dtype,
-        f"{subject}.shape": tuple(labels.shape),
     }
-    states = {each: value for each, value in options.items() if isinstance(value, Tensor)}
-    facts |= {each: value for each, value in options.items() if each not in (*states, *COLUMNS_ARE_GIVEN)}
-    facts |= {each: shown(value) for each, value in (values or {}).items()}
-    facts |= {f"{each}.shape": tuple(value.shape) for each, value in states.items()}
+    facts |= {each: "None" if target is None else "a tensor" for each, target in _optional(targets)}
+    facts |= {each: value for each, value in options.items() if each not in COLUMNS_ARE_GIVEN}
+    ids: dict[str, Tensor] = {}
+    states = {"hidden": first} if name == "hidden" and not options["sequence_parallel"] else {}
+    for each, target, role in passed(targets):
+        if isinstance(role, RowIds):
+            ids[each] = target
+            facts |= {f"{each}.dtype": target.dtype, f"{each}.shape": tuple(target.shape)}
+        elif isinstance(role, RowNumbers):
+            facts[each] = shown(target)
+        elif isinstance(role, HeadStates):
+            states[each] = target
+            facts[f"{each}.shape"] = tuple(target.shape)
+    facts |= call.others
     for each, tensor in tensors.items():
         facts[each] = "None" if tensor is None else "a tensor"
         is_needed = tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
         facts[f"{each}.requires_grad"] = "True" if is_needed else "False, or under torch.no_grad"
-    if name == "hidden" and not options["sequence_parallel"]:
-        states[name] = first
-    is_valid = labels.long() != options["ignore_index"] if states else labels
-    fingerprints = {each: _fingerprint(value, is_valid) for each, value in states.items()}
+    labels = ids.get("labels")
+    is_valid = None if labels is None else labels.long() != options["ignore_index"]
+    if is_valid is not None and is_valid.dim() == first.dim():  # k ids of each token
+        is_valid = is_valid.any(dim=-1)
     of_columns = "weight" if "weight" in tensors else name
     is_given = any(options[each] is not None for each in COLUMNS_ARE_GIVEN)
-    own: dict[str, Any] = {"shard": shard, "labels": _checksum(labels), "hidden": fingerprints}
+    own: dict[str, Any] = {"shard": shard, "ids": {each: _checksum(values) for each, values in ids.items()}}
+    own["hidden"] = {each: _fingerprint(value, is_valid) for each, value in states.items()}
     own["columns"] = None if is_given else _sampled(tensors[of_columns])
     reports = call.exchange(facts, **own)
     _compare_shards([report["shard"] for report in reports])
     _check_not_whole(of_columns, [report["columns"] for report in reports])
-    if len({report["labels"] for report in reports}) > 1:
-        of_ranks = torch.stack(all_gather_objects(labels.cpu(), call.group, call.device))
-        position = (of_ranks != of_ranks[0]).any(0).nonzero()[0].tolist()
-        _compare(f"{subject}{position}", [own[tuple(position)].item() for own in of_ranks])
+    for each, values in ids.items():
+        if len({report["ids"][each] for report in reports}) > 1:
+            of_ranks = torch.stack(all_gather_objects(values.cpu(), call.group, call.device))
+            position = (of_ranks != of_ranks[0]).any(0).nonzero()[0].tolist()
+            _compare(f"{each}{position}", [own[tuple(position)].item() for own in of_ranks])
     for each in states:
         _compare_hidden(each, [report["hidden"][each] for report in reports])
+
+
+def also_compare(facts: dict[str, Any]) -> None:
+    """Compare more of the pending call, if there is one, together with the rest: values that must be equal."""
+    if (call := _pending_call()) is not None:
+        call.others |= {name: shown(fact) if isinstance(fact, Tensor) else fact for name, fact in facts.items()}
+
+
+def _names(targets: Any, kind: type[Role]) -> list[str]:
+    return [name for name, _, role in passed(targets) if isinstance(role, kind)]
+
+
+def _optional(targets: Any) -> list[tuple[str, Tensor | None]]:
+    """Return the targets that may be None, by the caller's names."""
+    return [(name, getattr(targets, field)) for field, name, _, is_optional in ROLES[type(targets)] if is_optional]
 
 
 def compare_arguments(name: str, tensors: dict[str, Tensor | None], **others: Any) -> None:
@@ -212,9 +231,11 @@ def _sampled(rows: Tensor) -> str | None:
     return None if bool((sample == sample[..., :1]).all()) else _checksum(sample)
 
 
-def _fingerprint(hidden: Tensor, is_valid: Tensor) -> tuple[float, ...]:
-    """Return the norm of the valid rows of ``hidden [..., D]`` and 4 projections of them."""
-    rows = hidden.detach().float().flatten(0, -2).masked_fill(~is_valid.reshape(-1, 1), 0.0)
+def _fingerprint(hidden: Tensor, is_valid: Tensor | None) -> tuple[float, ...]:
+    """Return the norm of the valid rows of ``hidden [..., D]`` and 4 projections of them; all are without a mask."""
+    rows = hidden.detach().float().flatten(0, -2)
+    if is_valid is not None:
+        rows = rows.masked_fill(~is_valid.reshape(-1, 1), 0.0)
     n_tokens, n_features = rows.shape
     right = (torch.arange(n_features * 4, device=rows.device, dtype=rows.dtype) * 2.399963).cos()
     left = (torch.arange(n_tokens, device=rows.device, dtype=rows.dtype) * 1.7320508 + 0.5).cos()

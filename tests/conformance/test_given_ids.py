@@ -267,7 +267,7 @@ def test_refusals_by_name():
     for words, changed in (
         ("labels: expected another number of given ids", {"labels": torch.zeros(4, 9).long()}),
         ("labels: expected one per token with outputs", {"outputs": ("lse",)}),
-        ("labels: shape must be|labels: expected shape", {"labels": ids[:3]}),
+        ("labels: shape must be", {"labels": ids[:3]}),
         (r"labels: expected at least one given id per token, got shape \(4, 0\)", {"labels": ids[:, :0]}),
         ("labels: expected a dense tensor, got layout torch.sparse_coo", {"labels": ids.to_sparse()}),
     ):

@@ -8,15 +8,15 @@ from tests.support.fresh import ROOT, fresh_python
 
 pytestmark = pytest.mark.compile_only
 
-PACKAGE, FILE = "vocab_parallel_ce", "kernels/targets.py"
+PACKAGE, FILE = "vocab_parallel_ce", "kernels/soft_labels.py"
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from tests.support import compile_kernels, kernel_variants
-from vocab_parallel_ce.kernels import targets
+from vocab_parallel_ce.kernels import soft_labels
 
-assert targets.__file__.startswith(PLACE)
-variants = kernel_variants.of_targets("bf16", "bf16", False, "plain")
+assert soft_labels.__file__.startswith(PLACE)
+variants = kernel_variants.of_soft_labels("bf16", "bf16", False, "plain")
 outputs = next(variant for variant in variants if variant.name.startswith("target_loss"))
 print(triton.compile(compile_kernels.source_of(outputs), target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 """

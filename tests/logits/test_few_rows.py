@@ -73,9 +73,9 @@ def one_launch(monkeypatch):
 
     monkeypatch.setattr(plan, "select", chosen)
     monkeypatch.setattr(one_pass, "one_pass", in_one_launch)
-    plan._plan_of_fields.cache_clear()
+    plan._cached_plan.cache_clear()
     yield calls
-    plan._plan_of_fields.cache_clear()
+    plan._cached_plan.cache_clear()
 
 
 @pytest.mark.interpreted(3)

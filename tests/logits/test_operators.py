@@ -28,18 +28,18 @@ OPTIONS = {
 }
 
 
-def beside_for(name, labels):
-    """The loss, and what stands beside its logits, and beside those of a head."""
+def targets_for(name, labels):
+    """The loss, its targets over logits, and those of a head."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(N, VOCABULARY, generator=generator)
     if name == "targets":
-        return "targets", (rows.softmax(-1), torch.rand(VOCABULARY), None), None
+        return "soft_labels", (rows.softmax(-1), torch.rand(VOCABULARY), None, None), None
     if name.startswith("divergence"):
         head = torch.randn(N, 5, generator=generator), torch.randn(VOCABULARY, 5, generator=generator), None
-        return "divergences", (rows, labels, None), head
+        return "divergences", (rows, labels, None, None), (*head, labels)
     weights = torch.rand(VOCABULARY) if name == "class weights" else None
     temperature = torch.rand(N) + 0.5 if name == "outputs" else None
-    return "labels", (labels, weights, temperature), (labels, weights, temperature)
+    return "labels", (labels, weights, temperature, None), (labels, weights, temperature, None)
 
 
 @pytest.mark.reference
@@ -47,24 +47,24 @@ def beside_for(name, labels):
 def test_the_operators_are_what_they_declare(name):
     """Schema, fake kernel, autograd and dynamic shapes, as PyTorch checks them."""
     x, ops = inputs(n=N), torch.ops.vocab_parallel_ce
-    loss, beside, of_head = beside_for(name, x.labels)
+    loss, targets, of_head = targets_for(name, x.labels)
     settings = Settings(gradient="out_of_place", **OPTIONS[name])
     logits = (x.hidden @ x.weight.t()).detach().requires_grad_()
     divisor = torch.tensor([7.0]) if settings.reduction == "sum" else None
     own = loss, None, *operators.values_of(settings)
-    opcheck(ops.loss_of_logits, (logits, *beside, divisor, *own))
-    value, *others, first, second, count = (t.detach() for t in ops.loss_of_logits(logits, *beside, divisor, *own))
+    opcheck(ops.loss_of_logits, (logits, *targets, divisor, *own))
+    value, *others, first, second, count = (t.detach() for t in ops.loss_of_logits(logits, *targets, divisor, *own))
     asked = operators.outputs_asked(LOSSES[loss], settings)
     names = operators.GradOutputs._fields[1:]
     grads = torch.rand(value.shape), *(torch.rand(N) if asked.get(output) else None for output in names)
     divisor = count if settings.reduction == "mean" else divisor
-    opcheck(ops.loss_of_logits_gradient, (first, second, *grads, logits.detach(), *beside, divisor, *own))
+    opcheck(ops.loss_of_logits_gradient, (first, second, *grads, logits.detach(), *targets, divisor, *own))
     if of_head is None:
         return
     for gradient in ("in_backward",) if settings.reduction == "none" else ("in_forward", "in_backward"):
         values = [*operators.values_of(settings._replace(gradient=gradient)), *operators.values_of(HeadSettings())]
         num_items = divisor if settings.reduction == "sum" else None
-        given, head = (*x.leaves(), None, x.labels, *of_head, num_items), (loss, None, None, [True, True, False])
+        given, head = (*x.leaves(), None, *of_head, num_items), (loss, None, None, [True, True, False])
         opcheck(ops.loss_of_head, (*given, *head, *values))
         stats = [t.detach() for t in ops.loss_of_head(*given, *head, *values)[7:9]]
     given = tuple(None if t is None else t.detach() for t in given)

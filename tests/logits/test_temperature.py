@@ -83,7 +83,7 @@ def test_leading_dimensions_and_a_changed_temperature():
 REFUSED = {
     "dtype must be floating point": (TypeError, torch.ones(ROWS, dtype=torch.int64)),
     "pass its detach": (TypeError, torch.ones(ROWS, requires_grad=True)),
-    "device must be that of labels": (ValueError, torch.ones(ROWS, device="meta")),
+    "device must be that of": (ValueError, torch.ones(ROWS, device="meta")),
     "expected 1 element, or the shape of the labels": (ValueError, torch.ones(ROWS, 1)),
     "dense": (TypeError, torch.ones(ROWS).to_sparse()),
 }

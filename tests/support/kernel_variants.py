@@ -19,7 +19,7 @@ from vocab_parallel_ce.blocks import (
     gradient_shape,
     statistics_block,
 )
-from vocab_parallel_ce.kernels import divergences, targets
+from vocab_parallel_ce.kernels import divergences, soft_labels
 from vocab_parallel_ce.kernels.counts import of_sums
 from vocab_parallel_ce.kernels.launch import Launch
 from vocab_parallel_ce.kernels.walk import Algebra, PairRows
@@ -77,7 +77,7 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield part("bf16", True, "all")
     yield stats("bf16", True, "all", merged=True)
     yield finish("all", 4, summed=True)
-    yield from of_targets("bf16", "fp32", False, "all")
+    yield from of_soft_labels("bf16", "fp32", False, "all")
     yield from of_divergence("bf16", True, DivergenceOptions("js", 2.0, 0.01, 0.5))  # a small share
     yield stats("bf16", True, "all_weighted")
     yield stats("bf16", True, "all", rows=("temperature",))
@@ -86,9 +86,9 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield finish("all_weighted", 4)
     if not is_sm_90:
         return
-    yield from of_targets("bf16", "bf16", False, "plain", overlaps=True)
-    yield from of_targets("bf16", "bf16", True, "all")
-    yield from of_targets("bf16", "bf16", False, "weighted_smoothing")
+    yield from of_soft_labels("bf16", "bf16", False, "plain", overlaps=True)
+    yield from of_soft_labels("bf16", "bf16", True, "all")
+    yield from of_soft_labels("bf16", "bf16", False, "weighted_smoothing")
     for divergence in ("forward", "js"):
         yield from of_divergence("bf16", False, DivergenceOptions(divergence), overlaps=True)
     yield from of_divergence("bf16", False, DivergenceOptions("reverse", 2.0, hard_weight=0.5))
@@ -171,7 +171,7 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
     for option, ranks in product(OPTIONS, (1, 4)):
         yield finish(option, ranks)
     for dtype, of_target, edges, option in product(DTYPES, DTYPES, (False, True), ("plain", "all", "all_weighted")):
-        yield from of_targets(dtype, of_target, edges, option)
+        yield from of_soft_labels(dtype, of_target, edges, option)
     for dtype, edges, kind, values in product(DTYPES, (False, True), DIVERGENCES, ((1.0, 0.5, 0.0), (2.0, 0.5, 0.5))):
         yield from of_divergence(dtype, edges, DivergenceOptions(kind, *values))
     for dtype, edges in product(DTYPES, (False, True)):
@@ -297,12 +297,12 @@ def finish(option: str, ranks: int, summed: bool = False, overlaps: bool = False
     return Variant(f"loss-{option}-R{ranks}{'-summed' * summed}", launch, dtypes)
 
 
-def of_targets(dtype: str, target: str, edges: bool, option: str, overlaps: bool = False) -> Iterator[Variant]:
+def of_soft_labels(dtype: str, target: str, edges: bool, option: str, overlaps: bool = False) -> Iterator[Variant]:
     """Yield the kernels of probability targets."""
     options = OPTIONS[option]._replace(entropy=False, predictions=False)
     beside = DTYPES[target], None, torch.float32 if options.class_weight else None
     name = f"target_{{}}-{dtype}-{target}{'-edges' * edges}-{option}-"
-    yield from of_algebra(name, targets.ALGEBRA, DTYPES[dtype], beside, edges, (4,), options, overlaps)
+    yield from of_algebra(name, soft_labels.ALGEBRA, DTYPES[dtype], beside, edges, (4,), options, overlaps)
 
 
 def of_divergence(dtype: str, edges: bool, options: DivergenceOptions, overlaps: bool = False) -> Iterator[Variant]:

@@ -45,4 +45,4 @@ def _limits(**limits: Any) -> Iterator[None]:
 def _forget_shapes() -> None:
     blocks.statistics_shape.cache_clear()
     blocks.gradient_shape.cache_clear()
-    plan._plan_of_fields.cache_clear()
+    plan._cached_plan.cache_clear()

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from vocab_parallel_ce import verify
-from vocab_parallel_ce.beside import with_padding
 from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.dtensor import is_dtensor, process_group_of
 from vocab_parallel_ce.head import loops
@@ -29,6 +28,7 @@ from vocab_parallel_ce.options import HeadSettings, Sampling, Settings
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.run import OverLogits, as_token_outputs, forward
 from vocab_parallel_ce.spec import TokenOutputs
+from vocab_parallel_ce.targets import with_padding
 
 
 @dataclasses.dataclass(eq=False)
@@ -191,7 +191,7 @@ def keeps_logits(keywords: dict[str, Any]) -> bool:
 def over_logits(
     loss: Loss,
     logits: Tensor,
-    given: Any,
+    targets: Any,
     settings: Settings,
     *,
     group: Any,
@@ -199,35 +199,34 @@ def over_logits(
 ) -> TokenOutputs:
     """Compute the outputs, under autograd if ``logits`` need a gradient.
 
-    ``given`` are the tensors alongside the logits, ``loss.Beside``. Compiled code gets an operator.
+    Compiled code gets an operator.
     """
     if settings.vocab_size is not None and isinstance(logits, Tensor) and logits.dim() > 1 and not logits.shape[-1]:
-        given, settings = with_padding(given, settings, *group_position(group))
+        targets, settings = with_padding(targets, settings, *group_position(group))
         logits = F.pad(logits, (0, 1))
     if is_traced():
         from vocab_parallel_ce.operators import losses
 
-        return losses(loss, logits, given, settings, group, num_items)
-    call, beside = plan_call(loss, logits, given, settings, group, num_items)
+        return losses(loss, logits, targets, settings, group, num_items)
+    call, targets = plan_call(loss, logits, targets, settings, group, num_items)
     if torch.is_grad_enabled() and logits.requires_grad:
-        return as_token_outputs(OverLogits.apply(logits, beside, call), call.plan)
+        return as_token_outputs(OverLogits.apply(logits, targets, call), call.plan)
     with torch.no_grad():
-        return forward(call, walkable(logits), beside, logits.shape[:-1])[0]
+        return forward(call, walkable(logits), targets, logits.shape[:-1])[0]
 
 
 def over_head(loss: Loss, given: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
-    """Compute the outputs, those per token of the shape of the labels; under autograd if something needs a gradient."""
+    """Compute the outputs, those per token of their shape; under autograd if something needs a gradient."""
     if is_traced():
         from vocab_parallel_ce.head.operators import linear_losses
 
         return linear_losses(loss, given, settings, head)
-    linear, local, beside = plan_linear_call(loss, given, settings, head)
+    linear, local, targets = plan_linear_call(loss, given, settings, head)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in local):
-        outputs = as_token_outputs(OverHead.apply(*local, beside, linear), linear.call.plan)
+        outputs = as_token_outputs(OverHead.apply(*local, targets, linear), linear.call.plan)
     else:
         with torch.no_grad(), torch.autocast(local.hidden.device.type, enabled=False):
-            outputs, *_ = loops.forward(linear, local, beside)
-    shape = given.labels.shape
-    value, *others = (v if v is None or v.dim() == 0 else v.view(*shape, *v.shape[1:]) for v in outputs)
+            outputs, *_ = loops.forward(linear, local, targets)
+    value, *others = (v if v is None or v.dim() == 0 else v.view(*linear.shape, *v.shape[1:]) for v in outputs)
     assert value is not None
     return TokenOutputs(value, *others)

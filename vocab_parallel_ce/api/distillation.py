@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
@@ -22,10 +21,11 @@ from vocab_parallel_ce.api.call import (
     public,
 )
 from vocab_parallel_ce.api.top_k_teacher import TopKTeacher
-from vocab_parallel_ce.head.plan import Arguments, Head
-from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead, check_hard_weight
+from vocab_parallel_ce.head.plan import Arguments
+from vocab_parallel_ce.losses.divergences import DIVERGENCE, Teacher, TeacherHead
 from vocab_parallel_ce.options import HeadSettings, Settings, divided_by
 from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.targets import Head
 
 
 @public(overwrites)
@@ -117,8 +117,9 @@ def distillation_loss(
         return top_k_teacher.divergence(teacher, labels, student_logits, "student_logits", settings, num_items, at)
     if isinstance(teacher, Head):
         raise TypeError("teacher: expected logits or a TopKTeacher, got a Head; call linear_distillation_loss")
-    beside = Teacher(teacher, labels)
-    return over_logits(DIVERGENCE, student_logits, beside, settings, group=group, num_items=num_items).loss
+    return over_logits(
+        DIVERGENCE, student_logits, Teacher(teacher, labels), settings, group=group, num_items=num_items
+    ).loss
 
 
 @public(keeps_logits)
@@ -200,12 +201,5 @@ def linear_distillation_loss(
         return top_k_teacher.divergence(teacher, labels, student.hidden, "student.hidden", settings, num_items, at)
     if not isinstance(teacher, Head):
         raise TypeError(f"teacher: expected a Head or a TopKTeacher, got {type(teacher).__name__}")
-    beside = TeacherHead(*teacher, labels)
-    check_hard_weight(settings, labels)  # here, because labels of all tokens stand for None below
-    checks.check_integer("ignore_index", settings.ignore_index)
-    checks.check_hidden(student.hidden)
-    if labels is None:  # nothing is ignored
-        settings = settings._replace(ignore_index=-100)
-        labels = student.hidden.new_zeros(student.hidden.shape[:-1], dtype=torch.int64)
-    given = Arguments(student, labels, beside, group, num_items)
+    given = Arguments(student, TeacherHead(*teacher, labels), group, num_items)
     return over_head(DIVERGENCE, given, settings, head).loss

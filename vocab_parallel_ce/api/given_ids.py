@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks
 from vocab_parallel_ce.api.call import over_head, over_logits
-from vocab_parallel_ce.head.plan import Arguments, Head
+from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.head.plan import Arguments
 from vocab_parallel_ce.losses.given_ids import GIVEN_IDS, IGNORED, Ids, marked
 from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import is_ignored
+from vocab_parallel_ce.targets import Head
 
 
 def are_given_ids(labels: Any, tokens: Any) -> bool:
@@ -31,6 +33,20 @@ def check_ids_alone(labels: Tensor, tokens: Tensor, outputs: Sequence[str], samp
         raise ValueError(
             f"labels: expected one per token with outputs or sampling, {tuple(tokens.shape[:-1])}, got "
             f"{tuple(labels.shape)}, given ids, and {got[0]}; ask for them in a call of their own"
+        )
+
+
+def check_not_one_hot(ids: Tensor, n_columns: int, settings: Settings, group: Any) -> None:
+    """Check, by numbers that all ranks know, that there is not an id for each column of a rank or of the vocabulary.
+
+    ``n_columns`` are those of all ranks, if ``vocab_size`` does not say it.
+    """
+    k, size, (_, n_ranks) = ids.shape[-1], settings.vocab_size, group_position(group)
+    vocab_size = n_columns if size is None else size.vocab_size if isinstance(size, VocabShard) else size
+    if k in (vocab_size, -(-vocab_size // n_ranks)):
+        raise ValueError(
+            f"labels: expected another number of given ids per token than of columns, got {k} for {vocab_size} "
+            f"columns on {n_ranks} ranks; {checks.NOT_ONE_HOT}"
         )
 
 
@@ -52,10 +68,7 @@ def of_head(
 ) -> Tensor:
     """Return the same of the logits of a head."""
     given, settings = _of_call(given, tensors.hidden, "hidden", settings, n_known)
-    # The labels that a head knows say which tokens are left out.
-    labels = torch.where((given.ids == IGNORED).all(dim=-1), IGNORED, 0)
-    arguments = Arguments(tensors, labels, given, group, None, main_grad)
-    return over_head(GIVEN_IDS, arguments, settings, head).loss
+    return over_head(GIVEN_IDS, Arguments(tensors, given, group, None, main_grad), settings, head).loss
 
 
 def _of_call(given: Ids, tokens: Tensor, subject: str, settings: Settings, n_known: int) -> tuple[Ids, Settings]:

@@ -20,11 +20,14 @@ from vocab_parallel_ce.api.call import (
     split_temperature,
 )
 from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
-from vocab_parallel_ce.head.plan import Arguments, Head
+from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.dtensor import is_dtensor
+from vocab_parallel_ce.head.plan import Arguments
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import DIFFERENTIABLE, HeadSettings, Sampling, Settings, checked_outputs, divided_by
 from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.targets import Head
 
 
 def needs_eager(keywords: dict[str, Any]) -> bool:
@@ -144,9 +147,8 @@ def linear_cross_entropy(
     )
     settings = divided_by(num_items, settings)
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
-    beside = Labels(labels, class_weight)
-    tensors = Head(hidden, weight, bias)
-    given = Arguments(tensors, labels, beside, group, num_items, main_grad, expected_grad_output)
+    tensors, targets = Head(hidden, weight, bias), Labels(labels, class_weight)
+    given = Arguments(tensors, targets, group, num_items, main_grad, expected_grad_output)
     return loss_of(over_head(LABELS, given, settings, head), settings)
 
 
@@ -212,7 +214,8 @@ def linear_token_log_probs(
     tensors = Head(hidden, weight, bias)
     if are_given_ids(labels, hidden):
         check_ids_alone(labels, hidden, outputs, sampling)
+        n_rows = weight.shape[0] * (1 if is_dtensor(weight) else group_position(group)[1])
+        given_ids.check_not_one_hot(labels, n_rows, settings, group)
         return given_ids.of_head(tensors, Ids(labels, tensor), settings, head, group=group, main_grad=main_grad)
-    beside = Labels(labels, temperature=tensor)
-    given = Arguments(tensors, labels, beside, group, None, main_grad)
+    given = Arguments(tensors, Labels(labels, temperature=tensor), group, None, main_grad)
     return log_probs_of(over_head(LABELS, given, settings, head), settings)

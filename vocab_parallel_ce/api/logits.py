@@ -21,10 +21,11 @@ from vocab_parallel_ce.api.call import (
     split_temperature,
 )
 from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
+from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
-from vocab_parallel_ce.losses.targets import TARGETS, Targets
+from vocab_parallel_ce.losses.soft_labels import SOFT_LABELS, SoftLabels
 from vocab_parallel_ce.options import Sampling, Settings, checked_outputs, divided_by
 from vocab_parallel_ce.shard import VocabShard
 
@@ -152,10 +153,10 @@ def vocab_parallel_cross_entropy(
     )
     settings = divided_by(num_items, settings)
     loss: Loss = LABELS
-    given: Any = Labels(labels, class_weight)
+    targets: Any = Labels(labels, class_weight)
     if isinstance(labels, Tensor) and labels.is_floating_point():
-        loss, given = TARGETS, Targets(labels, class_weight)
-    found = over_logits(loss, logits, given, settings, group=group, num_items=num_items)
+        loss, targets = SOFT_LABELS, SoftLabels(labels, class_weight)
+    found = over_logits(loss, logits, targets, settings, group=group, num_items=num_items)
     return loss_of(found, settings)
 
 
@@ -241,9 +242,9 @@ def token_log_probs(
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
     if are_given_ids(labels, logits):
         check_ids_alone(labels, logits, outputs, sampling)
+        given_ids.check_not_one_hot(labels, logits.shape[-1] * group_position(group)[1], settings, group)
         return given_ids.of_logits(logits, Ids(labels, tensor), settings, group=group)
-    given = Labels(labels, temperature=tensor)
-    found = over_logits(LABELS, logits, given, settings, group=group)
+    found = over_logits(LABELS, logits, Labels(labels, temperature=tensor), settings, group=group)
     return log_probs_of(found, settings)
 
 

@@ -19,19 +19,14 @@ from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
 from vocab_parallel_ce.api.call import is_traced
-from vocab_parallel_ce.beside import (
-    check_beside,
-    check_labels_beside,
-    check_requires_no_gradient,
-    checked_divisor,
-    rows_of_mean,
-)
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.divergences import check_hard_weight, divergence_options, log_ratios
 from vocab_parallel_ce.losses.given_ids import IGNORED, Ids, marked
 from vocab_parallel_ce.options import REDUCTIONS, Settings
-from vocab_parallel_ce.plan import comparable
+from vocab_parallel_ce.plan import checked_divisor, comparable
+from vocab_parallel_ce.run import rows_of_mean
 from vocab_parallel_ce.spec import NAN, NEG_INF, is_ignored
+from vocab_parallel_ce.targets import RowIds, Tokens, check_alongside, check_requires_no_gradient
 
 # Of the probabilities of a row. Log-probabilities of bf16 come to less than 1.03; probabilities in their place to k.
 MOST_MASS = 1.125
@@ -85,12 +80,12 @@ def divergence(
         divisor = divisor.to(log_q.dtype)  # a quotient has the wider dtype of both
         left_out, ids = left_out | (divisor == 0), ids.masked_fill(divisor == 0, IGNORED)
     n_known = k if teacher.rest == "bucket" else 0
-    compared = None
     if verify.open_calls:
         options = comparable(settings, num_items)
-        compared = {name: options[name] for name in ("reduction", "num_items")} | {"teacher.rest": teacher.rest}
-    beside, inner = Ids(ids, None, teacher.log_probs, compared), settings._replace(ignore_index=IGNORED)
-    found = log_probs_at(beside, settings=inner, n_known=n_known)
+        facts = {name: options[name] for name in ("reduction", "num_items")}
+        verify.also_compare(facts | {"teacher.rest": teacher.rest, "teacher.log_probs": teacher.log_probs})
+    with checks.naming(labels="teacher.ids, labels"):
+        found = log_probs_at(Ids(ids), settings=settings._replace(ignore_index=IGNORED), n_known=n_known)
     rows = _terms(found[..., :k], log_q, left_out, settings).sum(dim=-1)
     if n_known:
         log_r = (1 - mass).clamp(min=torch.finfo(log_q.dtype).eps / 2)
@@ -103,7 +98,8 @@ def divergence(
             rows = (1 - hard_weight) * rows - hard_weight * of_label
         rows = torch.where(of_label.isnan(), NAN, rows)  # a label outside the vocabulary
     if settings.reduction == "mean":
-        divisor = rows_of_mean(labels, student, settings).to(rows.dtype)
+        ignored = None if labels is None else is_ignored(labels, settings.ignore_index)
+        divisor = rows_of_mean(ignored, rows.detach()).to(rows.dtype)
     return rows if settings.reduction == "none" else _sum(rows, divisor)
 
 
@@ -123,11 +119,12 @@ def check_call(teacher: TopKTeacher, labels: Tensor | None, student: Tensor, sub
     check_hard_weight(settings, labels)
     checks.check_choice("reduction", settings.reduction, REDUCTIONS)
     check_teacher(teacher, student, subject)
-    if is_traced():
-        check_requires_no_gradient(**{"teacher.log_probs": teacher.log_probs})
-    else:
-        check_beside("teacher.log_probs", teacher.log_probs, student, settings)
-    check_labels_beside(labels, student)
+    tokens = Tokens(student, subject, student.shape[:-1])
+    check_requires_no_gradient("teacher.log_probs", teacher.log_probs)
+    if not is_traced():
+        check_alongside("teacher.log_probs", teacher.log_probs, tokens, settings)
+    if labels is not None:
+        RowIds().check("labels", labels, tokens, settings)
     if settings.hard_weight and settings.temperature != 1:
         raise ValueError(
             f"hard_weight: expected temperature=1 with a TopKTeacher, got {settings.temperature}; add "

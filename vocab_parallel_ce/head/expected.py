@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.head.chunks import TokenOrder
 from vocab_parallel_ce.layout import flat
+from vocab_parallel_ce.targets import Tokens
 
 TOLERANCE = 2.0**-20  # relative: some roundings of fp32
 MISFIT = (
@@ -34,15 +35,16 @@ class Expected(NamedTuple):
     is_valid: Tensor  # [N] bool: not ignored
 
 
-def check_expected(given: Any, labels: Tensor) -> None:
-    """Raise unless ``given`` is a tensor of one real number per label."""
+def check_expected(given: Any, tokens: Tokens) -> None:
+    """Raise unless ``given`` is a tensor of one real number per token."""
     if not isinstance(given, Tensor) or given.is_complex():
         got = getattr(given, "dtype", type(given).__name__)
         raise TypeError(f"expected_grad_output: expected a tensor of real numbers, got {got}")
     if given.layout is not torch.strided:
         raise TypeError(f"expected_grad_output: expected a dense tensor, got layout {given.layout}")
-    if given.shape != labels.shape or given.device != labels.device:
-        expected = f"shape {tuple(labels.shape)} on {labels.device}, as labels"
+    device = tokens.tensor.device
+    if given.shape != tokens.shape or given.device != device:
+        expected = f"shape {tuple(tokens.shape)} on {device}, as labels"
         raise ValueError(f"expected_grad_output: expected {expected}, got {tuple(given.shape)} on {given.device}")
 
 

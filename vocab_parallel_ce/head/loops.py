@@ -17,12 +17,12 @@ from vocab_parallel_ce import run
 from vocab_parallel_ce.collectives import all_gather_stats, begin_all_gather
 from vocab_parallel_ce.head.chunks import parts_of
 from vocab_parallel_ce.head.expected import factor_of
-from vocab_parallel_ce.head.plan import Head, LinearCall
+from vocab_parallel_ce.head.plan import LinearCall
 from vocab_parallel_ce.head.products import HiddenStates, WeightGradient, fp32_factor, fp32_product, zero_ignored
-from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.run import Stats
-from vocab_parallel_ce.spec import GradOutputs, TokenOutputs, is_ignored, label_weights
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
+from vocab_parallel_ce.targets import Head
 from vocab_parallel_ce.top import fill_thresholds
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
@@ -33,21 +33,28 @@ class Products:
     """The matrix products of one walk over the chunks, and the gradients."""
 
     def __init__(
-        self, linear: LinearCall, local: Head, wanted: Wanted, *, keeps: bool = False, kept: Tensor | None = None
+        self,
+        linear: LinearCall,
+        local: Head,
+        targets: Any,
+        wanted: Wanted,
+        *,
+        keeps: bool = False,
+        kept: Tensor | None = None,
     ) -> None:
         """``keeps``: allocate memory for logits that are kept. ``kept``: the kept logits."""
         weight, bias, main_grad = local.weight, local.bias, linear.main_grad
-        self.weight = weight.to(linear.dtype)
-        self.bias = None if bias is None else bias.to(linear.logits_dtype)
+        self.weight = weight.to(linear.head.dtype)
+        self.bias = None if bias is None else bias.to(linear.head.logits_dtype)
         self.hidden = HiddenStates(linear, local.hidden, wanted[0])
         if keeps and linear.n_kept:
-            kept = weight.new_empty(linear.n_kept, weight.shape[0], dtype=linear.logits_dtype)
+            kept = weight.new_empty(linear.n_kept, weight.shape[0], dtype=linear.head.logits_dtype)
         self.kept = kept  # [n, C]
-        n_kept = 0 if kept is None or linear.logits_dtype != linear.dtype else kept.shape[0]
+        n_kept = 0 if kept is None or linear.head.logits_dtype != linear.head.dtype else kept.shape[0]
         longest = max((rows.stop - rows.start for rows in linear.chunks if rows.stop > n_kept), default=0)
-        self.buffer = self.weight.new_empty(longest, weight.shape[0], dtype=linear.logits_dtype)
+        self.buffer = self.weight.new_empty(longest, weight.shape[0], dtype=linear.head.logits_dtype)
         self.d_buffer = self.buffer  # the gradient of the logits
-        if linear.logits_dtype != linear.dtype:
+        if linear.head.logits_dtype != linear.head.dtype:
             self.weight_of_logits = fp32_factor(self.weight)
             self.d_buffer = self.weight.new_empty(longest if any(wanted) else 0, weight.shape[0])
         self.d_weight: WeightGradient | None = None
@@ -58,7 +65,7 @@ class Products:
             if linear.call.plan.gradient == "in_forward":
                 main_grad = None  # backward adds to it
             self.d_weight = WeightGradient(self.weight, dtype=dtype, n_chunks=len(linear.chunks), main_grad=main_grad)
-            self.is_ignored = is_ignored(linear.labels, linear.ignore_index)
+            self.ignored = linear.call.plan.loss.ignored(targets, linear.call.plan.options)
         self.d_bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
         self.bias_dtype = None if bias is None else bias.dtype
 
@@ -102,7 +109,8 @@ class Products:
             self.hidden.begin_reduce(rows, d_hidden)
         if self.d_weight is not None:
             # An ignored token's gradient is 0, and 0 times a NaN in its hidden state would not be.
-            self.d_weight.add(d_logits, zero_ignored(states, self.is_ignored[rows]))
+            counted = states if self.ignored is None else zero_ignored(states, self.ignored[rows])
+            self.d_weight.add(d_logits, counted)
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
 
@@ -117,74 +125,60 @@ class Products:
 
 
 def forward(
-    linear: LinearCall, local: Head, beside: Any, *, keeps: bool = False
+    linear: LinearCall, local: Head, targets: Any, *, keeps: bool = False
 ) -> tuple[TokenOutputs, Stats, Tensor | None]:
     """Return the outputs of all tokens, the statistics of all ranks, and with ``keeps`` the logits that are kept.
 
     Collectives: one all_gather of statistics, or, of a loss that has a second exchange, two per chunk; with sequence
     parallelism one of hidden states per chunk.
     """
-    call, plan, n_rows = linear.call, linear.call.plan, linear.labels.shape[0]
-    outputs = run.new_outputs(plan, linear.labels.shape, local.hidden)
-    products = Products(linear, local, (False, False, False), keeps=keeps)
+    call, plan, n_rows = linear.call, linear.call.plan, linear.n_rows
+    outputs = run.new_outputs(plan, (n_rows,), local.hidden)
+    products = Products(linear, local, targets, (False, False, False), keeps=keeps)
     stats = run.new_statistics(plan, n_rows, local.hidden)
     own = stats[0][plan.rank : plan.rank + 1]
     for rows, states in products.hidden.chunks():
-        logits, of_rows = products.logits_of(rows, states), beside.at(rows)
+        logits, of_rows = products.logits_of(rows, states), plan.loss.at(targets, rows)
         if plan.sampling is not None:
             fill_thresholds(plan.sampling, plan, call.group, logits, of_rows)
         if plan.launchers.second is None:
             plan.launchers.statistics(logits, of_rows, (own[:, rows],), 0)
         else:
             # What the second exchange needs is there while the chunk's logits are.
-            found, _ = run.local_statistics(call, logits, of_rows)
+            found, _ = run.local_statistics(plan, logits, of_rows)
             run.exchange(call, logits, of_rows, found)
             for each, of_chunk in zip(stats, found, strict=True):
                 each[:, rows] = of_chunk
         del logits, of_rows  # a teacher's head makes the next ones
     if plan.launchers.second is None:
         all_gather_stats(stats[0], plan.rank, call.group)
-    plan.launchers.outputs(stats, beside, run.divisor_of(call, stats, call.divisor), outputs)
+    plan.launchers.outputs(stats, targets, call.divisor, outputs)
     return _in_token_order(linear, outputs), stats, products.kept
 
 
 def forward_with_gradients(
-    linear: LinearCall, local: Head, beside: Any, wanted: Wanted
+    linear: LinearCall, local: Head, targets: Any, wanted: Wanted
 ) -> tuple[TokenOutputs, Gradients, Stats]:
     """Return the outputs of all tokens, and the gradients of the sum of the losses, times expected grad_outputs.
 
     Also return the statistics of all ranks, if backward may recompute.
 
-    Collectives: one or two all_gathers of statistics per chunk, and those of :class:`HiddenStates`; with class weights
-    one all_gather of 4 bytes for a mean.
+    Collectives: one or two all_gathers of statistics per chunk, and those of :class:`HiddenStates`.
     """
-    if linear.call.weighs:
-        linear = linear._replace(call=_with_sum_of_weights(linear.call, beside))
-    outputs = run.new_outputs(linear.call.plan, linear.labels.shape, local.hidden)
-    products = Products(linear, local, wanted)
-    stats = run.new_statistics(linear.call.plan, linear.labels.shape[0], local.hidden) if linear.recomputes else ()
+    outputs = run.new_outputs(linear.call.plan, (linear.n_rows,), local.hidden)
+    products = Products(linear, local, targets, wanted)
+    stats = run.new_statistics(linear.call.plan, linear.n_rows, local.hidden) if linear.head.recomputes else ()
     for rows, states in products.hidden.chunks():
-        _chunk_with_gradients(linear, products, states, beside, outputs, stats, rows)
+        _chunk_with_gradients(linear, products, states, targets, outputs, stats, rows)
     gradients = products.gradients()
     return _in_token_order(linear, outputs), gradients, stats
-
-
-def _with_sum_of_weights(call: Call, beside: Labels) -> Call:
-    """Return the call of a sum that is divided by the sum of the labels' class weights, before any statistics."""
-    plan = call.plan
-    assert beside.class_weight is not None
-    own = label_weights(beside.class_weight, beside.labels, plan.shard.start, plan.shard.vocab_size, plan.options)
-    sums = own.new_empty(plan.n_ranks, 1, 1)
-    sums[plan.rank] = own.sum()
-    all_gather_stats(sums, plan.rank, call.group)
-    return call._replace(divisor=sums.sum().reshape(1), weighs=False)
 
 
 def _chunk_with_gradients(
     linear: LinearCall,
     products: Products,
     states: Tensor,
-    beside: Any,
+    targets: Any,
     outputs: TokenOutputs,
     stats: Stats,
     rows: slice,
@@ -194,7 +188,7 @@ def _chunk_with_gradients(
     plan = call.plan
     for part in parts_of(states.shape[0], plan.n_ranks):
         own_rows = slice(rows.start + part.start, rows.start + part.stop)
-        given = products.logits(states[part], part.start), beside.at(own_rows)
+        given = products.logits(states[part], part.start), plan.loss.at(targets, own_rows)
         begun.append((part, own_rows, given, _begin_exchange(call, *given)))
     d_hidden = products.hidden.new_gradient(rows)
     for part, own_rows, given, exchange in begun:
@@ -214,12 +208,12 @@ def _chunk_with_gradients(
     products.finish_chunk(rows, states, d_hidden, products.d_buffer[: states.shape[0]])
 
 
-def _begin_exchange(call: Call, logits: Tensor, beside: Any) -> tuple[Stats, Any] | None:
+def _begin_exchange(call: Call, logits: Tensor, targets: Any) -> tuple[Stats, Any] | None:
     """Return a part's statistics, and the handle of their exchange, None for one rank; None if one launch does all."""
     plan = call.plan
     if run.takes_one_pass(plan, logits.shape[0]):
         return None
-    stats, _ = run.local_statistics(call, logits, beside)
+    stats, _ = run.local_statistics(plan, logits, targets)
     if plan.n_ranks == 1:
         return stats, None
     return stats, begin_all_gather(stats[0], stats[0].narrow(0, plan.rank, 1), call.group)
@@ -228,14 +222,13 @@ def _begin_exchange(call: Call, logits: Tensor, beside: Any) -> tuple[Stats, Any
 def backward(
     linear: LinearCall,
     local: Head,
-    beside: Any,
+    targets: Any,
     stats: Stats,
-    divisor: Tensor | None,
     wanted: Wanted,
     grads: GradOutputs,
     kept: Tensor | None = None,
 ) -> Gradients:
-    """Return the gradients from forward's statistics and divisor, and logits: kept ones, or computed again.
+    """Return the gradients from forward's statistics and logits: kept ones, or computed again.
 
     Overwrites ``kept``.
     """
@@ -245,14 +238,14 @@ def backward(
         grads = grads._replace(loss=stats[0].new_zeros(()))
     n_rows = stats[0].shape[1]
     grads = GradOutputs(*[None if grad is None else to_rows(linear, grad, n_rows) for grad in grads])
-    call, products = linear.call, Products(linear, local, wanted, kept=kept)
-    divisor = run.divisor_of(call, stats, divisor)
+    call, products = linear.call, Products(linear, local, targets, wanted, kept=kept)
+    plan = call.plan
     for rows, states in products.hidden.chunks():
         logits = products.logits_of(rows, states, again=True)
         of_rows = GradOutputs(*[None if grad is None else grad[rows] for grad in grads])
         own_stats = tuple([each[:, rows].contiguous() for each in stats])
         d_logits = products.d_logits_of(logits)
-        run.write_gradient(call.plan, logits, beside.at(rows), own_stats, divisor, of_rows, d_logits)
+        run.write_gradient(plan, logits, plan.loss.at(targets, rows), own_stats, call.divisor, of_rows, d_logits)
         d_hidden = products.hidden.new_gradient(rows)
         products.write_d_hidden(d_logits, d_hidden)
         del logits

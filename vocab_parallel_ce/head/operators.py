@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,19 +16,19 @@ from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.plan import (
     Arguments,
-    Head,
     LinearCall,
     check_head_settings,
     gradient_of,
     plan_linear_call,
+    shape_of_tokens,
     shard_of_dtensor,
     with_a_row,
 )
 from vocab_parallel_ce.losses.base import LOSSES, Loss
 from vocab_parallel_ce.operators import (
     CONSTANTS,
-    MOST_BESIDE,
     MOST_EXCHANGES,
+    MOST_TARGETS,
     N_GRADS,
     N_OUTPUTS,
     N_SETTINGS,
@@ -35,7 +36,7 @@ from vocab_parallel_ce.operators import (
     SAVED,
     STATS,
     as_two,
-    beside_of,
+    check_constants,
     check_traced,
     constants_of,
     define,
@@ -50,11 +51,13 @@ from vocab_parallel_ce.operators import (
     schema_of,
     settings_of,
     split,
+    tensors_of,
     token_outputs,
     values_of,
 )
 from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
+from vocab_parallel_ce.targets import Head
 
 
 class HeadCall(NamedTuple):
@@ -63,8 +66,7 @@ class HeadCall(NamedTuple):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    labels: Tensor
-    beside: tuple[Tensor | None, ...]  # the first fields of the loss's record
+    targets: Any  # the loss's
     num_items: Tensor | None
     loss: Loss
     group: str | None
@@ -75,19 +77,16 @@ class HeadCall(NamedTuple):
 
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> HeadCall:
-        tensors, others = split(arguments, 4)
-        beside, (num_items, loss, group, autocast, wanted, *records) = split(others, MOST_BESIDE)
-        own = LOSSES[loss], group, autocast, wanted, settings_of(records[:N_SETTINGS]), head_of(records[N_SETTINGS:])
-        return cls._make((*tensors, beside, num_items, *own))
+        tensors, others = split(arguments, 3)
+        targets, (num_items, name, group, autocast, wanted, *records) = split(others, MOST_TARGETS)
+        loss, settings, head = LOSSES[name], settings_of(records[:N_SETTINGS]), head_of(records[N_SETTINGS:])
+        given = record_of(loss.HeadTargets, targets), num_items, loss, group, autocast, wanted, settings, head
+        return cls._make((*tensors, *given))
 
     @property
-    def given(self) -> Any:
-        return record_of(self.loss.BesideHead, self.beside)
-
-    @property
-    def rows(self) -> torch.Size:
+    def rows(self) -> tuple[int, ...]:
         """The shape of an output of each token."""
-        return self.labels.shape
+        return shape_of_tokens(self.hidden, group_position(group_named(self.group))[1], self.head)
 
     @property
     def has_gradients(self) -> bool:
@@ -98,7 +97,7 @@ class HeadCall(NamedTuple):
         """Plan the call as under the autocast of the code that was compiled."""
         group = group_named(self.group)
         head = Head(self.hidden, self.weight, self.bias)
-        given = Arguments(head, self.labels, self.given, group, self.num_items)
+        given = Arguments(head, self.targets, group, self.num_items)
         with torch.autocast(self.hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             return plan_linear_call(self.loss, given, self.settings, self.head)
 
@@ -109,7 +108,7 @@ class HeadCall(NamedTuple):
 
 def linear_losses(loss: Loss, given: Arguments, settings: Settings, head: HeadSettings) -> TokenOutputs:
     """Return the outputs of a head and its loss."""
-    (hidden, weight, bias), labels, beside, group, num_items, *_ = given
+    (hidden, weight, bias), targets, group, num_items, *_ = given
     if is_dtensor(weight):
         settings = settings._replace(vocab_size=shard_of_dtensor(given, settings, *group_position(group)))
         weight = local_rows("weight", weight, group)
@@ -117,7 +116,7 @@ def linear_losses(loss: Loss, given: Arguments, settings: Settings, head: HeadSe
         bias = local_rows("bias", bias, group)
     if isinstance(weight, Tensor) and weight.dim() == 2:
         weight, bias, given, settings = with_a_row(weight, bias, given, settings, *group_position(group))
-        beside = given.beside
+        targets = given.targets
     device_type = hidden.device.type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     gradient = gradient_of(settings, head, autocast or hidden.dtype)
@@ -125,10 +124,10 @@ def linear_losses(loss: Loss, given: Arguments, settings: Settings, head: HeadSe
         gradient = "in_backward"  # compiled backward has a gradient of each output, be it 0
     settings = settings._replace(gradient=gradient)
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    loss.check_constants(beside)
+    check_constants(targets)
     divisor, values = divisor_of(num_items, settings.reduction, hidden), (*values_of(settings), *values_of(head))
     operator = torch.ops.vocab_parallel_ce.loss_of_head
-    tensors = hidden, weight, bias, labels, *beside_of(beside), divisor
+    tensors = hidden, weight, bias, *tensors_of(targets), divisor
     found = operator(*tensors, loss.name, name_of(group), autocast, wanted, *values)
     return token_outputs(loss, found, settings)
 
@@ -138,18 +137,18 @@ def linear_losses(loss: Loss, given: Arguments, settings: Settings, head: HeadSe
 
 def _linear_forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = HeadCall.read(arguments)
-    linear, local, beside = call.plan()
+    linear, local, targets = call.plan()
     gradients: Sequence[Tensor | None] = (None, None, None)
     stats: tuple[Tensor, ...] = ()
     with torch.autocast(call.hidden.device.type, enabled=False):
         if call.has_gradients:
-            outputs, gradients, _ = loops.forward_with_gradients(linear, local, beside, call.wanted)
+            outputs, gradients, _ = loops.forward_with_gradients(linear, local, targets, call.wanted)
         else:
-            outputs, stats, _ = loops.forward(linear, local, beside)
-            # As many rows as labels: how many tokens are left out is known when it runs.
-            n_rows = call.labels.numel()
+            outputs, stats, _ = loops.forward(linear, local, targets)
+            # As many rows as tokens: how many are left out is known when it runs.
+            n_rows = math.prod(linear.shape)
             stats = tuple(F.pad(each, (0, 0, 0, n_rows - each.shape[1])) for each in stats)
-    shaped = (v if v is None or v.dim() == 0 else v.view(*call.labels.shape, *v.shape[1:]) for v in outputs)
+    shaped = (v if v is None or v.dim() == 0 else v.view(*linear.shape, *v.shape[1:]) for v in outputs)
     return or_empty((*shaped, linear.overflow, *as_two(stats), *_like_inputs(gradients, call)), call.hidden)
 
 
@@ -167,11 +166,11 @@ def _linear_gradient(*arguments: Any) -> tuple[Tensor, ...]:
     stats, others = split(arguments, MOST_EXCHANGES)
     grads, others = split(others, N_GRADS)
     call = HeadCall.read(others)
-    linear, local, beside = call.plan()
-    own, divisor = tuple(each[:, : linear.labels.shape[0]] for each in of_exchanges(stats)), linear.call.divisor
+    linear, local, targets = call.plan()
+    own = tuple(each[:, : linear.n_rows] for each in of_exchanges(stats))
     with torch.autocast(call.hidden.device.type, enabled=False):
         of_outputs = GradOutputs(*grads)
-        gradients = loops.backward(linear, local, beside, own, divisor, call.wanted, of_outputs)
+        gradients = loops.backward(linear, local, targets, own, call.wanted, of_outputs)
     return or_empty(_like_inputs(gradients, call), call.hidden)
 
 
@@ -186,7 +185,7 @@ def _like_inputs(gradients: Sequence[Tensor | None], call: HeadCall) -> tuple[Te
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    call, n_tensors = HeadCall.read(inputs), 5 + MOST_BESIDE
+    call, n_tensors = HeadCall.read(inputs), 4 + MOST_TARGETS
     ctx.wanted, ctx.has_gradients, ctx.others = call.wanted, call.has_gradients, inputs[n_tensors:]
     overflow, *others = output[N_OUTPUTS:]
     stats, gradients = split(others, MOST_EXCHANGES)
@@ -208,11 +207,11 @@ def _linear_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ..
         stats, inputs = split(ctx.saved_tensors, MOST_EXCHANGES)
         gradients = operator(*stats, *grads[:N_GRADS], *inputs, *ctx.others)
     wanted = (grad if is_wanted else None for grad, is_wanted in zip(gradients, ctx.wanted, strict=True))
-    return *wanted, *(None,) * (2 + MOST_BESIDE + len(ctx.others))
+    return *wanted, *(None,) * (1 + MOST_TARGETS + len(ctx.others))
 
 
 HEAD = (
-    f"Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, {CONSTANTS}, "
+    f"Tensor hidden, Tensor weight, Tensor? bias, {CONSTANTS}, "
     f"ScalarType? autocast, bool[] wanted, {schema_of(Settings)}, {schema_of(HeadSettings)}"
 )
 GRADIENTS = "Tensor d_hidden, Tensor d_weight, Tensor d_bias"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce import checks, verify
-from vocab_parallel_ce.beside import checked_divisor, with_padding
-from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.collectives import all_gather_stats, group_position
 from vocab_parallel_ce.dtensor import is_dtensor, local_rows
 from vocab_parallel_ce.head.chunks import (
     TokenOrder,
@@ -22,77 +23,89 @@ from vocab_parallel_ce.head.chunks import (
     order_of_valid,
 )
 from vocab_parallel_ce.head.expected import Expected, check_expected, expected_of, warn_of_misfits
-from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.options import REDUCTIONS, HeadSettings, Settings, shard_of_rank
-from vocab_parallel_ce.plan import Call, Plan, PlanKey, cached_plan, comparable
+from vocab_parallel_ce.plan import Call, Plan, PlanKey, checked_divisor, comparable, has_weights, make_plan, types_of
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import is_ignored
+from vocab_parallel_ce.spec import label_weights
+from vocab_parallel_ce.targets import Head, Tokens, check, check_can_be_saved, local, passed, with_padding
 
 GRADIENTS = ("auto", "in_forward", "in_backward")
 MOST_KEPT = 0.9  # share of valid tokens above which it does not pay to leave out the ignored ones
 WEIGHT = "weight: rows"  # what has a rank's columns, for messages
 
 
-class Head(NamedTuple):
-    """What makes the logits ``hidden @ weight.T + bias`` of a shard.
-
-    Example:
-        >>> from vocab_parallel_ce import Head
-        >>> teacher = Head(hidden=torch.ones(2, 3), weight=torch.zeros(4, 3))
-        >>> teacher.bias is None
-        True
-    """
-
-    hidden: Tensor  #: [..., D] bf16, fp16 or fp32, the same on every rank
-    weight: Tensor  #: [C, D], this rank's rows; may be a DTensor, except a teacher's
-    bias: Tensor | None = None  #: [C]
-
-
 class Arguments(NamedTuple):
     """What a caller passes, except options."""
 
     head: Head
-    labels: Tensor
-    beside: Any  # the loss's record of what stands alongside the logits
+    targets: Any  # the loss's
     group: Any
     num_items: float | Tensor | None
     main_grad: Tensor | None = None
     expected_grad_output: Tensor | None = None
 
 
+class HeadKey(NamedTuple):
+    """What the plan of a head depends on besides the loss and the settings."""
+
+    dtype: torch.dtype  # of the products
+    n_columns: int
+    n_features: int
+    n_tokens: int
+    device: torch.device
+    rank: int
+    n_ranks: int
+    class_weight: bool  # whether there is one
+    knows_grad_output: bool  # whether there is an expected_grad_output
+
+
+class HeadPlan(NamedTuple):
+    """What runs, except the tensors and the group."""
+
+    plan: Plan  # of a chunk's logits: its reduction is sum or none
+    dtype: torch.dtype  # of the products
+    logits_dtype: torch.dtype  # that, or fp32
+    chunk: int  # tokens
+    keep_logits: str
+    kept_bytes: int  # of a token's kept logits
+    is_mean: bool
+    recomputes: bool  # whether backward may compute the gradients: it needs statistics, hidden states and weight
+    sequence_parallel: bool
+    reduces: bool  # d_hidden, over several ranks
+
+
 class LinearCall(NamedTuple):
     """One checked call: the loss of a chunk's logits, and how hidden states and weight take part."""
 
-    call: Call  # its reduction is sum or none
-    dtype: torch.dtype  # of the products
-    logits_dtype: torch.dtype  # that, or fp32
+    head: HeadPlan
+    call: Call
+    shape: tuple[int, ...]  # of the tokens
     chunks: tuple[slice, ...]  # rows
     order: TokenOrder | None  # None: rows are tokens
-    labels: Tensor  # [M]
-    ignore_index: int
     overflow: Tensor | None  # [] fp32: 1, or NaN if more than valid_tokens are valid
-    sequence_parallel: bool
-    reduces: bool  # d_hidden, over several ranks
     main_grad: Tensor | None
     parameter: Tensor | None  # the caller's weight, if it wants to know that main_grad has its gradient
     expected: Expected | None  # of reduction "none", whose gradients forward computes
     n_kept: int  # number of rows whose logits are kept for backward
-    recomputes: bool  # whether backward may compute the gradients: it needs statistics, hidden states and weight
+
+    @property
+    def n_rows(self) -> int:
+        """The number of rows of all chunks."""
+        return self.chunks[-1].stop if self.chunks else 0
 
 
 def plan_linear_call(
     loss: Loss, given: Arguments, settings: Settings, head: HeadSettings
 ) -> tuple[LinearCall, Head, Any]:
-    """Check the arguments and plan the call; changes nothing. Also return what stands alongside the rows' logits."""
-    hidden, labels, expected = given.head.hidden, given.labels, given.expected_grad_output
+    """Check the arguments and plan the call; changes nothing. Also return the local head, and targets of its rows."""
+    hidden, expected, (rank, n_ranks) = given.head.hidden, given.expected_grad_output, group_position(given.group)
     checks.check_hidden(hidden)
     checks.check_has_values(hidden)
-    loss.check_head(given.beside, hidden, settings)
-    checks.check_labels(labels, hidden, "hidden")
-    check_head_settings(settings, head, knows_grad_output=expected is not None)
-    checks.check_no_transforms(*(t for t in (*given.head, labels, *given.beside) if isinstance(t, Tensor)))
-    rank, n_ranks = group_position(given.group)
+    checks.check_no_transforms(*given.head, *given.targets)
+    tokens = Tokens(hidden, "hidden", shape_of_tokens(hidden, n_ranks, head))
+    check(given.targets, tokens, settings)
+    loss.check(given.targets, tokens, settings)
     bias = None if given.head.bias is None else local_rows("bias", given.head.bias, given.group)
     weight = local_rows("weight", given.head.weight, given.group)
     if is_dtensor(given.head.weight):
@@ -101,79 +114,118 @@ def plan_linear_call(
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocasts else hidden.dtype
     checks.check_head(weight, bias, hidden, None if autocasts else dtype)
     weight, bias, given, settings = with_a_row(weight, bias, given, settings, rank, n_ranks)
-    _check_tokens(given, n_ranks, head)
-    _check_expected(expected, labels, settings, dtype)
-    logits_dtype = head.logits_dtype or dtype
-    gradient = gradient_of(settings, head, dtype)
-    recomputes = may_recompute(settings, gradient)
-    plan = _plan_of_logits(
-        loss, dtype, logits_dtype, weight.shape[0], given, settings, gradient, recomputes, rank, n_ranks
-    )
-    keeping = head if gradient == "in_backward" else head._replace(keep_logits="none")
-    chunk, kept_bytes = _chunk_tokens(plan, keeping, labels, hidden, dtype, logits_dtype)
-    if settings.check_labels:
-        checks.check_label_range(labels, plan.shard.vocab_size, settings.ignore_index)
-    rows, ignore_index = flat(labels), int(settings.ignore_index)
-    is_valid = ~is_ignored(rows, ignore_index)
-    chunks, order = _chunks_and_order(is_valid, chunk, n_ranks, head)
-    weighs = settings.reduction == "mean" and given.beside.class_weight is not None
-    rows = rows if order is None else order.to_rows(rows.long(), ignore_index)
-    beside = loss.beside_head(given.beside, hidden, settings, plan, order, rows)
-    if recomputes and torch.is_grad_enabled() and any(map(_needs_gradient, (hidden, weight, bias))):
-        loss.check_can_be_saved(beside)
+    if expected is not None:
+        warn_of_misfits()
+        check_expected(expected, tokens)
+    sizes = weight.shape[0], hidden.shape[-1], math.prod(tokens.shape)
+    key = HeadKey(dtype, *sizes, hidden.device, rank, n_ranks, has_weights(given.targets), expected is not None)
+    planned = cached_head_plan(loss, settings, head, key)
+    if head.sequence_parallel and given.group is None:
+        raise ValueError("sequence_parallel: expected the group whose ranks hold the parts, got group=None")
+    plan = planned.plan
+    targets = local(given.targets, tokens, settings, plan)
+    ignored = loss.ignored(targets, plan.options)
+    is_valid = hidden.new_ones(key.n_tokens, dtype=torch.bool) if ignored is None else ~ignored
+    if plan.sampling is not None:  # memory for what top finds
+        threshold = hidden.new_full((key.n_tokens,), -math.inf, dtype=torch.float32)
+        targets = targets._replace(threshold=threshold)
+    chunks, order = _chunks_and_order(is_valid, planned.chunk, n_ranks, head)
+    targets = targets if order is None else loss.in_order(targets, order, settings)
+    local_head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+    if planned.recomputes and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in local_head):
+        for name, target, _ in passed(targets):
+            check_can_be_saved(name, target)
     linear = LinearCall(
-        call=Call(plan, given.group, _divisor(given, settings, is_valid, weighs), weighs),
-        dtype=dtype,
-        logits_dtype=logits_dtype,
+        head=planned,
+        call=Call(plan, given.group, None),
+        shape=tokens.shape,
         chunks=chunks,
         order=order,
-        labels=rows,
-        ignore_index=ignore_index,
         overflow=_overflow(is_valid, head.valid_tokens),
-        sequence_parallel=head.sequence_parallel and n_ranks > 1,
-        reduces=head.reduce_hidden_grad and n_ranks > 1,
         main_grad=given.main_grad,
         parameter=given.head.weight if hasattr(given.head.weight, "grad_added_to_main_grad") else None,
         expected=None if expected is None else expected_of(expected, is_valid, order),
-        n_kept=kept_rows(keeping.keep_logits, chunks, kept_bytes),
-        recomputes=recomputes,
+        n_kept=kept_rows(planned.keep_logits, chunks, planned.kept_bytes),
     )
-    local = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
     if verify.open_calls:
-        _compare(linear, local, given, settings, head)
-    return linear, local, beside
+        _compare(linear, local_head, given, settings, head)
+    divisor = _divisor(given, planned, targets, is_valid)  # last: it may be a collective
+    return linear._replace(call=Call(plan, given.group, divisor)), local_head, targets
 
 
-def _chunk_tokens(
-    plan: Plan, head: HeadSettings, labels: Tensor, hidden: Tensor, dtype: torch.dtype, logits_dtype: torch.dtype
-) -> tuple[int, int]:
-    """Return the tokens of a chunk, and the bytes of a token's kept logits."""
+def shape_of_tokens(hidden: Tensor, n_ranks: int, head: HeadSettings) -> tuple[int, ...]:
+    """Return the shape of the tokens, with sequence parallelism of all ranks'."""
+    first, *others = hidden.shape[:-1]
+    return (first * n_ranks if head.sequence_parallel else first, *others)
+
+
+def cached_head_plan(loss: Loss, settings: Settings, head: HeadSettings, key: HeadKey) -> HeadPlan:
+    """Return the plan of a head, checked and made once."""
+    try:
+        return _cached_head_plan(types_of(settings, *head), loss, settings, head, key)
+    except TypeError:  # refused, or cannot be hashed: make_head_plan says so by name
+        pass
+    return make_head_plan(loss, settings, head, key)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_head_plan(types: Any, loss: Loss, settings: Settings, head: HeadSettings, key: HeadKey) -> HeadPlan:
+    return make_head_plan(loss, settings, head, key)
+
+
+def make_head_plan(loss: Loss, settings: Settings, head: HeadSettings, key: HeadKey) -> HeadPlan:
+    """Check the settings against ``key``, and choose what runs."""
+    check_head_settings(settings, head, knows_grad_output=key.knows_grad_output)
+    if key.knows_grad_output:
+        _check_expects(settings, key.dtype)
+    logits_dtype, gradient = head.logits_dtype or key.dtype, gradient_of(settings, head, key.dtype)
+    # If "auto" computes the gradient of the loss in forward, an output may still get one: only backward knows.
+    recomputes = gradient == "in_backward" or (settings.gradient == "auto" and settings.asks_for_differentiable)
+    plan = _plan_of_logits(loss, settings, key, logits_dtype, gradient, recomputes)
+    keeping = head if gradient == "in_backward" else head._replace(keep_logits="none")
     width = -(-plan.shard.vocab_size // plan.n_ranks)  # of every rank, so that the chunks are the same
-    kept_bytes = width * logits_dtype.itemsize
-    of_chunk = sum(d.itemsize for d in {dtype, logits_dtype})
-    return chunk_of(head, labels.numel(), hidden.shape[-1], width, of_chunk, kept_bytes), kept_bytes
+    kept_bytes, element_size = width * logits_dtype.itemsize, sum(d.itemsize for d in {key.dtype, logits_dtype})
+    return HeadPlan(
+        plan=plan,
+        dtype=key.dtype,
+        logits_dtype=logits_dtype,
+        chunk=chunk_of(keeping, key.n_tokens, key.n_features, width, element_size, kept_bytes),
+        keep_logits=keeping.keep_logits,
+        kept_bytes=kept_bytes,
+        is_mean=settings.reduction == "mean",
+        recomputes=recomputes,
+        sequence_parallel=head.sequence_parallel and key.n_ranks > 1,
+        reduces=head.reduce_hidden_grad and key.n_ranks > 1,
+    )
 
 
-def _divisor(given: Arguments, settings: Settings, is_valid: Tensor, weighs: bool) -> Tensor | None:
-    """Return ``[1]``, what divides the sum: ``num_items`` or the valid tokens; None if only the statistics tell."""
+def _divisor(given: Arguments, planned: HeadPlan, targets: Any, is_valid: Tensor) -> Tensor | None:
+    """Return ``[1]``, what divides the sum: ``num_items``, the valid tokens, or their weights.
+
+    Collectives: for weights on several ranks one all_gather of 4 bytes.
+    """
     if given.num_items is not None:
-        return checked_divisor(given.num_items, settings.reduction, given.head.hidden)
-    return is_valid.sum().reshape(1) if settings.reduction == "mean" and not weighs else None
+        return checked_divisor(given.num_items, "sum", given.head.hidden)
+    if not planned.is_mean:
+        return None
+    if not has_weights(targets):
+        return is_valid.sum().reshape(1)
+    plan = planned.plan
+    shard, options = plan.shard, plan.options
+    own = label_weights(targets.class_weight, targets.labels, shard.start, shard.vocab_size, options)
+    sums = own.new_empty(plan.n_ranks, 1, 1)
+    sums[plan.rank] = own.sum()
+    all_gather_stats(sums, plan.rank, given.group)
+    return sums.sum().reshape(1)
 
 
-def _needs_gradient(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad
-
-
-def _compare(linear: LinearCall, local: Head, given: Arguments, settings: Settings, head: HeadSettings) -> None:
+def _compare(linear: LinearCall, local_head: Head, given: Arguments, settings: Settings, head: HeadSettings) -> None:
     """Compare the ranks' arguments."""
-    plan, tensors = linear.call.plan, {**local._asdict(), "hidden": given.head.hidden}
-    compared = plan.loss.compared_head(given.beside)
+    tensors = {**local_head._asdict(), "hidden": given.head.hidden}
     options = comparable(settings, given.num_items) | head._asdict()
-    options |= {"main_grad": given.main_grad is not None, "dtype of the products": linear.dtype}
-    options |= {"expected_grad_output": "None", **compared["options"]}
-    expected = {} if linear.expected is None else {"expected_grad_output": linear.expected.of_tokens}
-    verify.compare_call(tensors, given.labels, plan.shard, options, compared["values"] | expected)
+    options |= {"main_grad": given.main_grad is not None, "dtype of the products": linear.head.dtype}
+    options["expected_grad_output"] = None if linear.expected is None else verify.shown(linear.expected.of_tokens)
+    verify.compare_call(tensors, given.targets, linear.call.plan.shard, options)
 
 
 def _overflow(is_valid: Tensor, valid_tokens: int | None) -> Tensor | None:
@@ -225,12 +277,8 @@ def check_keeps(head: HeadSettings, gradient: str) -> None:
         )
 
 
-def _check_expected(expected: Any, labels: Tensor, settings: Settings, dtype: torch.dtype) -> None:
-    """Check an expected grad_output, if there is one, and that forward may compute gradients with it."""
-    if expected is None:
-        return
-    warn_of_misfits()
-    check_expected(expected, labels)
+def _check_expects(settings: Settings, dtype: torch.dtype) -> None:
+    """Check that forward may compute gradients with an expected grad_output."""
     if (settings.reduction, settings.gradient) != ("none", "in_forward"):
         asked = f"reduction={settings.reduction!r} and gradient={settings.gradient!r}"
         raise ValueError(f"expected_grad_output: expected reduction='none' and gradient='in_forward', got {asked}")
@@ -270,61 +318,37 @@ def with_a_row(
     if settings.vocab_size is None:
         expected = f"[C, {weight.shape[1]}] with rows"
         raise ValueError(f"weight: expected shape {expected}, got {tuple(weight.shape)}; {checks.NO_COLUMNS}")
-    beside, settings = with_padding(given.beside, settings, rank, n_ranks, WEIGHT)
+    targets, settings = with_padding(given.targets, settings, rank, n_ranks, WEIGHT)
     weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
     main_grad = None if given.main_grad is None else torch.zeros_like(weight, dtype=torch.float32)
-    return weight, bias, given._replace(beside=beside, main_grad=main_grad), settings
-
-
-def _check_tokens(given: Arguments, n_ranks: int, head: HeadSettings) -> None:
-    """Check that there is a label per token."""
-    hidden, labels = given.head.hidden, given.labels
-    expected, of_all = tuple(hidden.shape[:-1]), ""
-    if head.sequence_parallel:
-        if given.group is None:
-            raise ValueError("sequence_parallel: expected the group whose ranks hold the parts, got group=None")
-        expected, of_all = (expected[0] * n_ranks, *expected[1:]), ", that of all ranks' tokens"
-    if tuple(labels.shape) != expected:
-        remedy = f"; {checks.NOT_ONE_HOT}" if labels.dim() == hidden.dim() else ""
-        raise ValueError(f"labels: expected shape {expected}{of_all}, got {tuple(labels.shape)}{remedy}")
+    return weight, bias, given._replace(targets=targets, main_grad=main_grad), settings
 
 
 def _plan_of_logits(
-    loss: Loss,
-    dtype: torch.dtype,
-    logits_dtype: torch.dtype,
-    n_columns: int,
-    given: Arguments,
-    settings: Settings,
-    gradient: str,
-    recomputes: bool,
-    rank: int,
-    n_ranks: int,
+    loss: Loss, settings: Settings, key: HeadKey, logits_dtype: torch.dtype, gradient: str, recomputes: bool
 ) -> Plan:
     """Plan the loss of a chunk's logits; a mean is a sum that is divided by the number of valid tokens."""
-    shard = shard_of_rank(settings, n_columns, rank, n_ranks, subject=WEIGHT)
+    shard = shard_of_rank(settings, key.n_columns, key.rank, key.n_ranks, subject=WEIGHT)
     reduction = "none" if settings.reduction == "none" else "sum"
-    if settings.impl == "one_pass" and logits_dtype != dtype:
+    if settings.impl == "one_pass" and logits_dtype != key.dtype:
         raise ValueError("impl: 'one_pass' writes no 16-bit gradient of fp32 logits, got logits_dtype; use 'auto'")
     if settings.impl == "one_pass" and gradient == "in_forward" and recomputes:
         raise ValueError(
             "impl: 'one_pass' keeps no statistics, which gradients of the outputs need, got gradient='auto'; use "
             "impl='auto', or gradient='in_forward', with which only the loss has a gradient"
         )
-    # one_pass takes no grad_output, and its gradient has the dtype of the logits.
-    fits_one_pass = given.expected_grad_output is None and logits_dtype == dtype and not recomputes
-    key = PlanKey(
+    of_logits = PlanKey(
         dtype=logits_dtype,
-        n_columns=n_columns,
-        device=given.head.hidden.device,
-        rank=rank,
-        n_ranks=n_ranks,
+        n_columns=key.n_columns,
+        device=key.device,
+        rank=key.rank,
+        n_ranks=key.n_ranks,
         gradient=gradient,
-        is_aligned=fits_one_pass,
-        class_weight=given.beside.class_weight is not None,
+        # one_pass takes no grad_output, and its gradient has the dtype of the logits.
+        is_aligned=not key.knows_grad_output and logits_dtype == key.dtype and not recomputes,
+        class_weight=key.class_weight,
     )
-    settings = settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient)
-    return cached_plan(loss, settings, key)
+    return make_plan(loss, settings._replace(vocab_size=shard, reduction=reduction, gradient=gradient), of_logits)
 
 
 def gradient_of(settings: Settings, head: HeadSettings, dtype: torch.dtype) -> str:
@@ -338,18 +362,10 @@ def gradient_of(settings: Settings, head: HeadSettings, dtype: torch.dtype) -> s
     return "in_backward" if waits else "in_forward"
 
 
-def may_recompute(settings: Settings, gradient: str) -> bool:
-    """Return whether backward may compute the gradients in the mode that runs.
-
-    If ``"auto"`` computes those of the loss in forward, an output may still get one: only backward knows.
-    """
-    return gradient == "in_backward" or (settings.gradient == "auto" and settings.asks_for_differentiable)
-
-
-def in_backward(linear: LinearCall, labels: Tensor) -> LinearCall:
-    """Return the call as backward recomputes it, with the ``labels`` that were saved."""
+def in_backward(linear: LinearCall, divisor: Tensor | None) -> LinearCall:
+    """Return the call as backward recomputes it, with the ``divisor`` that was saved."""
     plan = linear.call.plan._replace(gradient="in_backward")
-    return linear._replace(labels=labels, call=linear.call._replace(plan=plan))
+    return linear._replace(call=linear.call._replace(plan=plan, divisor=divisor))
 
 
 def _chunks_and_order(

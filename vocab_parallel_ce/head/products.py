@@ -35,7 +35,7 @@ class HiddenStates:
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the rows and the hidden states of each chunk, after starting to gather the next."""
         chunks = self.linear.chunks
-        if not self.linear.sequence_parallel:
+        if not self.linear.head.sequence_parallel:
             for rows in chunks:
                 yield rows, self._select(rows)
             return
@@ -49,12 +49,12 @@ class HiddenStates:
     def _select(self, rows: slice) -> Tensor:
         order = self.linear.order
         if order is None:
-            return self.hidden[rows].to(self.linear.dtype)
+            return self.hidden[rows].to(self.linear.head.dtype)
         tokens = order.token_of_row[rows].clamp(max=self.hidden.shape[0] - 1)
-        return self.hidden.index_select(0, tokens).to(self.linear.dtype)
+        return self.hidden.index_select(0, tokens).to(self.linear.head.dtype)
 
     def _begin_gather(self, rows: slice) -> tuple[Tensor, Any]:
-        own = self.hidden[part_of_rank(rows, self.n_ranks)].to(self.linear.dtype).contiguous()
+        own = self.hidden[part_of_rank(rows, self.n_ranks)].to(self.linear.head.dtype).contiguous()
         states = own.new_empty(rows.stop - rows.start, own.shape[1])
         return states, begin_all_gather(states, own, self.group)
 
@@ -63,7 +63,7 @@ class HiddenStates:
         if not self.wants_gradient:
             return None
         order, (n_tokens, n_features) = self.linear.order, self.hidden.shape
-        if self.linear.sequence_parallel:
+        if self.linear.head.sequence_parallel:
             return self.hidden.new_empty(rows.stop - rows.start, n_features)
         if self.d_hidden is None:
             # One more row, for the tokens that have none.
@@ -75,12 +75,12 @@ class HiddenStates:
         """Begin to sum over the ranks what :meth:`new_gradient` gave and the caller filled."""
         while len(self.pending) > 1:  # frees the memory of the chunk before last
             self.pending.pop(0)[0].wait()
-        if self.linear.sequence_parallel:
+        if self.linear.head.sequence_parallel:
             if self.d_hidden is None:
                 self.d_hidden = self.hidden.new_empty(self.hidden.shape)
             own = self.d_hidden[part_of_rank(rows, self.n_ranks)]
             self.pending.append((begin_reduce_scatter(own, d_hidden, self.group), d_hidden))
-        elif self.linear.reduces:
+        elif self.linear.head.reduces:
             self.pending.append((begin_all_reduce(d_hidden, self.group), d_hidden))
 
     def gradient(self) -> Tensor | None:
@@ -89,7 +89,7 @@ class HiddenStates:
             self.pending.pop(0)[0].wait()
         if self.d_hidden is None:  # no tokens
             return torch.empty_like(self.hidden) if self.wants_gradient else None
-        if self.linear.order is None or self.linear.sequence_parallel:
+        if self.linear.order is None or self.linear.head.sequence_parallel:
             return self.d_hidden
         self.d_hidden[-1] = 0.0
         return self.d_hidden.index_select(0, self.linear.order.row_of_token)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from vocab_parallel_ce.head import loops
 from vocab_parallel_ce.head.loops import Gradients
-from vocab_parallel_ce.head.plan import Head, LinearCall, in_backward
+from vocab_parallel_ce.head.plan import LinearCall, in_backward
 from vocab_parallel_ce.plan import has_no_hooks
 from vocab_parallel_ce.run import Refusals, as_returned, check_loss_alone, run_backward
 from vocab_parallel_ce.spec import GradOutputs
+from vocab_parallel_ce.targets import Head
 
 REFUSALS = Refusals(
     "linear cross-entropy: backward ran a second time, but the first has handed its gradients on; ask for "
@@ -29,27 +30,26 @@ REFUSALS = Refusals(
 
 
 class OverHead(torch.autograd.Function):
-    """Saved: in_forward the gradients; to recompute head, labels, divisor, kept logits, statistics, labels' record."""
+    """Saved: in_forward the gradients; to recompute head, divisor, kept logits, statistics, targets."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, beside: Any, linear: LinearCall) -> Any:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, linear: LinearCall) -> Any:
         ctx.linear, ctx.handed_on, ctx.device, ctx.weight_dtype = linear, False, hidden.device, weight.dtype
-        ctx.record, ctx.has_overwritten = type(beside), False
+        ctx.kind, ctx.has_overwritten = type(targets), False
         ctx.set_materialize_grads(False)
         local, plan = Head(hidden, weight, bias), linear.call.plan
         with torch.autocast(hidden.device.type, enabled=False):
             if plan.gradient == "in_forward":
                 logits, wanted = None, ctx.needs_input_grad[:3]
-                outputs, computed, stats = loops.forward_with_gradients(linear, local, beside, wanted)
+                outputs, computed, stats = loops.forward_with_gradients(linear, local, targets, wanted)
             else:
                 # Backward overwrites kept logits, which saved-tensor hooks would see.
                 keeps = any(ctx.needs_input_grad[:3]) and has_no_hooks()
-                outputs, stats, logits = loops.forward(linear, local, beside, keeps=keeps)
+                outputs, stats, logits = loops.forward(linear, local, targets, keeps=keeps)
                 computed = None
         saved = list(computed or ())
-        if linear.recomputes:
-            kept = plan.loss.saved(beside, plan.options)
-            saved += [*local, linear.labels, linear.call.divisor, logits, *stats, *kept]
+        if linear.head.recomputes:
+            saved += [*local, linear.call.divisor, logits, *stats, *targets]
         ctx.save_for_backward(*saved)
         return as_returned(ctx, outputs, plan)
 
@@ -65,24 +65,23 @@ def _gradients(ctx: Any, saved: tuple[Any, ...], grads: GradOutputs) -> Gradient
     plan = linear.call.plan
     n_computed = 3 if plan.gradient == "in_forward" else 0
     computed, saved = saved[:n_computed], saved[n_computed:]
-    if not linear.recomputes:
+    if not linear.head.recomputes:
         check_loss_alone(grads)
     with torch.autocast(ctx.device.type, enabled=False):
         if computed and not ctx.has_overwritten and all(grad is None for grad in grads[1:]):
             assert grads.loss is not None
-            ctx.has_overwritten, ctx.handed_on = True, not linear.recomputes
+            ctx.has_overwritten, ctx.handed_on = True, not linear.head.recomputes
             if linear.expected is None:
                 gradients = loops.scaled(linear, computed, grads.loss)
             else:
                 gradients = loops.scaled_by_factor(linear, computed, grads.loss, ctx.weight_dtype)
         else:
-            local, linear = Head(*saved[:3]), in_backward(linear, labels=saved[3])
-            n, wanted, (divisor, kept) = 6 + len(plan.launchers.widths), ctx.needs_input_grad[:3], saved[4:6]
+            local, kept, wanted = Head(*saved[:3]), saved[4], ctx.needs_input_grad[:3]
+            linear, n = in_backward(linear, divisor=saved[3]), 5 + len(plan.launchers.widths)
             if kept is not None:
                 # A later backward makes the logits again. Of ``data``, autograd counts no versions.
                 kept, ctx.has_overwritten = None if ctx.has_overwritten else kept.data, True
-            beside = ctx.record(*saved[n:])
-            gradients = loops.backward(linear, local, beside, saved[6:n], divisor, wanted, grads, kept)
+            gradients = loops.backward(linear, local, ctx.kind(*saved[n:]), saved[5:n], wanted, grads, kept)
     d_hidden, d_weight, d_bias = gradients
     if d_weight is None or linear.main_grad is None:
         return gradients

@@ -187,7 +187,7 @@ def outputs(
     ``divisor [1]`` divides the loss if given.
     """
     n_ranks, n_rows, width = stats[0].shape
-    tensors = (stats[0], second_of(stats), beside.labels, divisor, outputs.loss)
+    tensors = (stats[0], second_of(stats), getattr(beside, "labels", None), divisor, outputs.loss)
     overlaps = can_overlap(stats[0].get_device())
     launch = _outputs(dtypes_of(tensors), (n_ranks, width), algebra, shard, options, overlaps)
     launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
@@ -218,7 +218,15 @@ def gradient(
     if grad_output is None:
         grad_output = stats[0].new_ones(1, dtype=torch.float32).expand(n_rows)
     merged = (stats[0], second_of(stats), divisor)
-    tensors = (base, other_base, beside.labels, beside.class_weight, *merged, grad_output, grad_base)
+    tensors = (
+        base,
+        other_base,
+        getattr(beside, "labels", None),
+        getattr(beside, "class_weight", None),
+        *merged,
+        grad_output,
+        grad_base,
+    )
     size, may_overlap = base.element_size(), can_overlap(logits.get_device())
     block, n_programs, overlaps = gradient_shape(n_rows, shard, size, READ_PAIRS, ALL_TILES, may_overlap)
     key = (rows, block, n_programs > 1, grad_output.stride(0), (n_ranks, width), algebra, shard, options, overlaps)

@@ -280,7 +280,7 @@ def _with_parts(
     """
     n_ranks, n_rows, width = stats[0].shape
     base, other_base, rows = pair_arguments(logits, beside[0])
-    pair = (base, other_base, beside.labels, beside.class_weight)
+    pair = (base, other_base, getattr(beside, "labels", None), getattr(beside, "class_weight", None))
     shape = statistics_shape(n_rows, own["shard"], base.element_size(), 2, can_overlap(logits.get_device()))
     if not shape.is_cut:
         return (*pair, None), rows, shape

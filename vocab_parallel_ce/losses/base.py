@@ -2,7 +2,7 @@
 
     check -> plan -> statistics -> exchange -> outputs -> gradient
 
-A :class:`Loss` knows what stands alongside the logits, and binds its launchers to the options of a plan. It has the
+A :class:`Loss` declares its targets, and binds its launchers to the options of a plan. It has the
 mathematics of a row over tensors: the specification, the oracle in fp64, and what runs without a GPU. A loss may bring
 launchers in place of the mathematics, as that of given ids does, whose launchers call those of labels.
 """
@@ -12,39 +12,40 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from vocab_parallel_ce.beside import check_can_be_saved
 from vocab_parallel_ce.blocks import OnePassConfig
 from vocab_parallel_ce.options import Settings
 from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.targets import Tokens, at, in_order, register
 
 
 class Launchers(NamedTuple):
     """What computes a loss in one implementation, for one shard and its options.
 
-    ``stats`` are the statistics of each exchange, ``[R, N, K]``; ``beside`` is the loss's record of tensors;
+    ``stats`` are the statistics of each exchange, ``[R, N, K]``; ``targets`` are the loss's;
     ``outputs`` and ``grads`` are the records ``TokenOutputs`` and ``GradOutputs``.
     """
 
-    # (logits, beside, stats, rank, count): fills stats[0][rank], of a single rank all of them, and count [1] int32 if
+    # (logits, targets, stats, rank, count): fills stats[0][rank], of a single rank all of them, and count [1] int32 if
     # given.
     statistics: Callable[..., None]
-    # (stats, beside, divisor, outputs, total): fills outputs from the statistics of all ranks, and total [] with the
+    # (stats, targets, divisor, outputs, total): fills outputs from the statistics of all ranks, and total [] with the
     # sum of the losses if given.
     outputs: Callable[..., None]
-    # (logits, beside, stats, divisor, grads, grad_logits): fills grad_logits.
+    # (logits, targets, stats, divisor, grads, grad_logits): fills grad_logits.
     gradient: Callable[..., None]
     element_mul: Callable[..., None]  # (grad_logits, grad_output)
     widths: tuple[int, ...]  # K of each exchange
-    # (logits, beside, stats, rank): fills stats[1][rank] after the first exchange of several ranks. None: there is one.
+    # (logits, targets, stats, rank): fills stats[1][rank] after the first exchange of several ranks. None: there is no
+    # second.
     second: Callable[..., None] | None = None
     # (logits, thresholds, shift, temperature, sums): fills sums [N, T] of exp(z - shift) of the logits above thresholds
     # [N, T]; int32 counts without shift. For a sampler's thresholds. A row whose first and last are equal may have 0.
     sums_above: Callable[..., None] | None = None
-    # (logits, beside, divisor, outputs, counted=, options=): fills them and overwrites the logits with the gradient.
+    # (logits, targets, divisor, outputs, counted=, options=): fills them and overwrites the logits with the gradient.
     one_pass: Callable[..., None] | None = None
     one_pass_rows: int = 0  # the fewest that one_pass takes
 
@@ -59,45 +60,32 @@ class Loss:
     whole vocabulary, except in ``merge``.
     """
 
-    # The record of the tensors alongside the logits, None for those not given. It has ``labels`` and ``class_weight``,
-    # None if the loss has none; that of a head, BesideHead, also ``at(rows)``.
-    Beside: type
-    BesideHead: type
-    names: ClassVar[dict[str, str]] = {}  # the caller's, of fields of BesideHead that have others
+    Targets: type  # a NamedTuple of tensors, whose roles ``targets`` reads
+    HeadTargets: type  # those of a head, if they are others
     counts: bool = False  # whether the launch of the statistics can count the rows of a mean
 
     def __init__(self) -> None:
         kind = type(self)
         self.name = kind.__module__.rpartition(".")[2]
+        self.HeadTargets = getattr(kind, "HeadTargets", kind.Targets)
+        register(self.Targets)
+        register(self.HeadTargets)
         other = type(LOSSES.setdefault(self.name, self))
         if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
             raise ValueError(
                 f"{kind.__qualname__}: expected a file of its own name, got {self.name}, which {other} has"
             )
 
-    def check(self, given: Any, logits: Tensor, settings: Settings) -> None:
-        """Raise unless the caller's tensors ``given``, a ``Beside``, fit the logits and the settings."""
-        raise NotImplementedError
+    def check(self, targets: Any, tokens: Tokens, settings: Settings) -> None:
+        """Raise unless the caller's targets fit each other and the settings; ``targets.check`` looks at each alone."""
 
-    def beside(self, given: Any, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int) -> Any:
-        """Return the checked tensors as launchers take them: flat rows, columns of this rank."""
-        raise NotImplementedError
+    def in_order(self, targets: Any, order: Any, settings: Settings) -> Any:
+        """Return local targets of a head in the order of its rows, a ``TokenOrder``."""
+        return in_order(targets, order, settings)
 
-    def check_head(self, given: Any, hidden: Tensor, settings: Settings) -> None:
-        """Raise unless the caller's tensors ``given``, a ``BesideHead``, fit the hidden states and the settings."""
-
-    def check_can_be_saved(self, beside: Any) -> None:
-        """Check that autograd can save what stands alongside the logits of a head."""
-        for field, tensor in beside._asdict().items():
-            if tensor is not None:
-                check_can_be_saved(self.names.get(field, field), tensor)
-
-    def beside_head(self, given: Any, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor) -> Any:
-        """Return what stands alongside the logits of a head, in row order: a record with ``at(rows)`` and ``labels``.
-
-        ``order`` is the ``TokenOrder``, or None; ``labels [M]`` are in row order already.
-        """
-        raise NotImplementedError
+    def at(self, targets: Any, rows: slice) -> Any:
+        """Return the targets of some rows of a head."""
+        return at(targets, rows)
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> Any:
         """Check the settings, and return what the mathematics take: hashable. ``vocab_size`` may not be known yet."""
@@ -123,23 +111,6 @@ class Loss:
         """Bind the launchers of ``kernels``, or of plain PyTorch for None."""
         raise NotImplementedError
 
-    def check_constants(self, given: Any) -> None:
-        """Check what an operator takes: it does not see whether a tensor requires a gradient."""
-        raise NotImplementedError
-
-    def saved(self, beside: Any, options: Any) -> tuple[Tensor | None, ...]:
-        """Return the first fields of ``beside``, as the gradient needs them. To save a None takes time."""
-        return tuple(beside)
-
-    def compared(self, given: Any) -> dict[str, Any]:
-        """Return what verification compares of ``given``: arguments of :func:`verify.compare_call`."""
-        raise NotImplementedError
-
-    def compared_head(self, given: Any) -> dict[str, Any]:
-        """Return the same of ``given``, alongside the logits of a head: options and values."""
-        compared = self.compared(given)
-        return {name: compared.get(name, {}) for name in ("options", "values")}
-
     # The mathematics.
 
     Stats: Any  # the record of all statistics, each ``[N]``
@@ -148,7 +119,7 @@ class Loss:
         """Return for each exchange the names of what travels, in the order in which they are packed."""
         raise NotImplementedError
 
-    def tile(self, x: Tensor, beside: Any, shard: VocabShard, options: Any) -> Any:
+    def tile(self, x: Tensor, targets: Any, shard: VocabShard, options: Any) -> Any:
         """Return the statistics of these columns."""
         raise NotImplementedError
 
@@ -156,26 +127,26 @@ class Loss:
         """Return the statistics of the union of two disjoint sets of columns: associative and commutative."""
         raise NotImplementedError
 
-    def second(self, x: Tensor, beside: Any, stats: Any, shard: VocabShard, options: Any) -> Tensor:
+    def second(self, x: Tensor, targets: Any, stats: Any, shard: VocabShard, options: Any) -> Tensor:
         """Return ``[N, K]`` of these columns for the second exchange; every rank sums those of all ranks."""
         raise NotImplementedError
 
-    def output(self, name: str, stats: Any, second: Any, beside: Any, shard: VocabShard, options: Any) -> Tensor:
+    def output(self, name: str, stats: Any, second: Any, targets: Any, shard: VocabShard, options: Any) -> Tensor:
         """Return ``[N]``, one of ``TokenOutputs``."""
         raise NotImplementedError
 
-    def gradient(self, x: Tensor, beside: Any, stats: Any, second: Any, shard: VocabShard, options: Any) -> Tensor:
+    def gradient(self, x: Tensor, targets: Any, stats: Any, second: Any, shard: VocabShard, options: Any) -> Tensor:
         """Return the ``[N, n]`` derivative of each row's loss by its logits."""
         raise NotImplementedError
 
     def outputs_gradient(
-        self, x: Tensor, beside: Any, stats: Any, grads: Any, shard: VocabShard, options: Any
+        self, x: Tensor, targets: Any, stats: Any, grads: Any, shard: VocabShard, options: Any
     ) -> Tensor:
         """Return the same of the outputs alongside the loss, each times its ``grads``, summed."""
         raise NotImplementedError
 
-    def ignored(self, beside: Any, options: Any) -> Tensor | None:
-        """Return ``[N]`` bool; None if no row is."""
+    def ignored(self, targets: Any, options: Any) -> Tensor | None:
+        """Return ``[N]`` bool; None if no row is ignored."""
         return None
 
 

@@ -32,22 +32,13 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce import checks, reference
-from vocab_parallel_ce.beside import (
-    check_beside,
-    check_columns,
-    check_labels_beside,
-    check_requires_no_gradient,
-    check_teacher,
-    check_teacher_head,
-)
-from vocab_parallel_ce.layout import flat, walkable
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
@@ -61,42 +52,26 @@ from vocab_parallel_ce.spec import (
     _raised_by,
     is_ignored,
 )
+from vocab_parallel_ce.targets import Grid, HeadRows, HeadStates, RowIds, Tokens
 
 DIVERGENCES = ("forward", "reverse", "js")
 
 
 class Teacher(NamedTuple):
-    """What stands alongside the student's logits."""
+    """The targets of a student's logits."""
 
-    logits: Tensor  # [..., C']
-    labels: Tensor | None = None  # [N]
-
-    @property
-    def class_weight(self) -> None:
-        """No loss of a teacher has weights."""
+    logits: Annotated[Tensor, Grid("teacher", same_columns=False)]
+    labels: Annotated[Tensor | None, RowIds()] = None
 
 
 class TeacherHead(NamedTuple):
-    """What stands alongside the logits of a student's head: another head, whose logits are made when needed."""
+    """The targets of a student's head: another head, whose logits are made when needed."""
 
-    hidden: Tensor  # [N, D']
-    weight: Tensor  # [C', D']
-    bias: Tensor | None  # [C']
-    labels: Tensor | None = None  # [M]
-    token_of_row: Tensor | None = None  # [M], one past the end for none; None: rows are tokens
-
-    @property
-    def class_weight(self) -> None:
-        """No loss of a teacher has weights."""
-
-    def at(self, rows: slice) -> Teacher:
-        """Make the logits of these rows."""
-        if self.token_of_row is None:
-            states = self.hidden[rows]
-        else:
-            states = self.hidden.index_select(0, self.token_of_row[rows].clamp(max=self.hidden.shape[0] - 1))
-        labels = None if self.labels is None else self.labels[rows]
-        return Teacher(F.linear(states, self.weight, self.bias), labels)
+    hidden: Annotated[Tensor, HeadStates("teacher.hidden")]  # [..., D']
+    weight: Annotated[Tensor, HeadRows("teacher.weight")]  # [C', D']
+    bias: Annotated[Tensor | None, HeadRows("teacher.bias")] = None  # [C']
+    labels: Annotated[Tensor | None, RowIds()] = None
+    token_of_row: Annotated[Tensor | None, RowIds()] = None  # [M], one past the end for none; None: rows are tokens
 
 
 class DivergenceOptions(NamedTuple):
@@ -127,40 +102,26 @@ IDENTITY = (NEG_INF, 0.0, NEG_INF, 0.0, 0.0, NEG_INF, 0.0)
 class DivergenceLoss(Loss):
     """A divergence of the student's distribution from the teacher's."""
 
-    Beside, BesideHead = Teacher, TeacherHead
-    names: ClassVar[dict[str, str]] = {name: f"teacher.{name}" for name in ("hidden", "weight", "bias")}
+    Targets, HeadTargets = Teacher, TeacherHead
     Stats = DivergenceStats
 
-    def check(self, given: Teacher, logits: Tensor, settings: Settings) -> None:
-        check_hard_weight(settings, given.labels)
-        check_teacher("teacher", given.logits, "student_logits", logits)
-        check_beside("teacher", given.logits, logits, settings)
-        check_labels_beside(given.labels, logits)
+    def check(self, targets: Teacher | TeacherHead, tokens: Tokens, settings: Settings) -> None:
+        check_hard_weight(settings, targets.labels)
+        if isinstance(targets, TeacherHead):
+            _check_head(targets)
 
-    def beside(
-        self, given: Teacher, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int
-    ) -> Teacher:
-        n_columns = given.logits.shape[-1]
-        check_columns(n_columns, shard, settings, rank, n_ranks, subject="teacher: last dimension")
-        if given.labels is not None and settings.check_labels:
-            checks.check_label_range(given.labels, shard.vocab_size, settings.ignore_index)
-        logits = given.logits.detach() if n_columns else F.pad(given.logits.detach(), (0, 1))
-        return Teacher(walkable(logits), None if given.labels is None else flat(given.labels))
+    def in_order(self, targets: TeacherHead, order: Any, settings: Settings) -> TeacherHead:
+        labels = None if targets.labels is None else order.to_rows(targets.labels.long(), int(settings.ignore_index))
+        return targets._replace(labels=labels, token_of_row=order.token_of_row)
 
-    def check_head(self, given: TeacherHead, hidden: Tensor, settings: Settings) -> None:
-        check_teacher_head(*given[:3], hidden)
-
-    def beside_head(
-        self, given: TeacherHead, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor
-    ) -> TeacherHead:
-        of_rank = plan.shard, settings, plan.rank, plan.n_ranks
-        check_columns(given.weight.shape[0], *of_rank, subject="teacher.weight: rows")
-        weight, bias = given.weight.detach(), None if given.bias is None else given.bias.detach()
-        if not len(weight):
-            weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
-        states = given.hidden.detach().reshape(-1, given.hidden.shape[-1])
-        token_of_row = None if order is None else order.token_of_row
-        return TeacherHead(states, weight, bias, labels, token_of_row)
+    def at(self, targets: TeacherHead, rows: slice) -> Teacher:
+        """Make the teacher's logits of these rows."""
+        states, weight, bias, labels, token_of_row = targets
+        if token_of_row is None:
+            states = states[rows]
+        else:
+            states = states.index_select(0, token_of_row[rows].clamp(max=states.shape[0] - 1))
+        return Teacher(F.linear(states, weight, bias), None if labels is None else labels[rows])
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> DivergenceOptions:
         options = divergence_options(settings)
@@ -173,31 +134,14 @@ class DivergenceLoss(Loss):
         own = kernels.divergences.kernel_options(options)
         return bound(kernels, kernels.divergences.ALGEBRA, own, shard, self.exchanges(options))
 
-    def check_constants(self, given: Teacher | TeacherHead) -> None:
-        if isinstance(given, Teacher):
-            check_requires_no_gradient(teacher=given.logits)
-        else:
-            names = {"teacher.hidden": given.hidden, "teacher.weight": given.weight, "teacher.bias": given.bias}
-            check_requires_no_gradient(**names)
-
-    def compared(self, given: Teacher) -> dict[str, Any]:
-        labels = torch.empty(0, dtype=torch.int64) if given.labels is None else given.labels
-        options = {"labels": given.labels is not None}
-        return {"labels": labels, "options": options, "beside": "teacher"}
-
-    def compared_head(self, given: TeacherHead) -> dict[str, Any]:
-        options = {"call": "two heads", "teacher.hidden": given.hidden, "labels": given.labels is not None}
-        options["teacher.bias"] = "None" if given.bias is None else "a tensor"
-        return {"options": options, "values": {}}
-
     def exchanges(self, options: DivergenceOptions) -> tuple[tuple[str, ...], ...]:
         is_js = options.divergence == "js"
         hard = ("target", "hard_sum") if options.hard_weight else ()
         first = (*DivergenceStats._fields[:4], *(() if is_js else ("cross",)), *hard)
         return (first, ("of_teacher", "of_student")) if is_js else (first,)
 
-    def tile(self, x: Tensor, beside: Teacher, shard: VocabShard, options: DivergenceOptions) -> DivergenceStats:
-        x, w, labels = *_both(x, beside), beside.labels
+    def tile(self, x: Tensor, targets: Teacher, shard: VocabShard, options: DivergenceOptions) -> DivergenceStats:
+        x, w, labels = *_both(x, targets), targets.labels
         if x.shape[-1] == 0:
             return DivergenceStats(*(x.new_full(x.shape[:1], value) for value in IDENTITY))
         x_max, w_max = x.amax(dim=-1), w.amax(dim=-1)
@@ -239,10 +183,10 @@ class DivergenceLoss(Loss):
         return DivergenceStats(student_max, student_sum, teacher_max, teacher_sum, cross, target, hard_sum)
 
     def second(
-        self, x: Tensor, beside: Teacher, stats: DivergenceStats, shard: VocabShard, options: DivergenceOptions
+        self, x: Tensor, targets: Teacher, stats: DivergenceStats, shard: VocabShard, options: DivergenceOptions
     ) -> Tensor:
         """Return the parts of ``KL(t || m)`` and ``KL(s || m)`` of these columns."""
-        s, t, log_s, log_t = _probabilities(x, beside, stats, options)
+        s, t, log_s, log_t = _probabilities(x, targets, stats, options)
         of_student, of_teacher = log_ratios(log_s, log_t, options.beta)
         parts = torch.where(t == 0, 0.0, t * of_teacher), torch.where(s == 0, 0.0, s * of_student)
         return torch.stack([part.sum(dim=-1) for part in parts], dim=-1)
@@ -252,7 +196,7 @@ class DivergenceLoss(Loss):
         name: str,
         stats: DivergenceStats,
         second: Tensor | None,
-        beside: Teacher,
+        targets: Teacher,
         shard: VocabShard,
         options: DivergenceOptions,
     ) -> Tensor:
@@ -267,22 +211,22 @@ class DivergenceLoss(Loss):
         if options.hard_weight:
             hard = stats.hard_sum.log() + (stats.student_max - stats.target)
             value = hard if options.hard_weight == 1 else (1 - options.hard_weight) * value + options.hard_weight * hard
-        if beside.labels is None:
+        if targets.labels is None:
             return value
-        value = torch.where(_outside(beside.labels, shard.vocab_size), NAN, value)
-        return torch.where(is_ignored(beside.labels, options.ignore_index), 0.0, value)
+        value = torch.where(_outside(targets.labels, shard.vocab_size), NAN, value)
+        return torch.where(is_ignored(targets.labels, options.ignore_index), 0.0, value)
 
     def gradient(
         self,
         x: Tensor,
-        beside: Teacher,
+        targets: Teacher,
         stats: DivergenceStats,
         second: Tensor | None,
         shard: VocabShard,
         options: DivergenceOptions,
     ) -> Tensor:
-        s, t, log_s, log_t = _probabilities(x, beside, stats, options)
-        x, labels = _both(x, beside)[0], beside.labels
+        s, t, log_s, log_t = _probabilities(x, targets, stats, options)
+        x, labels = _both(x, targets)[0], targets.labels
         if options.divergence == "forward":
             grad = s - t
         elif options.divergence == "reverse":
@@ -304,8 +248,8 @@ class DivergenceLoss(Loss):
         grad = torch.where((log_s == NEG_INF) & is_finite, 0.0, grad)
         return grad if labels is None else torch.where(_outside(labels, shard.vocab_size).unsqueeze(-1), NAN, grad)
 
-    def ignored(self, beside: Teacher, options: DivergenceOptions) -> Tensor | None:
-        return None if beside.labels is None else is_ignored(beside.labels, options.ignore_index)
+    def ignored(self, targets: Teacher, options: DivergenceOptions) -> Tensor | None:
+        return None if targets.labels is None else is_ignored(targets.labels, options.ignore_index)
 
 
 DIVERGENCE = DivergenceLoss()
@@ -336,18 +280,31 @@ def check_hard_weight(settings: Settings, labels: Tensor | None) -> None:
         raise ValueError(f"hard_weight: expected labels with it, got {settings.hard_weight} and labels=None")
 
 
-def _both(x: Tensor, beside: Teacher) -> tuple[Tensor, Tensor]:
+def _check_head(teacher: TeacherHead) -> None:
+    """Check that the tensors of a teacher's head fit each other."""
+    hidden, weight, bias, *_ = teacher
+    for name, tensor in {"teacher.weight": weight, "teacher.bias": bias}.items():
+        if tensor is not None and tensor.dtype != hidden.dtype:
+            expected = f"that of teacher.hidden, {hidden.dtype} (autocast leaves the teacher as it is)"
+            raise TypeError(f"{name}: dtype must be {expected}, got {tensor.dtype}; convert it")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(f"teacher.weight: expected shape [C', {hidden.shape[-1]}], got {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"teacher.bias: expected shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+
+
+def _both(x: Tensor, targets: Teacher) -> tuple[Tensor, Tensor]:
     """The columns of student and teacher, in the compute dtype of the student's logits."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    teacher = beside.logits.reshape(-1, beside.logits.shape[-1])[:, : x.shape[-1]]
+    teacher = targets.logits.reshape(-1, targets.logits.shape[-1])[:, : x.shape[-1]]
     return x.to(dtype), teacher.to(dtype)
 
 
 def _probabilities(
-    x: Tensor, beside: Teacher, stats: DivergenceStats, options: DivergenceOptions
+    x: Tensor, targets: Teacher, stats: DivergenceStats, options: DivergenceOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(s, t, log s, log t)`` of columns."""
-    student, teacher = _both(x, beside)
+    student, teacher = _both(x, targets)
     logs = []
     sides = (student, stats.student_max, stats.student_sum), (teacher, stats.teacher_max, stats.teacher_sum)
     for logits, row_max, sum_exp in sides:

@@ -21,19 +21,19 @@ of 2^16 is finite. In fp64, 2^-53 and 2^-1006.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, spec
-from vocab_parallel_ce.beside import at_rows, temperature_of_rows
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NAN, NEG_INF, GradOutputs, LossOptions, TokenOutputs, _finite_or_zero
+from vocab_parallel_ce.targets import RowIds, RowNumbers, Tokens, at_rows
 
 # What stands for a column that this rank does not own.
 ELSEWHERE = -1
@@ -41,21 +41,31 @@ OUTSIDE = -2  # of the vocabulary
 IGNORED = -(2**62)
 
 
+class RowColumns(RowIds):
+    """``[..., k]``, ids of each row. Launchers take ``[N, k]`` int64 columns of this rank, or one of the above."""
+
+    def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
+        checks.check_labels(target, tokens.tensor, tokens.subject)
+        if target.shape[:-1] != tokens.shape:
+            expected = f"{tuple(tokens.shape)} and k given ids"
+            raise ValueError(f"labels: shape must be {expected}, got {tuple(target.shape)}")
+
+    def local(self, name: str, target: Tensor, tokens: Tokens, settings: Settings, plan: Any) -> Tensor:
+        shard = plan.shard
+        if settings.check_labels:
+            checks.check_label_range(target, shard.vocab_size, settings.ignore_index, names_ignored=False)
+        ids = target.reshape(-1, target.shape[-1])
+        columns = ids.long() - shard.start
+        columns.masked_fill_(spec._outside(columns, shard.n_valid), ELSEWHERE)
+        columns.masked_fill_(spec._outside(ids, shard.vocab_size), OUTSIDE)
+        return columns.masked_fill_(spec.is_ignored(ids, settings.ignore_index), IGNORED)
+
+
 class Ids(NamedTuple):
-    """What stands alongside the logits."""
+    """The targets: k ids of each row."""
 
-    ids: Tensor  # [..., k] global ids; for launchers [N, k] int64 columns of this rank, or one of the above
-    temperature: Tensor | None = None  # [N]; None: that of the options
-    log_probs: Tensor | None = None  # [..., k] of a teacher, for checks and verification alone
-    compared: dict[str, Any] | None = None  # options of a divergence, for verification alone
-
-    @property
-    def class_weight(self) -> None:
-        """Log-probabilities have no weights."""
-
-    def at(self, rows: slice) -> Ids:
-        """Return what stands alongside these rows."""
-        return Ids(self.ids[rows], None if self.temperature is None else self.temperature[rows])
+    ids: Annotated[Tensor, RowColumns("labels")]
+    temperature: Annotated[Tensor | None, RowNumbers(fill=1.0)] = None  # None: that of the options
 
 
 class IdsOptions(NamedTuple):
@@ -95,8 +105,8 @@ class GivenIds:
     def __init__(self, softmax: Launchers, options: IdsOptions, shard: VocabShard) -> None:
         self.softmax, self.options, self.shard = softmax, options, shard
 
-    def statistics(self, logits: Tensor, beside: Ids, stats: tuple[Tensor], rank: int, count: None = None) -> None:
-        columns, temperature, *_ = beside
+    def statistics(self, logits: Tensor, targets: Ids, stats: tuple[Tensor], rank: int, count: None = None) -> None:
+        columns, temperature = targets
         dead = is_dead(columns)
         z, _ = logits_at(logits, columns, at_rows(self.options.of_logits, temperature))
         place = z.argmax(dim=-1, keepdim=True)
@@ -104,9 +114,9 @@ class GivenIds:
         torch.cat([row_max.unsqueeze(-1), without_best.unsqueeze(-1), z], dim=-1, out=stats[0][rank])
 
     def outputs(
-        self, stats: tuple[Tensor], beside: Ids, divisor: None, outputs: TokenOutputs, total: None = None
+        self, stats: tuple[Tensor], targets: Ids, divisor: None, outputs: TokenOutputs, total: None = None
     ) -> None:
-        columns, known = beside.ids, self.merged(stats[0])
+        columns, known = targets.ids, self.merged(stats[0])
         values = (known.z - known.row_max.unsqueeze(-1)) - known.log_sum.unsqueeze(-1)
         values = values.masked_fill_(columns == OUTSIDE, NAN).masked_fill_(columns == IGNORED, 0.0)
         if known.outside is not None:
@@ -117,13 +127,13 @@ class GivenIds:
     def gradient(
         self,
         logits: Tensor,
-        beside: Ids,
+        targets: Ids,
         stats: tuple[Tensor],
         divisor: None,
         grads: GradOutputs,
         grad_logits: Tensor,
     ) -> None:
-        (columns, temperature, *_), known = beside, self.merged(stats[0])
+        (columns, temperature), known = targets, self.merged(stats[0])
         assert grads.loss is not None
         dead, given, sum_exp = is_dead(columns), grads.loss[:, : columns.shape[-1]], known.sum_exp
         given = given.masked_fill(columns == IGNORED, 0.0)
@@ -171,27 +181,7 @@ class GivenIds:
 class GivenIdsLoss(Loss):
     """Log-probabilities at given ids."""
 
-    Beside = BesideHead = Ids
-
-    def check(self, given: Ids, logits: Tensor, settings: Settings) -> None:
-        checks.check_labels(given.ids, logits)
-        if given.ids.shape[:-1] != logits.shape[:-1]:
-            expected = f"{tuple(logits.shape[:-1])} and k given ids"
-            raise ValueError(f"labels: shape must be {expected}, got {tuple(given.ids.shape)}")
-
-    def beside(self, given: Ids, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int) -> Ids:
-        columns = columns_of(given, settings, shard, n_ranks)
-        return Ids(columns, temperature_of_rows(given.temperature, given.ids[..., 0], logits))
-
-    def check_head(self, given: Ids, hidden: Tensor, settings: Settings) -> None:
-        checks.check_labels(given.ids, hidden, "hidden")
-
-    def beside_head(self, given: Ids, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor) -> Ids:
-        columns = columns_of(given, settings, plan.shard, plan.n_ranks)
-        temperature = temperature_of_rows(given.temperature, given.ids[..., 0], hidden)
-        if order is None:
-            return Ids(columns, temperature)
-        return Ids(order.to_rows(columns, IGNORED), None if temperature is None else order.to_rows(temperature, 1.0))
+    Targets = Ids
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> IdsOptions:
         of_logits = loss_options(settings, vocab_size)._replace(ignore_index=IGNORED)
@@ -206,36 +196,14 @@ class GivenIdsLoss(Loss):
         widths = tuple(map(len, self.exchanges(options)))
         return Launchers(own.statistics, own.outputs, own.gradient, softmax.element_mul, widths=widths)
 
-    def saved(self, beside: Ids, options: IdsOptions) -> tuple[Tensor | None, ...]:
-        return beside[:2]
-
-    def check_constants(self, given: Ids) -> None:
-        if given.temperature is not None:
-            checks.check_temperature(given.temperature, given.ids[..., 0])
-
     def exchanges(self, options: IdsOptions) -> tuple[tuple[str, ...], ...]:
         return (("row_max", "without_best", *(f"z_{k}" for k in range(options.n_ids))),)
 
-    def compared(self, given: Ids) -> dict[str, Any]:
-        of_ids = {"labels": given.ids, "subject": _subject(given)}
-        return {**of_ids, "options": given.compared or {}, "values": _values(given)}
-
-    def compared_head(self, given: Ids) -> dict[str, Any]:
-        return {"options": given.compared or {}, "values": {_subject(given): given.ids, **_values(given)}}
+    def ignored(self, targets: Ids, options: IdsOptions) -> Tensor:
+        return is_dead(targets.ids)
 
 
 GIVEN_IDS = GivenIdsLoss()
-
-
-def _subject(given: Ids) -> str:
-    """Return the caller's name of the ids: a teacher's may have a label among them."""
-    return "labels" if given.log_probs is None else "teacher.ids, labels"
-
-
-def _values(given: Ids) -> dict[str, Tensor]:
-    """Return the tensors beside the ids that must be equal on all ranks, by the caller's names."""
-    named = {"temperature": given.temperature, "teacher.log_probs": given.log_probs}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def marked(ids: Tensor, ignored: Tensor) -> Tensor:
@@ -244,32 +212,6 @@ def marked(ids: Tensor, ignored: Tensor) -> Tensor:
     An id of that number or less is another number outside of the vocabulary instead.
     """
     return ids.long().clamp(min=IGNORED + 1).masked_fill(ignored, IGNORED)
-
-
-def check_not_one_hot(ids: Tensor, shard: VocabShard, n_ranks: int) -> None:
-    """Check, by numbers that all ranks know, that there is not an id for each column of a rank or of the vocabulary."""
-    k = ids.shape[-1]
-    if k in (shard.vocab_size, -(-shard.vocab_size // n_ranks)):
-        raise ValueError(
-            f"labels: expected another number of given ids per token than of columns, got {k} for {shard.vocab_size} "
-            f"columns on {n_ranks} ranks; {checks.NOT_ONE_HOT}"
-        )
-
-
-def columns_of(given: Ids, settings: Settings, shard: VocabShard, n_ranks: int) -> Tensor:
-    """Return ``[N, k]`` columns as launchers take them."""
-    ids = given.ids
-    if given.log_probs is None:  # a teacher may be known at as many tokens as there are columns
-        check_not_one_hot(ids, shard, n_ranks)
-    if settings.check_labels:
-        checks.check_label_range(
-            ids, shard.vocab_size, settings.ignore_index, subject=_subject(given), names_ignored=False
-        )
-    ids = ids.reshape(-1, ids.shape[-1])
-    columns = ids.long() - shard.start
-    columns.masked_fill_(spec._outside(columns, shard.n_valid), ELSEWHERE)
-    columns.masked_fill_(spec._outside(ids, shard.vocab_size), OUTSIDE)
-    return columns.masked_fill_(spec.is_ignored(ids, settings.ignore_index), IGNORED)
 
 
 # Parts of the launchers; ``columns`` are ``[N, k]``, negative if not owned.

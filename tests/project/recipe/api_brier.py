@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from vocab_parallel_ce.api.call import over_head, over_logits, overwrites, public
-from vocab_parallel_ce.head.plan import Arguments, Head
+from vocab_parallel_ce.head.plan import Arguments
 from vocab_parallel_ce.losses.brier import BRIER, Answers
 from vocab_parallel_ce.options import HeadSettings, Settings
+from vocab_parallel_ce.targets import Head
 
 
 @public(overwrites)
@@ -64,5 +65,5 @@ def linear_brier_score(
         vocab_size=vocab_size,
     )
     head = HeadSettings(sequence_parallel=sequence_parallel, chunk_size=chunk_size)
-    given = Arguments(Head(hidden, weight, bias), labels, Answers(labels), group, None)
+    given = Arguments(Head(hidden, weight, bias), Answers(labels), group, None)
     return over_head(BRIER, given, settings, head).loss

@@ -9,31 +9,23 @@ With ``p`` the softmax of ``z`` and the label ``y``, over the whole vocabulary, 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vocab_parallel_ce import checks, reference
-from vocab_parallel_ce.layout import flat
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NAN, NEG_INF, LossOptions, _finite_or_zero, _outside, is_ignored, transformed
+from vocab_parallel_ce.targets import RowIds
 
 
 class Answers(NamedTuple):
-    """What stands beside the logits."""
+    """The targets: a label of each row."""
 
-    labels: Tensor  # [N]
-
-    @property
-    def class_weight(self) -> None:
-        """It has no weights."""
-
-    def at(self, rows: slice) -> Answers:
-        """Return what stands beside these rows."""
-        return Answers(self.labels[rows])
+    labels: Annotated[Tensor, RowIds()]
 
 
 class BrierStats(NamedTuple):
@@ -51,25 +43,9 @@ IDENTITY = (NEG_INF, 0.0, 0.0, NEG_INF)
 class BrierLoss(Loss):
     """Squared error of the probabilities."""
 
-    Beside = BesideHead = Answers
+    Targets = Answers
     Stats = BrierStats
     counts = True
-
-    def check(self, given: Answers, logits: Tensor, settings: Settings) -> None:
-        checks.check_labels(given.labels, logits)
-        checks.check_rows(given.labels, logits)
-
-    def beside(
-        self, given: Answers, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int
-    ) -> Answers:
-        if settings.check_labels:
-            checks.check_label_range(given.labels, shard.vocab_size, settings.ignore_index)
-        return Answers(flat(given.labels))
-
-    def beside_head(
-        self, given: Answers, hidden: Tensor, settings: Settings, plan: Any, order: Any, labels: Tensor
-    ) -> Answers:
-        return Answers(labels)
 
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> LossOptions:
         checks.check_choice("impl", settings.impl, ("auto", "reference"))  # it has no kernels
@@ -78,22 +54,16 @@ class BrierLoss(Loss):
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         return reference.launchers(self, options, shard)
 
-    def check_constants(self, given: Answers) -> None:
-        """Labels have no gradient."""
-
-    def compared(self, given: Answers) -> dict[str, Any]:
-        return {"labels": given.labels, "options": {}}
-
     def exchanges(self, options: LossOptions) -> tuple[tuple[str, ...], ...]:
         return (BrierStats._fields,)
 
-    def tile(self, x: Tensor, beside: Answers, shard: VocabShard, options: LossOptions) -> BrierStats:
+    def tile(self, x: Tensor, targets: Answers, shard: VocabShard, options: LossOptions) -> BrierStats:
         z, _ = transformed(x, options)
         if z.shape[-1] == 0:
             return BrierStats(*(z.new_full(z.shape[:1], value) for value in IDENTITY))
         row_max = z.amax(dim=-1)
         exp = (z - _finite_or_zero(row_max).unsqueeze(-1)).exp()
-        target_logit = torch.where(_is_label(z, beside, shard), z, NEG_INF).amax(dim=-1)
+        target_logit = torch.where(_is_label(z, targets, shard), z, NEG_INF).amax(dim=-1)
         return BrierStats(row_max, exp.sum(dim=-1), (exp**2).sum(dim=-1), target_logit)
 
     def merge(self, a: BrierStats, b: BrierStats, options: LossOptions) -> BrierStats:
@@ -107,31 +77,31 @@ class BrierLoss(Loss):
         )
 
     def output(
-        self, name: str, stats: BrierStats, second: None, beside: Answers, shard: VocabShard, options: LossOptions
+        self, name: str, stats: BrierStats, second: None, targets: Answers, shard: VocabShard, options: LossOptions
     ) -> Tensor:
         p_label, sum_sq = _sums(stats)
-        value = torch.where(_outside(beside.labels, shard.vocab_size), NAN, sum_sq - 2 * p_label + 1)
-        return torch.where(self.ignored(beside, options), 0.0, value)
+        value = torch.where(_outside(targets.labels, shard.vocab_size), NAN, sum_sq - 2 * p_label + 1)
+        return torch.where(self.ignored(targets, options), 0.0, value)
 
     def gradient(
-        self, x: Tensor, beside: Answers, stats: BrierStats, second: None, shard: VocabShard, options: LossOptions
+        self, x: Tensor, targets: Answers, stats: BrierStats, second: None, shard: VocabShard, options: LossOptions
     ) -> Tensor:
         z, slope = transformed(x, options)
         p = (z - stats.row_max.unsqueeze(-1)).exp() / stats.sum_exp.unsqueeze(-1)
         p_label, sum_sq = (value.unsqueeze(-1) for value in _sums(stats))
-        grad = 2 * p * (p - sum_sq + p_label) - 2 * p_label * _is_label(z, beside, shard)
-        return torch.where(_outside(beside.labels, shard.vocab_size).unsqueeze(-1), NAN, grad * slope)
+        grad = 2 * p * (p - sum_sq + p_label) - 2 * p_label * _is_label(z, targets, shard)
+        return torch.where(_outside(targets.labels, shard.vocab_size).unsqueeze(-1), NAN, grad * slope)
 
-    def ignored(self, beside: Answers, options: LossOptions) -> Tensor:
-        return is_ignored(beside.labels, options.ignore_index)
+    def ignored(self, targets: Answers, options: LossOptions) -> Tensor:
+        return is_ignored(targets.labels, options.ignore_index)
 
 
 BRIER = BrierLoss()
 
 
-def _is_label(z: Tensor, beside: Answers, shard: VocabShard) -> Tensor:
+def _is_label(z: Tensor, targets: Answers, shard: VocabShard) -> Tensor:
     column = torch.arange(shard.start, shard.start + z.shape[-1], device=z.device)
-    return column == beside.labels.long().unsqueeze(-1)
+    return column == targets.labels.long().unsqueeze(-1)
 
 
 def _sums(stats: BrierStats) -> tuple[Tensor, Tensor]:

@@ -13,32 +13,26 @@ A column of ``-inf`` with ``t'_i = 0`` is excluded. With ``t'_i > 0`` the loss i
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vocab_parallel_ce import checks, reference
-from vocab_parallel_ce.beside import check_beside, check_requires_no_gradient, weights_of_columns
-from vocab_parallel_ce.layout import walkable
+from vocab_parallel_ce import reference
 from vocab_parallel_ce.losses.base import Launchers, Loss, bound
 from vocab_parallel_ce.options import Settings, loss_options
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import NEG_INF, LossOptions, _finite_or_zero, _raised_by, transformed
+from vocab_parallel_ce.targets import Columns, Grid
 
-NOT_OF_TARGETS = ("ignore_index", "outputs", "check_labels")
-TARGET_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+NOT_OF_SOFT_LABELS = ("ignore_index", "outputs", "check_labels")
 
 
-class Targets(NamedTuple):
-    """What stands alongside the logits."""
+class SoftLabels(NamedTuple):
+    """The targets: a probability of each row and column."""
 
-    probs: Tensor  # [..., C]
-    class_weight: Tensor | None = None  # of this rank's columns without padding
-
-    @property
-    def labels(self) -> None:
-        """Targets are in the place of labels."""
+    probs: Annotated[Tensor, Grid("labels", same_columns=True)]
+    class_weight: Annotated[Tensor | None, Columns()] = None
 
 
 class TargetStats(NamedTuple):
@@ -53,34 +47,14 @@ class TargetStats(NamedTuple):
 IDENTITY = (NEG_INF, 0.0, 0.0, 0.0)
 
 
-class TargetLoss(Loss):
+class SoftLabelLoss(Loss):
     """Cross-entropy with a probability per column."""
 
-    Beside = BesideHead = Targets
+    Targets = SoftLabels
     Stats = TargetStats
 
-    def check(self, given: Targets, logits: Tensor, settings: Settings) -> None:
-        targets = given.probs
-        checks.check_tensor("labels", targets)
-        if targets.layout is not torch.strided or targets.dtype not in TARGET_DTYPES:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TARGET_DTYPES)
-            expected = f"int64, int32 or, of probabilities, {names}, dense"
-            raise TypeError(f"labels: dtype must be {expected}, got {targets.dtype}, {targets.layout}")
-        if targets.shape != logits.shape:
-            expected = f"that of logits, {tuple(logits.shape)}"
-            got = f"{tuple(targets.shape)}; ids are int64 or int32"
-            raise ValueError(f"labels: shape of probabilities must be {expected}, got {got}")
-        checks.check_no_transforms(given.class_weight)
-        check_beside("labels", targets, logits, settings)
-
-    def beside(
-        self, given: Targets, logits: Tensor, settings: Settings, shard: VocabShard, rank: int, n_ranks: int
-    ) -> Targets:
-        weights = None if given.class_weight is None else weights_of_columns(given.class_weight, shard, logits)
-        return Targets(walkable(given.probs.detach()), weights)
-
     def options(self, settings: Settings, vocab_size: int | None, *, class_weight: bool) -> LossOptions:
-        for name in NOT_OF_TARGETS:
+        for name in NOT_OF_SOFT_LABELS:
             if getattr(settings, name) != Settings._field_defaults[name]:
                 raise ValueError(f"{name}: has no use with probabilities as labels, got {getattr(settings, name)!r}")
         return loss_options(settings, vocab_size)
@@ -88,22 +62,13 @@ class TargetLoss(Loss):
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
             return reference.launchers(self, options, shard)
-        return bound(kernels, kernels.targets.ALGEBRA, options, shard, self.exchanges(options))
-
-    def check_constants(self, given: Targets) -> None:
-        check_requires_no_gradient(labels=given.probs)
-        if given.class_weight is not None:
-            checks.check_class_weight(given.class_weight)
-
-    def compared(self, given: Targets) -> dict[str, Any]:
-        options = {"class_weight": "None" if given.class_weight is None else "a tensor"}
-        return {"labels": torch.empty(0, dtype=torch.int64), "options": options, "beside": "probabilities"}
+        return bound(kernels, kernels.soft_labels.ALGEBRA, options, shard, self.exchanges(options))
 
     def exchanges(self, options: LossOptions) -> tuple[tuple[str, ...], ...]:
         return (TargetStats._fields,)
 
-    def tile(self, x: Tensor, beside: Targets, shard: VocabShard, options: LossOptions) -> TargetStats:
-        z, _, t = _columns(x, beside, shard, options)
+    def tile(self, x: Tensor, targets: SoftLabels, shard: VocabShard, options: LossOptions) -> TargetStats:
+        z, _, t = _columns(x, targets, shard, options)
         if z.shape[-1] == 0:
             return TargetStats(*(z.new_full(z.shape[:1], value) for value in IDENTITY))
         row_max = z.amax(dim=-1)
@@ -122,16 +87,16 @@ class TargetLoss(Loss):
         )
 
     def output(
-        self, name: str, stats: TargetStats, second: None, beside: Targets, shard: VocabShard, options: LossOptions
+        self, name: str, stats: TargetStats, second: None, targets: SoftLabels, shard: VocabShard, options: LossOptions
     ) -> Tensor:
         log_sum = stats.sum_exp.log()
         value = stats.target_sum * log_sum - stats.target_shifted
         return value + options.z_loss * (stats.row_max + log_sum) ** 2 if options.z_loss else value
 
     def gradient(
-        self, x: Tensor, beside: Targets, stats: TargetStats, second: None, shard: VocabShard, options: LossOptions
+        self, x: Tensor, targets: SoftLabels, stats: TargetStats, second: None, shard: VocabShard, options: LossOptions
     ) -> Tensor:
-        z, slope, t = _columns(x, beside, shard, options)
+        z, slope, t = _columns(x, targets, shard, options)
         p = (z - stats.row_max.unsqueeze(-1)).exp() / stats.sum_exp.unsqueeze(-1)
         p_factor = stats.target_sum
         if options.z_loss:
@@ -141,17 +106,17 @@ class TargetLoss(Loss):
         return torch.where((z == NEG_INF) & is_finite, 0.0, grad)
 
 
-TARGETS = TargetLoss()
+SOFT_LABELS = SoftLabelLoss()
 
 
 def _columns(
-    x: Tensor, beside: Targets, shard: VocabShard, options: LossOptions
+    x: Tensor, targets: SoftLabels, shard: VocabShard, options: LossOptions
 ) -> tuple[Tensor, Tensor | float, Tensor]:
     """Return ``z``, its slope and ``t'`` of columns."""
     z, slope = transformed(x, options)
-    targets = beside.probs.reshape(-1, beside.probs.shape[-1])[:, : x.shape[-1]].to(z.dtype)
-    t = (1 - options.smoothing) * targets + options.smoothing / shard.vocab_size
-    return z, slope, t if beside.class_weight is None else t * beside.class_weight.to(t.dtype)
+    probs = targets.probs.reshape(-1, targets.probs.shape[-1])[:, : x.shape[-1]].to(z.dtype)
+    t = (1 - options.smoothing) * probs + options.smoothing / shard.vocab_size
+    return z, slope, t if targets.class_weight is None else t * targets.class_weight.to(t.dtype)
 
 
 def _times(target: Tensor, shifted: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Cross-entropy with probability targets: the algebra of ``losses.targets`` for ``row_*``.
+"""Cross-entropy with probability targets: the algebra of ``losses.soft_labels`` for ``row_*``.
 
 loss = T' * log(sum_exp) - target_shifted + z_loss * lse^2
 dz_i = p_i * (T' + 2 * z_loss * lse) - t'_i
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.walk import Algebra
-from vocab_parallel_ce.losses.targets import TargetStats
+from vocab_parallel_ce.losses.soft_labels import TargetStats
 
 
 class Factors(NamedTuple):
