@@ -162,6 +162,7 @@ class HeadStates(Role):
     """``[..., D]``, hidden states of another head, in the order of the tokens."""
 
     def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
+        checks.check_tensor(name, target)
         checks.check_parameter(name, target)
         checks.check_device(name, target, tokens.tensor, tokens.subject)
         if target.shape[:-1] != tokens.shape or target.dim() < 2:
@@ -176,6 +177,7 @@ class HeadRows(Role):
     """``[C, ...]``, the weight or the bias of another head."""
 
     def check(self, name: str, target: Tensor, tokens: Tokens, settings: Settings) -> None:
+        checks.check_tensor(name, target)
         checks.check_parameter(name, target)
         checks.check_device(name, target, tokens.tensor, tokens.subject)
 

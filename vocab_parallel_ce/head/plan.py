@@ -117,6 +117,7 @@ def plan_linear_call(
     if expected is not None:
         warn_of_misfits()
         check_expected(expected, tokens)
+    divisor = None if given.num_items is None else checked_divisor(given.num_items, settings.reduction, hidden)
     sizes = weight.shape[0], hidden.shape[-1], math.prod(tokens.shape)
     key = HeadKey(dtype, *sizes, hidden.device, rank, n_ranks, has_weights(given.targets), expected is not None)
     planned = cached_head_plan(loss, settings, head, key)
@@ -137,7 +138,7 @@ def plan_linear_call(
             check_can_be_saved(name, target)
     linear = LinearCall(
         head=planned,
-        call=Call(plan, given.group, None),
+        call=Call(plan, given.group, divisor),
         shape=tokens.shape,
         chunks=chunks,
         order=order,
@@ -149,8 +150,11 @@ def plan_linear_call(
     )
     if verify.open_calls:
         _compare(linear, local_head, given, settings, head)
-    divisor = _divisor(given, planned, targets, is_valid)  # last: it may be a collective
-    return linear._replace(call=Call(plan, given.group, divisor)), local_head, targets
+    if planned.is_mean:  # last: it may be a collective
+        linear = linear._replace(
+            call=Call(plan, given.group, _divisor_of_mean(planned, targets, is_valid, given.group))
+        )
+    return linear, local_head, targets
 
 
 def shape_of_tokens(hidden: Tensor, n_ranks: int, head: HeadSettings) -> tuple[int, ...]:
@@ -199,15 +203,11 @@ def make_head_plan(loss: Loss, settings: Settings, head: HeadSettings, key: Head
     )
 
 
-def _divisor(given: Arguments, planned: HeadPlan, targets: Any, is_valid: Tensor) -> Tensor | None:
-    """Return ``[1]``, what divides the sum: ``num_items``, the valid tokens, or their weights.
+def _divisor_of_mean(planned: HeadPlan, targets: Any, is_valid: Tensor, group: Any) -> Tensor:
+    """Return ``[1]``, how many tokens are valid, or the sum of their weights.
 
     Collectives: for weights on several ranks one all_gather of 4 bytes.
     """
-    if given.num_items is not None:
-        return checked_divisor(given.num_items, "sum", given.head.hidden)
-    if not planned.is_mean:
-        return None
     if not has_weights(targets):
         return is_valid.sum().reshape(1)
     plan = planned.plan
@@ -215,7 +215,7 @@ def _divisor(given: Arguments, planned: HeadPlan, targets: Any, is_valid: Tensor
     own = label_weights(targets.class_weight, targets.labels, shard.start, shard.vocab_size, options)
     sums = own.new_empty(plan.n_ranks, 1, 1)
     sums[plan.rank] = own.sum()
-    all_gather_stats(sums, plan.rank, given.group)
+    all_gather_stats(sums, plan.rank, group)
     return sums.sum().reshape(1)
 
 
