@@ -27,17 +27,6 @@ PAIRS = (
     "divergence_second",
     "divergence_gradient",
 )  # that walk two tensors together
-# What a kernel does while the one before it may still run: at most, it reads the labels.
-BEFORE_WAIT: dict[str, list[str]] = {
-    "merged_parts": ["ld"],
-    "loss": ["ld"],
-    "cross_entropy": [],
-    "element_mul": [],
-    **dict.fromkeys(("target_merged", "target_loss", "target_gradient"), []),
-    **dict.fromkeys(
-        (f"divergence_{name}" for name in ("merged", "loss", "gradient", "part_second", "merged_second")), []
-    ),
-}
 MERGED_PAIRS = ("target_merged", "divergence_merged")  # that merge parts of them
 
 
@@ -78,12 +67,7 @@ def test_every_kernel_compiles_and_its_arguments_bind(target):
 
 
 def test_sm_90_code_is_wide_and_does_not_spill():
-    reports = compiled("cuda:90")
-    overlapping = {report["kernel"] for report in reports if report["before_wait"] is not None}
-    assert {name.split("-")[0] for name in overlapping} == set(BEFORE_WAIT)
-    for report in reports:
-        if report["before_wait"] is not None:
-            assert report["before_wait"] == BEFORE_WAIT[report["kernel"].split("-")[0]], report
+    for report in compiled("cuda:90"):
         if report["kernel"].startswith("one_pass"):
             assert_fills_a_multiprocessor(report)
             continue

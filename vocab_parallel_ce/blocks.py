@@ -55,7 +55,6 @@ class StatisticsShape(NamedTuple):
     block: StatisticsBlock
     is_cut: bool  # each part of a row has a program of its own
     at_once: int  # parts of logits that a program reads together, if options allow; of pairs always PARTS_AT_ONCE
-    overlaps: bool  # kernels let the next one begin, and wait for the one before; of pairs only if rows are cut
 
 
 class GradientShape(NamedTuple):
@@ -63,7 +62,6 @@ class GradientShape(NamedTuple):
 
     block: Block
     n_programs: int  # of a row
-    overlaps: bool  # it waits for the kernel before, which may not have ended
 
 
 # (row bytes up to, warps, tiles of a part)
@@ -72,7 +70,6 @@ PARTS_AT_ONCE = 8  # that a program reads together: of logits if rows are few, o
 # The most rows, and the fewest parts of a row, of which each part has a program of its own.
 CUT_ROWS, CUT_PARTS = 96, 12
 AT_ONCE_ROWS = 512  # the most rows whose programs read several parts together; no fewer than CUT_ROWS
-FEW_ROWS = 1024  # the most rows whose kernels of statistics overlap; no fewer than CUT_ROWS
 PROGRAMS_OF_FEW_ROWS = 4096  # of a gradient: with fewer, its programs write fewer tiles than the table says
 
 
@@ -85,25 +82,21 @@ def statistics_block(n_columns: int, element_size: int) -> StatisticsBlock:
 
 
 @functools.lru_cache(maxsize=1024)
-def statistics_shape(
-    n_rows: int, shard: VocabShard, element_size: int, n_tensors: int, can_overlap: bool
-) -> StatisticsShape:
+def statistics_shape(n_rows: int, shard: VocabShard, element_size: int, n_tensors: int) -> StatisticsShape:
     """Return the launch shapes of statistics of a shard's rows in ``n_tensors``."""
     block = statistics_block(shard.n_valid, element_size)
     is_cut = n_rows <= CUT_ROWS and n_tensors * block.n_parts >= CUT_PARTS  # a part of two tensors is two reads
     at_once = PARTS_AT_ONCE if n_rows <= AT_ONCE_ROWS else 1
-    return StatisticsShape(block, is_cut, at_once, can_overlap and n_rows <= FEW_ROWS)
+    return StatisticsShape(block, is_cut, at_once)
 
 
 @functools.lru_cache(maxsize=1024)
-def gradient_shape(
-    n_rows: int, shard: VocabShard, element_size: int, table: Table, tiles: int, can_overlap: bool
-) -> GradientShape:
+def gradient_shape(n_rows: int, shard: VocabShard, element_size: int, table: Table, tiles: int) -> GradientShape:
     """Return the launch shape of a gradient, of programs that write ``tiles`` each, or fewer tiles if rows are few."""
     block = choose_block(table, shard.n_columns, element_size)
     n_tiles = -(-shard.n_columns // (block.lanes * block.vector))
     n_programs = min(n_tiles, max(-(-n_tiles // tiles), PROGRAMS_OF_FEW_ROWS // max(n_rows, 1)))
-    return GradientShape(block, n_programs, can_overlap and n_rows <= CUT_ROWS)
+    return GradientShape(block, n_programs)
 
 
 @functools.lru_cache

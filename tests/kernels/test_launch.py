@@ -112,13 +112,6 @@ def test_a_launch_like_one_before_takes_the_private_way(kernel):
     assert second == ("private", 0, (*start, *addresses, *VALUES, 7, 2**31 - 1, 32, False))
 
 
-def test_an_option_of_the_compiler_that_is_off_is_not_passed(kernel):
-    """AMD's compiler has no launch_pdl. Every launch there would raise a KeyError."""
-    for value in (False, True):
-        Launch(kernel, VALUES, {}, num_warps=4, launch_pdl=value)(3, TENSORS, SIZES)
-    assert [call[3].get("launch_pdl") for call in kernel.calls] == [None, True]
-
-
 def test_a_remembered_kernel_stays_on_the_gpu(kernel):
     """From Triton 3.8 on, a kernel that nobody holds is unloaded, for example after its cache was cleared."""
     launch = launch_of(kernel)

@@ -80,14 +80,10 @@ def report(target: GPUTarget, variant: Variant) -> dict:
     if target.backend != "cuda":
         return entry | {"bytes": len(compiled.asm["hsaco"])}
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
-    overlaps = variant.launch.compiler.get("launch_pdl", False)
-    before_wait = re.findall(r"(ld|st|atom|red)\.global", ptx.partition("griddepcontrol.wait")[0])
     return entry | {
         "bytes": len(cubin),
         "loads": sorted(set(re.findall(r"ld\.global[.\w]*", ptx))),
         "stores": sorted(set(re.findall(r"st\.global[.\w]*", ptx))),
-        # Kinds of accesses while the kernel before may run; None if it has ended.
-        "before_wait": sorted(set(before_wait)) if overlaps else None,
         # Bytes of each kind of copy into shared memory.
         "copies": sorted({f"{kind} {int(n, 0)}" for kind, n in re.findall(ASYNCHRONOUS_COPY, ptx)}),
         "shared_bytes": compiled.metadata.shared,

@@ -86,11 +86,11 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield finish("all_weighted", 4)
     if not is_sm_90:
         return
-    yield from of_soft_labels("bf16", "bf16", False, "plain", overlaps=True)
+    yield from of_soft_labels("bf16", "bf16", False, "plain")
     yield from of_soft_labels("bf16", "bf16", True, "all")
     yield from of_soft_labels("bf16", "bf16", False, "weighted_smoothing")
     for divergence in ("forward", "js"):
-        yield from of_divergence("bf16", False, DivergenceOptions(divergence), overlaps=True)
+        yield from of_divergence("bf16", False, DivergenceOptions(divergence))
     yield from of_divergence("bf16", False, DivergenceOptions("reverse", 2.0, hard_weight=0.5))
     weighted = ("class_weight", "weighted_smoothing")
     for option in ("smoothing", "softcap", "entropy", "sum_sq_probs", "mean_logit", "predictions", "all", *weighted):
@@ -100,14 +100,13 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield stats("bf16", False, "entropy", rows=("threshold",))
     yield stats("bf16", False, "plain", counted=True)
     yield stats("bf16", True, "plain")
-    yield stats("bf16", False, "plain", at_once=8, overlaps=True)
-    yield stats("bf16", False, "plain", counted=True, at_once=8, overlaps=True)
-    yield stats("bf16", False, "all", overlaps=True)
-    yield part("bf16", False, "plain", overlaps=True)
-    yield stats("bf16", False, "plain", merged=True, overlaps=True)
-    yield finish("plain", 1, summed=True, overlaps=True)
+    yield stats("bf16", False, "plain", at_once=8)
+    yield stats("bf16", False, "plain", counted=True, at_once=8)
+    yield part("bf16", False, "plain")
+    yield stats("bf16", False, "plain", merged=True)
+    yield finish("plain", 1, summed=True)
     yield scaled("fp32", edges=False)
-    yield scaled("bf16", edges=False, overlaps=True)
+    yield scaled("bf16", edges=False)
     for dtype, option in product(("bf16", "fp32"), (None, "plain", "softcap")):
         yield above(dtype, False, option)
 
@@ -119,7 +118,6 @@ def of_gradients() -> Iterator[Variant]:
     for option in ("plain", "z_loss", "logit_scale", "class_weight", "lse", "entropy"):
         yield gradient("bf16", False, option, ranks=1)
     for option in ("plain", "smoothing", "softcap", "all"):
-        yield gradient("bf16", False, option, overlaps=True)
         yield gradient("bf16", True, option, n_columns=NARROW)
     for call in ("in_forward", "padded"):
         yield gradient("bf16", False, "plain", call=call, ranks=1)
@@ -206,7 +204,6 @@ def stats(
     rows: tuple[str, ...] = (),
     merged: bool = False,
     at_once: int = 1,
-    overlaps: bool = False,
 ) -> Variant:
     """``merged``: of parts that other programs have read; ``at_once``: parts that a program loads together."""
     options = OPTIONS[option]
@@ -215,20 +212,20 @@ def stats(
     dtypes += (torch.float32 if options.class_weight else None,)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     block = statistics_block(N_COLUMNS, DTYPES[dtype].itemsize)
-    shape = StatisticsShape(block, merged, PARTS_AT_ONCE if merged else at_once, overlaps)
+    shape = StatisticsShape(block, merged, PARTS_AT_ONCE if merged else at_once)
     launch = launch_of("online_softmax", "_launch", dtypes, ROWS[edges], shape, shard, options)
     name = "merged_parts" if merged else "online_softmax"
     name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}"
-    name += f"-{at_once}" * (at_once > 1) + "-few" * (overlaps and not merged)
+    name += f"-{at_once}" * (at_once > 1)
     return Variant("-".join((name, *rows)), launch, dtypes)
 
 
-def part(dtype: str, edges: bool, option: str, rows: tuple[str, ...] = (), overlaps: bool = False) -> Variant:
+def part(dtype: str, edges: bool, option: str, rows: tuple[str, ...] = ()) -> Variant:
     options = OPTIONS[option]
     weights = torch.float32 if options.class_weight else None
     dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), torch.float32, torch.int32, weights)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    shape = StatisticsShape(statistics_block(N_COLUMNS, DTYPES[dtype].itemsize), True, PARTS_AT_ONCE, overlaps)
+    shape = StatisticsShape(statistics_block(N_COLUMNS, DTYPES[dtype].itemsize), True, PARTS_AT_ONCE)
     launch = launch_of("online_softmax", "_launch_of_parts", dtypes, ROWS[edges], shape, shard, options)
     return Variant("-".join((f"part-{dtype}{'-edges' * edges}-{option}", *rows)), launch, dtypes)
 
@@ -242,7 +239,6 @@ def gradient(
     of: str | None = None,
     rows: tuple[str, ...] = (),
     n_columns: int = N_COLUMNS,
-    overlaps: bool = False,
 ) -> Variant:
     """``in_forward`` divides; ``padded`` too, and its shard has padding; ``of`` is the gradient's dtype."""
     options = OPTIONS[option]
@@ -258,18 +254,18 @@ def gradient(
     of_grad = DTYPES[of or dtype]
     table_of = importlib.import_module("vocab_parallel_ce.kernels.cross_entropy")._table
     table, tiles = table_of(ranks, options, rows != (), shard)
-    block, programs, _ = gradient_shape(8192, shard, of_grad.itemsize, table, tiles, False)
-    key = (ROWS[edges], block, programs > 1, strides, ranks, shard, options, overlaps)
+    block, programs = gradient_shape(8192, shard, of_grad.itemsize, table, tiles)
+    key = (ROWS[edges], block, programs > 1, strides, ranks, shard, options)
     launch = launch_of("cross_entropy", "_gradient", dtypes, *key)
     name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}"
-    name = "-".join((name, *rows, *(("few",) * overlaps), *(("narrow",) * (programs == 1))))
+    name = "-".join((name, *rows, *(("narrow",) * (programs == 1))))
     return Variant(name if of is None else f"{name}-to-{of}", launch, dtypes)
 
 
-def scaled(dtype: str, edges: bool, overlaps: bool = False) -> Variant:
+def scaled(dtype: str, edges: bool) -> Variant:
     dtypes = (DTYPES[dtype], torch.float32)
-    launch = launch_of("cross_entropy", "_scaled", dtypes, ROWS[edges], N_COLUMNS, 3, overlaps)
-    return Variant(f"element_mul-{dtype}{'-edges' * edges}{'-few' * overlaps}", launch, dtypes)
+    launch = launch_of("cross_entropy", "_scaled", dtypes, ROWS[edges], N_COLUMNS, 3)
+    return Variant(f"element_mul-{dtype}{'-edges' * edges}", launch, dtypes)
 
 
 def above(dtype: str, edges: bool, option: str | None, rows: tuple[str, ...] = ()) -> Variant:
@@ -283,7 +279,7 @@ def above(dtype: str, edges: bool, option: str | None, rows: tuple[str, ...] = (
     return Variant("-".join((f"sums_above-{dtype}{'-edges' * edges}-{option or 'counts'}", *rows)), launch, dtypes)
 
 
-def finish(option: str, ranks: int, summed: bool = False, overlaps: bool = False) -> Variant:
+def finish(option: str, ranks: int, summed: bool = False) -> Variant:
     dtypes = (
         torch.int64,
         torch.float32,
@@ -291,28 +287,26 @@ def finish(option: str, ranks: int, summed: bool = False, overlaps: bool = False
         *output_dtypes(OPTIONS[option]),
         torch.float32 if summed else None,
     )
-    launch = launch_of(
-        "cross_entropy", "_outputs", dtypes, 1024 if summed else 128, ranks, 131072, OPTIONS[option], overlaps
-    )
+    launch = launch_of("cross_entropy", "_outputs", dtypes, 1024 if summed else 128, ranks, 131072, OPTIONS[option])
     return Variant(f"loss-{option}-R{ranks}{'-summed' * summed}", launch, dtypes)
 
 
-def of_soft_labels(dtype: str, target: str, edges: bool, option: str, overlaps: bool = False) -> Iterator[Variant]:
+def of_soft_labels(dtype: str, target: str, edges: bool, option: str) -> Iterator[Variant]:
     """Yield the kernels of probability targets."""
     options = OPTIONS[option]._replace(entropy=False, predictions=False)
     beside = DTYPES[target], None, torch.float32 if options.class_weight else None
     name = f"target_{{}}-{dtype}-{target}{'-edges' * edges}-{option}-"
-    yield from of_algebra(name, soft_labels.ALGEBRA, DTYPES[dtype], beside, edges, (4,), options, overlaps)
+    yield from of_algebra(name, soft_labels.ALGEBRA, DTYPES[dtype], beside, edges, (4,), options)
 
 
-def of_divergence(dtype: str, edges: bool, options: DivergenceOptions, overlaps: bool = False) -> Iterator[Variant]:
+def of_divergence(dtype: str, edges: bool, options: DivergenceOptions) -> Iterator[Variant]:
     """Yield the kernels of distillation, with labels if there is a hard weight."""
     beside = DTYPES[dtype], torch.int64 if options.hard_weight else None, None
     is_js = options.divergence == "js"
     widths = (4 + (not is_js) + 2 * bool(options.hard_weight), *((2,) if is_js else ()))
     name = f"divergence_{{}}-{dtype}{'-edges' * edges}-{options.divergence}-"
     own = divergences.kernel_options(options)
-    yield from of_algebra(name, divergences.ALGEBRA, DTYPES[dtype], beside, edges, widths, own, overlaps)
+    yield from of_algebra(name, divergences.ALGEBRA, DTYPES[dtype], beside, edges, widths, own)
 
 
 def of_algebra(
@@ -323,7 +317,6 @@ def of_algebra(
     edges: bool,
     widths: tuple[int, ...],
     options: Any,
-    overlaps: bool,
 ) -> Iterator[Variant]:
     """Yield the kernels of a loss of two tensors; rows of both begin at the same position of a line.
 
@@ -332,7 +325,7 @@ def of_algebra(
     rows, shard = PairRows(ROWS[edges][0], ROWS[edges][0], edges, True), VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     fp32, second, own = torch.float32, torch.float32 if len(widths) > 1 else None, (algebra, shard, options)
     gathered, block = (4, widths[0]), statistics_block(N_COLUMNS, logits.itemsize)
-    whole, cut = (StatisticsShape(block, is_cut, PARTS_AT_ONCE, overlaps) for is_cut in (False, True))
+    whole, cut = (StatisticsShape(block, is_cut, PARTS_AT_ONCE) for is_cut in (False, True))
     dtypes: tuple[torch.dtype | None, ...]
     for parts in (None, fp32):
         # Of cut rows the parts of the second exchange follow.
@@ -342,24 +335,15 @@ def of_algebra(
         yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)
     for stats in (None, fp32) if second else (None,):
         dtypes = (logits, *beside, stats, fp32)
-        key = (rows, cut, gathered, stats is not None, *own)
-        launch = launch_of("row_statistics", "_launch_of_parts", dtypes, *key)
+        launch = launch_of("row_statistics", "_launch_of_parts", dtypes, rows, cut, gathered, *own)
         yield Variant(name.format("part_second" if stats else "part"), launch, dtypes)
     dtypes = (logits, *beside, fp32, second, None, fp32, logits)
     for is_cut in (False, True):
-        key = (
-            rows,
-            choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize),
-            is_cut,
-            1,
-            gathered,
-            *own,
-            overlaps and is_cut,
-        )
+        key = (rows, choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize), is_cut, 1, gathered, *own)
         launch = launch_of("row_loss", "_gradient", dtypes, *key)
         yield Variant(f"{name.format('gradient')}{'few' * is_cut}", launch, dtypes)
     dtypes = (fp32, second, beside[1], fp32, fp32)
-    launch = launch_of("row_loss", "_outputs", dtypes, gathered, *own, overlaps)
+    launch = launch_of("row_loss", "_outputs", dtypes, gathered, *own)
     yield Variant(name.format("loss"), launch, dtypes)
     for parts in (None, fp32) if second else ():
         dtypes = (logits, *beside, parts, fp32, fp32)

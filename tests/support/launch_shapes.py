@@ -12,8 +12,8 @@ ONE, SEVERAL, BY_SIZE = "uncut rows", "rows in parts", "rows as they are"
 ALWAYS, NEVER = ((MANY, 0),), ((MANY, MANY),)
 LIMITS: dict[str, dict[str, Any]] = {
     BY_SIZE: {},
-    ONE: {"CUT_PARTS": MANY, "PROGRAMS_OF_FEW_ROWS": 0, "AT_ONCE_ROWS": 0, "FEW_ROWS": 0, "ONE_PASS_ROWS": ALWAYS},
-    SEVERAL: {"CUT_ROWS": MANY, "CUT_PARTS": 2, "PROGRAMS_OF_FEW_ROWS": MANY, "AT_ONCE_ROWS": MANY, "FEW_ROWS": MANY}
+    ONE: {"CUT_PARTS": MANY, "PROGRAMS_OF_FEW_ROWS": 0, "AT_ONCE_ROWS": 0, "ONE_PASS_ROWS": ALWAYS},
+    SEVERAL: {"CUT_ROWS": MANY, "CUT_PARTS": 2, "PROGRAMS_OF_FEW_ROWS": MANY, "AT_ONCE_ROWS": MANY}
     | {"ONE_PASS_ROWS": NEVER},
 }
 
@@ -28,7 +28,7 @@ def programs(kind: str) -> Iterator[None]:
 @contextmanager
 def programs_by_rows() -> Iterator[None]:
     """Let 1 or 2 rows have a program per part, 3 or 4 read several parts at once if options allow, others neither."""
-    with _limits(CUT_ROWS=2, CUT_PARTS=2, PROGRAMS_OF_FEW_ROWS=8, AT_ONCE_ROWS=4, FEW_ROWS=4):
+    with _limits(CUT_ROWS=2, CUT_PARTS=2, PROGRAMS_OF_FEW_ROWS=8, AT_ONCE_ROWS=4):
         yield
 
 

@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vocab_parallel_ce import blocks
 from vocab_parallel_ce.blocks import (
     READ_AND_WRITE,
     READ_AND_WRITE_EDGES,
@@ -42,7 +41,6 @@ from vocab_parallel_ce.kernels.launch import (
     Launch,
     Rows,
     cache_launches,
-    can_overlap,
     dtypes_of,
     row_arguments,
     walk_launch,
@@ -75,14 +73,11 @@ def loss_kernel(
     n_rows,
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
     ROWS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Example: two ranks with ``(3, 0.5032, 3)`` and ``(2, 1, -inf)``, label on the first: loss 0.6265."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     label = tl.load(labels + rows, inside, other=0).to(tl.int64)
-    ops.let_next_begin(OVERLAPS)
-    ops.wait_for_previous(OVERLAPS)
     ranks = tl.arange(0, RANKS)[:, None]
     pointers = of_labels.stats_of_row(stats, ranks.to(tl.int64) * n_rows + rows[None, :], loss_options)
     merged = of_labels.merge_ranks(pointers, (ranks < n_ranks) & inside[None, :], loss_options)
@@ -114,17 +109,16 @@ def token_outputs(
     # The next power of two; triton.next_power_of_2 takes 3 us.
     block = LOSS_ROWS if in_launch is None else max(LOSS_ROWS, 1 << (n_rows - 1).bit_length())
     tensors = (beside.labels, stats[0], divisor, *outputs, in_launch)
-    overlaps = can_overlap(stats[0].get_device())
-    launch = _outputs(dtypes_of(tensors), block, n_ranks, shard.vocab_size, options, overlaps)
+    launch = _outputs(dtypes_of(tensors), block, n_ranks, shard.vocab_size, options)
     launch(-(-n_rows // block), tensors, (n_rows,))
     if total is not None and in_launch is None:
         sum_losses(outputs.loss, total)
 
 
 @cache_launches
-def _outputs(dtypes: Dtypes, block: int, n_ranks: int, vocab_size: int, options: LossOptions, overlaps: bool) -> Launch:
-    constants = {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": block, "OVERLAPS": overlaps}
-    return Launch(loss_kernel, (n_ranks, vocab_size, options), constants, num_warps=block // 32, launch_pdl=overlaps)
+def _outputs(dtypes: Dtypes, block: int, n_ranks: int, vocab_size: int, options: LossOptions) -> Launch:
+    constants = {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": block}
+    return Launch(loss_kernel, (n_ranks, vocab_size, options), constants, num_warps=block // 32)
 
 
 class ShardSizes(NamedTuple):
@@ -171,10 +165,8 @@ def cross_entropy_kernel(
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]``, label 1: ``[0.0900, -0.3348, 0.2447]``."""
-    ops.wait_for_previous(OVERLAPS)  # first: the kernel before may have written the labels
     row, begin_tile, step = ops.tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
     label = tl.load(labels + row).to(tl.int64)
     live = label != loss_options.ignore_index
@@ -259,9 +251,8 @@ def cross_entropy(
     strides = tuple([None if grad is None else grad.stride(0) for grad in grads])
     of_rows = temperature is not None or threshold is not None
     table, tiles = _table(n_ranks, options, of_rows, shard)
-    size, may_overlap = grad_base.element_size(), can_overlap(logits.get_device())
-    block, n_programs, overlaps = gradient_shape(n_rows, shard, size, table, tiles, may_overlap)
-    launch = _gradient(dtypes_of(tensors), rows, block, n_programs > 1, strides, n_ranks, shard, options, overlaps)
+    block, n_programs = gradient_shape(n_rows, shard, grad_base.element_size(), table, tiles)
+    launch = _gradient(dtypes_of(tensors), rows, block, n_programs > 1, strides, n_ranks, shard, options)
     launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 
 
@@ -290,13 +281,12 @@ def _gradient(
     n_ranks: int,
     shard: VocabShard,
     options: LossOptions,
-    overlaps: bool,
 ) -> Launch:
     n_valid = None if shard.n_valid == shard.n_columns else shard.n_valid
     sizes = ShardSizes(shard.n_columns, n_valid, shard.vocab_size)
-    constants = {"RANKS": triton.next_power_of_2(n_ranks), "IS_CUT": is_cut, "OVERLAPS": overlaps}
+    constants = {"RANKS": triton.next_power_of_2(n_ranks), "IS_CUT": is_cut}
     values = (GradOutputs(*strides), sizes, n_ranks, options)
-    return walk_launch(cross_entropy_kernel, rows, values, block, launch_pdl=overlaps, **constants)
+    return walk_launch(cross_entropy_kernel, rows, values, block, **constants)
 
 
 @triton.jit
@@ -314,13 +304,11 @@ def element_mul_kernel(
     grad_output_stride,  # 0: one factor for all rows
     n_columns,
     n_rows,
-    OVERLAPS: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Example: ``[1, 2, 3]`` with grad_output 0.5 becomes ``[0.5, 1, 1.5]``."""
-    ops.wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     if grad_output_stride == 0:
         if tl.load(grad_output).to(tl.float32) == 1.0:
@@ -339,13 +327,12 @@ def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:
     n_rows = grad_output.shape[0]
     base, rows = row_arguments(grad_logits)
     tensors = (base, grad_output)
-    overlaps = n_rows <= blocks.FEW_ROWS and can_overlap(grad_logits.get_device())
-    launch = _scaled(dtypes_of(tensors), rows, grad_logits.shape[-1], grad_output.stride(0), overlaps)
+    launch = _scaled(dtypes_of(tensors), rows, grad_logits.shape[-1], grad_output.stride(0))
     launch(min(n_rows, PROGRAMS), tensors, (n_rows,))
 
 
 @cache_launches
-def _scaled(dtypes: Dtypes, rows: Rows, n_columns: int, stride: int, overlaps: bool) -> Launch:
+def _scaled(dtypes: Dtypes, rows: Rows, n_columns: int, stride: int) -> Launch:
     block = choose_block(READ_AND_WRITE_EDGES if rows[1] else READ_AND_WRITE, n_columns, dtypes[0].itemsize)
     values = (stride, n_columns)
-    return walk_launch(element_mul_kernel, rows, values, block, launch_pdl=overlaps, OVERLAPS=overlaps)
+    return walk_launch(element_mul_kernel, rows, values, block)

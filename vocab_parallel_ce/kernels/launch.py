@@ -35,8 +35,7 @@ class Launch:
 
     One Launch serves tensors of the same dtypes and with None at the same positions: :func:`dtypes_of` is the
     key. The kernel must not specialise on ``sizes``, the integers that change from call to call. It gets the
-    ``LossOptions`` among ``values`` as :func:`option_arguments` returns them. ``compiler`` are more options of the
-    compiler; one that is off is not passed: AMD's compiler has no ``launch_pdl``, and refuses it.
+    ``LossOptions`` among ``values`` as :func:`option_arguments` returns them. ``compiler`` are its other options.
     """
 
     def __init__(
@@ -47,8 +46,7 @@ class Launch:
         self.constants = constants
         self.num_warps = num_warps
         # Triton 3.9 warns that 3.10 fuses nothing by default; fused, a version changes no bits.
-        on = {name: value for name, value in compiler.items() if value}
-        self.compiler = {"num_warps": num_warps, "enable_fp_fusion": True, **on}
+        self.compiler = {"num_warps": num_warps, "enable_fp_fusion": True, **compiler}
         self.tail = tuple(constants.values())
         self.is_private = _no_private_launch() is None
         self.variants: dict[int, tuple[Any, Any, Any, Any]] = {}
@@ -112,14 +110,12 @@ def _is_observed() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def walk_launch(
-    kernel: Any, rows: Rows, values: tuple[Any, ...], block: Block, *, launch_pdl: bool = False, **constants: Any
-) -> Launch:
+def walk_launch(kernel: Any, rows: Rows, values: tuple[Any, ...], block: Block, **constants: Any) -> Launch:
     """Return the Launch of a kernel that walks rows in tiles: its layout comes first, HAS_EDGES after ``constants``."""
     layout, has_edges = rows
     constants |= {"HAS_EDGES": has_edges, "LANES": block.lanes, "VECTOR": block.vector}
     values = (RowLayout(*layout), *values)
-    return Launch(kernel, values, constants, num_warps=block.num_warps, launch_pdl=launch_pdl)
+    return Launch(kernel, values, constants, num_warps=block.num_warps)
 
 
 def row_arguments(logits: Tensor) -> tuple[Tensor, Rows]:
@@ -161,13 +157,3 @@ def option_arguments(options: LossOptions) -> LossOptions:
         own = SmallCap(cap) if cap <= SMALL_CAP else LargeCap(cap, cap)
         values["softcap"] = None if is_off else own
     return LossOptions(**values)
-
-
-@functools.cache
-def can_overlap(device: int) -> bool:
-    """Return whether a kernel may begin before the one ahead of it has ended: ``launch_pdl``, from sm_90 on.
-
-    It waits itself, before it reads what that one writes, and before it writes. After that, all of what is earlier has
-    ended. A gradient waits first of all: the kernel before it may be anybody's, and may have written the labels.
-    """
-    return device >= 0 and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

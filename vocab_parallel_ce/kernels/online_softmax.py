@@ -19,7 +19,7 @@ from vocab_parallel_ce.blocks import StatisticsBlock, StatisticsShape, statistic
 from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import lanes as of_lanes
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, can_overlap, dtypes_of, row_arguments
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
@@ -199,11 +199,9 @@ def part_kernel(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     TILES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]`` is no vector, so each lane has a maximum of -inf and sums of 0."""
     program = tl.program_id(0)
-    ops.let_next_begin(OVERLAPS)
     if valid_rows is not None:
         if program == 0:
             tl.store(valid_rows, count_labels(labels, n_rows, loss_options.ignore_index))
@@ -247,7 +245,6 @@ def online_softmax_kernel(
     VECTOR: tl.constexpr,
     TILES: tl.constexpr,
     UNROLLED: tl.constexpr,  # parts that are loaded together
-    OVERLAPS: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]``, label 1 at shard start 0 gives ``(3, 0.5032, 3)``.
 
@@ -272,8 +269,6 @@ def online_softmax_kernel(
         least = ops.row_least(threshold, index, label != loss_options.ignore_index)
         loss_options = LossOptions(*loss_options[:-1], least)  # type: ignore[call-arg]
     row = locate_row(logits, index, layout, n_columns, label - shard_start, LANES, VECTOR)
-    ops.let_next_begin(OVERLAPS)
-    ops.wait_for_previous(OVERLAPS)
     if parts is None:
         lanes = of_lanes.walk_parts(row, class_weight, loss_options, HAS_EDGES, TILES, UNROLLED)
     else:
@@ -304,7 +299,7 @@ def online_softmax(
     labels, class_weight, temperature, threshold = beside
     n_rows = labels.shape[0]
     base, rows = row_arguments(logits)
-    shape = statistics_shape(n_rows, shard, base.element_size(), 1, can_overlap(logits.get_device()))
+    shape = statistics_shape(n_rows, shard, base.element_size(), 1)
     parts, counted = None, count
     if shape.is_cut:
         block = shape.block
@@ -326,13 +321,11 @@ def n_lane_fields(options: LossOptions) -> int:
 
 @cache_launches
 def _launch(dtypes: Dtypes, rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions) -> Launch:
-    block, is_cut, at_once, overlaps = shape
+    block, is_cut, at_once = shape
     if not is_cut and (n_lane_fields(options) > 2 or options.softcap is not None):
         at_once = 1  # several parts of logits would take too many registers
     values = (shard.n_valid, block.n_parts, shard.vocab_size, options)
-    more = {"UNROLLED": at_once, "OVERLAPS": overlaps}
-    # After the kernel of parts; any other kernel before this one may write what is read before the wait.
-    return _walk_launch(online_softmax_kernel, rows, values, block, shard, launch_pdl=overlaps and is_cut, **more)
+    return _walk_launch(online_softmax_kernel, rows, values, block, shard, UNROLLED=at_once)
 
 
 @cache_launches
@@ -340,7 +333,7 @@ def _launch_of_parts(
     dtypes: Dtypes, rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions
 ) -> Launch:
     values = (shard.n_valid, shape.block.n_parts, options)
-    return _walk_launch(part_kernel, rows, values, shape.block, shard, OVERLAPS=shape.overlaps)
+    return _walk_launch(part_kernel, rows, values, shape.block, shard)
 
 
 def _walk_launch(
@@ -349,11 +342,9 @@ def _walk_launch(
     values: tuple[Any, ...],
     block: StatisticsBlock,
     shard: VocabShard,
-    *,
-    launch_pdl: bool = False,
     **more: int,
 ) -> Launch:
     layout, has_edges = rows
     constants = {"HAS_EDGES": has_edges or shard.n_valid % block.vector != 0, "LANES": block.lanes}
     constants |= {"VECTOR": block.vector, "TILES": block.tiles} | more
-    return Launch(kernel, (RowLayout(*layout), *values), constants, num_warps=block.num_warps, launch_pdl=launch_pdl)
+    return Launch(kernel, (RowLayout(*layout), *values), constants, num_warps=block.num_warps)

@@ -26,20 +26,6 @@ SMALL_CAP = 64.0
 
 
 @triton.jit
-def let_next_begin(OVERLAPS: tl.constexpr):
-    """Let the next kernel of the stream begin as soon as all programs have come here, if it was launched to overlap."""
-    if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_previous(OVERLAPS: tl.constexpr):
-    """Wait until the kernel before this one has ended, and what it wrote can be read."""
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def row_begin(row, layout):
     """Return the element offset of ``row`` (int64) from the base, as ``layout.py`` defines it."""
     outer = row // layout.size2

@@ -20,7 +20,7 @@ from torch import Tensor
 from vocab_parallel_ce.blocks import ALL_TILES, READ_PAIRS, Block, gradient_shape
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.cross_entropy import LOSS_ROWS
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, can_overlap, dtypes_of
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
 from vocab_parallel_ce.kernels.walk import (
     Algebra,
     PairRows,
@@ -94,11 +94,8 @@ def row_outputs_kernel(
     WIDTH: tl.constexpr,  # K
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
     ROWS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Example: targets, ranks with ``(3, 1.1353, 0.5, 0)`` and ``(2, 1, 0.5, 0)``: loss 0.9076."""
-    ops.let_next_begin(OVERLAPS)
-    ops.wait_for_previous(OVERLAPS)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n_rows
     label = None
@@ -137,14 +134,12 @@ def row_gradient_kernel(
     WIDTH: tl.constexpr,  # K
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
     IS_CUT: tl.constexpr,  # whether n_programs is not 1
-    OVERLAPS: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     ALIKE: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Example: targets, ``x = [1, 3, 2]``, ``t = [0, 0.5, 0.5]``: ``[0.0900, 0.1652, -0.2553]``."""
-    ops.wait_for_previous(OVERLAPS)
     row, begin_tile, step = ops.tiles_of_program(n_rows, n_programs, IS_CUT, LANES * VECTOR)
     ranks = tl.arange(0, RANKS)
     found = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
@@ -188,8 +183,7 @@ def outputs(
     """
     n_ranks, n_rows, width = stats[0].shape
     tensors = (stats[0], second_of(stats), getattr(beside, "labels", None), divisor, outputs.loss)
-    overlaps = can_overlap(stats[0].get_device())
-    launch = _outputs(dtypes_of(tensors), (n_ranks, width), algebra, shard, options, overlaps)
+    launch = _outputs(dtypes_of(tensors), (n_ranks, width), algebra, shard, options)
     launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
     if total is not None:
         sum_losses(outputs.loss, total)
@@ -227,9 +221,8 @@ def gradient(
         grad_output,
         grad_base,
     )
-    size, may_overlap = base.element_size(), can_overlap(logits.get_device())
-    block, n_programs, overlaps = gradient_shape(n_rows, shard, size, READ_PAIRS, ALL_TILES, may_overlap)
-    key = (rows, block, n_programs > 1, grad_output.stride(0), (n_ranks, width), algebra, shard, options, overlaps)
+    block, n_programs = gradient_shape(n_rows, shard, base.element_size(), READ_PAIRS, ALL_TILES)
+    key = (rows, block, n_programs > 1, grad_output.stride(0), (n_ranks, width), algebra, shard, options)
     _gradient(dtypes_of(tensors), *key)(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 
 
@@ -239,12 +232,10 @@ def second_of(stats: tuple[Tensor, ...]) -> Tensor | None:
 
 
 @cache_launches
-def _outputs(
-    dtypes: Dtypes, gathered: tuple[int, int], algebra: Algebra, shard: VocabShard, options: Any, overlaps: bool
-) -> Launch:
-    constants = {**of_ranks(gathered, algebra), "ROWS": LOSS_ROWS, "OVERLAPS": overlaps}
+def _outputs(dtypes: Dtypes, gathered: tuple[int, int], algebra: Algebra, shard: VocabShard, options: Any) -> Launch:
+    constants = {**of_ranks(gathered, algebra), "ROWS": LOSS_ROWS}
     values = (gathered[0], Sizes.of(shard), options)
-    return Launch(row_outputs_kernel, values, constants, num_warps=4, launch_pdl=overlaps)
+    return Launch(row_outputs_kernel, values, constants, num_warps=4)
 
 
 @cache_launches
@@ -258,11 +249,10 @@ def _gradient(
     algebra: Algebra,
     shard: VocabShard,
     options: Any,
-    overlaps: bool,
 ) -> Launch:
     values = (grad_stride, Sizes.of(shard), gathered[0], options)
-    constants = {**of_ranks(gathered, algebra), "IS_CUT": is_cut, "OVERLAPS": overlaps}
-    return pair_launch(row_gradient_kernel, rows, values, shard, block, launch_pdl=overlaps, **constants)
+    constants = {**of_ranks(gathered, algebra), "IS_CUT": is_cut}
+    return pair_launch(row_gradient_kernel, rows, values, shard, block, **constants)
 
 
 def of_ranks(gathered: tuple[int, int], algebra: Algebra) -> dict[str, Any]:

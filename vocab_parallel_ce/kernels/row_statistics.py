@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsShape, statistics_shape
-from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, can_overlap, dtypes_of
+from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
 from vocab_parallel_ce.kernels.row_loss import Sizes, load_sums, merged_ranks, of_ranks
 from vocab_parallel_ce.kernels.walk import (
     Algebra,
@@ -93,16 +92,12 @@ def row_part_kernel(
     WIDTH: tl.constexpr,  # K
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
     TILES: tl.constexpr,  # of a part
-    OVERLAPS: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     ALIKE: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Example: ``x = [1, 3, 2]`` is no vector, so each lane has maxima of -inf and sums of 0."""
-    ops.let_next_begin(OVERLAPS)
-    if stats is not None:
-        ops.wait_for_previous(OVERLAPS)
     program = tl.program_id(0)
     n_parts = tl.cdiv(sizes.n_valid, LANES * VECTOR * TILES)
     row = (program // n_parts).to(tl.int64)
@@ -145,15 +140,12 @@ def row_statistics_kernel(
     WIDTH: tl.constexpr,  # K
     TILES: tl.constexpr,  # of a part
     UNROLLED: tl.constexpr,  # parts that are loaded together
-    OVERLAPS: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     ALIKE: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Example: targets, ``x = [1, 3, 2]``, ``t = [0, 0.5, 0.5]``: ``(3, 1.5032, 1, -0.5)``."""
-    ops.let_next_begin(OVERLAPS)
-    ops.wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     n_columns = sizes.n_valid
     column = tl.full((), -1, tl.int64)
@@ -202,15 +194,12 @@ def row_second_kernel(
     RANKS: tl.constexpr,  # n_ranks rounded up to a power of two
     TILES: tl.constexpr,  # of a part
     UNROLLED: tl.constexpr,  # parts that are loaded together
-    OVERLAPS: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     ALIKE: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Example: js, ``x = [1, 3]``, ``w = [2, 2]``, beta 0.5: 0.0783 and 0.1008."""
-    ops.let_next_begin(OVERLAPS)
-    ops.wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, RANKS)
     found = merged_ranks(stats, row, ranks, ranks < n_ranks, n_rows, loss_options, LOSS, WIDTH)
@@ -281,13 +270,13 @@ def _with_parts(
     n_ranks, n_rows, width = stats[0].shape
     base, other_base, rows = pair_arguments(logits, beside[0])
     pair = (base, other_base, getattr(beside, "labels", None), getattr(beside, "class_weight", None))
-    shape = statistics_shape(n_rows, own["shard"], base.element_size(), 2, can_overlap(logits.get_device()))
+    shape = statistics_shape(n_rows, own["shard"], base.element_size(), 2)
     if not shape.is_cut:
         return (*pair, None), rows, shape
     _, lanes, _, _, n_parts = shape.block
     parts = stats[0].new_empty(n_rows, n_parts, 2 if of_second else width, lanes)
     tensors = (*pair, stats[0] if of_second else None, parts)
-    launch = _launch_of_parts(dtypes_of(tensors), rows, shape, (n_ranks, width), of_second, **own)
+    launch = _launch_of_parts(dtypes_of(tensors), rows, shape, (n_ranks, width), **own)
     launch(n_rows * n_parts, tensors, (n_rows,))
     return (*pair, parts), rows, shape
 
@@ -326,17 +315,13 @@ def _launch_of_parts(
     rows: PairRows,
     shape: StatisticsShape,
     gathered: tuple[int, int],
-    of_second: bool,
     algebra: Algebra,
     shard: VocabShard,
     options: Any,
 ) -> Launch:
-    block, _, _, overlaps = shape
-    constants = {**of_ranks(gathered, algebra), "TILES": block.tiles, "OVERLAPS": overlaps}
+    constants = {**of_ranks(gathered, algebra), "TILES": shape.block.tiles}
     values = (Sizes.of(shard), gathered[0], options)
-    # The first exchange's kernel of parts is the first of those that overlap.
-    launch_pdl = overlaps and of_second
-    return pair_launch(row_part_kernel, rows, values, shard, block, launch_pdl=launch_pdl, **constants)
+    return pair_launch(row_part_kernel, rows, values, shard, shape.block, **constants)
 
 
 def _launch(
@@ -347,8 +332,6 @@ def _launch(
     shape: StatisticsShape,
     constants: dict[str, Any],
 ) -> Launch:
-    """Return the Launch of a kernel that walks the rows, or merges parts: then it overlaps with the kernel of parts."""
-    block, is_cut, _, overlaps = shape
-    overlaps = overlaps and is_cut
-    constants |= {"TILES": block.tiles, "UNROLLED": PARTS_AT_ONCE, "OVERLAPS": overlaps}
-    return pair_launch(kernel, rows, values, shard, block, launch_pdl=overlaps, **constants)
+    """Return the Launch of a kernel that walks the rows, or merges parts."""
+    constants |= {"TILES": shape.block.tiles, "UNROLLED": PARTS_AT_ONCE}
+    return pair_launch(kernel, rows, values, shard, shape.block, **constants)

@@ -217,15 +217,13 @@ def pair_launch(
     values: tuple[Any, ...],
     shard: VocabShard,
     block: Block | StatisticsBlock,
-    *,
-    launch_pdl: bool,
     **constants: Any,
 ) -> Launch:
     """Return the Launch of a kernel that walks two tensors: both layouts come first, HAS_EDGES after ``constants``."""
     has_edges = rows.has_edges or shard.n_valid % block.vector != 0
     constants |= {"HAS_EDGES": has_edges, "ALIKE": rows.alike, "LANES": block.lanes, "VECTOR": block.vector}
     layouts = RowLayout(*rows.layout), RowLayout(*rows.other_layout)
-    return Launch(kernel, (*layouts, *values), constants, num_warps=block.num_warps, launch_pdl=launch_pdl)
+    return Launch(kernel, (*layouts, *values), constants, num_warps=block.num_warps)
 
 
 class Algebra(NamedTuple):
