@@ -43,26 +43,47 @@ def test_numbers_have_the_types_that_launches_are_compiled_for():
         assert len(SmallCap._fields) != len(LargeCap._fields) and set(arguments.softcap) == {cap}
 
 
+IS_3_6 = triton.__version__.startswith("3.6.")
+
+
+def parted(arguments):
+    """Return what a function in C gets as the launch's arguments and the kernel's, which are one from Triton 3.7 on."""
+    return (arguments[:13], arguments[13:]) if IS_3_6 else (arguments[:-1], tuple(arguments[-1]))
+
+
 class Compiled:
-    """What a launch of Triton's returns."""
+    """What a launch of Triton's returns; ``record`` gets what its function in C would get."""
+
+    def __init__(self, variant, record):
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        self.run = CudaLauncher.__new__(CudaLauncher)
+        self.run.launch = lambda *arguments: record(("private", variant, *parted(arguments)))
+        self.run.launch_cooperative_grid, self.run.launch_pdl = False, False
+        self.run.gsan_enabled, self.run.num_ctas = False, 1
+        for size in ("global_scratch_size", "profile_scratch_size", "global_scratch_align", "profile_scratch_align"):
+            setattr(self.run, size, 0)
+        if not IS_3_6:
+            self.run.arg_annotations, self.run.kernel_signature = f"types {variant}", f"signature {variant}"
+        self.function, self.packed_metadata = f"function {variant}", f"metadata {variant}"
 
 
 class Kernel:
     """A kernel that records its launches, and those of its compiled variants.
 
-    A record is ``("public", grid, arguments, options)`` or ``("private", variant, arguments)``.
+    A record is ``("public", grid, arguments, options)`` or
+    ``("private", variant, the launch's arguments, the kernel's)``.
     """
 
     def __init__(self):
-        self.calls, self.variants = [], 0
+        self.calls, self.variants, self.edit = [], 0, lambda run: None
 
     def __getitem__(self, grid):
         def run(*arguments, **options):
             self.calls.append(("public", grid, arguments, options))
             variant, self.variants = self.variants, self.variants + 1
-            compiled = Compiled()
-            compiled.run = lambda *arguments: self.calls.append(("private", variant, arguments))
-            compiled.function, compiled.packed_metadata = f"function {variant}", f"metadata {variant}"
+            compiled = Compiled(variant, self.calls.append)
+            self.edit(compiled.run)
             self.compiled = weakref.ref(compiled)
             return compiled
 
@@ -106,10 +127,9 @@ def test_a_launch_like_one_before_takes_the_private_way(kernel):
     first, second = kernel.calls
     options = {"LANES": 32, "EDGES": False, "num_warps": 4, "enable_fp_fusion": True}
     assert first == ("public", (3,), (*TENSORS, *VALUES, *SIZES), options)
-    addresses = (moved.data_ptr(), None, other.data_ptr())
-    hooks = (None, None, None)
-    start = (9, 1, 1, STREAM, "function 0", "metadata 0", *hooks)
-    assert second == ("private", 0, (*start, *addresses, *VALUES, 7, 2**31 - 1, 32, False))
+    kind, variant, (*start, _), arguments = second
+    assert (kind, variant, start[:7]) == ("private", 0, [9, 1, 1, STREAM, "function 0", False, False])
+    assert arguments == (moved.data_ptr(), None, other.data_ptr(), *VALUES, 7, 2**31 - 1, 32, False)
 
 
 def test_a_remembered_kernel_stays_on_the_gpu(kernel):
@@ -133,12 +153,39 @@ def test_the_private_way_passes_what_this_tritons_own_launch_passes():
         *("launch_metadata", "knobs.runtime.launch_enter_hook", "knobs.runtime.launch_exit_hook"),
         "*bound_args.values()",
     ]
-    # They arrive by position, under these names where the launcher has names for them.
-    launcher = pytest.importorskip("triton.backends.nvidia.driver").CudaLauncher
-    *names, arguments = inspect.signature(launcher.__call__).parameters
-    in_order = ["self", "gridX", "gridY", "gridZ", "stream", "function", "kernel_metadata", "launch_metadata"]
-    in_order += ["launch_enter_hook", "launch_exit_hook"]
-    assert len(calls) == 1 and arguments == "args" and names == in_order[: len(names)]
+    assert len(calls) == 1
+
+
+def test_the_private_way_calls_what_this_tritons_launcher_calls(kernel, monkeypatch):
+    """The launcher is asked itself: its function in C gets the same."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace())
+    launch = launch_of(kernel)
+    launch(3, TENSORS, SIZES)
+    compiled = kernel.compiled()
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in TENSORS]
+    arguments = (*addresses, *VALUES, *SIZES, *launch.tail)
+    compiled.run(3, 1, 1, STREAM, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    launch(3, TENSORS, SIZES)
+    _, tritons, ours = kernel.calls
+    assert tritons == ours and ours[0] == "private"
+
+
+def test_what_tritons_launcher_looks_at_is_known():
+    """Anything more than this may be a reason to leave a launch to it."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    tree = ast.parse(textwrap.dedent(inspect.getsource(CudaLauncher.__call__)))
+    names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    sizes = {f"{kind}_scratch_{of}" for kind in ("global", "profile") for of in ("size", "align")}
+    passed = {"launch", "launch_cooperative_grid", "launch_pdl", "num_ctas", "arg_annotations", "kernel_signature"}
+    assert {name[5:] for name in names if name.startswith("self.")} <= sizes | passed | {"gsan_enabled"}
+
+
+@pytest.mark.parametrize("name", ("global_scratch_size", "profile_scratch_size", "gsan_enabled"))
+def test_a_variant_that_takes_memory_is_left_to_triton(kernel, name):
+    """Its launcher allocates it at each launch: for a profiler's or a sanitizer's instrumentation."""
+    kernel.edit = lambda run: setattr(run, name, 16)
+    assert kinds_of(kernel, 3) == ["public", "public", "public"]
 
 
 def test_launches_of_other_dtypes_are_others():

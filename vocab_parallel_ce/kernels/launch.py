@@ -1,8 +1,10 @@
 """What all launchers share: the launch itself, and the arguments for options and for strided tensors."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,7 +33,7 @@ class Launch:
     """Launch a kernel for given values, constants and dtypes, and remember its compiled variant.
 
     On every call, Triton works out which compiled variant the arguments need. That takes longer than the launch.
-    With a version in ``TESTED_TRITON``, a Launch stores the variant per device and calls it directly.
+    With a version in ``TESTED_TRITON``, a Launch stores the variant per device and calls its function in C.
 
     One Launch serves tensors of the same dtypes and with None at the same positions: :func:`dtypes_of` is the
     key. The kernel must not specialise on ``sizes``, the integers that change from call to call. It gets the
@@ -49,7 +51,7 @@ class Launch:
         self.compiler = {"num_warps": num_warps, "enable_fp_fusion": True, **compiler}
         self.tail = tuple(constants.values())
         self.is_private = _no_private_launch() is None
-        self.variants: dict[int, tuple[Any, Any, Any, Any]] = {}
+        self.variants: dict[int, Variant] = {}
 
     def __call__(self, n_programs: int, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> None:
         """Run ``kernel[(n_programs,)](*tensors, *values, *sizes, **constants)`` on the first tensor's device.
@@ -62,24 +64,51 @@ class Launch:
         if device >= 0 and device != _current_device():
             with torch.cuda.device(device):  # a launch goes to the current GPU
                 return self(n_programs, tensors, sizes)
-        arguments: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        arguments: list[Any] = []
         all_bits = 0
-        for address in arguments:
-            if address is not None:
-                all_bits |= address
+        for tensor in tensors:
+            address = None if tensor is None else tensor.data_ptr()
+            arguments.append(address)
+            all_bits |= address or 0
         special = all_bits % VECTOR_BYTES or max(sizes) >= 2**31 or _is_observed()
         variant = self.variants.get(device)
         if special or variant is None:
             compiled = self.kernel[(n_programs,)](*tensors, *self.values, *sizes, **self.constants, **self.compiler)
             # The interpreter compiles nothing and returns None.
-            if self.is_private and not special and compiled is not None:
-                # With the kernel itself: from Triton 3.8 on, one that nobody holds is unloaded from the GPU.
-                self.variants[device] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)
+            if self.is_private and not special and compiled is not None and not _takes_more(compiled.run):
+                self.variants[device] = Variant.of(compiled)
             return
-        run, function, metadata, _ = variant
-        stream = driver.active.get_current_stream(device)
         arguments += self.values + sizes + self.tail
-        run(n_programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+        launch, start, has_sequence, _ = variant
+        stream = driver.active.get_current_stream(device)
+        if has_sequence:
+            launch(n_programs, 1, 1, stream, *start, arguments)
+        else:
+            launch(n_programs, 1, 1, stream, *start, *arguments)
+
+
+class Variant(NamedTuple):
+    """The function in C that launches a compiled kernel, and what it takes between the stream and the arguments."""
+
+    launch: Callable[..., object]
+    start: tuple[Any, ...]
+    has_sequence: bool  # the kernel's arguments are one argument
+    compiled: Any  # from Triton 3.8 on, a kernel that nobody holds is unloaded from the GPU
+
+    @classmethod
+    def of(cls, compiled: Any) -> Variant:
+        """Return what Triton's launcher in Python calls for a kernel without hooks and without memory of its own."""
+        run, metadata, nothing = compiled.run, compiled.packed_metadata, (None, None)
+        start = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+        if not hasattr(run, "kernel_signature"):  # Triton 3.6
+            return cls(run.launch, (*start, *nothing, metadata, None, *nothing), False, compiled)
+        types = run.arg_annotations, run.kernel_signature
+        return cls(run.launch, (*start, metadata, None, *nothing, *nothing, *types), True, compiled)
+
+
+def _takes_more(run: Any) -> bool:
+    """Whether Triton's launcher allocates memory at each launch of a variant: for sanitizers and profilers."""
+    return bool(run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False))
 
 
 def launch_path() -> str:
