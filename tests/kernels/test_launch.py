@@ -12,7 +12,7 @@ import torch
 import triton
 
 from vocab_parallel_ce.kernels import launch as launching
-from vocab_parallel_ce.kernels.launch import TESTED_TRITON, Launch, dtypes_of, launch_path, option_arguments
+from vocab_parallel_ce.kernels.launch import TESTED_TRITON, Launch, launch_path, option_arguments
 from vocab_parallel_ce.kernels.primitives import SMALL_CAP, LargeCap, SmallCap
 from vocab_parallel_ce.spec import LossOptions
 
@@ -188,17 +188,22 @@ def test_a_variant_that_takes_memory_is_left_to_triton(kernel, name):
     assert kinds_of(kernel, 3) == ["public", "public", "public"]
 
 
-def test_launches_of_other_dtypes_are_others():
-    """The key of a launch holds what the launch itself does not check."""
-    assert dtypes_of(TENSORS) == dtypes_of((torch.ones(3), None, torch.ones(2, 2)))
-    for different in (
+@pytest.mark.parametrize(
+    "different",
+    (
         (BUFFER.bfloat16(), None, OTHER),
         (BUFFER, None, OTHER.to(torch.int64)),
         (BUFFER, OTHER, OTHER),
         (BUFFER, None, None),
         (BUFFER, OTHER, None),
-    ):
-        assert dtypes_of(different) != dtypes_of(TENSORS)
+    ),
+)
+def test_other_dtypes_are_another_variant(kernel, different):
+    """So is a tensor that is not given. The number of a variant is in its function's name."""
+    launch = launch_of(kernel)
+    for tensors in (TENSORS, different, TENSORS, different):
+        launch(3, tensors, SIZES)
+    assert [call[:2] for call in kernel.calls[2:]] == [("private", 0), ("private", 1)]
 
 
 class OnDevice(torch.Tensor):

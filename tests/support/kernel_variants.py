@@ -57,9 +57,9 @@ class Variant(NamedTuple):
 ROWS = (((0, 1, 1, N_COLUMNS, 0, 0), False), ((0, 1, 1, N_COLUMNS + 3, 0, 0), True))
 
 
-def launch_of(file: str, maker: str, dtypes: tuple[torch.dtype | None, ...], *key: Any) -> Any:
+def launch_of(file: str, maker: str, *key: Any) -> Any:
     """Return what ``maker`` of a file of kernels makes for ``key``."""
-    return getattr(importlib.import_module(f"vocab_parallel_ce.kernels.{file}"), maker)(dtypes, *key)
+    return getattr(importlib.import_module(f"vocab_parallel_ce.kernels.{file}"), maker)(*key)
 
 
 def variants(target: GPUTarget) -> Iterator[Variant]:
@@ -213,7 +213,7 @@ def stats(
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     block = statistics_block(N_COLUMNS, DTYPES[dtype].itemsize)
     shape = StatisticsShape(block, merged, PARTS_AT_ONCE if merged else at_once)
-    launch = launch_of("online_softmax", "_launch", dtypes, ROWS[edges], shape, shard, options)
+    launch = launch_of("online_softmax", "_launch", ROWS[edges], shape, shard, options)
     name = "merged_parts" if merged else "online_softmax"
     name += f"-{dtype}{'-edges' * edges}-{option}{'-mean' * counted}"
     name += f"-{at_once}" * (at_once > 1)
@@ -226,7 +226,7 @@ def part(dtype: str, edges: bool, option: str, rows: tuple[str, ...] = ()) -> Va
     dtypes = (DTYPES[dtype], torch.int64, *given_of(rows), torch.float32, torch.int32, weights)
     shard = VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
     shape = StatisticsShape(statistics_block(N_COLUMNS, DTYPES[dtype].itemsize), True, PARTS_AT_ONCE)
-    launch = launch_of("online_softmax", "_launch_of_parts", dtypes, ROWS[edges], shape, shard, options)
+    launch = launch_of("online_softmax", "_launch_of_parts", ROWS[edges], shape, shard, options)
     return Variant("-".join((f"part-{dtype}{'-edges' * edges}-{option}", *rows)), launch, dtypes)
 
 
@@ -256,7 +256,7 @@ def gradient(
     table, tiles = table_of(ranks, options, rows != (), shard)
     block, programs = gradient_shape(8192, shard, of_grad.itemsize, table, tiles)
     key = (ROWS[edges], block, programs > 1, strides, ranks, shard, options)
-    launch = launch_of("cross_entropy", "_gradient", dtypes, *key)
+    launch = launch_of("cross_entropy", "_gradient", *key)
     name = f"cross_entropy-{dtype}{'-edges' * edges}-{option}-{call}-R{ranks}"
     name = "-".join((name, *rows, *(("narrow",) * (programs == 1))))
     return Variant(name if of is None else f"{name}-to-{of}", launch, dtypes)
@@ -264,7 +264,7 @@ def gradient(
 
 def scaled(dtype: str, edges: bool) -> Variant:
     dtypes = (DTYPES[dtype], torch.float32)
-    launch = launch_of("cross_entropy", "_scaled", dtypes, ROWS[edges], N_COLUMNS, 3)
+    launch = launch_of("cross_entropy", "_scaled", ROWS[edges], N_COLUMNS, DTYPES[dtype].itemsize, 3)
     return Variant(f"element_mul-{dtype}{'-edges' * edges}", launch, dtypes)
 
 
@@ -275,7 +275,7 @@ def above(dtype: str, edges: bool, option: str | None, rows: tuple[str, ...] = (
     shift, sums = (None, torch.int32) if option is None else (fp32, fp32)
     of_z = of_sums(PLAIN if option is None else OPTIONS[option])
     dtypes = (DTYPES[dtype], fp32, shift, temperature, sums)
-    launch = launch_of("counts", "_sums", dtypes, ROWS[edges], (1 << N_BITS) - 1, shard, of_z)
+    launch = launch_of("counts", "_sums", ROWS[edges], DTYPES[dtype].itemsize, (1 << N_BITS) - 1, shard, of_z)
     return Variant("-".join((f"sums_above-{dtype}{'-edges' * edges}-{option or 'counts'}", *rows)), launch, dtypes)
 
 
@@ -287,7 +287,7 @@ def finish(option: str, ranks: int, summed: bool = False) -> Variant:
         *output_dtypes(OPTIONS[option]),
         torch.float32 if summed else None,
     )
-    launch = launch_of("cross_entropy", "_outputs", dtypes, 1024 if summed else 128, ranks, 131072, OPTIONS[option])
+    launch = launch_of("cross_entropy", "_outputs", 1024 if summed else 128, ranks, 131072, OPTIONS[option])
     return Variant(f"loss-{option}-R{ranks}{'-summed' * summed}", launch, dtypes)
 
 
@@ -331,24 +331,24 @@ def of_algebra(
         # Of cut rows the parts of the second exchange follow.
         dtypes = (logits, *beside, parts, fp32, second if parts is None else None)
         shape = whole if parts is None else cut
-        launch = launch_of("row_statistics", "_statistics", dtypes, rows, shape, widths[0], *own)
+        launch = launch_of("row_statistics", "_statistics", rows, shape, widths[0], *own)
         yield Variant(name.format("merged" if parts else "statistics"), launch, dtypes)
     for stats in (None, fp32) if second else (None,):
         dtypes = (logits, *beside, stats, fp32)
-        launch = launch_of("row_statistics", "_launch_of_parts", dtypes, rows, cut, gathered, *own)
+        launch = launch_of("row_statistics", "_launch_of_parts", rows, cut, gathered, *own)
         yield Variant(name.format("part_second" if stats else "part"), launch, dtypes)
     dtypes = (logits, *beside, fp32, second, None, fp32, logits)
     for is_cut in (False, True):
         key = (rows, choose_block(READ_PAIRS, N_COLUMNS, logits.itemsize), is_cut, 1, gathered, *own)
-        launch = launch_of("row_loss", "_gradient", dtypes, *key)
+        launch = launch_of("row_loss", "_gradient", *key)
         yield Variant(f"{name.format('gradient')}{'few' * is_cut}", launch, dtypes)
     dtypes = (fp32, second, beside[1], fp32, fp32)
-    launch = launch_of("row_loss", "_outputs", dtypes, gathered, *own)
+    launch = launch_of("row_loss", "_outputs", gathered, *own)
     yield Variant(name.format("loss"), launch, dtypes)
     for parts in (None, fp32) if second else ():
         dtypes = (logits, *beside, parts, fp32, fp32)
         key = (rows, whole if parts is None else cut, gathered, *own)
-        launch = launch_of("row_statistics", "_second", dtypes, *key)
+        launch = launch_of("row_statistics", "_second", *key)
         yield Variant(name.format("merged_second" if parts else "second"), launch, dtypes)
 
 
@@ -360,6 +360,8 @@ def one_pass(dtype: str, row_bytes: int, option: str, call: str, edges: bool = F
     dtypes = (DTYPES[dtype], torch.int64, divisor, fp32 if options.class_weight else None, *outputs)
     n_columns = row_bytes // 16 * 16 // DTYPES[dtype].itemsize - edges
     sizes = (0, 1, 1, n_columns, 0, 0)
-    launch, programs = launch_of("one_pass", "_launch", dtypes, n_columns, sizes, call == "mean", options)
+    launch, programs = launch_of(
+        "one_pass", "_launch", DTYPES[dtype].itemsize, n_columns, sizes, call == "mean", options
+    )
     name = f"one_pass-{dtype}{'-edges' * edges}-{option}-{call}-{row_bytes}"
     return Variant(name, launch, dtypes, programs)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vocab_parallel_ce.blocks import READ_SUMS, Block, choose_block
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments, walk_launch
+from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_arguments, walk_launch
 from vocab_parallel_ce.kernels.walk import body_tile, locate, walk_edges
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions
@@ -103,7 +103,7 @@ def sums_above(
     """
     base, rows = row_arguments(logits)
     tensors = (base, thresholds, shift, temperature, sums)
-    launch = _sums(dtypes_of(tensors), rows, sums.shape[-1], shard, of_sums(options))
+    launch = _sums(rows, base.element_size(), sums.shape[-1], shard, of_sums(options))
     launch(sums.shape[0], tensors, (sums.shape[0],))
 
 
@@ -113,8 +113,8 @@ def of_sums(options: LossOptions) -> LossOptions:
 
 
 @cache_launches
-def _sums(dtypes: Dtypes, rows: Rows, n_thresholds: int, shard: VocabShard, options: LossOptions) -> Launch:
-    block = choose_block(READ_SUMS, shard.n_columns, dtypes[0].itemsize)
+def _sums(rows: Rows, element_size: int, n_thresholds: int, shard: VocabShard, options: LossOptions) -> Launch:
+    block = choose_block(READ_SUMS, shard.n_columns, element_size)
     rows = _valid_rows(rows, shard, block)
     return walk_launch(sums_above_kernel, rows, (shard.n_valid, options), block, T=n_thresholds)
 

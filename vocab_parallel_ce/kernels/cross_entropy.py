@@ -37,11 +37,9 @@ from vocab_parallel_ce.blocks import (
 from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.launch import (
-    Dtypes,
     Launch,
     Rows,
     cache_launches,
-    dtypes_of,
     row_arguments,
     walk_launch,
 )
@@ -109,14 +107,14 @@ def token_outputs(
     # The next power of two; triton.next_power_of_2 takes 3 us.
     block = LOSS_ROWS if in_launch is None else max(LOSS_ROWS, 1 << (n_rows - 1).bit_length())
     tensors = (beside.labels, stats[0], divisor, *outputs, in_launch)
-    launch = _outputs(dtypes_of(tensors), block, n_ranks, shard.vocab_size, options)
+    launch = _outputs(block, n_ranks, shard.vocab_size, options)
     launch(-(-n_rows // block), tensors, (n_rows,))
     if total is not None and in_launch is None:
         sum_losses(outputs.loss, total)
 
 
 @cache_launches
-def _outputs(dtypes: Dtypes, block: int, n_ranks: int, vocab_size: int, options: LossOptions) -> Launch:
+def _outputs(block: int, n_ranks: int, vocab_size: int, options: LossOptions) -> Launch:
     constants = {"RANKS": triton.next_power_of_2(n_ranks), "ROWS": block}
     return Launch(loss_kernel, (n_ranks, vocab_size, options), constants, num_warps=block // 32)
 
@@ -252,7 +250,7 @@ def cross_entropy(
     of_rows = temperature is not None or threshold is not None
     table, tiles = _table(n_ranks, options, of_rows, shard)
     block, n_programs = gradient_shape(n_rows, shard, grad_base.element_size(), table, tiles)
-    launch = _gradient(dtypes_of(tensors), rows, block, n_programs > 1, strides, n_ranks, shard, options)
+    launch = _gradient(rows, block, n_programs > 1, strides, n_ranks, shard, options)
     launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 
 
@@ -273,7 +271,6 @@ def _table(n_ranks: int, options: LossOptions, of_rows: bool, shard: VocabShard)
 
 @cache_launches
 def _gradient(
-    dtypes: Dtypes,
     rows: Rows,
     block: Block,
     is_cut: bool,
@@ -327,12 +324,12 @@ def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:
     n_rows = grad_output.shape[0]
     base, rows = row_arguments(grad_logits)
     tensors = (base, grad_output)
-    launch = _scaled(dtypes_of(tensors), rows, grad_logits.shape[-1], grad_output.stride(0))
+    launch = _scaled(rows, grad_logits.shape[-1], grad_logits.element_size(), grad_output.stride(0))
     launch(min(n_rows, PROGRAMS), tensors, (n_rows,))
 
 
 @cache_launches
-def _scaled(dtypes: Dtypes, rows: Rows, n_columns: int, stride: int) -> Launch:
-    block = choose_block(READ_AND_WRITE_EDGES if rows[1] else READ_AND_WRITE, n_columns, dtypes[0].itemsize)
+def _scaled(rows: Rows, n_columns: int, element_size: int, stride: int) -> Launch:
+    block = choose_block(READ_AND_WRITE_EDGES if rows[1] else READ_AND_WRITE, n_columns, element_size)
     values = (stride, n_columns)
     return walk_launch(element_mul_kernel, rows, values, block)

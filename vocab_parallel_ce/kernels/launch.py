@@ -19,7 +19,6 @@ from vocab_parallel_ce.spec import PLAIN, LossOptions
 from vocab_parallel_ce.versions import TESTED, minor
 
 assert LossOptions._fields[-2:] == ("temperature", "threshold"), "kernels of values per row replace the last fields"
-Dtypes = tuple[Any, ...]
 Rows = tuple[tuple[int, ...], bool]  # the values of a RowLayout, and whether rows have edges
 
 # The private launch is what Triton's own launch does in these; tests/kernels/test_launch.py compares them.
@@ -30,14 +29,15 @@ cache_launches = functools.lru_cache(maxsize=1024)  # per kernel; widths and opt
 
 
 class Launch:
-    """Launch a kernel for given values, constants and dtypes, and remember its compiled variant.
+    """Launch a kernel for given values and constants, and remember its compiled variants.
 
     On every call, Triton works out which compiled variant the arguments need. That takes longer than the launch.
-    With a version in ``TESTED_TRITON``, a Launch stores the variant per device and calls its function in C.
+    With a version in ``TESTED_TRITON``, a Launch stores the variant per device and the tensors' dtypes, None for
+    one that is not given, and calls its function in C.
 
-    One Launch serves tensors of the same dtypes and with None at the same positions: :func:`dtypes_of` is the
-    key. The kernel must not specialise on ``sizes``, the integers that change from call to call. It gets the
-    ``LossOptions`` among ``values`` as :func:`option_arguments` returns them. ``compiler`` are its other options.
+    The kernel must not specialise on ``sizes``, the integers that change from call to call. It gets the
+    ``LossOptions`` among ``values`` as :func:`option_arguments` returns them. ``compiler`` are the compiler's other
+    options.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Launch:
         self.compiler = {"num_warps": num_warps, "enable_fp_fusion": True, **compiler}
         self.tail = tuple(constants.values())
         self.is_private = _no_private_launch() is None
-        self.variants: dict[int, Variant] = {}
+        self.variants: dict[tuple[Any, ...], Variant] = {}
 
     def __call__(self, n_programs: int, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> None:
         """Run ``kernel[(n_programs,)](*tensors, *values, *sizes, **constants)`` on the first tensor's device.
@@ -65,18 +65,25 @@ class Launch:
             with torch.cuda.device(device):  # a launch goes to the current GPU
                 return self(n_programs, tensors, sizes)
         arguments: list[Any] = []
+        dtypes: list[torch.dtype | None] = []
         all_bits = 0
         for tensor in tensors:
-            address = None if tensor is None else tensor.data_ptr()
-            arguments.append(address)
-            all_bits |= address or 0
+            if tensor is None:
+                arguments.append(None)
+                dtypes.append(None)
+            else:
+                address = tensor.data_ptr()
+                all_bits |= address
+                arguments.append(address)
+                dtypes.append(tensor.dtype)
         special = all_bits % VECTOR_BYTES or max(sizes) >= 2**31 or _is_observed()
-        variant = self.variants.get(device)
+        key = (device, *dtypes)
+        variant = self.variants.get(key)
         if special or variant is None:
             compiled = self.kernel[(n_programs,)](*tensors, *self.values, *sizes, **self.constants, **self.compiler)
             # The interpreter compiles nothing and returns None.
             if self.is_private and not special and compiled is not None and not _takes_more(compiled.run):
-                self.variants[device] = Variant.of(compiled)
+                self.variants[key] = Variant.of(compiled)
             return
         arguments += self.values + sizes + self.tail
         launch, start, has_sequence, _ = variant
@@ -126,11 +133,6 @@ def _no_private_launch() -> str | None:
     if triton.__version__.startswith(tuple([f"{tested}." for tested in TESTED_TRITON])):
         return None
     return f"triton {triton.__version__} was not tested, only {', '.join(TESTED_TRITON)}"
-
-
-def dtypes_of(tensors: tuple[Tensor | None, ...]) -> tuple[torch.dtype | None, ...]:
-    """Return the dtypes of ``tensors``, part of the key of a :class:`Launch`."""
-    return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
 
 
 def _is_observed() -> bool:

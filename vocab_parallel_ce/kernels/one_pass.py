@@ -31,7 +31,7 @@ from vocab_parallel_ce.blocks import THREADS_PER_WARP
 from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import one_pass_rows as of_rows
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of, row_arguments
+from vocab_parallel_ce.kernels.launch import Launch, cache_launches, row_arguments
 from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.spec import GradOutputs, LossOptions, RowStats, TokenOutputs
@@ -221,16 +221,15 @@ def one_pass(
         return
     base, (layout, _) = row_arguments(logits)
     tensors = (base, beside.labels, divisor, beside.class_weight, outputs.loss, outputs.lse)
-    launch, programs = _launch(dtypes_of(tensors), n_columns, layout, counted, options)
+    launch, programs = _launch(logits.element_size(), n_columns, layout, counted, options)
     launch(programs * _multiprocessors(logits.get_device()), tensors, (n_rows,))
 
 
 @cache_launches
 def _launch(
-    dtypes: Dtypes, n_columns: int, layout: tuple[int, ...], counted: bool, options: LossOptions
+    element_size: int, n_columns: int, layout: tuple[int, ...], counted: bool, options: LossOptions
 ) -> tuple[Launch, int]:
     """Return the launch, and its programs per multiprocessor."""
-    element_size = dtypes[0].itemsize
     config = LABELS.one_pass_config(options, n_columns * element_size)
     assert config is not None, "selection leaves rows that do not fit to other kernels"
     vector = VECTOR_BYTES // element_size

@@ -19,7 +19,7 @@ from vocab_parallel_ce.blocks import StatisticsBlock, StatisticsShape, statistic
 from vocab_parallel_ce.kernels import labels as of_labels
 from vocab_parallel_ce.kernels import lanes as of_lanes
 from vocab_parallel_ce.kernels import primitives as ops
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, Rows, cache_launches, dtypes_of, row_arguments
+from vocab_parallel_ce.kernels.launch import Launch, Rows, cache_launches, row_arguments
 from vocab_parallel_ce.layout import RowLayout
 from vocab_parallel_ce.losses.labels import Labels
 from vocab_parallel_ce.shard import VocabShard
@@ -305,11 +305,11 @@ def online_softmax(
         block = shape.block
         parts = stats[0].new_empty(n_rows, block.n_parts, n_lane_fields(options), block.lanes)
         tensors: tuple[Tensor | None, ...] = (base, labels, temperature, threshold, parts, count, class_weight)
-        launch = _launch_of_parts(dtypes_of(tensors), rows, shape, shard, options)
+        launch = _launch_of_parts(rows, shape, shard, options)
         launch(n_rows * block.n_parts + (count is not None), tensors, (n_rows, shard.start))
         counted = None
     tensors = (base, labels, temperature, threshold, parts, stats[0], counted, class_weight)
-    launch = _launch(dtypes_of(tensors), rows, shape, shard, options)
+    launch = _launch(rows, shape, shard, options)
     launch(n_rows + (counted is not None), tensors, (n_rows, shard.start, rank * n_rows))
 
 
@@ -320,7 +320,7 @@ def n_lane_fields(options: LossOptions) -> int:
 
 
 @cache_launches
-def _launch(dtypes: Dtypes, rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions) -> Launch:
+def _launch(rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions) -> Launch:
     block, is_cut, at_once = shape
     if not is_cut and (n_lane_fields(options) > 2 or options.softcap is not None):
         at_once = 1  # several parts of logits would take too many registers
@@ -329,9 +329,7 @@ def _launch(dtypes: Dtypes, rows: Rows, shape: StatisticsShape, shard: VocabShar
 
 
 @cache_launches
-def _launch_of_parts(
-    dtypes: Dtypes, rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions
-) -> Launch:
+def _launch_of_parts(rows: Rows, shape: StatisticsShape, shard: VocabShard, options: LossOptions) -> Launch:
     values = (shard.n_valid, shape.block.n_parts, options)
     return _walk_launch(part_kernel, rows, values, shape.block, shard)
 

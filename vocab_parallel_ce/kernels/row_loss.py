@@ -20,7 +20,7 @@ from torch import Tensor
 from vocab_parallel_ce.blocks import ALL_TILES, READ_PAIRS, Block, gradient_shape
 from vocab_parallel_ce.kernels import primitives as ops
 from vocab_parallel_ce.kernels.cross_entropy import LOSS_ROWS
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
+from vocab_parallel_ce.kernels.launch import Launch, cache_launches
 from vocab_parallel_ce.kernels.walk import (
     Algebra,
     PairRows,
@@ -183,7 +183,7 @@ def outputs(
     """
     n_ranks, n_rows, width = stats[0].shape
     tensors = (stats[0], second_of(stats), getattr(beside, "labels", None), divisor, outputs.loss)
-    launch = _outputs(dtypes_of(tensors), (n_ranks, width), algebra, shard, options)
+    launch = _outputs((n_ranks, width), algebra, shard, options)
     launch(-(-n_rows // LOSS_ROWS), tensors, (n_rows,))
     if total is not None:
         sum_losses(outputs.loss, total)
@@ -222,8 +222,8 @@ def gradient(
         grad_base,
     )
     block, n_programs = gradient_shape(n_rows, shard, base.element_size(), READ_PAIRS, ALL_TILES)
-    key = (rows, block, n_programs > 1, grad_output.stride(0), (n_ranks, width), algebra, shard, options)
-    _gradient(dtypes_of(tensors), *key)(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
+    launch = _gradient(rows, block, n_programs > 1, grad_output.stride(0), (n_ranks, width), algebra, shard, options)
+    launch(n_rows * n_programs, tensors, (n_rows, shard.start, n_programs))
 
 
 def second_of(stats: tuple[Tensor, ...]) -> Tensor | None:
@@ -232,7 +232,7 @@ def second_of(stats: tuple[Tensor, ...]) -> Tensor | None:
 
 
 @cache_launches
-def _outputs(dtypes: Dtypes, gathered: tuple[int, int], algebra: Algebra, shard: VocabShard, options: Any) -> Launch:
+def _outputs(gathered: tuple[int, int], algebra: Algebra, shard: VocabShard, options: Any) -> Launch:
     constants = {**of_ranks(gathered, algebra), "ROWS": LOSS_ROWS}
     values = (gathered[0], Sizes.of(shard), options)
     return Launch(row_outputs_kernel, values, constants, num_warps=4)
@@ -240,7 +240,6 @@ def _outputs(dtypes: Dtypes, gathered: tuple[int, int], algebra: Algebra, shard:
 
 @cache_launches
 def _gradient(
-    dtypes: Dtypes,
     rows: PairRows,
     block: Block,
     is_cut: bool,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vocab_parallel_ce.blocks import PARTS_AT_ONCE, StatisticsShape, statistics_shape
-from vocab_parallel_ce.kernels.launch import Dtypes, Launch, cache_launches, dtypes_of
+from vocab_parallel_ce.kernels.launch import Launch, cache_launches
 from vocab_parallel_ce.kernels.row_loss import Sizes, load_sums, merged_ranks, of_ranks
 from vocab_parallel_ce.kernels.walk import (
     Algebra,
@@ -234,7 +234,7 @@ def statistics(
     has_both = n_ranks == 1 and len(stats) > 1
     # Programs of parts need the statistics of the row: those of the second exchange follow.
     tensors = (*read, stats[0], stats[1] if has_both and not shape.is_cut else None)
-    launch = _statistics(dtypes_of(tensors), rows, shape, width, **own)
+    launch = _statistics(rows, shape, width, **own)
     launch(n_rows, tensors, (n_rows, shard.start, rank * n_rows))
     if has_both and shape.is_cut:
         second(logits, beside, stats, rank, **own)
@@ -255,7 +255,7 @@ def second(
     own: dict[str, Any] = {"algebra": algebra, "shard": shard, "options": options}
     read, rows, shape = _with_parts(logits, beside, stats, True, **own)
     tensors = (*read, *stats)
-    launch = _second(dtypes_of(tensors), rows, shape, (n_ranks, width), **own)
+    launch = _second(rows, shape, (n_ranks, width), **own)
     launch(n_rows, tensors, (n_rows, rank * n_rows))
 
 
@@ -276,14 +276,13 @@ def _with_parts(
     _, lanes, _, _, n_parts = shape.block
     parts = stats[0].new_empty(n_rows, n_parts, 2 if of_second else width, lanes)
     tensors = (*pair, stats[0] if of_second else None, parts)
-    launch = _launch_of_parts(dtypes_of(tensors), rows, shape, (n_ranks, width), **own)
+    launch = _launch_of_parts(rows, shape, (n_ranks, width), **own)
     launch(n_rows * n_parts, tensors, (n_rows,))
     return (*pair, parts), rows, shape
 
 
 @cache_launches
 def _statistics(
-    dtypes: Dtypes,
     rows: PairRows,
     shape: StatisticsShape,
     width: int,
@@ -297,7 +296,6 @@ def _statistics(
 
 @cache_launches
 def _second(
-    dtypes: Dtypes,
     rows: PairRows,
     shape: StatisticsShape,
     gathered: tuple[int, int],
@@ -311,7 +309,6 @@ def _second(
 
 @cache_launches
 def _launch_of_parts(
-    dtypes: Dtypes,
     rows: PairRows,
     shape: StatisticsShape,
     gathered: tuple[int, int],
