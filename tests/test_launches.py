@@ -36,7 +36,6 @@ NEVER = {
     ("row_second_kernel of divergences", "loss_options.reverse", None): "js alone has a second exchange",
     (ONE_PASS, None, "padded"): "selection leaves padded columns to other kernels",
 }
-NEVER |= {("sums_above_kernel", "loss_options.threshold", None): "of primitives; what finds thresholds has none"}
 NEVER |= {
     (ONE_PASS, f"loss_options.{name}", None): "in_forward has no such option, or two kernels are faster"
     for name in ("entropy", "sum_sq_probs", "mean_logit", "predictions", "temperature", "threshold", "softcap")

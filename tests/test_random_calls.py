@@ -19,8 +19,8 @@ PARTS = 6  # tests, for the workers
 SECONDS = 120.0  # on a GPU
 PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 2))
 # No options of a call: modules and what they are made of, results, labels, and what runs or compares calls.
-NOT_DRAWN = {"Outputs", "Head", "Sampling", "TopKTeacher", "VocabShard", "cross_entropy_backward", "next_labels"}
-NOT_DRAWN |= {"copy_to_ranks", "top_k"}  # no losses
+NOT_DRAWN = {"Outputs", "Head", "TopKTeacher", "VocabShard", "cross_entropy_backward", "next_labels"}
+NOT_DRAWN |= {"copy_to_ranks", "sampling_threshold", "top_k"}  # no losses
 CONFIGURED_AGAIN = {"one_pass", "soft_cross_entropy"}  # the loss over logits
 ELSEWHERE = {
     "group": "each rank's, by the factor ranks",
@@ -31,7 +31,7 @@ ELSEWHERE = {
     "expected_grad_output": "drawn where gradients are known in forward",
     "chunk_size": "the factor chunks",
     "keep_logits": "of every other call of a head whose backward computes the gradients",
-    "sampling": "every pair of factors in tests/conformance/test_sampling.py",
+    "threshold": "every pair of factors in tests/conformance/test_sampling.py",
     "dist_process_group": "group",
     "ignore_idx": "ignore_index",
     "is_cg_capturable": "drawn for the pair",

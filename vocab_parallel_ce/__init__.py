@@ -13,13 +13,13 @@ from vocab_parallel_ce.api.heads import linear_cross_entropy, linear_token_log_p
 from vocab_parallel_ce.api.logits import token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.api.modules import LinearCrossEntropy, VocabParallelCrossEntropy
 from vocab_parallel_ce.api.next_labels import next_labels
+from vocab_parallel_ce.api.sampling import sampling_threshold
 from vocab_parallel_ce.api.top_k import top_k
 from vocab_parallel_ce.integrations.transformer_engine import (
     cross_entropy_backward,
     cross_entropy_forward,
     parallel_cross_entropy,
 )
-from vocab_parallel_ce.options import Sampling
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.verify import verify_calls
 
@@ -29,7 +29,6 @@ __all__ = [
     "Head",
     "LinearCrossEntropy",
     "Outputs",
-    "Sampling",
     "TopKTeacher",
     "VocabParallelCrossEntropy",
     "VocabShard",
@@ -42,6 +41,7 @@ __all__ = [
     "linear_token_log_probs",
     "next_labels",
     "parallel_cross_entropy",
+    "sampling_threshold",
     "token_log_probs",
     "top_k",
     "verify_calls",

@@ -20,7 +20,6 @@ Table = tuple[tuple[int, int, int], ...]
 # to 128 K columns, on one H200 with Triton 3.6. Rows of up to 2 KB were not tuned. A kernel that only reads needs
 # fewer warps than one that also writes. The times are in docs/performance.md.
 READ_PAIRS = ((2_048, 1, 1), (16_384, 4, 2), (1 << 62, 8, 1))  # kernels that read a row of two tensors
-READ_SUMS = ((2_048, 1, 1), (16_384, 4, 1), (1 << 62, 8, 1))  # an element has 7 sums in registers; not tuned
 READ_AND_WRITE = ((2_048, 1, 1), (40_960, 8, 2), (1 << 62, 16, 4))
 # For rows with edges: one more program per multiprocessor hides the latency of the edges.
 READ_AND_WRITE_EDGES = ((2_048, 1, 1), (1 << 62, 8, 2))

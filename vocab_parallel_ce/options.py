@@ -47,8 +47,6 @@ class Settings(NamedTuple):
     beta: float = 0.5
     hard_weight: float = 0.0
     outputs: tuple[str, ...] = ()
-    sample_k: int | None = None  # Sampling.top_k
-    sample_p: float = 1.0  # Sampling.top_p
     n_ids: int = 0  # given ids per token; labels have none
     n_known: int = 0  # how many of them have a rest
     reduction: Reduction = "mean"
@@ -72,24 +70,6 @@ class HeadSettings(NamedTuple):
     chunk_size: int | str = "auto"
     logits_dtype: torch.dtype | None = None
     keep_logits: str = "none"
-
-
-class Sampling(NamedTuple):
-    """How tokens were drawn: from the ``top_k`` largest logits of a row, and then from its nucleus ``top_p``.
-
-    As samplers do, ``top_k`` first; the nucleus is the smallest set of the largest logits that has at least ``top_p``
-    of what ``top_k`` leaves (Holtzman et al., arXiv:1904.09751). Logits that are equal, before a softcap, stay in or go
-    together.
-
-    Example:
-        >>> from vocab_parallel_ce import Sampling, token_log_probs
-        >>> logits = torch.tensor([[3.0, 3.0, 0.0, 0.0]])
-        >>> token_log_probs(logits, torch.tensor([1]), sampling=Sampling(top_k=2))  # log 1 / 2
-        tensor([-0.6931])
-    """
-
-    top_k: int | None = None  #: None: all
-    top_p: float = 1.0  #: above 0
 
 
 def _checks_of(record: type) -> dict[str, Callable[[str, Any], object]]:
@@ -171,16 +151,6 @@ def bytes_of(text: str, name: str = "chunk_size", others: str = "'auto', a numbe
 def divided_by(num_items: object, settings: Settings) -> Settings:
     """Return ``settings``; those of a sum for a mean if ``num_items`` takes the place of the number of tokens."""
     return settings if num_items is None or settings.reduction != "mean" else settings._replace(reduction="sum")
-
-
-def sampling_of(settings: Settings, vocab_size: int) -> Sampling | None:
-    """Return the checked :class:`Sampling` of settings, None if it leaves all columns."""
-    k, p = settings.sample_k, settings.sample_p
-    k = None if k is None else checks.checked_count("sampling.top_k (None: all)", k)
-    checks.check_number("sampling.top_p", p, positive=True, at_most=1)
-    if k is not None and k >= vocab_size:
-        k = None
-    return None if k is None and p == 1 else Sampling(k, float(p))
 
 
 def check_settings(settings: Settings, n_ranks: int) -> None:

@@ -19,7 +19,7 @@ from vocab_parallel_ce.collectives import group_position
 from vocab_parallel_ce.in_place import check_not_overwritten
 from vocab_parallel_ce.layout import begins_at_a_boundary, compute_dtype, constant
 from vocab_parallel_ce.losses.base import Launchers, Loss
-from vocab_parallel_ce.options import Sampling, Settings, sampling_of, shard_of_rank
+from vocab_parallel_ce.options import Settings, shard_of_rank
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.targets import Tokens, check, local
@@ -40,7 +40,6 @@ class Plan(NamedTuple):
     shard: VocabShard
     options: Any  # of the mathematics: hashable
     row_shape: tuple[int, ...]  # of a row's loss
-    sampling: Sampling | None  # how forward finds a threshold of each row
     reduction: str
     gradient: str  # "auto" if backward decides
     dtype: torch.dtype  # of the arithmetic, the statistics and the loss
@@ -91,9 +90,6 @@ def plan_call(
     check_not_overwritten(logits)
     divisor = None if num_items is None else checked_divisor(num_items, settings.reduction, logits)
     local_targets = local(targets, tokens, settings, plan)
-    if plan.sampling is not None:  # memory for what top finds
-        threshold = logits.new_full(tokens.shape, -torch.inf, dtype=plan.dtype).reshape(-1)
-        local_targets = local_targets._replace(threshold=threshold)
     if verify.open_calls:
         verify.compare_call({"logits": logits}, targets, plan.shard, comparable(settings, num_items))
     return Call(plan, group, divisor), local_targets
@@ -171,7 +167,6 @@ def make_plan(loss: Loss, settings: Settings, key: PlanKey) -> Plan:
         shard=shard,
         options=options,
         row_shape=loss.row_shape(options),
-        sampling=sampling_of(settings, shard.vocab_size),
         reduction=settings.reduction,
         gradient=key.gradient,
         dtype=compute_dtype(key.dtype),
@@ -240,10 +235,6 @@ def is_view_in_graph(tensor: Tensor) -> bool:
     return tensor._is_view() and tensor.grad_fn is not None
 
 
-ASKED_AS = {"sample_k": "sampling.top_k", "sample_p": "sampling.top_p"}  # fields of Settings -> names in a call
-
-
 def comparable(settings: Settings, num_items: float | Tensor | None) -> dict[str, Any]:
     """Return what verification compares of the options, and what says which columns a rank has."""
-    options = {ASKED_AS.get(name, name): value for name, value in settings._asdict().items()}
-    return options | {"num_items": None if num_items is None else float(num_items)}
+    return settings._asdict() | {"num_items": None if num_items is None else float(num_items)}

@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vocab_parallel_ce import spec
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.base import Launchers, Loss
 from vocab_parallel_ce.shard import VocabShard
-from vocab_parallel_ce.spec import GradOutputs, LossOptions, TokenOutputs
-from vocab_parallel_ce.targets import at_rows
+from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 
 
 def launchers(loss: Loss, options: Any, shard: VocabShard) -> Launchers:
@@ -116,25 +114,6 @@ class _Reference:
 def sum_losses(losses: Tensor, total: Tensor) -> None:
     """Fill ``total []`` with the sum of ``losses``, contiguous."""
     torch.sum(losses.view(-1), 0, out=total)
-
-
-def sums_above(
-    logits: Tensor,
-    thresholds: Tensor,
-    shift: Tensor | None,
-    temperature: Tensor | None,
-    sums: Tensor,
-    *,
-    shard: VocabShard,
-    options: LossOptions,
-) -> None:
-    """Fill ``sums [N, T]`` of exp(z - shift) of the logits above ``thresholds [N, T]``; counts without ``shift``."""
-    x = _rows(logits)[:, : shard.n_valid].to(thresholds.dtype)
-    exp: Tensor | int = 1
-    if shift is not None:
-        exp = (spec.transformed(x, at_rows(options, temperature))[0] - shift.unsqueeze(-1)).exp()
-    for of_threshold, threshold in zip(sums.unbind(-1), thresholds.unbind(-1), strict=True):
-        of_threshold.copy_(torch.where(x > threshold.unsqueeze(-1), exp, 0).sum(dim=-1))
 
 
 def element_mul(grad_logits: Tensor, grad_output: Tensor) -> None:

@@ -24,7 +24,6 @@ from vocab_parallel_ce.in_place import current_age, is_sole_owner, mark_overwrit
 from vocab_parallel_ce.layout import overwritable, per_row, source_and_new, walkable
 from vocab_parallel_ce.plan import Call, Plan, is_view_in_graph
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
-from vocab_parallel_ce.top import fill_thresholds
 
 Stats = tuple[Tensor, ...]  # of each exchange, [R, N, K]
 Found = TypeVar("Found")
@@ -120,13 +119,8 @@ def fill_outputs(plan: Plan, stats: Stats, targets: Any, divisor: Tensor | None,
 def forward(
     call: Call, logits: Tensor, targets: Any, shape: Sequence[int]
 ) -> tuple[TokenOutputs, Stats, Tensor | None]:
-    """Return the outputs, of ``shape`` or reduced, and the statistics and divisor. Reads the logits once.
-
-    A sampler's thresholds take more reads.
-    """
+    """Return the outputs, of ``shape`` or reduced, and the statistics and divisor. Reads the logits once."""
     plan, outputs = call.plan, new_outputs(call.plan, shape, logits)
-    if plan.sampling is not None:
-        fill_thresholds(plan.sampling, plan, call.group, logits, targets)
     stats, count = local_statistics(plan, logits, targets)
     exchange(call, logits, targets, stats)
     divisor = divisor_of(call, targets, stats, count)

@@ -57,8 +57,8 @@ class NewNames(Names):
 
     def sampled(self, tensors: Tensors, labels: Tensor, **options: Any) -> Any:
         """The entropies alone: most labels are none that a sampler takes."""
-        sampling = self.package.Sampling(TOP, TOP_P)
-        return self.log_probs(tensors, labels, sampling=sampling, outputs=("entropy",), **options).entropy
+        threshold = self.package.sampling_threshold(*tensors, top_k=TOP, top_p=TOP_P, group=options.get("group"))
+        return self.log_probs(tensors, labels, threshold=threshold, outputs=("entropy",), **options).entropy
 
 
 class OldNames(Names):

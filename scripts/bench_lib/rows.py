@@ -52,9 +52,10 @@ class Row(NamedTuple):
 
     def is_known_to(self, package: Any) -> bool:
         """Whether a package of any commit has such a call."""
-        is_new = self.loss in ("given_ids", "sampled") or self.loss == "top_k" and "divergence" in self.options
+        is_new = self.loss == "given_ids" or self.loss == "top_k" and "divergence" in self.options
         is_new |= "keep_logits" in self.options
-        return hasattr(package, "Sampling") or not is_new
+        of_keys = hasattr(package, "sampling_threshold") or self.loss != "sampled"
+        return of_keys and (hasattr(package, "TopKTeacher") or not is_new)
 
     def of_heads(self) -> Row:
         return self._replace(options={name: value for name, value in self.options.items() if name != "gradient"})

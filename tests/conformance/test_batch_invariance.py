@@ -13,7 +13,13 @@ from torch import Tensor
 from tests.support.inputs import batch
 from tests.support.launch_shapes import programs_by_rows
 from tests.support.logits import flat_outputs
-from vocab_parallel_ce import Sampling, TopKTeacher, distillation_loss, token_log_probs, vocab_parallel_cross_entropy
+from vocab_parallel_ce import (
+    TopKTeacher,
+    distillation_loss,
+    sampling_threshold,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
 from vocab_parallel_ce.losses.divergences import DIVERGENCES
 
 # Rows of several parts and tiles of every table; padded; with a tail.
@@ -56,7 +62,9 @@ CALLS: dict[str, Call] = {
         x, labels, reduction="none", label_smoothing=0.1, class_weight=weights(x), **own
     ),
     "log-probs": lambda x, labels, other, own: token_log_probs(x, labels, outputs=OUTPUTS, **own),
-    "sampling": lambda x, labels, other, own: token_log_probs(x, labels, sampling=Sampling(50, 0.9), **own),
+    "sampling": lambda x, labels, other, own: token_log_probs(
+        x, labels, threshold=sampling_threshold(x, top_k=50, top_p=0.9, vocab_size=own.get("vocab_size")), **own
+    ),
     "given ids": lambda x, labels, other, own: token_log_probs(
         x, labels[:, None] - torch.arange(5).to(x.device), **own
     ),

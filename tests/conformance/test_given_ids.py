@@ -248,7 +248,7 @@ def test_refusals_by_name():
     for error, words, changed in (
         (
             ValueError,
-            r"labels: expected one per token with outputs or sampling, \(4,\), got",
+            r"labels: expected one per token with outputs or a threshold, \(4,\), got",
             {"outputs": ("entropy",)},
         ),
         (ValueError, "labels: shape must be", {"labels": ids[:3]}),

@@ -1,6 +1,7 @@
 """Log-probabilities of the distribution that a sampler used: top-k and top-p, over the whole vocabulary."""
 
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,15 +9,30 @@ import torch
 from tests.conformance.widths import PLACE, columns_of, each, made_of, placed, rows_of
 from tests.support import soft
 from tests.support.budget import assert_within_budget
-from tests.support.collectives import record_collectives
+from tests.support.collectives import error_of, record_collectives
 from tests.support.inputs import IGNORE_INDEX
 from tests.support.logits import broad_rows
 from tests.support.oracle import transformed
 from tests.support.pairs import covering
-from tests.support.ranks import device_of, in_several_ranks
-from vocab_parallel_ce import Sampling, linear_token_log_probs, token_log_probs
+from tests.support.ranks import device_of, in_ranks, in_several_ranks
+from vocab_parallel_ce import linear_token_log_probs, sampling_threshold, token_log_probs, verify_calls
 
 INF, NAN = float("inf"), float("nan")
+OF_Z = ("temperature", "softcap", "logit_scale", "group", "vocab_size")  # what both functions take
+
+
+class Sampling(NamedTuple):
+    top_k: int | None = None
+    top_p: float = 1.0
+
+
+def sampled(logits, labels, sampling, **options):
+    """Log-probabilities of the distribution that a sampler used."""
+    of_z = {name: options[name] for name in OF_Z if name in options}
+    threshold = sampling_threshold(logits, **sampling._asdict(), **of_z)
+    return token_log_probs(logits, labels, threshold=threshold, **options)
+
+
 SAMPLINGS = {
     "top-k": Sampling(top_k=5),
     "top-p": Sampling(top_p=0.9),
@@ -77,7 +93,7 @@ def test_logits(impl_device, case):
     leaf, x = placed(logits, case, device)
     ways = {"temperature": there, "impl": impl, "outputs": case["outputs"], "vocab_size": columns_of(case)[0]}
     of_z = {name: case[name] for name in ("softcap", "logit_scale")}
-    found = token_log_probs(x, labels.view(shape).to(device), sampling=sampling, **of_z, **ways)
+    found = sampled(x, labels.view(shape).to(device), sampling, **of_z, **ways)
     found = [found.log_probs, found.entropy] if case["outputs"] else [found]
     options = {"temperature": temperature, **of_z}
 
@@ -108,7 +124,7 @@ def test_equal_logits_and_edges(impl_device):
     labels = torch.tensor([0, 1, 1, 1, 1, 1], device=device)
 
     def found(**sampling):
-        return token_log_probs(logits, labels, sampling=Sampling(**sampling), impl=impl).exp().cpu()
+        return sampled(logits, labels, Sampling(**sampling), impl=impl).exp().cpu()
 
     first, second = found(top_k=1), found(top_k=2)
     assert first[0] == 0.5 and first[1] == 0 and first[2] == 1
@@ -118,18 +134,28 @@ def test_equal_logits_and_edges(impl_device):
     for probs in (first, second, found(top_p=0.3)):
         assert probs[3:].isnan().all()
     zeros = torch.tensor([[0.0, -0.0, 0.0, -0.0, 0.01, -1.0]], device=device)
-    of_zero = token_log_probs(zeros, labels[1:2], sampling=Sampling(5, 0.5), impl=impl).exp()
+    of_zero = sampled(zeros, labels[1:2], Sampling(5, 0.5), impl=impl).exp()
     assert torch.isclose(of_zero.cpu(), 1 / (4 + torch.tensor(0.01).exp()))
 
 
-@pytest.mark.parametrize("top_k", (300, 700))
-def test_more_logits_than_groups_tell(impl_device, top_k):
-    """The search of ``top_k`` begins far from its end: some groups of columns have several of the largest logits."""
-    impl, device = impl_device
-    logits = torch.randn(3, 1500)
-    found = token_log_probs(logits.to(device), logits.argmax(-1).to(device), sampling=Sampling(top_k), impl=impl)
-    truth, _ = outputs_of(logits.double(), logits.argmax(-1), Sampling(top_k))
-    torch.testing.assert_close(found.cpu(), truth.float(), rtol=0, atol=1e-5)
+@pytest.mark.reference
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32, torch.float64), ids=str)
+def test_the_threshold_is_a_logit_of_the_row(dtype, monkeypatch):
+    """The smallest that stays; -inf where all do. Many rows are done in parts, with their own temperatures."""
+    logits = (torch.randn(6, 300) * 3).to(dtype)
+    temperature = torch.linspace(0.5, 2.0, 6)
+    for sampling in (*SAMPLINGS.values(), Sampling(200), Sampling()):
+        found = sampling_threshold(logits, **sampling._asdict(), temperature=temperature)
+        kept = kept_by(logits.double() / temperature.unsqueeze(-1), sampling)
+        assert (
+            torch.equal(logits >= found.unsqueeze(-1), kept)
+            and found.dtype == (logits[0, 0] * 1.0).double().to(torch.promote_types(dtype, torch.float32)).dtype
+        )
+        monkeypatch.setattr("vocab_parallel_ce.api.sampling.MOST_ELEMENTS", 700)
+        assert torch.equal(sampling_threshold(logits, **sampling._asdict(), temperature=temperature), found)
+        monkeypatch.undo()
+    assert sampling_threshold(logits[:0].view(0, 2, 300), top_k=3).shape == (0, 2)
+    assert (sampling_threshold(logits, top_k=300) == -INF).all()
 
 
 @pytest.mark.parametrize("keep_logits", ("none", "all"))
@@ -146,9 +172,11 @@ def test_heads(impl_device, keep_logits):
         found = function(*leaves)
         return found.detach(), *torch.autograd.grad(found, leaves, grad_output.to(found))
 
+    threshold = sampling_threshold(hidden @ weight.t(), **sampling._asdict(), temperature=temperature) - 1e-4
+
     def ours(h, w):
         ways = {"impl": impl, "chunk_size": 2, "keep_logits": keep_logits, "temperature": temperature.to(device)}
-        return linear_token_log_probs(h, w, labels.to(device), sampling=sampling, **ways)
+        return linear_token_log_probs(h, w, labels.to(device), threshold=threshold.to(device), **ways)
 
     found = gradients(ours, torch.float32, device)
     oracle = partial(lambda h, w: outputs_of(h @ w.t(), labels, sampling, temperature)[0])
@@ -158,8 +186,7 @@ def test_heads(impl_device, keep_logits):
 
 
 def _sampled(student, ignored, *, labels, top_k, top_p, temperature, reduction, **options):
-    sampling = Sampling(top_k, top_p)
-    return token_log_probs(student, labels, sampling=sampling, temperature=temperature, **options)
+    return sampled(student, labels, Sampling(top_k, top_p), temperature=temperature, **options)
 
 
 def _losses(student, ignored, *, labels, top_k, top_p, temperature):
@@ -170,40 +197,44 @@ def _losses(student, ignored, *, labels, top_k, top_p, temperature):
 @pytest.mark.interpreted(2)
 @in_several_ranks
 def test_ranks(rank_pool, impl):
-    """The thresholds are of the whole vocabulary, and the same on all ranks: 22 exchanges of 28 bytes."""
+    """The thresholds are of the whole vocabulary, and the same on all ranks: 11 exchanges of 56 bytes each."""
     logits, _ = broad_rows("peaked", 6, 61)
     n = rank_pool.world_size
     width = -(-64 // n)
     bounds = [(rank * width, (rank + 1) * width) for rank in range(n)]
     options = {"labels": logits.argmax(-1), "top_k": 9, "top_p": 0.8, "temperature": 0.7}
     case = soft.Case(_sampled, _losses, logits, logits, options, {"reduction": "none"})
-    sent = [8] + [28] * (11 + 11) + [12]
+    sent = [4] + [56] * 11 + [8] + [56] * 11 + [12]
     soft.check_ranks(case, rank_pool.run(soft.run_in_rank, case, impl, bounds), bounds, sent)
 
 
-def _head_in_rank(rank, group, impl, given):
+def _head_in_rank(rank, group, impl, given, sequence_parallel):
     hidden, weight, labels = (t.to(device_of(rank, group)) for t in given)
     width = len(weight) // group.size()
     own = weight[rank * width : (rank + 1) * width].clone().requires_grad_()
+    ways = {"group": group, "chunk_size": 4, "impl": impl, "sequence_parallel": sequence_parallel}
     with record_collectives() as calls:
-        found = linear_token_log_probs(
-            hidden, own, labels, group=group, chunk_size=4, impl=impl, sampling=Sampling(top_p=0.7)
-        )
+        threshold = sampling_threshold(hidden @ own.t(), top_p=0.7, group=group) - 1e-4
+    tokens = hidden.chunk(group.size())[rank] if sequence_parallel else hidden
+    found = linear_token_log_probs(tokens, own, labels, threshold=threshold, **ways)
     found.sum().backward()
     return found.detach().cpu(), own.grad.cpu(), len(calls)
 
 
 @pytest.mark.interpreted(1)
+@pytest.mark.parametrize("sequence_parallel", (False, True))
 @in_several_ranks
-def test_heads_of_ranks(rank_pool, impl):
-    hidden, weight = torch.randn(9, 12), torch.randn(40, 12)
+def test_heads_of_ranks(rank_pool, impl, sequence_parallel):
+    """With an ignored token left out. A threshold is of all tokens, as a label is, whoever has the hidden states."""
+    hidden, weight = torch.randn(8, 12), torch.randn(40, 12)
     labels = (hidden @ weight.t()).argmax(-1)
+    labels[3] = IGNORE_INDEX
     leaf = weight.double().requires_grad_()
     truth, _ = outputs_of(hidden.double() @ leaf.t(), labels, Sampling(top_p=0.7))
     truth.sum().backward()
-    results = rank_pool.run(_head_in_rank, impl, (hidden, weight, labels))
+    results = rank_pool.run(_head_in_rank, impl, (hidden, weight, labels), sequence_parallel)
     for found, _, n_calls in results:
-        assert torch.equal(found, results[0][0]) and n_calls == 3 * (1 + 11) + 1
+        assert torch.equal(found, results[0][0]) and n_calls == 1 + 1 + 11
         torch.testing.assert_close(found, truth.float(), rtol=1e-5, atol=1e-5)
     d_weight = torch.cat([grad for _, grad, _ in results])
     torch.testing.assert_close(d_weight, leaf.grad.float(), rtol=1e-5, atol=1e-5)
@@ -215,7 +246,7 @@ def test_a_dropped_label_under_an_objective_of_exponentials(impl_device):
     logits = torch.tensor([[5.0, 4.0, 3.0, 0.0, -1.0]]).to(device).requires_grad_()
     for is_replaced in (False, True):
         dense = logits.where(logits >= 3, -float("inf")).log_softmax(-1)[:, 4]
-        own = token_log_probs(logits * 1, torch.tensor([4], device=device), sampling=Sampling(3), impl=impl)
+        own = sampled(logits * 1, torch.tensor([4], device=device), Sampling(3), impl=impl)
         grads = []
         for log_prob in (own, dense):
             assert log_prob == -float("inf")
@@ -228,19 +259,65 @@ def test_a_dropped_label_under_an_objective_of_exponentials(impl_device):
             assert grads[0][:, 3:].isnan().all() and not grads[1][:, 3:].any()
 
 
+def _differing(rank, group):
+    logits, labels = torch.randn(4, 9, generator=torch.Generator().manual_seed(rank)), torch.arange(4)
+    threshold = torch.full((4,), -1.0 - rank)
+    given = {"labels": labels, "threshold": threshold, "group": group}
+    with verify_calls():
+        return [
+            error_of(partial(sampling_threshold, logits, top_k=2 + rank, group=group)),
+            error_of(partial(token_log_probs, logits, **given)),
+            error_of(partial(linear_token_log_probs, torch.ones(4, 3), logits.t()[:, :3].contiguous(), **given)),
+        ]
+
+
+@in_ranks((2,), (), ())
+def test_verification_compares_the_ranks(rank_pool, impl):
+    for of_k, *of_thresholds in rank_pool.run(_differing):
+        assert of_k == "ValueError: top_k: rank 1 of 2 has 3, rank 0 has 2"
+        for error in of_thresholds:
+            assert error.startswith("ValueError: threshold: rank 1 of 2 has ")
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("is_head", (False, True))
+def test_a_compiled_call_with_a_threshold_has_the_same_bits(is_head):
+    """A head leaves an ignored token out."""
+    function = linear_token_log_probs if is_head else token_log_probs
+    logits, labels = torch.randn(4, 9), torch.randint(0, 9, (4,))
+    labels[1] = IGNORE_INDEX
+    weight = (torch.eye(9),) if is_head else ()
+    threshold, results = sampling_threshold(logits, top_k=5, top_p=0.9), []
+    for step in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        leaf = logits.clone().requires_grad_()
+        found = step(leaf * 1, *weight, labels, threshold=threshold)
+        found.clamp(min=-9.0).sum().backward()
+        results.append((found.detach(), leaf.grad))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.reference
 def test_refusals_by_name():
-    logits, labels = torch.randn(4, 9), torch.randint(0, 9, (4,))
+    logits, labels, threshold = torch.randn(4, 9), torch.randint(0, 9, (4,)), torch.zeros(4)
     for error, words, changed in (
-        (TypeError, "sampling: expected a Sampling or None, got dict", {"sampling": {"top_p": 0.9}}),
-        (ValueError, r"sampling.top_p: must be in \(0, 1\], got 0.0$", {"sampling": Sampling(top_p=0.0)}),
-        (ValueError, r"sampling.top_p: must be in \(0, 1\], got 1.1$", {"sampling": Sampling(top_p=1.1)}),
-        (ValueError, "sampling.top_k .None: all.: must be", {"sampling": Sampling(0)}),
-        (ValueError, "sampling: expected no output 'mean_logit'", {"outputs": ("entropy", "mean_logit")}),
-        (ValueError, "labels: expected one per token with outputs or sampling", {"labels": labels[:, None]}),
+        (TypeError, "threshold: expected a torch.Tensor", {"threshold": 1.0}),
+        (TypeError, "threshold: dtype must be floating point", {"threshold": labels}),
+        (TypeError, "threshold: .*requires no gradient", {"threshold": threshold.clone().requires_grad_()}),
+        (ValueError, "threshold: expected 1 element, or the shape of the labels", {"threshold": threshold[:2]}),
+        (ValueError, "outputs: expected no 'mean_logit' with a threshold", {"outputs": ("entropy", "mean_logit")}),
+        (ValueError, "labels: expected one per token with outputs or a threshold", {"labels": labels[:, None]}),
     ):
-        given = {"logits": logits, "labels": labels, "sampling": Sampling(3)} | changed
         with pytest.raises(error, match=f"^{words}"):
-            token_log_probs(**given)
-    no_fewer = token_log_probs(logits, labels, sampling=Sampling(9, 1.0))
-    assert torch.equal(no_fewer, token_log_probs(logits, labels))
+            token_log_probs(**{"logits": logits, "labels": labels, "threshold": threshold} | changed)
+    for error, words, given in (
+        (TypeError, "logits: expected a torch.Tensor", {"logits": [1.0]}),
+        (ValueError, r"top_p: must be in \(0, 1\], got 0.0$", {"top_p": 0.0}),
+        (ValueError, r"top_p: must be in \(0, 1\], got 1.1$", {"top_p": 1.1}),
+        (ValueError, "top_k .None: all.: must be", {"top_k": 0}),
+        (ValueError, "temperature: must be positive", {"temperature": 0.0}),
+        (ValueError, "temperature: expected 1 element", {"temperature": torch.ones(3)}),
+    ):
+        with pytest.raises(error, match=f"^{words}"):
+            sampling_threshold(**{"logits": logits} | given)
+    everything = sampled(logits, labels, Sampling(9, 1.0))
+    assert torch.equal(everything, token_log_probs(logits, labels))

@@ -22,7 +22,9 @@ LOSSES = {
     "in forward": lambda z, h, w: vp.vocab_parallel_cross_entropy(z * 1, LABELS, gradient="in_forward"),
     "targets": lambda z, h, w: vp.vocab_parallel_cross_entropy(z, z.detach().softmax(-1), label_smoothing=0.1),
     "log-probs": lambda z, h, w: vp.token_log_probs(z, LABELS, temperature=SCALES, outputs=("entropy",)),
-    "sampler": lambda z, h, w: vp.token_log_probs(z, LABELS, sampling=vp.Sampling(5, 0.9)).nan_to_num(neginf=0.0),
+    "sampler": lambda z, h, w: vp.token_log_probs(
+        z, LABELS, threshold=vp.sampling_threshold(z, top_k=5, top_p=0.9)
+    ).nan_to_num(neginf=0.0),
     "ids": lambda z, h, w: vp.token_log_probs(z, IDS),
     "reverse": lambda z, h, w: vp.distillation_loss(z, z.detach() * 2, divergence="reverse"),
     "top k": lambda z, h, w: vp.distillation_loss(z, TEACHER, labels=LABELS),

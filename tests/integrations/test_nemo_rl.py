@@ -112,6 +112,53 @@ def test_of_next_tokens(rank_pool, impl, padding):
     assert_right(found, _without_the_last(inputs))
 
 
+def _filtered(logits, target, top_k, top_p):
+    """Log-probabilities ``[N]`` as NeMo-RL's filter leaves them: what sorting puts below both edges is -inf."""
+    in_order, order = logits.detach().sort(dim=-1)
+    if top_k > 0:
+        in_order = in_order.masked_fill(in_order < in_order[:, -top_k].unsqueeze(-1), -torch.inf)
+    if top_p < 1:
+        is_kept = in_order.softmax(-1).cumsum(-1) > 1 - top_p
+        is_kept[:, -1] = True
+        in_order = in_order.masked_fill(~is_kept, -torch.inf)
+    is_dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, in_order == -torch.inf)
+    return logits.masked_fill(is_dropped, -torch.inf).log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def _with_sampling(rank, group, logits, target, grad, top_k, top_p, chunked):
+    start, end = _columns(rank, group)
+    device = device_of(rank, group)
+    leaf = logits[:, start:end].to(device).requires_grad_()
+    core = nemo_rl.ChunkedDistributedLogprobWithSampling if chunked else nemo_rl.DistributedLogprobWithSampling
+    log_probs = core.apply(leaf * 1, target.to(device), group, top_k, top_p, *((3,) if chunked else ()))
+    log_probs.backward(grad.to(device))
+    of_next = nemo_rl.from_parallel_logits_to_logprobs(
+        leaf.detach()[None], target.to(device)[None], start, end, group, sampling_params=Sampling(top_k, top_p)
+    )
+    return log_probs.detach().cpu(), leaf.grad.cpu(), of_next.cpu()
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (-1, 0.8), (9, 0.7)])
+@in_two_ranks
+def test_top_k_and_top_p(rank_pool, impl, top_k, top_p):
+    """Against the filter of NeMo-RL's source, of the whole vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(11, COLUMNS, generator=generator) * 3
+    target, grad = logits.topk(3).indices[:, 1], torch.randn(11, generator=generator)
+    whole_logits = logits.double().requires_grad_()
+    truth = _filtered(whole_logits, target, top_k, top_p)
+    grad = grad.masked_fill(truth.isinf(), 0.0)  # what a trainer does with a token that its sampler could not draw
+    truth.masked_fill(truth.isinf(), 0.0).backward(grad.double())
+    next_truth = _filtered(logits.double()[:-1], target[1:], top_k, top_p)
+    for chunked in (False, True):
+        results = rank_pool.run(_with_sampling, logits, target, grad, top_k, top_p, chunked)
+        for log_probs, _, of_next in results:
+            torch.testing.assert_close(log_probs, truth.detach().float(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(of_next[0], next_truth.float(), rtol=1e-5, atol=1e-5)
+        found = torch.cat([grad_of_rank for _, grad_of_rank, _ in results], dim=-1)
+        torch.testing.assert_close(found, whole_logits.grad.float(), rtol=1e-5, atol=1e-6)
+
+
 def _of_hidden_states(rank, group, inputs, frozen=False, function=None, chunk_size=2):
     """In a rank: from its part of the sequence, ``[s / R, b, D]``."""
     n_ranks = group.size()
@@ -153,8 +200,7 @@ def _refusals(rank, group):
             "head": lambda: of_hidden(hidden, head, None, target, 0, 9, group),
             "cp": lambda: of_logits(logits, target, start, end, group, cp_group=group),
             "cp of hidden": lambda: of_hidden(hidden, head, None, target, start, end, group, cp_group=group),
-            "top-k": lambda: of_logits(logits, target, start, end, group, sampling_params=Sampling(top_k=5)),
-            "top-p": lambda: of_logits(logits, target, start, end, group, sampling_params=Sampling(top_p=0.9)),
+            "top-k": lambda: of_logits(logits, target, start, end - 1, group, sampling_params=Sampling(top_k=5)),
             "short": lambda: of_logits(logits[:, :2], target, start, end, group),
         }
     )
@@ -166,13 +212,10 @@ def test_refusals(rank_pool, impl):
         r"ValueError: vocab_start_index, vocab_end_index: expected \(.*\), those of rank . with equal shards of 10"
     )
     cp = "ValueError: cp_group: expected None or one rank, got 2; call "
-    sampling = "ValueError: sampling_params: expected neither top_k nor top_p, got "
-    expected: dict[str, Any] = dict.fromkeys(("cut otherwise", "padded", "head"), columns)
+    expected: dict[str, Any] = dict.fromkeys(("cut otherwise", "padded", "head", "top-k"), columns)
     expected |= {
         "cp": cp,
         "cp of hidden": cp,
-        "top-k": sampling,
-        "top-p": sampling,
         "short": "ValueError: labels: shape",
     }
     assert_refused(rank_pool.run(_refusals), expected)
@@ -195,7 +238,7 @@ def _beside(rank, group, inputs, head):
 
     chosen.append(every())
     with nemo_rl.installed() as report:
-        assert len(report.rebound) >= 3 and report.left == nemo_rl._switch.left
+        assert len(report.rebound) >= 5 and report.left == nemo_rl._switch.left
         chosen.append(every())
     return chosen
 

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.reference
 
 TABLES = (
     "READ_PAIRS",
-    "READ_SUMS",
     "READ_AND_WRITE",
     "READ_AND_WRITE_EDGES",
     "WRITE_TILES",

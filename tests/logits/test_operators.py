@@ -39,7 +39,9 @@ def targets_for(name, labels):
         return "divergences", (rows, labels, None, None), (*head, labels)
     weights = torch.rand(VOCABULARY) if name == "class weights" else None
     temperature = torch.rand(N) + 0.5 if name == "outputs" else None
-    return "labels", (labels, weights, temperature, None), (labels, weights, temperature, None)
+    threshold = torch.full((N,), -9.0) if name == "entropy" else None
+    targets = labels, weights, temperature, threshold
+    return "labels", targets, targets
 
 
 @pytest.mark.reference

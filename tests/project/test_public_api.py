@@ -26,7 +26,7 @@ OF_BOTH = {"group": None, "ignore_index": -100, "softcap": None, "logit_scale": 
 OF_BOTH |= {"check_labels": False, "vocab_size": None, "outputs": ()}
 OF_THE_LOSS = {"label_smoothing": 0.0, "z_loss": 0.0, "reduction": "mean", **OF_BOTH, "num_items": None}
 OF_THE_LOSS |= {"class_weight": None, "gradient": "auto"}
-OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "sampling": None}
+OF_LOG_PROBS = {**OF_BOTH, "temperature": 1.0, "threshold": None}
 OF_HEADS = {"bias": None, "sequence_parallel": False, "chunk_size": "auto", "logits_dtype": None}
 OF_HEADS |= {"keep_logits": "none"}
 OF_HEADS |= {"main_grad": None, "reduce_hidden_grad": True, "valid_tokens": None}
@@ -34,6 +34,7 @@ OF_DISTILLATION = {"divergence": "forward", "beta": 0.5, "labels": None, "hard_w
 OF_DISTILLATION |= {"group": None, "ignore_index": -100, "temperature": 1.0, "reduction": "mean", "gradient": "auto"}
 OF_DISTILLATION |= {"impl": "auto", "check_labels": False, "vocab_size": None}
 LOGITS, LINEAR = ["logits", "labels"], ["hidden", "weight", "labels"]
+OF_LEAVES = {"group": None, "vocab_size": None, "temperature": 1.0}
 SIGNATURES = [
     (package.vocab_parallel_cross_entropy, LOGITS, OF_THE_LOSS),
     (package.token_log_probs, LOGITS, {**OF_LOG_PROBS, "gradient": "auto"}),
@@ -45,14 +46,18 @@ SIGNATURES = [
         ["student", "teacher"],
         {**OF_DISTILLATION, "chunk_size": "auto", "keep_logits": "none", "reduce_hidden_grad": True},
     ),
-    (package.top_k, ["logits", "k"], {"group": None, "vocab_size": None, "temperature": 1.0}),
+    (
+        package.sampling_threshold,
+        ["logits"],
+        {"top_k": None, "top_p": 1.0, "softcap": None, "logit_scale": 1.0, **OF_LEAVES},
+    ),
+    (package.top_k, ["logits", "k"], OF_LEAVES),
     (package.copy_to_ranks, ["hidden", "group"], {}),
     (package.next_labels, ["labels"], {"ignore_index": -100, "cu_seqlens": None, "group": None, "layout": None}),
 ]
 RECORDS = {
     package.Head: ("hidden", "weight", "bias"),
     package.TopKTeacher: ("ids", "log_probs", "rest"),
-    package.Sampling: ("top_k", "top_p"),
 }
 PER_TOKEN = ("entropy", "lse", "sum_sq_probs", "mean_logit", "predictions")
 
@@ -86,7 +91,7 @@ def test_the_modules_take_the_options_of_the_functions():
 
 
 TENSORS = {function: tensors for function, tensors, _ in SIGNATURES}
-DERIVED = {"n_ids", "n_known", "sample_k", "sample_p"}  # from labels, a teacher or sampling
+DERIVED = {"n_ids", "n_known"}  # from labels or a teacher
 OF_DISTILLATION_ALONE = {"divergence", "beta", "hard_weight"}
 ABSENT = {  # fields of Settings and HeadSettings that a function has no parameter for
     package.vocab_parallel_cross_entropy: {"temperature", *OF_DISTILLATION_ALONE},

@@ -46,6 +46,7 @@ def _over_logits(m, columns, **on):
     of = partial(vp.vocab_parallel_cross_entropy, labels=m["labels"], **on)
     log_probs = partial(vp.token_log_probs, labels=m["labels"], **on)
     distil = partial(vp.distillation_loss, **on)
+    of_columns = {name: value for name, value in on.items() if name != "impl"}
     return {
         "mean": of,
         "every option": partial(of, label_smoothing=0.1, z_loss=0.1, softcap=3.0, class_weight=m["weights"]),
@@ -54,7 +55,9 @@ def _over_logits(m, columns, **on):
         "in_forward": lambda logits: of(logits * 1, gradient="in_forward", reduction="sum"),
         "module": partial(vp.VocabParallelCrossEntropy(reduction="sum", **on), labels=m["labels"]),
         "log-probabilities": partial(log_probs, outputs=every, temperature=m["temperature"]),
-        "sampling": partial(log_probs, sampling=vp.Sampling(top_k=4, top_p=0.95)),
+        "sampling": lambda logits: log_probs(
+            logits, threshold=vp.sampling_threshold(logits, top_k=4, top_p=0.95, **of_columns)
+        ),
         "given ids": partial(vp.token_log_probs, labels=m["ids"], **on),
         "probabilities": partial(vp.vocab_parallel_cross_entropy, labels=m["probs"][:, columns], **on),
         "teacher": partial(distil, teacher=m["teacher"][:, columns], labels=m["labels"], hard_weight=0.5),

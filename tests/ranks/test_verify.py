@@ -307,24 +307,6 @@ def test_calls_of_different_functions(rank_pool, impl):
     assert z_loss == "ValueError: z_loss: rank 1 of 2 has 0.1, rank 0 has 0.0"
 
 
-def _sampled_differently(rank, group):
-    """Errors of log-probabilities of other samplers on each rank, of logits and of a head."""
-    a, errors = Arguments(rank, group), []
-    with verify_calls():
-        for sampling in (vp.Sampling(top_k=2 + rank), vp.Sampling(top_p=(0.5, 0.75)[rank])):
-            of_logits = partial(vp.token_log_probs, a.logits, a.labels)
-            of_head = partial(vp.linear_token_log_probs, a.hidden.detach(), a.weight.detach(), a.labels)
-            errors += [error_of(partial(call, sampling=sampling, group=group)) for call in (of_logits, of_head)]
-    return errors
-
-
-@in_two_ranks
-def test_a_sampler_is_named_as_in_the_call(rank_pool, impl):
-    of_k = "ValueError: sampling.top_k: rank 1 of 2 has 3, rank 0 has 2"
-    of_p = "ValueError: sampling.top_p: rank 1 of 2 has 0.75, rank 0 has 0.5"
-    assert rank_pool.run(_sampled_differently) == 2 * [[of_k, of_k, of_p, of_p]]
-
-
 def _in_a_checkpoint(rank, group):
     losses, errors = [], []
     with verify_calls():

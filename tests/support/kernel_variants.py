@@ -20,13 +20,11 @@ from vocab_parallel_ce.blocks import (
     statistics_block,
 )
 from vocab_parallel_ce.kernels import divergences, soft_labels
-from vocab_parallel_ce.kernels.counts import of_sums
 from vocab_parallel_ce.kernels.launch import Launch
 from vocab_parallel_ce.kernels.walk import Algebra, PairRows
 from vocab_parallel_ce.losses.divergences import DIVERGENCES, DivergenceOptions
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, GradOutputs, LossOptions
-from vocab_parallel_ce.top import N_BITS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALL = LossOptions(-100, 0.1, 1e-4, 0.5, 30.0, True, True, False, True, True, True)  # that calls have together
@@ -71,8 +69,6 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield stats("bf16", True, "all")
     yield gradient("bf16", True, "all", call="padded")
     yield scaled("bf16", edges=True)
-    yield above("bf16", True, None)
-    yield above("bf16", True, "all", rows=("temperature",))
     yield finish("all", 4)
     yield part("bf16", True, "all")
     yield stats("bf16", True, "all", merged=True)
@@ -107,8 +103,6 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     yield finish("plain", 1, summed=True)
     yield scaled("fp32", edges=False)
     yield scaled("bf16", edges=False)
-    for dtype, option in product(("bf16", "fp32"), (None, "plain", "softcap")):
-        yield above(dtype, False, option)
 
 
 def of_gradients() -> Iterator[Variant]:
@@ -144,9 +138,6 @@ def all_variants(target: GPUTarget) -> Iterator[Variant]:
     yield from variants(target)
     for dtype, edges in product(DTYPES, (False, True)):
         yield scaled(dtype, edges)
-        for option in (None, "plain", "logit_scale", "softcap"):
-            yield above(dtype, edges, option)
-            yield above(dtype, edges, option, rows=("temperature",))
         yield stats(dtype, edges, "plain", counted=True)
         yield gradient(dtype, edges, "plain", call="in_forward", ranks=1)
         yield gradient(dtype, edges, "plain", n_columns=NARROW, ranks=1)
@@ -266,17 +257,6 @@ def scaled(dtype: str, edges: bool) -> Variant:
     dtypes = (DTYPES[dtype], torch.float32)
     launch = launch_of("cross_entropy", "_scaled", ROWS[edges], N_COLUMNS, DTYPES[dtype].itemsize, 3)
     return Variant(f"element_mul-{dtype}{'-edges' * edges}", launch, dtypes)
-
-
-def above(dtype: str, edges: bool, option: str | None, rows: tuple[str, ...] = ()) -> Variant:
-    """``option`` of None counts."""
-    fp32, shard = torch.float32, VocabShard(0, N_COLUMNS, 4 * N_COLUMNS)
-    temperature = fp32 if "temperature" in rows else None
-    shift, sums = (None, torch.int32) if option is None else (fp32, fp32)
-    of_z = of_sums(PLAIN if option is None else OPTIONS[option])
-    dtypes = (DTYPES[dtype], fp32, shift, temperature, sums)
-    launch = launch_of("counts", "_sums", ROWS[edges], DTYPES[dtype].itemsize, (1 << N_BITS) - 1, shard, of_z)
-    return Variant("-".join((f"sums_above-{dtype}{'-edges' * edges}-{option or 'counts'}", *rows)), launch, dtypes)
 
 
 def finish(option: str, ranks: int, summed: bool = False) -> Variant:

@@ -38,7 +38,6 @@ EDGES = "tests/logits/test_option_edges.py tests/logits/test_losses.py tests/log
 OF_PAIRS = "tests/conformance/test_pairs.py tests/conformance/test_ranks.py tests/soft tests/test_random_calls.py"
 OF_HEADS = "tests/conformance/test_heads.py tests/linear tests/ranks/test_linear.py tests/test_random_calls.py"
 RANKS = "tests/ranks/test_cross_entropy.py"
-OF_SAMPLERS = "-m 'reference or gloo' tests/conformance/test_sampling.py"
 MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py tests/logits/test_sole_owner.py"
 SUITES = {  # of files that begin so, the first that fits; what finds a fault soonest comes first
     "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_options.py tests/test_one_pass_system.py",
@@ -47,7 +46,6 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "kernels/soft_labels": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/divergences": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/launch": "tests/conformance/test_logits.py tests/kernels tests/test_random_calls.py",
-    "kernels/counts": f"{INTERPRETED} tests/kernels tests/conformance/test_sampling.py {NUMBERS} {EDGES}",
     "kernels/": f"{INTERPRETED} {NUMBERS} {EDGES}",
     "losses/labels": f"-m 'reference or gloo' tests/conformance {OF_HEADS}",
     "losses/given_ids": "-m 'reference or gloo' tests/conformance/test_given_ids.py tests/soft/test_topk.py",
@@ -77,9 +75,9 @@ SUITES = {  # of files that begin so, the first that fits; what finds a fault so
     "collectives": "tests/ranks/test_cross_entropy.py tests/ranks/test_linear.py",
     "verify": "tests/ranks/test_verify.py tests/ranks/test_verify_fitting.py",
     "selection": "tests/core/test_selection.py",
-    "top": f"{OF_SAMPLERS} tests/conformance/test_logits.py tests/logits/test_outputs.py {RANKS}",
     "api/next_labels": "tests/logits/test_next_labels.py tests/ranks/test_next_labels.py",
     "api/given_ids": "-m reference tests/soft/test_topk.py",
+    "api/sampling": "-m 'reference or gloo' tests/conformance/test_sampling.py",
     "operators": "tests/logits/test_compile.py tests/logits/test_compile_edges.py tests/logits/test_operators.py",
     "options": f"tests/core tests/logits/test_module_options.py {OF_HEADS}",
     "api/": "tests/logits/test_metrics.py tests/conformance/test_logits.py",

@@ -24,7 +24,7 @@ from vocab_parallel_ce.head.plan import Arguments, plan_linear_call
 from vocab_parallel_ce.head.run import OverHead
 from vocab_parallel_ce.layout import walkable
 from vocab_parallel_ce.losses.base import Loss
-from vocab_parallel_ce.options import HeadSettings, Sampling, Settings
+from vocab_parallel_ce.options import HeadSettings, Settings
 from vocab_parallel_ce.plan import plan_call
 from vocab_parallel_ce.run import OverLogits, as_token_outputs, forward
 from vocab_parallel_ce.spec import TokenOutputs
@@ -86,15 +86,10 @@ def _record(tensors: Iterable[Any], names: Iterable[str]) -> Outputs:
 pytree.register_pytree_node(Outputs, _flat, _record, serialized_type_name="vocab_parallel_ce.Outputs")
 
 
-def settings_of_sampling(sampling: object, outputs: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a caller's ``sampling``, which fits the checked ``outputs``."""
-    if sampling is None:
-        return {}
-    if not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling: expected a Sampling or None, got {type(sampling).__name__}")
-    if "mean_logit" in outputs:
-        raise ValueError("sampling: expected no output 'mean_logit' with it, because it drops logits, got both")
-    return {"sample_k": sampling.top_k, "sample_p": sampling.top_p}
+def check_threshold_and(outputs: Sequence[str], threshold: Tensor | None) -> None:
+    """Raise ValueError if an output is asked for that excluded logits have not."""
+    if threshold is not None and "mean_logit" in outputs:
+        raise ValueError("outputs: expected no 'mean_logit' with a threshold, which excludes logits, got both")
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None]:

@@ -25,13 +25,13 @@ def are_given_ids(labels: Any, tokens: Any) -> bool:
     return labels.dim() == tokens.dim() > 1 and labels.dtype in checks.LABEL_DTYPES
 
 
-def check_ids_alone(labels: Tensor, tokens: Tensor, outputs: Sequence[str], sampling: Any) -> None:
+def check_ids_alone(labels: Tensor, tokens: Tensor, outputs: Sequence[str], threshold: Any) -> None:
     """Raise ValueError if a call with given ids asks for something else too."""
-    refused = {"outputs": outputs or None, "sampling": sampling}
-    got = [f"{name}={value!r}" for name, value in refused.items() if value is not None]
+    refused = {"outputs": outputs or None, "threshold": threshold}
+    got = [name for name, value in refused.items() if value is not None]
     if got:
         raise ValueError(
-            f"labels: expected one per token with outputs or sampling, {tuple(tokens.shape[:-1])}, got "
+            f"labels: expected one per token with outputs or a threshold, {tuple(tokens.shape[:-1])}, got "
             f"{tuple(labels.shape)}, given ids, and {got[0]}; ask for them in a call of their own"
         )
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import (
     TensorOrOutputs,
+    check_threshold_and,
     keeps_logits,
     log_probs_of,
     loss_of,
     over_head,
     public,
-    settings_of_sampling,
     split_temperature,
 )
 from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
@@ -25,7 +25,7 @@ from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.head.plan import Arguments
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
-from vocab_parallel_ce.options import DIFFERENTIABLE, HeadSettings, Sampling, Settings, checked_outputs, divided_by
+from vocab_parallel_ce.options import DIFFERENTIABLE, HeadSettings, Settings, checked_outputs, divided_by
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.targets import Head
 
@@ -36,8 +36,7 @@ def needs_eager(keywords: dict[str, Any]) -> bool:
     outputs = keywords.get("outputs", ())
     is_named = keywords.get("gradient") == "in_forward" and isinstance(outputs, tuple | list)
     raises = is_named and any(name in DIFFERENTIABLE for name in outputs)
-    no_operator = keywords.get("sampling") is not None or keeps_logits(keywords)
-    return writes or raises or no_operator
+    return writes or raises or keeps_logits(keywords)
 
 
 @public(needs_eager)
@@ -164,7 +163,7 @@ def linear_token_log_probs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
-    sampling: Sampling | None = None,
+    threshold: Tensor | None = None,
     outputs: Sequence[str] = (),
     impl: str = "auto",
     check_labels: bool = False,
@@ -184,7 +183,7 @@ def linear_token_log_probs(
     Collectives, errors: those of :func:`linear_cross_entropy` with reduction ``"none"``.
 
     Args:
-        temperature, outputs, sampling: as in :func:`token_log_probs`.
+        temperature, outputs, threshold: as in :func:`token_log_probs`, of the logits that you made for it.
         others: as in :func:`linear_cross_entropy`.
 
     Returns:
@@ -208,14 +207,14 @@ def linear_token_log_probs(
         check_labels=check_labels,
         vocab_size=vocab_size,
         outputs=asked,
-        **settings_of_sampling(sampling, asked),
     )
     head = HeadSettings(sequence_parallel, reduce_hidden_grad, valid_tokens, chunk_size, logits_dtype, keep_logits)
     tensors = Head(hidden, weight, bias)
     if are_given_ids(labels, hidden):
-        check_ids_alone(labels, hidden, outputs, sampling)
+        check_ids_alone(labels, hidden, outputs, threshold)
         n_rows = weight.shape[0] * (1 if is_dtensor(weight) else group_position(group)[1])
         given_ids.check_not_one_hot(labels, n_rows, settings, group)
         return given_ids.of_head(tensors, Ids(labels, tensor), settings, head, group=group, main_grad=main_grad)
-    given = Arguments(tensors, Labels(labels, temperature=tensor), group, None, main_grad)
+    check_threshold_and(asked, threshold)
+    given = Arguments(tensors, Labels(labels, None, tensor, threshold), group, None, main_grad)
     return log_probs_of(over_head(LABELS, given, settings, head), settings)

@@ -12,12 +12,12 @@ from vocab_parallel_ce import checks
 from vocab_parallel_ce.api import given_ids
 from vocab_parallel_ce.api.call import (
     TensorOrOutputs,
+    check_threshold_and,
     log_probs_of,
     loss_of,
     over_logits,
     overwrites,
     public,
-    settings_of_sampling,
     split_temperature,
 )
 from vocab_parallel_ce.api.given_ids import are_given_ids, check_ids_alone
@@ -26,16 +26,11 @@ from vocab_parallel_ce.losses.base import Loss
 from vocab_parallel_ce.losses.given_ids import Ids
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.losses.soft_labels import SOFT_LABELS, SoftLabels
-from vocab_parallel_ce.options import Sampling, Settings, checked_outputs, divided_by
+from vocab_parallel_ce.options import Settings, checked_outputs, divided_by
 from vocab_parallel_ce.shard import VocabShard
 
 
-def needs_eager(keywords: dict[str, Any]) -> bool:
-    """Return whether a call has no operator."""
-    return overwrites(keywords) or keywords.get("sampling") is not None
-
-
-@public(needs_eager)
+@public(overwrites)
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -160,7 +155,7 @@ def vocab_parallel_cross_entropy(
     return loss_of(found, settings)
 
 
-@public(needs_eager)
+@public(overwrites)
 def token_log_probs(
     logits: Tensor,
     labels: Tensor,
@@ -170,7 +165,7 @@ def token_log_probs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
-    sampling: Sampling | None = None,
+    threshold: Tensor | None = None,
     outputs: Sequence[str] = (),
     gradient: str = "auto",
     impl: str = "auto",
@@ -191,9 +186,7 @@ def token_log_probs(
 
     Overwrites: as :func:`vocab_parallel_cross_entropy`, by default nothing that a counted reader can still read.
 
-    Collectives: those of :func:`vocab_parallel_cross_entropy`; of given ids, ``K`` is ``k + 2``. ``sampling``
-    adds one all_gather of 8 bytes per row, and 6 of 28 bytes for its ``top_k`` and for its ``top_p`` each, 11 of fp32
-    logits. It reads the logits at most as often.
+    Collectives: those of :func:`vocab_parallel_cross_entropy`; of given ids, ``K`` is ``k + 2``.
 
     Args:
         labels: ``[...]`` int64 or int32 global ids, the same on every rank. Or ``[..., k]`` given ids:
@@ -203,9 +196,10 @@ def token_log_probs(
             of one for each label, without a gradient. The host does not read a tensor: where it is not positive and
             finite in fp32, outputs and gradient are NaN, except of ignored tokens.
         outputs: names of fields of :class:`Outputs`, as in the loss.
-        sampling: a :class:`Sampling`: log-probabilities and outputs of the distribution that a sampler used, which
-            drops logits. A dropped label has ``-inf``; if its own gradient is infinite or NaN, that of dropped columns
-            is NaN. Not with given ids and ``"mean_logit"``.
+        threshold: logits below it take no part, as if they were ``-inf``: a floating-point tensor of one element, or of
+            one for each label, without a gradient, as :func:`sampling_threshold` returns it. Outputs are then of the
+            distribution that a sampler used. A label below it has ``-inf``; if its own gradient is infinite or NaN,
+            that of all columns below is NaN. Not with given ids and ``"mean_logit"``.
         ignore_index: tokens with this label have outputs and gradient 0.
         gradient: ``"auto"``, ``"in_backward"`` or ``"out_of_place"``.
         others: as in :func:`vocab_parallel_cross_entropy`.
@@ -237,14 +231,14 @@ def token_log_probs(
         check_labels=check_labels,
         vocab_size=vocab_size,
         outputs=asked,
-        **settings_of_sampling(sampling, asked),
     )
     checks.check_choice("gradient", settings.gradient, ("auto", "in_backward", "out_of_place"))
     if are_given_ids(labels, logits):
-        check_ids_alone(labels, logits, outputs, sampling)
+        check_ids_alone(labels, logits, outputs, threshold)
         given_ids.check_not_one_hot(labels, logits.shape[-1] * group_position(group)[1], settings, group)
         return given_ids.of_logits(logits, Ids(labels, tensor), settings, group=group)
-    found = over_logits(LABELS, logits, Labels(labels, temperature=tensor), settings, group=group)
+    check_threshold_and(asked, threshold)
+    found = over_logits(LABELS, logits, Labels(labels, None, tensor, threshold), settings, group=group)
     return log_probs_of(found, settings)
 
 

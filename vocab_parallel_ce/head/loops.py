@@ -23,7 +23,6 @@ from vocab_parallel_ce.plan import Call
 from vocab_parallel_ce.run import Stats
 from vocab_parallel_ce.spec import GradOutputs, TokenOutputs
 from vocab_parallel_ce.targets import Head
-from vocab_parallel_ce.top import fill_thresholds
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 Wanted = tuple[bool, bool, bool]  # which of these
@@ -139,8 +138,6 @@ def forward(
     own = stats[0][plan.rank : plan.rank + 1]
     for rows, states in products.hidden.chunks():
         logits, of_rows = products.logits_of(rows, states), plan.loss.at(targets, rows)
-        if plan.sampling is not None:
-            fill_thresholds(plan.sampling, plan, call.group, logits, of_rows)
         if plan.launchers.second is None:
             plan.launchers.statistics(logits, of_rows, (own[:, rows],), 0)
         else:

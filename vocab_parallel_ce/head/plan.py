@@ -127,9 +127,6 @@ def plan_linear_call(
     targets = local(given.targets, tokens, settings, plan)
     ignored = loss.ignored(targets, plan.options)
     is_valid = hidden.new_ones(key.n_tokens, dtype=torch.bool) if ignored is None else ~ignored
-    if plan.sampling is not None:  # memory for what top finds
-        threshold = hidden.new_full((key.n_tokens,), -math.inf, dtype=torch.float32)
-        targets = targets._replace(threshold=threshold)
     chunks, order = _chunks_and_order(is_valid, planned.chunk, n_ranks, head)
     targets = targets if order is None else loss.in_order(targets, order, settings)
     local_head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)

@@ -18,7 +18,6 @@ from vocab_parallel_ce.api import logits as over_logits
 from vocab_parallel_ce.api.call import Outputs, public
 from vocab_parallel_ce.dtensor import is_dtensor
 from vocab_parallel_ce.integrations.columns import local_columns
-from vocab_parallel_ce.options import Sampling
 
 
 @public(verifies=False)
@@ -117,7 +116,7 @@ def token_log_probs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
-    sampling: Sampling | None = None,
+    threshold: Tensor | None = None,
     outputs: Sequence[str] = (),
     gradient: str = "auto",
     impl: str = "auto",
@@ -131,7 +130,8 @@ def token_log_probs(
 
     Args:
         logits, labels: as in :func:`cross_entropy`.
-        temperature: a tensor is plain, with one element or the shape of this rank's labels.
+        temperature, threshold: a tensor is plain, with one element or the shape of this rank's labels;
+            ``sampling_threshold`` takes ``logits.to_local()``, with a group.
         others: as in that function, except ``group`` and ``vocab_size``.
 
     Returns:
@@ -159,7 +159,7 @@ def token_log_probs(
         softcap=softcap,
         logit_scale=logit_scale,
         temperature=temperature,
-        sampling=sampling,
+        threshold=threshold,
         outputs=outputs,
         gradient=gradient,
         impl=impl,

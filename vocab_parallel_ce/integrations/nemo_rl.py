@@ -1,12 +1,13 @@
 """NeMo-RL's log-probabilities on shards of the vocabulary, computed by this package: on request, and undoable.
 
 The functions and classes have the names, parameters, shapes and dtypes of NeMo-RL 0.7. :func:`install` replaces the
-cores ``DistributedLogprob`` and ``ChunkedDistributedLogprob``, and ``from_parallel_hidden_states_to_logprobs``. So
-NeMo-RL's own functions, which roll and cut the targets, gather over context parallelism and unpack sequences, stay as
-they are and call them; with top-k or top-p filtering they call NeMo-RL's own cores.
+cores ``DistributedLogprob`` and ``ChunkedDistributedLogprob``, those of the same names with ``WithSampling``, and
+``from_parallel_hidden_states_to_logprobs``. So NeMo-RL's own functions, which roll and cut the targets, gather over
+context parallelism and unpack sequences, stay as they are and call them.
 
 What differs: a target of -100 has log-probability 0 and exactly no gradient; another target outside the vocabulary
-gives NaN, where NeMo-RL returns 0 with a gradient. Ranks whose shards are not equal are refused.
+gives NaN, where NeMo-RL returns 0 with a gradient. Ranks whose shards are not equal are refused. Of logits that are
+equal at the edge of a nucleus, top-p filtering keeps all; NeMo-RL's keeps those that its sort puts last.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vocab_parallel_ce.api.heads import linear_token_log_probs
+from vocab_parallel_ce.api.logits import token_log_probs
+from vocab_parallel_ce.api.sampling import sampling_threshold
 from vocab_parallel_ce.collectives import group_position
+from vocab_parallel_ce.dtensor import process_group_of
 from vocab_parallel_ce.integrations.log_probs import (
     ChunkedDistributedLogprob,
     DistributedLogprob,
@@ -28,6 +32,72 @@ from vocab_parallel_ce.integrations.log_probs import (
     kept_logits,
 )
 from vocab_parallel_ce.integrations.rebind import Switch
+
+
+class DistributedLogprobWithSampling:
+    """Has ``apply``, as an autograd Function has.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import nemo_rl
+        >>> logits, target = torch.tensor([[3.0, 3.0, 0.0, 0.0]]), torch.tensor([1])
+        >>> nemo_rl.DistributedLogprobWithSampling.apply(logits, target, None, 2, 1.0)
+        tensor([-0.6931])
+    """
+
+    @staticmethod
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        tp_group: Any,
+        top_k: int | None,
+        top_p: float | None,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Return ``[...]`` fp32 log-probabilities of ``target [...]`` among the logits that a sampler keeps.
+
+        ``top_k`` first, then the nucleus ``top_p`` of what it leaves. A target that they drop has ``-inf``. Overwrites
+        nothing; backward writes the gradient into a new tensor. No logits travel.
+
+        Collectives: those of ``sampling_threshold``, and one all_gather of 12 bytes per token; none in backward.
+
+        Args:
+            vocab_parallel_logits: ``[..., C]``, this rank's columns of equal shards.
+            top_k: None or a number that is not positive leaves all.
+            top_p: None or 1.0 leaves all.
+            inference_only: build no graph.
+        """
+        group = process_group_of(dist.group.WORLD if tp_group is None else tp_group)
+        kept = {"top_k": top_k if top_k is not None and top_k > 0 else None, "top_p": 1.0 if top_p is None else top_p}
+        threshold = sampling_threshold(vocab_parallel_logits, **kept, group=group)  # type: ignore[arg-type]
+        with torch.no_grad() if inference_only else nullcontext():
+            return token_log_probs(
+                vocab_parallel_logits, target, group=group, threshold=threshold, gradient="out_of_place"
+            )
+
+
+class ChunkedDistributedLogprobWithSampling:
+    """Has ``apply``, as an autograd Function has.
+
+    Example:
+        >>> from vocab_parallel_ce.integrations import nemo_rl
+        >>> logits, target = torch.tensor([[3.0, 3.0, 0.0, 0.0]]), torch.tensor([1])
+        >>> nemo_rl.ChunkedDistributedLogprobWithSampling.apply(logits, target, None, 2, 1.0, 1024)
+        tensor([-0.6931])
+    """
+
+    @staticmethod
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        tp_group: Any,
+        top_k: int | None,
+        top_p: float | None,
+        chunk_size: int,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Return what :class:`DistributedLogprobWithSampling` does, which needs no memory that chunks would save."""
+        kept = top_k, top_p, inference_only
+        return DistributedLogprobWithSampling.apply(vocab_parallel_logits, target, tp_group, *kept)
 
 
 def from_parallel_logits_to_logprobs(
@@ -46,7 +116,7 @@ def from_parallel_logits_to_logprobs(
     The logits are ``[b, s, C]``, or longer, as padding leaves them. ``chunk_size`` changes nothing.
 
     Raises:
-        ValueError: context parallelism, or top-k or top-p filtering; call :func:`install` and NeMo-RL's own function.
+        ValueError: context parallelism; call :func:`install` and NeMo-RL's own function.
 
     Example:
         >>> from vocab_parallel_ce.integrations import nemo_rl
@@ -55,15 +125,16 @@ def from_parallel_logits_to_logprobs(
         tensor([[-1.3863, -1.3863]])
     """
     _check_no_context_parallelism(cp_group, "install() and NeMo-RL's own function")
-    if sampling_params is not None and ((sampling_params.top_k or 0) > 0 or sampling_params.top_p not in (None, 1.0)):
-        raise ValueError(
-            f"sampling_params: expected neither top_k nor top_p, got {sampling_params}; call install() and NeMo-RL's "
-            "own function"
-        )
     n_tokens = target.shape[1]
     target = F.pad(target.roll(-1, dims=-1), (0, max(0, vocab_parallel_logits.shape[1] - n_tokens)))
-    columns = vocab_start_index, vocab_end_index
-    log_probs = DistributedLogprob.apply(vocab_parallel_logits, target, *columns, tp_group, inference_only)
+    if sampling_params is not None and ((sampling_params.top_k or 0) > 0 or sampling_params.top_p not in (None, 1.0)):
+        group = dist.group.WORLD if tp_group is None else tp_group
+        check_columns(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], group)
+        kept = sampling_params.top_k, sampling_params.top_p, inference_only
+        log_probs = DistributedLogprobWithSampling.apply(vocab_parallel_logits, target, group, *kept)
+    else:
+        columns = vocab_start_index, vocab_end_index
+        log_probs = DistributedLogprob.apply(vocab_parallel_logits, target, *columns, tp_group, inference_only)
     return log_probs[:, : n_tokens - 1]
 
 
@@ -121,10 +192,11 @@ _switch = Switch(
     {
         f"{_MODULE}:DistributedLogprob": DistributedLogprob,
         f"{_MODULE}:ChunkedDistributedLogprob": ChunkedDistributedLogprob,
+        f"{_MODULE}:DistributedLogprobWithSampling": DistributedLogprobWithSampling,
+        f"{_MODULE}:ChunkedDistributedLogprobWithSampling": ChunkedDistributedLogprobWithSampling,
         f"{_MODULE}:from_parallel_hidden_states_to_logprobs": from_parallel_hidden_states_to_logprobs,
     },
     {
-        "top-k and top-p filtering": "it changes the logits, and has cores of its own",
         "context parallelism and packed sequences": "they are NeMo-RL's code around these functions",
     },
 )

@@ -4,7 +4,6 @@ Only modules in here import triton, and nothing imports this package before a ke
 """
 
 from vocab_parallel_ce.kernels import divergences, row_loss, row_statistics, soft_labels
-from vocab_parallel_ce.kernels.counts import sums_above
 from vocab_parallel_ce.kernels.cross_entropy import cross_entropy, element_mul, token_outputs
 from vocab_parallel_ce.kernels.online_softmax import online_softmax
 
@@ -15,7 +14,6 @@ __all__ = [
     "online_softmax",
     "row_loss",
     "row_statistics",
-    "sums_above",
     "soft_labels",
     "token_outputs",
 ]

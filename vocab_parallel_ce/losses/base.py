@@ -42,9 +42,6 @@ class Launchers(NamedTuple):
     # (logits, targets, stats, rank): fills stats[1][rank] after the first exchange of several ranks. None: there is no
     # second.
     second: Callable[..., None] | None = None
-    # (logits, thresholds, shift, temperature, sums): fills sums [N, T] of exp(z - shift) of the logits above thresholds
-    # [N, T]; int32 counts without shift. For a sampler's thresholds. A row whose first and last are equal may have 0.
-    sums_above: Callable[..., None] | None = None
     # (logits, targets, divisor, outputs, counted=, options=): fills them and overwrites the logits with the gradient.
     one_pass: Callable[..., None] | None = None
     one_pass_rows: int = 0  # the fewest that one_pass takes

@@ -39,9 +39,7 @@ class Labels(NamedTuple):
     labels: Annotated[Tensor, RowIds()]
     class_weight: Annotated[Tensor | None, Columns()] = None
     temperature: Annotated[Tensor | None, RowNumbers(fill=1.0)] = None  # None: that of the options
-    threshold: Annotated[Tensor | None, RowNumbers(fill=NEG_INF)] = (
-        None  # filled by ``top``: smaller logits are excluded
-    )
+    threshold: Annotated[Tensor | None, RowNumbers(fill=NEG_INF)] = None  # smaller logits are excluded
 
 
 class LabelLoss(Loss):
@@ -73,8 +71,7 @@ class LabelLoss(Loss):
 
     def launchers(self, options: LossOptions, shard: VocabShard, kernels: ModuleType | None) -> Launchers:
         if kernels is None:
-            above = functools.partial(reference.sums_above, shard=shard, options=options)
-            return reference.launchers(self, options, shard)._replace(sums_above=above)
+            return reference.launchers(self, options, shard)
         own = {"shard": shard, "options": options}
         return Launchers(
             functools.partial(kernels.online_softmax, **own),
@@ -82,7 +79,6 @@ class LabelLoss(Loss):
             functools.partial(kernels.cross_entropy, **own),
             kernels.element_mul,
             widths=(len(options.statistics),),
-            sums_above=functools.partial(kernels.sums_above, **own),
         )
 
     def exchanges(self, options: LossOptions) -> tuple[tuple[str, ...], ...]:

@@ -1,0 +1,193 @@
+"""The threshold of each row below which a sampler drops logits, from logits that are sharded over the vocabulary.
+
+    top_k   the k-th largest logit: the smallest t with fewer than k logits above it
+    top_p   the largest t whose logits of at least t have the share top_p of the exponentials that top_k leaves:
+            the smallest one whose logits above it have less
+
+Each rank sorts its columns once, and sums their exponentials. So the count and the sum above any number take one binary
+search. The threshold is searched among the logits' bit patterns, which are ordered as the numbers are: a step takes 7
+of them per row, adds the counts or sums of all ranks, and leaves an 8th of the range.
+
+Exponentials, at most 1, become multiples of 2**-40, and sums are int64: exact, in any order. So a row has the same
+threshold whatever rows it comes with, and however many ranks share its columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vocab_parallel_ce import checks, spec, verify
+from vocab_parallel_ce.api.call import public
+from vocab_parallel_ce.collectives import all_gather_stats, group_position
+from vocab_parallel_ce.dtensor import process_group_of
+from vocab_parallel_ce.layout import compute_dtype
+from vocab_parallel_ce.options import Settings, loss_options, shard_of_rank
+from vocab_parallel_ce.shard import VocabShard
+from vocab_parallel_ce.spec import INF, NEG_INF, LossOptions
+from vocab_parallel_ce.targets import RowNumbers, Tokens, at_rows, check_requires_no_gradient
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
+N_BITS = 3  # that a step finds
+LONGEST = (1 << 64 - N_BITS) - 1  # segment: a difference of 64-bit keys has no sign
+UNIT = 2.0**40  # of an exponential of 1: 2**22 of them fit
+MOST_ELEMENTS = 2**25  # of a rank's logits that are sorted at once: that takes about 32 bytes each
+
+
+@public(lambda keywords: True)
+def sampling_threshold(
+    logits: Tensor,
+    *,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    group: Any = None,
+    vocab_size: int | VocabShard | None = None,
+) -> Tensor:
+    """The smallest logit of each row from which a sampler draws; pass it to :func:`token_log_probs` as ``threshold``.
+
+    As samplers do, ``top_k`` first; the nucleus is the smallest set of the largest logits that has at least ``top_p``
+    of what ``top_k`` leaves (Holtzman et al., arXiv:1904.09751). Equal logits stay in or go together. It has no
+    gradient. Overwrites nothing.
+
+    Collectives: per 2**25 logits of a rank one all_gather of 4 bytes per row, and 6 of 56 bytes for ``top_k``, 6 and
+    one of 8 bytes for ``top_p``; 11 of fp32 logits in the place of 6. ``torch.compile`` breaks its graph.
+
+    Args:
+        logits: ``[..., C]`` bf16, fp16, fp32 or fp64, at least two dimensions, of any strides.
+        top_k: at least 1, or None for all.
+        top_p: above 0, at most 1.
+        temperature, softcap, logit_scale: as in :func:`token_log_probs`; the nucleus depends on them.
+        group, vocab_size: as in :func:`vocab_parallel_cross_entropy`.
+
+    Returns:
+        ``[...]`` fp32, fp64 for fp64 logits, equal on all ranks; ``-inf`` in a row with NaN or ``+inf``.
+
+    Raises:
+        TypeError, ValueError: a type, dtype or value does not fit.
+
+    Example:
+        >>> from vocab_parallel_ce import sampling_threshold, token_log_probs
+        >>> logits = torch.tensor([[3.0, 3.0, 0.0, 0.0]])
+        >>> threshold = sampling_threshold(logits, top_k=2)
+        >>> threshold
+        tensor([3.])
+        >>> token_log_probs(logits, torch.tensor([1]), threshold=threshold)  # log 1 / 2
+        tensor([-0.6931])
+    """
+    checks.check_tensor("logits", logits)
+    k = None if top_k is None else checks.checked_count("top_k (None: all)", top_k)
+    checks.check_number("top_p", top_p, positive=True, at_most=1)
+    group = process_group_of(group)
+    rank, n_ranks = group_position(group)
+    shard = shard_of_rank(Settings(vocab_size=vocab_size), logits.shape[-1], rank, n_ranks)
+    padded = logits if shard.n_columns else F.pad(logits, (0, 1))
+    checks.check_logits(padded)
+    checks.check_no_transforms(logits)
+    number, of_rows = 1.0, None
+    if isinstance(temperature, Tensor):
+        tokens, role, own = Tokens(logits, "logits", logits.shape[:-1]), RowNumbers(fill=1.0), Settings()
+        role.check("temperature", temperature, tokens, own)
+        check_requires_no_gradient("temperature", temperature)
+        of_rows = role.local("temperature", temperature, tokens, own, None)
+    else:
+        number = temperature
+    settings = Settings(softcap=softcap, logit_scale=logit_scale, temperature=number)
+    options = loss_options(settings, shard.vocab_size)
+    if verify.open_calls:
+        verify.compare_arguments(
+            "sampling_threshold",
+            {"temperature": of_rows},
+            shape=tuple(logits.shape[:-1]),
+            dtype=logits.dtype,
+            top_k=k,
+            top_p=float(top_p),
+            options=options,
+        )
+    rows = logits.detach().reshape(logits.shape[:-1].numel(), shard.n_columns)[:, : shard.n_valid]
+    step = max(MOST_ELEMENTS // -(-shard.vocab_size // n_ranks), 1)
+    found = [
+        _threshold(
+            part,
+            at_rows(options, None if of_rows is None else of_rows[start : start + len(part)]),
+            None if k is None or k >= shard.vocab_size else k,
+            float(top_p),
+            rank,
+            n_ranks,
+            group,
+        )
+        for start, part in zip(range(0, max(len(rows), 1), step), rows.split(step), strict=True)
+    ]
+    return torch.cat(found).view(logits.shape[:-1])
+
+
+@torch.no_grad()
+def _threshold(
+    rows: Tensor, options: LossOptions, top_k: int | None, top_p: float, rank: int, n_ranks: int, group: Any
+) -> Tensor:
+    columns = _Columns(rows, options, rank, n_ranks, group)
+    least = torch.full_like(columns.largest, columns.lowest)
+    if top_k is not None:
+        least = columns.first_below(least, counts=True, bound=top_k)
+    if top_p < 1:
+        of_all = columns.above((least - 1).clamp(min=columns.lowest).unsqueeze(-1), counts=False)
+        least = columns.first_below(least, counts=False, bound=of_all * top_p)
+    return torch.where(columns.row_max.isfinite(), columns.value_of(least), NEG_INF).to(compute_dtype(rows.dtype))
+
+
+class _Columns:
+    """This rank's sorted columns of ``rows [N, n]``, and the keys of numbers that the logits' dtype has."""
+
+    def __init__(self, rows: Tensor, options: LossOptions, rank: int, n_ranks: int, group: Any) -> None:
+        self.rank, self.n_ranks, self.group = rank, n_ranks, group
+        self.dtype, self.integer = rows.dtype, INTEGERS[rows.itemsize]
+        self.lowest, highest = (int(self.key_of(torch.tensor(value))) for value in (NEG_INF, INF))
+        self.n_keys = highest - self.lowest + 1
+        self.x = rows.to(compute_dtype(rows.dtype)).sort(dim=-1).values
+        largest = self.x[:, -1] if rows.shape[-1] else self.x.new_full(rows.shape[:1], NEG_INF)
+        self.row_max = self._of_ranks(largest).amax(dim=0)
+        self.largest = self.key_of(self.row_max.nan_to_num(nan=INF, posinf=INF, neginf=NEG_INF))
+        z, z_max = (spec.transformed(each, options)[0] for each in (self.x, self.row_max.unsqueeze(-1)))
+        exps = ((z - z_max).exp() * UNIT).long()
+        self.sums = F.pad(exps.cumsum(dim=-1), (1, 0))  # of the columns before each, and of all
+
+    def _of_ranks(self, values: Tensor) -> Tensor:
+        gathered = values.new_empty(self.n_ranks, *values.shape)
+        gathered[self.rank] = values
+        all_gather_stats(gathered, self.rank, self.group)
+        return gathered
+
+    def key_of(self, values: Tensor) -> Tensor:
+        """Return int64 keys: the bits, below 0 the negative ones of the positive. Zeros of both signs have one key."""
+        bits = values.to(self.dtype).view(self.integer).long()
+        return torch.where(bits < 0, (bits ^ torch.iinfo(self.integer).max) + 1, bits)
+
+    def value_of(self, keys: Tensor) -> Tensor:
+        """Return numbers of the logits' dtype."""
+        bits = torch.where(keys < 0, (keys - 1) ^ torch.iinfo(self.integer).max, keys)
+        return bits.to(self.integer).view(self.dtype)
+
+    def above(self, keys: Tensor, *, counts: bool) -> Tensor:
+        """Return ``[N, T]`` sums of the exponentials of all ranks' logits above ``keys [N, T]``, or counts."""
+        first = torch.searchsorted(self.x, self.value_of(keys).to(self.x.dtype), right=True)
+        found = self.x.shape[-1] - first if counts else self.sums[:, -1:] - self.sums.gather(-1, first)
+        return self._of_ranks(found).sum(dim=0)
+
+    def first_below(self, least: Tensor, *, counts: bool, bound: Tensor | int) -> Tensor:
+        """Return ``[N]`` the first key from ``least`` on that has less than ``bound`` above it."""
+        below, high, n_keys = least[:, None] - 1, torch.maximum(self.largest, least)[:, None], self.n_keys
+        ends = torch.arange(1, 1 << N_BITS, device=below.device)
+        while n_keys > 1:
+            # The last keys of 2 ** N_BITS segments, except the last one's.
+            step = ((high - below + len(ends)) >> N_BITS) & LONGEST
+            keys = torch.addcmul(below, step, ends).minimum(high)
+            holds = self.above(keys, counts=counts) < bound
+            below = torch.where(holds, below, keys).amax(dim=-1, keepdim=True)
+            high = torch.where(holds, keys, high).amin(dim=-1, keepdim=True)
+            n_keys = -(-n_keys >> N_BITS)
+        return high.squeeze(-1)
