@@ -1,4 +1,4 @@
-"""How this project's functions are called at a commit: the only place that knows their names.
+"""How this project's functions are called: the only place that knows their names, at this commit and at a baseline.
 
 A call here has the tensors that get a gradient, ``(logits,)`` or ``(hidden, weight)``, and then what its loss takes.
 ``outputs=`` asks for more than the loss or the log-probabilities, and ``group=`` is the ranks', everywhere.
@@ -22,7 +22,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Names:
-    """Calls of which all commits have the same names."""
+    """Calls of a package's functions; its ``Head`` and ``TopKTeacher`` are its own."""
 
     def __init__(self, package: Any) -> None:
         self.package = package
@@ -34,10 +34,6 @@ class Names:
     def log_probs(self, tensors: Tensors, labels: Tensor, **options: Any) -> Any:
         of = self.package.linear_token_log_probs if len(tensors) == 2 else self.package.token_log_probs
         return of(*tensors, labels, **options)
-
-
-class NewNames(Names):
-    """Probabilities are labels, a teacher is one argument, and ``outputs`` asks for every output."""
 
     def soft(self, tensors: Tensors, probabilities: Tensor, **options: Any) -> Any:
         return self.package.vocab_parallel_cross_entropy(*tensors, probabilities, **options)
@@ -59,33 +55,6 @@ class NewNames(Names):
         """The entropies alone: most labels are none that a sampler takes."""
         threshold = self.package.sampling_threshold(*tensors, top_k=TOP, top_p=TOP_P, group=options.get("group"))
         return self.log_probs(tensors, labels, threshold=threshold, outputs=("entropy",), **options).entropy
-
-
-class OldNames(Names):
-    """Those of commits that have ``soft_cross_entropy``: to be deleted with the last such baseline."""
-
-    def cross_entropy(self, tensors: Tensors, labels: Tensor, *, outputs: Any = (), **options: Any) -> Any:
-        metrics = {"return_metrics": True} if outputs else {}
-        return super().cross_entropy(tensors, labels, **metrics, **options)
-
-    def log_probs(self, tensors: Tensors, labels: Tensor, *, outputs: Any = (), **options: Any) -> Any:
-        old = tuple("is_top1" if name == "predictions" else name for name in outputs)
-        return super().log_probs(tensors, labels, **({"outputs": old} if old else {}), **options)
-
-    def soft(self, tensors: Tensors, probabilities: Tensor, **options: Any) -> Any:
-        return self.package.soft_cross_entropy(*tensors, probabilities, **options)
-
-    def distillation(self, tensors: Tensors, teacher: Any, **options: Any) -> Any:
-        if len(tensors) == 2:
-            return self.package.linear_distillation_loss(*tensors, *teacher, **options)
-        return self.package.distillation_loss(*tensors, teacher, **options)
-
-    def top_k(self, tensors: Tensors, ids: Tensor, log_probs: Tensor, **options: Any) -> Any:
-        return self.package.distillation_loss(*tensors, teacher_ids=ids, teacher_log_probs=log_probs, **options)
-
-
-def names_of(package: Any) -> Names:
-    return OldNames(package) if hasattr(package, "soft_cross_entropy") else NewNames(package)
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench_lib.adapters import baseline_package, names_of
+from bench_lib.adapters import Names, baseline_package
 from bench_lib.cases import BASELINE, OURS, Case, Inputs
 from bench_lib.peers import Step
 from bench_lib.providers import OUR_PACKAGE, Provider, through_autograd
@@ -29,7 +29,7 @@ def row_providers(case: Case, baseline: Path | None = None) -> list[Provider]:
         row = row._replace(options=row.options | interpreted)
         known = {suffix: package for suffix, package in packages.items() if row.is_known_to(package)}
         for suffix, package in known.items():
-            losses_of = partial(_row_losses, row, names_of(package))
+            losses_of = partial(_row_losses, row, Names(package))
             found.append(
                 Provider(
                     name + suffix,
