@@ -40,7 +40,7 @@ OF_HEADS = "tests/conformance/test_heads.py tests/linear tests/ranks/test_linear
 RANKS = "tests/ranks/test_cross_entropy.py"
 MODES = "tests/logits/test_gradient_modes.py tests/logits/test_overwritten.py tests/logits/test_sole_owner.py"
 SUITES = {  # of files that begin so, the first that fits; what finds a fault soonest comes first
-    "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_options.py tests/test_one_pass_system.py",
+    "kernels/one_pass": "tests/test_one_pass.py tests/test_one_pass_system.py",
     "kernels/walk": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/row_": f"{INTERPRETED} {OF_PAIRS}",
     "kernels/soft_labels": f"{INTERPRETED} {OF_PAIRS}",

@@ -9,18 +9,47 @@ from tests.support.budget import assert_within_budget
 from tests.support.inputs import batch
 from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from vocab_parallel_ce import vocab_parallel_cross_entropy
+from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING
 from vocab_parallel_ce.selection import Workload, gpu_of, select
 
 EPS_32 = torch.finfo(torch.float32).eps
+# With smoothing at every width: the table leaves out those for which two kernels are faster.
+SMOOTHING = (*ONE_PASS[:-2], ONE_PASS_SMOOTHING[-1])
+# bf16 columns of the narrowest rows, of the widest of the middle configuration, and of the widest.
+NARROW = -(-ONE_PASS[0][0] // 16) * 8
+MIDDLE = ONE_PASS[len(ONE_PASS) // 2][1] // 16 * 8
+WIDE, WIDE_SMOOTHED = (table[-1][1] // 16 * 8 for table in (ONE_PASS, SMOOTHING))
+
+# "weights": random class weights, some of them 0.
+OPTIONS = {
+    "plain": {},
+    "z_loss": {"z_loss": 1e-3},
+    "smoothing": {"label_smoothing": 0.1},
+    "all smoothing": {"label_smoothing": 1.0},
+    "scale": {"logit_scale": 0.3},
+    "weights": {"weights": True},
+    "all with weights": {"weights": True, "logit_scale": 0.5, "z_loss": 1e-3},
+    "all with smoothing": {"label_smoothing": 0.1, "logit_scale": 0.5, "z_loss": 1e-3},
+}
 
 
-def skip_where_it_cannot_run():
-    """``test_selection`` has a test of which GPUs can."""
+def options_of(name, columns):
+    options = dict(OPTIONS[name])
+    if options.pop("weights", False):
+        weights = torch.rand(columns, generator=torch.Generator().manual_seed(5)) * 2
+        weights[::7] = 0
+        options["class_weight"] = weights.cuda()
+    return options
+
+
+def require_one_pass(monkeypatch):
+    """Skip where it cannot run (``test_selection`` says which GPUs can); let it smooth at every width."""
     workload = Workload(1, "in_forward", (), is_aligned=True, has_padding=False, fits=True)
     try:
         select("cuda", "one_pass", workload=workload, gpu=gpu_of(torch.cuda.current_device()))
     except ValueError as error:
         pytest.skip(str(error))
+    monkeypatch.setattr("vocab_parallel_ce.losses.labels.ONE_PASS_SMOOTHING", SMOOTHING)
 
 
 def made(kind, rows, columns, dtype=torch.bfloat16, seed=0):
@@ -38,9 +67,9 @@ def run(logits, labels, grad_output=None, **options):
 
 
 def assert_equal(actual, expected):
-    """Equal bits of loss and gradient."""
+    """Equal bits of loss and gradient, or NaN in both."""
     for value, want in zip(actual, expected, strict=True):
-        assert torch.equal(value, want)
+        torch.testing.assert_close(value, want, rtol=0, atol=0, equal_nan=True)
 
 
 def check(logits, labels, grad_output=None, impl="one_pass", **options):
