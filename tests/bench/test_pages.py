@@ -4,7 +4,7 @@ import pytest
 
 from tests.bench.support import OURS, document
 
-from bench_lib import documents, pages, where  # isort: skip
+from bench_lib import pages, where  # isort: skip
 
 pytestmark = pytest.mark.reference
 
@@ -61,25 +61,6 @@ def test_a_row_of_few_rounds_is_not_in_readme_but_named_below(monkeypatch):
     text = pages.frameworks_block(found)
     assert "| [A](docs/a.md) |" in text and "| [B]" not in text
     assert text.endswith("(A). In fewer rounds, on their pages: [B](docs/b.md) (`X.a()`).")
-
-
-def test_the_rounds_of_an_older_document_are_counted():
-    old = {"cases": [{"case": "a", "results": [SLOW | {"ms_all": [1.0, 2.0, 3.0]}]}]}
-    assert documents.upgraded(old)["rounds"] == 3
-
-
-def test_the_tables_of_steps_and_of_losses():
-    text = pages.steps_block(steps(a=[SLOW, FAST], b=[SLOW, FAST], c=[SLOW]))
-    assert "commit 0123456789ab. Milliseconds (quartiles), and GiB" in text
-    assert "|  | a | b |" in text and "| its own | 52.3 (48.3-56.3), 3.50 | 52.3 (48.3-56.3), 3.50 |" in text
-    assert text.count("|  | ") == 2
-    of_logits = [provider("copy", 2.0, 0), provider("mean", 3.0, 0), provider("mean, softcap", 3.3, 64 / 2**30)]
-    cases = {"8 x 100": of_logits, "16 x 8 x 100": [provider("linear", 9.0, 1.0)]}
-    text = pages.losses_block(steps(**cases))
-    assert "| `mean, softcap` | 1.65 (+10.0 %) | 8 |" in text and "| `mean` | 1.50 | 0 |" in text
-    assert "| linear | 9.00 (9.00-9.00), 1.00 |" in text
-    of_logits[2]["queued"] = False
-    assert "| `mean, softcap` | 1.65 (host) | 8 |" in pages.losses_block(steps(**cases))
 
 
 def test_markers(tmp_path):

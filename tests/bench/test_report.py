@@ -31,31 +31,6 @@ def both_ways():
     )
 
 
-def test_the_part_of_one_number_of_gpus():
-    text = report.logits_part(both_ways())
-    assert "quack-kernels 0.6.5; commit 0123456789ab. This project's ratios vary by 0.0 % or less." in text
-    own = f"""
-| mean 8192 x 32064 bf16 | 1.57 | 62.8 | 78.5 | 64.4 | 16.2 | quack-kernels 1.31 |
-| mean 8192 x 32064 bf16, in_forward | 1.20 | 48.2 | 60.2 | 49.4 | 16.2 | quack-kernels 1.31 |
-| none 8192 x 32064 bf16 | 1.60 | 64.0 | 80.0 | 65.6 | 16.2 | {EAGER} 13.8 |
-"""
-    every = f"""
-| tokens x vocabulary | {OURS} | {IN_FORWARD} | quack-kernels | {EAGER} |
-| --- | --- | --- | --- | --- |
-| mean 8192 x 32064 bf16 | 1.57 | **1.20** | 1.31 | 13.2 |
-| none 8192 x 32064 bf16 | **1.60** | - | - | 13.8 |
-"""
-    faster = """
-| mean 8192 x 32064 bf16 | time / copy | quack-kernels 1.31 | 1.57 | 1.20 |
-| mean 8192 x 32064 bf16 | eager us | quack-kernels 70.0 | 78.5 | 60.2 |
-
-"""
-    assert own in text and every in text and faster in text
-    assert f"- {EAGER}: waits for the device, so its time includes the host's." in text
-    assert "- quack-kernels: refused in some or all cases: `width / 'odd'`." in text
-    assert "- flash-attn: absent: `not installed: No module named 'flash_attn'`." in text
-
-
 def test_a_number_says_its_day_and_its_rounds_and_readme_has_ten():
     dated = both_ways() | {"rounds": 10}
     dated["host"] |= {"date": "2026-11-26"}
@@ -66,10 +41,8 @@ def test_a_number_says_its_day_and_its_rounds_and_readme_has_ten():
         documents.require_rounds("README", {"bench_table_1gpu": dated, "rl_1gpu": dated | {"rounds": 3}})
 
 
-def test_a_case_that_a_provider_has_no_result_of_has_a_dash():
-    measured = both_ways()
-    measured["results"].pop()
-    assert "| none 8192 x 32064 bf16 | **1.60** | - | - | - |" in report.logits_part(measured)
+def test_a_reason_has_no_markdown_of_its_own():
+    assert report.one_line("\x1b[91mwidth\x1b[0m\n| `odd`") == "`width / 'odd'`"
 
 
 def test_targets_are_compared_with_the_number_itself_and_a_means_with_in_forward():
@@ -88,20 +61,10 @@ def test_targets_are_compared_with_the_number_itself_and_a_means_with_in_forward
     assert "| none 16384 x 128256 bf16, 4 GPUs | <= 1.65 x copy | - | not measured |" in text
 
 
-def test_the_parts_of_options_the_linear_loss_and_memory():
-    case = cases.Case("options", 4096, 1000, 1)
-    calls = document(result("mean", 1.6, case), result("mean, softcap", 2.8, case))
-    text = report.options_part([calls])
-    assert "| mean, softcap | 2.80 (1.75) | 16.2 |" in text and "| call | 4096 x 1000 bf16, 1 GPU |" in text
-    linear = document(result(OURS, 1.034, HEAD), result("liger-kernel", 2.8331, HEAD))
-    text = report.linear_part(linear)
-    assert "| mean 48 x 64 x 32 | 1.034 | 20.68 | 2.00 | liger-kernel 2.833, 2.00 GiB |" in text
-    assert "| mean 48 x 64 x 32 | **1.034, 2.00** | 2.833, 2.00 |" in text
+def test_a_point_that_is_refused_has_a_dash():
     point = HEAD._asdict() | {"gradient_bytes": 2**29}
-    points = [point | {"provider": OURS, "peak_bytes": 2**30}]
-    points.append(point | {"provider": EAGER, "refused": "out of memory"})
-    text = report.memory_part(document(*points))
-    assert "| mean 48 x 64 x 32 | 0.50 | 1.00 | - |" in text and "cases: `out of memory`." in text
+    points = [point | {"provider": OURS, "peak_bytes": 2**30}, point | {"provider": EAGER, "refused": "out of memory"}]
+    assert "| mean 48 x 64 x 32 | 0.50 | 1.00 | - |" in report.memory_part(document(*points))
 
 
 def test_pages_have_no_rows_of_a_baseline(tmp_path):
