@@ -83,7 +83,14 @@ class Result(NamedTuple):
     grad: torch.Tensor
     in_forward: list[Collective]
     in_backward: list[Collective]
-    alone: torch.Tensor | None  # the first output over the whole vocabulary on this rank alone
+    alone: torch.Tensor | None = None  # the first output over the whole vocabulary on this rank alone
+
+
+def whole_of(results: Sequence[Result], bounds: Sequence[tuple[int, int]], vocab_size: int) -> Results:
+    """Outputs, which must be bit-equal on all ranks, and the gradient of the whole vocabulary."""
+    assert_same_outputs(results)
+    gradients = [result.grad.movedim(-1, 0) for result in results]
+    return Results(results[0].outputs, assembled(bounds, gradients, vocab_size).movedim(0, -1))
 
 
 def bounds_of(case: Case, n_ranks: int) -> Sequence[tuple[int, int]]:
@@ -153,11 +160,7 @@ def check(case: Case, results: Sequence[Result], ranks: Sequence[int] | None = N
     Args:
         ranks: global ranks of the group; None is all of the world.
     """
-    assert_same_outputs(results)
-    vocab_size = case.logits.shape[-1]
-    gradients = [result.grad.movedim(-1, 0) for result in results]
-    grad = assembled(bounds_of(case, len(results)), gradients, vocab_size).movedim(0, -1)
-    whole = Results(results[0].outputs, grad)
+    whole = whole_of(results, bounds_of(case, len(results)), case.logits.shape[-1])
     for first in (whole.loss, results[0].alone):
         if first is not None:
             each = whole._replace(outputs=(first, *whole.outputs[1:]))

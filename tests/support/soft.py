@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tests.support.budget import assert_within_budget
-from tests.support.collectives import Collective
 from tests.support.inputs import NAN, NEG_INF, padded_shard
-from tests.support.logits import Results
-from tests.support.logits_ranks import assembled, assert_same_outputs, own_tensors, with_collectives
+from tests.support.logits import Results, random_grad_output
+from tests.support.logits_ranks import Result, own_tensors, whole_of, with_collectives
 from tests.support.oracle import transformed
 from tests.support.ranks import device_of
 from vocab_parallel_ce import TopKTeacher, VocabShard, distillation_loss
@@ -177,9 +176,7 @@ class Case(NamedTuple):
 def grad_output_of(case: Case) -> Tensor:
     if case.ways.get("reduction") != "none":
         return torch.tensor(0.75)
-    grad_output = torch.randn(case.logits.shape[:-1], generator=torch.Generator().manual_seed(1))
-    grad_output[-1] = 1.5
-    return grad_output
+    return random_grad_output(len(case.logits), seed=1)
 
 
 def expected(case: Case, dtype: torch.dtype) -> Results:
@@ -240,14 +237,7 @@ def check(impl_device: tuple[str, str], case: Case) -> Results:
     return results
 
 
-class RankResult(NamedTuple):
-    outputs: tuple[Tensor, ...]
-    grad: Tensor
-    in_forward: list[Collective]
-    in_backward: list[Collective]
-
-
-def run_in_rank(rank: int, group: Any, case: Case, impl: str, bounds: Sequence[tuple[int, int]]) -> RankResult:
+def run_in_rank(rank: int, group: Any, case: Case, impl: str, bounds: Sequence[tuple[int, int]]) -> Result:
     """In a rank: one call and its backward, over the columns ``bounds[rank]``; those beyond the vocabulary hold NaN."""
     device, (start, stop) = device_of(rank, group), bounds[rank]
     leaf, other = (padded_shard(t, start, stop, NAN).to(device) for t in (case.logits, case.other))
@@ -258,15 +248,12 @@ def run_in_rank(rank: int, group: Any, case: Case, impl: str, bounds: Sequence[t
     given |= own_tensors(case, start, stop, device)
     grad_outputs = (grad_output_of(case).to(device),)
     outputs, *collectives = with_collectives(lambda: case.function(leaf * 1, other, **given), grad_outputs)
-    return RankResult(outputs, leaf.grad, *collectives)
+    return Result(outputs, leaf.grad, *collectives)
 
 
-def check_ranks(case: Case, results: Sequence[RankResult], bounds: Sequence[tuple[int, int]], sent: list[int]) -> None:
+def check_ranks(case: Case, results: Sequence[Result], bounds: Sequence[tuple[int, int]], sent: list[int]) -> None:
     """Losses are bit-equal and right, and forward sends ``sent`` bytes per row in as many collectives."""
-    assert_same_outputs(results)
-    gradients = [result.grad.movedim(-1, 0) for result in results]
-    grad = assembled(bounds, gradients, case.logits.shape[-1]).movedim(0, -1)
-    assert_right(case, Results(results[0].outputs, grad))
+    assert_right(case, whole_of(results, bounds, case.logits.shape[-1]))
     for result in results:
         assert [call.name for call in result.in_forward] == ["_allgather_base_"] * len(sent)
         assert [call.nbytes for call in result.in_forward] == [n * case.logits.shape[0] for n in sent]
