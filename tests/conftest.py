@@ -14,8 +14,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from tests.support import interpreter
-from tests.support.lanes import (
+from tests.support.host.lanes import (
     LANES,
     LaneLedger,
     keep_quick_cases,
@@ -24,8 +23,9 @@ from tests.support.lanes import (
     unavailable_lanes,
     write_lanes_json,
 )
-from tests.support.poison import poisoned_allocations
-from tests.support.ranks import RankPools, pool_of_test
+from tests.support.host.poison import poisoned_allocations
+from tests.support.kernels import interpreter
+from tests.support.ranks.pools import RankPools, pool_of_test
 
 HOST = this_host()
 UNAVAILABLE = unavailable_lanes(HOST)

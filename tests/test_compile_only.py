@@ -33,7 +33,7 @@ MERGED_PAIRS = ("target_merged", "divergence_merged")  # that merge parts of the
 def compiled(target: str) -> list[dict]:
     """Return the reports of ``support.compile_kernels``, from a process that does not interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.compile_kernels", target]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.kernels.compile_kernels", target]
     if os.environ.get("VPCE_ALL_VARIANTS") == "1":
         command.append("all-variants")
     root = Path(__file__).parents[1]

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.conformance import test_sampling as of_sampling
-from tests.support.launch_shapes import ONE, SEVERAL, programs
-from tests.support.launches import Entry, options_of, recorded, wanted
-from tests.support.random_calls import KINDS, Where, run_call
-from tests.support.random_tables import configurations
+from tests.support.kernels.launch_shapes import ONE, SEVERAL, programs
+from tests.support.kernels.launches import Entry, options_of, recorded, wanted
+from tests.support.random.calls import KINDS, Where, run_call
+from tests.support.random.tables import configurations
 from vocab_parallel_ce import distillation_loss, plan
 from vocab_parallel_ce.layout import VECTOR_BYTES
 from vocab_parallel_ce.selection import ONE_PASS_SHARED_MEMORY, Gpu, select

@@ -7,10 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from tests.support.confident import Rows, assert_as_exact_as_fp32, confident_rows, truth_of
-from tests.support.inputs import DTYPES
-from tests.support.logits import DIVISORS
-from tests.support.one_pass import (
+from tests.support.cases.inputs import DTYPES
+from tests.support.cases.logits import DIVISORS
+from tests.support.cases.one_pass import (
     EPS_32,
     MIDDLE,
     NARROW,
@@ -25,7 +24,8 @@ from tests.support.one_pass import (
     require_one_pass,
     run,
 )
-from tests.support.pairs import covering
+from tests.support.cases.pairs import covering
+from tests.support.truth.confident import Rows, assert_as_exact_as_fp32, confident_rows, truth_of
 from vocab_parallel_ce.blocks import ONE_PASS
 
 pytestmark = pytest.mark.cuda

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.gpu import (
+from tests.support.cases.one_pass import NARROW, assert_equal, made, options_of, require_one_pass, run
+from tests.support.host.gpu import (
     assert_graph_replays,
     assert_host_never_waits,
     assert_right_past_2_to_the_31_elements,
     extra_peak_bytes,
 )
-from tests.support.one_pass import NARROW, assert_equal, made, options_of, require_one_pass, run
 from vocab_parallel_ce import (
     cross_entropy_backward,
     cross_entropy_forward,

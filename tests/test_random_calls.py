@@ -1,6 +1,6 @@
-"""Random calls of every public function are right in fp64; ``support/random_calls.py`` draws them, and runs more.
+"""Random calls of every public function are right in fp64; ``support/random/calls.py`` draws them, and runs more.
 
-A failure names its seed: ``python -m tests.support.random_calls --only SEED`` repeats it.
+A failure names its seed: ``python -m tests.support.random.calls --only SEED`` repeats it.
 """
 
 import inspect
@@ -10,9 +10,9 @@ import time
 import pytest
 
 import vocab_parallel_ce as vp
-from tests.support.random_calls import KINDS, RANKS, Where, failures, is_head, kind_of, name_of, run, run_call
-from tests.support.random_public import PUBLIC
-from tests.support.random_tables import FACTORS, FEWER_THAN_RANKS, changes_of, configurations
+from tests.support.random.calls import KINDS, RANKS, Where, failures, is_head, kind_of, name_of, run, run_call
+from tests.support.random.public import PUBLIC
+from tests.support.random.tables import FACTORS, FEWER_THAN_RANKS, changes_of, configurations
 
 N_CALLS = len(configurations())  # test_launches.py says what they launch
 PARTS = 6  # tests, for the workers

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from tests.support import random_public, record_calls
-from tests.support.random_calls import Where
-from tests.support.random_tables import FACTORS
+from tests.support import record_calls
+from tests.support.random import public as random_public
+from tests.support.random.calls import Where
+from tests.support.random.tables import FACTORS
 
 SEEDS = range(len(FACTORS))  # one of each function
 RANKS = (2,)

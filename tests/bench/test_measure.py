@@ -23,7 +23,7 @@ from tests.bench.support import (
     measured,
     provider_of,
 )
-from tests.support.ranks import in_ranks
+from tests.support.ranks.pools import in_ranks
 from vocab_parallel_ce.integrations import torchtitan
 
 from bench_lib import cases, frameworks, measure, oracle, peers, providers, timing  # isort: skip

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.support.launch_shapes import programs
+from tests.support.kernels.launch_shapes import programs
 
 
 @pytest.fixture(autouse=True)

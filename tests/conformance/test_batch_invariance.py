@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.inputs import batch
-from tests.support.launch_shapes import programs_by_rows
-from tests.support.logits import flat_outputs
+from tests.support.cases.inputs import batch
+from tests.support.cases.logits import flat_outputs
+from tests.support.kernels.launch_shapes import programs_by_rows
 from vocab_parallel_ce import (
     TopKTeacher,
     distillation_loss,

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from tests.conformance.widths import HARD, PLACE, WEIGHTING, class_weight, columns_of, each, made_of, placed, rows_of
-from tests.support import oracle
-from tests.support.budget import assert_within_budget
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.logits import (
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.logits import (
     DIVISORS,
     GRADIENTS,
     METRICS,
@@ -20,7 +18,9 @@ from tests.support.logits import (
     of_oracle,
     random_grad_output,
 )
-from tests.support.pairs import covering
+from tests.support.cases.pairs import covering
+from tests.support.truth import oracle
+from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce import Outputs, token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.options import DIFFERENTIABLE
 

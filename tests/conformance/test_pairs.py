@@ -15,10 +15,10 @@ from tests.conformance.widths import (
     placed,
     rows_of,
 )
-from tests.support.inputs import DTYPES, NEG_INF
-from tests.support.logits import REDUCTIONS, Results
-from tests.support.pairs import covering
-from tests.support.soft import (
+from tests.support.cases.inputs import DTYPES, NEG_INF
+from tests.support.cases.logits import REDUCTIONS, Results
+from tests.support.cases.pairs import covering
+from tests.support.cases.soft import (
     Case,
     assert_right,
     divergences,

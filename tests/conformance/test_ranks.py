@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from tests.support import logits_ranks, soft
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.logits import SMOOTHING, broad_rows
-from tests.support.pairs import covering
-from tests.support.ranks import in_ranks
-from tests.support.weights import weights
+from tests.support.cases import soft
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.logits import SMOOTHING, broad_rows
+from tests.support.cases.pairs import covering
+from tests.support.cases.weights import weights
+from tests.support.ranks import logits as logits_ranks
+from tests.support.ranks.pools import in_ranks
 from vocab_parallel_ce import distillation_loss, vocab_parallel_cross_entropy
 from vocab_parallel_ce.losses.divergences import DIVERGENCES
 

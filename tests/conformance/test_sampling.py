@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.conformance.widths import PLACE, columns_of, each, made_of, placed, rows_of
-from tests.support import soft
-from tests.support.budget import assert_within_budget
-from tests.support.collectives import error_of, record_collectives
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.logits import broad_rows
-from tests.support.oracle import transformed
-from tests.support.pairs import covering
-from tests.support.ranks import device_of, in_ranks, in_several_ranks
+from tests.support.cases import soft
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.logits import broad_rows
+from tests.support.cases.pairs import covering
+from tests.support.ranks.collectives import error_of, record_collectives
+from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
+from tests.support.truth.budget import assert_within_budget
+from tests.support.truth.oracle import transformed
 from vocab_parallel_ce import linear_token_log_probs, sampling_threshold, token_log_probs, verify_calls
 
 INF, NAN = float("inf"), float("nan")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.inputs import DTYPES, IGNORE_INDEX, NAN
-from tests.support.launch_shapes import ONE, SEVERAL
-from tests.support.logits import SMOOTHING, broad_rows
-from tests.support.weights import weights
+from tests.support.cases.inputs import DTYPES, IGNORE_INDEX, NAN
+from tests.support.cases.logits import SMOOTHING, broad_rows
+from tests.support.cases.weights import weights
+from tests.support.kernels.launch_shapes import ONE, SEVERAL
 
 ROWS, LINE = 5, 64
 WIDTHS = {  # vectors of 16 bytes, and columns more. The tiles of the tables in blocks.py are up to 2048 vectors.
@@ -28,7 +28,7 @@ PLACE = {
     "padding": (0, 5, "in a vector"),
     "programs": (ONE, SEVERAL),
 }
-HARD = ("peaked", "confident", "far_negative")  # rows of tests/support/inputs.py
+HARD = ("peaked", "confident", "far_negative")  # rows of tests/support/cases/inputs.py
 # Together, not two factors: their kernels have code of their own.
 WEIGHTING = tuple((smoothing, form) for smoothing in SMOOTHING for form in (None, "whole", "columns"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import vocab_parallel_ce
-from tests.support.fresh import fresh_python
+from tests.support.host.fresh import fresh_python
 from vocab_parallel_ce import environment
 from vocab_parallel_ce.integrations.log_probs import kept_logits
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from tests.support.budget import assert_fp64_equal
+from tests.support.truth.budget import assert_fp64_equal
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.spec import RowStats
 

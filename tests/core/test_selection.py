@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests.support.fresh import fresh_python
+from tests.support.host.fresh import fresh_python
 from vocab_parallel_ce import plan, selection, spec
 from vocab_parallel_ce.blocks import ONE_PASS, ONE_PASS_SMOOTHING, fewest_rows_of_one_pass
 from vocab_parallel_ce.losses.labels import LABELS
@@ -171,7 +171,7 @@ def test_every_function_runs_on_a_device_without_kernels_and_without_float64():
     backend_registration = pytest.importorskip("torch.utils.backend_registration")
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("this PyTorch has no spare backend without C++")
-    result = fresh_python("-m", "tests.support.other_device")
+    result = fresh_python("-m", "tests.support.host.other_device")
     assert result.returncode == 0, result.stderr[-2000:]
     report = json.loads(result.stdout)
     assert len(report) == 42

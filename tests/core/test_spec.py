@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import oracle
-from tests.support.budget import assert_fp64_equal
-from tests.support.inputs import KINDS, batch
-from tests.support.pairs import covering
-from tests.support.weights import weights
+from tests.support.cases.inputs import KINDS, batch
+from tests.support.cases.pairs import covering
+from tests.support.cases.weights import weights
+from tests.support.truth import oracle
+from tests.support.truth.budget import assert_fp64_equal
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.layout import compute_dtype
 from vocab_parallel_ce.losses.labels import outputs_gradient

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from tests.docs.markdown import PAGES, README, ROOT, name_of, python_blocks
-from tests.support.fresh import fresh_python
+from tests.support.host.fresh import fresh_python
 
 OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 BLOCKS = {name_of(page): python_blocks(page.read_text(encoding="utf-8")) for page in PAGES}

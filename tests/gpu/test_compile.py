@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.logits import test_compile
-from tests.support.gpu import extra_peak_bytes
-from tests.support.ranks import device_of, in_ranks
+from tests.support.host.gpu import extra_peak_bytes
+from tests.support.ranks.pools import device_of, in_ranks
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 STEPS = (test_compile.logits_mean, test_compile.log_probs, test_compile.linear_mean, test_compile.linear_none)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import vocab_parallel_ce as vp
-from tests.support import linear
-from tests.support.gpu import captured
-from tests.support.inputs import IGNORE_INDEX, batch, shard_of
-from tests.support.linear import WIDTH, Projection, many_tokens
-from tests.support.logits import Results, assert_right, flat_outputs, random_grad_output
-from tests.support.logits_ranks import even
+from tests.support.cases import linear
+from tests.support.cases.inputs import IGNORE_INDEX, batch, shard_of
+from tests.support.cases.linear import WIDTH, Projection, many_tokens
+from tests.support.cases.logits import Results, assert_right, flat_outputs, random_grad_output
+from tests.support.host.gpu import captured
+from tests.support.ranks.logits import even
 
 # Two chunks, the first of which two ranks send in two parts. As wide as one_pass takes it.
 ROWS, CHUNK, COLUMNS, ONE_PASS_COLUMNS = 300, 160, 1000, 16384

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.linear.test_autograd import ROWS, Case
-from tests.support.gpu import assert_host_never_waits, extra_peak_bytes
-from tests.support.inputs import DTYPES
-from tests.support.linear import WAYS
-from tests.support.logits import METRICS
+from tests.support.cases.inputs import DTYPES
+from tests.support.cases.linear import WAYS
+from tests.support.cases.logits import METRICS
+from tests.support.host.gpu import assert_host_never_waits, extra_peak_bytes
 from vocab_parallel_ce import Outputs, linear_cross_entropy
 
 pytestmark = pytest.mark.cuda

@@ -9,15 +9,15 @@ from torch.autograd import DeviceType
 from torch.nn.functional import pad
 from torch.profiler import ProfilerActivity, profile
 
-from tests.support.gpu import (
+from tests.support.cases.inputs import batch
+from tests.support.cases.logits import EVERY, GRADIENTS, METRICS, REDUCTIONS, Results, assert_right, check, flat_outputs
+from tests.support.host.gpu import (
     assert_graph_replays,
     assert_host_never_waits,
     assert_right_past_2_to_the_31_elements,
     captured,
     extra_peak_bytes,
 )
-from tests.support.inputs import batch
-from tests.support.logits import EVERY, GRADIENTS, METRICS, REDUCTIONS, Results, assert_right, check, flat_outputs
 from vocab_parallel_ce import (
     TopKTeacher,
     cross_entropy_backward,

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.support.gpu import extra_peak_bytes
+from tests.support.host.gpu import extra_peak_bytes
 from vocab_parallel_ce.integrations.transformers import audit, install, uninstall
 from vocab_parallel_ce.integrations.transformers.audit_models import differs, step
 from vocab_parallel_ce.integrations.transformers.tiny import load_class, tiny_inputs, tiny_model

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support import training
+from tests.support.frameworks import training
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 accelerate = pytest.importorskip("accelerate")

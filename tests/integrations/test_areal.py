@@ -6,10 +6,8 @@ AReaL needs ray and others and is not in CI. The tests that need it skip and say
 import pytest
 import torch
 
-from tests.support.collectives import record_collectives
-from tests.support.inputs import DTYPES
-from tests.support.ranks import device_of
-from tests.support.rl import (
+from tests.support.cases.inputs import DTYPES
+from tests.support.frameworks.rl import (
     Found,
     activations,
     assert_right,
@@ -24,6 +22,8 @@ from tests.support.rl import (
     summed_grad,
     whole,
 )
+from tests.support.ranks.collectives import record_collectives
+from tests.support.ranks.pools import device_of
 from vocab_parallel_ce.integrations import areal
 
 MODULE = areal.MODULE

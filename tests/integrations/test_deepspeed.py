@@ -10,12 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support import soft
-from tests.support.collectives import assert_refused, messages_of, record_collectives
-from tests.support.inputs import DTYPES, batch
-from tests.support.logits import Results
-from tests.support.ranks import device_of, in_ranks
-from tests.support.rl import (
+from tests.support.cases import soft
+from tests.support.cases.inputs import DTYPES, batch
+from tests.support.cases.logits import Results
+from tests.support.frameworks.rl import (
     COLUMNS,
     UNEVEN,
     Found,
@@ -31,6 +29,8 @@ from tests.support.rl import (
     summed_grad,
     whole,
 )
+from tests.support.ranks.collectives import assert_refused, messages_of, record_collectives
+from tests.support.ranks.pools import device_of, in_ranks
 from vocab_parallel_ce.integrations import deepspeed
 
 in_two_ranks = in_ranks((2,), (), (2,))

@@ -14,12 +14,12 @@ except ImportError:  # where another PyTorch has it
 
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import oracle
-from tests.support.budget import assert_within_budget
-from tests.support.collectives import assert_refused, messages_of, record_collectives
-from tests.support.inputs import batch
-from tests.support.logits import EVERY, broad_rows, flat_outputs, random_grad_output
-from tests.support.ranks import device_of, in_ranks
+from tests.support.cases.inputs import batch
+from tests.support.cases.logits import EVERY, broad_rows, flat_outputs, random_grad_output
+from tests.support.ranks.collectives import assert_refused, messages_of, record_collectives
+from tests.support.ranks.pools import device_of, in_ranks
+from tests.support.truth import oracle
+from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce import Outputs, verify_calls, vocab_parallel_cross_entropy
 from vocab_parallel_ce.api.call import TRACES_DTENSORS
 from vocab_parallel_ce.integrations.dtensor import cross_entropy, token_log_probs

@@ -17,12 +17,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from tests.support.budget import assert_within_budget
-from tests.support.collectives import assert_refused, messages_of
-from tests.support.fresh import ROOT
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.linear import COLUMNS, WIDTH, Results, linear_fp64, linear_same_dtype, projection
-from tests.support.ranks import device_of, in_ranks
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.linear import COLUMNS, WIDTH, Results, linear_fp64, linear_same_dtype, projection
+from tests.support.host.fresh import ROOT
+from tests.support.ranks.collectives import assert_refused, messages_of
+from tests.support.ranks.pools import device_of, in_ranks
+from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
 from vocab_parallel_ce.integrations.dtensor import cross_entropy
 

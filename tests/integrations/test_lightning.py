@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.training import (
+from tests.support.frameworks.training import (
     RATE,
     ROWS,
     Model,

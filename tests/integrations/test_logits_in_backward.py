@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support import training
+from tests.support.frameworks import training
 from vocab_parallel_ce import next_labels, vocab_parallel_cross_entropy
 
 transformers = pytest.importorskip("transformers")
@@ -122,7 +122,7 @@ def fully_sharded(folder):
 
 def megatron(folder, keep=False):
     pytest.importorskip("megatron.core")
-    from tests.support import megatron_stubs as stubs
+    from tests.support.frameworks import megatron_stubs as stubs
     from vocab_parallel_ce.integrations import megatron
 
     kept = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 
-from tests.support.logits_readers import (
+from tests.support.frameworks.logits_readers import (
     PLACES,
     READERS,
     RETAINED,

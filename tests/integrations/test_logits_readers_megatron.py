@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.logits_readers import (
+from tests.support.frameworks.logits_readers import (
     PLACES,
     READERS,
     RETAINED,
@@ -12,13 +12,13 @@ from tests.support.logits_readers import (
     refusal_of,
     ways_of,
 )
-from tests.support.ranks import device_of, in_ranks
+from tests.support.ranks.pools import device_of, in_ranks
 
 pytest.importorskip("megatron.core")
 
 from megatron.core import tensor_parallel
 
-from tests.support import megatron_stubs as stubs
+from tests.support.frameworks import megatron_stubs as stubs
 from vocab_parallel_ce.integrations import megatron
 
 in_two_ranks = in_ranks((2,), (), (2,))

@@ -5,9 +5,16 @@ import copy
 
 import pytest
 
-from tests.support.logits_readers import PLACES, READERS
-from tests.support.ranks import device_of, in_ranks
-from tests.support.transformers_ranks import DDP, assert_same_gradients, gradients_of, halves, small_model, wrap
+from tests.support.frameworks.logits_readers import PLACES, READERS
+from tests.support.frameworks.transformers_ranks import (
+    DDP,
+    assert_same_gradients,
+    gradients_of,
+    halves,
+    small_model,
+    wrap,
+)
+from tests.support.ranks.pools import device_of, in_ranks
 from vocab_parallel_ce.integrations.transformers import install
 
 in_two_ranks = in_ranks((2,), (), (2,))

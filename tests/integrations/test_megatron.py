@@ -10,13 +10,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.budget import assert_within_budget
-from tests.support.ranks import device_of, in_ranks
+from tests.support.ranks.pools import device_of, in_ranks
+from tests.support.truth.budget import assert_within_budget
 
 pytest.importorskip("megatron.core")
 
-from tests.support import megatron_stubs as stubs
-from tests.support.megatron_stubs import needs_hybrid
+from tests.support.frameworks import megatron_stubs as stubs
+from tests.support.frameworks.megatron_stubs import needs_hybrid
 from vocab_parallel_ce import parallel_cross_entropy
 from vocab_parallel_ce.integrations import megatron
 

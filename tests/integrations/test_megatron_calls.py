@@ -7,16 +7,16 @@ import warnings
 import pytest
 import torch
 
-from tests.support.budget import assert_within_budget
-from tests.support.collectives import error_of
-from tests.support.ranks import device_of, in_ranks
+from tests.support.ranks.collectives import error_of
+from tests.support.ranks.pools import device_of, in_ranks
+from tests.support.truth.budget import assert_within_budget
 
 pytest.importorskip("megatron.core")
 
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from tests.support import megatron_stubs as stubs
+from tests.support.frameworks import megatron_stubs as stubs
 from vocab_parallel_ce.head import expected
 from vocab_parallel_ce.integrations import megatron
 from vocab_parallel_ce.integrations.megatron import losses

@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 from megatron.core import tensor_parallel
 from megatron.core.models.common.language_module import language_module
 
-from tests.support import megatron_stubs as stubs
+from tests.support.frameworks import megatron_stubs as stubs
 from vocab_parallel_ce.integrations import megatron
 from vocab_parallel_ce.integrations.megatron import losses
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from tests.support.ranks import device_of, in_ranks
+from tests.support.ranks.pools import device_of, in_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -16,8 +16,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-from tests.support import megatron_stubs as stubs
-from tests.support.megatron_cuda import late_gathers, without_cuda
+from tests.support.frameworks import megatron_stubs as stubs
+from tests.support.frameworks.megatron_cuda import late_gathers, without_cuda
 from vocab_parallel_ce.integrations import megatron
 
 in_two_ranks = in_ranks((2,), (), (2,))

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.support.budget import assert_within_budget
-from tests.support.training import (
+from tests.support.frameworks.training import (
     Model,
     assert_same_numbers,
     assert_same_steps,
@@ -14,6 +13,7 @@ from tests.support.training import (
     train,
     weights_of,
 )
+from tests.support.truth.budget import assert_within_budget
 
 LOSSES = {
     "logits": ("logits", {}),

@@ -10,12 +10,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support import soft
-from tests.support.collectives import record_collectives
-from tests.support.inputs import DTYPES, batch
-from tests.support.logits import Results
-from tests.support.ranks import device_of
-from tests.support.rl import (
+from tests.support.cases import soft
+from tests.support.cases.inputs import DTYPES, batch
+from tests.support.cases.logits import Results
+from tests.support.frameworks.rl import (
     Found,
     assert_right,
     backward,
@@ -27,6 +25,8 @@ from tests.support.rl import (
     real_module,
     summed_grad,
 )
+from tests.support.ranks.collectives import record_collectives
+from tests.support.ranks.pools import device_of
 from vocab_parallel_ce.integrations import nemo_automodel as ours
 
 LOSSES = ours.LOSSES

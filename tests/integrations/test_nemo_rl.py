@@ -10,10 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.collectives import assert_refused, messages_of, record_collectives
-from tests.support.inputs import DTYPES
-from tests.support.ranks import device_of
-from tests.support.rl import (
+from tests.support.cases.inputs import DTYPES
+from tests.support.frameworks.rl import (
     COLUMNS,
     LENGTH,
     SEQUENCES,
@@ -28,6 +26,8 @@ from tests.support.rl import (
     shards,
     whole,
 )
+from tests.support.ranks.collectives import assert_refused, messages_of, record_collectives
+from tests.support.ranks.pools import device_of
 from vocab_parallel_ce.integrations import nemo_rl
 
 MODULE = "nemo_rl.distributed.model_utils"

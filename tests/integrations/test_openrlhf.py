@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from tests.support.inputs import DTYPES
-from tests.support.rl import (
+from tests.support.cases.inputs import DTYPES
+from tests.support.frameworks.rl import (
     Found,
     activations,
     assert_right,

@@ -12,8 +12,8 @@ import torch
 
 from tests.docs.markdown import ROOT, python_blocks
 from tests.linear.test_keep_logits import COLUMNS, Products
-from tests.support.ranks import device_of
-from tests.support.rl import in_two_ranks
+from tests.support.frameworks.rl import in_two_ranks
+from tests.support.ranks.pools import device_of
 from vocab_parallel_ce.integrations import nemo_rl, openrlhf, verl
 from vocab_parallel_ce.integrations.log_probs import FusedLinearChunkedDistributedLogprob
 from vocab_parallel_ce.integrations.rebind import Switch
@@ -268,7 +268,7 @@ def test_the_pages_shortest_code_is_the_examples():
 def test_verls_own_variable_switches_it_on(monkeypatch):
     """verl imports the modules that the variable names when it is imported itself."""
     pytest.importorskip("verl.utils.torch_functional", exc_type=ImportError)
-    from tests.support.fresh import fresh_python
+    from tests.support.host.fresh import fresh_python
 
     variables = {"VOCAB_PARALLEL_CE_VERL": "1", "VERL_USE_EXTERNAL_MODULES": "vocab_parallel_ce.integrations.verl"}
     code = "from verl.utils.torch_functional import logprobs_from_logits as f; print(f.__module__)"

@@ -7,12 +7,10 @@ import scripts functions of torch, which these tests replace: run them with PYTO
 import pytest
 import torch
 
-from tests.support import soft
-from tests.support.collectives import record_collectives
-from tests.support.inputs import DTYPES, batch
-from tests.support.logits import Results
-from tests.support.ranks import device_of
-from tests.support.rl import (
+from tests.support.cases import soft
+from tests.support.cases.inputs import DTYPES, batch
+from tests.support.cases.logits import Results
+from tests.support.frameworks.rl import (
     COLUMNS,
     Found,
     activations,
@@ -28,6 +26,8 @@ from tests.support.rl import (
     summed_grad,
     whole,
 )
+from tests.support.ranks.collectives import record_collectives
+from tests.support.ranks.pools import device_of
 from vocab_parallel_ce.integrations import swift
 
 SHARDS, GKD = swift.SHARDS, swift.GKD

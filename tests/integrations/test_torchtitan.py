@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from tests.support.collectives import record_collectives
-from tests.support.inputs import batch
-from tests.support.logits import Results, assert_right, random_grad_output
-from tests.support.ranks import device_of, in_ranks
+from tests.support.cases.inputs import batch
+from tests.support.cases.logits import Results, assert_right, random_grad_output
+from tests.support.ranks.collectives import record_collectives
+from tests.support.ranks.pools import device_of, in_ranks
 from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
 
 pytest.importorskip("torchtitan", minversion="0.3")

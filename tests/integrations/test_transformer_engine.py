@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import vocab_parallel_ce as vp
-from tests.support.inputs import batch
-from tests.support.logits import COLUMNS, Case
+from tests.support.cases.inputs import batch
+from tests.support.cases.logits import COLUMNS, Case
 
 # The signature names no implementation: "auto" takes the reference on a CPU and triton on a GPU.
 DEVICES = {"cpu": pytest.mark.reference, "cuda": pytest.mark.cuda}

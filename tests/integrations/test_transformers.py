@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
-from tests.support.fresh import fresh_python
-from tests.support.transformers_steps import FUSED, calls_of, own_step, same_step
+from tests.support.frameworks.transformers_steps import FUSED, calls_of, own_step, same_step
+from tests.support.host.fresh import fresh_python
 from vocab_parallel_ce.integrations.transformers import install, report, uninstall
 from vocab_parallel_ce.integrations.transformers.audit_models import audit, differs, step
 from vocab_parallel_ce.integrations.transformers.patch import COMPILED

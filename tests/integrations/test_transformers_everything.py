@@ -14,7 +14,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from tests.support.transformers_steps import FUSED, calls_of, own_step  # noqa: E402
+from tests.support.frameworks.transformers_steps import FUSED, calls_of, own_step  # noqa: E402
 from vocab_parallel_ce.integrations.transformers import install, patch, report, uninstall  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.audit_models import differs, step  # noqa: E402
 from vocab_parallel_ce.integrations.transformers.heads import NOT_USED  # noqa: E402

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from transformers import Gemma2ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
-from tests.support.transformers_steps import FUSED, calls_of, own_step, same_step
+from tests.support.frameworks.transformers_steps import FUSED, calls_of, own_step, same_step
 from vocab_parallel_ce.integrations.lazy_logits import LazyLogits
 from vocab_parallel_ce.integrations.transformers import install, patch, uninstall
 from vocab_parallel_ce.integrations.transformers.audit_models import audit, differs, step

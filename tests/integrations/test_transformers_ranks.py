@@ -9,9 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.support.collectives import assert_refused, messages_of
-from tests.support.ranks import device_of, in_ranks
-from tests.support.transformers_ranks import (
+from tests.support.frameworks.transformers_ranks import (
     HALF,
     IS_5_17,
     LOGITS,
@@ -28,6 +26,8 @@ from tests.support.transformers_ranks import (
     tokens,
     train,
 )
+from tests.support.ranks.collectives import assert_refused, messages_of
+from tests.support.ranks.pools import device_of, in_ranks
 from vocab_parallel_ce.integrations.transformers import install, shard_lm_head, uninstall
 from vocab_parallel_ce.integrations.transformers.audit_models import audit
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Gemma2ForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 
-from tests.support.transformers_steps import calls_of
+from tests.support.frameworks.transformers_steps import calls_of
 from vocab_parallel_ce.integrations.transformers import audit, install
 from vocab_parallel_ce.integrations.transformers.patch import COMPILED, WITHOUT_LABELS
 from vocab_parallel_ce.integrations.transformers.tiny import tiny_model

@@ -12,9 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-from tests.support.collectives import error_of
-from tests.support.ranks import device_of, in_ranks
-from tests.support.transformers_ranks import (
+from tests.support.frameworks.transformers_ranks import (
     IS_5_17,
     RATE,
     accumulate,
@@ -25,6 +23,8 @@ from tests.support.transformers_ranks import (
     small_model,
     wrap,
 )
+from tests.support.ranks.collectives import error_of
+from tests.support.ranks.pools import device_of, in_ranks
 from vocab_parallel_ce.integrations.transformers import audit, install, uninstall
 from vocab_parallel_ce.integrations.transformers.heads import refusal
 

@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.support.budget import assert_within_budget
-from tests.support.collectives import assert_refused, error_of, messages_of
-from tests.support.ranks import in_ranks
+from tests.support.ranks.collectives import assert_refused, error_of, messages_of
+from tests.support.ranks.pools import in_ranks
+from tests.support.truth.budget import assert_within_budget
 
 pytest.importorskip("trl", minversion="1.16")
 

@@ -7,11 +7,8 @@ the formulas do not. Its fused kernel needs a GPU and a hidden size that 128 div
 import pytest
 import torch
 
-from tests.support.budget import assert_within_budget, of_sum_sq_probs
-from tests.support.collectives import record_collectives
-from tests.support.inputs import DTYPES
-from tests.support.ranks import device_of
-from tests.support.rl import (
+from tests.support.cases.inputs import DTYPES
+from tests.support.frameworks.rl import (
     WIDTH,
     Found,
     activations,
@@ -25,6 +22,9 @@ from tests.support.rl import (
     shards,
     whole,
 )
+from tests.support.ranks.collectives import record_collectives
+from tests.support.ranks.pools import device_of
+from tests.support.truth.budget import assert_within_budget, of_sum_sq_probs
 from vocab_parallel_ce.integrations import verl
 
 MEGATRON = "verl.utils.megatron.tensor_parallel"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.core.test_spec import by_spec, tensors_of, with_tensors
-from tests.support.budget import assert_within_budget, of_small_cap, of_sum_sq_probs
-from tests.support.layouts import Layout, logits_layouts
+from tests.support.cases.layouts import Layout, logits_layouts
+from tests.support.truth.budget import assert_within_budget, of_small_cap, of_sum_sq_probs
 from vocab_parallel_ce import spec
 from vocab_parallel_ce.losses.labels import LABELS, Labels, outputs_gradient
 from vocab_parallel_ce.shard import VocabShard

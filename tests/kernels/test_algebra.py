@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.support.fresh import ROOT, fresh_python
+from tests.support.host.fresh import ROOT, fresh_python
 
 pytestmark = pytest.mark.compile_only
 
@@ -12,7 +12,7 @@ PACKAGE, FILE = "vocab_parallel_ce", "kernels/soft_labels.py"
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
-from tests.support import compile_kernels, kernel_variants
+from tests.support.kernels import compile_kernels, kernel_variants
 from vocab_parallel_ce.kernels import soft_labels
 
 assert soft_labels.__file__.startswith(PLACE)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.rows import walked_layouts
-from tests.support.inputs import DTYPES
+from tests.support.cases.inputs import DTYPES
 
 
 def scale(grad, grad_output):

@@ -11,8 +11,8 @@ import torch
 from tests.core.test_spec import ALL, by_spec
 from tests.kernels import rows as of_rows
 from tests.kernels.rows import EVERY_STATISTIC, INF, NAN
-from tests.support.budget import assert_within_budget
-from tests.support.inputs import KINDS, batch
+from tests.support.cases.inputs import KINDS, batch
+from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce.shard import VocabShard
 from vocab_parallel_ce.spec import PLAIN, LossOptions
 

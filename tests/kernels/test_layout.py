@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.rows import COPIED, walked_layouts
-from tests.support.layouts import logits_layouts
+from tests.support.cases.layouts import logits_layouts
 from vocab_parallel_ce.layout import VECTOR_BYTES, RowLayout, aligned_base, row_layout, rows_are_disjoint
 
 COLUMNS = 21

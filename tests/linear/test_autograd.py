@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import linear
-from tests.support.linear import COLUMNS, TWO_WAYS, WAYS, WIDTH, Results, assert_right, check, record_matmuls
-from tests.support.logits import EVERY
-from tests.support.weights import weights
+from tests.support.cases import linear
+from tests.support.cases.linear import COLUMNS, TWO_WAYS, WAYS, WIDTH, Results, assert_right, check, record_matmuls
+from tests.support.cases.logits import EVERY
+from tests.support.cases.weights import weights
 from vocab_parallel_ce import linear_cross_entropy
 
 ROWS = 6

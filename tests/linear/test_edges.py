@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.linear.test_autograd import AT_ANY_MOMENT, ROWS, Case
-from tests.support import linear
-from tests.support.budget import K, assert_within_budget
-from tests.support.inputs import DTYPES, IGNORE_INDEX
-from tests.support.layouts import label_layouts, logits_layouts
-from tests.support.linear import COLUMNS, TWO_WAYS, WAYS, WIDTH, Results, assert_right, check, grad_output_of, run
-from tests.support.logits import METRICS, REDUCTIONS, flat_outputs
-from tests.support.pairs import covering
+from tests.support.cases import linear
+from tests.support.cases.inputs import DTYPES, IGNORE_INDEX
+from tests.support.cases.layouts import label_layouts, logits_layouts
+from tests.support.cases.linear import COLUMNS, TWO_WAYS, WAYS, WIDTH, Results, assert_right, check, grad_output_of, run
+from tests.support.cases.logits import METRICS, REDUCTIONS, flat_outputs
+from tests.support.cases.pairs import covering
+from tests.support.truth.budget import K, assert_within_budget
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
 NAN, INF = float("nan"), float("inf")

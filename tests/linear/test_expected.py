@@ -6,11 +6,12 @@ import warnings
 import pytest
 import torch
 
-from tests.support import linear, linear_ranks
-from tests.support.gpu import assert_graph_replays, assert_host_never_waits
-from tests.support.linear import COLUMNS, WIDTH, Results, assert_right, record_matmuls
-from tests.support.logits import EVERY, flat_outputs
-from tests.support.ranks import in_several_ranks
+from tests.support.cases import linear
+from tests.support.cases.linear import COLUMNS, WIDTH, Results, assert_right, record_matmuls
+from tests.support.cases.logits import EVERY, flat_outputs
+from tests.support.host.gpu import assert_graph_replays, assert_host_never_waits
+from tests.support.ranks import linear as linear_ranks
+from tests.support.ranks.pools import in_several_ranks
 from vocab_parallel_ce import linear_cross_entropy
 from vocab_parallel_ce.head import expected as module
 

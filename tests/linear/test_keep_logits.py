@@ -8,7 +8,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.logits import flat_outputs
+from tests.support.cases.logits import flat_outputs
 from vocab_parallel_ce import Head, LinearCrossEntropy, linear_cross_entropy, linear_distillation_loss
 from vocab_parallel_ce import linear_token_log_probs as log_probs
 

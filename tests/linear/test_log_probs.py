@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support import linear
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.linear import ROWS, Results, assert_right, projection, record_matmuls
-from tests.support.logits import flat_outputs
+from tests.support.cases import linear
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.linear import ROWS, Results, assert_right, projection, record_matmuls
+from tests.support.cases.logits import flat_outputs
 from vocab_parallel_ce import linear_cross_entropy, linear_token_log_probs
 
 NAN, INF = float("nan"), float("inf")

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.budget import assert_within_budget
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.linear import COLUMNS, WIDTH, Results, assert_right, projection
-from tests.support.weights import weights
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.linear import COLUMNS, WIDTH, Results, assert_right, projection
+from tests.support.cases.weights import weights
+from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
 
 

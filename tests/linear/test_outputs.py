@@ -8,15 +8,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from tests.linear.test_autograd import Case
-from tests.support import linear
-from tests.support.linear import COLUMNS, WIDTH, record_matmuls
-from tests.support.linear_ranks import COLUMNS as OF_RANK
-from tests.support.linear_ranks import Case as OnRanks
-from tests.support.linear_ranks import check as check_ranks
-from tests.support.linear_ranks import run
-from tests.support.logits import METRICS, OUTPUTS, grads_of_every_output
-from tests.support.ranks import in_several_ranks
-from tests.support.weights import weights
+from tests.support.cases import linear
+from tests.support.cases.linear import COLUMNS, WIDTH, record_matmuls
+from tests.support.cases.logits import METRICS, OUTPUTS, grads_of_every_output
+from tests.support.cases.weights import weights
+from tests.support.ranks.linear import COLUMNS as OF_RANK
+from tests.support.ranks.linear import Case as OnRanks
+from tests.support.ranks.linear import check as check_ranks
+from tests.support.ranks.linear import run
+from tests.support.ranks.pools import in_several_ranks
 from vocab_parallel_ce import linear_cross_entropy, vocab_parallel_cross_entropy
 from vocab_parallel_ce.options import DIFFERENTIABLE
 

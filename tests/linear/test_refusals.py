@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_map
 
-from tests.support.linear import COLUMNS, WIDTH
+from tests.support.cases.linear import COLUMNS, WIDTH
 from vocab_parallel_ce import LinearCrossEntropy, VocabShard, linear_cross_entropy, linear_token_log_probs
 
 pytestmark = pytest.mark.reference

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tests.support.budget import assert_within_budget
-from tests.support.gpu import assert_graph_replays, assert_host_never_waits
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.logits import COLUMNS, GRADIENTS, Case, broad_rows, run
-from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from tests.support.weights import weights
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.logits import COLUMNS, GRADIENTS, Case, broad_rows, run
+from tests.support.cases.weights import weights
+from tests.support.host.gpu import assert_graph_replays, assert_host_never_waits
+from tests.support.truth.budget import assert_within_budget
+from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from vocab_parallel_ce import VocabParallelCrossEntropy, linear_cross_entropy, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_structure
 from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.logits import flat_outputs
-from tests.support.ranks import device_of, in_ranks
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.logits import flat_outputs
+from tests.support.ranks.pools import device_of, in_ranks
 from vocab_parallel_ce.api.call import TRACES_DTENSORS
 
 N, WIDTH, VOCABULARY = 12, 8, 48

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.logits import test_compile
-from tests.support.logits import flat_outputs
+from tests.support.cases.logits import flat_outputs
 from vocab_parallel_ce import (
     linear_cross_entropy,
     top_k,

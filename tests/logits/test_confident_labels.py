@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.support.confident import EPS, ROWS, Rows, assert_as_exact_as_fp32, confident_rows, truth_of
+from tests.support.truth.confident import EPS, ROWS, Rows, assert_as_exact_as_fp32, confident_rows, truth_of
 from vocab_parallel_ce import linear_cross_entropy, token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.losses.labels import LABELS, Labels
 from vocab_parallel_ce.shard import VocabShard

@@ -5,9 +5,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.budget import assert_within_budget
-from tests.support.inputs import batch
-from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
+from tests.support.cases.inputs import batch
+from tests.support.truth.budget import assert_within_budget
+from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from vocab_parallel_ce import linear_cross_entropy, plan, run, vocab_parallel_cross_entropy
 from vocab_parallel_ce.selection import Selection
 

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 import vocab_parallel_ce as vp
-from tests.support import oracle
-from tests.support.budget import assert_fp64_equal
-from tests.support.inputs import batch
-from tests.support.logits import METRICS, flat_outputs
+from tests.support.cases.inputs import batch
+from tests.support.cases.logits import METRICS, flat_outputs
+from tests.support.truth import oracle
+from tests.support.truth.budget import assert_fp64_equal
 
 MADE = batch("some_ignored", rows=5, vocab_size=22)
 LOGITS, LABELS = MADE.logits.double() * 1.1, MADE.labels  # not what fp32 can hold

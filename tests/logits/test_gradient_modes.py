@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import vocab_parallel_ce as vp
-from tests.support.inputs import batch
-from tests.support.layouts import logits_layouts
-from tests.support.logits import GRADIENTS, REDUCTIONS, Case, Results, assert_right, flat_outputs
-from tests.support.pairs import covering
-from tests.support.random_wrappers import VIEWS
+from tests.support.cases.inputs import batch
+from tests.support.cases.layouts import logits_layouts
+from tests.support.cases.logits import GRADIENTS, REDUCTIONS, Case, Results, assert_right, flat_outputs
+from tests.support.cases.pairs import covering
+from tests.support.random.wrappers import VIEWS
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.support import oracle
-from tests.support.budget import assert_within_budget, of_sum_sq_probs
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.logits import EVERY, broad_rows, random_grad_output
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.logits import EVERY, broad_rows, random_grad_output
+from tests.support.truth import oracle
+from tests.support.truth.budget import assert_within_budget, of_sum_sq_probs
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 from vocab_parallel_ce.options import DIFFERENTIABLE
 

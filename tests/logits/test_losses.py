@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.support.inputs import DTYPES, IGNORE_INDEX, batch, grad_output_layouts
-from tests.support.layouts import label_layouts
-from tests.support.logits import COLUMNS, EVERY, GRADIENTS, METRICS, REDUCTIONS, Case, check, run
-from tests.support.oracle import cross_entropy_fp64
+from tests.support.cases.inputs import DTYPES, IGNORE_INDEX, batch, grad_output_layouts
+from tests.support.cases.layouts import label_layouts
+from tests.support.cases.logits import COLUMNS, EVERY, GRADIENTS, METRICS, REDUCTIONS, Case, check, run
+from tests.support.truth.oracle import cross_entropy_fp64
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.support.inputs import IGNORE_INDEX, batch
-from tests.support.logits import COLUMNS, METRICS
+from tests.support.cases.inputs import IGNORE_INDEX, batch
+from tests.support.cases.logits import COLUMNS, METRICS
 from vocab_parallel_ce import Outputs, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")

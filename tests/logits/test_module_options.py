@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vocab_parallel_ce as vp
-from tests.support import linear
+from tests.support.cases import linear
 from vocab_parallel_ce import LinearCrossEntropy, VocabParallelCrossEntropy
 
 INPUTS = linear.projection("some_ignored", 6)

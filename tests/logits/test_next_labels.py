@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import vocab_parallel_ce as vp
-from tests.support.budget import assert_within_budget
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from tests.support.packed import LAYOUTS, Packed, held
-from tests.support.ranks_in_turn import in_turn
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.packed import LAYOUTS, Packed, held
+from tests.support.ranks.in_turn import in_turn
+from tests.support.truth.budget import assert_within_budget
+from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from vocab_parallel_ce.api import next_labels as module
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")

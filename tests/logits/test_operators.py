@@ -7,7 +7,7 @@ import torch
 from torch.library import opcheck
 
 from tests.logits.test_compile import VOCABULARY, inputs
-from tests.support.logits import METRICS
+from tests.support.cases.logits import METRICS
 from vocab_parallel_ce import operators
 from vocab_parallel_ce.losses.base import LOSSES
 from vocab_parallel_ce.losses.labels import LABELS, LabelLoss

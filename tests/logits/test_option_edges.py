@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support.logits import check, run
+from tests.support.cases.logits import check, run
 from vocab_parallel_ce import token_log_probs, vocab_parallel_cross_entropy
 
 INF, NAN = float("inf"), float("nan")

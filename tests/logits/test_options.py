@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.support.budget import assert_within_budget
-from tests.support.inputs import IGNORE_INDEX, batch
-from tests.support.logits import COLUMNS, EVERY, GRADIENTS, METRICS, REDUCTIONS, broad_rows, check, run
-from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
+from tests.support.cases.inputs import IGNORE_INDEX, batch
+from tests.support.cases.logits import COLUMNS, EVERY, GRADIENTS, METRICS, REDUCTIONS, broad_rows, check, run
+from tests.support.truth.budget import assert_within_budget
+from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from vocab_parallel_ce import VocabShard
 
 NAN, INF = float("nan"), float("inf")

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tests.support import logits as of_logits
-from tests.support.budget import assert_within_budget
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.logits import (
+from tests.support.cases import logits as of_logits
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.logits import (
     COLUMNS,
     OUTPUTS,
     broad_rows,
@@ -21,6 +20,7 @@ from tests.support.logits import (
     grads_of_every_output,
     random_grad_output,
 )
+from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce import Outputs, token_log_probs, verify_calls, vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")

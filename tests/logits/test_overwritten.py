@@ -6,9 +6,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
-from tests.support.budget import assert_within_budget
-from tests.support.logits import Case
-from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
+from tests.support.cases.logits import Case
+from tests.support.truth.budget import assert_within_budget
+from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 
 REFUSAL = "^logits: .* an earlier call has left its gradient; .* gradient='out_of_place'"
 IN_PLACE = ("in_forward", "in_backward")

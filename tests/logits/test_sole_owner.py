@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
 from tests.integrations.test_transformer_engine import on_each_device  # Triton's interpreter runs in one thread
-from tests.support.budget import assert_within_budget
+from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce import in_place
 
 ROWS, WIDTH, COLUMNS = 6, 8, 40

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tests.support import linear
-from tests.support import logits as of_logits
-from tests.support.gpu import assert_host_never_waits
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.linear import linear_every_output, projection
-from tests.support.logits import OUTPUTS, ROWS, broad_rows, every_output, grads_of_every_output
+from tests.support.cases import linear
+from tests.support.cases import logits as of_logits
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.linear import linear_every_output, projection
+from tests.support.cases.logits import OUTPUTS, ROWS, broad_rows, every_output, grads_of_every_output
+from tests.support.host.gpu import assert_host_never_waits
 from vocab_parallel_ce import linear_token_log_probs, token_log_probs
 from vocab_parallel_ce.options import DIFFERENTIABLE
 

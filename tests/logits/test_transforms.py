@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import vocab_parallel_ce as vp
-from tests.support.pairs import covering
+from tests.support.cases.pairs import covering
 
 TOKENS, WIDTH, COLUMNS = 4, 5, 12
 

@@ -2,7 +2,7 @@
 
 Autograd compares no version of a tensor that went through such hooks. What overwrites it then trains on
 another gradient without an error: the defaults must not overwrite there. The programs are those of
-``support/random_programs.py``, chosen instead of drawn.
+``support/random/programs.py``, chosen instead of drawn.
 """
 
 import importlib.util
@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.autograd.graph import save_on_cpu
 
-from tests.support.pairs import covering
-from tests.support.random_programs import Package, outcome, problem
-from tests.support.random_wrappers import Case, Use
+from tests.support.cases.pairs import covering
+from tests.support.random.programs import Package, outcome, problem
+from tests.support.random.wrappers import Case, Use
 from vocab_parallel_ce import plan, vocab_parallel_cross_entropy
 
 # The outermost first.

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.support.fresh import fresh_python
+from tests.support.host.fresh import fresh_python
 
 PACKAGE = "vocab_parallel_ce"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.fresh import fresh_python
+from tests.support.host.fresh import fresh_python
 
 pytestmark = pytest.mark.reference
 

@@ -14,9 +14,9 @@ import torch
 
 import vocab_parallel_ce as package
 from tests.docs.markdown import PAGES
-from tests.support.fresh import fresh_python
-from tests.support.linear import COLUMNS, WIDTH, projection
-from tests.support.logits import EVERY
+from tests.support.cases.linear import COLUMNS, WIDTH, projection
+from tests.support.cases.logits import EVERY
+from tests.support.host.fresh import fresh_python
 from vocab_parallel_ce import __main__ as cli
 from vocab_parallel_ce import checks, integrations
 from vocab_parallel_ce.__main__ import doctor_lines, main

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.collectives import record_collectives
-from tests.support.ranks import RankFailure, pool_of_test
+from tests.support.ranks.collectives import record_collectives
+from tests.support.ranks.pools import RankFailure, pool_of_test
 
 pytestmark = pytest.mark.gloo
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import linear, one_hot
 
 from tests.project.recipe.api_brier import brier_score, linear_brier_score
-from tests.support.fresh import ROOT, fresh_python
-from tests.support.ranks_in_turn import in_turn
+from tests.support.host.fresh import ROOT, fresh_python
+from tests.support.ranks.in_turn import in_turn
 
 PACKAGE = "vocab_parallel_ce"
 
@@ -46,7 +46,7 @@ OPTION = [
 USE_OPTION = """
 import torch
 import vocab_parallel_ce as package
-from tests.support import interpreter
+from tests.support.kernels import interpreter
 
 interpreter.mend()
 assert package.__file__.startswith(PLACE)

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.budget import K, assert_within_budget
-from tests.support.fresh import fresh_python
-from tests.support.inputs import batch
-from tests.support.lanes import LANES, Host, unavailable_lanes
-from tests.support.layouts import logits_layouts
-from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype, predictions_fp64, values
-from tests.support.pairs import covering
+from tests.support.cases.inputs import batch
+from tests.support.cases.layouts import logits_layouts
+from tests.support.cases.pairs import covering
+from tests.support.host.fresh import fresh_python
+from tests.support.host.lanes import LANES, Host, unavailable_lanes
+from tests.support.truth.budget import K, assert_within_budget
+from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype, predictions_fp64, values
 
 NAN, INF = float("nan"), float("inf")
 TESTS = Path(__file__).parents[1]
@@ -213,6 +213,6 @@ def test_allocations_of_the_package_alone_are_poisoned():
         exec(source, module.__dict__)
         with pytest.MonkeyPatch.context() as patch:
             filled = []
-            patch.setattr("tests.support.poison.poison", lambda x, filled=filled: filled.append(x) or x)
+            patch.setattr("tests.support.host.poison.poison", lambda x, filled=filled: filled.append(x) or x)
             module.allocate(torch, torch.zeros(3))
         assert len(filled) == 3 * is_poisoned

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.docs.markdown import ROOT, table
-from tests.support.fresh import fresh_python
+from tests.support.host.fresh import fresh_python
 from vocab_parallel_ce import __main__ as cli
 from vocab_parallel_ce import selection
 from vocab_parallel_ce.versions import LOWEST_TORCH, LOWEST_TRITON, NOT_RUN, TESTED, how_tested, is_older, minor

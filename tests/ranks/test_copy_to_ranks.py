@@ -6,9 +6,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.budget import assert_within_budget
-from tests.support.collectives import error_of
-from tests.support.ranks import device_of, in_ranks
+from tests.support.ranks.collectives import error_of
+from tests.support.ranks.pools import device_of, in_ranks
+from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce import copy_to_ranks, vocab_parallel_cross_entropy
 
 TOKENS, WIDTH, COLUMNS = 5, 6, 12

@@ -7,13 +7,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support.collectives import assert_refused, error_of, messages_of
-from tests.support.inputs import IGNORE_INDEX, NAN, batch, grad_output_layouts
-from tests.support.logits import EVERY as ALL_NUMBERS
-from tests.support.logits import GRADIENTS, METRICS, REDUCTIONS, broad_rows, every_output, grads_of_every_output
-from tests.support.logits_ranks import Case, check, chunked, even, run
-from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
-from tests.support.weights import weights
+from tests.support.cases.inputs import IGNORE_INDEX, NAN, batch, grad_output_layouts
+from tests.support.cases.logits import EVERY as ALL_NUMBERS
+from tests.support.cases.logits import GRADIENTS, METRICS, REDUCTIONS, broad_rows, every_output, grads_of_every_output
+from tests.support.cases.weights import weights
+from tests.support.ranks.collectives import assert_refused, error_of, messages_of
+from tests.support.ranks.logits import Case, check, chunked, even, run
+from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
 from vocab_parallel_ce import VocabShard, token_log_probs, vocab_parallel_cross_entropy
 from vocab_parallel_ce.integrations import dtensor
 

@@ -11,8 +11,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.ranks import device_of, in_ranks
-from tests.support.training import RATE, Model, Step, assert_same_steps, batches, fp64_steps, gradients_of, weights_of
+from tests.support.frameworks.training import (
+    RATE,
+    Model,
+    Step,
+    assert_same_steps,
+    batches,
+    fp64_steps,
+    gradients_of,
+    weights_of,
+)
+from tests.support.ranks.pools import device_of, in_ranks
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 in_two_ranks = in_ranks((2,), (2,), (2,))

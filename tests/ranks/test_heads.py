@@ -11,10 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.support.budget import assert_within_budget
-from tests.support.collectives import assert_refused, messages_of
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.linear import (
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.linear import (
     TWO_WAYS,
     WIDTH,
     Results,
@@ -25,9 +23,11 @@ from tests.support.linear import (
     linear_same_dtype,
     projection,
 )
-from tests.support.linear_ranks import ROWS, Case, Result, check, grad_outputs_of
-from tests.support.logits_ranks import chunked
-from tests.support.ranks import device_of, in_four_ranks, in_ranks, subgroups
+from tests.support.ranks.collectives import assert_refused, messages_of
+from tests.support.ranks.linear import ROWS, Case, Result, check, grad_outputs_of
+from tests.support.ranks.logits import chunked
+from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks, subgroups
+from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce import LinearCrossEntropy, linear_cross_entropy
 
 in_two_ranks = in_ranks((2,), (), (2,))

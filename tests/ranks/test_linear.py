@@ -6,10 +6,19 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.support.collectives import assert_refused, messages_of
-from tests.support.inputs import IGNORE_INDEX, grad_output_layouts
-from tests.support.linear import TWO_WAYS, WIDTH, linear_every_output, many_tokens, projection, zero_first_grad_output
-from tests.support.linear_ranks import (
+from tests.support.cases.inputs import IGNORE_INDEX, grad_output_layouts
+from tests.support.cases.linear import (
+    TWO_WAYS,
+    WIDTH,
+    linear_every_output,
+    many_tokens,
+    projection,
+    zero_first_grad_output,
+)
+from tests.support.cases.logits import grads_of_every_output
+from tests.support.cases.weights import weights
+from tests.support.ranks.collectives import assert_refused, messages_of
+from tests.support.ranks.linear import (
     BY_WAY,
     COLUMNS,
     ROWS,
@@ -21,10 +30,8 @@ from tests.support.linear_ranks import (
     distributed,
     run,
 )
-from tests.support.logits import grads_of_every_output
-from tests.support.logits_ranks import chunked, even
-from tests.support.ranks import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
-from tests.support.weights import weights
+from tests.support.ranks.logits import chunked, even
+from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks, in_several_ranks, in_two_ranks, subgroups
 from vocab_parallel_ce import VocabShard, linear_cross_entropy
 
 

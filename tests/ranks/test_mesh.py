@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import vocab_parallel_ce as package
-from tests.support.collectives import error_of
-from tests.support.logits import flat_outputs
-from tests.support.ranks import device_of, in_ranks
+from tests.support.cases.logits import flat_outputs
+from tests.support.ranks.collectives import error_of
+from tests.support.ranks.pools import device_of, in_ranks
 from vocab_parallel_ce import verify_calls
 
 TOKENS, WIDTH, COLUMNS = 5, 6, 4  # columns of each rank

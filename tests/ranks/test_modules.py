@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel
 
-from tests.support.collectives import error_of
-from tests.support.ranks import in_ranks
+from tests.support.ranks.collectives import error_of
+from tests.support.ranks.pools import in_ranks
 from vocab_parallel_ce import LinearCrossEntropy, VocabParallelCrossEntropy
 from vocab_parallel_ce.collectives import NamedGroup
 

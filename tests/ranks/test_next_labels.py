@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import vocab_parallel_ce as vp
-from tests.support.budget import assert_within_budget
-from tests.support.collectives import error_of, record_collectives
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from tests.support.packed import LAYOUTS, Packed, held
-from tests.support.ranks import device_of, in_ranks
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.packed import LAYOUTS, Packed, held
+from tests.support.ranks.collectives import error_of, record_collectives
+from tests.support.ranks.pools import device_of, in_ranks
+from tests.support.truth.budget import assert_within_budget
+from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 
 COLUMNS = 11
 # In units of what a layout needs. One is empty, and of four ranks with two chunks some are of one token a chunk.

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import vocab_parallel_ce as vp
-from tests.support.collectives import error_of
-from tests.support.logits import flat_outputs
-from tests.support.ranks import device_of, in_four_ranks, in_ranks
+from tests.support.cases.logits import flat_outputs
+from tests.support.ranks.collectives import error_of
+from tests.support.ranks.pools import device_of, in_four_ranks, in_ranks
 from vocab_parallel_ce.integrations import dtensor
 
 V, TOKENS, WIDTH = 5, 6, 4

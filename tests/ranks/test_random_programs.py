@@ -1,7 +1,7 @@
 """Random programs around a loss: every number is right in fp64, or there is an error.
 
 A program is a model's few operations, one or two losses, other users of what the losses read, wrappers with
-saved-tensor hooks, and an order of ``backward`` calls; ``support/random_wrappers.py`` draws it. PyTorch plays
+saved-tensor hooks, and an order of ``backward`` calls; ``support/random/wrappers.py`` draws it. PyTorch plays
 the same program without wrappers, with its own cross-entropy over the whole vocabulary, in fp64 for the truth
 and in the same dtype for the budget.
 
@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.random_programs import Numbers, Package, outcome, problem
-from tests.support.random_wrappers import Case, draw, relies_on_versions
-from tests.support.ranks import device_of, in_ranks
+from tests.support.random.programs import Numbers, Package, outcome, problem
+from tests.support.random.wrappers import Case, draw, relies_on_versions
+from tests.support.ranks.pools import device_of, in_ranks
 
 N_CASES = {"logits": 60, "linear": 25}
 N_COMPILED = {"logits": 30, "linear": 15}  # on a GPU

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import vocab_parallel_ce as vp
-from tests.support.collectives import error_of, record_collectives
-from tests.support.ranks import device_of, in_ranks, in_several_ranks
+from tests.support.ranks.collectives import error_of, record_collectives
+from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
 
 NAN, INF = float("nan"), float("inf")
 COLUMNS, TOKENS = 21, 7

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import vocab_parallel_ce as vp
-from tests.support.budget import assert_within_budget
-from tests.support.collectives import error_of
-from tests.support.inputs import IGNORE_INDEX, NAN, batch, shard_of
-from tests.support.logits_ranks import with_collectives
-from tests.support.oracle import cross_entropy_fp64, cross_entropy_same_dtype
-from tests.support.ranks import device_of, in_ranks
+from tests.support.cases.inputs import IGNORE_INDEX, NAN, batch, shard_of
+from tests.support.ranks.collectives import error_of
+from tests.support.ranks.logits import with_collectives
+from tests.support.ranks.pools import device_of, in_ranks
+from tests.support.truth.budget import assert_within_budget
+from tests.support.truth.oracle import cross_entropy_fp64, cross_entropy_same_dtype
 from vocab_parallel_ce import VocabShard, verify, verify_calls
 
 WIDTH, COLUMNS = 8, 10  # hidden size, and columns per rank

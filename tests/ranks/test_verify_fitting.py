@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tests.ranks.test_verify import COLUMNS, FUNCTIONS, Arguments, _all, _label, in_two_or_three_ranks
-from tests.support.collectives import error_of, record_collectives
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.ranks import in_ranks, subgroups
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.ranks.collectives import error_of, record_collectives
+from tests.support.ranks.pools import in_ranks, subgroups
 from vocab_parallel_ce import Head, VocabShard, linear_distillation_loss, verify_calls, vocab_parallel_cross_entropy
 
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.inputs import batch
-from tests.support.logits import broad_rows
-from tests.support.logits_ranks import even
-from tests.support.ranks import in_two_ranks
-from tests.support.soft import Case, check_ranks, run_in_rank, soft_losses, soft_targets
-from tests.support.weights import weights
+from tests.support.cases.inputs import batch
+from tests.support.cases.logits import broad_rows
+from tests.support.cases.soft import Case, check_ranks, run_in_rank, soft_losses, soft_targets
+from tests.support.cases.weights import weights
+from tests.support.ranks.logits import even
+from tests.support.ranks.pools import in_two_ranks
 from vocab_parallel_ce import vocab_parallel_cross_entropy
 
 NAN, INF = float("nan"), float("inf")

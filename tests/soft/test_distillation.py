@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.logits import broad_rows
-from tests.support.ranks_in_turn import in_turn
-from tests.support.soft import Case, divergences
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.logits import broad_rows
+from tests.support.cases.soft import Case, divergences
+from tests.support.ranks.in_turn import in_turn
 from vocab_parallel_ce import (
     Head,
     TopKTeacher,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("tokenizers")
 
-from tests.support.ranks import in_ranks
+from tests.support.ranks.pools import in_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "distillation.py"
 NAMES = ("teacher", "student, distilled", "student, labels alone")

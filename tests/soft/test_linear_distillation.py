@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.budget import assert_within_budget
-from tests.support.collectives import error_of, record_collectives
-from tests.support.inputs import IGNORE_INDEX, padded_shard
-from tests.support.logits_ranks import BOUNDS, assembled, even
-from tests.support.pairs import covering
-from tests.support.ranks import device_of, in_ranks, in_several_ranks
-from tests.support.soft import divergences, subtracted, topk_losses
+from tests.support.cases.inputs import IGNORE_INDEX, padded_shard
+from tests.support.cases.pairs import covering
+from tests.support.cases.soft import divergences, subtracted, topk_losses
+from tests.support.ranks.collectives import error_of, record_collectives
+from tests.support.ranks.logits import BOUNDS, assembled, even
+from tests.support.ranks.pools import device_of, in_ranks, in_several_ranks
+from tests.support.truth.budget import assert_within_budget
 from vocab_parallel_ce import Head, TopKTeacher, VocabShard, linear_distillation_loss, verify_calls
 
 TOKENS, WIDTH, OF_TEACHER, COLUMNS = 9, 12, 7, 40

@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support.inputs import IGNORE_INDEX
-from tests.support.logits import broad_rows
-from tests.support.pairs import covering
-from tests.support.soft import Case, check, topk_loss, topk_losses
+from tests.support.cases.inputs import IGNORE_INDEX
+from tests.support.cases.logits import broad_rows
+from tests.support.cases.pairs import covering
+from tests.support.cases.soft import Case, check, topk_loss, topk_losses
 from vocab_parallel_ce import (
     Head,
     TopKTeacher,

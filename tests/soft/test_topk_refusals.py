@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.soft.test_topk import case_of
-from tests.support.inputs import IGNORE_INDEX
+from tests.support.cases.inputs import IGNORE_INDEX
 from vocab_parallel_ce import Head, TopKTeacher, distillation_loss, linear_distillation_loss
 
 OUTSIDE = {"ids": torch.tensor([[1, 2], [3, 6]]), "log_probs": -torch.ones(2, 2)}

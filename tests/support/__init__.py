@@ -1,1 +1,1 @@
-"""What the tests share: inputs, layouts, the fp64 oracle, the error budget, pools of ranks, lanes."""
+"""What the tests share, in folders by purpose; two commands that are about all of them stand beside."""

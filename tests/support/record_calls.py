@@ -3,12 +3,12 @@
     python -m tests.support.record_calls --device cpu --impl reference --ranks 1,2,4 --calls 400 --seed 0 --out X.json
     python -m tests.support.record_calls --compare BEFORE.json AFTER.json
 
-A seed decides a case, as in ``random_calls``, except the number of ranks, which is one of ``--ranks``. More cases are
-modules, and some heads have sequence parallelism. ``random_public`` alone says how a case is passed to the public
-functions. If their parameters change, edit that file, and keep the configurations of ``random_tables`` until the
+A seed decides a case, as in ``random.calls``, except the number of ranks, which is one of ``--ranks``. More cases are
+modules, and some heads have sequence parallelism. ``random.public`` alone says how a case is passed to the public
+functions. If their parameters change, edit that file, and keep the configurations of ``random.tables`` until the
 comparison is done. The inputs are recorded too, so that a case that is no longer the same shows as such.
 
-Ranks are threads (``ranks_in_turn``), so that one GPU has any number of them. Recorded of rank 0, and of another rank
+Ranks are threads (``ranks.in_turn``), so that one GPU has any number of them. Recorded of rank 0, and of another rank
 where its bits differ: the loss and all other outputs, every gradient, and which of the tensors passed were written.
 All NaN count as one.
 
@@ -38,14 +38,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.support import random_heads, random_logits
-from tests.support.poison import poisoned_allocations
-from tests.support.random_call import Call
-from tests.support.random_calls import Where, interpret
-from tests.support.random_public import PUBLIC, Given
-from tests.support.random_tables import changes_of
-from tests.support.random_truth import Numbers
-from tests.support.ranks_in_turn import in_turn
+from tests.support.host.poison import poisoned_allocations
+from tests.support.random import heads as random_heads
+from tests.support.random import logits as random_logits
+from tests.support.random.call import Call
+from tests.support.random.calls import Where, interpret
+from tests.support.random.public import PUBLIC, Given
+from tests.support.random.tables import changes_of
+from tests.support.random.truth import Numbers
+from tests.support.ranks.in_turn import in_turn
 
 DIFFERENTIABLE = ("entropy", "log_probs", "loss", "lse", "mean_logit", "sum_sq_probs")
 SAMPLES = 64  # values of an output that are kept

@@ -1,0 +1,1 @@
+"""Inputs, and one call of each kind over them."""

@@ -1,0 +1,260 @@
+"""Losses against a distribution per token: what they must return in fp64 and in PyTorch's fp32, and calls of them."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from tests.support.cases.inputs import NAN, NEG_INF, padded_shard
+from tests.support.cases.logits import Results, random_grad_output
+from tests.support.ranks.logits import Result, own_tensors, whole_of, with_collectives
+from tests.support.ranks.pools import device_of
+from tests.support.truth.budget import assert_within_budget
+from tests.support.truth.oracle import transformed
+from vocab_parallel_ce import TopKTeacher, VocabShard, distillation_loss
+
+
+def soft_targets(logits: Tensor, seed: int = 0) -> Tensor:
+    """Probabilities of every kind in turn: broad, one-hot, with zeros, and rows that do not sum to 1; fp32."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = logits.shape
+    broad = (torch.randn(rows, columns, generator=generator) * 3).masked_fill(logits == NEG_INF, NEG_INF).softmax(-1)
+    targets = broad.clone()
+    targets[1::4] = F.one_hot(broad[1::4].argmax(-1), columns).float()
+    targets[2::4] *= broad[2::4] > 1 / columns
+    targets[3::4] *= 1.7
+    return targets
+
+
+def soft_losses(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    class_weight: Tensor | None = None,
+) -> Tensor:
+    """Differentiable unreduced losses in the dtype of ``logits [N, V]``."""
+    # A filled element has no gradient: -inf columns get none.
+    z = transformed(logits.masked_fill(logits == NEG_INF, NEG_INF), logit_scale, softcap)
+    log_p, t = z.log_softmax(dim=-1), targets.to(z.dtype)
+    t = (1 - label_smoothing) * t + label_smoothing / z.shape[-1]
+    t = t if class_weight is None else t * class_weight.to(t)
+    losses = -(t * log_p.masked_fill(t == 0, 0.0)).sum(dim=-1)
+    return losses + z_loss * z.logsumexp(dim=-1) ** 2
+
+
+def divergences(
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    labels: Tensor | None = None,
+    divergence: str = "forward",
+    temperature: float = 1.0,
+    beta: float = 0.5,
+    hard_weight: float = 0.0,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Differentiable unreduced losses in the dtype of ``student [N, V]``."""
+    student = student.masked_fill(student == NEG_INF, NEG_INF)
+    log_s, log_t = ((z / temperature).log_softmax(dim=-1) for z in (student, teacher))
+
+    def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+        left_out = log_p == NEG_INF
+        return (log_p.exp() * (log_p.masked_fill(left_out, 0.0) - log_q.masked_fill(left_out, 0.0))).sum(dim=-1)
+
+    if divergence == "js":
+        # The sum of two -inf has no gradient.
+        filled = (z.masked_fill((log_s == NEG_INF) & (log_t == NEG_INF), 0.0) for z in (log_t, log_s))
+        log_m = torch.logaddexp(next(filled) + math.log(beta), next(filled) + math.log(1 - beta))
+        losses = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
+    else:
+        losses = kl(log_t, log_s) if divergence == "forward" else kl(log_s, log_t)
+    if not hard_weight:
+        return losses
+    hard = F.cross_entropy(student, labels, ignore_index=ignore_index, reduction="none")
+    return (1 - hard_weight) * losses + hard_weight * hard
+
+
+def topk_losses(
+    student: Tensor,
+    ignored: Any,
+    *,
+    teacher_ids: Tensor,
+    teacher_log_probs: Tensor,
+    rest: str = "ignore",
+    temperature: float = 1.0,
+    divergence: str = "forward",
+    beta: float = 0.5,
+    hard_weight: float = 0.0,
+    labels: Tensor | None = None,
+) -> Tensor:
+    """Differentiable unreduced losses in the dtype of ``student [N, V]``."""
+    log_s = (student / temperature).log_softmax(-1)
+    log_q = teacher_log_probs.to(student.dtype)
+    own = log_s.gather(-1, teacher_ids)
+    if rest == "bucket":
+        r = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=0)
+        others = log_s.scatter(-1, teacher_ids, NEG_INF).logsumexp(-1, keepdim=True)
+        own, log_q = torch.cat([own, others], -1), torch.cat([log_q, r.log()], -1)
+
+    def kl(log_p: Tensor, log_t: Tensor) -> Tensor:
+        left_out = log_p == NEG_INF
+        terms = log_p.exp() * (log_p.masked_fill(left_out, 0.0) - log_t.masked_fill(left_out, 0.0))
+        return terms.masked_fill(left_out, 0.0).sum(-1)
+
+    if divergence == "js":
+        log_m = torch.logaddexp(log_q + math.log(beta), own + math.log(1 - beta))
+        losses = beta * kl(log_q, log_m) + (1 - beta) * kl(own, log_m)
+    else:
+        losses = kl(log_q, own) if divergence == "forward" else kl(own, log_q)
+    if not hard_weight:
+        return losses
+    return (1 - hard_weight) * losses + hard_weight * F.cross_entropy(student, labels, reduction="none")
+
+
+def topk_loss(
+    student: Tensor,
+    ignored: Any,
+    *,
+    teacher_ids: Tensor,
+    teacher_log_probs: Tensor,
+    rest: str = "ignore",
+    **options: Any,
+) -> Tensor:
+    """A call of the loss in the words of :func:`topk_losses`."""
+    return distillation_loss(student, TopKTeacher(teacher_ids, teacher_log_probs, rest), **options)
+
+
+def subtracted(student: Tensor, teacher: Tensor, options: dict[str, Any]) -> tuple[float, float]:
+    """Magnitudes of what a divergence subtracts: ``p * (|log s| + |log t|)``, of the worst row, and of one column."""
+    log_s, log_t = ((z.double() / options.get("temperature", 1.0)).log_softmax(-1) for z in (student, teacher))
+    terms = torch.maximum(log_s, log_t).exp() * (log_s.abs() + log_t.abs()).nan_to_num(0.0, 0.0, 0.0)
+    terms = terms.nan_to_num(0.0, 0.0, 0.0)
+    is_forward = options.get("divergence", "forward") == "forward"  # its gradient is s - t
+    return float(terms.sum(-1).max()), 0.0 if is_forward else float(terms.max())
+
+
+def subtracted_at_known(student: Tensor, options: dict[str, Any]) -> float:
+    """Magnitude of what the loss of a top-k teacher subtracts: ``q * (|log s| + |log q|)`` of the worst row."""
+    log_s = (student.double() / options.get("temperature", 1.0)).log_softmax(-1)
+    log_q = options["teacher_log_probs"].double()
+    own = log_s.gather(-1, options["teacher_ids"])
+    if options.get("divergence", "forward") == "forward" and not options.get("hard_weight"):
+        return float((log_q.exp() * (own.abs() + log_q.abs())).sum(-1).max())
+    return float((torch.maximum(log_q, own).exp() * (own.abs() + log_q.abs())).sum(-1).max()) + 1.0
+
+
+def in_exponents(case: "Case") -> float:
+    """Magnitude of what is subtracted in exponents: ``p * |z|`` of one column. The rounding of z is relative in p."""
+    ways = {name: case.options[name] for name in ("logit_scale", "softcap") if name in case.options}
+    z = transformed(case.logits.double(), **ways) / case.options.get("temperature", 1.0)
+    return float((z.softmax(-1) * z.abs()).nan_to_num(0.0, 0.0, 0.0).max())
+
+
+class Case(NamedTuple):
+    """One call over ``logits [N, V]`` and a tensor beside them."""
+
+    function: Callable[..., Tensor]
+    losses: Callable[..., Tensor]  # the oracle: unreduced, of logits and other
+    logits: Tensor
+    other: Tensor
+    options: dict[str, Any]  # of the oracle
+    ways: dict[str, Any] = {}  # the rest: reduction, gradient
+    labels: Tensor | None = None
+    padding: tuple[int, int] = (0, 0)  # columns after the vocabulary, of logits and other
+    oracle: Any = None  # the case that the oracle computes, if it cannot compute this one
+    weight_form: str = "whole"  # or "columns": class_weight is that of this rank's
+
+
+def grad_output_of(case: Case) -> Tensor:
+    if case.ways.get("reduction") != "none":
+        return torch.tensor(0.75)
+    return random_grad_output(len(case.logits), seed=1)
+
+
+def expected(case: Case, dtype: torch.dtype) -> Results:
+    """In ``dtype``: fp64 is the truth, fp32 what PyTorch makes of it."""
+    case = case.oracle or case
+    leaf = case.logits.detach().to(dtype).requires_grad_()
+    own = {"labels": case.labels} if case.options.get("hard_weight") else {}
+    losses = case.losses(leaf, case.other.to(dtype), **case.options, **own)
+    counted = torch.ones_like(losses, dtype=torch.bool)
+    if case.labels is not None:
+        counted = case.labels != case.options.get("ignore_index", -100)
+        losses = losses.where(counted, 0.0)
+    reduction, num_items = case.ways.get("reduction", "mean"), case.ways.get("num_items")
+    loss = losses if reduction == "none" else losses.sum()
+    if num_items is not None or reduction == "mean":
+        loss = loss / float(counted.sum() if num_items is None else num_items)
+    (grad,) = torch.autograd.grad(loss, leaf, grad_output_of(case).to(leaf).expand(loss.shape))
+    return Results((loss.detach(),), grad)
+
+
+def assert_right(case: Case, results: Results) -> None:
+    truth = expected(case, torch.float64)
+    there = tree_map_only(torch.Tensor, lambda t: t.to(results.grad.device), case)
+    peer = expected(there, torch.float32)  # a GPU's exponential is less exact than a CPU's
+    of_loss, of_grad = 0.0, in_exponents(case)
+    if case.losses is divergences:
+        of_loss, of_terms = subtracted(case.logits, case.other, case.options)
+        of_grad += of_terms  # the rounding of both
+    if case.losses is topk_losses:
+        of_loss = subtracted_at_known(case.logits, case.options)
+    of_grad *= float(grad_output_of(case).abs().max()) / (1 if results.loss.dim() else len(case.logits))
+    assert_within_budget(results.loss, truth.loss, peer.loss, of_loss)
+    roundings = 2 if case.ways.get("gradient") == "in_forward" else 1  # backward multiplies what forward has written
+    assert_within_budget(results.grad, truth.grad, peer.grad, of_grad, roundings)
+
+
+def arguments(case: Case) -> dict[str, Any]:
+    return case.options | case.ways | ({} if case.labels is None else {"labels": case.labels})
+
+
+def check(impl_device: tuple[str, str], case: Case) -> Results:
+    """One call and backward over copies; padded columns hold NaN, and get a gradient of 0."""
+    (impl, device), vocab_size = impl_device, case.logits.shape[-1]
+    of_logits, of_other = case.padding
+    leaf = padded_shard(case.logits, 0, vocab_size + of_logits).to(device).requires_grad_()
+    other = padded_shard(case.other, 0, vocab_size + of_other).to(device)
+    kept, given = other.clone(), arguments(case)
+    given |= {"vocab_size": vocab_size} if any(case.padding) else {}
+    given = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in given.items()}
+    given |= own_tensors(case, 0, vocab_size + of_logits, torch.device(device))
+    loss = case.function(leaf * 1, other, impl=impl, **given)
+    loss.backward(grad_output_of(case).to(device).expand(loss.shape))
+    assert torch.equal(other.nan_to_num(7.0), kept.nan_to_num(7.0)), "the second tensor was written"
+    grad, rest = leaf.grad.cpu().split((vocab_size, of_logits), dim=-1)
+    assert not rest.any(), "gradient of padded columns"
+    results = Results((loss.detach().cpu(),), grad)
+    assert_right(case, results)
+    return results
+
+
+def run_in_rank(rank: int, group: Any, case: Case, impl: str, bounds: Sequence[tuple[int, int]]) -> Result:
+    """In a rank: one call and its backward, over the columns ``bounds[rank]``; those beyond the vocabulary hold NaN."""
+    device, (start, stop) = device_of(rank, group), bounds[rank]
+    leaf, other = (padded_shard(t, start, stop, NAN).to(device) for t in (case.logits, case.other))
+    leaf.requires_grad_()
+    shard = VocabShard(start, stop, case.logits.shape[-1])
+    given = arguments(case) | {"group": group, "vocab_size": shard, "impl": impl}
+    given = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in given.items()}
+    given |= own_tensors(case, start, stop, device)
+    grad_outputs = (grad_output_of(case).to(device),)
+    outputs, *collectives = with_collectives(lambda: case.function(leaf * 1, other, **given), grad_outputs)
+    return Result(outputs, leaf.grad, *collectives)
+
+
+def check_ranks(case: Case, results: Sequence[Result], bounds: Sequence[tuple[int, int]], sent: list[int]) -> None:
+    """Losses are bit-equal and right, and forward sends ``sent`` bytes per row in as many collectives."""
+    assert_right(case, whole_of(results, bounds, case.logits.shape[-1]))
+    for result in results:
+        assert [call.name for call in result.in_forward] == ["_allgather_base_"] * len(sent)
+        assert [call.nbytes for call in result.in_forward] == [n * case.logits.shape[0] for n in sent]
+        assert result.in_backward == []

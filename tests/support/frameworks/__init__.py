@@ -1,0 +1,1 @@
+"""Small models and stubs of what frameworks bring."""

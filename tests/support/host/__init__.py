@@ -1,0 +1,1 @@
+"""What this host can run, and what only a host shows."""

@@ -1,0 +1,1 @@
+"""Kernels: interpreted, compiled for other GPUs, and which of them were launched."""

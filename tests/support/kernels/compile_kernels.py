@@ -1,0 +1,126 @@
+"""Compile every kernel for a GPU that need not be there, and report its machine code as JSON.
+
+    python -m tests.support.kernels.compile_kernels cuda:90 [all-variants]
+
+Needs a process of its own without ``TRITON_INTERPRET``, which replaces the compiler. Prints one JSON list
+with one entry per variant: a representative set, or with ``all-variants`` every kind of call for every dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from tests.support.kernels.kernel_variants import DTYPES, Variant, all_variants, variants
+from vocab_parallel_ce.blocks import THREADS_PER_WARP
+
+TRITON_NAMES = {torch.int64: "i64", torch.int32: "i32"} | {dtype: name for name, dtype in DTYPES.items()}
+ASYNCHRONOUS_COPY = r"(cp\.async\.c[ag]\S*) \[[^\]]*\], \[[^\]]*\], (\w+)"
+
+
+def source_of(variant: Variant) -> ASTSource:
+    """Return the kernel as the launch specialises it: each pointer at a 16-byte boundary, no integer known.
+
+    None and the integer 1 are constants, as in a launch.
+    """
+    launch, names = variant.launch, variant.launch.kernel.arg_names
+    arguments = (*variant.dtypes, *launch.values)
+    constexprs: dict[tuple[int, ...], object] = {(names.index(name),): v for name, v in launch.constants.items()}
+    attrs: dict[tuple[int, ...], object] = {}
+
+    def type_of(argument: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(argument, tuple):
+            kinds = [type_of(part, (*path, i)) for i, part in enumerate(argument)]
+            return type(argument)(*kinds) if hasattr(argument, "_fields") else tuple(kinds)
+        if isinstance(argument, torch.dtype):
+            attrs[path] = [["tt.divisibility", 16]]
+            return f"*{TRITON_NAMES[argument]}"
+        if argument is None or argument == 1 and isinstance(argument, int):
+            constexprs[path] = argument
+            return "constexpr"
+        return "fp32" if isinstance(argument, float) else "i32"
+
+    signature = dict.fromkeys(names, "i32") | dict.fromkeys(launch.constants, "constexpr")
+    signature |= {names[i]: type_of(argument, (i,)) for i, argument in enumerate(arguments)}
+    if variant.programs_per_sm is None:
+        return ASTSource(launch.kernel, signature, constexprs, attrs)
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource(launch.kernel, signature, constexprs, attrs)
+
+
+def report(target: GPUTarget, variant: Variant) -> dict:
+    """Compile one variant; for CUDA report registers, spills and the widths of its global accesses too."""
+    kernel, num_warps = variant.launch.kernel, variant.launch.num_warps
+    # A launch does this: an argument named ``options`` compiled, and every launch raised a SyntaxError.
+    create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
+    # And this: triton.compile ignores an option that the target's compiler lacks, a launch raises a KeyError.
+    unknown = variant.launch.compiler.keys() - vars(make_backend(target).parse_options({})).keys()
+    assert not unknown, f"{variant.name}: {target.backend} has no {sorted(unknown)}"
+    compiled = triton.compile(source_of(variant), target=target, options=variant.launch.compiler)
+    moved_sums = compiled.asm["ttgir"].count("efficient_layout")
+    entry = {"target": f"{target.backend}:{target.arch}", "kernel": variant.name, "moved_sums": moved_sums}
+    entry["triton"] = [int(part) for part in triton.__version__.split(".")[:2]]
+    if target.backend != "cuda":
+        return entry | {"bytes": len(compiled.asm["hsaco"])}
+    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+    return entry | {
+        "bytes": len(cubin),
+        "loads": sorted(set(re.findall(r"ld\.global[.\w]*", ptx))),
+        "stores": sorted(set(re.findall(r"st\.global[.\w]*", ptx))),
+        # Bytes of each kind of copy into shared memory.
+        "copies": sorted({f"{kind} {int(n, 0)}" for kind, n in re.findall(ASYNCHRONOUS_COPY, ptx)}),
+        "shared_bytes": compiled.metadata.shared,
+        "threads": THREADS_PER_WARP * num_warps,
+        "programs_per_sm": variant.programs_per_sm,
+        **resource_usage(cubin),
+    }
+
+
+def resource_usage(cubin: bytes) -> dict:
+    """Registers, and bytes of stack and of local memory (spills), of the one kernel in ``cubin``."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    fields = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", printed))
+    return {"registers": int(fields["REG"]), "stack_bytes": int(fields["STACK"]), "local_bytes": int(fields["LOCAL"])}
+
+
+def report_of(target: GPUTarget, chosen: Callable[[GPUTarget], Iterator[Variant]], index: int) -> dict:
+    """Report the variant at ``index``: launches do not travel between processes."""
+    return report(target, next(islice(chosen(target), index, None)))
+
+
+def main() -> None:
+    assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter does not compile"
+    backend, arch = sys.argv[1].split(":")
+    target = GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
+    chosen = all_variants if "all-variants" in sys.argv else variants
+    # A process per core: the compiler holds the interpreter's lock.
+    n_variants = len(list(chosen(target)))
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        jobs = [(target, chosen, index) for index in range(n_variants)]
+        print(json.dumps(pool.starmap(report_of, jobs, chunksize=1)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Random calls and random programs of the public functions."""

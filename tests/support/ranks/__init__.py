@@ -1,0 +1,1 @@
+"""Ranks in processes and in turn, what they send, and calls on them."""

@@ -1,0 +1,1 @@
+"""What a call must return, and how near to it."""
